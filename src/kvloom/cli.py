@@ -1,0 +1,165 @@
+"""The ``kvloom`` command. The only place that puts models, integrations and output together."""
+
+import argparse
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from kvloom.errors import ArgumentError, KVError
+
+_KINDS = ("auto", "float32", "float16", "bfloat16", "int8", "int4")
+_DEMO_KINDS = ["float32", "int8", "int4"]
+_DEMO_PROMPT_CHARACTERS = 1200
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line; returns the exit status."""
+    args = _parser().parse_args(argv)
+    try:
+        args.run(args)
+    except (KVError, OSError) as error:
+        sys.stderr.write(f"kvloom: {error}\n")
+        return 2
+    except ModuleNotFoundError as error:
+        if error.name not in ("transformers", "rich"):
+            raise
+        sys.stderr.write(f"kvloom: this needs {error.name}: pip install 'kvloom[transformers]'\n")
+        return 2
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="kvloom", description="A KV cache for transformer inference.")
+    commands = parser.add_subparsers(required=True, metavar="command")
+
+    generate = commands.add_parser("generate", help="continue a prompt, keys and values in a kvloom cache")
+    prompt = generate.add_mutually_exclusive_group(required=True)
+    prompt.add_argument("--prompt", help="text to continue")
+    prompt.add_argument("--prompt-file", type=Path, metavar="F", help="file with the text to continue")
+    generate.add_argument(
+        "--kv", choices=_KINDS, default="auto", help="how the cache is kept (auto: model's dtype)"
+    )
+    generate.add_argument(
+        "--quant-group", type=int, default=64, metavar="N", help="elements that share a scale"
+    )
+    generate.add_argument("--max-new-tokens", type=int, default=128, metavar="N")
+    generate.add_argument("--model", type=Path, metavar="PATH", help="local Hugging Face causal model folder")
+    generate.set_defaults(run=_generate)
+
+    demo = commands.add_parser("demo", help="the bundled model on held-out text, and a table of cache kinds")
+    demo.add_argument("--max-new-tokens", type=int, default=128, metavar="N")
+    demo.add_argument("--runs", type=int, default=3, metavar="N", help="timed runs of each cache kind")
+    demo.set_defaults(run=_demo)
+
+    commands.add_parser("info", help="version, backends, CPU capability, devices").set_defaults(run=_info)
+    return parser
+
+
+def _generate(args: argparse.Namespace) -> None:
+    if args.max_new_tokens < 1:
+        raise ArgumentError(f"--max-new-tokens must be at least 1, got {args.max_new_tokens}")
+    prompt = args.prompt if args.prompt is not None else args.prompt_file.read_text(encoding="utf-8")
+    model, tokenizer = _load(args.model)
+    _stream(model, tokenizer, prompt, args.kv, args.quant_group, args.max_new_tokens)
+
+
+def _demo(args: argparse.Namespace) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from kvloom.integrations.compare import compare
+    from kvloom.models import corpus_files
+
+    if args.max_new_tokens < 1 or args.runs < 1:
+        raise ArgumentError("--max-new-tokens and --runs must be at least 1")
+    source = next(file for file in corpus_files("heldout") if len(file.read()) > 4 * _DEMO_PROMPT_CHARACTERS)
+    prompt = source.read()[:_DEMO_PROMPT_CHARACTERS].rsplit("\n", 1)[0] + "\n"
+    model, tokenizer = _load(None)
+    console = Console()
+    console.rule(f"{source.name}, which the model has not seen, continued from an int8 cache")
+    _stream(model, tokenizer, prompt, "int8", 64, args.max_new_tokens)
+    inputs = tokenizer(prompt, return_tensors="pt").input_ids.to(model.device)
+    rows = compare(model, inputs, _DEMO_KINDS, max_new_tokens=args.max_new_tokens, num_runs=args.runs)
+    table = Table(title=f"{inputs.shape[1]} prompt tokens, {rows[0].num_tokens} new ones, greedy")
+    for heading in ("cache", "bytes/token", "tokens/s", "same tokens", "mean KL, nats"):
+        table.add_column(heading, justify="left" if heading == "cache" else "right", no_wrap=True)
+    for row in rows:
+        ratio = rows[0].nbytes_per_token / row.nbytes_per_token
+        table.add_row(
+            row.kind if row is rows[0] else f"kvloom {row.kind}",
+            f"{row.nbytes_per_token:,.0f} ({ratio:.2f}x less)"
+            if ratio > 1
+            else f"{row.nbytes_per_token:,.0f}",
+            f"{row.tokens_per_s:.1f}",
+            f"{row.num_same} of {row.num_tokens}",
+            f"{row.mean_kl:.1e}" if row.mean_kl else "0",
+        )
+    console.print(table)
+    console.print(
+        "same tokens: before the first that differs; KL of each next-token distribution to DynamicCache's"
+    )
+
+
+def _info(args: argparse.Namespace) -> None:
+    import torch
+
+    from kvloom import __version__
+
+    devices = [
+        "cpu",
+        *(f"cuda:{i} {torch.cuda.get_device_name(i)}" for i in range(torch.cuda.device_count())),
+    ]
+    for name, value in (
+        ("kvloom", __version__),
+        ("torch", torch.__version__),
+        ("backends", "reference"),
+        ("cpu capability", f"{torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"),
+        ("devices", ", ".join(devices)),
+    ):
+        sys.stdout.write(f"{name:15}{value}\n")
+
+
+def _load(path: Path | None) -> tuple[Any, Any]:
+    """Model and tokenizer on the best device; the bundled ones by default."""
+    import torch
+
+    from kvloom.integrations.transformers import load_model
+    from kvloom.models import bundled_model_path
+
+    model, tokenizer = load_model(path or bundled_model_path())
+    if torch.cuda.is_available():
+        return model.to("cuda"), tokenizer
+    # CPUs multiply float16 slowly, and round each step.
+    return (model.float() if model.dtype == torch.float16 else model), tokenizer
+
+
+def _stream(model: Any, tokenizer: Any, prompt: str, kv: str, quant_group: int, max_new_tokens: int) -> None:
+    """Print the prompt and its greedy continuation as tokens come, then what it cost."""
+    from kvloom.integrations.transformers import KVCache, Streamer
+
+    cache = KVCache.for_model(model, kv=kv, quant_group=quant_group)
+    inputs = tokenizer(prompt, return_tensors="pt").to(model.device)
+    if inputs.input_ids.shape[1] == 0:
+        raise ArgumentError("--prompt must hold at least one token, got an empty text")
+
+    def write(text: str) -> None:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+
+    write(prompt)
+    start = time.perf_counter()
+    out = model.generate(
+        **inputs,
+        past_key_values=cache,
+        max_new_tokens=max_new_tokens,
+        do_sample=False,
+        streamer=Streamer(tokenizer, write),
+    )
+    seconds = time.perf_counter() - start
+    num_new = out.shape[1] - inputs.input_ids.shape[1]
+    write("\n")
+    sys.stderr.write(
+        f"[{num_new} tokens in {seconds:.2f} s, {num_new / seconds:.1f} tokens/s; {kv} cache: "
+        f"{cache.nbytes_per_token:,.0f} bytes/token, {cache.nbytes:,} bytes allocated]\n"
+    )

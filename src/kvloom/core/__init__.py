@@ -1,0 +1,1 @@
+"""What a cache is: axis orders, indices into slots, specifications, canonical views."""

@@ -1,0 +1,106 @@
+"""One matcher for tensors, called once at the public edge; and when values may be read at all."""
+
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+import torch
+from torch import Tensor
+
+from kvloom.errors import ArgumentError, ShapeError
+
+INDEX_DTYPES = (torch.int64, torch.int32)
+FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def expect(
+    name: str,
+    x: Tensor,
+    axes: str,
+    /,
+    *,
+    dtype: torch.dtype | Collection[torch.dtype] | None = None,
+    device: torch.device | None = None,
+    **sizes: int,
+) -> dict[str, int]:
+    """Check ``x`` against ``axes`` ("T H D") and return all sizes seen so far.
+
+    Pass the result on, so that a letter means one number across arguments:
+    ``s = expect("key", key, "T H D", H=8); expect("value", value, "T H D", **s)``.
+
+    Raises:
+        ShapeError: ``x`` is no tensor, or has another rank, size, dtype or device.
+    """
+    if not isinstance(x, Tensor):
+        raise ShapeError(f"{name} must be a tensor, got {type(x).__name__}")
+    letters = axes.split()
+    wrong = x.ndim != len(letters) or any(
+        have != sizes.get(a, int(a) if a.isdigit() else have)
+        for a, have in zip(letters, x.shape, strict=False)
+    )
+    if wrong:
+        known = ", ".join(f"{a}={sizes[a]}" for a in letters if a in sizes)
+        wanted = f"[{', '.join(letters)}]{known and f' with {known}'}"
+        raise ShapeError(f"{name} must be {wanted}, got {list(x.shape)}")
+    if dtype is not None:
+        allowed = (dtype,) if isinstance(dtype, torch.dtype) else tuple(dtype)
+        if x.dtype not in allowed:
+            raise ShapeError(f"{name} must be {' or '.join(map(str, allowed))}, got {x.dtype}")
+    if device is not None and x.device != device:
+        raise ShapeError(f"{name} must be on {device}, got {x.device}")
+    return sizes | dict(zip(letters, x.shape, strict=True))
+
+
+def expect_range(name: str, value: int, low: int, high: int | None = None, /) -> int:
+    """Check that ``low <= value < high`` (no upper bound if ``None``) and return it as an int.
+
+    Raises:
+        ArgumentError: out of range, or no integer.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | torch.SymInt):
+        raise ArgumentError(f"{name} must be an int, got {value!r}")
+    if value < low or (high is not None and value >= high):
+        bound = f"at least {low}" if high is None else f"in [{low}, {high})"
+        raise ArgumentError(f"{name} must be {bound}, got {value}")
+    return int(value)
+
+
+def expect_no_overlap(name: str, x: Tensor) -> None:
+    """Check that no two elements of ``x`` share memory, as in an expanded tensor: writing it would lose values.
+
+    Raises:
+        ShapeError: the strides of ``x`` may overlap.
+    """
+    reach = 0  # of the axes seen so far, in elements
+    for stride, extent in sorted((abs(s), n) for s, n in zip(x.stride(), x.shape, strict=True) if n > 1):
+        if stride <= reach:
+            raise ShapeError(
+                f"{name} must not overlap itself, got shape {list(x.shape)} strides {x.stride()}"
+            )
+        reach += stride * (extent - 1)
+
+
+_DEBUG: ContextVar[bool] = ContextVar("kvloom_debug", default=False)
+
+
+@contextmanager
+def debug() -> Iterator[None]:
+    """Within this context, also make the checks that cost a sort or a device synchronisation.
+
+    These are duplicate slots in one ``store``, and the values of index tensors on accelerators.
+    """
+    token = _DEBUG.set(True)
+    try:
+        yield
+    finally:
+        _DEBUG.reset(token)
+
+
+def debugging() -> bool:
+    """Whether costly checks are asked for."""
+    return not torch.compiler.is_compiling() and _DEBUG.get()
+
+
+def can_read(x: Tensor) -> bool:
+    """Whether values of ``x`` may be read on the host: never while tracing, off the CPU only if asked for."""
+    return not torch.compiler.is_compiling() and (x.device.type == "cpu" or _DEBUG.get())

@@ -1,0 +1,170 @@
+"""In which slot does token t of sequence b live? Five published spellings, one answer.
+
+=============  ==========================  =======================================
+spelling       tensor                      slot(b, t)
+=============  ==========================  =======================================
+offset         starts ``[B]``              ``starts[b] + t``
+page table     first slots ``[B, P]``      ``table[b, t // size] + t % size``
+block table    block ids ``[B, P]``        ``table[b, t // size] * size + t % size``
+token table    slots ``[sum(lengths)]``    ``table[row_starts[b] + t]``
+slot mapping   slots ``[T]``               given for each token
+=============  ==========================  =======================================
+
+A token table is a page table with page size 1 on ragged rows, and offset mode is one page without end, so a
+``CacheIndex`` is a table of first slots and a page size. Slots are int64 before anything is multiplied.
+"""
+
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from kvloom.core.checks import INDEX_DTYPES, expect
+from kvloom.errors import ArgumentError, ShapeError
+
+ENDLESS: Final = 1 << 62
+"""Page size of offset mode."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CacheIndex:
+    """Slots of a batch of sequences: ``slot(b, t) = table[row(b) + t // page_size] + t % page_size``.
+
+    Attributes:
+        table: First slot of each page, ``[B, P]``; or ``[N]`` with ragged rows. int64 or int32. Entries past
+            the last page of a sequence are padding and never read.
+        row_starts: Where each row of a ragged ``table`` begins, ``[B]`` or longer; ``None`` if ``table`` is
+            2-D.
+        page_size: Token slots in a page.
+    """
+
+    table: Tensor
+    row_starts: Tensor | None
+    page_size: int
+
+    @classmethod
+    def offset(cls, starts: Tensor) -> "CacheIndex":
+        """Each sequence lies in one run of slots from ``starts[b]``, ``[B]``."""
+        expect("cachestarts", starts, "B", dtype=INDEX_DTYPES)
+        return cls(starts.unsqueeze(1), None, ENDLESS)
+
+    @classmethod
+    def pages(cls, table: Tensor, page_size: int) -> "CacheIndex":
+        """``table[b, p]`` is the *first slot* of page p, ``[B, P]``, any slot."""
+        expect("cachestarts", table, "B P", dtype=INDEX_DTYPES)
+        if isinstance(page_size, bool) or not isinstance(page_size, int) or page_size < 1:
+            raise ArgumentError(f"page_size must be at least 1, got {page_size!r}")
+        return cls(table, None, page_size)
+
+    @classmethod
+    def blocks(cls, table: Tensor, block_size: int) -> "CacheIndex":
+        """``table[b, p]`` is the *id* of a block, ``[B, P]``; block i begins at slot ``i * block_size``."""
+        return cls.pages(table.long() * block_size, block_size)
+
+    @classmethod
+    def tokens(cls, table: Tensor, row_starts: Tensor) -> "CacheIndex":
+        """``table[row_starts[b] + t]`` is the slot of token t; ``row_starts`` is ``[B + 1]``."""
+        expect("cachestarts", table, "N", dtype=INDEX_DTYPES)
+        expect("kvstarts", row_starts, "B+1", dtype=INDEX_DTYPES, device=table.device)
+        return cls(table, row_starts, 1)
+
+    def slots(self, sequence: Tensor, position: Tensor) -> Tensor:
+        """Slots ``[T]`` int64 of tokens ``position[i]`` of sequences ``sequence[i]``, both ``[T]`` int64."""
+        page = position // self.page_size
+        if self.row_starts is None:
+            first = self.table[sequence, page]
+        else:
+            first = self.table[self.row_starts[sequence] + page]
+        return first.long() + position % self.page_size
+
+
+def check_index(name: str, index: CacheIndex, lengths: Tensor, num_slots: int) -> None:
+    """Read the pages of ``lengths`` tokens of each sequence, ``[B]``, and refuse those outside the cache.
+
+    Raises:
+        ArgumentError: a row has too few pages, or a token's slot is outside ``[0, num_slots)``.
+    """
+    if index.row_starts is not None:
+        ends = index.row_starts[: len(lengths)] + lengths
+        if len(ends) and int(ends.max()) > index.table.shape[0]:
+            raise ArgumentError(f"{name} must have {int(ends.max())} entries, got {index.table.shape[0]}")
+        tokens = index.slots(*ragged_positions(torch.nn.functional.pad(lengths.cumsum(0), (1, 0))))
+        check_slots(name, tokens, num_slots)
+        return
+    num_pages = -(-lengths // index.page_size)
+    if bool((num_pages > index.table.shape[1]).any()):
+        b = int(num_pages.argmax())
+        raise ArgumentError(
+            f"{name} must have {int(num_pages[b])} pages of {index.page_size} for the {int(lengths[b])} "
+            f"tokens of sequence {b}, got {index.table.shape[1]}"
+        )
+    page = torch.arange(index.table.shape[1], device=lengths.device)
+    held = (lengths.unsqueeze(1) - page * index.page_size).clamp(0, index.page_size)
+    first = index.table[: len(lengths)].long()
+    # Compared without a sum, since a padding entry may be the largest integer.
+    wrong = (held > 0) & ((first < 0) | (first > num_slots - held))
+    if bool(wrong.any()):
+        b, p = wrong.nonzero()[0].tolist()
+        raise ArgumentError(
+            f"{name} must be in [0, {num_slots}) for every token, got first slot {int(first[b, p])} for the "
+            f"{int(held[b, p])} tokens of page {p} of sequence {b}"
+        )
+
+
+def ragged_positions(
+    starts: Tensor, first: Tensor | None = None, *, total: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """Sequence and position of each packed token.
+
+    Args:
+        starts: ``[B + 1]``, tokens of sequence b are ``starts[b]:starts[b + 1]``.
+        first: Position of the first packed token of each sequence, ``[B]``; 0 if ``None``.
+        total: ``starts[B]``, where it is known without reading the tensor.
+
+    Returns:
+        ``(sequence, position)``, both ``[total]`` int64.
+    """
+    row = torch.arange(int(starts[-1]) if total is None else total, device=starts.device)
+    sequence = torch.searchsorted(starts[1:].long().contiguous(), row, right=True)
+    position = row - starts.long()[sequence]
+    return sequence, position if first is None else position + first.long()[sequence]
+
+
+def check_slots(name: str, slots: Tensor, num_slots: int, *, skip_negative: bool = False) -> None:
+    """Read ``slots`` on the host and refuse those outside the cache.
+
+    Raises:
+        ArgumentError: names the first token whose slot is outside ``[0, num_slots)``.
+    """
+    if not slots.numel():
+        return
+    low, high = torch.aminmax(slots)
+    if high < num_slots and (skip_negative or low >= 0):
+        return
+    bad = (slots >= num_slots) if skip_negative else (slots >= num_slots) | (slots < 0)
+    token = int(bad.nonzero()[0, 0])
+    raise ArgumentError(f"{name} must be in [0, {num_slots}), got {int(slots[token])} for token {token}")
+
+
+def check_distinct(name: str, slots: Tensor) -> None:
+    """Refuse slots that are written twice in one call. Costs a sort.
+
+    Raises:
+        ArgumentError: names a slot that occurs more than once.
+    """
+    ordered = slots[slots >= 0].sort().values
+    twice = ordered[1:][ordered[1:] == ordered[:-1]]
+    if twice.numel():
+        raise ArgumentError(f"{name} must be distinct, got slot {int(twice[0])} more than once")
+
+
+def expect_slots(name: str, slots: Tensor, num_tokens: int | None, device: torch.device) -> None:
+    """Check shape, dtype and device of a slot mapping ``[T]``.
+
+    Raises:
+        ShapeError: another rank, length, dtype or device.
+    """
+    expect(name, slots, "T", dtype=INDEX_DTYPES, device=device)
+    if num_tokens is not None and slots.shape[0] != num_tokens:
+        raise ShapeError(f"{name} must be [{num_tokens}], one slot for each token, got {list(slots.shape)}")

@@ -1,0 +1,244 @@
+"""Axis orders of a cache tensor. The only permutation code in the library.
+
+Letters: L layers, 2 key|value, T token slots, B blocks (a page, or a batch row), S slots in a block, H heads,
+D head dim. T is B and S in one: a single block of T slots.
+"""
+
+import re
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple
+
+from torch import Tensor
+
+from kvloom.errors import ArgumentError, ConfigError, ShapeError
+
+CANONICAL: Final = "L 2 B S/s S%s H D/d D%d"
+"""The eight axes of ``CacheLayout.canonical``; s and d are 1 and D where the layout does not split."""
+
+
+class Term(NamedTuple):
+    """One axis, or the outer (``/``) or inner (``%``) part of an axis split into chunks of ``chunk``."""
+
+    axis: str
+    part: str
+    chunk: int
+
+    def size(self, sizes: dict[str, int]) -> int:
+        """Extent of this part when the whole axes have ``sizes``."""
+        if self.part == "%":
+            return self.chunk
+        whole = sizes[self.axis]
+        if self.part == "/" and whole % self.chunk:
+            raise ShapeError(f"axis {self.axis} must be a multiple of {self.chunk}, got {whole}")
+        return whole // self.chunk
+
+
+@dataclass(frozen=True, slots=True)
+class CacheLayout:
+    """A named order of the axes of a cache tensor, for example ``CacheLayout("L 2 T H D")``.
+
+    Axes stand in the order of the tensor's dimensions, separated by spaces. ``D/16`` and ``D%16`` are the
+    outer and inner part of an axis that is split into chunks of 16; ``(H D/16)`` is one dimension that holds
+    two axes, the second varying faster. ``L`` and ``2`` may be left out: the tensor then holds one layer, or
+    keys (or values) only.
+
+    Raises:
+        ConfigError: ``axes`` does not name H, D and either T or B and S once each.
+    """
+
+    axes: str
+    dims: tuple[tuple[Term, ...], ...] = field(init=False, repr=False, compare=False)
+    """The terms held by each dimension of the tensor."""
+    names: frozenset[str] = field(init=False, repr=False, compare=False)
+    """The letters that occur in this layout."""
+
+    def __post_init__(self) -> None:
+        dims = _parse(self.axes)
+        object.__setattr__(self, "dims", dims)
+        object.__setattr__(self, "names", frozenset(term.axis for dim in dims for term in dim))
+
+    def __str__(self) -> str:
+        return self.axes
+
+    @classmethod
+    def of(cls, operator: str, number: int) -> "CacheLayout":
+        """The layout that ``operator``'s own document calls ``cache_layout=number``.
+
+        Args:
+            operator: A key of ``OPERATOR_LAYOUTS``, for example ``"pmx.dynamic_batching.KeyValueCache"``.
+            number: The integer of that document.
+
+        Raises:
+            ArgumentError: unknown operator or number.
+        """
+        table = OPERATOR_LAYOUTS.get(operator)
+        if table is None:
+            raise ArgumentError(f"operator must be one of {sorted(OPERATOR_LAYOUTS)}, got {operator!r}")
+        if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < len(table):
+            raise ArgumentError(f"cache_layout must be in [0, {len(table)}) for {operator}, got {number!r}")
+        return table[number]
+
+    def shape(self, **sizes: int) -> tuple[int, ...]:
+        """Shape of a tensor in this layout; ``sizes`` gives every axis but ``2``: ``T=64, H=8, D=128``."""
+        known = {"2": 2, **sizes}
+        missing = sorted(self.names - known.keys())
+        if missing:
+            raise ArgumentError(f"sizes must give {missing} for layout {self.axes!r}, got {sorted(sizes)}")
+        shape = []
+        for dim in self.dims:
+            extent = 1
+            for term in dim:
+                extent *= term.size(known)
+            shape.append(extent)
+        return tuple(shape)
+
+    def canonical(self, x: Tensor, *, name: str = "cache", heads: int | None = None) -> Tensor:
+        """View ``x`` as ``[L, 2, B, S/s, s, H, D/d, d]`` without copying; writes go through.
+
+        An axis that the layout lacks has extent 1. An axis that it does not split has s = 1 or d = D.
+
+        Args:
+            x: A tensor in this layout, any strides.
+            name: What errors call ``x``.
+            heads: Extent of H; needed only where H shares a dimension with D.
+
+        Raises:
+            ShapeError: ``x`` has another rank, its ``2`` axis is not 2, or a chunk does not divide.
+        """
+        if x.ndim != len(self.dims):
+            raise ShapeError(f"{name} must have the axes [{self.axes}], got shape {list(x.shape)}")
+        known = {"2": 2} if heads is None else {"2": 2, "H": heads}
+        spread: list[Term] = []
+        for dim, extent in zip(self.dims, x.shape, strict=True):
+            parts = _split_extent(dim, extent, known, name, self.axes)
+            if len(dim) > 1:
+                x = x.unflatten(len(spread), parts)
+            spread += dim
+        place = {(term.axis, term.part): i for i, term in enumerate(spread)}
+        found = [next((place[c] for c in wanted if c in place), None) for wanted in _CANONICAL_TERMS]
+        x = x.permute([at for at in found if at is not None])
+        for i, at in enumerate(found):
+            if at is None:
+                x = x.unsqueeze(i)
+        return x
+
+    def for_scale(self) -> "CacheLayout":
+        """The layout of the scales that go with a cache in this layout: the same axes, D not split."""
+        dims = []
+        for dim in self.dims:
+            parts = [
+                _spell(t._replace(part="", chunk=1) if t.axis == "D" else t)
+                for t in dim
+                if _spelt_in_scale(t)
+            ]
+            if parts:
+                dims.append(parts[0] if len(parts) == 1 else f"({' '.join(parts)})")
+        return CacheLayout(" ".join(dims))
+
+
+# For each canonical axis, the terms that fill it, first match wins. An unsplit S is its outer part, an
+# unsplit D its inner part, so that a chunk is what lies together.
+_CANONICAL_TERMS: Final = (
+    (("L", ""),),
+    (("2", ""),),
+    (("B", ""),),
+    (("S", "/"), ("S", ""), ("T", "/"), ("T", "")),
+    (("S", "%"), ("T", "%")),
+    (("H", ""),),
+    (("D", "/"),),
+    (("D", "%"), ("D", "")),
+)
+
+
+def _split_extent(
+    dim: tuple[Term, ...], extent: int, known: dict[str, int], name: str, axes: str
+) -> list[int]:
+    """Extents of the terms that share one dimension; at most one of them may be unknown."""
+    extents = [t.chunk if t.part == "%" else known.get(t.axis, -1) if not t.part else -1 for t in dim]
+    unknown = [i for i, e in enumerate(extents) if e < 0]
+    product = 1
+    for e in extents:
+        product *= max(e, 1)
+    if len(unknown) > 1:
+        raise ArgumentError(f"heads must be given to take {name} [{axes}] apart, got None")
+    if extent != product if not unknown else extent % product:
+        wanted = f"{product}" if not unknown else f"a multiple of {product}"
+        spelt = " ".join(map(_spell, dim))
+        raise ShapeError(f"{name} must have {wanted} for axis {spelt!r} of [{axes}], got {extent}")
+    for i in unknown:
+        extents[i] = extent // product
+    return extents
+
+
+def _spell(term: Term) -> str:
+    return f"{term.axis}{term.part}{term.chunk if term.part else ''}"
+
+
+def _spelt_in_scale(term: Term) -> bool:
+    return not (term.axis == "D" and term.part == "/")
+
+
+def _parse(axes: str) -> tuple[tuple[Term, ...], ...]:
+    dims = []
+    for dim in re.findall(r"\([^()]*\)|\S+", axes):
+        terms = []
+        for word in dim.strip("()").split():
+            match = re.fullmatch(r"([L2BSTHD])(?:([/%])([1-9]\d*))?", word)
+            if match is None:
+                raise ConfigError(f"axes must be made of L 2 B S T H D, got {word!r} in {axes!r}")
+            terms.append(Term(match[1], match[2] or "", int(match[3] or 1)))
+        dims.append(tuple(terms))
+    _check_axes([t for dim in dims for t in dim], axes)
+    return tuple(dims)
+
+
+def _check_axes(terms: list[Term], axes: str) -> None:
+    seen: dict[str, list[Term]] = {}
+    for term in terms:
+        seen.setdefault(term.axis, []).append(term)
+    for axis, parts in seen.items():
+        whole = [t.part for t in parts] == [""]
+        split = sorted(t.part for t in parts) == ["%", "/"] and len({t.chunk for t in parts}) == 1
+        if not (whole or (split and axis in "STD")):
+            raise ConfigError(f"axes must name {axis} once, or as {axis}/n and {axis}%n, got {axes!r}")
+    required = {"T", "H", "D"} if "T" in seen else {"B", "S", "H", "D"}
+    if seen.keys() - {"L", "2"} != required:
+        raise ConfigError(f"axes must name H, D and either T or B and S, got {axes!r}")
+
+
+def _table(*axes: str) -> tuple[CacheLayout, ...]:
+    return tuple(map(CacheLayout, axes))
+
+
+PMX_STATIC: Final = _table("B L 2 S H D", "L B 2 H S D")
+PMX_DYNAMIC: Final = _table("T L 2 H D", "L T 2 H D", "L 2 T H D", "L 2 H T D")
+PMX_ATTENTION: Final = _table("T L 2 H D", "L T 2 H D", "L H T 2 D", "2 L H T D")
+
+OPERATOR_LAYOUTS: Final = {
+    "pmx.KeyValueCache": PMX_STATIC,
+    "pmx.dynamic_batching.KeyValueCache": PMX_DYNAMIC,
+    "pmx.dynamic_batching.MultiHeadCacheAttention": PMX_ATTENTION,
+    # The later upstream documents, which gave the fused operator the numbers of the unfused one.
+    "opmx.KeyValueCache": PMX_STATIC,
+    "opmx.dynamic_batching.KeyValueCache": PMX_DYNAMIC,
+    "opmx.dynamic_batching.MultiHeadCacheAttention": PMX_DYNAMIC,
+}
+"""The integers of each operator document: ``OPERATOR_LAYOUTS[operator][cache_layout]``."""
+
+HUGGING_FACE: Final = CacheLayout("B H S D")
+VLLM_NHD: Final = CacheLayout("2 B S H D")
+VLLM_HND: Final = CacheLayout("2 B H S D")
+FLASHINFER_NHD: Final = CacheLayout("B 2 S H D")
+FLASHINFER_HND: Final = CacheLayout("B 2 H S D")
+ASCEND_NORM: Final = CacheLayout("B S H D")
+
+
+def ascend_fractal_nz(chunk: int, *, merged: bool = True) -> CacheLayout:
+    """Ascend's FRACTAL_NZ: ``[blocks, H * D / chunk, S, chunk]``, or 5-D with H and D/chunk apart.
+
+    Args:
+        chunk: Elements in 32 bytes: 8 for 4-byte, 16 for 2-byte, 32 for 1-byte dtypes. D must be a multiple
+            of it.
+        merged: The 4-D form, in which H and D/chunk share a dimension.
+    """
+    return CacheLayout(f"B (H D/{chunk}) S D%{chunk}" if merged else f"B H D/{chunk} S D%{chunk}")

@@ -1,0 +1,156 @@
+"""What a cache costs and how to make one: shapes, dtypes, bytes, and a fingerprint."""
+
+import hashlib
+import json
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvloom.core.checks import FLOAT_DTYPES
+from kvloom.core.layouts import CacheLayout
+from kvloom.errors import ArgumentError, ConfigError
+
+_CODE_DTYPE = {8: torch.int8, 4: torch.uint8}
+
+
+@dataclass(frozen=True, slots=True)
+class QuantSpec:
+    """Symmetric quantisation of groups along the head dim.
+
+    Attributes:
+        bits: 8 (stored as int8) or 4 (two to a uint8).
+        group: Elements that share a scale. 64 costs 1.03 bytes an element at 8 bits and float16 scales, 8
+            (the default of the PMX documents) 1.25.
+        scale_dtype: float32, float16 or bfloat16.
+    """
+
+    bits: int
+    group: int = 64
+    scale_dtype: torch.dtype = torch.float16
+
+    def __post_init__(self) -> None:
+        if self.bits not in _CODE_DTYPE:
+            raise ConfigError(f"bits must be 8 or 4, got {self.bits!r}")
+        if isinstance(self.group, bool) or not isinstance(self.group, int) or self.group < 1:
+            raise ConfigError(f"group must be a positive int, got {self.group!r}")
+        if self.bits == 4 and self.group % 2:
+            raise ConfigError(f"group must be even for 4 bits, got {self.group}")
+        if self.scale_dtype not in FLOAT_DTYPES:
+            raise ConfigError(f"scale_dtype must be one of {FLOAT_DTYPES}, got {self.scale_dtype!r}")
+
+
+@dataclass(frozen=True, slots=True)
+class KVSpec:
+    """Shape and dtype of a cache tensor and its scales.
+
+    A layout with the axis ``2`` holds keys and values in one tensor. One without it describes one side; make
+    a spec for each side then, which may differ in head dim and quantisation.
+
+    Attributes:
+        layers: Attention layers (1 where the layout has no L).
+        heads: Key/value heads.
+        head_dim: Elements of a head vector.
+        dtype: Of keys and values when they are not quantised.
+        layout: A ``CacheLayout`` or its axes.
+        quant: ``None`` to keep ``dtype``.
+    """
+
+    layers: int
+    heads: int
+    head_dim: int
+    dtype: torch.dtype = torch.float16
+    layout: CacheLayout | str = "L 2 T H D"
+    quant: QuantSpec | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("layers", "heads", "head_dim"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ConfigError(f"{name} must be a positive int, got {value!r}")
+        if isinstance(self.layout, str):
+            object.__setattr__(self, "layout", CacheLayout(self.layout))
+        if self.layers > 1 and "L" not in self.axes.names:
+            raise ConfigError(f"layers must be 1 for layout {self.axes.axes!r}, got {self.layers}")
+        if self.quant is not None and self.head_dim % self.quant.group:
+            raise ConfigError(f"head_dim must be a multiple of group {self.quant.group}, got {self.head_dim}")
+
+    @property
+    def axes(self) -> CacheLayout:
+        """``layout`` as a ``CacheLayout``."""
+        return CacheLayout(self.layout) if isinstance(self.layout, str) else self.layout
+
+    @property
+    def cache_dtype(self) -> torch.dtype:
+        """dtype of the cache tensor."""
+        return self.dtype if self.quant is None else _CODE_DTYPE[self.quant.bits]
+
+    def shapes(
+        self, num_tokens: int, block_size: int | None = None
+    ) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
+        """Shapes of cache and scale (``None`` if not quantised) for ``num_tokens`` token slots.
+
+        Args:
+            num_tokens: Token slots in all.
+            block_size: Slots in a block, for layouts with B and S; it divides ``num_tokens``.
+
+        Raises:
+            ArgumentError: ``num_tokens`` or ``block_size`` does not fit the layout.
+        """
+        if num_tokens < 0:
+            raise ArgumentError(f"num_tokens must be at least 0, got {num_tokens}")
+        sizes = {"L": self.layers, "H": self.heads}
+        if "T" in self.axes.names:
+            if block_size is not None:
+                raise ArgumentError(
+                    f"block_size must be None for layout {self.axes.axes!r}, got {block_size}"
+                )
+            sizes["T"] = num_tokens
+        else:
+            if block_size is None or block_size < 1 or num_tokens % block_size:
+                raise ArgumentError(f"block_size must divide num_tokens {num_tokens}, got {block_size}")
+            sizes |= {"B": num_tokens // block_size, "S": block_size}
+        stored = self.head_dim // 2 if self.quant is not None and self.quant.bits == 4 else self.head_dim
+        cache = self.axes.shape(D=stored, **sizes)
+        if self.quant is None:
+            return cache, None
+        return cache, self.axes.for_scale().shape(D=self.head_dim // self.quant.group, **sizes)
+
+    def nbytes(self, num_tokens: int, block_size: int | None = None) -> int:
+        """Bytes that ``empty`` allocates, scales included."""
+        cache, scale = self.shapes(num_tokens, block_size)
+        total = _product(cache) * self.cache_dtype.itemsize
+        if scale is not None and self.quant is not None:
+            total += _product(scale) * self.quant.scale_dtype.itemsize
+        return total
+
+    def empty(
+        self, num_tokens: int, block_size: int | None = None, *, device: torch.device | str | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Allocate ``(cache, scale)``, zeroed; you own them. ``scale`` is ``None`` if not quantised."""
+        cache, scale = self.shapes(num_tokens, block_size)
+        scales = None
+        if scale is not None and self.quant is not None:
+            scales = torch.zeros(scale, dtype=self.quant.scale_dtype, device=device)
+        return torch.zeros(cache, dtype=self.cache_dtype, device=device), scales
+
+    def fingerprint(self) -> str:
+        """A digest of every field (64 hex digits): equal if and only if the bytes mean the same."""
+        fields = {
+            "layers": self.layers,
+            "heads": self.heads,
+            "head_dim": self.head_dim,
+            "dtype": str(self.dtype),
+            "layout": self.axes.axes,
+            "quant": None
+            if self.quant is None
+            else [self.quant.bits, self.quant.group, str(self.quant.scale_dtype)],
+        }
+        return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
+
+
+def _product(shape: tuple[int, ...]) -> int:
+    result = 1
+    for extent in shape:
+        result *= extent
+    return result

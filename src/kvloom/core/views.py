@@ -1,0 +1,160 @@
+"""One layer's keys and values as canonical strided views: what every kernel reads and writes."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvloom.core.checks import FLOAT_DTYPES
+from kvloom.core.layouts import CacheLayout
+from kvloom.errors import ArgumentError, ShapeError
+
+_BITS_OF_CODES = {torch.int8: 8, torch.uint8: 4}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KVView:
+    """Keys and values of one layer, and their scales, each ``[B, S/s, s, H, D/d, d]`` with any strides.
+
+    The tensors are views: writing through them writes the cache they were made from. A side with a scale is
+    quantised, to 8 bits if its cache is int8 and to 4 if it is uint8; its group is D divided by the scale's
+    last axis. Keys and values may differ in head dim, dtype and bits. ``value`` is ``None`` in a cache of
+    keys only.
+
+    Make one with ``joint`` or ``split``.
+    """
+
+    key: Tensor
+    value: Tensor | None
+    key_scale: Tensor | None = None
+    value_scale: Tensor | None = None
+
+    @classmethod
+    def joint(
+        cls,
+        layout: CacheLayout,
+        cache: Tensor,
+        scale: Tensor | None = None,
+        *,
+        layer: int = 0,
+        heads: int | None = None,
+    ) -> "KVView":
+        """View layer ``layer`` of a cache that holds keys and values in one tensor (a layout with axis
+        ``2``).
+
+        Args:
+            layout: Axis order of ``cache``; that of ``scale`` follows from it.
+            cache: Keys and values.
+            scale: Their scales, ``None`` if the cache is not quantised.
+            layer: Index on axis L.
+            heads: Extent of H, needed only where H shares a dimension with D.
+
+        Raises:
+            ShapeError: ``cache`` or ``scale`` does not fit ``layout``, or they do not fit each other.
+            ArgumentError: ``layer`` is out of range, or ``layout`` has no axis ``2``.
+        """
+        if "2" not in layout.names:
+            raise ArgumentError(
+                f"layout must have the axis 2 (use KVView.split otherwise), got {layout.axes!r}"
+            )
+        sides = _side(layout, cache, scale, layer, heads, "cache", "scale")
+        (key, key_scale), (value, value_scale) = sides
+        return cls(key, value, key_scale, value_scale)
+
+    @classmethod
+    def split(
+        cls,
+        layout: CacheLayout,
+        key: Tensor,
+        value: Tensor | None,
+        key_scale: Tensor | None = None,
+        value_scale: Tensor | None = None,
+        *,
+        layer: int = 0,
+        heads: int | None = None,
+    ) -> "KVView":
+        """View layer ``layer`` of a cache that holds keys and values in two tensors (a layout without axis
+        ``2``).
+
+        Raises: as ``joint``; also if the two sides differ in blocks, slots or heads.
+        """
+        if "2" in layout.names:
+            raise ArgumentError(f"layout must not have the axis 2 (use KVView.joint), got {layout.axes!r}")
+        ((k, ks),) = _side(layout, key, key_scale, layer, heads, "key", "key_scale")
+        if value is None:
+            if value_scale is not None:
+                raise ArgumentError("value_scale must be None where value is None")
+            return cls(k, None, ks, None)
+        ((v, vs),) = _side(layout, value, value_scale, layer, heads, "value", "value_scale")
+        if k.shape[:4] != v.shape[:4] or k.device != v.device:
+            raise ShapeError(
+                f"value must have key's blocks, slots, heads and device: {list(key.shape)} on {key.device}, "
+                f"got {list(value.shape)} on {value.device}"
+            )
+        return cls(k, v, ks, vs)
+
+    @property
+    def num_slots(self) -> int:
+        """Token slots in all blocks; slot ``b * block_size + s`` is slot s of block b."""
+        return self.key.shape[0] * self.block_size
+
+    @property
+    def block_size(self) -> int:
+        """Token slots in one block."""
+        return self.key.shape[1] * self.key.shape[2]
+
+    @property
+    def num_heads(self) -> int:
+        """Key/value heads."""
+        return self.key.shape[3]
+
+    @property
+    def device(self) -> torch.device:
+        """Device of all tensors."""
+        return self.key.device
+
+
+def bits_of(cache: Tensor, scale: Tensor | None) -> int:
+    """0 if not quantised, else the bits of a code."""
+    return 0 if scale is None else _BITS_OF_CODES[cache.dtype]
+
+
+def head_dim_of(cache: Tensor, scale: Tensor | None) -> int:
+    """Elements in a head vector of a canonical view (a byte of an int4 cache holds two)."""
+    stored = cache.shape[-2] * cache.shape[-1]
+    return 2 * stored if bits_of(cache, scale) == 4 else stored
+
+
+def _side(
+    layout: CacheLayout,
+    cache: Tensor,
+    scale: Tensor | None,
+    layer: int,
+    heads: int | None,
+    name: str,
+    scale_name: str,
+) -> list[tuple[Tensor, Tensor | None]]:
+    """Canonical views of layer ``layer``, one (cache, scale) pair for each index of axis ``2``."""
+    caches = layout.canonical(cache, name=name, heads=heads)
+    layers, sides = caches.shape[:2]
+    if isinstance(layer, bool) or not isinstance(layer, int) or not 0 <= layer < layers:
+        raise ArgumentError(f"layer_idx must be in [0, {layers}), got {layer!r}")
+    if scale is None:
+        return [(caches[layer, side], None) for side in range(sides)]
+    if cache.dtype not in _BITS_OF_CODES:
+        raise ShapeError(f"{name} must be int8 or (4 bits) uint8 where it has a scale, got {cache.dtype}")
+    if scale.dtype not in FLOAT_DTYPES:
+        raise ShapeError(f"{scale_name} must be one of {FLOAT_DTYPES}, got {scale.dtype}")
+    if scale.device != cache.device:
+        raise ShapeError(f"{scale_name} must be on {cache.device} as {name}, got {scale.device}")
+    scales = layout.for_scale().canonical(scale, name=scale_name, heads=heads)
+    head_dim = head_dim_of(caches, scale)
+    groups = scales.shape[-1] * scales.shape[-2]
+    if scales.shape[:6] != caches.shape[:6] or groups == 0 or head_dim % groups:
+        raise ShapeError(
+            f"{scale_name} must have the axes of {name} {list(cache.shape)} with D / group last, "
+            f"got {list(scale.shape)}"
+        )
+    if _BITS_OF_CODES[cache.dtype] == 4 and head_dim // groups % 2:
+        raise ShapeError(f"{scale_name} must have an even group for 4 bits, got {head_dim // groups}")
+    return [(caches[layer, side], scales[layer, side]) for side in range(sides)]

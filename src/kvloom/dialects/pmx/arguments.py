@@ -1,0 +1,150 @@
+"""Argument rules that the PMX operators share. Nothing here writes."""
+
+from typing import Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvloom.core.checks import FLOAT_DTYPES, INDEX_DTYPES, can_read, expect, expect_no_overlap, expect_range
+from kvloom.core.indexing import CacheIndex, check_index
+from kvloom.core.layouts import CacheLayout
+from kvloom.core.views import KVView
+from kvloom.errors import ArgumentError, ShapeError
+
+KEY_DTYPES: Final = (*FLOAT_DTYPES, torch.int8)
+_CODE_DTYPE: Final = {8: torch.int8, 4: torch.uint8}
+
+
+class CacheAttributes(NamedTuple):
+    """The attributes by which every operator describes its cache."""
+
+    num_layer: int
+    layer_idx: int
+    quant_bit: int
+    quant_group: int
+
+
+def open_cache(
+    layout: CacheLayout, cache: Tensor, scale: Tensor | None, current_key: Tensor, attributes: CacheAttributes
+) -> KVView:
+    """View one layer of ``cache``, checked with ``scale`` against the attributes and ``current_key``."""
+    num_layer, layer_idx, quant_bit, quant_group = attributes
+    num_heads, head_dim = current_key.shape[-2:]
+    expect_range("num_layer", num_layer, 1)
+    expect_range("layer_idx", layer_idx, 0, num_layer)
+    if isinstance(quant_bit, bool) or quant_bit not in (0, 4, 8):
+        raise ArgumentError(f"quant_bit must be 0, 4 or 8, got {quant_bit!r}")
+    if not isinstance(cache, Tensor):
+        raise ShapeError(f"cache must be a tensor, got {type(cache).__name__}")
+    if cache.device != current_key.device:
+        raise ShapeError(f"cache must be on {current_key.device} as current_key, got {cache.device}")
+    expect_no_overlap("cache", cache)
+    canonical = layout.canonical(cache)
+    if canonical.shape[0] != num_layer:
+        raise ShapeError(
+            f"cache must have num_layer = {num_layer} on axis L of [{layout}], got {list(cache.shape)}"
+        )
+    stored = head_dim // 2 if quant_bit == 4 else head_dim
+    if canonical.shape[5] != num_heads or canonical.shape[-1] != stored:
+        raise ShapeError(
+            f"cache must have H={num_heads} and D={stored} in [{layout}] for current_key "
+            f"{list(current_key.shape)} with quant_bit {quant_bit}, got {list(cache.shape)}"
+        )
+    if quant_bit == 0:
+        same = current_key.dtype == cache.dtype
+        if not same and not (current_key.dtype in FLOAT_DTYPES and cache.dtype in FLOAT_DTYPES):
+            raise ShapeError(
+                f"cache must have a dtype that holds current_key's {current_key.dtype}, got {cache.dtype}"
+            )
+        return KVView.joint(layout, cache, layer=layer_idx)
+    _expect_quantised(cache, scale, current_key, quant_bit, quant_group)
+    return KVView.joint(layout, cache, scale, layer=layer_idx)
+
+
+def _expect_quantised(
+    cache: Tensor, scale: Tensor | None, current_key: Tensor, quant_bit: int, quant_group: int
+) -> None:
+    if current_key.dtype not in FLOAT_DTYPES:
+        raise ShapeError(
+            f"current_key must be a float where quant_bit is {quant_bit}, got {current_key.dtype}"
+        )
+    if cache.dtype != _CODE_DTYPE[quant_bit]:
+        raise ShapeError(
+            f"cache must be {_CODE_DTYPE[quant_bit]} where quant_bit is {quant_bit}, got {cache.dtype}"
+        )
+    if scale is None:
+        raise ArgumentError(f"scale must be given where quant_bit is {quant_bit}, got None")
+    if not isinstance(scale, Tensor):
+        raise ShapeError(f"scale must be a tensor, got {type(scale).__name__}")
+    expect_range("quant_group", quant_group, 1)
+    head_dim = current_key.shape[-1]
+    if head_dim % quant_group:
+        raise ArgumentError(f"quant_group must divide the head dim {head_dim}, got {quant_group}")
+    if quant_bit == 4 and quant_group % 2:
+        raise ArgumentError(f"quant_group must be even where quant_bit is 4, got {quant_group}")
+    expect_no_overlap("scale", scale)
+    groups = head_dim // quant_group
+    if scale.ndim == 0 or scale.shape[-1] != groups:
+        raise ShapeError(f"scale must have D / quant_group = {groups} last, got {list(scale.shape)}")
+
+
+def expect_new(current_key: Tensor, current_value: Tensor, axes: str) -> dict[str, int]:
+    """Check new keys and values, which have one shape, dtype and device."""
+    sizes = expect("current_key", current_key, axes, dtype=KEY_DTYPES)
+    return expect(
+        "current_value", current_value, axes, dtype=current_key.dtype, device=current_key.device, **sizes
+    )
+
+
+def scalar(name: str, value: int | Tensor) -> int:
+    """An int from an int, a 0-d or a one-element tensor."""
+    if isinstance(value, Tensor):
+        if value.numel() != 1 or value.dtype not in INDEX_DTYPES:
+            raise ShapeError(f"{name} must be a scalar int64, got {value.dtype} {list(value.shape)}")
+        return int(value.item())
+    return expect_range(name, value, 0)
+
+
+def expect_lengths(seqstarts: Tensor, kvstarts: Tensor, num_tokens: int, device: torch.device) -> int:
+    """Check the prefix sums of new and stored tokens; returns B."""
+    batch = expect("seqstarts", seqstarts, "B+1", dtype=INDEX_DTYPES, device=device)["B+1"] - 1
+    if batch < 0:
+        raise ShapeError("seqstarts must have B + 1 entries, got none")
+    expect("kvstarts", kvstarts, "B+1", dtype=INDEX_DTYPES, device=device, **{"B+1": batch + 1})
+    if can_read(seqstarts):
+        for name, starts in (("seqstarts", seqstarts), ("kvstarts", kvstarts)):
+            if int(starts[0]) != 0 or bool((starts.diff() < 0).any()):
+                raise ArgumentError(f"{name} must begin with 0 and never decrease, got {starts.tolist()}")
+        if int(seqstarts[-1]) != num_tokens:
+            raise ArgumentError(
+                f"seqstarts must end with the number of new tokens {num_tokens}, got {int(seqstarts[-1])}"
+            )
+    return batch
+
+
+def open_index(
+    kv: KVView, cachestarts: Tensor, kvstarts: Tensor, *, batch: int, cache_mode: int, page_size: int
+) -> CacheIndex:
+    """The spelling of ``cache_mode``, every token inside the cache.
+
+    In mode 1 the rank tells a page table (2-D) from a token table (1-D).
+    """
+    if not isinstance(cachestarts, Tensor):
+        raise ShapeError(f"cachestarts must be a tensor, got {type(cachestarts).__name__}")
+    if cachestarts.device != kv.device:
+        raise ShapeError(f"cachestarts must be on {kv.device}, got {cachestarts.device}")
+    if isinstance(cache_mode, bool) or cache_mode not in (0, 1):
+        raise ArgumentError(f"cache_mode must be 0 or 1, got {cache_mode!r}")
+    if cache_mode == 1 and cachestarts.ndim == 1:
+        if can_read(kvstarts) and cachestarts.shape[0] != int(kvstarts[-1]):
+            raise ShapeError(f"cachestarts must be [{int(kvstarts[-1])}], got {list(cachestarts.shape)}")
+        index = CacheIndex.tokens(cachestarts, kvstarts)
+    else:
+        index = CacheIndex.pages(cachestarts, page_size) if cache_mode else CacheIndex.offset(cachestarts)
+        if cachestarts.shape[0] != batch:
+            raise ShapeError(
+                f"cachestarts must have {batch} rows, one a sequence, got {list(cachestarts.shape)}"
+            )
+    if can_read(cachestarts):
+        check_index("cachestarts", index, kvstarts.diff(), kv.num_slots)
+    return index

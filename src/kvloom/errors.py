@@ -1,0 +1,29 @@
+"""Everything kvloom raises on purpose. Each error is also the builtin that a caller would expect to catch."""
+
+
+class KVError(Exception):
+    """Base class: ``except KVError`` catches whatever kvloom raises on purpose."""
+
+
+class ArgumentError(KVError, ValueError):
+    """An argument has a value that is not allowed; nothing was written."""
+
+
+class ShapeError(ArgumentError):
+    """A tensor has the wrong shape, dtype, device or strides; nothing was written."""
+
+
+class ConfigError(KVError, ValueError):
+    """A specification or configuration object cannot be built from these values."""
+
+
+class UnsupportedError(KVError, NotImplementedError):
+    """The request is legal, but this build, backend or class does not do it."""
+
+
+class OutOfBlocks(KVError, MemoryError):
+    """A bounded pool has too few pages left; nothing was written."""
+
+
+class StateError(KVError, RuntimeError):
+    """The object is not in a state in which this call makes sense."""

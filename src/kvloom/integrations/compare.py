@@ -1,0 +1,112 @@
+"""What a cache kind costs and changes: bytes, speed, tokens and logits against transformers' own cache."""
+
+import time
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvloom.integrations.transformers import KVCache
+
+STOCK = "DynamicCache"
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """One cache kind on one prompt.
+
+    Attributes:
+        kind: ``"DynamicCache"`` or a ``kv`` of ``KVCache.for_model``.
+        nbytes_per_token: Cache bytes of one token in all layers.
+        tokens_per_s: New tokens by the time of a whole ``generate``, median of its runs.
+        num_same: New tokens equal to those of DynamicCache before the first that differs.
+        num_tokens: New tokens of DynamicCache.
+        mean_kl: Mean over those positions of KL(DynamicCache || kind) of the next-token distributions, in
+            nats, with the same tokens fed to both.
+    """
+
+    kind: str
+    nbytes_per_token: float
+    tokens_per_s: float
+    num_same: int
+    num_tokens: int
+    mean_kl: float
+
+
+def compare(
+    model: Any, input_ids: Tensor, kinds: list[str], *, max_new_tokens: int, num_runs: int
+) -> list[Comparison]:
+    """Continue ``input_ids`` ``[1, N]`` greedily with DynamicCache and with each kind in turn.
+
+    Runs of all kinds alternate, so that a change in the machine's speed meets all of them.
+    """
+    rows = [STOCK, *kinds]
+    tokens: dict[str, Tensor] = {}
+    caches: dict[str, Any] = {}
+    times: dict[str, list[float]] = {kind: [] for kind in rows}
+    for _ in range(num_runs):
+        for kind in rows:
+            start = time.perf_counter()
+            out = model.generate(
+                input_ids,
+                past_key_values=None
+                if kind == STOCK
+                else KVCache.for_model(model, kv=kind, quant_group=_group(model)),
+                max_new_tokens=max_new_tokens,
+                do_sample=False,
+                return_dict_in_generate=True,
+            )
+            times[kind].append(time.perf_counter() - start)
+            tokens[kind], caches[kind] = out.sequences[0, input_ids.shape[1] :], out.past_key_values
+    stock = tokens[STOCK]
+    logits = {kind: _forced_logits(model, input_ids, stock, kind) for kind in rows}
+    return [
+        Comparison(
+            kind,
+            _nbytes_per_token(caches[kind]),
+            len(tokens[kind]) / median(times[kind]),
+            _common_prefix(stock, tokens[kind]),
+            len(stock),
+            _mean_kl(logits[STOCK], logits[kind]),
+        )
+        for kind in rows
+    ]
+
+
+@torch.no_grad()
+def _forced_logits(model: Any, input_ids: Tensor, tokens: Tensor, kind: str) -> Tensor:
+    """Next-token logits ``[len(tokens), V]`` while ``tokens`` are fed one by one through a cache."""
+    cache = None if kind == STOCK else KVCache.for_model(model, kv=kind, quant_group=_group(model))
+    out = model(input_ids, past_key_values=cache, use_cache=True)
+    rows = [out.logits[0, -1]]
+    for token in tokens[:-1]:
+        out = model(token.view(1, 1), past_key_values=out.past_key_values, use_cache=True)
+        rows.append(out.logits[0, -1])
+    return torch.stack(rows).float()
+
+
+def _mean_kl(expected: Tensor, actual: Tensor) -> float:
+    p, q = expected.double().log_softmax(-1), actual.double().log_softmax(-1)
+    kl = (p.exp() * (p - q)).sum(-1).mean()
+    return max(0.0, float(kl))
+
+
+def _common_prefix(a: Tensor, b: Tensor) -> int:
+    shared = min(len(a), len(b))
+    return int((a[:shared] == b[:shared]).cumprod(0).sum())
+
+
+def _nbytes_per_token(cache: Any) -> float:
+    if isinstance(cache, KVCache):
+        return float(cache.nbytes_per_token)
+    layers = cache.layers
+    return float(sum((x.keys.nbytes + x.values.nbytes) / x.keys.shape[-2] for x in layers))
+
+
+def _group(model: Any) -> int:
+    """64, or the largest power of two below it that divides the head dim."""
+    config = model.config.get_text_config(decoder=True)
+    head_dim = int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+    return min(64, head_dim & -head_dim)

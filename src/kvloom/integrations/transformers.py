@@ -1,0 +1,211 @@
+"""A kvloom paged cache for Hugging Face ``generate()``. The only file that imports transformers."""
+
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, TextStreamer
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from kvloom.caches.paged import PagedFormat, PagedLayer
+from kvloom.core.specs import QuantSpec
+from kvloom.errors import ArgumentError, UnsupportedError
+
+STORAGE: Final = ("auto", "float32", "float16", "bfloat16", "int8", "int4")
+"""Values of ``kv``: the model's own dtype, a float dtype, or quantised."""
+
+# Until transformers 5.12 ``crop(n)`` kept n tokens; since then ``crop(-n)`` removes n.
+_CROP_KEEPS: Final = "tokens_to_remove" not in inspect.signature(Cache.crop).parameters
+
+
+class KVCache(DynamicCache):  # type: ignore[misc]
+    """A cache for ``generate(past_key_values=...)`` and ``model(past_key_values=...)`` kept in kvloom pages.
+
+    Attention receives the same tensors as from ``DynamicCache``, dequantised where the cache is quantised.
+    Values are stored detached: it is for inference.
+    """
+
+    def __init__(self, layers: list["KVCacheLayer"]) -> None:
+        Cache.__init__(self, layers=layers)
+
+    @classmethod
+    def for_model(
+        cls,
+        model: Any,
+        kv: str = "auto",
+        quant_group: int = 64,
+        page_size: int = 16,
+        max_tokens: int | None = None,
+    ) -> "KVCache":
+        """An empty cache for ``model``.
+
+        Args:
+            model: A causal ``PreTrainedModel`` whose layers all attend to the whole sequence.
+            kv: How keys and values are kept, one of ``STORAGE``.
+            quant_group: Elements along the head dim that share a float16 scale (int8 and int4).
+            page_size: Tokens in a page.
+            max_tokens: Token slots of each layer, all sequences together; ``None`` grows on demand.
+
+        Raises:
+            ArgumentError: ``kv`` is unknown or ``quant_group`` does not divide the head dim.
+            UnsupportedError: the model has layers that this cache does not serve.
+        """
+        if kv not in STORAGE:
+            raise ArgumentError(f"kv must be one of {STORAGE}, got {kv!r}")
+        config = model.config.get_text_config(decoder=True)
+        _expect_full_attention(model, config)
+        quant = QuantSpec({"int8": 8, "int4": 4}[kv], quant_group) if kv in ("int8", "int4") else None
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        if quant is not None and head_dim % quant_group:
+            raise ArgumentError(f"quant_group must divide the head dim {head_dim}, got {quant_group}")
+        dtype = None if quant is not None or kv == "auto" else getattr(torch, kv)
+        format = PagedFormat(dtype, quant, page_size, max_tokens)
+        return cls([KVCacheLayer(format) for _ in range(config.num_hidden_layers)])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated in all layers, scales included."""
+        return int(sum(layer.pages.nbytes for layer in self.layers))
+
+    @property
+    def nbytes_per_token(self) -> float:
+        """Bytes that one token takes in all layers, scales included; 0 before the first token."""
+        return float(sum(layer.pages.nbytes_per_token for layer in self.layers))
+
+
+class KVCacheLayer(CacheLayerMixin):  # type: ignore[misc]
+    """One layer of a ``KVCache``, as transformers 4.57 to 5.23 call it."""
+
+    is_compileable = False
+    is_croppable = True
+    is_sliding = False
+
+    def __init__(self, format: PagedFormat) -> None:
+        super().__init__()
+        self.pages = PagedLayer(format)
+        self.dtype: torch.dtype | None = None
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor | None = None) -> None:
+        """Remember the dtype that attention computes in; pages are taken when tokens arrive."""
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.is_initialized = True
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Store ``[B, H, Q, D]`` and return everything stored, ``[B, H, N, D]``."""
+        if self.dtype is None:
+            self.lazy_initialization(key_states, value_states)
+        self.pages.append(key_states, value_states)
+        return self.pages.gather(key_states.dtype)
+
+    def get_seq_length(self) -> int:
+        """Tokens of each sequence."""
+        return self.pages.num_tokens
+
+    def get_max_length(self) -> int:
+        """-1: no limit that the mask must know."""
+        return -1
+
+    def get_max_cache_shape(self) -> int:
+        """``get_max_length`` as transformers up to 5.18 calls it."""
+        return -1
+
+    def get_mask_sizes(self, query_length: int | Tensor) -> tuple[int, int]:
+        """Length and first position of what ``update`` will return; up to 5.3 called with positions."""
+        new = query_length.shape[0] if isinstance(query_length, Tensor) else query_length
+        return self.pages.num_tokens + new, 0
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last ``-tokens_to_remove`` tokens; up to 5.12 a positive number is what is kept."""
+        if tokens_to_remove < 0:
+            self.pages.truncate(max(0, self.pages.num_tokens + tokens_to_remove))
+        elif _CROP_KEEPS:
+            self.pages.truncate(min(self.pages.num_tokens, tokens_to_remove))
+        elif tokens_to_remove > 0:
+            raise ArgumentError(f"tokens_to_remove must be at most 0, got {tokens_to_remove}")
+
+    def reset(self) -> None:
+        """Forget all tokens."""
+        self.pages.reset()
+        self.is_initialized, self.dtype = False, None
+
+    @property
+    def keys(self) -> Tensor | None:
+        """All keys ``[B, H, N, D]``, gathered at each access."""
+        return None if self.dtype is None else self.pages.gather(self.dtype)[0]
+
+    @keys.setter
+    def keys(self, _: Tensor | None) -> None:
+        """The base class assigns ``None``; pages are the only storage."""
+
+    @property
+    def values(self) -> Tensor | None:
+        """All values ``[B, H, N, D]``, gathered at each access."""
+        return None if self.dtype is None else self.pages.gather(self.dtype)[1]
+
+    @values.setter
+    def values(self, _: Tensor | None) -> None:
+        """The base class assigns ``None``; pages are the only storage."""
+
+    def _refuse(self, *args: Any) -> None:
+        raise UnsupportedError(
+            "KVCache keeps one table for its batch: it cannot reorder, repeat, select or move rows"
+        )
+
+    reorder_cache = batch_repeat_interleave = batch_select_indices = offload = prefetch = _refuse
+
+
+def load_model(path: str | Path, dtype: torch.dtype | None = None) -> tuple[Any, Any]:
+    """Load ``(model, tokenizer)`` from a local folder of a Hugging Face causal language model; never
+    downloads.
+
+    Args:
+        path: The folder.
+        dtype: Of the weights and of the computation; that of the file if ``None``.
+
+    Raises:
+        ArgumentError: ``path`` is no folder with a ``config.json``.
+    """
+    if not (Path(path) / "config.json").is_file():
+        raise ArgumentError(f"model must be a local folder with a config.json, got {str(path)!r}")
+    name = (
+        "dtype"
+        if "dtype" in inspect.signature(AutoModelForCausalLM.from_config).parameters
+        else "torch_dtype"
+    )
+    tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
+    model = AutoModelForCausalLM.from_pretrained(path, local_files_only=True, **{name: dtype or "auto"})
+    return model.eval(), tokenizer
+
+
+class Streamer(TextStreamer):  # type: ignore[misc]
+    """Hands decoded text to ``write`` as tokens come, whole characters only."""
+
+    def __init__(self, tokenizer: Any, write: Callable[[str], None]) -> None:
+        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        self._write = write
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        """Called by transformers with each piece of text that will not change any more."""
+        self._write(text)
+
+
+def _expect_full_attention(model: Any, config: Any) -> None:
+    try:
+        from transformers.cache_utils import get_layer_types_and_kwargs
+
+        types = set(get_layer_types_and_kwargs(config)[0])
+    except ImportError:  # before transformers 5.15
+        limited = getattr(config, "sliding_window", None) or getattr(config, "attention_chunk_size", None)
+        types = set(
+            getattr(config, "layer_types", None) or ["sliding_attention" if limited else "full_attention"]
+        )
+    if types != {"full_attention"} or config.is_encoder_decoder:
+        raise UnsupportedError(
+            "KVCache serves decoder-only models with full attention, got "
+            f"{type(model).__name__} with {sorted(types)}"
+        )

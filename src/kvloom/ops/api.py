@@ -1,0 +1,296 @@
+"""Public operators: check, choose, call. Values of slots are checked where that costs no synchronisation."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvloom.core.checks import FLOAT_DTYPES, INDEX_DTYPES, expect, expect_no_overlap, expect_range
+from kvloom.core.indexing import CacheIndex, expect_slots
+from kvloom.core.views import KVView, head_dim_of
+from kvloom.errors import ArgumentError, ShapeError, UnsupportedError
+from kvloom.ops import schemas
+from kvloom.ops.impl import reference
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Batch:
+    """A ragged batch of B sequences: which tokens are new, how many are stored, and where.
+
+    Attributes:
+        index: Slots of every stored token, the new ones included.
+        seqstarts: ``[B + 1]``, new tokens of sequence b are rows ``seqstarts[b]:seqstarts[b + 1]``.
+        kvstarts: ``[B + 1]``, sequence b has ``kvstarts[b + 1] - kvstarts[b]`` tokens, its new ones last.
+        decoding_batches: The first so many sequences get no causal mask.
+    """
+
+    index: CacheIndex
+    seqstarts: Tensor
+    kvstarts: Tensor
+    decoding_batches: int = 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Scores:
+    """How scores are formed and which are hidden: ``softcap(q.k * scale) + mask + alibi``, then causal and
+    window.
+
+    The query at position p (the last new token stands at the last stored one: bottom-right) sees the key at j
+    if
+
+    * ``j <= p``, where causal or ALiBi,
+    * ``j > p - window``, where there is a window.
+
+    Attributes:
+        scale: Factor of the dot product, ``1 / sqrt(D)`` if ``None``.
+        is_causal: Hide later keys, except from the first ``decoding_batches`` sequences.
+        mask: Added to the scores, ``[Tq, >= Tkv]`` or ``[Hq, Tq, >= Tkv]``, of which the blocks of rows
+            ``seqstarts[b]:`` and columns ``kvstarts[b]:`` are read.
+        alibi_slopes: ``[Hq]``, adds ``slope * (j - p)`` and hides later keys from every sequence.
+        window: Keys that a query sees, itself included.
+        softcap: ``softcap * tanh(score / softcap)``, before the mask.
+        sinks: ``[Hq]``, a logit of each head that takes part in the softmax and has no value.
+    """
+
+    scale: float | None = None
+    is_causal: bool = True
+    mask: Tensor | None = None
+    alibi_slopes: Tensor | None = None
+    window: int | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = None
+
+
+CAUSAL = Scores()
+
+
+def store(key: Tensor, value: Tensor | None, slots: Tensor, kv: KVView, *, backend: str = "auto") -> None:
+    """Write new keys and values into their slots, in place, quantised if ``kv`` is.
+
+    Args:
+        key: ``[T, H, Dk]``, any strides. float32, float16 or bfloat16 where the cache is quantised or of
+            another float dtype (then it is cast); otherwise the dtype of the cache, of which the bits are
+            copied.
+        value: ``[T, H, Dv]``, dtype of ``key``; ``None`` in a cache of keys only.
+        slots: ``[T]`` int64 or int32, distinct. A negative slot skips its row.
+        kv: Where to write. It must not overlap ``key`` or ``value``.
+        backend: ``"auto"`` or ``"reference"``.
+
+    Raises:
+        ShapeError: an argument does not fit; nothing was written.
+        ArgumentError: a slot is outside the cache (CPU; on other devices the kernel stops); nothing was
+            written.
+    """
+    tokens = _expect_side("key", key, kv.key, kv.key_scale)
+    if (value is None) != (kv.value is None):
+        raise ArgumentError(f"value must be {'None' if kv.value is None else 'given'} as in the cache")
+    if value is not None and kv.value is not None:
+        _expect_side("value", value, kv.value, kv.value_scale)
+        expect("value", value, "T H D", T=tokens, dtype=key.dtype)
+    expect_slots("slots", slots, tokens, kv.device)
+    _expect_writable("kv", kv)
+    op = _choose(backend, schemas.store, reference.store)
+    op(key, value, slots, kv.key, kv.value, kv.key_scale, kv.value_scale)
+
+
+def load(
+    slots: Tensor, kv: KVView, *, dtype: torch.dtype | None = None, num_repeat: int = 1, backend: str = "auto"
+) -> tuple[Tensor, Tensor]:
+    """Read keys and values from their slots, dequantised.
+
+    Args:
+        slots: ``[T]`` int64 or int32, in any order, repeats allowed.
+        kv: Where to read.
+        dtype: Of the result; the dtype of the cache or, where it is quantised, of its scales if ``None``.
+        num_repeat: Repeat each head so many times in a row (for attention without grouped queries).
+        backend: ``"auto"`` or ``"reference"``.
+
+    Returns:
+        ``(key, value)``, new tensors ``[T, H * num_repeat, D]``. A cache of keys only gives a value with D =
+        0.
+
+    Raises:
+        ShapeError, ArgumentError: as ``store``; a negative slot is an error here.
+    """
+    expect_slots("slots", slots, None, kv.device)
+    expect_range("num_repeat", num_repeat, 1)
+    if dtype is None:
+        dtype = kv.key.dtype if kv.key_scale is None else kv.key_scale.dtype
+    for name, cache, scale in (("key", kv.key, kv.key_scale), ("value", kv.value, kv.value_scale)):
+        if cache is not None:
+            _expect_dtypes(f"dtype of the loaded {name}", dtype, cache, scale)
+    key, value = _choose(backend, schemas.load, reference.load)(
+        slots, kv.key, kv.value, kv.key_scale, kv.value_scale, dtype, num_repeat
+    )
+    return key, value
+
+
+def copy(
+    source: KVView, source_slots: Tensor, target: KVView, target_slots: Tensor, *, backend: str = "auto"
+) -> None:
+    """Copy slots to slots, codes and scales as they are; ``source`` and ``target`` may be one cache.
+
+    All reads happen before all writes. The two may differ in layout, so this also converts one layout to
+    another.
+
+    Args:
+        source: Where to read.
+        source_slots: ``[T]`` int64 or int32.
+        target: Where to write; dtypes, heads, head dims and groups of ``source``.
+        target_slots: ``[T]``, distinct.
+        backend: ``"auto"`` or ``"reference"``.
+
+    Raises:
+        ShapeError, ArgumentError: as ``load``; nothing was written.
+    """
+    expect_slots("source_slots", source_slots, None, source.device)
+    expect_slots("target_slots", target_slots, source_slots.shape[0], target.device)
+    if source.device != target.device:
+        raise ShapeError(f"target must be on {source.device} as source, got {target.device}")
+    _expect_writable("target", target)
+    reads, writes = [], []
+    for name in ("key", "value", "key_scale", "value_scale"):
+        a, b = getattr(source, name), getattr(target, name)
+        if a is None and b is None:
+            continue
+        if a is None or b is None:
+            raise ArgumentError(f"target.{name} must be {'None' if a is None else 'given'} as in source")
+        if a.dtype != b.dtype or a.shape[3] != b.shape[3] or a.shape[4:].numel() != b.shape[4:].numel():
+            raise ShapeError(
+                f"target.{name} must have {a.shape[3]} heads of {a.shape[4:].numel()} {a.dtype} as source, "
+                f"got {b.shape[3]} of {b.shape[4:].numel()} {b.dtype}"
+            )
+        reads.append(a)
+        writes.append(b)
+    _choose(backend, schemas.copy, reference.copy)(reads, source_slots, writes, target_slots)
+
+
+def attend(
+    query: Tensor, kv: KVView, batch: Batch, scores: Scores = CAUSAL, *, backend: str = "auto"
+) -> Tensor:
+    """Attention of new tokens over stored ones, reading the cache in place; the new ones are already stored.
+
+    ``softmax(q.k) v`` in float32. Query head g uses key/value head ``g // (Hq / H)``. A row that sees no key
+    (and has no sink) gives 0. One sequence's result depends on nothing but its own data.
+
+    Args:
+        query: ``[Tq, Hq, Dk]`` float32, float16 or bfloat16; Hq is a multiple of H.
+        kv: Keys and values, dequantised to the dtype of ``query``.
+        batch: Ragged lengths and slots.
+        scores: Scale, masks and biases; causal by default.
+        backend: ``"auto"`` or ``"reference"``.
+
+    Returns:
+        ``[Tq, Hq, Dv]``, dtype of ``query``.
+
+    Raises:
+        ShapeError: an argument does not fit.
+        ArgumentError: a value is out of range.
+        UnsupportedError: on ``backward``: there is no gradient.
+    """
+    if kv.value is None:
+        raise ArgumentError("kv must have values, got a cache of keys only")
+    head_dim = head_dim_of(kv.key, kv.key_scale)
+    sizes = expect("query", query, "Tq Hq Dk", dtype=FLOAT_DTYPES, device=kv.device, Dk=head_dim)
+    if sizes["Hq"] % kv.num_heads:
+        raise ShapeError(f"query must have a multiple of {kv.num_heads} heads, got {sizes['Hq']}")
+    for name, cache, key_or_value_scale in (
+        ("key", kv.key, kv.key_scale),
+        ("value", kv.value, kv.value_scale),
+    ):
+        _expect_dtypes(f"query (for the {name} cache)", query.dtype, cache, key_or_value_scale)
+    _expect_batch(batch, kv.device)
+    _expect_scores(scores, sizes, kv.device)
+    out: Tensor = _choose(backend, schemas.attend, reference.attend)(
+        query,
+        kv.key,
+        kv.value,
+        kv.key_scale,
+        kv.value_scale,
+        batch.index.table,
+        batch.index.row_starts,
+        batch.index.page_size,
+        batch.seqstarts,
+        batch.kvstarts,
+        batch.decoding_batches,
+        1.0 / math.sqrt(head_dim) if scores.scale is None else scores.scale,
+        scores.is_causal,
+        scores.mask,
+        scores.alibi_slopes,
+        scores.window,
+        scores.softcap,
+        scores.sinks,
+    )
+    return out
+
+
+def _choose(backend: str, dispatched: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
+    """The operator to call: a named backend runs or raises, it never falls back."""
+    match backend:
+        case "auto":
+            return dispatched
+        case "reference":
+            return plain
+        case "cpu" | "triton":
+            raise UnsupportedError(
+                f"backend {backend!r} is not part of this build; use 'auto' or 'reference'"
+            )
+        case _:
+            raise ArgumentError(f"backend must be 'auto', 'reference', 'cpu' or 'triton', got {backend!r}")
+
+
+def _expect_writable(name: str, kv: KVView) -> None:
+    for side in ("key", "value", "key_scale", "value_scale"):
+        x = getattr(kv, side)
+        if x is not None:
+            expect_no_overlap(f"{name}.{side}", x)
+
+
+def _expect_side(name: str, x: Tensor, cache: Tensor, scale: Tensor | None) -> int:
+    """Check new keys or values ``[T, H, D]`` against their cache; returns T."""
+    sizes = expect(name, x, "T H D", device=cache.device, H=cache.shape[3], D=head_dim_of(cache, scale))
+    _expect_dtypes(name, x.dtype, cache, scale)
+    return sizes["T"]
+
+
+def _expect_dtypes(name: str, dtype: torch.dtype, cache: Tensor, scale: Tensor | None) -> None:
+    """``dtype`` is the cache's own, or both are floats between which values are cast or quantised."""
+    casts = dtype in FLOAT_DTYPES and (scale is not None or cache.dtype in FLOAT_DTYPES)
+    if not casts and (scale is not None or dtype != cache.dtype):
+        stored = f"{cache.dtype} codes" if scale is not None else str(cache.dtype)
+        raise ShapeError(f"{name} must be a dtype that a cache of {stored} holds, got {dtype}")
+
+
+def _expect_batch(batch: Batch, device: torch.device) -> None:
+    expect("seqstarts", batch.seqstarts, "B+1", dtype=INDEX_DTYPES, device=device)
+    sizes = expect("kvstarts", batch.kvstarts, "B+1", dtype=INDEX_DTYPES, device=device)
+    if batch.seqstarts.shape != batch.kvstarts.shape or sizes["B+1"] == 0:
+        raise ShapeError(
+            f"kvstarts must be {list(batch.seqstarts.shape)} as seqstarts, got {list(batch.kvstarts.shape)}"
+        )
+    if batch.index.table.device != device:
+        raise ShapeError(f"index must be on {device}, got {batch.index.table.device}")
+    rows = batch.index.table if batch.index.row_starts is None else batch.index.row_starts
+    if rows.shape[0] < sizes["B+1"] - 1:
+        raise ShapeError(
+            f"index must have a row for each of {sizes['B+1'] - 1} sequences, got {rows.shape[0]}"
+        )
+    expect_range("decoding_batches", batch.decoding_batches, 0)
+
+
+def _expect_scores(scores: Scores, sizes: dict[str, int], device: torch.device) -> None:
+    heads, rows = sizes["Hq"], sizes["Tq"]
+    if scores.mask is not None:
+        axes = "Hq Tq Tkv" if scores.mask.ndim == 3 else "Tq Tkv"
+        expect("mask", scores.mask, axes, dtype=FLOAT_DTYPES, device=device, Hq=heads, Tq=rows)
+    for name in ("alibi_slopes", "sinks"):
+        x = getattr(scores, name)
+        if x is not None:
+            expect(name, x, "Hq", dtype=FLOAT_DTYPES, device=device, Hq=heads)
+    if scores.window is not None:
+        expect_range("window", scores.window, 1)
+    if scores.softcap is not None and not scores.softcap > 0:
+        raise ArgumentError(f"softcap must be positive, got {scores.softcap}")

@@ -1,0 +1,1 @@
+"""One module for each backend. Backends never import one another."""

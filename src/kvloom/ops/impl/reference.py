@@ -1,0 +1,196 @@
+"""The readable backend: plain torch on any device, and the specification that every other backend is compared
+with.
+
+Letters: T tokens, H key/value heads, R query heads for each of them, D head dim; q query and k key positions.
+Caches are canonical views ``[B, S/s, s, H, D/d, d]``. Values of slots are checked on the CPU, where reading
+them is free.
+"""
+
+import torch
+from torch import Tensor
+
+from kvloom.core.checks import can_read, debugging
+from kvloom.core.indexing import CacheIndex, check_distinct, check_index, check_slots
+from kvloom.core.views import bits_of, head_dim_of
+from kvloom.quant.affine import dequantize, quantize
+
+
+def store(
+    key: Tensor,
+    value: Tensor | None,
+    slots: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor | None,
+    key_scale: Tensor | None,
+    value_scale: Tensor | None,
+) -> None:
+    """Write row t of ``key`` and ``value`` to slot ``slots[t]``; a negative slot skips the row."""
+    _check(slots, key_cache, "slots", skip_negative=True, distinct=True)
+    if not (can_read(slots) and bool((slots >= 0).all())):
+        keep = (slots >= 0).nonzero().squeeze(1)
+        slots, key = slots[keep], key[keep]
+        value = None if value is None else value[keep]
+    _store_side(key, slots, key_cache, key_scale)
+    if value is not None and value_cache is not None:
+        _store_side(value, slots, value_cache, value_scale)
+
+
+def load(
+    slots: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor | None,
+    key_scale: Tensor | None,
+    value_scale: Tensor | None,
+    dtype: torch.dtype,
+    num_repeat: int,
+) -> tuple[Tensor, Tensor]:
+    """Read slot ``slots[t]`` into row t, dequantised, each head repeated ``num_repeat`` times in a row."""
+    _check(slots, key_cache, "slots")
+    key = _load_side(slots, key_cache, key_scale, dtype)
+    if value_cache is None:
+        value = key.new_empty((*key.shape[:2], 0))
+    else:
+        value = _load_side(slots, value_cache, value_scale, dtype)
+    if num_repeat == 1:
+        return key, value
+    return key.repeat_interleave(num_repeat, dim=1), value.repeat_interleave(num_repeat, dim=1)
+
+
+def copy(sources: list[Tensor], source_slots: Tensor, targets: list[Tensor], target_slots: Tensor) -> None:
+    """Copy slot ``source_slots[t]`` of each source to ``target_slots[t]`` of its target; reads come first."""
+    _check(source_slots, sources[0], "source_slots")
+    _check(target_slots, targets[0], "target_slots", distinct=True)
+    rows = [_gather(source, source_slots) for source in sources]
+    for target, row in zip(targets, rows, strict=True):
+        _scatter(target, target_slots, row.flatten(2))
+
+
+def attend(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    key_scale: Tensor | None,
+    value_scale: Tensor | None,
+    table: Tensor,
+    row_starts: Tensor | None,
+    page_size: int,
+    seqstarts: Tensor,
+    kvstarts: Tensor,
+    decoding_batches: int,
+    scale: float,
+    is_causal: bool,
+    mask: Tensor | None,
+    alibi_slopes: Tensor | None,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Softmax attention of each sequence's new tokens over its stored ones, float32 inside."""
+    index = CacheIndex(table, row_starts, page_size)
+    if can_read(kvstarts):
+        check_index("index", index, kvstarts.diff(), key_cache.shape[:3].numel())
+    seq, kv = seqstarts.tolist(), kvstarts.tolist()
+    out = query.new_empty((*query.shape[:2], head_dim_of(value_cache, value_scale)))
+    for b in range(len(seq) - 1):
+        rows, columns = slice(seq[b], seq[b + 1]), slice(kv[b], kv[b + 1])
+        num_new, num_stored = rows.stop - rows.start, columns.stop - columns.start
+        if num_new == 0:
+            continue
+        k_pos = torch.arange(num_stored, device=query.device)
+        slots = index.slots(torch.full_like(k_pos, b), k_pos)
+        key, value = load(slots, key_cache, value_cache, key_scale, value_scale, query.dtype, 1)
+        num_kv_heads = key.shape[1]
+        q_HRqD = query[rows].float().unflatten(1, (num_kv_heads, -1)).permute(1, 2, 0, 3)
+        k_HkD, v_HkD = key.float().transpose(0, 1), value.float().transpose(0, 1)
+        scores_HRqk = torch.matmul(q_HRqD.flatten(1, 2), k_HkD.mT).unflatten(1, (-1, num_new)) * scale
+        if softcap is not None:
+            scores_HRqk = softcap * torch.tanh(scores_HRqk / softcap)
+        q_pos = torch.arange(num_stored - num_new, num_stored, device=query.device)
+        distance_qk = k_pos - q_pos.unsqueeze(1)
+        if mask is not None:
+            block = mask[..., rows, columns].float()
+            scores_HRqk = scores_HRqk + (block.unflatten(0, (num_kv_heads, -1)) if block.ndim == 3 else block)
+        if alibi_slopes is not None:
+            scores_HRqk = scores_HRqk + alibi_slopes.float().view(num_kv_heads, -1, 1, 1) * distance_qk
+        hidden = torch.zeros_like(distance_qk, dtype=torch.bool)
+        if (is_causal and b >= decoding_batches) or alibi_slopes is not None:
+            hidden |= distance_qk > 0
+        if window is not None:
+            hidden |= distance_qk <= -window
+        probs_HRqk = _softmax(scores_HRqk.masked_fill(hidden, float("-inf")), sinks)
+        out_HRqD = torch.matmul(probs_HRqk.flatten(1, 2), v_HkD).unflatten(1, (-1, num_new))
+        out[rows] = out_HRqD.permute(2, 0, 1, 3).flatten(1, 2).to(out.dtype)
+    return out
+
+
+def _softmax(scores_HRqk: Tensor, sinks: Tensor | None) -> Tensor:
+    """Softmax over k in which each head's sink takes part; a row with nothing to attend to is 0, not NaN."""
+    num_kv_heads, _, num_new, _ = scores_HRqk.shape
+    if sinks is not None:
+        column = sinks.float().view(num_kv_heads, -1, 1, 1).expand(-1, -1, num_new, 1)
+        scores_HRqk = torch.cat((scores_HRqk, column), dim=-1)
+    if scores_HRqk.shape[-1] == 0:
+        return scores_HRqk
+    top = scores_HRqk.amax(-1, keepdim=True)
+    weights = (scores_HRqk - top.masked_fill(top == float("-inf"), 0.0)).exp()
+    total = weights.sum(-1, keepdim=True)
+    probs = weights / total.masked_fill(total == 0, 1.0)
+    return probs if sinks is None else probs[..., :-1]
+
+
+def _store_side(x: Tensor, slots: Tensor, cache: Tensor, scale: Tensor | None) -> None:
+    if scale is None:
+        _scatter(cache, slots, x.to(cache.dtype))
+        return
+    groups = scale.shape[-2] * scale.shape[-1]
+    codes, scales = quantize(x, bits_of(cache, scale), x.shape[-1] // groups, scale.dtype)
+    _scatter(cache, slots, codes)
+    _scatter(scale, slots, scales)
+
+
+def _load_side(slots: Tensor, cache: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+    stored = _gather(cache, slots).flatten(2)
+    if scale is None:
+        return stored.to(dtype)
+    return dequantize(stored, _gather(scale, slots).flatten(2), bits_of(cache, scale), dtype)
+
+
+def _gather(cache: Tensor, slots: Tensor) -> Tensor:
+    """Rows ``[T, H, D/d, d]`` of a canonical view, in a tensor of their own."""
+    rows = _as_rows(cache)
+    return cache[_place(cache, slots)] if rows is None else rows.index_select(0, slots)
+
+
+def _scatter(cache: Tensor, slots: Tensor, x_THD: Tensor) -> None:
+    values = x_THD.unflatten(-1, cache.shape[-2:])
+    rows = _as_rows(cache)
+    if rows is None:
+        cache[_place(cache, slots)] = values
+    else:
+        rows[slots.long()] = values
+
+
+def _as_rows(cache: Tensor) -> Tensor | None:
+    """The view as ``[B * S, H, D/d, d]`` where blocks and slots have one stride: one index and not three."""
+    blocks, outer, inner = cache.shape[:3]
+    stride = cache.stride(2) if inner > 1 else cache.stride(1) if outer > 1 else cache.stride(0)
+    whole = (inner == 1 or outer == 1 or cache.stride(1) == inner * stride) and (
+        blocks == 1 or outer * inner == 1 or cache.stride(0) == outer * inner * stride
+    )
+    return cache.view(-1, *cache.shape[3:]) if whole else None
+
+
+def _place(cache: Tensor, slots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Block, outer and inner slot of each slot number."""
+    _, outer, inner = cache.shape[:3]
+    within = slots.long() % (outer * inner)
+    return slots.long() // (outer * inner), within // inner, within % inner
+
+
+def _check(
+    slots: Tensor, cache: Tensor, name: str, *, skip_negative: bool = False, distinct: bool = False
+) -> None:
+    if can_read(slots):
+        check_slots(name, slots, cache.shape[:3].numel(), skip_negative=skip_negative)
+    if distinct and debugging():
+        check_distinct(name, slots)

@@ -1,0 +1,78 @@
+"""Operator contracts: schema, mutation, fake. The schemas exist without any compiled backend."""
+
+import torch
+from torch import Tensor
+
+from kvloom.core.views import head_dim_of
+from kvloom.errors import UnsupportedError
+from kvloom.ops.impl import reference
+
+LIB = torch.library.Library("kvloom", "DEF")
+
+LIB.define(
+    "store(Tensor key, Tensor? value, Tensor slots, Tensor(a!) key_cache, Tensor(b!)? value_cache,"
+    " Tensor(c!)? key_scale, Tensor(d!)? value_scale) -> ()"
+)
+LIB.define(
+    "load(Tensor slots, Tensor key_cache, Tensor? value_cache, Tensor? key_scale, Tensor? value_scale,"
+    " ScalarType dtype, int num_repeat) -> (Tensor, Tensor)"
+)
+LIB.define("copy(Tensor[] sources, Tensor source_slots, Tensor(a!)[] targets, Tensor target_slots) -> ()")
+LIB.define(
+    "attend(Tensor query, Tensor key_cache, Tensor value_cache, Tensor? key_scale, Tensor? value_scale,"
+    " Tensor table, Tensor? row_starts, int page_size, Tensor seqstarts, Tensor kvstarts,"
+    " int decoding_batches, float scale, bool is_causal, Tensor? mask, Tensor? alibi_slopes, int? window,"
+    " float? softcap, Tensor? sinks) -> Tensor"
+)
+
+# The reference serves every device; a faster backend takes over its own dispatch key.
+for _name in ("store", "load", "copy", "attend"):
+    LIB.impl(_name, getattr(reference, _name), "CompositeExplicitAutograd")
+
+
+def _writes_only(*args: object) -> None:
+    return None
+
+
+def _load_fake(
+    slots: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor | None,
+    key_scale: Tensor | None,
+    value_scale: Tensor | None,
+    dtype: torch.dtype,
+    num_repeat: int,
+) -> tuple[Tensor, Tensor]:
+    rows, heads = slots.shape[0], key_cache.shape[3] * num_repeat
+    value_dim = 0 if value_cache is None else head_dim_of(value_cache, value_scale)
+    key = key_cache.new_empty((rows, heads, head_dim_of(key_cache, key_scale)), dtype=dtype)
+    return key, key_cache.new_empty((rows, heads, value_dim), dtype=dtype)
+
+
+def _attend_fake(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    key_scale: Tensor | None,
+    value_scale: Tensor | None,
+    *rest: object,
+) -> Tensor:
+    return query.new_empty((*query.shape[:2], head_dim_of(value_cache, value_scale)))
+
+
+def _no_gradient(ctx: object, *grads: Tensor) -> None:
+    raise UnsupportedError(
+        "attend has no gradient: kvloom caches are for inference; call it under torch.no_grad()"
+    )
+
+
+torch.library.register_fake("kvloom::store", _writes_only, lib=LIB)
+torch.library.register_fake("kvloom::copy", _writes_only, lib=LIB)
+torch.library.register_fake("kvloom::load", _load_fake, lib=LIB)
+torch.library.register_fake("kvloom::attend", _attend_fake, lib=LIB)
+torch.library.register_autograd("kvloom::attend", _no_gradient, lib=LIB)
+
+store = torch.ops.kvloom.store.default
+load = torch.ops.kvloom.load.default
+copy = torch.ops.kvloom.copy.default
+attend = torch.ops.kvloom.attend.default
