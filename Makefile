@@ -22,6 +22,10 @@ check: $(READY)
 	$(BIN)/lint-imports
 	$(BIN)/python -m pytest -q tests/contracts/test_file_length.py
 
+# Rewrites benchmarks/results.md and the table in the README.
+bench: $(READY)
+	$(BIN)/python benchmarks/report.py
+
 format: $(READY)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .

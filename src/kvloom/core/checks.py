@@ -66,7 +66,7 @@ def expect_range(name: str, value: int, low: int, high: int | None = None, /) ->
 
 
 def expect_no_overlap(name: str, x: Tensor) -> None:
-    """Check that no two elements of ``x`` share memory, as in an expanded tensor: writing it would lose values.
+    """Check that no two elements of ``x`` share memory, as in an expanded tensor: a write would lose values.
 
     Raises:
         ShapeError: the strides of ``x`` may overlap.
@@ -78,6 +78,28 @@ def expect_no_overlap(name: str, x: Tensor) -> None:
                 f"{name} must not overlap itself, got shape {list(x.shape)} strides {x.stride()}"
             )
         reach += stride * (extent - 1)
+
+
+def expect_disjoint(name: str, x: Tensor, other_name: str, other: Tensor) -> None:
+    """Check that ``x``, which is read, shares no memory with ``other``, which is written.
+
+    Raises:
+        ShapeError: the two reach over the same part of one storage.
+    """
+    if torch.compiler.is_compiling() or x.untyped_storage().data_ptr() != other.untyped_storage().data_ptr():
+        return
+    (start, end), (other_start, other_end) = _reach(x), _reach(other)
+    if start < other_end and other_start < end:
+        raise ShapeError(f"{name} must not overlap {other_name} in memory; pass a clone")
+
+
+def _reach(x: Tensor) -> tuple[int, int]:
+    """First byte of ``x`` in its storage, and the one behind its last."""
+    start = int(x.storage_offset()) * x.itemsize
+    if x.numel() == 0:
+        return start, start
+    last = sum(int(stride) * (extent - 1) for stride, extent in zip(x.stride(), x.shape, strict=True))
+    return start, start + (last + 1) * x.itemsize
 
 
 _DEBUG: ContextVar[bool] = ContextVar("kvloom_debug", default=False)

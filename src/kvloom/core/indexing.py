@@ -127,6 +127,7 @@ def ragged_positions(
     """
     row = torch.arange(int(starts[-1]) if total is None else total, device=starts.device)
     sequence = torch.searchsorted(starts[1:].long().contiguous(), row, right=True)
+    sequence = sequence.clamp(max=starts.shape[0] - 2)  # a token past the end is the last sequence's
     position = row - starts.long()[sequence]
     return sequence, position if first is None else position + first.long()[sequence]
 

@@ -9,6 +9,8 @@ from kvloom.core.checks import FLOAT_DTYPES
 from kvloom.core.layouts import CacheLayout
 from kvloom.errors import ArgumentError, ShapeError
 
+_INTEGER = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_INDEXABLE = {*FLOAT_DTYPES, *_INTEGER.values(), torch.uint8, torch.bool}
 _BITS_OF_CODES = {torch.int8: 8, torch.uint8: 4}
 
 
@@ -112,6 +114,11 @@ class KVView:
     def device(self) -> torch.device:
         """Device of all tensors."""
         return self.key.device
+
+
+def raw(x: Tensor) -> Tensor:
+    """``x`` as signed integers of its own width, a view: torch indexes and selects those for every dtype."""
+    return x if x.dtype in _INDEXABLE else x.view(_INTEGER[x.itemsize])
 
 
 def bits_of(cache: Tensor, scale: Tensor | None) -> int:

@@ -172,13 +172,8 @@ def load_model(path: str | Path, dtype: torch.dtype | None = None) -> tuple[Any,
     """
     if not (Path(path) / "config.json").is_file():
         raise ArgumentError(f"model must be a local folder with a config.json, got {str(path)!r}")
-    name = (
-        "dtype"
-        if "dtype" in inspect.signature(AutoModelForCausalLM.from_config).parameters
-        else "torch_dtype"
-    )
     tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
-    model = AutoModelForCausalLM.from_pretrained(path, local_files_only=True, **{name: dtype or "auto"})
+    model = AutoModelForCausalLM.from_pretrained(path, local_files_only=True, dtype=dtype or "auto")
     return model.eval(), tokenizer
 
 

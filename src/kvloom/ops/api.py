@@ -8,7 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvloom.core.checks import FLOAT_DTYPES, INDEX_DTYPES, expect, expect_no_overlap, expect_range
+from kvloom.core.checks import (
+    FLOAT_DTYPES,
+    INDEX_DTYPES,
+    expect,
+    expect_disjoint,
+    expect_no_overlap,
+    expect_range,
+)
 from kvloom.core.indexing import CacheIndex, expect_slots
 from kvloom.core.views import KVView, head_dim_of
 from kvloom.errors import ArgumentError, ShapeError, UnsupportedError
@@ -76,7 +83,7 @@ def store(key: Tensor, value: Tensor | None, slots: Tensor, kv: KVView, *, backe
             copied.
         value: ``[T, H, Dv]``, dtype of ``key``; ``None`` in a cache of keys only.
         slots: ``[T]`` int64 or int32, distinct. A negative slot skips its row.
-        kv: Where to write. It must not overlap ``key`` or ``value``.
+        kv: Where to write. It must not overlap ``key`` or ``value``, which are stored without their gradient.
         backend: ``"auto"`` or ``"reference"``.
 
     Raises:
@@ -92,6 +99,12 @@ def store(key: Tensor, value: Tensor | None, slots: Tensor, kv: KVView, *, backe
         expect("value", value, "T H D", T=tokens, dtype=key.dtype)
     expect_slots("slots", slots, tokens, kv.device)
     _expect_writable("kv", kv)
+    for name, x in (("key", key), ("value", value)):
+        for cache in (kv.key, kv.value):
+            if x is not None and cache is not None:
+                expect_disjoint(name, x, "kv", cache)
+    # Detached, or autograd would make the cache require a gradient and keep every step alive.
+    key, value = key.detach(), None if value is None else value.detach()
     op = _choose(backend, schemas.store, reference.store)
     op(key, value, slots, kv.key, kv.value, kv.key_scale, kv.value_scale)
 

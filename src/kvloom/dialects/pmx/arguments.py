@@ -5,7 +5,15 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-from kvloom.core.checks import FLOAT_DTYPES, INDEX_DTYPES, can_read, expect, expect_no_overlap, expect_range
+from kvloom.core.checks import (
+    FLOAT_DTYPES,
+    INDEX_DTYPES,
+    can_read,
+    expect,
+    expect_disjoint,
+    expect_no_overlap,
+    expect_range,
+)
 from kvloom.core.indexing import CacheIndex, check_index
 from kvloom.core.layouts import CacheLayout
 from kvloom.core.views import KVView
@@ -25,9 +33,14 @@ class CacheAttributes(NamedTuple):
 
 
 def open_cache(
-    layout: CacheLayout, cache: Tensor, scale: Tensor | None, current_key: Tensor, attributes: CacheAttributes
+    layout: CacheLayout,
+    cache: Tensor,
+    scale: Tensor | None,
+    new: tuple[Tensor, Tensor],
+    attributes: CacheAttributes,
 ) -> KVView:
-    """View one layer of ``cache``, checked with ``scale`` against the attributes and ``current_key``."""
+    """View one layer of ``cache``, checked against the ``new`` key and value and the attributes."""
+    current_key, current_value = new
     num_layer, layer_idx, quant_bit, quant_group = attributes
     num_heads, head_dim = current_key.shape[-2:]
     expect_range("num_layer", num_layer, 1)
@@ -38,7 +51,11 @@ def open_cache(
         raise ShapeError(f"cache must be a tensor, got {type(cache).__name__}")
     if cache.device != current_key.device:
         raise ShapeError(f"cache must be on {current_key.device} as current_key, got {cache.device}")
+    if num_heads == 0 or head_dim == 0:
+        raise ShapeError(f"current_key must have heads and elements, got {list(current_key.shape)}")
     expect_no_overlap("cache", cache)
+    expect_disjoint("current_key", current_key, "cache", cache)
+    expect_disjoint("current_value", current_value, "cache", cache)
     canonical = layout.canonical(cache)
     if canonical.shape[0] != num_layer:
         raise ShapeError(
@@ -94,6 +111,17 @@ def expect_new(current_key: Tensor, current_value: Tensor, axes: str) -> dict[st
     return expect(
         "current_value", current_value, axes, dtype=current_key.dtype, device=current_key.device, **sizes
     )
+
+
+def flag(name: str, value: bool | int) -> bool:
+    """A bool, also where it is an ONNX attribute: 0 or 1.
+
+    Raises:
+        ArgumentError: anything else.
+    """
+    if not isinstance(value, int) or value not in (0, 1):
+        raise ArgumentError(f"{name} must be a bool, got {value!r}")
+    return bool(value)
 
 
 def scalar(name: str, value: int | Tensor) -> int:

@@ -13,6 +13,7 @@ from kvloom.dialects.pmx.arguments import (
     CacheAttributes,
     expect_lengths,
     expect_new,
+    flag,
     open_cache,
     open_index,
     scalar,
@@ -83,7 +84,7 @@ def key_value_cache(
     layout = CacheLayout.of("pmx.dynamic_batching.KeyValueCache", cache_layout)
     expect_new(current_key, current_value, "T H D")
     attributes = CacheAttributes(num_layer, layer_idx, quant_bit, quant_group)
-    kv = open_cache(layout, cache, scale, current_key, attributes)
+    kv = open_cache(layout, cache, scale, (current_key, current_value), attributes)
     expect_range("num_repeat", num_repeat, 1)
     batch = _Batch(seqstarts, kvstarts, cachestarts, start_pos, max_seqlen, max_kvlen, cache_mode, page_size)
     index, new = _plan(kv, current_key, batch)
@@ -162,7 +163,7 @@ def multi_head_cache_attention(
     expect("current_key", current_key, "T H D", dtype=query.dtype, device=query.device, **same)
     expect("current_value", current_value, "T H D", dtype=query.dtype, device=query.device, **same)
     attributes = CacheAttributes(num_layer, layer_idx, quant_bit, quant_group)
-    kv = open_cache(layout, cache, scale, current_key, attributes)
+    kv = open_cache(layout, cache, scale, (current_key, current_value), attributes)
     ragged = _Batch(seqstarts, kvstarts, cachestarts, start_pos, max_seqlen, max_kvlen, cache_mode, page_size)
     index, new = _plan(kv, current_key, ragged)
     batch = ops.Batch(index, seqstarts, kvstarts, _expect_decoding(decoding_batches, seqstarts))
@@ -289,5 +290,5 @@ def _scores(
         width = expect("attn_mask", mask, axes, dtype=FLOAT_DTYPES, device=query.device, **sizes)["Tkv"]
         if can_read(kvstarts) and width < int(kvstarts[-1]):
             raise ShapeError(f"attn_mask must have at least {int(kvstarts[-1])} columns, got {width}")
-    slopes = ops.alibi_slopes(num_heads, device=query.device) if is_alibi else None
-    return ops.Scores(is_causal=bool(is_causal), mask=mask, alibi_slopes=slopes)
+    slopes = ops.alibi_slopes(num_heads, device=query.device) if flag("is_alibi", is_alibi) else None
+    return ops.Scores(is_causal=flag("is_causal", is_causal), mask=mask, alibi_slopes=slopes)

@@ -52,7 +52,7 @@ def key_value_cache(
     layout = CacheLayout.of("pmx.KeyValueCache", cache_layout)
     sizes = expect_new(current_key, current_value, "B S H D")
     attributes = CacheAttributes(num_layer, layer_idx, quant_bit, quant_group)
-    kv = open_cache(layout, cache, scale, current_key, attributes)
+    kv = open_cache(layout, cache, scale, (current_key, current_value), attributes)
     expect_range("num_repeat", num_repeat, 1)
     batch, start = sizes["B"], scalar("start_pos", start_pos)
     end, max_batch, max_len = start + sizes["S"], kv.key.shape[0], kv.block_size

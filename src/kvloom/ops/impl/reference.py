@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvloom.core.checks import can_read, debugging
 from kvloom.core.indexing import CacheIndex, check_distinct, check_index, check_slots
-from kvloom.core.views import bits_of, head_dim_of
+from kvloom.core.views import bits_of, head_dim_of, raw
 from kvloom.quant.affine import dequantize, quantize
 
 
@@ -28,8 +28,8 @@ def store(
     _check(slots, key_cache, "slots", skip_negative=True, distinct=True)
     if not (can_read(slots) and bool((slots >= 0).all())):
         keep = (slots >= 0).nonzero().squeeze(1)
-        slots, key = slots[keep], key[keep]
-        value = None if value is None else value[keep]
+        slots, key = slots[keep], raw(key)[keep].view(key.dtype)
+        value = None if value is None else raw(value)[keep].view(value.dtype)
     _store_side(key, slots, key_cache, key_scale)
     if value is not None and value_cache is not None:
         _store_side(value, slots, value_cache, value_scale)
@@ -157,15 +157,17 @@ def _load_side(slots: Tensor, cache: Tensor, scale: Tensor | None, dtype: torch.
 
 def _gather(cache: Tensor, slots: Tensor) -> Tensor:
     """Rows ``[T, H, D/d, d]`` of a canonical view, in a tensor of their own."""
-    rows = _as_rows(cache)
-    return cache[_place(cache, slots)] if rows is None else rows.index_select(0, slots)
+    bits = raw(cache)
+    rows = _as_rows(bits)
+    found = bits[_place(bits, slots)] if rows is None else rows.index_select(0, slots)
+    return found.view(cache.dtype)
 
 
 def _scatter(cache: Tensor, slots: Tensor, x_THD: Tensor) -> None:
-    values = x_THD.unflatten(-1, cache.shape[-2:])
-    rows = _as_rows(cache)
+    bits, values = raw(cache), raw(x_THD).unflatten(-1, cache.shape[-2:])
+    rows = _as_rows(bits)
     if rows is None:
-        cache[_place(cache, slots)] = values
+        bits[_place(bits, slots)] = values
     else:
         rows[slots.long()] = values
 

@@ -1,0 +1,132 @@
+"""Argument rules of the Ascend operators. Nothing here writes."""
+
+from collections.abc import Sequence
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from kvloom.core.checks import INDEX_DTYPES, expect, expect_disjoint, expect_no_overlap
+from kvloom.dialects.ascend.runs import COMPRESSING
+from kvloom.errors import ArgumentError, ShapeError
+
+DTYPES: Final = (
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.int8,
+    torch.uint8,
+    torch.int16,
+    torch.uint16,
+    torch.int32,
+    torch.uint32,
+    torch.float8_e5m2,
+    torch.float8_e4m3fn,
+)
+
+
+def read_mode(name: str, mode: str | None, allowed: tuple[str, ...]) -> str:
+    """A mode by its name; ``None`` and ``""`` mean the first."""
+    if mode is None or mode == "":
+        return allowed[0]
+    if mode not in allowed:
+        raise ArgumentError(f"{name} must be one of {allowed}, got {mode!r}")
+    return mode
+
+
+def present(x: Tensor | None) -> Tensor | None:
+    """``None`` for a value that is not there, which upstream also writes as a 0-dim tensor."""
+    return None if x is None or (isinstance(x, Tensor) and x.ndim == 0) else x
+
+
+def expect_tensors(
+    key: Tensor,
+    value: Tensor | None,
+    key_cache: Tensor,
+    value_cache: Tensor | None,
+    slot_mapping: Tensor,
+    *,
+    may_differ: bool,
+) -> None:
+    """Check presence, ranks, dtypes and devices; ``may_differ`` allows keys and values of two dtypes."""
+    named: dict[str, Tensor | None] = {"key": key, "key_cache": key_cache, "slot_mapping": slot_mapping}
+    if value is not None or value_cache is not None:
+        named |= {"value": value, "value_cache": value_cache}
+    for name, x in named.items():
+        if not isinstance(x, Tensor):
+            raise ShapeError(f"{name} must be a tensor, got {type(x).__name__}")
+        if x.device != key.device:
+            raise ShapeError(f"{name} must be on {key.device} as key, got {x.device}")
+    if key.ndim not in (3, 4):
+        raise ShapeError(f"key must be [T, H, D] or [B, S, H, D], got {list(key.shape)}")
+    sizes = expect("key", key, "T H D" if key.ndim == 3 else "B S H D", dtype=DTYPES)
+    if value is not None:
+        sizes.pop("D")
+        dtypes = DTYPES if may_differ else (key.dtype,)
+        expect("value", value, " ".join([*sizes, "Dv"]), dtype=dtypes, device=key.device, **sizes)
+    sides = (("key", key, key_cache), ("value", value, value_cache))
+    for name, x, cache in sides:
+        if x is not None and cache is not None:
+            if cache.dtype != x.dtype:
+                raise ShapeError(f"{name}_cache must be {x.dtype} as {name}, got {cache.dtype}")
+            expect_no_overlap(f"{name}_cache", cache)
+            for written in (key_cache, value_cache):
+                if written is not None:
+                    expect_disjoint(name, x, "the caches", written)
+    if slot_mapping.dtype not in INDEX_DTYPES:
+        raise ShapeError(f"slot_mapping must be int64 or int32, got {slot_mapping.dtype}")
+
+
+def choose_rule(key_rank: int, cache_mode: str, scatter_mode: str, *, has_offset: bool) -> str:
+    """The rule by which tokens are placed: ``scatter_mode`` but for padded keys, which imply one."""
+    if cache_mode == "PA_NZ" and (key_rank != 3 or scatter_mode != "None"):
+        raise ArgumentError(
+            f"scatter_mode must be 'None' and key 3-D in PA_NZ, got {scatter_mode!r} and {key_rank}-D"
+        )
+    if key_rank == 3:
+        return scatter_mode
+    if scatter_mode in ("Nct", "NHSD"):
+        raise ArgumentError(
+            f"scatter_mode must be 'None' or one of {COMPRESSING} for a 4-D key, got {scatter_mode!r}"
+        )
+    return scatter_mode if scatter_mode in COMPRESSING else "Rope" if has_offset else "Alibi"
+
+
+def refuse_unused(rule: str, **arguments: Tensor | Sequence[int] | None) -> None:
+    """Refuse arguments that the rule would ignore."""
+    for name, x in arguments.items():
+        if x is not None:
+            raise ArgumentError(f"{name} must be None with scatter_mode {rule!r}")
+
+
+def read_uncollected(
+    key: Tensor, value: Tensor | None, strides: Sequence[int] | None, offsets: Sequence[int] | None
+) -> tuple[Tensor, Tensor | None]:
+    """The views that Nct's ``strides`` and ``offsets`` describe, in elements from a tensor's first."""
+    if strides is None and offsets is None:
+        return key, value
+    for name, pair, low in (("strides", strides, 1), ("offsets", offsets, 0)):
+        if pair is not None and (len(pair) != 2 or any(not isinstance(n, int) or n < low for n in pair)):
+            raise ArgumentError(f"{name} must be two ints of at least {low}, for key and value, got {pair!r}")
+    sides = [_uncollected("key", key, strides, offsets, 0)]
+    if value is not None:
+        sides.append(_uncollected("value", value, strides, offsets, 1))
+    return sides[0], sides[1] if value is not None else None
+
+
+def _uncollected(
+    name: str, x: Tensor, strides: Sequence[int] | None, offsets: Sequence[int] | None, side: int
+) -> Tensor:
+    if not x.is_contiguous():
+        raise ArgumentError(f"strides must be None for a {name} that is itself strided, got {strides!r}")
+    tokens, heads, head_size = x.shape
+    stride = heads * head_size if strides is None else strides[side]
+    start = x.storage_offset() + (0 if offsets is None else offsets[side])
+    end = start + (tokens - 1) * stride + heads * head_size
+    available = x.untyped_storage().nbytes() // x.itemsize
+    if tokens and end > available:
+        raise ArgumentError(
+            f"strides and offsets must stay within the {available} elements behind {name}, "
+            f"got token {tokens - 1} ending at {end}"
+        )
+    return x.as_strided((tokens, heads, head_size), (stride, head_size, 1), start)

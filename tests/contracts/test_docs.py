@@ -1,0 +1,27 @@
+"""Every Python snippet of the documentation runs, in order, one namespace for each page."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+SNIPPET = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
+WITH_CODE = [page for page in PAGES if SNIPPET.search(page.read_text(encoding="utf-8"))]
+
+
+@pytest.mark.parametrize("page", WITH_CODE, ids=lambda p: str(p.relative_to(ROOT)))
+def test_snippets_run(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    namespace: dict[str, object] = {}
+    for match in SNIPPET.finditer(text):
+        line = text.count("\n", 0, match.start()) + 1
+        # The blank lines make a traceback name the line of the page.
+        code = compile("\n" * line + match[1], str(page), "exec")
+        exec(code, namespace)  # our own pages
+    assert namespace
+
+
+def test_readme_has_snippets() -> None:
+    assert ROOT / "README.md" in WITH_CODE

@@ -1,0 +1,213 @@
+"""``generate()`` through a kvloom cache gives the tokens and logits of transformers' own cache."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+
+from kvloom.errors import ArgumentError, KVError, OutOfBlocks, UnsupportedError
+from kvloom.integrations.compare import compare
+from kvloom.integrations.transformers import STORAGE, KVCache, load_model
+
+NEW_TOKENS = 24
+
+
+def make_model(attention: str = "sdpa", dtype: torch.dtype = torch.float32) -> LlamaForCausalLM:
+    """A random Llama whose weights are wide enough that greedy tokens do not repeat."""
+    torch.manual_seed(7)
+    config = LlamaConfig(
+        vocab_size=199,
+        hidden_size=64,
+        intermediate_size=112,
+        num_hidden_layers=3,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=16,
+        initializer_range=0.25,
+        attn_implementation=attention,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    return LlamaForCausalLM(config).to(dtype).eval()
+
+
+def make_prompts(lengths: list[int], seed: int = 0) -> dict[str, Tensor]:
+    """Left-padded prompts of the given lengths."""
+    generator = torch.Generator().manual_seed(seed)
+    width = max(lengths)
+    ids, mask = (
+        torch.zeros(len(lengths), width, dtype=torch.int64),
+        torch.zeros(len(lengths), width, dtype=torch.int64),
+    )
+    for row, length in enumerate(lengths):
+        ids[row, width - length :] = torch.randint(3, 199, (length,), generator=generator)
+        mask[row, width - length :] = 1
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def generate(model: Any, inputs: dict[str, Tensor], cache: Any) -> Any:
+    """Greedy continuation with logits; ``min_new_tokens`` keeps all rows going."""
+    return model.generate(
+        **inputs,
+        past_key_values=cache,
+        max_new_tokens=NEW_TOKENS,
+        min_new_tokens=NEW_TOKENS,
+        do_sample=False,
+        return_dict_in_generate=True,
+        output_logits=True,
+    )
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("lengths", [[1], [9], [5, 12, 1], [16, 16], [33, 2, 17, 8]])
+def test_float_cache_gives_the_stock_tokens_and_logits(attention: str, lengths: list[int]) -> None:
+    model, inputs = make_model(attention), make_prompts(lengths)
+    stock = generate(model, inputs, None)
+    ours = generate(model, inputs, KVCache.for_model(model, page_size=4))
+    assert torch.equal(ours.sequences, stock.sequences)
+    assert len(set(stock.sequences[0, -NEW_TOKENS:].tolist())) > NEW_TOKENS // 2
+    for expected, actual in zip(stock.logits, ours.logits, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("page_size", [1, 3, 16, 64])
+def test_tokens_do_not_depend_on_page_size(page_size: int) -> None:
+    model, inputs = make_model(), make_prompts([7, 13])
+    stock = generate(model, inputs, None)
+    ours = generate(model, inputs, KVCache.for_model(model, page_size=page_size))
+    assert torch.equal(ours.sequences, stock.sequences)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_auto_keeps_the_models_dtype(dtype: torch.dtype) -> None:
+    model, inputs = make_model(dtype=dtype), make_prompts([6, 11])
+    cache = KVCache.for_model(model)
+    ours = generate(model, inputs, cache)
+    assert torch.equal(ours.sequences, generate(model, inputs, None).sequences)
+    assert cache.nbytes_per_token == 3 * 2 * 2 * 16 * 2
+
+
+@pytest.mark.parametrize(
+    ("kv", "nbytes_per_token"),
+    [("float32", 768), ("float16", 384), ("bfloat16", 384), ("int8", 216), ("int4", 120)],
+)
+def test_cache_takes_the_bytes_it_promises(kv: str, nbytes_per_token: int) -> None:
+    model = make_model()
+    cache = KVCache.for_model(model, kv=kv, quant_group=16)
+    assert cache.nbytes == 0
+    generate(model, make_prompts([9, 4]), cache)
+    assert cache.nbytes_per_token == nbytes_per_token
+    num_tokens = 2 * (9 + NEW_TOKENS - 1)
+    assert num_tokens * nbytes_per_token <= cache.nbytes <= 3 * num_tokens * nbytes_per_token
+
+
+@pytest.mark.parametrize(
+    ("kv", "limit"), [("float16", 1e-5), ("bfloat16", 1e-3), ("int8", 1e-2), ("int4", 3)]
+)
+def test_smaller_kinds_stay_near_the_stock_logits(kv: str, limit: float) -> None:
+    torch.manual_seed(0)
+    rows = compare(make_model(), make_prompts([20])["input_ids"], [kv], max_new_tokens=12, num_runs=1)
+    assert [row.kind for row in rows] == ["DynamicCache", kv]
+    assert rows[0].mean_kl == 0
+    assert rows[0].num_same == rows[0].num_tokens
+    assert 0 < rows[1].mean_kl < limit
+    assert rows[1].nbytes_per_token < rows[0].nbytes_per_token
+
+
+def test_continuing_from_a_filled_cache_equals_one_long_prompt() -> None:
+    model, inputs = make_model(), make_prompts([21])
+    cache = KVCache.for_model(model)
+    with torch.no_grad():
+        model(inputs["input_ids"][:, :10], past_key_values=cache)
+    assert cache.get_seq_length() == 10
+    assert torch.equal(generate(model, inputs, cache).sequences, generate(model, inputs, None).sequences)
+
+
+def test_crop_rolls_back() -> None:
+    model, inputs = make_model(), make_prompts([12])
+    cache = KVCache.for_model(model)
+    with torch.no_grad():
+        model(inputs["input_ids"], past_key_values=cache)
+        cache.crop(-5)
+        assert cache.get_seq_length() == 7
+        out = model(inputs["input_ids"][:, 7:], past_key_values=cache)
+        expected = model(inputs["input_ids"])
+    torch.testing.assert_close(out.logits, expected.logits[:, 7:], rtol=1e-5, atol=1e-5)
+
+
+def test_reset_serves_another_batch_size() -> None:
+    model, cache = make_model(), None
+    cache = KVCache.for_model(model)
+    for lengths in ([5, 9], [4]):
+        inputs = make_prompts(lengths)
+        assert torch.equal(generate(model, inputs, cache).sequences, generate(model, inputs, None).sequences)
+        cache.reset()
+        assert cache.get_seq_length() == 0
+        assert cache.nbytes == 0
+
+
+def test_layers_can_be_read_as_tensors() -> None:
+    model, inputs = make_model(), make_prompts([6])
+    cache = KVCache.for_model(model)
+    assert cache.layers[0].keys is None
+    with torch.no_grad():
+        stock = model(**inputs, use_cache=True).past_key_values
+        model(**inputs, past_key_values=cache)
+    for ours, theirs in zip(cache.layers, stock.layers, strict=True):
+        assert torch.equal(ours.keys, theirs.keys)
+        assert torch.equal(ours.values, theirs.values)
+
+
+def test_bounded_cache_refuses_more_tokens() -> None:
+    model, inputs = make_model(), make_prompts([20])
+    with pytest.raises(OutOfBlocks, match="max_tokens"):
+        generate(model, inputs, KVCache.for_model(model, max_tokens=32))
+
+
+@pytest.mark.parametrize("verb", ["reorder_cache", "batch_repeat_interleave", "batch_select_indices"])
+def test_what_is_not_served_is_refused(verb: str) -> None:
+    model = make_model()
+    cache = KVCache.for_model(model)
+    with torch.no_grad():
+        model(**make_prompts([4]), past_key_values=cache)
+    argument = 2 if verb == "batch_repeat_interleave" else torch.tensor([0])
+    with pytest.raises(UnsupportedError, match="KVCache"):
+        getattr(cache, verb)(argument)
+
+
+def test_sliding_window_models_are_refused() -> None:
+    config = MistralConfig(
+        vocab_size=32, hidden_size=32, intermediate_size=32, num_hidden_layers=1, sliding_window=8
+    )
+    with pytest.raises(UnsupportedError, match="sliding_attention"):
+        KVCache.for_model(MistralForCausalLM(config))
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ({"kv": "int3"}, "kv"),
+        ({"kv": "int8", "quant_group": 24}, "quant_group"),
+        ({"kv": "int8", "quant_group": 0}, "group"),
+        ({"page_size": 0}, "page_size"),
+        ({"max_tokens": 3}, "max_tokens"),
+    ],
+)
+def test_bad_options_are_named(options: dict[str, Any], name: str) -> None:
+    with pytest.raises(KVError, match=name) as error:
+        KVCache.for_model(make_model(), **options)
+    assert isinstance(error.value, ValueError)
+
+
+def test_every_storage_kind_is_accepted() -> None:
+    model = make_model()
+    for kv in STORAGE:
+        assert len(KVCache.for_model(model, kv=kv, quant_group=16)) == 3
+
+
+def test_loading_a_missing_folder_names_it() -> None:
+    with pytest.raises(ArgumentError, match="no-such-folder"):
+        load_model("no-such-folder")

@@ -1,0 +1,1 @@
+"""Slow, independent implementations that the tests compare the library with."""
