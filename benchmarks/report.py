@@ -69,8 +69,8 @@ def main() -> None:
     )
     (HERE / "results.md").write_text(
         f"# Results\n\nWritten by `make bench` on {where}.\n\n## Cache kinds\n\n{table}\n\n{note}\n\n"
-        "## Cost of a dispatched call\n\nMicroseconds of a decode step of one token, 8 heads of 64, 64 stored; "
-        "the reference backend.\n\n"
+        "## Cost of a dispatched call\n\nMicroseconds of a decode step of one token, 8 heads of 64, "
+        "64 stored, on the reference backend.\n\n"
         "| operator | public call | kernel alone | overhead |\n|---|---|---|---|\n"
         f"{ops}\n",
         encoding="utf-8",

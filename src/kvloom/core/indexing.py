@@ -85,6 +85,7 @@ def check_index(name: str, index: CacheIndex, lengths: Tensor, num_slots: int) -
     Raises:
         ArgumentError: a row has too few pages, or a token's slot is outside ``[0, num_slots)``.
     """
+    lengths = lengths.long()
     if index.row_starts is not None:
         ends = index.row_starts[: len(lengths)] + lengths
         if len(ends) and int(ends.max()) > index.table.shape[0]:

@@ -1,5 +1,4 @@
-"""The readable backend: plain torch on any device, and the specification that every other backend is compared
-with.
+"""The readable backend: plain torch on any device, and the specification that others are compared with.
 
 Letters: T tokens, H key/value heads, R query heads for each of them, D head dim; q query and k key positions.
 Caches are canonical views ``[B, S/s, s, H, D/d, d]``. Values of slots are checked on the CPU, where reading
@@ -12,6 +11,7 @@ from torch import Tensor
 from kvloom.core.checks import can_read, debugging
 from kvloom.core.indexing import CacheIndex, check_distinct, check_index, check_slots
 from kvloom.core.views import bits_of, head_dim_of, raw
+from kvloom.errors import ArgumentError, ShapeError
 from kvloom.quant.affine import dequantize, quantize
 
 
@@ -87,9 +87,15 @@ def attend(
 ) -> Tensor:
     """Softmax attention of each sequence's new tokens over its stored ones, float32 inside."""
     index = CacheIndex(table, row_starts, page_size)
+    seq, kv = seqstarts.tolist(), kvstarts.tolist()
+    _check_starts("seqstarts", seq)
+    _check_starts("kvstarts", kv)
+    if seq[-1] != query.shape[0]:
+        raise ArgumentError(f"seqstarts must end with the {query.shape[0]} rows of query, got {seq[-1]}")
+    if mask is not None and mask.shape[-1] < kv[-1]:
+        raise ShapeError(f"mask must have at least {kv[-1]} columns, got {mask.shape[-1]}")
     if can_read(kvstarts):
         check_index("index", index, kvstarts.diff(), key_cache.shape[:3].numel())
-    seq, kv = seqstarts.tolist(), kvstarts.tolist()
     out = query.new_empty((*query.shape[:2], head_dim_of(value_cache, value_scale)))
     for b in range(len(seq) - 1):
         rows, columns = slice(seq[b], seq[b + 1]), slice(kv[b], kv[b + 1])
@@ -187,6 +193,11 @@ def _place(cache: Tensor, slots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     _, outer, inner = cache.shape[:3]
     within = slots.long() % (outer * inner)
     return slots.long() // (outer * inner), within // inner, within % inner
+
+
+def _check_starts(name: str, starts: list[int]) -> None:
+    if starts[0] != 0 or any(a > b for a, b in pairwise(starts)):
+        raise ArgumentError(f"{name} must begin with 0 and never decrease, got {starts}")
 
 
 def _check(
