@@ -5,6 +5,8 @@ Caches are canonical views ``[B, S/s, s, H, D/d, d]``. Values of slots are check
 them is free.
 """
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
