@@ -41,8 +41,7 @@ class KVView:
         layer: int = 0,
         heads: int | None = None,
     ) -> "KVView":
-        """View layer ``layer`` of a cache that holds keys and values in one tensor (a layout with axis
-        ``2``).
+        """View one layer of a cache that holds keys and values in one tensor (a layout with axis ``2``).
 
         Args:
             layout: Axis order of ``cache``; that of ``scale`` follows from it.
@@ -75,8 +74,7 @@ class KVView:
         layer: int = 0,
         heads: int | None = None,
     ) -> "KVView":
-        """View layer ``layer`` of a cache that holds keys and values in two tensors (a layout without axis
-        ``2``).
+        """View one layer of a cache that holds keys and values in two tensors (a layout without ``2``).
 
         Raises: as ``joint``; also if the two sides differ in blocks, slots or heads.
         """

@@ -160,8 +160,7 @@ class KVCacheLayer(CacheLayerMixin):  # type: ignore[misc]
 
 
 def load_model(path: str | Path, dtype: torch.dtype | None = None) -> tuple[Any, Any]:
-    """Load ``(model, tokenizer)`` from a local folder of a Hugging Face causal language model; never
-    downloads.
+    """Load ``(model, tokenizer)`` of a causal language model from a local folder; never downloads.
 
     Args:
         path: The folder.

@@ -42,8 +42,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Scores:
-    """How scores are formed and which are hidden: ``softcap(q.k * scale) + mask + alibi``, then causal and
-    window.
+    """How scores are formed and hidden: ``softcap(q.k * scale) + mask + alibi``, then causal and window.
 
     The query at position p (the last new token stands at the last stored one: bottom-right) sees the key at j
     if

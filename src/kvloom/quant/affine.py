@@ -1,8 +1,7 @@
-"""Symmetric group quantisation as PMX defines it: ``x ~ code * scale``, one scale for ``group`` elements
-along D.
+"""Symmetric group quantisation as PMX defines it: ``x ~ code * scale``.
 
-Every operation is rounded to the dtype of the input, because the codes are part of the standard. Special
-values:
+One scale serves ``group`` consecutive elements along D. Every operation is rounded to the dtype of the input,
+because the codes are part of the standard. Special values:
 
 ====================================  =======================  ==============  =================
 input group                           stored scale             codes           dequantised

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from kvloom.core.checks import INDEX_DTYPES, expect, expect_disjoint, expect_no_overlap
+from kvloom.core.views import KVView
 from kvloom.dialects.ascend.runs import COMPRESSING
 from kvloom.errors import ArgumentError, ShapeError
 
@@ -75,6 +76,18 @@ def expect_tensors(
                     expect_disjoint(name, x, "the caches", written)
     if slot_mapping.dtype not in INDEX_DTYPES:
         raise ShapeError(f"slot_mapping must be int64 or int32, got {slot_mapping.dtype}")
+
+
+def expect_fits(name: str, cache: Tensor, opened: KVView, x: Tensor, *, heads: int, nz: bool) -> None:
+    """Check that ``cache`` holds ``heads`` heads of the size of ``x``."""
+    size = x.shape[-1]
+    wanted, held = (heads, size), (opened.num_heads, opened.key.shape[4:].numel())
+    if nz and cache.ndim == 5:
+        held = (cache.shape[1], cache.shape[2] * cache.shape[4])
+    elif nz:  # the 4-D form does not tell where a head ends
+        wanted = (1, heads * size)
+    if held != wanted:
+        raise ShapeError(f"{name} must hold {heads} heads of {size} elements, got {list(cache.shape)}")
 
 
 def choose_rule(key_rank: int, cache_mode: str, scatter_mode: str, *, has_offset: bool) -> str:

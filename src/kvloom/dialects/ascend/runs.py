@@ -57,6 +57,8 @@ class Runs(NamedTuple):
         Raises:
             ArgumentError: names the argument and the first run that is wrong.
         """
+        for length in self.lengths[self.lengths < 0].tolist()[:1]:
+            raise ArgumentError(f"seq_lens must be at least 0, got {length}")
         self._refuse((self.win < 0) | (self.win > self.lengths), "compress_lens", self.win)
         if self.mode != "Alibi":
             # Compared without a sum, which could wrap around.
@@ -213,6 +215,8 @@ def slot_mapping(block_table: Tensor, positions_start: Tensor, lengths: Tensor, 
     sizes = expect("block_table", block_table, "B M", dtype=INDEX_DTYPES)
     for name, x in (("positions_start", positions_start), ("lengths", lengths)):
         expect(name, x, "B", B=sizes["B"], dtype=INDEX_DTYPES, device=block_table.device)
+    if bool((lengths < 0).any()):
+        raise ArgumentError(f"lengths must be at least 0, got {int(lengths.min())}")
     index = CacheIndex.blocks(block_table, expect_range("block_size", block_size, 1))
     sequence, position = ragged_positions(
         torch.nn.functional.pad(lengths.long().cumsum(0), (1, 0)), positions_start

@@ -24,6 +24,7 @@ from kvloom.core.indexing import check_slots, ragged_positions
 from kvloom.core.views import KVView, raw
 from kvloom.dialects.ascend.arguments import (
     choose_rule,
+    expect_fits,
     expect_tensors,
     present,
     read_mode,
@@ -91,6 +92,12 @@ def scatter_pa_kv_cache(
     if rule != "Nct":
         refuse_unused(rule, strides=strides, offsets=offsets)
     caches = open_caches(None if nz else NHSD if rule == "NHSD" else NORM, key_cache, value_cache)
+    for name, x, cache, opened in (
+        ("key_cache", key, key_cache, caches[0]),
+        ("value_cache", value, value_cache, caches[1]),
+    ):
+        if x is not None and cache is not None and opened is not None:
+            expect_fits(name, cache, opened, x, heads=1 if rule in COMPRESSING else x.shape[-2], nz=nz)
     if rule in COMPRESSING:
         runs = read_runs(rule, seq_lens, compress_lens, compress_seq_offset, heads=key.shape[-2])
         rows, slots = _plan_runs(runs, key, value, slot_mapping, caches)
@@ -181,13 +188,6 @@ def _check_runs(runs: Runs, key: Tensor, first: Tensor, num_slots: int) -> None:
 def _write(rows: tuple[Tensor, Tensor | None], slots: Tensor, caches: tuple[KVView, KVView | None]) -> None:
     """Store both sides in one call where they have one dtype."""
     (key, value), (keys, values) = rows, caches
-    for name, x, cache in (("key_cache", key, keys), ("value_cache", value, values)):
-        if x is not None and cache is not None:
-            stored = (cache.num_heads, cache.key.shape[4:].numel())
-            if stored != tuple(x.shape[1:]):
-                raise ShapeError(
-                    f"{name} must hold {x.shape[1]} heads of {x.shape[2]} elements, got {stored}"
-                )
     if value is None or values is None:
         ops.store(key, None, slots, keys)
     elif key.dtype == value.dtype and keys.key.shape[:4] == values.key.shape[:4]:
