@@ -1,5 +1,6 @@
 """Caches that own their tensors."""
 
 from kvloom.caches.paged import PagedLayer
+from kvloom.caches.storage import PagedFormat
 
-__all__ = ["PagedLayer"]
+__all__ = ["PagedFormat", "PagedLayer"]

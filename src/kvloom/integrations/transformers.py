@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, TextStreamer
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from kvloom.caches.paged import PagedFormat, PagedLayer
+from kvloom.caches import PagedFormat, PagedLayer
 from kvloom.core.specs import QuantSpec
 from kvloom.errors import ArgumentError, UnsupportedError
 
