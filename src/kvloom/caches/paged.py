@@ -67,12 +67,10 @@ class PagedLayer:
         """Everything stored, dequantised: keys ``[B, H, N, Dk]`` and values ``[B, H, N, Dv]``."""
         if self._storage is None:
             raise StateError("gather needs a cache to which tokens were appended")
-        stored = self._slots[:, : self.num_tokens]
-        rows = stored.shape
-        key, value = ops.load(stored.flatten(), self._storage.view, dtype=dtype)
-        return key.unflatten(0, stored.shape).transpose(1, 2), value.unflatten(0, stored.shape).transpose(
-            1, 2
-        )
+        slots = self._slots[:, : self.num_tokens]
+        key, value = ops.load(slots.flatten(), self._storage.view, dtype=dtype)
+        key, value = (x.unflatten(0, slots.shape).transpose(1, 2) for x in (key, value))
+        return key, value
 
     def truncate(self, num_tokens: int) -> None:
         """Keep the first ``num_tokens`` of each sequence; their pages stay taken.
