@@ -58,6 +58,7 @@ def main() -> None:
                             for row, base in zip(rows, stock, strict=True)
                         ),
                         "num_same": sum(row.num_same for row in rows),
+                        "num_agreed": sum(row.num_agreed for row in rows),
                         "num_tokens": sum(row.num_tokens for row in rows),
                         "mean_kl": mean(row.mean_kl for row in rows),
                         "heldout_loss": loss(model, windows, kind),

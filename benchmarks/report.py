@@ -41,15 +41,16 @@ def kinds_table(result: dict[str, Any]) -> str:
     """The table of cache kinds in Markdown."""
     stock = result["kinds"][0]
     lines = [
-        "| cache | bytes/token | speed | same greedy tokens | mean KL, nats | held-out loss |",
-        "|---|---|---|---|---|---|",
+        "| cache | bytes/token | speed | same tokens | same choices | mean KL, nats | held-out loss |",
+        "|---|---|---|---|---|---|---|",
     ]
     for row in result["kinds"]:
         ratio = stock["nbytes_per_token"] / row["nbytes_per_token"]
         lines.append(
             f"| {row['kind'] if row is stock else 'kvloom ' + row['kind']} | {row['nbytes_per_token']:,.0f}"
             f"{f' ({ratio:.2f}x less)' if ratio > 1 else ''} | {row['speed_vs_stock']:.2f}x "
-            f"| {row['num_same']} of {row['num_tokens']} | {row['mean_kl']:.1e} | {row['heldout_loss']:.4f} |"
+            f"| {row['num_same']} of {row['num_tokens']} | {row['num_agreed'] / row['num_tokens']:.1%} "
+            f"| {row['mean_kl']:.1e} | {row['heldout_loss']:.4f} |"
         )
     return "\n".join(lines)
 
@@ -60,8 +61,9 @@ def main() -> None:
     kinds, dispatch = measure("cache_kinds"), measure("dispatch")
     table = kinds_table(kinds)
     note = (
-        f"The bundled model on {kinds['prompts']} held-out prompts (tokens before the first that differs)"
-        f" and {kinds['loss_tokens']:,} held-out tokens (loss). Groups of 64, float16 scales. {where}."
+        f"The bundled model on {kinds['prompts']} held-out prompts: greedy tokens before the first that "
+        "differs; choices of the next token and KL where both are fed the same tokens. Loss on "
+        f"{kinds['loss_tokens']:,} held-out tokens. Groups of 64, float16 scales. {where}."
     )
     ops = "\n".join(
         f"| {name} | {row['public_us']:.1f} | {row['raw_us']:.1f} | {row['overhead_us']:.1f} |"

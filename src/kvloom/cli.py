@@ -1,6 +1,7 @@
 """The ``kvloom`` command. The only place that puts models, integrations and output together."""
 
 import argparse
+import re
 import sys
 import time
 from pathlib import Path
@@ -10,7 +11,7 @@ from kvloom.errors import ArgumentError, KVError
 
 _KINDS = ("auto", "float32", "float16", "bfloat16", "int8", "int4")
 _DEMO_KINDS = ["float32", "int8", "int4"]
-_DEMO_PROMPT_CHARACTERS = 1200
+_DEMO_PROMPT_CHARACTERS = 2200
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -74,31 +75,32 @@ def _demo(args: argparse.Namespace) -> None:
     if args.max_new_tokens < 1 or args.runs < 1:
         raise ArgumentError("--max-new-tokens and --runs must be at least 1")
     source = next(file for file in corpus_files("heldout") if len(file.read()) > 4 * _DEMO_PROMPT_CHARACTERS)
-    prompt = source.read()[:_DEMO_PROMPT_CHARACTERS].rsplit("\n", 1)[0] + "\n"
+    # It ends with the name of a function, so that what follows is the model's idea of one.
+    prompt = re.findall(r"(?s).*\n *(?:async )?def \w+", source.read()[:_DEMO_PROMPT_CHARACTERS])[0]
     model, tokenizer = _load(None)
     console = Console()
     console.rule(f"{source.name}, which the model has not seen, continued from an int8 cache")
-    _stream(model, tokenizer, prompt, "int8", 64, args.max_new_tokens)
+    _stream(model, tokenizer, prompt, "int8", 64, args.max_new_tokens, num_lines_shown=12)
     inputs = tokenizer(prompt, return_tensors="pt").input_ids.to(model.device)
     rows = compare(model, inputs, _DEMO_KINDS, max_new_tokens=args.max_new_tokens, num_runs=args.runs)
     table = Table(title=f"{inputs.shape[1]} prompt tokens, {rows[0].num_tokens} new ones, greedy")
-    for heading in ("cache", "bytes/token", "tokens/s", "same tokens", "mean KL, nats"):
+    for heading in ("cache", "bytes/token", "tokens/s", "same tokens", "agree", "KL"):
         table.add_column(heading, justify="left" if heading == "cache" else "right", no_wrap=True)
     for row in rows:
         ratio = rows[0].nbytes_per_token / row.nbytes_per_token
         table.add_row(
             row.kind if row is rows[0] else f"kvloom {row.kind}",
-            f"{row.nbytes_per_token:,.0f} ({ratio:.2f}x less)"
+            f"{row.nbytes_per_token:,.0f} ({ratio:.1f}x less)"
             if ratio > 1
             else f"{row.nbytes_per_token:,.0f}",
             f"{row.tokens_per_s:.1f}",
             f"{row.num_same} of {row.num_tokens}",
+            f"{row.num_agreed / row.num_tokens:.0%}",
             f"{row.mean_kl:.1e}" if row.mean_kl else "0",
         )
     console.print(table)
-    console.print(
-        "same tokens: before the first that differs; KL of each next-token distribution to DynamicCache's"
-    )
+    console.print("same tokens: before the first that differs from DynamicCache's")
+    console.print("agree, KL (nats): next tokens where both are fed DynamicCache's")
 
 
 def _info(args: argparse.Namespace) -> None:
@@ -127,15 +129,24 @@ def _load(path: Path | None) -> tuple[Any, Any]:
     from kvloom.integrations.transformers import load_model
     from kvloom.models import bundled_model_path
 
-    model, tokenizer = load_model(path or bundled_model_path())
+    # No progress bar for a file of a few megabytes.
+    model, tokenizer = load_model(path or bundled_model_path(), progress=path is not None)
     if torch.cuda.is_available():
         return model.to("cuda"), tokenizer
     # CPUs multiply float16 slowly, and round each step.
     return (model.float() if model.dtype == torch.float16 else model), tokenizer
 
 
-def _stream(model: Any, tokenizer: Any, prompt: str, kv: str, quant_group: int, max_new_tokens: int) -> None:
-    """Print the prompt and its greedy continuation as tokens come, then what it cost."""
+def _stream(
+    model: Any,
+    tokenizer: Any,
+    prompt: str,
+    kv: str,
+    quant_group: int,
+    max_new_tokens: int,
+    num_lines_shown: int | None = None,
+) -> None:
+    """Print the prompt (or its last lines) and its greedy continuation as tokens come, then what it cost."""
     from kvloom.integrations.transformers import KVCache, Streamer
 
     cache = KVCache.for_model(model, kv=kv, quant_group=quant_group)
@@ -147,7 +158,7 @@ def _stream(model: Any, tokenizer: Any, prompt: str, kv: str, quant_group: int, 
         sys.stdout.write(text)
         sys.stdout.flush()
 
-    write(prompt)
+    write(prompt if num_lines_shown is None else "\n".join(["...", *prompt.splitlines()[-num_lines_shown:]]))
     start = time.perf_counter()
     out = model.generate(
         **inputs,

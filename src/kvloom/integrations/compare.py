@@ -22,8 +22,9 @@ class Comparison:
         nbytes_per_token: Cache bytes of one token in all layers.
         tokens_per_s: New tokens by the time of a whole ``generate``, median of its runs.
         num_same: New tokens equal to those of DynamicCache before the first that differs.
+        num_agreed: Positions at which the same next token is chosen, with DynamicCache's tokens fed to both.
         num_tokens: New tokens of DynamicCache.
-        mean_kl: Mean over those positions of KL(DynamicCache || kind) of the next-token distributions, in
+        mean_kl: Mean over the same positions of KL(DynamicCache || kind) of the next-token distributions, in
             nats, with the same tokens fed to both.
     """
 
@@ -31,6 +32,7 @@ class Comparison:
     nbytes_per_token: float
     tokens_per_s: float
     num_same: int
+    num_agreed: int
     num_tokens: int
     mean_kl: float
 
@@ -68,6 +70,7 @@ def compare(
             _nbytes_per_token(caches[kind]),
             len(tokens[kind]) / median(times[kind]),
             _common_prefix(stock, tokens[kind]),
+            int((logits[kind].argmax(-1) == logits[STOCK].argmax(-1)).sum()),
             len(stock),
             _mean_kl(logits[STOCK], logits[kind]),
         )

@@ -9,6 +9,11 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, TextStreamer
 from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.utils.logging import (
+    disable_progress_bar,
+    enable_progress_bar,
+    is_progress_bar_enabled,
+)
 
 from kvloom.caches import PagedFormat, PagedLayer
 from kvloom.core.specs import QuantSpec
@@ -159,12 +164,15 @@ class KVCacheLayer(CacheLayerMixin):  # type: ignore[misc]
     reorder_cache = batch_repeat_interleave = batch_select_indices = offload = prefetch = _refuse
 
 
-def load_model(path: str | Path, dtype: torch.dtype | None = None) -> tuple[Any, Any]:
+def load_model(
+    path: str | Path, dtype: torch.dtype | None = None, *, progress: bool = True
+) -> tuple[Any, Any]:
     """Load ``(model, tokenizer)`` of a causal language model from a local folder; never downloads.
 
     Args:
         path: The folder.
         dtype: Of the weights and of the computation; that of the file if ``None``.
+        progress: Show a bar while weights are loaded.
 
     Raises:
         ArgumentError: ``path`` is no folder with a ``config.json``.
@@ -172,7 +180,14 @@ def load_model(path: str | Path, dtype: torch.dtype | None = None) -> tuple[Any,
     if not (Path(path) / "config.json").is_file():
         raise ArgumentError(f"model must be a local folder with a config.json, got {str(path)!r}")
     tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
-    model = AutoModelForCausalLM.from_pretrained(path, local_files_only=True, dtype=dtype or "auto")
+    shown = is_progress_bar_enabled()
+    if not progress:
+        disable_progress_bar()
+    try:
+        model = AutoModelForCausalLM.from_pretrained(path, local_files_only=True, dtype=dtype or "auto")
+    finally:
+        if shown:
+            enable_progress_bar()
     return model.eval(), tokenizer
 
 
