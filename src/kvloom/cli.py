@@ -90,9 +90,7 @@ def _demo(args: argparse.Namespace) -> None:
         ratio = rows[0].nbytes_per_token / row.nbytes_per_token
         table.add_row(
             row.kind if row is rows[0] else f"kvloom {row.kind}",
-            f"{row.nbytes_per_token:,.0f} (1/{ratio:.1f})"
-            if ratio > 1
-            else f"{row.nbytes_per_token:,.0f}",
+            f"{row.nbytes_per_token:,.0f} (1/{ratio:.1f})" if ratio > 1 else f"{row.nbytes_per_token:,.0f}",
             f"{row.tokens_per_s:.1f}",
             f"{row.num_same} of {row.num_tokens}",
             f"{row.num_agreed / row.num_tokens:.0%}",

@@ -4,61 +4,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+from oracles.language_models import NEW_TOKENS, generate, make_model, make_prompts
+from transformers import MistralConfig, MistralForCausalLM
 
 from kvloom.errors import ArgumentError, KVError, OutOfBlocks, UnsupportedError
 from kvloom.integrations.compare import compare
 from kvloom.integrations.transformers import STORAGE, KVCache, load_model
-
-NEW_TOKENS = 24
-
-
-def make_model(attention: str = "sdpa", dtype: torch.dtype = torch.float32) -> LlamaForCausalLM:
-    """A random Llama whose weights are wide enough that greedy tokens do not repeat."""
-    torch.manual_seed(7)
-    config = LlamaConfig(
-        vocab_size=199,
-        hidden_size=64,
-        intermediate_size=112,
-        num_hidden_layers=3,
-        num_attention_heads=8,
-        num_key_value_heads=2,
-        head_dim=16,
-        initializer_range=0.25,
-        attn_implementation=attention,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
-    return LlamaForCausalLM(config).to(dtype).eval()
-
-
-def make_prompts(lengths: list[int], seed: int = 0) -> dict[str, Tensor]:
-    """Left-padded prompts of the given lengths."""
-    generator = torch.Generator().manual_seed(seed)
-    width = max(lengths)
-    ids, mask = (
-        torch.zeros(len(lengths), width, dtype=torch.int64),
-        torch.zeros(len(lengths), width, dtype=torch.int64),
-    )
-    for row, length in enumerate(lengths):
-        ids[row, width - length :] = torch.randint(3, 199, (length,), generator=generator)
-        mask[row, width - length :] = 1
-    return {"input_ids": ids, "attention_mask": mask}
-
-
-def generate(model: Any, inputs: dict[str, Tensor], cache: Any) -> Any:
-    """Greedy continuation with logits; ``min_new_tokens`` keeps all rows going."""
-    return model.generate(
-        **inputs,
-        past_key_values=cache,
-        max_new_tokens=NEW_TOKENS,
-        min_new_tokens=NEW_TOKENS,
-        do_sample=False,
-        return_dict_in_generate=True,
-        output_logits=True,
-    )
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
@@ -165,17 +116,6 @@ def test_bounded_cache_refuses_more_tokens() -> None:
     model, inputs = make_model(), make_prompts([20])
     with pytest.raises(OutOfBlocks, match="max_tokens"):
         generate(model, inputs, KVCache.for_model(model, max_tokens=32))
-
-
-@pytest.mark.parametrize("verb", ["reorder_cache", "batch_repeat_interleave", "batch_select_indices"])
-def test_what_is_not_served_is_refused(verb: str) -> None:
-    model = make_model()
-    cache = KVCache.for_model(model)
-    with torch.no_grad():
-        model(**make_prompts([4]), past_key_values=cache)
-    argument = 2 if verb == "batch_repeat_interleave" else torch.tensor([0])
-    with pytest.raises(UnsupportedError, match="KVCache"):
-        getattr(cache, verb)(argument)
 
 
 def test_sliding_window_models_are_refused() -> None:

@@ -53,40 +53,40 @@ class PagedStorage:
     """
 
     def __init__(self, key: KVSpec, value: KVSpec, page_size: int, device: torch.device) -> None:
-        self._specs = (key, value)
+        self.specs = (key, value)
         self._page_size = page_size
         self._device = device
-        self._tensors = self._allocate(0)
-        self.view = KVView.split(_LAYOUT, *self._tensors)
+        self.tensors = self._allocate(0)
+        self.view = KVView.split(_LAYOUT, *self.tensors)
 
     @property
     def num_pages(self) -> int:
         """Pages allocated."""
-        return self._tensors[0].shape[0]
+        return self.tensors[0].shape[0]
 
     @property
     def nbytes(self) -> int:
         """Bytes allocated, scales included."""
-        return sum(x.nbytes for x in self._tensors if x is not None)
+        return sum(x.nbytes for x in self.tensors if x is not None)
 
     @property
     def nbytes_per_token(self) -> float:
         """Bytes that one token of one sequence takes, scales included."""
-        return sum(spec.nbytes(self._page_size, self._page_size) for spec in self._specs) / self._page_size
+        return sum(spec.nbytes(self._page_size, self._page_size) for spec in self.specs) / self._page_size
 
     def grow(self, num_pages: int) -> None:
         """Hold at least ``num_pages`` pages; bytes keep their slots. A ``view`` taken before is stale."""
         if num_pages <= self.num_pages:
             return
-        old, self._tensors = self._tensors, self._allocate(num_pages)
-        for target, source in zip(self._tensors, old, strict=True):
+        old, self.tensors = self.tensors, self._allocate(num_pages)
+        for target, source in zip(self.tensors, old, strict=True):
             if target is not None and source is not None:
                 target[: source.shape[0]] = source
-        self.view = KVView.split(_LAYOUT, *self._tensors)
+        self.view = KVView.split(_LAYOUT, *self.tensors)
 
     def _allocate(self, num_pages: int) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         size = self._page_size
         (key, key_scale), (value, value_scale) = (
-            spec.empty(num_pages * size, size, device=self._device) for spec in self._specs
+            spec.empty(num_pages * size, size, device=self._device) for spec in self.specs
         )
         return key, value, key_scale, value_scale

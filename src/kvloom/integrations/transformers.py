@@ -15,9 +15,9 @@ from transformers.utils.logging import (
     is_progress_bar_enabled,
 )
 
-from kvloom.caches import PagedFormat, PagedLayer
+from kvloom.caches import PagedBatch, PagedFormat, PagedLayer
 from kvloom.core.specs import QuantSpec
-from kvloom.errors import ArgumentError, UnsupportedError
+from kvloom.errors import ArgumentError, StateError, UnsupportedError
 
 STORAGE: Final = ("auto", "float32", "float16", "bfloat16", "int8", "int4")
 """Values of ``kv``: the model's own dtype, a float dtype, or quantised."""
@@ -30,11 +30,14 @@ class KVCache(DynamicCache):  # type: ignore[misc]
     """A cache for ``generate(past_key_values=...)`` and ``model(past_key_values=...)`` kept in kvloom pages.
 
     Attention receives the same tensors as from ``DynamicCache``, dequantised where the cache is quantised.
-    Values are stored detached: it is for inference.
+    Values are stored detached: it is for inference. Beams, forks and repeated rows share pages; a page is
+    copied when one of its holders writes it, so reordering and forking move no keys or values.
     """
 
-    def __init__(self, layers: list["KVCacheLayer"]) -> None:
+    def __init__(self, layers: list["KVCacheLayer"], batch: PagedBatch) -> None:
         Cache.__init__(self, layers=layers)
+        self.batch = batch
+        self.is_frozen = False
 
     @classmethod
     def for_model(
@@ -67,8 +70,8 @@ class KVCache(DynamicCache):  # type: ignore[misc]
         if quant is not None and head_dim % quant_group:
             raise ArgumentError(f"quant_group must divide the head dim {head_dim}, got {quant_group}")
         dtype = None if quant is not None or kv == "auto" else getattr(torch, kv)
-        format = PagedFormat(dtype, quant, page_size, max_tokens)
-        return cls([KVCacheLayer(format) for _ in range(config.num_hidden_layers)])
+        batch = PagedBatch(PagedFormat(dtype, quant, page_size, max_tokens))
+        return cls([KVCacheLayer(batch, i) for i in range(config.num_hidden_layers)], batch)
 
     @property
     def nbytes(self) -> int:
@@ -80,6 +83,60 @@ class KVCache(DynamicCache):  # type: ignore[misc]
         """Bytes that one token takes in all layers, scales included; 0 before the first token."""
         return float(sum(layer.pages.nbytes_per_token for layer in self.layers))
 
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Store ``[B, H, Q, D]`` in a layer and return everything stored there, ``[B, H, N, D]``."""
+        self._expect_thawed()
+        keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        return keys, values
+
+    def fork(self) -> "KVCache":
+        """A cache of the same tokens on the same pages, not frozen; neither sees what the other stores."""
+        batch = self.batch.fork()
+        return type(self)([layer.fork(batch) for layer in self.layers], batch)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "KVCache":
+        return self.fork()
+
+    def freeze(self) -> "KVCache":
+        """Refuse every change from now on, so that forks start from the same tokens; returns the cache."""
+        self.is_frozen = True
+        return self
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Make row i what row ``beam_idx[i]`` was."""
+        self._select(beam_idx.tolist())
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each row ``repeats`` times in a row."""
+        self._select([row for row in range(self.batch.size) for _ in range(repeats)])
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep the rows at ``indices``, or where a bool mask is true."""
+        self._select((indices.nonzero().flatten() if indices.dtype == torch.bool else indices).tolist())
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last ``-tokens_to_remove`` tokens; up to 5.12 a positive number is what is kept."""
+        self._expect_thawed()
+        super().crop(tokens_to_remove)
+
+    def reset(self) -> None:
+        """Forget all tokens; the next ones may be of another batch size."""
+        self._expect_thawed()
+        super().reset()
+
+    def _select(self, rows: list[int]) -> None:
+        self._expect_thawed()
+        for row in rows:
+            if not -self.batch.size <= row < self.batch.size:
+                raise ArgumentError(f"rows must be in [0, {self.batch.size}), got {row}")
+        self.batch.select(rows)
+
+    def _expect_thawed(self) -> None:
+        if self.is_frozen:
+            raise StateError("this cache is frozen: use a fork of it, cache.fork()")
+
 
 class KVCacheLayer(CacheLayerMixin):  # type: ignore[misc]
     """One layer of a ``KVCache``, as transformers 4.57 to 5.23 call it."""
@@ -88,10 +145,18 @@ class KVCacheLayer(CacheLayerMixin):  # type: ignore[misc]
     is_croppable = True
     is_sliding = False
 
-    def __init__(self, format: PagedFormat) -> None:
+    def __init__(self, batch: PagedBatch, index: int) -> None:
         super().__init__()
-        self.pages = PagedLayer(format)
+        self.pages = PagedLayer(batch.format, batch, index)
         self.dtype: torch.dtype | None = None
+
+    def fork(self, batch: PagedBatch) -> "KVCacheLayer":
+        """This layer over a fork of its batch."""
+        layer = KVCacheLayer(batch, self.pages.index)
+        layer.pages.num_tokens = self.pages.num_tokens
+        if self.dtype is not None:
+            layer.dtype, layer.device, layer.is_initialized = self.dtype, self.device, True
+        return layer
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor | None = None) -> None:
         """Remember the dtype that attention computes in; pages are taken when tokens arrive."""
@@ -157,9 +222,7 @@ class KVCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         """The base class assigns ``None``; pages are the only storage."""
 
     def _refuse(self, *args: Any) -> None:
-        raise UnsupportedError(
-            "KVCache keeps one table for its batch: it cannot reorder, repeat, select or move rows"
-        )
+        raise UnsupportedError("a layer of a KVCache shares its rows with the others: call the cache")
 
     reorder_cache = batch_repeat_interleave = batch_select_indices = offload = prefetch = _refuse
 

@@ -1,0 +1,107 @@
+"""Recomputes from scratch what pool, tree and tables should say of every page. Changes nothing."""
+
+from collections import Counter
+from collections.abc import Iterable
+
+from kvloom.blocks.pool import BlockPool, BlockRef
+from kvloom.blocks.prefix import PrefixTree
+from kvloom.blocks.table import BlockTable
+from kvloom.errors import StateError
+
+
+def check(
+    pool: BlockPool, tree: PrefixTree, tables: Iterable[BlockTable], held: Iterable[BlockRef] = ()
+) -> None:
+    """Check every invariant, in time linear in the pages and in the references to them.
+
+    Args:
+        pool: The pool.
+        tree: Its prefix tree.
+        tables: All tables of the pool that are not released.
+        held: References that are held outside of tables, for example matched and not yet adopted.
+
+    Raises:
+        StateError: with a sentence about the first violation.
+    """
+    if tree._pool is not pool:
+        raise StateError("the tree is of another pool")
+    holders = [*held]
+    for i, table in enumerate(tables):
+        if table._pool is not pool:
+            raise StateError(f"table {i} is of another pool")
+        _check_table(i, table, tree.page_size)
+        holders += table.blocks
+    for ref in holders:
+        if not 0 <= ref.id < pool.num_blocks:
+            raise StateError(f"somebody holds page {ref.id} of {pool.num_blocks}")
+        if pool._refs[ref.id] != ref:
+            raise StateError(f"somebody holds {ref}, which is stale: the page is now {pool._refs[ref.id]}")
+    _check_tree(pool, tree)
+    _check_states(pool, Counter(ref.id for ref in holders))
+
+
+def _check_table(i: int, table: BlockTable, size: int) -> None:
+    """A table's length in tokens lies in ((pages - 1) * size, pages * size], and no page comes twice."""
+    blocks = table.blocks
+    if table.page_size != size:
+        raise StateError(f"table {i} has pages of {table.page_size} tokens, the tree of {size}")
+    if not (len(blocks) - 1) * size < table.num_tokens <= len(blocks) * size:
+        raise StateError(f"table {i} has {table.num_tokens} tokens in {len(blocks)} pages of {size}")
+    if len(set(blocks)) != len(blocks):
+        raise StateError(f"table {i} has a page twice: {list(blocks)}")
+
+
+def _check_tree(pool: BlockPool, tree: PrefixTree) -> None:
+    """Each sealed page has one key, and its parents lead to a root under one salt."""
+    keys, parents = tree._keys, pool._parents
+    if keys.keys() != parents.keys() or len(tree._refs) != len(keys):
+        raise StateError(f"sealed are {sorted(parents)}, in the tree {sorted(tree._refs.values())}")
+    for page, key in keys.items():
+        salt, parent, tokens = key
+        if tree._refs.get(key) != pool._refs[page]:
+            raise StateError(f"the key of {pool._refs[page]} leads to {tree._refs.get(key)}")
+        if len(tokens) != 8 * tree.page_size:
+            raise StateError(f"page {page} is found by {len(tokens)} bytes of tokens")
+        if parents[page] != (None if parent is None else parent.id):
+            raise StateError(f"the parent of page {page} is {parent}, but it holds {parents[page]}")
+        if parent is not None and (parent.id not in keys or pool._refs[parent.id] != parent):
+            raise StateError(f"page {page} is sealed under {parent}, which is not in the tree")
+        if parent is not None and keys[parent.id][0] != salt:
+            raise StateError(f"page {page} and its parent {parent.id} have two salts")
+    rooted: set[int] = set()
+    for page in parents:
+        path: set[int] = set()
+        step: int | None = page
+        while step is not None and step not in rooted:
+            if step in path:
+                raise StateError(f"page {step} is its own ancestor")
+            path.add(step)
+            step = parents[step]
+        rooted |= path
+
+
+def _check_states(pool: BlockPool, counts: Counter[int]) -> None:
+    """Each page is free, active or evictable, by its references alone; ``counts`` are those of holders."""
+    sealed = pool._parents
+    awake = list(counts)
+    while awake:  # an active page holds its parent
+        parent = sealed.get(awake.pop())
+        if parent is not None:
+            counts[parent] += 1
+            if counts[parent] == 1:
+                awake.append(parent)
+    for page, count in enumerate(pool._counts):
+        if count != counts[page]:
+            raise StateError(f"page {page} has count {count}, and {counts[page]} references")
+    idle = {page for page in range(pool.num_blocks) if not counts[page]}
+    if sorted(pool._free) != sorted(idle - sealed.keys()):
+        raise StateError(f"free are {sorted(idle - sealed.keys())}, listed as free {sorted(pool._free)}")
+    if pool._evictable.keys() != idle & sealed.keys():
+        raise StateError(f"evictable are {sorted(idle & sealed.keys())}, listed {sorted(pool._evictable)}")
+    passed: set[int | None] = set()
+    for page in pool._evictable:
+        passed.add(page)
+        if sealed[page] in passed:
+            raise StateError(f"page {page} would be evicted after its parent {sealed[page]}")
+    if pool.num_active != pool.num_blocks - len(idle):
+        raise StateError(f"{pool.num_blocks - len(idle)} pages are active, num_active is {pool.num_active}")

@@ -1,0 +1,218 @@
+"""Which page is free, and who holds the others. Integers only; imports no torch."""
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from kvloom.errors import ArgumentError, OutOfBlocks, StateError
+
+
+class BlockRef(NamedTuple):
+    """A page, and the life of that page in which this reference is valid.
+
+    Attributes:
+        id: Index of the page in the pool; it covers slots ``id * page_size`` and following.
+        generation: How many lives the page had before.
+    """
+
+    id: int
+    generation: int
+
+
+class BlockPool:
+    """Pages with reference counts; each page is in exactly one of three states.
+
+    =========  =====  ========================================================================
+    state      count  what it holds
+    =========  =====  ========================================================================
+    free       0      nothing
+    active     > 0    tokens of whoever holds references; read-only once it is sealed
+    evictable  0      sealed tokens that the prefix tree can still find
+    =========  =====  ========================================================================
+
+    Becoming free ends the page's generation: whoever kept an older ``BlockRef`` gets a ``StateError`` from
+    every method here instead of a stranger's data. One thread at a time.
+
+    Pages are handed out last freed first, so that a busy pool touches few of them; those that were never used
+    come after, lowest id first.
+
+    Args:
+        num_blocks: Pages to begin with; ``grow`` adds more.
+    """
+
+    # How pool and tree meet: a page sealed under a parent holds one reference to it for as long as it is
+    # active itself. So a parent falls idle after its last child, and the order of falling idle, kept here, is
+    # at once least recently used first and leaves before parents. The tree only has to walk it: ``take``
+    # calls the function that the tree gave to ``attach``, which hands each page back with ``reclaim``.
+
+    __slots__ = ("_counts", "_evict", "_evictable", "_free", "_parents", "_refs")
+
+    def __init__(self, num_blocks: int) -> None:
+        self._refs: list[BlockRef] = []  # of each page, the one reference that is valid now
+        self._counts: list[int] = []
+        self._free: list[int] = []  # a stack
+        self._parents: dict[int, int | None] = {}  # of each sealed page; None begins a sequence
+        self._evictable: OrderedDict[int, None] = OrderedDict()  # longest idle first
+        self._evict: Callable[[int], object] | None = None
+        self.grow(num_blocks)
+
+    @property
+    def num_blocks(self) -> int:
+        """Pages in all."""
+        return len(self._refs)
+
+    @property
+    def num_free(self) -> int:
+        """Pages that hold nothing."""
+        return len(self._free)
+
+    @property
+    def num_active(self) -> int:
+        """Pages that somebody holds."""
+        return self.num_blocks - self.num_free - self.num_evictable
+
+    @property
+    def num_evictable(self) -> int:
+        """Pages that nobody holds but the tree can find; ``take`` may have all of them."""
+        return len(self._evictable)
+
+    def grow(self, num_blocks: int) -> None:
+        """Add ``num_blocks`` free pages; references stay valid."""
+        if num_blocks < 0:
+            raise ArgumentError(f"num_blocks must be at least 0, got {num_blocks}")
+        first, end = self.num_blocks, self.num_blocks + num_blocks
+        self._refs += [BlockRef(page, 0) for page in range(first, end)]
+        self._counts += [0] * num_blocks
+        self._free[:0] = range(end - 1, first - 1, -1)
+
+    def take(self, num_blocks: int) -> list[BlockRef]:
+        """Hand out pages with one reference each, all or none.
+
+        When free pages run short, evictable ones are evicted: as few as needed, longest idle first, leaves
+        before parents.
+
+        Returns:
+            Distinct references, each valid while it is held, and then for as long as the tree can find it.
+
+        Raises:
+            OutOfBlocks: fewer pages are free or evictable; nothing was changed, nothing evicted.
+        """
+        if num_blocks < 0:
+            raise ArgumentError(f"num_blocks must be at least 0, got {num_blocks}")
+        if num_blocks > self.num_free + self.num_evictable:
+            raise OutOfBlocks(
+                f"{num_blocks} pages wanted, {self.num_free} free and {self.num_evictable} evictable"
+                f" of {self.num_blocks}"
+            )
+        if num_blocks > self.num_free and self._evict is not None:
+            self._evict(num_blocks - self.num_free)
+        refs = [self._refs[self._free.pop()] for _ in range(num_blocks)]
+        for ref in refs:
+            self._counts[ref.id] = 1
+        return refs
+
+    def retain(self, ref: BlockRef) -> None:
+        """Add a reference to an active or evictable page; it stays valid until one more ``release``.
+
+        Raises:
+            StateError: ``ref`` is stale.
+        """
+        page: int | None = self._page(ref)
+        while page is not None:
+            self._counts[page] += 1
+            if self._counts[page] > 1:
+                break
+            del self._evictable[page]
+            page = self._parents[page]
+
+    def release(self, ref: BlockRef) -> None:
+        """Give back one reference. The last one makes a sealed page evictable, and any other free.
+
+        Raises:
+            StateError: ``ref`` is stale, or nobody holds the page; nothing was changed.
+        """
+        page: int | None = self._page(ref)
+        if not self._counts[ref.id]:
+            raise StateError(f"page {ref.id} of generation {ref.generation} has no reference to release")
+        while page is not None:
+            self._counts[page] -= 1
+            if self._counts[page]:
+                break
+            if page not in self._parents:
+                self._end(page)
+                break
+            self._evictable[page] = None
+            page = self._parents[page]
+
+    def count(self, ref: BlockRef) -> int:
+        """References to the page: those of its holders, and one of each active page sealed under it."""
+        return self._counts[self._page(ref)]
+
+    def is_sealed(self, ref: BlockRef) -> bool:
+        """Whether the page is in the tree, and therefore read-only until its generation ends."""
+        return self._page(ref) in self._parents
+
+    def is_writable(self, ref: BlockRef) -> bool:
+        """Whether its one holder may write the page: nobody else holds it, and it is not sealed."""
+        return self._counts[self._page(ref)] == 1 and ref.id not in self._parents
+
+    def attach(self, evict: Callable[[int], object]) -> None:
+        """For the tree: ``take`` calls ``evict(n)`` to reclaim the n longest idle pages, when there are n.
+
+        Raises:
+            StateError: the pool has a tree already.
+        """
+        if self._evict is not None:
+            raise StateError("a pool has one prefix tree, and this one has it already")
+        self._evict = evict
+
+    def seal(self, ref: BlockRef, parent: BlockRef | None) -> None:
+        """For the tree: make an active page read-only, as a child of the sealed page ``parent``.
+
+        Raises:
+            StateError: either is stale, ``ref`` is sealed already, ``parent`` is not, or no tree is attached;
+                nothing was changed.
+        """
+        if self._evict is None:
+            raise StateError("a page can be sealed in a pool with a prefix tree only")
+        if self.is_sealed(ref):
+            raise StateError(f"page {ref.id} of generation {ref.generation} is sealed already")
+        if parent is not None:
+            if not self.is_sealed(parent):
+                raise StateError(f"page {parent.id} of generation {parent.generation} is not sealed")
+            self.retain(parent)
+        self._parents[ref.id] = None if parent is None else parent.id
+
+    def reclaim(self, ref: BlockRef) -> None:
+        """For the tree: free an evictable page that has no child left, and end its generation.
+
+        Raises:
+            StateError: ``ref`` is stale, or the page is held; nothing was changed.
+        """
+        page = self._page(ref)
+        if self._counts[page]:
+            raise StateError(f"page {page} must be evictable, got {self._counts[page]} references to it")
+        del self._evictable[page], self._parents[page]
+        self._end(page)
+
+    def evictable(self) -> Iterator[BlockRef]:
+        """Evictable pages, longest idle first, each after its children. Use up before the pool changes."""
+        return (self._refs[page] for page in self._evictable)
+
+    def _end(self, page: int) -> None:
+        self._refs[page] = BlockRef(page, self._refs[page].generation + 1)
+        self._free.append(page)
+
+    def _page(self, ref: BlockRef) -> int:
+        """The page of a reference that was handed out and is valid still."""
+        page = ref.id
+        if not 0 <= page < len(self._refs):
+            raise StateError(f"page {page} does not exist, the pool has {len(self._refs)}")
+        if self._refs[page] != ref or not (self._counts[page] or page in self._parents):
+            raise StateError(
+                f"page {page} of generation {ref.generation} is gone,"
+                f" its next user gets generation {self._refs[page].generation}"
+                if ref.generation < self._refs[page].generation
+                else f"page {page} of generation {ref.generation} was never handed out"
+            )
+        return page

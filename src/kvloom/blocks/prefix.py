@@ -1,0 +1,158 @@
+"""Which sealed page holds which tokens behind which others. Token ids are compared, never hashes of them.
+
+Letters: S tokens in a page.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
+from struct import Struct
+from struct import error as PackingError
+from typing import TypeAlias
+
+from kvloom.blocks.pool import BlockPool, BlockRef
+from kvloom.errors import ArgumentError, StateError
+
+Key: TypeAlias = tuple[str, BlockRef | None, bytes]
+"""Salt, parent page, and the page's S token ids as int64.
+
+A reference names one life of one page, and a page is sealed under one key in its life; so a key spells all
+tokens from the start of the sequence. Python hashes bytes with a secret of the process, and compares them
+whenever hashes agree.
+"""
+
+
+class PrefixTree:
+    """Finds the sealed pages whose tokens begin a sequence; a page is found only under the salt it came with.
+
+    The keys and values of a token depend on all tokens before it. So a page is found by its own tokens *and*
+    its parent, which is a page of the same tree, or nothing where a sequence begins.
+
+    Args:
+        pool: Whose pages are sealed here; a pool has one tree.
+        page_size: S, tokens in a page.
+    """
+
+    __slots__ = ("_keys", "_pack", "_pool", "_refs", "page_size")
+
+    def __init__(self, pool: BlockPool, page_size: int) -> None:
+        if page_size < 1:
+            raise ArgumentError(f"page_size must be at least 1, got {page_size}")
+        self.page_size = page_size
+        self._pool = pool
+        self._pack = Struct(f"={page_size}q").pack
+        self._refs: dict[Key, BlockRef] = {}
+        self._keys: dict[int, Key] = {}  # of each page in the tree
+        pool.attach(self.evict)
+
+    @property
+    def num_blocks(self) -> int:
+        """Pages that can be found: the evictable ones, and those that are held and sealed."""
+        return len(self._refs)
+
+    def match(
+        self, tokens: Sequence[int], salt: str = "", *, max_tokens: int | None = None
+    ) -> list[BlockRef]:
+        """Retain the longest chain of pages that holds the first tokens of a sequence.
+
+        Args:
+            tokens: Ids from the start of the sequence, signed 64-bit.
+            salt: Only pages inserted under the same salt are found.
+            max_tokens: Match no more tokens than this. Whoever needs the logits of the last token computes
+                that token again, and says ``len(tokens) - 1``.
+
+        Returns:
+            Pages in order, S tokens each. The caller holds one reference to each: valid until released, by
+            itself or by the table that adopts them.
+
+        Raises:
+            ArgumentError: a token is no signed 64-bit integer; nothing was changed.
+        """
+        limit = len(tokens) if max_tokens is None else min(max_tokens, len(tokens))
+        found = self._find(self._pages(tokens, limit // self.page_size), salt)
+        for ref in found:
+            self._pool.retain(ref)
+        return found
+
+    def insert(self, tokens: Sequence[int], refs: Sequence[BlockRef], salt: str = "") -> list[BlockRef]:
+        """Seal the full pages of a sequence, so that ``match`` finds them.
+
+        Where the tree has a page of the same tokens already, that one stays: the caller's reference moves to
+        it, and the caller's duplicate is released.
+
+        Args:
+            tokens: Ids from the start of the sequence, signed 64-bit; their keys and values are written.
+            refs: Pages of the sequence, one reference to each held by the caller. Those past the last full
+                page are left alone.
+            salt: Who may find the pages.
+
+        Returns:
+            As many references as ``refs``, to be held in their place: ``table.replace(tree.insert(...))``.
+
+        Raises:
+            ArgumentError: there are fewer ``refs`` than full pages, or one twice, or a token is no signed
+                64-bit integer; nothing was changed.
+            StateError: a page is stale, not held, or sealed under other tokens; nothing was changed.
+        """
+        pages = list(self._pages(tokens, len(tokens) // self.page_size))
+        if len(refs) < len(pages) or len(set(refs)) < len(refs):
+            raise ArgumentError(f"refs must be at least {len(pages)} distinct pages, got {list(refs)}")
+        found = self._find(pages, salt)
+        for i, ref in enumerate(refs[: len(pages)]):
+            if not self._pool.count(ref):
+                raise StateError(f"page {ref.id} of generation {ref.generation} must be held by the caller")
+            if self._pool.is_sealed(ref) and ref not in found[i : i + 1]:
+                raise StateError(f"page {ref.id} of generation {ref.generation} is sealed under other tokens")
+        for have, ref in zip(found, refs, strict=False):
+            if have != ref:
+                self._pool.retain(have)
+                self._pool.release(ref)
+        parent = found[-1] if found else None
+        for page, ref in zip(pages[len(found) :], refs[len(found) :], strict=False):
+            self._pool.seal(ref, parent)
+            self._keys[ref.id] = key = (salt, parent, page)
+            self._refs[key] = parent = ref
+        return found + list(refs[len(found) :])
+
+    def evict(self, num_blocks: int) -> int:
+        """Free the ``num_blocks`` evictable pages that are idle for longest, or all if there are fewer.
+
+        Returns:
+            How many were freed.
+        """
+        if num_blocks < 0:
+            raise ArgumentError(f"num_blocks must be at least 0, got {num_blocks}")
+        return self._forget(list(islice(self._pool.evictable(), num_blocks)))
+
+    def drop(self, salt: str) -> int:
+        """Free all evictable pages of a salt; those that are held stay, and can be found.
+
+        Returns:
+            How many were freed.
+        """
+        return self._forget([ref for ref in self._pool.evictable() if self._keys[ref.id][0] == salt])
+
+    def _forget(self, refs: list[BlockRef]) -> int:
+        for ref in refs:
+            del self._refs[self._keys.pop(ref.id)]
+            self._pool.reclaim(ref)
+        return len(refs)
+
+    def _find(self, pages: Iterable[bytes], salt: str) -> list[BlockRef]:
+        """The longest chain from the root; nothing is retained."""
+        found: list[BlockRef] = []
+        ref: BlockRef | None = None
+        for page in pages:
+            ref = self._refs.get((salt, ref, page))
+            if ref is None:
+                break
+            found.append(ref)
+        return found
+
+    def _pages(self, tokens: Sequence[int], num_pages: int) -> Iterator[bytes]:
+        """Token ids of each of the first pages, packed when asked for."""
+        size = self.page_size
+        try:
+            for start in range(0, num_pages * size, size):
+                yield self._pack(*tokens[start : start + size])
+        except PackingError as problem:
+            raise ArgumentError(f"tokens must be signed 64-bit integers: {problem}") from None

@@ -1,0 +1,181 @@
+"""Which pages hold the tokens of one sequence, in order. Plans copies; touches no keys or values itself."""
+
+from collections import Counter
+from collections.abc import Sequence
+from itertools import islice
+from typing import NamedTuple
+
+from kvloom.blocks.pool import BlockPool, BlockRef
+from kvloom.errors import ArgumentError, StateError
+
+
+class Copy(NamedTuple):
+    """Page ``source`` must be copied to ``target``, all layers and scales, before anything is written."""
+
+    source: int
+    target: int
+
+
+class BlockTable:
+    """The pages of one sequence; it holds one reference to each until it drops the page or is released.
+
+    Args:
+        pool: Where the pages come from and go back to.
+        page_size: Tokens in a page, that of the pool's prefix tree.
+    """
+
+    __slots__ = ("_blocks", "_num_tokens", "_pool", "page_size")
+
+    def __init__(self, pool: BlockPool, page_size: int) -> None:
+        if page_size < 1:
+            raise ArgumentError(f"page_size must be at least 1, got {page_size}")
+        self.page_size = page_size
+        self._pool = pool
+        self._blocks: list[BlockRef] | None = []
+        self._num_tokens = 0
+
+    @property
+    def num_tokens(self) -> int:
+        """Length of the sequence, with tokens that were appended and not yet written."""
+        self._held()
+        return self._num_tokens
+
+    @property
+    def blocks(self) -> tuple[BlockRef, ...]:
+        """The pages in order, only the last one partly filled; valid until the table changes."""
+        return tuple(self._held())
+
+    def slot(self, position: int) -> int:
+        """Slot of token ``position``: ``block id * page_size + offset``. Valid until the table changes."""
+        blocks = self._held()
+        if not 0 <= position < self._num_tokens:
+            raise ArgumentError(f"position must be in [0, {self._num_tokens}), got {position}")
+        return blocks[position // self.page_size].id * self.page_size + position % self.page_size
+
+    def append(self, num_tokens: int) -> list[Copy]:
+        """Make room for tokens behind the last one; ``append_all`` of this table alone."""
+        return append_all([self], [num_tokens])
+
+    def truncate(self, num_tokens: int) -> None:
+        """Keep the first ``num_tokens`` tokens, and release the pages that hold none of them.
+
+        The last page is kept whole, shared or sealed as it may be; the next ``append`` copies it if it must.
+
+        Raises:
+            ArgumentError: the sequence is shorter than that; nothing was changed.
+        """
+        blocks = self._held()
+        if not 0 <= num_tokens <= self._num_tokens:
+            raise ArgumentError(f"num_tokens must be in [0, {self._num_tokens}], got {num_tokens}")
+        while len(blocks) > self._num_pages(num_tokens):
+            self._pool.release(blocks.pop())
+        self._num_tokens = num_tokens
+
+    def fork(self) -> "BlockTable":
+        """Another table of the same tokens, on the same pages; the first to append copies what it writes."""
+        table = BlockTable(self._pool, self.page_size)
+        blocks = self._held()
+        for ref in blocks:
+            self._pool.retain(ref)
+        table._blocks, table._num_tokens = blocks.copy(), self._num_tokens
+        return table
+
+    def adopt(self, refs: Sequence[BlockRef]) -> None:
+        """Begin with full pages, such as those of ``PrefixTree.match``; the caller's references move here.
+
+        Raises:
+            StateError: the table is not empty, or a page is stale or not held; nothing was changed.
+            ArgumentError: a page comes twice; nothing was changed.
+        """
+        if self._held():
+            raise StateError(
+                f"a table can adopt pages while it is empty, this one has {self._num_tokens} tokens"
+            )
+        self._blocks = self._checked(refs)
+        self._num_tokens = len(refs) * self.page_size
+
+    def replace(self, refs: Sequence[BlockRef]) -> None:
+        """Hold what ``PrefixTree.insert`` returned for ``blocks``; the references moved already.
+
+        Raises:
+            StateError: a page is stale or not held; nothing was changed.
+            ArgumentError: these are not as many pages as before, or one comes twice; nothing was changed.
+        """
+        num_pages = len(self._held())
+        if len(refs) != num_pages:
+            raise ArgumentError(f"refs must be {num_pages} pages, got {len(refs)}")
+        self._blocks = self._checked(refs)
+
+    def release(self) -> None:
+        """Give all pages back. Any other method raises ``StateError`` then; releasing again does nothing."""
+        while self._blocks:
+            self._pool.release(self._blocks.pop())
+        self._blocks = None
+
+    def _held(self) -> list[BlockRef]:
+        if self._blocks is None:
+            raise StateError("this table was released")
+        return self._blocks
+
+    def _checked(self, refs: Sequence[BlockRef]) -> list[BlockRef]:
+        if len(set(refs)) != len(refs):
+            raise ArgumentError(f"refs must be distinct pages, got {list(refs)}")
+        for ref in refs:
+            if not self._pool.count(ref):
+                raise StateError(f"page {ref.id} of generation {ref.generation} must be held by the caller")
+        return list(refs)
+
+    def _num_pages(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.page_size)
+
+
+def append_all(tables: Sequence[BlockTable], num_tokens: Sequence[int]) -> list[Copy]:
+    """Make room for ``num_tokens[i]`` tokens behind the last one of ``tables[i]``, in all tables or in none.
+
+    A partly filled last page that is sealed or has other holders is exchanged for a new page. Holders that
+    leave it in the same call no longer count: of n tables that alone share an unsealed page, the last one
+    writes in place.
+
+    Returns:
+        Copies to run before anything is written and before pages are taken again, all reads first or one
+        after the other: no page is both source and target, and none is target twice.
+
+    Raises:
+        OutOfBlocks: the pool has too few pages for all tables; nothing was changed.
+        ArgumentError: a length is negative, a table comes twice, or pools differ; nothing was changed.
+        StateError: a table was released; nothing was changed.
+    """
+    if len(num_tokens) != len(tables) or len({id(table) for table in tables}) != len(tables):
+        raise ArgumentError(
+            f"num_tokens must be one number for each of distinct tables,"
+            f" got {len(num_tokens)} for {len(tables)} tables"
+        )
+    if not tables:
+        return []
+    pool = tables[0]._pool
+    leaving: Counter[BlockRef] = Counter()
+    plan: list[tuple[BlockTable, list[BlockRef], bool, int]] = []
+    for table, num_new in zip(tables, num_tokens, strict=True):
+        blocks = table._held()
+        if num_new < 0:
+            raise ArgumentError(f"num_tokens must be at least 0, got {num_new}")
+        if table._pool is not pool:
+            raise ArgumentError("tables must share one pool")
+        moves = False
+        if num_new and table._num_tokens % table.page_size:
+            last = blocks[-1]
+            moves = pool.is_sealed(last) or pool.count(last) - leaving[last] > 1
+            leaving[last] += moves
+        num_pages = table._num_pages(table._num_tokens + num_new) - len(blocks) + moves
+        plan.append((table, blocks, moves, num_pages))
+    fresh = iter(pool.take(sum(num_pages for *_, num_pages in plan)))
+    copies: list[Copy] = []
+    for (table, blocks, moves, num_pages), num_new in zip(plan, num_tokens, strict=True):
+        taken = list(islice(fresh, num_pages))
+        if moves:
+            source = blocks.pop()
+            copies.append(Copy(source.id, taken[0].id))
+            pool.release(source)
+        blocks += taken
+        table._num_tokens += num_new
+    return copies

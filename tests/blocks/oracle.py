@@ -1,0 +1,175 @@
+"""Foretells every answer of pool and tree: what is found, copied, refused, and evicted in which order.
+
+It remembers which contents were sealed, and when each was last held. Of the library it takes references, as
+opaque names, and nothing that the library says about them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Sequence
+
+import pytest
+from blocks.world import Request, World
+
+from kvloom.blocks import BlockRef, Copy
+from kvloom.errors import StateError
+
+
+class Oracle(World):
+    """A world that is compared with its model after every operation."""
+
+    def __init__(self, num_blocks: int, page_size: int) -> None:
+        super().__init__(num_blocks, page_size)
+        self.total = num_blocks
+        self.sealed: dict[int, BlockRef] = {}  # content at a page's end: the page
+        self.path: dict[
+            int, tuple[str, tuple[int, ...]]
+        ] = {}  # that content: its salt, and the ends up to it
+        self.last_held: dict[int, int] = {}  # that content: when
+        self.seen: deque[BlockRef] = deque(maxlen=16)  # handed out lately
+        self.clock = 0
+
+    def match(self, salt: str, tokens: Sequence[int]) -> list[BlockRef]:
+        expected: list[BlockRef] = []
+        contents = self.contents(salt, tokens)
+        for end in range(self.page_size - 1, len(tokens) - 1, self.page_size):
+            if contents[end] not in self.sealed:
+                break
+            expected.append(self.sealed[contents[end]])
+        refs = super().match(salt, tokens)
+        assert refs == expected
+        return refs
+
+    def extend(self, requests: Sequence[Request], tokens: Sequence[Sequence[int]]) -> list[Copy] | None:
+        moved = self._moved(requests, tokens)
+        num_new = len(moved)
+        for request, new in zip(requests, tokens, strict=True):
+            length = len(request.tokens)
+            num_new += -(-(length + len(new)) // self.page_size) - -(-length // self.page_size)
+        order, num_free = self.evictable(), self.num_free()
+        refused = num_new > 0 and self.pool.fail_at == self.pool.num_takes + 1
+        before = self._state()
+        copies = super().extend(requests, tokens)
+        if refused or num_new > num_free + len(order):
+            assert copies is None and self._state() == before
+            return None
+        assert copies is not None
+        assert [copy.source for copy in copies] == [ref.id for ref in moved]
+        self._forget(order[: max(0, num_new - num_free)])
+        for ref in moved:
+            self._drop([ref])
+        new = dict.fromkeys(ref for request in requests for ref in request.table.blocks)
+        self.seen.extend(ref for ref in new if ref not in self.seen)
+        return copies
+
+    def commit(self, request: Request) -> list[BlockRef]:
+        expected = list(request.table.blocks)
+        ends = request.contents[self.page_size - 1 :: self.page_size]
+        for i, end in enumerate(ends):
+            expected[i] = self.sealed.setdefault(end, expected[i])
+            self.path[end] = (request.salt, tuple(ends[: i + 1]))
+        refs = super().commit(request)
+        assert refs == expected
+        return refs
+
+    def truncate(self, request: Request, num_tokens: int) -> None:
+        before = request.table.blocks
+        super().truncate(request, num_tokens)
+        assert request.table.blocks == before[: -(-num_tokens // self.page_size)]
+        self._drop(before[len(request.table.blocks) :])
+
+    def end(self, request: Request) -> None:
+        refs = request.table.blocks
+        super().end(request)
+        self._drop(refs)
+
+    def evict(self, num_blocks: int) -> int:
+        expected = self.evictable()[:num_blocks]
+        num_evicted = super().evict(num_blocks)
+        assert num_evicted == len(expected)
+        self._forget(expected)
+        return num_evicted
+
+    def drop(self, salt: str) -> int:
+        expected = [end for end in self.evictable() if self.path[end][0] == salt]
+        num_dropped = super().drop(salt)
+        assert num_dropped == len(expected)
+        self._forget(expected)
+        return num_dropped
+
+    def grow(self, num_blocks: int) -> None:
+        super().grow(num_blocks)
+        self.total += num_blocks
+
+    def verify(self) -> None:
+        """The model agrees on every page, and every late reference is refused."""
+        super().verify()
+        pool, order = self.pool, [self.sealed[end] for end in self.evictable()]
+        assert list(pool.evictable()) == order
+        assert (pool.num_blocks, pool.num_free, pool.num_evictable) == (
+            self.total,
+            self.num_free(),
+            len(order),
+        )
+        assert pool.num_active == self.total - self.num_free() - len(order)
+        assert self.tree.num_blocks == len(self.sealed)
+        held, sealed = self._held(), set(self.sealed.values())
+        for ref in held.keys() | sealed:
+            assert pool.is_sealed(ref) == (ref in sealed)
+            assert pool.is_writable(ref) == (held[ref] == 1 and ref not in sealed)
+            if ref not in sealed:
+                assert pool.count(ref) == held[ref]
+        for ref in set(self.seen) - held.keys() - sealed:
+            for method in (pool.retain, pool.release, pool.count, pool.is_sealed, pool.is_writable):
+                with pytest.raises(StateError):
+                    method(ref)
+
+    def evictable(self) -> list[int]:
+        """Sealed contents that nobody holds, nor anything behind them: longest ago first, then ends first."""
+        held = set()
+        names = {ref: end for end, ref in self.sealed.items()}
+        for ref in self._held():
+            if ref in names:
+                held.update(self.path[names[ref]][1])
+        idle = [end for end in self.sealed if end not in held]
+        return sorted(idle, key=lambda end: (self.last_held[end], -len(self.path[end][1])))
+
+    def num_free(self) -> int:
+        return self.total - len(self._held().keys() | set(self.sealed.values()))
+
+    def _moved(self, requests: Sequence[Request], tokens: Sequence[Sequence[int]]) -> list[BlockRef]:
+        """Last pages that must be copied: sealed, or shared with somebody who has not left before."""
+        held, sealed = self._held(), set(self.sealed.values())
+        moved: list[BlockRef] = []
+        for request, new in zip(requests, tokens, strict=True):
+            if new and len(request.tokens) % self.page_size:
+                last = request.table.blocks[-1]
+                if last in sealed or held[last] > 1:
+                    held[last] -= 1
+                    moved.append(last)
+        return moved
+
+    def _held(self) -> Counter[BlockRef]:
+        return Counter(ref for request in self.requests for ref in request.table.blocks)
+
+    def _drop(self, refs: Sequence[BlockRef]) -> None:
+        """Somebody let go of these now, and therefore of all that comes before them."""
+        self.clock += 1
+        names = {ref: end for end, ref in self.sealed.items()}
+        for ref in refs:
+            if ref in names:
+                self.last_held.update(dict.fromkeys(self.path[names[ref]][1], self.clock))
+
+    def _forget(self, ends: Sequence[int]) -> None:
+        for end in ends:
+            del self.sealed[end], self.path[end], self.last_held[end]
+
+    def _state(self) -> object:
+        """All there is to change."""
+        pool, tree = self.pool, self.tree
+        return (
+            [list(part) for part in (pool._refs, pool._counts, pool._free, pool._evictable)],
+            [dict(part) for part in (pool._parents, tree._keys, tree._refs)],
+            [(request.table.blocks, request.table.num_tokens) for request in self.requests],
+        )

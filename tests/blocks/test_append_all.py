@@ -1,0 +1,145 @@
+"""A batch grows as one: in all tables or in none, with no more copies than writers must be kept apart."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvloom.blocks import BlockPool, BlockTable, Copy, PrefixTree, append_all
+from kvloom.errors import ArgumentError, OutOfBlocks, StateError
+
+
+def forks(num_tables: int, num_tokens: int, num_blocks: int = 8) -> tuple[BlockPool, list[BlockTable]]:
+    """Tables with pages of 4 tokens, all of them shared."""
+    pool = BlockPool(num_blocks)
+    table = BlockTable(pool, 4)
+    table.append(num_tokens)
+    return pool, [table, *(table.fork() for _ in range(num_tables - 1))]
+
+
+def rows(tables: list[BlockTable]) -> list[tuple[int, list[int]]]:
+    return [(table.num_tokens, [ref.id for ref in table.blocks]) for table in tables]
+
+
+def test_empty_batch_needs_nothing() -> None:
+    assert append_all([], []) == []
+
+
+def test_each_table_grows_by_its_own_number() -> None:
+    pool = BlockPool(8)
+    tables = [BlockTable(pool, 4) for _ in range(3)]
+    assert append_all(tables, [5, 0, 4]) == []
+    assert rows(tables) == [(5, [0, 1]), (0, []), (4, [2])]
+
+
+def test_last_of_the_forks_writes_in_place() -> None:
+    pool, tables = forks(3, 6)
+    assert append_all(tables, [1, 1, 1]) == [Copy(1, 2), Copy(1, 3)]
+    assert rows(tables) == [(7, [0, 2]), (7, [0, 3]), (7, [0, 1])]
+    assert all(pool.is_writable(table.blocks[1]) for table in tables)
+
+
+def test_every_fork_copies_a_page_that_somebody_else_holds() -> None:
+    _, tables = forks(3, 6)
+    assert append_all(tables[:2], [1, 1]) == [Copy(1, 2), Copy(1, 3)]
+    assert rows(tables)[2] == (6, [0, 1])
+
+
+def test_every_fork_copies_a_page_that_one_of_them_only_reads() -> None:
+    _, tables = forks(3, 6)
+    assert append_all(tables, [1, 0, 1]) == [Copy(1, 2), Copy(1, 3)]
+    assert rows(tables)[1] == (6, [0, 1])
+
+
+def test_every_fork_copies_a_sealed_page() -> None:
+    pool, tables = forks(2, 4)
+    tree = PrefixTree(pool, 4)
+    tables[0].replace(tree.insert(range(4), tables[0].blocks))
+    for table in tables:
+        table.truncate(3)
+    assert append_all(tables, [1, 1]) == [Copy(0, 1), Copy(0, 2)]
+    assert len(tree.match(range(4))) == 1
+
+
+def test_forks_of_different_length_share_the_rule() -> None:
+    _, tables = forks(2, 7)
+    tables[0].truncate(5)
+    assert append_all(tables, [1, 1]) == [Copy(1, 2)]
+    assert rows(tables) == [(6, [0, 2]), (8, [0, 1])]
+
+
+def test_forks_at_a_page_boundary_copy_nothing() -> None:
+    _, tables = forks(2, 4)
+    assert append_all(tables, [1, 1]) == []
+    assert rows(tables) == [(5, [0, 1]), (5, [0, 2])]
+
+
+def test_two_groups_of_forks_are_told_apart() -> None:
+    pool = BlockPool(8)
+    first, second = BlockTable(pool, 4), BlockTable(pool, 4)
+    append_all([first, second], [2, 2])
+    tables = [first, second, first.fork(), second.fork()]
+    assert append_all(tables, [1] * 4) == [Copy(0, 2), Copy(1, 3)]
+
+
+@pytest.mark.parametrize("num_blocks", [2, 3, 4])
+def test_batch_that_finds_no_room_changes_nothing(num_blocks: int) -> None:
+    pool, tables = forks(3, 6, num_blocks)
+    before = rows(tables)
+    with pytest.raises(OutOfBlocks, match=f"3 pages wanted, {num_blocks - 2} free"):
+        append_all(tables, [1, 3, 1])
+    assert rows(tables) == before
+    assert [pool.count(ref) for ref in tables[0].blocks] == [3, 3]
+    assert pool.num_free == num_blocks - 2
+
+
+def test_batch_that_finds_no_room_evicts_nothing() -> None:
+    pool = BlockPool(2)
+    tree = PrefixTree(pool, 4)
+    pool.release(tree.insert(range(4), pool.take(1))[0])
+    with pytest.raises(OutOfBlocks, match="3 pages wanted, 1 free and 1 evictable of 2"):
+        append_all([BlockTable(pool, 4), BlockTable(pool, 4)], [4, 8])
+    assert len(tree.match(range(4))) == 1
+
+
+def test_copied_page_is_not_evicted_for_its_own_copy() -> None:
+    pool, [table] = forks(1, 4, num_blocks=1)
+    table.replace(PrefixTree(pool, 4).insert(range(4), table.blocks))
+    table.truncate(3)
+    with pytest.raises(OutOfBlocks, match="1 pages wanted, 0 free and 0 evictable of 1"):
+        table.append(1)
+    assert rows([table]) == [(3, [0])]
+
+
+def test_table_twice_is_refused() -> None:
+    _, tables = forks(1, 6)
+    with pytest.raises(ArgumentError, match="one number for each of distinct tables"):
+        append_all(tables * 2, [1, 1])
+
+
+def test_numbers_must_be_as_many_as_tables() -> None:
+    _, tables = forks(2, 6)
+    with pytest.raises(ArgumentError, match="got 1 for 2 tables"):
+        append_all(tables, [1])
+
+
+def test_tables_of_two_pools_are_refused() -> None:
+    _, tables = forks(1, 6)
+    with pytest.raises(ArgumentError, match="tables must share one pool"):
+        append_all([*tables, *forks(1, 6)[1]], [1, 1])
+    assert rows(tables) == [(6, [0, 1])]
+
+
+@pytest.mark.parametrize("bad", [-1])
+def test_negative_number_changes_no_table(bad: int) -> None:
+    _, tables = forks(2, 6)
+    with pytest.raises(ArgumentError, match="num_tokens must be at least 0, got -1"):
+        append_all(tables, [1, bad])
+    assert rows(tables) == [(6, [0, 1])] * 2
+
+
+def test_released_table_changes_no_table() -> None:
+    _, tables = forks(2, 6)
+    tables[1].release()
+    with pytest.raises(StateError, match="this table was released"):
+        append_all(tables, [1, 1])
+    assert rows(tables[:1]) == [(6, [0, 1])]

@@ -1,0 +1,35 @@
+"""Page bookkeeping is integers only: the standard library and kvloom's errors are all it needs."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import kvloom.blocks
+
+SOURCES = sorted(Path(kvloom.blocks.__file__).parent.glob("*.py"))
+
+
+def test_blocks_import_no_torch() -> None:
+    code = "import sys, kvloom.blocks; print('torch' in sys.modules, 'numpy' in sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout.split() == ["False", "False"]
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.name)
+def test_source_imports_the_standard_library_and_errors_only(path: Path) -> None:
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            names.add(node.module or "")
+    ours = {name for name in names if name.startswith("kvloom")}
+    assert {name.split(".")[0] for name in names - ours} <= sys.stdlib_module_names
+    assert all(name == "kvloom.errors" or name.startswith("kvloom.blocks.") for name in ours)

@@ -1,0 +1,97 @@
+"""Operations in any order on small pools: the model foretells every answer, and reads every slot."""
+
+from __future__ import annotations
+
+import os
+
+from blocks.oracle import Oracle
+from blocks.world import Request
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+SALTS = ("", "a")
+indices = st.integers(0, 7)
+lists_of_tokens = st.lists(st.integers(0, 1), max_size=9)
+few_tokens = st.lists(st.integers(0, 1), max_size=4)
+has_requests = precondition(lambda machine: machine.world.requests)
+
+
+class BlocksMachine(RuleBasedStateMachine):
+    """Two tokens and two salts, so that sequences meet."""
+
+    @initialize(num_blocks=st.integers(1, 8), page_size=st.integers(1, 4))
+    def start(self, num_blocks: int, page_size: int) -> None:
+        self.world = Oracle(num_blocks, page_size)
+
+    def request(self, index: int) -> Request:
+        return self.world.requests[index % len(self.world.requests)]
+
+    @rule(salt=st.sampled_from(SALTS), tokens=lists_of_tokens.filter(len))
+    def begin(self, salt: str, tokens: list[int]) -> None:
+        self.world.begin(salt, tokens)
+
+    @has_requests
+    @rule(index=indices, tokens=few_tokens)
+    def append(self, index: int, tokens: list[int]) -> None:
+        self.world.extend([self.request(index)], [tokens])
+
+    @has_requests
+    @rule(order=st.permutations(range(6)), tokens=st.lists(few_tokens, min_size=1, max_size=6))
+    def append_to_several(self, order: list[int], tokens: list[list[int]]) -> None:
+        group = [self.world.requests[i] for i in order if i < len(self.world.requests)]
+        group = group[: len(tokens)]
+        self.world.extend(group, tokens[: len(group)])
+
+    @has_requests
+    @rule(index=indices)
+    def commit(self, index: int) -> None:
+        self.world.commit(self.request(index))
+
+    @has_requests
+    @rule(index=indices)
+    def fork(self, index: int) -> None:
+        if len(self.world.requests) < 6:
+            self.world.fork(self.request(index))
+
+    @has_requests
+    @rule(index=indices, num_dropped=st.integers(0, 6))
+    def truncate(self, index: int, num_dropped: int) -> None:
+        request = self.request(index)
+        self.world.truncate(request, max(0, len(request.tokens) - num_dropped))
+
+    @has_requests
+    @rule(index=indices)
+    def end(self, index: int) -> None:
+        self.world.end(self.request(index))
+
+    @rule(num_blocks=st.integers(0, 3))
+    def evict(self, num_blocks: int) -> None:
+        self.world.evict(num_blocks)
+
+    @rule(salt=st.sampled_from(SALTS))
+    def drop(self, salt: str) -> None:
+        self.world.drop(salt)
+
+    @precondition(lambda machine: machine.world.total < 8)
+    @rule(num_blocks=st.integers(0, 2))
+    def grow(self, num_blocks: int) -> None:
+        self.world.grow(num_blocks)
+
+    @rule()
+    def fail_the_next_allocation(self) -> None:
+        self.world.pool.fail_next()
+
+    @invariant()
+    def holds(self) -> None:
+        self.world.verify()
+
+    def teardown(self) -> None:
+        if hasattr(self, "world"):
+            self.world.idle()
+
+
+class TestBlocks(BlocksMachine.TestCase):
+    settings = settings(
+        max_examples=max(1000, int(os.environ.get("KVLOOM_TEST_EXAMPLES", "0"))), stateful_step_count=50
+    )

@@ -1,0 +1,33 @@
+"""Long seeded walks through a pool that is too small for its requests.
+
+``KVLOOM_WALK_STEPS`` sets how many steps are walked in all, ``KVLOOM_WALK_SEED`` where they lead.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from blocks.oracle import Oracle
+from blocks.world import Walk, World
+
+NUM_STEPS = int(os.environ.get("KVLOOM_WALK_STEPS", "100000"))
+SEED = int(os.environ.get("KVLOOM_WALK_SEED", "1"))
+
+
+def run(walk: Walk, num_steps: int, every: int) -> None:
+    try:
+        walk.run(num_steps, walk.world.verify, every)
+        walk.world.idle()
+    except Exception as failure:
+        raise AssertionError(f"KVLOOM_WALK_SEED={SEED} leads to: {failure!r}") from failure
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+def test_walk_keeps_every_invariant_and_reads_only_its_own_tokens(page_size: int) -> None:
+    run(Walk(World(256, page_size), SEED, num_requests=64), NUM_STEPS // 3, every=64)
+
+
+@pytest.mark.parametrize("page_size", [1, 3])
+def test_walk_meets_the_model_at_every_step(page_size: int) -> None:
+    run(Walk(Oracle(32, page_size), SEED, num_requests=10), NUM_STEPS // 10, every=1)

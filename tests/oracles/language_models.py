@@ -1,0 +1,82 @@
+"""Random language models and transformers' own cache, to compare generation with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+
+from kvloom.quant.affine import dequantize, quantize
+
+NEW_TOKENS = 24
+
+
+def make_model(attention: str = "sdpa", dtype: torch.dtype = torch.float32) -> LlamaForCausalLM:
+    """A random Llama whose weights are wide enough that greedy tokens do not repeat."""
+    torch.manual_seed(7)
+    config = LlamaConfig(
+        vocab_size=199,
+        hidden_size=64,
+        intermediate_size=112,
+        num_hidden_layers=3,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=16,
+        initializer_range=0.25,
+        attn_implementation=attention,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    return LlamaForCausalLM(config).to(dtype).eval()
+
+
+def make_prompts(lengths: list[int], seed: int = 0) -> dict[str, Tensor]:
+    """Left-padded prompts of the given lengths."""
+    generator = torch.Generator().manual_seed(seed)
+    width = max(lengths)
+    ids, mask = (
+        torch.zeros(len(lengths), width, dtype=torch.int64),
+        torch.zeros(len(lengths), width, dtype=torch.int64),
+    )
+    for row, length in enumerate(lengths):
+        ids[row, width - length :] = torch.randint(3, 199, (length,), generator=generator)
+        mask[row, width - length :] = 1
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def generate(model: Any, inputs: dict[str, Tensor], cache: Any) -> Any:
+    """Greedy continuation with logits; ``min_new_tokens`` keeps all rows going."""
+    return model.generate(
+        **inputs,
+        past_key_values=cache,
+        max_new_tokens=NEW_TOKENS,
+        min_new_tokens=NEW_TOKENS,
+        do_sample=False,
+        return_dict_in_generate=True,
+        output_logits=True,
+    )
+
+
+class FakeQuantCache(DynamicCache):
+    """transformers' own cache of keys and values that were quantised and dequantised on their way in."""
+
+    bits, group = 8, 16
+
+    def update(
+        self, key: Tensor, value: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Round both, then store them as they are."""
+        key, value = (
+            dequantize(*quantize(x, self.bits, self.group, torch.float16), self.bits, x.dtype)
+            for x in (key, value)
+        )
+        return super().update(key, value, layer_idx, *args, **kwargs)
+
+
+class FakeQuantCache4(FakeQuantCache):
+    """The same with 4 bits."""
+
+    bits = 4
