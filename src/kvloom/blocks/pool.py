@@ -208,11 +208,11 @@ class BlockPool:
         page = ref.id
         if not 0 <= page < len(self._refs):
             raise StateError(f"page {page} does not exist, the pool has {len(self._refs)}")
-        if self._refs[page] != ref or not (self._counts[page] or page in self._parents):
+        newest = self._refs[page].generation
+        if ref.generation < newest:
             raise StateError(
-                f"page {page} of generation {ref.generation} is gone,"
-                f" its next user gets generation {self._refs[page].generation}"
-                if ref.generation < self._refs[page].generation
-                else f"page {page} of generation {ref.generation} was never handed out"
+                f"page {page} of generation {ref.generation} is gone, the page is at generation {newest}"
             )
+        if ref.generation > newest or not (self._counts[page] or page in self._parents):
+            raise StateError(f"page {page} of generation {ref.generation} was never handed out")
         return page

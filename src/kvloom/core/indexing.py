@@ -60,7 +60,10 @@ class CacheIndex:
     @classmethod
     def blocks(cls, table: Tensor, block_size: int) -> "CacheIndex":
         """``table[b, p]`` is the *id* of a block, ``[B, P]``; block i begins at slot ``i * block_size``."""
-        return cls.pages(table.long() * block_size, block_size)
+        cls.pages(table, block_size)
+        # No block beyond the largest slot, so that no product wraps around to another block's.
+        largest = torch.iinfo(torch.int64).max // block_size
+        return cls.pages(table.long().clamp(-1, largest) * block_size, block_size)
 
     @classmethod
     def tokens(cls, table: Tensor, row_starts: Tensor) -> "CacheIndex":
@@ -87,9 +90,13 @@ def check_index(name: str, index: CacheIndex, lengths: Tensor, num_slots: int) -
     """
     lengths = lengths.long()
     if index.row_starts is not None:
-        ends = index.row_starts[: len(lengths)] + lengths
-        if len(ends) and int(ends.max()) > index.table.shape[0]:
-            raise ArgumentError(f"{name} must have {int(ends.max())} entries, got {index.table.shape[0]}")
+        starts = index.row_starts[: len(lengths)].long()
+        outside = (lengths > 0) & ((starts < 0) | (starts > index.table.shape[0] - lengths))
+        for b in outside.nonzero().flatten().tolist()[:1]:
+            raise ArgumentError(
+                f"{name} must hold row {b} of {int(lengths[b])} entries from {int(starts[b])} on, "
+                f"got {index.table.shape[0]} entries"
+            )
         tokens = index.slots(*ragged_positions(torch.nn.functional.pad(lengths.cumsum(0), (1, 0))))
         check_slots(name, tokens, num_slots)
         return

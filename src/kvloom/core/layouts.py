@@ -182,7 +182,10 @@ def _parse(axes: str) -> tuple[tuple[Term, ...], ...]:
     dims = []
     for dim in re.findall(r"\([^()]*\)|\S+", axes):
         terms = []
-        for word in (dim[1:-1] if dim[0] == "(" and dim[-1] == ")" else dim).split():
+        words = (dim[1:-1] if dim[0] == "(" and dim[-1] == ")" else dim).split()
+        if not words:
+            raise ConfigError(f"axes must name an axis in every bracket, got {axes!r}")
+        for word in words:
             match = re.fullmatch(r"([L2BSTHD])(?:([/%])([1-9]\d*))?", word)
             if match is None:
                 raise ConfigError(f"axes must be made of L 2 B S T H D, got {word!r} in {axes!r}")

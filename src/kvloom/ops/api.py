@@ -216,7 +216,7 @@ def attend(
         _expect_dtypes(f"query (for the {name} cache)", query.dtype, cache, key_or_value_scale)
     _expect_batch(batch, kv.device)
     _expect_scores(scores, sizes, kv.device)
-    out: Tensor = _choose(backend, schemas.attend, reference.attend)(
+    out: Tensor = _choose(backend, schemas.attend, schemas.AttendReference.apply)(
         query,
         kv.key,
         kv.value,

@@ -1,5 +1,7 @@
 """Operator contracts: schema, mutation, fake. The schemas exist without any compiled backend."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -61,9 +63,18 @@ def _attend_fake(
 
 
 def _no_gradient(ctx: object, *grads: Tensor) -> None:
-    raise UnsupportedError(
-        "attend has no gradient: kvloom caches are for inference; call it under torch.no_grad()"
-    )
+    raise UnsupportedError("attend has no gradient, kvloom is for inference: call it under torch.no_grad()")
+
+
+class AttendReference(torch.autograd.Function):
+    """``reference.attend`` by name, with the same answer to ``backward`` as the dispatched operator."""
+
+    @staticmethod
+    def forward(ctx: object, *args: Any) -> Tensor:
+        """The reference, outside autograd."""
+        return reference.attend(*args)
+
+    backward = staticmethod(_no_gradient)
 
 
 torch.library.register_fake("kvloom::store", _writes_only, lib=LIB)

@@ -168,7 +168,8 @@ def _gather(cache: Tensor, slots: Tensor) -> Tensor:
     bits = raw(cache)
     rows = _as_rows(bits)
     found = bits[_place(bits, slots)] if rows is None else rows.index_select(0, slots)
-    return found.view(cache.dtype)
+    # One order in memory whatever the layout, so that later arithmetic has the same bits.
+    return found.contiguous().view(cache.dtype)
 
 
 def _scatter(cache: Tensor, slots: Tensor, x_THD: Tensor) -> None:
