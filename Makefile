@@ -3,6 +3,7 @@
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 TOKENS ?= 128
+WORKERS ?= 2
 
 BIN := .venv/bin
 READY := .venv/.ready
@@ -13,7 +14,7 @@ demo: $(READY)
 	$(BIN)/kvloom demo --max-new-tokens $(TOKENS)
 
 test: $(READY)
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal $(ARGS)
 
 check: $(READY)
 	$(BIN)/ruff format --check .
