@@ -1,0 +1,34 @@
+"""Settings of every test: deterministic examples, and one seed, one thread."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+
+settings.register_profile(
+    "pr",
+    derandomize=True,
+    max_examples=max(100, int(os.environ.get("KVLOOM_TEST_EXAMPLES", "0"))),
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.load_profile("pr")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """A thread pool on busy cores only waits."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True)
+def fixed_seed() -> None:
+    """A test that draws numbers without a generator of its own draws the same ones each time."""
+    torch.manual_seed(0)

@@ -1,0 +1,48 @@
+"""Caches are for inference: nothing stored keeps a graph alive, and attention says that it has none."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from ops.attention import make_case
+from ops.pools import INT8, PLAIN, Kind, make_pool
+
+from kvloom import ops
+from kvloom.errors import UnsupportedError
+
+BACKENDS = ["auto", "reference"]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_attention_takes_a_query_that_requires_a_gradient(backend: str) -> None:
+    case = make_case([2, 1], [4, 3])
+    expected = ops.attend(case.query, case.kv, case.batch(), backend=backend)
+    out = ops.attend(case.query.requires_grad_(), case.kv, case.batch(), backend=backend)
+    assert torch.equal(out.detach(), expected)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("kind", [PLAIN, INT8], ids=str)
+def test_backward_through_attention_is_refused(backend: str, kind: Kind) -> None:
+    case = make_case([2, 1], [4, 3], kind=kind)
+    out = ops.attend(case.query.requires_grad_(), case.kv, case.batch(), backend=backend)
+    with pytest.raises(UnsupportedError, match="no gradient"):
+        out.sum().backward()
+    assert case.query.grad is None
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("axes", ["L 2 T H D", "B H S D", "B H S/2 D S%2"])
+@pytest.mark.parametrize("kind", [PLAIN, Kind(torch.float16), INT8], ids=str)
+def test_stored_tokens_are_detached(backend: str, axes: str, kind: Kind) -> None:
+    pool = make_pool(axes, kind)
+    kv = pool.view()
+    for seed in range(2):
+        x = torch.randn(3, 2, 8, generator=torch.Generator().manual_seed(seed)).requires_grad_()
+        ops.store(x * 2, x * 3, torch.tensor([1, -1, 5]), kv, backend=backend)
+    assert not any(raw.requires_grad for raw in pool.raw.values())
+    key, value = ops.load(torch.tensor([1, 5]), kv, dtype=torch.float32, backend=backend)
+    assert not key.requires_grad
+    assert not value.requires_grad
+    pool.remember("key", 1, 2 * x[0].detach())
+    assert torch.equal(key[0], pool.recall("key", 1, torch.float32))
