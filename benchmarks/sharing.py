@@ -1,6 +1,6 @@
 """What sharing pages saves over copying tensors: forks, beams and repeated rows. Prints one JSON line.
 
-transformers' DynamicCache and KVCache hold the same number of float32 tokens of a 4-layer model with 8 heads of
+transformers' DynamicCache and KVCache hold as many float32 tokens of a 4-layer model with 8 heads of
 64; medians of calls that take turns.
 """
 

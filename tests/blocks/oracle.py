@@ -59,8 +59,10 @@ class Oracle(World):
         self._forget(order[: max(0, num_new - num_free)])
         for ref in moved:
             self._drop([ref])
-        new = dict.fromkeys(ref for request in requests for ref in request.table.blocks)
-        self.seen.extend(ref for ref in new if ref not in self.seen)
+        handed_out = {
+            ref: None for request in requests for ref in request.table.blocks if ref not in self.seen
+        }
+        self.seen.extend(handed_out)
         return copies
 
     def commit(self, request: Request) -> list[BlockRef]:
@@ -127,7 +129,7 @@ class Oracle(World):
 
     def evictable(self) -> list[int]:
         """Sealed contents that nobody holds, nor anything behind them: longest ago first, then ends first."""
-        held = set()
+        held: set[int] = set()
         names = {ref: end for end, ref in self.sealed.items()}
         for ref in self._held():
             if ref in names:

@@ -1,4 +1,7 @@
-"""A wrong page is never found: not when all hashes are equal, not across salts."""
+"""A wrong page is never found: not when all hashes are equal, not across salts.
+
+``KVLOOM_WALK_STEPS`` sets how many lookups each test makes.
+"""
 
 from __future__ import annotations
 

@@ -216,7 +216,7 @@ def test_reference_to_a_freed_page_is_refused(
     pool.release(ref)
     if reborn:
         pool.take(1)
-    with pytest.raises(StateError, match="page 0 of generation 0 is gone, its next user gets generation 1"):
+    with pytest.raises(StateError, match="page 0 of generation 0 is gone, the page is at generation 1"):
         method(pool, ref)
 
 

@@ -193,6 +193,14 @@ def test_insert_refuses_a_page_sealed_under_other_tokens() -> None:
     assert not pool.is_sealed(free[0])
 
 
+def test_insert_refuses_a_page_of_the_same_chain_in_the_wrong_place() -> None:
+    pool, tree = make()
+    sealed = insert(pool, tree, [1, 1, 2, 2])
+    with pytest.raises(StateError, match="page 1 of generation 0 is sealed under other tokens"):
+        tree.insert([1, 1, 2, 2], [sealed[1], *pool.take(1)])
+    assert [pool.count(ref) for ref in sealed] == [2, 1]
+
+
 def test_insert_refuses_a_page_sealed_under_another_salt() -> None:
     pool, tree = make()
     with pytest.raises(StateError, match="is sealed under other tokens"):
