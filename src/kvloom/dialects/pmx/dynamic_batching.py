@@ -73,7 +73,9 @@ def key_value_cache(
         page_size: Slots in a page of a page table.
 
     Returns:
-        ``(key, value)``, each ``[kvstarts[B], H * num_repeat, D]`` in the dtype of ``current_key``.
+        ``(key, value)``, each ``[kvstarts[B], H * num_repeat, D]`` in the dtype of ``current_key``. Their
+        length is read from ``kvstarts``: in one ``torch.compile`` graph set
+        ``torch._dynamo.config.capture_scalar_outputs``.
 
     Raises:
         KVError: an argument does not fit the document; nothing was written. Values of index tensors are
