@@ -4,17 +4,31 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 TOKENS ?= 128
 WORKERS ?= 2
+MATRIX ?= 4.57.6 5.3.0 5.12.0 5.15.0 5.23.0
 
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: demo test check format bench clean
+.PHONY: demo test test-matrix check format bench clean
 
 demo: $(READY)
 	$(BIN)/kvloom demo --max-new-tokens $(TOKENS)
 
 test: $(READY)
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal $(ARGS)
+
+# The same tests with other versions of transformers, each in an environment of its own.
+test-matrix: $(addprefix .venv-transformers-,$(MATRIX))
+	@set -e; for version in $(MATRIX); do \
+	    echo "transformers $$version"; \
+	    .venv-transformers-$$version/bin/python -m pytest --quiet tests/integrations; \
+	done
+
+.venv-transformers-%: $(READY)
+	$(BIN)/python -m venv $@
+	$@/bin/python -m pip install --quiet --disable-pip-version-check $(TORCH)
+	$@/bin/python -m pip install --quiet --disable-pip-version-check --editable . \
+	    transformers==$* rich pytest hypothesis
 
 check: $(READY)
 	$(BIN)/ruff format --check .
@@ -32,7 +46,7 @@ format: $(READY)
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv-transformers-* .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 
 # torch first: whatever follows then finds the build that was asked for.
 $(READY): pyproject.toml

@@ -5,9 +5,8 @@ from typing import Any
 import pytest
 import torch
 from oracles.language_models import NEW_TOKENS, generate, make_model, make_prompts
-from transformers import MistralConfig, MistralForCausalLM
 
-from kvloom.errors import ArgumentError, KVError, OutOfBlocks, UnsupportedError
+from kvloom.errors import ArgumentError, KVError, OutOfBlocks
 from kvloom.integrations.compare import compare
 from kvloom.integrations.transformers import STORAGE, KVCache, load_model
 
@@ -116,14 +115,6 @@ def test_bounded_cache_refuses_more_tokens() -> None:
     model, inputs = make_model(), make_prompts([20])
     with pytest.raises(OutOfBlocks, match="max_tokens"):
         generate(model, inputs, KVCache.for_model(model, max_tokens=32))
-
-
-def test_sliding_window_models_are_refused() -> None:
-    config = MistralConfig(
-        vocab_size=32, hidden_size=32, intermediate_size=32, num_hidden_layers=1, sliding_window=8
-    )
-    with pytest.raises(UnsupportedError, match="sliding_attention"):
-        KVCache.for_model(MistralForCausalLM(config))
 
 
 @pytest.mark.parametrize(

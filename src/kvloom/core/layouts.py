@@ -107,6 +107,8 @@ class CacheLayout:
         """
         if x.ndim != len(self.dims):
             raise ShapeError(f"{name} must have the axes [{self.axes}], got shape {list(x.shape)}")
+        if heads is not None and heads < 1:
+            raise ArgumentError(f"heads must be at least 1, got {heads}")
         known = {"2": 2} if heads is None else {"2": 2, "H": heads}
         spread: list[Term] = []
         for dim, extent in zip(self.dims, x.shape, strict=True):

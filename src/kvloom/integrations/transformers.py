@@ -1,14 +1,18 @@
 """A kvloom paged cache for Hugging Face ``generate()``. The only file that imports transformers."""
 
+import copy
 import inspect
+import logging
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
 import torch
+import transformers
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, TextStreamer
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, TextStreamer, cache_utils
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
 from transformers.utils.logging import (
     disable_progress_bar,
     enable_progress_bar,
@@ -22,6 +26,11 @@ from kvloom.errors import ArgumentError, StateError, UnsupportedError
 STORAGE: Final = ("auto", "float32", "float16", "bfloat16", "int8", "int4")
 """Values of ``kv``: the model's own dtype, a float dtype, or quantised."""
 
+_LOG: Final = logging.getLogger("kvloom")
+
+# Layers without keys of their own, in transformers that have them.
+DummyLayer: Final = getattr(cache_utils, "DummyLayer", type(None))
+
 # Until transformers 5.12 ``crop(n)`` kept n tokens; since then ``crop(-n)`` removes n.
 _CROP_KEEPS: Final = "tokens_to_remove" not in inspect.signature(Cache.crop).parameters
 
@@ -34,7 +43,7 @@ class KVCache(DynamicCache):  # type: ignore[misc]
     copied when one of its holders writes it, so reordering and forking move no keys or values.
     """
 
-    def __init__(self, layers: list["KVCacheLayer"], batch: PagedBatch) -> None:
+    def __init__(self, layers: list[CacheLayerMixin], batch: PagedBatch) -> None:
         Cache.__init__(self, layers=layers)
         self.batch = batch
         self.is_frozen = False
@@ -51,7 +60,10 @@ class KVCache(DynamicCache):  # type: ignore[misc]
         """An empty cache for ``model``.
 
         Args:
-            model: A causal ``PreTrainedModel`` whose layers all attend to the whole sequence.
+            model: A ``PreTrainedModel`` that generates. Layers that attend to the whole sequence are kept in
+                kvloom pages; others (sliding windows, recurrent states) in transformers' own layers, which a
+                WARNING names. Of an encoder-decoder model this is the decoder's own half, for
+                ``EncoderDecoderCache``.
             kv: How keys and values are kept, one of ``STORAGE``.
             quant_group: Elements along the head dim that share a float16 scale (int8 and int4).
             page_size: Tokens in a page.
@@ -59,29 +71,52 @@ class KVCache(DynamicCache):  # type: ignore[misc]
 
         Raises:
             ArgumentError: ``kv`` is unknown or ``quant_group`` does not divide the head dim.
-            UnsupportedError: the model has layers that this cache does not serve.
+            UnsupportedError: no layer of the model attends to the whole sequence.
         """
         if kv not in STORAGE:
             raise ArgumentError(f"kv must be one of {STORAGE}, got {kv!r}")
         config = model.config.get_text_config(decoder=True)
-        _expect_full_attention(model, config)
         quant = QuantSpec({"int8": 8, "int4": 4}[kv], quant_group) if kv in ("int8", "int4") else None
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        if quant is not None and head_dim % quant_group:
+        if quant is not None and head_dim % quant_group and not hasattr(config, "kv_lora_rank"):
             raise ArgumentError(f"quant_group must divide the head dim {head_dim}, got {quant_group}")
         dtype = None if quant is not None or kv == "auto" else getattr(torch, kv)
         batch = PagedBatch(PagedFormat(dtype, quant, page_size, max_tokens))
-        return cls([KVCacheLayer(batch, i) for i in range(config.num_hidden_layers)], batch)
+        layers = [
+            KVCacheLayer(batch, i) if type(layer) is DynamicLayer else layer
+            for i, layer in enumerate(DynamicCache(config=config).layers)
+        ]
+        kinds = getattr(config, "layer_types", None) or []
+        for layer, kind in zip(layers, kinds, strict=False):
+            if isinstance(layer, KVCacheLayer) and kind != "full_attention":
+                raise UnsupportedError(
+                    f"model must have layers that this version's DynamicCache serves, got {kind!r} in "
+                    f"{type(model).__name__} with transformers {transformers.__version__}"
+                )
+        others = Counter(type(x).__name__ for x in layers if not isinstance(x, KVCacheLayer | DummyLayer))
+        if others.total() == len(layers):
+            raise UnsupportedError(
+                f"model must have a layer that attends to the whole sequence, got {type(model).__name__} "
+                f"with {dict(others)}"
+            )
+        if others:
+            _LOG.warning(
+                "%d of %d layers keep transformers' own storage: %s",
+                others.total(),
+                len(layers),
+                dict(others),
+            )
+        return cls(layers, batch)
 
     @property
     def nbytes(self) -> int:
-        """Bytes allocated in all layers, scales included."""
-        return int(sum(layer.pages.nbytes for layer in self.layers))
+        """Bytes allocated in the paged layers, scales included."""
+        return sum(layer.pages.nbytes for layer in self._paged_layers)
 
     @property
     def nbytes_per_token(self) -> float:
-        """Bytes that one token takes in all layers, scales included; 0 before the first token."""
-        return float(sum(layer.pages.nbytes_per_token for layer in self.layers))
+        """Bytes that one token takes in the paged layers, scales included; 0 before the first token."""
+        return sum(layer.pages.nbytes_per_token for layer in self._paged_layers)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -94,7 +129,8 @@ class KVCache(DynamicCache):  # type: ignore[misc]
     def fork(self) -> "KVCache":
         """A cache of the same tokens on the same pages, not frozen; neither sees what the other stores."""
         batch = self.batch.fork()
-        return type(self)([layer.fork(batch) for layer in self.layers], batch)
+        layers = [x.fork(batch) if isinstance(x, KVCacheLayer) else copy.deepcopy(x) for x in self.layers]
+        return type(self)(layers, batch)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "KVCache":
         return self.fork()
@@ -106,15 +142,17 @@ class KVCache(DynamicCache):  # type: ignore[misc]
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Make row i what row ``beam_idx[i]`` was."""
-        self._select(beam_idx.tolist())
+        self._select(beam_idx.tolist(), "reorder_cache", beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each row ``repeats`` times in a row."""
-        self._select([row for row in range(self.batch.size) for _ in range(repeats)])
+        rows = [row for row in range(self.batch.size) for _ in range(repeats)]
+        self._select(rows, "batch_repeat_interleave", repeats)
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep the rows at ``indices``, or where a bool mask is true."""
-        self._select((indices.nonzero().flatten() if indices.dtype == torch.bool else indices).tolist())
+        rows = indices.nonzero().flatten() if indices.dtype == torch.bool else indices
+        self._select(rows.tolist(), "batch_select_indices", rows)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last ``-tokens_to_remove`` tokens; up to 5.12 a positive number is what is kept."""
@@ -126,12 +164,20 @@ class KVCache(DynamicCache):  # type: ignore[misc]
         self._expect_thawed()
         super().reset()
 
-    def _select(self, rows: list[int]) -> None:
+    @property
+    def _paged_layers(self) -> list["KVCacheLayer"]:
+        return [layer for layer in self.layers if isinstance(layer, KVCacheLayer)]
+
+    def _select(self, rows: list[int], verb: str, argument: Tensor | int) -> None:
+        """Move the tables of all paged layers at once, the tensors of others by their own ``verb``."""
         self._expect_thawed()
         for row in rows:
             if not -self.batch.size <= row < self.batch.size:
                 raise ArgumentError(f"rows must be in [0, {self.batch.size}), got {row}")
         self.batch.select(rows)
+        for layer in self.layers:
+            if not isinstance(layer, KVCacheLayer | DummyLayer):
+                getattr(layer, verb)(argument)
 
     def _expect_thawed(self) -> None:
         if self.is_frozen:
@@ -264,20 +310,3 @@ class Streamer(TextStreamer):  # type: ignore[misc]
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
         """Called by transformers with each piece of text that will not change any more."""
         self._write(text)
-
-
-def _expect_full_attention(model: Any, config: Any) -> None:
-    try:
-        from transformers.cache_utils import get_layer_types_and_kwargs
-
-        types = set(get_layer_types_and_kwargs(config)[0])
-    except ImportError:  # before transformers 5.15
-        limited = getattr(config, "sliding_window", None) or getattr(config, "attention_chunk_size", None)
-        types = set(
-            getattr(config, "layer_types", None) or ["sliding_attention" if limited else "full_attention"]
-        )
-    if types != {"full_attention"} or config.is_encoder_decoder:
-        raise UnsupportedError(
-            "KVCache serves decoder-only models with full attention, got "
-            f"{type(model).__name__} with {sorted(types)}"
-        )

@@ -186,7 +186,8 @@ def attend(
     """Attention of new tokens over stored ones, reading the cache in place; the new ones are already stored.
 
     ``softmax(q.k) v`` in float32. Query head g uses key/value head ``g // (Hq / H)``. A row that sees no key
-    (and has no sink) gives 0. One sequence's result depends on nothing but its own data.
+    (and has no sink) gives 0; a hidden value has no effect, not even NaN. One sequence's result depends on
+    nothing but its own data.
 
     Args:
         query: ``[Tq, Hq, Dk]`` float32, float16 or bfloat16; Hq is a multiple of H.
@@ -304,5 +305,5 @@ def _expect_scores(scores: Scores, sizes: dict[str, int], device: torch.device) 
             expect(name, x, "Hq", dtype=FLOAT_DTYPES, device=device, Hq=heads)
     if scores.window is not None:
         expect_range("window", scores.window, 1)
-    if scores.softcap is not None and not scores.softcap > 0:
-        raise ArgumentError(f"softcap must be positive, got {scores.softcap}")
+    if scores.softcap is not None and not 0 < scores.softcap < math.inf:
+        raise ArgumentError(f"softcap must be positive and finite, got {scores.softcap}")

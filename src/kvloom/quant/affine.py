@@ -7,8 +7,9 @@ because the codes are part of the standard. Special values:
 input group                           stored scale             codes           dequantised
 ====================================  =======================  ==============  =================
 all zero, -0.0 or ``|x| < qmax*eps``  eps = 1e-5               round(x / eps)  about x, never -0
-scale beyond the scale dtype          its largest finite       unchanged       saturates, finite
-largest finite input                  as the formula           +-qmax          saturates, finite
+largest finite input                  as the formula           as the formula  saturates, finite
+product beyond the scale dtype        as the formula           as the formula  its largest finite
+scale beyond the scale dtype          its largest finite       as the formula  saturates, finite
 any NaN or infinity in the group      NaN                      0               NaN, whole group
 ====================================  =======================  ==============  =================
 

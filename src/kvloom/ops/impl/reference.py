@@ -126,7 +126,7 @@ def attend(
         if window is not None:
             hidden |= distance_qk <= -window
         probs_HRqk = _softmax(scores_HRqk.masked_fill(hidden, float("-inf")), sinks)
-        out_HRqD = torch.matmul(probs_HRqk.flatten(1, 2), v_HkD).unflatten(1, (-1, num_new))
+        out_HRqD = _weigh(probs_HRqk.flatten(1, 2), v_HkD).unflatten(1, (-1, num_new))
         out[rows] = out_HRqD.permute(2, 0, 1, 3).flatten(1, 2).to(out.dtype)
     return out
 
@@ -144,6 +144,16 @@ def _softmax(scores_HRqk: Tensor, sinks: Tensor | None) -> Tensor:
     total = weights.sum(-1, keepdim=True)
     probs = weights / total.masked_fill(total == 0, 1.0)
     return probs if sinks is None else probs[..., :-1]
+
+
+def _weigh(probs_HqK: Tensor, v_HKD: Tensor) -> Tensor:
+    """Sum of values by their weights, in which a weight of 0 hides even NaN; who sees NaN or inf gets NaN."""
+    broken = ~v_HKD.isfinite()
+    if not bool(broken.any()):
+        return torch.matmul(probs_HqK, v_HKD)
+    out = torch.matmul(probs_HqK, v_HKD.masked_fill(broken, 0.0))
+    seen = torch.matmul((probs_HqK != 0).float(), broken.float()) > 0
+    return out.masked_fill(seen, float("nan"))
 
 
 def _store_side(x: Tensor, slots: Tensor, cache: Tensor, scale: Tensor | None) -> None:

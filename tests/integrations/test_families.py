@@ -1,0 +1,203 @@
+"""Model families: the stock tokens, whatever mixture of layers a model has."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    DynamicCache,
+    EncoderDecoderCache,
+    cache_utils,
+)
+
+from kvloom.errors import UnsupportedError
+from kvloom.integrations.transformers import KVCache, KVCacheLayer
+
+SMALL = {
+    "vocab_size": 99,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "initializer_range": 0.3,  # so that greedy tokens do not repeat
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+WINDOW = {"head_dim": 8, "sliding_window": 8}
+EXPERTS = {"num_experts_per_tok": 2}
+LATENT = {
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+}
+LINEAR = {
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+# Name: config class, what differs from SMALL, how many layers kvloom keeps.
+FAMILIES: dict[str, tuple[str, dict[str, Any], int]] = {
+    "Llama": ("LlamaConfig", {}, 4),
+    "Qwen2": ("Qwen2Config", {}, 4),
+    "Qwen3": ("Qwen3Config", {"head_dim": 8}, 4),
+    "Phi": ("PhiConfig", {}, 4),
+    "GPT-2": ("GPT2Config", {"n_embd": 32, "n_layer": 3, "n_head": 4}, 4),
+    "Gemma2": ("Gemma2Config", WINDOW, 2),
+    "Gemma3": ("Gemma3TextConfig", WINDOW | {"sliding_window_pattern": 2}, 2),
+    "gpt-oss": ("GptOssConfig", WINDOW | EXPERTS | {"num_local_experts": 4}, 2),
+    "Llama4": (
+        "Llama4TextConfig",
+        {"head_dim": 8, "attention_chunk_size": 8, "num_local_experts": 2, "intermediate_size_mlp": 48},
+        1,
+    ),
+    "Gemma3n": (
+        "Gemma3nTextConfig",
+        WINDOW
+        | {
+            "num_kv_shared_layers": 1,
+            "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": 99,
+            "laurel_rank": 4,
+            "altup_num_inputs": 2,
+            "activation_sparsity_pattern": None,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+        },
+        1,
+    ),
+    "Qwen3-Next": (
+        "Qwen3NextConfig",
+        LINEAR
+        | {
+            "head_dim": 8,
+            "num_experts": 0,
+            "num_experts_per_tok": 1,
+            "moe_intermediate_size": 16,
+            "shared_expert_intermediate_size": 16,
+            "layer_types": ["linear_attention", "full_attention"] * 2,
+        },
+        2,
+    ),
+    "DeepSeek-V3": (
+        "DeepseekV3Config",
+        LATENT
+        | EXPERTS
+        | {
+            "n_routed_experts": 4,
+            "n_group": 1,
+            "topk_group": 1,
+            "first_k_dense_replace": 4,
+            "num_key_value_heads": 4,
+        },
+        4,
+    ),
+}
+MODES: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "beams": {"num_beams": 3},
+    "sampling": {"do_sample": True, "num_return_sequences": 2},
+    "chunked prefill": {"prefill_chunk_size": 5},
+}
+
+
+# Before its caches were one class, a model with recurrent layers brought its own.
+if not hasattr(cache_utils, "LinearAttentionLayer"):
+    del FAMILIES["Qwen3-Next"]
+
+
+def family(name: str) -> Any:
+    """A random model of the family."""
+    config, differs, _ = FAMILIES[name]
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(getattr(transformers, config)(**SMALL | differs)).eval()
+
+
+def padded_prompts() -> dict[str, Tensor]:
+    """Two prompts of 14 and 11 tokens."""
+    ids = torch.randint(3, 99, (2, 14), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids)
+    mask[0, :3] = 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def continued(model: Any, cache: Any, **options: Any) -> Any:
+    """What ``generate`` returns, with the logits of every step."""
+    torch.manual_seed(1)
+    options = {"do_sample": False, "max_new_tokens": 16, "min_new_tokens": 16} | options
+    options |= {"return_dict_in_generate": True, "output_logits": True}
+    return model.generate(**padded_prompts(), past_key_values=cache, **options)
+
+
+@pytest.mark.parametrize("mode", list(MODES))
+@pytest.mark.parametrize("name", list(FAMILIES))
+def test_family_gives_the_stock_tokens_and_logits(name: str, mode: str) -> None:
+    model = family(name)
+    stock = continued(model, DynamicCache(config=model.config), **MODES[mode])
+    ours = continued(model, KVCache.for_model(model, page_size=4), **MODES[mode])
+    assert torch.equal(ours.sequences, stock.sequences)
+    for expected, actual in zip(stock.logits, ours.logits, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", list(FAMILIES))
+def test_whole_sequence_layers_are_kept_in_pages(name: str) -> None:
+    cache = KVCache.for_model(family(name))
+    assert sum(isinstance(layer, KVCacheLayer) for layer in cache.layers) == FAMILIES[name][2]
+
+
+@pytest.mark.parametrize("name", list(FAMILIES))
+def test_a_fork_continues_as_the_cache_it_came_from(name: str) -> None:
+    model = family(name)
+    prompt = padded_prompts()["input_ids"][1:]
+    cache = KVCache.for_model(model, page_size=4)
+    with torch.no_grad():
+        model(prompt, past_key_values=cache, use_cache=True)
+        fork = cache.fork()
+        logits = [model(prompt[:, :5], past_key_values=c, use_cache=True).logits for c in (cache, fork)]
+    assert torch.equal(logits[0], logits[1])
+
+
+def test_layers_of_another_kind_are_named_in_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, logger="kvloom"):
+        KVCache.for_model(family("Gemma2"))
+    assert "2 of 4 layers keep transformers' own storage" in caplog.text
+
+
+def test_layers_that_this_version_mistakes_for_attention_are_refused() -> None:
+    model = family("Llama")
+    model.config.layer_types = ["full_attention", "unheard_of", "full_attention", "full_attention"]
+    with pytest.raises((UnsupportedError, KeyError), match="unheard_of"):
+        KVCache.for_model(model)
+
+
+def test_a_model_without_whole_sequence_layers_is_refused() -> None:
+    config = transformers.MistralConfig(**SMALL, sliding_window=8)
+    with pytest.raises(UnsupportedError, match="model must have a layer that attends to the whole sequence"):
+        KVCache.for_model(AutoModelForCausalLM.from_config(config))
+
+
+@pytest.mark.parametrize("options", [{}, {"num_beams": 3}], ids=["greedy", "beams"])
+def test_decoder_half_of_an_encoder_decoder_model(options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    config = transformers.BartConfig(
+        vocab_size=99, d_model=32, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4,
+        decoder_attention_heads=4, encoder_ffn_dim=48, decoder_ffn_dim=48, init_std=0.3,
+    )  # fmt: skip
+    model = AutoModelForSeq2SeqLM.from_config(config).eval()
+    prompt = padded_prompts()
+    options = options | {"do_sample": False, "max_new_tokens": 12, "min_new_tokens": 12}
+    expected = model.generate(**prompt, **options)
+    cache = EncoderDecoderCache(KVCache.for_model(model, page_size=4), DynamicCache())
+    assert torch.equal(model.generate(**prompt, past_key_values=cache, **options), expected)
+    assert cache.self_attention_cache.nbytes > 0
