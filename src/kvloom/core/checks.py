@@ -34,10 +34,11 @@ def expect(
     if not isinstance(x, Tensor):
         raise ShapeError(f"{name} must be a tensor, got {type(x).__name__}")
     letters = axes.split()
-    wrong = x.ndim != len(letters) or any(
-        have != sizes.get(a, int(a) if a.isdigit() else have)
-        for a, have in zip(letters, x.shape, strict=False)
-    )
+    shape = x.shape
+    wrong = len(shape) != len(letters)
+    for letter, have in zip(letters, shape, strict=False):
+        if (letter in sizes and sizes[letter] != have) or (letter.isdigit() and int(letter) != have):
+            wrong = True
     if wrong:
         known = ", ".join(f"{a}={sizes[a]}" for a in letters if a in sizes)
         wanted = f"[{', '.join(letters)}]{known and f' with {known}'}"
@@ -48,7 +49,7 @@ def expect(
             raise ShapeError(f"{name} must be {' or '.join(map(str, allowed))}, got {x.dtype}")
     if device is not None and x.device != device:
         raise ShapeError(f"{name} must be on {device}, got {x.device}")
-    return sizes | dict(zip(letters, x.shape, strict=True))
+    return sizes | dict(zip(letters, shape, strict=True))
 
 
 def expect_range(name: str, value: int, low: int, high: int | None = None, /) -> int:
@@ -65,21 +66,26 @@ def expect_range(name: str, value: int, low: int, high: int | None = None, /) ->
     return int(value)
 
 
-def expect_no_overlap(name: str, x: Tensor) -> None:
-    """Check that no two elements of ``x`` share memory, as in an expanded tensor: a write would lose values.
-
-    Raises:
-        ShapeError: the strides of ``x`` may overlap.
-    """
-    if torch.compiler.is_compiling():  # strides may be symbols there
-        return
+def overlaps_itself(x: Tensor) -> bool:
+    """Whether two elements of ``x`` may share memory, as in an expanded tensor. Not asked while tracing."""
+    if torch.compiler.is_compiling() or x.numel() == 0:  # strides may be symbols there
+        return False
     reach = 0  # of the axes seen so far, in elements
     for stride, extent in sorted((abs(s), n) for s, n in zip(x.stride(), x.shape, strict=True) if n > 1):
         if stride <= reach:
-            raise ShapeError(
-                f"{name} must not overlap itself, got shape {list(x.shape)} strides {x.stride()}"
-            )
+            return True
         reach += stride * (extent - 1)
+    return False
+
+
+def expect_no_overlap(name: str, x: Tensor) -> None:
+    """Check that a write to ``x`` loses no values.
+
+    Raises:
+        ShapeError: two elements of ``x`` may share memory.
+    """
+    if overlaps_itself(x):
+        raise ShapeError(f"{name} must not overlap itself, got shape {list(x.shape)} strides {x.stride()}")
 
 
 def expect_disjoint(name: str, x: Tensor, other_name: str, other: Tensor) -> None:

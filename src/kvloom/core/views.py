@@ -1,11 +1,11 @@
 """One layer's keys and values as canonical strided views: what every kernel reads and writes."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from kvloom.core.checks import FLOAT_DTYPES
+from kvloom.core.checks import FLOAT_DTYPES, overlaps_itself
 from kvloom.core.layouts import CacheLayout
 from kvloom.errors import ArgumentError, ShapeError
 
@@ -30,6 +30,14 @@ class KVView:
     value: Tensor | None
     key_scale: Tensor | None = None
     value_scale: Tensor | None = None
+    is_writable: bool = field(init=False, repr=False)
+    """Whether no two elements share memory."""
+
+    def __post_init__(self) -> None:
+        tensors = (self.key, self.value, self.key_scale, self.value_scale)
+        object.__setattr__(
+            self, "is_writable", not any(x is not None and overlaps_itself(x) for x in tensors)
+        )
 
     @classmethod
     def joint(

@@ -256,6 +256,8 @@ def _choose(backend: str, dispatched: Callable[..., Any], plain: Callable[..., A
 
 
 def _expect_writable(name: str, kv: KVView) -> None:
+    if kv.is_writable:
+        return
     for side in ("key", "value", "key_scale", "value_scale"):
         x = getattr(kv, side)
         if x is not None:
