@@ -48,7 +48,7 @@ class Oracle(World):
             length = len(request.tokens)
             num_new += -(-(length + len(new)) // self.page_size) - -(-length // self.page_size)
         order, num_free = self.evictable(), self.num_free()
-        refused = num_new > 0 and self.pool.fail_at == self.pool.num_takes + 1
+        refused = num_new > 0 and self.pool.will_fail
         before = self._state()
         copies = super().extend(requests, tokens)
         if refused or num_new > num_free + len(order):

@@ -11,33 +11,36 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 SALTS = ("", "a")
-indices = st.integers(0, 7)
-lists_of_tokens = st.lists(st.integers(0, 1), max_size=9)
+indices = st.integers(0, 3)
+prompts = st.lists(st.integers(0, 1), min_size=1, max_size=6)
 few_tokens = st.lists(st.integers(0, 1), max_size=4)
 has_requests = precondition(lambda machine: machine.world.requests)
+has_room = precondition(lambda machine: len(machine.world.requests) < 4)
+has_sealed = precondition(lambda machine: machine.world.sealed)
 
 
 class BlocksMachine(RuleBasedStateMachine):
     """Two tokens and two salts, so that sequences meet."""
 
-    @initialize(num_blocks=st.integers(1, 8), page_size=st.integers(1, 4))
+    @initialize(num_blocks=st.sampled_from(range(8, 0, -1)), page_size=st.sampled_from((3, 2, 4, 1)))
     def start(self, num_blocks: int, page_size: int) -> None:
         self.world = Oracle(num_blocks, page_size)
 
     def request(self, index: int) -> Request:
         return self.world.requests[index % len(self.world.requests)]
 
-    @rule(salt=st.sampled_from(SALTS), tokens=lists_of_tokens.filter(len))
+    @has_room
+    @rule(salt=st.sampled_from(SALTS), tokens=prompts)
     def begin(self, salt: str, tokens: list[int]) -> None:
         self.world.begin(salt, tokens)
 
     @has_requests
-    @rule(index=indices, tokens=few_tokens)
+    @rule(index=indices, tokens=few_tokens.filter(len))
     def append(self, index: int, tokens: list[int]) -> None:
         self.world.extend([self.request(index)], [tokens])
 
     @has_requests
-    @rule(order=st.permutations(range(6)), tokens=st.lists(few_tokens, min_size=1, max_size=6))
+    @rule(order=st.permutations(range(4)), tokens=st.lists(few_tokens, min_size=1, max_size=4))
     def append_to_several(self, order: list[int], tokens: list[list[int]]) -> None:
         group = [self.world.requests[i] for i in order if i < len(self.world.requests)]
         group = group[: len(tokens)]
@@ -49,10 +52,10 @@ class BlocksMachine(RuleBasedStateMachine):
         self.world.commit(self.request(index))
 
     @has_requests
+    @has_room
     @rule(index=indices)
     def fork(self, index: int) -> None:
-        if len(self.world.requests) < 6:
-            self.world.fork(self.request(index))
+        self.world.fork(self.request(index))
 
     @has_requests
     @rule(index=indices, num_dropped=st.integers(0, 6))
@@ -65,19 +68,22 @@ class BlocksMachine(RuleBasedStateMachine):
     def end(self, index: int) -> None:
         self.world.end(self.request(index))
 
+    @has_sealed
     @rule(num_blocks=st.integers(0, 3))
     def evict(self, num_blocks: int) -> None:
         self.world.evict(num_blocks)
 
+    @has_sealed
     @rule(salt=st.sampled_from(SALTS))
     def drop(self, salt: str) -> None:
         self.world.drop(salt)
 
-    @precondition(lambda machine: machine.world.total < 8)
+    @precondition(lambda machine: machine.world.requests and machine.world.total < 8)
     @rule(num_blocks=st.integers(0, 2))
     def grow(self, num_blocks: int) -> None:
         self.world.grow(num_blocks)
 
+    @precondition(lambda machine: machine.world.requests and not machine.world.pool.will_fail)
     @rule()
     def fail_the_next_allocation(self) -> None:
         self.world.pool.fail_next()

@@ -30,6 +30,10 @@ class FailingPool(BlockPool):
                 raise OutOfBlocks("refused by the test")
         return super().take(num_blocks)
 
+    @property
+    def will_fail(self) -> bool:
+        return self.fail_at == self.num_takes + 1
+
     def fail_next(self) -> None:
         self.fail_at = self.num_takes + 1
 
