@@ -176,6 +176,17 @@ def test_crop_then_growing_again_gives_the_stock_logits(kv: str) -> None:
     assert cache.get_seq_length() == stock.get_seq_length() == 18
 
 
+def test_crop_takes_a_tensor() -> None:
+    model, inputs = make_model(), make_prompts([9])
+    cache = prefill(model, inputs, ours(model, "float32"))
+    cache.crop(torch.tensor(-4))
+    with torch.no_grad():
+        logits = model(inputs["input_ids"][:, 5:], past_key_values=cache, use_cache=True).logits
+        expected = model(inputs["input_ids"]).logits[:, 5:]
+    torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
+    assert cache.get_seq_length() == 9
+
+
 @pytest.mark.parametrize("verb", ["update", "crop", "reset", "reorder_cache", "batch_repeat_interleave"])
 def test_a_frozen_cache_refuses_change(verb: str) -> None:
     model, inputs = make_model(), make_prompts([5])

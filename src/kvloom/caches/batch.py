@@ -9,7 +9,7 @@ from torch import Tensor
 from kvloom import ops
 from kvloom.blocks.pool import BlockPool
 from kvloom.blocks.table import BlockTable, Copy, append_all
-from kvloom.caches.storage import PagedFormat, PagedStorage
+from kvloom.caches.storage import PagedFormat, PagedStorage, page_slots
 from kvloom.errors import OutOfBlocks, ShapeError
 
 
@@ -71,7 +71,9 @@ class PagedBatch:
         self._tables[:] = tables
         self._slots.clear()
         if copies:
-            sources, targets = (self._page_slots(pages) for pages in zip(*copies, strict=True))
+            sources, targets = (
+                page_slots(pages, self.format.page_size) for pages in zip(*copies, strict=True)
+            )
             for storage in self.storages.values():
                 storage.grow(self.num_pages)
                 where = storage.view.device
@@ -136,11 +138,6 @@ class PagedBatch:
                     ) from None
                 grown = max(have, len(tables) * -(-num_tokens // size))
                 self._pool.grow(grown if limit is None else min(grown, limit - have))
-
-    def _page_slots(self, pages: Sequence[int]) -> Tensor:
-        """Every slot of some pages, ``[len(pages) * page_size]``."""
-        size = self.format.page_size
-        return (torch.tensor(pages).unsqueeze(1) * size + torch.arange(size)).flatten()
 
 
 def _release(tables: list[BlockTable]) -> None:

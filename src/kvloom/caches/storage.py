@@ -1,5 +1,6 @@
 """Tensors of one layer in pages: how they are kept, and how they grow while tokens keep their slots."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -90,3 +91,10 @@ class PagedStorage:
             spec.empty(num_pages * size, size, device=self._device) for spec in self.specs
         )
         return key, value, key_scale, value_scale
+
+
+def page_slots(pages: Sequence[int], page_size: int) -> Tensor:
+    """Every slot of some pages, ``[len(pages) * page_size]`` int64."""
+    return (
+        torch.tensor(pages, dtype=torch.int64).unsqueeze(1) * page_size + torch.arange(page_size)
+    ).flatten()

@@ -237,6 +237,7 @@ class KVCacheLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last ``-tokens_to_remove`` tokens; up to 5.12 a positive number is what is kept."""
+        tokens_to_remove = int(tokens_to_remove)  # some versions pass a 0-d tensor
         if tokens_to_remove < 0:
             self.pages.truncate(max(0, self.pages.num_tokens + tokens_to_remove))
         elif _CROP_KEEPS:

@@ -1,0 +1,234 @@
+"""Sequences that share pages read back their own keys and values, whoever wrote them."""
+
+from __future__ import annotations
+
+import random
+import zlib
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvloom import KVSpec, QuantSpec, Scores, ops
+from kvloom.caches import PagedCache, PagedSequence
+from kvloom.errors import ArgumentError, OutOfBlocks, ShapeError, StateError
+from kvloom.quant.affine import dequantize, quantize
+
+LAYERS, HEADS, DIM, PAGE = 2, 2, 8, 4
+INT8 = QuantSpec(8, group=8, scale_dtype=torch.float32)
+QUANTS = pytest.mark.parametrize("quant", [None, INT8], ids=["plain", "int8"])
+
+
+def make(num_pages: int = 32, quant: QuantSpec | None = None) -> PagedCache:
+    spec = KVSpec(1, HEADS, DIM, torch.float32, "B S H D", quant)
+    return PagedCache(spec, num_layers=LAYERS, num_pages=num_pages, page_size=PAGE)
+
+
+def content(sequence: PagedSequence, layer: int, start: int, end: int) -> Tensor:
+    """Keys that are a function of the salt, the layer and all tokens up to each position, ``[T, H, D]``."""
+    rows = []
+    for position in range(start, end):
+        seed = zlib.crc32(repr((sequence.salt, layer, sequence.tokens[: position + 1])).encode())
+        rows.append(torch.randn(HEADS, DIM, generator=torch.Generator().manual_seed(seed)))
+    return torch.stack(rows) if rows else torch.empty(0, HEADS, DIM)
+
+
+def write(cache: PagedCache, sequence: PagedSequence, *, commit: bool = True) -> None:
+    """Give every layer what is pending."""
+    for layer in range(LAYERS):
+        key = content(sequence, layer, sequence.stored[layer], len(sequence.tokens))
+        cache.append(sequence, layer, key, -key)
+    if commit:
+        cache.commit(sequence)
+
+
+def assert_own(cache: PagedCache, sequence: PagedSequence, quant: QuantSpec | None = None) -> None:
+    """Every layer gives back what this sequence's tokens say."""
+    for layer in range(LAYERS):
+        slots = torch.tensor(
+            [sequence.table.slot(i) for i in range(sequence.stored[layer])], dtype=torch.int64
+        )
+        key, value = ops.load(slots, cache.layers[layer].view, dtype=torch.float32)
+        expected = content(sequence, layer, 0, sequence.stored[layer])
+        if quant is not None:
+            codes, scale = quantize(expected, quant.bits, quant.group, quant.scale_dtype)
+            expected = dequantize(codes, scale, quant.bits, torch.float32)
+        assert torch.equal(key, expected)
+        assert torch.equal(value, -expected)
+
+
+def started(cache: PagedCache, tokens: list[int], salt: str = "") -> PagedSequence:
+    sequence = cache.begin(tokens, salt)
+    write(cache, sequence)
+    return sequence
+
+
+@QUANTS
+def test_a_prefix_in_whole_pages_is_found_again(quant: QuantSpec | None) -> None:
+    cache = make(quant=quant)
+    started(cache, list(range(11)))
+    second = cache.begin([*range(11), 50, 51])
+    assert second.num_cached == 8
+    assert second.num_pending == 5
+    write(cache, second)
+    assert_own(cache, second, quant)
+    assert cache.report()["active"] == 3 + 2
+
+
+def test_the_last_token_is_never_taken_from_the_cache() -> None:
+    cache = make()
+    started(cache, list(range(8)))
+    assert cache.begin(list(range(8))).num_cached == 4
+
+
+def test_pages_of_an_ended_sequence_are_found_until_they_are_needed() -> None:
+    cache = make(num_pages=4)
+    cache.end(started(cache, list(range(8))))
+    assert cache.report() == {"sequences": 0, "num_pages": 4, "free": 2, "active": 0, "evictable": 2}
+    again = cache.begin(list(range(9)))
+    assert again.num_cached == 8
+    cache.end(again)
+    cache.end(started(cache, list(range(100, 116))))
+    assert cache.begin(list(range(9))).num_cached == 0
+
+
+def test_another_salt_finds_nothing() -> None:
+    cache = make()
+    started(cache, list(range(9)), "one")
+    assert cache.begin(list(range(9)), "two").num_cached == 0
+    assert cache.begin(list(range(9)), "one").num_cached == 8
+
+
+@QUANTS
+def test_forks_go_their_own_ways(quant: QuantSpec | None) -> None:
+    cache = make(quant=quant)
+    first = started(cache, list(range(6)))
+    second = cache.fork(first)
+    for sequence, tokens in ((first, [7, 8, 9]), (second, [70, 80])):
+        cache.extend(sequence, tokens)
+        write(cache, sequence)
+    for sequence in (first, second):
+        assert_own(cache, sequence, quant)
+    cache.check()
+
+
+@QUANTS
+def test_truncating_into_a_shared_page_copies_it(quant: QuantSpec | None) -> None:
+    cache = make(quant=quant)
+    first = started(cache, list(range(8)))
+    second = cache.fork(first)
+    cache.truncate(second, 6)
+    cache.extend(second, [60, 61])
+    write(cache, second)
+    assert_own(cache, first, quant)
+    assert_own(cache, second, quant)
+
+
+def test_attention_over_shared_pages_equals_dense_attention() -> None:
+    cache = make()
+    sequences = [started(cache, list(range(9))), started(cache, [*range(8), 90, 91, 92])]
+    query = torch.randn(4, 2 * HEADS, DIM)
+    out = cache.attend(query, sequences, 1, Scores(window=7))
+    for i, sequence in enumerate(sequences):
+        n = len(sequence.tokens)
+        key = content(sequence, 1, 0, n).repeat_interleave(2, dim=1).transpose(0, 1)
+        ago = torch.arange(n) - torch.arange(n - 2, n).unsqueeze(1)
+        expected = torch.nn.functional.scaled_dot_product_attention(
+            query[2 * i : 2 * i + 2].transpose(0, 1), key, -key, attn_mask=(ago <= 0) & (ago > -7)
+        )
+        torch.testing.assert_close(out[2 * i : 2 * i + 2], expected.transpose(0, 1))
+
+
+def test_a_step_that_failed_in_one_layer_is_not_shared() -> None:
+    cache = make()
+    first = started(cache, list(range(6)))
+    cache.extend(first, [7])
+    with pytest.raises(ShapeError, match="key must be"):
+        cache.append(first, 0, torch.zeros(1, HEADS, DIM + 1), torch.zeros(1, HEADS, DIM))
+    second = cache.fork(first)
+    for sequence in (first, second):
+        write(cache, sequence)
+        assert_own(cache, sequence)
+    cache.check()
+
+
+def test_layers_that_differ_cannot_be_committed_or_forked() -> None:
+    cache = make()
+    sequence = cache.begin([1, 2, 3])
+    cache.append(sequence, 0, content(sequence, 0, 0, 3), content(sequence, 0, 0, 3))
+    for verb in (cache.commit, cache.fork):
+        with pytest.raises(StateError, match="every layer must have the same tokens"):
+            verb(sequence)
+
+
+def test_a_full_pool_refuses_and_changes_nothing() -> None:
+    cache = make(num_pages=3)
+    first = started(cache, list(range(7)))
+    second = cache.begin(list(range(50, 58)))
+    with pytest.raises(OutOfBlocks):
+        write(cache, second)
+    assert second.stored == [0, 0]
+    assert_own(cache, first)
+    cache.check()
+
+
+def test_leaving_the_context_ends_every_sequence() -> None:
+    with make() as cache:
+        sequence = started(cache, list(range(9)))
+    assert cache.report()["sequences"] == cache.report()["active"] == 0
+    with pytest.raises(StateError, match="has ended"):
+        cache.extend(sequence, [1])
+
+
+@pytest.mark.parametrize(
+    ("call", "name"),
+    [
+        (lambda c, s: c.begin([]), "tokens"),
+        (lambda c, s: c.append(s, 2, torch.zeros(1, 2, 8), torch.zeros(1, 2, 8)), "layer"),
+        (lambda c, s: c.append(s, 0, torch.zeros(1, 2, 8), torch.zeros(1, 2, 8)), "key"),
+        (lambda c, s: c.truncate(s, 6), "num_tokens"),
+        (lambda c, s: c.attend(torch.zeros(3, 2, 8), [s, s], 0), "queries"),
+        (lambda c, s: c.attend(torch.zeros(6, 2, 8), [s], 0), "queries"),
+        (lambda c, s: c.attend(torch.zeros(1, 2, 8), [s], -1), "layer"),
+    ],
+)
+def test_bad_arguments_are_named(call: object, name: str) -> None:
+    cache = make()
+    sequence = started(cache, [1, 2, 3, 4, 5])
+    with pytest.raises(ArgumentError, match=rf"^{name} must"):
+        call(cache, sequence)  # type: ignore[operator]
+    assert_own(cache, sequence)
+
+
+@QUANTS
+@pytest.mark.parametrize("seed", range(4))
+def test_random_programs_keep_every_sequence_its_own(seed: int, quant: QuantSpec | None) -> None:
+    rng, cache, live = random.Random(seed), make(num_pages=20, quant=quant), []
+    hits = 0
+    for _ in range(250):
+        verb = rng.choice(["begin", "begin", "extend", "extend", "fork", "truncate", "end", "end"])
+        chosen = rng.choice(live) if live else None
+        try:
+            if verb == "begin" or chosen is None:
+                # Few tokens and salts, so that prefixes meet.
+                tokens = [int(rng.random() < 0.1) for _ in range(rng.randrange(1, 14))]
+                chosen = cache.begin(tokens, rng.choice("ab"))
+                hits += chosen.num_cached > 0
+                live.append(chosen)
+                write(cache, chosen, commit=rng.random() < 0.8)
+            elif verb == "extend":
+                cache.extend(chosen, [rng.randrange(2) for _ in range(rng.randrange(1, 6))])
+                write(cache, chosen, commit=rng.random() < 0.8)
+            elif verb == "fork":
+                live.append(cache.fork(chosen))
+            elif verb == "truncate":
+                cache.truncate(chosen, rng.randrange(len(chosen.tokens) + 1))
+            else:
+                live.remove(chosen)
+                cache.end(chosen)
+        except OutOfBlocks:
+            cache.truncate(chosen, min(chosen.stored))
+        for sequence in live:
+            assert_own(cache, sequence, quant)
+        cache.check()
+    assert hits > 10
