@@ -79,7 +79,7 @@ def _demo(args: argparse.Namespace) -> None:
     prompt = re.findall(r"(?s).*\n *(?:async )?def \w+", source.read()[:_DEMO_PROMPT_CHARACTERS])[0]
     model, tokenizer = _load(None)
     console = Console()
-    console.rule(f"{source.name}, which the model has not seen, continued from an int8 cache")
+    console.rule(f"{source.name} (held out), continued from an int8 cache")
     _stream(model, tokenizer, prompt, "int8", 64, args.max_new_tokens, num_lines_shown=12)
     inputs = tokenizer(prompt, return_tensors="pt").input_ids.to(model.device)
     rows = compare(model, inputs, _DEMO_KINDS, max_new_tokens=args.max_new_tokens, num_runs=args.runs)
