@@ -6,10 +6,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kvloom import ops
 from kvloom.blocks.pool import BlockPool
 from kvloom.blocks.table import BlockTable, Copy, append_all
-from kvloom.caches.storage import PagedFormat, PagedStorage, page_slots
+from kvloom.caches.storage import PagedFormat, PagedStorage, copy_pages
 from kvloom.errors import OutOfBlocks, ShapeError
 
 
@@ -71,13 +70,9 @@ class PagedBatch:
         self._tables[:] = tables
         self._slots.clear()
         if copies:
-            sources, targets = (
-                page_slots(pages, self.format.page_size) for pages in zip(*copies, strict=True)
-            )
             for storage in self.storages.values():
                 storage.grow(self.num_pages)
-                where = storage.view.device
-                ops.copy(storage.view, sources.to(where), storage.view, targets.to(where))
+            copy_pages(self.storages.values(), copies, self.format.page_size)
 
     def slots(self, start: int, end: int, device: torch.device) -> Tensor:
         """Slots of positions ``start .. end`` of every sequence, ``[B, end - start]`` int64."""

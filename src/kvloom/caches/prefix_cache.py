@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvloom import ops
 from kvloom.blocks import BlockPool, BlockTable, PrefixTree, append_all, check
-from kvloom.caches.storage import PagedFormat, PagedStorage, page_slots
+from kvloom.caches.storage import PagedFormat, PagedStorage, copy_pages
 from kvloom.core.checks import expect_range
 from kvloom.core.indexing import CacheIndex
 from kvloom.core.specs import KVSpec
@@ -258,11 +258,8 @@ class PagedCache:
     def _reserve(self, sequence: PagedSequence, num_tokens: int) -> None:
         """Pages for ``num_tokens`` tokens; pages that others hold are copied in every layer."""
         more = num_tokens - sequence.table.num_tokens
-        copies = append_all([sequence.table], [more]) if more > 0 else []
-        for copy in copies:
-            source, target = (page_slots([page], self.page_size).to(self._device) for page in copy)
-            for layer in self.layers:
-                ops.copy(layer.view, source, layer.view, target)
+        if more > 0:
+            copy_pages(self.layers, append_all([sequence.table], [more]), self.page_size)
 
     def _table(self, sequences: Sequence[PagedSequence]) -> Tensor:
         """Block ids ``[B, P]``, rows padded with -1."""

@@ -1,11 +1,13 @@
 """Tensors of one layer in pages: how they are kept, and how they grow while tokens keep their slots."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from kvloom import ops
+from kvloom.blocks import Copy
 from kvloom.core.layouts import CacheLayout
 from kvloom.core.specs import KVSpec, QuantSpec
 from kvloom.core.views import KVView
@@ -93,7 +95,17 @@ class PagedStorage:
         return key, value, key_scale, value_scale
 
 
-def page_slots(pages: Sequence[int], page_size: int) -> Tensor:
+def copy_pages(storages: Iterable[PagedStorage], copies: Sequence[Copy], page_size: int) -> None:
+    """Run the copies that a table asked for, in the storage of every layer."""
+    if not copies:
+        return
+    sources, targets = (_page_slots(pages, page_size) for pages in zip(*copies, strict=True))
+    for storage in storages:
+        view = storage.view
+        ops.copy(view, sources.to(view.device), view, targets.to(view.device))
+
+
+def _page_slots(pages: Sequence[int], page_size: int) -> Tensor:
     """Every slot of some pages, ``[len(pages) * page_size]`` int64."""
     return (
         torch.tensor(pages, dtype=torch.int64).unsqueeze(1) * page_size + torch.arange(page_size)

@@ -97,7 +97,7 @@ def check_index(name: str, index: CacheIndex, lengths: Tensor, num_slots: int) -
                 f"{name} must hold row {b} of {int(lengths[b])} entries from {int(starts[b])} on, "
                 f"got {index.table.shape[0]} entries"
             )
-        tokens = index.slots(*ragged_positions(torch.nn.functional.pad(lengths.cumsum(0), (1, 0))))
+        tokens = index.slots(*ragged_positions(prefix_sums(lengths)))
         check_slots(name, tokens, num_slots)
         return
     num_pages = -(-lengths // index.page_size)
@@ -118,6 +118,11 @@ def check_index(name: str, index: CacheIndex, lengths: Tensor, num_slots: int) -
             f"{name} must be in [0, {num_slots}) for every token, got first slot {int(first[b, p])} for the "
             f"{int(held[b, p])} tokens of page {p} of sequence {b}"
         )
+
+
+def prefix_sums(lengths: Tensor) -> Tensor:
+    """``[B + 1]`` int64 from lengths ``[B]``: 0, then the sum of the first, of the first two, and so on."""
+    return torch.nn.functional.pad(lengths.long().cumsum(0), (1, 0))
 
 
 def ragged_positions(

@@ -3,6 +3,7 @@
 import hashlib
 import json
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -11,7 +12,8 @@ from kvloom.core.checks import FLOAT_DTYPES
 from kvloom.core.layouts import CacheLayout
 from kvloom.errors import ArgumentError, ConfigError
 
-_CODE_DTYPE = {8: torch.int8, 4: torch.uint8}
+CODE_DTYPE: Final = {8: torch.int8, 4: torch.uint8}
+"""How codes of so many bits are stored; 4-bit codes stand two to a byte."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +32,7 @@ class QuantSpec:
     scale_dtype: torch.dtype = torch.float16
 
     def __post_init__(self) -> None:
-        if self.bits not in _CODE_DTYPE:
+        if self.bits not in CODE_DTYPE:
             raise ConfigError(f"bits must be 8 or 4, got {self.bits!r}")
         if isinstance(self.group, bool) or not isinstance(self.group, int) or self.group < 1:
             raise ConfigError(f"group must be a positive int, got {self.group!r}")
@@ -83,7 +85,7 @@ class KVSpec:
     @property
     def cache_dtype(self) -> torch.dtype:
         """dtype of the cache tensor."""
-        return self.dtype if self.quant is None else _CODE_DTYPE[self.quant.bits]
+        return self.dtype if self.quant is None else CODE_DTYPE[self.quant.bits]
 
     def shapes(
         self, num_tokens: int, block_size: int | None = None

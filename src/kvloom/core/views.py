@@ -7,11 +7,12 @@ from torch import Tensor
 
 from kvloom.core.checks import FLOAT_DTYPES, overlaps_itself
 from kvloom.core.layouts import CacheLayout
+from kvloom.core.specs import CODE_DTYPE
 from kvloom.errors import ArgumentError, ShapeError
 
 _INTEGER = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _INDEXABLE = {*FLOAT_DTYPES, *_INTEGER.values(), torch.uint8, torch.bool}
-_BITS_OF_CODES = {torch.int8: 8, torch.uint8: 4}
+_BITS_OF_CODES = {dtype: bits for bits, dtype in CODE_DTYPE.items()}
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvloom.integrations.transformers import KVCache
+from kvloom.integrations.transformers import KVCache, head_dim_of
 
 STOCK = "DynamicCache"
 
@@ -110,6 +110,5 @@ def _nbytes_per_token(cache: Any) -> float:
 
 def _group(model: Any) -> int:
     """64, or the largest power of two below it that divides the head dim."""
-    config = model.config.get_text_config(decoder=True)
-    head_dim = int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+    head_dim = head_dim_of(model.config.get_text_config(decoder=True))
     return min(64, head_dim & -head_dim)

@@ -77,7 +77,7 @@ class KVCache(DynamicCache):  # type: ignore[misc]
             raise ArgumentError(f"kv must be one of {STORAGE}, got {kv!r}")
         config = model.config.get_text_config(decoder=True)
         quant = QuantSpec({"int8": 8, "int4": 4}[kv], quant_group) if kv in ("int8", "int4") else None
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        head_dim = head_dim_of(config)
         if quant is not None and head_dim % quant_group and not hasattr(config, "kv_lora_rank"):
             raise ArgumentError(f"quant_group must divide the head dim {head_dim}, got {quant_group}")
         dtype = None if quant is not None or kv == "auto" else getattr(torch, kv)
@@ -272,6 +272,11 @@ class KVCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         raise UnsupportedError("a layer of a KVCache shares its rows with the others: call the cache")
 
     reorder_cache = batch_repeat_interleave = batch_select_indices = offload = prefetch = _refuse
+
+
+def head_dim_of(config: Any) -> int:
+    """Elements of a head vector of a text model, which not every configuration states."""
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
 def load_model(

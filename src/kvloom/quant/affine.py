@@ -26,7 +26,6 @@ from kvloom.quant.packing import pack_int4, unpack_int4
 
 EPS: Final = 1e-5
 QMAX: Final = {8: 127, 4: 7}
-CODE_DTYPE: Final = {8: torch.int8, 4: torch.uint8}
 
 
 def quantize(x: Tensor, bits: int, group: int, scale_dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from kvloom import ops
 from kvloom.core.checks import INDEX_DTYPES, can_read, expect, expect_no_overlap
-from kvloom.core.indexing import ragged_positions
+from kvloom.core.indexing import prefix_sums, ragged_positions
 from kvloom.core.views import KVView, raw
 from kvloom.dialects.ascend.arguments import DTYPES, read_mode
 from kvloom.dialects.ascend.formats import NORM, open_caches
@@ -66,9 +66,7 @@ def gather_pa_kv_cache(
     )
     if outputs[0].shape[0] != outputs[1].shape[0]:
         raise ShapeError(f"value must have {key.shape[0]} rows as key, got {value.shape[0]}")
-    starts = (
-        seq_lens.long() if is_seq_lens_cumsum else torch.nn.functional.pad(seq_lens.long().cumsum(0), (1, 0))
-    )
+    starts = seq_lens.long() if is_seq_lens_cumsum else prefix_sums(seq_lens)
     if can_read(starts) and (int(starts[0]) != 0 or bool((starts.diff() < 0).any())):
         raise ArgumentError(f"seq_lens must give lengths of at least 0, got {seq_lens.tolist()}")
     if can_read(starts) and seq_offset is not None and bool((seq_offset < 0).any()):

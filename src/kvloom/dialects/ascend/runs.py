@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from kvloom.core.checks import INDEX_DTYPES, can_read, expect, expect_range
-from kvloom.core.indexing import CacheIndex, ragged_positions
+from kvloom.core.indexing import CacheIndex, prefix_sums, ragged_positions
 from kvloom.errors import ArgumentError, ShapeError
 
 COMPRESSING: Final = ("Alibi", "Rope", "Omni")
@@ -218,9 +218,7 @@ def slot_mapping(block_table: Tensor, positions_start: Tensor, lengths: Tensor, 
     if bool((lengths < 0).any()):
         raise ArgumentError(f"lengths must be at least 0, got {int(lengths.min())}")
     index = CacheIndex.blocks(block_table, expect_range("block_size", block_size, 1))
-    sequence, position = ragged_positions(
-        torch.nn.functional.pad(lengths.long().cumsum(0), (1, 0)), positions_start
-    )
+    sequence, position = ragged_positions(prefix_sums(lengths), positions_start)
     if position.numel() and (int(position.min()) < 0 or int(position.max()) >= sizes["M"] * block_size):
         raise ArgumentError(
             f"positions_start must keep every token in the {sizes['M']} blocks of its row, "

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from kvloom import ops
 from kvloom.core.checks import can_read
-from kvloom.core.indexing import check_slots, ragged_positions
+from kvloom.core.indexing import check_slots, prefix_sums, ragged_positions
 from kvloom.core.views import KVView, raw
 from kvloom.dialects.ascend.arguments import (
     choose_rule,
@@ -141,7 +141,7 @@ def _plan_runs(
     if can_read(slot_mapping):
         _check_runs(runs, key, first, caches[0].num_slots)
     if key.ndim == 3:
-        starts = torch.nn.functional.pad(runs.lengths.flatten().cumsum(0), (1, 0))
+        starts = prefix_sums(runs.lengths.flatten())
         sequence, position = ragged_positions(starts, total=key.shape[0] if batch else 0)
     else:
         position = torch.arange(key.shape[1], device=key.device).repeat(batch)

@@ -16,11 +16,11 @@ from kvloom.core.checks import (
 )
 from kvloom.core.indexing import CacheIndex, check_index
 from kvloom.core.layouts import CacheLayout
+from kvloom.core.specs import CODE_DTYPE
 from kvloom.core.views import KVView
 from kvloom.errors import ArgumentError, ShapeError
 
 KEY_DTYPES: Final = (*FLOAT_DTYPES, torch.int8)
-_CODE_DTYPE: Final = {8: torch.int8, 4: torch.uint8}
 
 
 class CacheAttributes(NamedTuple):
@@ -85,9 +85,9 @@ def _expect_quantised(
         raise ShapeError(
             f"current_key must be a float where quant_bit is {quant_bit}, got {current_key.dtype}"
         )
-    if cache.dtype != _CODE_DTYPE[quant_bit]:
+    if cache.dtype != CODE_DTYPE[quant_bit]:
         raise ShapeError(
-            f"cache must be {_CODE_DTYPE[quant_bit]} where quant_bit is {quant_bit}, got {cache.dtype}"
+            f"cache must be {CODE_DTYPE[quant_bit]} where quant_bit is {quant_bit}, got {cache.dtype}"
         )
     if scale is None:
         raise ArgumentError(f"scale must be given where quant_bit is {quant_bit}, got None")
