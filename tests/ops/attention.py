@@ -28,6 +28,7 @@ class Case:
     slots: list[list[int]]
     page_size: int = 1
     decoding_batches: int = 0
+    first_visible: list[int] | None = None
     loaded: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
     def batch(self, spelling: str = "pages", dtype: torch.dtype = torch.int64, padding: int = -1) -> Batch:
@@ -37,7 +38,18 @@ class Case:
             starts_of(self.new, dtype),
             starts_of(self.stored, dtype),
             self.decoding_batches,
+            None if self.first_visible is None else torch.tensor(self.first_visible, dtype=dtype),
         )
+
+    def sees(self, scores: Scores, b: int, position: int, j: int) -> bool:
+        """Whether the query at ``position`` of sequence b sees key j."""
+        if j > position and (
+            scores.alibi_slopes is not None or (scores.is_causal and b >= self.decoding_batches)
+        ):
+            return False
+        if self.first_visible is not None and j < self.first_visible[b]:
+            return False
+        return scores.window is None or j > position - scores.window
 
     def value_width(self) -> int:
         """Elements of a value."""
@@ -138,7 +150,7 @@ def exact(case: Case, scores: Scores) -> Tensor:
             for g, query in enumerate(case.query[row].double().tolist()):
                 logits = [
                     _logit(scores, query, keys[j][g // ratio], g, row, first_column + j, j - position)
-                    if _visible(scores, j - position, b < case.decoding_batches)
+                    if case.sees(scores, b, position, j)
                     else -math.inf
                     for j in range(case.stored[b])
                 ]
@@ -153,13 +165,6 @@ def exact(case: Case, scores: Scores) -> Tensor:
         first_column += case.stored[b]
     shape = (first_row, case.query.shape[1], case.value_width())
     return torch.stack(rows).view(shape) if rows else torch.zeros(shape, dtype=torch.float64)
-
-
-def _visible(scores: Scores, distance: int, decoding: bool) -> bool:
-    """Whether a query sees the key ``distance`` tokens behind (negative) or ahead of it."""
-    if distance > 0 and (scores.alibi_slopes is not None or (scores.is_causal and not decoding)):
-        return False
-    return scores.window is None or distance > -scores.window
 
 
 def _logit(
@@ -206,7 +211,10 @@ def plain(case: Case, scores: Scores) -> Tensor:
         distance = torch.arange(case.stored[b]) - positions
         if scores.alibi_slopes is not None:
             logits = logits + scores.alibi_slopes.to(dtype).view(-1, 1, 1) * distance.to(dtype)
-        seen = [[_visible(scores, d, b < case.decoding_batches) for d in row] for row in distance.tolist()]
+        seen = [
+            [case.sees(scores, b, case.stored[b] - case.new[b] + i, j) for j in range(case.stored[b])]
+            for i in range(case.new[b])
+        ]
         logits = logits.masked_fill(~torch.tensor(seen, dtype=torch.bool).view(distance.shape), -math.inf)
         if scores.sinks is not None:
             sink = scores.sinks.to(dtype).view(-1, 1, 1).expand(-1, case.new[b], 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -43,6 +44,17 @@ def test_only_rows_that_see_a_broken_value_are_nan(
     expected[sees, 2:, 5] = True  # the two query heads of head 1
     assert torch.equal(out.isnan(), expected)
     torch.testing.assert_close(out[~expected], whole[~expected])
+
+
+def test_tokens_before_the_first_visible_one_may_be_broken() -> None:
+    query, kv = filled()
+    batch = replace(BATCH, first_visible=torch.tensor([3]))
+    whole = ops.attend(query, kv, batch)
+    assert kv.value is not None
+    for x in (kv.key, kv.value):
+        x[0, :3] = math.nan
+    assert torch.equal(ops.attend(query, kv, batch)[3:], whole[3:])
+    assert not whole[:3].any()
 
 
 @pytest.mark.parametrize("softcap", [0.0, -1.0, math.inf, math.nan])

@@ -76,6 +76,14 @@ def test_option_equals_the_loop(options: dict[str, Any], dtype: torch.dtype, dec
     assert_right(case, Scores(**options))
 
 
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("first", [[0, 2, 4], [7, -3, 99]], ids=str)
+def test_hidden_first_tokens_equal_the_loop(options: dict[str, Any], first: list[int]) -> None:
+    case = make_case(NEW, STORED)
+    case.first_visible = first
+    assert_right(case, Scores(**options))
+
+
 @given(st.data())
 def test_any_options_together_equal_the_loop(data: st.DataObject) -> None:
     stored = data.draw(st.lists(st.integers(0, 6), min_size=1, max_size=4), label="stored")
@@ -96,6 +104,8 @@ def test_any_options_together_equal_the_loop(data: st.DataObject) -> None:
     case = make_case(new, stored, kind=kind, dtype=dtype, kv_heads=kv_heads, ratio=ratio,
                      page_size=data.draw(st.integers(1, 3)), seed=data.draw(st.integers(0, 9)))  # fmt: skip
     case.decoding_batches = data.draw(st.integers(0, 4))
+    if data.draw(st.booleans()):
+        case.first_visible = [data.draw(st.integers(-1, n + 1)) for n in stored]
     assert_right(case, Scores(**given_options))
 
 
@@ -170,6 +180,12 @@ def test_window_holds_for_decoding_sequences() -> None:
     case = counting([2], [5])
     case.decoding_batches = 1
     assert seen(case, Scores(window=2)) == [[2, 3, 4], [3, 4]]
+
+
+def test_first_visible_counts_in_each_sequence() -> None:
+    case = counting([1, 2], [3, 4])
+    case.first_visible = [1, 3]
+    assert seen(case, Scores()) == [[1, 2], [], [3]]
 
 
 def test_mask_columns_follow_the_stored_tokens() -> None:

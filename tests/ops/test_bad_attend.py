@@ -98,6 +98,10 @@ BAD = [
         lambda c: part(c, "batch", seqstarts=torch.tensor([0, 1, 5]))),
     *(Bad(f"decoding_batches {n!r}", ArgumentError, "decoding_batches",
           lambda c, n=n: part(c, "batch", decoding_batches=n)) for n in (-1, True, 1.5, None)),
+    *(Bad(f"first_visible {name}", ShapeError, "first_visible",
+          lambda c, x=x: part(c, "batch", first_visible=x)) for name, x in (
+              ("of another batch", torch.zeros(7).long()), ("2-D", torch.zeros(3, 1).long()),
+              ("of floats", torch.zeros(3)), ("on meta", torch.zeros(3, device="meta").long()))),
     Bad("kv of keys only", ArgumentError, "kv",
         lambda c: {"kv": KVView(c["kv"].key, None, c["kv"].key_scale)}),
     Bad("kv on meta", ShapeError, "query|kv", lambda c: views(c, on_meta, "key", "value")),

@@ -148,6 +148,7 @@ OPTIONS: dict[str, dict[str, object]] = {
     "scale": {"scale": 0.7},
     "not causal": {"is_causal": False},
     "decoding": {"decoding_batches": 1},
+    "first visible": {"first_visible": torch.tensor([1, 2])},
     "mask": {"mask": torch.randn(4, 11, generator=generator(1))},
     "mask of heads": {"mask": MASK.half()},
     "alibi": {"alibi_slopes": SLOPES},
@@ -164,8 +165,8 @@ def attend_arguments(pool: Pool, dtype: torch.dtype = torch.float32, **options: 
     given = {
         "table": torch.tensor([[0], [6]]), "row_starts": None, "page_size": ENDLESS,
         "seqstarts": torch.tensor([0, 1, 4]), "kvstarts": torch.tensor([0, 4, 9]), "decoding_batches": 0,
-        "scale": 0.35, "is_causal": True, "mask": None, "alibi_slopes": None, "window": None, "softcap": None,
-        "sinks": None, "query": query, **options,
+        "first_visible": None, "scale": 0.35, "is_causal": True, "mask": None, "alibi_slopes": None,
+        "window": None, "softcap": None, "sinks": None, "query": query, **options,
     }  # fmt: skip
     return given.pop("query"), *caches(pool), *given.values()
 

@@ -32,12 +32,15 @@ class Batch:
         seqstarts: ``[B + 1]``, new tokens of sequence b are rows ``seqstarts[b]:seqstarts[b + 1]``.
         kvstarts: ``[B + 1]``, sequence b has ``kvstarts[b + 1] - kvstarts[b]`` tokens, its new ones last.
         decoding_batches: The first so many sequences get no causal mask.
+        first_visible: ``[B]`` int64 or int32, stored tokens of sequence b before this one are hidden, as left
+            padding or what a window has passed; ``None`` for 0.
     """
 
     index: CacheIndex
     seqstarts: Tensor
     kvstarts: Tensor
     decoding_batches: int = 0
+    first_visible: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -48,7 +51,8 @@ class Scores:
     if
 
     * ``j <= p``, where causal or ALiBi,
-    * ``j > p - window``, where there is a window.
+    * ``j > p - window``, where there is a window,
+    * ``j >= first_visible[b]``, where the batch says so.
 
     Attributes:
         scale: Factor of the dot product, ``1 / sqrt(D)`` if ``None``.
@@ -229,6 +233,7 @@ def attend(
         batch.seqstarts,
         batch.kvstarts,
         batch.decoding_batches,
+        batch.first_visible,
         1.0 / math.sqrt(head_dim) if scores.scale is None else scores.scale,
         scores.is_causal,
         scores.mask,
@@ -294,6 +299,10 @@ def _expect_batch(batch: Batch, device: torch.device) -> None:
             f"index must have a row for each of {sizes['B+1'] - 1} sequences, got {rows.shape[0]}"
         )
     expect_range("decoding_batches", batch.decoding_batches, 0)
+    if batch.first_visible is not None:
+        expect(
+            "first_visible", batch.first_visible, "B", dtype=INDEX_DTYPES, device=device, B=sizes["B+1"] - 1
+        )
 
 
 def _expect_scores(scores: Scores, sizes: dict[str, int], device: torch.device) -> None:

@@ -23,8 +23,8 @@ LIB.define("copy(Tensor[] sources, Tensor source_slots, Tensor(a!)[] targets, Te
 LIB.define(
     "attend(Tensor query, Tensor key_cache, Tensor value_cache, Tensor? key_scale, Tensor? value_scale,"
     " Tensor table, Tensor? row_starts, int page_size, Tensor seqstarts, Tensor kvstarts,"
-    " int decoding_batches, float scale, bool is_causal, Tensor? mask, Tensor? alibi_slopes, int? window,"
-    " float? softcap, Tensor? sinks) -> Tensor"
+    " int decoding_batches, Tensor? first_visible, float scale, bool is_causal, Tensor? mask,"
+    " Tensor? alibi_slopes, int? window, float? softcap, Tensor? sinks) -> Tensor"
 )
 
 # The reference serves every device; a faster backend takes over its own dispatch key.

@@ -79,6 +79,7 @@ def attend(
     seqstarts: Tensor,
     kvstarts: Tensor,
     decoding_batches: int,
+    first_visible: Tensor | None,
     scale: float,
     is_causal: bool,
     mask: Tensor | None,
@@ -125,6 +126,8 @@ def attend(
             hidden |= distance_qk > 0
         if window is not None:
             hidden |= distance_qk <= -window
+        if first_visible is not None:
+            hidden |= k_pos < first_visible[b]
         probs_HRqk = _softmax(scores_HRqk.masked_fill(hidden, float("-inf")), sinks)
         out_HRqD = _weigh(probs_HRqk.flatten(1, 2), v_HkD).unflatten(1, (-1, num_new))
         out[rows] = out_HRqD.permute(2, 0, 1, 3).flatten(1, 2).to(out.dtype)
