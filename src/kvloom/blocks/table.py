@@ -71,6 +71,21 @@ class BlockTable:
             self._pool.release(blocks.pop())
         self._num_tokens = num_tokens
 
+    def drop_front(self, num_pages: int) -> None:
+        """Forget the first ``num_pages`` pages, all full; the token behind them becomes token 0.
+
+        Raises:
+            ArgumentError: there are fewer full pages; nothing was changed.
+        """
+        blocks = self._held()
+        if not 0 <= num_pages <= self._num_tokens // self.page_size:
+            full = self._num_tokens // self.page_size
+            raise ArgumentError(f"num_pages must be in [0, {full}], got {num_pages}")
+        for ref in blocks[:num_pages]:
+            self._pool.release(ref)
+        del blocks[:num_pages]
+        self._num_tokens -= num_pages * self.page_size
+
     def fork(self) -> "BlockTable":
         """Another table of the same tokens, on the same pages; the first to append copies what it writes."""
         table = BlockTable(self._pool, self.page_size)

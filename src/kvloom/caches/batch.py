@@ -1,4 +1,8 @@
-"""The sequences of a cache: the pages they hold, shared by its layers and, copy-on-write, by its forks."""
+"""The sequences of a cache: the pages they hold, shared by its layers and, copy-on-write, by its forks.
+
+A column is one token of every sequence, as in ``[B, H, N, D]``. Sequences end together: one that is shorter,
+as after a crop of single rows, has columns in front that hold nothing.
+"""
 
 import weakref
 from collections.abc import Sequence
@@ -6,30 +10,49 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kvloom.blocks.pool import BlockPool
-from kvloom.blocks.table import BlockTable, Copy, append_all
-from kvloom.caches.storage import PagedFormat, PagedStorage, copy_pages
-from kvloom.errors import OutOfBlocks, ShapeError
+from kvloom.blocks import BlockTable
+from kvloom.caches.storage import PagedFormat, PagedMemory, PagedStorage
+from kvloom.caches.stored import Placement
+from kvloom.core.indexing import CacheIndex
+from kvloom.errors import ShapeError, StateError
+
+ROLLBACK = 32
+"""Tokens kept behind a window, so that as many of the newest can be removed."""
 
 
 class PagedBatch:
-    """B sequences of one length, in pages of one pool.
+    """B sequences in pages of one memory.
 
-    Page i of the pool is page i of every layer's storage, so a table serves all layers. The pool grows by
-    doubling, up to ``format.max_tokens``. Forks share the pool and the storages; a page is copied when one of
-    its holders writes it.
+    With a ``window``, pages that no later token can see are given back at the next step. When new tokens are
+    so many that they alone fill the window, only the last of them get pages; until the next step ``passed``
+    has the sequences as they were before.
 
     Args:
-        format: How tokens are kept.
+        memory: Where the pages are; a ``PagedFormat`` makes a new one.
+        window: Tokens that a token sees, itself included; ``None`` keeps all.
     """
 
-    def __init__(self, format: PagedFormat) -> None:
-        self.format = format
-        self.storages: dict[int, PagedStorage] = {}
-        self._pool = BlockPool(0)
+    def __init__(self, memory: PagedMemory | PagedFormat, window: int | None = None) -> None:
+        self.memory = PagedMemory(memory) if isinstance(memory, PagedFormat) else memory
+        self.window = window
+        self.is_recording = False  # keep what the window passes until the next ``remove``
+        self.passed: PagedBatch | None = None
         self._tables: list[BlockTable] = []
-        self._slots: dict[torch.device, Tensor] = {}  # [B, tokens in the pages held], made when asked for
+        self._begin: list[int] = []  # of each sequence, the column of its first token,
+        self._first: list[int] = []  # and of the first one that is still held
+        self._index: CacheIndex | None = None
+        self._placements: dict[tuple[int, int], Placement] = {}
         weakref.finalize(self, _release, self._tables)
+
+    @property
+    def format(self) -> PagedFormat:
+        """How tokens are kept."""
+        return self.memory.format
+
+    @property
+    def storages(self) -> dict[int, PagedStorage]:
+        """The tensors of each layer."""
+        return self.memory.storages
 
     @property
     def size(self) -> int:
@@ -37,57 +60,113 @@ class PagedBatch:
         return len(self._tables)
 
     @property
-    def num_tokens(self) -> int:
-        """Tokens of each sequence."""
-        return self._tables[0].num_tokens if self._tables else 0
+    def num_columns(self) -> int:
+        """Columns so far, those included that the window has passed."""
+        return self._first[0] + self._tables[0].num_tokens if self._tables else 0
 
     @property
     def num_pages(self) -> int:
         """Pages in the pool: what every storage must hold."""
-        return self._pool.num_blocks
+        return self.memory.pool.num_blocks
 
     @property
     def num_pages_held(self) -> int:
         """Pages that hold tokens of this batch or its forks; a shared page counts once."""
-        return self._pool.num_active
+        return self.memory.pool.num_active
 
-    def reserve(self, batch: int, num_tokens: int) -> None:
-        """Give each of ``batch`` sequences room for ``num_tokens`` tokens in all; does nothing where it has.
+    @property
+    def tables(self) -> tuple[BlockTable, ...]:
+        """The pages of each sequence."""
+        return tuple(self._tables)
+
+    def adopt(self, tables: Sequence[BlockTable]) -> None:
+        """Hold these sequences of one length, whose pages are filled, instead of the present ones."""
+        self._replace(list(tables), [0] * len(tables), [0] * len(tables))
+
+    def reserve(self, batch: int, end: int) -> None:
+        """Give each of ``batch`` sequences room for the columns before ``end``; nothing to do where it has.
 
         Pages that others hold and that will be written are copied, in every layer.
 
         Raises:
             ShapeError: this batch has another number of sequences; nothing was changed.
-            OutOfBlocks: ``format.max_tokens`` is reached; nothing was changed.
+            OutOfBlocks: ``format.max_tokens`` is reached; no token was lost.
         """
         if self._tables and len(self._tables) != batch:
             raise ShapeError(f"key must have the {len(self._tables)} sequences of this cache, got {batch}")
-        more = num_tokens - self.num_tokens
-        if self._tables and more <= 0:
+        start = self.num_columns
+        if self._tables and end <= start:
             return
-        tables = self._tables or [BlockTable(self._pool, self.format.page_size) for _ in range(batch)]
-        copies = self._append(tables, more)
-        self._tables[:] = tables
-        self._slots.clear()
-        if copies:
-            for storage in self.storages.values():
-                storage.grow(self.num_pages)
-            copy_pages(self.storages.values(), copies, self.format.page_size)
+        self._forget_passed()
+        slides = self.window is not None and not self.is_recording
+        if slides:
+            self._drop_front(start)
+        new = [BlockTable(self.memory.pool, self.format.page_size) for _ in range(batch)]
+        begin, first = self._begin or [0] * batch, self._first or [0] * batch
+        last = [x + n for x, n in zip(first, self._num_passed(end, first), strict=True)] if slides else first
+        if min(last, default=0) > start:
+            self.memory.append(new, [end - x for x in last])
+            self.passed = self._twin(self._tables)
+            self._hold(new, begin, last)
+        else:
+            tables = self._tables or new
+            if self.memory.append(tables, [end - start] * batch):
+                self._index = None
+            self._placements.clear()
+            self._tables[:], self._begin[:], self._first[:] = tables, begin, first
 
-    def slots(self, start: int, end: int, device: torch.device) -> Tensor:
-        """Slots of positions ``start .. end`` of every sequence, ``[B, end - start]`` int64."""
-        if device not in self._slots:
-            pages = [[ref.id for ref in table.blocks] for table in self._tables]
-            first = torch.tensor(pages, dtype=torch.int64, device=device) * self.format.page_size
-            within = torch.arange(self.format.page_size, device=device)
-            self._slots[device] = (first.unsqueeze(-1) + within).flatten(1)
-        return self._slots[device][:, start:end]
+    def place(self, start: int, end: int, device: torch.device) -> Placement:
+        """Columns ``start .. end`` of every sequence; the same object until something changes."""
+        if (start, end) not in self._placements:
+            if self._index is None or self._index.table.device != device:
+                pages = _padded([[ref.id for ref in table.blocks] for table in self._tables], device)
+                self._index = CacheIndex.blocks(pages, self.format.page_size)
+            first = torch.tensor(self._first, device=device)
+            self._placements[start, end] = Placement(
+                self._index,
+                lengths=end - first,
+                num_columns=end - start,
+                origins=start - first if start or any(self._first) else None,
+            )
+        return self._placements[start, end]
 
-    def truncate(self, num_tokens: int) -> None:
-        """Keep the first ``num_tokens`` tokens of each sequence; shorter sequences stay as they are."""
-        for table in self._tables:
-            table.truncate(min(num_tokens, table.num_tokens))
-        self._slots.clear()
+    def first_held(self, column: int) -> list[int]:
+        """Of each sequence, the first column at or behind ``column`` that is held."""
+        return [max(first, column) for first in self._first]
+
+    def remove(self, counts: Sequence[int]) -> None:
+        """Remove the last ``counts[b]`` tokens of each sequence, at most all; then sequences end together.
+
+        Raises:
+            StateError: as ``expect_removable``; nothing was changed.
+        """
+        self.expect_removable(counts)
+        self._forget_passed()
+        end = self.num_columns
+        ends = [max(end - count, begin) for begin, count in zip(self._begin, counts, strict=True)]
+        lengths = [kept - begin for begin, kept in zip(self._begin, ends, strict=True)]
+        # The longest sequence begins in column 0, the others as many columns later as they are shorter.
+        longest = max(lengths, default=0)
+        for b, length in enumerate(lengths):
+            passed = min(self._first[b] - self._begin[b], length)
+            self._tables[b].truncate(length - passed)
+            self._begin[b] = longest - length
+            self._first[b] = self._begin[b] + passed
+        if self.is_recording:
+            self._drop_front(longest)
+        self._changed()
+
+    def expect_removable(self, counts: Sequence[int]) -> None:
+        """Raise StateError if tokens that follow such a ``remove`` would see some that are gone."""
+        if self.window is None:
+            return
+        for b, (begin, first, count) in enumerate(zip(self._begin, self._first, counts, strict=True)):
+            kept = max(self.num_columns - count, begin)
+            if kept > begin and first > max(kept - self.window + 1, begin):
+                raise StateError(
+                    f"sequence {b} must keep at least {first + self.window - 1 - begin} tokens, since what a "
+                    f"window of {self.window} behind fewer would show is gone, got {kept - begin}"
+                )
 
     def select(self, indices: Sequence[int]) -> None:
         """Make sequence i what sequence ``indices[i]`` was; moves tables and no keys or values.
@@ -95,44 +174,65 @@ class PagedBatch:
         Raises:
             IndexError: there is no such sequence; nothing was changed.
         """
-        chosen = [self._tables[i] for i in indices]
-        self._replace([table.fork() for table in chosen])
+        tables = [self._tables[i] for i in indices]
+        begin, first = ([x[i] for i in indices] for x in (self._begin, self._first))
+        self._replace([table.fork() for table in tables], begin, first)
 
     def fork(self) -> "PagedBatch":
         """Another batch of the same sequences on the same pages."""
-        other = PagedBatch(self.format)
-        other.storages, other._pool = self.storages, self._pool
-        other._tables += [table.fork() for table in self._tables]
-        return other
+        return self._twin([table.fork() for table in self._tables])
 
     def clear(self) -> None:
-        """Forget all sequences; storages that no fork uses are given back."""
-        self._replace([])
-        if not self._pool.num_active:
-            self.storages.clear()
-            self._pool = BlockPool(0)
+        """Forget all sequences; the memory is given back if no fork uses it."""
+        self._replace([], [], [])
+        self.memory.give_back()
 
-    def _replace(self, tables: list[BlockTable]) -> None:
+    def _num_passed(self, end: int, first: Sequence[int]) -> list[int]:
+        """Tokens in whole pages that the window and the rollback behind it have passed at column ``end``."""
+        size, hold = self.format.page_size, (self.window or 0) - 1 + ROLLBACK
+        return [max(end - hold - x, 0) // size * size for x in first]
+
+    def _drop_front(self, end: int) -> None:
+        """Give back the pages that nothing from column ``end`` on can see."""
+        if self.window is None:
+            return
+        for b, num_tokens in enumerate(self._num_passed(end, self._first)):
+            if num_tokens:
+                self._tables[b].drop_front(num_tokens // self.format.page_size)
+                self._first[b] += num_tokens
+                self._index = None
+
+    def _twin(self, tables: Sequence[BlockTable]) -> "PagedBatch":
+        """A batch of the same state that holds ``tables``."""
+        other = PagedBatch(self.memory, self.window)
+        other.is_recording = self.is_recording
+        other._hold(tables, self._begin, self._first)
+        return other
+
+    def _replace(self, tables: Sequence[BlockTable], begin: Sequence[int], first: Sequence[int]) -> None:
+        self._forget_passed()
         _release(self._tables)
-        self._tables[:] = tables
-        self._slots.clear()
+        self._hold(tables, begin, first)
 
-    def _append(self, tables: list[BlockTable], num_tokens: int) -> list[Copy]:
-        """``append_all``, after growing the pool as often as it takes."""
-        size, max_tokens = self.format.page_size, self.format.max_tokens
-        limit = None if max_tokens is None else max_tokens // size
-        while True:
-            try:
-                return append_all(tables, [num_tokens] * len(tables))
-            except OutOfBlocks:
-                have = self._pool.num_blocks
-                if limit is not None and have >= limit:
-                    raise OutOfBlocks(
-                        f"max_tokens must hold {num_tokens} more tokens of {len(tables)} sequences, "
-                        f"got {max_tokens} with {self._pool.num_active} of {limit} pages taken"
-                    ) from None
-                grown = max(have, len(tables) * -(-num_tokens // size))
-                self._pool.grow(grown if limit is None else min(grown, limit - have))
+    def _hold(self, tables: Sequence[BlockTable], begin: Sequence[int], first: Sequence[int]) -> None:
+        self._tables[:], self._begin, self._first = tables, list(begin), list(first)
+        self._changed()
+
+    def _forget_passed(self) -> None:
+        if self.passed is not None:
+            self.passed._replace([], [], [])
+            self.passed = None
+
+    def _changed(self) -> None:
+        self._index = None
+        self._placements.clear()
+
+
+def _padded(rows: Sequence[Sequence[int]], device: torch.device) -> Tensor:
+    """``[B, P]`` int64, short rows filled with -1."""
+    width = max(map(len, rows))
+    padded = [[*row, *[-1] * (width - len(row))] for row in rows]
+    return torch.tensor(padded, dtype=torch.int64, device=device)
 
 
 def _release(tables: list[BlockTable]) -> None:

@@ -1,6 +1,6 @@
 """Keys and values of one attention layer in pages that are taken as a batch grows.
 
-Letters: B sequences, Q new tokens of each, N stored tokens of each, H heads, D head dim.
+Letters: B sequences, Q new tokens of each, N columns of stored ones, H heads, Dk and Dv head dims.
 """
 
 import torch
@@ -9,12 +9,14 @@ from torch import Tensor
 from kvloom import ops
 from kvloom.caches.batch import PagedBatch
 from kvloom.caches.storage import PagedFormat, PagedStorage
+from kvloom.caches.stored import Placement, StoredTokens
 from kvloom.core.checks import FLOAT_DTYPES, expect
+from kvloom.core.indexing import CacheIndex
 from kvloom.errors import ShapeError, StateError
 
 
 class PagedLayer:
-    """Keys and values of B sequences of one length, in pages.
+    """Keys and values of B sequences, in pages.
 
     Nothing is allocated before the first ``append``, which fixes B, H, both head dims and the device. Storage
     grows by doubling, so that appending n tokens moves O(n) bytes in all.
@@ -26,7 +28,6 @@ class PagedLayer:
     """
 
     def __init__(self, format: PagedFormat, batch: PagedBatch | None = None, index: int = 0) -> None:
-        self.format = format
         self.batch = PagedBatch(format) if batch is None else batch
         self.index = index
         self.num_tokens = 0
@@ -46,12 +47,16 @@ class PagedLayer:
         """Bytes that one token of one sequence takes, scales included; 0 before the first ``append``."""
         return 0.0 if self.storage is None else self.storage.nbytes_per_token
 
-    def append(self, key: Tensor, value: Tensor) -> None:
+    def append(self, key: Tensor, value: Tensor) -> StoredTokens:
         """Store new tokens behind the ones that are there.
 
         Args:
             key: ``[B, H, Q, Dk]`` float32, float16 or bfloat16.
             value: ``[B, H, Q, Dv]``, dtype and device of ``key``.
+
+        Returns:
+            The columns that the new tokens' attention reads, themselves included. Valid until the next
+            ``append`` or ``truncate``.
 
         Raises:
             ShapeError: B, H, a head dim or the device differs from the first ``append``; nothing was written.
@@ -60,16 +65,19 @@ class PagedLayer:
         rows, heads, num_new, _ = expect("key", key, "B H Q Dk", dtype=FLOAT_DTYPES).values()
         expect("value", value, "B H Q Dv", dtype=key.dtype, device=key.device, B=rows, H=heads, Q=num_new)
         storage = self._storage_for(key, value)
-        end = self.num_tokens + num_new
+        start, end = self.num_tokens, self.num_tokens + num_new
         self.batch.reserve(rows, end)
         storage.grow(self.batch.num_pages)
         self.batch.storages[self.index] = storage
-        slots = self.batch.slots(self.num_tokens, end, key.device).flatten()
-        ops.store(key.transpose(1, 2).flatten(0, 1), value.transpose(1, 2).flatten(0, 1), slots, storage.view)
         self.num_tokens = end
+        if self.batch.passed is not None:
+            return self._append_beyond_window(key, value, storage, self.batch.passed)
+        new = self.batch.place(start, end, key.device).slots
+        _store(key, value, new, storage)
+        return StoredTokens(storage.view, self._visible(start, key.device), self.batch.window)
 
-    def gather(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Everything stored, dequantised: keys ``[B, H, N, Dk]`` and values ``[B, H, N, Dv]``.
+    def stored(self) -> StoredTokens:
+        """The columns that the next token will see.
 
         Raises:
             StateError: nothing was appended yet.
@@ -77,33 +85,70 @@ class PagedLayer:
         storage = self.storage
         if storage is None:
             raise StateError("gather needs a cache to which tokens were appended")
-        slots = self.batch.slots(0, self.num_tokens, storage.view.device)
-        key, value = ops.load(slots.flatten(), storage.view, dtype=dtype)
-        key, value = (x.unflatten(0, slots.shape).transpose(1, 2) for x in (key, value))
-        return key, value
+        return StoredTokens(
+            storage.view, self._visible(self.num_tokens, storage.view.device), self.batch.window
+        )
+
+    def gather(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """``stored``, dequantised: keys ``[B, H, N, Dk]`` and values ``[B, H, N, Dv]``."""
+        return self.stored().gather(dtype)
 
     def truncate(self, num_tokens: int) -> None:
         """Keep the first ``num_tokens`` of each sequence.
 
         Raises:
-            StateError: there are fewer.
+            StateError: there are fewer, or a window has passed what later tokens would see.
         """
         if not 0 <= num_tokens <= self.num_tokens:
             raise StateError(f"num_tokens must be in [0, {self.num_tokens}], got {num_tokens}")
+        if self.batch.size and self.batch.num_columns > num_tokens:
+            self.batch.remove([self.batch.num_columns - num_tokens] * self.batch.size)
         self.num_tokens = num_tokens
-        self.batch.truncate(num_tokens)
 
     def reset(self) -> None:
         """Forget all tokens, the batch and its shapes; the memory is given back."""
         self.num_tokens = 0
         self.batch.clear()
 
+    def _visible(self, position: int, device: torch.device) -> Placement:
+        """Columns from the first that a token at ``position`` sees to the last."""
+        window = self.batch.window
+        start = 0 if window is None else max(position - window + 1, 0)
+        return self.batch.place(start, self.num_tokens, device)
+
+    def _append_beyond_window(
+        self, key: Tensor, value: Tensor, storage: PagedStorage, passed: PagedBatch
+    ) -> StoredTokens:
+        """New tokens fill the window alone: all lie in a storage of this step, the last ones in pages too."""
+        rows, num_new, device = key.shape[0], key.shape[2], key.device
+        start, end = self.num_tokens - num_new, self.num_tokens
+        first = max(start - (self.batch.window or 0) + 1, 0)
+        size = end - first
+        step = PagedStorage(*storage.specs, size, device)
+        step.grow(rows)
+        slots = torch.arange(rows * size, device=device).view(rows, size)
+        begin = [first] * rows
+        if start > first:
+            old, begin = passed.place(first, start, device).slots, passed.first_held(first)
+            held = torch.arange(first, start, device=device) >= torch.tensor(begin, device=device)[:, None]
+            ops.copy(storage.view, old[held], step.view, slots[:, : start - first][held])
+        _store(key, value, slots[:, start - first :], step)
+        for b, column in enumerate(self.batch.first_held(first)):
+            target = self.batch.place(column, end, device).slots[b]
+            ops.copy(step.view, slots[b, column - first :].contiguous(), storage.view, target)
+        empty = torch.tensor(begin, device=device) - first
+        index = CacheIndex.offset(slots[:, 0] + empty)
+        origins = -empty if any(column > first for column in begin) else None
+        return StoredTokens(step.view, Placement(index, size - empty, size, origins), self.batch.window)
+
     def _storage_for(self, key: Tensor, value: Tensor) -> PagedStorage:
         """The storage of this layer, of the shapes and on the device of new tokens."""
         storage = self.storage
         if storage is None:
-            key_spec, value_spec = (self.format.spec(x.shape[1], x.shape[3], key.dtype) for x in (key, value))
-            return PagedStorage(key_spec, value_spec, self.format.page_size, key.device)
+            format = self.batch.format
+            key_spec = format.spec(key.shape[1], key.shape[3], key.dtype)
+            value_spec = (format.values or format).spec(value.shape[1], value.shape[3], key.dtype)
+            return PagedStorage(key_spec, value_spec, format.page_size, key.device)
         held = [(spec.heads, spec.head_dim) for spec in storage.specs]
         for name, x, shape in (("key", key, held[0]), ("value", value, held[1])):
             if (x.shape[1], x.shape[3]) != shape:
@@ -111,3 +156,10 @@ class PagedLayer:
         if key.device != storage.view.device:
             raise ShapeError(f"key must be on {storage.view.device}, got {key.device}")
         return storage
+
+
+def _store(key: Tensor, value: Tensor, slots: Tensor, storage: PagedStorage) -> None:
+    """Write ``[B, H, Q, D]`` to slots ``[B, Q]``."""
+    ops.store(
+        key.transpose(1, 2).flatten(0, 1), value.transpose(1, 2).flatten(0, 1), slots.flatten(), storage.view
+    )

@@ -1,4 +1,4 @@
-"""Tensors of one layer in pages: how they are kept, and how they grow while tokens keep their slots."""
+"""Pages: how tokens are kept in them, and how they grow while tokens keep their slots."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -7,11 +7,12 @@ import torch
 from torch import Tensor
 
 from kvloom import ops
-from kvloom.blocks import Copy
+from kvloom.blocks.pool import BlockPool
+from kvloom.blocks.table import BlockTable, Copy, append_all
 from kvloom.core.layouts import CacheLayout
 from kvloom.core.specs import KVSpec, QuantSpec
 from kvloom.core.views import KVView
-from kvloom.errors import ConfigError
+from kvloom.errors import ConfigError, OutOfBlocks
 
 _LAYOUT = CacheLayout("B S H D")
 
@@ -25,12 +26,14 @@ class PagedFormat:
         quant: ``None`` for unquantised storage.
         page_size: Token slots in a page.
         max_tokens: Token slots in all, of all sequences; ``None`` grows on demand.
+        values: How the values are kept, page size and ``max_tokens`` as here; as the keys if ``None``.
     """
 
     dtype: torch.dtype | None = None
     quant: QuantSpec | None = None
     page_size: int = 16
     max_tokens: int | None = None
+    values: "PagedFormat | None" = None
 
     def __post_init__(self) -> None:
         if isinstance(self.page_size, bool) or not isinstance(self.page_size, int) or self.page_size < 1:
@@ -41,8 +44,8 @@ class PagedFormat:
             )
 
     def spec(self, heads: int, head_dim: int, dtype: torch.dtype) -> KVSpec:
-        """Keys or values of one layer whose model computes in ``dtype``."""
-        return KVSpec(1, heads, head_dim, dtype if self.dtype is None else self.dtype, _LAYOUT, self.quant)
+        """Keys of one layer whose model computes in ``dtype``; ``values.spec`` is that of its values."""
+        return KVSpec(1, heads, head_dim, self.dtype or dtype, _LAYOUT, self.quant)
 
 
 class PagedStorage:
@@ -93,6 +96,62 @@ class PagedStorage:
             spec.empty(num_pages * size, size, device=self._device) for spec in self.specs
         )
         return key, value, key_scale, value_scale
+
+
+class PagedMemory:
+    """Pages of one pool, and the tensors of every layer that lie in them.
+
+    Page i of the pool is page i of every layer's storage, so one table serves all layers. The pool grows by
+    doubling, up to ``format.max_tokens``.
+
+    Args:
+        format: How tokens are kept.
+    """
+
+    def __init__(self, format: PagedFormat) -> None:
+        self.format = format
+        self.pool = BlockPool(0)
+        self.storages: dict[int, PagedStorage] = {}
+        self.is_kept = False  # somebody finds pages again that no table holds
+
+    def append(self, tables: Sequence[BlockTable], num_tokens: Sequence[int]) -> bool:
+        """``append_all``, after growing the pool as often as it takes; runs the copies in every layer.
+
+        Returns:
+            Whether a table has other pages now.
+
+        Raises:
+            OutOfBlocks: ``format.max_tokens`` is reached; nothing was changed.
+        """
+        before = self.pool.num_free, self.pool.num_evictable, self.pool.num_blocks
+        copies = self._append(tables, num_tokens)
+        if copies:
+            for storage in self.storages.values():
+                storage.grow(self.pool.num_blocks)
+            copy_pages(self.storages.values(), copies, self.format.page_size)
+        return before != (self.pool.num_free, self.pool.num_evictable, self.pool.num_blocks)
+
+    def give_back(self) -> None:
+        """Free the tensors if no page is held."""
+        if not self.is_kept and not self.pool.num_active:
+            self.storages.clear()
+            self.pool = BlockPool(0)
+
+    def _append(self, tables: Sequence[BlockTable], num_tokens: Sequence[int]) -> list[Copy]:
+        size, max_tokens = self.format.page_size, self.format.max_tokens
+        limit = None if max_tokens is None else max_tokens // size
+        while True:
+            try:
+                return append_all(tables, num_tokens)
+            except OutOfBlocks:
+                have = self.pool.num_blocks
+                if limit is not None and have >= limit:
+                    raise OutOfBlocks(
+                        f"max_tokens must hold {max(num_tokens)} more tokens of {len(tables)} sequences, "
+                        f"got {max_tokens} with {self.pool.num_active} of {limit} pages taken"
+                    ) from None
+                grown = max(have, sum(-(-n // size) for n in num_tokens))
+                self.pool.grow(grown if limit is None else min(grown, limit - have))
 
 
 def copy_pages(storages: Iterable[PagedStorage], copies: Sequence[Copy], page_size: int) -> None:

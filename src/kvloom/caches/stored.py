@@ -1,0 +1,133 @@
+"""Stored tokens of a batch where they lie: attended to in place, or gathered.
+
+Letters: B sequences, N columns, Q new tokens of each sequence, H key/value heads, Hq query heads, Dk and Dv
+head dims. A column is one token of every sequence, as in ``[B, H, N, D]``; a shorter sequence ends with the
+others and has columns in front that hold nothing.
+"""
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from kvloom import ops
+from kvloom.core.indexing import CacheIndex, prefix_sums
+from kvloom.core.views import KVView
+
+_CAUSAL = ops.Scores()
+
+
+@dataclass(frozen=True, eq=False)
+class Placement:
+    """Where N columns of B sequences lie: the same in every layer that shares a page table.
+
+    Attributes:
+        index: Slots of every stored token of each sequence.
+        lengths: ``[B]`` int64, stored tokens of each sequence, those before the first column included.
+        num_columns: N.
+        origins: ``[B]`` int64, which stored token stands in column 0; negative where columns in front hold
+            nothing; ``None`` for 0.
+    """
+
+    index: CacheIndex
+    lengths: Tensor
+    num_columns: int
+    origins: Tensor | None = None
+
+    @cached_property
+    def slots(self) -> Tensor:
+        """Slot of each column, ``[B, N]`` int64; a column that holds nothing has that of some token."""
+        position = torch.arange(self.num_columns, device=self.lengths.device).expand(len(self.lengths), -1)
+        if self.origins is not None:
+            position = (position + self.origins.unsqueeze(1)).clamp(min=0)
+        row = torch.arange(len(self.lengths), device=self.lengths.device).unsqueeze(1)
+        return self.index.slots(row.expand_as(position).flatten(), position.flatten()).view(position.shape)
+
+    @cached_property
+    def kvstarts(self) -> Tensor:
+        """``[B + 1]``, prefix sums of ``lengths``."""
+        return prefix_sums(self.lengths)
+
+    def batch(self, num_new: int, first: Tensor | None = None) -> ops.Batch:
+        """The last ``num_new`` tokens of each sequence are queries; columns before ``first`` ``[B]`` hide."""
+        starts = torch.arange(len(self.lengths) + 1, device=self.lengths.device) * num_new
+        if self.origins is not None:
+            first = self.origins if first is None else first + self.origins
+        return ops.Batch(self.index, starts, self.kvstarts, first_visible=first)
+
+    def row(self, b: int) -> "Placement":
+        """Sequence b alone."""
+        index = replace(
+            self.index,
+            table=self.index.table[b : b + 1] if self.index.row_starts is None else self.index.table,
+            row_starts=None if self.index.row_starts is None else self.index.row_starts[b : b + 2],
+        )
+        origins = None if self.origins is None else self.origins[b : b + 1]
+        return Placement(index, self.lengths[b : b + 1], self.num_columns, origins)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StoredTokens:
+    """N columns of B sequences of one layer.
+
+    Attributes:
+        view: Keys and values of the layer.
+        placement: Where the columns lie in it.
+        window: Tokens that a token sees, itself included; ``None`` for all before it.
+    """
+
+    view: KVView
+    placement: Placement
+    window: int | None = None
+
+    def gather(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Keys ``[B, H, N, Dk]`` and values ``[B, H, N, Dv]``, dequantised."""
+        slots = self.placement.slots
+        key, value = ops.load(slots.flatten(), self.view, dtype=dtype)
+        key, value = (x.unflatten(0, slots.shape).transpose(1, 2) for x in (key, value))
+        return key, value
+
+    def attend(
+        self,
+        query: Tensor,
+        scores: ops.Scores = _CAUSAL,
+        *,
+        first: Tensor | None = None,
+        mask: Tensor | None = None,
+    ) -> Tensor:
+        """Attention of the last Q columns over all of them, reading the cache in place.
+
+        Args:
+            query: ``[B, Hq, Q, Dk]``.
+            scores: As ``ops.attend``, without a mask.
+            first: ``[B]``, the first visible column of each sequence; all if ``None``.
+            mask: ``[B or 1, Hq or 1, Q, N]``, bool (true is visible) or added to the scores.
+
+        Returns:
+            ``[B, Q, Hq, Dv]``.
+        """
+        if mask is not None:
+            rows = range(query.shape[0])
+            return torch.cat([self._attend_row(query[b : b + 1], scores, first, mask, b) for b in rows])
+        num_new = query.shape[2]
+        packed = query.transpose(1, 2).flatten(0, 1)
+        out: Tensor = ops.attend(packed, self.view, self.placement.batch(num_new, first), scores)
+        return out.view(query.shape[0], num_new, *out.shape[1:])
+
+    def _attend_row(
+        self, query: Tensor, scores: ops.Scores, first: Tensor | None, mask: Tensor, b: int
+    ) -> Tensor:
+        """One sequence by itself, since the mask of ``ops.attend`` has the tokens of all in one axis."""
+        placement = self.placement.row(b)
+        block = mask[b if mask.shape[0] > 1 else 0]
+        if block.dtype == torch.bool:
+            block = torch.zeros(block.shape, device=block.device).masked_fill(~block, float("-inf"))
+        if placement.origins is not None:  # columns of the mask become stored tokens
+            before = int(placement.origins)
+            block = torch.nn.functional.pad(block, (before, 0)) if before > 0 else block[..., -before:]
+        heads = query.shape[1]
+        block = block[0] if block.shape[0] == 1 else block.expand(heads, -1, -1)
+        batch = placement.batch(query.shape[2], None if first is None else first[b : b + 1])
+        out = ops.attend(query[0].transpose(0, 1), self.view, batch, replace(scores, mask=block))
+        return out[None]
