@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from transformers import (
 )
 
 from kvloom.errors import UnsupportedError
-from kvloom.integrations.transformers import KVCache, KVCacheLayer
+from kvloom.integrations.transformers import KVCache, KVCacheLayer, cache
 
 SMALL = {
     "vocab_size": 99,
@@ -47,20 +48,22 @@ LINEAR = {
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 8,
 }
-# Name: config class, what differs from SMALL, how many layers kvloom keeps.
-FAMILIES: dict[str, tuple[str, dict[str, Any], int]] = {
-    "Llama": ("LlamaConfig", {}, 4),
-    "Qwen2": ("Qwen2Config", {}, 4),
-    "Qwen3": ("Qwen3Config", {"head_dim": 8}, 4),
-    "Phi": ("PhiConfig", {}, 4),
-    "GPT-2": ("GPT2Config", {"n_embd": 32, "n_layer": 3, "n_head": 4}, 4),
-    "Gemma2": ("Gemma2Config", WINDOW, 2),
-    "Gemma3": ("Gemma3TextConfig", WINDOW | {"sliding_window_pattern": 2}, 2),
-    "gpt-oss": ("GptOssConfig", WINDOW | EXPERTS | {"num_local_experts": 4}, 2),
+# Name: config class, what differs from SMALL, how many layers kvloom keeps: all, and those with a window.
+FAMILIES: dict[str, tuple[str, dict[str, Any], int, int]] = {
+    "Llama": ("LlamaConfig", {}, 4, 0),
+    "Qwen2": ("Qwen2Config", {}, 4, 0),
+    "Qwen3": ("Qwen3Config", {"head_dim": 8}, 4, 0),
+    "Phi": ("PhiConfig", {}, 4, 0),
+    "GPT-2": ("GPT2Config", {"n_embd": 32, "n_layer": 3, "n_head": 4}, 4, 0),
+    "Mistral": ("MistralConfig", {"sliding_window": 8}, 4, 4),
+    "Gemma2": ("Gemma2Config", WINDOW, 4, 2),
+    "Gemma3": ("Gemma3TextConfig", WINDOW | {"sliding_window_pattern": 2}, 4, 2),
+    "gpt-oss": ("GptOssConfig", WINDOW | EXPERTS | {"num_local_experts": 4}, 4, 2),
     "Llama4": (
         "Llama4TextConfig",
         {"head_dim": 8, "attention_chunk_size": 8, "num_local_experts": 2, "intermediate_size_mlp": 48},
-        1,
+        4,
+        3,
     ),
     "Gemma3n": (
         "Gemma3nTextConfig",
@@ -74,7 +77,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], int]] = {
             "activation_sparsity_pattern": None,
             "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
         },
-        1,
+        3,
+        2,
     ),
     "Qwen3-Next": (
         "Qwen3NextConfig",
@@ -88,6 +92,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], int]] = {
             "layer_types": ["linear_attention", "full_attention"] * 2,
         },
         2,
+        0,
+    ),
+    "Falcon-H1": (
+        "FalconH1Config",
+        {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 1},
+        4,
+        0,
     ),
     "DeepSeek-V3": (
         "DeepseekV3Config",
@@ -101,6 +112,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], int]] = {
             "num_key_value_heads": 4,
         },
         4,
+        0,
     ),
 }
 MODES: dict[str, dict[str, Any]] = {
@@ -113,14 +125,16 @@ MODES: dict[str, dict[str, Any]] = {
 
 # Before its caches were one class, a model with recurrent layers brought its own.
 if not hasattr(cache_utils, "LinearAttentionLayer"):
-    del FAMILIES["Qwen3-Next"]
+    del FAMILIES["Qwen3-Next"], FAMILIES["Falcon-H1"]
 
 
-def family(name: str) -> Any:
+def family(name: str, attention: str | None = None) -> Any:
     """A random model of the family."""
-    config, differs, _ = FAMILIES[name]
+    config, differs, *_ = FAMILIES[name]
     torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(getattr(transformers, config)(**SMALL | differs)).eval()
+    return AutoModelForCausalLM.from_config(
+        getattr(transformers, config)(**SMALL | differs), attn_implementation=attention
+    ).eval()
 
 
 def padded_prompts() -> dict[str, Tensor]:
@@ -139,11 +153,14 @@ def continued(model: Any, cache: Any, **options: Any) -> Any:
     return model.generate(**padded_prompts(), past_key_values=cache, **options)
 
 
+@pytest.mark.parametrize("attention", ["stock", "kvloom"])
 @pytest.mark.parametrize("mode", list(MODES))
 @pytest.mark.parametrize("name", list(FAMILIES))
-def test_family_gives_the_stock_tokens_and_logits(name: str, mode: str) -> None:
+def test_family_gives_the_stock_tokens_and_logits(name: str, mode: str, attention: str) -> None:
     model = family(name)
     stock = continued(model, DynamicCache(config=model.config), **MODES[mode])
+    if attention == "kvloom":
+        model.set_attn_implementation("kvloom")
     ours = continued(model, KVCache.for_model(model, page_size=4), **MODES[mode])
     assert torch.equal(ours.sequences, stock.sequences)
     for expected, actual in zip(stock.logits, ours.logits, strict=True):
@@ -151,27 +168,36 @@ def test_family_gives_the_stock_tokens_and_logits(name: str, mode: str) -> None:
 
 
 @pytest.mark.parametrize("name", list(FAMILIES))
-def test_whole_sequence_layers_are_kept_in_pages(name: str) -> None:
-    cache = KVCache.for_model(family(name))
-    assert sum(isinstance(layer, KVCacheLayer) for layer in cache.layers) == FAMILIES[name][2]
+def test_keys_and_values_are_kept_in_pages(name: str) -> None:
+    kept = [x for x in KVCache.for_model(family(name)).layers if isinstance(x, KVCacheLayer)]
+    assert (len(kept), sum(layer.is_sliding for layer in kept)) == FAMILIES[name][2:]
 
 
 @pytest.mark.parametrize("name", list(FAMILIES))
 def test_a_fork_continues_as_the_cache_it_came_from(name: str) -> None:
     model = family(name)
     prompt = padded_prompts()["input_ids"][1:]
-    cache = KVCache.for_model(model, page_size=4)
+    first = KVCache.for_model(model, page_size=4)
     with torch.no_grad():
-        model(prompt, past_key_values=cache, use_cache=True)
-        fork = cache.fork()
-        logits = [model(prompt[:, :5], past_key_values=c, use_cache=True).logits for c in (cache, fork)]
+        model(prompt, past_key_values=first, use_cache=True)
+        fork = first.fork()
+        logits = [model(prompt[:, :5], past_key_values=c, use_cache=True).logits for c in (first, fork)]
     assert torch.equal(logits[0], logits[1])
 
 
-def test_layers_of_another_kind_are_named_in_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+def test_layers_of_an_unknown_kind_are_named_in_a_warning(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Unknown(cache_utils.DynamicLayer):
+        pass
+
+    model = family("Llama")
+    layers = DynamicCache(config=model.config).layers
+    layers[1] = Unknown()
+    monkeypatch.setattr(cache, "DynamicCache", lambda config: SimpleNamespace(layers=layers))
     with caplog.at_level(logging.WARNING, logger="kvloom"):
-        KVCache.for_model(family("Gemma2"))
-    assert "2 of 4 layers keep transformers' own storage" in caplog.text
+        KVCache.for_model(model)
+    assert "1 of 4 layers keep transformers' own storage: {'Unknown': 1}" in caplog.text
 
 
 def test_layers_that_this_version_mistakes_for_attention_are_refused() -> None:
@@ -181,14 +207,16 @@ def test_layers_that_this_version_mistakes_for_attention_are_refused() -> None:
         KVCache.for_model(model)
 
 
-def test_a_model_without_whole_sequence_layers_is_refused() -> None:
-    config = transformers.MistralConfig(**SMALL, sliding_window=8)
-    with pytest.raises(UnsupportedError, match="model must have a layer that attends to the whole sequence"):
+@pytest.mark.skipif("Falcon-H1" not in FAMILIES, reason="this version has no such layers")
+def test_a_model_without_keys_is_refused() -> None:
+    config = transformers.MambaConfig(hidden_size=32, num_hidden_layers=2, vocab_size=99, state_size=8)
+    with pytest.raises(UnsupportedError, match="model must have layers that attend to keys and values"):
         KVCache.for_model(AutoModelForCausalLM.from_config(config))
 
 
 @pytest.mark.parametrize("options", [{}, {"num_beams": 3}], ids=["greedy", "beams"])
-def test_decoder_half_of_an_encoder_decoder_model(options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("attention", ["sdpa", "kvloom"])
+def test_decoder_half_of_an_encoder_decoder_model(attention: str, options: dict[str, Any]) -> None:
     torch.manual_seed(0)
     config = transformers.BartConfig(
         vocab_size=99, d_model=32, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4,
@@ -198,6 +226,7 @@ def test_decoder_half_of_an_encoder_decoder_model(options: dict[str, Any]) -> No
     prompt = padded_prompts()
     options = options | {"do_sample": False, "max_new_tokens": 12, "min_new_tokens": 12}
     expected = model.generate(**prompt, **options)
-    cache = EncoderDecoderCache(KVCache.for_model(model, page_size=4), DynamicCache())
-    assert torch.equal(model.generate(**prompt, past_key_values=cache, **options), expected)
-    assert cache.self_attention_cache.nbytes > 0
+    model.set_attn_implementation(attention)
+    both = EncoderDecoderCache(KVCache.for_model(model, page_size=4), DynamicCache())
+    assert torch.equal(model.generate(**prompt, past_key_values=both, **options), expected)
+    assert both.self_attention_cache.nbytes > 0

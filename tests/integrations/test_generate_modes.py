@@ -75,14 +75,14 @@ def test_continuing_a_filled_cache_gives_the_stock_tokens(kv: str) -> None:
 def test_forks_of_a_prefix_continue_as_if_they_had_read_it_themselves(kv: str) -> None:
     model, prefix = make_model(), make_prompts([13])
     shared = prefill(model, prefix, ours(model, kv)).freeze()
-    num_pages = shared.batch.num_pages_held
+    num_pages = shared.num_pages_held
     for seed in range(1, 4):
         question = make_prompts([6], seed=seed)
         inputs = {name: torch.cat((prefix[name], question[name]), dim=1) for name in prefix}
         fresh = prefill(model, prefix, ours(model, kv))
         assert continue_with(model, inputs, shared.fork()) == continue_with(model, inputs, fresh)
         assert shared.get_seq_length() == 13
-    assert shared.batch.num_pages_held == num_pages
+    assert shared.num_pages_held == num_pages
 
 
 @KINDS
@@ -100,19 +100,19 @@ def test_two_forks_do_not_see_each_other(kv: str) -> None:
 def test_a_fork_moves_no_keys_or_values() -> None:
     model = make_model()
     cache = prefill(model, make_prompts([40]), ours(model, "int8"))
-    nbytes, num_pages = cache.nbytes, cache.batch.num_pages_held
+    nbytes, num_pages = cache.nbytes, cache.num_pages_held
     forks = [cache.fork() for _ in range(50)]
     assert all(fork.nbytes == nbytes for fork in forks)
-    assert cache.batch.num_pages_held == num_pages
+    assert cache.num_pages_held == num_pages
 
 
 def test_pages_of_a_dropped_fork_are_given_back() -> None:
     model = make_model()
     cache = prefill(model, make_prompts([6]), ours(model, "float32"))
     fork = prefill(model, make_prompts([9], seed=1) | {"attention_mask": torch.ones(1, 15)}, cache.fork())
-    assert cache.batch.num_pages_held > 2
+    assert cache.num_pages_held > 2
     del fork
-    assert cache.batch.num_pages_held == 2
+    assert cache.num_pages_held == 2
 
 
 @KINDS
@@ -159,7 +159,7 @@ def test_unknown_rows_are_refused() -> None:
     cache = prefill(model, make_prompts([5, 5]), ours(model, "float32"))
     with pytest.raises(ArgumentError, match="rows must be in"):
         cache.reorder_cache(torch.tensor([0, 2]))
-    assert cache.batch.size == 2
+    assert cache.num_rows == 2
 
 
 @KINDS
@@ -212,9 +212,9 @@ def test_beams_share_the_pages_of_the_prompt() -> None:
     model, inputs = make_model(), make_prompts([64])
     cache = prefill(model, inputs, KVCache.for_model(model, page_size=4))
     cache.batch_repeat_interleave(8)
-    assert cache.batch.num_pages_held == 16
+    assert cache.num_pages_held == 16
     prefill(model, make_prompts([1] * 8, seed=1) | {"attention_mask": torch.ones(8, 65)}, cache)
-    assert cache.batch.num_pages_held == 16 + 8
+    assert cache.num_pages_held == 16 + 8
 
 
 def test_a_bounded_cache_that_is_full_is_left_as_it_was() -> None:

@@ -7,7 +7,9 @@ from kvloom.caches.paged import PagedLayer
 from kvloom.caches.prefix_cache import PagedCache, PagedSequence
 from kvloom.caches.quantized import QuantizedLayer
 from kvloom.caches.static import StaticLayer
-from kvloom.caches.storage import PagedFormat
+from kvloom.caches.static_pages import StaticPagedLayer
+from kvloom.caches.storage import PagedFormat, PagedMemory
+from kvloom.caches.stored import Placement, StoredTokens
 
 __all__ = [
     "Cache",
@@ -17,8 +19,12 @@ __all__ = [
     "PagedCache",
     "PagedFormat",
     "PagedLayer",
+    "PagedMemory",
     "PagedSequence",
+    "Placement",
     "QuantizedLayer",
     "SlidingWindowLayer",
     "StaticLayer",
+    "StaticPagedLayer",
+    "StoredTokens",
 ]

@@ -10,11 +10,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kvloom.blocks import BlockTable
+from kvloom.blocks import BlockTable, PrefixTree
 from kvloom.caches.storage import PagedFormat, PagedMemory, PagedStorage
 from kvloom.caches.stored import Placement
 from kvloom.core.indexing import CacheIndex
-from kvloom.errors import ShapeError, StateError
+from kvloom.errors import ArgumentError, ShapeError, StateError
 
 ROLLBACK = 32
 """Tokens kept behind a window, so that as many of the newest can be removed."""
@@ -43,6 +43,7 @@ class PagedBatch:
         self._index: CacheIndex | None = None
         self._placements: dict[tuple[int, int], Placement] = {}
         weakref.finalize(self, _release, self._tables)
+        self.memory.batches.add(self)
 
     @property
     def format(self) -> PagedFormat:
@@ -167,6 +168,19 @@ class PagedBatch:
                     f"sequence {b} must keep at least {first + self.window - 1 - begin} tokens, since what a "
                     f"window of {self.window} behind fewer would show is gone, got {kept - begin}"
                 )
+
+    def commit(self, tree: PrefixTree, tokens: Sequence[Sequence[int]], salt: str) -> None:
+        """Let ``tree`` find the full pages of sequences whose tokens these are.
+
+        Raises:
+            ArgumentError: sequences are not of one length, or a window has passed tokens.
+            StateError: a page is known under other tokens; that sequence and those after it stay unknown.
+        """
+        if any(self._first):
+            raise ArgumentError("cache must hold whole sequences of one length to be found again")
+        for table, row in zip(self._tables, tokens, strict=True):
+            table.replace(tree.insert(row, table.blocks, salt))
+        self._changed()
 
     def select(self, indices: Sequence[int]) -> None:
         """Make sequence i what sequence ``indices[i]`` was; moves tables and no keys or values.

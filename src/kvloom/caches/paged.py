@@ -12,7 +12,7 @@ from kvloom.caches.storage import PagedFormat, PagedStorage
 from kvloom.caches.stored import Placement, StoredTokens
 from kvloom.core.checks import FLOAT_DTYPES, expect
 from kvloom.core.indexing import CacheIndex
-from kvloom.errors import ShapeError, StateError
+from kvloom.errors import StateError
 
 
 class PagedLayer:
@@ -149,12 +149,7 @@ class PagedLayer:
             key_spec = format.spec(key.shape[1], key.shape[3], key.dtype)
             value_spec = (format.values or format).spec(value.shape[1], value.shape[3], key.dtype)
             return PagedStorage(key_spec, value_spec, format.page_size, key.device)
-        held = [(spec.heads, spec.head_dim) for spec in storage.specs]
-        for name, x, shape in (("key", key, held[0]), ("value", value, held[1])):
-            if (x.shape[1], x.shape[3]) != shape:
-                raise ShapeError(f"{name} must have {shape[0]} heads of {shape[1]}, got {list(x.shape)}")
-        if key.device != storage.view.device:
-            raise ShapeError(f"key must be on {storage.view.device}, got {key.device}")
+        storage.expect_fits(key, value, self.batch.size or key.shape[0])
         return storage
 
 

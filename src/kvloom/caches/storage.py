@@ -1,7 +1,9 @@
 """Pages: how tokens are kept in them, and how they grow while tokens keep their slots."""
 
+import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -9,10 +11,14 @@ from torch import Tensor
 from kvloom import ops
 from kvloom.blocks.pool import BlockPool
 from kvloom.blocks.table import BlockTable, Copy, append_all
+from kvloom.caches.layers import outside_inference_mode
 from kvloom.core.layouts import CacheLayout
 from kvloom.core.specs import KVSpec, QuantSpec
 from kvloom.core.views import KVView
-from kvloom.errors import ConfigError, OutOfBlocks
+from kvloom.errors import ConfigError, OutOfBlocks, ShapeError
+
+if TYPE_CHECKING:
+    from kvloom.caches.batch import PagedBatch
 
 _LAYOUT = CacheLayout("B S H D")
 
@@ -61,7 +67,7 @@ class PagedStorage:
     def __init__(self, key: KVSpec, value: KVSpec, page_size: int, device: torch.device) -> None:
         self.specs = (key, value)
         self._page_size = page_size
-        self._device = device
+        self._device = torch.empty(0, device=device).device  # with its index
         self.tensors = self._allocate(0)
         self.view = KVView.split(_LAYOUT, *self.tensors)
 
@@ -80,6 +86,22 @@ class PagedStorage:
         """Bytes that one token of one sequence takes, scales included."""
         return sum(spec.nbytes(self._page_size, self._page_size) for spec in self.specs) / self._page_size
 
+    def expect_fits(self, key: Tensor, value: Tensor, batch: int) -> None:
+        """Check ``[batch, H, Q, D]`` against what is kept here.
+
+        Raises:
+            ShapeError: a size or the device differs.
+        """
+        for name, x, spec in zip(("key", "value"), (key, value), self.specs, strict=True):
+            if x.shape[0] != batch:
+                raise ShapeError(f"{name} must have the {batch} sequences of this cache, got {x.shape[0]}")
+            if (x.shape[1], x.shape[3]) != (spec.heads, spec.head_dim):
+                raise ShapeError(
+                    f"{name} must have {spec.heads} heads of {spec.head_dim}, got {list(x.shape)}"
+                )
+            if x.device != self._device:
+                raise ShapeError(f"{name} must be on {self._device}, got {x.device}")
+
     def grow(self, num_pages: int) -> None:
         """Hold at least ``num_pages`` pages; bytes keep their slots. A ``view`` taken before is stale."""
         if num_pages <= self.num_pages:
@@ -92,9 +114,10 @@ class PagedStorage:
 
     def _allocate(self, num_pages: int) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         size = self._page_size
-        (key, key_scale), (value, value_scale) = (
-            spec.empty(num_pages * size, size, device=self._device) for spec in self.specs
-        )
+        with outside_inference_mode():
+            (key, key_scale), (value, value_scale) = (
+                spec.empty(num_pages * size, size, device=self._device) for spec in self.specs
+            )
         return key, value, key_scale, value_scale
 
 
@@ -106,13 +129,16 @@ class PagedMemory:
 
     Args:
         format: How tokens are kept.
+        is_kept: Have all ``max_tokens`` from the beginning and never give them back, since pages that no
+            table holds can be found again.
     """
 
-    def __init__(self, format: PagedFormat) -> None:
+    def __init__(self, format: PagedFormat, is_kept: bool = False) -> None:
         self.format = format
-        self.pool = BlockPool(0)
+        self.is_kept = is_kept
+        self.pool = BlockPool((format.max_tokens or 0) // format.page_size if is_kept else 0)
         self.storages: dict[int, PagedStorage] = {}
-        self.is_kept = False  # somebody finds pages again that no table holds
+        self.batches: weakref.WeakSet[PagedBatch] = weakref.WeakSet()
 
     def append(self, tables: Sequence[BlockTable], num_tokens: Sequence[int]) -> bool:
         """``append_all``, after growing the pool as often as it takes; runs the copies in every layer.

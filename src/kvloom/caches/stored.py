@@ -5,8 +5,7 @@ head dims. A column is one token of every sequence, as in ``[B, H, N, D]``; a sh
 others and has columns in front that hold nothing.
 """
 
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -18,7 +17,7 @@ from kvloom.core.views import KVView
 _CAUSAL = ops.Scores()
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Placement:
     """Where N columns of B sequences lie: the same in every layer that shares a page table.
 
@@ -34,27 +33,28 @@ class Placement:
     lengths: Tensor
     num_columns: int
     origins: Tensor | None = None
+    # Made once for all layers, by hand: ``cached_property`` takes a lock, which does not compile.
+    _slots: Tensor | None = field(default=None, init=False, repr=False)
+    _batches: dict[int, ops.Batch] = field(default_factory=dict, init=False, repr=False)
 
-    @cached_property
+    @property
     def slots(self) -> Tensor:
         """Slot of each column, ``[B, N]`` int64; a column that holds nothing has that of some token."""
-        position = torch.arange(self.num_columns, device=self.lengths.device).expand(len(self.lengths), -1)
-        if self.origins is not None:
-            position = (position + self.origins.unsqueeze(1)).clamp(min=0)
-        row = torch.arange(len(self.lengths), device=self.lengths.device).unsqueeze(1)
-        return self.index.slots(row.expand_as(position).flatten(), position.flatten()).view(position.shape)
-
-    @cached_property
-    def kvstarts(self) -> Tensor:
-        """``[B + 1]``, prefix sums of ``lengths``."""
-        return prefix_sums(self.lengths)
+        if self._slots is None:
+            self._slots = self._find_slots()
+        return self._slots
 
     def batch(self, num_new: int, first: Tensor | None = None) -> ops.Batch:
         """The last ``num_new`` tokens of each sequence are queries; columns before ``first`` ``[B]`` hide."""
-        starts = torch.arange(len(self.lengths) + 1, device=self.lengths.device) * num_new
-        if self.origins is not None:
-            first = self.origins if first is None else first + self.origins
-        return ops.Batch(self.index, starts, self.kvstarts, first_visible=first)
+        if num_new not in self._batches:
+            starts = torch.arange(len(self.lengths) + 1, device=self.lengths.device) * num_new
+            self._batches[num_new] = ops.Batch(
+                self.index, starts, prefix_sums(self.lengths), first_visible=self.origins
+            )
+        batch = self._batches[num_new]
+        if first is None:
+            return batch
+        return replace(batch, first_visible=first if self.origins is None else first + self.origins)
 
     def row(self, b: int) -> "Placement":
         """Sequence b alone."""
@@ -65,6 +65,13 @@ class Placement:
         )
         origins = None if self.origins is None else self.origins[b : b + 1]
         return Placement(index, self.lengths[b : b + 1], self.num_columns, origins)
+
+    def _find_slots(self) -> Tensor:
+        position = torch.arange(self.num_columns, device=self.lengths.device).expand(len(self.lengths), -1)
+        if self.origins is not None:
+            position = (position + self.origins.unsqueeze(1)).clamp(min=0)
+        row = torch.arange(len(self.lengths), device=self.lengths.device).unsqueeze(1)
+        return self.index.slots(row.expand_as(position).flatten(), position.flatten()).view(position.shape)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -1,0 +1,324 @@
+"""A kvloom cache for Hugging Face ``generate()``."""
+
+import copy
+import logging
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Final
+
+import torch
+import transformers
+from torch import Tensor
+from transformers import DynamicCache, cache_utils
+from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
+
+from kvloom.caches import PagedBatch, PagedFormat, PagedLayer, StaticPagedLayer
+from kvloom.core.specs import QuantSpec
+from kvloom.errors import ArgumentError, StateError, UnsupportedError
+from kvloom.integrations.transformers.layers import (
+    HybridKVCacheLayer,
+    KVCacheLayer,
+    States,
+    StaticKVCacheLayer,
+    TheirHybridLayer,
+    num_kept,
+)
+from kvloom.integrations.transformers.loading import head_dim_of
+
+STORAGE: Final = ("auto", "float32", "float16", "bfloat16", "int8", "int4")
+"""Values of ``kv``: the model's own dtype, a float dtype, or quantised."""
+
+_LOG: Final = logging.getLogger("kvloom")
+
+# Kinds of layers that this library keeps, where a configuration names them.
+_KINDS: Final = (None, "full_attention", "sliding_attention", "chunked_attention", "hybrid")
+
+# Layers without keys of their own, and with recurrent states, in transformers that have them.
+DummyLayer: Final = getattr(cache_utils, "DummyLayer", type(None))
+StatefulLayer: Final = getattr(cache_utils, "LinearAttentionCacheLayerMixin", type(None))
+
+
+class KVCache(DynamicCache):  # type: ignore[misc]
+    """A cache for ``generate(past_key_values=...)`` and ``model(past_key_values=...)`` kept in kvloom pages.
+
+    With ``attn_implementation="kvloom"`` attention reads the pages in place; any other one receives the same
+    tensors as from ``DynamicCache``, dequantised where the cache is quantised. Values are stored detached: it
+    is for inference. Beams, forks and repeated rows share pages; a page is copied when one of its holders
+    writes it, so reordering and forking move no keys or values.
+    """
+
+    def __init__(self, layers: list[Any]) -> None:
+        Cache.__init__(self, layers=layers)
+        self.is_frozen = False
+
+    @classmethod
+    def for_model(
+        cls,
+        model: Any,
+        kv: str = "auto",
+        quant_group: int = 64,
+        page_size: int = 16,
+        max_tokens: int | None = None,
+        *,
+        values: str | None = None,
+        static: bool = False,
+    ) -> "KVCache":
+        """An empty cache for ``model``.
+
+        Args:
+            model: A ``PreTrainedModel`` that generates. Keys and values are kept in kvloom pages, those of
+                sliding windows only as long as they are seen; recurrent states stay in transformers' own
+                layers, as does attention of an unknown kind, which a WARNING names. Of an encoder-decoder
+                model this is the decoder's own half, for ``EncoderDecoderCache``.
+            kv: How keys and values are kept, one of ``STORAGE``.
+            quant_group: Elements along the head dim that share a float16 scale (int8 and int4).
+            page_size: Tokens in a page.
+            max_tokens: Token slots of each layer, all sequences together; ``None`` grows on demand.
+            values: How the values are kept, if otherwise than the keys.
+            static: Take all memory at the first update and keep lengths in tensors, so that a decode step
+                compiles once; ``max_tokens`` is then the longest that each sequence gets.
+
+        Raises:
+            ArgumentError: ``kv`` or ``values`` is unknown, ``quant_group`` does not divide the head dim, or
+                ``static`` without ``max_tokens``.
+            UnsupportedError: no layer of the model has keys and values that could be kept.
+        """
+        config = model.config.get_text_config(decoder=True)
+        format = paged_format(config, kv, quant_group, page_size, max_tokens, values)
+        if static and max_tokens is None:
+            raise ArgumentError("max_tokens must be given for a static cache, got None")
+        layers = make_layers(model, format, static)
+        known = (KVCacheLayer, DummyLayer, StatefulLayer)
+        others = Counter(type(x).__name__ for x in layers if not isinstance(x, known))
+        if not any(isinstance(x, KVCacheLayer) for x in layers):
+            raise UnsupportedError(
+                f"model must have layers that attend to keys and values, got {type(model).__name__} with "
+                f"{dict(Counter(type(x).__name__ for x in layers))}"
+            )
+        if others:
+            _LOG.warning(
+                "%d of %d layers keep transformers' own storage: %s",
+                others.total(),
+                len(layers),
+                dict(others),
+            )
+        return cls(layers)
+
+    @property
+    def batches(self) -> list[PagedBatch]:
+        """The sequences, once for each window: layers of one window share their pages."""
+        found = (x.pages.batch for x in self._own_layers if isinstance(x.pages, PagedLayer))
+        return list(dict.fromkeys(found))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated for keys and values, scales included."""
+        return sum(layer.pages.nbytes for layer in self._own_layers)
+
+    @property
+    def nbytes_per_token(self) -> float:
+        """Bytes that one token takes in the layers that hold it; 0 before the first token."""
+        return sum(layer.pages.nbytes_per_token for layer in self._own_layers)
+
+    @property
+    def num_pages_held(self) -> int:
+        """Pages that hold tokens of this cache or its forks; a shared page counts once."""
+        return sum(batch.num_pages_held for batch in self.batches)
+
+    @property
+    def num_rows(self) -> int:
+        """B; 0 before the first update."""
+        pages = self._own_layers[0].pages
+        return pages.batch.size if isinstance(pages, PagedLayer) else pages.size
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[States, States]:
+        """Store ``[B, H, Q, D]`` in a layer and return what attention reads there, ``[B, H, N, D]``."""
+        self._expect_thawed()
+        keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        return keys, values
+
+    def fork(self) -> "KVCache":
+        """A cache of the same tokens on the same pages, not frozen; neither sees what the other stores."""
+        forks: dict[PagedBatch | None, PagedBatch | None] = {batch: batch.fork() for batch in self.batches}
+        return type(self)(
+            [
+                x.fork(forks.get(getattr(x.pages, "batch", None)))
+                if isinstance(x, KVCacheLayer)
+                else copy.deepcopy(x)
+                for x in self.layers
+            ]
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "KVCache":
+        return self.fork()
+
+    def freeze(self) -> "KVCache":
+        """Refuse every change from now on, so that forks start from the same tokens; returns the cache."""
+        self.is_frozen = True
+        return self
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Make row i what row ``beam_idx[i]`` was."""
+        self._select(beam_idx.tolist())
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each row ``repeats`` times in a row."""
+        self._select([row for row in range(self.num_rows) for _ in range(repeats)])
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep the rows at ``indices``, or where a bool mask is true."""
+        rows = indices.nonzero().flatten() if indices.dtype == torch.bool else indices
+        self._select(rows.tolist())
+
+    def crop(self, tokens_to_remove: int | Tensor | Sequence[int]) -> None:
+        """Remove the last tokens, of all rows alike or of each row its own number.
+
+        Args:
+            tokens_to_remove: ``-n`` removes n tokens; up to transformers 5.12 a positive number is what is
+                kept. Or one number of at most 0 for each row: rows end together afterwards, and a row that
+                lost more than another has columns in front that hold nothing, which the attention mask must
+                hide as it hides left padding. ``get_seq_length()`` is the length of the longest row.
+
+        Raises:
+            ArgumentError: a number is positive (as said above), or there is not one for each row.
+            StateError: the cache is frozen, or what a window has passed would be seen again.
+            UnsupportedError: a layer cannot go back: one with a recurrent state, or, row by row, one that
+                is static. Nothing was changed in any of these cases.
+        """
+        self._expect_thawed()
+        if isinstance(tokens_to_remove, Tensor):
+            tokens_to_remove = tokens_to_remove.tolist()
+        plan: list[tuple[PagedBatch, list[int]]] = []
+        for batch in self.batches:
+            if isinstance(tokens_to_remove, int):
+                kept = num_kept(tokens_to_remove, batch.num_columns)
+                plan.append((batch, [batch.num_columns - kept] * batch.size))
+            else:
+                plan.append((batch, self._expect_counts(tokens_to_remove)))
+        for batch, removed in plan:
+            batch.expect_removable(removed)
+        self._crop_others(tokens_to_remove, any(any(removed) for _, removed in plan))
+        for batch, removed in plan:
+            batch.remove(removed)
+        for layer in self._own_layers:
+            if isinstance(layer.pages, PagedLayer):
+                layer.pages.num_tokens = min(layer.pages.num_tokens, layer.pages.batch.num_columns)
+
+    def reset(self) -> None:
+        """Forget all tokens; the next ones may be of another batch size."""
+        self._expect_thawed()
+        super().reset()
+
+    @property
+    def _own_layers(self) -> list[KVCacheLayer]:
+        return [layer for layer in self.layers if isinstance(layer, KVCacheLayer)]
+
+    def _select(self, rows: Sequence[int]) -> None:
+        """Move the tables of all pages, and the tensors of other layers."""
+        self._expect_thawed()
+        for row in rows:
+            if not 0 <= row < self.num_rows:
+                raise ArgumentError(f"rows must be in [0, {self.num_rows}), got {row}")
+        for batch in self.batches:
+            batch.select(rows)
+        for layer in self.layers:
+            if isinstance(layer, KVCacheLayer) and isinstance(layer.pages, StaticPagedLayer):
+                layer.pages.select(rows)
+            if isinstance(layer, HybridKVCacheLayer):
+                layer.select_states(torch.tensor(rows))
+            elif not isinstance(layer, KVCacheLayer | DummyLayer):
+                layer.reorder_cache(torch.tensor(rows))
+
+    def _expect_counts(self, tokens_to_remove: Sequence[int]) -> list[int]:
+        """Tokens to remove of each row, positive."""
+        if len(tokens_to_remove) != self.num_rows or any(n > 0 for n in tokens_to_remove):
+            raise ArgumentError(
+                f"tokens_to_remove must be one number of at most 0 for each of {self.num_rows} rows, got "
+                f"{list(tokens_to_remove)}"
+            )
+        for layer in self.layers:
+            if not isinstance(layer, DummyLayer) and not (
+                isinstance(layer, KVCacheLayer) and isinstance(layer.pages, PagedLayer)
+            ):
+                raise UnsupportedError(f"{type(layer).__name__} cannot be cropped row by row")
+        return [-n for n in tokens_to_remove]
+
+    def _crop_others(self, tokens_to_remove: Any, removes: bool) -> None:
+        """Crop what is not in pages; refuses before it changes anything."""
+        for layer in self.layers:
+            if removes and isinstance(layer, StatefulLayer) and not getattr(layer, "is_croppable", False):
+                raise UnsupportedError(f"{type(layer).__name__} has a recurrent state, which cannot go back")
+        for layer in self.layers:
+            if isinstance(layer, HybridKVCacheLayer):
+                layer.crop_states(tokens_to_remove)
+            elif isinstance(layer, KVCacheLayer):
+                if isinstance(layer.pages, StaticPagedLayer):
+                    layer.crop(tokens_to_remove)
+            elif not isinstance(layer, DummyLayer):
+                layer.crop(tokens_to_remove)
+
+    def _expect_thawed(self) -> None:
+        if self.is_frozen:
+            raise StateError("this cache is frozen: use a fork of it, cache.fork()")
+
+
+def paged_format(
+    config: Any, kv: str, quant_group: int, page_size: int, max_tokens: int | None, values: str | None
+) -> PagedFormat:
+    """The format that arguments of ``KVCache.for_model`` name; raises as that does."""
+    formats = []
+    for name, kind in (("kv", kv), ("values", kv if values is None else values)):
+        if kind not in STORAGE:
+            raise ArgumentError(f"{name} must be one of {STORAGE}, got {kind!r}")
+        quant = QuantSpec({"int8": 8, "int4": 4}[kind], quant_group) if kind in ("int8", "int4") else None
+        if quant is not None and not hasattr(config, "kv_lora_rank") and head_dim_of(config) % quant_group:
+            raise ArgumentError(
+                f"quant_group must divide the head dim {head_dim_of(config)}, got {quant_group}"
+            )
+        dtype = None if quant is not None or kind == "auto" else getattr(torch, kind)
+        formats.append(PagedFormat(dtype, quant, page_size, max_tokens))
+    return replace(formats[0], values=formats[1])
+
+
+def make_layers(
+    model: Any, format: PagedFormat, static: bool = False, batch: PagedBatch | None = None
+) -> list[Any]:
+    """A layer for each of the model's, ours wherever there are keys and values.
+
+    Layers of one window share a new batch; those without one share ``batch``, if it is given.
+
+    Raises:
+        UnsupportedError: what this version of transformers says of the model cannot be right, or a static
+            layer is wanted beside recurrent states.
+    """
+    config = model.config.get_text_config(decoder=True)
+    # The one that says how attention computes: of an old encoder-decoder model, ``config`` is a copy.
+    live = model.config if type(config) is type(model.config) else config
+    theirs = DynamicCache(config=config).layers
+    kinds = getattr(config, "layer_types", None) or [None] * len(theirs)
+    if getattr(model, "_is_stateful", False) and not any(isinstance(x, StatefulLayer) for x in theirs):
+        kinds = ["recurrent"] * len(theirs)
+    batches: dict[int | None, PagedBatch] = {} if batch is None else {None: batch}
+    layers: list[Any] = []
+    for index, (layer, kind) in enumerate(zip(theirs, kinds, strict=False)):
+        hybrid = type(layer) is TheirHybridLayer
+        if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer) and not hybrid:
+            layers.append(layer)
+            continue
+        if kind not in _KINDS or (static and hybrid):
+            raise UnsupportedError(
+                f"model must have layers that this version's DynamicCache serves, got {kind!r} in "
+                f"{type(model).__name__} with transformers {transformers.__version__}"
+            )
+        window = getattr(layer, "sliding_window", None)
+        if static:
+            layers.append(StaticKVCacheLayer(StaticPagedLayer(format, window), live))
+            continue
+        if window not in batches:
+            batches[window] = PagedBatch(format, window)
+        pages = PagedLayer(format, batches[window], index)
+        layers.append(HybridKVCacheLayer(pages, live) if hybrid else KVCacheLayer(pages, live))
+    return [*layers, *theirs[len(layers) :]]

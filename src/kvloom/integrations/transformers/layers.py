@@ -1,0 +1,243 @@
+"""One layer of a ``KVCache``, as transformers 4.57 to 5.23 call it.
+
+Letters: B sequences, Q new tokens of each, N columns of stored ones, H key/value heads, D head dim.
+"""
+
+import copy
+import inspect
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from transformers import cache_utils
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from kvloom.caches import PagedBatch, PagedLayer, StaticPagedLayer
+from kvloom.errors import ArgumentError, UnsupportedError
+from kvloom.integrations.transformers.attention import IMPLEMENTATION, StoredStates
+
+# Until transformers 5.12 ``crop(n)`` kept n tokens; since then ``crop(-n)`` removes n.
+_CROP_KEEPS: Final = "tokens_to_remove" not in inspect.signature(Cache.crop).parameters
+
+States = Tensor | StoredStates
+
+
+class KVCacheLayer(CacheLayerMixin):  # type: ignore[misc]
+    """Keys and values in pages that a batch shares with other layers.
+
+    Args:
+        pages: Where the tokens are kept.
+        config: Of the model; its attention implementation, at each update, decides what attention gets.
+        kwargs: For the next class.
+    """
+
+    is_compileable = False
+    is_croppable = True
+
+    def __init__(self, pages: PagedLayer | StaticPagedLayer, config: Any, **kwargs: Any) -> None:
+        self.pages = pages
+        self._config = config
+        self._dtype: torch.dtype | None = None  # in which attention computes, from the first update on
+        super().__init__(**kwargs)
+
+    @property
+    def window(self) -> int | None:
+        """Tokens that a token sees, itself included; ``None`` for all before it."""
+        return self.pages.batch.window if isinstance(self.pages, PagedLayer) else self.pages.window
+
+    @property
+    def is_sliding(self) -> bool:
+        """Whether only columns within the window come out of ``update``."""
+        return self.window is not None
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor | None = None) -> None:
+        """Remember the dtype that attention computes in; pages are taken when tokens arrive."""
+        self._dtype = self.dtype = key_states.dtype
+        self.device = key_states.device
+        self.is_initialized = True
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[States, States]:
+        """Store ``[B, H, Q, D]`` and return everything that their attention reads, ``[B, H, N, D]``."""
+        if self._dtype is None:
+            self.lazy_initialization(key_states, value_states)
+        tokens = self.pages.append(key_states, value_states)
+        in_place = self._config._attn_implementation == IMPLEMENTATION
+        pair: tuple[States, States] = (
+            StoredStates.pair(tokens, key_states.dtype) if in_place else tokens.gather(key_states.dtype)
+        )
+        return pair
+
+    def get_seq_length(self) -> int | Tensor:
+        """Columns seen, those that a window has passed included."""
+        return self.pages.num_tokens
+
+    def get_max_length(self) -> int:
+        """The window, or -1: no limit that the mask must know."""
+        return -1 if self.window is None else self.window
+
+    def get_max_cache_shape(self) -> int:
+        """``get_max_length`` as transformers up to 5.18 calls it."""
+        return self.get_max_length()
+
+    def get_mask_sizes(self, query_length: int | Tensor) -> tuple[int, int]:
+        """Length and first position of what ``update`` will return; up to 5.3 called with positions."""
+        new = query_length.shape[0] if isinstance(query_length, Tensor) else query_length
+        seen = self.pages.num_tokens
+        first = 0 if self.window is None else max(seen - self.window + 1, 0)
+        return seen - first + new, first
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last ``-tokens_to_remove`` tokens; up to 5.12 a positive number is what is kept."""
+        self.pages.truncate(num_kept(tokens_to_remove, self.pages.num_tokens))
+
+    def reset(self) -> None:
+        """Forget all tokens."""
+        self.pages.reset()
+        if isinstance(self.pages, PagedLayer):
+            self.is_initialized, self._dtype = False, None
+
+    def activate_past_recording(self) -> None:
+        """Keep what a window passes until the next crop, so that it can be as long as it likes."""
+        self.record_past = True
+
+    @property
+    def record_past(self) -> bool:
+        """Whether a window keeps what it passes until the next crop."""
+        return isinstance(self.pages, PagedLayer) and self.pages.batch.is_recording
+
+    @record_past.setter
+    def record_past(self, wanted: bool) -> None:
+        if isinstance(self.pages, PagedLayer):
+            self.pages.batch.is_recording = wanted
+
+    def fork(self, batch: PagedBatch | None) -> "KVCacheLayer":
+        """This layer over ``batch``, a fork of its own."""
+        if isinstance(self.pages, StaticPagedLayer):
+            pages: PagedLayer | StaticPagedLayer = self.pages.fork()
+        else:
+            pages = PagedLayer(self.pages.batch.format, batch, self.pages.index)
+            pages.num_tokens = self.pages.num_tokens
+        other = type(self)(pages, self._config)
+        if self._dtype is not None:
+            other._dtype = other.dtype = self._dtype
+            other.device, other.is_initialized = self.device, True
+        return other
+
+    @property
+    def keys(self) -> Tensor | None:
+        """Keys that the next token sees, ``[B, H, N, D]``, gathered at each access."""
+        return None if self._dtype is None else self.pages.stored().gather(self._dtype)[0]
+
+    @keys.setter
+    def keys(self, _: Tensor | None) -> None:
+        """The base class assigns ``None``; pages are the only storage."""
+
+    @property
+    def values(self) -> Tensor | None:
+        """Values that the next token sees, ``[B, H, N, D]``, gathered at each access."""
+        return None if self._dtype is None else self.pages.stored().gather(self._dtype)[1]
+
+    @values.setter
+    def values(self, _: Tensor | None) -> None:
+        """The base class assigns ``None``; pages are the only storage."""
+
+    def _refuse(self, *args: Any) -> None:
+        raise UnsupportedError("a layer of a KVCache shares its rows with the others: call the cache")
+
+    reorder_cache = batch_repeat_interleave = batch_select_indices = offload = prefetch = _refuse
+
+
+class StaticKVCacheLayer(KVCacheLayer):
+    """Keys and values in fixed storage, for ``torch.compile``."""
+
+    is_compileable = True
+    is_sliding = False  # all columns come out of ``update``, and the mask hides what a window has passed
+    pages: StaticPagedLayer
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor | None = None) -> None:
+        """Take the memory."""
+        super().lazy_initialization(key_states, value_states)
+        self.pages.allocate(key_states, key_states if value_states is None else value_states)
+
+    def get_seq_length(self) -> Tensor:
+        """Columns seen, a new 0-d int64 tensor."""
+        return self.pages.length.clone()
+
+    def get_max_length(self) -> int:
+        """Tokens of each sequence that fit."""
+        return self.pages.max_tokens
+
+    def get_mask_sizes(self, query_length: int | Tensor) -> tuple[int, int]:
+        """All columns, from position 0."""
+        return self.pages.max_tokens, 0
+
+
+# Before transformers 5.4 such models brought caches of their own.
+TheirHybridLayer: Any = getattr(cache_utils, "LinearAttentionAndFullAttentionLayer", None)
+
+_STATES: Final = (
+    "number_of_states",
+    "conv_states",
+    "recurrent_states",
+    "is_conv_states_initialized",
+    "is_recurrent_states_initialized",
+    "has_previous_state",
+    "conv_kernel_size",
+)
+
+if TheirHybridLayer is not None:
+
+    class HybridKVCacheLayer(KVCacheLayer, TheirHybridLayer):  # type: ignore[misc]
+        """Keys and values in pages, beside the recurrent states of the layer as transformers keeps them."""
+
+        is_croppable = TheirHybridLayer.is_croppable
+
+        def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+            """Called with keys and values, or with states by name."""
+            if args:
+                KVCacheLayer.lazy_initialization(self, *args)
+            else:
+                super(KVCacheLayer, self).lazy_initialization(**kwargs)
+
+        def reset(self) -> None:
+            """Forget all tokens and states."""
+            cache_utils.LinearAttentionLayer.reset(self)
+            KVCacheLayer.reset(self)
+
+        def crop_states(self, tokens_to_remove: int) -> None:
+            """Let the states go back, as far as they can."""
+            cache_utils.LinearAttentionLayer.crop(self, tokens_to_remove)
+
+        def select_states(self, rows: Tensor) -> None:
+            """Make the states of row i those of row ``rows[i]``."""
+            cache_utils.LinearAttentionLayer.reorder_cache(self, rows)
+
+        def fork(self, batch: PagedBatch | None) -> "HybridKVCacheLayer":
+            """This layer over ``batch``, with states of its own."""
+            other = super().fork(batch)
+            for name in _STATES:
+                setattr(other, name, copy.deepcopy(getattr(self, name)))
+            return other
+
+
+else:  # no layer is one
+
+    class HybridKVCacheLayer(KVCacheLayer):  # type: ignore[no-redef]
+        """Not in this version of transformers."""
+
+
+def num_kept(tokens_to_remove: int, num_tokens: int) -> int:
+    """Of ``num_tokens`` tokens, those that ``crop(tokens_to_remove)`` keeps.
+
+    Raises:
+        ArgumentError: the number is positive, and this version of transformers takes none.
+    """
+    tokens_to_remove = int(tokens_to_remove)  # some versions pass a 0-d tensor
+    if tokens_to_remove <= 0:
+        keeps_none = _CROP_KEEPS and tokens_to_remove == 0
+        return 0 if keeps_none else max(0, num_tokens + tokens_to_remove)
+    if _CROP_KEEPS:
+        return min(num_tokens, tokens_to_remove)
+    raise ArgumentError(f"tokens_to_remove must be at most 0, got {tokens_to_remove}")

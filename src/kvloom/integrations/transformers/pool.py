@@ -1,0 +1,142 @@
+"""Prefixes that the caches of one model share, found by their tokens."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvloom.blocks import BlockRef, BlockTable, PrefixTree, check
+from kvloom.caches import PagedBatch, PagedMemory
+from kvloom.core.checks import INDEX_DTYPES, expect
+from kvloom.errors import ArgumentError, UnsupportedError
+from kvloom.integrations.transformers.cache import KVCache, make_layers, paged_format
+from kvloom.integrations.transformers.layers import KVCacheLayer
+
+
+class KVPool:
+    """Pages of one size, in which a new cache finds what earlier ones computed for the same first tokens.
+
+    Sharing is exact, by the tokens themselves, in whole pages, and only within a salt. When all pages are
+    taken, those that no cache holds are given up, least recently used first::
+
+        pool = KVPool.for_model(model, max_tokens=100_000)
+        cache = pool.begin(input_ids)
+        output = model.generate(input_ids, past_key_values=cache)
+        pool.commit(cache, output)
+
+    Args:
+        model: A ``PreTrainedModel`` all of whose layers attend to the whole sequence.
+        memory: Where the pages are.
+    """
+
+    def __init__(self, model: Any, memory: PagedMemory) -> None:
+        self._model = model
+        self._memory = memory
+        self._tree = PrefixTree(memory.pool, memory.format.page_size)
+        self._num_asked = self._num_found = 0
+
+    @classmethod
+    def for_model(
+        cls,
+        model: Any,
+        kv: str = "auto",
+        quant_group: int = 64,
+        page_size: int = 16,
+        *,
+        max_tokens: int,
+        values: str | None = None,
+    ) -> "KVPool":
+        """An empty pool of ``max_tokens`` token slots in each layer, taken at the first update.
+
+        The other arguments are those of ``KVCache.for_model``.
+
+        Raises:
+            ArgumentError: as ``KVCache.for_model``.
+            UnsupportedError: a layer has a window or a recurrent state, which a prefix of pages cannot give.
+        """
+        config = model.config.get_text_config(decoder=True)
+        format = paged_format(config, kv, quant_group, page_size, max_tokens, values)
+        for layer in make_layers(model, format):
+            if type(layer) is not KVCacheLayer or layer.is_sliding:
+                raise UnsupportedError(
+                    f"model must attend to the whole sequence in every layer, got {type(layer).__name__} in "
+                    f"{type(model).__name__}"
+                )
+        return cls(model, PagedMemory(format, is_kept=True))
+
+    def begin(self, input_ids: Tensor, salt: str = "") -> KVCache:
+        """A cache that holds the longest first part of every row that is known, in whole pages.
+
+        The last token is always left to compute. Rows are of one length, so the shortest match counts.
+
+        Args:
+            input_ids: ``[B, T]`` int64 or int32 without padding.
+            salt: Only caches of one salt share pages.
+        """
+        expect("input_ids", input_ids, "B T", dtype=INDEX_DTYPES)
+        if not input_ids.numel():
+            raise ArgumentError(f"input_ids must hold at least one token, got {list(input_ids.shape)}")
+        found = [self._tree.match(row, salt, max_tokens=len(row) - 1) for row in input_ids.tolist()]
+        num_pages = min(map(len, found))
+        batch = PagedBatch(self._memory)
+        cache = KVCache(make_layers(self._model, self._memory.format, batch=batch))
+        self._num_asked += input_ids.numel()
+        if num_pages == 0:
+            return cache
+        batch.adopt([self._table(refs, num_pages) for refs in found])
+        for layer in cache.layers:
+            layer.pages.num_tokens = batch.num_columns
+            layer.lazy_initialization(torch.empty(0, dtype=self._model.dtype, device=self._model.device))
+        self._num_found += batch.num_columns * batch.size
+        return cache
+
+    def commit(self, cache: KVCache, input_ids: Tensor, salt: str = "") -> None:
+        """Let later caches find the full pages of this one.
+
+        Args:
+            cache: One that ``begin`` made.
+            input_ids: ``[B, T]``, row by row the tokens that the cache holds, such as what ``generate``
+                returned; the last one, which was sampled and not computed, may be among them. After beam
+                search rows are no longer the cache's.
+            salt: As for ``begin``.
+
+        Raises:
+            ArgumentError: the cache is of another pool, or holds other numbers of rows or tokens.
+            StateError: pages of it are known under other tokens; nothing was changed for that row.
+        """
+        batch = cache.batches[0]
+        if batch.memory is not self._memory:
+            raise ArgumentError("cache must be one that this pool began, got another's")
+        num_tokens = batch.num_columns
+        sizes = expect("input_ids", input_ids, "B T", dtype=INDEX_DTYPES, B=batch.size)
+        if not num_tokens <= sizes["T"] <= num_tokens + 1:
+            raise ArgumentError(
+                f"input_ids must be the {num_tokens} tokens of the cache, or one more, got {sizes['T']}"
+            )
+        batch.commit(self._tree, input_ids[:, :num_tokens].tolist(), salt)
+
+    def check(self) -> None:
+        """Recompute the invariants of pages and prefixes; raises ``StateError`` on the first that fails."""
+        tables = [table for batch in self._memory.batches for table in batch.tables]
+        check(self._memory.pool, self._tree, tables)
+
+    def report(self) -> dict[str, int]:
+        """Pages by state, and how many of the tokens that were asked for were found."""
+        pool = self._memory.pool
+        return {
+            "num_pages": pool.num_blocks,
+            "free": pool.num_free,
+            "active": pool.num_active,
+            "evictable": pool.num_evictable,
+            "tokens_asked": self._num_asked,
+            "tokens_found": self._num_found,
+        }
+
+    def _table(self, refs: Sequence[BlockRef], num_pages: int) -> BlockTable:
+        """A table that begins with the first of some pages; the others are released."""
+        for ref in refs[num_pages:]:
+            self._memory.pool.release(ref)
+        table = BlockTable(self._memory.pool, self._memory.format.page_size)
+        table.adopt(refs[:num_pages])
+        return table
