@@ -243,8 +243,8 @@ class PagedBatch:
 
 
 def _padded(rows: Sequence[Sequence[int]], device: torch.device) -> Tensor:
-    """``[B, P]`` int64, short rows filled with -1."""
-    width = max(map(len, rows))
+    """``[B, P]`` int64 with P at least 1, short rows filled with -1."""
+    width = max(1, *map(len, rows))
     padded = [[*row, *[-1] * (width - len(row))] for row in rows]
     return torch.tensor(padded, dtype=torch.int64, device=device)
 

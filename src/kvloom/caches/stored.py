@@ -67,11 +67,14 @@ class Placement:
         return Placement(index, self.lengths[b : b + 1], self.num_columns, origins)
 
     def _find_slots(self) -> Tensor:
-        position = torch.arange(self.num_columns, device=self.lengths.device).expand(len(self.lengths), -1)
+        rows, device = len(self.lengths), self.lengths.device
+        position = torch.arange(self.num_columns, device=device).expand(rows, -1)
         if self.origins is not None:
             position = (position + self.origins.unsqueeze(1)).clamp(min=0)
-        row = torch.arange(len(self.lengths), device=self.lengths.device).unsqueeze(1)
-        return self.index.slots(row.expand_as(position).flatten(), position.flatten()).view(position.shape)
+        row = torch.arange(rows, device=device).unsqueeze(1).expand_as(position)
+        slots = self.index.slots(row.flatten(), position.flatten()).view(position.shape)
+        # A sequence without tokens has no page; some other token stands in for what is hidden anyway.
+        return slots if self.origins is None else slots.clamp(min=0)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -107,9 +110,10 @@ class StoredTokens:
 
         Args:
             query: ``[B, Hq, Q, Dk]``.
-            scores: As ``ops.attend``, without a mask.
+            scores: As ``ops.attend``, without window and mask.
             first: ``[B]``, the first visible column of each sequence; all if ``None``.
-            mask: ``[B or 1, Hq or 1, Q, N]``, bool (true is visible) or added to the scores.
+            mask: ``[B or 1, Hq or 1, Q, N]``, bool (true is visible) or added to the scores. It says all,
+                also of the window.
 
         Returns:
             ``[B, Q, Hq, Dv]``.
@@ -117,6 +121,8 @@ class StoredTokens:
         if mask is not None:
             rows = range(query.shape[0])
             return torch.cat([self._attend_row(query[b : b + 1], scores, first, mask, b) for b in rows])
+        if self.window is not None:
+            scores = replace(scores, window=self.window)
         num_new = query.shape[2]
         packed = query.transpose(1, 2).flatten(0, 1)
         out: Tensor = ops.attend(packed, self.view, self.placement.batch(num_new, first), scores)

@@ -21,7 +21,6 @@ from kvloom.integrations.transformers.masks import is_compact, visible, window_o
 IMPLEMENTATION: Final = "kvloom"
 
 _DENSE: Final = CacheLayout("B H S D")
-_REFUSED: Final = ("head_mask", "output_attentions")
 
 
 class StoredStates:
@@ -131,14 +130,19 @@ def attention(
     Raises:
         UnsupportedError: for dropout, a head mask or attention weights.
     """
-    for name, wanted in (("dropout", dropout), *((n, kwargs.get(n)) for n in _REFUSED)):
-        if wanted is not None and wanted is not False and wanted != 0.0:
+    wanted = {
+        "dropout": dropout > 0,
+        "head_mask": kwargs.get("head_mask") is not None,
+        "output_attentions": bool(kwargs.get("output_attentions")),
+    }
+    for name, is_wanted in wanted.items():
+        if is_wanted:
             raise UnsupportedError(f"attn_implementation 'kvloom' has no {name}: use 'eager'")
     if isinstance(key, StoredStates) and isinstance(value, StoredStates) and key.tokens is value.tokens:
-        tokens, window = key.tokens, key.tokens.window
+        tokens = key.tokens
     else:
-        tokens = _dense(*(x.gather() if isinstance(x, StoredStates) else x for x in (key, value)))
-        window = window_of(attention_mask)
+        key, value = (x.gather() if isinstance(x, StoredStates) else x for x in (key, value))
+        tokens = _dense(key, value, window_of(attention_mask))
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     first = mask = None
     if attention_mask is None or is_compact(attention_mask):
@@ -147,23 +151,22 @@ def attention(
     else:
         if attention_mask.ndim != 4:
             raise ArgumentError(f"attention_mask must have 4 axes, got {list(attention_mask.shape)}")
-        causal, window, mask = False, None, attention_mask[..., : tokens.placement.num_columns]
+        causal, mask = False, attention_mask[..., : tokens.placement.num_columns]
     if position_bias is not None:
         if mask is None:
-            mask = visible(first, causal, window, query, tokens.placement.num_columns)
-            causal, window, first = False, None, None
+            mask = visible(first, causal, tokens.window, query, tokens.placement.num_columns)
+            causal, first = False, None
         if mask.dtype == torch.bool:
             mask = torch.zeros(mask.shape, device=mask.device).masked_fill(~mask, float("-inf"))
         mask = mask + position_bias
-    scores = ops.Scores(scaling, bool(causal), window=window, softcap=softcap, sinks=s_aux)
+    scores = ops.Scores(scaling, bool(causal), softcap=softcap, sinks=s_aux)
     return tokens.attend(query, scores, first=first, mask=mask), None
 
 
-def _dense(key: Tensor, value: Tensor) -> StoredTokens:
+def _dense(key: Tensor, value: Tensor, window: int | None) -> StoredTokens:
     """Keys and values that are in no cache of ours, ``[B, H, N, D]``."""
     rows, num_columns = key.shape[0], key.shape[2]
     starts = torch.arange(rows, device=key.device) * num_columns
     lengths = torch.full((rows,), num_columns, device=key.device)
-    return StoredTokens(
-        KVView.split(_DENSE, key, value), Placement(CacheIndex.offset(starts), lengths, num_columns)
-    )
+    placement = Placement(CacheIndex.offset(starts), lengths, num_columns)
+    return StoredTokens(KVView.split(_DENSE, key, value), placement, window)

@@ -85,9 +85,9 @@ class KVCache(DynamicCache):  # type: ignore[misc]
             UnsupportedError: no layer of the model has keys and values that could be kept.
         """
         config = model.config.get_text_config(decoder=True)
-        format = paged_format(config, kv, quant_group, page_size, max_tokens, values)
         if static and max_tokens is None:
             raise ArgumentError("max_tokens must be given for a static cache, got None")
+        format = paged_format(config, kv, quant_group, 1 if static else page_size, max_tokens, values)
         layers = make_layers(model, format, static)
         known = (KVCacheLayer, DummyLayer, StatefulLayer)
         others = Counter(type(x).__name__ for x in layers if not isinstance(x, known))
@@ -104,6 +104,19 @@ class KVCache(DynamicCache):  # type: ignore[misc]
                 dict(others),
             )
         return cls(layers)
+
+    @classmethod
+    def from_legacy_cache(cls, *args: Any, **kwargs: Any) -> "KVCache":
+        """Not without a model: make the cache with ``for_model`` and ``update`` each layer.
+
+        Raises:
+            UnsupportedError: always.
+        """
+        raise UnsupportedError("KVCache needs a model: use KVCache.for_model, then update each layer")
+
+    def to_legacy_cache(self) -> tuple[tuple[Tensor, Tensor], ...]:
+        """Keys and values ``[B, H, N, D]`` of each layer, gathered."""
+        return tuple((layer.keys, layer.values) for layer in self.layers)
 
     @property
     def batches(self) -> list[PagedBatch]:
@@ -191,13 +204,14 @@ class KVCache(DynamicCache):  # type: ignore[misc]
         self._expect_thawed()
         if isinstance(tokens_to_remove, Tensor):
             tokens_to_remove = tokens_to_remove.tolist()
+        counts = None if isinstance(tokens_to_remove, int) else self._expect_counts(tokens_to_remove)
         plan: list[tuple[PagedBatch, list[int]]] = []
         for batch in self.batches:
             if isinstance(tokens_to_remove, int):
                 kept = num_kept(tokens_to_remove, batch.num_columns)
                 plan.append((batch, [batch.num_columns - kept] * batch.size))
             else:
-                plan.append((batch, self._expect_counts(tokens_to_remove)))
+                plan.append((batch, counts or []))
         for batch, removed in plan:
             batch.expect_removable(removed)
         self._crop_others(tokens_to_remove, any(any(removed) for _, removed in plan))

@@ -192,7 +192,7 @@ if TheirHybridLayer is not None:
     class HybridKVCacheLayer(KVCacheLayer, TheirHybridLayer):  # type: ignore[misc]
         """Keys and values in pages, beside the recurrent states of the layer as transformers keeps them."""
 
-        is_croppable = TheirHybridLayer.is_croppable
+        is_croppable = getattr(TheirHybridLayer, "is_croppable", False)
 
         def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
             """Called with keys and values, or with states by name."""

@@ -1,0 +1,187 @@
+"""Random programs on the sequences of a cache, with and without a window, against lists of tokens."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from oracles.bits import generator
+from torch import Tensor
+
+from kvloom.blocks import PrefixTree, check
+from kvloom.caches import PagedBatch, PagedFormat, PagedLayer, PagedMemory, StoredTokens
+from kvloom.caches.batch import ROLLBACK
+from kvloom.core.specs import QuantSpec
+from kvloom.errors import StateError
+from kvloom.quant.affine import dequantize, quantize
+
+HEADS, DIM = 2, 8
+ACTIONS = ["append"] * 3 + ["long append", "remove", "remove rows", "select", "fork", "record"]
+FORMATS = {"float32": None, "int8": QuantSpec(8, 4), "int4": QuantSpec(4, 8)}
+
+
+def as_kept(x: Tensor, quant: QuantSpec | None) -> Tensor:
+    """A round trip through storage."""
+    if quant is None:
+        return x
+    codes, scale = quantize(x, quant.bits, quant.group, quant.scale_dtype)
+    return dequantize(codes, scale, quant.bits, x.dtype)
+
+
+@dataclass
+class Rows:
+    """What a cache of two layers should hold: keys of each row and layer, ``[H, tokens, D]``."""
+
+    window: int | None
+    rows: list[list[Tensor]] = field(default_factory=list)
+    num_columns: int = 0
+
+    def append(self, layer: int, keys: Tensor) -> None:
+        if not self.rows:
+            self.rows = [[torch.zeros(HEADS, 0, DIM) for _ in range(2)] for _ in range(keys.shape[0])]
+        for row, new in zip(self.rows, keys, strict=True):
+            row[layer] = torch.cat([row[layer], new], dim=1)
+
+    def remove(self, counts: list[int]) -> None:
+        for row, count in zip(self.rows, counts, strict=True):
+            row[:] = [x[:, : max(x.shape[1] - count, 0)] for x in row]
+        self.num_columns = max((row[0].shape[1] for row in self.rows), default=0)
+
+    def check(self, layer: int, stored: StoredTokens, num_new: int) -> None:
+        """Gathered columns are the visible tokens, and attention over them is that over the rows."""
+        first = 0 if self.window is None else max(self.num_columns - num_new - self.window + 1, 0)
+        keys, values = stored.gather(torch.float32)
+        assert keys.shape == (len(self.rows), HEADS, self.num_columns - first, DIM)
+        for row, key, value in zip(self.rows, keys, values, strict=True):
+            want = row[layer][:, max(row[layer].shape[1] - keys.shape[2], 0) :]
+            own = keys.shape[2] - want.shape[1]
+            assert torch.equal(key[:, own:], want)
+            assert torch.equal(value[:, own:], want)
+        if not num_new:
+            return
+        query = torch.randn(len(self.rows), 2 * HEADS, num_new, DIM, generator=generator(num_new))
+        out = stored.attend(query)
+        for b, row in enumerate(self.rows):
+            key = row[layer].repeat_interleave(2, dim=0)
+            position = torch.arange(key.shape[1])
+            distance = position - position[key.shape[1] - num_new :].unsqueeze(1)
+            hidden = (distance > 0) | (distance <= -(self.window or key.shape[1] + 1))
+            weights = (query[b] @ key.mT / DIM**0.5).masked_fill(hidden, float("-inf")).softmax(-1)
+            torch.testing.assert_close(out[b].transpose(0, 1), weights @ key, rtol=1e-4, atol=1e-5)
+
+
+@dataclass
+class Cache:
+    """Two layers over one batch, and what they should hold."""
+
+    batch: PagedBatch
+    layers: list[PagedLayer]
+    model: Rows
+
+    @classmethod
+    def over(cls, batch: PagedBatch, model: Rows) -> Cache:
+        layers = [PagedLayer(batch.format, batch, i) for i in range(2)]
+        for layer in layers:
+            layer.num_tokens = batch.num_columns
+        return cls(batch, layers, model)
+
+    def append(self, batch: int, count: int, seed: int) -> None:
+        """A step: all layers get their tokens, each attends when it has them."""
+        self.model.num_columns += count
+        for i, layer in enumerate(self.layers):
+            new = torch.randn(batch, HEADS, count, DIM, generator=generator(100 * seed + i))
+            self.model.append(i, as_kept(new, self.batch.format.quant))
+            self.model.check(i, layer.append(new, new), count)
+
+    def settle(self) -> None:
+        """Between steps: lengths agree, and everything the next token sees is there."""
+        assert self.batch.num_columns == self.model.num_columns
+        for i, layer in enumerate(self.layers):
+            layer.num_tokens = self.batch.num_columns
+            if self.batch.size and layer.storage is not None:
+                self.model.check(i, layer.stored(), 0)
+
+
+@given(st.data())
+def test_program_agrees_with_lists_of_tokens(data: st.DataObject) -> None:
+    page_size = data.draw(st.integers(1, 4), label="page_size")
+    window = data.draw(st.sampled_from([None, 1, 2, 5, 9]), label="window")
+    quant = data.draw(st.sampled_from(list(FORMATS.values())), label="quant")
+    memory = PagedMemory(PagedFormat(quant=quant, page_size=page_size))
+    caches = [Cache.over(PagedBatch(memory, window), Rows(window))]
+    for step in range(data.draw(st.integers(1, 14), label="steps")):
+        cache = data.draw(st.sampled_from(caches), label="cache")
+        batch, model = cache.batch, cache.model
+        action = data.draw(
+            st.sampled_from(
+                ["append"] * 3 + ["long append", "remove", "remove rows", "select", "fork", "record"]
+            )
+        )
+        if action.endswith("append"):
+            count = data.draw(st.integers(1, 4) if action == "append" else st.integers(30, 70), label="count")
+            cache.append(batch.size or data.draw(st.integers(1, 3), label="batch"), count, step)
+        elif action.startswith("remove") and batch.size:
+            one = data.draw(st.integers(0, 12), label="count")
+            counts = [one if action == "remove" else data.draw(st.integers(0, 12)) for _ in range(batch.size)]
+            try:
+                batch.remove(counts)
+            except StateError:
+                assert window is not None
+                assert (
+                    max(counts) > ROLLBACK - page_size or batch.is_recording or model.num_columns > ROLLBACK
+                )
+            else:
+                model.remove(counts)
+        elif action == "select" and batch.size:
+            rows = data.draw(st.lists(st.integers(0, batch.size - 1), min_size=1, max_size=4), label="rows")
+            batch.select(rows)
+            model.rows = [list(model.rows[row]) for row in rows]
+        elif action == "fork" and len(caches) < 3:
+            caches.append(Cache.over(batch.fork(), copy.deepcopy(model)))
+        elif action == "record":
+            batch.is_recording = not batch.is_recording
+        for other in caches:
+            other.settle()
+    tables = [table for batch in memory.batches for table in batch.tables]
+    check(memory.pool, PrefixTree(memory.pool, page_size), tables)
+
+
+@pytest.mark.parametrize("long", [1, 500], ids=["one by one", "at once"])
+def test_a_window_holds_few_pages_however_long_the_text(long: int) -> None:
+    batch = PagedBatch(PagedFormat(page_size=4), window=10)
+    cache = Cache.over(batch, Rows(10))
+    for step in range(1000 // long):
+        cache.append(2, long, step)
+    cache.append(2, 1, 0)
+    most = 2 * (-(-(10 + ROLLBACK) // 4) + 2)
+    assert batch.num_pages_held <= most
+    assert batch.num_pages <= 2 * most  # the pool doubles
+    assert batch.num_columns == 1001
+
+
+def test_what_a_window_has_passed_cannot_come_back() -> None:
+    batch = PagedBatch(PagedFormat(page_size=4), window=10)
+    cache = Cache.over(batch, Rows(10))
+    cache.append(1, 300, 0)
+    batch.remove([ROLLBACK])
+    cache.model.remove([ROLLBACK])
+    cache.settle()
+    with pytest.raises(StateError, match=r"sequence 0 must keep at least 2\d\d tokens"):
+        batch.remove([ROLLBACK])
+    cache.settle()
+
+
+def test_recording_keeps_what_a_window_passes_until_the_next_removal() -> None:
+    batch = PagedBatch(PagedFormat(page_size=4), window=10)
+    cache = Cache.over(batch, Rows(10))
+    batch.is_recording = True
+    for step in range(3):
+        cache.append(1, 100, step)
+    batch.remove([200])
+    cache.model.remove([200])
+    cache.settle()
+    assert batch.num_pages_held <= (10 + ROLLBACK) // 4 + 2

@@ -1,0 +1,255 @@
+"""``attn_implementation="kvloom"``: the numbers of other implementations, read where they lie."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from hypothesis import given
+from hypothesis import strategies as st
+from integrations.test_families import FAMILIES, continued, family, padded_prompts
+from integrations.test_generate_modes import KINDS, MODES, ONE_ROW, continue_with, ours
+from oracles.bits import generator
+from oracles.language_models import generate, make_model, make_prompts
+from torch import Tensor
+from transformers import DynamicCache
+from transformers.masking_utils import (
+    ALL_MASK_ATTENTION_FUNCTIONS,
+    causal_mask_function,
+    sliding_window_causal_mask_function,
+)
+
+from kvloom.caches import PagedFormat, PagedLayer, StoredTokens
+from kvloom.errors import ArgumentError, UnsupportedError
+from kvloom.integrations.transformers import KVCache
+from kvloom.integrations.transformers.attention import StoredStates, attention
+from kvloom.integrations.transformers.masks import attention_mask
+
+MODERN = "cache_position" not in ALL_MASK_ATTENTION_FUNCTIONS["sdpa"].__code__.co_varnames
+
+
+@pytest.fixture
+def gathers(monkeypatch: pytest.MonkeyPatch) -> list[StoredTokens]:
+    """Filled with what is gathered while a test runs."""
+    found: list[StoredTokens] = []
+    gather = StoredTokens.gather
+
+    def spy(self: StoredTokens, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        found.append(self)
+        return gather(self, dtype)
+
+    monkeypatch.setattr(StoredTokens, "gather", spy)
+    return found
+
+
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name != "DeepSeek-V3"])
+def test_attention_gathers_nothing(name: str, gathers: list[StoredTokens]) -> None:
+    model = family(name, "kvloom")
+    continued(model, KVCache.for_model(model, page_size=4), num_beams=2)
+    assert not gathers
+
+
+def test_other_attention_gathers_in_every_layer(gathers: list[StoredTokens]) -> None:
+    model = family("Llama", "sdpa")
+    continued(model, KVCache.for_model(model), max_new_tokens=16)
+    assert len(gathers) == 16 * 4
+
+
+@KINDS
+@pytest.mark.parametrize("mode", list(MODES))
+def test_mode_gives_the_tokens_of_gathered_keys_and_values(mode: str, kv: str) -> None:
+    model = make_model()
+    inputs = make_prompts([17] if mode in ONE_ROW else [11, 5, 14])
+    if mode in ONE_ROW:
+        inputs["input_ids"][0, 9:] = inputs["input_ids"][0, :8]
+    expected = continue_with(model, inputs, ours(model, kv), **MODES[mode])
+    model.set_attn_implementation("kvloom")
+    assert continue_with(model, inputs, ours(model, kv), **MODES[mode]) == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@KINDS
+def test_small_dtypes_stay_near_the_gathered_logits(kv: str, dtype: torch.dtype) -> None:
+    model, inputs = make_model(dtype=dtype), make_prompts([6, 11])
+    kv = "auto" if kv == "float32" else kv
+    expected = generate(model, inputs, KVCache.for_model(model, kv=kv, quant_group=16)).logits[0]
+    model.set_attn_implementation("kvloom")
+    actual = generate(model, inputs, KVCache.for_model(model, kv=kv, quant_group=16)).logits[0]
+    torch.testing.assert_close(actual, expected, rtol=0.1, atol=0.1 * float(expected.abs().max()))
+
+
+@pytest.mark.parametrize("name", ["Llama", "Mistral", "gpt-oss", "Llama4"])
+def test_attention_serves_other_caches_too(name: str) -> None:
+    model = family(name)
+    expected = continued(model, DynamicCache(config=model.config))
+    with torch.no_grad():
+        whole = model(**padded_prompts(), use_cache=False).logits[1]
+    model.set_attn_implementation("kvloom")
+    assert torch.equal(continued(model, DynamicCache(config=model.config)).sequences, expected.sequences)
+    with torch.no_grad():
+        torch.testing.assert_close(
+            model(**padded_prompts(), use_cache=False).logits[1], whole, rtol=1e-4, atol=1e-4
+        )
+
+
+def test_implementation_can_change_between_steps() -> None:
+    model, inputs = make_model(), make_prompts([9, 14])
+    steps = []
+    for implementations in (["sdpa"] * 4, ["kvloom", "sdpa", "eager", "kvloom"]):
+        cache, mask, tokens = KVCache.for_model(model), inputs["attention_mask"], inputs["input_ids"]
+        for implementation in implementations:
+            model.set_attn_implementation(implementation)
+            with torch.no_grad():
+                logits = model(tokens, attention_mask=mask, past_key_values=cache).logits[:, -1]
+            steps.append(logits)
+            mask, tokens = torch.cat([mask, mask.new_ones(2, 1)], 1), torch.tensor([[5], [9]])
+    for expected, actual in zip(steps[:4], steps[4:], strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
+
+
+# --- masks --------------------------------------------------------------------------------------------------
+
+
+def build_mask(rows: int, num_new: int, num_stored: int, padding: Tensor | None, window: int | None) -> Any:
+    """Arguments as ``create_causal_mask`` and its like hand over."""
+    seen = num_stored - num_new
+    first = 0 if window is None else max(seen - window + 1, 0)
+    where = (
+        {"q_length": num_new, "q_offset": seen, "device": torch.device("cpu")}
+        if MODERN
+        else {"cache_position": torch.arange(seen, num_stored)}
+    )
+    function = causal_mask_function if window is None else sliding_window_causal_mask_function(window)
+    return {
+        "batch_size": rows, "kv_length": num_stored - first, "kv_offset": first, "mask_function": function,
+        "attention_mask": padding, "config": transformers.LlamaConfig(), "local_size": window, **where,
+    }  # fmt: skip
+
+
+@given(st.data())
+def test_any_mask_gives_the_numbers_of_the_whole_mask(data: st.DataObject) -> None:
+    rows, num_new = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 5))
+    num_stored = num_new + data.draw(st.sampled_from([0, 1, 4, 9]))
+    window = data.draw(st.sampled_from([None, 1, 3, 6, 50]))
+    padding = None
+    if data.draw(st.booleans(), label="padded"):
+        kind = data.draw(st.sampled_from(["left", "right", "holes"]))
+        padding = torch.ones(rows, num_stored, dtype=torch.bool)
+        for row in padding:
+            count = data.draw(st.integers(0, num_stored - 1))
+            if kind == "left":
+                row[:count] = False
+            elif kind == "right":
+                row[num_stored - count :] = False
+            else:
+                row[torch.rand(num_stored, generator=generator(count)) < 0.4] = False
+    arguments = build_mask(rows, num_new, num_stored, padding, window)
+    whole = ALL_MASK_ATTENTION_FUNCTIONS["sdpa"](**arguments | {"allow_is_causal_skip": False})
+    query, key, value = (
+        torch.randn(rows, heads, count, 8, generator=generator(i))
+        for i, (heads, count) in enumerate(((4, num_new), (2, whole.shape[3]), (2, whole.shape[3])))
+    )
+    out, _ = attention(torch.nn.Module(), query, key, value, attention_mask(**arguments))
+    scores = query @ key.repeat_interleave(2, 1).mT / 8**0.5
+    weights = scores.masked_fill(~whole, float("-inf")).softmax(-1).nan_to_num(0.0)
+    expected = (weights @ value.repeat_interleave(2, 1)).transpose(1, 2)
+    torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_plain_masks_stay_compact() -> None:
+    padding = torch.ones(2, 9, dtype=torch.bool)
+    assert attention_mask(**build_mask(2, 4, 9, padding, None)) is None
+    assert attention_mask(**build_mask(2, 4, 9, padding, 50)) is None
+    padding[0, :3] = False
+    assert attention_mask(**build_mask(2, 4, 9, padding, None)).tolist() == [[[[3, 0]]], [[[0, 0]]]]
+    assert attention_mask(**build_mask(2, 4, 9, padding, 3)).tolist() == [[[[0, 3]]], [[[0, 3]]]]
+    padding[1, 5] = False
+    assert attention_mask(**build_mask(2, 4, 9, padding, None)).shape == (2, 1, 4, 9)
+
+
+@pytest.mark.parametrize("mask", ["none", "bool", "float", "compact"])
+def test_position_bias_is_added_to_the_scores(mask: str) -> None:
+    query, key, bias = (torch.randn(2, 4, n, m) for n, m in ((3, 8), (5, 8), (3, 5)))
+    seen = torch.ones(3, 5, dtype=torch.bool).tril(2).expand(2, 1, 3, 5)
+    given_mask = {
+        "none": None, "bool": seen, "float": torch.zeros(2, 1, 3, 5).masked_fill(~seen, float("-inf")),
+        "compact": torch.tensor([[[[0, 0]]], [[[0, 0]]]]),
+    }[mask]  # fmt: skip
+    out, _ = attention(torch.nn.Module(), query, key, key, given_mask, position_bias=bias, scaling=0.3)
+    weights = (query @ key.mT * 0.3 + bias).masked_fill(~seen, float("-inf")).softmax(-1)
+    torch.testing.assert_close(out, (weights @ key).transpose(1, 2), rtol=1e-4, atol=1e-5)
+
+
+# --- what update returns ------------------------------------------------------------------------------------
+
+
+def stored_states() -> tuple[StoredStates, StoredStates, Tensor, Tensor]:
+    """Keys and values of 2 rows, 2 heads and 5 tokens, and the tensors that they stand for."""
+    key, value = torch.randn(2, 2, 5, 8), torch.randn(2, 2, 5, 4)
+    layer = PagedLayer(PagedFormat(page_size=2))
+    return *StoredStates.pair(layer.append(key, value), torch.float32), key, value
+
+
+def test_stored_states_have_the_shape_of_what_they_stand_for(gathers: list[StoredTokens]) -> None:
+    keys, values, key, value = stored_states()
+    assert (keys.shape, keys.dtype, keys.device) == (key.shape, key.dtype, key.device)
+    assert values.shape == value.shape
+    assert not gathers
+
+
+def test_stored_states_compute_like_tensors(gathers: list[StoredTokens]) -> None:
+    keys, values, key, value = stored_states()
+    query = torch.randn(2, 2, 1, 8)
+    for actual, expected in [
+        (torch.matmul(query, keys.transpose(2, 3)), torch.matmul(query, key.transpose(2, 3))),
+        (query @ keys.mT, query @ key.mT),
+        (torch.cat([keys, key], dim=2), torch.cat([key, key], dim=2)),
+        (keys[:, :, 1:3], key[:, :, 1:3]),
+        (keys * 2 + 1, key * 2 + 1),
+        (2 * keys - 1, 2 * key - 1),
+        (keys / 2, key / 2),
+        (-keys, -key),
+        (torch.stack(list(values)), value),
+        (values.float().contiguous(), value),
+        (torch.nn.functional.scaled_dot_product_attention(query, keys, values),
+         torch.nn.functional.scaled_dot_product_attention(query, key, value)),
+    ]:  # fmt: skip
+        assert torch.equal(actual, expected)
+    assert len(values) == 2
+    assert len(gathers) == 1
+
+
+def test_attention_gathers_states_that_do_not_belong_together(gathers: list[StoredTokens]) -> None:
+    keys, values, key, value = stored_states()
+    query = torch.randn(2, 4, 1, 8)
+    expected, _ = attention(torch.nn.Module(), query, key, value, None)
+    for pair in ((keys, value), (key, values)):
+        assert torch.equal(attention(torch.nn.Module(), query, *pair, None)[0], expected)
+    assert len(gathers) == 1
+
+
+# --- refused ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "options", [{"dropout": 0.1}, {"output_attentions": True}, {"head_mask": torch.ones(4)}], ids=str
+)
+def test_what_it_cannot_do_is_refused(options: dict[str, Any]) -> None:
+    x = torch.randn(1, 4, 3, 8)
+    with pytest.raises(UnsupportedError, match=f"has no {next(iter(options))}"):
+        attention(torch.nn.Module(), x, x, x, None, **options)
+
+
+def test_a_mask_of_two_axes_is_refused() -> None:
+    x = torch.randn(1, 4, 3, 8)
+    with pytest.raises(ArgumentError, match=r"attention_mask must have 4 axes, got \[1, 3\]"):
+        attention(torch.nn.Module(), x, x, x, torch.ones(1, 3))
+
+
+def test_training_is_refused() -> None:
+    model = make_model("kvloom")
+    loss = model(make_prompts([5])["input_ids"], use_cache=False).logits.sum()
+    with pytest.raises(UnsupportedError, match="attend has no gradient"):
+        loss.backward()

@@ -1,0 +1,156 @@
+"""A static ``KVCache``: one graph for all decode steps, and memory that stays where it is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from integrations.test_families import FAMILIES, continued, family
+from oracles.language_models import generate, make_model, make_prompts
+from torch._dynamo.testing import CompileCounter
+from transformers import DynamicCache
+
+from kvloom.errors import ArgumentError, StateError, UnsupportedError
+from kvloom.integrations.transformers import KVCache
+
+KINDS = pytest.mark.parametrize("kv", ["auto", "int8", "int4"])
+ATTENTIONS = pytest.mark.parametrize("attention", ["sdpa", "kvloom"])
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def static(model: Any, kv: str = "auto", max_tokens: int = 64) -> KVCache:
+    return KVCache.for_model(model, kv=kv, quant_group=16, max_tokens=max_tokens, static=True)
+
+
+def addresses(cache: KVCache) -> list[int]:
+    return [x.data_ptr() for layer in cache.layers for x in layer.pages.storage.tensors if x is not None]
+
+
+@KINDS
+@ATTENTIONS
+@pytest.mark.parametrize("lengths", [[9], [5, 12, 1]], ids=str)
+def test_static_cache_gives_the_tokens_of_a_growing_one(attention: str, kv: str, lengths: list[int]) -> None:
+    model, inputs = make_model(attention), make_prompts(lengths)
+    growing = generate(model, inputs, KVCache.for_model(model, kv=kv, quant_group=16))
+    fixed = generate(model, inputs, static(model, kv))
+    assert torch.equal(fixed.sequences, growing.sequences)
+    tolerance = 1e-4 if kv == "auto" else 1e-2  # a code may differ by one
+    for expected, actual in zip(growing.logits, fixed.logits, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("mode", [{}, {"num_beams": 3}, {"prefill_chunk_size": 5}], ids=str)
+@ATTENTIONS
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name not in ("Falcon-H1", "DeepSeek-V3")])
+def test_family_gives_the_stock_tokens(name: str, attention: str, mode: dict[str, Any]) -> None:
+    model = family(name)
+    expected = continued(model, DynamicCache(config=model.config), **mode)
+    if attention == "kvloom":
+        model.set_attn_implementation("kvloom")
+    ours = KVCache.for_model(model, max_tokens=40, static=True)
+    if "num_beams" in mode:
+        ours = KVCache.for_model(model, max_tokens=33, static=True)
+    assert torch.equal(continued(model, ours, **mode).sequences, expected.sequences)
+
+
+@KINDS
+@ATTENTIONS
+def test_every_decode_step_is_one_graph(attention: str, kv: str) -> None:
+    model, prompt = make_model(attention), make_prompts([9])["input_ids"]
+    ours, growing = static(model, kv), KVCache.for_model(model, kv=kv, quant_group=16)
+    counter = CompileCounter()
+    step = torch.compile(model, fullgraph=True, backend=counter)
+    with torch.no_grad():
+        token = model(prompt, past_key_values=ours).logits[:, -1:].argmax(-1)
+        model(prompt, past_key_values=growing)
+        where = addresses(ours)
+        for i in range(6):
+            position = torch.tensor([[9 + i]])
+            compiled = step(token, past_key_values=ours, position_ids=position).logits
+            expected = model(token, past_key_values=growing, position_ids=position).logits
+            torch.testing.assert_close(compiled, expected, rtol=1e-4, atol=1e-4)
+            token = expected.argmax(-1)
+    assert counter.frame_count == 1
+    assert addresses(ours) == where
+    assert int(ours.get_seq_length()) == 15
+
+
+def test_compiled_step_that_does_not_fit_writes_to_no_other_row() -> None:
+    model = make_model("kvloom")
+    cache = static(model, max_tokens=8)
+    step = torch.compile(model, fullgraph=True, backend="eager")
+    with torch.no_grad():
+        model(make_prompts([7, 7])["input_ids"], past_key_values=cache)
+        step(torch.tensor([[5], [6]]), past_key_values=cache, position_ids=torch.tensor([[7], [7]]))
+        before = [x.clone() for x in cache.layers[0].pages.storage.tensors if x is not None]
+        with pytest.raises(ArgumentError, match=r"slots must be in \[0, 16\)"):
+            step(torch.tensor([[5], [6]]), past_key_values=cache, position_ids=torch.tensor([[8], [8]]))
+    after = [x for x in cache.layers[0].pages.storage.tensors if x is not None]
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+def test_overflow_is_refused_before_anything_is_written() -> None:
+    model = make_model()
+    cache = static(model, max_tokens=12)
+    with torch.no_grad():
+        model(make_prompts([10])["input_ids"], past_key_values=cache)
+        keys = cache.layers[0].keys
+        with pytest.raises(StateError, match="max_tokens must hold 3 more tokens, got 12 with 10 taken"):
+            model(make_prompts([3])["input_ids"], past_key_values=cache)
+    assert torch.equal(cache.layers[0].keys, keys)
+    assert int(cache.get_seq_length()) == 10
+
+
+@KINDS
+def test_rows_move_and_forks_part(kv: str) -> None:
+    model, inputs = make_model(), make_prompts([7, 7])
+    stock, ours = KVCache.for_model(model, kv=kv, quant_group=16), static(model, kv, 16)
+    for cache in (stock, ours):
+        with torch.no_grad():
+            model(**inputs, past_key_values=cache)
+        cache.batch_repeat_interleave(2)
+        cache.reorder_cache(torch.tensor([3, 0, 1, 1]))
+        cache.batch_select_indices(torch.tensor([True, True, False, True]))
+        cache.crop(-2)
+    fork = ours.fork()
+    tokens = torch.tensor([[5], [6], [7]])
+    with torch.no_grad():
+        logits = [model(tokens, past_key_values=c).logits for c in (stock, ours, fork)]
+    torch.testing.assert_close(logits[1], logits[0], rtol=1e-4, atol=1e-4)
+    assert torch.equal(logits[1], logits[2])
+    for layer, other in zip(stock.layers, ours.layers, strict=True):
+        assert torch.equal(other.keys[:, :, :5], layer.keys[:, :, :5])
+        assert torch.equal(other.values[:, :, :5], layer.values[:, :, :5])
+
+
+def test_reset_keeps_the_memory() -> None:
+    model, inputs = make_model(), make_prompts([9, 4])
+    cache = static(model)
+    first = generate(model, inputs, cache).sequences
+    where, nbytes = addresses(cache), cache.nbytes
+    cache.reset()
+    assert int(cache.get_seq_length()) == 0
+    assert torch.equal(generate(model, inputs, cache).sequences, first)
+    assert (addresses(cache), cache.nbytes) == (where, nbytes)
+    assert nbytes == 2 * 64 * cache.nbytes_per_token
+
+
+def test_static_needs_its_size() -> None:
+    with pytest.raises(ArgumentError, match="max_tokens must be given for a static cache"):
+        KVCache.for_model(make_model(), static=True)
+
+
+def test_rows_of_a_static_cache_end_together() -> None:
+    model = make_model()
+    cache = static(model)
+    generate(model, make_prompts([4, 5]), cache)
+    with pytest.raises(UnsupportedError, match="cannot be cropped row by row"):
+        cache.crop([-1, 0])
