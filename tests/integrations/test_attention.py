@@ -44,7 +44,8 @@ def gathers(monkeypatch: pytest.MonkeyPatch) -> list[StoredTokens]:
     return found
 
 
-@pytest.mark.parametrize("name", [name for name in FAMILIES if name != "DeepSeek-V3"])
+# Latent keys are expanded, and until transformers 5 a shared layer read the tensors of the other.
+@pytest.mark.parametrize("name", [x for x in FAMILIES if x not in ("DeepSeek-V3", "Gemma3n")])
 def test_attention_gathers_nothing(name: str, gathers: list[StoredTokens]) -> None:
     model = family(name, "kvloom")
     continued(model, KVCache.for_model(model, page_size=4), num_beams=2)

@@ -115,6 +115,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], int, int]] = {
         0,
     ),
 }
+# Of old, scaled dot product attention leaves the soft cap out.
+STOCK = {"Gemma2": "eager"}
 MODES: dict[str, dict[str, Any]] = {
     "greedy": {},
     "beams": {"num_beams": 3},
@@ -157,7 +159,7 @@ def continued(model: Any, cache: Any, **options: Any) -> Any:
 @pytest.mark.parametrize("mode", list(MODES))
 @pytest.mark.parametrize("name", list(FAMILIES))
 def test_family_gives_the_stock_tokens_and_logits(name: str, mode: str, attention: str) -> None:
-    model = family(name)
+    model = family(name, STOCK.get(name))
     stock = continued(model, DynamicCache(config=model.config), **MODES[mode])
     if attention == "kvloom":
         model.set_attn_implementation("kvloom")

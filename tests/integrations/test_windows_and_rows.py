@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from integrations.test_families import FAMILIES, continued, family, padded_prompts
+from integrations.test_families import FAMILIES, STOCK, continued, family, padded_prompts
 from oracles.language_models import FakeQuantCache, FakeQuantCache4, make_model, make_prompts
 from torch import Tensor
 from transformers import DynamicCache
@@ -43,7 +43,7 @@ def logits_of(model: Any, tokens: Tensor, cache: Any, **inputs: Tensor) -> Tenso
 @pytest.mark.parametrize("name", WINDOWED)
 def test_a_long_text_gives_the_stock_logits(name: str, attention: str) -> None:
     """Windows of 8 tokens over hundreds, in steps of every size."""
-    model, tokens = family(name), text(2, 260)
+    model, tokens = family(name, STOCK.get(name)), text(2, 260)
     steps = [150, 1, 3, 1, 60, 1, 1, 42, 1]
     expected, cache = [], DynamicCache(config=model.config)
     for part in tokens.split(steps, dim=1):
