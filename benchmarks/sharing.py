@@ -1,31 +1,38 @@
 """What sharing pages saves over copying tensors: forks, beams and repeated rows. Prints one JSON line.
 
-transformers' DynamicCache and KVCache hold as many float32 tokens of a 4-layer model with 8 heads of
-64; medians of calls that take turns.
+transformers' DynamicCache and KVCache hold as many float32 tokens of a 4-layer model with 8 heads of 64;
+medians of calls that take turns, on one thread.
+
+``beams`` compares more caches in a step of a beam search: reorder 4 rows, then decode a token of each. There
+the integer caches of transformers, quanto's and hqq's by the same code, reorder what they dequantise, in the
+decoding. Prediction: at 8192 a cache that copies its rows takes longer for that than for the decoding, so
+KVCache is ahead, quantised as well.
 """
 
+import argparse
 import copy
 import json
 import time
 from collections.abc import Callable
+from functools import partial
 from statistics import median
 from typing import Any
 
 import torch
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+from peers import STOCK, Contender, fill, in_turn, installed, kvloom, llama, quantized, static, step, stock
+from transformers import DynamicCache, LlamaForCausalLM
 
 from kvloom.integrations.transformers import KVCache
 
 LENGTHS = (256, 2048, 8192)
+BEAM_LENGTHS = (2048, 8192)
 ROWS = 4
 REPEATS = 9
 
 
-def filled(cache: Any, rows: int, num_tokens: int) -> Any:
+def filled(cache: Any, model: LlamaForCausalLM, rows: int, num_tokens: int) -> Any:
     """``cache`` with random tokens in 4 layers."""
-    for layer in range(4):
-        new = torch.randn(rows, 8, num_tokens, 64)
-        cache.update(new, new, layer)
+    fill(cache, model, num_tokens, rows)
     return cache
 
 
@@ -40,29 +47,56 @@ def cases(
     model: LlamaForCausalLM, num_tokens: int
 ) -> dict[str, tuple[Callable[[], object], Callable[[], object]]]:
     """What is measured: DynamicCache's way and ours, on caches that hold the same number of tokens."""
-    stock = filled(DynamicCache(config=model.config), ROWS, num_tokens)
-    ours = filled(KVCache.for_model(model), ROWS, num_tokens)
-    one_stock = filled(DynamicCache(config=model.config), 1, num_tokens)
-    one_ours = filled(KVCache.for_model(model), 1, num_tokens)
+    theirs = filled(DynamicCache(config=model.config), model, ROWS, num_tokens)
+    mine = filled(KVCache.for_model(model), model, ROWS, num_tokens)
+    one_theirs = filled(DynamicCache(config=model.config), model, 1, num_tokens)
+    one_mine = filled(KVCache.for_model(model), model, 1, num_tokens)
     beams = torch.tensor([1, 0, 3, 3])
     return {
-        "reorder_cache, 4 rows": (lambda: stock.reorder_cache(beams), lambda: ours.reorder_cache(beams)),
-        "copy of one row": (lambda: copy.deepcopy(one_stock), one_ours.fork),
+        "reorder_cache, 4 rows": (lambda: theirs.reorder_cache(beams), lambda: mine.reorder_cache(beams)),
+        "copy of one row": (lambda: copy.deepcopy(one_theirs), one_mine.fork),
         "repeat one row 8 times": (
-            lambda: copy.deepcopy(one_stock).batch_repeat_interleave(8),
-            lambda: one_ours.fork().batch_repeat_interleave(8),
+            lambda: copy.deepcopy(one_theirs).batch_repeat_interleave(8),
+            lambda: one_mine.fork().batch_repeat_interleave(8),
         ),
     }
 
 
+def beam_step(model: LlamaForCausalLM, contender: Contender, cache: Any) -> float:
+    """Milliseconds of a reordering and of the decoding behind it."""
+    beams = torch.tensor([1, 0, 3, 3])
+    return timed(lambda: cache.reorder_cache(beams)) + step(model, contender, cache, rows=ROWS)
+
+
+def beam_rows(model: LlamaForCausalLM, found: list[Contender], num_tokens: int) -> list[dict[str, Any]]:
+    """A row for each contender."""
+    caches = {x.name: x.make(model, num_tokens + REPEATS + 2) for x in found}
+    steps: dict[str, Callable[[], float]] = {}
+    for contender in found:
+        cache = filled(caches[contender.name], model, ROWS, num_tokens)
+        steps[contender.name] = partial(beam_step, model, contender, cache)
+    times = in_turn(steps, REPEATS, warmup=2)
+    return [
+        {
+            "contender": name,
+            "num_tokens": num_tokens,
+            "ms": median(took),
+            "ratio": median(a / b for a, b in zip(took, times[STOCK], strict=True)),
+        }
+        for name, took in times.items()
+    ]
+
+
 def main() -> None:
     """Measure and print."""
-    config = LlamaConfig(
-        hidden_size=512, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=8, vocab_size=32
-    )
-    model = LlamaForCausalLM(config)
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="a short length, to see that it runs")
+    quick = parser.parse_args().quick
+
+    torch.set_num_threads(1)
+    model = llama(8)
     rows = []
-    for num_tokens in LENGTHS:
+    for num_tokens in (32,) if quick else LENGTHS:
         for name, (theirs, mine) in cases(model, num_tokens).items():
             pairs = [(timed(theirs), timed(mine)) for _ in range(REPEATS)]
             rows.append(
@@ -74,7 +108,10 @@ def main() -> None:
                     "ratio": median(a / b for a, b in pairs),
                 }
             )
-    print(json.dumps({"figure": "sharing", "rows": rows}))
+    ours = [kvloom(kv, in_place=in_place) for in_place in (False, True) for kv in ("float32", "int8", "int4")]
+    found, missing = installed([stock(), static(), quantized("quanto", 4), *ours], model)
+    beams = [row for n in ((32,) if quick else BEAM_LENGTHS) for row in beam_rows(model, found, n)]
+    print(json.dumps({"figure": "sharing", "missing": missing, "rows": rows, "beams": beams}))
 
 
 if __name__ == "__main__":

@@ -135,16 +135,14 @@ def test_nbytes_is_what_is_allocated(quant: QuantSpec | None) -> None:
 
 
 def test_appending_moves_a_bounded_number_of_bytes() -> None:
-    """Storage doubles: 1,000 tokens are moved at most ten times, and at most half of it is unused."""
+    """Storage grows by a quarter: it moves a few times, and little of it is unused."""
     layer = PagedLayer(PagedFormat(page_size=4))
     allocations = set()
     for _ in range(1000):
         append(layer, 1, 1)
         allocations.add(layer.nbytes)
-        assert (
-            layer.nbytes <= max(2 * layer.num_tokens, 8) * layer.nbytes_per_token + 8 * layer.nbytes_per_token
-        )
-    assert len(allocations) <= 10
+        assert layer.nbytes <= (1.25 * layer.num_tokens + 8) * layer.nbytes_per_token
+    assert len(allocations) <= 24
 
 
 @pytest.mark.parametrize(

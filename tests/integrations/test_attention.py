@@ -9,12 +9,12 @@ import torch
 import transformers
 from hypothesis import given
 from hypothesis import strategies as st
-from integrations.test_families import FAMILIES, continued, family, padded_prompts
+from integrations.test_families import FAMILIES, STOCK, continued, family, padded_prompts
 from integrations.test_generate_modes import KINDS, MODES, ONE_ROW, continue_with, ours
 from oracles.bits import generator
 from oracles.language_models import generate, make_model, make_prompts
 from torch import Tensor
-from transformers import DynamicCache
+from transformers import DynamicCache, StaticCache
 from transformers.masking_utils import (
     ALL_MASK_ATTENTION_FUNCTIONS,
     causal_mask_function,
@@ -95,6 +95,15 @@ def test_attention_serves_other_caches_too(name: str) -> None:
         )
 
 
+@pytest.mark.parametrize("name", ["Llama", "Gemma2", "gpt-oss"])
+def test_attention_serves_a_static_cache_whose_columns_are_not_all_taken(name: str) -> None:
+    model = family(name, STOCK.get(name))
+    expected = continued(model, DynamicCache(config=model.config)).sequences
+    model.set_attn_implementation("kvloom")
+    cache = StaticCache(config=model.config, max_cache_len=40)
+    assert torch.equal(continued(model, cache).sequences, expected)
+
+
 def test_implementation_can_change_between_steps() -> None:
     model, inputs = make_model(), make_prompts([9, 14])
     steps = []
@@ -164,8 +173,8 @@ def test_plain_masks_stay_compact() -> None:
     assert attention_mask(**build_mask(2, 4, 9, padding, None)) is None
     assert attention_mask(**build_mask(2, 4, 9, padding, 50)) is None
     padding[0, :3] = False
-    assert attention_mask(**build_mask(2, 4, 9, padding, None)).tolist() == [[[[3, 0]]], [[[0, 0]]]]
-    assert attention_mask(**build_mask(2, 4, 9, padding, 3)).tolist() == [[[[0, 3]]], [[[0, 3]]]]
+    assert attention_mask(**build_mask(2, 4, 9, padding, None)).tolist() == [[[[3, 9, 0]]], [[[0, 9, 0]]]]
+    assert attention_mask(**build_mask(2, 4, 9, padding, 3)).tolist() == [[[[0, 6, 3]]], [[[0, 6, 3]]]]
     padding[1, 5] = False
     assert attention_mask(**build_mask(2, 4, 9, padding, None)).shape == (2, 1, 4, 9)
 
@@ -176,7 +185,7 @@ def test_position_bias_is_added_to_the_scores(mask: str) -> None:
     seen = torch.ones(3, 5, dtype=torch.bool).tril(2).expand(2, 1, 3, 5)
     given_mask = {
         "none": None, "bool": seen, "float": torch.zeros(2, 1, 3, 5).masked_fill(~seen, float("-inf")),
-        "compact": torch.tensor([[[[0, 0]]], [[[0, 0]]]]),
+        "compact": torch.tensor([[[[0, 5, 0]]], [[[0, 5, 0]]]]),
     }[mask]  # fmt: skip
     out, _ = attention(torch.nn.Module(), query, key, key, given_mask, position_bias=bias, scaling=0.3)
     weights = (query @ key.mT * 0.3 + bias).masked_fill(~seen, float("-inf")).softmax(-1)

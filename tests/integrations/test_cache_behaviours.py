@@ -164,8 +164,11 @@ def test_drafts_are_taken_back_from_full_windows(name: str) -> None:
         cache.activate_past_recording()
     for counts, accepted in [((9,), 9), ((3,), 1), ((2, 3, 2), 0), ((5,), 5), ((70, 90), 3), ((1,), 1)]:
         for seed, count in enumerate(counts):
-            read = [put(cache, count, seed) for cache in both]
-            same(read[1], read[0])
+            told = [mask_sizes(both[1], count, i)[0] for i in range(len(both[1]))]
+            theirs, mine = (put(cache, count, seed) for cache in both)
+            assert [x.shape[2] for x in mine[::2]] == told
+            # Some releases return more than they told when nothing is cropped in between.
+            same(mine, [x[:, :, -y.shape[2] :] for x, y in zip(theirs, mine, strict=True)])
         for cache in both:
             cache.crop(accepted - sum(counts))
         assert both[1].get_seq_length() == both[0].get_seq_length()

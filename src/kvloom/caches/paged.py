@@ -19,7 +19,7 @@ class PagedLayer:
     """Keys and values of B sequences, in pages.
 
     Nothing is allocated before the first ``append``, which fixes B, H, both head dims and the device. Storage
-    grows by doubling, so that appending n tokens moves O(n) bytes in all.
+    grows by a quarter, so that appending n tokens moves O(n) bytes in all.
 
     Args:
         format: How tokens are kept.

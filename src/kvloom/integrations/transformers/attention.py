@@ -16,7 +16,7 @@ from kvloom.core.indexing import CacheIndex
 from kvloom.core.layouts import CacheLayout
 from kvloom.core.views import KVView, head_dim_of
 from kvloom.errors import ArgumentError, UnsupportedError
-from kvloom.integrations.transformers.masks import is_compact, visible, window_of
+from kvloom.integrations.transformers.masks import is_compact, taken_by, visible, window_of
 
 IMPLEMENTATION: Final = "kvloom"
 
@@ -142,7 +142,7 @@ def attention(
         tokens = key.tokens
     else:
         key, value = (x.gather() if isinstance(x, StoredStates) else x for x in (key, value))
-        tokens = _dense(key, value, window_of(attention_mask))
+        tokens = _dense(key, value, window_of(attention_mask), taken_by(attention_mask))
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     first = mask = None
     if attention_mask is None or is_compact(attention_mask):
@@ -154,7 +154,7 @@ def attention(
         causal, mask = False, attention_mask[..., : tokens.placement.num_columns]
     if position_bias is not None:
         if mask is None:
-            mask = visible(first, causal, tokens.window, query, tokens.placement.num_columns)
+            mask = visible(first, causal, tokens.window, query.shape[2], tokens.placement)
             causal, first = False, None
         if mask.dtype == torch.bool:
             mask = torch.zeros(mask.shape, device=mask.device).masked_fill(~mask, float("-inf"))
@@ -163,10 +163,10 @@ def attention(
     return tokens.attend(query, scores, first=first, mask=mask), None
 
 
-def _dense(key: Tensor, value: Tensor, window: int | None) -> StoredTokens:
+def _dense(key: Tensor, value: Tensor, window: int | None, taken: Tensor | None) -> StoredTokens:
     """Keys and values that are in no cache of ours, ``[B, H, N, D]``."""
     rows, num_columns = key.shape[0], key.shape[2]
     starts = torch.arange(rows, device=key.device) * num_columns
-    lengths = torch.full((rows,), num_columns, device=key.device)
+    lengths = torch.full((rows,), num_columns, device=key.device) if taken is None else taken
     placement = Placement(CacheIndex.offset(starts), lengths, num_columns)
     return StoredTokens(KVView.split(_DENSE, key, value), placement, window)

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
 
+from kvloom.caches import Placement
+
 
 def attention_mask(
     batch_size: int,
@@ -21,17 +23,18 @@ def attention_mask(
     """What attention must know beyond causality; arguments as transformers 4.57 to 5.23 give them.
 
     Returns:
-        ``None`` where a query sees every key up to its own; a compact mask, ``[B, 1, 1, 2]`` int64 with the
-        first visible column and the window (0: none), where it does but for left padding and a sliding
-        window; otherwise a bool mask ``[B, 1, Q, N]``.
+        ``None`` where the last query sees every column, and each other one those up to its own; a compact
+        mask, ``[B, 1, 1, 3]`` int64, where that is so but for left padding, columns that are still free and a
+        sliding window; otherwise a bool mask ``[B, 1, Q, N]``. The numbers are the first visible column, how
+        many columns are taken, and the window (0: none).
     """
     window = None if mask_function is causal_mask_function else kwargs.get("local_size")
     if mask_function is causal_mask_function or _slides(window, kwargs):
         fits, first = _left_padding(attention_mask, kv_length, kwargs)
         if fits:
-            return _compact(
-                first, None if window is None or kv_length < window else window, batch_size, kwargs
-            )
+            limit = 0 if window is None or kv_length < window else window
+            taken = _num_taken(kv_length, kwargs)
+            return _compact(first, taken, limit, batch_size, kv_length, kwargs)
     mask: Tensor = ALL_MASK_ATTENTION_FUNCTIONS["sdpa"](
         batch_size=batch_size,
         kv_length=kv_length,
@@ -42,7 +45,7 @@ def attention_mask(
     if mask.shape[2] == 1 and not torch.compiler.is_compiling():
         fits, first = _leading_gap(mask[:, 0, 0])
         if fits:
-            return _compact(first, None, batch_size, kwargs)
+            return _compact(first, None, 0, batch_size, kv_length, kwargs)
     return mask
 
 
@@ -51,25 +54,30 @@ def is_compact(mask: Tensor) -> bool:
     return mask.dtype == torch.int64
 
 
+def taken_by(mask: Tensor | None) -> Tensor | None:
+    """``[B]``, the columns that a compact mask says are taken; ``None`` for all."""
+    return mask[:, 0, 0, 1] if mask is not None and is_compact(mask) else None
+
+
 def window_of(mask: Tensor | None) -> int | None:
     """The window that a compact mask states; reads the tensor."""
-    return (int(mask[0, 0, 0, 1]) or None) if mask is not None and is_compact(mask) else None
+    return (int(mask[0, 0, 0, 2]) or None) if mask is not None and is_compact(mask) else None
 
 
 def visible(
-    first: Tensor | None, causal: bool, window: int | None, query: Tensor, num_columns: int
+    first: Tensor | None, causal: bool, window: int | None, num_new: int, placement: Placement
 ) -> Tensor:
-    """``[B or 1, 1, Q, N]`` bool: the columns that each query of ``[B, Hq, Q, D]`` sees."""
-    column = torch.arange(num_columns, device=query.device)
-    distance = column - (column[num_columns - query.shape[2] :].unsqueeze(1) if num_columns else 0)
-    seen = torch.ones_like(distance, dtype=torch.bool)
+    """``[B, 1, Q, N]`` bool: the columns that each of the last ``num_new`` tokens sees."""
+    end = placement.lengths if placement.origins is None else placement.lengths - placement.origins
+    end = end.view(-1, 1, 1, 1)
+    column = torch.arange(placement.num_columns, device=end.device)
+    position = end + torch.arange(-num_new, 0, device=end.device).unsqueeze(1)
+    seen = (column < end).expand(-1, -1, num_new, -1)
     if causal:
-        seen &= distance <= 0
+        seen = seen & (column <= position)
     if window is not None:
-        seen &= distance > -window
-    if first is None:
-        return seen[None, None]
-    return seen & (column >= first.view(-1, 1, 1, 1))
+        seen = seen & (column > position - window)
+    return seen if first is None else seen & (column >= first.view(-1, 1, 1, 1))
 
 
 def _slides(window: int | None, kwargs: dict[str, Any]) -> bool:
@@ -88,16 +96,9 @@ def _left_padding(
         return False, None
     start = int(kwargs.get("kv_offset", 0))
     own = padding[:, start : start + kv_length].bool()
-    if own.shape[1] < kv_length and start + own.shape[1] < _num_tokens(kwargs):
+    if own.shape[1] < kv_length and start + own.shape[1] < int(_num_tokens(kwargs)):
         return False, None
     return _leading_gap(own)
-
-
-def _num_tokens(kwargs: dict[str, Any]) -> int:
-    """Tokens of a sequence, the new ones included."""
-    if "cache_position" in kwargs:
-        return int(kwargs["cache_position"][-1]) + 1
-    return int(kwargs["q_offset"]) + int(kwargs["q_length"])
 
 
 def _leading_gap(seen: Tensor) -> tuple[bool, Tensor | None]:
@@ -107,12 +108,35 @@ def _leading_gap(seen: Tensor) -> tuple[bool, Tensor | None]:
     return fits, first if fits and bool(first.any()) else None
 
 
+def _num_tokens(kwargs: dict[str, Any]) -> int | Tensor:
+    """Tokens of a sequence, the new ones included; a tensor where the cache counts in one."""
+    if "cache_position" in kwargs:
+        end: Tensor = kwargs["cache_position"][-1] + 1
+        return end if torch.compiler.is_compiling() else int(end)
+    total: int | Tensor = kwargs["q_offset"] + kwargs["q_length"]
+    return total
+
+
+def _num_taken(kv_length: int, kwargs: dict[str, Any]) -> int | Tensor | None:
+    """How many of the columns hold tokens; ``None`` for all."""
+    taken = _num_tokens(kwargs) - int(kwargs.get("kv_offset", 0))
+    return taken if isinstance(taken, Tensor) or taken < kv_length else None
+
+
 def _compact(
-    first: Tensor | None, window: int | None, batch_size: int, kwargs: dict[str, Any]
+    first: Tensor | None,
+    taken: int | Tensor | None,
+    window: int,
+    batch_size: int,
+    kv_length: int,
+    kwargs: dict[str, Any],
 ) -> Tensor | None:
-    if first is None:
-        if window is None:
-            return None
-        device = kwargs["device"] if "device" in kwargs else kwargs["cache_position"].device
-        first = torch.zeros(batch_size, dtype=torch.int64, device=device)
-    return torch.stack([first, torch.full_like(first, window or 0)], -1)[:, None, None]
+    if first is None and taken is None and window == 0:
+        return None
+    device = kwargs["device"] if "device" in kwargs else kwargs["cache_position"].device
+    mask = torch.zeros(batch_size, 1, 1, 3, dtype=torch.int64, device=device)
+    if first is not None:
+        mask[:, 0, 0, 0] = first
+    mask[..., 1] = kv_length if taken is None else taken
+    mask[..., 2] = window
+    return mask

@@ -1,0 +1,94 @@
+"""What one more token costs as the text grows: without a cache, with one, with ours. Prints one JSON line.
+
+A 4-layer Llama of random weights, 8 heads of 64, float32, one thread. Without a cache the next token needs a
+pass over everything before it; with one, a pass over a single token that reads the keys and values kept of
+the others. All take their step in turn, round after round, in one process; figures are medians, drawn in
+``growth.svg`` where matplotlib is installed.
+
+Prediction: without a cache the cost grows with the length, and faster once attention outweighs the weights;
+with one it is nearly flat until the keys and values read outweigh the weights, near 1,000 tokens here, and
+stays below the former by a factor that grows with the length.
+"""
+
+import argparse
+import json
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from peers import Contender, fill, in_turn, kvloom, llama, step, stock
+
+LENGTHS = (64, 128, 256, 512, 1024, 2048)
+WARMUP = 1
+BARE = Contender("no cache", lambda model, _: None)
+CONTENDERS = (BARE, stock(), kvloom("float32"), kvloom("int8"))
+PLOT = Path(__file__).with_name("growth.svg")
+COLOURS = ("#b04a4a", "#7a7a7a", "#2f6fa8", "#2a8f6a")
+
+
+def measure(model: Any, length: int, rounds: int) -> dict[str, float]:
+    """Median milliseconds of the token after ``length`` others."""
+    steps: dict[str, Callable[[], float]] = {}
+    for contender in CONTENDERS:
+        cache = contender.make(model, length + WARMUP + rounds)
+        if cache is not None:
+            fill(cache, model, length)
+        num_new = length + 1 if cache is None else 1
+        steps[contender.name] = partial(step, model, contender, cache, num_new)
+    return {name: median(took) for name, took in in_turn(steps, rounds, WARMUP).items()}
+
+
+def plot(rows: list[dict[str, Any]], path: Path) -> bool:
+    """Draw milliseconds against length, both axes logarithmic; false without matplotlib."""
+    try:
+        import matplotlib
+    except ImportError:
+        return False
+
+    matplotlib.use("agg")
+    matplotlib.rcParams |= {"svg.fonttype": "none", "svg.hashsalt": "kvloom", "font.family": "sans-serif"}
+    from matplotlib import pyplot
+
+    lengths = [row["length"] for row in rows]
+    figure, axes = pyplot.subplots(figsize=(6.4, 3.8), layout="constrained")
+    for contender, colour in zip(CONTENDERS, COLOURS, strict=True):
+        axes.plot(
+            lengths, [row["ms"][contender.name] for row in rows], "o-", color=colour, label=contender.name
+        )
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xticks(lengths, [f"{x:,}" for x in lengths])
+    axes.set_xlabel("tokens before it")
+    axes.set_ylabel("one more token, ms")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(alpha=0.25)
+    axes.legend(frameon=False)
+    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+    return True
+
+
+def main() -> None:
+    """Measure, draw and print."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--plot", type=Path, help="the .svg or .png file to write")
+    parser.add_argument("--quick", action="store_true", help="two short lengths, and no file unless named")
+    args = parser.parse_args()
+
+    torch.set_num_threads(1)
+    model = llama(8)
+    lengths, rounds = ((16, 32), 1) if args.quick else (LENGTHS, args.rounds)
+    rows: list[dict[str, Any]] = []
+    for length in lengths:
+        ms = measure(model, length, rounds)
+        rows.append({"length": length, "ms": ms, "saved": {x: ms[BARE.name] / ms[x] for x in ms}})
+    path = args.plot or (None if args.quick else PLOT)
+    drawn = path is not None and plot(rows, path)
+    print(json.dumps({"figure": "growth", "rounds": rounds, "drawn": drawn, "rows": rows}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,150 @@
+"""The caches that benchmarks compare, and how they are built, filled and timed in turn.
+
+Peers are transformers' own caches; those that need a package which is not installed are named, not measured.
+"""
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCache
+from transformers.cache_utils import QuantizedCache
+
+from kvloom.integrations.transformers import KVCache
+
+STOCK = "DynamicCache"
+RESIDUAL = 128
+"""Newest tokens that transformers' int4 caches keep unquantised before they requantise all: their default."""
+
+
+@dataclass(frozen=True, slots=True)
+class Contender:
+    """A cache and the attention that reads it.
+
+    Attributes:
+        name: As the tables show it.
+        make: From the model and an upper bound of tokens to an empty cache.
+        attention: Name of the attention implementation of transformers.
+        residual: Tokens after which the cache requantises everything; 0 if it never does.
+    """
+
+    name: str
+    make: Callable[[Any, int], Any]
+    attention: str = "sdpa"
+    residual: int = 0
+
+
+def stock() -> Contender:
+    """What ``generate`` uses when it is given no cache."""
+    return Contender(STOCK, lambda model, _: DynamicCache(config=model.config))
+
+
+def static() -> Contender:
+    """Tensors of the final length from the start."""
+    return Contender("StaticCache", lambda model, bound: StaticCache(model.config, max_cache_len=bound))
+
+
+def quantized(backend: str, bits: int, group: int = 64, residual: int = RESIDUAL) -> Contender:
+    """QuantizedCache, on the axes that transformers' documentation recommends for each backend."""
+    if backend == "fp8":
+        return Contender("fp8", lambda model, _: QuantizedCache("fp8", model.config))
+    axis = 1 if backend == "hqq" else 0
+    return Contender(
+        f"{backend} int{bits}",
+        lambda model, _: QuantizedCache(
+            backend,
+            model.config,
+            nbits=bits,
+            axis_key=axis,
+            axis_value=axis,
+            q_group_size=group,
+            residual_length=residual,
+        ),
+        residual=residual,
+    )
+
+
+def kvloom(
+    kv: str, values: str | None = None, *, group: int = 64, in_place: bool = False, bounded: bool = False
+) -> Contender:
+    """KVCache, read through tensors that it gathers or in place, growing or with ``max_tokens`` known."""
+    name = " ".join(
+        ("kvloom", kv if values is None else f"{kv}/{values}", *(("in place",) if in_place else ()))
+    )
+    return Contender(
+        name,
+        lambda model, bound: KVCache.for_model(
+            model, kv, quant_group=group, max_tokens=bound if bounded else None, values=values
+        ),
+        "kvloom" if in_place else "sdpa",
+    )
+
+
+def installed(contenders: Iterable[Contender], model: Any) -> tuple[list[Contender], list[str]]:
+    """Those that can be built here, and the names of the others."""
+    found, missing = [], []
+    for contender in contenders:
+        try:
+            contender.make(model, 64)
+        except (ImportError, ValueError) as error:
+            if contender.name.startswith("kvloom"):
+                raise
+            reason = f"{contender.name}: {str(error).strip().splitlines()[0]}"
+            missing += [reason] if reason not in missing else []
+        else:
+            found.append(contender)
+    return found, missing
+
+
+def llama(kv_heads: int, *, layers: int = 4) -> LlamaForCausalLM:
+    """Random weights, 8 query heads of 64: latency and bytes do not depend on what a model has learnt."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=512,
+        intermediate_size=1376,
+        num_hidden_layers=layers,
+        num_attention_heads=8,
+        num_key_value_heads=kv_heads,
+        vocab_size=1024,
+        max_position_embeddings=16384,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+@torch.no_grad()
+def fill(cache: Any, model: Any, num_tokens: int, rows: int = 1) -> None:
+    """Store random keys and values, the same in every cache: what a prompt leaves, without computing it."""
+    config = model.config
+    generator = torch.Generator().manual_seed(num_tokens)
+    for layer in range(config.num_hidden_layers):
+        shape = (rows, config.num_key_value_heads, num_tokens, config.head_dim)
+        key, value = (torch.randn(shape, generator=generator) for _ in range(2))
+        cache.update(key, value, layer)
+
+
+@torch.no_grad()
+def step(model: Any, contender: Contender, cache: Any, num_new: int = 1, rows: int = 1) -> float:
+    """Milliseconds of the forward pass of new tokens, for the logits of the last; ``None`` keeps no cache."""
+    tokens = torch.full((rows, num_new), 3)
+    model.set_attn_implementation(contender.attention)
+    start = time.perf_counter()
+    model(tokens, past_key_values=cache, use_cache=cache is not None, logits_to_keep=1)
+    return (time.perf_counter() - start) * 1e3
+
+
+def in_turn(functions: dict[str, Callable[[], float]], rounds: int, warmup: int) -> dict[str, list[float]]:
+    """What each function returned in each round; every round starts with the next of them.
+
+    Whatever slows the machine down for a while meets all of them, and none always runs behind the same one.
+    """
+    times: dict[str, list[float]] = {name: [] for name in functions}
+    names = list(functions)
+    for i in range(-warmup, rounds):
+        shift = i % len(names)
+        for name in names[shift:] + names[:shift]:
+            took = functions[name]()
+            if i >= 0:
+                times[name].append(took)
+    return times

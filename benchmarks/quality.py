@@ -1,0 +1,138 @@
+"""What quantised caches cost in quality, for how many bytes, on held-out text. Prints one JSON line.
+
+The bundled model reads windows of 512 tokens in chunks of 32, so that attention reads what the cache made of
+the tokens before, as in decoding. ``loss`` is the mean over all next tokens in nats and ``perplexity`` its
+exponential, ``mean_kl`` the mean of KL(DynamicCache || cache) of their distributions, ``agreed`` the share of
+positions with the same first choice. ``nbytes_per_token`` is counted, scales included, on 2048 tokens with
+nothing left unquantised.
+
+What a token attends to most are itself and its neighbours, so it matters which of them are still unquantised
+(``unquantised``): none in kvloom, where a chunk comes back as it was stored and its length changes nothing;
+in the integer caches of transformers the chunk and up to 128 tokens before it, a quarter of a window. These
+are measured as they come; quanto, the faster, also fed token by token with nothing kept but the token itself.
+
+Prediction: a group of g shares a float16 scale, so half the group costs 16/g bits more per element and lowers
+int4's KL a few times less than a bit would; int8 is lossless to the fourth digit of the loss in any group.
+Errors of keys pass through a softmax and errors of values average out, so int8 keys with int4 values
+(int8/int4) are better than the reverse at the same bytes.
+"""
+
+import argparse
+import gc
+import json
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from cache_kinds import WINDOW, heldout_windows
+from peers import RESIDUAL, Contender, fill, installed, kvloom, quantized, stock
+from torch import Tensor
+
+from kvloom.integrations.transformers import load_model
+from kvloom.models import bundled_model_path
+
+GROUPS = (64, 32, 16, 8)
+BITS = (("int8", None), ("int8", "int4"), ("int4", "int8"), ("int4", None))
+PEERS = (("quanto", 4, RESIDUAL), ("quanto", 4, 1), ("hqq", 4, RESIDUAL), ("hqq", 8, RESIDUAL))
+CHUNK = 32
+ROWS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Entrant:
+    """A contender, the tokens it is fed at a time, its group and the newest tokens it keeps unquantised."""
+
+    contender: Contender
+    chunk: int = CHUNK
+    group: int | None = None
+    unquantised: int = 0
+
+
+def contenders() -> list[Entrant]:
+    """DynamicCache first."""
+    ours = [Entrant(kvloom(kv, values, group=g), group=g) for kv, values in BITS for g in GROUPS]
+    peers = [
+        Entrant(quantized(backend, bits, residual=residual), min(residual, CHUNK), 64, residual)
+        for backend, bits, residual in PEERS
+    ]
+    return [Entrant(stock()), Entrant(quantized("fp8", 8)), *peers, *ours]
+
+
+def logits_in_chunks(model: Any, cache: Any, window: Tensor, chunk: int) -> Tensor:
+    """Next-token logits ``[B, WINDOW - 1, V]`` of ``[B, WINDOW]`` tokens, fed ``chunk`` at a time."""
+    chunks = window[:, :-1].split(chunk, dim=1)
+    return torch.cat([model(x, past_key_values=cache, use_cache=True).logits for x in chunks], dim=1)
+
+
+def nbytes_per_token(model: Any, contender: Contender, num_tokens: int = 2048) -> float:
+    """Bytes of the tensors that come to life with a cache, by its tokens."""
+    gc.collect()
+    before = live_storages()
+    cache = contender.make(model, num_tokens)
+    fill(cache, model, num_tokens)
+    gc.collect()
+    after = live_storages()
+    return sum(nbytes for address, nbytes in after.items() if address not in before) / num_tokens
+
+
+def live_storages() -> dict[int, int]:
+    """Bytes of every storage that a tensor of Python holds, by address; wrappers without memory have none."""
+    tensors = [x for x in gc.get_objects() if issubclass(type(x), Tensor) and not is_wrapper(x)]
+    return {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}
+
+
+def is_wrapper(x: Tensor) -> bool:
+    """Whether ``x`` is of a class that keeps its data in other tensors, as quanto's are."""
+    return hasattr(type(x), "__tensor_flatten__")
+
+
+@torch.no_grad()
+def measure(model: Any, entrants: list[Entrant], windows: Tensor) -> list[dict[str, float]]:
+    """Loss and distance from the first entrant, of each; all read a batch of windows before the next."""
+    sums = [{"loss": 0.0, "mean_kl": 0.0, "agreed": 0.0} for _ in entrants]
+    for window in windows.split(ROWS):
+        expected = None
+        for entrant, total in zip(entrants, sums, strict=True):
+            cache = entrant.contender.make(model, ROWS * WINDOW)
+            log_probs = logits_in_chunks(model, cache, window, entrant.chunk).double().log_softmax(-1)
+            expected = log_probs if expected is None else expected
+            total["loss"] -= float(log_probs.gather(-1, window[:, 1:].unsqueeze(-1)).sum())
+            total["mean_kl"] += float((expected.exp() * (expected - log_probs)).sum())
+            total["agreed"] += float((expected.argmax(-1) == log_probs.argmax(-1)).sum())
+    count = windows[:, 1:].numel()
+    means = [{key: max(0.0, value / count) for key, value in total.items()} for total in sums]
+    return [mean | {"perplexity": math.exp(mean["loss"])} for mean in means]
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--windows", type=int, default=16)
+    parser.add_argument("--quick", action="store_true", help="one window and few caches, to see that it runs")
+    args = parser.parse_args()
+
+    torch.set_num_threads(1)
+    model, tokenizer = load_model(bundled_model_path(), torch.float32, progress=False)
+    windows = heldout_windows(tokenizer, 1 if args.quick else args.windows)
+    gc.freeze()  # what is imported by now holds no cache, so it need not be searched again
+    wanted = [x for x in contenders() if not args.quick or (x.chunk > 1 and x.group in (None, 64))]
+    found, missing = installed([x.contender for x in wanted], model)
+    entrants = [x for x in wanted if x.contender in found]
+    rows = [
+        {
+            "contender": entrant.contender.name,
+            "group": entrant.group,
+            "unquantised": entrant.unquantised,
+            "nbytes_per_token": nbytes_per_token(model, entrant.contender),
+            **quality,
+        }
+        for entrant, quality in zip(entrants, measure(model, entrants, windows), strict=True)
+    ]
+    print(
+        json.dumps({"figure": "quality", "tokens": windows[:, 1:].numel(), "missing": missing, "rows": rows})
+    )
+
+
+if __name__ == "__main__":
+    main()

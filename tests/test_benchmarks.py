@@ -1,0 +1,84 @@
+"""Each benchmark runs on a small case, and what does not depend on a clock is as it says."""
+
+import gc
+import json
+import runpy
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers")
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+
+# Peers that happen to be installed may warn.
+pytestmark = pytest.mark.filterwarnings("default")
+
+
+@pytest.fixture
+def quick(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Iterator[Callable[..., Any]]:
+    """Runs a benchmark with ``--quick`` and returns its line."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+
+    def run(name: str, *args: str) -> Any:
+        monkeypatch.setattr(sys, "argv", [name, "--quick", *args])
+        runpy.run_path(str(BENCHMARKS / f"{name}.py"), run_name="__main__")
+        lines = capsys.readouterr().out.splitlines()
+        result = json.loads(lines[-1])
+        assert len(lines) == 1
+        assert result["figure"] == name
+        return result
+
+    yield run
+    gc.unfreeze()
+    for module in ("peers", "cache_kinds"):
+        sys.modules.pop(module, None)
+
+
+def test_decode_times_every_cache_at_a_context(quick: Callable[..., Any]) -> None:
+    rows = quick("decode")["rows"]
+    assert rows[0]["contender"] == "DynamicCache"
+    assert rows[0]["ratio"] == 1.0
+    assert {"kvloom float32", "kvloom int8 in place", "kvloom int4 in place"} <= {
+        x["contender"] for x in rows
+    }
+
+
+def test_memory_counts_what_the_formats_say(quick: Callable[..., Any]) -> None:
+    result = quick("memory")
+    rows = {(x["contender"], x["max_tokens"]): x for x in result["rows"]}
+    stock, int8 = rows["DynamicCache", False], rows["kvloom int8", True]
+    per_token = 4 * 2 * 8 * 64
+    assert stock["held"] == pytest.approx(per_token * 4 * (result["context"] + 1), rel=0.01)
+    room = result["context"] + 16
+    assert int8["held"] == pytest.approx(per_token * (1 + 2 / 64) * room, rel=0.02)
+    assert all(x["peak_worst"] >= x["peak"] >= x["held"] for x in result["rows"])
+
+
+def test_quality_loses_more_with_fewer_bits(quick: Callable[..., Any]) -> None:
+    rows = {x["contender"]: x for x in quick("quality")["rows"]}
+    assert rows["DynamicCache"]["mean_kl"] == 0.0
+    assert (
+        rows["kvloom int8"]["mean_kl"] < rows["kvloom int8/int4"]["mean_kl"] < rows["kvloom int4"]["mean_kl"]
+    )
+    nbytes = [rows[x]["nbytes_per_token"] for x in ("kvloom int4", "kvloom int8", "DynamicCache")]
+    assert nbytes == sorted(nbytes)
+    assert rows["kvloom int8/int4"]["nbytes_per_token"] == rows["kvloom int4/int8"]["nbytes_per_token"]
+
+
+def test_sharing_measures_every_cache_that_reorders(quick: Callable[..., Any]) -> None:
+    result = quick("sharing")
+    assert {x["num_tokens"] for x in result["rows"] + result["beams"]} == {32}
+    assert {"DynamicCache", "kvloom int4 in place"} <= {x["contender"] for x in result["beams"]}
+
+
+def test_growth_measures_and_draws(quick: Callable[..., Any], tmp_path: Path) -> None:
+    path = tmp_path / "growth.svg"
+    result = quick("growth", "--plot", str(path))
+    assert [x["length"] for x in result["rows"]] == [16, 32]
+    assert path.exists() == result["drawn"]
