@@ -1,10 +1,12 @@
 """Run every benchmark; write the figures to ``results.md`` and the README's table. Nothing is typed."""
 
+import argparse
 import datetime
 import json
 import platform
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ import transformers
 
 HERE = Path(__file__).parent
 README = HERE.parent / "README.md"
+RESULTS = HERE / "results.md"
 BEGIN, END = "<!-- table: cache kinds -->", "<!-- end -->"
 
 
@@ -37,56 +40,193 @@ def machine() -> str:
     )
 
 
-def kinds_table(result: dict[str, Any]) -> str:
-    """The table of cache kinds in Markdown."""
+def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    """A table in Markdown."""
+    head = list(head)
+    lines = [head, ["---"] * len(head), *map(list, rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def pivot(rows: list[dict[str, Any]], down: str, across: str, cell: str, form: str) -> str:
+    """One row for each value of ``down``, one column for each of ``across``; empty where nothing was."""
+    columns = list(dict.fromkeys(row[across] for row in rows))
+    found = {(row[down], row[across]): format(row[cell], form) for row in rows}
+    names = dict.fromkeys(row[down] for row in rows)
+    return table(
+        ["", *map(str, columns)],
+        ([str(name), *(found.get((name, x), "") for x in columns)] for name in names),
+    )
+
+
+def left_out(result: dict[str, Any]) -> str:
+    """Names the peers that were not installed."""
+    missing = result.get("missing")
+    return f" Not installed, so not measured: {', '.join(missing)}." if missing else ""
+
+
+def kinds_section(result: dict[str, Any], where: str) -> str:
+    """The table of cache kinds and what it means; also in the README."""
     stock = result["kinds"][0]
-    lines = [
-        "| cache | bytes/token | speed | same tokens | same choices | mean KL, nats | held-out loss |",
-        "|---|---|---|---|---|---|---|",
-    ]
+    head = ["cache", "bytes/token", "speed", "same tokens", "same choices", "mean KL, nats", "held-out loss"]
+    rows = []
     for row in result["kinds"]:
         ratio = stock["nbytes_per_token"] / row["nbytes_per_token"]
-        lines.append(
-            f"| {row['kind'] if row is stock else 'kvloom ' + row['kind']} | {row['nbytes_per_token']:,.0f}"
-            f"{f' ({ratio:.2f}x less)' if ratio > 1 else ''} | {row['speed_vs_stock']:.2f}x "
-            f"| {row['num_same']} of {row['num_tokens']} | {row['num_agreed'] / row['num_tokens']:.1%} "
-            f"| {row['mean_kl']:.1e} | {row['heldout_loss']:.4f} |"
+        rows.append([
+            row["kind"] if row is stock else f"kvloom {row['kind']}",
+            f"{row['nbytes_per_token']:,.0f}" + (f" ({ratio:.2f}x less)" if ratio > 1 else ""),
+            f"{row['speed_vs_stock']:.2f}x", f"{row['num_same']} of {row['num_tokens']}",
+            f"{row['num_agreed'] / row['num_tokens']:.1%}", f"{row['mean_kl']:.1e}",
+            f"{row['heldout_loss']:.4f}",
+        ])  # fmt: skip
+    return (
+        f"{table(head, rows)}\n\nThe bundled model on {result['prompts']} held-out prompts: greedy tokens "
+        "before the first that differs; choices of the next token and KL where both are fed the same tokens. "
+        f"Loss on {result['loss_tokens']:,} held-out tokens. Groups of 64, float16 scales. {where}."
+    )
+
+
+def decode_section(result: dict[str, Any]) -> str:
+    """Time of a decode step."""
+    parts = [
+        "Time of a decode step as a multiple of DynamicCache's in the same round (less is faster), by "
+        "tokens of "
+        "context: a 4-layer Llama in float32 with 8 query heads of 64, one thread. *In place*: "
+        '`attn_implementation="kvloom"`; the others use scaled dot product attention. int4 of quanto and hqq '
+        "with "
+        f"their requantising spread over the steps between.{left_out(result)}"
+    ]
+    for heads in dict.fromkeys(row["kv_heads"] for row in result["rows"]):
+        rows = [row for row in result["rows"] if row["kv_heads"] == heads]
+        for row in rows:
+            row["ratio"] = row.get("ratio_amortised", row["ratio"])
+        parts += [f"{heads} key/value heads:", pivot(rows, "contender", "context", "ratio", ".2f")]
+    return "\n\n".join(parts)
+
+
+def memory_section(result: dict[str, Any]) -> str:
+    """Bytes held and at the peak."""
+    rows = [
+        [
+            row["contender"] + (", `max_tokens`" * (row["max_tokens"] and "kvloom" in row["contender"])),
+            *(f"{row[x] / 1e6:.1f}" for x in ("held", "peak", "peak_worst")),
+            f"{row['held_ratio']:.2f}x", f"{row['peak_ratio']:.2f}x",
+        ]
+        for row in result["rows"]
+    ]  # fmt: skip
+    return (
+        f"Megabytes at {result['context']:,} tokens: between steps, at the peak of a step, and of the "
+        "worst of "
+        f"three; how many times less than DynamicCache.{left_out(result)}\n\n"
+        + table(["cache", "held", "peak", "worst peak", "held less", "peak less"], rows)
+    )
+
+
+def quality_section(result: dict[str, Any]) -> str:
+    """What quantisation costs in text."""
+    rows = [
+        [
+            row["contender"], str(row["group"] or ""), str(row["unquantised"] or ""),
+            f"{row['nbytes_per_token']:,.0f}", f"{row['perplexity']:.3f}", f"{row['mean_kl']:.1e}",
+            f"{row['agreed']:.1%}",
+        ]
+        for row in result["rows"]
+    ]  # fmt: skip
+    return (
+        f"The bundled model on {result['tokens']:,} tokens of held-out text, fed in pieces so that "
+        "attention reads "
+        "what the cache kept. *Raw*: newest tokens that a cache leaves unquantised."
+        f"{left_out(result)}\n\n"
+        + table(
+            ["cache", "group", "raw", "bytes/token", "perplexity", "mean KL in nats", "same choices"], rows
         )
-    return "\n".join(lines)
+    )
+
+
+def growth_section(result: dict[str, Any]) -> str:
+    """The lesson of caching."""
+    names = list(result["rows"][0]["saved"])
+    rows = [[f"{row['length']:,}", *(f"{row['saved'][x]:.1f}x" for x in names)] for row in result["rows"]]
+    return (
+        "How many times cheaper the next token is than without a cache, which computes the whole text again, "
+        f"by tokens of text.\n\n{table(['tokens', *names], rows)}\n\n![cost of the next token](growth.svg)"
+    )
+
+
+def sharing_section(result: dict[str, Any]) -> str:
+    """Rows that move, and the beam step in which they do."""
+    rows = [
+        [
+            row["case"], f"{row['num_tokens']:,}", f"{row['stock_ms']:.2f}", f"{row['kvloom_ms']:.2f}",
+            f"{row['ratio']:.0f}x",
+        ]
+        for row in result["rows"]
+    ]  # fmt: skip
+    return (
+        "Milliseconds, DynamicCache and KVCache with the same tokens of a 4-layer model with 8 heads of "
+        "64 in "
+        "float32; the ratio is the median of pairs.\n\n"
+        + table(["", "tokens", "DynamicCache", "kvloom", "ratio"], rows)
+        + f"\n\nA step of beam search, 4 beams, as a multiple of DynamicCache's.{left_out(result)}\n\n"
+        + pivot(result["beams"], "contender", "num_tokens", "ratio", ".2f")
+    )
+
+
+def prefix_section(result: dict[str, Any]) -> str:
+    """Time to the first token."""
+    rows = [
+        [name, f"{row['first_token_ms']:.0f}", f"{row['times_faster']:.1f}x", f"{row['make_cache_us']:.0f}"]
+        for name, row in result["contenders"].items()
+    ]
+    return (
+        f"Milliseconds to the first token of a question of {result['question_tokens']} tokens behind a "
+        "system "
+        f"prompt of {result['prompt_tokens']:,}, and microseconds to make the cache or find the prefix "
+        f"({result['pages_of_the_prefix']} pages).\n\n" + table(["", "ms", "faster", "cache, us"], rows)
+    )
+
+
+def dispatch_section(result: dict[str, Any]) -> str:
+    """What a call costs before a kernel runs."""
+    rows = [
+        [name, *(f"{row[x]:.1f}" for x in ("public_us", "raw_us", "overhead_us"))]
+        for name, row in result["ops"].items()
+    ]
+    return (
+        "Microseconds of a decode step of one token, 8 heads of 64, 64 stored.\n\n"
+        + table(["operator", "public call", "kernel alone", "overhead"], rows)
+    )  # fmt: skip
+
+
+SECTIONS = {
+    "decode": ("Decode", decode_section),
+    "memory": ("Memory", memory_section),
+    "quality": ("Quality", quality_section),
+    "growth": ("What a cache is for", growth_section),
+    "sharing": ("Sharing pages", sharing_section),
+    "prefix": ("A known prefix", prefix_section),
+    "dispatch": ("Cost of a dispatched call", dispatch_section),
+}
 
 
 def main() -> None:
-    """Measure, write both files."""
+    """Measure, write both files. Named benchmarks replace their sections, the others stay."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("only", nargs="*", help=f"of cache_kinds, {', '.join(SECTIONS)}; all if none")
+    only = parser.parse_args().only or ["cache_kinds", *SECTIONS]
     where = machine()
-    kinds, dispatch, sharing = measure("cache_kinds"), measure("dispatch"), measure("sharing")
-    table = kinds_table(kinds)
-    note = (
-        f"The bundled model on {kinds['prompts']} held-out prompts: greedy tokens before the first that "
-        "differs; choices of the next token and KL where both are fed the same tokens. Loss on "
-        f"{kinds['loss_tokens']:,} held-out tokens. Groups of 64, float16 scales. {where}."
-    )
-    ops = "\n".join(
-        f"| {name} | {row['public_us']:.1f} | {row['raw_us']:.1f} | {row['overhead_us']:.1f} |"
-        for name, row in dispatch["ops"].items()
-    )
-    shared = "\n".join(
-        f"| {row['case']} | {row['num_tokens']:,} | {row['stock_ms']:.2f} | {row['kvloom_ms']:.2f} "
-        f"| {row['ratio']:.0f}x |"
-        for row in sharing["rows"]
-    )
-    (HERE / "results.md").write_text(
-        f"# Results\n\nWritten by `make bench` on {where}.\n\n## Cache kinds\n\n{table}\n\n{note}\n\n"
-        "## Sharing pages\n\nMilliseconds, DynamicCache and KVCache with the same tokens of a 4-layer model "
-        "with 8 heads of 64 in float32; the ratio is the median of pairs.\n\n"
-        f"| | tokens | DynamicCache | kvloom | ratio |\n|---|---|---|---|---|\n{shared}\n\n"
-        "## Cost of a dispatched call\n\nMicroseconds of a decode step of one token, 8 heads of 64, "
-        "64 stored, on the reference backend.\n\n"
-        "| operator | public call | kernel alone | overhead |\n|---|---|---|---|\n"
-        f"{ops}\n",
-        encoding="utf-8",
-    )
+    titles = {"Cache kinds": "cache_kinds"} | {title: name for name, (title, _) in SECTIONS.items()}
+    parts = RESULTS.read_text(encoding="utf-8").split("\n## ")[1:] if RESULTS.exists() else []
+    sections = {title: text for title, _, text in (part.partition("\n\n") for part in parts)}
+    for title, name in titles.items():
+        if name in only:
+            result = measure(name)
+            text = kinds_section(result, where) if name == "cache_kinds" else SECTIONS[name][1](result)
+            sections[title] = text if name == "cache_kinds" else f"{text}\n\n{where}."
+    body = "\n\n".join(f"## {x}\n\n{sections[x].strip()}" for x in titles if x in sections)
+    RESULTS.write_text(f"# Results\n\nWritten by `make bench`.\n\n{body}\n", encoding="utf-8")
     before, rest = README.read_text(encoding="utf-8").split(BEGIN)
-    README.write_text(f"{before}{BEGIN}\n{table}\n\n{note}\n{END}{rest.split(END)[1]}", encoding="utf-8")
+    kinds = sections["Cache kinds"].strip()
+    README.write_text(f"{before}{BEGIN}\n{kinds}\n{END}{rest.split(END)[1]}", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -142,7 +142,7 @@ def test_appending_moves_a_bounded_number_of_bytes() -> None:
         append(layer, 1, 1)
         allocations.add(layer.nbytes)
         assert layer.nbytes <= (1.25 * layer.num_tokens + 8) * layer.nbytes_per_token
-    assert len(allocations) <= 24
+    assert len(allocations) <= 26
 
 
 @pytest.mark.parametrize(

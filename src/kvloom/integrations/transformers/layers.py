@@ -177,7 +177,7 @@ class StaticKVCacheLayer(KVCacheLayer):
 # Before transformers 5.4 such models brought caches of their own.
 TheirHybridLayer: Any = getattr(cache_utils, "LinearAttentionAndFullAttentionLayer", None)
 
-_STATES: Final = (
+_STATES: Final = {
     "number_of_states",
     "conv_states",
     "recurrent_states",
@@ -185,7 +185,7 @@ _STATES: Final = (
     "is_recurrent_states_initialized",
     "has_previous_state",
     "conv_kernel_size",
-)
+}
 
 if TheirHybridLayer is not None:
 
@@ -217,7 +217,7 @@ if TheirHybridLayer is not None:
         def fork(self, batch: PagedBatch | None) -> "HybridKVCacheLayer":
             """This layer over ``batch``, with states of its own."""
             other = super().fork(batch)
-            for name in _STATES:
+            for name in vars(self).keys() & _STATES:  # not every version has all
                 setattr(other, name, copy.deepcopy(getattr(self, name)))
             return other
 
