@@ -88,11 +88,9 @@ def kinds_section(result: dict[str, Any], where: str) -> str:
 def decode_section(result: dict[str, Any]) -> str:
     """Time of a decode step."""
     parts = [
-        "Time of a decode step as a multiple of DynamicCache's in the same round (less is faster), by "
-        "tokens of "
-        "context: a 4-layer Llama in float32 with 8 query heads of 64, one thread. *In place*: "
-        '`attn_implementation="kvloom"`; the others use scaled dot product attention. int4 of quanto and hqq '
-        "with "
+        "Time of a decode step as a multiple of DynamicCache's in the same round (less is faster), by tokens "
+        "of context: a 4-layer Llama in float32 with 8 query heads of 64, one thread. *In place*: "
+        '`attn_implementation="kvloom"`; the others use scaled dot product attention. quanto and hqq with '
         f"their requantising spread over the steps between.{left_out(result)}"
     ]
     for heads in dict.fromkeys(row["kv_heads"] for row in result["rows"]):
@@ -114,9 +112,8 @@ def memory_section(result: dict[str, Any]) -> str:
         for row in result["rows"]
     ]  # fmt: skip
     return (
-        f"Megabytes at {result['context']:,} tokens: between steps, at the peak of a step, and of the "
-        "worst of "
-        f"three; how many times less than DynamicCache.{left_out(result)}\n\n"
+        f"Megabytes at {result['context']:,} tokens: between steps, at the peak of a step, and of the worst "
+        f"of three; how many times less than DynamicCache.{left_out(result)}\n\n"
         + table(["cache", "held", "peak", "worst peak", "held less", "peak less"], rows)
     )
 
@@ -133,8 +130,7 @@ def quality_section(result: dict[str, Any]) -> str:
     ]  # fmt: skip
     return (
         f"The bundled model on {result['tokens']:,} tokens of held-out text, fed in pieces so that "
-        "attention reads "
-        "what the cache kept. *Raw*: newest tokens that a cache leaves unquantised."
+        "attention reads what the cache kept. *Raw*: newest tokens that a cache leaves unquantised."
         f"{left_out(result)}\n\n"
         + table(
             ["cache", "group", "raw", "bytes/token", "perplexity", "mean KL in nats", "same choices"], rows
@@ -163,8 +159,7 @@ def sharing_section(result: dict[str, Any]) -> str:
     ]  # fmt: skip
     return (
         "Milliseconds, DynamicCache and KVCache with the same tokens of a 4-layer model with 8 heads of "
-        "64 in "
-        "float32; the ratio is the median of pairs.\n\n"
+        "64 in float32; the ratio is the median of pairs.\n\n"
         + table(["", "tokens", "DynamicCache", "kvloom", "ratio"], rows)
         + f"\n\nA step of beam search, 4 beams, as a multiple of DynamicCache's.{left_out(result)}\n\n"
         + pivot(result["beams"], "contender", "num_tokens", "ratio", ".2f")
@@ -179,8 +174,7 @@ def prefix_section(result: dict[str, Any]) -> str:
     ]
     return (
         f"Milliseconds to the first token of a question of {result['question_tokens']} tokens behind a "
-        "system "
-        f"prompt of {result['prompt_tokens']:,}, and microseconds to make the cache or find the prefix "
+        f"system prompt of {result['prompt_tokens']:,}, and microseconds to make the cache or find the prefix "
         f"({result['pages_of_the_prefix']} pages).\n\n" + table(["", "ms", "faster", "cache, us"], rows)
     )
 
