@@ -174,8 +174,9 @@ def prefix_section(result: dict[str, Any]) -> str:
     ]
     return (
         f"Milliseconds to the first token of a question of {result['question_tokens']} tokens behind a "
-        f"system prompt of {result['prompt_tokens']:,}, and microseconds to make the cache or find the prefix "
-        f"({result['pages_of_the_prefix']} pages).\n\n" + table(["", "ms", "faster", "cache, us"], rows)
+        f"system prompt of {result['prompt_tokens']:,}, and microseconds to make the cache or find the "
+        f"prefix ({result['pages_of_the_prefix']} pages).\n\n"
+        + table(["", "ms", "faster", "cache, us"], rows)
     )
 
 

@@ -185,3 +185,15 @@ def test_recording_keeps_what_a_window_passes_until_the_next_removal() -> None:
     cache.model.remove([200])
     cache.settle()
     assert batch.num_pages_held <= (10 + ROLLBACK) // 4 + 2
+
+
+def test_a_row_that_a_long_step_passes_less_of_keeps_its_tokens() -> None:
+    """Rows of other lengths fill pages at other columns; one alone may be past what the step began with."""
+    batch = PagedBatch(PagedFormat(page_size=8), window=2)
+    cache = Cache.over(batch, Rows(2))
+    for count, removed in ((5, [0, 2]), (36, [32, 37])):
+        cache.append(2, count, count)
+        batch.remove(removed)
+        cache.model.remove(removed)
+        cache.settle()
+    cache.append(2, 1, 0)

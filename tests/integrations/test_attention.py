@@ -168,6 +168,30 @@ def test_any_mask_gives_the_numbers_of_the_whole_mask(data: st.DataObject) -> No
     torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
 
 
+def test_a_compact_mask_is_causal_whatever_the_module_says() -> None:
+    padding = torch.ones(2, 6, dtype=torch.bool)
+    padding[0, :2] = False
+    query, key = torch.randn(2, 4, 3, 8), torch.randn(2, 4, 6, 8)
+    mask = attention_mask(**build_mask(2, 3, 6, padding, None))
+    free, bound = torch.nn.Module(), torch.nn.Module()
+    free.is_causal, bound.is_causal = False, True
+    outs = [attention(module, query, key, key, mask)[0] for module in (free, bound)]
+    assert torch.equal(outs[0], outs[1])
+
+
+def test_without_a_mask_the_module_or_the_argument_says_whether_it_is_causal() -> None:
+    query, key = torch.randn(1, 4, 3, 8), torch.randn(1, 4, 3, 8)
+    free = torch.nn.Module()
+    free.is_causal = False
+    for causal, (module, argument) in [
+        (False, (free, None)), (True, (free, True)), (True, (torch.nn.Module(), None)),
+        (False, (torch.nn.Module(), False)),
+    ]:  # fmt: skip
+        expected = torch.nn.functional.scaled_dot_product_attention(query, key, key, is_causal=causal)
+        actual, _ = attention(module, query, key, key, None, is_causal=argument)
+        torch.testing.assert_close(actual, expected.transpose(1, 2), rtol=1e-4, atol=1e-5)
+
+
 def test_plain_masks_stay_compact() -> None:
     padding = torch.ones(2, 9, dtype=torch.bool)
     assert attention_mask(**build_mask(2, 4, 9, padding, None)) is None

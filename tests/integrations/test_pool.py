@@ -170,6 +170,23 @@ def test_a_committed_prefix_is_not_renamed() -> None:
     pool.check()
 
 
+def test_a_cache_whose_pages_another_one_had_first_reads_those() -> None:
+    """Both computed the same; after the second commit its own pages are free, and others write there."""
+    model = make_model()
+    pool = make_pool(model, max_tokens=32)
+    first, second = pool.begin(text(12)), pool.begin(text(12))
+    for cache in (first, second):
+        generate(model, text(12), cache, new=1)
+        keys = cache.layers[2].keys
+        pool.commit(cache, text(12))
+    assert pool.report()["active"] == 3
+    others = [pool.begin(text(20, 1))]
+    generate(model, text(20, 1), others[0], new=1)
+    assert torch.equal(second.layers[2].keys, keys)
+    assert torch.equal(first.layers[2].keys, keys)
+    pool.check()
+
+
 @pytest.mark.parametrize("name", ["Mistral", "Gemma2"])
 def test_models_with_windows_are_refused(name: str) -> None:
     with pytest.raises(UnsupportedError, match="model must attend to the whole sequence in every layer"):

@@ -109,6 +109,33 @@ def test_a_crop_behind_the_window_is_refused_before_anything_changes() -> None:
     assert torch.equal(logits_of(model, text(1, 3), cache), logits_of(model, text(1, 3), fork))
 
 
+def test_a_crop_that_one_layer_refuses_changes_no_other() -> None:
+    """The layers without a window come first, and could go back."""
+    model = family("Gemma2")
+    model.config.layer_types = ["full_attention", "sliding_attention"] * 2
+    cache = KVCache.for_model(model, page_size=4)
+    for layer_idx in range(4):
+        cache.update(torch.ones(1, 2, 100, 8), torch.ones(1, 2, 100, 8), layer_idx)
+    assert [batch.window for batch in cache.batches] == [None, 8]
+    with pytest.raises(StateError, match="sequence 0 must keep at least"):
+        cache.crop(-90)
+    assert [batch.num_columns for batch in cache.batches] == [100, 100]
+
+
+def test_a_step_that_broke_off_can_be_taken_back() -> None:
+    """Layers that never saw its tokens keep their own number."""
+    model = make_model()
+    cache, whole = (KVCache.for_model(model, page_size=4) for _ in range(2))
+    for c in (cache, whole):
+        logits_of(model, text(1, 20), c)
+    cache.update(torch.ones(1, 2, 5, 16), torch.ones(1, 2, 5, 16), 0)
+    cache.crop(-2)
+    assert [layer.get_seq_length() for layer in cache.layers] == [23, 20, 20]
+    cache.crop(-3)
+    assert [layer.get_seq_length() for layer in cache.layers] == [20, 20, 20]
+    assert torch.equal(logits_of(model, text(1, 3), cache), logits_of(model, text(1, 3), whole))
+
+
 # --- rows ---------------------------------------------------------------------------------------------------
 
 
@@ -185,6 +212,7 @@ def test_a_recurrent_state_cannot_go_back(name: str, counts: Any) -> None:
     with pytest.raises(UnsupportedError, match=r"cannot go back|cannot be cropped row by row"):
         cache.crop(counts)
     assert cache.get_seq_length() == 14
+    assert [batch.num_columns for batch in cache.batches] == [14]
 
 
 def test_padded_prompts_can_be_cropped_apart() -> None:
