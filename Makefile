@@ -2,6 +2,7 @@
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
+BUILD := 'scikit-build-core>=0.11' cmake ninja
 TOKENS ?= 128
 WORKERS ?= 2
 MATRIX ?= 4.57.6 5.3.0 5.12.0 5.15.0 5.23.0
@@ -27,7 +28,8 @@ test-matrix: $(addprefix .venv-transformers-,$(MATRIX))
 .venv-transformers-%: $(READY)
 	$(BIN)/python -m venv $@
 	$@/bin/python -m pip install --quiet --disable-pip-version-check $(TORCH)
-	$@/bin/python -m pip install --quiet --disable-pip-version-check --editable . \
+	$@/bin/python -m pip install --quiet --disable-pip-version-check $(BUILD)
+	$@/bin/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --editable . \
 	    transformers==$* rich pytest hypothesis
 
 check: $(READY)
@@ -46,12 +48,14 @@ format: $(READY)
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf .venv .venv-transformers-* .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf build .venv .venv-transformers-* .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 
-# torch first: whatever follows then finds the build that was asked for.
-$(READY): pyproject.toml
+# torch first: whatever follows then finds the build that was asked for, and the kernels its headers.
+$(READY): pyproject.toml CMakeLists.txt $(wildcard csrc/* csrc/kernels/*)
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 10) else "kvloom needs Python 3.10 or newer, this is " + sys.version.split()[0] + "; try: make PYTHON=python3.11")'
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[transformers,dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(BUILD)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation \
+	    --editable '.[transformers,dev]'
 	@touch $@

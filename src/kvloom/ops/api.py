@@ -11,16 +11,17 @@ from torch import Tensor
 from kvloom.core.checks import (
     FLOAT_DTYPES,
     INDEX_DTYPES,
+    debugging,
     expect,
     expect_disjoint,
     expect_no_overlap,
     expect_range,
 )
-from kvloom.core.indexing import CacheIndex, expect_slots
+from kvloom.core.indexing import CacheIndex, check_distinct, expect_slots
 from kvloom.core.views import KVView, head_dim_of
-from kvloom.errors import ArgumentError, ShapeError, UnsupportedError
+from kvloom.errors import ArgumentError, KVError, ShapeError, UnsupportedError
 from kvloom.ops import schemas
-from kvloom.ops.impl import reference
+from kvloom.ops.impl import cpu, reference
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -87,7 +88,7 @@ def store(key: Tensor, value: Tensor | None, slots: Tensor, kv: KVView, *, backe
         value: ``[T, H, Dv]``, dtype of ``key``; ``None`` in a cache of keys only.
         slots: ``[T]`` int64 or int32, distinct. A negative slot skips its row.
         kv: Where to write. It must not overlap ``key`` or ``value``, which are stored without their gradient.
-        backend: ``"auto"`` or ``"reference"``.
+        backend: ``"auto"``, ``"reference"`` or ``"cpu"``, which is compiled.
 
     Raises:
         ShapeError: an argument does not fit; nothing was written.
@@ -108,8 +109,10 @@ def store(key: Tensor, value: Tensor | None, slots: Tensor, kv: KVView, *, backe
                 expect_disjoint(name, x, "kv", cache)
     # Detached, or autograd would make the cache require a gradient and keep every step alive.
     key, value = key.detach(), None if value is None else value.detach()
-    op = _choose(backend, schemas.store, reference.store)
-    op(key, value, slots, kv.key, kv.value, kv.key_scale, kv.value_scale)
+    if debugging():
+        check_distinct("slots", slots)
+    op = _choose(backend, "store", kv.device)
+    _call(op, key, value, slots, kv.key, kv.value, kv.key_scale, kv.value_scale)
 
 
 def load(
@@ -122,7 +125,7 @@ def load(
         kv: Where to read.
         dtype: Of the result; the dtype of the cache or, where it is quantised, of its scales if ``None``.
         num_repeat: Repeat each head so many times in a row (for attention without grouped queries).
-        backend: ``"auto"`` or ``"reference"``.
+        backend: ``"auto"``, ``"reference"`` or ``"cpu"``, which is compiled.
 
     Returns:
         ``(key, value)``, new tensors ``[T, H * num_repeat, D]``. A cache of keys only gives a value with D =
@@ -138,9 +141,8 @@ def load(
     for name, cache, scale in (("key", kv.key, kv.key_scale), ("value", kv.value, kv.value_scale)):
         if cache is not None:
             _expect_dtypes(f"dtype of the loaded {name}", dtype, cache, scale)
-    key, value = _choose(backend, schemas.load, reference.load)(
-        slots, kv.key, kv.value, kv.key_scale, kv.value_scale, dtype, num_repeat
-    )
+    op = _choose(backend, "load", kv.device)
+    key, value = _call(op, slots, kv.key, kv.value, kv.key_scale, kv.value_scale, dtype, num_repeat)
     return key, value
 
 
@@ -157,7 +159,7 @@ def copy(
         source_slots: ``[T]`` int64 or int32.
         target: Where to write; dtypes, heads, head dims and groups of ``source``.
         target_slots: ``[T]``, distinct.
-        backend: ``"auto"`` or ``"reference"``.
+        backend: ``"auto"``, ``"reference"`` or ``"cpu"``, which is compiled.
 
     Raises:
         ShapeError, ArgumentError: as ``load``; nothing was written.
@@ -181,7 +183,9 @@ def copy(
             )
         reads.append(a)
         writes.append(b)
-    _choose(backend, schemas.copy, reference.copy)(reads, source_slots, writes, target_slots)
+    if debugging():
+        check_distinct("target_slots", target_slots)
+    _call(_choose(backend, "copy", source.device), reads, source_slots, writes, target_slots)
 
 
 def attend(
@@ -198,7 +202,7 @@ def attend(
         kv: Keys and values, dequantised to the dtype of ``query``.
         batch: Ragged lengths and slots.
         scores: Scale, masks and biases; causal by default.
-        backend: ``"auto"`` or ``"reference"``.
+        backend: ``"auto"``, ``"reference"`` or ``"cpu"``, which is compiled.
 
     Returns:
         ``[Tq, Hq, Dv]``, dtype of ``query``.
@@ -221,7 +225,7 @@ def attend(
         _expect_dtypes(f"query (for the {name} cache)", query.dtype, cache, key_or_value_scale)
     _expect_batch(batch, kv.device)
     _expect_scores(scores, sizes, kv.device)
-    out: Tensor = _choose(backend, schemas.attend, schemas.AttendReference.apply)(
+    out: Tensor = _choose(backend, "attend", kv.device)(
         query,
         kv.key,
         kv.value,
@@ -245,19 +249,49 @@ def attend(
     return out
 
 
-def _choose(backend: str, dispatched: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
+def _choose(backend: str, name: str, device: torch.device) -> Callable[..., Any]:
     """The operator to call: a named backend runs or raises, it never falls back."""
     match backend:
         case "auto":
-            return dispatched
+            return _DISPATCHED[name]
         case "reference":
-            return plain
-        case "cpu" | "triton":
-            raise UnsupportedError(
-                f"backend {backend!r} is not part of this build; use 'auto' or 'reference'"
-            )
+            return _REFERENCE[name]
+        case "cpu":
+            if cpu.WHY_NOT is not None:
+                raise UnsupportedError(f"backend 'cpu' cannot run: {cpu.WHY_NOT}")
+            if name not in cpu.COMPILED:
+                raise UnsupportedError(f"backend 'cpu' has no {name} yet; use 'auto' or 'reference'")
+            if device.type != "cpu":
+                raise UnsupportedError(f"backend 'cpu' needs tensors on the CPU, got {device}")
+            return _DISPATCHED[name]
+        case "triton":
+            raise UnsupportedError("backend 'triton' is not part of this build; use 'auto' or 'reference'")
         case _:
             raise ArgumentError(f"backend must be 'auto', 'reference', 'cpu' or 'triton', got {backend!r}")
+
+
+_DISPATCHED: dict[str, Callable[..., Any]] = {
+    "store": schemas.store,
+    "load": schemas.load,
+    "copy": schemas.copy,
+    "attend": schemas.attend,
+}
+_REFERENCE: dict[str, Callable[..., Any]] = {
+    "store": reference.store,
+    "load": reference.load,
+    "copy": reference.copy,
+    "attend": schemas.AttendReference.apply,
+}
+
+
+def _call(op: Callable[..., Any], *args: Any) -> Any:
+    """Call ``op``; what a compiled kernel refuses is a plain ValueError, since C++ knows none of our errors."""
+    try:
+        return op(*args)
+    except ValueError as error:
+        if isinstance(error, KVError):
+            raise
+        raise ArgumentError(str(error)) from None
 
 
 def _expect_writable(name: str, kv: KVView) -> None:

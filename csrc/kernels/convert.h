@@ -1,0 +1,245 @@
+// Rows of numbers into rows of other numbers or codes, both without gaps. The numerics of docs/decisions/0003.
+#pragma once
+
+#include "simd.h"
+
+namespace kvloom::KVLOOM_ISA {
+
+/// `count` numbers or codes, in groups that share a scale.
+struct Row {
+  const void* in;
+  const void* in_scale;
+  void* out;
+  void* out_scale;
+  int64_t count, group;
+};
+
+using Convert = void (*)(const Row&);
+
+template <class In, class Out>
+void cast_row(const Row& row) {
+  const In* in = static_cast<const In*>(row.in);
+  Out* out = static_cast<Out*>(row.out);
+  int64_t i = 0;
+  for (; i + kLanes <= row.count; i += kLanes) store(out + i, load(in + i));
+  if (i < row.count) store_some(out + i, load_some(in + i, row.count - i), row.count - i);
+}
+
+// --- codes in memory -------------------------------------------------------------------------------------------
+
+template <int kBits>
+constexpr int kMaxCode = (1 << (kBits - 1)) - 1;
+
+/// Writes the first `count` lanes; int4 codes two to a byte, the even one in the low nibble.
+template <int kBits>
+KVLOOM_INLINE void store_codes(char* to, Ints codes, int64_t count) {
+  if constexpr (kBits == 8) {
+    const Codes bytes = __builtin_convertvector(codes, Codes);
+    std::memcpy(to, &bytes, count);
+  } else {
+    const Pairs pairs = as<Pairs>(codes & 0xf);
+    const Packed bytes = __builtin_convertvector((pairs | (pairs >> 28)) & 0xff, Packed);
+    std::memcpy(to, &bytes, count / 2);
+  }
+}
+
+/// Reads `count` codes; the other lanes are 0.
+template <int kBits>
+KVLOOM_INLINE Floats load_codes(const char* from, int64_t count) {
+  Ints codes;
+  if constexpr (kBits == 8) {
+    Codes bytes{};
+    std::memcpy(&bytes, from, count);
+    codes = __builtin_convertvector(bytes, Ints);
+  } else {
+    Packed bytes{};
+    std::memcpy(&bytes, from, count / 2);
+    const Pairs pairs = __builtin_convertvector(bytes, Pairs);
+    codes = (as<Ints>((pairs & 0xf) | (pairs >> 4 << 32)) ^ 8) - 8;
+  }
+  return __builtin_convertvector(codes, Floats);
+}
+
+// --- quantise --------------------------------------------------------------------------------------------------
+
+/// Largest lane within each run of `run` lanes, in all of them. `run` is a power of two.
+KVLOOM_INLINE Ints max_within(Ints x, int64_t run) {
+  const Ints lanes = lane_numbers();
+  for (int distance = 1; distance < run; distance *= 2) {
+    const Ints other = permute(x, lanes ^ distance);
+    x = select(other > x, other, x);
+  }
+  return x;
+}
+
+/// Scale of the group whose largest magnitude has the bits `amax`, as the type of the input rounds it.
+template <class In, int kBits>
+KVLOOM_INLINE Floats scale_of(Ints amax) {
+  const Floats scale = round_to<In>(as<Floats>(amax) / float(kMaxCode<kBits>));
+  const Floats least = round_to<In>(splat(1e-5f));
+  return select(scale > least, scale, least);
+}
+
+/// The whole group is NaN, and its codes 0, if its largest magnitude is no finite number.
+KVLOOM_INLINE Ints is_finite(Ints amax) { return amax < 0x7f800000; }
+
+template <class In, int kBits>
+KVLOOM_INLINE Ints codes_of(Floats x, Floats scale, Ints finite) {
+  const Floats quotient = round_to<In>(x / scale);
+  // Adding 1.5 * 2^23 leaves the nearest integer, ties to even, in the last bits.
+  const Floats magic = splat(12582912.0f);
+  Ints code = as<Ints>(quotient + magic) - as<Ints>(magic);
+  const Ints most = splat(kMaxCode<kBits>);
+  code = select(code > most, most, code);
+  code = select(code < -most, -most, code);
+  return code & finite;
+}
+
+/// What is stored of a scale.
+template <class Scale>
+KVLOOM_INLINE Floats stored_scale(Floats scale, Ints finite) {
+  return select(finite, saturate<Scale>(scale), as<Floats>(splat(0x7fc00000)));
+}
+
+KVLOOM_INLINE Ints magnitude_bits(Floats x) { return as<Ints>(x) & 0x7fffffff; }
+
+template <class In, int kBits, class Scale>
+void quantize_row(const Row& row) {
+  const In* in = static_cast<const In*>(row.in);
+  char* out = static_cast<char*>(row.out);
+  Scale* scales = static_cast<Scale*>(row.out_scale);
+  const int64_t group = row.group;
+
+  if (group < kLanes && kLanes % group == 0) {  // several groups in a vector
+    for (int64_t i = 0; i < row.count; i += kLanes) {
+      const int64_t count = row.count - i < kLanes ? row.count - i : kLanes;
+      const Floats x = count == kLanes ? load(in + i) : load_some(in + i, count);
+      const Ints amax = max_within(magnitude_bits(x), group);
+      const Ints finite = is_finite(amax);
+      const Floats scale = scale_of<In, kBits>(amax);
+      Scale each[kLanes];
+      store(each, stored_scale<Scale>(scale, finite));
+      for (int64_t g = 0; g < count / group; ++g) scales[i / group + g] = each[g * group];
+      store_codes<kBits>(out + i * kBits / 8, codes_of<In, kBits>(x, scale, finite), count);
+    }
+    return;
+  }
+
+  for (int64_t first = 0; first < row.count; first += group) {
+    const int64_t whole = group / kLanes * kLanes, rest = group - whole;
+    const In* x = in + first;
+    Ints amax{};
+    for (int64_t i = 0; i < whole; i += kLanes) {
+      const Ints bits = magnitude_bits(load(x + i));
+      amax = select(bits > amax, bits, amax);
+    }
+    if (rest != 0) {
+      const Ints bits = magnitude_bits(load_some(x + whole, rest));
+      amax = select(bits > amax, bits, amax);
+    }
+    amax = max_within(amax, kLanes);
+    const Ints finite = is_finite(amax);
+    const Floats scale = scale_of<In, kBits>(amax);
+    store_some(scales++, stored_scale<Scale>(scale, finite), 1);
+    char* codes = out + first * kBits / 8;
+    for (int64_t i = 0; i < whole; i += kLanes) {
+      store_codes<kBits>(codes + i * kBits / 8, codes_of<In, kBits>(load(x + i), scale, finite), kLanes);
+    }
+    if (rest != 0) {
+      const Floats last = load_some(x + whole, rest);
+      store_codes<kBits>(codes + whole * kBits / 8, codes_of<In, kBits>(last, scale, finite), rest);
+    }
+  }
+}
+
+// --- dequantise --------------------------------------------------------------------------------------------------
+
+/// The product is rounded to the type of the scale, then to that of the result; neither makes it infinite.
+template <class Scale, class Out>
+KVLOOM_INLINE Floats value_of(Floats code, Floats scale) {
+  return saturate<Out>(saturate<Scale>(round_to<Scale>(code * scale)));
+}
+
+template <int kBits, class Scale, class Out>
+void dequantize_row(const Row& row) {
+  const char* in = static_cast<const char*>(row.in);
+  const Scale* scales = static_cast<const Scale*>(row.in_scale);
+  Out* out = static_cast<Out*>(row.out);
+  const int64_t group = row.group;
+
+  if (group < kLanes && kLanes % group == 0) {  // several groups in a vector
+    const Ints group_of_lane = lane_numbers() / splat(int32_t(group));
+    for (int64_t i = 0; i < row.count; i += kLanes) {
+      const int64_t count = row.count - i < kLanes ? row.count - i : kLanes;
+      const Floats each = load_some(scales + i / group, count / group);
+      const Floats scale = as<Floats>(permute(as<Ints>(each), group_of_lane));
+      const Floats x = value_of<Scale, Out>(load_codes<kBits>(in + i * kBits / 8, count), scale);
+      if (count == kLanes) {
+        store(out + i, x);
+      } else {
+        store_some(out + i, x, count);
+      }
+    }
+    return;
+  }
+
+  for (int64_t first = 0; first < row.count; first += group) {
+    const int64_t whole = group / kLanes * kLanes, rest = group - whole;
+    const Floats scale = splat(load_some(scales++, 1)[0]);
+    const char* codes = in + first * kBits / 8;
+    Out* x = out + first;
+    for (int64_t i = 0; i < whole; i += kLanes) {
+      store(x + i, value_of<Scale, Out>(load_codes<kBits>(codes + i * kBits / 8, kLanes), scale));
+    }
+    if (rest != 0) {
+      const Floats last = load_codes<kBits>(codes + whole * kBits / 8, rest);
+      store_some(x + whole, value_of<Scale, Out>(last, scale), rest);
+    }
+  }
+}
+
+// --- which of them -----------------------------------------------------------------------------------------------
+
+template <int kBits>
+struct Bits {
+  static constexpr int value = kBits;
+};
+
+/// Calls `with` with a value of the float type that `type` names.
+template <class With>
+KVLOOM_INLINE Convert for_float(Type type, With with) {
+  switch (type) {
+    case Type::float32: return with(float{});
+    case Type::float16: return with(Half{});
+    case Type::bfloat16: return with(BFloat{});
+    default: return nullptr;
+  }
+}
+
+/// The conversion between the rows of a move, `nullptr` where the bits stay as they are.
+inline Convert find_convert(Type from, Type to, Type scale) {
+  if (from == to) return nullptr;
+  const auto quantizing = [=](auto bits) {
+    return for_float(from, [=](auto in) {
+      return for_float(scale, [=](auto s) -> Convert {
+        return quantize_row<decltype(in), decltype(bits)::value, decltype(s)>;
+      });
+    });
+  };
+  const auto dequantizing = [=](auto bits) {
+    return for_float(scale, [=](auto s) {
+      return for_float(to, [=](auto out) -> Convert {
+        return dequantize_row<decltype(bits)::value, decltype(s), decltype(out)>;
+      });
+    });
+  };
+  if (to == Type::int8) return quantizing(Bits<8>{});
+  if (to == Type::int4) return quantizing(Bits<4>{});
+  if (from == Type::int8) return dequantizing(Bits<8>{});
+  if (from == Type::int4) return dequantizing(Bits<4>{});
+  return for_float(from, [=](auto in) {
+    return for_float(to, [=](auto out) -> Convert { return cast_row<decltype(in), decltype(out)>; });
+  });
+}
+
+}  // namespace kvloom::KVLOOM_ISA
