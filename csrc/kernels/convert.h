@@ -30,15 +30,14 @@ void cast_row(const Row& row) {
 template <int kBits>
 constexpr int kMaxCode = (1 << (kBits - 1)) - 1;
 
-/// Writes the first `count` lanes; int4 codes two to a byte, the even one in the low nibble.
+/// Writes the low bits of the first `count` lanes; int4 codes two to a byte, the even one in the low nibble.
 template <int kBits>
 KVLOOM_INLINE void store_codes(char* to, Ints codes, int64_t count) {
   if constexpr (kBits == 8) {
-    const Codes bytes = __builtin_convertvector(codes, Codes);
+    const Bytes bytes = low_bytes(codes);
     std::memcpy(to, &bytes, count);
   } else {
-    const Pairs pairs = as<Pairs>(codes & 0xf);
-    const Packed bytes = __builtin_convertvector((pairs | (pairs >> 28)) & 0xff, Packed);
+    const Nibbles bytes = pack_nibbles(low_bytes(codes));
     std::memcpy(to, &bytes, count / 2);
   }
 }
@@ -46,18 +45,13 @@ KVLOOM_INLINE void store_codes(char* to, Ints codes, int64_t count) {
 /// Reads `count` codes; the other lanes are 0.
 template <int kBits>
 KVLOOM_INLINE Floats load_codes(const char* from, int64_t count) {
-  Ints codes;
+  Bytes bytes;
   if constexpr (kBits == 8) {
-    Codes bytes{};
-    std::memcpy(&bytes, from, count);
-    codes = __builtin_convertvector(bytes, Ints);
+    bytes = load_bytes<Bytes>(from, count);
   } else {
-    Packed bytes{};
-    std::memcpy(&bytes, from, count / 2);
-    const Pairs pairs = __builtin_convertvector(bytes, Pairs);
-    codes = (as<Ints>((pairs & 0xf) | (pairs >> 4 << 32)) ^ 8) - 8;
+    bytes = unpack_nibbles(load_bytes<Nibbles>(from, count / 2));
   }
-  return __builtin_convertvector(codes, Floats);
+  return __builtin_convertvector(sign_extend(bytes), Floats);
 }
 
 // --- quantise --------------------------------------------------------------------------------------------------
@@ -67,7 +61,7 @@ KVLOOM_INLINE Ints max_within(Ints x, int64_t run) {
   const Ints lanes = lane_numbers();
   for (int distance = 1; distance < run; distance *= 2) {
     const Ints other = permute(x, lanes ^ distance);
-    x = select(other > x, other, x);
+    x = larger(x, other);
   }
   return x;
 }
@@ -77,31 +71,59 @@ template <class In, int kBits>
 KVLOOM_INLINE Floats scale_of(Ints amax) {
   const Floats scale = round_to<In>(as<Floats>(amax) / float(kMaxCode<kBits>));
   const Floats least = round_to<In>(splat(1e-5f));
-  return select(scale > least, scale, least);
+  return larger(scale, least);
 }
 
 /// The whole group is NaN, and its codes 0, if its largest magnitude is no finite number.
 KVLOOM_INLINE Ints is_finite(Ints amax) { return amax < 0x7f800000; }
 
+/// `round_to`, but a subnormal may become 0: its code is 0 either way.
+template <class In>
+KVLOOM_INLINE Floats round_quotient(Floats x) {
+#if defined(__AVX512BF16__)
+  if constexpr (std::is_same_v<In, BFloat>) return widen(as<Shorts>(_mm512_cvtneps_pbh(as<__m512>(x))), BFloat{});
+#endif
+  return round_to<In>(x);
+}
+
+/// Codes, in the low bits of each lane.
 template <class In, int kBits>
 KVLOOM_INLINE Ints codes_of(Floats x, Floats scale, Ints finite) {
-  const Floats quotient = round_to<In>(x / scale);
-  // Adding 1.5 * 2^23 leaves the nearest integer, ties to even, in the last bits.
-  const Floats magic = splat(12582912.0f);
-  Ints code = as<Ints>(quotient + magic) - as<Ints>(magic);
-  const Ints most = splat(kMaxCode<kBits>);
-  code = select(code > most, most, code);
-  code = select(code < -most, -most, code);
-  return code & finite;
+  Floats quotient = round_quotient<In>(x / scale);
+  // A bfloat16 may round to 127.5, and that to 128.
+  const Floats most = splat(float(kMaxCode<kBits>));
+  quotient = larger(-most, smaller(most, quotient));
+  // Adding 1.5 * 2^23 leaves the nearest integer, ties to even, in the last bits of the sum.
+  return as<Ints>(quotient + 12582912.0f) & finite;
 }
 
 /// What is stored of a scale.
 template <class Scale>
 KVLOOM_INLINE Floats stored_scale(Floats scale, Ints finite) {
-  return select(finite, saturate<Scale>(scale), as<Floats>(splat(0x7fc00000)));
+  return finite ? saturate<Scale>(scale) : as<Floats>(splat(0x7fc00000));
 }
 
 KVLOOM_INLINE Ints magnitude_bits(Floats x) { return as<Ints>(x) & 0x7fffffff; }
+
+/// Bits of the largest magnitude among `count` numbers, in all lanes. Bits of floats without a sign are
+/// ordered as the floats are, and NaN comes last.
+template <class In>
+KVLOOM_INLINE Ints largest_magnitude(const In* x, int64_t count) {
+  Ints largest{};
+  int64_t i = 0;
+  if constexpr (sizeof(In) == 2) {  // two lanes in one
+    Magnitudes both{};
+    for (; i + 2 * kLanes <= count; i += 2 * kLanes) {
+      Magnitudes bits;
+      std::memcpy(&bits, x + i, sizeof bits);
+      both = larger(both, bits & 0x7fff);
+    }
+    largest = larger(as<Ints>(widen(low_part(both), In{})), as<Ints>(widen(high_part(both), In{})));
+  }
+  for (; i + kLanes <= count; i += kLanes) largest = larger(largest, magnitude_bits(load(x + i)));
+  if (i < count) largest = larger(largest, magnitude_bits(load_some(x + i, count - i)));
+  return max_within(largest, kLanes);
+}
 
 template <class In, int kBits, class Scale>
 void quantize_row(const Row& row) {
@@ -111,15 +133,19 @@ void quantize_row(const Row& row) {
   const int64_t group = row.group;
 
   if (group < kLanes && kLanes % group == 0) {  // several groups in a vector
+    int64_t count = kLanes, groups = kLanes / group;
     for (int64_t i = 0; i < row.count; i += kLanes) {
-      const int64_t count = row.count - i < kLanes ? row.count - i : kLanes;
+      if (row.count - i < kLanes) {
+        count = row.count - i;
+        groups = count / group;
+      }
       const Floats x = count == kLanes ? load(in + i) : load_some(in + i, count);
       const Ints amax = max_within(magnitude_bits(x), group);
       const Ints finite = is_finite(amax);
       const Floats scale = scale_of<In, kBits>(amax);
       Scale each[kLanes];
       store(each, stored_scale<Scale>(scale, finite));
-      for (int64_t g = 0; g < count / group; ++g) scales[i / group + g] = each[g * group];
+      for (int64_t g = 0; g < groups; ++g) *scales++ = each[g * group];
       store_codes<kBits>(out + i * kBits / 8, codes_of<In, kBits>(x, scale, finite), count);
     }
     return;
@@ -128,16 +154,7 @@ void quantize_row(const Row& row) {
   for (int64_t first = 0; first < row.count; first += group) {
     const int64_t whole = group / kLanes * kLanes, rest = group - whole;
     const In* x = in + first;
-    Ints amax{};
-    for (int64_t i = 0; i < whole; i += kLanes) {
-      const Ints bits = magnitude_bits(load(x + i));
-      amax = select(bits > amax, bits, amax);
-    }
-    if (rest != 0) {
-      const Ints bits = magnitude_bits(load_some(x + whole, rest));
-      amax = select(bits > amax, bits, amax);
-    }
-    amax = max_within(amax, kLanes);
+    const Ints amax = largest_magnitude(x, group);
     const Ints finite = is_finite(amax);
     const Floats scale = scale_of<In, kBits>(amax);
     store_some(scales++, stored_scale<Scale>(scale, finite), 1);
@@ -157,7 +174,16 @@ void quantize_row(const Row& row) {
 /// The product is rounded to the type of the scale, then to that of the result; neither makes it infinite.
 template <class Scale, class Out>
 KVLOOM_INLINE Floats value_of(Floats code, Floats scale) {
-  return saturate<Out>(saturate<Scale>(round_to<Scale>(code * scale)));
+  return saturate<Scale, Out>(round_to<Scale>(code * scale));
+}
+
+template <class Scale, class Out>
+KVLOOM_INLINE void store_value(Out* to, Floats x) {
+  if constexpr (std::is_same_v<Scale, Half>) {
+    store_normal(to, x);  // what is subnormal in float16 is not in float32
+  } else {
+    store(to, x);
+  }
 }
 
 template <int kBits, class Scale, class Out>
@@ -169,13 +195,18 @@ void dequantize_row(const Row& row) {
 
   if (group < kLanes && kLanes % group == 0) {  // several groups in a vector
     const Ints group_of_lane = lane_numbers() / splat(int32_t(group));
+    int64_t count = kLanes, groups = kLanes / group;
     for (int64_t i = 0; i < row.count; i += kLanes) {
-      const int64_t count = row.count - i < kLanes ? row.count - i : kLanes;
-      const Floats each = load_some(scales + i / group, count / group);
+      if (row.count - i < kLanes) {
+        count = row.count - i;
+        groups = count / group;
+      }
+      const Floats each = load_some(scales, groups);
+      scales += groups;
       const Floats scale = as<Floats>(permute(as<Ints>(each), group_of_lane));
       const Floats x = value_of<Scale, Out>(load_codes<kBits>(in + i * kBits / 8, count), scale);
       if (count == kLanes) {
-        store(out + i, x);
+        store_value<Scale>(out + i, x);
       } else {
         store_some(out + i, x, count);
       }
@@ -189,7 +220,7 @@ void dequantize_row(const Row& row) {
     const char* codes = in + first * kBits / 8;
     Out* x = out + first;
     for (int64_t i = 0; i < whole; i += kLanes) {
-      store(x + i, value_of<Scale, Out>(load_codes<kBits>(codes + i * kBits / 8, kLanes), scale));
+      store_value<Scale>(x + i, value_of<Scale, Out>(load_codes<kBits>(codes + i * kBits / 8, kLanes), scale));
     }
     if (rest != 0) {
       const Floats last = load_codes<kBits>(codes + whole * kBits / 8, rest);

@@ -1,38 +1,13 @@
-// Vectors of the width that suits the instruction set, and the three float types in and out of float32.
+// The three float types in and out of float32 lanes, whatever the CPU has; and cache lines past the caches.
 //
 // Arithmetic is the compiler's vector extension, which any CPU has; intrinsics only where it has no word for it.
 #pragma once
 
-#include <cstdint>
-#include <cstring>
+#include <type_traits>
 
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
-
-#include "args.h"
+#include "lanes.h"
 
 namespace kvloom::KVLOOM_ISA {
-
-#if defined(__AVX512F__)
-constexpr int kLanes = 16;
-#elif defined(__AVX2__)
-constexpr int kLanes = 8;
-#else
-constexpr int kLanes = 4;
-#endif
-
-template <class T, int kCount = kLanes>
-struct VectorOf {
-  typedef T type __attribute__((vector_size(kCount * sizeof(T))));
-};
-using Floats = VectorOf<float>::type;
-using Ints = VectorOf<int32_t>::type;
-using Words = VectorOf<uint32_t>::type;  // bits that may carry over
-using Shorts = VectorOf<uint16_t>::type;
-using Codes = VectorOf<int8_t>::type;
-using Pairs = VectorOf<uint64_t, kLanes / 2>::type;   // two neighbouring 32-bit lanes in one
-using Packed = VectorOf<uint8_t, kLanes / 2>::type;
 
 struct Half {
   uint16_t bits;
@@ -40,40 +15,6 @@ struct Half {
 struct BFloat {
   uint16_t bits;
 };
-
-/// The bits of one vector as another of the same size.
-template <class To, class From>
-KVLOOM_INLINE To as(From from) {
-  static_assert(sizeof(To) == sizeof(From));
-  To to;
-  std::memcpy(&to, &from, sizeof to);
-  return to;
-}
-
-KVLOOM_INLINE Floats splat(float x) { return x - Floats{}; }  // -0 stays -0
-KVLOOM_INLINE Ints splat(int32_t x) { return x + Ints{}; }
-KVLOOM_INLINE Floats select(Ints where, Floats a, Floats b) { return where ? a : b; }
-KVLOOM_INLINE Ints select(Ints where, Ints a, Ints b) { return where ? a : b; }
-
-/// Lane i of the result is lane `index[i]` of x.
-KVLOOM_INLINE Ints permute(Ints x, Ints index) {
-#if defined(__AVX512F__)
-  return as<Ints>(_mm512_permutexvar_epi32(as<__m512i>(index), as<__m512i>(x)));
-#elif defined(__AVX2__)
-  return as<Ints>(_mm256_permutevar8x32_epi32(as<__m256i>(x), as<__m256i>(index)));
-#else
-  Ints moved{};
-  for (int i = 0; i < kLanes; ++i) moved[i] = x[index[i]];
-  return moved;
-#endif
-}
-
-/// 0, 1, 2, ...
-KVLOOM_INLINE Ints lane_numbers() {
-  Ints numbers{};
-  for (int i = 0; i < kLanes; ++i) numbers[i] = i;
-  return numbers;
-}
 
 // --- float16 and bfloat16, to nearest even, whatever the CPU has ---------------------------------------------
 
@@ -83,7 +24,7 @@ KVLOOM_INLINE Floats widen(Shorts x, Half) {
 #elif defined(__F16C__) && defined(__AVX2__)
   return as<Floats>(_mm256_cvtph_ps(as<__m128i>(x)));
 #else
-  const Ints bits = __builtin_convertvector(x, Ints);
+  const Ints bits = as<Ints>(zero_extend(x));
   const Ints shifted = (bits & 0x7fff) << 13;
   const Ints exponent = shifted & (0x7c00 << 13);
   const Ints normal = shifted + ((127 - 15) << 23);
@@ -91,12 +32,12 @@ KVLOOM_INLINE Floats widen(Shorts x, Half) {
   // A subnormal is a whole number of 2^-24; its float32 is exact, and so is this difference.
   const Floats offset = splat(6.103515625e-05f);
   const Ints subnormal = as<Ints>(as<Floats>(normal + (1 << 23)) - offset);
-  const Ints magnitude = select(exponent == (0x7c00 << 13), special, select(exponent == 0, subnormal, normal));
+  const Ints magnitude = exponent == (0x7c00 << 13) ? special : exponent == 0 ? subnormal : normal;
   return as<Floats>(magnitude | ((bits & 0x8000) << 16));
 #endif
 }
 
-KVLOOM_INLINE Floats widen(Shorts x, BFloat) { return as<Floats>(__builtin_convertvector(x, Ints) << 16); }
+KVLOOM_INLINE Floats widen(Shorts x, BFloat) { return as<Floats>(zero_extend(x) << 16); }
 
 KVLOOM_INLINE Shorts narrow(Floats x, Half) {
 #if defined(__AVX512F__)
@@ -109,20 +50,19 @@ KVLOOM_INLINE Shorts narrow(Floats x, Half) {
   const Ints normal = (magnitude - ((127 - 15) << 23) + 0xfff + odd) >> 13;
   // Adding 0.5 leaves the 2^-24ths as the last bits of the sum, rounded.
   const Ints subnormal = as<Ints>(as<Floats>(magnitude) + 0.5f) - as<Ints>(splat(0.5f));
-  const Ints special = select(magnitude > 0x7f800000, splat(0x7e00), splat(0x7c00));
-  const Ints half = select(magnitude >= 0x47800000, special,
-                           select(magnitude < 0x38800000, subnormal, normal));
-  return __builtin_convertvector(half | ((bits >> 16) & 0x8000), Shorts);
+  const Ints special = magnitude > 0x7f800000 ? splat(0x7e00) : splat(0x7c00);
+  const Ints half = magnitude >= 0x47800000 ? special : magnitude < 0x38800000 ? subnormal : normal;
+  return low_halves(as<Words>(half | ((bits >> 16) & 0x8000)));
 #endif
 }
 
 KVLOOM_INLINE Shorts narrow(Floats x, BFloat) {
-  // Not the instruction of AVX512-BF16, which turns subnormals into zeros.
+  // Not the instruction of AVX512-BF16, which takes subnormals for zeros.
   const Words bits = as<Words>(x);
   const Words rounded = bits + 0x7fff + ((bits >> 16) & 1);
   const Words nan = bits | 0x400000;
   const Words wide = (bits & 0x7fffffff) > 0x7f800000 ? nan : rounded;
-  return __builtin_convertvector(wide >> 16, Shorts);
+  return low_halves(wide >> 16);
 }
 
 // --- what the kernels are written in: float32 lanes, read from and rounded to a type T -------------------------
@@ -148,13 +88,37 @@ KVLOOM_INLINE void store(T* to, Floats x) {
   std::memcpy(to, &narrowed, sizeof narrowed);
 }
 
-/// The nearest value that a T holds.
+/// As `store`, where no lane is subnormal.
+template <class T>
+KVLOOM_INLINE void store_normal(T* to, Floats x) {
+#if defined(__AVX512BF16__)
+  if constexpr (std::is_same_v<T, BFloat>) {
+    const __m256bh narrowed = _mm512_cvtneps_pbh(as<__m512>(x));
+    std::memcpy(to, &narrowed, sizeof narrowed);
+    return;
+  }
+#endif
+  store(to, x);
+}
+
+/// The nearest value that a T holds, or something larger than the largest. NaN stays NaN if it came from a T
+/// or from arithmetic, since its low bits are 0 then.
 template <class T>
 KVLOOM_INLINE Floats round_to(Floats x) {
-  if constexpr (sizeof(T) == sizeof(float)) {
+  if constexpr (std::is_same_v<T, float>) {
     return x;
+  } else if constexpr (std::is_same_v<T, BFloat>) {
+    const Words bits = as<Words>(x);
+    return as<Floats>((bits + 0x7fff + ((bits >> 16) & 1)) & 0xffff0000);
   } else {
+#if defined(__F16C__) || defined(__AVX512F__)
     return widen(narrow(x, T{}), T{});
+#else
+    const Words bits = as<Words>(x), magnitude = bits & 0x7fffffff;
+    const Words normal = (magnitude + 0xfff + ((magnitude >> 13) & 1)) & 0xffffe000;
+    const Words subnormal = as<Words>((as<Floats>(magnitude) + 0.5f) - 0.5f);
+    return as<Floats>((magnitude < 0x38800000 ? subnormal : normal) | (bits & 0x80000000));
+#endif
   }
 }
 
@@ -165,20 +129,45 @@ inline constexpr float kLargest<Half> = 65504.0f;
 template <>
 inline constexpr float kLargest<BFloat> = 3.38953138925153547590e+38f;
 
-/// What lies beyond the largest finite T becomes that. NaN stays NaN.
-template <class T>
+/// What lies beyond the largest value that is finite in every T becomes that. NaN stays NaN.
+template <class... T>
 KVLOOM_INLINE Floats saturate(Floats x) {
-  const Floats largest = splat(kLargest<T>);
-  x = select(x > largest, largest, x);
-  return select(x < -largest, -largest, x);
+  float largest = kLargest<float>;
+  ((largest = kLargest<T> < largest ? kLargest<T> : largest), ...);
+  return larger(splat(-largest), smaller(splat(largest), x));
+}
+
+/// `bytes` bytes, and 0 behind them.
+template <class Vector>
+KVLOOM_INLINE Vector load_bytes(const void* from, int64_t bytes) {
+  uint64_t bits = 0;
+  switch (bytes) {  // in a register: a vector would wait for bytes that are still on their way to memory
+    case 1: std::memcpy(&bits, from, 1); break;
+    case 2: std::memcpy(&bits, from, 2); break;
+    case 4: std::memcpy(&bits, from, 4); break;
+    case 8: std::memcpy(&bits, from, 8); break;
+    default: {
+      Vector some{};
+      std::memcpy(&some, from, bytes);
+      return some;
+    }
+  }
+  if constexpr (sizeof(Vector) > sizeof bits) {
+    const typename VectorOf<uint64_t, sizeof(Vector) / sizeof bits>::type wide = {bits};
+    return as<Vector>(wide);
+  } else {
+    return as<Vector>(bits);
+  }
 }
 
 /// The first `count` lanes; the others are 0.
+KVLOOM_INLINE Floats load_some(const float* from, int64_t count) {
+  return load_bytes<Floats>(from, count * sizeof(float));
+}
+
 template <class T>
 KVLOOM_INLINE Floats load_some(const T* from, int64_t count) {
-  T some[kLanes] = {};
-  std::memcpy(some, from, count * sizeof(T));
-  return load(some);
+  return widen(load_bytes<Shorts>(from, count * sizeof(T)), T{});
 }
 
 template <class T>

@@ -285,7 +285,7 @@ _REFERENCE: dict[str, Callable[..., Any]] = {
 
 
 def _call(op: Callable[..., Any], *args: Any) -> Any:
-    """Call ``op``; what a compiled kernel refuses is a plain ValueError, since C++ knows none of our errors."""
+    """Call ``op``; a compiled kernel refuses by a plain ValueError, since C++ knows none of our errors."""
     try:
         return op(*args)
     except ValueError as error:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from kvloom.core.views import head_dim_of
 from kvloom.errors import UnsupportedError
-from kvloom.ops.impl import cpu, reference
+from kvloom.ops.impl import reference
 
 LIB = torch.library.Library("kvloom", "DEF")
 
