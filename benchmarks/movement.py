@@ -1,7 +1,7 @@
 """How near store, load and copy come to the fastest copy of the same bytes. Prints one JSON line.
 
-Each round times every contender and the probe one after the other on memory that no cache holds; the figures are
-medians of the ratios within a round. Bytes are those of the keys and values as numbers (of ``copy``: as stored).
+Each round times every contender and the probe one after the other on memory that no cache holds; the figures
+are medians of the ratios within a round. Bytes are those of keys and values as numbers (of ``copy``: as stored).
 """
 
 import argparse
@@ -44,7 +44,9 @@ def build_probe(folder: str) -> Probe:
 
     def probe(to: Tensor, source: Tensor) -> None:
         stream(
-            ctypes.c_void_p(to.data_ptr()), ctypes.c_void_p(source.data_ptr()), ctypes.c_int64(to.nbytes // 4096)
+            ctypes.c_void_p(to.data_ptr()),
+            ctypes.c_void_p(source.data_ptr()),
+            ctypes.c_int64(to.nbytes // 4096),
         )
 
     return probe

@@ -20,7 +20,9 @@ using torch::stable::Tensor;
 using MaybeTensor = std::optional<Tensor>;
 
 constexpr int64_t kBytesPerThread = 64 << 10;   // less is not worth waking a thread
-constexpr int64_t kBytesToStream = 2 << 20;     // more would push everything else out of the caches
+// From so many bytes on, whole cache lines are written past the caches: they would push everything else out.
+// What is loaded is read next, so only what a last-level cache would not keep.
+constexpr int64_t kBytesToStream = 2 << 20, kLoadedBytesToStream = 16 << 20;
 
 // --- tensors into plain arguments ------------------------------------------------------------------------------
 
@@ -126,7 +128,7 @@ void check_slots(const char* name, const Slots& slots, int64_t count, int64_t nu
 int64_t token_bytes(const View& view) { return view.num_heads() * view.width() * view.itemsize; }
 
 /// Moves tokens `[0, count)`, in one thread or in several.
-void run(MoveArgs& args, int64_t count, bool may_stream) {
+void run(MoveArgs& args, int64_t count, int64_t bytes_to_stream) {
   if (count == 0) return;
   int64_t bytes = 0, scratch_bytes = 0;  // of a token
   for (int m = 0; m < args.num_moves; ++m) {
@@ -138,7 +140,7 @@ void run(MoveArgs& args, int64_t count, bool may_stream) {
     }
     scratch_bytes = std::max(scratch_bytes, row_bytes);
   }
-  args.stream = may_stream && bytes * count >= kBytesToStream;
+  args.stream = bytes * count >= bytes_to_stream;
   const int64_t grain = std::max<int64_t>(1, kBytesPerThread / std::max<int64_t>(bytes, 1));
   const auto work = [&](int64_t begin, int64_t end) {
     alignas(64) char small[8 << 10];
@@ -172,7 +174,7 @@ void store(const Tensor& key, const MaybeTensor& value, const Tensor& slots, con
   args.num_moves = 1;
   if (value && value_cache) moves[args.num_moves++] = store_side(*value, *value_cache, value_scale);
   check_slots("slots", args.to_slots, count, moves[0].to.num_slots(), true);
-  run(args, count, true);
+  run(args, count, kBytesToStream);
 }
 
 // --- load ------------------------------------------------------------------------------------------------------
@@ -213,7 +215,7 @@ std::tuple<Tensor, Tensor> load(const Tensor& slots, const Tensor& key_cache, co
   } else {
     value = empty_tokens(count, key.size(1), 0, dtype);
   }
-  run(args, count, false);
+  run(args, count, kLoadedBytesToStream);
   return {key, value};
 }
 
@@ -287,7 +289,7 @@ void copy(const std::vector<Tensor>& sources, const Tensor& source_slots, const 
     args.moves = moves;
     args.from_slots = from;
     args.to_slots = to;
-    run(args, count, true);
+    run(args, count, kBytesToStream);
     return;
   }
   // Every row is read into memory of its own before the first is written.
@@ -307,11 +309,11 @@ void copy(const std::vector<Tensor>& sources, const Tensor& source_slots, const 
   }
   args.moves = reads;
   args.from_slots = from;
-  run(args, count, false);
+  run(args, count, kBytesToStream);
   args.moves = writes;
   args.from_slots = Slots();
   args.to_slots = to;
-  run(args, count, false);
+  run(args, count, kBytesToStream);
 }
 
 }  // namespace

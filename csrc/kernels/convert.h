@@ -90,9 +90,10 @@ KVLOOM_INLINE Floats round_quotient(Floats x) {
 template <class In, int kBits>
 KVLOOM_INLINE Ints codes_of(Floats x, Floats scale, Ints finite) {
   Floats quotient = round_quotient<In>(x / scale);
-  // A bfloat16 may round to 127.5, and that to 128.
-  const Floats most = splat(float(kMaxCode<kBits>));
-  quotient = larger(-most, smaller(most, quotient));
+  if constexpr (std::is_same_v<In, BFloat>) {  // which rounds to 127.5, and that to 128; the others never do
+    const Floats most = splat(float(kMaxCode<kBits>));
+    quotient = larger(-most, smaller(most, quotient));
+  }
   // Adding 1.5 * 2^23 leaves the nearest integer, ties to even, in the last bits of the sum.
   return as<Ints>(quotient + 12582912.0f) & finite;
 }
@@ -133,12 +134,7 @@ void quantize_row(const Row& row) {
   const int64_t group = row.group;
 
   if (group < kLanes && kLanes % group == 0) {  // several groups in a vector
-    int64_t count = kLanes, groups = kLanes / group;
-    for (int64_t i = 0; i < row.count; i += kLanes) {
-      if (row.count - i < kLanes) {
-        count = row.count - i;
-        groups = count / group;
-      }
+    const auto step = [&](int64_t i, int64_t count, int64_t groups) KVLOOM_INLINE_LAMBDA {
       const Floats x = count == kLanes ? load(in + i) : load_some(in + i, count);
       const Ints amax = max_within(magnitude_bits(x), group);
       const Ints finite = is_finite(amax);
@@ -147,7 +143,10 @@ void quantize_row(const Row& row) {
       store(each, stored_scale<Scale>(scale, finite));
       for (int64_t g = 0; g < groups; ++g) *scales++ = each[g * group];
       store_codes<kBits>(out + i * kBits / 8, codes_of<In, kBits>(x, scale, finite), count);
-    }
+    };
+    const int64_t rest = row.count % kLanes, whole = row.count - rest, groups = kLanes / group;
+    for (int64_t i = 0; i < whole; i += kLanes) step(i, kLanes, groups);
+    if (rest != 0) step(whole, rest, rest / group);
     return;
   }
 
@@ -194,23 +193,20 @@ void dequantize_row(const Row& row) {
   const int64_t group = row.group;
 
   if (group < kLanes && kLanes % group == 0) {  // several groups in a vector
-    const Ints group_of_lane = lane_numbers() / splat(int32_t(group));
-    int64_t count = kLanes, groups = kLanes / group;
-    for (int64_t i = 0; i < row.count; i += kLanes) {
-      if (row.count - i < kLanes) {
-        count = row.count - i;
-        groups = count / group;
-      }
-      const Floats each = load_some(scales, groups);
+    const Ints group_of_lane = lane_numbers() >> __builtin_ctzll(group);
+    const auto step = [&](int64_t i, int64_t count, int64_t groups) KVLOOM_INLINE_LAMBDA {
+      const Floats scale = as<Floats>(permute(as<Ints>(load_some(scales, groups)), group_of_lane));
       scales += groups;
-      const Floats scale = as<Floats>(permute(as<Ints>(each), group_of_lane));
       const Floats x = value_of<Scale, Out>(load_codes<kBits>(in + i * kBits / 8, count), scale);
       if (count == kLanes) {
         store_value<Scale>(out + i, x);
       } else {
         store_some(out + i, x, count);
       }
-    }
+    };
+    const int64_t rest = row.count % kLanes, whole = row.count - rest, groups = kLanes / group;
+    for (int64_t i = 0; i < whole; i += kLanes) step(i, kLanes, groups);
+    if (rest != 0) step(whole, rest, rest / group);
     return;
   }
 

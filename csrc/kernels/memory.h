@@ -21,6 +21,11 @@ struct Lines {
 
   KVLOOM_INLINE int64_t row_bytes() const { return chunks * chunk * itemsize; }
 
+  /// From one slot to the next, where both lie in one block or blocks are single slots.
+  KVLOOM_INLINE int64_t slot_stride() const {
+    return inner_slots > 1 ? inner : block_slots > 1 ? outer : block;
+  }
+
   /// First head of a slot.
   KVLOOM_INLINE char* at(int64_t slot) const {
     if (block_slots == 1) return data + slot * block;

@@ -7,6 +7,14 @@
 
 namespace kvloom::KVLOOM_ISA {
 
+/// Where one row is read and written.
+struct Place {
+  const char* from;
+  const char* from_scale;
+  char* to;
+  char* to_scale;
+};
+
 /// One `Move`, taken apart once for a range of tokens.
 struct Plan {
   Lines from, from_scale, to, to_scale;
@@ -15,6 +23,15 @@ struct Plan {
   int64_t count = 0, group = 1;  // numbers or codes in a row, and those that share a scale
   int64_t repeat = 1, repeat_stride = 0;
   bool has_from_scale = false, has_to_scale = false;
+  bool is_head_major = false;    // whether slots lie closer than heads where the rows are read
+
+  KVLOOM_INLINE Place place(int64_t from_slot, int64_t to_slot) const {
+    return {from.at(from_slot), from_scale.at(from_slot), to.at(to_slot), to_scale.at(to_slot)};
+  }
+
+  KVLOOM_INLINE Place next_head(const Place& at) const {
+    return {at.from + from.head, at.from_scale + from_scale.head, at.to + to.head, at.to_scale + to_scale.head};
+  }
 };
 
 KVLOOM_INLINE int64_t codes_in(const View& view) { return view.width() * (view.type == Type::int4 ? 2 : 1); }
@@ -42,6 +59,7 @@ inline Plan plan_of(const Move& move) {
     plan.group = plan.count / move.to_scale.width();
     in_one_run = in_one_run && heads_are_run(plan.to_scale, plan.rows);
   }
+  plan.is_head_major = plan.from.head > plan.from.slot_stride();
   plan.repeat = move.repeat;
   if (plan.repeat > 1) {
     plan.repeat_stride = plan.to.head;
@@ -75,14 +93,6 @@ KVLOOM_INLINE void put_row(const Lines& lines, char* to, const char* run, bool s
   }
 }
 
-/// Where one row is read and written.
-struct Place {
-  const char* from;
-  const char* from_scale;
-  char* to;
-  char* to_scale;
-};
-
 KVLOOM_INLINE void move_row(const Plan& plan, const Place& at, char* scratch, bool stream) {
   if (plan.convert == nullptr && plan.repeat == 1 && plan.to.is_run && !plan.from.is_run) {
     return gather_row(plan.from, at.from, at.to);
@@ -102,9 +112,38 @@ KVLOOM_INLINE void move_row(const Plan& plan, const Place& at, char* scratch, bo
   for (int64_t r = 0; r < plan.repeat; ++r) put_row(plan.to, at.to + r * plan.repeat_stride, out, stream);
 }
 
-/// Tokens whose addresses are worked out together; one head's rows of them often lie side by side.
+/// Tokens whose addresses are worked out together.
 constexpr int kTile = 16;
 
+/// Asks for the row of the next head, which no hardware foresees.
+KVLOOM_INLINE void prefetch_row(const Plan& plan, const Place& at, bool stream) {
+  const int64_t from_bytes = plan.from.row_bytes(), to_bytes = plan.to.row_bytes();
+  for (int64_t i = 0; i < from_bytes; i += 64) __builtin_prefetch(at.from + plan.from.head + i, 0, 2);
+  if (plan.has_from_scale) __builtin_prefetch(at.from_scale + plan.from_scale.head, 0, 2);
+  if (stream || !plan.to.is_run) return;
+  for (int64_t i = 0; i < to_bytes; i += 64) __builtin_prefetch(at.to + plan.to.head + i, 1, 2);
+}
+
+/// Moves the rows of a tile of tokens in the order in which they are read: reading out of order costs more than
+/// writing so. Where a head's rows of neighbouring slots lie side by side, that is head by head.
+inline void move_tile(const Plan& plan, Place* places, int num_tokens, char* scratch, bool stream) {
+  if (!plan.is_head_major) {
+    for (int i = 0; i < num_tokens; ++i) {
+      Place at = places[i];
+      for (int64_t h = 0; h < plan.rows; ++h, at = plan.next_head(at)) move_row(plan, at, scratch, stream);
+    }
+    return;
+  }
+  for (int64_t h = 0; h < plan.rows; ++h) {
+    for (int i = 0; i < num_tokens; ++i) {
+      if (h + 1 < plan.rows) prefetch_row(plan, places[i], stream);
+      move_row(plan, places[i], scratch, stream);
+      places[i] = plan.next_head(places[i]);
+    }
+  }
+}
+
+/// Tokens `[begin, end)` of a store, a load or a copy.
 inline void move(const MoveArgs& args, int64_t begin, int64_t end, char* scratch) {
   Plan plans[kMaxMoves];
   for (int m = 0; m < args.num_moves; ++m) plans[m] = plan_of(args.moves[m]);
@@ -120,18 +159,8 @@ inline void move(const MoveArgs& args, int64_t begin, int64_t end, char* scratch
     for (int m = 0; m < args.num_moves; ++m) {
       const Plan& plan = plans[m];
       Place places[kTile];
-      for (int i = 0; i < num_tokens; ++i) {
-        places[i] = {plan.from.at(from[i]), plan.from_scale.at(from[i]), plan.to.at(to[i]),
-                     plan.to_scale.at(to[i])};
-      }
-      for (int64_t h = 0; h < plan.rows; ++h) {
-        for (int i = 0; i < num_tokens; ++i) {
-          Place& at = places[i];
-          move_row(plan, at, scratch, args.stream);
-          at = {at.from + plan.from.head, at.from_scale + plan.from_scale.head, at.to + plan.to.head,
-                at.to_scale + plan.to_scale.head};
-        }
-      }
+      for (int i = 0; i < num_tokens; ++i) places[i] = plan.place(from[i], to[i]);
+      move_tile(plan, places, num_tokens, scratch, args.stream);
     }
   }
   if (args.stream) finish_stream();
