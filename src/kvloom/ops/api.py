@@ -242,6 +242,11 @@ def attend(
     return out
 
 
+def cpu_kernels() -> str:
+    """The instruction set of the compiled CPU backend, or why there is none."""
+    return cpu.ISA or f"none: {cpu.WHY_NOT}"
+
+
 def _choose(backend: str, name: str, device: torch.device) -> Callable[..., Any]:
     """The operator to call: a named backend runs or raises, it never falls back."""
     match backend:
