@@ -1,7 +1,7 @@
 """How near store, load and copy come to the fastest copy of the same bytes. Prints one JSON line.
 
 Each round times every contender and the probe one after the other on memory that no cache holds; the figures
-are medians of the ratios within a round. Bytes are those of keys and values as numbers (of ``copy``: as stored).
+are medians of the ratios in a round. Bytes are those of keys and values as numbers (of ``copy``: as stored).
 """
 
 import argparse

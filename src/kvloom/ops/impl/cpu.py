@@ -19,7 +19,10 @@ from kvloom.errors import ConfigError
 COMPILED: Final = ("store", "load", "copy")
 """The operators that have a compiled kernel."""
 
-_REMEDY: Final = "pip install --no-build-isolation --force-reinstall --no-deps kvloom"
+_REMEDY: Final = (
+    "pip install scikit-build-core cmake ninja && "
+    "pip install --no-build-isolation --no-cache-dir --force-reinstall --no-deps kvloom"
+)
 
 
 def find_library(folders: Iterable[str]) -> Path | None:
