@@ -251,17 +251,17 @@ bool is_disjoint(const Slots& a, const Slots& b, int64_t count) {
   return true;
 }
 
-/// Whether a write to any target may change what is still to be read.
+/// Whether a write may change what is still to be read.
 bool may_clash(const Move* moves, int num_moves, const Slots& from, const Slots& to, int64_t count) {
-  for (int a = 0; a < num_moves; ++a) {
-    for (int b = 0; b < num_moves; ++b) {
-      const Reach read = reach_of(moves[a].from), written = reach_of(moves[b].to);
-      if (read.end <= written.begin || written.end <= read.begin) continue;
-      if (a != b || !is_same(moves[a].from, moves[b].to)) return true;
-    }
+  const Move* end = moves + num_moves;
+  if (std::all_of(moves, end, [](const Move& move) { return is_same(move.from, move.to); })) {
+    return !is_disjoint(from, to, count);  // one cache, whose slots share nothing
   }
-  for (int m = 0; m < num_moves; ++m) {
-    if (moves[m].from.data == moves[m].to.data) return !is_disjoint(from, to, count);
+  for (const Move* a = moves; a != end; ++a) {
+    for (const Move* b = moves; b != end; ++b) {
+      const Reach read = reach_of(a->from), written = reach_of(b->to);
+      if (read.begin < written.end && written.begin < read.end) return true;
+    }
   }
   return false;
 }

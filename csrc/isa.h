@@ -14,6 +14,9 @@
 namespace kvloom {
 
 extern const Kernels KVLOOM_JOIN(kernels_, KVLOOM_ISA);
-const Kernels KVLOOM_JOIN(kernels_, KVLOOM_ISA) = {KVLOOM_STRING(KVLOOM_ISA), KVLOOM_ISA::move, nullptr};
+const Kernels KVLOOM_JOIN(kernels_, KVLOOM_ISA) = {
+    .name = KVLOOM_STRING(KVLOOM_ISA),
+    .move = KVLOOM_ISA::rows::move,
+};
 
 }  // namespace kvloom

@@ -14,8 +14,9 @@ struct Kernels {
   const char* name;
   /// Tokens `[begin, end)` of a store, a load or a copy. `scratch` holds `scratch_bytes(args)`.
   void (*move)(const MoveArgs& args, int64_t begin, int64_t end, char* scratch);
-  /// Not compiled yet.
-  void (*attend)(const AttendArgs& args, int64_t begin, int64_t end);
+  /// Attention, not compiled yet: work items of a plan, then the merges of their partial results.
+  void (*attend_run)(const AttendArgs& args, int64_t first, int64_t last, void* workspace) = nullptr;
+  void (*attend_merge)(const AttendArgs& args, int64_t first, int64_t last, void* workspace) = nullptr;
 };
 
 extern const Kernels kernels_baseline;

@@ -3,7 +3,7 @@
 
 #include "simd.h"
 
-namespace kvloom::KVLOOM_ISA {
+namespace kvloom::KVLOOM_ISA::rows {
 
 /// `count` numbers or codes, in groups that share a scale.
 struct Row {
@@ -269,4 +269,4 @@ inline Convert find_convert(Type from, Type to, Type scale) {
   });
 }
 
-}  // namespace kvloom::KVLOOM_ISA
+}  // namespace kvloom::KVLOOM_ISA::rows

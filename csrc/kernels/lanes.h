@@ -11,7 +11,7 @@
 
 #include "args.h"
 
-namespace kvloom::KVLOOM_ISA {
+namespace kvloom::KVLOOM_ISA::rows {
 
 #if defined(__AVX512F__)
 constexpr int kLanes = 16;
@@ -183,4 +183,4 @@ KVLOOM_INLINE Bytes unpack_nibbles(Nibbles packed) {
 #endif
 }
 
-}  // namespace kvloom::KVLOOM_ISA
+}  // namespace kvloom::KVLOOM_ISA::rows

@@ -6,7 +6,7 @@
 
 #include "simd.h"
 
-namespace kvloom::KVLOOM_ISA {
+namespace kvloom::KVLOOM_ISA::rows {
 
 /// The rows of a view, in bytes. A row is one head's items, or all heads' where they lie in one run.
 struct Lines {
@@ -130,4 +130,4 @@ inline void move_run(char* to, const char* from, int64_t bytes, bool stream) {
   for (int64_t i = 0; i < bytes; i += 64) stream_line(to + i, from + i);
 }
 
-}  // namespace kvloom::KVLOOM_ISA
+}  // namespace kvloom::KVLOOM_ISA::rows

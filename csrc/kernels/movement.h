@@ -5,7 +5,7 @@
 #include "convert.h"
 #include "memory.h"
 
-namespace kvloom::KVLOOM_ISA {
+namespace kvloom::KVLOOM_ISA::rows {
 
 /// Where one row is read and written.
 struct Place {
@@ -166,4 +166,4 @@ inline void move(const MoveArgs& args, int64_t begin, int64_t end, char* scratch
   if (args.stream) finish_stream();
 }
 
-}  // namespace kvloom::KVLOOM_ISA
+}  // namespace kvloom::KVLOOM_ISA::rows

@@ -7,7 +7,7 @@
 
 #include "lanes.h"
 
-namespace kvloom::KVLOOM_ISA {
+namespace kvloom::KVLOOM_ISA::rows {
 
 struct Half {
   uint16_t bits;
@@ -203,4 +203,4 @@ KVLOOM_INLINE void finish_stream() {
 #endif
 }
 
-}  // namespace kvloom::KVLOOM_ISA
+}  // namespace kvloom::KVLOOM_ISA::rows

@@ -7,20 +7,20 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from kvloom.core.checks import (
     FLOAT_DTYPES,
     INDEX_DTYPES,
     debugging,
     expect,
-    expect_disjoint,
-    expect_no_overlap,
     expect_range,
 )
 from kvloom.core.indexing import CacheIndex, check_distinct, expect_slots
 from kvloom.core.views import KVView, head_dim_of
 from kvloom.errors import ArgumentError, KVError, ShapeError, UnsupportedError
 from kvloom.ops import schemas
+from kvloom.ops.expect import expect_dtypes, expect_store, expect_writable, is_in_order
 from kvloom.ops.impl import cpu, reference
 
 
@@ -95,8 +95,8 @@ def store(key: Tensor, value: Tensor | None, slots: Tensor, kv: KVView, *, backe
         ArgumentError: a slot is outside the cache (CPU; on other devices the kernel stops); nothing was
             written.
     """
-    if not _is_in_order(key, value, slots, kv):
-        _expect_store(key, value, slots, kv)
+    if not is_in_order(key, value, slots, kv):
+        expect_store(key, value, slots, kv)
     # Detached, or autograd would make the cache require a gradient and keep every step alive.
     if key.requires_grad:
         key = key.detach()
@@ -106,6 +106,7 @@ def store(key: Tensor, value: Tensor | None, slots: Tensor, kv: KVView, *, backe
         check_distinct("slots", slots)
     op = _choose(backend, "store", kv.device)
     _call(op, key, value, slots, kv.key, kv.value, kv.key_scale, kv.value_scale)
+    _mark_changed(kv.key, kv.value, kv.key_scale, kv.value_scale)
 
 
 def load(
@@ -133,7 +134,7 @@ def load(
         dtype = kv.key.dtype if kv.key_scale is None else kv.key_scale.dtype
     for name, cache, scale in (("key", kv.key, kv.key_scale), ("value", kv.value, kv.value_scale)):
         if cache is not None:
-            _expect_dtypes(f"dtype of the loaded {name}", dtype, cache, scale)
+            expect_dtypes(f"dtype of the loaded {name}", dtype, cache, scale)
     op = _choose(backend, "load", kv.device)
     key, value = _call(op, slots, kv.key, kv.value, kv.key_scale, kv.value_scale, dtype, num_repeat)
     return key, value
@@ -161,7 +162,7 @@ def copy(
     expect_slots("target_slots", target_slots, source_slots.shape[0], target.device)
     if source.device != target.device:
         raise ShapeError(f"target must be on {source.device} as source, got {target.device}")
-    _expect_writable("target", target)
+    expect_writable("target", target)
     reads, writes = [], []
     for name in ("key", "value", "key_scale", "value_scale"):
         a, b = getattr(source, name), getattr(target, name)
@@ -179,6 +180,7 @@ def copy(
     if debugging():
         check_distinct("target_slots", target_slots)
     _call(_choose(backend, "copy", source.device), reads, source_slots, writes, target_slots)
+    _mark_changed(*writes)
 
 
 def attend(
@@ -215,7 +217,7 @@ def attend(
         ("key", kv.key, kv.key_scale),
         ("value", kv.value, kv.value_scale),
     ):
-        _expect_dtypes(f"query (for the {name} cache)", query.dtype, cache, key_or_value_scale)
+        expect_dtypes(f"query (for the {name} cache)", query.dtype, cache, key_or_value_scale)
     _expect_batch(batch, kv.device)
     _expect_scores(scores, sizes, kv.device)
     out: Tensor = _choose(backend, "attend", kv.device)(
@@ -292,66 +294,10 @@ def _call(op: Callable[..., Any], *args: Any) -> Any:
         raise ArgumentError(str(error)) from None
 
 
-def _is_in_order(key: Tensor, value: Tensor | None, slots: Tensor, kv: KVView) -> bool:
-    """Whether the commonest call fits, told in two microseconds; if not, ``_expect_store`` looks closer."""
-    if torch.compiler.is_compiling():
-        return False
-    if not (type(key) is type(value) is type(slots) is Tensor) or kv.value is None or slots.ndim != 1:
-        return False
-    tokens, heads, device = slots.shape[0], kv.key.shape[3], kv.key.device
-    caches = (kv.key.untyped_storage().data_ptr(), kv.value.untyped_storage().data_ptr())
-    return (
-        kv.is_writable
-        and key.shape == (tokens, heads, head_dim_of(kv.key, kv.key_scale))
-        and value.shape == (tokens, heads, head_dim_of(kv.value, kv.value_scale))
-        and key.dtype == value.dtype
-        and key.dtype in FLOAT_DTYPES
-        and slots.dtype in INDEX_DTYPES
-        and (kv.key_scale is not None or kv.key.dtype in FLOAT_DTYPES)
-        and (kv.value_scale is not None or kv.value.dtype in FLOAT_DTYPES)
-        and device == key.device == value.device == slots.device
-        and key.untyped_storage().data_ptr() not in caches
-        and value.untyped_storage().data_ptr() not in caches
-    )
-
-
-def _expect_store(key: Tensor, value: Tensor | None, slots: Tensor, kv: KVView) -> None:
-    tokens = _expect_side("key", key, kv.key, kv.key_scale)
-    if (value is None) != (kv.value is None):
-        raise ArgumentError(f"value must be {'None' if kv.value is None else 'given'} as in the cache")
-    if value is not None and kv.value is not None:
-        _expect_side("value", value, kv.value, kv.value_scale)
-        expect("value", value, "T H D", T=tokens, dtype=key.dtype)
-    expect_slots("slots", slots, tokens, kv.device)
-    _expect_writable("kv", kv)
-    for name, x in (("key", key), ("value", value)):
-        for cache in (kv.key, kv.value):
-            if x is not None and cache is not None:
-                expect_disjoint(name, x, "kv", cache)
-
-
-def _expect_writable(name: str, kv: KVView) -> None:
-    if kv.is_writable:
-        return
-    for side in ("key", "value", "key_scale", "value_scale"):
-        x = getattr(kv, side)
-        if x is not None:
-            expect_no_overlap(f"{name}.{side}", x)
-
-
-def _expect_side(name: str, x: Tensor, cache: Tensor, scale: Tensor | None) -> int:
-    """Check new keys or values ``[T, H, D]`` against their cache; returns T."""
-    sizes = expect(name, x, "T H D", device=cache.device, H=cache.shape[3], D=head_dim_of(cache, scale))
-    _expect_dtypes(name, x.dtype, cache, scale)
-    return sizes["T"]
-
-
-def _expect_dtypes(name: str, dtype: torch.dtype, cache: Tensor, scale: Tensor | None) -> None:
-    """``dtype`` is the cache's own, or both are floats between which values are cast or quantised."""
-    casts = dtype in FLOAT_DTYPES and (scale is not None or cache.dtype in FLOAT_DTYPES)
-    if not casts and (scale is not None or dtype != cache.dtype):
-        stored = f"{cache.dtype} codes" if scale is not None else str(cache.dtype)
-        raise ShapeError(f"{name} must be a dtype that a cache of {stored} holds, got {dtype}")
+def _mark_changed(*written: Tensor | None) -> None:
+    """Tell autograd, which would otherwise trust what it saved: kernels write through pointers."""
+    if not torch.compiler.is_compiling() and not torch.is_inference_mode_enabled():
+        increment_version([x for x in written if x is not None and not x.is_inference()])
 
 
 def _expect_batch(batch: Batch, device: torch.device) -> None:
