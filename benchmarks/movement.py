@@ -37,7 +37,18 @@ def build_probe(folder: str) -> Probe:
     torch_lib = Path(torch.__file__).parent / "lib"
     source = Path(__file__).with_name("probe.cpp")
     subprocess.run(
-        ["c++", "-O3", "-mavx2", "-shared", "-fPIC", "-o", library, source, f"-L{torch_lib}", "-ltorch_cpu"],
+        [
+            "c++",
+            "-O3",
+            "-march=native",
+            "-shared",
+            "-fPIC",
+            "-o",
+            library,
+            source,
+            f"-L{torch_lib}",
+            "-ltorch_cpu",
+        ],
         check=True,
     )
     stream = ctypes.CDLL(str(library)).stream_pages
@@ -92,7 +103,7 @@ def measure(kind: str, axes: str, tokens: int, rounds: int, stream: Probe) -> di
             if turn >= 2:
                 times[name].append(elapsed)
     best = [min(a, b) for a, b in zip(times["probe"], times["torch"], strict=True)]
-    row: dict[str, object] = {"kind": kind, "layout": axes, "tokens": tokens}
+    row: dict[str, object] = {"kind": kind, "layout": axes}
     row["probe_gb_per_s"] = round(num_bytes / median(best) / 1e9, 2)
     for name in ("store", "load", "copy"):
         against = times["probe, stored bytes"] if name == "copy" else best
@@ -142,6 +153,7 @@ def main() -> None:
                 "figure": "movement",
                 "isa": cpu.ISA,
                 "threads": torch.get_num_threads(),
+                "tokens": args.tokens,
                 "heads": HEADS,
                 "head_dim": HEAD_DIM,
                 "page": PAGE,

@@ -59,6 +59,7 @@ def main() -> None:
     """Measure, write both files."""
     where = machine()
     kinds, dispatch, sharing = measure("cache_kinds"), measure("dispatch"), measure("sharing")
+    movement = measure("movement")
     table = kinds_table(kinds)
     note = (
         f"The bundled model on {kinds['prompts']} held-out prompts: greedy tokens before the first that "
@@ -74,14 +75,26 @@ def main() -> None:
         f"| {row['ratio']:.0f}x |"
         for row in sharing["rows"]
     )
+    moved = "\n".join(
+        f"| {row['kind']} | {row['layout']} | {row['store_ratio']:.0%} | {row['load_ratio']:.0%} "
+        f"| {row['copy_ratio']:.0%} |"
+        for row in movement["rows"]
+    )
+    calls = ", ".join(f"{name} {us:.1f}" for name, us in movement["call_us"].items())
     (HERE / "results.md").write_text(
         f"# Results\n\nWritten by `make bench` on {where}.\n\n## Cache kinds\n\n{table}\n\n{note}\n\n"
         "## Sharing pages\n\nMilliseconds, DynamicCache and KVCache with the same tokens of a 4-layer model "
         "with 8 heads of 64 in float32; the ratio is the median of pairs.\n\n"
         f"| | tokens | DynamicCache | kvloom | ratio |\n|---|---|---|---|---|\n{shared}\n\n"
+        f"## Moving keys and values\n\nShare of the speed of the fastest copy of the same bytes, "
+        f"{movement['tokens']:,} tokens of {movement['heads']} heads of {movement['head_dim']} in random "
+        f"pages of {movement['page']}, {movement['isa']}, {movement['threads']} threads; medians of pairs. "
+        "Quantised from and to bfloat16; copies count the bytes as stored.\n\n"
+        f"| cache | layout | store | load | copy |\n|---|---|---|---|---|\n{moved}\n\n"
+        f"Microseconds of a whole call for one token: {calls}.\n\n"
         "## Cost of a dispatched call\n\nMicroseconds of a decode step of one token, 8 heads of 64, "
-        "64 stored, on the reference backend.\n\n"
-        "| operator | public call | kernel alone | overhead |\n|---|---|---|---|\n"
+        "64 stored.\n\n"
+        "| operator | public call | dispatched operator alone | checks |\n|---|---|---|---|\n"
         f"{ops}\n",
         encoding="utf-8",
     )

@@ -19,12 +19,13 @@ namespace {
 using torch::stable::Tensor;
 using MaybeTensor = std::optional<Tensor>;
 
-constexpr int64_t kBytesPerThread = 64 << 10;   // less is not worth waking a thread
+constexpr int64_t kBytesPerThread = 64 << 10;  // less is not worth waking a thread
 // From so many bytes on, whole cache lines are written past the caches: they would push everything else out.
 // What is loaded is read next, so only what a last-level cache would not keep.
 constexpr int64_t kBytesToStream = 2 << 20, kLoadedBytesToStream = 16 << 20;
 
-// --- tensors into plain arguments ------------------------------------------------------------------------------
+// --- tensors into plain arguments
+// ------------------------------------------------------------------------------
 
 int32_t dtype_of(const Tensor& x) {
   int32_t dtype = 0;
@@ -88,7 +89,8 @@ Slots slots_of(const Tensor& x) {
   return slots;
 }
 
-// --- checks ----------------------------------------------------------------------------------------------------
+// --- checks
+// ----------------------------------------------------------------------------------------------------
 
 struct Range {
   int64_t low, high;
@@ -118,12 +120,13 @@ void check_slots(const char* name, const Slots& slots, int64_t count, int64_t nu
   for (int64_t t = 0; t < count; ++t) {
     const int64_t slot = slots[t];
     if (slot < num_slots && (skip_negative || slot >= 0)) continue;
-    throw std::invalid_argument(std::string(name) + " must be in [0, " + std::to_string(num_slots) + "), got " +
-                                std::to_string(slot) + " for token " + std::to_string(t));
+    throw std::invalid_argument(std::string(name) + " must be in [0, " + std::to_string(num_slots) +
+                                "), got " + std::to_string(slot) + " for token " + std::to_string(t));
   }
 }
 
-// --- sharing out -----------------------------------------------------------------------------------------------
+// --- sharing out
+// -----------------------------------------------------------------------------------------------
 
 int64_t token_bytes(const View& view) { return view.num_heads() * view.width() * view.itemsize; }
 
@@ -144,7 +147,8 @@ void run(MoveArgs& args, int64_t count, int64_t bytes_to_stream) {
   const int64_t grain = std::max<int64_t>(1, kBytesPerThread / std::max<int64_t>(bytes, 1));
   const auto work = [&](int64_t begin, int64_t end) {
     alignas(64) char small[8 << 10];
-    const std::unique_ptr<char[]> large(scratch_bytes > int64_t(sizeof small) ? new char[scratch_bytes] : nullptr);
+    const std::unique_ptr<char[]> large(scratch_bytes > int64_t(sizeof small) ? new char[scratch_bytes]
+                                                                              : nullptr);
     kernels().move(args, begin, end, large ? large.get() : small);
   };
   if (count <= grain) {
@@ -154,7 +158,8 @@ void run(MoveArgs& args, int64_t count, int64_t bytes_to_stream) {
   }
 }
 
-// --- store -----------------------------------------------------------------------------------------------------
+// --- store
+// -----------------------------------------------------------------------------------------------------
 
 Move store_side(const Tensor& x, const Tensor& cache, const MaybeTensor& scale) {
   Move move;
@@ -177,7 +182,8 @@ void store(const Tensor& key, const MaybeTensor& value, const Tensor& slots, con
   run(args, count, kBytesToStream);
 }
 
-// --- load ------------------------------------------------------------------------------------------------------
+// --- load
+// ------------------------------------------------------------------------------------------------------
 
 Tensor empty_tokens(int64_t count, int64_t heads, int64_t width, int32_t dtype) {
   const int64_t sizes[3] = {count, heads, width}, strides[3] = {heads * width, width, 1};
@@ -200,8 +206,8 @@ Move load_side(const Tensor& cache, const MaybeTensor& scale, int64_t count, int
 }
 
 std::tuple<Tensor, Tensor> load(const Tensor& slots, const Tensor& key_cache, const MaybeTensor& value_cache,
-                                const MaybeTensor& key_scale, const MaybeTensor& value_scale,
-                                int32_t dtype, int64_t num_repeat) {  // not ScalarType, which lacks dtypes
+                                const MaybeTensor& key_scale, const MaybeTensor& value_scale, int32_t dtype,
+                                int64_t num_repeat) {  // not ScalarType, which lacks dtypes
   MoveArgs args;
   const int64_t count = slots.size(0);
   args.from_slots = slots_of(slots);
@@ -219,7 +225,8 @@ std::tuple<Tensor, Tensor> load(const Tensor& slots, const Tensor& key_cache, co
   return {key, value};
 }
 
-// --- copy ------------------------------------------------------------------------------------------------------
+// --- copy
+// ------------------------------------------------------------------------------------------------------
 
 struct Reach {
   const char* begin;
@@ -236,7 +243,8 @@ Reach reach_of(const View& view) {
 }
 
 bool is_same(const View& a, const View& b) {
-  return a.data == b.data && std::equal(a.size, a.size + 6, b.size) && std::equal(a.stride, a.stride + 6, b.stride);
+  return a.data == b.data && std::equal(a.size, a.size + 6, b.size) &&
+         std::equal(a.stride, a.stride + 6, b.stride);
 }
 
 /// Whether no slot occurs in both.

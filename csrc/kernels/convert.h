@@ -1,4 +1,5 @@
-// Rows of numbers into rows of other numbers or codes, both without gaps. The numerics of docs/decisions/0003.
+// Rows of numbers into rows of other numbers or codes, both without gaps. The numerics of
+// docs/decisions/0003.
 #pragma once
 
 #include "simd.h"
@@ -25,7 +26,8 @@ void cast_row(const Row& row) {
   if (i < row.count) store_some(out + i, load_some(in + i, row.count - i), row.count - i);
 }
 
-// --- codes in memory -------------------------------------------------------------------------------------------
+// --- codes in memory
+// -------------------------------------------------------------------------------------------
 
 template <int kBits>
 constexpr int kMaxCode = (1 << (kBits - 1)) - 1;
@@ -54,7 +56,8 @@ KVLOOM_INLINE Floats load_codes(const char* from, int64_t count) {
   return __builtin_convertvector(sign_extend(bytes), Floats);
 }
 
-// --- quantise --------------------------------------------------------------------------------------------------
+// --- quantise
+// --------------------------------------------------------------------------------------------------
 
 /// Largest lane within each run of `run` lanes, in all of them. `run` is a power of two.
 KVLOOM_INLINE Ints max_within(Ints x, int64_t run) {
@@ -81,7 +84,8 @@ KVLOOM_INLINE Ints is_finite(Ints amax) { return amax < 0x7f800000; }
 template <class In>
 KVLOOM_INLINE Floats round_quotient(Floats x) {
 #if defined(__AVX512BF16__)
-  if constexpr (std::is_same_v<In, BFloat>) return widen(as<Shorts>(_mm512_cvtneps_pbh(as<__m512>(x))), BFloat{});
+  if constexpr (std::is_same_v<In, BFloat>)
+    return widen(as<Shorts>(_mm512_cvtneps_pbh(as<__m512>(x))), BFloat{});
 #endif
   return round_to<In>(x);
 }
@@ -168,7 +172,8 @@ void quantize_row(const Row& row) {
   }
 }
 
-// --- dequantise --------------------------------------------------------------------------------------------------
+// --- dequantise
+// --------------------------------------------------------------------------------------------------
 
 /// The product is rounded to the type of the scale, then to that of the result; neither makes it infinite.
 template <class Scale, class Out>
@@ -216,7 +221,8 @@ void dequantize_row(const Row& row) {
     const char* codes = in + first * kBits / 8;
     Out* x = out + first;
     for (int64_t i = 0; i < whole; i += kLanes) {
-      store_value<Scale>(x + i, value_of<Scale, Out>(load_codes<kBits>(codes + i * kBits / 8, kLanes), scale));
+      store_value<Scale>(x + i,
+                         value_of<Scale, Out>(load_codes<kBits>(codes + i * kBits / 8, kLanes), scale));
     }
     if (rest != 0) {
       const Floats last = load_codes<kBits>(codes + whole * kBits / 8, rest);
@@ -225,7 +231,8 @@ void dequantize_row(const Row& row) {
   }
 }
 
-// --- which of them -----------------------------------------------------------------------------------------------
+// --- which of them
+// -----------------------------------------------------------------------------------------------
 
 template <int kBits>
 struct Bits {

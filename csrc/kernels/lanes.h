@@ -58,14 +58,20 @@ KVLOOM_INLINE Ints lane_numbers() {
   return numbers;
 }
 
-// Of lanes: `larger` and `smaller` give the second where one is NaN. Of widths: `zero_extend` and `sign_extend`
-// to 32 bits, `low_halves` and `low_bytes` of 32 bits.
+// Of lanes: `larger` and `smaller` give the second where one is NaN. Of widths: `zero_extend` and
+// `sign_extend` to 32 bits, `low_halves` and `low_bytes` of 32 bits.
 
 #if defined(__AVX512F__)
 
-KVLOOM_INLINE Floats larger(Floats a, Floats b) { return as<Floats>(_mm512_max_ps(as<__m512>(a), as<__m512>(b))); }
-KVLOOM_INLINE Floats smaller(Floats a, Floats b) { return as<Floats>(_mm512_min_ps(as<__m512>(a), as<__m512>(b))); }
-KVLOOM_INLINE Ints larger(Ints a, Ints b) { return as<Ints>(_mm512_max_epi32(as<__m512i>(a), as<__m512i>(b))); }
+KVLOOM_INLINE Floats larger(Floats a, Floats b) {
+  return as<Floats>(_mm512_max_ps(as<__m512>(a), as<__m512>(b)));
+}
+KVLOOM_INLINE Floats smaller(Floats a, Floats b) {
+  return as<Floats>(_mm512_min_ps(as<__m512>(a), as<__m512>(b)));
+}
+KVLOOM_INLINE Ints larger(Ints a, Ints b) {
+  return as<Ints>(_mm512_max_epi32(as<__m512i>(a), as<__m512i>(b)));
+}
 KVLOOM_INLINE Magnitudes larger(Magnitudes a, Magnitudes b) {
   return as<Magnitudes>(_mm512_max_epi16(as<__m512i>(a), as<__m512i>(b)));
 }
@@ -73,7 +79,9 @@ KVLOOM_INLINE Ints permute(Ints x, Ints index) {
   return as<Ints>(_mm512_permutexvar_epi32(as<__m512i>(index), as<__m512i>(x)));
 }
 KVLOOM_INLINE Shorts low_part(Magnitudes x) { return as<Shorts>(_mm512_castsi512_si256(as<__m512i>(x))); }
-KVLOOM_INLINE Shorts high_part(Magnitudes x) { return as<Shorts>(_mm512_extracti64x4_epi64(as<__m512i>(x), 1)); }
+KVLOOM_INLINE Shorts high_part(Magnitudes x) {
+  return as<Shorts>(_mm512_extracti64x4_epi64(as<__m512i>(x), 1));
+}
 KVLOOM_INLINE Words zero_extend(Shorts x) { return as<Words>(_mm512_cvtepu16_epi32(as<__m256i>(x))); }
 KVLOOM_INLINE Ints sign_extend(Bytes x) { return as<Ints>(_mm512_cvtepi8_epi32(as<__m128i>(x))); }
 KVLOOM_INLINE Shorts low_halves(Words x) { return as<Shorts>(_mm512_cvtepi32_epi16(as<__m512i>(x))); }
@@ -81,9 +89,15 @@ KVLOOM_INLINE Bytes low_bytes(Ints x) { return as<Bytes>(_mm512_cvtepi32_epi8(as
 
 #elif defined(__AVX2__)
 
-KVLOOM_INLINE Floats larger(Floats a, Floats b) { return as<Floats>(_mm256_max_ps(as<__m256>(a), as<__m256>(b))); }
-KVLOOM_INLINE Floats smaller(Floats a, Floats b) { return as<Floats>(_mm256_min_ps(as<__m256>(a), as<__m256>(b))); }
-KVLOOM_INLINE Ints larger(Ints a, Ints b) { return as<Ints>(_mm256_max_epi32(as<__m256i>(a), as<__m256i>(b))); }
+KVLOOM_INLINE Floats larger(Floats a, Floats b) {
+  return as<Floats>(_mm256_max_ps(as<__m256>(a), as<__m256>(b)));
+}
+KVLOOM_INLINE Floats smaller(Floats a, Floats b) {
+  return as<Floats>(_mm256_min_ps(as<__m256>(a), as<__m256>(b)));
+}
+KVLOOM_INLINE Ints larger(Ints a, Ints b) {
+  return as<Ints>(_mm256_max_epi32(as<__m256i>(a), as<__m256i>(b)));
+}
 KVLOOM_INLINE Magnitudes larger(Magnitudes a, Magnitudes b) {
   return as<Magnitudes>(_mm256_max_epi16(as<__m256i>(a), as<__m256i>(b)));
 }
@@ -91,7 +105,9 @@ KVLOOM_INLINE Ints permute(Ints x, Ints index) {
   return as<Ints>(_mm256_permutevar8x32_epi32(as<__m256i>(x), as<__m256i>(index)));
 }
 KVLOOM_INLINE Shorts low_part(Magnitudes x) { return as<Shorts>(_mm256_castsi256_si128(as<__m256i>(x))); }
-KVLOOM_INLINE Shorts high_part(Magnitudes x) { return as<Shorts>(_mm256_extracti128_si256(as<__m256i>(x), 1)); }
+KVLOOM_INLINE Shorts high_part(Magnitudes x) {
+  return as<Shorts>(_mm256_extracti128_si256(as<__m256i>(x), 1));
+}
 KVLOOM_INLINE Words zero_extend(Shorts x) { return as<Words>(_mm256_cvtepu16_epi32(as<__m128i>(x))); }
 KVLOOM_INLINE Ints sign_extend(Bytes x) { return as<Ints>(_mm256_cvtepi8_epi32(as<__m128i>(x))); }
 KVLOOM_INLINE Shorts low_halves(Words x) {
@@ -151,7 +167,8 @@ KVLOOM_INLINE Bytes low_bytes(Ints x) { return __builtin_convertvector(x, Bytes)
 #endif
 #endif
 
-// --- two 4-bit codes in a byte, the even one low ---------------------------------------------------------------
+// --- two 4-bit codes in a byte, the even one low
+// ---------------------------------------------------------------
 
 KVLOOM_INLINE Nibbles pack_nibbles(Bytes codes) {
 #if defined(__SSE2__)

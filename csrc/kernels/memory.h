@@ -11,13 +11,13 @@ namespace kvloom::KVLOOM_ISA::rows {
 /// The rows of a view, in bytes. A row is one head's items, or all heads' where they lie in one run.
 struct Lines {
   char* data = nullptr;
-  int64_t block_slots = 1, inner_slots = 1;        // slots in a block, and in its inner part
-  int64_t block = 0, outer = 0, inner = 0;         // strides of the three parts of a slot
-  int64_t head = 0;                                // stride of a head
+  int64_t block_slots = 1, inner_slots = 1;  // slots in a block, and in its inner part
+  int64_t block = 0, outer = 0, inner = 0;   // strides of the three parts of a slot
+  int64_t head = 0;                          // stride of a head
   int64_t itemsize = 0;
-  int64_t chunks = 1, chunk = 0;                   // a row is so many chunks of so many items
+  int64_t chunks = 1, chunk = 0;  // a row is so many chunks of so many items
   int64_t chunk_stride = 0, item_stride = 0;
-  bool is_run = false;                             // whether the items of a row follow one another
+  bool is_run = false;  // whether the items of a row follow one another
 
   KVLOOM_INLINE int64_t row_bytes() const { return chunks * chunk * itemsize; }
 
@@ -67,7 +67,8 @@ KVLOOM_INLINE bool heads_are_run(const Lines& lines, int64_t num_heads) {
   return lines.is_run && (num_heads == 1 || lines.head == lines.row_bytes());
 }
 
-// --- rows with gaps --------------------------------------------------------------------------------------------
+// --- rows with gaps
+// --------------------------------------------------------------------------------------------
 
 /// Moves `count` items of a size known here, each at a stride of its own.
 template <int kBytes>
@@ -98,8 +99,8 @@ inline void gather_row(const Lines& lines, const char* from, char* to) {
     return move_strided(to, bytes, from, lines.chunk_stride, lines.chunks, bytes);
   }
   for (int64_t c = 0; c < lines.chunks; ++c) {
-    move_strided(to + c * bytes, lines.itemsize, from + c * lines.chunk_stride, lines.item_stride, lines.chunk,
-                 lines.itemsize);
+    move_strided(to + c * bytes, lines.itemsize, from + c * lines.chunk_stride, lines.item_stride,
+                 lines.chunk, lines.itemsize);
   }
 }
 
@@ -110,12 +111,13 @@ inline void scatter_row(const Lines& lines, char* to, const char* from) {
     return move_strided(to, lines.chunk_stride, from, bytes, lines.chunks, bytes);
   }
   for (int64_t c = 0; c < lines.chunks; ++c) {
-    move_strided(to + c * lines.chunk_stride, lines.item_stride, from + c * bytes, lines.itemsize, lines.chunk,
-                 lines.itemsize);
+    move_strided(to + c * lines.chunk_stride, lines.item_stride, from + c * bytes, lines.itemsize,
+                 lines.chunk, lines.itemsize);
   }
 }
 
-// --- runs ------------------------------------------------------------------------------------------------------
+// --- runs
+// ------------------------------------------------------------------------------------------------------
 
 /// Whether a run is whole cache lines.
 KVLOOM_INLINE bool is_lines(const char* to, int64_t bytes) {

@@ -19,18 +19,19 @@ struct Place {
 struct Plan {
   Lines from, from_scale, to, to_scale;
   Convert convert = nullptr;
-  int64_t rows = 0;          // of a token: its heads, or 1 where they lie in one run on both sides
+  int64_t rows = 0;              // of a token: its heads, or 1 where they lie in one run on both sides
   int64_t count = 0, group = 1;  // numbers or codes in a row, and those that share a scale
   int64_t repeat = 1, repeat_stride = 0;
   bool has_from_scale = false, has_to_scale = false;
-  bool is_head_major = false;    // whether slots lie closer than heads where the rows are read
+  bool is_head_major = false;  // whether slots lie closer than heads where the rows are read
 
   KVLOOM_INLINE Place place(int64_t from_slot, int64_t to_slot) const {
     return {from.at(from_slot), from_scale.at(from_slot), to.at(to_slot), to_scale.at(to_slot)};
   }
 
   KVLOOM_INLINE Place next_head(const Place& at) const {
-    return {at.from + from.head, at.from_scale + from_scale.head, at.to + to.head, at.to_scale + to_scale.head};
+    return {at.from + from.head, at.from_scale + from_scale.head, at.to + to.head,
+            at.to_scale + to_scale.head};
   }
 };
 
@@ -124,8 +125,8 @@ KVLOOM_INLINE void prefetch_row(const Plan& plan, const Place& at, bool stream) 
   for (int64_t i = 0; i < to_bytes; i += 64) __builtin_prefetch(at.to + plan.to.head + i, 1, 2);
 }
 
-/// Moves the rows of a tile of tokens in the order in which they are read: reading out of order costs more than
-/// writing so. Where a head's rows of neighbouring slots lie side by side, that is head by head.
+/// Moves the rows of a tile of tokens in the order in which they are read: reading out of order costs more
+/// than writing so. Where a head's rows of neighbouring slots lie side by side, that is head by head.
 inline void move_tile(const Plan& plan, Place* places, int num_tokens, char* scratch, bool stream) {
   if (!plan.is_head_major) {
     for (int i = 0; i < num_tokens; ++i) {

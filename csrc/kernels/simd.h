@@ -1,6 +1,7 @@
 // The three float types in and out of float32 lanes, whatever the CPU has; and cache lines past the caches.
 //
-// Arithmetic is the compiler's vector extension, which any CPU has; intrinsics only where it has no word for it.
+// Arithmetic is the compiler's vector extension, which any CPU has; intrinsics only where it has no word for
+// it.
 #pragma once
 
 #include <type_traits>
@@ -16,7 +17,8 @@ struct BFloat {
   uint16_t bits;
 };
 
-// --- float16 and bfloat16, to nearest even, whatever the CPU has ---------------------------------------------
+// --- float16 and bfloat16, to nearest even, whatever the CPU has
+// ---------------------------------------------
 
 KVLOOM_INLINE Floats widen(Shorts x, Half) {
 #if defined(__AVX512F__)
@@ -65,7 +67,8 @@ KVLOOM_INLINE Shorts narrow(Floats x, BFloat) {
   return low_halves(wide >> 16);
 }
 
-// --- what the kernels are written in: float32 lanes, read from and rounded to a type T -------------------------
+// --- what the kernels are written in: float32 lanes, read from and rounded to a type T
+// -------------------------
 
 KVLOOM_INLINE Floats load(const float* from) {
   Floats x;
