@@ -24,8 +24,12 @@ constexpr int64_t kBytesPerThread = 64 << 10;  // less is not worth waking a thr
 // What is loaded is read next, so only what a last-level cache would not keep.
 constexpr int64_t kBytesToStream = 2 << 20, kLoadedBytesToStream = 16 << 20;
 
-// --- tensors into plain arguments
-// ------------------------------------------------------------------------------
+/// Python has checked what it is given and says it better; this keeps a direct call within its tensors.
+void require(bool fits, const char* otherwise) {
+  if (!fits) throw std::invalid_argument(otherwise);
+}
+
+// --- tensors into plain arguments -------------------------------------------------------------------------
 
 int32_t dtype_of(const Tensor& x) {
   int32_t dtype = 0;
@@ -52,6 +56,7 @@ View base_view(const Tensor& x, void* data) {
 
 /// A canonical view `[B, S/s, s, H, D/d, d]`; what is quantised says so by its dtype.
 View view_of(const Tensor& x, void* data, bool is_quantized = false) {
+  require(x.dim() == 6, "a canonical view must have 6 dimensions");
   View view = base_view(x, data);
   const auto sizes = x.sizes(), strides = x.strides();
   for (size_t i = 0; i < 6; ++i) {
@@ -72,6 +77,7 @@ View target_view(const Tensor& x, bool is_quantized = false) {
 
 /// New tokens `[T, H, D]`.
 View token_view(const Tensor& x, void* data) {
+  require(x.dim() == 3, "new tokens must have 3 dimensions");
   View view = base_view(x, data);
   const auto sizes = x.sizes(), strides = x.strides();
   const int64_t size[6] = {sizes[0], 1, 1, sizes[1], 1, sizes[2]};
@@ -81,7 +87,8 @@ View token_view(const Tensor& x, void* data) {
   return view;
 }
 
-Slots slots_of(const Tensor& x) {
+Slots slots_of(const Tensor& x, int64_t count) {
+  require(x.dim() == 1 && x.size(0) == count, "there must be one slot for each token");
   Slots slots;
   slots.data = x.const_data_ptr();
   slots.stride = x.stride(0);
@@ -89,8 +96,7 @@ Slots slots_of(const Tensor& x) {
   return slots;
 }
 
-// --- checks
-// ----------------------------------------------------------------------------------------------------
+// --- checks -----------------------------------------------------------------------------------------------
 
 struct Range {
   int64_t low, high;
@@ -125,8 +131,26 @@ void check_slots(const char* name, const Slots& slots, int64_t count, int64_t nu
   }
 }
 
-// --- sharing out
-// -----------------------------------------------------------------------------------------------
+int64_t numbers_in(const View& view) { return view.width() * (view.type == Type::int4 ? 2 : 1); }
+
+void check_scale(const View& codes, const View& scale) {
+  const int64_t numbers = numbers_in(codes), groups = scale.width();
+  require(std::equal(codes.size, codes.size + 4, scale.size) && groups > 0 && numbers % groups == 0 &&
+              (codes.type != Type::int4 || numbers / groups % 2 == 0) && scale.type != Type::bits,
+          "scales must have the axes of their cache, and groups of whole bytes");
+}
+
+void check_move(const Move& move) {
+  const bool same = move.from.type == move.to.type && move.from.itemsize == move.to.itemsize;
+  require(same || (move.from.type != Type::bits && move.to.type != Type::bits), "dtypes must fit");
+  require(move.from.num_heads() * move.repeat == move.to.num_heads() &&
+              numbers_in(move.from) == numbers_in(move.to),
+          "heads and head dims must fit");
+  if (move.from_scale.data != nullptr) check_scale(move.from, move.from_scale);
+  if (move.to_scale.data != nullptr) check_scale(move.to, move.to_scale);
+}
+
+// --- sharing out ------------------------------------------------------------------------------------------
 
 int64_t token_bytes(const View& view) { return view.num_heads() * view.width() * view.itemsize; }
 
@@ -158,32 +182,35 @@ void run(MoveArgs& args, int64_t count, int64_t bytes_to_stream) {
   }
 }
 
-// --- store
-// -----------------------------------------------------------------------------------------------------
+// --- store ------------------------------------------------------------------------------------------------
 
 Move store_side(const Tensor& x, const Tensor& cache, const MaybeTensor& scale) {
   Move move;
   move.from = token_view(x, const_cast<void*>(x.const_data_ptr()));
   move.to = target_view(cache, scale.has_value());
   if (scale) move.to_scale = target_view(*scale);
+  check_move(move);
   return move;
 }
 
 void store(const Tensor& key, const MaybeTensor& value, const Tensor& slots, const Tensor& key_cache,
            const MaybeTensor& value_cache, const MaybeTensor& key_scale, const MaybeTensor& value_scale) {
   MoveArgs args;
-  const int64_t count = slots.size(0);
-  args.to_slots = slots_of(slots);
+  const int64_t count = key.size(0);
+  args.to_slots = slots_of(slots, count);
   Move moves[2] = {store_side(key, key_cache, key_scale)};
   args.moves = moves;
   args.num_moves = 1;
-  if (value && value_cache) moves[args.num_moves++] = store_side(*value, *value_cache, value_scale);
+  if (value && value_cache) {
+    require(value->size(0) == count, "there must be as many values as keys");
+    moves[args.num_moves++] = store_side(*value, *value_cache, value_scale);
+    require(moves[0].to.num_slots() == moves[1].to.num_slots(), "keys and values must have the same slots");
+  }
   check_slots("slots", args.to_slots, count, moves[0].to.num_slots(), true);
   run(args, count, kBytesToStream);
 }
 
-// --- load
-// ------------------------------------------------------------------------------------------------------
+// --- load -------------------------------------------------------------------------------------------------
 
 Tensor empty_tokens(int64_t count, int64_t heads, int64_t width, int32_t dtype) {
   const int64_t sizes[3] = {count, heads, width}, strides[3] = {heads * width, width, 1};
@@ -198,10 +225,10 @@ Move load_side(const Tensor& cache, const MaybeTensor& scale, int64_t count, int
   Move move;
   move.from = source_view(cache, scale.has_value());
   if (scale) move.from_scale = source_view(*scale);
-  const int64_t width = move.from.width() * (move.from.type == Type::int4 ? 2 : 1);
-  out = empty_tokens(count, move.from.num_heads() * repeat, width, dtype);
+  out = empty_tokens(count, move.from.num_heads() * repeat, numbers_in(move.from), dtype);
   move.to = token_view(out, out.mutable_data_ptr());
   move.repeat = repeat;
+  check_move(move);
   return move;
 }
 
@@ -210,7 +237,7 @@ std::tuple<Tensor, Tensor> load(const Tensor& slots, const Tensor& key_cache, co
                                 int64_t num_repeat) {  // not ScalarType, which lacks dtypes
   MoveArgs args;
   const int64_t count = slots.size(0);
-  args.from_slots = slots_of(slots);
+  args.from_slots = slots_of(slots, count);
   check_slots("slots", args.from_slots, count, source_view(key_cache).num_slots());
   Tensor key, value;
   Move moves[2] = {load_side(key_cache, key_scale, count, dtype, num_repeat, key)};
@@ -218,6 +245,8 @@ std::tuple<Tensor, Tensor> load(const Tensor& slots, const Tensor& key_cache, co
   args.num_moves = 1;
   if (value_cache) {
     moves[args.num_moves++] = load_side(*value_cache, value_scale, count, dtype, num_repeat, value);
+    require(moves[0].from.num_slots() == moves[1].from.num_slots(),
+            "keys and values must have the same slots");
   } else {
     value = empty_tokens(count, key.size(1), 0, dtype);
   }
@@ -225,8 +254,7 @@ std::tuple<Tensor, Tensor> load(const Tensor& slots, const Tensor& key_cache, co
   return {key, value};
 }
 
-// --- copy
-// ------------------------------------------------------------------------------------------------------
+// --- copy -------------------------------------------------------------------------------------------------
 
 struct Reach {
   const char* begin;
@@ -285,9 +313,13 @@ void copy(const std::vector<Tensor>& sources, const Tensor& source_slots, const 
     moves[m].from = source_view(sources[m]);
     moves[m].to = target_view(targets[m]);
     moves[m].from.type = moves[m].to.type = Type::bits;
+    check_move(moves[m]);
+    require(moves[m].from.num_slots() == moves[0].from.num_slots() &&
+                moves[m].to.num_slots() == moves[0].to.num_slots(),
+            "all sides must have the same slots");
   }
   const int64_t count = source_slots.size(0);
-  const Slots from = slots_of(source_slots), to = slots_of(target_slots);
+  const Slots from = slots_of(source_slots, count), to = slots_of(target_slots, count);
   check_slots("source_slots", from, count, moves[0].from.num_slots());
   check_slots("target_slots", to, count, moves[0].to.num_slots());
   if (count == 0) return;

@@ -26,8 +26,7 @@ void cast_row(const Row& row) {
   if (i < row.count) store_some(out + i, load_some(in + i, row.count - i), row.count - i);
 }
 
-// --- codes in memory
-// -------------------------------------------------------------------------------------------
+// --- codes in memory --------------------------------------------------------------------------------------
 
 template <int kBits>
 constexpr int kMaxCode = (1 << (kBits - 1)) - 1;
@@ -56,8 +55,7 @@ KVLOOM_INLINE Floats load_codes(const char* from, int64_t count) {
   return __builtin_convertvector(sign_extend(bytes), Floats);
 }
 
-// --- quantise
-// --------------------------------------------------------------------------------------------------
+// --- quantise ---------------------------------------------------------------------------------------------
 
 /// Largest lane within each run of `run` lanes, in all of them. `run` is a power of two.
 KVLOOM_INLINE Ints max_within(Ints x, int64_t run) {
@@ -172,8 +170,7 @@ void quantize_row(const Row& row) {
   }
 }
 
-// --- dequantise
-// --------------------------------------------------------------------------------------------------
+// --- dequantise -------------------------------------------------------------------------------------------
 
 /// The product is rounded to the type of the scale, then to that of the result; neither makes it infinite.
 template <class Scale, class Out>
@@ -231,8 +228,7 @@ void dequantize_row(const Row& row) {
   }
 }
 
-// --- which of them
-// -----------------------------------------------------------------------------------------------
+// --- which of them ----------------------------------------------------------------------------------------
 
 template <int kBits>
 struct Bits {

@@ -167,8 +167,7 @@ KVLOOM_INLINE Bytes low_bytes(Ints x) { return __builtin_convertvector(x, Bytes)
 #endif
 #endif
 
-// --- two 4-bit codes in a byte, the even one low
-// ---------------------------------------------------------------
+// --- two 4-bit codes in a byte, the even one low ----------------------------------------------------------
 
 KVLOOM_INLINE Nibbles pack_nibbles(Bytes codes) {
 #if defined(__SSE2__)

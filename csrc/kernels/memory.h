@@ -67,8 +67,7 @@ KVLOOM_INLINE bool heads_are_run(const Lines& lines, int64_t num_heads) {
   return lines.is_run && (num_heads == 1 || lines.head == lines.row_bytes());
 }
 
-// --- rows with gaps
-// --------------------------------------------------------------------------------------------
+// --- rows with gaps ---------------------------------------------------------------------------------------
 
 /// Moves `count` items of a size known here, each at a stride of its own.
 template <int kBytes>
@@ -116,8 +115,7 @@ inline void scatter_row(const Lines& lines, char* to, const char* from) {
   }
 }
 
-// --- runs
-// ------------------------------------------------------------------------------------------------------
+// --- runs -------------------------------------------------------------------------------------------------
 
 /// Whether a run is whole cache lines.
 KVLOOM_INLINE bool is_lines(const char* to, int64_t bytes) {

@@ -17,8 +17,7 @@ struct BFloat {
   uint16_t bits;
 };
 
-// --- float16 and bfloat16, to nearest even, whatever the CPU has
-// ---------------------------------------------
+// --- float16 and bfloat16, to nearest even, whatever the CPU has ------------------------------------------
 
 KVLOOM_INLINE Floats widen(Shorts x, Half) {
 #if defined(__AVX512F__)
@@ -67,8 +66,7 @@ KVLOOM_INLINE Shorts narrow(Floats x, BFloat) {
   return low_halves(wide >> 16);
 }
 
-// --- what the kernels are written in: float32 lanes, read from and rounded to a type T
-// -------------------------
+// --- what the kernels are written in: float32 lanes, read from and rounded to a type T --------------------
 
 KVLOOM_INLINE Floats load(const float* from) {
   Floats x;

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from kvloom import KVSpec, KVView, QuantSpec, ops
 from kvloom.errors import ArgumentError
+from kvloom.ops import schemas
 from kvloom.ops.impl import cpu
 
 pytestmark = pytest.mark.skipif(cpu.ISA is None, reason=f"no compiled backend: {cpu.WHY_NOT}")
@@ -251,3 +252,25 @@ def test_refusals_read_as_the_references_do(index: torch.dtype) -> None:
             messages.append(str(raised.value))
         assert messages[0] == messages[1]
     pool.check()
+
+
+def test_the_bare_operators_stay_within_tensors_that_do_not_fit() -> None:
+    cache, small = torch.zeros(2, 1, 4, 2, 1, 8), torch.zeros(1, 1, 4, 2, 1, 8)
+    scale, slots, x = torch.zeros(2, 1, 4, 2, 1, 3), torch.tensor([7]), torch.zeros(1, 2, 8)
+    codes = cache.to(torch.int8)
+    calls = [
+        lambda: schemas.store(x[:, :1], None, slots, cache, None, None, None),
+        lambda: schemas.store(x, x[:0], slots, cache, cache, None, None),
+        lambda: schemas.store(x, x, slots, cache, small, None, None),
+        lambda: schemas.store(x, None, slots.repeat(2), cache, None, None, None),
+        lambda: schemas.store(x.double(), None, slots, cache, None, None, None),
+        lambda: schemas.store(x[0], None, slots, cache, None, None, None),
+        lambda: schemas.store(x, None, slots, codes, None, scale, None),
+        lambda: schemas.load(slots, cache, small, None, None, torch.float32, 1),
+        lambda: schemas.load(slots, codes, None, None, None, torch.float32, 1),
+        lambda: schemas.copy([cache, cache], slots, [cache, small], slots),
+        lambda: schemas.copy([cache], slots, [codes], slots),
+    ]
+    for call in calls:
+        with pytest.raises(ValueError, match="must"):
+            call()
