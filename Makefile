@@ -2,6 +2,7 @@
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
+BUILD := 'scikit-build-core>=0.11' cmake ninja
 TOKENS ?= 128
 WORKERS ?= 2
 MATRIX ?= 4.57.6 5.3.0 5.12.0 5.15.0 5.23.0
@@ -9,13 +10,35 @@ MATRIX ?= 4.57.6 5.3.0 5.12.0 5.15.0 5.23.0
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: demo test test-matrix check format bench clean
+ISAS := baseline avx2 avx512
+MOVEMENT := tests/ops/test_cpu_backend.py tests/ops/test_cpu_library.py tests/ops/test_movement.py tests/quant
+
+.PHONY: demo test test-isa asan test-matrix check format bench clean
 
 demo: $(READY)
 	$(BIN)/kvloom demo --max-new-tokens $(TOKENS)
 
 test: $(READY)
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal $(ARGS)
+
+# What moves and quantises, with each instruction set that this machine has; all have the baseline.
+test-isa: $(READY)
+	@KVLOOM_ISA=baseline $(BIN)/python -c 'import sys; from kvloom.ops import cpu_kernels as k; sys.exit(k() != "baseline" and k())'
+	@set -e; for isa in $(ISAS); do \
+	    echo "KVLOOM_ISA=$$isa"; \
+	    if KVLOOM_ISA=$$isa $(BIN)/python -c 'import kvloom.ops' 2>/dev/null; then \
+	        KVLOOM_ISA=$$isa $(BIN)/python -m pytest --quiet --numprocesses $(WORKERS) $(MOVEMENT); \
+	    else echo 'not on this machine'; fi; \
+	done
+
+# The same tests with every read and write of the kernels watched.
+asan: $(READY)
+	$(BIN)/cmake -S . -B build/asan -G Ninja -DKVLOOM_SANITIZE=ON \
+	    -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/ninja) -DPython_EXECUTABLE=$(abspath $(BIN)/python)
+	$(BIN)/cmake --build build/asan
+	LD_PRELOAD="$$(c++ -print-file-name=libasan.so) $$(c++ -print-file-name=libstdc++.so)" ASAN_OPTIONS=detect_leaks=0 \
+	    KVLOOM_LIBRARY=build/asan/libkvloom_cpu.so \
+	    $(BIN)/python -m pytest --quiet --numprocesses $(WORKERS) $(MOVEMENT) tests/ops/test_bad_movement.py
 
 # The same tests with other versions of transformers, each in an environment of its own.
 test-matrix: $(addprefix .venv-transformers-,$(MATRIX))
@@ -27,7 +50,8 @@ test-matrix: $(addprefix .venv-transformers-,$(MATRIX))
 .venv-transformers-%: $(READY)
 	$(BIN)/python -m venv $@
 	$@/bin/python -m pip install --quiet --disable-pip-version-check $(TORCH)
-	$@/bin/python -m pip install --quiet --disable-pip-version-check --editable . \
+	$@/bin/python -m pip install --quiet --disable-pip-version-check $(BUILD)
+	$@/bin/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --editable . \
 	    transformers==$* rich pytest hypothesis
 
 check: $(READY)
@@ -46,12 +70,14 @@ format: $(READY)
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf .venv .venv-transformers-* .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf build .venv .venv-transformers-* .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 
-# torch first: whatever follows then finds the build that was asked for.
-$(READY): pyproject.toml
+# torch first: whatever follows then finds the build that was asked for, and the kernels its headers.
+$(READY): pyproject.toml CMakeLists.txt $(wildcard csrc/* csrc/kernels/*)
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 10) else "kvloom needs Python 3.10 or newer, this is " + sys.version.split()[0] + "; try: make PYTHON=python3.11")'
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[transformers,dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(BUILD)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation \
+	    --editable '.[transformers,dev]'
 	@touch $@

@@ -1,4 +1,4 @@
-"""What a checked, dispatched call costs over the kernel it ends in. Prints one JSON line.
+"""What the checks of a call cost over the dispatched operator it ends in. Prints one JSON line.
 
 Medians of many alternating calls in one process, on a decode step of one token.
 """
@@ -11,7 +11,7 @@ from statistics import median
 import torch
 
 from kvloom import Batch, CacheIndex, KVSpec, KVView, ops
-from kvloom.ops.impl import reference
+from kvloom.ops import schemas
 
 REPEATS = 3000
 
@@ -41,17 +41,17 @@ def main() -> None:
     cases = {
         "store": (
             lambda: ops.store(key, key, slots, kv),
-            lambda: reference.store(key, key, slots, kv.key, kv.value, None, None),
+            lambda: schemas.store(key, key, slots, kv.key, kv.value, None, None),
         ),
         "load": (
             lambda: ops.load(slots, kv),
-            lambda: reference.load(slots, kv.key, kv.value, None, None, torch.float32, 1),
+            lambda: schemas.load(slots, kv.key, kv.value, None, None, torch.float32, 1),
         ),
         "attend": (
             lambda: ops.attend(query, kv, batch),
-            lambda: reference.attend(
+            lambda: schemas.attend(
                 query, kv.key, kv.value, None, None, table, None, page_size, seq, stored,
-                0, 0.125, True, None, None, None, None, None,
+                0, None, 0.125, True, None, None, None, None, None,
             ),
         ),
     }  # fmt: skip

@@ -180,6 +180,23 @@ def prefix_section(result: dict[str, Any]) -> str:
     )
 
 
+def movement_section(result: dict[str, Any]) -> str:
+    """Store, load and copy against memory."""
+    rows = [
+        [row["kind"], row["layout"], *(f"{row[x]:.0%}" for x in ("store_ratio", "load_ratio", "copy_ratio"))]
+        for row in result["rows"]
+    ]
+    calls = ", ".join(f"{name} {us:.1f}" for name, us in result["call_us"].items())
+    return (
+        f"Share of the speed of the fastest copy of the same bytes: {result['tokens']:,} tokens of "
+        f"{result['heads']} heads of {result['head_dim']} in random pages of {result['page']}, "
+        f"{result['isa']}, {result['threads']} threads; medians of pairs. Quantised from and to bfloat16; "
+        "copies count the bytes as stored.\n\n"
+        + table(["cache", "layout", "store", "load", "copy"], rows)
+        + f"\n\nMicroseconds of a whole call for one token: {calls}."
+    )
+
+
 def dispatch_section(result: dict[str, Any]) -> str:
     """What a call costs before a kernel runs."""
     rows = [
@@ -188,7 +205,7 @@ def dispatch_section(result: dict[str, Any]) -> str:
     ]
     return (
         "Microseconds of a decode step of one token, 8 heads of 64, 64 stored.\n\n"
-        + table(["operator", "public call", "kernel alone", "overhead"], rows)
+        + table(["operator", "public call", "dispatched operator alone", "checks"], rows)
     )  # fmt: skip
 
 
@@ -199,6 +216,7 @@ SECTIONS = {
     "growth": ("What a cache is for", growth_section),
     "sharing": ("Sharing pages", sharing_section),
     "prefix": ("A known prefix", prefix_section),
+    "movement": ("Moving keys and values", movement_section),
     "dispatch": ("Cost of a dispatched call", dispatch_section),
 }
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvloom.cli import main
+from kvloom.ops import cpu_kernels
 
 
 def run(*args: str) -> subprocess.CompletedProcess[str]:
@@ -18,7 +19,15 @@ def run(*args: str) -> subprocess.CompletedProcess[str]:
 def test_info_names_version_backends_capability_and_devices(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["info"]) == 0
     out = capsys.readouterr().out
-    for word in ("kvloom", "torch", "backends", "reference", "cpu capability", "devices"):
+    for word in (
+        "kvloom",
+        "torch",
+        "backends",
+        "reference",
+        f"cpu ({cpu_kernels()})",
+        "cpu capability",
+        "devices",
+    ):
         assert word in out
 
 

@@ -105,6 +105,7 @@ def _info(args: argparse.Namespace) -> None:
     import torch
 
     from kvloom import __version__
+    from kvloom.ops import cpu_kernels
 
     devices = [
         "cpu",
@@ -113,7 +114,7 @@ def _info(args: argparse.Namespace) -> None:
     for name, value in (
         ("kvloom", __version__),
         ("torch", torch.__version__),
-        ("backends", "reference"),
+        ("backends", f"reference, cpu ({cpu_kernels()})"),
         ("cpu capability", f"{torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"),
         ("devices", ", ".join(devices)),
     ):

@@ -101,7 +101,7 @@ def test_compiled_step_that_does_not_fit_writes_to_no_other_row() -> None:
         position = torch.tensor([[7], [7]])
         step(torch.tensor([[5], [6]]), past_key_values=cache, position_ids=position, **absolute(position))
         before = [x.clone() for x in cache.layers[0].pages.storage.tensors if x is not None]
-        with pytest.raises(ArgumentError, match=r"slots must be in \[0, 16\)"):
+        with pytest.raises(ValueError, match=r"slots must be in \[0, 16\)"):
             position = position + 1
             step(torch.tensor([[5], [6]]), past_key_values=cache, position_ids=position, **absolute(position))
     after = [x for x in cache.layers[0].pages.storage.tensors if x is not None]

@@ -46,3 +46,28 @@ def test_stored_tokens_are_detached(backend: str, axes: str, kind: Kind) -> None
     assert not value.requires_grad
     pool.remember("key", 1, 2 * x[0].detach())
     assert torch.equal(key[0], pool.recall("key", 1, torch.float32))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("operator", ["store", "copy"])
+def test_autograd_notices_that_a_cache_has_changed(operator: str, backend: str) -> None:
+    pool = make_pool("B H S D", PLAIN)
+    kv = pool.view()
+    weight = torch.ones(8, requires_grad=True)
+    loss = (pool.raw["key"] * weight).sum()
+    if operator == "store":
+        ops.store(torch.zeros(1, 2, 8), torch.zeros(1, 2, 8), torch.tensor([3]), kv, backend=backend)
+    else:
+        ops.copy(kv, torch.tensor([3]), kv, torch.tensor([5]), backend=backend)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_cache_made_in_inference_mode_is_written_in_it(backend: str) -> None:
+    x = torch.ones(1, 2, 8)
+    with torch.inference_mode():
+        kv = make_pool("B H S D", PLAIN).view()
+        ops.store(x, x, torch.tensor([3]), kv, backend=backend)
+        ops.copy(kv, torch.tensor([3]), kv, torch.tensor([5]), backend=backend)
+        assert torch.equal(ops.load(torch.tensor([5]), kv)[0], x)

@@ -1,6 +1,6 @@
 """The four kernels behind every dialect and cache: store, load, attend, copy."""
 
 from kvloom.ops.alibi import alibi_slopes
-from kvloom.ops.api import Batch, Scores, attend, copy, load, store
+from kvloom.ops.api import Batch, Scores, attend, copy, cpu_kernels, load, store
 
-__all__ = ["Batch", "Scores", "alibi_slopes", "attend", "copy", "load", "store"]
+__all__ = ["Batch", "Scores", "alibi_slopes", "attend", "copy", "cpu_kernels", "load", "store"]

@@ -7,20 +7,21 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from kvloom.core.checks import (
     FLOAT_DTYPES,
     INDEX_DTYPES,
+    debugging,
     expect,
-    expect_disjoint,
-    expect_no_overlap,
     expect_range,
 )
-from kvloom.core.indexing import CacheIndex, expect_slots
+from kvloom.core.indexing import CacheIndex, check_distinct, expect_slots
 from kvloom.core.views import KVView, head_dim_of
-from kvloom.errors import ArgumentError, ShapeError, UnsupportedError
+from kvloom.errors import ArgumentError, KVError, ShapeError, UnsupportedError
 from kvloom.ops import schemas
-from kvloom.ops.impl import reference
+from kvloom.ops.expect import expect_dtypes, expect_store, expect_writable, is_in_order
+from kvloom.ops.impl import cpu, reference
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -87,29 +88,25 @@ def store(key: Tensor, value: Tensor | None, slots: Tensor, kv: KVView, *, backe
         value: ``[T, H, Dv]``, dtype of ``key``; ``None`` in a cache of keys only.
         slots: ``[T]`` int64 or int32, distinct. A negative slot skips its row.
         kv: Where to write. It must not overlap ``key`` or ``value``, which are stored without their gradient.
-        backend: ``"auto"`` or ``"reference"``.
+        backend: ``"auto"``, ``"reference"`` or ``"cpu"``, which is compiled.
 
     Raises:
         ShapeError: an argument does not fit; nothing was written.
         ArgumentError: a slot is outside the cache (CPU; on other devices the kernel stops); nothing was
             written.
     """
-    tokens = _expect_side("key", key, kv.key, kv.key_scale)
-    if (value is None) != (kv.value is None):
-        raise ArgumentError(f"value must be {'None' if kv.value is None else 'given'} as in the cache")
-    if value is not None and kv.value is not None:
-        _expect_side("value", value, kv.value, kv.value_scale)
-        expect("value", value, "T H D", T=tokens, dtype=key.dtype)
-    expect_slots("slots", slots, tokens, kv.device)
-    _expect_writable("kv", kv)
-    for name, x in (("key", key), ("value", value)):
-        for cache in (kv.key, kv.value):
-            if x is not None and cache is not None:
-                expect_disjoint(name, x, "kv", cache)
+    if not is_in_order(key, value, slots, kv):
+        expect_store(key, value, slots, kv)
     # Detached, or autograd would make the cache require a gradient and keep every step alive.
-    key, value = key.detach(), None if value is None else value.detach()
-    op = _choose(backend, schemas.store, reference.store)
-    op(key, value, slots, kv.key, kv.value, kv.key_scale, kv.value_scale)
+    if key.requires_grad:
+        key = key.detach()
+    if value is not None and value.requires_grad:
+        value = value.detach()
+    if debugging():
+        check_distinct("slots", slots)
+    op = _choose(backend, "store", kv.device)
+    _call(op, key, value, slots, kv.key, kv.value, kv.key_scale, kv.value_scale)
+    _mark_changed(kv.key, kv.value, kv.key_scale, kv.value_scale)
 
 
 def load(
@@ -122,7 +119,7 @@ def load(
         kv: Where to read.
         dtype: Of the result; the dtype of the cache or, where it is quantised, of its scales if ``None``.
         num_repeat: Repeat each head so many times in a row (for attention without grouped queries).
-        backend: ``"auto"`` or ``"reference"``.
+        backend: ``"auto"``, ``"reference"`` or ``"cpu"``, which is compiled.
 
     Returns:
         ``(key, value)``, new tensors ``[T, H * num_repeat, D]``. A cache of keys only gives a value with D =
@@ -137,10 +134,9 @@ def load(
         dtype = kv.key.dtype if kv.key_scale is None else kv.key_scale.dtype
     for name, cache, scale in (("key", kv.key, kv.key_scale), ("value", kv.value, kv.value_scale)):
         if cache is not None:
-            _expect_dtypes(f"dtype of the loaded {name}", dtype, cache, scale)
-    key, value = _choose(backend, schemas.load, reference.load)(
-        slots, kv.key, kv.value, kv.key_scale, kv.value_scale, dtype, num_repeat
-    )
+            expect_dtypes(f"dtype of the loaded {name}", dtype, cache, scale)
+    op = _choose(backend, "load", kv.device)
+    key, value = _call(op, slots, kv.key, kv.value, kv.key_scale, kv.value_scale, dtype, num_repeat)
     return key, value
 
 
@@ -157,7 +153,7 @@ def copy(
         source_slots: ``[T]`` int64 or int32.
         target: Where to write; dtypes, heads, head dims and groups of ``source``.
         target_slots: ``[T]``, distinct.
-        backend: ``"auto"`` or ``"reference"``.
+        backend: ``"auto"``, ``"reference"`` or ``"cpu"``, which is compiled.
 
     Raises:
         ShapeError, ArgumentError: as ``load``; nothing was written.
@@ -166,7 +162,7 @@ def copy(
     expect_slots("target_slots", target_slots, source_slots.shape[0], target.device)
     if source.device != target.device:
         raise ShapeError(f"target must be on {source.device} as source, got {target.device}")
-    _expect_writable("target", target)
+    expect_writable("target", target)
     reads, writes = [], []
     for name in ("key", "value", "key_scale", "value_scale"):
         a, b = getattr(source, name), getattr(target, name)
@@ -181,7 +177,10 @@ def copy(
             )
         reads.append(a)
         writes.append(b)
-    _choose(backend, schemas.copy, reference.copy)(reads, source_slots, writes, target_slots)
+    if debugging():
+        check_distinct("target_slots", target_slots)
+    _call(_choose(backend, "copy", source.device), reads, source_slots, writes, target_slots)
+    _mark_changed(*writes)
 
 
 def attend(
@@ -198,7 +197,7 @@ def attend(
         kv: Keys and values, dequantised to the dtype of ``query``.
         batch: Ragged lengths and slots.
         scores: Scale, masks and biases; causal by default.
-        backend: ``"auto"`` or ``"reference"``.
+        backend: ``"auto"``, ``"reference"`` or ``"cpu"``, which is compiled.
 
     Returns:
         ``[Tq, Hq, Dv]``, dtype of ``query``.
@@ -218,10 +217,10 @@ def attend(
         ("key", kv.key, kv.key_scale),
         ("value", kv.value, kv.value_scale),
     ):
-        _expect_dtypes(f"query (for the {name} cache)", query.dtype, cache, key_or_value_scale)
+        expect_dtypes(f"query (for the {name} cache)", query.dtype, cache, key_or_value_scale)
     _expect_batch(batch, kv.device)
     _expect_scores(scores, sizes, kv.device)
-    out: Tensor = _choose(backend, schemas.attend, schemas.AttendReference.apply)(
+    out: Tensor = _choose(backend, "attend", kv.device)(
         query,
         kv.key,
         kv.value,
@@ -245,43 +244,60 @@ def attend(
     return out
 
 
-def _choose(backend: str, dispatched: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
+def cpu_kernels() -> str:
+    """The instruction set of the compiled CPU backend, or why there is none."""
+    return cpu.ISA or f"none: {cpu.WHY_NOT}"
+
+
+def _choose(backend: str, name: str, device: torch.device) -> Callable[..., Any]:
     """The operator to call: a named backend runs or raises, it never falls back."""
     match backend:
         case "auto":
-            return dispatched
+            return _DISPATCHED[name]
         case "reference":
-            return plain
-        case "cpu" | "triton":
-            raise UnsupportedError(
-                f"backend {backend!r} is not part of this build; use 'auto' or 'reference'"
-            )
+            return _REFERENCE[name]
+        case "cpu":
+            if cpu.WHY_NOT is not None:
+                raise UnsupportedError(f"backend 'cpu' cannot run: {cpu.WHY_NOT}")
+            if name not in cpu.COMPILED:
+                raise UnsupportedError(f"backend 'cpu' has no {name} yet; use 'auto' or 'reference'")
+            if device.type != "cpu":
+                raise UnsupportedError(f"backend 'cpu' needs tensors on the CPU, got {device}")
+            return _DISPATCHED[name]
+        case "triton":
+            raise UnsupportedError("backend 'triton' is not part of this build; use 'auto' or 'reference'")
         case _:
             raise ArgumentError(f"backend must be 'auto', 'reference', 'cpu' or 'triton', got {backend!r}")
 
 
-def _expect_writable(name: str, kv: KVView) -> None:
-    if kv.is_writable:
-        return
-    for side in ("key", "value", "key_scale", "value_scale"):
-        x = getattr(kv, side)
-        if x is not None:
-            expect_no_overlap(f"{name}.{side}", x)
+_DISPATCHED: dict[str, Callable[..., Any]] = {
+    "store": schemas.store,
+    "load": schemas.load,
+    "copy": schemas.copy,
+    "attend": schemas.attend,
+}
+_REFERENCE: dict[str, Callable[..., Any]] = {
+    "store": reference.store,
+    "load": reference.load,
+    "copy": reference.copy,
+    "attend": schemas.AttendReference.apply,
+}
 
 
-def _expect_side(name: str, x: Tensor, cache: Tensor, scale: Tensor | None) -> int:
-    """Check new keys or values ``[T, H, D]`` against their cache; returns T."""
-    sizes = expect(name, x, "T H D", device=cache.device, H=cache.shape[3], D=head_dim_of(cache, scale))
-    _expect_dtypes(name, x.dtype, cache, scale)
-    return sizes["T"]
+def _call(op: Callable[..., Any], *args: Any) -> Any:
+    """Call ``op``; a compiled kernel refuses by a plain ValueError, since C++ knows none of our errors."""
+    try:
+        return op(*args)
+    except ValueError as error:
+        if isinstance(error, KVError):
+            raise
+        raise ArgumentError(str(error)) from None
 
 
-def _expect_dtypes(name: str, dtype: torch.dtype, cache: Tensor, scale: Tensor | None) -> None:
-    """``dtype`` is the cache's own, or both are floats between which values are cast or quantised."""
-    casts = dtype in FLOAT_DTYPES and (scale is not None or cache.dtype in FLOAT_DTYPES)
-    if not casts and (scale is not None or dtype != cache.dtype):
-        stored = f"{cache.dtype} codes" if scale is not None else str(cache.dtype)
-        raise ShapeError(f"{name} must be a dtype that a cache of {stored} holds, got {dtype}")
+def _mark_changed(*written: Tensor | None) -> None:
+    """Tell autograd, which would otherwise trust what it saved: kernels write through pointers."""
+    if not torch.compiler.is_compiling() and not torch.is_inference_mode_enabled():
+        increment_version([x for x in written if x is not None and not x.is_inference()])
 
 
 def _expect_batch(batch: Batch, device: torch.device) -> None:

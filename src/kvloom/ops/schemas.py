@@ -27,7 +27,8 @@ LIB.define(
     " Tensor? alibi_slopes, int? window, float? softcap, Tensor? sinks) -> Tensor"
 )
 
-# The reference serves every device; a faster backend takes over its own dispatch key.
+# The reference serves every device; a faster backend takes over its own dispatch key, as the compiled kernels
+# have done for the CPU if they are there.
 for _name in ("store", "load", "copy", "attend"):
     LIB.impl(_name, getattr(reference, _name), "CompositeExplicitAutograd")
 

@@ -10,8 +10,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from kvloom.core.checks import can_read, debugging
-from kvloom.core.indexing import CacheIndex, check_distinct, check_index, check_slots
+from kvloom.core.checks import can_read
+from kvloom.core.indexing import CacheIndex, check_index, check_slots
 from kvloom.core.views import bits_of, head_dim_of, raw
 from kvloom.errors import ArgumentError, ShapeError
 from kvloom.quant.affine import dequantize, quantize
@@ -27,7 +27,7 @@ def store(
     value_scale: Tensor | None,
 ) -> None:
     """Write row t of ``key`` and ``value`` to slot ``slots[t]``; a negative slot skips the row."""
-    _check(slots, key_cache, "slots", skip_negative=True, distinct=True)
+    _check(slots, key_cache, "slots", skip_negative=True)
     if not (can_read(slots) and bool((slots >= 0).all())):
         keep = (slots >= 0).nonzero().squeeze(1)
         slots, key = slots[keep], raw(key)[keep].view(key.dtype)
@@ -61,7 +61,7 @@ def load(
 def copy(sources: list[Tensor], source_slots: Tensor, targets: list[Tensor], target_slots: Tensor) -> None:
     """Copy slot ``source_slots[t]`` of each source to ``target_slots[t]`` of its target; reads come first."""
     _check(source_slots, sources[0], "source_slots")
-    _check(target_slots, targets[0], "target_slots", distinct=True)
+    _check(target_slots, targets[0], "target_slots")
     rows = [_gather(source, source_slots) for source in sources]
     for target, row in zip(targets, rows, strict=True):
         _scatter(target, target_slots, row.flatten(2))
@@ -216,10 +216,6 @@ def _check_starts(name: str, starts: list[int]) -> None:
         raise ArgumentError(f"{name} must begin with 0 and never decrease, got {starts}")
 
 
-def _check(
-    slots: Tensor, cache: Tensor, name: str, *, skip_negative: bool = False, distinct: bool = False
-) -> None:
+def _check(slots: Tensor, cache: Tensor, name: str, *, skip_negative: bool = False) -> None:
     if can_read(slots):
         check_slots(name, slots, cache.shape[:3].numel(), skip_negative=skip_negative)
-    if distinct and debugging():
-        check_distinct(name, slots)

@@ -1,0 +1,22 @@
+// Included once by each isa_*.cpp, which is compiled for its own instruction set. Everything here is in a
+// namespace of that set: two units must never define one inline function, or the linker would keep the
+// version of a CPU that this one may not be. For the same reason no templates of the standard library.
+#pragma once
+
+#include "kernels.h"
+#include "kernels/movement.h"
+
+#define KVLOOM_JOIN_(a, b) a##b
+#define KVLOOM_JOIN(a, b) KVLOOM_JOIN_(a, b)
+#define KVLOOM_STRING_(a) #a
+#define KVLOOM_STRING(a) KVLOOM_STRING_(a)
+
+namespace kvloom {
+
+extern const Kernels KVLOOM_JOIN(kernels_, KVLOOM_ISA);
+const Kernels KVLOOM_JOIN(kernels_, KVLOOM_ISA) = {
+    .name = KVLOOM_STRING(KVLOOM_ISA),
+    .move = KVLOOM_ISA::rows::move,
+};
+
+}  // namespace kvloom

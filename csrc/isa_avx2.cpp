@@ -1,0 +1,2 @@
+#define KVLOOM_ISA avx2
+#include "isa.h"

@@ -1,0 +1,2 @@
+#define KVLOOM_ISA avx512
+#include "isa.h"

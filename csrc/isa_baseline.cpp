@@ -1,0 +1,2 @@
+#define KVLOOM_ISA baseline
+#include "isa.h"

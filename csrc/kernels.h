@@ -1,0 +1,31 @@
+// The kernels of one instruction set, and which set was chosen.
+#pragma once
+
+#include <cstdint>
+
+#include "kernels/args.h"
+
+namespace kvloom {
+
+struct AttendArgs;
+
+/// One table for each instruction set. Work is a range of items, so that the caller decides about threads.
+struct Kernels {
+  const char* name;
+  /// Tokens `[begin, end)` of a store, a load or a copy. `scratch` holds `scratch_bytes(args)`.
+  void (*move)(const MoveArgs& args, int64_t begin, int64_t end, char* scratch);
+  /// Attention, not compiled yet: work items of a plan, then the merges of their partial results.
+  void (*attend_run)(const AttendArgs& args, int64_t first, int64_t last, void* workspace) = nullptr;
+  void (*attend_merge)(const AttendArgs& args, int64_t first, int64_t last, void* workspace) = nullptr;
+};
+
+extern const Kernels kernels_baseline;
+#ifdef KVLOOM_X86
+extern const Kernels kernels_avx2;
+extern const Kernels kernels_avx512;
+#endif
+
+/// The chosen table: the best that this machine runs, unless told otherwise.
+const Kernels& kernels();
+
+}  // namespace kvloom

@@ -1,0 +1,64 @@
+// What the kernels are told: raw pointers, sizes and strides. No tensors.
+#pragma once
+
+#include <cstdint>
+
+/// Never a symbol of its own: units for different CPUs include this file, and the linker would keep one.
+#define KVLOOM_INLINE [[gnu::always_inline]] inline
+#define KVLOOM_INLINE_LAMBDA __attribute__((always_inline))
+
+namespace kvloom {
+
+/// What an item of memory means. `bits` is moved as it is, whatever it means.
+enum class Type : uint8_t { bits, float32, float16, bfloat16, int8, int4 };
+
+/// One layer's keys, values or scales as `[B, S/s, s, H, D/d, d]`, sizes and strides in items.
+///
+/// An int4 item is a byte of two codes. New tokens `[T, H, D]` are such a view too: T blocks of one slot.
+struct View {
+  char* data = nullptr;
+  int64_t size[6] = {};
+  int64_t stride[6] = {};
+  int64_t itemsize = 0;
+  Type type = Type::bits;
+
+  KVLOOM_INLINE int64_t num_slots() const { return size[0] * size[1] * size[2]; }
+  KVLOOM_INLINE int64_t num_heads() const { return size[3]; }
+  KVLOOM_INLINE int64_t width() const { return size[4] * size[5]; }
+};
+
+/// Slot of each token; without data, token t is in slot t.
+struct Slots {
+  const void* data = nullptr;
+  int64_t stride = 0;
+  bool is_int32 = false;
+
+  KVLOOM_INLINE int64_t operator[](int64_t token) const {
+    if (data == nullptr) return token;
+    return is_int32 ? static_cast<const int32_t*>(data)[token * stride]
+                    : static_cast<const int64_t*>(data)[token * stride];
+  }
+};
+
+/// Rows of one tensor become rows of another. The codes, on either side, have scales.
+struct Move {
+  View from, from_scale;
+  View to, to_scale;
+  int64_t repeat = 1;  // each head is written so many times in a row
+};
+
+/// Sides of keys, values and their scales.
+constexpr int kMaxMoves = 4;
+
+/// Bytes up to the next cache line.
+KVLOOM_INLINE constexpr int64_t aligned(int64_t bytes) { return (bytes + 63) / 64 * 64; }
+
+/// `to[to_slots[t]] = from[from_slots[t]]`; a token with a negative target is skipped.
+struct MoveArgs {
+  const Move* moves = nullptr;
+  int num_moves = 0;
+  Slots from_slots, to_slots;
+  bool stream = false;  // write whole cache lines past the caches
+};
+
+}  // namespace kvloom

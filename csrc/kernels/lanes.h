@@ -1,0 +1,202 @@
+// Vector types of the width that suits the instruction set, and what compilers do badly or not at all with
+// their vector extension: changing the width of lanes, moving lanes, minimum and maximum.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+#include "args.h"
+
+namespace kvloom::KVLOOM_ISA::rows {
+
+#if defined(__AVX512F__)
+constexpr int kLanes = 16;
+#elif defined(__AVX2__)
+constexpr int kLanes = 8;
+#else
+constexpr int kLanes = 4;
+#endif
+
+template <class T, int kCount = kLanes>
+struct VectorOf {
+  typedef T type __attribute__((vector_size(kCount * sizeof(T))));
+};
+using Floats = VectorOf<float>::type;
+using Ints = VectorOf<int32_t>::type;
+using Words = VectorOf<uint32_t>::type;                  // bits that may carry over
+using Shorts = VectorOf<uint16_t>::type;                 // as many 16-bit floats
+using Magnitudes = VectorOf<int16_t, kLanes * 2>::type;  // a register of those, without their sign
+using Bytes = VectorOf<int8_t>::type;                    // as many 8-bit codes
+using Nibbles = VectorOf<uint8_t, kLanes / 2>::type;     // as many 4-bit codes, two to a byte
+
+/// The bits of one vector as another; what the larger has beyond the smaller is 0 or cut off.
+template <class To, class From>
+KVLOOM_INLINE To as(From from) {
+  To to{};
+  if constexpr (sizeof from <= 8 && sizeof to == 16) {  // in a register, not by way of memory
+    uint64_t bits = 0;
+    std::memcpy(&bits, &from, sizeof from);
+    const VectorOf<uint64_t, 2>::type both = {bits, 0};
+    std::memcpy(&to, &both, sizeof to);
+    return to;
+  }
+  std::memcpy(&to, &from, sizeof to < sizeof from ? sizeof to : sizeof from);
+  return to;
+}
+
+KVLOOM_INLINE Floats splat(float x) { return x - Floats{}; }  // -0 stays -0
+KVLOOM_INLINE Ints splat(int32_t x) { return x + Ints{}; }
+
+/// 0, 1, 2, ...
+KVLOOM_INLINE Ints lane_numbers() {
+  Ints numbers{};
+  for (int i = 0; i < kLanes; ++i) numbers[i] = i;
+  return numbers;
+}
+
+// Of lanes: `larger` and `smaller` give the second where one is NaN. Of widths: `zero_extend` and
+// `sign_extend` to 32 bits, `low_halves` and `low_bytes` of 32 bits.
+
+#if defined(__AVX512F__)
+
+KVLOOM_INLINE Floats larger(Floats a, Floats b) {
+  return as<Floats>(_mm512_max_ps(as<__m512>(a), as<__m512>(b)));
+}
+KVLOOM_INLINE Floats smaller(Floats a, Floats b) {
+  return as<Floats>(_mm512_min_ps(as<__m512>(a), as<__m512>(b)));
+}
+KVLOOM_INLINE Ints larger(Ints a, Ints b) {
+  return as<Ints>(_mm512_max_epi32(as<__m512i>(a), as<__m512i>(b)));
+}
+KVLOOM_INLINE Magnitudes larger(Magnitudes a, Magnitudes b) {
+  return as<Magnitudes>(_mm512_max_epi16(as<__m512i>(a), as<__m512i>(b)));
+}
+KVLOOM_INLINE Ints permute(Ints x, Ints index) {
+  return as<Ints>(_mm512_permutexvar_epi32(as<__m512i>(index), as<__m512i>(x)));
+}
+KVLOOM_INLINE Shorts low_part(Magnitudes x) { return as<Shorts>(_mm512_castsi512_si256(as<__m512i>(x))); }
+KVLOOM_INLINE Shorts high_part(Magnitudes x) {
+  return as<Shorts>(_mm512_extracti64x4_epi64(as<__m512i>(x), 1));
+}
+KVLOOM_INLINE Words zero_extend(Shorts x) { return as<Words>(_mm512_cvtepu16_epi32(as<__m256i>(x))); }
+KVLOOM_INLINE Ints sign_extend(Bytes x) { return as<Ints>(_mm512_cvtepi8_epi32(as<__m128i>(x))); }
+KVLOOM_INLINE Shorts low_halves(Words x) { return as<Shorts>(_mm512_cvtepi32_epi16(as<__m512i>(x))); }
+KVLOOM_INLINE Bytes low_bytes(Ints x) { return as<Bytes>(_mm512_cvtepi32_epi8(as<__m512i>(x))); }
+
+#elif defined(__AVX2__)
+
+KVLOOM_INLINE Floats larger(Floats a, Floats b) {
+  return as<Floats>(_mm256_max_ps(as<__m256>(a), as<__m256>(b)));
+}
+KVLOOM_INLINE Floats smaller(Floats a, Floats b) {
+  return as<Floats>(_mm256_min_ps(as<__m256>(a), as<__m256>(b)));
+}
+KVLOOM_INLINE Ints larger(Ints a, Ints b) {
+  return as<Ints>(_mm256_max_epi32(as<__m256i>(a), as<__m256i>(b)));
+}
+KVLOOM_INLINE Magnitudes larger(Magnitudes a, Magnitudes b) {
+  return as<Magnitudes>(_mm256_max_epi16(as<__m256i>(a), as<__m256i>(b)));
+}
+KVLOOM_INLINE Ints permute(Ints x, Ints index) {
+  return as<Ints>(_mm256_permutevar8x32_epi32(as<__m256i>(x), as<__m256i>(index)));
+}
+KVLOOM_INLINE Shorts low_part(Magnitudes x) { return as<Shorts>(_mm256_castsi256_si128(as<__m256i>(x))); }
+KVLOOM_INLINE Shorts high_part(Magnitudes x) {
+  return as<Shorts>(_mm256_extracti128_si256(as<__m256i>(x), 1));
+}
+KVLOOM_INLINE Words zero_extend(Shorts x) { return as<Words>(_mm256_cvtepu16_epi32(as<__m128i>(x))); }
+KVLOOM_INLINE Ints sign_extend(Bytes x) { return as<Ints>(_mm256_cvtepi8_epi32(as<__m128i>(x))); }
+KVLOOM_INLINE Shorts low_halves(Words x) {
+  const __m256i low = as<__m256i>(x & 0xffff);
+  const __m256i packed = _mm256_packus_epi32(low, low);  // within each half of the register
+  return as<Shorts>(_mm256_permute4x64_epi64(packed, 0b1000));
+}
+KVLOOM_INLINE Bytes low_bytes(Ints x) {
+  const __m128i halves = as<__m128i>(low_halves(as<Words>(x & 0xff)));
+  return as<Bytes>(_mm_packus_epi16(halves, halves));
+}
+
+#else
+
+KVLOOM_INLINE Floats larger(Floats a, Floats b) { return a > b ? a : b; }
+KVLOOM_INLINE Floats smaller(Floats a, Floats b) { return a < b ? a : b; }
+KVLOOM_INLINE Ints larger(Ints a, Ints b) { return a > b ? a : b; }
+KVLOOM_INLINE Magnitudes larger(Magnitudes a, Magnitudes b) { return a > b ? a : b; }
+KVLOOM_INLINE Shorts low_part(Magnitudes x) { return as<Shorts>(x); }
+KVLOOM_INLINE Shorts high_part(Magnitudes x) {
+  Shorts high{};
+  std::memcpy(&high, reinterpret_cast<const char*>(&x) + sizeof high, sizeof high);
+  return high;
+}
+/// Lane i of the result is lane `index[i]` of x.
+KVLOOM_INLINE Ints permute(Ints x, Ints index) {
+  Ints moved{};
+  for (int i = 0; i < kLanes; ++i) moved[i] = x[index[i]];
+  return moved;
+}
+
+#if defined(__SSE2__)
+
+KVLOOM_INLINE Words zero_extend(Shorts x) {
+  return as<Words>(_mm_unpacklo_epi16(as<__m128i>(x), _mm_setzero_si128()));
+}
+KVLOOM_INLINE Ints sign_extend(Bytes x) {
+  const __m128i twice = _mm_unpacklo_epi8(as<__m128i>(x), as<__m128i>(x));
+  return as<Ints>(_mm_unpacklo_epi16(twice, twice)) >> 24;
+}
+KVLOOM_INLINE Shorts low_halves(Words x) {
+  const __m128i extended = as<__m128i>(as<Ints>(x << 16) >> 16);  // or the instruction would saturate
+  return as<Shorts>(_mm_packs_epi32(extended, extended));
+}
+KVLOOM_INLINE Bytes low_bytes(Ints x) {
+  const __m128i halves = _mm_packs_epi32(as<__m128i>(x & 0xff), _mm_setzero_si128());
+  return as<Bytes>(_mm_packus_epi16(halves, halves));
+}
+
+#else
+
+KVLOOM_INLINE Words zero_extend(Shorts x) { return __builtin_convertvector(x, Words); }
+KVLOOM_INLINE Ints sign_extend(Bytes x) { return __builtin_convertvector(x, Ints); }
+KVLOOM_INLINE Shorts low_halves(Words x) { return __builtin_convertvector(x, Shorts); }
+KVLOOM_INLINE Bytes low_bytes(Ints x) { return __builtin_convertvector(x, Bytes); }
+
+#endif
+#endif
+
+// --- two 4-bit codes in a byte, the even one low ----------------------------------------------------------
+
+KVLOOM_INLINE Nibbles pack_nibbles(Bytes codes) {
+#if defined(__SSE2__)
+  const __m128i pairs = as<__m128i>(codes);
+  const __m128i even = _mm_and_si128(pairs, _mm_set1_epi16(0x0f));
+  const __m128i odd = _mm_and_si128(_mm_srli_epi16(pairs, 4), _mm_set1_epi16(0xf0));
+  return as<Nibbles>(_mm_packus_epi16(_mm_or_si128(even, odd), _mm_setzero_si128()));
+#else
+  Nibbles packed{};
+  for (int i = 0; i < kLanes / 2; ++i) packed[i] = (codes[2 * i] & 0xf) | codes[2 * i + 1] << 4;
+  return packed;
+#endif
+}
+
+KVLOOM_INLINE Bytes unpack_nibbles(Nibbles packed) {
+#if defined(__SSE2__)
+  const __m128i wide = _mm_unpacklo_epi8(as<__m128i>(packed), _mm_setzero_si128());
+  const __m128i even = _mm_and_si128(wide, _mm_set1_epi16(0x0f));
+  const __m128i odd = _mm_slli_epi16(_mm_and_si128(wide, _mm_set1_epi16(0xf0)), 4);
+  const __m128i bits = _mm_xor_si128(_mm_or_si128(even, odd), _mm_set1_epi8(8));
+  return as<Bytes>(_mm_sub_epi8(bits, _mm_set1_epi8(8)));
+#else
+  Bytes codes{};
+  for (int i = 0; i < kLanes / 2; ++i) {
+    codes[2 * i] = static_cast<int8_t>(((packed[i] & 0xf) ^ 8) - 8);
+    codes[2 * i + 1] = static_cast<int8_t>(((packed[i] >> 4) ^ 8) - 8);
+  }
+  return codes;
+#endif
+}
+
+}  // namespace kvloom::KVLOOM_ISA::rows

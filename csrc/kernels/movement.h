@@ -1,0 +1,170 @@
+// Store, load and copy: one loop over rows. They differ in which side has slots and in what becomes of a row.
+#pragma once
+
+#include "args.h"
+#include "convert.h"
+#include "memory.h"
+
+namespace kvloom::KVLOOM_ISA::rows {
+
+/// Where one row is read and written.
+struct Place {
+  const char* from;
+  const char* from_scale;
+  char* to;
+  char* to_scale;
+};
+
+/// One `Move`, taken apart once for a range of tokens.
+struct Plan {
+  Lines from, from_scale, to, to_scale;
+  Convert convert = nullptr;
+  int64_t rows = 0;              // of a token: its heads, or 1 where they lie in one run on both sides
+  int64_t count = 0, group = 1;  // numbers or codes in a row, and those that share a scale
+  int64_t repeat = 1, repeat_stride = 0;
+  bool has_from_scale = false, has_to_scale = false;
+  bool is_head_major = false;  // whether slots lie closer than heads where the rows are read
+
+  KVLOOM_INLINE Place place(int64_t from_slot, int64_t to_slot) const {
+    return {from.at(from_slot), from_scale.at(from_slot), to.at(to_slot), to_scale.at(to_slot)};
+  }
+
+  KVLOOM_INLINE Place next_head(const Place& at) const {
+    return {at.from + from.head, at.from_scale + from_scale.head, at.to + to.head,
+            at.to_scale + to_scale.head};
+  }
+};
+
+KVLOOM_INLINE int64_t codes_in(const View& view) { return view.width() * (view.type == Type::int4 ? 2 : 1); }
+
+KVLOOM_INLINE void join_heads(Lines& lines, int64_t num_heads) { lines.chunk *= num_heads; }
+
+inline Plan plan_of(const Move& move) {
+  Plan plan;
+  plan.from = lines_of(move.from);
+  plan.to = lines_of(move.to);
+  plan.has_from_scale = move.from_scale.data != nullptr;
+  plan.has_to_scale = move.to_scale.data != nullptr;
+  plan.rows = move.from.num_heads();
+  plan.count = codes_in(move.from);
+  plan.convert = find_convert(move.from.type, move.to.type,
+                              plan.has_to_scale ? move.to_scale.type : move.from_scale.type);
+  bool in_one_run = heads_are_run(plan.from, plan.rows) && heads_are_run(plan.to, plan.rows);
+  if (plan.has_from_scale) {
+    plan.from_scale = lines_of(move.from_scale);
+    plan.group = plan.count / move.from_scale.width();
+    in_one_run = in_one_run && heads_are_run(plan.from_scale, plan.rows);
+  }
+  if (plan.has_to_scale) {
+    plan.to_scale = lines_of(move.to_scale);
+    plan.group = plan.count / move.to_scale.width();
+    in_one_run = in_one_run && heads_are_run(plan.to_scale, plan.rows);
+  }
+  plan.is_head_major = plan.from.head > plan.from.slot_stride();
+  plan.repeat = move.repeat;
+  if (plan.repeat > 1) {
+    plan.repeat_stride = plan.to.head;
+    plan.to.head *= plan.repeat;  // from the first copy of one head to that of the next
+  } else if (in_one_run) {
+    join_heads(plan.from, plan.rows);
+    join_heads(plan.from_scale, plan.rows);
+    join_heads(plan.to, plan.rows);
+    join_heads(plan.to_scale, plan.rows);
+    plan.count *= plan.rows;
+    plan.rows = 1;
+  }
+  return plan;
+}
+
+/// A run that holds the row: itself, or a copy in `scratch`, which moves on.
+KVLOOM_INLINE const char* as_run(const Lines& lines, const char* from, char*& scratch) {
+  if (lines.is_run) return from;
+  char* copy = scratch;
+  scratch += aligned(lines.row_bytes());
+  gather_row(lines, from, copy);
+  return copy;
+}
+
+/// Puts a run where a row belongs.
+KVLOOM_INLINE void put_row(const Lines& lines, char* to, const char* run, bool stream) {
+  if (lines.is_run) {
+    if (to != run) move_run(to, run, lines.row_bytes(), stream);
+  } else {
+    scatter_row(lines, to, run);
+  }
+}
+
+KVLOOM_INLINE void move_row(const Plan& plan, const Place& at, char* scratch, bool stream) {
+  if (plan.convert == nullptr && plan.repeat == 1 && plan.to.is_run && !plan.from.is_run) {
+    return gather_row(plan.from, at.from, at.to);
+  }
+  const char* in = as_run(plan.from, at.from, scratch);
+  const char* out = in;
+  if (plan.convert != nullptr) {
+    const char* in_scale = plan.has_from_scale ? as_run(plan.from_scale, at.from_scale, scratch) : nullptr;
+    const bool in_place = plan.to.is_run && !(stream && is_lines(at.to, plan.to.row_bytes()));
+    char* codes = in_place ? at.to : scratch;
+    if (!in_place) scratch += aligned(plan.to.row_bytes());
+    char* scales = plan.to_scale.is_run ? at.to_scale : scratch;
+    plan.convert({in, in_scale, codes, scales, plan.count, plan.group});
+    if (plan.has_to_scale) put_row(plan.to_scale, at.to_scale, scales, false);
+    out = codes;
+  }
+  for (int64_t r = 0; r < plan.repeat; ++r) put_row(plan.to, at.to + r * plan.repeat_stride, out, stream);
+}
+
+/// Tokens whose addresses are worked out together.
+constexpr int kTile = 16;
+
+/// Asks for the row of the next head, which no hardware foresees.
+KVLOOM_INLINE void prefetch_row(const Plan& plan, const Place& at, bool stream) {
+  const int64_t from_bytes = plan.from.row_bytes(), to_bytes = plan.to.row_bytes();
+  for (int64_t i = 0; i < from_bytes; i += 64) __builtin_prefetch(at.from + plan.from.head + i, 0, 2);
+  if (plan.has_from_scale) __builtin_prefetch(at.from_scale + plan.from_scale.head, 0, 2);
+  if (stream || !plan.to.is_run) return;
+  for (int64_t i = 0; i < to_bytes; i += 64) __builtin_prefetch(at.to + plan.to.head + i, 1, 2);
+}
+
+/// Moves the rows of a tile of tokens in the order in which they are read: reading out of order costs more
+/// than writing so. Where a head's rows of neighbouring slots lie side by side, that is head by head.
+inline void move_tile(const Plan& plan, Place* places, int num_tokens, char* scratch, bool stream) {
+  if (!plan.is_head_major) {
+    for (int i = 0; i < num_tokens; ++i) {
+      Place at = places[i];
+      for (int64_t h = 0; h < plan.rows; ++h, at = plan.next_head(at)) move_row(plan, at, scratch, stream);
+    }
+    return;
+  }
+  for (int64_t h = 0; h < plan.rows; ++h) {
+    for (int i = 0; i < num_tokens; ++i) {
+      if (h + 1 < plan.rows) prefetch_row(plan, places[i], stream);
+      move_row(plan, places[i], scratch, stream);
+      places[i] = plan.next_head(places[i]);
+    }
+  }
+}
+
+/// Tokens `[begin, end)` of a store, a load or a copy.
+inline void move(const MoveArgs& args, int64_t begin, int64_t end, char* scratch) {
+  Plan plans[kMaxMoves];
+  for (int m = 0; m < args.num_moves; ++m) plans[m] = plan_of(args.moves[m]);
+  for (int64_t first = begin; first < end; first += kTile) {
+    int64_t from[kTile], to[kTile];
+    int num_tokens = 0;
+    for (int64_t t = first; t < end && t < first + kTile; ++t) {
+      const int64_t target = args.to_slots[t];
+      if (target < 0) continue;
+      from[num_tokens] = args.from_slots[t];
+      to[num_tokens++] = target;
+    }
+    for (int m = 0; m < args.num_moves; ++m) {
+      const Plan& plan = plans[m];
+      Place places[kTile];
+      for (int i = 0; i < num_tokens; ++i) places[i] = plan.place(from[i], to[i]);
+      move_tile(plan, places, num_tokens, scratch, args.stream);
+    }
+  }
+  if (args.stream) finish_stream();
+}
+
+}  // namespace kvloom::KVLOOM_ISA::rows

@@ -1,0 +1,75 @@
+"""The compiled backend: finds the library, loads it, chooses the instruction set.
+
+``csrc`` has the kernels. Loading registers them under the CPU dispatch key; without a library every operator
+runs on the reference.
+"""
+
+import ctypes
+import logging
+import os
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from kvloom.errors import ConfigError
+
+COMPILED: Final = ("store", "load", "copy")
+"""The operators that have a compiled kernel."""
+
+_REMEDY: Final = (
+    "pip install scikit-build-core cmake ninja && "
+    "pip install --no-build-isolation --no-cache-dir --force-reinstall --no-deps kvloom"
+)
+
+
+def find_library(folders: Iterable[str]) -> Path | None:
+    """The compiled library in one of ``folders``; an editable install has a folder for what was built."""
+    suffixes = (".so", ".dylib")
+    places = (Path(folder) / f"libkvloom_cpu{suffix}" for folder in folders for suffix in suffixes)
+    return next((place for place in places if place.exists()), None)
+
+
+def load_library() -> tuple[str | None, str | None]:
+    """Load the library and choose by the environment's ``KVLOOM_ISA``, or the best that this machine runs.
+
+    ``KVLOOM_LIBRARY`` names another library than the installed one.
+
+    Returns:
+        The instruction set, and ``None``; or ``None``, and the sentence why there is none.
+
+    Raises:
+        ConfigError: ``KVLOOM_ISA`` is unknown, or this machine lacks it.
+    """
+    named = os.environ.get("KVLOOM_LIBRARY")
+    path = Path(named) if named else find_library(sys.modules[__package__ or ""].__path__)
+    if path is None:
+        return (
+            None,
+            "this installation has no compiled kernels (no C++20 compiler or torch when it was built)",
+        )
+    try:
+        torch.ops.load_library(path)
+    except OSError as error:
+        return None, f"the compiled kernels do not load into torch {torch.__version__}: {error}"
+    library = ctypes.CDLL(str(path))
+    library.kvloom_isa.restype = ctypes.c_char_p
+    wanted = os.environ.get("KVLOOM_ISA")
+    if wanted:
+        refused = library.kvloom_choose_isa(wanted.encode())
+        if refused:
+            why = "one that this machine has" if refused == 1 else "baseline, avx2 or avx512"
+            raise ConfigError(f"KVLOOM_ISA must be {why}, got {wanted!r}")
+    return library.kvloom_isa().decode(), None
+
+
+ISA, WHY_NOT = load_library()
+if WHY_NOT is not None:
+    logging.getLogger("kvloom").warning(
+        "%s: store, load and copy run in plain torch, several times slower. Remedy: install a C++20 compiler "
+        "and torch>=2.10, then %s",
+        WHY_NOT,
+        _REMEDY,
+    )

@@ -1,0 +1,276 @@
+"""The compiled backend does to every byte what the reference does."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from ops.pools import ALL_AXES, Kind, Pool, as_integers, make_pool, new_tokens
+from oracles.bits import FLOATS, assert_same_bits, generator, poison
+from torch import Tensor
+
+from kvloom import KVSpec, KVView, QuantSpec, ops
+from kvloom.errors import ArgumentError
+from kvloom.ops import schemas
+from kvloom.ops.impl import cpu
+
+pytestmark = pytest.mark.skipif(cpu.ISA is None, reason=f"no compiled backend: {cpu.WHY_NOT}")
+
+KINDS = [
+    *map(Kind, (*FLOATS, torch.int8, torch.int64, torch.float8_e5m2)),
+    *(Kind(torch.int8, 8, 4, dtype) for dtype in FLOATS),
+    *(Kind(torch.uint8, 4, 2, dtype) for dtype in FLOATS),
+]
+SPECIAL = [0.0, -0.0, 1e-45, -1e-40, 5e-39, 1.2e-38, 6e-8, 6.1e-5, 1e-5, 7e-5, 0.5, 1.0, -127.5, 65504.0,
+           65520.0, -7e4, 3.38e38, 3.4028e38, float("inf"), -float("inf"), float("nan")]  # fmt: skip
+
+
+def twins(axes: str, kind: Kind, **sizes: int) -> tuple[Pool, Pool]:
+    """Two pools with the same bytes."""
+    return make_pool(axes, kind, strided=True, **sizes), make_pool(axes, kind, strided=True, **sizes)
+
+
+def assert_twins(a: Pool, b: Pool, *, any_nan: bool = False) -> None:
+    """Every byte of both pools, gaps included; ``any_nan`` where values were cast."""
+    for name in a.bases:
+        if any_nan and not a.kind.bits:
+            assert_same_bits(a.bases[name], b.bases[name], name, any_nan=True)
+        else:
+            assert_same_bits(as_integers(a.bases[name]), as_integers(b.bases[name]), name)
+
+
+def quantize_both(x: Tensor, bits: int, group: int, scale_dtype: torch.dtype) -> None:
+    """Store ``x``, ``[T, H, D]``, by both backends: the same codes, scales and values, bit for bit."""
+    spec = KVSpec(1, x.shape[1], x.shape[2], layout="B S H D", quant=QuantSpec(bits, group, scale_dtype))
+    slots = torch.arange(x.shape[0])
+    stored = {}
+    for backend in ("cpu", "reference"):
+        cache, scale = spec.empty(x.shape[0], 1)
+        assert scale is not None
+        view = KVView.split(spec.axes, cache, None, scale)
+        ops.store(x, None, slots, view, backend=backend)
+        stored[backend] = (cache, scale, view)
+    assert_same_bits(stored["cpu"][0], stored["reference"][0], "codes")
+    assert_same_bits(as_integers(stored["cpu"][1]), as_integers(stored["reference"][1]), "scales")
+    for dtype in FLOATS:
+        got, want = (
+            ops.load(slots, stored["cpu"][2], dtype=dtype, backend=b)[0] for b in ("cpu", "reference")
+        )
+        assert_same_bits(got, want, "values", any_nan=True)
+
+
+# --- numbers ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scale_dtype", FLOATS)
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize(("bits", "width"), [(8, 24), (8, 33), (8, 80), (4, 24), (4, 80), (8, 128), (4, 128)])
+def test_codes_of_every_group(bits: int, width: int, dtype: torch.dtype, scale_dtype: torch.dtype) -> None:
+    rng = generator(width)
+    x = torch.randn(5, 3, width, generator=rng) * 10.0 ** (torch.rand(5, 3, 1, generator=rng) * 12 - 7)
+    x[0, 0] = 0.0
+    for group in (g for g in range(1, width + 1) if width % g == 0 and not (bits == 4 and g % 2)):
+        quantize_both(x.to(dtype), bits, group, scale_dtype)
+
+
+@pytest.mark.parametrize("scale_dtype", FLOATS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("bits", [8, 4])
+def test_every_16_bit_pattern_as_the_largest_of_its_group(
+    bits: int, dtype: torch.dtype, scale_dtype: torch.dtype
+) -> None:
+    pattern = torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(dtype)
+    parts = torch.linspace(-1, 1, 16).to(torch.float32)
+    x = (pattern.float().unsqueeze(1) * parts).to(dtype)
+    x[:, 3] = pattern
+    for group in (8, 16):
+        quantize_both(x.view(1 << 12, 16, 16), bits, group, scale_dtype)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_special_values_beside_each_other(dtype: torch.dtype, bits: int) -> None:
+    pairs = torch.tensor(list(itertools.product(SPECIAL, SPECIAL)))
+    x = torch.cat((pairs, pairs.new_full((len(pairs), 6), 1e-3)), dim=1).to(dtype)
+    for group, scale_dtype in itertools.product((2, 4, 8), FLOATS):
+        quantize_both(x.unsqueeze(1), bits, group, scale_dtype)
+
+
+@pytest.mark.parametrize("scale_dtype", FLOATS)
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("group", [4, 8, 24])
+def test_any_scale_and_code_is_read_alike(bits: int, scale_dtype: torch.dtype, group: int) -> None:
+    heads, width = 256, 24
+    spec = KVSpec(1, heads, width, layout="B S H D", quant=QuantSpec(bits, group, scale_dtype))
+    cache, _ = spec.empty(64, 1)
+    cache.view(torch.int8).random_(-128, 128, generator=generator(1))
+    scale = poison((64, 1, heads, width // group), scale_dtype, generator(2))
+    scale.flatten()[: len(SPECIAL)] = torch.tensor(SPECIAL).to(scale_dtype)
+    view = KVView.split(spec.axes, cache, None, scale)
+    for dtype in FLOATS:
+        got, want = (
+            ops.load(torch.arange(64), view, dtype=dtype, backend=b)[0] for b in ("cpu", "reference")
+        )
+        assert_same_bits(got, want, "values", any_nan=True)
+
+
+@pytest.mark.parametrize("cache", FLOATS)
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_casts_round_alike(dtype: torch.dtype, cache: torch.dtype) -> None:
+    width = torch.finfo(dtype).bits
+    bits = torch.randint(-(1 << (width - 1)), 1 << (width - 1), (1 << 16,), generator=generator(3))
+    if width == 16:
+        bits = torch.arange(-(1 << 15), 1 << 15)
+    x = bits.to(torch.int32 if width == 32 else torch.int16).view(dtype)
+    x[: len(SPECIAL)] = torch.tensor(SPECIAL).to(dtype)
+    x = x.view(64, 16, 64)
+    got, want = torch.zeros(2, 64, 1, 16, 64, dtype=cache)
+    for target, backend in ((got, "cpu"), (want, "reference")):
+        spec = KVSpec(1, 16, 64, cache, "B S H D")
+        ops.store(x, None, torch.arange(64), KVView.split(spec.axes, target, None), backend=backend)
+    assert_same_bits(got, want, "cache", any_nan=dtype != cache)
+
+
+# --- places -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("axes", ALL_AXES)
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_layouts_are_written_read_and_copied_alike(axes: str, kind: Kind) -> None:
+    ours, theirs = twins(axes, kind, heads=3, head_dim=16, value_dim=16 if "2" in axes.split() else 24)
+    dtype = torch.bfloat16 if kind.bits or kind.dtype in FLOATS else kind.dtype
+    key, value = (new_tokens(6, ours, dtype, i, part) for i, part in enumerate(("key", "value")))
+    slots = torch.tensor([9, -1, 0, 4, 5, 11], dtype=torch.int32)
+    between = torch.tensor([4, 9, 0]), torch.tensor([0, 2, 9])
+    for pool, backend in ((ours, "cpu"), (theirs, "reference")):
+        ops.store(key, value, slots, pool.view(), backend=backend)
+        ops.copy(pool.view(), between[0], pool.view(), between[1], backend=backend)
+    assert_twins(ours, theirs, any_nan=dtype != kind.dtype)
+    everything = torch.arange(12)
+    out = dtype if kind.bits else kind.dtype
+    for repeat in (1, 3):
+        loaded = [
+            ops.load(everything, ours.view(), dtype=out, num_repeat=repeat, backend=b)
+            for b in ("cpu", "reference")
+        ]
+        for got, want in zip(*loaded, strict=True):
+            if kind.bits:
+                assert_same_bits(got, want, "loaded", any_nan=True)
+            else:
+                assert_same_bits(as_integers(got), as_integers(want), "loaded")
+
+
+@given(st.data())
+def test_any_call_is_done_alike(data: st.DataObject) -> None:
+    kind = data.draw(st.sampled_from(KINDS), label="kind")
+    unit = max(kind.group, 4) if kind.bits else 4  # what layouts split D by, counted in codes
+    unit *= 2 if kind.bits == 4 else 1
+    sizes = {
+        "heads": data.draw(st.integers(1, 4), label="heads"),
+        "head_dim": unit * data.draw(st.integers(1, 9), label="width"),
+        "blocks": 3 * data.draw(st.integers(1, 3), label="blocks"),
+        "block_size": 2 * data.draw(st.integers(1, 6), label="block size"),
+    }
+    axes, other_axes = (data.draw(st.sampled_from(ALL_AXES), label="axes") for _ in range(2))
+    if "2" not in axes.split() + other_axes.split():
+        sizes["value_dim"] = unit * data.draw(st.integers(1, 9), label="value width")
+    ours, theirs = twins(axes, kind, **sizes)
+    other = make_pool(other_axes, kind, seed=5, **sizes)
+    mine = make_pool(other.axes, kind, seed=5, **sizes)
+    floats = kind.bits or kind.dtype in FLOATS
+    dtype = data.draw(st.sampled_from(FLOATS), label="dtype") if floats else kind.dtype
+    slots = data.draw(
+        st.lists(st.integers(-3, ours.num_slots - 1), max_size=20, unique=True).map(torch.tensor),
+        label="slots",
+    ).long()
+    order = data.draw(st.sampled_from([(0, 1, 2), (1, 0, 2), (2, 1, 0), (1, 2, 0)]), label="order in memory")
+    back = [order.index(i) for i in range(3)]
+    key, value = (
+        new_tokens(len(slots), ours, dtype, i, part).permute(order).contiguous().permute(back)
+        for i, part in enumerate(("key", "value"))
+    )
+    for pool, target, backend in ((ours, mine, "cpu"), (theirs, other, "reference")):
+        ops.store(key, value, slots, pool.view(), backend=backend)
+        kept = slots[slots >= 0]
+        ops.copy(pool.view(), kept, target.view(), kept.flip(0), backend=backend)
+    assert_twins(ours, theirs, any_nan=dtype != kind.dtype)
+    assert_twins(mine, other, any_nan=dtype != kind.dtype)
+
+
+@pytest.mark.parametrize("axes", ["B S H D", "B H S D", "B (H D/16) S D%16", "T H D"])
+@pytest.mark.parametrize(
+    "kind", [Kind(torch.float32), Kind(torch.bfloat16), Kind(torch.int8, 8, 64)], ids=str
+)
+def test_many_tokens_by_several_threads_and_past_the_caches(axes: str, kind: Kind) -> None:
+    torch.set_num_threads(2)
+    ours, theirs = twins(axes, kind, heads=8, head_dim=64, blocks=256, block_size=16)
+    x = torch.randn(4000, 8, 64, generator=generator(0)).bfloat16()
+    slots = torch.randperm(4096, generator=generator(1))[:4000]
+    for pool, backend in ((ours, "cpu"), (theirs, "reference")):
+        ops.store(x, x, slots, pool.view(), backend=backend)
+        ops.copy(pool.view(), slots, pool.view(), slots.roll(1), backend=backend)
+    assert_twins(ours, theirs)
+    loaded = [ops.load(slots, ours.view(), dtype=torch.float32, backend=b)[0] for b in ("cpu", "reference")]
+    assert_same_bits(*loaded, "loaded")
+
+
+def test_streamed_lines_of_a_pool_that_is_not_aligned() -> None:
+    spec = KVSpec(1, 8, 64, torch.float32, "B S H D")
+    x = torch.randn(2048, 8, 64, generator=generator(0))
+    for shift in (0, 1, 16):
+        memory = torch.zeros(2048 * 512 + 64)
+        cache = memory[shift : shift + 2048 * 512].view(128, 16, 8, 64)
+        ops.store(x, None, torch.arange(2048), KVView.split(spec.axes, cache, None), backend="cpu")
+        assert torch.equal(cache.view(2048, 8, 64), x)
+        assert not memory[:shift].any()
+        assert not memory[shift + 2048 * 512 :].any()
+
+
+@pytest.mark.parametrize("index", [torch.int64, torch.int32])
+def test_refusals_read_as_the_references_do(index: torch.dtype) -> None:
+    pool = make_pool("B S H D", Kind(torch.float32))
+    x = torch.zeros(3, 2, 8)
+    bad, good = torch.tensor([3, 12, 99], dtype=index), torch.tensor([0, 1, 2], dtype=index)
+    negative = torch.tensor([1, -4, 2], dtype=index)
+    kv = pool.view()
+    calls = [
+        lambda b: ops.store(x, x, bad, kv, backend=b),
+        lambda b: ops.load(bad, kv, backend=b),
+        lambda b: ops.load(negative, kv, backend=b),
+        lambda b: ops.copy(kv, bad, kv, good, backend=b),
+        lambda b: ops.copy(kv, good, kv, negative, backend=b),
+    ]
+    for call in calls:
+        messages = []
+        for backend in ("cpu", "reference"):
+            with pytest.raises(ArgumentError) as raised:
+                call(backend)
+            assert type(raised.value) is ArgumentError
+            messages.append(str(raised.value))
+        assert messages[0] == messages[1]
+    pool.check()
+
+
+def test_the_bare_operators_stay_within_tensors_that_do_not_fit() -> None:
+    cache, small = torch.zeros(2, 1, 4, 2, 1, 8), torch.zeros(1, 1, 4, 2, 1, 8)
+    scale, slots, x = torch.zeros(2, 1, 4, 2, 1, 3), torch.tensor([7]), torch.zeros(1, 2, 8)
+    codes = cache.to(torch.int8)
+    calls = [
+        lambda: schemas.store(x[:, :1], None, slots, cache, None, None, None),
+        lambda: schemas.store(x, x[:0], slots, cache, cache, None, None),
+        lambda: schemas.store(x, x, slots, cache, small, None, None),
+        lambda: schemas.store(x, None, slots.repeat(2), cache, None, None, None),
+        lambda: schemas.store(x.double(), None, slots, cache, None, None, None),
+        lambda: schemas.store(x[0], None, slots, cache, None, None, None),
+        lambda: schemas.store(x, None, slots, codes, None, scale, None),
+        lambda: schemas.load(slots, cache, small, None, None, torch.float32, 1),
+        lambda: schemas.load(slots, codes, None, None, None, torch.float32, 1),
+        lambda: schemas.copy([cache, cache], slots, [cache, small], slots),
+        lambda: schemas.copy([cache], slots, [codes], slots),
+    ]
+    for call in calls:
+        with pytest.raises(ValueError, match="must"):
+            call()
