@@ -192,6 +192,22 @@ def test_without_a_mask_the_module_or_the_argument_says_whether_it_is_causal() -
         torch.testing.assert_close(actual, expected.transpose(1, 2), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("heads", [1, 4])
+@pytest.mark.parametrize("kind", [torch.bool, torch.float32], ids=str)
+def test_a_given_mask_says_all(rows: int, heads: int, kind: torch.dtype) -> None:
+    """Of one row or head it serves all of them; later columns are seen where it says so."""
+    query, key, value = (torch.randn(2, n, m, 8) for n, m in ((4, 3), (2, 5), (2, 5)))
+    seen = torch.rand(rows, heads, 3, 5) < 0.7
+    seen[..., 0] = seen[..., 0, 4] = True
+    mask = seen if kind == torch.bool else torch.zeros(seen.shape).masked_fill(~seen, float("-inf"))
+    out, _ = attention(torch.nn.Module(), query, key, value, mask, scaling=0.3)
+    scores = query @ key.repeat_interleave(2, 1).mT * 0.3
+    weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+    expected = (weights @ value.repeat_interleave(2, 1)).transpose(1, 2)
+    torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
+
+
 def test_plain_masks_stay_compact() -> None:
     padding = torch.ones(2, 9, dtype=torch.bool)
     assert attention_mask(**build_mask(2, 4, 9, padding, None)) is None

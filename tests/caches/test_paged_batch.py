@@ -1,0 +1,97 @@
+"""The sequences of a paged cache by example: what steps, removals and refusals leave behind."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+from oracles.bits import generator
+from torch import Tensor
+
+from kvloom.caches import PagedBatch, PagedFormat, PagedLayer
+from kvloom.caches.batch import ROLLBACK
+from kvloom.errors import ShapeError, StateError
+
+CPU = torch.device("cpu")
+
+
+def tokens(rows: int, count: int, seed: int = 0) -> Tensor:
+    return torch.randn(rows, 2, count, 8, generator=generator(seed))
+
+
+def two_layers(window: int | None = None, page_size: int = 4) -> tuple[PagedBatch, list[PagedLayer]]:
+    """Layers over one batch, both empty."""
+    batch = PagedBatch(PagedFormat(page_size=page_size), window)
+    return batch, [PagedLayer(batch.format, batch, i) for i in range(2)]
+
+
+def test_tokens_of_a_wrong_shape_take_no_pages() -> None:
+    batch, (layer, _) = two_layers()
+    layer.append(tokens(2, 4), tokens(2, 4))
+    with pytest.raises(ShapeError, match="key must have 2 heads of 8"):
+        layer.append(torch.ones(2, 1, 3, 8), torch.ones(2, 1, 3, 8))
+    assert (batch.num_columns, batch.num_pages_held) == (4, 2)
+
+
+def test_placements_of_earlier_steps_are_let_go() -> None:
+    """A table for every step of a long text would take memory with the square of its length."""
+    batch, (layer, _) = two_layers()
+    layer.append(tokens(1, 1), tokens(1, 1))
+    seen = weakref.ref(batch.place(0, 1, CPU))
+    layer.append(tokens(1, 1), tokens(1, 1))
+    gc.collect()
+    assert seen() is None
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_as_many_tokens_as_promised_can_be_removed_behind_a_window(page_size: int) -> None:
+    batch, (layer, _) = two_layers(window=10, page_size=page_size)
+    layer.append(tokens(1, 300), tokens(1, 300))
+    with pytest.raises(StateError, match="sequence 0 must keep at least"):
+        batch.remove([ROLLBACK + page_size])
+    batch.remove([ROLLBACK])
+    assert batch.num_columns == 300 - ROLLBACK
+
+
+def test_a_removal_gives_back_what_the_last_step_has_passed() -> None:
+    batch, (layer, _) = two_layers(window=10)
+    layer.append(tokens(1, 40), tokens(1, 40))
+    layer.append(tokens(1, 300), tokens(1, 300))
+    assert batch.passed is not None
+    held = batch.num_pages_held
+    batch.remove([0])
+    assert batch.passed is None
+    assert batch.num_pages_held < held
+
+
+def test_a_refused_removal_within_a_step_leaves_the_step_whole() -> None:
+    batch, layers = two_layers(window=10)
+    first, second = tokens(1, 40), tokens(1, 300, 1)
+    for layer in layers:
+        layer.append(first, first)
+    read = [layers[0].append(second, second)]
+    with pytest.raises(StateError, match="sequence 0 must keep at least"):
+        batch.remove([200])
+    read.append(layers[1].append(second, second))
+    for stored in read:
+        assert torch.equal(stored.gather(torch.float32)[0], torch.cat([first[:, :, -9:], second], dim=2))
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_every_layer_has_the_rows_of_the_batch(rows: int) -> None:
+    batch, (first, second) = two_layers()
+    first.append(tokens(2, 4), tokens(2, 4))
+    with pytest.raises(ShapeError, match=f"key must have the 2 sequences of this cache, got {rows}"):
+        second.append(tokens(rows, 6), tokens(rows, 6))
+    assert (batch.num_columns, second.num_tokens, second.nbytes) == (4, 0, 0)
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_pages_taken_in_inference_mode_can_be_written_outside_it(window: int | None) -> None:
+    _, (layer, _) = two_layers(window)
+    with torch.inference_mode():
+        layer.append(tokens(2, 5), tokens(2, 5))
+    layer.append(tokens(2, 1, 1), tokens(2, 1, 1))
+    assert torch.equal(layer.gather(torch.float32)[0][:, :, -1:], tokens(2, 1, 1))
