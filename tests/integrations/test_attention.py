@@ -294,7 +294,7 @@ def test_what_it_cannot_do_is_refused(options: dict[str, Any]) -> None:
 
 def test_a_mask_of_two_axes_is_refused() -> None:
     x = torch.randn(1, 4, 3, 8)
-    with pytest.raises(ArgumentError, match=r"attention_mask must have 4 axes, got \[1, 3\]"):
+    with pytest.raises(ArgumentError, match=r"attention_mask must have 4 axes and 3 columns, got \[1, 3\]"):
         attention(torch.nn.Module(), x, x, x, torch.ones(1, 3))
 
 

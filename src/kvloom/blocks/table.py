@@ -45,6 +45,11 @@ class BlockTable:
         """The pages in order, only the last one partly filled; valid until the table changes."""
         return tuple(self._held())
 
+    @property
+    def num_blocks(self) -> int:
+        """Pages held."""
+        return len(self._held())
+
     def slot(self, position: int) -> int:
         """Slot of token ``position``: ``block id * page_size + offset``. Valid until the table changes."""
         blocks = self._held()

@@ -40,8 +40,8 @@ class PagedBatch:
         self._tables: list[BlockTable] = []
         self._begin: list[int] = []  # of each sequence, the column of its first token,
         self._first: list[int] = []  # and of the first one that is still held
-        self._index: CacheIndex | None = None
-        self._placements: dict[tuple[int, int], Placement] = {}
+        self._index: dict[torch.device, CacheIndex] = {}
+        self._placements: dict[tuple[int, int, torch.device], Placement] = {}
         weakref.finalize(self, _release, self._tables)
         self.memory.batches.add(self)
 
@@ -112,24 +112,24 @@ class PagedBatch:
         else:
             tables = self._tables or new
             if self.memory.append(tables, [end - start] * batch):
-                self._index = None
+                self._index.clear()
             self._placements.clear()
             self._tables[:], self._begin[:], self._first[:] = tables, begin, first
 
     def place(self, start: int, end: int, device: torch.device) -> Placement:
         """Columns ``start .. end`` of every sequence; the same object until something changes."""
-        if (start, end) not in self._placements:
-            if self._index is None or self._index.table.device != device:
+        if (start, end, device) not in self._placements:
+            if device not in self._index:
                 pages = _padded([[ref.id for ref in table.blocks] for table in self._tables], device)
-                self._index = CacheIndex.blocks(pages, self.format.page_size)
+                self._index[device] = CacheIndex.blocks(pages, self.format.page_size)
             first = torch.tensor(self._first, device=device)
-            self._placements[start, end] = Placement(
-                self._index,
+            self._placements[start, end, device] = Placement(
+                self._index[device],
                 lengths=end - first,
                 num_columns=end - start,
                 origins=start - first if start or any(self._first) else None,
             )
-        return self._placements[start, end]
+        return self._placements[start, end, device]
 
     def first_held(self, column: int) -> list[int]:
         """Of each sequence, the first column at or behind ``column`` that is held."""
@@ -142,6 +142,10 @@ class PagedBatch:
             StateError: as ``expect_removable``; nothing was changed.
         """
         self.expect_removable(counts)
+        if self._reaches_passed(counts):
+            end = self.num_columns
+            self._restore_passed()
+            counts = [count - end + self.num_columns for count in counts]
         self._forget_passed()
         end = self.num_columns
         ends = [max(end - count, begin) for begin, count in zip(self._begin, counts, strict=True)]
@@ -159,7 +163,7 @@ class PagedBatch:
 
     def expect_removable(self, counts: Sequence[int]) -> None:
         """Raise StateError if tokens that follow such a ``remove`` would see some that are gone."""
-        if self.window is None:
+        if self.window is None or self._reaches_passed(counts):
             return
         for b, (begin, first, count) in enumerate(zip(self._begin, self._first, counts, strict=True)):
             kept = max(self.num_columns - count, begin)
@@ -199,6 +203,7 @@ class PagedBatch:
     def clear(self) -> None:
         """Forget all sequences; the memory is given back if no fork uses it."""
         self._replace([], [], [])
+        self.is_recording = False
         self.memory.give_back()
 
     def _num_passed(self, end: int, first: Sequence[int]) -> list[int]:
@@ -214,7 +219,7 @@ class PagedBatch:
             if num_tokens:
                 self._tables[b].drop_front(num_tokens // self.format.page_size)
                 self._first[b] += num_tokens
-                self._index = None
+                self._index.clear()
 
     def _twin(self, tables: Sequence[BlockTable]) -> "PagedBatch":
         """A batch of the same state that holds ``tables``."""
@@ -232,13 +237,30 @@ class PagedBatch:
         self._tables[:], self._begin, self._first = tables, list(begin), list(first)
         self._changed()
 
+    def _reaches_passed(self, counts: Sequence[int]) -> bool:
+        """Whether a removal goes back to before this step, where everything still is."""
+        passed = self.passed
+        return (
+            passed is not None
+            and passed.size > 0
+            and (max(self.num_columns - count for count in counts) <= passed.num_columns)
+        )
+
+    def _restore_passed(self) -> None:
+        passed, self.passed = self.passed, None
+        if passed is not None:
+            tables = passed.tables
+            passed._tables.clear()
+            _release(self._tables)
+            self._hold(tables, passed._begin, passed._first)
+
     def _forget_passed(self) -> None:
         if self.passed is not None:
             self.passed._replace([], [], [])
             self.passed = None
 
     def _changed(self) -> None:
-        self._index = None
+        self._index.clear()
         self._placements.clear()
 
 

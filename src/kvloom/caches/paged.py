@@ -70,7 +70,7 @@ class PagedLayer:
         storage.grow(self.batch.num_pages)
         self.batch.storages[self.index] = storage
         self.num_tokens = end
-        if self.batch.passed is not None:
+        if self.batch.passed is not None and num_new:
             return self._append_beyond_window(key, value, storage, self.batch.passed)
         new = self.batch.place(start, end, key.device).slots
         _store(key, value, new, storage)
@@ -130,8 +130,7 @@ class PagedLayer:
         begin = [first] * rows
         if start > first:
             old, begin = passed.place(first, start, device).slots, passed.first_held(first)
-            held = torch.arange(first, start, device=device) >= torch.tensor(begin, device=device)[:, None]
-            ops.copy(storage.view, old[held], step.view, slots[:, : start - first][held])
+            ops.copy(storage.view, old.flatten(), step.view, slots[:, : start - first].flatten())
         _store(key, value, slots[:, start - first :], step)
         for b, column in enumerate(self.batch.first_held(first)):
             target = self.batch.place(column, end, device).slots[b]

@@ -78,18 +78,18 @@ class StaticPagedLayer:
             ShapeError: B, H, a head dim or the device is not as allocated; nothing was written.
             StateError: they do not fit (compiled: ArgumentError of ``store``); nothing was written.
         """
-        if self.storage is None:
+        compiling = torch.compiler.is_compiling()
+        if self.storage is None or (not compiling and key.shape[0] != self.size and self.num_tokens == 0):
             self.allocate(key, value)
         storage, rows, num_new = self._allocated(), self.size, key.shape[2]
         storage.expect_fits(key, value, rows)
-        if not torch.compiler.is_compiling() and (length := self.num_tokens) + num_new > self.max_tokens:
+        if not compiling and (length := self.num_tokens) + num_new > self.max_tokens:
             raise StateError(
                 f"max_tokens must hold {num_new} more tokens, got {self.max_tokens} with {length} taken"
             )
         position = self.length + torch.arange(num_new, device=key.device)
+        # Sequences are full together: then the slots of the last one are nobody's, and nothing is stored.
         slots = self._index.table + position
-        # A token that does not fit gets a slot that is nobody's, not one of the next sequence.
-        slots = torch.where(position < self.max_tokens, slots, rows * self.max_tokens)
         ops.store(
             key.transpose(1, 2).flatten(0, 1),
             value.transpose(1, 2).flatten(0, 1),

@@ -149,17 +149,17 @@ class PagedMemory:
         Raises:
             OutOfBlocks: ``format.max_tokens`` is reached; nothing was changed.
         """
-        before = self.pool.num_free, self.pool.num_evictable, self.pool.num_blocks
+        before = sum(table.num_blocks for table in tables)
         copies = self._append(tables, num_tokens)
         if copies:
             for storage in self.storages.values():
                 storage.grow(self.pool.num_blocks)
             copy_pages(self.storages.values(), copies, self.format.page_size)
-        return before != (self.pool.num_free, self.pool.num_evictable, self.pool.num_blocks)
+        return bool(copies) or before != sum(table.num_blocks for table in tables)
 
     def give_back(self) -> None:
-        """Free the tensors if no page is held."""
-        if not self.is_kept and not self.pool.num_active:
+        """Free the tensors if nobody is left who could use them."""
+        if not self.is_kept and not any(batch.size for batch in self.batches):
             self.storages.clear()
             self.pool = BlockPool(0)
 

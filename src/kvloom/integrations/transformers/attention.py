@@ -149,9 +149,13 @@ def attention(
         if attention_mask is not None:
             causal, first = True, attention_mask[:, 0, 0, 0]
     else:
-        if attention_mask.ndim != 4:
-            raise ArgumentError(f"attention_mask must have 4 axes, got {list(attention_mask.shape)}")
-        causal, mask = False, attention_mask[..., : tokens.placement.num_columns]
+        mask, num_columns = attention_mask, tokens.placement.num_columns
+        # A cache of fixed length may have fewer columns than a mask; those of a window are not the first.
+        if mask.ndim != 4 or mask.shape[3] < num_columns or (tokens.window and mask.shape[3] > num_columns):
+            raise ArgumentError(
+                f"attention_mask must have 4 axes and {num_columns} columns, got {list(mask.shape)}"
+            )
+        causal, mask = False, mask[..., :num_columns]
     if position_bias is not None:
         if mask is None:
             mask = visible(first, causal, tokens.window, query.shape[2], tokens.placement)

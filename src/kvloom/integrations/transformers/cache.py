@@ -2,10 +2,11 @@
 
 import copy
 import logging
+import operator
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Final
+from typing import Any, Final, SupportsIndex
 
 import torch
 import transformers
@@ -15,7 +16,7 @@ from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLa
 
 from kvloom.caches import PagedBatch, PagedFormat, PagedLayer, StaticPagedLayer
 from kvloom.core.specs import QuantSpec
-from kvloom.errors import ArgumentError, StateError, UnsupportedError
+from kvloom.errors import ArgumentError, KVError, StateError, UnsupportedError
 from kvloom.integrations.transformers.layers import (
     HybridKVCacheLayer,
     KVCacheLayer,
@@ -51,6 +52,10 @@ class KVCache(DynamicCache):  # type: ignore[misc]
     def __init__(self, layers: list[Any]) -> None:
         Cache.__init__(self, layers=layers)
         self.is_frozen = False
+        found = (x.pages.batch for x in self._own_layers if isinstance(x.pages, PagedLayer))
+        # That of full attention comes first: it takes the most pages, so it is the first to have too few.
+        self.batches = sorted(dict.fromkeys(found), key=lambda batch: batch.window is not None)
+        """The sequences, once for each window: layers of one window share their pages."""
 
     @classmethod
     def for_model(
@@ -116,13 +121,8 @@ class KVCache(DynamicCache):  # type: ignore[misc]
 
     def to_legacy_cache(self) -> tuple[tuple[Tensor, Tensor], ...]:
         """Keys and values ``[B, H, N, D]`` of each layer, gathered."""
-        return tuple((layer.keys, layer.values) for layer in self.layers)
-
-    @property
-    def batches(self) -> list[PagedBatch]:
-        """The sequences, once for each window: layers of one window share their pages."""
-        found = (x.pages.batch for x in self._own_layers if isinstance(x.pages, PagedLayer))
-        return list(dict.fromkeys(found))
+        length = int(self.get_seq_length())
+        return tuple((layer.keys[:, :, :length], layer.values[:, :, :length]) for layer in self.layers)
 
     @property
     def nbytes(self) -> int:
@@ -150,8 +150,43 @@ class KVCache(DynamicCache):  # type: ignore[misc]
     ) -> tuple[States, States]:
         """Store ``[B, H, Q, D]`` in a layer and return what attention reads there, ``[B, H, N, D]``."""
         self._expect_thawed()
+        layer = self.layers[layer_idx]
+        if len(self.batches) > 1 and isinstance(layer, KVCacheLayer):
+            self._reserve(layer.pages, key_states)
         keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         return keys, values
+
+    def update_conv_state(self, *args: Any, **kwargs: Any) -> Tensor:
+        """As transformers', but not of a frozen cache."""
+        self._expect_thawed()
+        state: Tensor = super().update_conv_state(*args, **kwargs)
+        return state
+
+    def update_recurrent_state(self, *args: Any, **kwargs: Any) -> Tensor:
+        """As transformers', but not of a frozen cache."""
+        self._expect_thawed()
+        state: Tensor = super().update_recurrent_state(*args, **kwargs)
+        return state
+
+    def get_mask_sizes(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
+        """Columns that a layer will return, and the position of the first; asked before every forward.
+
+        Raises:
+            StateError: an earlier forward broke off, and left layers of different lengths.
+        """
+        self.expect_whole()
+        length, offset = super().get_mask_sizes(*args, **kwargs)
+        return length, offset
+
+    def expect_whole(self) -> None:
+        """Raise StateError if layers have different lengths, as after an exception within a forward."""
+        lengths = {x.pages.num_tokens for x in self._own_layers if isinstance(x.pages, PagedLayer)}
+        lengths |= {batch.num_columns for batch in self.batches}
+        if len(lengths) > 1:
+            raise StateError(
+                f"layers must have one length, got {sorted(lengths)}: an earlier forward broke off, crop or "
+                "reset the cache"
+            )
 
     def fork(self) -> "KVCache":
         """A cache of the same tokens on the same pages, not frozen; neither sees what the other stores."""
@@ -202,16 +237,14 @@ class KVCache(DynamicCache):  # type: ignore[misc]
                 is static. Nothing was changed in any of these cases.
         """
         self._expect_thawed()
-        if isinstance(tokens_to_remove, Tensor):
-            tokens_to_remove = tokens_to_remove.tolist()
-        counts = None if isinstance(tokens_to_remove, int) else self._expect_counts(tokens_to_remove)
-        plan: list[tuple[PagedBatch, list[int]]] = []
-        for batch in self.batches:
-            if isinstance(tokens_to_remove, int):
-                kept = num_kept(tokens_to_remove, batch.num_columns)
-                plan.append((batch, [batch.num_columns - kept] * batch.size))
-            else:
-                plan.append((batch, counts or []))
+        if isinstance(tokens_to_remove, SupportsIndex) and not getattr(tokens_to_remove, "shape", ()):
+            tokens_to_remove = operator.index(tokens_to_remove)
+            longest = max((batch.num_columns for batch in self.batches), default=0)
+            kept = num_kept(tokens_to_remove, longest)
+            plan = [(x, [max(x.num_columns - kept, 0)] * x.size) for x in self.batches]
+        else:
+            counts = self._expect_counts(torch.as_tensor(tokens_to_remove).tolist())
+            plan = [(x, counts) for x in self.batches]
         for batch, removed in plan:
             batch.expect_removable(removed)
         self._crop_others(tokens_to_remove, any(any(removed) for _, removed in plan))
@@ -233,6 +266,8 @@ class KVCache(DynamicCache):  # type: ignore[misc]
     def _select(self, rows: Sequence[int]) -> None:
         """Move the tables of all pages, and the tensors of other layers."""
         self._expect_thawed()
+        if self.num_rows == 0:
+            return
         for row in rows:
             if not 0 <= row < self.num_rows:
                 raise ArgumentError(f"rows must be in [0, {self.num_rows}), got {row}")
@@ -246,8 +281,23 @@ class KVCache(DynamicCache):  # type: ignore[misc]
             elif not isinstance(layer, KVCacheLayer | DummyLayer):
                 layer.reorder_cache(torch.tensor(rows))
 
+    def _reserve(self, pages: PagedLayer | StaticPagedLayer, key_states: Tensor) -> None:
+        """Room for a step in the pages of every window, or in none."""
+        start, num_new, rows = pages.num_tokens, key_states.shape[2], key_states.shape[0]
+        done: list[PagedBatch] = []
+        try:
+            for batch in self.batches:
+                if batch.num_columns == start:
+                    batch.reserve(rows, start + num_new)
+                    done.append(batch)
+        except KVError:
+            for batch in done:
+                batch.remove([num_new] * rows) if start else batch.clear()
+            raise
+
     def _expect_counts(self, tokens_to_remove: Sequence[int]) -> list[int]:
         """Tokens to remove of each row, positive."""
+        self.expect_whole()
         if len(tokens_to_remove) != self.num_rows or any(n > 0 for n in tokens_to_remove):
             raise ArgumentError(
                 f"tokens_to_remove must be one number of at most 0 for each of {self.num_rows} rows, got "

@@ -128,7 +128,7 @@ class KVCacheLayer(CacheLayerMixin):  # type: ignore[misc]
     @property
     def keys(self) -> Tensor | None:
         """Keys that the next token sees, ``[B, H, N, D]``, gathered at each access."""
-        return None if self._dtype is None else self.pages.stored().gather(self._dtype)[0]
+        return self._gathered(0)
 
     @keys.setter
     def keys(self, _: Tensor | None) -> None:
@@ -137,11 +137,16 @@ class KVCacheLayer(CacheLayerMixin):  # type: ignore[misc]
     @property
     def values(self) -> Tensor | None:
         """Values that the next token sees, ``[B, H, N, D]``, gathered at each access."""
-        return None if self._dtype is None else self.pages.stored().gather(self._dtype)[1]
+        return self._gathered(1)
 
     @values.setter
     def values(self, _: Tensor | None) -> None:
         """The base class assigns ``None``; pages are the only storage."""
+
+    def _gathered(self, side: int) -> Tensor | None:
+        if self._dtype is None or self.pages.storage is None:
+            return None
+        return self.pages.stored().gather(self._dtype)[side]
 
     def _refuse(self, *args: Any) -> None:
         raise UnsupportedError("a layer of a KVCache shares its rows with the others: call the cache")

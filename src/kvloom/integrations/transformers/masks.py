@@ -51,7 +51,7 @@ def attention_mask(
 
 def is_compact(mask: Tensor) -> bool:
     """Whether a mask is of the compact form; other masks are bool or float."""
-    return mask.dtype == torch.int64
+    return mask.dtype == torch.int64 and mask.shape[1:] == (1, 1, 3)
 
 
 def taken_by(mask: Tensor | None) -> Tensor | None:

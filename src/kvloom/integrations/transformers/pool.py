@@ -79,12 +79,13 @@ class KVPool:
             raise ArgumentError(f"input_ids must hold at least one token, got {list(input_ids.shape)}")
         found = [self._tree.match(row, salt, max_tokens=len(row) - 1) for row in input_ids.tolist()]
         num_pages = min(map(len, found))
+        tables = [self._table(refs, num_pages) for refs in found]
         batch = PagedBatch(self._memory)
         cache = KVCache(make_layers(self._model, self._memory.format, batch=batch))
         self._num_asked += input_ids.numel()
         if num_pages == 0:
             return cache
-        batch.adopt([self._table(refs, num_pages) for refs in found])
+        batch.adopt(tables)
         for layer in cache.layers:
             layer.pages.num_tokens = batch.num_columns
             layer.lazy_initialization(torch.empty(0, dtype=self._model.dtype, device=self._model.device))
@@ -103,11 +104,13 @@ class KVPool:
 
         Raises:
             ArgumentError: the cache is of another pool, or holds other numbers of rows or tokens.
-            StateError: pages of it are known under other tokens; nothing was changed for that row.
+            StateError: an update broke off; or pages of a row are known under other tokens, then that row and
+                those after it stay unknown.
         """
-        batch = cache.batches[0]
-        if batch.memory is not self._memory:
+        if [batch.memory for batch in cache.batches] != [self._memory]:
             raise ArgumentError("cache must be one that this pool began, got another's")
+        cache.expect_whole()
+        batch = cache.batches[0]
         num_tokens = batch.num_columns
         sizes = expect("input_ids", input_ids, "B T", dtype=INDEX_DTYPES, B=batch.size)
         if not num_tokens <= sizes["T"] <= num_tokens + 1:

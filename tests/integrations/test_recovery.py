@@ -1,0 +1,208 @@
+"""After something went wrong a cache is as it was, says that it is not whole, or can be taken back."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from integrations.test_families import FAMILIES, family
+from oracles.language_models import make_model
+from torch import Tensor
+
+from kvloom.caches import PagedBatch, PagedFormat, PagedLayer
+from kvloom.errors import ArgumentError, OutOfBlocks, ShapeError, StateError
+from kvloom.integrations.transformers import KVCache, KVPool
+
+
+@pytest.fixture(autouse=True)
+def no_gradients() -> Iterator[None]:
+    with torch.no_grad():
+        yield
+
+
+def text(length: int, seed: int = 0, rows: int = 1) -> Tensor:
+    return torch.randint(3, 99, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+@contextmanager
+def broken_layer(model: Any) -> Iterator[None]:
+    """A forward raises when it comes to the second layer."""
+    hook = model.model.layers[1].register_forward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        yield
+    hook.remove()
+
+
+def lengths(cache: KVCache) -> list[int]:
+    return [layer.get_seq_length() for layer in cache.layers]
+
+
+@pytest.mark.parametrize(("name", "new"), [("Llama", 5), ("Gemma2", 5), ("Mistral", 5), ("Mistral", 90)])
+def test_a_forward_that_broke_off_is_noticed_and_can_be_taken_back(name: str, new: int) -> None:
+    model = family(name, "eager")
+    cache = KVCache.for_model(model, page_size=4)
+    model(text(20), past_key_values=cache)
+    expected = model(text(3, 2), past_key_values=cache.fork()).logits
+    with broken_layer(model):
+        model(text(new, 1), past_key_values=cache)
+    with pytest.raises(StateError, match=r"layers must have one length, got \[20, \d+\]"):
+        model(text(3, 2), past_key_values=cache)
+    cache.crop(-new)
+    assert lengths(cache) == [20] * 4
+    assert torch.equal(model(text(3, 2), past_key_values=cache).logits, expected)
+
+
+@pytest.mark.parametrize("count", [6, 40])
+def test_a_full_cache_of_several_windows_stays_as_it_was(count: int) -> None:
+    model = family("Gemma2", "eager")
+    cache = KVCache.for_model(model, page_size=4, max_tokens=64)
+    model(text(60), past_key_values=cache)
+    expected = model(text(2, 2), past_key_values=cache.fork()).logits
+    with pytest.raises(OutOfBlocks, match=f"max_tokens must hold {count} more tokens"):
+        model(text(count, 1), past_key_values=cache)
+    assert lengths(cache) == [60] * 4
+    assert torch.equal(model(text(2, 2), past_key_values=cache).logits, expected)
+
+
+def test_a_first_prompt_that_does_not_fit_leaves_an_empty_cache() -> None:
+    model = family("Gemma2", "eager")
+    cache = KVCache.for_model(model, page_size=4, max_tokens=64)
+    with pytest.raises(OutOfBlocks):
+        model(text(70, rows=2), past_key_values=cache)
+    assert (lengths(cache), cache.num_rows) == ([0] * 4, 0)
+    model(text(10), past_key_values=cache)
+
+
+@pytest.mark.parametrize("name", [x for x in ("Qwen3-Next", "Falcon-H1") if x in FAMILIES])
+def test_a_frozen_cache_keeps_its_recurrent_states(name: str) -> None:
+    model = family(name)
+    cache = KVCache.for_model(model)
+    model(text(9), past_key_values=cache, use_cache=True)
+    cache.freeze()
+    before = model(text(3, 1), past_key_values=cache.fork(), use_cache=True).logits
+    with pytest.raises(StateError, match="frozen"):
+        model(text(3, 2), past_key_values=cache, use_cache=True)
+    after = model(text(3, 1), past_key_values=cache.fork(), use_cache=True).logits
+    assert torch.equal(after, before)
+
+
+def test_reset_leaves_a_fork_without_tokens_usable() -> None:
+    model = make_model()
+    cache = KVCache.for_model(model)
+    model(text(9), past_key_values=cache)
+    fork = cache.fork()
+    fork.crop(-9)
+    cache.reset()
+    model(text(4), past_key_values=fork)
+    assert fork.get_seq_length() == 4
+
+
+def test_reset_forgets_that_windows_were_recorded() -> None:
+    model = family("Mistral")
+    cache = KVCache.for_model(model, page_size=4)
+    cache.batches[0].is_recording = True
+    model(text(200), past_key_values=cache)
+    cache.reset()
+    model(text(200), past_key_values=cache)
+    assert cache.num_pages_held < 15
+
+
+def test_no_tokens_after_a_prompt_beyond_the_window() -> None:
+    layer = PagedLayer(PagedFormat(page_size=4), PagedBatch(PagedFormat(page_size=4), window=10))
+    x = torch.randn(2, 2, 100, 8)
+    layer.append(x, x)
+    keys, _ = layer.append(x[:, :, :0], x[:, :, :0]).gather(torch.float32)
+    assert torch.equal(keys, x[:, :, -9:])
+
+
+def test_layers_of_one_batch_may_be_on_different_devices() -> None:
+    batch = PagedBatch(PagedFormat(page_size=4))
+    batch.reserve(1, 3)
+    for device in (torch.device("cpu"), torch.device("meta"), torch.device("cpu")):
+        assert batch.place(0, 3, device).lengths.device == device
+
+
+def test_an_integer_mask_is_refused() -> None:
+    model = make_model("kvloom")
+    mask = torch.ones(6, 6, dtype=torch.int64).tril()[None, None]
+    with pytest.raises(ShapeError, match="mask must be"):
+        model(text(6), attention_mask=mask, use_cache=False)
+
+
+def test_a_mask_of_all_tokens_does_not_fit_a_window() -> None:
+    model = family("Mistral", "kvloom")
+    cache = KVCache.for_model(model)
+    model(text(20), past_key_values=cache)
+    with pytest.raises(ArgumentError, match="attention_mask must have 4 axes and 8 columns"):
+        model(text(1), attention_mask=torch.zeros(1, 1, 1, 21), past_key_values=cache)
+
+
+# --- pools --------------------------------------------------------------------------------------------------
+
+
+def committed(model: Any, pool: KVPool, tokens: Tensor) -> KVCache:
+    cache = pool.begin(tokens)
+    model(tokens, past_key_values=cache)
+    pool.commit(cache, tokens)
+    return cache
+
+
+def test_pages_that_only_some_rows_know_are_let_go() -> None:
+    model = make_model()
+    pool = KVPool.for_model(model, page_size=4, max_tokens=200)
+    committed(model, pool, text(18))
+    gc.collect()
+    pool.begin(torch.cat([text(18), text(18, 5)]))
+    pool.check()
+    assert pool.report()["active"] == 0
+
+
+def test_a_sealed_page_is_copied_also_when_the_pool_is_full() -> None:
+    model = make_model()
+    pool = KVPool.for_model(model, page_size=4, max_tokens=24)
+    cache = committed(model, pool, text(12))
+    committed(model, pool, text(12, 3))  # nobody holds these pages, and no other is free
+    gc.collect()
+    cache.crop(-2)
+    assert cache.layers[0].keys.shape[2] == 10
+    model(text(2, 9), past_key_values=cache)
+    alone = KVCache.for_model(model)
+    model(text(12), past_key_values=alone)
+    found = pool.begin(torch.cat([text(12), text(1)], dim=1))
+    assert found.get_seq_length() == 12
+    torch.testing.assert_close(found.layers[2].keys, alone.layers[2].keys, rtol=1e-4, atol=1e-4)
+    pool.check()
+
+
+def test_a_forward_that_broke_off_is_not_shared() -> None:
+    model = make_model()
+    pool = KVPool.for_model(model, page_size=4, max_tokens=200)
+    cache = pool.begin(text(12))
+    with broken_layer(model):
+        model(text(12), past_key_values=cache)
+    with pytest.raises(StateError, match="layers must have one length"):
+        pool.commit(cache, text(12))
+    assert pool.begin(text(13)).get_seq_length() == 0
+
+
+def test_a_static_cache_belongs_to_no_pool() -> None:
+    model = make_model()
+    pool = KVPool.for_model(model, max_tokens=64)
+    cache = KVCache.for_model(model, static=True, max_tokens=64)
+    model(text(9), past_key_values=cache)
+    with pytest.raises(ArgumentError, match="cache must be one that this pool began"):
+        pool.commit(cache, text(9))
+
+
+def test_a_static_cache_takes_another_batch_after_reset() -> None:
+    model = make_model()
+    cache = KVCache.for_model(model, static=True, max_tokens=32)
+    model(text(5, rows=2), past_key_values=cache)
+    cache.reset()
+    model(text(5), past_key_values=cache)
+    assert (cache.num_rows, int(cache.get_seq_length())) == (1, 5)
+    assert cache.to_legacy_cache()[0][0].shape == (1, 2, 5, 16)
