@@ -14,7 +14,7 @@ from oracles.language_models import make_model
 from torch import Tensor
 
 from kvloom.caches import PagedBatch, PagedFormat, PagedLayer
-from kvloom.errors import ArgumentError, OutOfBlocks, ShapeError, StateError
+from kvloom.errors import ArgumentError, OutOfBlocks, ShapeError, StateError, UnsupportedError
 from kvloom.integrations.transformers import KVCache, KVPool
 
 
@@ -206,3 +206,13 @@ def test_a_static_cache_takes_another_batch_after_reset() -> None:
     model(text(5), past_key_values=cache)
     assert (cache.num_rows, int(cache.get_seq_length())) == (1, 5)
     assert cache.to_legacy_cache()[0][0].shape == (1, 2, 5, 16)
+
+
+def test_the_legacy_format_needs_keys_in_every_layer() -> None:
+    model = family("Gemma3n")
+    if len(KVCache.for_model(model).layers) == 3:
+        pytest.skip("this version has no layers without keys")
+    cache = KVCache.for_model(model)
+    model(text(5), past_key_values=cache)
+    with pytest.raises(UnsupportedError, match="the legacy format"):
+        cache.to_legacy_cache()

@@ -120,7 +120,13 @@ class KVCache(DynamicCache):  # type: ignore[misc]
         raise UnsupportedError("KVCache needs a model: use KVCache.for_model, then update each layer")
 
     def to_legacy_cache(self) -> tuple[tuple[Tensor, Tensor], ...]:
-        """Keys and values ``[B, H, N, D]`` of each layer, gathered."""
+        """Keys and values ``[B, H, N, D]`` of each layer, gathered; of a window only what is still seen.
+
+        Raises:
+            UnsupportedError: a layer has no keys and values of its own.
+        """
+        if len(self._own_layers) < len(self.layers):
+            raise UnsupportedError("the legacy format has keys and values of every layer, this model has not")
         length = int(self.get_seq_length())
         return tuple((layer.keys[:, :, :length], layer.values[:, :, :length]) for layer in self.layers)
 
