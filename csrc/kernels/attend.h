@@ -1,0 +1,275 @@
+// Attention over stored tokens: items, each a tile of rows over a run of tokens, and the folding of splits.
+//
+// The caller sees attend_supports, attend_plan, attend_prepare, attend_run and attend_merge. Include this in a
+// unit that defines KVLOOM_ISA.
+#pragma once
+
+#include "attend_kernels.h"
+#include "attend_plan.h"
+#include "attend_rare.h"
+#include "attend_softmax.h"
+
+namespace kvloom::KVLOOM_ISA {
+
+// Whether head dims are within what the kernels keep on the stack.
+inline bool attend_supports(const AttendArgs& args) {
+  return head_dim(args.key) <= kMaxHeadDim && head_dim(args.value) <= kMaxHeadDim;
+}
+
+inline ScoreRow score_row(const AttendArgs& args, const SequencePlan& plan, Index new_token, Index query_head) {
+  const FloatArray &mask = args.mask, &slopes = args.alibi_slopes;
+  return {plan.num_stored - plan.num_new + new_token, plan.visible(args, new_token, new_token + 1),
+          mask.data ? query_head * mask.stride[0] + (plan.first_row + new_token) * mask.stride[1] +
+                          plan.first_column * mask.stride[2]
+                    : 0,
+          slopes.data ? read_float(slopes.data, slopes.dtype, query_head * slopes.stride[0]) : 0.0f};
+}
+
+// Runs items one after the other; while one chunk is computed, the next one's lines are on their way.
+class ItemRunner {
+ public:
+  ItemRunner(const AttendArgs& args, const Workspace& workspace)
+      : args_(args),
+        workspace_(workspace),
+        key_(args.key),
+        value_(args.value),
+        score_kernel_(choose_score(key_, args.query_dtype)),
+        value_kernel_(choose_value(value_, args.query_dtype)),
+        group_(args.num_heads / args.key.cache.size[3]),
+        key_width_(round_up(key_.dim, kBlock)),
+        value_width_(round_up(value_.dim, kBlock)) {}
+
+  void run(Index first, Index last) {
+    for (Index i = first; i < last; ++i) run_item(Job(*this, i), i + 1 < last ? i + 1 : -1);
+  }
+
+ private:
+  // An item and what it needs of its sequence.
+  struct Job {
+    Job(const ItemRunner& runner, Index i)
+        : b(runner.workspace_.sequence_of(&WorkBefore::items, i)),
+          plan(runner.args_, b),
+          item(plan.item(runner.args_, i - runner.workspace_.before(b).items)),
+          slots(runner.args_.table, b) {
+      const Index first = item.first_row / runner.group_, last = (item.first_row + item.num_rows - 1) / runner.group_;
+      tokens = plan.visible(runner.args_, first, last + 1);
+      if (item.split >= 0)
+        tokens = {max(tokens.begin, item.split * kSplit), min(tokens.end, (item.split + 1) * kSplit)};
+    }
+    Index b;
+    SequencePlan plan;
+    Item item;
+    TokenSlots slots;
+    Tokens tokens;
+  };
+
+  // The chunk that holds `token`, as far as the job sees it.
+  static Tokens chunk_at(const Job& job, Index token) {
+    const Index first = token / kChunk * kChunk;
+    return {max(first, job.tokens.begin), min(first + kChunk, job.tokens.end)};
+  }
+
+  void run_item(const Job& job, Index next_item) {
+    load_queries(job);
+    const Index rows = job.item.num_heads * job.item.num_rows;
+    start_split(rows);
+    bool is_first_split = true;
+    for (Index token = job.tokens.begin; token < job.tokens.end;) {
+      const Tokens chunk = chunk_at(job, token);
+      aim_prefetch(job, chunk.end, next_item);
+      run_chunk(job, chunk);
+      token = chunk.end;
+      if (job.item.split < 0 && (token % kSplit == 0 || token >= job.tokens.end)) {
+        end_split(rows, is_first_split);
+        is_first_split = false;
+      }
+    }
+    if (job.item.split < 0 && is_first_split) end_split(rows, true);  // nothing is visible
+    job.item.split < 0 ? write_rows(job) : write_partials(job);
+  }
+
+  void load_queries(const Job& job) {
+    Index r = 0;
+    for (Index h = 0; h < job.item.num_heads; ++h)
+      for (Index i = 0; i < job.item.num_rows; ++i, ++r) {
+        const Index row = job.item.first_row + i;
+        const Index head = (job.item.first_head + h) * group_ + row % group_;
+        const Index at = (job.plan.first_row + row / group_) * args_.query_stride[0] + head * args_.query_stride[1];
+        float* to = query_ + r * key_width_;
+        for (Index d = 0; d < key_.dim; ++d)
+          to[d] = read_float(args_.query, args_.query_dtype, at + d * args_.query_stride[2]);
+        for (Index d = key_.dim; d < key_width_; ++d) to[d] = 0.0f;
+        score_rows_[r] = score_row(args_, job.plan, row / group_, head);
+      }
+    score_kernel_.pack(key_, query_, r, key_width_, packed_);
+  }
+
+  void aim_prefetch(const Job& job, Index token, Index next_item) {
+    key_ahead_.reset(0), value_ahead_.reset(0), key_scales_ahead_.reset(0), value_scales_ahead_.reset(0);
+    if (token < job.tokens.end) {
+      aim_at(job, chunk_at(job, token));
+    } else if (next_item >= 0) {
+      const Job next(*this, next_item);
+      if (next.tokens.begin < next.tokens.end) aim_at(next, chunk_at(next, next.tokens.begin));
+    }
+  }
+
+  void aim_at(const Job& job, Tokens chunk) {
+    aim_side(job, chunk, key_, key_ahead_, key_scales_ahead_);
+    aim_side(job, chunk, value_, value_ahead_, value_scales_ahead_);
+  }
+
+  void aim_side(const Job& job, Tokens chunk, const SidePlace& side, Prefetch& rows, Prefetch& scales) {
+    ChunkOffsets& places = places_;
+    places.find(job.slots, side, chunk.begin, chunk.end - chunk.begin);
+    rows.reset(side.row_bytes * job.item.num_heads);
+    for (Index t = 0; t < places.count; ++t) rows.add_row(side.row(places.row[t], job.item.first_head));
+    if (!side.scale.data) return;
+    scales.reset(side.num_groups * bytes_of(side.scale.dtype) * job.item.num_heads);
+    for (Index t = 0; t < places.count; ++t)
+      scales.add_row(side.scale_row(places.scale_row[t], job.item.first_head));
+  }
+
+  void run_chunk(const Job& job, Tokens chunk) {
+    const Index first = chunk.begin / kChunk * kChunk, rows = job.item.num_rows;
+    ChunkRows keys{&key_, chunk.begin - first, chunk.end - first, {}, {}, &key_ahead_, &key_scales_ahead_,
+                   job.item.num_heads, args_.query_dtype};
+    ChunkRows values{&value_, chunk.begin - first, chunk.end - first, {}, {}, &value_ahead_, &value_scales_ahead_,
+                     job.item.num_heads, args_.query_dtype};
+    key_places_.find(job.slots, key_, chunk.begin, chunk.end - chunk.begin);
+    value_places_.find(job.slots, value_, chunk.begin, chunk.end - chunk.begin);
+    for (Index h = 0; h < job.item.num_heads; ++h) {
+      const Index head = job.item.first_head + h, r0 = h * rows;
+      find_rows(keys, key_places_, head);
+      score_kernel_.run(keys, {query_ + r0 * key_width_, packed_ + r0 * kPackedRow(key_width_), rows, key_width_, scores_});
+      for (Index r = 0; r < rows; ++r)
+        factors_[r] = weigh_chunk(args_, score_rows_[r0 + r], first, job.plan.num_stored, scores_ + r * kChunk,
+                                  running_[r0 + r]);
+      find_rows(values, value_places_, head);
+      value_kernel_(values, {scores_, factors_, rows, value_width_, totals_ + r0 * value_width_});
+    }
+  }
+
+  // Pointers to the rows of one head, or to copies where a row is not in one piece.
+  void find_rows(ChunkRows& chunk, const ChunkOffsets& places, Index head) {
+    const SidePlace& side = *chunk.side;
+    for (Index t = 0; t < kChunk; ++t) {
+      const Index i = min(max(t - chunk.begin, 0), places.count - 1);
+      chunk.row[t] = side.row(places.row[i], head);
+      if (side.scale.data) chunk.scale[t] = side.scale_row(places.scale_row[i], head);
+    }
+    if (!side.row_is_contiguous) copy_rows(chunk.row, chunk, side.cache, gathered_);
+    const bool one_piece = !side.scale.data || side.num_groups == 1 ||
+                           (side.scale.size[4] == 1 && side.scale.stride[5] == 1) ||
+                           (side.scale.size[5] == 1 && side.scale.stride[4] == 1);
+    if (!one_piece) copy_rows(chunk.scale, chunk, side.scale, gathered_scales_);
+  }
+
+  static void copy_rows(const Byte** rows, const ChunkRows& chunk, const CacheView& view, Byte* to) {
+    const Index width = stored_width(view), bytes = bytes_of(view.dtype);
+    for (Index t = 0; t < kChunk; ++t, to += width * bytes) {
+      if (t >= chunk.begin && t < chunk.end)
+        for (Index i = 0; i < width; ++i)
+          std::memcpy(to + i * bytes, rows[t] + SidePlace::element(view, i) * bytes, static_cast<std::size_t>(bytes));
+      rows[t] = t < chunk.end ? to : rows[chunk.begin];
+    }
+    for (Index t = 0; t < chunk.begin; ++t) rows[t] = rows[chunk.begin];
+  }
+
+  void start_split(Index rows) {
+    for (Index r = 0; r < rows; ++r) running_[r] = {};
+    std::memset(totals_, 0, static_cast<std::size_t>(rows * value_width_) * sizeof(float));
+  }
+
+  void end_split(Index rows, bool is_first) {
+    for (Index r = 0; r < rows; ++r) {
+      float *whole = whole_ + r * value_width_, *part = totals_ + r * value_width_;
+      if (is_first) {
+        whole_running_[r] = running_[r];
+        std::memcpy(whole, part, static_cast<std::size_t>(value_width_) * sizeof(float));
+      } else {
+        fold_partial(whole_running_[r], whole, running_[r], part, value_width_);
+      }
+    }
+    start_split(rows);
+  }
+
+  void write_rows(const Job& job) {
+    Index r = 0;
+    for (Index h = 0; h < job.item.num_heads; ++h)
+      for (Index i = 0; i < job.item.num_rows; ++i, ++r) {
+        const Index row = job.item.first_row + i, head = (job.item.first_head + h) * group_ + row % group_;
+        const Index out_row = (job.plan.first_row + row / group_) * args_.num_heads + head;
+        if (!finish_row(args_, head, whole_running_[r], whole_ + r * value_width_, value_.dim, out_row))
+          RareRow(args_, job.plan, job.b).compute(row / group_, head, score_rows_[r]);
+      }
+  }
+
+  void write_partials(const Job& job) {
+    Index r = 0;
+    for (Index h = 0; h < job.item.num_heads; ++h)
+      for (Index i = 0; i < job.item.num_rows; ++i, ++r) {
+        const Index row = job.item.first_row + i, head = (job.item.first_head + h) * group_ + row % group_;
+        float* to = workspace_.partial(job.plan, job.b, job.item.split - job.plan.first_split, row / group_, head);
+        to[0] = running_[r].top;
+        to[1] = running_[r].sum;
+        std::memcpy(to + kPartial, totals_ + r * value_width_, static_cast<std::size_t>(value_width_) * sizeof(float));
+      }
+  }
+
+  const AttendArgs& args_;
+  const Workspace& workspace_;
+  const SidePlace key_, value_;
+  const ScoreKernel score_kernel_;
+  const ValueKernel value_kernel_;
+  const Index group_, key_width_, value_width_;
+
+  Prefetch key_ahead_, value_ahead_, key_scales_ahead_, value_scales_ahead_;
+  ChunkOffsets places_, key_places_, value_places_;
+  ScoreRow score_rows_[kTileRows];
+  Running running_[kTileRows], whole_running_[kTileRows];
+  float factors_[kTileRows];
+  alignas(64) float scores_[kTileRows * kChunk];
+  alignas(64) float query_[kTileFloats];
+  alignas(64) Byte packed_[kTileRows * kPackedHead + kTileFloats * 4];
+  alignas(64) float totals_[kTileFloats];
+  alignas(64) float whole_[kTileFloats];
+  alignas(64) Byte gathered_[kChunk * kMaxHeadDim * 4];
+  alignas(64) Byte gathered_scales_[kChunk * kMaxHeadDim * 4];
+};
+
+inline void attend_prepare(const AttendArgs& args, void* workspace) {
+  attend_plan(args, static_cast<WorkBefore*>(workspace));
+}
+
+// Items [first, last) of the plan. The workspace was prepared.
+inline void attend_run(const AttendArgs& args, Index first, Index last, void* data) {
+  const Workspace workspace(args, data);
+  ItemRunner(args, workspace).run(first, last);
+}
+
+// Merges [first, last), one for each row whose splits were items of their own.
+inline void attend_merge(const AttendArgs& args, Index first, Index last, void* data) {
+  const Workspace workspace(args, data);
+  const Index dim = head_dim(args.value), width = round_up(dim, kBlock);
+  alignas(64) float total[kMaxHeadDim];
+  for (Index i = first; i < last; ++i) {
+    const Index b = workspace.sequence_of(&WorkBefore::merges, i), row = i - workspace.before(b).merges;
+    const SequencePlan plan(args, b);
+    const Index new_token = row / args.num_heads, head = row % args.num_heads;
+    Running running;
+    for (Index split = 0; split < plan.num_splits; ++split) {
+      const float* part = workspace.partial(plan, b, split, new_token, head);
+      if (split == 0) {
+        running = {part[0], part[1]};
+        std::memcpy(total, part + kPartial, static_cast<std::size_t>(width) * sizeof(float));
+      } else {
+        fold_partial(running, total, {part[0], part[1]}, part + kPartial, width);
+      }
+    }
+    if (!finish_row(args, head, running, total, dim, (plan.first_row + new_token) * args.num_heads + head))
+      RareRow(args, plan, b).compute(new_token, head, score_row(args, plan, new_token, head));
+  }
+}
+
+}  // namespace kvloom::KVLOOM_ISA
