@@ -37,7 +37,11 @@ class ItemRunner {
         value_kernel_(choose_value(value_, args.query_dtype)),
         group_(args.num_heads / args.key.cache.size[3]),
         key_width_(round_up(key_.dim, kBlock)),
-        value_width_(round_up(value_.dim, kBlock)) {}
+        value_width_(round_up(value_.dim, kBlock)) {
+    key_rows_.side = &key_, key_rows_.ahead = &key_ahead_, key_rows_.scales_ahead = &key_scales_ahead_;
+    value_rows_.side = &value_, value_rows_.ahead = &value_ahead_, value_rows_.scales_ahead = &value_scales_ahead_;
+    key_rows_.query_dtype = value_rows_.query_dtype = args.query_dtype;
+  }
 
   void run(Index first, Index last) {
     for (Index i = first; i < last; ++i) run_item(Job(*this, i), i + 1 < last ? i + 1 : -1);
@@ -74,10 +78,16 @@ class ItemRunner {
     const Index rows = job.item.num_heads * job.item.num_rows;
     start_split(rows);
     bool is_first_split = true;
+    if (job.tokens.begin < job.tokens.end) {
+      const Tokens chunk = chunk_at(job, job.tokens.begin);
+      places_->key.find(job.slots, key_, chunk.begin, chunk.end - chunk.begin);
+      places_->value.find(job.slots, value_, chunk.begin, chunk.end - chunk.begin);
+    }
     for (Index token = job.tokens.begin; token < job.tokens.end;) {
       const Tokens chunk = chunk_at(job, token);
       aim_prefetch(job, chunk.end, next_item);
       run_chunk(job, chunk);
+      std::swap(places_, next_);
       token = chunk.end;
       if (job.item.split < 0 && (token % kSplit == 0 || token >= job.tokens.end)) {
         end_split(rows, is_first_split);
@@ -105,7 +115,7 @@ class ItemRunner {
   }
 
   void aim_prefetch(const Job& job, Index token, Index next_item) {
-    key_ahead_.reset(0), value_ahead_.reset(0), key_scales_ahead_.reset(0), value_scales_ahead_.reset(0);
+    key_ahead_.clear(), value_ahead_.clear(), key_scales_ahead_.clear(), value_scales_ahead_.clear();
     if (token < job.tokens.end) {
       aim_at(job, chunk_at(job, token));
     } else if (next_item >= 0) {
@@ -115,37 +125,34 @@ class ItemRunner {
   }
 
   void aim_at(const Job& job, Tokens chunk) {
-    aim_side(job, chunk, key_, key_ahead_, key_scales_ahead_);
-    aim_side(job, chunk, value_, value_ahead_, value_scales_ahead_);
+    aim_side(job, chunk, key_, next_->key, key_ahead_, key_scales_ahead_);
+    aim_side(job, chunk, value_, next_->value, value_ahead_, value_scales_ahead_);
   }
 
-  void aim_side(const Job& job, Tokens chunk, const SidePlace& side, Prefetch& rows, Prefetch& scales) {
-    ChunkOffsets& places = places_;
+  void aim_side(const Job& job, Tokens chunk, const SidePlace& side, ChunkOffsets& places, Prefetch& rows,
+                Prefetch& scales) {
     places.find(job.slots, side, chunk.begin, chunk.end - chunk.begin);
-    rows.reset(side.row_bytes * job.item.num_heads);
-    for (Index t = 0; t < places.count; ++t) rows.add_row(side.row(places.row[t], job.item.first_head));
-    if (!side.scale.data) return;
-    scales.reset(side.num_groups * bytes_of(side.scale.dtype) * job.item.num_heads);
-    for (Index t = 0; t < places.count; ++t)
-      scales.add_row(side.scale_row(places.scale_row[t], job.item.first_head));
+    const Index heads = job.item.num_heads, head = job.item.first_head;
+    rows.aim(side.row(0, head), places.row, places.count, heads * side.row_bytes);
+    if (side.scale.data)
+      scales.aim(side.scale_row(0, head), places.scale_row, places.count,
+                 heads * side.num_groups * bytes_of(side.scale.dtype));
   }
 
   void run_chunk(const Job& job, Tokens chunk) {
     const Index first = chunk.begin / kChunk * kChunk, rows = job.item.num_rows;
-    ChunkRows keys{&key_, chunk.begin - first, chunk.end - first, {}, {}, &key_ahead_, &key_scales_ahead_,
-                   job.item.num_heads, args_.query_dtype};
-    ChunkRows values{&value_, chunk.begin - first, chunk.end - first, {}, {}, &value_ahead_, &value_scales_ahead_,
-                     job.item.num_heads, args_.query_dtype};
-    key_places_.find(job.slots, key_, chunk.begin, chunk.end - chunk.begin);
-    value_places_.find(job.slots, value_, chunk.begin, chunk.end - chunk.begin);
+    ChunkRows &keys = key_rows_, &values = value_rows_;
+    keys.begin = values.begin = chunk.begin - first;
+    keys.end = values.end = chunk.end - first;
+    keys.share = values.share = job.item.num_heads;
     for (Index h = 0; h < job.item.num_heads; ++h) {
       const Index head = job.item.first_head + h, r0 = h * rows;
-      find_rows(keys, key_places_, head);
+      find_rows(keys, places_->key, head);
       score_kernel_.run(keys, {query_ + r0 * key_width_, packed_ + r0 * kPackedRow(key_width_), rows, key_width_, scores_});
       for (Index r = 0; r < rows; ++r)
         factors_[r] = weigh_chunk(args_, score_rows_[r0 + r], first, job.plan.num_stored, scores_ + r * kChunk,
                                   running_[r0 + r]);
-      find_rows(values, value_places_, head);
+      find_rows(values, places_->value, head);
       value_kernel_(values, {scores_, factors_, rows, value_width_, totals_ + r0 * value_width_});
     }
   }
@@ -225,7 +232,12 @@ class ItemRunner {
   const Index group_, key_width_, value_width_;
 
   Prefetch key_ahead_, value_ahead_, key_scales_ahead_, value_scales_ahead_;
-  ChunkOffsets places_, key_places_, value_places_;
+  ChunkRows key_rows_, value_rows_;
+  struct Places {
+    ChunkOffsets key, value;
+  };
+  Places both_[2];
+  Places *places_ = both_, *next_ = both_ + 1;
   ScoreRow score_rows_[kTileRows];
   Running running_[kTileRows], whole_running_[kTileRows];
   float factors_[kTileRows];

@@ -6,35 +6,55 @@
 
 #include "attend_vector.h"
 
+#include <utility>
+
 namespace kvloom::KVLOOM_ISA {
 
-// Walks the rows of the next chunk in address order and asks for their lines ahead of time, into L2.
+// The lines of the next chunk in address order, asked for ahead of time, into L2. A few at a time: a burst
+// would fill the queue of misses and stall the loads behind it.
 class Prefetch {
  public:
-  void add_row(const Byte* row) { rows_[count_++] = row; }
-  void reset(Index row_bytes) {
-    lines_ = ceil_div(row_bytes, 64);
-    count_ = row_ = line_ = 0;
-    last_ = nullptr;
-  }
-  Index lines_per_row() const { return lines_; }
+  // Kept in registers by those who walk.
+  struct Cursor {
+    const Byte* const* row;
+    const Byte* const* end;
+    Index offset, row_bytes;
 
-  void advance(Index lines) {
-    for (; lines > 0 && row_ < count_; --lines) {
-      const Byte* at = rows_[row_] + 64 * line_;
-      if (++line_ == lines_) line_ = 0, ++row_;
-      // Short rows, such as scales, share lines.
-      if (lines_ == 1 && reinterpret_cast<std::uintptr_t>(at) / 64 == reinterpret_cast<std::uintptr_t>(last_) / 64)
-        continue;
-      last_ = at;
-      __builtin_prefetch(at, 0, 2);
+    void advance(Index lines) {
+      for (; lines > 0 && row < end; --lines) {
+        __builtin_prefetch(*row + offset, 0, 2);
+        offset += 64;
+        if (offset >= row_bytes) offset = 0, ++row;
+      }
     }
+  };
+
+  void clear() { count_ = 0, cursor = {rows_, rows_, 0, 64}; }
+
+  // Rows at base + offsets[i].
+  void aim(const Byte* base, const Index* offsets, Index count, Index row_bytes) {
+    if (row_bytes >= 64) {
+      for (Index i = 0; i < count; ++i) rows_[i] = base + offsets[i];
+      count_ = count;
+    } else {  // short rows, such as scales, share lines
+      std::uintptr_t line = 0;
+      count_ = 0;
+      for (Index i = 0; i < count; ++i) {
+        const std::uintptr_t next = reinterpret_cast<std::uintptr_t>(base + offsets[i]) / 64;
+        rows_[count_] = base + offsets[i];
+        count_ += next != line;
+        line = next;
+      }
+    }
+    cursor = {rows_, rows_ + count_, 0, row_bytes};
   }
+  Index num_lines() const { return count_ * ((cursor.row_bytes + 63) / 64); }
+
+  Cursor cursor;
 
  private:
+  Index count_ = 0;
   const Byte* rows_[kChunk];
-  const Byte* last_ = nullptr;
-  Index lines_ = 0, count_ = 0, row_ = 0, line_ = 0;
 };
 
 // Rows of one head in one chunk. Those of [begin, end) are read, the others point to one of these.
@@ -48,11 +68,9 @@ struct ChunkRows {
   Index share;  // so many heads walk through the rows ahead together
   DType query_dtype;
 
-  // To be called once for each four tokens.
-  void prefetch(Index part = 1) const {
-    ahead->advance(ceil_div(4 * ahead->lines_per_row(), share * part));
-    if (side->scale.data) scales_ahead->advance(ceil_div(4 * scales_ahead->lines_per_row(), share * part));
-  }
+  // Lines to ask for in each of the steps of a chunk.
+  Index lines_per_step(Index steps) const { return ceil_div(ahead->num_lines(), share * steps); }
+  void prefetch_scales(Index part) const { scales_ahead->cursor.advance(ceil_div(scales_ahead->num_lines(), share * part)); }
 };
 
 struct ScoreTask {
@@ -107,18 +125,14 @@ inline void widen_row(const SidePlace& side, const Byte* row, const Byte* scale_
   for (const Index width = round_up(side.dim, kBlock); d < width; ++d) out[d] = 0.0f;
 }
 
-// Float32 rows of one block of tokens: those of the cache, or converted copies.
+// Float32 copies of the rows of one block of tokens.
 class WideRows {
  public:
-  const float* const* of(const ChunkRows& chunk, Index first) {
+  const Byte* const* of(const ChunkRows& chunk, Index first) {
     const SidePlace& side = *chunk.side;
-    const bool as_is = side.cache.dtype == DType::f32 && chunk.query_dtype == DType::f32 &&
-                       !side.scale.data && side.dim % kBlock == 0;
     for (Index t = 0; t < kBlock; ++t) {
-      row_[t] = copy_[t];
-      if (as_is)
-        row_[t] = reinterpret_cast<const float*>(chunk.row[first + t]);
-      else if (first + t >= chunk.begin && first + t < chunk.end)
+      row_[t] = reinterpret_cast<const Byte*>(copy_[t]);
+      if (first + t >= chunk.begin && first + t < chunk.end)
         widen_row(side, chunk.row[first + t], chunk.scale[first + t], chunk.query_dtype, copy_[t]);
       else
         std::memset(copy_[t], 0, static_cast<std::size_t>(round_up(side.dim, kBlock)) * sizeof(float));
@@ -127,39 +141,60 @@ class WideRows {
   }
 
  private:
-  const float* row_[kBlock];
+  const Byte* row_[kBlock];
   alignas(64) float copy_[kBlock][kMaxHeadDim];
 };
 
 // --- float32 -----------------------------------------------------------------------------------------------
 
+// Which lanes of a pair of vectors meet when both are folded to groups of `width` lanes.
+template <int width, int... lane>
+constexpr IntVec fold_lanes_of(std::integer_sequence<int, lane...>) {
+  return IntVec{(lane / (2 * width) * 2 * width + lane % width + (lane % (2 * width) < width ? 0 : kLanes))...};
+}
+
+template <int width>
+inline void add_pairs(Vec* sums) {
+  constexpr IntVec low = fold_lanes_of<width>(std::make_integer_sequence<int, kLanes>());
+#pragma GCC unroll 8
+  for (int i = 0; i < width; ++i)
+    sums[i] = __builtin_shuffle(sums[i], sums[i + width], low) + __builtin_shuffle(sums[i], sums[i + width], low + width);
+}
+
 // Lane i of the result is the sum of sums[i]: pairs of vectors are added in halves, then quarters, and so on.
 inline Vec add_across(Vec* sums) {
-#pragma GCC unroll 8
-  for (int width = kLanes / 2; width > 0; width /= 2) {
-    IntVec low{}, high{};
-#pragma GCC unroll 16
-    for (int i = 0; i < kLanes; ++i) {
-      const int at = i / (2 * width) * 2 * width + i % width;
-      low[i] = at + (i % (2 * width) < width ? 0 : kLanes);
-      high[i] = low[i] + width;
-    }
-#pragma GCC unroll 8
-    for (int i = 0; i < width; ++i)
-      sums[i] = __builtin_shuffle(sums[i], sums[i + width], low) + __builtin_shuffle(sums[i], sums[i + width], high);
-  }
+  if constexpr (kLanes >= 16) add_pairs<8>(sums);
+  if constexpr (kLanes >= 8) add_pairs<4>(sums);
+  add_pairs<2>(sums);
+  add_pairs<1>(sums);
   return sums[0];
 }
 
+// How a row of floats is read: kLanes elements from d on.
+struct LoadF32 {
+  static Vec at(const Byte* row, Index d) { return load(reinterpret_cast<const float*>(row) + d); }
+};
+struct LoadBf16 {
+  static Vec at(const Byte* row, Index d) { return load_bf16(row + 2 * d); }
+};
+struct LoadF16 {
+  static Vec at(const Byte* row, Index d) { return load_f16(row + 2 * d); }
+};
+
 // R rows by kLanes / R tokens.
-template <int R>
-inline void score_tokens(const float* query, Index width, const float* const* keys, float* scores) {
+template <class Load, int R>
+inline void score_tokens(const float* query, Index width, const Byte* const* keys, float* scores,
+                         Prefetch::Cursor& ahead, Index lines) {
   constexpr int T = kLanes / R;
-  Vec sums[kLanes] = {};
+  Prefetch::Cursor cursor = ahead;
+  Vec sums[kLanes];
+#pragma GCC unroll 16
+  for (int i = 0; i < kLanes; ++i) sums[i] = Vec{};
   for (Index d = 0; d < width; d += kLanes) {
     Vec key[T];
 #pragma GCC unroll 16
-    for (int t = 0; t < T; ++t) key[t] = load(keys[t] + d);
+    for (int t = 0; t < T; ++t) key[t] = Load::at(keys[t], d);
+    cursor.advance(lines);
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) {
       const Vec q = load(query + r * width + d);
@@ -167,15 +202,11 @@ inline void score_tokens(const float* query, Index width, const float* const* ke
       for (int t = 0; t < T; ++t) sums[r * T + t] += q * key[t];
     }
   }
+  ahead = cursor;
   alignas(64) float found[kLanes];
   store(found, add_across(sums));
 #pragma GCC unroll 16
   for (int r = 0; r < R; ++r) std::memcpy(scores + r * kChunk, found + r * T, T * sizeof(float));
-}
-
-template <int R>
-inline void score_block(const float* query, Index width, const float* const* keys, float* scores) {
-  for (Index t = 0; t < kBlock; t += kLanes / R) score_tokens<R>(query, width, keys + t, scores + t);
 }
 
 // Calls kernel.template operator()<R>(first row) for runs of 4, 2 and 1 rows.
@@ -187,21 +218,35 @@ inline void for_rows(Index num_rows, Kernel kernel) {
   if (r < num_rows) kernel.template operator()<1>(r);
 }
 
-inline void score_wide(const ChunkRows& chunk, const ScoreTask& task) {
-  WideRows rows;
-  for (Index first = chunk.begin / kBlock * kBlock; first < chunk.end; first += kBlock) {
-    const float* const* keys = rows.of(chunk, first);
-    for (Index t = 0; t < kBlock; t += 4) chunk.prefetch();
-    for_rows(task.num_rows, [&]<int R>(Index r) {
-      score_block<R>(task.query + r * task.width, task.width, keys, task.scores + r * kChunk + first);
-    });
-  }
+// Scores of the tokens of one block.
+template <class Load>
+inline void score_block(const ChunkRows& chunk, const ScoreTask& task, const Byte* const* keys, Index first) {
+  chunk.prefetch_scales(kChunk / kBlock);
+  for_rows(task.num_rows, [&]<int R>(Index r) {
+    const Index lines = chunk.lines_per_step(kChunk * R / kLanes * (task.width / kLanes));
+    for (Index t = 0; t < kBlock; t += kLanes / R)
+      score_tokens<Load, R>(task.query + r * task.width, task.width, keys + t, task.scores + r * kChunk + first + t,
+                            chunk.ahead->cursor, lines);
+  });
 }
 
-// R rows by N vectors of d, over the tokens of one block.
-template <int R, int N>
-inline void add_values(const float* weights, const float* const* values, Index begin, Index end, float* totals,
-                       Index width, Index d) {
+template <class Load>
+inline void score_direct(const ChunkRows& chunk, const ScoreTask& task) {
+  for (Index first = chunk.begin / kBlock * kBlock; first < chunk.end; first += kBlock)
+    score_block<Load>(chunk, task, chunk.row + first, first);
+}
+
+inline void score_wide(const ChunkRows& chunk, const ScoreTask& task) {
+  WideRows rows;
+  for (Index first = chunk.begin / kBlock * kBlock; first < chunk.end; first += kBlock)
+    score_block<LoadF32>(chunk, task, rows.of(chunk, first), first);
+}
+
+// R rows by N vectors of d.
+template <class Load, int R, int N>
+inline void add_values(const float* weights, const Byte* const* values, Index begin, Index end, float* totals,
+                       Index width, Index d, Prefetch::Cursor& ahead, Index lines) {
+  Prefetch::Cursor cursor = ahead;
   Vec sums[R][N];
 #pragma GCC unroll 4
   for (int r = 0; r < R; ++r)
@@ -210,7 +255,8 @@ inline void add_values(const float* weights, const float* const* values, Index b
   for (Index t = begin; t < end; ++t) {
     Vec value[N];
 #pragma GCC unroll 4
-    for (int n = 0; n < N; ++n) value[n] = load(values[t] + d + n * kLanes);
+    for (int n = 0; n < N; ++n) value[n] = Load::at(values[t], d + n * kLanes);
+    cursor.advance(lines);
 #pragma GCC unroll 4
     for (int r = 0; r < R; ++r) {
       const Vec weight = splat(weights[r * kChunk + t]);
@@ -218,6 +264,7 @@ inline void add_values(const float* weights, const float* const* values, Index b
       for (int n = 0; n < N; ++n) sums[r][n] += weight * value[n];
     }
   }
+  ahead = cursor;
 #pragma GCC unroll 4
   for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
@@ -232,22 +279,37 @@ inline void shrink_totals(const ValueTask& task) {
   }
 }
 
-inline void value_wide(const ChunkRows& chunk, const ValueTask& task) {
+// Adds the tokens [begin, end) of rows that begin at token `first` of the chunk.
+template <class Load>
+inline void value_block(const ChunkRows& chunk, const ValueTask& task, const Byte* const* values, Index first,
+                        Index begin, Index end) {
   constexpr int N = kLanes == 16 ? 4 : 2;
+  const Index lines = chunk.lines_per_step(kChunk * ceil_div(task.width, N * kLanes));
+  for_rows(task.num_rows, [&]<int R>(Index r) {
+    const float* weights = task.weights + r * kChunk + first;
+    float* totals = task.totals + r * task.width;
+    Index d = 0;
+    for (; d + N * kLanes <= task.width; d += N * kLanes)
+      add_values<Load, R, N>(weights, values, begin, end, totals, task.width, d, chunk.ahead->cursor, lines);
+    for (; d < task.width; d += kLanes)
+      add_values<Load, R, 1>(weights, values, begin, end, totals, task.width, d, chunk.ahead->cursor, lines);
+  });
+}
+
+template <class Load>
+inline void value_direct(const ChunkRows& chunk, const ValueTask& task) {
+  shrink_totals(task);
+  chunk.prefetch_scales(1);
+  value_block<Load>(chunk, task, chunk.row, 0, chunk.begin, chunk.end);
+}
+
+inline void value_wide(const ChunkRows& chunk, const ValueTask& task) {
   WideRows rows;
   shrink_totals(task);
   for (Index first = chunk.begin / kBlock * kBlock; first < chunk.end; first += kBlock) {
-    const float* const* values = rows.of(chunk, first);
-    for (Index t = 0; t < kBlock; t += 4) chunk.prefetch();
-    const Index begin = max(chunk.begin - first, 0), end = min(chunk.end - first, kBlock);
-    for_rows(task.num_rows, [&]<int R>(Index r) {
-      const float* weights = task.weights + r * kChunk + first;
-      float* totals = task.totals + r * task.width;
-      Index d = 0;
-      for (; d + N * kLanes <= task.width; d += N * kLanes)
-        add_values<R, N>(weights, values, begin, end, totals, task.width, d);
-      for (; d < task.width; d += kLanes) add_values<R, 1>(weights, values, begin, end, totals, task.width, d);
-    });
+    const Byte* const* values = rows.of(chunk, first);
+    chunk.prefetch_scales(kChunk / kBlock);
+    value_block<LoadF32>(chunk, task, values, first, max(chunk.begin - first, 0), min(chunk.end - first, kBlock));
   }
 }
 

@@ -3,6 +3,8 @@
 
 #include "attend_cache.h"
 
+#include <utility>
+
 #if defined(__F16C__)
 #include <immintrin.h>
 #endif
@@ -36,20 +38,21 @@ inline IntVec lane_numbers() {
 inline Vec larger(Vec a, Vec b) { return a > b ? a : b; }
 
 // Sum and maximum of the lanes, halves first: one fixed tree.
-template <class Combine>
+template <int width, int... lane>
+constexpr IntVec swapped_lanes(std::integer_sequence<int, lane...>) {
+  return IntVec{(lane ^ width)...};
+}
+template <int width = kLanes / 2, class Combine>
 inline float fold_lanes(Vec x, Combine combine) {
-  alignas(64) float lanes[kLanes];
-  store(lanes, x);
-  for (int width = kLanes / 2; width > 0; width /= 2)
-    for (int i = 0; i < width; ++i) lanes[i] = combine(lanes[i], lanes[i + width]);
-  return lanes[0];
+  constexpr IntVec swapped = swapped_lanes<width>(std::make_integer_sequence<int, kLanes>());
+  const Vec folded = combine(x, __builtin_shuffle(x, swapped));
+  if constexpr (width > 1) return fold_lanes<width / 2>(folded, combine);
+  return folded[0];
 }
 inline float sum_lanes(Vec x) {
-  return fold_lanes(x, [](float a, float b) { return a + b; });
+  return fold_lanes(x, [](Vec a, Vec b) { return a + b; });
 }
-inline float largest_lane(Vec x) {
-  return fold_lanes(x, [](float a, float b) { return a > b ? a : b; });
-}
+inline float largest_lane(Vec x) { return fold_lanes(x, larger); }
 
 // e^x to about one unit in the last place; 0 below the smallest normal number, exactly 1 at 0, NaN stays NaN.
 inline Vec exp(Vec x) {
