@@ -73,9 +73,13 @@ struct ChunkRows {
   void prefetch_scales(Index part) const { scales_ahead->cursor.advance(ceil_div(scales_ahead->num_lines(), share * part)); }
 };
 
+// Bytes of a packed query row: room for a few numbers, then four for each element.
+constexpr Index kPackedHead = 320;
+constexpr Index kPackedRow(Index width) { return kPackedHead + 4 * width; }
+
 struct ScoreTask {
   const float* query;  // [rows, width], zero from dim on
-  const void* packed;  // the query as the kernel wants it
+  const Byte* packed;  // the query as the kernel wants it, kPackedRow bytes a row
   Index num_rows, width;
   float* scores;  // [rows, kChunk]
 };
@@ -88,6 +92,11 @@ struct ValueTask {
 };
 
 // --- any dtype to float32 ----------------------------------------------------------------------------------
+
+// Whether rounding to the scale's type, as dequantising is defined, shows in the query's type.
+inline bool is_coarser(DType scale, DType query) {
+  return query == DType::f32 ? scale != DType::f32 : query == DType::f16 && scale == DType::bf16;
+}
 
 // What a load of `side` as query_dtype gives, element by element; zero from dim on.
 inline void widen_row(const SidePlace& side, const Byte* row, const Byte* scale_row, DType query_dtype,
@@ -106,7 +115,6 @@ inline void widen_row(const SidePlace& side, const Byte* row, const Byte* scale_
     }
   } else {
     const float top = largest_finite(query_dtype == DType::f16 ? query_dtype : side.scale.dtype);
-    const bool rounds = query_dtype == DType::f32 && side.scale.dtype != DType::f32;
     for (Index g = 0; g < side.num_groups; ++g) {
       const float scale = read_float(scale_row, side.scale.dtype, g);
       const Index end = d + side.group;
@@ -120,7 +128,7 @@ inline void widen_row(const SidePlace& side, const Byte* row, const Byte* scale_
         out[d] = x > top ? top : x < -top ? -top : x;
       }
     }
-    if (rounds) round_row(side.scale.dtype, out, side.dim);
+    if (is_coarser(side.scale.dtype, query_dtype)) round_row(side.scale.dtype, out, side.dim);
   }
   for (const Index width = round_up(side.dim, kBlock); d < width; ++d) out[d] = 0.0f;
 }

@@ -1,0 +1,449 @@
+// Kernels for AVX-512 with BF16 and VNNI: bfloat16 dot products, and integer ones for int8 and int4 codes.
+//
+// Codes meet integer digits, so that a product costs no conversion. A 16-bit query is split into two signed
+// digits of 7 and 8 bits (15 bits of the row's largest element), weights times value scales into two unsigned
+// ones (16 bits of the chunk's largest). Both are finer than the query's own type; a float32 query is
+// not served here.
+#pragma once
+
+#include "attend_tile.h"
+
+#include <immintrin.h>
+
+namespace kvloom::KVLOOM_ISA {
+
+// --- bfloat16 keys -----------------------------------------------------------------------------------------
+
+inline void pack_bf16(const SidePlace&, const float* query, Index num_rows, Index width, Byte* packed) {
+  for (Index r = 0; r < num_rows; ++r, query += width, packed += kPackedRow(width))
+    for (Index d = 0; d < width; d += 16)
+      _mm256_store_si256(reinterpret_cast<__m256i*>(packed + kPackedHead + 2 * d),
+                         reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(_mm512_loadu_ps(query + d))));
+}
+
+inline __m512bh load_pairs(const Byte* from) { return reinterpret_cast<__m512bh>(_mm512_loadu_si512(from)); }
+
+// R rows by 16 / R tokens, 32 elements at a time.
+template <int R>
+inline void score_tokens_bf16(const Byte* query, Index stride, Index width, const Byte* const* keys, float* scores,
+                              Prefetch::Cursor& ahead, Index lines) {
+  constexpr int T = 16 / R;
+  Prefetch::Cursor cursor = ahead;
+  Vec sums[16];
+#pragma GCC unroll 16
+  for (int i = 0; i < 16; ++i) sums[i] = Vec{};
+  for (Index d = 0; d < width; d += 32) {
+    __m512bh key[T];
+#pragma GCC unroll 16
+    for (int t = 0; t < T; ++t) key[t] = load_pairs(keys[t] + 2 * d);
+    cursor.advance(lines);
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r) {
+      const __m512bh q = load_pairs(query + r * stride + 2 * d);
+#pragma GCC unroll 16
+      for (int t = 0; t < T; ++t)
+        sums[r * T + t] = reinterpret_cast<Vec>(_mm512_dpbf16_ps(reinterpret_cast<__m512>(sums[r * T + t]), q, key[t]));
+    }
+  }
+  ahead = cursor;
+  alignas(64) float found[16];
+  store(found, add_across(sums));
+#pragma GCC unroll 4
+  for (int r = 0; r < R; ++r) std::memcpy(scores + r * kChunk, found + r * T, T * sizeof(float));
+}
+
+inline void score_bf16(const ChunkRows& chunk, const ScoreTask& task) {
+  const Index stride = kPackedRow(task.width);
+  for (Index first = chunk.begin / kBlock * kBlock; first < chunk.end; first += kBlock)
+    for_rows(task.num_rows, [&]<int R>(Index r) {
+      const Index lines = chunk.lines_per_step(kChunk * R / 16 * (task.width / 32));
+      for (Index t = first; t < first + kBlock; t += 16 / R)
+        score_tokens_bf16<R>(task.packed + r * stride + kPackedHead, stride, task.width, chunk.row + t,
+                             task.scores + r * kChunk + t, chunk.ahead->cursor, lines);
+    });
+}
+
+// --- codes -------------------------------------------------------------------------------------------------
+
+// Scales of one chunk by group and token. Returns whether none is negative.
+inline bool read_scales(const ChunkRows& chunk, float (*scales)[kChunk]) {
+  const SidePlace& side = *chunk.side;
+  const auto transpose = [&](auto bits) {
+    for (Index t = 0; t < kChunk; ++t)
+      for (Index g = 0; g < side.num_groups; ++g)
+        std::memcpy(reinterpret_cast<Byte*>(scales[g]) + t * static_cast<Index>(sizeof(bits)),
+                    chunk.scale[t] + g * static_cast<Index>(sizeof(bits)), sizeof(bits));
+  };
+  side.scale.dtype == DType::f32 ? transpose(std::uint32_t{}) : transpose(std::uint16_t{});
+  bool negative = false;
+  for (Index g = 0; g < side.num_groups; ++g) {
+    // Widened in place, from the back.
+    for (Index t = kChunk - kLanes; t >= 0; t -= kLanes) {
+      const Byte* bits = reinterpret_cast<const Byte*>(scales[g]);
+      const Vec x = side.scale.dtype == DType::f32   ? load(scales[g] + t)
+                    : side.scale.dtype == DType::f16 ? load_f16(bits + 2 * t)
+                                                     : load_bf16(bits + 2 * t);
+      store(scales[g] + t, x);
+      negative |= _mm512_cmp_ps_mask(reinterpret_cast<__m512>(x), _mm512_setzero_ps(), _CMP_LT_OQ) != 0;
+    }
+  }
+  return !negative;
+}
+
+constexpr Index kMaxGroups = kMaxHeadDim / 8;
+constexpr float kQueryLargest = 127.0f * 128.0f;  // of q = 128 * high + low
+
+// What stands before the digits of a packed query row.
+struct QueryHead {
+  float step;
+  std::int32_t offset[kMaxGroups];  // what unsigned codes add to each group's product
+};
+static_assert(sizeof(QueryHead) <= kPackedHead);
+
+// Elements of one byte's nibble lie apart: of int4 the even elements come first, then the odd ones.
+inline void pack_digits(const SidePlace& key, const float* query, Index num_rows, Index width, Byte* packed) {
+  const bool is_int4 = key.cache.dtype == DType::int4;
+  alignas(64) std::int32_t whole[kMaxHeadDim];
+  for (Index r = 0; r < num_rows; ++r, query += width, packed += kPackedRow(width)) {
+    float largest = 0.0f;
+    bool finite = true;
+    for (Index d = 0; d < width; ++d) {
+      const float size = std::fabs(query[d]);
+      finite &= size <= largest_finite(DType::f32);
+      largest = size > largest ? size : largest;
+    }
+    QueryHead head;
+    head.step = finite ? largest / kQueryLargest : NAN;
+    const __m512 inverse = _mm512_set1_ps(finite && head.step > 0.0f ? 1.0f / head.step : 0.0f);
+    const __m512i bound = _mm512_set1_epi32(static_cast<int>(kQueryLargest));
+    for (Index d = 0; d < width; d += 16) {
+      const __m512i q = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_loadu_ps(query + d), inverse));
+      _mm512_store_si512(whole + d, _mm512_max_epi32(_mm512_min_epi32(q, bound), _mm512_sub_epi32(__m512i{}, bound)));
+    }
+    std::int8_t* high = reinterpret_cast<std::int8_t*>(packed + kPackedHead);
+    std::int8_t* low = high + width;
+    for (Index d = 0; d < key.dim; ++d) {
+      const Index at = is_int4 ? d % 2 * (key.dim / 2) + d / 2 : d;
+      high[at] = static_cast<std::int8_t>((whole[d] + 64) >> 7);
+      low[at] = static_cast<std::int8_t>(whole[d] - high[at] * 128);
+    }
+    for (Index g = 0; g < key.num_groups; ++g) {
+      std::int32_t sum = 0;
+      for (Index d = g * key.group; d < (g + 1) * key.group; ++d) sum += whole[d];
+      head.offset[g] = sum * (is_int4 ? -8 : -128);
+    }
+    std::memcpy(packed, &head, sizeof(head));
+  }
+}
+
+// 16 rows of 16 dwords become 16 columns.
+inline void transpose_dwords(__m512i* x) {
+  __m512i y[16];
+#pragma GCC unroll 8
+  for (int i = 0; i < 16; i += 2) {
+    y[i] = _mm512_unpacklo_epi32(x[i], x[i + 1]);
+    y[i + 1] = _mm512_unpackhi_epi32(x[i], x[i + 1]);
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 16; i += 4) {
+    x[i] = _mm512_unpacklo_epi64(y[i], y[i + 2]);
+    x[i + 1] = _mm512_unpackhi_epi64(y[i], y[i + 2]);
+    x[i + 2] = _mm512_unpacklo_epi64(y[i + 1], y[i + 3]);
+    x[i + 3] = _mm512_unpackhi_epi64(y[i + 1], y[i + 3]);
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) {
+    y[i] = _mm512_shuffle_i32x4(x[i], x[i + 4], 0x88);
+    y[i + 4] = _mm512_shuffle_i32x4(x[i], x[i + 4], 0xdd);
+    y[i + 8] = _mm512_shuffle_i32x4(x[i + 8], x[i + 12], 0x88);
+    y[i + 12] = _mm512_shuffle_i32x4(x[i + 8], x[i + 12], 0xdd);
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) {
+    x[i] = _mm512_shuffle_i32x4(y[i], y[i + 8], 0x88);
+    x[i + 8] = _mm512_shuffle_i32x4(y[i], y[i + 8], 0xdd);
+    x[i + 4] = _mm512_shuffle_i32x4(y[i + 4], y[i + 12], 0x88);
+    x[i + 12] = _mm512_shuffle_i32x4(y[i + 4], y[i + 12], 0xdd);
+  }
+}
+
+inline __m512i broadcast_dword(const void* from) { return _mm512_set1_epi32(bit_copy<std::int32_t>(from)); }
+
+// Columns of four bytes of 16 tokens at a time, codes made unsigned by their flipped sign bit.
+struct KeyColumns {
+  alignas(64) std::int32_t column[kMaxHeadDim / 4][kBlock];
+
+  void read(const Byte* const* rows, Index row_bytes, std::uint32_t sign_bits, Prefetch::Cursor& ahead, Index lines) {
+    const __m512i sign = _mm512_set1_epi32(static_cast<int>(sign_bits));
+    for (Index at = 0; at < row_bytes; at += 64) {
+      const Index dwords = min(row_bytes - at, 64) / 4;
+      const __mmask16 mask = static_cast<__mmask16>((1u << dwords) - 1);
+      __m512i x[16];
+#pragma GCC unroll 16
+      for (int t = 0; t < 16; ++t) x[t] = _mm512_xor_si512(_mm512_maskz_loadu_epi32(mask, rows[t] + at), sign);
+      ahead.advance(lines);
+      transpose_dwords(x);
+#pragma GCC unroll 16
+      for (int i = 0; i < 16; ++i)
+        if (i < dwords) _mm512_store_si512(column[at / 4 + i], x[i]);
+    }
+  }
+};
+
+template <int R, bool is_int4>
+inline void score_columns(const KeyColumns& keys, const SidePlace& key, const Byte* packed, Index width,
+                          const float* scales, float* scores, Prefetch::Cursor& ahead, Index lines) {
+  const Index columns = key.row_bytes / 4, per_group = columns / key.num_groups, stride = kPackedRow(width);
+  const __m512i nibbles = _mm512_set1_epi32(0x0f0f0f0f);
+  Prefetch::Cursor cursor = ahead;
+  __m512 sums[R];
+#pragma GCC unroll 4
+  for (int r = 0; r < R; ++r) sums[r] = _mm512_setzero_ps();
+  for (Index g = 0, c = 0; g < key.num_groups; ++g) {
+    __m512i high[R], low[R];
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r) {
+      high[r] = _mm512_setzero_si512();
+      low[r] = broadcast_dword(packed + r * stride + offsetof(QueryHead, offset) + 4 * static_cast<std::size_t>(g));
+    }
+    for (const Index end = c + per_group; c < end; ++c) {
+      const __m512i codes = _mm512_load_si512(keys.column[c]);
+      cursor.advance(lines);
+      const __m512i even = is_int4 ? _mm512_and_si512(codes, nibbles) : codes;
+      const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(codes, 4), nibbles);
+#pragma GCC unroll 4
+      for (int r = 0; r < R; ++r) {
+        const Byte* digits = packed + r * stride + kPackedHead + 4 * c;
+        high[r] = _mm512_dpbusd_epi32(high[r], even, broadcast_dword(digits));
+        low[r] = _mm512_dpbusd_epi32(low[r], even, broadcast_dword(digits + width));
+        if constexpr (is_int4) {
+          high[r] = _mm512_dpbusd_epi32(high[r], odd, broadcast_dword(digits + key.dim / 2));
+          low[r] = _mm512_dpbusd_epi32(low[r], odd, broadcast_dword(digits + key.dim / 2 + width));
+        }
+      }
+    }
+    const __m512 scale = _mm512_load_ps(scales + g * kChunk);
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r) {
+      const __m512i product = _mm512_add_epi32(_mm512_slli_epi32(high[r], 7), low[r]);
+      sums[r] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(product), scale, sums[r]);
+    }
+  }
+#pragma GCC unroll 4
+  for (int r = 0; r < R; ++r)
+    _mm512_storeu_ps(scores + r * kChunk, _mm512_mul_ps(sums[r], _mm512_set1_ps(bit_copy<float>(packed + r * stride))));
+  ahead = cursor;
+}
+
+template <bool is_int4>
+inline void score_codes(const ChunkRows& chunk, const ScoreTask& task) {
+  const SidePlace& key = *chunk.side;
+  alignas(64) float scales[kMaxGroups][kChunk];
+  KeyColumns keys;
+  read_scales(chunk, scales);
+  chunk.prefetch_scales(1);
+  const Index lines = chunk.lines_per_step(kChunk / kBlock * (key.row_bytes / 4));
+  for (Index first = chunk.begin / kBlock * kBlock; first < chunk.end; first += kBlock) {
+    keys.read(chunk.row + first, key.row_bytes, is_int4 ? 0x88888888u : 0x80808080u, chunk.ahead->cursor, 0);
+    for_rows(task.num_rows, [&]<int R>(Index r) {
+      score_columns<R, is_int4>(keys, key, task.packed + r * kPackedRow(task.width), task.width,
+                                scales[0] + first,
+                                task.scores + r * kChunk + first, chunk.ahead->cursor, lines);
+    });
+  }
+}
+
+// --- values in codes ---------------------------------------------------------------------------------------
+
+constexpr Index kQuads = kChunk / 4;
+
+// Rows' weights times value scales as two unsigned digits, four tokens to a dword.
+struct WeightDigits {
+  // [row, digit, group, quad] where a block of 64 bytes lies in one group, [row, digit, quad, group] elsewhere.
+  alignas(64) Byte dword[4][2][(kMaxGroups + 8) * kQuads * 4];
+  float step[4][kMaxGroups + 8];
+
+  void read(const float* weights, Index num_rows, const float (*scales)[kChunk], Index num_groups, bool by_group) {
+    for (Index r = 0; r < num_rows; ++r)
+      for (Index g = 0; g < num_groups; ++g) {
+        __m512 w[4], largest = _mm512_setzero_ps();
+        __mmask16 is_nan = 0;
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; ++i) {
+          const __m512 weight = _mm512_loadu_ps(weights + r * kChunk + 16 * i);
+          // A weight of 0 hides the scale, whatever it is.
+          const __mmask16 seen = _mm512_cmp_ps_mask(weight, _mm512_setzero_ps(), _CMP_NEQ_UQ);
+          w[i] = _mm512_maskz_mul_ps(seen, weight, _mm512_load_ps(scales[g] + 16 * i));
+          is_nan |= _mm512_cmp_ps_mask(w[i], w[i], _CMP_UNORD_Q);
+          largest = _mm512_max_ps(w[i], largest);
+        }
+        const float top = _mm512_reduce_max_ps(largest);
+        step[r][g] = is_nan ? NAN : top / 65535.0f;
+        const __m512 inverse = _mm512_set1_ps(top > 0.0f ? 65535.0f / top : 0.0f);
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; ++i) {
+          const __m512i digits = _mm512_cvtps_epi32(_mm512_mul_ps(w[i], inverse));
+          put(r, 0, g, i, num_groups, by_group, _mm512_cvtepi32_epi8(_mm512_srli_epi32(digits, 8)));
+          put(r, 1, g, i, num_groups, by_group, _mm512_cvtepi32_epi8(digits));
+        }
+      }
+  }
+
+ private:
+  void put(Index r, Index digit, Index g, Index i, Index num_groups, bool by_group, __m128i bytes) {
+    if (by_group) {
+      _mm_store_si128(reinterpret_cast<__m128i*>(dword[r][digit] + (g * kQuads + 4 * i) * 4), bytes);
+      return;
+    }
+    alignas(16) Byte four[16];
+    _mm_store_si128(reinterpret_cast<__m128i*>(four), bytes);
+    for (Index q = 0; q < 4; ++q)
+      std::memcpy(dword[r][digit] + ((4 * i + q) * (num_groups + 8) + g) * 4, four + 4 * q, 4);
+  }
+};
+
+// 64 bytes of each row of a chunk: dword i of lane L of vector j is byte 16 L + 4 j + i of four tokens. Of int4
+// the even elements of vector j come first, then the odd ones.
+template <bool is_int4>
+struct ValueQuads {
+  static constexpr int kVectors = is_int4 ? 8 : 4;
+  __m512i vector[kQuads][kVectors];
+
+  void read(const Byte* const* rows, Index begin, Index end, Index at, Index bytes) {
+    const __mmask16 mask = static_cast<__mmask16>((1u << bytes / 4) - 1);
+    for (Index q = begin; q < end; ++q) {
+      __m512i x[4], y[4];
+#pragma GCC unroll 4
+      for (int i = 0; i < 4; ++i) x[i] = _mm512_maskz_loadu_epi32(mask, rows[4 * q + i] + at);
+      y[0] = _mm512_unpacklo_epi8(x[0], x[1]);
+      y[1] = _mm512_unpacklo_epi8(x[2], x[3]);
+      y[2] = _mm512_unpackhi_epi8(x[0], x[1]);
+      y[3] = _mm512_unpackhi_epi8(x[2], x[3]);
+      x[0] = _mm512_unpacklo_epi16(y[0], y[1]);
+      x[1] = _mm512_unpackhi_epi16(y[0], y[1]);
+      x[2] = _mm512_unpacklo_epi16(y[2], y[3]);
+      x[3] = _mm512_unpackhi_epi16(y[2], y[3]);
+#pragma GCC unroll 4
+      for (int j = 0; j < 4; ++j) {
+        if constexpr (is_int4) {
+          vector[q][2 * j] = sign_extend(x[j]);
+          vector[q][2 * j + 1] = sign_extend(_mm512_srli_epi32(x[j], 4));
+        } else {
+          vector[q][j] = x[j];
+        }
+      }
+    }
+  }
+
+ private:
+  static __m512i sign_extend(__m512i nibbles) {
+    const __m512i values = _mm512_broadcast_i32x4(_mm_setr_epi8(0, 1, 2, 3, 4, 5, 6, 7, -8, -7, -6, -5, -4, -3, -2, -1));
+    return _mm512_shuffle_epi8(values, _mm512_and_si512(nibbles, _mm512_set1_epi8(0x0f)));
+  }
+};
+
+// What a pair of vectors needs to know of the groups of its four lanes.
+struct LaneGroups {
+  Index first;
+  __m512i dword;  // group of each dword, from the first one on
+
+  LaneGroups(Index byte, Index bytes_per_group, Index num_groups) : first(min(byte / bytes_per_group, num_groups - 1)) {
+    alignas(64) std::int32_t groups[16];
+    for (Index i = 0; i < 16; ++i)
+      groups[i] = static_cast<std::int32_t>(min((byte + i / 4 * 16) / bytes_per_group, num_groups - 1) - first);
+    dword = _mm512_load_si512(groups);
+  }
+};
+
+// R rows by two vectors, over all quads of the chunk.
+template <int R, bool by_group>
+inline void add_pair(const WeightDigits& weights, const __m512i* values, Index vectors, Index begin, Index end,
+                     const LaneGroups& groups, Index num_groups, __m512 (*out)[2], Prefetch::Cursor& ahead,
+                     Index lines) {
+  const Index quad_step = by_group ? 4 : 4 * (num_groups + 8);
+  const Index at = by_group ? groups.first * kQuads * 4 : groups.first * 4;
+  Prefetch::Cursor cursor = ahead;
+  __m512i sums[R][2][2];
+#pragma GCC unroll 4
+  for (int r = 0; r < R; ++r) sums[r][0][0] = sums[r][0][1] = sums[r][1][0] = sums[r][1][1] = _mm512_setzero_si512();
+  for (Index q = begin; q < end; ++q) {
+    const __m512i a = values[q * vectors], b = values[q * vectors + 1];
+    cursor.advance(lines);
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 2
+      for (int digit = 0; digit < 2; ++digit) {
+        const Byte* from = weights.dword[r][digit] + at + q * quad_step;
+        const __m512i w = by_group ? broadcast_dword(from)
+                                   : _mm512_permutexvar_epi32(groups.dword, _mm512_castsi256_si512(_mm256_loadu_si256(
+                                                                                reinterpret_cast<const __m256i*>(from))));
+        sums[r][digit][0] = _mm512_dpbusd_epi32(sums[r][digit][0], w, a);
+        sums[r][digit][1] = _mm512_dpbusd_epi32(sums[r][digit][1], w, b);
+      }
+  }
+  ahead = cursor;
+#pragma GCC unroll 4
+  for (int r = 0; r < R; ++r) {
+    const __m512 step = _mm512_permutexvar_ps(groups.dword, _mm512_castps256_ps512(_mm256_loadu_ps(weights.step[r] + groups.first)));
+#pragma GCC unroll 2
+    for (int i = 0; i < 2; ++i)
+      out[r][i] = _mm512_mul_ps(step, _mm512_cvtepi32_ps(_mm512_add_epi32(_mm512_slli_epi32(sums[r][0][i], 8), sums[r][1][i])));
+  }
+}
+
+// Adds the first lanes of four floats each to places that lie `apart` floats from each other.
+inline void add_lanes(float* total, __m512 x, Index lanes, Index apart) {
+  const auto add = [&](Index lane, __m128 part) {
+    if (lane < lanes) _mm_storeu_ps(total + apart * lane, _mm_add_ps(_mm_loadu_ps(total + apart * lane), part));
+  };
+  add(0, _mm512_castps512_ps128(x));
+  add(1, _mm512_extractf32x4_ps(x, 1));
+  add(2, _mm512_extractf32x4_ps(x, 2));
+  add(3, _mm512_extractf32x4_ps(x, 3));
+}
+
+// Adds one pair of vectors of ValueQuads to the elements that they stand for.
+inline void add_to_row(float* total, const __m512* sums, Index byte, Index pair, Index width, bool is_int4) {
+  if (is_int4) {
+    const Index first = 2 * byte + 8 * pair;
+    add_lanes(total + first, _mm512_unpacklo_ps(sums[0], sums[1]), ceil_div(width - first, 32), 32);
+    add_lanes(total + first + 4, _mm512_unpackhi_ps(sums[0], sums[1]), ceil_div(width - first, 32), 32);
+    return;
+  }
+  for (Index i = 0; i < 2; ++i) {
+    const Index first = byte + 8 * pair + 4 * i;
+    add_lanes(total + first, sums[i], ceil_div(width - first, 16), 16);
+  }
+}
+
+template <bool is_int4>
+inline void value_codes(const ChunkRows& chunk, const ValueTask& task) {
+  const SidePlace& value = *chunk.side;
+  alignas(64) float scales[kMaxGroups][kChunk];
+  if (!read_scales(chunk, scales)) return value_wide(chunk, task);  // digits of weights are unsigned
+  const Index bytes_per_group = value.row_bytes / value.num_groups, begin = chunk.begin / 4, end = ceil_div(chunk.end, 4);
+  const bool by_group = bytes_per_group % 64 == 0 || value.num_groups == 1;
+  constexpr Index kPairs = is_int4 ? 4 : 2;
+  const Index lines = chunk.lines_per_step(kQuads * kPairs * ceil_div(value.row_bytes, 64));
+  WeightDigits weights;
+  ValueQuads<is_int4> quads;
+  shrink_totals(task);
+  chunk.prefetch_scales(1);
+  for_rows(task.num_rows, [&]<int R>(Index first) {
+    weights.read(task.weights + first * kChunk, R, scales, value.num_groups, by_group);
+    for (Index at = 0; at < value.row_bytes; at += 64) {
+      quads.read(chunk.row, begin, end, at, min(value.row_bytes - at, 64));
+      for (Index pair = 0; pair < kPairs; ++pair) {
+        const LaneGroups groups(at + (is_int4 ? 4 : 8) * pair, bytes_per_group, value.num_groups);
+        __m512 sums[R][2];
+        const auto add = by_group ? add_pair<R, true> : add_pair<R, false>;
+        add(weights, &quads.vector[0][2 * pair], quads.kVectors, begin, end, groups, value.num_groups, sums,
+            chunk.ahead->cursor, lines);
+        for (int r = 0; r < R; ++r)
+          add_to_row(task.totals + (first + r) * task.width, sums[r], at, pair, task.width, is_int4);
+      }
+    }
+  });
+}
+
+}  // namespace kvloom::KVLOOM_ISA
