@@ -44,15 +44,23 @@ class ItemRunner {
   }
 
   void run(Index first, Index last) {
-    for (Index i = first; i < last; ++i) run_item(Job(*this, i), i + 1 < last ? i + 1 : -1);
+    if (first >= last) return;
+    Job job(*this, first, nullptr);
+    for (Index i = first; i < last; ++i) {
+      const Job next(*this, min(i + 1, last - 1), &job);
+      run_item(job, i + 1 < last ? &next : nullptr);
+      job = next;
+    }
   }
 
  private:
   // An item and what it needs of its sequence.
   struct Job {
-    Job(const ItemRunner& runner, Index i)
-        : b(runner.workspace_.sequence_of(&WorkBefore::items, i)),
-          plan(runner.args_, b),
+    Job(const ItemRunner& runner, Index i, const Job* before)
+        : b(before && i < runner.workspace_.before(before->b + 1).items
+                ? before->b
+                : runner.workspace_.sequence_of(&WorkBefore::items, i)),
+          plan(before && before->b == b ? before->plan : SequencePlan(runner.args_, b)),
           item(plan.item(runner.args_, i - runner.workspace_.before(b).items)),
           slots(runner.args_.table, b) {
       const Index first = item.first_row / runner.group_, last = (item.first_row + item.num_rows - 1) / runner.group_;
@@ -73,7 +81,7 @@ class ItemRunner {
     return {max(first, job.tokens.begin), min(first + kChunk, job.tokens.end)};
   }
 
-  void run_item(const Job& job, Index next_item) {
+  void run_item(const Job& job, const Job* next) {
     load_queries(job);
     const Index rows = job.item.num_heads * job.item.num_rows;
     start_split(rows);
@@ -85,7 +93,7 @@ class ItemRunner {
     }
     for (Index token = job.tokens.begin; token < job.tokens.end;) {
       const Tokens chunk = chunk_at(job, token);
-      aim_prefetch(job, chunk.end, next_item);
+      aim_prefetch(job, chunk.end, next);
       run_chunk(job, chunk);
       std::swap(places_, next_);
       token = chunk.end;
@@ -106,21 +114,19 @@ class ItemRunner {
         const Index head = (job.item.first_head + h) * group_ + row % group_;
         const Index at = (job.plan.first_row + row / group_) * args_.query_stride[0] + head * args_.query_stride[1];
         float* to = query_ + r * key_width_;
-        for (Index d = 0; d < key_.dim; ++d)
-          to[d] = read_float(args_.query, args_.query_dtype, at + d * args_.query_stride[2]);
+        read_floats(args_.query, args_.query_dtype, at, args_.query_stride[2], to, key_.dim);
         for (Index d = key_.dim; d < key_width_; ++d) to[d] = 0.0f;
         score_rows_[r] = score_row(args_, job.plan, row / group_, head);
       }
     score_kernel_.pack(key_, query_, r, key_width_, packed_);
   }
 
-  void aim_prefetch(const Job& job, Index token, Index next_item) {
+  void aim_prefetch(const Job& job, Index token, const Job* next) {
     key_ahead_.clear(), value_ahead_.clear(), key_scales_ahead_.clear(), value_scales_ahead_.clear();
     if (token < job.tokens.end) {
       aim_at(job, chunk_at(job, token));
-    } else if (next_item >= 0) {
-      const Job next(*this, next_item);
-      if (next.tokens.begin < next.tokens.end) aim_at(next, chunk_at(next, next.tokens.begin));
+    } else if (next && next->tokens.begin < next->tokens.end) {
+      aim_at(*next, chunk_at(*next, next->tokens.begin));
     }
   }
 
@@ -160,27 +166,29 @@ class ItemRunner {
   // Pointers to the rows of one head, or to copies where a row is not in one piece.
   void find_rows(ChunkRows& chunk, const ChunkOffsets& places, Index head) {
     const SidePlace& side = *chunk.side;
-    for (Index t = 0; t < kChunk; ++t) {
-      const Index i = min(max(t - chunk.begin, 0), places.count - 1);
-      chunk.row[t] = side.row(places.row[i], head);
-      if (side.scale.data) chunk.scale[t] = side.scale_row(places.scale_row[i], head);
-    }
-    if (!side.row_is_contiguous) copy_rows(chunk.row, chunk, side.cache, gathered_);
-    const bool one_piece = !side.scale.data || side.num_groups == 1 ||
-                           (side.scale.size[4] == 1 && side.scale.stride[5] == 1) ||
-                           (side.scale.size[5] == 1 && side.scale.stride[4] == 1);
-    if (!one_piece) copy_rows(chunk.scale, chunk, side.scale, gathered_scales_);
+    place_rows(chunk, side.row(0, head), places.row, chunk.row);
+    if (side.scale.data) place_rows(chunk, side.scale_row(0, head), places.scale_row, chunk.scale);
+    if (side.is_contiguous) return;
+    copy_rows(chunk.row, chunk, side.cache, gathered_);
+    if (side.scale.data) copy_rows(chunk.scale, chunk, side.scale, gathered_scales_);
+  }
+
+  static void place_rows(const ChunkRows& chunk, const Byte* base, const Index* offsets, const Byte** rows) {
+    for (Index t = chunk.begin; t < chunk.end; ++t) rows[t] = base + offsets[t - chunk.begin];
+    for (Index t = 0; t < chunk.begin; ++t) rows[t] = rows[chunk.begin];
+    for (Index t = chunk.end; t < kChunk; ++t) rows[t] = rows[chunk.begin];
   }
 
   static void copy_rows(const Byte** rows, const ChunkRows& chunk, const CacheView& view, Byte* to) {
     const Index width = stored_width(view), bytes = bytes_of(view.dtype);
     for (Index t = 0; t < kChunk; ++t, to += width * bytes) {
-      if (t >= chunk.begin && t < chunk.end)
-        for (Index i = 0; i < width; ++i)
-          std::memcpy(to + i * bytes, rows[t] + SidePlace::element(view, i) * bytes, static_cast<std::size_t>(bytes));
-      rows[t] = t < chunk.end ? to : rows[chunk.begin];
+      if (t < chunk.begin || t >= chunk.end) continue;
+      for (Index i = 0; i < width; ++i)
+        std::memcpy(to + i * bytes, rows[t] + SidePlace::element(view, i) * bytes, static_cast<std::size_t>(bytes));
+      rows[t] = to;
     }
-    for (Index t = 0; t < chunk.begin; ++t) rows[t] = rows[chunk.begin];
+    for (Index t = 0; t < kChunk; ++t)
+      if (t < chunk.begin || t >= chunk.end) rows[t] = rows[chunk.begin];
   }
 
   void start_split(Index rows) {

@@ -65,29 +65,40 @@ inline void score_bf16(const ChunkRows& chunk, const ScoreTask& task) {
 
 // --- codes -------------------------------------------------------------------------------------------------
 
-// Scales of one chunk by group and token. Returns whether none is negative.
+// Scales of one chunk by group and token, as they are stored.
+template <class Bits, int G>
+inline void transpose_scales(const ChunkRows& chunk, Index num_groups, float (*scales)[kChunk]) {
+  const Index groups = G > 0 ? G : num_groups;
+  for (Index t = 0; t < kChunk; ++t)
+    for (Index g = 0; g < groups; ++g)
+      std::memcpy(reinterpret_cast<Byte*>(scales[g]) + t * static_cast<Index>(sizeof(Bits)),
+                  chunk.scale[t] + g * static_cast<Index>(sizeof(Bits)), sizeof(Bits));
+}
+
+template <class Bits>
+inline void transpose_scales(const ChunkRows& chunk, float (*scales)[kChunk]) {
+  switch (const Index groups = chunk.side->num_groups) {
+    case 1: return transpose_scales<Bits, 1>(chunk, groups, scales);
+    case 2: return transpose_scales<Bits, 2>(chunk, groups, scales);
+    case 4: return transpose_scales<Bits, 4>(chunk, groups, scales);
+    default: return transpose_scales<Bits, 0>(chunk, groups, scales);
+  }
+}
+
+// Scales of one chunk by group and token, in float32. Returns whether none is negative.
 inline bool read_scales(const ChunkRows& chunk, float (*scales)[kChunk]) {
-  const SidePlace& side = *chunk.side;
-  const auto transpose = [&](auto bits) {
-    for (Index t = 0; t < kChunk; ++t)
-      for (Index g = 0; g < side.num_groups; ++g)
-        std::memcpy(reinterpret_cast<Byte*>(scales[g]) + t * static_cast<Index>(sizeof(bits)),
-                    chunk.scale[t] + g * static_cast<Index>(sizeof(bits)), sizeof(bits));
-  };
-  side.scale.dtype == DType::f32 ? transpose(std::uint32_t{}) : transpose(std::uint16_t{});
-  bool negative = false;
-  for (Index g = 0; g < side.num_groups; ++g) {
-    // Widened in place, from the back.
-    for (Index t = kChunk - kLanes; t >= 0; t -= kLanes) {
-      const Byte* bits = reinterpret_cast<const Byte*>(scales[g]);
-      const Vec x = side.scale.dtype == DType::f32   ? load(scales[g] + t)
-                    : side.scale.dtype == DType::f16 ? load_f16(bits + 2 * t)
-                                                     : load_bf16(bits + 2 * t);
+  const DType dtype = chunk.side->scale.dtype;
+  dtype == DType::f32 ? transpose_scales<std::uint32_t>(chunk, scales) : transpose_scales<std::uint16_t>(chunk, scales);
+  __mmask16 negative = 0;
+  for (Index g = 0; g < chunk.side->num_groups; ++g) {
+    const Byte* bits = reinterpret_cast<const Byte*>(scales[g]);
+    for (Index t = kChunk - kLanes; t >= 0; t -= kLanes) {  // widened in place, from the back
+      const Vec x = dtype == DType::f32 ? load(scales[g] + t) : dtype == DType::f16 ? load_f16(bits + 2 * t) : load_bf16(bits + 2 * t);
       store(scales[g] + t, x);
-      negative |= _mm512_cmp_ps_mask(reinterpret_cast<__m512>(x), _mm512_setzero_ps(), _CMP_LT_OQ) != 0;
+      negative |= _mm512_cmp_ps_mask(reinterpret_cast<__m512>(x), _mm512_setzero_ps(), _CMP_LT_OQ);
     }
   }
-  return !negative;
+  return negative == 0;
 }
 
 constexpr Index kMaxGroups = kMaxHeadDim / 8;
@@ -105,27 +116,35 @@ inline void pack_digits(const SidePlace& key, const float* query, Index num_rows
   const bool is_int4 = key.cache.dtype == DType::int4;
   alignas(64) std::int32_t whole[kMaxHeadDim];
   for (Index r = 0; r < num_rows; ++r, query += width, packed += kPackedRow(width)) {
-    float largest = 0.0f;
-    bool finite = true;
-    for (Index d = 0; d < width; ++d) {
-      const float size = std::fabs(query[d]);
-      finite &= size <= largest_finite(DType::f32);
-      largest = size > largest ? size : largest;
+    __m512 top = _mm512_setzero_ps();
+    __mmask16 finite = 0xffff;
+    for (Index d = 0; d < width; d += 16) {
+      const __m512 size = _mm512_abs_ps(_mm512_loadu_ps(query + d));
+      finite &= _mm512_cmp_ps_mask(size, _mm512_set1_ps(INFINITY), _CMP_LT_OQ);
+      top = _mm512_max_ps(size, top);
     }
     QueryHead head;
-    head.step = finite ? largest / kQueryLargest : NAN;
-    const __m512 inverse = _mm512_set1_ps(finite && head.step > 0.0f ? 1.0f / head.step : 0.0f);
+    const float step = _mm512_reduce_max_ps(top) / kQueryLargest;
+    head.step = finite == 0xffff ? step : NAN;
+    const __m512 inverse = _mm512_set1_ps(step > 0.0f ? 1.0f / step : 0.0f);
     const __m512i bound = _mm512_set1_epi32(static_cast<int>(kQueryLargest));
+    alignas(64) std::int8_t digits[2][kMaxHeadDim];
     for (Index d = 0; d < width; d += 16) {
-      const __m512i q = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_loadu_ps(query + d), inverse));
-      _mm512_store_si512(whole + d, _mm512_max_epi32(_mm512_min_epi32(q, bound), _mm512_sub_epi32(__m512i{}, bound)));
+      __m512i q = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_loadu_ps(query + d), inverse));
+      q = _mm512_max_epi32(_mm512_min_epi32(q, bound), _mm512_sub_epi32(__m512i{}, bound));
+      const __m512i high = _mm512_srai_epi32(_mm512_add_epi32(q, _mm512_set1_epi32(64)), 7);
+      _mm512_store_si512(whole + d, q);
+      _mm_store_si128(reinterpret_cast<__m128i*>(digits[0] + d), _mm512_cvtepi32_epi8(high));
+      _mm_store_si128(reinterpret_cast<__m128i*>(digits[1] + d),
+                      _mm512_cvtepi32_epi8(_mm512_sub_epi32(q, _mm512_slli_epi32(high, 7))));
     }
-    std::int8_t* high = reinterpret_cast<std::int8_t*>(packed + kPackedHead);
-    std::int8_t* low = high + width;
-    for (Index d = 0; d < key.dim; ++d) {
-      const Index at = is_int4 ? d % 2 * (key.dim / 2) + d / 2 : d;
-      high[at] = static_cast<std::int8_t>((whole[d] + 64) >> 7);
-      low[at] = static_cast<std::int8_t>(whole[d] - high[at] * 128);
+    std::int8_t* to = reinterpret_cast<std::int8_t*>(packed + kPackedHead);
+    for (Index digit = 0; digit < 2; ++digit, to += width) {
+      if (!is_int4) std::memcpy(to, digits[digit], static_cast<std::size_t>(key.dim));
+      for (Index i = 0; is_int4 && i < key.dim / 2; ++i) {
+        to[i] = digits[digit][2 * i];
+        to[key.dim / 2 + i] = digits[digit][2 * i + 1];
+      }
     }
     for (Index g = 0; g < key.num_groups; ++g) {
       std::int32_t sum = 0;
@@ -169,11 +188,11 @@ inline void transpose_dwords(__m512i* x) {
 
 inline __m512i broadcast_dword(const void* from) { return _mm512_set1_epi32(bit_copy<std::int32_t>(from)); }
 
-// Columns of four bytes of 16 tokens at a time, codes made unsigned by their flipped sign bit.
+// Columns of four bytes of two blocks of tokens, codes made unsigned by their flipped sign bit.
 struct KeyColumns {
-  alignas(64) std::int32_t column[kMaxHeadDim / 4][kBlock];
+  alignas(64) std::int32_t column[kMaxHeadDim / 4][2][kBlock];
 
-  void read(const Byte* const* rows, Index row_bytes, std::uint32_t sign_bits, Prefetch::Cursor& ahead, Index lines) {
+  void read(const Byte* const* rows, Index block, Index row_bytes, std::uint32_t sign_bits) {
     const __m512i sign = _mm512_set1_epi32(static_cast<int>(sign_bits));
     for (Index at = 0; at < row_bytes; at += 64) {
       const Index dwords = min(row_bytes - at, 64) / 4;
@@ -181,73 +200,89 @@ struct KeyColumns {
       __m512i x[16];
 #pragma GCC unroll 16
       for (int t = 0; t < 16; ++t) x[t] = _mm512_xor_si512(_mm512_maskz_loadu_epi32(mask, rows[t] + at), sign);
-      ahead.advance(lines);
       transpose_dwords(x);
 #pragma GCC unroll 16
       for (int i = 0; i < 16; ++i)
-        if (i < dwords) _mm512_store_si512(column[at / 4 + i], x[i]);
+        if (i < dwords) _mm512_store_si512(column[at / 4 + i][block], x[i]);
     }
   }
 };
 
+// R rows by two blocks of tokens.
 template <int R, bool is_int4>
 inline void score_columns(const KeyColumns& keys, const SidePlace& key, const Byte* packed, Index width,
                           const float* scales, float* scores, Prefetch::Cursor& ahead, Index lines) {
   const Index columns = key.row_bytes / 4, per_group = columns / key.num_groups, stride = kPackedRow(width);
   const __m512i nibbles = _mm512_set1_epi32(0x0f0f0f0f);
   Prefetch::Cursor cursor = ahead;
-  __m512 sums[R];
+  __m512 sums[R][2];
 #pragma GCC unroll 4
-  for (int r = 0; r < R; ++r) sums[r] = _mm512_setzero_ps();
+  for (int r = 0; r < R; ++r) sums[r][0] = sums[r][1] = _mm512_setzero_ps();
   for (Index g = 0, c = 0; g < key.num_groups; ++g) {
-    __m512i high[R], low[R];
+    __m512i high[R][2], low[R][2];
 #pragma GCC unroll 4
     for (int r = 0; r < R; ++r) {
-      high[r] = _mm512_setzero_si512();
-      low[r] = broadcast_dword(packed + r * stride + offsetof(QueryHead, offset) + 4 * static_cast<std::size_t>(g));
+      high[r][0] = high[r][1] = _mm512_setzero_si512();
+      low[r][0] = low[r][1] =
+          broadcast_dword(packed + r * stride + offsetof(QueryHead, offset) + 4 * static_cast<std::size_t>(g));
     }
     for (const Index end = c + per_group; c < end; ++c) {
-      const __m512i codes = _mm512_load_si512(keys.column[c]);
+      const Byte* digits = packed + kPackedHead + 4 * c;
+      const __m512i codes[2] = {_mm512_load_si512(keys.column[c][0]), _mm512_load_si512(keys.column[c][1])};
       cursor.advance(lines);
-      const __m512i even = is_int4 ? _mm512_and_si512(codes, nibbles) : codes;
-      const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(codes, 4), nibbles);
+      const auto multiply = [&](const __m512i* x, const Byte* from) {
 #pragma GCC unroll 4
-      for (int r = 0; r < R; ++r) {
-        const Byte* digits = packed + r * stride + kPackedHead + 4 * c;
-        high[r] = _mm512_dpbusd_epi32(high[r], even, broadcast_dword(digits));
-        low[r] = _mm512_dpbusd_epi32(low[r], even, broadcast_dword(digits + width));
-        if constexpr (is_int4) {
-          high[r] = _mm512_dpbusd_epi32(high[r], odd, broadcast_dword(digits + key.dim / 2));
-          low[r] = _mm512_dpbusd_epi32(low[r], odd, broadcast_dword(digits + key.dim / 2 + width));
+        for (int r = 0; r < R; ++r) {
+          const __m512i h = broadcast_dword(from + r * stride), l = broadcast_dword(from + r * stride + width);
+          high[r][0] = _mm512_dpbusd_epi32(high[r][0], x[0], h);
+          high[r][1] = _mm512_dpbusd_epi32(high[r][1], x[1], h);
+          low[r][0] = _mm512_dpbusd_epi32(low[r][0], x[0], l);
+          low[r][1] = _mm512_dpbusd_epi32(low[r][1], x[1], l);
         }
+      };
+      if constexpr (is_int4) {
+        const __m512i even[2] = {_mm512_and_si512(codes[0], nibbles), _mm512_and_si512(codes[1], nibbles)};
+        const __m512i odd[2] = {_mm512_and_si512(_mm512_srli_epi32(codes[0], 4), nibbles),
+                                _mm512_and_si512(_mm512_srli_epi32(codes[1], 4), nibbles)};
+        multiply(even, digits);
+        multiply(odd, digits + key.dim / 2);
+      } else {
+        multiply(codes, digits);
       }
     }
-    const __m512 scale = _mm512_load_ps(scales + g * kChunk);
+#pragma GCC unroll 2
+    for (int block = 0; block < 2; ++block) {
+      const __m512 scale = _mm512_load_ps(scales + g * kChunk + block * kBlock);
 #pragma GCC unroll 4
-    for (int r = 0; r < R; ++r) {
-      const __m512i product = _mm512_add_epi32(_mm512_slli_epi32(high[r], 7), low[r]);
-      sums[r] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(product), scale, sums[r]);
+      for (int r = 0; r < R; ++r) {
+        const __m512i product = _mm512_add_epi32(_mm512_slli_epi32(high[r][block], 7), low[r][block]);
+        sums[r][block] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(product), scale, sums[r][block]);
+      }
     }
   }
 #pragma GCC unroll 4
-  for (int r = 0; r < R; ++r)
-    _mm512_storeu_ps(scores + r * kChunk, _mm512_mul_ps(sums[r], _mm512_set1_ps(bit_copy<float>(packed + r * stride))));
+  for (int r = 0; r < R; ++r) {
+    const __m512 step = _mm512_set1_ps(bit_copy<float>(packed + r * stride));
+    _mm512_storeu_ps(scores + r * kChunk, _mm512_mul_ps(sums[r][0], step));
+    _mm512_storeu_ps(scores + r * kChunk + kBlock, _mm512_mul_ps(sums[r][1], step));
+  }
   ahead = cursor;
 }
 
 template <bool is_int4>
 inline void score_codes(const ChunkRows& chunk, const ScoreTask& task) {
+  constexpr Index kTokens = 2 * kBlock;
   const SidePlace& key = *chunk.side;
   alignas(64) float scales[kMaxGroups][kChunk];
   KeyColumns keys;
   read_scales(chunk, scales);
   chunk.prefetch_scales(1);
-  const Index lines = chunk.lines_per_step(kChunk / kBlock * (key.row_bytes / 4));
-  for (Index first = chunk.begin / kBlock * kBlock; first < chunk.end; first += kBlock) {
-    keys.read(chunk.row + first, key.row_bytes, is_int4 ? 0x88888888u : 0x80808080u, chunk.ahead->cursor, 0);
+  const Index lines = chunk.lines_per_step(kChunk / kTokens * (key.row_bytes / 4));
+  for (Index first = chunk.begin / kTokens * kTokens; first < chunk.end; first += kTokens) {
+    for (Index block = 0; block < 2; ++block)
+      keys.read(chunk.row + first + block * kBlock, block, key.row_bytes, is_int4 ? 0x88888888u : 0x80808080u);
     for_rows(task.num_rows, [&]<int R>(Index r) {
-      score_columns<R, is_int4>(keys, key, task.packed + r * kPackedRow(task.width), task.width,
-                                scales[0] + first,
+      score_columns<R, is_int4>(keys, key, task.packed + r * kPackedRow(task.width), task.width, scales[0] + first,
                                 task.scores + r * kChunk + first, chunk.ahead->cursor, lines);
     });
   }

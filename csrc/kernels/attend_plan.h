@@ -69,10 +69,8 @@ struct SequencePlan {
   // Heads whose rows lie side by side in a token are read together, some lines at a time.
   static Index heads_together(const AttendArgs& args) {
     const CacheView& view = args.key.cache;
-    const SidePlace side(args.key);
-    const Index next_head = view.stride[3] * bytes_of(view.dtype);
-    if (!side.row_is_contiguous || next_head != side.row_bytes) return 1;
-    return max(1024 / side.row_bytes, 1);
+    const Index width = stored_width(view), row_bytes = width * bytes_of(view.dtype);
+    return row_is_contiguous(view) && view.stride[3] == width ? max(1024 / row_bytes, 1) : 1;
   }
 
   Index first_row, first_column, num_new, num_stored, first_visible;

@@ -90,12 +90,13 @@ inline bool finish_row(const AttendArgs& args, Index query_head, Running running
     sum = running.sum * factor + exp(sink - top);
   }
   const float scale = sum == 0.0f ? 0.0f : factor / sum;
-  bool finite = true;
-  for (Index d = 0; d < dim; ++d) {
-    const float x = total[d] * scale;
-    finite &= x - x == 0.0f;
-    write_float(args.out, args.query_dtype, out_row * dim + d, x);
+  for (Index d = 0; d < round_up(dim, kBlock); d += kLanes) {
+    const Vec x = load(total + d) * scale;
+    store(total + d, x);
   }
+  bool finite = true;
+  for (Index d = 0; d < dim; ++d) finite &= total[d] - total[d] == 0.0f;
+  write_floats(args.out, args.query_dtype, out_row * dim, total, dim);
   return finite;
 }
 

@@ -138,4 +138,32 @@ inline void round_row(DType dtype, float* row, Index dim) {
   for (; d < dim; ++d) row[d] = round_to(dtype, row[d]);
 }
 
+// Elements [first, first + count) of an array become `from`.
+inline void write_floats(void* data, DType dtype, Index first, const float* from, Index count) {
+  Index i = 0;
+#if defined(__AVX512BF16__)
+  std::uint16_t* to = static_cast<std::uint16_t*>(data) + first;
+  if (dtype != DType::f32)
+    for (; i + kLanes <= count; i += kLanes) {
+      const __m512 x = reinterpret_cast<__m512>(load(from + i));
+      const __m256i bits = dtype == DType::bf16 ? reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(x))
+                                                : _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT);
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + i), bits);
+    }
+#endif
+  for (; i < count; ++i) write_float(data, dtype, first + i, from[i]);
+}
+
+// Elements of an array with a stride, as float32.
+inline void read_floats(const void* data, DType dtype, Index first, Index stride, float* to, Index count) {
+  Index i = 0;
+  const Byte* from = static_cast<const Byte*>(data) + first * bytes_of(dtype);
+  if (stride == 1)
+    for (; i + kLanes <= count; i += kLanes)
+      store(to + i, dtype == DType::f32    ? bit_copy<Vec>(from + 4 * i)
+                    : dtype == DType::bf16 ? load_bf16(from + 2 * i)
+                                           : load_f16(from + 2 * i));
+  for (; i < count; ++i) to[i] = read_float(data, dtype, first + i * stride);
+}
+
 }  // namespace kvloom::KVLOOM_ISA
