@@ -122,7 +122,7 @@ class ItemRunner {
   }
 
   void aim_prefetch(const Job& job, Index token, const Job* next) {
-    key_ahead_.clear(), value_ahead_.clear(), key_scales_ahead_.clear(), value_scales_ahead_.clear();
+    key_ahead_ = value_ahead_ = key_scales_ahead_ = value_scales_ahead_ = {};
     if (token < job.tokens.end) {
       aim_at(job, chunk_at(job, token));
     } else if (next && next->tokens.begin < next->tokens.end) {

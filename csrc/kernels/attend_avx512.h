@@ -26,9 +26,9 @@ inline __m512bh load_pairs(const Byte* from) { return reinterpret_cast<__m512bh>
 // R rows by 16 / R tokens, 32 elements at a time.
 template <int R>
 inline void score_tokens_bf16(const Byte* query, Index stride, Index width, const Byte* const* keys, float* scores,
-                              Prefetch::Cursor& ahead, Index lines) {
+                              Prefetch& ahead, Index lines) {
   constexpr int T = 16 / R;
-  Prefetch::Cursor cursor = ahead;
+  Prefetch cursor = ahead;
   Vec sums[16];
 #pragma GCC unroll 16
   for (int i = 0; i < 16; ++i) sums[i] = Vec{};
@@ -59,7 +59,7 @@ inline void score_bf16(const ChunkRows& chunk, const ScoreTask& task) {
       const Index lines = chunk.lines_per_step(kChunk * R / 16 * (task.width / 32));
       for (Index t = first; t < first + kBlock; t += 16 / R)
         score_tokens_bf16<R>(task.packed + r * stride + kPackedHead, stride, task.width, chunk.row + t,
-                             task.scores + r * kChunk + t, chunk.ahead->cursor, lines);
+                             task.scores + r * kChunk + t, *chunk.ahead, lines);
     });
 }
 
@@ -211,10 +211,10 @@ struct KeyColumns {
 // R rows by two blocks of tokens.
 template <int R, bool is_int4>
 inline void score_columns(const KeyColumns& keys, const SidePlace& key, const Byte* packed, Index width,
-                          const float* scales, float* scores, Prefetch::Cursor& ahead, Index lines) {
+                          const float* scales, float* scores, Prefetch& ahead, Index lines) {
   const Index columns = key.row_bytes / 4, per_group = columns / key.num_groups, stride = kPackedRow(width);
   const __m512i nibbles = _mm512_set1_epi32(0x0f0f0f0f);
-  Prefetch::Cursor cursor = ahead;
+  Prefetch cursor = ahead;
   __m512 sums[R][2];
 #pragma GCC unroll 4
   for (int r = 0; r < R; ++r) sums[r][0] = sums[r][1] = _mm512_setzero_ps();
@@ -276,14 +276,14 @@ inline void score_codes(const ChunkRows& chunk, const ScoreTask& task) {
   alignas(64) float scales[kMaxGroups][kChunk];
   KeyColumns keys;
   read_scales(chunk, scales);
-  chunk.prefetch_scales(1);
+  chunk.scales_ahead->finish();
   const Index lines = chunk.lines_per_step(kChunk / kTokens * (key.row_bytes / 4));
   for (Index first = chunk.begin / kTokens * kTokens; first < chunk.end; first += kTokens) {
     for (Index block = 0; block < 2; ++block)
       keys.read(chunk.row + first + block * kBlock, block, key.row_bytes, is_int4 ? 0x88888888u : 0x80808080u);
     for_rows(task.num_rows, [&]<int R>(Index r) {
       score_columns<R, is_int4>(keys, key, task.packed + r * kPackedRow(task.width), task.width, scales[0] + first,
-                                task.scores + r * kChunk + first, chunk.ahead->cursor, lines);
+                                task.scores + r * kChunk + first, *chunk.ahead, lines);
     });
   }
 }
@@ -393,11 +393,11 @@ struct LaneGroups {
 // R rows by two vectors, over all quads of the chunk.
 template <int R, bool by_group>
 inline void add_pair(const WeightDigits& weights, const __m512i* values, Index vectors, Index begin, Index end,
-                     const LaneGroups& groups, Index num_groups, __m512 (*out)[2], Prefetch::Cursor& ahead,
+                     const LaneGroups& groups, Index num_groups, __m512 (*out)[2], Prefetch& ahead,
                      Index lines) {
   const Index quad_step = by_group ? 4 : 4 * (num_groups + 8);
   const Index at = by_group ? groups.first * kQuads * 4 : groups.first * 4;
-  Prefetch::Cursor cursor = ahead;
+  Prefetch cursor = ahead;
   __m512i sums[R][2][2];
 #pragma GCC unroll 4
   for (int r = 0; r < R; ++r) sums[r][0][0] = sums[r][0][1] = sums[r][1][0] = sums[r][1][1] = _mm512_setzero_si512();
@@ -463,7 +463,7 @@ inline void value_codes(const ChunkRows& chunk, const ValueTask& task) {
   WeightDigits weights;
   ValueQuads<is_int4> quads;
   shrink_totals(task);
-  chunk.prefetch_scales(1);
+  chunk.scales_ahead->finish();
   for_rows(task.num_rows, [&]<int R>(Index first) {
     weights.read(task.weights + first * kChunk, R, scales, value.num_groups, by_group);
     for (Index at = 0; at < value.row_bytes; at += 64) {
@@ -473,7 +473,7 @@ inline void value_codes(const ChunkRows& chunk, const ValueTask& task) {
         __m512 sums[R][2];
         const auto add = by_group ? add_pair<R, true> : add_pair<R, false>;
         add(weights, &quads.vector[0][2 * pair], quads.kVectors, begin, end, groups, value.num_groups, sums,
-            chunk.ahead->cursor, lines);
+            *chunk.ahead, lines);
         for (int r = 0; r < R; ++r)
           add_to_row(task.totals + (first + r) * task.width, sums[r], at, pair, task.width, is_int4);
       }

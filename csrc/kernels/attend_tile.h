@@ -10,51 +10,41 @@
 
 namespace kvloom::KVLOOM_ISA {
 
-// The lines of the next chunk in address order, asked for ahead of time, into L2. A few at a time: a burst
-// would fill the queue of misses and stall the loads behind it.
-class Prefetch {
- public:
-  // Kept in registers by those who walk.
-  struct Cursor {
-    const Byte* const* row;
-    const Byte* const* end;
-    Index offset, row_bytes;
+// Walks the rows of the next chunk in address order and asks for their lines ahead of time, into L2. A few at
+// a time: a burst would fill the queue of misses and stall the loads behind it. Copied by those who walk, so
+// that it stays in registers.
+struct Prefetch {
+  const Byte* base = nullptr;
+  const Index* row = nullptr;  // offsets of the rows that are left
+  const Index* end = nullptr;
+  Index row_bytes = 64, at = 0, rows = 0;
 
-    void advance(Index lines) {
-      for (; lines > 0 && row < end; --lines) {
-        __builtin_prefetch(*row + offset, 0, 2);
-        offset += 64;
-        if (offset >= row_bytes) offset = 0, ++row;
-      }
-    }
-  };
-
-  void clear() { count_ = 0, cursor = {rows_, rows_, 0, 64}; }
-
-  // Rows at base + offsets[i].
-  void aim(const Byte* base, const Index* offsets, Index count, Index row_bytes) {
-    if (row_bytes >= 64) {
-      for (Index i = 0; i < count; ++i) rows_[i] = base + offsets[i];
-      count_ = count;
-    } else {  // short rows, such as scales, share lines
-      std::uintptr_t line = 0;
-      count_ = 0;
-      for (Index i = 0; i < count; ++i) {
-        const std::uintptr_t next = reinterpret_cast<std::uintptr_t>(base + offsets[i]) / 64;
-        rows_[count_] = base + offsets[i];
-        count_ += next != line;
-        line = next;
-      }
-    }
-    cursor = {rows_, rows_ + count_, 0, row_bytes};
+  void aim(const Byte* to, const Index* offsets, Index count, Index bytes) {
+    *this = {to, offsets, offsets + count, bytes, 0, count};
   }
-  Index num_lines() const { return count_ * ((cursor.row_bytes + 63) / 64); }
+  Index num_lines() const { return rows * ((row_bytes + 63) / 64); }
 
-  Cursor cursor;
+  void advance(Index lines) {
+    for (; lines > 0 && row < end; --lines) {
+      __builtin_prefetch(base + *row + at, 0, 2);
+      at += 64;
+      if (at >= row_bytes) at = 0, ++row;
+    }
+  }
+
+  // All of them, where many rows share a line, as scales do.
+  void finish() {
+    for (std::uintptr_t line = 0; row < end; ++row) {
+      const std::uintptr_t next = (reinterpret_cast<std::uintptr_t>(base) + static_cast<std::uintptr_t>(*row)) / 64;
+      if (next != line) advance_row();
+      line = next;
+    }
+  }
 
  private:
-  Index count_ = 0;
-  const Byte* rows_[kChunk];
+  void advance_row() const {
+    for (Index i = 0; i < row_bytes; i += 64) __builtin_prefetch(base + *row + i, 0, 2);
+  }
 };
 
 // Rows of one head in one chunk. Those of [begin, end) are read, the others point to one of these.
@@ -70,7 +60,6 @@ struct ChunkRows {
 
   // Lines to ask for in each of the steps of a chunk.
   Index lines_per_step(Index steps) const { return ceil_div(ahead->num_lines(), share * steps); }
-  void prefetch_scales(Index part) const { scales_ahead->cursor.advance(ceil_div(scales_ahead->num_lines(), share * part)); }
 };
 
 // Bytes of a packed query row: room for a few numbers, then four for each element.
@@ -192,9 +181,9 @@ struct LoadF16 {
 // R rows by kLanes / R tokens.
 template <class Load, int R>
 inline void score_tokens(const float* query, Index width, const Byte* const* keys, float* scores,
-                         Prefetch::Cursor& ahead, Index lines) {
+                         Prefetch& ahead, Index lines) {
   constexpr int T = kLanes / R;
-  Prefetch::Cursor cursor = ahead;
+  Prefetch cursor = ahead;
   Vec sums[kLanes];
 #pragma GCC unroll 16
   for (int i = 0; i < kLanes; ++i) sums[i] = Vec{};
@@ -229,12 +218,11 @@ inline void for_rows(Index num_rows, Kernel kernel) {
 // Scores of the tokens of one block.
 template <class Load>
 inline void score_block(const ChunkRows& chunk, const ScoreTask& task, const Byte* const* keys, Index first) {
-  chunk.prefetch_scales(kChunk / kBlock);
   for_rows(task.num_rows, [&]<int R>(Index r) {
     const Index lines = chunk.lines_per_step(kChunk * R / kLanes * (task.width / kLanes));
     for (Index t = 0; t < kBlock; t += kLanes / R)
       score_tokens<Load, R>(task.query + r * task.width, task.width, keys + t, task.scores + r * kChunk + first + t,
-                            chunk.ahead->cursor, lines);
+                            *chunk.ahead, lines);
   });
 }
 
@@ -246,6 +234,7 @@ inline void score_direct(const ChunkRows& chunk, const ScoreTask& task) {
 
 inline void score_wide(const ChunkRows& chunk, const ScoreTask& task) {
   WideRows rows;
+  chunk.scales_ahead->finish();
   for (Index first = chunk.begin / kBlock * kBlock; first < chunk.end; first += kBlock)
     score_block<LoadF32>(chunk, task, rows.of(chunk, first), first);
 }
@@ -253,8 +242,8 @@ inline void score_wide(const ChunkRows& chunk, const ScoreTask& task) {
 // R rows by N vectors of d.
 template <class Load, int R, int N>
 inline void add_values(const float* weights, const Byte* const* values, Index begin, Index end, float* totals,
-                       Index width, Index d, Prefetch::Cursor& ahead, Index lines) {
-  Prefetch::Cursor cursor = ahead;
+                       Index width, Index d, Prefetch& ahead, Index lines) {
+  Prefetch cursor = ahead;
   Vec sums[R][N];
 #pragma GCC unroll 4
   for (int r = 0; r < R; ++r)
@@ -298,25 +287,24 @@ inline void value_block(const ChunkRows& chunk, const ValueTask& task, const Byt
     float* totals = task.totals + r * task.width;
     Index d = 0;
     for (; d + N * kLanes <= task.width; d += N * kLanes)
-      add_values<Load, R, N>(weights, values, begin, end, totals, task.width, d, chunk.ahead->cursor, lines);
+      add_values<Load, R, N>(weights, values, begin, end, totals, task.width, d, *chunk.ahead, lines);
     for (; d < task.width; d += kLanes)
-      add_values<Load, R, 1>(weights, values, begin, end, totals, task.width, d, chunk.ahead->cursor, lines);
+      add_values<Load, R, 1>(weights, values, begin, end, totals, task.width, d, *chunk.ahead, lines);
   });
 }
 
 template <class Load>
 inline void value_direct(const ChunkRows& chunk, const ValueTask& task) {
   shrink_totals(task);
-  chunk.prefetch_scales(1);
   value_block<Load>(chunk, task, chunk.row, 0, chunk.begin, chunk.end);
 }
 
 inline void value_wide(const ChunkRows& chunk, const ValueTask& task) {
   WideRows rows;
+  chunk.scales_ahead->finish();
   shrink_totals(task);
   for (Index first = chunk.begin / kBlock * kBlock; first < chunk.end; first += kBlock) {
     const Byte* const* values = rows.of(chunk, first);
-    chunk.prefetch_scales(kChunk / kBlock);
     value_block<LoadF32>(chunk, task, values, first, max(chunk.begin - first, 0), min(chunk.end - first, kBlock));
   }
 }
