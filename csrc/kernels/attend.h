@@ -88,8 +88,8 @@ class ItemRunner {
     bool is_first_split = true;
     if (job.tokens.begin < job.tokens.end) {
       const Tokens chunk = chunk_at(job, job.tokens.begin);
-      places_->key.find(job.slots, key_, chunk.begin, chunk.end - chunk.begin);
-      places_->value.find(job.slots, value_, chunk.begin, chunk.end - chunk.begin);
+      places_->key.find(job.slots, key_, job.item.first_head, chunk.begin, chunk.end - chunk.begin);
+      places_->value.find(job.slots, value_, job.item.first_head, chunk.begin, chunk.end - chunk.begin);
     }
     for (Index token = job.tokens.begin; token < job.tokens.end;) {
       const Tokens chunk = chunk_at(job, token);
@@ -135,13 +135,13 @@ class ItemRunner {
     aim_side(job, chunk, value_, next_->value, value_ahead_, value_scales_ahead_);
   }
 
-  void aim_side(const Job& job, Tokens chunk, const SidePlace& side, ChunkOffsets& places, Prefetch& rows,
+  void aim_side(const Job& job, Tokens chunk, const SidePlace& side, ChunkPlaces& places, Prefetch& rows,
                 Prefetch& scales) {
-    places.find(job.slots, side, chunk.begin, chunk.end - chunk.begin);
-    const Index heads = job.item.num_heads, head = job.item.first_head;
-    rows.aim(side.row(0, head), places.row, places.count, heads * side.row_bytes);
+    const Index heads = job.item.num_heads;
+    places.find(job.slots, side, job.item.first_head, chunk.begin, chunk.end - chunk.begin);
+    rows.aim(places.row + places.begin, places.row + places.end, heads * side.row_bytes);
     if (side.scale.data)
-      scales.aim(side.scale_row(0, head), places.scale_row, places.count,
+      scales.aim(places.scale + places.begin, places.scale + places.end,
                  heads * side.num_groups * bytes_of(side.scale.dtype));
   }
 
@@ -152,43 +152,52 @@ class ItemRunner {
     keys.end = values.end = chunk.end - first;
     keys.share = values.share = job.item.num_heads;
     for (Index h = 0; h < job.item.num_heads; ++h) {
-      const Index head = job.item.first_head + h, r0 = h * rows;
-      find_rows(keys, places_->key, head);
+      const Index r0 = h * rows;
+      find_rows(keys, places_->key, h);
       score_kernel_.run(keys, {query_ + r0 * key_width_, packed_ + r0 * kPackedRow(key_width_), rows, key_width_, scores_});
       for (Index r = 0; r < rows; ++r)
         factors_[r] = weigh_chunk(args_, score_rows_[r0 + r], first, job.plan.num_stored, scores_ + r * kChunk,
                                   running_[r0 + r]);
-      find_rows(values, places_->value, head);
+      find_rows(values, places_->value, h);
       value_kernel_(values, {scores_, factors_, rows, value_width_, totals_ + r0 * value_width_});
     }
   }
 
-  // Pointers to the rows of one head, or to copies where a row is not in one piece.
-  void find_rows(ChunkRows& chunk, const ChunkOffsets& places, Index head) {
+  // Rows of the item's head h, or copies where a row is not in one piece.
+  void find_rows(ChunkRows& chunk, ChunkPlaces& places, Index h) {
     const SidePlace& side = *chunk.side;
-    place_rows(chunk, side.row(0, head), places.row, chunk.row);
-    if (side.scale.data) place_rows(chunk, side.scale_row(0, head), places.scale_row, chunk.scale);
-    if (side.is_contiguous) return;
-    copy_rows(chunk.row, chunk, side.cache, gathered_);
-    if (side.scale.data) copy_rows(chunk.scale, chunk, side.scale, gathered_scales_);
+    if (h > 0) move_rows(places.row, places, side.head_bytes());
+    if (h > 0 && side.scale.data) move_rows(places.scale, places, side.scale_head_bytes());
+    chunk.row = places.row, chunk.scale = places.scale;
+    if (!side.is_contiguous) {
+      chunk.row = copy_rows(places.row, places, side.cache, gathered_, copied_rows_);
+      if (side.scale.data) chunk.scale = copy_rows(places.scale, places, side.scale, gathered_scales_, copied_scales_);
+    }
+    if (places.end - places.begin == kChunk) return;
+    chunk.row = pad_rows(chunk.row, places, copied_rows_);
+    if (side.scale.data) chunk.scale = pad_rows(chunk.scale, places, copied_scales_);
   }
 
-  static void place_rows(const ChunkRows& chunk, const Byte* base, const Index* offsets, const Byte** rows) {
-    for (Index t = chunk.begin; t < chunk.end; ++t) rows[t] = base + offsets[t - chunk.begin];
-    for (Index t = 0; t < chunk.begin; ++t) rows[t] = rows[chunk.begin];
-    for (Index t = chunk.end; t < kChunk; ++t) rows[t] = rows[chunk.begin];
+  static void move_rows(const Byte** rows, const ChunkPlaces& places, Index bytes) {
+    for (Index t = places.begin; t < places.end; ++t) rows[t] += bytes;
   }
 
-  static void copy_rows(const Byte** rows, const ChunkRows& chunk, const CacheView& view, Byte* to) {
+  static const Byte* const* copy_rows(const Byte* const* rows, const ChunkPlaces& places, const CacheView& view, Byte* to,
+                                      const Byte** copies) {
     const Index width = stored_width(view), bytes = bytes_of(view.dtype);
-    for (Index t = 0; t < kChunk; ++t, to += width * bytes) {
-      if (t < chunk.begin || t >= chunk.end) continue;
+    for (Index t = places.begin; t < places.end; ++t, to += width * bytes) {
       for (Index i = 0; i < width; ++i)
         std::memcpy(to + i * bytes, rows[t] + SidePlace::element(view, i) * bytes, static_cast<std::size_t>(bytes));
-      rows[t] = to;
+      copies[t] = to;
     }
+    return copies;
+  }
+
+  // Tokens outside [begin, end) get a row that may be read.
+  static const Byte* const* pad_rows(const Byte* const* rows, const ChunkPlaces& places, const Byte** padded) {
     for (Index t = 0; t < kChunk; ++t)
-      if (t < chunk.begin || t >= chunk.end) rows[t] = rows[chunk.begin];
+      padded[t] = rows[t >= places.begin && t < places.end ? t : places.begin];
+    return padded;
   }
 
   void start_split(Index rows) {
@@ -242,12 +251,13 @@ class ItemRunner {
   Prefetch key_ahead_, value_ahead_, key_scales_ahead_, value_scales_ahead_;
   ChunkRows key_rows_, value_rows_;
   struct Places {
-    ChunkOffsets key, value;
+    ChunkPlaces key, value;
   };
   Places both_[2];
   Places *places_ = both_, *next_ = both_ + 1;
   ScoreRow score_rows_[kTileRows];
   Running running_[kTileRows], whole_running_[kTileRows];
+  const Byte *copied_rows_[kChunk], *copied_scales_[kChunk];
   float factors_[kTileRows];
   alignas(64) float scores_[kTileRows * kChunk];
   alignas(64) float query_[kTileFloats];

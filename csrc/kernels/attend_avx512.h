@@ -66,22 +66,29 @@ inline void score_bf16(const ChunkRows& chunk, const ScoreTask& task) {
 // --- codes -------------------------------------------------------------------------------------------------
 
 // Scales of one chunk by group and token, as they are stored.
-template <class Bits, int G>
-inline void transpose_scales(const ChunkRows& chunk, Index num_groups, float (*scales)[kChunk]) {
-  const Index groups = G > 0 ? G : num_groups;
+template <class Bits>
+inline void transpose_scales(const ChunkRows& chunk, float (*scales)[kChunk]) {
   for (Index t = 0; t < kChunk; ++t)
-    for (Index g = 0; g < groups; ++g)
+    for (Index g = 0; g < chunk.side->num_groups; ++g)
       std::memcpy(reinterpret_cast<Byte*>(scales[g]) + t * static_cast<Index>(sizeof(Bits)),
                   chunk.scale[t] + g * static_cast<Index>(sizeof(Bits)), sizeof(Bits));
 }
 
-template <class Bits>
-inline void transpose_scales(const ChunkRows& chunk, float (*scales)[kChunk]) {
-  switch (const Index groups = chunk.side->num_groups) {
-    case 1: return transpose_scales<Bits, 1>(chunk, groups, scales);
-    case 2: return transpose_scales<Bits, 2>(chunk, groups, scales);
-    case 4: return transpose_scales<Bits, 4>(chunk, groups, scales);
-    default: return transpose_scales<Bits, 0>(chunk, groups, scales);
+// The same for rows of two 16-bit scales, as is usual: halves of dwords.
+template <>
+inline void transpose_scales<std::uint16_t>(const ChunkRows& chunk, float (*scales)[kChunk]) {
+  if (chunk.side->num_groups != 2) {
+    for (Index t = 0; t < kChunk; ++t)
+      for (Index g = 0; g < chunk.side->num_groups; ++g)
+        std::memcpy(reinterpret_cast<Byte*>(scales[g]) + 2 * t, chunk.scale[t] + 2 * g, 2);
+    return;
+  }
+  alignas(64) std::uint32_t pairs[kChunk];
+  for (Index t = 0; t < kChunk; ++t) std::memcpy(pairs + t, chunk.scale[t], 4);
+  for (Index t = 0; t < kChunk; t += 16) {
+    const __m512i pair = _mm512_load_si512(pairs + t);
+    _mm256_store_si256(reinterpret_cast<__m256i*>(scales[0]) + t / 16, _mm512_cvtepi32_epi16(pair));
+    _mm256_store_si256(reinterpret_cast<__m256i*>(scales[1]) + t / 16, _mm512_cvtepi32_epi16(_mm512_srli_epi32(pair, 16)));
   }
 }
 

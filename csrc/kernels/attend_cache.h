@@ -140,7 +140,7 @@ inline bool row_is_contiguous(const CacheView& view) {
   return inner == 1 ? outer == 1 || view.stride[4] == 1 : view.stride[5] == 1 && (outer == 1 || view.stride[4] == inner);
 }
 
-// Byte offset of each slot of a view: the three slot axes, merged where one stride serves two of them.
+// Place of each slot of a view: the three slot axes, merged where one stride serves two of them.
 class SlotOffsets {
  public:
   SlotOffsets() = default;
@@ -161,30 +161,40 @@ class SlotOffsets {
     if (levels_ > 2) middle_ = Divisor(size_[1]);
   }
 
-  // Offsets of `count` slots from `slot` on.
-  void fill(Index slot, Index count, Index* offsets) const {
+  // Rows of `count` slots from `slot` on, where slot 0 is at `base`.
+  void fill(const Byte* base, Index slot, Index count, const Byte** rows) const {
     const Index step = levels_ == 0 ? 0 : stride_[levels_ - 1];
     while (count > 0) {
-      Index base = slot * step, run = count;
+      Index offset = slot * step, run = count;
       if (levels_ > 1) {
         const Index outer = inner_.quotient(slot), within = slot - outer * inner_.size();
         run = min(count, inner_.size() - within);
-        base = within * step;
+        offset = within * step;
         if (levels_ == 2) {
-          base += outer * stride_[0];
+          offset += outer * stride_[0];
         } else {
           const Index block = middle_.quotient(outer);
-          base += block * stride_[0] + (outer - block * middle_.size()) * stride_[1];
+          offset += block * stride_[0] + (outer - block * middle_.size()) * stride_[1];
         }
       }
-      for (Index i = 0; i < run; ++i) offsets[i] = base + i * step;
-      offsets += run;
+      fill_run(base + offset, step, run, rows);
+      rows += run;
       slot += run;
       count -= run;
     }
   }
 
  private:
+  static void fill_run(const Byte* at, Index step, Index count, const Byte** rows) {
+    typedef Index Eight __attribute__((vector_size(64)));
+    const Eight lanes = {0, step, 2 * step, 3 * step, 4 * step, 5 * step, 6 * step, 7 * step};
+    for (; count >= 8; count -= 8, rows += 8, at += 8 * step) {
+      const Eight places = lanes + reinterpret_cast<Index>(at);
+      std::memcpy(rows, &places, sizeof(places));
+    }
+    for (; count > 0; --count, at += step) *rows++ = at;
+  }
+
   int levels_ = 0;
   Index size_[3] = {1, 1, 1};
   Index stride_[3] = {0, 0, 0};
@@ -233,12 +243,8 @@ struct SidePlace {
     }
   }
 
-  const Byte* row(Index offset, Index head) const {
-    return static_cast<const Byte*>(cache.data) + offset + head * cache.stride[3] * bytes_of(cache.dtype);
-  }
-  const Byte* scale_row(Index offset, Index head) const {
-    return static_cast<const Byte*>(scale.data) + offset + head * scale.stride[3] * bytes_of(scale.dtype);
-  }
+  Index head_bytes() const { return cache.stride[3] * bytes_of(cache.dtype); }
+  Index scale_head_bytes() const { return scale.stride[3] * bytes_of(scale.dtype); }
   // Place of stored element i in its row, in elements.
   static Index element(const CacheView& view, Index i) {
     return i / view.size[5] * view.stride[4] + i % view.size[5] * view.stride[5];
@@ -252,17 +258,20 @@ struct SidePlace {
   SlotOffsets offsets, scale_offsets;
 };
 
-// Places of the tokens of one chunk.
-struct ChunkOffsets {
-  Index count = 0;  // tokens whose places are known
-  Index row[kChunk];
-  Index scale_row[kChunk];
+// Rows of one head for the tokens [begin, end) of one chunk.
+struct ChunkPlaces {
+  Index begin = 0, end = 0;
+  const Byte* row[kChunk];
+  const Byte* scale[kChunk];
 
-  void find(const TokenSlots& slots, const SidePlace& side, Index token, Index tokens) {
-    count = tokens;
+  void find(const TokenSlots& slots, const SidePlace& side, Index head, Index token, Index tokens) {
+    begin = token % kChunk, end = begin + tokens;
+    const Byte* codes = static_cast<const Byte*>(side.cache.data) + head * side.head_bytes();
+    const Byte* scales = static_cast<const Byte*>(side.scale.data);
+    if (scales) scales += head * side.scale_head_bytes();
     slots.runs(token, tokens, [&](Index at, Index slot, Index run) {
-      side.offsets.fill(slot, run, row + (at - token));
-      if (side.scale.data) side.scale_offsets.fill(slot, run, scale_row + (at - token));
+      side.offsets.fill(codes, slot, run, row + (at - token + begin));
+      if (scales) side.scale_offsets.fill(scales, slot, run, scale + (at - token + begin));
     });
   }
 };

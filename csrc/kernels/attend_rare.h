@@ -60,10 +60,10 @@ class RareRow {
   }
 
   void read_row(const SidePlace& side, Index token, Index head, float* out) {
-    ChunkOffsets place;
-    place.find(slots_, side, token, 1);
-    const Byte* row = side.row(place.row[0], head);
-    const Byte* scales = side.scale.data ? side.scale_row(place.scale_row[0], head) : nullptr;
+    ChunkPlaces place;
+    place.find(slots_, side, head, token, 1);
+    const Byte* row = place.row[place.begin];
+    const Byte* scales = side.scale.data ? place.scale[place.begin] : nullptr;
     for (Index d = 0; d < side.dim; ++d) {
       if (!scales) {
         out[d] = round_to(args_.query_dtype, read_float(row, side.cache.dtype, SidePlace::element(side.cache, d)));

@@ -14,19 +14,16 @@ namespace kvloom::KVLOOM_ISA {
 // a time: a burst would fill the queue of misses and stall the loads behind it. Copied by those who walk, so
 // that it stays in registers.
 struct Prefetch {
-  const Byte* base = nullptr;
-  const Index* row = nullptr;  // offsets of the rows that are left
-  const Index* end = nullptr;
+  const Byte* const* row = nullptr;  // rows that are left
+  const Byte* const* end = nullptr;
   Index row_bytes = 64, at = 0, rows = 0;
 
-  void aim(const Byte* to, const Index* offsets, Index count, Index bytes) {
-    *this = {to, offsets, offsets + count, bytes, 0, count};
-  }
+  void aim(const Byte* const* first, const Byte* const* last, Index bytes) { *this = {first, last, bytes, 0, last - first}; }
   Index num_lines() const { return rows * ((row_bytes + 63) / 64); }
 
   void advance(Index lines) {
     for (; lines > 0 && row < end; --lines) {
-      __builtin_prefetch(base + *row + at, 0, 2);
+      __builtin_prefetch(*row + at, 0, 2);
       at += 64;
       if (at >= row_bytes) at = 0, ++row;
     }
@@ -35,15 +32,10 @@ struct Prefetch {
   // All of them, where many rows share a line, as scales do.
   void finish() {
     for (std::uintptr_t line = 0; row < end; ++row) {
-      const std::uintptr_t next = (reinterpret_cast<std::uintptr_t>(base) + static_cast<std::uintptr_t>(*row)) / 64;
-      if (next != line) advance_row();
+      const std::uintptr_t next = reinterpret_cast<std::uintptr_t>(*row) / 64;
+      for (Index i = 0; next != line && i < row_bytes; i += 64) __builtin_prefetch(*row + i, 0, 2);
       line = next;
     }
-  }
-
- private:
-  void advance_row() const {
-    for (Index i = 0; i < row_bytes; i += 64) __builtin_prefetch(base + *row + i, 0, 2);
   }
 };
 
@@ -51,8 +43,8 @@ struct Prefetch {
 struct ChunkRows {
   const SidePlace* side;
   Index begin, end;
-  const Byte* row[kChunk];
-  const Byte* scale[kChunk];
+  const Byte* const* row;    // [kChunk]
+  const Byte* const* scale;  // [kChunk]
   Prefetch* ahead;
   Prefetch* scales_ahead;
   Index share;  // so many heads walk through the rows ahead together

@@ -54,12 +54,19 @@ inline float sum_lanes(Vec x) {
 }
 inline float largest_lane(Vec x) { return fold_lanes(x, larger); }
 
-// e^x to about one unit in the last place; 0 below the smallest normal number, exactly 1 at 0, NaN stays NaN.
+// e^x to about one unit in the last place; 0 far below the smallest normal number, exactly 1 at 0, NaN stays NaN.
 inline Vec exp(Vec x) {
+#if defined(__AVX512F__)
+  const __m512 bounded = _mm512_max_ps(_mm512_set1_ps(-200.0f), reinterpret_cast<__m512>(x));
+  const __m512 power_of_two = _mm512_roundscale_ps(bounded * 1.44269504f, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  const Vec n = reinterpret_cast<Vec>(power_of_two), y = reinterpret_cast<Vec>(bounded);
+#else
   const float round = 12582912.0f;  // 1.5 * 2^23: adding it drops the fraction
   const Vec bounded = x < splat(-88.0f) ? splat(-88.0f) : x > splat(88.0f) ? splat(88.0f) : x;
   const Vec n = (bounded * 1.44269504f + round) - round;
-  const Vec f = (bounded - n * 0.693359375f) - n * -2.12194440e-4f;
+  const Vec y = bounded;
+#endif
+  const Vec f = (y - n * 0.693359375f) - n * -2.12194440e-4f;
   Vec p = splat(1.9875691500e-4f);
   p = p * f + 1.3981999507e-3f;
   p = p * f + 8.3334519073e-3f;
@@ -67,9 +74,13 @@ inline Vec exp(Vec x) {
   p = p * f + 1.6666665459e-1f;
   p = p * f + 5.0000001201e-1f;
   p = p * (f * f) + (f + 1.0f);
+#if defined(__AVX512F__)
+  return reinterpret_cast<Vec>(_mm512_scalef_ps(reinterpret_cast<__m512>(p), power_of_two));
+#else
   const IntVec exponent = (__builtin_convertvector(n, IntVec) + 127) << 23;
   const Vec power = p * as_float(exponent);
   return x < splat(-87.3f) ? Vec{} : power;
+#endif
 }
 
 inline float exp(float x) { return exp(splat(x))[0]; }
