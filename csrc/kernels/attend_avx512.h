@@ -63,6 +63,58 @@ inline void score_bf16(const ChunkRows& chunk, const ScoreTask& task) {
     });
 }
 
+// --- bfloat16 values ---------------------------------------------------------------------------------------
+
+// R rows by 64 elements. A dword holds two of them: its high half is one as it stands, its low half the other
+// once it is shifted up; they are put in order when the chunk is done.
+template <int R>
+inline void add_values_bf16(const float* weights, const Byte* const* values, Index begin, Index end, float* totals,
+                            Index width, Index d, Prefetch& ahead, Index lines) {
+  const __m512i high_half = _mm512_set1_epi32(static_cast<int>(0xffff0000u));
+  const __m512i first = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+  const __m512i second = _mm512_add_epi32(first, _mm512_set1_epi32(8));
+  Prefetch cursor = ahead;
+  __m512 even[R][2], odd[R][2];
+#pragma GCC unroll 4
+  for (int r = 0; r < R; ++r) even[r][0] = even[r][1] = odd[r][0] = odd[r][1] = _mm512_setzero_ps();
+  for (Index t = begin; t < end; ++t) {
+    cursor.advance(lines);
+#pragma GCC unroll 2
+    for (int n = 0; n < 2; ++n) {
+      const __m512i x = _mm512_loadu_si512(values[t] + 2 * (d + 32 * n));
+      const __m512 low = _mm512_castsi512_ps(_mm512_slli_epi32(x, 16));
+      const __m512 high = _mm512_castsi512_ps(_mm512_and_si512(x, high_half));
+#pragma GCC unroll 4
+      for (int r = 0; r < R; ++r) {
+        const __m512 weight = _mm512_set1_ps(weights[r * kChunk + t]);
+        even[r][n] = _mm512_fmadd_ps(weight, low, even[r][n]);
+        odd[r][n] = _mm512_fmadd_ps(weight, high, odd[r][n]);
+      }
+    }
+  }
+  ahead = cursor;
+#pragma GCC unroll 4
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 2
+    for (int n = 0; n < 2; ++n) {
+      float* total = totals + r * width + d + 32 * n;
+      const __m512 a = _mm512_permutex2var_ps(even[r][n], first, odd[r][n]);
+      const __m512 b = _mm512_permutex2var_ps(even[r][n], second, odd[r][n]);
+      _mm512_storeu_ps(total, _mm512_add_ps(_mm512_loadu_ps(total), a));
+      _mm512_storeu_ps(total + 16, _mm512_add_ps(_mm512_loadu_ps(total + 16), b));
+    }
+}
+
+inline void value_bf16(const ChunkRows& chunk, const ValueTask& task) {
+  shrink_totals(task);
+  const Index lines = chunk.lines_per_step(kChunk * (task.width / 64));
+  for_rows(task.num_rows, [&]<int R>(Index r) {
+    for (Index d = 0; d < task.width; d += 64)
+      add_values_bf16<R>(task.weights + r * kChunk, chunk.row, chunk.begin, chunk.end, task.totals + r * task.width,
+                         task.width, d, *chunk.ahead, lines);
+  });
+}
+
 // --- codes -------------------------------------------------------------------------------------------------
 
 // Scales of one chunk by group and token, as they are stored.
@@ -301,11 +353,10 @@ constexpr Index kQuads = kChunk / 4;
 
 // Rows' weights times value scales as two unsigned digits, four tokens to a dword.
 struct WeightDigits {
-  // [row, digit, group, quad] where a block of 64 bytes lies in one group, [row, digit, quad, group] elsewhere.
-  alignas(64) Byte dword[4][2][(kMaxGroups + 8) * kQuads * 4];
-  float step[4][kMaxGroups + 8];
+  alignas(64) Byte dword[4][2][kMaxGroups][kQuads * 4];  // [row, digit, group, quad]
+  float step[4][kMaxGroups];
 
-  void read(const float* weights, Index num_rows, const float (*scales)[kChunk], Index num_groups, bool by_group) {
+  void read(const float* weights, Index num_rows, const float (*scales)[kChunk], Index num_groups) {
     for (Index r = 0; r < num_rows; ++r)
       for (Index g = 0; g < num_groups; ++g) {
         __m512 w[4], largest = _mm512_setzero_ps();
@@ -325,22 +376,12 @@ struct WeightDigits {
 #pragma GCC unroll 4
         for (int i = 0; i < 4; ++i) {
           const __m512i digits = _mm512_cvtps_epi32(_mm512_mul_ps(w[i], inverse));
-          put(r, 0, g, i, num_groups, by_group, _mm512_cvtepi32_epi8(_mm512_srli_epi32(digits, 8)));
-          put(r, 1, g, i, num_groups, by_group, _mm512_cvtepi32_epi8(digits));
+          __m128i* high = reinterpret_cast<__m128i*>(dword[r][0][g]) + i;
+          __m128i* low = reinterpret_cast<__m128i*>(dword[r][1][g]) + i;
+          _mm_store_si128(high, _mm512_cvtepi32_epi8(_mm512_srli_epi32(digits, 8)));
+          _mm_store_si128(low, _mm512_cvtepi32_epi8(digits));
         }
       }
-  }
-
- private:
-  void put(Index r, Index digit, Index g, Index i, Index num_groups, bool by_group, __m128i bytes) {
-    if (by_group) {
-      _mm_store_si128(reinterpret_cast<__m128i*>(dword[r][digit] + (g * kQuads + 4 * i) * 4), bytes);
-      return;
-    }
-    alignas(16) Byte four[16];
-    _mm_store_si128(reinterpret_cast<__m128i*>(four), bytes);
-    for (Index q = 0; q < 4; ++q)
-      std::memcpy(dword[r][digit] + ((4 * i + q) * (num_groups + 8) + g) * 4, four + 4 * q, 4);
   }
 };
 
@@ -384,26 +425,32 @@ struct ValueQuads {
   }
 };
 
-// What a pair of vectors needs to know of the groups of its four lanes.
-struct LaneGroups {
-  Index first;
-  __m512i dword;  // group of each dword, from the first one on
+// A value of each of four groups, one for each lane of 128 bits.
+template <class Vector, class Broadcast>
+inline Vector by_lane(const Index* groups, Broadcast broadcast) {
+  Vector x = broadcast(groups[0]);
+  x = _mm512_mask_mov_epi32(x, 0x00f0, broadcast(groups[1]));
+  x = _mm512_mask_mov_epi32(x, 0x0f00, broadcast(groups[2]));
+  return _mm512_mask_mov_epi32(x, 0xf000, broadcast(groups[3]));
+}
 
-  LaneGroups(Index byte, Index bytes_per_group, Index num_groups) : first(min(byte / bytes_per_group, num_groups - 1)) {
-    alignas(64) std::int32_t groups[16];
-    for (Index i = 0; i < 16; ++i)
-      groups[i] = static_cast<std::int32_t>(min((byte + i / 4 * 16) / bytes_per_group, num_groups - 1) - first);
-    dword = _mm512_load_si512(groups);
+// The digits of some rows spread over the lanes of vectors whose lanes lie in different groups.
+struct SpreadDigits {
+  __m512i vector[4][2][kQuads];
+
+  void read(const WeightDigits& weights, Index num_rows, const Index* groups, Index begin, Index end) {
+    for (Index r = 0; r < num_rows; ++r)
+      for (Index digit = 0; digit < 2; ++digit)
+        for (Index q = begin; q < end; ++q)
+          vector[r][digit][q] =
+              by_lane<__m512i>(groups, [&](Index g) { return broadcast_dword(weights.dword[r][digit][g] + 4 * q); });
   }
 };
 
-// R rows by two vectors, over all quads of the chunk.
-template <int R, bool by_group>
-inline void add_pair(const WeightDigits& weights, const __m512i* values, Index vectors, Index begin, Index end,
-                     const LaneGroups& groups, Index num_groups, __m512 (*out)[2], Prefetch& ahead,
-                     Index lines) {
-  const Index quad_step = by_group ? 4 : 4 * (num_groups + 8);
-  const Index at = by_group ? groups.first * kQuads * 4 : groups.first * 4;
+// R rows by two vectors, over all quads of the chunk: digits of one group, or spread over the lanes.
+template <int R, bool is_spread>
+inline void add_pair(const WeightDigits& weights, const SpreadDigits& spread, const __m512i* values, Index vectors,
+                     Index begin, Index end, const Index* groups, __m512 (*out)[2], Prefetch& ahead, Index lines) {
   Prefetch cursor = ahead;
   __m512i sums[R][2][2];
 #pragma GCC unroll 4
@@ -415,10 +462,7 @@ inline void add_pair(const WeightDigits& weights, const __m512i* values, Index v
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 2
       for (int digit = 0; digit < 2; ++digit) {
-        const Byte* from = weights.dword[r][digit] + at + q * quad_step;
-        const __m512i w = by_group ? broadcast_dword(from)
-                                   : _mm512_permutexvar_epi32(groups.dword, _mm512_castsi256_si512(_mm256_loadu_si256(
-                                                                                reinterpret_cast<const __m256i*>(from))));
+        const __m512i w = is_spread ? spread.vector[r][digit][q] : broadcast_dword(weights.dword[r][digit][groups[0]] + 4 * q);
         sums[r][digit][0] = _mm512_dpbusd_epi32(sums[r][digit][0], w, a);
         sums[r][digit][1] = _mm512_dpbusd_epi32(sums[r][digit][1], w, b);
       }
@@ -426,7 +470,7 @@ inline void add_pair(const WeightDigits& weights, const __m512i* values, Index v
   ahead = cursor;
 #pragma GCC unroll 4
   for (int r = 0; r < R; ++r) {
-    const __m512 step = _mm512_permutexvar_ps(groups.dword, _mm512_castps256_ps512(_mm256_loadu_ps(weights.step[r] + groups.first)));
+    const __m512 step = _mm512_castsi512_ps(by_lane<__m512i>(groups, [&](Index g) { return broadcast_dword(&weights.step[r][g]); }));
 #pragma GCC unroll 2
     for (int i = 0; i < 2; ++i)
       out[r][i] = _mm512_mul_ps(step, _mm512_cvtepi32_ps(_mm512_add_epi32(_mm512_slli_epi32(sums[r][0][i], 8), sums[r][1][i])));
@@ -436,12 +480,12 @@ inline void add_pair(const WeightDigits& weights, const __m512i* values, Index v
 // Adds the first lanes of four floats each to places that lie `apart` floats from each other.
 inline void add_lanes(float* total, __m512 x, Index lanes, Index apart) {
   const auto add = [&](Index lane, __m128 part) {
-    if (lane < lanes) _mm_storeu_ps(total + apart * lane, _mm_add_ps(_mm_loadu_ps(total + apart * lane), part));
+    _mm_storeu_ps(total + apart * lane, _mm_add_ps(_mm_loadu_ps(total + apart * lane), part));
   };
-  add(0, _mm512_castps512_ps128(x));
-  add(1, _mm512_extractf32x4_ps(x, 1));
-  add(2, _mm512_extractf32x4_ps(x, 2));
-  add(3, _mm512_extractf32x4_ps(x, 3));
+  if (lanes > 0) add(0, _mm512_castps512_ps128(x));
+  if (lanes > 1) add(1, _mm512_extractf32x4_ps(x, 1));
+  if (lanes > 2) add(2, _mm512_extractf32x4_ps(x, 2));
+  if (lanes > 3) add(3, _mm512_extractf32x4_ps(x, 3));
 }
 
 // Adds one pair of vectors of ValueQuads to the elements that they stand for.
@@ -463,24 +507,27 @@ inline void value_codes(const ChunkRows& chunk, const ValueTask& task) {
   const SidePlace& value = *chunk.side;
   alignas(64) float scales[kMaxGroups][kChunk];
   if (!read_scales(chunk, scales)) return value_wide(chunk, task);  // digits of weights are unsigned
-  const Index bytes_per_group = value.row_bytes / value.num_groups, begin = chunk.begin / 4, end = ceil_div(chunk.end, 4);
-  const bool by_group = bytes_per_group % 64 == 0 || value.num_groups == 1;
-  constexpr Index kPairs = is_int4 ? 4 : 2;
+  const Index per_group = value.row_bytes / value.num_groups, begin = chunk.begin / 4, end = ceil_div(chunk.end, 4);
+  const bool is_spread = per_group % 64 != 0 && value.num_groups > 1;
+  constexpr Index kPairs = is_int4 ? 4 : 2, kPairBytes = is_int4 ? 4 : 8;
   const Index lines = chunk.lines_per_step(kQuads * kPairs * ceil_div(value.row_bytes, 64));
   WeightDigits weights;
+  SpreadDigits spread;
   ValueQuads<is_int4> quads;
   shrink_totals(task);
   chunk.scales_ahead->finish();
   for_rows(task.num_rows, [&]<int R>(Index first) {
-    weights.read(task.weights + first * kChunk, R, scales, value.num_groups, by_group);
+    weights.read(task.weights + first * kChunk, R, scales, value.num_groups);
     for (Index at = 0; at < value.row_bytes; at += 64) {
       quads.read(chunk.row, begin, end, at, min(value.row_bytes - at, 64));
       for (Index pair = 0; pair < kPairs; ++pair) {
-        const LaneGroups groups(at + (is_int4 ? 4 : 8) * pair, bytes_per_group, value.num_groups);
+        Index groups[4];
+        for (Index lane = 0; lane < 4; ++lane)
+          groups[lane] = min((at + 16 * lane + kPairBytes * pair) / per_group, value.num_groups - 1);
+        if (is_spread && (pair == 0 || per_group % 16 != 0)) spread.read(weights, R, groups, begin, end);
         __m512 sums[R][2];
-        const auto add = by_group ? add_pair<R, true> : add_pair<R, false>;
-        add(weights, &quads.vector[0][2 * pair], quads.kVectors, begin, end, groups, value.num_groups, sums,
-            *chunk.ahead, lines);
+        const auto add = is_spread ? add_pair<R, true> : add_pair<R, false>;
+        add(weights, spread, &quads.vector[0][2 * pair], quads.kVectors, begin, end, groups, sums, *chunk.ahead, lines);
         for (int r = 0; r < R; ++r)
           add_to_row(task.totals + (first + r) * task.width, sums[r], at, pair, task.width, is_int4);
       }
