@@ -21,33 +21,31 @@ inline void pack_bf16(const SidePlace&, const float* query, Index num_rows, Inde
                          reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(_mm512_loadu_ps(query + d))));
 }
 
-inline __m512bh load_pairs(const Byte* from) { return reinterpret_cast<__m512bh>(_mm512_loadu_si512(from)); }
-
 // R rows by 16 / R tokens, 32 elements at a time.
 template <int R>
 inline void score_tokens_bf16(const Byte* query, Index stride, Index width, const Byte* const* keys, float* scores,
                               Prefetch& ahead, Index lines) {
   constexpr int T = 16 / R;
   Prefetch cursor = ahead;
-  Vec sums[16];
+  __m512 sums[16];
 #pragma GCC unroll 16
-  for (int i = 0; i < 16; ++i) sums[i] = Vec{};
+  for (int i = 0; i < 16; ++i) sums[i] = _mm512_setzero_ps();
   for (Index d = 0; d < width; d += 32) {
-    __m512bh key[T];
+    __m512i key[T];
 #pragma GCC unroll 16
-    for (int t = 0; t < T; ++t) key[t] = load_pairs(keys[t] + 2 * d);
+    for (int t = 0; t < T; ++t) key[t] = _mm512_loadu_si512(keys[t] + 2 * d);
     cursor.advance(lines);
 #pragma GCC unroll 4
     for (int r = 0; r < R; ++r) {
-      const __m512bh q = load_pairs(query + r * stride + 2 * d);
+      const __m512i q = _mm512_loadu_si512(query + r * stride + 2 * d);
 #pragma GCC unroll 16
       for (int t = 0; t < T; ++t)
-        sums[r * T + t] = reinterpret_cast<Vec>(_mm512_dpbf16_ps(reinterpret_cast<__m512>(sums[r * T + t]), q, key[t]));
+        sums[r * T + t] = _mm512_dpbf16_ps(sums[r * T + t], reinterpret_cast<__m512bh>(q), reinterpret_cast<__m512bh>(key[t]));
     }
   }
   ahead = cursor;
   alignas(64) float found[16];
-  store(found, add_across(sums));
+  store(found, add_across(reinterpret_cast<Vec*>(sums)));
 #pragma GCC unroll 4
   for (int r = 0; r < R; ++r) std::memcpy(scores + r * kChunk, found + r * T, T * sizeof(float));
 }
@@ -251,7 +249,8 @@ inline __m512i broadcast_dword(const void* from) { return _mm512_set1_epi32(bit_
 struct KeyColumns {
   alignas(64) std::int32_t column[kMaxHeadDim / 4][2][kBlock];
 
-  void read(const Byte* const* rows, Index block, Index row_bytes, std::uint32_t sign_bits) {
+  void read(const Byte* const* rows, Index block, Index row_bytes, std::uint32_t sign_bits, Prefetch& ahead,
+            Index lines) {
     const __m512i sign = _mm512_set1_epi32(static_cast<int>(sign_bits));
     for (Index at = 0; at < row_bytes; at += 64) {
       const Index dwords = min(row_bytes - at, 64) / 4;
@@ -259,6 +258,7 @@ struct KeyColumns {
       __m512i x[16];
 #pragma GCC unroll 16
       for (int t = 0; t < 16; ++t) x[t] = _mm512_xor_si512(_mm512_maskz_loadu_epi32(mask, rows[t] + at), sign);
+      ahead.advance(lines);
       transpose_dwords(x);
 #pragma GCC unroll 16
       for (int i = 0; i < 16; ++i)
@@ -270,10 +270,9 @@ struct KeyColumns {
 // R rows by two blocks of tokens.
 template <int R, bool is_int4>
 inline void score_columns(const KeyColumns& keys, const SidePlace& key, const Byte* packed, Index width,
-                          const float* scales, float* scores, Prefetch& ahead, Index lines) {
+                          const float* scales, float* scores) {
   const Index columns = key.row_bytes / 4, per_group = columns / key.num_groups, stride = kPackedRow(width);
   const __m512i nibbles = _mm512_set1_epi32(0x0f0f0f0f);
-  Prefetch cursor = ahead;
   __m512 sums[R][2];
 #pragma GCC unroll 4
   for (int r = 0; r < R; ++r) sums[r][0] = sums[r][1] = _mm512_setzero_ps();
@@ -288,7 +287,6 @@ inline void score_columns(const KeyColumns& keys, const SidePlace& key, const By
     for (const Index end = c + per_group; c < end; ++c) {
       const Byte* digits = packed + kPackedHead + 4 * c;
       const __m512i codes[2] = {_mm512_load_si512(keys.column[c][0]), _mm512_load_si512(keys.column[c][1])};
-      cursor.advance(lines);
       const auto multiply = [&](const __m512i* x, const Byte* from) {
 #pragma GCC unroll 4
         for (int r = 0; r < R; ++r) {
@@ -325,7 +323,6 @@ inline void score_columns(const KeyColumns& keys, const SidePlace& key, const By
     _mm512_storeu_ps(scores + r * kChunk, _mm512_mul_ps(sums[r][0], step));
     _mm512_storeu_ps(scores + r * kChunk + kBlock, _mm512_mul_ps(sums[r][1], step));
   }
-  ahead = cursor;
 }
 
 template <bool is_int4>
@@ -336,13 +333,14 @@ inline void score_codes(const ChunkRows& chunk, const ScoreTask& task) {
   KeyColumns keys;
   read_scales(chunk, scales);
   chunk.scales_ahead->finish();
-  const Index lines = chunk.lines_per_step(kChunk / kTokens * (key.row_bytes / 4));
+  const Index lines = chunk.lines_per_step(kChunk / kBlock * ceil_div(key.row_bytes, 64));
   for (Index first = chunk.begin / kTokens * kTokens; first < chunk.end; first += kTokens) {
     for (Index block = 0; block < 2; ++block)
-      keys.read(chunk.row + first + block * kBlock, block, key.row_bytes, is_int4 ? 0x88888888u : 0x80808080u);
+      keys.read(chunk.row + first + block * kBlock, block, key.row_bytes, is_int4 ? 0x88888888u : 0x80808080u,
+                *chunk.ahead, lines);
     for_rows(task.num_rows, [&]<int R>(Index r) {
       score_columns<R, is_int4>(keys, key, task.packed + r * kPackedRow(task.width), task.width, scales[0] + first,
-                                task.scores + r * kChunk + first, *chunk.ahead, lines);
+                                task.scores + r * kChunk + first);
     });
   }
 }
@@ -392,9 +390,10 @@ struct ValueQuads {
   static constexpr int kVectors = is_int4 ? 8 : 4;
   __m512i vector[kQuads][kVectors];
 
-  void read(const Byte* const* rows, Index begin, Index end, Index at, Index bytes) {
+  void read(const Byte* const* rows, Index begin, Index end, Index at, Index bytes, Prefetch& ahead, Index lines) {
     const __mmask16 mask = static_cast<__mmask16>((1u << bytes / 4) - 1);
     for (Index q = begin; q < end; ++q) {
+      ahead.advance(lines);
       __m512i x[4], y[4];
 #pragma GCC unroll 4
       for (int i = 0; i < 4; ++i) x[i] = _mm512_maskz_loadu_epi32(mask, rows[4 * q + i] + at);
@@ -447,27 +446,29 @@ struct SpreadDigits {
   }
 };
 
+// Each dword of `sums` plus four products. The intrinsic makes GCC 12 copy every sum in every step.
+inline void add_products(__m512i& sums, __m512i unsigned_bytes, __m512i signed_bytes) {
+  asm("vpdpbusd %2, %1, %0" : "+v"(sums) : "v"(unsigned_bytes), "v"(signed_bytes));
+}
+
 // R rows by two vectors, over all quads of the chunk: digits of one group, or spread over the lanes.
 template <int R, bool is_spread>
 inline void add_pair(const WeightDigits& weights, const SpreadDigits& spread, const __m512i* values, Index vectors,
-                     Index begin, Index end, const Index* groups, __m512 (*out)[2], Prefetch& ahead, Index lines) {
-  Prefetch cursor = ahead;
+                     Index begin, Index end, const Index* groups, __m512 (*out)[2]) {
   __m512i sums[R][2][2];
 #pragma GCC unroll 4
   for (int r = 0; r < R; ++r) sums[r][0][0] = sums[r][0][1] = sums[r][1][0] = sums[r][1][1] = _mm512_setzero_si512();
   for (Index q = begin; q < end; ++q) {
     const __m512i a = values[q * vectors], b = values[q * vectors + 1];
-    cursor.advance(lines);
 #pragma GCC unroll 4
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 2
       for (int digit = 0; digit < 2; ++digit) {
         const __m512i w = is_spread ? spread.vector[r][digit][q] : broadcast_dword(weights.dword[r][digit][groups[0]] + 4 * q);
-        sums[r][digit][0] = _mm512_dpbusd_epi32(sums[r][digit][0], w, a);
-        sums[r][digit][1] = _mm512_dpbusd_epi32(sums[r][digit][1], w, b);
+        add_products(sums[r][digit][0], w, a);
+        add_products(sums[r][digit][1], w, b);
       }
   }
-  ahead = cursor;
 #pragma GCC unroll 4
   for (int r = 0; r < R; ++r) {
     const __m512 step = _mm512_castsi512_ps(by_lane<__m512i>(groups, [&](Index g) { return broadcast_dword(&weights.step[r][g]); }));
@@ -510,7 +511,7 @@ inline void value_codes(const ChunkRows& chunk, const ValueTask& task) {
   const Index per_group = value.row_bytes / value.num_groups, begin = chunk.begin / 4, end = ceil_div(chunk.end, 4);
   const bool is_spread = per_group % 64 != 0 && value.num_groups > 1;
   constexpr Index kPairs = is_int4 ? 4 : 2, kPairBytes = is_int4 ? 4 : 8;
-  const Index lines = chunk.lines_per_step(kQuads * kPairs * ceil_div(value.row_bytes, 64));
+  const Index lines = chunk.lines_per_step(kQuads * ceil_div(value.row_bytes, 64));
   WeightDigits weights;
   SpreadDigits spread;
   ValueQuads<is_int4> quads;
@@ -519,7 +520,7 @@ inline void value_codes(const ChunkRows& chunk, const ValueTask& task) {
   for_rows(task.num_rows, [&]<int R>(Index first) {
     weights.read(task.weights + first * kChunk, R, scales, value.num_groups);
     for (Index at = 0; at < value.row_bytes; at += 64) {
-      quads.read(chunk.row, begin, end, at, min(value.row_bytes - at, 64));
+      quads.read(chunk.row, begin, end, at, min(value.row_bytes - at, 64), *chunk.ahead, lines);
       for (Index pair = 0; pair < kPairs; ++pair) {
         Index groups[4];
         for (Index lane = 0; lane < 4; ++lane)
@@ -527,7 +528,7 @@ inline void value_codes(const ChunkRows& chunk, const ValueTask& task) {
         if (is_spread && (pair == 0 || per_group % 16 != 0)) spread.read(weights, R, groups, begin, end);
         __m512 sums[R][2];
         const auto add = is_spread ? add_pair<R, true> : add_pair<R, false>;
-        add(weights, spread, &quads.vector[0][2 * pair], quads.kVectors, begin, end, groups, sums, *chunk.ahead, lines);
+        add(weights, spread, &quads.vector[0][2 * pair], quads.kVectors, begin, end, groups, sums);
         for (int r = 0; r < R; ++r)
           add_to_row(task.totals + (first + r) * task.width, sums[r], at, pair, task.width, is_int4);
       }
