@@ -93,7 +93,7 @@ class ItemRunner {
     }
     for (Index token = job.tokens.begin; token < job.tokens.end;) {
       const Tokens chunk = chunk_at(job, token);
-      aim_prefetch(job, chunk.end, next);
+      find_next(job, chunk.end, next);
       run_chunk(job, chunk);
       std::swap(places_, next_);
       token = chunk.end;
@@ -121,27 +121,30 @@ class ItemRunner {
     score_kernel_.pack(key_, query_, r, key_width_, packed_);
   }
 
-  void aim_prefetch(const Job& job, Index token, const Job* next) {
-    key_ahead_ = value_ahead_ = key_scales_ahead_ = value_scales_ahead_ = {};
-    if (token < job.tokens.end) {
-      aim_at(job, chunk_at(job, token));
-    } else if (next && next->tokens.begin < next->tokens.end) {
-      aim_at(*next, chunk_at(*next, next->tokens.begin));
-    }
+  // Finds the places of the chunk after this one, in this item or the next.
+  void find_next(const Job& job, Index token, const Job* next) {
+    const Job& owner = token < job.tokens.end || !next ? job : *next;
+    const Index first = &owner == &job ? token : owner.tokens.begin;
+    next_->key.end = next_->key.begin = next_->value.end = next_->value.begin = 0;
+    if (first >= owner.tokens.end) return;
+    const Tokens chunk = chunk_at(owner, first);
+    next_->key.find(owner.slots, key_, owner.item.first_head, chunk.begin, chunk.end - chunk.begin);
+    next_->value.find(owner.slots, value_, owner.item.first_head, chunk.begin, chunk.end - chunk.begin);
   }
 
-  void aim_at(const Job& job, Tokens chunk) {
-    aim_side(job, chunk, key_, next_->key, key_ahead_, key_scales_ahead_);
-    aim_side(job, chunk, value_, next_->value, value_ahead_, value_scales_ahead_);
-  }
-
-  void aim_side(const Job& job, Tokens chunk, const SidePlace& side, ChunkPlaces& places, Prefetch& rows,
-                Prefetch& scales) {
-    const Index heads = job.item.num_heads;
-    places.find(job.slots, side, job.item.first_head, chunk.begin, chunk.end - chunk.begin);
-    rows.aim(places.row + places.begin, places.row + places.end, heads * side.row_bytes);
+  // What to ask for while head h of a chunk is computed. Where the heads of a token lie side by side these are
+  // all heads of the next chunk, asked for in turns; elsewhere the next head of this chunk.
+  void aim(const Item& item, Index h, const SidePlace& side, const ChunkPlaces& here, const ChunkPlaces& next,
+           Prefetch& rows, Prefetch& scales) const {
+    const bool in_turns = side.heads_are_adjacent();
+    if (in_turns && h > 0) return;
+    const bool same_chunk = !in_turns && h + 1 < item.num_heads;
+    const ChunkPlaces& places = same_chunk ? here : next;
+    const Index heads = in_turns ? item.num_heads : 1;
+    rows.aim(places.row + places.begin, places.row + places.end, same_chunk ? side.head_bytes() : 0,
+             heads * side.row_bytes);
     if (side.scale.data)
-      scales.aim(places.scale + places.begin, places.scale + places.end,
+      scales.aim(places.scale + places.begin, places.scale + places.end, same_chunk ? side.scale_head_bytes() : 0,
                  heads * side.num_groups * bytes_of(side.scale.dtype));
   }
 
@@ -150,15 +153,18 @@ class ItemRunner {
     ChunkRows &keys = key_rows_, &values = value_rows_;
     keys.begin = values.begin = chunk.begin - first;
     keys.end = values.end = chunk.end - first;
-    keys.share = values.share = job.item.num_heads;
+    keys.share = key_.heads_are_adjacent() ? job.item.num_heads : 1;
+    values.share = value_.heads_are_adjacent() ? job.item.num_heads : 1;
     for (Index h = 0; h < job.item.num_heads; ++h) {
       const Index r0 = h * rows;
       find_rows(keys, places_->key, h);
+      aim(job.item, h, key_, places_->key, next_->key, key_ahead_, key_scales_ahead_);
       score_kernel_.run(keys, {query_ + r0 * key_width_, packed_ + r0 * kPackedRow(key_width_), rows, key_width_, scores_});
       for (Index r = 0; r < rows; ++r)
         factors_[r] = weigh_chunk(args_, score_rows_[r0 + r], first, job.plan.num_stored, scores_ + r * kChunk,
                                   running_[r0 + r]);
       find_rows(values, places_->value, h);
+      aim(job.item, h, value_, places_->value, next_->value, value_ahead_, value_scales_ahead_);
       value_kernel_(values, {scores_, factors_, rows, value_width_, totals_ + r0 * value_width_});
     }
   }

@@ -8,6 +8,7 @@ namespace kvloom::KVLOOM_ISA {
 
 constexpr Index kTileFloats = 8192;  // of queries or accumulators in one item
 constexpr Index kTileRows = 64;
+constexpr Index kTileHeads = 4;
 constexpr Index kFewNewTokens = 16;  // up to here the splits of a sequence are items of their own
 constexpr Index kPartial = 16;       // floats before a partial accumulator: maximum, sum, padding
 
@@ -66,11 +67,12 @@ struct SequencePlan {
     return {0, head, min(tile_heads, heads - head), row, min(tile_rows, rows - row), split};
   }
 
-  // Heads whose rows lie side by side in a token are read together, some lines at a time.
+  // Heads of one item: they share the finding of places. Where their rows lie side by side in a token they are
+  // read together, some lines at a time.
   static Index heads_together(const AttendArgs& args) {
     const CacheView& view = args.key.cache;
     const Index width = stored_width(view), row_bytes = width * bytes_of(view.dtype);
-    return row_is_contiguous(view) && view.stride[3] == width ? max(1024 / row_bytes, 1) : 1;
+    return row_is_contiguous(view) && view.stride[3] == width ? max(1024 / row_bytes, 1) : kTileHeads;
   }
 
   Index first_row, first_column, num_new, num_stored, first_visible;

@@ -16,14 +16,16 @@ namespace kvloom::KVLOOM_ISA {
 struct Prefetch {
   const Byte* const* row = nullptr;  // rows that are left
   const Byte* const* end = nullptr;
-  Index row_bytes = 64, at = 0, rows = 0;
+  Index shift = 0, row_bytes = 64, at = 0, rows = 0;
 
-  void aim(const Byte* const* first, const Byte* const* last, Index bytes) { *this = {first, last, bytes, 0, last - first}; }
+  void aim(const Byte* const* first, const Byte* const* last, Index from_row, Index bytes) {
+    *this = {first, last, from_row, bytes, 0, last - first};
+  }
   Index num_lines() const { return rows * ((row_bytes + 63) / 64); }
 
   void advance(Index lines) {
     for (; lines > 0 && row < end; --lines) {
-      __builtin_prefetch(*row + at, 0, 2);
+      __builtin_prefetch(*row + shift + at, 0, 2);
       at += 64;
       if (at >= row_bytes) at = 0, ++row;
     }
@@ -32,8 +34,8 @@ struct Prefetch {
   // All of them, where many rows share a line, as scales do.
   void finish() {
     for (std::uintptr_t line = 0; row < end; ++row) {
-      const std::uintptr_t next = reinterpret_cast<std::uintptr_t>(*row) / 64;
-      for (Index i = 0; next != line && i < row_bytes; i += 64) __builtin_prefetch(*row + i, 0, 2);
+      const std::uintptr_t next = reinterpret_cast<std::uintptr_t>(*row + shift) / 64;
+      for (Index i = 0; next != line && i < row_bytes; i += 64) __builtin_prefetch(*row + shift + i, 0, 2);
       line = next;
     }
   }
