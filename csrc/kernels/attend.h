@@ -159,7 +159,8 @@ class ItemRunner {
       const Index r0 = h * rows;
       find_rows(keys, places_->key, h);
       aim(job.item, h, key_, places_->key, next_->key, key_ahead_, key_scales_ahead_);
-      score_kernel_.run(keys, {query_ + r0 * key_width_, packed_ + r0 * kPackedRow(key_width_), rows, key_width_, scores_});
+      const Byte* packed = packed_ + r0 * kPackedRow(key_width_);
+      score_kernel_.run(keys, {query_ + r0 * key_width_, packed, rows, key_width_, scores_});
       for (Index r = 0; r < rows; ++r)
         factors_[r] = weigh_chunk(args_, score_rows_[r0 + r], first, job.plan.num_stored, scores_ + r * kChunk,
                                   running_[r0 + r]);
@@ -188,8 +189,8 @@ class ItemRunner {
     for (Index t = places.begin; t < places.end; ++t) rows[t] += bytes;
   }
 
-  static const Byte* const* copy_rows(const Byte* const* rows, const ChunkPlaces& places, const CacheView& view, Byte* to,
-                                      const Byte** copies) {
+  static const Byte* const* copy_rows(const Byte* const* rows, const ChunkPlaces& places, const CacheView& view,
+                                      Byte* to, const Byte** copies) {
     const Index width = stored_width(view), bytes = bytes_of(view.dtype);
     for (Index t = places.begin; t < places.end; ++t, to += width * bytes) {
       for (Index i = 0; i < width; ++i)

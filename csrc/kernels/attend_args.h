@@ -25,7 +25,7 @@ struct CacheSide {
   CacheView scale;  // data is null where the cache holds floats
 };
 
-// slot(b, t) = table[row(b) + t / page_size] + t % page_size, row(b) = row_starts ? row_starts[b] : b * row_stride.
+// slot(b, t) = entries[row(b) + t / page_size] + t % page_size, where row(b) is row_starts[b] or b * row_stride.
 struct PageTable {
   const void* entries;
   const void* row_starts;  // where each ragged row begins, or null
@@ -74,6 +74,8 @@ struct AttendArgs {
   FloatArray mask;      // [Hq, Tq, Tkv], stride 0 over heads where it has none
   FloatArray alibi_slopes;  // [Hq]
   FloatArray sinks;         // [Hq]
+
+  std::int64_t num_threads;  // that will run the items; no result depends on it
 };
 
 // Work of one call. Items are independent of each other; merges are, once every item is done.

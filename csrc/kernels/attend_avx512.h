@@ -21,6 +21,8 @@ inline void pack_bf16(const SidePlace&, const float* query, Index num_rows, Inde
                          reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(_mm512_loadu_ps(query + d))));
 }
 
+inline __m512bh load_pairs(const Byte* from) { return reinterpret_cast<__m512bh>(_mm512_loadu_si512(from)); }
+
 // R rows by 16 / R tokens, 32 elements at a time.
 template <int R>
 inline void score_tokens_bf16(const Byte* query, Index stride, Index width, const Byte* const* keys, float* scores,
@@ -31,16 +33,16 @@ inline void score_tokens_bf16(const Byte* query, Index stride, Index width, cons
 #pragma GCC unroll 16
   for (int i = 0; i < 16; ++i) sums[i] = _mm512_setzero_ps();
   for (Index d = 0; d < width; d += 32) {
-    __m512i key[T];
+    __m512bh key[T];
 #pragma GCC unroll 16
-    for (int t = 0; t < T; ++t) key[t] = _mm512_loadu_si512(keys[t] + 2 * d);
+    for (int t = 0; t < T; ++t) key[t] = load_pairs(keys[t] + 2 * d);
     cursor.advance(lines);
 #pragma GCC unroll 4
     for (int r = 0; r < R; ++r) {
-      const __m512i q = _mm512_loadu_si512(query + r * stride + 2 * d);
+      const __m512bh q = load_pairs(query + r * stride + 2 * d);
 #pragma GCC unroll 16
       for (int t = 0; t < T; ++t)
-        sums[r * T + t] = _mm512_dpbf16_ps(sums[r * T + t], reinterpret_cast<__m512bh>(q), reinterpret_cast<__m512bh>(key[t]));
+        sums[r * T + t] = _mm512_dpbf16_ps(sums[r * T + t], q, key[t]);
     }
   }
   ahead = cursor;
@@ -137,20 +139,26 @@ inline void transpose_scales<std::uint16_t>(const ChunkRows& chunk, float (*scal
   for (Index t = 0; t < kChunk; ++t) std::memcpy(pairs + t, chunk.scale[t], 4);
   for (Index t = 0; t < kChunk; t += 16) {
     const __m512i pair = _mm512_load_si512(pairs + t);
+    const __m512i second = _mm512_srli_epi32(pair, 16);
     _mm256_store_si256(reinterpret_cast<__m256i*>(scales[0]) + t / 16, _mm512_cvtepi32_epi16(pair));
-    _mm256_store_si256(reinterpret_cast<__m256i*>(scales[1]) + t / 16, _mm512_cvtepi32_epi16(_mm512_srli_epi32(pair, 16)));
+    _mm256_store_si256(reinterpret_cast<__m256i*>(scales[1]) + t / 16, _mm512_cvtepi32_epi16(second));
   }
 }
 
 // Scales of one chunk by group and token, in float32. Returns whether none is negative.
 inline bool read_scales(const ChunkRows& chunk, float (*scales)[kChunk]) {
   const DType dtype = chunk.side->scale.dtype;
-  dtype == DType::f32 ? transpose_scales<std::uint32_t>(chunk, scales) : transpose_scales<std::uint16_t>(chunk, scales);
+  if (dtype == DType::f32)
+    transpose_scales<std::uint32_t>(chunk, scales);
+  else
+    transpose_scales<std::uint16_t>(chunk, scales);
   __mmask16 negative = 0;
   for (Index g = 0; g < chunk.side->num_groups; ++g) {
     const Byte* bits = reinterpret_cast<const Byte*>(scales[g]);
     for (Index t = kChunk - kLanes; t >= 0; t -= kLanes) {  // widened in place, from the back
-      const Vec x = dtype == DType::f32 ? load(scales[g] + t) : dtype == DType::f16 ? load_f16(bits + 2 * t) : load_bf16(bits + 2 * t);
+      const Vec x = dtype == DType::f32   ? load(scales[g] + t)
+                    : dtype == DType::f16 ? load_f16(bits + 2 * t)
+                                          : load_bf16(bits + 2 * t);
       store(scales[g] + t, x);
       negative |= _mm512_cmp_ps_mask(reinterpret_cast<__m512>(x), _mm512_setzero_ps(), _CMP_LT_OQ);
     }
@@ -419,15 +427,15 @@ struct ValueQuads {
 
  private:
   static __m512i sign_extend(__m512i nibbles) {
-    const __m512i values = _mm512_broadcast_i32x4(_mm_setr_epi8(0, 1, 2, 3, 4, 5, 6, 7, -8, -7, -6, -5, -4, -3, -2, -1));
-    return _mm512_shuffle_epi8(values, _mm512_and_si512(nibbles, _mm512_set1_epi8(0x0f)));
+    const __m128i values = _mm_setr_epi8(0, 1, 2, 3, 4, 5, 6, 7, -8, -7, -6, -5, -4, -3, -2, -1);
+    return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(values), _mm512_and_si512(nibbles, _mm512_set1_epi8(0x0f)));
   }
 };
 
 // A value of each of four groups, one for each lane of 128 bits.
-template <class Vector, class Broadcast>
-inline Vector by_lane(const Index* groups, Broadcast broadcast) {
-  Vector x = broadcast(groups[0]);
+template <class Broadcast>
+inline __m512i by_lane(const Index* groups, Broadcast broadcast) {
+  __m512i x = broadcast(groups[0]);
   x = _mm512_mask_mov_epi32(x, 0x00f0, broadcast(groups[1]));
   x = _mm512_mask_mov_epi32(x, 0x0f00, broadcast(groups[2]));
   return _mm512_mask_mov_epi32(x, 0xf000, broadcast(groups[3]));
@@ -442,7 +450,7 @@ struct SpreadDigits {
       for (Index digit = 0; digit < 2; ++digit)
         for (Index q = begin; q < end; ++q)
           vector[r][digit][q] =
-              by_lane<__m512i>(groups, [&](Index g) { return broadcast_dword(weights.dword[r][digit][g] + 4 * q); });
+              by_lane(groups, [&](Index g) { return broadcast_dword(weights.dword[r][digit][g] + 4 * q); });
   }
 };
 
@@ -464,17 +472,20 @@ inline void add_pair(const WeightDigits& weights, const SpreadDigits& spread, co
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 2
       for (int digit = 0; digit < 2; ++digit) {
-        const __m512i w = is_spread ? spread.vector[r][digit][q] : broadcast_dword(weights.dword[r][digit][groups[0]] + 4 * q);
+        const __m512i w = is_spread ? spread.vector[r][digit][q]
+                                    : broadcast_dword(weights.dword[r][digit][groups[0]] + 4 * q);
         add_products(sums[r][digit][0], w, a);
         add_products(sums[r][digit][1], w, b);
       }
   }
 #pragma GCC unroll 4
   for (int r = 0; r < R; ++r) {
-    const __m512 step = _mm512_castsi512_ps(by_lane<__m512i>(groups, [&](Index g) { return broadcast_dword(&weights.step[r][g]); }));
+    const __m512i steps = by_lane(groups, [&](Index g) { return broadcast_dword(&weights.step[r][g]); });
 #pragma GCC unroll 2
-    for (int i = 0; i < 2; ++i)
-      out[r][i] = _mm512_mul_ps(step, _mm512_cvtepi32_ps(_mm512_add_epi32(_mm512_slli_epi32(sums[r][0][i], 8), sums[r][1][i])));
+    for (int i = 0; i < 2; ++i) {
+      const __m512i sum = _mm512_add_epi32(_mm512_slli_epi32(sums[r][0][i], 8), sums[r][1][i]);
+      out[r][i] = _mm512_mul_ps(_mm512_castsi512_ps(steps), _mm512_cvtepi32_ps(sum));
+    }
   }
 }
 

@@ -112,7 +112,9 @@ inline float saturate_to(DType dtype, float x) {
 
 // --- places ------------------------------------------------------------------------------------------------
 
-inline Index bytes_of(DType dtype) { return dtype == DType::f32 ? 4 : dtype == DType::f16 || dtype == DType::bf16 ? 2 : 1; }
+inline Index bytes_of(DType dtype) {
+  return dtype == DType::f32 ? 4 : dtype == DType::f16 || dtype == DType::bf16 ? 2 : 1;
+}
 inline Index stored_width(const CacheView& view) { return view.size[4] * view.size[5]; }
 inline Index head_dim(const CacheSide& side) {
   return stored_width(side.cache) * (side.cache.dtype == DType::int4 ? 2 : 1);
@@ -137,7 +139,8 @@ class Divisor {
 
 inline bool row_is_contiguous(const CacheView& view) {
   const Index inner = view.size[5], outer = view.size[4];
-  return inner == 1 ? outer == 1 || view.stride[4] == 1 : view.stride[5] == 1 && (outer == 1 || view.stride[4] == inner);
+  if (inner == 1) return outer == 1 || view.stride[4] == 1;
+  return view.stride[5] == 1 && (outer == 1 || view.stride[4] == inner);
 }
 
 // Place of each slot of a view: the three slot axes, merged where one stride serves two of them.

@@ -49,7 +49,8 @@ inline ScoreKernel choose_score(const SidePlace& key, DType query_dtype) {
 inline ValueKernel choose_value(const SidePlace& value, DType query_dtype) {
 #ifdef KVLOOM_HAS_DOT_PRODUCTS
   if (is_direct(value, query_dtype) && query_dtype == DType::bf16 && value.dim % 64 == 0) return value_bf16;
-  if (takes_digits(value, query_dtype, 8)) return value.cache.dtype == DType::int4 ? value_codes<true> : value_codes<false>;
+  if (takes_digits(value, query_dtype, 8))
+    return value.cache.dtype == DType::int4 ? value_codes<true> : value_codes<false>;
 #endif
   if (!is_direct(value, query_dtype)) return value_wide;
   switch (query_dtype) {

@@ -40,13 +40,16 @@ struct SequencePlan {
     const Index room = max(min(kTileFloats / width, kTileRows), 1);
     tile_rows = max(min(rows, room), 1);
     num_tiles = ceil_div(rows, tile_rows);
-    tile_heads = rows <= room ? max(min(heads_together(args), min(room / tile_rows, heads)), 1) : 1;
-    head_tiles = ceil_div(heads, tile_heads);
-
     const Tokens seen = visible(args, 0, num_new);
     first_split = seen.begin / kSplit;
     num_splits = seen.begin < seen.end ? ceil_div(seen.end, kSplit) - first_split : 0;
     is_split = num_splits > 1 && num_new <= kFewNewTokens;
+
+    // As many heads to an item as leave every thread two items.
+    const Index single = args.num_sequences * heads * num_tiles * (is_split ? num_splits : 1);
+    const Index spare = single / (2 * max(args.num_threads, 1));
+    tile_heads = rows <= room ? max(min(min(heads_together(args), spare), min(room / tile_rows, heads)), 1) : 1;
+    head_tiles = ceil_div(heads, tile_heads);
     num_items = num_tiles * head_tiles * (is_split ? num_splits : 1);
     num_merges = is_split ? num_new * args.num_heads : 0;
   }
