@@ -178,7 +178,8 @@ class ItemRunner {
     chunk.row = places.row, chunk.scale = places.scale;
     if (!side.is_contiguous) {
       chunk.row = copy_rows(places.row, places, side.cache, gathered_, copied_rows_);
-      if (side.scale.data) chunk.scale = copy_rows(places.scale, places, side.scale, gathered_scales_, copied_scales_);
+      if (side.scale.data)
+        chunk.scale = copy_rows(places.scale, places, side.scale, gathered_scales_, copied_scales_);
     }
     if (places.end - places.begin == kChunk) return;
     chunk.row = pad_rows(chunk.row, places, copied_rows_);
@@ -244,7 +245,8 @@ class ItemRunner {
         float* to = workspace_.partial(job.plan, job.b, job.item.split - job.plan.first_split, row / group_, head);
         to[0] = running_[r].top;
         to[1] = running_[r].sum;
-        std::memcpy(to + kPartial, totals_ + r * value_width_, static_cast<std::size_t>(value_width_) * sizeof(float));
+        const std::size_t bytes = static_cast<std::size_t>(value_width_) * sizeof(float);
+        std::memcpy(to + kPartial, totals_ + r * value_width_, bytes);
       }
   }
 

@@ -28,7 +28,7 @@ struct CacheSide {
 // slot(b, t) = entries[row(b) + t / page_size] + t % page_size, where row(b) is row_starts[b] or b * row_stride.
 struct PageTable {
   const void* entries;
-  const void* row_starts;  // where each ragged row begins, or null
+  const void* row_starts;  // where each ragged row begins, contiguous, or null
   std::int64_t row_stride;
   std::int64_t entry_stride;
   std::int64_t page_size;

@@ -149,7 +149,8 @@ inline void add_pairs(Vec* sums) {
   constexpr IntVec low = fold_lanes_of<width>(std::make_integer_sequence<int, kLanes>());
 #pragma GCC unroll 8
   for (int i = 0; i < width; ++i)
-    sums[i] = __builtin_shuffle(sums[i], sums[i + width], low) + __builtin_shuffle(sums[i], sums[i + width], low + width);
+    sums[i] = __builtin_shuffle(sums[i], sums[i + width], low) +
+              __builtin_shuffle(sums[i], sums[i + width], low + width);
 }
 
 // Lane i of the result is the sum of sums[i]: pairs of vectors are added in halves, then quarters, and so on.

@@ -58,7 +58,7 @@ inline float largest_lane(Vec x) { return fold_lanes(x, larger); }
 inline Vec exp(Vec x) {
 #if defined(__AVX512F__)
   const __m512 bounded = _mm512_max_ps(_mm512_set1_ps(-200.0f), reinterpret_cast<__m512>(x));
-  const __m512 power_of_two = _mm512_roundscale_ps(bounded * 1.44269504f, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  const __m512 power_of_two = _mm512_roundscale_ps(bounded * 1.44269504f, _MM_FROUND_TO_NEAREST_INT);
   const Vec n = reinterpret_cast<Vec>(power_of_two), y = reinterpret_cast<Vec>(bounded);
 #else
   const float round = 12582912.0f;  // 1.5 * 2^23: adding it drops the fraction
