@@ -121,6 +121,29 @@ inline Vec load_f16(const Byte* from) {
 #endif
 }
 
+#if defined(__AVX2__)
+inline Vec widen_codes(__m128i codes) {
+#if defined(__AVX512F__)
+  return reinterpret_cast<Vec>(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(codes)));
+#else
+  return reinterpret_cast<Vec>(_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(codes)));
+#endif
+}
+
+inline Vec load_int8(const Byte* from) {
+  alignas(16) Byte codes[16] = {};
+  std::memcpy(codes, from, kLanes);
+  return widen_codes(_mm_load_si128(reinterpret_cast<const __m128i*>(codes)));
+}
+
+inline Vec load_int4(const Byte* from) {
+  std::uint64_t bytes = 0;
+  std::memcpy(&bytes, from, kLanes / 2);
+  const __m128i pairs = _mm_cvtepu8_epi16(_mm_cvtsi64_si128(static_cast<long long>(bytes)));
+  const __m128i nibbles = _mm_and_si128(_mm_or_si128(pairs, _mm_slli_epi16(pairs, 4)), _mm_set1_epi8(0x0f));
+  return widen_codes(_mm_sub_epi8(_mm_xor_si128(nibbles, _mm_set1_epi8(8)), _mm_set1_epi8(8)));
+}
+#else
 inline Vec load_int8(const Byte* from) {
   typedef std::int8_t Codes __attribute__((vector_size(kLanes)));
   return __builtin_convertvector(__builtin_convertvector(bit_copy<Codes>(from), IntVec), Vec);
@@ -131,6 +154,7 @@ inline Vec load_int4(const Byte* from) {
   for (int i = 0; i < kLanes; ++i) codes[i] = from[i / 2] << (i % 2 ? 24 : 28);
   return __builtin_convertvector(codes >> 28, Vec);
 }
+#endif
 
 // Every element rounded to a 16-bit type and back.
 inline void round_row(DType dtype, float* row, Index dim) {
