@@ -277,6 +277,8 @@ class ItemRunner {
   alignas(64) Byte gathered_scales_[kChunk * kMaxHeadDim * 4];
 };
 
+inline AttendPlan attend_plan_of(const AttendArgs& args) { return attend_plan(args); }
+
 inline void attend_prepare(const AttendArgs& args, void* workspace) {
   attend_plan(args, static_cast<WorkBefore*>(workspace));
 }

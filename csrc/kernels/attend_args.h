@@ -8,6 +8,8 @@
 
 namespace kvloom {
 
+constexpr std::int64_t kMaxHeadDim = 576;  // bounds what the kernels keep on the stack
+
 enum class DType : std::int32_t { f32, f16, bf16, int8, int4 };
 
 // A canonical view [B, S/s, s, H, D/d, d] of keys, values or scales. Sizes and strides count stored elements:
@@ -25,15 +27,21 @@ struct CacheSide {
   CacheView scale;  // data is null where the cache holds floats
 };
 
+// A strided array of integers [B] or [B + 1], or none where data is null.
+struct IndexArray {
+  const void* data;
+  std::int64_t stride;
+  bool is_64;
+};
+
 // slot(b, t) = entries[row(b) + t / page_size] + t % page_size, where row(b) is row_starts[b] or b * row_stride.
 struct PageTable {
   const void* entries;
-  const void* row_starts;  // where each ragged row begins, contiguous, or null
+  IndexArray row_starts;  // where each ragged row begins, or none
   std::int64_t row_stride;
   std::int64_t entry_stride;
   std::int64_t page_size;
   bool entries_are_64;
-  bool row_starts_are_64;
 };
 
 // A strided array of floats, or none where data is null.
@@ -41,13 +49,6 @@ struct FloatArray {
   const void* data;
   std::int64_t stride[3];
   DType dtype;
-};
-
-// A strided array of integers [B] or [B + 1], or none where data is null.
-struct IndexArray {
-  const void* data;
-  std::int64_t stride;
-  bool is_64;
 };
 
 struct AttendArgs {

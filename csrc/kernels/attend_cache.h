@@ -19,7 +19,6 @@ using Byte = unsigned char;
 constexpr Index kChunk = 64;        // tokens of one softmax step; chunks begin at multiples of it
 constexpr Index kSplit = 512;       // tokens of one partial result; splits begin at multiples of it
 constexpr Index kBlock = 16;        // tokens that are converted together
-constexpr Index kMaxHeadDim = 576;  // bounds what is kept on the stack
 
 inline Index min(Index a, Index b) { return a < b ? a : b; }
 inline Index max(Index a, Index b) { return a > b ? a : b; }
@@ -208,9 +207,8 @@ class SlotOffsets {
 class TokenSlots {
  public:
   TokenSlots(const PageTable& table, Index sequence) : table_(&table), page_size_(table.page_size) {
-    first_ = table.row_starts ? read_index(table.row_starts, table.row_starts_are_64, sequence)
-                              : sequence * table.row_stride;
-    if (table.row_starts) first_ *= table.entry_stride;
+    first_ = table.row_starts.data ? read_index(table.row_starts, sequence) * table.entry_stride
+                                   : sequence * table.row_stride;
   }
 
   template <class Visit>  // Visit(token, slot, count)

@@ -220,7 +220,9 @@ def attend(
         expect_dtypes(f"query (for the {name} cache)", query.dtype, cache, key_or_value_scale)
     _expect_batch(batch, kv.device)
     _expect_scores(scores, sizes, kv.device)
-    out: Tensor = _choose(backend, "attend", kv.device)(
+    op = _choose_attend(backend, kv.device, max(head_dim, head_dim_of(kv.value, kv.value_scale)))
+    out: Tensor = _call(
+        op,
         query,
         kv.key,
         kv.value,
@@ -270,6 +272,19 @@ def _choose(backend: str, name: str, device: torch.device) -> Callable[..., Any]
             raise ArgumentError(f"backend must be 'auto', 'reference', 'cpu' or 'triton', got {backend!r}")
 
 
+def _choose_attend(backend: str, device: torch.device, head_dim: int) -> Callable[..., Any]:
+    """As ``_choose``; the compiled kernels have room for head dims up to a limit."""
+    if head_dim > cpu.MAX_HEAD_DIM and cpu.WHY_NOT is None and device.type == "cpu":
+        if backend == "cpu":
+            raise UnsupportedError(
+                f"backend 'cpu' attends over head dims up to {cpu.MAX_HEAD_DIM}, got {head_dim}; "
+                "use 'auto' or 'reference'"
+            )
+        if backend == "auto":
+            return _REFERENCE["attend"]
+    return _choose(backend, "attend", device)
+
+
 _DISPATCHED: dict[str, Callable[..., Any]] = {
     "store": schemas.store,
     "load": schemas.load,
@@ -285,13 +300,14 @@ _REFERENCE: dict[str, Callable[..., Any]] = {
 
 
 def _call(op: Callable[..., Any], *args: Any) -> Any:
-    """Call ``op``; a compiled kernel refuses by a plain ValueError, since C++ knows none of our errors."""
+    """Call ``op``; C++ knows none of our errors: of values it raises a ValueError, of sizes an IndexError."""
     try:
         return op(*args)
-    except ValueError as error:
+    except (ValueError, IndexError) as error:
         if isinstance(error, KVError):
             raise
-        raise ArgumentError(str(error)) from None
+        refused = ShapeError if isinstance(error, IndexError) else ArgumentError
+        raise refused(str(error)) from None
 
 
 def _mark_changed(*written: Tensor | None) -> None:
