@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cfloat>
+#include <cmath>
 #include <new>
 #include <string>
 
@@ -53,9 +54,11 @@ CacheSide side_of(const Tensor& cache, const MaybeTensor& scale) {
   return side;
 }
 
-IndexArray index_of(const Tensor& x, int64_t count, const char* otherwise) {
-  const bool is_64 = dtype_of(x) == aoti_torch_dtype_int64();
-  require(x.dim() == 1 && x.size(0) >= count && (is_64 || dtype_of(x) == aoti_torch_dtype_int32()), otherwise);
+/// Integers of one dimension.
+IndexArray index_of(const Tensor& x, const char* otherwise) {
+  const int32_t dtype = dtype_of(x);
+  const bool is_64 = dtype == aoti_torch_dtype_int64();
+  require(x.dim() == 1 && (is_64 || dtype == aoti_torch_dtype_int32()), otherwise);
   return {x.const_data_ptr(), x.stride(0), is_64};
 }
 
@@ -180,12 +183,16 @@ Tensor attend(const Tensor& query, const Tensor& key_cache, const Tensor& value_
           "query must have the head dim of the keys and a multiple of their heads");
   require(kernels().attend_supports(args), "head dims are larger than the compiled attention has room for");
 
+  args.seqstarts = index_of(seqstarts, "seqstarts must be integers, [B + 1]");
+  args.kvstarts = index_of(kvstarts, "kvstarts must be integers, [B + 1]");
   args.num_sequences = seqstarts.size(0) - 1;
-  require(args.num_sequences >= 0, "seqstarts must have an entry");
-  args.seqstarts = index_of(seqstarts, 1, "seqstarts must be integers");
-  args.kvstarts = index_of(kvstarts, args.num_sequences + 1, "kvstarts must be as seqstarts");
-  if (first_visible) args.first_visible = index_of(*first_visible, args.num_sequences, "first_visible must be [B]");
+  require(args.num_sequences >= 0 && kvstarts.size(0) == seqstarts.size(0), "kvstarts must be as seqstarts");
+  if (first_visible) {
+    args.first_visible = index_of(*first_visible, "first_visible must be integers, [B]");
+    require(first_visible->size(0) == args.num_sequences, "first_visible must have an entry for each sequence");
+  }
   args.decoding_batches = decoding_batches;
+  require(decoding_batches >= 0, "decoding_batches must be at least 0");
   check_starts("seqstarts", args.seqstarts, args.num_sequences + 1);
   check_starts("kvstarts", args.kvstarts, args.num_sequences + 1);
   if (entry(args.seqstarts, args.num_sequences) != num_rows) {
@@ -216,18 +223,18 @@ Tensor attend(const Tensor& query, const Tensor& key_cache, const Tensor& value_
   args.table.page_size = page_size;
   args.table.entry_stride = table.stride(is_ragged ? 0 : 1);
   if (is_ragged) {
-    args.table.row_starts = index_of(*row_starts, args.num_sequences, "row_starts must be integers, [B]");
+    args.table.row_starts = index_of(*row_starts, "row_starts must be integers, [B]");
   } else {
     args.table.row_stride = table.stride(0);
-    require(table.size(0) >= args.num_sequences, "index must have a row for each sequence");
   }
+  require((is_ragged ? *row_starts : table).size(0) >= args.num_sequences, "index must have a row for each sequence");
   IndexCheck(args, table.size(is_ragged ? 0 : 1), key.size[0] * key.size[1] * key.size[2]).run();
 
   args.scale = static_cast<float>(scale);
   args.is_causal = is_causal;
   require(!window || *window > 0, "window must be at least 1");
   args.window = window.value_or(0);
-  require(!softcap || *softcap > 0, "softcap must be positive");
+  require(!softcap || (*softcap > 0 && std::isfinite(*softcap)), "softcap must be positive and finite");
   // Rounded to float32 it must neither mean none nor swallow the scores.
   args.softcap = softcap ? static_cast<float>(std::clamp<double>(*softcap, FLT_MIN, FLT_MAX)) : 0.0f;
 
@@ -241,6 +248,9 @@ Tensor attend(const Tensor& query, const Tensor& key_cache, const Tensor& value_
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(kvloom, CPU, m) { m.impl("attend", TORCH_BOX(&attend)); }
+STABLE_TORCH_LIBRARY_IMPL(kvloom, CPU, m) {
+  m.impl("attend", TORCH_BOX(&attend));
+  m.impl("attend_no_grad", TORCH_BOX(&attend));
+}
 
 }  // namespace kvloom

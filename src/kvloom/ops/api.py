@@ -20,7 +20,7 @@ from kvloom.core.indexing import CacheIndex, check_distinct, expect_slots
 from kvloom.core.views import KVView, head_dim_of
 from kvloom.errors import ArgumentError, KVError, ShapeError, UnsupportedError
 from kvloom.ops import schemas
-from kvloom.ops.expect import expect_dtypes, expect_store, expect_writable, is_in_order
+from kvloom.ops.expect import expect_dtypes, expect_store, expect_writable, is_in_order, is_plain
 from kvloom.ops.impl import cpu, reference
 
 
@@ -207,6 +207,8 @@ def attend(
         ArgumentError: a value is out of range.
         UnsupportedError: on ``backward``: there is no gradient.
     """
+    if backend in _COMPILED and (plain := _attend_plain(query, kv, batch, scores)) is not None:
+        return plain
     if kv.value is None:
         raise ArgumentError("kv must have values, got a cache of keys only")
     head_dim = head_dim_of(kv.key, kv.key_scale)
@@ -221,8 +223,28 @@ def attend(
     _expect_batch(batch, kv.device)
     _expect_scores(scores, sizes, kv.device)
     op = _choose_attend(backend, kv.device, max(head_dim, head_dim_of(kv.value, kv.value_scale)))
-    out: Tensor = _call(
-        op,
+    out: Tensor = _call(op, *_arguments(query, kv, batch, scores, head_dim))
+    return out
+
+
+def _attend_plain(query: Tensor, kv: KVView, batch: Batch, scores: Scores) -> Tensor | None:
+    """The commonest calls, of which the kernel alone checks everything; ``None`` where more must be known."""
+    tensors = (query, kv.key, kv.value, kv.key_scale, kv.value_scale, batch.index.table, batch.index.row_starts,
+               batch.seqstarts, batch.kvstarts, batch.first_visible, scores.mask, scores.alibi_slopes,
+               scores.sinks)  # fmt: skip
+    numbers = (batch.decoding_batches, scores.window or 0)
+    if kv.value is None or not (is_plain(tensors) and type(numbers[0]) is type(numbers[1]) is int):
+        return None
+    try:
+        out: Tensor = schemas.attend_no_grad(*_arguments(query, kv, batch, scores, query.shape[-1]))
+    except (ValueError, IndexError, RuntimeError):
+        return None  # the checks in Python say it better
+    return out
+
+
+def _arguments(query: Tensor, kv: KVView, batch: Batch, scores: Scores, head_dim: int) -> tuple[Any, ...]:
+    """What the operator takes."""
+    return (
         query,
         kv.key,
         kv.value,
@@ -243,7 +265,6 @@ def attend(
         scores.softcap,
         scores.sinks,
     )
-    return out
 
 
 def cpu_kernels() -> str:
@@ -285,6 +306,7 @@ def _choose_attend(backend: str, device: torch.device, head_dim: int) -> Callabl
     return _choose(backend, "attend", device)
 
 
+_COMPILED = ("auto", "cpu") if cpu.WHY_NOT is None else ()
 _DISPATCHED: dict[str, Callable[..., Any]] = {
     "store": schemas.store,
     "load": schemas.load,
