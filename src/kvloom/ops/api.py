@@ -229,11 +229,13 @@ def attend(
 
 def _attend_plain(query: Tensor, kv: KVView, batch: Batch, scores: Scores) -> Tensor | None:
     """The commonest calls, of which the kernel alone checks everything; ``None`` where more must be known."""
-    tensors = (query, kv.key, kv.value, kv.key_scale, kv.value_scale, batch.index.table, batch.index.row_starts,
+    index = batch.index
+    tensors = (query, kv.key, kv.value, kv.key_scale, kv.value_scale, index.table, index.row_starts,
                batch.seqstarts, batch.kvstarts, batch.first_visible, scores.mask, scores.alibi_slopes,
                scores.sinks)  # fmt: skip
-    numbers = (batch.decoding_batches, scores.window or 0)
-    if kv.value is None or not (is_plain(tensors) and type(numbers[0]) is type(numbers[1]) is int):
+    if query is None or kv.value is None or not is_plain(tensors):
+        return None
+    if type(batch.decoding_batches) is not int or not (scores.window is None or type(scores.window) is int):
         return None
     try:
         out: Tensor = schemas.attend_no_grad(*_arguments(query, kv, batch, scores, query.shape[-1]))

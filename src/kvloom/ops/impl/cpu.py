@@ -38,8 +38,8 @@ def load_library() -> tuple[str | None, str | None, int]:
     ``KVLOOM_LIBRARY`` names another library than the installed one.
 
     Returns:
-        The instruction set, ``None`` and the largest head dim of attention; or ``None``, the sentence why there
-        is none, and 0.
+        The instruction set, ``None`` and the largest head dim of attention; or ``None``, the sentence why
+        there is none, and 0.
 
     Raises:
         ConfigError: ``KVLOOM_ISA`` is unknown, or this machine lacks it.
