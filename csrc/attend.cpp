@@ -111,7 +111,9 @@ class Memory {
 };
 
 int64_t token_bytes(const CacheView& view) {
-  const int64_t itemsize = view.dtype == DType::f32 ? 4 : view.dtype == DType::int8 || view.dtype == DType::int4 ? 1 : 2;
+  const int64_t itemsize = view.dtype == DType::f32                                 ? 4
+                           : view.dtype == DType::int8 || view.dtype == DType::int4 ? 1
+                                                                                    : 2;
   return view.size[3] * view.size[4] * view.size[5] * itemsize;
 }
 
@@ -163,8 +165,8 @@ void run(const AttendArgs& args) {
 Tensor attend(const Tensor& query, const Tensor& key_cache, const Tensor& value_cache,
               const MaybeTensor& key_scale, const MaybeTensor& value_scale, const Tensor& table,
               const MaybeTensor& row_starts, int64_t page_size, const Tensor& seqstarts,
-              const Tensor& kvstarts, int64_t decoding_batches, const MaybeTensor& first_visible, double scale,
-              bool is_causal, const MaybeTensor& mask, const MaybeTensor& alibi_slopes,
+              const Tensor& kvstarts, int64_t decoding_batches, const MaybeTensor& first_visible,
+              double scale, bool is_causal, const MaybeTensor& mask, const MaybeTensor& alibi_slopes,
               std::optional<int64_t> window, std::optional<double> softcap, const MaybeTensor& sinks) {
   AttendArgs args{};
   require(query.dim() == 3, "query must have 3 dimensions");
@@ -176,7 +178,8 @@ Tensor attend(const Tensor& query, const Tensor& key_cache, const Tensor& value_
   args.key = side_of(key_cache, key_scale);
   args.value = side_of(value_cache, value_scale);
   const CacheView &key = args.key.cache, &value = args.value.cache;
-  require(std::equal(key.size, key.size + 4, value.size), "keys and values must have the same slots and heads");
+  require(std::equal(key.size, key.size + 4, value.size),
+          "keys and values must have the same slots and heads");
   const int64_t key_dim = key.size[4] * key.size[5] * (key.dtype == DType::int4 ? 2 : 1);
   const int64_t value_dim = value.size[4] * value.size[5] * (value.dtype == DType::int4 ? 2 : 1);
   require(query.size(2) == key_dim && (key.size[3] > 0 ? args.num_heads % key.size[3] : args.num_heads) == 0,
@@ -189,7 +192,8 @@ Tensor attend(const Tensor& query, const Tensor& key_cache, const Tensor& value_
   require(args.num_sequences >= 0 && kvstarts.size(0) == seqstarts.size(0), "kvstarts must be as seqstarts");
   if (first_visible) {
     args.first_visible = index_of(*first_visible, "first_visible must be integers, [B]");
-    require(first_visible->size(0) == args.num_sequences, "first_visible must have an entry for each sequence");
+    require(first_visible->size(0) == args.num_sequences,
+            "first_visible must have an entry for each sequence");
   }
   args.decoding_batches = decoding_batches;
   require(decoding_batches >= 0, "decoding_batches must be at least 0");
@@ -204,7 +208,8 @@ Tensor attend(const Tensor& query, const Tensor& key_cache, const Tensor& value_
   const int64_t num_columns = entry(args.kvstarts, args.num_sequences);
   if (mask) {
     const int64_t rank = mask->dim();
-    require(rank == 2 || (rank == 3 && mask->size(0) == args.num_heads), "mask must be [Tq, Tkv] or [Hq, Tq, Tkv]");
+    require(rank == 2 || (rank == 3 && mask->size(0) == args.num_heads),
+            "mask must be [Tq, Tkv] or [Hq, Tq, Tkv]");
     require(mask->size(rank - 2) == num_rows, "mask must have the rows of query");
     if (mask->size(rank - 1) < num_columns) {  // a type of its own, of which Python makes a ShapeError
       throw std::out_of_range("mask must have at least " + std::to_string(num_columns) + " columns, got " +
@@ -216,10 +221,12 @@ Tensor attend(const Tensor& query, const Tensor& key_cache, const Tensor& value_
   args.sinks = head_floats(sinks, args.num_heads, "sinks must be floats, [Hq]");
 
   const bool is_ragged = row_starts.has_value();
-  require(table.dim() == (is_ragged ? 1 : 2) && page_size > 0, "index must be [B, P], or [N] with row_starts");
+  require(table.dim() == (is_ragged ? 1 : 2) && page_size > 0,
+          "index must be [B, P], or [N] with row_starts");
   args.table.entries = table.const_data_ptr();
   args.table.entries_are_64 = dtype_of(table) == aoti_torch_dtype_int64();
-  require(args.table.entries_are_64 || dtype_of(table) == aoti_torch_dtype_int32(), "index must be of integers");
+  require(args.table.entries_are_64 || dtype_of(table) == aoti_torch_dtype_int32(),
+          "index must be of integers");
   args.table.page_size = page_size;
   args.table.entry_stride = table.stride(is_ragged ? 0 : 1);
   if (is_ragged) {
@@ -227,7 +234,8 @@ Tensor attend(const Tensor& query, const Tensor& key_cache, const Tensor& value_
   } else {
     args.table.row_stride = table.stride(0);
   }
-  require((is_ragged ? *row_starts : table).size(0) >= args.num_sequences, "index must have a row for each sequence");
+  require((is_ragged ? *row_starts : table).size(0) >= args.num_sequences,
+          "index must have a row for each sequence");
   IndexCheck(args, table.size(is_ragged ? 0 : 1), key.size[0] * key.size[1] * key.size[2]).run();
 
   args.scale = static_cast<float>(scale);
