@@ -2,8 +2,8 @@
 
 A decode step of one Llama-3-8B layer. Each round times three on memory that no cache holds: ``ops.attend`` on
 random pages, a read of the same number of bytes, and torch's scaled dot product attention on contiguous keys
-and values (of the query's dtype, query heads folded so that no key is read twice). Ratios are medians of those
-in a round.
+and values (of the query's dtype, query heads folded so that no key is read twice). Ratios are medians of
+those in a round.
 """
 
 import argparse

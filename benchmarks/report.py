@@ -202,14 +202,16 @@ def attend_cpu_section(result: dict[str, Any]) -> str:
     rows = result["rows"]
     for row in rows:
         row["size"] = f"{row['batch']} x {row['context']:,}"
-    return (
-        f"A decode step of one layer, {result['query_heads']} query heads over {result['heads']} of "
-        f"{result['head_dim']}, in random pages of {result['page']}, {result['isa']}, {result['threads']} threads; "
-        "by sequences and tokens of context, medians of rounds. Queries over codes are bfloat16.\n\nShare of "
-        f"the speed of a read of the same bytes:\n\n{pivot(rows, 'kind', 'size', 'of_read_speed', '.0%')}\n\n"
+    return "\n\n".join((
+        f"A decode step of one layer: {result['query_heads']} query heads over {result['heads']} of "
+        f"{result['head_dim']}, random pages of {result['page']}, {result['isa']}, threads: {result['threads']}. "
+        "By sequences and tokens of context, medians of rounds. Queries over codes are bfloat16.",
+        "Share of the speed of a read of the same bytes:",
+        pivot(rows, "kind", "size", "of_read_speed", ".0%"),
         "How many times faster than torch's scaled dot product attention on contiguous keys and values of the "
-        f"query's dtype:\n\n{pivot(rows, 'kind', 'size', 'torch_over_ours', '.2f')}"
-    )
+        "query's dtype:",
+        pivot(rows, "kind", "size", "torch_over_ours", ".2f"),
+    ))  # fmt: skip
 
 
 def dispatch_section(result: dict[str, Any]) -> str:
