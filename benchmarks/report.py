@@ -205,7 +205,8 @@ def attend_cpu_section(result: dict[str, Any]) -> str:
     return "\n\n".join((
         f"A decode step of one layer: {result['query_heads']} query heads over {result['heads']} of "
         f"{result['head_dim']}, random pages of {result['page']}, {result['isa']}, threads: "
-        f"{result['threads']}. By sequences and tokens of context, medians of rounds. Queries over codes are bfloat16.",
+        f"{result['threads']}. By sequences and tokens of context, medians of rounds. "
+        "Queries over codes are bfloat16.",
         "Share of the speed of a read of the same bytes:",
         pivot(rows, "kind", "size", "of_read_speed", ".0%"),
         "How many times faster than torch's scaled dot product attention on contiguous keys and values of "
