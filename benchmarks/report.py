@@ -197,6 +197,24 @@ def movement_section(result: dict[str, Any]) -> str:
     )
 
 
+def attend_cpu_section(result: dict[str, Any]) -> str:
+    """Attention against memory and against torch's own."""
+    rows = result["rows"]
+    for row in rows:
+        row["size"] = f"{row['batch']} x {row['context']:,}"
+    return "\n\n".join((
+        f"A decode step of one layer: {result['query_heads']} query heads over {result['heads']} of "
+        f"{result['head_dim']}, random pages of {result['page']}, {result['isa']}, threads: "
+        f"{result['threads']}. By sequences and tokens of context, medians of rounds. "
+        "Queries over codes are bfloat16.",
+        "Share of the speed of a read of the same bytes:",
+        pivot(rows, "kind", "size", "of_read_speed", ".0%"),
+        "How many times faster than torch's scaled dot product attention on contiguous keys and values of "
+        "the query's dtype:",
+        pivot(rows, "kind", "size", "torch_over_ours", ".2f"),
+    ))  # fmt: skip
+
+
 def dispatch_section(result: dict[str, Any]) -> str:
     """What a call costs before a kernel runs."""
     rows = [
@@ -217,6 +235,7 @@ SECTIONS = {
     "sharing": ("Sharing pages", sharing_section),
     "prefix": ("A known prefix", prefix_section),
     "movement": ("Moving keys and values", movement_section),
+    "attend_cpu": ("Attention on the CPU", attend_cpu_section),
     "dispatch": ("Cost of a dispatched call", dispatch_section),
 }
 

@@ -1,41 +1,22 @@
-// The operators as torch calls them: tensors into views, slots checked, work shared out among threads.
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
-
+// Store, load and copy as torch calls them: tensors into views, slots checked, work shared out among threads.
 #include <algorithm>
 #include <memory>
-#include <optional>
-#include <stdexcept>
 #include <string>
 #include <tuple>
 #include <vector>
 
 #include "kernels.h"
+#include "tensors.h"
 
 namespace kvloom {
 namespace {
-
-using torch::stable::Tensor;
-using MaybeTensor = std::optional<Tensor>;
 
 constexpr int64_t kBytesPerThread = 64 << 10;  // less is not worth waking a thread
 // From so many bytes on, whole cache lines are written past the caches: they would push everything else out.
 // What is loaded is read next, so only what a last-level cache would not keep.
 constexpr int64_t kBytesToStream = 2 << 20, kLoadedBytesToStream = 16 << 20;
 
-/// Python has checked what it is given and says it better; this keeps a direct call within its tensors.
-void require(bool fits, const char* otherwise) {
-  if (!fits) throw std::invalid_argument(otherwise);
-}
-
 // --- tensors into plain arguments -------------------------------------------------------------------------
-
-int32_t dtype_of(const Tensor& x) {
-  int32_t dtype = 0;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(x.get(), &dtype));
-  return dtype;
-}
 
 /// `Type::bits` for what is no float that values are cast from or to.
 Type type_of(int32_t dtype) {
@@ -211,14 +192,6 @@ void store(const Tensor& key, const MaybeTensor& value, const Tensor& slots, con
 }
 
 // --- load -------------------------------------------------------------------------------------------------
-
-Tensor empty_tokens(int64_t count, int64_t heads, int64_t width, int32_t dtype) {
-  const int64_t sizes[3] = {count, heads, width}, strides[3] = {heads * width, width, 1};
-  AtenTensorHandle handle = nullptr;
-  TORCH_ERROR_CODE_CHECK(
-      aoti_torch_empty_strided(3, sizes, strides, dtype, aoti_torch_device_type_cpu(), 0, &handle));
-  return Tensor(handle);
-}
 
 Move load_side(const Tensor& cache, const MaybeTensor& scale, int64_t count, int32_t dtype, int64_t repeat,
                Tensor& out) {

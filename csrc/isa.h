@@ -4,6 +4,7 @@
 #pragma once
 
 #include "kernels.h"
+#include "kernels/attend.h"
 #include "kernels/movement.h"
 
 #define KVLOOM_JOIN_(a, b) a##b
@@ -17,6 +18,11 @@ extern const Kernels KVLOOM_JOIN(kernels_, KVLOOM_ISA);
 const Kernels KVLOOM_JOIN(kernels_, KVLOOM_ISA) = {
     .name = KVLOOM_STRING(KVLOOM_ISA),
     .move = KVLOOM_ISA::rows::move,
+    .attend_supports = KVLOOM_ISA::attend_supports,
+    .attend_plan = KVLOOM_ISA::attend_plan_of,
+    .attend_prepare = KVLOOM_ISA::attend_prepare,
+    .attend_run = KVLOOM_ISA::attend_run,
+    .attend_merge = KVLOOM_ISA::attend_merge,
 };
 
 }  // namespace kvloom

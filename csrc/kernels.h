@@ -4,19 +4,21 @@
 #include <cstdint>
 
 #include "kernels/args.h"
+#include "kernels/attend_args.h"
 
 namespace kvloom {
-
-struct AttendArgs;
 
 /// One table for each instruction set. Work is a range of items, so that the caller decides about threads.
 struct Kernels {
   const char* name;
   /// Tokens `[begin, end)` of a store, a load or a copy. `scratch` holds `scratch_bytes(args)`.
   void (*move)(const MoveArgs& args, int64_t begin, int64_t end, char* scratch);
-  /// Attention, not compiled yet: work items of a plan, then the merges of their partial results.
-  void (*attend_run)(const AttendArgs& args, int64_t first, int64_t last, void* workspace) = nullptr;
-  void (*attend_merge)(const AttendArgs& args, int64_t first, int64_t last, void* workspace) = nullptr;
+  /// Attention: whether head dims fit, how a call is cut up, the workspace's head, items, and then merges.
+  bool (*attend_supports)(const AttendArgs& args);
+  AttendPlan (*attend_plan)(const AttendArgs& args);
+  void (*attend_prepare)(const AttendArgs& args, void* workspace);
+  void (*attend_run)(const AttendArgs& args, int64_t first, int64_t last, void* workspace);
+  void (*attend_merge)(const AttendArgs& args, int64_t first, int64_t last, void* workspace);
 };
 
 extern const Kernels kernels_baseline;

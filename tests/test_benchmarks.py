@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("transformers")
 
@@ -82,3 +83,16 @@ def test_growth_measures_and_draws(quick: Callable[..., Any], tmp_path: Path) ->
     result = quick("growth", "--plot", str(path))
     assert [x["length"] for x in result["rows"]] == [16, 32]
     assert path.exists() == result["drawn"]
+
+
+def test_attention_on_the_cpu_is_timed_beside_memory_and_torch(quick: Callable[..., Any]) -> None:
+    from kvloom.ops.impl import cpu
+
+    if cpu.ISA is None:
+        pytest.skip("no compiled backend")
+    threads = torch.get_num_threads()
+    result = quick("attend_cpu", "--kinds", "bfloat16", "int8 g64")
+    assert [x["kind"] for x in result["rows"]] == ["bfloat16", "int8 g64"]
+    assert all(x["of_read_speed"] > 0 and x["torch_over_ours"] > 0 for x in result["rows"])
+    assert result["isa"] == cpu.ISA
+    assert torch.get_num_threads() == threads

@@ -68,7 +68,7 @@ def test_without_a_library_a_warning_says_so_once_and_everything_works() -> None
     code = f"{STORE}\nimport kvloom.dialects.pmx, kvloom.ops.impl.cpu as cpu\nassert cpu.ISA is None"
     done = run(code, KVLOOM_LIBRARY="/nowhere/libkvloom_cpu.so", KVLOOM_ISA="")
     assert done.returncode == 0, done.stderr
-    assert done.stderr.count("store, load and copy run in plain torch") == 1
+    assert done.stderr.count("store, load, copy and attend run in plain torch") == 1
     assert "pip install --no-build-isolation" in done.stderr
 
 
@@ -89,7 +89,8 @@ def test_a_folder_without_a_library_has_none(tmp_path: Path, monkeypatch: pytest
     monkeypatch.delenv("KVLOOM_LIBRARY", raising=False)
     assert cpu.find_library([str(tmp_path)]) is None
     monkeypatch.setattr(cpu, "find_library", lambda folders: None)
-    isa, why = cpu.load_library()
+    isa, why, max_head_dim = cpu.load_library()
     assert isa is None
+    assert max_head_dim == 0
     assert why is not None
     assert "no compiled kernels" in why

@@ -20,7 +20,7 @@ from kvloom.core.indexing import CacheIndex, check_distinct, expect_slots
 from kvloom.core.views import KVView, head_dim_of
 from kvloom.errors import ArgumentError, KVError, ShapeError, UnsupportedError
 from kvloom.ops import schemas
-from kvloom.ops.expect import expect_dtypes, expect_store, expect_writable, is_in_order
+from kvloom.ops.expect import expect_dtypes, expect_store, expect_writable, is_in_order, is_plain
 from kvloom.ops.impl import cpu, reference
 
 
@@ -192,6 +192,11 @@ def attend(
     (and has no sink) gives 0; a hidden value has no effect, not even NaN. One sequence's result depends on
     nothing but its own data.
 
+    On the CPU it is compiled for head dims up to 576. With AVX-512 (BF16, VNNI), float16 and bfloat16 queries
+    meet codes in integer products: a query vector as two int8 digits, 15 bits of its largest element, and the
+    weights times the scales of the values as two more, 16 bits. All else is float32 of dequantised numbers,
+    as in the reference. Sums are float32, and one more of the partial results of each 512 stored tokens.
+
     Args:
         query: ``[Tq, Hq, Dk]`` float32, float16 or bfloat16; Hq is a multiple of H.
         kv: Keys and values, dequantised to the dtype of ``query``.
@@ -207,6 +212,8 @@ def attend(
         ArgumentError: a value is out of range.
         UnsupportedError: on ``backward``: there is no gradient.
     """
+    if backend in _COMPILED and (plain := _attend_plain(query, kv, batch, scores)) is not None:
+        return plain
     if kv.value is None:
         raise ArgumentError("kv must have values, got a cache of keys only")
     head_dim = head_dim_of(kv.key, kv.key_scale)
@@ -220,7 +227,31 @@ def attend(
         expect_dtypes(f"query (for the {name} cache)", query.dtype, cache, key_or_value_scale)
     _expect_batch(batch, kv.device)
     _expect_scores(scores, sizes, kv.device)
-    out: Tensor = _choose(backend, "attend", kv.device)(
+    op = _choose_attend(backend, kv.device, max(head_dim, head_dim_of(kv.value, kv.value_scale)))
+    out: Tensor = _call(op, *_arguments(query, kv, batch, scores, head_dim))
+    return out
+
+
+def _attend_plain(query: Tensor, kv: KVView, batch: Batch, scores: Scores) -> Tensor | None:
+    """The commonest calls, of which the kernel alone checks everything; ``None`` where more must be known."""
+    index = batch.index
+    tensors = (query, kv.key, kv.value, kv.key_scale, kv.value_scale, index.table, index.row_starts,
+               batch.seqstarts, batch.kvstarts, batch.first_visible, scores.mask, scores.alibi_slopes,
+               scores.sinks)  # fmt: skip
+    if query is None or kv.value is None or not is_plain(tensors):
+        return None
+    if type(batch.decoding_batches) is not int or not (scores.window is None or type(scores.window) is int):
+        return None
+    try:
+        out: Tensor = schemas.attend_no_grad(*_arguments(query, kv, batch, scores, query.shape[-1]))
+    except (ValueError, IndexError, RuntimeError):
+        return None  # the checks in Python say it better
+    return out
+
+
+def _arguments(query: Tensor, kv: KVView, batch: Batch, scores: Scores, head_dim: int) -> tuple[Any, ...]:
+    """What the operator takes."""
+    return (
         query,
         kv.key,
         kv.value,
@@ -241,7 +272,6 @@ def attend(
         scores.softcap,
         scores.sinks,
     )
-    return out
 
 
 def cpu_kernels() -> str:
@@ -270,6 +300,20 @@ def _choose(backend: str, name: str, device: torch.device) -> Callable[..., Any]
             raise ArgumentError(f"backend must be 'auto', 'reference', 'cpu' or 'triton', got {backend!r}")
 
 
+def _choose_attend(backend: str, device: torch.device, head_dim: int) -> Callable[..., Any]:
+    """As ``_choose``; the compiled kernels have room for head dims up to a limit."""
+    if head_dim > cpu.MAX_HEAD_DIM and cpu.WHY_NOT is None and device.type == "cpu":
+        if backend == "cpu":
+            raise UnsupportedError(
+                f"backend 'cpu' attends over head dims up to {cpu.MAX_HEAD_DIM}, got {head_dim}; "
+                "use 'auto' or 'reference'"
+            )
+        if backend == "auto":
+            return _REFERENCE["attend"]
+    return _choose(backend, "attend", device)
+
+
+_COMPILED = ("auto", "cpu") if cpu.WHY_NOT is None else ()
 _DISPATCHED: dict[str, Callable[..., Any]] = {
     "store": schemas.store,
     "load": schemas.load,
@@ -285,13 +329,14 @@ _REFERENCE: dict[str, Callable[..., Any]] = {
 
 
 def _call(op: Callable[..., Any], *args: Any) -> Any:
-    """Call ``op``; a compiled kernel refuses by a plain ValueError, since C++ knows none of our errors."""
+    """Call ``op``; C++ knows none of our errors: of values it raises a ValueError, of sizes an IndexError."""
     try:
         return op(*args)
-    except ValueError as error:
+    except (ValueError, IndexError) as error:
         if isinstance(error, KVError):
             raise
-        raise ArgumentError(str(error)) from None
+        refused = ShapeError if isinstance(error, IndexError) else ArgumentError
+        raise refused(str(error)) from None
 
 
 def _mark_changed(*written: Tensor | None) -> None:

@@ -1,4 +1,6 @@
-"""What store, load and copy ask of their tensors."""
+"""What the operators ask of their tensors."""
+
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -30,6 +32,17 @@ def is_in_order(key: Tensor, value: Tensor | None, slots: Tensor, kv: KVView) ->
         and key.untyped_storage().data_ptr() not in caches
         and value.untyped_storage().data_ptr() not in caches
     )
+
+
+def is_plain(tensors: Iterable[Tensor | None]) -> bool:
+    """Whether these are tensors on the CPU, or ``None``, that ask nothing of autograd or of a compiler."""
+    if torch.compiler.is_compiling():
+        return False
+    records = torch.is_grad_enabled()
+    for x in tensors:
+        if x is not None and not (isinstance(x, Tensor) and x.is_cpu and not (records and x.requires_grad)):
+            return False
+    return True
 
 
 def expect_store(key: Tensor, value: Tensor | None, slots: Tensor, kv: KVView) -> None:

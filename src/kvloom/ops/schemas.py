@@ -20,17 +20,19 @@ LIB.define(
     " ScalarType dtype, int num_repeat) -> (Tensor, Tensor)"
 )
 LIB.define("copy(Tensor[] sources, Tensor source_slots, Tensor(a!)[] targets, Tensor target_slots) -> ()")
-LIB.define(
-    "attend(Tensor query, Tensor key_cache, Tensor value_cache, Tensor? key_scale, Tensor? value_scale,"
-    " Tensor table, Tensor? row_starts, int page_size, Tensor seqstarts, Tensor kvstarts,"
-    " int decoding_batches, Tensor? first_visible, float scale, bool is_causal, Tensor? mask,"
-    " Tensor? alibi_slopes, int? window, float? softcap, Tensor? sinks) -> Tensor"
-)
+for _name in ("attend", "attend_no_grad"):
+    LIB.define(
+        f"{_name}(Tensor query, Tensor key_cache, Tensor value_cache, Tensor? key_scale, Tensor? value_scale,"
+        " Tensor table, Tensor? row_starts, int page_size, Tensor seqstarts, Tensor kvstarts,"
+        " int decoding_batches, Tensor? first_visible, float scale, bool is_causal, Tensor? mask,"
+        " Tensor? alibi_slopes, int? window, float? softcap, Tensor? sinks) -> Tensor"
+    )
 
 # The reference serves every device; a faster backend takes over its own dispatch key, as the compiled kernels
 # have done for the CPU if they are there.
 for _name in ("store", "load", "copy", "attend"):
     LIB.impl(_name, getattr(reference, _name), "CompositeExplicitAutograd")
+LIB.impl("attend_no_grad", reference.attend, "CompositeExplicitAutograd")
 
 
 def _writes_only(*args: object) -> None:
@@ -82,9 +84,12 @@ torch.library.register_fake("kvloom::store", _writes_only, lib=LIB)
 torch.library.register_fake("kvloom::copy", _writes_only, lib=LIB)
 torch.library.register_fake("kvloom::load", _load_fake, lib=LIB)
 torch.library.register_fake("kvloom::attend", _attend_fake, lib=LIB)
+torch.library.register_fake("kvloom::attend_no_grad", _attend_fake, lib=LIB)
 torch.library.register_autograd("kvloom::attend", _no_gradient, lib=LIB)
 
 store = torch.ops.kvloom.store.default
 load = torch.ops.kvloom.load.default
 copy = torch.ops.kvloom.copy.default
 attend = torch.ops.kvloom.attend.default
+attend_no_grad = torch.ops.kvloom.attend_no_grad.default
+"""The same where nothing requires a gradient: what autograd adds in Python takes longer than a short call."""

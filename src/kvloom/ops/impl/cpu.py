@@ -16,7 +16,7 @@ import torch
 
 from kvloom.errors import ConfigError
 
-COMPILED: Final = ("store", "load", "copy")
+COMPILED: Final = ("store", "load", "copy", "attend")
 """The operators that have a compiled kernel."""
 
 _REMEDY: Final = (
@@ -32,13 +32,14 @@ def find_library(folders: Iterable[str]) -> Path | None:
     return next((place for place in places if place.exists()), None)
 
 
-def load_library() -> tuple[str | None, str | None]:
+def load_library() -> tuple[str | None, str | None, int]:
     """Load the library and choose by the environment's ``KVLOOM_ISA``, or the best that this machine runs.
 
     ``KVLOOM_LIBRARY`` names another library than the installed one.
 
     Returns:
-        The instruction set, and ``None``; or ``None``, and the sentence why there is none.
+        The instruction set, ``None`` and the largest head dim of attention; or ``None``, the sentence why
+        there is none, and 0.
 
     Raises:
         ConfigError: ``KVLOOM_ISA`` is unknown, or this machine lacks it.
@@ -49,27 +50,29 @@ def load_library() -> tuple[str | None, str | None]:
         return (
             None,
             "this installation has no compiled kernels (no C++20 compiler or torch when it was built)",
+            0,
         )
     try:
         torch.ops.load_library(path)
     except OSError as error:
-        return None, f"the compiled kernels do not load into torch {torch.__version__}: {error}"
+        return None, f"the compiled kernels do not load into torch {torch.__version__}: {error}", 0
     library = ctypes.CDLL(str(path))
     library.kvloom_isa.restype = ctypes.c_char_p
+    library.kvloom_max_head_dim.restype = ctypes.c_int64
     wanted = os.environ.get("KVLOOM_ISA")
     if wanted:
         refused = library.kvloom_choose_isa(wanted.encode())
         if refused:
             why = "one that this machine has" if refused == 1 else "baseline, avx2 or avx512"
             raise ConfigError(f"KVLOOM_ISA must be {why}, got {wanted!r}")
-    return library.kvloom_isa().decode(), None
+    return library.kvloom_isa().decode(), None, library.kvloom_max_head_dim()
 
 
-ISA, WHY_NOT = load_library()
+ISA, WHY_NOT, MAX_HEAD_DIM = load_library()
 if WHY_NOT is not None:
     logging.getLogger("kvloom").warning(
-        "%s: store, load and copy run in plain torch, several times slower. Remedy: install a C++20 compiler "
-        "and torch>=2.10, then %s",
+        "%s: store, load, copy and attend run in plain torch, several times slower. Remedy: install a C++20 "
+        "compiler and torch>=2.10, then %s",
         WHY_NOT,
         _REMEDY,
     )

@@ -1,0 +1,264 @@
+// attend as torch calls it: tensors into arguments, values checked, items shared out among threads.
+#include <algorithm>
+#include <atomic>
+#include <cfloat>
+#include <cmath>
+#include <new>
+#include <string>
+
+#include "attend_index.h"
+#include "kernels.h"
+#include "tensors.h"
+
+namespace kvloom {
+namespace {
+
+// Bytes that are read, or as much arithmetic, that are worth a thread: it wakes in some microseconds.
+constexpr int64_t kWorkPerThread = 256 << 10;
+constexpr int64_t kProductsPerByte = 8;
+constexpr size_t kKeptBytes = 4 << 20;  // of a workspace between calls
+
+// --- tensors into plain arguments -------------------------------------------------------------------------
+
+DType float_of(const Tensor& x, const char* otherwise) {
+  const int32_t dtype = dtype_of(x);
+  if (dtype == aoti_torch_dtype_float32()) return DType::f32;
+  if (dtype == aoti_torch_dtype_bfloat16()) return DType::bf16;
+  require(dtype == aoti_torch_dtype_float16(), otherwise);
+  return DType::f16;
+}
+
+CacheView view_of(const Tensor& x, DType dtype) {
+  require(x.dim() == 6, "a canonical view must have 6 dimensions");
+  CacheView view{x.const_data_ptr(), {}, {}, dtype};
+  const auto sizes = x.sizes(), strides = x.strides();
+  for (size_t i = 0; i < 6; ++i) {
+    view.size[i] = sizes[i];
+    view.stride[i] = strides[i];
+  }
+  return view;
+}
+
+/// Keys or values, whose dtype says what codes they are where there are scales.
+CacheSide side_of(const Tensor& cache, const MaybeTensor& scale) {
+  if (!scale) return {view_of(cache, float_of(cache, "a cache without scales must hold floats")), {}};
+  const bool is_int8 = dtype_of(cache) == aoti_torch_dtype_int8();
+  require(is_int8 || dtype_of(cache) == aoti_torch_dtype_uint8(), "codes must be int8 or uint8");
+  const CacheSide side{view_of(cache, is_int8 ? DType::int8 : DType::int4),
+                       view_of(*scale, float_of(*scale, "scales must be floats"))};
+  const int64_t numbers = side.cache.size[4] * side.cache.size[5] * (is_int8 ? 1 : 2);
+  const int64_t groups = side.scale.size[4] * side.scale.size[5];
+  require(std::equal(side.cache.size, side.cache.size + 4, side.scale.size) && groups > 0 &&
+              numbers % groups == 0 && (is_int8 || numbers / groups % 2 == 0),
+          "scales must have the axes of their cache, and groups of whole bytes");
+  return side;
+}
+
+/// Integers of one dimension.
+IndexArray index_of(const Tensor& x, const char* otherwise) {
+  const int32_t dtype = dtype_of(x);
+  const bool is_64 = dtype == aoti_torch_dtype_int64();
+  require(x.dim() == 1 && (is_64 || dtype == aoti_torch_dtype_int32()), otherwise);
+  return {x.const_data_ptr(), x.stride(0), is_64};
+}
+
+/// A float tensor whose last dimensions are those of `stride`; it does not move along those that it lacks.
+FloatArray floats_of(const Tensor& x, const char* otherwise) {
+  FloatArray array{x.const_data_ptr(), {0, 0, 0}, float_of(x, otherwise)};
+  const int64_t rank = x.dim();
+  for (int64_t i = 0; i < rank; ++i) array.stride[(rank == 2 ? 1 : 0) + i] = x.stride(i);
+  return array;
+}
+
+FloatArray head_floats(const MaybeTensor& x, int64_t num_heads, const char* otherwise) {
+  if (!x) return {};
+  require(x->dim() == 1 && x->size(0) == num_heads, otherwise);
+  return floats_of(*x, otherwise);
+}
+
+// --- sharing out ------------------------------------------------------------------------------------------
+
+/// A thread's memory of the call before, if it was not much.
+class Memory {
+ public:
+  Memory() = default;
+  Memory(const Memory&) = delete;
+  Memory& operator=(const Memory&) = delete;
+  ~Memory() { release(); }
+
+  void* of(size_t bytes) {
+    if (bytes > size_) {
+      release();
+      data_ = ::operator new(bytes, std::align_val_t{64});
+      size_ = bytes;
+    }
+    return data_;
+  }
+
+  void trim() {
+    if (size_ > kKeptBytes) release();
+  }
+
+ private:
+  void release() {
+    ::operator delete(data_, std::align_val_t{64});
+    data_ = nullptr;
+    size_ = 0;
+  }
+
+  void* data_ = nullptr;
+  size_t size_ = 0;
+};
+
+int64_t token_bytes(const CacheView& view) {
+  const int64_t itemsize = view.dtype == DType::f32                                 ? 4
+                           : view.dtype == DType::int8 || view.dtype == DType::int4 ? 1
+                                                                                    : 2;
+  return view.size[3] * view.size[4] * view.size[5] * itemsize;
+}
+
+/// Threads that the call is worth.
+int64_t num_threads_for(const AttendArgs& args, int64_t products_per_pair) {
+  const int64_t bytes = token_bytes(args.key.cache) + token_bytes(args.value.cache);
+  int64_t work = 0;
+  for (int64_t b = 0; b < args.num_sequences; ++b) {
+    const int64_t stored = entry(args.kvstarts, b + 1) - entry(args.kvstarts, b);
+    const int64_t rows = entry(args.seqstarts, b + 1) - entry(args.seqstarts, b);
+    work += stored * std::max(bytes, rows * products_per_pair / kProductsPerByte);
+  }
+  if (work < 2 * kWorkPerThread) return 1;
+  return std::min<int64_t>(torch::stable::get_num_threads(), work / kWorkPerThread);
+}
+
+using Part = void (*)(const AttendArgs& args, int64_t first, int64_t last, void* workspace);
+
+/// Runs `count` pieces in several threads, which take some at a time: their sizes differ.
+void share_out(Part part, const AttendArgs& args, int64_t count, void* workspace) {
+  const int64_t threads = std::min(args.num_threads, count);
+  if (threads <= 1) {
+    if (count > 0) part(args, 0, count, workspace);
+    return;
+  }
+  std::atomic<int64_t> next{0};
+  const int64_t some = std::max<int64_t>(1, count / (4 * threads));
+  torch::stable::parallel_for(0, threads, 1, [&](int64_t begin, int64_t end) {
+    (void)begin, (void)end;
+    for (int64_t first = next.fetch_add(some); first < count; first = next.fetch_add(some)) {
+      part(args, first, std::min(first + some, count), workspace);
+    }
+  });
+}
+
+void run(const AttendArgs& args) {
+  thread_local Memory memory;
+  const Kernels& table = kernels();
+  const AttendPlan plan = table.attend_plan(args);
+  void* workspace = memory.of(plan.workspace_bytes);
+  table.attend_prepare(args, workspace);
+  share_out(table.attend_run, args, plan.num_items, workspace);
+  share_out(table.attend_merge, args, plan.num_merges, workspace);
+  memory.trim();
+}
+
+// --- attend -----------------------------------------------------------------------------------------------
+
+Tensor attend(const Tensor& query, const Tensor& key_cache, const Tensor& value_cache,
+              const MaybeTensor& key_scale, const MaybeTensor& value_scale, const Tensor& table,
+              const MaybeTensor& row_starts, int64_t page_size, const Tensor& seqstarts,
+              const Tensor& kvstarts, int64_t decoding_batches, const MaybeTensor& first_visible,
+              double scale, bool is_causal, const MaybeTensor& mask, const MaybeTensor& alibi_slopes,
+              std::optional<int64_t> window, std::optional<double> softcap, const MaybeTensor& sinks) {
+  AttendArgs args{};
+  require(query.dim() == 3, "query must have 3 dimensions");
+  const int64_t num_rows = query.size(0);
+  args.query = query.const_data_ptr();
+  for (int i = 0; i < 3; ++i) args.query_stride[i] = query.stride(i);
+  args.query_dtype = float_of(query, "query must be of floats");
+  args.num_heads = query.size(1);
+  args.key = side_of(key_cache, key_scale);
+  args.value = side_of(value_cache, value_scale);
+  const CacheView &key = args.key.cache, &value = args.value.cache;
+  require(std::equal(key.size, key.size + 4, value.size),
+          "keys and values must have the same slots and heads");
+  const int64_t key_dim = key.size[4] * key.size[5] * (key.dtype == DType::int4 ? 2 : 1);
+  const int64_t value_dim = value.size[4] * value.size[5] * (value.dtype == DType::int4 ? 2 : 1);
+  require(query.size(2) == key_dim && (key.size[3] > 0 ? args.num_heads % key.size[3] : args.num_heads) == 0,
+          "query must have the head dim of the keys and a multiple of their heads");
+  require(kernels().attend_supports(args), "head dims are larger than the compiled attention has room for");
+
+  args.seqstarts = index_of(seqstarts, "seqstarts must be integers, [B + 1]");
+  args.kvstarts = index_of(kvstarts, "kvstarts must be integers, [B + 1]");
+  args.num_sequences = seqstarts.size(0) - 1;
+  require(args.num_sequences >= 0 && kvstarts.size(0) == seqstarts.size(0), "kvstarts must be as seqstarts");
+  if (first_visible) {
+    args.first_visible = index_of(*first_visible, "first_visible must be integers, [B]");
+    require(first_visible->size(0) == args.num_sequences,
+            "first_visible must have an entry for each sequence");
+  }
+  args.decoding_batches = decoding_batches;
+  require(decoding_batches >= 0, "decoding_batches must be at least 0");
+  check_starts("seqstarts", args.seqstarts, args.num_sequences + 1);
+  check_starts("kvstarts", args.kvstarts, args.num_sequences + 1);
+  if (entry(args.seqstarts, args.num_sequences) != num_rows) {
+    throw std::invalid_argument("seqstarts must end with the " + std::to_string(num_rows) +
+                                " rows of query, got " +
+                                std::to_string(entry(args.seqstarts, args.num_sequences)));
+  }
+
+  const int64_t num_columns = entry(args.kvstarts, args.num_sequences);
+  if (mask) {
+    const int64_t rank = mask->dim();
+    require(rank == 2 || (rank == 3 && mask->size(0) == args.num_heads),
+            "mask must be [Tq, Tkv] or [Hq, Tq, Tkv]");
+    require(mask->size(rank - 2) == num_rows, "mask must have the rows of query");
+    if (mask->size(rank - 1) < num_columns) {  // a type of its own, of which Python makes a ShapeError
+      throw std::out_of_range("mask must have at least " + std::to_string(num_columns) + " columns, got " +
+                              std::to_string(mask->size(rank - 1)));
+    }
+    args.mask = floats_of(*mask, "mask must be of floats");
+  }
+  args.alibi_slopes = head_floats(alibi_slopes, args.num_heads, "alibi_slopes must be floats, [Hq]");
+  args.sinks = head_floats(sinks, args.num_heads, "sinks must be floats, [Hq]");
+
+  const bool is_ragged = row_starts.has_value();
+  require(table.dim() == (is_ragged ? 1 : 2) && page_size > 0,
+          "index must be [B, P], or [N] with row_starts");
+  args.table.entries = table.const_data_ptr();
+  args.table.entries_are_64 = dtype_of(table) == aoti_torch_dtype_int64();
+  require(args.table.entries_are_64 || dtype_of(table) == aoti_torch_dtype_int32(),
+          "index must be of integers");
+  args.table.page_size = page_size;
+  args.table.entry_stride = table.stride(is_ragged ? 0 : 1);
+  if (is_ragged) {
+    args.table.row_starts = index_of(*row_starts, "row_starts must be integers, [B]");
+  } else {
+    args.table.row_stride = table.stride(0);
+  }
+  require((is_ragged ? *row_starts : table).size(0) >= args.num_sequences,
+          "index must have a row for each sequence");
+  IndexCheck(args, table.size(is_ragged ? 0 : 1), key.size[0] * key.size[1] * key.size[2]).run();
+
+  args.scale = static_cast<float>(scale);
+  args.is_causal = is_causal;
+  require(!window || *window > 0, "window must be at least 1");
+  args.window = window.value_or(0);
+  require(!softcap || (*softcap > 0 && std::isfinite(*softcap)), "softcap must be positive and finite");
+  // Rounded to float32 it must neither mean none nor swallow the scores.
+  args.softcap = softcap ? static_cast<float>(std::clamp<double>(*softcap, FLT_MIN, FLT_MAX)) : 0.0f;
+
+  Tensor out = empty_tokens(num_rows, args.num_heads, value_dim, dtype_of(query));
+  if (num_rows * args.num_heads * value_dim == 0) return out;
+  args.out = out.mutable_data_ptr();
+  args.num_threads = num_threads_for(args, args.num_heads * (key_dim + value_dim));
+  run(args);
+  return out;
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(kvloom, CPU, m) {
+  m.impl("attend", TORCH_BOX(&attend));
+  m.impl("attend_no_grad", TORCH_BOX(&attend));
+}
+
+}  // namespace kvloom

@@ -1,0 +1,316 @@
+// Attention over stored tokens: items, each a tile of rows over a run of tokens, and the folding of splits.
+//
+// The caller sees attend_supports, attend_plan, attend_prepare, attend_run and attend_merge. Include this in a
+// unit that defines KVLOOM_ISA.
+#pragma once
+
+#include "attend_kernels.h"
+#include "attend_plan.h"
+#include "attend_rare.h"
+#include "attend_softmax.h"
+
+namespace kvloom::KVLOOM_ISA {
+
+// Whether head dims are within what the kernels keep on the stack.
+inline bool attend_supports(const AttendArgs& args) {
+  return head_dim(args.key) <= kMaxHeadDim && head_dim(args.value) <= kMaxHeadDim;
+}
+
+inline ScoreRow score_row(const AttendArgs& args, const SequencePlan& plan, Index new_token, Index query_head) {
+  const FloatArray &mask = args.mask, &slopes = args.alibi_slopes;
+  return {plan.num_stored - plan.num_new + new_token, plan.visible(args, new_token, new_token + 1),
+          mask.data ? query_head * mask.stride[0] + (plan.first_row + new_token) * mask.stride[1] +
+                          plan.first_column * mask.stride[2]
+                    : 0,
+          slopes.data ? read_float(slopes.data, slopes.dtype, query_head * slopes.stride[0]) : 0.0f};
+}
+
+// Runs items one after the other; while one chunk is computed, the next one's lines are on their way.
+class ItemRunner {
+ public:
+  ItemRunner(const AttendArgs& args, const Workspace& workspace)
+      : args_(args),
+        workspace_(workspace),
+        key_(args.key),
+        value_(args.value),
+        score_kernel_(choose_score(key_, args.query_dtype)),
+        value_kernel_(choose_value(value_, args.query_dtype)),
+        group_(args.num_heads / args.key.cache.size[3]),
+        key_width_(round_up(key_.dim, kBlock)),
+        value_width_(round_up(value_.dim, kBlock)) {
+    key_rows_.side = &key_, key_rows_.ahead = &key_ahead_, key_rows_.scales_ahead = &key_scales_ahead_;
+    value_rows_.side = &value_, value_rows_.ahead = &value_ahead_, value_rows_.scales_ahead = &value_scales_ahead_;
+    key_rows_.query_dtype = value_rows_.query_dtype = args.query_dtype;
+  }
+
+  void run(Index first, Index last) {
+    if (first >= last) return;
+    Job job(*this, first, nullptr);
+    for (Index i = first; i < last; ++i) {
+      const Job next(*this, min(i + 1, last - 1), &job);
+      run_item(job, i + 1 < last ? &next : nullptr);
+      job = next;
+    }
+  }
+
+ private:
+  // An item and what it needs of its sequence.
+  struct Job {
+    Job(const ItemRunner& runner, Index i, const Job* before)
+        : b(before && i < runner.workspace_.before(before->b + 1).items
+                ? before->b
+                : runner.workspace_.sequence_of(&WorkBefore::items, i)),
+          plan(before && before->b == b ? before->plan : SequencePlan(runner.args_, b)),
+          item(plan.item(runner.args_, i - runner.workspace_.before(b).items)),
+          slots(runner.args_.table, b) {
+      const Index first = item.first_row / runner.group_, last = (item.first_row + item.num_rows - 1) / runner.group_;
+      tokens = plan.visible(runner.args_, first, last + 1);
+      if (item.split >= 0)
+        tokens = {max(tokens.begin, item.split * kSplit), min(tokens.end, (item.split + 1) * kSplit)};
+    }
+    Index b;
+    SequencePlan plan;
+    Item item;
+    TokenSlots slots;
+    Tokens tokens;
+  };
+
+  // The chunk that holds `token`, as far as the job sees it.
+  static Tokens chunk_at(const Job& job, Index token) {
+    const Index first = token / kChunk * kChunk;
+    return {max(first, job.tokens.begin), min(first + kChunk, job.tokens.end)};
+  }
+
+  void run_item(const Job& job, const Job* next) {
+    load_queries(job);
+    const Index rows = job.item.num_heads * job.item.num_rows;
+    start_split(rows);
+    bool is_first_split = true;
+    if (job.tokens.begin < job.tokens.end) {
+      const Tokens chunk = chunk_at(job, job.tokens.begin);
+      places_->key.find(job.slots, key_, job.item.first_head, chunk.begin, chunk.end - chunk.begin);
+      places_->value.find(job.slots, value_, job.item.first_head, chunk.begin, chunk.end - chunk.begin);
+    }
+    for (Index token = job.tokens.begin; token < job.tokens.end;) {
+      const Tokens chunk = chunk_at(job, token);
+      find_next(job, chunk.end, next);
+      run_chunk(job, chunk);
+      std::swap(places_, next_);
+      token = chunk.end;
+      if (job.item.split < 0 && (token % kSplit == 0 || token >= job.tokens.end)) {
+        end_split(rows, is_first_split);
+        is_first_split = false;
+      }
+    }
+    if (job.item.split < 0 && is_first_split) end_split(rows, true);  // nothing is visible
+    job.item.split < 0 ? write_rows(job) : write_partials(job);
+  }
+
+  void load_queries(const Job& job) {
+    Index r = 0;
+    for (Index h = 0; h < job.item.num_heads; ++h)
+      for (Index i = 0; i < job.item.num_rows; ++i, ++r) {
+        const Index row = job.item.first_row + i;
+        const Index head = (job.item.first_head + h) * group_ + row % group_;
+        const Index at = (job.plan.first_row + row / group_) * args_.query_stride[0] + head * args_.query_stride[1];
+        float* to = query_ + r * key_width_;
+        read_floats(args_.query, args_.query_dtype, at, args_.query_stride[2], to, key_.dim);
+        for (Index d = key_.dim; d < key_width_; ++d) to[d] = 0.0f;
+        score_rows_[r] = score_row(args_, job.plan, row / group_, head);
+      }
+    score_kernel_.pack(key_, query_, r, key_width_, packed_);
+  }
+
+  // Finds the places of the chunk after this one, in this item or the next.
+  void find_next(const Job& job, Index token, const Job* next) {
+    const Job& owner = token < job.tokens.end || !next ? job : *next;
+    const Index first = &owner == &job ? token : owner.tokens.begin;
+    next_->key.end = next_->key.begin = next_->value.end = next_->value.begin = 0;
+    if (first >= owner.tokens.end) return;
+    const Tokens chunk = chunk_at(owner, first);
+    next_->key.find(owner.slots, key_, owner.item.first_head, chunk.begin, chunk.end - chunk.begin);
+    next_->value.find(owner.slots, value_, owner.item.first_head, chunk.begin, chunk.end - chunk.begin);
+  }
+
+  // What to ask for while head h of a chunk is computed. Where the heads of a token lie side by side these are
+  // all heads of the next chunk, asked for in turns; elsewhere the next head of this chunk.
+  void aim(const Item& item, Index h, const SidePlace& side, const ChunkPlaces& here, const ChunkPlaces& next,
+           Prefetch& rows, Prefetch& scales) const {
+    const bool in_turns = side.heads_are_adjacent();
+    if (in_turns && h > 0) return;
+    const bool same_chunk = !in_turns && h + 1 < item.num_heads;
+    const ChunkPlaces& places = same_chunk ? here : next;
+    const Index heads = in_turns ? item.num_heads : 1;
+    rows.aim(places.row + places.begin, places.row + places.end, same_chunk ? side.head_bytes() : 0,
+             heads * side.row_bytes);
+    if (side.scale.data)
+      scales.aim(places.scale + places.begin, places.scale + places.end, same_chunk ? side.scale_head_bytes() : 0,
+                 heads * side.num_groups * bytes_of(side.scale.dtype));
+  }
+
+  void run_chunk(const Job& job, Tokens chunk) {
+    const Index first = chunk.begin / kChunk * kChunk, rows = job.item.num_rows;
+    ChunkRows &keys = key_rows_, &values = value_rows_;
+    keys.begin = values.begin = chunk.begin - first;
+    keys.end = values.end = chunk.end - first;
+    keys.share = key_.heads_are_adjacent() ? job.item.num_heads : 1;
+    values.share = value_.heads_are_adjacent() ? job.item.num_heads : 1;
+    for (Index h = 0; h < job.item.num_heads; ++h) {
+      const Index r0 = h * rows;
+      find_rows(keys, places_->key, h);
+      aim(job.item, h, key_, places_->key, next_->key, key_ahead_, key_scales_ahead_);
+      const Byte* packed = packed_ + r0 * kPackedRow(key_width_);
+      score_kernel_.run(keys, {query_ + r0 * key_width_, packed, rows, key_width_, scores_});
+      for (Index r = 0; r < rows; ++r)
+        factors_[r] = weigh_chunk(args_, score_rows_[r0 + r], first, job.plan.num_stored, scores_ + r * kChunk,
+                                  running_[r0 + r]);
+      find_rows(values, places_->value, h);
+      aim(job.item, h, value_, places_->value, next_->value, value_ahead_, value_scales_ahead_);
+      value_kernel_(values, {scores_, factors_, rows, value_width_, totals_ + r0 * value_width_});
+    }
+  }
+
+  // Rows of the item's head h, or copies where a row is not in one piece.
+  void find_rows(ChunkRows& chunk, ChunkPlaces& places, Index h) {
+    const SidePlace& side = *chunk.side;
+    if (h > 0) move_rows(places.row, places, side.head_bytes());
+    if (h > 0 && side.scale.data) move_rows(places.scale, places, side.scale_head_bytes());
+    chunk.row = places.row, chunk.scale = places.scale;
+    if (!side.is_contiguous) {
+      chunk.row = copy_rows(places.row, places, side.cache, gathered_, copied_rows_);
+      if (side.scale.data)
+        chunk.scale = copy_rows(places.scale, places, side.scale, gathered_scales_, copied_scales_);
+    }
+    if (places.end - places.begin == kChunk) return;
+    chunk.row = pad_rows(chunk.row, places, copied_rows_);
+    if (side.scale.data) chunk.scale = pad_rows(chunk.scale, places, copied_scales_);
+  }
+
+  static void move_rows(const Byte** rows, const ChunkPlaces& places, Index bytes) {
+    for (Index t = places.begin; t < places.end; ++t) rows[t] += bytes;
+  }
+
+  static const Byte* const* copy_rows(const Byte* const* rows, const ChunkPlaces& places, const CacheView& view,
+                                      Byte* to, const Byte** copies) {
+    const Index width = stored_width(view), bytes = bytes_of(view.dtype);
+    for (Index t = places.begin; t < places.end; ++t, to += width * bytes) {
+      for (Index i = 0; i < width; ++i)
+        std::memcpy(to + i * bytes, rows[t] + SidePlace::element(view, i) * bytes, static_cast<std::size_t>(bytes));
+      copies[t] = to;
+    }
+    return copies;
+  }
+
+  // Tokens outside [begin, end) get a row that may be read.
+  static const Byte* const* pad_rows(const Byte* const* rows, const ChunkPlaces& places, const Byte** padded) {
+    for (Index t = 0; t < kChunk; ++t)
+      padded[t] = rows[t >= places.begin && t < places.end ? t : places.begin];
+    return padded;
+  }
+
+  void start_split(Index rows) {
+    for (Index r = 0; r < rows; ++r) running_[r] = {};
+    std::memset(totals_, 0, static_cast<std::size_t>(rows * value_width_) * sizeof(float));
+  }
+
+  void end_split(Index rows, bool is_first) {
+    for (Index r = 0; r < rows; ++r) {
+      float *whole = whole_ + r * value_width_, *part = totals_ + r * value_width_;
+      if (is_first) {
+        whole_running_[r] = running_[r];
+        std::memcpy(whole, part, static_cast<std::size_t>(value_width_) * sizeof(float));
+      } else {
+        fold_partial(whole_running_[r], whole, running_[r], part, value_width_);
+      }
+    }
+    start_split(rows);
+  }
+
+  void write_rows(const Job& job) {
+    Index r = 0;
+    for (Index h = 0; h < job.item.num_heads; ++h)
+      for (Index i = 0; i < job.item.num_rows; ++i, ++r) {
+        const Index row = job.item.first_row + i, head = (job.item.first_head + h) * group_ + row % group_;
+        const Index out_row = (job.plan.first_row + row / group_) * args_.num_heads + head;
+        if (!finish_row(args_, head, whole_running_[r], whole_ + r * value_width_, value_.dim, out_row))
+          RareRow(args_, job.plan, job.b).compute(row / group_, head, score_rows_[r]);
+      }
+  }
+
+  void write_partials(const Job& job) {
+    Index r = 0;
+    for (Index h = 0; h < job.item.num_heads; ++h)
+      for (Index i = 0; i < job.item.num_rows; ++i, ++r) {
+        const Index row = job.item.first_row + i, head = (job.item.first_head + h) * group_ + row % group_;
+        float* to = workspace_.partial(job.plan, job.b, job.item.split - job.plan.first_split, row / group_, head);
+        to[0] = running_[r].top;
+        to[1] = running_[r].sum;
+        const std::size_t bytes = static_cast<std::size_t>(value_width_) * sizeof(float);
+        std::memcpy(to + kPartial, totals_ + r * value_width_, bytes);
+      }
+  }
+
+  const AttendArgs& args_;
+  const Workspace& workspace_;
+  const SidePlace key_, value_;
+  const ScoreKernel score_kernel_;
+  const ValueKernel value_kernel_;
+  const Index group_, key_width_, value_width_;
+
+  Prefetch key_ahead_, value_ahead_, key_scales_ahead_, value_scales_ahead_;
+  ChunkRows key_rows_, value_rows_;
+  struct Places {
+    ChunkPlaces key, value;
+  };
+  Places both_[2];
+  Places *places_ = both_, *next_ = both_ + 1;
+  ScoreRow score_rows_[kTileRows];
+  Running running_[kTileRows], whole_running_[kTileRows];
+  const Byte *copied_rows_[kChunk], *copied_scales_[kChunk];
+  float factors_[kTileRows];
+  alignas(64) float scores_[kTileRows * kChunk];
+  alignas(64) float query_[kTileFloats];
+  alignas(64) Byte packed_[kTileRows * kPackedHead + kTileFloats * 4];
+  alignas(64) float totals_[kTileFloats];
+  alignas(64) float whole_[kTileFloats];
+  alignas(64) Byte gathered_[kChunk * kMaxHeadDim * 4];
+  alignas(64) Byte gathered_scales_[kChunk * kMaxHeadDim * 4];
+};
+
+inline AttendPlan attend_plan_of(const AttendArgs& args) { return attend_plan(args); }
+
+inline void attend_prepare(const AttendArgs& args, void* workspace) {
+  attend_plan(args, static_cast<WorkBefore*>(workspace));
+}
+
+// Items [first, last) of the plan. The workspace was prepared.
+inline void attend_run(const AttendArgs& args, Index first, Index last, void* data) {
+  const Workspace workspace(args, data);
+  ItemRunner(args, workspace).run(first, last);
+}
+
+// Merges [first, last), one for each row whose splits were items of their own.
+inline void attend_merge(const AttendArgs& args, Index first, Index last, void* data) {
+  const Workspace workspace(args, data);
+  const Index dim = head_dim(args.value), width = round_up(dim, kBlock);
+  alignas(64) float total[kMaxHeadDim];
+  for (Index i = first; i < last; ++i) {
+    const Index b = workspace.sequence_of(&WorkBefore::merges, i), row = i - workspace.before(b).merges;
+    const SequencePlan plan(args, b);
+    const Index new_token = row / args.num_heads, head = row % args.num_heads;
+    Running running;
+    for (Index split = 0; split < plan.num_splits; ++split) {
+      const float* part = workspace.partial(plan, b, split, new_token, head);
+      if (split == 0) {
+        running = {part[0], part[1]};
+        std::memcpy(total, part + kPartial, static_cast<std::size_t>(width) * sizeof(float));
+      } else {
+        fold_partial(running, total, {part[0], part[1]}, part + kPartial, width);
+      }
+    }
+    if (!finish_row(args, head, running, total, dim, (plan.first_row + new_token) * args.num_heads + head))
+      RareRow(args, plan, b).compute(new_token, head, score_row(args, plan, new_token, head));
+  }
+}
+
+}  // namespace kvloom::KVLOOM_ISA

@@ -1,0 +1,63 @@
+// Which kernel serves which dtype on this instruction set.
+#pragma once
+
+#include "attend_tile.h"
+
+#if defined(__AVX512BF16__) && defined(__AVX512VNNI__)
+#include "attend_avx512.h"
+#define KVLOOM_HAS_DOT_PRODUCTS 1
+#endif
+
+namespace kvloom::KVLOOM_ISA {
+
+struct ScoreKernel {
+  void (*pack)(const SidePlace& side, const float* query, Index num_rows, Index width, Byte* packed);
+  void (*run)(const ChunkRows& chunk, const ScoreTask& task);
+};
+using ValueKernel = void (*)(const ChunkRows& chunk, const ValueTask& task);
+
+inline void pack_nothing(const SidePlace&, const float*, Index, Index, Byte*) {}
+
+// Rows of the query's own dtype are read as they are, all others through float32 copies.
+inline bool is_direct(const SidePlace& side, DType query_dtype) {
+  return !side.scale.data && side.cache.dtype == query_dtype && side.dim % kBlock == 0;
+}
+
+#ifdef KVLOOM_HAS_DOT_PRODUCTS
+// Codes meet integer digits where these are finer than the query's own type, and groups fill their vectors.
+inline bool takes_digits(const SidePlace& side, DType query_dtype, Index alignment) {
+  return side.scale.data && query_dtype != DType::f32 && !is_coarser(side.scale.dtype, query_dtype) &&
+         side.num_groups <= kMaxGroups &&
+         side.row_bytes % (side.num_groups * alignment) == 0;
+}
+#endif
+
+inline ScoreKernel choose_score(const SidePlace& key, DType query_dtype) {
+#ifdef KVLOOM_HAS_DOT_PRODUCTS
+  if (takes_digits(key, query_dtype, 4))
+    return {pack_digits, key.cache.dtype == DType::int4 ? score_codes<true> : score_codes<false>};
+  if (is_direct(key, query_dtype) && query_dtype == DType::bf16 && key.dim % 32 == 0) return {pack_bf16, score_bf16};
+#endif
+  if (!is_direct(key, query_dtype)) return {pack_nothing, score_wide};
+  switch (query_dtype) {
+    case DType::bf16: return {pack_nothing, score_direct<LoadBf16>};
+    case DType::f16: return {pack_nothing, score_direct<LoadF16>};
+    default: return {pack_nothing, score_direct<LoadF32>};
+  }
+}
+
+inline ValueKernel choose_value(const SidePlace& value, DType query_dtype) {
+#ifdef KVLOOM_HAS_DOT_PRODUCTS
+  if (is_direct(value, query_dtype) && query_dtype == DType::bf16 && value.dim % 64 == 0) return value_bf16;
+  if (takes_digits(value, query_dtype, 8))
+    return value.cache.dtype == DType::int4 ? value_codes<true> : value_codes<false>;
+#endif
+  if (!is_direct(value, query_dtype)) return value_wide;
+  switch (query_dtype) {
+    case DType::bf16: return value_direct<LoadBf16>;
+    case DType::f16: return value_direct<LoadF16>;
+    default: return value_direct<LoadF32>;
+  }
+}
+
+}  // namespace kvloom::KVLOOM_ISA

@@ -1,0 +1,144 @@
+// How one call is cut into work items, and where partial results lie. Bits never depend on it: partial
+// results belong to fixed splits of the stored tokens and are always folded in order.
+#pragma once
+
+#include "attend_cache.h"
+
+namespace kvloom::KVLOOM_ISA {
+
+constexpr Index kTileFloats = 8192;  // of queries or accumulators in one item
+constexpr Index kTileRows = 64;
+constexpr Index kTileHeads = 4;
+constexpr Index kFewNewTokens = 16;  // up to here the splits of a sequence are items of their own
+constexpr Index kPartial = 16;       // floats before a partial accumulator: maximum, sum, padding
+
+// A row is one query head of one new token; row r of a key/value head is head r % group of token r / group.
+struct Item {
+  Index sequence;
+  Index first_head, num_heads;  // key/value heads
+  Index first_row, num_rows;    // of each of these heads
+  Index split;                  // -1: all of them, folded in order
+};
+
+struct Tokens {
+  Index begin, end;
+};
+
+// Sizes of one sequence and the number of its parts.
+struct SequencePlan {
+  SequencePlan(const AttendArgs& args, Index b) {
+    const Index heads = args.key.cache.size[3];
+    first_row = read_index(args.seqstarts, b);
+    first_column = read_index(args.kvstarts, b);
+    num_new = read_index(args.seqstarts, b + 1) - first_row;
+    num_stored = read_index(args.kvstarts, b + 1) - first_column;
+    first_visible = args.first_visible.data ? max(read_index(args.first_visible, b), 0) : 0;
+    hides_later = (args.is_causal && b >= args.decoding_batches) || args.alibi_slopes.data;
+
+    const Index group = args.num_heads / heads, rows = num_new * group;
+    const Index width = round_up(max(head_dim(args.key), head_dim(args.value)), kBlock);
+    const Index room = max(min(kTileFloats / width, kTileRows), 1);
+    tile_rows = max(min(rows, room), 1);
+    num_tiles = ceil_div(rows, tile_rows);
+    const Tokens seen = visible(args, 0, num_new);
+    first_split = seen.begin / kSplit;
+    num_splits = seen.begin < seen.end ? ceil_div(seen.end, kSplit) - first_split : 0;
+    is_split = num_splits > 1 && num_new <= kFewNewTokens;
+
+    // As many heads to an item as leave every thread two items.
+    const Index single = args.num_sequences * heads * num_tiles * (is_split ? num_splits : 1);
+    const Index spare = single / (2 * max(args.num_threads, 1));
+    tile_heads = rows <= room ? max(min(min(heads_together(args), spare), min(room / tile_rows, heads)), 1) : 1;
+    head_tiles = ceil_div(heads, tile_heads);
+    num_items = num_tiles * head_tiles * (is_split ? num_splits : 1);
+    num_merges = is_split ? num_new * args.num_heads : 0;
+  }
+
+  // Stored tokens that some of the new tokens [first, last) see.
+  Tokens visible(const AttendArgs& args, Index first, Index last) const {
+    const Index offset = num_stored - num_new;
+    const Index begin = args.window > 0 ? max(first_visible, offset + first - args.window + 1) : first_visible;
+    const Index end = hides_later ? min(num_stored, offset + last) : num_stored;
+    return {min(begin, max(end, 0)), max(end, 0)};
+  }
+
+  Item item(const AttendArgs& args, Index i) const {
+    const Index heads = args.key.cache.size[3], rows = num_new * (args.num_heads / heads);
+    const Index tile = i % num_tiles, head = i / num_tiles % head_tiles * tile_heads;
+    const Index row = tile * tile_rows;
+    const Index split = is_split ? first_split + i / (num_tiles * head_tiles) : -1;
+    return {0, head, min(tile_heads, heads - head), row, min(tile_rows, rows - row), split};
+  }
+
+  // Heads of one item: they share the finding of places. Where their rows lie side by side in a token they are
+  // read together, some lines at a time.
+  static Index heads_together(const AttendArgs& args) {
+    const CacheView& view = args.key.cache;
+    const Index width = stored_width(view), row_bytes = width * bytes_of(view.dtype);
+    return row_is_contiguous(view) && view.stride[3] == width ? max(1024 / row_bytes, 1) : kTileHeads;
+  }
+
+  Index first_row, first_column, num_new, num_stored, first_visible;
+  bool hides_later, is_split;
+  Index tile_rows, num_tiles, tile_heads, head_tiles;
+  Index first_split, num_splits;
+  Index num_items, num_merges;
+};
+
+// The head of the workspace, for each sequence: what the sequences before it need.
+struct WorkBefore {
+  Index items, merges, partials;
+};
+
+inline Index partial_floats(const AttendArgs& args) { return kPartial + round_up(head_dim(args.value), kBlock); }
+
+inline AttendPlan attend_plan(const AttendArgs& args, WorkBefore* before = nullptr) {
+  WorkBefore sum{0, 0, 0};
+  for (Index b = 0; b < args.num_sequences; ++b) {
+    if (before) before[b] = sum;
+    const SequencePlan plan(args, b);
+    sum.items += plan.num_items;
+    sum.merges += plan.num_merges;
+    if (plan.is_split) sum.partials += plan.num_splits * plan.num_merges;
+  }
+  if (before) before[args.num_sequences] = sum;
+  const Index head = round_up((args.num_sequences + 1) * static_cast<Index>(sizeof(WorkBefore)), 64);
+  const Index floats = sum.partials * partial_floats(args);
+  return {sum.items, sum.merges, static_cast<std::size_t>(head + floats * static_cast<Index>(sizeof(float)))};
+}
+
+// The workspace of one call, 64-byte aligned.
+class Workspace {
+ public:
+  Workspace(const AttendArgs& args, void* data)
+      : args_(args),
+        before_(static_cast<WorkBefore*>(data)),
+        partials_(reinterpret_cast<float*>(
+            static_cast<Byte*>(data) +
+            round_up((args.num_sequences + 1) * static_cast<Index>(sizeof(WorkBefore)), 64))) {}
+
+  // The sequence of an item or merge.
+  Index sequence_of(Index WorkBefore::*counter, Index i) const {
+    Index low = 0, high = args_.num_sequences;
+    while (high - low > 1) {
+      const Index middle = (low + high) / 2;
+      (before_[middle].*counter <= i ? low : high) = middle;
+    }
+    return low;
+  }
+
+  // Maximum, sum and accumulator of a split for one row; splits count from the sequence's first.
+  float* partial(const SequencePlan& plan, Index b, Index split, Index new_token, Index head) const {
+    const Index at = before_[b].partials + (split * plan.num_new + new_token) * args_.num_heads + head;
+    return partials_ + at * partial_floats(args_);
+  }
+
+  const WorkBefore& before(Index b) const { return before_[b]; }
+
+ private:
+  const AttendArgs& args_;
+  WorkBefore* before_;
+  float* partials_;
+};
+
+}  // namespace kvloom::KVLOOM_ISA

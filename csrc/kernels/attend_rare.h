@@ -1,0 +1,90 @@
+// A row whose result is not finite, once more and step by step: a NaN or infinite value is NaN to those who
+// see it, and nothing at all to a weight of 0.
+#pragma once
+
+#include "attend_plan.h"
+#include "attend_softmax.h"
+#include "attend_tile.h"
+
+namespace kvloom::KVLOOM_ISA {
+
+class RareRow {
+ public:
+  RareRow(const AttendArgs& args, const SequencePlan& plan, Index b)
+      : args_(args), plan_(plan), key_(args.key), value_(args.value), slots_(args.table, b) {}
+
+  void compute(Index new_token, Index query_head, const ScoreRow& row) {
+    const Index query_row = plan_.first_row + new_token, head = query_head / (args_.num_heads / key_.cache.size[3]);
+    const Index stride = args_.query_stride[2];
+    const Index first = query_row * args_.query_stride[0] + query_head * args_.query_stride[1];
+    for (Index d = 0; d < key_.dim; ++d) query_[d] = read_float(args_.query, args_.query_dtype, first + d * stride);
+    float top = args_.sinks.data
+                    ? read_float(args_.sinks.data, args_.sinks.dtype, query_head * args_.sinks.stride[0])
+                    : -INFINITY;
+    const float sink = top;
+    bool broken = false;
+    for (Index t = row.visible.begin; t < row.visible.end; ++t) {
+      const float x = score(row, t, head);
+      broken |= x != x || x == INFINITY;
+      top = x > top ? x : top;
+    }
+    double sum = args_.sinks.data ? std::exp(double{sink} - finite_top(top)) : 0.0;
+    for (Index d = 0; d < value_.dim; ++d) total_[d] = 0.0, is_nan_[d] = broken;
+    for (Index t = row.visible.begin; !broken && t < row.visible.end; ++t) {
+      const float weight = std::exp(score(row, t, head) - finite_top(top));
+      sum += weight;
+      if (weight == 0.0f) continue;
+      read_row(value_, t, head, row_);
+      for (Index d = 0; d < value_.dim; ++d) {
+        const bool bad = row_[d] - row_[d] != 0.0f;
+        is_nan_[d] |= bad;
+        total_[d] += bad ? 0.0 : double{weight} * row_[d];
+      }
+    }
+    for (Index d = 0; d < value_.dim; ++d)
+      write_float(args_.out, args_.query_dtype, (query_row * args_.num_heads + query_head) * value_.dim + d,
+                  is_nan_[d] ? NAN : sum == 0.0 ? 0.0f : static_cast<float>(total_[d] / sum));
+  }
+
+ private:
+  float score(const ScoreRow& row, Index t, Index head) {
+    read_row(key_, t, head, row_);
+    float x = 0.0f;
+    for (Index d = 0; d < key_.dim; ++d) x += query_[d] * row_[d];
+    x *= args_.scale;
+    if (args_.softcap > 0.0f) x = args_.softcap * std::tanh(x / args_.softcap);
+    if (args_.mask.data)
+      x += read_float(args_.mask.data, args_.mask.dtype, row.mask_row + t * args_.mask.stride[2]);
+    if (args_.alibi_slopes.data) x += row.slope * static_cast<float>(t - row.position);
+    return x;
+  }
+
+  void read_row(const SidePlace& side, Index token, Index head, float* out) {
+    ChunkPlaces place;
+    place.find(slots_, side, head, token, 1);
+    const Byte* row = place.row[place.begin];
+    const Byte* scales = side.scale.data ? place.scale[place.begin] : nullptr;
+    for (Index d = 0; d < side.dim; ++d) {
+      if (!scales) {
+        out[d] = round_to(args_.query_dtype, read_float(row, side.cache.dtype, SidePlace::element(side.cache, d)));
+        continue;
+      }
+      const bool packed = side.cache.dtype == DType::int4;
+      const Index at = SidePlace::element(side.cache, packed ? d / 2 : d);
+      const float code = packed ? read_code(row + at, DType::int4, d % 2) : read_code(row, DType::int8, at);
+      const float scale =
+          read_float(scales, side.scale.dtype, SidePlace::element(side.scale, d / side.group));
+      out[d] = saturate_to(args_.query_dtype, saturate_to(side.scale.dtype, code * scale));
+    }
+  }
+
+  const AttendArgs& args_;
+  const SequencePlan& plan_;
+  SidePlace key_, value_;
+  TokenSlots slots_;
+  float query_[kMaxHeadDim], row_[kMaxHeadDim];
+  double total_[kMaxHeadDim];
+  bool is_nan_[kMaxHeadDim];
+};
+
+}  // namespace kvloom::KVLOOM_ISA

@@ -1,0 +1,307 @@
+// The two products of attention over one chunk of tokens: scores = q.k, total += weight * v.
+//
+// Every row's sums run over d (scores) and over tokens (totals) in one order, whatever rows share its tile:
+// a row's bits do not depend on its neighbours.
+#pragma once
+
+#include "attend_vector.h"
+
+#include <utility>
+
+namespace kvloom::KVLOOM_ISA {
+
+// Walks the rows of the next chunk in address order and asks for their lines ahead of time, into L2. A few at
+// a time: a burst would fill the queue of misses and stall the loads behind it. Copied by those who walk, so
+// that it stays in registers.
+struct Prefetch {
+  const Byte* const* row = nullptr;  // rows that are left
+  const Byte* const* end = nullptr;
+  Index shift = 0, row_bytes = 64, at = 0, rows = 0;
+
+  void aim(const Byte* const* first, const Byte* const* last, Index from_row, Index bytes) {
+    *this = {first, last, from_row, bytes, 0, last - first};
+  }
+  Index num_lines() const { return rows * ((row_bytes + 63) / 64); }
+
+  void advance(Index lines) {
+    for (; lines > 0 && row < end; --lines) {
+      __builtin_prefetch(*row + shift + at, 0, 2);
+      at += 64;
+      if (at >= row_bytes) at = 0, ++row;
+    }
+  }
+
+  // All of them, where many rows share a line, as scales do.
+  void finish() {
+    for (std::uintptr_t line = 0; row < end; ++row) {
+      const std::uintptr_t next = reinterpret_cast<std::uintptr_t>(*row + shift) / 64;
+      for (Index i = 0; next != line && i < row_bytes; i += 64) __builtin_prefetch(*row + shift + i, 0, 2);
+      line = next;
+    }
+  }
+};
+
+// Rows of one head in one chunk. Those of [begin, end) are read, the others point to one of these.
+struct ChunkRows {
+  const SidePlace* side;
+  Index begin, end;
+  const Byte* const* row;    // [kChunk]
+  const Byte* const* scale;  // [kChunk]
+  Prefetch* ahead;
+  Prefetch* scales_ahead;
+  Index share;  // so many heads walk through the rows ahead together
+  DType query_dtype;
+
+  // Lines to ask for in each of the steps of a chunk.
+  Index lines_per_step(Index steps) const { return ceil_div(ahead->num_lines(), share * steps); }
+};
+
+// Bytes of a packed query row: room for a few numbers, then four for each element.
+constexpr Index kPackedHead = 320;
+constexpr Index kPackedRow(Index width) { return kPackedHead + 4 * width; }
+
+struct ScoreTask {
+  const float* query;  // [rows, width], zero from dim on
+  const Byte* packed;  // the query as the kernel wants it, kPackedRow bytes a row
+  Index num_rows, width;
+  float* scores;  // [rows, kChunk]
+};
+
+struct ValueTask {
+  const float* weights;  // [rows, kChunk], 0 outside [begin, end)
+  const float* factors;  // [rows], by which totals shrink first
+  Index num_rows, width;
+  float* totals;  // [rows, width]
+};
+
+// --- any dtype to float32 ----------------------------------------------------------------------------------
+
+// Whether rounding to the scale's type, as dequantising is defined, shows in the query's type.
+inline bool is_coarser(DType scale, DType query) {
+  return query == DType::f32 ? scale != DType::f32 : query == DType::f16 && scale == DType::bf16;
+}
+
+// What a load of `side` as query_dtype gives, element by element; zero from dim on.
+inline void widen_row(const SidePlace& side, const Byte* row, const Byte* scale_row, DType query_dtype,
+                      float* out) {
+  const DType dtype = side.cache.dtype;
+  Index d = 0;
+  if (!side.scale.data) {
+    if (dtype == DType::f32 && query_dtype == DType::f32) {
+      std::memcpy(out, row, static_cast<std::size_t>(side.dim) * 4);
+      d = side.dim;
+    } else {
+      if (dtype == query_dtype)
+        for (; d + kLanes <= side.dim; d += kLanes)
+          store(out + d, dtype == DType::bf16 ? load_bf16(row + 2 * d) : load_f16(row + 2 * d));
+      for (; d < side.dim; ++d) out[d] = round_to(query_dtype, read_float(row, dtype, d));
+    }
+  } else {
+    const float top = largest_finite(query_dtype == DType::f16 ? query_dtype : side.scale.dtype);
+    for (Index g = 0; g < side.num_groups; ++g) {
+      const float scale = read_float(scale_row, side.scale.dtype, g);
+      const Index end = d + side.group;
+      if (side.group % kLanes == 0)
+        for (; d < end; d += kLanes) {
+          const Vec x = (dtype == DType::int8 ? load_int8(row + d) : load_int4(row + d / 2)) * scale;
+          store(out + d, x > splat(top) ? splat(top) : x < splat(-top) ? splat(-top) : x);
+        }
+      for (; d < end; ++d) {
+        const float x = read_code(row, dtype, d) * scale;
+        out[d] = x > top ? top : x < -top ? -top : x;
+      }
+    }
+    if (is_coarser(side.scale.dtype, query_dtype)) round_row(side.scale.dtype, out, side.dim);
+  }
+  for (const Index width = round_up(side.dim, kBlock); d < width; ++d) out[d] = 0.0f;
+}
+
+// Float32 copies of the rows of one block of tokens.
+class WideRows {
+ public:
+  const Byte* const* of(const ChunkRows& chunk, Index first) {
+    const SidePlace& side = *chunk.side;
+    for (Index t = 0; t < kBlock; ++t) {
+      row_[t] = reinterpret_cast<const Byte*>(copy_[t]);
+      if (first + t >= chunk.begin && first + t < chunk.end)
+        widen_row(side, chunk.row[first + t], chunk.scale[first + t], chunk.query_dtype, copy_[t]);
+      else
+        std::memset(copy_[t], 0, static_cast<std::size_t>(round_up(side.dim, kBlock)) * sizeof(float));
+    }
+    return row_;
+  }
+
+ private:
+  const Byte* row_[kBlock];
+  alignas(64) float copy_[kBlock][kMaxHeadDim];
+};
+
+// --- float32 -----------------------------------------------------------------------------------------------
+
+// Which lanes of a pair of vectors meet when both are folded to groups of `width` lanes.
+template <int width, int... lane>
+constexpr IntVec fold_lanes_of(std::integer_sequence<int, lane...>) {
+  return IntVec{(lane / (2 * width) * 2 * width + lane % width + (lane % (2 * width) < width ? 0 : kLanes))...};
+}
+
+template <int width>
+inline void add_pairs(Vec* sums) {
+  constexpr IntVec low = fold_lanes_of<width>(std::make_integer_sequence<int, kLanes>());
+#pragma GCC unroll 8
+  for (int i = 0; i < width; ++i)
+    sums[i] = __builtin_shuffle(sums[i], sums[i + width], low) +
+              __builtin_shuffle(sums[i], sums[i + width], low + width);
+}
+
+// Lane i of the result is the sum of sums[i]: pairs of vectors are added in halves, then quarters, and so on.
+inline Vec add_across(Vec* sums) {
+  if constexpr (kLanes >= 16) add_pairs<8>(sums);
+  if constexpr (kLanes >= 8) add_pairs<4>(sums);
+  add_pairs<2>(sums);
+  add_pairs<1>(sums);
+  return sums[0];
+}
+
+// How a row of floats is read: kLanes elements from d on.
+struct LoadF32 {
+  static Vec at(const Byte* row, Index d) { return load(reinterpret_cast<const float*>(row) + d); }
+};
+struct LoadBf16 {
+  static Vec at(const Byte* row, Index d) { return load_bf16(row + 2 * d); }
+};
+struct LoadF16 {
+  static Vec at(const Byte* row, Index d) { return load_f16(row + 2 * d); }
+};
+
+// R rows by kLanes / R tokens.
+template <class Load, int R>
+inline void score_tokens(const float* query, Index width, const Byte* const* keys, float* scores,
+                         Prefetch& ahead, Index lines) {
+  constexpr int T = kLanes / R;
+  Prefetch cursor = ahead;
+  Vec sums[kLanes];
+#pragma GCC unroll 16
+  for (int i = 0; i < kLanes; ++i) sums[i] = Vec{};
+  for (Index d = 0; d < width; d += kLanes) {
+    Vec key[T];
+#pragma GCC unroll 16
+    for (int t = 0; t < T; ++t) key[t] = Load::at(keys[t], d);
+    cursor.advance(lines);
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r) {
+      const Vec q = load(query + r * width + d);
+#pragma GCC unroll 16
+      for (int t = 0; t < T; ++t) sums[r * T + t] += q * key[t];
+    }
+  }
+  ahead = cursor;
+  alignas(64) float found[kLanes];
+  store(found, add_across(sums));
+#pragma GCC unroll 16
+  for (int r = 0; r < R; ++r) std::memcpy(scores + r * kChunk, found + r * T, T * sizeof(float));
+}
+
+// Calls kernel.template operator()<R>(first row) for runs of 4, 2 and 1 rows.
+template <class Kernel>
+inline void for_rows(Index num_rows, Kernel kernel) {
+  Index r = 0;
+  for (; r + 4 <= num_rows; r += 4) kernel.template operator()<4>(r);
+  if (r + 2 <= num_rows) kernel.template operator()<2>(r), r += 2;
+  if (r < num_rows) kernel.template operator()<1>(r);
+}
+
+// Scores of the tokens of one block.
+template <class Load>
+inline void score_block(const ChunkRows& chunk, const ScoreTask& task, const Byte* const* keys, Index first) {
+  for_rows(task.num_rows, [&]<int R>(Index r) {
+    const Index lines = chunk.lines_per_step(kChunk * R / kLanes * (task.width / kLanes));
+    for (Index t = 0; t < kBlock; t += kLanes / R)
+      score_tokens<Load, R>(task.query + r * task.width, task.width, keys + t, task.scores + r * kChunk + first + t,
+                            *chunk.ahead, lines);
+  });
+}
+
+template <class Load>
+inline void score_direct(const ChunkRows& chunk, const ScoreTask& task) {
+  for (Index first = chunk.begin / kBlock * kBlock; first < chunk.end; first += kBlock)
+    score_block<Load>(chunk, task, chunk.row + first, first);
+}
+
+inline void score_wide(const ChunkRows& chunk, const ScoreTask& task) {
+  WideRows rows;
+  chunk.scales_ahead->finish();
+  for (Index first = chunk.begin / kBlock * kBlock; first < chunk.end; first += kBlock)
+    score_block<LoadF32>(chunk, task, rows.of(chunk, first), first);
+}
+
+// R rows by N vectors of d.
+template <class Load, int R, int N>
+inline void add_values(const float* weights, const Byte* const* values, Index begin, Index end, float* totals,
+                       Index width, Index d, Prefetch& ahead, Index lines) {
+  Prefetch cursor = ahead;
+  Vec sums[R][N];
+#pragma GCC unroll 4
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+    for (int n = 0; n < N; ++n) sums[r][n] = load(totals + r * width + d + n * kLanes);
+  for (Index t = begin; t < end; ++t) {
+    Vec value[N];
+#pragma GCC unroll 4
+    for (int n = 0; n < N; ++n) value[n] = Load::at(values[t], d + n * kLanes);
+    cursor.advance(lines);
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r) {
+      const Vec weight = splat(weights[r * kChunk + t]);
+#pragma GCC unroll 4
+      for (int n = 0; n < N; ++n) sums[r][n] += weight * value[n];
+    }
+  }
+  ahead = cursor;
+#pragma GCC unroll 4
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+    for (int n = 0; n < N; ++n) store(totals + r * width + d + n * kLanes, sums[r][n]);
+}
+
+inline void shrink_totals(const ValueTask& task) {
+  for (Index r = 0; r < task.num_rows; ++r) {
+    if (task.factors[r] == 1.0f) continue;
+    float* total = task.totals + r * task.width;
+    for (Index d = 0; d < task.width; d += kLanes) store(total + d, load(total + d) * task.factors[r]);
+  }
+}
+
+// Adds the tokens [begin, end) of rows that begin at token `first` of the chunk.
+template <class Load>
+inline void value_block(const ChunkRows& chunk, const ValueTask& task, const Byte* const* values, Index first,
+                        Index begin, Index end) {
+  constexpr int N = kLanes == 16 ? 4 : 2;
+  const Index lines = chunk.lines_per_step(kChunk * ceil_div(task.width, N * kLanes));
+  for_rows(task.num_rows, [&]<int R>(Index r) {
+    const float* weights = task.weights + r * kChunk + first;
+    float* totals = task.totals + r * task.width;
+    Index d = 0;
+    for (; d + N * kLanes <= task.width; d += N * kLanes)
+      add_values<Load, R, N>(weights, values, begin, end, totals, task.width, d, *chunk.ahead, lines);
+    for (; d < task.width; d += kLanes)
+      add_values<Load, R, 1>(weights, values, begin, end, totals, task.width, d, *chunk.ahead, lines);
+  });
+}
+
+template <class Load>
+inline void value_direct(const ChunkRows& chunk, const ValueTask& task) {
+  shrink_totals(task);
+  value_block<Load>(chunk, task, chunk.row, 0, chunk.begin, chunk.end);
+}
+
+inline void value_wide(const ChunkRows& chunk, const ValueTask& task) {
+  WideRows rows;
+  chunk.scales_ahead->finish();
+  shrink_totals(task);
+  for (Index first = chunk.begin / kBlock * kBlock; first < chunk.end; first += kBlock) {
+    const Byte* const* values = rows.of(chunk, first);
+    value_block<LoadF32>(chunk, task, values, first, max(chunk.begin - first, 0), min(chunk.end - first, kBlock));
+  }
+}
+
+}  // namespace kvloom::KVLOOM_ISA
