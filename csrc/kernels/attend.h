@@ -38,8 +38,7 @@ class ItemRunner {
         group_(args.num_heads / args.key.cache.size[3]),
         key_width_(round_up(key_.dim, kBlock)),
         value_width_(round_up(value_.dim, kBlock)) {
-    key_rows_.side = &key_, key_rows_.ahead = &key_ahead_, key_rows_.scales_ahead = &key_scales_ahead_;
-    value_rows_.side = &value_, value_rows_.ahead = &value_ahead_, value_rows_.scales_ahead = &value_scales_ahead_;
+    key_rows_.side = &key_, value_rows_.side = &value_;
     key_rows_.query_dtype = value_rows_.query_dtype = args.query_dtype;
   }
 
@@ -121,31 +120,19 @@ class ItemRunner {
     score_kernel_.pack(key_, query_, r, key_width_, packed_);
   }
 
-  // Finds the places of the chunk after this one, in this item or the next.
+  // Finds the places of the chunk after this one, in this item or the next. Behind the last one there is
+  // nothing to ask for but this one again.
   void find_next(const Job& job, Index token, const Job* next) {
     const Job& owner = token < job.tokens.end || !next ? job : *next;
     const Index first = &owner == &job ? token : owner.tokens.begin;
-    next_->key.end = next_->key.begin = next_->value.end = next_->value.begin = 0;
-    if (first >= owner.tokens.end) return;
+    if (first >= owner.tokens.end) {
+      next_->key.repeat(places_->key);
+      next_->value.repeat(places_->value);
+      return;
+    }
     const Tokens chunk = chunk_at(owner, first);
     next_->key.find(owner.slots, key_, owner.item.first_head, chunk.begin, chunk.end - chunk.begin);
     next_->value.find(owner.slots, value_, owner.item.first_head, chunk.begin, chunk.end - chunk.begin);
-  }
-
-  // What to ask for while head h of a chunk is computed. Where the heads of a token lie side by side these are
-  // all heads of the next chunk, asked for in turns; elsewhere the next head of this chunk.
-  void aim(const Item& item, Index h, const SidePlace& side, const ChunkPlaces& here, const ChunkPlaces& next,
-           Prefetch& rows, Prefetch& scales) const {
-    const bool in_turns = side.heads_are_adjacent();
-    if (in_turns && h > 0) return;
-    const bool same_chunk = !in_turns && h + 1 < item.num_heads;
-    const ChunkPlaces& places = same_chunk ? here : next;
-    const Index heads = in_turns ? item.num_heads : 1;
-    rows.aim(places.row + places.begin, places.row + places.end, same_chunk ? side.head_bytes() : 0,
-             heads * side.row_bytes);
-    if (side.scale.data)
-      scales.aim(places.scale + places.begin, places.scale + places.end, same_chunk ? side.scale_head_bytes() : 0,
-                 heads * side.num_groups * bytes_of(side.scale.dtype));
   }
 
   void run_chunk(const Job& job, Tokens chunk) {
@@ -153,26 +140,29 @@ class ItemRunner {
     ChunkRows &keys = key_rows_, &values = value_rows_;
     keys.begin = values.begin = chunk.begin - first;
     keys.end = values.end = chunk.end - first;
-    keys.share = key_.heads_are_adjacent() ? job.item.num_heads : 1;
-    values.share = value_.heads_are_adjacent() ? job.item.num_heads : 1;
+    aim(keys, next_->key), aim(values, next_->value);
     for (Index h = 0; h < job.item.num_heads; ++h) {
       const Index r0 = h * rows;
       find_rows(keys, places_->key, h);
-      aim(job.item, h, key_, places_->key, next_->key, key_ahead_, key_scales_ahead_);
       const Byte* packed = packed_ + r0 * kPackedRow(key_width_);
       score_kernel_.run(keys, {query_ + r0 * key_width_, packed, rows, key_width_, scores_});
       for (Index r = 0; r < rows; ++r)
         factors_[r] = weigh_chunk(args_, score_rows_[r0 + r], first, job.plan.num_stored, scores_ + r * kChunk,
                                   running_[r0 + r]);
       find_rows(values, places_->value, h);
-      aim(job.item, h, value_, places_->value, next_->value, value_ahead_, value_scales_ahead_);
       value_kernel_(values, {scores_, factors_, rows, value_width_, totals_ + r0 * value_width_});
     }
+  }
+
+  static void aim(ChunkRows& chunk, const ChunkPlaces& next) {
+    chunk.next_row = next.row, chunk.next_scale = next.scale;
   }
 
   // Rows of the item's head h, or copies where a row is not in one piece.
   void find_rows(ChunkRows& chunk, ChunkPlaces& places, Index h) {
     const SidePlace& side = *chunk.side;
+    chunk.next_shift = h * side.head_bytes();
+    if (side.scale.data) chunk.next_scale_shift = h * side.scale_head_bytes();
     if (h > 0) move_rows(places.row, places, side.head_bytes());
     if (h > 0 && side.scale.data) move_rows(places.scale, places, side.scale_head_bytes());
     chunk.row = places.row, chunk.scale = places.scale;
@@ -257,7 +247,6 @@ class ItemRunner {
   const ValueKernel value_kernel_;
   const Index group_, key_width_, value_width_;
 
-  Prefetch key_ahead_, value_ahead_, key_scales_ahead_, value_scales_ahead_;
   ChunkRows key_rows_, value_rows_;
   struct Places {
     ChunkPlaces key, value;

@@ -23,44 +23,45 @@ inline void pack_bf16(const SidePlace&, const float* query, Index num_rows, Inde
 
 inline __m512bh load_pairs(const Byte* from) { return reinterpret_cast<__m512bh>(_mm512_loadu_si512(from)); }
 
-// R rows by 16 / R tokens, 32 elements at a time.
-template <int R>
-inline void score_tokens_bf16(const Byte* query, Index stride, Index width, const Byte* const* keys, float* scores,
-                              Prefetch& ahead, Index lines) {
+// R rows by 16 / R tokens, token by token, 32 elements at a time.
+template <int R, int W>
+inline void score_tokens_bf16(const Byte* query, Index stride, Index any_width, const Byte* const* keys,
+                              const Byte* const* next, Index shift, float* scores) {
   constexpr int T = 16 / R;
-  Prefetch cursor = ahead;
-  __m512 sums[16];
+  const Index width = W ? W : any_width;
+  Vec sums[16];
 #pragma GCC unroll 16
-  for (int i = 0; i < 16; ++i) sums[i] = _mm512_setzero_ps();
-  for (Index d = 0; d < width; d += 32) {
-    __m512bh key[T];
-#pragma GCC unroll 16
-    for (int t = 0; t < T; ++t) key[t] = load_pairs(keys[t] + 2 * d);
-    cursor.advance(lines);
+  for (int t = 0; t < T; ++t) {
+    const Byte *key = keys[t], *ahead = next[t] + shift;
+    __m512 sum[R];
 #pragma GCC unroll 4
-    for (int r = 0; r < R; ++r) {
-      const __m512bh q = load_pairs(query + r * stride + 2 * d);
-#pragma GCC unroll 16
-      for (int t = 0; t < T; ++t)
-        sums[r * T + t] = _mm512_dpbf16_ps(sums[r * T + t], q, key[t]);
+    for (int r = 0; r < R; ++r) sum[r] = _mm512_setzero_ps();
+#pragma GCC unroll 4
+    for (Index d = 0; d < width; d += 32) {
+      prefetch(ahead + 2 * d);
+      const __m512bh x = load_pairs(key + 2 * d);
+#pragma GCC unroll 4
+      for (int r = 0; r < R; ++r) sum[r] = _mm512_dpbf16_ps(sum[r], load_pairs(query + r * stride + 2 * d), x);
     }
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r) sums[r * T + t] = reinterpret_cast<Vec>(sum[r]);
   }
-  ahead = cursor;
   alignas(64) float found[16];
-  store(found, add_across(reinterpret_cast<Vec*>(sums)));
+  store(found, add_across(sums));
 #pragma GCC unroll 4
   for (int r = 0; r < R; ++r) std::memcpy(scores + r * kChunk, found + r * T, T * sizeof(float));
 }
 
 inline void score_bf16(const ChunkRows& chunk, const ScoreTask& task) {
   const Index stride = kPackedRow(task.width);
-  for (Index first = chunk.begin / kBlock * kBlock; first < chunk.end; first += kBlock)
-    for_rows(task.num_rows, [&]<int R>(Index r) {
-      const Index lines = chunk.lines_per_step(kChunk * R / 16 * (task.width / 32));
-      for (Index t = first; t < first + kBlock; t += 16 / R)
-        score_tokens_bf16<R>(task.packed + r * stride + kPackedHead, stride, task.width, chunk.row + t,
-                             task.scores + r * kChunk + t, *chunk.ahead, lines);
-    });
+  for_width(task.width, [&]<int W>() {
+    for (Index first = chunk.begin / kBlock * kBlock; first < chunk.end; first += kBlock)
+      for_rows(task.num_rows, [&]<int R>(Index r) {
+        for (Index t = first; t < first + kBlock; t += 16 / R)
+          score_tokens_bf16<R, W>(task.packed + r * stride + kPackedHead, stride, task.width, chunk.row + t,
+                                  chunk.next_row + t, chunk.next_shift, task.scores + r * kChunk + t);
+      });
+  });
 }
 
 // --- bfloat16 values ---------------------------------------------------------------------------------------
@@ -68,19 +69,18 @@ inline void score_bf16(const ChunkRows& chunk, const ScoreTask& task) {
 // R rows by 64 elements. A dword holds two of them: its high half is one as it stands, its low half the other
 // once it is shifted up; they are put in order when the chunk is done.
 template <int R>
-inline void add_values_bf16(const float* weights, const Byte* const* values, Index begin, Index end, float* totals,
-                            Index width, Index d, Prefetch& ahead, Index lines) {
+inline void add_values_bf16(const float* weights, const Byte* const* values, const Byte* const* next, Index shift,
+                            Index begin, Index end, float* totals, Index width, Index d) {
   const __m512i high_half = _mm512_set1_epi32(static_cast<int>(0xffff0000u));
   const __m512i first = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
   const __m512i second = _mm512_add_epi32(first, _mm512_set1_epi32(8));
-  Prefetch cursor = ahead;
   __m512 even[R][2], odd[R][2];
 #pragma GCC unroll 4
   for (int r = 0; r < R; ++r) even[r][0] = even[r][1] = odd[r][0] = odd[r][1] = _mm512_setzero_ps();
   for (Index t = begin; t < end; ++t) {
-    cursor.advance(lines);
 #pragma GCC unroll 2
     for (int n = 0; n < 2; ++n) {
+      prefetch(next[t] + shift + 2 * (d + 32 * n));
       const __m512i x = _mm512_loadu_si512(values[t] + 2 * (d + 32 * n));
       const __m512 low = _mm512_castsi512_ps(_mm512_slli_epi32(x, 16));
       const __m512 high = _mm512_castsi512_ps(_mm512_and_si512(x, high_half));
@@ -92,7 +92,6 @@ inline void add_values_bf16(const float* weights, const Byte* const* values, Ind
       }
     }
   }
-  ahead = cursor;
 #pragma GCC unroll 4
   for (int r = 0; r < R; ++r)
 #pragma GCC unroll 2
@@ -107,11 +106,10 @@ inline void add_values_bf16(const float* weights, const Byte* const* values, Ind
 
 inline void value_bf16(const ChunkRows& chunk, const ValueTask& task) {
   shrink_totals(task);
-  const Index lines = chunk.lines_per_step(kChunk * (task.width / 64));
   for_rows(task.num_rows, [&]<int R>(Index r) {
     for (Index d = 0; d < task.width; d += 64)
-      add_values_bf16<R>(task.weights + r * kChunk, chunk.row, chunk.begin, chunk.end, task.totals + r * task.width,
-                         task.width, d, *chunk.ahead, lines);
+      add_values_bf16<R>(task.weights + r * kChunk, chunk.row, chunk.next_row, chunk.next_shift, chunk.begin,
+                         chunk.end, task.totals + r * task.width, task.width, d);
   });
 }
 
@@ -257,8 +255,7 @@ inline __m512i broadcast_dword(const void* from) { return _mm512_set1_epi32(bit_
 struct KeyColumns {
   alignas(64) std::int32_t column[kMaxHeadDim / 4][2][kBlock];
 
-  void read(const Byte* const* rows, Index block, Index row_bytes, std::uint32_t sign_bits, Prefetch& ahead,
-            Index lines) {
+  void read(const Byte* const* rows, Index block, Index row_bytes, std::uint32_t sign_bits, LineWalk& ahead) {
     const __m512i sign = _mm512_set1_epi32(static_cast<int>(sign_bits));
     for (Index at = 0; at < row_bytes; at += 64) {
       const Index dwords = min(row_bytes - at, 64) / 4;
@@ -266,7 +263,7 @@ struct KeyColumns {
       __m512i x[16];
 #pragma GCC unroll 16
       for (int t = 0; t < 16; ++t) x[t] = _mm512_xor_si512(_mm512_maskz_loadu_epi32(mask, rows[t] + at), sign);
-      ahead.advance(lines);
+      ahead.ask(16);
       transpose_dwords(x);
 #pragma GCC unroll 16
       for (int i = 0; i < 16; ++i)
@@ -339,13 +336,12 @@ inline void score_codes(const ChunkRows& chunk, const ScoreTask& task) {
   const SidePlace& key = *chunk.side;
   alignas(64) float scales[kMaxGroups][kChunk];
   KeyColumns keys;
+  LineWalk ahead(chunk);
   read_scales(chunk, scales);
-  chunk.scales_ahead->finish();
-  const Index lines = chunk.lines_per_step(kChunk / kBlock * ceil_div(key.row_bytes, 64));
+  chunk.prefetch_scales();
   for (Index first = chunk.begin / kTokens * kTokens; first < chunk.end; first += kTokens) {
     for (Index block = 0; block < 2; ++block)
-      keys.read(chunk.row + first + block * kBlock, block, key.row_bytes, is_int4 ? 0x88888888u : 0x80808080u,
-                *chunk.ahead, lines);
+      keys.read(chunk.row + first + block * kBlock, block, key.row_bytes, is_int4 ? 0x88888888u : 0x80808080u, ahead);
     for_rows(task.num_rows, [&]<int R>(Index r) {
       score_columns<R, is_int4>(keys, key, task.packed + r * kPackedRow(task.width), task.width, scales[0] + first,
                                 task.scores + r * kChunk + first);
@@ -398,13 +394,13 @@ struct ValueQuads {
   static constexpr int kVectors = is_int4 ? 8 : 4;
   __m512i vector[kQuads][kVectors];
 
-  void read(const Byte* const* rows, Index begin, Index end, Index at, Index bytes, Prefetch& ahead, Index lines) {
+  void read(const Byte* const* rows, Index begin, Index end, Index at, Index bytes, LineWalk& ahead) {
     const __mmask16 mask = static_cast<__mmask16>((1u << bytes / 4) - 1);
     for (Index q = begin; q < end; ++q) {
-      ahead.advance(lines);
       __m512i x[4], y[4];
 #pragma GCC unroll 4
       for (int i = 0; i < 4; ++i) x[i] = _mm512_maskz_loadu_epi32(mask, rows[4 * q + i] + at);
+      ahead.ask(4);
       y[0] = _mm512_unpacklo_epi8(x[0], x[1]);
       y[1] = _mm512_unpacklo_epi8(x[2], x[3]);
       y[2] = _mm512_unpackhi_epi8(x[0], x[1]);
@@ -522,16 +518,16 @@ inline void value_codes(const ChunkRows& chunk, const ValueTask& task) {
   const Index per_group = value.row_bytes / value.num_groups, begin = chunk.begin / 4, end = ceil_div(chunk.end, 4);
   const bool is_spread = per_group % 64 != 0 && value.num_groups > 1;
   constexpr Index kPairs = is_int4 ? 4 : 2, kPairBytes = is_int4 ? 4 : 8;
-  const Index lines = chunk.lines_per_step(kQuads * ceil_div(value.row_bytes, 64));
   WeightDigits weights;
   SpreadDigits spread;
   ValueQuads<is_int4> quads;
+  LineWalk ahead(chunk);
   shrink_totals(task);
-  chunk.scales_ahead->finish();
+  chunk.prefetch_scales();
   for_rows(task.num_rows, [&]<int R>(Index first) {
     weights.read(task.weights + first * kChunk, R, scales, value.num_groups);
     for (Index at = 0; at < value.row_bytes; at += 64) {
-      quads.read(chunk.row, begin, end, at, min(value.row_bytes - at, 64), *chunk.ahead, lines);
+      quads.read(chunk.row, begin, end, at, min(value.row_bytes - at, 64), ahead);
       for (Index pair = 0; pair < kPairs; ++pair) {
         Index groups[4];
         for (Index lane = 0; lane < 4; ++lane)

@@ -265,7 +265,7 @@ struct SidePlace {
 struct ChunkPlaces {
   Index begin = 0, end = 0;
   const Byte* row[kChunk];
-  const Byte* scale[kChunk];
+  const Byte* scale[kChunk] = {};
 
   void find(const TokenSlots& slots, const SidePlace& side, Index head, Index token, Index tokens) {
     begin = token % kChunk, end = begin + tokens;
@@ -276,6 +276,15 @@ struct ChunkPlaces {
       side.offsets.fill(codes, slot, run, row + (at - token + begin));
       if (scales) side.scale_offsets.fill(scales, slot, run, scale + (at - token + begin));
     });
+    // Also the others may be asked for.
+    for (Index t = 0; t < kChunk; ++t)
+      if (t < begin || t >= end) row[t] = row[begin], scale[t] = scale[begin];
+  }
+
+  void repeat(const ChunkPlaces& other) {
+    begin = end = 0;
+    std::memcpy(row, other.row, sizeof row);
+    std::memcpy(scale, other.scale, sizeof scale);
   }
 };
 

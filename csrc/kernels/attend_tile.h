@@ -10,50 +10,50 @@
 
 namespace kvloom::KVLOOM_ISA {
 
-// Walks the rows of the next chunk in address order and asks for their lines ahead of time, into L2. A few at
-// a time: a burst would fill the queue of misses and stall the loads behind it. Copied by those who walk, so
-// that it stays in registers.
-struct Prefetch {
-  const Byte* const* row = nullptr;  // rows that are left
-  const Byte* const* end = nullptr;
-  Index shift = 0, row_bytes = 64, at = 0, rows = 0;
+// Asks for a line ahead of time, into L2.
+inline void prefetch(const Byte* at) { __builtin_prefetch(at, 0, 2); }
 
-  void aim(const Byte* const* first, const Byte* const* last, Index from_row, Index bytes) {
-    *this = {first, last, from_row, bytes, 0, last - first};
-  }
-  Index num_lines() const { return rows * ((row_bytes + 63) / 64); }
+// Rows of one head in one chunk. Those of [begin, end) are read, the others point to one of these. While a row
+// is read, the same place of the row that stands there in the next chunk is asked for.
+struct ChunkRows {
+  const SidePlace* side;
+  Index begin, end;
+  const Byte* const* row;         // [kChunk]
+  const Byte* const* scale;       // [kChunk]
+  const Byte* const* next_row;    // [kChunk], of the item's first head
+  const Byte* const* next_scale;  // [kChunk]
+  Index next_shift, next_scale_shift;
+  DType query_dtype;
 
-  void advance(Index lines) {
-    for (; lines > 0 && row < end; --lines) {
-      __builtin_prefetch(*row + shift + at, 0, 2);
-      at += 64;
-      if (at >= row_bytes) at = 0, ++row;
-    }
-  }
-
-  // All of them, where many rows share a line, as scales do.
-  void finish() {
-    for (std::uintptr_t line = 0; row < end; ++row) {
-      const std::uintptr_t next = reinterpret_cast<std::uintptr_t>(*row + shift) / 64;
-      for (Index i = 0; next != line && i < row_bytes; i += 64) __builtin_prefetch(*row + shift + i, 0, 2);
+  // Many rows share a line of scales.
+  void prefetch_scales() const {
+    std::uintptr_t line = 0;
+    for (Index t = 0; t < kChunk; ++t) {
+      const Byte* at = next_scale[t] + next_scale_shift;
+      const std::uintptr_t next = reinterpret_cast<std::uintptr_t>(at) / 64;
+      if (next != line) prefetch(at);
       line = next;
     }
   }
 };
 
-// Rows of one head in one chunk. Those of [begin, end) are read, the others point to one of these.
-struct ChunkRows {
-  const SidePlace* side;
-  Index begin, end;
-  const Byte* const* row;    // [kChunk]
-  const Byte* const* scale;  // [kChunk]
-  Prefetch* ahead;
-  Prefetch* scales_ahead;
-  Index share;  // so many heads walk through the rows ahead together
-  DType query_dtype;
+// Asks for the lines of the next chunk's rows in the order of their addresses, for kernels that read in another.
+class LineWalk {
+ public:
+  explicit LineWalk(const ChunkRows& chunk)
+      : row_(chunk.next_row), shift_(chunk.next_shift), row_bytes_(chunk.side->row_bytes), left_(kChunk) {}
 
-  // Lines to ask for in each of the steps of a chunk.
-  Index lines_per_step(Index steps) const { return ceil_div(ahead->num_lines(), share * steps); }
+  void ask(Index lines) {
+    for (; lines > 0 && left_ > 0; --lines) {
+      prefetch(*row_ + shift_ + at_);
+      at_ += 64;
+      if (at_ >= row_bytes_) at_ = 0, ++row_, --left_;
+    }
+  }
+
+ private:
+  const Byte* const* row_;
+  Index shift_, row_bytes_, left_, at_ = 0;
 };
 
 // Bytes of a packed query row: room for a few numbers, then four for each element.
@@ -145,7 +145,7 @@ constexpr IntVec fold_lanes_of(std::integer_sequence<int, lane...>) {
 }
 
 template <int width>
-inline void add_pairs(Vec* sums) {
+__attribute__((always_inline)) inline void add_pairs(Vec* sums) {
   constexpr IntVec low = fold_lanes_of<width>(std::make_integer_sequence<int, kLanes>());
 #pragma GCC unroll 8
   for (int i = 0; i < width; ++i)
@@ -154,7 +154,7 @@ inline void add_pairs(Vec* sums) {
 }
 
 // Lane i of the result is the sum of sums[i]: pairs of vectors are added in halves, then quarters, and so on.
-inline Vec add_across(Vec* sums) {
+__attribute__((always_inline)) inline Vec add_across(Vec* sums) {
   if constexpr (kLanes >= 16) add_pairs<8>(sums);
   if constexpr (kLanes >= 8) add_pairs<4>(sums);
   add_pairs<2>(sums);
@@ -164,37 +164,51 @@ inline Vec add_across(Vec* sums) {
 
 // How a row of floats is read: kLanes elements from d on.
 struct LoadF32 {
+  static constexpr Index kBytes = 4;
   static Vec at(const Byte* row, Index d) { return load(reinterpret_cast<const float*>(row) + d); }
 };
 struct LoadBf16 {
+  static constexpr Index kBytes = 2;
   static Vec at(const Byte* row, Index d) { return load_bf16(row + 2 * d); }
 };
 struct LoadF16 {
+  static constexpr Index kBytes = 2;
   static Vec at(const Byte* row, Index d) { return load_f16(row + 2 * d); }
 };
 
-// R rows by kLanes / R tokens.
-template <class Load, int R>
-inline void score_tokens(const float* query, Index width, const Byte* const* keys, float* scores,
-                         Prefetch& ahead, Index lines) {
+// Calls kernel.template operator()<W>() with the width as a constant where it is a usual one, else with 0.
+template <class Kernel>
+inline void for_width(Index width, Kernel kernel) {
+  switch (width) {
+    case 64: return kernel.template operator()<64>();
+    case 128: return kernel.template operator()<128>();
+    default: return kernel.template operator()<0>();
+  }
+}
+
+// R rows by kLanes / R tokens, token by token, so that memory is read in the order of its addresses.
+template <class Load, int R, int W>
+inline void score_tokens(const float* query, Index any_width, const Byte* const* keys, const Byte* const* next,
+                         Index shift, float* scores) {
   constexpr int T = kLanes / R;
-  Prefetch cursor = ahead;
+  const Index width = W ? W : any_width;
   Vec sums[kLanes];
 #pragma GCC unroll 16
-  for (int i = 0; i < kLanes; ++i) sums[i] = Vec{};
-  for (Index d = 0; d < width; d += kLanes) {
-    Vec key[T];
+  for (int t = 0; t < T; ++t) {
+    const Byte *key = keys[t], *ahead = next[t] + shift;
+    Vec sum[R];
 #pragma GCC unroll 16
-    for (int t = 0; t < T; ++t) key[t] = Load::at(keys[t], d);
-    cursor.advance(lines);
+    for (int r = 0; r < R; ++r) sum[r] = Vec{};
+#pragma GCC unroll 8
+    for (Index d = 0; d < width; d += kLanes) {
+      if (d * Load::kBytes % 64 == 0) prefetch(ahead + d * Load::kBytes);
+      const Vec x = Load::at(key, d);
 #pragma GCC unroll 16
-    for (int r = 0; r < R; ++r) {
-      const Vec q = load(query + r * width + d);
-#pragma GCC unroll 16
-      for (int t = 0; t < T; ++t) sums[r * T + t] += q * key[t];
+      for (int r = 0; r < R; ++r) sum[r] += load(query + r * width + d) * x;
     }
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r) sums[r * T + t] = sum[r];
   }
-  ahead = cursor;
   alignas(64) float found[kLanes];
   store(found, add_across(sums));
 #pragma GCC unroll 16
@@ -210,35 +224,35 @@ inline void for_rows(Index num_rows, Kernel kernel) {
   if (r < num_rows) kernel.template operator()<1>(r);
 }
 
-// Scores of the tokens of one block.
-template <class Load>
+// Scores of the tokens of one block, whose rows are `keys`.
+template <class Load, int W>
 inline void score_block(const ChunkRows& chunk, const ScoreTask& task, const Byte* const* keys, Index first) {
   for_rows(task.num_rows, [&]<int R>(Index r) {
-    const Index lines = chunk.lines_per_step(kChunk * R / kLanes * (task.width / kLanes));
     for (Index t = 0; t < kBlock; t += kLanes / R)
-      score_tokens<Load, R>(task.query + r * task.width, task.width, keys + t, task.scores + r * kChunk + first + t,
-                            *chunk.ahead, lines);
+      score_tokens<Load, R, W>(task.query + r * task.width, task.width, keys + t, chunk.next_row + first + t,
+                               chunk.next_shift, task.scores + r * kChunk + first + t);
   });
 }
 
 template <class Load>
 inline void score_direct(const ChunkRows& chunk, const ScoreTask& task) {
-  for (Index first = chunk.begin / kBlock * kBlock; first < chunk.end; first += kBlock)
-    score_block<Load>(chunk, task, chunk.row + first, first);
+  for_width(task.width, [&]<int W>() {
+    for (Index first = chunk.begin / kBlock * kBlock; first < chunk.end; first += kBlock)
+      score_block<Load, W>(chunk, task, chunk.row + first, first);
+  });
 }
 
 inline void score_wide(const ChunkRows& chunk, const ScoreTask& task) {
   WideRows rows;
-  chunk.scales_ahead->finish();
+  if (chunk.side->scale.data) chunk.prefetch_scales();
   for (Index first = chunk.begin / kBlock * kBlock; first < chunk.end; first += kBlock)
-    score_block<LoadF32>(chunk, task, rows.of(chunk, first), first);
+    score_block<LoadF32, 0>(chunk, task, rows.of(chunk, first), first);
 }
 
 // R rows by N vectors of d.
 template <class Load, int R, int N>
-inline void add_values(const float* weights, const Byte* const* values, Index begin, Index end, float* totals,
-                       Index width, Index d, Prefetch& ahead, Index lines) {
-  Prefetch cursor = ahead;
+inline void add_values(const float* weights, const Byte* const* values, const Byte* const* next, Index shift,
+                       Index begin, Index end, float* totals, Index width, Index d) {
   Vec sums[R][N];
 #pragma GCC unroll 4
   for (int r = 0; r < R; ++r)
@@ -247,8 +261,11 @@ inline void add_values(const float* weights, const Byte* const* values, Index be
   for (Index t = begin; t < end; ++t) {
     Vec value[N];
 #pragma GCC unroll 4
-    for (int n = 0; n < N; ++n) value[n] = Load::at(values[t], d + n * kLanes);
-    cursor.advance(lines);
+    for (int n = 0; n < N; ++n) {
+      const Index at = (d + n * kLanes) * Load::kBytes;
+      if (at % 64 == 0) prefetch(next[t] + shift + at);
+      value[n] = Load::at(values[t], d + n * kLanes);
+    }
 #pragma GCC unroll 4
     for (int r = 0; r < R; ++r) {
       const Vec weight = splat(weights[r * kChunk + t]);
@@ -256,7 +273,6 @@ inline void add_values(const float* weights, const Byte* const* values, Index be
       for (int n = 0; n < N; ++n) sums[r][n] += weight * value[n];
     }
   }
-  ahead = cursor;
 #pragma GCC unroll 4
   for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
@@ -276,15 +292,15 @@ template <class Load>
 inline void value_block(const ChunkRows& chunk, const ValueTask& task, const Byte* const* values, Index first,
                         Index begin, Index end) {
   constexpr int N = kLanes == 16 ? 4 : 2;
-  const Index lines = chunk.lines_per_step(kChunk * ceil_div(task.width, N * kLanes));
   for_rows(task.num_rows, [&]<int R>(Index r) {
     const float* weights = task.weights + r * kChunk + first;
     float* totals = task.totals + r * task.width;
+    const Byte* const* next = chunk.next_row + first;
     Index d = 0;
     for (; d + N * kLanes <= task.width; d += N * kLanes)
-      add_values<Load, R, N>(weights, values, begin, end, totals, task.width, d, *chunk.ahead, lines);
+      add_values<Load, R, N>(weights, values, next, chunk.next_shift, begin, end, totals, task.width, d);
     for (; d < task.width; d += kLanes)
-      add_values<Load, R, 1>(weights, values, begin, end, totals, task.width, d, *chunk.ahead, lines);
+      add_values<Load, R, 1>(weights, values, next, chunk.next_shift, begin, end, totals, task.width, d);
   });
 }
 
@@ -296,7 +312,7 @@ inline void value_direct(const ChunkRows& chunk, const ValueTask& task) {
 
 inline void value_wide(const ChunkRows& chunk, const ValueTask& task) {
   WideRows rows;
-  chunk.scales_ahead->finish();
+  if (chunk.side->scale.data) chunk.prefetch_scales();
   shrink_totals(task);
   for (Index first = chunk.begin / kBlock * kBlock; first < chunk.end; first += kBlock) {
     const Byte* const* values = rows.of(chunk, first);
