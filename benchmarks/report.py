@@ -241,8 +241,8 @@ def long_contexts(sections: dict[str, str]) -> str:
     peaks = [cell("Memory", f"kvloom {kind} in place, `max_tokens`") for kind in ("int8", "int4")]
     return (
         'At 8,192 tokens, with `attn_implementation="kvloom"`, a decode step takes '
-        f"{steps[0]} of DynamicCache's time from a float32 cache and {steps[1]} from int8, a step of beam search "
-        f"{beams[0]} and {beams[1]}; int8 peaks at {peaks[0]} less memory, int4 at {peaks[1]}: "
+        f"{steps[0]} of DynamicCache's time from a float32 cache and {steps[1]} from int8, a step of beam "
+        f"search {beams[0]} and {beams[1]}; int8 peaks at {peaks[0]} less memory, int4 at {peaks[1]}: "
         "[all figures](benchmarks/results.md)."
     )
 
