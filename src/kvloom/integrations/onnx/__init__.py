@@ -1,0 +1,23 @@
+"""PMX operators in ONNX. The only folder that imports onnx, onnxscript and onnxruntime."""
+
+from kvloom.integrations.onnx.checks import check, problems
+from kvloom.integrations.onnx.nodes import (
+    dynamic_key_value_cache,
+    key_value_cache,
+    multi_head_cache_attention,
+    opset_imports,
+)
+from kvloom.integrations.onnx.reference import REFERENCE_OPERATORS
+from kvloom.integrations.onnx.running import Session, run
+
+__all__ = [
+    "REFERENCE_OPERATORS",
+    "Session",
+    "check",
+    "dynamic_key_value_cache",
+    "key_value_cache",
+    "multi_head_cache_attention",
+    "opset_imports",
+    "problems",
+    "run",
+]
