@@ -7,6 +7,7 @@ from kvloom.integrations.onnx.nodes import (
     multi_head_cache_attention,
     opset_imports,
 )
+from kvloom.integrations.onnx.portable import portable
 from kvloom.integrations.onnx.reference import REFERENCE_OPERATORS
 from kvloom.integrations.onnx.running import Session, run
 
@@ -18,6 +19,7 @@ __all__ = [
     "key_value_cache",
     "multi_head_cache_attention",
     "opset_imports",
+    "portable",
     "problems",
     "run",
 ]

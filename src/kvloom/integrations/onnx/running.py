@@ -11,6 +11,7 @@ from torch import Tensor
 from kvloom.errors import ArgumentError
 from kvloom.integrations.onnx.checks import check
 from kvloom.integrations.onnx.models import Model, calls, load
+from kvloom.integrations.onnx.portable import portable
 from kvloom.integrations.onnx.reference import REFERENCE_OPERATORS, to_numpy, to_torch
 
 
@@ -51,6 +52,12 @@ class Session:
         self._runner: Any
         if backend == "reference":
             self._runner = _Reference(proto)
+        elif backend == "onnxruntime":
+            from kvloom.integrations.onnx.runtime import Runtime
+
+            whole = portable(proto)
+            pairs = {name: output for name, output in in_out(whole.graph).items() if output}
+            self._runner = Runtime(whole, pairs)
         else:
             raise ArgumentError(f"backend must be 'reference' or 'onnxruntime', got {backend!r}")
 
