@@ -85,6 +85,13 @@ def test_arrays_are_updated_in_place_too() -> None:
     bits.assert_same_bits(torch.from_numpy(feeds["cache"]), expected, "cache")
 
 
+def test_an_array_that_cannot_be_updated_is_refused() -> None:
+    feeds = {name: x.numpy() for name, x in next(static_cases()).feeds().items()}
+    feeds["cache"].flags.writeable = False
+    with pytest.raises(ArgumentError, match=r"feeds\['cache'\] must be writable"):
+        kvonnx.run(model_of(next(static_cases())), feeds)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

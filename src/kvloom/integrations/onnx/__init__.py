@@ -1,6 +1,8 @@
 """PMX operators in ONNX. The only folder that imports onnx, onnxscript and onnxruntime."""
 
 from kvloom.integrations.onnx.checks import check, problems
+from kvloom.integrations.onnx.decoder import DecoderStep
+from kvloom.integrations.onnx.exporting import export
 from kvloom.integrations.onnx.nodes import (
     dynamic_key_value_cache,
     key_value_cache,
@@ -13,9 +15,11 @@ from kvloom.integrations.onnx.running import Session, run
 
 __all__ = [
     "REFERENCE_OPERATORS",
+    "DecoderStep",
     "Session",
     "check",
     "dynamic_key_value_cache",
+    "export",
     "key_value_cache",
     "multi_head_cache_attention",
     "opset_imports",

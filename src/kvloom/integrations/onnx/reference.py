@@ -28,8 +28,10 @@ def to_numpy(x: Tensor) -> np.ndarray[Any, Any]:
 
 
 def to_torch(x: Any) -> Tensor:
-    """A tensor on the memory of the array ``x``; scalars of numpy become 0-d tensors."""
+    """A tensor on the memory of the array ``x``, or a copy of what may not be written, as constants."""
     x = np.asarray(x)
+    if not x.flags.writeable:
+        x = x.copy()
     is_bfloat16 = x.dtype == ml_dtypes.bfloat16
     tensor = torch.from_numpy(x.view(np.int16) if is_bfloat16 else x)
     if x.size == 0:  # of which numpy's strides are 0

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import onnx
 import torch
 from onnx.reference import ReferenceEvaluator
@@ -49,6 +50,7 @@ class Session:
     def __init__(self, model: Model, *, backend: str = "reference") -> None:
         proto = load(model)
         check(proto)
+        self._updated = in_out(proto.graph)
         self._runner: Any
         if backend == "reference":
             self._runner = _Reference(proto)
@@ -66,6 +68,9 @@ class Session:
         inputs: list[str] = self._runner.inputs
         if feeds.keys() != set(inputs):
             raise ArgumentError(f"feeds must be given for {inputs}, got {list(feeds)}")
+        for name in self._updated:
+            if isinstance(feeds[name], np.ndarray) and not feeds[name].flags.writeable:
+                raise ArgumentError(f"feeds[{name!r}] must be writable, for the model updates it")
         tensors = {name: _tensor(name, feeds[name]) for name in inputs}
         outputs: dict[str, Tensor] = self._runner.run(tensors)
         return outputs
