@@ -8,6 +8,7 @@ from typing import Any
 import onnx
 import torch
 from torch import Tensor
+from torch._dynamo.exc import UserError
 from torch.utils import _pytree as pytree
 
 from kvloom.dialects.pmx.tracing import tracing
@@ -64,12 +65,20 @@ def export(
     if unknown:
         raise ArgumentError(f"dynamic must name arguments of forward, {names}, got {unknown}")
     dims: dict[str, Any] = {}
-    shapes = tuple(_shapes((dynamic or {}).get(name), dims) for name in names)
+    shapes = tuple(
+        _shapes((dynamic or {}).get(name, pytree.tree_map(lambda _: None, value)), dims)
+        for name, value in zip(names, values, strict=True)
+    )
     flat_names = [n for name, value in zip(names, values, strict=True) for n in _leaf_names(name, value)]
     recorder = _Recorder(module, domain, flat_names)
     with tracing(recorder), torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of torch's own making, about its own internals
-        program = torch.export.export(recorder, tuple(values), dynamic_shapes={"args": shapes}, strict=False)
+        try:
+            program = torch.export.export(
+                recorder, tuple(values), dynamic_shapes={"args": shapes}, strict=False
+            )
+        except UserError as error:
+            raise ArgumentError(f"module and dynamic must suit torch.export; {error}") from error
         outputs = [
             output_names[i] if i < len(output_names) else f"output_{i}"
             for i in range(recorder.made.num_outputs)
