@@ -187,7 +187,7 @@ def test_what_cannot_be_exported_is_named(call: Callable[[Tensor, Tensor], Any],
     [
         ({"domain": "mine"}, "domain must be one of"),
         ({"dynamic": {"nothing": {0: "T"}}}, "dynamic must name arguments of forward"),
-        ({"dynamic": {"k": {5: "H"}}}, "module and dynamic must suit torch.export"),
+        ({"dynamic": {"k": [{0: "T"}]}}, "module and dynamic must suit torch.export"),
     ],
 )
 def test_bad_options_are_named(options: dict[str, Any], message: str) -> None:
