@@ -79,5 +79,5 @@ $(READY): pyproject.toml CMakeLists.txt $(wildcard csrc/* csrc/kernels/*)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(BUILD)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation \
-	    --editable '.[transformers,dev]'
+	    --editable '.[transformers,onnx,dev]'
 	@touch $@

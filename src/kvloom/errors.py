@@ -17,6 +17,10 @@ class ConfigError(KVError, ValueError):
     """A specification or configuration object cannot be built from these values."""
 
 
+class ModelError(KVError, ValueError):
+    """An ONNX model is damaged, or uses an operator in a way that its document does not allow."""
+
+
 class UnsupportedError(KVError, NotImplementedError):
     """The request is legal, but this build, backend or class does not do it."""
 

@@ -54,10 +54,10 @@ def test_static_cache() -> None:
     assert_same_compiled(call, torch.zeros(2, 2, 2, 2, 32, 16), None, torch.randn(2, 3, 2, 16))
 
 
-def test_ragged_cache_of_which_the_length_is_read_from_a_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch._dynamo.config, "capture_scalar_outputs", True)
-
+def test_ragged_cache_of_which_the_length_is_read_from_a_tensor() -> None:
     def call(cache: Tensor, scale: Tensor | None, new: Tensor, *index: Tensor) -> tuple[Tensor, Tensor]:
         return dynamic.key_value_cache(new, new, *index, 3, 6, cache)
 
-    assert_same_compiled(call, torch.zeros(32, 1, 2, 2, 16), None, torch.randn(5, 2, 16), *INDEX)
+    # Not by monkeypatch, which leaves the setting deleted, so that nothing can be exported any more.
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        assert_same_compiled(call, torch.zeros(32, 1, 2, 2, 16), None, torch.randn(5, 2, 16), *INDEX)

@@ -18,11 +18,13 @@ from kvloom.dialects.pmx.arguments import (
     open_index,
     scalar,
 )
+from kvloom.dialects.pmx.tracing import traceable
 from kvloom.errors import ArgumentError, ShapeError
 
 _PACKED = CacheLayout("T H D")
 
 
+@traceable("dynamic_batching.KeyValueCache")
 def key_value_cache(
     current_key: Tensor,
     current_value: Tensor,
@@ -95,6 +97,7 @@ def key_value_cache(
     return ops.load(stored, kv, dtype=current_key.dtype, num_repeat=num_repeat)
 
 
+@traceable("dynamic_batching.MultiHeadCacheAttention")
 def multi_head_cache_attention(
     query: Tensor,
     current_key: Tensor,

@@ -7,9 +7,11 @@ from kvloom import ops
 from kvloom.core.checks import expect_range
 from kvloom.core.layouts import CacheLayout
 from kvloom.dialects.pmx.arguments import CacheAttributes, expect_new, open_cache, scalar
+from kvloom.dialects.pmx.tracing import traceable
 from kvloom.errors import ArgumentError, ShapeError
 
 
+@traceable("KeyValueCache")
 def key_value_cache(
     current_key: Tensor,
     current_value: Tensor,

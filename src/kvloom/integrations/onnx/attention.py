@@ -1,0 +1,99 @@
+"""Attention of a ragged batch in standard operators, float32 throughout.
+
+All new tokens meet all stored ones in one score matrix, in which those of other sequences are hidden. ONNX's
+own ``Attention`` has no ragged batch, gives NaN to a row that sees no key, and lets a hidden NaN through.
+"""
+
+import math
+
+from kvloom.integrations.onnx.body import BOOL, FLOAT, Body
+from kvloom.ops.alibi import alibi_slopes
+
+
+def attend(
+    b: Body,
+    attributes: dict[str, int],
+    tensors: tuple[str, str, str],
+    queries: tuple[str, str],
+    keys: tuple[str, str],
+    mask_rank: int,
+) -> str:
+    """``[Tq, Hq, D]`` float32.
+
+    Args:
+        b: Where the nodes go.
+        attributes: Of the operator.
+        tensors: Query ``[Tq, Hq, D]``, key and value ``[Tkv, H, D]``, float32.
+        queries: Sequence and position of each row, ``[Tq]``.
+        keys: Sequence and position of each stored token, ``[Tkv]``.
+        mask_rank: Of ``attn_mask``, 0 if there is none.
+    """
+    query, key, value = tensors
+    heads, head_dim = attributes["num_heads"], attributes["head_dim"]
+    kv_heads = attributes["num_kv_heads"] or heads
+    repeat = heads // kv_heads
+    rows, columns = b.size(query, 0), b.size(key, 0)
+    # One product a head for all queries that share its keys. The reshapes also keep ONNX Runtime from fusing
+    # the transpositions into the product, which then divides by zero where there are no tokens.
+    q_HRqD = b.op("Transpose", b.reshape(query, rows, kv_heads, repeat, head_dim), perm=[1, 2, 0, 3])
+    shared = b.op("Mul", rows, b.ints(repeat))
+    q_HqD = b.reshape(q_HRqD, kv_heads, shared, head_dim)
+    k_HDk = b.reshape(b.op("Transpose", key, perm=[1, 2, 0]), kv_heads, head_dim, columns)
+    v_HkD = b.reshape(b.op("Transpose", value, perm=[1, 0, 2]), kv_heads, columns, head_dim)
+    scores = b.op("Mul", b.op("MatMul", q_HqD, k_HDk), b.real(1.0 / math.sqrt(head_dim)))
+    scores = b.reshape(scores, kv_heads, repeat, rows, columns)
+    if mask_rank:
+        mask = _mask(b, mask_rank, rows, columns)
+        if mask_rank == 3:
+            mask = b.reshape(mask, kv_heads, repeat, rows, columns)
+        scores = b.op("Add", scores, mask)
+    (q_sequence, q_position), (k_sequence, k_position) = (
+        tuple(b.unsqueeze(x, axis) for x in pair) for pair, axis in ((queries, 1), (keys, 0))
+    )
+    distance = b.op("Sub", k_position, q_position)
+    later = b.op("Greater", distance, b.whole(0))
+    hidden = b.op("Not", b.op("Equal", q_sequence, k_sequence))
+    if attributes["is_alibi"]:
+        slopes = b.tensor(alibi_slopes(heads).tolist(), [kv_heads, repeat, 1, 1])
+        scores = b.op("Add", scores, b.op("Mul", slopes, b.cast(distance, FLOAT)))
+        hidden = b.op("Or", hidden, later)
+    elif attributes["is_causal"]:
+        masked = b.op("GreaterOrEqual", q_sequence, b.scalar("decoding_batches"))
+        hidden = b.op("Or", hidden, b.op("And", later, masked))
+    probs = _softmax(b, b.op("Where", hidden, b.real(-math.inf), scores))
+    out = _weigh(b, b.reshape(probs, kv_heads, shared, columns), v_HkD)
+    out = b.op("Transpose", b.reshape(out, kv_heads, repeat, rows, head_dim), perm=[2, 0, 1, 3])
+    return b.reshape(out, rows, heads, head_dim)
+
+
+def _mask(b: Body, rank: int, rows: str, columns: str) -> str:
+    """The mask without its padding; one without elements is all zero."""
+    lead = [b.size("query", 1)] if rank == 3 else []
+
+    def zeros(inner: Body) -> str:
+        return inner.op("ConstantOfShape", inner.shape(*lead, rows, columns))
+
+    def given(inner: Body) -> str:
+        used = inner.op("Slice", "attn_mask", inner.ints(0), columns, inner.ints(-1))
+        return inner.cast(used, FLOAT)
+
+    is_empty = b.op("Equal", b.op("Size", "attn_mask"), b.whole(0))
+    return b.choose(is_empty, zeros, given)
+
+
+def _softmax(b: Body, scores: str) -> str:
+    """Softmax over the last axis; a row of nothing but -inf is 0."""
+    last = b.ints(3)  # not -1, which ONNX Runtime does not understand where there are no elements
+    top = b.op("ReduceMax", scores, last, keepdims=1)
+    top = b.op("Where", b.op("IsInf", top, detect_positive=0), b.real(0.0), top)
+    weights = b.op("Exp", b.op("Sub", scores, top))
+    total = b.op("ReduceSum", weights, last, keepdims=1)
+    return b.op("Div", weights, b.op("Where", b.op("Equal", total, b.real(0.0)), b.real(1.0), total))
+
+
+def _weigh(b: Body, probs: str, value: str) -> str:
+    """Sum of values by their weights, in which a weight of 0 hides even NaN; who sees NaN or inf gets NaN."""
+    broken = b.is_broken(value)
+    out = b.op("MatMul", probs, b.op("Where", broken, b.real(0.0), value))
+    counted = b.op("MatMul", b.cast(b.cast(probs, BOOL), FLOAT), b.cast(broken, FLOAT))
+    return b.op("Where", b.op("Greater", counted, b.real(0.0)), b.real(math.nan), out)

@@ -1,0 +1,135 @@
+"""Reading models, and what is known about their values."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple, TypeAlias
+
+import onnx
+from google.protobuf.message import DecodeError
+from onnx import shape_inference
+
+from kvloom.errors import ArgumentError, ModelError
+from kvloom.integrations.onnx.operators import OPERATORS, Operator
+
+Model: TypeAlias = onnx.ModelProto | bytes | str | Path
+Dims: TypeAlias = tuple[int | None, ...]
+
+
+def load(model: Model) -> onnx.ModelProto:
+    """The model of a file, of its bytes, or as it is.
+
+    Raises:
+        ModelError: it is truncated, damaged or no ONNX model.
+        ArgumentError: there is no such file.
+    """
+    if isinstance(model, onnx.ModelProto):
+        proto = model
+    else:
+        if isinstance(model, bytes):
+            data, what = model, f"{len(model)} bytes"
+        else:
+            if not Path(model).is_file():
+                raise ArgumentError(f"model must be an ONNX file, got {str(model)!r}")
+            data, what = Path(model).read_bytes(), repr(str(model))
+        proto = onnx.ModelProto()
+        try:
+            proto.ParseFromString(data)
+        except DecodeError:
+            raise ModelError(f"model must be a whole ONNX file, {what} is truncated or damaged") from None
+    if not proto.HasField("graph") or not proto.opset_import:
+        raise ModelError("model must have a graph and opset imports; it is truncated or no ONNX model")
+    return proto
+
+
+class Call(NamedTuple):
+    """A node of one of our operators, with its inputs and attributes by name."""
+
+    node: onnx.NodeProto
+    operator: Operator
+    domain: str
+
+    def input(self, name: str) -> str:
+        """The value given for ``name``, ``""`` if there is none."""
+        at = self.operator.inputs.index(name)
+        return str(self.node.input[at]) if at < len(self.node.input) else ""
+
+    def output(self, name: str) -> str:
+        """The value made for ``name``, ``""`` if there is none."""
+        at = self.operator.all_outputs.index(name)
+        return str(self.node.output[at]) if at < len(self.node.output) else ""
+
+    def given(self) -> dict[str, object]:
+        """Attributes as written."""
+        return {a.name: onnx.helper.get_attribute_value(a) for a in self.node.attribute}
+
+    def attributes(self) -> dict[str, int]:
+        """Attributes with their defaults."""
+        return self.operator.complete({k: v for k, v in self.given().items() if isinstance(v, int)})
+
+    @property
+    def is_functional(self) -> bool:
+        """Whether the updated cache is an output, so that the node writes nothing in place."""
+        return bool(self.output("cache"))
+
+
+def calls(nodes: Sequence[onnx.NodeProto]) -> Iterator[Call]:
+    """The nodes of our operators."""
+    for node in nodes:
+        operator = OPERATORS.get((node.domain, node.op_type))
+        if operator is not None:
+            yield Call(node, operator, node.domain.split(".")[0])
+
+
+class Known(NamedTuple):
+    """What is known of a value: an element type of ``onnx.TensorProto``, and a shape or ``None``."""
+
+    dtype: int
+    dims: Dims | None
+
+
+def known_values(model: onnx.ModelProto) -> dict[str, Known]:
+    """Types and shapes of the values of the main graph, as far as they can be inferred."""
+    work = onnx.ModelProto()
+    work.CopyFrom(model)
+    found: dict[str, Known] = {}
+    for _ in range(1 + sum(1 for _ in calls(work.graph.node))):
+        try:
+            work = shape_inference.infer_shapes(work)
+        except shape_inference.InferenceError as error:
+            raise ModelError(f"model must be consistent; {str(error).splitlines()[0]}") from None
+        found = _read_values(work.graph)
+        # The standard knows nothing of our operators, so their outputs are told and inference goes on.
+        told = [info for call in calls(work.graph.node) for info in _outputs(call, found)]
+        if not told:
+            break
+        work.graph.value_info.extend(told)
+    return found
+
+
+def _outputs(call: Call, found: dict[str, Known]) -> list[onnx.ValueInfoProto]:
+    first = found.get(call.node.input[0]) if call.node.input else None
+    told = []
+    for name in call.operator.outputs:
+        value = call.output(name)
+        if value and value not in found and first is not None:
+            dims: tuple[int | None, ...] | None = first.dims
+            if name != "attn_output" and dims is not None and len(dims) >= 2:
+                heads = dims[-2]
+                repeated = None if heads is None else heads * call.attributes()["num_repeat"]
+                dims = (*dims[:1], None, repeated, dims[-1]) if len(dims) == 4 else (None, repeated, dims[-1])
+            told.append(onnx.helper.make_tensor_value_info(value, first.dtype, dims))
+    for name in ("cache", "scale"):
+        value, source = call.output(name), found.get(call.input(name))
+        if value and value not in found and source is not None:
+            told.append(onnx.helper.make_tensor_value_info(value, source.dtype, source.dims))
+    return told
+
+
+def _read_values(graph: onnx.GraphProto) -> dict[str, Known]:
+    found = {x.name: Known(x.data_type, tuple(x.dims)) for x in graph.initializer}
+    for info in (*graph.input, *graph.value_info, *graph.output):
+        tensor = info.type.tensor_type
+        if tensor.elem_type and info.name not in found:
+            dims = tuple(d.dim_value if d.HasField("dim_value") else None for d in tensor.shape.dim)
+            found[info.name] = Known(tensor.elem_type, dims if tensor.HasField("shape") else None)
+    return found

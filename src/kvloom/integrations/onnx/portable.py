@@ -1,0 +1,122 @@
+"""The portable form of a model: every PMX node with a body of standard operators."""
+
+import onnx
+from onnx import helper
+
+from kvloom.errors import ModelError
+from kvloom.integrations.onnx.checks import check
+from kvloom.integrations.onnx.functions import Choice, make_function
+from kvloom.integrations.onnx.models import Call, Known, Model, calls, known_values, load
+from kvloom.integrations.onnx.operators import ATTENTION, STATIC
+
+MIN_OPSET = 18
+MIN_IR_VERSION = 10
+
+
+def portable(model: Model) -> onnx.ModelProto:
+    """``model`` in a form that any ONNX runtime executes without a custom operator.
+
+    Nodes stay what they are and get model-local functions for bodies. Their updated caches and scales become
+    outputs, and an in-out input ``cache`` of the graph comes back as its output ``cache_out``. What reads a
+    cache after a node wrote it, reads the updated one.
+
+    Bodies are made for the types and attributes of their nodes, so the types of keys, caches and scales must
+    be known or follow from the inputs of the graph; so must the rank of a table or mask, or else it is that
+    of the document. Values of indices are not checked.
+
+    Args:
+        model: A model, its bytes or its path; left alone.
+
+    Raises:
+        ModelError: it is not what ``check`` accepts, a type is unknown, or its opset is below 18.
+        ArgumentError: there is no such file.
+    """
+    source = load(model)
+    check(source)
+    result = onnx.ModelProto()
+    result.CopyFrom(source)
+    opset = next((x.version for x in result.opset_import if x.domain in ("", "ai.onnx")), 0)
+    if not opset:  # a model of our nodes alone needs none
+        opset = 24
+        result.opset_import.append(helper.make_opsetid("", opset))
+    if opset < MIN_OPSET:
+        raise ModelError(f"model must import opset {MIN_OPSET} or later for the portable form, got {opset}")
+    result.ir_version = max(result.ir_version, MIN_IR_VERSION)
+    values = known_values(source)
+    latest: dict[str, str] = {}
+    taken = {name for node in result.graph.node for name in (*node.input, *node.output)}
+    taken |= {x.name for x in (*result.graph.input, *result.graph.output, *result.graph.initializer)}
+    functions = {(f.domain, f.name, f.overload) for f in result.functions}
+    own = {id(call.node): call for call in calls(result.graph.node)}
+    for node in result.graph.node:
+        call = own.get(id(node))
+        choice = None if call is None or node.overload else _choice(call, values)
+        for i, name in enumerate(node.input):
+            node.input[i] = latest.get(name, name)
+        if call is None or choice is None:
+            continue
+        if not call.is_functional:
+            _thread(call, latest, taken)
+        del node.input[len(choice.inputs) :]
+        node.overload = choice.overload
+        key = (node.domain, node.op_type, node.overload)
+        if key not in functions:
+            functions.add(key)
+            result.functions.append(make_function(choice, opset))
+    _add_outputs(result.graph, latest)
+    return result
+
+
+def _choice(call: Call, values: dict[str, Known]) -> Choice:
+    def known(name: str) -> Known:
+        value = values.get(call.input(name))
+        if value is None:
+            raise ModelError(
+                f"input {name} of {call.node.op_type} must have a known type, {call.input(name)!r} has none"
+            )
+        return value
+
+    a = call.attributes()
+    domain = call.domain
+    table = mask = 0
+    if call.operator is not STATIC:
+        dims = known("cachestarts").dims
+        by_document = 1 if call.operator is ATTENTION and domain == "pmx" else 2
+        table = 1 if not a["cache_mode"] else by_document if dims is None else len(dims)
+    if call.operator is ATTENTION and call.input("attn_mask"):
+        dims = known("attn_mask").dims
+        mask = 2 if dims is None else 0 if 0 in dims or len(dims) == 1 else len(dims)
+    scale = known("scale").dtype if a["quant_bit"] else 0
+    return Choice(
+        call.operator, domain, a, known("current_key").dtype, known("cache").dtype, scale, table, mask
+    )
+
+
+def _thread(call: Call, latest: dict[str, str], taken: set[str]) -> None:
+    """Make the updated cache and scale outputs, under new names that later nodes will read."""
+    for name in ("cache", "scale") if call.attributes()["quant_bit"] else ("cache",):
+        now = call.input(name)
+        root = next((key for key, value in latest.items() if value == now), now)
+        number = 1
+        while f"{root}.{number}" in taken:
+            number += 1
+        made = f"{root}.{number}"
+        taken.add(made)
+        latest[root] = made
+        call.node.output.append(made)
+
+
+def _add_outputs(graph: onnx.GraphProto, latest: dict[str, str]) -> None:
+    inputs = {x.name: x for x in graph.input}
+    for root, last in latest.items():
+        if root not in inputs:
+            continue
+        for node in graph.node:
+            for names in (node.input, node.output):
+                for i, name in enumerate(names):
+                    if name == last:
+                        names[i] = f"{root}_out"
+        info = onnx.ValueInfoProto()
+        info.CopyFrom(inputs[root])
+        info.name = f"{root}_out"
+        graph.output.append(info)

@@ -1,0 +1,132 @@
+"""Run a model: by ``onnx.reference`` with kvloom's operators, or in ONNX Runtime by standard ones."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import onnx
+import torch
+from onnx.reference import ReferenceEvaluator
+from torch import Tensor
+
+from kvloom.errors import ArgumentError
+from kvloom.integrations.onnx.checks import check
+from kvloom.integrations.onnx.models import Model, calls, load
+from kvloom.integrations.onnx.portable import portable
+from kvloom.integrations.onnx.reference import REFERENCE_OPERATORS, to_numpy, to_torch
+
+
+def run(model: Model, feeds: Mapping[str, Any], *, backend: str = "reference") -> dict[str, Tensor]:
+    """Run ``model`` once. For many steps make a ``Session``.
+
+    Args:
+        model: A model, its bytes or its path.
+        feeds: Tensors, arrays or numbers by the names of the graph's inputs. A cache or scale that the model
+            updates is written in place and must be a tensor or an array.
+        backend: ``"reference"``, kvloom's operators in ``onnx.reference``; or ``"onnxruntime"``, the
+            portable form in ONNX Runtime.
+
+    Returns:
+        The outputs of the graph by name, and every updated cache and scale under the name of its input.
+
+    Raises:
+        ModelError: the model is damaged or not what the documents allow.
+        ArgumentError: ``feeds`` or ``backend`` does not fit.
+    """
+    return Session(model, backend=backend).run(feeds)
+
+
+class Session:
+    """A model that is ready to run.
+
+    Args:
+        model: A model, its bytes or its path.
+        backend: As ``run``.
+
+    Raises:
+        ModelError, ArgumentError: as ``run``.
+    """
+
+    def __init__(self, model: Model, *, backend: str = "reference") -> None:
+        proto = load(model)
+        check(proto)
+        self._updated = in_out(proto.graph)
+        self._runner: Any
+        if backend == "reference":
+            self._runner = _Reference(proto)
+        elif backend == "onnxruntime":
+            from kvloom.integrations.onnx.runtime import Runtime
+
+            whole = portable(proto)
+            pairs = {name: output for name, output in in_out(whole.graph).items() if output}
+            self._runner = Runtime(whole, pairs)
+        else:
+            raise ArgumentError(f"backend must be 'reference' or 'onnxruntime', got {backend!r}")
+
+    def run(self, feeds: Mapping[str, Any]) -> dict[str, Tensor]:
+        """One step; arguments, result and errors as the function ``run``."""
+        inputs: list[str] = self._runner.inputs
+        if feeds.keys() != set(inputs):
+            raise ArgumentError(f"feeds must be given for {inputs}, got {list(feeds)}")
+        for name in self._updated:
+            if isinstance(feeds[name], np.ndarray) and not feeds[name].flags.writeable:
+                raise ArgumentError(f"feeds[{name!r}] must be writable, for the model updates it")
+        tensors = {name: _tensor(name, feeds[name]) for name in inputs}
+        outputs: dict[str, Tensor] = self._runner.run(tensors)
+        return outputs
+
+
+def in_out(graph: onnx.GraphProto) -> dict[str, str]:
+    """Inputs of ``graph`` that are updated, and the output with their last state, ``""`` if in place."""
+    inputs = {x.name for x in graph.input} - {x.name for x in graph.initializer}
+    outputs = {x.name for x in graph.output}
+    origin: dict[str, str] = {}
+    found: dict[str, str] = {}
+    for call in calls(graph.node):
+        for name in ("cache", "scale"):
+            if name == "scale" and not call.attributes()["quant_bit"]:
+                continue
+            value, made = call.input(name), call.output(name)
+            source = origin.get(value, value)
+            if source not in inputs:
+                continue
+            if not call.is_functional:
+                found[source] = ""
+            elif made:
+                origin[made] = source
+                if made in outputs:
+                    found[source] = made
+    return found
+
+
+class _Reference:
+    def __init__(self, model: onnx.ModelProto) -> None:
+        self._evaluator = ReferenceEvaluator(model, new_ops=REFERENCE_OPERATORS)
+        self.inputs = list(self._evaluator.input_names)
+        self._in_out = in_out(model.graph)
+
+    def run(self, feeds: dict[str, Tensor]) -> dict[str, Tensor]:
+        arrays = {name: to_numpy(x) for name, x in feeds.items()}
+        made = self._evaluator.run(None, arrays)
+        outputs = {name: to_torch(x) for name, x in zip(self._evaluator.output_names, made, strict=True)}
+        for name, output in self._in_out.items():
+            if output:
+                outputs[output] = feeds[name].copy_(outputs[output])
+            outputs[name] = feeds[name]
+        return outputs
+
+
+def _tensor(name: str, x: Any) -> Tensor:
+    """A tensor on the memory of ``x``, so that what is written to it is seen by its owner."""
+    if isinstance(x, Tensor):
+        if x.device.type != "cpu":
+            raise ArgumentError(f"feeds[{name!r}] must be on the CPU, got {x.device}")
+        return x.detach() if x.requires_grad else x
+    if isinstance(x, bool | int):
+        return torch.tensor(x, dtype=torch.int64)
+    try:
+        return to_torch(x)
+    except (TypeError, ValueError):
+        raise ArgumentError(
+            f"feeds[{name!r}] must be a tensor, array or int, got {type(x).__name__}"
+        ) from None
