@@ -49,6 +49,11 @@ def with_attribute(name: str, value: Any) -> Callable[[ModelProto], None]:
     return change
 
 
+def int4_with_odd_groups(model: ModelProto) -> None:
+    with_attribute("quant_bit", 4)(model)
+    with_attribute("quant_group", 1)(model)
+
+
 def with_input(name: str, elem_type: int, dims: list[int]) -> Callable[[ModelProto], None]:
     def change(model: ModelProto) -> None:
         (info,) = (x for x in model.graph.input if x.name == name)
@@ -96,6 +101,7 @@ def renamed(model: ModelProto) -> None:
         (with_attribute("quant_group", "x"), "attribute quant_group must be an int"),
         (with_attribute("page_size", 4), "attribute page_size is unknown"),
         (with_attribute("quant_group", 5), "attribute quant_group must divide the head dim 32, got 5"),
+        (int4_with_odd_groups, "attribute quant_group must be even where quant_bit is 4, got 1"),
         (with_attribute("num_layer", 3), "input cache must be .* with L=3"),
         (with_input("cache", 1, [2, 3, 2, 2, 7, 32]), "input cache must be int8, got float"),
         (with_input("start_pos", 6, []), "input start_pos must be int64, got int32"),
