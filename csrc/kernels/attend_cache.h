@@ -244,8 +244,6 @@ struct SidePlace {
     }
   }
 
-  // Whether the rows of a token's heads are one run of bytes.
-  bool heads_are_adjacent() const { return is_contiguous && head_bytes() == row_bytes; }
   Index head_bytes() const { return cache.stride[3] * bytes_of(cache.dtype); }
   Index scale_head_bytes() const { return scale.stride[3] * bytes_of(scale.dtype); }
   // Place of stored element i in its row, in elements.

@@ -8,10 +8,9 @@ import weakref
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
 from kvloom.blocks import BlockTable, PrefixTree
-from kvloom.caches.storage import PagedFormat, PagedMemory, PagedStorage
+from kvloom.caches.storage import PagedFormat, PagedMemory, PagedStorage, block_ids
 from kvloom.caches.stored import Placement
 from kvloom.core.indexing import CacheIndex
 from kvloom.errors import ArgumentError, ShapeError, StateError
@@ -120,7 +119,7 @@ class PagedBatch:
         """Columns ``start .. end`` of every sequence; the same object until something changes."""
         if (start, end, device) not in self._placements:
             if device not in self._index:
-                pages = _padded([[ref.id for ref in table.blocks] for table in self._tables], device)
+                pages = block_ids(self._tables, device)
                 self._index[device] = CacheIndex.blocks(pages, self.format.page_size)
             first = torch.tensor(self._first, device=device)
             self._placements[start, end, device] = Placement(
@@ -262,13 +261,6 @@ class PagedBatch:
     def _changed(self) -> None:
         self._index.clear()
         self._placements.clear()
-
-
-def _padded(rows: Sequence[Sequence[int]], device: torch.device) -> Tensor:
-    """``[B, P]`` int64 with P at least 1, short rows filled with -1."""
-    width = max(1, *map(len, rows))
-    padded = [[*row, *[-1] * (width - len(row))] for row in rows]
-    return torch.tensor(padded, dtype=torch.int64, device=device)
 
 
 def _release(tables: list[BlockTable]) -> None:

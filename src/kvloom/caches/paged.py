@@ -73,7 +73,7 @@ class PagedLayer:
         if self.batch.passed is not None and num_new:
             return self._append_beyond_window(key, value, storage, self.batch.passed)
         new = self.batch.place(start, end, key.device).slots
-        _store(key, value, new, storage)
+        storage.store(key, value, new)
         return StoredTokens(storage.view, self._visible(start, key.device), self.batch.window)
 
     def stored(self) -> StoredTokens:
@@ -131,7 +131,7 @@ class PagedLayer:
         if start > first:
             old, begin = passed.place(first, start, device).slots, passed.first_held(first)
             ops.copy(storage.view, old.flatten(), step.view, slots[:, : start - first].flatten())
-        _store(key, value, slots[:, start - first :], step)
+        step.store(key, value, slots[:, start - first :])
         for b, column in enumerate(self.batch.first_held(first)):
             target = self.batch.place(column, end, device).slots[b]
             ops.copy(step.view, slots[b, column - first :].contiguous(), storage.view, target)
@@ -144,16 +144,6 @@ class PagedLayer:
         """The storage of this layer, of the shapes and on the device of new tokens."""
         storage = self.storage
         if storage is None:
-            format = self.batch.format
-            key_spec = format.spec(key.shape[1], key.shape[3], key.dtype)
-            value_spec = (format.values or format).spec(value.shape[1], value.shape[3], key.dtype)
-            return PagedStorage(key_spec, value_spec, format.page_size, key.device)
+            return PagedStorage.of(self.batch.format, key, value, self.batch.format.page_size)
         storage.expect_fits(key, value, self.batch.size or key.shape[0])
         return storage
-
-
-def _store(key: Tensor, value: Tensor, slots: Tensor, storage: PagedStorage) -> None:
-    """Write ``[B, H, Q, D]`` to slots ``[B, Q]``."""
-    ops.store(
-        key.transpose(1, 2).flatten(0, 1), value.transpose(1, 2).flatten(0, 1), slots.flatten(), storage.view
-    )

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvloom import ops
 from kvloom.blocks import BlockPool, BlockTable, PrefixTree, append_all, check
-from kvloom.caches.storage import PagedFormat, PagedStorage, copy_pages
+from kvloom.caches.storage import PagedFormat, PagedStorage, block_ids, copy_pages
 from kvloom.core.checks import expect_range
 from kvloom.core.indexing import CacheIndex
 from kvloom.core.specs import KVSpec
@@ -263,7 +263,4 @@ class PagedCache:
 
     def _table(self, sequences: Sequence[PagedSequence]) -> Tensor:
         """Block ids ``[B, P]``, rows padded with -1."""
-        rows = [[ref.id for ref in sequence.table.blocks] for sequence in sequences]
-        width = max(map(len, rows))
-        padded = [row + [-1] * (width - len(row)) for row in rows]
-        return torch.tensor(padded, dtype=torch.int64, device=self._device)
+        return block_ids([sequence.table for sequence in sequences], self._device)

@@ -65,11 +65,9 @@ class StaticPagedLayer:
 
         Call it before the first compiled ``append``.
         """
-        rows, heads, _, key_dim = expect("key", key, "B H Q Dk", dtype=FLOAT_DTYPES).values()
-        sizes = expect("value", value, "B H Q Dv", dtype=key.dtype, device=key.device, B=rows, H=heads)
-        key_spec = self.format.spec(heads, key_dim, key.dtype)
-        value_spec = (self.format.values or self.format).spec(heads, sizes["Dv"], key.dtype)
-        self._hold(PagedStorage(key_spec, value_spec, self.max_tokens, key.device), rows)
+        rows, heads, *_ = expect("key", key, "B H Q Dk", dtype=FLOAT_DTYPES).values()
+        expect("value", value, "B H Q Dv", dtype=key.dtype, device=key.device, B=rows, H=heads)
+        self._hold(PagedStorage.of(self.format, key, value, self.max_tokens), rows)
 
     def append(self, key: Tensor, value: Tensor) -> StoredTokens:
         """Store new tokens ``[B, H, Q, D]`` behind the ones that are there, and return all columns.
@@ -90,12 +88,7 @@ class StaticPagedLayer:
         position = self.length + torch.arange(num_new, device=key.device)
         # Sequences are full together: then the slots of the last one are nobody's, and nothing is stored.
         slots = self._index.table + position
-        ops.store(
-            key.transpose(1, 2).flatten(0, 1),
-            value.transpose(1, 2).flatten(0, 1),
-            slots.flatten(),
-            storage.view,
-        )
+        storage.store(key, value, slots)
         self.length.add_(num_new)
         return self.stored()
 

@@ -71,6 +71,13 @@ class PagedStorage:
         self.tensors = self._allocate(0)
         self.view = KVView.split(_LAYOUT, *self.tensors)
 
+    @classmethod
+    def of(cls, format: PagedFormat, key: Tensor, value: Tensor, page_size: int) -> "PagedStorage":
+        """For keys and values such as these, ``[B, H, Q, D]``."""
+        key_spec = format.spec(key.shape[1], key.shape[3], key.dtype)
+        value_spec = (format.values or format).spec(value.shape[1], value.shape[3], key.dtype)
+        return cls(key_spec, value_spec, page_size, key.device)
+
     @property
     def num_pages(self) -> int:
         """Pages allocated."""
@@ -101,6 +108,11 @@ class PagedStorage:
                 )
             if x.device != self._device:
                 raise ShapeError(f"{name} must be on {self._device}, got {x.device}")
+
+    def store(self, key: Tensor, value: Tensor, slots: Tensor) -> None:
+        """Write ``[B, H, Q, D]`` to slots ``[B, Q]``."""
+        key, value = (x.transpose(1, 2).flatten(0, 1) for x in (key, value))
+        ops.store(key, value, slots.flatten(), self.view)
 
     def grow(self, num_pages: int) -> None:
         """Hold at least ``num_pages`` pages; bytes keep their slots. A ``view`` taken before is stale."""
@@ -179,6 +191,14 @@ class PagedMemory:
                 # By a quarter: little is held in vain, and each token moves about four times in all.
                 grown = max(have // 4, sum(-(-n // size) for n in num_tokens))
                 self.pool.grow(grown if limit is None else min(grown, limit - have))
+
+
+def block_ids(tables: Iterable[BlockTable], device: torch.device) -> Tensor:
+    """Pages of each table, ``[B, P]`` int64 with P at least 1, short rows filled with -1."""
+    rows = [[ref.id for ref in table.blocks] for table in tables]
+    width = max(1, *map(len, rows))
+    padded = [[*row, *[-1] * (width - len(row))] for row in rows]
+    return torch.tensor(padded, dtype=torch.int64, device=device)
 
 
 def copy_pages(storages: Iterable[PagedStorage], copies: Sequence[Copy], page_size: int) -> None:

@@ -88,9 +88,10 @@ def _operator(name: str) -> Any:
 
 
 # Python looks operators up in the class, where ``__getattr__`` is not asked.
-for _name in ("getitem", "len", "iter", "neg", "add", "sub", "mul", "truediv", "matmul"):
-    setattr(StoredStates, f"__{_name}__", _operator(f"__{_name}__"))
-for _name in ("radd", "rsub", "rmul", "rtruediv", "rmatmul"):
+for _name in (
+    "getitem", "len", "iter", "neg", "add", "sub", "mul", "truediv", "matmul",
+    "radd", "rsub", "rmul", "rtruediv", "rmatmul",
+):  # fmt: skip
     setattr(StoredStates, f"__{_name}__", _operator(f"__{_name}__"))
 
 
