@@ -178,7 +178,8 @@ Tensor attend(const Tensor& query, const Tensor& key_cache, const Tensor& value_
   args.key = side_of(key_cache, key_scale);
   args.value = side_of(value_cache, value_scale);
   const CacheView &key = args.key.cache, &value = args.value.cache;
-  require(std::equal(key.size, key.size + 4, value.size),
+  const auto slots = [](const CacheView& view) { return view.size[0] * view.size[1] * view.size[2]; };
+  require(slots(key) == slots(value) && key.size[3] == value.size[3],
           "keys and values must have the same slots and heads");
   const int64_t key_dim = key.size[4] * key.size[5] * (key.dtype == DType::int4 ? 2 : 1);
   const int64_t value_dim = value.size[4] * value.size[5] * (value.dtype == DType::int4 ? 2 : 1);

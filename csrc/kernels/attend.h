@@ -40,6 +40,9 @@ class ItemRunner {
         value_width_(round_up(value_.dim, kBlock)) {
     key_rows_.side = &key_, value_rows_.side = &value_;
     key_rows_.query_dtype = value_rows_.query_dtype = args.query_dtype;
+    key_rows_.ahead = value_rows_.ahead = &ahead_;
+    key_rows_.takes_codes = takes_codes(key_, args.query_dtype);
+    value_rows_.takes_codes = takes_codes(value_, args.query_dtype);
   }
 
   void run(Index first, Index last) {
@@ -140,7 +143,8 @@ class ItemRunner {
     ChunkRows &keys = key_rows_, &values = value_rows_;
     keys.begin = values.begin = chunk.begin - first;
     keys.end = values.end = chunk.end - first;
-    aim(keys, next_->key), aim(values, next_->value);
+    keys.next_scale = next_->key.scale, values.next_scale = next_->value.scale;
+    ahead_.aim(key_, next_->key, value_, next_->value, job.item.num_heads);
     for (Index h = 0; h < job.item.num_heads; ++h) {
       const Index r0 = h * rows;
       find_rows(keys, places_->key, h);
@@ -154,26 +158,23 @@ class ItemRunner {
     }
   }
 
-  static void aim(ChunkRows& chunk, const ChunkPlaces& next) {
-    chunk.next_row = next.row, chunk.next_scale = next.scale;
-  }
-
   // Rows of the item's head h, or copies where a row is not in one piece.
   void find_rows(ChunkRows& chunk, ChunkPlaces& places, Index h) {
     const SidePlace& side = *chunk.side;
-    chunk.next_shift = h * side.head_bytes();
     if (side.scale.data) chunk.next_scale_shift = h * side.scale_head_bytes();
     if (h > 0) move_rows(places.row, places, side.head_bytes());
     if (h > 0 && side.scale.data) move_rows(places.scale, places, side.scale_head_bytes());
     chunk.row = places.row, chunk.scale = places.scale;
-    if (!side.is_contiguous) {
-      chunk.row = copy_rows(places.row, places, side.cache, gathered_, copied_rows_);
-      if (side.scale.data)
-        chunk.scale = copy_rows(places.scale, places, side.scale, gathered_scales_, copied_scales_);
+    chunk.is_native = places.is_native && chunk.takes_codes;
+    const bool is_whole = places.end - places.begin == kChunk;
+    if (!chunk.is_native) {
+      if (!side.is_contiguous) chunk.row = copy_rows(places.row, places, side.cache, gathered_, copied_rows_);
+      if (!is_whole) chunk.row = pad_rows(chunk.row, places, copied_rows_);
     }
-    if (places.end - places.begin == kChunk) return;
-    chunk.row = pad_rows(chunk.row, places, copied_rows_);
-    if (side.scale.data) chunk.scale = pad_rows(chunk.scale, places, copied_scales_);
+    if (!side.scale.data) return;
+    if (!side.scale_is_contiguous)
+      chunk.scale = copy_rows(places.scale, places, side.scale, gathered_scales_, copied_scales_);
+    if (!is_whole) chunk.scale = pad_rows(chunk.scale, places, copied_scales_);
   }
 
   static void move_rows(const Byte** rows, const ChunkPlaces& places, Index bytes) {
@@ -248,6 +249,7 @@ class ItemRunner {
   const Index group_, key_width_, value_width_;
 
   ChunkRows key_rows_, value_rows_;
+  Ahead ahead_;
   struct Places {
     ChunkPlaces key, value;
   };

@@ -163,6 +163,9 @@ class SlotOffsets {
     if (levels_ > 2) middle_ = Divisor(size_[1]);
   }
 
+  // Bytes from one slot to the next.
+  Index step() const { return levels_ == 0 ? 0 : stride_[levels_ - 1]; }
+
   // Rows of `count` slots from `slot` on, where slot 0 is at `base`.
   void fill(const Byte* base, Index slot, Index count, const Byte** rows) const {
     const Index step = levels_ == 0 ? 0 : stride_[levels_ - 1];
@@ -203,6 +206,20 @@ class SlotOffsets {
   Divisor inner_, middle_;
 };
 
+// Codes in the order of integer dot products, 16 tokens (a block) in one piece: keys as columns of four bytes of
+// each token's vector, [.., D/4, 16, 4], values as quads of four tokens for each byte of a vector, [4, D, 4].
+enum class NativeOrder { none, columns, quads };
+
+inline NativeOrder native_order(const CacheView& view) {
+  if (bytes_of(view.dtype) != 1) return NativeOrder::none;
+  const std::int64_t *size = view.size, *stride = view.stride;
+  const bool is_columns = size[5] == 4 && stride[5] == 1 && size[2] % kBlock == 0 && stride[2] == 4 &&
+                          (size[4] == 1 || stride[4] == 4 * kBlock);
+  const bool is_quads = size[5] == 1 && stride[4] == 4 && size[2] == 4 && stride[2] == 1 && size[1] % 4 == 0 &&
+                        stride[1] == 4 * size[4];
+  return is_columns ? NativeOrder::columns : is_quads ? NativeOrder::quads : NativeOrder::none;
+}
+
 // The stored tokens of one sequence, as runs of consecutive slots.
 class TokenSlots {
  public:
@@ -210,6 +227,8 @@ class TokenSlots {
     first_ = table.row_starts.data ? read_index(table.row_starts, sequence) * table.entry_stride
                                    : sequence * table.row_stride;
   }
+
+  Index page_size() const { return page_size_.size(); }
 
   template <class Visit>  // Visit(token, slot, count)
   void runs(Index token, Index count, Visit visit) const {
@@ -236,16 +255,27 @@ struct SidePlace {
   explicit SidePlace(const CacheSide& side)
       : cache(side.cache), scale(side.scale), dim(head_dim(side)), offsets(side.cache) {
     row_bytes = stored_width(cache) * bytes_of(cache.dtype);
-    is_contiguous = row_is_contiguous(cache) && (!scale.data || row_is_contiguous(scale));
+    order = native_order(cache);
+    is_contiguous = row_is_contiguous(cache);
+    scale_is_contiguous = !scale.data || row_is_contiguous(scale);
+    heads_touch = head_bytes() == row_bytes;
+    tokens_touch = offsets.step() == row_bytes;
     if (scale.data) {
       num_groups = stored_width(scale);
       group = dim / num_groups;
       scale_offsets = SlotOffsets(scale);
+      const Index per_group = row_bytes / num_groups;
+      for (Index g = 0; g < num_groups; ++g)
+        for (Index i = g * per_group; i < (g + 1) * per_group; ++i) group_of_byte[i] = static_cast<std::int32_t>(g);
     }
   }
 
   Index head_bytes() const { return cache.stride[3] * bytes_of(cache.dtype); }
   Index scale_head_bytes() const { return scale.stride[3] * bytes_of(scale.dtype); }
+  // Where the native block begins whose token number `i` is at `row`.
+  const Byte* block_of(const Byte* row, Index i) const {
+    return row - (order == NativeOrder::columns ? 4 * i : i / 4 * 4 * row_bytes + i % 4);
+  }
   // Place of stored element i in its row, in elements.
   static Index element(const CacheView& view, Index i) {
     return i / view.size[5] * view.stride[4] + i % view.size[5] * view.stride[5];
@@ -255,13 +285,17 @@ struct SidePlace {
   const CacheView& scale;
   Index dim, row_bytes;
   Index num_groups = 0, group = 0;
-  bool is_contiguous;  // codes and scales of a row each lie in one piece
+  std::int32_t group_of_byte[kMaxHeadDim + kBlock];
+  NativeOrder order;
+  bool is_contiguous, scale_is_contiguous;  // a row lies in one piece
+  bool heads_touch, tokens_touch;  // rows of neighbours follow one another in memory
   SlotOffsets offsets, scale_offsets;
 };
 
 // Rows of one head for the tokens [begin, end) of one chunk.
 struct ChunkPlaces {
   Index begin = 0, end = 0;
+  bool is_native = false;  // blocks of tokens lie in blocks of a native order
   const Byte* row[kChunk];
   const Byte* scale[kChunk] = {};
 
@@ -270,7 +304,9 @@ struct ChunkPlaces {
     const Byte* codes = static_cast<const Byte*>(side.cache.data) + head * side.head_bytes();
     const Byte* scales = static_cast<const Byte*>(side.scale.data);
     if (scales) scales += head * side.scale_head_bytes();
+    is_native = side.order != NativeOrder::none && slots.page_size() % kBlock == 0;
     slots.runs(token, tokens, [&](Index at, Index slot, Index run) {
+      is_native &= (slot - at) % kBlock == 0;
       side.offsets.fill(codes, slot, run, row + (at - token + begin));
       if (scales) side.scale_offsets.fill(scales, slot, run, scale + (at - token + begin));
     });
@@ -281,6 +317,7 @@ struct ChunkPlaces {
 
   void repeat(const ChunkPlaces& other) {
     begin = end = 0;
+    is_native = other.is_native;
     std::memcpy(row, other.row, sizeof row);
     std::memcpy(scale, other.scale, sizeof scale);
   }

@@ -1,7 +1,7 @@
 // Which kernel serves which dtype on this instruction set.
 #pragma once
 
-#include "attend_tile.h"
+#include "attend_codes.h"
 
 #if defined(__AVX512BF16__) && defined(__AVX512VNNI__)
 #include "attend_avx512.h"
@@ -23,21 +23,22 @@ inline bool is_direct(const SidePlace& side, DType query_dtype) {
   return !side.scale.data && side.cache.dtype == query_dtype && side.dim % kBlock == 0;
 }
 
-#ifdef KVLOOM_HAS_DOT_PRODUCTS
-// Codes meet integer digits where these are finer than the query's own type, and groups fill their vectors.
-inline bool takes_digits(const SidePlace& side, DType query_dtype, Index alignment) {
-  return side.scale.data && query_dtype != DType::f32 && !is_coarser(side.scale.dtype, query_dtype) &&
-         side.num_groups <= kMaxGroups &&
-         side.row_bytes % (side.num_groups * alignment) == 0;
+// Whether codes can be met as they are, block by block: groups begin with a column of keys, rows fill vectors of
+// values, and no rounding to the scale's type shows.
+inline bool takes_codes(const SidePlace& side, DType query_dtype) {
+  return side.scale.data && !is_coarser(side.scale.dtype, query_dtype) && side.num_groups <= kMaxGroups &&
+         side.row_bytes % 16 == 0 && side.row_bytes % (4 * side.num_groups) == 0;
 }
-#endif
 
 inline ScoreKernel choose_score(const SidePlace& key, DType query_dtype) {
+  const bool is_int4 = key.cache.dtype == DType::int4;
 #ifdef KVLOOM_HAS_DOT_PRODUCTS
-  if (takes_digits(key, query_dtype, 4))
-    return {pack_digits, key.cache.dtype == DType::int4 ? score_codes<true> : score_codes<false>};
+  // Integer digits are finer than a 16-bit query.
+  if (takes_codes(key, query_dtype) && query_dtype != DType::f32)
+    return {pack_digits, is_int4 ? score_digits<true> : score_digits<false>};
   if (is_direct(key, query_dtype) && query_dtype == DType::bf16 && key.dim % 32 == 0) return {pack_bf16, score_bf16};
 #endif
+  if (takes_codes(key, query_dtype)) return {pack_nothing, is_int4 ? score_codes<true> : score_codes<false>};
   if (!is_direct(key, query_dtype)) return {pack_nothing, score_wide};
   switch (query_dtype) {
     case DType::bf16: return {pack_nothing, score_direct<LoadBf16>};
@@ -47,11 +48,13 @@ inline ScoreKernel choose_score(const SidePlace& key, DType query_dtype) {
 }
 
 inline ValueKernel choose_value(const SidePlace& value, DType query_dtype) {
+  const bool is_int4 = value.cache.dtype == DType::int4;
 #ifdef KVLOOM_HAS_DOT_PRODUCTS
   if (is_direct(value, query_dtype) && query_dtype == DType::bf16 && value.dim % 64 == 0) return value_bf16;
-  if (takes_digits(value, query_dtype, 8))
-    return value.cache.dtype == DType::int4 ? value_codes<true> : value_codes<false>;
+  if (takes_codes(value, query_dtype) && query_dtype != DType::f32)
+    return is_int4 ? value_digits<true> : value_digits<false>;
 #endif
+  if (takes_codes(value, query_dtype)) return is_int4 ? value_codes<true> : value_codes<false>;
   if (!is_direct(value, query_dtype)) return value_wide;
   switch (query_dtype) {
     case DType::bf16: return value_direct<LoadBf16>;

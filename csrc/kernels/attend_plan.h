@@ -75,7 +75,7 @@ struct SequencePlan {
   static Index heads_together(const AttendArgs& args) {
     const CacheView& view = args.key.cache;
     const Index width = stored_width(view), row_bytes = width * bytes_of(view.dtype);
-    return row_is_contiguous(view) && view.stride[3] == width ? max(1024 / row_bytes, 1) : kTileHeads;
+    return row_is_contiguous(view) && view.stride[3] == width ? 8 : 8;
   }
 
   Index first_row, first_column, num_new, num_stored, first_visible;

@@ -63,7 +63,7 @@ inline float weigh_chunk(const AttendArgs& args, const ScoreRow& row, Index firs
     store(scores + i, weight);
     sum = sum + weight;
   }
-  const float factor = running.sum == 0.0f ? 1.0f : exp(old_top - new_top);
+  const float factor = running.sum == 0.0f || old_top == new_top ? 1.0f : exp(old_top - new_top);
   running.sum = running.sum * factor + sum_lanes(sum);
   return factor;
 }

@@ -10,20 +10,85 @@
 
 namespace kvloom::KVLOOM_ISA {
 
-// Asks for a line ahead of time, into L2.
-inline void prefetch(const Byte* at) { __builtin_prefetch(at, 0, 2); }
+inline void prefetch(const Byte* at) { __builtin_prefetch(at); }
 
-// Rows of one head in one chunk. Those of [begin, end) are read, the others point to one of these. While a row
-// is read, the same place of the row that stands there in the next chunk is asked for.
+// Asks for the lines of the chunk after this one, of all heads of the item, in the order of their addresses:
+// the memory is fastest that way, whatever the order in which kernels read.
+class Ahead {
+ public:
+  void aim(const SidePlace& key, const ChunkPlaces& keys, const SidePlace& value, const ChunkPlaces& values,
+           Index heads) {
+    side_[0] = &key, side_[1] = &value;
+    places_[0] = &keys, places_[1] = &values;
+    heads_ = heads, part_ = 0, head_ = 0, token_ = keys.begin;
+    at_ = end_ = nullptr;
+  }
+
+  // A kernel calls this for as many lines as it reads.
+  __attribute__((always_inline)) void ask(Index lines) {
+    if (end_ - at_ >= 64 * lines) {
+      for (; lines > 0; --lines, at_ += 64) prefetch(at_);
+      return;
+    }
+    ask_on(lines);
+  }
+
+ private:
+  __attribute__((noinline)) void ask_on(Index lines) {
+    for (; lines > 0; --lines, at_ += 64) {
+      if (at_ >= end_ && !open()) return;
+      prefetch(at_);
+    }
+  }
+
+  // The next run of bytes that lie in one piece, if there is one.
+  bool open() {
+    while (part_ < 2 && token_ >= places_[part_]->end)
+      if (++part_ < 2) token_ = places_[part_]->begin;
+    if (part_ == 2) return false;
+    const SidePlace& side = *side_[part_];
+    const ChunkPlaces& places = *places_[part_];
+    const Byte* row = places.row[token_];
+    Index tokens = 1, heads = 1, rows = 1;
+    if (places.is_native) {
+      row = side.block_of(row, token_ % kBlock);
+      rows = kBlock, tokens = kBlock - token_ % kBlock;
+    } else if (side.heads_touch) {
+      heads = heads_;
+    } else if (side.tokens_touch) {
+      const Index most = min(kBlock - token_ % kBlock, places.end - token_);
+      if (places.row[token_ + most - 1] - row == (most - 1) * side.row_bytes) rows = tokens = most;
+    }
+    at_ = row + head_ * side.head_bytes();
+    end_ = at_ + rows * heads * side.row_bytes;
+    head_ += heads;
+    if (head_ >= heads_) head_ = 0, token_ += tokens;
+    return true;
+  }
+
+  const SidePlace* side_[2];
+  const ChunkPlaces* places_[2];
+  Index heads_ = 0, part_ = 2, head_ = 0, token_ = 0;
+  const Byte *at_ = nullptr, *end_ = nullptr;
+};
+
+// Rows of one head in one chunk. Those of [begin, end) are read, the others point to one of these.
 struct ChunkRows {
   const SidePlace* side;
   Index begin, end;
   const Byte* const* row;         // [kChunk]
   const Byte* const* scale;       // [kChunk]
-  const Byte* const* next_row;    // [kChunk], of the item's first head
-  const Byte* const* next_scale;  // [kChunk]
-  Index next_shift, next_scale_shift;
+  const Byte* const* next_scale;  // [kChunk], of the item's first head
+  Index next_scale_shift;
+  Ahead* ahead;
   DType query_dtype;
+  bool takes_codes, is_native;  // read in blocks of 16 tokens; where they are
+
+  // The block that holds tokens from 16 * i on, of which [begin, end) has one.
+  const Byte* block(Index i) const {
+    const Index t = max(i * kBlock, begin);
+    return side->block_of(row[t], t - i * kBlock);
+  }
 
   // Many rows share a line of scales.
   void prefetch_scales() const {
@@ -35,25 +100,6 @@ struct ChunkRows {
       line = next;
     }
   }
-};
-
-// Asks for the lines of the next chunk's rows in the order of their addresses, for kernels that read in another.
-class LineWalk {
- public:
-  explicit LineWalk(const ChunkRows& chunk)
-      : row_(chunk.next_row), shift_(chunk.next_shift), row_bytes_(chunk.side->row_bytes), left_(kChunk) {}
-
-  void ask(Index lines) {
-    for (; lines > 0 && left_ > 0; --lines) {
-      prefetch(*row_ + shift_ + at_);
-      at_ += 64;
-      if (at_ >= row_bytes_) at_ = 0, ++row_, --left_;
-    }
-  }
-
- private:
-  const Byte* const* row_;
-  Index shift_, row_bytes_, left_, at_ = 0;
 };
 
 // Bytes of a packed query row: room for a few numbers, then four for each element.
@@ -188,20 +234,19 @@ inline void for_width(Index width, Kernel kernel) {
 
 // R rows by kLanes / R tokens, token by token, so that memory is read in the order of its addresses.
 template <class Load, int R, int W>
-inline void score_tokens(const float* query, Index any_width, const Byte* const* keys, const Byte* const* next,
-                         Index shift, float* scores) {
+inline void score_tokens(const float* query, Index any_width, const Byte* const* keys, Ahead& ahead, float* scores) {
   constexpr int T = kLanes / R;
   const Index width = W ? W : any_width;
   Vec sums[kLanes];
 #pragma GCC unroll 16
   for (int t = 0; t < T; ++t) {
-    const Byte *key = keys[t], *ahead = next[t] + shift;
+    const Byte* key = keys[t];
+    ahead.ask(width * Load::kBytes / 64);
     Vec sum[R];
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) sum[r] = Vec{};
 #pragma GCC unroll 8
     for (Index d = 0; d < width; d += kLanes) {
-      if (d * Load::kBytes % 64 == 0) prefetch(ahead + d * Load::kBytes);
       const Vec x = Load::at(key, d);
 #pragma GCC unroll 16
       for (int r = 0; r < R; ++r) sum[r] += load(query + r * width + d) * x;
@@ -229,8 +274,8 @@ template <class Load, int W>
 inline void score_block(const ChunkRows& chunk, const ScoreTask& task, const Byte* const* keys, Index first) {
   for_rows(task.num_rows, [&]<int R>(Index r) {
     for (Index t = 0; t < kBlock; t += kLanes / R)
-      score_tokens<Load, R, W>(task.query + r * task.width, task.width, keys + t, chunk.next_row + first + t,
-                               chunk.next_shift, task.scores + r * kChunk + first + t);
+      score_tokens<Load, R, W>(task.query + r * task.width, task.width, keys + t, *chunk.ahead,
+                               task.scores + r * kChunk + first + t);
   });
 }
 
@@ -251,19 +296,19 @@ inline void score_wide(const ChunkRows& chunk, const ScoreTask& task) {
 
 // R rows by N vectors of d.
 template <class Load, int R, int N>
-inline void add_values(const float* weights, const Byte* const* values, const Byte* const* next, Index shift,
-                       Index begin, Index end, float* totals, Index width, Index d) {
+inline void add_values(const float* weights, const Byte* const* values, Ahead& ahead, Index begin, Index end,
+                       float* totals, Index width, Index d) {
   Vec sums[R][N];
 #pragma GCC unroll 4
   for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
     for (int n = 0; n < N; ++n) sums[r][n] = load(totals + r * width + d + n * kLanes);
   for (Index t = begin; t < end; ++t) {
+    ahead.ask(max(N * kLanes * Load::kBytes / 64, 1));
     Vec value[N];
 #pragma GCC unroll 4
     for (int n = 0; n < N; ++n) {
       const Index at = (d + n * kLanes) * Load::kBytes;
-      if (at % 64 == 0) prefetch(next[t] + shift + at);
       value[n] = Load::at(values[t], d + n * kLanes);
     }
 #pragma GCC unroll 4
@@ -295,12 +340,11 @@ inline void value_block(const ChunkRows& chunk, const ValueTask& task, const Byt
   for_rows(task.num_rows, [&]<int R>(Index r) {
     const float* weights = task.weights + r * kChunk + first;
     float* totals = task.totals + r * task.width;
-    const Byte* const* next = chunk.next_row + first;
     Index d = 0;
     for (; d + N * kLanes <= task.width; d += N * kLanes)
-      add_values<Load, R, N>(weights, values, next, chunk.next_shift, begin, end, totals, task.width, d);
+      add_values<Load, R, N>(weights, values, *chunk.ahead, begin, end, totals, task.width, d);
     for (; d < task.width; d += kLanes)
-      add_values<Load, R, 1>(weights, values, next, chunk.next_shift, begin, end, totals, task.width, d);
+      add_values<Load, R, 1>(weights, values, *chunk.ahead, begin, end, totals, task.width, d);
   });
 }
 

@@ -124,7 +124,7 @@ class PagedLayer:
         start, end = self.num_tokens - num_new, self.num_tokens
         first = max(start - (self.batch.window or 0) + 1, 0)
         size = end - first
-        step = PagedStorage(*storage.specs, size, device)
+        step = storage.like(size)
         step.grow(rows)
         slots = torch.arange(rows * size, device=device).view(rows, size)
         begin = [first] * rows

@@ -58,6 +58,7 @@ class PagedCache:
         num_pages: Pages in the pool.
         page_size: Token slots in a page.
         device: Where the tensors live.
+        layout: Axis order of the pages, see ``PagedFormat``.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class PagedCache:
         num_pages: int,
         page_size: int = 16,
         device: torch.device | str = "cpu",
+        layout: str = "auto",
     ) -> None:
         expect_range("num_layers", num_layers, 1)
         expect_range("num_pages", num_pages, 1)
@@ -76,7 +78,7 @@ class PagedCache:
         self.pool = BlockPool(num_pages)
         self.tree = PrefixTree(self.pool, page_size)
         self.layers = [
-            PagedStorage(key, key if value is None else value, page_size, torch.device(device))
+            PagedStorage(key, key if value is None else value, page_size, torch.device(device), layout)
             for _ in range(num_layers)
         ]
         self._device = self.layers[0].view.device

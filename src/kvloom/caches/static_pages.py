@@ -121,15 +121,14 @@ class StaticPagedLayer:
         if self.storage is not None:
             old, length = self.storage, self.num_tokens
             if len(rows) != self.size:
-                self._hold(PagedStorage(*old.specs, self.max_tokens, old.view.device), len(rows))
+                self._hold(old.like(self.max_tokens), len(rows))
             self._take(old, rows, length)
 
     def fork(self) -> "StaticPagedLayer":
         """A copy of the layer, in memory of its own."""
         other = StaticPagedLayer(self.format, self.window)
         if self.storage is not None:
-            storage = PagedStorage(*self.storage.specs, self.max_tokens, self.storage.view.device)
-            other._hold(storage, self.size)
+            other._hold(self.storage.like(self.max_tokens), self.size)
             other._take(self.storage, range(self.size), self.num_tokens)
         return other
 

@@ -2,7 +2,7 @@
 
 import weakref
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,15 +12,13 @@ from kvloom import ops
 from kvloom.blocks.pool import BlockPool
 from kvloom.blocks.table import BlockTable, Copy, append_all
 from kvloom.caches.layers import outside_inference_mode
-from kvloom.core.layouts import CacheLayout
+from kvloom.caches.page_layout import PAGE_LAYOUTS, page_layout
 from kvloom.core.specs import KVSpec, QuantSpec
 from kvloom.core.views import KVView
 from kvloom.errors import ConfigError, OutOfBlocks, ShapeError
 
 if TYPE_CHECKING:
     from kvloom.caches.batch import PagedBatch
-
-_LAYOUT = CacheLayout("B S H D")
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +30,8 @@ class PagedFormat:
         quant: ``None`` for unquantised storage.
         page_size: Token slots in a page.
         max_tokens: Token slots in all, of all sequences; ``None`` grows on demand.
-        values: How the values are kept, page size and ``max_tokens`` as here; as the keys if ``None``.
+        values: How the values are kept, all but ``dtype`` and ``quant`` as here; as the keys if ``None``.
+        layout: Axis order of the pages, see ``page_layout``.
     """
 
     dtype: torch.dtype | None = None
@@ -40,6 +39,7 @@ class PagedFormat:
     page_size: int = 16
     max_tokens: int | None = None
     values: "PagedFormat | None" = None
+    layout: str = "auto"
 
     def __post_init__(self) -> None:
         if isinstance(self.page_size, bool) or not isinstance(self.page_size, int) or self.page_size < 1:
@@ -48,35 +48,49 @@ class PagedFormat:
             raise ConfigError(
                 f"max_tokens must be at least one page of {self.page_size}, got {self.max_tokens!r}"
             )
+        if self.layout not in PAGE_LAYOUTS:
+            raise ConfigError(f"layout must be one of {PAGE_LAYOUTS}, got {self.layout!r}")
 
     def spec(self, heads: int, head_dim: int, dtype: torch.dtype) -> KVSpec:
         """Keys of one layer whose model computes in ``dtype``; ``values.spec`` is that of its values."""
-        return KVSpec(1, heads, head_dim, self.dtype or dtype, _LAYOUT, self.quant)
+        return KVSpec(1, heads, head_dim, self.dtype or dtype, quant=self.quant)
 
 
 class PagedStorage:
-    """Keys and values of one layer, ``[pages, page_size, H, D]`` each, and their scales.
+    """Pages of one layer's keys and values, and their scales.
 
     Args:
-        key: Spec of the keys.
+        key: Spec of the keys, of which the layout does not count.
         value: Spec of the values.
         page_size: Token slots in a page.
         device: Where the tensors live.
+        layout: Axis order of the pages, see ``page_layout``.
     """
 
-    def __init__(self, key: KVSpec, value: KVSpec, page_size: int, device: torch.device) -> None:
-        self.specs = (key, value)
+    def __init__(
+        self, key: KVSpec, value: KVSpec, page_size: int, device: torch.device, layout: str = "auto"
+    ) -> None:
+        self.layout = layout
+        self.specs = (
+            replace(key, layout=page_layout(layout, "key", key, page_size, device)),
+            replace(value, layout=page_layout(layout, "value", value, page_size, device)),
+        )
         self._page_size = page_size
         self._device = torch.empty(0, device=device).device  # with its index
         self.tensors = self._allocate(0)
-        self.view = KVView.split(_LAYOUT, *self.tensors)
+        self.view = self._view()
 
     @classmethod
     def of(cls, format: PagedFormat, key: Tensor, value: Tensor, page_size: int) -> "PagedStorage":
         """For keys and values such as these, ``[B, H, Q, D]``."""
         key_spec = format.spec(key.shape[1], key.shape[3], key.dtype)
         value_spec = (format.values or format).spec(value.shape[1], value.shape[3], key.dtype)
-        return cls(key_spec, value_spec, page_size, key.device)
+        return cls(key_spec, value_spec, page_size, key.device, format.layout)
+
+    def like(self, page_size: int) -> "PagedStorage":
+        """An empty one for the same keys and values, in pages of another size that a layout may not fit."""
+        layout = "auto" if self.layout == "native" else self.layout
+        return PagedStorage(*self.specs, page_size, self._device, layout)
 
     @property
     def num_pages(self) -> int:
@@ -122,7 +136,11 @@ class PagedStorage:
         for target, source in zip(self.tensors, old, strict=True):
             if target is not None and source is not None:
                 target[: source.shape[0]] = source
-        self.view = KVView.split(_LAYOUT, *self.tensors)
+        self.view = self._view()
+
+    def _view(self) -> KVView:
+        key, value = (spec.axes for spec in self.specs)
+        return KVView.split(key, *self.tensors, value_layout=value)
 
     def _allocate(self, num_pages: int) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         size = self._page_size

@@ -235,6 +235,10 @@ VLLM_NHD: Final = CacheLayout("2 B S H D")
 VLLM_HND: Final = CacheLayout("2 B H S D")
 FLASHINFER_NHD: Final = CacheLayout("B 2 S H D")
 FLASHINFER_HND: Final = CacheLayout("B 2 H S D")
+# Codes in the order of integer dot products, a block of 16 tokens in one piece: of keys four bytes of each
+# token side by side, of values each byte of four tokens.
+NATIVE_KEYS: Final = CacheLayout("B H S/16 D/4 S%16 D%4")
+NATIVE_VALUES: Final = CacheLayout("B H S/4 D/1 S%4 D%1")
 ASCEND_NORM: Final = CacheLayout("B S H D")
 
 

@@ -82,20 +82,34 @@ class KVView:
         *,
         layer: int = 0,
         heads: int | None = None,
+        value_layout: CacheLayout | None = None,
     ) -> "KVView":
         """View one layer of a cache that holds keys and values in two tensors (a layout without ``2``).
 
+        Args:
+            layout: Axis order of ``key``; that of ``key_scale`` follows from it.
+            key: Keys.
+            value: Values; ``None`` in a cache of keys only.
+            key_scale: Scales of the keys, ``None`` if they are not quantised.
+            value_scale: Scales of the values.
+            layer: Index on axis L.
+            heads: Extent of H, needed only where H shares a dimension with D.
+            value_layout: Axis order of ``value``, ``layout`` if ``None``.
+
         Raises: as ``joint``; also if the two sides differ in blocks, slots or heads.
         """
-        if "2" in layout.names:
-            raise ArgumentError(f"layout must not have the axis 2 (use KVView.joint), got {layout.axes!r}")
+        value_layout = layout if value_layout is None else value_layout
+        for name, given in (("layout", layout), ("value_layout", value_layout)):
+            if "2" in given.names:
+                raise ArgumentError(f"{name} must not have the axis 2 (use KVView.joint), got {given.axes!r}")
         ((k, ks),) = _side(layout, key, key_scale, layer, heads, "key", "key_scale")
         if value is None:
             if value_scale is not None:
                 raise ArgumentError("value_scale must be None where value is None")
             return cls(k, None, ks, None)
-        ((v, vs),) = _side(layout, value, value_scale, layer, heads, "value", "value_scale")
-        if k.shape[:4] != v.shape[:4] or k.device != v.device:
+        ((v, vs),) = _side(value_layout, value, value_scale, layer, heads, "value", "value_scale")
+        slots = (k.shape[0], k.shape[1] * k.shape[2], k.shape[3])
+        if slots != (v.shape[0], v.shape[1] * v.shape[2], v.shape[3]) or k.device != v.device:
             raise ShapeError(
                 f"value must have key's blocks, slots, heads and device: {list(key.shape)} on {key.device}, "
                 f"got {list(value.shape)} on {value.device}"

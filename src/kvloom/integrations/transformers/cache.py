@@ -67,6 +67,7 @@ class KVCache(DynamicCache):  # type: ignore[misc]
         max_tokens: int | None = None,
         *,
         values: str | None = None,
+        layout: str = "auto",
         static: bool = False,
     ) -> "KVCache":
         """An empty cache for ``model``.
@@ -81,18 +82,20 @@ class KVCache(DynamicCache):  # type: ignore[misc]
             page_size: Tokens in a page.
             max_tokens: Token slots of each layer, all sequences together; ``None`` grows on demand.
             values: How the values are kept, if otherwise than the keys.
+            layout: Axis order of the pages, see ``PagedFormat``.
             static: Take all memory at the first update and keep lengths in tensors, so that a decode step
                 compiles once; ``max_tokens`` is then the longest that each sequence gets.
 
         Raises:
             ArgumentError: ``kv`` or ``values`` is unknown, ``quant_group`` does not divide the head dim, or
                 ``static`` without ``max_tokens``.
+            ConfigError: ``layout`` is unknown.
             UnsupportedError: no layer of the model has keys and values that could be kept.
         """
         config = model.config.get_text_config(decoder=True)
         if static and max_tokens is None:
             raise ArgumentError("max_tokens must be given for a static cache, got None")
-        format = paged_format(config, kv, quant_group, 1 if static else page_size, max_tokens, values)
+        format = paged_format(config, kv, quant_group, 1 if static else page_size, max_tokens, values, layout)
         layers = make_layers(model, format, static)
         known = (KVCacheLayer, DummyLayer, StatefulLayer)
         others = Counter(type(x).__name__ for x in layers if not isinstance(x, known))
@@ -336,7 +339,13 @@ class KVCache(DynamicCache):  # type: ignore[misc]
 
 
 def paged_format(
-    config: Any, kv: str, quant_group: int, page_size: int, max_tokens: int | None, values: str | None
+    config: Any,
+    kv: str,
+    quant_group: int,
+    page_size: int,
+    max_tokens: int | None,
+    values: str | None,
+    layout: str,
 ) -> PagedFormat:
     """The format that arguments of ``KVCache.for_model`` name; raises as that does."""
     formats = []
@@ -349,7 +358,7 @@ def paged_format(
                 f"quant_group must divide the head dim {head_dim_of(config)}, got {quant_group}"
             )
         dtype = None if quant is not None or kind == "auto" else getattr(torch, kind)
-        formats.append(PagedFormat(dtype, quant, page_size, max_tokens))
+        formats.append(PagedFormat(dtype, quant, page_size, max_tokens, layout=layout))
     return replace(formats[0], values=formats[1])
 
 

@@ -46,6 +46,7 @@ class KVPool:
         *,
         max_tokens: int,
         values: str | None = None,
+        layout: str = "auto",
     ) -> "KVPool":
         """An empty pool of ``max_tokens`` token slots in each layer, taken at the first update.
 
@@ -56,7 +57,7 @@ class KVPool:
             UnsupportedError: a layer has a window or a recurrent state, which a prefix of pages cannot give.
         """
         config = model.config.get_text_config(decoder=True)
-        format = paged_format(config, kv, quant_group, page_size, max_tokens, values)
+        format = paged_format(config, kv, quant_group, page_size, max_tokens, values, layout)
         for layer in make_layers(model, format):
             if type(layer) is not KVCacheLayer or layer.is_sliding:
                 raise UnsupportedError(

@@ -1,0 +1,311 @@
+// int8 and int4 codes, block by block of 16 tokens in a native order. A cache that keeps them so is read in
+// place; of another, blocks are put into this order first. Either way the arithmetic is the same.
+#pragma once
+
+#include "attend_tile.h"
+
+namespace kvloom::KVLOOM_ISA {
+
+constexpr Index kMaxGroups = kMaxHeadDim / 8;
+
+// --- blocks in native order --------------------------------------------------------------------------------
+
+typedef Byte Bytes16 __attribute__((vector_size(16)));
+typedef std::uint16_t Pairs16 __attribute__((vector_size(16)));
+typedef std::uint32_t Dwords16 __attribute__((vector_size(16)));
+typedef std::uint64_t Qwords16 __attribute__((vector_size(16)));
+
+// 16 bytes of each of four rows become 16 dwords of a byte of each row.
+inline void interleave_bytes(const Byte* const* rows, Index at, Byte* to) {
+  constexpr Bytes16 low = {0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23};
+  constexpr Pairs16 low_pairs = {0, 8, 1, 9, 2, 10, 3, 11};
+  Bytes16 x[4];
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) x[i] = bit_copy<Bytes16>(rows[i] + at);
+#pragma GCC unroll 2
+  for (int half = 0; half < 2; ++half) {
+    const Bytes16 lanes = low + static_cast<Byte>(8 * half);
+    const Pairs16 a = reinterpret_cast<Pairs16>(__builtin_shuffle(x[0], x[1], lanes));
+    const Pairs16 b = reinterpret_cast<Pairs16>(__builtin_shuffle(x[2], x[3], lanes));
+    const Pairs16 first = __builtin_shuffle(a, b, low_pairs), second = __builtin_shuffle(a, b, low_pairs + 4);
+    std::memcpy(to + 32 * half, &first, 16);
+    std::memcpy(to + 32 * half + 16, &second, 16);
+  }
+}
+
+// Four dwords of each of four rows become four dwords of each row's first, second, third and fourth.
+inline void transpose_four(const Byte* const* rows, Index at, Byte* to, Index stride) {
+  Dwords16 x[4];
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) x[i] = bit_copy<Dwords16>(rows[i] + at);
+#pragma GCC unroll 2
+  for (unsigned half = 0; half < 2; ++half) {
+    const Dwords16 lanes = Dwords16{0, 4, 1, 5} + 2 * half;
+    const Qwords16 a = reinterpret_cast<Qwords16>(__builtin_shuffle(x[0], x[1], lanes));
+    const Qwords16 b = reinterpret_cast<Qwords16>(__builtin_shuffle(x[2], x[3], lanes));
+    const Qwords16 first = {a[0], b[0]}, second = {a[1], b[1]};
+    std::memcpy(to + 2 * half * stride, &first, 16);
+    std::memcpy(to + (2 * half + 1) * stride, &second, 16);
+  }
+}
+
+constexpr Index kColumn = 4 * kBlock;  // bytes of a column: four of each token of a block
+
+// One block of keys, [row_bytes / 4, 16, 4]: in place, or as `copy` with room for it.
+inline const Byte* key_block(const ChunkRows& chunk, Index block, Byte* copy) {
+  if (chunk.is_native) return chunk.block(block);
+  const Byte* const* rows = chunk.row + block * kBlock;
+  const Index bytes = chunk.side->row_bytes;
+  Index at = 0;
+  for (; at + 16 <= bytes; at += 16)
+    for (Index t = 0; t < kBlock; t += 4) transpose_four(rows + t, at, copy + at / 4 * kColumn + 4 * t, kColumn);
+  for (; at < bytes; at += 4)
+    for (Index t = 0; t < kBlock; ++t) std::memcpy(copy + at / 4 * kColumn + 4 * t, rows[t] + at, 4);
+  return copy;
+}
+
+// One block of values, [4, row_bytes, 4]: in place, or as `copy` with room for it.
+inline const Byte* value_block(const ChunkRows& chunk, Index block, Byte* copy) {
+  if (chunk.is_native) return chunk.block(block);
+  const Index bytes = chunk.side->row_bytes;
+  for (Index quad = 0; quad < kBlock / 4; ++quad) {
+    const Byte* const* rows = chunk.row + block * kBlock + 4 * quad;
+    Byte* to = copy + 4 * quad * bytes;
+    Index at = 0;
+    for (; at + 16 <= bytes; at += 16) interleave_bytes(rows, at, to + 4 * at);
+    for (; at < bytes; ++at)
+      for (Index i = 0; i < 4; ++i) to[4 * at + i] = rows[i][at];
+  }
+  return copy;
+}
+
+// --- scales ------------------------------------------------------------------------------------------------
+
+// A column of 16-bit scales, two to a dword, in float32: of the even group and the odd one.
+inline void widen_pairs(DType dtype, const std::uint32_t* pairs, float* even, float* odd) {
+  typedef std::uint16_t Halves __attribute__((vector_size(2 * kLanes)));
+  for (Index t = 0; t < kChunk; t += kLanes) {
+    const IntVec pair = bit_copy<IntVec>(pairs + t);
+    if (dtype == DType::bf16) {
+      store(even + t, as_float(pair << 16));
+      store(odd + t, as_float(pair & splat_int(INT32_MIN >> 15)));
+    } else {
+      const Halves halves[2] = {__builtin_convertvector(pair, Halves), __builtin_convertvector(pair >> 16, Halves)};
+      store(even + t, load_f16(reinterpret_cast<const Byte*>(halves)));
+      store(odd + t, load_f16(reinterpret_cast<const Byte*>(halves + 1)));
+    }
+  }
+}
+
+// Scales of one chunk by group and token, in float32; those of tokens outside [begin, end) are some of the others.
+inline void read_scales(const ChunkRows& chunk, float (*scales)[kChunk]) {
+  const DType dtype = chunk.side->scale.dtype;
+  const Index groups = chunk.side->num_groups, bytes = groups * bytes_of(dtype);
+  if (bytes % 4 != 0) {
+    for (Index g = 0; g < groups; ++g)
+      for (Index t = 0; t < kChunk; ++t) scales[g][t] = read_float(chunk.scale[t], dtype, g);
+    return;
+  }
+  alignas(64) std::uint32_t columns[4][kChunk];
+  for (Index at = 0; at < bytes; at += 16) {
+    const Index dwords = min(bytes - at, 16) / 4;
+    if (dwords == 4)
+      for (Index t = 0; t < kChunk; t += 4)
+        transpose_four(chunk.scale + t, at, reinterpret_cast<Byte*>(columns[0] + t), sizeof columns[0]);
+    else
+      for (Index t = 0; t < kChunk; ++t)
+        for (Index i = 0; i < dwords; ++i) std::memcpy(columns[i] + t, chunk.scale[t] + at + 4 * i, 4);
+    for (Index i = 0; i < dwords; ++i) {
+      if (dtype == DType::f32)
+        std::memcpy(scales[at / 4 + i], columns[i], sizeof columns[i]);
+      else
+        widen_pairs(dtype, columns[i], scales[at / 2 + 2 * i], scales[at / 2 + 2 * i + 1]);
+    }
+  }
+}
+
+// --- float32 arithmetic ------------------------------------------------------------------------------------
+
+// Codes of one place of each dword: of int8 there are four, of int4 eight.
+template <bool is_int4, int place>
+inline Vec widen_place(IntVec dwords) {
+  constexpr int bits = is_int4 ? 4 : 8;
+  return __builtin_convertvector((dwords << (32 - bits * (place + 1))) >> (32 - bits), Vec);
+}
+
+template <class Visit, int... place>
+inline void for_places(std::integer_sequence<int, place...>, Visit visit) {
+  (visit.template operator()<place>(), ...);
+}
+template <bool is_int4>
+using Places = std::make_integer_sequence<int, is_int4 ? 8 : 4>;
+
+inline IntVec load_dwords(const Byte* from) { return bit_copy<IntVec>(from); }
+
+// R rows by the tokens [first, first + 2 * kLanes) of two blocks: code products are summed within a group, and
+// scaled at its end.
+template <int R, bool is_int4>
+inline void score_codes_at(const Byte* const* blocks, Index first, const SidePlace& key, const float* query,
+                           Index width, const float* scales, float* scores) {
+  const Index per_group = key.row_bytes / 4 / key.num_groups;
+  const Byte* at[2];
+  for (Index n = 0; n < 2; ++n) {
+    const Index t = first + n * kLanes;
+    at[n] = blocks[t / kBlock] + t % kBlock * 4;
+  }
+  Vec sums[R][2] = {};
+  const float* q = query;
+  for (Index g = 0; g < key.num_groups; ++g) {
+    Vec group[R][2] = {};
+    for (Index c = 0; c < per_group; ++c, q += is_int4 ? 8 : 4) {
+      const IntVec dwords[2] = {bit_copy<IntVec>(at[0]), bit_copy<IntVec>(at[1])};
+      at[0] += kColumn, at[1] += kColumn;
+      for_places(Places<is_int4>{}, [&]<int place>() {
+        const Vec codes[2] = {widen_place<is_int4, place>(dwords[0]), widen_place<is_int4, place>(dwords[1])};
+#pragma GCC unroll 4
+        for (int r = 0; r < R; ++r) {
+          const Vec x = splat(q[r * width + place]);
+          group[r][0] += x * codes[0];
+          group[r][1] += x * codes[1];
+        }
+      });
+    }
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 2
+      for (int n = 0; n < 2; ++n) sums[r][n] += group[r][n] * load(scales + g * kChunk + first + n * kLanes);
+  }
+#pragma GCC unroll 4
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 2
+    for (int n = 0; n < 2; ++n) store(scores + r * kChunk + first + n * kLanes, sums[r][n]);
+}
+
+// Calls visit(first token, two blocks) for each two blocks of which the chunk has tokens.
+template <class Visit>
+inline void for_key_blocks(const ChunkRows& chunk, Visit visit) {
+  alignas(64) Byte copies[2][kMaxHeadDim * kBlock];
+  for (Index block = chunk.begin / (2 * kBlock) * 2; block * kBlock < chunk.end; block += 2) {
+    const Index last = (chunk.end - 1) / kBlock, begin = chunk.begin / kBlock;
+    const Byte* const blocks[2] = {key_block(chunk, max(block, begin), copies[0]),
+                                   key_block(chunk, min(block + 1, last), copies[1])};
+    visit(block * kBlock, blocks);
+  }
+}
+
+template <bool is_int4>
+inline void score_codes(const ChunkRows& chunk, const ScoreTask& task) {
+  alignas(64) float scales[kMaxGroups][kChunk];
+  read_scales(chunk, scales);
+  chunk.prefetch_scales();
+  for_key_blocks(chunk, [&](Index first, const Byte* const* blocks) {
+    chunk.ahead->ask(2 * kBlock * chunk.side->row_bytes / 64);
+    for_rows(task.num_rows, [&]<int R>(Index r) {
+      for (Index t = 0; t < 2 * kBlock; t += 2 * kLanes)
+        score_codes_at<R, is_int4>(blocks, t, *chunk.side, task.query + r * task.width, task.width,
+                                   scales[0] + first, task.scores + r * kChunk + first);
+    });
+  });
+}
+
+// The blocks of values of which a chunk has tokens.
+struct ValueBlocks {
+  explicit ValueBlocks(const ChunkRows& chunk) : side(*chunk.side), begin(chunk.begin / kBlock), end(ceil_div(chunk.end, kBlock)) {
+    for (Index b = begin; b < end; ++b) block[b] = value_block(chunk, b, copy + b * kBlock * chunk.side->row_bytes);
+  }
+
+  const SidePlace& side;
+  Index begin, end;
+  const Byte* block[kChunk / kBlock];
+  alignas(64) Byte copy[kChunk * kMaxHeadDim];
+};
+
+// The groups of kLanes bytes from one on.
+struct LaneGroups {
+  LaneGroups(const SidePlace& side, Index byte)
+      : first(side.group_of_byte[byte]),
+        lanes(bit_copy<IntVec>(side.group_of_byte + byte) - splat_int(side.group_of_byte[byte])) {}
+
+  Index first;
+  IntVec lanes;  // counted from the first
+};
+
+// Even and odd elements become one after the other.
+template <int... lane>
+constexpr IntVec zipped_lanes(std::integer_sequence<int, lane...>) {
+  return IntVec{(lane / 2 + lane % 2 * kLanes)...};
+}
+inline void zip(Vec* x) {
+  constexpr IntVec lanes = zipped_lanes(std::make_integer_sequence<int, kLanes>());
+  const Vec first = __builtin_shuffle(x[0], x[1], lanes);
+  x[1] = __builtin_shuffle(x[0], x[1], lanes + kLanes / 2);
+  x[0] = first;
+}
+
+// R rows by V vectors of bytes; scales[token] are those of the groups.
+template <int R, bool is_int4, int V>
+inline void add_codes(const ValueBlocks& values, const float* weights, const float (*scales)[kMaxGroups + kLanes],
+                      float* totals, Index width, Index byte, Ahead& ahead) {
+  constexpr int N = is_int4 ? 2 * V : V;  // of int4 the even and the odd elements
+  const LaneGroups groups[2] = {{values.side, byte}, {values.side, byte + (V - 1) * kLanes}};
+  Vec sums[R][N] = {};
+  for (Index b = values.begin; b < values.end; ++b) {
+    ahead.ask(max(V * kBlock * kLanes / 64, 1));
+    for (Index quad = 0; quad < kBlock / 4; ++quad) {
+      const Byte* at = values.block[b] + 4 * (quad * values.side.row_bytes + byte);
+      IntVec dwords[V];
+#pragma GCC unroll 2
+      for (int v = 0; v < V; ++v) dwords[v] = bit_copy<IntVec>(at + 4 * v * kLanes);
+      for_places(std::make_integer_sequence<int, 4>{}, [&]<int i>() {
+        const Index t = b * kBlock + 4 * quad + i;
+        Vec x[N];
+#pragma GCC unroll 2
+        for (int v = 0; v < V; ++v) {
+          const Vec scale = __builtin_shuffle(load(scales[t] + groups[v].first), groups[v].lanes);
+          if constexpr (is_int4) {
+            x[2 * v] = scale * widen_place<true, 2 * i>(dwords[v]);
+            x[2 * v + 1] = scale * widen_place<true, 2 * i + 1>(dwords[v]);
+          } else {
+            x[v] = scale * widen_place<false, i>(dwords[v]);
+          }
+        }
+#pragma GCC unroll 4
+        for (int r = 0; r < R; ++r) {
+          const Vec weight = splat(weights[r * kChunk + t]);
+#pragma GCC unroll 2
+          for (int n = 0; n < N; ++n) sums[r][n] += weight * x[n];
+        }
+      });
+    }
+  }
+  for (int r = 0; r < R; ++r) {
+    float* total = totals + r * width + (is_int4 ? 2 * byte : byte);
+    if constexpr (is_int4) zip(sums[r]);
+    for (int n = 0; n < N; ++n) store(total + n * kLanes, load(total + n * kLanes) + sums[r][n]);
+  }
+}
+
+template <bool is_int4>
+inline void value_codes(const ChunkRows& chunk, const ValueTask& task) {
+  const SidePlace& value = *chunk.side;
+  alignas(64) float by_group[kMaxGroups][kChunk];
+  alignas(64) float scales[kChunk][kMaxGroups + kLanes];
+  read_scales(chunk, by_group);
+  for (Index t = 0; t < kChunk; ++t)
+    for (Index g = 0; g < value.num_groups; ++g) scales[t][g] = by_group[g][t];
+  chunk.prefetch_scales();
+  const ValueBlocks blocks(chunk);
+  shrink_totals(task);
+  for_rows(task.num_rows, [&]<int R>(Index r) {
+    constexpr int V = is_int4 ? 1 : 2;
+    const auto add = [&]<int V>(std::integral_constant<int, V>, Index byte) {
+      add_codes<R, is_int4, V>(blocks, task.weights + r * kChunk, scales, task.totals + r * task.width,
+                               task.width, byte, *chunk.ahead);
+    };
+    Index byte = 0;
+    for (; byte + V * kLanes <= value.row_bytes; byte += V * kLanes) add(std::integral_constant<int, V>{}, byte);
+    for (; byte < value.row_bytes; byte += kLanes) add(std::integral_constant<int, 1>{}, byte);
+  });
+}
+
+}  // namespace kvloom::KVLOOM_ISA
