@@ -178,13 +178,10 @@ inline __m512i broadcast_dword(const void* from) { return _mm512_set1_epi32(bit_
 // R rows by two blocks of tokens. Codes become unsigned by their flipped sign bit.
 template <int R, bool is_int4>
 inline void score_digits_at(const Byte* const* blocks, const SidePlace& key, const Byte* packed, Index width,
-                            const float* scales, float* scores) {
+                            const float* scales, float* scores, Ahead& ahead) {
   const Index per_group = key.row_bytes / 4 / key.num_groups, stride = kPackedRow(width);
   const __m512i nibbles = _mm512_set1_epi32(0x0f0f0f0f);
   const __m512i sign = _mm512_set1_epi32(static_cast<int>(is_int4 ? 0x88888888u : 0x80808080u));
-  __m512 sums[R][2];
-#pragma GCC unroll 4
-  for (int r = 0; r < R; ++r) sums[r][0] = sums[r][1] = _mm512_setzero_ps();
   Index at = 0;
   const Byte* digits = packed + kPackedHead;
   for (Index g = 0; g < key.num_groups; ++g) {
@@ -196,6 +193,7 @@ inline void score_digits_at(const Byte* const* blocks, const SidePlace& key, con
           broadcast_dword(packed + r * stride + offsetof(QueryHead, offset) + 4 * static_cast<std::size_t>(g));
     }
     for (Index c = 0; c < per_group; ++c, at += kColumn, digits += 4) {
+      ahead.ask(2);
       const __m512i codes[2] = {_mm512_xor_si512(_mm512_loadu_si512(blocks[0] + at), sign),
                                 _mm512_xor_si512(_mm512_loadu_si512(blocks[1] + at), sign)};
 #pragma GCC unroll 2
@@ -220,17 +218,21 @@ inline void score_digits_at(const Byte* const* blocks, const SidePlace& key, con
     for (int block = 0; block < 2; ++block) {
       const __m512 scale = _mm512_load_ps(scales + g * kChunk + block * kBlock);
 #pragma GCC unroll 4
-      for (int r = 0; r < R; ++r) {
-        const __m512i product = _mm512_add_epi32(_mm512_slli_epi32(high[r][block], 7), low[r][block]);
-        sums[r][block] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(product), scale, sums[r][block]);
+      for (int r = 0; r < R; ++r) {  // sums stay in memory: the products need the registers
+        float* sum = scores + r * kChunk + block * kBlock;
+        const __m512 product =
+            _mm512_cvtepi32_ps(_mm512_add_epi32(_mm512_slli_epi32(high[r][block], 7), low[r][block]));
+        const __m512 before = g == 0 ? _mm512_setzero_ps() : _mm512_loadu_ps(sum);
+        _mm512_storeu_ps(sum, _mm512_fmadd_ps(product, scale, before));
       }
     }
   }
 #pragma GCC unroll 4
   for (int r = 0; r < R; ++r) {
     const __m512 step = _mm512_set1_ps(bit_copy<float>(packed + r * stride));
-    _mm512_storeu_ps(scores + r * kChunk, _mm512_mul_ps(sums[r][0], step));
-    _mm512_storeu_ps(scores + r * kChunk + kBlock, _mm512_mul_ps(sums[r][1], step));
+    float* sum = scores + r * kChunk;
+    _mm512_storeu_ps(sum, _mm512_mul_ps(_mm512_loadu_ps(sum), step));
+    _mm512_storeu_ps(sum + kBlock, _mm512_mul_ps(_mm512_loadu_ps(sum + kBlock), step));
   }
 }
 
@@ -240,74 +242,46 @@ inline void score_digits(const ChunkRows& chunk, const ScoreTask& task) {
   read_scales(chunk, scales);
   chunk.prefetch_scales();
   for_key_blocks(chunk, [&](Index first, const Byte* const* blocks) {
-    chunk.ahead->ask(2 * kBlock * chunk.side->row_bytes / 64);
     for_rows(task.num_rows, [&]<int R>(Index r) {
       score_digits_at<R, is_int4>(blocks, *chunk.side, task.packed + r * kPackedRow(task.width), task.width,
-                                  scales[0] + first, task.scores + r * kChunk + first);
+                                  scales[0] + first, task.scores + r * kChunk + first, *chunk.ahead);
     });
   });
 }
 
 // --- values in codes ---------------------------------------------------------------------------------------
 
-constexpr Index kQuads = kChunk / 4;
+// Rows' weights times value scales as two unsigned digits, byte by byte of the chunk's tokens.
+struct WeightDigits {
+  alignas(64) Byte digit[4][2][kMaxGroups][kChunk];  // [row, which, group, token]
+  float step[4][kMaxGroups];
 
-// Rows' weights times value scales as two unsigned digits, four tokens to a dword. Where vectors of values lie in
-// several groups, the groups of a quad are neighbours, else the quads of a group are.
-class WeightDigits {
-  const Index num_groups_, group_stride_;
-
- public:
-  WeightDigits(Index num_groups, bool is_spread)
-      : num_groups_(num_groups),
-        group_stride_(is_spread ? 4 : 4 * kQuads),
-        quad_stride(is_spread ? 4 * round_up(num_groups + 15, 16) : 4),
-        digit_stride(is_spread ? kQuads * quad_stride : num_groups * group_stride_) {}
-
-  void read(const float* weights, Index num_rows, const float (*scales)[kChunk]) {
+  void read(const float* weights, Index num_rows, const float (*scales)[kChunk], Index num_groups) {
     for (Index r = 0; r < num_rows; ++r)
-      for (Index g = 0; g < num_groups_; ++g) read_group(r, g, weights + r * kChunk, scales[g]);
-  }
-
-  // The first digits of the first row; those of row r, digit d follow at (2 * r + d) * digit_stride.
-  const Byte* dwords(Index quad, Index group) const { return bytes_ + quad * quad_stride + group * group_stride_; }
-  const Index quad_stride, digit_stride;
-  const float* steps(Index row, Index group) const { return step_[row] + group; }
-
- private:
-  void read_group(Index r, Index g, const float* weights, const float* scales) {
-    __m512 w[4], largest = _mm512_setzero_ps();
-    __mmask16 is_nan = 0;
+      for (Index g = 0; g < num_groups; ++g) {
+        __m512 w[4], largest = _mm512_setzero_ps();
+        __mmask16 is_nan = 0;
 #pragma GCC unroll 4
-    for (int i = 0; i < 4; ++i) {
-      const __m512 weight = _mm512_loadu_ps(weights + 16 * i);
-      // A weight of 0 hides the scale, whatever it is.
-      const __mmask16 seen = _mm512_cmp_ps_mask(weight, _mm512_setzero_ps(), _CMP_NEQ_UQ);
-      w[i] = _mm512_maskz_mul_ps(seen, weight, _mm512_load_ps(scales + 16 * i));
-      is_nan |= _mm512_cmp_ps_mask(w[i], w[i], _CMP_UNORD_Q);
-      largest = _mm512_max_ps(w[i], largest);
-    }
-    const float top = _mm512_reduce_max_ps(largest);
-    step_[r][g] = is_nan ? NAN : top / 65535.0f;
-    const __m512 inverse = _mm512_set1_ps(top > 0.0f ? 65535.0f / top : 0.0f);
-    alignas(64) Byte digits[2][kChunk];
+        for (int i = 0; i < 4; ++i) {
+          const __m512 weight = _mm512_loadu_ps(weights + r * kChunk + 16 * i);
+          // A weight of 0 hides the scale, whatever it is.
+          const __mmask16 seen = _mm512_cmp_ps_mask(weight, _mm512_setzero_ps(), _CMP_NEQ_UQ);
+          w[i] = _mm512_maskz_mul_ps(seen, weight, _mm512_load_ps(scales[g] + 16 * i));
+          is_nan |= _mm512_cmp_ps_mask(w[i], w[i], _CMP_UNORD_Q);
+          largest = _mm512_max_ps(w[i], largest);
+        }
+        const float top = _mm512_reduce_max_ps(largest);
+        step[r][g] = is_nan ? NAN : top / 65535.0f;
+        const __m512 inverse = _mm512_set1_ps(top > 0.0f ? 65535.0f / top : 0.0f);
 #pragma GCC unroll 4
-    for (int i = 0; i < 4; ++i) {
-      const __m512i whole = _mm512_cvtps_epi32(_mm512_mul_ps(w[i], inverse));
-      _mm_store_si128(reinterpret_cast<__m128i*>(digits[0]) + i, _mm512_cvtepi32_epi8(_mm512_srli_epi32(whole, 8)));
-      _mm_store_si128(reinterpret_cast<__m128i*>(digits[1]) + i, _mm512_cvtepi32_epi8(whole));
-    }
-    for (Index digit = 0; digit < 2; ++digit) {
-      Byte* to = bytes_ + (2 * r + digit) * digit_stride + g * group_stride_;
-      if (quad_stride == 4)
-        std::memcpy(to, digits[digit], kChunk);
-      else
-        for (Index quad = 0; quad < kQuads; ++quad) std::memcpy(to + quad * quad_stride, digits[digit] + 4 * quad, 4);
-    }
+        for (int i = 0; i < 4; ++i) {
+          const __m512i whole = _mm512_cvtps_epi32(_mm512_mul_ps(w[i], inverse));
+          _mm_store_si128(reinterpret_cast<__m128i*>(digit[r][0][g]) + i,
+                          _mm512_cvtepi32_epi8(_mm512_srli_epi32(whole, 8)));
+          _mm_store_si128(reinterpret_cast<__m128i*>(digit[r][1][g]) + i, _mm512_cvtepi32_epi8(whole));
+        }
+      }
   }
-
-  alignas(64) Byte bytes_[4 * 2 * kQuads * 4 * (kMaxGroups + 16)];
-  alignas(64) float step_[4][kMaxGroups + 16];
 };
 
 // Four codes of each lane, two in a byte, as bytes: the even or the odd elements.
@@ -316,27 +290,24 @@ inline __m512i sign_extend(__m512i nibbles) {
   return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(values), _mm512_and_si512(nibbles, _mm512_set1_epi8(0x0f)));
 }
 
-// R rows by V vectors of 16 bytes from one on, over all quads of the chunk.
-template <int R, bool is_int4, bool is_spread, int V>
+// R rows by V vectors of 16 bytes of one group, over all quads of the chunk.
+template <int R, bool is_int4, int V>
 inline void add_digits(const ValueBlocks& values, const WeightDigits& weights, float* totals, Index width, Index byte,
                        Ahead& ahead) {
   constexpr int N = is_int4 ? 2 * V : V;  // of int4 the even and the odd elements
-  const LaneGroups groups[2] = {{values.side, byte}, {values.side, byte + 16 * (V - 1)}};
+  constexpr Index kDigit = kMaxGroups * kChunk;
+  const Index group = values.side.group_of_byte[byte];
   __m512i sums[R][2][N];
 #pragma GCC unroll 4
   for (int r = 0; r < R; ++r)
 #pragma GCC unroll 2
     for (int n = 0; n < N; ++n) sums[r][0][n] = sums[r][1][n] = _mm512_setzero_si512();
   for (Index b = values.begin; b < values.end; ++b) {
-    ahead.ask(V * kBlock / 4);
-    const Byte* at = values.block[b] + 4 * byte;
-    constexpr int W = is_spread ? V : 1;  // one digit for all lanes, or for each vector its own
-    const Byte* from[W];
-#pragma GCC unroll 2
-    for (int v = 0; v < W; ++v) from[v] = weights.dwords(b * kBlock / 4, groups[v].first);
+    const Byte *at = values.block[b] + 4 * byte, *digits = weights.digit[0][0][group] + b * kBlock;
 #pragma GCC unroll 1
-    for (Index quad = 0; quad < kBlock / 4; ++quad, at += 4 * values.side.row_bytes) {
+    for (Index quad = 0; quad < kBlock / 4; ++quad, at += 4 * values.side.row_bytes, digits += 4) {
       __m512i x[N];
+      ahead.ask(V);
 #pragma GCC unroll 2
       for (int v = 0; v < V; ++v) {
         const __m512i codes = _mm512_loadu_si512(at + 64 * v);
@@ -350,37 +321,21 @@ inline void add_digits(const ValueBlocks& values, const WeightDigits& weights, f
 #pragma GCC unroll 4
       for (int r = 0; r < R; ++r)
 #pragma GCC unroll 2
-        for (int digit = 0; digit < 2; ++digit) {
-          __m512i w;
+        for (int which = 0; which < 2; ++which) {
+          const __m512i w = broadcast_dword(digits + (2 * r + which) * kDigit);
 #pragma GCC unroll 2
-          for (int v = 0; v < V; ++v) {
-            const Byte* dwords = from[min(v, W - 1)] + (2 * r + digit) * weights.digit_stride;
-            if (is_spread)
-              w = _mm512_permutexvar_epi32(reinterpret_cast<__m512i>(groups[v].lanes), _mm512_loadu_si512(dwords));
-            else if (v == 0)
-              w = broadcast_dword(dwords);
-            if constexpr (is_int4) {
-              add_products(sums[r][digit][2 * v], w, x[2 * v]);
-              add_products(sums[r][digit][2 * v + 1], w, x[2 * v + 1]);
-            } else {
-              add_products(sums[r][digit][v], w, x[v]);
-            }
-          }
+          for (int n = 0; n < N; ++n) add_products(sums[r][which][n], w, x[n]);
         }
-#pragma GCC unroll 2
-      for (int v = 0; v < W; ++v) from[v] += is_spread ? weights.quad_stride : 4;
     }
   }
 #pragma GCC unroll 4
   for (int r = 0; r < R; ++r) {
     Vec out[N];
+    const __m512 step = _mm512_set1_ps(weights.step[r][group]);
 #pragma GCC unroll 2
     for (int n = 0; n < N; ++n) {
-      const int v = is_int4 ? n / 2 : n;
-      const __m512 steps = _mm512_permutexvar_ps(reinterpret_cast<__m512i>(groups[v].lanes),
-                                                 _mm512_loadu_ps(weights.steps(r, groups[v].first)));
       const __m512i sum = _mm512_add_epi32(_mm512_slli_epi32(sums[r][0][n], 8), sums[r][1][n]);
-      out[n] = reinterpret_cast<Vec>(_mm512_mul_ps(steps, _mm512_cvtepi32_ps(sum)));
+      out[n] = reinterpret_cast<Vec>(_mm512_mul_ps(step, _mm512_cvtepi32_ps(sum)));
     }
     float* total = totals + r * width + (is_int4 ? 2 * byte : byte);
     if constexpr (is_int4) zip(out);
@@ -403,23 +358,19 @@ inline void value_digits(const ChunkRows& chunk, const ValueTask& task) {
   alignas(64) float scales[kMaxGroups][kChunk];
   read_scales(chunk, scales);
   if (has_negative(scales, value.num_groups)) return value_codes<is_int4>(chunk, task);  // digits are unsigned
-  constexpr int V = is_int4 ? 1 : 2;
-  const Index per_group = value.row_bytes / value.num_groups;
-  const bool is_spread = per_group % (16 * V) != 0 && value.num_groups > 1;
   const ValueBlocks blocks(chunk);
-  WeightDigits weights(value.num_groups, is_spread);
+  WeightDigits weights;
   shrink_totals(task);
   chunk.prefetch_scales();
   for_rows(task.num_rows, [&]<int R>(Index first) {
-    weights.read(task.weights + first * kChunk, R, scales);
+    weights.read(task.weights + first * kChunk, R, scales, value.num_groups);
     float* totals = task.totals + first * task.width;
-    const auto add = [&]<int V>(std::integral_constant<int, V>, Index byte) {
-      (is_spread ? add_digits<R, is_int4, true, V> : add_digits<R, is_int4, false, V>)(
-          blocks, weights, totals, task.width, byte, *chunk.ahead);
-    };
+    constexpr int V = is_int4 ? 1 : 2;
     Index byte = 0;
-    for (; byte + 16 * V <= value.row_bytes; byte += 16 * V) add(std::integral_constant<int, V>{}, byte);
-    for (; byte < value.row_bytes; byte += 16) add(std::integral_constant<int, 1>{}, byte);
+    for (; byte + 16 * V <= value.row_bytes; byte += 16 * V)
+      add_digits<R, is_int4, V>(blocks, weights, totals, task.width, byte, *chunk.ahead);
+    for (; byte < value.row_bytes; byte += 16)
+      add_digits<R, is_int4, 1>(blocks, weights, totals, task.width, byte, *chunk.ahead);
   });
 }
 

@@ -146,7 +146,7 @@ inline IntVec load_dwords(const Byte* from) { return bit_copy<IntVec>(from); }
 // scaled at its end.
 template <int R, bool is_int4>
 inline void score_codes_at(const Byte* const* blocks, Index first, const SidePlace& key, const float* query,
-                           Index width, const float* scales, float* scores) {
+                           Index width, const float* scales, float* scores, Ahead& ahead) {
   const Index per_group = key.row_bytes / 4 / key.num_groups;
   const Byte* at[2];
   for (Index n = 0; n < 2; ++n) {
@@ -160,6 +160,7 @@ inline void score_codes_at(const Byte* const* blocks, Index first, const SidePla
     for (Index c = 0; c < per_group; ++c, q += is_int4 ? 8 : 4) {
       const IntVec dwords[2] = {bit_copy<IntVec>(at[0]), bit_copy<IntVec>(at[1])};
       at[0] += kColumn, at[1] += kColumn;
+      ahead.ask(max(kLanes / 8, 1));
       for_places(Places<is_int4>{}, [&]<int place>() {
         const Vec codes[2] = {widen_place<is_int4, place>(dwords[0]), widen_place<is_int4, place>(dwords[1])};
 #pragma GCC unroll 4
@@ -199,11 +200,10 @@ inline void score_codes(const ChunkRows& chunk, const ScoreTask& task) {
   read_scales(chunk, scales);
   chunk.prefetch_scales();
   for_key_blocks(chunk, [&](Index first, const Byte* const* blocks) {
-    chunk.ahead->ask(2 * kBlock * chunk.side->row_bytes / 64);
     for_rows(task.num_rows, [&]<int R>(Index r) {
       for (Index t = 0; t < 2 * kBlock; t += 2 * kLanes)
         score_codes_at<R, is_int4>(blocks, t, *chunk.side, task.query + r * task.width, task.width,
-                                   scales[0] + first, task.scores + r * kChunk + first);
+                                   scales[0] + first, task.scores + r * kChunk + first, *chunk.ahead);
     });
   });
 }
@@ -250,12 +250,12 @@ inline void add_codes(const ValueBlocks& values, const float* weights, const flo
   const LaneGroups groups[2] = {{values.side, byte}, {values.side, byte + (V - 1) * kLanes}};
   Vec sums[R][N] = {};
   for (Index b = values.begin; b < values.end; ++b) {
-    ahead.ask(max(V * kBlock * kLanes / 64, 1));
     for (Index quad = 0; quad < kBlock / 4; ++quad) {
       const Byte* at = values.block[b] + 4 * (quad * values.side.row_bytes + byte);
       IntVec dwords[V];
 #pragma GCC unroll 2
       for (int v = 0; v < V; ++v) dwords[v] = bit_copy<IntVec>(at + 4 * v * kLanes);
+      ahead.ask(max(V * kLanes / 16, 1));
       for_places(std::make_integer_sequence<int, 4>{}, [&]<int i>() {
         const Index t = b * kBlock + 4 * quad + i;
         Vec x[N];

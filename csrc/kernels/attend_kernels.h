@@ -51,7 +51,8 @@ inline ValueKernel choose_value(const SidePlace& value, DType query_dtype) {
   const bool is_int4 = value.cache.dtype == DType::int4;
 #ifdef KVLOOM_HAS_DOT_PRODUCTS
   if (is_direct(value, query_dtype) && query_dtype == DType::bf16 && value.dim % 64 == 0) return value_bf16;
-  if (takes_codes(value, query_dtype) && query_dtype != DType::f32)
+  // Making digits of every group's weights pays where groups are long.
+  if (takes_codes(value, query_dtype) && query_dtype != DType::f32 && value.group % 32 == 0)
     return is_int4 ? value_digits<true> : value_digits<false>;
 #endif
   if (takes_codes(value, query_dtype)) return is_int4 ? value_codes<true> : value_codes<false>;

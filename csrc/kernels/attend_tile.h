@@ -10,7 +10,8 @@
 
 namespace kvloom::KVLOOM_ISA {
 
-inline void prefetch(const Byte* at) { __builtin_prefetch(at); }
+// Inlined early: GCC takes a function that only prefetches for one without effect, and drops its calls.
+__attribute__((always_inline)) inline void prefetch(const Byte* at) { __builtin_prefetch(at); }
 
 // Asks for the lines of the chunk after this one, of all heads of the item, in the order of their addresses:
 // the memory is fastest that way, whatever the order in which kernels read.
