@@ -41,8 +41,8 @@ class ItemRunner {
     key_rows_.side = &key_, value_rows_.side = &value_;
     key_rows_.query_dtype = value_rows_.query_dtype = args.query_dtype;
     key_rows_.ahead = value_rows_.ahead = &ahead_;
-    key_rows_.takes_codes = takes_codes(key_, args.query_dtype);
-    value_rows_.takes_codes = takes_codes(value_, args.query_dtype);
+    key_rows_.takes_codes = takes_codes(key_);
+    value_rows_.takes_codes = takes_codes(value_);
   }
 
   void run(Index first, Index last) {

@@ -357,7 +357,7 @@ inline void value_digits(const ChunkRows& chunk, const ValueTask& task) {
   const SidePlace& value = *chunk.side;
   alignas(64) float scales[kMaxGroups][kChunk];
   read_scales(chunk, scales);
-  if (has_negative(scales, value.num_groups)) return value_codes<is_int4>(chunk, task);  // digits are unsigned
+  if (has_negative(scales, value.num_groups)) return value_codes<is_int4, Unrounded>(chunk, task);  // digits are unsigned
   const ValueBlocks blocks(chunk);
   WeightDigits weights;
   shrink_totals(task);

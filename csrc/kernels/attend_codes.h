@@ -142,9 +142,23 @@ using Places = std::make_integer_sequence<int, is_int4 ? 8 : 4>;
 
 inline IntVec load_dwords(const Byte* from) { return bit_copy<IntVec>(from); }
 
+// A dequantised number is rounded to the scale's type where that shows in the query's.
+struct Unrounded {
+  static constexpr bool kRounds = false;
+  static Vec of(Vec x) { return x; }
+};
+template <DType dtype>
+struct RoundedTo {
+  static constexpr bool kRounds = true;
+  static Vec of(Vec x) {
+    const Vec top = splat(dtype == DType::f16 ? 65504.0f : 0x1.fep127f);  // the largest finite
+    return round_lanes(dtype, x > top ? top : x < -top ? -top : x);
+  }
+};
+
 // R rows by the tokens [first, first + 2 * kLanes) of two blocks: code products are summed within a group, and
-// scaled at its end.
-template <int R, bool is_int4>
+// scaled at its end; if they are rounded, each is scaled before.
+template <int R, bool is_int4, class Rounded>
 inline void score_codes_at(const Byte* const* blocks, Index first, const SidePlace& key, const float* query,
                            Index width, const float* scales, float* scores, Ahead& ahead) {
   const Index per_group = key.row_bytes / 4 / key.num_groups;
@@ -157,12 +171,14 @@ inline void score_codes_at(const Byte* const* blocks, Index first, const SidePla
   const float* q = query;
   for (Index g = 0; g < key.num_groups; ++g) {
     Vec group[R][2] = {};
+    const Vec scale[2] = {load(scales + g * kChunk + first), load(scales + g * kChunk + first + kLanes)};
     for (Index c = 0; c < per_group; ++c, q += is_int4 ? 8 : 4) {
       const IntVec dwords[2] = {bit_copy<IntVec>(at[0]), bit_copy<IntVec>(at[1])};
       at[0] += kColumn, at[1] += kColumn;
       ahead.ask(max(kLanes / 8, 1));
       for_places(Places<is_int4>{}, [&]<int place>() {
-        const Vec codes[2] = {widen_place<is_int4, place>(dwords[0]), widen_place<is_int4, place>(dwords[1])};
+        Vec codes[2] = {widen_place<is_int4, place>(dwords[0]), widen_place<is_int4, place>(dwords[1])};
+        if (Rounded::kRounds) codes[0] = Rounded::of(codes[0] * scale[0]), codes[1] = Rounded::of(codes[1] * scale[1]);
 #pragma GCC unroll 4
         for (int r = 0; r < R; ++r) {
           const Vec x = splat(q[r * width + place]);
@@ -174,7 +190,7 @@ inline void score_codes_at(const Byte* const* blocks, Index first, const SidePla
 #pragma GCC unroll 4
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 2
-      for (int n = 0; n < 2; ++n) sums[r][n] += group[r][n] * load(scales + g * kChunk + first + n * kLanes);
+      for (int n = 0; n < 2; ++n) sums[r][n] += Rounded::kRounds ? group[r][n] : group[r][n] * scale[n];
   }
 #pragma GCC unroll 4
   for (int r = 0; r < R; ++r)
@@ -194,7 +210,7 @@ inline void for_key_blocks(const ChunkRows& chunk, Visit visit) {
   }
 }
 
-template <bool is_int4>
+template <bool is_int4, class Rounded>
 inline void score_codes(const ChunkRows& chunk, const ScoreTask& task) {
   alignas(64) float scales[kMaxGroups][kChunk];
   read_scales(chunk, scales);
@@ -202,7 +218,7 @@ inline void score_codes(const ChunkRows& chunk, const ScoreTask& task) {
   for_key_blocks(chunk, [&](Index first, const Byte* const* blocks) {
     for_rows(task.num_rows, [&]<int R>(Index r) {
       for (Index t = 0; t < 2 * kBlock; t += 2 * kLanes)
-        score_codes_at<R, is_int4>(blocks, t, *chunk.side, task.query + r * task.width, task.width,
+        score_codes_at<R, is_int4, Rounded>(blocks, t, *chunk.side, task.query + r * task.width, task.width,
                                    scales[0] + first, task.scores + r * kChunk + first, *chunk.ahead);
     });
   });
@@ -243,7 +259,7 @@ inline void zip(Vec* x) {
 }
 
 // R rows by V vectors of bytes; scales[token] are those of the groups.
-template <int R, bool is_int4, int V>
+template <int R, bool is_int4, int V, class Rounded>
 inline void add_codes(const ValueBlocks& values, const float* weights, const float (*scales)[kMaxGroups + kLanes],
                       float* totals, Index width, Index byte, Ahead& ahead) {
   constexpr int N = is_int4 ? 2 * V : V;  // of int4 the even and the odd elements
@@ -263,10 +279,10 @@ inline void add_codes(const ValueBlocks& values, const float* weights, const flo
         for (int v = 0; v < V; ++v) {
           const Vec scale = __builtin_shuffle(load(scales[t] + groups[v].first), groups[v].lanes);
           if constexpr (is_int4) {
-            x[2 * v] = scale * widen_place<true, 2 * i>(dwords[v]);
-            x[2 * v + 1] = scale * widen_place<true, 2 * i + 1>(dwords[v]);
+            x[2 * v] = Rounded::of(scale * widen_place<true, 2 * i>(dwords[v]));
+            x[2 * v + 1] = Rounded::of(scale * widen_place<true, 2 * i + 1>(dwords[v]));
           } else {
-            x[v] = scale * widen_place<false, i>(dwords[v]);
+            x[v] = Rounded::of(scale * widen_place<false, i>(dwords[v]));
           }
         }
 #pragma GCC unroll 4
@@ -285,7 +301,7 @@ inline void add_codes(const ValueBlocks& values, const float* weights, const flo
   }
 }
 
-template <bool is_int4>
+template <bool is_int4, class Rounded>
 inline void value_codes(const ChunkRows& chunk, const ValueTask& task) {
   const SidePlace& value = *chunk.side;
   alignas(64) float by_group[kMaxGroups][kChunk];
@@ -299,7 +315,7 @@ inline void value_codes(const ChunkRows& chunk, const ValueTask& task) {
   for_rows(task.num_rows, [&]<int R>(Index r) {
     constexpr int V = is_int4 ? 1 : 2;
     const auto add = [&]<int V>(std::integral_constant<int, V>, Index byte) {
-      add_codes<R, is_int4, V>(blocks, task.weights + r * kChunk, scales, task.totals + r * task.width,
+      add_codes<R, is_int4, V, Rounded>(blocks, task.weights + r * kChunk, scales, task.totals + r * task.width,
                                task.width, byte, *chunk.ahead);
     };
     Index byte = 0;

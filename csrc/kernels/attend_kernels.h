@@ -24,21 +24,40 @@ inline bool is_direct(const SidePlace& side, DType query_dtype) {
 }
 
 // Whether codes can be met as they are, block by block: groups begin with a column of keys, rows fill vectors of
-// values, and no rounding to the scale's type shows.
-inline bool takes_codes(const SidePlace& side, DType query_dtype) {
-  return side.scale.data && !is_coarser(side.scale.dtype, query_dtype) && side.num_groups <= kMaxGroups &&
-         side.row_bytes % 16 == 0 && side.row_bytes % (4 * side.num_groups) == 0;
+// values.
+inline bool takes_codes(const SidePlace& side) {
+  return side.scale.data && side.num_groups <= kMaxGroups && side.row_bytes % 16 == 0 &&
+         side.row_bytes % (4 * side.num_groups) == 0;
 }
 
-inline ScoreKernel choose_score(const SidePlace& key, DType query_dtype) {
-  const bool is_int4 = key.cache.dtype == DType::int4;
+// Calls choice.template operator()<is_int4, Rounded>() for the codes of `side`.
+template <class Choice>
+inline auto choose_codes(const SidePlace& side, DType query_dtype, Choice choice) {
+  const bool is_int4 = side.cache.dtype == DType::int4;
+  const auto choose = [&]<class Rounded>(Rounded) {
+    return is_int4 ? choice.template operator()<true, Rounded>() : choice.template operator()<false, Rounded>();
+  };
+  if (!is_coarser(side.scale.dtype, query_dtype)) return choose(Unrounded{});
+  return side.scale.dtype == DType::f16 ? choose(RoundedTo<DType::f16>{}) : choose(RoundedTo<DType::bf16>{});
+}
+
 #ifdef KVLOOM_HAS_DOT_PRODUCTS
-  // Integer digits are finer than a 16-bit query.
-  if (takes_codes(key, query_dtype) && query_dtype != DType::f32)
-    return {pack_digits, is_int4 ? score_digits<true> : score_digits<false>};
+// Integer digits are finer than a 16-bit query.
+inline bool takes_digits(const SidePlace& side, DType query_dtype) {
+  return takes_codes(side) && query_dtype != DType::f32 && !is_coarser(side.scale.dtype, query_dtype);
+}
+#endif
+
+inline ScoreKernel choose_score(const SidePlace& key, DType query_dtype) {
+#ifdef KVLOOM_HAS_DOT_PRODUCTS
+  if (takes_digits(key, query_dtype))
+    return {pack_digits, key.cache.dtype == DType::int4 ? score_digits<true> : score_digits<false>};
   if (is_direct(key, query_dtype) && query_dtype == DType::bf16 && key.dim % 32 == 0) return {pack_bf16, score_bf16};
 #endif
-  if (takes_codes(key, query_dtype)) return {pack_nothing, is_int4 ? score_codes<true> : score_codes<false>};
+  if (takes_codes(key))
+    return choose_codes(key, query_dtype, []<bool is_int4, class Rounded>() {
+      return ScoreKernel{pack_nothing, score_codes<is_int4, Rounded>};
+    });
   if (!is_direct(key, query_dtype)) return {pack_nothing, score_wide};
   switch (query_dtype) {
     case DType::bf16: return {pack_nothing, score_direct<LoadBf16>};
@@ -48,14 +67,15 @@ inline ScoreKernel choose_score(const SidePlace& key, DType query_dtype) {
 }
 
 inline ValueKernel choose_value(const SidePlace& value, DType query_dtype) {
-  const bool is_int4 = value.cache.dtype == DType::int4;
 #ifdef KVLOOM_HAS_DOT_PRODUCTS
   if (is_direct(value, query_dtype) && query_dtype == DType::bf16 && value.dim % 64 == 0) return value_bf16;
   // Making digits of every group's weights pays where groups are long.
-  if (takes_codes(value, query_dtype) && query_dtype != DType::f32 && value.group % 32 == 0)
-    return is_int4 ? value_digits<true> : value_digits<false>;
+  if (takes_digits(value, query_dtype) && value.group % 32 == 0)
+    return value.cache.dtype == DType::int4 ? value_digits<true> : value_digits<false>;
 #endif
-  if (takes_codes(value, query_dtype)) return is_int4 ? value_codes<true> : value_codes<false>;
+  if (takes_codes(value))
+    return choose_codes(value, query_dtype,
+                        []<bool is_int4, class Rounded>() -> ValueKernel { return value_codes<is_int4, Rounded>; });
   if (!is_direct(value, query_dtype)) return value_wide;
   switch (query_dtype) {
     case DType::bf16: return value_direct<LoadBf16>;

@@ -8,7 +8,7 @@ namespace kvloom::KVLOOM_ISA {
 
 constexpr Index kTileFloats = 8192;  // of queries or accumulators in one item
 constexpr Index kTileRows = 64;
-constexpr Index kTileHeads = 4;
+constexpr Index kTileHeads = 8;  // their rows of a page lie side by side, and are asked for together
 constexpr Index kFewNewTokens = 16;  // up to here the splits of a sequence are items of their own
 constexpr Index kPartial = 16;       // floats before a partial accumulator: maximum, sum, padding
 
@@ -48,7 +48,7 @@ struct SequencePlan {
     // As many heads to an item as leave every thread two items.
     const Index single = args.num_sequences * heads * num_tiles * (is_split ? num_splits : 1);
     const Index spare = single / (2 * max(args.num_threads, 1));
-    tile_heads = rows <= room ? max(min(min(heads_together(args), spare), min(room / tile_rows, heads)), 1) : 1;
+    tile_heads = rows <= room ? max(min(min(kTileHeads, spare), min(room / tile_rows, heads)), 1) : 1;
     head_tiles = ceil_div(heads, tile_heads);
     num_items = num_tiles * head_tiles * (is_split ? num_splits : 1);
     num_merges = is_split ? num_new * args.num_heads : 0;
@@ -68,14 +68,6 @@ struct SequencePlan {
     const Index row = tile * tile_rows;
     const Index split = is_split ? first_split + i / (num_tiles * head_tiles) : -1;
     return {0, head, min(tile_heads, heads - head), row, min(tile_rows, rows - row), split};
-  }
-
-  // Heads of one item: they share the finding of places. Where their rows lie side by side in a token they are
-  // read together, some lines at a time.
-  static Index heads_together(const AttendArgs& args) {
-    const CacheView& view = args.key.cache;
-    const Index width = stored_width(view), row_bytes = width * bytes_of(view.dtype);
-    return row_is_contiguous(view) && view.stride[3] == width ? 8 : 8;
   }
 
   Index first_row, first_column, num_new, num_stored, first_visible;

@@ -308,10 +308,7 @@ inline void add_values(const float* weights, const Byte* const* values, Ahead& a
     ahead.ask(max(N * kLanes * Load::kBytes / 64, 1));
     Vec value[N];
 #pragma GCC unroll 4
-    for (int n = 0; n < N; ++n) {
-      const Index at = (d + n * kLanes) * Load::kBytes;
-      value[n] = Load::at(values[t], d + n * kLanes);
-    }
+    for (int n = 0; n < N; ++n) value[n] = Load::at(values[t], d + n * kLanes);
 #pragma GCC unroll 4
     for (int r = 0; r < R; ++r) {
       const Vec weight = splat(weights[r * kChunk + t]);

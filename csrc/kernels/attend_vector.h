@@ -156,20 +156,28 @@ inline Vec load_int4(const Byte* from) {
 }
 #endif
 
+// Every lane rounded to a 16-bit type and back.
+inline Vec round_lanes(DType dtype, Vec x) {
+  if (dtype == DType::bf16) {
+    const IntVec bits = as_int(x), rounded = bits + 0x7fff + (bits >> 16 & 1);
+    return x != x ? x : as_float(rounded & splat_int(INT32_MIN >> 15));
+  }
+#if defined(__AVX512F__)
+  const __m256i halves = _mm512_cvtps_ph(reinterpret_cast<__m512>(x), _MM_FROUND_TO_NEAREST_INT);
+  return reinterpret_cast<Vec>(_mm512_cvtph_ps(halves));
+#elif defined(__F16C__)
+  const __m128i halves = _mm256_cvtps_ph(reinterpret_cast<__m256>(x), _MM_FROUND_TO_NEAREST_INT);
+  return reinterpret_cast<Vec>(_mm256_cvtph_ps(halves));
+#else
+  for (int i = 0; i < kLanes; ++i) x[i] = round_to(dtype, x[i]);
+  return x;
+#endif
+}
+
 // Every element rounded to a 16-bit type and back.
 inline void round_row(DType dtype, float* row, Index dim) {
   Index d = 0;
-#if defined(__AVX512F__)
-  if (dtype == DType::f16)
-    for (; d + kLanes <= dim; d += kLanes)
-      store(row + d, reinterpret_cast<Vec>(_mm512_cvtph_ps(_mm512_cvtps_ph(
-                         reinterpret_cast<__m512>(load(row + d)), _MM_FROUND_TO_NEAREST_INT))));
-#elif defined(__F16C__)
-  if (dtype == DType::f16)
-    for (; d + kLanes <= dim; d += kLanes)
-      store(row + d, reinterpret_cast<Vec>(_mm256_cvtph_ps(_mm256_cvtps_ph(
-                         reinterpret_cast<__m256>(load(row + d)), _MM_FROUND_TO_NEAREST_INT))));
-#endif
+  for (; d + kLanes <= dim; d += kLanes) store(row + d, round_lanes(dtype, load(row + d)));
   for (; d < dim; ++d) row[d] = round_to(dtype, row[d]);
 }
 

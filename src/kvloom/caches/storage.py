@@ -11,6 +11,7 @@ from torch import Tensor
 from kvloom import ops
 from kvloom.blocks.pool import BlockPool
 from kvloom.blocks.table import BlockTable, Copy, append_all
+from kvloom.caches.huge_pages import ask_for_huge_pages
 from kvloom.caches.layers import outside_inference_mode
 from kvloom.caches.page_layout import PAGE_LAYOUTS, page_layout
 from kvloom.core.specs import KVSpec, QuantSpec
@@ -148,6 +149,8 @@ class PagedStorage:
             (key, key_scale), (value, value_scale) = (
                 spec.empty(num_pages * size, size, device=self._device) for spec in self.specs
             )
+        for x in (key, value):
+            ask_for_huge_pages(x)
         return key, value, key_scale, value_scale
 
 

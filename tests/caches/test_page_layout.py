@@ -1,0 +1,133 @@
+"""In which order pages are kept, and that nothing but speed depends on it."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from oracles.bits import assert_same_bits, generator
+
+from kvloom import KVSpec, QuantSpec, ops
+from kvloom.caches import PagedBatch, PagedCache, PagedFormat, PagedLayer
+from kvloom.caches.page_layout import PAGE_LAYOUTS, page_layout
+from kvloom.caches.storage import PagedStorage
+from kvloom.core.layouts import NATIVE_KEYS, NATIVE_VALUES
+from kvloom.errors import ConfigError
+
+CPU = torch.device("cpu")
+INT8, INT4 = QuantSpec(8, 32), QuantSpec(4, 32)
+needs_kernels = pytest.mark.skipif(
+    ops.cpu_kernels().startswith("none"), reason="without compiled kernels every page is kept by rows"
+)
+
+
+def spec(quant: QuantSpec | None = INT8, head_dim: int = 64) -> KVSpec:
+    return KVSpec(1, 2, head_dim, torch.float32, quant=quant)
+
+
+def chosen(name: str, quant: QuantSpec | None, page_size: int = 16, head_dim: int = 64) -> tuple[str, str]:
+    form = spec(quant, head_dim)
+    return page_layout(name, "key", form, page_size, CPU).axes, page_layout(
+        name, "value", form, page_size, CPU
+    ).axes
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    ("quant", "page_size", "head_dim"),
+    [(None, 16, 64), (INT8, 8, 64), (INT8, 24, 64), (QuantSpec(8, 8), 16, 24), (QuantSpec(4, 4), 16, 64)],
+    ids=["floats", "half blocks", "cut blocks", "rows of 24 bytes", "groups of 2 bytes"],
+)
+def test_auto_keeps_heads_apart_where_native_does_not_fit(
+    quant: QuantSpec | None, page_size: int, head_dim: int
+) -> None:
+    assert chosen("auto", quant, page_size, head_dim) == ("B H S D", "B H S D")
+
+
+@needs_kernels
+@pytest.mark.parametrize(("quant", "page_size"), [(INT8, 16), (INT4, 48), (QuantSpec(8, 4), 32)])
+def test_auto_is_native_for_codes(quant: QuantSpec, page_size: int) -> None:
+    assert chosen("auto", quant, page_size) == (NATIVE_KEYS.axes, NATIVE_VALUES.axes)
+
+
+def test_auto_keeps_rows_elsewhere() -> None:
+    assert page_layout("auto", "key", spec(), 16, torch.device("meta")).axes == "B S H D"
+
+
+def test_named_layouts() -> None:
+    assert chosen("NHD", INT8) == ("B S H D", "B S H D")
+    assert chosen("HND", INT8) == ("B H S D", "B H S D")
+    assert chosen("native", INT8) == (NATIVE_KEYS.axes, NATIVE_VALUES.axes)
+    assert chosen("native", None) == ("B H S D", "B H S D")
+
+
+@pytest.mark.parametrize(("name", "page_size"), [("native", 8), ("NDH", 16), ("", 16)])
+def test_what_cannot_be_is_refused(name: str, page_size: int) -> None:
+    with pytest.raises(ConfigError, match="layout"):
+        page_layout(name, "key", spec(), page_size, CPU)
+
+
+def test_a_format_refuses_an_unknown_layout() -> None:
+    with pytest.raises(ConfigError, match="layout must be one of"):
+        PagedFormat(layout="rows")
+
+
+@pytest.mark.parametrize("quant", [None, INT8, INT4], ids=["floats", "int8", "int4"])
+@pytest.mark.parametrize("window", [None, 20])
+def test_layers_are_the_same_in_every_layout(quant: QuantSpec | None, window: int | None) -> None:
+    """Appends of many sizes, forks and row crops: what is gathered and attended to has the same bits."""
+    found = {}
+    for layout in PAGE_LAYOUTS:
+        rng = generator(7)
+        form = PagedFormat(None, quant, layout=layout)
+        layer = PagedLayer(form, PagedBatch(form, window))
+        outs = []
+        for count in (37, 1, 1, 16, 5):
+            key, value = (torch.randn(2, 2, count, 64, generator=rng) for _ in range(2))
+            stored = layer.append(key, value)
+            query = torch.randn(2 * count, 4, 64, generator=rng)
+            outs += stored.gather(torch.float32)
+            outs.append(ops.attend(query, stored.view, stored.placement.batch(count)))
+        found[layout] = outs
+    for layout, outs in found.items():
+        for i, (x, expected) in enumerate(zip(outs, found["NHD"], strict=True)):
+            assert_same_bits(x, expected, f"{layout} {i}")
+
+
+def test_a_paged_cache_takes_a_layout() -> None:
+    outs = []
+    for layout in ("NHD", "native"):
+        rng = generator(3)
+        cache = PagedCache(spec(), num_layers=1, num_pages=8, layout=layout)
+        sequence = cache.begin(list(range(40)))
+        key, value, query = (torch.randn(40, heads, 64, generator=rng) for heads in (2, 2, 4))
+        cache.append(sequence, 0, key, value)
+        cache.commit(sequence)
+        outs.append(cache.attend(query, [sequence], 0))
+    assert_same_bits(outs[1], outs[0], "attention")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems do not show what was asked of them")
+def test_pools_ask_for_huge_pages() -> None:
+    if not Path("/sys/kernel/mm/transparent_hugepage/enabled").exists():
+        pytest.skip("this kernel has no transparent huge pages")
+    storage = PagedStorage(spec(None), spec(None), 16, CPU)
+    storage.grow(2048)
+    for x in storage.tensors[:2]:
+        assert x is not None
+        assert "hg" in flags_at(x.data_ptr() + x.nbytes // 2)
+
+
+def flags_at(address: int) -> list[str]:
+    """What the kernel says of the mapping that holds an address."""
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        first = line.split()[0]
+        if "-" in first and not first.endswith(":"):
+            begin, end = (int(x, 16) for x in first.split("-"))
+            inside = begin <= address < end
+        elif inside and first == "VmFlags:":
+            return line.split()[1:]
+    return []
