@@ -91,6 +91,23 @@ def test_every_16_bit_pattern_as_the_largest_of_its_group(
 
 
 @pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_every_number_beside_every_largest_of_a_binade(dtype: torch.dtype, bits: int) -> None:
+    """All pairs of mantissas, so that no quotient by a reciprocal is another than that of a division."""
+    mantissas = round(1 / torch.finfo(dtype).eps)
+    largest = torch.ones((), dtype=dtype).view(torch.int16).int() + torch.arange(mantissas)
+    below = torch.arange((bits + 1) * mantissas)  # down to what rounds to 0
+    x = (largest[:, None] - below).to(torch.int16).view(dtype) * torch.where(below % 3 == 0, -1, 1).to(dtype)
+    spec = KVSpec(1, 1, len(below), layout="B S H D", quant=QuantSpec(bits, len(below), torch.float32))
+    got, want = (spec.empty(mantissas, 1) for _ in range(2))
+    for (cache, scale), backend in ((got, "cpu"), (want, "reference")):
+        view = KVView.split(spec.axes, cache, None, scale)
+        ops.store(x.unsqueeze(1), None, torch.arange(mantissas), view, backend=backend)
+    assert_same_bits(got[0], want[0], "codes")
+    assert_same_bits(got[1], want[1], "scales")
+
+
+@pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_special_values_beside_each_other(dtype: torch.dtype, bits: int) -> None:
     pairs = torch.tensor(list(itertools.product(SPECIAL, SPECIAL)))
@@ -200,9 +217,11 @@ def test_any_call_is_done_alike(data: st.DataObject) -> None:
     assert_twins(mine, other, any_nan=dtype != kind.dtype)
 
 
-@pytest.mark.parametrize("axes", ["B S H D", "B H S D", "B (H D/16) S D%16", "T H D"])
+@pytest.mark.parametrize("axes", ["B S H D", "B H S D", "B (H D/16) S D%16", "T H D", "B H S/2 D S%2"])
 @pytest.mark.parametrize(
-    "kind", [Kind(torch.float32), Kind(torch.bfloat16), Kind(torch.int8, 8, 64)], ids=str
+    "kind",
+    [Kind(torch.float32), Kind(torch.bfloat16), Kind(torch.int8, 8, 64), Kind(torch.uint8, 4, 8)],
+    ids=str,
 )
 def test_many_tokens_by_several_threads_and_past_the_caches(axes: str, kind: Kind) -> None:
     torch.set_num_threads(2)
