@@ -13,8 +13,8 @@ namespace {
 
 constexpr int64_t kBytesPerThread = 64 << 10;  // less is not worth waking a thread
 // From so many bytes on, whole cache lines are written past the caches: they would push everything else out.
-// What is loaded is read next, so only what a last-level cache would not keep.
-constexpr int64_t kBytesToStream = 2 << 20, kLoadedBytesToStream = 16 << 20;
+// What is loaded is read next, so more of it is kept.
+constexpr int64_t kBytesToStream = 2 << 20, kLoadedBytesToStream = 4 << 20;
 
 // --- tensors into plain arguments -------------------------------------------------------------------------
 

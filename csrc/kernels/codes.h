@@ -46,13 +46,13 @@ KVLOOM_INLINE void store_pairs(char* to, Ints even, Ints odd) {
 /// Reads `count` codes; the other lanes are 0.
 template <int kBits>
 KVLOOM_INLINE Floats load_codes(const char* from, int64_t count) {
-  Bytes bytes;
+  Ints codes;
   if constexpr (kBits == 8) {
-    bytes = load_bytes<Bytes>(from, count);
+    codes = sign_extend(load_bytes<Bytes>(from, count));
   } else {
-    bytes = unpack_nibbles(load_bytes<Nibbles>(from, count / 2));
+    codes = sign_extend(load_bytes<Nibbles>(from, count / 2));
   }
-  return __builtin_convertvector(sign_extend(bytes), Floats);
+  return __builtin_convertvector(codes, Floats);
 }
 
 }  // namespace kvloom::KVLOOM_ISA::rows

@@ -182,18 +182,28 @@ KVLOOM_INLINE Nibbles pack_nibbles(Bytes codes) {
 #endif
 }
 
-KVLOOM_INLINE Bytes unpack_nibbles(Nibbles packed) {
-#if defined(__SSE2__)
+KVLOOM_INLINE Ints sign_extend(Nibbles packed) {
+#if defined(__AVX2__)
+#if defined(__AVX512F__)
+  const __m512i bytes = _mm512_cvtepu8_epi64(as<__m128i>(packed));
+  const Ints twice = as<Ints>(_mm512_shuffle_epi32(bytes, _MM_PERM_CCAA));
+#else
+  const __m256i bytes = _mm256_cvtepu8_epi64(as<__m128i>(packed));
+  const Ints twice = as<Ints>(_mm256_shuffle_epi32(bytes, 0b10100000));
+#endif
+  const Ints above = 28 - (lane_numbers() & 1) * 4;  // bits above the nibble of a lane
+  return twice << above >> 28;
+#elif defined(__SSE2__)
   const __m128i wide = _mm_unpacklo_epi8(as<__m128i>(packed), _mm_setzero_si128());
   const __m128i even = _mm_and_si128(wide, _mm_set1_epi16(0x0f));
   const __m128i odd = _mm_slli_epi16(_mm_and_si128(wide, _mm_set1_epi16(0xf0)), 4);
   const __m128i bits = _mm_xor_si128(_mm_or_si128(even, odd), _mm_set1_epi8(8));
-  return as<Bytes>(_mm_sub_epi8(bits, _mm_set1_epi8(8)));
+  return sign_extend(as<Bytes>(_mm_sub_epi8(bits, _mm_set1_epi8(8))));
 #else
-  Bytes codes{};
+  Ints codes{};
   for (int i = 0; i < kLanes / 2; ++i) {
-    codes[2 * i] = static_cast<int8_t>(((packed[i] & 0xf) ^ 8) - 8);
-    codes[2 * i + 1] = static_cast<int8_t>(((packed[i] >> 4) ^ 8) - 8);
+    codes[2 * i] = ((packed[i] & 0xf) ^ 8) - 8;
+    codes[2 * i + 1] = ((packed[i] >> 4) ^ 8) - 8;
   }
   return codes;
 #endif
