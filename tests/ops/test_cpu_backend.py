@@ -116,6 +116,18 @@ def test_special_values_beside_each_other(dtype: torch.dtype, bits: int) -> None
         quantize_both(x.unsqueeze(1), bits, group, scale_dtype)
 
 
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_codes_beside_a_nan_of_any_bits_are_0(dtype: torch.dtype, bits: int) -> None:
+    wide = torch.finfo(dtype).bits
+    nan = torch.tensor(float("nan"), dtype=dtype).view(torch.int32 if wide == 32 else torch.int16)
+    x = torch.randn(256, 1, 32, generator=generator(5)).to(dtype)
+    x[:, 0, 3] = (nan | torch.arange(256).to(nan.dtype) % 128).view(dtype)
+    x[::2, 0, 3] *= -1
+    for group in (8, 32):
+        quantize_both(x, bits, group, torch.float32)
+
+
 @pytest.mark.parametrize("scale_dtype", FLOATS)
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("group", [4, 8, 24])
@@ -178,6 +190,24 @@ def test_layouts_are_written_read_and_copied_alike(axes: str, kind: Kind) -> Non
                 assert_same_bits(got, want, "loaded", any_nan=True)
             else:
                 assert_same_bits(as_integers(got), as_integers(want), "loaded")
+
+
+@pytest.mark.parametrize("order", [(0, 1, 3, 2), (0, 2, 1, 3), (3, 2, 1, 0)])
+def test_scales_may_lie_in_another_order_than_their_codes(order: tuple[int, ...]) -> None:
+    x = torch.randn(12, 3, 32, generator=generator(6)).bfloat16()
+    back = [order.index(i) for i in range(4)]
+    spec = KVSpec(1, 3, 32, layout="B S H D", quant=QuantSpec(8, 8))
+    stored = {}
+    for backend in ("cpu", "reference"):
+        cache, contiguous = spec.empty(12, 4)
+        assert contiguous is not None
+        scale = contiguous.permute(order).contiguous().permute(back)
+        view = KVView.split(spec.axes, cache, None, scale)
+        ops.store(x, None, torch.arange(12), view, backend=backend)
+        loaded = ops.load(torch.arange(12), view, dtype=torch.float32, backend=backend)[0]
+        stored[backend] = (cache, scale, loaded)
+    for got, want, what in zip(*stored.values(), ("codes", "scales", "values"), strict=True):
+        assert_same_bits(got, want, what)
 
 
 @given(st.data())
