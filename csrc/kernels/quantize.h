@@ -137,7 +137,7 @@ KVLOOM_INLINE Ints codes_of(Floats x, Floats factor) {
   return quotient == quotient ? codes : Ints{};
 }
 
-/// Numbers whose codes are written together. Those of bfloat16 are taken apart into even and odd ones, which
+/// Numbers whose codes are written together. Those of bfloat16 are taken apart into even and odd ones: that
 /// is cheaper than to widen them in order, and so is packing two codes that share a lane.
 template <class In>
 constexpr int64_t kStep = std::is_same_v<In, BFloat> ? 2 * kLanes : kLanes;
@@ -157,6 +157,7 @@ KVLOOM_INLINE void put_step(const In* x, char* to, Floats factor, int64_t ahead)
   }
 }
 
+/// Writes the codes of one group.
 template <class In, int kBits>
 KVLOOM_INLINE void put_group(const In* x, char* to, Floats factor, int64_t group, int64_t ahead) {
   int64_t i = 0;
@@ -185,12 +186,14 @@ KVLOOM_INLINE Floats put_scales(const In* x, Scale* to, int64_t group, int64_t c
 
 template <class In, int kBits, class Scale>
 void quantize_row(const Row& row) {
-  constexpr int64_t kMost = 8 * kLanes, kTogether = kStep<In> / kLanes;
+  constexpr int64_t kMost = 8 * kLanes;              // groups whose factors are kept
+  constexpr int64_t kTogether = kStep<In> / kLanes;  // numbers that share a lane
   const int64_t group = row.group, num_groups = row.count / group, group_bytes = group * kBits / 8;
-  const bool is_power = (group & (group - 1)) == 0 && group >= kTogether;
+  const bool is_power = (group & (group - 1)) == 0;
   const bool folds =
       group % kWidth<In> == 0 || (is_power && group * sizeof(In) >= 4 && row.count % kWidth<In> == 0);
-  const int64_t groups_in_step = is_power && group < kStep<In> ? kStep<In> / group : 0;
+  const bool shares_steps = is_power && group >= kTogether && group < kStep<In>;
+  const int64_t groups_in_step = kStep<In> / group;
   const Ints group_of_lane = lane_numbers() * int32_t(kTogether) >> __builtin_ctzll(group);
 
   for (int64_t first = 0; first < num_groups; first += kMost) {
@@ -206,7 +209,7 @@ void quantize_row(const Row& row) {
       store(factors + g, put_scales<In, kBits>(x + g * group, scales + g, group, some, folds));
     }
     int64_t g = 0;
-    for (; groups_in_step != 0 && g + groups_in_step <= count; g += groups_in_step) {
+    for (; shares_steps && g + groups_in_step <= count; g += groups_in_step) {
       const Ints some = as<Ints>(load(factors + g / kLanes * kLanes));
       const Floats each = as<Floats>(permute(some, group_of_lane + int32_t(g % kLanes)));
       put_step<In, kBits>(x + g * group, codes + g * group_bytes, each, row.ahead);

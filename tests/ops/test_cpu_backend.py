@@ -93,7 +93,7 @@ def test_every_16_bit_pattern_as_the_largest_of_its_group(
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_every_number_beside_every_largest_of_a_binade(dtype: torch.dtype, bits: int) -> None:
-    """All pairs of mantissas, so that no quotient by a reciprocal is another than that of a division."""
+    """All mantissas that meet in a quotient, so that none may differ from a division's."""
     mantissas = round(1 / torch.finfo(dtype).eps)
     largest = torch.ones((), dtype=dtype).view(torch.int16).int() + torch.arange(mantissas)
     below = torch.arange((bits + 1) * mantissas)  # down to what rounds to 0
