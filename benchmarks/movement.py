@@ -27,6 +27,7 @@ KINDS = {
     "bfloat16": (torch.bfloat16, None),
     "int8 g64": (torch.bfloat16, QuantSpec(8, 64)),
     "int4 g64": (torch.bfloat16, QuantSpec(4, 64)),
+    "int8 g8": (torch.bfloat16, QuantSpec(8, 8)),
 }
 Probe = Callable[[Tensor, Tensor], object]
 

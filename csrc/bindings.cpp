@@ -13,8 +13,10 @@ namespace {
 
 constexpr int64_t kBytesPerThread = 64 << 10;  // less is not worth waking a thread
 // From so many bytes on, whole cache lines are written past the caches: they would push everything else out.
-// What is loaded is read next, so only what a last-level cache would not keep.
-constexpr int64_t kBytesToStream = 2 << 20, kLoadedBytesToStream = 16 << 20;
+// What is loaded is read next, so more of it is kept; of what is dequantised, all that a last-level cache
+// holds, since its lines come too slowly for streaming to gain anything.
+constexpr int64_t kBytesToStream = 2 << 20, kLoadedBytesToStream = 4 << 20;
+constexpr int64_t kDequantizedBytesToStream = 16 << 20;
 
 // --- tensors into plain arguments -------------------------------------------------------------------------
 
@@ -223,7 +225,7 @@ std::tuple<Tensor, Tensor> load(const Tensor& slots, const Tensor& key_cache, co
   } else {
     value = empty_tokens(count, key.size(1), 0, dtype);
   }
-  run(args, count, kLoadedBytesToStream);
+  run(args, count, key_scale ? kDequantizedBytesToStream : kLoadedBytesToStream);
   return {key, value};
 }
 

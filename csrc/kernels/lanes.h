@@ -78,9 +78,11 @@ KVLOOM_INLINE Magnitudes larger(Magnitudes a, Magnitudes b) {
 KVLOOM_INLINE Ints permute(Ints x, Ints index) {
   return as<Ints>(_mm512_permutexvar_epi32(as<__m512i>(index), as<__m512i>(x)));
 }
-KVLOOM_INLINE Shorts low_part(Magnitudes x) { return as<Shorts>(_mm512_castsi512_si256(as<__m512i>(x))); }
-KVLOOM_INLINE Shorts high_part(Magnitudes x) {
-  return as<Shorts>(_mm512_extracti64x4_epi64(as<__m512i>(x), 1));
+KVLOOM_INLINE Ints even_lanes(Ints a, Ints b) {
+  return __builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+}
+KVLOOM_INLINE Ints odd_lanes(Ints a, Ints b) {
+  return __builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
 }
 KVLOOM_INLINE Words zero_extend(Shorts x) { return as<Words>(_mm512_cvtepu16_epi32(as<__m256i>(x))); }
 KVLOOM_INLINE Ints sign_extend(Bytes x) { return as<Ints>(_mm512_cvtepi8_epi32(as<__m128i>(x))); }
@@ -104,9 +106,11 @@ KVLOOM_INLINE Magnitudes larger(Magnitudes a, Magnitudes b) {
 KVLOOM_INLINE Ints permute(Ints x, Ints index) {
   return as<Ints>(_mm256_permutevar8x32_epi32(as<__m256i>(x), as<__m256i>(index)));
 }
-KVLOOM_INLINE Shorts low_part(Magnitudes x) { return as<Shorts>(_mm256_castsi256_si128(as<__m256i>(x))); }
-KVLOOM_INLINE Shorts high_part(Magnitudes x) {
-  return as<Shorts>(_mm256_extracti128_si256(as<__m256i>(x), 1));
+KVLOOM_INLINE Ints even_lanes(Ints a, Ints b) {
+  return __builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14);
+}
+KVLOOM_INLINE Ints odd_lanes(Ints a, Ints b) {
+  return __builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15);
 }
 KVLOOM_INLINE Words zero_extend(Shorts x) { return as<Words>(_mm256_cvtepu16_epi32(as<__m128i>(x))); }
 KVLOOM_INLINE Ints sign_extend(Bytes x) { return as<Ints>(_mm256_cvtepi8_epi32(as<__m128i>(x))); }
@@ -126,12 +130,8 @@ KVLOOM_INLINE Floats larger(Floats a, Floats b) { return a > b ? a : b; }
 KVLOOM_INLINE Floats smaller(Floats a, Floats b) { return a < b ? a : b; }
 KVLOOM_INLINE Ints larger(Ints a, Ints b) { return a > b ? a : b; }
 KVLOOM_INLINE Magnitudes larger(Magnitudes a, Magnitudes b) { return a > b ? a : b; }
-KVLOOM_INLINE Shorts low_part(Magnitudes x) { return as<Shorts>(x); }
-KVLOOM_INLINE Shorts high_part(Magnitudes x) {
-  Shorts high{};
-  std::memcpy(&high, reinterpret_cast<const char*>(&x) + sizeof high, sizeof high);
-  return high;
-}
+KVLOOM_INLINE Ints even_lanes(Ints a, Ints b) { return __builtin_shufflevector(a, b, 0, 2, 4, 6); }
+KVLOOM_INLINE Ints odd_lanes(Ints a, Ints b) { return __builtin_shufflevector(a, b, 1, 3, 5, 7); }
 /// Lane i of the result is lane `index[i]` of x.
 KVLOOM_INLINE Ints permute(Ints x, Ints index) {
   Ints moved{};
@@ -182,18 +182,28 @@ KVLOOM_INLINE Nibbles pack_nibbles(Bytes codes) {
 #endif
 }
 
-KVLOOM_INLINE Bytes unpack_nibbles(Nibbles packed) {
-#if defined(__SSE2__)
+KVLOOM_INLINE Ints sign_extend(Nibbles packed) {
+#if defined(__AVX2__)
+#if defined(__AVX512F__)
+  const __m512i bytes = _mm512_cvtepu8_epi64(as<__m128i>(packed));
+  const Ints twice = as<Ints>(_mm512_shuffle_epi32(bytes, _MM_PERM_CCAA));
+#else
+  const __m256i bytes = _mm256_cvtepu8_epi64(as<__m128i>(packed));
+  const Ints twice = as<Ints>(_mm256_shuffle_epi32(bytes, 0b10100000));
+#endif
+  const Ints above = 28 - (lane_numbers() & 1) * 4;  // bits above the nibble of a lane
+  return twice << above >> 28;
+#elif defined(__SSE2__)
   const __m128i wide = _mm_unpacklo_epi8(as<__m128i>(packed), _mm_setzero_si128());
   const __m128i even = _mm_and_si128(wide, _mm_set1_epi16(0x0f));
   const __m128i odd = _mm_slli_epi16(_mm_and_si128(wide, _mm_set1_epi16(0xf0)), 4);
   const __m128i bits = _mm_xor_si128(_mm_or_si128(even, odd), _mm_set1_epi8(8));
-  return as<Bytes>(_mm_sub_epi8(bits, _mm_set1_epi8(8)));
+  return sign_extend(as<Bytes>(_mm_sub_epi8(bits, _mm_set1_epi8(8))));
 #else
-  Bytes codes{};
+  Ints codes{};
   for (int i = 0; i < kLanes / 2; ++i) {
-    codes[2 * i] = static_cast<int8_t>(((packed[i] & 0xf) ^ 8) - 8);
-    codes[2 * i + 1] = static_cast<int8_t>(((packed[i] >> 4) ^ 8) - 8);
+    codes[2 * i] = ((packed[i] & 0xf) ^ 8) - 8;
+    codes[2 * i + 1] = ((packed[i] >> 4) ^ 8) - 8;
   }
   return codes;
 #endif

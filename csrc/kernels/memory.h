@@ -67,6 +67,39 @@ KVLOOM_INLINE bool heads_are_run(const Lines& lines, int64_t num_heads) {
   return lines.is_run && (num_heads == 1 || lines.head == lines.row_bytes());
 }
 
+/// Whether all heads of a token can be one row, of chunks or items at one stride.
+KVLOOM_INLINE bool heads_join(const Lines& lines, int64_t num_heads) {
+  const int64_t parts = lines.chunks == 1 ? lines.chunk : lines.chunks;
+  const int64_t stride = lines.chunks == 1 ? lines.item_stride : lines.chunk_stride;
+  return lines.is_run || num_heads == 1 || lines.head == parts * stride;
+}
+
+KVLOOM_INLINE void join_heads(Lines& lines, int64_t num_heads) {
+  if (lines.is_run && !heads_are_run(lines, num_heads)) {  // each head is a chunk
+    lines.chunks = num_heads;
+    lines.chunk_stride = lines.head;
+    lines.item_stride = lines.itemsize;
+    lines.is_run = false;
+  } else {
+    (lines.chunks == 1 ? lines.chunk : lines.chunks) *= num_heads;
+  }
+}
+
+// --- runs -------------------------------------------------------------------------------------------------
+
+/// Whether a run is whole cache lines.
+KVLOOM_INLINE bool is_lines(const char* to, int64_t bytes) {
+  return (reinterpret_cast<uintptr_t>(to) | static_cast<uintptr_t>(bytes)) % 64 == 0;
+}
+
+inline void move_run(char* to, const char* from, int64_t bytes, bool stream) {
+  if (!stream || !is_lines(to, bytes)) {
+    std::memcpy(to, from, bytes);
+    return;
+  }
+  for (int64_t i = 0; i < bytes; i += 64) stream_line(to + i, from + i);
+}
+
 // --- rows with gaps ---------------------------------------------------------------------------------------
 
 /// Moves `count` items of a size known here, each at a stride of its own.
@@ -104,30 +137,21 @@ inline void gather_row(const Lines& lines, const char* from, char* to) {
 }
 
 /// The inverse of `gather_row`.
-inline void scatter_row(const Lines& lines, char* to, const char* from) {
+inline void scatter_row(const Lines& lines, char* to, const char* from, bool stream) {
   const int64_t bytes = lines.chunk * lines.itemsize;
   if (lines.item_stride == lines.itemsize) {
+    if (stream && is_lines(to, bytes)) {
+      for (int64_t c = 0; c < lines.chunks; ++c) {
+        move_run(to + c * lines.chunk_stride, from + c * bytes, bytes, stream);
+      }
+      return;
+    }
     return move_strided(to, lines.chunk_stride, from, bytes, lines.chunks, bytes);
   }
   for (int64_t c = 0; c < lines.chunks; ++c) {
     move_strided(to + c * lines.chunk_stride, lines.item_stride, from + c * bytes, lines.itemsize,
                  lines.chunk, lines.itemsize);
   }
-}
-
-// --- runs -------------------------------------------------------------------------------------------------
-
-/// Whether a run is whole cache lines.
-KVLOOM_INLINE bool is_lines(const char* to, int64_t bytes) {
-  return (reinterpret_cast<uintptr_t>(to) | static_cast<uintptr_t>(bytes)) % 64 == 0;
-}
-
-inline void move_run(char* to, const char* from, int64_t bytes, bool stream) {
-  if (!stream || !is_lines(to, bytes)) {
-    std::memcpy(to, from, bytes);
-    return;
-  }
-  for (int64_t i = 0; i < bytes; i += 64) stream_line(to + i, from + i);
 }
 
 }  // namespace kvloom::KVLOOM_ISA::rows

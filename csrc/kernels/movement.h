@@ -15,6 +15,9 @@ struct Place {
   char* to_scale;
 };
 
+/// Rows from the one that is converted to the one that is asked for meanwhile.
+constexpr int kAhead = 2;
+
 /// One `Move`, taken apart once for a range of tokens.
 struct Plan {
   Lines from, from_scale, to, to_scale;
@@ -23,6 +26,7 @@ struct Plan {
   int64_t count = 0, group = 1;  // numbers or codes in a row, and those that share a scale
   int64_t repeat = 1, repeat_stride = 0;
   bool has_from_scale = false, has_to_scale = false;
+  int64_t ahead = 0;           // bytes to a row that is read soon, where that is the next slot's
   bool is_head_major = false;  // whether slots lie closer than heads where the rows are read
 
   KVLOOM_INLINE Place place(int64_t from_slot, int64_t to_slot) const {
@@ -37,8 +41,6 @@ struct Plan {
 
 KVLOOM_INLINE int64_t codes_in(const View& view) { return view.width() * (view.type == Type::int4 ? 2 : 1); }
 
-KVLOOM_INLINE void join_heads(Lines& lines, int64_t num_heads) { lines.chunk *= num_heads; }
-
 inline Plan plan_of(const Move& move) {
   Plan plan;
   plan.from = lines_of(move.from);
@@ -49,23 +51,23 @@ inline Plan plan_of(const Move& move) {
   plan.count = codes_in(move.from);
   plan.convert = find_convert(move.from.type, move.to.type,
                               plan.has_to_scale ? move.to_scale.type : move.from_scale.type);
-  bool in_one_run = heads_are_run(plan.from, plan.rows) && heads_are_run(plan.to, plan.rows);
   if (plan.has_from_scale) {
     plan.from_scale = lines_of(move.from_scale);
     plan.group = plan.count / move.from_scale.width();
-    in_one_run = in_one_run && heads_are_run(plan.from_scale, plan.rows);
   }
   if (plan.has_to_scale) {
     plan.to_scale = lines_of(move.to_scale);
     plan.group = plan.count / move.to_scale.width();
-    in_one_run = in_one_run && heads_are_run(plan.to_scale, plan.rows);
   }
   plan.is_head_major = plan.from.head > plan.from.slot_stride();
+  plan.ahead = plan.is_head_major ? 0 : kAhead * plan.from.slot_stride();
   plan.repeat = move.repeat;
   if (plan.repeat > 1) {
     plan.repeat_stride = plan.to.head;
     plan.to.head *= plan.repeat;  // from the first copy of one head to that of the next
-  } else if (in_one_run) {
+  } else if (heads_are_run(plan.from, plan.rows) && heads_join(plan.to, plan.rows) &&
+             (!plan.has_from_scale || heads_are_run(plan.from_scale, plan.rows)) &&
+             (!plan.has_to_scale || heads_join(plan.to_scale, plan.rows))) {
     join_heads(plan.from, plan.rows);
     join_heads(plan.from_scale, plan.rows);
     join_heads(plan.to, plan.rows);
@@ -90,7 +92,7 @@ KVLOOM_INLINE void put_row(const Lines& lines, char* to, const char* run, bool s
   if (lines.is_run) {
     if (to != run) move_run(to, run, lines.row_bytes(), stream);
   } else {
-    scatter_row(lines, to, run);
+    scatter_row(lines, to, run, stream);
   }
 }
 
@@ -106,7 +108,7 @@ KVLOOM_INLINE void move_row(const Plan& plan, const Place& at, char* scratch, bo
     char* codes = in_place ? at.to : scratch;
     if (!in_place) scratch += aligned(plan.to.row_bytes());
     char* scales = plan.to_scale.is_run ? at.to_scale : scratch;
-    plan.convert({in, in_scale, codes, scales, plan.count, plan.group});
+    plan.convert({in, in_scale, codes, scales, plan.count, plan.group, plan.ahead});
     if (plan.has_to_scale) put_row(plan.to_scale, at.to_scale, scales, false);
     out = codes;
   }

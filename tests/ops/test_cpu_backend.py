@@ -91,12 +91,41 @@ def test_every_16_bit_pattern_as_the_largest_of_its_group(
 
 
 @pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_every_number_beside_every_largest_of_a_binade(dtype: torch.dtype, bits: int) -> None:
+    """All mantissas that meet in a quotient, so that none may differ from a division's."""
+    mantissas = round(1 / torch.finfo(dtype).eps)
+    largest = torch.ones((), dtype=dtype).view(torch.int16).int() + torch.arange(mantissas)
+    below = torch.arange((bits + 1) * mantissas)  # down to what rounds to 0
+    x = (largest[:, None] - below).to(torch.int16).view(dtype) * torch.where(below % 3 == 0, -1, 1).to(dtype)
+    spec = KVSpec(1, 1, len(below), layout="B S H D", quant=QuantSpec(bits, len(below), torch.float32))
+    got, want = (spec.empty(mantissas, 1) for _ in range(2))
+    for (cache, scale), backend in ((got, "cpu"), (want, "reference")):
+        view = KVView.split(spec.axes, cache, None, scale)
+        ops.store(x.unsqueeze(1), None, torch.arange(mantissas), view, backend=backend)
+    assert_same_bits(got[0], want[0], "codes")
+    assert_same_bits(got[1], want[1], "scales")
+
+
+@pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_special_values_beside_each_other(dtype: torch.dtype, bits: int) -> None:
     pairs = torch.tensor(list(itertools.product(SPECIAL, SPECIAL)))
     x = torch.cat((pairs, pairs.new_full((len(pairs), 6), 1e-3)), dim=1).to(dtype)
     for group, scale_dtype in itertools.product((2, 4, 8), FLOATS):
         quantize_both(x.unsqueeze(1), bits, group, scale_dtype)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_codes_beside_a_nan_of_any_bits_are_0(dtype: torch.dtype, bits: int) -> None:
+    wide = torch.finfo(dtype).bits
+    nan = torch.tensor(float("nan"), dtype=dtype).view(torch.int32 if wide == 32 else torch.int16)
+    x = torch.randn(256, 1, 32, generator=generator(5)).to(dtype)
+    x[:, 0, 3] = (nan | torch.arange(256).to(nan.dtype) % 128).view(dtype)
+    x[::2, 0, 3] *= -1
+    for group in (8, 32):
+        quantize_both(x, bits, group, torch.float32)
 
 
 @pytest.mark.parametrize("scale_dtype", FLOATS)
@@ -163,6 +192,24 @@ def test_layouts_are_written_read_and_copied_alike(axes: str, kind: Kind) -> Non
                 assert_same_bits(as_integers(got), as_integers(want), "loaded")
 
 
+@pytest.mark.parametrize("order", [(0, 1, 3, 2), (0, 2, 1, 3), (3, 2, 1, 0)])
+def test_scales_may_lie_in_another_order_than_their_codes(order: tuple[int, ...]) -> None:
+    x = torch.randn(12, 3, 32, generator=generator(6)).bfloat16()
+    back = [order.index(i) for i in range(4)]
+    spec = KVSpec(1, 3, 32, layout="B S H D", quant=QuantSpec(8, 8))
+    stored = {}
+    for backend in ("cpu", "reference"):
+        cache, contiguous = spec.empty(12, 4)
+        assert contiguous is not None
+        scale = contiguous.permute(order).contiguous().permute(back)
+        view = KVView.split(spec.axes, cache, None, scale)
+        ops.store(x, None, torch.arange(12), view, backend=backend)
+        loaded = ops.load(torch.arange(12), view, dtype=torch.float32, backend=backend)[0]
+        stored[backend] = (cache, scale, loaded)
+    for got, want, what in zip(*stored.values(), ("codes", "scales", "values"), strict=True):
+        assert_same_bits(got, want, what)
+
+
 @given(st.data())
 def test_any_call_is_done_alike(data: st.DataObject) -> None:
     kind = data.draw(st.sampled_from(KINDS), label="kind")
@@ -200,9 +247,11 @@ def test_any_call_is_done_alike(data: st.DataObject) -> None:
     assert_twins(mine, other, any_nan=dtype != kind.dtype)
 
 
-@pytest.mark.parametrize("axes", ["B S H D", "B H S D", "B (H D/16) S D%16", "T H D"])
+@pytest.mark.parametrize("axes", ["B S H D", "B H S D", "B (H D/16) S D%16", "T H D", "B H S/2 D S%2"])
 @pytest.mark.parametrize(
-    "kind", [Kind(torch.float32), Kind(torch.bfloat16), Kind(torch.int8, 8, 64)], ids=str
+    "kind",
+    [Kind(torch.float32), Kind(torch.bfloat16), Kind(torch.int8, 8, 64), Kind(torch.uint8, 4, 8)],
+    ids=str,
 )
 def test_many_tokens_by_several_threads_and_past_the_caches(axes: str, kind: Kind) -> None:
     torch.set_num_threads(2)
