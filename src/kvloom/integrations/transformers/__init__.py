@@ -6,9 +6,10 @@ Importing this registers ``attn_implementation="kvloom"``.
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from kvloom.integrations.transformers.attention import IMPLEMENTATION, attention
-from kvloom.integrations.transformers.cache import STORAGE, KVCache
+from kvloom.integrations.transformers.cache import KVCache
 from kvloom.integrations.transformers.layers import KVCacheLayer
 from kvloom.integrations.transformers.loading import Streamer, head_dim_of, load_model
+from kvloom.integrations.transformers.making import STORAGE
 from kvloom.integrations.transformers.masks import attention_mask
 from kvloom.integrations.transformers.pool import KVPool
 

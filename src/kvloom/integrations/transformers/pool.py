@@ -10,8 +10,9 @@ from kvloom.blocks import BlockRef, BlockTable, PrefixTree, check
 from kvloom.caches import PagedBatch, PagedMemory
 from kvloom.core.checks import INDEX_DTYPES, expect
 from kvloom.errors import ArgumentError, UnsupportedError
-from kvloom.integrations.transformers.cache import KVCache, make_layers, paged_format
+from kvloom.integrations.transformers.cache import KVCache
 from kvloom.integrations.transformers.layers import KVCacheLayer
+from kvloom.integrations.transformers.making import make_layers, paged_format
 
 
 class KVPool:

@@ -1,0 +1,95 @@
+"""From a model's configuration to the layers that keep its keys and values."""
+
+from dataclasses import replace
+from typing import Any, Final
+
+import torch
+import transformers
+from transformers import DynamicCache, cache_utils
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+from kvloom.caches import PagedBatch, PagedFormat, PagedLayer, StaticPagedLayer
+from kvloom.core.specs import QuantSpec
+from kvloom.errors import ArgumentError, UnsupportedError
+from kvloom.integrations.transformers.layers import (
+    HybridKVCacheLayer,
+    KVCacheLayer,
+    StaticKVCacheLayer,
+    TheirHybridLayer,
+)
+from kvloom.integrations.transformers.loading import head_dim_of
+
+STORAGE: Final = ("auto", "float32", "float16", "bfloat16", "int8", "int4")
+"""Values of ``kv``: the model's own dtype, a float dtype, or quantised."""
+
+# Kinds of layers that this library keeps, where a configuration names them.
+_KINDS: Final = (None, "full_attention", "sliding_attention", "chunked_attention", "hybrid")
+
+# Layers without keys of their own, and with recurrent states, in transformers that have them.
+DummyLayer: Final = getattr(cache_utils, "DummyLayer", type(None))
+StatefulLayer: Final = getattr(cache_utils, "LinearAttentionCacheLayerMixin", type(None))
+
+
+def paged_format(
+    config: Any,
+    kv: str,
+    quant_group: int,
+    page_size: int,
+    max_tokens: int | None,
+    values: str | None,
+    layout: str,
+) -> PagedFormat:
+    """The format that arguments of ``KVCache.for_model`` name; raises as that does."""
+    formats = []
+    for name, kind in (("kv", kv), ("values", kv if values is None else values)):
+        if kind not in STORAGE:
+            raise ArgumentError(f"{name} must be one of {STORAGE}, got {kind!r}")
+        quant = QuantSpec({"int8": 8, "int4": 4}[kind], quant_group) if kind in ("int8", "int4") else None
+        if quant is not None and not hasattr(config, "kv_lora_rank") and head_dim_of(config) % quant_group:
+            raise ArgumentError(
+                f"quant_group must divide the head dim {head_dim_of(config)}, got {quant_group}"
+            )
+        dtype = None if quant is not None or kind == "auto" else getattr(torch, kind)
+        formats.append(PagedFormat(dtype, quant, page_size, max_tokens, layout=layout))
+    return replace(formats[0], values=formats[1])
+
+
+def make_layers(
+    model: Any, format: PagedFormat, static: bool = False, batch: PagedBatch | None = None
+) -> list[Any]:
+    """A layer for each of the model's, ours wherever there are keys and values.
+
+    Layers of one window share a new batch; those without one share ``batch``, if it is given.
+
+    Raises:
+        UnsupportedError: what this version of transformers says of the model cannot be right, or a static
+            layer is wanted beside recurrent states.
+    """
+    config = model.config.get_text_config(decoder=True)
+    # The one that says how attention computes: of an old encoder-decoder model, ``config`` is a copy.
+    live = model.config if type(config) is type(model.config) else config
+    theirs = DynamicCache(config=config).layers
+    kinds = getattr(config, "layer_types", None) or [None] * len(theirs)
+    if getattr(model, "_is_stateful", False) and not any(isinstance(x, StatefulLayer) for x in theirs):
+        kinds = ["recurrent"] * len(theirs)
+    batches: dict[int | None, PagedBatch] = {} if batch is None else {None: batch}
+    layers: list[Any] = []
+    for index, (layer, kind) in enumerate(zip(theirs, kinds, strict=False)):
+        hybrid = type(layer) is TheirHybridLayer
+        if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer) and not hybrid:
+            layers.append(layer)
+            continue
+        if kind not in _KINDS or (static and hybrid):
+            raise UnsupportedError(
+                f"model must have layers that this version's DynamicCache serves, got {kind!r} in "
+                f"{type(model).__name__} with transformers {transformers.__version__}"
+            )
+        window = getattr(layer, "sliding_window", None)
+        if static:
+            layers.append(StaticKVCacheLayer(StaticPagedLayer(format, window), live))
+            continue
+        if window not in batches:
+            batches[window] = PagedBatch(format, window)
+        pages = PagedLayer(format, batches[window], index)
+        layers.append(HybridKVCacheLayer(pages, live) if hybrid else KVCacheLayer(pages, live))
+    return [*layers, *theirs[len(layers) :]]
