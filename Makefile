@@ -13,7 +13,7 @@ READY := .venv/.ready
 ISAS := baseline avx2 avx512
 KERNELS := tests/ops tests/quant
 
-.PHONY: demo test test-isa asan test-matrix check format bench clean
+.PHONY: demo test test-isa asan tsan test-matrix check format bench clean
 
 demo: $(READY)
 	$(BIN)/kvloom demo --max-new-tokens $(TOKENS)
@@ -39,6 +39,14 @@ asan: $(READY)
 	LD_PRELOAD="$$(c++ -print-file-name=libasan.so) $$(c++ -print-file-name=libstdc++.so)" ASAN_OPTIONS=detect_leaks=0 \
 	    KVLOOM_LIBRARY=build/asan/libkvloom_cpu.so \
 	    $(BIN)/python -m pytest --quiet --numprocesses $(WORKERS) $(KERNELS) --ignore tests/ops/test_compile.py
+
+# The kernels in threads of their own, without torch: what one thread does, and no race but the planted one.
+tsan: $(READY)
+	$(BIN)/cmake -S . -B build/tsan -G Ninja -DKVLOOM_THREADS=ON \
+	    -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/ninja) -DPython_EXECUTABLE=$(abspath $(BIN)/python)
+	$(BIN)/cmake --build build/tsan --target kvloom_threads
+	build/tsan/kvloom_threads
+	TSAN_OPTIONS='halt_on_error=1 exitcode=66' build/tsan/kvloom_threads --race >/dev/null 2>&1; test $$? -eq 66
 
 # The same tests with other versions of transformers, each in an environment of its own.
 test-matrix: $(addprefix .venv-transformers-,$(MATRIX))
