@@ -4,6 +4,10 @@
 #include <cstdint>
 #include <cstring>
 
+#if defined(__linux__)
+#include <sched.h>
+#endif
+
 #if defined(__AVX2__)
 #include <immintrin.h>
 #endif
@@ -57,7 +61,36 @@ void copy_pages(int64_t begin, int64_t end, void* context) {
 #endif
 }
 
+#if defined(__linux__)
+struct Cores {
+  cpu_set_t all;
+  bool one_each;
+};
+
+void keep_to_cores(int64_t begin, int64_t, void* context) {
+  const Cores& cores = *static_cast<const Cores*>(context);
+  cpu_set_t mine = cores.all;
+  if (cores.one_each) {
+    int64_t nth = begin % CPU_COUNT(&cores.all);
+    int core = 0;
+    while (!CPU_ISSET(core, &cores.all) || nth-- > 0) ++core;
+    CPU_ZERO(&mine);
+    CPU_SET(core, &mine);
+  }
+  sched_setaffinity(0, sizeof mine, &mine);  // of the thread that calls
+}
+#endif
+
 }  // namespace
+
+/// Gives each of torch's threads a core of its own, or all of `cores` to each of them.
+extern "C" void share_cores(const int64_t* cores, int64_t num_cores, int64_t num_threads, bool one_each) {
+#if defined(__linux__)
+  Cores given{{}, one_each};
+  for (int64_t i = 0; i < num_cores; ++i) CPU_SET(cores[i], &given.all);
+  torch_parallel_for(0, num_threads, 1, keep_to_cores, &given);
+#endif
+}
 
 /// Adds up whole pages, which are aligned to lines.
 extern "C" int64_t read_all(const void* from, int64_t num_pages) {

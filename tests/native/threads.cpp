@@ -1,4 +1,4 @@
-// The kernels in several threads at once, without torch, for the thread sanitizer: bit for bit what one thread does.
+// The kernels in several threads at once, for the thread sanitizer: bit for bit what one thread does. No torch.
 //
 //     kvloom_threads          every instruction set of this machine; 0 if all results agree
 //     kvloom_threads --race   threads that store the same tokens: the sanitizer must report it
@@ -58,7 +58,7 @@ void in_threads(int num_threads, int64_t count, Work work) {
   std::vector<std::thread> threads;
   for (int i = 0; i < num_threads; ++i) {
     threads.emplace_back([&] {
-      for (int64_t first = next.fetch_add(kItemsAtOnce); first < count; first = next.fetch_add(kItemsAtOnce)) {
+      for (int64_t first; (first = next.fetch_add(kItemsAtOnce)) < count;) {
         work(first, std::min(first + kItemsAtOnce, count));
       }
     });
@@ -96,7 +96,9 @@ struct Cache {
     }
   }
 
-  View side(int i) const { return view_of(sides[i].data(), kind.type, kind.itemsize, kSlots, kPage, kind.width); }
+  View side(int i) const {
+    return view_of(sides[i].data(), kind.type, kind.itemsize, kSlots, kPage, kind.width);
+  }
   View scale(int i) const {
     return view_of(scales[i].data(), Type::float16, 2, kSlots, kPage, kHeadDim / kGroup);
   }
@@ -167,7 +169,8 @@ std::vector<int64_t> starts_of(const std::vector<int64_t>& counts) {
 
 Bytes attend(const Cache& cache, const Numbers& numbers, const std::vector<int64_t>& pages, int num_threads) {
   const std::vector<int64_t> rows = starts_of(kNew), columns = starts_of(kStored);
-  const int64_t itemsize = cache.kind.query == DType::f32 ? 4 : 2, count = rows.back() * kQueryHeads * kHeadDim;
+  const int64_t itemsize = cache.kind.query == DType::f32 ? 4 : 2;
+  const int64_t count = rows.back() * kQueryHeads * kHeadDim;
   Bytes query(count * itemsize), out(count * itemsize, 0x77);
   for (int64_t i = 0; i < count; ++i) {  // bfloat16 is the upper half
     std::memcpy(&query[i * itemsize], reinterpret_cast<const char*>(&numbers[i]) + 4 - itemsize, itemsize);

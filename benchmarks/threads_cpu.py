@@ -1,0 +1,88 @@
+"""What a second thread is worth where memory is not the limit. Prints one JSON line.
+
+A decode step of one Llama-3-8B layer at 512 tokens of context that stay in the processor's caches, a prompt
+of 512 tokens, and a read of what is stored, by one thread and by two in turn; the figure is the median of
+their ratios.
+"""
+
+import argparse
+import json
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from problem import KINDS, Run, ours, random_problem
+from rounds import Probes, in_turn, microseconds, needs_compiled_backend, probe_memory, ratio, timed
+
+from kvloom import KVSpec
+from kvloom.ops.impl import cpu
+
+QUERY_HEADS, HEADS, HEAD_DIM, PAGE = 32, 8, 128, 16
+CONTEXT = 512
+THREADS = (1, 2)
+WARMUP = 2
+
+
+def measure(call: Run | Callable[[int], object], rounds: int) -> dict[str, Any]:
+    """Microseconds by number of threads, and how many times faster the more are."""
+
+    def by(threads: int) -> Callable[[int], object]:
+        def run(i: int) -> object:
+            torch.set_num_threads(threads)
+            return call(i)
+
+        return run
+
+    times = in_turn({str(threads): timed(by(threads), 1) for threads in THREADS}, rounds, WARMUP)
+    one, two = times.values()
+    return {"us": {name: microseconds(took) for name, took in times.items()}, "speedup": ratio(one, two)}
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="a small context, few rounds")
+    parser.add_argument("--rounds", type=int, default=101)
+    parser.add_argument("--layout", default="2 B S H D", help="axes of the cache, as '2 B H S D'")
+    parser.add_argument("--kinds", nargs="*", default=list(KINDS), choices=list(KINDS))
+    args = parser.parse_args()
+    needs_compiled_backend()
+    context, rounds = (128, 3) if args.quick else (CONTEXT, args.rounds)
+    before = torch.get_num_threads()
+    torch.set_num_threads(max(THREADS))
+    probes = Probes()
+    rows = []
+    with torch.no_grad(), probes.own_cores():
+        for kind in args.kinds:
+            dtype, quant = KINDS[kind]
+            spec = KVSpec(1, HEADS, HEAD_DIM, dtype, args.layout, quant)
+            for case, new in (("decode", 1), ("prefill", context)):
+                problem = random_problem(
+                    kind, (QUERY_HEADS, HEADS, HEAD_DIM), new=new, stored=context, copies=1
+                )
+                rows.append({"kind": kind, "case": case, **measure(ours(problem, spec, PAGE), rounds)})
+            read = partial(probes.read, probe_memory(spec.nbytes(context, PAGE), 1)[0])
+            rows.append({"kind": kind, "case": "read", **measure(lambda _, read=read: read(), rounds)})
+    torch.set_num_threads(before)
+    print(
+        json.dumps(
+            {
+                "figure": "threads_cpu",
+                "isa": cpu.ISA,
+                "threads": THREADS,
+                "layout": args.layout,
+                "rounds": rounds,
+                "context": context,
+                "query_heads": QUERY_HEADS,
+                "heads": HEADS,
+                "head_dim": HEAD_DIM,
+                "page": PAGE,
+                "rows": rows,
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()
