@@ -1,4 +1,5 @@
-// The kernels in several threads at once, for the thread sanitizer: bit for bit what one thread does. No torch.
+// The kernels in several threads at once, for the thread sanitizer: bit for bit what one thread does and nothing
+// around it. No torch.
 //
 //     kvloom_threads          every instruction set of this machine; 0 if all results agree
 //     kvloom_threads --race   threads that store the same tokens: the sanitizer must report it
@@ -22,6 +23,7 @@ namespace {
 constexpr int kThreads = 4;
 constexpr int64_t kHeads = 2, kQueryHeads = 6, kHeadDim = 64, kGroup = 16, kPage = 16, kSlots = 2048;
 constexpr int64_t kItemsAtOnce = 3;  // no multiple of what the kernels do together
+constexpr int64_t kGuard = 256;      // bytes around a result
 
 struct Kind {
   const char* name;
@@ -41,6 +43,16 @@ const Kind kKinds[] = {
 };
 
 using Bytes = std::vector<char>;
+
+constexpr char kPoison = 0x77;
+
+/// Whether nothing was written around a result.
+bool is_guarded(const Bytes& result) {
+  const auto is_poison = [](char byte) { return byte == kPoison; };
+  return std::all_of(result.begin(), result.begin() + kGuard, is_poison) &&
+         std::all_of(result.end() - kGuard, result.end(), is_poison);
+}
+
 using Numbers = std::vector<float>;
 
 Numbers random_numbers(int64_t count, unsigned seed) {
@@ -137,13 +149,14 @@ void store(Cache& cache, const Numbers (&tokens)[2], const std::vector<int64_t>&
   }
 }
 
-Numbers load(const Cache& cache, const std::vector<int64_t>& slots, int num_threads) {
-  Numbers out(2 * slots.size() * kHeads * kHeadDim);
+Bytes load(const Cache& cache, const std::vector<int64_t>& slots, int num_threads) {
+  const int64_t side_bytes = slots.size() * kHeads * kHeadDim * 4;
+  Bytes out(2 * side_bytes + 2 * kGuard, kPoison);
   Move moves[2];
   for (int i = 0; i < 2; ++i) {
     moves[i].from = cache.side(i);
     if (cache.kind.has_scale) moves[i].from_scale = cache.scale(i);
-    moves[i].to = view_of(out.data() + i * out.size() / 2, Type::float32, 4, slots.size(), 1, kHeadDim);
+    moves[i].to = view_of(out.data() + kGuard + i * side_bytes, Type::float32, 4, slots.size(), 1, kHeadDim);
   }
   MoveArgs args;
   args.moves = moves;
@@ -171,14 +184,14 @@ Bytes attend(const Cache& cache, const Numbers& numbers, const std::vector<int64
   const std::vector<int64_t> rows = starts_of(kNew), columns = starts_of(kStored);
   const int64_t itemsize = cache.kind.query == DType::f32 ? 4 : 2;
   const int64_t count = rows.back() * kQueryHeads * kHeadDim;
-  Bytes query(count * itemsize), out(count * itemsize, 0x77);
+  Bytes query(count * itemsize), out(count * itemsize + 2 * kGuard, kPoison);
   for (int64_t i = 0; i < count; ++i) {  // bfloat16 is the upper half
     std::memcpy(&query[i * itemsize], reinterpret_cast<const char*>(&numbers[i]) + 4 - itemsize, itemsize);
   }
   const int64_t in_table = pages.size() / kNew.size();
   AttendArgs args{};
   args.query = query.data();
-  args.out = out.data();
+  args.out = out.data() + kGuard;
   args.query_stride[0] = kQueryHeads * kHeadDim;
   args.query_stride[1] = kHeadDim;
   args.query_stride[2] = 1;
@@ -210,7 +223,7 @@ Bytes attend(const Cache& cache, const Numbers& numbers, const std::vector<int64
 // --- everything -------------------------------------------------------------------------------------------
 
 int check(bool agrees, const char* isa, const Kind& kind, const char* what) {
-  if (!agrees) std::printf("%s, %s: %s differs from one thread's\n", isa, kind.name, what);
+  if (!agrees) std::printf("%s, %s: %s differs\n", isa, kind.name, what);
   return agrees ? 0 : 1;
 }
 
@@ -236,13 +249,15 @@ int compare(const char* isa, const Kind& kind, bool race) {
     store(cache, tokens, slots, kThreads, stream, race);
     wrong += check(cache == expected, isa, kind, "what is stored");
   }
-  wrong += check(load(expected, slots, kThreads) == load(expected, slots, 1), isa, kind, "what is loaded");
+  const Bytes loaded = load(expected, slots, 1);
+  wrong += check(load(expected, slots, kThreads) == loaded, isa, kind, "what is loaded");
   const Bytes alone = attend(expected, query, pages, 1);
   Bytes both[2];  // two calls read one cache
   in_threads(2, 2 * kItemsAtOnce, [&](int64_t first, int64_t) {
     both[first / kItemsAtOnce] = attend(expected, query, pages, kThreads);
   });
-  return wrong + check(both[0] == alone && both[1] == alone, isa, kind, "attention");
+  wrong += check(both[0] == alone && both[1] == alone, isa, kind, "attention");
+  return wrong + check(is_guarded(loaded) && is_guarded(alone), isa, kind, "what lies around a result");
 }
 
 int main_with(bool race) {
