@@ -7,12 +7,11 @@ Ratios are medians of those in a round. A peer that has no cache of codes holds 
 
 import argparse
 import json
-import sys
 from typing import Any
 
 import torch
 from attention_peers import PEERS, prepare
-from problem import KINDS, TOLERANCE, difference, ours, random_problem
+from problem import KINDS, TOLERANCE, difference, our_answer, ours, random_problem
 from rounds import (
     Probes,
     in_turn,
@@ -45,12 +44,7 @@ def measure(
         kind, (QUERY_HEADS, HEADS, HEAD_DIM), rows=num_rows, stored=context, copies=turns
     )
     attend = ours(problem, spec, PAGE)
-    answer = attend(0).clone()
-    exact = torch.nn.functional.scaled_dot_product_attention(
-        problem.query, problem.keys, problem.values, enable_gqa=True
-    )
-    if difference(answer, exact) > TOLERANCE[kind]:
-        sys.exit(f"attend over {kind} differs by {difference(answer, exact)} from plain torch")
+    answer = our_answer(problem, attend)
     peers, missing = prepare(problem, answer)
     memory = probe_memory(stored, turns)
     calls = {"ours": attend, "probe": lambda i: probes.read(memory[i]), **peers}

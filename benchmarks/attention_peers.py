@@ -45,37 +45,48 @@ class Peer:
 
     Attributes:
         name: As the tables show it.
-        module: What must be installed.
+        modules: What must be installed.
         make: From a problem to a call.
         kinds: Of cache that it has; where torch and zentorch have none of codes, they hold the query's dtype.
         of_one_token: Whether it takes one new token only.
     """
 
     name: str
-    module: str
+    modules: tuple[str, ...]
     make: Callable[[Problem], Run]
     kinds: tuple[str, ...] = tuple(KINDS)
     of_one_token: bool = False
 
 
 PEERS = (
-    Peer("torch", "torch", torch_folded, of_one_token=True),
-    Peer("torch, enable_gqa", "torch", torch_gqa),
-    Peer("zentorch", "zentorch", zentorch, of_one_token=True),
-    Peer("ONNX Runtime", "onnxruntime", onnxruntime, ("float32", "float16", "int8 g64", "int4 g64")),
-    Peer("OpenVINO", "openvino", openvino),
+    Peer("torch", ("torch",), torch_folded, of_one_token=True),
+    Peer("torch, enable_gqa", ("torch",), torch_gqa),
+    Peer("zentorch", ("zentorch",), zentorch, of_one_token=True),
+    Peer(
+        "ONNX Runtime",
+        ("onnxruntime", "onnx"),
+        onnxruntime,
+        ("float32", "float16", "int8 g64", "int4 g64"),
+    ),
+    Peer("OpenVINO", ("openvino",), openvino),
 )
 
 
-def why_not(module: str) -> str | None:
-    """Why a module cannot be used, or ``None``."""
-    try:
-        importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        return "not installed" if error.name == module else str(error)
-    except ImportError as error:
-        return str(error).splitlines()[0]
+def why_not(modules: Iterable[str]) -> str | None:
+    """Why one of the modules cannot be used, or ``None``."""
+    for module in modules:
+        try:
+            importlib.import_module(module)
+        except ModuleNotFoundError as error:
+            return "not installed" if error.name == module else first_line(error)
+        except ImportError as error:
+            return first_line(error)
     return None
+
+
+def first_line(error: Exception) -> str:
+    """What an error says, in short."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def prepare(
@@ -90,11 +101,15 @@ def prepare(
     for peer in peers:
         if problem.kind not in peer.kinds or (peer.of_one_token and problem.query.shape[2] > 1):
             continue
-        if (reason := why_not(peer.module)) is not None:
+        if (reason := why_not(peer.modules)) is not None:
             missing[peer.name] = reason
             continue
-        with all_cores():
-            run = peer.make(problem)
+        try:
+            with all_cores():
+                run = peer.make(problem)
+        except (ImportError, RuntimeError) as error:  # of another version than the one it was written for
+            missing[f"{peer.name}, {problem.kind}"] = f"does not run: {first_line(error)}"
+            continue
         off = max(difference(run(i), expected) for i in range(problem.copies))
         if off <= TOLERANCE[problem.kind]:
             found[peer.name] = run

@@ -3,11 +3,13 @@
 B sequences, Hq query heads, H key/value heads, Q new tokens, S stored ones (the new ones last), D head dim.
 """
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 from kvloom import Batch, CacheIndex, KVSpec, KVView, QuantSpec, ops
 
@@ -86,6 +88,19 @@ def ours(problem: Problem, spec: KVSpec, page: int) -> Run:
     query_heads, new = problem.query.shape[1:3]
     query = problem.query.transpose(1, 2).reshape(-1, query_heads, dim).to(problem.dtype)
     return lambda i: ops.attend(query, views[i], batch).view(rows, new, query_heads, dim).transpose(1, 2)
+
+
+def our_answer(problem: Problem, attend: Run) -> Tensor:
+    """What ``attend`` gives, which must be what plain torch gives in float32; else ends the program."""
+    answer = attend(0).clone()
+    causal = problem.query.shape[2] > 1
+    exact = scaled_dot_product_attention(
+        problem.query, problem.keys, problem.values, is_causal=causal, enable_gqa=True
+    )
+    off = difference(answer, exact)
+    if off > TOLERANCE[problem.kind]:
+        sys.exit(f"attend over {problem.kind} differs from plain torch by {off:.2g}")
+    return answer
 
 
 def difference(actual: Tensor, expected: Tensor) -> float:

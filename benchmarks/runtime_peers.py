@@ -1,5 +1,6 @@
 """Attention of ONNX Runtime and OpenVINO, on caches in place. Their operators store the new tokens too."""
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -46,7 +47,7 @@ def onnxruntime(problem: Problem) -> Run:
             scale = x.abs().amax(dim=(0, 2))[:, None] / (2 ** (bits - 1) - 1)
             feeds[f"{name}_scale"], caches[name] = scale, channel_codes(x, scale, bits)
     out = torch.zeros(rows, new, query_heads * dim, dtype=dtype)
-    bindings, kept = [], [out]
+    bindings, kept = [], [out]  # bindings point to what is kept
     for _ in range(problem.copies):
         binding = session.io_binding()
         for name, x in feeds.items():
@@ -205,9 +206,9 @@ def paged_attention(problem: Problem) -> Any:
         return op.constant(np.zeros(shape, dtype))
 
     no_integers, no_floats, zero = (
-        (lambda: empty(np.int32, 0)),
-        (lambda: empty(np.float32, 0)),
-        (lambda: empty(np.int32)),
+        partial(empty, np.int32, 0),
+        partial(empty, np.float32, 0),
+        partial(empty, np.int32),
     )
     inputs = [
         given("query", floats, -1, query_heads * dim),

@@ -12,8 +12,9 @@ from functools import partial
 from typing import Any
 
 import torch
-from problem import KINDS, Run, ours, random_problem
+from problem import KINDS, ours, random_problem
 from rounds import Probes, in_turn, microseconds, needs_compiled_backend, probe_memory, ratio, timed
+from torch import Tensor
 
 from kvloom import KVSpec
 from kvloom.ops.impl import cpu
@@ -24,17 +25,20 @@ THREADS = (1, 2)
 WARMUP = 2
 
 
-def measure(call: Run | Callable[[int], object], rounds: int) -> dict[str, Any]:
+def reader(probes: Probes, memory: list[Tensor]) -> Callable[[int], object]:
+    """Reads the memory of a turn."""
+    return lambda i: probes.read(memory[i])
+
+
+def measure(call: Callable[[int], object], rounds: int) -> dict[str, Any]:
     """Microseconds by number of threads, and how many times faster the more are."""
+    run = timed(call, 1)
 
-    def by(threads: int) -> Callable[[int], object]:
-        def run(i: int) -> object:
-            torch.set_num_threads(threads)
-            return call(i)
+    def by(threads: int) -> float:
+        torch.set_num_threads(threads)
+        return run()
 
-        return run
-
-    times = in_turn({str(threads): timed(by(threads), 1) for threads in THREADS}, rounds, WARMUP)
+    times = in_turn({str(threads): partial(by, threads) for threads in THREADS}, rounds, WARMUP)
     one, two = times.values()
     return {"us": {name: microseconds(took) for name, took in times.items()}, "speedup": ratio(one, two)}
 
@@ -62,8 +66,9 @@ def main() -> None:
                     kind, (QUERY_HEADS, HEADS, HEAD_DIM), new=new, stored=context, copies=1
                 )
                 rows.append({"kind": kind, "case": case, **measure(ours(problem, spec, PAGE), rounds)})
-            read = partial(probes.read, probe_memory(spec.nbytes(context, PAGE), 1)[0])
-            rows.append({"kind": kind, "case": "read", **measure(lambda _, read=read: read(), rounds)})
+            memory = probe_memory(spec.nbytes(context, PAGE), 1)
+            rows.append({"kind": kind, "case": "read", **measure(reader(probes, memory), rounds)})
+        torch.set_num_threads(max(THREADS))
     torch.set_num_threads(before)
     print(
         json.dumps(

@@ -136,7 +136,7 @@ def test_a_peer_with_another_answer_is_named_and_not_timed(
 
     some = problem.random_problem("float32", (4, 2, 8), stored=20, copies=2)
     right = attention_peers.torch_gqa(some)(0)
-    wrong = attention_peers.Peer("wrong", "torch", lambda _: lambda i: right * (1 + i / 10))
+    wrong = attention_peers.Peer("wrong", ("torch",), lambda _: lambda i: right * (1 + i / 10))
     found, missing = attention_peers.prepare(some, right, [wrong, attention_peers.PEERS[0]])
     assert found.keys() == {"torch"}
     assert missing == {"wrong, float32": "differs by 0.1, 0.0001 allowed"}
