@@ -30,6 +30,7 @@ def quick(
 ) -> Iterator[Callable[..., Any]]:
     """Runs a benchmark with ``--quick`` and returns its line."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
+    threads = torch.get_num_threads()
 
     def run(name: str, *args: str) -> Any:
         monkeypatch.setattr(sys, "argv", [name, "--quick", *args])
@@ -41,6 +42,7 @@ def quick(
         return result
 
     yield run
+    torch.set_num_threads(threads)
     gc.unfreeze()
     for module in [*sys.modules]:
         if (BENCHMARKS / f"{module}.py").exists():
@@ -92,7 +94,7 @@ def test_growth_measures_and_draws(quick: Callable[..., Any], tmp_path: Path) ->
 
 
 def test_generate_counts_tokens_and_bytes(quick: Callable[..., Any]) -> None:
-    result = quick("generate")
+    result = quick("generate", "--threads", "1")
     rows = {x["contender"]: x for x in result["rows"]}
     assert result["rows"][0]["contender"] == "DynamicCache"
     tokens = result["context"] + 10 * result["new"]
@@ -104,15 +106,14 @@ def test_generate_counts_tokens_and_bytes(quick: Callable[..., Any]) -> None:
 
 @compiled
 def test_attention_on_the_cpu_is_timed_beside_memory_and_peers(quick: Callable[..., Any]) -> None:
-    threads, cores = torch.get_num_threads(), os.sched_getaffinity(0)
-    result = quick("attend_cpu", "--kinds", "bfloat16", "int8 g64", "--layout", "2 B H S D")
+    cores = os.sched_getaffinity(0)
+    result = quick("attend_cpu", "--threads", "1", "--kinds", "bfloat16", "int8 g64", "--layout", "2 B H S D")
     assert [x["kind"] for x in result["rows"]] == ["bfloat16", "int8 g64"]
     for row in result["rows"]:
         assert {"ours", "torch"} <= row["of_read_speed"].keys()
         assert all(x > 0 for x in row["of_read_speed"].values())
         assert all(x <= result["tolerance"][row["kind"]] for x in row["difference"].values())
     assert result["isa"] == cpu.ISA
-    assert torch.get_num_threads() == threads
     assert os.sched_getaffinity(0) == cores
 
 
@@ -122,7 +123,7 @@ def test_peers_that_are_not_installed_are_named(
 ) -> None:
     for module in ("onnxruntime", "openvino", "zentorch"):
         monkeypatch.setitem(sys.modules, module, None)
-    result = quick("attend_cpu", "--kinds", "float32")
+    result = quick("attend_cpu", "--threads", "1", "--kinds", "float32")
     assert [x.split(":")[0] for x in result["missing"]] == ["zentorch", "ONNX Runtime", "OpenVINO"]
     assert result["rows"][0]["peer_over_ours"].keys() == {"torch", "torch, enable_gqa"}
 
@@ -143,7 +144,10 @@ def test_a_peer_with_another_answer_is_named_and_not_timed(
 
 
 @compiled
-@pytest.mark.parametrize("name", ["prefill_cpu", "threads_cpu", "movement"])
-def test_the_other_rows_of_the_cpu_run(quick: Callable[..., Any], name: str) -> None:
-    rows = quick(name, "--kinds", "float32", "int4 g64")["rows"]
+@pytest.mark.parametrize(
+    ("name", "threads"),
+    [("prefill_cpu", ["--threads", "1"]), ("movement", ["--threads", "1"]), ("threads_cpu", [])],
+)
+def test_the_other_rows_of_the_cpu_run(quick: Callable[..., Any], name: str, threads: list[str]) -> None:
+    rows = quick(name, *threads, "--kinds", "float32", "int4 g64")["rows"]
     assert {x["kind"] for x in rows} == {"float32", "int4 g64"}
