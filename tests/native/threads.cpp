@@ -1,10 +1,9 @@
-// The kernels in several threads at once, for the thread sanitizer: bit for bit what one thread does and nothing
+// The kernels in several threads, for the thread sanitizer: bit for bit what one thread does and nothing
 // around it. No torch.
 //
 //     kvloom_threads          every instruction set of this machine; 0 if all results agree
 //     kvloom_threads --race   threads that store the same tokens: the sanitizer must report it
 #include <algorithm>
-#include <atomic>
 #include <cstdio>
 #include <cstring>
 #include <numeric>
@@ -22,8 +21,8 @@ namespace {
 
 constexpr int kThreads = 4;
 constexpr int64_t kHeads = 2, kQueryHeads = 6, kHeadDim = 64, kGroup = 16, kPage = 16, kSlots = 2048;
-constexpr int64_t kItemsAtOnce = 3;  // no multiple of what the kernels do together
-constexpr int64_t kGuard = 256;      // bytes around a result
+constexpr int64_t kTokensAtOnce = 3;  // no multiple of what the kernels do together
+constexpr int64_t kGuard = 256;       // bytes around a result
 
 struct Kind {
   const char* name;
@@ -63,15 +62,14 @@ Numbers random_numbers(int64_t count, unsigned seed) {
   return numbers;
 }
 
-/// Runs `work(first, last)` over `[0, count)` in threads that take some at a time.
+/// Runs `work(first, last)` over `[0, count)`, a few at a time and in turn, so that every thread has some.
 template <class Work>
-void in_threads(int num_threads, int64_t count, Work work) {
-  std::atomic<int64_t> next{0};
+void in_threads(int num_threads, int64_t count, int64_t few, Work work) {
   std::vector<std::thread> threads;
   for (int i = 0; i < num_threads; ++i) {
-    threads.emplace_back([&] {
-      for (int64_t first; (first = next.fetch_add(kItemsAtOnce)) < count;) {
-        work(first, std::min(first + kItemsAtOnce, count));
+    threads.emplace_back([=] {
+      for (int64_t first = i * few; first < count; first += num_threads * few) {
+        work(first, std::min(first + few, count));
       }
     });
   }
@@ -143,9 +141,9 @@ void store(Cache& cache, const Numbers (&tokens)[2], const std::vector<int64_t>&
     kernels().move(args, first, last, scratch);
   };
   if (everyone_stores_all) {
-    in_threads(num_threads, num_threads * kItemsAtOnce, [&](int64_t, int64_t) { work(0, count); });
+    in_threads(num_threads, num_threads, 1, [&](int64_t, int64_t) { work(0, count); });
   } else {
-    in_threads(num_threads, count, work);
+    in_threads(num_threads, count, kTokensAtOnce, work);
   }
 }
 
@@ -162,7 +160,7 @@ Bytes load(const Cache& cache, const std::vector<int64_t>& slots, int num_thread
   args.moves = moves;
   args.num_moves = 2;
   args.from_slots = {slots.data(), 1, false};
-  in_threads(num_threads, slots.size(), [&](int64_t first, int64_t last) {
+  in_threads(num_threads, slots.size(), kTokensAtOnce, [&](int64_t first, int64_t last) {
     alignas(64) char scratch[8 << 10];
     kernels().move(args, first, last, scratch);
   });
@@ -172,7 +170,7 @@ Bytes load(const Cache& cache, const std::vector<int64_t>& slots, int num_thread
 // --- attention --------------------------------------------------------------------------------------------
 
 /// Splits that are items of their own, many new tokens, and few stored ones.
-const std::vector<int64_t> kNew = {1, 40, 3}, kStored = {1300, 600, 70};
+const std::vector<int64_t> kNew = {1, 40, 3}, kStored = {1900, 600, 70};
 
 std::vector<int64_t> starts_of(const std::vector<int64_t>& counts) {
   std::vector<int64_t> starts(counts.size() + 1, 0);
@@ -212,9 +210,9 @@ Bytes attend(const Cache& cache, const Numbers& numbers, const std::vector<int64
   const AttendPlan plan = kernels().attend_plan(args);
   void* workspace = ::operator new(plan.workspace_bytes, std::align_val_t{64});
   kernels().attend_prepare(args, workspace);
-  in_threads(num_threads, plan.num_items,
+  in_threads(num_threads, plan.num_items, 1,
              [&](int64_t first, int64_t last) { kernels().attend_run(args, first, last, workspace); });
-  in_threads(num_threads, plan.num_merges,
+  in_threads(num_threads, plan.num_merges, 1,
              [&](int64_t first, int64_t last) { kernels().attend_merge(args, first, last, workspace); });
   ::operator delete(workspace, std::align_val_t{64});
   return out;
@@ -253,9 +251,7 @@ int compare(const char* isa, const Kind& kind, bool race) {
   wrong += check(load(expected, slots, kThreads) == loaded, isa, kind, "what is loaded");
   const Bytes alone = attend(expected, query, pages, 1);
   Bytes both[2];  // two calls read one cache
-  in_threads(2, 2 * kItemsAtOnce, [&](int64_t first, int64_t) {
-    both[first / kItemsAtOnce] = attend(expected, query, pages, kThreads);
-  });
+  in_threads(2, 2, 1, [&](int64_t i, int64_t) { both[i] = attend(expected, query, pages, kThreads); });
   wrong += check(both[0] == alone && both[1] == alone, isa, kind, "attention");
   return wrong + check(is_guarded(loaded) && is_guarded(alone), isa, kind, "what lies around a result");
 }
