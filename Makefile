@@ -13,7 +13,7 @@ READY := .venv/.ready
 ISAS := baseline avx2 avx512
 KERNELS := tests/ops tests/quant
 
-.PHONY: demo test test-isa asan test-matrix check format bench clean
+.PHONY: demo test test-isa asan tsan test-matrix check format bench clean
 
 demo: $(READY)
 	$(BIN)/kvloom demo --max-new-tokens $(TOKENS)
@@ -40,6 +40,14 @@ asan: $(READY)
 	    KVLOOM_LIBRARY=build/asan/libkvloom_cpu.so \
 	    $(BIN)/python -m pytest --quiet --numprocesses $(WORKERS) $(KERNELS) --ignore tests/ops/test_compile.py
 
+# The kernels in threads of their own, without torch: what one thread does, and no race but the planted one.
+tsan: $(READY)
+	$(BIN)/cmake -S . -B build/tsan -G Ninja -DKVLOOM_THREADS=ON \
+	    -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/ninja) -DPython_EXECUTABLE=$(abspath $(BIN)/python)
+	$(BIN)/cmake --build build/tsan --target kvloom_threads
+	build/tsan/kvloom_threads
+	TSAN_OPTIONS='halt_on_error=1 exitcode=66' build/tsan/kvloom_threads --race >/dev/null 2>&1; test $$? -eq 66
+
 # The same tests with other versions of transformers, each in an environment of its own.
 test-matrix: $(addprefix .venv-transformers-,$(MATRIX))
 	@set -e; for version in $(MATRIX); do \
@@ -61,16 +69,27 @@ check: $(READY)
 	$(BIN)/lint-imports
 	$(BIN)/python -m pytest -q tests/contracts/test_file_length.py
 
-# Rewrites benchmarks/results.md and the table in the README.
-bench: $(READY)
-	$(BIN)/python benchmarks/report.py
+# Rewrites benchmarks/results.md, its plots and the README's table; with ARGS='attend_cpu' only that section.
+bench: .venv-bench/.ready
+	.venv-bench/bin/python benchmarks/report.py $(ARGS)
+
+# An environment of its own: peers warn, and tests take warnings for errors. The report names who is missing.
+.venv-bench/.ready: pyproject.toml CMakeLists.txt $(wildcard csrc/* csrc/kernels/*)
+	$(PYTHON) -m venv .venv-bench
+	.venv-bench/bin/python -m pip install --quiet --disable-pip-version-check $(TORCH)
+	.venv-bench/bin/python -m pip install --quiet --disable-pip-version-check $(BUILD)
+	for extras in transformers,onnx,bench transformers,onnx; do \
+	    .venv-bench/bin/python -m pip install --quiet --disable-pip-version-check --no-build-isolation \
+	        --editable ".[$$extras]" && break; \
+	done
+	@touch $@
 
 format: $(READY)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf build .venv .venv-transformers-* .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf build .venv .venv-bench .venv-transformers-* .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 
 # torch first: whatever follows then finds the build that was asked for, and the kernels its headers.
 $(READY): pyproject.toml CMakeLists.txt $(wildcard csrc/* csrc/kernels/*)

@@ -20,7 +20,8 @@ from statistics import median
 from typing import Any
 
 import torch
-from peers import STOCK, Contender, fill, in_turn, installed, kvloom, llama, quantized, static, step, stock
+from peers import STOCK, Contender, fill, installed, kvloom, llama, quantized, static, step, stock
+from rounds import in_turn
 
 CONTEXTS = (256, 2048, 8192)
 KV_HEADS = (8, 2)

@@ -19,7 +19,9 @@ from statistics import median
 from typing import Any
 
 import torch
-from peers import Contender, fill, in_turn, kvloom, llama, step, stock
+from peers import Contender, fill, kvloom, llama, step, stock
+from plots import draw
+from rounds import in_turn
 
 LENGTHS = (64, 128, 256, 512, 1024, 2048)
 WARMUP = 1
@@ -43,31 +45,21 @@ def measure(model: Any, length: int, rounds: int) -> dict[str, float]:
 
 def plot(rows: list[dict[str, Any]], path: Path) -> bool:
     """Draw milliseconds against length, both axes logarithmic; false without matplotlib."""
-    try:
-        import matplotlib
-    except ImportError:
-        return False
-
-    matplotlib.use("agg")
-    matplotlib.rcParams |= {"svg.fonttype": "none", "svg.hashsalt": "kvloom", "font.family": "sans-serif"}
-    from matplotlib import pyplot
-
     lengths = [row["length"] for row in rows]
-    figure, axes = pyplot.subplots(figsize=(6.4, 3.8), layout="constrained")
-    for contender, colour in zip(CONTENDERS, COLOURS, strict=True):
-        axes.plot(
-            lengths, [row["ms"][contender.name] for row in rows], "o-", color=colour, label=contender.name
-        )
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    axes.set_xticks(lengths, [f"{x:,}" for x in lengths])
-    axes.set_xlabel("tokens before it")
-    axes.set_ylabel("one more token, ms")
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(alpha=0.25)
-    axes.legend(frameon=False)
-    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
-    return True
+
+    def lines(axes: Any) -> None:
+        for contender, colour in zip(CONTENDERS, COLOURS, strict=True):
+            axes.plot(
+                lengths, [row["ms"][contender.name] for row in rows], "o-", color=colour, label=contender.name
+            )
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        axes.set_xticks(lengths, [f"{x:,}" for x in lengths])
+        axes.set_xlabel("tokens before it")
+        axes.set_ylabel("one more token, ms")
+        axes.legend(frameon=False)
+
+    return draw(path, lines)
 
 
 def main() -> None:

@@ -2,114 +2,66 @@
 
 Each round times every contender and the probe one after the other on memory that no cache holds; the figures
 are medians of the ratios in a round. Bytes are those of keys and values as numbers (of ``copy``: as stored).
+``index_copy_`` is torch's way to write tokens into rows, which stay as they are.
 """
 
 import argparse
-import ctypes
 import json
-import subprocess
-import sys
-import tempfile
-import time
 from collections.abc import Callable
-from pathlib import Path
-from statistics import median
+from typing import Any
 
 import torch
+from problem import KINDS
+from rounds import Probes, in_turn, microseconds, needs_compiled_backend, ratio, seconds, timed
 from torch import Tensor
 
-from kvloom import KVSpec, KVView, QuantSpec, ops
+from kvloom import KVSpec, KVView, ops
 from kvloom.ops.impl import cpu
 
 HEADS, HEAD_DIM, PAGE = 8, 128, 16
-KINDS = {
-    "float32": (torch.float32, None),
-    "bfloat16": (torch.bfloat16, None),
-    "int8 g64": (torch.bfloat16, QuantSpec(8, 64)),
-    "int4 g64": (torch.bfloat16, QuantSpec(4, 64)),
-    "int8 g8": (torch.bfloat16, QuantSpec(8, 8)),
-}
-Probe = Callable[[Tensor, Tensor], object]
+CASES = ((2048, PAGE), (64, 1))
+"""Tokens, and those that lie in one page: a prompt, and a decode step of so many sequences."""
+WARMUP = 2
 
 
-def build_probe(folder: str) -> Probe:
-    """The best of a streaming copy compiled here and torch's own, by a quick look at both."""
-    library = Path(folder) / "probe.so"
-    torch_lib = Path(torch.__file__).parent / "lib"
-    source = Path(__file__).with_name("probe.cpp")
-    subprocess.run(
-        [
-            "c++",
-            "-O3",
-            "-march=native",
-            "-shared",
-            "-fPIC",
-            "-o",
-            library,
-            source,
-            f"-L{torch_lib}",
-            "-ltorch_cpu",
-        ],
-        check=True,
-    )
-    stream = ctypes.CDLL(str(library)).stream_pages
-
-    def probe(to: Tensor, source: Tensor) -> None:
-        stream(
-            ctypes.c_void_p(to.data_ptr()),
-            ctypes.c_void_p(source.data_ptr()),
-            ctypes.c_int64(to.nbytes // 4096),
-        )
-
-    return probe
-
-
-def seconds(function: Callable[[int], object], turn: int) -> float:
-    """Time of one call, in seconds."""
-    start = time.perf_counter()
-    function(turn)
-    return time.perf_counter() - start
-
-
-def measure(kind: str, axes: str, tokens: int, rounds: int, stream: Probe) -> dict[str, object]:
+def measure(kind: str, axes: str, case: tuple[int, int], rounds: int, probes: Probes) -> dict[str, Any]:
     """Ratios of one kind of cache."""
     dtype, quant = KINDS[kind]
+    tokens, in_page = case
     num_bytes = 2 * tokens * HEADS * HEAD_DIM * dtype.itemsize
-    turns = max(4, (256 << 20) // num_bytes)
+    turns = min(max(4, (256 << 20) // num_bytes), 2 * (rounds + WARMUP))
     spec = KVSpec(1, HEADS, HEAD_DIM, dtype, axes, quant)
-    pool = tokens + 64 * PAGE
+    num_pages = tokens // in_page
+    pool = (num_pages + 64) * PAGE
     views = [KVView.joint(spec.axes, *spec.empty(pool, PAGE)) for _ in range(turns)]
     new = [torch.randn(2, tokens, HEADS, HEAD_DIM).to(dtype) for _ in range(turns)]
     targets = [torch.empty_like(x) for x in new]
-    pages = torch.randperm(pool // PAGE)[: tokens // PAGE]
-    slots = (pages[:, None] * PAGE + torch.arange(PAGE)).flatten()
+    pages = torch.randperm(pool // PAGE)[:num_pages]
+    slots = (pages[:, None] * PAGE + torch.arange(in_page)).flatten()
     stored = num_bytes if quant is None else spec.nbytes(tokens, PAGE)
     other = [KVView.joint(spec.axes, *spec.empty(pool, PAGE)) for _ in range(turns)]
+    rows = [torch.zeros(2, pool, HEADS, HEAD_DIM, dtype=dtype) for _ in range(turns)]
 
     def part(x: Tensor) -> Tensor:
-        return x.view(torch.uint8).flatten()[: stored // 4096 * 4096]
+        return x.view(torch.uint8).flatten()[:stored]
 
-    contenders: dict[str, Callable[[int], object]] = {
-        "probe": lambda i: stream(targets[i], new[i]),
+    calls: dict[str, Callable[[int], object]] = {
+        "probe": lambda i: probes.copy(targets[i], new[i]),
         "torch": lambda i: targets[i].copy_(new[i]),
         "store": lambda i: ops.store(new[i][0], new[i][1], slots, views[i]),
+        "index_copy_": lambda i: [rows[i][side].index_copy_(0, slots, new[i][side]) for side in range(2)],
         "load": lambda i: ops.load(slots, views[i], dtype=dtype),
         "copy": lambda i: ops.copy(views[i], slots, other[i], slots),
-        "probe, stored bytes": lambda i: stream(part(targets[i]), part(new[i])),
+        "probe, stored bytes": lambda i: probes.copy(part(targets[i]), part(new[i])),
     }
-    times: dict[str, list[float]] = {name: [] for name in contenders}
-    for turn in range(rounds + 2):
-        for name, function in contenders.items():
-            elapsed = seconds(function, turn % turns)
-            if turn >= 2:
-                times[name].append(elapsed)
+    times = in_turn({name: timed(call, turns) for name, call in calls.items()}, rounds, WARMUP)
     best = [min(a, b) for a, b in zip(times["probe"], times["torch"], strict=True)]
-    row: dict[str, object] = {"kind": kind, "layout": axes}
-    row["probe_gb_per_s"] = round(num_bytes / median(best) / 1e9, 2)
+    row: dict[str, Any] = {"kind": kind, "layout": axes, "tokens": tokens}
+    row["probe_gb_per_s"] = round(num_bytes / microseconds(best) / 1e3, 2)
     for name in ("store", "load", "copy"):
-        against = times["probe, stored bytes"] if name == "copy" else best
-        row[f"{name}_ratio"] = round(median(a / b for a, b in zip(against, times[name], strict=True)), 3)
-        row[f"{name}_us"] = round(median(times[name]) * 1e6, 1)
+        row[f"{name}_ratio"] = ratio(times["probe, stored bytes"] if name == "copy" else best, times[name])
+        row[f"{name}_us"] = microseconds(times[name])
+    row["index_copy_over_store"] = ratio(times["index_copy_"], times["store"])
     return row
 
 
@@ -124,27 +76,26 @@ def call_us(rounds: int = 5000) -> dict[str, float]:
         "load": lambda _: ops.load(slots, kv),
         "copy": lambda _: ops.copy(kv, slots, kv, target),
     }
-    return {
-        name: round(median(seconds(call, i) for i in range(rounds)) * 1e6, 2) for name, call in calls.items()
-    }
+    return {name: microseconds(seconds(call, i) for i in range(rounds)) for name, call in calls.items()}
 
 
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="few tokens, few rounds")
     parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--layouts", nargs="*", default=["2 B S H D", "2 B H S D"])
-    parser.add_argument("--kinds", nargs="*", default=list(KINDS))
+    parser.add_argument("--kinds", nargs="*", default=list(KINDS), choices=list(KINDS))
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    if cpu.ISA is None:
-        sys.exit(f"movement needs the compiled backend: {cpu.WHY_NOT}")
-    with tempfile.TemporaryDirectory() as folder:
-        stream = build_probe(folder)
+    needs_compiled_backend()
+    rounds, cases = (3, CASES[1:]) if args.quick else (args.rounds, CASES)
+    probes = Probes()
+    with probes.own_cores():
         rows = [
-            measure(kind, axes, args.tokens, args.rounds, stream)
+            measure(kind, axes, case, rounds, probes)
+            for case in cases
             for axes in args.layouts
             for kind in args.kinds
         ]
@@ -154,7 +105,6 @@ def main() -> None:
                 "figure": "movement",
                 "isa": cpu.ISA,
                 "threads": torch.get_num_threads(),
-                "tokens": args.tokens,
                 "heads": HEADS,
                 "head_dim": HEAD_DIM,
                 "page": PAGE,

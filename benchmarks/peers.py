@@ -1,4 +1,4 @@
-"""The caches that benchmarks compare, and how they are built, filled and timed in turn.
+"""The caches that benchmarks compare, and how they are built and filled.
 
 Peers are transformers' own caches; those that need a package which is not installed are named, not measured.
 """
@@ -132,19 +132,3 @@ def step(model: Any, contender: Contender, cache: Any, num_new: int = 1, rows: i
     start = time.perf_counter()
     model(tokens, past_key_values=cache, use_cache=cache is not None, logits_to_keep=1)
     return (time.perf_counter() - start) * 1e3
-
-
-def in_turn(functions: dict[str, Callable[[], float]], rounds: int, warmup: int) -> dict[str, list[float]]:
-    """What each function returned in each round; every round starts with the next of them.
-
-    Whatever slows the machine down for a while meets all of them, and none always runs behind the same one.
-    """
-    times: dict[str, list[float]] = {name: [] for name in functions}
-    names = list(functions)
-    for i in range(-warmup, rounds):
-        shift = i % len(names)
-        for name in names[shift:] + names[:shift]:
-            took = functions[name]()
-            if i >= 0:
-                times[name].append(took)
-    return times

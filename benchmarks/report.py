@@ -2,20 +2,22 @@
 
 import argparse
 import datetime
+import importlib.metadata
 import json
 import platform
 import subprocess
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
+from cpu_sections import attend_cpu_section, movement_section, prefill_cpu_section, threads_cpu_section
+from tables import left_out, pivot, table
 
 HERE = Path(__file__).parent
 README = HERE.parent / "README.md"
 RESULTS = HERE / "results.md"
+PACKAGES = ("torch", "transformers", "optimum-quanto", "hqq", "onnxruntime", "openvino", "zentorch")
 BEGIN, END = "<!-- table: cache kinds -->", "<!-- end -->"
 
 
@@ -34,34 +36,17 @@ def machine() -> str:
     name = next(
         (x.split(":", 1)[1].strip() for x in lines if x.startswith("model name")), platform.processor()
     )
-    return (
-        f"{name}, {torch.get_num_threads()} threads, torch {torch.__version__}, "
-        f"transformers {transformers.__version__}, {datetime.datetime.now(datetime.timezone.utc):%Y-%m-%d}"
-    )
+    versions = [f"{package} {version}" for package in PACKAGES if (version := installed_version(package))]
+    today = f"{datetime.datetime.now(datetime.timezone.utc):%Y-%m-%d}"
+    return ", ".join((name, f"{torch.get_num_threads()} threads", *versions, today))
 
 
-def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    """A table in Markdown."""
-    head = list(head)
-    lines = [head, ["---"] * len(head), *map(list, rows)]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def pivot(rows: list[dict[str, Any]], down: str, across: str, cell: str, form: str) -> str:
-    """One row for each value of ``down``, one column for each of ``across``; empty where nothing was."""
-    columns = list(dict.fromkeys(row[across] for row in rows))
-    found = {(row[down], row[across]): format(row[cell], form) for row in rows}
-    names = dict.fromkeys(row[down] for row in rows)
-    return table(
-        ["", *map(str, columns)],
-        ([str(name), *(found.get((name, x), "") for x in columns)] for name in names),
-    )
-
-
-def left_out(result: dict[str, Any]) -> str:
-    """Names the peers that were not installed."""
-    missing = result.get("missing")
-    return f" Not installed, so not measured: {', '.join(missing)}." if missing else ""
+def installed_version(package: str) -> str | None:
+    """``None`` if it is not installed."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def kinds_section(result: dict[str, Any], where: str) -> str:
@@ -148,6 +133,24 @@ def growth_section(result: dict[str, Any]) -> str:
     )
 
 
+def generate_section(result: dict[str, Any]) -> str:
+    """Tokens a second of whole calls."""
+    rows = [
+        [
+            row["contender"], f"{row['tokens_per_s']:.1f}", f"{row['speed']:.2f}x", f"{row['ratio']:.2f}x",
+            f"{row['nbytes'] / 1e6:.1f}",
+        ]
+        for row in result["rows"]
+    ]  # fmt: skip
+    return (
+        f"`generate()` behind {result['context']:,} stored tokens: a 4-layer Llama in float32 with 8 heads "
+        f"of 64, greedy, one sequence, threads: {result['threads']}. Speed as a multiple of DynamicCache's: "
+        f"of all {result['rounds']} rounds of {result['new']} tokens, and the median of rounds; megabytes "
+        f"that the cache holds.{left_out(result)}\n\n"
+        + table(["cache", "tokens/s", "speed", "median round", "MB"], rows)
+    )
+
+
 def sharing_section(result: dict[str, Any]) -> str:
     """Rows that move, and the beam step in which they do."""
     rows = [
@@ -178,41 +181,6 @@ def prefix_section(result: dict[str, Any]) -> str:
         f"prefix ({result['pages_of_the_prefix']} pages).\n\n"
         + table(["", "ms", "faster", "cache, us"], rows)
     )
-
-
-def movement_section(result: dict[str, Any]) -> str:
-    """Store, load and copy against memory."""
-    rows = [
-        [row["kind"], row["layout"], *(f"{row[x]:.0%}" for x in ("store_ratio", "load_ratio", "copy_ratio"))]
-        for row in result["rows"]
-    ]
-    calls = ", ".join(f"{name} {us:.1f}" for name, us in result["call_us"].items())
-    return (
-        f"Share of the speed of the fastest copy of the same bytes: {result['tokens']:,} tokens of "
-        f"{result['heads']} heads of {result['head_dim']} in random pages of {result['page']}, "
-        f"{result['isa']}, {result['threads']} threads; medians of pairs. Quantised from and to bfloat16; "
-        "copies count the bytes as stored.\n\n"
-        + table(["cache", "layout", "store", "load", "copy"], rows)
-        + f"\n\nMicroseconds of a whole call for one token: {calls}."
-    )
-
-
-def attend_cpu_section(result: dict[str, Any]) -> str:
-    """Attention against memory and against torch's own."""
-    rows = result["rows"]
-    for row in rows:
-        row["size"] = f"{row['batch']} x {row['context']:,}"
-    return "\n\n".join((
-        f"A decode step of one layer: {result['query_heads']} query heads over {result['heads']} of "
-        f"{result['head_dim']}, random pages of {result['page']}, {result['isa']}, threads: "
-        f"{result['threads']}. By sequences and tokens of context, medians of rounds. "
-        "Queries over codes are bfloat16.",
-        "Share of the speed of a read of the same bytes:",
-        pivot(rows, "kind", "size", "of_read_speed", ".0%"),
-        "How many times faster than torch's scaled dot product attention on contiguous keys and values of "
-        "the query's dtype:",
-        pivot(rows, "kind", "size", "torch_over_ours", ".2f"),
-    ))  # fmt: skip
 
 
 def dispatch_section(result: dict[str, Any]) -> str:
@@ -249,6 +217,7 @@ def long_contexts(sections: dict[str, str]) -> str:
 
 SECTIONS = {
     "decode": ("Decode", decode_section),
+    "generate": ("Generating", generate_section),
     "memory": ("Memory", memory_section),
     "quality": ("Quality", quality_section),
     "growth": ("What a cache is for", growth_section),
@@ -256,6 +225,8 @@ SECTIONS = {
     "prefix": ("A known prefix", prefix_section),
     "movement": ("Moving keys and values", movement_section),
     "attend_cpu": ("Attention on the CPU", attend_cpu_section),
+    "prefill_cpu": ("Prompts on the CPU", prefill_cpu_section),
+    "threads_cpu": ("A second thread", threads_cpu_section),
     "dispatch": ("Cost of a dispatched call", dispatch_section),
 }
 

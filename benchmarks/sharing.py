@@ -19,7 +19,8 @@ from statistics import median
 from typing import Any
 
 import torch
-from peers import STOCK, Contender, fill, in_turn, installed, kvloom, llama, quantized, static, step, stock
+from peers import STOCK, Contender, fill, installed, kvloom, llama, quantized, static, step, stock
+from rounds import in_turn
 from transformers import DynamicCache, LlamaForCausalLM
 
 from kvloom.integrations.transformers import KVCache

@@ -2,6 +2,7 @@
 
 import gc
 import json
+import os
 import runpy
 import sys
 from collections.abc import Callable, Iterator
@@ -11,9 +12,13 @@ from typing import Any
 import pytest
 import torch
 
+from kvloom.ops.impl import cpu
+
 pytest.importorskip("transformers")
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+
+compiled = pytest.mark.skipif(cpu.ISA is None, reason=f"no compiled backend: {cpu.WHY_NOT}")
 
 # Peers that happen to be installed may warn.
 pytestmark = pytest.mark.filterwarnings("default")
@@ -25,6 +30,7 @@ def quick(
 ) -> Iterator[Callable[..., Any]]:
     """Runs a benchmark with ``--quick`` and returns its line."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
+    threads = torch.get_num_threads()
 
     def run(name: str, *args: str) -> Any:
         monkeypatch.setattr(sys, "argv", [name, "--quick", *args])
@@ -36,9 +42,11 @@ def quick(
         return result
 
     yield run
+    torch.set_num_threads(threads)
     gc.unfreeze()
-    for module in ("peers", "cache_kinds"):
-        sys.modules.pop(module, None)
+    for module in [*sys.modules]:
+        if (BENCHMARKS / f"{module}.py").exists():
+            del sys.modules[module]
 
 
 def test_decode_times_every_cache_at_a_context(quick: Callable[..., Any]) -> None:
@@ -85,14 +93,61 @@ def test_growth_measures_and_draws(quick: Callable[..., Any], tmp_path: Path) ->
     assert path.exists() == result["drawn"]
 
 
-def test_attention_on_the_cpu_is_timed_beside_memory_and_torch(quick: Callable[..., Any]) -> None:
-    from kvloom.ops.impl import cpu
+def test_generate_counts_tokens_and_bytes(quick: Callable[..., Any]) -> None:
+    result = quick("generate", "--threads", "1")
+    rows = {x["contender"]: x for x in result["rows"]}
+    assert result["rows"][0]["contender"] == "DynamicCache"
+    tokens = result["context"] + 10 * result["new"]
+    assert rows["DynamicCache"]["nbytes"] == 4 * 2 * 8 * 64 * 4 * tokens
+    assert all(x["tokens_per_s"] > 0 for x in result["rows"])
+    nbytes = [rows[f"kvloom {kind} in place"]["nbytes"] for kind in ("int4", "int8", "bfloat16", "float32")]
+    assert nbytes == sorted(nbytes)
 
-    if cpu.ISA is None:
-        pytest.skip("no compiled backend")
-    threads = torch.get_num_threads()
-    result = quick("attend_cpu", "--kinds", "bfloat16", "int8 g64")
+
+@compiled
+def test_attention_on_the_cpu_is_timed_beside_memory_and_peers(quick: Callable[..., Any]) -> None:
+    cores = os.sched_getaffinity(0)
+    result = quick("attend_cpu", "--threads", "1", "--kinds", "bfloat16", "int8 g64", "--layout", "2 B H S D")
     assert [x["kind"] for x in result["rows"]] == ["bfloat16", "int8 g64"]
-    assert all(x["of_read_speed"] > 0 and x["torch_over_ours"] > 0 for x in result["rows"])
+    for row in result["rows"]:
+        assert {"ours", "torch"} <= row["of_read_speed"].keys()
+        assert all(x > 0 for x in row["of_read_speed"].values())
+        assert all(x <= result["tolerance"][row["kind"]] for x in row["difference"].values())
     assert result["isa"] == cpu.ISA
-    assert torch.get_num_threads() == threads
+    assert os.sched_getaffinity(0) == cores
+
+
+@compiled
+def test_peers_that_are_not_installed_are_named(
+    quick: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("onnxruntime", "openvino", "zentorch"):
+        monkeypatch.setitem(sys.modules, module, None)
+    result = quick("attend_cpu", "--threads", "1", "--kinds", "float32")
+    assert [x.split(":")[0] for x in result["missing"]] == ["zentorch", "ONNX Runtime", "OpenVINO"]
+    assert result["rows"][0]["peer_over_ours"].keys() == {"torch", "torch, enable_gqa"}
+
+
+@compiled
+def test_a_peer_with_another_answer_is_named_and_not_timed(
+    monkeypatch: pytest.MonkeyPatch, quick: Callable[..., Any]
+) -> None:
+    import attention_peers
+    import problem
+
+    some = problem.random_problem("float32", (4, 2, 8), stored=20, copies=2)
+    right = attention_peers.torch_gqa(some)(0)
+    wrong = attention_peers.Peer("wrong", ("torch",), lambda _: lambda i: right * (1 + i / 10))
+    found, missing = attention_peers.prepare(some, right, [wrong, attention_peers.PEERS[0]])
+    assert found.keys() == {"torch"}
+    assert missing == {"wrong, float32": "differs by 0.1, 0.0001 allowed"}
+
+
+@compiled
+@pytest.mark.parametrize(
+    ("name", "threads"),
+    [("prefill_cpu", ["--threads", "1"]), ("movement", ["--threads", "1"]), ("threads_cpu", [])],
+)
+def test_the_other_rows_of_the_cpu_run(quick: Callable[..., Any], name: str, threads: list[str]) -> None:
+    rows = quick(name, *threads, "--kinds", "float32", "int4 g64")["rows"]
+    assert {x["kind"] for x in rows} == {"float32", "int4 g64"}

@@ -95,6 +95,23 @@ def test_step_compiled_with_dynamic_sizes_equals_eager(quant: QuantSpec | None) 
     assert_equal_to_eager(compiled, (24, 3), (32, 5), axes="L 2 T H D", quant=quant)
 
 
+def attend_offset(query: Tensor, cache: Tensor, backend: str = "auto") -> Tensor:
+    """Two new tokens of nine in offset mode."""
+    kv = KVView.joint(CacheLayout("2 T H D"), cache)
+    batch = Batch(CacheIndex.offset(torch.tensor([3])), torch.tensor([0, 2]), torch.tensor([0, 9]))
+    return ops.attend(query, kv, batch, backend=backend)
+
+
+@pytest.mark.parametrize(("head_dim", "backend"), [(584, "auto"), (8, "reference"), (584, "reference")])
+def test_compiled_attention_by_the_reference_equals_eager(head_dim: int, backend: str) -> None:
+    """584 is more than the compiled kernels have room for."""
+    rng = generator(head_dim)
+    query, cache = torch.randn(2, 4, head_dim, generator=rng), torch.randn(2, 16, 2, head_dim, generator=rng)
+    expected = attend_offset(query, cache, "reference")
+    compiled = torch.compile(attend_offset, backend="aot_eager", fullgraph=True)
+    assert_same_bits(compiled(query, cache, backend), expected, "output")
+
+
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # torch's own imports
 def test_step_compiled_by_inductor_equals_eager(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch._inductor.config, "compile_threads", 1)

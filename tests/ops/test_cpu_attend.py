@@ -255,6 +255,30 @@ def test_nothing_around_the_tokens_shows(dtype: torch.dtype, head_dim: int, axes
     assert_same_bits(attend(case), expected, "output")
 
 
+def amid_nan(x: Tensor) -> Tensor:
+    """``x`` with NaN before, behind and between its rows and elements."""
+    shape = [n + 1 for n in x.shape[:-1]] + [2 * x.shape[-1] + 1]
+    base = torch.full(shape, math.nan, dtype=x.dtype)
+    view = base[(*(slice(1, None) for _ in x.shape[:-1]), slice(1, None, 2))]
+    view.copy_(x)
+    return view
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("kind", [PLAIN, codes(8, 8), codes(4, 8)], ids=str)
+@pytest.mark.parametrize("head_dim", [8, 24, 64])
+def test_nothing_around_query_and_biases_shows(head_dim: int, kind: Kind, dtype: torch.dtype) -> None:
+    case = make_case([2, 1], [37, 5], kind=kind, dtype=dtype, head_dim=head_dim)
+    rng = generator(2)
+    biases = [torch.randn(shape, generator=rng) for shape in ((4, 3, 42), (4,), (4,))]
+    expected = attend(case, Scores(mask=biases[0], alibi_slopes=biases[1].abs(), sinks=biases[2]))
+    case.query = amid_nan(case.query)
+    mask, slopes, sinks = map(amid_nan, (biases[0], biases[1].abs(), biases[2]))
+    out = attend(case, Scores(mask=mask, alibi_slopes=slopes, sinks=sinks))
+    assert bool(out.isfinite().all())
+    assert_same_bits(out, expected, "output")
+
+
 @pytest.mark.parametrize("kind", [PLAIN, INT8], ids=str)
 def test_rows_of_a_token_table_may_begin_anywhere(kind: Kind) -> None:
     case = make_case([2, 1], [37, 5], kind=kind)

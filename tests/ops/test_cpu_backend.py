@@ -42,17 +42,24 @@ def assert_twins(a: Pool, b: Pool, *, any_nan: bool = False) -> None:
             assert_same_bits(as_integers(a.bases[name]), as_integers(b.bases[name]), name)
 
 
+def guarded(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Poison, and a part of it of this shape with 64 elements on either side; the same at each call."""
+    numbers = torch.Size(shape).numel()
+    base = poison((numbers + 128,), dtype, generator(7))
+    return base, base[64:-64].view(shape)
+
+
 def quantize_both(x: Tensor, bits: int, group: int, scale_dtype: torch.dtype) -> None:
     """Store ``x``, ``[T, H, D]``, by both backends: the same codes, scales and values, bit for bit."""
     spec = KVSpec(1, x.shape[1], x.shape[2], layout="B S H D", quant=QuantSpec(bits, group, scale_dtype))
     slots = torch.arange(x.shape[0])
+    shapes = spec.shapes(x.shape[0], 1)
     stored = {}
     for backend in ("cpu", "reference"):
-        cache, scale = spec.empty(x.shape[0], 1)
-        assert scale is not None
+        (all_codes, cache), (all_scales, scale) = map(guarded, shapes, (spec.cache_dtype, scale_dtype))
         view = KVView.split(spec.axes, cache, None, scale)
         ops.store(x, None, slots, view, backend=backend)
-        stored[backend] = (cache, scale, view)
+        stored[backend] = (all_codes, all_scales, view)
     assert_same_bits(stored["cpu"][0], stored["reference"][0], "codes")
     assert_same_bits(as_integers(stored["cpu"][1]), as_integers(stored["reference"][1]), "scales")
     for dtype in FLOATS:

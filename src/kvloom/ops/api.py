@@ -324,7 +324,7 @@ _REFERENCE: dict[str, Callable[..., Any]] = {
     "store": reference.store,
     "load": reference.load,
     "copy": reference.copy,
-    "attend": schemas.AttendReference.apply,
+    "attend": schemas.attend_reference,
 }
 
 

@@ -1,7 +1,5 @@
 """Operator contracts: schema, mutation, fake. The schemas exist without any compiled backend."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -20,7 +18,7 @@ LIB.define(
     " ScalarType dtype, int num_repeat) -> (Tensor, Tensor)"
 )
 LIB.define("copy(Tensor[] sources, Tensor source_slots, Tensor(a!)[] targets, Tensor target_slots) -> ()")
-for _name in ("attend", "attend_no_grad"):
+for _name in ("attend", "attend_no_grad", "attend_reference"):
     LIB.define(
         f"{_name}(Tensor query, Tensor key_cache, Tensor value_cache, Tensor? key_scale, Tensor? value_scale,"
         " Tensor table, Tensor? row_starts, int page_size, Tensor seqstarts, Tensor kvstarts,"
@@ -32,7 +30,8 @@ for _name in ("attend", "attend_no_grad"):
 # have done for the CPU if they are there.
 for _name in ("store", "load", "copy", "attend"):
     LIB.impl(_name, getattr(reference, _name), "CompositeExplicitAutograd")
-LIB.impl("attend_no_grad", reference.attend, "CompositeExplicitAutograd")
+for _name in ("attend_no_grad", "attend_reference"):
+    LIB.impl(_name, reference.attend, "CompositeExplicitAutograd")
 
 
 def _writes_only(*args: object) -> None:
@@ -69,23 +68,13 @@ def _no_gradient(ctx: object, *grads: Tensor) -> None:
     raise UnsupportedError("attend has no gradient, kvloom is for inference: call it under torch.no_grad()")
 
 
-class AttendReference(torch.autograd.Function):
-    """``reference.attend`` by name, with the same answer to ``backward`` as the dispatched operator."""
-
-    @staticmethod
-    def forward(ctx: object, *args: Any) -> Tensor:
-        """The reference, outside autograd."""
-        return reference.attend(*args)
-
-    backward = staticmethod(_no_gradient)
-
-
 torch.library.register_fake("kvloom::store", _writes_only, lib=LIB)
 torch.library.register_fake("kvloom::copy", _writes_only, lib=LIB)
 torch.library.register_fake("kvloom::load", _load_fake, lib=LIB)
-torch.library.register_fake("kvloom::attend", _attend_fake, lib=LIB)
-torch.library.register_fake("kvloom::attend_no_grad", _attend_fake, lib=LIB)
-torch.library.register_autograd("kvloom::attend", _no_gradient, lib=LIB)
+for _name in ("attend", "attend_no_grad", "attend_reference"):
+    torch.library.register_fake(f"kvloom::{_name}", _attend_fake, lib=LIB)
+for _name in ("attend", "attend_reference"):
+    torch.library.register_autograd(f"kvloom::{_name}", _no_gradient, lib=LIB)
 
 store = torch.ops.kvloom.store.default
 load = torch.ops.kvloom.load.default
@@ -93,3 +82,5 @@ copy = torch.ops.kvloom.copy.default
 attend = torch.ops.kvloom.attend.default
 attend_no_grad = torch.ops.kvloom.attend_no_grad.default
 """The same where nothing requires a gradient: what autograd adds in Python takes longer than a short call."""
+attend_reference = torch.ops.kvloom.attend_reference.default
+"""The reference by name: an operator, which a compiler does not look into."""

@@ -1,0 +1,105 @@
+"""The sections of results.md about the compiled CPU backend."""
+
+from pathlib import Path
+from typing import Any
+
+from plots import share_of_the_limit, time_by_context
+from tables import left_out, pivot, table
+
+HERE = Path(__file__).parent
+SHARE, CONTEXT = HERE / "attend_cpu_share.svg", HERE / "attend_cpu_context.svg"
+
+
+def layer(result: dict[str, Any]) -> str:
+    """What was computed, and where."""
+    return (
+        f"{result['query_heads']} query heads over {result['heads']} of {result['head_dim']}, random pages "
+        f"of {result['page']}, layout `{result['layout']}`, {result['isa']}"
+    )
+
+
+def movement_section(result: dict[str, Any]) -> str:
+    """Store, load and copy against memory."""
+    parts = [
+        f"Share of the speed of the fastest copy of the same bytes: {result['heads']} heads of "
+        f"{result['head_dim']} in random pages of {result['page']}, {result['isa']}, {result['threads']} "
+        "threads; medians of pairs. Quantised from and to bfloat16; copies count the bytes as stored. The "
+        "last column is how many times a store's time `index_copy_` takes for the same tokens, into rows "
+        "that stay as they are."
+    ]
+    for tokens in dict.fromkeys(row["tokens"] for row in result["rows"]):
+        rows = [
+            [
+                row["kind"],
+                row["layout"],
+                *(f"{row[x]:.0%}" for x in ("store_ratio", "load_ratio", "copy_ratio")),
+                f"{row['index_copy_over_store']:.2f}",
+            ]
+            for row in result["rows"]
+            if row["tokens"] == tokens
+        ]
+        parts += [
+            f"{tokens:,} tokens:",
+            table(["cache", "layout", "store", "load", "copy", "index_copy_"], rows),
+        ]
+    calls = ", ".join(f"{name} {us:.1f}" for name, us in result["call_us"].items())
+    return "\n\n".join((*parts, f"Microseconds of a whole call for one token: {calls}."))
+
+
+def peers_table(result: dict[str, Any], names: list[str], cell: str, form: str) -> str:
+    """One row for each row of the result, one column for each contender; empty where it has no such cache."""
+    return table(
+        ["", *("kvloom" if name == "ours" else name for name in names)],
+        (
+            [row["name"], *(format(row[cell][name], form) if name in row[cell] else "" for name in names)]
+            for row in result["rows"]
+        ),
+    )
+
+
+def attend_cpu_section(result: dict[str, Any]) -> str:
+    """Attention against memory and against its peers."""
+    for row in result["rows"]:
+        row["name"] = f"{row['kind']}, {row['batch']} x {row['context']:,}"
+    peers = result["peers"]
+    parts = [
+        f"A decode step of one layer: {layer(result)}, threads: {result['threads']}. By kind of cache, "
+        "sequences and tokens of context, medians of rounds. Queries over codes are bfloat16. torch and "
+        "zentorch have no cache of codes and read bfloat16 there; both take the query heads of a group for "
+        "new tokens, but for the column `enable_gqa`. Empty where a peer has no such cache."
+        f"{left_out(result)}",
+        "Share of the speed of a read of the bytes that kvloom stores:",
+        peers_table(result, ["ours", *peers], "of_read_speed", ".0%"),
+        "How many times kvloom's time a peer takes:",
+        peers_table(result, peers, "peer_over_ours", ".2f"),
+    ]
+    drawn = ((share_of_the_limit, SHARE, "share of the limit"), (time_by_context, CONTEXT, "time by context"))
+    parts += [f"![{title}]({path.name})" for draw, path, title in drawn if draw(result, path)]
+    return "\n\n".join(parts)
+
+
+def prefill_cpu_section(result: dict[str, Any]) -> str:
+    """Prompts against matrix products and against its peers."""
+    for row in result["rows"]:
+        row["name"] = row["kind"]
+    names = ["ours", *result["peers"]]
+    return "\n\n".join((
+        f"A prompt of {result['rows'][0]['tokens']:,} tokens, causal, one layer: {layer(result)}, threads: "
+        f"{result['threads']}. GFLOP/s of the pairs that are seen; ONNX Runtime and OpenVINO store the "
+        f"tokens as well. Empty where a peer has no such cache.{left_out(result)}",
+        peers_table(result, [*names, "matmul"], "gflops", ".0f"),
+        "Share of the speed of torch's matrix product of 2,048 x 2,048 (for float16, of float32):",
+        peers_table(result, names, "of_matmul", ".0%"),
+    ))  # fmt: skip
+
+
+def threads_cpu_section(result: dict[str, Any]) -> str:
+    """What a second thread is worth."""
+    one, two = map(str, result["threads"])
+    for row in result["rows"]:
+        row["us"] = f"{row['us'][one]:,.0f} / {row['us'][two]:,.0f} ({row['speedup']:.2f}x)"
+    return (
+        f"Microseconds by one thread and by two, with {result['context']} tokens that stay in the "
+        f"processor's caches: {layer(result)}. *Read*: of the bytes that are stored.\n\n"
+        + pivot(result["rows"], "kind", "case", "us", "")
+    )

@@ -1,0 +1,97 @@
+"""How many products a second a causal prompt of 2048 tokens does, beside others. Prints one JSON line.
+
+One Llama-3-8B layer whose 2048 new tokens are stored. Counted are two products and two sums for each element
+of each pair of a query and a key that it sees. The limit is torch's matrix product of 2048 x 2048 in the
+query's dtype; in float32 for float16, in which torch multiplies a hundred times slower. Each round times
+everyone; ratios are medians of those in a round.
+"""
+
+import argparse
+import json
+from statistics import median
+from typing import Any
+
+import torch
+from attention_peers import PEERS, prepare
+from problem import KINDS, TOLERANCE, difference, our_answer, ours, random_problem
+from rounds import Probes, in_turn, needs_compiled_backend, ratio, timed
+
+from kvloom.caches.page_layout import PAGE_LAYOUTS
+from kvloom.ops.impl import cpu
+
+QUERY_HEADS, HEADS, HEAD_DIM, PAGE = 32, 8, 128, 16
+TOKENS = 2048
+COPIES = 2
+SLOW = ("torch, enable_gqa", "float16")
+
+
+def measure(kind: str, tokens: int, layout: str, rounds: int) -> tuple[dict[str, Any], dict[str, str]]:
+    """Figures of one kind of cache, and what could not be measured."""
+    dtype, _ = KINDS[kind]
+    problem = random_problem(kind, (QUERY_HEADS, HEADS, HEAD_DIM), new=tokens, stored=tokens, copies=COPIES)
+    attend = ours(problem, layout, PAGE)
+    answer = our_answer(problem, attend)
+    peers, missing = prepare(problem, answer, [peer for peer in PEERS if (peer.name, kind) != SLOW])
+    if kind == SLOW[1]:
+        missing[", ".join(SLOW)] = "takes tens of seconds"
+    matrix = torch.randn(tokens, tokens).to(torch.float32 if dtype == torch.float16 else dtype)
+    calls = {"ours": attend, "matmul": lambda _: matrix @ matrix, **peers}
+    times = in_turn({name: timed(call, COPIES, is_short=False) for name, call in calls.items()}, rounds, 1)
+    products = dict.fromkeys(times, 4 * QUERY_HEADS * HEAD_DIM * tokens * (tokens + 1) // 2)
+    products["matmul"] = 2 * tokens**3
+    row = {
+        "kind": kind,
+        "tokens": tokens,
+        "gflops": {name: round(products[name] / median(took) / 1e9, 1) for name, took in times.items()},
+        "of_matmul": {
+            name: round(ratio(times["matmul"], took) * products[name] / products["matmul"], 3)
+            for name, took in times.items()
+            if name != "matmul"
+        },
+        "peer_over_ours": {name: ratio(times[name], times["ours"]) for name in peers},
+        "difference": {name: difference(call(0), answer) for name, call in peers.items()},
+    }
+    return row, missing
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="few tokens, few rounds")
+    parser.add_argument("--rounds", type=int, default=21)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--layout", default="auto", choices=PAGE_LAYOUTS, help="of our pages")
+    parser.add_argument("--kinds", nargs="*", default=list(KINDS), choices=list(KINDS))
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    needs_compiled_backend()
+    tokens, rounds = (96, 2) if args.quick else (TOKENS, args.rounds)
+    rows, missing = [], {}
+    with torch.no_grad(), Probes().own_cores():
+        for kind in args.kinds:
+            row, reasons = measure(kind, tokens, args.layout, rounds)
+            rows.append(row)
+            missing |= reasons
+    print(
+        json.dumps(
+            {
+                "figure": "prefill_cpu",
+                "isa": cpu.ISA,
+                "threads": torch.get_num_threads(),
+                "layout": args.layout,
+                "rounds": rounds,
+                "query_heads": QUERY_HEADS,
+                "heads": HEADS,
+                "head_dim": HEAD_DIM,
+                "page": PAGE,
+                "peers": [peer.name for peer in PEERS if not peer.of_one_token],
+                "tolerance": TOLERANCE,
+                "missing": [f"{name}: {reason}" for name, reason in missing.items()],
+                "rows": rows,
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,106 @@
+// The yardsticks of what is bound by memory: bytes read and bytes copied as fast as this machine can, in torch's
+// own threads.
+#include <atomic>
+#include <cstdint>
+#include <cstring>
+
+#if defined(__linux__)
+#include <sched.h>
+#endif
+
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+// From torch's stable C interface.
+extern "C" int32_t torch_parallel_for(int64_t begin, int64_t end, int64_t grain,
+                                      void (*work)(int64_t, int64_t, void*), void* context);
+
+namespace {
+
+typedef int64_t Line __attribute__((vector_size(64)));
+
+struct Read {
+  const char* from;
+  std::atomic<int64_t> sum;
+};
+
+struct Copy {
+  char* to;
+  const char* from;
+};
+
+constexpr int64_t kPage = 4096, kPagesPerThread = 16, kAhead = 2048;
+
+void read_pages(int64_t begin, int64_t end, void* context) {
+  Read& read = *static_cast<Read*>(context);
+  const char* last = read.from + end * kPage;
+  Line sum[4] = {};
+  for (const char* at = read.from + begin * kPage; at < last; at += 4 * sizeof(Line)) {
+    for (int i = 0; i < 4; ++i) {
+      __builtin_prefetch(at + kAhead + i * sizeof(Line));
+      sum[i] += *reinterpret_cast<const Line*>(at + i * sizeof(Line));
+    }
+  }
+  sum[0] += sum[1] + sum[2] + sum[3];
+  int64_t all = 0;
+  for (int i = 0; i < 8; ++i) all += sum[0][i];
+  read.sum += all;
+}
+
+void copy_pages(int64_t begin, int64_t end, void* context) {
+  const Copy& copy = *static_cast<const Copy*>(context);
+#if defined(__AVX2__)
+  for (int64_t i = begin * kPage; i < end * kPage; i += 32) {
+    const __m256i half_line = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(copy.from + i));
+    _mm256_stream_si256(reinterpret_cast<__m256i*>(copy.to + i), half_line);
+  }
+  _mm_sfence();
+#else
+  std::memcpy(copy.to + begin * kPage, copy.from + begin * kPage, (end - begin) * kPage);
+#endif
+}
+
+#if defined(__linux__)
+struct Cores {
+  cpu_set_t all;
+  bool one_each;
+};
+
+void keep_to_cores(int64_t begin, int64_t, void* context) {
+  const Cores& cores = *static_cast<const Cores*>(context);
+  cpu_set_t mine = cores.all;
+  if (cores.one_each) {
+    int64_t nth = begin % CPU_COUNT(&cores.all);
+    int core = 0;
+    while (!CPU_ISSET(core, &cores.all) || nth-- > 0) ++core;
+    CPU_ZERO(&mine);
+    CPU_SET(core, &mine);
+  }
+  sched_setaffinity(0, sizeof mine, &mine);  // of the thread that calls
+}
+#endif
+
+}  // namespace
+
+/// Gives each of torch's threads a core of its own, or all of `cores` to each of them.
+extern "C" void share_cores(const int64_t* cores, int64_t num_cores, int64_t num_threads, bool one_each) {
+#if defined(__linux__)
+  Cores given{{}, one_each};
+  for (int64_t i = 0; i < num_cores; ++i) CPU_SET(cores[i], &given.all);
+  torch_parallel_for(0, num_threads, 1, keep_to_cores, &given);
+#endif
+}
+
+/// Adds up whole pages, which are aligned to lines.
+extern "C" int64_t read_all(const void* from, int64_t num_pages) {
+  Read read{static_cast<const char*>(from), {0}};
+  torch_parallel_for(0, num_pages, kPagesPerThread, read_pages, &read);
+  return read.sum;
+}
+
+/// Copies whole pages past the caches.
+extern "C" void copy_all(void* to, const void* from, int64_t num_pages) {
+  Copy copy{static_cast<char*>(to), static_cast<const char*>(from)};
+  torch_parallel_for(0, num_pages, kPagesPerThread, copy_pages, &copy);
+}

@@ -1,0 +1,120 @@
+"""What the attention benchmarks compute: the same numbers for everyone, and how far two answers may differ.
+
+B sequences, Hq query heads, H key/value heads, Q new tokens, S stored ones (the new ones last), D head dim.
+"""
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from kvloom import Batch, CacheIndex, KVSpec, QuantSpec, ops
+from kvloom.caches.storage import PagedStorage
+
+KINDS = {
+    "float32": (torch.float32, None),
+    "bfloat16": (torch.bfloat16, None),
+    "float16": (torch.float16, None),
+    "int8 g64": (torch.bfloat16, QuantSpec(8, 64)),
+    "int4 g64": (torch.bfloat16, QuantSpec(4, 64)),
+    "int8 g8": (torch.bfloat16, QuantSpec(8, 8)),
+}
+"""What a cache holds, by name: dtype of the query and of what is not quantised, and our codes."""
+
+TOLERANCE = {
+    "float32": 1e-4,
+    "bfloat16": 0.02,
+    "float16": 0.005,
+    "int8 g64": 0.06,
+    "int4 g64": 0.5,
+    "int8 g8": 0.06,
+}
+"""How far two answers may differ by ``difference``. Of codes it is what they lose: every library has groups
+of its own, and the means that attention takes of random numbers are small."""
+
+Run = Callable[[int], Tensor]
+"""From the number of a copy to ``[B, Hq, Q, D]``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """Attention of the newest tokens, in float32.
+
+    Attributes:
+        kind: Key of ``KINDS``.
+        query: ``[B, Hq, Q, D]``.
+        keys: ``[B, H, S, D]``, as ``values``. Of several new tokens each sees those up to itself.
+        copies: Of keys and values that each contender holds.
+    """
+
+    kind: str
+    query: Tensor
+    keys: Tensor
+    values: Tensor
+    copies: int
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the query."""
+        return KINDS[self.kind][0]
+
+    def memories(self, dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
+        """Copies of keys and values."""
+        return [
+            (self.keys.to(dtype, copy=True), self.values.to(dtype, copy=True)) for _ in range(self.copies)
+        ]
+
+
+def random_problem(
+    kind: str, heads: tuple[int, int, int], *, rows: int = 1, new: int = 1, stored: int, copies: int
+) -> Problem:
+    """Normal numbers; ``heads`` are those of the query, of keys and values, and their dim."""
+    rng = torch.Generator().manual_seed(stored)
+    query_heads, kv_heads, dim = heads
+    query = torch.randn(rows, query_heads, new, dim, generator=rng)
+    keys, values = (torch.randn(rows, kv_heads, stored, dim, generator=rng) for _ in range(2))
+    return Problem(kind, query, keys, values, copies)
+
+
+def ours(problem: Problem, layout: str, page: int) -> Run:
+    """``ops.attend`` over random pages of a pool that has some to spare, in one of ``PAGE_LAYOUTS``."""
+    rows, heads, stored, dim = problem.keys.shape
+    dtype, quant = KINDS[problem.kind]
+    spec = KVSpec(1, heads, dim, dtype, quant=quant)
+    num_pages = -(-stored // page)
+    pool = rows * num_pages + 16
+    pages = torch.randperm(pool)[: rows * num_pages].view(rows, -1) * page
+    slots = (pages[:, :, None] + torch.arange(page)).view(rows, -1)[:, :stored].flatten()
+    key, value = (x.transpose(1, 2).reshape(-1, heads, dim) for x in (problem.keys, problem.values))
+    views = []
+    for _ in range(problem.copies):
+        storage = PagedStorage(spec, spec, page, torch.device("cpu"), layout)
+        storage.grow(pool)
+        ops.store(key, value, slots, storage.view)
+        views.append(storage.view)
+    starts = torch.arange(rows + 1)
+    batch = Batch(CacheIndex.pages(pages, page), starts * problem.query.shape[2], starts * stored)
+    query_heads, new = problem.query.shape[1:3]
+    query = problem.query.transpose(1, 2).reshape(-1, query_heads, dim).to(problem.dtype)
+    return lambda i: ops.attend(query, views[i], batch).view(rows, new, query_heads, dim).transpose(1, 2)
+
+
+def our_answer(problem: Problem, attend: Run) -> Tensor:
+    """What ``attend`` gives, which must be what plain torch gives in float32; else ends the program."""
+    answer = attend(0).clone()
+    causal = problem.query.shape[2] > 1
+    exact = scaled_dot_product_attention(
+        problem.query, problem.keys, problem.values, is_causal=causal, enable_gqa=True
+    )
+    off = difference(answer, exact)
+    if off > TOLERANCE[problem.kind]:
+        sys.exit(f"attend over {problem.kind} differs from plain torch by {off:.2g}")
+    return answer
+
+
+def difference(actual: Tensor, expected: Tensor) -> float:
+    """Root mean square of the difference, by that of ``expected``."""
+    return float((actual.float() - expected.float()).norm() / expected.float().norm())
