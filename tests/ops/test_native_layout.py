@@ -26,7 +26,7 @@ KINDS = [
 ]
 
 
-def native(case: Case, block_size: int = 32, *, poison: bool = True) -> KVView:
+def native(case: Case, block_size: int = 32) -> KVView:
     """The case's cache in native order, every slot at its number; poison where the case has no token."""
     num_slots = -(-case.kv.num_slots // block_size) * block_size
     sides = []
@@ -39,7 +39,7 @@ def native(case: Case, block_size: int = 32, *, poison: bool = True) -> KVView:
         sizes = {"B": num_slots // block_size, "S": block_size, "H": cache.shape[3]}
         codes = torch.full(layout.shape(D=cache.shape[4:].numel(), **sizes), 0x77, dtype=cache.dtype)
         shape = layout.for_scale().shape(D=scale.shape[4:].numel(), **sizes)
-        sides.append((codes, torch.full(shape, math.nan if poison else 1.0, dtype=scale.dtype)))
+        sides.append((codes, torch.full(shape, math.nan, dtype=scale.dtype)))
     (key, key_scale), (value, value_scale) = sides
     kv = KVView.split(NATIVE_KEYS, key, value, key_scale, value_scale, value_layout=NATIVE_VALUES)
     used = torch.tensor([slot for row in case.slots for slot in row])
@@ -131,6 +131,22 @@ def test_runs_that_begin_anywhere(kind: Kind, start: int) -> None:
     assert_same_bits(
         ops.attend(case.query, moved, batches[1]), ops.attend(case.query, case.kv, batches[0]), "moved"
     )
+
+
+@pytest.mark.parametrize("kind", KINDS[::2], ids=str)
+def test_pages_that_cut_blocks_and_begin_with_one(kind: Kind) -> None:
+    """Pages of 24 whose slots all lie a multiple of 16 behind their tokens: blocks still lie in two pieces."""
+    size, order = 24, [4, 1, 6, 3, 0]
+    case = make_case([1], [110], axes="B S H D", kind=kind, dtype=torch.bfloat16, head_dim=64,
+                     page_size=1, block_size=256, contiguous=True)  # fmt: skip
+    case = dataclasses.replace(case, kv=native(case, 256))
+    cut = native(case, 256)
+    tokens = torch.arange(110)
+    slots = torch.tensor(order)[tokens // size] * size + tokens % size
+    ops.copy(case.kv, tokens + case.slots[0][0], cut, slots)
+    pages = CacheIndex.pages(torch.tensor([order]) * size, size)
+    out = ops.attend(case.query, cut, Batch(pages, starts_of([1]), starts_of([110])))
+    assert_same_bits(out, ops.attend(case.query, case.kv, case.batch("offset")), "cut")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
