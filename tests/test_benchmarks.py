@@ -107,7 +107,7 @@ def test_generate_counts_tokens_and_bytes(quick: Callable[..., Any]) -> None:
 @compiled
 def test_attention_on_the_cpu_is_timed_beside_memory_and_peers(quick: Callable[..., Any]) -> None:
     cores = os.sched_getaffinity(0)
-    result = quick("attend_cpu", "--threads", "1", "--kinds", "bfloat16", "int8 g64", "--layout", "2 B H S D")
+    result = quick("attend_cpu", "--threads", "1", "--kinds", "bfloat16", "int8 g64", "--layout", "NHD")
     assert [x["kind"] for x in result["rows"]] == ["bfloat16", "int8 g64"]
     for row in result["rows"]:
         assert {"ours", "torch"} <= row["of_read_speed"].keys()
