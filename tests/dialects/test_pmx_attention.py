@@ -223,7 +223,7 @@ def test_fused_is_store_and_load_then_attention(bit: int, layout: int, dtype: to
     output = fused(**call)
     bits.assert_same_bits(call["cache"], steps["cache"], "cache")
     bits.assert_same_bits(call["scale"], steps["scale"], "scale")
-    if bit == 0 or dtype == torch.float32:
+    if bit == 0:
         bits.assert_same_bits(output, expected, "attn_output")
     else:  # codes need not become numbers first: another arithmetic, by the same rule for its error
         loaded = unfused_call(steps, key, value)
