@@ -8,7 +8,7 @@ namespace kvloom::KVLOOM_ISA {
 
 constexpr Index kMaxGroups = kMaxHeadDim / 8;
 
-// --- blocks in native order --------------------------------------------------------------------------------
+// --- blocks in native order, of rows that are a multiple of 16 bytes ----------------------------------------
 
 typedef Byte Bytes16 __attribute__((vector_size(16)));
 typedef std::uint16_t Pairs16 __attribute__((vector_size(16)));
@@ -56,11 +56,8 @@ inline const Byte* key_block(const ChunkRows& chunk, Index block, Byte* copy) {
   if (chunk.is_native) return chunk.block(block);
   const Byte* const* rows = chunk.row + block * kBlock;
   const Index bytes = chunk.side->row_bytes;
-  Index at = 0;
-  for (; at + 16 <= bytes; at += 16)
+  for (Index at = 0; at < bytes; at += 16)
     for (Index t = 0; t < kBlock; t += 4) transpose_four(rows + t, at, copy + at / 4 * kColumn + 4 * t, kColumn);
-  for (; at < bytes; at += 4)
-    for (Index t = 0; t < kBlock; ++t) std::memcpy(copy + at / 4 * kColumn + 4 * t, rows[t] + at, 4);
   return copy;
 }
 
@@ -70,11 +67,7 @@ inline const Byte* value_block(const ChunkRows& chunk, Index block, Byte* copy) 
   const Index bytes = chunk.side->row_bytes;
   for (Index quad = 0; quad < kBlock / 4; ++quad) {
     const Byte* const* rows = chunk.row + block * kBlock + 4 * quad;
-    Byte* to = copy + 4 * quad * bytes;
-    Index at = 0;
-    for (; at + 16 <= bytes; at += 16) interleave_bytes(rows, at, to + 4 * at);
-    for (; at < bytes; ++at)
-      for (Index i = 0; i < 4; ++i) to[4 * at + i] = rows[i][at];
+    for (Index at = 0; at < bytes; at += 16) interleave_bytes(rows, at, copy + 4 * (quad * bytes + at));
   }
   return copy;
 }
