@@ -1,0 +1,84 @@
+"""Tile sizes and launch options of attention: pinned, so that results are the same each time.
+
+What was tuned for a device is used only within ``tuned``. Another tile adds in another order, so bits may change.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Final, NamedTuple
+
+
+class Config(NamedTuple):
+    """How one path of attention is launched.
+
+    Attributes:
+        rows: Query rows of a tile, a power of two, at least 16.
+        tokens: Stored tokens of a tile, a power of two from 16 to ``attend_plan.RUN_UNIT``.
+        num_warps: Of a program.
+        num_stages: Tiles of tokens that are on their way at once.
+        programs: For each multiprocessor; items are shared out among them.
+    """
+
+    rows: int
+    tokens: int
+    num_warps: int
+    num_stages: int
+    programs: int
+
+
+class Case(NamedTuple):
+    """What a configuration is pinned or tuned for.
+
+    Attributes:
+        is_split: Few new tokens, or many.
+        itemsize: Bytes of an element of the query.
+        bits: Of a code of the keys, 0 without scales.
+        head_dim: The power of two that both head dims fit in.
+        ratio: Query heads for each key/value head.
+    """
+
+    is_split: bool
+    itemsize: int
+    bits: int
+    head_dim: int
+    ratio: int
+
+
+Tuned = Mapping[Case, Config]
+
+_TUNED: ContextVar[Tuned | None] = ContextVar("kvloom_tuned", default=None)
+
+MAX_SPLIT_ROWS: Final = 64
+
+
+def config_for(case: Case) -> Config:
+    """The tuned configuration within ``tuned``, or else the pinned one."""
+    chosen = (_TUNED.get() or {}).get(case)
+    return pinned(case) if chosen is None else chosen
+
+
+def pinned(case: Case) -> Config:
+    """The configuration that a case always gets."""
+    if case.is_split:
+        rows = 16
+        while rows < min(case.ratio, MAX_SPLIT_ROWS):
+            rows *= 2
+        if case.itemsize == 4 or case.head_dim > 128:
+            return Config(min(rows, 32), 32, 4, 2, 4)
+        return Config(rows, 64, 4, 3, 4)
+    if case.itemsize == 4:
+        return Config(32, 32, 4, 1, 4)
+    if case.bits or case.head_dim > 128:
+        return Config(64, 32 if case.head_dim > 128 else 64, 4, 2, 2)
+    return Config(128, 64, 8, 3, 2)
+
+
+@contextmanager
+def tuned(table: Tuned) -> Iterator[None]:
+    """Within this context use ``table``, and what is pinned for cases that it lacks."""
+    token = _TUNED.set(table)
+    try:
+        yield
+    finally:
+        _TUNED.reset(token)
