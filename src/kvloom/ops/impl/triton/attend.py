@@ -29,7 +29,14 @@ MAX_CHUNKS: Final = 8
 """Groups of a head vector up to which each is a product of its own, so that its scale may multiply scores."""
 
 
-def why_not(key_cache: Tensor, value_cache: Tensor, key_scale: Tensor | None, value_scale: Tensor | None) -> str | None:
+def why_not(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    key_scale: Tensor | None,
+    value_scale: Tensor | None,
+    *_: object,
+) -> str | None:
     """Why these kernels cannot attend over a cache, or ``None``."""
     head_dim = max(head_dim_of(key_cache, key_scale), head_dim_of(value_cache, value_scale))
     if head_dim > MAX_HEAD_DIM:
@@ -88,7 +95,8 @@ def attend(
 
     width = triton.next_power_of_2(max(query.shape[2], out.shape[2]))
     few, many = (
-        config_for(Case(is_split, query.itemsize, key_form.bits or value_form.bits, width, ratio)) for is_split in (True, False)
+        config_for(Case(is_split, query.itemsize, key_form.bits or value_form.bits, width, ratio))
+        for is_split in (True, False)
     )
     splits = most_splits(_most_stored(table, page_size, num_slots))
     rows = most_rows(num_new, sequences)
@@ -96,7 +104,7 @@ def attend(
     def launch(config: Config, is_split: bool) -> None:
         form = Form(
             key_form, value_form, heads, ratio, page_size, is_causal, softcap is not None, is_split,
-            config.rows, config.tokens, LARGEST[query.dtype],
+            config.rows, config.tokens, config.num_stages, LARGEST[query.dtype],
         )  # fmt: skip
         attend_kernel[(config.programs * num_multiprocessors(query.device),)](
             Query(query, *query.stride()),
@@ -135,7 +143,7 @@ def attend(
                 out,
                 query_heads,
                 DIM=out.shape[2],
-                WIDTH=max(triton.next_power_of_2(out.shape[2]), 16),
+                WIDTH=_width(out.shape[2]),
                 num_warps=4,
                 enable_fp_fusion=True,
             )
@@ -165,12 +173,16 @@ def _most_stored(table: Tensor, page_size: int, num_slots: int) -> int:
 
 def _bias(mask: Tensor | None, alibi_slopes: Tensor | None, sinks: Tensor | None) -> Bias:
     """Arguments for what is added to scores."""
-    head, row, column = (0, 0, 0) if mask is None else (0, *mask.stride()) if mask.ndim == 2 else mask.stride()
+    head, row, column = (
+        (0, 0, 0) if mask is None else (0, *mask.stride()) if mask.ndim == 2 else mask.stride()
+    )
     slopes, logits = (None if x is None else x.contiguous() for x in (alibi_slopes, sinks))
     return Bias(mask, head, row, column, slopes, logits)
 
 
-def _side(cache: Tensor, scale: Tensor | None, dtype: torch.dtype, *, of_values: bool) -> tuple[Side, SideForm]:
+def _side(
+    cache: Tensor, scale: Tensor | None, dtype: torch.dtype, *, of_values: bool
+) -> tuple[Side, SideForm]:
     """Arguments for keys or values.
 
     Scales multiply products if rounding each number first would change no more than the query's dtype rounds anyway:
@@ -197,4 +209,5 @@ def _side(cache: Tensor, scale: Tensor | None, dtype: torch.dtype, *, of_values:
 
 def _width(dim: int) -> int:
     """The power of two that ``dim`` fits in, at least what a product takes."""
-    return max(triton.next_power_of_2(dim), 16)
+    width: int = triton.next_power_of_2(dim)
+    return max(width, 16)

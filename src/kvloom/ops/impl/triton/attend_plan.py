@@ -16,7 +16,6 @@ from typing import Any, Final, NamedTuple
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 FEW: Final = 16
 """New tokens up to which a sequence is split."""
@@ -77,7 +76,12 @@ class Plan(NamedTuple):
 
 
 def make_plan(
-    lengths: Lengths, num_new: int, ratio: int, max_splits: int, tile_rows: tuple[int, int], device: torch.device
+    lengths: Lengths,
+    num_new: int,
+    ratio: int,
+    max_splits: int,
+    tile_rows: tuple[int, int],
+    device: torch.device,
 ) -> Plan:
     """Launch the planning of a call.
 

@@ -17,7 +17,6 @@ from kvloom.ops.impl.triton.attend_plan import runs_of, sequence_lengths
 from kvloom.ops.impl.triton.numerics import dequantized, is_finite, nibble
 from kvloom.ops.impl.triton.places import Shape, place_of_element, place_of_slot
 
-
 _INT32_MAX: tl.constexpr = tl.constexpr((1 << 31) - 1)
 
 
@@ -88,12 +87,25 @@ class Form(NamedTuple):
     is_split: bool
     rows: int  # M
     tokens: int  # N
+    stages: int  # tiles of tokens that are on their way at once
     largest: float  # finite value of the query's dtype
 
 
 @triton.jit
 def attend_kernel(
-    query, keys, values, table, lengths, items, bias, scale, softcap, first_rows, partial, out, FORM: tl.constexpr
+    query,
+    keys,
+    values,
+    table,
+    lengths,
+    items,
+    bias,
+    scale,
+    softcap,
+    first_rows,
+    partial,
+    out,
+    FORM: tl.constexpr,
 ):
     """Every so many-th item of each key/value head; heads lie side by side in memory and are done side by side."""
     total = tl.load(items.count) * FORM.heads
@@ -153,7 +165,13 @@ def attend_kernel(
             if bias.sinks is not None:
                 sink = tl.load(bias.sinks + query_head, mask=is_there, other=0.0).to(tl.float32)
                 top, weight_sum, mixed = with_sink(sink, top, weight_sum, mixed)
-            _write(out, (first_new + new) * query_heads + query_head, normalized(mixed, weight_sum), is_there, FORM)
+            _write(
+                out,
+                (first_new + new) * query_heads + query_head,
+                normalized(mixed, weight_sum),
+                is_there,
+                FORM,
+            )
 
 
 @triton.jit
@@ -189,8 +207,7 @@ def _run_of_item(lengths, part, num_new, num_stored, first_visible, FORM: tl.con
         first, run, splits = runs_of(lengths, num_new, num_stored, first_visible)
         begin = first + part % splits * run
         return begin, tl.minimum(begin + run, num_stored), part % splits, part // splits
-    else:
-        return tl.zeros_like(part), num_stored, tl.zeros_like(part), part
+    return tl.zeros_like(part), num_stored, tl.zeros_like(part), part
 
 
 @triton.jit
@@ -201,7 +218,9 @@ def _query_parts(query, rows_at, is_there, FORM: tl.constexpr):
         element = i // FORM.key.planes * FORM.key.width + tl.arange(0, FORM.key.width)
         number = element * FORM.key.planes + i % FORM.key.planes
         is_in = is_there[:, None] & (element < FORM.key.dim)[None, :]
-        parts += (tl.load(rows_at[:, None] + number[None, :].to(tl.int64) * query.element, mask=is_in, other=0.0),)
+        parts += (
+            tl.load(rows_at[:, None] + number[None, :].to(tl.int64) * query.element, mask=is_in, other=0.0),
+        )
     return parts
 
 
@@ -210,8 +229,7 @@ def _page_row(table, b):
     """Where the pages of sequence b begin in the table."""
     if table.row_starts is not None:
         return tl.load(table.row_starts + b).to(tl.int64) * table.page
-    else:
-        return b * table.row
+    return b * table.row
 
 
 @triton.jit
@@ -253,7 +271,9 @@ def _walk(
     mixed = ()
     for i in tl.static_range(FORM.value.chunks * FORM.value.planes):
         mixed += (tl.zeros((FORM.rows, FORM.value.width), tl.float32),)
-    for start in range(begin, end, FORM.tokens):
+    # Care is seldom needed: it gets no registers for tiles that are on their way.
+    STAGES: tl.constexpr = 1 if CAREFUL else FORM.stages
+    for start in tl.range(begin, end, FORM.tokens, num_stages=STAGES):
         token = start + tl.arange(0, FORM.tokens)
         first_slot, within = _page_of(table, page_row, token, token < end, FORM.page_size)
         slot = first_slot + within
@@ -274,7 +294,9 @@ def _walk(
         shrink = exp_below(top, new_top)
         weights = exp_below(scores, new_top[:, None])
         weight_sum = weight_sum * shrink + tl.sum(weights, axis=1)
-        mixed = _mix(mixed, shrink, weights, values, slot, head, is_stored, dtype, FORM.value, FORM.largest, CAREFUL)
+        mixed = _mix(
+            mixed, shrink, weights, values, slot, head, is_stored, dtype, FORM.value, FORM.largest, CAREFUL
+        )
         top = new_top
     return top, weight_sum, mixed
 
@@ -296,11 +318,13 @@ def _products(q, side, slot, head, is_stored, FORM: tl.constexpr, LARGEST: tl.co
             for plane in tl.static_range(FORM.planes):
                 code = _code(stored, plane, FORM).to(q[0].dtype)
                 part = tl.dot(q[c * FORM.planes + plane], code, part, input_precision="ieee")
-            part *= _group_scale(side, slot, head, is_stored, c, FORM)[None, :]
+            part *= _group_scale(side, slot, head, is_stored, c, FORM)[None, :].to(tl.float32)
         else:
             factor = _scales(side, slot[None, :], head, is_in, element[:, None], FORM)
             for plane in tl.static_range(FORM.planes):
-                number = dequantized(_code(stored, plane, FORM), factor, q[0].dtype, FORM.largest_scale, LARGEST)
+                number = dequantized(
+                    _code(stored, plane, FORM), factor, q[0].dtype, FORM.largest_scale, LARGEST
+                )
                 part = tl.dot(q[c * FORM.planes + plane], number, part, input_precision="ieee")
         scores += part
     return scores
@@ -323,14 +347,20 @@ def _mix(
             before = mixed[c * FORM.planes + plane]
             if FORM.bits > 0 and FORM.scales_products and not CAREFUL:
                 code = _code(stored, plane, FORM).to(dtype)
-                scaled = weights * _group_scale(side, slot, head, is_stored, c, FORM)[None, :]
+                factor = _group_scale(side, slot, head, is_stored, c, FORM)
+                scaled = weights * factor[None, :].to(tl.float32)
                 after = tl.dot(scaled.to(dtype), code, before * shrink[:, None], input_precision="ieee")
             else:
                 if FORM.bits == 0:
                     number = _cast(stored, dtype)
                 else:
-                    factor = _scales(side, slot[:, None], head, is_in, element[None, :], FORM)
-                    number = dequantized(_code(stored, plane, FORM), factor, dtype, FORM.largest_scale, LARGEST)
+                    if FORM.scales_products:
+                        factor = _group_scale(side, slot, head, is_stored, c, FORM)[:, None]
+                    else:
+                        factor = _scales(side, slot[:, None], head, is_in, element[None, :], FORM)
+                    number = dequantized(
+                        _code(stored, plane, FORM), factor, dtype, FORM.largest_scale, LARGEST
+                    )
                 if CAREFUL:
                     broken = ~is_finite(number.to(tl.float32))
                     number = tl.where(broken, 0.0, number.to(tl.float32)).to(dtype)
@@ -339,7 +369,9 @@ def _mix(
                     sees = tl.dot((weights != 0).to(tl.float16), broken.to(tl.float16)) > 0
                     after = tl.where(sees, float("nan"), after)
                 else:
-                    after = tl.dot(weights.to(dtype), number, before * shrink[:, None], input_precision="ieee")
+                    after = tl.dot(
+                        weights.to(dtype), number, before * shrink[:, None], input_precision="ieee"
+                    )
             result += (after,)
     return result
 
@@ -358,10 +390,10 @@ def _cast(x, dtype: tl.constexpr):
 
 @triton.jit
 def _group_scale(side, slot, head, is_stored, group: tl.constexpr, FORM: tl.constexpr):
-    """The scale ``[N]`` of one group, float32."""
+    """The scale ``[N]`` of one group, as it is stored."""
     at = place_of_slot(side.scale, slot, FORM.scale) + head * side.scale.head
     at += place_of_element(side.scale, tl.full((), group, tl.int64), FORM.scale)
-    return tl.load(side.scale.data + at, mask=is_stored, other=0.0).to(tl.float32)
+    return tl.load(side.scale.data + at, mask=is_stored, other=0.0)
 
 
 @triton.jit
@@ -388,4 +420,6 @@ def _write(target, at, parts, is_there, FORM: tl.constexpr):
         element = i // FORM.value.planes * FORM.value.width + tl.arange(0, FORM.value.width)
         number = element * FORM.value.planes + i % FORM.value.planes
         is_in = is_there[:, None] & (element < FORM.value.dim)[None, :]
-        tl.store(target + at[:, None] * dim + number[None, :], parts[i].to(target.dtype.element_ty), mask=is_in)
+        tl.store(
+            target + at[:, None] * dim + number[None, :], parts[i].to(target.dtype.element_ty), mask=is_in
+        )

@@ -11,6 +11,7 @@ from torch import Tensor
 from kvloom.core.checks import can_read
 from kvloom.core.indexing import check_slots
 from kvloom.core.views import head_dim_of
+from kvloom.ops.impl.triton import sides
 from kvloom.ops.impl.triton.launching import on_device
 from kvloom.ops.impl.triton.numerics import LARGEST, dequantized, nibble
 from kvloom.ops.impl.triton.places import as_bits, place_of_element, place_of_slot
@@ -40,7 +41,7 @@ def load(
     keeps_value = value_cache is not None and value_scale is None and value_cache.dtype == dtype
     keys, key_form = side_of(key_cache, key_scale, as_bits=keeps_key)
     values, value_form = side_of(value_cache, value_scale, as_bits=keeps_value)
-    programs = max(num_programs(form, tokens, heads) for form in (key_form, value_form))
+    programs = num_programs(tokens, heads, key_form, value_form)
     with on_device(key_cache):
         _load_kernel[(programs, 1 if value_cache is None else 2)](
             slots,
@@ -62,6 +63,18 @@ def load(
             sanitize_overflow=False,
         )
     return key, value
+
+
+def why_not(
+    slots: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor | None,
+    key_scale: Tensor | None,
+    value_scale: Tensor | None,
+    *_: object,
+) -> str | None:
+    """Why these caches cannot be read here, or ``None``."""
+    return sides.why_not(key_cache, key_scale) or sides.why_not(value_cache, value_scale)
 
 
 @triton.jit

@@ -63,9 +63,7 @@ def stored_scale(scale, finite, dtype: tl.constexpr, LARGEST: tl.constexpr):
 
 
 @triton.jit
-def dequantized(
-    code, scale, dtype: tl.constexpr, LARGEST_SCALE: tl.constexpr, LARGEST: tl.constexpr
-):
+def dequantized(code, scale, dtype: tl.constexpr, LARGEST_SCALE: tl.constexpr, LARGEST: tl.constexpr):
     """``code * scale`` rounded to the dtype of the scale, then to ``dtype``; finite if the scale is."""
     product = rounded(code.to(tl.float32) * scale.to(tl.float32), scale.dtype)
     product = clamped(product, LARGEST_SCALE)

@@ -45,7 +45,7 @@ def as_bits(x: Tensor) -> Tensor:
 def describe(x: Tensor | None, bits: bool = False) -> tuple[View | None, Shape]:
     """Arguments for a canonical view; ``bits`` to move its elements as they are."""
     if x is None:
-        return None, Shape(1, 1, 1)
+        return None, Shape(1, 1, 0)
     _, outer, inner, _, chunks, chunk = x.shape
     block_stride, outer_stride, inner_stride, head_stride, chunk_stride, stride = x.stride()
     if chunk == 1:

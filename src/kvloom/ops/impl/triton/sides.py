@@ -45,7 +45,7 @@ class Form(NamedTuple):
 def side_of(cache: Tensor | None, scale: Tensor | None, *, as_bits: bool) -> tuple[Side, Form]:
     """Arguments for one side; ``as_bits`` if its elements are moved as they are."""
     if cache is None:
-        return Side(None, None), Form(0, 1, 1, Shape(1, 1, 1), Shape(1, 1, 1), 0.0, 1, 1)
+        return Side(None, None), Form(0, 1, 0, Shape(1, 1, 0), Shape(1, 1, 0), 0.0, 1, 1)
     bits = bits_of(cache, scale)
     view, shape = describe(cache, bits=as_bits or bits > 0)
     scale_view, scale_shape = (None, shape) if scale is None else describe(scale)
@@ -57,9 +57,9 @@ def side_of(cache: Tensor | None, scale: Tensor | None, *, as_bits: bool) -> tup
     return Side(view, scale_view), form
 
 
-def num_programs(form: Form, tokens: int, heads: int) -> int:
-    """Programs that one side takes."""
-    return -(-tokens * heads * form.groups // form.rows)
+def num_programs(tokens: int, heads: int, *forms: Form) -> int:
+    """Programs that the larger side takes; one that is not there has no groups."""
+    return max(-(-tokens * heads * form.groups // form.rows) for form in forms)
 
 
 def why_not(cache: Tensor | None, scale: Tensor | None) -> str | None:
@@ -91,6 +91,6 @@ def elements_of(group, FORM: tl.constexpr):
 
 @triton.jit
 def numbers_of(group, PER_ELEMENT: tl.constexpr, FORM: tl.constexpr):
-    """As ``elements_of``, of the numbers ``[rows, width * PER_ELEMENT]`` that are stored so many to an element."""
+    """As ``elements_of``, of the numbers ``[rows, width * PER_ELEMENT]`` stored so many to an element."""
     within = tl.arange(0, FORM.width * PER_ELEMENT)[None, :]
     return group * (FORM.group * PER_ELEMENT) + within, within < FORM.group * PER_ELEMENT

@@ -5,13 +5,13 @@ Letters: T tokens, H heads, D head dim.
 
 from typing import Any, NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from kvloom.core.checks import can_read
 from kvloom.core.indexing import check_slots
+from kvloom.ops.impl.triton import sides
 from kvloom.ops.impl.triton.launching import on_device
 from kvloom.ops.impl.triton.numerics import LEAST_SCALE, code_of, is_finite, scale_of, stored_scale
 from kvloom.ops.impl.triton.places import as_bits, place_of_element, place_of_slot
@@ -45,7 +45,7 @@ def store(
         return
     new_key, keys, key_form = _side(key, key_cache, key_scale)
     new_value, values, value_form = _side(value, value_cache, value_scale)
-    programs = max(num_programs(form, tokens, heads) for form in (key_form, value_form))
+    programs = num_programs(tokens, heads, key_form, value_form)
     with on_device(key_cache):
         _store_kernel[(programs, 1 if value is None else 2)](
             slots,
@@ -67,6 +67,19 @@ def store(
             debug=True,  # keeps the assertion that a slot is in the cache
             sanitize_overflow=False,
         )
+
+
+def why_not(
+    key: Tensor,
+    value: Tensor | None,
+    slots: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor | None,
+    key_scale: Tensor | None,
+    value_scale: Tensor | None,
+) -> str | None:
+    """Why these caches cannot be written here, or ``None``."""
+    return sides.why_not(key_cache, key_scale) or sides.why_not(value_cache, value_scale)
 
 
 def _side(x: Tensor | None, cache: Tensor | None, scale: Tensor | None) -> tuple[New | None, Side, Form]:
@@ -97,7 +110,9 @@ def _store_kernel(
     if tl.program_id(1) == 0:
         _store_rows(slots, slots_stride, tokens, heads, num_slots, key, keys, least_scale, KEY, KEY_QMAX)
     elif value is not None:
-        _store_rows(slots, slots_stride, tokens, heads, num_slots, value, values, least_scale, VALUE, VALUE_QMAX)
+        _store_rows(
+            slots, slots_stride, tokens, heads, num_slots, value, values, least_scale, VALUE, VALUE_QMAX
+        )
 
 
 @triton.jit
