@@ -1,7 +1,6 @@
 """The Triton backend, for CUDA. Importing this package imports no Triton; what it is asked to run does.
 
-``TRITON_INTERPRET=1`` in the environment makes Triton interpret the same kernels on the CPU, which is slow and for
-tests.
+``TRITON_INTERPRET=1`` in the environment makes Triton interpret the same kernels on the CPU: slow, for tests.
 """
 
 import os
@@ -25,7 +24,7 @@ def operator(name: str) -> Callable[..., Any]:
 
 
 def why_not(name: str, device: torch.device, *args: Any) -> str | None:
-    """Why the operator cannot run with these arguments, as "backend 'triton' ..." goes on; ``None`` if it can."""
+    """Why the operator cannot run with these arguments, after "backend 'triton'"; ``None`` if it can."""
     if why_not_installed() is not None:
         return why_not_installed()
     if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":

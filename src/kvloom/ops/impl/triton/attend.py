@@ -165,7 +165,7 @@ def _check_values(
 
 
 def _most_stored(table: Tensor, page_size: int, num_slots: int) -> int:
-    """Stored tokens that a sequence has at most, by shapes alone. Its slots may repeat, but not in one long page."""
+    """Stored tokens that a sequence has at most, by shapes alone. Slots may repeat, but not in one page."""
     if table.ndim == 1:
         return table.shape[0]
     return num_slots if page_size >= ENDLESS else table.shape[1] * page_size
@@ -185,8 +185,9 @@ def _side(
 ) -> tuple[Side, SideForm]:
     """Arguments for keys or values.
 
-    Scales multiply products if rounding each number first would change no more than the query's dtype rounds anyway:
-    for bfloat16 always; for float16 with scales of float16 only for keys, since weights times scales leave its range.
+    Scales multiply products if rounding each number first would change no more than the query's dtype does
+    anyway: for bfloat16 always; for float16 with scales of float16 for keys, but not for values, since
+    weights times scales leave its range.
     """
     bits = bits_of(cache, scale)
     view, shape = describe(cache, bits=bits > 0)

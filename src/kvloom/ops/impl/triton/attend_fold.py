@@ -1,7 +1,6 @@
 """The last step of attention over split sequences: fold the partial results of each row, in order.
 
-All are in one tile of ``MAX_SPLITS``, so the order of sums is the same however many there are. Letter: Dv head dim of
-values.
+All are in one tile of ``MAX_SPLITS``, so the order of sums is the same however many there are.
 """
 
 import triton

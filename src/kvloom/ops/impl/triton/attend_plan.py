@@ -1,14 +1,14 @@
 """How one call of attend is cut into items, on the device: the host knows shapes only and waits for nothing.
 
-An item is a tile of query rows of one sequence, by a run of its stored tokens. Rows are query heads of new tokens:
-row r of a key/value head is its query head ``r % R`` of new token ``r // R``.
+An item is a tile of query rows of one sequence, by a run of its stored tokens. Rows are query heads of new
+tokens: row r of a key/value head is its query head ``r % R`` of new token ``r // R``.
 
-* A sequence with at most ``FEW`` new tokens is *split*: the tokens that it sees are cut into at most ``MAX_SPLITS``
-  runs of equal length, each an item, and the partial results are folded in order.
+* A sequence with at most ``FEW`` new tokens is *split*: the tokens that it sees are cut into at most
+  ``MAX_SPLITS`` runs of equal length, each an item, and the partial results are folded in order.
 * One with more is not: each tile of its rows is one item.
 
-Both follow from the sequence's own lengths, so its bits do not depend on the batch. Letters: B sequences, H key/value
-heads, R query heads for each of them.
+Both follow from the sequence's own lengths, so its bits do not depend on the batch. Letters: B sequences, H
+key/value heads, R query heads for each of them.
 """
 
 from typing import Any, Final, NamedTuple
@@ -21,7 +21,7 @@ FEW: Final = 16
 """New tokens up to which a sequence is split."""
 
 MAX_SPLITS: Final = 64
-"""Runs that a sequence is cut into at most: more would fill no device better, and all are folded in one tile."""
+"""Runs that a sequence is cut into at most: enough to fill a device, few enough to fold in one tile."""
 
 MIN_RUN: Final = 256
 """Stored tokens that a run has at least, so that a partial result is small beside what it was made from."""
@@ -29,6 +29,7 @@ MIN_RUN: Final = 256
 RUN_UNIT: Final = 64
 """Runs are multiples of this, as tiles of tokens are its divisors."""
 
+# Kernels read globals only if they are constexpr.
 _FEW: tl.constexpr = tl.constexpr(FEW)
 _MAX_SPLITS: tl.constexpr = tl.constexpr(MAX_SPLITS)
 _MIN_RUN: tl.constexpr = tl.constexpr(MIN_RUN)
@@ -37,7 +38,7 @@ _STEP: tl.constexpr = tl.constexpr(128)
 
 
 class Lengths(NamedTuple):
-    """What tells which stored tokens the rows of a sequence see, as kernels take it. Tensors are contiguous."""
+    """What tells which stored tokens rows see, as kernels take it. Tensors are contiguous."""
 
     seqstarts: Any
     kvstarts: Any
@@ -132,7 +133,7 @@ def sequence_lengths(lengths, b, is_there):
 
 @triton.jit
 def runs_of(lengths, num_new, num_stored, first_visible):
-    """First token, tokens of a run, and number of runs of split sequences; tokens before the first are unseen."""
+    """First token, tokens of a run, and number of runs of split sequences; none sees what is before."""
     begin = tl.maximum(first_visible, num_stored - num_new - lengths.window + 1)
     begin = begin // _RUN_UNIT * _RUN_UNIT
     seen = tl.maximum(num_stored - begin, 0)

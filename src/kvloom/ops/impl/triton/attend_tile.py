@@ -1,11 +1,11 @@
 """Attention of a tile of query rows over a run of stored tokens, read where they lie.
 
-Softmax is taken online: a row keeps the largest score so far, the sum of its weights and the weighted values, all
-float32, and shrinks them when a larger score comes. Codes of a cache stay integers in the products where that loses
-nothing: the scale of a group of keys multiplies scores, that of values multiplies weights.
+Softmax is taken online: a row keeps the largest score so far, the sum of its weights and the weighted values,
+all float32, and shrinks them when a larger score comes. Codes of a cache stay integers in the products where
+that loses nothing: the scale of a group of keys multiplies scores, that of values multiplies weights.
 
-Letters: M rows of a tile, N tokens of a tile, D head dim. A row is a query head of a new token. What a head vector
-stores is read in chunks ``[N, width]``; a chunk of bytes with two codes each has two planes, of even and odd numbers.
+Letters: M rows of a tile, N tokens of a tile. A row is a query head of a new token. What a head vector stores
+is read in chunks ``[N, width]``; a chunk of bytes of two codes has two planes, the even numbers and the odd.
 """
 
 from typing import Any, NamedTuple
@@ -51,7 +51,7 @@ class Bias(NamedTuple):
 
 
 class Partial(NamedTuple):
-    """Partial results ``[rows, Hq, splits]``: the largest score, the sum of weights, weighted values ``[..., Dv]``."""
+    """Partial results ``[rows, Hq, splits]``: largest score, sum of weights, and weighted values."""
 
     top: Any
     total: Any
@@ -107,7 +107,7 @@ def attend_kernel(
     out,
     FORM: tl.constexpr,
 ):
-    """Every so many-th item of each key/value head; heads lie side by side in memory and are done side by side."""
+    """Every so many-th item of all heads; heads lie side by side in memory and are done side by side."""
     total = tl.load(items.count) * FORM.heads
     for unit in range(tl.program_id(0), total, tl.num_programs(0)):
         head = unit % FORM.heads
@@ -144,7 +144,7 @@ def attend_kernel(
             q, keys, values, head, table, page_row, begin, end, low, high, position,
             bias, mask_at, slopes, is_there, scale, softcap, FORM, False,
         )  # fmt: skip
-        # A value that is not finite makes 0 * value NaN, also for rows that do not see it: look again, with care.
+        # A value that is not finite makes NaN of a weight of 0, too. That is rare: look again, with care.
         finite = tl.full((), 1, tl.int32)
         for i in tl.static_range(FORM.value.chunks * FORM.value.planes):
             finite &= tl.min(is_finite(mixed[i]).to(tl.int32))
@@ -269,7 +269,7 @@ def _walk(
     top = tl.full((FORM.rows,), float("-inf"), tl.float32)
     weight_sum = tl.zeros((FORM.rows,), tl.float32)
     mixed = ()
-    for i in tl.static_range(FORM.value.chunks * FORM.value.planes):
+    for _ in tl.static_range(FORM.value.chunks * FORM.value.planes):
         mixed += (tl.zeros((FORM.rows, FORM.value.width), tl.float32),)
     # Care is seldom needed: it gets no registers for tiles that are on their way.
     STAGES: tl.constexpr = 1 if CAREFUL else FORM.stages

@@ -1,6 +1,6 @@
 """Tile sizes and launch options of attention: pinned, so that results are the same each time.
 
-What was tuned for a device is used only within ``tuned``. Another tile adds in another order, so bits may change.
+Others are used only within ``tuned``. Another tile adds in another order, so bits may change.
 """
 
 from collections.abc import Iterator, Mapping
@@ -50,6 +50,7 @@ Tuned = Mapping[Case, Config]
 _TUNED: ContextVar[Tuned | None] = ContextVar("kvloom_tuned", default=None)
 
 MAX_SPLIT_ROWS: Final = 64
+"""Rows of a tile of few new tokens; more query heads to a key/value head are several tiles."""
 
 
 def config_for(case: Case) -> Config:
@@ -60,17 +61,16 @@ def config_for(case: Case) -> Config:
 
 def pinned(case: Case) -> Config:
     """The configuration that a case always gets."""
+    is_wide, is_float32 = case.head_dim > 128, case.itemsize == 4
+    if is_float32:  # no tensor cores: each thread multiplies, and has room for little
+        return Config(16, 16, 4, 1, 4) if is_wide else Config(16 if case.is_split else 32, 32, 8, 1, 4)
     if case.is_split:
         rows = 16
         while rows < min(case.ratio, MAX_SPLIT_ROWS):
             rows *= 2
-        if case.itemsize == 4 or case.head_dim > 128:
-            return Config(min(rows, 32), 32, 4, 2, 4)
-        return Config(rows, 64, 4, 3, 4)
-    if case.itemsize == 4:
-        return Config(32, 32, 4, 1, 4)
-    if case.bits or case.head_dim > 128:
-        return Config(64, 32 if case.head_dim > 128 else 64, 4, 2, 2)
+        return Config(rows, 32 if is_wide else 64, 4, 2 if is_wide else 3, 4)
+    if is_wide or case.bits:
+        return Config(64, 32 if is_wide else 64, 8, 2, 2)
     return Config(128, 64, 8, 3, 2)
 
 

@@ -1,4 +1,4 @@
-"""The numbers of ``quant/affine.py`` in kernels: each step in float32, then rounded where the reference rounds.
+"""``quant/affine.py`` in kernels: each step in float32, then rounded where the reference rounds.
 
 Quotients are divided (``div_rn``), never multiplied by a reciprocal, and ties round to even.
 """
