@@ -16,9 +16,9 @@ def page(result: dict[str, Any]) -> str:
         f"{result['device']}, torch {result['torch']}, triton {result['triton']}, {result['date']}.",
         f"It copies {speed}, read and written. Checks before: {checks}.",
         "",
-        "Made by `make bench-gpu`. Times are of CUDA graphs over memory that no cache holds. `bf16 / this` is",
-        "the time of our own bf16 cache over that of the row; peers are their time over ours, above 1 where",
-        "ours is shorter.",
+        "Made by `make bench-gpu`. Times are of CUDA graphs over memory that no cache holds. `bf16 / this`",
+        "is the time of our own bf16 cache over that of the row; peers are their time over ours, above 1",
+        "where ours is shorter.",
     ]
     for what in ("decode", "append", "prefill"):
         rows = [row for row in result["rows"] if row["what"] == what]

@@ -9,8 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from ops import kernels
 
-pytest.importorskip("triton", reason="Triton is not installed")
+pytestmark = kernels.pytestmark
 
 SHARED_OF_A_BLOCK = 227 << 10
 ATTEND = ["attend_kernel", "attend_kernel", "fold_kernel"]  # many new tokens, few of them
