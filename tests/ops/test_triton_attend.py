@@ -110,6 +110,18 @@ def test_scores(kind: Kind, first_visible: list[int] | None, option: str) -> Non
     assert_right(case, OPTIONS[option])
 
 
+def test_decoding_batches_hide_no_later_token() -> None:
+    case = make_case([3, 18, 2, 20], [30, 40, 20, 25], head_dim=16)
+    case.decoding_batches = 2
+    assert_right(case)
+
+
+@pytest.mark.parametrize("stored", [100, 110, 119])
+@pytest.mark.parametrize("new", [16, 17], ids=["few", "many"])
+def test_windows_begin_before_and_behind_a_tile_for_different_rows(new: int, stored: int) -> None:
+    assert_right(make_case([new], [stored], head_dim=16, **PAGES), Scores(window=40))
+
+
 def test_more_new_tokens_than_stored_ones() -> None:
     assert_right(make_case([5, 20], [3, 7], head_dim=16), Scores(sinks=torch.ones(4)))
 

@@ -64,7 +64,7 @@ def test_kernels_compile(case: str) -> None:
         assert kernel["shared"] <= SHARED_OF_A_BLOCK, kernel
     assert kernels[0]["exact_division"]
     if case not in ("groups of 8", "split heads and blocks"):
-        assert all(x["wide_loads"] for x in kernels[:2] + kernels[3:5])
+        assert all(x["wide_loads"] for x in (*kernels[:2], kernels[4]))
     if "float32" not in CASES[case]:
         assert all(x["tensor_cores"] for x in kernels[3:5])
 

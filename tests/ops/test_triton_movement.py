@@ -116,6 +116,15 @@ def test_special_values_beside_each_other(dtype: torch.dtype, bits: int) -> None
         quantize_both(x.unsqueeze(1), bits, group, scale_dtype)
 
 
+@pytest.mark.parametrize(("bits", "qmax"), [(8, 127), (4, 7)])
+def test_ties_are_divided_and_go_to_even(bits: int, qmax: int) -> None:
+    """``(k + 1/2) * scale`` over ``scale``, which no reciprocal gets right for every scale."""
+    scale = torch.arange(3, 1003, 2).float().view(-1, 1, 1)
+    ties = (torch.arange(qmax) + 0.5) * scale
+    x = torch.cat((scale * qmax, ties, -ties, -scale), dim=-1)
+    quantize_both(x, bits, x.shape[-1], torch.float32)
+
+
 @pytest.mark.parametrize("scale_dtype", FLOATS)
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("group", [4, 24])

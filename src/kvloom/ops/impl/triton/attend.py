@@ -194,7 +194,7 @@ def _side(
     dim = cache.shape[-2] * cache.shape[-1]
     planes = 2 if bits == 4 else 1
     if scale is None:
-        form = SideForm(0, dim, _width(dim), 1, 1, dim, False, shape, shape, 0.0)
+        form = SideForm(0, dim, _width(dim), 1, 1, 1, dim, False, shape, shape, 0.0)
         return Side(view, None), form
     scale_view, scale_shape = describe(scale)
     groups = scale.shape[-2] * scale.shape[-1]
@@ -203,7 +203,17 @@ def _side(
     scales_products = is_coarse and groups <= MAX_CHUNKS and group == _width(group)
     chunks, width = (groups, group) if scales_products else (1, _width(dim))
     form = SideForm(
-        bits, dim, width, chunks, planes, group, scales_products, shape, scale_shape, LARGEST[scale.dtype]
+        bits,
+        dim,
+        width,
+        chunks,
+        planes,
+        chunks * planes,
+        group,
+        scales_products,
+        shape,
+        scale_shape,
+        LARGEST[scale.dtype],
     )
     return Side(view, scale_view), form
 

@@ -8,6 +8,7 @@ Letters: M rows of a tile, N tokens of a tile. A row is a query head of a new to
 is read in chunks ``[N, width]``; a chunk of bytes of two codes has two planes, the even numbers and the odd.
 """
 
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import triton
@@ -59,7 +60,8 @@ class Partial(NamedTuple):
     splits: int
 
 
-class SideForm(NamedTuple):
+@dataclass(frozen=True)
+class SideForm:
     """What is compiled in about keys or values. Sizes are in stored elements."""
 
     bits: int
@@ -67,6 +69,7 @@ class SideForm(NamedTuple):
     width: int  # of a chunk
     chunks: int
     planes: int
+    parts: int  # chunks of all planes
     group: int  # that share a scale
     scales_products: bool  # or else numbers are dequantised one by one, as the reference does
     cache: Shape
@@ -74,11 +77,12 @@ class SideForm(NamedTuple):
     largest_scale: float
 
 
-class Form(NamedTuple):
+@dataclass(frozen=True)
+class Form:
     """What is compiled in about a call."""
 
-    key: SideForm
-    value: SideForm
+    key_side: SideForm
+    value_side: SideForm
     heads: int
     ratio: int
     page_size: int
@@ -108,6 +112,9 @@ def attend_kernel(
     FORM: tl.constexpr,
 ):
     """Every so many-th item of all heads; heads lie side by side in memory and are done side by side."""
+    KEY: tl.constexpr = FORM.key_side
+    VALUE: tl.constexpr = FORM.value_side
+    ROWS: tl.constexpr = FORM.rows
     total = tl.load(items.count) * FORM.heads
     for unit in range(tl.program_id(0), total, tl.num_programs(0)):
         head = unit % FORM.heads
@@ -116,7 +123,7 @@ def attend_kernel(
         first_new, num_new, num_stored, first_visible = sequence_lengths(lengths, b, True)
         begin, end, split, tile = _run_of_item(lengths, part, num_new, num_stored, first_visible, FORM)
 
-        row = tile * FORM.rows + tl.arange(0, FORM.rows)
+        row = tile * ROWS + tl.arange(0, ROWS)
         new = row // FORM.ratio
         query_head = head * FORM.ratio + row % FORM.ratio
         is_there = new < num_new
@@ -129,14 +136,14 @@ def attend_kernel(
             high = tl.where(b >= lengths.decoding_batches, tl.minimum(high, position + 1), high)
         # Tokens that no row of the tile sees are not visited; tiles of tokens begin at multiples of N.
         begin = tl.maximum(begin, tl.min(low)) // FORM.tokens * FORM.tokens
-        end = tl.minimum(end, tl.max(tl.where(is_there, high, 0)))
-        high = tl.where(is_there, tl.minimum(high, end), 0)
+        high = tl.where(is_there, high, 0)
+        end = tl.minimum(end, tl.max(high))
         # Tokens are few enough for int32; slots may not be.
         begin, end, position = begin.to(tl.int32), end.to(tl.int32), position.to(tl.int32)
         low, high = tl.minimum(low, end).to(tl.int32), high.to(tl.int32)
 
         rows_at = query.data + (first_new + new) * query.token + query_head * query.head
-        q = _query_parts(query, rows_at, is_there, FORM)
+        q = _query_parts(query, rows_at, is_there, KEY)
         page_row = _page_row(table, b)
         mask_at, slopes = _bias_of_rows(bias, lengths, b, first_new + new, query_head, is_there)
 
@@ -146,7 +153,7 @@ def attend_kernel(
         )  # fmt: skip
         # A value that is not finite makes NaN of a weight of 0, too. That is rare: look again, with care.
         finite = tl.full((), 1, tl.int32)
-        for i in tl.static_range(FORM.value.chunks * FORM.value.planes):
+        for i in tl.static_range(len(mixed)):
             finite &= tl.min(is_finite(mixed[i]).to(tl.int32))
         if finite == 0:
             top, weight_sum, mixed = _walk(
@@ -160,7 +167,7 @@ def attend_kernel(
             at = (partial_row * query_heads + query_head) * partial.splits + split
             tl.store(partial.top + at, top, mask=is_there)
             tl.store(partial.total + at, weight_sum, mask=is_there)
-            _write(partial.mixed, at, mixed, is_there, FORM)
+            _write(partial.mixed, at, mixed, is_there, VALUE)
         else:
             if bias.sinks is not None:
                 sink = tl.load(bias.sinks + query_head, mask=is_there, other=0.0).to(tl.float32)
@@ -170,7 +177,7 @@ def attend_kernel(
                 (first_new + new) * query_heads + query_head,
                 normalized(mixed, weight_sum),
                 is_there,
-                FORM,
+                VALUE,
             )
 
 
@@ -214,10 +221,12 @@ def _run_of_item(lengths, part, num_new, num_stored, first_visible, FORM: tl.con
 def _query_parts(query, rows_at, is_there, FORM: tl.constexpr):
     """The query rows ``[M, width]`` as keys are read: chunk by chunk, plane by plane."""
     parts = ()
-    for i in tl.static_range(FORM.key.chunks * FORM.key.planes):
-        element = i // FORM.key.planes * FORM.key.width + tl.arange(0, FORM.key.width)
-        number = element * FORM.key.planes + i % FORM.key.planes
-        is_in = is_there[:, None] & (element < FORM.key.dim)[None, :]
+    PARTS: tl.constexpr = FORM.parts
+    WIDTH: tl.constexpr = FORM.width
+    for i in tl.static_range(PARTS):
+        element = i // FORM.planes * WIDTH + tl.arange(0, WIDTH)
+        number = element * FORM.planes + i % FORM.planes
+        is_in = is_there[:, None] & (element < FORM.dim)[None, :]
         parts += (
             tl.load(rows_at[:, None] + number[None, :].to(tl.int64) * query.element, mask=is_in, other=0.0),
         )
@@ -265,21 +274,26 @@ def _walk(
 
     With ``CAREFUL`` a weight of 0 hides what is not finite, and whoever sees it gets NaN.
     """
+    KEY: tl.constexpr = FORM.key_side
+    VALUE: tl.constexpr = FORM.value_side
+    PARTS: tl.constexpr = VALUE.parts
+    ROWS: tl.constexpr = FORM.rows
+    TOKENS: tl.constexpr = FORM.tokens
     dtype: tl.constexpr = q[0].dtype
-    top = tl.full((FORM.rows,), float("-inf"), tl.float32)
-    weight_sum = tl.zeros((FORM.rows,), tl.float32)
+    top = tl.full((ROWS,), float("-inf"), tl.float32)
+    weight_sum = tl.full((ROWS,), 0.0, tl.float32)
     mixed = ()
-    for _ in tl.static_range(FORM.value.chunks * FORM.value.planes):
-        mixed += (tl.zeros((FORM.rows, FORM.value.width), tl.float32),)
+    for _ in tl.static_range(PARTS):
+        mixed += (tl.full((ROWS, VALUE.width), 0.0, tl.float32),)
     # Care is seldom needed: it gets no registers for tiles that are on their way.
     STAGES: tl.constexpr = 1 if CAREFUL else FORM.stages
-    for start in tl.range(begin, end, FORM.tokens, num_stages=STAGES):
-        token = start + tl.arange(0, FORM.tokens)
+    for start in tl.range(begin, end, TOKENS, num_stages=STAGES):
+        token = start + tl.arange(0, TOKENS)
         first_slot, within = _page_of(table, page_row, token, token < end, FORM.page_size)
         slot = first_slot + within
         is_stored = (token < end) & (first_slot >= 0) & (slot < table.num_slots)
 
-        scores = _products(q, keys, slot, head, is_stored, FORM.key, FORM.largest) * scale
+        scores = _products(q, keys, slot, head, is_stored, KEY, FORM.largest) * scale
         if FORM.has_softcap:
             scores = softcap * _tanh(scores / softcap)
         is_seen = (token[None, :] >= low[:, None]) & (token[None, :] < high[:, None])
@@ -295,7 +309,7 @@ def _walk(
         weights = exp_below(scores, new_top[:, None])
         weight_sum = weight_sum * shrink + tl.sum(weights, axis=1)
         mixed = _mix(
-            mixed, shrink, weights, values, slot, head, is_stored, dtype, FORM.value, FORM.largest, CAREFUL
+            mixed, shrink, weights, values, slot, head, is_stored, dtype, VALUE, FORM.largest, CAREFUL
         )
         top = new_top
     return top, weight_sum, mixed
@@ -304,28 +318,32 @@ def _walk(
 @triton.jit
 def _products(q, side, slot, head, is_stored, FORM: tl.constexpr, LARGEST: tl.constexpr):
     """Dot products ``[M, N]`` of the rows with the keys in ``slot``."""
-    at = place_of_slot(side.cache, slot, FORM.cache) + head * side.cache.head
+    CACHE: tl.constexpr = FORM.cache
+    CHUNKS: tl.constexpr = FORM.chunks
+    PLANES: tl.constexpr = FORM.planes
+    WIDTH: tl.constexpr = FORM.width
+    at = place_of_slot(side.cache, slot, CACHE) + head * side.cache.head
     scores = tl.zeros((q[0].shape[0], slot.shape[0]), tl.float32)
-    for c in tl.static_range(FORM.chunks):
-        element = c * FORM.width + tl.arange(0, FORM.width)
+    for c in tl.static_range(CHUNKS):
+        element = c * WIDTH + tl.arange(0, WIDTH)
         is_in = (element < FORM.dim)[:, None] & is_stored[None, :]
-        within = place_of_element(side.cache, element, FORM.cache)
+        within = place_of_element(side.cache, element, CACHE)
         stored = tl.load(side.cache.data + within[:, None] + at[None, :], mask=is_in, other=0)
         part = tl.zeros_like(scores)
         if FORM.bits == 0:
             part = tl.dot(q[c], _cast(stored, q[0].dtype), part, input_precision="ieee")
         elif FORM.scales_products:
-            for plane in tl.static_range(FORM.planes):
+            for plane in tl.static_range(PLANES):
                 code = _code(stored, plane, FORM).to(q[0].dtype)
-                part = tl.dot(q[c * FORM.planes + plane], code, part, input_precision="ieee")
+                part = tl.dot(q[c * PLANES + plane], code, part, input_precision="ieee")
             part *= _group_scale(side, slot, head, is_stored, c, FORM)[None, :].to(tl.float32)
         else:
             factor = _scales(side, slot[None, :], head, is_in, element[:, None], FORM)
-            for plane in tl.static_range(FORM.planes):
+            for plane in tl.static_range(PLANES):
                 number = dequantized(
                     _code(stored, plane, FORM), factor, q[0].dtype, FORM.largest_scale, LARGEST
                 )
-                part = tl.dot(q[c * FORM.planes + plane], number, part, input_precision="ieee")
+                part = tl.dot(q[c * PLANES + plane], number, part, input_precision="ieee")
         scores += part
     return scores
 
@@ -336,15 +354,19 @@ def _mix(
     FORM: tl.constexpr, LARGEST: tl.constexpr, CAREFUL: tl.constexpr,
 ):  # fmt: skip
     """Shrink what was mixed so far, and add the values in ``slot`` by their weights ``[M, N]``."""
-    at = place_of_slot(side.cache, slot, FORM.cache) + head * side.cache.head
+    CACHE: tl.constexpr = FORM.cache
+    CHUNKS: tl.constexpr = FORM.chunks
+    PLANES: tl.constexpr = FORM.planes
+    WIDTH: tl.constexpr = FORM.width
+    at = place_of_slot(side.cache, slot, CACHE) + head * side.cache.head
     result = ()
-    for c in tl.static_range(FORM.chunks):
-        element = c * FORM.width + tl.arange(0, FORM.width)
+    for c in tl.static_range(CHUNKS):
+        element = c * WIDTH + tl.arange(0, WIDTH)
         is_in = is_stored[:, None] & (element < FORM.dim)[None, :]
-        within = place_of_element(side.cache, element, FORM.cache)
+        within = place_of_element(side.cache, element, CACHE)
         stored = tl.load(side.cache.data + at[:, None] + within[None, :], mask=is_in, other=0)
-        for plane in tl.static_range(FORM.planes):
-            before = mixed[c * FORM.planes + plane]
+        for plane in tl.static_range(PLANES):
+            before = mixed[c * PLANES + plane]
             if FORM.bits > 0 and FORM.scales_products and not CAREFUL:
                 code = _code(stored, plane, FORM).to(dtype)
                 factor = _group_scale(side, slot, head, is_stored, c, FORM)
@@ -391,16 +413,18 @@ def _cast(x, dtype: tl.constexpr):
 @triton.jit
 def _group_scale(side, slot, head, is_stored, group: tl.constexpr, FORM: tl.constexpr):
     """The scale ``[N]`` of one group, as it is stored."""
-    at = place_of_slot(side.scale, slot, FORM.scale) + head * side.scale.head
-    at += place_of_element(side.scale, tl.full((), group, tl.int64), FORM.scale)
+    SCALE: tl.constexpr = FORM.scale
+    at = place_of_slot(side.scale, slot, SCALE) + head * side.scale.head
+    at += place_of_element(side.scale, tl.full((), group, tl.int64), SCALE)
     return tl.load(side.scale.data + at, mask=is_stored, other=0.0)
 
 
 @triton.jit
 def _scales(side, slot, head, is_in, element, FORM: tl.constexpr):
     """The scale of each stored element, of the shape of ``is_in``, as it is stored."""
-    at = place_of_slot(side.scale, slot, FORM.scale) + head * side.scale.head
-    within = place_of_element(side.scale, element // FORM.group, FORM.scale)
+    SCALE: tl.constexpr = FORM.scale
+    at = place_of_slot(side.scale, slot, SCALE) + head * side.scale.head
+    within = place_of_element(side.scale, element // FORM.group, SCALE)
     return tl.load(side.scale.data + at + within, mask=is_in, other=0.0)
 
 
@@ -415,11 +439,13 @@ def _tanh(x):
 @triton.jit
 def _write(target, at, parts, is_there, FORM: tl.constexpr):
     """Numbers ``[M, Dv]``, as values are read, to rows ``at`` of ``target``."""
-    dim: tl.constexpr = FORM.value.dim * FORM.value.planes
-    for i in tl.static_range(FORM.value.chunks * FORM.value.planes):
-        element = i // FORM.value.planes * FORM.value.width + tl.arange(0, FORM.value.width)
-        number = element * FORM.value.planes + i % FORM.value.planes
-        is_in = is_there[:, None] & (element < FORM.value.dim)[None, :]
+    dim = FORM.dim * FORM.planes
+    PARTS: tl.constexpr = FORM.parts
+    WIDTH: tl.constexpr = FORM.width
+    for i in tl.static_range(PARTS):
+        element = i // FORM.planes * WIDTH + tl.arange(0, WIDTH)
+        number = element * FORM.planes + i % FORM.planes
+        is_in = is_there[:, None] & (element < FORM.dim)[None, :]
         tl.store(
             target + at[:, None] * dim + number[None, :], parts[i].to(target.dtype.element_ty), mask=is_in
         )

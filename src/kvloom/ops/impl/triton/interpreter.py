@@ -47,6 +47,10 @@ def install() -> None:
         a, b = (TensorHandle(to_float32(x.data), tl.float32) if _is_bfloat16(x) else x for x in (a, b))
         return product(self, a, b, *how)
 
+    def get_bf16(self: Any, value: float) -> Any:
+        return TensorHandle(to_bfloat16(np.array([value], dtype=np.float32)), tl.bfloat16)
+
+    InterpreterBuilder.get_bf16 = get_bf16
     InterpreterBuilder.cast_impl = cast_impl
     InterpreterBuilder.create_fp_to_fp = create_fp_to_fp
     InterpreterBuilder.create_dot = create_dot

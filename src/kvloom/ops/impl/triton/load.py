@@ -113,6 +113,7 @@ def _load_rows(
     LARGEST: tl.constexpr,
 ):
     """The rows of one program: read, dequantise, write as often as heads are repeated."""
+    CACHE: tl.constexpr = FORM.cache
     token, head, group = rows_of(heads, FORM)
     exists = token < tokens
     slot = tl.load(slots + token * slots_stride, mask=exists, other=0).to(tl.int64)
@@ -120,18 +121,21 @@ def _load_rows(
     tl.device_assert(in_cache, "slots must be in the cache")
     kept = exists & in_cache
     element, in_group = elements_of(group, FORM)
-    place = place_of_slot(side.cache, slot, FORM.cache) + head * side.cache.head
-    source = side.cache.data + place + place_of_element(side.cache, element, FORM.cache)
+    place = place_of_slot(side.cache, slot, CACHE) + head * side.cache.head
+    source = side.cache.data + place + place_of_element(side.cache, element, CACHE)
     stored = tl.load(source, mask=kept & in_group)
     dtype: tl.constexpr = out.dtype.element_ty
     if FORM.bits == 0:
         x = stored if stored.dtype == dtype else stored.to(tl.float32).to(dtype)
     else:
-        scale_place = place_of_slot(side.scale, slot, FORM.scale) + head * side.scale.head
-        scale_place += place_of_element(side.scale, group, FORM.scale)
+        SCALE: tl.constexpr = FORM.scale
+        scale_place = place_of_slot(side.scale, slot, SCALE) + head * side.scale.head
+        scale_place += place_of_element(side.scale, group, SCALE)
         scale = tl.load(side.scale.data + scale_place, mask=kept)
         if FORM.bits == 4:
-            stored = tl.join(nibble(stored, 0), nibble(stored, 1)).reshape(FORM.rows, 2 * FORM.width)
+            stored = tl.join(nibble(stored, 0), nibble(stored, 1)).reshape(
+                stored.shape[0], 2 * stored.shape[1]
+            )
         x = dequantized(stored, scale, dtype, FORM.largest_scale, LARGEST)
     PER_ELEMENT: tl.constexpr = 2 if FORM.bits == 4 else 1
     number, is_there = numbers_of(group, PER_ELEMENT, FORM)

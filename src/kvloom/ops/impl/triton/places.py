@@ -3,6 +3,7 @@
 Letters as in ``core/views.py``. Places are int64 before they meet a stride.
 """
 
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +26,8 @@ class View(NamedTuple):
     element: int
 
 
-class Shape(NamedTuple):
+@dataclass(frozen=True)
+class Shape:
     """Sizes of a view that are compiled in, since they divide: ``S/s``, ``s`` and ``d``.
 
     A view whose blocks and slots have one stride counts as blocks of one slot: nothing is divided then.

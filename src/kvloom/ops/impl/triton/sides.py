@@ -4,6 +4,7 @@ Row r is group ``r % G`` of head ``r // G % H`` of token ``r // (G * H)``. A sid
 group, the head vector. Letters: H heads, G groups of a head vector.
 """
 
+from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 import torch
@@ -29,7 +30,8 @@ class Side(NamedTuple):
     scale: View | None
 
 
-class Form(NamedTuple):
+@dataclass(frozen=True)
+class Form:
     """What is compiled in about a side. Sizes are in stored elements, of which one holds two 4-bit codes."""
 
     bits: int
@@ -77,7 +79,8 @@ def why_not(cache: Tensor | None, scale: Tensor | None) -> str | None:
 @triton.jit
 def rows_of(heads, FORM: tl.constexpr):
     """Token, head and group of each row of this program's tile, all ``[rows, 1]``."""
-    row = tl.program_id(0).to(tl.int64) * FORM.rows + tl.arange(0, FORM.rows)[:, None]
+    ROWS: tl.constexpr = FORM.rows
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     vector = row // FORM.groups
     return vector // heads, vector % heads, row % FORM.groups
 
@@ -85,12 +88,14 @@ def rows_of(heads, FORM: tl.constexpr):
 @triton.jit
 def elements_of(group, FORM: tl.constexpr):
     """Stored elements of each row, ``[rows, width]``, and which of them the group has, ``[1, width]``."""
-    within = tl.arange(0, FORM.width)[None, :]
+    WIDTH: tl.constexpr = FORM.width
+    within = tl.arange(0, WIDTH)[None, :]
     return group * FORM.group + within, within < FORM.group
 
 
 @triton.jit
 def numbers_of(group, PER_ELEMENT: tl.constexpr, FORM: tl.constexpr):
     """As ``elements_of``, of the numbers ``[rows, width * PER_ELEMENT]`` stored so many to an element."""
-    within = tl.arange(0, FORM.width * PER_ELEMENT)[None, :]
+    WIDTH: tl.constexpr = FORM.width * PER_ELEMENT
+    within = tl.arange(0, WIDTH)[None, :]
     return group * (FORM.group * PER_ELEMENT) + within, within < FORM.group * PER_ELEMENT

@@ -129,6 +129,7 @@ def _store_rows(
     QMAX: tl.constexpr,
 ):
     """The rows of one program: read, quantise, write."""
+    CACHE: tl.constexpr = FORM.cache
     token, head, group = rows_of(heads, FORM)
     exists = token < tokens
     slot = tl.load(slots + token * slots_stride, mask=exists, other=-1).to(tl.int64)
@@ -136,8 +137,8 @@ def _store_rows(
     kept = exists & (slot >= 0) & (slot < num_slots)
     element, in_group = elements_of(group, FORM)
     source = new.data + token * new.token + head * new.head
-    place = place_of_slot(side.cache, slot, FORM.cache) + head * side.cache.head
-    target = side.cache.data + place + place_of_element(side.cache, element, FORM.cache)
+    place = place_of_slot(side.cache, slot, CACHE) + head * side.cache.head
+    target = side.cache.data + place + place_of_element(side.cache, element, CACHE)
     if FORM.bits == 0:
         x = tl.load(source + element * new.element, mask=kept & in_group)
         if x.dtype != target.dtype.element_ty:
@@ -145,6 +146,7 @@ def _store_rows(
         tl.store(target, x, mask=kept & in_group)
     else:
         dtype: tl.constexpr = new.data.dtype.element_ty
+        SCALE: tl.constexpr = FORM.scale
         # A byte of the cache holds two 4-bit codes.
         PER_BYTE: tl.constexpr = 8 // FORM.bits
         number, is_there = numbers_of(group, PER_BYTE, FORM)
@@ -154,10 +156,10 @@ def _store_rows(
         scale = scale_of(amax, dtype, QMAX, least_scale)
         code = code_of(x, scale, finite, dtype, QMAX)
         if FORM.bits == 4:
-            low, high = tl.split(code.reshape(FORM.rows, FORM.width, 2))
+            low, high = tl.split(code.reshape(code.shape[0], code.shape[1] // 2, 2))
             code = (low & 0xF) | (high << 4)
         tl.store(target, code.to(tl.int8), mask=kept & in_group)
-        scale_place = place_of_slot(side.scale, slot, FORM.scale) + head * side.scale.head
-        scale_target = side.scale.data + scale_place + place_of_element(side.scale, group, FORM.scale)
+        scale_place = place_of_slot(side.scale, slot, SCALE) + head * side.scale.head
+        scale_target = side.scale.data + scale_place + place_of_element(side.scale, group, SCALE)
         stored = stored_scale(scale, finite, scale_target.dtype.element_ty, FORM.largest_scale)
         tl.store(scale_target, stored, mask=kept)
