@@ -54,8 +54,8 @@ except NotImplementedError as error:
     print(error, kv.key.any().item())
 """
     assert run(code) == (
-        "backend 'triton' needs tensors on a CUDA device (or TRITON_INTERPRET=1 in the environment), got cpu; "
-        "use 'auto' or 'reference' False"
+        "backend 'triton' needs tensors on a CUDA device (or TRITON_INTERPRET=1 in the environment), "
+        "got cpu; use 'auto' or 'reference' False"
     )
 
 

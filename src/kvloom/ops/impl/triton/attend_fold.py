@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from kvloom.ops.impl.triton.attend_plan import MAX_SPLITS
-from kvloom.ops.impl.triton.attend_tile import exp_below
+from kvloom.ops.impl.triton.attend_walk import exp_below
 
 _MAX_SPLITS: tl.constexpr = tl.constexpr(MAX_SPLITS)
 
