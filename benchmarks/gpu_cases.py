@@ -65,9 +65,9 @@ def cases(*, quick: bool) -> list[Case]:
     return decode + append + prefill
 
 
-def prepare(case: Case) -> Work:
+def prepare(case: Case, *, peers: bool = True) -> Work:
     """Caches full of random numbers, and the calls."""
-    return {"decode": _attention, "append": _append, "prefill": _attention}[case.what](case)
+    return _append(case) if case.what == "append" else _attention(case, peers)
 
 
 def _caches(case: Case, tokens: int) -> tuple[list[KVView], int]:
@@ -101,7 +101,7 @@ def _append(case: Case) -> Work:
     )
 
 
-def _attention(case: Case) -> Work:
+def _attention(case: Case, peers: bool) -> Work:
     rows, context, ratio = case.batch, case.context, MODELS[case.model]
     new = 1 if case.what == "decode" else context
     views, stored = _caches(case, rows * context)
@@ -110,7 +110,7 @@ def _attention(case: Case) -> Work:
     starts = torch.arange(rows + 1, device="cuda")
     batch = Batch(CacheIndex.pages(pages * PAGE, PAGE), starts * new, starts * context)
     contenders: dict[str, Call] = {"kvloom": lambda i: ops.attend(query, views[i], batch)}
-    if case.kind == "bf16":
+    if peers and case.kind == "bf16":
         contenders |= _dense_peers(case, query, new, views, len(views))
         contenders |= _paged_peers(case, query, new, views, pages)
     pairs = rows * (context if new == 1 else context * (context + 1) // 2)

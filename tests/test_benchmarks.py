@@ -37,7 +37,7 @@ def quick(
 
     yield run
     gc.unfreeze()
-    for module in ("peers", "cache_kinds", "gpu_cases", "gpu_page"):
+    for module in ("peers", "cache_kinds", "gpu", "gpu_cases", "gpu_page"):
         sys.modules.pop(module, None)
 
 
@@ -106,9 +106,10 @@ def test_gpu_lists_what_it_would_measure(quick: Callable[..., Any]) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_gpu_takes_no_figure_without_a_device(quick: Callable[..., Any]) -> None:
+@pytest.mark.parametrize("name", ["gpu", "gpu_tune"])
+def test_no_figure_is_taken_without_a_device(quick: Callable[..., Any], name: str) -> None:
     with pytest.raises(SystemExit, match="no figure was taken"):
-        quick("gpu")
+        quick(name)
 
 
 def test_gpu_page_has_a_row_for_each_figure(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,9 +3,11 @@
 Others are used only within ``tuned``. Another tile adds in another order, so bits may change.
 """
 
+import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from pathlib import Path
 from typing import Final, NamedTuple
 
 
@@ -46,6 +48,7 @@ class Case(NamedTuple):
 
 
 Tuned = Mapping[Case, Config]
+"""Configurations measured on one device."""
 
 _TUNED: ContextVar[Tuned | None] = ContextVar("kvloom_tuned", default=None)
 
@@ -82,3 +85,17 @@ def tuned(table: Tuned) -> Iterator[None]:
         yield
     finally:
         _TUNED.reset(token)
+
+
+def write_tuned(path: Path, device: str, table: Tuned) -> None:
+    """Keep what was measured on the device of that name, beside what the file has of others."""
+    known = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    known[device] = [[*case, *config] for case, config in table.items()]
+    path.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
+
+
+def read_tuned(path: Path, device: str) -> dict[Case, Config]:
+    """What ``write_tuned`` kept for the device of that name; empty if nothing."""
+    rows = json.loads(path.read_text(encoding="utf-8")).get(device, [])
+    size = len(Case._fields)
+    return {Case(*row[:size]): Config(*row[size:]) for row in rows}
