@@ -85,9 +85,8 @@ def attend(
         ENDLESS if window is None else window,
     )
     row_stride, page_stride = (0, table.stride(0)) if table.ndim == 1 else table.stride()
-    places = Table(table, row_starts, row_stride, page_stride, num_slots)
-    if row_starts is not None:
-        places = places._replace(row_starts=row_starts.contiguous())
+    ragged = None if row_starts is None else row_starts.contiguous()
+    places = Table(table, ragged, row_stride, page_stride, num_slots)
     bias = _bias(mask, alibi_slopes, sinks)
     ratio = query_heads // heads
     key, key_form = _side(key_cache, key_scale, query.dtype, of_values=False)
@@ -203,18 +202,9 @@ def _side(
     scales_products = is_coarse and groups <= MAX_CHUNKS and group == _width(group)
     chunks, width = (groups, group) if scales_products else (1, _width(dim))
     form = SideForm(
-        bits,
-        dim,
-        width,
-        chunks,
-        planes,
-        chunks * planes,
-        group,
-        scales_products,
-        shape,
-        scale_shape,
-        LARGEST[scale.dtype],
-    )
+        bits, dim, width, chunks, planes, chunks * planes, group, scales_products,
+        shape, scale_shape, LARGEST[scale.dtype],
+    )  # fmt: skip
     return Side(view, scale_view), form
 
 

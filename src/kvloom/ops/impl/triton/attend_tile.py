@@ -143,7 +143,7 @@ def attend_kernel(
 
         top, weight_sum, mixed = walk(
             q, keys, values, head, table, page_row, begin, end, low, high, position,
-            bias, mask_at, slopes, is_there, scale, softcap, FORM, False,
+            bias, mask_at, slopes, scale, softcap, FORM, False,
         )  # fmt: skip
         # A value that is not finite makes NaN of a weight of 0, too. That is rare: look again, with care.
         finite = tl.full((), 1, tl.int32)
@@ -152,7 +152,7 @@ def attend_kernel(
         if finite == 0:
             top, weight_sum, mixed = walk(
                 q, keys, values, head, table, page_row, begin, end, low, high, position,
-                bias, mask_at, slopes, is_there, scale, softcap, FORM, True,
+                bias, mask_at, slopes, scale, softcap, FORM, True,
             )  # fmt: skip
 
         query_heads: tl.constexpr = FORM.heads * FORM.ratio

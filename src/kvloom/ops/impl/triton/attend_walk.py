@@ -20,7 +20,7 @@ _INT32_MAX: tl.constexpr = tl.constexpr((1 << 31) - 1)
 @triton.jit
 def walk(
     q, keys, values, head, table, page_row, begin, end, low, high, position,
-    bias, mask_at, slopes, is_there, scale, softcap, FORM: tl.constexpr, CAREFUL: tl.constexpr,
+    bias, mask_at, slopes, scale, softcap, FORM: tl.constexpr, CAREFUL: tl.constexpr,
 ):  # fmt: skip
     """Largest score, sum of weights and weighted values of each row over the tokens ``begin:end``.
 
@@ -43,7 +43,7 @@ def walk(
         token = start + tl.arange(0, TOKENS)
         first_slot, within = _page_of(table, page_row, token, token < end, FORM.page_size)
         slot = first_slot + within
-        is_stored = (token < end) & (first_slot >= 0) & (slot < table.num_slots)
+        is_stored = (first_slot >= 0) & (slot < table.num_slots)
 
         scores = _products(q, keys, slot, head, is_stored, KEY, FORM.largest) * scale
         if FORM.has_softcap:
@@ -152,7 +152,7 @@ def _mix(
 
 @triton.jit
 def _page_of(table, page_row, token, is_there, PAGE: tl.constexpr):
-    """First slot of the page of each token, int64, and the token's place in it."""
+    """First slot of the page of each token, int64, -1 for none, and the token's place in it."""
     if PAGE > _INT32_MAX:
         page, within = tl.zeros_like(token), token
     else:
