@@ -22,6 +22,9 @@ from gpu_page import page
 
 HERE = Path(__file__).parent
 CHECKS = HERE.parent / "tests/ops"
+CHECKED = "ties or special or lengths or few_and_many or alone or decoding or broken or replays"
+"""Tests that compile few kernels; `make test-triton` runs all."""
+WATCHED = "few_and_many or strided_and_none or nothing_around"
 
 
 def seconds(call: Callable[[int], object], turns: int, replays: int = 7) -> float:
@@ -53,15 +56,15 @@ def copy_bandwidth() -> float:
 
 
 def check() -> dict[str, str]:
-    """The suite of the kernels on this device, and its smallest part with every access watched."""
+    """A part of the kernels' tests on this device, and a smaller one with every access watched."""
     environment = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
     suite = [str(path) for path in sorted(CHECKS.glob("test_triton_*.py")) if "compiles" not in path.name]
-    runs = {"suite": [*command, *suite]}
+    runs = {"tests": [*command, "--numprocesses", "8", "-k", CHECKED, *suite]}
     watcher = shutil.which("compute-sanitizer")
     if watcher is not None:
-        small = ["-k", "few_and_many or strided_and_none", *suite]
-        runs["memcheck"] = [watcher, "--tool", "memcheck", "--error-exitcode", "9", *command, *small]
+        memcheck = [watcher, "--tool", "memcheck", "--error-exitcode", "9"]
+        runs["memcheck"] = [*memcheck, *command, "-k", WATCHED, *suite]
     said = {} if watcher else {"memcheck": "not run: compute-sanitizer is not installed"}
     for name, run in runs.items():
         done = subprocess.run(run, env=environment, capture_output=True, text=True, check=False)

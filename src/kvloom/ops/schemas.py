@@ -96,6 +96,7 @@ def _no_gradient(ctx: object, *grads: Tensor) -> None:
     raise UnsupportedError("attend has no gradient, kvloom is for inference: call it under torch.no_grad()")
 
 
+@cache
 def without_gradient(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """``function`` called by name, with the same answer to ``backward`` as the dispatched operator."""
 
