@@ -12,8 +12,9 @@ READY := .venv/.ready
 
 ISAS := baseline avx2 avx512
 KERNELS := tests/ops tests/quant
+NO_CUDA := 'import torch; print(int(not torch.cuda.is_available()))'
 
-.PHONY: demo test test-isa asan tsan test-matrix check format bench clean
+.PHONY: demo test test-isa test-triton asan tsan test-matrix check format bench bench-gpu clean
 
 demo: $(READY)
 	$(BIN)/kvloom demo --max-new-tokens $(TOKENS)
@@ -31,7 +32,12 @@ test-isa: $(READY)
 	    else echo 'not on this machine'; fi; \
 	done
 
-# The same tests with every read and write of the kernels watched; compiling torch beside that takes too long.
+# Triton's kernels, on a CUDA device or else interpreted on the CPU; and whether they compile, which takes no device.
+test-triton: $(READY)
+	TRITON_INTERPRET=$$($(BIN)/python -c $(NO_CUDA)) \
+	    $(BIN)/python -m pytest --quiet --numprocesses $(WORKERS) --dist worksteal tests/ops/test_triton_*.py
+
+# The compiled kernels' tests with every read and write watched; compiling torch beside that takes too long.
 asan: $(READY)
 	$(BIN)/cmake -S . -B build/asan -G Ninja -DKVLOOM_SANITIZE=ON \
 	    -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/ninja) -DPython_EXECUTABLE=$(abspath $(BIN)/python)
@@ -84,6 +90,10 @@ bench: .venv-bench/.ready
 	done
 	@touch $@
 
+# Rewrites benchmarks/gpu_results.md; needs a CUDA device.
+bench-gpu: $(READY)
+	$(BIN)/python benchmarks/gpu.py
+
 format: $(READY)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
@@ -98,5 +108,5 @@ $(READY): pyproject.toml CMakeLists.txt $(wildcard csrc/* csrc/kernels/*)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(BUILD)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation \
-	    --editable '.[transformers,onnx,dev]'
+	    --editable '.[transformers,onnx,triton,dev]'
 	@touch $@

@@ -151,3 +151,41 @@ def test_a_peer_with_another_answer_is_named_and_not_timed(
 def test_the_other_rows_of_the_cpu_run(quick: Callable[..., Any], name: str, threads: list[str]) -> None:
     rows = quick(name, *threads, "--kinds", "float32", "int4 g64")["rows"]
     assert {x["kind"] for x in rows} == {"float32", "int4 g64"}
+
+
+def test_gpu_lists_what_it_would_measure(quick: Callable[..., Any]) -> None:
+    cases = quick("gpu", "--list")["cases"]
+    assert {(x["what"], x["kind"]) for x in cases} == {
+        (what, kind) for what in ("decode", "append", "prefill") for kind in ("bf16", "int8 g64", "int4 g64")
+    }
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+@pytest.mark.parametrize("name", ["gpu", "gpu_tune"])
+def test_no_figure_is_taken_without_a_device(quick: Callable[..., Any], name: str) -> None:
+    with pytest.raises(SystemExit, match="no figure was taken"):
+        quick(name)
+
+
+def test_gpu_page_has_a_row_for_each_figure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    page = runpy.run_path(str(BENCHMARKS / "gpu_page.py"))["page"]
+    row = {"model": "m", "batch": 8, "context": 512, "of_copy_bandwidth": 0.871, "tflops": 12.3}
+    rows = [
+        {**row, "what": "decode", "kind": "bf16", "kvloom_us": 40.0, "sdpa_us": 60.0},
+        {**row, "what": "decode", "kind": "int8 g64", "kvloom_us": 20.0},
+        {**row, "what": "append", "kind": "bf16", "kvloom_us": 3.0},
+    ]
+    about = {
+        "device": "d",
+        "torch": "t",
+        "triton": "u",
+        "date": "2026",
+        "copy_gb_per_s": 4000.0,
+        "checks": {},
+    }
+    text = page({**about, "rows": rows})
+    assert "| m | bf16 | 8 | 512 | 40.0 | 87% | 12.3 | 1.00 | 1.50 |  |  |" in text
+    assert "| m | int8 g64 | 8 | 512 | 20.0 | 87% | 12.3 | 2.00 |  |  |  |" in text
+    assert "## append" in text
+    assert "## prefill" not in text

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvloom.cli import main
-from kvloom.ops import cpu_kernels
+from kvloom.ops import cpu_kernels, cuda_kernels
 
 
 def run(*args: str) -> subprocess.CompletedProcess[str]:
@@ -25,6 +25,7 @@ def test_info_names_version_backends_capability_and_devices(capsys: pytest.Captu
         "backends",
         "reference",
         f"cpu ({cpu_kernels()})",
+        f"on CUDA        {cuda_kernels()}",
         "cpu capability",
         "devices",
     ):

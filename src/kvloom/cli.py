@@ -105,7 +105,7 @@ def _info(args: argparse.Namespace) -> None:
     import torch
 
     from kvloom import __version__
-    from kvloom.ops import cpu_kernels
+    from kvloom.ops import cpu_kernels, cuda_kernels
 
     devices = [
         "cpu",
@@ -115,6 +115,7 @@ def _info(args: argparse.Namespace) -> None:
         ("kvloom", __version__),
         ("torch", torch.__version__),
         ("backends", f"reference, cpu ({cpu_kernels()})"),
+        ("on CUDA", cuda_kernels()),
         ("cpu capability", f"{torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"),
         ("devices", ", ".join(devices)),
     ):

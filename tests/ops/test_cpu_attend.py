@@ -8,9 +8,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 from ops.attention import Case, exact, make_case, plain
+from ops.cases import alone, codes, golden, options
 from ops.pools import INT8, PLAIN, Kind
 from oracles.attention import assert_as_good_as_plain
-from oracles.bits import FLOATS, assert_same_bits, generator
+from oracles.bits import FLOATS, assert_same_bits
 from torch import Tensor
 
 from kvloom import ops
@@ -23,23 +24,9 @@ from kvloom.ops.impl import cpu
 
 pytestmark = pytest.mark.skipif(cpu.ISA is None, reason=f"no compiled backend: {cpu.WHY_NOT}")
 
-CODES = {8: torch.int8, 4: torch.uint8}
-
-
-def codes(bits: int, group: int, scale_dtype: torch.dtype = torch.float16) -> Kind:
-    return Kind(CODES[bits], bits, group, scale_dtype)
-
 
 def attend(case: Case, scores: Scores | None = None, spelling: str = "pages") -> Tensor:
     return ops.attend(case.query, case.kv, case.batch(spelling), scores or Scores(), backend="cpu")
-
-
-def golden(case: Case, scores: Scores) -> Tensor:
-    """In float64, of the values that attention receives."""
-    wide = Case(case.query.double(), case.kv, case.new, case.stored, case.slots)
-    wide.decoding_batches, wide.first_visible = case.decoding_batches, case.first_visible
-    wide.loaded = [(key.double(), value.double()) for key, value in case.keys_and_values()]
-    return plain(wide, scores)
 
 
 def assert_right(case: Case, scores: Scores | None = None, spelling: str = "pages") -> Tensor:
@@ -48,15 +35,6 @@ def assert_right(case: Case, scores: Scores | None = None, spelling: str = "page
     assert bool(out.isfinite().all())
     assert_as_good_as_plain(out, golden(case, scores), plain(case, scores))
     return out
-
-
-def alone(case: Case, b: int, new: int | None = None, last: int | None = None) -> Case:
-    """Sequence b without the others; of its new tokens only ``new`` that end at stored token ``last``."""
-    stop = case.stored[b] if last is None else last
-    end = sum(case.new[: b + 1]) - (case.stored[b] - stop)
-    count = case.new[b] if new is None else new
-    query = case.query[end - count : end].clone()
-    return Case(query, case.kv, [count], [stop], [case.slots[b][:stop]], case.page_size)
 
 
 def test_the_golden_of_this_file_is_that_of_the_others() -> None:
@@ -114,27 +92,6 @@ def test_lengths(length: int, kind: Kind) -> None:
     case = make_case([1, min(length, 3), min(length, 33)], [length] * 3, kind=kind, dtype=dtype, head_dim=64,
                      page_size=16, block_size=16)  # fmt: skip
     assert_right(case)
-
-
-def options(heads: int, rows: int, columns: int) -> dict[str, Scores]:
-    rng = generator(5)
-    mask = torch.randn(rows, columns, generator=rng).masked_fill_(
-        torch.rand(rows, columns, generator=rng) < 0.3, -math.inf
-    )
-    slopes, sinks = alibi_slopes(heads), torch.randn(heads, generator=rng)
-    return {
-        "window": Scores(window=40),
-        "window over splits": Scores(window=513),
-        "softcap": Scores(softcap=2.0),
-        "alibi": Scores(alibi_slopes=slopes),
-        "sinks": Scores(sinks=sinks.half()),
-        "mask": Scores(mask=mask),
-        "mask of each head": Scores(mask=torch.stack([mask * (1 + h) for h in range(heads)]).bfloat16()),
-        "not causal": Scores(is_causal=False),
-        "all": Scores(
-            mask=mask, alibi_slopes=slopes, sinks=sinks, window=100, softcap=5.0, scale=0.2, is_causal=False
-        ),
-    }
 
 
 OPTIONS = options(4, 26, 841)

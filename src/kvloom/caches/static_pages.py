@@ -155,7 +155,7 @@ class StaticPagedLayer:
         with outside_inference_mode():
             starts = torch.arange(rows, device=device) * self.max_tokens
             self.length = torch.zeros((), dtype=torch.int64, device=device)
-        self.storage, self._index = storage, CacheIndex.offset(starts)
+        self.storage, self._index = storage, CacheIndex.pages(starts.unsqueeze(1), self.max_tokens)
         for x in (*storage.tensors, self._index.table, self.length):
             if x is not None:
                 torch._dynamo.mark_static_address(x)

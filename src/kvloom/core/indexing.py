@@ -15,6 +15,7 @@ A token table is a page table with page size 1 on ragged rows, and offset mode i
 """
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Final
 
 import torch
@@ -159,6 +160,16 @@ def check_slots(name: str, slots: Tensor, num_slots: int, *, skip_negative: bool
     bad = (slots >= num_slots) if skip_negative else (slots >= num_slots) | (slots < 0)
     token = int(bad.nonzero()[0, 0])
     raise ArgumentError(f"{name} must be in [0, {num_slots}), got {int(slots[token])} for token {token}")
+
+
+def check_starts(name: str, starts: list[int]) -> None:
+    """Refuse what does not tell where the runs of a ragged batch begin.
+
+    Raises:
+        ArgumentError: does not begin with 0, or decreases.
+    """
+    if starts[0] != 0 or any(a > b for a, b in pairwise(starts)):
+        raise ArgumentError(f"{name} must begin with 0 and never decrease, got {starts}")
 
 
 def check_distinct(name: str, slots: Tensor) -> None:

@@ -1,6 +1,17 @@
 """The four kernels behind every dialect and cache: store, load, attend, copy."""
 
 from kvloom.ops.alibi import alibi_slopes
-from kvloom.ops.api import Batch, Scores, attend, copy, cpu_kernels, load, store
+from kvloom.ops.api import Batch, Scores, attend, copy, load, store
+from kvloom.ops.choice import cpu_kernels, cuda_kernels
 
-__all__ = ["Batch", "Scores", "alibi_slopes", "attend", "copy", "cpu_kernels", "load", "store"]
+__all__ = [
+    "Batch",
+    "Scores",
+    "alibi_slopes",
+    "attend",
+    "copy",
+    "cpu_kernels",
+    "cuda_kernels",
+    "load",
+    "store",
+]

@@ -1,7 +1,6 @@
 """Public operators: check, choose, call. Values of slots are checked where that costs no synchronisation."""
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,10 +17,11 @@ from kvloom.core.checks import (
 )
 from kvloom.core.indexing import CacheIndex, check_distinct, expect_slots
 from kvloom.core.views import KVView, head_dim_of
-from kvloom.errors import ArgumentError, KVError, ShapeError, UnsupportedError
+from kvloom.errors import ArgumentError, ShapeError
 from kvloom.ops import schemas
+from kvloom.ops.choice import run
 from kvloom.ops.expect import expect_dtypes, expect_store, expect_writable, is_in_order, is_plain
-from kvloom.ops.impl import cpu, reference
+from kvloom.ops.impl import cpu
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -88,7 +88,7 @@ def store(key: Tensor, value: Tensor | None, slots: Tensor, kv: KVView, *, backe
         value: ``[T, H, Dv]``, dtype of ``key``; ``None`` in a cache of keys only.
         slots: ``[T]`` int64 or int32, distinct. A negative slot skips its row.
         kv: Where to write. It must not overlap ``key`` or ``value``, which are stored without their gradient.
-        backend: ``"auto"``, ``"reference"`` or ``"cpu"``, which is compiled.
+        backend: ``"auto"`` (by device), ``"reference"``, ``"cpu"`` or ``"triton"``.
 
     Raises:
         ShapeError: an argument does not fit; nothing was written.
@@ -104,8 +104,7 @@ def store(key: Tensor, value: Tensor | None, slots: Tensor, kv: KVView, *, backe
         value = value.detach()
     if debugging():
         check_distinct("slots", slots)
-    op = _choose(backend, "store", kv.device)
-    _call(op, key, value, slots, kv.key, kv.value, kv.key_scale, kv.value_scale)
+    run(backend, "store", kv.device, key, value, slots, kv.key, kv.value, kv.key_scale, kv.value_scale)
     _mark_changed(kv.key, kv.value, kv.key_scale, kv.value_scale)
 
 
@@ -119,7 +118,7 @@ def load(
         kv: Where to read.
         dtype: Of the result; the dtype of the cache or, where it is quantised, of its scales if ``None``.
         num_repeat: Repeat each head so many times in a row (for attention without grouped queries).
-        backend: ``"auto"``, ``"reference"`` or ``"cpu"``, which is compiled.
+        backend: ``"auto"`` (by device), ``"reference"``, ``"cpu"`` or ``"triton"``.
 
     Returns:
         ``(key, value)``, new tensors ``[T, H * num_repeat, D]``. A cache of keys only gives a value with D =
@@ -135,8 +134,8 @@ def load(
     for name, cache, scale in (("key", kv.key, kv.key_scale), ("value", kv.value, kv.value_scale)):
         if cache is not None:
             expect_dtypes(f"dtype of the loaded {name}", dtype, cache, scale)
-    op = _choose(backend, "load", kv.device)
-    key, value = _call(op, slots, kv.key, kv.value, kv.key_scale, kv.value_scale, dtype, num_repeat)
+    sides = (kv.key, kv.value, kv.key_scale, kv.value_scale)
+    key, value = run(backend, "load", kv.device, slots, *sides, dtype, num_repeat)
     return key, value
 
 
@@ -153,7 +152,7 @@ def copy(
         source_slots: ``[T]`` int64 or int32.
         target: Where to write; dtypes, heads, head dims and groups of ``source``.
         target_slots: ``[T]``, distinct.
-        backend: ``"auto"``, ``"reference"`` or ``"cpu"``, which is compiled.
+        backend: ``"auto"`` (by device), ``"reference"``, ``"cpu"`` or ``"triton"``.
 
     Raises:
         ShapeError, ArgumentError: as ``load``; nothing was written.
@@ -179,7 +178,7 @@ def copy(
         writes.append(b)
     if debugging():
         check_distinct("target_slots", target_slots)
-    _call(_choose(backend, "copy", source.device), reads, source_slots, writes, target_slots)
+    run(backend, "copy", source.device, reads, source_slots, writes, target_slots)
     _mark_changed(*writes)
 
 
@@ -202,7 +201,7 @@ def attend(
         kv: Keys and values, dequantised to the dtype of ``query``.
         batch: Ragged lengths and slots.
         scores: Scale, masks and biases; causal by default.
-        backend: ``"auto"``, ``"reference"`` or ``"cpu"``, which is compiled.
+        backend: ``"auto"`` (by device), ``"reference"``, ``"cpu"`` or ``"triton"``.
 
     Returns:
         ``[Tq, Hq, Dv]``, dtype of ``query``.
@@ -227,8 +226,7 @@ def attend(
         expect_dtypes(f"query (for the {name} cache)", query.dtype, cache, key_or_value_scale)
     _expect_batch(batch, kv.device)
     _expect_scores(scores, sizes, kv.device)
-    op = _choose_attend(backend, kv.device, max(head_dim, head_dim_of(kv.value, kv.value_scale)))
-    out: Tensor = _call(op, *_arguments(query, kv, batch, scores, head_dim))
+    out: Tensor = run(backend, "attend", kv.device, *_arguments(query, kv, batch, scores, head_dim))
     return out
 
 
@@ -274,69 +272,7 @@ def _arguments(query: Tensor, kv: KVView, batch: Batch, scores: Scores, head_dim
     )
 
 
-def cpu_kernels() -> str:
-    """The instruction set of the compiled CPU backend, or why there is none."""
-    return cpu.ISA or f"none: {cpu.WHY_NOT}"
-
-
-def _choose(backend: str, name: str, device: torch.device) -> Callable[..., Any]:
-    """The operator to call: a named backend runs or raises, it never falls back."""
-    match backend:
-        case "auto":
-            return _DISPATCHED[name]
-        case "reference":
-            return _REFERENCE[name]
-        case "cpu":
-            if cpu.WHY_NOT is not None:
-                raise UnsupportedError(f"backend 'cpu' cannot run: {cpu.WHY_NOT}")
-            if name not in cpu.COMPILED:
-                raise UnsupportedError(f"backend 'cpu' has no {name} yet; use 'auto' or 'reference'")
-            if device.type != "cpu":
-                raise UnsupportedError(f"backend 'cpu' needs tensors on the CPU, got {device}")
-            return _DISPATCHED[name]
-        case "triton":
-            raise UnsupportedError("backend 'triton' is not part of this build; use 'auto' or 'reference'")
-        case _:
-            raise ArgumentError(f"backend must be 'auto', 'reference', 'cpu' or 'triton', got {backend!r}")
-
-
-def _choose_attend(backend: str, device: torch.device, head_dim: int) -> Callable[..., Any]:
-    """As ``_choose``; the compiled kernels have room for head dims up to a limit."""
-    if head_dim > cpu.MAX_HEAD_DIM and cpu.WHY_NOT is None and device.type == "cpu":
-        if backend == "cpu":
-            raise UnsupportedError(
-                f"backend 'cpu' attends over head dims up to {cpu.MAX_HEAD_DIM}, got {head_dim}; "
-                "use 'auto' or 'reference'"
-            )
-        if backend == "auto":
-            return _REFERENCE["attend"]
-    return _choose(backend, "attend", device)
-
-
 _COMPILED = ("auto", "cpu") if cpu.WHY_NOT is None else ()
-_DISPATCHED: dict[str, Callable[..., Any]] = {
-    "store": schemas.store,
-    "load": schemas.load,
-    "copy": schemas.copy,
-    "attend": schemas.attend,
-}
-_REFERENCE: dict[str, Callable[..., Any]] = {
-    "store": reference.store,
-    "load": reference.load,
-    "copy": reference.copy,
-    "attend": schemas.attend_reference,
-}
-
-
-def _call(op: Callable[..., Any], *args: Any) -> Any:
-    """Call ``op``; C++ knows none of our errors: of values it raises a ValueError, of sizes an IndexError."""
-    try:
-        return op(*args)
-    except (ValueError, IndexError) as error:
-        if isinstance(error, KVError):
-            raise
-        refused = ShapeError if isinstance(error, IndexError) else ArgumentError
-        raise refused(str(error)) from None
 
 
 def _mark_changed(*written: Tensor | None) -> None:

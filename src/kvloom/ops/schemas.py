@@ -1,11 +1,16 @@
 """Operator contracts: schema, mutation, fake. The schemas exist without any compiled backend."""
 
+import logging
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from kvloom.core.views import head_dim_of
 from kvloom.errors import UnsupportedError
-from kvloom.ops.impl import reference
+from kvloom.ops.impl import reference, triton
 
 LIB = torch.library.Library("kvloom", "DEF")
 
@@ -32,6 +37,30 @@ for _name in ("store", "load", "copy", "attend"):
     LIB.impl(_name, getattr(reference, _name), "CompositeExplicitAutograd")
 for _name in ("attend_no_grad", "attend_reference"):
     LIB.impl(_name, reference.attend, "CompositeExplicitAutograd")
+
+
+def _on_cuda(name: str) -> Callable[..., Any]:
+    """Triton's kernels, asked for at the first call; the reference where they have limits, said once."""
+
+    def run(*args: Any) -> Any:
+        device = next(x.device for x in args if isinstance(x, Tensor))
+        refused = triton.why_not(name, device, *args)
+        if refused is None:
+            return triton.operator(name)(*args)
+        _say_once(name, refused)
+        return getattr(reference, name)(*args)
+
+    return run
+
+
+@cache
+def _say_once(name: str, refused: str) -> None:
+    logging.getLogger("kvloom").warning("%s runs in plain torch, slowly: backend 'triton' %s", name, refused)
+
+
+for _name in triton.OPERATORS:
+    LIB.impl(_name, _on_cuda(_name), "CUDA")
+LIB.impl("attend_no_grad", _on_cuda("attend"), "CUDA")
 
 
 def _writes_only(*args: object) -> None:
@@ -66,6 +95,21 @@ def _attend_fake(
 
 def _no_gradient(ctx: object, *grads: Tensor) -> None:
     raise UnsupportedError("attend has no gradient, kvloom is for inference: call it under torch.no_grad()")
+
+
+@cache
+def without_gradient(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """``function`` called by name, with the same answer to ``backward`` as the dispatched operator."""
+
+    class Named(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: object, *args: Any) -> Tensor:
+            return function(*args)
+
+        backward = staticmethod(_no_gradient)
+
+    apply: Callable[..., Tensor] = Named.apply
+    return apply
 
 
 torch.library.register_fake("kvloom::store", _writes_only, lib=LIB)

@@ -173,5 +173,5 @@ def _dense(key: Tensor, value: Tensor, window: int | None, taken: Tensor | None)
     rows, num_columns = key.shape[0], key.shape[2]
     starts = torch.arange(rows, device=key.device) * num_columns
     lengths = torch.full((rows,), num_columns, device=key.device) if taken is None else taken
-    placement = Placement(CacheIndex.offset(starts), lengths, num_columns)
+    placement = Placement(CacheIndex.pages(starts.unsqueeze(1), max(num_columns, 1)), lengths, num_columns)
     return StoredTokens(KVView.split(_DENSE, key, value), placement, window)

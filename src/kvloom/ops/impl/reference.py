@@ -5,13 +5,11 @@ Caches are canonical views ``[B, S/s, s, H, D/d, d]``. Values of slots are check
 them is free.
 """
 
-from itertools import pairwise
-
 import torch
 from torch import Tensor
 
 from kvloom.core.checks import can_read
-from kvloom.core.indexing import CacheIndex, check_index, check_slots
+from kvloom.core.indexing import CacheIndex, check_index, check_slots, check_starts
 from kvloom.core.views import bits_of, head_dim_of, raw
 from kvloom.errors import ArgumentError, ShapeError
 from kvloom.quant.affine import dequantize, quantize
@@ -91,8 +89,8 @@ def attend(
     """Softmax attention of each sequence's new tokens over its stored ones, float32 inside."""
     index = CacheIndex(table, row_starts, page_size)
     seq, kv = seqstarts.tolist(), kvstarts.tolist()
-    _check_starts("seqstarts", seq)
-    _check_starts("kvstarts", kv)
+    check_starts("seqstarts", seq)
+    check_starts("kvstarts", kv)
     if seq[-1] != query.shape[0]:
         raise ArgumentError(f"seqstarts must end with the {query.shape[0]} rows of query, got {seq[-1]}")
     if mask is not None and mask.shape[-1] < kv[-1]:
@@ -209,11 +207,6 @@ def _place(cache: Tensor, slots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     _, outer, inner = cache.shape[:3]
     within = slots.long() % (outer * inner)
     return slots.long() // (outer * inner), within // inner, within % inner
-
-
-def _check_starts(name: str, starts: list[int]) -> None:
-    if starts[0] != 0 or any(a > b for a, b in pairwise(starts)):
-        raise ArgumentError(f"{name} must begin with 0 and never decrease, got {starts}")
 
 
 def _check(slots: Tensor, cache: Tensor, name: str, *, skip_negative: bool = False) -> None:

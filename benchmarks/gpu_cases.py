@@ -1,0 +1,196 @@
+"""What ``gpu.py`` measures: a decode step, an append and a prefill of one layer, and peers doing the same."""
+
+import math
+from collections.abc import Callable
+from importlib.util import find_spec
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from kvloom import Batch, CacheIndex, KVSpec, KVView, QuantSpec, ops
+
+HEADS, HEAD_DIM, PAGE = 8, 128, 16
+MODELS = {"Llama-3-8B": 4, "Llama-3-70B": 8}
+"""Query heads for each of 8 key/value heads."""
+KINDS = {"bf16": None, "int8 g64": QuantSpec(8, 64), "int4 g64": QuantSpec(4, 64)}
+COLD = 256 << 20
+"""Bytes between two uses of the same memory, several times what a cache of the device holds."""
+
+Call = Callable[[int], object]
+
+
+class Case(NamedTuple):
+    """A figure: ``what`` is decode, append or prefill."""
+
+    what: str
+    model: str
+    kind: str
+    batch: int
+    context: int
+
+
+class Work(NamedTuple):
+    """Calls that do the same, the bytes and operations they take, and over how many memories they turn."""
+
+    contenders: dict[str, Call]
+    num_bytes: int
+    flops: int
+    turns: int
+
+
+def cases(*, quick: bool) -> list[Case]:
+    """Every figure, or a few small ones."""
+    if quick:
+        return [
+            Case(what, "Llama-3-8B", kind, 2, 512)
+            for what in ("decode", "append", "prefill")
+            for kind in KINDS
+        ]
+    decode = [
+        Case("decode", model, kind, batch, context)
+        for model in MODELS
+        for kind in KINDS
+        for batch in (1, 8, 64, 256)
+        for context in (512, 4096, 32768)
+    ]
+    append = [Case("append", "Llama-3-8B", kind, batch, 1) for kind in KINDS for batch in (1, 64, 256, 8192)]
+    prefill = [
+        Case("prefill", model, kind, batch, context)
+        for model in MODELS
+        for kind in KINDS
+        for batch, context in ((1, 2048), (1, 8192), (4, 4096))
+    ]
+    return decode + append + prefill
+
+
+def prepare(case: Case, *, peers: bool = True) -> Work:
+    """Caches full of random numbers, and the calls."""
+    return _append(case) if case.what == "append" else _attention(case, peers)
+
+
+def _caches(case: Case, tokens: int) -> tuple[list[KVView], int]:
+    """As many caches as make memory cold, and the bytes that the tokens take in one."""
+    spec = KVSpec(1, HEADS, HEAD_DIM, torch.bfloat16, "2 B S H D", KINDS[case.kind])
+    pool = -(-tokens // PAGE) * PAGE
+    stored = spec.nbytes(pool, PAGE)
+    views = []
+    for _ in range(max(1, COLD // stored)):
+        cache, scale = spec.empty(pool, PAGE, device="cuda")
+        if scale is None:
+            cache.normal_()
+        else:
+            cache.view(torch.int8).random_(-128, 128)
+            scale.uniform_(0.001, 0.02)
+        views.append(KVView.joint(spec.axes, cache, scale))
+    return views, stored
+
+
+def _append(case: Case) -> Work:
+    tokens = case.batch
+    views, stored = _caches(case, max(tokens, 4096))
+    key, value = torch.randn(2, tokens, HEADS, HEAD_DIM, dtype=torch.bfloat16, device="cuda")
+    slots = torch.randperm(views[0].num_slots, device="cuda")[:tokens]
+    written = stored * tokens // views[0].num_slots
+    return Work(
+        {"kvloom": lambda i: ops.store(key, value, slots, views[i])},
+        key.nbytes + value.nbytes + written,
+        0,
+        len(views),
+    )
+
+
+def _attention(case: Case, peers: bool) -> Work:
+    rows, context, ratio = case.batch, case.context, MODELS[case.model]
+    new = 1 if case.what == "decode" else context
+    views, stored = _caches(case, rows * context)
+    query = torch.randn(rows * new, HEADS * ratio, HEAD_DIM, dtype=torch.bfloat16, device="cuda")
+    pages = torch.randperm(views[0].num_slots // PAGE, device="cuda")[: rows * context // PAGE].view(rows, -1)
+    starts = torch.arange(rows + 1, device="cuda")
+    batch = Batch(CacheIndex.pages(pages * PAGE, PAGE), starts * new, starts * context)
+    contenders: dict[str, Call] = {"kvloom": lambda i: ops.attend(query, views[i], batch)}
+    if peers and case.kind == "bf16":
+        contenders |= _dense_peers(case, query, new, views, len(views))
+        contenders |= _paged_peers(case, query, new, views, pages)
+    pairs = rows * (context if new == 1 else context * (context + 1) // 2)
+    return Work(contenders, stored + 2 * query.nbytes, 4 * pairs * HEADS * ratio * HEAD_DIM, len(views))
+
+
+def _dense_peers(case: Case, query: Tensor, new: int, views: list[KVView], turns: int) -> dict[str, Call]:
+    """torch's attention over contiguous keys and values, as many memories."""
+    shape = (case.batch, HEADS, case.context, HEAD_DIM)
+    if 2 * turns * math.prod(shape) * 2 > 48 << 30:
+        return {}
+    keys, values = torch.randn(2, turns, *shape, dtype=torch.bfloat16, device="cuda")
+    q = query.view(case.batch, new, -1, HEAD_DIM).transpose(1, 2)
+    folded = q.reshape(case.batch, HEADS, -1, HEAD_DIM) if new == 1 else q
+
+    how = {"is_causal": new > 1, "enable_gqa": new > 1}
+    return {"sdpa": lambda i: scaled_dot_product_attention(folded, keys[i], values[i], **how)}
+
+
+def _paged_peers(case: Case, query: Tensor, new: int, views: list[KVView], pages: Tensor) -> dict[str, Call]:
+    """Attention of others over the same pages."""
+    peers: dict[str, Call] = {}
+    if (case.batch, case.context) in ((8, 4096), (64, 4096), (1, 8192)):
+        peers["flex_attention"] = _flex(case, query, new, views, pages)
+    if find_spec("flashinfer") is not None:
+        peers["flashinfer"] = _flashinfer(case, query, new, views, pages)
+    return peers
+
+
+def _sides(kv: KVView) -> tuple[Tensor, ...]:
+    """Keys and values."""
+    return tuple(x for x in (kv.key, kv.value) if x is not None)
+
+
+def _flex(case: Case, query: Tensor, new: int, views: list[KVView], pages: Tensor) -> Call:
+    """FlexAttention over a pool: one long row of keys, of which a mask shows each sequence its pages."""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    pool = views[0].num_slots
+    owner = torch.full((pool // PAGE,), -1, device="cuda")
+    place = torch.zeros(pool // PAGE, dtype=torch.int64, device="cuda")
+    owner[pages.flatten()] = torch.arange(case.batch, device="cuda").repeat_interleave(pages.shape[1])
+    place[pages.flatten()] = torch.arange(pages.shape[1], device="cuda").repeat(case.batch)
+    first = case.context - new
+
+    def is_seen(b: Tensor, h: Tensor, q: Tensor, slot: Tensor) -> Tensor:
+        page = slot // PAGE
+        return (owner[page] == b) & (place[page] * PAGE + slot % PAGE <= first + q)
+
+    mask = create_block_mask(is_seen, case.batch, None, new, pool, device="cuda")
+    attention: Any = torch.compile(flex_attention)
+    q = query.view(case.batch, new, -1, HEAD_DIM).transpose(1, 2)
+
+    def side(x: Tensor) -> Tensor:
+        return x.reshape(1, pool, HEADS, HEAD_DIM).transpose(1, 2)
+
+    def call(i: int) -> Tensor:
+        keys, values = (side(x).expand(case.batch, -1, -1, -1) for x in _sides(views[i]))
+        out: Tensor = attention(q, keys, values, block_mask=mask, enable_gqa=True)
+        return out
+
+    return call
+
+
+def _flashinfer(case: Case, query: Tensor, new: int, views: list[KVView], pages: Tensor) -> Call:
+    """FlashInfer's paged attention, planned beforehand."""
+    import flashinfer
+
+    workspace = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
+    starts = torch.arange(case.batch + 1, dtype=torch.int32, device="cuda")
+    table = (starts * pages.shape[1], pages.flatten().int(), torch.full_like(starts[1:], PAGE))
+    shape = (query.shape[1], HEADS, HEAD_DIM)
+    if new == 1:
+        wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD")
+        wrapper.plan(*table, *shape, PAGE, q_data_type=query.dtype, kv_data_type=query.dtype)
+    else:
+        wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD")
+        wrapper.plan(starts * new, *table, *shape, PAGE, causal=True, q_data_type=query.dtype)
+
+    def call(i: int) -> object:
+        return wrapper.run(query, tuple(x.reshape(-1, PAGE, HEADS, HEAD_DIM) for x in _sides(views[i])))
+
+    return call

@@ -1,0 +1,51 @@
+"""Writes ``gpu_results.md`` from the figures of ``gpu.py``. Nothing on that page is typed."""
+
+from typing import Any
+
+PEERS = ("sdpa", "flex_attention", "flashinfer")
+HEAD = ("model", "cache", "batch", "context", "us", "of copy bandwidth", "TFLOP/s", "bf16 / this", *PEERS)
+
+
+def page(result: dict[str, Any]) -> str:
+    """The page, in Markdown."""
+    checks = "; ".join(f"{name}: {said}" for name, said in result["checks"].items()) or "not run"
+    speed = f"{result['copy_gb_per_s']:,.1f} GB/s"
+    lines = [
+        "# Figures on a GPU",
+        "",
+        f"{result['device']}, torch {result['torch']}, triton {result['triton']}, {result['date']}.",
+        f"It copies {speed}, read and written. Checks before: {checks}.",
+        "",
+        "Made by `make bench-gpu`. Times are of CUDA graphs over memory that no cache holds. `bf16 / this`",
+        "is the time of our own bf16 cache over that of the row; peers are their time over ours, above 1",
+        "where ours is shorter.",
+    ]
+    for what in ("decode", "append", "prefill"):
+        rows = [row for row in result["rows"] if row["what"] == what]
+        if rows:
+            lines += ["", f"## {what}", "", _line(HEAD), _line(["---"] * len(HEAD))]
+            lines += [_line(_cells(row, rows)) for row in rows]
+    return "\n".join(lines) + "\n"
+
+
+def _cells(row: dict[str, Any], rows: list[dict[str, Any]]) -> list[str]:
+    same = [
+        x for x in rows if x["kind"] == "bf16" and all(x[k] == row[k] for k in ("model", "batch", "context"))
+    ]
+    ours = row["kvloom_us"]
+    peers = [f"{row[f'{name}_us'] / ours:.2f}" if f"{name}_us" in row else "" for name in PEERS]
+    return [
+        row["model"],
+        row["kind"],
+        str(row["batch"]),
+        str(row["context"]),
+        f"{ours:,.1f}",
+        f"{row['of_copy_bandwidth']:.0%}",
+        f"{row['tflops']:,.1f}",
+        f"{same[0]['kvloom_us'] / ours:.2f}" if same else "",
+        *peers,
+    ]
+
+
+def _line(cells: Any) -> str:
+    return f"| {' | '.join(cells)} |"

@@ -1,0 +1,85 @@
+"""Which backend runs an operator: a named one runs or raises, it never falls back."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from kvloom.core.views import head_dim_of
+from kvloom.errors import ArgumentError, KVError, ShapeError, UnsupportedError
+from kvloom.ops import schemas
+from kvloom.ops.impl import cpu, reference, triton
+
+_DISPATCHED: dict[str, Callable[..., Any]] = {
+    "store": schemas.store,
+    "load": schemas.load,
+    "copy": schemas.copy,
+    "attend": schemas.attend,
+}
+_REFERENCE: dict[str, Callable[..., Any]] = {
+    "store": reference.store,
+    "load": reference.load,
+    "copy": reference.copy,
+    "attend": schemas.attend_reference,
+}
+
+
+def run(backend: str, name: str, device: torch.device, *args: Any) -> Any:
+    """Call the operator on a backend; ``args`` are those of its schema.
+
+    C++ knows none of our errors: of values it raises a ValueError, of sizes an IndexError.
+    """
+    try:
+        return _choose(backend, name, device, args)(*args)
+    except (ValueError, IndexError) as error:
+        if isinstance(error, KVError):
+            raise
+        refused = ShapeError if isinstance(error, IndexError) else ArgumentError
+        raise refused(str(error)) from None
+
+
+def cpu_kernels() -> str:
+    """The instruction set of the compiled CPU backend, or why there is none."""
+    return cpu.ISA or f"none: {cpu.WHY_NOT}"
+
+
+def cuda_kernels() -> str:
+    """The backend that tensors on a CUDA device meet."""
+    missing = triton.why_not_installed()
+    return f"triton {triton.triton_version()}" if missing is None else f"reference (triton {missing})"
+
+
+def _choose(backend: str, name: str, device: torch.device, args: tuple[Any, ...]) -> Callable[..., Any]:
+    match backend:
+        case "auto":
+            return _DISPATCHED[name] if _why_not_cpu(name, device, args) is None else _REFERENCE[name]
+        case "reference":
+            return _REFERENCE[name]
+        case "cpu":
+            if cpu.WHY_NOT is not None:
+                raise UnsupportedError(f"backend 'cpu' cannot run: {cpu.WHY_NOT}")
+            if name not in cpu.COMPILED:
+                raise UnsupportedError(f"backend 'cpu' has no {name} yet; use 'auto' or 'reference'")
+            if device.type != "cpu":
+                raise UnsupportedError(f"backend 'cpu' needs tensors on the CPU, got {device}")
+            if (refused := _why_not_cpu(name, device, args)) is not None:
+                raise UnsupportedError(f"backend 'cpu' {refused}; use 'auto' or 'reference'")
+            return _DISPATCHED[name]
+        case "triton":
+            if (refused := triton.why_not(name, device, *args)) is not None:
+                raise UnsupportedError(f"backend 'triton' {refused}; use 'auto' or 'reference'")
+            operator = triton.operator(name)
+            return schemas.without_gradient(operator) if name == "attend" else operator
+        case _:
+            raise ArgumentError(f"backend must be 'auto', 'reference', 'cpu' or 'triton', got {backend!r}")
+
+
+def _why_not_cpu(name: str, device: torch.device, args: tuple[Any, ...]) -> str | None:
+    """What the compiled kernels have no room for."""
+    if name != "attend" or device.type != "cpu" or cpu.WHY_NOT is not None:
+        return None
+    _, key, value, key_scale, value_scale, *_ = args
+    head_dim = max(head_dim_of(key, key_scale), head_dim_of(value, value_scale))
+    if head_dim <= cpu.MAX_HEAD_DIM:
+        return None
+    return f"attends over head dims up to {cpu.MAX_HEAD_DIM}, got {head_dim}"

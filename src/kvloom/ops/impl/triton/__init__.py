@@ -1,0 +1,52 @@
+"""The Triton backend, for CUDA. Importing this package imports no Triton; what it is asked to run does.
+
+``TRITON_INTERPRET=1`` in the environment makes Triton interpret the same kernels on the CPU: slow, for tests.
+"""
+
+import os
+from collections.abc import Callable
+from functools import cache
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+
+OPERATORS = ("store", "load", "copy", "attend")
+"""What this backend has a kernel for; each is a module with the operator and its limits."""
+
+
+def operator(name: str) -> Callable[..., Any]:
+    """The operator of that name, with the arguments of the schema."""
+    found: Callable[..., Any] = getattr(_module(name), name)
+    return found
+
+
+def why_not(name: str, device: torch.device, *args: Any) -> str | None:
+    """Why the operator cannot run with these arguments, after "backend 'triton'"; ``None`` if it can."""
+    if why_not_installed() is not None:
+        return why_not_installed()
+    if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        return f"needs tensors on a CUDA device (or TRITON_INTERPRET=1 in the environment), got {device}"
+    refused: str | None = _module(name).why_not(*args)
+    return refused
+
+
+@cache
+def why_not_installed() -> str | None:
+    """Why there is no Triton, or ``None``."""
+    return None if find_spec("triton") else "needs Triton: pip install 'kvloom[triton]'"
+
+
+def triton_version() -> str:
+    """Version of the installed Triton."""
+    try:
+        return version("triton")
+    except PackageNotFoundError:  # another distribution brings the module, as on ROCm
+        return "of this torch"
+
+
+@cache
+def _module(name: str) -> Any:
+    return import_module(f"{__name__}.{name}")

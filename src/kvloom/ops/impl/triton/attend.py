@@ -1,0 +1,214 @@
+"""Attend: plan, walk over tiles, fold. Three launches at most, none of which the host waits for.
+
+Letters: B sequences, Tq new tokens, H key/value heads, Hq query heads, Dk and Dv head dims.
+"""
+
+from typing import Final
+
+import torch
+import triton
+from torch import Tensor
+
+from kvloom.core.checks import can_read
+from kvloom.core.indexing import ENDLESS, CacheIndex, check_index, check_starts
+from kvloom.core.views import bits_of, head_dim_of
+from kvloom.errors import ArgumentError, ShapeError
+from kvloom.ops.impl.triton.attend_fold import fold_kernel
+from kvloom.ops.impl.triton.attend_plan import FEW, Lengths, make_plan, most_rows, most_splits
+from kvloom.ops.impl.triton.attend_tile import Bias, Form, Partial, Query, SideForm, Table, attend_kernel
+from kvloom.ops.impl.triton.configs import Case, Config, config_for
+from kvloom.ops.impl.triton.launching import num_multiprocessors, on_device
+from kvloom.ops.impl.triton.numerics import LARGEST
+from kvloom.ops.impl.triton.places import describe
+from kvloom.ops.impl.triton.sides import Side
+
+MAX_HEAD_DIM: Final = 256
+"""A tile of keys and one of values have to fit in the memory of a multiprocessor, several times."""
+
+MAX_CHUNKS: Final = 8
+"""Groups of a head vector up to which each is a product of its own, so that its scale may multiply scores."""
+
+
+def why_not(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    key_scale: Tensor | None,
+    value_scale: Tensor | None,
+    *_: object,
+) -> str | None:
+    """Why these kernels cannot attend over a cache, or ``None``."""
+    head_dim = max(head_dim_of(key_cache, key_scale), head_dim_of(value_cache, value_scale))
+    if head_dim > MAX_HEAD_DIM:
+        return f"attends over head dims up to {MAX_HEAD_DIM}, got {head_dim}"
+    if min(head_dim_of(key_cache, key_scale), head_dim_of(value_cache, value_scale)) == 0:
+        return "attends over head dims from 1 on, got 0"
+    return None
+
+
+def attend(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    key_scale: Tensor | None,
+    value_scale: Tensor | None,
+    table: Tensor,
+    row_starts: Tensor | None,
+    page_size: int,
+    seqstarts: Tensor,
+    kvstarts: Tensor,
+    decoding_batches: int,
+    first_visible: Tensor | None,
+    scale: float,
+    is_causal: bool,
+    mask: Tensor | None,
+    alibi_slopes: Tensor | None,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """As the reference. The values of lengths and tables are checked where that is free."""
+    num_new, query_heads = query.shape[:2]
+    sequences, heads = seqstarts.shape[0] - 1, key_cache.shape[3]
+    num_slots = key_cache.shape[:3].numel()
+    if can_read(kvstarts):
+        _check_values(CacheIndex(table, row_starts, page_size), seqstarts, kvstarts, num_new, num_slots, mask)
+    out = query.new_empty((num_new, query_heads, head_dim_of(value_cache, value_scale)))
+    if out.numel() == 0:
+        return out
+    lengths = Lengths(
+        seqstarts.contiguous(),
+        kvstarts.contiguous(),
+        None if first_visible is None else first_visible.contiguous(),
+        sequences,
+        decoding_batches,
+        ENDLESS if window is None else window,
+    )
+    row_stride, page_stride = (0, table.stride(0)) if table.ndim == 1 else table.stride()
+    ragged = None if row_starts is None else row_starts.contiguous()
+    places = Table(table, ragged, row_stride, page_stride, num_slots)
+    bias = _bias(mask, alibi_slopes, sinks)
+    ratio = query_heads // heads
+    key, key_form = _side(key_cache, key_scale, query.dtype, of_values=False)
+    value, value_form = _side(value_cache, value_scale, query.dtype, of_values=True)
+
+    width = triton.next_power_of_2(max(query.shape[2], out.shape[2]))
+    few, many = (
+        config_for(Case(is_split, query.itemsize, key_form.bits or value_form.bits, width, ratio))
+        for is_split in (True, False)
+    )
+    splits = most_splits(_most_stored(table, page_size, num_slots))
+    rows = most_rows(num_new, sequences)
+
+    def launch(config: Config, is_split: bool) -> None:
+        form = Form(
+            key_form, value_form, heads, ratio, page_size, is_causal, softcap is not None, is_split,
+            config.rows, config.tokens, config.num_stages, LARGEST[query.dtype],
+        )  # fmt: skip
+        attend_kernel[(config.programs * num_multiprocessors(query.device),)](
+            Query(query, *query.stride()),
+            key,
+            value,
+            places,
+            lengths,
+            plan.few if is_split else plan.many,
+            bias,
+            scale,
+            softcap or 0.0,
+            plan.first_row,
+            partial,
+            out,
+            FORM=form,
+            num_warps=config.num_warps,
+            num_stages=config.num_stages,
+            enable_fp_fusion=True,
+        )
+
+    with on_device(query):
+        plan = make_plan(lengths, num_new, ratio, splits, (few.rows, many.rows), query.device)
+        partial = Partial(None, None, None, 0)
+        if num_new > FEW:
+            launch(many, is_split=False)
+        if sequences > 1 or num_new <= FEW:
+            shape = (rows, query_heads, splits)
+            top, total = query.new_empty((2, *shape), dtype=torch.float32)
+            mixed = query.new_empty((*shape, out.shape[2]), dtype=torch.float32)
+            partial = Partial(top, total, mixed, splits)
+            launch(few, is_split=True)
+            fold_kernel[(rows, query_heads)](
+                partial,
+                plan,
+                bias.sinks,
+                out,
+                query_heads,
+                DIM=out.shape[2],
+                WIDTH=_width(out.shape[2]),
+                num_warps=4,
+                enable_fp_fusion=True,
+            )
+    return out
+
+
+def _check_values(
+    index: CacheIndex, seqstarts: Tensor, kvstarts: Tensor, num_new: int, num_slots: int, mask: Tensor | None
+) -> None:
+    """What the reference refuses."""
+    seq, kv = seqstarts.tolist(), kvstarts.tolist()
+    check_starts("seqstarts", seq)
+    check_starts("kvstarts", kv)
+    if seq[-1] != num_new:
+        raise ArgumentError(f"seqstarts must end with the {num_new} rows of query, got {seq[-1]}")
+    if mask is not None and mask.shape[-1] < kv[-1]:
+        raise ShapeError(f"mask must have at least {kv[-1]} columns, got {mask.shape[-1]}")
+    check_index("index", index, kvstarts.diff(), num_slots)
+
+
+def _most_stored(table: Tensor, page_size: int, num_slots: int) -> int:
+    """Stored tokens that a sequence has at most, by shapes alone. Slots may repeat, but not in one page."""
+    if table.ndim == 1:
+        return table.shape[0]
+    return num_slots if page_size >= ENDLESS else table.shape[1] * page_size
+
+
+def _bias(mask: Tensor | None, alibi_slopes: Tensor | None, sinks: Tensor | None) -> Bias:
+    """Arguments for what is added to scores."""
+    head, row, column = (
+        (0, 0, 0) if mask is None else (0, *mask.stride()) if mask.ndim == 2 else mask.stride()
+    )
+    slopes, logits = (None if x is None else x.contiguous() for x in (alibi_slopes, sinks))
+    return Bias(mask, head, row, column, slopes, logits)
+
+
+def _side(
+    cache: Tensor, scale: Tensor | None, dtype: torch.dtype, *, of_values: bool
+) -> tuple[Side, SideForm]:
+    """Arguments for keys or values.
+
+    Scales multiply products if rounding each number first would change no more than the query's dtype does
+    anyway: for bfloat16 always; for float16 with scales of float16 for keys, but not for values, since
+    weights times scales leave its range.
+    """
+    bits = bits_of(cache, scale)
+    view, shape = describe(cache, bits=bits > 0)
+    dim = cache.shape[-2] * cache.shape[-1]
+    planes = 2 if bits == 4 else 1
+    if scale is None:
+        form = SideForm(0, dim, _width(dim), 1, 1, 1, dim, False, shape, shape, 0.0)
+        return Side(view, None), form
+    scale_view, scale_shape = describe(scale)
+    groups = scale.shape[-2] * scale.shape[-1]
+    group = dim // groups
+    is_coarse = dtype == torch.bfloat16 or (dtype == scale.dtype == torch.float16 and not of_values)
+    scales_products = is_coarse and groups <= MAX_CHUNKS and group == _width(group)
+    chunks, width = (groups, group) if scales_products else (1, _width(dim))
+    form = SideForm(
+        bits, dim, width, chunks, planes, chunks * planes, group, scales_products,
+        shape, scale_shape, LARGEST[scale.dtype],
+    )  # fmt: skip
+    return Side(view, scale_view), form
+
+
+def _width(dim: int) -> int:
+    """The power of two that ``dim`` fits in, at least what a product takes."""
+    width: int = triton.next_power_of_2(dim)
+    return max(width, 16)

@@ -1,0 +1,186 @@
+"""How one call of attend is cut into items, on the device: the host knows shapes only and waits for nothing.
+
+An item is a tile of query rows of one sequence, by a run of its stored tokens. Rows are query heads of new
+tokens: row r of a key/value head is its query head ``r % R`` of new token ``r // R``.
+
+* A sequence with at most ``FEW`` new tokens is *split*: the tokens that it sees are cut into at most
+  ``MAX_SPLITS`` runs of equal length, each an item, and the partial results are folded in order.
+* One with more is not: each tile of its rows is one item.
+
+Both follow from the sequence's own lengths, so its bits do not depend on the batch. Letters: B sequences, H
+key/value heads, R query heads for each of them.
+"""
+
+from typing import Any, Final, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+FEW: Final = 16
+"""New tokens up to which a sequence is split."""
+
+MAX_SPLITS: Final = 64
+"""Runs that a sequence is cut into at most: enough to fill a device, few enough to fold in one tile."""
+
+MIN_RUN: Final = 256
+"""Stored tokens that a run has at least, so that a partial result is small beside what it was made from."""
+
+RUN_UNIT: Final = 64
+"""Runs are multiples of this, as tiles of tokens are its divisors."""
+
+# Kernels read globals only if they are constexpr.
+_FEW: tl.constexpr = tl.constexpr(FEW)
+_MAX_SPLITS: tl.constexpr = tl.constexpr(MAX_SPLITS)
+_MIN_RUN: tl.constexpr = tl.constexpr(MIN_RUN)
+_RUN_UNIT: tl.constexpr = tl.constexpr(RUN_UNIT)
+_STEP: tl.constexpr = tl.constexpr(128)
+
+
+class Lengths(NamedTuple):
+    """What tells which stored tokens rows see, as kernels take it. Tensors are contiguous."""
+
+    seqstarts: Any
+    kvstarts: Any
+    first_visible: Any
+    num_sequences: int
+    decoding_batches: int
+    window: int  # ENDLESS for none
+
+
+class Items(NamedTuple):
+    """``count[0]`` items: the sequence of each, and which part of it, ``tile * splits + split``."""
+
+    sequence: Any
+    part: Any
+    count: Any
+
+
+class Plan(NamedTuple):
+    """All items of a call, int32.
+
+    Attributes:
+        few: Items of split sequences.
+        many: Items of the others.
+        row_query: New token of each row that has partial results; there are ``num_rows[0]``.
+        row_splits: How many it has.
+        first_row: ``[B]``, the first such row of each split sequence.
+        num_rows: ``[1]``.
+    """
+
+    few: Items
+    many: Items
+    row_query: Any
+    row_splits: Any
+    first_row: Any
+    num_rows: Any
+
+
+def make_plan(
+    lengths: Lengths,
+    num_new: int,
+    ratio: int,
+    max_splits: int,
+    tile_rows: tuple[int, int],
+    device: torch.device,
+) -> Plan:
+    """Launch the planning of a call.
+
+    Args:
+        lengths: Of the batch.
+        num_new: New tokens of all sequences.
+        ratio: R.
+        max_splits: No sequence is cut into more runs, as ``most_splits`` says.
+        tile_rows: Rows of a tile for few and for many new tokens.
+        device: Of the batch.
+    """
+    sequences = lengths.num_sequences
+    rows = most_rows(num_new, sequences)
+    few = (rows * ratio // tile_rows[0] + sequences) * max_splits
+    many = num_new * ratio // tile_rows[1] + sequences
+    sizes = [few, few, 1, many, many, 1, rows, rows, sequences, 1]
+    parts = torch.empty(sum(sizes), dtype=torch.int32, device=device).split(sizes)
+    plan = Plan(Items(*parts[:3]), Items(*parts[3:6]), *parts[6:])
+    _plan_kernel[(sequences,)](
+        lengths, plan, RATIO=ratio, FEW_TILE=tile_rows[0], MANY_TILE=tile_rows[1], num_warps=4
+    )
+    return plan
+
+
+def most_splits(max_stored: int) -> int:
+    """Runs that a sequence of at most so many stored tokens may be cut into."""
+    return max(min(MAX_SPLITS, -(-max_stored // MIN_RUN)), 1)
+
+
+def most_rows(num_new: int, sequences: int) -> int:
+    """New tokens that may have partial results, of so many in all."""
+    return min(num_new, FEW * sequences)
+
+
+@triton.jit
+def sequence_lengths(lengths, b, is_there):
+    """First new token, new tokens, stored tokens and the first visible one of sequences b, int64."""
+    first_new = tl.load(lengths.seqstarts + b, mask=is_there, other=0).to(tl.int64)
+    num_new = tl.load(lengths.seqstarts + b + 1, mask=is_there, other=0).to(tl.int64) - first_new
+    first_column = tl.load(lengths.kvstarts + b, mask=is_there, other=0).to(tl.int64)
+    num_stored = tl.load(lengths.kvstarts + b + 1, mask=is_there, other=0).to(tl.int64) - first_column
+    first_visible = tl.zeros_like(num_stored)
+    if lengths.first_visible is not None:
+        first_visible = tl.load(lengths.first_visible + b, mask=is_there, other=0).to(tl.int64)
+        first_visible = tl.maximum(first_visible, 0)
+    return first_new, num_new, num_stored, first_visible
+
+
+@triton.jit
+def runs_of(lengths, num_new, num_stored, first_visible):
+    """First token, tokens of a run, and number of runs of split sequences; none sees what is before."""
+    begin = tl.maximum(first_visible, num_stored - num_new - lengths.window + 1)
+    begin = begin // _RUN_UNIT * _RUN_UNIT
+    seen = tl.maximum(num_stored - begin, 0)
+    run = tl.cdiv(tl.cdiv(seen, _MAX_SPLITS), _RUN_UNIT) * _RUN_UNIT
+    run = tl.maximum(run, _MIN_RUN)
+    return begin, run, tl.maximum(tl.cdiv(seen, run), 1)
+
+
+@triton.jit
+def _sizes(lengths, b, is_there, RATIO: tl.constexpr, FEW_TILE: tl.constexpr, MANY_TILE: tl.constexpr):
+    """Items for few and for many new tokens, rows with partial results, and runs of sequences b, int32."""
+    _, num_new, num_stored, first_visible = sequence_lengths(lengths, b, is_there)
+    _, _, splits = runs_of(lengths, num_new, num_stored, first_visible)
+    is_few = num_new <= _FEW
+    few = tl.where(is_few, tl.cdiv(num_new * RATIO, FEW_TILE) * splits, 0)
+    many = tl.where(is_few, 0, tl.cdiv(num_new * RATIO, MANY_TILE))
+    rows = tl.where(is_few, num_new, 0)
+    return few.to(tl.int32), many.to(tl.int32), rows.to(tl.int32), splits.to(tl.int32)
+
+
+@triton.jit
+def _plan_kernel(lengths, plan, RATIO: tl.constexpr, FEW_TILE: tl.constexpr, MANY_TILE: tl.constexpr):
+    """One sequence: add up what the sequences before it have, then write down its own."""
+    b = tl.program_id(0)
+    few_before = tl.full((), 0, tl.int32)
+    many_before = tl.full((), 0, tl.int32)
+    rows_before = tl.full((), 0, tl.int32)
+    step = tl.arange(0, _STEP)
+    for start in range(0, b, _STEP):
+        is_before = start + step < b
+        few, many, rows, _ = _sizes(lengths, start + step, is_before, RATIO, FEW_TILE, MANY_TILE)
+        few_before += tl.sum(tl.where(is_before, few, 0))
+        many_before += tl.sum(tl.where(is_before, many, 0))
+        rows_before += tl.sum(tl.where(is_before, rows, 0))
+    few, many, rows, splits = _sizes(lengths, b, True, RATIO, FEW_TILE, MANY_TILE)
+    for start in range(0, few, _STEP):
+        tl.store(plan.few.sequence + few_before + start + step, b, mask=start + step < few)
+        tl.store(plan.few.part + few_before + start + step, start + step, mask=start + step < few)
+    for start in range(0, many, _STEP):
+        tl.store(plan.many.sequence + many_before + start + step, b, mask=start + step < many)
+        tl.store(plan.many.part + many_before + start + step, start + step, mask=start + step < many)
+    first_new = tl.load(lengths.seqstarts + b).to(tl.int32)
+    new = tl.arange(0, _FEW)
+    tl.store(plan.row_query + rows_before + new, first_new + new, mask=new < rows)
+    tl.store(plan.row_splits + rows_before + new, splits, mask=new < rows)
+    tl.store(plan.first_row + b, rows_before)
+    if b == lengths.num_sequences - 1:
+        tl.store(plan.few.count, few_before + few)
+        tl.store(plan.many.count, many_before + many)
+        tl.store(plan.num_rows, rows_before + rows)

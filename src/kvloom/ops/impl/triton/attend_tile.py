@@ -1,0 +1,257 @@
+"""Attention of a tile of query rows over a run of stored tokens: the item of a plan, from queries to result.
+
+Letters: M rows of a tile, N tokens of a tile, Dv head dim of values. A row is a query head of a new token.
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from kvloom.ops.impl.triton.attend_plan import runs_of, sequence_lengths
+from kvloom.ops.impl.triton.attend_walk import exp_below, walk
+from kvloom.ops.impl.triton.numerics import is_finite
+from kvloom.ops.impl.triton.places import Shape
+
+
+class Query(NamedTuple):
+    """``[Tq, Hq, D]`` and its strides in elements."""
+
+    data: Any
+    token: int
+    head: int
+    element: int
+
+
+class Table(NamedTuple):
+    """First slot of each page of each sequence; row_starts where rows are ragged. Strides in elements."""
+
+    data: Any
+    row_starts: Any
+    row: int
+    page: int
+    num_slots: int
+
+
+class Bias(NamedTuple):
+    """What is added to scores, and the sinks. The mask is ``[Hq, Tq, columns]`` by strides."""
+
+    mask: Any
+    head: int
+    row: int
+    column: int
+    alibi_slopes: Any
+    sinks: Any
+
+
+class Partial(NamedTuple):
+    """Partial results ``[rows, Hq, splits]``: largest score, sum of weights, and weighted values."""
+
+    top: Any
+    total: Any
+    mixed: Any
+    splits: int
+
+
+@dataclass(frozen=True)
+class SideForm:
+    """What is compiled in about keys or values. Sizes are in stored elements."""
+
+    bits: int
+    dim: int
+    width: int  # of a chunk
+    chunks: int
+    planes: int
+    parts: int  # chunks of all planes
+    group: int  # that share a scale
+    scales_products: bool  # or else numbers are dequantised one by one, as the reference does
+    cache: Shape
+    scale: Shape
+    largest_scale: float
+
+
+@dataclass(frozen=True)
+class Form:
+    """What is compiled in about a call."""
+
+    key_side: SideForm
+    value_side: SideForm
+    heads: int
+    ratio: int
+    page_size: int
+    is_causal: bool
+    has_softcap: bool
+    is_split: bool
+    rows: int  # M
+    tokens: int  # N
+    stages: int  # tiles of tokens that are on their way at once
+    largest: float  # finite value of the query's dtype
+
+
+@triton.jit
+def attend_kernel(
+    query,
+    keys,
+    values,
+    table,
+    lengths,
+    items,
+    bias,
+    scale,
+    softcap,
+    first_rows,
+    partial,
+    out,
+    FORM: tl.constexpr,
+):
+    """Every so many-th item of all heads; heads lie side by side in memory and are done side by side."""
+    KEY: tl.constexpr = FORM.key_side
+    VALUE: tl.constexpr = FORM.value_side
+    ROWS: tl.constexpr = FORM.rows
+    total = tl.load(items.count) * FORM.heads
+    for unit in range(tl.program_id(0), total, tl.num_programs(0)):
+        head = unit % FORM.heads
+        b = tl.load(items.sequence + unit // FORM.heads).to(tl.int64)
+        part = tl.load(items.part + unit // FORM.heads).to(tl.int64)
+        first_new, num_new, num_stored, first_visible = sequence_lengths(lengths, b, True)
+        begin, end, split, tile = _run_of_item(lengths, part, num_new, num_stored, first_visible, FORM)
+
+        row = tile * ROWS + tl.arange(0, ROWS)
+        new = row // FORM.ratio
+        query_head = head * FORM.ratio + row % FORM.ratio
+        is_there = new < num_new
+        position = num_stored - num_new + new
+        low = tl.maximum(first_visible, position - lengths.window + 1)
+        high = tl.zeros_like(position) + num_stored
+        if bias.alibi_slopes is not None:
+            high = tl.minimum(high, position + 1)
+        elif FORM.is_causal:
+            high = tl.where(b >= lengths.decoding_batches, tl.minimum(high, position + 1), high)
+        # Tokens that no row of the tile sees are not visited; tiles of tokens begin at multiples of N.
+        begin = tl.maximum(begin, tl.min(low)) // FORM.tokens * FORM.tokens
+        high = tl.where(is_there, high, 0)
+        end = tl.minimum(end, tl.max(high))
+        # Tokens are few enough for int32; slots may not be.
+        begin, end, position = begin.to(tl.int32), end.to(tl.int32), position.to(tl.int32)
+        low, high = tl.minimum(low, end).to(tl.int32), high.to(tl.int32)
+
+        rows_at = query.data + (first_new + new) * query.token + query_head * query.head
+        q = _query_parts(query, rows_at, is_there, KEY)
+        page_row = _page_row(table, b)
+        mask_at, slopes = _bias_of_rows(bias, lengths, b, first_new + new, query_head, is_there)
+
+        top, weight_sum, mixed = walk(
+            q, keys, values, head, table, page_row, begin, end, low, high, position,
+            bias, mask_at, slopes, scale, softcap, FORM, False,
+        )  # fmt: skip
+        # A value that is not finite makes NaN of a weight of 0, too. That is rare: look again, with care.
+        finite = tl.full((), 1, tl.int32)
+        for i in tl.static_range(len(mixed)):
+            finite &= tl.min(is_finite(mixed[i]).to(tl.int32))
+        if finite == 0:
+            top, weight_sum, mixed = walk(
+                q, keys, values, head, table, page_row, begin, end, low, high, position,
+                bias, mask_at, slopes, scale, softcap, FORM, True,
+            )  # fmt: skip
+
+        query_heads: tl.constexpr = FORM.heads * FORM.ratio
+        if FORM.is_split:
+            partial_row = tl.load(first_rows + b).to(tl.int64) + new
+            at = (partial_row * query_heads + query_head) * partial.splits + split
+            tl.store(partial.top + at, top, mask=is_there)
+            tl.store(partial.total + at, weight_sum, mask=is_there)
+            _write(partial.mixed, at, mixed, is_there, VALUE)
+        else:
+            if bias.sinks is not None:
+                sink = tl.load(bias.sinks + query_head, mask=is_there, other=0.0).to(tl.float32)
+                top, weight_sum, mixed = with_sink(sink, top, weight_sum, mixed)
+            _write(
+                out,
+                (first_new + new) * query_heads + query_head,
+                normalized(mixed, weight_sum),
+                is_there,
+                VALUE,
+            )
+
+
+@triton.jit
+def with_sink(sink, top, weight_sum, mixed):
+    """Let a logit that has no value take part in the softmax of each row."""
+    new_top = tl.maximum(top, sink)
+    shrink = exp_below(top, new_top)
+    shrunk = ()
+    for i in tl.static_range(len(mixed)):
+        shrunk += (mixed[i] * shrink[:, None],)
+    return new_top, weight_sum * shrink + exp_below(sink, new_top), shrunk
+
+
+@triton.jit
+def normalized(mixed, weight_sum):
+    """Weighted values over the sum of weights; 0 where there are no weights."""
+    divided = ()
+    for i in tl.static_range(len(mixed)):
+        divided += (mixed[i] / tl.where(weight_sum == 0, 1.0, weight_sum)[:, None],)
+    return divided
+
+
+@triton.jit
+def _run_of_item(lengths, part, num_new, num_stored, first_visible, FORM: tl.constexpr):
+    """First token, the one behind the last, number of the split and of the tile of rows."""
+    if FORM.is_split:
+        first, run, splits = runs_of(lengths, num_new, num_stored, first_visible)
+        begin = first + part % splits * run
+        return begin, tl.minimum(begin + run, num_stored), part % splits, part // splits
+    return tl.zeros_like(part), num_stored, tl.zeros_like(part), part
+
+
+@triton.jit
+def _query_parts(query, rows_at, is_there, FORM: tl.constexpr):
+    """The query rows ``[M, width]`` as keys are read: chunk by chunk, plane by plane."""
+    parts = ()
+    PARTS: tl.constexpr = FORM.parts
+    WIDTH: tl.constexpr = FORM.width
+    for i in tl.static_range(PARTS):
+        element = i // FORM.planes * WIDTH + tl.arange(0, WIDTH)
+        number = element * FORM.planes + i % FORM.planes
+        is_in = is_there[:, None] & (element < FORM.dim)[None, :]
+        parts += (
+            tl.load(rows_at[:, None] + number[None, :].to(tl.int64) * query.element, mask=is_in, other=0.0),
+        )
+    return parts
+
+
+@triton.jit
+def _page_row(table, b):
+    """Where the pages of sequence b begin in the table."""
+    if table.row_starts is not None:
+        return tl.load(table.row_starts + b).to(tl.int64) * table.page
+    return b * table.row
+
+
+@triton.jit
+def _bias_of_rows(bias, lengths, b, new_token, query_head, is_there):
+    """Where the mask of each row begins, and its slope."""
+    mask_at = tl.zeros_like(new_token)
+    slopes = tl.zeros(new_token.shape, tl.float32)
+    if bias.mask is not None:
+        mask_at = query_head * bias.head + new_token * bias.row
+        mask_at += tl.load(lengths.kvstarts + b).to(tl.int64) * bias.column
+    if bias.alibi_slopes is not None:
+        slopes = tl.load(bias.alibi_slopes + query_head, mask=is_there, other=0.0).to(tl.float32)
+    return mask_at, slopes
+
+
+@triton.jit
+def _write(target, at, parts, is_there, FORM: tl.constexpr):
+    """Numbers ``[M, Dv]``, as values are read, to rows ``at`` of ``target``."""
+    dim = FORM.dim * FORM.planes
+    PARTS: tl.constexpr = FORM.parts
+    WIDTH: tl.constexpr = FORM.width
+    for i in tl.static_range(PARTS):
+        element = i // FORM.planes * WIDTH + tl.arange(0, WIDTH)
+        number = element * FORM.planes + i % FORM.planes
+        is_in = is_there[:, None] & (element < FORM.dim)[None, :]
+        tl.store(
+            target + at[:, None] * dim + number[None, :], parts[i].to(target.dtype.element_ty), mask=is_in
+        )

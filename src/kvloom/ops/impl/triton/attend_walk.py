@@ -1,0 +1,205 @@
+"""A tile of query rows walks over a run of stored tokens, read where they lie.
+
+Softmax is taken online: a row keeps the largest score so far, the sum of its weights and the weighted values,
+all float32, and shrinks them when a larger score comes. Codes of a cache stay integers in the products where
+that loses nothing: the scale of a group of keys multiplies scores, that of values multiplies weights.
+
+Letters: M rows of a tile, N tokens of a tile. What a head vector stores is read in chunks ``[N, width]``; a
+chunk of bytes of two codes has two planes, the even numbers and the odd.
+"""
+
+import triton
+import triton.language as tl
+
+from kvloom.ops.impl.triton.numerics import dequantized, is_finite, nibble
+from kvloom.ops.impl.triton.places import place_of_element, place_of_slot
+
+_INT32_MAX: tl.constexpr = tl.constexpr((1 << 31) - 1)
+
+
+@triton.jit
+def walk(
+    q, keys, values, head, table, page_row, begin, end, low, high, position,
+    bias, mask_at, slopes, scale, softcap, FORM: tl.constexpr, CAREFUL: tl.constexpr,
+):  # fmt: skip
+    """Largest score, sum of weights and weighted values of each row over the tokens ``begin:end``.
+
+    With ``CAREFUL`` a weight of 0 hides what is not finite, and whoever sees it gets NaN.
+    """
+    KEY: tl.constexpr = FORM.key_side
+    VALUE: tl.constexpr = FORM.value_side
+    PARTS: tl.constexpr = VALUE.parts
+    ROWS: tl.constexpr = FORM.rows
+    TOKENS: tl.constexpr = FORM.tokens
+    dtype: tl.constexpr = q[0].dtype
+    top = tl.full((ROWS,), float("-inf"), tl.float32)
+    weight_sum = tl.full((ROWS,), 0.0, tl.float32)
+    mixed = ()
+    for _ in tl.static_range(PARTS):
+        mixed += (tl.full((ROWS, VALUE.width), 0.0, tl.float32),)
+    # Care is seldom needed: it gets no registers for tiles that are on their way.
+    STAGES: tl.constexpr = 1 if CAREFUL else FORM.stages
+    for start in tl.range(begin, end, TOKENS, num_stages=STAGES):
+        token = start + tl.arange(0, TOKENS)
+        first_slot, within = _page_of(table, page_row, token, token < end, FORM.page_size)
+        slot = first_slot + within
+        is_stored = (first_slot >= 0) & (slot < table.num_slots)
+
+        scores = _products(q, keys, slot, head, is_stored, KEY, FORM.largest) * scale
+        if FORM.has_softcap:
+            scores = softcap * _tanh(scores / softcap)
+        is_seen = (token[None, :] >= low[:, None]) & (token[None, :] < high[:, None])
+        if bias.mask is not None:
+            column = mask_at[:, None] + token[None, :].to(tl.int64) * bias.column
+            scores += tl.load(bias.mask + column, mask=is_seen, other=0.0).to(tl.float32)
+        if bias.alibi_slopes is not None:
+            scores += slopes[:, None] * (token[None, :] - position[:, None]).to(tl.float32)
+        scores = tl.where(is_seen, scores, float("-inf"))
+
+        new_top = tl.maximum(top, tl.max(scores, axis=1))
+        shrink = exp_below(top, new_top)
+        weights = exp_below(scores, new_top[:, None])
+        weight_sum = weight_sum * shrink + tl.sum(weights, axis=1)
+        mixed = _mix(
+            mixed, shrink, weights, values, slot, head, is_stored, dtype, VALUE, FORM.largest, CAREFUL
+        )
+        top = new_top
+    return top, weight_sum, mixed
+
+
+@triton.jit
+def _products(q, side, slot, head, is_stored, FORM: tl.constexpr, LARGEST: tl.constexpr):
+    """Dot products ``[M, N]`` of the rows with the keys in ``slot``."""
+    CACHE: tl.constexpr = FORM.cache
+    CHUNKS: tl.constexpr = FORM.chunks
+    PLANES: tl.constexpr = FORM.planes
+    WIDTH: tl.constexpr = FORM.width
+    at = place_of_slot(side.cache, slot, CACHE) + head * side.cache.head
+    scores = tl.zeros((q[0].shape[0], slot.shape[0]), tl.float32)
+    for c in tl.static_range(CHUNKS):
+        element = c * WIDTH + tl.arange(0, WIDTH)
+        is_in = (element < FORM.dim)[:, None] & is_stored[None, :]
+        within = place_of_element(side.cache, element, CACHE)
+        stored = tl.load(side.cache.data + within[:, None] + at[None, :], mask=is_in, other=0)
+        part = tl.zeros_like(scores)
+        if FORM.bits == 0:
+            part = tl.dot(q[c], _cast(stored, q[0].dtype), part, input_precision="ieee")
+        elif FORM.scales_products:
+            for plane in tl.static_range(PLANES):
+                code = _code(stored, plane, FORM).to(q[0].dtype)
+                part = tl.dot(q[c * PLANES + plane], code, part, input_precision="ieee")
+            part *= _group_scale(side, slot, head, is_stored, c, FORM)[None, :].to(tl.float32)
+        else:
+            factor = _scales(side, slot[None, :], head, is_in, element[:, None], FORM)
+            for plane in tl.static_range(PLANES):
+                number = dequantized(
+                    _code(stored, plane, FORM), factor, q[0].dtype, FORM.largest_scale, LARGEST
+                )
+                part = tl.dot(q[c * PLANES + plane], number, part, input_precision="ieee")
+        scores += part
+    return scores
+
+
+@triton.jit
+def _mix(
+    mixed, shrink, weights, side, slot, head, is_stored, dtype: tl.constexpr,
+    FORM: tl.constexpr, LARGEST: tl.constexpr, CAREFUL: tl.constexpr,
+):  # fmt: skip
+    """Shrink what was mixed so far, and add the values in ``slot`` by their weights ``[M, N]``."""
+    CACHE: tl.constexpr = FORM.cache
+    CHUNKS: tl.constexpr = FORM.chunks
+    PLANES: tl.constexpr = FORM.planes
+    WIDTH: tl.constexpr = FORM.width
+    at = place_of_slot(side.cache, slot, CACHE) + head * side.cache.head
+    result = ()
+    for c in tl.static_range(CHUNKS):
+        element = c * WIDTH + tl.arange(0, WIDTH)
+        is_in = is_stored[:, None] & (element < FORM.dim)[None, :]
+        within = place_of_element(side.cache, element, CACHE)
+        stored = tl.load(side.cache.data + at[:, None] + within[None, :], mask=is_in, other=0)
+        for plane in tl.static_range(PLANES):
+            before = mixed[c * PLANES + plane]
+            if FORM.bits > 0 and FORM.scales_products and not CAREFUL:
+                code = _code(stored, plane, FORM).to(dtype)
+                factor = _group_scale(side, slot, head, is_stored, c, FORM)
+                scaled = weights * factor[None, :].to(tl.float32)
+                after = tl.dot(scaled.to(dtype), code, before * shrink[:, None], input_precision="ieee")
+            else:
+                if FORM.bits == 0:
+                    number = _cast(stored, dtype)
+                else:
+                    if FORM.scales_products:
+                        factor = _group_scale(side, slot, head, is_stored, c, FORM)[:, None]
+                    else:
+                        factor = _scales(side, slot[:, None], head, is_in, element[None, :], FORM)
+                    number = dequantized(
+                        _code(stored, plane, FORM), factor, dtype, FORM.largest_scale, LARGEST
+                    )
+                if CAREFUL:
+                    broken = ~is_finite(number.to(tl.float32))
+                    number = tl.where(broken, 0.0, number.to(tl.float32)).to(dtype)
+                    kept = tl.where(shrink[:, None] == 0, 0.0, before * shrink[:, None])
+                    after = tl.dot(weights.to(dtype), number, kept, input_precision="ieee")
+                    sees = tl.dot((weights != 0).to(tl.float16), broken.to(tl.float16)) > 0
+                    after = tl.where(sees, float("nan"), after)
+                else:
+                    after = tl.dot(
+                        weights.to(dtype), number, before * shrink[:, None], input_precision="ieee"
+                    )
+            result += (after,)
+    return result
+
+
+@triton.jit
+def _page_of(table, page_row, token, is_there, PAGE: tl.constexpr):
+    """First slot of the page of each token, int64, -1 for none, and the token's place in it."""
+    if PAGE > _INT32_MAX:
+        page, within = tl.zeros_like(token), token
+    else:
+        page, within = token // PAGE, token % PAGE
+    first = tl.load(table.data + page_row + page.to(tl.int64) * table.page, mask=is_there, other=-1)
+    return first.to(tl.int64), within
+
+
+@triton.jit
+def exp_below(x, top):
+    """``exp(x - top)``, and 0 where there is nothing to exceed: then both are -inf."""
+    return tl.exp(x - tl.where(top == float("-inf"), 0.0, top))
+
+
+@triton.jit
+def _tanh(x):
+    """Hyperbolic tangent by an exponential that cannot overflow."""
+    shrunk = tl.exp(-2.0 * tl.abs(x))
+    magnitude = (1.0 - shrunk) / (1.0 + shrunk)
+    return tl.where(x < 0, -magnitude, magnitude)
+
+
+@triton.jit
+def _code(stored, plane: tl.constexpr, FORM: tl.constexpr):
+    """The codes of one plane, int8."""
+    return nibble(stored, plane) if FORM.bits == 4 else stored
+
+
+@triton.jit
+def _cast(x, dtype: tl.constexpr):
+    """Stored numbers in the dtype of the query."""
+    return x if x.dtype == dtype else x.to(tl.float32).to(dtype)
+
+
+@triton.jit
+def _group_scale(side, slot, head, is_stored, group: tl.constexpr, FORM: tl.constexpr):
+    """The scale ``[N]`` of one group, as it is stored."""
+    SCALE: tl.constexpr = FORM.scale
+    at = place_of_slot(side.scale, slot, SCALE) + head * side.scale.head
+    at += place_of_element(side.scale, tl.full((), group, tl.int64), SCALE)
+    return tl.load(side.scale.data + at, mask=is_stored, other=0.0)
+
+
+@triton.jit
+def _scales(side, slot, head, is_in, element, FORM: tl.constexpr):
+    """The scale of each stored element, of the shape of ``is_in``, as it is stored."""
+    SCALE: tl.constexpr = FORM.scale
+    at = place_of_slot(side.scale, slot, SCALE) + head * side.scale.head
+    within = place_of_element(side.scale, element // FORM.group, SCALE)
+    return tl.load(side.scale.data + at + within, mask=is_in, other=0.0)

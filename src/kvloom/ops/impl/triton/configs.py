@@ -1,0 +1,101 @@
+"""Tile sizes and launch options of attention: pinned, so that results are the same each time.
+
+Others are used only within ``tuned``. Another tile adds in another order, so bits may change.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Final, NamedTuple
+
+
+class Config(NamedTuple):
+    """How one path of attention is launched.
+
+    Attributes:
+        rows: Query rows of a tile, a power of two, at least 16.
+        tokens: Stored tokens of a tile, a power of two from 16 to ``attend_plan.RUN_UNIT``.
+        num_warps: Of a program.
+        num_stages: Tiles of tokens that are on their way at once.
+        programs: For each multiprocessor; items are shared out among them.
+    """
+
+    rows: int
+    tokens: int
+    num_warps: int
+    num_stages: int
+    programs: int
+
+
+class Case(NamedTuple):
+    """What a configuration is pinned or tuned for.
+
+    Attributes:
+        is_split: Few new tokens, or many.
+        itemsize: Bytes of an element of the query.
+        bits: Of a code of the keys, 0 without scales.
+        head_dim: The power of two that both head dims fit in.
+        ratio: Query heads for each key/value head.
+    """
+
+    is_split: bool
+    itemsize: int
+    bits: int
+    head_dim: int
+    ratio: int
+
+
+Tuned = Mapping[Case, Config]
+"""Configurations measured on one device."""
+
+_TUNED: ContextVar[Tuned | None] = ContextVar("kvloom_tuned", default=None)
+
+MAX_SPLIT_ROWS: Final = 64
+"""Rows of a tile of few new tokens; more query heads to a key/value head are several tiles."""
+
+
+def config_for(case: Case) -> Config:
+    """The tuned configuration within ``tuned``, or else the pinned one."""
+    chosen = (_TUNED.get() or {}).get(case)
+    return pinned(case) if chosen is None else chosen
+
+
+def pinned(case: Case) -> Config:
+    """The configuration that a case always gets."""
+    is_wide, is_float32 = case.head_dim > 128, case.itemsize == 4
+    if is_float32:  # no tensor cores: each thread multiplies, and has room for little
+        return Config(16, 16, 4, 1, 4) if is_wide else Config(16 if case.is_split else 32, 32, 8, 1, 4)
+    if case.is_split:
+        rows = 16
+        while rows < min(case.ratio, MAX_SPLIT_ROWS):
+            rows *= 2
+        return Config(rows, 32 if is_wide else 64, 4, 2 if is_wide else 3, 4)
+    if is_wide or case.bits:
+        return Config(64, 32 if is_wide else 64, 8, 2, 2)
+    return Config(128, 64, 8, 3, 2)
+
+
+@contextmanager
+def tuned(table: Tuned) -> Iterator[None]:
+    """Within this context use ``table``, and what is pinned for cases that it lacks."""
+    token = _TUNED.set(table)
+    try:
+        yield
+    finally:
+        _TUNED.reset(token)
+
+
+def write_tuned(path: Path, device: str, table: Tuned) -> None:
+    """Keep what was measured on the device of that name, beside what the file has of others."""
+    known = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    known[device] = [[*case, *config] for case, config in table.items()]
+    path.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
+
+
+def read_tuned(path: Path, device: str) -> dict[Case, Config]:
+    """What ``write_tuned`` kept for the device of that name; empty if nothing."""
+    rows = json.loads(path.read_text(encoding="utf-8")).get(device, [])
+    size = len(Case._fields)
+    return {Case(*row[:size]): Config(*row[size:]) for row in rows}

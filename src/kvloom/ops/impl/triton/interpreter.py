@@ -1,0 +1,56 @@
+"""bfloat16 in Triton's interpreter, which cuts off what the hardware rounds, and multiplies the bits.
+
+Importing this under ``TRITON_INTERPRET=1`` puts it right, so that kernels need no words about it.
+"""
+
+from typing import Any
+
+import numpy as np
+import triton.language as tl
+from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+
+def to_float32(bits: Any) -> Any:
+    """numpy float32 of bfloat16 bits, uint16."""
+    return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
+
+
+def to_bfloat16(x: Any) -> Any:
+    """bfloat16 bits of numpy float32, ties to even."""
+    bits = np.ascontiguousarray(x).view(np.uint32)
+    odd = (bits >> np.uint32(16)) & np.uint32(1)
+    nearest = (bits + np.uint32(0x7FFF) + odd) >> np.uint32(16)
+    return np.where(np.isnan(x), np.uint32(0x7FC0), nearest).astype(np.uint16)
+
+
+def _is_bfloat16(x: Any) -> bool:
+    return bool(x.dtype.scalar == tl.bfloat16)
+
+
+def install() -> None:
+    """Replace the interpreter's casts and products by ones that know bfloat16."""
+    cast, product = InterpreterBuilder.cast_impl, InterpreterBuilder.create_dot
+
+    def cast_impl(self: Any, source: Any, dtype: Any) -> Any:
+        with np.errstate(all="ignore"):
+            if _is_bfloat16(source):
+                source = TensorHandle(to_float32(source.data), tl.float32)
+            if dtype.scalar == tl.bfloat16:
+                wide = cast(self, source, tl.float32)
+                return TensorHandle(to_bfloat16(wide.data), tl.bfloat16)
+            return cast(self, source, dtype)
+
+    def create_fp_to_fp(self: Any, source: Any, dtype: Any, rounding: Any) -> Any:
+        return cast_impl(self, source, dtype)
+
+    def create_dot(self: Any, a: Any, b: Any, *how: Any) -> Any:
+        a, b = (TensorHandle(to_float32(x.data), tl.float32) if _is_bfloat16(x) else x for x in (a, b))
+        return product(self, a, b, *how)
+
+    def get_bf16(self: Any, value: float) -> Any:
+        return TensorHandle(to_bfloat16(np.array([value], dtype=np.float32)), tl.bfloat16)
+
+    InterpreterBuilder.get_bf16 = get_bf16
+    InterpreterBuilder.cast_impl = cast_impl
+    InterpreterBuilder.create_fp_to_fp = create_fp_to_fp
+    InterpreterBuilder.create_dot = create_dot

@@ -1,0 +1,30 @@
+"""Launching on the device of the tensors, and what Triton can be asked to run on at all."""
+
+import os
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
+from typing import Final
+
+import torch
+from torch import Tensor
+
+INTERPRETED: Final = os.environ.get("TRITON_INTERPRET") == "1"
+"""Whether kernels are interpreted on the CPU, as Triton itself reads it when it is imported."""
+
+if INTERPRETED:
+    from kvloom.ops.impl.triton.interpreter import install
+
+    install()
+
+
+def on_device(x: Tensor) -> AbstractContextManager[object]:
+    """Within this context kernels are launched where ``x`` is."""
+    return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
+
+
+@cache
+def num_multiprocessors(device: torch.device) -> int:
+    """Of the device; 2 where kernels are interpreted."""
+    if device.type != "cuda":
+        return 2
+    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -1,0 +1,145 @@
+"""Load: keys and values from their slots, dequantised, each head repeated, in one launch.
+
+Letters: T tokens, H heads, D head dim, R repeats of a head.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kvloom.core.checks import can_read
+from kvloom.core.indexing import check_slots
+from kvloom.core.views import head_dim_of
+from kvloom.ops.impl.triton import sides
+from kvloom.ops.impl.triton.launching import on_device
+from kvloom.ops.impl.triton.numerics import LARGEST, dequantized, nibble
+from kvloom.ops.impl.triton.places import as_bits, place_of_element, place_of_slot
+from kvloom.ops.impl.triton.sides import elements_of, num_programs, numbers_of, rows_of, side_of
+
+
+def load(
+    slots: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor | None,
+    key_scale: Tensor | None,
+    value_scale: Tensor | None,
+    dtype: torch.dtype,
+    num_repeat: int,
+) -> tuple[Tensor, Tensor]:
+    """As the reference. Slots are checked where that is free; elsewhere the kernel stops at one outside."""
+    if can_read(slots):
+        check_slots("slots", slots, key_cache.shape[:3].numel())
+    tokens, heads = slots.shape[0], key_cache.shape[3]
+    value_dim = 0 if value_cache is None else head_dim_of(value_cache, value_scale)
+    shape = (tokens, heads * num_repeat)
+    key = key_cache.new_empty((*shape, head_dim_of(key_cache, key_scale)), dtype=dtype)
+    value = key_cache.new_empty((*shape, value_dim), dtype=dtype)
+    if tokens == 0 or heads == 0:
+        return key, value
+    keeps_key = key_scale is None and key_cache.dtype == dtype
+    keeps_value = value_cache is not None and value_scale is None and value_cache.dtype == dtype
+    keys, key_form = side_of(key_cache, key_scale, as_bits=keeps_key)
+    values, value_form = side_of(value_cache, value_scale, as_bits=keeps_value)
+    programs = num_programs(tokens, heads, key_form, value_form)
+    with on_device(key_cache):
+        _load_kernel[(programs, 1 if value_cache is None else 2)](
+            slots,
+            slots.stride(0),
+            tokens,
+            heads,
+            num_repeat,
+            key_cache.shape[:3].numel(),
+            keys,
+            values,
+            as_bits(key) if keeps_key else key,
+            as_bits(value) if keeps_value else value,
+            KEY=key_form,
+            VALUE=value_form,
+            LARGEST=LARGEST.get(dtype, 0.0),
+            num_warps=4,
+            enable_fp_fusion=False,
+            debug=True,  # keeps the assertion that a slot is in the cache
+            sanitize_overflow=False,
+        )
+    return key, value
+
+
+def why_not(
+    slots: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor | None,
+    key_scale: Tensor | None,
+    value_scale: Tensor | None,
+    *_: object,
+) -> str | None:
+    """Why these caches cannot be read here, or ``None``."""
+    return sides.why_not(key_cache, key_scale) or sides.why_not(value_cache, value_scale)
+
+
+@triton.jit
+def _load_kernel(
+    slots,
+    slots_stride,
+    tokens,
+    heads,
+    num_repeat,
+    num_slots,
+    keys,
+    values,
+    key,
+    value,
+    KEY: tl.constexpr,
+    VALUE: tl.constexpr,
+    LARGEST: tl.constexpr,
+):
+    if tl.program_id(1) == 0:
+        _load_rows(slots, slots_stride, tokens, heads, num_repeat, num_slots, keys, key, KEY, LARGEST)
+    elif values.cache is not None:
+        _load_rows(slots, slots_stride, tokens, heads, num_repeat, num_slots, values, value, VALUE, LARGEST)
+
+
+@triton.jit
+def _load_rows(
+    slots,
+    slots_stride,
+    tokens,
+    heads,
+    num_repeat,
+    num_slots,
+    side,
+    out,
+    FORM: tl.constexpr,
+    LARGEST: tl.constexpr,
+):
+    """The rows of one program: read, dequantise, write as often as heads are repeated."""
+    CACHE: tl.constexpr = FORM.cache
+    token, head, group = rows_of(heads, FORM)
+    exists = token < tokens
+    slot = tl.load(slots + token * slots_stride, mask=exists, other=0).to(tl.int64)
+    in_cache = (slot >= 0) & (slot < num_slots)
+    tl.device_assert(in_cache, "slots must be in the cache")
+    kept = exists & in_cache
+    element, in_group = elements_of(group, FORM)
+    place = place_of_slot(side.cache, slot, CACHE) + head * side.cache.head
+    source = side.cache.data + place + place_of_element(side.cache, element, CACHE)
+    stored = tl.load(source, mask=kept & in_group)
+    dtype: tl.constexpr = out.dtype.element_ty
+    if FORM.bits == 0:
+        x = stored if stored.dtype == dtype else stored.to(tl.float32).to(dtype)
+    else:
+        SCALE: tl.constexpr = FORM.scale
+        scale_place = place_of_slot(side.scale, slot, SCALE) + head * side.scale.head
+        scale_place += place_of_element(side.scale, group, SCALE)
+        scale = tl.load(side.scale.data + scale_place, mask=kept)
+        if FORM.bits == 4:
+            stored = tl.join(nibble(stored, 0), nibble(stored, 1)).reshape(
+                stored.shape[0], 2 * stored.shape[1]
+            )
+        x = dequantized(stored, scale, dtype, FORM.largest_scale, LARGEST)
+    PER_ELEMENT: tl.constexpr = 2 if FORM.bits == 4 else 1
+    number, is_there = numbers_of(group, PER_ELEMENT, FORM)
+    for repeat in range(num_repeat):
+        vector = (token * heads + head) * num_repeat + repeat
+        target = out + vector * (FORM.groups * FORM.group * PER_ELEMENT) + number
+        tl.store(target, x, mask=kept & is_there)

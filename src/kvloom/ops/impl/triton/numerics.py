@@ -1,0 +1,76 @@
+"""``quant/affine.py`` in kernels: each step in float32, then rounded where the reference rounds.
+
+Quotients are divided (``div_rn``), never multiplied by a reciprocal, and ties round to even.
+"""
+
+from typing import Final
+
+import torch
+import triton
+import triton.language as tl
+
+from kvloom.quant.affine import EPS
+
+# Adding and taking away 1.5 * 2^23 leaves an integer, ties to even, of what is smaller than 2^22.
+_ROUNDER: tl.constexpr = tl.constexpr(12582912.0)
+_INF: tl.constexpr = tl.constexpr(float("inf"))
+
+LARGEST: Final = {x: torch.finfo(x).max for x in (torch.float32, torch.float16, torch.bfloat16)}
+"""Largest finite value of a dtype."""
+
+LEAST_SCALE: Final = {x: float(torch.tensor(EPS, dtype=x)) for x in LARGEST}
+"""The smallest scale, as an input's dtype has it."""
+
+
+@triton.jit
+def rounded(x, dtype: tl.constexpr):
+    """float32 ``x`` rounded to ``dtype``, in float32."""
+    return x.to(dtype).to(tl.float32)
+
+
+@triton.jit
+def is_finite(x):
+    """Neither infinite nor NaN."""
+    return tl.abs(x) < _INF
+
+
+@triton.jit
+def clamped(x, LARGEST: tl.constexpr):
+    """``x`` within ``[-LARGEST, LARGEST]``; NaN stays NaN."""
+    return tl.where(x > LARGEST, LARGEST, tl.where(x < -LARGEST, -LARGEST, x))
+
+
+@triton.jit
+def scale_of(amax, dtype: tl.constexpr, QMAX: tl.constexpr, LEAST: tl.constexpr):
+    """Scale of groups with the largest magnitude ``amax``, in the dtype of the input, as float32."""
+    quotient = tl.div_rn(amax, tl.full(amax.shape, QMAX, tl.float32))
+    return tl.maximum(rounded(quotient, dtype), LEAST)
+
+
+@triton.jit
+def code_of(x, scale, finite, dtype: tl.constexpr, QMAX: tl.constexpr):
+    """Codes of ``x``, int32; 0 where its group is not finite."""
+    quotient = rounded(tl.div_rn(x, tl.broadcast_to(scale, x.shape)), dtype)
+    code = tl.where(finite, clamped(quotient, QMAX), 0.0)
+    return ((code + _ROUNDER) - _ROUNDER).to(tl.int32)
+
+
+@triton.jit
+def stored_scale(scale, finite, dtype: tl.constexpr, LARGEST: tl.constexpr):
+    """A scale as the cache keeps it: saturated, and NaN where its group is not finite."""
+    kept = tl.minimum(scale, LARGEST).to(dtype)
+    return tl.where(finite, kept, tl.full(kept.shape, float("nan"), dtype))
+
+
+@triton.jit
+def dequantized(code, scale, dtype: tl.constexpr, LARGEST_SCALE: tl.constexpr, LARGEST: tl.constexpr):
+    """``code * scale`` rounded to the dtype of the scale, then to ``dtype``; finite if the scale is."""
+    product = rounded(code.to(tl.float32) * scale.to(tl.float32), scale.dtype)
+    product = clamped(product, LARGEST_SCALE)
+    return clamped(product, LARGEST).to(dtype)
+
+
+@triton.jit
+def nibble(byte, plane: tl.constexpr):
+    """The low (``plane`` 0) or high nibble of int8 ``byte`` with its sign, int8."""
+    return ((byte << 4) >> 4) if plane == 0 else (byte >> 4)

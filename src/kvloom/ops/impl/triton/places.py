@@ -1,0 +1,80 @@
+"""Where an element of a canonical view ``[B, S/s, s, H, D/d, d]`` lies: what every kernel shares.
+
+Letters as in ``core/views.py``. Places are int64 before they meet a stride.
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kvloom.core.views import raw
+
+
+class View(NamedTuple):
+    """A canonical view as kernels take it: a pointer and a stride for each axis, in elements."""
+
+    data: Any
+    block: int
+    outer: int
+    inner: int
+    head: int
+    chunk: int
+    element: int
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of a view that are compiled in, since they divide: ``S/s``, ``s`` and ``d``.
+
+    A view whose blocks and slots have one stride counts as blocks of one slot: nothing is divided then.
+    """
+
+    outer: int
+    inner: int
+    chunk: int  # 0 where a head vector has one stride
+
+
+def as_bits(x: Tensor) -> Tensor:
+    """``x`` as signed integers of its own width, which kernels move without looking at them."""
+    bits = raw(x)
+    return bits.view(torch.int8) if bits.dtype in (torch.bool, torch.uint8) else bits
+
+
+def describe(x: Tensor | None, bits: bool = False) -> tuple[View | None, Shape]:
+    """Arguments for a canonical view; ``bits`` to move its elements as they are."""
+    if x is None:
+        return None, Shape(1, 1, 0)
+    _, outer, inner, _, chunks, chunk = x.shape
+    block_stride, outer_stride, inner_stride, head_stride, chunk_stride, stride = x.stride()
+    if chunk == 1:
+        chunks, chunk, stride = 1, chunks, chunk_stride
+    if chunks == 1 or chunk_stride == chunk * stride:
+        chunk, chunk_stride = 0, 0
+    slot_stride = inner_stride if inner > 1 else outer_stride if outer > 1 else block_stride
+    one_run = inner == 1 or outer == 1 or outer_stride == inner * inner_stride
+    if one_run and (x.shape[0] == 1 or outer * inner == 1 or block_stride == outer * inner * slot_stride):
+        outer, inner, block_stride, outer_stride, inner_stride = 1, 1, slot_stride, 0, 0
+    strides = (block_stride, outer_stride, inner_stride, head_stride, chunk_stride, stride)
+    return View(as_bits(x) if bits else x, *strides), Shape(outer, inner, chunk)
+
+
+@triton.jit
+def place_of_slot(view, slot, SHAPE: tl.constexpr):
+    """Offset of a slot, int64."""
+    slot = slot.to(tl.int64)
+    within = slot % (SHAPE.outer * SHAPE.inner)
+    block = slot // (SHAPE.outer * SHAPE.inner)
+    return block * view.block + within // SHAPE.inner * view.outer + within % SHAPE.inner * view.inner
+
+
+@triton.jit
+def place_of_element(view, element, SHAPE: tl.constexpr):
+    """Offset within a head vector, int64."""
+    element = element.to(tl.int64)
+    if SHAPE.chunk == 0:
+        return element * view.element
+    return element // SHAPE.chunk * view.chunk + element % SHAPE.chunk * view.element

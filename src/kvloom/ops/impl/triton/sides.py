@@ -1,0 +1,101 @@
+"""What store and load share: one side of a cache, keys or values, cut into rows of one group each.
+
+Row r is group ``r % G`` of head ``r // G % H`` of token ``r // (G * H)``. A side without scales has one
+group, the head vector. Letters: H heads, G groups of a head vector.
+"""
+
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kvloom.core.views import bits_of
+from kvloom.ops.impl.triton.numerics import LARGEST
+from kvloom.ops.impl.triton.places import Shape, View, describe
+
+MAX_GROUP: Final = 4096
+"""Stored elements of a group, or of a head vector without scales, that a row of a tile has room for."""
+
+TILE_ELEMENTS: Final = 2048
+"""Elements that one program moves, 16 for each of its 128 threads."""
+
+
+class Side(NamedTuple):
+    """A cache and its scales, as kernels take them."""
+
+    cache: View | None
+    scale: View | None
+
+
+@dataclass(frozen=True)
+class Form:
+    """What is compiled in about a side. Sizes are in stored elements, of which one holds two 4-bit codes."""
+
+    bits: int
+    group: int
+    groups: int
+    cache: Shape
+    scale: Shape
+    largest_scale: float
+    rows: int  # of a tile
+    width: int  # of a tile: the group, or the power of two above it
+
+
+def side_of(cache: Tensor | None, scale: Tensor | None, *, as_bits: bool) -> tuple[Side, Form]:
+    """Arguments for one side; ``as_bits`` if its elements are moved as they are."""
+    if cache is None:
+        return Side(None, None), Form(0, 1, 0, Shape(1, 1, 0), Shape(1, 1, 0), 0.0, 1, 1)
+    bits = bits_of(cache, scale)
+    view, shape = describe(cache, bits=as_bits or bits > 0)
+    scale_view, scale_shape = (None, shape) if scale is None else describe(scale)
+    groups = 1 if scale is None else scale.shape[-2] * scale.shape[-1]
+    group = cache.shape[-2] * cache.shape[-1] // groups
+    width = triton.next_power_of_2(group)
+    largest = 0.0 if scale is None else LARGEST[scale.dtype]
+    form = Form(bits, group, groups, shape, scale_shape, largest, max(TILE_ELEMENTS // width, 1), width)
+    return Side(view, scale_view), form
+
+
+def num_programs(tokens: int, heads: int, *forms: Form) -> int:
+    """Programs that the larger side takes; one that is not there has no groups."""
+    return max(-(-tokens * heads * form.groups // form.rows) for form in forms)
+
+
+def why_not(cache: Tensor | None, scale: Tensor | None) -> str | None:
+    """Why the elements of a side cannot be moved by these kernels, or ``None``."""
+    if cache is None:
+        return None
+    group = cache.shape[-2] * cache.shape[-1] // (1 if scale is None else scale.shape[-2] * scale.shape[-1])
+    if group > MAX_GROUP:
+        return f"moves groups, or head vectors without scales, of at most {MAX_GROUP} elements, got {group}"
+    if cache.itemsize > torch.int64.itemsize:
+        return f"moves elements of at most 8 bytes, got {cache.dtype}"
+    return None
+
+
+@triton.jit
+def rows_of(heads, FORM: tl.constexpr):
+    """Token, head and group of each row of this program's tile, all ``[rows, 1]``."""
+    ROWS: tl.constexpr = FORM.rows
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    vector = row // FORM.groups
+    return vector // heads, vector % heads, row % FORM.groups
+
+
+@triton.jit
+def elements_of(group, FORM: tl.constexpr):
+    """Stored elements of each row, ``[rows, width]``, and which of them the group has, ``[1, width]``."""
+    WIDTH: tl.constexpr = FORM.width
+    within = tl.arange(0, WIDTH)[None, :]
+    return group * FORM.group + within, within < FORM.group
+
+
+@triton.jit
+def numbers_of(group, PER_ELEMENT: tl.constexpr, FORM: tl.constexpr):
+    """As ``elements_of``, of the numbers ``[rows, width * PER_ELEMENT]`` stored so many to an element."""
+    WIDTH: tl.constexpr = FORM.width * PER_ELEMENT
+    within = tl.arange(0, WIDTH)[None, :]
+    return group * (FORM.group * PER_ELEMENT) + within, within < FORM.group * PER_ELEMENT

@@ -1,0 +1,165 @@
+"""Store: new keys and values into their slots, quantised on the way, in one launch.
+
+Letters: T tokens, H heads, D head dim.
+"""
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kvloom.core.checks import can_read
+from kvloom.core.indexing import check_slots
+from kvloom.ops.impl.triton import sides
+from kvloom.ops.impl.triton.launching import on_device
+from kvloom.ops.impl.triton.numerics import LEAST_SCALE, code_of, is_finite, scale_of, stored_scale
+from kvloom.ops.impl.triton.places import as_bits, place_of_element, place_of_slot
+from kvloom.ops.impl.triton.sides import Form, Side, elements_of, num_programs, numbers_of, rows_of, side_of
+from kvloom.quant.affine import QMAX
+
+
+class New(NamedTuple):
+    """New keys or values ``[T, H, D]`` and their strides in elements."""
+
+    data: Any
+    token: int
+    head: int
+    element: int
+
+
+def store(
+    key: Tensor,
+    value: Tensor | None,
+    slots: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor | None,
+    key_scale: Tensor | None,
+    value_scale: Tensor | None,
+) -> None:
+    """As the reference. Slots are checked where that is free; elsewhere the kernel stops at one outside."""
+    if can_read(slots):
+        check_slots("slots", slots, key_cache.shape[:3].numel(), skip_negative=True)
+    tokens, heads = key.shape[:2]
+    if slots.numel() == 0 or heads == 0:
+        return
+    new_key, keys, key_form = _side(key, key_cache, key_scale)
+    new_value, values, value_form = _side(value, value_cache, value_scale)
+    programs = num_programs(tokens, heads, key_form, value_form)
+    with on_device(key_cache):
+        _store_kernel[(programs, 1 if value is None else 2)](
+            slots,
+            slots.stride(0),
+            tokens,
+            heads,
+            key_cache.shape[:3].numel(),
+            new_key,
+            new_value,
+            keys,
+            values,
+            LEAST_SCALE.get(key.dtype, 0.0),
+            KEY=key_form,
+            VALUE=value_form,
+            KEY_QMAX=QMAX.get(key_form.bits, 0),
+            VALUE_QMAX=QMAX.get(value_form.bits, 0),
+            num_warps=4,
+            enable_fp_fusion=False,
+            debug=True,  # keeps the assertion that a slot is in the cache
+            sanitize_overflow=False,
+        )
+
+
+def why_not(
+    key: Tensor,
+    value: Tensor | None,
+    slots: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor | None,
+    key_scale: Tensor | None,
+    value_scale: Tensor | None,
+) -> str | None:
+    """Why these caches cannot be written here, or ``None``."""
+    return sides.why_not(key_cache, key_scale) or sides.why_not(value_cache, value_scale)
+
+
+def _side(x: Tensor | None, cache: Tensor | None, scale: Tensor | None) -> tuple[New | None, Side, Form]:
+    """Arguments for one side; what keeps its dtype is moved as bits."""
+    if x is None or cache is None:
+        return None, *side_of(None, None, as_bits=True)
+    keeps = scale is None and x.dtype == cache.dtype
+    return New(as_bits(x) if keeps else x, *x.stride()), *side_of(cache, scale, as_bits=keeps)
+
+
+@triton.jit
+def _store_kernel(
+    slots,
+    slots_stride,
+    tokens,
+    heads,
+    num_slots,
+    key,
+    value,
+    keys,
+    values,
+    least_scale,
+    KEY: tl.constexpr,
+    VALUE: tl.constexpr,
+    KEY_QMAX: tl.constexpr,
+    VALUE_QMAX: tl.constexpr,
+):
+    if tl.program_id(1) == 0:
+        _store_rows(slots, slots_stride, tokens, heads, num_slots, key, keys, least_scale, KEY, KEY_QMAX)
+    elif value is not None:
+        _store_rows(
+            slots, slots_stride, tokens, heads, num_slots, value, values, least_scale, VALUE, VALUE_QMAX
+        )
+
+
+@triton.jit
+def _store_rows(
+    slots,
+    slots_stride,
+    tokens,
+    heads,
+    num_slots,
+    new,
+    side,
+    least_scale,
+    FORM: tl.constexpr,
+    QMAX: tl.constexpr,
+):
+    """The rows of one program: read, quantise, write."""
+    CACHE: tl.constexpr = FORM.cache
+    token, head, group = rows_of(heads, FORM)
+    exists = token < tokens
+    slot = tl.load(slots + token * slots_stride, mask=exists, other=-1).to(tl.int64)
+    tl.device_assert(slot < num_slots, "slots must be in the cache")
+    kept = exists & (slot >= 0) & (slot < num_slots)
+    element, in_group = elements_of(group, FORM)
+    source = new.data + token * new.token + head * new.head
+    place = place_of_slot(side.cache, slot, CACHE) + head * side.cache.head
+    target = side.cache.data + place + place_of_element(side.cache, element, CACHE)
+    if FORM.bits == 0:
+        x = tl.load(source + element * new.element, mask=kept & in_group)
+        if x.dtype != target.dtype.element_ty:
+            x = x.to(tl.float32).to(target.dtype.element_ty)
+        tl.store(target, x, mask=kept & in_group)
+    else:
+        dtype: tl.constexpr = new.data.dtype.element_ty
+        SCALE: tl.constexpr = FORM.scale
+        # A byte of the cache holds two 4-bit codes.
+        PER_BYTE: tl.constexpr = 8 // FORM.bits
+        number, is_there = numbers_of(group, PER_BYTE, FORM)
+        x = tl.load(source + number * new.element, mask=kept & is_there, other=0.0).to(tl.float32)
+        finite = tl.max((~is_finite(x)).to(tl.int32), axis=1, keep_dims=True) == 0
+        amax = tl.max(tl.where(is_finite(x), tl.abs(x), 0.0), axis=1, keep_dims=True)
+        scale = scale_of(amax, dtype, QMAX, least_scale)
+        code = code_of(x, scale, finite, dtype, QMAX)
+        if FORM.bits == 4:
+            low, high = tl.split(code.reshape(code.shape[0], code.shape[1] // 2, 2))
+            code = (low & 0xF) | (high << 4)
+        tl.store(target, code.to(tl.int8), mask=kept & in_group)
+        scale_place = place_of_slot(side.scale, slot, SCALE) + head * side.scale.head
+        scale_target = side.scale.data + scale_place + place_of_element(side.scale, group, SCALE)
+        stored = stored_scale(scale, finite, scale_target.dtype.element_ty, FORM.largest_scale)
+        tl.store(scale_target, stored, mask=kept)

@@ -1,0 +1,57 @@
+"""Attention that kernels treat differently: of many kinds, options and lengths, and what it should give."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from ops.attention import Case, plain
+from ops.pools import Kind
+from oracles.bits import generator
+from torch import Tensor
+
+from kvloom.ops import Scores, alibi_slopes
+
+CODES = {8: torch.int8, 4: torch.uint8}
+
+
+def codes(bits: int, group: int, scale_dtype: torch.dtype = torch.float16) -> Kind:
+    return Kind(CODES[bits], bits, group, scale_dtype)
+
+
+def golden(case: Case, scores: Scores) -> Tensor:
+    """In float64, of the values that attention receives."""
+    wide = Case(case.query.double(), case.kv, case.new, case.stored, case.slots)
+    wide.decoding_batches, wide.first_visible = case.decoding_batches, case.first_visible
+    wide.loaded = [(key.double(), value.double()) for key, value in case.keys_and_values()]
+    return plain(wide, scores)
+
+
+def alone(case: Case, b: int, new: int | None = None, last: int | None = None) -> Case:
+    """Sequence b without the others; of its new tokens only ``new`` that end at stored token ``last``."""
+    stop = case.stored[b] if last is None else last
+    end = sum(case.new[: b + 1]) - (case.stored[b] - stop)
+    count = case.new[b] if new is None else new
+    query = case.query[end - count : end].clone()
+    return Case(query, case.kv, [count], [stop], [case.slots[b][:stop]], case.page_size)
+
+
+def options(heads: int, rows: int, columns: int) -> dict[str, Scores]:
+    rng = generator(5)
+    mask = torch.randn(rows, columns, generator=rng).masked_fill_(
+        torch.rand(rows, columns, generator=rng) < 0.3, -math.inf
+    )
+    slopes, sinks = alibi_slopes(heads), torch.randn(heads, generator=rng)
+    return {
+        "window": Scores(window=40),
+        "window over splits": Scores(window=513),
+        "softcap": Scores(softcap=2.0),
+        "alibi": Scores(alibi_slopes=slopes),
+        "sinks": Scores(sinks=sinks.half()),
+        "mask": Scores(mask=mask),
+        "mask of each head": Scores(mask=torch.stack([mask * (1 + h) for h in range(heads)]).bfloat16()),
+        "not causal": Scores(is_causal=False),
+        "all": Scores(
+            mask=mask, alibi_slopes=slopes, sinks=sinks, window=100, softcap=5.0, scale=0.2, is_causal=False
+        ),
+    }

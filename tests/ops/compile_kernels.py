@@ -1,0 +1,118 @@
+"""Compiles what a call would launch on an NVIDIA GPU of compute capability 9.0 without one.
+
+The launchers run as they are, but each kernel is compiled down to machine code instead of launched. Prints a
+JSON line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from kvloom import Batch, CacheIndex, CacheLayout, KVSpec, KVView, QuantSpec, Scores
+from kvloom.core import checks
+from kvloom.ops import alibi_slopes, api
+from kvloom.ops.impl.triton import attend, load, store
+
+PAGE = 16
+KINDS = {"plain": None, "int8": QuantSpec(8, 64), "int4": QuantSpec(4, 64), "int8 g8": QuantSpec(8, 8)}
+
+
+class NoDriver:
+    """Tells the target, and nothing else."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: object = None) -> int:
+        return 0
+
+
+def compile_instead_of_launching() -> list[dict[str, Any]]:
+    """From now on; returns the list to which each kernel is added."""
+    compiled: list[dict[str, Any]] = []
+    run = JITFunction.run
+
+    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        kernel = run(self, *args, grid=grid, warmup=True, **options)
+        ptx = kernel.asm["ptx"]
+        compiled.append(
+            {
+                "kernel": self.fn.__name__,
+                "shared": kernel.metadata.shared,
+                **resources(kernel.asm["cubin"]),
+                "tensor_cores": bool(re.search(r"wgmma\.mma_async|mma\.sync", ptx)),
+                "wide_loads": bool(re.search(r"ld\.global\.v4|cp\.async\.cg", ptx)),
+                "exact_division": "div.full" not in ptx and "div.approx" not in ptx,
+            }
+        )
+        return kernel
+
+    driver.set_active(NoDriver())
+    JITFunction.run = compile_only
+    return compiled
+
+
+def resources(cubin: bytes) -> dict[str, int]:
+    """Registers of a thread, and bytes that it spills."""
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        out = subprocess.run(
+            [tool, "-res-usage", file.name], capture_output=True, text=True, check=True
+        ).stdout
+    return {name.lower(): int(re.findall(rf"{name}:(\d+)", out)[-1]) for name in ("REG", "STACK")}
+
+
+def main() -> None:
+    """Compile store, load and attend of one case."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--kind", choices=list(KINDS), default="plain")
+    parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument("--value-dim", type=int)
+    parser.add_argument("--ratio", type=int, default=4)
+    parser.add_argument("--layout", default="B S H D")
+    parser.add_argument("--everything", action="store_true", help="masks, biases, windows and sinks")
+    args = parser.parse_args()
+    compiled = compile_instead_of_launching()
+    checks.can_read = attend.can_read = load.can_read = store.can_read = lambda x: False
+
+    dtype, quant, heads = getattr(torch, args.dtype), KINDS[args.kind], 8
+    dims = (args.head_dim, args.value_dim or args.head_dim)
+    sides = [KVSpec(1, heads, dim, dtype, args.layout, quant).empty(64, PAGE) for dim in dims]
+    kv = KVView.split(CacheLayout(args.layout), *(x[0] for x in sides), *(x[1] for x in sides), heads=heads)
+    key, value = (torch.zeros(64, heads, dim, dtype=dtype) for dim in dims)
+    slots, query_heads = torch.arange(64), heads * args.ratio
+    sides = (kv.key, kv.value, kv.key_scale, kv.value_scale)
+    store.store(key, value, slots, *sides)
+    load.load(slots, *sides, dtype, 1)
+    starts = torch.arange(5)
+    batch = Batch(CacheIndex.pages(torch.zeros(4, 256, dtype=torch.int64), PAGE), starts * 16, starts * 99)
+    scores = Scores()
+    if args.everything:
+        ones = torch.ones(query_heads)
+        scores = Scores(None, True, torch.zeros(64, 400), alibi_slopes(query_heads), 100, 5.0, ones)
+    query = torch.zeros(64, query_heads, dims[0], dtype=dtype)
+    attend.attend(*api._arguments(query, kv, batch, scores, dims[0]))
+    json.dump(compiled, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

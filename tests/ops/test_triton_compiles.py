@@ -1,0 +1,73 @@
+"""Every kernel compiles for compute capability 9.0, in the pinned configurations, into what it should."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from ops import kernels
+
+pytestmark = kernels.pytestmark
+
+SHARED_OF_A_BLOCK = 227 << 10
+ATTEND = ["attend_kernel", "attend_kernel", "fold_kernel"]  # many new tokens, few of them
+
+CASES = {
+    "Llama-3-8B": "--ratio 4",
+    "Llama-3-8B int8": "--ratio 4 --kind int8",
+    "Llama-3-8B int4": "--ratio 4 --kind int4",
+    "Llama-3-70B": "--ratio 8",
+    "Llama-3-70B int8": "--ratio 8 --kind int8",
+    "Llama-3-70B int4": "--ratio 8 --kind int4",
+    "float16": "--dtype float16",
+    "float16 int4": "--dtype float16 --kind int4",
+    "float32": "--dtype float32",
+    "64": "--head-dim 64",
+    "80": "--head-dim 80",
+    "96": "--head-dim 96 --ratio 1",
+    "192/128": "--head-dim 192 --value-dim 128",
+    "256": "--head-dim 256",
+    "256 float32": "--head-dim 256 --dtype float32",
+    "groups of 8": "--kind int8_g8",
+    "everything": "--everything",
+    "split heads and blocks": "--layout B_(H_D/16)_S_D%16",
+}
+
+
+def compiled(options: str) -> list[dict[str, object]]:
+    """What a fresh process compiles, in which kernels are not interpreted."""
+    environment = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
+    script = Path(__file__).with_name("compile_kernels.py")
+    arguments = [word.replace("_", " ") for word in options.split()]
+    done = subprocess.run(
+        [sys.executable, script, *arguments],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    kernels: list[dict[str, object]] = json.loads(done.stdout)
+    return kernels
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_kernels_compile(case: str) -> None:
+    kernels = compiled(CASES[case])
+    assert [x["kernel"] for x in kernels] == ["_store_kernel", "_load_kernel", "_plan_kernel", *ATTEND]
+    for kernel in kernels:
+        assert kernel["shared"] <= SHARED_OF_A_BLOCK, kernel
+    assert kernels[0]["exact_division"]
+    if case not in ("groups of 8", "split heads and blocks"):
+        assert all(x["wide_loads"] for x in (*kernels[:2], kernels[4]))
+    if "float32" not in CASES[case]:
+        assert all(x["tensor_cores"] for x in kernels[3:5])
+
+
+def test_a_decode_step_of_bfloat16_spills_no_registers() -> None:
+    assert compiled(CASES["Llama-3-8B"])[4]["stack"] == 0
