@@ -11,7 +11,7 @@ from ops.attention import Case, exact, make_case, plain
 from ops.cases import alone, codes, golden, options
 from ops.pools import INT8, PLAIN, Kind
 from oracles.attention import assert_as_good_as_plain
-from oracles.bits import FLOATS, assert_same_bits
+from oracles.bits import FLOATS, assert_same_bits, generator
 from torch import Tensor
 
 from kvloom import ops
