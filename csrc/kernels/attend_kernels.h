@@ -18,9 +18,11 @@ using ValueKernel = void (*)(const ChunkRows& chunk, const ValueTask& task);
 
 inline void pack_nothing(const SidePlace&, const float*, Index, Index, Byte*) {}
 
-// Rows of the query's own dtype are read as they are, all others through float32 copies.
+// Rows of the query's own dtype are read as they are, and all floats by a float32 query, since nothing is rounded;
+// others through float32 copies.
 inline bool is_direct(const SidePlace& side, DType query_dtype) {
-  return !side.scale.data && side.cache.dtype == query_dtype && side.dim % kBlock == 0;
+  return !side.scale.data && (side.cache.dtype == query_dtype || query_dtype == DType::f32) &&
+         side.dim % kBlock == 0;
 }
 
 // Whether codes can be met as they are, block by block: groups begin with a column of keys, rows fill vectors of
@@ -59,7 +61,7 @@ inline ScoreKernel choose_score(const SidePlace& key, DType query_dtype) {
       return ScoreKernel{pack_nothing, score_codes<is_int4, Rounded>};
     });
   if (!is_direct(key, query_dtype)) return {pack_nothing, score_wide};
-  switch (query_dtype) {
+  switch (key.cache.dtype) {
     case DType::bf16: return {pack_nothing, score_direct<LoadBf16>};
     case DType::f16: return {pack_nothing, score_direct<LoadF16>};
     default: return {pack_nothing, score_direct<LoadF32>};
@@ -77,7 +79,7 @@ inline ValueKernel choose_value(const SidePlace& value, DType query_dtype) {
     return choose_codes(value, query_dtype,
                         []<bool is_int4, class Rounded>() -> ValueKernel { return value_codes<is_int4, Rounded>; });
   if (!is_direct(value, query_dtype)) return value_wide;
-  switch (query_dtype) {
+  switch (value.cache.dtype) {
     case DType::bf16: return value_direct<LoadBf16>;
     case DType::f16: return value_direct<LoadF16>;
     default: return value_direct<LoadF32>;
