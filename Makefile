@@ -2,6 +2,7 @@
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
+TRITON ?= 'triton>=3.6' 'numpy>=1.24'
 BUILD := 'scikit-build-core>=0.11' cmake ninja
 TOKENS ?= 128
 WORKERS ?= 2
@@ -9,6 +10,7 @@ MATRIX ?= 4.57.6 5.3.0 5.12.0 5.15.0 5.23.0
 
 BIN := .venv/bin
 READY := .venv/.ready
+WITH_TRITON := .venv/.triton
 
 ISAS := baseline avx2 avx512
 KERNELS := tests/ops tests/quant
@@ -33,7 +35,7 @@ test-isa: $(READY)
 	done
 
 # Triton's kernels, on a CUDA device or else interpreted on the CPU; and whether they compile, which takes no device.
-test-triton: $(READY)
+test-triton: $(WITH_TRITON)
 	TRITON_INTERPRET=$$($(BIN)/python -c $(NO_CUDA)) \
 	    $(BIN)/python -m pytest --quiet --numprocesses $(WORKERS) --dist worksteal tests/ops/test_triton_*.py
 
@@ -91,12 +93,17 @@ bench: .venv-bench/.ready
 	@touch $@
 
 # Rewrites benchmarks/gpu_results.md; needs a CUDA device.
-bench-gpu: $(READY)
+bench-gpu: $(WITH_TRITON)
 	$(BIN)/python benchmarks/gpu.py
 
 format: $(READY)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+# Hundreds of megabytes that the other tests do not need.
+$(WITH_TRITON): $(READY)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TRITON)
+	@touch $@
 
 clean:
 	rm -rf build .venv .venv-bench .venv-transformers-* .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
@@ -108,5 +115,5 @@ $(READY): pyproject.toml CMakeLists.txt $(wildcard csrc/* csrc/kernels/*)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(BUILD)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation \
-	    --editable '.[transformers,onnx,triton,dev]'
+	    --editable '.[transformers,onnx,dev]'
 	@touch $@
