@@ -108,8 +108,8 @@ inline void value_bf16(const ChunkRows& chunk, const ValueTask& task) {
   shrink_totals(task);
   for_rows(task.num_rows, [&]<int R>(Index r) {
     for (Index d = 0; d < task.width; d += 64)
-      add_values_bf16<R>(task.weights + r * kChunk, chunk.row, *chunk.ahead, chunk.begin,
-                         chunk.end, task.totals + r * task.width, task.width, d);
+      add_values_bf16<R>(task.weights + r * kChunk, chunk.row, *chunk.ahead, chunk.begin, chunk.end,
+                         task.totals + r * task.width, task.width, d);
   });
 }
 
@@ -357,7 +357,8 @@ inline void value_digits(const ChunkRows& chunk, const ValueTask& task) {
   const SidePlace& value = *chunk.side;
   alignas(64) float scales[kMaxGroups][kChunk];
   read_scales(chunk, scales);
-  if (has_negative(scales, value.num_groups)) return value_codes<is_int4, Unrounded>(chunk, task);  // digits are unsigned
+  // Digits are unsigned.
+  if (has_negative(scales, value.num_groups)) return value_codes<is_int4, Unrounded>(chunk, task);
   const ValueBlocks blocks(chunk);
   WeightDigits weights;
   shrink_totals(task);

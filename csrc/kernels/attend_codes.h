@@ -133,8 +133,6 @@ inline void for_places(std::integer_sequence<int, place...>, Visit visit) {
 template <bool is_int4>
 using Places = std::make_integer_sequence<int, is_int4 ? 8 : 4>;
 
-inline IntVec load_dwords(const Byte* from) { return bit_copy<IntVec>(from); }
-
 // A dequantised number is rounded to the scale's type where that shows in the query's.
 struct Unrounded {
   static constexpr bool kRounds = false;
@@ -195,8 +193,9 @@ inline void score_codes_at(const Byte* const* blocks, Index first, const SidePla
 template <class Visit>
 inline void for_key_blocks(const ChunkRows& chunk, Visit visit) {
   alignas(64) Byte copies[2][kMaxHeadDim * kBlock];
-  for (Index block = chunk.begin / (2 * kBlock) * 2; block * kBlock < chunk.end; block += 2) {
-    const Index last = (chunk.end - 1) / kBlock, begin = chunk.begin / kBlock;
+  const Index begin = chunk.begin / kBlock, last = (chunk.end - 1) / kBlock;
+  for (Index block = begin / 2 * 2; block <= last; block += 2) {
+    // Of a block without a token nothing is known: the other one stands in for it.
     const Byte* const blocks[2] = {key_block(chunk, max(block, begin), copies[0]),
                                    key_block(chunk, min(block + 1, last), copies[1])};
     visit(block * kBlock, blocks);
@@ -212,14 +211,15 @@ inline void score_codes(const ChunkRows& chunk, const ScoreTask& task) {
     for_rows(task.num_rows, [&]<int R>(Index r) {
       for (Index t = 0; t < 2 * kBlock; t += 2 * kLanes)
         score_codes_at<R, is_int4, Rounded>(blocks, t, *chunk.side, task.query + r * task.width, task.width,
-                                   scales[0] + first, task.scores + r * kChunk + first, *chunk.ahead);
+                                            scales[0] + first, task.scores + r * kChunk + first, *chunk.ahead);
     });
   });
 }
 
 // The blocks of values of which a chunk has tokens.
 struct ValueBlocks {
-  explicit ValueBlocks(const ChunkRows& chunk) : side(*chunk.side), begin(chunk.begin / kBlock), end(ceil_div(chunk.end, kBlock)) {
+  explicit ValueBlocks(const ChunkRows& chunk)
+      : side(*chunk.side), begin(chunk.begin / kBlock), end(ceil_div(chunk.end, kBlock)) {
     for (Index b = begin; b < end; ++b) block[b] = value_block(chunk, b, copy + b * kBlock * chunk.side->row_bytes);
   }
 
@@ -307,13 +307,13 @@ inline void value_codes(const ChunkRows& chunk, const ValueTask& task) {
   shrink_totals(task);
   for_rows(task.num_rows, [&]<int R>(Index r) {
     constexpr int V = is_int4 ? 1 : 2;
-    const auto add = [&]<int V>(std::integral_constant<int, V>, Index byte) {
-      add_codes<R, is_int4, V, Rounded>(blocks, task.weights + r * kChunk, scales, task.totals + r * task.width,
-                               task.width, byte, *chunk.ahead);
-    };
+    const float* weights = task.weights + r * kChunk;
+    float* totals = task.totals + r * task.width;
     Index byte = 0;
-    for (; byte + V * kLanes <= value.row_bytes; byte += V * kLanes) add(std::integral_constant<int, V>{}, byte);
-    for (; byte < value.row_bytes; byte += kLanes) add(std::integral_constant<int, 1>{}, byte);
+    for (; byte + V * kLanes <= value.row_bytes; byte += V * kLanes)
+      add_codes<R, is_int4, V, Rounded>(blocks, weights, scales, totals, task.width, byte, *chunk.ahead);
+    for (; byte < value.row_bytes; byte += kLanes)
+      add_codes<R, is_int4, 1, Rounded>(blocks, weights, scales, totals, task.width, byte, *chunk.ahead);
   });
 }
 

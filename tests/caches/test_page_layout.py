@@ -37,8 +37,15 @@ def chosen(name: str, quant: QuantSpec | None, page_size: int = 16, head_dim: in
 @needs_kernels
 @pytest.mark.parametrize(
     ("quant", "page_size", "head_dim"),
-    [(None, 16, 64), (INT8, 8, 64), (INT8, 24, 64), (QuantSpec(8, 8), 16, 24), (QuantSpec(4, 4), 16, 64)],
-    ids=["floats", "half blocks", "cut blocks", "rows of 24 bytes", "groups of 2 bytes"],
+    [
+        (None, 16, 64),
+        (INT8, 8, 64),
+        (INT8, 24, 64),
+        (QuantSpec(8, 8), 16, 24),
+        (QuantSpec(4, 4), 16, 64),
+        (QuantSpec(8, 4), 16, 512),
+    ],
+    ids=["floats", "half blocks", "cut blocks", "rows of 24 bytes", "groups of 2 bytes", "groups of 4"],
 )
 def test_auto_keeps_heads_apart_where_native_does_not_fit(
     quant: QuantSpec | None, page_size: int, head_dim: int
@@ -47,7 +54,7 @@ def test_auto_keeps_heads_apart_where_native_does_not_fit(
 
 
 @needs_kernels
-@pytest.mark.parametrize(("quant", "page_size"), [(INT8, 16), (INT4, 48), (QuantSpec(8, 4), 32)])
+@pytest.mark.parametrize(("quant", "page_size"), [(INT8, 16), (INT4, 48), (QuantSpec(8, 8), 32)])
 def test_auto_is_native_for_codes(quant: QuantSpec, page_size: int) -> None:
     assert chosen("auto", quant, page_size) == (NATIVE_KEYS.axes, NATIVE_VALUES.axes)
 

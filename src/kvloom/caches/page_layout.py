@@ -42,13 +42,13 @@ def page_layout(
         return _NHD
     if name == "HND" or spec.quant is None:
         return _HND
-    row = spec.head_dim * spec.quant.bits // 8
-    if page_size % _BLOCK == 0 and row % 16 == 0 and row % (4 * (spec.head_dim // spec.quant.group)) == 0:
+    row, group = (n * spec.quant.bits // 8 for n in (spec.head_dim, spec.quant.group))
+    if page_size % _BLOCK == 0 and row % 16 == 0 and group % 4 == 0 and spec.quant.group >= 8:
         return NATIVE_KEYS if side == "key" else NATIVE_VALUES
     if name == "auto":
         return _HND
     raise ConfigError(
         f"layout 'native' must have pages of a multiple of {_BLOCK} tokens, head vectors of a multiple of 16 "
-        f"bytes and groups of a multiple of 4 bytes, got {page_size} tokens, {row} bytes and "
-        f"{spec.head_dim // spec.quant.group} groups"
+        f"bytes and groups of 8 elements or more in a multiple of 4 bytes, got {page_size} tokens, {row} and "
+        f"{group} bytes"
     )
