@@ -8,6 +8,7 @@ import math
 import pytest
 import torch
 from ops.attention import Case, make_case, starts_of
+from ops.native import native
 from ops.pools import Kind
 from oracles.bits import assert_same_bits, generator
 from torch import Tensor
@@ -24,27 +25,6 @@ KINDS = [
     for bits in (8, 4)
     for group, dtype in ((64, torch.float16), (8, torch.float32), (32, torch.bfloat16), (16, torch.float32))
 ]
-
-
-def native(case: Case, block_size: int = 32) -> KVView:
-    """The case's cache in native order, every slot at its number; poison where the case has no token."""
-    num_slots = -(-case.kv.num_slots // block_size) * block_size
-    sides = []
-    for layout, cache, scale in (
-        (NATIVE_KEYS, case.kv.key, case.kv.key_scale),
-        (NATIVE_VALUES, case.kv.value, case.kv.value_scale),
-    ):
-        assert cache is not None
-        assert scale is not None
-        sizes = {"B": num_slots // block_size, "S": block_size, "H": cache.shape[3]}
-        codes = torch.full(layout.shape(D=cache.shape[4:].numel(), **sizes), 0x77, dtype=cache.dtype)
-        shape = layout.for_scale().shape(D=scale.shape[4:].numel(), **sizes)
-        sides.append((codes, torch.full(shape, math.nan, dtype=scale.dtype)))
-    (key, key_scale), (value, value_scale) = sides
-    kv = KVView.split(NATIVE_KEYS, key, value, key_scale, value_scale, value_layout=NATIVE_VALUES)
-    used = torch.tensor([slot for row in case.slots for slot in row])
-    ops.copy(case.kv, used, kv, used)
-    return kv
 
 
 def in_native_order(case: Case, block_size: int = 32) -> Case:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from ops import kernels
 from ops.attention import Case, make_case
 from ops.cases import alone, codes
 from ops.kernels import DEVICE, attend
+from ops.native import native
 from ops.pools import ALL_AXES, PLAIN, Kind
 from oracles.bits import assert_same_bits
 
@@ -67,6 +69,13 @@ def test_layouts_have_the_same_bits(kind: Kind) -> None:
     expected = attend(large_case(kind, **short))
     for axes in ALL_AXES[:: 1 if kind is PLAIN else 4]:
         assert_same_bits(attend(large_case(kind, axes=axes, **short)), expected, axes)
+
+
+@pytest.mark.parametrize("kind", KINDS[2:], ids=str)
+def test_pages_of_integer_products_have_the_same_bits(kind: Kind) -> None:
+    """Keys and values whose slots are split otherwise."""
+    case = large_case(kind, [1, 18], [80, 40], axes="B S H D")
+    assert_same_bits(attend(replace(case, kv=native(case))), attend(case), "native")
 
 
 @each_kind
