@@ -67,7 +67,8 @@ class KVCache(DynamicCache):  # type: ignore[misc]
             page_size: Tokens in a page.
             max_tokens: Token slots of each layer, all sequences together; ``None`` grows on demand.
             values: How the values are kept, if otherwise than the keys.
-            layout: Axis order of the pages, see ``PagedFormat``.
+            layout: Axis order of the pages, see ``PagedFormat``; ``"auto"`` keeps rows where attention is not
+                ``"kvloom"`` when the cache is made.
             static: Take all memory at the first update and keep lengths in tensors, so that a decode step
                 compiles once; ``max_tokens`` is then the longest that each sequence gets.
 

@@ -11,6 +11,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from kvloom.caches import PagedBatch, PagedFormat, PagedLayer, StaticPagedLayer
 from kvloom.core.specs import QuantSpec
 from kvloom.errors import ArgumentError, UnsupportedError
+from kvloom.integrations.transformers.attention import IMPLEMENTATION
 from kvloom.integrations.transformers.layers import (
     HybridKVCacheLayer,
     KVCacheLayer,
@@ -40,6 +41,8 @@ def paged_format(
     layout: str,
 ) -> PagedFormat:
     """The format that arguments of ``KVCache.for_model`` name; raises as that does."""
+    if layout == "auto" and config._attn_implementation != IMPLEMENTATION:
+        layout = "NHD"  # pages are gathered at each step, of which rows are the fastest
     formats = []
     for name, kind in (("kv", kv), ("values", kv if values is None else values)):
         if kind not in STORAGE:

@@ -1,0 +1,55 @@
+"""In which axis order a ``KVCache`` keeps its pages, and that its tokens do not depend on it."""
+
+from __future__ import annotations
+
+import pytest
+from oracles.language_models import generate, make_model, make_prompts
+
+from kvloom import ops
+from kvloom.caches.page_layout import PAGE_LAYOUTS
+from kvloom.core.layouts import NATIVE_KEYS, NATIVE_VALUES
+from kvloom.errors import ConfigError
+from kvloom.integrations.transformers import KVCache
+
+GROUP = 16
+
+
+def axes_of(cache: KVCache) -> tuple[str, ...]:
+    """Axes of the keys and the values of the first layer."""
+    storage = cache.layers[0].pages.storage
+    assert storage is not None
+    return tuple(spec.axes.axes for spec in storage.specs)
+
+
+@pytest.mark.parametrize("kv", ["float32", "int8"])
+def test_pages_that_are_gathered_are_rows(kv: str) -> None:
+    model = make_model("sdpa")
+    cache = KVCache.for_model(model, kv=kv, quant_group=GROUP)
+    generate(model, make_prompts([20, 5]), cache)
+    assert axes_of(cache) == ("B S H D", "B S H D")
+
+
+@pytest.mark.skipif(ops.cpu_kernels().startswith("none"), reason="without kernels every page is kept by rows")
+@pytest.mark.parametrize(
+    ("kv", "axes"), [("float32", ("B H S D",) * 2), ("int8", (NATIVE_KEYS.axes, NATIVE_VALUES.axes))]
+)
+def test_pages_that_are_read_in_place_are_as_the_kernels_like_them(kv: str, axes: tuple[str, str]) -> None:
+    model = make_model("kvloom")
+    cache = KVCache.for_model(model, kv=kv, quant_group=GROUP)
+    generate(model, make_prompts([20, 5]), cache)
+    assert axes_of(cache) == axes
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "kvloom"])
+def test_every_layout_gives_the_same_tokens(implementation: str) -> None:
+    model = make_model(implementation)
+    found = []
+    for layout in PAGE_LAYOUTS:
+        cache = KVCache.for_model(model, kv="int8", quant_group=GROUP, layout=layout)
+        found.append(generate(model, make_prompts([20, 5]), cache).sequences)
+    assert all(x.equal(found[0]) for x in found)
+
+
+def test_an_unknown_layout_is_refused() -> None:
+    with pytest.raises(ConfigError, match="layout must be one of"):
+        KVCache.for_model(make_model(), layout="rows")
