@@ -8,12 +8,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from ops.pools import ALL_AXES, Kind, Pool, as_integers, make_pool, new_tokens
+from ops.pools import ALL_AXES, Kind, as_integers, make_pool, new_tokens
+from ops.twins import SPECIAL, assert_refuses_as_the_reference, assert_twins, twins
 from oracles.bits import FLOATS, assert_same_bits, generator, poison
 from torch import Tensor
 
 from kvloom import KVSpec, KVView, QuantSpec, ops
-from kvloom.errors import ArgumentError
 from kvloom.ops import schemas
 from kvloom.ops.impl import cpu
 
@@ -24,22 +24,6 @@ KINDS = [
     *(Kind(torch.int8, 8, 4, dtype) for dtype in FLOATS),
     *(Kind(torch.uint8, 4, 2, dtype) for dtype in FLOATS),
 ]
-SPECIAL = [0.0, -0.0, 1e-45, -1e-40, 5e-39, 1.2e-38, 6e-8, 6.1e-5, 1e-5, 7e-5, 0.5, 1.0, -127.5, 65504.0,
-           65520.0, -7e4, 3.38e38, 3.4028e38, float("inf"), -float("inf"), float("nan")]  # fmt: skip
-
-
-def twins(axes: str, kind: Kind, **sizes: int) -> tuple[Pool, Pool]:
-    """Two pools with the same bytes."""
-    return make_pool(axes, kind, strided=True, **sizes), make_pool(axes, kind, strided=True, **sizes)
-
-
-def assert_twins(a: Pool, b: Pool, *, any_nan: bool = False) -> None:
-    """Every byte of both pools, gaps included; ``any_nan`` where values were cast."""
-    for name in a.bases:
-        if any_nan and not a.kind.bits:
-            assert_same_bits(a.bases[name], b.bases[name], name, any_nan=True)
-        else:
-            assert_same_bits(as_integers(a.bases[name]), as_integers(b.bases[name]), name)
 
 
 def guarded(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -287,27 +271,7 @@ def test_streamed_lines_of_a_pool_that_is_not_aligned() -> None:
 
 @pytest.mark.parametrize("index", [torch.int64, torch.int32])
 def test_refusals_read_as_the_references_do(index: torch.dtype) -> None:
-    pool = make_pool("B S H D", Kind(torch.float32))
-    x = torch.zeros(3, 2, 8)
-    bad, good = torch.tensor([3, 12, 99], dtype=index), torch.tensor([0, 1, 2], dtype=index)
-    negative = torch.tensor([1, -4, 2], dtype=index)
-    kv = pool.view()
-    calls = [
-        lambda b: ops.store(x, x, bad, kv, backend=b),
-        lambda b: ops.load(bad, kv, backend=b),
-        lambda b: ops.load(negative, kv, backend=b),
-        lambda b: ops.copy(kv, bad, kv, good, backend=b),
-        lambda b: ops.copy(kv, good, kv, negative, backend=b),
-    ]
-    for call in calls:
-        messages = []
-        for backend in ("cpu", "reference"):
-            with pytest.raises(ArgumentError) as raised:
-                call(backend)
-            assert type(raised.value) is ArgumentError
-            messages.append(str(raised.value))
-        assert messages[0] == messages[1]
-    pool.check()
+    assert_refuses_as_the_reference("cpu", index)
 
 
 def test_the_bare_operators_stay_within_tensors_that_do_not_fit() -> None:

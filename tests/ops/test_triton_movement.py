@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ops import kernels
 from ops.kernels import there
-from ops.pools import ALL_AXES, Kind, Pool, as_integers, make_pool, new_tokens
+from ops.pools import ALL_AXES, Kind, as_integers, make_pool, new_tokens
+from ops.twins import SPECIAL, assert_refuses_as_the_reference, assert_twins, twins
 from oracles.bits import FLOATS, assert_same_bits, generator, poison
 from torch import Tensor
 
 from kvloom import KVSpec, KVView, QuantSpec, ops
-from kvloom.errors import ArgumentError
 
 pytestmark = kernels.pytestmark
 
@@ -25,8 +25,6 @@ KINDS = [
     Kind(torch.int8, 8, 4, torch.float16),
     Kind(torch.uint8, 4, 2, torch.bfloat16),
 ]
-SPECIAL = [0.0, -0.0, 1e-45, -1e-40, 5e-39, 1.2e-38, 6e-8, 6.1e-5, 1e-5, 7e-5, 0.5, 1.0, -127.5, 65504.0,
-           65520.0, -7e4, 3.38e38, 3.4028e38, float("inf"), -float("inf"), float("nan")]  # fmt: skip
 
 
 def store(backend: str, key: Tensor, value: Tensor | None, slots: Tensor, kv: KVView) -> None:
@@ -47,20 +45,6 @@ def load(backend: str, slots: Tensor, kv: KVView, **how: Any) -> tuple[Tensor, .
 def copy(backend: str, source: KVView, source_slots: Tensor, target: KVView, target_slots: Tensor) -> None:
     with there(source, source_slots, target, target_slots) as moved:
         ops.copy(*moved, backend=backend)
-
-
-def twins(axes: str, kind: Kind, **sizes: int) -> tuple[Pool, Pool]:
-    """Two pools with the same bytes."""
-    return make_pool(axes, kind, strided=True, **sizes), make_pool(axes, kind, strided=True, **sizes)
-
-
-def assert_twins(a: Pool, b: Pool, *, any_nan: bool = False) -> None:
-    """Every byte of both pools, gaps included; ``any_nan`` where values were cast."""
-    for name in a.bases:
-        if any_nan and not a.kind.bits:
-            assert_same_bits(a.bases[name], b.bases[name], name, any_nan=True)
-        else:
-            assert_same_bits(as_integers(a.bases[name]), as_integers(b.bases[name]), name)
 
 
 def quantize_both(x: Tensor, bits: int, group: int, scale_dtype: torch.dtype) -> None:
@@ -253,23 +237,4 @@ def test_slots_may_be_strided_and_none() -> None:
 @pytest.mark.skipif(kernels.DEVICE != "cpu", reason="values are not read on a device")
 @pytest.mark.parametrize("index", [torch.int64, torch.int32])
 def test_refusals_read_as_the_references_do(index: torch.dtype) -> None:
-    pool = make_pool("B S H D", Kind(torch.float32))
-    x = torch.zeros(3, 2, 8)
-    bad, good = torch.tensor([3, 12, 99], dtype=index), torch.tensor([0, 1, 2], dtype=index)
-    negative = torch.tensor([1, -4, 2], dtype=index)
-    kv = pool.view()
-    calls = [
-        lambda b: ops.store(x, x, bad, kv, backend=b),
-        lambda b: ops.load(bad, kv, backend=b),
-        lambda b: ops.load(negative, kv, backend=b),
-        lambda b: ops.copy(kv, bad, kv, good, backend=b),
-        lambda b: ops.copy(kv, good, kv, negative, backend=b),
-    ]
-    for call in calls:
-        messages = []
-        for backend in ("triton", "reference"):
-            with pytest.raises(ArgumentError) as raised:
-                call(backend)
-            messages.append(str(raised.value))
-        assert messages[0] == messages[1]
-    pool.check()
+    assert_refuses_as_the_reference("triton", index)
