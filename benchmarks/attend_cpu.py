@@ -5,13 +5,24 @@ A decode step of one Llama-3-8B layer. Each round times, on memory that no proce
 Ratios are medians of those in a round. A peer that has no cache of codes holds the dtype of the query.
 """
 
-import argparse
 import json
 from typing import Any
 
 import torch
 from attention_peers import PEERS, prepare
-from problem import KINDS, TOLERANCE, difference, our_answer, ours, random_problem
+from problem import (
+    HEAD_DIM,
+    HEADS,
+    KINDS,
+    PAGE,
+    QUERY_HEADS,
+    against_peers,
+    arguments,
+    difference,
+    our_answer,
+    ours,
+    random_problem,
+)
 from rounds import (
     Probes,
     in_turn,
@@ -24,10 +35,7 @@ from rounds import (
 )
 
 from kvloom import KVSpec
-from kvloom.caches.page_layout import PAGE_LAYOUTS
-from kvloom.ops.impl import cpu
 
-QUERY_HEADS, HEADS, HEAD_DIM, PAGE = 32, 8, 128, 16
 SIZES = ((1, 512), (1, 1024), (1, 2048), (1, 4096), (1, 16384), (8, 4096))
 WARMUP = 2
 
@@ -66,12 +74,8 @@ def measure(
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="one small context, few rounds")
-    parser.add_argument("--rounds", type=int, default=21)
+    parser = arguments(__doc__)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--layout", default="auto", choices=PAGE_LAYOUTS, help="of our pages")
-    parser.add_argument("--kinds", nargs="*", default=list(KINDS), choices=list(KINDS))
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     needs_compiled_backend()
@@ -84,25 +88,8 @@ def main() -> None:
                 row, reasons = measure(kind, size, args.layout, rounds, probes)
                 rows.append(row)
                 missing |= reasons
-    print(
-        json.dumps(
-            {
-                "figure": "attend_cpu",
-                "isa": cpu.ISA,
-                "threads": torch.get_num_threads(),
-                "layout": args.layout,
-                "rounds": rounds,
-                "query_heads": QUERY_HEADS,
-                "heads": HEADS,
-                "head_dim": HEAD_DIM,
-                "page": PAGE,
-                "peers": [peer.name for peer in PEERS],
-                "tolerance": TOLERANCE,
-                "missing": [f"{name}: {reason}" for name, reason in missing.items()],
-                "rows": rows,
-            }
-        )
-    )
+    peers = [peer.name for peer in PEERS]
+    print(json.dumps(against_peers("attend_cpu", args.layout, rounds, peers, missing, rows)))
 
 
 if __name__ == "__main__":

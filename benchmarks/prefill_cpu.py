@@ -6,20 +6,27 @@ query's dtype; in float32 for float16, in which torch multiplies a hundred times
 everyone; ratios are medians of those in a round.
 """
 
-import argparse
 import json
 from statistics import median
 from typing import Any
 
 import torch
 from attention_peers import PEERS, prepare
-from problem import KINDS, TOLERANCE, difference, our_answer, ours, random_problem
+from problem import (
+    HEAD_DIM,
+    HEADS,
+    KINDS,
+    PAGE,
+    QUERY_HEADS,
+    against_peers,
+    arguments,
+    difference,
+    our_answer,
+    ours,
+    random_problem,
+)
 from rounds import Probes, in_turn, needs_compiled_backend, ratio, timed
 
-from kvloom.caches.page_layout import PAGE_LAYOUTS
-from kvloom.ops.impl import cpu
-
-QUERY_HEADS, HEADS, HEAD_DIM, PAGE = 32, 8, 128, 16
 TOKENS = 2048
 COPIES = 2
 SLOW = ("torch, enable_gqa", "float16")
@@ -56,12 +63,8 @@ def measure(kind: str, tokens: int, layout: str, rounds: int) -> tuple[dict[str,
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="few tokens, few rounds")
-    parser.add_argument("--rounds", type=int, default=21)
+    parser = arguments(__doc__)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--layout", default="auto", choices=PAGE_LAYOUTS, help="of our pages")
-    parser.add_argument("--kinds", nargs="*", default=list(KINDS), choices=list(KINDS))
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     needs_compiled_backend()
@@ -72,25 +75,8 @@ def main() -> None:
             row, reasons = measure(kind, tokens, args.layout, rounds)
             rows.append(row)
             missing |= reasons
-    print(
-        json.dumps(
-            {
-                "figure": "prefill_cpu",
-                "isa": cpu.ISA,
-                "threads": torch.get_num_threads(),
-                "layout": args.layout,
-                "rounds": rounds,
-                "query_heads": QUERY_HEADS,
-                "heads": HEADS,
-                "head_dim": HEAD_DIM,
-                "page": PAGE,
-                "peers": [peer.name for peer in PEERS if not peer.of_one_token],
-                "tolerance": TOLERANCE,
-                "missing": [f"{name}: {reason}" for name, reason in missing.items()],
-                "rows": rows,
-            }
-        )
-    )
+    peers = [peer.name for peer in PEERS if not peer.of_one_token]
+    print(json.dumps(against_peers("prefill_cpu", args.layout, rounds, peers, missing, rows)))
 
 
 if __name__ == "__main__":

@@ -3,16 +3,23 @@
 B sequences, Hq query heads, H key/value heads, Q new tokens, S stored ones (the new ones last), D head dim.
 """
 
+import argparse
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from kvloom import Batch, CacheIndex, KVSpec, QuantSpec, ops
+from kvloom.caches.page_layout import PAGE_LAYOUTS
 from kvloom.caches.storage import PagedStorage
+from kvloom.ops.impl import cpu
+
+QUERY_HEADS, HEADS, HEAD_DIM, PAGE = 32, 8, 128, 16
+"""A layer of Llama-3-8B, and tokens in a page of ours."""
 
 KINDS = {
     "float32": (torch.float32, None),
@@ -66,6 +73,37 @@ class Problem:
         return [
             (self.keys.to(dtype, copy=True), self.values.to(dtype, copy=True)) for _ in range(self.copies)
         ]
+
+
+def arguments(description: str | None, rounds: int = 21) -> argparse.ArgumentParser:
+    """What every attention benchmark takes."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--quick", action="store_true", help="few tokens, few rounds")
+    parser.add_argument("--rounds", type=int, default=rounds)
+    parser.add_argument("--layout", default="auto", choices=PAGE_LAYOUTS, help="of our pages")
+    parser.add_argument("--kinds", nargs="*", default=list(KINDS), choices=list(KINDS))
+    return parser
+
+
+def against_peers(
+    figure: str, layout: str, rounds: int, peers: list[str], missing: dict[str, str], rows: list[Any]
+) -> dict[str, Any]:
+    """The result of a benchmark that times ``peers`` too; ``missing`` says why some are not in its rows."""
+    return {
+        "figure": figure,
+        "isa": cpu.ISA,
+        "threads": torch.get_num_threads(),
+        "layout": layout,
+        "rounds": rounds,
+        "query_heads": QUERY_HEADS,
+        "heads": HEADS,
+        "head_dim": HEAD_DIM,
+        "page": PAGE,
+        "peers": peers,
+        "tolerance": TOLERANCE,
+        "missing": [f"{name}: {reason}" for name, reason in missing.items()],
+        "rows": rows,
+    }
 
 
 def random_problem(

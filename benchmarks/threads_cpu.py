@@ -5,22 +5,19 @@ of 512 tokens, and a read of what is stored, by one thread and by two in turn; t
 their ratios.
 """
 
-import argparse
 import json
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
-from problem import KINDS, ours, random_problem
+from problem import HEAD_DIM, HEADS, KINDS, PAGE, QUERY_HEADS, arguments, ours, random_problem
 from rounds import Probes, in_turn, microseconds, needs_compiled_backend, probe_memory, ratio, timed
 from torch import Tensor
 
 from kvloom import KVSpec
-from kvloom.caches.page_layout import PAGE_LAYOUTS
 from kvloom.ops.impl import cpu
 
-QUERY_HEADS, HEADS, HEAD_DIM, PAGE = 32, 8, 128, 16
 CONTEXT = 512
 THREADS = (1, 2)
 WARMUP = 2
@@ -46,12 +43,7 @@ def measure(call: Callable[[int], object], rounds: int) -> dict[str, Any]:
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="a small context, few rounds")
-    parser.add_argument("--rounds", type=int, default=101)
-    parser.add_argument("--layout", default="auto", choices=PAGE_LAYOUTS, help="of our pages")
-    parser.add_argument("--kinds", nargs="*", default=list(KINDS), choices=list(KINDS))
-    args = parser.parse_args()
+    args = arguments(__doc__, rounds=101).parse_args()
     needs_compiled_backend()
     context, rounds = (128, 3) if args.quick else (CONTEXT, args.rounds)
     before = torch.get_num_threads()
