@@ -25,6 +25,7 @@ def page(result: dict[str, Any]) -> str:
         if rows:
             lines += ["", f"## {what}", "", _line(HEAD), _line(["---"] * len(HEAD))]
             lines += [_line(_cells(row, rows)) for row in rows]
+            lines += [f"\n{name} did not run everywhere: {why}." for name, why in _failures(rows)]
     return "\n".join(lines) + "\n"
 
 
@@ -45,6 +46,12 @@ def _cells(row: dict[str, Any], rows: list[dict[str, Any]]) -> list[str]:
         f"{same[0]['kvloom_us'] / ours:.2f}" if same else "",
         *peers,
     ]
+
+
+def _failures(rows: list[dict[str, Any]]) -> list[tuple[str, str]]:
+    """Peers that stopped with an error, and what they said, each once."""
+    found = [(name, row[f"{name}_why_not"]) for name in PEERS for row in rows if f"{name}_why_not" in row]
+    return list(dict.fromkeys(found))
 
 
 def _line(cells: Any) -> str:

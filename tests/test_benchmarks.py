@@ -174,7 +174,7 @@ def test_gpu_page_has_a_row_for_each_figure(monkeypatch: pytest.MonkeyPatch) -> 
     rows = [
         {**row, "what": "decode", "kind": "bf16", "kvloom_us": 40.0, "sdpa_us": 60.0},
         {**row, "what": "decode", "kind": "int8 g64", "kvloom_us": 20.0},
-        {**row, "what": "append", "kind": "bf16", "kvloom_us": 3.0},
+        {**row, "what": "append", "kind": "bf16", "kvloom_us": 3.0, "flashinfer_why_not": "no such page"},
     ]
     about = {
         "device": "d",
@@ -188,4 +188,5 @@ def test_gpu_page_has_a_row_for_each_figure(monkeypatch: pytest.MonkeyPatch) -> 
     assert "| m | bf16 | 8 | 512 | 40.0 | 87% | 12.3 | 1.00 | 1.50 |  |  |" in text
     assert "| m | int8 g64 | 8 | 512 | 20.0 | 87% | 12.3 | 2.00 |  |  |  |" in text
     assert "## append" in text
+    assert text.endswith("flashinfer did not run everywhere: no such page.\n")
     assert "## prefill" not in text
