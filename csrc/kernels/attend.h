@@ -40,7 +40,6 @@ class ItemRunner {
         value_width_(round_up(value_.dim, kBlock)) {
     key_rows_.side = &key_, value_rows_.side = &value_;
     key_rows_.query_dtype = value_rows_.query_dtype = args.query_dtype;
-    key_rows_.ahead = value_rows_.ahead = &ahead_;
     key_rows_.takes_codes = takes_codes(key_);
     value_rows_.takes_codes = takes_codes(value_);
   }
@@ -144,59 +143,62 @@ class ItemRunner {
     keys.begin = values.begin = chunk.begin - first;
     keys.end = values.end = chunk.end - first;
     keys.next_scale = next_->key.scale, values.next_scale = next_->value.scale;
-    ahead_.aim(key_, next_->key, value_, next_->value, job.item.num_heads);
+    list_rows(job.item.num_heads);
     for (Index h = 0; h < job.item.num_heads; ++h) {
       const Index r0 = h * rows;
-      find_rows(keys, places_->key, h);
+      find_rows(keys, places_->key, rows_[2 * h], h);
       const Byte* packed = packed_ + r0 * kPackedRow(key_width_);
       score_kernel_.run(keys, {query_ + r0 * key_width_, packed, rows, key_width_, scores_});
-      for (Index r = 0; r < rows; ++r)
-        factors_[r] = weigh_chunk(args_, score_rows_[r0 + r], first, job.plan.num_stored, scores_ + r * kChunk,
-                                  running_[r0 + r]);
-      find_rows(values, places_->value, h);
+      for_rows(rows, [&]<int R>(Index r) {
+        weigh_rows<R>(args_, score_rows_ + r0 + r, first, job.plan.num_stored, scores_ + r * kChunk,
+                      running_ + r0 + r, factors_ + r);
+      });
+      find_rows(values, places_->value, rows_[2 * h + 1], h);
       value_kernel_(values, {scores_, factors_, rows, value_width_, totals_ + r0 * value_width_});
     }
   }
 
-  // Rows of the item's head h, or copies where a row is not in one piece.
-  void find_rows(ChunkRows& chunk, ChunkPlaces& places, Index h) {
-    const SidePlace& side = *chunk.side;
-    if (side.scale.data) chunk.next_scale_shift = h * side.scale_head_bytes();
-    if (h > 0) move_rows(places.row, places, side.head_bytes());
-    if (h > 0 && side.scale.data) move_rows(places.scale, places, side.scale_head_bytes());
-    chunk.row = places.row, chunk.scale = places.scale;
-    chunk.is_native = places.is_native && chunk.takes_codes;
-    const bool is_whole = places.end - places.begin == kChunk;
-    if (!chunk.is_native) {
-      if (!side.is_contiguous) chunk.row = copy_rows(places.row, places, side.cache, gathered_, copied_rows_);
-      if (!is_whole) chunk.row = pad_rows(chunk.row, places, copied_rows_);
+  // Lists the rows of the chunk in the order in which kernels read them: of each head its keys, then its values.
+  // Behind them stand those of the next chunk's first head.
+  void list_rows(Index heads) {
+    for (Index h = 0; h < heads; ++h) {
+      shift_rows(places_->key.row, h * key_.head_bytes(), rows_[2 * h]);
+      shift_rows(places_->value.row, h * value_.head_bytes(), rows_[2 * h + 1]);
     }
-    if (!side.scale.data) return;
-    if (!side.scale_is_contiguous)
-      chunk.scale = copy_rows(places.scale, places, side.scale, gathered_scales_, copied_scales_);
-    if (!is_whole) chunk.scale = pad_rows(chunk.scale, places, copied_scales_);
+    shift_rows(next_->key.row, 0, rows_[2 * heads]);
+    shift_rows(next_->value.row, 0, rows_[2 * heads + 1]);
   }
 
-  static void move_rows(const Byte** rows, const ChunkPlaces& places, Index bytes) {
-    for (Index t = places.begin; t < places.end; ++t) rows[t] += bytes;
+  static void shift_rows(const Byte* const* rows, Index bytes, const Byte** to) {
+    for (Index t = 0; t < kChunk; ++t) to[t] = rows[t] + bytes;
+  }
+
+  // The listed rows of the item's head h and their scales, or copies where a row is not in one piece.
+  void find_rows(ChunkRows& chunk, ChunkPlaces& places, const Byte* const* rows, Index h) {
+    const SidePlace& side = *chunk.side;
+    chunk.reading = Reading(rows, side.row_bytes);
+    chunk.is_native = places.is_native && chunk.takes_codes;
+    chunk.row = rows;
+    if (!side.is_contiguous && !chunk.is_native)
+      chunk.row = copy_rows(rows, places, side.cache, gathered_, copied_rows_);
+    chunk.scale = places.scale;
+    if (!side.scale.data) return;
+    chunk.next_scale_shift = h * side.scale_head_bytes();
+    if (h > 0) shift_rows(places.scale, side.scale_head_bytes(), places.scale);
+    if (!side.scale_is_contiguous)
+      chunk.scale = copy_rows(places.scale, places, side.scale, gathered_scales_, copied_scales_);
   }
 
   static const Byte* const* copy_rows(const Byte* const* rows, const ChunkPlaces& places, const CacheView& view,
                                       Byte* to, const Byte** copies) {
     const Index width = stored_width(view), bytes = bytes_of(view.dtype);
+    for (Index t = 0; t < kChunk; ++t) copies[t] = to;  // tokens outside the chunk get a row that may be read
     for (Index t = places.begin; t < places.end; ++t, to += width * bytes) {
       for (Index i = 0; i < width; ++i)
         std::memcpy(to + i * bytes, rows[t] + SidePlace::element(view, i) * bytes, static_cast<std::size_t>(bytes));
       copies[t] = to;
     }
     return copies;
-  }
-
-  // Tokens outside [begin, end) get a row that may be read.
-  static const Byte* const* pad_rows(const Byte* const* rows, const ChunkPlaces& places, const Byte** padded) {
-    for (Index t = 0; t < kChunk; ++t)
-      padded[t] = rows[t >= places.begin && t < places.end ? t : places.begin];
-    return padded;
   }
 
   void start_split(Index rows) {
@@ -249,7 +251,7 @@ class ItemRunner {
   const Index group_, key_width_, value_width_;
 
   ChunkRows key_rows_, value_rows_;
-  Ahead ahead_;
+  const Byte* rows_[2 * (kTileHeads + 1)][kChunk];
   struct Places {
     ChunkPlaces key, value;
   };

@@ -23,43 +23,42 @@ inline void pack_bf16(const SidePlace&, const float* query, Index num_rows, Inde
 
 inline __m512bh load_pairs(const Byte* from) { return reinterpret_cast<__m512bh>(_mm512_loadu_si512(from)); }
 
-// R rows by 16 / R tokens, token by token, 32 elements at a time.
+// R rows by 16 tokens, 16 / R of them at a time and 32 elements of each.
 template <int R, int W>
-inline void score_tokens_bf16(const Byte* query, Index stride, Index any_width, const Byte* const* keys,
-                              Ahead& ahead, float* scores) {
+inline void score_tokens_bf16(const Byte* query, Index any_width, const Byte* const* keys,
+                              const Reading& reading, Index at, float* scores) {
   constexpr int T = 16 / R;
-  const Index width = W ? W : any_width;
-  Vec sums[16];
+  const Index width = W ? W : any_width, stride = kPackedRow(width);
+  for (int first = 0; first < kBlock; first += T) {
+    Vec sums[16];
 #pragma GCC unroll 16
-  for (int t = 0; t < T; ++t) {
-    const Byte* key = keys[t];
-    ahead.ask(width / 32);
-    __m512 sum[R];
+    for (int t = 0; t < T; ++t) {
+      __m512 sum[R];
 #pragma GCC unroll 4
-    for (int r = 0; r < R; ++r) sum[r] = _mm512_setzero_ps();
+      for (int r = 0; r < R; ++r) sum[r] = _mm512_setzero_ps();
 #pragma GCC unroll 4
-    for (Index d = 0; d < width; d += 32) {
-      const __m512bh x = load_pairs(key + 2 * d);
+      for (Index d = 0; d < width; d += 32) {
+        reading.ask(at + first + t, 2 * d);
+        const __m512bh x = load_pairs(keys[first + t] + 2 * d);
 #pragma GCC unroll 4
-      for (int r = 0; r < R; ++r) sum[r] = _mm512_dpbf16_ps(sum[r], load_pairs(query + r * stride + 2 * d), x);
+        for (int r = 0; r < R; ++r) sum[r] = _mm512_dpbf16_ps(sum[r], x, load_pairs(query + r * stride + 2 * d));
+      }
+#pragma GCC unroll 4
+      for (int r = 0; r < R; ++r) sums[r * T + t] = reinterpret_cast<Vec>(sum[r]);
     }
+    alignas(64) float found[16];
+    store(found, add_across(sums));
 #pragma GCC unroll 4
-    for (int r = 0; r < R; ++r) sums[r * T + t] = reinterpret_cast<Vec>(sum[r]);
+    for (int r = 0; r < R; ++r) std::memcpy(scores + r * kChunk + first, found + r * T, T * sizeof(float));
   }
-  alignas(64) float found[16];
-  store(found, add_across(sums));
-#pragma GCC unroll 4
-  for (int r = 0; r < R; ++r) std::memcpy(scores + r * kChunk, found + r * T, T * sizeof(float));
 }
 
 inline void score_bf16(const ChunkRows& chunk, const ScoreTask& task) {
-  const Index stride = kPackedRow(task.width);
   for_width(task.width, [&]<int W>() {
     for (Index first = chunk.begin / kBlock * kBlock; first < chunk.end; first += kBlock)
       for_rows(task.num_rows, [&]<int R>(Index r) {
-        for (Index t = first; t < first + kBlock; t += 16 / R)
-          score_tokens_bf16<R, W>(task.packed + r * stride + kPackedHead, stride, task.width, chunk.row + t,
-                                  *chunk.ahead, task.scores + r * kChunk + t);
+        score_tokens_bf16<R, W>(task.packed + r * kPackedRow(task.width) + kPackedHead, task.width, chunk.row + first,
+                                r == 0 ? chunk.reading : Reading(), first, task.scores + r * kChunk + first);
       });
   });
 }
@@ -69,8 +68,8 @@ inline void score_bf16(const ChunkRows& chunk, const ScoreTask& task) {
 // R rows by 64 elements. A dword holds two of them: its high half is one as it stands, its low half the other
 // once it is shifted up; they are put in order when the chunk is done.
 template <int R>
-inline void add_values_bf16(const float* weights, const Byte* const* values, Ahead& ahead, Index begin,
-                            Index end, float* totals, Index width, Index d) {
+inline void add_values_bf16(const float* weights, const Byte* const* values,
+                            const Reading& reading, Index begin, Index end, float* totals, Index width, Index d) {
   const __m512i high_half = _mm512_set1_epi32(static_cast<int>(0xffff0000u));
   const __m512i first = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
   const __m512i second = _mm512_add_epi32(first, _mm512_set1_epi32(8));
@@ -78,9 +77,9 @@ inline void add_values_bf16(const float* weights, const Byte* const* values, Ahe
 #pragma GCC unroll 4
   for (int r = 0; r < R; ++r) even[r][0] = even[r][1] = odd[r][0] = odd[r][1] = _mm512_setzero_ps();
   for (Index t = begin; t < end; ++t) {
-    ahead.ask(2);
 #pragma GCC unroll 2
     for (int n = 0; n < 2; ++n) {
+      reading.ask(t, 2 * (d + 32 * n));
       const __m512i x = _mm512_loadu_si512(values[t] + 2 * (d + 32 * n));
       const __m512 low = _mm512_castsi512_ps(_mm512_slli_epi32(x, 16));
       const __m512 high = _mm512_castsi512_ps(_mm512_and_si512(x, high_half));
@@ -107,8 +106,9 @@ inline void add_values_bf16(const float* weights, const Byte* const* values, Ahe
 inline void value_bf16(const ChunkRows& chunk, const ValueTask& task) {
   shrink_totals(task);
   for_rows(task.num_rows, [&]<int R>(Index r) {
+    const Reading asking = r == 0 ? chunk.reading : Reading();
     for (Index d = 0; d < task.width; d += 64)
-      add_values_bf16<R>(task.weights + r * kChunk, chunk.row, *chunk.ahead, chunk.begin, chunk.end,
+      add_values_bf16<R>(task.weights + r * kChunk, chunk.row, asking, chunk.begin, chunk.end,
                          task.totals + r * task.width, task.width, d);
   });
 }
@@ -178,7 +178,7 @@ inline __m512i broadcast_dword(const void* from) { return _mm512_set1_epi32(bit_
 // R rows by two blocks of tokens. Codes become unsigned by their flipped sign bit.
 template <int R, bool is_int4>
 inline void score_digits_at(const Byte* const* blocks, const SidePlace& key, const Byte* packed, Index width,
-                            const float* scales, float* scores, Ahead& ahead) {
+                            const float* scales, float* scores, const Reading& reading, Index first) {
   const Index per_group = key.row_bytes / 4 / key.num_groups, stride = kPackedRow(width);
   const __m512i nibbles = _mm512_set1_epi32(0x0f0f0f0f);
   const __m512i sign = _mm512_set1_epi32(static_cast<int>(is_int4 ? 0x88888888u : 0x80808080u));
@@ -193,7 +193,8 @@ inline void score_digits_at(const Byte* const* blocks, const SidePlace& key, con
           broadcast_dword(packed + r * stride + offsetof(QueryHead, offset) + 4 * static_cast<std::size_t>(g));
     }
     for (Index c = 0; c < per_group; ++c, at += kColumn, digits += 4) {
-      ahead.ask(2);
+      reading.ask(first, at);
+      reading.ask(first + kBlock, at);
       const __m512i codes[2] = {_mm512_xor_si512(_mm512_loadu_si512(blocks[0] + at), sign),
                                 _mm512_xor_si512(_mm512_loadu_si512(blocks[1] + at), sign)};
 #pragma GCC unroll 2
@@ -241,10 +242,11 @@ inline void score_digits(const ChunkRows& chunk, const ScoreTask& task) {
   alignas(64) float scales[kMaxGroups][kChunk];
   read_scales(chunk, scales);
   chunk.prefetch_scales();
+  const Reading asking = chunk.asking();
   for_key_blocks(chunk, [&](Index first, const Byte* const* blocks) {
     for_rows(task.num_rows, [&]<int R>(Index r) {
       score_digits_at<R, is_int4>(blocks, *chunk.side, task.packed + r * kPackedRow(task.width), task.width,
-                                  scales[0] + first, task.scores + r * kChunk + first, *chunk.ahead);
+                                  scales[0] + first, task.scores + r * kChunk + first, r == 0 ? asking : Reading(), first);
     });
   });
 }
@@ -293,7 +295,7 @@ inline __m512i sign_extend(__m512i nibbles) {
 // R rows by V vectors of 16 bytes of one group, over all quads of the chunk.
 template <int R, bool is_int4, int V>
 inline void add_digits(const ValueBlocks& values, const WeightDigits& weights, float* totals, Index width, Index byte,
-                       Ahead& ahead) {
+                       const Reading& reading) {
   constexpr int N = is_int4 ? 2 * V : V;  // of int4 the even and the odd elements
   constexpr Index kDigit = kMaxGroups * kChunk;
   const Index group = values.side.group_of_byte[byte];
@@ -307,9 +309,9 @@ inline void add_digits(const ValueBlocks& values, const WeightDigits& weights, f
 #pragma GCC unroll 1
     for (Index quad = 0; quad < kBlock / 4; ++quad, at += 4 * values.side.row_bytes, digits += 4) {
       __m512i x[N];
-      ahead.ask(V);
 #pragma GCC unroll 2
       for (int v = 0; v < V; ++v) {
+        reading.ask(b * kBlock, at + 64 * v - values.block[b]);
         const __m512i codes = _mm512_loadu_si512(at + 64 * v);
         if constexpr (is_int4) {
           x[2 * v] = sign_extend(codes);
@@ -365,13 +367,14 @@ inline void value_digits(const ChunkRows& chunk, const ValueTask& task) {
   chunk.prefetch_scales();
   for_rows(task.num_rows, [&]<int R>(Index first) {
     weights.read(task.weights + first * kChunk, R, scales, value.num_groups);
+    const Reading asking = first == 0 ? chunk.asking() : Reading();
     float* totals = task.totals + first * task.width;
     constexpr int V = is_int4 ? 1 : 2;
     Index byte = 0;
     for (; byte + 16 * V <= value.row_bytes; byte += 16 * V)
-      add_digits<R, is_int4, V>(blocks, weights, totals, task.width, byte, *chunk.ahead);
+      add_digits<R, is_int4, V>(blocks, weights, totals, task.width, byte, asking);
     for (; byte < value.row_bytes; byte += 16)
-      add_digits<R, is_int4, 1>(blocks, weights, totals, task.width, byte, *chunk.ahead);
+      add_digits<R, is_int4, 1>(blocks, weights, totals, task.width, byte, asking);
   });
 }
 

@@ -264,6 +264,7 @@ struct SidePlace {
       num_groups = stored_width(scale);
       group = dim / num_groups;
       scale_offsets = SlotOffsets(scale);
+      scales_touch = scale_is_contiguous && scale_offsets.step() == num_groups * bytes_of(scale.dtype);
       const Index per_group = row_bytes / num_groups;
       for (Index g = 0; g < num_groups; ++g)
         for (Index i = g * per_group; i < (g + 1) * per_group; ++i) group_of_byte[i] = static_cast<std::int32_t>(g);
@@ -289,6 +290,7 @@ struct SidePlace {
   NativeOrder order;
   bool is_contiguous, scale_is_contiguous;  // a row lies in one piece
   bool heads_touch, tokens_touch;  // rows of neighbours follow one another in memory
+  bool scales_touch = false;       // so do the scales of neighbouring tokens
   SlotOffsets offsets, scale_offsets;
 };
 
@@ -310,7 +312,7 @@ struct ChunkPlaces {
       side.offsets.fill(codes, slot, run, row + (at - token + begin));
       if (scales) side.scale_offsets.fill(scales, slot, run, scale + (at - token + begin));
     });
-    // Also the others may be asked for.
+    // The others may be read, too.
     for (Index t = 0; t < kChunk; ++t)
       if (t < begin || t >= end) row[t] = row[begin], scale[t] = scale[begin];
   }

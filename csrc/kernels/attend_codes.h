@@ -51,13 +51,20 @@ inline void transpose_four(const Byte* const* rows, Index at, Byte* to, Index st
 
 constexpr Index kColumn = 4 * kBlock;  // bytes of a column: four of each token of a block
 
+inline void ask_four(const ChunkRows& chunk, Index t, Index at) {
+  for (Index i = 0; at % 64 == 0 && i < 4; ++i) chunk.reading.ask(t + i, at);
+}
+
 // One block of keys, [row_bytes / 4, 16, 4]: in place, or as `copy` with room for it.
 inline const Byte* key_block(const ChunkRows& chunk, Index block, Byte* copy) {
   if (chunk.is_native) return chunk.block(block);
   const Byte* const* rows = chunk.row + block * kBlock;
   const Index bytes = chunk.side->row_bytes;
   for (Index at = 0; at < bytes; at += 16)
-    for (Index t = 0; t < kBlock; t += 4) transpose_four(rows + t, at, copy + at / 4 * kColumn + 4 * t, kColumn);
+    for (Index t = 0; t < kBlock; t += 4) {
+      ask_four(chunk, block * kBlock + t, at);
+      transpose_four(rows + t, at, copy + at / 4 * kColumn + 4 * t, kColumn);
+    }
   return copy;
 }
 
@@ -67,26 +74,34 @@ inline const Byte* value_block(const ChunkRows& chunk, Index block, Byte* copy) 
   const Index bytes = chunk.side->row_bytes;
   for (Index quad = 0; quad < kBlock / 4; ++quad) {
     const Byte* const* rows = chunk.row + block * kBlock + 4 * quad;
-    for (Index at = 0; at < bytes; at += 16) interleave_bytes(rows, at, copy + 4 * (quad * bytes + at));
+    for (Index at = 0; at < bytes; at += 16) {
+      ask_four(chunk, block * kBlock + 4 * quad, at);
+      interleave_bytes(rows, at, copy + 4 * (quad * bytes + at));
+    }
   }
   return copy;
 }
 
 // --- scales ------------------------------------------------------------------------------------------------
 
-// A column of 16-bit scales, two to a dword, in float32: of the even group and the odd one.
-inline void widen_pairs(DType dtype, const std::uint32_t* pairs, float* even, float* odd) {
+// kLanes 16-bit scales of a column of dwords, in float32: the low half of each, or the high one.
+inline Vec widen_halves(DType dtype, IntVec pairs, bool high) {
   typedef std::uint16_t Halves __attribute__((vector_size(2 * kLanes)));
-  for (Index t = 0; t < kChunk; t += kLanes) {
-    const IntVec pair = bit_copy<IntVec>(pairs + t);
-    if (dtype == DType::bf16) {
-      store(even + t, as_float(pair << 16));
-      store(odd + t, as_float(pair & splat_int(INT32_MIN >> 15)));
-    } else {
-      const Halves halves[2] = {__builtin_convertvector(pair, Halves), __builtin_convertvector(pair >> 16, Halves)};
-      store(even + t, load_f16(reinterpret_cast<const Byte*>(halves)));
-      store(odd + t, load_f16(reinterpret_cast<const Byte*>(halves + 1)));
-    }
+  if (dtype == DType::bf16) return as_float(high ? pairs & splat_int(INT32_MIN >> 15) : pairs << 16);
+  const Halves halves = __builtin_convertvector(high ? pairs >> 16 : pairs, Halves);
+  return load_f16(reinterpret_cast<const Byte*>(&halves));
+}
+
+// Scales of the tokens [first, first + kBlock), `dwords` of them to a token, from element `at` of a row on.
+inline void read_columns(const ChunkRows& chunk, Index first, Index at, Index dwords, std::uint32_t (*to)[kBlock]) {
+  const Byte* const* rows = chunk.scale + first;
+  if (dwords == 1 && chunk.side->num_groups * bytes_of(chunk.side->scale.dtype) == 4 && chunk.scales_touch(first)) {
+    std::memcpy(to[0], rows[0], sizeof to[0]);
+  } else if (dwords == 4) {
+    for (Index t = 0; t < kBlock; t += 4) transpose_four(rows + t, at, reinterpret_cast<Byte*>(to[0] + t), sizeof to[0]);
+  } else {
+    for (Index t = 0; t < kBlock; ++t)
+      for (Index i = 0; i < dwords; ++i) std::memcpy(to[i] + t, rows[t] + at + 4 * i, 4);
   }
 }
 
@@ -94,25 +109,33 @@ inline void widen_pairs(DType dtype, const std::uint32_t* pairs, float* even, fl
 inline void read_scales(const ChunkRows& chunk, float (*scales)[kChunk]) {
   const DType dtype = chunk.side->scale.dtype;
   const Index groups = chunk.side->num_groups, bytes = groups * bytes_of(dtype);
-  if (bytes % 4 != 0) {
-    for (Index g = 0; g < groups; ++g)
-      for (Index t = 0; t < kChunk; ++t) scales[g][t] = read_float(chunk.scale[t], dtype, g);
-    return;
-  }
-  alignas(64) std::uint32_t columns[4][kChunk];
-  for (Index at = 0; at < bytes; at += 16) {
-    const Index dwords = min(bytes - at, 16) / 4;
-    if (dwords == 4)
-      for (Index t = 0; t < kChunk; t += 4)
-        transpose_four(chunk.scale + t, at, reinterpret_cast<Byte*>(columns[0] + t), sizeof columns[0]);
-    else
-      for (Index t = 0; t < kChunk; ++t)
-        for (Index i = 0; i < dwords; ++i) std::memcpy(columns[i] + t, chunk.scale[t] + at + 4 * i, 4);
-    for (Index i = 0; i < dwords; ++i) {
-      if (dtype == DType::f32)
-        std::memcpy(scales[at / 4 + i], columns[i], sizeof columns[i]);
-      else
-        widen_pairs(dtype, columns[i], scales[at / 2 + 2 * i], scales[at / 2 + 2 * i + 1]);
+  for (Index first = 0; first < kChunk; first += kBlock) {
+    if (groups == 1 && dtype != DType::f32 && chunk.scales_touch(first)) {
+      for (Index t = 0; t < kBlock; t += kLanes) {
+        const Byte* from = chunk.scale[first] + 2 * t;
+        store(scales[0] + first + t, dtype == DType::bf16 ? load_bf16(from) : load_f16(from));
+      }
+      continue;
+    }
+    if (bytes % 4 != 0) {
+      for (Index g = 0; g < groups; ++g)
+        for (Index t = first; t < first + kBlock; ++t) scales[g][t] = read_float(chunk.scale[t], dtype, g);
+      continue;
+    }
+    alignas(64) std::uint32_t columns[4][kBlock];
+    for (Index at = 0; at < bytes; at += 16) {
+      const Index dwords = min(bytes - at, 16) / 4;
+      read_columns(chunk, first, at, dwords, columns);
+      for (Index i = 0; i < dwords; ++i)
+        for (Index t = 0; t < kBlock; t += kLanes) {
+          const IntVec column = bit_copy<IntVec>(columns[i] + t);
+          if (dtype == DType::f32) {
+            store(scales[at / 4 + i] + first + t, as_float(column));
+          } else {
+            store(scales[at / 2 + 2 * i] + first + t, widen_halves(dtype, column, false));
+            store(scales[at / 2 + 2 * i + 1] + first + t, widen_halves(dtype, column, true));
+          }
+        }
     }
   }
 }
@@ -147,11 +170,12 @@ struct RoundedTo {
   }
 };
 
-// R rows by the tokens [first, first + 2 * kLanes) of two blocks: code products are summed within a group, and
+// R rows by the tokens [first, first + 2 * kLanes) of two blocks, which begin at token `from` of the chunk: code products are summed within a group, and
 // scaled at its end; if they are rounded, each is scaled before.
 template <int R, bool is_int4, class Rounded>
 inline void score_codes_at(const Byte* const* blocks, Index first, const SidePlace& key, const float* query,
-                           Index width, const float* scales, float* scores, Ahead& ahead) {
+                           Index width, const float* scales, float* scores, const Reading& reading,
+                           Index from) {
   const Index per_group = key.row_bytes / 4 / key.num_groups;
   const Byte* at[2];
   for (Index n = 0; n < 2; ++n) {
@@ -166,7 +190,8 @@ inline void score_codes_at(const Byte* const* blocks, Index first, const SidePla
     for (Index c = 0; c < per_group; ++c, q += is_int4 ? 8 : 4) {
       const IntVec dwords[2] = {bit_copy<IntVec>(at[0]), bit_copy<IntVec>(at[1])};
       at[0] += kColumn, at[1] += kColumn;
-      ahead.ask(max(kLanes / 8, 1));
+      for (Index n = 0; n < 2; ++n)
+        if ((first + n * kLanes) % kBlock == 0) reading.ask(from + first + n * kLanes, c * kColumn);
       for_places(Places<is_int4>{}, [&]<int place>() {
         Vec codes[2] = {widen_place<is_int4, place>(dwords[0]), widen_place<is_int4, place>(dwords[1])};
         if (Rounded::kRounds) codes[0] = Rounded::of(codes[0] * scale[0]), codes[1] = Rounded::of(codes[1] * scale[1]);
@@ -207,11 +232,12 @@ inline void score_codes(const ChunkRows& chunk, const ScoreTask& task) {
   alignas(64) float scales[kMaxGroups][kChunk];
   read_scales(chunk, scales);
   chunk.prefetch_scales();
+  const Reading asking = chunk.asking();
   for_key_blocks(chunk, [&](Index first, const Byte* const* blocks) {
     for_rows(task.num_rows, [&]<int R>(Index r) {
       for (Index t = 0; t < 2 * kBlock; t += 2 * kLanes)
         score_codes_at<R, is_int4, Rounded>(blocks, t, *chunk.side, task.query + r * task.width, task.width,
-                                            scales[0] + first, task.scores + r * kChunk + first, *chunk.ahead);
+                                            scales[0] + first, task.scores + r * kChunk + first, r == 0 ? asking : Reading(), first);
     });
   });
 }
@@ -254,7 +280,7 @@ inline void zip(Vec* x) {
 // R rows by V vectors of bytes; scales[token] are those of the groups.
 template <int R, bool is_int4, int V, class Rounded>
 inline void add_codes(const ValueBlocks& values, const float* weights, const float (*scales)[kMaxGroups + kLanes],
-                      float* totals, Index width, Index byte, Ahead& ahead) {
+                      float* totals, Index width, Index byte, const Reading& reading) {
   constexpr int N = is_int4 ? 2 * V : V;  // of int4 the even and the odd elements
   const LaneGroups groups[2] = {{values.side, byte}, {values.side, byte + (V - 1) * kLanes}};
   Vec sums[R][N] = {};
@@ -264,7 +290,9 @@ inline void add_codes(const ValueBlocks& values, const float* weights, const flo
       IntVec dwords[V];
 #pragma GCC unroll 2
       for (int v = 0; v < V; ++v) dwords[v] = bit_copy<IntVec>(at + 4 * v * kLanes);
-      ahead.ask(max(V * kLanes / 16, 1));
+#pragma GCC unroll 2
+      for (Index offset = at - values.block[b], v = 0; v < V; ++v, offset += 4 * kLanes)
+        if (offset % 64 == 0) reading.ask(b * kBlock, offset);
       for_places(std::make_integer_sequence<int, 4>{}, [&]<int i>() {
         const Index t = b * kBlock + 4 * quad + i;
         Vec x[N];
@@ -307,13 +335,14 @@ inline void value_codes(const ChunkRows& chunk, const ValueTask& task) {
   shrink_totals(task);
   for_rows(task.num_rows, [&]<int R>(Index r) {
     constexpr int V = is_int4 ? 1 : 2;
+    const Reading asking = r == 0 ? chunk.asking() : Reading();
     const float* weights = task.weights + r * kChunk;
     float* totals = task.totals + r * task.width;
     Index byte = 0;
     for (; byte + V * kLanes <= value.row_bytes; byte += V * kLanes)
-      add_codes<R, is_int4, V, Rounded>(blocks, weights, scales, totals, task.width, byte, *chunk.ahead);
+      add_codes<R, is_int4, V, Rounded>(blocks, weights, scales, totals, task.width, byte, asking);
     for (; byte < value.row_bytes; byte += kLanes)
-      add_codes<R, is_int4, 1, Rounded>(blocks, weights, scales, totals, task.width, byte, *chunk.ahead);
+      add_codes<R, is_int4, 1, Rounded>(blocks, weights, scales, totals, task.width, byte, asking);
   });
 }
 

@@ -22,11 +22,19 @@ struct Running {
 // A finite stand-in for the maximum of nothing, so that -inf - top is -inf and not NaN.
 inline float finite_top(float top) { return top == -INFINITY ? 0.0f : top; }
 
-// Turns dot products of tokens [first, first + kChunk) into weights, in place; hidden ones become exactly 0.
-// Returns the factor that earlier sums must be multiplied by.
-inline float weigh_chunk(const AttendArgs& args, const ScoreRow& row, Index first, Index stored, float* scores,
-                         Running& running) {
+// Scales dot products of the tokens [first, first + kChunk), in place, and adds what the call asks for; those of
+// hidden tokens become -inf. Returns the largest of each lane.
+inline Vec adjust_scores(const AttendArgs& args, const ScoreRow& row, Index first, Index stored, float* scores) {
   const Index begin = max(row.visible.begin - first, 0), end = min(row.visible.end - first, kChunk);
+  Vec top = splat(-INFINITY);
+  if (begin == 0 && end == kChunk && args.softcap <= 0.0f && !args.mask.data && !args.alibi_slopes.data) {
+    for (Index i = 0; i < kChunk; i += kLanes) {
+      const Vec x = load(scores + i) * args.scale;
+      store(scores + i, x);
+      top = larger(x, top);
+    }
+    return top;
+  }
   const IntVec lanes = lane_numbers();
   alignas(64) float mask[kChunk];
   if (args.mask.data) {
@@ -36,7 +44,6 @@ inline float weigh_chunk(const AttendArgs& args, const ScoreRow& row, Index firs
                                          row.mask_row + (first + i) * args.mask.stride[2])
                             : 0.0f;
   }
-  Vec top = splat(-INFINITY);
   for (Index i = 0; i < kChunk; i += kLanes) {
     Vec x = load(scores + i) * args.scale;
     if (args.softcap > 0.0f) x = args.softcap * tanh(x / args.softcap);
@@ -53,19 +60,41 @@ inline float weigh_chunk(const AttendArgs& args, const ScoreRow& row, Index firs
     store(scores + i, x);
     top = larger(x, top);
   }
-  const float old_top = finite_top(running.top);
-  const float largest = largest_lane(top);
-  running.top = largest > running.top ? largest : running.top;
-  const float new_top = finite_top(running.top);
-  Vec sum{};
-  for (Index i = 0; i < kChunk; i += kLanes) {
-    const Vec weight = exp(load(scores + i) - new_top);
-    store(scores + i, weight);
-    sum = sum + weight;
+  return top;
+}
+
+// Turns dot products of R rows into weights, in place; hidden tokens get exactly 0. Earlier sums must be
+// multiplied by `factors`. Each step is done for all rows before the next: they wait for nothing but their own.
+template <int R>
+inline void weigh_rows(const AttendArgs& args, const ScoreRow* rows, Index first, Index stored, float* scores,
+                       Running* running, float* factors) {
+  Vec top[R], sum[R];
+  float new_top[R];
+  alignas(64) float change[kLanes] = {};
+  for (int r = 0; r < R; ++r) top[r] = adjust_scores(args, rows[r], first, stored, scores + r * kChunk);
+#pragma GCC unroll 4
+  for (int r = 0; r < R; ++r) {
+    const float largest = largest_lane(top[r]), old_top = finite_top(running[r].top);
+    running[r].top = largest > running[r].top ? largest : running[r].top;
+    new_top[r] = finite_top(running[r].top);
+    change[r] = running[r].sum == 0.0f ? 0.0f : old_top - new_top[r];
   }
-  const float factor = running.sum == 0.0f || old_top == new_top ? 1.0f : exp(old_top - new_top);
-  running.sum = running.sum * factor + sum_lanes(sum);
-  return factor;
+  alignas(64) float factor[kLanes];
+  store(factor, exp(load(change)));  // exactly 1 where the maximum stays
+#pragma GCC unroll 4
+  for (int r = 0; r < R; ++r) {
+    sum[r] = Vec{};
+    for (Index i = r * kChunk; i < (r + 1) * kChunk; i += kLanes) {
+      const Vec weight = exp(load(scores + i) - new_top[r]);
+      store(scores + i, weight);
+      sum[r] += weight;
+    }
+  }
+#pragma GCC unroll 4
+  for (int r = 0; r < R; ++r) {
+    running[r].sum = running[r].sum * factor[r] + sum_lanes(sum[r]);
+    factors[r] = factor[r];
+  }
 }
 
 // Adds a later partial result to an earlier one. An empty one changes nothing.

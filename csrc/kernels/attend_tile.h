@@ -13,64 +13,30 @@ namespace kvloom::KVLOOM_ISA {
 // Inlined early: GCC takes a function that only prefetches for one without effect, and drops its calls.
 __attribute__((always_inline)) inline void prefetch(const Byte* at) { __builtin_prefetch(at); }
 
-// Asks for the lines of the chunk after this one, of all heads of the item, in the order of their addresses:
-// the memory is fastest that way, whatever the order in which kernels read.
-class Ahead {
+// Rows in the order in which kernels read them, and those that come later. A processor drops what it is asked for
+// while it waits for some fifty lines, and is fastest if each line is asked for three times.
+class Reading {
  public:
-  void aim(const SidePlace& key, const ChunkPlaces& keys, const SidePlace& value, const ChunkPlaces& values,
-           Index heads) {
-    side_[0] = &key, side_[1] = &value;
-    places_[0] = &keys, places_[1] = &values;
-    heads_ = heads, part_ = 0, head_ = 0, token_ = keys.begin;
-    at_ = end_ = nullptr;
-  }
+  Reading() = default;  // asks for nothing
+  Reading(const Byte* const* rows, Index row_bytes)
+      : near_(rows + min(max(kNearBytes / row_bytes, 1), kBlock)),
+        soon_(rows + min(max(kLaterBytes / 2 / row_bytes, 1), kChunk)),
+        later_(rows + min(max(kLaterBytes / row_bytes, 1), 2 * kChunk)) {}
 
-  // A kernel calls this for as many lines as it reads.
-  __attribute__((always_inline)) void ask(Index lines) {
-    if (end_ - at_ >= 64 * lines) {
-      for (; lines > 0; --lines, at_ += 64) prefetch(at_);
-      return;
-    }
-    ask_on(lines);
+  // Asks for what follows the line at `offset` of token t. A kernel calls this for each line that it reads.
+  __attribute__((always_inline)) void ask(Index t, Index offset) const {
+    if (!near_) return;
+    prefetch(later_[t] + offset);
+    prefetch(soon_[t] + offset);
+    prefetch(near_[t] + offset);
+  }
+  void ask_row(Index t, Index row_bytes) const {
+    for (Index offset = 0; offset < row_bytes; offset += 64) ask(t, offset);
   }
 
  private:
-  __attribute__((noinline)) void ask_on(Index lines) {
-    for (; lines > 0; --lines, at_ += 64) {
-      if (at_ >= end_ && !open()) return;
-      prefetch(at_);
-    }
-  }
-
-  // The next run of bytes that lie in one piece, if there is one.
-  bool open() {
-    while (part_ < 2 && token_ >= places_[part_]->end)
-      if (++part_ < 2) token_ = places_[part_]->begin;
-    if (part_ == 2) return false;
-    const SidePlace& side = *side_[part_];
-    const ChunkPlaces& places = *places_[part_];
-    const Byte* row = places.row[token_];
-    Index tokens = 1, heads = 1, rows = 1;
-    if (places.is_native) {
-      row = side.block_of(row, token_ % kBlock);
-      rows = kBlock, tokens = kBlock - token_ % kBlock;
-    } else if (side.heads_touch) {
-      heads = heads_;
-    } else if (side.tokens_touch) {
-      const Index most = min(kBlock - token_ % kBlock, places.end - token_);
-      if (places.row[token_ + most - 1] - row == (most - 1) * side.row_bytes) rows = tokens = most;
-    }
-    at_ = row + head_ * side.head_bytes();
-    end_ = at_ + rows * heads * side.row_bytes;
-    head_ += heads;
-    if (head_ >= heads_) head_ = 0, token_ += tokens;
-    return true;
-  }
-
-  const SidePlace* side_[2];
-  const ChunkPlaces* places_[2];
-  Index heads_ = 0, part_ = 2, head_ = 0, token_ = 0;
-  const Byte *at_ = nullptr, *end_ = nullptr;
+  static constexpr Index kNearBytes = 4096, kLaterBytes = 24576;
+  const Byte *const *near_ = nullptr, *const *soon_ = nullptr, *const *later_ = nullptr;
 };
 
 // Rows of one head in one chunk. Those of [begin, end) are read, the others point to one of these.
@@ -81,7 +47,7 @@ struct ChunkRows {
   const Byte* const* scale;       // [kChunk]
   const Byte* const* next_scale;  // [kChunk], of the item's first head
   Index next_scale_shift;
-  Ahead* ahead;
+  Reading reading;
   DType query_dtype;
   bool takes_codes, is_native;  // read in blocks of 16 tokens; where they are
 
@@ -91,14 +57,25 @@ struct ChunkRows {
     return side->block_of(row[t], t - i * kBlock);
   }
 
-  // Many rows share a line of scales.
-  void prefetch_scales() const {
-    std::uintptr_t line = 0;
-    for (Index t = 0; t < kChunk; ++t) {
-      const Byte* at = next_scale[t] + next_scale_shift;
-      const std::uintptr_t next = reinterpret_cast<std::uintptr_t>(at) / 64;
-      if (next != line) prefetch(at);
-      line = next;
+  // What a kernel asks for that reads blocks: where they are copies, their rows were asked for.
+  Reading asking() const { return is_native ? reading : Reading(); }
+
+  // Whether the scales of kBlock tokens from one on lie in one piece.
+  bool scales_touch(Index first) const {
+    return side->scales_touch && is_native && first >= begin && first + kBlock <= end;
+  }
+
+  // Asks for the scales of the next chunk. Those of a block lie in one piece or here and there.
+  __attribute__((always_inline)) void prefetch_scales() const {
+    const Index bytes = side->num_groups * bytes_of(side->scale.dtype);
+    for (Index first = 0; first < kChunk; first += kBlock) {
+      const Byte* const* rows = next_scale + first;
+      if (rows[kBlock - 1] - rows[0] == (kBlock - 1) * bytes) {
+        const Byte* at = rows[0] + next_scale_shift;
+        for (Index i = 0; i < kBlock * bytes; i += 64) prefetch(at + i);
+      } else {
+        for (Index t = 0; t < kBlock; ++t) prefetch(rows[t] + next_scale_shift);
+      }
     }
   }
 };
@@ -170,6 +147,7 @@ class WideRows {
     const SidePlace& side = *chunk.side;
     for (Index t = 0; t < kBlock; ++t) {
       row_[t] = reinterpret_cast<const Byte*>(copy_[t]);
+      chunk.reading.ask_row(first + t, side.row_bytes);
       if (first + t >= chunk.begin && first + t < chunk.end)
         widen_row(side, chunk.row[first + t], chunk.scale[first + t], chunk.query_dtype, copy_[t]);
       else
@@ -235,19 +213,20 @@ inline void for_width(Index width, Kernel kernel) {
 
 // R rows by kLanes / R tokens, token by token, so that memory is read in the order of its addresses.
 template <class Load, int R, int W>
-inline void score_tokens(const float* query, Index any_width, const Byte* const* keys, Ahead& ahead, float* scores) {
+inline void score_tokens(const float* query, Index any_width, const Byte* const* keys,
+                         const Reading& reading, Index first, float* scores) {
   constexpr int T = kLanes / R;
   const Index width = W ? W : any_width;
   Vec sums[kLanes];
 #pragma GCC unroll 16
   for (int t = 0; t < T; ++t) {
     const Byte* key = keys[t];
-    ahead.ask(width * Load::kBytes / 64);
     Vec sum[R];
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) sum[r] = Vec{};
 #pragma GCC unroll 8
     for (Index d = 0; d < width; d += kLanes) {
+      if (d * Load::kBytes % 64 == 0) reading.ask(first + t, d * Load::kBytes);
       const Vec x = Load::at(key, d);
 #pragma GCC unroll 16
       for (int r = 0; r < R; ++r) sum[r] += load(query + r * width + d) * x;
@@ -272,10 +251,11 @@ inline void for_rows(Index num_rows, Kernel kernel) {
 
 // Scores of the tokens of one block, whose rows are `keys`.
 template <class Load, int W>
-inline void score_block(const ChunkRows& chunk, const ScoreTask& task, const Byte* const* keys, Index first) {
+inline void score_block(const ScoreTask& task, const Byte* const* keys, const Reading& reading, Index first) {
   for_rows(task.num_rows, [&]<int R>(Index r) {
+    const Reading asking = r == 0 ? reading : Reading();
     for (Index t = 0; t < kBlock; t += kLanes / R)
-      score_tokens<Load, R, W>(task.query + r * task.width, task.width, keys + t, *chunk.ahead,
+      score_tokens<Load, R, W>(task.query + r * task.width, task.width, keys + t, asking, first + t,
                                task.scores + r * kChunk + first + t);
   });
 }
@@ -284,7 +264,7 @@ template <class Load>
 inline void score_direct(const ChunkRows& chunk, const ScoreTask& task) {
   for_width(task.width, [&]<int W>() {
     for (Index first = chunk.begin / kBlock * kBlock; first < chunk.end; first += kBlock)
-      score_block<Load, W>(chunk, task, chunk.row + first, first);
+      score_block<Load, W>(task, chunk.row + first, chunk.reading, first);
   });
 }
 
@@ -292,20 +272,21 @@ inline void score_wide(const ChunkRows& chunk, const ScoreTask& task) {
   WideRows rows;
   if (chunk.side->scale.data) chunk.prefetch_scales();
   for (Index first = chunk.begin / kBlock * kBlock; first < chunk.end; first += kBlock)
-    score_block<LoadF32, 0>(chunk, task, rows.of(chunk, first), first);
+    score_block<LoadF32, 0>(task, rows.of(chunk, first), Reading(), first);
 }
 
 // R rows by N vectors of d.
 template <class Load, int R, int N>
-inline void add_values(const float* weights, const Byte* const* values, Ahead& ahead, Index begin, Index end,
-                       float* totals, Index width, Index d) {
+inline void add_values(const float* weights, const Byte* const* values, const Reading& reading, Index first,
+                       Index begin, Index end, float* totals, Index width, Index d) {
   Vec sums[R][N];
 #pragma GCC unroll 4
   for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
     for (int n = 0; n < N; ++n) sums[r][n] = load(totals + r * width + d + n * kLanes);
   for (Index t = begin; t < end; ++t) {
-    ahead.ask(max(N * kLanes * Load::kBytes / 64, 1));
+    if (d * Load::kBytes % 64 == 0)
+      for (Index i = 0; i < N * kLanes * Load::kBytes; i += 64) reading.ask(first + t, d * Load::kBytes + i);
     Vec value[N];
 #pragma GCC unroll 4
     for (int n = 0; n < N; ++n) value[n] = Load::at(values[t], d + n * kLanes);
@@ -332,24 +313,25 @@ inline void shrink_totals(const ValueTask& task) {
 
 // Adds the tokens [begin, end) of rows that begin at token `first` of the chunk.
 template <class Load>
-inline void value_block(const ChunkRows& chunk, const ValueTask& task, const Byte* const* values, Index first,
+inline void value_block(const ValueTask& task, const Byte* const* values, const Reading& reading, Index first,
                         Index begin, Index end) {
   constexpr int N = kLanes == 16 ? 4 : 2;
   for_rows(task.num_rows, [&]<int R>(Index r) {
+    const Reading asking = r == 0 ? reading : Reading();
     const float* weights = task.weights + r * kChunk + first;
     float* totals = task.totals + r * task.width;
     Index d = 0;
     for (; d + N * kLanes <= task.width; d += N * kLanes)
-      add_values<Load, R, N>(weights, values, *chunk.ahead, begin, end, totals, task.width, d);
+      add_values<Load, R, N>(weights, values, asking, first, begin, end, totals, task.width, d);
     for (; d < task.width; d += kLanes)
-      add_values<Load, R, 1>(weights, values, *chunk.ahead, begin, end, totals, task.width, d);
+      add_values<Load, R, 1>(weights, values, asking, first, begin, end, totals, task.width, d);
   });
 }
 
 template <class Load>
 inline void value_direct(const ChunkRows& chunk, const ValueTask& task) {
   shrink_totals(task);
-  value_block<Load>(chunk, task, chunk.row, 0, chunk.begin, chunk.end);
+  value_block<Load>(task, chunk.row, chunk.reading, 0, chunk.begin, chunk.end);
 }
 
 inline void value_wide(const ChunkRows& chunk, const ValueTask& task) {
@@ -358,7 +340,7 @@ inline void value_wide(const ChunkRows& chunk, const ValueTask& task) {
   shrink_totals(task);
   for (Index first = chunk.begin / kBlock * kBlock; first < chunk.end; first += kBlock) {
     const Byte* const* values = rows.of(chunk, first);
-    value_block<LoadF32>(chunk, task, values, first, max(chunk.begin - first, 0), min(chunk.end - first, kBlock));
+    value_block<LoadF32>(task, values, Reading(), first, max(chunk.begin - first, 0), min(chunk.end - first, kBlock));
   }
 }
 
