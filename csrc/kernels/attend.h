@@ -147,7 +147,7 @@ class ItemRunner {
     for (Index h = 0; h < job.item.num_heads; ++h) {
       const Index r0 = h * rows;
       find_rows(keys, places_->key, rows_[2 * h], h);
-      const Byte* packed = packed_ + r0 * kPackedRow(key_width_);
+      const Byte* packed = packed_ + r0 * kPackedRow;
       score_kernel_.run(keys, {query_ + r0 * key_width_, packed, rows, key_width_, scores_});
       for_rows(rows, [&]<int R>(Index r) {
         weigh_rows<R>(args_, score_rows_ + r0 + r, first, job.plan.num_stored, scores_ + r * kChunk,
@@ -263,7 +263,7 @@ class ItemRunner {
   float factors_[kTileRows];
   alignas(64) float scores_[kTileRows * kChunk];
   alignas(64) float query_[kTileFloats];
-  alignas(64) Byte packed_[kTileRows * kPackedHead + kTileFloats * 4];
+  alignas(64) Byte packed_[kTileRows * kPackedRow];
   alignas(64) float totals_[kTileFloats];
   alignas(64) float whole_[kTileFloats];
   alignas(64) Byte gathered_[kChunk * kMaxHeadDim * 4];

@@ -15,7 +15,7 @@ namespace kvloom::KVLOOM_ISA {
 // --- bfloat16 keys -----------------------------------------------------------------------------------------
 
 inline void pack_bf16(const SidePlace&, const float* query, Index num_rows, Index width, Byte* packed) {
-  for (Index r = 0; r < num_rows; ++r, query += width, packed += kPackedRow(width))
+  for (Index r = 0; r < num_rows; ++r, query += width, packed += kPackedRow)
     for (Index d = 0; d < width; d += 16)
       _mm256_store_si256(reinterpret_cast<__m256i*>(packed + kPackedHead + 2 * d),
                          reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(_mm512_loadu_ps(query + d))));
@@ -28,7 +28,7 @@ template <int R, int W>
 inline void score_tokens_bf16(const Byte* query, Index any_width, const Byte* const* keys,
                               const Reading& reading, Index at, float* scores) {
   constexpr int T = 16 / R;
-  const Index width = W ? W : any_width, stride = kPackedRow(width);
+  const Index width = W ? W : any_width;
   for (int first = 0; first < kBlock; first += T) {
     Vec sums[16];
 #pragma GCC unroll 16
@@ -41,7 +41,7 @@ inline void score_tokens_bf16(const Byte* query, Index any_width, const Byte* co
         reading.ask(at + first + t, 2 * d);
         const __m512bh x = load_pairs(keys[first + t] + 2 * d);
 #pragma GCC unroll 4
-        for (int r = 0; r < R; ++r) sum[r] = _mm512_dpbf16_ps(sum[r], x, load_pairs(query + r * stride + 2 * d));
+        for (int r = 0; r < R; ++r) sum[r] = _mm512_dpbf16_ps(sum[r], x, load_pairs(query + r * kPackedRow + 2 * d));
       }
 #pragma GCC unroll 4
       for (int r = 0; r < R; ++r) sums[r * T + t] = reinterpret_cast<Vec>(sum[r]);
@@ -57,7 +57,7 @@ inline void score_bf16(const ChunkRows& chunk, const ScoreTask& task) {
   for_width(task.width, [&]<int W>() {
     for (Index first = chunk.begin / kBlock * kBlock; first < chunk.end; first += kBlock)
       for_rows(task.num_rows, [&]<int R>(Index r) {
-        score_tokens_bf16<R, W>(task.packed + r * kPackedRow(task.width) + kPackedHead, task.width, chunk.row + first,
+        score_tokens_bf16<R, W>(task.packed + r * kPackedRow + kPackedHead, task.width, chunk.row + first,
                                 r == 0 ? chunk.reading : Reading(), first, task.scores + r * kChunk + first);
       });
   });
@@ -128,7 +128,7 @@ static_assert(sizeof(QueryHead) <= kPackedHead);
 inline void pack_digits(const SidePlace& key, const float* query, Index num_rows, Index width, Byte* packed) {
   const bool is_int4 = key.cache.dtype == DType::int4;
   alignas(64) std::int32_t whole[kMaxHeadDim];
-  for (Index r = 0; r < num_rows; ++r, query += width, packed += kPackedRow(width)) {
+  for (Index r = 0; r < num_rows; ++r, query += width, packed += kPackedRow) {
     __m512 top = _mm512_setzero_ps();
     __mmask16 finite = 0xffff;
     for (Index d = 0; d < width; d += 16) {
@@ -152,11 +152,14 @@ inline void pack_digits(const SidePlace& key, const float* query, Index num_rows
                       _mm512_cvtepi32_epi8(_mm512_sub_epi32(q, _mm512_slli_epi32(high, 7))));
     }
     std::int8_t* to = reinterpret_cast<std::int8_t*>(packed + kPackedHead);
-    for (Index digit = 0; digit < 2; ++digit, to += width) {
+    for (Index digit = 0; digit < 2; ++digit, to += kMaxHeadDim) {
       if (!is_int4) std::memcpy(to, digits[digit], static_cast<std::size_t>(key.dim));
-      for (Index i = 0; is_int4 && i < key.dim / 2; ++i) {
-        to[i] = digits[digit][2 * i];
-        to[key.dim / 2 + i] = digits[digit][2 * i + 1];
+      for (Index d = 0; is_int4 && d < key.dim; d += 32) {
+        const __m512i pairs = _mm512_cvtepi16_epi32(
+            _mm256_load_si256(reinterpret_cast<const __m256i*>(digits[digit] + d)));
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(to + d / 2), _mm512_cvtepi32_epi8(pairs));
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(to + key.dim / 2 + d / 2),
+                         _mm512_cvtepi32_epi8(_mm512_srli_epi32(pairs, 8)));
       }
     }
     for (Index g = 0; g < key.num_groups; ++g) {
@@ -177,9 +180,10 @@ inline __m512i broadcast_dword(const void* from) { return _mm512_set1_epi32(bit_
 
 // R rows by two blocks of tokens. Codes become unsigned by their flipped sign bit.
 template <int R, bool is_int4>
-inline void score_digits_at(const Byte* const* blocks, const SidePlace& key, const Byte* packed, Index width,
+inline void score_digits_at(const Byte* const* blocks, const SidePlace& key, const Byte* packed,
                             const float* scales, float* scores, const Reading& reading, Index first) {
-  const Index per_group = key.row_bytes / 4 / key.num_groups, stride = kPackedRow(width);
+  const Index per_group = key.row_bytes / 4 / key.num_groups;
+  const Reading::Block following[2] = {{reading, first}, {reading, first + kBlock}};
   const __m512i nibbles = _mm512_set1_epi32(0x0f0f0f0f);
   const __m512i sign = _mm512_set1_epi32(static_cast<int>(is_int4 ? 0x88888888u : 0x80808080u));
   Index at = 0;
@@ -190,11 +194,11 @@ inline void score_digits_at(const Byte* const* blocks, const SidePlace& key, con
     for (int r = 0; r < R; ++r) {
       high[r][0] = high[r][1] = _mm512_setzero_si512();
       low[r][0] = low[r][1] =
-          broadcast_dword(packed + r * stride + offsetof(QueryHead, offset) + 4 * static_cast<std::size_t>(g));
+          broadcast_dword(packed + r * kPackedRow + offsetof(QueryHead, offset) + 4 * static_cast<std::size_t>(g));
     }
     for (Index c = 0; c < per_group; ++c, at += kColumn, digits += 4) {
-      reading.ask(first, at);
-      reading.ask(first + kBlock, at);
+      following[0].ask(at);
+      following[1].ask(at);
       const __m512i codes[2] = {_mm512_xor_si512(_mm512_loadu_si512(blocks[0] + at), sign),
                                 _mm512_xor_si512(_mm512_loadu_si512(blocks[1] + at), sign)};
 #pragma GCC unroll 2
@@ -207,7 +211,8 @@ inline void score_digits_at(const Byte* const* blocks, const SidePlace& key, con
         const Byte* from = digits + half * key.dim / 2;
 #pragma GCC unroll 4
         for (int r = 0; r < R; ++r) {
-          const __m512i h = broadcast_dword(from + r * stride), l = broadcast_dword(from + r * stride + width);
+          const __m512i h = broadcast_dword(from + r * kPackedRow);
+          const __m512i l = broadcast_dword(from + r * kPackedRow + kMaxHeadDim);
           add_products(high[r][0], x[0], h);
           add_products(high[r][1], x[1], h);
           add_products(low[r][0], x[0], l);
@@ -230,7 +235,7 @@ inline void score_digits_at(const Byte* const* blocks, const SidePlace& key, con
   }
 #pragma GCC unroll 4
   for (int r = 0; r < R; ++r) {
-    const __m512 step = _mm512_set1_ps(bit_copy<float>(packed + r * stride));
+    const __m512 step = _mm512_set1_ps(bit_copy<float>(packed + r * kPackedRow));
     float* sum = scores + r * kChunk;
     _mm512_storeu_ps(sum, _mm512_mul_ps(_mm512_loadu_ps(sum), step));
     _mm512_storeu_ps(sum + kBlock, _mm512_mul_ps(_mm512_loadu_ps(sum + kBlock), step));
@@ -245,7 +250,7 @@ inline void score_digits(const ChunkRows& chunk, const ScoreTask& task) {
   const Reading asking = chunk.asking();
   for_key_blocks(chunk, [&](Index first, const Byte* const* blocks) {
     for_rows(task.num_rows, [&]<int R>(Index r) {
-      score_digits_at<R, is_int4>(blocks, *chunk.side, task.packed + r * kPackedRow(task.width), task.width,
+      score_digits_at<R, is_int4>(blocks, *chunk.side, task.packed + r * kPackedRow,
                                   scales[0] + first, task.scores + r * kChunk + first, r == 0 ? asking : Reading(), first);
     });
   });
@@ -253,10 +258,13 @@ inline void score_digits(const ChunkRows& chunk, const ScoreTask& task) {
 
 // --- values in codes ---------------------------------------------------------------------------------------
 
-// Rows' weights times value scales as two unsigned digits, byte by byte of the chunk's tokens.
+// Rows' weights times value scales as two unsigned digits, four tokens to a dword: quad i of block b is dword
+// 4 * i + b, as packing leaves them.
 struct WeightDigits {
-  alignas(64) Byte digit[4][2][kMaxGroups][kChunk];  // [row, which, group, token]
+  alignas(64) Byte digit[4][2][kMaxGroups][kChunk];  // [row, which, group, dword]
   float step[4][kMaxGroups];
+
+  static constexpr Index place(Index block, Index quad) { return 4 * (4 * quad + block); }
 
   void read(const float* weights, Index num_rows, const float (*scales)[kChunk], Index num_groups) {
     for (Index r = 0; r < num_rows; ++r)
@@ -275,13 +283,16 @@ struct WeightDigits {
         const float top = _mm512_reduce_max_ps(largest);
         step[r][g] = is_nan ? NAN : top / 65535.0f;
         const __m512 inverse = _mm512_set1_ps(top > 0.0f ? 65535.0f / top : 0.0f);
-#pragma GCC unroll 4
-        for (int i = 0; i < 4; ++i) {
-          const __m512i whole = _mm512_cvtps_epi32(_mm512_mul_ps(w[i], inverse));
-          _mm_store_si128(reinterpret_cast<__m128i*>(digit[r][0][g]) + i,
-                          _mm512_cvtepi32_epi8(_mm512_srli_epi32(whole, 8)));
-          _mm_store_si128(reinterpret_cast<__m128i*>(digit[r][1][g]) + i, _mm512_cvtepi32_epi8(whole));
-        }
+        __m512i words[2];
+#pragma GCC unroll 2
+        for (int i = 0; i < 2; ++i)
+          words[i] = _mm512_packus_epi32(_mm512_cvtps_epi32(_mm512_mul_ps(w[2 * i], inverse)),
+                                         _mm512_cvtps_epi32(_mm512_mul_ps(w[2 * i + 1], inverse)));
+        const __m512i low = _mm512_set1_epi16(0xff);
+        _mm512_store_si512(digit[r][0][g], _mm512_packus_epi16(_mm512_srli_epi16(words[0], 8),
+                                                               _mm512_srli_epi16(words[1], 8)));
+        _mm512_store_si512(digit[r][1][g], _mm512_packus_epi16(_mm512_and_si512(words[0], low),
+                                                               _mm512_and_si512(words[1], low)));
       }
   }
 };
@@ -305,13 +316,14 @@ inline void add_digits(const ValueBlocks& values, const WeightDigits& weights, f
 #pragma GCC unroll 2
     for (int n = 0; n < N; ++n) sums[r][0][n] = sums[r][1][n] = _mm512_setzero_si512();
   for (Index b = values.begin; b < values.end; ++b) {
-    const Byte *at = values.block[b] + 4 * byte, *digits = weights.digit[0][0][group] + b * kBlock;
+    const Byte *at = values.block[b] + 4 * byte, *digits = weights.digit[0][0][group] + WeightDigits::place(b, 0);
+    const Reading::Block following(reading, b * kBlock);
 #pragma GCC unroll 1
-    for (Index quad = 0; quad < kBlock / 4; ++quad, at += 4 * values.side.row_bytes, digits += 4) {
+    for (Index quad = 0; quad < kBlock / 4; ++quad, at += 4 * values.side.row_bytes, digits += WeightDigits::place(0, 1)) {
       __m512i x[N];
 #pragma GCC unroll 2
       for (int v = 0; v < V; ++v) {
-        reading.ask(b * kBlock, at + 64 * v - values.block[b]);
+        following.ask(at + 64 * v - values.block[b]);
         const __m512i codes = _mm512_loadu_si512(at + 64 * v);
         if constexpr (is_int4) {
           x[2 * v] = sign_extend(codes);

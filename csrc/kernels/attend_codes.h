@@ -182,6 +182,7 @@ inline void score_codes_at(const Byte* const* blocks, Index first, const SidePla
     const Index t = first + n * kLanes;
     at[n] = blocks[t / kBlock] + t % kBlock * 4;
   }
+  const Reading::Block following[2] = {{reading, from + first}, {reading, from + first + kLanes}};
   Vec sums[R][2] = {};
   const float* q = query;
   for (Index g = 0; g < key.num_groups; ++g) {
@@ -191,7 +192,7 @@ inline void score_codes_at(const Byte* const* blocks, Index first, const SidePla
       const IntVec dwords[2] = {bit_copy<IntVec>(at[0]), bit_copy<IntVec>(at[1])};
       at[0] += kColumn, at[1] += kColumn;
       for (Index n = 0; n < 2; ++n)
-        if ((first + n * kLanes) % kBlock == 0) reading.ask(from + first + n * kLanes, c * kColumn);
+        if ((first + n * kLanes) % kBlock == 0) following[n].ask(c * kColumn);
       for_places(Places<is_int4>{}, [&]<int place>() {
         Vec codes[2] = {widen_place<is_int4, place>(dwords[0]), widen_place<is_int4, place>(dwords[1])};
         if (Rounded::kRounds) codes[0] = Rounded::of(codes[0] * scale[0]), codes[1] = Rounded::of(codes[1] * scale[1]);
@@ -285,6 +286,7 @@ inline void add_codes(const ValueBlocks& values, const float* weights, const flo
   const LaneGroups groups[2] = {{values.side, byte}, {values.side, byte + (V - 1) * kLanes}};
   Vec sums[R][N] = {};
   for (Index b = values.begin; b < values.end; ++b) {
+    const Reading::Block following(reading, b * kBlock);
     for (Index quad = 0; quad < kBlock / 4; ++quad) {
       const Byte* at = values.block[b] + 4 * (quad * values.side.row_bytes + byte);
       IntVec dwords[V];
@@ -292,7 +294,7 @@ inline void add_codes(const ValueBlocks& values, const float* weights, const flo
       for (int v = 0; v < V; ++v) dwords[v] = bit_copy<IntVec>(at + 4 * v * kLanes);
 #pragma GCC unroll 2
       for (Index offset = at - values.block[b], v = 0; v < V; ++v, offset += 4 * kLanes)
-        if (offset % 64 == 0) reading.ask(b * kBlock, offset);
+        if (offset % 64 == 0) following.ask(offset);
       for_places(std::make_integer_sequence<int, 4>{}, [&]<int i>() {
         const Index t = b * kBlock + 4 * quad + i;
         Vec x[N];

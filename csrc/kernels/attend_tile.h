@@ -34,6 +34,22 @@ class Reading {
     for (Index offset = 0; offset < row_bytes; offset += 64) ask(t, offset);
   }
 
+  // What follows the block that begins with token t. Codes take their time, so that twice is enough.
+  class Block {
+   public:
+    Block(const Reading& reading, Index t) {
+      if (reading.near_) soon_ = reading.soon_[t], later_ = reading.later_[t];
+    }
+    __attribute__((always_inline)) void ask(Index offset) const {
+      if (!soon_) return;
+      prefetch(later_ + offset);
+      prefetch(soon_ + offset);
+    }
+
+   private:
+    const Byte *soon_ = nullptr, *later_ = nullptr;
+  };
+
  private:
   static constexpr Index kNearBytes = 4096, kLaterBytes = 24576;
   const Byte *const *near_ = nullptr, *const *soon_ = nullptr, *const *later_ = nullptr;
@@ -80,9 +96,8 @@ struct ChunkRows {
   }
 };
 
-// Bytes of a packed query row: room for a few numbers, then four for each element.
-constexpr Index kPackedHead = 320;
-constexpr Index kPackedRow(Index width) { return kPackedHead + 4 * width; }
+// Bytes of a packed query row: room for a few numbers, then two for each element.
+constexpr Index kPackedHead = 320, kPackedRow = kPackedHead + 2 * kMaxHeadDim;
 
 struct ScoreTask {
   const float* query;  // [rows, width], zero from dim on
