@@ -176,7 +176,7 @@ class ItemRunner {
   // The listed rows of the item's head h and their scales, or copies where a row is not in one piece.
   void find_rows(ChunkRows& chunk, ChunkPlaces& places, const Byte* const* rows, Index h) {
     const SidePlace& side = *chunk.side;
-    chunk.reading = Reading(rows, side.row_bytes);
+    chunk.reading = Reading(rows);
     chunk.is_native = places.is_native && chunk.takes_codes;
     chunk.row = rows;
     if (!side.is_contiguous && !chunk.is_native)

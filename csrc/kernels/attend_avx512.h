@@ -38,7 +38,7 @@ inline void score_tokens_bf16(const Byte* query, Index any_width, const Byte* co
       for (int r = 0; r < R; ++r) sum[r] = _mm512_setzero_ps();
 #pragma GCC unroll 4
       for (Index d = 0; d < width; d += 32) {
-        reading.ask(at + first + t, 2 * d);
+        reading.ask<2>(at + first + t, 2 * d, 1);
         const __m512bh x = load_pairs(keys[first + t] + 2 * d);
 #pragma GCC unroll 4
         for (int r = 0; r < R; ++r) sum[r] = _mm512_dpbf16_ps(sum[r], x, load_pairs(query + r * kPackedRow + 2 * d));
@@ -65,39 +65,53 @@ inline void score_bf16(const ChunkRows& chunk, const ScoreTask& task) {
 
 // --- bfloat16 values ---------------------------------------------------------------------------------------
 
-// R rows by 64 elements. A dword holds two of them: its high half is one as it stands, its low half the other
-// once it is shifted up; they are put in order when the chunk is done.
+// Weights of two tokens to a dword, rounded to bfloat16 as torch rounds them.
+struct WeightPairs {
+  alignas(64) std::uint32_t pair[4][kChunk / 2];
+
+  void read(const float* weights, Index num_rows) {
+    for (Index r = 0; r < num_rows; ++r, weights += kChunk)
+      for (Index t = 0; t < kChunk; t += 32)
+        _mm512_store_si512(pair[r] + t / 2, reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(
+                                                _mm512_loadu_ps(weights + t + 16), _mm512_loadu_ps(weights + t))));
+  }
+};
+
+// R rows by 64 elements, two tokens at a time. Their elements are interleaved within 16 bytes: first the lower four
+// of each eight, then the upper four, which are put in order when the chunk is done.
 template <int R>
-inline void add_values_bf16(const float* weights, const Byte* const* values,
-                            const Reading& reading, Index begin, Index end, float* totals, Index width, Index d) {
-  const __m512i high_half = _mm512_set1_epi32(static_cast<int>(0xffff0000u));
-  const __m512i first = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
-  const __m512i second = _mm512_add_epi32(first, _mm512_set1_epi32(8));
-  __m512 even[R][2], odd[R][2];
+inline void add_values_bf16(const WeightPairs& weights, const Byte* const* values, const Reading& reading,
+                            Index begin, Index end, float* totals, Index width, Index d) {
+  __m512 lower[R][2], upper[R][2];
 #pragma GCC unroll 4
-  for (int r = 0; r < R; ++r) even[r][0] = even[r][1] = odd[r][0] = odd[r][1] = _mm512_setzero_ps();
-  for (Index t = begin; t < end; ++t) {
+  for (int r = 0; r < R; ++r) lower[r][0] = lower[r][1] = upper[r][0] = upper[r][1] = _mm512_setzero_ps();
+  for (Index t = begin / 2 * 2; t < end; t += 2) {
 #pragma GCC unroll 2
     for (int n = 0; n < 2; ++n) {
-      reading.ask(t, 2 * (d + 32 * n));
-      const __m512i x = _mm512_loadu_si512(values[t] + 2 * (d + 32 * n));
-      const __m512 low = _mm512_castsi512_ps(_mm512_slli_epi32(x, 16));
-      const __m512 high = _mm512_castsi512_ps(_mm512_and_si512(x, high_half));
+      const Index at = 2 * (d + 32 * n);
+      reading.ask<2>(t, at, 1);
+      reading.ask<2>(t + 1, at, 1);
+      const __m512i x = _mm512_loadu_si512(values[t] + at), y = _mm512_loadu_si512(values[t + 1] + at);
+      const __m512bh low = reinterpret_cast<__m512bh>(_mm512_unpacklo_epi16(x, y));
+      const __m512bh high = reinterpret_cast<__m512bh>(_mm512_unpackhi_epi16(x, y));
 #pragma GCC unroll 4
       for (int r = 0; r < R; ++r) {
-        const __m512 weight = _mm512_set1_ps(weights[r * kChunk + t]);
-        even[r][n] = _mm512_fmadd_ps(weight, low, even[r][n]);
-        odd[r][n] = _mm512_fmadd_ps(weight, high, odd[r][n]);
+        const __m512bh w = reinterpret_cast<__m512bh>(
+            _mm512_set1_epi32(static_cast<int>(weights.pair[r][t / 2])));
+        lower[r][n] = _mm512_dpbf16_ps(lower[r][n], low, w);
+        upper[r][n] = _mm512_dpbf16_ps(upper[r][n], high, w);
       }
     }
   }
+  const __m512i first = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
+  const __m512i second = _mm512_add_epi32(first, _mm512_set1_epi32(8));
 #pragma GCC unroll 4
   for (int r = 0; r < R; ++r)
 #pragma GCC unroll 2
     for (int n = 0; n < 2; ++n) {
       float* total = totals + r * width + d + 32 * n;
-      const __m512 a = _mm512_permutex2var_ps(even[r][n], first, odd[r][n]);
-      const __m512 b = _mm512_permutex2var_ps(even[r][n], second, odd[r][n]);
+      const __m512 a = _mm512_permutex2var_ps(lower[r][n], first, upper[r][n]);
+      const __m512 b = _mm512_permutex2var_ps(lower[r][n], second, upper[r][n]);
       _mm512_storeu_ps(total, _mm512_add_ps(_mm512_loadu_ps(total), a));
       _mm512_storeu_ps(total + 16, _mm512_add_ps(_mm512_loadu_ps(total + 16), b));
     }
@@ -105,11 +119,13 @@ inline void add_values_bf16(const float* weights, const Byte* const* values,
 
 inline void value_bf16(const ChunkRows& chunk, const ValueTask& task) {
   shrink_totals(task);
+  WeightPairs weights;
   for_rows(task.num_rows, [&]<int R>(Index r) {
     const Reading asking = r == 0 ? chunk.reading : Reading();
+    weights.read(task.weights + r * kChunk, R);
     for (Index d = 0; d < task.width; d += 64)
-      add_values_bf16<R>(task.weights + r * kChunk, chunk.row, asking, chunk.begin, chunk.end,
-                         task.totals + r * task.width, task.width, d);
+      add_values_bf16<R>(weights, chunk.row, asking, chunk.begin, chunk.end, task.totals + r * task.width,
+                         task.width, d);
   });
 }
 

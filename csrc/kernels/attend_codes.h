@@ -52,7 +52,7 @@ inline void transpose_four(const Byte* const* rows, Index at, Byte* to, Index st
 constexpr Index kColumn = 4 * kBlock;  // bytes of a column: four of each token of a block
 
 inline void ask_four(const ChunkRows& chunk, Index t, Index at) {
-  for (Index i = 0; at % 64 == 0 && i < 4; ++i) chunk.reading.ask(t + i, at);
+  for (Index i = 0; at % 64 == 0 && i < 4; ++i) Reading::Block(chunk.reading, t + i).ask(at);
 }
 
 // One block of keys, [row_bytes / 4, 16, 4]: in place, or as `copy` with room for it.

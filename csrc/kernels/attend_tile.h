@@ -13,32 +13,32 @@ namespace kvloom::KVLOOM_ISA {
 // Inlined early: GCC takes a function that only prefetches for one without effect, and drops its calls.
 __attribute__((always_inline)) inline void prefetch(const Byte* at) { __builtin_prefetch(at); }
 
-// Rows in the order in which kernels read them, and those that come later. A processor drops what it is asked for
-// while it waits for some fifty lines, and is fastest if each line is asked for three times.
+// Rows in the order in which kernels read them, and what comes after them. A processor drops what it is asked for
+// while it waits for some fifty lines, so that one chance is not enough; codes take their time, and need two.
 class Reading {
  public:
   Reading() = default;  // asks for nothing
-  Reading(const Byte* const* rows, Index row_bytes)
-      : near_(rows + min(max(kNearBytes / row_bytes, 1), kBlock)),
-        soon_(rows + min(max(kLaterBytes / 2 / row_bytes, 1), kChunk)),
-        later_(rows + min(max(kLaterBytes / row_bytes, 1), 2 * kChunk)) {}
+  explicit Reading(const Byte* const* rows) : rows_(rows) {}
 
-  // Asks for what follows the line at `offset` of token t. A kernel calls this for each line that it reads.
-  __attribute__((always_inline)) void ask(Index t, Index offset) const {
-    if (!near_) return;
-    prefetch(later_[t] + offset);
-    prefetch(soon_[t] + offset);
-    prefetch(near_[t] + offset);
-  }
-  void ask_row(Index t, Index row_bytes) const {
-    for (Index offset = 0; offset < row_bytes; offset += 64) ask(t, offset);
+  // Asks for what follows `lines` lines at `offset` of token t, whose elements have kBytes. A kernel calls this for
+  // each line that it reads.
+  template <Index kBytes>
+  __attribute__((always_inline)) void ask(Index t, Index offset, Index lines) const {
+    if (!rows_) return;
+    const Byte *near = rows_[t + 32 / kBytes], *soon = rows_[t + 96 / kBytes], *later = rows_[t + 192 / kBytes];
+#pragma GCC unroll 8
+    for (Index end = offset + 64 * lines; offset < end; offset += 64) {
+      prefetch(later + offset);
+      prefetch(soon + offset);
+      prefetch(near + offset);
+    }
   }
 
-  // What follows the block that begins with token t. Codes take their time, so that twice is enough.
+  // What follows the block that begins with token t.
   class Block {
    public:
     Block(const Reading& reading, Index t) {
-      if (reading.near_) soon_ = reading.soon_[t], later_ = reading.later_[t];
+      if (reading.rows_) soon_ = reading.rows_[t + kChunk], later_ = reading.rows_[t + 2 * kChunk];
     }
     __attribute__((always_inline)) void ask(Index offset) const {
       if (!soon_) return;
@@ -50,9 +50,14 @@ class Reading {
     const Byte *soon_ = nullptr, *later_ = nullptr;
   };
 
+  // For rows that are copied before a kernel reads them.
+  void ask_row(Index t, Index bytes) const {
+    const Block row(*this, t);
+    for (Index offset = 0; offset < bytes; offset += 64) row.ask(offset);
+  }
+
  private:
-  static constexpr Index kNearBytes = 4096, kLaterBytes = 24576;
-  const Byte *const *near_ = nullptr, *const *soon_ = nullptr, *const *later_ = nullptr;
+  const Byte* const* rows_ = nullptr;
 };
 
 // Rows of one head in one chunk. Those of [begin, end) are read, the others point to one of these.
@@ -241,7 +246,7 @@ inline void score_tokens(const float* query, Index any_width, const Byte* const*
     for (int r = 0; r < R; ++r) sum[r] = Vec{};
 #pragma GCC unroll 8
     for (Index d = 0; d < width; d += kLanes) {
-      if (d * Load::kBytes % 64 == 0) reading.ask(first + t, d * Load::kBytes);
+      if (d * Load::kBytes % 64 == 0) reading.ask<Load::kBytes>(first + t, d * Load::kBytes, 1);
       const Vec x = Load::at(key, d);
 #pragma GCC unroll 16
       for (int r = 0; r < R; ++r) sum[r] += load(query + r * width + d) * x;
@@ -301,7 +306,7 @@ inline void add_values(const float* weights, const Byte* const* values, const Re
     for (int n = 0; n < N; ++n) sums[r][n] = load(totals + r * width + d + n * kLanes);
   for (Index t = begin; t < end; ++t) {
     if (d * Load::kBytes % 64 == 0)
-      for (Index i = 0; i < N * kLanes * Load::kBytes; i += 64) reading.ask(first + t, d * Load::kBytes + i);
+      reading.ask<Load::kBytes>(first + t, d * Load::kBytes, max(N * kLanes * Load::kBytes / 64, 1));
     Vec value[N];
 #pragma GCC unroll 4
     for (int n = 0; n < N; ++n) value[n] = Load::at(values[t], d + n * kLanes);
