@@ -142,18 +142,19 @@ class ItemRunner {
     ChunkRows &keys = key_rows_, &values = value_rows_;
     keys.begin = values.begin = chunk.begin - first;
     keys.end = values.end = chunk.end - first;
+    keys.num_heads = values.num_heads = job.item.num_heads;
     keys.next_scale = next_->key.scale, values.next_scale = next_->value.scale;
     list_rows(job.item.num_heads);
     for (Index h = 0; h < job.item.num_heads; ++h) {
       const Index r0 = h * rows;
-      find_rows(keys, places_->key, rows_[2 * h], h);
+      find_rows(keys, places_->key, 2 * h);
       const Byte* packed = packed_ + r0 * kPackedRow;
       score_kernel_.run(keys, {query_ + r0 * key_width_, packed, rows, key_width_, scores_});
       for_rows(rows, [&]<int R>(Index r) {
         weigh_rows<R>(args_, score_rows_ + r0 + r, first, job.plan.num_stored, scores_ + r * kChunk,
                       running_ + r0 + r, factors_ + r);
       });
-      find_rows(values, places_->value, rows_[2 * h + 1], h);
+      find_rows(values, places_->value, 2 * h + 1);
       value_kernel_(values, {scores_, factors_, rows, value_width_, totals_ + r0 * value_width_});
     }
   }
@@ -167,24 +168,39 @@ class ItemRunner {
     }
     shift_rows(next_->key.row, 0, rows_[2 * heads]);
     shift_rows(next_->value.row, 0, rows_[2 * heads + 1]);
+    if (key_.heads_touch) list_by_address(next_->key.row, heads, key_, later_);
+    if (value_.heads_touch) list_by_address(next_->value.row, heads, value_, later_ + 1);
+  }
+
+  // The rows of all heads, token by token, in parts of a chunk: memory is fastest in this order.
+  static void list_by_address(const Byte* const* rows, Index heads, const SidePlace& side,
+                              const Byte* (*parts)[kChunk]) {
+    Index token = 0, head = 0;
+    for (Index h = 0; h < heads; ++h)
+      for (Index t = 0; t < kChunk; ++t) {
+        parts[2 * h][t] = rows[token] + head * side.head_bytes();
+        if (++head == heads) head = 0, ++token;
+      }
   }
 
   static void shift_rows(const Byte* const* rows, Index bytes, const Byte** to) {
     for (Index t = 0; t < kChunk; ++t) to[t] = rows[t] + bytes;
   }
 
-  // The listed rows of the item's head h and their scales, or copies where a row is not in one piece.
-  void find_rows(ChunkRows& chunk, ChunkPlaces& places, const Byte* const* rows, Index h) {
+  // The i-th listed rows and their scales, or copies where a row is not in one piece.
+  void find_rows(ChunkRows& chunk, ChunkPlaces& places, Index i) {
     const SidePlace& side = *chunk.side;
-    chunk.reading = Reading(rows);
-    chunk.is_native = places.is_native && chunk.takes_codes;
+    const Byte* const* rows = rows_[i];
+    chunk.reading = {rows, side.heads_touch ? later_[i] : rows + Reading::lead(bytes_of(side.cache.dtype))};
+    chunk.in_blocks = places.in_blocks;
+    chunk.is_native = places.in_blocks && side.order != NativeOrder::none && chunk.takes_codes;
     chunk.row = rows;
     if (!side.is_contiguous && !chunk.is_native)
       chunk.row = copy_rows(rows, places, side.cache, gathered_, copied_rows_);
     chunk.scale = places.scale;
     if (!side.scale.data) return;
-    chunk.next_scale_shift = h * side.scale_head_bytes();
-    if (h > 0) shift_rows(places.scale, side.scale_head_bytes(), places.scale);
+    chunk.head = i / 2;
+    if (i >= 2) shift_rows(places.scale, side.scale_head_bytes(), places.scale);
     if (!side.scale_is_contiguous)
       chunk.scale = copy_rows(places.scale, places, side.scale, gathered_scales_, copied_scales_);
   }
@@ -251,7 +267,7 @@ class ItemRunner {
   const Index group_, key_width_, value_width_;
 
   ChunkRows key_rows_, value_rows_;
-  const Byte* rows_[2 * (kTileHeads + 1)][kChunk];
+  const Byte *rows_[2 * (kTileHeads + 1)][kChunk], *later_[2 * kTileHeads][kChunk];
   struct Places {
     ChunkPlaces key, value;
   };

@@ -121,10 +121,10 @@ inline void value_bf16(const ChunkRows& chunk, const ValueTask& task) {
   shrink_totals(task);
   WeightPairs weights;
   for_rows(task.num_rows, [&]<int R>(Index r) {
-    const Reading asking = r == 0 ? chunk.reading : Reading();
+    const Reading reading = r == 0 ? chunk.reading : Reading();
     weights.read(task.weights + r * kChunk, R);
     for (Index d = 0; d < task.width; d += 64)
-      add_values_bf16<R>(weights, chunk.row, asking, chunk.begin, chunk.end, task.totals + r * task.width,
+      add_values_bf16<R>(weights, chunk.row, reading, chunk.begin, chunk.end, task.totals + r * task.width,
                          task.width, d);
   });
 }
@@ -197,9 +197,8 @@ inline __m512i broadcast_dword(const void* from) { return _mm512_set1_epi32(bit_
 // R rows by two blocks of tokens. Codes become unsigned by their flipped sign bit.
 template <int R, bool is_int4>
 inline void score_digits_at(const Byte* const* blocks, const SidePlace& key, const Byte* packed,
-                            const float* scales, float* scores, const Reading& reading, Index first) {
+                            const float* scales, float* scores, const BlockReading* following) {
   const Index per_group = key.row_bytes / 4 / key.num_groups;
-  const Reading::Block following[2] = {{reading, first}, {reading, first + kBlock}};
   const __m512i nibbles = _mm512_set1_epi32(0x0f0f0f0f);
   const __m512i sign = _mm512_set1_epi32(static_cast<int>(is_int4 ? 0x88888888u : 0x80808080u));
   Index at = 0;
@@ -213,8 +212,8 @@ inline void score_digits_at(const Byte* const* blocks, const SidePlace& key, con
           broadcast_dword(packed + r * kPackedRow + offsetof(QueryHead, offset) + 4 * static_cast<std::size_t>(g));
     }
     for (Index c = 0; c < per_group; ++c, at += kColumn, digits += 4) {
-      following[0].ask(at);
-      following[1].ask(at);
+      following[0].ask(at / 64);
+      following[1].ask(at / 64);
       const __m512i codes[2] = {_mm512_xor_si512(_mm512_loadu_si512(blocks[0] + at), sign),
                                 _mm512_xor_si512(_mm512_loadu_si512(blocks[1] + at), sign)};
 #pragma GCC unroll 2
@@ -263,11 +262,12 @@ inline void score_digits(const ChunkRows& chunk, const ScoreTask& task) {
   alignas(64) float scales[kMaxGroups][kChunk];
   read_scales(chunk, scales);
   chunk.prefetch_scales();
-  const Reading asking = chunk.asking();
   for_key_blocks(chunk, [&](Index first, const Byte* const* blocks) {
     for_rows(task.num_rows, [&]<int R>(Index r) {
+      const Reading reading = r == 0 ? chunk.reading : Reading();
+      const BlockReading following[2] = {{reading, chunk, first}, {reading, chunk, first + kBlock}};
       score_digits_at<R, is_int4>(blocks, *chunk.side, task.packed + r * kPackedRow,
-                                  scales[0] + first, task.scores + r * kChunk + first, r == 0 ? asking : Reading(), first);
+                                  scales[0] + first, task.scores + r * kChunk + first, following);
     });
   });
 }
@@ -333,13 +333,14 @@ inline void add_digits(const ValueBlocks& values, const WeightDigits& weights, f
     for (int n = 0; n < N; ++n) sums[r][0][n] = sums[r][1][n] = _mm512_setzero_si512();
   for (Index b = values.begin; b < values.end; ++b) {
     const Byte *at = values.block[b] + 4 * byte, *digits = weights.digit[0][0][group] + WeightDigits::place(b, 0);
-    const Reading::Block following(reading, b * kBlock);
+    const BlockReading following(reading, values.chunk, b * kBlock);
 #pragma GCC unroll 1
-    for (Index quad = 0; quad < kBlock / 4; ++quad, at += 4 * values.side.row_bytes, digits += WeightDigits::place(0, 1)) {
+    for (Index quad = 0; quad < kBlock / 4;
+         ++quad, at += 4 * values.side.row_bytes, digits += WeightDigits::place(0, 1)) {
       __m512i x[N];
 #pragma GCC unroll 2
       for (int v = 0; v < V; ++v) {
-        following.ask(at + 64 * v - values.block[b]);
+        following.ask((at - values.block[b]) / 64 + v);
         const __m512i codes = _mm512_loadu_si512(at + 64 * v);
         if constexpr (is_int4) {
           x[2 * v] = sign_extend(codes);
@@ -395,14 +396,14 @@ inline void value_digits(const ChunkRows& chunk, const ValueTask& task) {
   chunk.prefetch_scales();
   for_rows(task.num_rows, [&]<int R>(Index first) {
     weights.read(task.weights + first * kChunk, R, scales, value.num_groups);
-    const Reading asking = first == 0 ? chunk.asking() : Reading();
+    const Reading reading = first == 0 ? chunk.reading : Reading();
     float* totals = task.totals + first * task.width;
     constexpr int V = is_int4 ? 1 : 2;
     Index byte = 0;
     for (; byte + 16 * V <= value.row_bytes; byte += 16 * V)
-      add_digits<R, is_int4, V>(blocks, weights, totals, task.width, byte, asking);
+      add_digits<R, is_int4, V>(blocks, weights, totals, task.width, byte, reading);
     for (; byte < value.row_bytes; byte += 16)
-      add_digits<R, is_int4, 1>(blocks, weights, totals, task.width, byte, asking);
+      add_digits<R, is_int4, 1>(blocks, weights, totals, task.width, byte, reading);
   });
 }
 

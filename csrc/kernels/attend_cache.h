@@ -255,6 +255,7 @@ struct SidePlace {
   explicit SidePlace(const CacheSide& side)
       : cache(side.cache), scale(side.scale), dim(head_dim(side)), offsets(side.cache) {
     row_bytes = stored_width(cache) * bytes_of(cache.dtype);
+    rows_in_line = max(64 / row_bytes, 1);
     order = native_order(cache);
     is_contiguous = row_is_contiguous(cache);
     scale_is_contiguous = !scale.data || row_is_contiguous(scale);
@@ -264,7 +265,9 @@ struct SidePlace {
       num_groups = stored_width(scale);
       group = dim / num_groups;
       scale_offsets = SlotOffsets(scale);
-      scales_touch = scale_is_contiguous && scale_offsets.step() == num_groups * bytes_of(scale.dtype);
+      const Index bytes = num_groups * bytes_of(scale.dtype);
+      scales_touch = scale_is_contiguous && scale_offsets.step() == bytes;
+      scale_heads_touch = scale_is_contiguous && scale_head_bytes() == bytes;
       const Index per_group = row_bytes / num_groups;
       for (Index g = 0; g < num_groups; ++g)
         for (Index i = g * per_group; i < (g + 1) * per_group; ++i) group_of_byte[i] = static_cast<std::int32_t>(g);
@@ -284,20 +287,20 @@ struct SidePlace {
 
   const CacheView& cache;
   const CacheView& scale;
-  Index dim, row_bytes;
+  Index dim, row_bytes, rows_in_line;
   Index num_groups = 0, group = 0;
   std::int32_t group_of_byte[kMaxHeadDim + kBlock];
   NativeOrder order;
   bool is_contiguous, scale_is_contiguous;  // a row lies in one piece
-  bool heads_touch, tokens_touch;  // rows of neighbours follow one another in memory
-  bool scales_touch = false;       // so do the scales of neighbouring tokens
+  bool tokens_touch, heads_touch;  // rows of neighbours follow one another in memory
+  bool scales_touch = false, scale_heads_touch = false;  // so do their scales
   SlotOffsets offsets, scale_offsets;
 };
 
 // Rows of one head for the tokens [begin, end) of one chunk.
 struct ChunkPlaces {
   Index begin = 0, end = 0;
-  bool is_native = false;  // blocks of tokens lie in blocks of a native order
+  bool in_blocks = false;  // slots of each block of tokens follow one another, from a multiple of kBlock on
   const Byte* row[kChunk];
   const Byte* scale[kChunk] = {};
 
@@ -306,9 +309,9 @@ struct ChunkPlaces {
     const Byte* codes = static_cast<const Byte*>(side.cache.data) + head * side.head_bytes();
     const Byte* scales = static_cast<const Byte*>(side.scale.data);
     if (scales) scales += head * side.scale_head_bytes();
-    is_native = side.order != NativeOrder::none && slots.page_size() % kBlock == 0;
+    in_blocks = slots.page_size() % kBlock == 0;
     slots.runs(token, tokens, [&](Index at, Index slot, Index run) {
-      is_native &= (slot - at) % kBlock == 0;
+      in_blocks &= (slot - at) % kBlock == 0;
       side.offsets.fill(codes, slot, run, row + (at - token + begin));
       if (scales) side.scale_offsets.fill(scales, slot, run, scale + (at - token + begin));
     });
@@ -319,7 +322,7 @@ struct ChunkPlaces {
 
   void repeat(const ChunkPlaces& other) {
     begin = end = 0;
-    is_native = other.is_native;
+    in_blocks = other.in_blocks;
     std::memcpy(row, other.row, sizeof row);
     std::memcpy(scale, other.scale, sizeof scale);
   }

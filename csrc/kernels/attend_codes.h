@@ -51,20 +51,13 @@ inline void transpose_four(const Byte* const* rows, Index at, Byte* to, Index st
 
 constexpr Index kColumn = 4 * kBlock;  // bytes of a column: four of each token of a block
 
-inline void ask_four(const ChunkRows& chunk, Index t, Index at) {
-  for (Index i = 0; at % 64 == 0 && i < 4; ++i) Reading::Block(chunk.reading, t + i).ask(at);
-}
-
 // One block of keys, [row_bytes / 4, 16, 4]: in place, or as `copy` with room for it.
 inline const Byte* key_block(const ChunkRows& chunk, Index block, Byte* copy) {
   if (chunk.is_native) return chunk.block(block);
   const Byte* const* rows = chunk.row + block * kBlock;
   const Index bytes = chunk.side->row_bytes;
   for (Index at = 0; at < bytes; at += 16)
-    for (Index t = 0; t < kBlock; t += 4) {
-      ask_four(chunk, block * kBlock + t, at);
-      transpose_four(rows + t, at, copy + at / 4 * kColumn + 4 * t, kColumn);
-    }
+    for (Index t = 0; t < kBlock; t += 4) transpose_four(rows + t, at, copy + at / 4 * kColumn + 4 * t, kColumn);
   return copy;
 }
 
@@ -74,10 +67,7 @@ inline const Byte* value_block(const ChunkRows& chunk, Index block, Byte* copy) 
   const Index bytes = chunk.side->row_bytes;
   for (Index quad = 0; quad < kBlock / 4; ++quad) {
     const Byte* const* rows = chunk.row + block * kBlock + 4 * quad;
-    for (Index at = 0; at < bytes; at += 16) {
-      ask_four(chunk, block * kBlock + 4 * quad, at);
-      interleave_bytes(rows, at, copy + 4 * (quad * bytes + at));
-    }
+    for (Index at = 0; at < bytes; at += 16) interleave_bytes(rows, at, copy + 4 * (quad * bytes + at));
   }
   return copy;
 }
@@ -98,7 +88,8 @@ inline void read_columns(const ChunkRows& chunk, Index first, Index at, Index dw
   if (dwords == 1 && chunk.side->num_groups * bytes_of(chunk.side->scale.dtype) == 4 && chunk.scales_touch(first)) {
     std::memcpy(to[0], rows[0], sizeof to[0]);
   } else if (dwords == 4) {
-    for (Index t = 0; t < kBlock; t += 4) transpose_four(rows + t, at, reinterpret_cast<Byte*>(to[0] + t), sizeof to[0]);
+    for (Index t = 0; t < kBlock; t += 4)
+      transpose_four(rows + t, at, reinterpret_cast<Byte*>(to[0] + t), sizeof to[0]);
   } else {
     for (Index t = 0; t < kBlock; ++t)
       for (Index i = 0; i < dwords; ++i) std::memcpy(to[i] + t, rows[t] + at + 4 * i, 4);
@@ -170,29 +161,28 @@ struct RoundedTo {
   }
 };
 
-// R rows by the tokens [first, first + 2 * kLanes) of two blocks, which begin at token `from` of the chunk: code products are summed within a group, and
+// R rows by the tokens [first, first + 2 * kLanes) of two blocks: code products are summed within a group, and
 // scaled at its end; if they are rounded, each is scaled before.
 template <int R, bool is_int4, class Rounded>
 inline void score_codes_at(const Byte* const* blocks, Index first, const SidePlace& key, const float* query,
-                           Index width, const float* scales, float* scores, const Reading& reading,
-                           Index from) {
+                           Index width, const float* scales, float* scores, const BlockReading* following) {
   const Index per_group = key.row_bytes / 4 / key.num_groups;
   const Byte* at[2];
   for (Index n = 0; n < 2; ++n) {
     const Index t = first + n * kLanes;
     at[n] = blocks[t / kBlock] + t % kBlock * 4;
   }
-  const Reading::Block following[2] = {{reading, from + first}, {reading, from + first + kLanes}};
   Vec sums[R][2] = {};
   const float* q = query;
+  Index column = 0;
   for (Index g = 0; g < key.num_groups; ++g) {
     Vec group[R][2] = {};
     const Vec scale[2] = {load(scales + g * kChunk + first), load(scales + g * kChunk + first + kLanes)};
-    for (Index c = 0; c < per_group; ++c, q += is_int4 ? 8 : 4) {
+    for (Index c = 0; c < per_group; ++c, ++column, q += is_int4 ? 8 : 4) {
       const IntVec dwords[2] = {bit_copy<IntVec>(at[0]), bit_copy<IntVec>(at[1])};
       at[0] += kColumn, at[1] += kColumn;
       for (Index n = 0; n < 2; ++n)
-        if ((first + n * kLanes) % kBlock == 0) following[n].ask(c * kColumn);
+        if (const Index t = first + n * kLanes; t % kBlock == 0) following[t / kBlock].ask(column);
       for_places(Places<is_int4>{}, [&]<int place>() {
         Vec codes[2] = {widen_place<is_int4, place>(dwords[0]), widen_place<is_int4, place>(dwords[1])};
         if (Rounded::kRounds) codes[0] = Rounded::of(codes[0] * scale[0]), codes[1] = Rounded::of(codes[1] * scale[1]);
@@ -233,23 +223,25 @@ inline void score_codes(const ChunkRows& chunk, const ScoreTask& task) {
   alignas(64) float scales[kMaxGroups][kChunk];
   read_scales(chunk, scales);
   chunk.prefetch_scales();
-  const Reading asking = chunk.asking();
   for_key_blocks(chunk, [&](Index first, const Byte* const* blocks) {
     for_rows(task.num_rows, [&]<int R>(Index r) {
+      const Reading reading = r == 0 ? chunk.reading : Reading();
+      const BlockReading following[2] = {{reading, chunk, first}, {reading, chunk, first + kBlock}};
       for (Index t = 0; t < 2 * kBlock; t += 2 * kLanes)
         score_codes_at<R, is_int4, Rounded>(blocks, t, *chunk.side, task.query + r * task.width, task.width,
-                                            scales[0] + first, task.scores + r * kChunk + first, r == 0 ? asking : Reading(), first);
+                                            scales[0] + first, task.scores + r * kChunk + first, following);
     });
   });
 }
 
 // The blocks of values of which a chunk has tokens.
 struct ValueBlocks {
-  explicit ValueBlocks(const ChunkRows& chunk)
-      : side(*chunk.side), begin(chunk.begin / kBlock), end(ceil_div(chunk.end, kBlock)) {
-    for (Index b = begin; b < end; ++b) block[b] = value_block(chunk, b, copy + b * kBlock * chunk.side->row_bytes);
+  explicit ValueBlocks(const ChunkRows& chunk_rows)
+      : chunk(chunk_rows), side(*chunk.side), begin(chunk.begin / kBlock), end(ceil_div(chunk.end, kBlock)) {
+    for (Index b = begin; b < end; ++b) block[b] = value_block(chunk, b, copy + b * kBlock * side.row_bytes);
   }
 
+  const ChunkRows& chunk;
   const SidePlace& side;
   Index begin, end;
   const Byte* block[kChunk / kBlock];
@@ -286,7 +278,7 @@ inline void add_codes(const ValueBlocks& values, const float* weights, const flo
   const LaneGroups groups[2] = {{values.side, byte}, {values.side, byte + (V - 1) * kLanes}};
   Vec sums[R][N] = {};
   for (Index b = values.begin; b < values.end; ++b) {
-    const Reading::Block following(reading, b * kBlock);
+    const BlockReading following(reading, values.chunk, b * kBlock);
     for (Index quad = 0; quad < kBlock / 4; ++quad) {
       const Byte* at = values.block[b] + 4 * (quad * values.side.row_bytes + byte);
       IntVec dwords[V];
@@ -294,7 +286,7 @@ inline void add_codes(const ValueBlocks& values, const float* weights, const flo
       for (int v = 0; v < V; ++v) dwords[v] = bit_copy<IntVec>(at + 4 * v * kLanes);
 #pragma GCC unroll 2
       for (Index offset = at - values.block[b], v = 0; v < V; ++v, offset += 4 * kLanes)
-        if (offset % 64 == 0) following.ask(offset);
+        if (offset % 64 == 0) following.ask(offset / 64);
       for_places(std::make_integer_sequence<int, 4>{}, [&]<int i>() {
         const Index t = b * kBlock + 4 * quad + i;
         Vec x[N];
@@ -337,14 +329,14 @@ inline void value_codes(const ChunkRows& chunk, const ValueTask& task) {
   shrink_totals(task);
   for_rows(task.num_rows, [&]<int R>(Index r) {
     constexpr int V = is_int4 ? 1 : 2;
-    const Reading asking = r == 0 ? chunk.asking() : Reading();
+    const Reading reading = r == 0 ? chunk.reading : Reading();
     const float* weights = task.weights + r * kChunk;
     float* totals = task.totals + r * task.width;
     Index byte = 0;
     for (; byte + V * kLanes <= value.row_bytes; byte += V * kLanes)
-      add_codes<R, is_int4, V, Rounded>(blocks, weights, scales, totals, task.width, byte, asking);
+      add_codes<R, is_int4, V, Rounded>(blocks, weights, scales, totals, task.width, byte, reading);
     for (; byte < value.row_bytes; byte += kLanes)
-      add_codes<R, is_int4, 1, Rounded>(blocks, weights, scales, totals, task.width, byte, asking);
+      add_codes<R, is_int4, 1, Rounded>(blocks, weights, scales, totals, task.width, byte, reading);
   });
 }
 

@@ -4,102 +4,12 @@
 // a row's bits do not depend on its neighbours.
 #pragma once
 
+#include "attend_reading.h"
 #include "attend_vector.h"
 
 #include <utility>
 
 namespace kvloom::KVLOOM_ISA {
-
-// Inlined early: GCC takes a function that only prefetches for one without effect, and drops its calls.
-__attribute__((always_inline)) inline void prefetch(const Byte* at) { __builtin_prefetch(at); }
-
-// Rows in the order in which kernels read them, and what comes after them. A processor drops what it is asked for
-// while it waits for some fifty lines, so that one chance is not enough; codes take their time, and need two.
-class Reading {
- public:
-  Reading() = default;  // asks for nothing
-  explicit Reading(const Byte* const* rows) : rows_(rows) {}
-
-  // Asks for what follows `lines` lines at `offset` of token t, whose elements have kBytes. A kernel calls this for
-  // each line that it reads.
-  template <Index kBytes>
-  __attribute__((always_inline)) void ask(Index t, Index offset, Index lines) const {
-    if (!rows_) return;
-    const Byte *near = rows_[t + 32 / kBytes], *soon = rows_[t + 96 / kBytes], *later = rows_[t + 192 / kBytes];
-#pragma GCC unroll 8
-    for (Index end = offset + 64 * lines; offset < end; offset += 64) {
-      prefetch(later + offset);
-      prefetch(soon + offset);
-      prefetch(near + offset);
-    }
-  }
-
-  // What follows the block that begins with token t.
-  class Block {
-   public:
-    Block(const Reading& reading, Index t) {
-      if (reading.rows_) soon_ = reading.rows_[t + kChunk], later_ = reading.rows_[t + 2 * kChunk];
-    }
-    __attribute__((always_inline)) void ask(Index offset) const {
-      if (!soon_) return;
-      prefetch(later_ + offset);
-      prefetch(soon_ + offset);
-    }
-
-   private:
-    const Byte *soon_ = nullptr, *later_ = nullptr;
-  };
-
-  // For rows that are copied before a kernel reads them.
-  void ask_row(Index t, Index bytes) const {
-    const Block row(*this, t);
-    for (Index offset = 0; offset < bytes; offset += 64) row.ask(offset);
-  }
-
- private:
-  const Byte* const* rows_ = nullptr;
-};
-
-// Rows of one head in one chunk. Those of [begin, end) are read, the others point to one of these.
-struct ChunkRows {
-  const SidePlace* side;
-  Index begin, end;
-  const Byte* const* row;         // [kChunk]
-  const Byte* const* scale;       // [kChunk]
-  const Byte* const* next_scale;  // [kChunk], of the item's first head
-  Index next_scale_shift;
-  Reading reading;
-  DType query_dtype;
-  bool takes_codes, is_native;  // read in blocks of 16 tokens; where they are
-
-  // The block that holds tokens from 16 * i on, of which [begin, end) has one.
-  const Byte* block(Index i) const {
-    const Index t = max(i * kBlock, begin);
-    return side->block_of(row[t], t - i * kBlock);
-  }
-
-  // What a kernel asks for that reads blocks: where they are copies, their rows were asked for.
-  Reading asking() const { return is_native ? reading : Reading(); }
-
-  // Whether the scales of kBlock tokens from one on lie in one piece.
-  bool scales_touch(Index first) const {
-    return side->scales_touch && is_native && first >= begin && first + kBlock <= end;
-  }
-
-  // Asks for the scales of the next chunk. Those of a block lie in one piece or here and there.
-  __attribute__((always_inline)) void prefetch_scales() const {
-    const Index bytes = side->num_groups * bytes_of(side->scale.dtype);
-    for (Index first = 0; first < kChunk; first += kBlock) {
-      const Byte* const* rows = next_scale + first;
-      if (rows[kBlock - 1] - rows[0] == (kBlock - 1) * bytes) {
-        const Byte* at = rows[0] + next_scale_shift;
-        for (Index i = 0; i < kBlock * bytes; i += 64) prefetch(at + i);
-      } else {
-        for (Index t = 0; t < kBlock; ++t) prefetch(rows[t] + next_scale_shift);
-      }
-    }
-  }
-};
 
 // Bytes of a packed query row: room for a few numbers, then two for each element.
 constexpr Index kPackedHead = 320, kPackedRow = kPackedHead + 2 * kMaxHeadDim;
