@@ -260,7 +260,6 @@ struct SidePlace {
     is_contiguous = row_is_contiguous(cache);
     scale_is_contiguous = !scale.data || row_is_contiguous(scale);
     heads_touch = head_bytes() == row_bytes;
-    tokens_touch = offsets.step() == row_bytes;
     if (scale.data) {
       num_groups = stored_width(scale);
       group = dim / num_groups;
@@ -292,8 +291,8 @@ struct SidePlace {
   std::int32_t group_of_byte[kMaxHeadDim + kBlock];
   NativeOrder order;
   bool is_contiguous, scale_is_contiguous;  // a row lies in one piece
-  bool tokens_touch, heads_touch;  // rows of neighbours follow one another in memory
-  bool scales_touch = false, scale_heads_touch = false;  // so do their scales
+  bool heads_touch;  // a token's rows follow one another in memory
+  bool scale_heads_touch = false, scales_touch = false;  // so do its scales; so do those of neighbouring tokens
   SlotOffsets offsets, scale_offsets;
 };
 
