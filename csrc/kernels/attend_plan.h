@@ -45,9 +45,9 @@ struct SequencePlan {
     num_splits = seen.begin < seen.end ? ceil_div(seen.end, kSplit) - first_split : 0;
     is_split = num_splits > 1 && num_new <= kFewNewTokens;
 
-    // As many heads to an item as leave every thread two items.
+    // As many heads to an item as leave every thread an item.
     const Index single = args.num_sequences * heads * num_tiles * (is_split ? num_splits : 1);
-    const Index spare = single / (2 * max(args.num_threads, 1));
+    const Index spare = single / max(args.num_threads, 1);
     tile_heads = rows <= room ? max(min(min(kTileHeads, spare), min(room / tile_rows, heads)), 1) : 1;
     head_tiles = ceil_div(heads, tile_heads);
     num_items = num_tiles * head_tiles * (is_split ? num_splits : 1);
