@@ -31,8 +31,8 @@ class ItemRunner {
   ItemRunner(const AttendArgs& args, const Workspace& workspace)
       : args_(args),
         workspace_(workspace),
-        key_(args.key),
-        value_(args.value),
+        key_(args.key, NativeOrder::columns),
+        value_(args.value, NativeOrder::quads),
         score_kernel_(choose_score(key_, args.query_dtype)),
         value_kernel_(choose_value(value_, args.query_dtype)),
         group_(args.num_heads / args.key.cache.size[3]),

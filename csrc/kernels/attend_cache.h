@@ -252,11 +252,12 @@ class TokenSlots {
 
 // Keys or values of one call: what does not change from token to token.
 struct SidePlace {
-  explicit SidePlace(const CacheSide& side)
+  // `native` is the order that the kernels of this side read in place.
+  SidePlace(const CacheSide& side, NativeOrder native)
       : cache(side.cache), scale(side.scale), dim(head_dim(side)), offsets(side.cache) {
     row_bytes = stored_width(cache) * bytes_of(cache.dtype);
     rows_in_line = max(64 / row_bytes, 1);
-    order = native_order(cache);
+    order = native_order(cache) == native ? native : NativeOrder::none;
     is_contiguous = row_is_contiguous(cache);
     scale_is_contiguous = !scale.data || row_is_contiguous(scale);
     heads_touch = head_bytes() == row_bytes;
@@ -288,7 +289,7 @@ struct SidePlace {
   const CacheView& scale;
   Index dim, row_bytes, rows_in_line;
   Index num_groups = 0, group = 0;
-  std::int32_t group_of_byte[kMaxHeadDim + kBlock];
+  alignas(64) std::int32_t group_of_byte[kMaxHeadDim + kBlock];
   NativeOrder order;
   bool is_contiguous, scale_is_contiguous;  // a row lies in one piece
   bool heads_touch;  // a token's rows follow one another in memory

@@ -11,7 +11,11 @@ namespace kvloom::KVLOOM_ISA {
 class RareRow {
  public:
   RareRow(const AttendArgs& args, const SequencePlan& plan, Index b)
-      : args_(args), plan_(plan), key_(args.key), value_(args.value), slots_(args.table, b) {}
+      : args_(args),
+        plan_(plan),
+        key_(args.key, NativeOrder::none),
+        value_(args.value, NativeOrder::none),
+        slots_(args.table, b) {}
 
   void compute(Index new_token, Index query_head, const ScoreRow& row) {
     const Index query_row = plan_.first_row + new_token, head = query_head / (args_.num_heads / key_.cache.size[3]);

@@ -115,6 +115,8 @@ NEW, STORED = [1, 5, 40, 1], [600, 70, 131, 1]
 KINDS = [PLAIN, Kind(torch.bfloat16), Kind(torch.float16), codes(8, 32), codes(4, 32)]
 AXES = [
     "B S H D",
+    "B H S/16 D/4 S%16 D%4",
+    "B H S/4 D/1 S%4 D%1",
     "B H S D",
     "B H D/16 S D%16",
     "B (H D/16) S D%16",
