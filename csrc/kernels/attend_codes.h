@@ -82,10 +82,12 @@ inline Vec widen_halves(DType dtype, IntVec pairs, bool high) {
   return load_f16(reinterpret_cast<const Byte*>(&halves));
 }
 
-// Scales of the tokens [first, first + kBlock), `dwords` of them to a token, from element `at` of a row on.
-inline void read_columns(const ChunkRows& chunk, Index first, Index at, Index dwords, std::uint32_t (*to)[kBlock]) {
+// Scales of the tokens [first, first + kBlock), `dwords` of them to a token, from byte `at` of a row on; whether these
+// are all of a row.
+inline void read_columns(const ChunkRows& chunk, Index first, Index at, Index dwords, bool are_all,
+                         std::uint32_t (*to)[kBlock]) {
   const Byte* const* rows = chunk.scale + first;
-  if (dwords == 1 && chunk.side->num_groups * bytes_of(chunk.side->scale.dtype) == 4 && chunk.scales_touch(first)) {
+  if (dwords == 1 && are_all && chunk.scales_touch(first)) {
     std::memcpy(to[0], rows[0], sizeof to[0]);
   } else if (dwords == 4) {
     for (Index t = 0; t < kBlock; t += 4)
@@ -96,35 +98,50 @@ inline void read_columns(const ChunkRows& chunk, Index first, Index at, Index dw
   }
 }
 
+// NaN in place of scales whose products with codes may be beyond the largest finite number that dequantising gives.
+// What is not finite in the end is computed again by the book.
+inline Vec checked_scales(Vec scales, float limit) {
+  const Vec size = as_float(as_int(scales) & splat_int(INT32_MAX));
+  return size > splat(limit) ? splat(NAN) : scales;
+}
+
+inline float largest_scale(const ChunkRows& chunk) {
+  return largest_finite(chunk.query_dtype == DType::f16 ? chunk.query_dtype : chunk.side->scale.dtype) / 128.0f;
+}
+
 // Scales of one chunk by group and token, in float32; those of tokens outside [begin, end) are some of the others.
 inline void read_scales(const ChunkRows& chunk, float (*scales)[kChunk]) {
   const DType dtype = chunk.side->scale.dtype;
   const Index groups = chunk.side->num_groups, bytes = groups * bytes_of(dtype);
+  const float limit = largest_scale(chunk);
+  const auto put = [&](Index g, Index t, Vec x) { store(scales[g] + t, checked_scales(x, limit)); };
   for (Index first = 0; first < kChunk; first += kBlock) {
     if (groups == 1 && dtype != DType::f32 && chunk.scales_touch(first)) {
       for (Index t = 0; t < kBlock; t += kLanes) {
         const Byte* from = chunk.scale[first] + 2 * t;
-        store(scales[0] + first + t, dtype == DType::bf16 ? load_bf16(from) : load_f16(from));
+        put(0, first + t, dtype == DType::bf16 ? load_bf16(from) : load_f16(from));
       }
       continue;
     }
     if (bytes % 4 != 0) {
-      for (Index g = 0; g < groups; ++g)
+      for (Index g = 0; g < groups; ++g) {
         for (Index t = first; t < first + kBlock; ++t) scales[g][t] = read_float(chunk.scale[t], dtype, g);
+        for (Index t = first; t < first + kBlock; t += kLanes) put(g, t, load(scales[g] + t));
+      }
       continue;
     }
     alignas(64) std::uint32_t columns[4][kBlock];
     for (Index at = 0; at < bytes; at += 16) {
       const Index dwords = min(bytes - at, 16) / 4;
-      read_columns(chunk, first, at, dwords, columns);
+      read_columns(chunk, first, at, dwords, dwords * 4 == bytes, columns);
       for (Index i = 0; i < dwords; ++i)
         for (Index t = 0; t < kBlock; t += kLanes) {
           const IntVec column = bit_copy<IntVec>(columns[i] + t);
           if (dtype == DType::f32) {
-            store(scales[at / 4 + i] + first + t, as_float(column));
+            put(at / 4 + i, first + t, as_float(column));
           } else {
-            store(scales[at / 2 + 2 * i] + first + t, widen_halves(dtype, column, false));
-            store(scales[at / 2 + 2 * i + 1] + first + t, widen_halves(dtype, column, true));
+            put(at / 2 + 2 * i, first + t, widen_halves(dtype, column, false));
+            put(at / 2 + 2 * i + 1, first + t, widen_halves(dtype, column, true));
           }
         }
     }
@@ -155,10 +172,7 @@ struct Unrounded {
 template <DType dtype>
 struct RoundedTo {
   static constexpr bool kRounds = true;
-  static Vec of(Vec x) {
-    const Vec top = splat(dtype == DType::f16 ? 65504.0f : 0x1.fep127f);  // the largest finite
-    return round_lanes(dtype, x > top ? top : x < -top ? -top : x);
-  }
+  static Vec of(Vec x) { return round_lanes(dtype, x); }
 };
 
 // R rows by the tokens [first, first + 2 * kLanes) of two blocks: code products are summed within a group, and
@@ -225,7 +239,7 @@ inline void score_codes(const ChunkRows& chunk, const ScoreTask& task) {
   chunk.prefetch_scales();
   for_key_blocks(chunk, [&](Index first, const Byte* const* blocks) {
     for_rows(task.num_rows, [&]<int R>(Index r) {
-      const Reading reading = r == 0 ? chunk.reading : Reading();
+      const Reading reading = chunk.reading.of_rows(r);
       const BlockReading following[2] = {{reading, chunk, first}, {reading, chunk, first + kBlock}};
       for (Index t = 0; t < 2 * kBlock; t += 2 * kLanes)
         score_codes_at<R, is_int4, Rounded>(blocks, t, *chunk.side, task.query + r * task.width, task.width,
@@ -329,7 +343,7 @@ inline void value_codes(const ChunkRows& chunk, const ValueTask& task) {
   shrink_totals(task);
   for_rows(task.num_rows, [&]<int R>(Index r) {
     constexpr int V = is_int4 ? 1 : 2;
-    const Reading reading = r == 0 ? chunk.reading : Reading();
+    const Reading reading = chunk.reading.of_rows(r);
     const float* weights = task.weights + r * kChunk;
     float* totals = task.totals + r * task.width;
     Index byte = 0;

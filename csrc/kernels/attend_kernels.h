@@ -4,7 +4,8 @@
 #include "attend_codes.h"
 
 #if defined(__AVX512BF16__) && defined(__AVX512VNNI__)
-#include "attend_avx512.h"
+#include "attend_bf16_codes.h"
+#include "attend_digits.h"
 #define KVLOOM_HAS_DOT_PRODUCTS 1
 #endif
 
@@ -44,6 +45,11 @@ inline auto choose_codes(const SidePlace& side, DType query_dtype, Choice choice
 }
 
 #ifdef KVLOOM_HAS_DOT_PRODUCTS
+// Codes that are worth dequantising: making digits of weights, and scaling sums, pays where groups are long.
+inline bool takes_codes_as_bf16(const SidePlace& side, DType query_dtype) {
+  return takes_codes(side) && query_dtype == DType::bf16 && side.group % 32 != 0 && side.dim % 64 == 0;
+}
+
 // Integer digits are finer than a 16-bit query.
 inline bool takes_digits(const SidePlace& side, DType query_dtype) {
   return takes_codes(side) && query_dtype != DType::f32 && !is_coarser(side.scale.dtype, query_dtype);
@@ -52,6 +58,8 @@ inline bool takes_digits(const SidePlace& side, DType query_dtype) {
 
 inline ScoreKernel choose_score(const SidePlace& key, DType query_dtype) {
 #ifdef KVLOOM_HAS_DOT_PRODUCTS
+  if (takes_codes_as_bf16(key, query_dtype))
+    return {pack_bf16, key.cache.dtype == DType::int4 ? score_codes_bf16<true> : score_codes_bf16<false>};
   if (takes_digits(key, query_dtype))
     return {pack_digits, key.cache.dtype == DType::int4 ? score_digits<true> : score_digits<false>};
   if (is_direct(key, query_dtype) && query_dtype == DType::bf16 && key.dim % 32 == 0) return {pack_bf16, score_bf16};
@@ -71,7 +79,8 @@ inline ScoreKernel choose_score(const SidePlace& key, DType query_dtype) {
 inline ValueKernel choose_value(const SidePlace& value, DType query_dtype) {
 #ifdef KVLOOM_HAS_DOT_PRODUCTS
   if (is_direct(value, query_dtype) && query_dtype == DType::bf16 && value.dim % 64 == 0) return value_bf16;
-  // Making digits of every group's weights pays where groups are long.
+  if (takes_codes_as_bf16(value, query_dtype))
+    return value.cache.dtype == DType::int4 ? value_codes_bf16<true> : value_codes_bf16<false>;
   if (takes_digits(value, query_dtype) && value.group % 32 == 0)
     return value.cache.dtype == DType::int4 ? value_digits<true> : value_digits<false>;
 #endif

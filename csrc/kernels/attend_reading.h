@@ -32,6 +32,9 @@ struct Reading {
     }
   }
 
+  // What the rows of a tile from one on ask for: only the first ones do, since all read the same lines.
+  Reading of_rows(Index first_row) const { return first_row == 0 ? *this : Reading(); }
+
   // For rows of so many bytes that are copied before a kernel reads them.
   __attribute__((always_inline)) void ask_row(Index t, Index bytes) const {
     if (!rows) return;

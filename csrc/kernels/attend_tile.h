@@ -183,7 +183,7 @@ inline void for_rows(Index num_rows, Kernel kernel) {
 template <class Load, int W>
 inline void score_block(const ScoreTask& task, const Byte* const* keys, const Reading& reading, Index first) {
   for_rows(task.num_rows, [&]<int R>(Index r) {
-    const Reading asking = r == 0 ? reading : Reading();
+    const Reading asking = reading.of_rows(r);
     for (Index t = 0; t < kBlock; t += kLanes / R)
       score_tokens<Load, R, W>(task.query + r * task.width, task.width, keys + t, asking, first + t,
                                task.scores + r * kChunk + first + t);
@@ -247,7 +247,7 @@ inline void value_block(const ValueTask& task, const Byte* const* values, const 
                         Index begin, Index end) {
   constexpr int N = kLanes == 16 ? 4 : 2;
   for_rows(task.num_rows, [&]<int R>(Index r) {
-    const Reading asking = r == 0 ? reading : Reading();
+    const Reading asking = reading.of_rows(r);
     const float* weights = task.weights + r * kChunk + first;
     float* totals = task.totals + r * task.width;
     Index d = 0;

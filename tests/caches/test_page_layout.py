@@ -23,8 +23,8 @@ needs_kernels = pytest.mark.skipif(
 )
 
 
-def spec(quant: QuantSpec | None = INT8, head_dim: int = 64) -> KVSpec:
-    return KVSpec(1, 2, head_dim, torch.float32, quant=quant)
+def spec(quant: QuantSpec | None = INT8, head_dim: int = 64, dtype: torch.dtype = torch.float32) -> KVSpec:
+    return KVSpec(1, 2, head_dim, dtype, quant=quant)
 
 
 def chosen(name: str, quant: QuantSpec | None, page_size: int = 16, head_dim: int = 64) -> tuple[str, str]:
@@ -57,6 +57,16 @@ def test_auto_keeps_heads_apart_where_native_does_not_fit(
 @pytest.mark.parametrize(("quant", "page_size"), [(INT8, 16), (INT4, 48), (QuantSpec(8, 8), 32)])
 def test_auto_is_native_for_codes(quant: QuantSpec, page_size: int) -> None:
     assert chosen("auto", quant, page_size) == (NATIVE_KEYS.axes, NATIVE_VALUES.axes)
+
+
+@needs_kernels
+@pytest.mark.parametrize("group", [8, 16, 32, 64])
+def test_auto_keeps_short_groups_of_bfloat16_in_rows(group: int) -> None:
+    """Where codes are dequantised and not met as integers."""
+    form = spec(QuantSpec(8, group), dtype=torch.bfloat16)
+    is_native = page_layout("auto", "key", form, 16, CPU) == NATIVE_KEYS
+    assert is_native == (group >= 32)
+    assert page_layout("native", "key", form, 16, CPU) == NATIVE_KEYS
 
 
 def test_auto_keeps_rows_elsewhere() -> None:

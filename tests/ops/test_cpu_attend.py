@@ -65,6 +65,36 @@ def test_groups(group: int, bits: int, dtype: torch.dtype, scale_dtype: torch.dt
     assert_right(make_case([2, 1], [66, 90], kind=kind, dtype=dtype, head_dim=128, page_size=8, block_size=8))
 
 
+def huge(shape: tuple[int, ...], seed: int) -> Tensor:
+    """One token beyond the largest float16; queries, whose seeds end with 3, are as usual."""
+    x = torch.randn(shape, generator=generator(seed), dtype=torch.float64)
+    if seed % 10 != 3:
+        x[5] *= 2e5
+    return x
+
+
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+
+
+@pytest.mark.parametrize(
+    ("dtype", "scale_dtype"), [(BF16, F16), (F32, F16), (F16, F32), (F16, BF16)], ids=str
+)
+@pytest.mark.parametrize("kind", [codes(8, 64), codes(8, 8), codes(4, 32), codes(4, 16)], ids=str)
+@pytest.mark.parametrize("axes", ["B S H D", "B H S/16 D/4 S%16 D%4"])
+def test_products_beyond_the_largest_number_become_it(
+    kind: Kind, dtype: torch.dtype, scale_dtype: torch.dtype, axes: str
+) -> None:
+    """As loading has it: of the scale's dtype or that of the query, whichever is smaller."""
+    kind = codes(kind.bits, kind.group, scale_dtype)
+    stored_as = torch.float32 if dtype == torch.float16 else dtype
+    case = make_case([3, 1], [70, 50], axes=axes, kind=kind, dtype=stored_as, head_dim=64, page_size=16,
+                     block_size=16, fill=huge)  # fmt: skip
+    case.query = case.query.to(dtype)
+    largest = min(torch.finfo(dtype).max, torch.finfo(scale_dtype).max)
+    assert any(bool((value.abs() == largest).any()) for _, value in case.keys_and_values())
+    assert_right(case, Scores(scale=1e-6))
+
+
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("kinds", [(codes(8, 64), codes(4, 32)), (codes(4, 64), codes(8, 16)),
                                    (codes(8, 64), Kind(torch.bfloat16)), (Kind(torch.float16), codes(4, 64)),
@@ -112,7 +142,15 @@ def test_scores(kind: Kind, first_visible: list[int] | None, option: str) -> Non
 # --- bits ---------------------------------------------------------------------------------------------------
 
 NEW, STORED = [1, 5, 40, 1], [600, 70, 131, 1]
-KINDS = [PLAIN, Kind(torch.bfloat16), Kind(torch.float16), codes(8, 32), codes(4, 32)]
+KINDS = [
+    PLAIN,
+    Kind(torch.bfloat16),
+    Kind(torch.float16),
+    codes(8, 32),
+    codes(4, 32),
+    codes(8, 8),
+    codes(4, 16),
+]
 AXES = [
     "B S H D",
     "B H S/16 D/4 S%16 D%4",

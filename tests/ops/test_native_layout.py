@@ -20,11 +20,14 @@ from kvloom.core.views import KVView
 from kvloom.ops import Batch, Scores
 
 CODES = {8: torch.int8, 4: torch.uint8}
-KINDS = [
-    Kind(CODES[bits], bits, group, dtype)
-    for bits in (8, 4)
-    for group, dtype in ((64, torch.float16), (8, torch.float32), (32, torch.bfloat16), (16, torch.float32))
+GROUPS = [
+    (64, torch.float16),
+    (8, torch.float32),
+    (32, torch.bfloat16),
+    (8, torch.float16),
+    (16, torch.bfloat16),
 ]
+KINDS = [Kind(CODES[bits], bits, group, dtype) for bits in (8, 4) for group, dtype in GROUPS]
 
 
 def in_native_order(case: Case, block_size: int = 32) -> Case:

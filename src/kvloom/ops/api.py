@@ -194,8 +194,9 @@ def attend(
     On the CPU it is compiled for head dims up to 576. With AVX-512 (BF16, VNNI), float16 and bfloat16 queries
     meet codes in integer products: a query vector as two int8 digits, 15 bits of its largest element, and the
     weights times the scales of the values as two more, 16 bits. There bfloat16 meets bfloat16 in products of
-    its own, for which weights are rounded to it. All else is float32 of dequantised numbers, as in the
-    reference. Sums are float32, and one more of the partial results of each 512 stored tokens.
+    its own, for which weights are rounded to it; so it meets codes whose groups are no multiple of 32, where
+    head dims are one of 64. All else is float32 of dequantised numbers, as in the reference. Sums are
+    float32, and one more of the partial results of each 512 stored tokens.
 
     Args:
         query: ``[Tq, Hq, Dk]`` float32, float16 or bfloat16; Hq is a multiple of H.

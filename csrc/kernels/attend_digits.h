@@ -1,4 +1,4 @@
-// Kernels for AVX-512 with BF16 and VNNI: bfloat16 dot products, and integer ones for int8 and int4 codes.
+// Integer products of int8 and int4 codes, as AVX-512 VNNI has them.
 //
 // Codes meet integer digits, so that a product costs no conversion. A 16-bit query is split into two signed
 // digits of 7 and 8 bits (15 bits of the row's largest element), weights times value scales into two unsigned
@@ -12,124 +12,7 @@
 
 namespace kvloom::KVLOOM_ISA {
 
-// --- bfloat16 keys -----------------------------------------------------------------------------------------
-
-inline void pack_bf16(const SidePlace&, const float* query, Index num_rows, Index width, Byte* packed) {
-  for (Index r = 0; r < num_rows; ++r, query += width, packed += kPackedRow)
-    for (Index d = 0; d < width; d += 16)
-      _mm256_store_si256(reinterpret_cast<__m256i*>(packed + kPackedHead + 2 * d),
-                         reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(_mm512_loadu_ps(query + d))));
-}
-
-inline __m512bh load_pairs(const Byte* from) { return reinterpret_cast<__m512bh>(_mm512_loadu_si512(from)); }
-
-// R rows by 16 tokens, 16 / R of them at a time and 32 elements of each.
-template <int R, int W>
-inline void score_tokens_bf16(const Byte* query, Index any_width, const Byte* const* keys,
-                              const Reading& reading, Index at, float* scores) {
-  constexpr int T = 16 / R;
-  const Index width = W ? W : any_width;
-  for (int first = 0; first < kBlock; first += T) {
-    Vec sums[16];
-#pragma GCC unroll 16
-    for (int t = 0; t < T; ++t) {
-      __m512 sum[R];
-#pragma GCC unroll 4
-      for (int r = 0; r < R; ++r) sum[r] = _mm512_setzero_ps();
-#pragma GCC unroll 4
-      for (Index d = 0; d < width; d += 32) {
-        reading.ask<2>(at + first + t, 2 * d, 1);
-        const __m512bh x = load_pairs(keys[first + t] + 2 * d);
-#pragma GCC unroll 4
-        for (int r = 0; r < R; ++r) sum[r] = _mm512_dpbf16_ps(sum[r], x, load_pairs(query + r * kPackedRow + 2 * d));
-      }
-#pragma GCC unroll 4
-      for (int r = 0; r < R; ++r) sums[r * T + t] = reinterpret_cast<Vec>(sum[r]);
-    }
-    alignas(64) float found[16];
-    store(found, add_across(sums));
-#pragma GCC unroll 4
-    for (int r = 0; r < R; ++r) std::memcpy(scores + r * kChunk + first, found + r * T, T * sizeof(float));
-  }
-}
-
-inline void score_bf16(const ChunkRows& chunk, const ScoreTask& task) {
-  for_width(task.width, [&]<int W>() {
-    for (Index first = chunk.begin / kBlock * kBlock; first < chunk.end; first += kBlock)
-      for_rows(task.num_rows, [&]<int R>(Index r) {
-        score_tokens_bf16<R, W>(task.packed + r * kPackedRow + kPackedHead, task.width, chunk.row + first,
-                                r == 0 ? chunk.reading : Reading(), first, task.scores + r * kChunk + first);
-      });
-  });
-}
-
-// --- bfloat16 values ---------------------------------------------------------------------------------------
-
-// Weights of two tokens to a dword, rounded to bfloat16 as torch rounds them.
-struct WeightPairs {
-  alignas(64) std::uint32_t pair[4][kChunk / 2];
-
-  void read(const float* weights, Index num_rows) {
-    for (Index r = 0; r < num_rows; ++r, weights += kChunk)
-      for (Index t = 0; t < kChunk; t += 32)
-        _mm512_store_si512(pair[r] + t / 2, reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(
-                                                _mm512_loadu_ps(weights + t + 16), _mm512_loadu_ps(weights + t))));
-  }
-};
-
-// R rows by 64 elements, two tokens at a time. Their elements are interleaved within 16 bytes: first the lower four
-// of each eight, then the upper four, which are put in order when the chunk is done.
-template <int R>
-inline void add_values_bf16(const WeightPairs& weights, const Byte* const* values, const Reading& reading,
-                            Index begin, Index end, float* totals, Index width, Index d) {
-  __m512 lower[R][2], upper[R][2];
-#pragma GCC unroll 4
-  for (int r = 0; r < R; ++r) lower[r][0] = lower[r][1] = upper[r][0] = upper[r][1] = _mm512_setzero_ps();
-  for (Index t = begin / 2 * 2; t < end; t += 2) {
-#pragma GCC unroll 2
-    for (int n = 0; n < 2; ++n) {
-      const Index at = 2 * (d + 32 * n);
-      reading.ask<2>(t, at, 1);
-      reading.ask<2>(t + 1, at, 1);
-      const __m512i x = _mm512_loadu_si512(values[t] + at), y = _mm512_loadu_si512(values[t + 1] + at);
-      const __m512bh low = reinterpret_cast<__m512bh>(_mm512_unpacklo_epi16(x, y));
-      const __m512bh high = reinterpret_cast<__m512bh>(_mm512_unpackhi_epi16(x, y));
-#pragma GCC unroll 4
-      for (int r = 0; r < R; ++r) {
-        const __m512bh w = reinterpret_cast<__m512bh>(
-            _mm512_set1_epi32(static_cast<int>(weights.pair[r][t / 2])));
-        lower[r][n] = _mm512_dpbf16_ps(lower[r][n], low, w);
-        upper[r][n] = _mm512_dpbf16_ps(upper[r][n], high, w);
-      }
-    }
-  }
-  const __m512i first = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
-  const __m512i second = _mm512_add_epi32(first, _mm512_set1_epi32(8));
-#pragma GCC unroll 4
-  for (int r = 0; r < R; ++r)
-#pragma GCC unroll 2
-    for (int n = 0; n < 2; ++n) {
-      float* total = totals + r * width + d + 32 * n;
-      const __m512 a = _mm512_permutex2var_ps(lower[r][n], first, upper[r][n]);
-      const __m512 b = _mm512_permutex2var_ps(lower[r][n], second, upper[r][n]);
-      _mm512_storeu_ps(total, _mm512_add_ps(_mm512_loadu_ps(total), a));
-      _mm512_storeu_ps(total + 16, _mm512_add_ps(_mm512_loadu_ps(total + 16), b));
-    }
-}
-
-inline void value_bf16(const ChunkRows& chunk, const ValueTask& task) {
-  shrink_totals(task);
-  WeightPairs weights;
-  for_rows(task.num_rows, [&]<int R>(Index r) {
-    const Reading reading = r == 0 ? chunk.reading : Reading();
-    weights.read(task.weights + r * kChunk, R);
-    for (Index d = 0; d < task.width; d += 64)
-      add_values_bf16<R>(weights, chunk.row, reading, chunk.begin, chunk.end, task.totals + r * task.width,
-                         task.width, d);
-  });
-}
-
-// --- codes -------------------------------------------------------------------------------------------------
+// --- keys --------------------------------------------------------------------------------------------------
 
 constexpr float kQueryLargest = 127.0f * 128.0f;  // of q = 128 * high + low
 
@@ -264,7 +147,7 @@ inline void score_digits(const ChunkRows& chunk, const ScoreTask& task) {
   chunk.prefetch_scales();
   for_key_blocks(chunk, [&](Index first, const Byte* const* blocks) {
     for_rows(task.num_rows, [&]<int R>(Index r) {
-      const Reading reading = r == 0 ? chunk.reading : Reading();
+      const Reading reading = chunk.reading.of_rows(r);
       const BlockReading following[2] = {{reading, chunk, first}, {reading, chunk, first + kBlock}};
       score_digits_at<R, is_int4>(blocks, *chunk.side, task.packed + r * kPackedRow,
                                   scales[0] + first, task.scores + r * kChunk + first, following);
@@ -272,7 +155,7 @@ inline void score_digits(const ChunkRows& chunk, const ScoreTask& task) {
   });
 }
 
-// --- values in codes ---------------------------------------------------------------------------------------
+// --- values ------------------------------------------------------------------------------------------------
 
 // Rows' weights times value scales as two unsigned digits, four tokens to a dword: quad i of block b is dword
 // 4 * i + b, as packing leaves them.
@@ -396,7 +279,7 @@ inline void value_digits(const ChunkRows& chunk, const ValueTask& task) {
   chunk.prefetch_scales();
   for_rows(task.num_rows, [&]<int R>(Index first) {
     weights.read(task.weights + first * kChunk, R, scales, value.num_groups);
-    const Reading reading = first == 0 ? chunk.reading : Reading();
+    const Reading reading = chunk.reading.of_rows(first);
     float* totals = task.totals + first * task.width;
     constexpr int V = is_int4 ? 1 : 2;
     Index byte = 0;
