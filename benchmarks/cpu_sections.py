@@ -7,6 +7,7 @@ from plots import share_of_the_limit, time_by_context
 from tables import left_out, pivot, table
 
 HERE = Path(__file__).parent
+NAMES = {"ours": "kvloom", "pages": "read of its pages"}
 SHARE, CONTEXT = HERE / "attend_cpu_share.svg", HERE / "attend_cpu_context.svg"
 
 
@@ -49,7 +50,7 @@ def movement_section(result: dict[str, Any]) -> str:
 def peers_table(result: dict[str, Any], names: list[str], cell: str, form: str) -> str:
     """One row for each row of the result, one column for each contender; empty where it has no such cache."""
     return table(
-        ["", *("kvloom" if name == "ours" else name for name in names)],
+        ["", *(NAMES.get(name, name) for name in names)],
         (
             [row["name"], *(format(row[cell][name], form) if name in row[cell] else "" for name in names)]
             for row in result["rows"]
@@ -68,8 +69,9 @@ def attend_cpu_section(result: dict[str, Any]) -> str:
         "zentorch have no cache of codes and read bfloat16 there; both take the query heads of a group for "
         "new tokens, but for the column `enable_gqa`. Empty where a peer has no such cache."
         f"{left_out(result)}",
-        "Share of the speed of a read of the bytes that kvloom stores:",
-        peers_table(result, ["ours", *peers], "of_read_speed", ".0%"),
+        "Share of the speed of a read of the bytes that kvloom stores, one after the other. *Read of its "
+        "pages*: the same bytes page by page in random order, and nothing computed.",
+        peers_table(result, ["ours", "pages", *peers], "of_read_speed", ".0%"),
         "How many times kvloom's time a peer takes:",
         peers_table(result, peers, "peer_over_ours", ".2f"),
     ]

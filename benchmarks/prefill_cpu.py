@@ -8,35 +8,33 @@ everyone; ratios are medians of those in a round.
 
 import json
 from statistics import median
-from typing import Any
 
 import torch
 from attention_peers import PEERS, prepare
 from problem import (
     HEAD_DIM,
-    HEADS,
     KINDS,
-    PAGE,
     QUERY_HEADS,
+    Measured,
     against_peers,
-    arguments,
+    arguments_against_peers,
     difference,
     our_answer,
     ours,
     random_problem,
 )
-from rounds import Probes, in_turn, needs_compiled_backend, ratio, timed
+from rounds import Probes, in_turn, ratio, timed
 
 TOKENS = 2048
 COPIES = 2
 SLOW = ("torch, enable_gqa", "float16")
 
 
-def measure(kind: str, tokens: int, layout: str, rounds: int) -> tuple[dict[str, Any], dict[str, str]]:
-    """Figures of one kind of cache, and what could not be measured."""
+def measure(kind: str, tokens: int, layout: str, rounds: int) -> Measured:
+    """One kind of cache."""
     dtype, _ = KINDS[kind]
-    problem = random_problem(kind, (QUERY_HEADS, HEADS, HEAD_DIM), new=tokens, stored=tokens, copies=COPIES)
-    attend = ours(problem, layout, PAGE)
+    problem = random_problem(kind, new=tokens, stored=tokens, copies=COPIES)
+    attend = ours(problem, layout)
     answer = our_answer(problem, attend)
     peers, missing = prepare(problem, answer, [peer for peer in PEERS if (peer.name, kind) != SLOW])
     if kind == SLOW[1]:
@@ -63,20 +61,12 @@ def measure(kind: str, tokens: int, layout: str, rounds: int) -> tuple[dict[str,
 
 def main() -> None:
     """Measure and print."""
-    parser = arguments(__doc__)
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    args = parser.parse_args()
-    torch.set_num_threads(args.threads)
-    needs_compiled_backend()
+    args = arguments_against_peers(__doc__)
     tokens, rounds = (96, 2) if args.quick else (TOKENS, args.rounds)
-    rows, missing = [], {}
     with torch.no_grad(), Probes().own_cores():
-        for kind in args.kinds:
-            row, reasons = measure(kind, tokens, args.layout, rounds)
-            rows.append(row)
-            missing |= reasons
+        measured = [measure(kind, tokens, args.layout, rounds) for kind in args.kinds]
     peers = [peer.name for peer in PEERS if not peer.of_one_token]
-    print(json.dumps(against_peers("prefill_cpu", args.layout, rounds, peers, missing, rows)))
+    print(json.dumps(against_peers("prefill_cpu", args.layout, rounds, peers, measured)))
 
 
 if __name__ == "__main__":

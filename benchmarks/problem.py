@@ -5,11 +5,12 @@ B sequences, Hq query heads, H key/value heads, Q new tokens, S stored ones (the
 
 import argparse
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from rounds import needs_compiled_backend
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -18,8 +19,11 @@ from kvloom.caches.page_layout import PAGE_LAYOUTS
 from kvloom.caches.storage import PagedStorage
 from kvloom.ops.impl import cpu
 
-QUERY_HEADS, HEADS, HEAD_DIM, PAGE = 32, 8, 128, 16
-"""A layer of Llama-3-8B, and tokens in a page of ours."""
+LAYER = QUERY_HEADS, HEADS, HEAD_DIM = 32, 8, 128
+"""A layer of Llama-3-8B."""
+
+PAGE = 16
+"""Tokens in a page of ours."""
 
 KINDS = {
     "float32": (torch.float32, None),
@@ -85,10 +89,18 @@ def arguments(description: str | None, rounds: int = 21) -> argparse.ArgumentPar
     return parser
 
 
-def against_peers(
-    figure: str, layout: str, rounds: int, peers: list[str], missing: dict[str, str], rows: list[Any]
-) -> dict[str, Any]:
-    """The result of a benchmark that times ``peers`` too; ``missing`` says why some are not in its rows."""
+def arguments_against_peers(description: str | None) -> argparse.Namespace:
+    """These and ``--threads``, which torch has from now on."""
+    parser = arguments(description)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    needs_compiled_backend()
+    return args
+
+
+def frame(figure: str, layout: str, rounds: int) -> dict[str, Any]:
+    """What the result of every attention benchmark says of what it measured."""
     return {
         "figure": figure,
         "isa": cpu.ISA,
@@ -99,6 +111,23 @@ def against_peers(
         "heads": HEADS,
         "head_dim": HEAD_DIM,
         "page": PAGE,
+    }
+
+
+Measured = tuple[dict[str, Any], dict[str, str]]
+"""A row of a table, and why some peers are not in it."""
+
+
+def against_peers(
+    figure: str, layout: str, rounds: int, peers: list[str], measured: Iterable[Measured]
+) -> dict[str, Any]:
+    """The result of a benchmark that times ``peers`` too."""
+    rows, missing = [], {}
+    for row, reasons in measured:
+        rows.append(row)
+        missing |= reasons
+    return {
+        **frame(figure, layout, rounds),
         "peers": peers,
         "tolerance": TOLERANCE,
         "missing": [f"{name}: {reason}" for name, reason in missing.items()],
@@ -106,8 +135,20 @@ def against_peers(
     }
 
 
+def stored_bytes(kind: str, tokens: int) -> int:
+    """Of keys and values of one layer, scales included."""
+    dtype, quant = KINDS[kind]
+    return 2 * KVSpec(1, HEADS, HEAD_DIM, dtype, "T H D", quant).nbytes(tokens)
+
+
 def random_problem(
-    kind: str, heads: tuple[int, int, int], *, rows: int = 1, new: int = 1, stored: int, copies: int
+    kind: str,
+    heads: tuple[int, int, int] = LAYER,
+    *,
+    rows: int = 1,
+    new: int = 1,
+    stored: int,
+    copies: int,
 ) -> Problem:
     """Normal numbers; ``heads`` are those of the query, of keys and values, and their dim."""
     rng = torch.Generator().manual_seed(stored)
@@ -117,7 +158,7 @@ def random_problem(
     return Problem(kind, query, keys, values, copies)
 
 
-def ours(problem: Problem, layout: str, page: int) -> Run:
+def ours(problem: Problem, layout: str, page: int = PAGE) -> Run:
     """``ops.attend`` over random pages of a pool that has some to spare, in one of ``PAGE_LAYOUTS``."""
     rows, heads, stored, dim = problem.keys.shape
     dtype, quant = KINDS[problem.kind]

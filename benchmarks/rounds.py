@@ -99,7 +99,7 @@ class Probes:
             command = ["c++", *flags, "-o", path, source, f"-L{torch_lib}", "-ltorch_cpu"]
             subprocess.run(command, check=True)
             self._library = ctypes.CDLL(str(path))
-        self._library.read_all.restype = ctypes.c_int64
+        self._library.read_all.restype = self._library.read_in_order.restype = ctypes.c_int64
 
     @contextmanager
     def own_cores(self) -> Iterator[None]:
@@ -129,6 +129,15 @@ class Probes:
     def read(self, x: Tensor) -> object:
         """Every byte of ``x`` up to a whole page."""
         return self._library.read_all(ctypes.c_void_p(x.data_ptr()), ctypes.c_int64(x.nbytes // PROBE_PAGE))
+
+    def read_pieces(self, x: Tensor, order: Tensor) -> object:
+        """Every byte of ``x``, cut into as many equal pieces as the int64 ``order`` puts in order."""
+        return self._library.read_in_order(
+            ctypes.c_void_p(x.data_ptr()),
+            ctypes.c_void_p(order.data_ptr()),
+            ctypes.c_int64(len(order)),
+            ctypes.c_int64(x.nbytes // len(order)),
+        )
 
     def copy(self, to: Tensor, source: Tensor) -> None:
         """``source`` to ``to``, past the caches, up to a whole page."""

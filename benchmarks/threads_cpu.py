@@ -11,12 +11,9 @@ from functools import partial
 from typing import Any
 
 import torch
-from problem import HEAD_DIM, HEADS, KINDS, PAGE, QUERY_HEADS, arguments, ours, random_problem
+from problem import arguments, frame, ours, random_problem, stored_bytes
 from rounds import Probes, in_turn, microseconds, needs_compiled_backend, probe_memory, ratio, timed
 from torch import Tensor
-
-from kvloom import KVSpec
-from kvloom.ops.impl import cpu
 
 CONTEXT = 512
 THREADS = (1, 2)
@@ -52,34 +49,20 @@ def main() -> None:
     rows = []
     with torch.no_grad(), probes.own_cores():
         for kind in args.kinds:
-            dtype, quant = KINDS[kind]
-            stored = 2 * KVSpec(1, HEADS, HEAD_DIM, dtype, "T H D", quant).nbytes(context)
             for case, new in (("decode", 1), ("prefill", context)):
-                problem = random_problem(
-                    kind, (QUERY_HEADS, HEADS, HEAD_DIM), new=new, stored=context, copies=1
-                )
-                rows.append({"kind": kind, "case": case, **measure(ours(problem, args.layout, PAGE), rounds)})
-            memory = probe_memory(stored, 1)
+                problem = random_problem(kind, new=new, stored=context, copies=1)
+                rows.append({"kind": kind, "case": case, **measure(ours(problem, args.layout), rounds)})
+            memory = probe_memory(stored_bytes(kind, context), 1)
             rows.append({"kind": kind, "case": "read", **measure(reader(probes, memory), rounds)})
         torch.set_num_threads(max(THREADS))
     torch.set_num_threads(before)
-    print(
-        json.dumps(
-            {
-                "figure": "threads_cpu",
-                "isa": cpu.ISA,
-                "threads": THREADS,
-                "layout": args.layout,
-                "rounds": rounds,
-                "context": context,
-                "query_heads": QUERY_HEADS,
-                "heads": HEADS,
-                "head_dim": HEAD_DIM,
-                "page": PAGE,
-                "rows": rows,
-            }
-        )
-    )
+    result = {
+        **frame("threads_cpu", args.layout, rounds),
+        "threads": THREADS,
+        "context": context,
+        "rows": rows,
+    }
+    print(json.dumps(result))
 
 
 if __name__ == "__main__":
