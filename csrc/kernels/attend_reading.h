@@ -95,10 +95,11 @@ class BlockReading {
   BlockReading(const Reading& reading, const ChunkRows& chunk, Index first) {
     if (!reading.rows) return;
     const Byte *const *later = reading.later + first, *const *soon = reading.rows + first + kChunk;
-    if (chunk.is_native) {
-      later_ = *later, soon_ = *soon;
-    } else if (later[kBlock - 1] - later[0] == (kBlock - 1) * chunk.side->row_bytes) {
-      later_ = soon_ = *later;
+    const auto in_one_piece = [&](const Byte* const* rows) {
+      return chunk.is_native || rows[kBlock - 1] - rows[0] == (kBlock - 1) * chunk.side->row_bytes;
+    };
+    if (in_one_piece(later)) {
+      later_ = *later, soon_ = in_one_piece(soon) ? *soon : nullptr;
     } else {
       later_rows_ = later, rows_in_line_ = chunk.side->rows_in_line;
     }
@@ -108,7 +109,7 @@ class BlockReading {
   __attribute__((always_inline)) void ask(Index line) const {
     if (later_) {
       prefetch(later_ + 64 * line);
-      prefetch(soon_ + 64 * line);
+      if (soon_) prefetch(soon_ + 64 * line);
     } else if (later_rows_) {
       const Index row = line * rows_in_line_;
       prefetch(later_rows_[row % kBlock] + row / kBlock * 64);
@@ -116,7 +117,7 @@ class BlockReading {
   }
 
  private:
-  const Byte *soon_ = nullptr, *later_ = nullptr, *const *later_rows_ = nullptr;
+  const Byte *later_ = nullptr, *soon_ = nullptr, *const *later_rows_ = nullptr;
   Index rows_in_line_ = 1;
 };
 
