@@ -149,9 +149,11 @@ class PagedStorage:
             (key, key_scale), (value, value_scale) = (
                 spec.empty(num_pages * size, size, device=self._device) for spec in self.specs
             )
-        for x in (key, value):
-            ask_for_huge_pages(x)
-        return key, value, key_scale, value_scale
+        tensors = key, value, key_scale, value_scale
+        for x in tensors:
+            if x is not None:
+                ask_for_huge_pages(x)
+        return tensors
 
 
 class PagedMemory:
