@@ -41,7 +41,7 @@ def measure(kind: str, size: tuple[int, int], layout: str, rounds: int, probes: 
     calls = {
         "ours": attend,
         "probe": lambda i: probes.read(memory[i]),
-        "pages": lambda i: probes.read_pieces(memory[i], order),
+        "pages": lambda i: probes.read_pieces(memory[(i + turns // 2) % turns], order),  # long unread
         **peers,
     }
     times = in_turn({name: timed(call, turns) for name, call in calls.items()}, rounds, WARMUP)
