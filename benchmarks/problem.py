@@ -90,7 +90,7 @@ def arguments(description: str | None, rounds: int = 21) -> argparse.ArgumentPar
 
 
 def arguments_against_peers(description: str | None) -> argparse.Namespace:
-    """These and ``--threads``, which torch has from now on."""
+    """Of a benchmark that times peers too: ``arguments``, and ``--threads`` for torch."""
     parser = arguments(description)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     args = parser.parse_args()

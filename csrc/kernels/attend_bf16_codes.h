@@ -48,7 +48,7 @@ __attribute__((always_inline)) inline void dequantize_span(const SidePlace& side
                                                            const Byte* scales, Index num_groups, Index begin,
                                                            Index end, __m512& top, Byte* to) {
   const __m512 scale = load_scales<dtype>(scales, num_groups);
-  top = _mm512_max_ps(top, _mm512_abs_ps(scale));
+  top = _mm512_max_ps(_mm512_abs_ps(scale), top);  // of a NaN, what was before
 #pragma GCC unroll 4
   for (Index d = begin; d < end; d += 32)
     _mm512_store_si512(to + 2 * d, dequantize_some<is_int4>(side, codes, d, scale));
@@ -117,7 +117,7 @@ inline void dequantize_block(const ChunkRows& chunk, Index first, Byte (*to)[2 *
     const Byte* codes = chunk.is_native ? unpacked[t] : chunk.row[first + t];
     dequantize_row<is_int4, dtype, W>(side, codes, chunk.scale[first + t], top, to[t]);
   }
-  // As with checked_scales; a NaN hides from a maximum, and needs no help.
+  // As with checked_scales. A NaN needs no help.
   if (_mm512_reduce_max_ps(top) > largest_scale(chunk))
     for (Index t = 0; t < kBlock; ++t) std::memset(to[t], 0xff, static_cast<std::size_t>(2 * side.dim));
 }

@@ -99,6 +99,22 @@ def test_products_beyond_the_largest_number_become_it(
     assert_right(case, Scores(scale=1e-6))
 
 
+@pytest.mark.parametrize("kind", [codes(8, 64), codes(8, 8)], ids=str)
+def test_a_nan_scale_hides_no_large_one(kind: Kind) -> None:
+    """Of the keys of one block: everyone sees the large one, and one row the broken one behind it."""
+    case = make_case(
+        [3], [70], axes="B S H D", kind=kind, dtype=BF16, head_dim=64, page_size=16, block_size=16
+    )
+    large, broken = (divmod(case.slots[0][t], 16) for t in (66, 69))
+    assert case.kv.key_scale is not None
+    case.kv.key_scale[large[0]].view(16, 2, -1)[large[1]] = 6e4
+    expected = attend(case, Scores(scale=1e-6))
+    case.kv.key_scale[broken[0]].view(16, 2, -1)[broken[1]] = math.nan
+    out = attend(case, Scores(scale=1e-6))
+    assert_same_bits(out[:2], expected[:2], "rows that do not see it")
+    assert bool(out[2].isnan().all())
+
+
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("kinds", [(codes(8, 64), codes(4, 32)), (codes(4, 64), codes(8, 16)),
                                    (codes(8, 64), Kind(torch.bfloat16)), (Kind(torch.float16), codes(4, 64)),
