@@ -219,32 +219,35 @@ inline void score_codes_at(const Byte* const* blocks, Index first, const SidePla
     for (int n = 0; n < 2; ++n) store(scores + r * kChunk + first + n * kLanes, sums[r][n]);
 }
 
-// Calls visit(first token, two blocks) for each two blocks of which the chunk has tokens.
-template <class Visit>
-inline void for_key_blocks(const ChunkRows& chunk, Visit visit) {
+// Calls score.template operator()<R>(first row, first token, two blocks, scales from there on, what follows each block)
+// for runs of rows and each two blocks of which the chunk has tokens.
+template <class Score>
+inline void for_key_blocks(const ChunkRows& chunk, Index num_rows, Score score) {
   alignas(64) Byte copies[2][kMaxHeadDim * kBlock];
+  alignas(64) float scales[kMaxGroups][kChunk];
+  read_scales(chunk, scales);
+  chunk.prefetch_scales();
   const Index begin = chunk.begin / kBlock, last = (chunk.end - 1) / kBlock;
   for (Index block = begin / 2 * 2; block <= last; block += 2) {
     // Of a block without a token nothing is known: the other one stands in for it.
     const Byte* const blocks[2] = {key_block(chunk, max(block, begin), copies[0]),
                                    key_block(chunk, min(block + 1, last), copies[1])};
-    visit(block * kBlock, blocks);
+    const Index first = block * kBlock;
+    for_rows(num_rows, [&]<int R>(Index r) {
+      const Reading reading = chunk.reading.of_rows(r);
+      const BlockReading following[2] = {{reading, chunk, first}, {reading, chunk, first + kBlock}};
+      score.template operator()<R>(r, first, blocks, scales[0] + first, following);
+    });
   }
 }
 
 template <bool is_int4, class Rounded>
 inline void score_codes(const ChunkRows& chunk, const ScoreTask& task) {
-  alignas(64) float scales[kMaxGroups][kChunk];
-  read_scales(chunk, scales);
-  chunk.prefetch_scales();
-  for_key_blocks(chunk, [&](Index first, const Byte* const* blocks) {
-    for_rows(task.num_rows, [&]<int R>(Index r) {
-      const Reading reading = chunk.reading.of_rows(r);
-      const BlockReading following[2] = {{reading, chunk, first}, {reading, chunk, first + kBlock}};
-      for (Index t = 0; t < 2 * kBlock; t += 2 * kLanes)
-        score_codes_at<R, is_int4, Rounded>(blocks, t, *chunk.side, task.query + r * task.width, task.width,
-                                            scales[0] + first, task.scores + r * kChunk + first, following);
-    });
+  for_key_blocks(chunk, task.num_rows, [&]<int R>(Index r, Index first, const Byte* const* blocks,
+                                                  const float* scales, const BlockReading* following) {
+    for (Index t = 0; t < 2 * kBlock; t += 2 * kLanes)
+      score_codes_at<R, is_int4, Rounded>(blocks, t, *chunk.side, task.query + r * task.width, task.width, scales,
+                                          task.scores + r * kChunk + first, following);
   });
 }
 

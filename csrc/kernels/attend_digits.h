@@ -142,16 +142,10 @@ inline void score_digits_at(const Byte* const* blocks, const SidePlace& key, con
 
 template <bool is_int4>
 inline void score_digits(const ChunkRows& chunk, const ScoreTask& task) {
-  alignas(64) float scales[kMaxGroups][kChunk];
-  read_scales(chunk, scales);
-  chunk.prefetch_scales();
-  for_key_blocks(chunk, [&](Index first, const Byte* const* blocks) {
-    for_rows(task.num_rows, [&]<int R>(Index r) {
-      const Reading reading = chunk.reading.of_rows(r);
-      const BlockReading following[2] = {{reading, chunk, first}, {reading, chunk, first + kBlock}};
-      score_digits_at<R, is_int4>(blocks, *chunk.side, task.packed + r * kPackedRow,
-                                  scales[0] + first, task.scores + r * kChunk + first, following);
-    });
+  for_key_blocks(chunk, task.num_rows, [&]<int R>(Index r, Index first, const Byte* const* blocks,
+                                                  const float* scales, const BlockReading* following) {
+    score_digits_at<R, is_int4>(blocks, *chunk.side, task.packed + r * kPackedRow, scales,
+                                task.scores + r * kChunk + first, following);
   });
 }
 
