@@ -95,6 +95,7 @@ class ItemRunner {
     for (Index token = job.tokens.begin; token < job.tokens.end;) {
       const Tokens chunk = chunk_at(job, token);
       find_next(job, chunk.end, next);
+      if (next) ask_queries(*next, chunk.begin - job.tokens.begin, chunk.end - job.tokens.begin, job);
       run_chunk(job, chunk);
       std::swap(places_, next_);
       token = chunk.end;
@@ -122,6 +123,19 @@ class ItemRunner {
     score_kernel_.pack(key_, query_, r, key_width_, packed_);
   }
 
+  // Asks for the queries of the next item, a share with each chunk of this one.
+  __attribute__((always_inline)) void ask_queries(const Job& next, Index begin, Index end, const Job& job) const {
+    const Index tokens = job.tokens.end - job.tokens.begin, rows = next.item.num_heads * next.item.num_rows;
+    const Index width = bytes_of(args_.query_dtype);
+    for (Index r = begin * rows / tokens; r < end * rows / tokens; ++r) {
+      const Index row = next.item.first_row + r % next.item.num_rows;
+      const Index head = (next.item.first_head + r / next.item.num_rows) * group_ + row % group_;
+      const Index at = (next.plan.first_row + row / group_) * args_.query_stride[0] + head * args_.query_stride[1];
+      for (Index offset = 0; offset < key_.dim * width; offset += 64)
+        prefetch_soon(static_cast<const Byte*>(args_.query) + at * width + offset);
+    }
+  }
+
   // Finds the places of the chunk after this one, in this item or the next. Behind the last one there is
   // nothing to ask for but this one again.
   void find_next(const Job& job, Index token, const Job* next) {
@@ -138,7 +152,8 @@ class ItemRunner {
   }
 
   void run_chunk(const Job& job, Tokens chunk) {
-    const Index first = chunk.begin / kChunk * kChunk, rows = job.item.num_rows;
+    const Index first = chunk.begin / kChunk * kChunk;
+    const RowRange seen = rows_that_see(chunk, job.item.num_rows);
     ChunkRows &keys = key_rows_, &values = value_rows_;
     keys.begin = values.begin = chunk.begin - first;
     keys.end = values.end = chunk.end - first;
@@ -146,17 +161,29 @@ class ItemRunner {
     keys.next_scale = next_->key.scale, values.next_scale = next_->value.scale;
     list_rows(job.item.num_heads);
     for (Index h = 0; h < job.item.num_heads; ++h) {
-      const Index r0 = h * rows;
+      const Index r0 = h * job.item.num_rows + seen.first;
       find_rows(keys, places_->key, 2 * h);
       const Byte* packed = packed_ + r0 * kPackedRow;
-      score_kernel_.run(keys, {query_ + r0 * key_width_, packed, rows, key_width_, scores_});
-      for_rows(rows, [&]<int R>(Index r) {
+      score_kernel_.run(keys, {query_ + r0 * key_width_, packed, seen.count, key_width_, scores_});
+      for_rows(seen.count, [&]<int R>(Index r) {
         weigh_rows<R>(args_, score_rows_ + r0 + r, first, job.plan.num_stored, scores_ + r * kChunk,
                       running_ + r0 + r, factors_ + r);
       });
       find_rows(values, places_->value, 2 * h + 1);
-      value_kernel_(values, {scores_, factors_, rows, value_width_, totals_ + r0 * value_width_});
+      value_kernel_(values, {scores_, factors_, seen.count, value_width_, totals_ + r0 * value_width_});
     }
+  }
+
+  struct RowRange {
+    Index first, count;
+  };
+
+  // Rows of a head that see some of the chunk: later ones begin later, and end later. To the others it is nothing.
+  RowRange rows_that_see(Tokens chunk, Index num_rows) const {
+    Index first = 0, last = num_rows;
+    while (first < last && score_rows_[first].visible.end <= chunk.begin) ++first;
+    while (first < last && score_rows_[last - 1].visible.begin >= chunk.end) --last;
+    return {first, last - first};
   }
 
   // Lists the rows of the chunk in the order in which kernels read them: of each head its keys, then its values.

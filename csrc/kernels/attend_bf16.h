@@ -48,13 +48,27 @@ inline void score_tokens_bf16(const Byte* query, Index any_width, const Byte* co
   }
 }
 
+// As FloatScores.
+struct PairScores {
+  static Vec at(const Byte* row, Index dword) { return bit_copy<Vec>(row + 4 * dword); }
+  static constexpr Index kElements = 2;
+  static Vec add(Vec sum, Vec x, Vec y) {
+    return reinterpret_cast<Vec>(_mm512_dpbf16_ps(reinterpret_cast<__m512>(sum), reinterpret_cast<__m512bh>(x),
+                                                  reinterpret_cast<__m512bh>(y)));
+  }
+  static const Byte* query(const ScoreTask& task) { return task.packed + kPackedHead; }
+  static Index query_bytes(const ScoreTask&) { return kPackedRow; }
+
+  template <int R, int W>
+  static void few(const ScoreTask& task, Index r, const Byte* const* keys, const Reading& reading, Index first) {
+    score_tokens_bf16<R, W>(query(task) + r * kPackedRow, task.width, keys, reading, first,
+                            task.scores + r * kChunk + first);
+  }
+};
+
 inline void score_bf16(const ChunkRows& chunk, const ScoreTask& task) {
   for_width(task.width, [&]<int W>() {
-    for (Index first = chunk.begin / kBlock * kBlock; first < chunk.end; first += kBlock)
-      for_rows(task.num_rows, [&]<int R>(Index r) {
-        score_tokens_bf16<R, W>(task.packed + r * kPackedRow + kPackedHead, task.width, chunk.row + first,
-                                chunk.reading.of_rows(r), first, task.scores + r * kChunk + first);
-      });
+    score_blocks<PairScores, W>(chunk, task, chunk.reading, [&](Index first) { return chunk.row + first; });
   });
 }
 
@@ -112,11 +126,65 @@ inline void add_values_bf16(const WeightPairs& weights, const Byte* const* value
     }
 }
 
+// The values of a chunk, two tokens to a dword, for many rows.
+class ValuePanel {
+ public:
+  ValuePanel(const Byte* const* values, Index begin, Index end, Index width) : begin_(begin / 2), end_(ceil_div(end, 2)) {
+    const __m512i first = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
+    const __m512i second = _mm512_add_epi32(first, _mm512_set1_epi32(8));
+    for (Index pair = begin_; pair < end_; ++pair)
+      for (Index d = 0; d < width; d += 32) {
+        const __m512i x = _mm512_loadu_si512(values[2 * pair] + 2 * d), y = _mm512_loadu_si512(values[2 * pair + 1] + 2 * d);
+        const __m512i low = _mm512_unpacklo_epi16(x, y), high = _mm512_unpackhi_epi16(x, y);
+        _mm512_store_si512(pairs_[pair] + d, _mm512_permutex2var_epi32(low, first, high));
+        _mm512_store_si512(pairs_[pair] + d + 16, _mm512_permutex2var_epi32(low, second, high));
+      }
+  }
+
+  // Adds R rows by 64 elements.
+  template <int R>
+  void add(const WeightPairs& weights, float* totals, Index width, Index d) const {
+    __m512 sums[R][4];
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r) sums[r][0] = sums[r][1] = sums[r][2] = sums[r][3] = _mm512_setzero_ps();
+    for (Index pair = begin_; pair < end_; ++pair) {
+      __m512bh x[4];
+#pragma GCC unroll 4
+      for (int n = 0; n < 4; ++n) x[n] = reinterpret_cast<__m512bh>(_mm512_load_si512(pairs_[pair] + d + 16 * n));
+#pragma GCC unroll 4
+      for (int r = 0; r < R; ++r) {
+        const __m512bh w = reinterpret_cast<__m512bh>(_mm512_set1_epi32(static_cast<int>(weights.pair[r][pair])));
+#pragma GCC unroll 4
+        for (int n = 0; n < 4; ++n) sums[r][n] = _mm512_dpbf16_ps(sums[r][n], x[n], w);
+      }
+    }
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+      for (int n = 0; n < 4; ++n) {
+        float* total = totals + r * width + d + 16 * n;
+        _mm512_storeu_ps(total, _mm512_add_ps(_mm512_loadu_ps(total), sums[r][n]));
+      }
+  }
+
+ private:
+  Index begin_, end_;
+  alignas(64) std::uint32_t pairs_[kChunk / 2][kMaxHeadDim];
+};
+
 // Adds the tokens [begin, end) of a chunk.
 inline void add_rows_bf16(const ValueTask& task, const Byte* const* values, const Reading& reading, Index begin,
                           Index end) {
   shrink_totals(task);
   WeightPairs weights;
+  if (task.num_rows >= kManyRows) {
+    const ValuePanel panel(values, begin, end, task.width);
+    return for_rows(task.num_rows, [&]<int R>(Index r) {
+      reading.ask_share(r, r + R, task.num_rows, 2 * task.width);
+      weights.read(task.weights + r * kChunk, R);
+      for (Index d = 0; d < task.width; d += 64) panel.add<R>(weights, task.totals + r * task.width, task.width, d);
+    });
+  }
   for_rows(task.num_rows, [&]<int R>(Index r) {
     const Reading asking = reading.of_rows(r);
     weights.read(task.weights + r * kChunk, R);

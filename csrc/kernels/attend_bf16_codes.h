@@ -129,13 +129,10 @@ inline void score_codes_bf16(const ChunkRows& chunk, const ScoreTask& task) {
   for (Index t = 0; t < kBlock; ++t) keys[t] = block[t];
   chunk.prefetch_scales();
   for_scales(chunk, task.width, [&]<DType dtype, int W>() {
-    for (Index first = chunk.begin / kBlock * kBlock; first < chunk.end; first += kBlock) {
+    score_blocks<PairScores, W>(chunk, task, Reading(), [&](Index first) {
       dequantize_block<is_int4, dtype, W>(chunk, first, block);
-      for_rows(task.num_rows, [&]<int R>(Index r) {
-        score_tokens_bf16<R, W>(task.packed + r * kPackedRow + kPackedHead, task.width, keys, Reading(), first,
-                                task.scores + r * kChunk + first);
-      });
-    }
+      return keys;
+    });
   });
 }
 

@@ -7,6 +7,7 @@
 namespace kvloom::KVLOOM_ISA {
 
 constexpr Index kMaxGroups = kMaxHeadDim / 8;
+constexpr Index kManyRowsOfCodes = 8;  // from so many on codes are widened once for all of them
 
 // --- blocks in native order, of rows that are a multiple of 16 bytes ----------------------------------------
 
@@ -175,6 +176,25 @@ struct RoundedTo {
   static Vec of(Vec x) { return round_lanes(dtype, x); }
 };
 
+// Adds the sums of a group, times its scales unless the products are.
+template <int R, class Rounded>
+__attribute__((always_inline)) inline void add_group(Vec (*sums)[2], const Vec (*group)[2], const float* scales) {
+#pragma GCC unroll 4
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 2
+    for (int n = 0; n < 2; ++n)
+      sums[r][n] = Rounded::kRounds ? sums[r][n] + group[r][n]
+                                    : multiply_add(group[r][n], load(scales + n * kLanes), sums[r][n]);
+}
+
+template <int R>
+__attribute__((always_inline)) inline void store_scores(const Vec (*sums)[2], float* scores) {
+#pragma GCC unroll 4
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 2
+    for (int n = 0; n < 2; ++n) store(scores + r * kChunk + n * kLanes, sums[r][n]);
+}
+
 // R rows by the tokens [first, first + 2 * kLanes) of two blocks: code products are summed within a group, and
 // scaled at its end; if they are rounded, each is scaled before.
 template <int R, bool is_int4, class Rounded>
@@ -203,20 +223,14 @@ inline void score_codes_at(const Byte* const* blocks, Index first, const SidePla
 #pragma GCC unroll 4
         for (int r = 0; r < R; ++r) {
           const Vec x = splat(q[r * width + place]);
-          group[r][0] += x * codes[0];
-          group[r][1] += x * codes[1];
+          group[r][0] = multiply_add(x, codes[0], group[r][0]);
+          group[r][1] = multiply_add(x, codes[1], group[r][1]);
         }
       });
     }
-#pragma GCC unroll 4
-    for (int r = 0; r < R; ++r)
-#pragma GCC unroll 2
-      for (int n = 0; n < 2; ++n) sums[r][n] += Rounded::kRounds ? group[r][n] : group[r][n] * scale[n];
+    add_group<R, Rounded>(sums, group, scales + g * kChunk + first);
   }
-#pragma GCC unroll 4
-  for (int r = 0; r < R; ++r)
-#pragma GCC unroll 2
-    for (int n = 0; n < 2; ++n) store(scores + r * kChunk + first + n * kLanes, sums[r][n]);
+  store_scores<R>(sums, scores + first);
 }
 
 // Calls score.template operator()<R>(first row, first token, two blocks, scales from there on, what follows each block)
@@ -241,13 +255,64 @@ inline void for_key_blocks(const ChunkRows& chunk, Index num_rows, Score score) 
   }
 }
 
+// Codes of two blocks as numbers, for many rows: element by token. They are products with scales if those are rounded.
+struct WideColumns {
+  template <bool is_int4, class Rounded>
+  void read(const Byte* const* blocks, const SidePlace& key, const float* scales, const BlockReading* following) {
+    constexpr Index kElements = is_int4 ? 8 : 4;
+    for (Index column = 0; column < key.row_bytes / 4; ++column) {
+      following[0].ask(column);
+      following[1].ask(column);
+      const float* of_group = scales + column * kElements / key.group * kChunk;
+      for (Index t = 0; t < 2 * kBlock; t += kLanes) {
+        const IntVec dwords = bit_copy<IntVec>(blocks[t / kBlock] + column * kColumn + t % kBlock * 4);
+        for_places(Places<is_int4>{}, [&]<int place>() {
+          const Vec codes = widen_place<is_int4, place>(dwords);
+          store(at[column * kElements + place] + t, Rounded::kRounds ? Rounded::of(codes * load(of_group + t)) : codes);
+        });
+      }
+    }
+  }
+
+  // As score_codes_at, over both blocks.
+  template <int R, class Rounded>
+  void score(const SidePlace& key, const float* query, Index width, const float* scales, float* scores) const {
+    for (Index first = 0; first < 2 * kBlock; first += 2 * kLanes) {
+      Vec sums[R][2] = {};
+      for (Index g = 0; g < key.num_groups; ++g) {
+        Vec group[R][2] = {};
+        for (Index d = g * key.group; d < (g + 1) * key.group; ++d) {
+          const Vec codes[2] = {load(at[d] + first), load(at[d] + first + kLanes)};
+#pragma GCC unroll 4
+          for (int r = 0; r < R; ++r) {
+            const Vec x = splat(query[r * width + d]);
+            group[r][0] = multiply_add(x, codes[0], group[r][0]);
+            group[r][1] = multiply_add(x, codes[1], group[r][1]);
+          }
+        }
+        add_group<R, Rounded>(sums, group, scales + g * kChunk + first);
+      }
+      store_scores<R>(sums, scores + first);
+    }
+  }
+
+  alignas(64) float at[kMaxHeadDim][2 * kBlock];
+};
+
 template <bool is_int4, class Rounded>
 inline void score_codes(const ChunkRows& chunk, const ScoreTask& task) {
+  const SidePlace& key = *chunk.side;
+  WideColumns columns;
   for_key_blocks(chunk, task.num_rows, [&]<int R>(Index r, Index first, const Byte* const* blocks,
                                                   const float* scales, const BlockReading* following) {
+    const float* query = task.query + r * task.width;
+    float* scores = task.scores + r * kChunk + first;
+    if (task.num_rows >= kManyRowsOfCodes) {
+      if (r == 0) columns.read<is_int4, Rounded>(blocks, key, scales, following);
+      return columns.score<R, Rounded>(key, query, task.width, scales, scores);
+    }
     for (Index t = 0; t < 2 * kBlock; t += 2 * kLanes)
-      score_codes_at<R, is_int4, Rounded>(blocks, t, *chunk.side, task.query + r * task.width, task.width, scales,
-                                          task.scores + r * kChunk + first, following);
+      score_codes_at<R, is_int4, Rounded>(blocks, t, key, query, task.width, scales, scores, following);
   });
 }
 
@@ -271,9 +336,22 @@ struct LaneGroups {
       : first(side.group_of_byte[byte]),
         lanes(bit_copy<IntVec>(side.group_of_byte + byte) - splat_int(side.group_of_byte[byte])) {}
 
+  Vec of(const float* scales) const { return __builtin_shuffle(load(scales + first), lanes); }
+
   Index first;
   IntVec lanes;  // counted from the first
 };
+
+// Codes of token i of each quad times their scales: of int4 the even elements, then the odd ones.
+template <bool is_int4, int i, class Rounded>
+__attribute__((always_inline)) inline void scale_codes(IntVec dwords, Vec scales, Vec* x) {
+  if constexpr (is_int4) {
+    x[0] = Rounded::of(scales * widen_place<true, 2 * i>(dwords));
+    x[1] = Rounded::of(scales * widen_place<true, 2 * i + 1>(dwords));
+  } else {
+    x[0] = Rounded::of(scales * widen_place<false, i>(dwords));
+  }
+}
 
 // Even and odd elements become one after the other.
 template <int... lane>
@@ -308,20 +386,13 @@ inline void add_codes(const ValueBlocks& values, const float* weights, const flo
         const Index t = b * kBlock + 4 * quad + i;
         Vec x[N];
 #pragma GCC unroll 2
-        for (int v = 0; v < V; ++v) {
-          const Vec scale = __builtin_shuffle(load(scales[t] + groups[v].first), groups[v].lanes);
-          if constexpr (is_int4) {
-            x[2 * v] = Rounded::of(scale * widen_place<true, 2 * i>(dwords[v]));
-            x[2 * v + 1] = Rounded::of(scale * widen_place<true, 2 * i + 1>(dwords[v]));
-          } else {
-            x[v] = Rounded::of(scale * widen_place<false, i>(dwords[v]));
-          }
-        }
+        for (int v = 0; v < V; ++v)
+          scale_codes<is_int4, i, Rounded>(dwords[v], groups[v].of(scales[t]), x + N / V * v);
 #pragma GCC unroll 4
         for (int r = 0; r < R; ++r) {
           const Vec weight = splat(weights[r * kChunk + t]);
 #pragma GCC unroll 2
-          for (int n = 0; n < N; ++n) sums[r][n] += weight * x[n];
+          for (int n = 0; n < N; ++n) sums[r][n] = multiply_add(weight, x[n], sums[r][n]);
         }
       });
     }
@@ -333,22 +404,68 @@ inline void add_codes(const ValueBlocks& values, const float* weights, const flo
   }
 }
 
+// Codes of a chunk times their scales, for many rows: token by element.
+struct WideValues {
+  template <bool is_int4, class Rounded>
+  void read(const ValueBlocks& values, const float (*scales)[kMaxGroups + kLanes], const Reading& reading) {
+    constexpr int N = is_int4 ? 2 : 1;
+    for (Index b = values.begin; b < values.end; ++b) {
+      const BlockReading following(reading, values.chunk, b * kBlock);
+      for (Index quad = 0; quad < kBlock / 4; ++quad)
+        for (Index byte = 0; byte < values.side.row_bytes; byte += kLanes) {
+          const Index offset = 4 * (quad * values.side.row_bytes + byte);
+          if (offset % 64 == 0) following.ask(offset / 64);
+          const LaneGroups groups(values.side, byte);
+          const IntVec dwords = bit_copy<IntVec>(values.block[b] + offset);
+          for_places(std::make_integer_sequence<int, 4>{}, [&]<int i>() {
+            const Index t = b * kBlock + 4 * quad + i;
+            Vec x[N];
+            scale_codes<is_int4, i, Rounded>(dwords, groups.of(scales[t]), x);
+            if constexpr (is_int4) zip(x);
+            for (int n = 0; n < N; ++n) store(at[t] + N * byte + n * kLanes, x[n]);
+          });
+        }
+    }
+  }
+
+  // Adds R rows of the tokens [begin, end).
+  template <int R>
+  void add(const float* weights, Index begin, Index end, Index width, float* totals) const {
+    const Byte* rows[kChunk];
+    for (Index t = begin; t < end; ++t) rows[t] = reinterpret_cast<const Byte*>(at[t]);
+    alignas(64) float sums[R * kMaxHeadDim] = {};
+    value_block<LoadF32>({weights, nullptr, R, width, sums}, rows, Reading(), 0, begin, end);
+    for (Index i = 0; i < R * width; i += kLanes) store(totals + i, load(totals + i) + load(sums + i));
+  }
+
+  alignas(64) float at[kChunk][kMaxHeadDim];
+};
+
 template <bool is_int4, class Rounded>
 inline void value_codes(const ChunkRows& chunk, const ValueTask& task) {
   const SidePlace& value = *chunk.side;
   alignas(64) float by_group[kMaxGroups][kChunk];
   alignas(64) float scales[kChunk][kMaxGroups + kLanes];
   read_scales(chunk, by_group);
-  for (Index t = 0; t < kChunk; ++t)
-    for (Index g = 0; g < value.num_groups; ++g) scales[t][g] = by_group[g][t];
+  for (Index t = 0; t < kChunk; t += kLanes)
+    for (Index g = 0; g < value.num_groups; g += kLanes) {
+      Vec x[kLanes];
+      for (Index i = 0; i < kLanes; ++i) x[i] = g + i < value.num_groups ? load(by_group[g + i] + t) : Vec{};
+      transpose(x);
+      for (Index i = 0; i < kLanes; ++i) store(scales[t + i] + g, x[i]);
+    }
   chunk.prefetch_scales();
   const ValueBlocks blocks(chunk);
   shrink_totals(task);
+  WideValues wide;
+  const bool has_many = task.num_rows >= kManyRowsOfCodes;
+  if (has_many) wide.read<is_int4, Rounded>(blocks, scales, chunk.reading);
   for_rows(task.num_rows, [&]<int R>(Index r) {
     constexpr int V = is_int4 ? 1 : 2;
     const Reading reading = chunk.reading.of_rows(r);
     const float* weights = task.weights + r * kChunk;
     float* totals = task.totals + r * task.width;
+    if (has_many) return wide.add<R>(weights, blocks.begin * kBlock, blocks.end * kBlock, task.width, totals);
     Index byte = 0;
     for (; byte + V * kLanes <= value.row_bytes; byte += V * kLanes)
       add_codes<R, is_int4, V, Rounded>(blocks, weights, scales, totals, task.width, byte, reading);

@@ -6,8 +6,8 @@
 
 namespace kvloom::KVLOOM_ISA {
 
-constexpr Index kTileFloats = 8192;  // of queries or accumulators in one item
-constexpr Index kTileRows = 64;
+constexpr Index kTileFloats = 16384;  // of queries or accumulators in one item
+constexpr Index kTileRows = 128;
 constexpr Index kTileHeads = 8;  // their rows of a page lie side by side, and are asked for together
 constexpr Index kFewNewTokens = 16;  // up to here the splits of a sequence are items of their own
 constexpr Index kPartial = 16;       // floats before a partial accumulator: maximum, sum, padding

@@ -7,6 +7,8 @@ namespace kvloom::KVLOOM_ISA {
 
 // Inlined early: GCC takes a function that only prefetches for one without effect, and drops its calls.
 __attribute__((always_inline)) inline void prefetch(const Byte* at) { __builtin_prefetch(at); }
+// Into the second-level cache, for what is read after something larger than the first.
+__attribute__((always_inline)) inline void prefetch_soon(const Byte* at) { __builtin_prefetch(at, 0, 2); }
 
 // Rows in the order in which kernels read them, and those that are to be asked for first. A processor drops what it
 // is asked for while it waits for some fifty lines, so that one chance is not enough; codes take their time, and
@@ -34,6 +36,14 @@ struct Reading {
 
   // What the rows of a tile from one on ask for: only the first ones do, since all read the same lines.
   Reading of_rows(Index first_row) const { return first_row == 0 ? *this : Reading(); }
+
+  // Asks for its share of the rows that are listed after these: many rows take their time, and leave room between.
+  // For each run of rows [first, last) of num_rows, which read the same.
+  __attribute__((always_inline)) void ask_share(Index first, Index last, Index num_rows, Index bytes) const {
+    if (!rows) return;
+    for (Index t = first * kChunk / num_rows; t < last * kChunk / num_rows; ++t)
+      for (Index offset = 0; offset < bytes; offset += 64) prefetch_soon(rows[kChunk + t] + offset);
+  }
 
   // For rows of so many bytes that are copied before a kernel reads them.
   __attribute__((always_inline)) void ask_row(Index t, Index bytes) const {

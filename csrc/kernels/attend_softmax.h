@@ -70,7 +70,7 @@ inline void weigh_rows(const AttendArgs& args, const ScoreRow* rows, Index first
                        Running* running, float* factors) {
   Vec top[R], sum[R];
   float new_top[R];
-  alignas(64) float change[kLanes] = {};
+  Vec change{};
   for (int r = 0; r < R; ++r) top[r] = adjust_scores(args, rows[r], first, stored, scores + r * kChunk);
 #pragma GCC unroll 4
   for (int r = 0; r < R; ++r) {
@@ -79,8 +79,7 @@ inline void weigh_rows(const AttendArgs& args, const ScoreRow* rows, Index first
     new_top[r] = finite_top(running[r].top);
     change[r] = running[r].sum == 0.0f ? 0.0f : old_top - new_top[r];
   }
-  alignas(64) float factor[kLanes];
-  store(factor, exp(load(change)));  // exactly 1 where the maximum stays
+  const Vec factor = exp(change);  // exactly 1 where the maximum stays
 #pragma GCC unroll 4
   for (int r = 0; r < R; ++r) {
     sum[r] = Vec{};
@@ -119,14 +118,14 @@ inline bool finish_row(const AttendArgs& args, Index query_head, Running running
     sum = running.sum * factor + exp(sink - top);
   }
   const float scale = sum == 0.0f ? 0.0f : factor / sum;
+  Vec differences{};  // of numbers and themselves: 0 where they are finite, else NaN
   for (Index d = 0; d < round_up(dim, kBlock); d += kLanes) {
     const Vec x = load(total + d) * scale;
     store(total + d, x);
+    differences += x - x;
   }
-  bool finite = true;
-  for (Index d = 0; d < dim; ++d) finite &= total[d] - total[d] == 0.0f;
   write_floats(args.out, args.query_dtype, out_row * dim, total, dim);
-  return finite;
+  return sum_lanes(differences) == 0.0f;
 }
 
 }  // namespace kvloom::KVLOOM_ISA

@@ -4,10 +4,8 @@
 // a row's bits do not depend on its neighbours.
 #pragma once
 
+#include "attend_panel.h"
 #include "attend_reading.h"
-#include "attend_vector.h"
-
-#include <utility>
 
 namespace kvloom::KVLOOM_ISA {
 
@@ -93,30 +91,6 @@ class WideRows {
 
 // --- float32 -----------------------------------------------------------------------------------------------
 
-// Which lanes of a pair of vectors meet when both are folded to groups of `width` lanes.
-template <int width, int... lane>
-constexpr IntVec fold_lanes_of(std::integer_sequence<int, lane...>) {
-  return IntVec{(lane / (2 * width) * 2 * width + lane % width + (lane % (2 * width) < width ? 0 : kLanes))...};
-}
-
-template <int width>
-__attribute__((always_inline)) inline void add_pairs(Vec* sums) {
-  constexpr IntVec low = fold_lanes_of<width>(std::make_integer_sequence<int, kLanes>());
-#pragma GCC unroll 8
-  for (int i = 0; i < width; ++i)
-    sums[i] = __builtin_shuffle(sums[i], sums[i + width], low) +
-              __builtin_shuffle(sums[i], sums[i + width], low + width);
-}
-
-// Lane i of the result is the sum of sums[i]: pairs of vectors are added in halves, then quarters, and so on.
-__attribute__((always_inline)) inline Vec add_across(Vec* sums) {
-  if constexpr (kLanes >= 16) add_pairs<8>(sums);
-  if constexpr (kLanes >= 8) add_pairs<4>(sums);
-  add_pairs<2>(sums);
-  add_pairs<1>(sums);
-  return sums[0];
-}
-
 // How a row of floats is read: kLanes elements from d on.
 struct LoadF32 {
   static constexpr Index kBytes = 4;
@@ -159,7 +133,7 @@ inline void score_tokens(const float* query, Index any_width, const Byte* const*
       if (d * Load::kBytes % 64 == 0) reading.ask<Load::kBytes>(first + t, d * Load::kBytes, 1);
       const Vec x = Load::at(key, d);
 #pragma GCC unroll 16
-      for (int r = 0; r < R; ++r) sum[r] += load(query + r * width + d) * x;
+      for (int r = 0; r < R; ++r) sum[r] = multiply_add(load(query + r * width + d), x, sum[r]);
     }
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) sums[r * T + t] = sum[r];
@@ -179,30 +153,59 @@ inline void for_rows(Index num_rows, Kernel kernel) {
   if (r < num_rows) kernel.template operator()<1>(r);
 }
 
-// Scores of the tokens of one block, whose rows are `keys`.
-template <class Load, int W>
-inline void score_block(const ScoreTask& task, const Byte* const* keys, const Reading& reading, Index first) {
-  for_rows(task.num_rows, [&]<int R>(Index r) {
-    const Reading asking = reading.of_rows(r);
+// Scores of the tokens of one block for few rows, and products of dwords for many: of floats that Load reads.
+template <class Load>
+struct FloatScores {
+  static Vec at(const Byte* row, Index dword) { return Load::at(row, dword); }
+  static constexpr Index kBytes = Load::kBytes;
+  static constexpr Index kElements = 1;  // of a dword
+  static Vec add(Vec sum, Vec x, Vec y) { return multiply_add(x, y, sum); }
+  static const Byte* query(const ScoreTask& task) { return reinterpret_cast<const Byte*>(task.query); }
+  static Index query_bytes(const ScoreTask& task) { return task.width * 4; }  // from row to row
+
+  template <int R, int W>
+  static void few(const ScoreTask& task, Index r, const Byte* const* keys, const Reading& reading, Index first) {
     for (Index t = 0; t < kBlock; t += kLanes / R)
-      score_tokens<Load, R, W>(task.query + r * task.width, task.width, keys + t, asking, first + t,
+      score_tokens<Load, R, W>(task.query + r * task.width, task.width, keys + t, reading, first + t,
                                task.scores + r * kChunk + first + t);
-  });
+  }
+};
+
+// Scores of the chunk; rows_of(first) are the keys of the block of tokens from there on.
+template <class Scores, int W, class RowsOf>
+inline void score_blocks(const ChunkRows& chunk, const ScoreTask& task, const Reading& reading, RowsOf rows_of) {
+  KeyPanel<Scores> panel;
+  const Index width = W ? W : task.width;
+  const bool has_many = task.num_rows >= kManyRows;
+  for (Index first = chunk.begin / kBlock * kBlock; first < chunk.end; first += kBlock) {
+    const Byte* const* keys = rows_of(first);
+    if (has_many) {
+      panel.turn(keys, first, width);
+    } else {
+      for_rows(task.num_rows, [&]<int R>(Index r) {
+        Scores::template few<R, W>(task, r, keys, reading.of_rows(r), first);
+      });
+    }
+  }
+  if (has_many)
+    for_rows(task.num_rows, [&]<int R>(Index r) {
+      const Index bytes = Scores::query_bytes(task);
+      reading.ask_share(r, r + R, task.num_rows, chunk.side->row_bytes);
+      panel.template score<R, W>(Scores::query(task) + r * bytes, bytes, width, task.scores + r * kChunk);
+    });
 }
 
 template <class Load>
 inline void score_direct(const ChunkRows& chunk, const ScoreTask& task) {
   for_width(task.width, [&]<int W>() {
-    for (Index first = chunk.begin / kBlock * kBlock; first < chunk.end; first += kBlock)
-      score_block<Load, W>(task, chunk.row + first, chunk.reading, first);
+    score_blocks<FloatScores<Load>, W>(chunk, task, chunk.reading, [&](Index first) { return chunk.row + first; });
   });
 }
 
 inline void score_wide(const ChunkRows& chunk, const ScoreTask& task) {
   WideRows rows;
   if (chunk.side->scale.data) chunk.prefetch_scales();
-  for (Index first = chunk.begin / kBlock * kBlock; first < chunk.end; first += kBlock)
-    score_block<LoadF32, 0>(task, rows.of(chunk, first), Reading(), first);
+  score_blocks<FloatScores<LoadF32>, 0>(chunk, task, Reading(), [&](Index first) { return rows.of(chunk, first); });
 }
 
 // R rows by N vectors of d.
@@ -224,7 +227,7 @@ inline void add_values(const float* weights, const Byte* const* values, const Re
     for (int r = 0; r < R; ++r) {
       const Vec weight = splat(weights[r * kChunk + t]);
 #pragma GCC unroll 4
-      for (int n = 0; n < N; ++n) sums[r][n] += weight * value[n];
+      for (int n = 0; n < N; ++n) sums[r][n] = multiply_add(weight, value[n], sums[r][n]);
     }
   }
 #pragma GCC unroll 4
@@ -246,8 +249,10 @@ template <class Load>
 inline void value_block(const ValueTask& task, const Byte* const* values, const Reading& reading, Index first,
                         Index begin, Index end) {
   constexpr int N = kLanes == 16 ? 4 : 2;
+  const bool has_many = task.num_rows >= kManyRows;
   for_rows(task.num_rows, [&]<int R>(Index r) {
-    const Reading asking = reading.of_rows(r);
+    if (has_many) reading.ask_share(r, r + R, task.num_rows, task.width * Load::kBytes);
+    const Reading asking = has_many ? Reading() : reading.of_rows(r);
     const float* weights = task.weights + r * kChunk + first;
     float* totals = task.totals + r * task.width;
     Index d = 0;

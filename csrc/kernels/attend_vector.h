@@ -37,6 +37,23 @@ inline IntVec lane_numbers() {
 
 inline Vec larger(Vec a, Vec b) { return a > b ? a : b; }
 
+// x * y + z, rounded once where the instruction set can. The compiler must not choose: some rows are computed by
+// several copies of a function, and have the same bits in all of them.
+inline Vec multiply_add(Vec x, Vec y, Vec z) {
+#if defined(__AVX512F__)
+  return reinterpret_cast<Vec>(_mm512_fmadd_ps(reinterpret_cast<__m512>(x), reinterpret_cast<__m512>(y),
+                                               reinterpret_cast<__m512>(z)));
+#elif defined(__FMA__)
+  return reinterpret_cast<Vec>(_mm256_fmadd_ps(reinterpret_cast<__m256>(x), reinterpret_cast<__m256>(y),
+                                               reinterpret_cast<__m256>(z)));
+#else
+  return x * y + z;
+#endif
+}
+inline Vec multiply_add(Vec x, float y, Vec z) { return multiply_add(x, splat(y), z); }
+inline Vec multiply_add(Vec x, Vec y, float z) { return multiply_add(x, y, splat(z)); }
+inline Vec multiply_add(Vec x, float y, float z) { return multiply_add(x, splat(y), splat(z)); }
+
 // Sum and maximum of the lanes, halves first: one fixed tree.
 template <int width, int... lane>
 constexpr IntVec swapped_lanes(std::integer_sequence<int, lane...>) {
@@ -66,14 +83,14 @@ inline Vec exp(Vec x) {
   const Vec n = (bounded * 1.44269504f + round) - round;
   const Vec y = bounded;
 #endif
-  const Vec f = (y - n * 0.693359375f) - n * -2.12194440e-4f;
+  const Vec f = multiply_add(n, 2.12194440e-4f, multiply_add(n, -0.693359375f, y));
   Vec p = splat(1.9875691500e-4f);
-  p = p * f + 1.3981999507e-3f;
-  p = p * f + 8.3334519073e-3f;
-  p = p * f + 4.1665795894e-2f;
-  p = p * f + 1.6666665459e-1f;
-  p = p * f + 5.0000001201e-1f;
-  p = p * (f * f) + (f + 1.0f);
+  p = multiply_add(p, f, 1.3981999507e-3f);
+  p = multiply_add(p, f, 8.3334519073e-3f);
+  p = multiply_add(p, f, 4.1665795894e-2f);
+  p = multiply_add(p, f, 1.6666665459e-1f);
+  p = multiply_add(p, f, 5.0000001201e-1f);
+  p = multiply_add(p, f * f, f + 1.0f);
 #if defined(__AVX512F__)
   return reinterpret_cast<Vec>(_mm512_scalef_ps(reinterpret_cast<__m512>(p), power_of_two));
 #else
@@ -98,6 +115,46 @@ inline Vec tanh(Vec x) {
   const Vec far = 1.0f - 2.0f / (exp(2.0f * (size > splat(20.0f) ? splat(20.0f) : size)) + 1.0f);
   const Vec signed_far = as_float(as_int(far) | (as_int(x) & splat_int(INT32_MIN)));
   return size < splat(0.625f) ? near : signed_far;
+}
+
+// --- several vectors ---------------------------------------------------------------------------------------
+
+// Which lanes of a pair of vectors meet when both are folded to groups of `width` lanes.
+template <int width, int... lane>
+constexpr IntVec fold_lanes_of(std::integer_sequence<int, lane...>) {
+  return IntVec{(lane / (2 * width) * 2 * width + lane % width + (lane % (2 * width) < width ? 0 : kLanes))...};
+}
+
+template <int width>
+__attribute__((always_inline)) inline void add_pairs(Vec* sums) {
+  constexpr IntVec low = fold_lanes_of<width>(std::make_integer_sequence<int, kLanes>());
+#pragma GCC unroll 8
+  for (int i = 0; i < width; ++i)
+    sums[i] = __builtin_shuffle(sums[i], sums[i + width], low) +
+              __builtin_shuffle(sums[i], sums[i + width], low + width);
+}
+
+// Lane i of the result is the sum of sums[i]: pairs of vectors are added in halves, then quarters, and so on.
+__attribute__((always_inline)) inline Vec add_across(Vec* sums) {
+  if constexpr (kLanes >= 16) add_pairs<8>(sums);
+  if constexpr (kLanes >= 8) add_pairs<4>(sums);
+  add_pairs<2>(sums);
+  add_pairs<1>(sums);
+  return sums[0];
+}
+
+// Vector i becomes lane i of all: pairs of vectors exchange halves, then quarters, and so on.
+template <int width = kLanes / 2>
+__attribute__((always_inline)) inline void transpose(Vec* x) {
+  constexpr IntVec low = fold_lanes_of<width>(std::make_integer_sequence<int, kLanes>());
+#pragma GCC unroll 16
+  for (int i = 0; i < kLanes; ++i) {
+    if (i & width) continue;
+    const Vec a = x[i], b = x[i + width];
+    x[i] = __builtin_shuffle(a, b, low);
+    x[i + width] = __builtin_shuffle(a, b, low + width);
+  }
+  if constexpr (width > 1) transpose<width / 2>(x);
 }
 
 // --- conversions of kLanes stored elements -----------------------------------------------------------------

@@ -56,6 +56,20 @@ def test_head_dims(head_dim: int, value_dim: int, kind: Kind, dtype: torch.dtype
                            value_dim=value_dim, page_size=16, block_size=16))  # fmt: skip
 
 
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("kind", [*map(Kind, FLOATS), codes(8, 8), codes(4, 8)], ids=str)
+@pytest.mark.parametrize(("head_dim", "value_dim"), WIDTHS)
+def test_head_dims_of_prompts(head_dim: int, value_dim: int, kind: Kind, dtype: torch.dtype) -> None:
+    """Many rows meet keys and values by other kernels than a few; the bits are the same."""
+    case = make_case([37, 70], [90, 70], axes="B S H D", kind=kind, dtype=dtype, head_dim=head_dim,
+                     value_dim=value_dim, page_size=16, block_size=16)  # fmt: skip
+    parts = assert_right(case).split(case.new)
+    for b, count in enumerate(case.new):
+        first, last = case.stored[b] - count, case.stored[b]
+        for row, stored in ((0, first + 1), (count // 2, first + count // 2 + 1), (count - 1, last)):
+            assert_same_bits(attend(alone(case, b, 1, stored))[0], parts[b][row], f"sequence {b}, row {row}")
+
+
 @pytest.mark.parametrize("scale_dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("bits", [8, 4])
