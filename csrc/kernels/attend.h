@@ -84,7 +84,7 @@ class ItemRunner {
 
   void run_item(const Job& job, const Job* next) {
     load_queries(job);
-    const Index rows = job.item.num_heads * job.item.num_rows;
+    const Index rows = num_rows(job);
     start_split(rows);
     bool is_first_split = true;
     if (job.tokens.begin < job.tokens.end) {
@@ -95,7 +95,7 @@ class ItemRunner {
     for (Index token = job.tokens.begin; token < job.tokens.end;) {
       const Tokens chunk = chunk_at(job, token);
       find_next(job, chunk.end, next);
-      if (next) ask_queries(*next, chunk.begin - job.tokens.begin, chunk.end - job.tokens.begin, job);
+      ask_rows(job, next, chunk);
       run_chunk(job, chunk);
       std::swap(places_, next_);
       token = chunk.end;
@@ -108,32 +108,52 @@ class ItemRunner {
     job.item.split < 0 ? write_rows(job) : write_partials(job);
   }
 
-  void load_queries(const Job& job) {
-    Index r = 0;
-    for (Index h = 0; h < job.item.num_heads; ++h)
-      for (Index i = 0; i < job.item.num_rows; ++i, ++r) {
-        const Index row = job.item.first_row + i;
-        const Index head = (job.item.first_head + h) * group_ + row % group_;
-        const Index at = (job.plan.first_row + row / group_) * args_.query_stride[0] + head * args_.query_stride[1];
-        float* to = query_ + r * key_width_;
-        read_floats(args_.query, args_.query_dtype, at, args_.query_stride[2], to, key_.dim);
-        for (Index d = key_.dim; d < key_width_; ++d) to[d] = 0.0f;
-        score_rows_[r] = score_row(args_, job.plan, row / group_, head);
-      }
-    score_kernel_.pack(key_, query_, r, key_width_, packed_);
+  // Row r of an item, whose heads stand one after the other.
+  struct TileRow {
+    Index new_token, head;  // head of the query
+  };
+  TileRow tile_row(const Job& job, Index r) const {
+    const Index row = job.item.first_row + r % job.item.num_rows;
+    return {row / group_, (job.item.first_head + r / job.item.num_rows) * group_ + row % group_};
+  }
+  static Index num_rows(const Job& job) { return job.item.num_heads * job.item.num_rows; }
+
+  // Where a row's query begins, in elements, and its place among the rows of the result.
+  Index query_at(const Job& job, TileRow row) const {
+    return (job.plan.first_row + row.new_token) * args_.query_stride[0] + row.head * args_.query_stride[1];
+  }
+  Index out_row(const Job& job, TileRow row) const {
+    return (job.plan.first_row + row.new_token) * args_.num_heads + row.head;
   }
 
-  // Asks for the queries of the next item, a share with each chunk of this one.
-  __attribute__((always_inline)) void ask_queries(const Job& next, Index begin, Index end, const Job& job) const {
-    const Index tokens = job.tokens.end - job.tokens.begin, rows = next.item.num_heads * next.item.num_rows;
-    const Index width = bytes_of(args_.query_dtype);
-    for (Index r = begin * rows / tokens; r < end * rows / tokens; ++r) {
-      const Index row = next.item.first_row + r % next.item.num_rows;
-      const Index head = (next.item.first_head + r / next.item.num_rows) * group_ + row % group_;
-      const Index at = (next.plan.first_row + row / group_) * args_.query_stride[0] + head * args_.query_stride[1];
-      for (Index offset = 0; offset < key_.dim * width; offset += 64)
-        prefetch_soon(static_cast<const Byte*>(args_.query) + at * width + offset);
+  void load_queries(const Job& job) {
+    for (Index r = 0; r < num_rows(job); ++r) {
+      const TileRow row = tile_row(job, r);
+      float* to = query_ + r * key_width_;
+      read_floats(args_.query, args_.query_dtype, query_at(job, row), args_.query_stride[2], to, key_.dim);
+      for (Index d = key_.dim; d < key_width_; ++d) to[d] = 0.0f;
+      score_rows_[r] = score_row(args_, job.plan, row.new_token, row.head);
     }
+    score_kernel_.pack(key_, query_, num_rows(job), key_width_, packed_);
+  }
+
+  // Asks for queries of the next item, and for results of this one, which are written in the end: a share with each
+  // chunk.
+  __attribute__((always_inline)) void ask_rows(const Job& job, const Job* next, Tokens chunk) const {
+    const auto share = [&](const Job& owner, Index token) {
+      return (token - job.tokens.begin) * num_rows(owner) / (job.tokens.end - job.tokens.begin);
+    };
+    const Index bytes = bytes_of(args_.query_dtype);
+    if (next)
+      for (Index r = share(*next, chunk.begin); r < share(*next, chunk.end); ++r)
+        ask_lines(args_.query, query_at(*next, tile_row(*next, r)) * bytes, key_.dim * bytes);
+    if (job.item.split < 0)
+      for (Index r = share(job, chunk.begin); r < share(job, chunk.end); ++r)
+        ask_lines(args_.out, out_row(job, tile_row(job, r)) * value_.dim * bytes, value_.dim * bytes);
+  }
+
+  __attribute__((always_inline)) static void ask_lines(const void* from, Index first, Index bytes) {
+    for (Index i = first; i < first + bytes; i += 64) prefetch_soon(static_cast<const Byte*>(from) + i);
   }
 
   // Finds the places of the chunk after this one, in this item or the next. Behind the last one there is
@@ -263,27 +283,23 @@ class ItemRunner {
   }
 
   void write_rows(const Job& job) {
-    Index r = 0;
-    for (Index h = 0; h < job.item.num_heads; ++h)
-      for (Index i = 0; i < job.item.num_rows; ++i, ++r) {
-        const Index row = job.item.first_row + i, head = (job.item.first_head + h) * group_ + row % group_;
-        const Index out_row = (job.plan.first_row + row / group_) * args_.num_heads + head;
-        if (!finish_row(args_, head, whole_running_[r], whole_ + r * value_width_, value_.dim, out_row))
-          RareRow(args_, job.plan, job.b).compute(row / group_, head, score_rows_[r]);
-      }
+    for (Index r = 0; r < num_rows(job); ++r) {
+      const TileRow row = tile_row(job, r);
+      const Index to = out_row(job, row);
+      if (!finish_row(args_, row.head, whole_running_[r], whole_ + r * value_width_, value_.dim, to))
+        RareRow(args_, job.plan, job.b).compute(row.new_token, row.head, score_rows_[r]);
+    }
   }
 
   void write_partials(const Job& job) {
-    Index r = 0;
-    for (Index h = 0; h < job.item.num_heads; ++h)
-      for (Index i = 0; i < job.item.num_rows; ++i, ++r) {
-        const Index row = job.item.first_row + i, head = (job.item.first_head + h) * group_ + row % group_;
-        float* to = workspace_.partial(job.plan, job.b, job.item.split - job.plan.first_split, row / group_, head);
-        to[0] = running_[r].top;
-        to[1] = running_[r].sum;
-        const std::size_t bytes = static_cast<std::size_t>(value_width_) * sizeof(float);
-        std::memcpy(to + kPartial, totals_ + r * value_width_, bytes);
-      }
+    for (Index r = 0; r < num_rows(job); ++r) {
+      const TileRow row = tile_row(job, r);
+      const Index split = job.item.split - job.plan.first_split;
+      float* to = workspace_.partial(job.plan, job.b, split, row.new_token, row.head);
+      to[0] = running_[r].top;
+      to[1] = running_[r].sum;
+      std::memcpy(to + kPartial, totals_ + r * value_width_, static_cast<std::size_t>(value_width_) * sizeof(float));
+    }
   }
 
   const AttendArgs& args_;

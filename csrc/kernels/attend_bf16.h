@@ -86,8 +86,30 @@ struct WeightPairs {
   }
 };
 
-// R rows by 64 elements, two tokens at a time. Their elements are interleaved within 16 bytes: first the lower four
-// of each eight, then the upper four, which are put in order when the chunk is done.
+// 32 elements of two tokens, a dword of each pair: the lower four of each eight, and the upper four.
+struct TokenPairs {
+  TokenPairs(const Byte* first, const Byte* second) {
+    const __m512i x = _mm512_loadu_si512(first), y = _mm512_loadu_si512(second);
+    lower = _mm512_unpacklo_epi16(x, y);
+    upper = _mm512_unpackhi_epi16(x, y);
+  }
+
+  __m512i lower, upper;
+};
+
+// Dwords in order that stand as those of TokenPairs: the first 16, or the second.
+inline __m512i in_order(__m512i lower, __m512i upper, bool second) {
+  const __m512i places = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
+  return _mm512_permutex2var_epi32(lower, _mm512_add_epi32(places, _mm512_set1_epi32(second ? 8 : 0)), upper);
+}
+
+inline void add_to(float* total, __m512 x) { _mm512_storeu_ps(total, _mm512_add_ps(_mm512_loadu_ps(total), x)); }
+
+inline __m512bh weight_pair(const WeightPairs& weights, int r, Index pair) {
+  return reinterpret_cast<__m512bh>(_mm512_set1_epi32(static_cast<int>(weights.pair[r][pair])));
+}
+
+// R rows by 64 elements, two tokens at a time, which are put in order when the chunk is done.
 template <int R>
 inline void add_values_bf16(const WeightPairs& weights, const Byte* const* values, const Reading& reading,
                             Index begin, Index end, float* totals, Index width, Index d) {
@@ -100,44 +122,36 @@ inline void add_values_bf16(const WeightPairs& weights, const Byte* const* value
       const Index at = 2 * (d + 32 * n);
       reading.ask<2>(t, at, 1);
       reading.ask<2>(t + 1, at, 1);
-      const __m512i x = _mm512_loadu_si512(values[t] + at), y = _mm512_loadu_si512(values[t + 1] + at);
-      const __m512bh low = reinterpret_cast<__m512bh>(_mm512_unpacklo_epi16(x, y));
-      const __m512bh high = reinterpret_cast<__m512bh>(_mm512_unpackhi_epi16(x, y));
+      const TokenPairs x(values[t] + at, values[t + 1] + at);
 #pragma GCC unroll 4
       for (int r = 0; r < R; ++r) {
-        const __m512bh w = reinterpret_cast<__m512bh>(
-            _mm512_set1_epi32(static_cast<int>(weights.pair[r][t / 2])));
-        lower[r][n] = _mm512_dpbf16_ps(lower[r][n], low, w);
-        upper[r][n] = _mm512_dpbf16_ps(upper[r][n], high, w);
+        const __m512bh w = weight_pair(weights, r, t / 2);
+        lower[r][n] = _mm512_dpbf16_ps(lower[r][n], reinterpret_cast<__m512bh>(x.lower), w);
+        upper[r][n] = _mm512_dpbf16_ps(upper[r][n], reinterpret_cast<__m512bh>(x.upper), w);
       }
     }
   }
-  const __m512i first = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
-  const __m512i second = _mm512_add_epi32(first, _mm512_set1_epi32(8));
 #pragma GCC unroll 4
   for (int r = 0; r < R; ++r)
 #pragma GCC unroll 2
     for (int n = 0; n < 2; ++n) {
+      const __m512i low = reinterpret_cast<__m512i>(lower[r][n]), high = reinterpret_cast<__m512i>(upper[r][n]);
       float* total = totals + r * width + d + 32 * n;
-      const __m512 a = _mm512_permutex2var_ps(lower[r][n], first, upper[r][n]);
-      const __m512 b = _mm512_permutex2var_ps(lower[r][n], second, upper[r][n]);
-      _mm512_storeu_ps(total, _mm512_add_ps(_mm512_loadu_ps(total), a));
-      _mm512_storeu_ps(total + 16, _mm512_add_ps(_mm512_loadu_ps(total + 16), b));
+      add_to(total, reinterpret_cast<__m512>(in_order(low, high, false)));
+      add_to(total + 16, reinterpret_cast<__m512>(in_order(low, high, true)));
     }
 }
 
-// The values of a chunk, two tokens to a dword, for many rows.
+// The values of a chunk in pairs of tokens, put in order once for many rows.
 class ValuePanel {
  public:
-  ValuePanel(const Byte* const* values, Index begin, Index end, Index width) : begin_(begin / 2), end_(ceil_div(end, 2)) {
-    const __m512i first = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
-    const __m512i second = _mm512_add_epi32(first, _mm512_set1_epi32(8));
+  ValuePanel(const Byte* const* values, Index begin, Index end, Index width)
+      : begin_(begin / 2), end_(ceil_div(end, 2)) {
     for (Index pair = begin_; pair < end_; ++pair)
       for (Index d = 0; d < width; d += 32) {
-        const __m512i x = _mm512_loadu_si512(values[2 * pair] + 2 * d), y = _mm512_loadu_si512(values[2 * pair + 1] + 2 * d);
-        const __m512i low = _mm512_unpacklo_epi16(x, y), high = _mm512_unpackhi_epi16(x, y);
-        _mm512_store_si512(pairs_[pair] + d, _mm512_permutex2var_epi32(low, first, high));
-        _mm512_store_si512(pairs_[pair] + d + 16, _mm512_permutex2var_epi32(low, second, high));
+        const TokenPairs x(values[2 * pair] + 2 * d, values[2 * pair + 1] + 2 * d);
+        _mm512_store_si512(pairs_[pair] + d, in_order(x.lower, x.upper, false));
+        _mm512_store_si512(pairs_[pair] + d + 16, in_order(x.lower, x.upper, true));
       }
   }
 
@@ -152,19 +166,14 @@ class ValuePanel {
 #pragma GCC unroll 4
       for (int n = 0; n < 4; ++n) x[n] = reinterpret_cast<__m512bh>(_mm512_load_si512(pairs_[pair] + d + 16 * n));
 #pragma GCC unroll 4
-      for (int r = 0; r < R; ++r) {
-        const __m512bh w = reinterpret_cast<__m512bh>(_mm512_set1_epi32(static_cast<int>(weights.pair[r][pair])));
+      for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
-        for (int n = 0; n < 4; ++n) sums[r][n] = _mm512_dpbf16_ps(sums[r][n], x[n], w);
-      }
+        for (int n = 0; n < 4; ++n) sums[r][n] = _mm512_dpbf16_ps(sums[r][n], x[n], weight_pair(weights, r, pair));
     }
 #pragma GCC unroll 4
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
-      for (int n = 0; n < 4; ++n) {
-        float* total = totals + r * width + d + 16 * n;
-        _mm512_storeu_ps(total, _mm512_add_ps(_mm512_loadu_ps(total), sums[r][n]));
-      }
+      for (int n = 0; n < 4; ++n) add_to(totals + r * width + d + 16 * n, sums[r][n]);
   }
 
  private:

@@ -37,8 +37,8 @@ struct Reading {
   // What the rows of a tile from one on ask for: only the first ones do, since all read the same lines.
   Reading of_rows(Index first_row) const { return first_row == 0 ? *this : Reading(); }
 
-  // Asks for its share of the rows that are listed after these: many rows take their time, and leave room between.
-  // For each run of rows [first, last) of num_rows, which read the same.
+  // Rows [first, last) of a tile of many, which take their time over these lines, ask for their share of the rows that
+  // are listed next, `bytes` of each.
   __attribute__((always_inline)) void ask_share(Index first, Index last, Index num_rows, Index bytes) const {
     if (!rows) return;
     for (Index t = first * kChunk / num_rows; t < last * kChunk / num_rows; ++t)
