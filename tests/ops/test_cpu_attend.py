@@ -158,7 +158,7 @@ def test_lengths(length: int, kind: Kind) -> None:
     assert_right(case)
 
 
-OPTIONS = options(4, 26, 841)
+OPTIONS = options(4, 36, 841)
 
 
 @pytest.mark.parametrize("option", OPTIONS)
@@ -167,7 +167,7 @@ OPTIONS = options(4, 26, 841)
 def test_scores(kind: Kind, first_visible: list[int] | None, option: str) -> None:
     dtype = torch.float32 if kind is PLAIN else torch.bfloat16
     case = make_case(
-        [1, 5, 20], [70, 700, 71], kind=kind, dtype=dtype, head_dim=64, page_size=8, block_size=16
+        [1, 5, 30], [70, 700, 71], kind=kind, dtype=dtype, head_dim=64, page_size=8, block_size=16
     )
     case.decoding_batches, case.first_visible = 1, first_visible
     assert_right(case, OPTIONS[option])
