@@ -176,6 +176,18 @@ struct RoundedTo {
   static Vec of(Vec x) { return round_lanes(dtype, x); }
 };
 
+// Adds an element of R query rows times that of two vectors of tokens.
+template <int R>
+__attribute__((always_inline)) inline void add_products(Vec (*sums)[2], const float* query, Index width,
+                                                        const Vec* codes) {
+#pragma GCC unroll 4
+  for (int r = 0; r < R; ++r) {
+    const Vec x = splat(query[r * width]);
+    sums[r][0] = multiply_add(x, codes[0], sums[r][0]);
+    sums[r][1] = multiply_add(x, codes[1], sums[r][1]);
+  }
+}
+
 // Adds the sums of a group, times its scales unless the products are.
 template <int R, class Rounded>
 __attribute__((always_inline)) inline void add_group(Vec (*sums)[2], const Vec (*group)[2], const float* scales) {
@@ -220,12 +232,7 @@ inline void score_codes_at(const Byte* const* blocks, Index first, const SidePla
       for_places(Places<is_int4>{}, [&]<int place>() {
         Vec codes[2] = {widen_place<is_int4, place>(dwords[0]), widen_place<is_int4, place>(dwords[1])};
         if (Rounded::kRounds) codes[0] = Rounded::of(codes[0] * scale[0]), codes[1] = Rounded::of(codes[1] * scale[1]);
-#pragma GCC unroll 4
-        for (int r = 0; r < R; ++r) {
-          const Vec x = splat(q[r * width + place]);
-          group[r][0] = multiply_add(x, codes[0], group[r][0]);
-          group[r][1] = multiply_add(x, codes[1], group[r][1]);
-        }
+        add_products<R>(group, q + place, width, codes);
       });
     }
     add_group<R, Rounded>(sums, group, scales + g * kChunk + first);
@@ -283,12 +290,7 @@ struct WideColumns {
         Vec group[R][2] = {};
         for (Index d = g * key.group; d < (g + 1) * key.group; ++d) {
           const Vec codes[2] = {load(at[d] + first), load(at[d] + first + kLanes)};
-#pragma GCC unroll 4
-          for (int r = 0; r < R; ++r) {
-            const Vec x = splat(query[r * width + d]);
-            group[r][0] = multiply_add(x, codes[0], group[r][0]);
-            group[r][1] = multiply_add(x, codes[1], group[r][1]);
-          }
+          add_products<R>(group, query + d, width, codes);
         }
         add_group<R, Rounded>(sums, group, scales + g * kChunk + first);
       }

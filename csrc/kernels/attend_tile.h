@@ -157,7 +157,6 @@ inline void for_rows(Index num_rows, Kernel kernel) {
 template <class Load>
 struct FloatScores {
   static Vec at(const Byte* row, Index dword) { return Load::at(row, dword); }
-  static constexpr Index kBytes = Load::kBytes;
   static constexpr Index kElements = 1;  // of a dword
   static Vec add(Vec sum, Vec x, Vec y) { return multiply_add(x, y, sum); }
   static const Byte* query(const ScoreTask& task) { return reinterpret_cast<const Byte*>(task.query); }

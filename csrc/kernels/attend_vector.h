@@ -1,4 +1,4 @@
-// Vectors of the compiler, as wide as the instruction set's, and what softmax needs of them.
+// Vectors of the compiler, as wide as the instruction set's, and what softmax and sums across lanes need of them.
 #pragma once
 
 #include "attend_cache.h"
@@ -46,13 +46,15 @@ inline Vec multiply_add(Vec x, Vec y, Vec z) {
 #elif defined(__FMA__)
   return reinterpret_cast<Vec>(_mm256_fmadd_ps(reinterpret_cast<__m256>(x), reinterpret_cast<__m256>(y),
                                                reinterpret_cast<__m256>(z)));
+#elif defined(__FP_FAST_FMAF)  // ARM
+  for (int i = 0; i < kLanes; ++i) z[i] = __builtin_fmaf(x[i], y[i], z[i]);
+  return z;
 #else
   return x * y + z;
 #endif
 }
 inline Vec multiply_add(Vec x, float y, Vec z) { return multiply_add(x, splat(y), z); }
 inline Vec multiply_add(Vec x, Vec y, float z) { return multiply_add(x, y, splat(z)); }
-inline Vec multiply_add(Vec x, float y, float z) { return multiply_add(x, splat(y), splat(z)); }
 
 // Sum and maximum of the lanes, halves first: one fixed tree.
 template <int width, int... lane>
