@@ -435,7 +435,8 @@ struct WideValues {
   void add(const float* weights, Index begin, Index end, Index width, float* totals) const {
     const Byte* rows[kChunk];
     for (Index t = begin; t < end; ++t) rows[t] = reinterpret_cast<const Byte*>(at[t]);
-    alignas(64) float sums[R * kMaxHeadDim] = {};
+    alignas(64) float sums[R * kMaxHeadDim];
+    std::memset(sums, 0, static_cast<std::size_t>(R * width) * sizeof(float));
     value_block<LoadF32>({weights, nullptr, R, width, sums}, rows, Reading(), 0, begin, end);
     for (Index i = 0; i < R * width; i += kLanes) store(totals + i, load(totals + i) + load(sums + i));
   }
