@@ -17,6 +17,7 @@ namespace {
 constexpr int64_t kWorkPerThread = 256 << 10;
 constexpr int64_t kProductsPerByte = 8;
 constexpr size_t kKeptBytes = 4 << 20;  // of a workspace between calls
+constexpr int64_t kEndless = int64_t{1} << 62;  // no position is as far from another
 
 // --- tensors into plain arguments -------------------------------------------------------------------------
 
@@ -32,6 +33,7 @@ CacheView view_of(const Tensor& x, DType dtype) {
   require(x.dim() == 6, "a canonical view must have 6 dimensions");
   CacheView view{x.const_data_ptr(), {}, {}, dtype};
   const auto sizes = x.sizes(), strides = x.strides();
+  check_sizes(sizes, "the bytes of a canonical view");
   for (size_t i = 0; i < 6; ++i) {
     view.size[i] = sizes[i];
     view.stride[i] = strides[i];
@@ -52,14 +54,6 @@ CacheSide side_of(const Tensor& cache, const MaybeTensor& scale) {
               numbers % groups == 0 && (is_int8 || numbers / groups % 2 == 0),
           "scales must have the axes of their cache, and groups of whole bytes");
   return side;
-}
-
-/// Integers of one dimension.
-IndexArray index_of(const Tensor& x, const char* otherwise) {
-  const int32_t dtype = dtype_of(x);
-  const bool is_64 = dtype == aoti_torch_dtype_int64();
-  require(x.dim() == 1 && (is_64 || dtype == aoti_torch_dtype_int32()), otherwise);
-  return {x.const_data_ptr(), x.stride(0), is_64};
 }
 
 /// A float tensor whose last dimensions are those of `stride`; it does not move along those that it lacks.
@@ -120,14 +114,14 @@ int64_t token_bytes(const CacheView& view) {
 /// Threads that the call is worth.
 int64_t num_threads_for(const AttendArgs& args, int64_t products_per_pair) {
   const int64_t bytes = token_bytes(args.key.cache) + token_bytes(args.value.cache);
-  int64_t work = 0;
+  double work = 0;
   for (int64_t b = 0; b < args.num_sequences; ++b) {
-    const int64_t stored = entry(args.kvstarts, b + 1) - entry(args.kvstarts, b);
-    const int64_t rows = entry(args.seqstarts, b + 1) - entry(args.seqstarts, b);
-    work += stored * std::max(bytes, rows * products_per_pair / kProductsPerByte);
+    const int64_t stored = args.kvstarts[b + 1] - args.kvstarts[b];
+    const int64_t rows = args.seqstarts[b + 1] - args.seqstarts[b];
+    work += double(stored) * std::max(bytes, rows * products_per_pair / kProductsPerByte);
   }
   if (work < 2 * kWorkPerThread) return 1;
-  return std::min<int64_t>(torch::stable::get_num_threads(), work / kWorkPerThread);
+  return static_cast<int64_t>(std::min<double>(torch::stable::get_num_threads(), work / kWorkPerThread));
 }
 
 using Part = void (*)(const AttendArgs& args, int64_t first, int64_t last, void* workspace);
@@ -183,30 +177,15 @@ Tensor attend(const Tensor& query, const Tensor& key_cache, const Tensor& value_
           "keys and values must have the same slots and heads");
   const int64_t key_dim = key.size[4] * key.size[5] * (key.dtype == DType::int4 ? 2 : 1);
   const int64_t value_dim = value.size[4] * value.size[5] * (value.dtype == DType::int4 ? 2 : 1);
+  require(key_dim > 0, "keys must have a head dim of at least 1");
   require(query.size(2) == key_dim && (key.size[3] > 0 ? args.num_heads % key.size[3] : args.num_heads) == 0,
           "query must have the head dim of the keys and a multiple of their heads");
   require(kernels().attend_supports(args), "head dims are larger than the compiled attention has room for");
 
-  args.seqstarts = index_of(seqstarts, "seqstarts must be integers, [B + 1]");
-  args.kvstarts = index_of(kvstarts, "kvstarts must be integers, [B + 1]");
-  args.num_sequences = seqstarts.size(0) - 1;
-  require(args.num_sequences >= 0 && kvstarts.size(0) == seqstarts.size(0), "kvstarts must be as seqstarts");
-  if (first_visible) {
-    args.first_visible = index_of(*first_visible, "first_visible must be integers, [B]");
-    require(first_visible->size(0) == args.num_sequences,
-            "first_visible must have an entry for each sequence");
-  }
+  AttendIndex index(seqstarts, kvstarts, first_visible, num_rows);
   args.decoding_batches = decoding_batches;
   require(decoding_batches >= 0, "decoding_batches must be at least 0");
-  check_starts("seqstarts", args.seqstarts, args.num_sequences + 1);
-  check_starts("kvstarts", args.kvstarts, args.num_sequences + 1);
-  if (entry(args.seqstarts, args.num_sequences) != num_rows) {
-    throw std::invalid_argument("seqstarts must end with the " + std::to_string(num_rows) +
-                                " rows of query, got " +
-                                std::to_string(entry(args.seqstarts, args.num_sequences)));
-  }
-
-  const int64_t num_columns = entry(args.kvstarts, args.num_sequences);
+  const int64_t num_columns = index.num_columns();
   if (mask) {
     const int64_t rank = mask->dim();
     require(rank == 2 || (rank == 3 && mask->size(0) == args.num_heads),
@@ -221,28 +200,13 @@ Tensor attend(const Tensor& query, const Tensor& key_cache, const Tensor& value_
   args.alibi_slopes = head_floats(alibi_slopes, args.num_heads, "alibi_slopes must be floats, [Hq]");
   args.sinks = head_floats(sinks, args.num_heads, "sinks must be floats, [Hq]");
 
-  const bool is_ragged = row_starts.has_value();
-  require(table.dim() == (is_ragged ? 1 : 2) && page_size > 0,
-          "index must be [B, P], or [N] with row_starts");
-  args.table.entries = table.const_data_ptr();
-  args.table.entries_are_64 = dtype_of(table) == aoti_torch_dtype_int64();
-  require(args.table.entries_are_64 || dtype_of(table) == aoti_torch_dtype_int32(),
-          "index must be of integers");
-  args.table.page_size = page_size;
-  args.table.entry_stride = table.stride(is_ragged ? 0 : 1);
-  if (is_ragged) {
-    args.table.row_starts = index_of(*row_starts, "row_starts must be integers, [B]");
-  } else {
-    args.table.row_stride = table.stride(0);
-  }
-  require((is_ragged ? *row_starts : table).size(0) >= args.num_sequences,
-          "index must have a row for each sequence");
-  IndexCheck(args, table.size(is_ragged ? 0 : 1), key.size[0] * key.size[1] * key.size[2]).run();
-
-  args.scale = static_cast<float>(scale);
   args.is_causal = is_causal;
   require(!window || *window > 0, "window must be at least 1");
-  args.window = window.value_or(0);
+  args.window = std::min<int64_t>(window.value_or(0), kEndless);
+  index.take_pages(table, row_starts, page_size, slots(key));
+  index.put(args);
+
+  args.scale = static_cast<float>(scale);
   require(!softcap || (*softcap > 0 && std::isfinite(*softcap)), "softcap must be positive and finite");
   // Rounded to float32 it must neither mean none nor swallow the scores.
   args.softcap = softcap ? static_cast<float>(std::clamp<double>(*softcap, FLT_MIN, FLT_MAX)) : 0.0f;

@@ -1,5 +1,6 @@
 // Store, load and copy as torch calls them: tensors into views, slots checked, work shared out among threads.
 #include <algorithm>
+#include <atomic>
 #include <memory>
 #include <string>
 #include <tuple>
@@ -38,25 +39,28 @@ View base_view(const Tensor& x, void* data) {
 }
 
 /// A canonical view `[B, S/s, s, H, D/d, d]`; what is quantised says so by its dtype.
-View view_of(const Tensor& x, void* data, bool is_quantized = false) {
+View view_of(const Tensor& x, void* data, bool has_scale = false) {
   require(x.dim() == 6, "a canonical view must have 6 dimensions");
   View view = base_view(x, data);
   const auto sizes = x.sizes(), strides = x.strides();
+  check_sizes(sizes, "the bytes of a canonical view");
   for (size_t i = 0; i < 6; ++i) {
     view.size[i] = sizes[i];
     view.stride[i] = strides[i];
   }
-  if (is_quantized) view.type = dtype_of(x) == aoti_torch_dtype_int8() ? Type::int8 : Type::int4;
+  if (has_scale) {
+    const bool is_int8 = dtype_of(x) == aoti_torch_dtype_int8();
+    require(is_int8 || dtype_of(x) == aoti_torch_dtype_uint8(), "codes must be int8 or uint8");
+    view.type = is_int8 ? Type::int8 : Type::int4;
+  }
   return view;
 }
 
-View source_view(const Tensor& x, bool is_quantized = false) {
-  return view_of(x, const_cast<void*>(x.const_data_ptr()), is_quantized);
+View source_view(const Tensor& x, bool has_scale = false) {
+  return view_of(x, const_cast<void*>(x.const_data_ptr()), has_scale);
 }
 
-View target_view(const Tensor& x, bool is_quantized = false) {
-  return view_of(x, x.mutable_data_ptr(), is_quantized);
-}
+View target_view(const Tensor& x, bool has_scale = false) { return view_of(x, x.mutable_data_ptr(), has_scale); }
 
 /// New tokens `[T, H, D]`.
 View token_view(const Tensor& x, void* data) {
@@ -70,55 +74,50 @@ View token_view(const Tensor& x, void* data) {
   return view;
 }
 
-Slots slots_of(const Tensor& x, int64_t count) {
-  require(x.dim() == 1 && x.size(0) == count, "there must be one slot for each token");
-  Slots slots;
-  slots.data = x.const_data_ptr();
-  slots.stride = x.stride(0);
-  slots.is_int32 = dtype_of(x) == aoti_torch_dtype_int32();
-  return slots;
-}
-
 // --- checks -----------------------------------------------------------------------------------------------
 
-struct Range {
-  int64_t low, high;
+/// Slots of tokens, copied once: what is checked is what is used, whoever writes to the tensor meanwhile, be it
+/// this call, where it shares memory with the cache.
+class CheckedSlots {
+ public:
+  /// Refuses slots outside `[0, num_slots)` before anything is written. Python makes an ArgumentError of it.
+  CheckedSlots(const char* name, const Tensor& x, int64_t count, int64_t num_slots, bool skip_negative = false) {
+    const Integers slots = integers_of(x, 1, "slots must be int64 or int32, [T]");
+    require(x.size(0) == count, "there must be one slot for each token");
+    slots_ = slots.copied(count);
+    if (count == 0) return;
+    const auto [low, high] = std::minmax_element(slots_.begin(), slots_.end());
+    low_ = *low, high_ = *high;
+    if (high_ < num_slots && (skip_negative || low_ >= 0)) return;
+    for (int64_t t = 0; t < count; ++t) {
+      const int64_t slot = slots_[t];
+      if (slot < num_slots && (skip_negative || slot >= 0)) continue;
+      throw std::invalid_argument(std::string(name) + " must be in [0, " + std::to_string(num_slots) +
+                                  "), got " + std::to_string(slot) + " for token " + std::to_string(t));
+    }
+  }
+
+  Slots get() const { return {slots_.data()}; }
+
+  /// Whether no slot occurs in both.
+  bool is_disjoint(const CheckedSlots& other) const {
+    if (slots_.empty() || high_ < other.low_ || other.high_ < low_) return true;
+    std::vector<bool> seen(high_ - low_ + 1);
+    for (const int64_t slot : slots_) seen[slot - low_] = true;
+    return std::none_of(other.slots_.begin(), other.slots_.end(),
+                        [&](int64_t slot) { return slot >= low_ && slot <= high_ && seen[slot - low_]; });
+  }
+
+ private:
+  std::vector<int64_t> slots_;
+  int64_t low_ = 0, high_ = 0;
 };
-
-template <class Int>
-Range range_of(const Int* slots, int64_t stride, int64_t count) {
-  Int low = slots[0], high = slots[0];
-  for (int64_t t = 1; t < count; ++t) {
-    low = std::min(low, slots[t * stride]);
-    high = std::max(high, slots[t * stride]);
-  }
-  return {low, high};
-}
-
-Range range_of(const Slots& slots, int64_t count) {
-  return slots.is_int32 ? range_of(static_cast<const int32_t*>(slots.data), slots.stride, count)
-                        : range_of(static_cast<const int64_t*>(slots.data), slots.stride, count);
-}
-
-/// Refuses slots outside `[0, num_slots)` before anything is written. Python makes an ArgumentError of it.
-void check_slots(const char* name, const Slots& slots, int64_t count, int64_t num_slots,
-                 bool skip_negative = false) {
-  if (count == 0) return;
-  const Range range = range_of(slots, count);
-  if (range.high < num_slots && (skip_negative || range.low >= 0)) return;
-  for (int64_t t = 0; t < count; ++t) {
-    const int64_t slot = slots[t];
-    if (slot < num_slots && (skip_negative || slot >= 0)) continue;
-    throw std::invalid_argument(std::string(name) + " must be in [0, " + std::to_string(num_slots) +
-                                "), got " + std::to_string(slot) + " for token " + std::to_string(t));
-  }
-}
 
 int64_t numbers_in(const View& view) { return view.width() * (view.type == Type::int4 ? 2 : 1); }
 
 void check_scale(const View& codes, const View& scale) {
   const int64_t numbers = numbers_in(codes), groups = scale.width();
-  require(std::equal(codes.size, codes.size + 4, scale.size) && groups > 0 && numbers % groups == 0 &&
+  require(std::equal(codes.size, codes.size + 4, scale.size) && groups > 0 && numbers > 0 && numbers % groups == 0 &&
               (codes.type != Type::int4 || numbers / groups % 2 == 0) && scale.type != Type::bits,
           "scales must have the axes of their cache, and groups of whole bytes");
 }
@@ -129,13 +128,19 @@ void check_move(const Move& move) {
   require(move.from.num_heads() * move.repeat == move.to.num_heads() &&
               numbers_in(move.from) == numbers_in(move.to),
           "heads and head dims must fit");
-  if (move.from_scale.data != nullptr) check_scale(move.from, move.from_scale);
-  if (move.to_scale.data != nullptr) check_scale(move.to, move.to_scale);
+  if (is_quantized(move.from.type)) check_scale(move.from, move.from_scale);
+  if (is_quantized(move.to.type)) check_scale(move.to, move.to_scale);
 }
 
 // --- sharing out ------------------------------------------------------------------------------------------
 
 int64_t token_bytes(const View& view) { return view.num_heads() * view.width() * view.itemsize; }
+
+constexpr int64_t kLine = 64, kSmallScratch = 8 << 10;
+
+char* aligned_up(char* data) {
+  return reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(data) + kLine - 1) / kLine * kLine);
+}
 
 /// Moves tokens `[0, count)`, in one thread or in several.
 void run(MoveArgs& args, int64_t count, int64_t bytes_to_stream) {
@@ -143,25 +148,30 @@ void run(MoveArgs& args, int64_t count, int64_t bytes_to_stream) {
   int64_t bytes = 0, scratch_bytes = 0;  // of a token
   for (int m = 0; m < args.num_moves; ++m) {
     const Move& move = args.moves[m];
-    bytes += std::max(token_bytes(move.from), token_bytes(move.to) * move.repeat);
+    bytes += std::max(token_bytes(move.from), token_bytes(move.to));
     int64_t row_bytes = 0;
     for (const View* view : {&move.from, &move.from_scale, &move.to, &move.to_scale}) {
       row_bytes += aligned(token_bytes(*view));
     }
     scratch_bytes = std::max(scratch_bytes, row_bytes);
   }
-  args.stream = bytes * count >= bytes_to_stream;
+  args.stream = double(bytes) * count >= bytes_to_stream;
   const int64_t grain = std::max<int64_t>(1, kBytesPerThread / std::max<int64_t>(bytes, 1));
+  const bool is_shared = count > grain;
+  // Taken before anything is written: memory may run out.
+  const int64_t pieces = is_shared ? torch::stable::get_num_threads() : 1;
+  std::vector<char> large(scratch_bytes > kSmallScratch ? scratch_bytes * pieces + kLine : 0);
+  std::atomic<int64_t> taken{0};
   const auto work = [&](int64_t begin, int64_t end) {
-    alignas(64) char small[8 << 10];
-    const std::unique_ptr<char[]> large(scratch_bytes > int64_t(sizeof small) ? new char[scratch_bytes]
-                                                                              : nullptr);
-    kernels().move(args, begin, end, large ? large.get() : small);
+    alignas(kLine) char small[kSmallScratch];
+    char* scratch = small;
+    if (!large.empty()) scratch = aligned_up(large.data()) + taken.fetch_add(1) % pieces * scratch_bytes;
+    kernels().move(args, begin, end, scratch);
   };
-  if (count <= grain) {
-    work(0, count);
+  if (is_shared) {
+    torch::stable::parallel_for(0, count, grain, work);  // once in each thread
   } else {
-    torch::stable::parallel_for(0, count, grain, work);
+    work(0, count);
   }
 }
 
@@ -180,7 +190,6 @@ void store(const Tensor& key, const MaybeTensor& value, const Tensor& slots, con
            const MaybeTensor& value_cache, const MaybeTensor& key_scale, const MaybeTensor& value_scale) {
   MoveArgs args;
   const int64_t count = key.size(0);
-  args.to_slots = slots_of(slots, count);
   Move moves[2] = {store_side(key, key_cache, key_scale)};
   args.moves = moves;
   args.num_moves = 1;
@@ -189,7 +198,8 @@ void store(const Tensor& key, const MaybeTensor& value, const Tensor& slots, con
     moves[args.num_moves++] = store_side(*value, *value_cache, value_scale);
     require(moves[0].to.num_slots() == moves[1].to.num_slots(), "keys and values must have the same slots");
   }
-  check_slots("slots", args.to_slots, count, moves[0].to.num_slots(), true);
+  const CheckedSlots to("slots", slots, count, moves[0].to.num_slots(), true);
+  args.to_slots = to.get();
   run(args, count, kBytesToStream);
 }
 
@@ -200,7 +210,8 @@ Move load_side(const Tensor& cache, const MaybeTensor& scale, int64_t count, int
   Move move;
   move.from = source_view(cache, scale.has_value());
   if (scale) move.from_scale = source_view(*scale);
-  out = empty_tokens(count, move.from.num_heads() * repeat, numbers_in(move.from), dtype);
+  out = empty_tokens(count, checked_product({move.from.num_heads(), repeat}, "num_repeat times heads"),
+                     numbers_in(move.from), dtype);
   move.to = token_view(out, out.mutable_data_ptr());
   move.repeat = repeat;
   check_move(move);
@@ -210,10 +221,11 @@ Move load_side(const Tensor& cache, const MaybeTensor& scale, int64_t count, int
 std::tuple<Tensor, Tensor> load(const Tensor& slots, const Tensor& key_cache, const MaybeTensor& value_cache,
                                 const MaybeTensor& key_scale, const MaybeTensor& value_scale, int32_t dtype,
                                 int64_t num_repeat) {  // not ScalarType, which lacks dtypes
-  MoveArgs args;
+  require(num_repeat > 0, "num_repeat must be at least 1");
   const int64_t count = slots.size(0);
-  args.from_slots = slots_of(slots, count);
-  check_slots("slots", args.from_slots, count, source_view(key_cache).num_slots());
+  const CheckedSlots from("slots", slots, count, source_view(key_cache).num_slots());
+  MoveArgs args;
+  args.from_slots = from.get();
   Tensor key, value;
   Move moves[2] = {load_side(key_cache, key_scale, count, dtype, num_repeat, key)};
   args.moves = moves;
@@ -250,23 +262,11 @@ bool is_same(const View& a, const View& b) {
          std::equal(a.stride, a.stride + 6, b.stride);
 }
 
-/// Whether no slot occurs in both.
-bool is_disjoint(const Slots& a, const Slots& b, int64_t count) {
-  const Range of_a = range_of(a, count), of_b = range_of(b, count);
-  if (of_a.high < of_b.low || of_b.high < of_a.low) return true;
-  std::vector<bool> seen(of_a.high - of_a.low + 1);
-  for (int64_t t = 0; t < count; ++t) seen[a[t] - of_a.low] = true;
-  for (int64_t t = 0; t < count; ++t) {
-    if (b[t] >= of_a.low && b[t] <= of_a.high && seen[b[t] - of_a.low]) return false;
-  }
-  return true;
-}
-
 /// Whether a write may change what is still to be read.
-bool may_clash(const Move* moves, int num_moves, const Slots& from, const Slots& to, int64_t count) {
+bool may_clash(const Move* moves, int num_moves, const CheckedSlots& from, const CheckedSlots& to) {
   const Move* end = moves + num_moves;
   if (std::all_of(moves, end, [](const Move& move) { return is_same(move.from, move.to); })) {
-    return !is_disjoint(from, to, count);  // one cache, whose slots share nothing
+    return !from.is_disjoint(to);  // one cache, whose slots share nothing
   }
   for (const Move* a = moves; a != end; ++a) {
     for (const Move* b = moves; b != end; ++b) {
@@ -294,16 +294,15 @@ void copy(const std::vector<Tensor>& sources, const Tensor& source_slots, const 
             "all sides must have the same slots");
   }
   const int64_t count = source_slots.size(0);
-  const Slots from = slots_of(source_slots, count), to = slots_of(target_slots, count);
-  check_slots("source_slots", from, count, moves[0].from.num_slots());
-  check_slots("target_slots", to, count, moves[0].to.num_slots());
+  const CheckedSlots from("source_slots", source_slots, count, moves[0].from.num_slots());
+  const CheckedSlots to("target_slots", target_slots, count, moves[0].to.num_slots());
   if (count == 0) return;
   MoveArgs args;
   args.num_moves = num_moves;
-  if (!may_clash(moves, num_moves, from, to, count)) {
+  if (!may_clash(moves, num_moves, from, to)) {
     args.moves = moves;
-    args.from_slots = from;
-    args.to_slots = to;
+    args.from_slots = from.get();
+    args.to_slots = to.get();
     run(args, count, kBytesToStream);
     return;
   }
@@ -313,7 +312,8 @@ void copy(const std::vector<Tensor>& sources, const Tensor& source_slots, const 
   for (int m = 0; m < num_moves; ++m) {
     const int64_t width = moves[m].from.width(), heads = moves[m].from.num_heads();
     View between = moves[m].from;
-    rows.emplace_back(new char[std::max<int64_t>(count * heads * width * between.itemsize, 1)]);
+    const int64_t bytes = checked_product({count, heads, width, between.itemsize}, "the bytes to copy");
+    rows.emplace_back(new char[std::max<int64_t>(bytes, 1)]);
     between.data = rows.back().get();
     const int64_t size[6] = {count, 1, 1, heads, 1, width}, stride[6] = {heads * width, 0, 0, width, 0, 1};
     std::copy_n(size, 6, between.size);
@@ -323,11 +323,11 @@ void copy(const std::vector<Tensor>& sources, const Tensor& source_slots, const 
     writes[m].to = moves[m].to;
   }
   args.moves = reads;
-  args.from_slots = from;
+  args.from_slots = from.get();
   run(args, count, kBytesToStream);
   args.moves = writes;
   args.from_slots = Slots();
-  args.to_slots = to;
+  args.to_slots = to.get();
   run(args, count, kBytesToStream);
 }
 

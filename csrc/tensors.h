@@ -8,6 +8,8 @@
 #include <cstdint>
 #include <optional>
 #include <stdexcept>
+#include <string>
+#include <vector>
 
 namespace kvloom {
 
@@ -25,8 +27,53 @@ inline int32_t dtype_of(const Tensor& x) {
   return dtype;
 }
 
+/// The product, of which Python makes a ShapeError where it does not fit 64 bits.
+template <class Factors = std::initializer_list<int64_t>>
+int64_t checked_product(const Factors& factors, const char* what) {
+  int64_t product = 1;
+  for (const int64_t factor : factors) {
+    if (__builtin_mul_overflow(product, factor, &product)) {
+      throw std::out_of_range(std::string(what) + " must fit 64 bits");
+    }
+  }
+  return product;
+}
+
+/// Refuses sizes whose bytes, of the largest elements there are, do not fit 64 bits.
+template <class Sizes>
+void check_sizes(const Sizes& sizes, const char* what) {
+  checked_product({checked_product(sizes, what), 16}, what);
+}
+
+/// A strided array of integers in a tensor's memory, which others may change while we look.
+struct Integers {
+  const void* data = nullptr;
+  int64_t stride = 0;
+  bool is_64 = true;
+
+  int64_t operator[](int64_t i) const {
+    return is_64 ? static_cast<const int64_t*>(data)[i * stride] : static_cast<const int32_t*>(data)[i * stride];
+  }
+
+  /// The first `count`, copied once: what is checked must be what is used.
+  std::vector<int64_t> copied(int64_t count) const {
+    std::vector<int64_t> copy(count);
+    for (int64_t i = 0; i < count; ++i) copy[i] = (*this)[i];
+    return copy;
+  }
+};
+
+/// Integers along the last dimension of a tensor. The one place that says which dtypes are.
+inline Integers integers_of(const Tensor& x, int64_t rank, const char* otherwise) {
+  const int32_t dtype = dtype_of(x);
+  const bool is_64 = dtype == aoti_torch_dtype_int64();
+  require(x.dim() == rank && (is_64 || dtype == aoti_torch_dtype_int32()), otherwise);
+  return {x.const_data_ptr(), x.stride(rank - 1), is_64};
+}
+
 /// `[rows, heads, width]`, contiguous.
 inline Tensor empty_tokens(int64_t rows, int64_t heads, int64_t width, int32_t dtype) {
+  check_sizes(std::initializer_list<int64_t>{rows, heads, width}, "the bytes of the result");
   const int64_t sizes[3] = {rows, heads, width}, strides[3] = {heads * width, width, 1};
   AtenTensorHandle handle = nullptr;
   TORCH_ERROR_CODE_CHECK(

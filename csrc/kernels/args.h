@@ -29,16 +29,13 @@ struct View {
 
 /// Slot of each token; without data, token t is in slot t.
 struct Slots {
-  const void* data = nullptr;
-  int64_t stride = 0;
-  bool is_int32 = false;
+  const int64_t* data = nullptr;
 
-  KVLOOM_INLINE int64_t operator[](int64_t token) const {
-    if (data == nullptr) return token;
-    return is_int32 ? static_cast<const int32_t*>(data)[token * stride]
-                    : static_cast<const int64_t*>(data)[token * stride];
-  }
+  KVLOOM_INLINE int64_t operator[](int64_t token) const { return data == nullptr ? token : data[token]; }
 };
+
+/// Whether items are codes, which have scales.
+KVLOOM_INLINE constexpr bool is_quantized(Type type) { return type == Type::int8 || type == Type::int4; }
 
 /// Rows of one tensor become rows of another. The codes, on either side, have scales.
 struct Move {

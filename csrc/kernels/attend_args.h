@@ -27,21 +27,11 @@ struct CacheSide {
   CacheView scale;  // data is null where the cache holds floats
 };
 
-// A strided array of integers [B] or [B + 1], or none where data is null.
-struct IndexArray {
-  const void* data;
-  std::int64_t stride;
-  bool is_64;
-};
-
-// slot(b, t) = entries[row(b) + t / page_size] + t % page_size, where row(b) is row_starts[b] or b * row_stride.
+// slot(b, t) = entries[rows[b] + t / page_size] + t % page_size.
 struct PageTable {
-  const void* entries;
-  IndexArray row_starts;  // where each ragged row begins, or none
-  std::int64_t row_stride;
-  std::int64_t entry_stride;
+  const std::int64_t* entries;
+  const std::int64_t* rows;
   std::int64_t page_size;
-  bool entries_are_64;
 };
 
 // A strided array of floats, or none where data is null.
@@ -63,9 +53,9 @@ struct AttendArgs {
   PageTable table;
 
   std::int64_t num_sequences;
-  IndexArray seqstarts;      // new tokens of sequence b are rows seqstarts[b] : seqstarts[b + 1]
-  IndexArray kvstarts;       // of its kvstarts[b + 1] - kvstarts[b] tokens the new ones come last
-  IndexArray first_visible;  // stored tokens before this one are hidden
+  const std::int64_t* seqstarts;      // new tokens of sequence b are rows seqstarts[b] : seqstarts[b + 1]
+  const std::int64_t* kvstarts;       // of its kvstarts[b + 1] - kvstarts[b] tokens the new ones come last
+  const std::int64_t* first_visible;  // stored tokens before this one are hidden; none if null
   std::int64_t decoding_batches;
 
   float scale;

@@ -1,4 +1,4 @@
-// Where things are: indices of any width, floats of any type, and the place in memory of each stored token.
+// Where things are: floats of any type, and the place in memory of each stored token.
 #pragma once
 
 #include "attend_args.h"
@@ -24,14 +24,6 @@ inline Index min(Index a, Index b) { return a < b ? a : b; }
 inline Index max(Index a, Index b) { return a > b ? a : b; }
 inline Index ceil_div(Index a, Index b) { return (a + b - 1) / b; }
 inline Index round_up(Index a, Index b) { return ceil_div(a, b) * b; }
-
-inline Index read_index(const void* data, bool is_64, Index i) {
-  return is_64 ? static_cast<const std::int64_t*>(data)[i] : static_cast<const std::int32_t*>(data)[i];
-}
-
-inline Index read_index(const IndexArray& array, Index i) {
-  return read_index(array.data, array.is_64, i * array.stride);
-}
 
 // --- floats of three types ---------------------------------------------------------------------------------
 
@@ -163,8 +155,10 @@ class SlotOffsets {
     if (levels_ > 2) middle_ = Divisor(size_[1]);
   }
 
-  // Bytes from one slot to the next.
-  Index step() const { return levels_ == 0 ? 0 : stride_[levels_ - 1]; }
+  // Whether slots follow one another at a distance of so many bytes, `count` of them from each multiple of it on.
+  bool is_run(Index count, Index bytes) const {
+    return levels_ > 0 && stride_[levels_ - 1] == bytes && (levels_ == 1 || size_[levels_ - 1] % count == 0);
+  }
 
   // Rows of `count` slots from `slot` on, where slot 0 is at `base`.
   void fill(const Byte* base, Index slot, Index count, const Byte** rows) const {
@@ -223,10 +217,8 @@ inline NativeOrder native_order(const CacheView& view) {
 // The stored tokens of one sequence, as runs of consecutive slots.
 class TokenSlots {
  public:
-  TokenSlots(const PageTable& table, Index sequence) : table_(&table), page_size_(table.page_size) {
-    first_ = table.row_starts.data ? read_index(table.row_starts, sequence) * table.entry_stride
-                                   : sequence * table.row_stride;
-  }
+  TokenSlots(const PageTable& table, Index sequence)
+      : entries_(table.entries + table.rows[sequence]), page_size_(table.page_size) {}
 
   Index page_size() const { return page_size_.size(); }
 
@@ -235,8 +227,7 @@ class TokenSlots {
     Index page = page_size_.quotient(token), within = token - page * page_size_.size();
     while (count > 0) {
       const Index run = min(count, page_size_.size() - within);
-      const Index entry = read_index(table_->entries, table_->entries_are_64, first_ + page * table_->entry_stride);
-      visit(token, entry + within, run);
+      visit(token, entries_[page] + within, run);
       token += run;
       count -= run;
       within = 0;
@@ -245,9 +236,8 @@ class TokenSlots {
   }
 
  private:
-  const PageTable* table_;
+  const Index* entries_;
   Divisor page_size_;
-  Index first_;
 };
 
 // Keys or values of one call: what does not change from token to token.
@@ -266,7 +256,7 @@ struct SidePlace {
       group = dim / num_groups;
       scale_offsets = SlotOffsets(scale);
       const Index bytes = num_groups * bytes_of(scale.dtype);
-      scales_touch = scale_is_contiguous && scale_offsets.step() == bytes;
+      scales_touch = scale_is_contiguous && scale_offsets.is_run(kBlock, bytes);
       scale_heads_touch = scale_is_contiguous && scale_head_bytes() == bytes;
       const Index per_group = row_bytes / num_groups;
       for (Index g = 0; g < num_groups; ++g)
@@ -293,7 +283,7 @@ struct SidePlace {
   NativeOrder order;
   bool is_contiguous, scale_is_contiguous;  // a row lies in one piece
   bool heads_touch;  // a token's rows follow one another in memory
-  bool scale_heads_touch = false, scales_touch = false;  // so do its scales; so do those of neighbouring tokens
+  bool scale_heads_touch = false, scales_touch = false;  // so do its scales; so do those of a block of tokens
   SlotOffsets offsets, scale_offsets;
 };
 

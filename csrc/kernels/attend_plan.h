@@ -11,6 +11,7 @@ constexpr Index kTileRows = 128;
 constexpr Index kTileHeads = 8;  // their rows of a page lie side by side, and are asked for together
 constexpr Index kFewNewTokens = 16;  // up to here the splits of a sequence are items of their own
 constexpr Index kPartial = 16;       // floats before a partial accumulator: maximum, sum, padding
+constexpr Index kMostPartialFloats = Index{16} << 20;  // of all partial results of a call
 
 // A row is one query head of one new token; row r of a key/value head is head r % group of token r / group.
 struct Item {
@@ -24,15 +25,17 @@ struct Tokens {
   Index begin, end;
 };
 
+inline Index partial_floats(const AttendArgs& args) { return kPartial + round_up(head_dim(args.value), kBlock); }
+
 // Sizes of one sequence and the number of its parts.
 struct SequencePlan {
   SequencePlan(const AttendArgs& args, Index b) {
     const Index heads = args.key.cache.size[3];
-    first_row = read_index(args.seqstarts, b);
-    first_column = read_index(args.kvstarts, b);
-    num_new = read_index(args.seqstarts, b + 1) - first_row;
-    num_stored = read_index(args.kvstarts, b + 1) - first_column;
-    first_visible = args.first_visible.data ? max(read_index(args.first_visible, b), 0) : 0;
+    first_row = args.seqstarts[b];
+    first_column = args.kvstarts[b];
+    num_new = args.seqstarts[b + 1] - first_row;
+    num_stored = args.kvstarts[b + 1] - first_column;
+    first_visible = args.first_visible ? max(args.first_visible[b], 0) : 0;
     hides_later = (args.is_causal && b >= args.decoding_batches) || args.alibi_slopes.data;
 
     const Index group = args.num_heads / heads, rows = num_new * group;
@@ -43,7 +46,9 @@ struct SequencePlan {
     const Tokens seen = visible(args, 0, num_new);
     first_split = seen.begin / kSplit;
     num_splits = seen.begin < seen.end ? ceil_div(seen.end, kSplit) - first_split : 0;
-    is_split = num_splits > 1 && num_new <= kFewNewTokens;
+    const Index rows_of_all = max(num_new * args.num_heads * args.num_sequences, 1);
+    const Index most_splits = kMostPartialFloats / partial_floats(args) / rows_of_all;
+    is_split = num_splits > 1 && num_new <= kFewNewTokens && num_splits <= most_splits;
 
     // As many heads to an item as leave every thread an item.
     const Index single = args.num_sequences * heads * num_tiles * (is_split ? num_splits : 1);
@@ -81,8 +86,6 @@ struct SequencePlan {
 struct WorkBefore {
   Index items, merges, partials;
 };
-
-inline Index partial_floats(const AttendArgs& args) { return kPartial + round_up(head_dim(args.value), kBlock); }
 
 inline AttendPlan attend_plan(const AttendArgs& args, WorkBefore* before = nullptr) {
   WorkBefore sum{0, 0, 0};

@@ -45,8 +45,8 @@ inline Plan plan_of(const Move& move) {
   Plan plan;
   plan.from = lines_of(move.from);
   plan.to = lines_of(move.to);
-  plan.has_from_scale = move.from_scale.data != nullptr;
-  plan.has_to_scale = move.to_scale.data != nullptr;
+  plan.has_from_scale = is_quantized(move.from.type);
+  plan.has_to_scale = is_quantized(move.to.type);
   plan.rows = move.from.num_heads();
   plan.count = codes_in(move.from);
   plan.convert = find_convert(move.from.type, move.to.type,

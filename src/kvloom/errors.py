@@ -29,5 +29,9 @@ class OutOfBlocks(KVError, MemoryError):
     """A bounded pool has too few pages left; nothing was written."""
 
 
+class OutOfMemory(KVError, MemoryError):
+    """What a call needs cannot be allocated; nothing was written."""
+
+
 class StateError(KVError, RuntimeError):
     """The object is not in a state in which this call makes sense."""

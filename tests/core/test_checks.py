@@ -7,7 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvloom.core.checks import can_read, debug, debugging, expect, expect_no_overlap, expect_range
+from kvloom.core.checks import can_read, debug, debugging, expect, expect_range
+from kvloom.core.memory import expect_no_overlap
 from kvloom.errors import ArgumentError, ShapeError
 
 # --- expect -------------------------------------------------------------------------------------------------

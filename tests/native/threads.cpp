@@ -133,7 +133,7 @@ void store(Cache& cache, const Numbers (&tokens)[2], const std::vector<int64_t>&
   MoveArgs args;
   args.moves = moves;
   args.num_moves = 2;
-  args.to_slots = {slots.data(), 1, false};
+  args.to_slots = {slots.data()};
   args.stream = stream;
   const int64_t count = slots.size();
   const auto work = [&](int64_t first, int64_t last) {
@@ -159,7 +159,7 @@ Bytes load(const Cache& cache, const std::vector<int64_t>& slots, int num_thread
   MoveArgs args;
   args.moves = moves;
   args.num_moves = 2;
-  args.from_slots = {slots.data(), 1, false};
+  args.from_slots = {slots.data()};
   in_threads(num_threads, slots.size(), kTokensAtOnce, [&](int64_t first, int64_t last) {
     alignas(64) char scratch[8 << 10];
     kernels().move(args, first, last, scratch);
@@ -186,7 +186,7 @@ Bytes attend(const Cache& cache, const Numbers& numbers, const std::vector<int64
   for (int64_t i = 0; i < count; ++i) {  // bfloat16 is the upper half
     std::memcpy(&query[i * itemsize], reinterpret_cast<const char*>(&numbers[i]) + 4 - itemsize, itemsize);
   }
-  const int64_t in_table = pages.size() / kNew.size();
+  const int64_t in_table = pages.size() / kNew.size(), page_rows[] = {0, in_table, 2 * in_table};
   AttendArgs args{};
   args.query = query.data();
   args.out = out.data() + kGuard;
@@ -200,10 +200,10 @@ Bytes attend(const Cache& cache, const Numbers& numbers, const std::vector<int64
     side.cache = cache_view(cache.side(i), cache.kind.dtype);
     if (cache.kind.has_scale) side.scale = cache_view(cache.scale(i), DType::f16);
   }
-  args.table = {pages.data(), {}, in_table, 1, kPage, true};
+  args.table = {pages.data(), page_rows, kPage};
   args.num_sequences = kNew.size();
-  args.seqstarts = {rows.data(), 1, true};
-  args.kvstarts = {columns.data(), 1, true};
+  args.seqstarts = rows.data();
+  args.kvstarts = columns.data();
   args.scale = 0.125f;
   args.is_causal = true;
   args.num_threads = num_threads;

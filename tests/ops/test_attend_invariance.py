@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from ops.attention import Case, make_case
+from ops.cases import codes
 from ops.pools import ALL_AXES, INT4, INT8, PLAIN, Kind
 from oracles.bits import assert_same_bits
 from torch import Tensor
@@ -112,6 +113,25 @@ def test_every_page_and_block_size_gives_the_same_bits(kind: Kind, dtype: torch.
     for page_size, block_size in ((1, 4), (2, 1), (3, 2), (5, 4), (16, 8), (4, 16)):
         case = make_case(NEW, STORED, kind=kind, dtype=dtype, page_size=page_size, block_size=block_size)
         assert_same_bits(attend(case), expected, f"pages of {page_size} in blocks of {block_size}")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("group", [8, 32, 64])
+def test_every_grid_of_blocks_and_pages_of_codes_gives_the_same_bits(
+    group: int, bits: int, dtype: torch.dtype
+) -> None:
+    """Kernels read 16 tokens at a time: in blocks and in pages of a multiple of it, and of others."""
+    how = {"kind": codes(bits, group), "dtype": dtype, "head_dim": 64, "contiguous": True}
+    new, stored = [2, 1], [64, 90]
+    expected = attend(make_case(new, stored, page_size=1, block_size=1, **how))
+    for axes in ("2 B H S D", "2 B S H D", "B H S D", "B H S/8 D S%8", "L H T 2 D"):
+        for block_size in (8, 16, 24, 40, 48):
+            for page_size in (8, 16, 48, 64):
+                case = make_case(new, stored, axes=axes, page_size=page_size, block_size=block_size, **how)
+                for spelling in ("pages", "blocks", "offset"):
+                    place = f"{axes}, blocks of {block_size}, {spelling} of {page_size}"
+                    assert_same_bits(attend(case, spelling=spelling), expected, place)
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)

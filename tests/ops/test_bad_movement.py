@@ -204,7 +204,7 @@ COPY = [
         lambda c: {**views(c, on_meta, *ALL, argument="target"), "target_slots": on_meta(slots(1, 2, 3))}),
     Bad("target with fewer heads", ShapeError, r"target\.key", on_target(lambda x: x[:, :, :, :1], *ALL)),
     Bad("target with fewer heads for values", ShapeError, r"target\.value",
-        on_target(lambda x: x[:, :, :, :1], "value")),
+        on_target(lambda x: x[:, :, :, :1], "value", "value_scale")),
     Bad("target narrower", ShapeError, r"target\.key", on_target(lambda x: x[..., :4], "key")),
     Bad("target of another dtype", ShapeError, r"target\.key",
         on_target(lambda x: x.view(torch.uint8), "key")),

@@ -10,6 +10,7 @@ from torch import Tensor
 from kvloom.errors import ArgumentError, ShapeError
 
 INDEX_DTYPES = (torch.int64, torch.int32)
+MAX_INT64 = torch.iinfo(torch.int64).max
 FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -31,8 +32,7 @@ def expect(
     Raises:
         ShapeError: ``x`` is no tensor, or has another rank, size, dtype or device.
     """
-    if not isinstance(x, Tensor):
-        raise ShapeError(f"{name} must be a tensor, got {type(x).__name__}")
+    expect_tensor(name, x)
     letters = axes.split()
     shape = x.shape
     wrong = len(shape) != len(letters)
@@ -52,6 +52,16 @@ def expect(
     return sizes | dict(zip(letters, shape, strict=True))
 
 
+def expect_tensor(name: str, x: object) -> None:
+    """Check that ``x`` is a tensor.
+
+    Raises:
+        ShapeError: it is not.
+    """
+    if not isinstance(x, Tensor):
+        raise ShapeError(f"{name} must be a tensor, got {type(x).__name__}")
+
+
 def expect_range(name: str, value: int, low: int, high: int | None = None, /) -> int:
     """Check that ``low <= value < high`` (no upper bound if ``None``) and return it as an int.
 
@@ -64,50 +74,6 @@ def expect_range(name: str, value: int, low: int, high: int | None = None, /) ->
         bound = f"at least {low}" if high is None else f"in [{low}, {high})"
         raise ArgumentError(f"{name} must be {bound}, got {value}")
     return int(value)
-
-
-def overlaps_itself(x: Tensor) -> bool:
-    """Whether two elements of ``x`` may share memory, as in an expanded tensor. Not asked while tracing."""
-    if torch.compiler.is_compiling() or x.numel() == 0:  # strides may be symbols there
-        return False
-    reach = 0  # of the axes seen so far, in elements
-    for stride, extent in sorted((abs(s), n) for s, n in zip(x.stride(), x.shape, strict=True) if n > 1):
-        if stride <= reach:
-            return True
-        reach += stride * (extent - 1)
-    return False
-
-
-def expect_no_overlap(name: str, x: Tensor) -> None:
-    """Check that a write to ``x`` loses no values.
-
-    Raises:
-        ShapeError: two elements of ``x`` may share memory.
-    """
-    if overlaps_itself(x):
-        raise ShapeError(f"{name} must not overlap itself, got shape {list(x.shape)} strides {x.stride()}")
-
-
-def expect_disjoint(name: str, x: Tensor, other_name: str, other: Tensor) -> None:
-    """Check that ``x``, which is read, shares no memory with ``other``, which is written.
-
-    Raises:
-        ShapeError: the two reach over the same part of one storage.
-    """
-    if torch.compiler.is_compiling() or x.untyped_storage().data_ptr() != other.untyped_storage().data_ptr():
-        return
-    (start, end), (other_start, other_end) = _reach(x), _reach(other)
-    if start < other_end and other_start < end:
-        raise ShapeError(f"{name} must not overlap {other_name} in memory; pass a clone")
-
-
-def _reach(x: Tensor) -> tuple[int, int]:
-    """First byte of ``x`` in its storage, and the one behind its last."""
-    start = int(x.storage_offset()) * x.itemsize
-    if x.numel() == 0:
-        return start, start
-    last = sum(int(stride) * (extent - 1) for stride, extent in zip(x.stride(), x.shape, strict=True))
-    return start, start + (last + 1) * x.itemsize
 
 
 _DEBUG: ContextVar[bool] = ContextVar("kvloom_debug", default=False)

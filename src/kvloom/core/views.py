@@ -1,12 +1,14 @@
 """One layer's keys and values as canonical strided views: what every kernel reads and writes."""
 
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
+from itertools import product
 
 import torch
 from torch import Tensor
 
-from kvloom.core.checks import FLOAT_DTYPES, overlaps_itself
+from kvloom.core.checks import FLOAT_DTYPES, expect, expect_tensor
 from kvloom.core.layouts import CacheLayout
+from kvloom.core.memory import overlaps_itself, shares_memory
 from kvloom.core.specs import CODE_DTYPE
 from kvloom.errors import ArgumentError, ShapeError
 
@@ -31,14 +33,27 @@ class KVView:
     value: Tensor | None
     key_scale: Tensor | None = None
     value_scale: Tensor | None = None
+    sides_are_apart: InitVar[bool] = False
+    """Whether keys are known to share no memory with values, nor their scales; looked for otherwise."""
     is_writable: bool = field(init=False, repr=False)
     """Whether no two elements share memory."""
 
-    def __post_init__(self) -> None:
-        tensors = (self.key, self.value, self.key_scale, self.value_scale)
+    def __post_init__(self, sides_are_apart: bool) -> None:
+        _expect_canonical("key", self.key, self.key_scale, self.key)
+        if self.value is not None:
+            _expect_canonical("value", self.value, self.value_scale, self.key)
+        elif self.value_scale is not None:
+            raise ArgumentError("value_scale must be None where value is None")
+        written = [x for x in (self.key, self.value, self.key_scale, self.value_scale) if x is not None]
         object.__setattr__(
-            self, "is_writable", not any(x is not None and overlaps_itself(x) for x in tensors)
+            self, "is_writable", not any(map(overlaps_itself, written)) and self._is_apart(sides_are_apart)
         )
+
+    def _is_apart(self, sides_are_apart: bool) -> bool:
+        """Whether no two of the tensors share memory."""
+        caches, scales = (self.key, self.value), (self.key_scale, self.value_scale)
+        pairs = [*product(caches, scales), *(() if sides_are_apart else (caches, scales))]
+        return not any(x is not None and y is not None and shares_memory(x, y) for x, y in pairs)
 
     @classmethod
     def joint(
@@ -69,7 +84,9 @@ class KVView:
             )
         sides = _side(layout, cache, scale, layer, heads, "cache", "scale")
         (key, key_scale), (value, value_scale) = sides
-        return cls(key, value, key_scale, value_scale)
+        # Parts of one tensor that does not overlap itself are apart, however they are interleaved.
+        apart = not (overlaps_itself(cache) or (scale is not None and overlaps_itself(scale)))
+        return cls(key, value, key_scale, value_scale, sides_are_apart=apart)
 
     @classmethod
     def split(
@@ -151,6 +168,30 @@ def head_dim_of(cache: Tensor, scale: Tensor | None) -> int:
     """Elements in a head vector of a canonical view (a byte of an int4 cache holds two)."""
     stored = cache.shape[-2] * cache.shape[-1]
     return 2 * stored if bits_of(cache, scale) == 4 else stored
+
+
+def _expect_canonical(name: str, cache: Tensor, scale: Tensor | None, key: Tensor) -> None:
+    """Check one side of a view, whose slots, heads and device are those of ``key``."""
+    expect_tensor("key", key)
+    expect(name, cache, "B S/s s H D/d d", device=key.device)
+    if scale is not None:
+        expect(f"{name}_scale", scale, "B S/s s H D/d d", device=key.device)
+    slots = (cache.shape[:3].numel(), cache.shape[3])
+    if slots != (key.shape[:3].numel(), key.shape[3]):
+        raise ShapeError(f"{name} must have key's slots and heads {list(key.shape)}, got {list(cache.shape)}")
+    if scale is None:
+        return
+    if cache.dtype not in _BITS_OF_CODES or scale.dtype not in FLOAT_DTYPES:
+        raise ShapeError(
+            f"{name} must be int8 or (4 bits) uint8 with scales of floats, got {cache.dtype} with "
+            f"{scale.dtype}"
+        )
+    groups = scale.shape[4:].numel()
+    if scale.shape[:4] != cache.shape[:4] or groups == 0 or head_dim_of(cache, scale) % groups:
+        raise ShapeError(
+            f"{name}_scale must have the axes of {name} {list(cache.shape)} with groups last, "
+            f"got {list(scale.shape)}"
+        )
 
 
 def _side(

@@ -11,16 +11,27 @@ from torch.autograd.graph import increment_version
 from kvloom.core.checks import (
     FLOAT_DTYPES,
     INDEX_DTYPES,
+    MAX_INT64,
     debugging,
     expect,
     expect_range,
+    expect_tensor,
 )
 from kvloom.core.indexing import CacheIndex, check_distinct, expect_slots
 from kvloom.core.views import KVView, head_dim_of
 from kvloom.errors import ArgumentError, ShapeError
 from kvloom.ops import schemas
 from kvloom.ops.choice import run
-from kvloom.ops.expect import expect_dtypes, expect_store, expect_writable, is_in_order, is_plain
+from kvloom.ops.expect import (
+    apart_from,
+    expect_dtypes,
+    expect_loadable,
+    expect_store,
+    expect_writable,
+    is_in_order,
+    is_plain,
+    loaded_bytes,
+)
 from kvloom.ops.impl import cpu
 
 
@@ -97,6 +108,7 @@ def store(key: Tensor, value: Tensor | None, slots: Tensor, kv: KVView, *, backe
     """
     if not is_in_order(key, value, slots, kv):
         expect_store(key, value, slots, kv)
+        slots = apart_from(kv, slots)
     # Detached, or autograd would make the cache require a gradient and keep every step alive.
     if key.requires_grad:
         key = key.detach()
@@ -128,14 +140,19 @@ def load(
         ShapeError, ArgumentError: as ``store``; a negative slot is an error here.
     """
     expect_slots("slots", slots, None, kv.device)
-    expect_range("num_repeat", num_repeat, 1)
     if dtype is None:
         dtype = kv.key.dtype if kv.key_scale is None else kv.key_scale.dtype
     for name, cache, scale in (("key", kv.key, kv.key_scale), ("value", kv.value, kv.value_scale)):
         if cache is not None:
             expect_dtypes(f"dtype of the loaded {name}", dtype, cache, scale)
+    if not torch.compiler.is_compiling():
+        loaded_bytes(slots.shape[0], kv, dtype, num_repeat)  # refuses what wraps around
     sides = (kv.key, kv.value, kv.key_scale, kv.value_scale)
-    key, value = run(backend, "load", kv.device, slots, *sides, dtype, num_repeat)
+    try:
+        key, value = run(backend, "load", kv.device, slots, *sides, dtype, num_repeat)
+    except (RuntimeError, MemoryError):
+        expect_loadable(slots.shape[0], kv, dtype, num_repeat)
+        raise
     return key, value
 
 
@@ -176,6 +193,7 @@ def copy(
             )
         reads.append(a)
         writes.append(b)
+    source_slots, target_slots = apart_from(target, source_slots), apart_from(target, target_slots)
     if debugging():
         check_distinct("target_slots", target_slots)
     run(backend, "copy", source.device, reads, source_slots, writes, target_slots)
@@ -218,6 +236,8 @@ def attend(
     if kv.value is None:
         raise ArgumentError("kv must have values, got a cache of keys only")
     head_dim = head_dim_of(kv.key, kv.key_scale)
+    if head_dim == 0:
+        raise ShapeError(f"kv must have keys of a head dim of at least 1, got {list(kv.key.shape)}")
     sizes = expect("query", query, "Tq Hq Dk", dtype=FLOAT_DTYPES, device=kv.device, Dk=head_dim)
     if sizes["Hq"] % kv.num_heads:
         raise ShapeError(f"query must have a multiple of {kv.num_heads} heads, got {sizes['Hq']}")
@@ -244,7 +264,7 @@ def _attend_plain(query: Tensor, kv: KVView, batch: Batch, scores: Scores) -> Te
         return None
     try:
         out: Tensor = schemas.attend_no_grad(*_arguments(query, kv, batch, scores, query.shape[-1]))
-    except (ValueError, IndexError, RuntimeError):
+    except (ValueError, IndexError, RuntimeError, ArithmeticError):
         return None  # the checks in Python say it better
     return out
 
@@ -290,14 +310,19 @@ def _expect_batch(batch: Batch, device: torch.device) -> None:
         raise ShapeError(
             f"kvstarts must be {list(batch.seqstarts.shape)} as seqstarts, got {list(batch.kvstarts.shape)}"
         )
-    if batch.index.table.device != device:
-        raise ShapeError(f"index must be on {device}, got {batch.index.table.device}")
-    rows = batch.index.table if batch.index.row_starts is None else batch.index.row_starts
+    index = batch.index
+    expect(
+        "index", index.table, "B P" if index.row_starts is None else "N", dtype=INDEX_DTYPES, device=device
+    )
+    if index.row_starts is not None:
+        expect("row_starts", index.row_starts, "B", dtype=INDEX_DTYPES, device=device)
+    expect_range("page_size", index.page_size, 1, MAX_INT64)
+    rows = index.table if index.row_starts is None else index.row_starts
     if rows.shape[0] < sizes["B+1"] - 1:
         raise ShapeError(
             f"index must have a row for each of {sizes['B+1'] - 1} sequences, got {rows.shape[0]}"
         )
-    expect_range("decoding_batches", batch.decoding_batches, 0)
+    expect_range("decoding_batches", batch.decoding_batches, 0, MAX_INT64)
     if batch.first_visible is not None:
         expect(
             "first_visible", batch.first_visible, "B", dtype=INDEX_DTYPES, device=device, B=sizes["B+1"] - 1
@@ -307,6 +332,7 @@ def _expect_batch(batch: Batch, device: torch.device) -> None:
 def _expect_scores(scores: Scores, sizes: dict[str, int], device: torch.device) -> None:
     heads, rows = sizes["Hq"], sizes["Tq"]
     if scores.mask is not None:
+        expect_tensor("mask", scores.mask)
         axes = "Hq Tq Tkv" if scores.mask.ndim == 3 else "Tq Tkv"
         expect("mask", scores.mask, axes, dtype=FLOAT_DTYPES, device=device, Hq=heads, Tq=rows)
     for name in ("alibi_slopes", "sinks"):
@@ -314,6 +340,10 @@ def _expect_scores(scores: Scores, sizes: dict[str, int], device: torch.device) 
         if x is not None:
             expect(name, x, "Hq", dtype=FLOAT_DTYPES, device=device, Hq=heads)
     if scores.window is not None:
-        expect_range("window", scores.window, 1)
+        expect_range("window", scores.window, 1, MAX_INT64)
+    for name in ("scale", "softcap"):
+        x = getattr(scores, name)
+        if x is not None and not isinstance(x, int | float):
+            raise ArgumentError(f"{name} must be a number, got {x!r}")
     if scores.softcap is not None and not 0 < scores.softcap < math.inf:
         raise ArgumentError(f"softcap must be positive and finite, got {scores.softcap}")

@@ -1,12 +1,14 @@
 """What the operators ask of their tensors."""
 
 from collections.abc import Iterable
+from itertools import combinations
 
 import torch
 from torch import Tensor
 
-from kvloom.core.checks import FLOAT_DTYPES, INDEX_DTYPES, expect, expect_disjoint, expect_no_overlap
+from kvloom.core.checks import FLOAT_DTYPES, INDEX_DTYPES, MAX_INT64, expect, expect_range
 from kvloom.core.indexing import expect_slots
+from kvloom.core.memory import expect_disjoint, expect_memory, expect_no_overlap, shares_memory
 from kvloom.core.views import KVView, head_dim_of
 from kvloom.errors import ArgumentError, ShapeError
 
@@ -18,9 +20,10 @@ def is_in_order(key: Tensor, value: Tensor | None, slots: Tensor, kv: KVView) ->
     if not (type(key) is type(value) is type(slots) is Tensor) or kv.value is None or slots.ndim != 1:
         return False
     tokens, heads, device = slots.shape[0], kv.key.shape[3], kv.key.device
-    caches = (kv.key.untyped_storage().data_ptr(), kv.value.untyped_storage().data_ptr())
+    written = (kv.key, kv.value, kv.key_scale, kv.value_scale)
     return (
         kv.is_writable
+        and not (torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in written))
         and key.shape == (tokens, heads, head_dim_of(kv.key, kv.key_scale))
         and value.shape == (tokens, heads, head_dim_of(kv.value, kv.value_scale))
         and key.dtype == value.dtype
@@ -29,9 +32,23 @@ def is_in_order(key: Tensor, value: Tensor | None, slots: Tensor, kv: KVView) ->
         and (kv.key_scale is not None or kv.key.dtype in FLOAT_DTYPES)
         and (kv.value_scale is not None or kv.value.dtype in FLOAT_DTYPES)
         and device == key.device == value.device == slots.device
-        and key.untyped_storage().data_ptr() not in caches
-        and value.untyped_storage().data_ptr() not in caches
+        and _are_apart((key, value, slots), written)
     )
+
+
+def _are_apart(read: Iterable[Tensor], written: Iterable[Tensor | None]) -> bool:
+    """Whether the storages have no address in common; if they have, the tensors may still have none."""
+    spans = [(s.data_ptr(), s.data_ptr() + s.nbytes()) for s in (x.untyped_storage() for x in read)]
+    for x in written:
+        if x is None:
+            continue
+        storage = x.untyped_storage()
+        start = storage.data_ptr()
+        end = start + storage.nbytes()
+        for first, last in spans:
+            if first < end and start < last:
+                return False
+    return True
 
 
 def is_plain(tensors: Iterable[Tensor | None]) -> bool:
@@ -56,19 +73,64 @@ def expect_store(key: Tensor, value: Tensor | None, slots: Tensor, kv: KVView) -
     expect_slots("slots", slots, tokens, kv.device)
     expect_writable("kv", kv)
     for name, x in (("key", key), ("value", value)):
-        for cache in (kv.key, kv.value):
+        for cache in (kv.key, kv.value, kv.key_scale, kv.value_scale):
             if x is not None and cache is not None:
                 expect_disjoint(name, x, "kv", cache)
 
 
+def apart_from(kv: KVView, slots: Tensor) -> Tensor:
+    """``slots``, or a copy where writing ``kv`` would change them."""
+    written = (kv.key, kv.value, kv.key_scale, kv.value_scale)
+    if torch.compiler.is_compiling() or _are_apart((slots,), written):
+        return slots
+    return slots.clone() if any(x is not None and shares_memory(slots, x) for x in written) else slots
+
+
 def expect_writable(name: str, kv: KVView) -> None:
-    """Check that no two elements of ``kv`` share memory."""
+    """Check that no two elements of ``kv`` share memory, and that autograd does not watch them."""
+    sides = ("key", "value", "key_scale", "value_scale")
+    tensors = [(f"{name}.{side}", x) for side in sides if (x := getattr(kv, side)) is not None]
+    for side, x in tensors:
+        if torch.is_grad_enabled() and x.requires_grad:
+            raise ArgumentError(f"{side} must not require a gradient, writing it has none")
     if kv.is_writable:
         return
-    for side in ("key", "value", "key_scale", "value_scale"):
-        x = getattr(kv, side)
-        if x is not None:
-            expect_no_overlap(f"{name}.{side}", x)
+    for side, x in tensors:
+        expect_no_overlap(side, x)
+    for (side, x), (other_side, other) in combinations(tensors, 2):
+        expect_disjoint(side, x, other_side, other)
+
+
+def expect_loadable(num_tokens: int, kv: KVView, dtype: torch.dtype, num_repeat: int) -> None:
+    """Check what ``load`` of so many tokens returns, for a call that writes before it loads.
+
+    Raises:
+        ArgumentError: ``num_repeat`` is below 1, or the size of the result does not fit 64 bits.
+        OutOfMemory: the result cannot be allocated.
+    """
+    if torch.compiler.is_compiling():
+        expect_range("num_repeat", num_repeat, 1)
+        return
+    expect_memory("the loaded keys and values", loaded_bytes(num_tokens, kv, dtype, num_repeat), kv.device)
+
+
+def loaded_bytes(num_tokens: int, kv: KVView, dtype: torch.dtype, num_repeat: int) -> int:
+    """Bytes of the keys and values that ``load`` returns.
+
+    Raises:
+        ArgumentError: ``num_repeat`` is below 1, or the bytes do not fit 64 bits.
+    """
+    expect_range("num_repeat", num_repeat, 1, MAX_INT64)
+    width = head_dim_of(kv.key, kv.key_scale)
+    if kv.value is not None:
+        width += head_dim_of(kv.value, kv.value_scale)
+    once = num_tokens * kv.num_heads * width * dtype.itemsize
+    if once * num_repeat >= 1 << 59:  # nowhere near what can be allocated, nor overflows when summed up
+        raise ArgumentError(
+            f"num_repeat must be at most {(1 << 59) // once} for {once} bytes of keys and values, "
+            f"got {num_repeat}"
+        )
+    return once * num_repeat
 
 
 def expect_side(name: str, x: Tensor, cache: Tensor, scale: Tensor | None) -> int:

@@ -6,7 +6,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from kvloom.core.checks import INDEX_DTYPES, expect, expect_disjoint, expect_no_overlap
+from kvloom.core.checks import INDEX_DTYPES, expect
+from kvloom.core.memory import expect_disjoint, expect_no_overlap
 from kvloom.core.views import KVView
 from kvloom.dialects.ascend.runs import COMPRESSING
 from kvloom.errors import ArgumentError, ShapeError

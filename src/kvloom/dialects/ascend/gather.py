@@ -4,8 +4,9 @@ import torch
 from torch import Tensor
 
 from kvloom import ops
-from kvloom.core.checks import INDEX_DTYPES, can_read, expect, expect_no_overlap
+from kvloom.core.checks import INDEX_DTYPES, can_read, expect
 from kvloom.core.indexing import prefix_sums, ragged_positions
+from kvloom.core.memory import expect_no_overlap
 from kvloom.core.views import KVView, raw
 from kvloom.dialects.ascend.arguments import DTYPES, read_mode
 from kvloom.dialects.ascend.formats import NORM, open_caches

@@ -10,12 +10,11 @@ from kvloom.core.checks import (
     INDEX_DTYPES,
     can_read,
     expect,
-    expect_disjoint,
-    expect_no_overlap,
     expect_range,
 )
 from kvloom.core.indexing import CacheIndex, check_index
 from kvloom.core.layouts import CacheLayout
+from kvloom.core.memory import expect_disjoint, expect_no_overlap
 from kvloom.core.specs import CODE_DTYPE
 from kvloom.core.views import KVView
 from kvloom.errors import ArgumentError, ShapeError
@@ -74,13 +73,14 @@ def open_cache(
                 f"cache must have a dtype that holds current_key's {current_key.dtype}, got {cache.dtype}"
             )
         return KVView.joint(layout, cache, layer=layer_idx)
-    _expect_quantised(cache, scale, current_key, quant_bit, quant_group)
+    _expect_quantized(cache, scale, new, quant_bit, quant_group)
     return KVView.joint(layout, cache, scale, layer=layer_idx)
 
 
-def _expect_quantised(
-    cache: Tensor, scale: Tensor | None, current_key: Tensor, quant_bit: int, quant_group: int
+def _expect_quantized(
+    cache: Tensor, scale: Tensor | None, new: tuple[Tensor, Tensor], quant_bit: int, quant_group: int
 ) -> None:
+    current_key, _ = new
     if current_key.dtype not in FLOAT_DTYPES:
         raise ShapeError(
             f"current_key must be a float where quant_bit is {quant_bit}, got {current_key.dtype}"
@@ -100,6 +100,8 @@ def _expect_quantised(
     if quant_bit == 4 and quant_group % 2:
         raise ArgumentError(f"quant_group must be even where quant_bit is 4, got {quant_group}")
     expect_no_overlap("scale", scale)
+    for name, x in (("current_key", new[0]), ("current_value", new[1]), ("cache", cache)):
+        expect_disjoint(name, x, "scale", scale)
     groups = head_dim // quant_group
     if scale.ndim == 0 or scale.shape[-1] != groups:
         raise ShapeError(f"scale must have D / quant_group = {groups} last, got {list(scale.shape)}")

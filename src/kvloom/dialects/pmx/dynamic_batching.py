@@ -20,6 +20,7 @@ from kvloom.dialects.pmx.arguments import (
 )
 from kvloom.dialects.pmx.tracing import traceable
 from kvloom.errors import ArgumentError, ShapeError
+from kvloom.ops.expect import expect_loadable
 
 _PACKED = CacheLayout("T H D")
 
@@ -89,10 +90,10 @@ def key_value_cache(
     expect_new(current_key, current_value, "T H D")
     attributes = CacheAttributes(num_layer, layer_idx, quant_bit, quant_group)
     kv = open_cache(layout, cache, scale, (current_key, current_value), attributes)
-    expect_range("num_repeat", num_repeat, 1)
     batch = _Batch(seqstarts, kvstarts, cachestarts, start_pos, max_seqlen, max_kvlen, cache_mode, page_size)
     index, new = _plan(kv, current_key, batch)
     stored = index.slots(*ragged_positions(kvstarts))
+    expect_loadable(stored.shape[0], kv, current_key.dtype, num_repeat)
     ops.store(current_key, current_value, new, kv)
     return ops.load(stored, kv, dtype=current_key.dtype, num_repeat=num_repeat)
 

@@ -4,11 +4,11 @@ import torch
 from torch import Tensor
 
 from kvloom import ops
-from kvloom.core.checks import expect_range
 from kvloom.core.layouts import CacheLayout
 from kvloom.dialects.pmx.arguments import CacheAttributes, expect_new, open_cache, scalar
 from kvloom.dialects.pmx.tracing import traceable
 from kvloom.errors import ArgumentError, ShapeError
+from kvloom.ops.expect import expect_loadable
 
 
 @traceable("KeyValueCache")
@@ -55,7 +55,6 @@ def key_value_cache(
     sizes = expect_new(current_key, current_value, "B S H D")
     attributes = CacheAttributes(num_layer, layer_idx, quant_bit, quant_group)
     kv = open_cache(layout, cache, scale, (current_key, current_value), attributes)
-    expect_range("num_repeat", num_repeat, 1)
     batch, start = sizes["B"], scalar("start_pos", start_pos)
     end, max_batch, max_len = start + sizes["S"], kv.key.shape[0], kv.block_size
     if batch > max_batch:
@@ -64,6 +63,7 @@ def key_value_cache(
         raise ArgumentError(
             f"start_pos must be in [0, {max_len - sizes['S']}] for {sizes['S']} tokens, got {start}"
         )
+    expect_loadable(batch * end, kv, current_key.dtype, num_repeat)
     rows = torch.arange(batch, device=cache.device).unsqueeze(1) * max_len + torch.arange(
         end, device=cache.device
     )

@@ -25,7 +25,7 @@ def store(
     value_scale: Tensor | None,
 ) -> None:
     """Write row t of ``key`` and ``value`` to slot ``slots[t]``; a negative slot skips the row."""
-    _check(slots, key_cache, "slots", skip_negative=True)
+    slots = _checked(slots, key_cache, "slots", skip_negative=True)
     if not (can_read(slots) and bool((slots >= 0).all())):
         keep = (slots >= 0).nonzero().squeeze(1)
         slots, key = slots[keep], raw(key)[keep].view(key.dtype)
@@ -45,7 +45,7 @@ def load(
     num_repeat: int,
 ) -> tuple[Tensor, Tensor]:
     """Read slot ``slots[t]`` into row t, dequantised, each head repeated ``num_repeat`` times in a row."""
-    _check(slots, key_cache, "slots")
+    slots = _checked(slots, key_cache, "slots")
     key = _load_side(slots, key_cache, key_scale, dtype)
     if value_cache is None:
         value = key.new_empty((*key.shape[:2], 0))
@@ -58,8 +58,8 @@ def load(
 
 def copy(sources: list[Tensor], source_slots: Tensor, targets: list[Tensor], target_slots: Tensor) -> None:
     """Copy slot ``source_slots[t]`` of each source to ``target_slots[t]`` of its target; reads come first."""
-    _check(source_slots, sources[0], "source_slots")
-    _check(target_slots, targets[0], "target_slots")
+    source_slots = _checked(source_slots, sources[0], "source_slots")
+    target_slots = _checked(target_slots, targets[0], "target_slots")
     rows = [_gather(source, source_slots) for source in sources]
     for target, row in zip(targets, rows, strict=True):
         _scatter(target, target_slots, row.flatten(2))
@@ -209,6 +209,9 @@ def _place(cache: Tensor, slots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return slots.long() // (outer * inner), within // inner, within % inner
 
 
-def _check(slots: Tensor, cache: Tensor, name: str, *, skip_negative: bool = False) -> None:
+def _checked(slots: Tensor, cache: Tensor, name: str, *, skip_negative: bool = False) -> Tensor:
+    """A copy, so that what was checked is what is used, whoever writes to ``slots`` meanwhile."""
+    slots = slots.clone()
     if can_read(slots):
         check_slots(name, slots, cache.shape[:3].numel(), skip_negative=skip_negative)
+    return slots

@@ -1,0 +1,119 @@
+"""Which tensors share memory, and whether there is enough of it: asked before anything is written."""
+
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from kvloom.errors import OutOfMemory, ShapeError
+
+_MAX_STEPS: Final = 10_000
+
+
+def overlaps_itself(x: Tensor) -> bool:
+    """Whether two elements of ``x`` may share memory, as in an expanded tensor. Not asked while tracing."""
+    if torch.compiler.is_compiling() or x.numel() == 0:  # strides may be symbols there
+        return False
+    reach = 0  # of the axes seen so far, in elements
+    for stride, extent in sorted((abs(s), n) for s, n in zip(x.stride(), x.shape, strict=True) if n > 1):
+        if stride <= reach:
+            return True
+        reach += stride * (extent - 1)
+    return False
+
+
+def shares_memory(x: Tensor, y: Tensor) -> bool:
+    """Whether a byte of ``x`` is one of ``y``, by their addresses. Not asked while tracing.
+
+    Exact for tensors whose axes nest, as those of every view of a contiguous one; where a search among their
+    strides takes too long the answer is yes.
+    """
+    if torch.compiler.is_compiling():
+        return False
+    (start, end), (other_start, other_end) = _span(x), _span(y)
+    if (
+        x.device != y.device
+        or not (start < other_end and other_start < end)
+        or not x.numel()
+        or not y.numel()
+    ):
+        return False
+    # They meet where a sum of strides of x, less one of strides of y, is the distance of their first bytes.
+    steps: dict[int, tuple[int, int]] = {}
+    for tensor, sign in ((x, 1), (y, -1)):
+        size = tensor.itemsize
+        for stride, extent in (
+            (1, size),
+            *((s * size, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True)),
+        ):
+            low, high = steps.get(stride, (0, 0))
+            steps[stride] = (low - (extent - 1), high) if sign < 0 else (low, high + extent - 1)
+    return _is_sum(other_start - start, sorted(steps.items(), reverse=True))
+
+
+def expect_no_overlap(name: str, x: Tensor) -> None:
+    """Check that a write to ``x`` loses no values.
+
+    Raises:
+        ShapeError: two elements of ``x`` may share memory.
+    """
+    if overlaps_itself(x):
+        raise ShapeError(f"{name} must not overlap itself, got shape {list(x.shape)} strides {x.stride()}")
+
+
+def expect_disjoint(name: str, x: Tensor, other_name: str, other: Tensor) -> None:
+    """Check that ``x`` shares no memory with ``other``, which is written.
+
+    Raises:
+        ShapeError: the two have bytes in common, whatever storages they belong to.
+    """
+    if shares_memory(x, other):
+        raise ShapeError(f"{name} must not overlap {other_name} in memory; pass a clone")
+
+
+def expect_memory(what: str, nbytes: int, device: torch.device) -> None:
+    """Check that ``nbytes`` can be allocated, for what will be needed once something has been written.
+
+    Raises:
+        OutOfMemory: they cannot.
+    """
+    if torch.compiler.is_compiling():
+        return
+    try:
+        torch.empty(nbytes, dtype=torch.uint8, device=device)
+    except RuntimeError:
+        raise OutOfMemory(f"{what} must fit memory, got {nbytes} bytes on {device}") from None
+
+
+def _span(x: Tensor) -> tuple[int, int]:
+    """Address of the first byte of ``x``, and of the one behind its last."""
+    start = x.data_ptr()
+    if x.numel() == 0:
+        return start, start
+    last = sum(stride * (extent - 1) for stride, extent in zip(x.stride(), x.shape, strict=True))
+    return start, start + (last + 1) * x.itemsize
+
+
+def _is_sum(target: int, steps: list[tuple[int, tuple[int, int]]]) -> bool:
+    """Whether ``target`` is a sum of each step times a whole number in its range; largest steps first."""
+    lows, highs = [0], [0]  # sums that the steps from i on reach
+    for step, (low, high) in reversed(steps):
+        lows.insert(0, lows[0] + step * low)
+        highs.insert(0, highs[0] + step * high)
+    left = [(target, 0)]
+    for _ in range(_MAX_STEPS):
+        if not left:
+            return False
+        rest, i = left.pop()
+        if i == len(steps):
+            return True
+        step, (low, high) = steps[i]
+        if step == 0:
+            left.append((rest, i + 1))
+            continue
+        first, last = -((highs[i + 1] - rest) // step), (rest - lows[i + 1]) // step
+        times = range(max(first, low), min(last, high) + 1)
+        if len(times) > _MAX_STEPS:
+            return True
+        left += [(rest - n * step, i + 1) for n in times]
+    return True
