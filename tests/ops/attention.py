@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -194,7 +194,53 @@ def _softmax(logits: list[float], sink: float) -> list[float]:
 
 def plain(case: Case, scores: Scores) -> Tensor:
     """The same in plain torch, every step rounded to the dtype of the query."""
-    dtype, outs = case.query.dtype, []
+    outs = [(x.weights @ x.value).transpose(0, 1) for x in _in_plain_torch(case, scores)]
+    return torch.cat(outs) if outs else case.query.new_zeros(0, case.query.shape[1], case.value_width())
+
+
+def float32_error(case: Case, scores: Scores) -> float:
+    """What rounding to float32 justifies, in whatever order sums are taken: the largest over all results.
+
+    Each rounding errs by at most ``unit``, independently of the others, so n of them seldom by more than
+    ``sqrt(n)``, and twice that is allowed. A sum of n products passes through values as large as the root of
+    their squares, or as the sum. An error of a score moves the result by its weight times the distance of its
+    value from the result.
+    """
+    unit, worst = 2.0**-24, 0.0
+    wide = Case(case.query.double(), case.kv, case.new, case.stored, case.slots)
+    wide.decoding_batches, wide.first_visible = case.decoding_batches, case.first_visible
+    wide.loaded = [(key.double(), value.double()) for key, value in case.keys_and_values()]
+    for x in _in_plain_torch(wide, scores):
+        if not x.weights.numel():
+            continue
+        out = x.weights @ x.value
+        products = (x.query.square() @ x.key.square().mT).sqrt()
+        logits = torch.where(x.weights > 0, x.logits.abs(), 0.0)
+        sums = torch.maximum(products, (x.query @ x.key.mT).abs())
+        of_score = math.sqrt(x.query.shape[-1]) * x.scale * sums + 2 * logits + 2
+        # [Hq, Q, N, Dv] is small in tests
+        moved = (x.weights * of_score).unsqueeze(-1) * (x.value.unsqueeze(1) - out.unsqueeze(2))
+        passed = torch.maximum((x.weights.square() @ x.value.square()).sqrt(), out.abs())
+        of_sum = math.sqrt(x.weights.shape[-1]) * passed + 2 * out.abs()
+        error = (moved.square().sum(2) + of_sum.square()).sqrt()
+        worst = max(worst, 2 * unit * float(error.max()))
+    return worst
+
+
+@dataclass
+class _Sequence:
+    """Attention of one sequence, ``[Hq, Q, ...]``: one head of keys and values for each of the query."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    scale: float
+    logits: Tensor
+    weights: Tensor
+
+
+def _in_plain_torch(case: Case, scores: Scores) -> Iterator[_Sequence]:
+    dtype = case.query.dtype
     rows, columns = starts_of(case.new).tolist(), starts_of(case.stored).tolist()
     for b, (key, value) in enumerate(case.keys_and_values()):
         query = case.query[rows[b] : rows[b + 1]].transpose(0, 1)
@@ -216,9 +262,9 @@ def plain(case: Case, scores: Scores) -> Tensor:
             for i in range(case.new[b])
         ]
         logits = logits.masked_fill(~torch.tensor(seen, dtype=torch.bool).view(distance.shape), -math.inf)
+        everything = logits
         if scores.sinks is not None:
             sink = scores.sinks.to(dtype).view(-1, 1, 1).expand(-1, case.new[b], 1)
-            logits = torch.cat((logits, sink), dim=-1)
-        weights = logits.softmax(-1).nan_to_num(0.0)[..., : case.stored[b]]
-        outs.append((weights @ value).transpose(0, 1))
-    return torch.cat(outs) if outs else case.query.new_zeros(0, case.query.shape[1], case.value_width())
+            everything = torch.cat((logits, sink), dim=-1)
+        weights = everything.softmax(-1).nan_to_num(0.0)[..., : case.stored[b]]
+        yield _Sequence(query, key, value, scale, logits, weights)

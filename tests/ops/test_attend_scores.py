@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from ops.attention import Case, exact, make_case, plain
+from ops.attention import Case, exact, float32_error, make_case, plain
 from ops.pools import INT4, INT8, PLAIN, Kind
 from oracles.attention import assert_as_good_as_plain
 from oracles.bits import FLOATS, assert_same_bits, generator
@@ -64,7 +64,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 def assert_right(case: Case, scores: Scores) -> None:
     actual = ops.attend(case.query, case.kv, case.batch(), scores)
-    assert_as_good_as_plain(actual, exact(case, scores), plain(case, scores))
+    assert_as_good_as_plain(actual, exact(case, scores), plain(case, scores), float32_error(case, scores))
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from ops.attention import Case, exact, make_case, normal, plain
+from ops.attention import Case, exact, float32_error, make_case, normal, plain
 from ops.cases import alone, codes, golden, options
 from ops.pools import INT8, PLAIN, Kind
 from oracles.attention import assert_as_good_as_plain
@@ -33,7 +33,7 @@ def assert_right(case: Case, scores: Scores | None = None, spelling: str = "page
     scores = scores or Scores()
     out = attend(case, scores, spelling)
     assert bool(out.isfinite().all())
-    assert_as_good_as_plain(out, golden(case, scores), plain(case, scores))
+    assert_as_good_as_plain(out, golden(case, scores), plain(case, scores), float32_error(case, scores))
     return out
 
 

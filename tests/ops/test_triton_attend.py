@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from ops import kernels
-from ops.attention import Case, make_case, plain
+from ops.attention import Case, float32_error, make_case, plain
 from ops.cases import codes, golden, options
 from ops.kernels import attend, there
 from ops.pools import PLAIN, Kind
@@ -31,7 +31,7 @@ def assert_right(case: Case, scores: Scores | None = None, spelling: str = "page
     scores = scores or Scores()
     out = attend(case, scores, spelling)
     assert bool(out.isfinite().all())
-    assert_as_good_as_plain(out, golden(case, scores), plain(case, scores))
+    assert_as_good_as_plain(out, golden(case, scores), plain(case, scores), float32_error(case, scores))
     return out
 
 

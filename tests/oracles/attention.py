@@ -54,8 +54,12 @@ def plain_attention(
     return out
 
 
-def assert_as_good_as_plain(actual: Tensor, golden: Tensor, plain: Tensor) -> None:
-    """At most twice the error of plain torch in the same dtype, plus its rounding of the result."""
+def assert_as_good_as_plain(actual: Tensor, golden: Tensor, plain: Tensor, justified: float = 0.0) -> None:
+    """At most twice the error of plain torch in the same dtype, plus its rounding of the result.
+
+    Or what is ``justified`` by the arithmetic: plain torch is luckier on one machine than on another, where
+    its sums have another order.
+    """
     assert actual.dtype == plain.dtype, f"attn_output has dtype {actual.dtype}, expected {plain.dtype}"
     assert actual.shape == golden.shape, f"attn_output is {list(actual.shape)}, expected {list(golden.shape)}"
     if golden.numel() == 0:
@@ -64,4 +68,5 @@ def assert_as_good_as_plain(actual: Tensor, golden: Tensor, plain: Tensor) -> No
     error = float((actual.double() - golden).abs().max())
     plain_error = float((plain.double() - golden).abs().max())
     allowed = 2.0 * (plain_error + torch.finfo(actual.dtype).eps * float(golden.abs().max()))
+    allowed = max(allowed, justified)
     assert error <= allowed, f"attn_output is off by {error:.3e}, allowed are {allowed:.3e}"
