@@ -14,9 +14,12 @@ WITH_TRITON := .venv/.triton
 
 ISAS := baseline avx2 avx512
 KERNELS := tests/ops tests/quant
+# What cannot be allocated is an error of the caller's, as without the sanitizer.
+ASAN := LD_PRELOAD="$$(c++ -print-file-name=libasan.so) $$(c++ -print-file-name=libstdc++.so)" \
+    ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 KVLOOM_LIBRARY=build/asan/libkvloom_cpu.so
 NO_CUDA := 'import torch; print(int(not torch.cuda.is_available()))'
 
-.PHONY: demo test test-isa test-triton asan tsan test-matrix check format bench bench-gpu clean
+.PHONY: demo test test-isa test-triton asan asan-library asan-hostile slow tsan test-matrix check format bench bench-gpu clean
 
 demo: $(READY)
 	$(BIN)/kvloom demo --max-new-tokens $(TOKENS)
@@ -40,13 +43,22 @@ test-triton: $(WITH_TRITON)
 	    $(BIN)/python -m pytest --quiet --numprocesses $(WORKERS) --dist worksteal tests/ops/test_triton_*.py
 
 # The compiled kernels' tests with every read and write watched; compiling torch beside that takes too long.
-asan: $(READY)
+asan: asan-library
+	$(ASAN) $(BIN)/python -m pytest --quiet --numprocesses $(WORKERS) $(KERNELS) --ignore tests/ops/test_compile.py
+	$(MAKE) asan-hostile
+
+# Hostile arguments of all operators and dialects, with every read and write watched; `make slow` tries a hundred
+# times as many.
+asan-hostile: asan-library
+	$(ASAN) $(BIN)/python -m pytest --quiet --numprocesses $(WORKERS) tests/hostile
+
+slow: asan-library
+	KVLOOM_HOSTILE=15000 $(ASAN) $(BIN)/python -m pytest --quiet --numprocesses $(WORKERS) --dist worksteal tests/hostile
+
+asan-library: $(READY)
 	$(BIN)/cmake -S . -B build/asan -G Ninja -DKVLOOM_SANITIZE=ON \
 	    -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/ninja) -DPython_EXECUTABLE=$(abspath $(BIN)/python)
 	$(BIN)/cmake --build build/asan
-	LD_PRELOAD="$$(c++ -print-file-name=libasan.so) $$(c++ -print-file-name=libstdc++.so)" ASAN_OPTIONS=detect_leaks=0 \
-	    KVLOOM_LIBRARY=build/asan/libkvloom_cpu.so \
-	    $(BIN)/python -m pytest --quiet --numprocesses $(WORKERS) $(KERNELS) --ignore tests/ops/test_compile.py
 
 # The kernels in threads of their own, without torch: what one thread does, and no race but the planted one.
 tsan: $(READY)

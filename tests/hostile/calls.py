@@ -1,0 +1,258 @@
+"""Good calls of every operator and dialect function, small and many: what hostile arguments are made from."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvloom import ops
+from kvloom.core.indexing import CacheIndex
+from kvloom.core.layouts import CacheLayout
+from kvloom.core.views import KVView
+from kvloom.dialects import ascend, pmx
+
+Call = tuple[Callable[..., Any], dict[str, Any]]
+H, D, SLOTS, BLOCK = 2, 16, 24, 8
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def floats(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape).to(dtype)
+
+
+def ints(*numbers: int) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.int64)
+
+
+def sides(rng: random.Random, layout: str = "B S H D") -> dict[str, Tensor | None]:
+    """Keys and values of 24 slots in blocks of 8, plain, int8 or int4, as canonical views."""
+    bits, group = rng.choice((0, 8, 4)), rng.choice((4, 8, 16))
+    axes = CacheLayout(rng.choice((layout, "B H S D")))
+    stored = {0: rng.choice(FLOATS), 8: torch.int8, 4: torch.uint8}[bits]
+    sizes = {"B": SLOTS // BLOCK, "S": BLOCK, "H": H}
+    width = D // 2 if bits == 4 else D
+    key, value = (torch.zeros(axes.shape(**sizes, D=width)).to(stored) for _ in range(2))
+    scales: tuple[Tensor | None, ...] = (None, None)
+    if bits:
+        scales = tuple(
+            torch.ones(axes.for_scale().shape(**sizes, D=D // group), dtype=torch.float16) for _ in range(2)
+        )
+    kv = KVView.split(axes, key, value, *scales)
+    return {"key": kv.key, "value": kv.value, "key_scale": kv.key_scale, "value_scale": kv.value_scale}
+
+
+def caches(rng: random.Random) -> dict[str, Tensor | None]:
+    """``sides`` under the names of the schema."""
+    return {name.replace("key", "key_cache") if name == "key" else name.replace("value", "value_cache")
+            if name == "value" else name: x for name, x in sides(rng).items()}  # fmt: skip
+
+
+def slots(rng: random.Random, count: int) -> Tensor:
+    return torch.tensor(rng.sample(range(SLOTS), count), dtype=rng.choice((torch.int64, torch.int32)))
+
+
+def ragged() -> dict[str, Any]:
+    """Two sequences of 2 and 1 new tokens behind 3 and 5."""
+    return {"seqstarts": ints(0, 2, 3), "kvstarts": ints(0, 5, 11)}
+
+
+# --- operators as torch has them ----------------------------------------------------------------------------
+
+
+def bare_store(rng: random.Random) -> Call:
+    dtype = rng.choice(FLOATS)
+    given = {
+        "key": floats(3, H, D, dtype=dtype),
+        "value": floats(3, H, D, dtype=dtype),
+        "slots": slots(rng, 3),
+    }
+    return torch.ops.kvloom.store.default, {**given, **caches(rng)}
+
+
+def bare_load(rng: random.Random) -> Call:
+    given = {
+        "slots": slots(rng, 5),
+        **caches(rng),
+        "dtype": rng.choice(FLOATS),
+        "num_repeat": rng.choice((1, 2)),
+    }
+    return torch.ops.kvloom.load.default, given
+
+
+def bare_copy(rng: random.Random) -> Call:
+    source = [x for x in caches(rng).values() if x is not None]
+    target = source if rng.random() < 0.5 else [x.clone() for x in source]
+
+    def call(**given: Any) -> None:
+        pair = given.pop("source_slots"), given.pop("target_slots")
+        sources, targets = (
+            [given[f"{side}{i}"] for i in range(len(source))] for side in ("source", "target")
+        )
+        torch.ops.kvloom.copy.default(sources, pair[0], targets, pair[1])
+
+    given = {f"source{i}": x for i, x in enumerate(source)} | {f"target{i}": x for i, x in enumerate(target)}
+    return call, {**given, "source_slots": slots(rng, 4), "target_slots": slots(rng, 4)}
+
+
+def attend_arguments(rng: random.Random) -> dict[str, Any]:
+    given: dict[str, Any] = {"query": floats(3, 2 * H, D, dtype=rng.choice(FLOATS)), **caches(rng)}
+    if rng.random() < 0.5:
+        given |= {"table": ints(0, 8).view(2, 1), "row_starts": None, "page_size": BLOCK}
+    else:
+        given |= {"table": torch.randperm(SLOTS)[:11], "row_starts": ints(0, 5), "page_size": 1}
+    given |= ragged() | {"decoding_batches": rng.choice((0, 1)), "first_visible": ints(0, 1), "scale": 0.25}
+    given |= {"is_causal": True, "mask": floats(3, 11), "alibi_slopes": floats(2 * H), "window": 4}
+    return given | {"softcap": 2.0, "sinks": floats(2 * H)}
+
+
+def bare_attend(rng: random.Random) -> Call:
+    return torch.ops.kvloom.attend.default, attend_arguments(rng)
+
+
+# --- public operators ---------------------------------------------------------------------------------------
+
+
+def view(given: dict[str, Any], suffix: str = "_cache") -> KVView:
+    return KVView(given.pop(f"key{suffix}"), given.pop(f"value{suffix}"), given.pop("key_scale"),
+                  given.pop("value_scale"))  # fmt: skip
+
+
+def store(rng: random.Random) -> Call:
+    _, given = bare_store(rng)
+    backend = rng.choice(("auto", "reference"))
+
+    def call(**given: Any) -> None:
+        ops.store(kv=view(given), backend=backend, **given)
+
+    return call, given
+
+
+def load(rng: random.Random) -> Call:
+    _, given = bare_load(rng)
+    backend = rng.choice(("auto", "reference"))
+
+    def call(**given: Any) -> None:
+        ops.load(kv=view(given), backend=backend, **given)
+
+    return call, given
+
+
+def copy(rng: random.Random) -> Call:
+    given = caches(rng) | {"source_slots": slots(rng, 4), "target_slots": slots(rng, 4)}
+    backend = rng.choice(("auto", "reference"))
+
+    def call(**given: Any) -> None:
+        kv = view(given)
+        ops.copy(kv, given["source_slots"], kv, given["target_slots"], backend=backend)
+
+    return call, given
+
+
+def attend(rng: random.Random) -> Call:
+    backend = rng.choice(("auto", "reference"))
+
+    def call(**given: Any) -> None:
+        kv = view(given)
+        index = CacheIndex(given["table"], given["row_starts"], given["page_size"])
+        batch = ops.Batch(
+            index, *(given[x] for x in ("seqstarts", "kvstarts", "decoding_batches", "first_visible"))
+        )
+        names = ("scale", "is_causal", "mask", "alibi_slopes", "window", "softcap", "sinks")
+        ops.attend(given["query"], kv, batch, ops.Scores(*(given[x] for x in names)), backend=backend)
+
+    return call, attend_arguments(rng)
+
+
+# --- dialects -----------------------------------------------------------------------------------------------
+
+
+def quantizer(rng: random.Random, *lead: int) -> dict[str, Any]:
+    """Cache, scale and attributes of a PMX call; ``lead`` are the axes before D."""
+    bits, group = rng.choice((0, 8, 4)), rng.choice((4, 8))
+    stored = {0: torch.float32, 8: torch.int8, 4: torch.uint8}[bits]
+    cache = torch.zeros(*lead, D // 2 if bits == 4 else D).to(stored)
+    scale = torch.ones(*lead, D // group) if bits else None
+    return {
+        "cache": cache,
+        "scale": scale,
+        "quant_bit": bits,
+        "quant_group": group,
+        "num_layer": 2,
+        "layer_idx": 1,
+    }
+
+
+def pmx_static(rng: random.Random) -> Call:
+    given = {"current_key": floats(2, 3, H, D), "current_value": floats(2, 3, H, D), "start_pos": 2}
+    given |= quantizer(rng, 2, 2, 2, BLOCK, H) | {"num_repeat": rng.choice((1, 2)), "cache_layout": 0}
+    return pmx.key_value_cache, given
+
+
+def pmx_places(rng: random.Random) -> dict[str, Any]:
+    if rng.random() < 0.5:
+        return {"cachestarts": ints(0, 10), "cache_mode": 0, "page_size": 128}
+    return {"cachestarts": ints(0, 8, 16, -1).view(2, 2), "cache_mode": 1, "page_size": BLOCK}
+
+
+def pmx_dynamic(rng: random.Random) -> Call:
+    given = {
+        "current_key": floats(3, H, D),
+        "current_value": floats(3, H, D),
+        **ragged(),
+        "start_pos": ints(3, 5),
+    }
+    given |= {
+        "max_seqlen": 2,
+        "max_kvlen": 6,
+        **quantizer(rng, SLOTS, 2, 2, H),
+        "num_repeat": 1,
+        "cache_layout": 0,
+    }
+    return pmx.dynamic_batching.key_value_cache, given | pmx_places(rng)
+
+
+def pmx_attention(rng: random.Random) -> Call:
+    given = {"query": floats(3, 2 * H, D), "current_key": floats(3, H, D), "current_value": floats(3, H, D)}
+    given |= ragged() | {"start_pos": ints(3, 5), "decoding_batches": rng.choice((0, 1)), "max_seqlen": 2}
+    given |= {
+        "max_kvlen": 6,
+        **quantizer(rng, SLOTS, 2, 2, H),
+        "attn_mask": floats(3, 11),
+        "num_heads": 2 * H,
+    }
+    given |= {"head_dim": D, "num_kv_heads": H, "is_causal": True, "is_alibi": False, "cache_layout": 0}
+    return pmx.dynamic_batching.multi_head_cache_attention, given | pmx_places(rng)
+
+
+def ascend_scatter(rng: random.Random) -> Call:
+    def call(**given: Any) -> None:
+        names = ("key", "value", "key_cache", "value_cache", "slot_mapping")
+        ascend.scatter_pa_kv_cache(*(given[name] for name in names), cache_mode=given["cache_mode"])
+
+    new = {
+        "key": floats(3, H, D),
+        "value": floats(3, H, D),
+        "slot_mapping": slots(rng, 3),
+        "cache_mode": "Norm",
+    }
+    shape = (SLOTS // BLOCK, BLOCK, H, D)
+    return call, new | {"key_cache": torch.zeros(shape), "value_cache": torch.zeros(shape)}
+
+
+def ascend_gather(rng: random.Random) -> Call:
+    shape = (SLOTS // BLOCK, BLOCK, H, D)
+    given = {
+        "key_cache": floats(*shape),
+        "value_cache": floats(*shape),
+        "block_tables": ints(0, 1, 2, -1).view(2, 2),
+    }
+    given |= {"seq_lens": ints(9, 4), "key": torch.zeros(13, H, D), "value": torch.zeros(13, H, D)}
+    return ascend.gather_pa_kv_cache, given | {"seq_offset": ints(0, 0), "cache_mode": "Norm"}
+
+
+BARE = (bare_store, bare_load, bare_copy, bare_attend)
+PUBLIC = (store, load, copy, attend, pmx_static, pmx_dynamic, pmx_attention, ascend_scatter, ascend_gather)
