@@ -45,6 +45,8 @@ void check_sizes(const Sizes& sizes, const char* what) {
   checked_product({checked_product(sizes, what), 16}, what);
 }
 
+constexpr int64_t kMostIntegers = int64_t{1} << 40;  // an expanded tensor has as many as it likes
+
 /// A strided array of integers in a tensor's memory, which others may change while we look.
 struct Integers {
   const void* data = nullptr;
@@ -57,6 +59,7 @@ struct Integers {
 
   /// The first `count`, copied once: what is checked must be what is used.
   std::vector<int64_t> copied(int64_t count) const {
+    if (count >= kMostIntegers) throw std::out_of_range("integers must be fewer than 2^40 in one tensor");
     std::vector<int64_t> copy(count);
     for (int64_t i = 0; i < count; ++i) copy[i] = (*this)[i];
     return copy;
