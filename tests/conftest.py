@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Iterator
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+
+from kvloom import ops
 
 settings.register_profile(
     "pr",
@@ -26,6 +29,14 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module", params=["auto", "reference"])
+def each_backend(request: pytest.FixtureRequest) -> Iterator[str]:
+    """The backend of every call of ``ops.attend`` that names none; modules of judges run on each."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ops, "attend", functools.partial(ops.attend, backend=request.param))
+        yield request.param
 
 
 @pytest.fixture(autouse=True)

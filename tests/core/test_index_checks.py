@@ -34,6 +34,15 @@ def inside(slots: list[int]) -> bool:
     return all(0 <= slot < NUM_SLOTS for slot in slots)
 
 
+def test_int32_slots_of_a_pool_beyond_int32() -> None:
+    """torch compares an int32 tensor with 2**31 as if it were -2**31."""
+    slots = torch.tensor([5, 0, -3], dtype=torch.int32)
+    for num_slots in (2**31, 2**31 + 4, 2**32, 2**33 + 1):
+        check_slots("slots", slots, num_slots, skip_negative=True)
+        with pytest.raises(ArgumentError, match="got -3 for token 2"):
+            check_slots("slots", slots, num_slots)
+
+
 # --- check_index --------------------------------------------------------------------------------------------
 
 

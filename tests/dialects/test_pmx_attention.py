@@ -22,6 +22,9 @@ from oracles.pmx_cases import (
 from torch import Tensor
 
 from kvloom.dialects import pmx
+from kvloom.errors import ArgumentError
+
+pytestmark = pytest.mark.usefixtures("each_backend")
 
 fused = pmx.dynamic_batching.multi_head_cache_attention
 unfused = pmx.dynamic_batching.multi_head_attention
@@ -255,14 +258,19 @@ def test_unfused_equals_float64(dtype: torch.dtype, ratio: int, is_causal: bool)
     )
 
 
-@pytest.mark.parametrize("is_causal", [False, True])
-def test_query_row_without_any_key_gives_zero(is_causal: bool) -> None:
-    call = random_unfused_call(torch.float32, [2, 3], [0, 3], is_causal=is_causal)
+@pytest.mark.parametrize(("is_causal", "decoding_batches"), [(False, 0), (True, 1)])
+def test_query_row_without_any_key_gives_zero(is_causal: bool, decoding_batches: int) -> None:
+    call = random_unfused_call(
+        torch.float32, [2, 3], [0, 3], is_causal=is_causal, decoding_batches=decoding_batches
+    )
     output = check_unfused(unfused, call)
     assert not bool(output[:2].any())
 
 
-def test_causal_row_before_the_first_key_gives_zero() -> None:
-    output = check_unfused(unfused, random_unfused_call(torch.float32, [5], [3]))
-    assert not bool(output[:2].any())
-    assert bool(output[2:].any())
+@pytest.mark.parametrize("more", [{}, {"is_causal": False, "is_alibi": True}], ids=["causal", "alibi"])
+def test_row_before_the_first_key_is_refused(more: dict[str, bool]) -> None:
+    call = random_unfused_call(torch.float32, [2, 5], [2, 3], **more)
+    with pytest.raises(
+        ArgumentError, match=r"^kvstarts must give sequence 1 at least its 5 new tokens, got 3$"
+    ):
+        unfused(**call)

@@ -15,6 +15,8 @@ from torch import Tensor
 
 from kvloom.dialects import pmx
 
+pytestmark = pytest.mark.usefixtures("each_backend")
+
 fused = pmx.dynamic_batching.multi_head_cache_attention
 unfused = pmx.dynamic_batching.multi_head_attention
 

@@ -15,6 +15,8 @@ from torch import Tensor
 from kvloom import ops
 from kvloom.ops import Scores
 
+pytestmark = pytest.mark.usefixtures("each_backend")
+
 Shape = tuple[int, ...]
 
 

@@ -11,6 +11,8 @@ import torch
 from kvloom import Batch, CacheIndex, CacheLayout, KVView, Scores, ops
 from kvloom.errors import ArgumentError
 
+pytestmark = pytest.mark.usefixtures("each_backend")
+
 TOKENS = 9
 BATCH = Batch(CacheIndex.offset(torch.tensor([0])), torch.tensor([0, TOKENS]), torch.tensor([0, TOKENS]))
 

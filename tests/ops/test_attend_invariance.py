@@ -18,6 +18,8 @@ from torch import Tensor
 from kvloom import ops
 from kvloom.ops import Scores, alibi_slopes
 
+pytestmark = pytest.mark.usefixtures("each_backend")
+
 NEW, STORED = [3, 1, 6, 2], [7, 12, 11, 2]
 KINDS = [PLAIN, Kind(torch.float16), INT8, INT4]
 SOME_SCORES = {

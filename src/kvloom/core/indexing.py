@@ -26,6 +26,7 @@ from kvloom.errors import ArgumentError, ShapeError
 
 ENDLESS: Final = 1 << 62
 """Page size of offset mode."""
+_LARGEST: Final = torch.iinfo(torch.int64).max
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -56,6 +57,8 @@ class CacheIndex:
         expect("cachestarts", table, "B P", dtype=INDEX_DTYPES)
         if isinstance(page_size, bool) or not isinstance(page_size, int) or page_size < 1:
             raise ArgumentError(f"page_size must be at least 1, got {page_size!r}")
+        if page_size > _LARGEST:
+            raise ArgumentError(f"page_size must be at most {_LARGEST}, got {page_size}")
         return cls(table, None, page_size)
 
     @classmethod
@@ -63,7 +66,7 @@ class CacheIndex:
         """``table[b, p]`` is the *id* of a block, ``[B, P]``; block i begins at slot ``i * block_size``."""
         cls.pages(table, block_size)
         # No block beyond the largest slot, so that no product wraps around to another block's.
-        largest = torch.iinfo(torch.int64).max // block_size
+        largest = _LARGEST // block_size
         return cls.pages(table.long().clamp(-1, largest) * block_size, block_size)
 
     @classmethod
@@ -109,7 +112,10 @@ def check_index(name: str, index: CacheIndex, lengths: Tensor, num_slots: int) -
             f"tokens of sequence {b}, got {index.table.shape[1]}"
         )
     page = torch.arange(index.table.shape[1], device=lengths.device)
-    held = (lengths.unsqueeze(1) - page * index.page_size).clamp(0, index.page_size)
+    used = page < num_pages.unsqueeze(1)
+    # Only where a page is used is its first position known to be an int64.
+    begin = torch.where(used, page, 0) * index.page_size
+    held = torch.where(used, (lengths.unsqueeze(1) - begin).clamp(max=index.page_size), 0)
     first = index.table[: len(lengths)].long()
     # Compared without a sum, since a padding entry may be the largest integer.
     wrong = (held > 0) & ((first < 0) | (first > num_slots - held))
@@ -155,8 +161,9 @@ def check_slots(name: str, slots: Tensor, num_slots: int, *, skip_negative: bool
     if not slots.numel():
         return
     low, high = torch.aminmax(slots)
-    if high < num_slots and (skip_negative or low >= 0):
+    if int(high) < num_slots and (skip_negative or low >= 0):
         return
+    slots = slots.long()  # an int32 tensor compares with a number as if that, too, had 32 bits
     bad = (slots >= num_slots) if skip_negative else (slots >= num_slots) | (slots < 0)
     token = int(bad.nonzero()[0, 0])
     raise ArgumentError(f"{name} must be in [0, {num_slots}), got {int(slots[token])} for token {token}")
@@ -170,6 +177,22 @@ def check_starts(name: str, starts: list[int]) -> None:
     """
     if starts[0] != 0 or any(a > b for a, b in pairwise(starts)):
         raise ArgumentError(f"{name} must begin with 0 and never decrease, got {starts}")
+
+
+def check_new(num_new: list[int], num_stored: list[int], has_places: list[bool]) -> None:
+    """Refuse sequences of more new tokens than stored ones, where the places of queries matter.
+
+    Causal masks, windows and ALiBi count from a query's place among the stored tokens, which would be
+    negative. All else attends to whatever is stored.
+
+    Raises:
+        ArgumentError: names the first such sequence.
+    """
+    for b, (new, stored, matters) in enumerate(zip(num_new, num_stored, has_places, strict=True)):
+        if new > stored and matters:
+            raise ArgumentError(
+                f"kvstarts must give sequence {b} at least its {new} new tokens, got {stored}"
+            )
 
 
 def check_distinct(name: str, slots: Tensor) -> None:

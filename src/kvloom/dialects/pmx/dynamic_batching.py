@@ -6,7 +6,7 @@ from torch import Tensor
 
 from kvloom import ops
 from kvloom.core.checks import FLOAT_DTYPES, INDEX_DTYPES, can_read, expect, expect_range
-from kvloom.core.indexing import CacheIndex, ragged_positions
+from kvloom.core.indexing import CacheIndex, check_new, ragged_positions
 from kvloom.core.layouts import CacheLayout
 from kvloom.core.views import KVView
 from kvloom.dialects.pmx.arguments import (
@@ -206,10 +206,11 @@ def multi_head_attention(
             is_alibi, num_kv_heads: As ``multi_head_cache_attention``.
 
     Returns:
-        ``[seqstarts[B], num_heads, head_dim]``, dtype of ``query``.
+        ``[seqstarts[B], num_heads, head_dim]``, dtype of ``query``. A row that may see no key is 0.
 
     Raises:
-        KVError: an argument does not fit the document.
+        KVError: an argument does not fit the document, or a sequence that is causal or has ALiBi has more new
+            tokens than stored ones.
 
     Source: PMX operator ``dynamic_batching.MultiHeadAttention``.
     """
@@ -226,6 +227,10 @@ def multi_head_attention(
     index = CacheIndex.offset(kvstarts[:-1])
     batch = ops.Batch(index, seqstarts, kvstarts, _expect_decoding(decoding_batches, seqstarts))
     scores = _scores(query, kvstarts, attn_mask, num_heads, is_causal, is_alibi)
+    if can_read(kvstarts) and (scores.is_causal or is_alibi):
+        new, stored = seqstarts.diff().tolist(), kvstarts.diff().tolist()
+        matters = [bool(is_alibi) or b >= batch.decoding_batches for b in range(len(new))]
+        check_new(new, stored, matters)
     return ops.attend(query, KVView.split(_PACKED, key, value), batch, scores)
 
 

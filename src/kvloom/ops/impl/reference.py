@@ -5,14 +5,18 @@ Caches are canonical views ``[B, S/s, s, H, D/d, d]``. Values of slots are check
 them is free.
 """
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
 from kvloom.core.checks import can_read
-from kvloom.core.indexing import CacheIndex, check_index, check_slots, check_starts
+from kvloom.core.indexing import CacheIndex, check_index, check_new, check_slots, check_starts
 from kvloom.core.views import bits_of, head_dim_of, raw
 from kvloom.errors import ArgumentError, ShapeError
 from kvloom.quant.affine import dequantize, quantize
+
+_FLOAT32 = torch.finfo(torch.float32)
 
 
 def store(
@@ -95,12 +99,16 @@ def attend(
         raise ArgumentError(f"seqstarts must end with the {query.shape[0]} rows of query, got {seq[-1]}")
     if mask is not None and mask.shape[-1] < kv[-1]:
         raise ShapeError(f"mask must have at least {kv[-1]} columns, got {mask.shape[-1]}")
+    new, stored = ([stop - start for start, stop in pairwise(starts)] for starts in (seq, kv))
+    causal = [alibi_slopes is not None or (is_causal and b >= decoding_batches) for b in range(len(new))]
+    check_new(new, stored, [window is not None or x for x in causal])
+    if softcap is not None:  # rounded to float32 it must be neither 0 nor infinite
+        softcap = min(max(softcap, _FLOAT32.tiny), _FLOAT32.max)
     if can_read(kvstarts):
         check_index("index", index, kvstarts.diff(), key_cache.shape[:3].numel())
     out = query.new_empty((*query.shape[:2], head_dim_of(value_cache, value_scale)))
-    for b in range(len(seq) - 1):
+    for b, (num_new, num_stored) in enumerate(zip(new, stored, strict=True)):
         rows, columns = slice(seq[b], seq[b + 1]), slice(kv[b], kv[b + 1])
-        num_new, num_stored = rows.stop - rows.start, columns.stop - columns.start
         if num_new == 0:
             continue
         k_pos = torch.arange(num_stored, device=query.device)
@@ -120,7 +128,7 @@ def attend(
         if alibi_slopes is not None:
             scores_HRqk = scores_HRqk + alibi_slopes.float().view(num_kv_heads, -1, 1, 1) * distance_qk
         hidden = torch.zeros_like(distance_qk, dtype=torch.bool)
-        if (is_causal and b >= decoding_batches) or alibi_slopes is not None:
+        if causal[b]:
             hidden |= distance_qk > 0
         if window is not None:
             hidden |= distance_qk <= -window
