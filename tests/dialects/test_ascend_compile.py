@@ -1,4 +1,4 @@
-"""Ascend operators inside ``torch.compile(fullgraph=True)``."""
+"""Ascend operators among others inside ``torch.compile(fullgraph=True)``, and Nct's place in memory."""
 
 from __future__ import annotations
 
@@ -7,20 +7,14 @@ from collections.abc import Iterator
 import pytest
 import torch
 from oracles import ascend_golden, bits
-from oracles.ascend_cases import (
-    assert_gathers,
-    assert_scatters,
-    gather_call,
-    keys_only,
-    nz_call,
-    plan_call,
-    standard_plan,
-    token_call,
-)
+from oracles.ascend_cases import assert_same_memory, fork, fused_call
 from oracles.pmx_cases import Call
+from torch import Tensor
 
 from kvloom.dialects import ascend
 from kvloom.dialects.ascend import torch_npu
+from kvloom.dialects.ascend.nct import collect
+from kvloom.errors import ArgumentError
 
 
 @pytest.fixture(autouse=True)
@@ -30,41 +24,8 @@ def fresh_compiler() -> Iterator[None]:
     torch.compiler.reset()
 
 
-SCATTERS = {
-    "2": lambda rng: token_call(torch.float16, torch.int32, rng),
-    "6": lambda rng: keys_only(token_call(torch.uint16, torch.int64, rng)),
-    "1 fractal": lambda rng: nz_call((torch.float8_e5m2, torch.float8_e5m2), torch.int32, rng),
-    "1 fractal of two dtypes": lambda rng: nz_call((torch.int8, torch.float16), torch.int64, rng),
-    "3": lambda rng: plan_call(
-        standard_plan("Rope"), 4, torch.float16, torch.int64, rng, scatter_mode="None"
-    ),
-    "4": lambda rng: plan_call(standard_plan("Alibi"), 3, torch.int8, torch.int32, rng),
-    "5 Rope": lambda rng: plan_call(standard_plan("Rope"), 3, torch.bfloat16, torch.int32, rng),
-    "5 Omni": lambda rng: plan_call(standard_plan("Omni"), 3, torch.float32, torch.int32, rng),
-}
-
-
-@pytest.mark.parametrize("scenario", SCATTERS)
-def test_compiled_scatter_matches_the_golden(scenario: str) -> None:
-    @torch.compile(fullgraph=True, backend="aot_eager")
-    def compiled(**call: object) -> None:
-        ascend.scatter_pa_kv_cache(**call)
-
-    for seed in range(2):
-        assert_scatters(compiled, SCATTERS[scenario](bits.generator(seed)))
-
-
-@pytest.mark.parametrize("mode", ["Norm", "PA_NZ"])
-def test_compiled_gather_matches_the_golden(mode: str) -> None:
-    @torch.compile(fullgraph=True, backend="aot_eager")
-    def compiled(**call: object) -> None:
-        ascend.gather_pa_kv_cache(**call)
-
-    assert_gathers(compiled, gather_call(torch.bfloat16, torch.int32, bits.generator(0), cache_mode=mode))
-
-
 def test_scatter_between_other_operators() -> None:
-    def step(x: torch.Tensor, call: Call) -> torch.Tensor:
+    def step(x: Tensor, call: Call) -> Tensor:
         key, value = x * 2, x + 1
         torch_npu.npu_scatter_pa_kv_cache(key, value, **call, cache_mode="Norm")
         return call["key_cache"].sum() + call["value_cache"].sum()
@@ -78,3 +39,36 @@ def test_scatter_between_other_operators() -> None:
     for name, cache in caches.items():
         bits.assert_same_bits(cache, expected[name], name)
     assert total == sum(cache.sum() for cache in expected.values())
+
+
+def test_nct_of_other_lengths_and_places_in_one_graph() -> None:
+    """A tensor's place in its memory is no part of what a compiler knows: it must not be remembered."""
+    memory = torch.randn(200)
+
+    def call(key: Tensor, cache: Tensor, slots: Tensor) -> None:
+        ascend.scatter_pa_kv_cache(
+            key, None, cache, None, slots, scatter_mode="Nct", strides=(9, 9), offsets=(3, 3)
+        )
+
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    for tokens, start in ((7, 20), (6, 20), (6, 16), (7, 0), (3, 0)):
+        key = memory[start : start + 4 * tokens].view(tokens, 1, 4)
+        expected, actual = torch.zeros(2, 4, 1, 4), torch.zeros(2, 4, 1, 4)
+        call(key, expected, torch.arange(tokens))
+        compiled(key, actual, torch.arange(tokens))
+        bits.assert_same_bits(actual, expected, "cache")
+
+
+def test_compiled_nct_stays_within_the_memory() -> None:
+    call = fused_call(torch.float16, torch.int64, bits.generator(0))
+    compiled = torch.compile(ascend.scatter_pa_kv_cache, fullgraph=True, backend="aot_eager")
+    after = fork(call) | {"strides": (24, 28)}
+    with pytest.raises(
+        ArgumentError, match="strides and offsets must stay within the 189 elements behind value"
+    ):
+        compiled(**after)
+    assert_same_memory(after, {**call, "strides": (24, 28)})
+
+
+def test_nct_operator_keeps_its_contract() -> None:
+    torch.library.opcheck(collect, (torch.randn(3, 2, 4), 5, 2, "key"))

@@ -136,8 +136,8 @@ def token_call(
     return {**call, "slot_mapping": torch.tensor(slots, dtype=index)}
 
 
-def keys_only(call: Call) -> Call:
-    return {**call, "value": None, "value_cache": None}
+def keys_only(call: Call, absent: Tensor | None = None) -> Call:
+    return {**call, "value": absent, "value_cache": absent}
 
 
 def nz_call(

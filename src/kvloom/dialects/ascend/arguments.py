@@ -1,6 +1,6 @@
 """Argument rules of the Ascend operators. Nothing here writes."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 import torch
@@ -37,8 +37,21 @@ def read_mode(name: str, mode: str | None, allowed: tuple[str, ...]) -> str:
 
 
 def present(x: Tensor | None) -> Tensor | None:
-    """``None`` for a value that is not there, which upstream also writes as a 0-dim tensor."""
-    return None if x is None or (isinstance(x, Tensor) and x.ndim == 0) else x
+    """``None`` for a value that is not there, which upstream writes as ``[]`` or as a 0-dim tensor."""
+    absent = isinstance(x, Tensor) and (x.ndim == 0 or (x.ndim == 1 and x.numel() == 0))
+    return None if absent else x
+
+
+def expect_apart(reads: Mapping[str, Tensor | None], writes: Mapping[str, Tensor | None]) -> None:
+    """Check that nothing that is read shares memory with what is written.
+
+    Raises:
+        ShapeError: names the two.
+    """
+    for name, x in reads.items():
+        for other_name, other in writes.items():
+            if x is not None and other is not None:
+                expect_disjoint(name, x, other_name, other)
 
 
 def expect_tensors(
@@ -72,9 +85,6 @@ def expect_tensors(
             if cache.dtype != x.dtype:
                 raise ShapeError(f"{name}_cache must be {x.dtype} as {name}, got {cache.dtype}")
             expect_no_overlap(f"{name}_cache", cache)
-            for written in (key_cache, value_cache):
-                if written is not None:
-                    expect_disjoint(name, x, "the caches", written)
     if slot_mapping.dtype not in INDEX_DTYPES:
         raise ShapeError(f"slot_mapping must be int64 or int32, got {slot_mapping.dtype}")
 
@@ -111,36 +121,3 @@ def refuse_unused(rule: str, **arguments: Tensor | Sequence[int] | None) -> None
     for name, x in arguments.items():
         if x is not None:
             raise ArgumentError(f"{name} must be None with scatter_mode {rule!r}")
-
-
-def read_uncollected(
-    key: Tensor, value: Tensor | None, strides: Sequence[int] | None, offsets: Sequence[int] | None
-) -> tuple[Tensor, Tensor | None]:
-    """The views that Nct's ``strides`` and ``offsets`` describe, in elements from a tensor's first."""
-    if strides is None and offsets is None:
-        return key, value
-    for name, pair, low in (("strides", strides, 1), ("offsets", offsets, 0)):
-        if pair is not None and (len(pair) != 2 or any(not isinstance(n, int) or n < low for n in pair)):
-            raise ArgumentError(f"{name} must be two ints of at least {low}, for key and value, got {pair!r}")
-    sides = [_uncollected("key", key, strides, offsets, 0)]
-    if value is not None:
-        sides.append(_uncollected("value", value, strides, offsets, 1))
-    return sides[0], sides[1] if value is not None else None
-
-
-def _uncollected(
-    name: str, x: Tensor, strides: Sequence[int] | None, offsets: Sequence[int] | None, side: int
-) -> Tensor:
-    if not x.is_contiguous():
-        raise ArgumentError(f"strides must be None for a {name} that is itself strided, got {strides!r}")
-    tokens, heads, head_size = x.shape
-    stride = heads * head_size if strides is None else strides[side]
-    start = x.storage_offset() + (0 if offsets is None else offsets[side])
-    end = start + (tokens - 1) * stride + heads * head_size
-    available = x.untyped_storage().nbytes() // x.itemsize
-    if tokens and end > available:
-        raise ArgumentError(
-            f"strides and offsets must stay within the {available} elements behind {name}, "
-            f"got token {tokens - 1} ending at {end}"
-        )
-    return x.as_strided((tokens, heads, head_size), (stride, head_size, 1), start)

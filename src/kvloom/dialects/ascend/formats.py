@@ -8,6 +8,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from kvloom import ops
 from kvloom.core.checks import expect
 from kvloom.core.layouts import ASCEND_NORM, HUGGING_FACE, CacheLayout, ascend_fractal_nz
 from kvloom.core.views import KVView
@@ -36,6 +37,23 @@ def open_caches(
             f"got {list(value_cache.shape)}"
         )
     return key, value
+
+
+def store_sides(
+    rows: tuple[Tensor, Tensor | None], slots: Tensor, caches: tuple[KVView, KVView | None]
+) -> None:
+    """Store keys ``[T, H, D]`` and values in their caches, in one call where they have one dtype.
+
+    Of two calls the second must not fail, so whatever ``store`` refuses must have been refused before.
+    """
+    (key, value), (keys, values) = rows, caches
+    if value is None or values is None:
+        ops.store(key, None, slots, keys)
+    elif key.dtype == value.dtype and keys.key.shape[:4] == values.key.shape[:4]:
+        ops.store(key, value, slots, KVView(keys.key, values.key))
+    else:
+        ops.store(key, None, slots, keys)
+        ops.store(value, None, slots, values)
 
 
 def _open(name: str, layout: CacheLayout | None, cache: Tensor) -> KVView:

@@ -25,6 +25,7 @@ from kvloom.core.indexing import CacheIndex, prefix_sums, ragged_positions
 from kvloom.errors import ArgumentError, ShapeError
 
 COMPRESSING: Final = ("Alibi", "Rope", "Omni")
+_TOO_MANY: Final = 1 << 63
 
 
 class Runs(NamedTuple):
@@ -182,18 +183,26 @@ def plan_slots(lengths: Tensor, block_size: int = 1, start: int = 0) -> tuple[Te
         behind the last block taken.
 
     Raises:
-        ArgumentError: a length or ``start`` is negative, or ``block_size`` is not positive.
+        ArgumentError: a length or ``start`` is negative, ``block_size`` is not positive, or a slot would be
+            none of int64.
     """
-    expect_range("block_size", block_size, 1)
-    expect_range("start", start, 0)
-    start = -(-start // block_size) * block_size
+    expect_range("block_size", block_size, 1, _TOO_MANY)
+    start = -(-expect_range("start", start, 0, _TOO_MANY - block_size) // block_size) * block_size
     if lengths.dtype not in INDEX_DTYPES:
         raise ShapeError(f"lengths must be int64 or int32, got {lengths.dtype}")
-    if bool((lengths < 0).any()):
-        raise ArgumentError(f"lengths must not be negative, got {int(lengths.min())}")
     rounded = -(-lengths.long().flatten() // block_size) * block_size
-    ends = rounded.cumsum(0) + start
-    return (ends - rounded).reshape(lengths.shape), int(ends[-1]) if ends.numel() else start
+    sums = rounded.cumsum(0)
+    ends = sums + start
+    if not torch.compiler.is_compiling():
+        if bool((lengths < 0).any()):
+            raise ArgumentError(f"lengths must not be negative, got {int(lengths.min())}")
+        # Of two numbers that are not negative a sum that wraps around is negative.
+        if any(bool((x < 0).any()) for x in (rounded, sums, ends)):
+            raise ArgumentError(
+                f"lengths must fit before slot 2**63 in blocks of {block_size} from slot {start} on, "
+                f"got {lengths.tolist()}"
+            )
+    return (ends - rounded).reshape(lengths.shape), int(ends[-1]) if ends.shape[0] else start
 
 
 def slot_mapping(block_table: Tensor, positions_start: Tensor, lengths: Tensor, block_size: int) -> Tensor:
@@ -210,18 +219,31 @@ def slot_mapping(block_table: Tensor, positions_start: Tensor, lengths: Tensor, 
 
     Raises:
         ShapeError: rank, size or dtype does not fit.
-        ArgumentError: a token lies behind the last column of its row.
+        ArgumentError: a token lies behind the last column of its row, or its slot would be none of int64.
     """
     sizes = expect("block_table", block_table, "B M", dtype=INDEX_DTYPES)
     for name, x in (("positions_start", positions_start), ("lengths", lengths)):
         expect(name, x, "B", B=sizes["B"], dtype=INDEX_DTYPES, device=block_table.device)
+    expect_range("block_size", block_size, 1, _TOO_MANY)
+    if not torch.compiler.is_compiling():
+        _check_positions(positions_start.long(), lengths.long(), sizes["M"], block_size)
+    sequence, position = ragged_positions(prefix_sums(lengths), positions_start)
+    if not torch.compiler.is_compiling():
+        used, last = block_table[sequence, position // block_size].long(), _TOO_MANY // block_size - 1
+        for block in used[used > last].tolist()[:1]:
+            raise ArgumentError(f"block_table must name blocks up to {last}, got {block}")
+    return CacheIndex.blocks(block_table, block_size).slots(sequence, position)
+
+
+def _check_positions(first: Tensor, lengths: Tensor, num_blocks: int, block_size: int) -> None:
+    """Refuse tokens outside the ``num_blocks`` blocks of their row."""
     if bool((lengths < 0).any()):
         raise ArgumentError(f"lengths must be at least 0, got {int(lengths.min())}")
-    index = CacheIndex.blocks(block_table, expect_range("block_size", block_size, 1))
-    sequence, position = ragged_positions(prefix_sums(lengths), positions_start)
-    if position.numel() and (int(position.min()) < 0 or int(position.max()) >= sizes["M"] * block_size):
+    # Compared without a sum, which could wrap around.
+    room = min(num_blocks * block_size, _TOO_MANY - 1)
+    outside = (lengths > 0) & ((first < 0) | (first > room - lengths))
+    for b in outside.nonzero().flatten().tolist()[:1]:
         raise ArgumentError(
-            f"positions_start must keep every token in the {sizes['M']} blocks of its row, "
-            f"got positions {int(position.min())} to {int(position.max())} with block_size {block_size}"
+            f"positions_start must keep every token in the {num_blocks} blocks of its row, got "
+            f"{int(lengths[b])} tokens from position {int(first[b])} on with block_size {block_size}"
         )
-    return index.slots(sequence, position)

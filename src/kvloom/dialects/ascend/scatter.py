@@ -18,21 +18,21 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kvloom import ops
 from kvloom.core.checks import can_read
 from kvloom.core.indexing import check_slots, prefix_sums, ragged_positions
 from kvloom.core.views import KVView, raw
 from kvloom.dialects.ascend.arguments import (
     choose_rule,
+    expect_apart,
     expect_fits,
     expect_tensors,
     present,
     read_mode,
-    read_uncollected,
     refuse_unused,
 )
 from kvloom.dialects.ascend.average import fold
-from kvloom.dialects.ascend.formats import NHSD, NORM, open_caches
+from kvloom.dialects.ascend.formats import NHSD, NORM, open_caches, store_sides
+from kvloom.dialects.ascend.nct import read_uncollected
 from kvloom.dialects.ascend.runs import COMPRESSING, Runs, read_runs
 from kvloom.errors import ArgumentError, ShapeError
 
@@ -60,7 +60,8 @@ def scatter_pa_kv_cache(
     Args:
         key: ``[T, H, Dk]``, or padded ``[B, S, H, Dk]`` (scenario 3); any strides, a float, an integer of up
             to 32 bits or an 8-bit float.
-        value: As ``key`` with its own head size; ``None`` or 0-dim for keys only.
+        value: As ``key`` with its own head size. For keys only it and ``value_cache`` are ``None``, empty
+            (``torch.empty(0)``) or 0-dim.
         key_cache: Norm ``[nb, bs, H, Dk]`` (H = 1 in the compressing modes), NHSD ``[nb, H, bs, Dk]``, PA_NZ
             ``[nb, H * Dk / last, bs, last]`` or ``[nb, H, Dk / last, bs, last]`` with ``last`` elements in 32
             bytes. Dtype of ``key``, any strides without overlap.
@@ -98,6 +99,8 @@ def scatter_pa_kv_cache(
     ):
         if x is not None and cache is not None and opened is not None:
             expect_fits(name, cache, opened, x, heads=1 if rule in COMPRESSING else x.shape[-2], nz=nz)
+    key, value = read_uncollected(key, value, strides, offsets)
+    expect_apart({"key": key, "value": value}, {"key_cache": key_cache, "value_cache": value_cache})
     if rule in COMPRESSING:
         runs = read_runs(rule, seq_lens, compress_lens, compress_seq_offset, heads=key.shape[-2])
         rows, slots = _plan_runs(runs, key, value, slot_mapping, caches)
@@ -105,16 +108,16 @@ def scatter_pa_kv_cache(
         refuse_unused(
             rule, compress_lens=compress_lens, compress_seq_offset=compress_seq_offset, seq_lens=seq_lens
         )
-        rows = read_uncollected(key, value, strides, offsets)
+        rows = (key, value)
         if nz:  # one head of all features, as its caches are viewed
-            rows = (_one_head(rows[0]), None if rows[1] is None else _one_head(rows[1]))
+            rows = (_one_head(key), None if value is None else _one_head(value))
         if slot_mapping.ndim != 1 or slot_mapping.shape[0] != key.shape[0]:
             raise ShapeError(f"slot_mapping must be [{key.shape[0]}], got {list(slot_mapping.shape)}")
         slots = slot_mapping
         if can_read(slots):
             check_slots("slot_mapping", slots, caches[0].num_slots, skip_negative=True)
             slots = _last_wins(slots)
-    _write(rows, slots, caches)
+    store_sides(rows, slots, caches)
 
 
 def _one_head(x: Tensor) -> Tensor:
@@ -183,18 +186,6 @@ def _check_runs(runs: Runs, key: Tensor, first: Tensor, num_slots: int) -> None:
             f"slot_mapping must leave the {int(runs.num_slots[b, h])} slots of sequence {b}, head {h} within "
             f"[0, {num_slots}), got first slot {int(first[b, h])}"
         )
-
-
-def _write(rows: tuple[Tensor, Tensor | None], slots: Tensor, caches: tuple[KVView, KVView | None]) -> None:
-    """Store both sides in one call where they have one dtype."""
-    (key, value), (keys, values) = rows, caches
-    if value is None or values is None:
-        ops.store(key, None, slots, keys)
-    elif key.dtype == value.dtype and keys.key.shape[:4] == values.key.shape[:4]:
-        ops.store(key, value, slots, KVView(keys.key, values.key))
-    else:
-        ops.store(key, None, slots, keys)
-        ops.store(value, None, slots, values)
 
 
 def _last_wins(slots: Tensor, rank: Tensor | None = None) -> Tensor:

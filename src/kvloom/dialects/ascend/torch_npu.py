@@ -1,14 +1,19 @@
 """The same operators under torch_npu's names, argument order and defaults: change one import to port code.
-NPU.
 
 Mind the differences to ``kvloom.dialects.ascend`` that torch_npu has: the default ``cache_mode`` is
-``"PA_NZ"``, and the offsets are called ``compress_seq_offsets``.
+``"PA_NZ"``, and the offsets are called ``compress_seq_offsets``. For keys only pass ``torch.empty(0)`` for
+values and their cache, as there.
 """
 
 from torch import Tensor
 
 from kvloom.dialects.ascend.gather import gather_pa_kv_cache
 from kvloom.dialects.ascend.scatter import scatter_pa_kv_cache
+
+
+def _clone(x: Tensor) -> Tensor:
+    """A copy of what is a tensor; all else is for the operator to refuse, or to take for absent."""
+    return x.clone() if isinstance(x, Tensor) else x
 
 
 def npu_scatter_pa_kv_cache(
@@ -50,7 +55,7 @@ def npu_scatter_pa_kv_cache_functional(
     cache_mode: str | None = "PA_NZ",
 ) -> tuple[Tensor, Tensor]:
     """``npu_scatter_pa_kv_cache`` on copies of the caches, which are returned."""
-    key_cache, value_cache = key_cache.clone(), value_cache.clone()
+    key_cache, value_cache = _clone(key_cache), _clone(value_cache)
     npu_scatter_pa_kv_cache(
         key,
         value,
@@ -129,7 +134,7 @@ def npu_gather_pa_kv_cache_functional(
     is_seq_lens_cumsum: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """``npu_gather_pa_kv_cache`` into copies of ``key`` and ``value``, which are returned."""
-    key, value = key.clone(), value.clone()
+    key, value = _clone(key), _clone(value)
     npu_gather_pa_kv_cache(
         key_cache,
         value_cache,
