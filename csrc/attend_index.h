@@ -39,6 +39,17 @@ class AttendIndex {
 
   int64_t num_columns() const { return kvstarts_.back(); }
 
+  /// Refuses sequences of more new tokens than stored ones where `has_places(b)`: theirs would be negative.
+  template <class HasPlaces>
+  void check_lengths(HasPlaces has_places) const {
+    for (int64_t b = 0; b < num_sequences_; ++b) {
+      const int64_t num_new = seqstarts_[b + 1] - seqstarts_[b];
+      if (num_new <= length(b) || !has_places(b)) continue;
+      throw std::invalid_argument("kvstarts must give sequence " + std::to_string(b) + " at least its " +
+                                  std::to_string(num_new) + " new tokens, got " + std::to_string(length(b)));
+    }
+  }
+
   /// Copies the pages that are read, and refuses rows with too few, then tokens whose slots are outside the cache.
   void take_pages(const Tensor& table, const MaybeTensor& row_starts, int64_t page_size, int64_t num_slots) {
     const int64_t rank = row_starts ? 1 : 2;
