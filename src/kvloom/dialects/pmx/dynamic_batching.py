@@ -5,7 +5,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from kvloom import ops
-from kvloom.core.checks import FLOAT_DTYPES, INDEX_DTYPES, can_read, expect, expect_range
+from kvloom.core.checks import FLOAT_DTYPES, INDEX_DTYPES, can_read, expect, expect_range, expect_tensor
 from kvloom.core.indexing import CacheIndex, check_new, ragged_positions
 from kvloom.core.layouts import CacheLayout
 from kvloom.core.views import KVView
@@ -294,6 +294,8 @@ def _expect_decoding(decoding_batches: int | Tensor, seqstarts: Tensor) -> int:
 def _scores(
     query: Tensor, kvstarts: Tensor, attn_mask: Tensor | None, num_heads: int, is_causal: bool, is_alibi: bool
 ) -> ops.Scores:
+    if attn_mask is not None:
+        expect_tensor("attn_mask", attn_mask)
     mask = attn_mask if attn_mask is not None and attn_mask.numel() else None
     if mask is not None:
         axes = "Hq T Tkv" if mask.ndim == 3 else "T Tkv"
