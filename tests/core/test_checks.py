@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvloom.core.checks import can_read, debug, debugging, expect, expect_range
-from kvloom.core.memory import expect_no_overlap
+from kvloom.core.memory import expect_writable
 from kvloom.errors import ArgumentError, ShapeError
 
 # --- expect -------------------------------------------------------------------------------------------------
@@ -86,7 +86,7 @@ def test_range_refuses_what_is_no_int(value: object) -> None:
         expect_range("n", value, 0)  # type: ignore[arg-type]
 
 
-# --- expect_no_overlap --------------------------------------------------------------------------------------
+# --- expect_writable --------------------------------------------------------------------------------------
 
 
 @given(st.lists(st.tuples(st.integers(1, 4), st.integers(0, 9)), min_size=1, max_size=4))
@@ -99,7 +99,7 @@ def test_overlapping_elements_are_always_refused(axes: list[tuple[int, int]]) ->
     x = torch.empty(int(offsets.max()) + 1).as_strided(shape, strides)
     if overlaps:
         with pytest.raises(ShapeError, match="x must not overlap itself"):
-            expect_no_overlap("x", x)
+            expect_writable("x", x)
     else:
         assert x.numel() == offsets.numel()
 
@@ -119,7 +119,7 @@ def test_overlapping_elements_are_always_refused(axes: list[tuple[int, int]]) ->
     ids=["contiguous", "permuted", "steps", "expanded to 1", "all ones", "0-D", "empty", "unfolded"],
 )
 def test_tensor_without_overlap_is_accepted(x: torch.Tensor) -> None:
-    assert expect_no_overlap("x", x) is None
+    assert expect_writable("x", x) is None
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,7 @@ def test_tensor_without_overlap_is_accepted(x: torch.Tensor) -> None:
 )
 def test_tensor_that_overlaps_is_refused_by_name(x: torch.Tensor) -> None:
     with pytest.raises(ShapeError, match=r"^cache must not overlap itself, got shape .* strides"):
-        expect_no_overlap("cache", x)
+        expect_writable("cache", x)
 
 
 # --- debug --------------------------------------------------------------------------------------------------

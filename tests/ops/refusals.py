@@ -60,11 +60,13 @@ def views(call: Call, how: Callable[[Tensor], Tensor | None], *names: str, argum
 
 
 def assert_refused(operator: Callable[..., object], good: Call, bad: Bad) -> None:
-    """The changed call raises, and no tensor of either call has changed."""
-    call = {**good, **bad.change(good)}
-    seen = [*tensors_of(good), *tensors_of(call)]
+    """The changed call raises, or a view that it needs, and no tensor of either call has changed."""
+    seen = [*tensors_of(good)]
     before = [x.clone() for x in seen]
     with pytest.raises(KVError, match=rf"\b({bad.names})\b") as raised:
+        call = {**good, **bad.change(good)}
+        seen += tensors_of(call)
+        before += [x.clone() for x in tensors_of(call)]
         operator(**call)
     assert isinstance(raised.value, bad.error), repr(raised.value)
     for x, old in zip(seen, before, strict=True):

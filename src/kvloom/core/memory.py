@@ -5,7 +5,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from kvloom.errors import OutOfMemory, ShapeError
+from kvloom.errors import ArgumentError, OutOfMemory, ShapeError
 
 _MAX_STEPS: Final = 10_000
 
@@ -51,12 +51,15 @@ def shares_memory(x: Tensor, y: Tensor) -> bool:
     return _is_sum(other_start - start, sorted(steps.items(), reverse=True))
 
 
-def expect_no_overlap(name: str, x: Tensor) -> None:
-    """Check that a write to ``x`` loses no values.
+def expect_writable(name: str, x: Tensor) -> None:
+    """Check that a write to ``x`` loses no values and no gradient.
 
     Raises:
         ShapeError: two elements of ``x`` may share memory.
+        ArgumentError: autograd watches ``x``.
     """
+    if x.requires_grad and torch.is_grad_enabled():
+        raise ArgumentError(f"{name} must not require a gradient: what is written has none")
     if overlaps_itself(x):
         raise ShapeError(f"{name} must not overlap itself, got shape {list(x.shape)} strides {x.stride()}")
 

@@ -27,7 +27,7 @@ from kvloom.ops.expect import (
     expect_dtypes,
     expect_loadable,
     expect_store,
-    expect_writable,
+    expect_writable_view,
     is_in_order,
     is_plain,
     loaded_bytes,
@@ -178,7 +178,7 @@ def copy(
     expect_slots("target_slots", target_slots, source_slots.shape[0], target.device)
     if source.device != target.device:
         raise ShapeError(f"target must be on {source.device} as source, got {target.device}")
-    expect_writable("target", target)
+    expect_writable_view("target", target)
     reads, writes = [], []
     for name in ("key", "value", "key_scale", "value_scale"):
         a, b = getattr(source, name), getattr(target, name)

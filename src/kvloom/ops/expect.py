@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kvloom.core.checks import FLOAT_DTYPES, INDEX_DTYPES, MAX_INT64, expect, expect_range
 from kvloom.core.indexing import expect_slots
-from kvloom.core.memory import expect_disjoint, expect_memory, expect_no_overlap, shares_memory
+from kvloom.core.memory import expect_disjoint, expect_memory, expect_writable, shares_memory
 from kvloom.core.views import KVView, head_dim_of
 from kvloom.errors import ArgumentError, ShapeError
 
@@ -71,7 +71,7 @@ def expect_store(key: Tensor, value: Tensor | None, slots: Tensor, kv: KVView) -
         expect_side("value", value, kv.value, kv.value_scale)
         expect("value", value, "T H D", T=tokens, dtype=key.dtype)
     expect_slots("slots", slots, tokens, kv.device)
-    expect_writable("kv", kv)
+    expect_writable_view("kv", kv)
     for name, x in (("key", key), ("value", value)):
         for cache in (kv.key, kv.value, kv.key_scale, kv.value_scale):
             if x is not None and cache is not None:
@@ -86,17 +86,14 @@ def apart_from(kv: KVView, slots: Tensor) -> Tensor:
     return slots.clone() if any(x is not None and shares_memory(slots, x) for x in written) else slots
 
 
-def expect_writable(name: str, kv: KVView) -> None:
+def expect_writable_view(name: str, kv: KVView) -> None:
     """Check that no two elements of ``kv`` share memory, and that autograd does not watch them."""
     sides = ("key", "value", "key_scale", "value_scale")
     tensors = [(f"{name}.{side}", x) for side in sides if (x := getattr(kv, side)) is not None]
     for side, x in tensors:
-        if torch.is_grad_enabled() and x.requires_grad:
-            raise ArgumentError(f"{side} must not require a gradient, writing it has none")
+        expect_writable(side, x)
     if kv.is_writable:
         return
-    for side, x in tensors:
-        expect_no_overlap(side, x)
     for (side, x), (other_side, other) in combinations(tensors, 2):
         expect_disjoint(side, x, other_side, other)
 
@@ -111,7 +108,8 @@ def expect_loadable(num_tokens: int, kv: KVView, dtype: torch.dtype, num_repeat:
     if torch.compiler.is_compiling():
         expect_range("num_repeat", num_repeat, 1)
         return
-    expect_memory("the loaded keys and values", loaded_bytes(num_tokens, kv, dtype, num_repeat), kv.device)
+    what = f"keys and values of {num_tokens} tokens with num_repeat {num_repeat}"
+    expect_memory(what, loaded_bytes(num_tokens, kv, dtype, num_repeat), kv.device)
 
 
 def loaded_bytes(num_tokens: int, kv: KVView, dtype: torch.dtype, num_repeat: int) -> int:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kvloom.core.checks import INDEX_DTYPES, expect
-from kvloom.core.memory import expect_disjoint, expect_no_overlap
+from kvloom.core.memory import expect_disjoint, expect_writable
 from kvloom.core.views import KVView
 from kvloom.dialects.ascend.runs import COMPRESSING
 from kvloom.errors import ArgumentError, ShapeError
@@ -84,7 +84,7 @@ def expect_tensors(
         if x is not None and cache is not None:
             if cache.dtype != x.dtype:
                 raise ShapeError(f"{name}_cache must be {x.dtype} as {name}, got {cache.dtype}")
-            expect_no_overlap(f"{name}_cache", cache)
+            expect_writable(f"{name}_cache", cache)
     if slot_mapping.dtype not in INDEX_DTYPES:
         raise ShapeError(f"slot_mapping must be int64 or int32, got {slot_mapping.dtype}")
 

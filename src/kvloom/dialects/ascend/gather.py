@@ -9,7 +9,7 @@ from kvloom import ops
 from kvloom.core.checks import INDEX_DTYPES, can_read, expect
 from kvloom.core.indexing import prefix_sums, ragged_positions
 from kvloom.core.layouts import CacheLayout
-from kvloom.core.memory import expect_no_overlap
+from kvloom.core.memory import expect_writable
 from kvloom.core.views import KVView, raw
 from kvloom.dialects.ascend.arguments import DTYPES, expect_apart, present, read_mode
 from kvloom.dialects.ascend.formats import NORM, open_caches, store_sides
@@ -67,7 +67,7 @@ def gather_pa_kv_cache(
         for written, y in ((name, x), (f"{name}_cache", cache)):
             if y.device != key_cache.device:
                 raise ShapeError(f"{written} must be on {key_cache.device} as key_cache, got {y.device}")
-        expect_no_overlap(name, x)
+        expect_writable(name, x)
     expect_apart({"key_cache": key_cache, "value_cache": value_cache}, {"key": key, "value": value})
     caches = open_caches(layout, key_cache, value_cache)
     sizes = expect("block_tables", block_tables, "B M", dtype=INDEX_DTYPES, device=key_cache.device)

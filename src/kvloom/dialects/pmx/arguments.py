@@ -14,7 +14,7 @@ from kvloom.core.checks import (
 )
 from kvloom.core.indexing import CacheIndex, check_index
 from kvloom.core.layouts import CacheLayout
-from kvloom.core.memory import expect_disjoint, expect_no_overlap
+from kvloom.core.memory import expect_disjoint, expect_writable
 from kvloom.core.specs import CODE_DTYPE
 from kvloom.core.views import KVView
 from kvloom.errors import ArgumentError, ShapeError
@@ -52,7 +52,7 @@ def open_cache(
         raise ShapeError(f"cache must be on {current_key.device} as current_key, got {cache.device}")
     if num_heads == 0 or head_dim == 0:
         raise ShapeError(f"current_key must have heads and elements, got {list(current_key.shape)}")
-    expect_no_overlap("cache", cache)
+    expect_writable("cache", cache)
     expect_disjoint("current_key", current_key, "cache", cache)
     expect_disjoint("current_value", current_value, "cache", cache)
     canonical = layout.canonical(cache)
@@ -99,7 +99,7 @@ def _expect_quantized(
         raise ArgumentError(f"quant_group must divide the head dim {head_dim}, got {quant_group}")
     if quant_bit == 4 and quant_group % 2:
         raise ArgumentError(f"quant_group must be even where quant_bit is 4, got {quant_group}")
-    expect_no_overlap("scale", scale)
+    expect_writable("scale", scale)
     for name, x in (("current_key", new[0]), ("current_value", new[1]), ("cache", cache)):
         expect_disjoint(name, x, "scale", scale)
     groups = head_dim // quant_group
