@@ -213,3 +213,27 @@ def test_bad_places_are_named(at: list[int], options: dict[str, Any], message: s
     kv = kvonnx.standard_cache(cache, cache.clone())
     with pytest.raises(ArgumentError, match=message):
         kvonnx.write_slots(kv, torch.tensor(at), 4, **options)
+
+
+FAR = [-(2**63), -(2**63) + 1, 2**62, 2**63 - 2, 2**63 - 1]
+
+
+@pytest.mark.parametrize("far", FAR)
+def test_positions_far_away_do_not_come_back(far: int) -> None:
+    cache = torch.zeros(B, KV_HEADS, M, D)
+    kv = kvonnx.standard_cache(cache, cache.clone())
+    at = torch.tensor([0, far, 1])
+    with pytest.raises(ArgumentError, match="write_indices must leave room for 3"):
+        kvonnx.write_slots(kv, at, 3)
+    wanted = [b * M + (i + j) % M for b, i in enumerate(at.tolist()) for j in range(3)]
+    assert kvonnx.write_slots(kv, at, 3, mode="circular").tolist() == wanted
+    with pytest.raises(ArgumentError, match=r"lengths must be in \[0, "):
+        kvonnx.row_batch(kv, 1, torch.tensor([1, far, 1]))
+
+
+@pytest.mark.parametrize("num_new", [-1, 2**62, 2**63, True, 1.0])
+def test_a_count_that_is_none(num_new: Any) -> None:
+    cache = torch.zeros(B, KV_HEADS, M, D)
+    kv = kvonnx.standard_cache(cache, cache.clone())
+    with pytest.raises(ArgumentError, match="num_new must be"):
+        kvonnx.write_slots(kv, torch.zeros(B, dtype=torch.int64), num_new)

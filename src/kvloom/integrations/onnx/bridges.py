@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvloom import ops
-from kvloom.core.checks import INDEX_DTYPES, expect
+from kvloom.core.checks import INDEX_DTYPES, can_read, expect, expect_range
 from kvloom.core.indexing import CacheIndex
 from kvloom.core.layouts import HUGGING_FACE, CacheLayout
 from kvloom.core.views import KVView
@@ -47,17 +47,22 @@ def write_slots(kv: KVView, write_indices: Tensor, num_new: int, *, mode: str = 
         mode: ``"linear"``, or ``"circular"``, in which positions wrap around.
 
     Raises:
-        ArgumentError: ``mode`` is another, or a position is beyond the row.
+        ArgumentError: ``mode`` is another, or the new tokens do not fit into a row.
     """
     rows, capacity = kv.key.shape[0], kv.block_size
     expect("write_indices", write_indices, "B", dtype=INDEX_DTYPES, B=rows)
     if mode not in ("linear", "circular"):
         raise ArgumentError(f"mode must be 'linear' or 'circular', got {mode!r}")
-    position = write_indices.long().unsqueeze(1) + torch.arange(num_new, device=write_indices.device)
+    expect_range("num_new", num_new, 0, capacity + 1)
+    first, size = write_indices.long(), max(capacity, 1)
     if mode == "circular":
-        position = position % capacity
-    if bool(((position < 0) | (position >= capacity)).any()):
-        raise ArgumentError(f"write_indices must leave room for {num_new} of {capacity} tokens in each row")
+        first = first % size  # before a sum that could wrap around
+    elif bool(((first < 0) | (first > capacity - num_new)).any()):
+        raise ArgumentError(
+            f"write_indices must leave room for {num_new} of {capacity} tokens in each row, "
+            f"got {write_indices.tolist()}"
+        )
+    position = (first.unsqueeze(1) + torch.arange(num_new, device=first.device)) % size
     start = torch.arange(rows, device=write_indices.device) * capacity
     return (start.unsqueeze(1) + position).flatten()
 
@@ -70,11 +75,17 @@ def row_batch(kv: KVView, num_new: int, lengths: Tensor) -> ops.Batch:
         num_new: Queries of each row.
         lengths: ``[B]`` int64, stored tokens of each row, the new ones included: ``nonpad_kv_seqlen``, or
             ``seqlens_k + 1``.
+
+    Raises:
+        ArgumentError: more tokens than a row has slots.
     """
-    rows = kv.key.shape[0]
+    rows, capacity = kv.key.shape[0], kv.block_size
     expect("lengths", lengths, "B", dtype=INDEX_DTYPES, B=rows)
+    expect_range("num_new", num_new, 0)
+    if can_read(lengths) and bool(((lengths < 0) | (lengths.long() > capacity)).any()):
+        raise ArgumentError(f"lengths must be in [0, {capacity}], got {lengths.tolist()}")
     starts = torch.arange(rows + 1, device=lengths.device)
-    index = CacheIndex.offset(starts[:-1] * kv.block_size)
+    index = CacheIndex.offset(starts[:-1] * capacity)
     kvstarts = torch.cat((starts[:1], lengths.long().cumsum(0)))
     return ops.Batch(index, starts * num_new, kvstarts)
 
