@@ -226,3 +226,29 @@ def test_layouts_of_the_other_document_are_translated_or_refused() -> None:
     kvonnx.check(kvonnx.export(Broken(call(1)), example, portable=False))
     with pytest.raises(ArgumentError, match="domain must be 'pmx' for cache_layout 2"):
         kvonnx.export(Broken(call(2)), example, portable=False)
+
+
+# torch warns of its own internals.
+@pytest.mark.filterwarnings("ignore")
+def test_the_exporter_of_torch_alone_cannot_do_it() -> None:
+    """As docs/onnx.md says; once this fails, there is another way to offer."""
+    example = (torch.randn(2, 3, 2, 4), torch.tensor(0), torch.zeros(1, 2, 2, 2, 9, 4))
+    with pytest.raises(torch.onnx.OnnxExporterError):
+        torch.onnx.export(Static(), example, dynamo=True, verbose=False)
+    kvonnx.check(kvonnx.export(Static(), example))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_torch_leaves_out_what_is_updated_in_place() -> None:
+    """Why no table of translations makes up for it: the update is no output of the graph."""
+
+    class Update(nn.Module):
+        def forward(self, x: Tensor, cache: Tensor) -> Tensor:
+            cache.copy_(cache + x)
+            return x * 2
+
+    program = torch.onnx.export(
+        Update(), (torch.ones(2), torch.zeros(2)), dynamo=True, verbose=False, output_names=["y"]
+    )
+    assert program is not None
+    assert [x.name for x in program.model_proto.graph.output] == ["y"]
