@@ -93,13 +93,14 @@ PLACES = {
 }
 
 
+@BACKEND
 @pytest.mark.parametrize("stored", [0, 1, 3])
 @pytest.mark.parametrize("what", PLACES)
-def test_more_new_tokens_than_stored_ones_are_refused(what: str, stored: int) -> None:
+def test_more_new_tokens_than_stored_ones_are_refused(what: str, stored: int, backend: str) -> None:
     case = make_case([2, 4, 1], [5, stored, 1])
     scores, case.decoding_batches = PLACES[what]
     with pytest.raises(ArgumentError) as raised:
-        attend(case, scores, "reference")
+        attend(case, scores, backend)
     assert str(raised.value) == f"kvstarts must give sequence 1 at least its 4 new tokens, got {stored}"
 
 

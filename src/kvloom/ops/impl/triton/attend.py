@@ -10,7 +10,7 @@ import triton
 from torch import Tensor
 
 from kvloom.core.checks import can_read
-from kvloom.core.indexing import ENDLESS, CacheIndex, check_index, check_starts
+from kvloom.core.indexing import ENDLESS, CacheIndex, check_index, check_new, check_starts
 from kvloom.core.views import bits_of, head_dim_of
 from kvloom.errors import ArgumentError, ShapeError
 from kvloom.ops.impl.triton.attend_fold import fold_kernel
@@ -72,7 +72,10 @@ def attend(
     sequences, heads = seqstarts.shape[0] - 1, key_cache.shape[3]
     num_slots = key_cache.shape[:3].numel()
     if can_read(kvstarts):
-        _check_values(CacheIndex(table, row_starts, page_size), seqstarts, kvstarts, num_new, num_slots, mask)
+        always = alibi_slopes is not None or window is not None
+        first_placed = 0 if always else decoding_batches if is_causal else sequences
+        index = CacheIndex(table, row_starts, page_size)
+        _check_values(index, seqstarts, kvstarts, num_new, num_slots, mask, first_placed)
     out = query.new_empty((num_new, query_heads, head_dim_of(value_cache, value_scale)))
     if out.numel() == 0:
         return out
@@ -82,7 +85,7 @@ def attend(
         None if first_visible is None else first_visible.contiguous(),
         sequences,
         decoding_batches,
-        ENDLESS if window is None else window,
+        ENDLESS if window is None else min(window, ENDLESS),
     )
     row_stride, page_stride = (0, table.stride(0)) if table.ndim == 1 else table.stride()
     ragged = None if row_starts is None else row_starts.contiguous()
@@ -150,9 +153,15 @@ def attend(
 
 
 def _check_values(
-    index: CacheIndex, seqstarts: Tensor, kvstarts: Tensor, num_new: int, num_slots: int, mask: Tensor | None
+    index: CacheIndex,
+    seqstarts: Tensor,
+    kvstarts: Tensor,
+    num_new: int,
+    num_slots: int,
+    mask: Tensor | None,
+    first_placed: int,
 ) -> None:
-    """What the reference refuses."""
+    """What the reference refuses; places count in sequences from ``first_placed`` on."""
     seq, kv = seqstarts.tolist(), kvstarts.tolist()
     check_starts("seqstarts", seq)
     check_starts("kvstarts", kv)
@@ -160,6 +169,8 @@ def _check_values(
         raise ArgumentError(f"seqstarts must end with the {num_new} rows of query, got {seq[-1]}")
     if mask is not None and mask.shape[-1] < kv[-1]:
         raise ShapeError(f"mask must have at least {kv[-1]} columns, got {mask.shape[-1]}")
+    new, stored = seqstarts.diff().tolist(), kvstarts.diff().tolist()
+    check_new(new, stored, [b >= first_placed for b in range(len(new))])
     check_index("index", index, kvstarts.diff(), num_slots)
 
 
