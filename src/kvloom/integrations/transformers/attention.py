@@ -4,6 +4,7 @@ Letters: B sequences, Q queries of each, N columns of keys and values, H key/val
 and Dv head dims.
 """
 
+from collections.abc import Callable
 from typing import Any, Final
 
 import torch
@@ -31,24 +32,29 @@ class StoredStates:
 
     Args:
         tokens: The columns.
-        dtype: In which attention computes.
+        newest: The keys or values of the last columns, as attention computes with them.
         key_states: The keys that belong to these values; ``None`` if these are the keys.
     """
 
     def __init__(
-        self, tokens: StoredTokens, dtype: torch.dtype, key_states: "StoredStates | None" = None
+        self, tokens: StoredTokens, newest: Tensor, key_states: "StoredStates | None" = None
     ) -> None:
         self.tokens = tokens
-        self.dtype = dtype
+        self.dtype = newest.dtype
         self.device = tokens.view.device
+        wants_gradient = (
+            newest.requires_grad and torch.is_grad_enabled() and not torch.compiler.is_compiling()
+        )
+        self.untrained = newest if wants_gradient else None
+        """What would have a gradient if it had not been stored; compilers would trace what raises."""
         self._key_states = key_states
         self._gathered: tuple[Tensor, Tensor] | None = None
 
     @classmethod
-    def pair(cls, tokens: StoredTokens, dtype: torch.dtype) -> tuple["StoredStates", "StoredStates"]:
-        """Keys and values."""
-        key_states = cls(tokens, dtype)
-        return key_states, cls(tokens, dtype, key_states)
+    def pair(cls, tokens: StoredTokens, key: Tensor, value: Tensor) -> tuple["StoredStates", "StoredStates"]:
+        """Keys and values, of which ``key`` and ``value`` were stored last."""
+        key_states = cls(tokens, key)
+        return key_states, cls(tokens, value, key_states)
 
     @property
     def shape(self) -> torch.Size:
@@ -62,12 +68,10 @@ class StoredStates:
 
     def gather(self) -> Tensor:
         """The tensor, dequantised; keys and values are gathered together, once."""
-        if self._key_states is not None:
-            self._key_states.gather()
-            self._gathered = self._key_states._gathered
-        if self._gathered is None:
-            self._gathered = self.tokens.gather(self.dtype)
-        return self._gathered[0 if self._key_states is None else 1]
+        keys = self if self._key_states is None else self._key_states
+        if keys._gathered is None:
+            keys._gathered = self.tokens.gather(keys.dtype)
+        return _refuse_gradient(keys._gathered[0 if keys is self else 1], self)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -93,6 +97,27 @@ for _name in (
     "radd", "rsub", "rmul", "rtruediv", "rmatmul",
 ):  # fmt: skip
     setattr(StoredStates, f"__{_name}__", _operator(f"__{_name}__"))
+
+
+class _NoGradient(torch.autograd.Function):
+    """What was computed of stored tokens, and tensors whose gradient is lost because they were stored."""
+
+    @staticmethod
+    def forward(ctx: Any, computed: Tensor, *untrained: Tensor) -> Tensor:
+        return computed.view_as(computed)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> None:
+        raise UnsupportedError(
+            "a KVCache stores keys and values without their gradient: train with use_cache=False"
+        )
+
+
+def _refuse_gradient(computed: Tensor, *states: StoredStates) -> Tensor:
+    """``computed``, of which ``backward`` raises UnsupportedError if it should reach what was stored."""
+    untrained = [x.untrained for x in states if x.untrained is not None]
+    refuse: Callable[..., Tensor] = _NoGradient.apply
+    return refuse(computed, *untrained) if untrained else computed
 
 
 def attention(
@@ -165,7 +190,8 @@ def attention(
             mask = torch.zeros(mask.shape, device=mask.device).masked_fill(~mask, float("-inf"))
         mask = mask + position_bias
     scores = ops.Scores(scaling, bool(causal), softcap=softcap, sinks=s_aux)
-    return tokens.attend(query, scores, first=first, mask=mask), None
+    out = tokens.attend(query, scores, first=first, mask=mask)
+    return _refuse_gradient(out, *(x for x in (key, value) if isinstance(x, StoredStates))), None
 
 
 def _dense(key: Tensor, value: Tensor, window: int | None, taken: Tensor | None) -> StoredTokens:

@@ -63,11 +63,9 @@ class KVCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         if self._dtype is None:
             self.lazy_initialization(key_states, value_states)
         tokens = self.pages.append(key_states, value_states)
+        keys, values = StoredStates.pair(tokens, key_states, value_states)
         in_place = self._config._attn_implementation == IMPLEMENTATION
-        pair: tuple[States, States] = (
-            StoredStates.pair(tokens, key_states.dtype) if in_place else tokens.gather(key_states.dtype)
-        )
-        return pair
+        return (keys, values) if in_place else (keys.gather(), values.gather())
 
     def get_seq_length(self) -> int | Tensor:
         """Columns seen, those that a window has passed included."""
