@@ -25,7 +25,7 @@ from kvloom.caches import PagedFormat, PagedLayer, StoredTokens
 from kvloom.errors import ArgumentError, UnsupportedError
 from kvloom.integrations.transformers import KVCache
 from kvloom.integrations.transformers.attention import StoredStates, attention
-from kvloom.integrations.transformers.masks import attention_mask
+from kvloom.integrations.transformers.masks import CompactMask, attention_mask
 
 MODERN = "cache_position" not in ALL_MASK_ATTENTION_FUNCTIONS["sdpa"].__code__.co_varnames
 
@@ -140,9 +140,12 @@ def build_mask(rows: int, num_new: int, num_stored: int, padding: Tensor | None,
 
 @given(st.data())
 def test_any_mask_gives_the_numbers_of_the_whole_mask(data: st.DataObject) -> None:
+    """Of the mask that ``sdpa`` gets, which is none where the module says all."""
     rows, num_new = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 5))
     num_stored = num_new + data.draw(st.sampled_from([0, 1, 4, 9]))
     window = data.draw(st.sampled_from([None, 1, 3, 6, 50]))
+    module = torch.nn.Module()
+    module.is_causal = data.draw(st.booleans(), label="is_causal")
     padding = None
     if data.draw(st.booleans(), label="padded"):
         kind = data.draw(st.sampled_from(["left", "right", "holes"]))
@@ -156,27 +159,35 @@ def test_any_mask_gives_the_numbers_of_the_whole_mask(data: st.DataObject) -> No
             else:
                 row[torch.rand(num_stored, generator=generator(count)) < 0.4] = False
     arguments = build_mask(rows, num_new, num_stored, padding, window)
-    whole = ALL_MASK_ATTENTION_FUNCTIONS["sdpa"](**arguments | {"allow_is_causal_skip": False})
+    whole = ALL_MASK_ATTENTION_FUNCTIONS["sdpa"](**arguments)
+    if whole is None:
+        whole = torch.ones(rows, 1, num_new, arguments["kv_length"], dtype=torch.bool)
+        if module.is_causal and num_new > 1:
+            whole = whole.tril()
     query, key, value = (
         torch.randn(rows, heads, count, 8, generator=generator(i))
         for i, (heads, count) in enumerate(((4, num_new), (2, whole.shape[3]), (2, whole.shape[3])))
     )
-    out, _ = attention(torch.nn.Module(), query, key, value, attention_mask(**arguments))
+    out, _ = attention(module, query, key, value, attention_mask(**arguments))
     scores = query @ key.repeat_interleave(2, 1).mT / 8**0.5
     weights = scores.masked_fill(~whole, float("-inf")).softmax(-1).nan_to_num(0.0)
     expected = (weights @ value.repeat_interleave(2, 1)).transpose(1, 2)
     torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_a_compact_mask_is_causal_whatever_the_module_says() -> None:
+@pytest.mark.parametrize("padded", [False, True])
+def test_behind_stored_tokens_attention_is_causal_whatever_the_module_says(padded: bool) -> None:
     padding = torch.ones(2, 6, dtype=torch.bool)
-    padding[0, :2] = False
+    padding[0, :2] = not padded
     query, key = torch.randn(2, 4, 3, 8), torch.randn(2, 4, 6, 8)
     mask = attention_mask(**build_mask(2, 3, 6, padding, None))
     free, bound = torch.nn.Module(), torch.nn.Module()
     free.is_causal, bound.is_causal = False, True
     outs = [attention(module, query, key, key, mask)[0] for module in (free, bound)]
-    assert torch.equal(outs[0], outs[1])
+    seen = torch.ones(3, 6, dtype=torch.bool).tril(3) & padding[:, None, None]
+    expected = torch.nn.functional.scaled_dot_product_attention(query, key, key, seen)
+    for out in outs:
+        torch.testing.assert_close(out, expected.transpose(1, 2), rtol=1e-4, atol=1e-5)
 
 
 def test_without_a_mask_the_module_or_the_argument_says_whether_it_is_causal() -> None:
@@ -194,11 +205,12 @@ def test_without_a_mask_the_module_or_the_argument_says_whether_it_is_causal() -
 
 @pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize("heads", [1, 4])
+@pytest.mark.parametrize("queries", [1, 3])
 @pytest.mark.parametrize("kind", [torch.bool, torch.float32], ids=str)
-def test_a_given_mask_says_all(rows: int, heads: int, kind: torch.dtype) -> None:
-    """Of one row or head it serves all of them; later columns are seen where it says so."""
+def test_a_given_mask_says_all(rows: int, heads: int, queries: int, kind: torch.dtype) -> None:
+    """Of one row, head or query it serves all of them; later columns are seen where it says so."""
     query, key, value = (torch.randn(2, n, m, 8) for n, m in ((4, 3), (2, 5), (2, 5)))
-    seen = torch.rand(rows, heads, 3, 5) < 0.7
+    seen = torch.rand(rows, heads, queries, 5) < 0.7
     seen[..., 0] = seen[..., 0, 4] = True
     mask = seen if kind == torch.bool else torch.zeros(seen.shape).masked_fill(~seen, float("-inf"))
     out, _ = attention(torch.nn.Module(), query, key, value, mask, scaling=0.3)
@@ -208,24 +220,13 @@ def test_a_given_mask_says_all(rows: int, heads: int, kind: torch.dtype) -> None
     torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_plain_masks_stay_compact() -> None:
-    padding = torch.ones(2, 9, dtype=torch.bool)
-    assert attention_mask(**build_mask(2, 4, 9, padding, None)) is None
-    assert attention_mask(**build_mask(2, 4, 9, padding, 50)) is None
-    padding[0, :3] = False
-    assert attention_mask(**build_mask(2, 4, 9, padding, None)).tolist() == [[[[3, 9, 0]]], [[[0, 9, 0]]]]
-    assert attention_mask(**build_mask(2, 4, 9, padding, 3)).tolist() == [[[[0, 6, 3]]], [[[0, 6, 3]]]]
-    padding[1, 5] = False
-    assert attention_mask(**build_mask(2, 4, 9, padding, None)).shape == (2, 1, 4, 9)
-
-
 @pytest.mark.parametrize("mask", ["none", "bool", "float", "compact"])
 def test_position_bias_is_added_to_the_scores(mask: str) -> None:
     query, key, bias = (torch.randn(2, 4, n, m) for n, m in ((3, 8), (5, 8), (3, 5)))
     seen = torch.ones(3, 5, dtype=torch.bool).tril(2).expand(2, 1, 3, 5)
     given_mask = {
         "none": None, "bool": seen, "float": torch.zeros(2, 1, 3, 5).masked_fill(~seen, float("-inf")),
-        "compact": torch.tensor([[[[0, 5, 0]]], [[[0, 5, 0]]]]),
+        "compact": CompactMask((2, 1, 3, 5), torch.device("cpu")),
     }[mask]  # fmt: skip
     out, _ = attention(torch.nn.Module(), query, key, key, given_mask, position_bias=bias, scaling=0.3)
     weights = (query @ key.mT * 0.3 + bias).masked_fill(~seen, float("-inf")).softmax(-1)
@@ -284,8 +285,14 @@ def test_attention_gathers_states_that_do_not_belong_together(gathers: list[Stor
 
 
 @pytest.mark.parametrize(
-    "options", [{"dropout": 0.1}, {"output_attentions": True}, {"head_mask": torch.ones(4)}], ids=str
-)
+    "options",
+    [
+        {"dropout": 0.1}, {"output_attentions": True}, {"head_mask": torch.ones(4)},
+        {"indices": torch.zeros(1, 3, 2)}, {"block_indices": torch.zeros(1, 3, 2)},
+        {"sinks": torch.zeros(1, 4, 3, 1)}, {"cache": object()},
+    ],
+    ids=lambda options: next(iter(options)),
+)  # fmt: skip
 def test_what_it_cannot_do_is_refused(options: dict[str, Any]) -> None:
     x = torch.randn(1, 4, 3, 8)
     with pytest.raises(UnsupportedError, match=f"has no {next(iter(options))}"):
@@ -296,3 +303,10 @@ def test_a_mask_of_two_axes_is_refused() -> None:
     x = torch.randn(1, 4, 3, 8)
     with pytest.raises(ArgumentError, match=r"attention_mask must have 4 axes and 3 columns, got \[1, 3\]"):
         attention(torch.nn.Module(), x, x, x, torch.ones(1, 3))
+
+
+@pytest.mark.parametrize("shape", [(3, 1, 3, 3), (1, 2, 3, 3), (1, 1, 2, 3)], ids=str)
+def test_a_mask_of_other_rows_heads_or_queries_is_refused(shape: tuple[int, ...]) -> None:
+    x = torch.randn(2, 4, 3, 8)
+    with pytest.raises(ArgumentError, match="must have 2 rows, 4 heads and 3 queries, or 1 for all, got"):
+        attention(torch.nn.Module(), x, x, x, torch.ones(shape, dtype=torch.bool))

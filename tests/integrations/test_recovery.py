@@ -133,6 +133,15 @@ def test_an_integer_mask_is_refused() -> None:
         model(text(6), attention_mask=mask, use_cache=False)
 
 
+def test_a_mask_wider_than_a_window_fits_until_the_window_has_passed_a_token() -> None:
+    model = family("Mistral", "kvloom")
+    cache = KVCache.for_model(model)
+    wide = torch.zeros(1, 1, 5, 9).masked_fill(torch.ones(5, 9, dtype=torch.bool).triu(1), float("-inf"))
+    with torch.no_grad():
+        logits = model(text(5), attention_mask=wide, past_key_values=cache).logits
+        torch.testing.assert_close(logits, model(text(5), use_cache=False).logits, rtol=1e-4, atol=1e-4)
+
+
 def test_a_mask_of_all_tokens_does_not_fit_a_window() -> None:
     model = family("Mistral", "kvloom")
     cache = KVCache.for_model(model)

@@ -12,7 +12,7 @@ from integrations.test_families import FAMILIES, STOCK, continued, family
 from oracles.language_models import generate, make_model, make_prompts
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
-from transformers import DynamicCache, StaticCache
+from transformers import CompileConfig, DynamicCache, StaticCache
 
 from kvloom.errors import ArgumentError, StateError, UnsupportedError
 from kvloom.integrations.transformers import KVCache
@@ -90,6 +90,20 @@ def test_every_decode_step_is_one_graph(attention: str, kv: str) -> None:
     assert counter.frame_count == 1
     assert addresses(ours) == where
     assert int(ours.get_seq_length()) == 15
+
+
+@pytest.mark.parametrize("ours", [True, False])
+@pytest.mark.parametrize("name", ["Llama", "Gemma2"])
+def test_generate_compiles_steps_whose_masks_it_made_ahead(name: str, ours: bool) -> None:
+    """In place, of this library's static cache and of transformers' own."""
+    model = family(name, "kvloom")
+    expected = continued(model, KVCache.for_model(model)).sequences
+    cache = static(model) if ours else StaticCache(config=model.config, max_cache_len=64)
+    compilation = CompileConfig(backend="aot_eager", fullgraph=True, mode=None)
+    compilation._compile_all_devices = True
+    torch._dynamo.utils.counters.clear()
+    assert torch.equal(continued(model, cache, compile_config=compilation).sequences, expected)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
 
 
 def test_compiled_step_that_does_not_fit_writes_to_no_other_row() -> None:

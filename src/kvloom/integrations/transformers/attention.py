@@ -5,30 +5,35 @@ and Dv head dims.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Final
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from kvloom import ops
 from kvloom.caches import Placement, StoredTokens
+from kvloom.core.checks import FLOAT_DTYPES
 from kvloom.core.indexing import CacheIndex
 from kvloom.core.layouts import CacheLayout
 from kvloom.core.views import KVView, head_dim_of
-from kvloom.errors import ArgumentError, UnsupportedError
-from kvloom.integrations.transformers.masks import is_compact, taken_by, visible, window_of
+from kvloom.errors import ArgumentError, ShapeError, UnsupportedError
+from kvloom.integrations.transformers.masks import CompactMask, visible
+from kvloom.integrations.transformers.stand_in import StandIn
 
 IMPLEMENTATION: Final = "kvloom"
+
+# What some models hand over and others of transformers' implementations heed: chosen keys, sinks of each
+# query, pages of continuous batching.
+_REFUSED: Final = ("head_mask", "indices", "block_indices", "sinks", "cache")
 
 _DENSE: Final = CacheLayout("B H S D")
 
 
-class StoredStates:
+class StoredStates(StandIn):
     """Keys or values ``[B, H, N, D]`` of a layer, left where they lie.
 
-    Attention gets no more of a cache than what its ``update`` returned, so ``update`` returns these. Whatever
-    else computes with them gets the gathered tensor.
+    Attention gets no more of a cache than what its ``update`` returned, so ``update`` returns these.
 
     Args:
         tokens: The columns.
@@ -73,31 +78,6 @@ class StoredStates:
             keys._gathered = self.tokens.gather(keys.dtype)
         return _refuse_gradient(keys._gathered[0 if keys is self else 1], self)
 
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        args, kwargs = pytree.tree_map(
-            lambda x: x.gather() if isinstance(x, cls) else x, (args, kwargs or {})
-        )
-        return func(*args, **kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.gather(), name)
-
-
-def _operator(name: str) -> Any:
-    def call(self: StoredStates, *args: Any) -> Any:
-        return getattr(self.gather(), name)(*args)
-
-    return call
-
-
-# Python looks operators up in the class, where ``__getattr__`` is not asked.
-for _name in (
-    "getitem", "len", "iter", "neg", "add", "sub", "mul", "truediv", "matmul",
-    "radd", "rsub", "rmul", "rtruediv", "rmatmul",
-):  # fmt: skip
-    setattr(StoredStates, f"__{_name}__", _operator(f"__{_name}__"))
-
 
 class _NoGradient(torch.autograd.Function):
     """What was computed of stored tokens, and tensors whose gradient is lost because they were stored."""
@@ -125,7 +105,7 @@ def attention(
     query: Tensor,
     key: Any,
     value: Any,
-    attention_mask: Tensor | None,
+    attention_mask: Tensor | CompactMask | None,
     scaling: float | None = None,
     dropout: float = 0.0,
     is_causal: bool | None = None,
@@ -141,7 +121,8 @@ def attention(
         query: ``[B, Hq, Q, Dk]``.
         key: ``[B, H, N, Dk]``, what ``KVCache.update`` returned, or a tensor.
         value: ``[B, H, N, Dv]``, as ``key``.
-        attention_mask: What ``masks.attention_mask`` made, or any mask ``[B or 1, Hq or 1, Q, N]``.
+        attention_mask: What ``masks.attention_mask`` made, or any mask ``[B or 1, Hq or 1, Q or 1, N]``, bool
+            or float, which is added to the scores.
         scaling: Of the dot product; ``1 / sqrt(Dk)`` if ``None``.
         dropout: Must be 0.
         is_causal: Without a mask, whether a query sees no later key.
@@ -154,37 +135,31 @@ def attention(
         ``([B, Q, Hq, Dv], None)``.
 
     Raises:
-        UnsupportedError: for dropout, a head mask or attention weights.
+        ShapeError: the mask is of another dtype.
+        ArgumentError: it is of another shape.
+        UnsupportedError: for dropout, attention weights and what else it would get wrong.
     """
-    wanted = {
-        "dropout": dropout > 0,
-        "head_mask": kwargs.get("head_mask") is not None,
-        "output_attentions": bool(kwargs.get("output_attentions")),
-    }
-    for name, is_wanted in wanted.items():
-        if is_wanted:
-            raise UnsupportedError(f"attn_implementation 'kvloom' has no {name}: use 'eager'")
+    wanted = [name for name in _REFUSED if kwargs.get(name) is not None]
+    wanted += ["dropout"] * (dropout > 0) + ["output_attentions"] * bool(kwargs.get("output_attentions"))
+    if wanted:
+        raise UnsupportedError(f"attn_implementation 'kvloom' has no {wanted[0]}: use 'eager'")
     if isinstance(key, StoredStates) and isinstance(value, StoredStates) and key.tokens is value.tokens:
         tokens = key.tokens
     else:
         key, value = (x.gather() if isinstance(x, StoredStates) else x for x in (key, value))
-        tokens = _dense(key, value, window_of(attention_mask), taken_by(attention_mask))
+        tokens = _dense(key, value, attention_mask)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     first = mask = None
-    if attention_mask is None or is_compact(attention_mask):
-        if attention_mask is not None:
-            causal, first = True, attention_mask[:, 0, 0, 0]
-    else:
-        mask, num_columns = attention_mask, tokens.placement.num_columns
-        # A cache of fixed length may have fewer columns than a mask; those of a window are not the first.
-        if mask.ndim != 4 or mask.shape[3] < num_columns or (tokens.window and mask.shape[3] > num_columns):
-            raise ArgumentError(
-                f"attention_mask must have 4 axes and {num_columns} columns, got {list(mask.shape)}"
-            )
-        causal, mask = False, mask[..., :num_columns]
+    if isinstance(attention_mask, CompactMask):
+        _expect_sizes(attention_mask, query, tokens)
+        causal, first = True, attention_mask.first
+        if tokens.window is None and attention_mask.window is not None:
+            tokens = replace(tokens, window=attention_mask.window)
+    elif attention_mask is not None:
+        causal, mask = False, _whole(attention_mask, query, tokens)
     if position_bias is not None:
         if mask is None:
-            mask = visible(first, causal, tokens.window, query.shape[2], tokens.placement)
+            mask = _visible(first, bool(causal), query.shape[2], tokens)
             causal, first = False, None
         if mask.dtype == torch.bool:
             mask = torch.zeros(mask.shape, device=mask.device).masked_fill(~mask, float("-inf"))
@@ -194,10 +169,44 @@ def attention(
     return _refuse_gradient(out, *(x for x in (key, value) if isinstance(x, StoredStates))), None
 
 
-def _dense(key: Tensor, value: Tensor, window: int | None, taken: Tensor | None) -> StoredTokens:
-    """Keys and values that are in no cache of ours, ``[B, H, N, D]``."""
+def _whole(mask: Tensor, query: Tensor, tokens: StoredTokens) -> Tensor:
+    """``[B or 1, Hq or 1, Q, N]`` of a mask that says all."""
+    if mask.dtype != torch.bool and mask.dtype not in FLOAT_DTYPES:
+        raise ShapeError(f"attention_mask must be bool, float32, float16 or bfloat16, got {mask.dtype}")
+    _expect_sizes(mask, query, tokens)
+    return mask[..., : tokens.placement.num_columns].expand(-1, -1, query.shape[2], -1)
+
+
+def _expect_sizes(mask: Tensor | CompactMask, query: Tensor, tokens: StoredTokens) -> None:
+    """Raise ArgumentError unless a mask is ``[B or 1, Hq or 1, Q or 1, N]``."""
+    sizes, num_columns = list(mask.shape), tokens.placement.num_columns
+    # A cache of fixed length may have fewer columns than a mask; those of a window may not be the first.
+    origins = tokens.placement.origins
+    is_exact = isinstance(mask, CompactMask) or (tokens.window is not None and origins is not None)
+    if len(sizes) != 4 or sizes[3] < num_columns or (is_exact and sizes[3] > num_columns):
+        raise ArgumentError(f"attention_mask must have 4 axes and {num_columns} columns, got {sizes}")
+    rows, heads, num_new, _ = query.shape
+    if any(n not in (1, m) for n, m in zip(sizes, (rows, heads, num_new), strict=False)):
+        raise ArgumentError(
+            f"attention_mask must have {rows} rows, {heads} heads and {num_new} queries, or 1 for all, got "
+            f"{sizes}"
+        )
+
+
+def _visible(first: Tensor | None, causal: bool, num_new: int, tokens: StoredTokens) -> Tensor:
+    """``[B, 1, Q, N]`` bool: the columns that the last ``num_new`` tokens see without a mask."""
+    placement = tokens.placement
+    lengths = placement.lengths if placement.origins is None else placement.lengths - placement.origins
+    return visible(lengths, num_new, placement.num_columns, first=first, causal=causal, window=tokens.window)
+
+
+def _dense(key: Tensor, value: Tensor, mask: Tensor | CompactMask | None) -> StoredTokens:
+    """Keys and values that are in no cache of ours, ``[B, H, N, D]``, as many columns as the mask says."""
     rows, num_columns = key.shape[0], key.shape[2]
     starts = torch.arange(rows, device=key.device) * num_columns
-    lengths = torch.full((rows,), num_columns, device=key.device) if taken is None else taken
+    if isinstance(mask, CompactMask):
+        lengths = mask.lengths
+    else:
+        lengths = torch.full((rows,), num_columns, device=key.device)
     placement = Placement(CacheIndex.pages(starts.unsqueeze(1), max(num_columns, 1)), lengths, num_columns)
-    return StoredTokens(KVView.split(_DENSE, key, value), placement, window)
+    return StoredTokens(KVView.split(_DENSE, key, value), placement)

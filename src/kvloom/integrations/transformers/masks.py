@@ -10,31 +10,102 @@ import torch
 from torch import Tensor
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
 
-from kvloom.caches import Placement
+from kvloom.integrations.transformers.stand_in import StandIn
+
+
+class CompactMask(StandIn):
+    """Stands for a causal mask ``[B, 1, Q, N]`` of which a few numbers say all.
+
+    Args:
+        shape: ``(B, 1, Q, N)``.
+        device: Of the mask that it stands for.
+        first: ``[B]`` int64, the first visible column of each sequence; all if ``None``.
+        taken: How many columns hold tokens, of which the queries are the last; all if ``None``.
+        window: Columns that a query sees, its own included; ``None`` for all before it.
+    """
+
+    dtype = torch.bool
+    ndim = 4
+
+    def __init__(
+        self,
+        shape: tuple[int, int, int, int],
+        device: torch.device,
+        first: Tensor | None = None,
+        taken: int | Tensor | None = None,
+        window: int | None = None,
+    ) -> None:
+        self.sizes = shape
+        self.device = device
+        self.first = first
+        self.taken = taken
+        self.window = window
+
+    @property
+    def shape(self) -> torch.Size:
+        """``[B, 1, Q, N]``."""
+        return torch.Size(self.sizes)
+
+    @property
+    def lengths(self) -> Tensor:
+        """``[B]`` int64, columns that hold tokens."""
+        rows, _, _, num_columns = self.sizes
+        if isinstance(self.taken, Tensor):
+            return self.taken.to(self.device).expand(rows)
+        return torch.full((rows,), num_columns if self.taken is None else self.taken, device=self.device)
+
+    def gather(self) -> Tensor:
+        """The mask, bool; true is visible."""
+        _, _, num_new, num_columns = self.sizes
+        return visible(self.lengths, num_new, num_columns, first=self.first, window=self.window)
+
+    def to(self, device: torch.device | str, **kwargs: Any) -> "CompactMask":
+        """The same on another device."""
+        first = None if self.first is None else self.first.to(device)
+        return CompactMask(self.sizes, torch.device(device), first, self.taken, self.window)
+
+    def contiguous(self) -> "CompactMask":
+        """The same; ``generate`` asks for it when it makes masks ahead of a compiled step."""
+        return self
+
+    def __repr__(self) -> str:
+        return f"CompactMask({self.sizes}, first={self.first}, taken={self.taken}, window={self.window})"
 
 
 def attention_mask(
     batch_size: int,
     kv_length: int,
     mask_function: Callable[..., Any] = causal_mask_function,
-    attention_mask: Tensor | None = None,
+    attention_mask: Tensor | CompactMask | None = None,
     **kwargs: Any,
-) -> Tensor | None:
-    """What attention must know beyond causality; arguments as transformers 4.57 to 5.23 give them.
+) -> Tensor | CompactMask | None:
+    """What attention must know of visible columns; arguments as transformers 4.57 to 5.23 give them.
+
+    A compact mask for ``attention_mask``, made ahead, is returned as it is.
 
     Returns:
-        ``None`` where the last query sees every column, and each other one those up to its own; a compact
-        mask, ``[B, 1, 1, 3]`` int64, where that is so but for left padding, columns that are still free and a
-        sliding window; otherwise a bool mask ``[B, 1, Q, N]``. The numbers are the first visible column, how
-        many columns are taken, and the window (0: none).
+        ``None`` where it also is to ``sdpa``: a lone query sees every column, and of a whole text the module
+        says whether it is causal. Otherwise a compact mask, where a query sees the columns up to its own but
+        for left padding, columns that are still free and a sliding window; else a bool mask ``[B, 1, Q, N]``.
     """
+    if isinstance(attention_mask, CompactMask):
+        return attention_mask
+    num_new = _num_new(kwargs)
     window = None if mask_function is causal_mask_function else kwargs.get("local_size")
+    is_optional = kwargs.get("allow_is_causal_skip", True) or kwargs.get("allow_is_bidirectional_skip", False)
+
+    def compact(first: Tensor | None, taken: int | Tensor | None, limit: int | None) -> CompactMask | None:
+        says_nothing = first is None and taken is None and limit is None
+        if is_optional and says_nothing and num_new in (1, kv_length):
+            return None
+        device = kwargs["device"] if "device" in kwargs else kwargs["cache_position"].device
+        return CompactMask((batch_size, 1, num_new, kv_length), device, first, taken, limit)
+
     if mask_function is causal_mask_function or _slides(window, kwargs):
         fits, first = _left_padding(attention_mask, kv_length, kwargs)
         if fits:
-            limit = 0 if window is None or kv_length < window else window
-            taken = _num_taken(kv_length, kwargs)
-            return _compact(first, taken, limit, batch_size, kv_length, kwargs)
+            limit = None if window is None or kv_length < window else window
+            return compact(first, _num_taken(kv_length, kwargs), limit)
     mask: Tensor = ALL_MASK_ATTENTION_FUNCTIONS["sdpa"](
         batch_size=batch_size,
         kv_length=kv_length,
@@ -42,35 +113,34 @@ def attention_mask(
         attention_mask=attention_mask,
         **kwargs | {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False},
     )
-    if mask.shape[2] == 1 and not torch.compiler.is_compiling():
+    if num_new == 1 and not torch.compiler.is_compiling():
         fits, first = _leading_gap(mask[:, 0, 0])
         if fits:
-            return _compact(first, None, 0, batch_size, kv_length, kwargs)
+            return compact(first, None, None)
     return mask
 
 
-def is_compact(mask: Tensor) -> bool:
-    """Whether a mask is of the compact form; other masks are bool or float."""
-    return mask.dtype == torch.int64 and mask.shape[1:] == (1, 1, 3)
-
-
-def taken_by(mask: Tensor | None) -> Tensor | None:
-    """``[B]``, the columns that a compact mask says are taken; ``None`` for all."""
-    return mask[:, 0, 0, 1] if mask is not None and is_compact(mask) else None
-
-
-def window_of(mask: Tensor | None) -> int | None:
-    """The window that a compact mask states; reads the tensor."""
-    return (int(mask[0, 0, 0, 2]) or None) if mask is not None and is_compact(mask) else None
-
-
 def visible(
-    first: Tensor | None, causal: bool, window: int | None, num_new: int, placement: Placement
+    lengths: Tensor,
+    num_new: int,
+    num_columns: int,
+    *,
+    first: Tensor | None = None,
+    causal: bool = True,
+    window: int | None = None,
 ) -> Tensor:
-    """``[B, 1, Q, N]`` bool: the columns that each of the last ``num_new`` tokens sees."""
-    end = placement.lengths if placement.origins is None else placement.lengths - placement.origins
-    end = end.view(-1, 1, 1, 1)
-    column = torch.arange(placement.num_columns, device=end.device)
+    """``[B, 1, Q, N]`` bool: the columns that each of the last ``num_new`` tokens sees.
+
+    Args:
+        lengths: ``[B]``, columns that hold tokens.
+        num_new: Q.
+        num_columns: N.
+        first: ``[B]``, the first visible column; all if ``None``.
+        causal: Whether a token sees no later one.
+        window: Tokens that a token sees, itself included; ``None`` for all before it.
+    """
+    end = lengths.view(-1, 1, 1, 1)
+    column = torch.arange(num_columns, device=end.device)
     position = end + torch.arange(-num_new, 0, device=end.device).unsqueeze(1)
     seen = (column < end).expand(-1, -1, num_new, -1)
     if causal:
@@ -108,6 +178,12 @@ def _leading_gap(seen: Tensor) -> tuple[bool, Tensor | None]:
     return fits, first if fits and bool(first.any()) else None
 
 
+def _num_new(kwargs: dict[str, Any]) -> int:
+    """Q."""
+    num_new: int = kwargs["cache_position"].shape[0] if "cache_position" in kwargs else kwargs["q_length"]
+    return num_new
+
+
 def _num_tokens(kwargs: dict[str, Any]) -> int | Tensor:
     """Tokens of a sequence, the new ones included; a tensor where the cache counts in one."""
     if "cache_position" in kwargs:
@@ -121,22 +197,3 @@ def _num_taken(kv_length: int, kwargs: dict[str, Any]) -> int | Tensor | None:
     """How many of the columns hold tokens; ``None`` for all."""
     taken = _num_tokens(kwargs) - int(kwargs.get("kv_offset", 0))
     return taken if isinstance(taken, Tensor) or taken < kv_length else None
-
-
-def _compact(
-    first: Tensor | None,
-    taken: int | Tensor | None,
-    window: int,
-    batch_size: int,
-    kv_length: int,
-    kwargs: dict[str, Any],
-) -> Tensor | None:
-    if first is None and taken is None and window == 0:
-        return None
-    device = kwargs["device"] if "device" in kwargs else kwargs["cache_position"].device
-    mask = torch.zeros(batch_size, 1, 1, 3, dtype=torch.int64, device=device)
-    if first is not None:
-        mask[:, 0, 0, 0] = first
-    mask[..., 1] = kv_length if taken is None else taken
-    mask[..., 2] = window
-    return mask

@@ -1,0 +1,41 @@
+"""What stands for a tensor until something computes with it."""
+
+from typing import Any
+
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+
+class StandIn:
+    """Something that says less than the tensor it stands for, and becomes it wherever a tensor is needed."""
+
+    def gather(self) -> Tensor:
+        """The tensor."""
+        raise NotImplementedError
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = pytree.tree_map(
+            lambda x: x.gather() if isinstance(x, StandIn) else x, (args, kwargs or {})
+        )
+        return func(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # asked of an object that has no attributes yet, as by ``copy``
+            raise AttributeError(name)
+        return getattr(self.gather(), name)
+
+
+def _operator(name: str) -> Any:
+    def call(self: StandIn, *args: Any) -> Any:
+        return getattr(self.gather(), name)(*args)
+
+    return call
+
+
+# Python looks operators up in the class, where ``__getattr__`` is not asked.
+for _name in (
+    "getitem", "len", "iter", "neg", "invert", "add", "sub", "mul", "truediv", "matmul", "and", "or",
+    "radd", "rsub", "rmul", "rtruediv", "rmatmul", "rand", "ror", "lt", "le", "gt", "ge",
+):  # fmt: skip
+    setattr(StandIn, f"__{_name}__", _operator(f"__{_name}__"))
