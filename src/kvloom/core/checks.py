@@ -10,7 +10,7 @@ from torch import Tensor
 from kvloom.errors import ArgumentError, ShapeError
 
 INDEX_DTYPES = (torch.int64, torch.int32)
-MAX_INT64 = torch.iinfo(torch.int64).max
+INT64_END = 1 << 63
 FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 

@@ -11,7 +11,7 @@ from torch.autograd.graph import increment_version
 from kvloom.core.checks import (
     FLOAT_DTYPES,
     INDEX_DTYPES,
-    MAX_INT64,
+    INT64_END,
     debugging,
     expect,
     expect_range,
@@ -316,13 +316,13 @@ def _expect_batch(batch: Batch, device: torch.device) -> None:
     )
     if index.row_starts is not None:
         expect("row_starts", index.row_starts, "B", dtype=INDEX_DTYPES, device=device)
-    expect_range("page_size", index.page_size, 1, MAX_INT64)
+    expect_range("page_size", index.page_size, 1, INT64_END)
     rows = index.table if index.row_starts is None else index.row_starts
     if rows.shape[0] < sizes["B+1"] - 1:
         raise ShapeError(
             f"index must have a row for each of {sizes['B+1'] - 1} sequences, got {rows.shape[0]}"
         )
-    expect_range("decoding_batches", batch.decoding_batches, 0, MAX_INT64)
+    expect_range("decoding_batches", batch.decoding_batches, 0, INT64_END)
     if batch.first_visible is not None:
         expect(
             "first_visible", batch.first_visible, "B", dtype=INDEX_DTYPES, device=device, B=sizes["B+1"] - 1
@@ -340,7 +340,7 @@ def _expect_scores(scores: Scores, sizes: dict[str, int], device: torch.device) 
         if x is not None:
             expect(name, x, "Hq", dtype=FLOAT_DTYPES, device=device, Hq=heads)
     if scores.window is not None:
-        expect_range("window", scores.window, 1, MAX_INT64)
+        expect_range("window", scores.window, 1, INT64_END)
     for name in ("scale", "softcap"):
         x = getattr(scores, name)
         if x is not None and not isinstance(x, int | float):

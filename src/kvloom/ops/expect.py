@@ -6,7 +6,7 @@ from itertools import combinations
 import torch
 from torch import Tensor
 
-from kvloom.core.checks import FLOAT_DTYPES, INDEX_DTYPES, MAX_INT64, expect, expect_range
+from kvloom.core.checks import FLOAT_DTYPES, INDEX_DTYPES, INT64_END, expect, expect_range
 from kvloom.core.indexing import expect_slots
 from kvloom.core.memory import expect_disjoint, expect_memory, expect_writable, shares_memory
 from kvloom.core.views import KVView, head_dim_of
@@ -118,7 +118,7 @@ def loaded_bytes(num_tokens: int, kv: KVView, dtype: torch.dtype, num_repeat: in
     Raises:
         ArgumentError: ``num_repeat`` is below 1, or the bytes do not fit 64 bits.
     """
-    expect_range("num_repeat", num_repeat, 1, MAX_INT64)
+    expect_range("num_repeat", num_repeat, 1, INT64_END)
     width = head_dim_of(kv.key, kv.key_scale)
     if kv.value is not None:
         width += head_dim_of(kv.value, kv.value_scale)
