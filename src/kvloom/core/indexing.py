@@ -21,12 +21,11 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from kvloom.core.checks import INDEX_DTYPES, expect
+from kvloom.core.checks import INDEX_DTYPES, INT64_END, expect
 from kvloom.errors import ArgumentError, ShapeError
 
 ENDLESS: Final = 1 << 62
 """Page size of offset mode."""
-_LARGEST: Final = torch.iinfo(torch.int64).max
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -57,8 +56,8 @@ class CacheIndex:
         expect("cachestarts", table, "B P", dtype=INDEX_DTYPES)
         if isinstance(page_size, bool) or not isinstance(page_size, int) or page_size < 1:
             raise ArgumentError(f"page_size must be at least 1, got {page_size!r}")
-        if page_size > _LARGEST:
-            raise ArgumentError(f"page_size must be at most {_LARGEST}, got {page_size}")
+        if page_size >= INT64_END:
+            raise ArgumentError(f"page_size must be below {INT64_END}, got {page_size}")
         return cls(table, None, page_size)
 
     @classmethod
@@ -66,7 +65,7 @@ class CacheIndex:
         """``table[b, p]`` is the *id* of a block, ``[B, P]``; block i begins at slot ``i * block_size``."""
         cls.pages(table, block_size)
         # No block beyond the largest slot, so that no product wraps around to another block's.
-        largest = _LARGEST // block_size
+        largest = (INT64_END - 1) // block_size
         return cls.pages(table.long().clamp(-1, largest) * block_size, block_size)
 
     @classmethod

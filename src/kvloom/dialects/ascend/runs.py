@@ -20,12 +20,11 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-from kvloom.core.checks import INDEX_DTYPES, can_read, expect, expect_range
+from kvloom.core.checks import INDEX_DTYPES, INT64_END, can_read, expect, expect_range
 from kvloom.core.indexing import CacheIndex, prefix_sums, ragged_positions
 from kvloom.errors import ArgumentError, ShapeError
 
 COMPRESSING: Final = ("Alibi", "Rope", "Omni")
-_TOO_MANY: Final = 1 << 63
 
 
 class Runs(NamedTuple):
@@ -186,8 +185,8 @@ def plan_slots(lengths: Tensor, block_size: int = 1, start: int = 0) -> tuple[Te
         ArgumentError: a length or ``start`` is negative, ``block_size`` is not positive, or a slot would be
             none of int64.
     """
-    expect_range("block_size", block_size, 1, _TOO_MANY)
-    start = -(-expect_range("start", start, 0, _TOO_MANY - block_size) // block_size) * block_size
+    expect_range("block_size", block_size, 1, INT64_END)
+    start = -(-expect_range("start", start, 0, INT64_END - block_size) // block_size) * block_size
     if lengths.dtype not in INDEX_DTYPES:
         raise ShapeError(f"lengths must be int64 or int32, got {lengths.dtype}")
     rounded = -(-lengths.long().flatten() // block_size) * block_size
@@ -224,12 +223,12 @@ def slot_mapping(block_table: Tensor, positions_start: Tensor, lengths: Tensor, 
     sizes = expect("block_table", block_table, "B M", dtype=INDEX_DTYPES)
     for name, x in (("positions_start", positions_start), ("lengths", lengths)):
         expect(name, x, "B", B=sizes["B"], dtype=INDEX_DTYPES, device=block_table.device)
-    expect_range("block_size", block_size, 1, _TOO_MANY)
+    expect_range("block_size", block_size, 1, INT64_END)
     if not torch.compiler.is_compiling():
         _check_positions(positions_start.long(), lengths.long(), sizes["M"], block_size)
     sequence, position = ragged_positions(prefix_sums(lengths), positions_start)
     if not torch.compiler.is_compiling():
-        used, last = block_table[sequence, position // block_size].long(), _TOO_MANY // block_size - 1
+        used, last = block_table[sequence, position // block_size].long(), INT64_END // block_size - 1
         for block in used[used > last].tolist()[:1]:
             raise ArgumentError(f"block_table must name blocks up to {last}, got {block}")
     return CacheIndex.blocks(block_table, block_size).slots(sequence, position)
@@ -240,7 +239,7 @@ def _check_positions(first: Tensor, lengths: Tensor, num_blocks: int, block_size
     if bool((lengths < 0).any()):
         raise ArgumentError(f"lengths must be at least 0, got {int(lengths.min())}")
     # Compared without a sum, which could wrap around.
-    room = min(num_blocks * block_size, _TOO_MANY - 1)
+    room = min(num_blocks * block_size, INT64_END - 1)
     outside = (lengths > 0) & ((first < 0) | (first > room - lengths))
     for b in outside.nonzero().flatten().tolist()[:1]:
         raise ArgumentError(
