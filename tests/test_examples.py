@@ -26,7 +26,6 @@ def printed(path: Path) -> str:
         [sys.executable, "-W", "error", str(path)],
         capture_output=True,
         text=True,
-        timeout=120,
         check=False,
         env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONIOENCODING": "utf-8"},
     )

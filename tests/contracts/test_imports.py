@@ -10,9 +10,7 @@ import kvloom
 
 def run_python(code: str) -> str:
     """Standard output of ``code`` in a fresh interpreter."""
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
-    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 

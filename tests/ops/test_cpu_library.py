@@ -31,7 +31,6 @@ def run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
         [sys.executable, "-c", code],
         capture_output=True,
         text=True,
-        timeout=120,
         check=False,
         env={**os.environ, **environment},
     )

@@ -48,7 +48,6 @@ def compiled(options: str) -> list[dict[str, object]]:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=600,
         check=False,
     )
     assert done.returncode == 0, done.stderr

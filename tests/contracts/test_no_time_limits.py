@@ -1,0 +1,15 @@
+"""A machine that is busy is no failure: no test says how long anything may take."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parents[1]
+LIMIT = re.compile(r"\btimeout\s*=|\bdeadline\s*=(?!\s*None)")
+SOURCES = sorted(path for path in TESTS.rglob("*.py") if path != Path(__file__))
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(TESTS)))
+def test_no_wall_clock_limit(path: Path) -> None:
+    assert not LIMIT.search(path.read_text(encoding="utf-8"))
