@@ -1,19 +1,25 @@
 """The command line as a user runs it."""
 
+from __future__ import annotations
+
+import io
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+import kvloom
 from kvloom.cli import main
+from kvloom.models import bundled_model_path
 from kvloom.ops import cpu_kernels, cuda_kernels
 
 
 def run(*args: str) -> subprocess.CompletedProcess[str]:
     """Run ``kvloom`` in a process of its own."""
     command = [sys.executable, "-c", "import sys; from kvloom.cli import main; sys.exit(main())", *args]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
 def test_info_names_version_backends_capability_and_devices(capsys: pytest.CaptureFixture[str]) -> None:
@@ -39,7 +45,6 @@ def test_generate_continues_the_prompt_the_same_in_a_float32_cache_and_without_o
     import torch
 
     from kvloom.integrations.transformers import load_model
-    from kvloom.models import bundled_model_path
 
     model, tokenizer = load_model(bundled_model_path(), torch.float32)
     inputs = tokenizer(prompt, return_tensors="pt")
@@ -61,11 +66,23 @@ def test_generate_reads_a_prompt_file(tmp_path: Path, capsys: pytest.CaptureFixt
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["--prompt", "x", "--model", "/nowhere"], "model must be a local folder"),
-        (["--prompt", "x", "--kv", "int8", "--quant-group", "48"], "quant_group must divide the head dim 64"),
-        (["--prompt", "x", "--max-new-tokens", "0"], "--max-new-tokens must be at least 1"),
+        (["--prompt", "x", "--model", "/nowhere"], "--model must be a local folder"),
+        (
+            ["--prompt", "x", "--kv", "int8", "--quant-group", "48"],
+            "--quant-group must divide the head dim 64",
+        ),
+        (
+            ["--prompt", "x", "--kv", "int4", "--quant-group", "3"],
+            "--quant-group must be even for 4 bits, got 3",
+        ),
+        (["--prompt", "x", "--quant-group", "0"], "--quant-group must be at least 1, got 0"),
+        (["--prompt", "x", "--max-new-tokens", "0"], "--max-new-tokens must be at least 1, got 0"),
         (["--prompt", ""], "--prompt must hold at least one token"),
-        (["--prompt-file", "/nowhere/prompt.txt"], "No such file"),
+        (["--prompt", "\udcff"], "--prompt must be text in UTF-8"),
+        (
+            ["--prompt-file", "/nowhere/prompt.txt"],
+            "--prompt-file must be text in UTF-8: [Errno 2] No such file",
+        ),
     ],
 )
 def test_bad_input_is_one_line_and_status_2(
@@ -77,10 +94,89 @@ def test_bad_input_is_one_line_and_status_2(
     assert err.count("\n") == 1
 
 
+def test_demo_names_the_option_that_is_wrong(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["demo", "--runs", "-1"]) == 2
+    assert capsys.readouterr().err == "kvloom: --runs must be at least 1, got -1\n"
+
+
+def test_a_prompt_file_that_is_no_text_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "prompt.txt"
+    file.write_bytes(b"import os\xff")
+    assert main(["generate", "--prompt-file", str(file)]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("kvloom: --prompt-file must be text in UTF-8: ")
+    assert "0xff in position 9" in err
+    assert err.count("\n") == 1
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as done:
+        main(["--version"])
+    assert done.value.code == 0
+    assert capsys.readouterr().out == f"kvloom {kvloom.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["--prompt", "x", "--model", "/nowhere"],
+        ["--prompt", "x", "--quant-group", "0"],
+        ["--prompt", "x", "--max-new-tokens", "0"],
+        ["--prompt-file", "/nowhere"],
+    ],
+)
+def test_arguments_are_checked_before_heavy_imports(args: list[str]) -> None:
+    code = (
+        "import sys; from kvloom.cli import main; status = main(sys.argv[1:])\n"
+        "print(status, {'torch', 'transformers'} & set(sys.modules))"
+    )
+    command = [sys.executable, "-c", code, "generate", *args]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout == "2 set()\n"
+
+
 def test_prompt_and_prompt_file_exclude_each_other() -> None:
     done = run("generate", "--prompt", "x", "--prompt-file", "y")
     assert done.returncode == 2
     assert "not allowed with" in done.stderr
+
+
+def test_what_the_terminals_encoding_lacks_is_escaped(monkeypatch: pytest.MonkeyPatch) -> None:
+    out = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(out, encoding="ascii"))
+    assert main(["generate", "--prompt", "caf\u00e9 = ", "--max-new-tokens", "1"]) == 0
+    assert out.getvalue().startswith(b"caf\\xe9 = ")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
+def test_output_that_cannot_be_written_is_one_line() -> None:
+    code = "import sys; from kvloom.cli import main; sys.exit(main(['info']))"
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-E", "-c", code], stdout=full, stderr=subprocess.PIPE, text=True, check=False
+        )
+    assert done.returncode == 2
+    assert done.stderr == "kvloom: [Errno 28] No space left on device\n"
+
+
+def test_a_reader_that_has_gone_is_one_line() -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    code = "import sys; from kvloom.cli import main; sys.exit(main(['info']))"
+    done = subprocess.run(
+        [sys.executable, "-E", "-c", code], stdout=writing, stderr=subprocess.PIPE, text=True, check=False
+    )
+    os.close(writing)
+    assert done.returncode == 2
+    assert done.stderr == "kvloom: [Errno 32] Broken pipe\n"
+
+
+def test_closed_output_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "stdout", None)
+    assert main(["info"]) == 2
+    assert capsys.readouterr().err == "kvloom: standard output must be open, got a closed one\n"
 
 
 def test_demo_prints_a_row_for_each_cache_kind() -> None:

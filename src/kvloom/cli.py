@@ -1,13 +1,21 @@
 """The ``kvloom`` command. The only place that puts models, integrations and output together."""
 
 import argparse
+import io
+import logging
+import os
 import re
 import sys
 import time
+import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+from kvloom import __version__
 from kvloom.errors import ArgumentError, KVError
+from kvloom.models import bundled_model_path, check_model_folder
 
 _KINDS = ("auto", "float32", "float16", "bfloat16", "int8", "int4")
 _DEMO_KINDS = ["float32", "int8", "int4"]
@@ -18,20 +26,41 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
     args = _parser().parse_args(argv)
     try:
+        if sys.stdout is None:
+            raise ArgumentError("standard output must be open, got a closed one")
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(errors="backslashreplace")  # what the terminal's encoding lacks
         args.run(args)
+        sys.stdout.flush()
     except (KVError, OSError) as error:
-        sys.stderr.write(f"kvloom: {error}\n")
-        return 2
+        _give_up_output()
+        return _fail(str(error))
     except ModuleNotFoundError as error:
-        if error.name not in ("transformers", "rich"):
+        if error.name not in ("transformers", "safetensors", "rich"):
             raise
-        sys.stderr.write(f"kvloom: this needs {error.name}: pip install 'kvloom[transformers]'\n")
-        return 2
+        return _fail(f"this needs {error.name}: pip install transformers rich")
+    except KeyboardInterrupt:
+        return _fail("interrupted", 130)
     return 0
+
+
+def _fail(message: str, status: int = 2) -> int:
+    sys.stderr.write(f"kvloom: {' '.join(message.split())}\n")
+    return status
+
+
+def _give_up_output() -> None:
+    """What standard output could not take is not tried again when Python exits."""
+    try:
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="kvloom", description="A KV cache for transformer inference.")
+    parser.add_argument("--version", action="version", version=f"kvloom {__version__}")
     commands = parser.add_subparsers(required=True, metavar="command")
 
     generate = commands.add_parser("generate", help="continue a prompt, keys and values in a kvloom cache")
@@ -58,22 +87,74 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _generate(args: argparse.Namespace) -> None:
-    if args.max_new_tokens < 1:
-        raise ArgumentError(f"--max-new-tokens must be at least 1, got {args.max_new_tokens}")
-    prompt = args.prompt if args.prompt is not None else args.prompt_file.read_text(encoding="utf-8")
-    model, tokenizer = _load(args.model)
-    _stream(model, tokenizer, prompt, args.kv, args.quant_group, args.max_new_tokens)
+    _expect_positive(args, "max_new_tokens", "quant_group")
+    prompt = _read_prompt(args)
+    with _options_named(), ExitStack() as stack:
+        if args.model is not None:
+            check_model_folder(args.model)  # before imports that take seconds
+            stack.enter_context(_somebodys_folder(args.model))
+        model, tokenizer = _load(args.model)
+        _stream(model, tokenizer, prompt, args.kv, args.quant_group, args.max_new_tokens)
+
+
+def _expect_positive(args: argparse.Namespace, *names: str) -> None:
+    for name in names:
+        if (value := getattr(args, name)) < 1:
+            raise ArgumentError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+
+
+def _read_prompt(args: argparse.Namespace) -> str:
+    try:
+        if args.prompt is None:
+            return str(args.prompt_file.read_text(encoding="utf-8"))
+        args.prompt.encode("utf-8")  # bytes of the command line that are none arrive as surrogates
+        return str(args.prompt)
+    except (OSError, ValueError) as error:
+        name = "--prompt-file" if args.prompt is None else "--prompt"
+        raise ArgumentError(f"{name} must be text in UTF-8: {error}") from error
+
+
+@contextmanager
+def _options_named() -> Iterator[None]:
+    """Errors name an option where the library names its argument."""
+    try:
+        yield
+    except KVError as error:
+        message = re.sub(r"^(?:quant_)?group\b", "--quant-group", str(error))
+        raise type(error)(re.sub(r"^model\b", "--model", message)) from error
+
+
+@contextmanager
+def _somebodys_folder(path: Path) -> Iterator[None]:
+    """Whatever a folder makes transformers warn of is silent; whatever it makes it raise is one sentence."""
+    os.environ["HF_HUB_OFFLINE"] = "1"  # read once, when it is imported
+    from kvloom.integrations.transformers import summary_of
+
+    logger = logging.getLogger("transformers")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    except (KVError, OSError):
+        raise
+    except Exception as error:
+        raise ArgumentError(
+            f"model must be one that can generate, got {str(path)!r}: {summary_of(error)}"
+        ) from error
+    finally:
+        logger.setLevel(level)
 
 
 def _demo(args: argparse.Namespace) -> None:
+    _expect_positive(args, "max_new_tokens", "runs")
     from rich.console import Console
     from rich.table import Table
 
     from kvloom.integrations.compare import compare
     from kvloom.models import corpus_files
 
-    if args.max_new_tokens < 1 or args.runs < 1:
-        raise ArgumentError("--max-new-tokens and --runs must be at least 1")
     source = next(file for file in corpus_files("heldout") if len(file.read()) > 4 * _DEMO_PROMPT_CHARACTERS)
     # It ends with the name of a function, so that what follows is the model's idea of one.
     prompt = re.findall(r"(?s).*\n *(?:async )?def \w+", source.read()[:_DEMO_PROMPT_CHARACTERS])[0]
@@ -127,10 +208,11 @@ def _load(path: Path | None) -> tuple[Any, Any]:
     import torch
 
     from kvloom.integrations.transformers import load_model
-    from kvloom.models import bundled_model_path
 
-    # No progress bar for a file of a few megabytes.
-    model, tokenizer = load_model(path or bundled_model_path(), progress=path is not None)
+    # No progress bar for a file of a few megabytes, nor where nobody sees it.
+    model, tokenizer = load_model(
+        path or bundled_model_path(), progress=path is not None and sys.stderr.isatty()
+    )
     if torch.cuda.is_available():
         return model.to("cuda"), tokenizer
     # CPUs multiply float16 slowly, and round each step.
@@ -153,6 +235,13 @@ def _stream(
     inputs = tokenizer(prompt, return_tensors="pt").to(model.device)
     if inputs.input_ids.shape[1] == 0:
         raise ArgumentError("--prompt must hold at least one token, got an empty text")
+    num_embeddings = model.get_input_embeddings().num_embeddings
+    if (largest := int(inputs.input_ids.max())) >= num_embeddings:
+        raise ArgumentError(f"model must know its tokenizer's {num_embeddings} tokens, got token {largest}")
+    settings = model.generation_config
+    settings.cache_implementation = None  # it is ours
+    if (num_beams := settings.num_beams or 1) > 1:
+        raise ArgumentError(f"model must have num_beams of 1 in generation_config.json, got {num_beams}")
 
     def write(text: str) -> None:
         sys.stdout.write(text)
@@ -165,6 +254,7 @@ def _stream(
         past_key_values=cache,
         max_new_tokens=max_new_tokens,
         do_sample=False,
+        return_dict_in_generate=False,
         streamer=Streamer(tokenizer, write),
     )
     seconds = time.perf_counter() - start

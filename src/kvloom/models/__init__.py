@@ -1,13 +1,22 @@
 """The small language model that ships with kvloom, and the text it is trained and measured on.
 
-Nothing here imports torch: only the model's folder and its corpus are named.
+Nothing here imports torch: only folders of models and a corpus are named and checked.
 """
 
 from pathlib import Path
 
 from kvloom.models.corpus import SourceFile, corpus_digest, corpus_files, iter_texts, split_of
+from kvloom.models.folder import check_model_folder
 
-__all__ = ["SourceFile", "bundled_model_path", "corpus_digest", "corpus_files", "iter_texts", "split_of"]
+__all__ = [
+    "SourceFile",
+    "bundled_model_path",
+    "check_model_folder",
+    "corpus_digest",
+    "corpus_files",
+    "iter_texts",
+    "split_of",
+]
 
 
 def bundled_model_path() -> Path:

@@ -8,7 +8,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from kvloom.integrations.transformers.attention import IMPLEMENTATION, attention
 from kvloom.integrations.transformers.cache import KVCache
 from kvloom.integrations.transformers.layers import KVCacheLayer
-from kvloom.integrations.transformers.loading import Streamer, head_dim_of, load_model
+from kvloom.integrations.transformers.loading import Streamer, head_dim_of, load_model, summary_of
 from kvloom.integrations.transformers.making import STORAGE
 from kvloom.integrations.transformers.masks import attention_mask
 from kvloom.integrations.transformers.pool import KVPool
@@ -16,4 +16,13 @@ from kvloom.integrations.transformers.pool import KVPool
 AttentionInterface.register(IMPLEMENTATION, attention)
 AttentionMaskInterface.register(IMPLEMENTATION, attention_mask)
 
-__all__ = ["STORAGE", "KVCache", "KVCacheLayer", "KVPool", "Streamer", "head_dim_of", "load_model"]
+__all__ = [
+    "STORAGE",
+    "KVCache",
+    "KVCacheLayer",
+    "KVPool",
+    "Streamer",
+    "head_dim_of",
+    "load_model",
+    "summary_of",
+]

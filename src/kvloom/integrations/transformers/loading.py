@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from transformers.utils.logging import (
 )
 
 from kvloom.errors import ArgumentError
+from kvloom.models import check_model_folder
 
 
 def head_dim_of(config: Any) -> int:
@@ -23,7 +25,9 @@ def head_dim_of(config: Any) -> int:
 def load_model(
     path: str | Path, dtype: torch.dtype | None = None, *, progress: bool = True
 ) -> tuple[Any, Any]:
-    """Load ``(model, tokenizer)`` of a causal language model from a local folder; never downloads.
+    """Load ``(model, tokenizer)`` of a causal language model from a local folder.
+
+    Never downloads, never unpickles, never runs code of the folder, and never asks whether to.
 
     Args:
         path: The folder.
@@ -31,20 +35,39 @@ def load_model(
         progress: Show a bar while weights are loaded.
 
     Raises:
-        ArgumentError: ``path`` is no folder with a ``config.json``.
+        ArgumentError: ``path`` is no such folder, a file of it is damaged or missing, or its weights are
+            not those of its configuration.
     """
-    if not (Path(path) / "config.json").is_file():
-        raise ArgumentError(f"model must be a local folder with a config.json, got {str(path)!r}")
-    tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
+    check_model_folder(Path(path))
+    only: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
     shown = is_progress_bar_enabled()
     if not progress:
         disable_progress_bar()
     try:
-        model = AutoModelForCausalLM.from_pretrained(path, local_files_only=True, dtype=dtype or "auto")
+        tokenizer = AutoTokenizer.from_pretrained(path, **only)
+        model, report = AutoModelForCausalLM.from_pretrained(
+            path, use_safetensors=True, dtype=dtype or "auto", output_loading_info=True, **only
+        )
+    except Exception as error:  # whatever a damaged folder makes transformers raise
+        raise ArgumentError(
+            f"model must be one that loads, got {str(path)!r}: {summary_of(error)}"
+        ) from error
     finally:
         if shown:
             enable_progress_bar()
+    if report["missing_keys"]:
+        missing = ", ".join(sorted(report["missing_keys"]))
+        raise ArgumentError(
+            f"model must have all its weights, got none for {shorten(missing, 120)} in {str(path)!r}"
+        )
     return model.eval(), tokenizer
+
+
+def summary_of(error: BaseException) -> str:
+    """The error's class and the beginning of what it says, on one line."""
+    if "ignore_mismatched_sizes" in str(error):  # refers to what it has logged
+        return "its weights have other shapes than its config.json says"
+    return shorten(f"{type(error).__name__}: {error}", 300, placeholder=" ...")
 
 
 class Streamer(TextStreamer):  # type: ignore[misc]
