@@ -65,9 +65,14 @@ def with_tensor(name: str, tensor: torch.Tensor | None) -> Change:
 def in_parts(named: Any) -> Change:
     def change(folder: Path) -> None:
         (folder / WEIGHTS).rename(folder / "part.safetensors")
-        has(INDEX, json.dumps({"metadata": {}, "weight_map": named}))(folder)
+        places = named(folder / "part.safetensors") if callable(named) else named
+        has(INDEX, json.dumps({"metadata": {}, "weight_map": places}))(folder)
 
     return change
+
+
+def every_tensor(file: Path) -> dict[str, str]:
+    return dict.fromkeys(safetensors.load_file(file), file.name)
 
 
 REFUSED: dict[str, tuple[Change, str]] = {
@@ -105,12 +110,12 @@ REFUSED: dict[str, tuple[Change, str]] = {
     "a nested tokenizer": (has("tokenizer.json", NESTED), "RecursionError"),
     "unknown model_type": (says("config.json", model_type="nonsense"), "model type `nonsense`"),
     "no causal model": (says("config.json", model_type="t5"), "Unrecognized configuration class"),
-    "zero heads": (says("config.json", num_attention_heads=0), "num_attention_heads of at least 1"),
-    "negative sizes": (says("config.json", hidden_size=-256), "hidden_size of at least 1"),
+    "zero heads": (says("config.json", num_attention_heads=0), "num_attention_heads of 1 to"),
+    "negative sizes": (says("config.json", hidden_size=-256), "hidden_size of 1 to"),
     "negative sizes that nobody names": (says("config.json", intermediate_size=-1), "negative dimension"),
-    "absurd depth": (says("config.json", num_hidden_layers=10**9), "num_hidden_layers of at most"),
-    "absurd width": (says("config.json", hidden_size=10**18), "--model must be one that loads"),
-    "absurd vocabulary": (says("config.json", vocab_size=10**12), "weights have other shapes"),
+    "absurd depth": (says("config.json", num_hidden_layers=10**9), "num_hidden_layers of 1 to 47 in"),
+    "absurd width": (says("config.json", hidden_size=10**9), "hidden_size of 1 to"),
+    "absurd vocabulary": (says("config.json", vocab_size=10**12), "vocab_size of 1 to"),
     "sizes that are words": (says("config.json", hidden_size="many"), "--model must be one that loads"),
     "unknown dtype": (says("config.json", dtype="float99"), "--model must be one that loads"),
     "weights of a deeper model": (says("config.json", num_hidden_layers=6), "got none for model.layers.5"),
@@ -123,7 +128,7 @@ REFUSED: dict[str, tuple[Change, str]] = {
     "no header": (has(WEIGHTS, b""), "must have a whole model.safetensors"),
     "an oversized header": (has(WEIGHTS, struct.pack("<Q", 2**63) + b"{}"), "header too large"),
     "a nested header": (has(WEIGHTS, struct.pack("<Q", len(NESTED)) + NESTED.encode()), "must have a whole"),
-    "no tensors": (has(WEIGHTS, struct.pack("<Q", 2) + b"{}"), "at most its 0 tensors"),
+    "no tensors": (has(WEIGHTS, struct.pack("<Q", 2) + b"{}"), "weights are 0 tensors"),
     "a tensor too few": (with_tensor("model.norm.weight", None), "got none for model.norm.weight"),
     "a tensor of another shape": (
         with_tensor("model.norm.weight", torch.ones(7)),
@@ -151,7 +156,7 @@ def test_refused_in_one_line(case: str, folder: Path, capsys: pytest.CaptureFixt
 
 SERVED: dict[str, Change] = {
     "as it is": lambda folder: None,
-    "weights in parts": in_parts({"model.norm.weight": "part.safetensors"}),
+    "weights in parts": in_parts(every_tensor),
     "no settings": lacks("generation_config.json"),
     "a cache of its own": says("generation_config.json", cache_implementation="static"),
     "results in a class": says("generation_config.json", return_dict_in_generate=True, output_scores=True),

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from kvloom.errors import ArgumentError
 
-_POSITIVE: Final = (
+_SIZES: Final = (
     "vocab_size",
     "hidden_size",
     "num_hidden_layers",
@@ -43,10 +43,12 @@ def check_model_folder(path: Path) -> None:
     for name, value in _settings(config):
         if name.endswith("attn_implementation") and "/" in str(value):  # code of a hub
             raise ArgumentError(f"model must name no kernels of a hub in config.json, got {name} {value!r}")
-    num_tensors = sum(_count_tensors(file) for file in _weight_files(path))
+    files = _weight_files(path)
+    num_tensors = sum(_count_tensors(file) for file in files)
+    most = 2 * sum(file.stat().st_size for file in files)  # elements, which take half a byte at least
     for sizes in (config, config.get("text_config")):
         if isinstance(sizes, dict):
-            _check_sizes(sizes, num_tensors)
+            _check_sizes(sizes, num_tensors, most)
 
 
 def _settings(config: dict[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -97,15 +99,12 @@ def _read_object(file: Path) -> dict[str, Any]:
     return content
 
 
-def _check_sizes(sizes: dict[str, Any], num_tensors: int) -> None:
-    for name in _POSITIVE:
-        size = sizes.get(name)
-        if not isinstance(size, int):
-            continue
-        if size < 1:
-            raise ArgumentError(f"model must have a {name} of at least 1 in config.json, got {size}")
-        # Layers are made one by one, before anyone meets their weights.
-        if name in _LAYERS and size > num_tensors:
+def _check_sizes(sizes: dict[str, Any], num_tensors: int, num_elements: int) -> None:
+    """Every size is one of a tensor, every layer has tensors: before so much is made and then not found."""
+    for name in _SIZES:
+        size, most = sizes.get(name), num_tensors if name in _LAYERS else num_elements
+        if isinstance(size, int) and not 1 <= size <= most:
             raise ArgumentError(
-                f"model must have a {name} of at most its {num_tensors} tensors in config.json, got {size}"
+                f"model must have a {name} of 1 to {most} in config.json, for its weights are {num_tensors} "
+                f"tensors of at most {num_elements} elements, got {size}"
             )

@@ -65,7 +65,8 @@ def load_model(
 
 def summary_of(error: BaseException) -> str:
     """The error's class and the beginning of what it says, on one line."""
-    if "ignore_mismatched_sizes" in str(error):  # refers to what it has logged
+    # What older versions say of each tensor, and newer ones only log.
+    if any(words in str(error) for words in ("size mismatch", "ignore_mismatched_sizes")):
         return "its weights have other shapes than its config.json says"
     return shorten(f"{type(error).__name__}: {error}", 300, placeholder=" ...")
 
