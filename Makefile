@@ -19,13 +19,17 @@ ASAN := LD_PRELOAD="$$(c++ -print-file-name=libasan.so) $$(c++ -print-file-name=
     ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 KVLOOM_LIBRARY=build/asan/libkvloom_cpu.so
 NO_CUDA := 'import torch; print(int(not torch.cuda.is_available()))'
 
-.PHONY: demo test test-isa test-triton asan asan-library asan-hostile slow tsan test-matrix check format bench bench-gpu clean
+.PHONY: demo test test-isa test-triton asan asan-library asan-hostile slow tsan test-matrix mutants check format bench bench-gpu clean
 
 demo: $(READY)
 	$(BIN)/kvloom demo --max-new-tokens $(TOKENS)
 
 test: $(READY)
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal $(ARGS)
+
+# Each bug of tests/mutants in a copy of the sources: the tests that it names must fail. ARGS='NAME ...' for some.
+mutants: $(READY)
+	$(BIN)/python tests/mutants/run.py --jobs $(WORKERS) $(ARGS)
 
 # What moves, quantises and attends, with each instruction set that this machine has; all have the baseline.
 test-isa: $(READY)

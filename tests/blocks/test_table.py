@@ -167,6 +167,29 @@ def test_truncated_fork_leaves_the_pages_of_the_other() -> None:
     assert [pool.count(ref) for ref in table.blocks] == [2, 1, 1]
 
 
+def test_pages_dropped_in_front_are_given_back_and_the_next_token_is_the_first() -> None:
+    pool, table = make(11)
+    table.drop_front(2)
+    assert (table.num_tokens, ids(table), table.slot(0), pool.num_active) == (3, [2], 8, 1)
+    assert (table.append(2), ids(table)) == ([], [2, 1])
+
+
+def test_pages_dropped_in_front_stay_with_a_fork() -> None:
+    pool, table = make(11)
+    twin = table.fork()
+    table.drop_front(1)
+    assert [pool.count(ref) for ref in twin.blocks] == [1, 2, 2]
+    assert (ids(table), table.num_tokens, ids(twin), twin.num_tokens) == ([1, 2], 7, [0, 1, 2], 11)
+
+
+@pytest.mark.parametrize("num_pages", [-1, 3])
+def test_only_full_pages_can_be_dropped_in_front(num_pages: int) -> None:
+    pool, table = make(11)
+    with pytest.raises(ArgumentError, match=rf"num_pages must be in \[0, 2\], got {num_pages}"):
+        table.drop_front(num_pages)
+    assert (ids(table), table.num_tokens, pool.num_active) == ([0, 1, 2], 11, 3)
+
+
 def test_append_after_truncate_in_a_shared_full_page_copies_it() -> None:
     _, table = make(8)
     twin = table.fork()

@@ -81,9 +81,10 @@ def test_scale_is_left_alone_when_not_quantised(scale: torch.Tensor | None) -> N
     matches_golden({**static_call(F32, 1, 1, bits.generator(0)), "scale": scale})
 
 
+@pytest.mark.parametrize("start_pos", [0, 2])
 @pytest.mark.parametrize("layer_idx", [0, 1])
-def test_only_its_layer_changes(layer_idx: int) -> None:
-    call = with_copies(static_call(INT8, 0, 1, bits.generator(4), start_pos=0), layer_idx=layer_idx)
+def test_only_its_layer_changes(layer_idx: int, start_pos: int) -> None:
+    call = with_copies(static_call(INT8, 0, 1, bits.generator(4), start_pos=start_pos), layer_idx=layer_idx)
     before = bits.snapshot(call)
     matches_golden(call)
     other = 1 - layer_idx

@@ -147,6 +147,36 @@ def test_layers_of_one_cache_are_threaded(reads_between: bool) -> None:
     assert len(portable.functions) == 1, "layers share one body"
 
 
+@pytest.mark.parametrize(("attribute", "values"), [("quant_group", (4, 8)), ("cache_layout", (0, 1))])
+def test_nodes_that_differ_in_an_attribute_have_bodies_of_their_own(
+    attribute: str, values: tuple[int, ...]
+) -> None:
+    nodes, inputs, outputs, feeds = [], [], [], {"k": torch.randn(1, 3, 4, 8), "start": torch.tensor(0)}
+    options = [{"quant_bit": 8, "quant_group": 8, attribute: value} for value in values]
+    for i, attributes in enumerate(options):
+        mine = [f"{name}{i}" for name in ("cache", "scale", "key", "value")]
+        nodes.append(
+            kvonnx.key_value_cache("k", "k", "start", mine[0], mine[1], outputs=mine[2:], **attributes)
+        )
+        # As many slots as heads, so that the shape is that of both layouts.
+        feeds[mine[0]] = torch.zeros(1, 1, 2, 4, 4, 8, dtype=torch.int8)
+        feeds[mine[1]] = torch.zeros(1, 1, 2, 4, 4, 8 // attributes["quant_group"])
+        inputs += [
+            info(mine[0], TensorProto.INT8, *6 * [None]),
+            info(mine[1], TensorProto.FLOAT, *6 * [None]),
+        ]
+        outputs.append(info(mine[2], TensorProto.FLOAT, *4 * [None]))
+    inputs += [info("k", TensorProto.FLOAT, "B", "S", "H", "D"), info("start", TensorProto.INT64)]
+    graph = helper.make_graph(nodes, "two", inputs, outputs)
+    model = helper.make_model(graph, opset_imports=kvonnx.opset_imports(), ir_version=10)
+    made = kvonnx.run(model, {name: x.clone() for name, x in feeds.items()}, backend="onnxruntime")
+    for i, attributes in enumerate(options):
+        cache, scale = feeds[f"cache{i}"], feeds[f"scale{i}"]
+        key, _ = pmx.key_value_cache(feeds["k"], feeds["k"], 0, cache, scale, **attributes)
+        for name, want in (("key", key), ("cache", cache), ("scale", scale)):
+            bits.assert_same_bits(made[f"{name}{i}"], want, f"{name}{i}")
+
+
 def test_a_cache_that_others_read_is_updated_by_a_copy() -> None:
     """The value read before the write must not change under its reader."""
     model = layered(1)
