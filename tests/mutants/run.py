@@ -142,7 +142,7 @@ def run_tests(root: Path, tests: Sequence[str], limit: float | None = None) -> t
         return "hung", f"no answer in {limit} s"
     if done.returncode < 0:
         return "crashed", f"signal {-done.returncode}"
-    failed = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - |$)", done.stdout, re.MULTILINE)
+    failed = re.search(r"^(?:FAILED|ERROR) (\S+::.+?)(?: - |$)", done.stdout, re.MULTILINE)
     if done.returncode == 1 and failed:
         return "failed", failed[1].removeprefix("tests/")
     if done.returncode == 0:
@@ -180,7 +180,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             sys.exit(f"the tests would import {found} and not the copy in {root}")
         outcome, detail = run_tests(root, sorted({test for mutant in mutants for test in mutant.tests}))
         if outcome != "passed":
-            sys.exit(f"without a bug the tests must pass, but they {outcome}: {detail}")
+            sys.exit(f"without a bug the tests must pass, got {outcome}: {detail}")
         copies.put(root)
 
         def attempt(mutant: Mutant) -> bool:
