@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvloom.core.checks import expect_disjoint
+from kvloom.core.memory import expect_disjoint
 from kvloom.errors import ShapeError
 
 
