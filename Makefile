@@ -7,6 +7,7 @@ BUILD := 'scikit-build-core>=0.11' cmake ninja
 TOKENS ?= 128
 WORKERS ?= 2
 MATRIX ?= 4.57.6 5.3.0 5.12.0 5.15.0 5.23.0
+PYTHONS ?= 3.10 3.11 3.12 3.13
 
 BIN := .venv/bin
 READY := .venv/.ready
@@ -17,9 +18,16 @@ KERNELS := tests/ops tests/quant
 # What cannot be allocated is an error of the caller's, as without the sanitizer.
 ASAN := LD_PRELOAD="$$(c++ -print-file-name=libasan.so) $$(c++ -print-file-name=libstdc++.so)" \
     ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 KVLOOM_LIBRARY=build/asan/libkvloom_cpu.so
+PIP := -m pip --quiet --disable-pip-version-check
+SOURCES := pyproject.toml CMakeLists.txt README.md $(wildcard scripts/*.py) \
+    $(shell find csrc src -type f ! -name '*.pyc')
+# What every Python must pass; BARE of torch, what needs none.
+TIER := tests/test_tiny.py tests/test_cli.py tests/contracts/test_imports.py tests/core tests/blocks
+BARE_TIER := --confcutdir tests/blocks --hypothesis-profile ci tests/blocks
 NO_CUDA := 'import torch; print(int(not torch.cuda.is_available()))'
 
-.PHONY: demo test test-isa test-triton asan asan-library asan-hostile slow tsan test-matrix mutants check format bench bench-gpu clean
+.PHONY: demo test mutants test-isa test-triton asan asan-library asan-hostile slow tsan test-matrix wheel \
+    test-install test-pythons check format bench bench-gpu clean
 
 demo: $(READY)
 	$(BIN)/kvloom demo --max-new-tokens $(TOKENS)
@@ -81,10 +89,47 @@ test-matrix: $(addprefix .venv-transformers-,$(MATRIX))
 
 .venv-transformers-%: $(READY)
 	$(BIN)/python -m venv $@
-	$@/bin/python -m pip install --quiet --disable-pip-version-check $(TORCH)
-	$@/bin/python -m pip install --quiet --disable-pip-version-check $(BUILD)
-	$@/bin/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --editable . \
+	$@/bin/python $(PIP) install $(TORCH)
+	$@/bin/python $(PIP) install $(BUILD)
+	$@/bin/python $(PIP) install --no-build-isolation --editable . \
 	    transformers==$* rich pytest hypothesis
+
+# dist/: the sdist, and built from it one wheel for every Python and every torch with the stable ABI.
+wheel: dist/.ready
+
+dist/.ready: $(READY) $(SOURCES)
+	rm -rf dist build/wheel
+	$(BIN)/python -m build --sdist --outdir dist
+	$(BIN)/python $(PIP) wheel --no-deps --wheel-dir build/wheel dist/kvloom-*.tar.gz
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/auditwheel repair --exclude 'libtorch*' --exclude 'libc10*' \
+	    --wheel-dir dist build/wheel/kvloom-*.whl
+	@touch $@
+
+# Both as users install them: the wheel beside a torch, the sdist into an empty environment (which torch is pinned).
+test-install: wheel
+	rm -rf build/installed && mkdir -p build/installed
+	$(PYTHON) -m venv build/installed/wheel
+	build/installed/wheel/bin/python $(PIP) install $(TORCH)
+	build/installed/wheel/bin/python $(PIP) install "$$(echo dist/*.whl)[transformers]"
+	build/installed/wheel/bin/python scripts/smoke.py
+	$(PYTHON) -m venv build/installed/sdist
+	echo '$(firstword $(TORCH))' > build/installed/torch.txt
+	PIP_CONSTRAINT=$(abspath build/installed/torch.txt) PIP_BUILD_CONSTRAINT=$(abspath build/installed/torch.txt) \
+	    build/installed/sdist/bin/python $(PIP) install "$$(echo dist/*.tar.gz)[transformers]"
+	build/installed/sdist/bin/python scripts/smoke.py
+
+# The wheel with each Python of this machine and a torch of its own, which may bring gigabytes of CUDA; BARE=1: none.
+test-pythons: wheel
+	@set -e; for version in $(PYTHONS); do \
+	    if ! python$$version -c '' 2>/dev/null; then echo "no python$$version on this machine"; continue; fi; \
+	    echo "Python $$version"; env=.venv-python-$$version$(if $(BARE),-bare); \
+	    test -x $$env/bin/python || python$$version -m venv $$env; \
+	    $(if $(BARE),,$$env/bin/python $(PIP) install $(TORCH) 'transformers>=4.57' rich;) \
+	    $$env/bin/python $(PIP) install pytest hypothesis; \
+	    $$env/bin/python $(PIP) install --force-reinstall --no-deps dist/kvloom-*.whl; \
+	    $$env/bin/kvloom --version; \
+	    $$env/bin/python -m pytest --quiet $(if $(BARE),$(BARE_TIER),$(TIER)); \
+	done
 
 check: $(READY)
 	$(BIN)/ruff format --check .
@@ -100,11 +145,10 @@ bench: .venv-bench/.ready
 # An environment of its own: peers warn, and tests take warnings for errors. The report names who is missing.
 .venv-bench/.ready: pyproject.toml CMakeLists.txt $(wildcard csrc/* csrc/kernels/*)
 	$(PYTHON) -m venv .venv-bench
-	.venv-bench/bin/python -m pip install --quiet --disable-pip-version-check $(TORCH)
-	.venv-bench/bin/python -m pip install --quiet --disable-pip-version-check $(BUILD)
+	.venv-bench/bin/python $(PIP) install $(TORCH)
+	.venv-bench/bin/python $(PIP) install $(BUILD)
 	for extras in transformers,onnx,bench transformers,onnx; do \
-	    .venv-bench/bin/python -m pip install --quiet --disable-pip-version-check --no-build-isolation \
-	        --editable ".[$$extras]" && break; \
+	    .venv-bench/bin/python $(PIP) install --no-build-isolation --editable ".[$$extras]" && break; \
 	done
 	@touch $@
 
@@ -118,18 +162,17 @@ format: $(READY)
 
 # Hundreds of megabytes that the other tests do not need.
 $(WITH_TRITON): $(READY)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TRITON)
+	$(BIN)/python $(PIP) install $(TRITON)
 	@touch $@
 
 clean:
-	rm -rf build .venv .venv-bench .venv-transformers-* .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf build dist .venv .venv-* .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 
 # torch first: whatever follows then finds the build that was asked for, and the kernels its headers.
 $(READY): pyproject.toml CMakeLists.txt $(wildcard csrc/* csrc/kernels/*)
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 10) else "kvloom needs Python 3.10 or newer, this is " + sys.version.split()[0] + "; try: make PYTHON=python3.11")'
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(BUILD)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation \
-	    --editable '.[transformers,onnx,dev]'
+	$(BIN)/python $(PIP) install $(TORCH)
+	$(BIN)/python $(PIP) install $(BUILD)
+	$(BIN)/python $(PIP) install --no-build-isolation --editable '.[transformers,onnx,dev]'
 	@touch $@

@@ -25,3 +25,16 @@ def test_snippets_run(page: Path) -> None:
 
 def test_readme_has_snippets() -> None:
     assert ROOT / "README.md" in WITH_CODE
+
+
+TELLS = [
+    path
+    for folder in ("README.md", "CONTRIBUTING.md", "docs", "src", "examples")
+    for path in ([ROOT / folder] if (ROOT / folder).is_file() else sorted((ROOT / folder).rglob("*.*")))
+    if path.suffix in (".md", ".py")
+]
+
+
+@pytest.mark.parametrize("path", TELLS, ids=lambda p: str(p.relative_to(ROOT)))
+def test_nobody_is_sent_to_an_index_that_has_no_kvloom(path: Path) -> None:
+    assert not re.search(r"install '?kvloom|kvloom\[", path.read_text(encoding="utf-8"))

@@ -19,11 +19,6 @@ from kvloom.errors import ConfigError
 COMPILED: Final = ("store", "load", "copy", "attend")
 """The operators that have a compiled kernel."""
 
-_REMEDY: Final = (
-    "pip install scikit-build-core cmake ninja && "
-    "pip install --no-build-isolation --no-cache-dir --force-reinstall --no-deps kvloom"
-)
-
 
 def find_library(folders: Iterable[str]) -> Path | None:
     """The compiled library in one of ``folders``; an editable install has a folder for what was built."""
@@ -71,8 +66,8 @@ def load_library() -> tuple[str | None, str | None, int]:
 ISA, WHY_NOT, MAX_HEAD_DIM = load_library()
 if WHY_NOT is not None:
     logging.getLogger("kvloom").warning(
-        "%s: store, load, copy and attend run in plain torch, several times slower. Remedy: install a C++20 "
-        "compiler and torch>=2.10, then %s",
+        "%s: store, load, copy and attend run in plain torch, several times slower. Remedy: install "
+        "torch>=2.10 and a C++20 compiler, then in a checkout of kvloom: "
+        "pip install --force-reinstall --no-deps .",
         WHY_NOT,
-        _REMEDY,
     )

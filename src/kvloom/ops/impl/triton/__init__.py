@@ -36,7 +36,7 @@ def why_not(name: str, device: torch.device, *args: Any) -> str | None:
 @cache
 def why_not_installed() -> str | None:
     """Why there is no Triton, or ``None``."""
-    return None if find_spec("triton") else "needs Triton: pip install 'kvloom[triton]'"
+    return None if find_spec("triton") else "needs Triton: pip install triton numpy"
 
 
 def triton_version() -> str:

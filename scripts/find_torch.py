@@ -1,0 +1,23 @@
+"""Prints the folder of the torch that kernels are built beside, without importing it.
+
+An isolated build cannot import what is installed where its wheel goes, but may read its headers. Any torch
+with the stable ABI will do: kernels built beside one load into all.
+"""
+
+import site
+import sys
+from importlib.machinery import PathFinder
+
+
+def find_torch() -> str | None:
+    """The folder of the torch of this build, or else of this interpreter's environment."""
+    spec = PathFinder.find_spec("torch", [*sys.path, *site.getsitepackages(), site.getusersitepackages()])
+    folders = spec.submodule_search_locations if spec else None
+    return folders[0] if folders else None
+
+
+if __name__ == "__main__":
+    found = find_torch()
+    if found is None:
+        sys.exit("no torch beside this build")
+    sys.stdout.write(found)
