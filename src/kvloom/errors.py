@@ -26,7 +26,7 @@ class UnsupportedError(KVError, NotImplementedError):
 
 
 class OutOfBlocks(KVError, MemoryError):
-    """A bounded pool has too few pages left; nothing was written."""
+    """A bounded pool has too few pages, or fixed storage finds too little memory; nothing was written."""
 
 
 class OutOfMemory(KVError, MemoryError):

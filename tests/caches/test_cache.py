@@ -64,8 +64,24 @@ def test_layers_are_made_when_named() -> None:
     cache = Cache.dynamic()
     assert (len(cache), cache.get_seq_length(), cache.nbytes) == (0, 0, 0)
     assert (cache.get_mask_sizes(3), cache.get_max_length(5)) == ((3, 0), -1)
-    cache.update(tokens(1, 2), tokens(1, 2), 2)
-    assert [layer.get_seq_length() for layer in cache.layers] == [0, 0, 2]
+    for layer_idx in range(3):
+        cache.update(tokens(1, 2), tokens(1, 2), layer_idx)
+    assert [layer.get_seq_length() for layer in cache.layers] == [2, 2, 2]
+
+
+@pytest.mark.parametrize("layer_idx", [2, 10**7])
+def test_only_the_next_layer_is_made(layer_idx: int) -> None:
+    """A wrong number would make as many layers."""
+    cache = Cache.dynamic()
+    cache.update(tokens(1, 2), tokens(1, 2), 0)
+    with pytest.raises(ArgumentError, match=rf"layer_idx must be in \[0, 2\), got {layer_idx}"):
+        cache.update(tokens(1, 2), tokens(1, 2), layer_idx)
+    assert len(cache) == 1
+
+
+def test_the_legacy_format_needs_tokens_in_every_layer() -> None:
+    cache = Cache.dynamic(2)
+    cache.update(tokens(1, 2), tokens(1, 2), 1)
     with pytest.raises(StateError, match="no tokens were stored"):
         cache.to_legacy_cache()
 

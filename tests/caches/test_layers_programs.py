@@ -248,7 +248,7 @@ def test_layer_returns_what_the_model_does(
                 assert got[0].shape[2] == model.mask_sizes(argument)[0]
                 both_same(got, model.append(key, value))
             else:
-                with pytest.raises(StateError, match=f"max_length must hold {argument} more tokens"):
+                with pytest.raises(StateError, match=f"max_length must hold {argument} more token"):
                     layer.update(key, value)
         elif name == "crop":
             kept = min(argument, model.seen) if argument >= 0 else max(model.seen + argument, 0)

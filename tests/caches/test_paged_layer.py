@@ -206,7 +206,10 @@ def test_max_tokens_is_reached_exactly(quant: QuantSpec | None) -> None:
     append(layer, 2, 6)
     assert layer.nbytes == 12 * layer.nbytes_per_token
     before, bytes_before = [x.clone() for x in storage(layer)], layer.nbytes
-    with pytest.raises(OutOfBlocks, match="max_tokens must hold 1 more tokens of 2 sequences, got 12"):
+    with pytest.raises(
+        OutOfBlocks,
+        match="max_tokens must be at least 16 to hold 1 more token of 2 sequences, got 12 with 6 of 6 pages",
+    ):
         append(layer, 2, 1)
     assert (layer.num_tokens, layer.nbytes) == (6, bytes_before)
     for x, old in zip(storage(layer), before, strict=True):

@@ -91,7 +91,7 @@ def test_program_agrees_with_a_list_of_tensors(data: st.DataObject) -> None:
             layer.append(key, value)
             model.append(key, value)
         elif action == "append":
-            with pytest.raises(OutOfBlocks, match="max_tokens must hold"):
+            with pytest.raises(OutOfBlocks, match="max_tokens must be at least"):
                 layer.append(key, value)
         elif action == "truncate" and model.chunks:
             count = data.draw(st.integers(0, model.num_tokens))

@@ -43,7 +43,7 @@ def test_it_can_be_filled_to_the_last_slot() -> None:
     more = tokens(2, 3, 1)
     layer.append(more, more)
     assert torch.equal(held(layer), torch.cat([key, more], dim=2))
-    with pytest.raises(StateError, match="max_tokens must hold 1 more tokens, got 8 with 8 taken"):
+    with pytest.raises(StateError, match="max_tokens must hold 1 more token, got 8 with 8 taken"):
         layer.append(tokens(2, 1), tokens(2, 1))
     assert torch.equal(held(layer), torch.cat([key, more], dim=2))
 

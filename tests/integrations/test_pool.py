@@ -115,7 +115,9 @@ def test_a_full_pool_refuses_and_loses_nothing() -> None:
     held = pool.begin(text(20))
     generate(model, text(20), held, new=4)
     keys = held.layers[0].keys
-    with pytest.raises(OutOfBlocks, match="max_tokens must hold 20 more tokens"):
+    with pytest.raises(
+        OutOfBlocks, match=r"max_tokens must be at least .* to hold 20 more tokens of 1 sequence"
+    ):
         generate(model, text(20, 1), pool.begin(text(20, 1)))
     assert torch.equal(held.layers[0].keys, keys)
     pool.check()

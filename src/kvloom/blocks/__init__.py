@@ -3,6 +3,6 @@
 from kvloom.blocks.check import check
 from kvloom.blocks.pool import BlockPool, BlockRef
 from kvloom.blocks.prefix import PrefixTree
-from kvloom.blocks.table import BlockTable, Copy, append_all
+from kvloom.blocks.table import BlockTable, Copy, Growth, append_all
 
-__all__ = ["BlockPool", "BlockRef", "BlockTable", "Copy", "PrefixTree", "append_all", "check"]
+__all__ = ["BlockPool", "BlockRef", "BlockTable", "Copy", "Growth", "PrefixTree", "append_all", "check"]

@@ -1,7 +1,8 @@
 """Which pages hold the tokens of one sequence, in order. Plans copies; touches no keys or values itself."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import islice
 from typing import NamedTuple
 
@@ -149,53 +150,87 @@ class BlockTable:
         return -(-num_tokens // self.page_size)
 
 
-def append_all(tables: Sequence[BlockTable], num_tokens: Sequence[int]) -> list[Copy]:
-    """Make room for ``num_tokens[i]`` tokens behind the last one of ``tables[i]``, in all tables or in none.
+class Growth:
+    """Room for ``num_tokens[i]`` tokens behind the last one of ``tables[i]``: planned here, made by ``made``.
 
     A partly filled last page that is sealed or has other holders is exchanged for a new page. Holders that
     leave it in the same call no longer count: of n tables that alone share an unsealed page, the last one
-    writes in place.
+    writes in place. Make it before anything else changes the pool.
 
-    Returns:
-        Copies to run before anything is written and before pages are taken again, all reads first or one
-        after the other: no page is both source and target, and none is target twice.
+    Attributes:
+        num_blocks: Pages that it takes from the pool.
 
     Raises:
-        OutOfBlocks: the pool has too few pages for all tables; nothing was changed.
-        ArgumentError: a length is negative, a table comes twice, or pools differ; nothing was changed.
-        StateError: a table was released; nothing was changed.
+        ArgumentError: a length is negative, a table comes twice, or pools differ.
+        StateError: a table was released.
     """
-    if len(num_tokens) != len(tables) or len({id(table) for table in tables}) != len(tables):
-        raise ArgumentError(
-            f"num_tokens must be one number for each of distinct tables,"
-            f" got {len(num_tokens)} for {len(tables)} tables"
-        )
-    if not tables:
-        return []
-    pool = tables[0]._pool
-    leaving: Counter[BlockRef] = Counter()
-    plan: list[tuple[BlockTable, list[BlockRef], bool, int]] = []
-    for table, num_new in zip(tables, num_tokens, strict=True):
-        blocks = table._held()
-        if num_new < 0:
-            raise ArgumentError(f"num_tokens must be at least 0, got {num_new}")
-        if table._pool is not pool:
-            raise ArgumentError("tables must share one pool")
-        moves = False
-        if num_new and table._num_tokens % table.page_size:
-            last = blocks[-1]
-            moves = pool.is_sealed(last) or pool.count(last) - leaving[last] > 1
-            leaving[last] += moves
-        num_pages = table._num_pages(table._num_tokens + num_new) - len(blocks) + moves
-        plan.append((table, blocks, moves, num_pages))
-    fresh = iter(pool.take(sum(num_pages for *_, num_pages in plan)))
-    copies: list[Copy] = []
-    for (table, blocks, moves, num_pages), num_new in zip(plan, num_tokens, strict=True):
-        taken = list(islice(fresh, num_pages))
-        if moves:
-            source = blocks.pop()
-            copies.append(Copy(source.id, taken[0].id))
-            pool.release(source)
-        blocks += taken
-        table._num_tokens += num_new
-    return copies
+
+    __slots__ = ("_plan", "_pool", "num_blocks")
+
+    def __init__(self, tables: Sequence[BlockTable], num_tokens: Sequence[int]) -> None:
+        if len(num_tokens) != len(tables) or len({id(table) for table in tables}) != len(tables):
+            raise ArgumentError(
+                f"num_tokens must be one number for each of distinct tables,"
+                f" got {len(num_tokens)} for {len(tables)} tables"
+            )
+        self._pool = tables[0]._pool if tables else BlockPool(0)
+        leaving: Counter[BlockRef] = Counter()
+        self._plan: list[tuple[BlockTable, int, bool, int]] = []
+        for table, num_new in zip(tables, num_tokens, strict=True):
+            blocks = table._held()
+            if num_new < 0:
+                raise ArgumentError(f"num_tokens must be at least 0, got {num_new}")
+            if table._pool is not self._pool:
+                raise ArgumentError("tables must share one pool")
+            moves = False
+            if num_new and table._num_tokens % table.page_size:
+                last = blocks[-1]
+                moves = self._pool.is_sealed(last) or self._pool.count(last) - leaving[last] > 1
+                leaving[last] += moves
+            num_pages = table._num_pages(table._num_tokens + num_new) - len(blocks) + moves
+            self._plan.append((table, num_new, moves, num_pages))
+        self.num_blocks = sum(num_pages for *_, num_pages in self._plan)
+
+    @contextmanager
+    def made(self) -> Iterator[list[Copy]]:
+        """Take the pages; the tables have them when the block ends, and not if it raises.
+
+        Yields:
+            Copies to run within the block, all reads first or one after the other: no page is both source
+            and target, and none is target twice.
+
+        Raises:
+            OutOfBlocks: the pool has too few pages for all tables; nothing was changed.
+        """
+        pages = self._pool.take(self.num_blocks)
+        fresh = iter(pages)
+        taken = [list(islice(fresh, num_pages)) for *_, num_pages in self._plan]
+        try:
+            yield [
+                Copy(table._held()[-1].id, new[0].id)
+                for (table, _, moves, _), new in zip(self._plan, taken, strict=True)
+                if moves
+            ]
+        except BaseException:
+            for ref in reversed(pages):  # to be handed out again in the same order
+                self._pool.release(ref)
+            raise
+        for (table, num_new, moves, _), new in zip(self._plan, taken, strict=True):
+            blocks = table._held()
+            if moves:
+                self._pool.release(blocks.pop())
+            blocks += new
+            table._num_tokens += num_new
+
+
+def append_all(tables: Sequence[BlockTable], num_tokens: Sequence[int]) -> list[Copy]:
+    """A ``Growth``, made at once: in all tables or in none.
+
+    Returns:
+        Copies, as ``Growth.made``, to run before anything is written and before pages are taken again.
+
+    Raises:
+        OutOfBlocks, ArgumentError, StateError: as ``Growth``; nothing was changed.
+    """
+    with Growth(tables, num_tokens).made() as copies:
+        return copies

@@ -2,12 +2,14 @@
 
 from kvloom.caches.batch import PagedBatch
 from kvloom.caches.cache import Cache
-from kvloom.caches.layers import DynamicLayer, Layer, SlidingWindowLayer
+from kvloom.caches.growing import DynamicLayer, SlidingWindowLayer
+from kvloom.caches.layers import Layer
 from kvloom.caches.paged import PagedLayer
 from kvloom.caches.prefix_cache import PagedCache, PagedSequence
 from kvloom.caches.quantized import QuantizedLayer
 from kvloom.caches.static import StaticLayer
 from kvloom.caches.static_pages import StaticPagedLayer
+from kvloom.caches.static_sliding import StaticSlidingWindowLayer
 from kvloom.caches.storage import PagedFormat, PagedMemory
 from kvloom.caches.stored import Placement, StoredTokens
 
@@ -26,5 +28,6 @@ __all__ = [
     "SlidingWindowLayer",
     "StaticLayer",
     "StaticPagedLayer",
+    "StaticSlidingWindowLayer",
     "StoredTokens",
 ]

@@ -5,12 +5,13 @@ as after a crop of single rows, has columns in front that hold nothing.
 """
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
-from kvloom.blocks import BlockTable, PrefixTree
-from kvloom.caches.storage import PagedFormat, PagedMemory, PagedStorage, block_ids
+from kvloom.blocks import BlockTable, Copy, PrefixTree
+from kvloom.caches.storage import PagedFormat, PagedMemory, PagedStorage, block_ids, copy_pages
 from kvloom.caches.stored import Placement
 from kvloom.core.indexing import CacheIndex
 from kvloom.errors import ArgumentError, ShapeError, StateError
@@ -91,6 +92,7 @@ class PagedBatch:
         Raises:
             ShapeError: this batch has another number of sequences; nothing was changed.
             OutOfBlocks: ``format.max_tokens`` is reached; no token was lost.
+            Exception: whatever an allocation raises; no token was lost.
         """
         if self._tables and len(self._tables) != batch:
             raise ShapeError(f"key must have the {len(self._tables)} sequences of this cache, got {batch}")
@@ -115,6 +117,17 @@ class PagedBatch:
             self._placements.clear()
             self._tables[:], self._begin[:], self._first[:] = tables, begin, first
 
+    @contextmanager
+    def reserving(self, batch: int, end: int) -> Iterator[None]:
+        """``reserve`` for what is stored within the block; if that raises, the room is given back."""
+        size, start = self.size, self.num_columns
+        self.reserve(batch, end)
+        try:
+            yield
+        except BaseException:
+            self._take_back(size, start)
+            raise
+
     def place(self, start: int, end: int, device: torch.device) -> Placement:
         """Columns ``start .. end`` of every sequence; the same object until something changes."""
         if (start, end, device) not in self._placements:
@@ -129,6 +142,26 @@ class PagedBatch:
                 origins=start - first if start or any(self._first) else None,
             )
         return self._placements[start, end, device]
+
+    def own_pages(self) -> None:
+        """Hold every page alone, so that stored tokens can be written again; others keep what they have.
+
+        Raises:
+            OutOfBlocks: ``format.max_tokens`` is reached; nothing was changed.
+        """
+        pool, size = self.memory.pool, self.format.page_size
+        if all(pool.is_writable(ref) for table in self._tables for ref in table.blocks):
+            return
+        new = [BlockTable(pool, size) for _ in self._tables]
+        self.memory.append(new, [table.num_tokens for table in self._tables])
+        try:
+            both = ([ref.id for table in tables for ref in table.blocks] for tables in (self._tables, new))
+            copies = [Copy(*pages) for pages in zip(*both, strict=True)]
+            copy_pages(self.storages.values(), copies, size)
+        except BaseException:
+            _release(new)
+            raise
+        self._replace(new, self._begin, self._first)
 
     def first_held(self, column: int) -> list[int]:
         """Of each sequence, the first column at or behind ``column`` that is held."""
@@ -205,6 +238,19 @@ class PagedBatch:
         self.is_recording = False
         self.memory.give_back()
 
+    def _take_back(self, size: int, num_columns: int) -> None:
+        """Undo the last ``reserve``, before which there were so many sequences and columns."""
+        added = self.num_columns - num_columns
+        if not size:
+            self._replace([], [], [])
+            self.memory.give_back()
+        elif added and self.passed is not None:
+            self._restore_passed()
+        elif added:
+            for table in self._tables:
+                table.truncate(table.num_tokens - added)
+            self._changed()
+
     def _num_passed(self, end: int, first: Sequence[int]) -> list[int]:
         """Tokens in whole pages that the window and the rollback behind it have passed at column ``end``."""
         size, hold = self.format.page_size, (self.window or 0) - 1 + ROLLBACK
@@ -218,7 +264,7 @@ class PagedBatch:
             if num_tokens:
                 self._tables[b].drop_front(num_tokens // self.format.page_size)
                 self._first[b] += num_tokens
-                self._index.clear()
+                self._changed()
 
     def _twin(self, tables: Sequence[BlockTable]) -> "PagedBatch":
         """A batch of the same state that holds ``tables``."""

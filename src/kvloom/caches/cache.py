@@ -11,15 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvloom.caches.layers import (
-    DynamicLayer,
-    Layer,
-    expect_config,
-)
+from kvloom.caches.growing import DynamicLayer
+from kvloom.caches.layers import Layer, expect_config
 from kvloom.caches.quantized import QuantizedLayer
 from kvloom.caches.static import StaticLayer
 from kvloom.core.checks import INDEX_DTYPES, can_read, expect, expect_range
-from kvloom.errors import ArgumentError, ShapeError
+from kvloom.errors import ArgumentError, ShapeError, StateError
 
 
 class Cache:
@@ -27,12 +24,13 @@ class Cache:
 
     Args:
         layers: One for each attention layer, of any kinds.
-        make_layer: Makes layers behind ``layers`` when ``update`` first names them; ``None`` to refuse those.
+        make_layer: Makes the layer behind ``layers`` when ``update`` first names it; ``None`` to refuse that.
     """
 
     def __init__(self, layers: Iterable[Layer] = (), make_layer: Callable[[], Layer] | None = None) -> None:
         self.layers = list(layers)
         self._make_layer = make_layer
+        self._is_torn = False  # layers have different rows
 
     @classmethod
     def dynamic(cls, num_layers: int | None = None) -> "Cache":
@@ -90,7 +88,7 @@ class Cache:
         Args:
             key_states: ``[B, H, Q, Dk]``.
             value_states: ``[B, H, Q, Dv]``.
-            layer_idx: The layer, at least 0.
+            layer_idx: The layer; in a cache that makes its layers, one that is there or the next one.
             cache_kwargs: ``cache_position``, ``[Q]`` int64 or int32, must be the positions of the new tokens
                 (its values are read on the CPU only, or in ``kvloom.core.checks.debug()``); other keys are
                 for caches that need them.
@@ -103,14 +101,15 @@ class Cache:
                 tokens; nothing was written.
             ShapeError, StateError: as ``Layer.update``; nothing was written.
         """
-        expect_range("layer_idx", layer_idx, 0, None if self._make_layer else len(self.layers))
-        new = [self._make_layer() for _ in range(len(self.layers), layer_idx + 1)] if self._make_layer else []
-        layer = new[-1] if new else self.layers[layer_idx]
+        self._expect_whole()
+        expect_range("layer_idx", layer_idx, 0, len(self.layers) + (self._make_layer is not None))
+        layer = self._layer(layer_idx)
         position = (cache_kwargs or {}).get("cache_position")
         if position is not None and isinstance(key_states, Tensor) and key_states.ndim == 4:
             _expect_position(position, layer, key_states.shape[2])
         result = layer.update(key_states, value_states)
-        self.layers += new
+        if layer_idx == len(self.layers):
+            self.layers.append(layer)
         return result
 
     def get_seq_length(self, layer_idx: int = 0) -> int | Tensor:
@@ -121,8 +120,9 @@ class Cache:
         """Tokens that a layer takes, -1 for no bound."""
         return self._layer(layer_idx).get_max_length()
 
-    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int | Tensor]:
         """Columns that ``update`` of ``query_length`` tokens will return, and the position of the first."""
+        self._expect_whole()
         return self._layer(layer_idx).get_mask_sizes(query_length)
 
     def cache_position(self, query_length: int, device: torch.device | str | None = None) -> Tensor:
@@ -166,8 +166,7 @@ class Cache:
         layer = self.layers[layer_idx]
         key, value = layer.keys, layer.values
         if isinstance(layer, StaticLayer):
-            length = int(layer.get_seq_length())
-            return key[:, :, :length], value[:, :, :length]
+            return key[:, :, : layer.num_held], value[:, :, : layer.num_held]
         return key, value
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
@@ -175,18 +174,15 @@ class Cache:
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Make sequence i what sequence ``beam_idx[i]`` was, in every layer."""
-        for layer in self.layers:
-            layer.reorder(beam_idx)
+        self._change_rows(lambda layer: layer.reorder(beam_idx))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each sequence ``repeats`` times in a row, in every layer."""
-        for layer in self.layers:
-            layer.repeat_interleave(repeats)
+        self._change_rows(lambda layer: layer.repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep the sequences at ``indices``, or where a bool mask is true, in every layer."""
-        for layer in self.layers:
-            layer.select(indices)
+        self._change_rows(lambda layer: layer.select(indices))
 
     def crop(self, num_tokens: int) -> None:
         """Keep the first ``num_tokens`` tokens, or, if negative, remove the last ``-num_tokens``.
@@ -194,6 +190,7 @@ class Cache:
         Raises:
             StateError: a sliding layer no longer holds what later tokens would see; nothing was changed.
         """
+        self._expect_whole()
         for layer in self.layers:
             layer.expect_croppable(num_tokens)
         for layer in self.layers:
@@ -203,6 +200,7 @@ class Cache:
         """Forget all tokens."""
         for layer in self.layers:
             layer.reset()
+        self._is_torn = False
 
     @property
     def nbytes(self) -> int:
@@ -214,6 +212,18 @@ class Cache:
         if num_layers is None:
             return cls(make_layer=make_layer)
         return cls(make_layer() for _ in range(expect_config("num_layers", num_layers, 1)))
+
+    def _change_rows(self, change: Callable[[Layer], None]) -> None:
+        """Change one layer after the other; if one raises when others have changed, the cache is torn."""
+        self._expect_whole()
+        for layer in self.layers:
+            change(layer)
+            self._is_torn |= layer.nbytes > 0
+        self._is_torn = False
+
+    def _expect_whole(self) -> None:
+        if self._is_torn:
+            raise StateError("layers must have the same rows: a change of them broke off, reset the cache")
 
     def _layer(self, layer_idx: int) -> Layer:
         """A layer, or one like it would be before its first update."""

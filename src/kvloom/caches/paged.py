@@ -3,6 +3,9 @@
 Letters: B sequences, Q new tokens of each, N columns of stored ones, H heads, Dk and Dv head dims.
 """
 
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor
 
@@ -31,6 +34,11 @@ class PagedLayer:
         self.batch = PagedBatch(format) if batch is None else batch
         self.index = index
         self.num_tokens = 0
+
+    @property
+    def size(self) -> int:
+        """B; 0 before the first ``append``."""
+        return self.batch.size
 
     @property
     def storage(self) -> PagedStorage | None:
@@ -62,19 +70,58 @@ class PagedLayer:
             ShapeError: B, H, a head dim or the device differs from the first ``append``; nothing was written.
             OutOfBlocks: ``max_tokens`` is reached; nothing was written.
         """
+        with self.appending(key, value) as tokens:
+            return tokens
+
+    @contextmanager
+    def appending(self, key: Tensor, value: Tensor) -> Iterator[StoredTokens]:
+        """``append``, of which nothing remains if the block raises."""
         rows, heads, num_new, _ = expect("key", key, "B H Q Dk", dtype=FLOAT_DTYPES).values()
         expect("value", value, "B H Q Dv", dtype=key.dtype, device=key.device, B=rows, H=heads, Q=num_new)
         storage = self._storage_for(key, value)
         start, end = self.num_tokens, self.num_tokens + num_new
-        self.batch.reserve(rows, end)
-        storage.grow(self.batch.num_pages)
+        with self.batch.reserving(rows, end):
+            storage.grow(self.batch.num_pages)
+            if self.batch.passed is not None and num_new:
+                tokens = self._store_beyond_window(key, value, storage, self.batch.passed)
+            else:
+                storage.store(key, value, self.batch.place(start, end, key.device).slots)
+                visible = self.batch.place(start - self.num_columns, end, key.device)
+                tokens = StoredTokens(storage.view, visible, self.batch.window)
+            yield tokens
         self.batch.storages[self.index] = storage
         self.num_tokens = end
-        if self.batch.passed is not None and num_new:
-            return self._append_beyond_window(key, value, storage, self.batch.passed)
-        new = self.batch.place(start, end, key.device).slots
-        storage.store(key, value, new)
-        return StoredTokens(storage.view, self._visible(start, key.device), self.batch.window)
+
+    @property
+    def num_columns(self) -> int:
+        """N of ``stored``: the tokens that the next one will see."""
+        window = self.batch.window
+        return self.num_tokens if window is None else min(self.num_tokens, window - 1)
+
+    def replace(self, new: Mapping[int, Tensor]) -> None:
+        """Hold these keys (0), values (1) or both, ``[B, H, N, D]``, instead of the columns of ``stored``.
+
+        Without a window N may be another number; then both must be given. Other layers of the batch keep
+        theirs.
+
+        Raises:
+            OutOfBlocks: ``max_tokens`` is reached; no token was lost.
+            StateError: others have tokens of a step that takes this one's out of the window.
+        """
+        if self._sequences() is not self.batch:
+            raise StateError("keys and values cannot be assigned within a step that other layers have made")
+        num_new = next(iter(new.values())).shape[2]
+        if self.storage is None:
+            self.append(new[0], new[1])
+            return
+        storage, device = self.storage, self.storage.view.device
+        start = self.num_tokens - self.num_columns
+        end = start + num_new
+        self.batch.own_pages()
+        with self.batch.reserving(self.batch.size, end):
+            storage.grow(self.batch.num_pages)
+            storage.replace(new, self.batch.place(start, end, device).own_slots())
+        self.num_tokens = end
 
     def stored(self) -> StoredTokens:
         """The columns that the next token will see.
@@ -85,9 +132,9 @@ class PagedLayer:
         storage = self.storage
         if storage is None:
             raise StateError("gather needs a cache to which tokens were appended")
-        return StoredTokens(
-            storage.view, self._visible(self.num_tokens, storage.view.device), self.batch.window
-        )
+        start = self.num_tokens - self.num_columns
+        placement = self._sequences().place(start, self.num_tokens, storage.view.device)
+        return StoredTokens(storage.view, placement, self.batch.window)
 
     def gather(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """``stored``, dequantised: keys ``[B, H, N, Dk]`` and values ``[B, H, N, Dv]``."""
@@ -110,18 +157,18 @@ class PagedLayer:
         self.num_tokens = 0
         self.batch.clear()
 
-    def _visible(self, position: int, device: torch.device) -> Placement:
-        """Columns from the first that a token at ``position`` sees to the last."""
-        window = self.batch.window
-        start = 0 if window is None else max(position - window + 1, 0)
-        return self.batch.place(start, self.num_tokens, device)
+    def _sequences(self) -> PagedBatch:
+        """What holds the tokens of this layer: the batch, as it was before a step that others have made."""
+        passed = self.batch.passed
+        is_behind = passed is not None and passed.size and self.num_tokens <= passed.num_columns
+        return passed if passed is not None and is_behind else self.batch
 
-    def _append_beyond_window(
+    def _store_beyond_window(
         self, key: Tensor, value: Tensor, storage: PagedStorage, passed: PagedBatch
     ) -> StoredTokens:
         """New tokens fill the window alone: all lie in a storage of this step, the last ones in pages too."""
         rows, num_new, device = key.shape[0], key.shape[2], key.device
-        start, end = self.num_tokens - num_new, self.num_tokens
+        start, end = self.num_tokens, self.num_tokens + num_new
         first = max(start - (self.batch.window or 0) + 1, 0)
         size = end - first
         step = storage.like(size)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvloom import ops
-from kvloom.blocks import BlockPool, BlockTable, PrefixTree, append_all, check
+from kvloom.blocks import BlockPool, BlockTable, Growth, PrefixTree, check
 from kvloom.caches.storage import PagedFormat, PagedStorage, block_ids, copy_pages
 from kvloom.core.checks import expect_range
 from kvloom.core.indexing import CacheIndex
@@ -261,7 +261,8 @@ class PagedCache:
         """Pages for ``num_tokens`` tokens; pages that others hold are copied in every layer."""
         more = num_tokens - sequence.table.num_tokens
         if more > 0:
-            copy_pages(self.layers, append_all([sequence.table], [more]), self.page_size)
+            with Growth([sequence.table], [more]).made() as copies:
+                copy_pages(self.layers, copies, self.page_size)
 
     def _table(self, sequences: Sequence[PagedSequence]) -> Tensor:
         """Block ids ``[B, P]``, rows padded with -1."""

@@ -3,11 +3,17 @@
 Letters: B sequences, H heads, Q new tokens, N stored ones, Dk and Dv head dims.
 """
 
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
 import torch
 from torch import Tensor
 
 from kvloom import ops
-from kvloom.caches.layers import Columns, Form, Layer, expect_config, outside_inference_mode
+from kvloom.caches.columns import Columns
+from kvloom.caches.layers import Form, Layer, expect_config
+from kvloom.caches.memory import outside_inference_mode
+from kvloom.caches.read_only import ReadOnly
 from kvloom.core.checks import FLOAT_DTYPES
 from kvloom.core.layouts import CacheLayout
 from kvloom.core.specs import KVSpec, QuantSpec
@@ -18,6 +24,53 @@ _LAYOUT = CacheLayout("B S H D")
 _MIN_COLUMNS = 16
 
 _Tensors = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """Codes of the first ``num_sealed`` tokens, and the columns behind them."""
+
+    columns: Columns
+    tensors: _Tensors | None = None
+    num_sealed: int = 0
+
+    def __len__(self) -> int:
+        return self.num_sealed + len(self.columns)
+
+    @property
+    def codes(self) -> _Tensors:
+        """The tensors; raises StateError before the first update."""
+        if self.tensors is None:
+            raise StateError("no tokens were stored yet")
+        return self.tensors
+
+    @property
+    def view(self) -> KVView:
+        """All codes."""
+        return KVView.split(_LAYOUT, *self.codes)
+
+    def slots(self, start: int, end: int) -> Tensor:
+        """Slots of positions ``start .. end`` of every sequence, ``[B, end - start]``."""
+        key = self.codes[0]
+        first = torch.arange(key.shape[0], device=key.device) * key.shape[1]
+        return first.unsqueeze(1) + torch.arange(start, end, device=key.device)
+
+    def sealed(self, key: Tensor, value: Tensor) -> "_Kept":
+        """With ``[B, H, n, D]`` quantised behind the sealed tokens."""
+        end = self.num_sealed + key.shape[2]
+        slots = self.slots(self.num_sealed, end)
+        ops.store(_rows(key), _rows(value), slots.flatten(), self.view)
+        return replace(self, num_sealed=end)
+
+    def load(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """All tokens, dequantised."""
+        slots = self.slots(0, self.num_sealed)
+        loaded = ops.load(slots.flatten(), self.view, dtype=dtype)
+        key, value = (x.unflatten(0, slots.shape).transpose(1, 2) for x in loaded)
+        if not len(self.columns):
+            return key, value
+        keys, values = self.columns.view(len(self.columns))
+        return torch.cat([key, keys], 2), torch.cat([value, values], 2)
 
 
 class QuantizedLayer(Layer):
@@ -52,20 +105,18 @@ class QuantizedLayer(Layer):
             QuantSpec(bits if value_bits is None else value_bits, group, scale_dtype),
         )
         self.recent = expect_config("recent", recent, 0)
-        self._columns = Columns(2 * recent)
-        self._tensors: _Tensors | None = None
-        self._sealed = 0
+        self._kept = self._empty()
 
     @property
     def num_sealed(self) -> int:
         """Tokens of each sequence that are kept as codes: the first ones."""
-        return self._sealed
+        return self._kept.num_sealed
 
     @property
     def nbytes(self) -> int:
         """Bytes allocated, scales and recent tokens included."""
-        codes = 0 if self._tensors is None else sum(x.nbytes for x in self._tensors if x is not None)
-        return codes + self._columns.nbytes
+        codes = sum(x.nbytes for x in self._kept.tensors or () if x is not None)
+        return codes + self._kept.columns.nbytes
 
     def codes(self) -> _Tensors:
         """Codes and scales of the sealed tokens: keys, values, scales of keys, scales of values.
@@ -77,13 +128,14 @@ class QuantizedLayer(Layer):
         Raises:
             StateError: before the first update.
         """
-        key, value, *scales = _expect_tensors(self._tensors)
-        a, b = (None if x is None else x[:, : self._sealed] for x in scales)
-        return key[:, : self._sealed], value[:, : self._sealed], a, b
+        key, value, *scales = self._kept.codes
+        end = self._kept.num_sealed
+        a, b = (None if x is None else x[:, :end] for x in scales)
+        return key[:, :end], value[:, :end], a, b
 
     def get_seq_length(self) -> int:
         """N."""
-        return self._sealed + len(self._columns)
+        return len(self._kept)
 
     def get_max_length(self) -> int:
         """-1: no bound."""
@@ -93,48 +145,74 @@ class QuantizedLayer(Layer):
         """``(N + Q, 0)``."""
         return self.get_seq_length() + query_length, 0
 
-    def reset(self) -> None:
-        """Forget all tokens and shapes; the memory is given back."""
-        self._columns.clear()
-        self._form, self._tensors, self._sealed = None, None, 0
+    def _reset(self) -> None:
+        self._form, self._kept = None, self._empty()
+
+    def _empty(self) -> _Kept:
+        return _Kept(Columns(2 * self.recent))
 
     def _append(self, key: Tensor, value: Tensor, form: Form) -> tuple[Tensor, Tensor]:
-        if form.dtype not in FLOAT_DTYPES:
-            raise ShapeError(f"key must be {' or '.join(map(str, FLOAT_DTYPES))}, got {form.dtype}")
-        num_sealed = max(self.get_seq_length() + key.shape[2] - self.recent, self._sealed)
-        self._reserve(num_sealed, form)
-        old = min(num_sealed - self._sealed, len(self._columns))
-        if old:
-            keys, values = self._columns.view(len(self._columns))
-            self._seal(keys[:, :, :old], values[:, :, :old])
-            self._columns.drop_front(old)
-        new = num_sealed - self._sealed
-        self._seal(key[:, :, :new], value[:, :, :new])
-        if self.recent:
-            self._columns.append(key[:, :, new:], value[:, :, new:])
-        return self._load(form)
+        kept = self._appended(self._kept, key, value, form)
+        result = kept.load(form.dtype)
+        self._kept = kept
+        return result
 
     def _stored(self) -> tuple[Tensor, Tensor]:
         if self._form is None:
             raise StateError("no tokens were stored yet")
-        return self._load(self._form)
+        key, value = self._kept.load(self._form.dtype)
+        return ReadOnly.of(key), ReadOnly.of(value)
 
     def _truncate(self, num_tokens: int) -> None:
-        self._columns.truncate(max(num_tokens - self._sealed, 0))
-        self._sealed = min(self._sealed, num_tokens)
+        sealed = min(self._kept.num_sealed, num_tokens)
+        columns = self._kept.columns.truncate(num_tokens - sealed)
+        self._kept = replace(self._kept, num_sealed=sealed, columns=columns)
 
     def _take(self, rows: Tensor) -> None:
-        self._columns.take(rows)
         with outside_inference_mode():
-            key, value, *scales = _expect_tensors(self._tensors)
+            key, value, *scales = self._kept.codes
             a, b = (None if x is None else x.index_select(0, rows) for x in scales)
-            self._tensors = key.index_select(0, rows), value.index_select(0, rows), a, b
+            tensors = key.index_select(0, rows), value.index_select(0, rows), a, b
+        self._kept = replace(self._kept, tensors=tensors, columns=self._kept.columns.take(rows))
 
-    def _reserve(self, num_tokens: int, form: Form) -> None:
-        """Make room for ``num_tokens`` codes of each sequence."""
-        have = 0 if self._tensors is None else self._tensors[0].shape[1]
-        if self._tensors is not None and num_tokens <= have:
+    def _replace(self, new: Mapping[int, Tensor], form: Form) -> None:
+        if len(new) == 2:
+            self._kept = self._appended(self._empty(), new[0], new[1], form)
             return
+        kept, columns = self._kept, self._kept.columns
+        ((side, x),) = new.items()  # the other one keeps its codes
+        if len(columns):
+            recent = list(columns.view(len(columns)))
+            recent[side] = x[:, :, kept.num_sealed :]
+            columns = Columns(columns.limit).append(*recent)
+        key, value, key_scale, value_scale = kept.codes
+        codes, scale = ((key, key_scale), (value, value_scale))[side]
+        slots = kept.slots(0, kept.num_sealed).flatten()
+        ops.store(_rows(x[:, :, : kept.num_sealed]), None, slots, KVView.split(_LAYOUT, codes, None, scale))
+        self._kept = replace(kept, columns=columns)
+
+    def _appended(self, kept: _Kept, key: Tensor, value: Tensor, form: Form) -> _Kept:
+        """With new tokens, of which those that are not recent are quantised."""
+        if form.dtype not in FLOAT_DTYPES:
+            raise ShapeError(f"key must be {' or '.join(map(str, FLOAT_DTYPES))}, got {form.dtype}")
+        num_sealed = max(len(kept) + key.shape[2] - self.recent, kept.num_sealed)
+        kept = self._grown(kept, num_sealed, form)
+        old = min(num_sealed - kept.num_sealed, len(kept.columns))
+        new = num_sealed - kept.num_sealed - old
+        if old:
+            keys, values = kept.columns.view(len(kept.columns))
+            kept = kept.sealed(keys[:, :, :old], values[:, :, :old])
+            kept = replace(kept, columns=kept.columns.drop_front(old))
+        kept = kept.sealed(key[:, :, :new], value[:, :, :new])
+        if not self.recent:
+            return kept
+        return replace(kept, columns=kept.columns.append(key[:, :, new:], value[:, :, new:]))
+
+    def _grown(self, kept: _Kept, num_tokens: int, form: Form) -> _Kept:
+        """With room for ``num_tokens`` codes of each sequence."""
+        have = 0 if kept.tensors is None else kept.tensors[0].shape[1]
+        if kept.tensors is not None and num_tokens <= have:
+            return kept
         size = max(num_tokens, have + have // 2, _MIN_COLUMNS)
         dims = (form.key_dim, form.value_dim)
         key, value = (
@@ -145,40 +223,12 @@ class QuantizedLayer(Layer):
             k, k_scale = key.empty(form.batch * size, size, device=form.device)
             v, v_scale = value.empty(form.batch * size, size, device=form.device)
         new = k, v, k_scale, v_scale
-        for target, source in zip(new, self._tensors or (), strict=False):
+        for target, source in zip(new, kept.tensors or (), strict=False):
             if target is not None and source is not None:
-                target[:, : self._sealed] = source[:, : self._sealed]
-        self._tensors = new
-
-    def _seal(self, key: Tensor, value: Tensor) -> None:
-        """Quantise ``[B, H, n, D]`` behind the sealed tokens."""
-        view, end = self._view(), self._sealed + key.shape[2]
-        slots = self._slots(self._sealed, end)
-        ops.store(
-            key.transpose(1, 2).flatten(0, 1), value.transpose(1, 2).flatten(0, 1), slots.flatten(), view
-        )
-        self._sealed = end
-
-    def _load(self, form: Form) -> tuple[Tensor, Tensor]:
-        slots = self._slots(0, self._sealed)
-        loaded = ops.load(slots.flatten(), self._view(), dtype=form.dtype)
-        key, value = (x.unflatten(0, slots.shape).transpose(1, 2) for x in loaded)
-        if not len(self._columns):
-            return key, value
-        keys, values = self._columns.view(len(self._columns))
-        return torch.cat([key, keys], 2), torch.cat([value, values], 2)
-
-    def _view(self) -> KVView:
-        return KVView.split(_LAYOUT, *_expect_tensors(self._tensors))
-
-    def _slots(self, start: int, end: int) -> Tensor:
-        """Slots of positions ``start .. end`` of every sequence, ``[B, end - start]``."""
-        key = _expect_tensors(self._tensors)[0]
-        first = torch.arange(key.shape[0], device=key.device) * key.shape[1]
-        return first.unsqueeze(1) + torch.arange(start, end, device=key.device)
+                target[:, : kept.num_sealed] = source[:, : kept.num_sealed]
+        return replace(kept, tensors=new)
 
 
-def _expect_tensors(tensors: _Tensors | None) -> _Tensors:
-    if tensors is None:
-        raise StateError("no tokens were stored yet")
-    return tensors
+def _rows(x: Tensor) -> Tensor:
+    """``[B, H, n, D]`` as ``[B * n, H, D]``."""
+    return x.transpose(1, 2).flatten(0, 1)

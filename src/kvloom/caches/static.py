@@ -1,9 +1,13 @@
 """A layer of fixed storage, for which a decode step compiles once: its length is a tensor and no number."""
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
-from kvloom.caches.layers import Form, Layer, expect_config, outside_inference_mode
+from kvloom.caches.layers import Form, Layer, expect_config
+from kvloom.caches.memory import free_bytes, is_exhausted, outside_inference_mode, too_long
+from kvloom.caches.words import counted
 from kvloom.core.checks import expect_range
 from kvloom.errors import StateError
 
@@ -18,6 +22,8 @@ class StaticLayer(Layer):
     Args:
         max_length: Tokens of each sequence that fit.
     """
+
+    _num_fixed = "all that were allocated"
 
     def __init__(self, max_length: int) -> None:
         super().__init__()
@@ -55,6 +61,11 @@ class StaticLayer(Layer):
         """Bytes allocated."""
         return 0 if self._tensors is None else sum(x.nbytes for x in self._tensors)
 
+    @property
+    def num_held(self) -> int:
+        """Tokens in the first columns of the storage; reads a tensor."""
+        return int(self._length)
+
     def get_seq_length(self) -> Tensor:
         """N, a new 0-d int64 tensor."""
         return self._length.clone()
@@ -63,12 +74,12 @@ class StaticLayer(Layer):
         """``max_length``."""
         return self.max_length
 
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int | Tensor]:
         """``(max_length, 0)``."""
         return self.max_length, 0
 
-    def reset(self) -> None:
-        """Forget all tokens; storage and shapes stay."""
+    def _reset(self) -> None:
+        """Storage and shapes stay."""
         self._length.zero_()
         for x in self._tensors or ():
             x.zero_()
@@ -77,7 +88,8 @@ class StaticLayer(Layer):
         num_new = key.shape[2]
         if not torch.compiler.is_compiling() and (length := int(self._length)) + num_new > self.max_length:
             raise StateError(
-                f"max_length must hold {num_new} more tokens, got {self.max_length} with {length} taken"
+                f"max_length must hold {counted(num_new, 'more token')}, got {self.max_length} with {length} "
+                "taken"
             )
         if self._tensors is None:
             self._allocate(form.batch, form.heads, form.key_dim, form.value_dim, form.dtype, form.device)
@@ -92,6 +104,13 @@ class StaticLayer(Layer):
         if self._tensors is None:
             raise StateError("no tokens were stored yet")
         return self._tensors
+
+    def _num_columns(self) -> int:
+        return self.max_length
+
+    def _replace(self, new: Mapping[int, Tensor], form: Form) -> None:
+        for side, x in new.items():
+            self._stored()[side].copy_(x)  # the addresses stay
 
     def _truncate(self, num_tokens: int) -> None:
         self._length.fill_(num_tokens)
@@ -116,10 +135,17 @@ class StaticLayer(Layer):
         dtype: torch.dtype,
         device: torch.device | str | None,
     ) -> None:
-        with outside_inference_mode():
-            key, value = (
-                torch.zeros((batch, heads, self.max_length, dim), dtype=dtype, device=device)
-                for dim in (key_dim, value_dim)
-            )
-            self._length = self._length.to(key.device)
+        try:
+            with outside_inference_mode():
+                key, value = (
+                    torch.zeros((batch, heads, self.max_length, dim), dtype=dtype, device=device)
+                    for dim in (key_dim, value_dim)
+                )
+                self._length = self._length.to(key.device)
+        except (MemoryError, RuntimeError) as error:
+            if not is_exhausted(error):
+                raise
+            asked = batch * heads * self.max_length * (key_dim + value_dim) * dtype.itemsize
+            free, what = free_bytes(torch.empty(0, device=device).device), counted(batch, "sequence")
+            raise too_long("max_length", self.max_length, asked, 0, free, f"{what} in one layer") from error
         self._tensors = key, value

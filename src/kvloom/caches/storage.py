@@ -1,25 +1,28 @@
 """Pages: how tokens are kept in them, and how they grow while tokens keep their slots."""
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch import Tensor
 
 from kvloom import ops
 from kvloom.blocks.pool import BlockPool
-from kvloom.blocks.table import BlockTable, Copy, append_all
+from kvloom.blocks.table import BlockTable, Copy, Growth
 from kvloom.caches.huge_pages import ask_for_huge_pages
-from kvloom.caches.layers import outside_inference_mode
+from kvloom.caches.memory import outside_inference_mode
 from kvloom.caches.page_layout import PAGE_LAYOUTS, page_layout
+from kvloom.caches.words import counted
 from kvloom.core.specs import KVSpec, QuantSpec
 from kvloom.core.views import KVView
 from kvloom.errors import ConfigError, OutOfBlocks, ShapeError
 
 if TYPE_CHECKING:
     from kvloom.caches.batch import PagedBatch
+
+_Tensors: TypeAlias = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +82,7 @@ class PagedStorage:
         self._page_size = page_size
         self._device = torch.empty(0, device=device).device  # with its index
         self.tensors = self._allocate(0)
-        self.view = self._view()
+        self.view = self._view(self.tensors)
 
     @classmethod
     def of(cls, format: PagedFormat, key: Tensor, value: Tensor, page_size: int) -> "PagedStorage":
@@ -114,36 +117,49 @@ class PagedStorage:
         Raises:
             ShapeError: a size or the device differs.
         """
-        for name, x, spec in zip(("key", "value"), (key, value), self.specs, strict=True):
-            if x.shape[0] != batch:
-                raise ShapeError(f"{name} must have the {batch} sequences of this cache, got {x.shape[0]}")
-            if (x.shape[1], x.shape[3]) != (spec.heads, spec.head_dim):
-                raise ShapeError(
-                    f"{name} must have {spec.heads} heads of {spec.head_dim}, got {list(x.shape)}"
-                )
-            if x.device != self._device:
-                raise ShapeError(f"{name} must be on {self._device}, got {x.device}")
+        for side, (name, x) in enumerate((("key", key), ("value", value))):
+            self.expect_side(name, side, x, batch)
+
+    def expect_side(self, name: str, side: int, x: Tensor, batch: int) -> None:
+        """``expect_fits`` of keys (side 0) or values (1) alone."""
+        spec = self.specs[side]
+        if x.shape[0] != batch:
+            raise ShapeError(f"{name} must have the {batch} sequences of this cache, got {x.shape[0]}")
+        if (x.shape[1], x.shape[3]) != (spec.heads, spec.head_dim):
+            raise ShapeError(f"{name} must have {spec.heads} heads of {spec.head_dim}, got {list(x.shape)}")
+        if x.device != self._device:
+            raise ShapeError(f"{name} must be on {self._device}, got {x.device}")
 
     def store(self, key: Tensor, value: Tensor, slots: Tensor) -> None:
         """Write ``[B, H, Q, D]`` to slots ``[B, Q]``."""
-        key, value = (x.transpose(1, 2).flatten(0, 1) for x in (key, value))
-        ops.store(key, value, slots.flatten(), self.view)
+        self.replace({0: key, 1: value}, slots)
+
+    def replace(self, new: Mapping[int, Tensor], slots: Tensor) -> None:
+        """``store`` keys (0), values (1) or both; a negative slot skips a token."""
+        rows = {side: x.transpose(1, 2).flatten(0, 1) for side, x in new.items()}
+        if len(rows) == 2:
+            ops.store(rows[0], rows[1], slots.flatten(), self.view)
+            return
+        key, value, key_scale, value_scale = self.tensors
+        for side, x in rows.items():  # as a cache of keys only
+            tensor, scale = ((key, key_scale), (value, value_scale))[side]
+            ops.store(x, None, slots.flatten(), KVView.split(self.specs[side].axes, tensor, None, scale))
 
     def grow(self, num_pages: int) -> None:
         """Hold at least ``num_pages`` pages; bytes keep their slots. A ``view`` taken before is stale."""
         if num_pages <= self.num_pages:
             return
-        old, self.tensors = self.tensors, self._allocate(num_pages)
-        for target, source in zip(self.tensors, old, strict=True):
+        tensors = self._allocate(num_pages)
+        for target, source in zip(tensors, self.tensors, strict=True):
             if target is not None and source is not None:
                 target[: source.shape[0]] = source
-        self.view = self._view()
+        self.tensors, self.view = tensors, self._view(tensors)
 
-    def _view(self) -> KVView:
+    def _view(self, tensors: _Tensors) -> KVView:
         key, value = (spec.axes for spec in self.specs)
-        return KVView.split(key, *self.tensors, value_layout=value)
+        return KVView.split(key, *tensors, value_layout=value)
 
-    def _allocate(self, num_pages: int) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    def _allocate(self, num_pages: int) -> _Tensors:
         size = self._page_size
         with outside_inference_mode():
             (key, key_scale), (value, value_scale) = (
@@ -176,21 +192,24 @@ class PagedMemory:
         self.batches: weakref.WeakSet[PagedBatch] = weakref.WeakSet()
 
     def append(self, tables: Sequence[BlockTable], num_tokens: Sequence[int]) -> bool:
-        """``append_all``, after growing the pool as often as it takes; runs the copies in every layer.
+        """Room for ``num_tokens[i]`` tokens behind ``tables[i]``, in every layer: pages, tensors, copies.
 
         Returns:
             Whether a table has other pages now.
 
         Raises:
             OutOfBlocks: ``format.max_tokens`` is reached; nothing was changed.
+            Exception: whatever an allocation raises; every table and token is as it was.
         """
-        before = sum(table.num_blocks for table in tables)
-        copies = self._append(tables, num_tokens)
-        if copies:
-            for storage in self.storages.values():
-                storage.grow(self.pool.num_blocks)
+        growth = Growth(tables, num_tokens)
+        # Tensors first, which is where memory runs out; the tables change when nothing can fail any more.
+        num_pages = self._num_pages_for(growth, num_tokens)
+        for storage in self.storages.values():
+            storage.grow(num_pages)
+        self.pool.grow(num_pages - self.pool.num_blocks)
+        with growth.made() as copies:
             copy_pages(self.storages.values(), copies, self.format.page_size)
-        return bool(copies) or before != sum(table.num_blocks for table in tables)
+        return growth.num_blocks > 0
 
     def give_back(self) -> None:
         """Free the tensors if nobody is left who could use them."""
@@ -198,22 +217,24 @@ class PagedMemory:
             self.storages.clear()
             self.pool = BlockPool(0)
 
-    def _append(self, tables: Sequence[BlockTable], num_tokens: Sequence[int]) -> list[Copy]:
-        size, max_tokens = self.format.page_size, self.format.max_tokens
-        limit = None if max_tokens is None else max_tokens // size
-        while True:
-            try:
-                return append_all(tables, num_tokens)
-            except OutOfBlocks:
-                have = self.pool.num_blocks
-                if limit is not None and have >= limit:
-                    raise OutOfBlocks(
-                        f"max_tokens must hold {max(num_tokens)} more tokens of {len(tables)} sequences, "
-                        f"got {max_tokens} with {self.pool.num_active} of {limit} pages taken"
-                    ) from None
-                # By a quarter: little is held in vain, and each token moves about four times in all.
-                grown = max(have // 4, sum(-(-n // size) for n in num_tokens))
-                self.pool.grow(grown if limit is None else min(grown, limit - have))
+    def _num_pages_for(self, growth: Growth, num_tokens: Sequence[int]) -> int:
+        """How many pages the pool must have."""
+        size, max_tokens, have = self.format.page_size, self.format.max_tokens, self.pool.num_blocks
+        missing = growth.num_blocks - self.pool.num_free - self.pool.num_evictable
+        if missing <= 0:
+            return have
+        # By a quarter: little is held in vain, and each token moves about four times in all.
+        wanted = have + max(have // 4, missing)
+        if max_tokens is None:
+            return wanted
+        limit = max_tokens // size
+        if have + missing > limit:
+            raise OutOfBlocks(
+                f"max_tokens must be at least {(have + missing) * size} to hold "
+                f"{counted(max(num_tokens), 'more token')} of {counted(len(num_tokens), 'sequence')}, "
+                f"got {max_tokens} with {self.pool.num_active} of {counted(limit, 'page')} taken"
+            )
+        return min(wanted, limit)
 
 
 def block_ids(tables: Iterable[BlockTable], device: torch.device) -> Tensor:

@@ -44,6 +44,13 @@ class Placement:
             self._slots = self._find_slots()
         return self._slots
 
+    def own_slots(self) -> Tensor:
+        """``slots``, with -1 where a column holds nothing."""
+        if self.origins is None:
+            return self.slots
+        column = torch.arange(self.num_columns, device=self.origins.device)
+        return torch.where(column + self.origins.unsqueeze(1) < 0, -1, self.slots)
+
     def batch(self, num_new: int, first: Tensor | None = None) -> ops.Batch:
         """The last ``num_new`` tokens of each sequence are queries; columns before ``first`` ``[B]`` hide."""
         if num_new not in self._batches:

@@ -4,7 +4,9 @@ import copy
 import logging
 import operator
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import Any, Final, SupportsIndex
 
 import torch
@@ -13,14 +15,22 @@ from transformers import DynamicCache
 from transformers.cache_utils import Cache
 
 from kvloom.caches import PagedBatch, PagedLayer, StaticPagedLayer
-from kvloom.errors import ArgumentError, KVError, StateError, UnsupportedError
+from kvloom.caches.static_pages import too_long_for
+from kvloom.errors import ArgumentError, OutOfBlocks, StateError, UnsupportedError
 from kvloom.integrations.transformers.layers import (
     HybridKVCacheLayer,
     KVCacheLayer,
     States,
     num_kept,
 )
-from kvloom.integrations.transformers.making import DummyLayer, StatefulLayer, make_layers, paged_format
+from kvloom.integrations.transformers.legacy import expect_pairs, plain_layers
+from kvloom.integrations.transformers.making import (
+    DummyLayer,
+    StatefulLayer,
+    make_layers,
+    paged_format,
+    text_config_of,
+)
 
 _LOG: Final = logging.getLogger("kvloom")
 
@@ -37,6 +47,7 @@ class KVCache(DynamicCache):  # type: ignore[misc]
     def __init__(self, layers: list[Any]) -> None:
         Cache.__init__(self, layers=layers)
         self.is_frozen = False
+        self._is_torn = False  # layers have different rows
         found = (x.pages.batch for x in self._own_layers if isinstance(x.pages, PagedLayer))
         # That of full attention comes first: it takes the most pages, so it is the first to have too few.
         self.batches = sorted(dict.fromkeys(found), key=lambda batch: batch.window is not None)
@@ -73,12 +84,12 @@ class KVCache(DynamicCache):  # type: ignore[misc]
                 compiles once; ``max_tokens`` is then the longest that each sequence gets.
 
         Raises:
-            ArgumentError: ``kv`` or ``values`` is unknown, ``quant_group`` does not divide the head dim, or
-                ``static`` without ``max_tokens``.
+            ArgumentError: ``model`` is none, ``kv`` or ``values`` is unknown, ``quant_group`` does not
+                divide the head dim, or ``static`` without ``max_tokens``.
             ConfigError: ``layout`` is unknown.
             UnsupportedError: no layer of the model has keys and values that could be kept.
         """
-        config = model.config.get_text_config(decoder=True)
+        config = text_config_of(model)
         if static and max_tokens is None:
             raise ArgumentError("max_tokens must be given for a static cache, got None")
         format = paged_format(config, kv, quant_group, 1 if static else page_size, max_tokens, values, layout)
@@ -100,13 +111,35 @@ class KVCache(DynamicCache):  # type: ignore[misc]
         return cls(layers)
 
     @classmethod
-    def from_legacy_cache(cls, *args: Any, **kwargs: Any) -> "KVCache":
-        """Not without a model: make the cache with ``for_model`` and ``update`` each layer.
+    def from_legacy_cache(
+        cls,
+        past_key_values: Iterable[Sequence[Tensor]] | None = None,
+        model: Any = None,
+        **options: Any,
+    ) -> "KVCache":
+        """A cache of copies of ``(key, value)`` pairs ``[B, H, N, D]``, one pair for each layer.
+
+        Args:
+            past_key_values: The pairs; ``None`` for none.
+            model: As ``for_model``. Without it every layer keeps all tokens, as those of a ``DynamicCache``
+                that is made without a model do, and what comes out of ``update`` is gathered.
+            options: The other arguments of ``for_model``.
 
         Raises:
-            UnsupportedError: always.
+            ArgumentError: these are no pairs of one length for the layers of ``model``, or as ``for_model``.
         """
-        raise UnsupportedError("KVCache needs a model: use KVCache.for_model, then update each layer")
+        pairs = expect_pairs(past_key_values or ())
+        if model is not None:
+            cache = cls.for_model(model, **options)
+        else:
+            cache = cls(plain_layers(pairs, **options))
+        if len(pairs) > len(cache.layers):
+            raise ArgumentError(
+                f"past_key_values must be of the {len(cache.layers)} layers of model, got {len(pairs)}"
+            )
+        for layer_idx, (key, value) in enumerate(pairs):
+            cache.update(key, value, layer_idx)
+        return cache
 
     def to_legacy_cache(self) -> tuple[tuple[Tensor, Tensor], ...]:
         """Keys and values ``[B, H, N, D]`` of each layer, gathered; of a window only what is still seen.
@@ -117,7 +150,8 @@ class KVCache(DynamicCache):  # type: ignore[misc]
         if len(self._own_layers) < len(self.layers):
             raise UnsupportedError("the legacy format has keys and values of every layer, this model has not")
         length = int(self.get_seq_length())
-        return tuple((layer.keys[:, :, :length], layer.values[:, :, :length]) for layer in self.layers)
+        pairs = [layer.gathered() for layer in self._own_layers]
+        return tuple((key[:, :, :length], value[:, :, :length]) for key, value in filter(None, pairs))
 
     @property
     def nbytes(self) -> int:
@@ -144,11 +178,21 @@ class KVCache(DynamicCache):  # type: ignore[misc]
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[States, States]:
         """Store ``[B, H, Q, D]`` in a layer and return what attention reads there, ``[B, H, N, D]``."""
-        self._expect_thawed()
-        layer = self.layers[layer_idx]
-        if len(self.batches) > 1 and isinstance(layer, KVCacheLayer):
-            self._reserve(layer.pages, key_states)
-        keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        self._expect_usable()
+        if not 0 <= layer_idx < len(self.layers):
+            raise ArgumentError(
+                f"layer_idx must be in [0, {len(self.layers)}), got {layer_idx}: this cache was made for a "
+                "model of fewer layers"
+            )
+        pages, is_one = getattr(self.layers[layer_idx], "pages", None), len(self.batches) < 2
+        try:
+            with nullcontext() if pages is None or is_one else self._reserving(pages, key_states):
+                keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        except OutOfBlocks as error:
+            if isinstance(pages, StaticPagedLayer):
+                layers = [x.pages for x in self._own_layers if isinstance(x.pages, StaticPagedLayer)]
+                raise too_long_for(layers, key_states, value_states) from error
+            raise
         return keys, values
 
     def update_conv_state(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -167,24 +211,36 @@ class KVCache(DynamicCache):  # type: ignore[misc]
         """Columns that a layer will return, and the position of the first; asked before every forward.
 
         Raises:
-            StateError: an earlier forward broke off, and left layers of different lengths.
+            StateError: as ``expect_whole``.
         """
         self.expect_whole()
         length, offset = super().get_mask_sizes(*args, **kwargs)
         return length, offset
 
     def expect_whole(self) -> None:
-        """Raise StateError if layers have different lengths, as after an exception within a forward."""
-        lengths = {x.pages.num_tokens for x in self._own_layers if isinstance(x.pages, PagedLayer)}
+        """Check that layers belong together.
+
+        Raises:
+            StateError: they have different lengths, as after an exception within a forward, or other rows.
+        """
+        self._expect_whole_rows()
+        paged = [x for x in self._own_layers if x.is_used and isinstance(x.pages, PagedLayer)]
+        for layer in self._own_layers:
+            layer.assignment.expect_none(layer.pages.num_columns)
+        lengths = {x.pages.num_tokens for x in paged}
+        self._trim()
         lengths |= {batch.num_columns for batch in self.batches}
         if len(lengths) > 1:
+            unused = [i for i, x in enumerate(self.layers) if x in paged and not x.is_initialized]
+            why = f", or the model has no layers {unused} while the cache has" if unused else ""
             raise StateError(
-                f"layers must have one length, got {sorted(lengths)}: an earlier forward broke off, crop or "
-                "reset the cache"
+                f"layers must have one length, got {sorted(lengths)}: an earlier forward broke off (crop or "
+                f"reset the cache){why}"
             )
 
     def fork(self) -> "KVCache":
         """A cache of the same tokens on the same pages, not frozen; neither sees what the other stores."""
+        self._expect_whole_rows()
         forks: dict[PagedBatch | None, PagedBatch | None] = {batch: batch.fork() for batch in self.batches}
         return type(self)(
             [
@@ -201,6 +257,8 @@ class KVCache(DynamicCache):  # type: ignore[misc]
     def freeze(self) -> "KVCache":
         """Refuse every change from now on, so that forks start from the same tokens; returns the cache."""
         self.is_frozen = True
+        for layer in self._own_layers:
+            layer.is_frozen = True
         return self
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -231,7 +289,8 @@ class KVCache(DynamicCache):  # type: ignore[misc]
             UnsupportedError: a layer cannot go back: one with a recurrent state, or, row by row, one that
                 is static. Nothing was changed in any of these cases.
         """
-        self._expect_thawed()
+        self._expect_usable()
+        self._trim()
         if isinstance(tokens_to_remove, SupportsIndex) and not getattr(tokens_to_remove, "shape", ()):
             tokens_to_remove = operator.index(tokens_to_remove)
             longest = max((batch.num_columns for batch in self.batches), default=0)
@@ -253,6 +312,7 @@ class KVCache(DynamicCache):  # type: ignore[misc]
         """Forget all tokens; the next ones may be of another batch size."""
         self._expect_thawed()
         super().reset()
+        self._is_torn = False
 
     @property
     def _own_layers(self) -> list[KVCacheLayer]:
@@ -260,35 +320,50 @@ class KVCache(DynamicCache):  # type: ignore[misc]
 
     def _select(self, rows: Sequence[int]) -> None:
         """Move the tables of all pages, and the tensors of other layers."""
-        self._expect_thawed()
+        self._expect_usable()
         if self.num_rows == 0:
             return
         for row in rows:
             if not 0 <= row < self.num_rows:
                 raise ArgumentError(f"rows must be in [0, {self.num_rows}), got {row}")
-        for batch in self.batches:
-            batch.select(rows)
+        own: list[Callable[[], Any]] = []
+        others: list[Callable[[], Any]] = []
         for layer in self.layers:
-            if isinstance(layer, KVCacheLayer) and isinstance(layer.pages, StaticPagedLayer):
-                layer.pages.select(rows)
+            if isinstance(layer, KVCacheLayer):
+                layer.expect_changeable()
+                if isinstance(layer.pages, StaticPagedLayer):
+                    own.append(partial(layer.pages.select, rows))
             if isinstance(layer, HybridKVCacheLayer):
-                layer.select_states(torch.tensor(rows))
+                others.append(partial(layer.select_states, torch.tensor(rows)))
             elif not isinstance(layer, KVCacheLayer | DummyLayer):
-                layer.reorder_cache(torch.tensor(rows))
+                others.append(partial(layer.reorder_cache, torch.tensor(rows)))
+        self._run(own, others)
+        for batch in self.batches:  # tables alone, which cannot fail
+            batch.select(rows)
 
-    def _reserve(self, pages: PagedLayer | StaticPagedLayer, key_states: Tensor) -> None:
-        """Room for a step in the pages of every window, or in none."""
-        start, num_new, rows = pages.num_tokens, key_states.shape[2], key_states.shape[0]
-        done: list[PagedBatch] = []
-        try:
+    def _run(self, own: Sequence[Callable[[], Any]], others: Sequence[Callable[[], Any]]) -> None:
+        """Change layers one after the other, each of ours as a whole or not at all."""
+        for i, change in enumerate((*own, *others)):
+            self._is_torn = i > 0 or i >= len(own)  # if this one raises
+            change()
+        self._is_torn = False
+
+    def _trim(self) -> None:
+        """Give back room behind what all layers have, as after they were assigned fewer tokens."""
+        lengths = {x.pages.num_tokens for x in self._own_layers if x.is_used and self.batches}
+        for batch in self.batches:
+            excess = batch.num_columns - min(lengths)
+            if excess > 0 and len(lengths) == 1:
+                batch.remove([excess] * batch.size)
+
+    @contextmanager
+    def _reserving(self, pages: PagedLayer, key_states: Tensor) -> Iterator[None]:
+        """Room for a step in the pages of every window; given back if what is stored first raises."""
+        rows, end = key_states.shape[0], pages.num_tokens + key_states.shape[2]
+        with ExitStack() as stack:
             for batch in self.batches:
-                if batch.num_columns == start:
-                    batch.reserve(rows, start + num_new)
-                    done.append(batch)
-        except KVError:
-            for batch in done:
-                batch.remove([num_new] * rows) if start else batch.clear()
-            raise
+                stack.enter_context(batch.reserving(rows, end))
+            yield
 
     def _expect_counts(self, tokens_to_remove: Sequence[int]) -> list[int]:
         """Tokens to remove of each row, positive."""
@@ -310,14 +385,30 @@ class KVCache(DynamicCache):  # type: ignore[misc]
         for layer in self.layers:
             if removes and isinstance(layer, StatefulLayer) and not getattr(layer, "is_croppable", False):
                 raise UnsupportedError(f"{type(layer).__name__} has a recurrent state, which cannot go back")
+        own: list[Callable[[], Any]] = []
+        others: list[Callable[[], Any]] = []
         for layer in self.layers:
             if isinstance(layer, HybridKVCacheLayer):
-                layer.crop_states(tokens_to_remove)
+                others.append(partial(layer.crop_states, tokens_to_remove))
             elif isinstance(layer, KVCacheLayer):
+                layer.expect_changeable()
                 if isinstance(layer.pages, StaticPagedLayer):
-                    layer.crop(tokens_to_remove)
+                    kept = num_kept(tokens_to_remove, layer.pages.num_tokens)
+                    layer.pages.expect_truncatable(kept)
+                    own.append(partial(layer.pages.truncate, kept))
             elif not isinstance(layer, DummyLayer):
-                layer.crop(tokens_to_remove)
+                others.append(partial(layer.crop, tokens_to_remove))
+        self._run(own, others)
+
+    def _expect_usable(self) -> None:
+        self._expect_thawed()
+        self._expect_whole_rows()
+
+    def _expect_whole_rows(self) -> None:
+        if self._is_torn:
+            raise StateError(
+                "layers must have the same rows, but a change of them broke off: reset the cache"
+            )
 
     def _expect_thawed(self) -> None:
         if self.is_frozen:

@@ -5,7 +5,7 @@ Letters: B sequences, Q new tokens of each, N columns of stored ones, H key/valu
 
 import copy
 import inspect
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import torch
 from torch import Tensor
@@ -13,7 +13,10 @@ from transformers import cache_utils
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from kvloom.caches import PagedBatch, PagedLayer, StaticPagedLayer
-from kvloom.errors import ArgumentError, UnsupportedError
+from kvloom.caches.assigning import SIDES, Assignment
+from kvloom.caches.read_only import ReadOnly
+from kvloom.core.checks import FLOAT_DTYPES, expect
+from kvloom.errors import ArgumentError, StateError, UnsupportedError
 from kvloom.integrations.transformers.attention import IMPLEMENTATION, StoredStates
 
 # Until transformers 5.12 ``crop(n)`` kept n tokens; since then ``crop(-n)`` removes n.
@@ -36,9 +39,12 @@ class KVCacheLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def __init__(self, pages: PagedLayer | StaticPagedLayer, config: Any, **kwargs: Any) -> None:
         self.pages = pages
+        super().__init__(**kwargs)
+        self.is_frozen = False
+        self.is_used = True  # by the model, whose configuration may name more layers
         self._config = config
         self._dtype: torch.dtype | None = None  # in which attention computes, from the first update on
-        super().__init__(**kwargs)
+        self.assignment = Assignment()
 
     @property
     def window(self) -> int | None:
@@ -60,12 +66,14 @@ class KVCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[States, States]:
         """Store ``[B, H, Q, D]`` and return everything that their attention reads, ``[B, H, N, D]``."""
+        self.expect_changeable()
+        with self.pages.appending(key_states, value_states) as tokens:
+            keys, values = StoredStates.pair(tokens, key_states, value_states)
+            in_place = self._config._attn_implementation == IMPLEMENTATION
+            pair: tuple[States, States] = (keys, values) if in_place else (keys.gather(), values.gather())
         if self._dtype is None:
-            self.lazy_initialization(key_states, value_states)
-        tokens = self.pages.append(key_states, value_states)
-        keys, values = StoredStates.pair(tokens, key_states, value_states)
-        in_place = self._config._attn_implementation == IMPLEMENTATION
-        return (keys, values) if in_place else (keys.gather(), values.gather())
+            KVCacheLayer.lazy_initialization(self, key_states)
+        return pair
 
     def get_seq_length(self) -> int | Tensor:
         """Columns seen, those that a window has passed included."""
@@ -88,10 +96,13 @@ class KVCacheLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last ``-tokens_to_remove`` tokens; up to 5.12 a positive number is what is kept."""
+        self.expect_changeable()
         self.pages.truncate(num_kept(tokens_to_remove, self.pages.num_tokens))
 
     def reset(self) -> None:
         """Forget all tokens."""
+        self._expect_thawed()
+        self.assignment.clear()
         self.pages.reset()
         if isinstance(self.pages, PagedLayer):
             self.is_initialized, self._dtype = False, None
@@ -112,12 +123,14 @@ class KVCacheLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def fork(self, batch: PagedBatch | None) -> "KVCacheLayer":
         """This layer over ``batch``, a fork of its own."""
+        self.assignment.expect_none(self.pages.num_columns)
         if isinstance(self.pages, StaticPagedLayer):
             pages: PagedLayer | StaticPagedLayer = self.pages.fork()
         else:
             pages = PagedLayer(self.pages.batch.format, batch, self.pages.index)
             pages.num_tokens = self.pages.num_tokens
         other = type(self)(pages, self._config)
+        other.is_used = self.is_used
         if self._dtype is not None:
             other._dtype = other.dtype = self._dtype
             other.device, other.is_initialized = self.device, True
@@ -125,26 +138,74 @@ class KVCacheLayer(CacheLayerMixin):  # type: ignore[misc]
 
     @property
     def keys(self) -> Tensor | None:
-        """Keys that the next token sees, ``[B, H, N, D]``, gathered at each access."""
-        return self._gathered(0)
+        """Keys that the next token sees, ``[B, H, N, D]``, gathered at each access, read-only.
+
+        Assigning replaces all of them, quantised if the cache is. A layer without a window that is not static
+        takes another number of tokens, too, once ``values`` was assigned as many; until then every other use
+        of the cache raises.
+
+        Raises:
+            ShapeError: B, H, D, dtype or device is another, or N is and must not be; nothing was changed.
+            StateError: the cache is frozen, or there is nothing yet to be replaced in fixed storage.
+        """
+        return self._side(0)
 
     @keys.setter
-    def keys(self, _: Tensor | None) -> None:
-        """The base class assigns ``None``; pages are the only storage."""
+    def keys(self, keys: Tensor | None) -> None:
+        self._assign(0, keys)
 
     @property
     def values(self) -> Tensor | None:
-        """Values that the next token sees, ``[B, H, N, D]``, gathered at each access."""
-        return self._gathered(1)
+        """Values that the next token sees, ``[B, H, N, D]``; as ``keys``."""
+        return self._side(1)
 
     @values.setter
-    def values(self, _: Tensor | None) -> None:
-        """The base class assigns ``None``; pages are the only storage."""
+    def values(self, values: Tensor | None) -> None:
+        self._assign(1, values)
 
-    def _gathered(self, side: int) -> Tensor | None:
+    def expect_changeable(self) -> None:
+        """Raise StateError if the cache is frozen, or keys or values wait for the other to be assigned."""
+        self._expect_thawed()
+        self.assignment.expect_none(self.pages.num_columns)
+
+    def gathered(self) -> tuple[Tensor, Tensor] | None:
+        """Keys and values that the next token sees, ``[B, H, N, D]``; the caller owns them."""
         if self._dtype is None or self.pages.storage is None:
             return None
-        return self.pages.stored().gather(self._dtype)[side]
+        return self.pages.stored().gather(self._dtype)
+
+    def _side(self, side: int) -> Tensor | None:
+        waiting = self.assignment.get(side)
+        if waiting is not None:
+            return waiting
+        pair = self.gathered()
+        return None if pair is None else ReadOnly.of(pair[side])
+
+    def _assign(self, side: int, x: Tensor | None) -> None:
+        if x is None and "assignment" not in vars(self):
+            return  # the base class begins with ``None``
+        self._expect_thawed()
+        name, storage = SIDES[side], self.pages.storage
+        expect(name, cast(Tensor, x), "B H N D", dtype=self._dtype or FLOAT_DTYPES)
+        x = cast(Tensor, x).detach()
+        if storage is not None:
+            storage.expect_side(name, side, x, self.pages.size)
+        held = None if storage is None else self.pages.num_columns
+        new = self.assignment.add(side, x, held, self._num_fixed)
+        if new is not None:
+            self.pages.replace(new)
+            self.assignment.clear()
+            if self._dtype is None:
+                KVCacheLayer.lazy_initialization(self, x)
+
+    @property
+    def _num_fixed(self) -> str | None:
+        """Why there can be no other number of columns."""
+        return None if self.window is None else "those that the window has left"
+
+    def _expect_thawed(self) -> None:
+        if self.is_frozen:
+            raise StateError("this cache is frozen: use a fork of it, cache.fork()")
 
     def _refuse(self, *args: Any) -> None:
         raise UnsupportedError("a layer of a KVCache shares its rows with the others: call the cache")
@@ -157,12 +218,13 @@ class StaticKVCacheLayer(KVCacheLayer):
 
     is_compileable = True
     is_sliding = False  # all columns come out of ``update``, and the mask hides what a window has passed
+    _num_fixed = "all that fit"
     pages: StaticPagedLayer
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor | None = None) -> None:
         """Take the memory."""
-        super().lazy_initialization(key_states, value_states)
         self.pages.allocate(key_states, key_states if value_states is None else value_states)
+        super().lazy_initialization(key_states, value_states)
 
     def get_seq_length(self) -> Tensor:
         """Columns seen, a new 0-d int64 tensor."""

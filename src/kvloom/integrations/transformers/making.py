@@ -5,7 +5,7 @@ from typing import Any, Final
 
 import torch
 import transformers
-from transformers import DynamicCache, cache_utils
+from transformers import DynamicCache, PretrainedConfig, cache_utils
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from kvloom.caches import PagedBatch, PagedFormat, PagedLayer, StaticPagedLayer
@@ -29,6 +29,31 @@ _KINDS: Final = (None, "full_attention", "sliding_attention", "chunked_attention
 # Layers without keys of their own, and with recurrent states, in transformers that have them.
 DummyLayer: Final = getattr(cache_utils, "DummyLayer", type(None))
 StatefulLayer: Final = getattr(cache_utils, "LinearAttentionCacheLayerMixin", type(None))
+
+
+def text_config_of(model: Any) -> Any:
+    """The configuration of the part that generates text.
+
+    Raises:
+        ArgumentError: ``model`` is none.
+    """
+    config = getattr(model, "config", None)
+    if not isinstance(config, PretrainedConfig):
+        got = (
+            f"the configuration {type(model).__name__}"
+            if isinstance(model, PretrainedConfig)
+            else repr(model)
+        )
+        raise ArgumentError(f"model must be a PreTrainedModel, got {got}")
+    return config.get_text_config(decoder=True)
+
+
+def layers_used(model: Any) -> set[int] | None:
+    """Which layers of a cache the model updates, of those that its configuration names; ``None`` for all."""
+    decoder = model.get_decoder() if hasattr(model, "get_decoder") else None
+    modules = (model if decoder is None else decoder).modules()
+    numbers = {getattr(module, "layer_idx", None) for module in modules}
+    return {number for number in numbers if isinstance(number, int)} or None
 
 
 def paged_format(
@@ -68,10 +93,11 @@ def make_layers(
         UnsupportedError: what this version of transformers says of the model cannot be right, or a static
             layer is wanted beside recurrent states.
     """
-    config = model.config.get_text_config(decoder=True)
+    config = text_config_of(model)
     # The one that says how attention computes: of an old encoder-decoder model, ``config`` is a copy.
     live = model.config if type(config) is type(model.config) else config
-    theirs = DynamicCache(config=config).layers
+    theirs, used = DynamicCache(config=config).layers, layers_used(model)
+    theirs = theirs if used is None else theirs[: max(used) + 1]
     kinds = getattr(config, "layer_types", None) or [None] * len(theirs)
     if getattr(model, "_is_stateful", False) and not any(isinstance(x, StatefulLayer) for x in theirs):
         kinds = ["recurrent"] * len(theirs)
@@ -90,9 +116,10 @@ def make_layers(
         window = getattr(layer, "sliding_window", None)
         if static:
             layers.append(StaticKVCacheLayer(StaticPagedLayer(format, window), live))
-            continue
-        if window not in batches:
-            batches[window] = PagedBatch(format, window)
-        pages = PagedLayer(format, batches[window], index)
-        layers.append(HybridKVCacheLayer(pages, live) if hybrid else KVCacheLayer(pages, live))
+        else:
+            if window not in batches:
+                batches[window] = PagedBatch(format, window)
+            pages = PagedLayer(format, batches[window], index)
+            layers.append(HybridKVCacheLayer(pages, live) if hybrid else KVCacheLayer(pages, live))
+        layers[-1].is_used = used is None or index in used
     return [*layers, *theirs[len(layers) :]]

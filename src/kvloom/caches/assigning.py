@@ -1,0 +1,69 @@
+"""Assignment to ``keys`` and ``values`` of a layer, one after the other as code that has two tensors does.
+
+Letters: B sequences, H key/value heads, N tokens, D head dim.
+"""
+
+from typing import Final
+
+from torch import Tensor
+
+from kvloom.errors import ShapeError, StateError
+
+SIDES: Final = ("keys", "values")
+
+
+class Assignment:
+    """Keys or values that were assigned and wait for the other side to be as long."""
+
+    def __init__(self) -> None:
+        self._waiting: tuple[int, Tensor] | None = None
+
+    def get(self, side: int) -> Tensor | None:
+        """What waits on a side, 0 for keys and 1 for values."""
+        return self._waiting[1] if self._waiting is not None and self._waiting[0] == side else None
+
+    def add(self, side: int, x: Tensor, num_held: int | None, fixed: str | None) -> dict[int, Tensor] | None:
+        """What is to be replaced now that ``x`` ``[B, H, N, D]`` is assigned.
+
+        Args:
+            side: 0 for keys, 1 for values.
+            x: New keys or values.
+            num_held: Tokens that there are; ``None`` before there are any.
+            fixed: Why there can be no other number; ``None`` if there can.
+
+        Returns:
+            One side or both; ``None`` if ``x`` waits.
+
+        Raises:
+            ShapeError: there must be another number of tokens; nothing was changed.
+            StateError: there are none yet, and the number is fixed; nothing was changed.
+        """
+        name, other, num_tokens = SIDES[side], self.get(1 - side), x.shape[2]
+        if other is not None:
+            if other.shape[2] != num_tokens:
+                raise ShapeError(
+                    f"{name} must have {other.shape[2]} tokens as {SIDES[1 - side]} were assigned, "
+                    f"got {num_tokens}"
+                )
+            return {side: x, 1 - side: other}
+        if num_tokens == num_held:
+            return {side: x}
+        if fixed is not None and num_held is None:
+            raise StateError(f"{name} can be assigned after the first update, got {num_tokens} tokens before")
+        if fixed is not None:
+            raise ShapeError(f"{name} must have {num_held} columns, {fixed}, got {num_tokens}")
+        self._waiting = side, x
+        return None
+
+    def clear(self) -> None:
+        """Forget what waits."""
+        self._waiting = None
+
+    def expect_none(self, num_held: int) -> None:
+        """Raise StateError if something waits, where there are ``num_held`` tokens."""
+        if self._waiting is not None:
+            side, x = self._waiting
+            raise StateError(
+                f"{SIDES[1 - side]} must be assigned {x.shape[2]} tokens before anything else, as "
+                f"{SIDES[side]} were, got {num_held}"
+            )

@@ -1,0 +1,51 @@
+"""Memory that caches take: how tensors are made, and what to say when there is too little."""
+
+import os
+from contextlib import AbstractContextManager, nullcontext
+from typing import Final
+
+import torch
+
+from kvloom.errors import OutOfBlocks
+
+# torch raises RuntimeError where the CPU has no memory, or where a size is beyond all numbers.
+_SENTENCES: Final = ("can't allocate memory", "not enough memory", "out of memory", "calculation overflowed")
+
+
+def outside_inference_mode() -> AbstractContextManager[object]:
+    """Tensors made here can be written inside and outside ``torch.inference_mode()``."""
+    return nullcontext() if torch.compiler.is_compiling() else torch.inference_mode(False)
+
+
+def is_exhausted(error: BaseException) -> bool:
+    """Whether this is what an allocation raises that finds too little memory."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(sentence in str(error) for sentence in _SENTENCES)
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """Bytes that can be allocated there, ``None`` where nobody knows."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    names = ("SC_AVPHYS_PAGES", "SC_PAGE_SIZE")
+    if device.type != "cpu" or not set(names) <= set(getattr(os, "sysconf_names", ())):
+        return None
+    pages, size = map(os.sysconf, names)
+    return pages * size
+
+
+def too_long(name: str, value: int, asked: int, fixed: int, free: int | None, what: str) -> OutOfBlocks:
+    """The error of fixed storage that finds too little memory.
+
+    Args:
+        name: The argument that says how long it is.
+        value: Its value.
+        asked: Bytes that it takes, of which
+        fixed: so many do not depend on the argument.
+        free: Bytes that there are.
+        what: What takes them.
+    """
+    fits = value if free is None else max(free - fixed, 0) * value // max(asked - fixed, 1)
+    bound = "smaller" if fits >= value else f"at most {fits} for {free} free bytes"
+    return OutOfBlocks(f"{name} must be {bound}, got {value}, which takes {asked} bytes for {what}")

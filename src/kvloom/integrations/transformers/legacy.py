@@ -1,0 +1,54 @@
+"""The legacy format: a tuple of keys and values for each layer.
+
+Letters: B sequences, H key/value heads, N tokens, D head dim.
+"""
+
+from collections.abc import Iterable, Sequence
+from types import SimpleNamespace
+
+from torch import Tensor
+
+from kvloom.caches import PagedBatch, PagedLayer
+from kvloom.errors import ArgumentError
+from kvloom.integrations.transformers.layers import KVCacheLayer
+from kvloom.integrations.transformers.making import paged_format
+
+
+def expect_pairs(past_key_values: Iterable[Sequence[Tensor]]) -> list[tuple[Tensor, Tensor]]:
+    """Keys and values in the legacy format, ``[B, H, N, D]`` of each layer.
+
+    Raises:
+        ArgumentError: a layer has not two tensors, or not as many rows and tokens as the others.
+    """
+    pairs: list[tuple[Tensor, Tensor]] = []
+    for layer_idx, entry in enumerate(past_key_values):
+        if len(entry) != 2 or not all(isinstance(x, Tensor) and x.ndim == 4 for x in entry):
+            raise ArgumentError(
+                f"past_key_values[{layer_idx}] must be a key and a value [B, H, N, D], got "
+                f"{[list(x.shape) if isinstance(x, Tensor) else type(x).__name__ for x in entry]}"
+            )
+        pairs.append((entry[0], entry[1]))
+    sizes = {(x.shape[0], x.shape[2]) for pair in pairs for x in pair}
+    if len(sizes) > 1:
+        raise ArgumentError(
+            f"past_key_values must have one number of rows and tokens in every layer, got {sorted(sizes)}: "
+            "what a window has passed is gone"
+        )
+    return pairs
+
+
+def plain_layers(
+    pairs: Sequence[tuple[Tensor, Tensor]],
+    kv: str = "auto",
+    quant_group: int = 64,
+    page_size: int = 16,
+    max_tokens: int | None = None,
+    *,
+    values: str | None = None,
+    layout: str = "auto",
+) -> list[KVCacheLayer]:
+    """Layers that keep all tokens, for pairs of a model that is not known; arguments as ``for_model``."""
+    # All that a configuration is asked for: how attention computes. Head dims are checked at the update.
+    config = SimpleNamespace(_attn_implementation="sdpa", kv_lora_rank=None)
+    batch = PagedBatch(paged_format(config, kv, quant_group, page_size, max_tokens, values, layout))
+    return [KVCacheLayer(PagedLayer(batch.format, batch, i), config) for i in range(len(pairs))]
