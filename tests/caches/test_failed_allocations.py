@@ -74,7 +74,8 @@ class Forks:
         gathered = [
             layer.gather(torch.float32) for layer in layers if layer.storage is not None and layer.size
         ]
-        return [torch.tensor([x.num_tokens for x in layers]), *(x for pair in gathered for x in pair)]
+        lengths = [n for x in layers for n in (x.num_tokens, x.batch.num_columns, x.size)]
+        return [torch.tensor(lengths), *(x for pair in gathered for x in pair)]
 
     def check(self) -> None:
         tables = [table for batch in self.memory.batches for table in batch.tables]

@@ -148,6 +148,10 @@ class BlockPool:
         """References to the page: those of its holders, and one of each active page sealed under it."""
         return self._counts[self._page(ref)]
 
+    def is_free(self, page: int) -> bool:
+        """Whether the page with this id holds nothing."""
+        return not self._counts[page] and page not in self._parents
+
     def is_sealed(self, ref: BlockRef) -> bool:
         """Whether the page is in the tree, and therefore read-only until its generation ends."""
         return self._page(ref) in self._parents

@@ -3,10 +3,9 @@
 Letters: S tokens in a page.
 """
 
+import struct
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
-from struct import Struct
-from struct import error as PackingError
 from typing import TypeAlias
 
 from kvloom.blocks.pool import BlockPool, BlockRef
@@ -32,14 +31,14 @@ class PrefixTree:
         page_size: S, tokens in a page.
     """
 
-    __slots__ = ("_keys", "_pack", "_pool", "_refs", "page_size")
+    __slots__ = ("_format", "_keys", "_pool", "_refs", "page_size")
 
     def __init__(self, pool: BlockPool, page_size: int) -> None:
         if page_size < 1:
             raise ArgumentError(f"page_size must be at least 1, got {page_size}")
         self.page_size = page_size
         self._pool = pool
-        self._pack = Struct(f"={page_size}q").pack
+        self._format = f"={page_size}q"
         self._refs: dict[Key, BlockRef] = {}
         self._keys: dict[int, Key] = {}  # of each page in the tree
         pool.attach(self.evict)
@@ -131,6 +130,18 @@ class PrefixTree:
         """
         return self._forget([ref for ref in self._pool.evictable() if self._keys[ref.id][0] == salt])
 
+    def sequences(self) -> Iterator[tuple[str, list[int], list[BlockRef]]]:
+        """Salt, tokens and pages of the longest sequences that can be found; all others begin them."""
+        parents = {parent for _, parent, _ in self._refs}
+        for ref in [ref for ref in self._refs.values() if ref not in parents]:
+            pages, tokens = [], b""
+            step: BlockRef | None = ref
+            while step is not None:
+                pages.append(step)
+                salt, step, page = self._keys[step.id]
+                tokens = page + tokens
+            yield salt, list(struct.unpack(f"={len(tokens) // 8}q", tokens)), pages[::-1]
+
     def _forget(self, refs: list[BlockRef]) -> int:
         for ref in refs:
             del self._refs[self._keys.pop(ref.id)]
@@ -153,6 +164,6 @@ class PrefixTree:
         size = self.page_size
         try:
             for start in range(0, num_pages * size, size):
-                yield self._pack(*tokens[start : start + size])
-        except PackingError as problem:
+                yield struct.pack(self._format, *tokens[start : start + size])
+        except struct.error as problem:
             raise ArgumentError(f"tokens must be signed 64-bit integers: {problem}") from None

@@ -7,10 +7,12 @@ as after a crop of single rows, has columns in front that hold nothing.
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
 from kvloom.blocks import BlockTable, Copy, PrefixTree
+from kvloom.caches.saving import Place, load_tables, save_tables
 from kvloom.caches.storage import PagedFormat, PagedMemory, PagedStorage, block_ids, copy_pages
 from kvloom.caches.stored import Placement
 from kvloom.core.indexing import CacheIndex
@@ -44,6 +46,12 @@ class PagedBatch:
         self._placements: dict[tuple[int, int, torch.device], Placement] = {}
         weakref.finalize(self, _release, self._tables)
         self.memory.batches.add(self)
+
+    def __reduce__(self) -> Any:
+        """To be saved: pages that are held, each once, also with other batches that hold them."""
+        places = save_tables(self.memory, self._tables)
+        state = self.is_recording, self.passed, places, self._begin, self._first
+        return _load, (self.memory, self.window, *state)
 
     @property
     def format(self) -> PagedFormat:
@@ -312,3 +320,18 @@ class PagedBatch:
 def _release(tables: list[BlockTable]) -> None:
     for table in tables:
         table.release()
+
+
+def _load(
+    memory: PagedMemory,
+    window: int | None,
+    is_recording: bool,
+    passed: PagedBatch | None,
+    tables: list[tuple[int, list[Place]]],
+    begin: list[int],
+    first: list[int],
+) -> PagedBatch:
+    batch = PagedBatch(memory, window)
+    batch.is_recording, batch.passed = is_recording, passed
+    batch._hold(load_tables(memory, tables), begin, first)
+    return batch

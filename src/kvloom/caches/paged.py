@@ -80,6 +80,7 @@ class PagedLayer:
         expect("value", value, "B H Q Dv", dtype=key.dtype, device=key.device, B=rows, H=heads, Q=num_new)
         storage = self._storage_for(key, value)
         start, end = self.num_tokens, self.num_tokens + num_new
+        self.batch.memory.num_writes += 1
         with self.batch.reserving(rows, end):
             storage.grow(self.batch.num_pages)
             if self.batch.passed is not None and num_new:
@@ -117,6 +118,7 @@ class PagedLayer:
         storage, device = self.storage, self.storage.view.device
         start = self.num_tokens - self.num_columns
         end = start + num_new
+        self.batch.memory.num_writes += 1
         self.batch.own_pages()
         with self.batch.reserving(self.batch.size, end):
             storage.grow(self.batch.num_pages)

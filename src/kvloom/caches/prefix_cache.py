@@ -5,12 +5,14 @@ Letters: T new tokens, H key/value heads, Hq query heads, Dk and Dv head dims.
 
 from collections.abc import Iterable, Sequence
 from types import TracebackType
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvloom import ops
 from kvloom.blocks import BlockPool, BlockTable, Growth, PrefixTree, check
+from kvloom.caches.saving import SavedStorage
 from kvloom.caches.storage import PagedFormat, PagedStorage, block_ids, copy_pages
 from kvloom.core.checks import expect_range
 from kvloom.core.indexing import CacheIndex
@@ -85,6 +87,19 @@ class PagedCache:
         for layer in self.layers:
             layer.grow(num_pages)
         self._sequences: list[PagedSequence] = []
+
+    def __getstate__(self) -> dict[str, Any]:
+        """To be saved: the pages that hold something."""
+        pages = [page for page in range(self.pool.num_blocks) if not self.pool.is_free(page)]
+        return vars(self) | {"layers": [SavedStorage.of(x, pages) for x in self.layers], "_pages": pages}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        pages, saved = state.pop("_pages"), state.pop("layers")
+        vars(self).update(state, layers=[x.storage() for x in saved])
+        for storage, layer in zip(self.layers, saved, strict=True):
+            storage.grow(self.pool.num_blocks)
+            layer.write(storage, pages)
+        self._device = self.layers[0].view.device
 
     def __enter__(self) -> "PagedCache":  # noqa: PYI034 (Self is not in Python 3.10)
         return self

@@ -5,6 +5,7 @@ Letters: B sequences, Q new tokens of each, H heads, Dk and Dv head dims.
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from torch import Tensor
 from kvloom import ops
 from kvloom.caches.batch import ROLLBACK
 from kvloom.caches.memory import free_bytes, is_exhausted, outside_inference_mode, too_long
+from kvloom.caches.saving import SavedStorage
 from kvloom.caches.storage import PagedFormat, PagedStorage
 from kvloom.caches.stored import Placement, StoredTokens
 from kvloom.caches.words import counted
@@ -44,6 +46,33 @@ class StaticPagedLayer:
             self._ring = _Ring(0, self.num_slots, self.max_tokens, torch.device("cpu"))
             self.length = torch.zeros((), dtype=torch.int64)
             self._reach = torch.zeros((), dtype=torch.int64)  # the largest length since it was empty
+
+    def __getstate__(self) -> dict[str, Any]:
+        """To be saved: the tokens, and no free slots."""
+        state: dict[str, Any] = {"format": self.format, "window": self.window, "saved": None}
+        if self.storage is not None:
+            num_slots = max(min(int(self._reach), self.num_slots), 1)
+            held = self.storage.like(num_slots)
+            held.grow(self.size)
+            ring = _Ring(self.size, num_slots, num_slots, self.length.device)
+            column = torch.arange(num_slots, device=self.length.device)
+            slots = (x.slots(column).flatten() for x in (self._ring, ring))
+            ops.copy(self.storage.view, next(slots), held.view, next(slots))
+            state["saved"] = SavedStorage.of(held, range(self.size))
+            state |= {"length": self.num_tokens, "reach": int(self._reach)}
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        StaticPagedLayer.__init__(self, state["format"], state["window"])
+        saved: SavedStorage | None = state["saved"]
+        if saved is not None:
+            rows, column = len(saved.tensors[0]), torch.arange(saved.page_size)
+            self._hold(saved.storage(self.num_slots), rows)
+            device = self.length.device
+            slots = self._ring.slots(column.to(device)).flatten()
+            ops.copy(saved.view, torch.arange(len(slots), device=device), self._allocated().view, slots)
+            self.length.fill_(state["length"])
+            self._reach.fill_(state["reach"])
 
     @property
     def num_tokens(self) -> int:

@@ -3,7 +3,7 @@
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from kvloom.errors import ConfigError, OutOfBlocks, ShapeError
 
 if TYPE_CHECKING:
     from kvloom.caches.batch import PagedBatch
+    from kvloom.caches.saving import SavedPages
 
 _Tensors: TypeAlias = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
 
@@ -79,7 +80,7 @@ class PagedStorage:
             replace(key, layout=page_layout(layout, "key", key, page_size, device)),
             replace(value, layout=page_layout(layout, "value", value, page_size, device)),
         )
-        self._page_size = page_size
+        self.page_size = page_size
         self._device = torch.empty(0, device=device).device  # with its index
         self.tensors = self._allocate(0)
         self.view = self._view(self.tensors)
@@ -109,7 +110,7 @@ class PagedStorage:
     @property
     def nbytes_per_token(self) -> float:
         """Bytes that one token of one sequence takes, scales included."""
-        return sum(spec.nbytes(self._page_size, self._page_size) for spec in self.specs) / self._page_size
+        return sum(spec.nbytes(self.page_size, self.page_size) for spec in self.specs) / self.page_size
 
     def expect_fits(self, key: Tensor, value: Tensor, batch: int) -> None:
         """Check ``[batch, H, Q, D]`` against what is kept here.
@@ -160,7 +161,7 @@ class PagedStorage:
         return KVView.split(key, *tensors, value_layout=value)
 
     def _allocate(self, num_pages: int) -> _Tensors:
-        size = self._page_size
+        size = self.page_size
         with outside_inference_mode():
             (key, key_scale), (value, value_scale) = (
                 spec.empty(num_pages * size, size, device=self._device) for spec in self.specs
@@ -186,10 +187,23 @@ class PagedMemory:
 
     def __init__(self, format: PagedFormat, is_kept: bool = False) -> None:
         self.format = format
-        self.is_kept = is_kept
-        self.pool = BlockPool((format.max_tokens or 0) // format.page_size if is_kept else 0)
+        self.is_kept = False
+        self.pool = BlockPool(0)
+        if is_kept:
+            self.keep()
         self.storages: dict[int, PagedStorage] = {}
         self.batches: weakref.WeakSet[PagedBatch] = weakref.WeakSet()
+        self.num_writes = 0
+        self.saved: weakref.WeakSet[SavedPages] = weakref.WeakSet()
+
+    def __reduce__(self) -> Any:
+        """To be saved: no pages, which come with those who hold them."""
+        return PagedMemory, (self.format,)
+
+    def keep(self) -> None:
+        """Have all ``max_tokens`` from now on, as if ``is_kept``."""
+        self.is_kept = True
+        self.pool.grow(max((self.format.max_tokens or 0) // self.format.page_size - self.pool.num_blocks, 0))
 
     def append(self, tables: Sequence[BlockTable], num_tokens: Sequence[int]) -> bool:
         """Room for ``num_tokens[i]`` tokens behind ``tables[i]``, in every layer: pages, tensors, copies.
@@ -249,14 +263,14 @@ def copy_pages(storages: Iterable[PagedStorage], copies: Sequence[Copy], page_si
     """Run the copies that a table asked for, in the storage of every layer."""
     if not copies:
         return
-    sources, targets = (_page_slots(pages, page_size) for pages in zip(*copies, strict=True))
+    sources, targets = (page_slots(pages, page_size) for pages in zip(*copies, strict=True))
     for storage in storages:
         view = storage.view
         ops.copy(view, sources.to(view.device), view, targets.to(view.device))
 
 
-def _page_slots(pages: Sequence[int], page_size: int) -> Tensor:
-    """Every slot of some pages, ``[len(pages) * page_size]`` int64."""
+def page_slots(pages: Sequence[int], page_size: int) -> Tensor:
+    """Every slot of some pages, ``[len(pages) * page_size]`` int64, on the CPU."""
     return (
         torch.tensor(pages, dtype=torch.int64).unsqueeze(1) * page_size + torch.arange(page_size)
     ).flatten()

@@ -224,14 +224,14 @@ class KVCache(DynamicCache):  # type: ignore[misc]
             StateError: they have different lengths, as after an exception within a forward, or other rows.
         """
         self._expect_whole_rows()
-        paged = [x for x in self._own_layers if x.is_used and isinstance(x.pages, PagedLayer)]
         for layer in self._own_layers:
             layer.assignment.expect_none(layer.pages.num_columns)
-        lengths = {x.pages.num_tokens for x in paged}
+        if torch.compiler.is_compiling():  # lengths are tensors
+            return
         self._trim()
-        lengths |= {batch.num_columns for batch in self.batches}
+        lengths = {*self._lengths(), *(batch.num_columns for batch in self.batches)}
         if len(lengths) > 1:
-            unused = [i for i, x in enumerate(self.layers) if x in paged and not x.is_initialized]
+            unused = [i for i, x in enumerate(self.layers) if not getattr(x, "is_initialized", True)]
             why = f", or the model has no layers {unused} while the cache has" if unused else ""
             raise StateError(
                 f"layers must have one length, got {sorted(lengths)}: an earlier forward broke off (crop or "
@@ -348,9 +348,16 @@ class KVCache(DynamicCache):  # type: ignore[misc]
             change()
         self._is_torn = False
 
+    def _lengths(self) -> set[int]:
+        """Tokens of the layers that the model uses; waits for an accelerator once if they are tensors."""
+        pages = [x.pages for x in self._own_layers if x.is_used]
+        found = {x.num_tokens for x in pages if isinstance(x, PagedLayer)}
+        lengths = [x.length for x in pages if isinstance(x, StaticPagedLayer)]
+        return found | set(torch.stack(lengths).tolist() if lengths else ())
+
     def _trim(self) -> None:
         """Give back room behind what all layers have, as after they were assigned fewer tokens."""
-        lengths = {x.pages.num_tokens for x in self._own_layers if x.is_used and self.batches}
+        lengths = self._lengths()
         for batch in self.batches:
             excess = batch.num_columns - min(lengths)
             if excess > 0 and len(lengths) == 1:
@@ -385,6 +392,7 @@ class KVCache(DynamicCache):  # type: ignore[misc]
         for layer in self.layers:
             if removes and isinstance(layer, StatefulLayer) and not getattr(layer, "is_croppable", False):
                 raise UnsupportedError(f"{type(layer).__name__} has a recurrent state, which cannot go back")
+        longest = max(self._lengths(), default=0)
         own: list[Callable[[], Any]] = []
         others: list[Callable[[], Any]] = []
         for layer in self.layers:
@@ -393,7 +401,8 @@ class KVCache(DynamicCache):  # type: ignore[misc]
             elif isinstance(layer, KVCacheLayer):
                 layer.expect_changeable()
                 if isinstance(layer.pages, StaticPagedLayer):
-                    kept = num_kept(tokens_to_remove, layer.pages.num_tokens)
+                    length = layer.pages.num_tokens
+                    kept = min(num_kept(tokens_to_remove, longest), length)
                     layer.pages.expect_truncatable(kept)
                     own.append(partial(layer.pages.truncate, kept))
             elif not isinstance(layer, DummyLayer):

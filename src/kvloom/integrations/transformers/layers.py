@@ -46,6 +46,12 @@ class KVCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         self._dtype: torch.dtype | None = None  # in which attention computes, from the first update on
         self.assignment = Assignment()
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Loaded, the keys may be on another device than those that were saved."""
+        self.__dict__.update(state)
+        if self.pages.storage is not None:
+            self.device = self.pages.storage.view.device
+
     @property
     def window(self) -> int | None:
         """Tokens that a token sees, itself included; ``None`` for all before it."""

@@ -8,11 +8,12 @@ from torch import Tensor
 
 from kvloom.blocks import BlockRef, BlockTable, PrefixTree, check
 from kvloom.caches import PagedBatch, PagedMemory
+from kvloom.caches.saving import hold, save_pages
 from kvloom.core.checks import INDEX_DTYPES, expect
 from kvloom.errors import ArgumentError, UnsupportedError
 from kvloom.integrations.transformers.cache import KVCache
 from kvloom.integrations.transformers.layers import KVCacheLayer
-from kvloom.integrations.transformers.making import make_layers, paged_format
+from kvloom.integrations.transformers.making import make_layers, paged_format, text_config_of
 
 
 class KVPool:
@@ -32,10 +33,28 @@ class KVPool:
     """
 
     def __init__(self, model: Any, memory: PagedMemory) -> None:
-        self._model = model
+        self._empty = KVCache(make_layers(model, memory.format, batch=PagedBatch(memory)))
+        self._states = torch.empty(0, dtype=model.dtype, device=model.device)
         self._memory = memory
         self._tree = PrefixTree(memory.pool, memory.format.page_size)
         self._num_asked = self._num_found = 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        """To be saved: the pages that can be found, and no model."""
+        known = list(self._tree.sequences())
+        places = save_pages(self._memory, (ref for *_, refs in known for ref in refs))
+        saved = [(salt, tokens, [places[ref] for ref in refs]) for salt, tokens, refs in known]
+        return vars(self) | {"_tree": saved}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        saved = state.pop("_tree")
+        self.__dict__.update(state)
+        memory = self._memory
+        memory.keep()
+        self._tree = PrefixTree(memory.pool, memory.format.page_size)
+        for salt, tokens, places in saved:
+            for ref in self._tree.insert(tokens, hold(memory, places), salt):
+                memory.pool.release(ref)
 
     @classmethod
     def for_model(
@@ -57,7 +76,7 @@ class KVPool:
             ArgumentError: as ``KVCache.for_model``.
             UnsupportedError: a layer has a window or a recurrent state, which a prefix of pages cannot give.
         """
-        config = model.config.get_text_config(decoder=True)
+        config = text_config_of(model)
         format = paged_format(config, kv, quant_group, page_size, max_tokens, values, layout)
         for layer in make_layers(model, format):
             if type(layer) is not KVCacheLayer or layer.is_sliding:
@@ -79,18 +98,18 @@ class KVPool:
         expect("input_ids", input_ids, "B T", dtype=INDEX_DTYPES)
         if not input_ids.numel():
             raise ArgumentError(f"input_ids must hold at least one token, got {list(input_ids.shape)}")
+        cache = self._empty.fork()
         found = [self._tree.match(row, salt, max_tokens=len(row) - 1) for row in input_ids.tolist()]
         num_pages = min(map(len, found))
         tables = [self._table(refs, num_pages) for refs in found]
-        batch = PagedBatch(self._memory)
-        cache = KVCache(make_layers(self._model, self._memory.format, batch=batch))
         self._num_asked += input_ids.numel()
         if num_pages == 0:
             return cache
+        batch = cache.batches[0]
         batch.adopt(tables)
         for layer in cache.layers:
             layer.pages.num_tokens = batch.num_columns
-            layer.lazy_initialization(torch.empty(0, dtype=self._model.dtype, device=self._model.device))
+            layer.lazy_initialization(self._states)
         self._num_found += batch.num_columns * batch.size
         return cache
 
