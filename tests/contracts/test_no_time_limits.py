@@ -7,7 +7,9 @@ import pytest
 
 TESTS = Path(__file__).parents[1]
 LIMIT = re.compile(r"\btimeout\s*=|\bdeadline\s*=(?!\s*None)")
-SOURCES = sorted(path for path in TESTS.rglob("*.py") if path != Path(__file__))
+# A planted bug may hang for ever, so what runs them has an end.
+EXEMPT = (Path(__file__), TESTS / "mutants" / "run.py")
+SOURCES = sorted(path for path in TESTS.rglob("*.py") if path not in EXEMPT)
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(TESTS)))
