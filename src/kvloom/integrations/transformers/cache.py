@@ -232,7 +232,7 @@ class KVCache(DynamicCache):  # type: ignore[misc]
         lengths = {*self._lengths(), *(batch.num_columns for batch in self.batches)}
         if len(lengths) > 1:
             unused = [i for i, x in enumerate(self.layers) if not getattr(x, "is_initialized", True)]
-            why = f", or the model has no layers {unused} while the cache has" if unused else ""
+            why = f", or the model has no layers {unused}, which the cache has" if unused else ""
             raise StateError(
                 f"layers must have one length, got {sorted(lengths)}: an earlier forward broke off (crop or "
                 f"reset the cache){why}"
