@@ -11,7 +11,14 @@ from hypothesis import strategies as st
 from oracles.bits import assert_same_bits, generator
 from torch import Tensor
 
-from kvloom.caches import DynamicLayer, Layer, QuantizedLayer, SlidingWindowLayer, StaticLayer
+from kvloom.caches import (
+    DynamicLayer,
+    Layer,
+    QuantizedLayer,
+    SlidingWindowLayer,
+    StaticLayer,
+    StaticSlidingWindowLayer,
+)
 from kvloom.errors import StateError
 from kvloom.quant.affine import dequantize, quantize
 
@@ -149,6 +156,39 @@ class SlidingModel(Model):
 
 
 @dataclass
+class StaticSlidingModel(SlidingModel):
+    """As one that can go back by a token at least, in columns of a fixed number."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.asked, self.rollback = self.rollback, max(self.rollback, 2 - self.window)
+
+    def make(self) -> Layer:
+        return StaticSlidingWindowLayer(self.window, self.asked)
+
+    def append(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        count = self.mask_sizes(key.shape[2])[0]
+        keys, values = super().append(key, value)
+        return padded(keys, count), padded(values, count)
+
+    def stored(self) -> tuple[Tensor, Tensor]:
+        keys, values = super().stored()
+        columns = self.window - 1 + self.rollback
+        return padded(keys, columns), padded(values, columns)
+
+    def mask_sizes(self, count: int) -> tuple[int, int]:
+        return self.window - 1 + count, max(0, self.seen - self.window + 1)
+
+    def reset(self) -> None:
+        self.crop(0)
+
+
+def padded(x: Tensor, columns: int) -> Tensor:
+    """With zeros behind the tokens."""
+    return torch.cat([x, torch.zeros(*x.shape[:2], max(columns - x.shape[2], 0), x.shape[3])], 2)
+
+
+@dataclass
 class QuantizedModel(Model):
     bits: tuple[int, int]
     recent: int
@@ -190,6 +230,7 @@ KINDS = {
     "dynamic": st.builds(Model),
     "static": st.builds(StaticModel, st.integers(1, 40)),
     "sliding": st.builds(SlidingModel, st.integers(1, 9), st.integers(0, 3)),
+    "static sliding": st.builds(StaticSlidingModel, st.integers(1, 9), st.integers(0, 3)),
     "quantized": st.builds(
         QuantizedModel, st.tuples(st.sampled_from([8, 4]), st.sampled_from([8, 4])), st.integers(0, 5)
     ),

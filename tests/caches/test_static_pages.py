@@ -69,6 +69,21 @@ def test_rows_are_what_the_selected_ones_were(rows: list[int]) -> None:
     assert torch.equal(held(layer), key[rows])
 
 
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("rows", [[1, 0], [1], [1, 1, 0]], ids=str)
+def test_rows_of_a_full_layer_keep_their_last_token(rows: list[int], window: int | None) -> None:
+    layer, key = filled(8, window=window)
+    query, fork = tokens(len(rows), 1, 9), layer.fork()
+    layer.select(rows)
+    fork.select(rows)
+    first = 0 if window is None else 5
+    for other in (layer, fork):
+        assert torch.equal(held(other)[:, :, first:], key[rows][:, :, first:])
+        weights = (query @ key[rows][:, :, first:].mT / 8**0.5).softmax(-1)
+        expected = (weights @ key[rows][:, :, first:]).transpose(1, 2)
+        torch.testing.assert_close(other.stored().attend(query), expected, rtol=1e-4, atol=1e-5)
+
+
 def test_a_fork_has_memory_and_length_of_its_own() -> None:
     layer, key = filled(4, window=3)
     fork = layer.fork()

@@ -123,7 +123,10 @@ def test_windows_begin_before_and_behind_a_tile_for_different_rows(new: int, sto
 
 
 def test_more_new_tokens_than_stored_ones() -> None:
-    assert_right(make_case([5, 20], [3, 7], head_dim=16), Scores(sinks=torch.ones(4)))
+    case = make_case([5, 20], [3, 7], head_dim=16)
+    assert_right(case, Scores(is_causal=False, sinks=torch.ones(4)))
+    with pytest.raises(ArgumentError, match=r"^kvstarts must give sequence 0 at least its 5 new tokens, got 3$"):
+        attend(case)
 
 
 # --- hidden -------------------------------------------------------------------------------------------------
@@ -222,7 +225,7 @@ def test_rows_that_see_nothing_are_zero(new: int) -> None:
 
 
 def test_sequence_without_stored_tokens_gives_zero() -> None:
-    assert not attend(make_case([2, 20], [0, 0], head_dim=16)).any()
+    assert not attend(make_case([2, 20], [0, 0], head_dim=16), Scores(is_causal=False)).any()
 
 
 # --- limits -------------------------------------------------------------------------------------------------

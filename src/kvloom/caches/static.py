@@ -66,6 +66,11 @@ class StaticLayer(Layer):
         """Tokens in the first columns of the storage; reads a tensor."""
         return int(self._length)
 
+    @property
+    def _length_given(self) -> tuple[str, int]:
+        """The argument that says how much memory is taken, and its value."""
+        return "max_length", self.max_length
+
     def get_seq_length(self) -> Tensor:
         """N, a new 0-d int64 tensor."""
         return self._length.clone()
@@ -147,5 +152,5 @@ class StaticLayer(Layer):
                 raise
             asked = batch * heads * self.max_length * (key_dim + value_dim) * dtype.itemsize
             free, what = free_bytes(torch.empty(0, device=device).device), counted(batch, "sequence")
-            raise too_long("max_length", self.max_length, asked, 0, free, f"{what} in one layer") from error
+            raise too_long(*self._length_given, asked, 0, free, f"{what} in one layer") from error
         self._tensors = key, value

@@ -38,6 +38,10 @@ class StaticSlidingWindowLayer(StaticLayer):
         """Tokens in the first columns of the storage; reads tensors."""
         return int(self._length - self._first)
 
+    @property
+    def _length_given(self) -> tuple[str, int]:
+        return "window", self.window
+
     def get_seq_length(self) -> Tensor:
         """Tokens seen, more than are held, a new 0-d int64 tensor."""
         return self._length.clone()
@@ -53,7 +57,7 @@ class StaticSlidingWindowLayer(StaticLayer):
     def expect_croppable(self, num_tokens: int) -> int:
         """As for any layer, but what the next token sees must still be held."""
         kept, first = super().expect_croppable(num_tokens), int(self._first)
-        if 0 < kept < first + self.window - 1 and first:
+        if max(kept - self.window + 1, 0) < min(kept, first):
             raise StateError(
                 f"num_tokens must keep at least {first + self.window - 1} tokens or none, got {num_tokens}: "
                 f"of {int(self._length)} tokens the first {first} are gone"
@@ -90,8 +94,7 @@ class StaticSlidingWindowLayer(StaticLayer):
         return keys, values
 
     def _truncate(self, num_tokens: int) -> None:
-        if num_tokens == 0:
-            self._first.zero_()
+        self._first.clamp_(max=num_tokens)
         for x in self._tensors or ():
             x[:, :, num_tokens - int(self._first) :] = 0
         self._length.fill_(num_tokens)

@@ -6,7 +6,6 @@ import operator
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from functools import partial
 from typing import Any, Final, SupportsIndex
 
 import torch
@@ -17,8 +16,8 @@ from transformers.cache_utils import Cache
 from kvloom.caches import PagedBatch, PagedLayer, StaticPagedLayer
 from kvloom.caches.static_pages import too_long_for
 from kvloom.errors import ArgumentError, OutOfBlocks, StateError, UnsupportedError
+from kvloom.integrations.transformers.changes import changes_of_length, changes_of_rows, expect_pages
 from kvloom.integrations.transformers.layers import (
-    HybridKVCacheLayer,
     KVCacheLayer,
     States,
     num_kept,
@@ -301,7 +300,8 @@ class KVCache(DynamicCache):  # type: ignore[misc]
             plan = [(x, counts) for x in self.batches]
         for batch, removed in plan:
             batch.expect_removable(removed)
-        self._crop_others(tokens_to_remove, any(any(removed) for _, removed in plan))
+        longest, removes = max(self._lengths(), default=0), any(any(removed) for _, removed in plan)
+        self._run(*changes_of_length(self.layers, tokens_to_remove, longest, removes))
         for batch, removed in plan:
             batch.remove(removed)
         for layer in self._own_layers:
@@ -326,18 +326,7 @@ class KVCache(DynamicCache):  # type: ignore[misc]
         for row in rows:
             if not 0 <= row < self.num_rows:
                 raise ArgumentError(f"rows must be in [0, {self.num_rows}), got {row}")
-        own: list[Callable[[], Any]] = []
-        others: list[Callable[[], Any]] = []
-        for layer in self.layers:
-            if isinstance(layer, KVCacheLayer):
-                layer.expect_changeable()
-                if isinstance(layer.pages, StaticPagedLayer):
-                    own.append(partial(layer.pages.select, rows))
-            if isinstance(layer, HybridKVCacheLayer):
-                others.append(partial(layer.select_states, torch.tensor(rows)))
-            elif not isinstance(layer, KVCacheLayer | DummyLayer):
-                others.append(partial(layer.reorder_cache, torch.tensor(rows)))
-        self._run(own, others)
+        self._run(*changes_of_rows(self.layers, rows))
         for batch in self.batches:  # tables alone, which cannot fail
             batch.select(rows)
 
@@ -380,34 +369,8 @@ class KVCache(DynamicCache):  # type: ignore[misc]
                 f"tokens_to_remove must be one number of at most 0 for each of {self.num_rows} rows, got "
                 f"{list(tokens_to_remove)}"
             )
-        for layer in self.layers:
-            if not isinstance(layer, DummyLayer) and not (
-                isinstance(layer, KVCacheLayer) and isinstance(layer.pages, PagedLayer)
-            ):
-                raise UnsupportedError(f"{type(layer).__name__} cannot be cropped row by row")
+        expect_pages(self.layers)
         return [-n for n in tokens_to_remove]
-
-    def _crop_others(self, tokens_to_remove: Any, removes: bool) -> None:
-        """Crop what is not in pages; refuses before it changes anything."""
-        for layer in self.layers:
-            if removes and isinstance(layer, StatefulLayer) and not getattr(layer, "is_croppable", False):
-                raise UnsupportedError(f"{type(layer).__name__} has a recurrent state, which cannot go back")
-        longest = max(self._lengths(), default=0)
-        own: list[Callable[[], Any]] = []
-        others: list[Callable[[], Any]] = []
-        for layer in self.layers:
-            if isinstance(layer, HybridKVCacheLayer):
-                others.append(partial(layer.crop_states, tokens_to_remove))
-            elif isinstance(layer, KVCacheLayer):
-                layer.expect_changeable()
-                if isinstance(layer.pages, StaticPagedLayer):
-                    length = layer.pages.num_tokens
-                    kept = min(num_kept(tokens_to_remove, longest), length)
-                    layer.pages.expect_truncatable(kept)
-                    own.append(partial(layer.pages.truncate, kept))
-            elif not isinstance(layer, DummyLayer):
-                others.append(partial(layer.crop, tokens_to_remove))
-        self._run(own, others)
 
     def _expect_usable(self) -> None:
         self._expect_thawed()

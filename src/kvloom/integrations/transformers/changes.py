@@ -1,0 +1,81 @@
+"""Changes of rows and lengths in layers that are not in the pages of a batch, one after the other.
+
+A change is planned for all layers before the first one is made. Ours change as a whole or not at all; of
+transformers' own, and of recurrent states, nobody knows what is left when one raises.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any, TypeAlias
+
+import torch
+
+from kvloom.caches import PagedLayer, StaticPagedLayer
+from kvloom.errors import UnsupportedError
+from kvloom.integrations.transformers.layers import HybridKVCacheLayer, KVCacheLayer, num_kept
+from kvloom.integrations.transformers.making import DummyLayer, StatefulLayer
+
+Changes: TypeAlias = list[Callable[[], Any]]
+
+
+def changes_of_rows(layers: Iterable[Any], rows: Sequence[int]) -> tuple[Changes, Changes]:
+    """What makes row i what row ``rows[i]`` was: in our layers, and in others.
+
+    Raises:
+        StateError: a layer cannot be changed now.
+    """
+    own: Changes = []
+    others: Changes = []
+    for layer in layers:
+        if isinstance(layer, KVCacheLayer):
+            layer.expect_changeable()
+            if isinstance(layer.pages, StaticPagedLayer):
+                own.append(partial(layer.pages.select, rows))
+        if isinstance(layer, HybridKVCacheLayer):
+            others.append(partial(layer.select_states, torch.tensor(rows)))
+        elif not isinstance(layer, KVCacheLayer | DummyLayer):
+            others.append(partial(layer.reorder_cache, torch.tensor(rows)))
+    return own, others
+
+
+def changes_of_length(
+    layers: Sequence[Any], tokens_to_remove: Any, longest: int, removes: bool
+) -> tuple[Changes, Changes]:
+    """What removes the last tokens: in our layers, and in others.
+
+    Args:
+        layers: All layers.
+        tokens_to_remove: As ``KVCache.crop``.
+        longest: Tokens of the longest layer; one that has fewer loses fewer.
+        removes: Whether any token is to be removed from pages.
+
+    Raises:
+        UnsupportedError: a layer has a recurrent state.
+        StateError: a layer cannot be changed now, or a window has passed what would be seen again.
+    """
+    own: Changes = []
+    others: Changes = []
+    for layer in layers:
+        if removes and isinstance(layer, StatefulLayer) and not getattr(layer, "is_croppable", False):
+            raise UnsupportedError(f"{type(layer).__name__} has a recurrent state, which cannot go back")
+    for layer in layers:
+        if isinstance(layer, HybridKVCacheLayer):
+            others.append(partial(layer.crop_states, tokens_to_remove))
+        elif isinstance(layer, KVCacheLayer):
+            layer.expect_changeable()
+            if isinstance(layer.pages, StaticPagedLayer):
+                length = layer.pages.num_tokens
+                kept = min(num_kept(tokens_to_remove, longest), length)
+                layer.pages.expect_truncatable(kept)
+                own.append(partial(layer.pages.truncate, kept))
+        elif not isinstance(layer, DummyLayer):
+            others.append(partial(layer.crop, tokens_to_remove))
+    return own, others
+
+
+def expect_pages(layers: Iterable[Any]) -> None:
+    """Raise UnsupportedError if a layer has tokens elsewhere than in the pages of a batch."""
+    for layer in layers:
+        is_paged = isinstance(layer, KVCacheLayer) and isinstance(layer.pages, PagedLayer)
+        if not (is_paged or isinstance(layer, DummyLayer)):
+            raise UnsupportedError(f"{type(layer).__name__} cannot be cropped row by row")
