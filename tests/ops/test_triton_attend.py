@@ -125,7 +125,9 @@ def test_windows_begin_before_and_behind_a_tile_for_different_rows(new: int, sto
 def test_more_new_tokens_than_stored_ones() -> None:
     case = make_case([5, 20], [3, 7], head_dim=16)
     assert_right(case, Scores(is_causal=False, sinks=torch.ones(4)))
-    with pytest.raises(ArgumentError, match=r"^kvstarts must give sequence 0 at least its 5 new tokens, got 3$"):
+    with pytest.raises(
+        ArgumentError, match=r"^kvstarts must give sequence 0 at least its 5 new tokens, got 3$"
+    ):
         attend(case)
 
 
