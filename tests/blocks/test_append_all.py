@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvloom.blocks import BlockPool, BlockTable, Copy, PrefixTree, append_all
+from kvloom.blocks import BlockPool, BlockTable, Copy, Growth, PrefixTree, append_all, check
 from kvloom.errors import ArgumentError, OutOfBlocks, StateError
 
 
@@ -36,6 +36,25 @@ def test_last_of_the_forks_writes_in_place() -> None:
     assert append_all(tables, [1, 1, 1]) == [Copy(1, 2), Copy(1, 3)]
     assert rows(tables) == [(7, [0, 2]), (7, [0, 3]), (7, [0, 1])]
     assert all(pool.is_writable(table.blocks[1]) for table in tables)
+
+
+def test_tables_are_as_they_were_when_copies_cannot_be_run() -> None:
+    """Pages go back in the order in which they would be handed out again."""
+    pool, tables = forks(3, 6)
+    tree, before = PrefixTree(pool, 4), rows(tables)
+    for _ in range(2):
+        growth = Growth(tables, [1, 1, 7])
+        assert growth.num_blocks == 4
+        with pytest.raises(MemoryError), growth.made() as copies:
+            assert copies == [Copy(1, 2), Copy(1, 3)]
+            assert rows(tables) == before
+            raise MemoryError
+        assert rows(tables) == before
+        assert pool.num_free == 6
+        check(pool, tree, tables)
+    assert append_all(tables, [1, 1, 7]) == [Copy(1, 2), Copy(1, 3)]
+    assert rows(tables) == [(7, [0, 2]), (7, [0, 3]), (13, [0, 1, 4, 5])]
+    check(pool, tree, tables)
 
 
 def test_every_fork_copies_a_page_that_somebody_else_holds() -> None:

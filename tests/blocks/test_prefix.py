@@ -346,3 +346,15 @@ def test_match_is_the_longest_common_run_of_full_pages(sequences: list[list[int]
             for other in sequences
         ]
         assert len(tree.match(tokens)) == max(common, default=0) // page_size
+
+
+def test_sequences_are_all_that_can_be_found() -> None:
+    pool = BlockPool(12)
+    tree = PrefixTree(pool, 2)
+    longest = [("a", (1, 2, 3, 4, 5, 6)), ("a", (1, 2, 3, 9)), ("b", (1, 2)), ("a", (-1, 2**63 - 1))]
+    for salt, tokens in longest:
+        tree.insert(tokens, pool.take(len(tokens) // 2), salt)
+    found = {(salt, tuple(tokens)): refs for salt, tokens, refs in tree.sequences()}
+    assert set(found) == set(longest)
+    for (salt, tokens), refs in found.items():
+        assert tree.match(tokens, salt) == refs

@@ -14,7 +14,7 @@ from oracles.language_models import make_model
 from torch import Tensor
 
 from kvloom.blocks import PrefixTree, check
-from kvloom.errors import StateError
+from kvloom.errors import OutOfBlocks, StateError
 from kvloom.integrations.transformers import KVCache, KVPool
 
 KINDS = pytest.mark.parametrize("kv", ["auto", "int8"])
@@ -67,7 +67,8 @@ class World:
         found: list[Tensor] = []
         for cache in self.caches:
             lengths = [int(layer.get_seq_length()) for layer in cache.layers]
-            found.append(torch.tensor(lengths))
+            columns = [batch.num_columns for batch in cache.batches]
+            found.append(torch.tensor([*lengths, *columns]))
             for layer, length in zip(cache.layers, lengths, strict=True):
                 if length:
                     found += seen(layer, layer.keys, 0), seen(layer, layer.values, 0)
@@ -120,6 +121,27 @@ def test_every_allocation_of_a_cache_can_fail(name: str, options: dict[str, Any]
         return world.run
 
     assert every_failure(program) > 100
+
+
+@pytest.mark.parametrize("error", [OutOfBlocks, torch.OutOfMemoryError])
+def test_a_window_that_finds_no_room_takes_none_from_the_others(
+    error: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = family("Gemma2")
+    cache = KVCache.for_model(model, page_size=4)
+
+    def refuse(*_: Any) -> None:
+        raise error("refused by the test")
+
+    for count, rows in ((6, 2), (1, 2)):
+        before = [(batch.size, batch.num_columns, batch.num_pages_held) for batch in cache.batches]
+        with monkeypatch.context() as patch, pytest.raises(error, match="refused by the test"):
+            patch.setattr(cache.batches[1], "reserve", refuse)
+            cache.update(states(rows, count, 1), states(rows, count, 2), 0)
+        assert [(batch.size, batch.num_columns, batch.num_pages_held) for batch in cache.batches] == before
+        for layer_idx in range(4):
+            cache.update(states(rows, count, 1), states(rows, count, 2), layer_idx)
+    cache.expect_whole()
 
 
 @pytest.mark.parametrize("options", [{}, {"static": True, "max_tokens": 32}], ids=str)

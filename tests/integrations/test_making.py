@@ -219,14 +219,22 @@ def test_fixed_windows_keep_what_they_need(name: str) -> None:
 @pytest.mark.parametrize("attention", ["eager", "kvloom"])
 @pytest.mark.parametrize("name", ["Mistral", "Gemma2"])
 def test_a_crop_behind_a_fixed_window_is_refused_before_anything_changes(name: str, attention: str) -> None:
+    """What is left behind a window does not grow by a crop."""
     model = family(name, attention)
     cache = KVCache.for_model(model, static=True, max_tokens=200)
     model(text(100), past_key_values=cache)
-    expected = model(text(1, 1), past_key_values=cache.fork()).logits
-    with pytest.raises(StateError, match="num_tokens must be at least 68, or 0"):
-        cache.crop(-33)
-    assert int(cache.get_seq_length()) == 100
-    assert torch.equal(model(text(1, 1), past_key_values=cache).logits, expected)
+    for removed, length in ((33, 100), (13, 80)):
+        cache.crop(length - int(cache.get_seq_length()))
+        expected = model(text(1, 1), past_key_values=cache.fork()).logits
+        with pytest.raises(StateError, match="num_tokens must be at least 68, or 0"):
+            cache.crop(-removed)
+        assert int(cache.get_seq_length()) == length
+        assert torch.equal(model(text(1, 1), past_key_values=cache.fork()).logits, expected)
+    cache.crop(-12)
+    short = KVCache.for_model(model)
+    model(text(100)[:, :68], past_key_values=short)
+    logits = [model(text(1, 1), past_key_values=c).logits for c in (cache, short)]
+    torch.testing.assert_close(*logits, rtol=1e-3, atol=1e-3)
 
 
 def test_windows_that_move_compile_once() -> None:

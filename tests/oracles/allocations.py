@@ -59,8 +59,8 @@ class Run:
                 self.num_refused += 1
                 if recover is not None:
                     recover()
-                self.check()
                 same(self.look(), before)
+                self.check()
         self.check()
         self.seen += [x.clone() for x in result or () if isinstance(x, Tensor)]
         self.seen += self.look()
