@@ -36,7 +36,7 @@ class KVView:
     sides_are_apart: InitVar[bool] = False
     """Whether keys are known to share no memory with values, nor their scales; looked for otherwise."""
     is_writable: bool = field(init=False, repr=False)
-    """Whether no two elements share memory."""
+    """Whether no two elements share memory, and none requires a gradient."""
 
     def __post_init__(self, sides_are_apart: bool) -> None:
         _expect_canonical("key", self.key, self.key_scale, self.key)
@@ -45,9 +45,8 @@ class KVView:
         elif self.value_scale is not None:
             raise ArgumentError("value_scale must be None where value is None")
         written = [x for x in (self.key, self.value, self.key_scale, self.value_scale) if x is not None]
-        object.__setattr__(
-            self, "is_writable", not any(map(overlaps_itself, written)) and self._is_apart(sides_are_apart)
-        )
+        is_writable = not any(x.requires_grad or overlaps_itself(x) for x in written)
+        object.__setattr__(self, "is_writable", is_writable and self._is_apart(sides_are_apart))
 
     def _is_apart(self, sides_are_apart: bool) -> bool:
         """Whether no two of the tensors share memory."""

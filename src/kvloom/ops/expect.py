@@ -23,7 +23,6 @@ def is_in_order(key: Tensor, value: Tensor | None, slots: Tensor, kv: KVView) ->
     written = (kv.key, kv.value, kv.key_scale, kv.value_scale)
     return (
         kv.is_writable
-        and not (torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in written))
         and key.shape == (tokens, heads, head_dim_of(kv.key, kv.key_scale))
         and value.shape == (tokens, heads, head_dim_of(kv.value, kv.value_scale))
         and key.dtype == value.dtype
@@ -32,7 +31,8 @@ def is_in_order(key: Tensor, value: Tensor | None, slots: Tensor, kv: KVView) ->
         and (kv.key_scale is not None or kv.key.dtype in FLOAT_DTYPES)
         and (kv.value_scale is not None or kv.value.dtype in FLOAT_DTYPES)
         and device == key.device == value.device == slots.device
-        and _are_apart((key, value, slots), written)
+        # On the CPU slots are copied before anything is written.
+        and _are_apart((key, value) if slots.is_cpu else (key, value, slots), written)
     )
 
 
@@ -79,9 +79,9 @@ def expect_store(key: Tensor, value: Tensor | None, slots: Tensor, kv: KVView) -
 
 
 def apart_from(kv: KVView, slots: Tensor) -> Tensor:
-    """``slots``, or a copy where writing ``kv`` would change them."""
+    """``slots``, or a copy where writing ``kv`` would change them; on the CPU every backend copies them."""
     written = (kv.key, kv.value, kv.key_scale, kv.value_scale)
-    if torch.compiler.is_compiling() or _are_apart((slots,), written):
+    if torch.compiler.is_compiling() or slots.is_cpu or _are_apart((slots,), written):
         return slots
     return slots.clone() if any(x is not None and shares_memory(slots, x) for x in written) else slots
 
