@@ -63,11 +63,13 @@ asan: asan-library
 	$(MAKE) asan-hostile
 
 # Hostile arguments of all operators and dialects, with every read and write watched; `make slow` tries a hundred
-# times as many.
+# times as many, and refuses each allocation where the tests refuse every fourth.
 asan-hostile: asan-library
 	$(ASAN) $(BIN)/python -m pytest --quiet --numprocesses $(WORKERS) tests/hostile
 
 slow: asan-library
+	KVLOOM_FAILURES=1 $(BIN)/python -m pytest --quiet --numprocesses $(WORKERS) --dist worksteal \
+	    tests/caches/test_failed_allocations.py tests/integrations/test_failed_allocations.py
 	KVLOOM_HOSTILE=15000 $(ASAN) $(BIN)/python -m pytest --quiet --numprocesses $(WORKERS) --dist worksteal tests/hostile
 
 asan-library: $(READY)

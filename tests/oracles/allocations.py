@@ -1,7 +1,12 @@
-"""Tensor allocations that fail, each one of a program in turn; then the step that it broke is tried again."""
+"""Tensor allocations that fail, one of a program after the other; then the step that it broke is tried again.
+
+``KVLOOM_FAILURES=1`` tries each of them, as ``make slow`` does; else every fourth of a step, from another one on
+in each step.
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from contextlib import nullcontext
 from itertools import count
@@ -10,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+
+STRIDE = int(os.environ.get("KVLOOM_FAILURES", "4"))
 
 
 class Refusing(TorchDispatchMode):
@@ -32,7 +39,7 @@ class Refusing(TorchDispatchMode):
 
 
 class Run:
-    """A program in steps, each refused memory at its first allocation, at its second, until it is done.
+    """A program in steps, each refused memory at one allocation, at a later one, until it is done.
 
     Args:
         look: What can be seen between steps; a step that raised must leave it as it was.
@@ -44,13 +51,14 @@ class Run:
         self, look: Callable[[], list[Tensor]], check: Callable[[], object], is_refused: bool
     ) -> None:
         self.look, self.check, self.is_refused = look, check, is_refused
-        self.num_refused = 0
+        self.num_refused = self.num_steps = 0
         self.seen: list[Tensor] = []
 
     def step(self, change: Callable[[], Any], recover: Callable[[], object] | None = None) -> None:
         """Run ``change``; when it is refused memory, ``recover``, see that nothing has changed, try again."""
         before = self.look()
-        for fail_at in count(1):
+        self.num_steps += 1
+        for fail_at in count(1 + self.num_steps % STRIDE, STRIDE):
             try:
                 with Refusing(fail_at) if self.is_refused else nullcontext():
                     result = change()
