@@ -224,7 +224,8 @@ def test_a_crop_behind_a_fixed_window_is_refused_before_anything_changes(name: s
     cache = KVCache.for_model(model, static=True, max_tokens=200)
     model(text(100), past_key_values=cache)
     for removed, length in ((33, 100), (13, 80)):
-        cache.crop(length - int(cache.get_seq_length()))
+        if length < int(cache.get_seq_length()):  # ``crop(0)`` keeps nothing up to transformers 5.12
+            cache.crop(length - int(cache.get_seq_length()))
         expected = model(text(1, 1), past_key_values=cache.fork()).logits
         with pytest.raises(StateError, match="num_tokens must be at least 68, or 0"):
             cache.crop(-removed)
@@ -260,8 +261,9 @@ def test_windows_that_move_compile_once() -> None:
 def test_too_little_memory_for_fixed_storage_says_what_would_fit() -> None:
     model = make_model()
     cache = KVCache.for_model(model, static=True, max_tokens=10**13)
-    with pytest.raises(OutOfBlocks) as told:
-        model(text(5, rows=2), past_key_values=cache)
+    new = torch.zeros(2, 2, 5, 16)
+    with pytest.raises(OutOfBlocks) as told:  # before transformers makes a mask as long
+        cache.update(new, new, 0)
     asked = 2 * 10**13 * 3 * 2 * 2 * 16 * 4
     found = re.fullmatch(
         rf"max_tokens must be at most (\d+) for (\d+) free bytes, got {10**13}, which takes {asked} bytes "

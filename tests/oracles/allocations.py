@@ -1,7 +1,7 @@
 """Tensor allocations that fail, one of a program after the other; then the step that it broke is tried again.
 
-``KVLOOM_FAILURES=1`` tries each of them, as ``make slow`` does; else every fourth of a step, from another one on
-in each step.
+``KVLOOM_FAILURES=1`` tries each of them, as ``make slow`` does; else every fourth of a step, from another one
+on in each step.
 """
 
 from __future__ import annotations
