@@ -133,18 +133,19 @@ class PagedStorage:
 
     def store(self, key: Tensor, value: Tensor, slots: Tensor) -> None:
         """Write ``[B, H, Q, D]`` to slots ``[B, Q]``."""
-        self.replace({0: key, 1: value}, slots)
+        key, value = (x.transpose(1, 2).flatten(0, 1) for x in (key, value))
+        ops.store(key, value, slots.flatten(), self.view)
 
     def replace(self, new: Mapping[int, Tensor], slots: Tensor) -> None:
         """``store`` keys (0), values (1) or both; a negative slot skips a token."""
-        rows = {side: x.transpose(1, 2).flatten(0, 1) for side, x in new.items()}
-        if len(rows) == 2:
-            ops.store(rows[0], rows[1], slots.flatten(), self.view)
+        if len(new) == 2:
+            self.store(new[0], new[1], slots)
             return
         key, value, key_scale, value_scale = self.tensors
-        for side, x in rows.items():  # as a cache of keys only
+        for side, x in new.items():  # as a cache of keys only
             tensor, scale = ((key, key_scale), (value, value_scale))[side]
-            ops.store(x, None, slots.flatten(), KVView.split(self.specs[side].axes, tensor, None, scale))
+            view = KVView.split(self.specs[side].axes, tensor, None, scale)
+            ops.store(x.transpose(1, 2).flatten(0, 1), None, slots.flatten(), view)
 
     def grow(self, num_pages: int) -> None:
         """Hold at least ``num_pages`` pages; bytes keep their slots. A ``view`` taken before is stale."""
