@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from oracles.bits import generator
+from oracles.round_trips import by_pickle, by_torch, every_way
 from torch import Tensor
 
 from kvloom import KVSpec
@@ -28,20 +29,6 @@ from kvloom.core.specs import QuantSpec
 
 FORMATS: dict[str, Any] = {"float32": None, "int8": QuantSpec(8, 4), "int4": QuantSpec(4, 8)}
 every_format = pytest.mark.parametrize("quant", FORMATS.values(), ids=FORMATS)
-
-
-def by_torch(x: Any) -> Any:
-    file = io.BytesIO()
-    torch.save(x, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
-
-
-def by_pickle(x: Any) -> Any:
-    return pickle.loads(pickle.dumps(x))  # noqa: S301 (our own)
-
-
-every_way = pytest.mark.parametrize("again", [by_torch, by_pickle])
 
 
 def tokens(rows: int, count: int, seed: int = 0) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import pickle
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -11,6 +10,7 @@ import pytest
 import torch
 from integrations.test_families import FAMILIES, family
 from oracles.language_models import make_model
+from oracles.round_trips import every_way
 from torch import Tensor
 
 from kvloom.integrations.transformers import KVCache, KVPool
@@ -24,20 +24,6 @@ def no_gradients() -> Iterator[None]:
 
 def text(length: int, seed: int = 0, rows: int = 1) -> Tensor:
     return torch.randint(3, 99, (rows, length), generator=torch.Generator().manual_seed(seed))
-
-
-def by_torch(x: Any) -> Any:
-    file = io.BytesIO()
-    torch.save(x, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
-
-
-def by_pickle(x: Any) -> Any:
-    return pickle.loads(pickle.dumps(x))  # noqa: S301 (our own)
-
-
-every_way = pytest.mark.parametrize("again", [by_torch, by_pickle])
 
 
 @every_way
