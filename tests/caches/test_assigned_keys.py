@@ -145,7 +145,7 @@ def test_what_does_not_fit_is_refused(make: Callable[[], Layer], bad: Tensor) ->
 
 
 @pytest.mark.parametrize("kind", ["int8", "int4, recent"])
-def test_dequantised_keys_cannot_be_changed_in_place(kind: str) -> None:
+def test_dequantized_keys_cannot_be_changed_in_place(kind: str) -> None:
     layer = filled(LAYERS[kind])
     before = layer.keys.clone()
     with pytest.raises(UnsupportedError, match="cannot be changed in place"):

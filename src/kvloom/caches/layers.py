@@ -68,7 +68,7 @@ class Layer(ABC):
     def keys(self) -> Tensor:
         """Keys as held, ``[B, H, n, Dk]``; raises StateError before the first update.
 
-        Assigning replaces all of them by copies, quantised if the layer is. Where any number of tokens will
+        Assigning replaces all of them by copies, quantized if the layer is. Where any number of tokens will
         do, another number is kept once ``values`` was assigned as many; until then every change raises.
         Raises ShapeError if B, H, Dk, dtype or device is another, or n is and must not be; nothing was
         changed.

@@ -56,14 +56,14 @@ class _Kept:
         return first.unsqueeze(1) + torch.arange(start, end, device=key.device)
 
     def sealed(self, key: Tensor, value: Tensor) -> "_Kept":
-        """With ``[B, H, n, D]`` quantised behind the sealed tokens."""
+        """With ``[B, H, n, D]`` quantized behind the sealed tokens."""
         end = self.num_sealed + key.shape[2]
         slots = self.slots(self.num_sealed, end)
         ops.store(_rows(key), _rows(value), slots.flatten(), self.view)
         return replace(self, num_sealed=end)
 
     def load(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """All tokens, dequantised."""
+        """All tokens, dequantized."""
         slots = self.slots(0, self.num_sealed)
         loaded = ops.load(slots.flatten(), self.view, dtype=dtype)
         key, value = (x.unflatten(0, slots.shape).transpose(1, 2) for x in loaded)
@@ -192,7 +192,7 @@ class QuantizedLayer(Layer):
         self._kept = replace(kept, columns=columns)
 
     def _appended(self, kept: _Kept, key: Tensor, value: Tensor, form: Form) -> _Kept:
-        """With new tokens, of which those that are not recent are quantised."""
+        """With new tokens, of which those that are not recent are quantized."""
         if form.dtype not in FLOAT_DTYPES:
             raise ShapeError(f"key must be {' or '.join(map(str, FLOAT_DTYPES))}, got {form.dtype}")
         num_sealed = max(len(kept) + key.shape[2] - self.recent, kept.num_sealed)

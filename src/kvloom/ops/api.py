@@ -30,7 +30,6 @@ from kvloom.ops.expect import (
     expect_writable_view,
     is_in_order,
     is_plain,
-    loaded_bytes,
 )
 from kvloom.ops.impl import cpu
 
@@ -140,17 +139,16 @@ def load(
         ShapeError, ArgumentError: as ``store``; a negative slot is an error here.
     """
     expect_slots("slots", slots, None, kv.device)
+    expect_range("num_repeat", num_repeat, 1, INT64_END)
     if dtype is None:
         dtype = kv.key.dtype if kv.key_scale is None else kv.key_scale.dtype
     for name, cache, scale in (("key", kv.key, kv.key_scale), ("value", kv.value, kv.value_scale)):
         if cache is not None:
             expect_dtypes(f"dtype of the loaded {name}", dtype, cache, scale)
-    if not torch.compiler.is_compiling():
-        loaded_bytes(slots.shape[0], kv, dtype, num_repeat)  # refuses what wraps around
     sides = (kv.key, kv.value, kv.key_scale, kv.value_scale)
     try:
         key, value = run(backend, "load", kv.device, slots, *sides, dtype, num_repeat)
-    except (RuntimeError, MemoryError):
+    except (RuntimeError, MemoryError, ShapeError):  # of what does not fit
         expect_loadable(slots.shape[0], kv, dtype, num_repeat)
         raise
     return key, value

@@ -146,7 +146,7 @@ class KVCacheLayer(CacheLayerMixin):  # type: ignore[misc]
     def keys(self) -> Tensor | None:
         """Keys that the next token sees, ``[B, H, N, D]``, gathered at each access, read-only.
 
-        Assigning replaces all of them, quantised if the cache is. A layer without a window that is not static
+        Assigning replaces all of them, quantized if the cache is. A layer without a window that is not static
         takes another number of tokens, too, once ``values`` was assigned as many; until then every other use
         of the cache raises.
 
