@@ -22,8 +22,8 @@ PIP := -m pip --quiet --disable-pip-version-check
 SOURCES := pyproject.toml CMakeLists.txt README.md $(wildcard scripts/*.py) \
     $(shell find csrc src -type f ! -name '*.pyc')
 # What every Python must pass; BARE of torch, what needs none.
-TIER := tests/test_tiny.py tests/test_cli.py tests/contracts/test_imports.py tests/core tests/blocks
-BARE_TIER := --confcutdir tests/blocks --hypothesis-profile ci tests/blocks
+TIER := tests/test_tiny.py tests/test_cli.py tests/contracts/test_imports.py tests/core tests/paging
+BARE_TIER := --confcutdir tests/paging --hypothesis-profile ci tests/paging
 # What `make` built, for environments that build nothing.
 LIBRARY = $(abspath $(wildcard $(BIN)/../lib/python*/site-packages/kvloom/ops/impl/libkvloom_cpu.*))
 NO_CUDA := 'import torch; print(int(not torch.cuda.is_available()))'
@@ -41,7 +41,7 @@ test: $(READY)
 mutants: $(READY)
 	$(BIN)/python tests/mutants/run.py --jobs $(WORKERS) $(ARGS)
 
-# What moves, quantises and attends, with each instruction set that this machine has; all have the baseline.
+# What moves, quantizes and attends, with each instruction set that this machine has; all have the baseline.
 test-isa: $(READY)
 	@KVLOOM_ISA=baseline $(BIN)/python -c 'import sys; from kvloom.ops import cpu_kernels as k; sys.exit(k() != "baseline" and k())'
 	@set -e; for isa in $(ISAS); do \

@@ -24,7 +24,7 @@ def movement_section(result: dict[str, Any]) -> str:
     parts = [
         f"Share of the speed of the fastest copy of the same bytes: {result['heads']} heads of "
         f"{result['head_dim']} in random pages of {result['page']}, {result['isa']}, {result['threads']} "
-        "threads; medians of pairs. Quantised from and to bfloat16; copies count the bytes as stored. The "
+        "threads; medians of pairs. Quantized from and to bfloat16; copies count the bytes as stored. The "
         "last column is how many times a store's time `index_copy_` takes for the same tokens, into rows "
         "that stay as they are."
     ]

@@ -3,8 +3,8 @@
 One forward pass of one token through a 4-layer Llama of random weights, 8 query heads of 64, on one thread.
 Every cache is filled with the same random keys and values; then all take a step in turn, round after round,
 in one process. ``ms`` is a cache's median, ``ratio`` the median over rounds of its time by DynamicCache's in
-the same round. The int4 caches of transformers requantise all they hold whenever 128 new tokens have come:
-that step, ``requantising`` times DynamicCache's, is spread over the 128 in ``ratio_amortised``.
+the same round. The int4 caches of transformers requantize all they hold whenever 128 new tokens have come:
+that step, ``requantizing`` times DynamicCache's, is spread over the 128 in ``ratio_amortised``.
 
 Prediction: a gathering cache reads, writes and reads again all keys and values in every step, so it cannot
 beat DynamicCache, which also copies them once; one read in place moves a quarter (int8) or an eighth (int4)
@@ -53,20 +53,20 @@ def measure(model: Any, found: list[Contender], context: int, rounds: int) -> li
             "ratio": median(a / b for a, b in zip(took, base, strict=True)),
         }
         if contender.residual:
-            ratio = requantising(model, found[0], contender, caches, (WARMUP + rounds) % contender.residual)
-            row |= {"requantising": ratio, "ratio_amortised": row["ratio"] + ratio / contender.residual}
+            ratio = requantizing(model, found[0], contender, caches, (WARMUP + rounds) % contender.residual)
+            row |= {"requantizing": ratio, "ratio_amortised": row["ratio"] + ratio / contender.residual}
         rows.append(row)
     return rows
 
 
-def requantising(
-    model: Any, base: Contender, contender: Contender, caches: dict[str, Any], unquantised: int
+def requantizing(
+    model: Any, base: Contender, contender: Contender, caches: dict[str, Any], unquantized: int
 ) -> float:
     """Time of the step that fills ``residual``, by that of DynamicCache just before it."""
     ratios = []
     for _ in range(3):
-        fill(caches[contender.name], model, contender.residual - 1 - unquantised)
-        unquantised = 0
+        fill(caches[contender.name], model, contender.residual - 1 - unquantized)
+        unquantized = 0
         before = step(model, base, caches[base.name])
         ratios.append(step(model, contender, caches[contender.name]) / before)
     return median(ratios)

@@ -2,9 +2,9 @@
 
 A 4-layer Llama of random weights with 8 heads of 64, float32, one sequence. Every cache is filled with the
 same random keys and values; then each in turn generates some tokens, round after round in one process. All
-rounds together make a multiple of the 128 tokens after which transformers' int4 caches requantise all they
+rounds together make a multiple of the 128 tokens after which transformers' int4 caches requantize all they
 hold: ``tokens_per_s`` is all tokens by all seconds, ``speed`` that by DynamicCache's. ``ratio`` is the median
-over the rounds of DynamicCache's time by a cache's, which leaves out the few that requantise. ``nbytes`` is
+over the rounds of DynamicCache's time by a cache's, which leaves out the few that requantize. ``nbytes`` is
 what a cache's tensors hold in the end.
 """
 

@@ -28,7 +28,7 @@ WARMUP = 1
 BARE = Contender("no cache", lambda model, _: None)
 CONTENDERS = (BARE, stock(), kvloom("float32"), kvloom("int8"))
 PLOT = Path(__file__).with_name("growth.svg")
-COLOURS = ("#b04a4a", "#7a7a7a", "#2f6fa8", "#2a8f6a")
+COLORS = ("#b04a4a", "#7a7a7a", "#2f6fa8", "#2a8f6a")
 
 
 def measure(model: Any, length: int, rounds: int) -> dict[str, float]:
@@ -48,9 +48,9 @@ def plot(rows: list[dict[str, Any]], path: Path) -> bool:
     lengths = [row["length"] for row in rows]
 
     def lines(axes: Any) -> None:
-        for contender, colour in zip(CONTENDERS, COLOURS, strict=True):
+        for contender, color in zip(CONTENDERS, COLORS, strict=True):
             axes.plot(
-                lengths, [row["ms"][contender.name] for row in rows], "o-", color=colour, label=contender.name
+                lengths, [row["ms"][contender.name] for row in rows], "o-", color=color, label=contender.name
             )
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")

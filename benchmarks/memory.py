@@ -6,7 +6,7 @@ and do not count. ``held`` is what is alive between steps: the cache alone. ``pe
 at once inside a step: the cache, what attention reads and the activations of one token. No clock is read and
 every figure comes out the same again, except for what a kernel takes from elsewhere than torch.
 
-Three steps are taken, of the tokens 8192 to 8194: the first makes the int4 caches of transformers requantise,
+Three steps are taken, of the tokens 8192 to 8194: the first makes the int4 caches of transformers requantize,
 the second begins a page. ``held`` and ``peak`` are the medians of the three, ``peak_worst`` is the highest.
 
 Prediction: int8 and int4 hold 3.88 and 7.53 times less than DynamicCache in groups of 64, with

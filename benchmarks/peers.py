@@ -16,7 +16,7 @@ from kvloom.integrations.transformers import KVCache
 
 STOCK = "DynamicCache"
 RESIDUAL = 128
-"""Newest tokens that transformers' int4 caches keep unquantised before they requantise all: their default."""
+"""Newest tokens that transformers' int4 caches keep unquantized before they requantize all: their default."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class Contender:
         name: As the tables show it.
         make: From the model and an upper bound of tokens to an empty cache.
         attention: Name of the attention implementation of transformers.
-        residual: Tokens after which the cache requantises everything; 0 if it never does.
+        residual: Tokens after which the cache requantizes everything; 0 if it never does.
     """
 
     name: str

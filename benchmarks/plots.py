@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-COLOURS = ("#2f6fa8", "#b04a4a", "#d79a4a", "#7a7a7a", "#2a8f6a", "#8a63a8", "#4a4a4a")
+COLORS = ("#2f6fa8", "#b04a4a", "#d79a4a", "#7a7a7a", "#2a8f6a", "#8a63a8", "#4a4a4a")
 """Ours first."""
 
 
@@ -42,7 +42,7 @@ def share_of_the_limit(result: dict[str, Any], path: Path, context: int = 4096) 
             ]
             places = [x + (i - (len(names) - 1) / 2) * width for x, _ in bars]
             label = "kvloom" if name == "ours" else name
-            axes.bar(places, [share for _, share in bars], width * 0.92, color=COLOURS[i], label=label)
+            axes.bar(places, [share for _, share in bars], width * 0.92, color=COLORS[i], label=label)
         axes.axhline(1.0, color="#4a4a4a", linewidth=0.8, linestyle="--")
         axes.set_xticks(range(len(rows)), [row["kind"] for row in rows])
         axes.set_ylabel("share of the speed of a read")
@@ -61,7 +61,7 @@ def time_by_context(result: dict[str, Any], path: Path) -> bool:
     lines += [("bfloat16", "probe", "read of the bfloat16")]
     styles = {"ours": "o-", "probe": "--"}
     shades = {f"kvloom {kind}": shade for kind, shade in zip(kinds, ("#6a9fd0", "#a5c8e8"), strict=False)}
-    colours = dict(zip(["ours", *result["peers"]], COLOURS, strict=False)) | {"probe": "#4a4a4a"}
+    colors = dict(zip(["ours", *result["peers"]], COLORS, strict=False)) | {"probe": "#4a4a4a"}
 
     def plot(axes: Any) -> None:
         for kind, name, label in lines:
@@ -69,8 +69,8 @@ def time_by_context(result: dict[str, Any], path: Path) -> bool:
                 (row["context"], row["us"][name]) for row in rows if row["kind"] == kind and name in row["us"]
             )
             if found:
-                colour = shades.get(label, colours[name])
-                axes.plot(*zip(*found, strict=True), styles.get(name, "s-"), color=colour, label=label, ms=4)
+                color = shades.get(label, colors[name])
+                axes.plot(*zip(*found, strict=True), styles.get(name, "s-"), color=color, label=label, ms=4)
         contexts = sorted({row["context"] for row in rows})
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")

@@ -33,7 +33,7 @@ KINDS = {
     "int4 g64": (torch.bfloat16, QuantSpec(4, 64)),
     "int8 g8": (torch.bfloat16, QuantSpec(8, 8)),
 }
-"""What a cache holds, by name: dtype of the query and of what is not quantised, and our codes."""
+"""What a cache holds, by name: dtype of the query and of what is not quantized, and our codes."""
 
 TOLERANCE = {
     "float32": 1e-4,

@@ -1,13 +1,13 @@
-"""What quantised caches cost in quality, for how many bytes, on held-out text. Prints one JSON line.
+"""What quantized caches cost in quality, for how many bytes, on held-out text. Prints one JSON line.
 
 The bundled model reads windows of 512 tokens in chunks of 32, so that attention reads what the cache made of
 the tokens before, as in decoding. ``loss`` is the mean over all next tokens in nats and ``perplexity`` its
 exponential, ``mean_kl`` the mean of KL(DynamicCache || cache) of their distributions, ``agreed`` the share of
 positions with the same first choice. ``nbytes_per_token`` is counted, scales included, on 2048 tokens with
-nothing left unquantised.
+nothing left unquantized.
 
-What a token attends to most are itself and its neighbours, so it matters which of them are still unquantised
-(``unquantised``): none in kvloom, where a chunk comes back as it was stored and its length changes nothing;
+What a token attends to most are itself and its neighbors, so it matters which of them are still unquantized
+(``unquantized``): none in kvloom, where a chunk comes back as it was stored and its length changes nothing;
 in the integer caches of transformers the chunk and up to 128 tokens before it, a quarter of a window. These
 are measured as they come; quanto, the faster, also fed token by token with nothing kept but the token itself.
 
@@ -41,12 +41,12 @@ ROWS = 8
 
 @dataclass(frozen=True, slots=True)
 class Entrant:
-    """A contender, the tokens it is fed at a time, its group and the newest tokens it keeps unquantised."""
+    """A contender, the tokens it is fed at a time, its group and the newest tokens it keeps unquantized."""
 
     contender: Contender
     chunk: int = CHUNK
     group: int | None = None
-    unquantised: int = 0
+    unquantized: int = 0
 
 
 def contenders() -> list[Entrant]:
@@ -123,7 +123,7 @@ def main() -> None:
         {
             "contender": entrant.contender.name,
             "group": entrant.group,
-            "unquantised": entrant.unquantised,
+            "unquantized": entrant.unquantized,
             "nbytes_per_token": nbytes_per_token(model, entrant.contender),
             **quality,
         }

@@ -76,7 +76,7 @@ def decode_section(result: dict[str, Any]) -> str:
         "Time of a decode step as a multiple of DynamicCache's in the same round (less is faster), by tokens "
         "of context: a 4-layer Llama in float32 with 8 query heads of 64, one thread. *In place*: "
         '`attn_implementation="kvloom"`; the others use scaled dot product attention. quanto and hqq with '
-        f"their requantising spread over the steps between.{left_out(result)}"
+        f"their requantizing spread over the steps between.{left_out(result)}"
     ]
     for heads in dict.fromkeys(row["kv_heads"] for row in result["rows"]):
         rows = [row for row in result["rows"] if row["kv_heads"] == heads]
@@ -104,10 +104,10 @@ def memory_section(result: dict[str, Any]) -> str:
 
 
 def quality_section(result: dict[str, Any]) -> str:
-    """What quantisation costs in text."""
+    """What quantization costs in text."""
     rows = [
         [
-            row["contender"], str(row["group"] or ""), str(row["unquantised"] or ""),
+            row["contender"], str(row["group"] or ""), str(row["unquantized"] or ""),
             f"{row['nbytes_per_token']:,.0f}", f"{row['perplexity']:.3f}", f"{row['mean_kl']:.1e}",
             f"{row['agreed']:.1%}",
         ]
@@ -115,7 +115,7 @@ def quality_section(result: dict[str, Any]) -> str:
     ]  # fmt: skip
     return (
         f"The bundled model on {result['tokens']:,} tokens of held-out text, fed in pieces so that "
-        "attention reads what the cache kept. *Raw*: newest tokens that a cache leaves unquantised."
+        "attention reads what the cache kept. *Raw*: newest tokens that a cache leaves unquantized."
         f"{left_out(result)}\n\n"
         + table(
             ["cache", "group", "raw", "bytes/token", "perplexity", "mean KL in nats", "same choices"], rows

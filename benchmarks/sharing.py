@@ -4,9 +4,9 @@ transformers' DynamicCache and KVCache hold as many float32 tokens of a 4-layer 
 medians of calls that take turns, on one thread.
 
 ``beams`` compares more caches in a step of a beam search: reorder 4 rows, then decode a token of each. There
-the integer caches of transformers, quanto's and hqq's by the same code, reorder what they dequantise, in the
+the integer caches of transformers, quanto's and hqq's by the same code, reorder what they dequantize, in the
 decoding. Prediction: at 8192 a cache that copies its rows takes longer for that than for the decoding, so
-KVCache is ahead, quantised as well.
+KVCache is ahead, quantized as well.
 """
 
 import argparse

@@ -14,7 +14,7 @@ namespace {
 
 constexpr int64_t kBytesPerThread = 64 << 10;  // less is not worth waking a thread
 // From so many bytes on, whole cache lines are written past the caches: they would push everything else out.
-// What is loaded is read next, so more of it is kept; of what is dequantised, all that a last-level cache
+// What is loaded is read next, so more of it is kept; of what is dequantized, all that a last-level cache
 // holds, since its lines come too slowly for streaming to gain anything.
 constexpr int64_t kBytesToStream = 2 << 20, kLoadedBytesToStream = 4 << 20;
 constexpr int64_t kDequantizedBytesToStream = 16 << 20;
@@ -38,7 +38,7 @@ View base_view(const Tensor& x, void* data) {
   return view;
 }
 
-/// A canonical view `[B, S/s, s, H, D/d, d]`; what is quantised says so by its dtype.
+/// A canonical view `[B, S/s, s, H, D/d, d]`; what is quantized says so by its dtype.
 View view_of(const Tensor& x, void* data, bool has_scale = false) {
   require(x.dim() == 6, "a canonical view must have 6 dimensions");
   View view = base_view(x, data);

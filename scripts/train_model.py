@@ -177,7 +177,7 @@ def count_model_losses(train: Tensor, heldout: Tensor, vocab_size: int) -> tuple
 
 
 def build_model(args: argparse.Namespace, tokenizer: Tokenizer) -> LlamaForCausalLM:
-    """A freshly initialised Llama; each block starts as the identity, its two output matrices zero."""
+    """A freshly initialized Llama; each block starts as the identity, its two output matrices zero."""
     config = LlamaConfig(
         vocab_size=args.vocab_size,
         hidden_size=args.hidden,

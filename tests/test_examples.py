@@ -44,7 +44,7 @@ def bundled() -> tuple[Any, Any]:
 
 
 def stock_text(prompts: list[str], num_new: int, past: Any = None, prefix: str = "") -> list[str]:
-    """Texts that ``generate`` gives with transformers' own cache, ``prefix`` tokenised on its own."""
+    """Texts that ``generate`` gives with transformers' own cache, ``prefix`` tokenized on its own."""
     from transformers import DynamicCache
 
     model, tokenizer = bundled()

@@ -1,4 +1,4 @@
-// Codes whose groups are short, as bfloat16 numbers for products of bfloat16: what dequantising gives for such a
+// Codes whose groups are short, as bfloat16 numbers for products of bfloat16: what dequantizing gives for such a
 // query. Integer products would cost a scaling for each group.
 #pragma once
 
@@ -100,7 +100,7 @@ inline void for_scales(const ChunkRows& chunk, Index width, Kernel kernel) {
   });
 }
 
-// Dequantises a block of tokens from `first` on.
+// Dequantizes a block of tokens from `first` on.
 template <bool is_int4, DType dtype, int W>
 inline void dequantize_block(const ChunkRows& chunk, Index first, Byte (*to)[2 * kMaxHeadDim]) {
   const SidePlace& side = *chunk.side;

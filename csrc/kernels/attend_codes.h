@@ -99,7 +99,7 @@ inline void read_columns(const ChunkRows& chunk, Index first, Index at, Index dw
   }
 }
 
-// NaN in place of scales whose products with codes may be beyond the largest finite number that dequantising gives.
+// NaN in place of scales whose products with codes may be beyond the largest finite number that dequantizing gives.
 // What is not finite in the end is computed again by the book.
 inline Vec checked_scales(Vec scales, float limit) {
   const Vec size = as_float(as_int(scales) & splat_int(INT32_MAX));
@@ -165,7 +165,7 @@ inline void for_places(std::integer_sequence<int, place...>, Visit visit) {
 template <bool is_int4>
 using Places = std::make_integer_sequence<int, is_int4 ? 8 : 4>;
 
-// A dequantised number is rounded to the scale's type where that shows in the query's.
+// A dequantized number is rounded to the scale's type where that shows in the query's.
 struct Unrounded {
   static constexpr bool kRounds = false;
   static Vec of(Vec x) { return x; }

@@ -45,7 +45,7 @@ inline auto choose_codes(const SidePlace& side, DType query_dtype, Choice choice
 }
 
 #ifdef KVLOOM_HAS_DOT_PRODUCTS
-// Codes that are worth dequantising: making digits of weights, and scaling sums, pays where groups are long.
+// Codes that are worth dequantizing: making digits of weights, and scaling sums, pays where groups are long.
 inline bool takes_codes_as_bf16(const SidePlace& side, DType query_dtype) {
   return takes_codes(side) && query_dtype == DType::bf16 && side.group % 32 != 0 && side.dim % 64 == 0;
 }

@@ -1,7 +1,7 @@
 // The two products of attention over one chunk of tokens: scores = q.k, total += weight * v.
 //
 // Every row's sums run over d (scores) and over tokens (totals) in one order, whatever rows share its tile:
-// a row's bits do not depend on its neighbours.
+// a row's bits do not depend on its neighbors.
 #pragma once
 
 #include "attend_panel.h"
@@ -28,7 +28,7 @@ struct ValueTask {
 
 // --- any dtype to float32 ----------------------------------------------------------------------------------
 
-// Whether rounding to the scale's type, as dequantising is defined, shows in the query's type.
+// Whether rounding to the scale's type, as dequantizing is defined, shows in the query's type.
 inline bool is_coarser(DType scale, DType query) {
   return query == DType::f32 ? scale != DType::f32 : query == DType::f16 && scale == DType::bf16;
 }

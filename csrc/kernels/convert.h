@@ -17,7 +17,7 @@ void cast_row(const Row& row) {
   if (i < row.count) store_some(out + i, load_some(in + i, row.count - i), row.count - i);
 }
 
-// --- dequantise -------------------------------------------------------------------------------------------
+// --- dequantize -------------------------------------------------------------------------------------------
 
 /// The product is rounded to the type of the scale, then to that of the result; neither makes it infinite.
 template <class Scale, class Out>

@@ -128,7 +128,7 @@ KVLOOM_INLINE void prefetch_row(const Plan& plan, const Place& at, bool stream) 
 }
 
 /// Moves the rows of a tile of tokens in the order in which they are read: reading out of order costs more
-/// than writing so. Where a head's rows of neighbouring slots lie side by side, that is head by head.
+/// than writing so. Where a head's rows of neighboring slots lie side by side, that is head by head.
 inline void move_tile(const Plan& plan, Place* places, int num_tokens, char* scratch, bool stream) {
   if (!plan.is_head_major) {
     for (int i = 0; i < num_tokens; ++i) {

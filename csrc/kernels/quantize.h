@@ -40,8 +40,8 @@ KVLOOM_INLINE Ints float_bits(Ints magnitude) {
   }
 }
 
-/// The maxima of neighbours in each of `kCount` vectors in a row, then of their neighbours, until all fit in
-/// one: each of its lanes has the largest of `kCount` neighbours, in order. From `count` on, vectors are 0.
+/// The maxima of neighbors in each of `kCount` vectors in a row, then of their neighbors, until all fit in
+/// one: each of its lanes has the largest of `kCount` neighbors, in order. From `count` on, vectors are 0.
 template <int kCount, class Nth>
 KVLOOM_INLINE Ints fold(int64_t first, int64_t count, Nth nth) {
   if constexpr (kCount == 1) {

@@ -25,7 +25,7 @@ class UnsupportedError(KVError, NotImplementedError):
     """The request is legal, but this build, backend or class does not do it."""
 
 
-class OutOfBlocks(KVError, MemoryError):
+class OutOfPages(KVError, MemoryError):
     """A bounded pool has too few pages, or fixed storage finds too little memory; nothing was written."""
 
 

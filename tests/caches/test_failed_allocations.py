@@ -12,7 +12,6 @@ from oracles.bits import generator
 from torch import Tensor
 
 from kvloom import KVSpec
-from kvloom.blocks import PrefixTree, check
 from kvloom.caches import (
     DynamicLayer,
     Layer,
@@ -28,6 +27,7 @@ from kvloom.caches import (
     StaticSlidingWindowLayer,
 )
 from kvloom.core.specs import QuantSpec
+from kvloom.paging import PrefixTree, check
 
 FORMATS: dict[str, Any] = {"float32": None, "int8": QuantSpec(8, 4), "int4": QuantSpec(4, 8)}
 every_format = pytest.mark.parametrize("quant", FORMATS.values(), ids=FORMATS)

@@ -329,7 +329,7 @@ def test_bad_settings_are_refused_by_name(make: Callable[[], Layer], message: st
         make()
 
 
-def test_quantized_layer_refuses_what_it_cannot_quantise() -> None:
+def test_quantized_layer_refuses_what_it_cannot_quantize() -> None:
     layer = QuantizedLayer(8, 16)
     with pytest.raises(ConfigError, match="head_dim must be a multiple of group 16, got 8"):
         update(layer, 1, 1)

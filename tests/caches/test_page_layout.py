@@ -62,7 +62,7 @@ def test_auto_is_native_for_codes(quant: QuantSpec, page_size: int) -> None:
 @needs_kernels
 @pytest.mark.parametrize("group", [8, 16, 32, 64])
 def test_auto_keeps_short_groups_of_bfloat16_in_rows(group: int) -> None:
-    """Where codes are dequantised and not met as integers."""
+    """Where codes are dequantized and not met as integers."""
     form = spec(QuantSpec(8, group), dtype=torch.bfloat16)
     is_native = page_layout("auto", "key", form, 16, CPU) == NATIVE_KEYS
     assert is_native == (group >= 32)

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from oracles.bits import generator
 from torch import Tensor
 
-from kvloom.blocks import PrefixTree, check
 from kvloom.caches import PagedBatch, PagedFormat, PagedLayer, PagedMemory, StoredTokens
 from kvloom.caches.batch import ROLLBACK
 from kvloom.core.specs import QuantSpec
 from kvloom.errors import StateError
+from kvloom.paging import PrefixTree, check
 from kvloom.quant.affine import dequantize, quantize
 
 HEADS, DIM = 2, 8

@@ -12,7 +12,7 @@ from torch import Tensor
 from kvloom.caches import PagedLayer
 from kvloom.caches.paged import PagedFormat
 from kvloom.core.specs import QuantSpec
-from kvloom.errors import ConfigError, KVError, OutOfBlocks, ShapeError, StateError
+from kvloom.errors import ConfigError, KVError, OutOfPages, ShapeError, StateError
 from kvloom.quant.affine import dequantize, quantize
 
 QUANTS = [None, QuantSpec(8, 4), QuantSpec(4, 8, torch.float32)]
@@ -207,7 +207,7 @@ def test_max_tokens_is_reached_exactly(quant: QuantSpec | None) -> None:
     assert layer.nbytes == 12 * layer.nbytes_per_token
     before, bytes_before = [x.clone() for x in storage(layer)], layer.nbytes
     with pytest.raises(
-        OutOfBlocks,
+        OutOfPages,
         match="max_tokens must be at least 16 to hold 1 more token of 2 sequences, got 12 with 6 of 6 pages",
     ):
         append(layer, 2, 1)
@@ -222,7 +222,7 @@ def test_max_tokens_is_reached_exactly(quant: QuantSpec | None) -> None:
 def test_refused_growth_leaves_room_for_a_smaller_one() -> None:
     layer = PagedLayer(PagedFormat(page_size=2, max_tokens=12))
     key, _ = append(layer, 2, 3)
-    with pytest.raises(OutOfBlocks):
+    with pytest.raises(OutOfPages):
         append(layer, 2, 4)
     more, _ = append(layer, 2, 3, seed=5)
     assert_same_bits(layer.gather(torch.float32)[0].contiguous(), torch.cat([key, more], dim=2), "key")
@@ -230,7 +230,7 @@ def test_refused_growth_leaves_room_for_a_smaller_one() -> None:
 
 def test_refused_first_append_leaves_the_layer_as_new() -> None:
     layer = PagedLayer(PagedFormat(page_size=2, max_tokens=4))
-    with pytest.raises(OutOfBlocks):
+    with pytest.raises(OutOfPages):
         append(layer, 3, 2)
     assert (layer.num_tokens, layer.nbytes) == (0, 0)
     key, _ = append(layer, 1, 4)
@@ -240,7 +240,7 @@ def test_refused_first_append_leaves_the_layer_as_new() -> None:
 def test_max_tokens_that_is_no_multiple_of_a_page_is_not_exceeded() -> None:
     layer = PagedLayer(PagedFormat(page_size=4, max_tokens=10))
     append(layer, 1, 8)
-    with pytest.raises(OutOfBlocks):
+    with pytest.raises(OutOfPages):
         append(layer, 1, 1)
     assert layer.nbytes == 8 * layer.nbytes_per_token
 
@@ -317,10 +317,10 @@ def test_bad_format_is_refused_by_name(change: dict[str, object], name: str) -> 
         PagedFormat(**change)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("error", [OutOfBlocks, StateError, ShapeError, ConfigError])
+@pytest.mark.parametrize("error", [OutOfPages, StateError, ShapeError, ConfigError])
 def test_errors_are_also_builtin_ones(error: type[KVError]) -> None:
     builtin = {
-        OutOfBlocks: MemoryError,
+        OutOfPages: MemoryError,
         StateError: RuntimeError,
         ShapeError: ValueError,
         ConfigError: ValueError,

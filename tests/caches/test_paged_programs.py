@@ -12,7 +12,7 @@ from torch import Tensor
 from kvloom.caches import PagedLayer
 from kvloom.caches.paged import PagedFormat
 from kvloom.core.specs import QuantSpec
-from kvloom.errors import OutOfBlocks, ShapeError
+from kvloom.errors import OutOfPages, ShapeError
 from kvloom.quant.affine import dequantize, quantize
 
 HEADS, KEY_DIM, VALUE_DIM = 2, 8, 4
@@ -91,7 +91,7 @@ def test_program_agrees_with_a_list_of_tensors(data: st.DataObject) -> None:
             layer.append(key, value)
             model.append(key, value)
         elif action == "append":
-            with pytest.raises(OutOfBlocks, match="max_tokens must be at least"):
+            with pytest.raises(OutOfPages, match="max_tokens must be at least"):
                 layer.append(key, value)
         elif action == "truncate" and model.chunks:
             count = data.draw(st.integers(0, model.num_tokens))

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvloom import KVSpec, QuantSpec, Scores, ops
 from kvloom.caches import PagedCache, PagedSequence
-from kvloom.errors import ArgumentError, OutOfBlocks, ShapeError, StateError
+from kvloom.errors import ArgumentError, OutOfPages, ShapeError, StateError
 from kvloom.quant.affine import dequantize, quantize
 
 LAYERS, HEADS, DIM, PAGE = 2, 2, 8, 4
@@ -165,7 +165,7 @@ def test_a_full_pool_refuses_and_changes_nothing() -> None:
     cache = make(num_pages=3)
     first = started(cache, list(range(7)))
     second = cache.begin(list(range(50, 58)))
-    with pytest.raises(OutOfBlocks):
+    with pytest.raises(OutOfPages):
         write(cache, second)
     assert second.stored == [0, 0]
     assert_own(cache, first)
@@ -226,7 +226,7 @@ def test_random_programs_keep_every_sequence_its_own(seed: int, quant: QuantSpec
             else:
                 live.remove(chosen)
                 cache.end(chosen)
-        except OutOfBlocks:
+        except OutOfPages:
             cache.truncate(chosen, min(chosen.stored))
         for sequence in live:
             assert_own(cache, sequence, quant)

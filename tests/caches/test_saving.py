@@ -68,7 +68,7 @@ def test_forks_share_their_pages_again(
     unsaved = two_layers(first[0].batch.fork())
     for layer in unsaved:
         layer.append(tokens(2, 40, 5), tokens(2, 40, 5))
-    held = len({ref for x in (first, second) for table in x[0].batch.tables for ref in table.blocks})
+    held = len({ref for x in (first, second) for table in x[0].batch.tables for ref in table.pages})
     assert held < memory.pool.num_active
     one, two = again((first, second))
     both_same(gathered(one + two), gathered(first + second))

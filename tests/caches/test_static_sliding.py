@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 
 from kvloom.caches import Cache, StaticLayer, StaticSlidingWindowLayer
-from kvloom.errors import ConfigError, OutOfBlocks, StateError
+from kvloom.errors import ConfigError, OutOfPages, StateError
 
 WINDOW = 6
 
@@ -98,6 +98,6 @@ def test_too_little_memory_says_what_would_fit(name: str) -> None:
     sentence = (
         rf"{name} must be at most \d+ for \d+ free bytes, .*, which takes {asked} bytes for 2 sequences"
     )
-    with pytest.raises(OutOfBlocks, match=sentence):
+    with pytest.raises(OutOfPages, match=sentence):
         layer.update(tokens(1), tokens(1))
     assert layer.nbytes == 0

@@ -6,7 +6,7 @@ import pytest
 from mutants.run import ROOT, Mutant, PatchError, patches
 
 PATCH = """A file says less than it should.
-Tests: tests/blocks
+Tests: tests/paging
 
 --- a/some.py
 +++ b/some.py
@@ -49,7 +49,7 @@ def test_lines_must_be_there_once(tmp_path: Path, text: str) -> None:
         Mutant.read(patch).sources(tmp_path)
 
 
-@pytest.mark.parametrize("start", ["A file says less than it should.", "Tests: tests/blocks"])
+@pytest.mark.parametrize("start", ["A file says less than it should.", "Tests: tests/paging"])
 def test_patch_must_say_what_and_where(tmp_path: Path, start: str) -> None:
     patch = tmp_path / "a-bug.patch"
     patch.write_text("".join(line for line in PATCH.splitlines(keepends=True) if not line.startswith(start)))

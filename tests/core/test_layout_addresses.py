@@ -159,7 +159,7 @@ def test_non_contiguous_tensor_is_viewed_with_its_own_strides(name: str, how: st
 
 @st.composite
 def random_axes(draw: st.DrawFn) -> str:
-    """Axes in any order, some split, some neighbours merged into one dimension."""
+    """Axes in any order, some split, some neighbors merged into one dimension."""
     words = [a for a in ("L", "2") if draw(st.booleans())]
     words += draw(
         st.sampled_from([["T"], ["B", "S"], ["T/2", "T%2"], ["B", "S/2", "S%2"], ["B", "S/4", "S%4"]])

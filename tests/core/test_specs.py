@@ -144,7 +144,7 @@ def test_fingerprint_is_stable() -> None:
     ],
     ids=str,
 )
-def test_bad_quantisation_is_refused_by_name(change: dict[str, object], message: str) -> None:
+def test_bad_quantization_is_refused_by_name(change: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         QuantSpec(**{"bits": 8, **change})  # type: ignore[arg-type]
 

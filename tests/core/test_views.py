@@ -76,7 +76,7 @@ def test_split_takes_sides_of_different_width_dtype_and_bits() -> None:
     assert (bits_of(kv.value, kv.value_scale), head_dim_of(kv.value, kv.value_scale)) == (4, 16)
 
 
-def test_split_takes_one_quantised_side() -> None:
+def test_split_takes_one_quantized_side() -> None:
     kv = KVView.split(
         SPLIT,
         torch.zeros(2, 4, 2, 8),

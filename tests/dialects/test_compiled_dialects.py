@@ -33,7 +33,7 @@ from oracles.pmx_cases import (
     Numerics,
     attention_call,
     dynamic_call,
-    quantised_numerics,
+    quantized_numerics,
     random_batch,
     static_call,
 )
@@ -126,8 +126,8 @@ def without(call: Call, *names: str) -> Call:
 
 NUMERICS = {
     "float": Numerics(torch.float32, F16),
-    "int8": quantised_numerics(torch.float32, 8, (8,))[0],
-    "int4": quantised_numerics(torch.float32, 4, (8,))[0],
+    "int8": quantized_numerics(torch.float32, 8, (8,))[0],
+    "int4": quantized_numerics(torch.float32, 4, (8,))[0],
 }
 FORMS = ("offset", "page", "token")
 

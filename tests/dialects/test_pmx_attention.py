@@ -1,4 +1,4 @@
-"""Attention, fused and not, against float64: dtypes, head groups, causality, layouts, quantisers."""
+"""Attention, fused and not, against float64: dtypes, head groups, causality, layouts, quantizers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from oracles.pmx_cases import (
     Call,
     Numerics,
     attention_call,
-    quantised_numerics,
+    quantized_numerics,
     random_batch,
     with_copies,
 )
@@ -73,7 +73,7 @@ def test_fused_equals_float64(
 @pytest.mark.parametrize("dtype", bits.FLOATS)
 def test_every_layout_of_both_documents(spec: str, layout: int, bit: int, dtype: torch.dtype) -> None:
     numerics = (
-        quantised_numerics(dtype, bit, (8, 16)) if bit else [Numerics(dtype, cache) for cache in bits.FLOATS]
+        quantized_numerics(dtype, bit, (8, 16)) if bit else [Numerics(dtype, cache) for cache in bits.FLOATS]
     )
     for seed, how in enumerate(numerics):
         batch = random_batch(
@@ -178,7 +178,7 @@ def shaped_inputs(call: Call, family: str) -> Call:
 @pytest.mark.parametrize("dtype", bits.FLOATS)
 @pytest.mark.parametrize("bit", [0, 8])
 def test_input_families(family: str, dtype: torch.dtype, bit: int) -> None:
-    how = quantised_numerics(dtype, bit, (8,))[0] if bit else Numerics(dtype, dtype)
+    how = quantized_numerics(dtype, bit, (8,))[0] if bit else Numerics(dtype, dtype)
     check_fused(fused, shaped_inputs(mixed_call(how, ratio=2), family))
 
 
@@ -195,7 +195,7 @@ def test_degenerate_batches(seqlens: tuple, start_pos: tuple, form: str) -> None
 
 @pytest.mark.parametrize("bit", [0, 8, 4])
 def test_fused_entry_attends_to_what_a_later_entry_stores_in_the_same_call(bit: int) -> None:
-    how = quantised_numerics(torch.float32, bit, (8,))[0] if bit else F32
+    how = quantized_numerics(torch.float32, bit, (8,))[0] if bit else F32
     batch = Batch("page", (2, 4, 1), (4, 0, 5), ((8, 12), (8, -1), (8, 0)), 16, page_size=4)
     check_fused(fused, attention_call(batch, how, bits.generator(0), is_causal=True))
 
@@ -212,7 +212,7 @@ def test_num_kv_heads_zero_means_num_heads() -> None:
 @pytest.mark.parametrize("layout", [0, 1, 2, 3])
 @pytest.mark.parametrize("dtype", bits.FLOATS)
 def test_fused_is_store_and_load_then_attention(bit: int, layout: int, dtype: torch.dtype) -> None:
-    how = quantised_numerics(dtype, bit, (16,))[1] if bit else Numerics(dtype, torch.float16)
+    how = quantized_numerics(dtype, bit, (16,))[1] if bit else Numerics(dtype, torch.float16)
     call = mixed_call(how, layout=layout, spec="opmx", ratio=2, decoding_batches=1)
     steps = with_copies(call)
     of_store = {

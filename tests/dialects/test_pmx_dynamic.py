@@ -14,7 +14,7 @@ from oracles.pmx_cases import (
     assert_matches_golden,
     dynamic_call,
     plain_numerics,
-    quantised_numerics,
+    quantized_numerics,
     random_batch,
     with_copies,
 )
@@ -39,7 +39,7 @@ def grid_call(form: str, page_size: int, layout: int, how: Numerics, num_repeat:
 @pytest.mark.parametrize(("form", "page_size"), FORMS)
 @pytest.mark.parametrize("layout", [0, 1, 2, 3])
 @pytest.mark.parametrize("inputs", [*bits.FLOATS, torch.int8])
-def test_unquantised_grid(form: str, page_size: int, layout: int, inputs: torch.dtype) -> None:
+def test_unquantized_grid(form: str, page_size: int, layout: int, inputs: torch.dtype) -> None:
     for seed, how in enumerate(plain_numerics(inputs)):
         matches_golden(grid_call(form, page_size, layout, how, 1 + 2 * (seed % 2), seed))
 
@@ -47,10 +47,10 @@ def test_unquantised_grid(form: str, page_size: int, layout: int, inputs: torch.
 @pytest.mark.parametrize(("form", "page_size"), FORMS)
 @pytest.mark.parametrize("layout", [0, 1, 2, 3])
 @pytest.mark.parametrize("bit", [8, 4])
-def test_quantised_grid(form: str, page_size: int, layout: int, bit: int) -> None:
+def test_quantized_grid(form: str, page_size: int, layout: int, bit: int) -> None:
     groups = itertools.cycle([(8,), (16,), (2,)])
     for inputs in bits.FLOATS:
-        for seed, how in enumerate(quantised_numerics(inputs, bit, next(groups))):
+        for seed, how in enumerate(quantized_numerics(inputs, bit, next(groups))):
             matches_golden(grid_call(form, page_size, layout, how, 1 + 2 * (seed % 2), seed))
 
 
@@ -70,7 +70,7 @@ def test_quantised_grid(form: str, page_size: int, layout: int, bit: int) -> Non
     ids=["no entries", "empty entry", "history only", "one token", "prefill", "decode", "chunks"],
 )
 def test_ragged_shapes(bit: int, form: str, page_size: int, seqlens: tuple, start_pos: tuple) -> None:
-    how = quantised_numerics(torch.float16, bit, (8,))[0] if bit else Numerics(torch.float32, torch.float16)
+    how = quantized_numerics(torch.float16, bit, (8,))[0] if bit else Numerics(torch.float32, torch.float16)
     batch = random_batch(form, page_size, seqlens, start_pos, random.Random(7))
     matches_golden(dynamic_call(batch, how, "TLKHD", bits.generator(7)))
 
@@ -88,7 +88,7 @@ def test_length_hints_do_not_change_results(hint: int, as_tensor: object) -> Non
 @pytest.mark.parametrize(
     "scale", [None, torch.empty(0), torch.full((3,), 7.0)], ids=["none", "empty", "something"]
 )
-def test_scale_is_left_alone_when_not_quantised(scale: torch.Tensor | None) -> None:
+def test_scale_is_left_alone_when_not_quantized(scale: torch.Tensor | None) -> None:
     call = grid_call("offset", 1, 0, Numerics(torch.float16, torch.float16), 1, seed=3)
     matches_golden({**call, "scale": scale})
 

@@ -139,7 +139,7 @@ OF_FUSED = [
     Bad(
         "cache of fewer heads", "cache|num_kv_heads|current_key", lambda c: {"cache": c["cache"][:, :, :, :2]}
     ),
-    Bad("cache float32 with a quantiser", "cache", lambda c: {"cache": c["cache"].float()}),
+    Bad("cache float32 with a quantizer", "cache", lambda c: {"cache": c["cache"].float()}),
     Bad("cache on meta", "cache", lambda c: {"cache": c["cache"].to("meta")}),
     Bad("scale missing", "scale", lambda c: {"scale": None}),
     Bad("scale of other groups", "scale|quant_group", lambda c: {"scale": c["scale"][..., :1]}),

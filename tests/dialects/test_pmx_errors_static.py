@@ -86,7 +86,7 @@ CURRENT = [
     Bad("inputs int32", "current_key", lambda c: both(c, torch.int32)),
     Bad("inputs bool", "current_key", lambda c: both(c, torch.bool)),
     Bad("inputs complex", "current_key", lambda c: both(c, torch.complex64)),
-    Bad("inputs int8 with a quantiser", "current_key|quant_bit", lambda c: both(c, torch.int8)),
+    Bad("inputs int8 with a quantizer", "current_key|quant_bit", lambda c: both(c, torch.int8)),
 ]
 
 CACHE = [
@@ -97,7 +97,7 @@ CACHE = [
     Bad("cache of fewer heads", "cache|current_key", lambda c: {"cache": c["cache"][:, :, :, :, :1]}),
     Bad("cache narrower", "cache|current_key", lambda c: {"cache": c["cache"][..., :16]}),
     Bad("cache of fewer layers", "cache|num_layer", lambda c: {"cache": c["cache"][:, :1]}),
-    Bad("cache float32 with a quantiser", "cache", lambda c: {"cache": c["cache"].float()}),
+    Bad("cache float32 with a quantizer", "cache", lambda c: {"cache": c["cache"].float()}),
     Bad("cache uint8 at 8 bits", "cache", lambda c: {"cache": c["cache"].view(torch.uint8)}),
     Bad("cache int8 at 4 bits", "cache", lambda c: {"cache": c["cache"][..., :16].clone(), "quant_bit": 4}),
     Bad(

@@ -20,7 +20,7 @@ EXAMPLE = [0.1, -0.3, 0.7, 1.0, -2.0, 0.05, 0.0, 1.5]
     ],
 )
 def test_published_example(dtype: torch.dtype, bit: int, scale: float, codes: list[int]) -> None:
-    got_codes, got_scale = pmx_golden.quantise_group(torch.tensor(EXAMPLE, dtype=dtype), bit)
+    got_codes, got_scale = pmx_golden.quantize_group(torch.tensor(EXAMPLE, dtype=dtype), bit)
     assert got_codes == codes
     assert float(got_scale) == float(torch.tensor(scale, dtype=dtype))
 
@@ -38,10 +38,10 @@ def test_every_nibble_pair_survives_packing() -> None:
 
 @pytest.mark.parametrize("dtype", bits.FLOATS)
 @pytest.mark.parametrize("bit", [8, 4])
-def test_quantiser_equals_arithmetic_in_the_input_dtype(dtype: torch.dtype, bit: int) -> None:
+def test_quantizer_equals_arithmetic_in_the_input_dtype(dtype: torch.dtype, bit: int) -> None:
     qmax = 2 ** (bit - 1) - 1
     for x in pmx_cases.random_input((200, 8), dtype, bits.generator(1)):
-        codes, scale = pmx_golden.quantise_group(x, bit)
+        codes, scale = pmx_golden.quantize_group(x, bit)
         expected = torch.maximum(x.abs().max() / qmax, torch.tensor(1e-5, dtype=dtype))
         assert float(scale) == float(expected)
         assert codes == (x / expected).round().clamp(-qmax, qmax).int().tolist()

@@ -1,4 +1,4 @@
-"""Codes, scales and dequantised values: the published vectors, ties, extremes and special values."""
+"""Codes, scales and dequantized values: the published vectors, ties, extremes and special values."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_published_int4_example() -> None:
     assert torch.equal(key, torch.tensor([[0.0, -1, 2, 3, -7, 0, 0, 5]]) * 0.285714298)
 
 
-def test_dequantises_in_the_dtype_of_the_scale() -> None:
+def test_dequantizes_in_the_dtype_of_the_scale() -> None:
     codes, scales, key = round_trip(torch.tensor([EXAMPLE]), torch.float16)
     assert codes.tolist() == [EXAMPLE_CODES]
     assert float(scales) == 0.0157470703125
@@ -207,7 +207,7 @@ def test_nan_with_a_payload_is_stored_as_the_canonical_nan(dtype: torch.dtype) -
     assert byte_string(scales) == NAN_BITS[dtype]
 
 
-# --- without a quantiser ------------------------------------------------------------------------------------
+# --- without a quantizer ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [*bits.FLOATS, torch.int8])

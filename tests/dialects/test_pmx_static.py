@@ -1,4 +1,4 @@
-"""``key_value_cache``: bit-equal to the golden over every layout, dtype and quantiser."""
+"""``key_value_cache``: bit-equal to the golden over every layout, dtype and quantizer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from oracles.pmx_cases import (
     Numerics,
     assert_matches_golden,
     plain_numerics,
-    quantised_numerics,
+    quantized_numerics,
     static_call,
     with_copies,
 )
@@ -28,7 +28,7 @@ def matches_golden(call: Call) -> pmx_golden.Stored:
 @pytest.mark.parametrize("layout", [0, 1])
 @pytest.mark.parametrize("num_repeat", [1, 3])
 @pytest.mark.parametrize("inputs", [*bits.FLOATS, torch.int8])
-def test_unquantised_grid(layout: int, num_repeat: int, inputs: torch.dtype) -> None:
+def test_unquantized_grid(layout: int, num_repeat: int, inputs: torch.dtype) -> None:
     for seed, how in enumerate(plain_numerics(inputs)):
         matches_golden(static_call(how, layout, num_repeat, bits.generator(seed)))
 
@@ -37,8 +37,8 @@ def test_unquantised_grid(layout: int, num_repeat: int, inputs: torch.dtype) -> 
 @pytest.mark.parametrize("num_repeat", [1, 3])
 @pytest.mark.parametrize("inputs", bits.FLOATS)
 @pytest.mark.parametrize("bit", [8, 4])
-def test_quantised_grid(layout: int, num_repeat: int, inputs: torch.dtype, bit: int) -> None:
-    for seed, how in enumerate(quantised_numerics(inputs, bit, groups=(2, 8, 16, 32))):
+def test_quantized_grid(layout: int, num_repeat: int, inputs: torch.dtype, bit: int) -> None:
+    for seed, how in enumerate(quantized_numerics(inputs, bit, groups=(2, 8, 16, 32))):
         matches_golden(static_call(how, layout, num_repeat, bits.generator(seed), num_new=2))
 
 
@@ -77,7 +77,7 @@ def test_start_pos_may_be_a_one_element_tensor(as_tensor: object) -> None:
 @pytest.mark.parametrize(
     "scale", [None, torch.empty(0), torch.full((3,), 7.0)], ids=["none", "empty", "something"]
 )
-def test_scale_is_left_alone_when_not_quantised(scale: torch.Tensor | None) -> None:
+def test_scale_is_left_alone_when_not_quantized(scale: torch.Tensor | None) -> None:
     matches_golden({**static_call(F32, 1, 1, bits.generator(0)), "scale": scale})
 
 

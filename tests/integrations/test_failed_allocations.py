@@ -13,9 +13,9 @@ from oracles.allocations import STRIDE, Refusing, Run, every_failure, same
 from oracles.language_models import make_model
 from torch import Tensor
 
-from kvloom.blocks import PrefixTree, check
-from kvloom.errors import OutOfBlocks, StateError
+from kvloom.errors import OutOfPages, StateError
 from kvloom.integrations.transformers import KVCache, KVPool
+from kvloom.paging import PrefixTree, check
 
 KINDS = pytest.mark.parametrize("kv", ["auto", "int8"])
 
@@ -123,7 +123,7 @@ def test_every_allocation_of_a_cache_can_fail(name: str, options: dict[str, Any]
     assert every_failure(program) > 100 // STRIDE
 
 
-@pytest.mark.parametrize("error", [OutOfBlocks, torch.OutOfMemoryError])
+@pytest.mark.parametrize("error", [OutOfPages, torch.OutOfMemoryError])
 def test_a_window_that_finds_no_room_takes_none_from_the_others(
     error: type[Exception], monkeypatch: pytest.MonkeyPatch
 ) -> None:

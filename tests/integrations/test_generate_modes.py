@@ -11,7 +11,7 @@ from oracles.language_models import FakeQuantCache, FakeQuantCache4, generate, m
 from torch import Tensor
 from transformers import DynamicCache
 
-from kvloom.errors import ArgumentError, OutOfBlocks, StateError, UnsupportedError
+from kvloom.errors import ArgumentError, OutOfPages, StateError, UnsupportedError
 from kvloom.integrations.transformers import KVCache
 
 STOCK: dict[str, Any] = {"float32": DynamicCache, "int8": FakeQuantCache, "int4": FakeQuantCache4}
@@ -221,7 +221,7 @@ def test_a_bounded_cache_that_is_full_is_left_as_it_was() -> None:
     model, inputs = make_model(), make_prompts([14])
     cache = prefill(model, inputs, KVCache.for_model(model, page_size=4, max_tokens=16))
     keys = cache.layers[2].keys
-    with pytest.raises(OutOfBlocks, match="max_tokens"):
+    with pytest.raises(OutOfPages, match="max_tokens"):
         prefill(model, make_prompts([3], seed=1) | {"attention_mask": torch.ones(1, 17)}, cache)
     assert cache.get_seq_length() == 14
     assert torch.equal(cache.layers[2].keys, keys)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 from transformers import DynamicCache, EncoderDecoderCache
 
-from kvloom.errors import ArgumentError, ConfigError, OutOfBlocks, StateError, UnsupportedError
+from kvloom.errors import ArgumentError, ConfigError, OutOfPages, StateError, UnsupportedError
 from kvloom.integrations.transformers import KVCache, KVPool
 
 
@@ -262,7 +262,7 @@ def test_too_little_memory_for_fixed_storage_says_what_would_fit() -> None:
     model = make_model()
     cache = KVCache.for_model(model, static=True, max_tokens=10**13)
     new = torch.zeros(2, 2, 5, 16)
-    with pytest.raises(OutOfBlocks) as told:  # before transformers makes a mask as long
+    with pytest.raises(OutOfPages) as told:  # before transformers makes a mask as long
         cache.update(new, new, 0)
     asked = 2 * 10**13 * 3 * 2 * 2 * 16 * 4
     found = re.fullmatch(

@@ -10,7 +10,7 @@ from integrations.test_families import family
 from oracles.language_models import make_model
 from torch import Tensor
 
-from kvloom.errors import ArgumentError, KVError, OutOfBlocks, UnsupportedError
+from kvloom.errors import ArgumentError, KVError, OutOfPages, UnsupportedError
 from kvloom.integrations.transformers import KVCache, KVPool
 
 ATTENTIONS = pytest.mark.parametrize("attention", ["sdpa", "kvloom"])
@@ -116,7 +116,7 @@ def test_a_full_pool_refuses_and_loses_nothing() -> None:
     generate(model, text(20), held, new=4)
     keys = held.layers[0].keys
     with pytest.raises(
-        OutOfBlocks, match=r"max_tokens must be at least .* to hold 20 more tokens of 1 sequence"
+        OutOfPages, match=r"max_tokens must be at least .* to hold 20 more tokens of 1 sequence"
     ):
         generate(model, text(20, 1), pool.begin(text(20, 1)))
     assert torch.equal(held.layers[0].keys, keys)

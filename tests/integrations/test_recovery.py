@@ -14,7 +14,7 @@ from oracles.language_models import make_model
 from torch import Tensor
 
 from kvloom.caches import PagedBatch, PagedFormat, PagedLayer
-from kvloom.errors import ArgumentError, OutOfBlocks, ShapeError, StateError, UnsupportedError
+from kvloom.errors import ArgumentError, OutOfPages, ShapeError, StateError, UnsupportedError
 from kvloom.integrations.transformers import KVCache, KVPool
 
 
@@ -62,7 +62,7 @@ def test_a_full_cache_of_several_windows_stays_as_it_was(count: int) -> None:
     cache = KVCache.for_model(model, page_size=4, max_tokens=64)
     model(text(60), past_key_values=cache)
     expected = model(text(2, 2), past_key_values=cache.fork()).logits
-    with pytest.raises(OutOfBlocks, match=f"max_tokens must be at least .* to hold {count} more tokens"):
+    with pytest.raises(OutOfPages, match=f"max_tokens must be at least .* to hold {count} more tokens"):
         model(text(count, 1), past_key_values=cache)
     assert lengths(cache) == [60] * 4
     assert torch.equal(model(text(2, 2), past_key_values=cache).logits, expected)
@@ -71,7 +71,7 @@ def test_a_full_cache_of_several_windows_stays_as_it_was(count: int) -> None:
 def test_a_first_prompt_that_does_not_fit_leaves_an_empty_cache() -> None:
     model = family("Gemma2", "eager")
     cache = KVCache.for_model(model, page_size=4, max_tokens=64)
-    with pytest.raises(OutOfBlocks):
+    with pytest.raises(OutOfPages):
         model(text(70, rows=2), past_key_values=cache)
     assert (lengths(cache), cache.num_rows) == ([0] * 4, 0)
     model(text(10), past_key_values=cache)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from oracles.language_models import NEW_TOKENS, generate, make_model, make_prompts
 
-from kvloom.errors import ArgumentError, KVError, OutOfBlocks
+from kvloom.errors import ArgumentError, KVError, OutOfPages
 from kvloom.integrations.compare import compare
 from kvloom.integrations.transformers import STORAGE, KVCache, load_model
 
@@ -113,7 +113,7 @@ def test_layers_can_be_read_as_tensors() -> None:
 
 def test_bounded_cache_refuses_more_tokens() -> None:
     model, inputs = make_model(), make_prompts([20])
-    with pytest.raises(OutOfBlocks, match="max_tokens"):
+    with pytest.raises(OutOfPages, match="max_tokens"):
         generate(model, inputs, KVCache.for_model(model, max_tokens=32))
 
 

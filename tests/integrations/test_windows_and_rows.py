@@ -61,7 +61,7 @@ def test_a_long_text_gives_the_stock_logits(name: str, attention: str) -> None:
 @ATTENTIONS
 @pytest.mark.parametrize(("kv", "stock"), [("int8", FakeQuant8), ("int4", FakeQuant4)])
 @pytest.mark.parametrize("name", ["Mistral", "Gemma2", "gpt-oss", "Llama4"])
-def test_quantised_windows_give_the_tokens_of_quantised_values(
+def test_quantized_windows_give_the_tokens_of_quantized_values(
     name: str, kv: str, stock: type[FakeQuantCache], attention: str
 ) -> None:
     model = family(name)
@@ -145,7 +145,7 @@ def test_rows_cropped_apart_continue_as_if_alone() -> None:
 
 
 @pytest.mark.parametrize("kv", ["int8", "int4"])
-def test_quantised_rows_cropped_apart_continue_as_if_alone(kv: str) -> None:
+def test_quantized_rows_cropped_apart_continue_as_if_alone(kv: str) -> None:
     check_rows(make_model(), make_model("kvloom"), kv=kv)
 
 

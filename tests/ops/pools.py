@@ -88,7 +88,7 @@ class Pool:
         return head_dim // 2 if self.kind.bits == 4 else head_dim
 
     def remember(self, part: str, slot: int, row: Tensor) -> None:
-        """``row``, ``[H, D]`` new keys or values, belongs into ``slot``: quantised as the document says."""
+        """``row``, ``[H, D]`` new keys or values, belongs into ``slot``: quantized as the document says."""
         if not self.kind.bits:
             self.rows[part, slot] = row.to(self.kind.dtype)
             return

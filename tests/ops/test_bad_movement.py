@@ -110,7 +110,7 @@ STORE_PLAIN = [
         lambda c: views(c, as_dtype(torch.int16), "key", "value")),
 ]  # fmt: skip
 
-STORE_QUANTISED = [
+STORE_QUANTIZED = [
     Bad("key of codes", ShapeError, "key",
         lambda c: {"key": c["key"].to(torch.int8), "value": c["value"].to(torch.int8)}),
     *(Bad(f"{side} that overlaps itself", ShapeError, rf"kv\.{side}",
@@ -129,9 +129,9 @@ def test_plain_store_refuses(bad: Bad) -> None:
     assert_refused(ops.store, good_store(PLAIN), bad)
 
 
-@rows(STORE_QUANTISED)
+@rows(STORE_QUANTIZED)
 @pytest.mark.parametrize("kind", [INT8, INT4], ids=str)
-def test_quantised_store_refuses(bad: Bad, kind: Kind) -> None:
+def test_quantized_store_refuses(bad: Bad, kind: Kind) -> None:
     assert_refused(ops.store, good_store(kind), bad)
 
 

@@ -61,7 +61,7 @@ def generate(model: Any, inputs: dict[str, Tensor], cache: Any) -> Any:
 
 
 class FakeQuantCache(DynamicCache):
-    """transformers' own cache of keys and values that were quantised and dequantised on their way in."""
+    """transformers' own cache of keys and values that were quantized and dequantized on their way in."""
 
     bits, group = 8, 16
 

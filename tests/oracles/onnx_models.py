@@ -18,7 +18,7 @@ from oracles.pmx_cases import (
     attention_call,
     dynamic_call,
     plain_numerics,
-    quantised_numerics,
+    quantized_numerics,
     random_batch,
     static_call,
 )
@@ -111,13 +111,13 @@ def in_torch(case: Case, operator: Callable[..., Any]) -> dict[str, Tensor]:
 
 
 def static_cases() -> Iterator[Case]:
-    """Every layout, repetition, dtype and quantiser."""
+    """Every layout, repetition, dtype and quantizer."""
     for layout, num_repeat in itertools.product((0, 1), (1, 3)):
         for inputs in (*bits.FLOATS, torch.int8):
             for seed, how in enumerate(plain_numerics(inputs)):
                 yield Case("static", static_call(how, layout, num_repeat, bits.generator(seed)))
         for inputs, bit in itertools.product(bits.FLOATS, (8, 4)):
-            for seed, how in enumerate(quantised_numerics(inputs, bit, groups=(2, 8, 16, 32))):
+            for seed, how in enumerate(quantized_numerics(inputs, bit, groups=(2, 8, 16, 32))):
                 yield Case("static", static_call(how, layout, num_repeat, bits.generator(seed), num_new=2))
     for how in (
         Numerics(torch.float32, torch.float32),
@@ -128,12 +128,12 @@ def static_cases() -> Iterator[Case]:
 
 
 def dynamic_cases() -> Iterator[Case]:
-    """Every spelling of the index, layout, dtype and quantiser, then ragged shapes at their edges."""
+    """Every spelling of the index, layout, dtype and quantizer, then ragged shapes at their edges."""
     for (form, page_size), layout in itertools.product(FORMS, range(4)):
         numerics = [how for dtype in (*bits.FLOATS, torch.int8) for how in plain_numerics(dtype)]
         groups = itertools.cycle([(8,), (16,), (2,)])
         for bit, dtype in itertools.product((8, 4), bits.FLOATS):
-            numerics += quantised_numerics(dtype, bit, next(groups))
+            numerics += quantized_numerics(dtype, bit, next(groups))
         for seed, how in enumerate(numerics):
             batch = random_batch(form, page_size, (2, 0, 1), (3, 2, 0), random.Random(seed))
             call = dynamic_call(batch, how, pmx_golden.DYNAMIC_AXES[layout], bits.generator(seed))
@@ -147,14 +147,14 @@ def dynamic_cases() -> Iterator[Case]:
     ]
     for (seqlens, start_pos), form, bit in itertools.product(shapes, ("offset", "token", "page"), (0, 8, 4)):
         how = (
-            quantised_numerics(torch.float16, bit, (8,))[0] if bit else Numerics(torch.float32, torch.float16)
+            quantized_numerics(torch.float16, bit, (8,))[0] if bit else Numerics(torch.float32, torch.float16)
         )
         batch = random_batch(form, 4, seqlens, start_pos, random.Random(7))
         yield Case("dynamic", {**dynamic_call(batch, how, "TLKHD", bits.generator(7)), "cache_layout": 0})
 
 
 def attention_cases() -> Iterator[Case]:
-    """Dtypes, head groups, causality, both documents' layouts, quantisers, masks, ALiBi, empty batches."""
+    """Dtypes, head groups, causality, both documents' layouts, quantizers, masks, ALiBi, empty batches."""
     seqlens, start_pos = (1, 4, 3, 0, 2), (6, 0, 2, 3, 0)
     for dtype, ratio, form in itertools.product(bits.FLOATS, (1, 2, 4), ("offset", "token", "page")):
         batch = random_batch(form, 3, seqlens, start_pos, random.Random(ratio))
@@ -164,7 +164,7 @@ def attention_cases() -> Iterator[Case]:
             yield _attention(attention_call(batch, how, bits.generator(ratio), ratio=ratio, **options))
     for spec, layout, bit, dtype in itertools.product(("pmx", "opmx"), range(4), (0, 8, 4), bits.FLOATS):
         numerics = (
-            quantised_numerics(dtype, bit, (8, 16)) if bit else [Numerics(dtype, c) for c in bits.FLOATS]
+            quantized_numerics(dtype, bit, (8, 16)) if bit else [Numerics(dtype, c) for c in bits.FLOATS]
         )
         for seed, how in enumerate(numerics):
             form = ("offset", "page", "token")[seed % 3]

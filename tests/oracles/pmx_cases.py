@@ -22,7 +22,7 @@ Call = dict[str, Any]
 
 @dataclass(frozen=True)
 class Numerics:
-    """The dtypes of one call (T1 inputs, T2 cache, T3 scale) and its quantiser."""
+    """The dtypes of one call (T1 inputs, T2 cache, T3 scale) and its quantizer."""
 
     inputs: torch.dtype
     cache: torch.dtype
@@ -35,11 +35,11 @@ class Numerics:
 
 
 def plain_numerics(inputs: torch.dtype) -> list[Numerics]:
-    """Every unquantised cache dtype for ``inputs``."""
+    """Every unquantized cache dtype for ``inputs``."""
     return [Numerics(inputs, cache) for cache in ((torch.int8,) if inputs == torch.int8 else FLOATS)]
 
 
-def quantised_numerics(inputs: torch.dtype, bit: int, groups: Iterable[int]) -> list[Numerics]:
+def quantized_numerics(inputs: torch.dtype, bit: int, groups: Iterable[int]) -> list[Numerics]:
     """Every scale dtype and group for ``inputs`` at ``bit`` bits."""
     cache = {8: torch.int8, 4: torch.uint8}[bit]
     return [Numerics(inputs, cache, scale, bit, group) for scale in FLOATS for group in groups]

@@ -52,7 +52,7 @@ def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.where(x.isnan(), torch.tensor(float("nan"), dtype=dtype), x.to(dtype))
 
 
-def quantise_group(x: Tensor, bit: int) -> tuple[list[int], Tensor]:
+def quantize_group(x: Tensor, bit: int) -> tuple[list[int], Tensor]:
     """Codes and scale of one group; scale and quotient are each rounded to the dtype of ``x``."""
     if not bool(torch.isfinite(x).all()):
         return [0] * x.numel(), torch.tensor(float("nan"), dtype=x.dtype)
@@ -66,7 +66,7 @@ def quantise_group(x: Tensor, bit: int) -> tuple[list[int], Tensor]:
     return codes, scale
 
 
-def dequantise_group(codes: list[int], scale: Tensor, dtype: torch.dtype) -> Tensor:
+def dequantize_group(codes: list[int], scale: Tensor, dtype: torch.dtype) -> Tensor:
     """``codes * scale`` in the dtype of the scale, then in ``dtype``, finite if the scale is."""
     as_stored = torch.tensor(codes).to(scale.dtype)
     product = saturated(rounded(as_stored.to(torch.float64) * scale.to(torch.float64), scale.dtype))
@@ -97,7 +97,7 @@ def store_vector(
     assert scale is not None
     codes: list[int] = []
     for g in range(x.numel() // group):
-        part, part_scale = quantise_group(x[g * group : (g + 1) * group], bit)
+        part, part_scale = quantize_group(x[g * group : (g + 1) * group], bit)
         codes += part
         scale[(*at, g)] = saturated(rounded(part_scale, scale.dtype))
     if bit == 4:
@@ -117,7 +117,7 @@ def load_vector(
     codes = unpack_nibbles(stored) if bit == 4 else stored
     parts = []
     for g in range(len(codes) // group):
-        parts.append(dequantise_group(codes[g * group : (g + 1) * group], scale[(*at, g)], dtype))
+        parts.append(dequantize_group(codes[g * group : (g + 1) * group], scale[(*at, g)], dtype))
     return torch.cat(parts)
 
 

@@ -61,11 +61,11 @@ def test_groups_equal_a_plain_loop(bits: int, dtype: torch.dtype, scale_dtype: t
     back = dequantize(codes, scales, bits, dtype)
     for i, j, g in itertools.product(range(5), range(3), range(4)):
         part = slice(8 * g, 8 * g + 8)
-        want_codes, want_scale = pmx_golden.quantise_group(x[i, j, part], bits)
+        want_codes, want_scale = pmx_golden.quantize_group(x[i, j, part], bits)
         stored = pmx_golden.rounded(want_scale, scale_dtype)
         assert wide[i, j, part].tolist() == want_codes
         assert_same_bits(scales[i, j, g], stored, "scale")
-        assert_same_bits(back[i, j, part], pmx_golden.dequantise_group(want_codes, stored, dtype), "value")
+        assert_same_bits(back[i, j, part], pmx_golden.dequantize_group(want_codes, stored, dtype), "value")
 
 
 # --- rounding to an integer ---------------------------------------------------------------------------------
@@ -157,7 +157,7 @@ def test_codes_do_not_depend_on_the_dtype_of_the_stored_scale(bits: int, dtype: 
     assert all(torch.equal(first, other) for other in others)
 
 
-# --- dequantise ---------------------------------------------------------------------------------------------
+# --- dequantize ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", FLOATS)

@@ -26,7 +26,7 @@ every_combination = pytest.mark.parametrize(
 def round_trip(
     x: Tensor, num_bits: int, group: int, scale_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes as int8, stored scales and dequantised values."""
+    """Codes as int8, stored scales and dequantized values."""
     codes, scale = quantize(x, num_bits, group, scale_dtype)
     back = dequantize(codes, scale, num_bits, x.dtype)
     assert (back.dtype, back.shape) == (x.dtype, x.shape)

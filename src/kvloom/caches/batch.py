@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
-from kvloom.blocks import BlockTable, Copy, PrefixTree
 from kvloom.caches.saving import Place, load_tables, save_tables
-from kvloom.caches.storage import PagedFormat, PagedMemory, PagedStorage, block_ids, copy_pages
+from kvloom.caches.storage import PagedFormat, PagedMemory, PagedStorage, copy_pages, page_ids
 from kvloom.caches.stored import Placement
 from kvloom.core.indexing import CacheIndex
 from kvloom.errors import ArgumentError, ShapeError, StateError
+from kvloom.paging import Copy, PageTable, PrefixTree
 
 ROLLBACK = 32
 """Tokens kept behind a window, so that as many of the newest can be removed."""
@@ -39,7 +39,7 @@ class PagedBatch:
         self.window = window
         self.is_recording = False  # keep what the window passes until the next ``remove``
         self.passed: PagedBatch | None = None
-        self._tables: list[BlockTable] = []
+        self._tables: list[PageTable] = []
         self._begin: list[int] = []  # of each sequence, the column of its first token,
         self._first: list[int] = []  # and of the first one that is still held
         self._index: dict[torch.device, CacheIndex] = {}
@@ -76,7 +76,7 @@ class PagedBatch:
     @property
     def num_pages(self) -> int:
         """Pages in the pool: what every storage must hold."""
-        return self.memory.pool.num_blocks
+        return self.memory.pool.num_pages
 
     @property
     def num_pages_held(self) -> int:
@@ -84,11 +84,11 @@ class PagedBatch:
         return self.memory.pool.num_active
 
     @property
-    def tables(self) -> tuple[BlockTable, ...]:
+    def tables(self) -> tuple[PageTable, ...]:
         """The pages of each sequence."""
         return tuple(self._tables)
 
-    def adopt(self, tables: Sequence[BlockTable]) -> None:
+    def adopt(self, tables: Sequence[PageTable]) -> None:
         """Hold these sequences of one length, whose pages are filled, instead of the present ones."""
         self._replace(list(tables), [0] * len(tables), [0] * len(tables))
 
@@ -99,7 +99,7 @@ class PagedBatch:
 
         Raises:
             ShapeError: this batch has another number of sequences; nothing was changed.
-            OutOfBlocks: ``format.max_tokens`` is reached; no token was lost.
+            OutOfPages: ``format.max_tokens`` is reached; no token was lost.
             Exception: whatever an allocation raises; no token was lost.
         """
         if self._tables and len(self._tables) != batch:
@@ -111,7 +111,7 @@ class PagedBatch:
         slides = self.window is not None and not self.is_recording
         if slides:
             self._drop_front(start)
-        new = [BlockTable(self.memory.pool, self.format.page_size) for _ in range(batch)]
+        new = [PageTable(self.memory.pool, self.format.page_size) for _ in range(batch)]
         begin, first = self._begin or [0] * batch, self._first or [0] * batch
         last = [x + n for x, n in zip(first, self._num_passed(end, first), strict=True)] if slides else first
         if min(last, default=0) > start:
@@ -140,7 +140,7 @@ class PagedBatch:
         """Columns ``start .. end`` of every sequence; the same object until something changes."""
         if (start, end, device) not in self._placements:
             if device not in self._index:
-                pages = block_ids(self._tables, device)
+                pages = page_ids(self._tables, device)
                 self._index[device] = CacheIndex.blocks(pages, self.format.page_size)
             first = torch.tensor(self._first, device=device)
             self._placements[start, end, device] = Placement(
@@ -155,15 +155,15 @@ class PagedBatch:
         """Hold every page alone, so that stored tokens can be written again; others keep what they have.
 
         Raises:
-            OutOfBlocks: ``format.max_tokens`` is reached; nothing was changed.
+            OutOfPages: ``format.max_tokens`` is reached; nothing was changed.
         """
         pool, size = self.memory.pool, self.format.page_size
-        if all(pool.is_writable(ref) for table in self._tables for ref in table.blocks):
+        if all(pool.is_writable(ref) for table in self._tables for ref in table.pages):
             return
-        new = [BlockTable(pool, size) for _ in self._tables]
+        new = [PageTable(pool, size) for _ in self._tables]
         self.memory.append(new, [table.num_tokens for table in self._tables])
         try:
-            both = ([ref.id for table in tables for ref in table.blocks] for tables in (self._tables, new))
+            both = ([ref.id for table in tables for ref in table.pages] for tables in (self._tables, new))
             copies = [Copy(*pages) for pages in zip(*both, strict=True)]
             copy_pages(self.storages.values(), copies, size)
         except BaseException:
@@ -223,7 +223,7 @@ class PagedBatch:
         if any(self._first):
             raise ArgumentError("cache must hold whole sequences of one length to be found again")
         for table, row in zip(self._tables, tokens, strict=True):
-            table.replace(tree.insert(row, table.blocks, salt))
+            table.replace(tree.insert(row, table.pages, salt))
         self._changed()
 
     def select(self, indices: Sequence[int]) -> None:
@@ -274,19 +274,19 @@ class PagedBatch:
                 self._first[b] += num_tokens
                 self._changed()
 
-    def _twin(self, tables: Sequence[BlockTable]) -> "PagedBatch":
+    def _twin(self, tables: Sequence[PageTable]) -> "PagedBatch":
         """A batch of the same state that holds ``tables``."""
         other = PagedBatch(self.memory, self.window)
         other.is_recording = self.is_recording
         other._hold(tables, self._begin, self._first)
         return other
 
-    def _replace(self, tables: Sequence[BlockTable], begin: Sequence[int], first: Sequence[int]) -> None:
+    def _replace(self, tables: Sequence[PageTable], begin: Sequence[int], first: Sequence[int]) -> None:
         self._forget_passed()
         _release(self._tables)
         self._hold(tables, begin, first)
 
-    def _hold(self, tables: Sequence[BlockTable], begin: Sequence[int], first: Sequence[int]) -> None:
+    def _hold(self, tables: Sequence[PageTable], begin: Sequence[int], first: Sequence[int]) -> None:
         self._tables[:], self._begin, self._first = tables, list(begin), list(first)
         self._changed()
 
@@ -317,7 +317,7 @@ class PagedBatch:
         self._placements.clear()
 
 
-def _release(tables: list[BlockTable]) -> None:
+def _release(tables: list[PageTable]) -> None:
     for table in tables:
         table.release()
 

@@ -162,7 +162,7 @@ class Cache:
         return len(self.layers)
 
     def __getitem__(self, layer_idx: int) -> tuple[Tensor, Tensor]:
-        """Stored keys and values of a layer, ``[B, H, N, D]``; views, or dequantised."""
+        """Stored keys and values of a layer, ``[B, H, N, D]``; views, or dequantized."""
         layer = self.layers[layer_idx]
         key, value = layer.keys, layer.values
         if isinstance(layer, StaticLayer):

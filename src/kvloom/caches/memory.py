@@ -6,7 +6,7 @@ from typing import Final
 
 import torch
 
-from kvloom.errors import OutOfBlocks
+from kvloom.errors import OutOfPages
 
 # torch raises RuntimeError where the CPU has no memory, or where a size is beyond all numbers.
 _SENTENCES: Final = ("can't allocate memory", "not enough memory", "out of memory", "calculation overflowed")
@@ -35,7 +35,7 @@ def free_bytes(device: torch.device) -> int | None:
     return pages * size
 
 
-def too_long(name: str, value: int, asked: int, fixed: int, free: int | None, what: str) -> OutOfBlocks:
+def too_long(name: str, value: int, asked: int, fixed: int, free: int | None, what: str) -> OutOfPages:
     """The error of fixed storage that finds too little memory.
 
     Args:
@@ -48,4 +48,4 @@ def too_long(name: str, value: int, asked: int, fixed: int, free: int | None, wh
     """
     fits = value if free is None else max(free - fixed, 0) * value // max(asked - fixed, 1)
     bound = "smaller" if fits >= value else f"at most {fits} for {free} free bytes"
-    return OutOfBlocks(f"{name} must be {bound}, got {value}, which takes {asked} bytes for {what}")
+    return OutOfPages(f"{name} must be {bound}, got {value}, which takes {asked} bytes for {what}")

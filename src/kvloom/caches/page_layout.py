@@ -26,7 +26,7 @@ def page_layout(
 
     Args:
         name: ``"NHD"`` has the heads of a token side by side, ``"HND"`` the tokens of a head. ``"native"``
-            has codes in the order of integer dot products, and HND where nothing is quantised. ``"auto"`` is
+            has codes in the order of integer dot products, and HND where nothing is quantized. ``"auto"`` is
             NHD without compiled CPU kernels; else native where that fits and pays, and HND where not.
         side: Keys and values differ where the order is native.
         spec: What is kept.
@@ -45,7 +45,7 @@ def page_layout(
     if name == "HND" or spec.quant is None:
         return _HND
     if name == "auto" and spec.dtype == torch.bfloat16 and spec.quant.group % _DIGITS_FROM:
-        return _HND  # dequantised for products of bfloat16
+        return _HND  # dequantized for products of bfloat16
     row, group = (n * spec.quant.bits // 8 for n in (spec.head_dim, spec.quant.group))
     if page_size % _BLOCK == 0 and row % 16 == 0 and group % 4 == 0 and spec.quant.group >= 8:
         return NATIVE_KEYS if side == "key" else NATIVE_VALUES

@@ -68,7 +68,7 @@ class PagedLayer:
 
         Raises:
             ShapeError: B, H, a head dim or the device differs from the first ``append``; nothing was written.
-            OutOfBlocks: ``max_tokens`` is reached; nothing was written.
+            OutOfPages: ``max_tokens`` is reached; nothing was written.
         """
         with self.appending(key, value) as tokens:
             return tokens
@@ -106,7 +106,7 @@ class PagedLayer:
         theirs.
 
         Raises:
-            OutOfBlocks: ``max_tokens`` is reached; no token was lost.
+            OutOfPages: ``max_tokens`` is reached; no token was lost.
             StateError: others have tokens of a step that takes this one's out of the window.
         """
         if self._sequences() is not self.batch:
@@ -139,7 +139,7 @@ class PagedLayer:
         return StoredTokens(storage.view, placement, self.batch.window)
 
     def gather(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """``stored``, dequantised: keys ``[B, H, N, Dk]`` and values ``[B, H, N, Dv]``."""
+        """``stored``, dequantized: keys ``[B, H, N, Dk]`` and values ``[B, H, N, Dv]``."""
         return self.stored().gather(dtype)
 
     def truncate(self, num_tokens: int) -> None:

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from kvloom import ops
-from kvloom.blocks import BlockPool, BlockTable, Growth, PrefixTree, check
 from kvloom.caches.saving import SavedStorage
-from kvloom.caches.storage import PagedFormat, PagedStorage, block_ids, copy_pages
+from kvloom.caches.storage import PagedFormat, PagedStorage, copy_pages, page_ids
 from kvloom.core.checks import expect_range
 from kvloom.core.indexing import CacheIndex
 from kvloom.core.specs import KVSpec
 from kvloom.errors import ArgumentError, StateError
+from kvloom.paging import Growth, PagePool, PageTable, PrefixTree, check
 
 
 class PagedSequence:
@@ -31,7 +31,7 @@ class PagedSequence:
 
     __slots__ = ("num_cached", "salt", "stored", "table", "tokens")
 
-    def __init__(self, tokens: list[int], salt: str, table: BlockTable, num_layers: int) -> None:
+    def __init__(self, tokens: list[int], salt: str, table: PageTable, num_layers: int) -> None:
         self.tokens = tokens
         self.salt = salt
         self.table = table
@@ -77,7 +77,7 @@ class PagedCache:
         expect_range("num_layers", num_layers, 1)
         expect_range("num_pages", num_pages, 1)
         self.page_size = PagedFormat(page_size=page_size).page_size
-        self.pool = BlockPool(num_pages)
+        self.pool = PagePool(num_pages)
         self.tree = PrefixTree(self.pool, page_size)
         self.layers = [
             PagedStorage(key, key if value is None else value, page_size, torch.device(device), layout)
@@ -90,14 +90,14 @@ class PagedCache:
 
     def __getstate__(self) -> dict[str, Any]:
         """To be saved: the pages that hold something."""
-        pages = [page for page in range(self.pool.num_blocks) if not self.pool.is_free(page)]
+        pages = [page for page in range(self.pool.num_pages) if not self.pool.is_free(page)]
         return vars(self) | {"layers": [SavedStorage.of(x, pages) for x in self.layers], "_pages": pages}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         pages, saved = state.pop("_pages"), state.pop("layers")
         vars(self).update(state, layers=[x.storage() for x in saved])
         for storage, layer in zip(self.layers, saved, strict=True):
-            storage.grow(self.pool.num_blocks)
+            storage.grow(self.pool.num_pages)
             layer.write(storage, pages)
         self._device = self.layers[0].view.device
 
@@ -126,7 +126,7 @@ class PagedCache:
         ids = list(tokens)
         if not ids:
             raise ArgumentError("tokens must hold at least one token, got none")
-        table = BlockTable(self.pool, self.page_size)
+        table = PageTable(self.pool, self.page_size)
         table.adopt(self.tree.match(ids, salt, max_tokens=len(ids) - 1))
         return self._keep(PagedSequence(ids, salt, table, len(self.layers)))
 
@@ -146,7 +146,7 @@ class PagedCache:
 
         Raises:
             ArgumentError: more tokens than pending, or no such layer; nothing was written.
-            OutOfBlocks: every page is held; nothing was written.
+            OutOfPages: every page is held; nothing was written.
             ShapeError: as ``ops.store``.
         """
         self._expect_live(sequence)
@@ -172,7 +172,7 @@ class PagedCache:
         """
         self._settle(sequence)
         known = sequence.tokens[: sequence.table.num_tokens]
-        sequence.table.replace(self.tree.insert(known, sequence.table.blocks, sequence.salt))
+        sequence.table.replace(self.tree.insert(known, sequence.table.pages, sequence.salt))
 
     def attend(
         self,
@@ -251,7 +251,7 @@ class PagedCache:
         """Sequences, and pages free, held and findable; the pages sum to ``num_pages``."""
         return {
             "sequences": len(self._sequences),
-            "num_pages": self.pool.num_blocks,
+            "num_pages": self.pool.num_pages,
             "free": self.pool.num_free,
             "active": self.pool.num_active,
             "evictable": self.pool.num_evictable,
@@ -281,4 +281,4 @@ class PagedCache:
 
     def _table(self, sequences: Sequence[PagedSequence]) -> Tensor:
         """Block ids ``[B, P]``, rows padded with -1."""
-        return block_ids([sequence.table for sequence in sequences], self._device)
+        return page_ids([sequence.table for sequence in sequences], self._device)

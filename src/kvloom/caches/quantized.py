@@ -76,14 +76,14 @@ class _Kept:
 class QuantizedLayer(Layer):
     """Codes and scales of every token but the last ``recent``, which are kept as they are.
 
-    A token is quantised once, when ``recent`` newer ones are there, on its own: its codes never change. What
+    A token is quantized once, when ``recent`` newer ones are there, on its own: its codes never change. What
     ``update`` returns is what later updates return for the same tokens, so the split of a text into updates
-    does not matter. The whole layer is dequantised at each update.
+    does not matter. The whole layer is dequantized at each update.
 
     Args:
         bits: 8 or 4, of the keys and, without ``value_bits``, of the values.
         group: Elements along the head dim that share a scale; divides Dk and Dv.
-        recent: Most recent tokens that are not quantised.
+        recent: Most recent tokens that are not quantized.
         value_bits: Bits of the values.
         scale_dtype: float32, float16 or bfloat16.
 

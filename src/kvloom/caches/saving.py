@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from kvloom import ops
-from kvloom.blocks import BlockRef, BlockTable
 from kvloom.caches.memory import outside_inference_mode
 from kvloom.caches.storage import PagedMemory, PagedStorage, page_slots
 from kvloom.core.specs import KVSpec
 from kvloom.core.views import KVView, raw
+from kvloom.paging import PageRef, PageTable
 
 Place: TypeAlias = "tuple[SavedPages, int]"
 """One of some pages."""
@@ -72,7 +72,7 @@ class SavedPages:
         refs: The pages; once loaded they are held as long as this object lives.
     """
 
-    def __init__(self, memory: PagedMemory, refs: Sequence[BlockRef]) -> None:
+    def __init__(self, memory: PagedMemory, refs: Sequence[PageRef]) -> None:
         self.refs = list(refs)
         self._memory = memory
         self._num_writes = memory.num_writes
@@ -89,7 +89,7 @@ class SavedPages:
         return _load, (self._memory, len(pages), layers)
 
 
-def save_pages(memory: PagedMemory, refs: Iterable[BlockRef]) -> dict[BlockRef, Place]:
+def save_pages(memory: PagedMemory, refs: Iterable[PageRef]) -> dict[PageRef, Place]:
     """Where each page is saved: with one that is being saved already, or with new ones."""
     known = {ref: (x, i) for x in memory.saved if x.is_current for i, ref in enumerate(x.refs)}
     refs = dict.fromkeys(refs)
@@ -100,24 +100,24 @@ def save_pages(memory: PagedMemory, refs: Iterable[BlockRef]) -> dict[BlockRef, 
     return {ref: known[ref] for ref in refs}
 
 
-def save_tables(memory: PagedMemory, tables: Sequence[BlockTable]) -> list[tuple[int, list[Place]]]:
+def save_tables(memory: PagedMemory, tables: Sequence[PageTable]) -> list[tuple[int, list[Place]]]:
     """Of each table its tokens, and where its pages are saved."""
-    places = save_pages(memory, (ref for table in tables for ref in table.blocks))
-    return [(table.num_tokens, [places[ref] for ref in table.blocks]) for table in tables]
+    places = save_pages(memory, (ref for table in tables for ref in table.pages))
+    return [(table.num_tokens, [places[ref] for ref in table.pages]) for table in tables]
 
 
-def load_tables(memory: PagedMemory, saved: Iterable[tuple[int, list[Place]]]) -> list[BlockTable]:
+def load_tables(memory: PagedMemory, saved: Iterable[tuple[int, list[Place]]]) -> list[PageTable]:
     """Tables of the same tokens."""
     tables = []
     for num_tokens, places in saved:
-        table = BlockTable(memory.pool, memory.format.page_size)
+        table = PageTable(memory.pool, memory.format.page_size)
         table.adopt(hold(memory, places))
         table.truncate(num_tokens)
         tables.append(table)
     return tables
 
 
-def hold(memory: PagedMemory, places: Iterable[Place]) -> list[BlockRef]:
+def hold(memory: PagedMemory, places: Iterable[Place]) -> list[PageRef]:
     """Pages that were loaded, with one more reference to each."""
     refs = [pages.refs[i] for pages, i in places]
     for ref in refs:
@@ -126,14 +126,14 @@ def hold(memory: PagedMemory, places: Iterable[Place]) -> list[BlockRef]:
 
 
 def _load(memory: PagedMemory, num_pages: int, layers: Mapping[int, SavedStorage]) -> SavedPages:
-    table = BlockTable(memory.pool, memory.format.page_size)
+    table = PageTable(memory.pool, memory.format.page_size)
     memory.append([table], [num_pages * memory.format.page_size])
-    pages = [ref.id for ref in table.blocks]
+    pages = [ref.id for ref in table.pages]
     for index, saved in layers.items():
         storage = memory.storages.setdefault(index, saved.storage())
-        storage.grow(memory.pool.num_blocks)
+        storage.grow(memory.pool.num_pages)
         saved.write(storage, pages)
-    loaded = SavedPages(memory, table.blocks)
+    loaded = SavedPages(memory, table.pages)
     weakref.finalize(loaded, table.release)
     return loaded
 

@@ -19,7 +19,7 @@ from kvloom.caches.stored import Placement, StoredTokens
 from kvloom.caches.words import counted
 from kvloom.core.checks import FLOAT_DTYPES, expect
 from kvloom.core.indexing import CacheIndex
-from kvloom.errors import ConfigError, OutOfBlocks, StateError, UnsupportedError
+from kvloom.errors import ConfigError, OutOfPages, StateError, UnsupportedError
 
 
 class StaticPagedLayer:
@@ -111,7 +111,7 @@ class StaticPagedLayer:
         Call it before the first compiled ``append``.
 
         Raises:
-            OutOfBlocks: there is too little memory; what was there stays.
+            OutOfPages: there is too little memory; what was there stays.
         """
         rows, heads, *_ = expect("key", key, "B H Q Dk", dtype=FLOAT_DTYPES).values()
         expect("value", value, "B H Q Dv", dtype=key.dtype, device=key.device, B=rows, H=heads)
@@ -298,7 +298,7 @@ class _Ring:
         return torch.where(position < self._max_tokens, table[:, :1] + position % size, len(table) * size)
 
 
-def too_long_for(layers: Sequence[StaticPagedLayer], key: Tensor, value: Tensor) -> OutOfBlocks:
+def too_long_for(layers: Sequence[StaticPagedLayer], key: Tensor, value: Tensor) -> OutOfPages:
     """What to say where there is too little memory for layers of one cache, ``[B, H, any, D]`` in each."""
     nbytes = [layer.nbytes_for(key, value) for layer in layers]
     fixed = sum(n for n, x in zip(nbytes, layers, strict=True) if x.num_slots < x.max_tokens)

@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 
 from kvloom import ops
-from kvloom.blocks.pool import BlockPool
-from kvloom.blocks.table import BlockTable, Copy, Growth
 from kvloom.caches.huge_pages import ask_for_huge_pages
 from kvloom.caches.memory import outside_inference_mode
 from kvloom.caches.page_layout import PAGE_LAYOUTS, page_layout
 from kvloom.caches.words import counted
 from kvloom.core.specs import KVSpec, QuantSpec
 from kvloom.core.views import KVView
-from kvloom.errors import ConfigError, OutOfBlocks, ShapeError
+from kvloom.errors import ConfigError, OutOfPages, ShapeError
+from kvloom.paging.pool import PagePool
+from kvloom.paging.table import Copy, Growth, PageTable
 
 if TYPE_CHECKING:
     from kvloom.caches.batch import PagedBatch
@@ -31,8 +31,8 @@ class PagedFormat:
     """How a paged layer keeps its tokens.
 
     Attributes:
-        dtype: Of unquantised storage; ``None`` keeps that of the keys.
-        quant: ``None`` for unquantised storage.
+        dtype: Of unquantized storage; ``None`` keeps that of the keys.
+        quant: ``None`` for unquantized storage.
         page_size: Token slots in a page.
         max_tokens: Token slots in all, of all sequences; ``None`` grows on demand.
         values: How the values are kept, all but ``dtype`` and ``quant`` as here; as the keys if ``None``.
@@ -189,7 +189,7 @@ class PagedMemory:
     def __init__(self, format: PagedFormat, is_kept: bool = False) -> None:
         self.format = format
         self.is_kept = False
-        self.pool = BlockPool(0)
+        self.pool = PagePool(0)
         if is_kept:
             self.keep()
         self.storages: dict[int, PagedStorage] = {}
@@ -204,16 +204,16 @@ class PagedMemory:
     def keep(self) -> None:
         """Have all ``max_tokens`` from now on, as if ``is_kept``."""
         self.is_kept = True
-        self.pool.grow(max((self.format.max_tokens or 0) // self.format.page_size - self.pool.num_blocks, 0))
+        self.pool.grow(max((self.format.max_tokens or 0) // self.format.page_size - self.pool.num_pages, 0))
 
-    def append(self, tables: Sequence[BlockTable], num_tokens: Sequence[int]) -> bool:
+    def append(self, tables: Sequence[PageTable], num_tokens: Sequence[int]) -> bool:
         """Room for ``num_tokens[i]`` tokens behind ``tables[i]``, in every layer: pages, tensors, copies.
 
         Returns:
             Whether a table has other pages now.
 
         Raises:
-            OutOfBlocks: ``format.max_tokens`` is reached; nothing was changed.
+            OutOfPages: ``format.max_tokens`` is reached; nothing was changed.
             Exception: whatever an allocation raises; every table and token is as it was.
         """
         growth = Growth(tables, num_tokens)
@@ -221,21 +221,21 @@ class PagedMemory:
         num_pages = self._num_pages_for(growth, num_tokens)
         for storage in self.storages.values():
             storage.grow(num_pages)
-        self.pool.grow(num_pages - self.pool.num_blocks)
+        self.pool.grow(num_pages - self.pool.num_pages)
         with growth.made() as copies:
             copy_pages(self.storages.values(), copies, self.format.page_size)
-        return growth.num_blocks > 0
+        return growth.num_pages > 0
 
     def give_back(self) -> None:
         """Free the tensors if nobody is left who could use them."""
         if not self.is_kept and not any(batch.size for batch in self.batches):
             self.storages.clear()
-            self.pool = BlockPool(0)
+            self.pool = PagePool(0)
 
     def _num_pages_for(self, growth: Growth, num_tokens: Sequence[int]) -> int:
         """How many pages the pool must have."""
-        size, max_tokens, have = self.format.page_size, self.format.max_tokens, self.pool.num_blocks
-        missing = growth.num_blocks - self.pool.num_free - self.pool.num_evictable
+        size, max_tokens, have = self.format.page_size, self.format.max_tokens, self.pool.num_pages
+        missing = growth.num_pages - self.pool.num_free - self.pool.num_evictable
         if missing <= 0:
             return have
         # By a quarter: little is held in vain, and each token moves about four times in all.
@@ -244,7 +244,7 @@ class PagedMemory:
             return wanted
         limit = max_tokens // size
         if have + missing > limit:
-            raise OutOfBlocks(
+            raise OutOfPages(
                 f"max_tokens must be at least {(have + missing) * size} to hold "
                 f"{counted(max(num_tokens), 'more token')} of {counted(len(num_tokens), 'sequence')}, "
                 f"got {max_tokens} with {self.pool.num_active} of {counted(limit, 'page')} taken"
@@ -252,9 +252,9 @@ class PagedMemory:
         return min(wanted, limit)
 
 
-def block_ids(tables: Iterable[BlockTable], device: torch.device) -> Tensor:
+def page_ids(tables: Iterable[PageTable], device: torch.device) -> Tensor:
     """Pages of each table, ``[B, P]`` int64 with P at least 1, short rows filled with -1."""
-    rows = [[ref.id for ref in table.blocks] for table in tables]
+    rows = [[ref.id for ref in table.pages] for table in tables]
     width = max(1, *map(len, rows))
     padded = [[*row, *[-1] * (width - len(row))] for row in rows]
     return torch.tensor(padded, dtype=torch.int64, device=device)

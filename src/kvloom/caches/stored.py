@@ -99,7 +99,7 @@ class StoredTokens:
     window: int | None = None
 
     def gather(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Keys ``[B, H, N, Dk]`` and values ``[B, H, N, Dv]``, dequantised."""
+        """Keys ``[B, H, N, Dk]`` and values ``[B, H, N, Dv]``, dequantized."""
         slots = self.placement.slots
         key, value = ops.load(slots.flatten(), self.view, dtype=dtype)
         key, value = (x.unflatten(0, slots.shape).transpose(1, 2) for x in (key, value))

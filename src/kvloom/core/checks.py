@@ -81,7 +81,7 @@ _DEBUG: ContextVar[bool] = ContextVar("kvloom_debug", default=False)
 
 @contextmanager
 def debug() -> Iterator[None]:
-    """Within this context, also make the checks that cost a sort or a device synchronisation.
+    """Within this context, also make the checks that cost a sort or a device synchronization.
 
     These are duplicate slots in one ``store``, and the values of index tensors on accelerators.
     """

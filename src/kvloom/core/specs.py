@@ -18,7 +18,7 @@ CODE_DTYPE: Final = {8: torch.int8, 4: torch.uint8}
 
 @dataclass(frozen=True, slots=True)
 class QuantSpec:
-    """Symmetric quantisation of groups along the head dim.
+    """Symmetric quantization of groups along the head dim.
 
     Attributes:
         bits: 8 (stored as int8) or 4 (two to a uint8).
@@ -47,13 +47,13 @@ class KVSpec:
     """Shape and dtype of a cache tensor and its scales.
 
     A layout with the axis ``2`` holds keys and values in one tensor. One without it describes one side; make
-    a spec for each side then, which may differ in head dim and quantisation.
+    a spec for each side then, which may differ in head dim and quantization.
 
     Attributes:
         layers: Attention layers (1 where the layout has no L).
         heads: Key/value heads.
         head_dim: Elements of a head vector.
-        dtype: Of keys and values when they are not quantised.
+        dtype: Of keys and values when they are not quantized.
         layout: A ``CacheLayout`` or its axes.
         quant: ``None`` to keep ``dtype``.
     """
@@ -90,7 +90,7 @@ class KVSpec:
     def shapes(
         self, num_tokens: int, block_size: int | None = None
     ) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
-        """Shapes of cache and scale (``None`` if not quantised) for ``num_tokens`` token slots.
+        """Shapes of cache and scale (``None`` if not quantized) for ``num_tokens`` token slots.
 
         Args:
             num_tokens: Token slots in all.
@@ -129,7 +129,7 @@ class KVSpec:
     def empty(
         self, num_tokens: int, block_size: int | None = None, *, device: torch.device | str | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """Allocate ``(cache, scale)``, zeroed; you own them. ``scale`` is ``None`` if not quantised."""
+        """Allocate ``(cache, scale)``, zeroed; you own them. ``scale`` is ``None`` if not quantized."""
         cache, scale = self.shapes(num_tokens, block_size)
         scales = None
         if scale is not None and self.quant is not None:

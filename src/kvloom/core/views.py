@@ -22,7 +22,7 @@ class KVView:
     """Keys and values of one layer, and their scales, each ``[B, S/s, s, H, D/d, d]`` with any strides.
 
     The tensors are views: writing through them writes the cache they were made from. A side with a scale is
-    quantised, to 8 bits if its cache is int8 and to 4 if it is uint8; its group is D divided by the scale's
+    quantized, to 8 bits if its cache is int8 and to 4 if it is uint8; its group is D divided by the scale's
     last axis. Keys and values may differ in head dim, dtype and bits. ``value`` is ``None`` in a cache of
     keys only.
 
@@ -69,7 +69,7 @@ class KVView:
         Args:
             layout: Axis order of ``cache``; that of ``scale`` follows from it.
             cache: Keys and values.
-            scale: Their scales, ``None`` if the cache is not quantised.
+            scale: Their scales, ``None`` if the cache is not quantized.
             layer: Index on axis L.
             heads: Extent of H, needed only where H shares a dimension with D.
 
@@ -106,7 +106,7 @@ class KVView:
             layout: Axis order of ``key``; that of ``key_scale`` follows from it.
             key: Keys.
             value: Values; ``None`` in a cache of keys only.
-            key_scale: Scales of the keys, ``None`` if they are not quantised.
+            key_scale: Scales of the keys, ``None`` if they are not quantized.
             value_scale: Scales of the values.
             layer: Index on axis L.
             heads: Extent of H, needed only where H shares a dimension with D.
@@ -159,7 +159,7 @@ def raw(x: Tensor) -> Tensor:
 
 
 def bits_of(cache: Tensor, scale: Tensor | None) -> int:
-    """0 if not quantised, else the bits of a code."""
+    """0 if not quantized, else the bits of a code."""
     return 0 if scale is None else _BITS_OF_CODES[cache.dtype]
 
 

@@ -1,4 +1,4 @@
-"""Public operators: check, choose, call. Values of slots are checked where that costs no synchronisation."""
+"""Public operators: check, choose, call. Values of slots are checked where that costs no synchronization."""
 
 import math
 from dataclasses import dataclass
@@ -89,10 +89,10 @@ CAUSAL = Scores()
 
 
 def store(key: Tensor, value: Tensor | None, slots: Tensor, kv: KVView, *, backend: str = "auto") -> None:
-    """Write new keys and values into their slots, in place, quantised if ``kv`` is.
+    """Write new keys and values into their slots, in place, quantized if ``kv`` is.
 
     Args:
-        key: ``[T, H, Dk]``, any strides. float32, float16 or bfloat16 where the cache is quantised or of
+        key: ``[T, H, Dk]``, any strides. float32, float16 or bfloat16 where the cache is quantized or of
             another float dtype (then it is cast); otherwise the dtype of the cache, of which the bits are
             copied.
         value: ``[T, H, Dv]``, dtype of ``key``; ``None`` in a cache of keys only.
@@ -122,12 +122,12 @@ def store(key: Tensor, value: Tensor | None, slots: Tensor, kv: KVView, *, backe
 def load(
     slots: Tensor, kv: KVView, *, dtype: torch.dtype | None = None, num_repeat: int = 1, backend: str = "auto"
 ) -> tuple[Tensor, Tensor]:
-    """Read keys and values from their slots, dequantised.
+    """Read keys and values from their slots, dequantized.
 
     Args:
         slots: ``[T]`` int64 or int32, in any order, repeats allowed.
         kv: Where to read.
-        dtype: Of the result; the dtype of the cache or, where it is quantised, of its scales if ``None``.
+        dtype: Of the result; the dtype of the cache or, where it is quantized, of its scales if ``None``.
         num_repeat: Repeat each head so many times in a row (for attention without grouped queries).
         backend: ``"auto"`` (by device), ``"reference"``, ``"cpu"`` or ``"triton"``.
 
@@ -211,12 +211,12 @@ def attend(
     meet codes in integer products: a query vector as two int8 digits, 15 bits of its largest element, and the
     weights times the scales of the values as two more, 16 bits. There bfloat16 meets bfloat16 in products of
     its own, for which weights are rounded to it; so it meets codes whose groups are no multiple of 32, where
-    head dims are one of 64. All else is float32 of dequantised numbers, as in the reference. Sums are
+    head dims are one of 64. All else is float32 of dequantized numbers, as in the reference. Sums are
     float32, and one more of the partial results of each 512 stored tokens.
 
     Args:
         query: ``[Tq, Hq, Dk]`` float32, float16 or bfloat16; Hq is a multiple of H.
-        kv: Keys and values, dequantised to the dtype of ``query``.
+        kv: Keys and values, dequantized to the dtype of ``query``.
         batch: Ragged lengths and slots.
         scores: Scale, masks and biases; causal by default.
         backend: ``"auto"`` (by device), ``"reference"``, ``"cpu"`` or ``"triton"``.

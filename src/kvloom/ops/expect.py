@@ -139,7 +139,7 @@ def expect_side(name: str, x: Tensor, cache: Tensor, scale: Tensor | None) -> in
 
 
 def expect_dtypes(name: str, dtype: torch.dtype, cache: Tensor, scale: Tensor | None) -> None:
-    """``dtype`` is the cache's own, or both are floats between which values are cast or quantised."""
+    """``dtype`` is the cache's own, or both are floats between which values are cast or quantized."""
     casts = dtype in FLOAT_DTYPES and (scale is not None or cache.dtype in FLOAT_DTYPES)
     if not casts and (scale is not None or dtype != cache.dtype):
         stored = f"{cache.dtype} codes" if scale is not None else str(cache.dtype)

@@ -1,10 +1,10 @@
-"""Symmetric group quantisation as PMX defines it: ``x ~ code * scale``.
+"""Symmetric group quantization as PMX defines it: ``x ~ code * scale``.
 
 One scale serves ``group`` consecutive elements along D. Every operation is rounded to the dtype of the input,
 because the codes are part of the standard. Special values:
 
 ====================================  =======================  ==============  =================
-input group                           stored scale             codes           dequantised
+input group                           stored scale             codes           dequantized
 ====================================  =======================  ==============  =================
 all zero, -0.0 or ``|x| < qmax*eps``  eps = 1e-5               round(x / eps)  about x, never -0
 largest finite input                  as the formula           as the formula  saturates, finite
@@ -29,7 +29,7 @@ QMAX: Final = {8: 127, 4: 7}
 
 
 def quantize(x: Tensor, bits: int, group: int, scale_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Quantise along the last axis.
+    """Quantize along the last axis.
 
     ``scale = max(max|x| / qmax, eps)``, ``code = clamp(round_half_even(x / scale), -qmax, qmax)``. The codes
     come from the scale before it is stored as ``scale_dtype``.

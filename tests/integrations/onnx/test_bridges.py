@@ -138,7 +138,7 @@ def test_group_query_attention_writes_and_reads_what_kvloom_does() -> None:
 
 @pytest.mark.parametrize("width", [8, 4])
 @pytest.mark.parametrize("kind", ["PER_TENSOR", "PER_CHANNEL"])
-def test_quantised_group_query_caches_are_read(width: int, kind: str) -> None:
+def test_quantized_group_query_caches_are_read(width: int, kind: str) -> None:
     per_channel = kind == "PER_CHANNEL"
     options = {"k_quant_type": kind, "v_quant_type": kind, "kv_cache_bit_width": width}
     dtype, stored = (TensorProto.INT8, D) if width == 8 else (TensorProto.UINT8, D // 2)
@@ -175,7 +175,7 @@ def test_quantised_group_query_caches_are_read(width: int, kind: str) -> None:
         assert bool((error <= 0.5001 * step_size).all())
 
 
-def test_a_quantised_cache_of_constants_is_read_only() -> None:
+def test_a_quantized_cache_of_constants_is_read_only() -> None:
     cache = torch.zeros(B, KV_HEADS, M, D, dtype=torch.int8)
     kv = kvonnx.group_query_cache(cache, cache.clone(), torch.ones(1), torch.ones(1))
     new = torch.zeros(1, KV_HEADS, D)

@@ -22,7 +22,7 @@ Feeds = dict[str, Tensor]
 
 
 class Ragged(nn.Module):
-    """Two layers of one quantised cache."""
+    """Two layers of one quantized cache."""
 
     def forward(
         self,

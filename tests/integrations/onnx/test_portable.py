@@ -100,7 +100,7 @@ def info(name: str, elem_type: int, *dims: Any) -> onnx.ValueInfoProto:
 
 
 def layered(num_layer: int, *, reads_between: bool = False) -> ModelProto:
-    """Nodes for the layers of one quantised cache, each storing the keys that the one before returned."""
+    """Nodes for the layers of one quantized cache, each storing the keys that the one before returned."""
     nodes, key = [], "k"
     for layer in range(num_layer):
         made = (f"key{layer}", f"value{layer}")
@@ -235,7 +235,7 @@ def test_defaults_may_be_left_out_of_a_node() -> None:
     assert torch.equal(cache[0, 0, 0, :2], new[0])
 
 
-def test_a_scale_without_quantisation_is_left_alone() -> None:
+def test_a_scale_without_quantization_is_left_alone() -> None:
     model = model_of(next(static_cases()))
     model.graph.node[0].input.append("scale")
     model.graph.input.append(info("scale", TensorProto.FLOAT, "n"))

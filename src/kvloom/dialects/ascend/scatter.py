@@ -127,7 +127,7 @@ def _one_head(x: Tensor) -> Tensor:
 def _plan_runs(
     runs: Runs, key: Tensor, value: Tensor | None, slot_mapping: Tensor, caches: tuple[KVView, KVView | None]
 ) -> tuple[tuple[Tensor, Tensor | None], Tensor]:
-    """Rows of one head and the slot of each, -1 for those that are not written; nothing here synchronises."""
+    """Rows of one head and the slot of each, -1 for those that are not written; nothing here synchronizes."""
     batch, heads = runs.win.shape
     if key.shape[-2] != heads or (key.ndim == 4 and key.shape[0] != batch):
         raise ShapeError(

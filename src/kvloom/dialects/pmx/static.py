@@ -44,7 +44,7 @@ def key_value_cache(
 
     Returns:
         ``(key, value)``, each ``[B, start_pos + S, H * num_repeat, D]`` in the dtype of ``current_key``. The
-        tokens just written are the dequantised ones.
+        tokens just written are the dequantized ones.
 
     Raises:
         KVError: an argument does not fit the document; nothing was written.

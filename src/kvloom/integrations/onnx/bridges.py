@@ -93,10 +93,10 @@ def row_batch(kv: KVView, num_new: int, lengths: Tensor) -> ops.Batch:
 def group_query_cache(
     key_cache: Tensor, value_cache: Tensor, k_scale: Tensor | None = None, v_scale: Tensor | None = None
 ) -> KVView:
-    """View the caches of ``com.microsoft::GroupQueryAttention``, for reading where they are quantised.
+    """View the caches of ``com.microsoft::GroupQueryAttention``, for reading where they are quantized.
 
     Its scales are constants of the model, one for each channel or one for all; here they are expanded to all
-    slots without a copy, so the view of a quantised cache cannot be written. Its nibbles are offset by 8
+    slots without a copy, so the view of a quantized cache cannot be written. Its nibbles are offset by 8
     and may differ in scale, which kvloom's never do, so a 4-bit cache is copied, one code to a byte.
 
     Args:
@@ -112,9 +112,9 @@ def group_query_cache(
     sides: list[tuple[Tensor, Tensor | None]] = []
     for name, cache, scale in (("key_cache", key_cache, k_scale), ("value_cache", value_cache, v_scale)):
         sizes = expect(name, cache, "B H M D")
-        quantised = cache.dtype in (torch.int8, torch.uint8)
-        if quantised != (scale is not None):
-            given = "given" if quantised else "None"
+        quantized = cache.dtype in (torch.int8, torch.uint8)
+        if quantized != (scale is not None):
+            given = "given" if quantized else "None"
             raise ArgumentError(f"{name[0]}_scale must be {given} for a cache of {cache.dtype}")
         if scale is None:
             sides.append((cache, None))

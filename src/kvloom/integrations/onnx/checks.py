@@ -92,7 +92,7 @@ def _of_node(call: Call) -> Iterator[str]:
     if bit and not call.input("scale"):
         yield f"input scale must be given where quant_bit is {bit}"
     if bit and call.is_functional and not call.output("scale"):
-        yield "output scale must be given with output cache where the cache is quantised"
+        yield "output scale must be given with output cache where the cache is quantized"
 
 
 def _of_values(call: Call, values: dict[str, Known]) -> Iterator[str]:

@@ -14,7 +14,7 @@ from kvloom.core.layouts import CacheLayout
 from kvloom.integrations.onnx.attention import attend
 from kvloom.integrations.onnx.body import FLOAT, INT64, Body
 from kvloom.integrations.onnx.operators import ATTENTION, STATIC, Operator
-from kvloom.integrations.onnx.quantisation import dequantize, quantize
+from kvloom.integrations.onnx.quantization import dequantize, quantize
 
 _SHORT = {
     TensorProto.FLOAT: "f32",

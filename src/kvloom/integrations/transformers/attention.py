@@ -72,7 +72,7 @@ class StoredStates(StandIn):
         return torch.Size((len(placement.lengths), view.num_heads, placement.num_columns, head_dim))
 
     def gather(self) -> Tensor:
-        """The tensor, dequantised; keys and values are gathered together, once."""
+        """The tensor, dequantized; keys and values are gathered together, once."""
         keys = self if self._key_states is None else self._key_states
         if keys._gathered is None:
             keys._gathered = self.tokens.gather(keys.dtype)

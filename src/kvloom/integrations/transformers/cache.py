@@ -15,7 +15,7 @@ from transformers.cache_utils import Cache
 
 from kvloom.caches import PagedBatch, PagedLayer, StaticPagedLayer
 from kvloom.caches.static_pages import too_long_for
-from kvloom.errors import ArgumentError, OutOfBlocks, StateError, UnsupportedError
+from kvloom.errors import ArgumentError, OutOfPages, StateError, UnsupportedError
 from kvloom.integrations.transformers.changes import changes_of_length, changes_of_rows, expect_pages
 from kvloom.integrations.transformers.layers import (
     KVCacheLayer,
@@ -38,7 +38,7 @@ class KVCache(DynamicCache):  # type: ignore[misc]
     """A cache for ``generate(past_key_values=...)`` and ``model(past_key_values=...)`` kept in kvloom pages.
 
     With ``attn_implementation="kvloom"`` attention reads the pages in place; any other one receives the same
-    tensors as from ``DynamicCache``, dequantised where the cache is quantised. Values are stored detached: it
+    tensors as from ``DynamicCache``, dequantized where the cache is quantized. Values are stored detached: it
     is for inference. Beams, forks and repeated rows share pages; a page is copied when one of its holders
     writes it, so reordering and forking move no keys or values.
     """
@@ -187,7 +187,7 @@ class KVCache(DynamicCache):  # type: ignore[misc]
         try:
             with nullcontext() if pages is None or is_one else self._reserving(pages, key_states):
                 keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
-        except OutOfBlocks as error:
+        except OutOfPages as error:
             if isinstance(pages, StaticPagedLayer):
                 layers = [x.pages for x in self._own_layers if isinstance(x.pages, StaticPagedLayer)]
                 raise too_long_for(layers, key_states, value_states) from error

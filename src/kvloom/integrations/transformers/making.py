@@ -21,7 +21,7 @@ from kvloom.integrations.transformers.layers import (
 from kvloom.integrations.transformers.loading import head_dim_of
 
 STORAGE: Final = ("auto", "float32", "float16", "bfloat16", "int8", "int4")
-"""Values of ``kv``: the model's own dtype, a float dtype, or quantised."""
+"""Values of ``kv``: the model's own dtype, a float dtype, or quantized."""
 
 # Kinds of layers that this library keeps, where a configuration names them.
 _KINDS: Final = (None, "full_attention", "sliding_attention", "chunked_attention", "hybrid")

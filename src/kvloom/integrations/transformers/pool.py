@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvloom.blocks import BlockRef, BlockTable, PrefixTree, check
 from kvloom.caches import PagedBatch, PagedMemory
 from kvloom.caches.saving import hold, save_pages
 from kvloom.core.checks import INDEX_DTYPES, expect
@@ -14,6 +13,7 @@ from kvloom.errors import ArgumentError, UnsupportedError
 from kvloom.integrations.transformers.cache import KVCache
 from kvloom.integrations.transformers.layers import KVCacheLayer
 from kvloom.integrations.transformers.making import make_layers, paged_format, text_config_of
+from kvloom.paging import PageRef, PageTable, PrefixTree, check
 
 
 class KVPool:
@@ -149,7 +149,7 @@ class KVPool:
         """Pages by state, and how many of the tokens that were asked for were found."""
         pool = self._memory.pool
         return {
-            "num_pages": pool.num_blocks,
+            "num_pages": pool.num_pages,
             "free": pool.num_free,
             "active": pool.num_active,
             "evictable": pool.num_evictable,
@@ -157,10 +157,10 @@ class KVPool:
             "tokens_found": self._num_found,
         }
 
-    def _table(self, refs: Sequence[BlockRef], num_pages: int) -> BlockTable:
+    def _table(self, refs: Sequence[PageRef], num_pages: int) -> PageTable:
         """A table that begins with the first of some pages; the others are released."""
         for ref in refs[num_pages:]:
             self._memory.pool.release(ref)
-        table = BlockTable(self._memory.pool, self._memory.format.page_size)
+        table = PageTable(self._memory.pool, self._memory.format.page_size)
         table.adopt(refs[:num_pages])
         return table

@@ -48,7 +48,7 @@ def load(
     dtype: torch.dtype,
     num_repeat: int,
 ) -> tuple[Tensor, Tensor]:
-    """Read slot ``slots[t]`` into row t, dequantised, each head repeated ``num_repeat`` times in a row."""
+    """Read slot ``slots[t]`` into row t, dequantized, each head repeated ``num_repeat`` times in a row."""
     slots = _checked(slots, key_cache, "slots")
     key = _load_side(slots, key_cache, key_scale, dtype)
     if value_cache is None:

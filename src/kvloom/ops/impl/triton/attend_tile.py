@@ -65,7 +65,7 @@ class SideForm:
     planes: int
     parts: int  # chunks of all planes
     group: int  # that share a scale
-    scales_products: bool  # or else numbers are dequantised one by one, as the reference does
+    scales_products: bool  # or else numbers are dequantized one by one, as the reference does
     cache: Shape
     scale: Shape
     largest_scale: float

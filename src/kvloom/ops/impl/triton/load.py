@@ -1,4 +1,4 @@
-"""Load: keys and values from their slots, dequantised, each head repeated, in one launch.
+"""Load: keys and values from their slots, dequantized, each head repeated, in one launch.
 
 Letters: T tokens, H heads, D head dim, R repeats of a head.
 """
@@ -112,7 +112,7 @@ def _load_rows(
     FORM: tl.constexpr,
     LARGEST: tl.constexpr,
 ):
-    """The rows of one program: read, dequantise, write as often as heads are repeated."""
+    """The rows of one program: read, dequantize, write as often as heads are repeated."""
     CACHE: tl.constexpr = FORM.cache
     token, head, group = rows_of(heads, FORM)
     exists = token < tokens

@@ -1,4 +1,4 @@
-"""Store: new keys and values into their slots, quantised on the way, in one launch.
+"""Store: new keys and values into their slots, quantized on the way, in one launch.
 
 Letters: T tokens, H heads, D head dim.
 """
@@ -128,7 +128,7 @@ def _store_rows(
     FORM: tl.constexpr,
     QMAX: tl.constexpr,
 ):
-    """The rows of one program: read, quantise, write."""
+    """The rows of one program: read, quantize, write."""
     CACHE: tl.constexpr = FORM.cache
     token, head, group = rows_of(heads, FORM)
     exists = token < tokens

@@ -6,30 +6,30 @@ from collections.abc import Callable
 
 import pytest
 
-from kvloom.blocks import BlockPool, BlockRef, PrefixTree
-from kvloom.errors import ArgumentError, OutOfBlocks, StateError
+from kvloom.errors import ArgumentError, OutOfPages, StateError
+from kvloom.paging import PagePool, PageRef, PrefixTree
 
 
-def chain(pool: BlockPool, tree: PrefixTree, *tokens: int) -> list[BlockRef]:
+def chain(pool: PagePool, tree: PrefixTree, *tokens: int) -> list[PageRef]:
     """Held, sealed pages of one token each."""
     return tree.insert(tokens, pool.take(len(tokens)))
 
 
-def states(pool: BlockPool) -> tuple[int, int, int]:
-    assert pool.num_free + pool.num_active + pool.num_evictable == pool.num_blocks
+def states(pool: PagePool) -> tuple[int, int, int]:
+    assert pool.num_free + pool.num_active + pool.num_evictable == pool.num_pages
     return pool.num_free, pool.num_active, pool.num_evictable
 
 
 def test_new_pool_is_free() -> None:
-    assert states(BlockPool(3)) == (3, 0, 0)
+    assert states(PagePool(3)) == (3, 0, 0)
 
 
 def test_fresh_pages_are_taken_lowest_first() -> None:
-    assert BlockPool(3).take(3) == [BlockRef(0, 0), BlockRef(1, 0), BlockRef(2, 0)]
+    assert PagePool(3).take(3) == [PageRef(0, 0), PageRef(1, 0), PageRef(2, 0)]
 
 
 def test_page_freed_last_is_taken_first() -> None:
-    pool = BlockPool(4)
+    pool = PagePool(4)
     refs = pool.take(3)
     pool.release(refs[0])
     pool.release(refs[2])
@@ -37,21 +37,21 @@ def test_page_freed_last_is_taken_first() -> None:
 
 
 def test_take_of_nothing_is_empty() -> None:
-    assert BlockPool(0).take(0) == []
+    assert PagePool(0).take(0) == []
 
 
 def test_taken_page_has_one_reference_and_is_writable() -> None:
-    pool = BlockPool(1)
+    pool = PagePool(1)
     [ref] = pool.take(1)
     assert (pool.count(ref), pool.is_writable(ref), pool.is_sealed(ref)) == (1, True, False)
 
 
 def test_take_beyond_the_pool_says_how_many_there_are() -> None:
-    pool = BlockPool(3)
+    pool = PagePool(3)
     tree = PrefixTree(pool, 1)
     held, idle = chain(pool, tree, 5), chain(pool, tree, 6)
     pool.release(idle[0])
-    with pytest.raises(OutOfBlocks, match="3 pages wanted, 1 free and 1 evictable of 3"):
+    with pytest.raises(OutOfPages, match="3 pages wanted, 1 free and 1 evictable of 3"):
         pool.take(3)
     assert states(pool) == (1, 1, 1)
     assert pool.count(held[0]) == 1
@@ -59,7 +59,7 @@ def test_take_beyond_the_pool_says_how_many_there_are() -> None:
 
 
 def test_take_evicts_no_more_than_it_needs() -> None:
-    pool = BlockPool(4)
+    pool = PagePool(4)
     tree = PrefixTree(pool, 1)
     for ref in chain(pool, tree, 1, 2, 3):
         pool.release(ref)
@@ -69,16 +69,16 @@ def test_take_evicts_no_more_than_it_needs() -> None:
 
 
 def test_take_may_evict_everything_that_is_idle() -> None:
-    pool = BlockPool(3)
+    pool = PagePool(3)
     tree = PrefixTree(pool, 1)
     for ref in chain(pool, tree, 1, 2, 3):
         pool.release(ref)
     assert len(set(pool.take(3))) == 3
-    assert tree.num_blocks == 0
+    assert tree.num_pages == 0
 
 
 def test_last_release_frees_an_unsealed_page() -> None:
-    pool = BlockPool(1)
+    pool = PagePool(1)
     [ref] = pool.take(1)
     pool.retain(ref)
     pool.release(ref)
@@ -88,7 +88,7 @@ def test_last_release_frees_an_unsealed_page() -> None:
 
 
 def test_last_release_keeps_a_sealed_page_evictable() -> None:
-    pool = BlockPool(1)
+    pool = PagePool(1)
     [ref] = chain(pool, PrefixTree(pool, 1), 7)
     pool.release(ref)
     assert states(pool) == (0, 0, 1)
@@ -96,7 +96,7 @@ def test_last_release_keeps_a_sealed_page_evictable() -> None:
 
 
 def test_retain_makes_an_evictable_page_active() -> None:
-    pool = BlockPool(1)
+    pool = PagePool(1)
     [ref] = chain(pool, PrefixTree(pool, 1), 7)
     pool.release(ref)
     pool.retain(ref)
@@ -104,7 +104,7 @@ def test_retain_makes_an_evictable_page_active() -> None:
 
 
 def test_evictable_page_has_no_reference_to_release() -> None:
-    pool = BlockPool(1)
+    pool = PagePool(1)
     [ref] = chain(pool, PrefixTree(pool, 1), 7)
     pool.release(ref)
     with pytest.raises(StateError, match="page 0 of generation 0 has no reference to release"):
@@ -113,20 +113,20 @@ def test_evictable_page_has_no_reference_to_release() -> None:
 
 
 def test_shared_page_is_not_writable() -> None:
-    pool = BlockPool(1)
+    pool = PagePool(1)
     [ref] = pool.take(1)
     pool.retain(ref)
     assert not pool.is_writable(ref)
 
 
 def test_sealed_page_is_not_writable_by_its_only_holder() -> None:
-    pool = BlockPool(1)
+    pool = PagePool(1)
     [ref] = chain(pool, PrefixTree(pool, 1), 7)
     assert (pool.count(ref), pool.is_writable(ref)) == (1, False)
 
 
 def test_active_child_holds_its_parent() -> None:
-    pool = BlockPool(2)
+    pool = PagePool(2)
     parent, child = chain(pool, PrefixTree(pool, 1), 1, 2)
     assert (pool.count(parent), pool.count(child)) == (2, 1)
     pool.release(parent)
@@ -136,7 +136,7 @@ def test_active_child_holds_its_parent() -> None:
 
 
 def test_retained_child_wakes_its_parents() -> None:
-    pool = BlockPool(3)
+    pool = PagePool(3)
     refs = chain(pool, PrefixTree(pool, 1), 1, 2, 3)
     for ref in refs:
         pool.release(ref)
@@ -146,7 +146,7 @@ def test_retained_child_wakes_its_parents() -> None:
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2), (1, 2, 0)])
 def test_evictable_pages_come_after_their_children_in_any_order_of_release(order: tuple[int, ...]) -> None:
-    pool = BlockPool(3)
+    pool = PagePool(3)
     refs = chain(pool, PrefixTree(pool, 1), 1, 2, 3)
     for i in order:
         pool.release(refs[i])
@@ -154,7 +154,7 @@ def test_evictable_pages_come_after_their_children_in_any_order_of_release(order
 
 
 def test_evictable_pages_come_longest_idle_first() -> None:
-    pool = BlockPool(3)
+    pool = PagePool(3)
     tree = PrefixTree(pool, 1)
     refs = [chain(pool, tree, token)[0] for token in (1, 2, 3)]
     for i in (1, 0, 2):
@@ -165,7 +165,7 @@ def test_evictable_pages_come_longest_idle_first() -> None:
 
 
 def test_grow_adds_free_pages_behind_the_others() -> None:
-    pool = BlockPool(2)
+    pool = PagePool(2)
     pool.take(1)
     pool.grow(2)
     assert states(pool) == (3, 1, 0)
@@ -173,33 +173,33 @@ def test_grow_adds_free_pages_behind_the_others() -> None:
 
 
 def test_grow_leaves_references_valid() -> None:
-    pool = BlockPool(1)
+    pool = PagePool(1)
     [ref] = pool.take(1)
     pool.grow(5)
     assert pool.count(ref) == 1
 
 
 def test_freed_page_returns_with_the_next_generation() -> None:
-    pool = BlockPool(1)
+    pool = PagePool(1)
     [ref] = pool.take(1)
     pool.release(ref)
-    assert pool.take(1) == [BlockRef(0, 1)]
+    assert pool.take(1) == [PageRef(0, 1)]
 
 
 def test_evicted_page_returns_with_the_next_generation() -> None:
-    pool = BlockPool(1)
+    pool = PagePool(1)
     [ref] = chain(pool, PrefixTree(pool, 1), 7)
     pool.release(ref)
-    assert pool.take(1) == [BlockRef(0, 1)]
+    assert pool.take(1) == [PageRef(0, 1)]
 
 
-METHODS: dict[str, Callable[[BlockPool, BlockRef], object]] = {
-    "retain": BlockPool.retain,
-    "release": BlockPool.release,
-    "count": BlockPool.count,
-    "is_sealed": BlockPool.is_sealed,
-    "is_writable": BlockPool.is_writable,
-    "reclaim": BlockPool.reclaim,
+METHODS: dict[str, Callable[[PagePool, PageRef], object]] = {
+    "retain": PagePool.retain,
+    "release": PagePool.release,
+    "count": PagePool.count,
+    "is_sealed": PagePool.is_sealed,
+    "is_writable": PagePool.is_writable,
+    "reclaim": PagePool.reclaim,
     "seal": lambda pool, ref: pool.seal(ref, None),
     "seal under": lambda pool, ref: pool.seal(pool.take(1)[0], ref),
 }
@@ -208,9 +208,9 @@ METHODS: dict[str, Callable[[BlockPool, BlockRef], object]] = {
 @pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
 @pytest.mark.parametrize("reborn", [False, True])
 def test_reference_to_a_freed_page_is_refused(
-    method: Callable[[BlockPool, BlockRef], object], reborn: bool
+    method: Callable[[PagePool, PageRef], object], reborn: bool
 ) -> None:
-    pool = BlockPool(2)
+    pool = PagePool(2)
     PrefixTree(pool, 1)
     [ref] = pool.take(1)
     pool.release(ref)
@@ -221,8 +221,8 @@ def test_reference_to_a_freed_page_is_refused(
 
 
 @pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
-def test_reference_to_an_evicted_page_is_refused(method: Callable[[BlockPool, BlockRef], object]) -> None:
-    pool = BlockPool(2)
+def test_reference_to_an_evicted_page_is_refused(method: Callable[[PagePool, PageRef], object]) -> None:
+    pool = PagePool(2)
     tree = PrefixTree(pool, 1)
     [ref] = chain(pool, tree, 7)
     pool.release(ref)
@@ -233,54 +233,52 @@ def test_reference_to_an_evicted_page_is_refused(method: Callable[[BlockPool, Bl
 
 @pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
 @pytest.mark.parametrize("page", [-1, 2])
-def test_reference_out_of_range_is_refused(
-    method: Callable[[BlockPool, BlockRef], object], page: int
-) -> None:
-    pool = BlockPool(2)
+def test_reference_out_of_range_is_refused(method: Callable[[PagePool, PageRef], object], page: int) -> None:
+    pool = PagePool(2)
     PrefixTree(pool, 1)
     with pytest.raises(StateError, match=f"page {page} does not exist, the pool has 2"):
-        method(pool, BlockRef(page, 0))
+        method(pool, PageRef(page, 0))
 
 
 @pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
-@pytest.mark.parametrize("ref", [BlockRef(1, 0), BlockRef(1, 3)])
+@pytest.mark.parametrize("ref", [PageRef(1, 0), PageRef(1, 3)])
 def test_reference_that_was_never_handed_out_is_refused(
-    method: Callable[[BlockPool, BlockRef], object], ref: BlockRef
+    method: Callable[[PagePool, PageRef], object], ref: PageRef
 ) -> None:
-    pool = BlockPool(2)
+    pool = PagePool(2)
     PrefixTree(pool, 1)
     with pytest.raises(StateError, match=f"page 1 of generation {ref.generation} was never handed out"):
         method(pool, ref)
 
 
-@pytest.mark.parametrize("call", [BlockPool(1).take, BlockPool(1).grow, BlockPool])
+@pytest.mark.parametrize("call", [PagePool(1).take, PagePool(1).grow, PagePool])
 def test_negative_number_of_pages_is_refused(call: Callable[[int], object]) -> None:
-    with pytest.raises(ArgumentError, match="num_blocks must be at least 0, got -1"):
+    with pytest.raises(ArgumentError, match="num_pages must be at least 0, got -1"):
         call(-1)
 
 
 def test_second_tree_is_refused() -> None:
-    pool = BlockPool(1)
+    pool = PagePool(1)
     PrefixTree(pool, 1)
     with pytest.raises(StateError, match="a pool has one prefix tree"):
         PrefixTree(pool, 1)
 
 
 def test_seal_needs_a_tree() -> None:
-    pool = BlockPool(1)
+    pool = PagePool(1)
     with pytest.raises(StateError, match="in a pool with a prefix tree only"):
         pool.seal(pool.take(1)[0], None)
 
 
 def test_page_is_sealed_once() -> None:
-    pool = BlockPool(1)
+    pool = PagePool(1)
     [ref] = chain(pool, PrefixTree(pool, 1), 7)
     with pytest.raises(StateError, match="page 0 of generation 0 is sealed already"):
         pool.seal(ref, None)
 
 
 def test_parent_must_be_sealed() -> None:
-    pool = BlockPool(2)
+    pool = PagePool(2)
     PrefixTree(pool, 1)
     child, parent = pool.take(2)
     with pytest.raises(StateError, match="page 1 of generation 0 is not sealed"):
@@ -289,7 +287,7 @@ def test_parent_must_be_sealed() -> None:
 
 
 def test_held_page_is_not_reclaimed() -> None:
-    pool = BlockPool(1)
+    pool = PagePool(1)
     [ref] = chain(pool, PrefixTree(pool, 1), 7)
     with pytest.raises(StateError, match="page 0 must be evictable, got 1 references to it"):
         pool.reclaim(ref)

@@ -6,20 +6,20 @@ from collections.abc import Callable
 
 import pytest
 
-from kvloom.blocks import BlockPool, BlockRef, BlockTable, PrefixTree, check
 from kvloom.errors import StateError
+from kvloom.paging import PagePool, PageRef, PageTable, PrefixTree, check
 
 
 class Scene:
     """Two sealed pages and a third of one table, an idle sealed page, and four free ones."""
 
     def __init__(self) -> None:
-        self.pool = BlockPool(8)
+        self.pool = PagePool(8)
         self.tree = PrefixTree(self.pool, 2)
-        self.table = BlockTable(self.pool, 2)
+        self.table = PageTable(self.pool, 2)
         self.table.append(5)
-        self.table.replace(self.tree.insert([1, 2, 3, 4, 5], self.table.blocks))
-        idle = self.tree.insert([1, 2, 7, 8], [self.table.blocks[0], *self.pool.take(1)])[1]
+        self.table.replace(self.tree.insert([1, 2, 3, 4, 5], self.table.pages))
+        idle = self.tree.insert([1, 2, 7, 8], [self.table.pages[0], *self.pool.take(1)])[1]
         self.pool.release(idle)
 
     def check(self) -> None:
@@ -31,7 +31,7 @@ def test_healthy_scene_passes() -> None:
 
 
 def test_empty_pool_passes() -> None:
-    pool = BlockPool(0)
+    pool = PagePool(0)
     check(pool, PrefixTree(pool, 1), [])
 
 
@@ -47,7 +47,7 @@ def add_count(scene: Scene, page: int, more: int) -> None:
     scene.pool._counts[page] += more
 
 
-def rekey(scene: Scene, page: int, salt: str, parent: BlockRef | None, tokens: bytes) -> None:
+def rekey(scene: Scene, page: int, salt: str, parent: PageRef | None, tokens: bytes) -> None:
     del scene.tree._refs[scene.tree._keys[page]]
     scene.tree._keys[page] = key = (salt, parent, tokens)
     scene.tree._refs[key] = scene.pool._refs[page]
@@ -73,19 +73,19 @@ DAMAGE: dict[str, Callable[[Scene], object]] = {
     "page 3 is found by 3 bytes of tokens": lambda s: rekey(s, 3, "", s.pool._refs[0], b"odd"),
     "the parent of page 3 is None, but it holds 0": lambda s: rekey(s, 3, "", None, TWO),
     "page 3 is sealed under .*generation=9.*, which is not in the tree": lambda s: rekey(
-        s, 3, "", BlockRef(0, 9), TWO
+        s, 3, "", PageRef(0, 9), TWO
     ),
     "page 3 and its parent 0 have two salts": lambda s: rekey(s, 3, "other", s.pool._refs[0], TWO),
-    "somebody holds page 8 of 8": lambda s: s.table._held().__setitem__(2, BlockRef(8, 0)),
+    "somebody holds page 8 of 8": lambda s: s.table._held().__setitem__(2, PageRef(8, 0)),
     "somebody holds .*generation=1.*, which is stale": lambda s: s.table._held().__setitem__(
-        2, BlockRef(2, 1)
+        2, PageRef(2, 1)
     ),
     "table 0 has 7 tokens in 3 pages of 2": lambda s: setattr(s.table, "_num_tokens", 7),
     "table 0 has 4 tokens in 3 pages of 2": lambda s: setattr(s.table, "_num_tokens", 4),
-    "table 0 has a page twice": lambda s: s.table._held().__setitem__(2, s.table.blocks[0]),
+    "table 0 has a page twice": lambda s: s.table._held().__setitem__(2, s.table.pages[0]),
     "table 0 has pages of 3 tokens, the tree of 2": lambda s: setattr(s.table, "page_size", 3),
-    "table 0 is of another pool": lambda s: setattr(s.table, "_pool", BlockPool(8)),
-    "the tree is of another pool": lambda s: setattr(s.tree, "_pool", BlockPool(8)),
+    "table 0 is of another pool": lambda s: setattr(s.table, "_pool", PagePool(8)),
+    "the tree is of another pool": lambda s: setattr(s.tree, "_pool", PagePool(8)),
     "this table was released": lambda s: s.table.release(),
 }
 

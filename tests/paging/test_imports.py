@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-import kvloom.blocks
+import kvloom.paging
 
-SOURCES = sorted(Path(kvloom.blocks.__file__).parent.glob("*.py"))
+SOURCES = sorted(Path(kvloom.paging.__file__).parent.glob("*.py"))
 
 
-def test_blocks_import_no_torch() -> None:
-    code = "import sys, kvloom.blocks; print('torch' in sys.modules, 'numpy' in sys.modules)"
+def test_paging_imports_no_torch() -> None:
+    code = "import sys, kvloom.paging; print('torch' in sys.modules, 'numpy' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["False", "False"]
 
@@ -30,4 +30,4 @@ def test_source_imports_the_standard_library_and_errors_only(path: Path) -> None
             names.add(node.module or "")
     ours = {name for name in names if name.startswith("kvloom")}
     assert {name.split(".")[0] for name in names - ours} <= sys.stdlib_module_names
-    assert all(name == "kvloom.errors" or name.startswith("kvloom.blocks.") for name in ours)
+    assert all(name == "kvloom.errors" or name.startswith("kvloom.paging.") for name in ours)

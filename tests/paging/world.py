@@ -11,24 +11,24 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from kvloom.blocks import BlockPool, BlockRef, BlockTable, Copy, PrefixTree, append_all, check
-from kvloom.errors import OutOfBlocks
+from kvloom.errors import OutOfPages
+from kvloom.paging import Copy, PagePool, PageRef, PageTable, PrefixTree, append_all, check
 
 
-class FailingPool(BlockPool):
+class FailingPool(PagePool):
     """Counts what it is asked for, and can refuse the n-th request of pages from now."""
 
-    def __init__(self, num_blocks: int) -> None:
-        super().__init__(num_blocks)
+    def __init__(self, num_pages: int) -> None:
+        super().__init__(num_pages)
         self.num_takes = 0
         self.fail_at: int | None = None
 
-    def take(self, num_blocks: int) -> list[BlockRef]:
-        if num_blocks:
+    def take(self, num_pages: int) -> list[PageRef]:
+        if num_pages:
             self.num_takes += 1
             if self.num_takes == self.fail_at:
-                raise OutOfBlocks("refused by the test")
-        return super().take(num_blocks)
+                raise OutOfPages("refused by the test")
+        return super().take(num_pages)
 
     @property
     def will_fail(self) -> bool:
@@ -43,7 +43,7 @@ class Request:
     """One sequence, and what its slots must hold."""
 
     salt: str
-    table: BlockTable
+    table: PageTable
     tokens: list[int] = field(default_factory=list)
     contents: list[int] = field(default_factory=list)
 
@@ -51,9 +51,9 @@ class Request:
 class World:
     """Pool, tree, tables and the memory they speak of."""
 
-    def __init__(self, num_blocks: int, page_size: int) -> None:
+    def __init__(self, num_pages: int, page_size: int) -> None:
         self.page_size = page_size
-        self.pool = FailingPool(num_blocks)
+        self.pool = FailingPool(num_pages)
         self.tree = PrefixTree(self.pool, page_size)
         self.requests: list[Request] = []
         self.memory: defaultdict[int, list[int | None]] = defaultdict(lambda: [None] * page_size)
@@ -70,7 +70,7 @@ class World:
 
     def begin(self, salt: str, tokens: Sequence[int]) -> Request | None:
         """Start from the pages that are there already; ``None`` if the rest finds no room."""
-        request = Request(salt, BlockTable(self.pool, self.page_size))
+        request = Request(salt, PageTable(self.pool, self.page_size))
         self.requests.append(request)
         refs = self.match(salt, tokens)
         request.table.adopt(refs)
@@ -82,19 +82,19 @@ class World:
         self.end(request)
         return None
 
-    def match(self, salt: str, tokens: Sequence[int]) -> list[BlockRef]:
+    def match(self, salt: str, tokens: Sequence[int]) -> list[PageRef]:
         return self.tree.match(tokens, salt, max_tokens=len(tokens) - 1)
 
     def extend(self, requests: Sequence[Request], tokens: Sequence[Sequence[int]]) -> list[Copy] | None:
         """Append and write; ``None`` if there is no room."""
         tables = [request.table for request in requests]
-        before = [set(table.blocks) for table in tables]
+        before = [set(table.pages) for table in tables]
         try:
             copies = append_all(tables, [len(new) for new in tokens])
-        except OutOfBlocks:
+        except OutOfPages:
             return None
         for table, old in zip(tables, before, strict=True):
-            for ref in table.blocks:
+            for ref in table.pages:
                 if ref not in old:
                     assert ref.generation > self.issued.get(ref.id, -1), f"{ref} was handed out before"
                     self.issued[ref.id] = ref.generation
@@ -108,9 +108,9 @@ class World:
                 self.memory[page][offset] = request.contents[position]
         return copies
 
-    def commit(self, request: Request) -> list[BlockRef]:
+    def commit(self, request: Request) -> list[PageRef]:
         """Let others find the full pages."""
-        refs = self.tree.insert(request.tokens, request.table.blocks, request.salt)
+        refs = self.tree.insert(request.tokens, request.table.pages, request.salt)
         request.table.replace(refs)
         return refs
 
@@ -127,20 +127,20 @@ class World:
         self.requests.remove(request)
         request.table.release()
 
-    def evict(self, num_blocks: int) -> int:
-        return self.tree.evict(num_blocks)
+    def evict(self, num_pages: int) -> int:
+        return self.tree.evict(num_pages)
 
     def drop(self, salt: str) -> int:
         return self.tree.drop(salt)
 
-    def grow(self, num_blocks: int) -> None:
-        self.pool.grow(num_blocks)
+    def grow(self, num_pages: int) -> None:
+        self.pool.grow(num_pages)
 
     def read(self, request: Request) -> None:
         """Every slot of a sequence holds its own number."""
         assert request.table.num_tokens == len(request.tokens)
         found: list[int | None] = []
-        for ref in request.table.blocks:
+        for ref in request.table.pages:
             found += self.memory[ref.id]
         assert found[: len(request.contents)] == request.contents
 
@@ -156,9 +156,9 @@ class World:
             self.end(request)
         self.verify()
         assert self.pool.num_active == 0
-        self.evict(self.pool.num_blocks)
+        self.evict(self.pool.num_pages)
         self.verify()
-        assert (self.pool.num_free, self.tree.num_blocks) == (self.pool.num_blocks, 0)
+        assert (self.pool.num_free, self.tree.num_pages) == (self.pool.num_pages, 0)
 
     def _run(self, copies: Sequence[Copy]) -> None:
         sources = [copy.source for copy in copies]

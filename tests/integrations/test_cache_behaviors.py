@@ -127,7 +127,7 @@ def test_an_empty_cache_says_so(name: str) -> None:
         ours.reset()
 
 
-def test_an_early_initialised_cache_is_still_empty() -> None:
+def test_an_early_initialized_cache_is_still_empty() -> None:
     stock, ours = pair()
     for cache in (stock, ours):
         cache.early_initialization(2, 2, 8, torch.float32, torch.device("cpu"))

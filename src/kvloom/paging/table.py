@@ -6,8 +6,8 @@ from contextlib import contextmanager
 from itertools import islice
 from typing import NamedTuple
 
-from kvloom.blocks.pool import BlockPool, BlockRef
 from kvloom.errors import ArgumentError, StateError
+from kvloom.paging.pool import PagePool, PageRef
 
 
 class Copy(NamedTuple):
@@ -17,7 +17,7 @@ class Copy(NamedTuple):
     target: int
 
 
-class BlockTable:
+class PageTable:
     """The pages of one sequence; it holds one reference to each until it drops the page or is released.
 
     Args:
@@ -25,14 +25,14 @@ class BlockTable:
         page_size: Tokens in a page, that of the pool's prefix tree.
     """
 
-    __slots__ = ("_blocks", "_num_tokens", "_pool", "page_size")
+    __slots__ = ("_num_tokens", "_pages", "_pool", "page_size")
 
-    def __init__(self, pool: BlockPool, page_size: int) -> None:
+    def __init__(self, pool: PagePool, page_size: int) -> None:
         if page_size < 1:
             raise ArgumentError(f"page_size must be at least 1, got {page_size}")
         self.page_size = page_size
         self._pool = pool
-        self._blocks: list[BlockRef] | None = []
+        self._pages: list[PageRef] | None = []
         self._num_tokens = 0
 
     @property
@@ -42,21 +42,21 @@ class BlockTable:
         return self._num_tokens
 
     @property
-    def blocks(self) -> tuple[BlockRef, ...]:
+    def pages(self) -> tuple[PageRef, ...]:
         """The pages in order, only the last one partly filled; valid until the table changes."""
         return tuple(self._held())
 
     @property
-    def num_blocks(self) -> int:
+    def num_pages(self) -> int:
         """Pages held."""
         return len(self._held())
 
     def slot(self, position: int) -> int:
-        """Slot of token ``position``: ``block id * page_size + offset``. Valid until the table changes."""
-        blocks = self._held()
+        """Slot of token ``position``: ``page id * page_size + offset``. Valid until the table changes."""
+        pages = self._held()
         if not 0 <= position < self._num_tokens:
             raise ArgumentError(f"position must be in [0, {self._num_tokens}), got {position}")
-        return blocks[position // self.page_size].id * self.page_size + position % self.page_size
+        return pages[position // self.page_size].id * self.page_size + position % self.page_size
 
     def append(self, num_tokens: int) -> list[Copy]:
         """Make room for tokens behind the last one; ``append_all`` of this table alone."""
@@ -70,11 +70,11 @@ class BlockTable:
         Raises:
             ArgumentError: the sequence is shorter than that; nothing was changed.
         """
-        blocks = self._held()
+        pages = self._held()
         if not 0 <= num_tokens <= self._num_tokens:
             raise ArgumentError(f"num_tokens must be in [0, {self._num_tokens}], got {num_tokens}")
-        while len(blocks) > self._num_pages(num_tokens):
-            self._pool.release(blocks.pop())
+        while len(pages) > self._pages_for(num_tokens):
+            self._pool.release(pages.pop())
         self._num_tokens = num_tokens
 
     def drop_front(self, num_pages: int) -> None:
@@ -83,25 +83,25 @@ class BlockTable:
         Raises:
             ArgumentError: there are fewer full pages; nothing was changed.
         """
-        blocks = self._held()
+        pages = self._held()
         if not 0 <= num_pages <= self._num_tokens // self.page_size:
             full = self._num_tokens // self.page_size
             raise ArgumentError(f"num_pages must be in [0, {full}], got {num_pages}")
-        for ref in blocks[:num_pages]:
+        for ref in pages[:num_pages]:
             self._pool.release(ref)
-        del blocks[:num_pages]
+        del pages[:num_pages]
         self._num_tokens -= num_pages * self.page_size
 
-    def fork(self) -> "BlockTable":
+    def fork(self) -> "PageTable":
         """Another table of the same tokens, on the same pages; the first to append copies what it writes."""
-        table = BlockTable(self._pool, self.page_size)
-        blocks = self._held()
-        for ref in blocks:
+        table = PageTable(self._pool, self.page_size)
+        pages = self._held()
+        for ref in pages:
             self._pool.retain(ref)
-        table._blocks, table._num_tokens = blocks.copy(), self._num_tokens
+        table._pages, table._num_tokens = pages.copy(), self._num_tokens
         return table
 
-    def adopt(self, refs: Sequence[BlockRef]) -> None:
+    def adopt(self, refs: Sequence[PageRef]) -> None:
         """Begin with full pages, such as those of ``PrefixTree.match``; the caller's references move here.
 
         Raises:
@@ -112,11 +112,11 @@ class BlockTable:
             raise StateError(
                 f"a table can adopt pages while it is empty, this one has {self._num_tokens} tokens"
             )
-        self._blocks = self._checked(refs)
+        self._pages = self._checked(refs)
         self._num_tokens = len(refs) * self.page_size
 
-    def replace(self, refs: Sequence[BlockRef]) -> None:
-        """Hold what ``PrefixTree.insert`` returned for ``blocks``; the references moved already.
+    def replace(self, refs: Sequence[PageRef]) -> None:
+        """Hold what ``PrefixTree.insert`` returned for ``pages``; the references moved already.
 
         Raises:
             StateError: a page is stale or not held; nothing was changed.
@@ -125,20 +125,20 @@ class BlockTable:
         num_pages = len(self._held())
         if len(refs) != num_pages:
             raise ArgumentError(f"refs must be {num_pages} pages, got {len(refs)}")
-        self._blocks = self._checked(refs)
+        self._pages = self._checked(refs)
 
     def release(self) -> None:
         """Give all pages back. Any other method raises ``StateError`` then; releasing again does nothing."""
-        while self._blocks:
-            self._pool.release(self._blocks.pop())
-        self._blocks = None
+        while self._pages:
+            self._pool.release(self._pages.pop())
+        self._pages = None
 
-    def _held(self) -> list[BlockRef]:
-        if self._blocks is None:
+    def _held(self) -> list[PageRef]:
+        if self._pages is None:
             raise StateError("this table was released")
-        return self._blocks
+        return self._pages
 
-    def _checked(self, refs: Sequence[BlockRef]) -> list[BlockRef]:
+    def _checked(self, refs: Sequence[PageRef]) -> list[PageRef]:
         if len(set(refs)) != len(refs):
             raise ArgumentError(f"refs must be distinct pages, got {list(refs)}")
         for ref in refs:
@@ -146,7 +146,7 @@ class BlockTable:
                 raise StateError(f"page {ref.id} of generation {ref.generation} must be held by the caller")
         return list(refs)
 
-    def _num_pages(self, num_tokens: int) -> int:
+    def _pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.page_size)
 
 
@@ -158,38 +158,38 @@ class Growth:
     writes in place. Make it before anything else changes the pool.
 
     Attributes:
-        num_blocks: Pages that it takes from the pool.
+        num_pages: Pages that it takes from the pool.
 
     Raises:
         ArgumentError: a length is negative, a table comes twice, or pools differ.
         StateError: a table was released.
     """
 
-    __slots__ = ("_plan", "_pool", "num_blocks")
+    __slots__ = ("_plan", "_pool", "num_pages")
 
-    def __init__(self, tables: Sequence[BlockTable], num_tokens: Sequence[int]) -> None:
+    def __init__(self, tables: Sequence[PageTable], num_tokens: Sequence[int]) -> None:
         if len(num_tokens) != len(tables) or len({id(table) for table in tables}) != len(tables):
             raise ArgumentError(
                 f"num_tokens must be one number for each of distinct tables,"
                 f" got {len(num_tokens)} for {len(tables)} tables"
             )
-        self._pool = tables[0]._pool if tables else BlockPool(0)
-        leaving: Counter[BlockRef] = Counter()
-        self._plan: list[tuple[BlockTable, int, bool, int]] = []
+        self._pool = tables[0]._pool if tables else PagePool(0)
+        leaving: Counter[PageRef] = Counter()
+        self._plan: list[tuple[PageTable, int, bool, int]] = []
         for table, num_new in zip(tables, num_tokens, strict=True):
-            blocks = table._held()
+            pages = table._held()
             if num_new < 0:
                 raise ArgumentError(f"num_tokens must be at least 0, got {num_new}")
             if table._pool is not self._pool:
                 raise ArgumentError("tables must share one pool")
             moves = False
             if num_new and table._num_tokens % table.page_size:
-                last = blocks[-1]
+                last = pages[-1]
                 moves = self._pool.is_sealed(last) or self._pool.count(last) - leaving[last] > 1
                 leaving[last] += moves
-            num_pages = table._num_pages(table._num_tokens + num_new) - len(blocks) + moves
+            num_pages = table._pages_for(table._num_tokens + num_new) - len(pages) + moves
             self._plan.append((table, num_new, moves, num_pages))
-        self.num_blocks = sum(num_pages for *_, num_pages in self._plan)
+        self.num_pages = sum(num_pages for *_, num_pages in self._plan)
 
     @contextmanager
     def made(self) -> Iterator[list[Copy]]:
@@ -200,9 +200,9 @@ class Growth:
             and target, and none is target twice.
 
         Raises:
-            OutOfBlocks: the pool has too few pages for all tables; nothing was changed.
+            OutOfPages: the pool has too few pages for all tables; nothing was changed.
         """
-        pages = self._pool.take(self.num_blocks)
+        pages = self._pool.take(self.num_pages)
         fresh = iter(pages)
         taken = [list(islice(fresh, num_pages)) for *_, num_pages in self._plan]
         try:
@@ -216,21 +216,21 @@ class Growth:
                 self._pool.release(ref)
             raise
         for (table, num_new, moves, _), new in zip(self._plan, taken, strict=True):
-            blocks = table._held()
+            pages = table._held()
             if moves:
-                self._pool.release(blocks.pop())
-            blocks += new
+                self._pool.release(pages.pop())
+            pages += new
             table._num_tokens += num_new
 
 
-def append_all(tables: Sequence[BlockTable], num_tokens: Sequence[int]) -> list[Copy]:
+def append_all(tables: Sequence[PageTable], num_tokens: Sequence[int]) -> list[Copy]:
     """A ``Growth``, made at once: in all tables or in none.
 
     Returns:
         Copies, as ``Growth.made``, to run before anything is written and before pages are taken again.
 
     Raises:
-        OutOfBlocks, ArgumentError, StateError: as ``Growth``; nothing was changed.
+        OutOfPages, ArgumentError, StateError: as ``Growth``; nothing was changed.
     """
     with Growth(tables, num_tokens).made() as copies:
         return copies

@@ -8,8 +8,8 @@ from __future__ import annotations
 import os
 
 import pytest
-from blocks.oracle import Oracle
-from blocks.world import Walk, World
+from paging.oracle import Oracle
+from paging.world import Walk, World
 
 NUM_STEPS = int(os.environ.get("KVLOOM_WALK_STEPS", "100000"))
 SEED = int(os.environ.get("KVLOOM_WALK_SEED", "1"))

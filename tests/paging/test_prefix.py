@@ -6,22 +6,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvloom.blocks import BlockPool, BlockRef, PrefixTree
 from kvloom.errors import ArgumentError, StateError
+from kvloom.paging import PagePool, PageRef, PrefixTree
 
 TOKENS = [3, 1, 4, 1, 5, 9]
 
 
-def make(num_blocks: int = 12, page_size: int = 2) -> tuple[BlockPool, PrefixTree]:
-    pool = BlockPool(num_blocks)
+def make(num_pages: int = 12, page_size: int = 2) -> tuple[PagePool, PrefixTree]:
+    pool = PagePool(num_pages)
     return pool, PrefixTree(pool, page_size)
 
 
-def insert(pool: BlockPool, tree: PrefixTree, tokens: list[int], salt: str = "") -> list[BlockRef]:
+def insert(pool: PagePool, tree: PrefixTree, tokens: list[int], salt: str = "") -> list[PageRef]:
     return tree.insert(tokens, pool.take(len(tokens) // tree.page_size), salt)
 
 
-def end(pool: BlockPool, refs: list[BlockRef]) -> None:
+def end(pool: PagePool, refs: list[PageRef]) -> None:
     for ref in reversed(refs):
         pool.release(ref)
 
@@ -111,7 +111,7 @@ def test_insert_of_less_than_a_page_seals_nothing() -> None:
     pool, tree = make()
     refs = pool.take(1)
     assert tree.insert([1], refs) == refs
-    assert tree.num_blocks == 0
+    assert tree.num_pages == 0
 
 
 def test_insert_again_changes_nothing() -> None:
@@ -173,7 +173,7 @@ def test_insert_needs_a_page_for_every_full_page_of_tokens() -> None:
     pool, tree = make()
     with pytest.raises(ArgumentError, match="refs must be at least 3 distinct pages"):
         tree.insert(TOKENS, pool.take(2))
-    assert tree.num_blocks == 0
+    assert tree.num_pages == 0
 
 
 def test_insert_refuses_a_page_twice() -> None:
@@ -181,7 +181,7 @@ def test_insert_refuses_a_page_twice() -> None:
     [ref] = pool.take(1)
     with pytest.raises(ArgumentError, match="refs must be at least 2 distinct pages"):
         tree.insert([1, 2, 3, 4], [ref, ref])
-    assert tree.num_blocks == 0
+    assert tree.num_pages == 0
 
 
 def test_insert_refuses_a_page_sealed_under_other_tokens() -> None:
@@ -252,18 +252,18 @@ def test_any_sequence_of_the_same_tokens_matches(kind: type) -> None:
 
 def test_page_size_must_be_positive() -> None:
     with pytest.raises(ArgumentError, match="page_size must be at least 1, got 0"):
-        PrefixTree(BlockPool(1), 0)
+        PrefixTree(PagePool(1), 0)
 
 
 def test_evict_frees_idle_pages_and_counts_them() -> None:
     pool, tree = make()
     end(pool, insert(pool, tree, TOKENS))
-    assert (tree.evict(2), pool.num_evictable, tree.num_blocks) == (2, 1, 1)
-    assert (tree.evict(5), pool.num_evictable, tree.num_blocks) == (1, 0, 0)
+    assert (tree.evict(2), pool.num_evictable, tree.num_pages) == (2, 1, 1)
+    assert (tree.evict(5), pool.num_evictable, tree.num_pages) == (1, 0, 0)
 
 
 def test_evict_refuses_a_negative_number() -> None:
-    with pytest.raises(ArgumentError, match="num_blocks must be at least 0, got -1"):
+    with pytest.raises(ArgumentError, match="num_pages must be at least 0, got -1"):
         make()[1].evict(-1)
 
 
@@ -294,7 +294,7 @@ def test_evict_takes_the_least_recently_used_branch() -> None:
 
 
 def test_evicted_page_is_never_hit() -> None:
-    pool, tree = make(num_blocks=1)
+    pool, tree = make(num_pages=1)
     end(pool, insert(pool, tree, [1, 2]))
     end(pool, insert(pool, tree, [3, 4]))
     assert tree.match([1, 2]) == []
@@ -302,7 +302,7 @@ def test_evicted_page_is_never_hit() -> None:
 
 
 def test_page_of_an_evicted_parent_is_not_found_under_the_next_user_of_it() -> None:
-    pool, tree = make(num_blocks=2)
+    pool, tree = make(num_pages=2)
     end(pool, insert(pool, tree, [1, 1, 2, 2]))
     tree.evict(2)
     end(pool, insert(pool, tree, [3, 3]))
@@ -349,7 +349,7 @@ def test_match_is_the_longest_common_run_of_full_pages(sequences: list[list[int]
 
 
 def test_sequences_are_all_that_can_be_found() -> None:
-    pool = BlockPool(12)
+    pool = PagePool(12)
     tree = PrefixTree(pool, 2)
     longest = [("a", (1, 2, 3, 4, 5, 6)), ("a", (1, 2, 3, 9)), ("b", (1, 2)), ("a", (-1, 2**63 - 1))]
     for salt, tokens in longest:

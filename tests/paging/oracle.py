@@ -10,28 +10,28 @@ from collections import Counter, deque
 from collections.abc import Sequence
 
 import pytest
-from blocks.world import Request, World
+from paging.world import Request, World
 
-from kvloom.blocks import BlockRef, Copy
 from kvloom.errors import StateError
+from kvloom.paging import Copy, PageRef
 
 
 class Oracle(World):
     """A world that is compared with its model after every operation."""
 
-    def __init__(self, num_blocks: int, page_size: int) -> None:
-        super().__init__(num_blocks, page_size)
-        self.total = num_blocks
-        self.sealed: dict[int, BlockRef] = {}  # content at a page's end: the page
+    def __init__(self, num_pages: int, page_size: int) -> None:
+        super().__init__(num_pages, page_size)
+        self.total = num_pages
+        self.sealed: dict[int, PageRef] = {}  # content at a page's end: the page
         self.path: dict[
             int, tuple[str, tuple[int, ...]]
         ] = {}  # that content: its salt, and the ends up to it
         self.last_held: dict[int, int] = {}  # that content: when
-        self.seen: deque[BlockRef] = deque(maxlen=16)  # handed out lately
+        self.seen: deque[PageRef] = deque(maxlen=16)  # handed out lately
         self.clock = 0
 
-    def match(self, salt: str, tokens: Sequence[int]) -> list[BlockRef]:
-        expected: list[BlockRef] = []
+    def match(self, salt: str, tokens: Sequence[int]) -> list[PageRef]:
+        expected: list[PageRef] = []
         contents = self.contents(salt, tokens)
         for end in range(self.page_size - 1, len(tokens) - 1, self.page_size):
             if contents[end] not in self.sealed:
@@ -60,13 +60,13 @@ class Oracle(World):
         for ref in moved:
             self._drop([ref])
         handed_out = {
-            ref: None for request in requests for ref in request.table.blocks if ref not in self.seen
+            ref: None for request in requests for ref in request.table.pages if ref not in self.seen
         }
         self.seen.extend(handed_out)
         return copies
 
-    def commit(self, request: Request) -> list[BlockRef]:
-        expected = list(request.table.blocks)
+    def commit(self, request: Request) -> list[PageRef]:
+        expected = list(request.table.pages)
         ends = request.contents[self.page_size - 1 :: self.page_size]
         for i, end in enumerate(ends):
             expected[i] = self.sealed.setdefault(end, expected[i])
@@ -76,19 +76,19 @@ class Oracle(World):
         return refs
 
     def truncate(self, request: Request, num_tokens: int) -> None:
-        before = request.table.blocks
+        before = request.table.pages
         super().truncate(request, num_tokens)
-        assert request.table.blocks == before[: -(-num_tokens // self.page_size)]
-        self._drop(before[len(request.table.blocks) :])
+        assert request.table.pages == before[: -(-num_tokens // self.page_size)]
+        self._drop(before[len(request.table.pages) :])
 
     def end(self, request: Request) -> None:
-        refs = request.table.blocks
+        refs = request.table.pages
         super().end(request)
         self._drop(refs)
 
-    def evict(self, num_blocks: int) -> int:
-        expected = self.evictable()[:num_blocks]
-        num_evicted = super().evict(num_blocks)
+    def evict(self, num_pages: int) -> int:
+        expected = self.evictable()[:num_pages]
+        num_evicted = super().evict(num_pages)
         assert num_evicted == len(expected)
         self._forget(expected)
         return num_evicted
@@ -100,22 +100,22 @@ class Oracle(World):
         self._forget(expected)
         return num_dropped
 
-    def grow(self, num_blocks: int) -> None:
-        super().grow(num_blocks)
-        self.total += num_blocks
+    def grow(self, num_pages: int) -> None:
+        super().grow(num_pages)
+        self.total += num_pages
 
     def verify(self) -> None:
         """The model agrees on every page, and every late reference is refused."""
         super().verify()
         pool, order = self.pool, [self.sealed[end] for end in self.evictable()]
         assert list(pool.evictable()) == order
-        assert (pool.num_blocks, pool.num_free, pool.num_evictable) == (
+        assert (pool.num_pages, pool.num_free, pool.num_evictable) == (
             self.total,
             self.num_free(),
             len(order),
         )
         assert pool.num_active == self.total - self.num_free() - len(order)
-        assert self.tree.num_blocks == len(self.sealed)
+        assert self.tree.num_pages == len(self.sealed)
         held, sealed = self._held(), set(self.sealed.values())
         for ref in held.keys() | sealed:
             assert pool.is_sealed(ref) == (ref in sealed)
@@ -140,22 +140,22 @@ class Oracle(World):
     def num_free(self) -> int:
         return self.total - len(self._held().keys() | set(self.sealed.values()))
 
-    def _moved(self, requests: Sequence[Request], tokens: Sequence[Sequence[int]]) -> list[BlockRef]:
+    def _moved(self, requests: Sequence[Request], tokens: Sequence[Sequence[int]]) -> list[PageRef]:
         """Last pages that must be copied: sealed, or shared with somebody who has not left before."""
         held, sealed = self._held(), set(self.sealed.values())
-        moved: list[BlockRef] = []
+        moved: list[PageRef] = []
         for request, new in zip(requests, tokens, strict=True):
             if new and len(request.tokens) % self.page_size:
-                last = request.table.blocks[-1]
+                last = request.table.pages[-1]
                 if last in sealed or held[last] > 1:
                     held[last] -= 1
                     moved.append(last)
         return moved
 
-    def _held(self) -> Counter[BlockRef]:
-        return Counter(ref for request in self.requests for ref in request.table.blocks)
+    def _held(self) -> Counter[PageRef]:
+        return Counter(ref for request in self.requests for ref in request.table.pages)
 
-    def _drop(self, refs: Sequence[BlockRef]) -> None:
+    def _drop(self, refs: Sequence[PageRef]) -> None:
         """Somebody let go of these now, and therefore of all that comes before them."""
         self.clock += 1
         names = {ref: end for end, ref in self.sealed.items()}
@@ -173,5 +173,5 @@ class Oracle(World):
         return (
             [list(part) for part in (pool._refs, pool._counts, pool._free, pool._evictable)],
             [dict(part) for part in (pool._parents, tree._keys, tree._refs)],
-            [(request.table.blocks, request.table.num_tokens) for request in self.requests],
+            [(request.table.pages, request.table.num_tokens) for request in self.requests],
         )

@@ -4,10 +4,10 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from kvloom.errors import ArgumentError, OutOfBlocks, StateError
+from kvloom.errors import ArgumentError, OutOfPages, StateError
 
 
-class BlockRef(NamedTuple):
+class PageRef(NamedTuple):
     """A page, and the life of that page in which this reference is valid.
 
     Attributes:
@@ -19,7 +19,7 @@ class BlockRef(NamedTuple):
     generation: int
 
 
-class BlockPool:
+class PagePool:
     """Pages with reference counts; each page is in exactly one of three states.
 
     =========  =====  ========================================================================
@@ -30,14 +30,14 @@ class BlockPool:
     evictable  0      sealed tokens that the prefix tree can still find
     =========  =====  ========================================================================
 
-    Becoming free ends the page's generation: whoever kept an older ``BlockRef`` gets a ``StateError`` from
+    Becoming free ends the page's generation: whoever kept an older ``PageRef`` gets a ``StateError`` from
     every method here instead of a stranger's data. One thread at a time.
 
     Pages are handed out last freed first, so that a busy pool touches few of them; those that were never used
     come after, lowest id first.
 
     Args:
-        num_blocks: Pages to begin with; ``grow`` adds more.
+        num_pages: Pages to begin with; ``grow`` adds more.
     """
 
     # How pool and tree meet: a page sealed under a parent holds one reference to it for as long as it is
@@ -47,17 +47,17 @@ class BlockPool:
 
     __slots__ = ("_counts", "_evict", "_evictable", "_free", "_parents", "_refs")
 
-    def __init__(self, num_blocks: int) -> None:
-        self._refs: list[BlockRef] = []  # of each page, the one reference that is valid now
+    def __init__(self, num_pages: int) -> None:
+        self._refs: list[PageRef] = []  # of each page, the one reference that is valid now
         self._counts: list[int] = []
         self._free: list[int] = []  # a stack
         self._parents: dict[int, int | None] = {}  # of each sealed page; None begins a sequence
         self._evictable: OrderedDict[int, None] = OrderedDict()  # longest idle first
         self._evict: Callable[[int], object] | None = None
-        self.grow(num_blocks)
+        self.grow(num_pages)
 
     @property
-    def num_blocks(self) -> int:
+    def num_pages(self) -> int:
         """Pages in all."""
         return len(self._refs)
 
@@ -69,23 +69,23 @@ class BlockPool:
     @property
     def num_active(self) -> int:
         """Pages that somebody holds."""
-        return self.num_blocks - self.num_free - self.num_evictable
+        return self.num_pages - self.num_free - self.num_evictable
 
     @property
     def num_evictable(self) -> int:
         """Pages that nobody holds but the tree can find; ``take`` may have all of them."""
         return len(self._evictable)
 
-    def grow(self, num_blocks: int) -> None:
-        """Add ``num_blocks`` free pages; references stay valid."""
-        if num_blocks < 0:
-            raise ArgumentError(f"num_blocks must be at least 0, got {num_blocks}")
-        first, end = self.num_blocks, self.num_blocks + num_blocks
-        self._refs += [BlockRef(page, 0) for page in range(first, end)]
-        self._counts += [0] * num_blocks
+    def grow(self, num_pages: int) -> None:
+        """Add ``num_pages`` free pages; references stay valid."""
+        if num_pages < 0:
+            raise ArgumentError(f"num_pages must be at least 0, got {num_pages}")
+        first, end = self.num_pages, self.num_pages + num_pages
+        self._refs += [PageRef(page, 0) for page in range(first, end)]
+        self._counts += [0] * num_pages
         self._free[:0] = range(end - 1, first - 1, -1)
 
-    def take(self, num_blocks: int) -> list[BlockRef]:
+    def take(self, num_pages: int) -> list[PageRef]:
         """Hand out pages with one reference each, all or none.
 
         When free pages run short, evictable ones are evicted: as few as needed, longest idle first, leaves
@@ -95,23 +95,23 @@ class BlockPool:
             Distinct references, each valid while it is held, and then for as long as the tree can find it.
 
         Raises:
-            OutOfBlocks: fewer pages are free or evictable; nothing was changed, nothing evicted.
+            OutOfPages: fewer pages are free or evictable; nothing was changed, nothing evicted.
         """
-        if num_blocks < 0:
-            raise ArgumentError(f"num_blocks must be at least 0, got {num_blocks}")
-        if num_blocks > self.num_free + self.num_evictable:
-            raise OutOfBlocks(
-                f"{num_blocks} pages wanted, {self.num_free} free and {self.num_evictable} evictable"
-                f" of {self.num_blocks}"
+        if num_pages < 0:
+            raise ArgumentError(f"num_pages must be at least 0, got {num_pages}")
+        if num_pages > self.num_free + self.num_evictable:
+            raise OutOfPages(
+                f"{num_pages} pages wanted, {self.num_free} free and {self.num_evictable} evictable"
+                f" of {self.num_pages}"
             )
-        if num_blocks > self.num_free and self._evict is not None:
-            self._evict(num_blocks - self.num_free)
-        refs = [self._refs[self._free.pop()] for _ in range(num_blocks)]
+        if num_pages > self.num_free and self._evict is not None:
+            self._evict(num_pages - self.num_free)
+        refs = [self._refs[self._free.pop()] for _ in range(num_pages)]
         for ref in refs:
             self._counts[ref.id] = 1
         return refs
 
-    def retain(self, ref: BlockRef) -> None:
+    def retain(self, ref: PageRef) -> None:
         """Add a reference to an active or evictable page; it stays valid until one more ``release``.
 
         Raises:
@@ -125,7 +125,7 @@ class BlockPool:
             del self._evictable[page]
             page = self._parents[page]
 
-    def release(self, ref: BlockRef) -> None:
+    def release(self, ref: PageRef) -> None:
         """Give back one reference. The last one makes a sealed page evictable, and any other free.
 
         Raises:
@@ -144,7 +144,7 @@ class BlockPool:
             self._evictable[page] = None
             page = self._parents[page]
 
-    def count(self, ref: BlockRef) -> int:
+    def count(self, ref: PageRef) -> int:
         """References to the page: those of its holders, and one of each active page sealed under it."""
         return self._counts[self._page(ref)]
 
@@ -152,11 +152,11 @@ class BlockPool:
         """Whether the page with this id holds nothing."""
         return not self._counts[page] and page not in self._parents
 
-    def is_sealed(self, ref: BlockRef) -> bool:
+    def is_sealed(self, ref: PageRef) -> bool:
         """Whether the page is in the tree, and therefore read-only until its generation ends."""
         return self._page(ref) in self._parents
 
-    def is_writable(self, ref: BlockRef) -> bool:
+    def is_writable(self, ref: PageRef) -> bool:
         """Whether its one holder may write the page: nobody else holds it, and it is not sealed."""
         return self._counts[self._page(ref)] == 1 and ref.id not in self._parents
 
@@ -170,7 +170,7 @@ class BlockPool:
             raise StateError("a pool has one prefix tree, and this one has it already")
         self._evict = evict
 
-    def seal(self, ref: BlockRef, parent: BlockRef | None) -> None:
+    def seal(self, ref: PageRef, parent: PageRef | None) -> None:
         """For the tree: make an active page read-only, as a child of the sealed page ``parent``.
 
         Raises:
@@ -187,7 +187,7 @@ class BlockPool:
             self.retain(parent)
         self._parents[ref.id] = None if parent is None else parent.id
 
-    def reclaim(self, ref: BlockRef) -> None:
+    def reclaim(self, ref: PageRef) -> None:
         """For the tree: free an evictable page that has no child left, and end its generation.
 
         Raises:
@@ -199,15 +199,15 @@ class BlockPool:
         del self._evictable[page], self._parents[page]
         self._end(page)
 
-    def evictable(self) -> Iterator[BlockRef]:
+    def evictable(self) -> Iterator[PageRef]:
         """Evictable pages, longest idle first, each after its children. Use up before the pool changes."""
         return (self._refs[page] for page in self._evictable)
 
     def _end(self, page: int) -> None:
-        self._refs[page] = BlockRef(page, self._refs[page].generation + 1)
+        self._refs[page] = PageRef(page, self._refs[page].generation + 1)
         self._free.append(page)
 
-    def _page(self, ref: BlockRef) -> int:
+    def _page(self, ref: PageRef) -> int:
         """The page of a reference that was handed out and is valid still."""
         page = ref.id
         if not 0 <= page < len(self._refs):

@@ -3,14 +3,14 @@
 from collections import Counter
 from collections.abc import Iterable
 
-from kvloom.blocks.pool import BlockPool, BlockRef
-from kvloom.blocks.prefix import PrefixTree
-from kvloom.blocks.table import BlockTable
 from kvloom.errors import StateError
+from kvloom.paging.pool import PagePool, PageRef
+from kvloom.paging.prefix import PrefixTree
+from kvloom.paging.table import PageTable
 
 
 def check(
-    pool: BlockPool, tree: PrefixTree, tables: Iterable[BlockTable], held: Iterable[BlockRef] = ()
+    pool: PagePool, tree: PrefixTree, tables: Iterable[PageTable], held: Iterable[PageRef] = ()
 ) -> None:
     """Check every invariant, in time linear in the pages and in the references to them.
 
@@ -30,28 +30,28 @@ def check(
         if table._pool is not pool:
             raise StateError(f"table {i} is of another pool")
         _check_table(i, table, tree.page_size)
-        holders += table.blocks
+        holders += table.pages
     for ref in holders:
-        if not 0 <= ref.id < pool.num_blocks:
-            raise StateError(f"somebody holds page {ref.id} of {pool.num_blocks}")
+        if not 0 <= ref.id < pool.num_pages:
+            raise StateError(f"somebody holds page {ref.id} of {pool.num_pages}")
         if pool._refs[ref.id] != ref:
             raise StateError(f"somebody holds {ref}, which is stale: the page is now {pool._refs[ref.id]}")
     _check_tree(pool, tree)
     _check_states(pool, Counter(ref.id for ref in holders))
 
 
-def _check_table(i: int, table: BlockTable, size: int) -> None:
+def _check_table(i: int, table: PageTable, size: int) -> None:
     """A table's length in tokens lies in ((pages - 1) * size, pages * size], and no page comes twice."""
-    blocks = table.blocks
+    pages = table.pages
     if table.page_size != size:
         raise StateError(f"table {i} has pages of {table.page_size} tokens, the tree of {size}")
-    if not (len(blocks) - 1) * size < table.num_tokens <= len(blocks) * size:
-        raise StateError(f"table {i} has {table.num_tokens} tokens in {len(blocks)} pages of {size}")
-    if len(set(blocks)) != len(blocks):
-        raise StateError(f"table {i} has a page twice: {list(blocks)}")
+    if not (len(pages) - 1) * size < table.num_tokens <= len(pages) * size:
+        raise StateError(f"table {i} has {table.num_tokens} tokens in {len(pages)} pages of {size}")
+    if len(set(pages)) != len(pages):
+        raise StateError(f"table {i} has a page twice: {list(pages)}")
 
 
-def _check_tree(pool: BlockPool, tree: PrefixTree) -> None:
+def _check_tree(pool: PagePool, tree: PrefixTree) -> None:
     """Each sealed page has one key, and its parents lead to a root under one salt."""
     keys, parents = tree._keys, pool._parents
     if keys.keys() != parents.keys() or len(tree._refs) != len(keys):
@@ -80,7 +80,7 @@ def _check_tree(pool: BlockPool, tree: PrefixTree) -> None:
         rooted |= path
 
 
-def _check_states(pool: BlockPool, counts: Counter[int]) -> None:
+def _check_states(pool: PagePool, counts: Counter[int]) -> None:
     """Each page is free, active or evictable, by its references alone; ``counts`` are those of holders."""
     sealed = pool._parents
     awake = list(counts)
@@ -93,7 +93,7 @@ def _check_states(pool: BlockPool, counts: Counter[int]) -> None:
     for page, count in enumerate(pool._counts):
         if count != counts[page]:
             raise StateError(f"page {page} has count {count}, and {counts[page]} references")
-    idle = {page for page in range(pool.num_blocks) if not counts[page]}
+    idle = {page for page in range(pool.num_pages) if not counts[page]}
     if sorted(pool._free) != sorted(idle - sealed.keys()):
         raise StateError(f"free are {sorted(idle - sealed.keys())}, listed as free {sorted(pool._free)}")
     if pool._evictable.keys() != idle & sealed.keys():

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import pytest
 
-from kvloom.blocks import BlockPool, BlockTable, Copy, Growth, PrefixTree, append_all, check
-from kvloom.errors import ArgumentError, OutOfBlocks, StateError
+from kvloom.errors import ArgumentError, OutOfPages, StateError
+from kvloom.paging import Copy, Growth, PagePool, PageTable, PrefixTree, append_all, check
 
 
-def forks(num_tables: int, num_tokens: int, num_blocks: int = 8) -> tuple[BlockPool, list[BlockTable]]:
+def forks(num_tables: int, num_tokens: int, num_pages: int = 8) -> tuple[PagePool, list[PageTable]]:
     """Tables with pages of 4 tokens, all of them shared."""
-    pool = BlockPool(num_blocks)
-    table = BlockTable(pool, 4)
+    pool = PagePool(num_pages)
+    table = PageTable(pool, 4)
     table.append(num_tokens)
     return pool, [table, *(table.fork() for _ in range(num_tables - 1))]
 
 
-def rows(tables: list[BlockTable]) -> list[tuple[int, list[int]]]:
-    return [(table.num_tokens, [ref.id for ref in table.blocks]) for table in tables]
+def rows(tables: list[PageTable]) -> list[tuple[int, list[int]]]:
+    return [(table.num_tokens, [ref.id for ref in table.pages]) for table in tables]
 
 
 def test_empty_batch_needs_nothing() -> None:
@@ -25,8 +25,8 @@ def test_empty_batch_needs_nothing() -> None:
 
 
 def test_each_table_grows_by_its_own_number() -> None:
-    pool = BlockPool(8)
-    tables = [BlockTable(pool, 4) for _ in range(3)]
+    pool = PagePool(8)
+    tables = [PageTable(pool, 4) for _ in range(3)]
     assert append_all(tables, [5, 0, 4]) == []
     assert rows(tables) == [(5, [0, 1]), (0, []), (4, [2])]
 
@@ -35,7 +35,7 @@ def test_last_of_the_forks_writes_in_place() -> None:
     pool, tables = forks(3, 6)
     assert append_all(tables, [1, 1, 1]) == [Copy(1, 2), Copy(1, 3)]
     assert rows(tables) == [(7, [0, 2]), (7, [0, 3]), (7, [0, 1])]
-    assert all(pool.is_writable(table.blocks[1]) for table in tables)
+    assert all(pool.is_writable(table.pages[1]) for table in tables)
 
 
 def test_tables_are_as_they_were_when_copies_cannot_be_run() -> None:
@@ -44,7 +44,7 @@ def test_tables_are_as_they_were_when_copies_cannot_be_run() -> None:
     tree, before = PrefixTree(pool, 4), rows(tables)
     for _ in range(2):
         growth = Growth(tables, [1, 1, 7])
-        assert growth.num_blocks == 4
+        assert growth.num_pages == 4
         with pytest.raises(MemoryError), growth.made() as copies:
             assert copies == [Copy(1, 2), Copy(1, 3)]
             assert rows(tables) == before
@@ -72,7 +72,7 @@ def test_every_fork_copies_a_page_that_one_of_them_only_reads() -> None:
 def test_every_fork_copies_a_sealed_page() -> None:
     pool, tables = forks(2, 4)
     tree = PrefixTree(pool, 4)
-    tables[0].replace(tree.insert(range(4), tables[0].blocks))
+    tables[0].replace(tree.insert(range(4), tables[0].pages))
     for table in tables:
         table.truncate(3)
     assert append_all(tables, [1, 1]) == [Copy(0, 1), Copy(0, 2)]
@@ -93,38 +93,38 @@ def test_forks_at_a_page_boundary_copy_nothing() -> None:
 
 
 def test_two_groups_of_forks_are_told_apart() -> None:
-    pool = BlockPool(8)
-    first, second = BlockTable(pool, 4), BlockTable(pool, 4)
+    pool = PagePool(8)
+    first, second = PageTable(pool, 4), PageTable(pool, 4)
     append_all([first, second], [2, 2])
     tables = [first, second, first.fork(), second.fork()]
     assert append_all(tables, [1] * 4) == [Copy(0, 2), Copy(1, 3)]
 
 
-@pytest.mark.parametrize("num_blocks", [2, 3, 4])
-def test_batch_that_finds_no_room_changes_nothing(num_blocks: int) -> None:
-    pool, tables = forks(3, 6, num_blocks)
+@pytest.mark.parametrize("num_pages", [2, 3, 4])
+def test_batch_that_finds_no_room_changes_nothing(num_pages: int) -> None:
+    pool, tables = forks(3, 6, num_pages)
     before = rows(tables)
-    with pytest.raises(OutOfBlocks, match=f"3 pages wanted, {num_blocks - 2} free"):
+    with pytest.raises(OutOfPages, match=f"3 pages wanted, {num_pages - 2} free"):
         append_all(tables, [1, 3, 1])
     assert rows(tables) == before
-    assert [pool.count(ref) for ref in tables[0].blocks] == [3, 3]
-    assert pool.num_free == num_blocks - 2
+    assert [pool.count(ref) for ref in tables[0].pages] == [3, 3]
+    assert pool.num_free == num_pages - 2
 
 
 def test_batch_that_finds_no_room_evicts_nothing() -> None:
-    pool = BlockPool(2)
+    pool = PagePool(2)
     tree = PrefixTree(pool, 4)
     pool.release(tree.insert(range(4), pool.take(1))[0])
-    with pytest.raises(OutOfBlocks, match="3 pages wanted, 1 free and 1 evictable of 2"):
-        append_all([BlockTable(pool, 4), BlockTable(pool, 4)], [4, 8])
+    with pytest.raises(OutOfPages, match="3 pages wanted, 1 free and 1 evictable of 2"):
+        append_all([PageTable(pool, 4), PageTable(pool, 4)], [4, 8])
     assert len(tree.match(range(4))) == 1
 
 
 def test_copied_page_is_not_evicted_for_its_own_copy() -> None:
-    pool, [table] = forks(1, 4, num_blocks=1)
-    table.replace(PrefixTree(pool, 4).insert(range(4), table.blocks))
+    pool, [table] = forks(1, 4, num_pages=1)
+    table.replace(PrefixTree(pool, 4).insert(range(4), table.pages))
     table.truncate(3)
-    with pytest.raises(OutOfBlocks, match="1 pages wanted, 0 free and 0 evictable of 1"):
+    with pytest.raises(OutOfPages, match="1 pages wanted, 0 free and 0 evictable of 1"):
         table.append(1)
     assert rows([table]) == [(3, [0])]
 

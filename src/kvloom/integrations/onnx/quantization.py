@@ -1,4 +1,4 @@
-"""The PMX quantiser in standard operators: float32 inside, rounded where the document rounds.
+"""The PMX quantizer in standard operators: float32 inside, rounded where the document rounds.
 
 Rounding a float32 quotient or product to a 16-bit type gives the correctly rounded one, since float32 has
 more than twice its digits. Nibbles are taken apart by arithmetic, for which every runtime has kernels.

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from blocks.oracle import Oracle
-from blocks.world import Walk
+from paging.oracle import Oracle
+from paging.world import Walk
 
 NUM_SCENARIOS = 200
 

@@ -8,10 +8,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from typing import TypeAlias
 
-from kvloom.blocks.pool import BlockPool, BlockRef
 from kvloom.errors import ArgumentError, StateError
+from kvloom.paging.pool import PagePool, PageRef
 
-Key: TypeAlias = tuple[str, BlockRef | None, bytes]
+Key: TypeAlias = tuple[str, PageRef | None, bytes]
 """Salt, parent page, and the page's S token ids as int64.
 
 A reference names one life of one page, and a page is sealed under one key in its life; so a key spells all
@@ -33,24 +33,22 @@ class PrefixTree:
 
     __slots__ = ("_format", "_keys", "_pool", "_refs", "page_size")
 
-    def __init__(self, pool: BlockPool, page_size: int) -> None:
+    def __init__(self, pool: PagePool, page_size: int) -> None:
         if page_size < 1:
             raise ArgumentError(f"page_size must be at least 1, got {page_size}")
         self.page_size = page_size
         self._pool = pool
         self._format = f"={page_size}q"
-        self._refs: dict[Key, BlockRef] = {}
+        self._refs: dict[Key, PageRef] = {}
         self._keys: dict[int, Key] = {}  # of each page in the tree
         pool.attach(self.evict)
 
     @property
-    def num_blocks(self) -> int:
+    def num_pages(self) -> int:
         """Pages that can be found: the evictable ones, and those that are held and sealed."""
         return len(self._refs)
 
-    def match(
-        self, tokens: Sequence[int], salt: str = "", *, max_tokens: int | None = None
-    ) -> list[BlockRef]:
+    def match(self, tokens: Sequence[int], salt: str = "", *, max_tokens: int | None = None) -> list[PageRef]:
         """Retain the longest chain of pages that holds the first tokens of a sequence.
 
         Args:
@@ -72,7 +70,7 @@ class PrefixTree:
             self._pool.retain(ref)
         return found
 
-    def insert(self, tokens: Sequence[int], refs: Sequence[BlockRef], salt: str = "") -> list[BlockRef]:
+    def insert(self, tokens: Sequence[int], refs: Sequence[PageRef], salt: str = "") -> list[PageRef]:
         """Seal the full pages of a sequence, so that ``match`` finds them.
 
         Where the tree has a page of the same tokens already, that one stays: the caller's reference moves to
@@ -112,15 +110,15 @@ class PrefixTree:
             self._refs[key] = parent = ref
         return found + list(refs[len(found) :])
 
-    def evict(self, num_blocks: int) -> int:
-        """Free the ``num_blocks`` evictable pages that are idle for longest, or all if there are fewer.
+    def evict(self, num_pages: int) -> int:
+        """Free the ``num_pages`` evictable pages that are idle for longest, or all if there are fewer.
 
         Returns:
             How many were freed.
         """
-        if num_blocks < 0:
-            raise ArgumentError(f"num_blocks must be at least 0, got {num_blocks}")
-        return self._forget(list(islice(self._pool.evictable(), num_blocks)))
+        if num_pages < 0:
+            raise ArgumentError(f"num_pages must be at least 0, got {num_pages}")
+        return self._forget(list(islice(self._pool.evictable(), num_pages)))
 
     def drop(self, salt: str) -> int:
         """Free all evictable pages of a salt; those that are held stay, and can be found.
@@ -130,28 +128,28 @@ class PrefixTree:
         """
         return self._forget([ref for ref in self._pool.evictable() if self._keys[ref.id][0] == salt])
 
-    def sequences(self) -> Iterator[tuple[str, list[int], list[BlockRef]]]:
+    def sequences(self) -> Iterator[tuple[str, list[int], list[PageRef]]]:
         """Salt, tokens and pages of the longest sequences that can be found; all others begin them."""
         parents = {parent for _, parent, _ in self._refs}
         for ref in [ref for ref in self._refs.values() if ref not in parents]:
             pages, tokens = [], b""
-            step: BlockRef | None = ref
+            step: PageRef | None = ref
             while step is not None:
                 pages.append(step)
                 salt, step, page = self._keys[step.id]
                 tokens = page + tokens
             yield salt, list(struct.unpack(f"={len(tokens) // 8}q", tokens)), pages[::-1]
 
-    def _forget(self, refs: list[BlockRef]) -> int:
+    def _forget(self, refs: list[PageRef]) -> int:
         for ref in refs:
             del self._refs[self._keys.pop(ref.id)]
             self._pool.reclaim(ref)
         return len(refs)
 
-    def _find(self, pages: Iterable[bytes], salt: str) -> list[BlockRef]:
+    def _find(self, pages: Iterable[bytes], salt: str) -> list[PageRef]:
         """The longest chain from the root; nothing is retained."""
-        found: list[BlockRef] = []
-        ref: BlockRef | None = None
+        found: list[PageRef] = []
+        ref: PageRef | None = None
         for page in pages:
             ref = self._refs.get((salt, ref, page))
             if ref is None:

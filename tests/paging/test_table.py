@@ -6,30 +6,30 @@ from collections.abc import Callable
 
 import pytest
 
-from kvloom.blocks import BlockPool, BlockRef, BlockTable, Copy, PrefixTree
-from kvloom.errors import ArgumentError, OutOfBlocks, StateError
+from kvloom.errors import ArgumentError, OutOfPages, StateError
+from kvloom.paging import Copy, PagePool, PageRef, PageTable, PrefixTree
 
 
-def make(num_tokens: int, num_blocks: int = 8, page_size: int = 4) -> tuple[BlockPool, BlockTable]:
-    pool = BlockPool(num_blocks)
-    table = BlockTable(pool, page_size)
+def make(num_tokens: int, num_pages: int = 8, page_size: int = 4) -> tuple[PagePool, PageTable]:
+    pool = PagePool(num_pages)
+    table = PageTable(pool, page_size)
     assert table.append(num_tokens) == []
     return pool, table
 
 
-def ids(table: BlockTable) -> list[int]:
-    return [ref.id for ref in table.blocks]
+def ids(table: PageTable) -> list[int]:
+    return [ref.id for ref in table.pages]
 
 
 def test_new_table_is_empty() -> None:
     _, table = make(0)
-    assert (table.num_tokens, table.blocks) == (0, ())
+    assert (table.num_tokens, table.pages) == (0, ())
 
 
 @pytest.mark.parametrize(("num_tokens", "num_pages"), [(1, 1), (4, 1), (5, 2), (8, 2), (9, 3)])
 def test_append_takes_as_many_pages_as_tokens_need(num_tokens: int, num_pages: int) -> None:
     pool, table = make(num_tokens)
-    assert (table.num_tokens, len(table.blocks), pool.num_active) == (num_tokens, num_pages, num_pages)
+    assert (table.num_tokens, len(table.pages), pool.num_active) == (num_tokens, num_pages, num_pages)
 
 
 def test_append_fills_the_last_page_first() -> None:
@@ -43,13 +43,13 @@ def test_append_of_nothing_copies_nothing() -> None:
     pool, table = make(3)
     twin = table.fork()
     assert table.append(0) == []
-    assert twin.blocks == table.blocks
+    assert twin.pages == table.pages
     assert pool.num_active == 1
 
 
 def test_append_to_an_empty_pool_changes_nothing() -> None:
-    pool, table = make(6, num_blocks=2)
-    with pytest.raises(OutOfBlocks, match="1 pages wanted, 0 free and 0 evictable of 2"):
+    pool, table = make(6, num_pages=2)
+    with pytest.raises(OutOfPages, match="1 pages wanted, 0 free and 0 evictable of 2"):
         table.append(3)
     assert (table.num_tokens, ids(table), pool.num_active) == (6, [0, 1], 2)
 
@@ -61,9 +61,9 @@ def test_append_of_a_negative_number_is_refused() -> None:
 
 
 def test_slots_follow_the_pages() -> None:
-    pool = BlockPool(8)
+    pool = PagePool(8)
     pool.take(3)
-    table = BlockTable(pool, 4)
+    table = PageTable(pool, 4)
     table.append(3)
     pool.take(1)
     table.append(3)
@@ -80,8 +80,8 @@ def test_slot_past_the_end_is_refused(position: int) -> None:
 def test_fork_shares_every_page() -> None:
     pool, table = make(6)
     twin = table.fork()
-    assert (twin.blocks, twin.num_tokens) == (table.blocks, 6)
-    assert [pool.count(ref) for ref in table.blocks] == [2, 2]
+    assert (twin.pages, twin.num_tokens) == (table.pages, 6)
+    assert [pool.count(ref) for ref in table.pages] == [2, 2]
 
 
 def test_fork_grows_apart() -> None:
@@ -97,7 +97,7 @@ def test_first_to_append_copies_the_shared_page() -> None:
     twin = table.fork()
     assert twin.append(1) == [Copy(1, 2)]
     assert (ids(table), ids(twin)) == ([0, 1], [0, 2])
-    assert pool.is_writable(table.blocks[1]) and pool.is_writable(twin.blocks[1])
+    assert pool.is_writable(table.pages[1]) and pool.is_writable(twin.pages[1])
 
 
 def test_last_holder_appends_in_place() -> None:
@@ -143,7 +143,7 @@ def test_truncate_to_a_page_boundary_keeps_no_empty_page() -> None:
 def test_truncate_to_nothing_empties_the_table() -> None:
     pool, table = make(6)
     table.truncate(0)
-    assert (table.blocks, pool.num_free) == ((), 8)
+    assert (table.pages, pool.num_free) == ((), 8)
 
 
 def test_truncate_to_the_same_length_changes_nothing() -> None:
@@ -164,7 +164,7 @@ def test_truncated_fork_leaves_the_pages_of_the_other() -> None:
     pool, table = make(11)
     twin = table.fork()
     twin.truncate(2)
-    assert [pool.count(ref) for ref in table.blocks] == [2, 1, 1]
+    assert [pool.count(ref) for ref in table.pages] == [2, 1, 1]
 
 
 def test_pages_dropped_in_front_are_given_back_and_the_next_token_is_the_first() -> None:
@@ -178,7 +178,7 @@ def test_pages_dropped_in_front_stay_with_a_fork() -> None:
     pool, table = make(11)
     twin = table.fork()
     table.drop_front(1)
-    assert [pool.count(ref) for ref in twin.blocks] == [1, 2, 2]
+    assert [pool.count(ref) for ref in twin.pages] == [1, 2, 2]
     assert (ids(table), table.num_tokens, ids(twin), twin.num_tokens) == ([1, 2], 7, [0, 1, 2], 11)
 
 
@@ -207,8 +207,8 @@ def test_append_after_truncate_in_an_own_page_writes_in_place() -> None:
 def test_append_after_truncate_in_a_sealed_page_copies_it() -> None:
     pool, table = make(8)
     tree = PrefixTree(pool, 4)
-    table.replace(tree.insert(range(8), table.blocks))
-    sealed = table.blocks[1]
+    table.replace(tree.insert(range(8), table.pages))
+    sealed = table.pages[1]
     table.truncate(6)
     assert table.append(1) == [Copy(1, 2)]
     assert (pool.count(sealed), pool.num_evictable) == (0, 1)
@@ -216,29 +216,29 @@ def test_append_after_truncate_in_a_sealed_page_copies_it() -> None:
 
 
 def test_adopted_pages_are_the_first_tokens() -> None:
-    pool = BlockPool(8)
+    pool = PagePool(8)
     tree = PrefixTree(pool, 4)
     refs = tree.insert(range(8), pool.take(2))
-    table = BlockTable(pool, 4)
+    table = PageTable(pool, 4)
     table.adopt(tree.match(range(9)))
-    assert (table.num_tokens, list(table.blocks)) == (8, refs)
+    assert (table.num_tokens, list(table.pages)) == (8, refs)
     assert pool.count(refs[1]) == 2
 
 
 def test_adopted_references_are_given_back_by_release() -> None:
-    pool = BlockPool(8)
-    table = BlockTable(pool, 4)
+    pool = PagePool(8)
+    table = PageTable(pool, 4)
     table.adopt(pool.take(2))
     table.release()
     assert pool.num_free == 8
 
 
 def test_adopt_copies_the_list_it_is_given() -> None:
-    pool = BlockPool(8)
-    table, refs = BlockTable(pool, 4), pool.take(2)
+    pool = PagePool(8)
+    table, refs = PageTable(pool, 4), pool.take(2)
     table.adopt(refs)
     refs.clear()
-    assert len(table.blocks) == 2
+    assert len(table.pages) == 2
 
 
 def test_adopt_needs_an_empty_table() -> None:
@@ -249,9 +249,9 @@ def test_adopt_needs_an_empty_table() -> None:
 
 def test_replaced_pages_keep_the_length() -> None:
     pool, table = make(6)
-    refs = [pool.take(1)[0], table.blocks[1]]
+    refs = [pool.take(1)[0], table.pages[1]]
     table.replace(refs)
-    assert (table.num_tokens, list(table.blocks)) == (6, refs)
+    assert (table.num_tokens, list(table.pages)) == (6, refs)
 
 
 def test_replace_needs_as_many_pages() -> None:
@@ -260,38 +260,38 @@ def test_replace_needs_as_many_pages() -> None:
         table.replace(pool.take(1))
 
 
-PUTS: dict[str, Callable[[BlockTable, list[BlockRef]], None]] = {
-    "adopt": lambda table, refs: BlockTable(table._pool, 4).adopt(refs),
-    "replace": BlockTable.replace,
+PUTS: dict[str, Callable[[PageTable, list[PageRef]], None]] = {
+    "adopt": lambda table, refs: PageTable(table._pool, 4).adopt(refs),
+    "replace": PageTable.replace,
 }
 
 
 @pytest.mark.parametrize("put", PUTS.values(), ids=PUTS)
-def test_stale_page_is_not_put_into_a_table(put: Callable[[BlockTable, list[BlockRef]], None]) -> None:
+def test_stale_page_is_not_put_into_a_table(put: Callable[[PageTable, list[PageRef]], None]) -> None:
     pool, table = make(6)
     [stale] = pool.take(1)
     pool.release(stale)
     with pytest.raises(StateError, match="page 2 of generation 0 is gone"):
-        put(table, [table.blocks[0], stale])
+        put(table, [table.pages[0], stale])
     assert ids(table) == [0, 1]
 
 
 @pytest.mark.parametrize("put", PUTS.values(), ids=PUTS)
 def test_page_that_nobody_holds_is_not_put_into_a_table(
-    put: Callable[[BlockTable, list[BlockRef]], None],
+    put: Callable[[PageTable, list[PageRef]], None],
 ) -> None:
     pool, table = make(6)
     [idle] = PrefixTree(pool, 4).insert(range(4), pool.take(1))
     pool.release(idle)
     with pytest.raises(StateError, match="page 2 of generation 0 must be held by the caller"):
-        put(table, [idle, table.blocks[1]])
+        put(table, [idle, table.pages[1]])
 
 
 @pytest.mark.parametrize("put", PUTS.values(), ids=PUTS)
-def test_page_is_not_put_into_a_table_twice(put: Callable[[BlockTable, list[BlockRef]], None]) -> None:
+def test_page_is_not_put_into_a_table_twice(put: Callable[[PageTable, list[PageRef]], None]) -> None:
     _, table = make(6)
     with pytest.raises(ArgumentError, match="refs must be distinct pages"):
-        put(table, [table.blocks[0]] * 2)
+        put(table, [table.pages[0]] * 2)
 
 
 def test_release_gives_every_page_back() -> None:
@@ -305,14 +305,14 @@ def test_second_release_does_nothing() -> None:
     twin = table.fork()
     table.release()
     table.release()
-    assert [pool.count(ref) for ref in twin.blocks] == [1, 1]
+    assert [pool.count(ref) for ref in twin.pages] == [1, 1]
 
 
 @pytest.mark.parametrize(
     "use",
     [
         lambda table: table.num_tokens,
-        lambda table: table.blocks,
+        lambda table: table.pages,
         lambda table: table.slot(0),
         lambda table: table.append(1),
         lambda table: table.append(0),
@@ -322,7 +322,7 @@ def test_second_release_does_nothing() -> None:
         lambda table: table.replace([]),
     ],
 )
-def test_released_table_refuses_everything_else(use: Callable[[BlockTable], object]) -> None:
+def test_released_table_refuses_everything_else(use: Callable[[PageTable], object]) -> None:
     _, table = make(6)
     table.release()
     with pytest.raises(StateError, match="this table was released"):
@@ -331,4 +331,4 @@ def test_released_table_refuses_everything_else(use: Callable[[BlockTable], obje
 
 def test_page_size_must_be_positive() -> None:
     with pytest.raises(ArgumentError, match="page_size must be at least 1, got 0"):
-        BlockTable(BlockPool(1), 0)
+        PageTable(PagePool(1), 0)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 
-from blocks.oracle import Oracle
-from blocks.world import Request
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from paging.oracle import Oracle
+from paging.world import Request
 
 SALTS = ("", "a")
 indices = st.integers(0, 3)
@@ -22,9 +22,9 @@ has_sealed = precondition(lambda machine: machine.world.sealed)
 class BlocksMachine(RuleBasedStateMachine):
     """Two tokens and two salts, so that sequences meet."""
 
-    @initialize(num_blocks=st.sampled_from(range(8, 0, -1)), page_size=st.sampled_from((3, 2, 4, 1)))
-    def start(self, num_blocks: int, page_size: int) -> None:
-        self.world = Oracle(num_blocks, page_size)
+    @initialize(num_pages=st.sampled_from(range(8, 0, -1)), page_size=st.sampled_from((3, 2, 4, 1)))
+    def start(self, num_pages: int, page_size: int) -> None:
+        self.world = Oracle(num_pages, page_size)
 
     def request(self, index: int) -> Request:
         return self.world.requests[index % len(self.world.requests)]
@@ -69,9 +69,9 @@ class BlocksMachine(RuleBasedStateMachine):
         self.world.end(self.request(index))
 
     @has_sealed
-    @rule(num_blocks=st.integers(0, 3))
-    def evict(self, num_blocks: int) -> None:
-        self.world.evict(num_blocks)
+    @rule(num_pages=st.integers(0, 3))
+    def evict(self, num_pages: int) -> None:
+        self.world.evict(num_pages)
 
     @has_sealed
     @rule(salt=st.sampled_from(SALTS))
@@ -79,9 +79,9 @@ class BlocksMachine(RuleBasedStateMachine):
         self.world.drop(salt)
 
     @precondition(lambda machine: machine.world.requests and machine.world.total < 8)
-    @rule(num_blocks=st.integers(0, 2))
-    def grow(self, num_blocks: int) -> None:
-        self.world.grow(num_blocks)
+    @rule(num_pages=st.integers(0, 2))
+    def grow(self, num_pages: int) -> None:
+        self.world.grow(num_pages)
 
     @precondition(lambda machine: machine.world.requests and not machine.world.pool.will_fail)
     @rule()

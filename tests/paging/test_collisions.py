@@ -11,11 +11,11 @@ import struct
 from types import SimpleNamespace
 
 import pytest
-from blocks.world import World
+from paging.world import World
 
-from kvloom.blocks import prefix
-from kvloom.blocks.pool import BlockRef
-from kvloom.blocks.prefix import Key
+from kvloom.paging import prefix
+from kvloom.paging.pool import PageRef
+from kvloom.paging.prefix import Key
 
 NUM_LOOKUPS = int(os.environ.get("KVLOOM_WALK_STEPS", "100000"))
 SALTS = [f"tenant {i}" for i in range(8)]
@@ -39,16 +39,16 @@ class SameHashBytes(bytes):
         return 0
 
 
-class OneBucket(dict[Key, BlockRef]):
+class OneBucket(dict[Key, PageRef]):
     """A dict in which nothing can be found by its hash alone."""
 
-    def __setitem__(self, key: Key, ref: BlockRef) -> None:
+    def __setitem__(self, key: Key, ref: PageRef) -> None:
         super().__setitem__(SameHash(key), ref)
 
     def __delitem__(self, key: Key) -> None:
         super().__delitem__(SameHash(key))
 
-    def get(self, key: Key, default: BlockRef | None = None) -> BlockRef | None:  # type: ignore[override]
+    def get(self, key: Key, default: PageRef | None = None) -> PageRef | None:  # type: ignore[override]
         return super().get(SameHash(key), default)
 
 
