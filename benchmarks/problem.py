@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from kvloom import Batch, CacheIndex, KVSpec, QuantSpec, ops
-from kvloom.caches.page_layout import PAGE_LAYOUTS
-from kvloom.caches.storage import PagedStorage
+from kvloom.caches.format import PAGE_LAYOUTS
+from kvloom.caches.pages import Storage
 from kvloom.ops.impl import cpu
 
 LAYER = QUERY_HEADS, HEADS, HEAD_DIM = 32, 8, 128
@@ -170,7 +170,7 @@ def ours(problem: Problem, layout: str, page: int = PAGE) -> Run:
     key, value = (x.transpose(1, 2).reshape(-1, heads, dim) for x in (problem.keys, problem.values))
     views = []
     for _ in range(problem.copies):
-        storage = PagedStorage(spec, spec, page, torch.device("cpu"), layout)
+        storage = Storage(spec, spec, page, torch.device("cpu"), layout)
         storage.grow(pool)
         ops.store(key, value, slots, storage.view)
         views.append(storage.view)

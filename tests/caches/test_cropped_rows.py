@@ -7,7 +7,7 @@ import torch
 from oracles.bits import generator
 from torch import Tensor
 
-from kvloom.caches import PagedFormat, PagedLayer
+from kvloom.caches import CacheFormat, PagedLayer
 
 KEPT = [9, 12, 5]
 """Tokens of each row; the longest begins in column 0, the others behind it."""
@@ -19,7 +19,7 @@ def tokens(rows: int, count: int, seed: int = 0) -> Tensor:
 
 def cropped(page_size: int) -> tuple[PagedLayer, Tensor]:
     """A layer, and all keys that were stored; the values are the keys."""
-    layer, key = PagedLayer(PagedFormat(page_size=page_size)), tokens(3, 12)
+    layer, key = PagedLayer(CacheFormat(page_size=page_size)), tokens(3, 12)
     layer.append(key, key)
     layer.batch.remove([12 - n for n in KEPT])
     layer.num_tokens = 12

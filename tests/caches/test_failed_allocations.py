@@ -11,16 +11,15 @@ from oracles.allocations import STRIDE, Run, every_failure
 from oracles.bits import generator
 from torch import Tensor
 
-from kvloom import KVSpec
 from kvloom.caches import (
+    CacheFormat,
     DynamicLayer,
     Layer,
-    PagedBatch,
-    PagedCache,
-    PagedFormat,
     PagedLayer,
-    PagedMemory,
+    Pages,
+    PrefixCache,
     QuantizedLayer,
+    Sequences,
     SlidingWindowLayer,
     StaticLayer,
     StaticPagedLayer,
@@ -39,8 +38,7 @@ def tokens(rows: int, count: int, seed: int = 0) -> Tensor:
 
 def stored(layer: PagedLayer | StaticPagedLayer, new: Tensor) -> tuple[Tensor, Tensor]:
     """What attention reads when new tokens are stored; if it cannot be gathered, nothing is."""
-    with layer.appending(new, new) as found:
-        return found.gather(torch.float32)
+    return layer.update(new, new)
 
 
 # --- pages --------------------------------------------------------------------------------------------------
@@ -49,11 +47,11 @@ def stored(layer: PagedLayer | StaticPagedLayer, new: Tensor) -> tuple[Tensor, T
 class Forks:
     """Batches that share one memory, each with two layers."""
 
-    def __init__(self, memory: PagedMemory, window: int | None) -> None:
-        self.memory = memory
-        self.caches = [self.over(PagedBatch(memory, window))]
+    def __init__(self, pages: Pages, window: int | None) -> None:
+        self.pages = pages
+        self.caches = [self.over(Sequences(pages, window))]
 
-    def over(self, batch: PagedBatch) -> list[PagedLayer]:
+    def over(self, batch: Sequences) -> list[PagedLayer]:
         layers = [PagedLayer(batch.format, batch, i) for i in range(2)]
         for layer in layers:
             layer.num_tokens = batch.num_columns
@@ -78,15 +76,15 @@ class Forks:
         return [torch.tensor(lengths), *(x for pair in gathered for x in pair)]
 
     def check(self) -> None:
-        tables = [table for batch in self.memory.batches for table in batch.tables]
-        pool = self.memory.pool
+        tables = [table for batch in self.pages.users for table in batch.tables]
+        pool = self.pages.pool
         pool._evict = None  # a tree that finds nothing; pools have one at a time
-        check(pool, PrefixTree(pool, self.memory.format.page_size), tables)
+        check(pool, PrefixTree(pool, self.pages.format.page_size), tables)
 
 
 def forks(quant: QuantSpec | None, window: int | None, page_size: int, is_refused: bool) -> Run:
     """Prompts, forks, beams, rows of their own, long steps: all that a batch can do."""
-    world = Forks(PagedMemory(PagedFormat(quant=quant, page_size=page_size)), window)
+    world = Forks(Pages(CacheFormat(quant=quant, page_size=page_size)), window)
     run = Run(world.look, world.check, is_refused)
     seeds = iter(range(1000))
 
@@ -124,10 +122,10 @@ def test_forks_of_pages(quant: QuantSpec | None, window: int | None, page_size: 
 
 @every_format
 def test_sequences_that_find_each_others_prefixes(quant: QuantSpec | None) -> None:
-    spec = KVSpec(1, 2, 8, torch.float32, quant=quant)
+    form = CacheFormat(quant=quant, page_size=4, max_tokens=96)
 
     def program(is_refused: bool) -> Run:
-        cache = PagedCache(spec, num_layers=2, num_pages=24, page_size=4)
+        cache = PrefixCache(form, num_layers=2, heads=2, head_dim=8, dtype=torch.float32)
         live: list[Any] = []
 
         def look() -> list[Tensor]:
@@ -205,7 +203,7 @@ def test_layers(kind: str) -> None:
 @pytest.mark.parametrize("window", [None, 5])
 def test_fixed_pages(quant: QuantSpec | None, window: int | None) -> None:
     def program(is_refused: bool) -> Run:
-        layers = [StaticPagedLayer(PagedFormat(quant=quant, page_size=1, max_tokens=80), window)]
+        layers = [StaticPagedLayer(CacheFormat(quant=quant, page_size=1, max_tokens=80), window)]
 
         def look() -> list[Tensor]:
             seen: list[Tensor] = []

@@ -10,7 +10,7 @@ from oracles.bits import FLOATS, assert_same_bits, generator
 from torch import Tensor
 
 from kvloom.caches import PagedLayer
-from kvloom.caches.paged import PagedFormat
+from kvloom.caches.paged import CacheFormat
 from kvloom.core.specs import QuantSpec
 from kvloom.errors import ConfigError, KVError, OutOfPages, ShapeError, StateError
 from kvloom.quant.affine import dequantize, quantize
@@ -58,7 +58,7 @@ def real_bytes(layer: PagedLayer) -> int:
 @every_quant
 @pytest.mark.parametrize("page_size", [1, 2, 3, 16])
 def test_gather_gives_every_token_of_every_sequence(quant: QuantSpec | None, page_size: int) -> None:
-    layer = PagedLayer(PagedFormat(quant=quant, page_size=page_size))
+    layer = PagedLayer(CacheFormat(quant=quant, page_size=page_size))
     parts = [append(layer, 3, count, seed) for seed, count in ((0, 5), (10, 1), (20, 4))]
     assert layer.num_tokens == 10
     for got, chunks in zip(layer.gather(torch.float32), zip(*parts, strict=True), strict=True):
@@ -68,7 +68,7 @@ def test_gather_gives_every_token_of_every_sequence(quant: QuantSpec | None, pag
 @pytest.mark.parametrize("kept", FLOATS, ids=str)
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_tokens_are_kept_in_the_dtype_of_the_format(kept: torch.dtype, dtype: torch.dtype) -> None:
-    layer = PagedLayer(PagedFormat(dtype=kept))
+    layer = PagedLayer(CacheFormat(dtype=kept))
     key = tokens(2, 3).to(dtype)
     layer.append(key, key)
     assert storage(layer)[0].dtype == kept
@@ -76,13 +76,13 @@ def test_tokens_are_kept_in_the_dtype_of_the_format(kept: torch.dtype, dtype: to
 
 
 def test_format_without_a_dtype_keeps_that_of_the_keys() -> None:
-    layer = PagedLayer(PagedFormat())
+    layer = PagedLayer(CacheFormat())
     layer.append(tokens(1, 1).bfloat16(), tokens(1, 1).bfloat16())
     assert [x.dtype for x in storage(layer)] == [torch.bfloat16] * 2
 
 
 def test_keys_and_values_may_differ_in_width() -> None:
-    layer = PagedLayer(PagedFormat(page_size=2, quant=QuantSpec(8, 4)))
+    layer = PagedLayer(CacheFormat(page_size=2, quant=QuantSpec(8, 4)))
     key, value = tokens(2, 3), tokens(2, 3, width=12)
     layer.append(key, value)
     got_key, got_value = layer.gather(torch.float32)
@@ -91,7 +91,7 @@ def test_keys_and_values_may_differ_in_width() -> None:
 
 
 def test_no_tokens_are_appended_as_none() -> None:
-    layer = PagedLayer(PagedFormat(page_size=2))
+    layer = PagedLayer(CacheFormat(page_size=2))
     append(layer, 2, 0)
     assert layer.num_tokens == 0
     assert layer.gather(torch.float32)[0].shape == (2, 2, 0, 8)
@@ -101,7 +101,7 @@ def test_no_tokens_are_appended_as_none() -> None:
 
 
 def test_tokens_are_kept_without_their_gradient() -> None:
-    layer = PagedLayer(PagedFormat(page_size=2))
+    layer = PagedLayer(CacheFormat(page_size=2))
     for _ in range(3):
         layer.append(tokens(1, 2).requires_grad_(), tokens(1, 2).requires_grad_())
     assert not any(x.requires_grad for x in (*storage(layer), *layer.gather(torch.float32)))
@@ -112,7 +112,7 @@ def test_tokens_are_kept_without_their_gradient() -> None:
 
 @every_quant
 def test_growth_keeps_every_byte(quant: QuantSpec | None) -> None:
-    layer = PagedLayer(PagedFormat(quant=quant, page_size=2))
+    layer = PagedLayer(CacheFormat(quant=quant, page_size=2))
     for step in range(12):
         append(layer, 2, 1, seed=step)
         before = [x.clone() for x in layer.gather(torch.float32)]
@@ -123,7 +123,7 @@ def test_growth_keeps_every_byte(quant: QuantSpec | None) -> None:
 
 @every_quant
 def test_nbytes_is_what_is_allocated(quant: QuantSpec | None) -> None:
-    layer = PagedLayer(PagedFormat(quant=quant, page_size=3))
+    layer = PagedLayer(CacheFormat(quant=quant, page_size=3))
     assert layer.nbytes == 0
     sizes = []
     for step in range(20):
@@ -136,7 +136,7 @@ def test_nbytes_is_what_is_allocated(quant: QuantSpec | None) -> None:
 
 def test_appending_moves_a_bounded_number_of_bytes() -> None:
     """Storage grows by a quarter: it moves a few times, and little of it is unused."""
-    layer = PagedLayer(PagedFormat(page_size=4))
+    layer = PagedLayer(CacheFormat(page_size=4))
     allocations = set()
     for _ in range(1000):
         append(layer, 1, 1)
@@ -153,7 +153,7 @@ def test_appending_moves_a_bounded_number_of_bytes() -> None:
 def test_nbytes_per_token_counts_both_sides_and_scales(
     quant: QuantSpec | None, dtype: torch.dtype, expected: int
 ) -> None:
-    layer = PagedLayer(PagedFormat(quant=quant))
+    layer = PagedLayer(CacheFormat(quant=quant))
     assert layer.nbytes_per_token == 0
     layer.append(tokens(3, 1).to(dtype), tokens(3, 1).to(dtype))
     assert layer.nbytes_per_token == expected
@@ -164,7 +164,7 @@ def test_nbytes_per_token_counts_both_sides_and_scales(
 
 @every_quant
 def test_truncated_tokens_are_overwritten(quant: QuantSpec | None) -> None:
-    layer = PagedLayer(PagedFormat(quant=quant, page_size=2))
+    layer = PagedLayer(CacheFormat(quant=quant, page_size=2))
     first, _ = append(layer, 2, 7)
     bytes_before = layer.nbytes
     layer.truncate(3)
@@ -178,7 +178,7 @@ def test_truncated_tokens_are_overwritten(quant: QuantSpec | None) -> None:
 
 @pytest.mark.parametrize("count", [-1, 4, 100])
 def test_truncate_beyond_what_is_stored_is_refused(count: int) -> None:
-    layer = PagedLayer(PagedFormat())
+    layer = PagedLayer(CacheFormat())
     append(layer, 1, 3)
     with pytest.raises(StateError, match=rf"num_tokens must be in \[0, 3\], got {count}"):
         layer.truncate(count)
@@ -186,7 +186,7 @@ def test_truncate_beyond_what_is_stored_is_refused(count: int) -> None:
 
 
 def test_reset_gives_the_memory_back_and_takes_another_batch() -> None:
-    layer = PagedLayer(PagedFormat(page_size=2, max_tokens=8))
+    layer = PagedLayer(CacheFormat(page_size=2, max_tokens=8))
     append(layer, 2, 4)
     layer.reset()
     assert (layer.num_tokens, layer.nbytes, layer.nbytes_per_token) == (0, 0, 0)
@@ -202,7 +202,7 @@ def test_reset_gives_the_memory_back_and_takes_another_batch() -> None:
 
 @every_quant
 def test_max_tokens_is_reached_exactly(quant: QuantSpec | None) -> None:
-    layer = PagedLayer(PagedFormat(quant=quant, page_size=2, max_tokens=12))
+    layer = PagedLayer(CacheFormat(quant=quant, page_size=2, max_tokens=12))
     append(layer, 2, 6)
     assert layer.nbytes == 12 * layer.nbytes_per_token
     before, bytes_before = [x.clone() for x in storage(layer)], layer.nbytes
@@ -220,7 +220,7 @@ def test_max_tokens_is_reached_exactly(quant: QuantSpec | None) -> None:
 
 
 def test_refused_growth_leaves_room_for_a_smaller_one() -> None:
-    layer = PagedLayer(PagedFormat(page_size=2, max_tokens=12))
+    layer = PagedLayer(CacheFormat(page_size=2, max_tokens=12))
     key, _ = append(layer, 2, 3)
     with pytest.raises(OutOfPages):
         append(layer, 2, 4)
@@ -229,7 +229,7 @@ def test_refused_growth_leaves_room_for_a_smaller_one() -> None:
 
 
 def test_refused_first_append_leaves_the_layer_as_new() -> None:
-    layer = PagedLayer(PagedFormat(page_size=2, max_tokens=4))
+    layer = PagedLayer(CacheFormat(page_size=2, max_tokens=4))
     with pytest.raises(OutOfPages):
         append(layer, 3, 2)
     assert (layer.num_tokens, layer.nbytes) == (0, 0)
@@ -238,7 +238,7 @@ def test_refused_first_append_leaves_the_layer_as_new() -> None:
 
 
 def test_max_tokens_that_is_no_multiple_of_a_page_is_not_exceeded() -> None:
-    layer = PagedLayer(PagedFormat(page_size=4, max_tokens=10))
+    layer = PagedLayer(CacheFormat(page_size=4, max_tokens=10))
     append(layer, 1, 8)
     with pytest.raises(OutOfPages):
         append(layer, 1, 1)
@@ -266,7 +266,7 @@ BAD_TOKENS = {
 def test_tokens_that_do_not_fit_are_refused(
     key: tuple[int, ...], value: tuple[int, ...], message: str, quant: QuantSpec | None
 ) -> None:
-    layer = PagedLayer(PagedFormat(quant=quant, page_size=2))
+    layer = PagedLayer(CacheFormat(quant=quant, page_size=2))
     append(layer, 2, 4)
     before, bytes_before = [x.clone() for x in storage(layer)], layer.nbytes
     with pytest.raises(ShapeError, match=message):
@@ -287,7 +287,7 @@ def test_tokens_that_do_not_fit_are_refused(
     ids=["value dtype", "value device", "device", "dtype"],
 )
 def test_tokens_of_another_dtype_or_device_are_refused(key: Tensor, value: Tensor, name: str) -> None:
-    layer = PagedLayer(PagedFormat(quant=QuantSpec(8, 8)))
+    layer = PagedLayer(CacheFormat(quant=QuantSpec(8, 8)))
     append(layer, 2, 4)
     with pytest.raises(ShapeError, match=f"^{name} must be"):
         layer.append(key, value)
@@ -295,7 +295,7 @@ def test_tokens_of_another_dtype_or_device_are_refused(key: Tensor, value: Tenso
 
 
 def test_group_that_does_not_divide_the_head_dim_is_refused() -> None:
-    layer = PagedLayer(PagedFormat(quant=QuantSpec(8, 16)))
+    layer = PagedLayer(CacheFormat(quant=QuantSpec(8, 16)))
     with pytest.raises(ConfigError, match="head_dim must be a multiple of group 16, got 8"):
         append(layer, 1, 1)
     assert layer.nbytes == 0
@@ -303,7 +303,7 @@ def test_group_that_does_not_divide_the_head_dim_is_refused() -> None:
 
 def test_gather_needs_tokens() -> None:
     with pytest.raises(StateError, match="gather needs"):
-        PagedLayer(PagedFormat()).gather(torch.float32)
+        PagedLayer(CacheFormat()).gather(torch.float32)
 
 
 @pytest.mark.parametrize(
@@ -314,7 +314,7 @@ def test_gather_needs_tokens() -> None:
 )
 def test_bad_format_is_refused_by_name(change: dict[str, object], name: str) -> None:
     with pytest.raises(ConfigError, match=f"^{name} must be"):
-        PagedFormat(**change)  # type: ignore[arg-type]
+        CacheFormat(**change)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("error", [OutOfPages, StateError, ShapeError, ConfigError])
@@ -330,7 +330,7 @@ def test_errors_are_also_builtin_ones(error: type[KVError]) -> None:
 
 
 def test_two_layers_share_nothing() -> None:
-    first, second = PagedLayer(PagedFormat()), PagedLayer(PagedFormat())
+    first, second = PagedLayer(CacheFormat()), PagedLayer(CacheFormat())
     key, _ = append(first, 1, 2)
     append(second, 1, 2, seed=7)
     assert_same_bits(first.gather(torch.float32)[0], key, "key")

@@ -10,7 +10,7 @@ from oracles.bits import FLOATS, assert_same_bits, generator
 from torch import Tensor
 
 from kvloom.caches import PagedLayer
-from kvloom.caches.paged import PagedFormat
+from kvloom.caches.paged import CacheFormat
 from kvloom.core.specs import QuantSpec
 from kvloom.errors import OutOfPages, ShapeError
 from kvloom.quant.affine import dequantize, quantize
@@ -22,7 +22,7 @@ QUANTS = (None, QuantSpec(8, 4), QuantSpec(8, 2, torch.float32), QuantSpec(4, 4,
 class Model:
     """What a paged layer should hold: every appended tensor, and how many pages that takes."""
 
-    def __init__(self, format: PagedFormat) -> None:
+    def __init__(self, format: CacheFormat) -> None:
         self.format = format
         self.batch = 0
         self.chunks: list[tuple[Tensor, Tensor]] = []
@@ -76,7 +76,7 @@ def test_program_agrees_with_a_list_of_tensors(data: st.DataObject) -> None:
     quant = data.draw(st.sampled_from(QUANTS), label="quant")
     kept = data.draw(st.sampled_from([None, torch.float16]), label="kept") if quant is None else None
     max_tokens = data.draw(st.sampled_from([None, None, page_size, 7 * page_size, 40]), label="max_tokens")
-    format = PagedFormat(kept, quant, page_size, max_tokens)
+    format = CacheFormat(kept, quant, page_size, max_tokens)
     layer, model = PagedLayer(format), Model(format)
     dtype = data.draw(st.sampled_from(FLOATS), label="dtype")
     for step in range(data.draw(st.integers(1, 12), label="steps")):

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvloom import KVSpec, QuantSpec, Scores, ops
-from kvloom.caches import PagedCache, PagedSequence
+from kvloom import QuantSpec, Scores, ops
+from kvloom.caches import CacheFormat, PrefixCache, PrefixSequence
 from kvloom.errors import ArgumentError, OutOfPages, ShapeError, StateError
 from kvloom.quant.affine import dequantize, quantize
 
@@ -19,12 +19,12 @@ INT8 = QuantSpec(8, group=8, scale_dtype=torch.float32)
 QUANTS = pytest.mark.parametrize("quant", [None, INT8], ids=["plain", "int8"])
 
 
-def make(num_pages: int = 32, quant: QuantSpec | None = None) -> PagedCache:
-    spec = KVSpec(1, HEADS, DIM, torch.float32, "B S H D", quant)
-    return PagedCache(spec, num_layers=LAYERS, num_pages=num_pages, page_size=PAGE)
+def make(num_pages: int = 32, quant: QuantSpec | None = None) -> PrefixCache:
+    form = CacheFormat(quant=quant, page_size=PAGE, max_tokens=num_pages * PAGE)
+    return PrefixCache(form, num_layers=LAYERS, heads=HEADS, head_dim=DIM, dtype=torch.float32)
 
 
-def content(sequence: PagedSequence, layer: int, start: int, end: int) -> Tensor:
+def content(sequence: PrefixSequence, layer: int, start: int, end: int) -> Tensor:
     """Keys that are a function of the salt, the layer and all tokens up to each position, ``[T, H, D]``."""
     rows = []
     for position in range(start, end):
@@ -33,7 +33,7 @@ def content(sequence: PagedSequence, layer: int, start: int, end: int) -> Tensor
     return torch.stack(rows) if rows else torch.empty(0, HEADS, DIM)
 
 
-def write(cache: PagedCache, sequence: PagedSequence, *, commit: bool = True) -> None:
+def write(cache: PrefixCache, sequence: PrefixSequence, *, commit: bool = True) -> None:
     """Give every layer what is pending."""
     for layer in range(LAYERS):
         key = content(sequence, layer, sequence.stored[layer], len(sequence.tokens))
@@ -42,7 +42,7 @@ def write(cache: PagedCache, sequence: PagedSequence, *, commit: bool = True) ->
         cache.commit(sequence)
 
 
-def assert_own(cache: PagedCache, sequence: PagedSequence, quant: QuantSpec | None = None) -> None:
+def assert_own(cache: PrefixCache, sequence: PrefixSequence, quant: QuantSpec | None = None) -> None:
     """Every layer gives back what this sequence's tokens say."""
     for layer in range(LAYERS):
         slots = torch.tensor(
@@ -57,7 +57,7 @@ def assert_own(cache: PagedCache, sequence: PagedSequence, quant: QuantSpec | No
         assert torch.equal(value, -expected)
 
 
-def started(cache: PagedCache, tokens: list[int], salt: str = "") -> PagedSequence:
+def started(cache: PrefixCache, tokens: list[int], salt: str = "") -> PrefixSequence:
     sequence = cache.begin(tokens, salt)
     write(cache, sequence)
     return sequence

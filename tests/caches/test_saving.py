@@ -13,14 +13,13 @@ from oracles.bits import generator
 from oracles.round_trips import by_pickle, by_torch, every_way
 from torch import Tensor
 
-from kvloom import KVSpec
 from kvloom.caches import (
     Cache,
-    PagedBatch,
-    PagedCache,
-    PagedFormat,
+    CacheFormat,
     PagedLayer,
-    PagedMemory,
+    Pages,
+    PrefixCache,
+    Sequences,
     SlidingWindowLayer,
     StaticPagedLayer,
     StaticSlidingWindowLayer,
@@ -45,7 +44,7 @@ def both_same(got: list[Tensor], expected: list[Tensor]) -> None:
         assert torch.equal(a, b)
 
 
-def two_layers(batch: PagedBatch) -> list[PagedLayer]:
+def two_layers(batch: Sequences) -> list[PagedLayer]:
     layers = [PagedLayer(batch.format, batch, i) for i in range(2)]
     for layer in layers:
         layer.num_tokens = batch.num_columns
@@ -58,8 +57,8 @@ def two_layers(batch: PagedBatch) -> list[PagedLayer]:
 def test_forks_share_their_pages_again(
     quant: QuantSpec | None, window: int | None, again: Callable[[Any], Any]
 ) -> None:
-    memory = PagedMemory(PagedFormat(quant=quant, page_size=4))
-    first = two_layers(PagedBatch(memory, window))
+    memory = Pages(CacheFormat(quant=quant, page_size=4))
+    first = two_layers(Sequences(memory, window))
     for layer in first:
         layer.append(tokens(2, 50, layer.index), tokens(2, 50, 7))
     second = two_layers(first[0].batch.fork())
@@ -72,7 +71,7 @@ def test_forks_share_their_pages_again(
     assert held < memory.pool.num_active
     one, two = again((first, second))
     both_same(gathered(one + two), gathered(first + second))
-    assert one[0].batch.memory is two[0].batch.memory
+    assert one[0].batch.pages is two[0].batch.pages
     assert one[0].batch.num_pages_held == held
     for layers in ((one, first), (two, second)):
         for a, b in zip(*layers, strict=True):
@@ -84,7 +83,7 @@ def test_forks_share_their_pages_again(
 
 
 def test_a_fork_that_is_saved_alone_brings_nothing_of_the_other() -> None:
-    layers = two_layers(PagedBatch(PagedFormat(page_size=4)))
+    layers = two_layers(Sequences(CacheFormat(page_size=4)))
     for layer in layers:
         layer.append(tokens(1, 8), tokens(1, 8))
     fork = two_layers(layers[0].batch.fork())
@@ -98,7 +97,7 @@ def test_a_fork_that_is_saved_alone_brings_nothing_of_the_other() -> None:
 
 def test_what_was_written_since_is_saved() -> None:
     """A pickler remembers what it has written, pages included; they hold something else now."""
-    layers = two_layers(PagedBatch(PagedFormat(page_size=4)))
+    layers = two_layers(Sequences(CacheFormat(page_size=4)))
     for layer in layers:
         layer.append(tokens(1, 2), tokens(1, 2))
     file = io.BytesIO()
@@ -116,7 +115,7 @@ def test_what_was_written_since_is_saved() -> None:
 
 
 def test_a_long_step_can_be_taken_back_after_loading() -> None:
-    layers = two_layers(PagedBatch(PagedFormat(page_size=4), window=5))
+    layers = two_layers(Sequences(CacheFormat(page_size=4), window=5))
     for count in (20, 60):
         for layer in layers:
             layer.append(tokens(1, count, count), tokens(1, count, count))
@@ -132,7 +131,7 @@ def test_a_long_step_can_be_taken_back_after_loading() -> None:
 @pytest.mark.parametrize("window", [None, 5])
 @pytest.mark.parametrize("count", [3, 70])
 def test_fixed_pages(quant: QuantSpec | None, window: int | None, count: int) -> None:
-    layer = StaticPagedLayer(PagedFormat(quant=quant, page_size=1, max_tokens=100), window)
+    layer = StaticPagedLayer(CacheFormat(quant=quant, page_size=1, max_tokens=100), window)
     layer.append(tokens(2, count), tokens(2, count))
     loaded = by_torch(layer)
     assert (loaded.num_tokens, loaded.nbytes) == (count, layer.nbytes)
@@ -141,15 +140,15 @@ def test_fixed_pages(quant: QuantSpec | None, window: int | None, count: int) ->
     loaded.truncate(count - 1)
     layer.truncate(count - 1)
     assert torch.equal(loaded.append(new, new).attend(query), layer.append(new, new).attend(query))
-    empty = by_torch(StaticPagedLayer(PagedFormat(page_size=1, max_tokens=100), window))
+    empty = by_torch(StaticPagedLayer(CacheFormat(page_size=1, max_tokens=100), window))
     empty.append(new, new)
 
 
 @every_way
 @every_format
 def test_prefixes_are_found_again(quant: QuantSpec | None, again: Callable[[Any], Any]) -> None:
-    spec = KVSpec(1, 2, 8, torch.float32, quant=quant)
-    cache = PagedCache(spec, num_layers=2, num_pages=32, page_size=4)
+    form = CacheFormat(quant=quant, page_size=4, max_tokens=128)
+    cache = PrefixCache(form, num_layers=2, heads=2, head_dim=8, dtype=torch.float32)
     a = cache.begin(range(11), "salt")
     for i in range(2):
         cache.append(a, i, tokens(1, 11, i)[0].transpose(0, 1), tokens(1, 11, 5)[0].transpose(0, 1))

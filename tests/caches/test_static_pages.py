@@ -7,11 +7,11 @@ import torch
 from oracles.bits import generator
 from torch import Tensor
 
-from kvloom.caches import PagedFormat, StaticPagedLayer
+from kvloom.caches import CacheFormat, StaticPagedLayer
 from kvloom.core.specs import QuantSpec
 from kvloom.errors import ConfigError, ShapeError, StateError
 
-FORMAT = PagedFormat(page_size=1, max_tokens=8)
+FORMAT = CacheFormat(page_size=1, max_tokens=8)
 
 
 def tokens(rows: int, count: int, seed: int = 0) -> Tensor:
@@ -114,7 +114,7 @@ def test_attention_sees_no_slot_behind_the_stored_tokens() -> None:
 
 def test_values_may_be_kept_otherwise_than_keys() -> None:
     layer = StaticPagedLayer(
-        PagedFormat(page_size=1, max_tokens=8, values=PagedFormat(quant=QuantSpec(8, 4)))
+        CacheFormat(page_size=1, max_tokens=8, values=CacheFormat(quant=QuantSpec(8, 4)))
     )
     layer.append(tokens(2, 3), tokens(2, 3))
     key, value = layer.stored().gather(torch.float32)
@@ -150,4 +150,4 @@ def test_an_empty_layer_can_be_selected_and_forked_and_has_nothing_to_read() -> 
 
 def test_its_size_must_be_given() -> None:
     with pytest.raises(ConfigError, match="max_tokens must be given for fixed storage"):
-        StaticPagedLayer(PagedFormat())
+        StaticPagedLayer(CacheFormat())

@@ -21,41 +21,42 @@ from transformers.masking_utils import (
     sliding_window_causal_mask_function,
 )
 
-from kvloom.caches import PagedFormat, PagedLayer, StoredTokens
+from kvloom.caches import CacheFormat, PagedLayer, Tokens
 from kvloom.errors import ArgumentError, UnsupportedError
 from kvloom.integrations.transformers import KVCache
-from kvloom.integrations.transformers.attention import StoredStates, attention
+from kvloom.integrations.transformers.attention import LazyStates, attention
 from kvloom.integrations.transformers.masks import CompactMask, attention_mask
 
 MODERN = "cache_position" not in ALL_MASK_ATTENTION_FUNCTIONS["sdpa"].__code__.co_varnames
 
 
 @pytest.fixture
-def gathers(monkeypatch: pytest.MonkeyPatch) -> list[StoredTokens]:
+def gathers(monkeypatch: pytest.MonkeyPatch) -> list[Tokens]:
     """Filled with what is gathered while a test runs."""
-    found: list[StoredTokens] = []
-    gather = StoredTokens.gather
+    found: list[Tokens] = []
+    gather = Tokens.gather
 
-    def spy(self: StoredTokens, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def spy(self: Tokens, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         found.append(self)
         return gather(self, dtype)
 
-    monkeypatch.setattr(StoredTokens, "gather", spy)
+    monkeypatch.setattr(Tokens, "gather", spy)
     return found
 
 
 # Latent keys are expanded, and until transformers 5 a shared layer read the tensors of the other.
 @pytest.mark.parametrize("name", [x for x in FAMILIES if x not in ("DeepSeek-V3", "Gemma3n")])
-def test_attention_gathers_nothing(name: str, gathers: list[StoredTokens]) -> None:
+def test_attention_gathers_nothing(name: str, gathers: list[Tokens]) -> None:
     model = family(name, "kvloom")
     continued(model, KVCache.for_model(model, page_size=4), num_beams=2)
     assert not gathers
 
 
-def test_other_attention_gathers_in_every_layer(gathers: list[StoredTokens]) -> None:
+@pytest.mark.parametrize(("kv", "count"), [("auto", 0), ("int8", 16 * 4)])
+def test_other_attention_gathers_what_must_be_dequantized(gathers: list[Tokens], kv: str, count: int) -> None:
     model = family("Llama", "sdpa")
-    continued(model, KVCache.for_model(model), max_new_tokens=16)
-    assert len(gathers) == 16 * 4
+    continued(model, KVCache.for_model(model, kv, quant_group=8), max_new_tokens=16)
+    assert len(gathers) == count
 
 
 @KINDS
@@ -236,21 +237,21 @@ def test_position_bias_is_added_to_the_scores(mask: str) -> None:
 # --- what update returns ------------------------------------------------------------------------------------
 
 
-def stored_states() -> tuple[StoredStates, StoredStates, Tensor, Tensor]:
+def stored_states() -> tuple[LazyStates, LazyStates, Tensor, Tensor]:
     """Keys and values of 2 rows, 2 heads and 5 tokens, and the tensors that they stand for."""
     key, value = torch.randn(2, 2, 5, 8), torch.randn(2, 2, 5, 4)
-    layer = PagedLayer(PagedFormat(page_size=2))
-    return *StoredStates.pair(layer.append(key, value), key, value), key, value
+    layer = PagedLayer(CacheFormat(page_size=2))
+    return *LazyStates.pair(layer.append(key, value), key, value), key, value
 
 
-def test_stored_states_have_the_shape_of_what_they_stand_for(gathers: list[StoredTokens]) -> None:
+def test_stored_states_have_the_shape_of_what_they_stand_for(gathers: list[Tokens]) -> None:
     keys, values, key, value = stored_states()
     assert (keys.shape, keys.dtype, keys.device) == (key.shape, key.dtype, key.device)
     assert values.shape == value.shape
     assert not gathers
 
 
-def test_stored_states_compute_like_tensors(gathers: list[StoredTokens]) -> None:
+def test_stored_states_compute_like_tensors(gathers: list[Tokens]) -> None:
     keys, values, key, value = stored_states()
     query = torch.randn(2, 2, 1, 8)
     for actual, expected in [
@@ -272,7 +273,7 @@ def test_stored_states_compute_like_tensors(gathers: list[StoredTokens]) -> None
     assert len(gathers) == 1
 
 
-def test_attention_gathers_states_that_do_not_belong_together(gathers: list[StoredTokens]) -> None:
+def test_attention_gathers_states_that_do_not_belong_together(gathers: list[Tokens]) -> None:
     keys, values, key, value = stored_states()
     query = torch.randn(2, 4, 1, 8)
     expected, _ = attention(torch.nn.Module(), query, key, value, None)

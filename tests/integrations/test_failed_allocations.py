@@ -78,9 +78,9 @@ class World:
         for cache in self.caches:
             cache.expect_whole()
             for batch in cache.batches:
-                pool = batch.memory.pool
+                pool = batch.pages.pool
                 pool._evict = None  # a tree that finds nothing; pools have one at a time
-                tables = [table for other in batch.memory.batches for table in other.tables]
+                tables = [table for other in batch.pages.users for table in other.tables]
                 check(pool, PrefixTree(pool, batch.format.page_size), tables)
 
 

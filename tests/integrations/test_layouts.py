@@ -6,7 +6,7 @@ import pytest
 from oracles.language_models import generate, make_model, make_prompts
 
 from kvloom import ops
-from kvloom.caches.page_layout import PAGE_LAYOUTS
+from kvloom.caches.format import PAGE_LAYOUTS
 from kvloom.core.layouts import NATIVE_KEYS, NATIVE_VALUES
 from kvloom.errors import ConfigError
 from kvloom.integrations.transformers import KVCache
@@ -22,11 +22,21 @@ def axes_of(cache: KVCache) -> tuple[str, ...]:
 
 
 @pytest.mark.parametrize("kv", ["float32", "int8"])
-def test_pages_that_are_gathered_are_rows(kv: str) -> None:
+def test_tokens_that_are_gathered_lie_in_rows(kv: str) -> None:
     model = make_model("sdpa")
     cache = KVCache.for_model(model, kv=kv, quant_group=GROUP)
     generate(model, make_prompts([20, 5]), cache)
-    assert axes_of(cache) == ("B S H D", "B S H D")
+    assert axes_of(cache) == ("B H S D", "B H S D")
+
+
+def test_the_attention_of_the_first_tokens_chooses_the_layout() -> None:
+    model = make_model("sdpa")
+    cache = KVCache.for_model(model, kv="int8", quant_group=GROUP)
+    model.set_attn_implementation("kvloom")
+    generate(model, make_prompts([20, 5]), cache)
+    in_place = KVCache.for_model(model, kv="int8", quant_group=GROUP)
+    generate(model, make_prompts([20, 5]), in_place)
+    assert axes_of(cache) == axes_of(in_place)
 
 
 @pytest.mark.skipif(ops.cpu_kernels().startswith("none"), reason="without kernels every page is kept by rows")
@@ -52,4 +62,4 @@ def test_every_layout_gives_the_same_tokens(implementation: str) -> None:
 
 def test_an_unknown_layout_is_refused() -> None:
     with pytest.raises(ConfigError, match="layout must be one of"):
-        KVCache.for_model(make_model(), layout="rows")
+        KVCache.for_model(make_model(), layout="columns")

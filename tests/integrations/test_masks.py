@@ -20,10 +20,10 @@ from transformers import (
     EncoderDecoderCache,
 )
 
-from kvloom.caches import PagedFormat, PagedLayer
+from kvloom.caches import CacheFormat, PagedLayer
 from kvloom.errors import ArgumentError, ShapeError
 from kvloom.integrations.transformers import KVCache
-from kvloom.integrations.transformers.attention import StoredStates, attention
+from kvloom.integrations.transformers.attention import LazyStates, attention
 from kvloom.integrations.transformers.masks import CompactMask, attention_mask
 
 CPU = torch.device("cpu")
@@ -150,7 +150,7 @@ def test_a_compact_mask_of_other_sizes_is_refused() -> None:
 
 def test_its_window_counts_where_the_cache_has_none() -> None:
     query, key = torch.randn(1, 2, 4, 8), torch.randn(1, 2, 9, 8)
-    states = StoredStates.pair(PagedLayer(PagedFormat()).append(key, key), key, key)
+    states = LazyStates.pair(PagedLayer(CacheFormat()).append(key, key), key, key)
     mask = CompactMask((1, 1, 4, 9), CPU, window=3)
     expected = torch.nn.functional.scaled_dot_product_attention(query, key, key, mask.gather())
     for keys, values in ((key, key), states):

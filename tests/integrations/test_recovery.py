@@ -13,7 +13,9 @@ from integrations.test_families import FAMILIES, family
 from oracles.language_models import make_model
 from torch import Tensor
 
-from kvloom.caches import PagedBatch, PagedFormat, PagedLayer
+from kvloom.caches import CacheFormat, PagedLayer, Sequences
+from kvloom.caches.storage import Storage
+from kvloom.core.specs import KVSpec
 from kvloom.errors import ArgumentError, OutOfPages, ShapeError, StateError, UnsupportedError
 from kvloom.integrations.transformers import KVCache, KVPool
 
@@ -112,7 +114,7 @@ def test_reset_forgets_that_windows_were_recorded() -> None:
 
 
 def test_no_tokens_after_a_prompt_beyond_the_window() -> None:
-    layer = PagedLayer(PagedFormat(page_size=4), PagedBatch(PagedFormat(page_size=4), window=10))
+    layer = PagedLayer(CacheFormat(page_size=4), Sequences(CacheFormat(page_size=4), window=10))
     x = torch.randn(2, 2, 100, 8)
     layer.append(x, x)
     keys, _ = layer.append(x[:, :, :0], x[:, :, :0]).gather(torch.float32)
@@ -120,10 +122,11 @@ def test_no_tokens_after_a_prompt_beyond_the_window() -> None:
 
 
 def test_layers_of_one_batch_may_be_on_different_devices() -> None:
-    batch = PagedBatch(PagedFormat(page_size=4))
+    batch = Sequences(CacheFormat(page_size=4))
+    spec = KVSpec(1, 2, 8)
     batch.reserve(1, 3)
     for device in (torch.device("cpu"), torch.device("meta"), torch.device("cpu")):
-        assert batch.place(0, 3, device).lengths.device == device
+        assert batch.place(0, 3, Storage(spec, spec, 4, device)).lengths.device == device
 
 
 def test_an_integer_mask_is_refused() -> None:

@@ -11,7 +11,7 @@ from oracles.language_models import FakeQuantCache, FakeQuantCache4, make_model,
 from torch import Tensor
 from transformers import DynamicCache
 
-from kvloom.caches.batch import ROLLBACK
+from kvloom.caches.sequences import ROLLBACK
 from kvloom.errors import ArgumentError, StateError, UnsupportedError
 from kvloom.integrations.transformers import KVCache
 

@@ -46,14 +46,14 @@ def test_tables_are_as_they_were_when_copies_cannot_be_run() -> None:
         growth = Growth(tables, [1, 1, 7])
         assert growth.num_pages == 4
         with pytest.raises(MemoryError), growth.made() as copies:
-            assert copies == [Copy(1, 2), Copy(1, 3)]
+            assert copies == [Copy(1, 4), Copy(1, 5)]
             assert rows(tables) == before
             raise MemoryError
         assert rows(tables) == before
         assert pool.num_free == 6
         check(pool, tree, tables)
-    assert append_all(tables, [1, 1, 7]) == [Copy(1, 2), Copy(1, 3)]
-    assert rows(tables) == [(7, [0, 2]), (7, [0, 3]), (13, [0, 1, 4, 5])]
+    assert append_all(tables, [1, 1, 7]) == [Copy(1, 4), Copy(1, 5)]
+    assert rows(tables) == [(7, [0, 4]), (7, [0, 5]), (13, [0, 1, 2, 3])]
     check(pool, tree, tables)
 
 

@@ -292,3 +292,42 @@ def test_held_page_is_not_reclaimed() -> None:
     with pytest.raises(StateError, match="page 0 must be evictable, got 1 references to it"):
         pool.reclaim(ref)
     assert states(pool) == (0, 1, 0)
+
+
+# --- extents ------------------------------------------------------------------------------------------------
+
+
+def test_pages_are_shared_out_to_extents_and_handed_out_one_extent_after_the_other() -> None:
+    pool = PagePool(0)
+    pool.grow(7, num_extents=3)
+    assert [ref.id for ref in pool.take(7)] == list(range(7))
+    assert [pool.place(page) for page in range(7)] == [
+        (0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (2, 0), (2, 1),
+    ]  # fmt: skip
+    pool.grow(5)
+    assert (pool.num_extents, pool.num_pages) == (3, 12)
+    assert [pool.place(page) for page in range(7, 12)] == [(0, 3), (1, 2), (1, 3), (2, 2), (2, 3)]
+
+
+def test_next_free_stops_at_the_first_page_that_is_not_free() -> None:
+    pool = PagePool(0)
+    pool.grow(8, num_extents=2)
+    refs = pool.take(8)
+    for page in (1, 3, 4, 5):
+        pool.release(refs[page])
+    assert (pool.next_free(0, 3), pool.next_free(2, 3), pool.next_free(3, 3)) == ([1], [3], [])
+    assert (pool.next_free(4, 1), pool.next_free(4, 9)) == ([5], [5])
+
+
+def test_wanted_pages_come_first() -> None:
+    pool = PagePool(5)
+    assert [ref.id for ref in pool.take(3, wanted=[4, 2])] == [4, 2, 0]
+    assert [ref.id for ref in pool.take(2)] == [1, 3]
+
+
+def test_extents_are_fixed_while_there_are_pages() -> None:
+    pool = PagePool(2)
+    pool.grow(2, num_extents=2)
+    assert pool.num_extents == 1
+    with pytest.raises(ArgumentError, match="num_extents must be at least 1, got 0"):
+        pool.grow(1, num_extents=0)

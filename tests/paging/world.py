@@ -23,12 +23,12 @@ class FailingPool(PagePool):
         self.num_takes = 0
         self.fail_at: int | None = None
 
-    def take(self, num_pages: int) -> list[PageRef]:
+    def take(self, num_pages: int, wanted: Sequence[int] = ()) -> list[PageRef]:
         if num_pages:
             self.num_takes += 1
             if self.num_takes == self.fail_at:
                 raise OutOfPages("refused by the test")
-        return super().take(num_pages)
+        return super().take(num_pages, wanted)
 
     @property
     def will_fail(self) -> bool:

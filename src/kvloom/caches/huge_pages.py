@@ -1,4 +1,4 @@
-"""Asking the operating system for pages of 2 MiB, of which the processor finds more at once."""
+"""Advice to the operating system: memory in pages of 2 MiB, of which the processor finds more at once."""
 
 import ctypes
 import mmap
@@ -9,8 +9,8 @@ from torch import Tensor
 _HUGE: Final = 2 << 20
 
 
-def ask_for_huge_pages(x: Tensor) -> None:
-    """Ask for the memory of ``x``, best before it is first touched; where there is no such thing, nothing."""
+def advise_huge_pages(x: Tensor) -> None:
+    """Advise huge pages for the memory of ``x``, best before it is first touched; elsewhere do nothing."""
     advice = getattr(mmap, "MADV_HUGEPAGE", None)
     first, last = -(-x.data_ptr() // _HUGE) * _HUGE, (x.data_ptr() + x.nbytes) // _HUGE * _HUGE
     if x.device.type != "cpu" or advice is None or first >= last:

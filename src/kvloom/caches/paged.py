@@ -3,19 +3,22 @@
 Letters: B sequences, Q new tokens of each, N columns of stored ones, H heads, Dk and Dv head dims.
 """
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from kvloom import ops
-from kvloom.caches.batch import PagedBatch
-from kvloom.caches.storage import PagedFormat, PagedStorage
-from kvloom.caches.stored import Placement, StoredTokens
+from kvloom.caches.format import CacheFormat
+from kvloom.caches.sequences import Sequences
+from kvloom.caches.storage import Storage
+from kvloom.caches.tokens import TokenIndex, Tokens
 from kvloom.core.checks import FLOAT_DTYPES, expect
 from kvloom.core.indexing import CacheIndex
 from kvloom.errors import StateError
+
+_Result = TypeVar("_Result")
 
 
 class PagedLayer:
@@ -30,8 +33,8 @@ class PagedLayer:
         index: Number of this layer among those that share ``batch``.
     """
 
-    def __init__(self, format: PagedFormat, batch: PagedBatch | None = None, index: int = 0) -> None:
-        self.batch = PagedBatch(format) if batch is None else batch
+    def __init__(self, format: CacheFormat, batch: Sequences | None = None, index: int = 0) -> None:
+        self.batch = Sequences(format) if batch is None else batch
         self.index = index
         self.num_tokens = 0
 
@@ -41,7 +44,7 @@ class PagedLayer:
         return self.batch.size
 
     @property
-    def storage(self) -> PagedStorage | None:
+    def storage(self) -> Storage | None:
         """The tensors of this layer; ``None`` before the first ``append``."""
         return self.batch.storages.get(self.index)
 
@@ -55,7 +58,7 @@ class PagedLayer:
         """Bytes that one token of one sequence takes, scales included; 0 before the first ``append``."""
         return 0.0 if self.storage is None else self.storage.nbytes_per_token
 
-    def append(self, key: Tensor, value: Tensor) -> StoredTokens:
+    def append(self, key: Tensor, value: Tensor) -> Tokens:
         """Store new tokens behind the ones that are there.
 
         Args:
@@ -70,28 +73,64 @@ class PagedLayer:
             ShapeError: B, H, a head dim or the device differs from the first ``append``; nothing was written.
             OutOfPages: ``max_tokens`` is reached; nothing was written.
         """
-        with self.appending(key, value) as tokens:
-            return tokens
+        return self._extend(key, value, self._store, is_gathered=False)
 
-    @contextmanager
-    def appending(self, key: Tensor, value: Tensor) -> Iterator[StoredTokens]:
-        """``append``, of which nothing remains if the block raises."""
-        rows, heads, num_new, _ = expect("key", key, "B H Q Dk", dtype=FLOAT_DTYPES).values()
-        expect("value", value, "B H Q Dv", dtype=key.dtype, device=key.device, B=rows, H=heads, Q=num_new)
-        storage = self._storage_for(key, value)
-        start, end = self.num_tokens, self.num_tokens + num_new
-        self.batch.memory.num_writes += 1
-        with self.batch.reserving(rows, end):
-            storage.grow(self.batch.num_pages)
-            if self.batch.passed is not None and num_new:
-                tokens = self._store_beyond_window(key, value, storage, self.batch.passed)
-            else:
-                storage.store(key, value, self.batch.place(start, end, key.device).slots)
-                visible = self.batch.place(start - self.num_columns, end, key.device)
-                tokens = StoredTokens(storage.view, visible, self.batch.window)
-            yield tokens
-        self.batch.storages[self.index] = storage
+    def update(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """``append``, and the columns as tensors: keys ``[B, H, N, Dk]`` and values ``[B, H, N, Dv]``.
+
+        They have the dtype of ``key``. Where unquantized tokens lie one behind the other they are views of
+        the cache, which stay as they are until tokens are removed, and else copies.
+        """
+        return self._extend(key, value, self._update, is_gathered=True)
+
+    def _extend(
+        self, key: Tensor, value: Tensor, store: Callable[..., _Result], *, is_gathered: bool
+    ) -> _Result:
+        """What ``store`` returns of the storage and the new tokens; if it raises, nothing remains of them."""
+        storage, sequences = self.storage, self.batch
+        if storage is None or not storage.serves(key, value, sequences.size):
+            rows, heads, num_new, _ = expect("key", key, "B H Q Dk", dtype=FLOAT_DTYPES).values()
+            sizes = {"B": rows, "H": heads, "Q": num_new}
+            expect("value", value, "B H Q Dv", dtype=key.dtype, device=key.device, **sizes)
+            if storage is None:
+                format = sequences.format
+                storage = Storage.of(format, key, value, format.page_size, is_gathered=is_gathered)
+            storage.expect_fits(key, value, sequences.size or rows)
+        end, size, columns = self.num_tokens + key.shape[2], sequences.size, sequences.num_columns
+        sequences.reserve(key.shape[0], end)
+        try:
+            sequences.pages.num_writes += 1
+            sequences.pages.fit(storage)
+            result = store(storage, key, value)
+        except BaseException:
+            sequences.take_back(size, columns)
+            raise
+        sequences.storages[self.index] = storage
         self.num_tokens = end
+        return result
+
+    def _store(self, storage: Storage, key: Tensor, value: Tensor) -> Tokens:
+        sequences, start, end = self.batch, self.num_tokens, self.num_tokens + key.shape[2]
+        if sequences.passed is not None and end > start:
+            return self._store_beyond_window(key, value, storage, sequences.passed)
+        storage.store(key, value, sequences.place(start, end, storage).slots)
+        visible = sequences.place(start - self.num_columns, end, storage)
+        return Tokens(storage.view, visible, sequences.window)
+
+    def _update(self, storage: Storage, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        rows = self._rows(storage, key.dtype)
+        if rows is None:
+            return self._store(storage, key, value).gather(key.dtype)
+        start, num_new = self.num_tokens, key.shape[2]
+        for target, new in zip(rows, (key, value), strict=True):
+            target.narrow(2, start, num_new).copy_(new.detach() if new.requires_grad else new)
+        return rows[0].narrow(2, 0, start + num_new), rows[1].narrow(2, 0, start + num_new)
+
+    def _rows(self, storage: Storage, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
+        """Views ``[B, H, slots, D]`` of the sequences and the room behind them, if they lie in one run."""
+        run = self.batch.run()
+        rows = None if run is None else storage.rows_of(run.extents, run.start)
+        return None if rows is None or not rows[0].dtype == rows[1].dtype == dtype else rows
 
     @property
     def num_columns(self) -> int:
@@ -115,17 +154,17 @@ class PagedLayer:
         if self.storage is None:
             self.append(new[0], new[1])
             return
-        storage, device = self.storage, self.storage.view.device
+        storage = self.storage
         start = self.num_tokens - self.num_columns
         end = start + num_new
-        self.batch.memory.num_writes += 1
+        self.batch.pages.num_writes += 1
         self.batch.own_pages()
         with self.batch.reserving(self.batch.size, end):
-            storage.grow(self.batch.num_pages)
-            storage.replace(new, self.batch.place(start, end, device).own_slots())
+            self.batch.pages.fit(storage)
+            storage.replace(new, self.batch.place(start, end, storage).own_slots())
         self.num_tokens = end
 
-    def stored(self) -> StoredTokens:
+    def stored(self) -> Tokens:
         """The columns that the next token will see.
 
         Raises:
@@ -135,8 +174,8 @@ class PagedLayer:
         if storage is None:
             raise StateError("gather needs a cache to which tokens were appended")
         start = self.num_tokens - self.num_columns
-        placement = self._sequences().place(start, self.num_tokens, storage.view.device)
-        return StoredTokens(storage.view, placement, self.batch.window)
+        placement = self._sequences().place(start, self.num_tokens, storage)
+        return Tokens(storage.view, placement, self.batch.window)
 
     def gather(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """``stored``, dequantized: keys ``[B, H, N, Dk]`` and values ``[B, H, N, Dv]``."""
@@ -159,40 +198,30 @@ class PagedLayer:
         self.num_tokens = 0
         self.batch.clear()
 
-    def _sequences(self) -> PagedBatch:
+    def _sequences(self) -> Sequences:
         """What holds the tokens of this layer: the batch, as it was before a step that others have made."""
         passed = self.batch.passed
         is_behind = passed is not None and passed.size and self.num_tokens <= passed.num_columns
         return passed if passed is not None and is_behind else self.batch
 
-    def _store_beyond_window(
-        self, key: Tensor, value: Tensor, storage: PagedStorage, passed: PagedBatch
-    ) -> StoredTokens:
+    def _store_beyond_window(self, key: Tensor, value: Tensor, storage: Storage, passed: Sequences) -> Tokens:
         """New tokens fill the window alone: all lie in a storage of this step, the last ones in pages too."""
         rows, num_new, device = key.shape[0], key.shape[2], key.device
         start, end = self.num_tokens, self.num_tokens + num_new
         first = max(start - (self.batch.window or 0) + 1, 0)
         size = end - first
         step = storage.like(size)
-        step.grow(rows)
+        step.reserve(rows, 1)
         slots = torch.arange(rows * size, device=device).view(rows, size)
         begin = [first] * rows
         if start > first:
-            old, begin = passed.place(first, start, device).slots, passed.first_held(first)
+            old, begin = passed.place(first, start, storage).slots, passed.first_held(first)
             ops.copy(storage.view, old.flatten(), step.view, slots[:, : start - first].flatten())
         step.store(key, value, slots[:, start - first :])
         for b, column in enumerate(self.batch.first_held(first)):
-            target = self.batch.place(column, end, device).slots[b]
+            target = self.batch.place(column, end, storage).slots[b]
             ops.copy(step.view, slots[b, column - first :].contiguous(), storage.view, target)
         empty = torch.tensor(begin, device=device) - first
         index = CacheIndex.offset(slots[:, 0] + empty)
         origins = -empty if any(column > first for column in begin) else None
-        return StoredTokens(step.view, Placement(index, size - empty, size, origins), self.batch.window)
-
-    def _storage_for(self, key: Tensor, value: Tensor) -> PagedStorage:
-        """The storage of this layer, of the shapes and on the device of new tokens."""
-        storage = self.storage
-        if storage is None:
-            return PagedStorage.of(self.batch.format, key, value, self.batch.format.page_size)
-        storage.expect_fits(key, value, self.batch.size or key.shape[0])
-        return storage
+        return Tokens(step.view, TokenIndex(index, size - empty, size, origins), self.batch.window)

@@ -3,23 +3,25 @@
 Letters: B sequences, Q new tokens of each, H heads, Dk and Dv head dims.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from kvloom import ops
-from kvloom.caches.batch import ROLLBACK
+from kvloom.caches.format import CacheFormat
 from kvloom.caches.memory import free_bytes, is_exhausted, outside_inference_mode, too_long
 from kvloom.caches.saving import SavedStorage
-from kvloom.caches.storage import PagedFormat, PagedStorage
-from kvloom.caches.stored import Placement, StoredTokens
+from kvloom.caches.sequences import ROLLBACK
+from kvloom.caches.storage import Storage
+from kvloom.caches.tokens import TokenIndex, Tokens
 from kvloom.caches.words import counted
 from kvloom.core.checks import FLOAT_DTYPES, expect
 from kvloom.core.indexing import CacheIndex
 from kvloom.errors import ConfigError, OutOfPages, StateError, UnsupportedError
+
+_Result = TypeVar("_Result")
 
 
 class StaticPagedLayer:
@@ -35,13 +37,13 @@ class StaticPagedLayer:
             lies in slot t modulo that number, so that it takes the place of one that nobody sees any more.
     """
 
-    def __init__(self, format: PagedFormat, window: int | None = None) -> None:
+    def __init__(self, format: CacheFormat, window: int | None = None) -> None:
         if format.max_tokens is None:
             raise ConfigError("max_tokens must be given for fixed storage, got None")
         self.format = format
         self.window = window
         self.max_tokens = format.max_tokens
-        self.storage: PagedStorage | None = None
+        self.storage: Storage | None = None
         with outside_inference_mode():
             self._ring = _Ring(0, self.num_slots, self.max_tokens, torch.device("cpu"))
             self.length = torch.zeros((), dtype=torch.int64)
@@ -53,12 +55,12 @@ class StaticPagedLayer:
         if self.storage is not None:
             num_slots = max(min(int(self._reach), self.num_slots), 1)
             held = self.storage.like(num_slots)
-            held.grow(self.size)
+            held.reserve(self.size, 1)
             ring = _Ring(self.size, num_slots, num_slots, self.length.device)
             column = torch.arange(num_slots, device=self.length.device)
             slots = (x.slots(column).flatten() for x in (self._ring, ring))
             ops.copy(self.storage.view, next(slots), held.view, next(slots))
-            state["saved"] = SavedStorage.of(held, range(self.size))
+            state["saved"] = SavedStorage.of(held, torch.arange(self.size * num_slots))
             state |= {"length": self.num_tokens, "reach": int(self._reach)}
         return state
 
@@ -66,7 +68,7 @@ class StaticPagedLayer:
         StaticPagedLayer.__init__(self, state["format"], state["window"])
         saved: SavedStorage | None = state["saved"]
         if saved is not None:
-            rows, column = len(saved.tensors[0]), torch.arange(saved.page_size)
+            rows, column = saved.view.num_slots // saved.page_size, torch.arange(saved.page_size)
             self._hold(saved.storage(self.num_slots), rows)
             device = self.length.device
             slots = self._ring.slots(column.to(device)).flatten()
@@ -102,13 +104,13 @@ class StaticPagedLayer:
 
     def nbytes_for(self, key: Tensor, value: Tensor) -> int:
         """Bytes that ``allocate`` takes."""
-        storage = PagedStorage.of(self.format, key, value, self.num_slots)
+        storage = Storage.of(self.format, key, value, self.num_slots)
         return int(storage.nbytes_per_token * self.num_slots * key.shape[0])
 
-    def allocate(self, key: Tensor, value: Tensor) -> None:
+    def allocate(self, key: Tensor, value: Tensor, *, is_gathered: bool = False) -> None:
         """Take the memory, zeroed, for keys and values such as these, ``[B, H, any, D]``.
 
-        Call it before the first compiled ``append``.
+        Call it before the first compiled ``append`` or, with ``is_gathered``, ``update``.
 
         Raises:
             OutOfPages: there is too little memory; what was there stays.
@@ -116,28 +118,36 @@ class StaticPagedLayer:
         rows, heads, *_ = expect("key", key, "B H Q Dk", dtype=FLOAT_DTYPES).values()
         expect("value", value, "B H Q Dv", dtype=key.dtype, device=key.device, B=rows, H=heads)
         try:
-            self._hold(PagedStorage.of(self.format, key, value, self.num_slots), rows)
+            storage = Storage.of(self.format, key, value, self.num_slots, is_gathered=is_gathered)
+            self._hold(storage, rows)
         except (MemoryError, RuntimeError) as error:
             if is_exhausted(error):
                 raise too_long_for([self], key, value) from error
             raise
 
-    def append(self, key: Tensor, value: Tensor) -> StoredTokens:
+    def append(self, key: Tensor, value: Tensor) -> Tokens:
         """Store new tokens ``[B, H, Q, D]`` behind the ones that are there, and return all columns.
 
         Raises:
             ShapeError: B, H, a head dim or the device is not as allocated; nothing was written.
             StateError: they do not fit (compiled: ArgumentError of ``store``); nothing was written.
         """
-        with self.appending(key, value) as tokens:
-            return tokens
+        return self._extend(key, value, lambda tokens: tokens, is_gathered=False)
 
-    @contextmanager
-    def appending(self, key: Tensor, value: Tensor) -> Iterator[StoredTokens]:
-        """``append``, of which nothing remains if the block raises."""
+    def update(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """``append``, and all columns as tensors ``[B, H, N, D]`` of the dtype of ``key``.
+
+        Unquantized columns without a window are views of the cache.
+        """
+        return self._extend(key, value, lambda tokens: tokens.gather(key.dtype), is_gathered=True)
+
+    def _extend(
+        self, key: Tensor, value: Tensor, read: Callable[[Tokens], _Result], *, is_gathered: bool
+    ) -> _Result:
+        """What ``read`` makes of all columns; if it raises, nothing remains of the new ones."""
         compiling = torch.compiler.is_compiling()
         if self.storage is None or (not compiling and key.shape[0] != self.size and self.num_tokens == 0):
-            self.allocate(key, value)
+            self.allocate(key, value, is_gathered=is_gathered)
         storage, num_new = self._allocated(), key.shape[2]
         storage.expect_fits(key, value, self.size)
         if not compiling and (length := self.num_tokens) + num_new > self.max_tokens:
@@ -152,15 +162,16 @@ class StaticPagedLayer:
         if self.num_slots == self.max_tokens or num_new <= ROLLBACK:
             self._reach.copy_(reach)
             storage.store(key, value, self._ring.slots(position))
-            yield self._tokens(storage, self._ring, end)
+            result = read(self._tokens(storage, self._ring, end))
         else:
             step, ring = self._step(key, value, storage, position)
-            yield self._tokens(step, ring, end)
+            result = read(self._tokens(step, ring, end))
             last = position[-self.num_slots :]
             slots = (x.slots(last).flatten() for x in (ring, self._ring))
             ops.copy(step.view, next(slots), storage.view, next(slots))
             self._reach.copy_(reach)
         self.length.copy_(end)
+        return result
 
     @property
     def num_columns(self) -> int:
@@ -179,7 +190,7 @@ class StaticPagedLayer:
         column = torch.arange(self.max_tokens, device=storage.view.device)
         storage.replace(new, self._ring.slots(column))
 
-    def stored(self) -> StoredTokens:
+    def stored(self) -> Tokens:
         """All columns.
 
         Raises:
@@ -235,23 +246,24 @@ class StaticPagedLayer:
             other._take(self, rows)
         return other
 
-    def _allocated(self) -> PagedStorage:
+    def _allocated(self) -> Storage:
         if self.storage is None:
             raise StateError("gather needs a cache to which tokens were appended")
         return self.storage
 
-    def _tokens(self, storage: PagedStorage, ring: "_Ring", length: Tensor) -> StoredTokens:
-        placement = Placement(ring.index, length.repeat(self.size), self.max_tokens)
-        return StoredTokens(storage.view, placement, self.window)
+    def _tokens(self, storage: Storage, ring: "_Ring", length: Tensor) -> Tokens:
+        placement = TokenIndex(ring.index, length.repeat(self.size), self.max_tokens)
+        rows = None if self.num_slots < self.max_tokens else storage.rows()
+        return Tokens(storage.view, placement, self.window, rows)
 
     def _step(
-        self, key: Tensor, value: Tensor, storage: PagedStorage, position: Tensor
-    ) -> tuple[PagedStorage, "_Ring"]:
+        self, key: Tensor, value: Tensor, storage: Storage, position: Tensor
+    ) -> tuple[Storage, "_Ring"]:
         """New tokens and those that they see, in a storage of this step."""
         before = (self.window or 1) - 1
         num_slots = min(before + key.shape[2], self.max_tokens)
         step, ring = storage.like(num_slots), _Ring(self.size, num_slots, self.max_tokens, key.device)
-        step.grow(self.size)
+        step.reserve(self.size, 1)
         # Where there are fewer tokens than a window, slots are copied that stand for none.
         old = self.length + torch.arange(-before, 0, device=key.device)
         ops.copy(storage.view, self._ring.slots(old).flatten(), step.view, ring.slots(old).flatten())
@@ -268,8 +280,8 @@ class StaticPagedLayer:
         self.length.copy_(source.length)
         self._reach.copy_(source._reach)
 
-    def _hold(self, storage: PagedStorage, rows: int) -> None:
-        storage.grow(rows)
+    def _hold(self, storage: Storage, rows: int) -> None:
+        storage.reserve(rows, 1)
         device = storage.view.device
         with outside_inference_mode():
             ring = _Ring(rows, self.num_slots, self.max_tokens, device)

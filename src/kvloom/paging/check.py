@@ -81,7 +81,13 @@ def _check_tree(pool: PagePool, tree: PrefixTree) -> None:
 
 
 def _check_states(pool: PagePool, counts: Counter[int]) -> None:
-    """Each page is free, active or evictable, by its references alone; ``counts`` are those of holders."""
+    """Each page has its place, and is free, active or evictable, by its references alone, held ``counts``."""
+    for page, (extent, index) in enumerate(pool._places):
+        if pool._extents[extent][index] != page:
+            there = pool._extents[extent][index]
+            raise StateError(
+                f"page {page} lies at {(extent, index)}, but extent {extent} has page {there} there"
+            )
     sealed = pool._parents
     awake = list(counts)
     while awake:  # an active page holds its parent

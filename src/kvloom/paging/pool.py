@@ -1,7 +1,8 @@
 """Which page is free, and who holds the others. Integers only; imports no torch."""
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from itertools import takewhile
 from typing import NamedTuple
 
 from kvloom.errors import ArgumentError, OutOfPages, StateError
@@ -36,8 +37,11 @@ class PagePool:
     Pages are handed out last freed first, so that a busy pool touches few of them; those that were never used
     come after, lowest id first.
 
+    Pages lie one behind the other in extents, of which a sequence can have one to grow in: ``next_free`` says
+    which pages follow another.
+
     Args:
-        num_pages: Pages to begin with; ``grow`` adds more.
+        num_pages: Pages to begin with, in one extent; ``grow`` adds more.
     """
 
     # How pool and tree meet: a page sealed under a parent holds one reference to it for as long as it is
@@ -45,12 +49,14 @@ class PagePool:
     # at once least recently used first and leaves before parents. The tree only has to walk it: ``take``
     # calls the function that the tree gave to ``attach``, which hands each page back with ``reclaim``.
 
-    __slots__ = ("_counts", "_evict", "_evictable", "_free", "_parents", "_refs")
+    __slots__ = ("_counts", "_evict", "_evictable", "_extents", "_free", "_parents", "_places", "_refs")
 
     def __init__(self, num_pages: int) -> None:
         self._refs: list[PageRef] = []  # of each page, the one reference that is valid now
         self._counts: list[int] = []
-        self._free: list[int] = []  # a stack
+        self._free: dict[int, None] = {}  # a stack from which any page can be taken
+        self._extents: list[list[int]] = [[]]  # pages of each, in order
+        self._places: list[tuple[int, int]] = []  # of each page, its extent and its index there
         self._parents: dict[int, int | None] = {}  # of each sealed page; None begins a sequence
         self._evictable: OrderedDict[int, None] = OrderedDict()  # longest idle first
         self._evict: Callable[[int], object] | None = None
@@ -76,20 +82,54 @@ class PagePool:
         """Pages that nobody holds but the tree can find; ``take`` may have all of them."""
         return len(self._evictable)
 
-    def grow(self, num_pages: int) -> None:
-        """Add ``num_pages`` free pages; references stay valid."""
+    @property
+    def num_extents(self) -> int:
+        """Extents, at least 1."""
+        return len(self._extents)
+
+    def place(self, page: int) -> tuple[int, int]:
+        """Extent of the page with this id, and its index there."""
+        return self._places[page]
+
+    def next_free(self, page: int, num_pages: int) -> list[int]:
+        """Up to ``num_pages`` free pages that follow ``page`` in its extent without a gap."""
+        extent, index = self._places[page]
+        following = self._extents[extent][index + 1 : index + 1 + num_pages]
+        return list(takewhile(self._free.__contains__, following))
+
+    def grow(self, num_pages: int, num_extents: int = 1) -> None:
+        """Add ``num_pages`` free pages to the ends of all extents alike; references stay valid.
+
+        Args:
+            num_pages: Pages to add.
+            num_extents: How many extents a pool without pages is to have.
+        """
         if num_pages < 0:
             raise ArgumentError(f"num_pages must be at least 0, got {num_pages}")
+        if num_extents < 1:
+            raise ArgumentError(f"num_extents must be at least 1, got {num_extents}")
         first, end = self.num_pages, self.num_pages + num_pages
+        if first == 0:
+            self._extents = [[] for _ in range(num_extents)]
         self._refs += [PageRef(page, 0) for page in range(first, end)]
         self._counts += [0] * num_pages
-        self._free[:0] = range(end - 1, first - 1, -1)
+        self._free = dict.fromkeys(range(end - 1, first - 1, -1)) | self._free
+        page, count = first, len(self._extents)
+        for i, pages in enumerate(self._extents):
+            while page < end and len(pages) < -(-(end - i) // count):
+                self._places.append((i, len(pages)))
+                pages.append(page)
+                page += 1
 
-    def take(self, num_pages: int) -> list[PageRef]:
+    def take(self, num_pages: int, wanted: Sequence[int] = ()) -> list[PageRef]:
         """Hand out pages with one reference each, all or none.
 
         When free pages run short, evictable ones are evicted: as few as needed, longest idle first, leaves
         before parents.
+
+        Args:
+            num_pages: How many.
+            wanted: Free pages that must be among them, and come first.
 
         Returns:
             Distinct references, each valid while it is held, and then for as long as the tree can find it.
@@ -106,7 +146,10 @@ class PagePool:
             )
         if num_pages > self.num_free and self._evict is not None:
             self._evict(num_pages - self.num_free)
-        refs = [self._refs[self._free.pop()] for _ in range(num_pages)]
+        for page in wanted:
+            del self._free[page]
+        others = [self._free.popitem()[0] for _ in range(num_pages - len(wanted))]
+        refs = [self._refs[page] for page in (*wanted, *others)]
         for ref in refs:
             self._counts[ref.id] = 1
         return refs
@@ -205,7 +248,7 @@ class PagePool:
 
     def _end(self, page: int) -> None:
         self._refs[page] = PageRef(page, self._refs[page].generation + 1)
-        self._free.append(page)
+        self._free[page] = None
 
     def _page(self, ref: PageRef) -> int:
         """The page of a reference that was handed out and is valid still."""

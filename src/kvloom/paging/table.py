@@ -191,6 +191,17 @@ class Growth:
             self._plan.append((table, num_new, moves, num_pages))
         self.num_pages = sum(num_pages for *_, num_pages in self._plan)
 
+    def _following(self) -> list[list[int]]:
+        """For each table the free pages behind its last one, as many as it takes, each for one table."""
+        claimed: set[int] = set()
+        wanted = []
+        for table, _, moves, num_pages in self._plan:
+            pages = table._held()
+            behind = self._pool.next_free(pages[-1].id, num_pages) if pages and not moves else []
+            wanted.append([] if claimed.intersection(behind) else behind)
+            claimed.update(behind)
+        return wanted
+
     @contextmanager
     def made(self) -> Iterator[list[Copy]]:
         """Take the pages; the tables have them when the block ends, and not if it raises.
@@ -202,9 +213,13 @@ class Growth:
         Raises:
             OutOfPages: the pool has too few pages for all tables; nothing was changed.
         """
-        pages = self._pool.take(self.num_pages)
-        fresh = iter(pages)
-        taken = [list(islice(fresh, num_pages)) for *_, num_pages in self._plan]
+        wanted = self._following()
+        pages = self._pool.take(self.num_pages, [page for behind in wanted for page in behind])
+        following, others = iter(pages), iter(pages[sum(map(len, wanted)) :])
+        taken = [
+            [*islice(following, len(behind)), *islice(others, num_pages - len(behind))]
+            for (*_, num_pages), behind in zip(self._plan, wanted, strict=True)
+        ]
         try:
             yield [
                 Copy(table._held()[-1].id, new[0].id)

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from kvloom import ops
-from kvloom.caches import Placement, StoredTokens
+from kvloom.caches import TokenIndex, Tokens
 from kvloom.core.checks import FLOAT_DTYPES
 from kvloom.core.indexing import CacheIndex
 from kvloom.core.layouts import CacheLayout
 from kvloom.core.views import KVView, head_dim_of
 from kvloom.errors import ArgumentError, ShapeError, UnsupportedError
+from kvloom.integrations.transformers.lazy_tensor import LazyTensor
 from kvloom.integrations.transformers.masks import CompactMask, visible
-from kvloom.integrations.transformers.stand_in import StandIn
 
 IMPLEMENTATION: Final = "kvloom"
 
@@ -30,7 +30,7 @@ _REFUSED: Final = ("head_mask", "indices", "block_indices", "sinks", "cache")
 _DENSE: Final = CacheLayout("B H S D")
 
 
-class StoredStates(StandIn):
+class LazyStates(LazyTensor):
     """Keys or values ``[B, H, N, D]`` of a layer, left where they lie.
 
     Attention gets no more of a cache than what its ``update`` returned, so ``update`` returns these.
@@ -41,22 +41,17 @@ class StoredStates(StandIn):
         key_states: The keys that belong to these values; ``None`` if these are the keys.
     """
 
-    def __init__(
-        self, tokens: StoredTokens, newest: Tensor, key_states: "StoredStates | None" = None
-    ) -> None:
+    def __init__(self, tokens: Tokens, newest: Tensor, key_states: "LazyStates | None" = None) -> None:
         self.tokens = tokens
         self.dtype = newest.dtype
         self.device = tokens.view.device
-        wants_gradient = (
-            newest.requires_grad and torch.is_grad_enabled() and not torch.compiler.is_compiling()
-        )
-        self.untrained = newest if wants_gradient else None
-        """What would have a gradient if it had not been stored; compilers would trace what raises."""
+        self.untrained = newest if newest.requires_grad else None
+        """What would have a gradient if it had not been stored."""
         self._key_states = key_states
         self._gathered: tuple[Tensor, Tensor] | None = None
 
     @classmethod
-    def pair(cls, tokens: StoredTokens, key: Tensor, value: Tensor) -> tuple["StoredStates", "StoredStates"]:
+    def pair(cls, tokens: Tokens, key: Tensor, value: Tensor) -> tuple["LazyStates", "LazyStates"]:
         """Keys and values, of which ``key`` and ``value`` were stored last."""
         key_states = cls(tokens, key)
         return key_states, cls(tokens, value, key_states)
@@ -76,7 +71,7 @@ class StoredStates(StandIn):
         keys = self if self._key_states is None else self._key_states
         if keys._gathered is None:
             keys._gathered = self.tokens.gather(keys.dtype)
-        return _refuse_gradient(keys._gathered[0 if keys is self else 1], self)
+        return refuse_gradient(keys._gathered[0 if keys is self else 1], self.untrained)
 
 
 class _NoGradient(torch.autograd.Function):
@@ -93,11 +88,13 @@ class _NoGradient(torch.autograd.Function):
         )
 
 
-def _refuse_gradient(computed: Tensor, *states: StoredStates) -> Tensor:
-    """``computed``, of which ``backward`` raises UnsupportedError if it should reach what was stored."""
-    untrained = [x.untrained for x in states if x.untrained is not None]
+def refuse_gradient(computed: Tensor, *untrained: Tensor | None) -> Tensor:
+    """``computed``, of which ``backward`` raises UnsupportedError if it should reach ``untrained``."""
+    if not torch.is_grad_enabled() or torch.compiler.is_compiling():  # which would trace what raises
+        return computed
     refuse: Callable[..., Tensor] = _NoGradient.apply
-    return refuse(computed, *untrained) if untrained else computed
+    lost = [x for x in untrained if x is not None and x.requires_grad]
+    return refuse(computed, *lost) if lost else computed
 
 
 def attention(
@@ -143,10 +140,10 @@ def attention(
     wanted += ["dropout"] * (dropout > 0) + ["output_attentions"] * bool(kwargs.get("output_attentions"))
     if wanted:
         raise UnsupportedError(f"attn_implementation 'kvloom' has no {wanted[0]}: use 'eager'")
-    if isinstance(key, StoredStates) and isinstance(value, StoredStates) and key.tokens is value.tokens:
+    if isinstance(key, LazyStates) and isinstance(value, LazyStates) and key.tokens is value.tokens:
         tokens = key.tokens
     else:
-        key, value = (x.gather() if isinstance(x, StoredStates) else x for x in (key, value))
+        key, value = (x.gather() if isinstance(x, LazyStates) else x for x in (key, value))
         tokens = _dense(key, value, attention_mask)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     first = mask = None
@@ -166,10 +163,10 @@ def attention(
         mask = mask + position_bias
     scores = ops.Scores(scaling, bool(causal), softcap=softcap, sinks=s_aux)
     out = tokens.attend(query, scores, first=first, mask=mask)
-    return _refuse_gradient(out, *(x for x in (key, value) if isinstance(x, StoredStates))), None
+    return refuse_gradient(out, *(x.untrained for x in (key, value) if isinstance(x, LazyStates))), None
 
 
-def _whole(mask: Tensor, query: Tensor, tokens: StoredTokens) -> Tensor:
+def _whole(mask: Tensor, query: Tensor, tokens: Tokens) -> Tensor:
     """``[B or 1, Hq or 1, Q, N]`` of a mask that says all."""
     if mask.dtype != torch.bool and mask.dtype not in FLOAT_DTYPES:
         raise ShapeError(f"attention_mask must be bool, float32, float16 or bfloat16, got {mask.dtype}")
@@ -177,7 +174,7 @@ def _whole(mask: Tensor, query: Tensor, tokens: StoredTokens) -> Tensor:
     return mask[..., : tokens.placement.num_columns].expand(-1, -1, query.shape[2], -1)
 
 
-def _expect_sizes(mask: Tensor | CompactMask, query: Tensor, tokens: StoredTokens) -> None:
+def _expect_sizes(mask: Tensor | CompactMask, query: Tensor, tokens: Tokens) -> None:
     """Raise ArgumentError unless a mask is ``[B or 1, Hq or 1, Q or 1, N]``."""
     sizes, num_columns = list(mask.shape), tokens.placement.num_columns
     # A cache of fixed length may have fewer columns than a mask; those of a window may not be the first.
@@ -193,14 +190,14 @@ def _expect_sizes(mask: Tensor | CompactMask, query: Tensor, tokens: StoredToken
         )
 
 
-def _visible(first: Tensor | None, causal: bool, num_new: int, tokens: StoredTokens) -> Tensor:
+def _visible(first: Tensor | None, causal: bool, num_new: int, tokens: Tokens) -> Tensor:
     """``[B, 1, Q, N]`` bool: the columns that the last ``num_new`` tokens see without a mask."""
     placement = tokens.placement
     lengths = placement.lengths if placement.origins is None else placement.lengths - placement.origins
     return visible(lengths, num_new, placement.num_columns, first=first, causal=causal, window=tokens.window)
 
 
-def _dense(key: Tensor, value: Tensor, mask: Tensor | CompactMask | None) -> StoredTokens:
+def _dense(key: Tensor, value: Tensor, mask: Tensor | CompactMask | None) -> Tokens:
     """Keys and values that are in no cache of ours, ``[B, H, N, D]``, as many columns as the mask says."""
     rows, num_columns = key.shape[0], key.shape[2]
     starts = torch.arange(rows, device=key.device) * num_columns
@@ -208,5 +205,5 @@ def _dense(key: Tensor, value: Tensor, mask: Tensor | CompactMask | None) -> Sto
         lengths = mask.lengths
     else:
         lengths = torch.full((rows,), num_columns, device=key.device)
-    placement = Placement(CacheIndex.pages(starts.unsqueeze(1), max(num_columns, 1)), lengths, num_columns)
-    return StoredTokens(KVView.split(_DENSE, key, value), placement)
+    placement = TokenIndex(CacheIndex.pages(starts.unsqueeze(1), max(num_columns, 1)), lengths, num_columns)
+    return Tokens(KVView.split(_DENSE, key, value), placement)

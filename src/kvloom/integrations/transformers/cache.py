@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import Cache
 
-from kvloom.caches import PagedBatch, PagedLayer, StaticPagedLayer
+from kvloom.caches import PagedLayer, Sequences, StaticPagedLayer
 from kvloom.caches.static_pages import too_long_for
 from kvloom.errors import ArgumentError, OutOfPages, StateError, UnsupportedError
 from kvloom.integrations.transformers.changes import changes_of_length, changes_of_rows, expect_pages
@@ -26,8 +26,8 @@ from kvloom.integrations.transformers.legacy import expect_pairs, plain_layers
 from kvloom.integrations.transformers.making import (
     DummyLayer,
     StatefulLayer,
+    cache_format,
     make_layers,
-    paged_format,
     text_config_of,
 )
 
@@ -77,7 +77,7 @@ class KVCache(DynamicCache):  # type: ignore[misc]
             page_size: Tokens in a page.
             max_tokens: Token slots of each layer, all sequences together; ``None`` grows on demand.
             values: How the values are kept, if otherwise than the keys.
-            layout: Axis order of the pages, see ``PagedFormat``; ``"auto"`` keeps rows where attention is not
+            layout: Axis order of the pages, see ``CacheFormat``; ``"auto"`` keeps rows where attention is not
                 ``"kvloom"`` when the cache is made.
             static: Take all memory at the first update and keep lengths in tensors, so that a decode step
                 compiles once; ``max_tokens`` is then the longest that each sequence gets.
@@ -91,7 +91,7 @@ class KVCache(DynamicCache):  # type: ignore[misc]
         config = text_config_of(model)
         if static and max_tokens is None:
             raise ArgumentError("max_tokens must be given for a static cache, got None")
-        format = paged_format(config, kv, quant_group, 1 if static else page_size, max_tokens, values, layout)
+        format = cache_format(config, kv, quant_group, 1 if static else page_size, max_tokens, values, layout)
         layers = make_layers(model, format, static)
         known = (KVCacheLayer, DummyLayer, StatefulLayer)
         others = Counter(type(x).__name__ for x in layers if not isinstance(x, known))
@@ -240,7 +240,7 @@ class KVCache(DynamicCache):  # type: ignore[misc]
     def fork(self) -> "KVCache":
         """A cache of the same tokens on the same pages, not frozen; neither sees what the other stores."""
         self._expect_whole_rows()
-        forks: dict[PagedBatch | None, PagedBatch | None] = {batch: batch.fork() for batch in self.batches}
+        forks: dict[Sequences | None, Sequences | None] = {batch: batch.fork() for batch in self.batches}
         return type(self)(
             [
                 x.fork(forks.get(getattr(x.pages, "batch", None)))

@@ -12,17 +12,17 @@ from torch import Tensor
 from transformers import cache_utils
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from kvloom.caches import PagedBatch, PagedLayer, StaticPagedLayer
+from kvloom.caches import PagedLayer, Sequences, StaticPagedLayer
 from kvloom.caches.assigning import SIDES, Assignment
 from kvloom.caches.read_only import ReadOnly
 from kvloom.core.checks import FLOAT_DTYPES, expect
 from kvloom.errors import ArgumentError, StateError, UnsupportedError
-from kvloom.integrations.transformers.attention import IMPLEMENTATION, StoredStates
+from kvloom.integrations.transformers.attention import IMPLEMENTATION, LazyStates, refuse_gradient
 
 # Until transformers 5.12 ``crop(n)`` kept n tokens; since then ``crop(-n)`` removes n.
 _CROP_KEEPS: Final = "tokens_to_remove" not in inspect.signature(Cache.crop).parameters
 
-States = Tensor | StoredStates
+States = Tensor | LazyStates
 
 
 class KVCacheLayer(CacheLayerMixin):  # type: ignore[misc]
@@ -73,13 +73,20 @@ class KVCacheLayer(CacheLayerMixin):  # type: ignore[misc]
     ) -> tuple[States, States]:
         """Store ``[B, H, Q, D]`` and return everything that their attention reads, ``[B, H, N, D]``."""
         self.expect_changeable()
-        with self.pages.appending(key_states, value_states) as tokens:
-            keys, values = StoredStates.pair(tokens, key_states, value_states)
-            in_place = self._config._attn_implementation == IMPLEMENTATION
-            pair: tuple[States, States] = (keys, values) if in_place else (keys.gather(), values.gather())
+        if self._is_in_place:
+            tokens = self.pages.append(key_states, value_states)
+            pair: tuple[States, States] = LazyStates.pair(tokens, key_states, value_states)
+        else:
+            keys, values = self.pages.update(key_states, value_states)
+            pair = refuse_gradient(keys, key_states), refuse_gradient(values, value_states)
         if self._dtype is None:
             KVCacheLayer.lazy_initialization(self, key_states)
         return pair
+
+    @property
+    def _is_in_place(self) -> bool:
+        """Whether attention reads the cache itself."""
+        return bool(self._config._attn_implementation == IMPLEMENTATION)
 
     def get_seq_length(self) -> int | Tensor:
         """Columns seen, those that a window has passed included."""
@@ -127,7 +134,7 @@ class KVCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         if isinstance(self.pages, PagedLayer):
             self.pages.batch.is_recording = wanted
 
-    def fork(self, batch: PagedBatch | None) -> "KVCacheLayer":
+    def fork(self, batch: Sequences | None) -> "KVCacheLayer":
         """This layer over ``batch``, a fork of its own."""
         self.assignment.expect_none(self.pages.num_columns)
         if isinstance(self.pages, StaticPagedLayer):
@@ -229,7 +236,8 @@ class StaticKVCacheLayer(KVCacheLayer):
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor | None = None) -> None:
         """Take the memory."""
-        self.pages.allocate(key_states, key_states if value_states is None else value_states)
+        value_states = key_states if value_states is None else value_states
+        self.pages.allocate(key_states, value_states, is_gathered=not self._is_in_place)
         super().lazy_initialization(key_states, value_states)
 
     def get_seq_length(self) -> Tensor:
@@ -285,7 +293,7 @@ if TheirHybridLayer is not None:
             """Make the states of row i those of row ``rows[i]``."""
             cache_utils.LinearAttentionLayer.reorder_cache(self, rows)
 
-        def fork(self, batch: PagedBatch | None) -> "HybridKVCacheLayer":
+        def fork(self, batch: Sequences | None) -> "HybridKVCacheLayer":
             """This layer over ``batch``, with states of its own."""
             other = super().fork(batch)
             for name in vars(self).keys() & _STATES:  # not every version has all

@@ -8,10 +8,10 @@ from types import SimpleNamespace
 
 from torch import Tensor
 
-from kvloom.caches import PagedBatch, PagedLayer
+from kvloom.caches import PagedLayer, Sequences
 from kvloom.errors import ArgumentError
 from kvloom.integrations.transformers.layers import KVCacheLayer
-from kvloom.integrations.transformers.making import paged_format
+from kvloom.integrations.transformers.making import cache_format
 
 
 def expect_pairs(past_key_values: Iterable[Sequence[Tensor]]) -> list[tuple[Tensor, Tensor]]:
@@ -50,5 +50,5 @@ def plain_layers(
     """Layers that keep all tokens, for pairs of a model that is not known; arguments as ``for_model``."""
     # All that a configuration is asked for: how attention computes. Head dims are checked at the update.
     config = SimpleNamespace(_attn_implementation="sdpa", kv_lora_rank=None)
-    batch = PagedBatch(paged_format(config, kv, quant_group, page_size, max_tokens, values, layout))
+    batch = Sequences(cache_format(config, kv, quant_group, page_size, max_tokens, values, layout))
     return [KVCacheLayer(PagedLayer(batch.format, batch, i), config) for i in range(len(pairs))]

@@ -8,10 +8,9 @@ import transformers
 from transformers import DynamicCache, PretrainedConfig, cache_utils
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from kvloom.caches import PagedBatch, PagedFormat, PagedLayer, StaticPagedLayer
+from kvloom.caches import CacheFormat, PagedLayer, Sequences, StaticPagedLayer
 from kvloom.core.specs import QuantSpec
 from kvloom.errors import ArgumentError, UnsupportedError
-from kvloom.integrations.transformers.attention import IMPLEMENTATION
 from kvloom.integrations.transformers.layers import (
     HybridKVCacheLayer,
     KVCacheLayer,
@@ -56,7 +55,7 @@ def layers_used(model: Any) -> set[int] | None:
     return {number for number in numbers if isinstance(number, int)} or None
 
 
-def paged_format(
+def cache_format(
     config: Any,
     kv: str,
     quant_group: int,
@@ -64,10 +63,8 @@ def paged_format(
     max_tokens: int | None,
     values: str | None,
     layout: str,
-) -> PagedFormat:
+) -> CacheFormat:
     """The format that arguments of ``KVCache.for_model`` name; raises as that does."""
-    if layout == "auto" and config._attn_implementation != IMPLEMENTATION:
-        layout = "NHD"  # pages are gathered at each step, of which rows are the fastest
     formats = []
     for name, kind in (("kv", kv), ("values", kv if values is None else values)):
         if kind not in STORAGE:
@@ -78,12 +75,12 @@ def paged_format(
                 f"quant_group must divide the head dim {head_dim_of(config)}, got {quant_group}"
             )
         dtype = None if quant is not None or kind == "auto" else getattr(torch, kind)
-        formats.append(PagedFormat(dtype, quant, page_size, max_tokens, layout=layout))
+        formats.append(CacheFormat(dtype, quant, page_size, max_tokens, layout=layout))
     return replace(formats[0], values=formats[1])
 
 
 def make_layers(
-    model: Any, format: PagedFormat, static: bool = False, batch: PagedBatch | None = None
+    model: Any, format: CacheFormat, static: bool = False, batch: Sequences | None = None
 ) -> list[Any]:
     """A layer for each of the model's, ours wherever there are keys and values.
 
@@ -101,7 +98,7 @@ def make_layers(
     kinds = getattr(config, "layer_types", None) or [None] * len(theirs)
     if getattr(model, "_is_stateful", False) and not any(isinstance(x, StatefulLayer) for x in theirs):
         kinds = ["recurrent"] * len(theirs)
-    batches: dict[int | None, PagedBatch] = {} if batch is None else {None: batch}
+    batches: dict[int | None, Sequences] = {} if batch is None else {None: batch}
     layers: list[Any] = []
     for index, (layer, kind) in enumerate(zip(theirs, kinds, strict=False)):
         hybrid = type(layer) is TheirHybridLayer
@@ -118,7 +115,7 @@ def make_layers(
             layers.append(StaticKVCacheLayer(StaticPagedLayer(format, window), live))
         else:
             if window not in batches:
-                batches[window] = PagedBatch(format, window)
+                batches[window] = Sequences(format, window)
             pages = PagedLayer(format, batches[window], index)
             layers.append(HybridKVCacheLayer(pages, live) if hybrid else KVCacheLayer(pages, live))
         layers[-1].is_used = used is None or index in used

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
 
-from kvloom.integrations.transformers.stand_in import StandIn
+from kvloom.integrations.transformers.lazy_tensor import LazyTensor
 
 
-class CompactMask(StandIn):
+class CompactMask(LazyTensor):
     """Stands for a causal mask ``[B, 1, Q, N]`` of which a few numbers say all.
 
     Args:

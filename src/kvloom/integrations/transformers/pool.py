@@ -6,13 +6,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvloom.caches import PagedBatch, PagedMemory
+from kvloom.caches import Pages, Sequences
 from kvloom.caches.saving import hold, save_pages
 from kvloom.core.checks import INDEX_DTYPES, expect
 from kvloom.errors import ArgumentError, UnsupportedError
 from kvloom.integrations.transformers.cache import KVCache
 from kvloom.integrations.transformers.layers import KVCacheLayer
-from kvloom.integrations.transformers.making import make_layers, paged_format, text_config_of
+from kvloom.integrations.transformers.making import cache_format, make_layers, text_config_of
 from kvloom.paging import PageRef, PageTable, PrefixTree, check
 
 
@@ -29,32 +29,32 @@ class KVPool:
 
     Args:
         model: A ``PreTrainedModel`` all of whose layers attend to the whole sequence.
-        memory: Where the pages are.
+        pages: Where they keep their tokens.
     """
 
-    def __init__(self, model: Any, memory: PagedMemory) -> None:
-        self._empty = KVCache(make_layers(model, memory.format, batch=PagedBatch(memory)))
+    def __init__(self, model: Any, pages: Pages) -> None:
+        self._empty = KVCache(make_layers(model, pages.format, batch=Sequences(pages)))
         self._states = torch.empty(0, dtype=model.dtype, device=model.device)
-        self._memory = memory
-        self._tree = PrefixTree(memory.pool, memory.format.page_size)
+        self._pages = pages
+        self._tree = PrefixTree(pages.pool, pages.format.page_size)
         self._num_asked = self._num_found = 0
 
     def __getstate__(self) -> dict[str, Any]:
         """To be saved: the pages that can be found, and no model."""
         known = list(self._tree.sequences())
-        places = save_pages(self._memory, (ref for *_, refs in known for ref in refs))
+        places = save_pages(self._pages, (ref for *_, refs in known for ref in refs))
         saved = [(salt, tokens, [places[ref] for ref in refs]) for salt, tokens, refs in known]
         return vars(self) | {"_tree": saved}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         saved = state.pop("_tree")
         self.__dict__.update(state)
-        memory = self._memory
-        memory.keep()
-        self._tree = PrefixTree(memory.pool, memory.format.page_size)
+        pages = self._pages
+        pages.keep()
+        self._tree = PrefixTree(pages.pool, pages.format.page_size)
         for salt, tokens, places in saved:
-            for ref in self._tree.insert(tokens, hold(memory, places), salt):
-                memory.pool.release(ref)
+            for ref in self._tree.insert(tokens, hold(pages, places), salt):
+                pages.pool.release(ref)
 
     @classmethod
     def for_model(
@@ -77,14 +77,14 @@ class KVPool:
             UnsupportedError: a layer has a window or a recurrent state, which a prefix of pages cannot give.
         """
         config = text_config_of(model)
-        format = paged_format(config, kv, quant_group, page_size, max_tokens, values, layout)
+        format = cache_format(config, kv, quant_group, page_size, max_tokens, values, layout)
         for layer in make_layers(model, format):
             if type(layer) is not KVCacheLayer or layer.is_sliding:
                 raise UnsupportedError(
                     f"model must attend to the whole sequence in every layer, got {type(layer).__name__} in "
                     f"{type(model).__name__}"
                 )
-        return cls(model, PagedMemory(format, is_kept=True))
+        return cls(model, Pages(format, is_kept=True))
 
     def begin(self, input_ids: Tensor, salt: str = "") -> KVCache:
         """A cache that holds the longest first part of every row that is known, in whole pages.
@@ -128,7 +128,7 @@ class KVPool:
             StateError: an update broke off; or pages of a row are known under other tokens, then that row and
                 those after it stay unknown.
         """
-        if [batch.memory for batch in cache.batches] != [self._memory]:
+        if [batch.pages for batch in cache.batches] != [self._pages]:
             raise ArgumentError("cache must be one that this pool began, got another's")
         cache.expect_whole()
         batch = cache.batches[0]
@@ -142,12 +142,12 @@ class KVPool:
 
     def check(self) -> None:
         """Recompute the invariants of pages and prefixes; raises ``StateError`` on the first that fails."""
-        tables = [table for batch in self._memory.batches for table in batch.tables]
-        check(self._memory.pool, self._tree, tables)
+        tables = [table for batch in self._pages.users for table in batch.tables]
+        check(self._pages.pool, self._tree, tables)
 
     def report(self) -> dict[str, int]:
         """Pages by state, and how many of the tokens that were asked for were found."""
-        pool = self._memory.pool
+        pool = self._pages.pool
         return {
             "num_pages": pool.num_pages,
             "free": pool.num_free,
@@ -160,7 +160,7 @@ class KVPool:
     def _table(self, refs: Sequence[PageRef], num_pages: int) -> PageTable:
         """A table that begins with the first of some pages; the others are released."""
         for ref in refs[num_pages:]:
-            self._memory.pool.release(ref)
-        table = PageTable(self._memory.pool, self._memory.format.page_size)
+            self._pages.pool.release(ref)
+        table = PageTable(self._pages.pool, self._pages.format.page_size)
         table.adopt(refs[:num_pages])
         return table

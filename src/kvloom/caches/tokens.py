@@ -18,7 +18,7 @@ _CAUSAL = ops.Scores()
 
 
 @dataclass(eq=False)
-class Placement:
+class TokenIndex:
     """Where N columns of B sequences lie: the same in every layer that shares a page table.
 
     Attributes:
@@ -63,7 +63,7 @@ class Placement:
             return batch
         return replace(batch, first_visible=first if self.origins is None else first + self.origins)
 
-    def row(self, b: int) -> "Placement":
+    def row(self, b: int) -> "TokenIndex":
         """Sequence b alone."""
         index = replace(
             self.index,
@@ -71,7 +71,7 @@ class Placement:
             row_starts=None if self.index.row_starts is None else self.index.row_starts[b : b + 2],
         )
         origins = None if self.origins is None else self.origins[b : b + 1]
-        return Placement(index, self.lengths[b : b + 1], self.num_columns, origins)
+        return TokenIndex(index, self.lengths[b : b + 1], self.num_columns, origins)
 
     def _find_slots(self) -> Tensor:
         rows, device = len(self.lengths), self.lengths.device
@@ -85,21 +85,25 @@ class Placement:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class StoredTokens:
+class Tokens:
     """N columns of B sequences of one layer.
 
     Attributes:
         view: Keys and values of the layer.
         placement: Where the columns lie in it.
         window: Tokens that a token sees, itself included; ``None`` for all before it.
+        rows: Keys and values ``[B, H, N, D]`` as views of the cache, if they can be.
     """
 
     view: KVView
-    placement: Placement
+    placement: TokenIndex
     window: int | None = None
+    rows: tuple[Tensor, Tensor] | None = None
 
     def gather(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Keys ``[B, H, N, Dk]`` and values ``[B, H, N, Dv]``, dequantized."""
+        """Keys ``[B, H, N, Dk]`` and values ``[B, H, N, Dv]``: dequantized copies, or views."""
+        if self.rows is not None and self.rows[0].dtype == self.rows[1].dtype == dtype:
+            return self.rows
         slots = self.placement.slots
         key, value = ops.load(slots.flatten(), self.view, dtype=dtype)
         key, value = (x.unflatten(0, slots.shape).transpose(1, 2) for x in (key, value))

@@ -11,17 +11,18 @@ import torch
 from torch import Tensor
 
 from kvloom import ops
+from kvloom.caches.format import CacheFormat
+from kvloom.caches.pages import Pages
 from kvloom.caches.saving import SavedStorage
-from kvloom.caches.storage import PagedFormat, PagedStorage, copy_pages, page_ids
+from kvloom.caches.storage import Storage
 from kvloom.core.checks import expect_range
 from kvloom.core.indexing import CacheIndex
-from kvloom.core.specs import KVSpec
-from kvloom.errors import ArgumentError, StateError
-from kvloom.paging import Growth, PagePool, PageTable, PrefixTree, check
+from kvloom.errors import ArgumentError, ConfigError, StateError
+from kvloom.paging import PageTable, PrefixTree, check
 
 
-class PagedSequence:
-    """One sequence of a ``PagedCache``; made by ``begin`` and ``fork``, used until ``end``.
+class PrefixSequence:
+    """One sequence of a ``PrefixCache``; made by ``begin`` and ``fork``, used until ``end``.
 
     Attributes:
         tokens: Token ids, those included whose keys and values are still to come.
@@ -44,7 +45,7 @@ class PagedSequence:
         return len(self.tokens) - min(self.stored)
 
 
-class PagedCache:
+class PrefixCache:
     """Keys and values of many sequences; full pages are found again by their tokens.
 
     The protocol of a step: ``begin`` (or ``extend``), ``append`` in every layer, ``commit``; then ``attend``
@@ -53,55 +54,65 @@ class PagedCache:
     first.
 
     Args:
-        key: Spec of one layer's keys (``layers`` is 1); ``heads``, ``head_dim``, ``dtype`` and ``quant``
-            count.
-        value: Spec of the values, as ``key`` if ``None``.
+        format: How tokens are kept, ``max_tokens`` of them in each layer.
         num_layers: Attention layers.
-        num_pages: Pages in the pool.
-        page_size: Token slots in a page.
+        heads: Key/value heads.
+        head_dim: Elements of a head vector of the keys and, without ``value_dim``, of the values.
+        value_dim: Elements of a head vector of the values.
+        dtype: That the model computes in: of unquantized tokens, unless ``format`` says another.
         device: Where the tensors live.
-        layout: Axis order of the pages, see ``PagedFormat``.
+
+    Raises:
+        ConfigError: ``format`` has no ``max_tokens``.
     """
 
     def __init__(
         self,
-        key: KVSpec,
-        value: KVSpec | None = None,
+        format: CacheFormat,
         *,
         num_layers: int,
-        num_pages: int,
-        page_size: int = 16,
+        heads: int,
+        head_dim: int,
+        value_dim: int | None = None,
+        dtype: torch.dtype = torch.float16,
         device: torch.device | str = "cpu",
-        layout: str = "auto",
     ) -> None:
+        if format.max_tokens is None:
+            raise ConfigError("format must have max_tokens, got None")
         expect_range("num_layers", num_layers, 1)
-        expect_range("num_pages", num_pages, 1)
-        self.page_size = PagedFormat(page_size=page_size).page_size
-        self.pool = PagePool(num_pages)
-        self.tree = PrefixTree(self.pool, page_size)
-        self.layers = [
-            PagedStorage(key, key if value is None else value, page_size, torch.device(device), layout)
-            for _ in range(num_layers)
-        ]
-        self._device = self.layers[0].view.device
-        for layer in self.layers:
-            layer.grow(num_pages)
-        self._sequences: list[PagedSequence] = []
+        self.pages = Pages(format, is_kept=True)
+        self.tree = PrefixTree(self.pages.pool, format.page_size)
+        key = format.spec(heads, head_dim, dtype)
+        value = (format.values or format).spec(heads, head_dim if value_dim is None else value_dim, dtype)
+        device = torch.device(device)
+        for i in range(num_layers):
+            storage = Storage(key, value, format.page_size, device, format.layout)
+            self.pages.fit(storage)
+            self.pages.storages[i] = storage
+        self._sequences: list[PrefixSequence] = []
 
     def __getstate__(self) -> dict[str, Any]:
         """To be saved: the pages that hold something."""
-        pages = [page for page in range(self.pool.num_pages) if not self.pool.is_free(page)]
-        return vars(self) | {"layers": [SavedStorage.of(x, pages) for x in self.layers], "_pages": pages}
+        pool = self.pages.pool
+        pages = [page for page in range(pool.num_pages) if not pool.is_free(page)]
+        saved = [SavedStorage.of(x, self.pages.slots(pages, x)) for x in self.layers]
+        return vars(self) | {"_pool": pool, "_held": pages, "_saved": saved}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        pages, saved = state.pop("_pages"), state.pop("layers")
-        vars(self).update(state, layers=[x.storage() for x in saved])
-        for storage, layer in zip(self.layers, saved, strict=True):
-            storage.grow(self.pool.num_pages)
-            layer.write(storage, pages)
-        self._device = self.layers[0].view.device
+        pool, pages, saved = (state.pop(name) for name in ("_pool", "_held", "_saved"))
+        vars(self).update(state)
+        self.pages.pool = pool
+        for i, layer in enumerate(saved):
+            self.pages.storages[i] = storage = layer.storage()
+            self.pages.fit(storage)
+            layer.write(storage, self.pages.slots(pages, storage))
 
-    def __enter__(self) -> "PagedCache":  # noqa: PYI034 (Self is not in Python 3.10)
+    @property
+    def layers(self) -> list[Storage]:
+        """The tensors of each layer."""
+        return list(self.pages.storages.values())
+
+    def __enter__(self) -> "PrefixCache":  # noqa: PYI034 (Self is not in Python 3.10)
         return self
 
     def __exit__(
@@ -115,7 +126,7 @@ class PagedCache:
         """Bytes allocated in all layers, scales included."""
         return sum(layer.nbytes for layer in self.layers)
 
-    def begin(self, tokens: Iterable[int], salt: str = "") -> PagedSequence:
+    def begin(self, tokens: Iterable[int], salt: str = "") -> PrefixSequence:
         """A sequence of ``tokens``, of which the longest known prefix in whole pages is already cached.
 
         The last token is never taken from the cache, since its output must be computed.
@@ -126,16 +137,16 @@ class PagedCache:
         ids = list(tokens)
         if not ids:
             raise ArgumentError("tokens must hold at least one token, got none")
-        table = PageTable(self.pool, self.page_size)
+        table = PageTable(self.pages.pool, self.pages.format.page_size)
         table.adopt(self.tree.match(ids, salt, max_tokens=len(ids) - 1))
-        return self._keep(PagedSequence(ids, salt, table, len(self.layers)))
+        return self._keep(PrefixSequence(ids, salt, table, len(self.pages.storages)))
 
-    def extend(self, sequence: PagedSequence, tokens: Iterable[int]) -> None:
+    def extend(self, sequence: PrefixSequence, tokens: Iterable[int]) -> None:
         """Add tokens whose keys and values come next."""
         self._expect_live(sequence)
         sequence.tokens += tokens
 
-    def append(self, sequence: PagedSequence, layer: int, key: Tensor, value: Tensor) -> None:
+    def append(self, sequence: PrefixSequence, layer: int, key: Tensor, value: Tensor) -> None:
         """Store the next T pending tokens of a layer.
 
         Args:
@@ -150,7 +161,7 @@ class PagedCache:
             ShapeError: as ``ops.store``.
         """
         self._expect_live(sequence)
-        expect_range("layer", layer, 0, len(self.layers))
+        expect_range("layer", layer, 0, len(self.pages.storages))
         start = sequence.stored[layer]
         end = start + key.shape[0]
         if end > len(sequence.tokens):
@@ -158,13 +169,15 @@ class PagedCache:
                 f"key must have at most the {len(sequence.tokens) - start} tokens that are pending in layer "
                 f"{layer}, got {key.shape[0]}"
             )
-        self._reserve(sequence, end)
-        slots = CacheIndex.blocks(self._table([sequence]), self.page_size)
-        position = torch.arange(start, end, device=key.device)
-        ops.store(key, value, slots.slots(torch.zeros_like(position), position), self.layers[layer].view)
+        if end > sequence.table.num_tokens:
+            self.pages.append([sequence.table], [end - sequence.table.num_tokens])
+        storage = self.pages.storages[layer]
+        position = torch.arange(start, end, device=storage.device)
+        slots = self._index([sequence], storage).slots(torch.zeros_like(position), position)
+        ops.store(key, value, slots, storage.view)
         sequence.stored[layer] = end
 
-    def commit(self, sequence: PagedSequence) -> None:
+    def commit(self, sequence: PrefixSequence) -> None:
         """Seal the full pages of a sequence, so that others find them.
 
         Raises:
@@ -177,7 +190,7 @@ class PagedCache:
     def attend(
         self,
         queries: Tensor,
-        sequences: Sequence[PagedSequence],
+        sequences: Sequence[PrefixSequence],
         layer: int,
         scores: ops.Scores | None = None,
     ) -> Tensor:
@@ -195,7 +208,7 @@ class PagedCache:
         Raises:
             ArgumentError: the queries are not the same number for each sequence, or more than it has tokens.
         """
-        expect_range("layer", layer, 0, len(self.layers))
+        expect_range("layer", layer, 0, len(self.pages.storages))
         for sequence in sequences:
             self._expect_live(sequence)
         if not sequences or queries.shape[0] % len(sequences):
@@ -206,26 +219,29 @@ class PagedCache:
         lengths = [sequence.stored[layer] for sequence in sequences]
         if min(lengths) < max(num_new, 1):
             raise ArgumentError(f"queries must be at most {min(lengths)} for each sequence, got {num_new}")
-        where = queries.device
+        storage, where = self.pages.storages[layer], queries.device
         batch = ops.Batch(
-            CacheIndex.blocks(self._table(sequences), self.page_size),
+            self._index(sequences, storage),
             torch.arange(len(sequences) + 1, device=where) * num_new,
             torch.tensor([0, *lengths], device=where).cumsum(0),
         )
-        return ops.attend(queries, self.layers[layer].view, batch, ops.Scores() if scores is None else scores)
+        out: Tensor = ops.attend(queries, storage.view, batch, ops.Scores() if scores is None else scores)
+        return out
 
-    def fork(self, sequence: PagedSequence) -> PagedSequence:
+    def fork(self, sequence: PrefixSequence) -> PrefixSequence:
         """Another sequence of the same tokens on the same pages.
 
         Raises:
             StateError: layers differ in the tokens they have.
         """
         self._settle(sequence)
-        other = PagedSequence(sequence.tokens.copy(), sequence.salt, sequence.table.fork(), len(self.layers))
+        other = PrefixSequence(
+            sequence.tokens.copy(), sequence.salt, sequence.table.fork(), len(self.pages.storages)
+        )
         other.stored = sequence.stored.copy()
         return self._keep(other)
 
-    def truncate(self, sequence: PagedSequence, num_tokens: int) -> None:
+    def truncate(self, sequence: PrefixSequence, num_tokens: int) -> None:
         """Keep the first ``num_tokens`` tokens, pending ones included.
 
         Raises:
@@ -237,7 +253,7 @@ class PagedCache:
         sequence.stored = [min(n, num_tokens) for n in sequence.stored]
         sequence.table.truncate(min(num_tokens, sequence.table.num_tokens))
 
-    def end(self, sequence: PagedSequence) -> None:
+    def end(self, sequence: PrefixSequence) -> None:
         """Give up a sequence; its sealed pages stay findable until the pool needs them."""
         self._expect_live(sequence)
         self._sequences.remove(sequence)
@@ -245,40 +261,34 @@ class PagedCache:
 
     def check(self) -> None:
         """Recompute every invariant of the pages; raises ``StateError`` on the first that does not hold."""
-        check(self.pool, self.tree, [sequence.table for sequence in self._sequences])
+        check(self.pages.pool, self.tree, [sequence.table for sequence in self._sequences])
 
     def report(self) -> dict[str, int]:
         """Sequences, and pages free, held and findable; the pages sum to ``num_pages``."""
         return {
             "sequences": len(self._sequences),
-            "num_pages": self.pool.num_pages,
-            "free": self.pool.num_free,
-            "active": self.pool.num_active,
-            "evictable": self.pool.num_evictable,
+            "num_pages": self.pages.pool.num_pages,
+            "free": self.pages.pool.num_free,
+            "active": self.pages.pool.num_active,
+            "evictable": self.pages.pool.num_evictable,
         }
 
-    def _keep(self, sequence: PagedSequence) -> PagedSequence:
+    def _keep(self, sequence: PrefixSequence) -> PrefixSequence:
         self._sequences.append(sequence)
         return sequence
 
-    def _expect_live(self, sequence: PagedSequence) -> None:
+    def _expect_live(self, sequence: PrefixSequence) -> None:
         if not any(sequence is known for known in self._sequences):
             raise StateError("this sequence has ended, or belongs to another cache")
 
-    def _settle(self, sequence: PagedSequence) -> None:
+    def _settle(self, sequence: PrefixSequence) -> None:
         """Check that a step is whole, and give up room that was reserved and not written."""
         self._expect_live(sequence)
         if len(set(sequence.stored)) != 1:
             raise StateError(f"every layer must have the same tokens, got {sequence.stored}")
         sequence.table.truncate(sequence.stored[0])
 
-    def _reserve(self, sequence: PagedSequence, num_tokens: int) -> None:
-        """Pages for ``num_tokens`` tokens; pages that others hold are copied in every layer."""
-        more = num_tokens - sequence.table.num_tokens
-        if more > 0:
-            with Growth([sequence.table], [more]).made() as copies:
-                copy_pages(self.layers, copies, self.page_size)
-
-    def _table(self, sequences: Sequence[PagedSequence]) -> Tensor:
-        """Block ids ``[B, P]``, rows padded with -1."""
-        return page_ids([sequence.table for sequence in sequences], self._device)
+    def _index(self, sequences: Sequence[PrefixSequence], storage: Storage) -> CacheIndex:
+        """Slots of the tokens of some sequences."""
+        table = self.pages.ids([x.table for x in sequences], storage.stride, storage.device)
+        return CacheIndex.blocks(table, storage.page_size)

@@ -10,8 +10,8 @@ import torch
 from oracles.bits import generator
 from torch import Tensor
 
-from kvloom.caches import PagedBatch, PagedFormat, PagedLayer
-from kvloom.caches.batch import ROLLBACK
+from kvloom.caches import CacheFormat, PagedLayer, Sequences
+from kvloom.caches.sequences import ROLLBACK
 from kvloom.errors import ShapeError, StateError
 
 CPU = torch.device("cpu")
@@ -21,9 +21,9 @@ def tokens(rows: int, count: int, seed: int = 0) -> Tensor:
     return torch.randn(rows, 2, count, 8, generator=generator(seed))
 
 
-def two_layers(window: int | None = None, page_size: int = 4) -> tuple[PagedBatch, list[PagedLayer]]:
+def two_layers(window: int | None = None, page_size: int = 4) -> tuple[Sequences, list[PagedLayer]]:
     """Layers over one batch, both empty."""
-    batch = PagedBatch(PagedFormat(page_size=page_size), window)
+    batch = Sequences(CacheFormat(page_size=page_size), window)
     return batch, [PagedLayer(batch.format, batch, i) for i in range(2)]
 
 
@@ -35,11 +35,11 @@ def test_tokens_of_a_wrong_shape_take_no_pages() -> None:
     assert (batch.num_columns, batch.num_pages_held) == (4, 2)
 
 
-def test_placements_of_earlier_steps_are_let_go() -> None:
+def test_places_of_earlier_steps_are_let_go() -> None:
     """A table for every step of a long text would take memory with the square of its length."""
     batch, (layer, _) = two_layers()
     layer.append(tokens(1, 1), tokens(1, 1))
-    seen = weakref.ref(batch.place(0, 1, CPU))
+    seen = weakref.ref(batch.place(0, 1, layer.storage))
     layer.append(tokens(1, 1), tokens(1, 1))
     gc.collect()
     assert seen() is None

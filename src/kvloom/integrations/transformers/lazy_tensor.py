@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 
-class StandIn:
+class LazyTensor:
     """Something that says less than the tensor it stands for, and becomes it wherever a tensor is needed."""
 
     def gather(self) -> Tensor:
@@ -16,7 +16,7 @@ class StandIn:
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         args, kwargs = pytree.tree_map(
-            lambda x: x.gather() if isinstance(x, StandIn) else x, (args, kwargs or {})
+            lambda x: x.gather() if isinstance(x, LazyTensor) else x, (args, kwargs or {})
         )
         return func(*args, **kwargs)
 
@@ -27,7 +27,7 @@ class StandIn:
 
 
 def _operator(name: str) -> Any:
-    def call(self: StandIn, *args: Any) -> Any:
+    def call(self: LazyTensor, *args: Any) -> Any:
         return getattr(self.gather(), name)(*args)
 
     return call
@@ -38,4 +38,4 @@ for _name in (
     "getitem", "len", "iter", "neg", "invert", "add", "sub", "mul", "truediv", "matmul", "and", "or",
     "radd", "rsub", "rmul", "rtruediv", "rmatmul", "rand", "ror", "lt", "le", "gt", "ge",
 ):  # fmt: skip
-    setattr(StandIn, f"__{_name}__", _operator(f"__{_name}__"))
+    setattr(LazyTensor, f"__{_name}__", _operator(f"__{_name}__"))

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from oracles.bits import generator
 from torch import Tensor
 
-from kvloom.caches import PagedBatch, PagedFormat, PagedLayer, PagedMemory, StoredTokens
-from kvloom.caches.batch import ROLLBACK
+from kvloom.caches import CacheFormat, PagedLayer, Pages, Sequences, Tokens
+from kvloom.caches.sequences import ROLLBACK
 from kvloom.core.specs import QuantSpec
 from kvloom.errors import StateError
 from kvloom.paging import PrefixTree, check
@@ -51,7 +51,7 @@ class Rows:
             row[:] = [x[:, : max(x.shape[1] - count, 0)] for x in row]
         self.num_columns = max((row[0].shape[1] for row in self.rows), default=0)
 
-    def check(self, layer: int, stored: StoredTokens, num_new: int) -> None:
+    def check(self, layer: int, stored: Tokens, num_new: int) -> None:
         """Gathered columns are the visible tokens, and attention over them is that over the rows."""
         first = 0 if self.window is None else max(self.num_columns - num_new - self.window + 1, 0)
         keys, values = stored.gather(torch.float32)
@@ -78,12 +78,12 @@ class Rows:
 class Cache:
     """Two layers over one batch, and what they should hold."""
 
-    batch: PagedBatch
+    batch: Sequences
     layers: list[PagedLayer]
     model: Rows
 
     @classmethod
-    def over(cls, batch: PagedBatch, model: Rows) -> Cache:
+    def over(cls, batch: Sequences, model: Rows) -> Cache:
         layers = [PagedLayer(batch.format, batch, i) for i in range(2)]
         for layer in layers:
             layer.num_tokens = batch.num_columns
@@ -111,8 +111,8 @@ def test_program_agrees_with_lists_of_tokens(data: st.DataObject) -> None:
     page_size = data.draw(st.integers(1, 4), label="page_size")
     window = data.draw(st.sampled_from([None, 1, 2, 5, 9]), label="window")
     quant = data.draw(st.sampled_from(list(FORMATS.values())), label="quant")
-    memory = PagedMemory(PagedFormat(quant=quant, page_size=page_size))
-    caches = [Cache.over(PagedBatch(memory, window), Rows(window))]
+    memory = Pages(CacheFormat(quant=quant, page_size=page_size))
+    caches = [Cache.over(Sequences(memory, window), Rows(window))]
     for step in range(data.draw(st.integers(1, 14), label="steps")):
         cache = data.draw(st.sampled_from(caches), label="cache")
         batch, model = cache.batch, cache.model
@@ -146,13 +146,13 @@ def test_program_agrees_with_lists_of_tokens(data: st.DataObject) -> None:
             batch.is_recording = not batch.is_recording
         for other in caches:
             other.settle()
-    tables = [table for batch in memory.batches for table in batch.tables]
+    tables = [table for batch in memory.users for table in batch.tables]
     check(memory.pool, PrefixTree(memory.pool, page_size), tables)
 
 
 @pytest.mark.parametrize("long", [1, 500], ids=["one by one", "at once"])
 def test_a_window_holds_few_pages_however_long_the_text(long: int) -> None:
-    batch = PagedBatch(PagedFormat(page_size=4), window=10)
+    batch = Sequences(CacheFormat(page_size=4), window=10)
     cache = Cache.over(batch, Rows(10))
     for step in range(1000 // long):
         cache.append(2, long, step)
@@ -164,7 +164,7 @@ def test_a_window_holds_few_pages_however_long_the_text(long: int) -> None:
 
 
 def test_what_a_window_has_passed_cannot_come_back() -> None:
-    batch = PagedBatch(PagedFormat(page_size=4), window=10)
+    batch = Sequences(CacheFormat(page_size=4), window=10)
     cache = Cache.over(batch, Rows(10))
     cache.append(1, 300, 0)
     batch.remove([ROLLBACK])
@@ -176,7 +176,7 @@ def test_what_a_window_has_passed_cannot_come_back() -> None:
 
 
 def test_recording_keeps_what_a_window_passes_until_the_next_removal() -> None:
-    batch = PagedBatch(PagedFormat(page_size=4), window=10)
+    batch = Sequences(CacheFormat(page_size=4), window=10)
     cache = Cache.over(batch, Rows(10))
     batch.is_recording = True
     for step in range(3):
@@ -189,7 +189,7 @@ def test_recording_keeps_what_a_window_passes_until_the_next_removal() -> None:
 
 def test_a_row_that_a_long_step_passes_less_of_keeps_its_tokens() -> None:
     """Rows of other lengths fill pages at other columns; one alone may be past what the step began with."""
-    batch = PagedBatch(PagedFormat(page_size=8), window=2)
+    batch = Sequences(CacheFormat(page_size=8), window=2)
     cache = Cache.over(batch, Rows(2))
     for count, removed in ((5, [0, 2]), (36, [32, 37])):
         cache.append(2, count, count)

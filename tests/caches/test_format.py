@@ -10,9 +10,9 @@ import torch
 from oracles.bits import assert_same_bits, generator
 
 from kvloom import KVSpec, QuantSpec, ops
-from kvloom.caches import PagedBatch, PagedCache, PagedFormat, PagedLayer
-from kvloom.caches.page_layout import PAGE_LAYOUTS, page_layout
-from kvloom.caches.storage import PagedStorage
+from kvloom.caches import CacheFormat, PagedLayer, PrefixCache, Sequences
+from kvloom.caches.format import PAGE_LAYOUTS, is_in_rows, page_layout
+from kvloom.caches.storage import Storage
 from kvloom.core.layouts import NATIVE_KEYS, NATIVE_VALUES
 from kvloom.errors import ConfigError
 
@@ -73,11 +73,20 @@ def test_auto_keeps_rows_elsewhere() -> None:
     assert page_layout("auto", "key", spec(), 16, torch.device("meta")).axes == "B S H D"
 
 
+@pytest.mark.parametrize("quant", [None, INT8], ids=["floats", "int8"])
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_auto_keeps_the_tokens_of_a_head_together_for_attention_that_reads_tensors(
+    quant: QuantSpec | None, device: str
+) -> None:
+    found = page_layout("auto", "key", spec(quant), 16, torch.device(device), is_gathered=True)
+    assert found.axes == "B H S D" and is_in_rows("auto", is_gathered=True)
+
+
 def test_named_layouts() -> None:
     assert chosen("NHD", INT8) == ("B S H D", "B S H D")
     assert chosen("HND", INT8) == ("B H S D", "B H S D")
     assert chosen("native", INT8) == (NATIVE_KEYS.axes, NATIVE_VALUES.axes)
-    assert chosen("native", None) == ("B H S D", "B H S D")
+    assert chosen("native", None) == chosen("rows", INT8) == ("B H S D", "B H S D")
 
 
 @pytest.mark.parametrize(("name", "page_size"), [("native", 8), ("NDH", 16), ("", 16)])
@@ -88,7 +97,7 @@ def test_what_cannot_be_is_refused(name: str, page_size: int) -> None:
 
 def test_a_format_refuses_an_unknown_layout() -> None:
     with pytest.raises(ConfigError, match="layout must be one of"):
-        PagedFormat(layout="rows")
+        CacheFormat(layout="columns")
 
 
 @pytest.mark.parametrize("quant", [None, INT8, INT4], ids=["floats", "int8", "int4"])
@@ -98,8 +107,8 @@ def test_layers_are_the_same_in_every_layout(quant: QuantSpec | None, window: in
     found = {}
     for layout in PAGE_LAYOUTS:
         rng = generator(7)
-        form = PagedFormat(None, quant, layout=layout)
-        layer = PagedLayer(form, PagedBatch(form, window))
+        form = CacheFormat(None, quant, layout=layout)
+        layer = PagedLayer(form, Sequences(form, window))
         outs = []
         for count in (37, 1, 1, 16, 5):
             key, value = (torch.randn(2, 2, count, 64, generator=rng) for _ in range(2))
@@ -117,7 +126,8 @@ def test_a_paged_cache_takes_a_layout() -> None:
     outs = []
     for layout in ("NHD", "native"):
         rng = generator(3)
-        cache = PagedCache(spec(), num_layers=1, num_pages=8, layout=layout)
+        form = CacheFormat(quant=INT8, max_tokens=128, layout=layout)
+        cache = PrefixCache(form, num_layers=1, heads=2, head_dim=64, dtype=torch.float32)
         sequence = cache.begin(list(range(40)))
         key, value, query = (torch.randn(40, heads, 64, generator=rng) for heads in (2, 2, 4))
         cache.append(sequence, 0, key, value)
@@ -131,8 +141,8 @@ def test_pools_ask_for_huge_pages() -> None:
     if not Path("/sys/kernel/mm/transparent_hugepage/enabled").exists():
         pytest.skip("this kernel has no transparent huge pages")
     form = spec(QuantSpec(8, 8))
-    storage = PagedStorage(form, form, 16, CPU)
-    storage.grow(16384)
+    storage = Storage(form, form, 16, CPU)
+    storage.reserve(1, 16384)
     for x in storage.tensors:
         assert x is not None and x.nbytes >= 4 << 20
         assert "hg" in flags_at(x.data_ptr() + x.nbytes // 2)

@@ -7,13 +7,15 @@ as after a crop of single rows, has columns in front that hold nothing.
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import torch
 
+from kvloom.caches.format import CacheFormat
+from kvloom.caches.pages import Pages
 from kvloom.caches.saving import Place, load_tables, save_tables
-from kvloom.caches.storage import PagedFormat, PagedMemory, PagedStorage, copy_pages, page_ids
-from kvloom.caches.stored import Placement
+from kvloom.caches.storage import Storage
+from kvloom.caches.tokens import TokenIndex
 from kvloom.core.indexing import CacheIndex
 from kvloom.errors import ArgumentError, ShapeError, StateError
 from kvloom.paging import Copy, PageTable, PrefixTree
@@ -22,46 +24,59 @@ ROLLBACK = 32
 """Tokens kept behind a window, so that as many of the newest can be removed."""
 
 
-class PagedBatch:
-    """B sequences in pages of one memory.
+class Run(NamedTuple):
+    """Sequences whose tokens lie one behind the other.
+
+    Attributes:
+        extents: Of the sequences, in order.
+        start: Slot of the first token in each of them.
+    """
+
+    extents: slice
+    start: int
+
+
+class Sequences:
+    """B sequences that share pages.
 
     With a ``window``, pages that no later token can see are given back at the next step. When new tokens are
     so many that they alone fill the window, only the last of them get pages; until the next step ``passed``
     has the sequences as they were before.
 
     Args:
-        memory: Where the pages are; a ``PagedFormat`` makes a new one.
+        pages: Where they lie; a ``CacheFormat`` makes new ones.
         window: Tokens that a token sees, itself included; ``None`` keeps all.
     """
 
-    def __init__(self, memory: PagedMemory | PagedFormat, window: int | None = None) -> None:
-        self.memory = PagedMemory(memory) if isinstance(memory, PagedFormat) else memory
+    def __init__(self, pages: Pages | CacheFormat, window: int | None = None) -> None:
+        self.pages = Pages(pages) if isinstance(pages, CacheFormat) else pages
         self.window = window
         self.is_recording = False  # keep what the window passes until the next ``remove``
-        self.passed: PagedBatch | None = None
+        self.passed: Sequences | None = None
         self._tables: list[PageTable] = []
         self._begin: list[int] = []  # of each sequence, the column of its first token,
         self._first: list[int] = []  # and of the first one that is still held
-        self._index: dict[torch.device, CacheIndex] = {}
-        self._placements: dict[tuple[int, int, torch.device], Placement] = {}
+        self._indices: dict[tuple[int, torch.device], CacheIndex] = {}
+        self._tokens: dict[tuple[int, int, int, torch.device], TokenIndex] = {}
+        self._run: Run | Literal["unknown"] | None = "unknown"
         weakref.finalize(self, _release, self._tables)
-        self.memory.batches.add(self)
+        self.pages.users.add(self)
 
     def __reduce__(self) -> Any:
         """To be saved: pages that are held, each once, also with other batches that hold them."""
-        places = save_tables(self.memory, self._tables)
+        places = save_tables(self.pages, self._tables)
         state = self.is_recording, self.passed, places, self._begin, self._first
-        return _load, (self.memory, self.window, *state)
+        return _load, (self.pages, self.window, *state)
 
     @property
-    def format(self) -> PagedFormat:
+    def format(self) -> CacheFormat:
         """How tokens are kept."""
-        return self.memory.format
+        return self.pages.format
 
     @property
-    def storages(self) -> dict[int, PagedStorage]:
+    def storages(self) -> dict[int, Storage]:
         """The tensors of each layer."""
-        return self.memory.storages
+        return self.pages.storages
 
     @property
     def size(self) -> int:
@@ -76,12 +91,12 @@ class PagedBatch:
     @property
     def num_pages(self) -> int:
         """Pages in the pool: what every storage must hold."""
-        return self.memory.pool.num_pages
+        return self.pages.pool.num_pages
 
     @property
     def num_pages_held(self) -> int:
         """Pages that hold tokens of this batch or its forks; a shared page counts once."""
-        return self.memory.pool.num_active
+        return self.pages.pool.num_active
 
     @property
     def tables(self) -> tuple[PageTable, ...]:
@@ -111,18 +126,19 @@ class PagedBatch:
         slides = self.window is not None and not self.is_recording
         if slides:
             self._drop_front(start)
-        new = [PageTable(self.memory.pool, self.format.page_size) for _ in range(batch)]
+        new = [PageTable(self.pages.pool, self.format.page_size) for _ in range(batch)]
         begin, first = self._begin or [0] * batch, self._first or [0] * batch
         last = [x + n for x, n in zip(first, self._num_passed(end, first), strict=True)] if slides else first
         if min(last, default=0) > start:
-            self.memory.append(new, [end - x for x in last])
+            self.pages.append(new, [end - x for x in last])
             self.passed = self._twin(self._tables)
             self._hold(new, begin, last)
         else:
             tables = self._tables or new
-            if self.memory.append(tables, [end - start] * batch):
-                self._index.clear()
-            self._placements.clear()
+            if self.pages.append(tables, [end - start] * batch):
+                self._indices.clear()
+                self._run = "unknown"
+            self._tokens.clear()
             self._tables[:], self._begin[:], self._first[:] = tables, begin, first
 
     @contextmanager
@@ -133,23 +149,47 @@ class PagedBatch:
         try:
             yield
         except BaseException:
-            self._take_back(size, start)
+            self.take_back(size, start)
             raise
 
-    def place(self, start: int, end: int, device: torch.device) -> Placement:
-        """Columns ``start .. end`` of every sequence; the same object until something changes."""
-        if (start, end, device) not in self._placements:
-            if device not in self._index:
-                pages = page_ids(self._tables, device)
-                self._index[device] = CacheIndex.blocks(pages, self.format.page_size)
+    def place(self, start: int, end: int, storage: Storage) -> TokenIndex:
+        """Where columns ``start .. end`` are in a storage; the same object until something changes."""
+        stride, device = storage.stride, storage.device
+        found = self._tokens.get((start, end, stride, device))
+        if found is None:
+            if (stride, device) not in self._indices:
+                table = self.pages.ids(self._tables, stride, device)
+                self._indices[stride, device] = CacheIndex.blocks(table, self.format.page_size)
             first = torch.tensor(self._first, device=device)
-            self._placements[start, end, device] = Placement(
-                self._index[device],
+            self._tokens[start, end, stride, device] = found = TokenIndex(
+                self._indices[stride, device],
                 lengths=end - first,
                 num_columns=end - start,
                 origins=start - first if start or any(self._first) else None,
             )
-        return self._placements[start, end, device]
+        return found
+
+    def run(self) -> Run | None:
+        """Where all tokens lie one behind the other, with the sequences in extents of one distance."""
+        if self._run == "unknown":
+            self._run = self._find_run()
+        return self._run
+
+    def _find_run(self) -> Run | None:
+        if self.window is not None or any(self._first) or not self._tables:
+            return None
+        extents, indices = [], set()
+        for table in self._tables:
+            place = self.pages.run(table.pages)
+            if place is None:
+                return None
+            extents.append(place[0])
+            indices.add(place[1])
+        step = extents[1] - extents[0] if len(extents) > 1 else 1
+        end = extents[0] + step * len(extents)
+        if step < 1 or len(indices) > 1 or extents != list(range(extents[0], end, step)):
+            return None
+        return Run(slice(extents[0], end, step), indices.pop() * self.format.page_size)
 
     def own_pages(self) -> None:
         """Hold every page alone, so that stored tokens can be written again; others keep what they have.
@@ -157,15 +197,14 @@ class PagedBatch:
         Raises:
             OutOfPages: ``format.max_tokens`` is reached; nothing was changed.
         """
-        pool, size = self.memory.pool, self.format.page_size
+        pool, size = self.pages.pool, self.format.page_size
         if all(pool.is_writable(ref) for table in self._tables for ref in table.pages):
             return
         new = [PageTable(pool, size) for _ in self._tables]
-        self.memory.append(new, [table.num_tokens for table in self._tables])
+        self.pages.append(new, [table.num_tokens for table in self._tables])
         try:
             both = ([ref.id for table in tables for ref in table.pages] for tables in (self._tables, new))
-            copies = [Copy(*pages) for pages in zip(*both, strict=True)]
-            copy_pages(self.storages.values(), copies, size)
+            self.pages.copy([Copy(*pages) for pages in zip(*both, strict=True)])
         except BaseException:
             _release(new)
             raise
@@ -236,7 +275,7 @@ class PagedBatch:
         begin, first = ([x[i] for i in indices] for x in (self._begin, self._first))
         self._replace([table.fork() for table in tables], begin, first)
 
-    def fork(self) -> "PagedBatch":
+    def fork(self) -> "Sequences":
         """Another batch of the same sequences on the same pages."""
         return self._twin([table.fork() for table in self._tables])
 
@@ -244,14 +283,14 @@ class PagedBatch:
         """Forget all sequences; the memory is given back if no fork uses it."""
         self._replace([], [], [])
         self.is_recording = False
-        self.memory.give_back()
+        self.pages.give_back()
 
-    def _take_back(self, size: int, num_columns: int) -> None:
+    def take_back(self, size: int, num_columns: int) -> None:
         """Undo the last ``reserve``, before which there were so many sequences and columns."""
         added = self.num_columns - num_columns
         if not size:
             self._replace([], [], [])
-            self.memory.give_back()
+            self.pages.give_back()
         elif added and self.passed is not None:
             self._restore_passed()
         elif added:
@@ -274,9 +313,9 @@ class PagedBatch:
                 self._first[b] += num_tokens
                 self._changed()
 
-    def _twin(self, tables: Sequence[PageTable]) -> "PagedBatch":
+    def _twin(self, tables: Sequence[PageTable]) -> "Sequences":
         """A batch of the same state that holds ``tables``."""
-        other = PagedBatch(self.memory, self.window)
+        other = Sequences(self.pages, self.window)
         other.is_recording = self.is_recording
         other._hold(tables, self._begin, self._first)
         return other
@@ -313,8 +352,9 @@ class PagedBatch:
             self.passed = None
 
     def _changed(self) -> None:
-        self._index.clear()
-        self._placements.clear()
+        self._indices.clear()
+        self._tokens.clear()
+        self._run = "unknown"
 
 
 def _release(tables: list[PageTable]) -> None:
@@ -323,15 +363,15 @@ def _release(tables: list[PageTable]) -> None:
 
 
 def _load(
-    memory: PagedMemory,
+    pages: Pages,
     window: int | None,
     is_recording: bool,
-    passed: PagedBatch | None,
+    passed: Sequences | None,
     tables: list[tuple[int, list[Place]]],
     begin: list[int],
     first: list[int],
-) -> PagedBatch:
-    batch = PagedBatch(memory, window)
+) -> Sequences:
+    batch = Sequences(pages, window)
     batch.is_recording, batch.passed = is_recording, passed
-    batch._hold(load_tables(memory, tables), begin, first)
+    batch._hold(load_tables(pages, tables), begin, first)
     return batch

@@ -1,0 +1,110 @@
+"""How a cache keeps its tokens: as what, in pages of which size, in which axis order."""
+
+from dataclasses import dataclass
+from typing import Final, Literal
+
+import torch
+
+from kvloom import ops
+from kvloom.core.layouts import NATIVE_KEYS, NATIVE_VALUES, CacheLayout
+from kvloom.core.specs import KVSpec, QuantSpec
+from kvloom.errors import ConfigError
+
+PAGE_LAYOUTS: Final = ("auto", "rows", "NHD", "HND", "native")
+"""Names of ``CacheFormat.layout``."""
+
+_NHD: Final = CacheLayout("B S H D")
+_HND: Final = CacheLayout("B H S D")
+_BLOCK: Final = 16
+_DIGITS_FROM: Final = 32
+"""Elements of a group, or a multiple, from which on codes meet a bfloat16 query as integers."""
+
+
+@dataclass(frozen=True, slots=True)
+class CacheFormat:
+    """How a layer keeps its tokens.
+
+    Attributes:
+        dtype: Of unquantized storage; ``None`` keeps that of the keys.
+        quant: ``None`` for unquantized storage.
+        page_size: Token slots in a page.
+        max_tokens: Token slots in all, of all sequences; ``None`` grows on demand.
+        values: How the values are kept, all but ``dtype`` and ``quant`` as here; as the keys if ``None``.
+        layout: Axis order. ``"NHD"`` has pages in which the heads of a token lie side by side, ``"HND"``
+            pages with the tokens of a head side by side. ``"rows"`` is HND of a whole extent: the pages of a
+            sequence are one tensor of each head, which attention can read without a copy. ``"native"`` has
+            codes in the order of integer dot products, and HND where nothing is quantized. ``"auto"`` is what
+            serves the attention that reads the first tokens: rows, if it reads tensors; else, with compiled
+            CPU kernels, native where that fits and pays, and HND where not; and NHD without them.
+    """
+
+    dtype: torch.dtype | None = None
+    quant: QuantSpec | None = None
+    page_size: int = 16
+    max_tokens: int | None = None
+    values: "CacheFormat | None" = None
+    layout: str = "auto"
+
+    def __post_init__(self) -> None:
+        if isinstance(self.page_size, bool) or not isinstance(self.page_size, int) or self.page_size < 1:
+            raise ConfigError(f"page_size must be a positive int, got {self.page_size!r}")
+        if self.max_tokens is not None and self.max_tokens < self.page_size:
+            raise ConfigError(
+                f"max_tokens must be at least one page of {self.page_size}, got {self.max_tokens!r}"
+            )
+        if self.layout not in PAGE_LAYOUTS:
+            raise ConfigError(f"layout must be one of {PAGE_LAYOUTS}, got {self.layout!r}")
+
+    def spec(self, heads: int, head_dim: int, dtype: torch.dtype) -> KVSpec:
+        """Keys of one layer whose model computes in ``dtype``; ``values.spec`` is that of its values."""
+        return KVSpec(1, heads, head_dim, self.dtype or dtype, quant=self.quant)
+
+
+def is_in_rows(name: str, is_gathered: bool) -> bool:
+    """Whether the pages of a sequence are one tensor of each head."""
+    return name == "rows" or (name == "auto" and is_gathered)
+
+
+def page_layout(
+    name: str,
+    side: Literal["key", "value"],
+    spec: KVSpec,
+    page_size: int,
+    device: torch.device,
+    is_gathered: bool = False,
+) -> CacheLayout:
+    """The axis order of keys or values.
+
+    Args:
+        name: As ``CacheFormat.layout``.
+        side: Keys and values differ where the order is native.
+        spec: What is kept.
+        page_size: Token slots in a page.
+        device: Where.
+        is_gathered: Whether attention reads gathered tensors.
+
+    Raises:
+        ConfigError: ``name`` is unknown, or native and the codes do not fill its blocks.
+    """
+    if name not in PAGE_LAYOUTS:
+        raise ConfigError(f"layout must be one of {PAGE_LAYOUTS}, got {name!r}")
+    if is_in_rows(name, is_gathered):
+        return _HND
+    if name == "auto" and (device.type != "cpu" or ops.cpu_kernels().startswith("none")):
+        return _NHD
+    if name == "NHD":
+        return _NHD
+    if name == "HND" or spec.quant is None:
+        return _HND
+    if name == "auto" and spec.dtype == torch.bfloat16 and spec.quant.group % _DIGITS_FROM:
+        return _HND  # dequantized for products of bfloat16
+    row, group = (n * spec.quant.bits // 8 for n in (spec.head_dim, spec.quant.group))
+    if page_size % _BLOCK == 0 and row % 16 == 0 and group % 4 == 0 and spec.quant.group >= 8:
+        return NATIVE_KEYS if side == "key" else NATIVE_VALUES
+    if name == "auto":
+        return _HND
+    raise ConfigError(
+        f"layout 'native' must have pages of a multiple of {_BLOCK} tokens, head vectors of a multiple of 16 "
+        f"bytes and groups of 8 elements or more in a multiple of 4 bytes, got {page_size} tokens, {row} and "
+        f"{group} bytes"
+    )

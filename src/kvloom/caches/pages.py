@@ -1,0 +1,155 @@
+"""Pages of a cache: who holds them, and the tensors of every layer that lie in them."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from kvloom import ops
+from kvloom.caches.format import CacheFormat
+from kvloom.caches.storage import Storage
+from kvloom.caches.words import counted
+from kvloom.errors import OutOfPages
+from kvloom.paging import Copy, Growth, PagePool, PageRef, PageTable
+
+
+class _User(Protocol):
+    """Sequences that hold pages."""
+
+    @property
+    def size(self) -> int: ...
+
+    @property
+    def tables(self) -> tuple[PageTable, ...]: ...
+
+
+class Pages:
+    """Pages of one pool, and the tensors of every layer.
+
+    Page i of the pool is the same place in every layer's storage, so one table serves all layers. The pool
+    grows by a quarter, up to ``format.max_tokens``, and has an extent for each of the sequences that came
+    first.
+
+    Args:
+        format: How tokens are kept.
+        is_kept: Have all ``max_tokens`` from the beginning and never give them back, since pages that no
+            table holds can be found again.
+    """
+
+    def __init__(self, format: CacheFormat, is_kept: bool = False) -> None:
+        self.format = format
+        self.is_kept = False
+        self.pool = PagePool(0)
+        if is_kept:
+            self.keep()
+        self.storages: dict[int, Storage] = {}
+        self.users: weakref.WeakSet[_User] = weakref.WeakSet()
+        self.num_writes = 0
+        self.saved: weakref.WeakSet[Any] = weakref.WeakSet()  # pages that are being saved
+
+    def __reduce__(self) -> Any:
+        """To be saved: no pages, which come with those who hold them."""
+        return Pages, (self.format,)
+
+    @property
+    def stride(self) -> int:
+        """Pages in the longest extent."""
+        return -(-self.pool.num_pages // self.pool.num_extents)
+
+    def keep(self) -> None:
+        """Have all ``max_tokens`` from now on, as if ``is_kept``."""
+        self.is_kept = True
+        self.pool.grow(max((self.format.max_tokens or 0) // self.format.page_size - self.pool.num_pages, 0))
+
+    def fit(self, storage: Storage) -> None:
+        """Let a storage have every page of the pool."""
+        storage.reserve(self.pool.num_extents, self.stride)
+
+    def append(self, tables: Sequence[PageTable], num_tokens: Sequence[int]) -> bool:
+        """Room for ``num_tokens[i]`` tokens behind ``tables[i]``, in every layer: pages, tensors, copies.
+
+        Returns:
+            Whether a table has other pages now.
+
+        Raises:
+            OutOfPages: ``format.max_tokens`` is reached; nothing was changed.
+            Exception: whatever an allocation raises; every table and token is as it was.
+        """
+        growth = Growth(tables, num_tokens)
+        num_pages = self._num_pages_for(growth, num_tokens)
+        if num_pages > self.pool.num_pages:
+            # Tensors first, which is where memory runs out; the tables change when nothing can fail any more.
+            num_extents = self.pool.num_extents if self.pool.num_pages else len(tables)
+            for storage in self.storages.values():
+                storage.reserve(num_extents, -(-num_pages // num_extents))
+            self.pool.grow(num_pages - self.pool.num_pages, num_extents)
+        with growth.made() as copies:
+            self.copy(copies)
+        return growth.num_pages > 0
+
+    def copy(self, copies: Sequence[Copy]) -> None:
+        """Run the copies that tables asked for, in every layer."""
+        if not copies:
+            return
+        sources, targets = zip(*copies, strict=True)
+        for storage in self.storages.values():
+            view = storage.view
+            read, written = (self.slots(pages, storage).to(view.device) for pages in (sources, targets))
+            ops.copy(view, read, view, written)
+
+    def ids(self, tables: Iterable[PageTable], stride: int, device: torch.device) -> Tensor:
+        """Where the pages of each table are in storage of ``stride`` pages an extent, by number.
+
+        Returns:
+            ``[B, P]`` int64 with P at least 1, short rows filled with -1.
+        """
+        rows = [self._numbers((ref.id for ref in table.pages), stride) for table in tables]
+        width = max(1, *map(len, rows))
+        padded = [[*row, *[-1] * (width - len(row))] for row in rows]
+        return torch.tensor(padded, dtype=torch.int64, device=device)
+
+    def slots(self, pages: Iterable[int], storage: Storage) -> Tensor:
+        """Every slot of some pages, ``[pages * page_size]`` int64, on the CPU."""
+        size, numbers = storage.page_size, self._numbers(pages, storage.stride)
+        first = torch.tensor(numbers, dtype=torch.int64).unsqueeze(1) * size
+        return (first + torch.arange(size)).flatten()
+
+    def run(self, refs: Sequence[PageRef]) -> tuple[int, int] | None:
+        """Extent and index of the first of some pages if they lie one behind the other, else ``None``."""
+        place = self.pool.place
+        extent, first = place(refs[0].id) if refs else (0, 0)
+        if any(place(ref.id) != (extent, first + i) for i, ref in enumerate(refs)):
+            return None
+        return extent, first
+
+    def give_back(self) -> None:
+        """Free the tensors if nobody is left who could use them."""
+        if not self.is_kept and not any(user.size for user in self.users):
+            self.storages.clear()
+            self.pool = PagePool(0)
+
+    def _numbers(self, pages: Iterable[int], stride: int) -> list[int]:
+        return [extent * stride + index for extent, index in map(self.pool.place, pages)]
+
+    def _num_pages_for(self, growth: Growth, num_tokens: Sequence[int]) -> int:
+        """How many pages the pool must have."""
+        size, max_tokens, have = self.format.page_size, self.format.max_tokens, self.pool.num_pages
+        missing = growth.num_pages - self.pool.num_free - self.pool.num_evictable
+        if missing <= 0:
+            return have
+        # By a quarter: little is held in vain, and each token moves about four times in all.
+        wanted = have + max(have // 4, missing)
+        if max_tokens is None:
+            return wanted
+        limit = max_tokens // size
+        if have + missing > limit:
+            raise OutOfPages(
+                f"max_tokens must be at least {(have + missing) * size} to hold "
+                f"{counted(max(num_tokens), 'more token')} of {counted(len(num_tokens), 'sequence')}, "
+                f"got {max_tokens} with {self.pool.num_active} of {counted(limit, 'page')} taken"
+            )
+        return min(wanted, limit)
