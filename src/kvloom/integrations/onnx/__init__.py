@@ -1,9 +1,9 @@
 """PMX operators in ONNX. The only folder that imports onnx, onnxscript and onnxruntime."""
 
-from kvloom.integrations.onnx.bridges import group_query_cache, row_batch, standard_cache, write_slots
+from kvloom.integrations.onnx.cache_views import group_query_cache, row_batch, standard_cache, write_slots
 from kvloom.integrations.onnx.checks import check, problems
 from kvloom.integrations.onnx.decoder import DecoderStep
-from kvloom.integrations.onnx.exporting import export
+from kvloom.integrations.onnx.export import export
 from kvloom.integrations.onnx.nodes import (
     dynamic_key_value_cache,
     key_value_cache,
@@ -12,7 +12,7 @@ from kvloom.integrations.onnx.nodes import (
 )
 from kvloom.integrations.onnx.portable import portable
 from kvloom.integrations.onnx.reference import REFERENCE_OPERATORS
-from kvloom.integrations.onnx.running import Session, run
+from kvloom.integrations.onnx.session import Session, run
 
 __all__ = [
     "REFERENCE_OPERATORS",

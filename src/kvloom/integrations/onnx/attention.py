@@ -1,17 +1,17 @@
-"""Attention of a ragged batch in standard operators, float32 throughout.
+"""Attention of a ragged batch in standard operators, computed in float32.
 
-All new tokens meet all stored ones in one score matrix, in which those of other sequences are hidden. ONNX's
-own ``Attention`` has no ragged batch, gives NaN to a row that sees no key, and lets a hidden NaN through.
+One score matrix has all new tokens by all stored ones, and tokens of other sequences are masked. ONNX's own
+``Attention`` has no ragged batch, returns NaN for a row that sees no key, and lets a masked NaN through.
 """
 
 import math
 
-from kvloom.integrations.onnx.body import BOOL, FLOAT, Body
+from kvloom.integrations.onnx.builder import BOOL, FLOAT, Builder
 from kvloom.ops.alibi import alibi_slopes
 
 
 def attend(
-    b: Body,
+    b: Builder,
     attributes: dict[str, int],
     tensors: tuple[str, str, str],
     queries: tuple[str, str],
@@ -21,26 +21,26 @@ def attend(
     """``[Tq, Hq, D]`` float32.
 
     Args:
-        b: Where the nodes go.
-        attributes: Of the operator.
+        b: Collects the nodes.
+        attributes: Those of the operator.
         tensors: Query ``[Tq, Hq, D]``, key and value ``[Tkv, H, D]``, float32.
         queries: Sequence and position of each row, ``[Tq]``.
         keys: Sequence and position of each stored token, ``[Tkv]``.
-        mask_rank: Of ``attn_mask``, 0 if there is none.
+        mask_rank: Rank of ``attn_mask``, 0 if there is none.
     """
     query, key, value = tensors
     heads, head_dim = attributes["num_heads"], attributes["head_dim"]
     kv_heads = attributes["num_kv_heads"] or heads
     repeat = heads // kv_heads
     rows, columns = b.size(query, 0), b.size(key, 0)
-    # One product a head for all queries that share its keys. The reshapes also keep ONNX Runtime from fusing
-    # the transpositions into the product, which then divides by zero where there are no tokens.
+    # One matrix product per key/value head, for all query heads that share it. The reshapes also keep ONNX
+    # Runtime from fusing the transpositions into the product, which then divides by zero without tokens.
     q_HRqD = b.op("Transpose", b.reshape(query, rows, kv_heads, repeat, head_dim), perm=[1, 2, 0, 3])
-    shared = b.op("Mul", rows, b.ints(repeat))
+    shared = b.op("Mul", rows, b.int_vector(repeat))
     q_HqD = b.reshape(q_HRqD, kv_heads, shared, head_dim)
     k_HDk = b.reshape(b.op("Transpose", key, perm=[1, 2, 0]), kv_heads, head_dim, columns)
     v_HkD = b.reshape(b.op("Transpose", value, perm=[1, 0, 2]), kv_heads, columns, head_dim)
-    scores = b.op("Mul", b.op("MatMul", q_HqD, k_HDk), b.real(1.0 / math.sqrt(head_dim)))
+    scores = b.op("Mul", b.op("MatMul", q_HqD, k_HDk), b.float_scalar(1.0 / math.sqrt(head_dim)))
     scores = b.reshape(scores, kv_heads, repeat, rows, columns)
     if mask_rank:
         mask = _mask(b, mask_rank, rows, columns)
@@ -51,49 +51,51 @@ def attend(
         tuple(b.unsqueeze(x, axis) for x in pair) for pair, axis in ((queries, 1), (keys, 0))
     )
     distance = b.op("Sub", k_position, q_position)
-    later = b.op("Greater", distance, b.whole(0))
+    later = b.op("Greater", distance, b.int_scalar(0))
     hidden = b.op("Not", b.op("Equal", q_sequence, k_sequence))
     if attributes["is_alibi"]:
         slopes = b.tensor(alibi_slopes(heads).tolist(), [kv_heads, repeat, 1, 1])
         scores = b.op("Add", scores, b.op("Mul", slopes, b.cast(distance, FLOAT)))
         hidden = b.op("Or", hidden, later)
     elif attributes["is_causal"]:
-        masked = b.op("GreaterOrEqual", q_sequence, b.scalar("decoding_batches"))
+        masked = b.op("GreaterOrEqual", q_sequence, b.as_scalar("decoding_batches"))
         hidden = b.op("Or", hidden, b.op("And", later, masked))
-    probs = _softmax(b, b.op("Where", hidden, b.real(-math.inf), scores))
-    out = _weigh(b, b.reshape(probs, kv_heads, shared, columns), v_HkD)
+    probs = _softmax(b, b.op("Where", hidden, b.float_scalar(-math.inf), scores))
+    out = _weighted_sum(b, b.reshape(probs, kv_heads, shared, columns), v_HkD)
     out = b.op("Transpose", b.reshape(out, kv_heads, repeat, rows, head_dim), perm=[2, 0, 1, 3])
     return b.reshape(out, rows, heads, head_dim)
 
 
-def _mask(b: Body, rank: int, rows: str, columns: str) -> str:
-    """The mask without its padding; one without elements is all zero."""
+def _mask(b: Builder, rank: int, rows: str, columns: str) -> str:
+    """The mask without its padding; zeros for a mask without elements."""
     lead = [b.size("query", 1)] if rank == 3 else []
 
-    def zeros(inner: Body) -> str:
+    def zeros(inner: Builder) -> str:
         return inner.op("ConstantOfShape", inner.shape(*lead, rows, columns))
 
-    def given(inner: Body) -> str:
-        used = inner.op("Slice", "attn_mask", inner.ints(0), columns, inner.ints(-1))
+    def sliced(inner: Builder) -> str:
+        used = inner.op("Slice", "attn_mask", inner.int_vector(0), columns, inner.int_vector(-1))
         return inner.cast(used, FLOAT)
 
-    is_empty = b.op("Equal", b.op("Size", "attn_mask"), b.whole(0))
-    return b.choose(is_empty, zeros, given)
+    is_empty = b.op("Equal", b.op("Size", "attn_mask"), b.int_scalar(0))
+    return b.if_else(is_empty, zeros, sliced)
 
 
-def _softmax(b: Body, scores: str) -> str:
-    """Softmax over the last axis; a row of nothing but -inf is 0."""
-    last = b.ints(3)  # not -1, which ONNX Runtime does not understand where there are no elements
+def _softmax(b: Builder, scores: str) -> str:
+    """Softmax over the last axis; a row of -inf only gives zeros."""
+    last = b.int_vector(3)  # not -1, which ONNX Runtime does not understand where there are no elements
     top = b.op("ReduceMax", scores, last, keepdims=1)
-    top = b.op("Where", b.op("IsInf", top, detect_positive=0), b.real(0.0), top)
+    top = b.op("Where", b.op("IsInf", top, detect_positive=0), b.float_scalar(0.0), top)
     weights = b.op("Exp", b.op("Sub", scores, top))
     total = b.op("ReduceSum", weights, last, keepdims=1)
-    return b.op("Div", weights, b.op("Where", b.op("Equal", total, b.real(0.0)), b.real(1.0), total))
+    return b.op(
+        "Div", weights, b.op("Where", b.op("Equal", total, b.float_scalar(0.0)), b.float_scalar(1.0), total)
+    )
 
 
-def _weigh(b: Body, probs: str, value: str) -> str:
-    """Sum of values by their weights, in which a weight of 0 hides even NaN; who sees NaN or inf gets NaN."""
-    broken = b.is_broken(value)
-    out = b.op("MatMul", probs, b.op("Where", broken, b.real(0.0), value))
-    counted = b.op("MatMul", b.cast(b.cast(probs, BOOL), FLOAT), b.cast(broken, FLOAT))
-    return b.op("Where", b.op("Greater", counted, b.real(0.0)), b.real(math.nan), out)
+def _weighted_sum(b: Builder, probs: str, value: str) -> str:
+    """``probs @ value``, but a weight of 0 hides even NaN. A row that sees a NaN or an infinity is NaN."""
+    nonfinite = b.is_nonfinite(value)
+    out = b.op("MatMul", probs, b.op("Where", nonfinite, b.float_scalar(0.0), value))
+    counted = b.op("MatMul", b.cast(b.cast(probs, BOOL), FLOAT), b.cast(nonfinite, FLOAT))
+    return b.op("Where", b.op("Greater", counted, b.float_scalar(0.0)), b.float_scalar(math.nan), out)

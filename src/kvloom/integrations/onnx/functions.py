@@ -1,8 +1,8 @@
-"""Function bodies: each PMX operator in standard ONNX operators, for one choice of types and attributes.
+"""Function bodies: each PMX operator in standard ONNX operators, one function for each variant.
 
 New keys and values are stacked to ``[2, N, H, D]``. ``ScatterND`` writes them where an index says,
 ``GatherND`` reads everything stored from the updated cache, so stores come before loads. The index names the
-axes of the cache up to the last of L and T, whatever their order; the others are whole rows.
+axes of the cache up to the last of L and T, in any order; what follows is written in whole rows.
 """
 
 from typing import NamedTuple
@@ -12,7 +12,7 @@ from onnx import TensorProto, helper
 
 from kvloom.core.layouts import CacheLayout
 from kvloom.integrations.onnx.attention import attend
-from kvloom.integrations.onnx.body import FLOAT, INT64, Body
+from kvloom.integrations.onnx.builder import FLOAT, INT64, Builder
 from kvloom.integrations.onnx.operators import ATTENTION, STATIC, Operator
 from kvloom.integrations.onnx.quantization import dequantize, quantize
 
@@ -25,8 +25,8 @@ _SHORT = {
 }
 
 
-class Choice(NamedTuple):
-    """What a body is made for. ``table_rank`` and ``mask_rank`` are 0 where there is no such input."""
+class Variant(NamedTuple):
+    """What a body depends on. ``scale_dtype`` and the ranks are 0 where there is no such input."""
 
     operator: Operator
     domain: str
@@ -39,7 +39,7 @@ class Choice(NamedTuple):
 
     @property
     def overload(self) -> str:
-        """A name that differs from those of all other choices; the layer is left to the node."""
+        """A name that no other variant has. It is without the layer, so all layers share one body."""
         words = [_SHORT[t] for t in (self.dtype, self.cache_dtype, self.scale_dtype) if t in _SHORT]
         numbers = [
             f"{name}{value}"
@@ -50,7 +50,7 @@ class Choice(NamedTuple):
 
     @property
     def inputs(self) -> tuple[str, ...]:
-        """The inputs up to the last that is used."""
+        """Inputs of the operator up to the last one that this variant reads."""
         unused = {"scale"} if not self.attributes["quant_bit"] else set()
         unused |= {"attn_mask"} if not self.mask_rank else set()
         last = max(i for i, name in enumerate(self.operator.inputs) if name not in unused)
@@ -62,158 +62,160 @@ class Choice(NamedTuple):
         return self.operator.layout(self.domain + self.operator.group, self.attributes["cache_layout"])
 
 
-def make_function(choice: Choice, opset: int) -> onnx.FunctionProto:
-    """The body of ``choice`` as a model-local function."""
-    operator, a = choice.operator, choice.attributes
-    b = Body()
+def make_function(variant: Variant, opset: int) -> onnx.FunctionProto:
+    """The body of ``variant`` as a model-local function."""
+    operator, a = variant.operator, variant.attributes
+    b = Builder()
     if operator is STATIC:
-        _static(b, choice)
+        _static(b, variant)
     else:
-        _ragged(b, choice)
+        _ragged(b, variant)
     outputs = [*operator.outputs, "cache_out", *(["scale_out"] if a["quant_bit"] else [])]
     return helper.make_function(
-        choice.domain + operator.group,
+        variant.domain + operator.group,
         operator.name,
-        choice.inputs,
+        variant.inputs,
         outputs,
         b.nodes,
         [helper.make_opsetid("", opset)],
         attribute_protos=[helper.make_attribute(name, value) for name, value in a.items()],
-        overload=choice.overload,
+        overload=variant.overload,
     )
 
 
-class _Place(NamedTuple):
-    """Where tokens lie: ``[N]`` int64 for the letter T, or for B and S."""
+class _Positions(NamedTuple):
+    """Where tokens are stored: ``[N]`` int64 for axis T, or for axes B and S."""
 
     coordinates: dict[str, str]
 
 
-def _static(b: Body, choice: Choice) -> None:
+def _static(b: Builder, variant: Variant) -> None:
     batch, num_new = b.size("current_key", 0), b.size("current_key", 1)
-    start = b.op("Reshape", "start_pos", b.ints(1))
+    start = b.op("Reshape", "start_pos", b.int_vector(1))
     end = b.op("Add", start, num_new)
 
-    def grid(first: str, count: str) -> _Place:
-        rows = b.unsqueeze(b.count(batch), 1)
-        columns = b.unsqueeze(b.op("Add", b.count(count), first), 0)
+    def grid(first: str, count: str) -> _Positions:
+        rows = b.unsqueeze(b.arange(batch), 1)
+        columns = b.unsqueeze(b.op("Add", b.arange(count), first), 0)
         shape = b.shape(batch, count)
         flat = b.op("Mul", batch, count)
-        at = {"B": b.op("Expand", rows, shape), "S": b.op("Expand", columns, shape)}
-        return _Place({axis: b.reshape(x, flat) for axis, x in at.items()})
+        axes = {"B": b.op("Expand", rows, shape), "S": b.op("Expand", columns, shape)}
+        return _Positions({axis: b.reshape(x, flat) for axis, x in axes.items()})
 
     heads, dim = b.size("current_key", 2), b.size("current_key", 3)
     flat = [b.reshape(x, b.op("Mul", batch, num_new), heads, dim) for x in ("current_key", "current_value")]
-    stored = _update(b, choice, flat, heads, grid(start, num_new), grid(b.ints(0), end))
+    stored = _update(b, variant, flat, heads, grid(start, num_new), grid(b.int_vector(0), end))
     for side, name in enumerate(("key", "value")):
         x = _repeated(
-            b, b.op("Gather", stored, b.whole(side), axis=0), choice.attributes["num_repeat"], heads
+            b, b.op("Gather", stored, b.int_scalar(side), axis=0), variant.attributes["num_repeat"], heads
         )
-        repeated = b.op("Mul", heads, b.ints(choice.attributes["num_repeat"]))
+        repeated = b.op("Mul", heads, b.int_vector(variant.attributes["num_repeat"]))
         b.reshape(x, batch, end, repeated, dim, into=name)
 
 
-def _ragged(b: Body, choice: Choice) -> None:
-    a = choice.attributes
+def _ragged(b: Builder, variant: Variant) -> None:
+    a = variant.attributes
     new_sequence, new_offset = _tokens(b, "seqstarts")
     new_position = b.op("Add", new_offset, b.op("Gather", "start_pos", new_sequence))
     sequence, position = _tokens(b, "kvstarts")
     heads = b.size("current_key", 1)
-    place = _Place({"T": _slots(b, choice, new_sequence, new_position)})
-    everything = _Place({"T": _slots(b, choice, sequence, position)})
-    stored = _update(b, choice, ["current_key", "current_value"], heads, place, everything)
-    key, value = (b.op("Gather", stored, b.whole(side), axis=0) for side in (0, 1))
-    if choice.operator is not ATTENTION:
+    new_at = _Positions({"T": _slots(b, variant, new_sequence, new_position)})
+    all_at = _Positions({"T": _slots(b, variant, sequence, position)})
+    stored = _update(b, variant, ["current_key", "current_value"], heads, new_at, all_at)
+    key, value = (b.op("Gather", stored, b.int_scalar(side), axis=0) for side in (0, 1))
+    if variant.operator is not ATTENTION:
         for name, x in (("key", key), ("value", value)):
             b.op("Identity", _repeated(b, x, a["num_repeat"], heads), into=name)
         return
-    new_kvlen = b.op("Sub", b.op("Gather", "kvstarts", b.op("Add", new_sequence, b.whole(1))),
+    new_kvlen = b.op("Sub", b.op("Gather", "kvstarts", b.op("Add", new_sequence, b.int_scalar(1))),
                      b.op("Gather", "kvstarts", new_sequence))  # fmt: skip
-    new_seqlen = b.op("Sub", b.op("Gather", "seqstarts", b.op("Add", new_sequence, b.whole(1))),
+    new_seqlen = b.op("Sub", b.op("Gather", "seqstarts", b.op("Add", new_sequence, b.int_scalar(1))),
                       b.op("Gather", "seqstarts", new_sequence))  # fmt: skip
     query_position = b.op("Add", new_offset, b.op("Sub", new_kvlen, new_seqlen))
     queries, keys = (new_sequence, query_position), (sequence, position)
     out = attend(b, a, (b.cast("query", FLOAT), b.cast(key, FLOAT), b.cast(value, FLOAT)), queries, keys,
-                 choice.mask_rank)  # fmt: skip
-    b.cast(out, choice.dtype, into="attn_output")
+                 variant.mask_rank)  # fmt: skip
+    b.cast(out, variant.dtype, into="attn_output")
 
 
-def _tokens(b: Body, starts: str) -> tuple[str, str]:
+def _tokens(b: Builder, starts: str) -> tuple[str, str]:
     """Sequence and position in it of each token of a ragged batch, from the prefix sums of lengths."""
-    token = b.count(b.op("Gather", starts, b.ints(-1), axis=0))
-    ends = b.op("Slice", starts, b.ints(1), b.ints(2**62), b.ints(0))
-    passed = b.op("LessOrEqual", b.unsqueeze(ends, 0), b.unsqueeze(token, 1))
-    sequence = b.op("ReduceSum", b.cast(passed, INT64), b.ints(1), keepdims=0)
+    token = b.arange(b.op("Gather", starts, b.int_vector(-1), axis=0))
+    ends = b.op("Slice", starts, b.int_vector(1), b.int_vector(2**62), b.int_vector(0))
+    ended = b.op("LessOrEqual", b.unsqueeze(ends, 0), b.unsqueeze(token, 1))
+    sequence = b.op("ReduceSum", b.cast(ended, INT64), b.int_vector(1), keepdims=0)
     return sequence, b.op("Sub", token, b.op("Gather", starts, sequence))
 
 
-def _slots(b: Body, choice: Choice, sequence: str, position: str) -> str:
-    a = choice.attributes
+def _slots(b: Builder, variant: Variant, sequence: str, position: str) -> str:
+    a = variant.attributes
     if a["cache_mode"] == 0:
         return b.op("Add", b.op("Gather", "cachestarts", sequence), position)
-    if choice.table_rank == 1:
+    if variant.table_rank == 1:
         return b.op("Gather", "cachestarts", b.op("Add", b.op("Gather", "kvstarts", sequence), position))
-    size = b.whole(a["page_size"])
+    size = b.int_scalar(a["page_size"])
     page = b.op("Div", position, size)
     entry = b.op("Concat", b.unsqueeze(sequence, 1), b.unsqueeze(page, 1), axis=1)
     return b.op("Add", b.op("GatherND", "cachestarts", entry), b.op("Sub", position, b.op("Mul", page, size)))
 
 
-def _update(b: Body, choice: Choice, new: list[str], heads: str, place: _Place, everything: _Place) -> str:
-    """Write ``new`` at ``place``, then read ``everything``: ``[2, M, H, D]`` in the dtype of the inputs."""
-    a = choice.attributes
+def _update(
+    b: Builder, variant: Variant, new: list[str], heads: str, new_at: _Positions, all_at: _Positions
+) -> str:
+    """Write ``new`` at ``new_at``, then read ``all_at``: ``[2, M, H, D]`` in the dtype of the inputs."""
+    a = variant.attributes
     bits, group = a["quant_bit"], a["quant_group"]
     x = b.op("Concat", *(b.unsqueeze(side, 0) for side in new), axis=0)
-    axes = choice.layout.axes.split()
+    axes = variant.layout.axes.split()
     indexed = axes[: max(i for i, axis in enumerate(axes) if axis in "LTBS") + 1]
     inner = [axis for axis in axes if axis in ("2", "H")]
-    there = _index(b, indexed, place, heads)
-    here = _index(b, indexed, everything, heads)
-    # Updates have the tokens first, then whatever axes the layout has, in its order.
+    write_index = _index(b, indexed, new_at, heads)
+    read_index = _index(b, indexed, all_at, heads)
+    # Updates have the tokens first, then the axes of the layout, in its order.
     order = [("2", "N", "H", "D").index(axis) for axis in ("N", *inner, "D")]
     back = [order.index(i) for i in range(4)]
 
     def scatter(cache: str, rows: str, into: str) -> str:
-        return b.op("ScatterND", cache, there, b.op("Transpose", rows, perm=order), into=into)
+        return b.op("ScatterND", cache, write_index, b.op("Transpose", rows, perm=order), into=into)
 
     def gather(cache: str) -> str:
-        return b.op("Transpose", b.op("GatherND", cache, here), perm=back)
+        return b.op("Transpose", b.op("GatherND", cache, read_index), perm=back)
 
     if not bits:
-        same = choice.dtype == choice.cache_dtype
-        x = x if same else b.cast(x, choice.cache_dtype)
+        same = variant.dtype == variant.cache_dtype
+        x = x if same else b.cast(x, variant.cache_dtype)
         stored = gather(scatter("cache", x, "cache_out"))
-        return stored if same else b.cast(stored, choice.dtype)
-    codes, scales = quantize(b, x, choice.dtype, bits, group, choice.scale_dtype)
+        return stored if same else b.cast(stored, variant.dtype)
+    codes, scales = quantize(b, x, variant.dtype, bits, group, variant.scale_dtype)
     codes = gather(scatter("cache", codes, "cache_out"))
     scales = gather(scatter("scale", scales, "scale_out"))
-    return dequantize(b, codes, scales, choice.dtype, bits, group, choice.scale_dtype)
+    return dequantize(b, codes, scales, variant.dtype, bits, group, variant.scale_dtype)
 
 
-def _index(b: Body, indexed: list[str], place: _Place, heads: str) -> str:
-    """``[N, (2), (H), axes]``: coordinates of the rows of all tokens, in the order of the layout."""
+def _index(b: Builder, indexed: list[str], at: _Positions, heads: str) -> str:
+    """``[N, (2), (H), axes]`` int64: coordinates of the rows of all tokens, in the order of the layout."""
     inner = [axis for axis in indexed if axis in ("2", "H")]
-    anyone = next(iter(place.coordinates.values()))
-    extents = {"2": b.ints(2), "H": heads}
-    shape = b.shape(b.size(anyone, 0), *(extents[axis] for axis in inner))
+    tokens = next(iter(at.coordinates.values()))
+    extents = {"2": b.int_vector(2), "H": heads}
+    shape = b.shape(b.size(tokens, 0), *(extents[axis] for axis in inner))
     rank = 1 + len(inner)
     parts = []
     for axis in indexed:
-        if axis in place.coordinates:
-            x, at = place.coordinates[axis], 0
+        if axis in at.coordinates:
+            x, dim = at.coordinates[axis], 0
         elif axis == "L":
-            x, at = b.op("Reshape", b.attribute("layer_idx"), b.ints(1)), 0
+            x, dim = b.op("Reshape", b.attribute("layer_idx"), b.int_vector(1)), 0
         else:
-            x, at = b.count(extents[axis]), 1 + inner.index(axis)
-        others = [i for i in range(rank) if i != at]
+            x, dim = b.arange(extents[axis]), 1 + inner.index(axis)
+        others = [i for i in range(rank) if i != dim]
         x = b.unsqueeze(x, *others) if others else x
         parts.append(b.unsqueeze(b.op("Expand", x, shape), rank))
     return b.op("Concat", *parts, axis=rank)
 
 
-def _repeated(b: Body, x: str, num_repeat: int, heads: str) -> str:
-    """``[M, H, D]`` with each head ``num_repeat`` times in a row."""
+def _repeated(b: Builder, x: str, num_repeat: int, heads: str) -> str:
+    """``[M, H, D]`` with each head repeated ``num_repeat`` times in a row."""
     if num_repeat == 1:
         return x
-    wanted = b.count(b.op("Mul", heads, b.ints(num_repeat)))
-    return b.op("Gather", x, b.op("Div", wanted, b.whole(num_repeat)), axis=1)
+    repeated = b.arange(b.op("Mul", heads, b.int_vector(num_repeat)))
+    return b.op("Gather", x, b.op("Div", repeated, b.int_scalar(num_repeat)), axis=1)

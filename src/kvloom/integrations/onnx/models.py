@@ -1,4 +1,4 @@
-"""Reading models, and what is known about their values."""
+"""Reads models, finds our nodes, and infers types and shapes of values."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -16,7 +16,7 @@ Dims: TypeAlias = tuple[int | None, ...]
 
 
 def load(model: Model) -> onnx.ModelProto:
-    """The model of a file, of its bytes, or as it is.
+    """Read a model from a file or from bytes; an ``onnx.ModelProto`` is returned as it is.
 
     Raises:
         ModelError: it is truncated, damaged or no ONNX model.
@@ -49,12 +49,12 @@ class Call(NamedTuple):
     domain: str
 
     def input(self, name: str) -> str:
-        """The value given for ``name``, ``""`` if there is none."""
+        """Name of the value for input ``name``, ``""`` if there is none."""
         at = self.operator.inputs.index(name)
         return str(self.node.input[at]) if at < len(self.node.input) else ""
 
     def output(self, name: str) -> str:
-        """The value made for ``name``, ``""`` if there is none."""
+        """Name of the value for output ``name``, ``""`` if there is none."""
         at = self.operator.all_outputs.index(name)
         return str(self.node.output[at]) if at < len(self.node.output) else ""
 
@@ -80,35 +80,39 @@ def calls(nodes: Sequence[onnx.NodeProto]) -> Iterator[Call]:
             yield Call(node, operator, node.domain.split(".")[0])
 
 
-class Known(NamedTuple):
-    """What is known of a value: an element type of ``onnx.TensorProto``, and a shape or ``None``."""
+class ValueType(NamedTuple):
+    """Type of a value: an element type of ``onnx.TensorProto``, and a shape, ``None`` if unknown."""
 
     dtype: int
     dims: Dims | None
 
 
-def known_values(model: onnx.ModelProto) -> dict[str, Known]:
-    """Types and shapes of the values of the main graph, as far as they can be inferred."""
+def infer_types(model: onnx.ModelProto) -> dict[str, ValueType]:
+    """Types and shapes of the values of the main graph, as far as they can be inferred.
+
+    Raises:
+        ModelError: types or shapes contradict each other.
+    """
     work = onnx.ModelProto()
     work.CopyFrom(model)
-    found: dict[str, Known] = {}
+    found: dict[str, ValueType] = {}
     for _ in range(1 + sum(1 for _ in calls(work.graph.node))):
         try:
             work = shape_inference.infer_shapes(work)
         except shape_inference.InferenceError as error:
             raise ModelError(f"model must be consistent; {str(error).splitlines()[0]}") from None
         found = _read_values(work.graph)
-        # The standard knows nothing of our operators, so their outputs are told and inference goes on.
-        told = [info for call in calls(work.graph.node) for info in _outputs(call, found)]
-        if not told:
+        # ONNX cannot infer through our operators: add the types of their outputs and infer again.
+        inferred = [info for call in calls(work.graph.node) for info in _outputs(call, found)]
+        if not inferred:
             break
-        work.graph.value_info.extend(told)
+        work.graph.value_info.extend(inferred)
     return found
 
 
-def _outputs(call: Call, found: dict[str, Known]) -> list[onnx.ValueInfoProto]:
+def _outputs(call: Call, found: dict[str, ValueType]) -> list[onnx.ValueInfoProto]:
     first = found.get(call.node.input[0]) if call.node.input else None
-    told = []
+    inferred = []
     for name in call.operator.outputs:
         value = call.output(name)
         if value and value not in found and first is not None:
@@ -117,19 +121,19 @@ def _outputs(call: Call, found: dict[str, Known]) -> list[onnx.ValueInfoProto]:
                 heads = dims[-2]
                 repeated = None if heads is None else heads * call.attributes()["num_repeat"]
                 dims = (*dims[:1], None, repeated, dims[-1]) if len(dims) == 4 else (None, repeated, dims[-1])
-            told.append(onnx.helper.make_tensor_value_info(value, first.dtype, dims))
+            inferred.append(onnx.helper.make_tensor_value_info(value, first.dtype, dims))
     for name in ("cache", "scale"):
         value, source = call.output(name), found.get(call.input(name))
         if value and value not in found and source is not None:
-            told.append(onnx.helper.make_tensor_value_info(value, source.dtype, source.dims))
-    return told
+            inferred.append(onnx.helper.make_tensor_value_info(value, source.dtype, source.dims))
+    return inferred
 
 
-def _read_values(graph: onnx.GraphProto) -> dict[str, Known]:
-    found = {x.name: Known(x.data_type, tuple(x.dims)) for x in graph.initializer}
+def _read_values(graph: onnx.GraphProto) -> dict[str, ValueType]:
+    found = {x.name: ValueType(x.data_type, tuple(x.dims)) for x in graph.initializer}
     for info in (*graph.input, *graph.value_info, *graph.output):
         tensor = info.type.tensor_type
         if tensor.elem_type and info.name not in found:
             dims = tuple(d.dim_value if d.HasField("dim_value") else None for d in tensor.shape.dim)
-            found[info.name] = Known(tensor.elem_type, dims if tensor.HasField("shape") else None)
+            found[info.name] = ValueType(tensor.elem_type, dims if tensor.HasField("shape") else None)
     return found

@@ -124,7 +124,7 @@ def make_node(
 
 
 def opset_imports(domain: str = "opmx", opset: int = 24) -> list[onnx.OperatorSetIdProto]:
-    """What a model that uses these nodes imports: ``helper.make_model(..., opset_imports=...)``."""
+    """The opset imports of a model with these nodes, for ``helper.make_model(..., opset_imports=...)``."""
     groups = ("", ".dynamic_batching")
     own = [helper.make_opsetid(domain + group, VERSION) for group in groups]
     return [helper.make_opsetid("", opset), *own]

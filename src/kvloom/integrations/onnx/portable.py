@@ -5,8 +5,8 @@ from onnx import helper
 
 from kvloom.errors import ModelError
 from kvloom.integrations.onnx.checks import check
-from kvloom.integrations.onnx.functions import Choice, make_function
-from kvloom.integrations.onnx.models import Call, Known, Model, calls, known_values, load
+from kvloom.integrations.onnx.functions import Variant, make_function
+from kvloom.integrations.onnx.models import Call, Model, ValueType, calls, infer_types, load
 from kvloom.integrations.onnx.operators import ATTENTION, STATIC
 
 MIN_OPSET = 18
@@ -14,18 +14,18 @@ MIN_IR_VERSION = 10
 
 
 def portable(model: Model) -> onnx.ModelProto:
-    """``model`` in a form that any ONNX runtime executes without a custom operator.
+    """Convert ``model`` to a form that any ONNX runtime executes without a custom operator.
 
-    Nodes stay what they are and get model-local functions for bodies. Their updated caches and scales become
-    outputs, and an in-out input ``cache`` of the graph comes back as its output ``cache_out``. What reads a
-    cache after a node wrote it, reads the updated one.
+    Nodes stay and get model-local functions as bodies. Updated caches and scales become outputs of their
+    nodes, and an input ``cache`` of the graph that is updated is also its output ``cache_out``. Nodes that
+    read a cache after another node wrote it, read the updated one.
 
-    Bodies are made for the types and attributes of their nodes, so the types of keys, caches and scales must
-    be known or follow from the inputs of the graph; so must the rank of a table or mask, or else it is that
-    of the document. Values of indices are not checked.
+    A body depends on the dtypes and attributes of its node, so the dtypes of keys, caches and scales must be
+    known or follow from the inputs of the graph. The rank of a table or mask that is not known is taken from
+    the document. Values of indices are not checked.
 
     Args:
-        model: A model, its bytes or its path; left alone.
+        model: A model, its bytes or its path; not changed.
 
     Raises:
         ModelError: it is not what ``check`` accepts, a type is unknown, or its opset is below 18.
@@ -42,7 +42,7 @@ def portable(model: Model) -> onnx.ModelProto:
     if opset < MIN_OPSET:
         raise ModelError(f"model must import opset {MIN_OPSET} or later for the portable form, got {opset}")
     result.ir_version = max(result.ir_version, MIN_IR_VERSION)
-    values = known_values(source)
+    values = infer_types(source)
     latest: dict[str, str] = {}
     taken = {name for node in result.graph.node for name in (*node.input, *node.output)}
     taken |= {x.name for x in (*result.graph.input, *result.graph.output, *result.graph.initializer)}
@@ -50,25 +50,25 @@ def portable(model: Model) -> onnx.ModelProto:
     own = {id(call.node): call for call in calls(result.graph.node)}
     for node in result.graph.node:
         call = own.get(id(node))
-        choice = None if call is None or node.overload else _choice(call, values)
+        variant = None if call is None or node.overload else _variant_of(call, values)
         for i, name in enumerate(node.input):
             node.input[i] = latest.get(name, name)
-        if call is None or choice is None:
+        if call is None or variant is None:
             continue
         if not call.is_functional:
-            _thread(call, latest, taken)
-        del node.input[len(choice.inputs) :]
-        node.overload = choice.overload
+            _chain_states(call, latest, taken)
+        del node.input[len(variant.inputs) :]
+        node.overload = variant.overload
         key = (node.domain, node.op_type, node.overload)
         if key not in functions:
             functions.add(key)
-            result.functions.append(make_function(choice, opset))
+            result.functions.append(make_function(variant, opset))
     _add_outputs(result.graph, latest)
     return result
 
 
-def _choice(call: Call, values: dict[str, Known]) -> Choice:
-    def known(name: str) -> Known:
+def _variant_of(call: Call, values: dict[str, ValueType]) -> Variant:
+    def known(name: str) -> ValueType:
         value = values.get(call.input(name))
         if value is None:
             raise ModelError(
@@ -87,23 +87,23 @@ def _choice(call: Call, values: dict[str, Known]) -> Choice:
         dims = known("attn_mask").dims
         mask = 2 if dims is None else 0 if 0 in dims or len(dims) == 1 else len(dims)
     scale = known("scale").dtype if a["quant_bit"] else 0
-    return Choice(
+    return Variant(
         call.operator, domain, a, known("current_key").dtype, known("cache").dtype, scale, table, mask
     )
 
 
-def _thread(call: Call, latest: dict[str, str], taken: set[str]) -> None:
-    """Make the updated cache and scale outputs, under new names that later nodes will read."""
+def _chain_states(call: Call, latest: dict[str, str], taken: set[str]) -> None:
+    """Add the updated cache and scale to the outputs, under new names that later nodes read."""
     for name in ("cache", "scale") if call.attributes()["quant_bit"] else ("cache",):
         now = call.input(name)
         root = next((key for key, value in latest.items() if value == now), now)
         number = 1
         while f"{root}.{number}" in taken:
             number += 1
-        made = f"{root}.{number}"
-        taken.add(made)
-        latest[root] = made
-        call.node.output.append(made)
+        output = f"{root}.{number}"
+        taken.add(output)
+        latest[root] = output
+        call.node.output.append(output)
 
 
 def _add_outputs(graph: onnx.GraphProto, latest: dict[str, str]) -> None:

@@ -28,19 +28,19 @@ def to_numpy(x: Tensor) -> np.ndarray[Any, Any]:
 
 
 def to_torch(x: Any) -> Tensor:
-    """A tensor on the memory of the array ``x``, or a copy of what may not be written, as constants."""
+    """A tensor on the memory of the array ``x``, or on a copy of it if it is read-only, as constants are."""
     x = np.asarray(x)
     if not x.flags.writeable:
         x = x.copy()
     is_bfloat16 = x.dtype == ml_dtypes.bfloat16
     tensor = torch.from_numpy(x.view(np.int16) if is_bfloat16 else x)
-    if x.size == 0:  # of which numpy's strides are 0
+    if x.size == 0:  # numpy's strides of an empty array are 0
         tensor = torch.empty(x.shape, dtype=tensor.dtype)
     return tensor.view(torch.bfloat16) if is_bfloat16 else tensor
 
 
 class _Operator(OpRun):  # type: ignore[misc]
-    """Runs the dialect; a node of the documents writes ``cache`` and ``scale`` in place."""
+    """Runs the dialect. A node without updated outputs writes ``cache`` and ``scale`` in place."""
 
     operator: Operator
     spec: str

@@ -1,7 +1,7 @@
-"""Caches of other ONNX operators as views: ``TensorScatter`` with ``Attention``, ``GroupQueryAttention``.
+"""Views of other ONNX operators' caches: ``TensorScatter`` with ``Attention``, and ``GroupQueryAttention``.
 
-Both keep one row of slots for each sequence of a batch: token t of row b lives in slot ``b * M + t``. What
-they store in a buffer, ``load`` and ``attend`` read there; what ``store`` writes, they attend to.
+All keep one row of M slots for each sequence of a batch: token t of row b is in slot ``b * M + t``. ``load``
+and ``attend`` read what these operators wrote, and the operators read what ``store`` wrote.
 """
 
 from typing import Final

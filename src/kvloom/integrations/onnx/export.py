@@ -1,4 +1,4 @@
-"""From a PyTorch module that calls the PMX operators to an ONNX model that has them as nodes."""
+"""Exports a PyTorch module that calls the PMX operators to an ONNX model that has them as nodes."""
 
 import inspect
 import warnings
@@ -56,7 +56,7 @@ def export(
 
     Raises:
         ArgumentError: an argument of the operators or of this function is not allowed.
-        UnsupportedError: a cache is no input of ``module`` but a view of one, a buffer or made on the way.
+        UnsupportedError: a cache is not an input of ``module`` but a view of one, a buffer, or computed.
     """
     if domain not in DOMAINS:
         raise ArgumentError(f"domain must be one of {list(DOMAINS)}, got {domain!r}")
@@ -72,7 +72,7 @@ def export(
     flat_names = [n for name, value in zip(names, values, strict=True) for n in _leaf_names(name, value)]
     recorder = _Recorder(module, domain, flat_names)
     with tracing(recorder), torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of torch's own making, about its own internals
+        warnings.simplefilter("ignore")  # torch warns about its own internals
         try:
             program = torch.export.export(
                 recorder, tuple(values), dynamic_shapes={"args": shapes}, strict=False
@@ -81,9 +81,9 @@ def export(
             raise ArgumentError(f"module and dynamic must suit torch.export; {error}") from error
         outputs = [
             output_names[i] if i < len(output_names) else f"output_{i}"
-            for i in range(recorder.made.num_outputs)
+            for i in range(recorder.trace.num_outputs)
         ]
-        outputs += [f"{name}_out" for name in recorder.made.updated]
+        outputs += [f"{name}_out" for name in recorder.trace.updated]
         exported = torch.onnx.export(
             program,
             input_names=flat_names,
@@ -134,7 +134,7 @@ def _axis_names(dynamic: Mapping[str, Any] | None, name: str, value: Any) -> lis
 
 
 def _name_axes(graph: onnx.GraphProto, wanted: Mapping[str, Mapping[int, Any]]) -> None:
-    """Give dynamic axes, which the exporter calls s0 and the like, their names."""
+    """Rename dynamic axes, which the exporter calls s0, s1, ..., to the names in ``wanted``."""
     infos = (*graph.input, *graph.output, *graph.value_info)
     renamed = {
         info.type.tensor_type.shape.dim[axis].dim_param: name
@@ -159,8 +159,8 @@ def _shapes(wanted: Any, dims: dict[str, Any]) -> Any:
     return wanted
 
 
-class _Made:
-    """What a module returned and updated. Apart from it, since ``torch.export`` puts its attributes back."""
+class _Trace:
+    """What a module returned and updated. ``torch.export`` would restore attributes of the module itself."""
 
     def __init__(self) -> None:
         self.num_outputs = 0
@@ -170,12 +170,12 @@ class _Made:
 
 
 class _Recorder(torch.nn.Module):
-    """Runs a module, writes down each PMX call as a node, and returns what was updated too."""
+    """Runs a module, records each PMX call as a node, and also returns what was updated."""
 
     def __init__(self, module: torch.nn.Module, domain: str, names: list[str]) -> None:
         super().__init__()
         self.module = module
-        self.made = _Made()
+        self.trace = _Trace()
         self._domain = domain
         self._names = names
         self._parameters_of_forward = list(inspect.signature(module.forward).parameters)
@@ -183,12 +183,12 @@ class _Recorder(torch.nn.Module):
     def forward(self, *args: Any) -> tuple[Any, ...]:
         """Outputs of the module, then the last state of every tensor that it updated."""
         leaves = pytree.tree_leaves(args)
-        self.made.inputs = {id(x): name for x, name in zip(leaves, self._names, strict=True)}
-        self.made.latest = {}
+        self.trace.inputs = {id(x): name for x, name in zip(leaves, self._names, strict=True)}
+        self.trace.latest = {}
         results = self.module(**dict(zip(self._parameters_of_forward, args, strict=False)))
         outputs = pytree.tree_leaves(results)
-        self.made.num_outputs, self.made.updated = len(outputs), list(self.made.latest)
-        latest, self.made.latest = self.made.latest, {}
+        self.trace.num_outputs, self.trace.updated = len(outputs), list(self.trace.latest)
+        latest, self.trace.latest = self.trace.latest, {}
         return (*outputs, *latest.values())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -218,7 +218,7 @@ class _Recorder(torch.nn.Module):
         shapes = [*_output_shapes(operator, arguments), *(arguments[n].shape for n in states)]
         first = arguments[operator.inputs[0]]
         dtypes = [*(first.dtype for _ in operator.outputs), *(arguments[n].dtype for n in states)]
-        made = torch.onnx.ops.symbolic_multi_out(
+        results = torch.onnx.ops.symbolic_multi_out(
             f"{self._domain}{operator.group}::{operator.name}",
             inputs,
             attributes,
@@ -226,11 +226,11 @@ class _Recorder(torch.nn.Module):
             shapes=shapes,
             version=VERSION,
         )
-        for root, state, new in zip(roots, states, made[len(operator.outputs) :], strict=True):
-            self.made.latest[root] = new
-            arguments[state].copy_(new)  # for whoever else reads it later
-        results = tuple(made[: len(operator.outputs)])
-        return results if len(results) > 1 else results[0]
+        for root, state, new in zip(roots, states, results[len(operator.outputs) :], strict=True):
+            self.trace.latest[root] = new
+            arguments[state].copy_(new)  # for later reads of this tensor
+        outputs = tuple(results[: len(operator.outputs)])
+        return outputs if len(outputs) > 1 else outputs[0]
 
     def _layout(self, operator: Operator, arguments: dict[str, Any]) -> int:
         """The number that the domain has for a layout of the document ``spec``."""
@@ -246,7 +246,7 @@ class _Recorder(torch.nn.Module):
         )
 
     def _root(self, argument: str, x: Tensor) -> str:
-        name = self.made.inputs.get(id(x))
+        name = self.trace.inputs.get(id(x))
         if name is None:
             raise UnsupportedError(
                 f"{argument} must be an input of the exported module, not a view of one, a buffer or a copy"
@@ -255,7 +255,7 @@ class _Recorder(torch.nn.Module):
 
     def _value(self, x: Any) -> Tensor | None:
         if x is None or isinstance(x, Tensor):
-            return None if x is None else self.made.latest.get(self.made.inputs.get(id(x), ""), x)
+            return None if x is None else self.trace.latest.get(self.trace.inputs.get(id(x), ""), x)
         return torch.full((), x, dtype=torch.int64)
 
 
@@ -276,7 +276,7 @@ def _output_shapes(operator: Operator, arguments: dict[str, Any]) -> list[list[A
 
 
 def _to_documents(model: onnx.ModelProto) -> None:
-    """Nodes without the outputs that their documents do not have."""
+    """Remove the outputs of nodes that their documents do not have."""
     origin: dict[str, str] = {}
     own = {id(call.node): call for call in calls(model.graph.node)}
     for node in model.graph.node:
@@ -291,6 +291,6 @@ def _to_documents(model: onnx.ModelProto) -> None:
     kept = [x for x in model.graph.output if x.name not in origin]
     del model.graph.output[:]
     model.graph.output.extend(kept)
-    told = [x for x in model.graph.value_info if x.name not in origin]
+    remaining = [x for x in model.graph.value_info if x.name not in origin]
     del model.graph.value_info[:]
-    model.graph.value_info.extend(told)
+    model.graph.value_info.extend(remaining)

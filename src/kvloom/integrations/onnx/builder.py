@@ -1,4 +1,4 @@
-"""Writing down a function body, one standard operator at a time."""
+"""Builds the nodes of a function body or a graph, one standard operator at a time."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -9,8 +9,8 @@ from onnx import TensorProto, helper
 FLOAT, INT64, BOOL, INT32 = TensorProto.FLOAT, TensorProto.INT64, TensorProto.BOOL, TensorProto.INT32
 
 
-class Body:
-    """Nodes in order; every method that makes a value returns its name."""
+class Builder:
+    """Appends nodes in order. Every method returns the name of the value that it adds."""
 
     def __init__(self, prefix: str = "") -> None:
         self.nodes: list[onnx.NodeProto] = []
@@ -22,20 +22,20 @@ class Body:
         self.nodes.append(helper.make_node(kind, inputs, [output], **attributes))
         return output
 
-    def ints(self, *values: int) -> str:
-        """A constant ``[n]`` int64."""
+    def int_vector(self, *values: int) -> str:
+        """Constant ``[n]`` int64."""
         return self.op("Constant", value_ints=list(values))
 
-    def whole(self, value: int) -> str:
-        """A constant 0-d int64."""
+    def int_scalar(self, value: int) -> str:
+        """Constant, 0-d int64."""
         return self.op("Constant", value_int=value)
 
-    def real(self, value: float) -> str:
-        """A constant 0-d float32."""
+    def float_scalar(self, value: float) -> str:
+        """Constant, 0-d float32."""
         return self.op("Constant", value_float=float(value))
 
     def tensor(self, values: Sequence[float], dims: Sequence[int]) -> str:
-        """A constant float32 of the given shape."""
+        """Constant float32 with shape ``dims``."""
         return self.op("Constant", value=helper.make_tensor("value", FLOAT, dims, values))
 
     def attribute(self, name: str) -> str:
@@ -51,47 +51,49 @@ class Body:
         return self.op("Cast", x, to=dtype, into=into)
 
     def size(self, x: str, axis: int) -> str:
-        """Extent of one axis, ``[1]`` int64."""
-        return self.op("Gather", self.op("Shape", x), self.ints(axis), axis=0)
+        """Size of one axis, ``[1]`` int64."""
+        return self.op("Gather", self.op("Shape", x), self.int_vector(axis), axis=0)
 
     def shape(self, *parts: str | int) -> str:
-        """A shape made of ``[1]`` values and numbers."""
-        made = [part if isinstance(part, str) else self.ints(part) for part in parts]
-        return self.op("Concat", *made, axis=0)
+        """Shape ``[len(parts)]`` int64 from values ``[1]`` and numbers."""
+        sizes = [part if isinstance(part, str) else self.int_vector(part) for part in parts]
+        return self.op("Concat", *sizes, axis=0)
 
     def reshape(self, x: str, *parts: str | int, into: str = "") -> str:
-        """``x`` with the shape of ``parts``, in which 0 is 0."""
+        """``x`` with the shape ``parts``; a 0 there is a size of 0, not "as in the input"."""
         return self.op("Reshape", x, self.shape(*parts), allowzero=1, into=into)
 
     def unsqueeze(self, x: str, *axes: int) -> str:
-        """``x`` with new axes of extent 1."""
-        return self.op("Unsqueeze", x, self.ints(*axes))
+        """``x`` with new axes of size 1."""
+        return self.op("Unsqueeze", x, self.int_vector(*axes))
 
-    def scalar(self, x: str) -> str:
+    def as_scalar(self, x: str) -> str:
         """A 0-d or one-element ``x`` as 0-d."""
-        return self.op("Squeeze", self.op("Reshape", x, self.ints(1)), self.ints(0))
+        return self.op("Squeeze", self.op("Reshape", x, self.int_vector(1)), self.int_vector(0))
 
-    def count(self, end: str) -> str:
-        """``[end]`` int64 from 0, ``end`` 0-d or one element."""
-        return self.op("Range", self.whole(0), self.scalar(end), self.whole(1))
+    def arange(self, end: str) -> str:
+        """``[0, 1, ..., end - 1]`` int64; ``end`` has one element."""
+        return self.op("Range", self.int_scalar(0), self.as_scalar(end), self.int_scalar(1))
 
-    def choose(self, condition: str, then: Callable[["Body"], str], other: Callable[["Body"], str]) -> str:
-        """The value that ``then`` or ``other`` makes."""
+    def if_else(
+        self, condition: str, then: Callable[["Builder"], str], other: Callable[["Builder"], str]
+    ) -> str:
+        """The float32 value that ``then`` adds where ``condition`` is true, else that of ``other``."""
         branches = {}
         for name, make in (("then_branch", then), ("else_branch", other)):
-            inner = Body(f"{self._prefix}{name}{len(self.nodes)}_")
+            inner = Builder(f"{self._prefix}{name}{len(self.nodes)}_")
             result = make(inner)
             info = onnx.ValueInfoProto(name=result)
             info.type.tensor_type.elem_type = FLOAT
             branches[name] = helper.make_graph(inner.nodes, name, [], [info])
         return self.op("If", condition, **branches)
 
-    def limit(self, x: str, largest: float) -> str:
-        """``x`` within [-largest, largest], NaN left alone, which ``Clip`` does not promise."""
-        high, low = self.real(largest), self.real(-largest)
+    def clip(self, x: str, largest: float) -> str:
+        """``x`` clipped to [-largest, largest]. NaN stays NaN, which ``Clip`` does not promise."""
+        high, low = self.float_scalar(largest), self.float_scalar(-largest)
         x = self.op("Where", self.op("Greater", x, high), high, x)
         return self.op("Where", self.op("Less", x, low), low, x)
 
-    def is_broken(self, x: str) -> str:
+    def is_nonfinite(self, x: str) -> str:
         """Where float32 ``x`` is NaN or infinite."""
         return self.op("Or", self.op("IsNaN", x), self.op("IsInf", x))

@@ -1,4 +1,4 @@
-"""ONNX Runtime on the memory of torch tensors, caches updated where they are."""
+"""ONNX Runtime on the memory of torch tensors; caches are updated in place."""
 
 from typing import Any
 
@@ -23,12 +23,12 @@ ONNX_TYPE = {
 }
 
 
-class Runtime:
-    """One session on the CPU with as many threads as torch has.
+class OrtSession:
+    """An ONNX Runtime session on the CPU, with as many threads as torch has.
 
     Args:
         model: In portable form.
-        in_out: Inputs and the outputs with their last state.
+        in_out: Updated inputs, each with the output of its last state.
     """
 
     def __init__(self, model: onnx.ModelProto, in_out: dict[str, str]) -> None:
@@ -50,7 +50,7 @@ class Runtime:
     def run(self, feeds: dict[str, Tensor]) -> dict[str, Tensor]:
         """Outputs by name, and updated inputs, which share memory with ``feeds``."""
         binding = self._session.io_binding()
-        kept = []  # what a binding points to must live as long as it
+        kept = []  # a binding does not keep its memory alive
         for name, x in feeds.items():
             if ONNX_TYPE.get(x.dtype) != self._types[name]:
                 wanted = onnx.TensorProto.DataType.Name(self._types[name]).lower()
@@ -80,7 +80,7 @@ class Runtime:
 
 
 def _has_one_reader(graph: onnx.GraphProto, name: str) -> bool:
-    """Whether one of our nodes is all that reads the input, so that no one sees it change."""
+    """Whether the only reader of the input is one of our nodes, so that nobody else sees it change."""
     readers = [node for node in graph.node for x in node.input if x == name]
     inside = any(a.HasField("g") or a.graphs for node in graph.node for a in node.attribute)
     return len(readers) == 1 and not inside and next(calls(readers), None) is not None

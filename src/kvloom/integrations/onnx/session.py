@@ -1,4 +1,4 @@
-"""Run a model: by ``onnx.reference`` with kvloom's operators, or in ONNX Runtime by standard ones."""
+"""Runs a model in ``onnx.reference`` with kvloom's operators, or in ONNX Runtime with standard ones."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -51,33 +51,33 @@ class Session:
         proto = load(model)
         check(proto)
         self._updated = in_out(proto.graph)
-        self._runner: Any
+        self._session: Any
         if backend == "reference":
-            self._runner = _Reference(proto)
+            self._session = _ReferenceSession(proto)
         elif backend == "onnxruntime":
-            from kvloom.integrations.onnx.runtime import Runtime
+            from kvloom.integrations.onnx.ort import OrtSession
 
-            whole = portable(proto)
-            pairs = {name: output for name, output in in_out(whole.graph).items() if output}
-            self._runner = Runtime(whole, pairs)
+            converted = portable(proto)
+            pairs = {name: output for name, output in in_out(converted.graph).items() if output}
+            self._session = OrtSession(converted, pairs)
         else:
             raise ArgumentError(f"backend must be 'reference' or 'onnxruntime', got {backend!r}")
 
     def run(self, feeds: Mapping[str, Any]) -> dict[str, Tensor]:
         """One step; arguments, result and errors as the function ``run``."""
-        inputs: list[str] = self._runner.inputs
+        inputs: list[str] = self._session.inputs
         if feeds.keys() != set(inputs):
             raise ArgumentError(f"feeds must be given for {inputs}, got {list(feeds)}")
         for name in self._updated:
             if isinstance(feeds[name], np.ndarray) and not feeds[name].flags.writeable:
                 raise ArgumentError(f"feeds[{name!r}] must be writable, for the model updates it")
         tensors = {name: _tensor(name, feeds[name]) for name in inputs}
-        outputs: dict[str, Tensor] = self._runner.run(tensors)
+        outputs: dict[str, Tensor] = self._session.run(tensors)
         return outputs
 
 
 def in_out(graph: onnx.GraphProto) -> dict[str, str]:
-    """Inputs of ``graph`` that are updated, and the output with their last state, ``""`` if in place."""
+    """Inputs of ``graph`` that are updated, each with the output of its last state, ``""`` if in place."""
     inputs = {x.name for x in graph.input} - {x.name for x in graph.initializer}
     outputs = {x.name for x in graph.output}
     origin: dict[str, str] = {}
@@ -99,7 +99,7 @@ def in_out(graph: onnx.GraphProto) -> dict[str, str]:
     return found
 
 
-class _Reference:
+class _ReferenceSession:
     def __init__(self, model: onnx.ModelProto) -> None:
         self._evaluator = ReferenceEvaluator(model, new_ops=REFERENCE_OPERATORS)
         self.inputs = list(self._evaluator.input_names)
@@ -117,7 +117,7 @@ class _Reference:
 
 
 def _tensor(name: str, x: Any) -> Tensor:
-    """A tensor on the memory of ``x``, so that what is written to it is seen by its owner."""
+    """A tensor that shares memory with ``x``, so that updates are seen by the caller."""
     if isinstance(x, Tensor):
         if x.device.type != "cpu":
             raise ArgumentError(f"feeds[{name!r}] must be on the CPU, got {x.device}")
