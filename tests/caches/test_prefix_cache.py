@@ -45,9 +45,9 @@ def write(cache: PrefixCache, sequence: PrefixSequence, *, commit: bool = True) 
 def assert_own(cache: PrefixCache, sequence: PrefixSequence, quant: QuantSpec | None = None) -> None:
     """Every layer gives back what this sequence's tokens say."""
     for layer in range(LAYERS):
-        slots = torch.tensor(
-            [sequence.table.slot(i) for i in range(sequence.stored[layer])], dtype=torch.int64
-        )
+        pages = torch.tensor([ref.id for ref in sequence.table.pages], dtype=torch.int64)
+        position = torch.arange(sequence.stored[layer])
+        slots = pages[position // PAGE] * PAGE + position % PAGE
         key, value = ops.load(slots, cache.layers[layer].view, dtype=torch.float32)
         expected = content(sequence, layer, 0, sequence.stored[layer])
         if quant is not None:

@@ -93,13 +93,6 @@ class Oracle(World):
         self._forget(expected)
         return num_evicted
 
-    def drop(self, salt: str) -> int:
-        expected = [end for end in self.evictable() if self.path[end][0] == salt]
-        num_dropped = super().drop(salt)
-        assert num_dropped == len(expected)
-        self._forget(expected)
-        return num_dropped
-
     def grow(self, num_pages: int) -> None:
         super().grow(num_pages)
         self.total += num_pages

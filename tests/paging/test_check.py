@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+from paging.world import append
 
 from kvloom.errors import StateError
 from kvloom.paging import PagePool, PageRef, PageTable, PrefixTree, check
@@ -17,7 +18,7 @@ class Scene:
         self.pool = PagePool(8)
         self.tree = PrefixTree(self.pool, 2)
         self.table = PageTable(self.pool, 2)
-        self.table.append(5)
+        append(self.table, 5)
         self.table.replace(self.tree.insert([1, 2, 3, 4, 5], self.table.pages))
         idle = self.tree.insert([1, 2, 7, 8], [self.table.pages[0], *self.pool.take(1)])[1]
         self.pool.release(idle)

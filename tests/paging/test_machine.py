@@ -73,11 +73,6 @@ class BlocksMachine(RuleBasedStateMachine):
     def evict(self, num_pages: int) -> None:
         self.world.evict(num_pages)
 
-    @has_sealed
-    @rule(salt=st.sampled_from(SALTS))
-    def drop(self, salt: str) -> None:
-        self.world.drop(salt)
-
     @precondition(lambda machine: machine.world.requests and machine.world.total < 8)
     @rule(num_pages=st.integers(0, 2))
     def grow(self, num_pages: int) -> None:

@@ -310,28 +310,6 @@ def test_page_of_an_evicted_parent_is_not_found_under_the_next_user_of_it() -> N
     assert len(tree.match([3, 3, 2, 2])) == 1
 
 
-def test_drop_frees_idle_pages_of_one_salt() -> None:
-    pool, tree = make()
-    end(pool, insert(pool, tree, TOKENS, "ann"))
-    bob = insert(pool, tree, TOKENS, "bob")
-    end(pool, bob)
-    assert tree.drop("ann") == 3
-    assert tree.match(TOKENS, "ann") == []
-    assert tree.match(TOKENS, "bob") == bob
-
-
-def test_drop_leaves_held_pages_to_be_found() -> None:
-    pool, tree = make()
-    refs = insert(pool, tree, TOKENS, "ann")
-    pool.release(refs[2])
-    assert tree.drop("ann") == 1
-    assert tree.match(TOKENS, "ann") == refs[:2]
-
-
-def test_drop_of_an_unknown_salt_frees_nothing() -> None:
-    assert make()[1].drop("nobody") == 0
-
-
 @given(st.lists(st.lists(st.integers(0, 1), max_size=9), max_size=6), st.integers(1, 3))
 def test_match_is_the_longest_common_run_of_full_pages(sequences: list[list[int]], page_size: int) -> None:
     pool, tree = make(64, page_size)

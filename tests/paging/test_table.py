@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+from paging.world import append
 
 from kvloom.errors import ArgumentError, OutOfPages, StateError
 from kvloom.paging import Copy, PagePool, PageRef, PageTable, PrefixTree
@@ -13,7 +14,7 @@ from kvloom.paging import Copy, PagePool, PageRef, PageTable, PrefixTree
 def make(num_tokens: int, num_pages: int = 8, page_size: int = 4) -> tuple[PagePool, PageTable]:
     pool = PagePool(num_pages)
     table = PageTable(pool, page_size)
-    assert table.append(num_tokens) == []
+    assert append(table, num_tokens) == []
     return pool, table
 
 
@@ -34,15 +35,15 @@ def test_append_takes_as_many_pages_as_tokens_need(num_tokens: int, num_pages: i
 
 def test_append_fills_the_last_page_first() -> None:
     pool, table = make(3)
-    assert (table.append(1), ids(table)) == ([], [0])
-    assert (table.append(1), ids(table)) == ([], [0, 1])
+    assert (append(table, 1), ids(table)) == ([], [0])
+    assert (append(table, 1), ids(table)) == ([], [0, 1])
     assert pool.num_free == 6
 
 
 def test_append_of_nothing_copies_nothing() -> None:
     pool, table = make(3)
     twin = table.fork()
-    assert table.append(0) == []
+    assert append(table, 0) == []
     assert twin.pages == table.pages
     assert pool.num_active == 1
 
@@ -50,31 +51,14 @@ def test_append_of_nothing_copies_nothing() -> None:
 def test_append_to_an_empty_pool_changes_nothing() -> None:
     pool, table = make(6, num_pages=2)
     with pytest.raises(OutOfPages, match="1 pages wanted, 0 free and 0 evictable of 2"):
-        table.append(3)
+        append(table, 3)
     assert (table.num_tokens, ids(table), pool.num_active) == (6, [0, 1], 2)
 
 
 def test_append_of_a_negative_number_is_refused() -> None:
     _, table = make(1)
     with pytest.raises(ArgumentError, match="num_tokens must be at least 0, got -1"):
-        table.append(-1)
-
-
-def test_slots_follow_the_pages() -> None:
-    pool = PagePool(8)
-    pool.take(3)
-    table = PageTable(pool, 4)
-    table.append(3)
-    pool.take(1)
-    table.append(3)
-    assert [table.slot(position) for position in range(6)] == [12, 13, 14, 15, 20, 21]
-
-
-@pytest.mark.parametrize("position", [-1, 3])
-def test_slot_past_the_end_is_refused(position: int) -> None:
-    _, table = make(3)
-    with pytest.raises(ArgumentError, match=rf"position must be in \[0, 3\), got {position}"):
-        table.slot(position)
+        append(table, -1)
 
 
 def test_fork_shares_every_page() -> None:
@@ -87,7 +71,7 @@ def test_fork_shares_every_page() -> None:
 def test_fork_grows_apart() -> None:
     _, table = make(8)
     twin = table.fork()
-    twin.append(1)
+    append(twin, 1)
     assert (table.num_tokens, ids(table)) == (8, [0, 1])
     assert (twin.num_tokens, ids(twin)) == (9, [0, 1, 2])
 
@@ -95,7 +79,7 @@ def test_fork_grows_apart() -> None:
 def test_first_to_append_copies_the_shared_page() -> None:
     pool, table = make(6)
     twin = table.fork()
-    assert twin.append(1) == [Copy(1, 2)]
+    assert append(twin, 1) == [Copy(1, 2)]
     assert (ids(table), ids(twin)) == ([0, 1], [0, 2])
     assert pool.is_writable(table.pages[1]) and pool.is_writable(twin.pages[1])
 
@@ -103,28 +87,28 @@ def test_first_to_append_copies_the_shared_page() -> None:
 def test_last_holder_appends_in_place() -> None:
     _, table = make(6)
     twin = table.fork()
-    twin.append(1)
-    assert table.append(1) == []
+    append(twin, 1)
+    assert append(table, 1) == []
     assert ids(table) == [0, 1]
 
 
 def test_holder_left_alone_appends_in_place() -> None:
     _, table = make(6)
     table.fork().release()
-    assert table.append(1) == []
+    assert append(table, 1) == []
 
 
 def test_full_shared_page_is_not_copied() -> None:
     _, table = make(4)
     twin = table.fork()
-    assert twin.append(1) == []
+    assert append(twin, 1) == []
     assert ids(twin) == [0, 1]
 
 
 def test_copy_and_new_pages_in_one_append() -> None:
     _, table = make(2)
     twin = table.fork()
-    assert twin.append(7) == [Copy(0, 1)]
+    assert append(twin, 7) == [Copy(0, 1)]
     assert ids(twin) == [1, 2, 3]
 
 
@@ -170,8 +154,8 @@ def test_truncated_fork_leaves_the_pages_of_the_other() -> None:
 def test_pages_dropped_in_front_are_given_back_and_the_next_token_is_the_first() -> None:
     pool, table = make(11)
     table.drop_front(2)
-    assert (table.num_tokens, ids(table), table.slot(0), pool.num_active) == (3, [2], 8, 1)
-    assert (table.append(2), ids(table)) == ([], [2, 3])
+    assert (table.num_tokens, ids(table), pool.num_active) == (3, [2], 1)
+    assert (append(table, 2), ids(table)) == ([], [2, 3])
 
 
 def test_pages_dropped_in_front_stay_with_a_fork() -> None:
@@ -194,14 +178,14 @@ def test_append_after_truncate_in_a_shared_full_page_copies_it() -> None:
     _, table = make(8)
     twin = table.fork()
     twin.truncate(6)
-    assert twin.append(1) == [Copy(1, 2)]
+    assert append(twin, 1) == [Copy(1, 2)]
     assert (ids(table), ids(twin)) == ([0, 1], [0, 2])
 
 
 def test_append_after_truncate_in_an_own_page_writes_in_place() -> None:
     _, table = make(8)
     table.truncate(6)
-    assert (table.append(1), ids(table)) == ([], [0, 1])
+    assert (append(table, 1), ids(table)) == ([], [0, 1])
 
 
 def test_append_after_truncate_in_a_sealed_page_copies_it() -> None:
@@ -210,7 +194,7 @@ def test_append_after_truncate_in_a_sealed_page_copies_it() -> None:
     table.replace(tree.insert(range(8), table.pages))
     sealed = table.pages[1]
     table.truncate(6)
-    assert table.append(1) == [Copy(1, 2)]
+    assert append(table, 1) == [Copy(1, 2)]
     assert (pool.count(sealed), pool.num_evictable) == (0, 1)
     assert len(tree.match(range(8))) == 2
 
@@ -313,9 +297,8 @@ def test_second_release_does_nothing() -> None:
     [
         lambda table: table.num_tokens,
         lambda table: table.pages,
-        lambda table: table.slot(0),
-        lambda table: table.append(1),
-        lambda table: table.append(0),
+        lambda table: append(table, 1),
+        lambda table: append(table, 0),
         lambda table: table.truncate(0),
         lambda table: table.fork(),
         lambda table: table.adopt([]),

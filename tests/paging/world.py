@@ -12,7 +12,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from kvloom.errors import OutOfPages
-from kvloom.paging import Copy, PagePool, PageRef, PageTable, PrefixTree, append_all, check
+from kvloom.paging import Copy, Growth, PagePool, PageRef, PageTable, PrefixTree, check
+
+
+def append_all(tables: Sequence[PageTable], num_tokens: Sequence[int]) -> list[Copy]:
+    """Room in all tables or in none; returns the copies."""
+    with Growth(tables, num_tokens).made() as copies:
+        return copies
+
+
+def append(table: PageTable, num_tokens: int) -> list[Copy]:
+    return append_all([table], [num_tokens])
 
 
 class FailingPool(PagePool):
@@ -103,9 +113,10 @@ class World:
             start = len(request.tokens)
             request.tokens += new
             request.contents += self.contents(request.contents[-1] if start else request.salt, new)
+            pages = request.table.pages
             for position in range(start, len(request.tokens)):
-                page, offset = divmod(request.table.slot(position), self.page_size)
-                self.memory[page][offset] = request.contents[position]
+                page, offset = divmod(position, self.page_size)
+                self.memory[pages[page].id][offset] = request.contents[position]
         return copies
 
     def commit(self, request: Request) -> list[PageRef]:
@@ -129,9 +140,6 @@ class World:
 
     def evict(self, num_pages: int) -> int:
         return self.tree.evict(num_pages)
-
-    def drop(self, salt: str) -> int:
-        return self.tree.drop(salt)
 
     def grow(self, num_pages: int) -> None:
         self.pool.grow(num_pages)
@@ -199,10 +207,8 @@ class Walk:
             world.truncate(request, rng.randint(0, len(request.tokens)))
         elif kind < 0.97:
             world.end(request)
-        elif kind < 0.997:
-            world.evict(rng.randint(0, 4))
         else:
-            world.drop(rng.choice(self.salts))
+            world.evict(rng.randint(0, 4))
 
     def run(self, num_steps: int, after_step: Callable[[], object] | None = None, every: int = 1) -> None:
         """Walk, and call ``after_step`` after every so many steps."""

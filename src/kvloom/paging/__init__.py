@@ -3,6 +3,6 @@
 from kvloom.paging.check import check
 from kvloom.paging.pool import PagePool, PageRef
 from kvloom.paging.prefix import PrefixTree
-from kvloom.paging.table import Copy, Growth, PageTable, append_all
+from kvloom.paging.table import Copy, Growth, PageTable
 
-__all__ = ["Copy", "Growth", "PagePool", "PageRef", "PageTable", "PrefixTree", "append_all", "check"]
+__all__ = ["Copy", "Growth", "PagePool", "PageRef", "PageTable", "PrefixTree", "check"]

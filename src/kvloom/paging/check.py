@@ -1,4 +1,4 @@
-"""Recomputes from scratch what pool, tree and tables should say of every page. Changes nothing."""
+"""Recomputes the state of every page from its references, and compares it with pool, tree and tables."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -104,8 +104,8 @@ def _check_states(pool: PagePool, counts: Counter[int]) -> None:
         raise StateError(f"free are {sorted(idle - sealed.keys())}, listed as free {sorted(pool._free)}")
     if pool._evictable.keys() != idle & sealed.keys():
         raise StateError(f"evictable are {sorted(idle & sealed.keys())}, listed {sorted(pool._evictable)}")
-    passed: set[int | None] = set()
+    visited: set[int | None] = set()
     for page in pool._evictable:
-        passed.add(page)
-        if sealed[page] in passed:
+        visited.add(page)
+        if sealed[page] in visited:
             raise StateError(f"page {page} would be evicted after its parent {sealed[page]}")

@@ -1,4 +1,4 @@
-"""Which page is free, and who holds the others. Integers only; imports no torch."""
+"""Which page is free, and how many references the others have. Integers only; imports no torch."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -9,11 +9,11 @@ from kvloom.errors import ArgumentError, OutOfPages, StateError
 
 
 class PageRef(NamedTuple):
-    """A page, and the life of that page in which this reference is valid.
+    """A page and its generation: the reference is valid until the page is free again.
 
     Attributes:
-        id: Index of the page in the pool; it covers slots ``id * page_size`` and following.
-        generation: How many lives the page had before.
+        id: Index of the page in the pool; it has the ``page_size`` slots from ``id * page_size``.
+        generation: How often the page became free before.
     """
 
     id: int
@@ -27,15 +27,15 @@ class PagePool:
     state      count  what it holds
     =========  =====  ========================================================================
     free       0      nothing
-    active     > 0    tokens of whoever holds references; read-only once it is sealed
+    active     > 0    tokens of those who hold references; read-only once it is sealed
     evictable  0      sealed tokens that the prefix tree can still find
     =========  =====  ========================================================================
 
-    Becoming free ends the page's generation: whoever kept an older ``PageRef`` gets a ``StateError`` from
-    every method here instead of a stranger's data. One thread at a time.
+    Becoming free ends the page's generation: every method raises a ``StateError`` for an older ``PageRef``,
+    which would otherwise reach the data of another sequence. Not thread-safe.
 
-    Pages are handed out last freed first, so that a busy pool touches few of them; those that were never used
-    come after, lowest id first.
+    Pages are handed out last freed first, so that a busy pool touches few of them; pages that were never used
+    come last, lowest id first.
 
     Pages lie one behind the other in extents, of which a sequence can have one to grow in: ``next_free`` says
     which pages follow another.
@@ -44,10 +44,10 @@ class PagePool:
         num_pages: Pages to begin with, in one extent; ``grow`` adds more.
     """
 
-    # How pool and tree meet: a page sealed under a parent holds one reference to it for as long as it is
-    # active itself. So a parent falls idle after its last child, and the order of falling idle, kept here, is
-    # at once least recently used first and leaves before parents. The tree only has to walk it: ``take``
-    # calls the function that the tree gave to ``attach``, which hands each page back with ``reclaim``.
+    # How pool and tree work together: a page sealed under a parent holds one reference to it while it is
+    # active itself. So a parent becomes evictable after its last child, and the order in which pages became
+    # evictable, kept here, is both least recently used first and leaves before parents. The tree evicts in
+    # that order: ``take`` calls the function that the tree gave to ``attach``, which calls ``reclaim``.
 
     __slots__ = ("_counts", "_evict", "_evictable", "_extents", "_free", "_parents", "_places", "_refs")
 
@@ -74,12 +74,12 @@ class PagePool:
 
     @property
     def num_active(self) -> int:
-        """Pages that somebody holds."""
+        """Pages with references."""
         return self.num_pages - self.num_free - self.num_evictable
 
     @property
     def num_evictable(self) -> int:
-        """Pages that nobody holds but the tree can find; ``take`` may have all of them."""
+        """Pages without references that the tree can find; ``take`` may evict all of them."""
         return len(self._evictable)
 
     @property
@@ -169,7 +169,7 @@ class PagePool:
             page = self._parents[page]
 
     def release(self, ref: PageRef) -> None:
-        """Give back one reference. The last one makes a sealed page evictable, and any other free.
+        """Remove one reference. The last one makes a sealed page evictable, and any other free.
 
         Raises:
             StateError: ``ref`` is stale, or nobody holds the page; nothing was changed.
@@ -243,7 +243,7 @@ class PagePool:
         self._end(page)
 
     def evictable(self) -> Iterator[PageRef]:
-        """Evictable pages, longest idle first, each after its children. Use up before the pool changes."""
+        """Evictable pages, longest idle first, each after its children. Valid until the pool changes."""
         return (self._refs[page] for page in self._evictable)
 
     def _end(self, page: int) -> None:
@@ -251,7 +251,7 @@ class PagePool:
         self._free[page] = None
 
     def _page(self, ref: PageRef) -> int:
-        """The page of a reference that was handed out and is valid still."""
+        """The page of a reference, which must be valid."""
         page = ref.id
         if not 0 <= page < len(self._refs):
             raise StateError(f"page {page} does not exist, the pool has {len(self._refs)}")

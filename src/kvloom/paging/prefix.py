@@ -1,4 +1,4 @@
-"""Which sealed page holds which tokens behind which others. Token ids are compared, never hashes of them.
+"""Which sealed page holds which tokens behind which prefix. Token ids are compared, never only their hashes.
 
 Letters: S tokens in a page.
 """
@@ -14,20 +14,20 @@ from kvloom.paging.pool import PagePool, PageRef
 Key: TypeAlias = tuple[str, PageRef | None, bytes]
 """Salt, parent page, and the page's S token ids as int64.
 
-A reference names one life of one page, and a page is sealed under one key in its life; so a key spells all
-tokens from the start of the sequence. Python hashes bytes with a secret of the process, and compares them
-whenever hashes agree.
+A reference names one generation of a page, which is sealed under one key only; so a key stands for all tokens
+from the start of the sequence. Python hashes bytes with a secret of the process, and compares them when their
+hashes are equal.
 """
 
 
 class PrefixTree:
-    """Finds the sealed pages whose tokens begin a sequence; a page is found only under the salt it came with.
+    """Finds the sealed pages whose tokens begin a sequence; a page is found only under its own salt.
 
     The keys and values of a token depend on all tokens before it. So a page is found by its own tokens *and*
-    its parent, which is a page of the same tree, or nothing where a sequence begins.
+    its parent, which is a page of the same tree, or ``None`` at the start of a sequence.
 
     Args:
-        pool: Whose pages are sealed here; a pool has one tree.
+        pool: Pool of the pages; a pool has one tree.
         page_size: S, tokens in a page.
     """
 
@@ -120,14 +120,6 @@ class PrefixTree:
             raise ArgumentError(f"num_pages must be at least 0, got {num_pages}")
         return self._forget(list(islice(self._pool.evictable(), num_pages)))
 
-    def drop(self, salt: str) -> int:
-        """Free all evictable pages of a salt; those that are held stay, and can be found.
-
-        Returns:
-            How many were freed.
-        """
-        return self._forget([ref for ref in self._pool.evictable() if self._keys[ref.id][0] == salt])
-
     def sequences(self) -> Iterator[tuple[str, list[int], list[PageRef]]]:
         """Salt, tokens and pages of the longest sequences that can be found; all others begin them."""
         parents = {parent for _, parent, _ in self._refs}
@@ -158,7 +150,7 @@ class PrefixTree:
         return found
 
     def _pages(self, tokens: Sequence[int], num_pages: int) -> Iterator[bytes]:
-        """Token ids of each of the first pages, packed when asked for."""
+        """Token ids of each of the first ``num_pages`` pages as bytes."""
         size = self.page_size
         try:
             for start in range(0, num_pages * size, size):

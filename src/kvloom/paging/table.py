@@ -1,4 +1,4 @@
-"""Which pages hold the tokens of one sequence, in order. Plans copies; touches no keys or values itself."""
+"""Which pages hold the tokens of one sequence, in order. Plans copies of pages, but runs none."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -37,7 +37,7 @@ class PageTable:
 
     @property
     def num_tokens(self) -> int:
-        """Length of the sequence, with tokens that were appended and not yet written."""
+        """Length of the sequence, including tokens that have room but are not yet written."""
         self._held()
         return self._num_tokens
 
@@ -51,21 +51,10 @@ class PageTable:
         """Pages held."""
         return len(self._held())
 
-    def slot(self, position: int) -> int:
-        """Slot of token ``position``: ``page id * page_size + offset``. Valid until the table changes."""
-        pages = self._held()
-        if not 0 <= position < self._num_tokens:
-            raise ArgumentError(f"position must be in [0, {self._num_tokens}), got {position}")
-        return pages[position // self.page_size].id * self.page_size + position % self.page_size
-
-    def append(self, num_tokens: int) -> list[Copy]:
-        """Make room for tokens behind the last one; ``append_all`` of this table alone."""
-        return append_all([self], [num_tokens])
-
     def truncate(self, num_tokens: int) -> None:
         """Keep the first ``num_tokens`` tokens, and release the pages that hold none of them.
 
-        The last page is kept whole, shared or sealed as it may be; the next ``append`` copies it if it must.
+        The last page is kept whole, even if it is shared or sealed; the next ``Growth`` copies it then.
 
         Raises:
             ArgumentError: the sequence is shorter than that; nothing was changed.
@@ -78,7 +67,7 @@ class PageTable:
         self._num_tokens = num_tokens
 
     def drop_front(self, num_pages: int) -> None:
-        """Forget the first ``num_pages`` pages, all full; the token behind them becomes token 0.
+        """Release the first ``num_pages`` pages, all full; the token behind them becomes token 0.
 
         Raises:
             ArgumentError: there are fewer full pages; nothing was changed.
@@ -93,7 +82,7 @@ class PageTable:
         self._num_tokens -= num_pages * self.page_size
 
     def fork(self) -> "PageTable":
-        """Another table of the same tokens, on the same pages; the first to append copies what it writes."""
+        """Another table of the same tokens and pages. The first to grow copies a partly filled last page."""
         table = PageTable(self._pool, self.page_size)
         pages = self._held()
         for ref in pages:
@@ -102,7 +91,7 @@ class PageTable:
         return table
 
     def adopt(self, refs: Sequence[PageRef]) -> None:
-        """Begin with full pages, such as those of ``PrefixTree.match``; the caller's references move here.
+        """Begin with full pages, such as those of ``PrefixTree.match``, and take over their references.
 
         Raises:
             StateError: the table is not empty, or a page is stale or not held; nothing was changed.
@@ -116,11 +105,11 @@ class PageTable:
         self._num_tokens = len(refs) * self.page_size
 
     def replace(self, refs: Sequence[PageRef]) -> None:
-        """Hold what ``PrefixTree.insert`` returned for ``pages``; the references moved already.
+        """Hold what ``PrefixTree.insert`` returned for ``pages``; it has moved the references already.
 
         Raises:
             StateError: a page is stale or not held; nothing was changed.
-            ArgumentError: these are not as many pages as before, or one comes twice; nothing was changed.
+            ArgumentError: the number of pages differs, or one comes twice; nothing was changed.
         """
         num_pages = len(self._held())
         if len(refs) != num_pages:
@@ -128,7 +117,7 @@ class PageTable:
         self._pages = self._checked(refs)
 
     def release(self) -> None:
-        """Give all pages back. Any other method raises ``StateError`` then; releasing again does nothing."""
+        """Release all pages. Any other method raises ``StateError`` then; releasing again does nothing."""
         while self._pages:
             self._pool.release(self._pages.pop())
         self._pages = None
@@ -151,14 +140,14 @@ class PageTable:
 
 
 class Growth:
-    """Room for ``num_tokens[i]`` tokens behind the last one of ``tables[i]``: planned here, made by ``made``.
+    """A plan of room for ``num_tokens[i]`` more tokens in ``tables[i]``; ``made`` carries it out.
 
-    A partly filled last page that is sealed or has other holders is exchanged for a new page. Holders that
+    A partly filled last page that is sealed or has other holders is replaced by a new page. Holders that
     leave it in the same call no longer count: of n tables that alone share an unsealed page, the last one
-    writes in place. Make it before anything else changes the pool.
+    writes in place. Carry it out before anything else changes the pool.
 
     Attributes:
-        num_pages: Pages that it takes from the pool.
+        num_pages: Pages that are taken from the pool.
 
     Raises:
         ArgumentError: a length is negative, a table comes twice, or pools differ.
@@ -204,11 +193,11 @@ class Growth:
 
     @contextmanager
     def made(self) -> Iterator[list[Copy]]:
-        """Take the pages; the tables have them when the block ends, and not if it raises.
+        """Take the pages. The tables get them when the ``with`` block ends, and the pool if it raises.
 
         Yields:
-            Copies to run within the block, all reads first or one after the other: no page is both source
-            and target, and none is target twice.
+            Copies to run within the block, in any order: no page is both source and target, and none is
+            target twice.
 
         Raises:
             OutOfPages: the pool has too few pages for all tables; nothing was changed.
@@ -227,7 +216,7 @@ class Growth:
                 if moves
             ]
         except BaseException:
-            for ref in reversed(pages):  # to be handed out again in the same order
+            for ref in reversed(pages):  # so that they are handed out again in the same order
                 self._pool.release(ref)
             raise
         for (table, num_new, moves, _), new in zip(self._plan, taken, strict=True):
@@ -236,16 +225,3 @@ class Growth:
                 self._pool.release(pages.pop())
             pages += new
             table._num_tokens += num_new
-
-
-def append_all(tables: Sequence[PageTable], num_tokens: Sequence[int]) -> list[Copy]:
-    """A ``Growth``, made at once: in all tables or in none.
-
-    Returns:
-        Copies, as ``Growth.made``, to run before anything is written and before pages are taken again.
-
-    Raises:
-        OutOfPages, ArgumentError, StateError: as ``Growth``; nothing was changed.
-    """
-    with Growth(tables, num_tokens).made() as copies:
-        return copies

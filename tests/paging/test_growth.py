@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import pytest
+from paging.world import append, append_all
 
 from kvloom.errors import ArgumentError, OutOfPages, StateError
-from kvloom.paging import Copy, Growth, PagePool, PageTable, PrefixTree, append_all, check
+from kvloom.paging import Copy, Growth, PagePool, PageTable, PrefixTree, check
 
 
 def forks(num_tables: int, num_tokens: int, num_pages: int = 8) -> tuple[PagePool, list[PageTable]]:
     """Tables with pages of 4 tokens, all of them shared."""
     pool = PagePool(num_pages)
     table = PageTable(pool, 4)
-    table.append(num_tokens)
+    append(table, num_tokens)
     return pool, [table, *(table.fork() for _ in range(num_tables - 1))]
 
 
@@ -125,7 +126,7 @@ def test_copied_page_is_not_evicted_for_its_own_copy() -> None:
     table.replace(PrefixTree(pool, 4).insert(range(4), table.pages))
     table.truncate(3)
     with pytest.raises(OutOfPages, match="1 pages wanted, 0 free and 0 evictable of 1"):
-        table.append(1)
+        append(table, 1)
     assert rows([table]) == [(3, [0])]
 
 
