@@ -1,4 +1,4 @@
-"""The build backend: scikit-build-core's, and torch's headers wherever there is no torch to build beside."""
+"""The build backend: scikit-build-core's, which also requires torch where none is installed."""
 
 from collections.abc import Callable
 from typing import Any

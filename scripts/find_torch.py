@@ -1,7 +1,7 @@
-"""Prints the folder of the torch that kernels are built beside, without importing it.
+"""Prints the folder of the torch whose headers the kernels are built with, without importing it.
 
-An isolated build cannot import what is installed where its wheel goes, but may read its headers. Any torch
-with the stable ABI will do: kernels built beside one load into all.
+An isolated build cannot import the torch of the target environment, but can read its headers. Any torch with
+the stable ABI will do: kernels built with one load into all.
 """
 
 import site
@@ -19,5 +19,5 @@ def find_torch() -> str | None:
 if __name__ == "__main__":
     found = find_torch()
     if found is None:
-        sys.exit("no torch beside this build")
+        sys.exit("no torch for this build")
     sys.stdout.write(found)

@@ -1,4 +1,4 @@
-"""The Muon optimizer: momentum made orthogonal, the best use of few tokens for the matrices of a small model.
+"""The Muon optimizer: orthogonalized momentum, good for the matrices of a small model with few tokens.
 
 It follows Keller Jordan's description (2024); embeddings and norms belong to another optimizer.
 """
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 
 class Muon(torch.optim.Optimizer):
-    """Momentum whose step is made orthogonal (all singular values near 1) for each weight matrix.
+    """Momentum whose step is orthogonalized (all singular values near 1) for each weight matrix.
 
     The orthogonal factor comes from five Newton-Schulz iterations of an odd quintic polynomial.
     """

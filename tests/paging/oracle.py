@@ -1,7 +1,7 @@
-"""Foretells every answer of pool and tree: what is found, copied, refused, and evicted in which order.
+"""Predicts every answer of pool and tree: what is found, copied, refused, and evicted in which order.
 
-It remembers which contents were sealed, and when each was last held. Of the library it takes references, as
-opaque names, and nothing that the library says about them.
+It remembers which contents were sealed, and when each was last held. From the library it takes references as
+opaque names, and nothing else.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ class Oracle(World):
         return self.total - len(self._held().keys() | set(self.sealed.values()))
 
     def _moved(self, requests: Sequence[Request], tokens: Sequence[Sequence[int]]) -> list[PageRef]:
-        """Last pages that must be copied: sealed, or shared with somebody who has not left before."""
+        """Last pages that must be copied: sealed, or shared with a holder that has not left before."""
         held, sealed = self._held(), set(self.sealed.values())
         moved: list[PageRef] = []
         for request, new in zip(requests, tokens, strict=True):
@@ -149,7 +149,7 @@ class Oracle(World):
         return Counter(ref for request in self.requests for ref in request.table.pages)
 
     def _drop(self, refs: Sequence[PageRef]) -> None:
-        """Somebody let go of these now, and therefore of all that comes before them."""
+        """A holder released these now, and therefore all pages before them."""
         self.clock += 1
         names = {ref: end for end, ref in self.sealed.items()}
         for ref in refs:

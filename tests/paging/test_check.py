@@ -1,4 +1,4 @@
-"""Whatever disagrees with the references that are held is told in a sentence."""
+"""Every disagreement with the references that are held is reported in a sentence."""
 
 from __future__ import annotations
 
@@ -77,10 +77,8 @@ DAMAGE: dict[str, Callable[[Scene], object]] = {
         s, 3, "", PageRef(0, 9), TWO
     ),
     "page 3 and its parent 0 have two salts": lambda s: rekey(s, 3, "other", s.pool._refs[0], TWO),
-    "somebody holds page 8 of 8": lambda s: s.table._held().__setitem__(2, PageRef(8, 0)),
-    "somebody holds .*generation=1.*, which is stale": lambda s: s.table._held().__setitem__(
-        2, PageRef(2, 1)
-    ),
+    "a reference is to page 8 of 8": lambda s: s.table._held().__setitem__(2, PageRef(8, 0)),
+    "generation=1.* is held and stale": lambda s: s.table._held().__setitem__(2, PageRef(2, 1)),
     "table 0 has 7 tokens in 3 pages of 2": lambda s: setattr(s.table, "_num_tokens", 7),
     "table 0 has 4 tokens in 3 pages of 2": lambda s: setattr(s.table, "_num_tokens", 4),
     "table 0 has a page twice": lambda s: s.table._held().__setitem__(2, s.table.pages[0]),
@@ -92,14 +90,14 @@ DAMAGE: dict[str, Callable[[Scene], object]] = {
 
 
 @pytest.mark.parametrize(("sentence", "damage"), DAMAGE.items(), ids=DAMAGE)
-def test_damage_is_told(sentence: str, damage: Callable[[Scene], object]) -> None:
+def test_damage_is_reported(sentence: str, damage: Callable[[Scene], object]) -> None:
     scene = Scene()
     damage(scene)
     with pytest.raises(StateError, match=sentence):
         scene.check()
 
 
-def test_parent_listed_before_its_child_is_told() -> None:
+def test_parent_listed_before_its_child_is_reported() -> None:
     scene = Scene()
     scene.table.release()
     check(scene.pool, scene.tree, [])
@@ -108,7 +106,7 @@ def test_parent_listed_before_its_child_is_told() -> None:
         check(scene.pool, scene.tree, [])
 
 
-def test_page_that_is_its_own_ancestor_is_told() -> None:
+def test_page_that_is_its_own_ancestor_is_reported() -> None:
     scene = Scene()
     scene.pool._parents[0] = 1
     rekey(scene, 0, "", scene.pool._refs[1], TWO)

@@ -1,4 +1,4 @@
-"""A batch grows as one: in all tables or in none, with no more copies than writers must be kept apart."""
+"""A batch grows in all tables or in none, and only copies pages that two tables would write."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_tables_are_as_they_were_when_copies_cannot_be_run() -> None:
     check(pool, tree, tables)
 
 
-def test_every_fork_copies_a_page_that_somebody_else_holds() -> None:
+def test_every_fork_copies_a_page_with_another_holder() -> None:
     _, tables = forks(3, 6)
     assert append_all(tables[:2], [1, 1]) == [Copy(1, 2), Copy(1, 3)]
     assert rows(tables)[2] == (6, [0, 1])
@@ -93,7 +93,7 @@ def test_forks_at_a_page_boundary_copy_nothing() -> None:
     assert rows(tables) == [(5, [0, 1]), (5, [0, 2])]
 
 
-def test_two_groups_of_forks_are_told_apart() -> None:
+def test_two_groups_of_forks_are_kept_apart() -> None:
     pool = PagePool(8)
     first, second = PageTable(pool, 4), PageTable(pool, 4)
     append_all([first, second], [2, 2])

@@ -1,4 +1,4 @@
-"""Operations in any order on small pools: the model foretells every answer, and reads every slot."""
+"""Operations in any order on small pools: the model predicts every answer, and reads every slot."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A paged cache of numbers, run through the page bookkeeping, in which every slot says whose it is.
+"""A paged cache of numbers on the real page bookkeeping, in which every slot identifies its token.
 
 The keys and values of a token depend on the salt and on all tokens up to it. So the number that stands for
 them is given once for each (salt, tokens up to here), by a dict that knows nothing of pages.
@@ -26,7 +26,7 @@ def append(table: PageTable, num_tokens: int) -> list[Copy]:
 
 
 class FailingPool(PagePool):
-    """Counts what it is asked for, and can refuse the n-th request of pages from now."""
+    """Counts the requests for pages, and can refuse the n-th from now."""
 
     def __init__(self, num_pages: int) -> None:
         super().__init__(num_pages)
@@ -211,7 +211,7 @@ class Walk:
             world.evict(rng.randint(0, 4))
 
     def run(self, num_steps: int, after_step: Callable[[], object] | None = None, every: int = 1) -> None:
-        """Walk, and call ``after_step`` after every so many steps."""
+        """Walk, and call ``after_step`` after every ``every`` steps."""
         for i in range(1, num_steps + 1):
             self.step()
             if after_step is not None and i % every == 0:

@@ -1,6 +1,6 @@
 """The small language model that ships with kvloom, and the text it is trained and measured on.
 
-Nothing here imports torch: only folders of models and a corpus are named and checked.
+Imports no torch: it only finds and checks model folders and the corpus.
 """
 
 from pathlib import Path

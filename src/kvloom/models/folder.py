@@ -1,4 +1,4 @@
-"""What holds of a folder before anything of it is loaded: no pickles, no code, whole files, sane sizes."""
+"""Checks a model folder before anything is loaded: no pickles, no code, complete files, plausible sizes."""
 
 import json
 from collections.abc import Iterator
@@ -22,14 +22,14 @@ _LAYERS: Final = ("num_hidden_layers", "n_layer")
 
 
 def check_model_folder(path: Path) -> None:
-    """Check a local folder as far as that takes no model, no torch and no transformers.
+    """Check a local folder without torch and transformers, and without loading its model.
 
     Args:
         path: A folder with ``config.json`` and ``model.safetensors``, or the latter's parts and their index.
 
     Raises:
-        ArgumentError: There is no such folder, a file is damaged, weights are pickled or an adapter's alone,
-            or the configuration names code or has a size that no model of these weights has.
+        ArgumentError: There is no such folder, a file is damaged, weights are pickled or only an adapter's,
+            or the configuration names code or has a size that does not fit the weights.
     """
     if not (path / "config.json").is_file():
         raise ArgumentError(f"model must be a local folder with a config.json, got {str(path)!r}")
@@ -45,14 +45,14 @@ def check_model_folder(path: Path) -> None:
             raise ArgumentError(f"model must name no kernels of a hub in config.json, got {name} {value!r}")
     files = _weight_files(path)
     num_tensors = sum(_count_tensors(file) for file in files)
-    most = 2 * sum(file.stat().st_size for file in files)  # elements, which take half a byte at least
+    most = 2 * sum(file.stat().st_size for file in files)  # elements: each takes at least half a byte
     for sizes in (config, config.get("text_config")):
         if isinstance(sizes, dict):
             _check_sizes(sizes, num_tensors, most)
 
 
 def _settings(config: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Every name and value, those of parts of the model included."""
+    """Every name and value, including those of nested configurations."""
     parts = [config]
     while parts:
         part = parts.pop()
@@ -79,7 +79,7 @@ def _weight_files(path: Path) -> list[Path]:
 
 
 def _count_tensors(file: Path) -> int:
-    """Tensors that a safetensors file holds; its header is read and held against the file's size."""
+    """Number of tensors in a safetensors file; its header is checked against the file's size."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -100,7 +100,7 @@ def _read_object(file: Path) -> dict[str, Any]:
 
 
 def _check_sizes(sizes: dict[str, Any], num_tensors: int, num_elements: int) -> None:
-    """Every size is one of a tensor, every layer has tensors: before so much is made and then not found."""
+    """Check that the weights can have these sizes and layers, before a model of that size is allocated."""
     for name in _SIZES:
         size, most = sizes.get(name), num_tensors if name in _LAYERS else num_elements
         if isinstance(size, int) and not 1 <= size <= most:

@@ -33,15 +33,15 @@ def check(
         holders += table.pages
     for ref in holders:
         if not 0 <= ref.id < pool.num_pages:
-            raise StateError(f"somebody holds page {ref.id} of {pool.num_pages}")
+            raise StateError(f"a reference is to page {ref.id} of {pool.num_pages}")
         if pool._refs[ref.id] != ref:
-            raise StateError(f"somebody holds {ref}, which is stale: the page is now {pool._refs[ref.id]}")
+            raise StateError(f"{ref} is held and stale: the page is now {pool._refs[ref.id]}")
     _check_tree(pool, tree)
     _check_states(pool, Counter(ref.id for ref in holders))
 
 
 def _check_table(i: int, table: PageTable, size: int) -> None:
-    """A table's length in tokens lies in ((pages - 1) * size, pages * size], and no page comes twice."""
+    """A table's length in tokens is in ((pages - 1) * size, pages * size], and no page comes twice."""
     pages = table.pages
     if table.page_size != size:
         raise StateError(f"table {i} has pages of {table.page_size} tokens, the tree of {size}")

@@ -54,15 +54,15 @@ class PrefixTree:
         Args:
             tokens: Ids from the start of the sequence, signed 64-bit.
             salt: Only pages inserted under the same salt are found.
-            max_tokens: Match no more tokens than this. Whoever needs the logits of the last token computes
-                that token again, and says ``len(tokens) - 1``.
+            max_tokens: Match no more tokens than this: ``len(tokens) - 1`` for a caller that must compute the
+                last token to have its logits.
 
         Returns:
             Pages in order, S tokens each. The caller holds one reference to each: valid until released, by
             itself or by the table that adopts them.
 
         Raises:
-            ArgumentError: a token is no signed 64-bit integer; nothing was changed.
+            ArgumentError: a token is not a signed 64-bit integer; nothing was changed.
         """
         limit = len(tokens) if max_tokens is None else min(max_tokens, len(tokens))
         found = self._find(self._pages(tokens, limit // self.page_size), salt)
@@ -86,7 +86,7 @@ class PrefixTree:
             As many references as ``refs``, to be held in their place: ``table.replace(tree.insert(...))``.
 
         Raises:
-            ArgumentError: there are fewer ``refs`` than full pages, or one twice, or a token is no signed
+            ArgumentError: there are fewer ``refs`` than full pages, or one twice, or a token is not a signed
                 64-bit integer; nothing was changed.
             StateError: a page is stale, not held, or sealed under other tokens; nothing was changed.
         """

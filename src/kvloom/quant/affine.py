@@ -14,7 +14,7 @@ any NaN or infinity in the group      NaN                      0               N
 ====================================  =======================  ==============  =================
 
 A finite input never becomes infinite: the formula alone would turn float16 65504 into inf. A group that
-cannot be represented is NaN as a whole, so that damage is seen and not rounded to zero.
+cannot be represented is NaN as a whole, so that the error is visible and not rounded to zero.
 """
 
 from typing import Final
@@ -46,7 +46,7 @@ def quantize(x: Tensor, bits: int, group: int, scale_dtype: torch.dtype) -> tupl
     qmax = QMAX[bits]
     groups = x.unflatten(-1, (-1, group))
     amax = groups.abs().amax(-1, keepdim=True)
-    finite = amax.isfinite()  # NaN wins a maximum, so this covers the whole group
+    finite = amax.isfinite()  # a maximum with a NaN is NaN, so this covers the whole group
     # A tensor divisor: with a Python number CUDA multiplies by its reciprocal, which changes codes.
     scale = (amax / amax.new_full((), qmax)).clamp_min(EPS)
     codes = (groups / scale).round().clamp(-qmax, qmax).where(finite, 0).to(torch.int8).flatten(-2)
@@ -75,5 +75,5 @@ def saturate(x: Tensor, dtype: torch.dtype) -> Tensor:
     largest = torch.finfo(dtype).max
     if torch.finfo(x.dtype).max <= largest:
         return x.to(dtype)
-    # In float32, since 65504 is no bfloat16.
+    # In float32, since 65504 is not a bfloat16 number.
     return x.float().clamp(-largest, largest).to(dtype)

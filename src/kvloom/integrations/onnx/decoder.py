@@ -14,21 +14,20 @@ _OPERATOR = "opmx.dynamic_batching.MultiHeadCacheAttention"
 
 
 class DecoderStep(nn.Module):
-    """New tokens of a ragged batch in, their logits out; every layer has a cache of its own.
+    """Takes the new tokens of a ragged batch, returns their logits; every layer has its own cache.
 
-    A cache of its own for each layer is what lets a runtime update it in place: one tensor that all layers
-    write in turn would be copied by each.
+    So a runtime can update caches in place: each layer would copy a tensor that all layers write in turn.
 
     Args:
-        model: A Llama-like causal language model of Hugging Face, of whose submodules this step is made:
-            ``model.embed_tokens``, ``model.layers`` (norms, ``self_attn`` with projections without norms of
-            their own, ``mlp``), ``model.rotary_emb``, ``model.norm`` and ``lm_head``.
+        model: A Llama-like causal language model of Hugging Face, whose submodules this step uses:
+            ``model.embed_tokens``, ``model.layers`` (norms, ``self_attn`` whose projections have no norms,
+            ``mlp``), ``model.rotary_emb``, ``model.norm`` and ``lm_head``.
         quant_bit: 0, 8 or 4.
         quant_group: Elements that share a scale.
         cache_layout: 0 to 3, as the opmx documents number them.
 
     Raises:
-        ArgumentError: ``model`` is no such model.
+        ArgumentError: ``model`` lacks one of these.
     """
 
     def __init__(
@@ -82,7 +81,7 @@ class DecoderStep(nn.Module):
         Args:
             token_ids: ``[T]`` int64, the new tokens of all sequences in a row.
             position_ids: ``[T]`` int64, their positions.
-            seqstarts, kvstarts, cachestarts, start_pos, decoding_batches: As the operator has them;
+            seqstarts, kvstarts, cachestarts, start_pos, decoding_batches: As the operator takes them;
                 ``cachestarts`` is ``[B]``, the first slot of each sequence.
             caches: Written in place, one for each layer, as ``empty_caches`` makes them.
             scales: The same, empty without ``quant_bit``.
