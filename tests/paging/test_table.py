@@ -315,3 +315,26 @@ def test_released_table_refuses_everything_else(use: Callable[[PageTable], objec
 def test_page_size_must_be_positive() -> None:
     with pytest.raises(ArgumentError, match="page_size must be at least 1, got 0"):
         PageTable(PagePool(1), 0)
+
+
+def test_a_page_is_filled_by_its_only_holder_alone() -> None:
+    pool, table = make(6)
+    assert table.has_room(2) and not table.has_room(3)
+    assert table.page_of(3) == table.pages[0] and table.page_of(4) == table.pages[1]
+    table.fill(1)
+    twin = table.fork()
+    assert (table.num_tokens, table.has_room(1)) == (7, False)
+    with pytest.raises(StateError, match="room for 1 tokens"):
+        table.fill(1)
+    twin.release()
+    table.fill(1)
+    assert (table.num_tokens, table.has_room(0), pool.num_active) == (8, False, 2)
+
+
+def test_a_sealed_page_is_not_filled() -> None:
+    pool, table = make(5)
+    tree = PrefixTree(pool, 4)
+    table.replace(tree.insert(range(4), table.pages))
+    assert table.has_room(3)
+    table.truncate(3)
+    assert not table.has_room(1)

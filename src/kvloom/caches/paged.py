@@ -113,7 +113,7 @@ class PagedLayer:
         sequences, start, end = self.batch, self.num_tokens, self.num_tokens + key.shape[2]
         if sequences.passed is not None and end > start:
             return self._store_beyond_window(key, value, storage, sequences.passed)
-        storage.store(key, value, sequences.place(start, end, storage).slots)
+        storage.store(key, value, sequences.slots(start, end, storage))
         visible = sequences.place(start - self.num_columns, end, storage)
         return Tokens(storage.view, visible, sequences.window)
 

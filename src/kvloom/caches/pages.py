@@ -79,6 +79,11 @@ class Pages:
             OutOfPages: ``format.max_tokens`` is reached; nothing was changed.
             Exception: whatever an allocation raises; every table and token is as it was.
         """
+        grown = list(zip(tables, num_tokens, strict=True))
+        if all(count >= 0 and table.has_room(count) for table, count in grown):
+            for table, count in grown:
+                table.fill(count)
+            return False
         growth = Growth(tables, num_tokens)
         num_pages = self._num_pages_for(growth, num_tokens)
         if num_pages > self.pool.num_pages:
@@ -101,22 +106,22 @@ class Pages:
             read, written = (self.slots(pages, storage).to(view.device) for pages in (sources, targets))
             ops.copy(view, read, view, written)
 
-    def ids(self, tables: Iterable[PageTable], stride: int, device: torch.device) -> Tensor:
-        """Where the pages of each table are in storage of ``stride`` pages an extent, by number.
-
-        Returns:
-            ``[B, P]`` int64 with P at least 1, short rows filled with -1.
-        """
-        rows = [self._numbers((ref.id for ref in table.pages), stride) for table in tables]
+    def table(self, tables: Iterable[PageTable], storage: Storage) -> Tensor:
+        """First slot of each page of each table, ``[B, P]`` int64 with P at least 1, short rows padded."""
+        rows = [self._first_slots((ref.id for ref in table.pages), storage) for table in tables]
         width = max(1, *map(len, rows))
         padded = [[*row, *[-1] * (width - len(row))] for row in rows]
-        return torch.tensor(padded, dtype=torch.int64, device=device)
+        return torch.tensor(padded, dtype=torch.int64, device=storage.device)
+
+    def slot(self, table: PageTable, token: int, storage: Storage) -> int:
+        """Slot of one token of a sequence."""
+        extent, index = self.pool.place(table.page_of(token).id)
+        return (extent * storage.stride + index) * storage.page_size + token % storage.page_size
 
     def slots(self, pages: Iterable[int], storage: Storage) -> Tensor:
         """Every slot of some pages, ``[pages * page_size]`` int64, on the CPU."""
-        size, numbers = storage.page_size, self._numbers(pages, storage.stride)
-        first = torch.tensor(numbers, dtype=torch.int64).unsqueeze(1) * size
-        return (first + torch.arange(size)).flatten()
+        first = torch.tensor(self._first_slots(pages, storage), dtype=torch.int64).unsqueeze(1)
+        return (first + torch.arange(storage.page_size)).flatten()
 
     def run(self, refs: Sequence[PageRef]) -> tuple[int, int] | None:
         """Extent and index of the first of some pages if they lie one behind the other, else ``None``."""
@@ -132,8 +137,9 @@ class Pages:
             self.storages.clear()
             self.pool = PagePool(0)
 
-    def _numbers(self, pages: Iterable[int], stride: int) -> list[int]:
-        return [extent * stride + index for extent, index in map(self.pool.place, pages)]
+    def _first_slots(self, pages: Iterable[int], storage: Storage) -> list[int]:
+        size, stride = storage.page_size, storage.stride
+        return [(extent * stride + index) * size for extent, index in map(self.pool.place, pages)]
 
     def _num_pages_for(self, growth: Growth, num_tokens: Sequence[int]) -> int:
         """How many pages the pool must have."""

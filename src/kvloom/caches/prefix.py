@@ -290,5 +290,5 @@ class PrefixCache:
 
     def _index(self, sequences: Sequence[PrefixSequence], storage: Storage) -> CacheIndex:
         """Slots of the tokens of some sequences."""
-        table = self.pages.ids([x.table for x in sequences], storage.stride, storage.device)
-        return CacheIndex.blocks(table, storage.page_size)
+        table = self.pages.table([x.table for x in sequences], storage)
+        return CacheIndex.pages(table, storage.page_size)

@@ -7,9 +7,11 @@ as after a crop of single rows, has columns in front that hold nothing.
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import accumulate
 from typing import Any, Literal, NamedTuple
 
 import torch
+from torch import Tensor
 
 from kvloom.caches.format import CacheFormat
 from kvloom.caches.pages import Pages
@@ -19,6 +21,9 @@ from kvloom.caches.tokens import TokenIndex
 from kvloom.core.indexing import CacheIndex
 from kvloom.errors import ArgumentError, ShapeError, StateError
 from kvloom.paging import Copy, PageTable, PrefixTree
+
+_FEW = 64
+"""Slots that are faster looked up one by one than by operators of torch."""
 
 ROLLBACK = 32
 """Tokens kept behind a window, so that as many of the newest can be removed."""
@@ -58,6 +63,7 @@ class Sequences:
         self._first: list[int] = []  # and of the first one that is still held
         self._indices: dict[tuple[int, torch.device], CacheIndex] = {}
         self._tokens: dict[tuple[int, int, int, torch.device], TokenIndex] = {}
+        self._slots: dict[tuple[int, int, int, torch.device], Tensor] = {}
         self._run: Run | Literal["unknown"] | None = "unknown"
         weakref.finalize(self, _release, self._tables)
         self.pages.users.add(self)
@@ -123,23 +129,23 @@ class Sequences:
         if self._tables and end <= start:
             return
         self._forget_passed()
-        slides = self.window is not None and not self.is_recording
-        if slides:
-            self._drop_front(start)
-        new = [PageTable(self.pages.pool, self.format.page_size) for _ in range(batch)]
         begin, first = self._begin or [0] * batch, self._first or [0] * batch
-        last = [x + n for x, n in zip(first, self._num_passed(end, first), strict=True)] if slides else first
-        if min(last, default=0) > start:
-            self.pages.append(new, [end - x for x in last])
-            self.passed = self._twin(self._tables)
-            self._hold(new, begin, last)
-        else:
-            tables = self._tables or new
-            if self.pages.append(tables, [end - start] * batch):
-                self._indices.clear()
-                self._run = "unknown"
-            self._tokens.clear()
-            self._tables[:], self._begin[:], self._first[:] = tables, begin, first
+        if self.window is not None and not self.is_recording:
+            self._drop_front(start)
+            last = [x + n for x, n in zip(first, self._num_passed(end, first), strict=True)]
+            if min(last, default=0) > start:
+                new = self._new_tables(batch)
+                self.pages.append(new, [end - x for x in last])
+                self.passed = self._twin(self._tables)
+                self._hold(new, begin, last)
+                return
+        tables = self._tables or self._new_tables(batch)
+        if self.pages.append(tables, [end - start] * batch):
+            self._indices.clear()
+            self._run = "unknown"
+        self._tokens.clear()
+        self._slots.clear()
+        self._tables[:], self._begin[:], self._first[:] = tables, begin, first
 
     @contextmanager
     def reserving(self, batch: int, end: int) -> Iterator[None]:
@@ -158,15 +164,31 @@ class Sequences:
         found = self._tokens.get((start, end, stride, device))
         if found is None:
             if (stride, device) not in self._indices:
-                table = self.pages.ids(self._tables, stride, device)
-                self._indices[stride, device] = CacheIndex.blocks(table, self.format.page_size)
-            first = torch.tensor(self._first, device=device)
+                table = self.pages.table(self._tables, storage)
+                self._indices[stride, device] = CacheIndex(table, None, self.format.page_size)
+            lengths, origins = ([column - first for first in self._first] for column in (end, start))
             self._tokens[start, end, stride, device] = found = TokenIndex(
                 self._indices[stride, device],
-                lengths=end - first,
+                lengths=torch.tensor(lengths, device=device),
                 num_columns=end - start,
-                origins=start - first if start or any(self._first) else None,
+                origins=torch.tensor(origins, device=device) if any(origins) else None,
+                kvstarts=torch.tensor([0, *accumulate(lengths)], device=device),
             )
+        return found
+
+    def slots(self, start: int, end: int, storage: Storage) -> Tensor:
+        """Slots ``[B * (end - start)]`` of columns that every sequence holds, sequence by sequence."""
+        if (end - start) * len(self._tables) > _FEW:
+            return self.place(start, end, storage).slots.flatten()
+        key = start, end, storage.stride, storage.device
+        found = self._slots.get(key)
+        if found is None:
+            slots = [
+                self.pages.slot(table, column - first, storage)
+                for table, first in zip(self._tables, self._first, strict=True)
+                for column in range(start, end)
+            ]
+            self._slots[key] = found = torch.tensor(slots, dtype=torch.int64, device=storage.device)
         return found
 
     def run(self) -> Run | None:
@@ -197,10 +219,9 @@ class Sequences:
         Raises:
             OutOfPages: ``format.max_tokens`` is reached; nothing was changed.
         """
-        pool, size = self.pages.pool, self.format.page_size
-        if all(pool.is_writable(ref) for table in self._tables for ref in table.pages):
+        if all(self.pages.pool.is_writable(ref) for table in self._tables for ref in table.pages):
             return
-        new = [PageTable(pool, size) for _ in self._tables]
+        new = self._new_tables(self.size)
         self.pages.append(new, [table.num_tokens for table in self._tables])
         try:
             both = ([ref.id for table in tables for ref in table.pages] for tables in (self._tables, new))
@@ -313,6 +334,9 @@ class Sequences:
                 self._first[b] += num_tokens
                 self._changed()
 
+    def _new_tables(self, batch: int) -> list[PageTable]:
+        return [PageTable(self.pages.pool, self.format.page_size) for _ in range(batch)]
+
     def _twin(self, tables: Sequence[PageTable]) -> "Sequences":
         """A batch of the same state that holds ``tables``."""
         other = Sequences(self.pages, self.window)
@@ -354,6 +378,7 @@ class Sequences:
     def _changed(self) -> None:
         self._indices.clear()
         self._tokens.clear()
+        self._slots.clear()
         self._run = "unknown"
 
 

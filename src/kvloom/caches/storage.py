@@ -141,8 +141,11 @@ class Storage:
 
     def store(self, key: Tensor, value: Tensor, slots: Tensor) -> None:
         """Write ``[B, H, Q, D]`` to slots ``[B * Q]`` or ``[B, Q]``."""
-        key, value = key.transpose(1, 2).flatten(0, 1), value.transpose(1, 2).flatten(0, 1)
-        ops.store(key, value, slots.flatten(), self.view)
+        if key.shape[2] == 1:
+            key, value = key.squeeze(2), value.squeeze(2)
+        else:
+            key, value = key.transpose(1, 2).flatten(0, 1), value.transpose(1, 2).flatten(0, 1)
+        ops.store(key, value, slots if slots.ndim == 1 else slots.flatten(), self.view)
 
     def replace(self, new: Mapping[int, Tensor], slots: Tensor) -> None:
         """``store`` keys (0), values (1) or both; a negative slot skips a token."""

@@ -27,12 +27,14 @@ class TokenIndex:
         num_columns: N.
         origins: ``[B]`` int64, which stored token stands in column 0; negative where columns in front hold
             nothing; ``None`` for 0.
+        kvstarts: ``[B + 1]`` int64, sums of ``lengths``, if they are known.
     """
 
     index: CacheIndex
     lengths: Tensor
     num_columns: int
     origins: Tensor | None = None
+    kvstarts: Tensor | None = None
     # Made once for all layers, by hand: ``cached_property`` takes a lock, which does not compile.
     _slots: Tensor | None = field(default=None, init=False, repr=False)
     _batches: dict[int, ops.Batch] = field(default_factory=dict, init=False, repr=False)
@@ -54,10 +56,9 @@ class TokenIndex:
     def batch(self, num_new: int, first: Tensor | None = None) -> ops.Batch:
         """The last ``num_new`` tokens of each sequence are queries; columns before ``first`` ``[B]`` hide."""
         if num_new not in self._batches:
-            starts = torch.arange(len(self.lengths) + 1, device=self.lengths.device) * num_new
-            self._batches[num_new] = ops.Batch(
-                self.index, starts, prefix_sums(self.lengths), first_visible=self.origins
-            )
+            seqstarts = torch.arange(len(self.lengths) + 1, device=self.lengths.device) * num_new
+            kvstarts = prefix_sums(self.lengths) if self.kvstarts is None else self.kvstarts
+            self._batches[num_new] = ops.Batch(self.index, seqstarts, kvstarts, first_visible=self.origins)
         batch = self._batches[num_new]
         if first is None:
             return batch
@@ -135,8 +136,10 @@ class Tokens:
         if self.window is not None:
             scores = replace(scores, window=self.window)
         num_new = query.shape[2]
-        packed = query.transpose(1, 2).flatten(0, 1)
-        out: Tensor = ops.attend(packed, self.view, self.placement.batch(num_new, first), scores)
+        batch = self.placement.batch(num_new, first)
+        if num_new == 1:
+            return ops.attend(query.squeeze(2), self.view, batch, scores).unsqueeze(1)
+        out: Tensor = ops.attend(query.transpose(1, 2).flatten(0, 1), self.view, batch, scores)
         return out.view(query.shape[0], num_new, *out.shape[1:])
 
     def _attend_row(

@@ -51,6 +51,21 @@ class PageTable:
         """Pages held."""
         return len(self._held())
 
+    def page_of(self, token: int) -> PageRef:
+        """The page that holds a token, counted from the front."""
+        return self._held()[token // self.page_size]
+
+    def has_room(self, num_tokens: int) -> bool:
+        """Whether the last page, held by nobody else, takes ``num_tokens`` more tokens."""
+        used = self._num_tokens % self.page_size
+        return 0 < used <= self.page_size - num_tokens and self._pool.is_writable(self._held()[-1])
+
+    def fill(self, num_tokens: int) -> None:
+        """Add ``num_tokens`` tokens to the last page, which ``has_room`` for them."""
+        if not self.has_room(num_tokens):
+            raise StateError(f"the last page must have room for {num_tokens} tokens that nobody else holds")
+        self._num_tokens += num_tokens
+
     def truncate(self, num_tokens: int) -> None:
         """Keep the first ``num_tokens`` tokens, and release the pages that hold none of them.
 
