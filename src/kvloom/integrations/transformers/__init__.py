@@ -7,6 +7,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from kvloom.integrations.transformers.attention import IMPLEMENTATION, attention
 from kvloom.integrations.transformers.cache import KVCache
+from kvloom.integrations.transformers.enabling import disable, enable
 from kvloom.integrations.transformers.layers import KVCacheLayer
 from kvloom.integrations.transformers.loading import Streamer, head_dim_of, load_model, summary_of
 from kvloom.integrations.transformers.making import STORAGE
@@ -22,6 +23,8 @@ __all__ = [
     "KVCacheLayer",
     "KVPool",
     "Streamer",
+    "disable",
+    "enable",
     "head_dim_of",
     "load_model",
     "summary_of",

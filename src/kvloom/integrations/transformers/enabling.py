@@ -1,0 +1,147 @@
+"""Models that use this library's cache and attention with nothing passed by the caller."""
+
+import inspect
+import logging
+from typing import Any, Final
+
+from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
+
+from kvloom.errors import ArgumentError, UnsupportedError
+from kvloom.integrations.transformers.attention import IMPLEMENTATION
+from kvloom.integrations.transformers.cache import KVCache
+from kvloom.integrations.transformers.making import text_config_of
+
+_LOG: Final = logging.getLogger("kvloom")
+_ENABLED: Final = "_kvloom_enabled"
+_PREPARE: Final = "_prepare_cache_for_generation"
+
+
+def enable(model: Any, kv: str = "auto", **options: Any) -> None:
+    """Let a model use a ``KVCache`` and attention that reads it in place, wherever it is given no cache.
+
+    From now on that is so in ``model.generate``, in a pipeline of the model and in ``model(...)`` where a
+    cache is used. ``past_key_values`` and ``cache_implementation`` of the caller still count, and so does an
+    attention implementation that is set later. A copy of the model is enabled, too. Enabling again replaces
+    the arguments; ``disable`` takes it back, as training needs it: nothing here has a gradient.
+
+    Args:
+        model: A ``PreTrainedModel`` that generates.
+        kv: How keys and values are kept, one of ``STORAGE``.
+        options: The other arguments of ``KVCache.for_model``.
+
+    Raises:
+        ArgumentError: ``model`` is none, or as ``KVCache.for_model``; nothing was changed.
+        UnsupportedError: the model takes no cache that could be replaced; nothing was changed. Layers without
+            keys and values, and attention that cannot be replaced, stay as they are, which a WARNING names.
+    """
+    if not isinstance(model, PreTrainedModel):
+        raise ArgumentError(f"model must be a PreTrainedModel, got {type(model).__name__}")
+    if "past_key_values" not in inspect.signature(model.forward).parameters:
+        raise UnsupportedError(f"{type(model).__name__} takes no past_key_values")
+    KVCache.for_model(model, kv, **options)
+    disable(model)
+    setattr(model, _ENABLED, _Enabled(model, {"kv": kv, **options}))
+
+
+def disable(model: Any) -> None:
+    """Take back ``enable``: the model has the caches and the attention that it had before.
+
+    An attention implementation that was set in between stays. Does nothing if the model is not enabled.
+    """
+    enabled = getattr(model, _ENABLED, None)
+    if enabled is not None:
+        enabled.remove(model)
+        delattr(model, _ENABLED)
+
+
+class _Enabled:
+    """What was changed of a model, and what caches it gets. Refers to no model, so that copies may share it.
+
+    Attributes:
+        options: Arguments of ``KVCache.for_model``.
+    """
+
+    def __init__(self, model: PreTrainedModel, options: dict[str, Any]) -> None:
+        self.options = options
+        config = text_config_of(model)
+        names = [name for name in model.config.sub_configs if getattr(model.config, name) is config]
+        self._config_name = names[0] if names else ""
+        self._attention = config._attn_implementation
+        self._set_attention(model, IMPLEMENTATION)
+        if config._attn_implementation != IMPLEMENTATION:
+            _LOG.warning(
+                "attention of %s stays %r: it cannot be replaced", type(model).__name__, self._attention
+            )
+        self._hook = model.register_forward_pre_hook(_ForwardHook(self), with_kwargs=True)
+        if hasattr(type(model), _PREPARE):
+            setattr(model, _PREPARE, _PrepareCache(model, self))
+
+    def remove(self, model: PreTrainedModel) -> None:
+        """Undo it."""
+        self._hook.remove()
+        if _PREPARE in vars(model):
+            delattr(model, _PREPARE)
+        if text_config_of(model)._attn_implementation == IMPLEMENTATION:
+            self._set_attention(model, self._attention)
+
+    def cache(self, model: PreTrainedModel) -> Any:
+        """An empty cache for ``model``."""
+        cache = KVCache.for_model(model, **self.options)
+        if not model.config.is_encoder_decoder:
+            return cache
+        return EncoderDecoderCache(cache, DynamicCache(config=text_config_of(model)))
+
+    def _set_attention(self, model: PreTrainedModel, name: str) -> None:
+        model.set_attn_implementation({self._config_name: name} if self._config_name else name)
+
+
+class _ForwardHook:
+    """Before a forward: a cache, if one is used and none is given."""
+
+    def __init__(self, enabled: _Enabled) -> None:
+        self._enabled = enabled
+
+    def __call__(
+        self, model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        if kwargs.get("past_key_values") is not None:
+            return None
+        given = inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments
+        given |= given.pop("kwargs", {})
+        if given.get("past_key_values") is not None or not _uses_cache(model, given.get("use_cache")):
+            return None
+        cache = self._enabled.cache(model)
+        names = list(inspect.signature(model.forward).parameters)
+        where = names.index("past_key_values")
+        if where < len(args):
+            return (*args[:where], cache, *args[where + 1 :]), kwargs
+        return args, kwargs | {"past_key_values": cache}
+
+
+def _uses_cache(model: PreTrainedModel, use_cache: bool | None) -> bool:
+    """Whether a forward keeps keys and values: as it is told, or else as the configuration says."""
+    return bool(getattr(text_config_of(model), "use_cache", False) if use_cache is None else use_cache)
+
+
+class _PrepareCache:
+    """In the place of ``generate``'s method that makes a cache where the caller gave none."""
+
+    def __init__(self, model: PreTrainedModel, enabled: _Enabled) -> None:
+        self._model = model
+        self._enabled = enabled
+
+    def __call__(
+        self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        model, is_given = self._model, model_kwargs.get("past_key_values") is not None
+        result = getattr(type(model), _PREPARE)(model, generation_config, model_kwargs, *args, **kwargs)
+        made = model_kwargs.get("past_key_values")
+        is_default = (generation_config.cache_implementation or "dynamic").startswith("dynamic")
+        if made is None or is_given or not is_default:
+            return result
+        cache = self._enabled.cache(model)
+        # Since transformers 5.12: what an assistant drafts is taken back further than a window remembers.
+        if generation_config.is_assistant and hasattr(cache, "activate_past_recording"):
+            cache.activate_past_recording()
+        model_kwargs["past_key_values"] = cache
+        return result

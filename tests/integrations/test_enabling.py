@@ -1,0 +1,199 @@
+"""``enable``: a model uses our cache with nothing passed, and gives the tokens that it gave before."""
+
+from __future__ import annotations
+
+import copy
+import io
+import logging
+from typing import Any
+
+import pytest
+import torch
+from oracles.language_models import make_model, make_prompts
+from transformers import (
+    BartConfig,
+    BartForConditionalGeneration,
+    BertConfig,
+    BertModel,
+    DynamicCache,
+    EncoderDecoderCache,
+    MambaConfig,
+    MambaForCausalLM,
+    StaticCache,
+)
+
+from kvloom.errors import ArgumentError, UnsupportedError
+from kvloom.integrations.transformers import KVCache, disable, enable
+
+STEPS = {"max_new_tokens": 8, "do_sample": False, "return_dict_in_generate": True}
+MODES: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "sampling": {"do_sample": True, "top_k": 5},
+    "beams": {"num_beams": 3},
+    "several": {"do_sample": True, "num_return_sequences": 3},
+    "prompt lookup": {"prompt_lookup_num_tokens": 3},
+}
+
+
+def generate(model: Any, inputs: dict[str, Any], **options: Any) -> Any:
+    torch.manual_seed(0)
+    return model.generate(**inputs, **{**STEPS, "pad_token_id": 0, **options})
+
+
+def prompts(mode: str = "greedy") -> dict[str, Any]:
+    return make_prompts([17] if mode == "prompt lookup" else [9, 5])
+
+
+@pytest.mark.parametrize("mode", list(MODES))
+def test_generate_uses_our_cache_and_gives_the_same_tokens(mode: str) -> None:
+    model, inputs = make_model("sdpa"), prompts(mode)
+    expected = generate(model, inputs, **MODES[mode]).sequences
+    enable(model)
+    out = generate(model, inputs, **MODES[mode])
+    assert isinstance(out.past_key_values, KVCache) and model.config._attn_implementation == "kvloom"
+    assert torch.equal(out.sequences, expected)
+
+
+def test_arguments_are_those_of_for_model() -> None:
+    model = make_model()
+    enable(model, kv="int8", quant_group=16, page_size=8)
+    cache = generate(model, prompts()).past_key_values
+    expected = KVCache.for_model(model, "int8", quant_group=16, page_size=8)
+    assert cache.layers[0].pages.batch.format == expected.layers[0].pages.batch.format
+
+
+@torch.no_grad()
+def test_forward_makes_a_cache_where_one_is_used() -> None:
+    model, inputs = make_model(), prompts()
+    expected = model(**inputs).logits
+    enable(model)
+    out = model(**inputs)
+    assert isinstance(out.past_key_values, KVCache)
+    torch.testing.assert_close(out.logits, expected, rtol=1e-4, atol=1e-4)
+    assert isinstance(model(inputs["input_ids"], None, None, None).past_key_values, KVCache)
+    assert model(**inputs, use_cache=False).past_key_values is None
+    again = model(inputs["input_ids"][:, -1:], past_key_values=out.past_key_values)
+    assert again.past_key_values is out.past_key_values
+
+
+def test_a_cache_of_the_caller_wins() -> None:
+    model, inputs = make_model(), prompts()
+    enable(model, "int8", quant_group=16)
+    theirs = DynamicCache(config=model.config)
+    assert generate(model, inputs, past_key_values=theirs).past_key_values is theirs
+    assert model(**inputs, past_key_values=(theirs := DynamicCache())).past_key_values is theirs
+    assert model(inputs["input_ids"], None, None, theirs := DynamicCache()).past_key_values is theirs
+    ours = KVCache.for_model(model)
+    assert generate(model, inputs, past_key_values=ours).past_key_values is ours
+
+
+def test_a_cache_implementation_of_the_caller_wins() -> None:
+    model = make_model()
+    enable(model)
+    out = generate(model, prompts(), cache_implementation="static", disable_compile=True)
+    assert isinstance(out.past_key_values, StaticCache)
+    assert generate(model, prompts(), use_cache=False).past_key_values is None
+
+
+def test_training_is_refused_until_disabled() -> None:
+    model, inputs = make_model("sdpa").train(), prompts()
+    enable(model)
+    with pytest.raises(UnsupportedError, match="gradient"):
+        model(**inputs, labels=inputs["input_ids"]).loss.backward()
+    disable(model)
+    model(**inputs, labels=inputs["input_ids"]).loss.backward()
+    assert all(x.grad is not None and x.grad.any() for x in model.parameters())
+
+
+def test_disable_takes_it_back() -> None:
+    model, inputs = make_model("sdpa"), prompts()
+    before = dict(vars(model))
+    expected = generate(model, inputs).sequences
+    for _ in range(2):
+        disable(model)
+        enable(model)
+        enable(model, "int8", quant_group=16)
+        disable(model)
+        disable(model)
+    assert vars(model).keys() == before.keys() and not model._forward_pre_hooks
+    assert model.config._attn_implementation == "sdpa"
+    out = generate(model, inputs)
+    assert type(out.past_key_values) is DynamicCache and torch.equal(out.sequences, expected)
+
+
+def test_attention_that_was_set_in_between_stays() -> None:
+    model = make_model("sdpa")
+    enable(model)
+    model.set_attn_implementation("eager")
+    assert isinstance(generate(model, prompts()).past_key_values, KVCache)
+    disable(model)
+    assert model.config._attn_implementation == "eager"
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "torch.save"])
+def test_a_copy_is_enabled_and_on_its_own(how: str) -> None:
+    model = make_model("sdpa")
+    enable(model, "int8", quant_group=16)
+    if how == "deepcopy":
+        other = copy.deepcopy(model)
+    else:
+        torch.save(model, file := io.BytesIO())
+        file.seek(0)
+        other = torch.load(file, weights_only=False)
+    expected = generate(model, prompts()).sequences
+    disable(model)
+    out = generate(other, prompts())
+    assert isinstance(out.past_key_values, KVCache) and torch.equal(out.sequences, expected)
+    disable(other)
+    assert type(generate(other, prompts()).past_key_values) is DynamicCache
+    assert other.config._attn_implementation == "sdpa"
+
+
+def test_an_assistant_may_be_enabled_too() -> None:
+    model, assistant, inputs = make_model("sdpa"), make_model("sdpa"), make_prompts([9])
+    expected = generate(model, inputs, assistant_model=assistant).sequences
+    enable(model)
+    enable(assistant)
+    assert torch.equal(generate(model, inputs, assistant_model=assistant).sequences, expected)
+
+
+def test_an_encoder_decoder_model_has_its_decoder_served() -> None:
+    torch.manual_seed(0)
+    model = BartForConditionalGeneration(
+        BartConfig(vocab_size=64, d_model=32, encoder_layers=2, decoder_layers=2, encoder_attention_heads=2,
+                   decoder_attention_heads=2, encoder_ffn_dim=32, decoder_ffn_dim=32, pad_token_id=0,
+                   bos_token_id=1, eos_token_id=2, decoder_start_token_id=2, forced_eos_token_id=2)
+    ).eval()  # fmt: skip
+    inputs = {"input_ids": torch.randint(3, 64, (2, 9))}
+    expected = generate(model, inputs).sequences
+    enable(model)
+    out = generate(model, inputs)
+    assert isinstance(out.past_key_values, EncoderDecoderCache)
+    assert isinstance(out.past_key_values.self_attention_cache, KVCache)
+    assert torch.equal(out.sequences, expected)
+    assert isinstance(model(**inputs).past_key_values.self_attention_cache, KVCache)
+
+
+def test_what_has_no_keys_and_values_is_refused_by_name() -> None:
+    mamba = MambaForCausalLM(MambaConfig(vocab_size=32, hidden_size=16, num_hidden_layers=1, state_size=4))
+    bert = BertModel(BertConfig(vocab_size=32, hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
+                                intermediate_size=16))  # fmt: skip
+    with pytest.raises(UnsupportedError, match="MambaForCausalLM"):
+        enable(mamba)
+    for model in (make_model().config, torch.nn.Linear(2, 2), None):
+        with pytest.raises(ArgumentError, match="model must be a PreTrainedModel, got"):
+            enable(model)
+    with pytest.raises(ArgumentError, match="kv must be one of"):
+        enable(make_model(), "int7")
+    assert not mamba._forward_pre_hooks and not bert._forward_pre_hooks
+
+
+def test_attention_that_cannot_be_replaced_is_named(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = make_model("sdpa")
+    monkeypatch.setattr(type(model), "set_attn_implementation", lambda *_: None)
+    with caplog.at_level(logging.WARNING, "kvloom"):
+        enable(model)
+    assert "attention of LlamaForCausalLM stays 'sdpa'" in caplog.text
+    assert isinstance(generate(model, prompts()).past_key_values, KVCache)
