@@ -49,7 +49,7 @@ def main() -> None:
         ),
         "attend": (
             lambda: ops.attend(query, kv, batch),
-            lambda: schemas.attend_no_grad(
+            lambda: schemas.attend(
                 query, kv.key, kv.value, None, None, table, None, page_size, seq, stored,
                 0, None, 0.125, True, None, None, None, None, None,
             ),

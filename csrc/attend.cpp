@@ -227,7 +227,6 @@ Tensor attend(const Tensor& query, const Tensor& key_cache, const Tensor& value_
 
 STABLE_TORCH_LIBRARY_IMPL(kvloom, CPU, m) {
   m.impl("attend", TORCH_BOX(&attend));
-  m.impl("attend_no_grad", TORCH_BOX(&attend));
 }
 
 }  // namespace kvloom

@@ -31,6 +31,26 @@ def test_backward_through_attention_is_refused(backend: str, kind: Kind) -> None
     assert case.query.grad is None
 
 
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own call
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_backward_through_compiled_attention_is_refused(backend: str) -> None:
+    case = make_case([2, 1], [4, 3])
+    batch = case.batch()
+
+    def attend(query: torch.Tensor) -> torch.Tensor:
+        return ops.attend(query, case.kv, batch, backend=backend)
+
+    torch._dynamo.reset()
+    query = case.query.clone().requires_grad_()
+    with pytest.raises(Exception, match="no gradient"):
+        torch.compile(attend, backend="aot_eager", fullgraph=True)(query)
+    out = torch.compile(attend, backend="aot_eager")(query)
+    assert torch.equal(out.detach(), attend(case.query))
+    with pytest.raises(UnsupportedError, match="no gradient"):
+        out.sum().backward()
+    torch._dynamo.reset()
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("axes", ["L 2 T H D", "B H S D", "B H S/2 D S%2"])
 @pytest.mark.parametrize("kind", [PLAIN, Kind(torch.float16), INT8], ids=str)

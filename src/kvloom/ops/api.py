@@ -246,8 +246,8 @@ def attend(
         expect_dtypes(f"query (for the {name} cache)", query.dtype, cache, key_or_value_scale)
     _expect_batch(batch, kv.device)
     _expect_scores(scores, sizes, kv.device)
-    out: Tensor = run(backend, "attend", kv.device, *_arguments(query, kv, batch, scores, head_dim))
-    return out
+    arguments = _arguments(query, kv, batch, scores, head_dim)
+    return schemas.without_gradient(run, backend, "attend", kv.device, *arguments)
 
 
 def _attend_plain(query: Tensor, kv: KVView, batch: Batch, scores: Scores) -> Tensor | None:
@@ -261,7 +261,7 @@ def _attend_plain(query: Tensor, kv: KVView, batch: Batch, scores: Scores) -> Te
     if type(batch.decoding_batches) is not int or not (scores.window is None or type(scores.window) is int):
         return None
     try:
-        out: Tensor = schemas.attend_no_grad(*_arguments(query, kv, batch, scores, query.shape[-1]))
+        out: Tensor = schemas.attend(*_arguments(query, kv, batch, scores, query.shape[-1]))
     except (ValueError, IndexError, RuntimeError, ArithmeticError):
         return None  # the checks in Python say it better
     return out

@@ -68,8 +68,7 @@ def _choose(backend: str, name: str, device: torch.device, args: tuple[Any, ...]
         case "triton":
             if (refused := triton.why_not(name, device, *args)) is not None:
                 raise UnsupportedError(f"backend 'triton' {refused}; use 'auto' or 'reference'")
-            operator = triton.operator(name)
-            return schemas.without_gradient(operator) if name == "attend" else operator
+            return triton.operator(name)
         case _:
             raise ArgumentError(f"backend must be 'auto', 'reference', 'cpu' or 'triton', got {backend!r}")
 

@@ -23,7 +23,8 @@ LIB.define(
     " ScalarType dtype, int num_repeat) -> (Tensor, Tensor)"
 )
 LIB.define("copy(Tensor[] sources, Tensor source_slots, Tensor(a!)[] targets, Tensor target_slots) -> ()")
-for _name in ("attend", "attend_no_grad", "attend_reference"):
+# One schema, two overloads: the kernel of the device, and the reference by name, which no compiler can trace.
+for _name in ("attend", "attend.reference"):
     LIB.define(
         f"{_name}(Tensor query, Tensor key_cache, Tensor value_cache, Tensor? key_scale, Tensor? value_scale,"
         " Tensor table, Tensor? row_starts, int page_size, Tensor seqstarts, Tensor kvstarts,"
@@ -35,8 +36,7 @@ for _name in ("attend", "attend_no_grad", "attend_reference"):
 # have done for the CPU if they are there.
 for _name in ("store", "load", "copy", "attend"):
     LIB.impl(_name, getattr(reference, _name), "CompositeExplicitAutograd")
-for _name in ("attend_no_grad", "attend_reference"):
-    LIB.impl(_name, reference.attend, "CompositeExplicitAutograd")
+LIB.impl("attend.reference", reference.attend, "CompositeExplicitAutograd")
 
 
 def _on_cuda(name: str) -> Callable[..., Any]:
@@ -60,7 +60,6 @@ def _say_once(name: str, refused: str) -> None:
 
 for _name in triton.OPERATORS:
     LIB.impl(_name, _on_cuda(_name), "CUDA")
-LIB.impl("attend_no_grad", _on_cuda("attend"), "CUDA")
 
 
 def _writes_only(*args: object) -> None:
@@ -93,38 +92,38 @@ def _attend_fake(
     return query.new_empty((*query.shape[:2], head_dim_of(value_cache, value_scale)))
 
 
-def _no_gradient(ctx: object, *grads: Tensor) -> None:
-    raise UnsupportedError("attend has no gradient, kvloom is for inference: call it under torch.no_grad()")
+class _WithoutGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: object, function: Callable[..., Tensor], *args: Any) -> Tensor:
+        return function(*args)
+
+    @staticmethod
+    def backward(ctx: object, *grads: Tensor) -> None:
+        raise UnsupportedError(
+            "attend has no gradient, kvloom is for inference: call it under torch.no_grad()"
+        )
 
 
-@cache
-def without_gradient(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """``function`` called by name, with the same answer to ``backward`` as the dispatched operator."""
+def without_gradient(function: Callable[..., Tensor], *args: Any) -> Tensor:
+    """``function(*args)``, of which ``backward`` raises.
 
-    class Named(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: object, *args: Any) -> Tensor:
-            return function(*args)
-
-        backward = staticmethod(_no_gradient)
-
-    apply: Callable[..., Tensor] = Named.apply
-    return apply
+    The operators have no autograd kernel of their own: torch would run it in Python at every call, also where
+    nothing requires a gradient, and that takes as long as a short call.
+    """
+    if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in args):
+        apply: Callable[..., Tensor] = _WithoutGradient.apply
+        return apply(function, *args)
+    return function(*args)
 
 
 torch.library.register_fake("kvloom::store", _writes_only, lib=LIB)
 torch.library.register_fake("kvloom::copy", _writes_only, lib=LIB)
 torch.library.register_fake("kvloom::load", _load_fake, lib=LIB)
-for _name in ("attend", "attend_no_grad", "attend_reference"):
-    torch.library.register_fake(f"kvloom::{_name}", _attend_fake, lib=LIB)
-for _name in ("attend", "attend_reference"):
-    torch.library.register_autograd(f"kvloom::{_name}", _no_gradient, lib=LIB)
+torch.library.register_fake("kvloom::attend", _attend_fake, lib=LIB)
+torch.library.register_fake("kvloom::attend.reference", _attend_fake, lib=LIB)
 
 store = torch.ops.kvloom.store.default
 load = torch.ops.kvloom.load.default
 copy = torch.ops.kvloom.copy.default
 attend = torch.ops.kvloom.attend.default
-attend_no_grad = torch.ops.kvloom.attend_no_grad.default
-"""The same where nothing requires a gradient: what autograd adds in Python takes longer than a short call."""
-attend_reference = torch.ops.kvloom.attend_reference.default
-"""The reference by name: an operator, which a compiler does not look into."""
+attend_reference = torch.ops.kvloom.attend.reference
