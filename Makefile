@@ -43,7 +43,7 @@ mutants: $(READY)
 
 # What moves, quantizes and attends, with each instruction set that this machine has; all have the baseline.
 test-isa: $(READY)
-	@KVLOOM_ISA=baseline $(BIN)/python -c 'import sys; from kvloom.ops import cpu_kernels as k; sys.exit(k() != "baseline" and k())'
+	@KVLOOM_ISA=baseline $(BIN)/python -c 'import sys; from kvloom.ops import cpu_kernels as k; sys.exit(k() != "baseline" and str(k()))'
 	@set -e; for isa in $(ISAS); do \
 	    echo "KVLOOM_ISA=$$isa"; \
 	    if KVLOOM_ISA=$$isa $(BIN)/python -c 'import kvloom.ops' 2>/dev/null; then \

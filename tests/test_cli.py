@@ -13,7 +13,8 @@ import pytest
 import kvloom
 from kvloom.cli import main
 from kvloom.models import bundled_model_path
-from kvloom.ops import cpu_kernels, cuda_kernels
+from kvloom.ops import cpu_kernels, cuda_kernels, why_unavailable
+from kvloom.ops.impl import cpu, triton
 
 
 def run(*args: str) -> subprocess.CompletedProcess[str]:
@@ -30,12 +31,29 @@ def test_info_names_version_backends_capability_and_devices(capsys: pytest.Captu
         "torch",
         "backends",
         "reference",
-        f"cpu ({cpu_kernels()})",
-        f"on CUDA        {cuda_kernels()}",
+        "cpu (",
+        "on CUDA",
         "cpu capability",
         "devices",
     ):
         assert word in out
+
+
+@pytest.mark.parametrize("isa", ["avx2", None])
+@pytest.mark.parametrize("version", ["3.6.0", None])
+def test_info_names_the_kernels_or_says_why_there_are_none(
+    isa: str | None, version: str | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cpu, "ISA", isa)
+    monkeypatch.setattr(cpu, "WHY_NOT", None if isa else "no compiler")
+    monkeypatch.setattr(triton, "why_not_installed", lambda: None if version else "needs Triton")
+    monkeypatch.setattr(triton, "triton_version", lambda: version)
+    assert (cpu_kernels(), cuda_kernels()) == (isa, version)
+    assert why_unavailable("cpu") == (None if isa else "no compiler")
+    assert main(["info"]) == 0
+    out = capsys.readouterr().out
+    assert f"reference, cpu ({isa or 'none: no compiler'})\n" in out
+    assert f"on CUDA        {'triton 3.6.0' if version else 'reference (triton needs Triton)'}\n" in out
 
 
 def test_generate_continues_the_prompt_the_same_in_a_float32_cache_and_without_one() -> None:

@@ -186,8 +186,12 @@ def _info(args: argparse.Namespace) -> None:
     import torch
 
     from kvloom import __version__
-    from kvloom.ops import cpu_kernels, cuda_kernels
+    from kvloom.ops import cpu_kernels, cuda_kernels, why_unavailable
 
+    on_cpu = cpu_kernels() or f"none: {why_unavailable('cpu')}"
+    on_cuda = (
+        f"triton {cuda_kernels()}" if cuda_kernels() else f"reference (triton {why_unavailable('triton')})"
+    )
     devices = [
         "cpu",
         *(f"cuda:{i} {torch.cuda.get_device_name(i)}" for i in range(torch.cuda.device_count())),
@@ -195,8 +199,8 @@ def _info(args: argparse.Namespace) -> None:
     for name, value in (
         ("kvloom", __version__),
         ("torch", torch.__version__),
-        ("backends", f"reference, cpu ({cpu_kernels()})"),
-        ("on CUDA", cuda_kernels()),
+        ("backends", f"reference, cpu ({on_cpu})"),
+        ("on CUDA", on_cuda),
         ("cpu capability", f"{torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"),
         ("devices", ", ".join(devices)),
     ):

@@ -2,7 +2,7 @@
 
 from kvloom.ops.alibi import alibi_slopes
 from kvloom.ops.api import Batch, Scores, attend, copy, load, store
-from kvloom.ops.choice import cpu_kernels, cuda_kernels
+from kvloom.ops.choice import cpu_kernels, cuda_kernels, why_unavailable
 
 __all__ = [
     "Batch",
@@ -14,4 +14,5 @@ __all__ = [
     "cuda_kernels",
     "load",
     "store",
+    "why_unavailable",
 ]

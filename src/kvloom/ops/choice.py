@@ -38,15 +38,19 @@ def run(backend: str, name: str, device: torch.device, *args: Any) -> Any:
         raise refused(str(error)) from None
 
 
-def cpu_kernels() -> str:
-    """The instruction set of the compiled CPU backend, or why there is none."""
-    return cpu.ISA or f"none: {cpu.WHY_NOT}"
+def cpu_kernels() -> str | None:
+    """The instruction set of the compiled CPU kernels, ``None`` if there are none and the reference runs."""
+    return cpu.ISA
 
 
-def cuda_kernels() -> str:
-    """The backend that tensors on a CUDA device meet."""
-    missing = triton.why_not_installed()
-    return f"triton {triton.triton_version()}" if missing is None else f"reference (triton {missing})"
+def cuda_kernels() -> str | None:
+    """The version of Triton that runs the CUDA kernels, ``None`` if there is none and the reference runs."""
+    return triton.triton_version() if triton.why_not_installed() is None else None
+
+
+def why_unavailable(backend: str) -> str | None:
+    """Why this installation cannot run backend ``"cpu"`` or ``"triton"``, ``None`` if it can."""
+    return cpu.WHY_NOT if backend == "cpu" else triton.why_not_installed()
 
 
 def _choose(backend: str, name: str, device: torch.device, args: tuple[Any, ...]) -> Callable[..., Any]:
