@@ -1,4 +1,4 @@
-// attend as torch calls it: tensors into arguments, values checked, items shared out among threads.
+// attend as torch calls it: tensors into arguments, values checked, items spread over threads.
 #include <algorithm>
 #include <atomic>
 #include <cfloat>
@@ -13,19 +13,19 @@
 namespace kvloom {
 namespace {
 
-// Bytes that are read, or as much arithmetic, that are worth a thread: it wakes in some microseconds.
+// The work that is worth waking a thread, which takes some microseconds: bytes that are read, or as much arithmetic.
 constexpr int64_t kWorkPerThread = 256 << 10;
 constexpr int64_t kProductsPerByte = 8;
 constexpr size_t kKeptBytes = 4 << 20;  // of a workspace between calls
-constexpr int64_t kEndless = int64_t{1} << 62;  // no position is as far from another
+constexpr int64_t kEndless = int64_t{1} << 62;  // more than any distance between positions
 
 // --- tensors into plain arguments -------------------------------------------------------------------------
 
-DType float_of(const Tensor& x, const char* otherwise) {
+DType float_of(const Tensor& x, const char* message) {
   const int32_t dtype = dtype_of(x);
   if (dtype == aoti_torch_dtype_float32()) return DType::f32;
   if (dtype == aoti_torch_dtype_bfloat16()) return DType::bf16;
-  require(dtype == aoti_torch_dtype_float16(), otherwise);
+  require(dtype == aoti_torch_dtype_float16(), message);
   return DType::f16;
 }
 
@@ -56,31 +56,31 @@ CacheSide side_of(const Tensor& cache, const MaybeTensor& scale) {
   return side;
 }
 
-/// A float tensor whose last dimensions are those of `stride`; it does not move along those that it lacks.
-FloatArray floats_of(const Tensor& x, const char* otherwise) {
-  FloatArray array{x.const_data_ptr(), {0, 0, 0}, float_of(x, otherwise)};
+/// A float tensor whose last dimensions are those of `stride`; the stride is 0 along those that it lacks.
+FloatArray floats_of(const Tensor& x, const char* message) {
+  FloatArray array{x.const_data_ptr(), {0, 0, 0}, float_of(x, message)};
   const int64_t rank = x.dim();
   for (int64_t i = 0; i < rank; ++i) array.stride[(rank == 2 ? 1 : 0) + i] = x.stride(i);
   return array;
 }
 
-FloatArray head_floats(const MaybeTensor& x, int64_t num_heads, const char* otherwise) {
+FloatArray head_floats(const MaybeTensor& x, int64_t num_heads, const char* message) {
   if (!x) return {};
-  require(x->dim() == 1 && x->size(0) == num_heads, otherwise);
-  return floats_of(*x, otherwise);
+  require(x->dim() == 1 && x->size(0) == num_heads, message);
+  return floats_of(*x, message);
 }
 
-// --- sharing out ------------------------------------------------------------------------------------------
+// --- threads ----------------------------------------------------------------------------------------------
 
-/// A thread's memory of the call before, if it was not much.
-class Memory {
+/// The memory of a workspace, which a thread keeps for its next call if it is small.
+class WorkspaceBuffer {
  public:
-  Memory() = default;
-  Memory(const Memory&) = delete;
-  Memory& operator=(const Memory&) = delete;
-  ~Memory() { release(); }
+  WorkspaceBuffer() = default;
+  WorkspaceBuffer(const WorkspaceBuffer&) = delete;
+  WorkspaceBuffer& operator=(const WorkspaceBuffer&) = delete;
+  ~WorkspaceBuffer() { release(); }
 
-  void* of(size_t bytes) {
+  void* reserve(size_t bytes) {
     if (bytes > size_) {
       release();
       data_ = ::operator new(bytes, std::align_val_t{64});
@@ -111,7 +111,7 @@ int64_t token_bytes(const CacheView& view) {
   return view.size[3] * view.size[4] * view.size[5] * itemsize;
 }
 
-/// Threads that the call is worth.
+/// The number of threads that the work of the call pays for.
 int64_t num_threads_for(const AttendArgs& args, int64_t products_per_pair) {
   const int64_t bytes = token_bytes(args.key.cache) + token_bytes(args.value.cache);
   double work = 0;
@@ -124,34 +124,34 @@ int64_t num_threads_for(const AttendArgs& args, int64_t products_per_pair) {
   return static_cast<int64_t>(std::min<double>(torch::stable::get_num_threads(), work / kWorkPerThread));
 }
 
-using Part = void (*)(const AttendArgs& args, int64_t first, int64_t last, void* workspace);
+using RangeFunction = void (*)(const AttendArgs& args, int64_t first, int64_t last, void* workspace);
 
-/// Runs `count` pieces in several threads, which take some at a time: their sizes differ.
-void share_out(Part part, const AttendArgs& args, int64_t count, void* workspace) {
+/// Runs `function` over [0, count) in several threads. Each takes a few indices at a time, since their work differs.
+void run_parallel(RangeFunction function, const AttendArgs& args, int64_t count, void* workspace) {
   const int64_t threads = std::min(args.num_threads, count);
   if (threads <= 1) {
-    if (count > 0) part(args, 0, count, workspace);
+    if (count > 0) function(args, 0, count, workspace);
     return;
   }
   std::atomic<int64_t> next{0};
-  const int64_t some = std::max<int64_t>(1, count / (4 * threads));
+  const int64_t grain = std::max<int64_t>(1, count / (4 * threads));
   torch::stable::parallel_for(0, threads, 1, [&](int64_t begin, int64_t end) {
     (void)begin, (void)end;
-    for (int64_t first = next.fetch_add(some); first < count; first = next.fetch_add(some)) {
-      part(args, first, std::min(first + some, count), workspace);
+    for (int64_t first = next.fetch_add(grain); first < count; first = next.fetch_add(grain)) {
+      function(args, first, std::min(first + grain, count), workspace);
     }
   });
 }
 
 void run(const AttendArgs& args) {
-  thread_local Memory memory;
+  thread_local WorkspaceBuffer buffer;
   const Kernels& table = kernels();
   const AttendPlan plan = table.attend_plan(args);
-  void* workspace = memory.of(plan.workspace_bytes);
+  void* workspace = buffer.reserve(plan.workspace_bytes);
   table.attend_prepare(args, workspace);
-  share_out(table.attend_run, args, plan.num_items, workspace);
-  share_out(table.attend_merge, args, plan.num_merges, workspace);
-  memory.trim();
+  run_parallel(table.attend_run, args, plan.num_items, workspace);
+  run_parallel(table.attend_merge, args, plan.num_merges, workspace);
+  buffer.trim();
 }
 
 // --- attend -----------------------------------------------------------------------------------------------
@@ -207,12 +207,12 @@ Tensor attend(const Tensor& query, const Tensor& key_cache, const Tensor& value_
   index.check_lengths([&](int64_t b) {
     return (is_causal && b >= decoding_batches) || alibi_slopes.has_value() || window.has_value();
   });
-  index.take_pages(table, row_starts, page_size, slots(key));
-  index.put(args);
+  index.copy_pages(table, row_starts, page_size, slots(key));
+  index.assign_to(args);
 
   args.scale = static_cast<float>(scale);
   require(!softcap || (*softcap > 0 && std::isfinite(*softcap)), "softcap must be positive and finite");
-  // Rounded to float32 it must neither mean none nor swallow the scores.
+  // Rounded to float32 it must be neither 0, which means none, nor infinite.
   args.softcap = softcap ? static_cast<float>(std::clamp<double>(*softcap, FLT_MIN, FLT_MAX)) : 0.0f;
 
   Tensor out = empty_tokens(num_rows, args.num_heads, value_dim, dtype_of(query));

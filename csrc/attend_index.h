@@ -1,5 +1,5 @@
-// Where the tokens of a call lie: seqstarts, kvstarts and the index, copied once, then checked as the reference does
-// and in its words. Whoever writes to the tensors meanwhile changes nothing.
+// The index of a call: seqstarts, kvstarts and the page table, copied once, then checked as the reference does and with
+// its messages. Another thread that writes to the tensors in the meantime changes nothing.
 #pragma once
 
 #include <algorithm>
@@ -39,19 +39,19 @@ class AttendIndex {
 
   int64_t num_columns() const { return kvstarts_.back(); }
 
-  /// Refuses sequences of more new tokens than stored ones where `has_places(b)`: theirs would be negative.
-  template <class HasPlaces>
-  void check_lengths(HasPlaces has_places) const {
+  /// Refuses sequences of more new tokens than stored ones where `has_positions(b)`: some positions would be negative.
+  template <class HasPositions>
+  void check_lengths(HasPositions has_positions) const {
     for (int64_t b = 0; b < num_sequences_; ++b) {
       const int64_t num_new = seqstarts_[b + 1] - seqstarts_[b];
-      if (num_new <= length(b) || !has_places(b)) continue;
+      if (num_new <= length(b) || !has_positions(b)) continue;
       throw std::invalid_argument("kvstarts must give sequence " + std::to_string(b) + " at least its " +
                                   std::to_string(num_new) + " new tokens, got " + std::to_string(length(b)));
     }
   }
 
   /// Copies the pages that are read, and refuses rows with too few, then tokens whose slots are outside the cache.
-  void take_pages(const Tensor& table, const MaybeTensor& row_starts, int64_t page_size, int64_t num_slots) {
+  void copy_pages(const Tensor& table, const MaybeTensor& row_starts, int64_t page_size, int64_t num_slots) {
     const int64_t rank = row_starts ? 1 : 2;
     const Integers entries = integers_of(table, rank, "index must be integers, [B, P], or [N] with row_starts");
     require(page_size > 0, "page_size must be at least 1");
@@ -59,12 +59,12 @@ class AttendIndex {
             "index must have a row for each sequence");
     page_size_ = page_size;
     const int64_t width = table.size(rank - 1);
-    row_starts ? take_ragged(entries, integers_of(*row_starts, 1, "row_starts must be integers, [B]"), width, num_slots)
-               : take_rows(entries, table.stride(0), width, num_slots);
+    row_starts ? copy_ragged(entries, integers_of(*row_starts, 1, "row_starts must be integers, [B]"), width, num_slots)
+               : copy_padded(entries, table.stride(0), width, num_slots);
   }
 
-  /// For the kernels, as long as this lives.
-  void put(AttendArgs& args) const {
+  /// Points `args` at the copies, which live as long as this object.
+  void assign_to(AttendArgs& args) const {
     args.num_sequences = num_sequences_;
     args.seqstarts = seqstarts_.data();
     args.kvstarts = kvstarts_.data();
@@ -85,13 +85,13 @@ class AttendIndex {
   int64_t num_pages(int64_t b) const { return length(b) / page_size_ + (length(b) % page_size_ != 0); }
 
   /// Copies the pages of sequence b, of which the first is `first`.
-  void take(const Integers& entries, int64_t first, int64_t b) {
+  void copy_row(const Integers& entries, int64_t first, int64_t b) {
     rows_.push_back(static_cast<int64_t>(pages_.size()));
     const int64_t count = num_pages(b);
     for (int64_t page = 0; page < count; ++page) pages_.push_back(entries[first + page]);
   }
 
-  void take_rows(Integers entries, int64_t row_stride, int64_t width, int64_t num_slots) {
+  void copy_padded(Integers entries, int64_t row_stride, int64_t width, int64_t num_slots) {
     int64_t most = 0;
     for (int64_t b = 1; b < num_sequences_; ++b) most = num_pages(b) > num_pages(most) ? b : most;
     if (num_sequences_ > 0 && num_pages(most) > width) {
@@ -103,7 +103,7 @@ class AttendIndex {
     const char* data = static_cast<const char*>(entries.data);
     for (int64_t b = 0; b < num_sequences_; ++b) {
       entries.data = data + b * row_stride * (entries.is_64 ? 8 : 4);
-      take(entries, 0, b);
+      copy_row(entries, 0, b);
       for (int64_t page = 0, left = length(b); left > 0; ++page, left -= page_size_) {
         const int64_t held = std::min(left, page_size_), first = pages_[rows_[b] + page];
         if (first >= 0 && first <= num_slots - held) continue;
@@ -115,7 +115,7 @@ class AttendIndex {
     }
   }
 
-  void take_ragged(const Integers& entries, const Integers& row_starts, int64_t width, int64_t num_slots) {
+  void copy_ragged(const Integers& entries, const Integers& row_starts, int64_t width, int64_t num_slots) {
     const std::vector<int64_t> starts = row_starts.copied(num_sequences_);
     for (int64_t b = 0; b < num_sequences_; ++b) {
       const int64_t count = length(b);
@@ -126,7 +126,7 @@ class AttendIndex {
     }
     int64_t token = 0;
     for (int64_t b = 0; b < num_sequences_; ++b) {
-      take(entries, starts[b], b);
+      copy_row(entries, starts[b], b);
       const int64_t count = length(b);
       for (int64_t t = 0, page = rows_[b], within = 0; t < count; ++t, ++token) {
         int64_t slot = 0;

@@ -1,4 +1,4 @@
-// Store, load and copy as torch calls them: tensors into views, slots checked, work shared out among threads.
+// Store, load and copy as torch calls them: tensors into views, slots checked, work spread over threads.
 #include <algorithm>
 #include <atomic>
 #include <memory>
@@ -13,15 +13,15 @@ namespace kvloom {
 namespace {
 
 constexpr int64_t kBytesPerThread = 64 << 10;  // less is not worth waking a thread
-// From so many bytes on, whole cache lines are written past the caches: they would push everything else out.
-// What is loaded is read next, so more of it is kept; of what is dequantized, all that a last-level cache
-// holds, since its lines come too slowly for streaming to gain anything.
+// Above this size whole cache lines are written with non-temporal stores, since they would evict everything else.
+// Loaded tokens are read next, so the limit is larger; dequantized ones come so slowly that streaming gains nothing
+// until they exceed a last-level cache.
 constexpr int64_t kBytesToStream = 2 << 20, kLoadedBytesToStream = 4 << 20;
 constexpr int64_t kDequantizedBytesToStream = 16 << 20;
 
 // --- tensors into plain arguments -------------------------------------------------------------------------
 
-/// `Type::bits` for what is no float that values are cast from or to.
+/// `Type::bits` for dtypes that values are not cast from or to.
 Type type_of(int32_t dtype) {
   if (dtype == aoti_torch_dtype_float32()) return Type::float32;
   if (dtype == aoti_torch_dtype_float16()) return Type::float16;
@@ -38,7 +38,7 @@ View base_view(const Tensor& x, void* data) {
   return view;
 }
 
-/// A canonical view `[B, S/s, s, H, D/d, d]`; what is quantized says so by its dtype.
+/// A canonical view `[B, S/s, s, H, D/d, d]`; the dtype tells codes apart.
 View view_of(const Tensor& x, void* data, bool has_scale = false) {
   require(x.dim() == 6, "a canonical view must have 6 dimensions");
   View view = base_view(x, data);
@@ -76,11 +76,11 @@ View token_view(const Tensor& x, void* data) {
 
 // --- checks -----------------------------------------------------------------------------------------------
 
-/// Slots of tokens, copied once: what is checked is what is used, whoever writes to the tensor meanwhile, be it
-/// this call, where it shares memory with the cache.
+/// Slots of tokens, copied once, so that the values that are checked are those that are used: another thread may write
+/// to the tensor, or this call where the tensor shares memory with the cache.
 class CheckedSlots {
  public:
-  /// Refuses slots outside `[0, num_slots)` before anything is written. Python makes an ArgumentError of it.
+  /// Refuses slots outside `[0, num_slots)` before anything is written. In Python this is an ArgumentError.
   CheckedSlots(const char* name, const Tensor& x, int64_t count, int64_t num_slots, bool skip_negative = false) {
     const Integers slots = integers_of(x, 1, "slots must be int64 or int32, [T]");
     require(x.size(0) == count, "there must be one slot for each token");
@@ -132,7 +132,7 @@ void check_move(const Move& move) {
   if (is_quantized(move.to.type)) check_scale(move.to, move.to_scale);
 }
 
-// --- sharing out ------------------------------------------------------------------------------------------
+// --- threads ----------------------------------------------------------------------------------------------
 
 int64_t token_bytes(const View& view) { return view.num_heads() * view.width() * view.itemsize; }
 
@@ -157,9 +157,9 @@ void run(MoveArgs& args, int64_t count, int64_t bytes_to_stream) {
   }
   args.stream = double(bytes) * count >= bytes_to_stream;
   const int64_t grain = std::max<int64_t>(1, kBytesPerThread / std::max<int64_t>(bytes, 1));
-  const bool is_shared = count > grain;
-  // Taken before anything is written: memory may run out.
-  const int64_t pieces = is_shared ? torch::stable::get_num_threads() : 1;
+  const bool is_parallel = count > grain;
+  // Allocated before anything is written, since it may fail.
+  const int64_t pieces = is_parallel ? torch::stable::get_num_threads() : 1;
   std::vector<char> large(scratch_bytes > kSmallScratch ? scratch_bytes * pieces + kLine : 0);
   std::atomic<int64_t> taken{0};
   const auto work = [&](int64_t begin, int64_t end) {
@@ -168,7 +168,7 @@ void run(MoveArgs& args, int64_t count, int64_t bytes_to_stream) {
     if (!large.empty()) scratch = aligned_up(large.data()) + taken.fetch_add(1) % pieces * scratch_bytes;
     kernels().move(args, begin, end, scratch);
   };
-  if (is_shared) {
+  if (is_parallel) {
     torch::stable::parallel_for(0, count, grain, work);  // once in each thread
   } else {
     work(0, count);
@@ -243,12 +243,12 @@ std::tuple<Tensor, Tensor> load(const Tensor& slots, const Tensor& key_cache, co
 
 // --- copy -------------------------------------------------------------------------------------------------
 
-struct Reach {
+struct Extent {
   const char* begin;
   const char* end;
 };
 
-Reach reach_of(const View& view) {
+Extent extent_of(const View& view) {
   int64_t last = 0;
   for (int i = 0; i < 6; ++i) {
     if (view.size[i] == 0) return {view.data, view.data};
@@ -262,15 +262,15 @@ bool is_same(const View& a, const View& b) {
          std::equal(a.stride, a.stride + 6, b.stride);
 }
 
-/// Whether a write may change what is still to be read.
-bool may_clash(const Move* moves, int num_moves, const CheckedSlots& from, const CheckedSlots& to) {
+/// Whether a write may change bytes that are read later.
+bool may_overlap(const Move* moves, int num_moves, const CheckedSlots& from, const CheckedSlots& to) {
   const Move* end = moves + num_moves;
   if (std::all_of(moves, end, [](const Move& move) { return is_same(move.from, move.to); })) {
-    return !from.is_disjoint(to);  // one cache, whose slots share nothing
+    return !from.is_disjoint(to);  // one cache, whose slots do not overlap
   }
   for (const Move* a = moves; a != end; ++a) {
     for (const Move* b = moves; b != end; ++b) {
-      const Reach read = reach_of(a->from), written = reach_of(b->to);
+      const Extent read = extent_of(a->from), written = extent_of(b->to);
       if (read.begin < written.end && written.begin < read.end) return true;
     }
   }
@@ -299,7 +299,7 @@ void copy(const std::vector<Tensor>& sources, const Tensor& source_slots, const 
   if (count == 0) return;
   MoveArgs args;
   args.num_moves = num_moves;
-  if (!may_clash(moves, num_moves, from, to)) {
+  if (!may_overlap(moves, num_moves, from, to)) {
     args.moves = moves;
     args.from_slots = from.get();
     args.to_slots = to.get();

@@ -11,9 +11,9 @@ namespace kvloom {
 /// One table for each instruction set. Work is a range of items, so that the caller decides about threads.
 struct Kernels {
   const char* name;
-  /// Tokens `[begin, end)` of a store, a load or a copy. `scratch` holds `scratch_bytes(args)`.
+  /// Tokens `[begin, end)` of a store, a load or a copy. `scratch` holds the rows of a token.
   void (*move)(const MoveArgs& args, int64_t begin, int64_t end, char* scratch);
-  /// Attention: whether head dims fit, how a call is cut up, the workspace's head, items, and then merges.
+  /// Attention: whether head dims fit, the plan of a call, the start of the workspace, items, and then merges.
   bool (*attend_supports)(const AttendArgs& args);
   AttendPlan (*attend_plan)(const AttendArgs& args);
   void (*attend_prepare)(const AttendArgs& args, void* workspace);

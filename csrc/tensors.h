@@ -1,4 +1,4 @@
-// What the bindings share: tensors through torch's stable ABI.
+// Shared by the bindings: tensors through torch's stable ABI.
 #pragma once
 
 #include <torch/csrc/stable/library.h>
@@ -16,9 +16,9 @@ namespace kvloom {
 using torch::stable::Tensor;
 using MaybeTensor = std::optional<Tensor>;
 
-/// Python has checked what it is given and says it better; this keeps a direct call within its tensors.
-inline void require(bool fits, const char* otherwise) {
-  if (!fits) throw std::invalid_argument(otherwise);
+/// Keeps a direct call of the operator within its tensors. Python repeats a refused check with a better message.
+inline void require(bool fits, const char* message) {
+  if (!fits) throw std::invalid_argument(message);
 }
 
 inline int32_t dtype_of(const Tensor& x) {
@@ -27,7 +27,7 @@ inline int32_t dtype_of(const Tensor& x) {
   return dtype;
 }
 
-/// The product, of which Python makes a ShapeError where it does not fit 64 bits.
+/// The product; where it does not fit 64 bits, an error that becomes a ShapeError in Python.
 template <class Factors = std::initializer_list<int64_t>>
 int64_t checked_product(const Factors& factors, const char* what) {
   int64_t product = 1;
@@ -45,9 +45,9 @@ void check_sizes(const Sizes& sizes, const char* what) {
   checked_product({checked_product(sizes, what), 16}, what);
 }
 
-constexpr int64_t kMostIntegers = int64_t{1} << 40;  // an expanded tensor has as many as it likes
+constexpr int64_t kMaxIntegers = int64_t{1} << 40;  // an expanded tensor may have any number
 
-/// A strided array of integers in a tensor's memory, which others may change while we look.
+/// A strided array of integers in a tensor's memory, which another thread may change at any time.
 struct Integers {
   const void* data = nullptr;
   int64_t stride = 0;
@@ -57,20 +57,20 @@ struct Integers {
     return is_64 ? static_cast<const int64_t*>(data)[i * stride] : static_cast<const int32_t*>(data)[i * stride];
   }
 
-  /// The first `count`, copied once: what is checked must be what is used.
+  /// A copy of the first `count`, so that the values that are checked are those that are used.
   std::vector<int64_t> copied(int64_t count) const {
-    if (count >= kMostIntegers) throw std::out_of_range("integers must be fewer than 2^40 in one tensor");
+    if (count >= kMaxIntegers) throw std::out_of_range("integers must be fewer than 2^40 in one tensor");
     std::vector<int64_t> copy(count);
     for (int64_t i = 0; i < count; ++i) copy[i] = (*this)[i];
     return copy;
   }
 };
 
-/// Integers along the last dimension of a tensor. The one place that says which dtypes are.
-inline Integers integers_of(const Tensor& x, int64_t rank, const char* otherwise) {
+/// Integers along the last dimension of a tensor. The only definition of which dtypes are integers.
+inline Integers integers_of(const Tensor& x, int64_t rank, const char* message) {
   const int32_t dtype = dtype_of(x);
   const bool is_64 = dtype == aoti_torch_dtype_int64();
-  require(x.dim() == rank && (is_64 || dtype == aoti_torch_dtype_int32()), otherwise);
+  require(x.dim() == rank && (is_64 || dtype == aoti_torch_dtype_int32()), message);
   return {x.const_data_ptr(), x.stride(rank - 1), is_64};
 }
 

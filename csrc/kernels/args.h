@@ -1,4 +1,4 @@
-// What the kernels are told: raw pointers, sizes and strides. No tensors.
+// The arguments of store, load and copy: raw pointers, sizes and strides. No tensors.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +9,7 @@
 
 namespace kvloom {
 
-/// What an item of memory means. `bits` is moved as it is, whatever it means.
+/// The type of an item of memory. `bits` is moved as it is.
 enum class Type : uint8_t { bits, float32, float16, bfloat16, int8, int4 };
 
 /// One layer's keys, values or scales as `[B, S/s, s, H, D/d, d]`, sizes and strides in items.
@@ -37,11 +37,11 @@ struct Slots {
 /// Whether items are codes, which have scales.
 KVLOOM_INLINE constexpr bool is_quantized(Type type) { return type == Type::int8 || type == Type::int4; }
 
-/// Rows of one tensor become rows of another. The codes, on either side, have scales.
+/// Rows of one tensor become rows of another. Codes, on either side, have scales.
 struct Move {
   View from, from_scale;
   View to, to_scale;
-  int64_t repeat = 1;  // each head is written so many times in a row
+  int64_t repeat = 1;  // how many times in a row each head is written
 };
 
 /// Sides of keys, values and their scales.
@@ -55,7 +55,7 @@ struct MoveArgs {
   const Move* moves = nullptr;
   int num_moves = 0;
   Slots from_slots, to_slots;
-  bool stream = false;  // write whole cache lines past the caches
+  bool stream = false;  // write whole cache lines with non-temporal stores
 };
 
 }  // namespace kvloom

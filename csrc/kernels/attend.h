@@ -1,4 +1,4 @@
-// Attention over stored tokens: items, each a tile of rows over a run of tokens, and the folding of splits.
+// Attention over stored tokens: work items, each a tile of rows over a range of tokens, and the merging of splits.
 //
 // The caller sees attend_supports, attend_plan, attend_prepare, attend_run and attend_merge. Include this in a
 // unit that defines KVLOOM_ISA.
@@ -6,7 +6,7 @@
 
 #include "attend_kernels.h"
 #include "attend_plan.h"
-#include "attend_rare.h"
+#include "attend_nonfinite.h"
 #include "attend_softmax.h"
 
 namespace kvloom::KVLOOM_ISA {
@@ -25,7 +25,7 @@ inline ScoreRow score_row(const AttendArgs& args, const SequencePlan& plan, Inde
           slopes.data ? read_float(slopes.data, slopes.dtype, query_head * slopes.stride[0]) : 0.0f};
 }
 
-// Runs items one after the other; while one chunk is computed, the next one's lines are on their way.
+// Runs work items one after another. While it computes a chunk, it prefetches the next one.
 class ItemRunner {
  public:
   ItemRunner(const AttendArgs& args, const Workspace& workspace)
@@ -40,8 +40,8 @@ class ItemRunner {
         value_width_(round_up(value_.dim, kBlock)) {
     key_rows_.side = &key_, value_rows_.side = &value_;
     key_rows_.query_dtype = value_rows_.query_dtype = args.query_dtype;
-    key_rows_.takes_codes = takes_codes(key_);
-    value_rows_.takes_codes = takes_codes(value_);
+    key_rows_.uses_code_kernels = uses_code_kernels(key_);
+    value_rows_.uses_code_kernels = uses_code_kernels(value_);
   }
 
   void run(Index first, Index last) {
@@ -55,14 +55,14 @@ class ItemRunner {
   }
 
  private:
-  // An item and what it needs of its sequence.
+  // An item and the data of its sequence.
   struct Job {
     Job(const ItemRunner& runner, Index i, const Job* before)
-        : b(before && i < runner.workspace_.before(before->b + 1).items
+        : b(before && i < runner.workspace_.offsets(before->b + 1).items
                 ? before->b
-                : runner.workspace_.sequence_of(&WorkBefore::items, i)),
+                : runner.workspace_.sequence_of(&WorkOffsets::items, i)),
           plan(before && before->b == b ? before->plan : SequencePlan(runner.args_, b)),
-          item(plan.item(runner.args_, i - runner.workspace_.before(b).items)),
+          item(plan.item(runner.args_, i - runner.workspace_.offsets(b).items)),
           slots(runner.args_.table, b) {
       const Index first = item.first_row / runner.group_, last = (item.first_row + item.num_rows - 1) / runner.group_;
       tokens = plan.visible(runner.args_, first, last + 1);
@@ -89,26 +89,26 @@ class ItemRunner {
     bool is_first_split = true;
     if (job.tokens.begin < job.tokens.end) {
       const Tokens chunk = chunk_at(job, job.tokens.begin);
-      places_->key.find(job.slots, key_, job.item.first_head, chunk.begin, chunk.end - chunk.begin);
-      places_->value.find(job.slots, value_, job.item.first_head, chunk.begin, chunk.end - chunk.begin);
+      current_->key.find(job.slots, key_, job.item.first_head, chunk.begin, chunk.end - chunk.begin);
+      current_->value.find(job.slots, value_, job.item.first_head, chunk.begin, chunk.end - chunk.begin);
     }
     for (Index token = job.tokens.begin; token < job.tokens.end;) {
       const Tokens chunk = chunk_at(job, token);
       find_next(job, chunk.end, next);
-      ask_rows(job, next, chunk);
+      prefetch_rows(job, next, chunk);
       run_chunk(job, chunk);
-      std::swap(places_, next_);
+      std::swap(current_, next_);
       token = chunk.end;
       if (job.item.split < 0 && (token % kSplit == 0 || token >= job.tokens.end)) {
         end_split(rows, is_first_split);
         is_first_split = false;
       }
     }
-    if (job.item.split < 0 && is_first_split) end_split(rows, true);  // nothing is visible
+    if (job.item.split < 0 && is_first_split) end_split(rows, true);  // no token is visible
     job.item.split < 0 ? write_rows(job) : write_partials(job);
   }
 
-  // Row r of an item, whose heads stand one after the other.
+  // Row r of an item, in which the rows of each head are consecutive.
   struct TileRow {
     Index new_token, head;  // head of the query
   };
@@ -118,7 +118,7 @@ class ItemRunner {
   }
   static Index num_rows(const Job& job) { return job.item.num_heads * job.item.num_rows; }
 
-  // Where a row's query begins, in elements, and its place among the rows of the result.
+  // Where a row's query begins, in elements, and its row in the result.
   Index query_at(const Job& job, TileRow row) const {
     return (job.plan.first_row + row.new_token) * args_.query_stride[0] + row.head * args_.query_stride[1];
   }
@@ -137,33 +137,33 @@ class ItemRunner {
     score_kernel_.pack(key_, query_, num_rows(job), key_width_, packed_);
   }
 
-  // Asks for queries of the next item, and for results of this one, which are written in the end: a share with each
+  // Prefetches queries of the next item and result rows of this one, which are written at its end: a share with each
   // chunk.
-  __attribute__((always_inline)) void ask_rows(const Job& job, const Job* next, Tokens chunk) const {
+  __attribute__((always_inline)) void prefetch_rows(const Job& job, const Job* next, Tokens chunk) const {
     const auto share = [&](const Job& owner, Index token) {
       return (token - job.tokens.begin) * num_rows(owner) / (job.tokens.end - job.tokens.begin);
     };
     const Index bytes = bytes_of(args_.query_dtype);
     if (next)
       for (Index r = share(*next, chunk.begin); r < share(*next, chunk.end); ++r)
-        ask_lines(args_.query, query_at(*next, tile_row(*next, r)) * bytes, key_.dim * bytes);
+        prefetch_lines(args_.query, query_at(*next, tile_row(*next, r)) * bytes, key_.dim * bytes);
     if (job.item.split < 0)
       for (Index r = share(job, chunk.begin); r < share(job, chunk.end); ++r)
-        ask_lines(args_.out, out_row(job, tile_row(job, r)) * value_.dim * bytes, value_.dim * bytes);
+        prefetch_lines(args_.out, out_row(job, tile_row(job, r)) * value_.dim * bytes, value_.dim * bytes);
   }
 
-  __attribute__((always_inline)) static void ask_lines(const void* from, Index first, Index bytes) {
-    for (Index i = first; i < first + bytes; i += 64) prefetch_soon(static_cast<const Byte*>(from) + i);
+  __attribute__((always_inline)) static void prefetch_lines(const void* from, Index first, Index bytes) {
+    for (Index i = first; i < first + bytes; i += 64) prefetch_to_l2(static_cast<const Byte*>(from) + i);
   }
 
-  // Finds the places of the chunk after this one, in this item or the next. Behind the last one there is
-  // nothing to ask for but this one again.
+  // Finds the addresses of the next chunk, in this item or the next one. After the last chunk they repeat this one:
+  // there is nothing else to prefetch.
   void find_next(const Job& job, Index token, const Job* next) {
     const Job& owner = token < job.tokens.end || !next ? job : *next;
     const Index first = &owner == &job ? token : owner.tokens.begin;
     if (first >= owner.tokens.end) {
-      next_->key.repeat(places_->key);
-      next_->value.repeat(places_->value);
+      next_->key.repeat(current_->key);
+      next_->value.repeat(current_->value);
       return;
     }
     const Tokens chunk = chunk_at(owner, first);
@@ -182,15 +182,15 @@ class ItemRunner {
     list_rows(job.item.num_heads);
     for (Index h = 0; h < job.item.num_heads; ++h) {
       const Index r0 = h * job.item.num_rows + seen.first;
-      find_rows(keys, places_->key, 2 * h);
+      set_rows(keys, current_->key, 2 * h);
       const Byte* packed = packed_ + r0 * kPackedRow;
       score_kernel_.run(keys, {query_ + r0 * key_width_, packed, seen.count, key_width_, scores_});
       for_rows(seen.count, [&]<int R>(Index r) {
-        weigh_rows<R>(args_, score_rows_ + r0 + r, first, job.plan.num_stored, scores_ + r * kChunk,
-                      running_ + r0 + r, factors_ + r);
+        update_softmax<R>(args_, score_rows_ + r0 + r, first, job.plan.num_stored, scores_ + r * kChunk,
+                          softmax_ + r0 + r, factors_ + r);
       });
-      find_rows(values, places_->value, 2 * h + 1);
-      value_kernel_(values, {scores_, factors_, seen.count, value_width_, totals_ + r0 * value_width_});
+      set_rows(values, current_->value, 2 * h + 1);
+      value_kernel_(values, {scores_, factors_, seen.count, value_width_, accumulators_ + r0 * value_width_});
     }
   }
 
@@ -198,7 +198,7 @@ class ItemRunner {
     Index first, count;
   };
 
-  // Rows of a head that see some of the chunk: later ones begin later, and end later. To the others it is nothing.
+  // Rows of a head that see some of the chunk. Later rows see later tokens, so these rows are consecutive.
   RowRange rows_that_see(Tokens chunk, Index num_rows) const {
     Index first = 0, last = num_rows;
     while (first < last && score_rows_[first].visible.end <= chunk.begin) ++first;
@@ -206,21 +206,21 @@ class ItemRunner {
     return {first, last - first};
   }
 
-  // Lists the rows of the chunk in the order in which kernels read them: of each head its keys, then its values.
-  // Behind them stand those of the next chunk's first head.
+  // Lists the rows of the chunk in the order in which kernels read them: for each head its keys, then its values. The
+  // rows of the next chunk's first head follow.
   void list_rows(Index heads) {
     for (Index h = 0; h < heads; ++h) {
-      shift_rows(places_->key.row, h * key_.head_bytes(), rows_[2 * h]);
-      shift_rows(places_->value.row, h * value_.head_bytes(), rows_[2 * h + 1]);
+      shift_rows(current_->key.row, h * key_.head_bytes(), rows_[2 * h]);
+      shift_rows(current_->value.row, h * value_.head_bytes(), rows_[2 * h + 1]);
     }
     shift_rows(next_->key.row, 0, rows_[2 * heads]);
     shift_rows(next_->value.row, 0, rows_[2 * heads + 1]);
-    if (key_.heads_touch) list_by_address(next_->key.row, heads, key_, later_);
-    if (value_.heads_touch) list_by_address(next_->value.row, heads, value_, later_ + 1);
+    if (key_.heads_are_contiguous) list_by_address(next_->key.row, heads, key_, far_rows_);
+    if (value_.heads_are_contiguous) list_by_address(next_->value.row, heads, value_, far_rows_ + 1);
   }
 
-  // The rows of all heads, token by token, in parts of a chunk: memory is fastest in this order.
-  static void list_by_address(const Byte* const* rows, Index heads, const SidePlace& side,
+  // The rows of all heads, token by token, in parts of a chunk: the order of addresses, in which memory is fastest.
+  static void list_by_address(const Byte* const* rows, Index heads, const SideLayout& side,
                               const Byte* (*parts)[kChunk]) {
     Index token = 0, head = 0;
     for (Index h = 0; h < heads; ++h)
@@ -234,49 +234,50 @@ class ItemRunner {
     for (Index t = 0; t < kChunk; ++t) to[t] = rows[t] + bytes;
   }
 
-  // The i-th listed rows and their scales, or copies where a row is not in one piece.
-  void find_rows(ChunkRows& chunk, ChunkPlaces& places, Index i) {
-    const SidePlace& side = *chunk.side;
+  // The i-th listed rows and their scales, or copies where rows are not contiguous.
+  void set_rows(ChunkRows& chunk, ChunkAddresses& addresses, Index i) {
+    const SideLayout& side = *chunk.side;
     const Byte* const* rows = rows_[i];
-    chunk.reading = {rows, side.heads_touch ? later_[i] : rows + Reading::lead(bytes_of(side.cache.dtype))};
-    chunk.in_blocks = places.in_blocks;
-    chunk.is_native = places.in_blocks && side.order != NativeOrder::none && chunk.takes_codes;
+    const Index distance = RowPrefetcher::distance(bytes_of(side.cache.dtype));
+    chunk.prefetcher = {rows, side.heads_are_contiguous ? far_rows_[i] : rows + distance};
+    chunk.in_blocks = addresses.in_blocks;
+    chunk.is_native = addresses.in_blocks && side.order != NativeOrder::none && chunk.uses_code_kernels;
     chunk.row = rows;
     if (!side.is_contiguous && !chunk.is_native)
-      chunk.row = copy_rows(rows, places, side.cache, gathered_, copied_rows_);
-    chunk.scale = places.scale;
+      chunk.row = copy_rows(rows, addresses, side.cache, gathered_, copied_rows_);
+    chunk.scale = addresses.scale;
     if (!side.scale.data) return;
     chunk.head = i / 2;
-    if (i >= 2) shift_rows(places.scale, side.scale_head_bytes(), places.scale);
+    if (i >= 2) shift_rows(addresses.scale, side.scale_head_bytes(), addresses.scale);
     if (!side.scale_is_contiguous)
-      chunk.scale = copy_rows(places.scale, places, side.scale, gathered_scales_, copied_scales_);
+      chunk.scale = copy_rows(addresses.scale, addresses, side.scale, gathered_scales_, copied_scales_);
   }
 
-  static const Byte* const* copy_rows(const Byte* const* rows, const ChunkPlaces& places, const CacheView& view,
+  static const Byte* const* copy_rows(const Byte* const* rows, const ChunkAddresses& addresses, const CacheView& view,
                                       Byte* to, const Byte** copies) {
     const Index width = stored_width(view), bytes = bytes_of(view.dtype);
     for (Index t = 0; t < kChunk; ++t) copies[t] = to;  // tokens outside the chunk get a row that may be read
-    for (Index t = places.begin; t < places.end; ++t, to += width * bytes) {
+    for (Index t = addresses.begin; t < addresses.end; ++t, to += width * bytes) {
       for (Index i = 0; i < width; ++i)
-        std::memcpy(to + i * bytes, rows[t] + SidePlace::element(view, i) * bytes, static_cast<std::size_t>(bytes));
+        std::memcpy(to + i * bytes, rows[t] + SideLayout::element(view, i) * bytes, static_cast<std::size_t>(bytes));
       copies[t] = to;
     }
     return copies;
   }
 
   void start_split(Index rows) {
-    for (Index r = 0; r < rows; ++r) running_[r] = {};
-    std::memset(totals_, 0, static_cast<std::size_t>(rows * value_width_) * sizeof(float));
+    for (Index r = 0; r < rows; ++r) softmax_[r] = {};
+    std::memset(accumulators_, 0, static_cast<std::size_t>(rows * value_width_) * sizeof(float));
   }
 
   void end_split(Index rows, bool is_first) {
     for (Index r = 0; r < rows; ++r) {
-      float *whole = whole_ + r * value_width_, *part = totals_ + r * value_width_;
+      float *merged = merged_ + r * value_width_, *part = accumulators_ + r * value_width_;
       if (is_first) {
-        whole_running_[r] = running_[r];
-        std::memcpy(whole, part, static_cast<std::size_t>(value_width_) * sizeof(float));
+        merged_softmax_[r] = softmax_[r];
+        std::memcpy(merged, part, static_cast<std::size_t>(value_width_) * sizeof(float));
       } else {
-        fold_partial(whole_running_[r], whole, running_[r], part, value_width_);
+        merge_partial(merged_softmax_[r], merged, softmax_[r], part, value_width_);
       }
     }
     start_split(rows);
@@ -286,8 +287,8 @@ class ItemRunner {
     for (Index r = 0; r < num_rows(job); ++r) {
       const TileRow row = tile_row(job, r);
       const Index to = out_row(job, row);
-      if (!finish_row(args_, row.head, whole_running_[r], whole_ + r * value_width_, value_.dim, to))
-        RareRow(args_, job.plan, job.b).compute(row.new_token, row.head, score_rows_[r]);
+      if (!finish_row(args_, row.head, merged_softmax_[r], merged_ + r * value_width_, value_.dim, to))
+        NonFiniteRow(args_, job.plan, job.b).compute(row.new_token, row.head, score_rows_[r]);
     }
   }
 
@@ -296,35 +297,36 @@ class ItemRunner {
       const TileRow row = tile_row(job, r);
       const Index split = job.item.split - job.plan.first_split;
       float* to = workspace_.partial(job.plan, job.b, split, row.new_token, row.head);
-      to[0] = running_[r].top;
-      to[1] = running_[r].sum;
-      std::memcpy(to + kPartial, totals_ + r * value_width_, static_cast<std::size_t>(value_width_) * sizeof(float));
+      to[0] = softmax_[r].max;
+      to[1] = softmax_[r].sum;
+      std::memcpy(to + kPartial, accumulators_ + r * value_width_,
+                  static_cast<std::size_t>(value_width_) * sizeof(float));
     }
   }
 
   const AttendArgs& args_;
   const Workspace& workspace_;
-  const SidePlace key_, value_;
+  const SideLayout key_, value_;
   const ScoreKernel score_kernel_;
   const ValueKernel value_kernel_;
   const Index group_, key_width_, value_width_;
 
   ChunkRows key_rows_, value_rows_;
-  const Byte *rows_[2 * (kTileHeads + 1)][kChunk], *later_[2 * kTileHeads][kChunk];
-  struct Places {
-    ChunkPlaces key, value;
+  const Byte *rows_[2 * (kTileHeads + 1)][kChunk], *far_rows_[2 * kTileHeads][kChunk];
+  struct KeyValueAddresses {
+    ChunkAddresses key, value;
   };
-  Places both_[2];
-  Places *places_ = both_, *next_ = both_ + 1;
+  KeyValueAddresses both_[2];
+  KeyValueAddresses *current_ = both_, *next_ = both_ + 1;
   ScoreRow score_rows_[kTileRows];
-  Running running_[kTileRows], whole_running_[kTileRows];
+  OnlineSoftmax softmax_[kTileRows], merged_softmax_[kTileRows];
   const Byte *copied_rows_[kChunk], *copied_scales_[kChunk];
   float factors_[kTileRows];
   alignas(64) float scores_[kTileRows * kChunk];
   alignas(64) float query_[kTileFloats];
   alignas(64) Byte packed_[kTileRows * kPackedRow];
-  alignas(64) float totals_[kTileFloats];
-  alignas(64) float whole_[kTileFloats];
+  alignas(64) float accumulators_[kTileFloats];
+  alignas(64) float merged_[kTileFloats];
   alignas(64) Byte gathered_[kChunk * kMaxHeadDim * 4];
   alignas(64) Byte gathered_scales_[kChunk * kMaxHeadDim * 4];
 };
@@ -332,7 +334,7 @@ class ItemRunner {
 inline AttendPlan attend_plan_of(const AttendArgs& args) { return attend_plan(args); }
 
 inline void attend_prepare(const AttendArgs& args, void* workspace) {
-  attend_plan(args, static_cast<WorkBefore*>(workspace));
+  attend_plan(args, static_cast<WorkOffsets*>(workspace));
 }
 
 // Items [first, last) of the plan. The workspace was prepared.
@@ -345,23 +347,23 @@ inline void attend_run(const AttendArgs& args, Index first, Index last, void* da
 inline void attend_merge(const AttendArgs& args, Index first, Index last, void* data) {
   const Workspace workspace(args, data);
   const Index dim = head_dim(args.value), width = round_up(dim, kBlock);
-  alignas(64) float total[kMaxHeadDim];
+  alignas(64) float accumulator[kMaxHeadDim];
   for (Index i = first; i < last; ++i) {
-    const Index b = workspace.sequence_of(&WorkBefore::merges, i), row = i - workspace.before(b).merges;
+    const Index b = workspace.sequence_of(&WorkOffsets::merges, i), row = i - workspace.offsets(b).merges;
     const SequencePlan plan(args, b);
     const Index new_token = row / args.num_heads, head = row % args.num_heads;
-    Running running;
+    OnlineSoftmax softmax;
     for (Index split = 0; split < plan.num_splits; ++split) {
       const float* part = workspace.partial(plan, b, split, new_token, head);
       if (split == 0) {
-        running = {part[0], part[1]};
-        std::memcpy(total, part + kPartial, static_cast<std::size_t>(width) * sizeof(float));
+        softmax = {part[0], part[1]};
+        std::memcpy(accumulator, part + kPartial, static_cast<std::size_t>(width) * sizeof(float));
       } else {
-        fold_partial(running, total, {part[0], part[1]}, part + kPartial, width);
+        merge_partial(softmax, accumulator, {part[0], part[1]}, part + kPartial, width);
       }
     }
-    if (!finish_row(args, head, running, total, dim, (plan.first_row + new_token) * args.num_heads + head))
-      RareRow(args, plan, b).compute(new_token, head, score_row(args, plan, new_token, head));
+    if (!finish_row(args, head, softmax, accumulator, dim, (plan.first_row + new_token) * args.num_heads + head))
+      NonFiniteRow(args, plan, b).compute(new_token, head, score_row(args, plan, new_token, head));
   }
 }
 

@@ -1,4 +1,4 @@
-// What attention is asked for: pointers, sizes and strides, and nothing of tensors.
+// The arguments of attention: pointers, sizes and strides, and no tensors.
 //
 // Letters: B sequences or blocks, S slots in a block, H key/value heads, D head dim, P pages of a sequence.
 #pragma once

@@ -9,7 +9,7 @@ namespace kvloom::KVLOOM_ISA {
 
 // --- keys --------------------------------------------------------------------------------------------------
 
-inline void pack_bf16(const SidePlace&, const float* query, Index num_rows, Index width, Byte* packed) {
+inline void pack_bf16(const SideLayout&, const float* query, Index num_rows, Index width, Byte* packed) {
   for (Index r = 0; r < num_rows; ++r, query += width, packed += kPackedRow)
     for (Index d = 0; d < width; d += 16)
       _mm256_store_si256(reinterpret_cast<__m256i*>(packed + kPackedHead + 2 * d),
@@ -21,7 +21,7 @@ inline __m512bh load_pairs(const Byte* from) { return reinterpret_cast<__m512bh>
 // R rows by 16 tokens, 16 / R of them at a time and 32 elements of each.
 template <int R, int W>
 inline void score_tokens_bf16(const Byte* query, Index any_width, const Byte* const* keys,
-                              const Reading& reading, Index at, float* scores) {
+                              const RowPrefetcher& prefetcher, Index at, float* scores) {
   constexpr int T = 16 / R;
   const Index width = W ? W : any_width;
   for (int first = 0; first < kBlock; first += T) {
@@ -33,7 +33,7 @@ inline void score_tokens_bf16(const Byte* query, Index any_width, const Byte* co
       for (int r = 0; r < R; ++r) sum[r] = _mm512_setzero_ps();
 #pragma GCC unroll 4
       for (Index d = 0; d < width; d += 32) {
-        reading.ask<2>(at + first + t, 2 * d, 1);
+        prefetcher.prefetch_lines<2>(at + first + t, 2 * d, 1);
         const __m512bh x = load_pairs(keys[first + t] + 2 * d);
 #pragma GCC unroll 4
         for (int r = 0; r < R; ++r) sum[r] = _mm512_dpbf16_ps(sum[r], x, load_pairs(query + r * kPackedRow + 2 * d));
@@ -42,7 +42,7 @@ inline void score_tokens_bf16(const Byte* query, Index any_width, const Byte* co
       for (int r = 0; r < R; ++r) sums[r * T + t] = reinterpret_cast<Vec>(sum[r]);
     }
     alignas(64) float found[16];
-    store(found, add_across(sums));
+    store(found, horizontal_sums(sums));
 #pragma GCC unroll 4
     for (int r = 0; r < R; ++r) std::memcpy(scores + r * kChunk + first, found + r * T, T * sizeof(float));
   }
@@ -60,15 +60,16 @@ struct PairScores {
   static Index query_bytes(const ScoreTask&) { return kPackedRow; }
 
   template <int R, int W>
-  static void few(const ScoreTask& task, Index r, const Byte* const* keys, const Reading& reading, Index first) {
-    score_tokens_bf16<R, W>(query(task) + r * kPackedRow, task.width, keys, reading, first,
+  static void score_block(const ScoreTask& task, Index r, const Byte* const* keys, const RowPrefetcher& prefetcher,
+                          Index first) {
+    score_tokens_bf16<R, W>(query(task) + r * kPackedRow, task.width, keys, prefetcher, first,
                             task.scores + r * kChunk + first);
   }
 };
 
 inline void score_bf16(const ChunkRows& chunk, const ScoreTask& task) {
   for_width(task.width, [&]<int W>() {
-    score_blocks<PairScores, W>(chunk, task, chunk.reading, [&](Index first) { return chunk.row + first; });
+    score_blocks<PairScores, W>(chunk, task, chunk.prefetcher, [&](Index first) { return chunk.row + first; });
   });
 }
 
@@ -97,22 +98,24 @@ struct TokenPairs {
   __m512i lower, upper;
 };
 
-// Dwords in order that stand as those of TokenPairs: the first 16, or the second.
-inline __m512i in_order(__m512i lower, __m512i upper, bool second) {
-  const __m512i places = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
-  return _mm512_permutex2var_epi32(lower, _mm512_add_epi32(places, _mm512_set1_epi32(second ? 8 : 0)), upper);
+// Dwords of TokenPairs in the order of elements: the first 16, or the second.
+inline __m512i deinterleaved(__m512i lower, __m512i upper, bool second) {
+  const __m512i index = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
+  return _mm512_permutex2var_epi32(lower, _mm512_add_epi32(index, _mm512_set1_epi32(second ? 8 : 0)), upper);
 }
 
-inline void add_to(float* total, __m512 x) { _mm512_storeu_ps(total, _mm512_add_ps(_mm512_loadu_ps(total), x)); }
+inline void add_to(float* accumulator, __m512 x) {
+  _mm512_storeu_ps(accumulator, _mm512_add_ps(_mm512_loadu_ps(accumulator), x));
+}
 
 inline __m512bh weight_pair(const WeightPairs& weights, int r, Index pair) {
   return reinterpret_cast<__m512bh>(_mm512_set1_epi32(static_cast<int>(weights.pair[r][pair])));
 }
 
-// R rows by 64 elements, two tokens at a time, which are put in order when the chunk is done.
+// R rows by 64 elements, two tokens at a time. The accumulators are deinterleaved when the chunk is done.
 template <int R>
-inline void add_values_bf16(const WeightPairs& weights, const Byte* const* values, const Reading& reading,
-                            Index begin, Index end, float* totals, Index width, Index d) {
+inline void add_values_bf16(const WeightPairs& weights, const Byte* const* values, const RowPrefetcher& prefetcher,
+                            Index begin, Index end, float* accumulators, Index width, Index d) {
   __m512 lower[R][2], upper[R][2];
 #pragma GCC unroll 4
   for (int r = 0; r < R; ++r) lower[r][0] = lower[r][1] = upper[r][0] = upper[r][1] = _mm512_setzero_ps();
@@ -120,8 +123,8 @@ inline void add_values_bf16(const WeightPairs& weights, const Byte* const* value
 #pragma GCC unroll 2
     for (int n = 0; n < 2; ++n) {
       const Index at = 2 * (d + 32 * n);
-      reading.ask<2>(t, at, 1);
-      reading.ask<2>(t + 1, at, 1);
+      prefetcher.prefetch_lines<2>(t, at, 1);
+      prefetcher.prefetch_lines<2>(t + 1, at, 1);
       const TokenPairs x(values[t] + at, values[t + 1] + at);
 #pragma GCC unroll 4
       for (int r = 0; r < R; ++r) {
@@ -136,13 +139,13 @@ inline void add_values_bf16(const WeightPairs& weights, const Byte* const* value
 #pragma GCC unroll 2
     for (int n = 0; n < 2; ++n) {
       const __m512i low = reinterpret_cast<__m512i>(lower[r][n]), high = reinterpret_cast<__m512i>(upper[r][n]);
-      float* total = totals + r * width + d + 32 * n;
-      add_to(total, reinterpret_cast<__m512>(in_order(low, high, false)));
-      add_to(total + 16, reinterpret_cast<__m512>(in_order(low, high, true)));
+      float* accumulator = accumulators + r * width + d + 32 * n;
+      add_to(accumulator, reinterpret_cast<__m512>(deinterleaved(low, high, false)));
+      add_to(accumulator + 16, reinterpret_cast<__m512>(deinterleaved(low, high, true)));
     }
 }
 
-// The values of a chunk in pairs of tokens, put in order once for many rows.
+// The values of a chunk, packed in pairs of tokens once for many rows.
 class ValuePanel {
  public:
   ValuePanel(const Byte* const* values, Index begin, Index end, Index width)
@@ -150,14 +153,14 @@ class ValuePanel {
     for (Index pair = begin_; pair < end_; ++pair)
       for (Index d = 0; d < width; d += 32) {
         const TokenPairs x(values[2 * pair] + 2 * d, values[2 * pair + 1] + 2 * d);
-        _mm512_store_si512(pairs_[pair] + d, in_order(x.lower, x.upper, false));
-        _mm512_store_si512(pairs_[pair] + d + 16, in_order(x.lower, x.upper, true));
+        _mm512_store_si512(pairs_[pair] + d, deinterleaved(x.lower, x.upper, false));
+        _mm512_store_si512(pairs_[pair] + d + 16, deinterleaved(x.lower, x.upper, true));
       }
   }
 
   // Adds R rows by 64 elements.
   template <int R>
-  void add(const WeightPairs& weights, float* totals, Index width, Index d) const {
+  void add(const WeightPairs& weights, float* accumulators, Index width, Index d) const {
     __m512 sums[R][4];
 #pragma GCC unroll 4
     for (int r = 0; r < R; ++r) sums[r][0] = sums[r][1] = sums[r][2] = sums[r][3] = _mm512_setzero_ps();
@@ -173,7 +176,7 @@ class ValuePanel {
 #pragma GCC unroll 4
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
-      for (int n = 0; n < 4; ++n) add_to(totals + r * width + d + 16 * n, sums[r][n]);
+      for (int n = 0; n < 4; ++n) add_to(accumulators + r * width + d + 16 * n, sums[r][n]);
   }
 
  private:
@@ -182,28 +185,30 @@ class ValuePanel {
 };
 
 // Adds the tokens [begin, end) of a chunk.
-inline void add_rows_bf16(const ValueTask& task, const Byte* const* values, const Reading& reading, Index begin,
-                          Index end) {
-  shrink_totals(task);
+inline void add_rows_bf16(const ValueTask& task, const Byte* const* values, const RowPrefetcher& prefetcher,
+                          Index begin, Index end) {
+  rescale_accumulators(task);
   WeightPairs weights;
   if (task.num_rows >= kManyRows) {
     const ValuePanel panel(values, begin, end, task.width);
     return for_rows(task.num_rows, [&]<int R>(Index r) {
-      reading.ask_share(r, r + R, task.num_rows, 2 * task.width);
+      prefetcher.prefetch_share(r, r + R, task.num_rows, 2 * task.width);
       weights.read(task.weights + r * kChunk, R);
-      for (Index d = 0; d < task.width; d += 64) panel.add<R>(weights, task.totals + r * task.width, task.width, d);
+      float* accumulators = task.accumulators + r * task.width;
+      for (Index d = 0; d < task.width; d += 64) panel.add<R>(weights, accumulators, task.width, d);
     });
   }
   for_rows(task.num_rows, [&]<int R>(Index r) {
-    const Reading asking = reading.of_rows(r);
+    const RowPrefetcher row_prefetcher = prefetcher.for_first_rows(r);
+    float* accumulators = task.accumulators + r * task.width;
     weights.read(task.weights + r * kChunk, R);
     for (Index d = 0; d < task.width; d += 64)
-      add_values_bf16<R>(weights, values, asking, begin, end, task.totals + r * task.width, task.width, d);
+      add_values_bf16<R>(weights, values, row_prefetcher, begin, end, accumulators, task.width, d);
   });
 }
 
 inline void value_bf16(const ChunkRows& chunk, const ValueTask& task) {
-  add_rows_bf16(task, chunk.row, chunk.reading, chunk.begin, chunk.end);
+  add_rows_bf16(task, chunk.row, chunk.prefetcher, chunk.begin, chunk.end);
 }
 
 }  // namespace kvloom::KVLOOM_ISA

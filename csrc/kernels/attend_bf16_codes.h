@@ -17,13 +17,13 @@ inline __m512 load_scales(const Byte* from, Index count) {
 }
 
 // The scales of sixteen bytes of codes from `byte` on. Permutations see the last four bits of a group's number.
-inline __m512 scales_of(const SidePlace& side, Index byte, __m512 scales) {
+inline __m512 scales_of(const SideLayout& side, Index byte, __m512 scales) {
   return _mm512_permutexvar_ps(_mm512_loadu_si512(side.group_of_byte + byte), scales);
 }
 
 // 32 codes of a row from element d on, times their scales, as bfloat16.
 template <bool is_int4>
-inline __m512i dequantize_some(const SidePlace& side, const Byte* codes, Index d, __m512 scales) {
+inline __m512i dequantize_32(const SideLayout& side, const Byte* codes, Index d, __m512 scales) {
   const auto scaled = [](__m512i code, __m512 scale) { return _mm512_mul_ps(_mm512_cvtepi32_ps(code), scale); };
   const auto sixteen = [&](Index byte) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(codes + byte)); };
   if constexpr (!is_int4) {
@@ -35,36 +35,37 @@ inline __m512i dequantize_some(const SidePlace& side, const Byte* codes, Index d
   const __m512 scale = scales_of(side, d / 2, scales);
   const __m512 even = scaled(_mm512_srai_epi32(_mm512_slli_epi32(bytes, 28), 28), scale);
   const __m512 odd = scaled(_mm512_srai_epi32(_mm512_slli_epi32(bytes, 24), 28), scale);
-  alignas(64) static constexpr std::uint16_t zipped[32] = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
-                                                           8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
-  return _mm512_permutexvar_epi16(_mm512_load_si512(zipped),
+  alignas(64) static constexpr std::uint16_t interleaved[32] = {
+      0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
+      8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+  return _mm512_permutexvar_epi16(_mm512_load_si512(interleaved),
                                   reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(odd, even)));
 }
 
 // Elements [begin, end) of a row of codes as bfloat16, whose scales follow one another from one of sixteen groups on;
-// raises `top` to the largest of each lane.
+// updates `max_scale`, the largest of each lane.
 template <bool is_int4, DType dtype>
-__attribute__((always_inline)) inline void dequantize_span(const SidePlace& side, const Byte* codes,
+__attribute__((always_inline)) inline void dequantize_span(const SideLayout& side, const Byte* codes,
                                                            const Byte* scales, Index num_groups, Index begin,
-                                                           Index end, __m512& top, Byte* to) {
+                                                           Index end, __m512& max_scale, Byte* to) {
   const __m512 scale = load_scales<dtype>(scales, num_groups);
-  top = _mm512_max_ps(_mm512_abs_ps(scale), top);  // of a NaN, what was before
+  max_scale = _mm512_max_ps(_mm512_abs_ps(scale), max_scale);  // a NaN leaves it as it was
 #pragma GCC unroll 4
   for (Index d = begin; d < end; d += 32)
-    _mm512_store_si512(to + 2 * d, dequantize_some<is_int4>(side, codes, d, scale));
+    _mm512_store_si512(to + 2 * d, dequantize_32<is_int4>(side, codes, d, scale));
 }
 
 // A row of codes. Sixteen groups fill whole pairs of vectors, since a group has an even number of elements.
 template <bool is_int4, DType dtype, int W>
-inline void dequantize_row(const SidePlace& side, const Byte* codes, const Byte* scales, __m512& top, Byte* to) {
-  if (W && side.num_groups <= 16)  // the usual case, of which the compiler sees how long it is
-    return dequantize_span<is_int4, dtype>(side, codes, scales, side.num_groups, 0, W, top, to);
+inline void dequantize_row(const SideLayout& side, const Byte* codes, const Byte* scales, __m512& max_scale, Byte* to) {
+  if (W && side.num_groups <= 16)  // the common case, with a constant length
+    return dequantize_span<is_int4, dtype>(side, codes, scales, side.num_groups, 0, W, max_scale, to);
   for (Index g = 0; g < side.num_groups; g += 16)
     dequantize_span<is_int4, dtype>(side, codes, scales + g * bytes_of(dtype), side.num_groups - g, g * side.group,
-                                    min((g + 16) * side.group, side.dim), top, to);
+                                    min((g + 16) * side.group, side.dim), max_scale, to);
 }
 
-// Rows of a block in a native order: of columns, then of quads.
+// Rows of a block in native order: from columns, then from quads.
 inline void unpack_columns(const Byte* block, Index bytes, Byte (*rows)[kMaxHeadDim]) {
   for (Index at = 0; at < bytes; at += 16)
     for (Index t = 0; t < kBlock; t += 4) {
@@ -103,22 +104,22 @@ inline void for_scales(const ChunkRows& chunk, Index width, Kernel kernel) {
 // Dequantizes a block of tokens from `first` on.
 template <bool is_int4, DType dtype, int W>
 inline void dequantize_block(const ChunkRows& chunk, Index first, Byte (*to)[2 * kMaxHeadDim]) {
-  const SidePlace& side = *chunk.side;
+  const SideLayout& side = *chunk.side;
   alignas(64) Byte unpacked[kBlock][kMaxHeadDim];
   if (chunk.is_native) {
-    const BlockReading following(chunk.reading, chunk, first);
-    for (Index line = 0; line < kBlock * side.row_bytes / 64; ++line) following.ask(line);
+    const BlockPrefetcher block_prefetcher(chunk.prefetcher, chunk, first);
+    for (Index line = 0; line < kBlock * side.row_bytes / 64; ++line) block_prefetcher.prefetch_line(line);
     const auto unpack = side.order == NativeOrder::columns ? unpack_columns : unpack_quads;
     unpack(chunk.block(first / kBlock), side.row_bytes, unpacked);
   }
-  __m512 top = _mm512_setzero_ps();
+  __m512 max_scale = _mm512_setzero_ps();
   for (Index t = 0; t < kBlock; ++t) {
-    if (!chunk.is_native) chunk.reading.ask_row(first + t, side.row_bytes);
+    if (!chunk.is_native) chunk.prefetcher.prefetch_row(first + t, side.row_bytes);
     const Byte* codes = chunk.is_native ? unpacked[t] : chunk.row[first + t];
-    dequantize_row<is_int4, dtype, W>(side, codes, chunk.scale[first + t], top, to[t]);
+    dequantize_row<is_int4, dtype, W>(side, codes, chunk.scale[first + t], max_scale, to[t]);
   }
-  // As with checked_scales. A NaN needs no help.
-  if (_mm512_reduce_max_ps(top) > largest_scale(chunk))
+  // As with checked_scales. A NaN makes its products NaN anyway.
+  if (_mm512_reduce_max_ps(max_scale) > largest_scale(chunk))
     for (Index t = 0; t < kBlock; ++t) std::memset(to[t], 0xff, static_cast<std::size_t>(2 * side.dim));
 }
 
@@ -129,7 +130,7 @@ inline void score_codes_bf16(const ChunkRows& chunk, const ScoreTask& task) {
   for (Index t = 0; t < kBlock; ++t) keys[t] = block[t];
   chunk.prefetch_scales();
   for_scales(chunk, task.width, [&]<DType dtype, int W>() {
-    score_blocks<PairScores, W>(chunk, task, Reading(), [&](Index first) {
+    score_blocks<PairScores, W>(chunk, task, RowPrefetcher(), [&](Index first) {
       dequantize_block<is_int4, dtype, W>(chunk, first, block);
       return keys;
     });
@@ -146,7 +147,7 @@ inline void value_codes_bf16(const ChunkRows& chunk, const ValueTask& task) {
     for (Index first = chunk.begin / kBlock * kBlock; first < chunk.end; first += kBlock)
       dequantize_block<is_int4, dtype, W>(chunk, first, rows + first);
   });
-  add_rows_bf16(task, values, Reading(), chunk.begin, chunk.end);
+  add_rows_bf16(task, values, RowPrefetcher(), chunk.begin, chunk.end);
 }
 
 }  // namespace kvloom::KVLOOM_ISA

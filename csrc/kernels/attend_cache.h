@@ -1,4 +1,4 @@
-// Where things are: floats of any type, and the place in memory of each stored token.
+// Floats of any type, and the address of each stored token.
 #pragma once
 
 #include "attend_args.h"
@@ -97,11 +97,11 @@ inline float round_to(DType dtype, float x) {
 
 // As round_to, but a finite product stays finite; NaN stays NaN.
 inline float saturate_to(DType dtype, float x) {
-  const float top = largest_finite(dtype);
-  return round_to(dtype, x > top ? top : x < -top ? -top : x);
+  const float largest = largest_finite(dtype);
+  return round_to(dtype, x > largest ? largest : x < -largest ? -largest : x);
 }
 
-// --- places ------------------------------------------------------------------------------------------------
+// --- addresses ------------------------------------------------------------------------------------------------
 
 inline Index bytes_of(DType dtype) {
   return dtype == DType::f32 ? 4 : dtype == DType::f16 || dtype == DType::bf16 ? 2 : 1;
@@ -134,7 +134,7 @@ inline bool row_is_contiguous(const CacheView& view) {
   return view.stride[5] == 1 && (outer == 1 || view.stride[4] == inner);
 }
 
-// Place of each slot of a view: the three slot axes, merged where one stride serves two of them.
+// The offset of each slot of a view: the three slot axes, merged where one stride serves two of them.
 class SlotOffsets {
  public:
   SlotOffsets() = default;
@@ -155,8 +155,8 @@ class SlotOffsets {
     if (levels_ > 2) middle_ = Divisor(size_[1]);
   }
 
-  // Whether slots follow one another at a distance of so many bytes, `count` of them from each multiple of it on.
-  bool is_run(Index count, Index bytes) const {
+  // Whether `count` slots, from each multiple of it on, lie at a stride of `bytes`.
+  bool has_stride(Index count, Index bytes) const {
     return levels_ > 0 && stride_[levels_ - 1] == bytes && (levels_ == 1 || size_[levels_ - 1] % count == 0);
   }
 
@@ -188,8 +188,8 @@ class SlotOffsets {
     typedef Index Eight __attribute__((vector_size(64)));
     const Eight lanes = {0, step, 2 * step, 3 * step, 4 * step, 5 * step, 6 * step, 7 * step};
     for (; count >= 8; count -= 8, rows += 8, at += 8 * step) {
-      const Eight places = lanes + reinterpret_cast<Index>(at);
-      std::memcpy(rows, &places, sizeof(places));
+      const Eight addresses = lanes + reinterpret_cast<Index>(at);
+      std::memcpy(rows, &addresses, sizeof(addresses));
     }
     for (; count > 0; --count, at += step) *rows++ = at;
   }
@@ -200,7 +200,7 @@ class SlotOffsets {
   Divisor inner_, middle_;
 };
 
-// Codes in the order of integer dot products, 16 tokens (a block) in one piece: keys as columns of four bytes of
+// Codes in the order of integer dot products, a contiguous block for 16 tokens: keys as columns of four bytes of
 // each token's vector, [.., D/4, 16, 4], values as quads of four tokens for each byte of a vector, [4, D, 4].
 enum class NativeOrder { none, columns, quads };
 
@@ -240,24 +240,24 @@ class TokenSlots {
   Divisor page_size_;
 };
 
-// Keys or values of one call: what does not change from token to token.
-struct SidePlace {
+// The layout of the keys or values of one call.
+struct SideLayout {
   // `native` is the order that the kernels of this side read in place.
-  SidePlace(const CacheSide& side, NativeOrder native)
+  SideLayout(const CacheSide& side, NativeOrder native)
       : cache(side.cache), scale(side.scale), dim(head_dim(side)), offsets(side.cache) {
     row_bytes = stored_width(cache) * bytes_of(cache.dtype);
     rows_in_line = max(64 / row_bytes, 1);
     order = native_order(cache) == native ? native : NativeOrder::none;
     is_contiguous = row_is_contiguous(cache);
     scale_is_contiguous = !scale.data || row_is_contiguous(scale);
-    heads_touch = head_bytes() == row_bytes;
+    heads_are_contiguous = head_bytes() == row_bytes;
     if (scale.data) {
       num_groups = stored_width(scale);
       group = dim / num_groups;
       scale_offsets = SlotOffsets(scale);
       const Index bytes = num_groups * bytes_of(scale.dtype);
-      scales_touch = scale_is_contiguous && scale_offsets.is_run(kBlock, bytes);
-      scale_heads_touch = scale_is_contiguous && scale_head_bytes() == bytes;
+      block_scales_are_contiguous = scale_is_contiguous && scale_offsets.has_stride(kBlock, bytes);
+      head_scales_are_contiguous = scale_is_contiguous && scale_head_bytes() == bytes;
       const Index per_group = row_bytes / num_groups;
       for (Index g = 0; g < num_groups; ++g)
         for (Index i = g * per_group; i < (g + 1) * per_group; ++i) group_of_byte[i] = static_cast<std::int32_t>(g);
@@ -266,11 +266,11 @@ struct SidePlace {
 
   Index head_bytes() const { return cache.stride[3] * bytes_of(cache.dtype); }
   Index scale_head_bytes() const { return scale.stride[3] * bytes_of(scale.dtype); }
-  // Where the native block begins whose token number `i` is at `row`.
+  // The beginning of the native block whose token number `i` is at `row`.
   const Byte* block_of(const Byte* row, Index i) const {
     return row - (order == NativeOrder::columns ? 4 * i : i / 4 * 4 * row_bytes + i % 4);
   }
-  // Place of stored element i in its row, in elements.
+  // The offset of stored element i in its row, in elements.
   static Index element(const CacheView& view, Index i) {
     return i / view.size[5] * view.stride[4] + i % view.size[5] * view.stride[5];
   }
@@ -281,20 +281,21 @@ struct SidePlace {
   Index num_groups = 0, group = 0;
   alignas(64) std::int32_t group_of_byte[kMaxHeadDim + kBlock];
   NativeOrder order;
-  bool is_contiguous, scale_is_contiguous;  // a row lies in one piece
-  bool heads_touch;  // a token's rows follow one another in memory
-  bool scale_heads_touch = false, scales_touch = false;  // so do its scales; so do those of a block of tokens
+  bool is_contiguous, scale_is_contiguous;   // a row
+  bool heads_are_contiguous;                 // the rows of a token
+  bool head_scales_are_contiguous = false;   // the scales of a token
+  bool block_scales_are_contiguous = false;  // the scales of a block of tokens
   SlotOffsets offsets, scale_offsets;
 };
 
 // Rows of one head for the tokens [begin, end) of one chunk.
-struct ChunkPlaces {
+struct ChunkAddresses {
   Index begin = 0, end = 0;
   bool in_blocks = false;  // slots of each block of tokens follow one another, from a multiple of kBlock on
   const Byte* row[kChunk];
   const Byte* scale[kChunk] = {};
 
-  void find(const TokenSlots& slots, const SidePlace& side, Index head, Index token, Index tokens) {
+  void find(const TokenSlots& slots, const SideLayout& side, Index head, Index token, Index tokens) {
     begin = token % kChunk, end = begin + tokens;
     const Byte* codes = static_cast<const Byte*>(side.cache.data) + head * side.head_bytes();
     const Byte* scales = static_cast<const Byte*>(side.scale.data);
@@ -305,12 +306,12 @@ struct ChunkPlaces {
       side.offsets.fill(codes, slot, run, row + (at - token + begin));
       if (scales) side.scale_offsets.fill(scales, slot, run, scale + (at - token + begin));
     });
-    // The others may be read, too.
+    // Kernels may read the others, too.
     for (Index t = 0; t < kChunk; ++t)
       if (t < begin || t >= end) row[t] = row[begin], scale[t] = scale[begin];
   }
 
-  void repeat(const ChunkPlaces& other) {
+  void repeat(const ChunkAddresses& other) {
     begin = end = 0;
     in_blocks = other.in_blocks;
     std::memcpy(row, other.row, sizeof row);

@@ -1,5 +1,5 @@
-// int8 and int4 codes, block by block of 16 tokens in a native order. A cache that keeps them so is read in
-// place; of another, blocks are put into this order first. Either way the arithmetic is the same.
+// int8 and int4 codes, block by block of 16 tokens in a native order. A cache in this order is read in place; blocks
+// of any other are packed into it first. Either way the arithmetic is the same.
 #pragma once
 
 #include "attend_tile.h"
@@ -7,7 +7,7 @@
 namespace kvloom::KVLOOM_ISA {
 
 constexpr Index kMaxGroups = kMaxHeadDim / 8;
-constexpr Index kManyRowsOfCodes = 8;  // from so many on codes are widened once for all of them
+constexpr Index kManyRowsOfCodes = 8;  // rows of a tile from which on codes are widened once for all of them
 
 // --- blocks in native order, of rows that are a multiple of 16 bytes ----------------------------------------
 
@@ -88,7 +88,7 @@ inline Vec widen_halves(DType dtype, IntVec pairs, bool high) {
 inline void read_columns(const ChunkRows& chunk, Index first, Index at, Index dwords, bool are_all,
                          std::uint32_t (*to)[kBlock]) {
   const Byte* const* rows = chunk.scale + first;
-  if (dwords == 1 && are_all && chunk.scales_touch(first)) {
+  if (dwords == 1 && are_all && chunk.scales_are_contiguous(first)) {
     std::memcpy(to[0], rows[0], sizeof to[0]);
   } else if (dwords == 4) {
     for (Index t = 0; t < kBlock; t += 4)
@@ -100,7 +100,7 @@ inline void read_columns(const ChunkRows& chunk, Index first, Index at, Index dw
 }
 
 // NaN in place of scales whose products with codes may be beyond the largest finite number that dequantizing gives.
-// What is not finite in the end is computed again by the book.
+// A row that is not finite in the end is computed again by NonFiniteRow.
 inline Vec checked_scales(Vec scales, float limit) {
   const Vec size = as_float(as_int(scales) & splat_int(INT32_MAX));
   return size > splat(limit) ? splat(NAN) : scales;
@@ -117,7 +117,7 @@ inline void read_scales(const ChunkRows& chunk, float (*scales)[kChunk]) {
   const float limit = largest_scale(chunk);
   const auto put = [&](Index g, Index t, Vec x) { store(scales[g] + t, checked_scales(x, limit)); };
   for (Index first = 0; first < kChunk; first += kBlock) {
-    if (groups == 1 && dtype != DType::f32 && chunk.scales_touch(first)) {
+    if (groups == 1 && dtype != DType::f32 && chunk.scales_are_contiguous(first)) {
       for (Index t = 0; t < kBlock; t += kLanes) {
         const Byte* from = chunk.scale[first] + 2 * t;
         put(0, first + t, dtype == DType::bf16 ? load_bf16(from) : load_f16(from));
@@ -151,19 +151,19 @@ inline void read_scales(const ChunkRows& chunk, float (*scales)[kChunk]) {
 
 // --- float32 arithmetic ------------------------------------------------------------------------------------
 
-// Codes of one place of each dword: of int8 there are four, of int4 eight.
-template <bool is_int4, int place>
-inline Vec widen_place(IntVec dwords) {
+// Codes of one position of each dword: of int8 there are four, of int4 eight.
+template <bool is_int4, int position>
+inline Vec widen_position(IntVec dwords) {
   constexpr int bits = is_int4 ? 4 : 8;
-  return __builtin_convertvector((dwords << (32 - bits * (place + 1))) >> (32 - bits), Vec);
+  return __builtin_convertvector((dwords << (32 - bits * (position + 1))) >> (32 - bits), Vec);
 }
 
-template <class Visit, int... place>
-inline void for_places(std::integer_sequence<int, place...>, Visit visit) {
-  (visit.template operator()<place>(), ...);
+template <class Visit, int... position>
+inline void for_positions(std::integer_sequence<int, position...>, Visit visit) {
+  (visit.template operator()<position>(), ...);
 }
 template <bool is_int4>
-using Places = std::make_integer_sequence<int, is_int4 ? 8 : 4>;
+using Positions = std::make_integer_sequence<int, is_int4 ? 8 : 4>;
 
 // A dequantized number is rounded to the scale's type where that shows in the query's.
 struct Unrounded {
@@ -210,8 +210,8 @@ __attribute__((always_inline)) inline void store_scores(const Vec (*sums)[2], fl
 // R rows by the tokens [first, first + 2 * kLanes) of two blocks: code products are summed within a group, and
 // scaled at its end; if they are rounded, each is scaled before.
 template <int R, bool is_int4, class Rounded>
-inline void score_codes_at(const Byte* const* blocks, Index first, const SidePlace& key, const float* query,
-                           Index width, const float* scales, float* scores, const BlockReading* following) {
+inline void score_codes_at(const Byte* const* blocks, Index first, const SideLayout& key, const float* query,
+                           Index width, const float* scales, float* scores, const BlockPrefetcher* prefetchers) {
   const Index per_group = key.row_bytes / 4 / key.num_groups;
   const Byte* at[2];
   for (Index n = 0; n < 2; ++n) {
@@ -228,11 +228,11 @@ inline void score_codes_at(const Byte* const* blocks, Index first, const SidePla
       const IntVec dwords[2] = {bit_copy<IntVec>(at[0]), bit_copy<IntVec>(at[1])};
       at[0] += kColumn, at[1] += kColumn;
       for (Index n = 0; n < 2; ++n)
-        if (const Index t = first + n * kLanes; t % kBlock == 0) following[t / kBlock].ask(column);
-      for_places(Places<is_int4>{}, [&]<int place>() {
-        Vec codes[2] = {widen_place<is_int4, place>(dwords[0]), widen_place<is_int4, place>(dwords[1])};
+        if (const Index t = first + n * kLanes; t % kBlock == 0) prefetchers[t / kBlock].prefetch_line(column);
+      for_positions(Positions<is_int4>{}, [&]<int position>() {
+        Vec codes[2] = {widen_position<is_int4, position>(dwords[0]), widen_position<is_int4, position>(dwords[1])};
         if (Rounded::kRounds) codes[0] = Rounded::of(codes[0] * scale[0]), codes[1] = Rounded::of(codes[1] * scale[1]);
-        add_products<R>(group, q + place, width, codes);
+        add_products<R>(group, q + position, width, codes);
       });
     }
     add_group<R, Rounded>(sums, group, scales + g * kChunk + first);
@@ -240,8 +240,8 @@ inline void score_codes_at(const Byte* const* blocks, Index first, const SidePla
   store_scores<R>(sums, scores + first);
 }
 
-// Calls score.template operator()<R>(first row, first token, two blocks, scales from there on, what follows each block)
-// for runs of rows and each two blocks of which the chunk has tokens.
+// Calls score.template operator()<R>(first row, first token, two blocks, scales from there on, a prefetcher for each
+// block) for groups of rows and each two blocks of which the chunk has tokens.
 template <class Score>
 inline void for_key_blocks(const ChunkRows& chunk, Index num_rows, Score score) {
   alignas(64) Byte copies[2][kMaxHeadDim * kBlock];
@@ -250,32 +250,34 @@ inline void for_key_blocks(const ChunkRows& chunk, Index num_rows, Score score) 
   chunk.prefetch_scales();
   const Index begin = chunk.begin / kBlock, last = (chunk.end - 1) / kBlock;
   for (Index block = begin / 2 * 2; block <= last; block += 2) {
-    // Of a block without a token nothing is known: the other one stands in for it.
+    // A block without a token has no address: the other one replaces it.
     const Byte* const blocks[2] = {key_block(chunk, max(block, begin), copies[0]),
                                    key_block(chunk, min(block + 1, last), copies[1])};
     const Index first = block * kBlock;
     for_rows(num_rows, [&]<int R>(Index r) {
-      const Reading reading = chunk.reading.of_rows(r);
-      const BlockReading following[2] = {{reading, chunk, first}, {reading, chunk, first + kBlock}};
-      score.template operator()<R>(r, first, blocks, scales[0] + first, following);
+      const RowPrefetcher prefetcher = chunk.prefetcher.for_first_rows(r);
+      const BlockPrefetcher prefetchers[2] = {{prefetcher, chunk, first}, {prefetcher, chunk, first + kBlock}};
+      score.template operator()<R>(r, first, blocks, scales[0] + first, prefetchers);
     });
   }
 }
 
-// Codes of two blocks as numbers, for many rows: element by token. They are products with scales if those are rounded.
+// Codes of two blocks widened to float32, for many rows: element by token. Where products with scales are rounded, it
+// holds the products.
 struct WideColumns {
   template <bool is_int4, class Rounded>
-  void read(const Byte* const* blocks, const SidePlace& key, const float* scales, const BlockReading* following) {
+  void read(const Byte* const* blocks, const SideLayout& key, const float* scales, const BlockPrefetcher* prefetchers) {
     constexpr Index kElements = is_int4 ? 8 : 4;
     for (Index column = 0; column < key.row_bytes / 4; ++column) {
-      following[0].ask(column);
-      following[1].ask(column);
+      prefetchers[0].prefetch_line(column);
+      prefetchers[1].prefetch_line(column);
       const float* of_group = scales + column * kElements / key.group * kChunk;
       for (Index t = 0; t < 2 * kBlock; t += kLanes) {
         const IntVec dwords = bit_copy<IntVec>(blocks[t / kBlock] + column * kColumn + t % kBlock * 4);
-        for_places(Places<is_int4>{}, [&]<int place>() {
-          const Vec codes = widen_place<is_int4, place>(dwords);
-          store(at[column * kElements + place] + t, Rounded::kRounds ? Rounded::of(codes * load(of_group + t)) : codes);
+        for_positions(Positions<is_int4>{}, [&]<int position>() {
+          const Vec codes = widen_position<is_int4, position>(dwords);
+          const Vec x = Rounded::kRounds ? Rounded::of(codes * load(of_group + t)) : codes;
+          store(at[column * kElements + position] + t, x);
         });
       }
     }
@@ -283,7 +285,7 @@ struct WideColumns {
 
   // As score_codes_at, over both blocks.
   template <int R, class Rounded>
-  void score(const SidePlace& key, const float* query, Index width, const float* scales, float* scores) const {
+  void score(const SideLayout& key, const float* query, Index width, const float* scales, float* scores) const {
     for (Index first = 0; first < 2 * kBlock; first += 2 * kLanes) {
       Vec sums[R][2] = {};
       for (Index g = 0; g < key.num_groups; ++g) {
@@ -303,18 +305,18 @@ struct WideColumns {
 
 template <bool is_int4, class Rounded>
 inline void score_codes(const ChunkRows& chunk, const ScoreTask& task) {
-  const SidePlace& key = *chunk.side;
+  const SideLayout& key = *chunk.side;
   WideColumns columns;
   for_key_blocks(chunk, task.num_rows, [&]<int R>(Index r, Index first, const Byte* const* blocks,
-                                                  const float* scales, const BlockReading* following) {
+                                                  const float* scales, const BlockPrefetcher* prefetchers) {
     const float* query = task.query + r * task.width;
     float* scores = task.scores + r * kChunk + first;
     if (task.num_rows >= kManyRowsOfCodes) {
-      if (r == 0) columns.read<is_int4, Rounded>(blocks, key, scales, following);
+      if (r == 0) columns.read<is_int4, Rounded>(blocks, key, scales, prefetchers);
       return columns.score<R, Rounded>(key, query, task.width, scales, scores);
     }
     for (Index t = 0; t < 2 * kBlock; t += 2 * kLanes)
-      score_codes_at<R, is_int4, Rounded>(blocks, t, key, query, task.width, scales, scores, following);
+      score_codes_at<R, is_int4, Rounded>(blocks, t, key, query, task.width, scales, scores, prefetchers);
   });
 }
 
@@ -326,7 +328,7 @@ struct ValueBlocks {
   }
 
   const ChunkRows& chunk;
-  const SidePlace& side;
+  const SideLayout& side;
   Index begin, end;
   const Byte* block[kChunk / kBlock];
   alignas(64) Byte copy[kChunk * kMaxHeadDim];
@@ -334,7 +336,7 @@ struct ValueBlocks {
 
 // The groups of kLanes bytes from one on.
 struct LaneGroups {
-  LaneGroups(const SidePlace& side, Index byte)
+  LaneGroups(const SideLayout& side, Index byte)
       : first(side.group_of_byte[byte]),
         lanes(bit_copy<IntVec>(side.group_of_byte + byte) - splat_int(side.group_of_byte[byte])) {}
 
@@ -348,20 +350,20 @@ struct LaneGroups {
 template <bool is_int4, int i, class Rounded>
 __attribute__((always_inline)) inline void scale_codes(IntVec dwords, Vec scales, Vec* x) {
   if constexpr (is_int4) {
-    x[0] = Rounded::of(scales * widen_place<true, 2 * i>(dwords));
-    x[1] = Rounded::of(scales * widen_place<true, 2 * i + 1>(dwords));
+    x[0] = Rounded::of(scales * widen_position<true, 2 * i>(dwords));
+    x[1] = Rounded::of(scales * widen_position<true, 2 * i + 1>(dwords));
   } else {
-    x[0] = Rounded::of(scales * widen_place<false, i>(dwords));
+    x[0] = Rounded::of(scales * widen_position<false, i>(dwords));
   }
 }
 
-// Even and odd elements become one after the other.
+// Interleaves the vectors of even and odd elements.
 template <int... lane>
-constexpr IntVec zipped_lanes(std::integer_sequence<int, lane...>) {
+constexpr IntVec interleaved_lanes(std::integer_sequence<int, lane...>) {
   return IntVec{(lane / 2 + lane % 2 * kLanes)...};
 }
-inline void zip(Vec* x) {
-  constexpr IntVec lanes = zipped_lanes(std::make_integer_sequence<int, kLanes>());
+inline void interleave(Vec* x) {
+  constexpr IntVec lanes = interleaved_lanes(std::make_integer_sequence<int, kLanes>());
   const Vec first = __builtin_shuffle(x[0], x[1], lanes);
   x[1] = __builtin_shuffle(x[0], x[1], lanes + kLanes / 2);
   x[0] = first;
@@ -370,12 +372,12 @@ inline void zip(Vec* x) {
 // R rows by V vectors of bytes; scales[token] are those of the groups.
 template <int R, bool is_int4, int V, class Rounded>
 inline void add_codes(const ValueBlocks& values, const float* weights, const float (*scales)[kMaxGroups + kLanes],
-                      float* totals, Index width, Index byte, const Reading& reading) {
+                      float* accumulators, Index width, Index byte, const RowPrefetcher& prefetcher) {
   constexpr int N = is_int4 ? 2 * V : V;  // of int4 the even and the odd elements
   const LaneGroups groups[2] = {{values.side, byte}, {values.side, byte + (V - 1) * kLanes}};
   Vec sums[R][N] = {};
   for (Index b = values.begin; b < values.end; ++b) {
-    const BlockReading following(reading, values.chunk, b * kBlock);
+    const BlockPrefetcher block_prefetcher(prefetcher, values.chunk, b * kBlock);
     for (Index quad = 0; quad < kBlock / 4; ++quad) {
       const Byte* at = values.block[b] + 4 * (quad * values.side.row_bytes + byte);
       IntVec dwords[V];
@@ -383,8 +385,8 @@ inline void add_codes(const ValueBlocks& values, const float* weights, const flo
       for (int v = 0; v < V; ++v) dwords[v] = bit_copy<IntVec>(at + 4 * v * kLanes);
 #pragma GCC unroll 2
       for (Index offset = at - values.block[b], v = 0; v < V; ++v, offset += 4 * kLanes)
-        if (offset % 64 == 0) following.ask(offset / 64);
-      for_places(std::make_integer_sequence<int, 4>{}, [&]<int i>() {
+        if (offset % 64 == 0) block_prefetcher.prefetch_line(offset / 64);
+      for_positions(std::make_integer_sequence<int, 4>{}, [&]<int i>() {
         const Index t = b * kBlock + 4 * quad + i;
         Vec x[N];
 #pragma GCC unroll 2
@@ -400,30 +402,30 @@ inline void add_codes(const ValueBlocks& values, const float* weights, const flo
     }
   }
   for (int r = 0; r < R; ++r) {
-    float* total = totals + r * width + (is_int4 ? 2 * byte : byte);
-    if constexpr (is_int4) zip(sums[r]);
-    for (int n = 0; n < N; ++n) store(total + n * kLanes, load(total + n * kLanes) + sums[r][n]);
+    float* accumulator = accumulators + r * width + (is_int4 ? 2 * byte : byte);
+    if constexpr (is_int4) interleave(sums[r]);
+    for (int n = 0; n < N; ++n) store(accumulator + n * kLanes, load(accumulator + n * kLanes) + sums[r][n]);
   }
 }
 
 // Codes of a chunk times their scales, for many rows: token by element.
 struct WideValues {
   template <bool is_int4, class Rounded>
-  void read(const ValueBlocks& values, const float (*scales)[kMaxGroups + kLanes], const Reading& reading) {
+  void read(const ValueBlocks& values, const float (*scales)[kMaxGroups + kLanes], const RowPrefetcher& prefetcher) {
     constexpr int N = is_int4 ? 2 : 1;
     for (Index b = values.begin; b < values.end; ++b) {
-      const BlockReading following(reading, values.chunk, b * kBlock);
+      const BlockPrefetcher block_prefetcher(prefetcher, values.chunk, b * kBlock);
       for (Index quad = 0; quad < kBlock / 4; ++quad)
         for (Index byte = 0; byte < values.side.row_bytes; byte += kLanes) {
           const Index offset = 4 * (quad * values.side.row_bytes + byte);
-          if (offset % 64 == 0) following.ask(offset / 64);
+          if (offset % 64 == 0) block_prefetcher.prefetch_line(offset / 64);
           const LaneGroups groups(values.side, byte);
           const IntVec dwords = bit_copy<IntVec>(values.block[b] + offset);
-          for_places(std::make_integer_sequence<int, 4>{}, [&]<int i>() {
+          for_positions(std::make_integer_sequence<int, 4>{}, [&]<int i>() {
             const Index t = b * kBlock + 4 * quad + i;
             Vec x[N];
             scale_codes<is_int4, i, Rounded>(dwords, groups.of(scales[t]), x);
-            if constexpr (is_int4) zip(x);
+            if constexpr (is_int4) interleave(x);
             for (int n = 0; n < N; ++n) store(at[t] + N * byte + n * kLanes, x[n]);
           });
         }
@@ -432,13 +434,13 @@ struct WideValues {
 
   // Adds R rows of the tokens [begin, end).
   template <int R>
-  void add(const float* weights, Index begin, Index end, Index width, float* totals) const {
+  void add(const float* weights, Index begin, Index end, Index width, float* accumulators) const {
     const Byte* rows[kChunk];
     for (Index t = begin; t < end; ++t) rows[t] = reinterpret_cast<const Byte*>(at[t]);
     alignas(64) float sums[R * kMaxHeadDim];
     std::memset(sums, 0, static_cast<std::size_t>(R * width) * sizeof(float));
-    value_block<LoadF32>({weights, nullptr, R, width, sums}, rows, Reading(), 0, begin, end);
-    for (Index i = 0; i < R * width; i += kLanes) store(totals + i, load(totals + i) + load(sums + i));
+    value_block<LoadF32>({weights, nullptr, R, width, sums}, rows, RowPrefetcher(), 0, begin, end);
+    for (Index i = 0; i < R * width; i += kLanes) store(accumulators + i, load(accumulators + i) + load(sums + i));
   }
 
   alignas(64) float at[kChunk][kMaxHeadDim];
@@ -446,7 +448,7 @@ struct WideValues {
 
 template <bool is_int4, class Rounded>
 inline void value_codes(const ChunkRows& chunk, const ValueTask& task) {
-  const SidePlace& value = *chunk.side;
+  const SideLayout& value = *chunk.side;
   alignas(64) float by_group[kMaxGroups][kChunk];
   alignas(64) float scales[kChunk][kMaxGroups + kLanes];
   read_scales(chunk, by_group);
@@ -459,21 +461,21 @@ inline void value_codes(const ChunkRows& chunk, const ValueTask& task) {
     }
   chunk.prefetch_scales();
   const ValueBlocks blocks(chunk);
-  shrink_totals(task);
+  rescale_accumulators(task);
   WideValues wide;
   const bool has_many = task.num_rows >= kManyRowsOfCodes;
-  if (has_many) wide.read<is_int4, Rounded>(blocks, scales, chunk.reading);
+  if (has_many) wide.read<is_int4, Rounded>(blocks, scales, chunk.prefetcher);
   for_rows(task.num_rows, [&]<int R>(Index r) {
     constexpr int V = is_int4 ? 1 : 2;
-    const Reading reading = chunk.reading.of_rows(r);
+    const RowPrefetcher prefetcher = chunk.prefetcher.for_first_rows(r);
     const float* weights = task.weights + r * kChunk;
-    float* totals = task.totals + r * task.width;
-    if (has_many) return wide.add<R>(weights, blocks.begin * kBlock, blocks.end * kBlock, task.width, totals);
+    float* accumulators = task.accumulators + r * task.width;
+    if (has_many) return wide.add<R>(weights, blocks.begin * kBlock, blocks.end * kBlock, task.width, accumulators);
     Index byte = 0;
     for (; byte + V * kLanes <= value.row_bytes; byte += V * kLanes)
-      add_codes<R, is_int4, V, Rounded>(blocks, weights, scales, totals, task.width, byte, reading);
+      add_codes<R, is_int4, V, Rounded>(blocks, weights, scales, accumulators, task.width, byte, prefetcher);
     for (; byte < value.row_bytes; byte += kLanes)
-      add_codes<R, is_int4, 1, Rounded>(blocks, weights, scales, totals, task.width, byte, reading);
+      add_codes<R, is_int4, 1, Rounded>(blocks, weights, scales, accumulators, task.width, byte, prefetcher);
   });
 }
 

@@ -1,7 +1,7 @@
 // Integer products of int8 and int4 codes, as AVX-512 VNNI has them.
 //
-// Codes meet integer digits, so that a product costs no conversion. A 16-bit query is split into two signed
-// digits of 7 and 8 bits (15 bits of the row's largest element), weights times value scales into two unsigned
+// Codes are multiplied by integer digits, so that a product costs no conversion. A 16-bit query is split into two
+// signed digits of 7 and 8 bits (15 bits of the row's largest element), weights times value scales into two unsigned
 // ones (16 bits of the chunk's largest). Both are finer than the query's own type; a float32 query is
 // not served here.
 #pragma once
@@ -16,27 +16,27 @@ namespace kvloom::KVLOOM_ISA {
 
 constexpr float kQueryLargest = 127.0f * 128.0f;  // of q = 128 * high + low
 
-// What stands before the digits of a packed query row.
+// The header of a packed query row, before its digits.
 struct QueryHead {
   float step;
   std::int32_t offset[kMaxGroups];  // what unsigned codes add to each group's product
 };
 static_assert(sizeof(QueryHead) <= kPackedHead);
 
-// Elements of one byte's nibble lie apart: of int4 the even elements come first, then the odd ones.
-inline void pack_digits(const SidePlace& key, const float* query, Index num_rows, Index width, Byte* packed) {
+// Elements of the two nibbles of a byte are apart: for int4 the even elements come first, then the odd ones.
+inline void pack_digits(const SideLayout& key, const float* query, Index num_rows, Index width, Byte* packed) {
   const bool is_int4 = key.cache.dtype == DType::int4;
   alignas(64) std::int32_t whole[kMaxHeadDim];
   for (Index r = 0; r < num_rows; ++r, query += width, packed += kPackedRow) {
-    __m512 top = _mm512_setzero_ps();
+    __m512 query_max = _mm512_setzero_ps();
     __mmask16 finite = 0xffff;
     for (Index d = 0; d < width; d += 16) {
       const __m512 size = _mm512_abs_ps(_mm512_loadu_ps(query + d));
       finite &= _mm512_cmp_ps_mask(size, _mm512_set1_ps(INFINITY), _CMP_LT_OQ);
-      top = _mm512_max_ps(size, top);
+      query_max = _mm512_max_ps(size, query_max);
     }
     QueryHead head;
-    const float step = _mm512_reduce_max_ps(top) / kQueryLargest;
+    const float step = _mm512_reduce_max_ps(query_max) / kQueryLargest;
     head.step = finite == 0xffff ? step : NAN;
     const __m512 inverse = _mm512_set1_ps(step > 0.0f ? 1.0f / step : 0.0f);
     const __m512i bound = _mm512_set1_epi32(static_cast<int>(kQueryLargest));
@@ -79,8 +79,8 @@ inline __m512i broadcast_dword(const void* from) { return _mm512_set1_epi32(bit_
 
 // R rows by two blocks of tokens. Codes become unsigned by their flipped sign bit.
 template <int R, bool is_int4>
-inline void score_digits_at(const Byte* const* blocks, const SidePlace& key, const Byte* packed,
-                            const float* scales, float* scores, const BlockReading* following) {
+inline void score_digits_at(const Byte* const* blocks, const SideLayout& key, const Byte* packed,
+                            const float* scales, float* scores, const BlockPrefetcher* prefetchers) {
   const Index per_group = key.row_bytes / 4 / key.num_groups;
   const __m512i nibbles = _mm512_set1_epi32(0x0f0f0f0f);
   const __m512i sign = _mm512_set1_epi32(static_cast<int>(is_int4 ? 0x88888888u : 0x80808080u));
@@ -95,8 +95,8 @@ inline void score_digits_at(const Byte* const* blocks, const SidePlace& key, con
           broadcast_dword(packed + r * kPackedRow + offsetof(QueryHead, offset) + 4 * static_cast<std::size_t>(g));
     }
     for (Index c = 0; c < per_group; ++c, at += kColumn, digits += 4) {
-      following[0].ask(at / 64);
-      following[1].ask(at / 64);
+      prefetchers[0].prefetch_line(at / 64);
+      prefetchers[1].prefetch_line(at / 64);
       const __m512i codes[2] = {_mm512_xor_si512(_mm512_loadu_si512(blocks[0] + at), sign),
                                 _mm512_xor_si512(_mm512_loadu_si512(blocks[1] + at), sign)};
 #pragma GCC unroll 2
@@ -143,9 +143,9 @@ inline void score_digits_at(const Byte* const* blocks, const SidePlace& key, con
 template <bool is_int4>
 inline void score_digits(const ChunkRows& chunk, const ScoreTask& task) {
   for_key_blocks(chunk, task.num_rows, [&]<int R>(Index r, Index first, const Byte* const* blocks,
-                                                  const float* scales, const BlockReading* following) {
+                                                  const float* scales, const BlockPrefetcher* prefetchers) {
     score_digits_at<R, is_int4>(blocks, *chunk.side, task.packed + r * kPackedRow, scales,
-                                task.scores + r * kChunk + first, following);
+                                task.scores + r * kChunk + first, prefetchers);
   });
 }
 
@@ -157,12 +157,12 @@ struct WeightDigits {
   alignas(64) Byte digit[4][2][kMaxGroups][kChunk];  // [row, which, group, dword]
   float step[4][kMaxGroups];
 
-  static constexpr Index place(Index block, Index quad) { return 4 * (4 * quad + block); }
+  static constexpr Index dword_offset(Index block, Index quad) { return 4 * (4 * quad + block); }
 
   void read(const float* weights, Index num_rows, const float (*scales)[kChunk], Index num_groups) {
     for (Index r = 0; r < num_rows; ++r)
       for (Index g = 0; g < num_groups; ++g) {
-        __m512 w[4], largest = _mm512_setzero_ps();
+        __m512 w[4], lane_max = _mm512_setzero_ps();
         __mmask16 is_nan = 0;
 #pragma GCC unroll 4
         for (int i = 0; i < 4; ++i) {
@@ -171,11 +171,11 @@ struct WeightDigits {
           const __mmask16 seen = _mm512_cmp_ps_mask(weight, _mm512_setzero_ps(), _CMP_NEQ_UQ);
           w[i] = _mm512_maskz_mul_ps(seen, weight, _mm512_load_ps(scales[g] + 16 * i));
           is_nan |= _mm512_cmp_ps_mask(w[i], w[i], _CMP_UNORD_Q);
-          largest = _mm512_max_ps(w[i], largest);
+          lane_max = _mm512_max_ps(w[i], lane_max);
         }
-        const float top = _mm512_reduce_max_ps(largest);
-        step[r][g] = is_nan ? NAN : top / 65535.0f;
-        const __m512 inverse = _mm512_set1_ps(top > 0.0f ? 65535.0f / top : 0.0f);
+        const float weight_max = _mm512_reduce_max_ps(lane_max);
+        step[r][g] = is_nan ? NAN : weight_max / 65535.0f;
+        const __m512 inverse = _mm512_set1_ps(weight_max > 0.0f ? 65535.0f / weight_max : 0.0f);
         __m512i words[2];
 #pragma GCC unroll 2
         for (int i = 0; i < 2; ++i)
@@ -198,8 +198,8 @@ inline __m512i sign_extend(__m512i nibbles) {
 
 // R rows by V vectors of 16 bytes of one group, over all quads of the chunk.
 template <int R, bool is_int4, int V>
-inline void add_digits(const ValueBlocks& values, const WeightDigits& weights, float* totals, Index width, Index byte,
-                       const Reading& reading) {
+inline void add_digits(const ValueBlocks& values, const WeightDigits& weights, float* accumulators, Index width,
+                       Index byte, const RowPrefetcher& prefetcher) {
   constexpr int N = is_int4 ? 2 * V : V;  // of int4 the even and the odd elements
   constexpr Index kDigit = kMaxGroups * kChunk;
   const Index group = values.side.group_of_byte[byte];
@@ -209,15 +209,16 @@ inline void add_digits(const ValueBlocks& values, const WeightDigits& weights, f
 #pragma GCC unroll 2
     for (int n = 0; n < N; ++n) sums[r][0][n] = sums[r][1][n] = _mm512_setzero_si512();
   for (Index b = values.begin; b < values.end; ++b) {
-    const Byte *at = values.block[b] + 4 * byte, *digits = weights.digit[0][0][group] + WeightDigits::place(b, 0);
-    const BlockReading following(reading, values.chunk, b * kBlock);
+    const Byte* at = values.block[b] + 4 * byte;
+    const Byte* digits = weights.digit[0][0][group] + WeightDigits::dword_offset(b, 0);
+    const BlockPrefetcher block_prefetcher(prefetcher, values.chunk, b * kBlock);
 #pragma GCC unroll 1
     for (Index quad = 0; quad < kBlock / 4;
-         ++quad, at += 4 * values.side.row_bytes, digits += WeightDigits::place(0, 1)) {
+         ++quad, at += 4 * values.side.row_bytes, digits += WeightDigits::dword_offset(0, 1)) {
       __m512i x[N];
 #pragma GCC unroll 2
       for (int v = 0; v < V; ++v) {
-        following.ask((at - values.block[b]) / 64 + v);
+        block_prefetcher.prefetch_line((at - values.block[b]) / 64 + v);
         const __m512i codes = _mm512_loadu_si512(at + 64 * v);
         if constexpr (is_int4) {
           x[2 * v] = sign_extend(codes);
@@ -245,10 +246,10 @@ inline void add_digits(const ValueBlocks& values, const WeightDigits& weights, f
       const __m512i sum = _mm512_add_epi32(_mm512_slli_epi32(sums[r][0][n], 8), sums[r][1][n]);
       out[n] = reinterpret_cast<Vec>(_mm512_mul_ps(step, _mm512_cvtepi32_ps(sum)));
     }
-    float* total = totals + r * width + (is_int4 ? 2 * byte : byte);
-    if constexpr (is_int4) zip(out);
+    float* accumulator = accumulators + r * width + (is_int4 ? 2 * byte : byte);
+    if constexpr (is_int4) interleave(out);
 #pragma GCC unroll 2
-    for (int n = 0; n < N; ++n) store(total + n * kLanes, load(total + n * kLanes) + out[n]);
+    for (int n = 0; n < N; ++n) store(accumulator + n * kLanes, load(accumulator + n * kLanes) + out[n]);
   }
 }
 
@@ -262,25 +263,25 @@ inline bool has_negative(const float (*scales)[kChunk], Index num_groups) {
 
 template <bool is_int4>
 inline void value_digits(const ChunkRows& chunk, const ValueTask& task) {
-  const SidePlace& value = *chunk.side;
+  const SideLayout& value = *chunk.side;
   alignas(64) float scales[kMaxGroups][kChunk];
   read_scales(chunk, scales);
   // Digits are unsigned.
   if (has_negative(scales, value.num_groups)) return value_codes<is_int4, Unrounded>(chunk, task);
   const ValueBlocks blocks(chunk);
   WeightDigits weights;
-  shrink_totals(task);
+  rescale_accumulators(task);
   chunk.prefetch_scales();
   for_rows(task.num_rows, [&]<int R>(Index first) {
     weights.read(task.weights + first * kChunk, R, scales, value.num_groups);
-    const Reading reading = chunk.reading.of_rows(first);
-    float* totals = task.totals + first * task.width;
+    const RowPrefetcher prefetcher = chunk.prefetcher.for_first_rows(first);
+    float* accumulators = task.accumulators + first * task.width;
     constexpr int V = is_int4 ? 1 : 2;
     Index byte = 0;
     for (; byte + 16 * V <= value.row_bytes; byte += 16 * V)
-      add_digits<R, is_int4, V>(blocks, weights, totals, task.width, byte, reading);
+      add_digits<R, is_int4, V>(blocks, weights, accumulators, task.width, byte, prefetcher);
     for (; byte < value.row_bytes; byte += 16)
-      add_digits<R, is_int4, 1>(blocks, weights, totals, task.width, byte, reading);
+      add_digits<R, is_int4, 1>(blocks, weights, accumulators, task.width, byte, prefetcher);
   });
 }
 

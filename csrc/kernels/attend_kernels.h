@@ -12,30 +12,29 @@
 namespace kvloom::KVLOOM_ISA {
 
 struct ScoreKernel {
-  void (*pack)(const SidePlace& side, const float* query, Index num_rows, Index width, Byte* packed);
+  void (*pack)(const SideLayout& side, const float* query, Index num_rows, Index width, Byte* packed);
   void (*run)(const ChunkRows& chunk, const ScoreTask& task);
 };
 using ValueKernel = void (*)(const ChunkRows& chunk, const ValueTask& task);
 
-inline void pack_nothing(const SidePlace&, const float*, Index, Index, Byte*) {}
+inline void pack_nothing(const SideLayout&, const float*, Index, Index, Byte*) {}
 
 // Rows of the query's own dtype are read as they are, and all floats by a float32 query, since nothing is rounded;
 // others through float32 copies.
-inline bool is_direct(const SidePlace& side, DType query_dtype) {
+inline bool is_direct(const SideLayout& side, DType query_dtype) {
   return !side.scale.data && (side.cache.dtype == query_dtype || query_dtype == DType::f32) &&
          side.dim % kBlock == 0;
 }
 
-// Whether codes can be met as they are, block by block: groups begin with a column of keys, rows fill vectors of
-// values.
-inline bool takes_codes(const SidePlace& side) {
+// Whether the kernels of codes serve this side: groups begin with a column of keys, and rows fill vectors of values.
+inline bool uses_code_kernels(const SideLayout& side) {
   return side.scale.data && side.num_groups <= kMaxGroups && side.row_bytes % 16 == 0 &&
          side.row_bytes % (4 * side.num_groups) == 0;
 }
 
 // Calls choice.template operator()<is_int4, Rounded>() for the codes of `side`.
 template <class Choice>
-inline auto choose_codes(const SidePlace& side, DType query_dtype, Choice choice) {
+inline auto choose_codes(const SideLayout& side, DType query_dtype, Choice choice) {
   const bool is_int4 = side.cache.dtype == DType::int4;
   const auto choose = [&]<class Rounded>(Rounded) {
     return is_int4 ? choice.template operator()<true, Rounded>() : choice.template operator()<false, Rounded>();
@@ -45,26 +44,26 @@ inline auto choose_codes(const SidePlace& side, DType query_dtype, Choice choice
 }
 
 #ifdef KVLOOM_HAS_DOT_PRODUCTS
-// Codes that are worth dequantizing: making digits of weights, and scaling sums, pays where groups are long.
-inline bool takes_codes_as_bf16(const SidePlace& side, DType query_dtype) {
-  return takes_codes(side) && query_dtype == DType::bf16 && side.group % 32 != 0 && side.dim % 64 == 0;
+// Whether codes are dequantized to bfloat16: making digits of weights, and scaling sums, pays only for long groups.
+inline bool uses_bf16_code_kernels(const SideLayout& side, DType query_dtype) {
+  return uses_code_kernels(side) && query_dtype == DType::bf16 && side.group % 32 != 0 && side.dim % 64 == 0;
 }
 
 // Integer digits are finer than a 16-bit query.
-inline bool takes_digits(const SidePlace& side, DType query_dtype) {
-  return takes_codes(side) && query_dtype != DType::f32 && !is_coarser(side.scale.dtype, query_dtype);
+inline bool uses_digit_kernels(const SideLayout& side, DType query_dtype) {
+  return uses_code_kernels(side) && query_dtype != DType::f32 && !is_coarser(side.scale.dtype, query_dtype);
 }
 #endif
 
-inline ScoreKernel choose_score(const SidePlace& key, DType query_dtype) {
+inline ScoreKernel choose_score(const SideLayout& key, DType query_dtype) {
 #ifdef KVLOOM_HAS_DOT_PRODUCTS
-  if (takes_codes_as_bf16(key, query_dtype))
+  if (uses_bf16_code_kernels(key, query_dtype))
     return {pack_bf16, key.cache.dtype == DType::int4 ? score_codes_bf16<true> : score_codes_bf16<false>};
-  if (takes_digits(key, query_dtype))
+  if (uses_digit_kernels(key, query_dtype))
     return {pack_digits, key.cache.dtype == DType::int4 ? score_digits<true> : score_digits<false>};
   if (is_direct(key, query_dtype) && query_dtype == DType::bf16 && key.dim % 32 == 0) return {pack_bf16, score_bf16};
 #endif
-  if (takes_codes(key))
+  if (uses_code_kernels(key))
     return choose_codes(key, query_dtype, []<bool is_int4, class Rounded>() {
       return ScoreKernel{pack_nothing, score_codes<is_int4, Rounded>};
     });
@@ -76,15 +75,15 @@ inline ScoreKernel choose_score(const SidePlace& key, DType query_dtype) {
   }
 }
 
-inline ValueKernel choose_value(const SidePlace& value, DType query_dtype) {
+inline ValueKernel choose_value(const SideLayout& value, DType query_dtype) {
 #ifdef KVLOOM_HAS_DOT_PRODUCTS
   if (is_direct(value, query_dtype) && query_dtype == DType::bf16 && value.dim % 64 == 0) return value_bf16;
-  if (takes_codes_as_bf16(value, query_dtype))
+  if (uses_bf16_code_kernels(value, query_dtype))
     return value.cache.dtype == DType::int4 ? value_codes_bf16<true> : value_codes_bf16<false>;
-  if (takes_digits(value, query_dtype) && value.group % 32 == 0)
+  if (uses_digit_kernels(value, query_dtype) && value.group % 32 == 0)
     return value.cache.dtype == DType::int4 ? value_digits<true> : value_digits<false>;
 #endif
-  if (takes_codes(value))
+  if (uses_code_kernels(value))
     return choose_codes(value, query_dtype,
                         []<bool is_int4, class Rounded>() -> ValueKernel { return value_codes<is_int4, Rounded>; });
   if (!is_direct(value, query_dtype)) return value_wide;

@@ -1,19 +1,19 @@
-// Keys of a chunk, turned so that a lane is a token: for many rows, which would else add across lanes for each score.
-// A sum is the same numbers in the same order, so that it has the same bits.
+// Keys of a chunk, packed (transposed) so that a lane is a token. Many rows share the packing, and need no horizontal
+// sum for each score. A sum adds the same numbers in the same order as without packing, so it has the same bits.
 #pragma once
 
 #include "attend_vector.h"
 
 namespace kvloom::KVLOOM_ISA {
 
-constexpr Index kManyRows = 48;  // from so many on it pays to turn keys, and to put values in order
+constexpr Index kManyRows = 48;  // rows of a tile from which on packing keys and values pays
 
-// Scores are what is added up: how rows are read, and how two dwords multiply.
+// Scores says how rows are read and how two dwords are multiplied and accumulated.
 template <class Scores>
 class KeyPanel {
  public:
-  // Takes the rows of the block of tokens from `first` on, of `width` elements.
-  void turn(const Byte* const* rows, Index first, Index width) {
+  // Packs the rows of the block of tokens from `first` on, of `width` elements.
+  void pack(const Byte* const* rows, Index first, Index width) {
     for (Index t = 0; t < kBlock; t += kLanes)
       for (Index dword = 0; dword < width / Scores::kElements; dword += kLanes) {
         Vec x[kLanes];
@@ -25,14 +25,14 @@ class KeyPanel {
       }
   }
 
-  // R rows by all tokens. Where lanes are elements, each adds up every kLanes-th dword, and then they are folded in
-  // halves, quarters and so on. Here these sums come one after the other, those next to each other that fold first.
+  // R rows by all tokens. Unpacked, a lane accumulates every kLanes-th dword, and a horizontal sum reduces the lanes by
+  // halves, quarters and so on. Here those lanes are computed one after the other, in the order of that reduction.
   template <int R, int W>
   void score(const Byte* query, Index query_bytes, Index any_width, float* scores) const {
     constexpr int V = kLanes == 16 ? 4 : 2;
     const Index steps = (W ? W : any_width) / Scores::kElements / kLanes;
     for (Index t = 0; t < kChunk; t += V * kLanes) {
-      Vec waiting[kLevels + 1][R][V];  // sums that were folded so often
+      Vec pending[kLevels + 1][R][V];  // sums by their level of the reduction
       for (unsigned n = 0; n < kLanes; ++n) {
         Vec sums[R][V] = {};
         const Index lane = reversed(n);
@@ -54,18 +54,18 @@ class KeyPanel {
 #pragma GCC unroll 4
           for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
-            for (int v = 0; v < V; ++v) sums[r][v] += waiting[level][r][v];
-        std::memcpy(waiting[level], sums, sizeof sums);
+            for (int v = 0; v < V; ++v) sums[r][v] += pending[level][r][v];
+        std::memcpy(pending[level], sums, sizeof sums);
       }
       for (int r = 0; r < R; ++r)
-        for (int v = 0; v < V; ++v) store(scores + r * kChunk + t + v * kLanes, waiting[kLevels][r][v]);
+        for (int v = 0; v < V; ++v) store(scores + r * kChunk + t + v * kLanes, pending[kLevels][r][v]);
     }
   }
 
  private:
   static constexpr int kLevels = kLanes == 16 ? 4 : kLanes == 8 ? 3 : 2;
 
-  // The bits of n < kLanes from last to first.
+  // The bits of n < kLanes in reverse order.
   static Index reversed(unsigned n) {
     Index from = 0;
     for (int level = 0; level < kLevels; ++level) from = 2 * from + (n >> level & 1);

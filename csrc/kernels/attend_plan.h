@@ -1,5 +1,5 @@
-// How one call is cut into work items, and where partial results lie. Bits never depend on it: partial
-// results belong to fixed splits of the stored tokens and are always folded in order.
+// How one call is cut into work items, and where partial results lie (split-KV). Bits never depend on it: partial
+// results belong to fixed splits of the stored tokens and are always merged in order.
 #pragma once
 
 #include "attend_cache.h"
@@ -8,17 +8,17 @@ namespace kvloom::KVLOOM_ISA {
 
 constexpr Index kTileFloats = 16384;  // of queries or accumulators in one item
 constexpr Index kTileRows = 128;
-constexpr Index kTileHeads = 8;  // their rows of a page lie side by side, and are asked for together
-constexpr Index kFewNewTokens = 16;  // up to here the splits of a sequence are items of their own
+constexpr Index kTileHeads = 8;  // their rows of a page are neighbors in memory, and are prefetched together
+constexpr Index kMaxNewTokensToSplit = 16;  // up to here each split of a sequence is an item
 constexpr Index kPartial = 16;       // floats before a partial accumulator: maximum, sum, padding
-constexpr Index kMostPartialFloats = Index{16} << 20;  // of all partial results of a call
+constexpr Index kMaxPartialFloats = Index{16} << 20;  // of all partial results of a call
 
 // A row is one query head of one new token; row r of a key/value head is head r % group of token r / group.
 struct Item {
   Index sequence;
   Index first_head, num_heads;  // key/value heads
   Index first_row, num_rows;    // of each of these heads
-  Index split;                  // -1: all of them, folded in order
+  Index split;                  // -1: all of them, merged in order
 };
 
 struct Tokens {
@@ -47,10 +47,10 @@ struct SequencePlan {
     first_split = seen.begin / kSplit;
     num_splits = seen.begin < seen.end ? ceil_div(seen.end, kSplit) - first_split : 0;
     const Index rows_of_all = max(num_new * args.num_heads * args.num_sequences, 1);
-    const Index most_splits = kMostPartialFloats / partial_floats(args) / rows_of_all;
-    is_split = num_splits > 1 && num_new <= kFewNewTokens && num_splits <= most_splits;
+    const Index max_splits = kMaxPartialFloats / partial_floats(args) / rows_of_all;
+    is_split = num_splits > 1 && num_new <= kMaxNewTokensToSplit && num_splits <= max_splits;
 
-    // As many heads to an item as leave every thread an item.
+    // As many heads per item as leave an item for every thread.
     const Index single = args.num_sequences * heads * num_tiles * (is_split ? num_splits : 1);
     const Index spare = single / max(args.num_threads, 1);
     tile_heads = rows <= room ? max(min(min(kTileHeads, spare), min(room / tile_rows, heads)), 1) : 1;
@@ -82,22 +82,22 @@ struct SequencePlan {
   Index num_items, num_merges;
 };
 
-// The head of the workspace, for each sequence: what the sequences before it need.
-struct WorkBefore {
+// For each sequence, at the start of the workspace: the totals of the sequences before it.
+struct WorkOffsets {
   Index items, merges, partials;
 };
 
-inline AttendPlan attend_plan(const AttendArgs& args, WorkBefore* before = nullptr) {
-  WorkBefore sum{0, 0, 0};
+inline AttendPlan attend_plan(const AttendArgs& args, WorkOffsets* offsets = nullptr) {
+  WorkOffsets sum{0, 0, 0};
   for (Index b = 0; b < args.num_sequences; ++b) {
-    if (before) before[b] = sum;
+    if (offsets) offsets[b] = sum;
     const SequencePlan plan(args, b);
     sum.items += plan.num_items;
     sum.merges += plan.num_merges;
     if (plan.is_split) sum.partials += plan.num_splits * plan.num_merges;
   }
-  if (before) before[args.num_sequences] = sum;
-  const Index head = round_up((args.num_sequences + 1) * static_cast<Index>(sizeof(WorkBefore)), 64);
+  if (offsets) offsets[args.num_sequences] = sum;
+  const Index head = round_up((args.num_sequences + 1) * static_cast<Index>(sizeof(WorkOffsets)), 64);
   const Index floats = sum.partials * partial_floats(args);
   return {sum.items, sum.merges, static_cast<std::size_t>(head + floats * static_cast<Index>(sizeof(float)))};
 }
@@ -107,32 +107,32 @@ class Workspace {
  public:
   Workspace(const AttendArgs& args, void* data)
       : args_(args),
-        before_(static_cast<WorkBefore*>(data)),
+        offsets_(static_cast<WorkOffsets*>(data)),
         partials_(reinterpret_cast<float*>(
             static_cast<Byte*>(data) +
-            round_up((args.num_sequences + 1) * static_cast<Index>(sizeof(WorkBefore)), 64))) {}
+            round_up((args.num_sequences + 1) * static_cast<Index>(sizeof(WorkOffsets)), 64))) {}
 
   // The sequence of an item or merge.
-  Index sequence_of(Index WorkBefore::*counter, Index i) const {
+  Index sequence_of(Index WorkOffsets::*counter, Index i) const {
     Index low = 0, high = args_.num_sequences;
     while (high - low > 1) {
       const Index middle = (low + high) / 2;
-      (before_[middle].*counter <= i ? low : high) = middle;
+      (offsets_[middle].*counter <= i ? low : high) = middle;
     }
     return low;
   }
 
   // Maximum, sum and accumulator of a split for one row; splits count from the sequence's first.
   float* partial(const SequencePlan& plan, Index b, Index split, Index new_token, Index head) const {
-    const Index at = before_[b].partials + (split * plan.num_new + new_token) * args_.num_heads + head;
+    const Index at = offsets_[b].partials + (split * plan.num_new + new_token) * args_.num_heads + head;
     return partials_ + at * partial_floats(args_);
   }
 
-  const WorkBefore& before(Index b) const { return before_[b]; }
+  const WorkOffsets& offsets(Index b) const { return offsets_[b]; }
 
  private:
   const AttendArgs& args_;
-  WorkBefore* before_;
+  WorkOffsets* offsets_;
   float* partials_;
 };
 

@@ -1,4 +1,4 @@
-// From dot products to weights, one chunk of tokens at a time, and the folding of partial results.
+// Online softmax: dot products become weights, one chunk of tokens at a time; and the merging of partial results.
 #pragma once
 
 #include "attend_vector.h"
@@ -13,27 +13,27 @@ struct ScoreRow {
   float slope;
 };
 
-// Maximum and sum of a running softmax.
-struct Running {
-  float top = -INFINITY;
+// The running maximum and sum of one row.
+struct OnlineSoftmax {
+  float max = -INFINITY;
   float sum = 0.0f;
 };
 
-// A finite stand-in for the maximum of nothing, so that -inf - top is -inf and not NaN.
-inline float finite_top(float top) { return top == -INFINITY ? 0.0f : top; }
+// 0 in place of the maximum of nothing, so that -inf minus it is -inf and not NaN.
+inline float finite_max(float x) { return x == -INFINITY ? 0.0f : x; }
 
-// Scales dot products of the tokens [first, first + kChunk), in place, and adds what the call asks for; those of
-// hidden tokens become -inf. Returns the largest of each lane.
+// Scales dot products of the tokens [first, first + kChunk), in place, and applies softcap, mask and ALiBi; those
+// of hidden tokens become -inf. Returns the maximum of each lane.
 inline Vec adjust_scores(const AttendArgs& args, const ScoreRow& row, Index first, Index stored, float* scores) {
   const Index begin = max(row.visible.begin - first, 0), end = min(row.visible.end - first, kChunk);
-  Vec top = splat(-INFINITY);
+  Vec lane_max = splat(-INFINITY);
   if (begin == 0 && end == kChunk && args.softcap <= 0.0f && !args.mask.data && !args.alibi_slopes.data) {
     for (Index i = 0; i < kChunk; i += kLanes) {
       const Vec x = load(scores + i) * args.scale;
       store(scores + i, x);
-      top = larger(x, top);
+      lane_max = maximum(x, lane_max);
     }
-    return top;
+    return lane_max;
   }
   const IntVec lanes = lane_numbers();
   alignas(64) float mask[kChunk];
@@ -58,73 +58,74 @@ inline Vec adjust_scores(const AttendArgs& args, const ScoreRow& row, Index firs
       x = seen ? x : splat(-INFINITY);
     }
     store(scores + i, x);
-    top = larger(x, top);
+    lane_max = maximum(x, lane_max);
   }
-  return top;
+  return lane_max;
 }
 
-// Turns dot products of R rows into weights, in place; hidden tokens get exactly 0. Earlier sums must be
-// multiplied by `factors`. Each step is done for all rows before the next: they wait for nothing but their own.
+// Computes weights from the dot products of R rows, in place; hidden tokens get exactly 0. Earlier accumulators must be
+// multiplied by `factors`. Each step is done for all rows before the next one: rows are independent, steps are not.
 template <int R>
-inline void weigh_rows(const AttendArgs& args, const ScoreRow* rows, Index first, Index stored, float* scores,
-                       Running* running, float* factors) {
-  Vec top[R], sum[R];
-  float new_top[R];
+inline void update_softmax(const AttendArgs& args, const ScoreRow* rows, Index first, Index stored, float* scores,
+                           OnlineSoftmax* softmax, float* factors) {
+  Vec lane_max[R], sum[R];
+  float new_max[R];
   Vec change{};
-  for (int r = 0; r < R; ++r) top[r] = adjust_scores(args, rows[r], first, stored, scores + r * kChunk);
+  for (int r = 0; r < R; ++r) lane_max[r] = adjust_scores(args, rows[r], first, stored, scores + r * kChunk);
 #pragma GCC unroll 4
   for (int r = 0; r < R; ++r) {
-    const float largest = largest_lane(top[r]), old_top = finite_top(running[r].top);
-    running[r].top = largest > running[r].top ? largest : running[r].top;
-    new_top[r] = finite_top(running[r].top);
-    change[r] = running[r].sum == 0.0f ? 0.0f : old_top - new_top[r];
+    const float largest = max_lane(lane_max[r]), old_max = finite_max(softmax[r].max);
+    softmax[r].max = largest > softmax[r].max ? largest : softmax[r].max;
+    new_max[r] = finite_max(softmax[r].max);
+    change[r] = softmax[r].sum == 0.0f ? 0.0f : old_max - new_max[r];
   }
   const Vec factor = exp(change);  // exactly 1 where the maximum stays
 #pragma GCC unroll 4
   for (int r = 0; r < R; ++r) {
     sum[r] = Vec{};
     for (Index i = r * kChunk; i < (r + 1) * kChunk; i += kLanes) {
-      const Vec weight = exp(load(scores + i) - new_top[r]);
+      const Vec weight = exp(load(scores + i) - new_max[r]);
       store(scores + i, weight);
       sum[r] += weight;
     }
   }
 #pragma GCC unroll 4
   for (int r = 0; r < R; ++r) {
-    running[r].sum = running[r].sum * factor[r] + sum_lanes(sum[r]);
+    softmax[r].sum = softmax[r].sum * factor[r] + sum_lanes(sum[r]);
     factors[r] = factor[r];
   }
 }
 
-// Adds a later partial result to an earlier one. An empty one changes nothing.
-inline void fold_partial(Running& running, float* total, Running other, const float* part, Index width) {
-  const float top = running.top > other.top ? running.top : other.top;
-  const float mine = running.sum == 0.0f ? 0.0f : exp(finite_top(running.top) - finite_top(top));
-  const float theirs = other.sum == 0.0f ? 0.0f : exp(finite_top(other.top) - finite_top(top));
+// Merges a later partial result into an earlier one. An empty one changes nothing.
+inline void merge_partial(OnlineSoftmax& softmax, float* accumulator, OnlineSoftmax other, const float* part,
+                          Index width) {
+  const float new_max = softmax.max > other.max ? softmax.max : other.max;
+  const float mine = softmax.sum == 0.0f ? 0.0f : exp(finite_max(softmax.max) - finite_max(new_max));
+  const float theirs = other.sum == 0.0f ? 0.0f : exp(finite_max(other.max) - finite_max(new_max));
   for (Index d = 0; d < width; d += kLanes)
-    store(total + d, load(total + d) * mine + load(part + d) * theirs);
-  running = {top, running.sum * mine + other.sum * theirs};
+    store(accumulator + d, load(accumulator + d) * mine + load(part + d) * theirs);
+  softmax = {new_max, softmax.sum * mine + other.sum * theirs};
 }
 
-// Divides by the sum, in which a head's sink takes part. Returns whether the result is finite; a sum of
-// nothing gives 0.
-inline bool finish_row(const AttendArgs& args, Index query_head, Running running, float* total, Index dim,
+// Divides by the sum, sinks included, and writes the row of the result. Returns whether it is finite; a sum of nothing
+// gives 0.
+inline bool finish_row(const AttendArgs& args, Index query_head, OnlineSoftmax softmax, float* accumulator, Index dim,
                        Index out_row) {
-  float sum = running.sum, factor = 1.0f;
+  float sum = softmax.sum, factor = 1.0f;
   if (args.sinks.data) {
     const float sink = read_float(args.sinks.data, args.sinks.dtype, query_head * args.sinks.stride[0]);
-    const float top = finite_top(sink > running.top ? sink : running.top);
-    factor = running.sum == 0.0f ? 0.0f : exp(finite_top(running.top) - top);
-    sum = running.sum * factor + exp(sink - top);
+    const float new_max = finite_max(sink > softmax.max ? sink : softmax.max);
+    factor = softmax.sum == 0.0f ? 0.0f : exp(finite_max(softmax.max) - new_max);
+    sum = softmax.sum * factor + exp(sink - new_max);
   }
   const float scale = sum == 0.0f ? 0.0f : factor / sum;
-  Vec differences{};  // of numbers and themselves: 0 where they are finite, else NaN
+  Vec differences{};  // x - x: 0 where x is finite, else NaN
   for (Index d = 0; d < round_up(dim, kBlock); d += kLanes) {
-    const Vec x = load(total + d) * scale;
-    store(total + d, x);
+    const Vec x = load(accumulator + d) * scale;
+    store(accumulator + d, x);
     differences += x - x;
   }
-  write_floats(args.out, args.query_dtype, out_row * dim, total, dim);
+  write_floats(args.out, args.query_dtype, out_row * dim, accumulator, dim);
   return sum_lanes(differences) == 0.0f;
 }
 

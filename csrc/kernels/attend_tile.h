@@ -1,11 +1,11 @@
-// The two products of attention over one chunk of tokens: scores = q.k, total += weight * v.
+// The two products of attention over one chunk of tokens: scores = q.k, accumulator += weight * v.
 //
-// Every row's sums run over d (scores) and over tokens (totals) in one order, whatever rows share its tile:
+// Every row's sums run over d (scores) and over tokens (accumulators) in one order, whatever rows share its tile:
 // a row's bits do not depend on its neighbors.
 #pragma once
 
 #include "attend_panel.h"
-#include "attend_reading.h"
+#include "attend_prefetch.h"
 
 namespace kvloom::KVLOOM_ISA {
 
@@ -21,9 +21,9 @@ struct ScoreTask {
 
 struct ValueTask {
   const float* weights;  // [rows, kChunk], 0 outside [begin, end)
-  const float* factors;  // [rows], by which totals shrink first
+  const float* factors;  // [rows], by which accumulators are rescaled first
   Index num_rows, width;
-  float* totals;  // [rows, width]
+  float* accumulators;  // [rows, width]
 };
 
 // --- any dtype to float32 ----------------------------------------------------------------------------------
@@ -34,7 +34,7 @@ inline bool is_coarser(DType scale, DType query) {
 }
 
 // What a load of `side` as query_dtype gives, element by element; zero from dim on.
-inline void widen_row(const SidePlace& side, const Byte* row, const Byte* scale_row, DType query_dtype,
+inline void widen_row(const SideLayout& side, const Byte* row, const Byte* scale_row, DType query_dtype,
                       float* out) {
   const DType dtype = side.cache.dtype;
   Index d = 0;
@@ -49,18 +49,18 @@ inline void widen_row(const SidePlace& side, const Byte* row, const Byte* scale_
       for (; d < side.dim; ++d) out[d] = round_to(query_dtype, read_float(row, dtype, d));
     }
   } else {
-    const float top = largest_finite(query_dtype == DType::f16 ? query_dtype : side.scale.dtype);
+    const float largest = largest_finite(query_dtype == DType::f16 ? query_dtype : side.scale.dtype);
     for (Index g = 0; g < side.num_groups; ++g) {
       const float scale = read_float(scale_row, side.scale.dtype, g);
       const Index end = d + side.group;
       if (side.group % kLanes == 0)
         for (; d < end; d += kLanes) {
           const Vec x = (dtype == DType::int8 ? load_int8(row + d) : load_int4(row + d / 2)) * scale;
-          store(out + d, x > splat(top) ? splat(top) : x < splat(-top) ? splat(-top) : x);
+          store(out + d, x > splat(largest) ? splat(largest) : x < splat(-largest) ? splat(-largest) : x);
         }
       for (; d < end; ++d) {
         const float x = read_code(row, dtype, d) * scale;
-        out[d] = x > top ? top : x < -top ? -top : x;
+        out[d] = x > largest ? largest : x < -largest ? -largest : x;
       }
     }
     if (is_coarser(side.scale.dtype, query_dtype)) round_row(side.scale.dtype, out, side.dim);
@@ -72,10 +72,10 @@ inline void widen_row(const SidePlace& side, const Byte* row, const Byte* scale_
 class WideRows {
  public:
   const Byte* const* of(const ChunkRows& chunk, Index first) {
-    const SidePlace& side = *chunk.side;
+    const SideLayout& side = *chunk.side;
     for (Index t = 0; t < kBlock; ++t) {
       row_[t] = reinterpret_cast<const Byte*>(copy_[t]);
-      chunk.reading.ask_row(first + t, side.row_bytes);
+      chunk.prefetcher.prefetch_row(first + t, side.row_bytes);
       if (first + t >= chunk.begin && first + t < chunk.end)
         widen_row(side, chunk.row[first + t], chunk.scale[first + t], chunk.query_dtype, copy_[t]);
       else
@@ -105,7 +105,7 @@ struct LoadF16 {
   static Vec at(const Byte* row, Index d) { return load_f16(row + 2 * d); }
 };
 
-// Calls kernel.template operator()<W>() with the width as a constant where it is a usual one, else with 0.
+// Calls kernel.template operator()<W>() with the width as a constant where it is a common one, else with 0.
 template <class Kernel>
 inline void for_width(Index width, Kernel kernel) {
   switch (width) {
@@ -118,7 +118,7 @@ inline void for_width(Index width, Kernel kernel) {
 // R rows by kLanes / R tokens, token by token, so that memory is read in the order of its addresses.
 template <class Load, int R, int W>
 inline void score_tokens(const float* query, Index any_width, const Byte* const* keys,
-                         const Reading& reading, Index first, float* scores) {
+                         const RowPrefetcher& prefetcher, Index first, float* scores) {
   constexpr int T = kLanes / R;
   const Index width = W ? W : any_width;
   Vec sums[kLanes];
@@ -130,7 +130,7 @@ inline void score_tokens(const float* query, Index any_width, const Byte* const*
     for (int r = 0; r < R; ++r) sum[r] = Vec{};
 #pragma GCC unroll 8
     for (Index d = 0; d < width; d += kLanes) {
-      if (d * Load::kBytes % 64 == 0) reading.ask<Load::kBytes>(first + t, d * Load::kBytes, 1);
+      if (d * Load::kBytes % 64 == 0) prefetcher.prefetch_lines<Load::kBytes>(first + t, d * Load::kBytes, 1);
       const Vec x = Load::at(key, d);
 #pragma GCC unroll 16
       for (int r = 0; r < R; ++r) sum[r] = multiply_add(load(query + r * width + d), x, sum[r]);
@@ -139,7 +139,7 @@ inline void score_tokens(const float* query, Index any_width, const Byte* const*
     for (int r = 0; r < R; ++r) sums[r * T + t] = sum[r];
   }
   alignas(64) float found[kLanes];
-  store(found, add_across(sums));
+  store(found, horizontal_sums(sums));
 #pragma GCC unroll 16
   for (int r = 0; r < R; ++r) std::memcpy(scores + r * kChunk, found + r * T, T * sizeof(float));
 }
@@ -153,7 +153,7 @@ inline void for_rows(Index num_rows, Kernel kernel) {
   if (r < num_rows) kernel.template operator()<1>(r);
 }
 
-// Scores of the tokens of one block for few rows, and products of dwords for many: of floats that Load reads.
+// For floats that Load reads: scores of one block of tokens for a few rows, and products of dwords for many rows.
 template <class Load>
 struct FloatScores {
   static Vec at(const Byte* row, Index dword) { return Load::at(row, dword); }
@@ -163,33 +163,35 @@ struct FloatScores {
   static Index query_bytes(const ScoreTask& task) { return task.width * 4; }  // from row to row
 
   template <int R, int W>
-  static void few(const ScoreTask& task, Index r, const Byte* const* keys, const Reading& reading, Index first) {
+  static void score_block(const ScoreTask& task, Index r, const Byte* const* keys, const RowPrefetcher& prefetcher,
+                          Index first) {
     for (Index t = 0; t < kBlock; t += kLanes / R)
-      score_tokens<Load, R, W>(task.query + r * task.width, task.width, keys + t, reading, first + t,
+      score_tokens<Load, R, W>(task.query + r * task.width, task.width, keys + t, prefetcher, first + t,
                                task.scores + r * kChunk + first + t);
   }
 };
 
 // Scores of the chunk; rows_of(first) are the keys of the block of tokens from there on.
 template <class Scores, int W, class RowsOf>
-inline void score_blocks(const ChunkRows& chunk, const ScoreTask& task, const Reading& reading, RowsOf rows_of) {
+inline void score_blocks(const ChunkRows& chunk, const ScoreTask& task, const RowPrefetcher& prefetcher,
+                         RowsOf rows_of) {
   KeyPanel<Scores> panel;
   const Index width = W ? W : task.width;
   const bool has_many = task.num_rows >= kManyRows;
   for (Index first = chunk.begin / kBlock * kBlock; first < chunk.end; first += kBlock) {
     const Byte* const* keys = rows_of(first);
     if (has_many) {
-      panel.turn(keys, first, width);
+      panel.pack(keys, first, width);
     } else {
       for_rows(task.num_rows, [&]<int R>(Index r) {
-        Scores::template few<R, W>(task, r, keys, reading.of_rows(r), first);
+        Scores::template score_block<R, W>(task, r, keys, prefetcher.for_first_rows(r), first);
       });
     }
   }
   if (has_many)
     for_rows(task.num_rows, [&]<int R>(Index r) {
       const Index bytes = Scores::query_bytes(task);
-      reading.ask_share(r, r + R, task.num_rows, chunk.side->row_bytes);
+      prefetcher.prefetch_share(r, r + R, task.num_rows, chunk.side->row_bytes);
       panel.template score<R, W>(Scores::query(task) + r * bytes, bytes, width, task.scores + r * kChunk);
     });
 }
@@ -197,28 +199,29 @@ inline void score_blocks(const ChunkRows& chunk, const ScoreTask& task, const Re
 template <class Load>
 inline void score_direct(const ChunkRows& chunk, const ScoreTask& task) {
   for_width(task.width, [&]<int W>() {
-    score_blocks<FloatScores<Load>, W>(chunk, task, chunk.reading, [&](Index first) { return chunk.row + first; });
+    score_blocks<FloatScores<Load>, W>(chunk, task, chunk.prefetcher, [&](Index first) { return chunk.row + first; });
   });
 }
 
 inline void score_wide(const ChunkRows& chunk, const ScoreTask& task) {
   WideRows rows;
   if (chunk.side->scale.data) chunk.prefetch_scales();
-  score_blocks<FloatScores<LoadF32>, 0>(chunk, task, Reading(), [&](Index first) { return rows.of(chunk, first); });
+  const auto rows_of = [&](Index first) { return rows.of(chunk, first); };
+  score_blocks<FloatScores<LoadF32>, 0>(chunk, task, RowPrefetcher(), rows_of);
 }
 
 // R rows by N vectors of d.
 template <class Load, int R, int N>
-inline void add_values(const float* weights, const Byte* const* values, const Reading& reading, Index first,
-                       Index begin, Index end, float* totals, Index width, Index d) {
+inline void add_values(const float* weights, const Byte* const* values, const RowPrefetcher& prefetcher, Index first,
+                       Index begin, Index end, float* accumulators, Index width, Index d) {
   Vec sums[R][N];
 #pragma GCC unroll 4
   for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
-    for (int n = 0; n < N; ++n) sums[r][n] = load(totals + r * width + d + n * kLanes);
+    for (int n = 0; n < N; ++n) sums[r][n] = load(accumulators + r * width + d + n * kLanes);
   for (Index t = begin; t < end; ++t) {
     if (d * Load::kBytes % 64 == 0)
-      reading.ask<Load::kBytes>(first + t, d * Load::kBytes, max(N * kLanes * Load::kBytes / 64, 1));
+      prefetcher.prefetch_lines<Load::kBytes>(first + t, d * Load::kBytes, max(N * kLanes * Load::kBytes / 64, 1));
     Vec value[N];
 #pragma GCC unroll 4
     for (int n = 0; n < N; ++n) value[n] = Load::at(values[t], d + n * kLanes);
@@ -232,49 +235,50 @@ inline void add_values(const float* weights, const Byte* const* values, const Re
 #pragma GCC unroll 4
   for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
-    for (int n = 0; n < N; ++n) store(totals + r * width + d + n * kLanes, sums[r][n]);
+    for (int n = 0; n < N; ++n) store(accumulators + r * width + d + n * kLanes, sums[r][n]);
 }
 
-inline void shrink_totals(const ValueTask& task) {
+inline void rescale_accumulators(const ValueTask& task) {
   for (Index r = 0; r < task.num_rows; ++r) {
     if (task.factors[r] == 1.0f) continue;
-    float* total = task.totals + r * task.width;
-    for (Index d = 0; d < task.width; d += kLanes) store(total + d, load(total + d) * task.factors[r]);
+    float* accumulator = task.accumulators + r * task.width;
+    for (Index d = 0; d < task.width; d += kLanes) store(accumulator + d, load(accumulator + d) * task.factors[r]);
   }
 }
 
 // Adds the tokens [begin, end) of rows that begin at token `first` of the chunk.
 template <class Load>
-inline void value_block(const ValueTask& task, const Byte* const* values, const Reading& reading, Index first,
+inline void value_block(const ValueTask& task, const Byte* const* values, const RowPrefetcher& prefetcher, Index first,
                         Index begin, Index end) {
   constexpr int N = kLanes == 16 ? 4 : 2;
   const bool has_many = task.num_rows >= kManyRows;
   for_rows(task.num_rows, [&]<int R>(Index r) {
-    if (has_many) reading.ask_share(r, r + R, task.num_rows, task.width * Load::kBytes);
-    const Reading asking = has_many ? Reading() : reading.of_rows(r);
+    if (has_many) prefetcher.prefetch_share(r, r + R, task.num_rows, task.width * Load::kBytes);
+    const RowPrefetcher row_prefetcher = has_many ? RowPrefetcher() : prefetcher.for_first_rows(r);
     const float* weights = task.weights + r * kChunk + first;
-    float* totals = task.totals + r * task.width;
+    float* accumulators = task.accumulators + r * task.width;
     Index d = 0;
     for (; d + N * kLanes <= task.width; d += N * kLanes)
-      add_values<Load, R, N>(weights, values, asking, first, begin, end, totals, task.width, d);
+      add_values<Load, R, N>(weights, values, row_prefetcher, first, begin, end, accumulators, task.width, d);
     for (; d < task.width; d += kLanes)
-      add_values<Load, R, 1>(weights, values, asking, first, begin, end, totals, task.width, d);
+      add_values<Load, R, 1>(weights, values, row_prefetcher, first, begin, end, accumulators, task.width, d);
   });
 }
 
 template <class Load>
 inline void value_direct(const ChunkRows& chunk, const ValueTask& task) {
-  shrink_totals(task);
-  value_block<Load>(task, chunk.row, chunk.reading, 0, chunk.begin, chunk.end);
+  rescale_accumulators(task);
+  value_block<Load>(task, chunk.row, chunk.prefetcher, 0, chunk.begin, chunk.end);
 }
 
 inline void value_wide(const ChunkRows& chunk, const ValueTask& task) {
   WideRows rows;
   if (chunk.side->scale.data) chunk.prefetch_scales();
-  shrink_totals(task);
+  rescale_accumulators(task);
   for (Index first = chunk.begin / kBlock * kBlock; first < chunk.end; first += kBlock) {
     const Byte* const* values = rows.of(chunk, first);
-    value_block<LoadF32>(task, values, Reading(), first, max(chunk.begin - first, 0), min(chunk.end - first, kBlock));
+    const Index begin = max(chunk.begin - first, 0), end = min(chunk.end - first, kBlock);
+    value_block<LoadF32>(task, values, RowPrefetcher(), first, begin, end);
   }
 }
 

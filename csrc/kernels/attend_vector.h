@@ -1,4 +1,5 @@
-// Vectors of the compiler, as wide as the instruction set's, and what softmax and sums across lanes need of them.
+// The compiler's vectors, as wide as the instruction set's registers, and their operations for softmax and horizontal
+// sums.
 #pragma once
 
 #include "attend_cache.h"
@@ -35,7 +36,7 @@ inline IntVec lane_numbers() {
   return lanes;
 }
 
-inline Vec larger(Vec a, Vec b) { return a > b ? a : b; }
+inline Vec maximum(Vec a, Vec b) { return a > b ? a : b; }
 
 // x * y + z, rounded once where the instruction set can. The compiler must not choose: some rows are computed by
 // several copies of a function, and have the same bits in all of them.
@@ -56,22 +57,22 @@ inline Vec multiply_add(Vec x, Vec y, Vec z) {
 inline Vec multiply_add(Vec x, float y, Vec z) { return multiply_add(x, splat(y), z); }
 inline Vec multiply_add(Vec x, Vec y, float z) { return multiply_add(x, y, splat(z)); }
 
-// Sum and maximum of the lanes, halves first: one fixed tree.
+// Sum and maximum of the lanes, halves first: one fixed reduction tree.
 template <int width, int... lane>
 constexpr IntVec swapped_lanes(std::integer_sequence<int, lane...>) {
   return IntVec{(lane ^ width)...};
 }
 template <int width = kLanes / 2, class Combine>
-inline float fold_lanes(Vec x, Combine combine) {
+inline float reduce_lanes(Vec x, Combine combine) {
   constexpr IntVec swapped = swapped_lanes<width>(std::make_integer_sequence<int, kLanes>());
-  const Vec folded = combine(x, __builtin_shuffle(x, swapped));
-  if constexpr (width > 1) return fold_lanes<width / 2>(folded, combine);
-  return folded[0];
+  const Vec reduced = combine(x, __builtin_shuffle(x, swapped));
+  if constexpr (width > 1) return reduce_lanes<width / 2>(reduced, combine);
+  return reduced[0];
 }
 inline float sum_lanes(Vec x) {
-  return fold_lanes(x, [](Vec a, Vec b) { return a + b; });
+  return reduce_lanes(x, [](Vec a, Vec b) { return a + b; });
 }
-inline float largest_lane(Vec x) { return fold_lanes(x, larger); }
+inline float max_lane(Vec x) { return reduce_lanes(x, maximum); }
 
 // e^x to about one unit in the last place; 0 far below the smallest normal number, exactly 1 at 0, NaN stays NaN.
 inline Vec exp(Vec x) {
@@ -121,15 +122,15 @@ inline Vec tanh(Vec x) {
 
 // --- several vectors ---------------------------------------------------------------------------------------
 
-// Which lanes of a pair of vectors meet when both are folded to groups of `width` lanes.
+// Which lanes of a pair of vectors are added when both are reduced to groups of `width` lanes.
 template <int width, int... lane>
-constexpr IntVec fold_lanes_of(std::integer_sequence<int, lane...>) {
+constexpr IntVec paired_lanes(std::integer_sequence<int, lane...>) {
   return IntVec{(lane / (2 * width) * 2 * width + lane % width + (lane % (2 * width) < width ? 0 : kLanes))...};
 }
 
 template <int width>
 __attribute__((always_inline)) inline void add_pairs(Vec* sums) {
-  constexpr IntVec low = fold_lanes_of<width>(std::make_integer_sequence<int, kLanes>());
+  constexpr IntVec low = paired_lanes<width>(std::make_integer_sequence<int, kLanes>());
 #pragma GCC unroll 8
   for (int i = 0; i < width; ++i)
     sums[i] = __builtin_shuffle(sums[i], sums[i + width], low) +
@@ -137,7 +138,7 @@ __attribute__((always_inline)) inline void add_pairs(Vec* sums) {
 }
 
 // Lane i of the result is the sum of sums[i]: pairs of vectors are added in halves, then quarters, and so on.
-__attribute__((always_inline)) inline Vec add_across(Vec* sums) {
+__attribute__((always_inline)) inline Vec horizontal_sums(Vec* sums) {
   if constexpr (kLanes >= 16) add_pairs<8>(sums);
   if constexpr (kLanes >= 8) add_pairs<4>(sums);
   add_pairs<2>(sums);
@@ -148,7 +149,7 @@ __attribute__((always_inline)) inline Vec add_across(Vec* sums) {
 // Vector i becomes lane i of all: pairs of vectors exchange halves, then quarters, and so on.
 template <int width = kLanes / 2>
 __attribute__((always_inline)) inline void transpose(Vec* x) {
-  constexpr IntVec low = fold_lanes_of<width>(std::make_integer_sequence<int, kLanes>());
+  constexpr IntVec low = paired_lanes<width>(std::make_integer_sequence<int, kLanes>());
 #pragma GCC unroll 16
   for (int i = 0; i < kLanes; ++i) {
     if (i & width) continue;

@@ -1,4 +1,4 @@
-// Rows of numbers and rows of codes, both without gaps, and codes in and out of 32-bit lanes.
+// Contiguous rows of numbers and of codes, and the conversion of codes from and to 32-bit lanes.
 #pragma once
 
 #include "simd.h"
@@ -12,7 +12,7 @@ struct Row {
   void* out;
   void* out_scale;
   int64_t count, group;
-  int64_t ahead;  // bytes from what is read to what is read soon after the row
+  int64_t prefetch_bytes;  // distance from what is read to what is prefetched
 };
 
 template <int kBits>

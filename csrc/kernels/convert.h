@@ -14,7 +14,7 @@ void cast_row(const Row& row) {
   Out* out = static_cast<Out*>(row.out);
   int64_t i = 0;
   for (; i + kLanes <= row.count; i += kLanes) store(out + i, load(in + i));
-  if (i < row.count) store_some(out + i, load_some(in + i, row.count - i), row.count - i);
+  if (i < row.count) store_partial(out + i, load_partial(in + i, row.count - i), row.count - i);
 }
 
 // --- dequantize -------------------------------------------------------------------------------------------
@@ -44,13 +44,13 @@ void dequantize_row(const Row& row) {
   if (group < kLanes && kLanes % group == 0) {  // several groups in a vector
     const Ints group_of_lane = lane_numbers() >> __builtin_ctzll(group);
     const auto step = [&](int64_t i, int64_t count, int64_t groups) KVLOOM_INLINE_LAMBDA {
-      const Floats scale = as<Floats>(permute(as<Ints>(load_some(scales, groups)), group_of_lane));
+      const Floats scale = as<Floats>(permute(as<Ints>(load_partial(scales, groups)), group_of_lane));
       scales += groups;
       const Floats x = value_of<Scale, Out>(load_codes<kBits>(in + i * kBits / 8, count), scale);
       if (count == kLanes) {
         store_value<Scale>(out + i, x);
       } else {
-        store_some(out + i, x, count);
+        store_partial(out + i, x, count);
       }
     };
     const int64_t rest = row.count % kLanes, whole = row.count - rest, groups = kLanes / group;
@@ -61,7 +61,7 @@ void dequantize_row(const Row& row) {
 
   for (int64_t first = 0; first < row.count; first += group) {
     const int64_t whole = group / kLanes * kLanes, rest = group - whole;
-    const Floats scale = splat(load_some(scales++, 1)[0]);
+    const Floats scale = splat(load_partial(scales++, 1)[0]);
     const char* codes = in + first * kBits / 8;
     Out* x = out + first;
     for (int64_t i = 0; i < whole; i += kLanes) {
@@ -70,7 +70,7 @@ void dequantize_row(const Row& row) {
     }
     if (rest != 0) {
       const Floats last = load_codes<kBits>(codes + whole * kBits / 8, rest);
-      store_some(x + whole, value_of<Scale, Out>(last, scale), rest);
+      store_partial(x + whole, value_of<Scale, Out>(last, scale), rest);
     }
   }
 }

@@ -1,5 +1,5 @@
-// Vector types of the width that suits the instruction set, and what compilers do badly or not at all with
-// their vector extension: changing the width of lanes, moving lanes, minimum and maximum.
+// Vector types as wide as the instruction set's registers, and operations that compilers do badly or not at all with
+// their vector extension: changing the width of lanes, permuting lanes, minimum and maximum.
 #pragma once
 
 #include <cstdint>
@@ -33,11 +33,11 @@ using Magnitudes = VectorOf<int16_t, kLanes * 2>::type;  // a register of those,
 using Bytes = VectorOf<int8_t>::type;                    // as many 8-bit codes
 using Nibbles = VectorOf<uint8_t, kLanes / 2>::type;     // as many 4-bit codes, two to a byte
 
-/// The bits of one vector as another; what the larger has beyond the smaller is 0 or cut off.
+/// The bits of one vector as another type; excess bits are 0 or cut off.
 template <class To, class From>
 KVLOOM_INLINE To as(From from) {
   To to{};
-  if constexpr (sizeof from <= 8 && sizeof to == 16) {  // in a register, not by way of memory
+  if constexpr (sizeof from <= 8 && sizeof to == 16) {  // in a register, not through memory
     uint64_t bits = 0;
     std::memcpy(&bits, &from, sizeof from);
     const VectorOf<uint64_t, 2>::type both = {bits, 0};
@@ -58,21 +58,21 @@ KVLOOM_INLINE Ints lane_numbers() {
   return numbers;
 }
 
-// Of lanes: `larger` and `smaller` give the second where one is NaN. Of widths: `zero_extend` and
+// `maximum` and `minimum` give the second operand where one is NaN. Widths: `zero_extend` and
 // `sign_extend` to 32 bits, `low_halves` and `low_bytes` of 32 bits.
 
 #if defined(__AVX512F__)
 
-KVLOOM_INLINE Floats larger(Floats a, Floats b) {
+KVLOOM_INLINE Floats maximum(Floats a, Floats b) {
   return as<Floats>(_mm512_max_ps(as<__m512>(a), as<__m512>(b)));
 }
-KVLOOM_INLINE Floats smaller(Floats a, Floats b) {
+KVLOOM_INLINE Floats minimum(Floats a, Floats b) {
   return as<Floats>(_mm512_min_ps(as<__m512>(a), as<__m512>(b)));
 }
-KVLOOM_INLINE Ints larger(Ints a, Ints b) {
+KVLOOM_INLINE Ints maximum(Ints a, Ints b) {
   return as<Ints>(_mm512_max_epi32(as<__m512i>(a), as<__m512i>(b)));
 }
-KVLOOM_INLINE Magnitudes larger(Magnitudes a, Magnitudes b) {
+KVLOOM_INLINE Magnitudes maximum(Magnitudes a, Magnitudes b) {
   return as<Magnitudes>(_mm512_max_epi16(as<__m512i>(a), as<__m512i>(b)));
 }
 KVLOOM_INLINE Ints permute(Ints x, Ints index) {
@@ -91,16 +91,16 @@ KVLOOM_INLINE Bytes low_bytes(Ints x) { return as<Bytes>(_mm512_cvtepi32_epi8(as
 
 #elif defined(__AVX2__)
 
-KVLOOM_INLINE Floats larger(Floats a, Floats b) {
+KVLOOM_INLINE Floats maximum(Floats a, Floats b) {
   return as<Floats>(_mm256_max_ps(as<__m256>(a), as<__m256>(b)));
 }
-KVLOOM_INLINE Floats smaller(Floats a, Floats b) {
+KVLOOM_INLINE Floats minimum(Floats a, Floats b) {
   return as<Floats>(_mm256_min_ps(as<__m256>(a), as<__m256>(b)));
 }
-KVLOOM_INLINE Ints larger(Ints a, Ints b) {
+KVLOOM_INLINE Ints maximum(Ints a, Ints b) {
   return as<Ints>(_mm256_max_epi32(as<__m256i>(a), as<__m256i>(b)));
 }
-KVLOOM_INLINE Magnitudes larger(Magnitudes a, Magnitudes b) {
+KVLOOM_INLINE Magnitudes maximum(Magnitudes a, Magnitudes b) {
   return as<Magnitudes>(_mm256_max_epi16(as<__m256i>(a), as<__m256i>(b)));
 }
 KVLOOM_INLINE Ints permute(Ints x, Ints index) {
@@ -126,10 +126,10 @@ KVLOOM_INLINE Bytes low_bytes(Ints x) {
 
 #else
 
-KVLOOM_INLINE Floats larger(Floats a, Floats b) { return a > b ? a : b; }
-KVLOOM_INLINE Floats smaller(Floats a, Floats b) { return a < b ? a : b; }
-KVLOOM_INLINE Ints larger(Ints a, Ints b) { return a > b ? a : b; }
-KVLOOM_INLINE Magnitudes larger(Magnitudes a, Magnitudes b) { return a > b ? a : b; }
+KVLOOM_INLINE Floats maximum(Floats a, Floats b) { return a > b ? a : b; }
+KVLOOM_INLINE Floats minimum(Floats a, Floats b) { return a < b ? a : b; }
+KVLOOM_INLINE Ints maximum(Ints a, Ints b) { return a > b ? a : b; }
+KVLOOM_INLINE Magnitudes maximum(Magnitudes a, Magnitudes b) { return a > b ? a : b; }
 KVLOOM_INLINE Ints even_lanes(Ints a, Ints b) { return __builtin_shufflevector(a, b, 0, 2, 4, 6); }
 KVLOOM_INLINE Ints odd_lanes(Ints a, Ints b) { return __builtin_shufflevector(a, b, 1, 3, 5, 7); }
 /// Lane i of the result is lane `index[i]` of x.

@@ -1,4 +1,4 @@
-// Where a row lies in memory, and moving it in, out and past the caches.
+// The layout of rows in memory, and copying them: contiguous, strided, and with non-temporal stores.
 #pragma once
 
 #include <cstdint>
@@ -8,16 +8,16 @@
 
 namespace kvloom::KVLOOM_ISA::rows {
 
-/// The rows of a view, in bytes. A row is one head's items, or all heads' where they lie in one run.
-struct Lines {
+/// The rows of a view, in bytes. A row is one head's items, or all heads' where they are contiguous.
+struct RowLayout {
   char* data = nullptr;
   int64_t block_slots = 1, inner_slots = 1;  // slots in a block, and in its inner part
   int64_t block = 0, outer = 0, inner = 0;   // strides of the three parts of a slot
   int64_t head = 0;                          // stride of a head
   int64_t itemsize = 0;
-  int64_t chunks = 1, chunk = 0;  // a row is so many chunks of so many items
+  int64_t chunks = 1, chunk = 0;  // chunks of a row, and items of a chunk
   int64_t chunk_stride = 0, item_stride = 0;
-  bool is_run = false;  // whether the items of a row follow one another
+  bool is_contiguous = false;  // the items of a row
 
   KVLOOM_INLINE int64_t row_bytes() const { return chunks * chunk * itemsize; }
 
@@ -34,75 +34,76 @@ struct Lines {
   }
 };
 
-KVLOOM_INLINE Lines lines_of(const View& view) {
-  Lines lines;
-  lines.data = view.data;
-  lines.itemsize = view.itemsize;
-  lines.block_slots = view.size[1] * view.size[2];
-  lines.inner_slots = view.size[2];
-  lines.block = view.stride[0] * view.itemsize;
-  lines.outer = view.stride[1] * view.itemsize;
-  lines.inner = view.stride[2] * view.itemsize;
-  lines.head = view.stride[3] * view.itemsize;
-  lines.chunks = view.size[4];
-  lines.chunk = view.size[5];
-  lines.chunk_stride = view.stride[4] * view.itemsize;
-  lines.item_stride = view.stride[5] * view.itemsize;
-  if (lines.chunk == 1) {  // chunks of one are items
-    lines.chunk = lines.chunks;
-    lines.item_stride = lines.chunk_stride;
-    lines.chunks = 1;
+KVLOOM_INLINE RowLayout row_layout_of(const View& view) {
+  RowLayout layout;
+  layout.data = view.data;
+  layout.itemsize = view.itemsize;
+  layout.block_slots = view.size[1] * view.size[2];
+  layout.inner_slots = view.size[2];
+  layout.block = view.stride[0] * view.itemsize;
+  layout.outer = view.stride[1] * view.itemsize;
+  layout.inner = view.stride[2] * view.itemsize;
+  layout.head = view.stride[3] * view.itemsize;
+  layout.chunks = view.size[4];
+  layout.chunk = view.size[5];
+  layout.chunk_stride = view.stride[4] * view.itemsize;
+  layout.item_stride = view.stride[5] * view.itemsize;
+  if (layout.chunk == 1) {  // chunks of one are items
+    layout.chunk = layout.chunks;
+    layout.item_stride = layout.chunk_stride;
+    layout.chunks = 1;
   }
-  const bool chunk_is_run = lines.chunk == 1 || lines.item_stride == lines.itemsize;
-  lines.is_run = chunk_is_run && (lines.chunks == 1 || lines.chunk_stride == lines.chunk * lines.itemsize);
-  if (lines.is_run) {
-    lines.chunk *= lines.chunks;
-    lines.chunks = 1;
+  const bool chunk_is_contiguous = layout.chunk == 1 || layout.item_stride == layout.itemsize;
+  layout.is_contiguous =
+      chunk_is_contiguous && (layout.chunks == 1 || layout.chunk_stride == layout.chunk * layout.itemsize);
+  if (layout.is_contiguous) {
+    layout.chunk *= layout.chunks;
+    layout.chunks = 1;
   }
-  return lines;
+  return layout;
 }
 
-/// Whether all heads of a token lie in one run.
-KVLOOM_INLINE bool heads_are_run(const Lines& lines, int64_t num_heads) {
-  return lines.is_run && (num_heads == 1 || lines.head == lines.row_bytes());
+/// Whether all heads of a token are contiguous.
+KVLOOM_INLINE bool heads_are_contiguous(const RowLayout& layout, int64_t num_heads) {
+  return layout.is_contiguous && (num_heads == 1 || layout.head == layout.row_bytes());
 }
 
 /// Whether all heads of a token can be one row, of chunks or items at one stride.
-KVLOOM_INLINE bool heads_join(const Lines& lines, int64_t num_heads) {
-  const int64_t parts = lines.chunks == 1 ? lines.chunk : lines.chunks;
-  const int64_t stride = lines.chunks == 1 ? lines.item_stride : lines.chunk_stride;
-  return lines.is_run || num_heads == 1 || lines.head == parts * stride;
+KVLOOM_INLINE bool heads_can_join(const RowLayout& layout, int64_t num_heads) {
+  const int64_t parts = layout.chunks == 1 ? layout.chunk : layout.chunks;
+  const int64_t stride = layout.chunks == 1 ? layout.item_stride : layout.chunk_stride;
+  return layout.is_contiguous || num_heads == 1 || layout.head == parts * stride;
 }
 
-KVLOOM_INLINE void join_heads(Lines& lines, int64_t num_heads) {
-  if (lines.is_run && !heads_are_run(lines, num_heads)) {  // each head is a chunk
-    lines.chunks = num_heads;
-    lines.chunk_stride = lines.head;
-    lines.item_stride = lines.itemsize;
-    lines.is_run = false;
+KVLOOM_INLINE void join_heads(RowLayout& layout, int64_t num_heads) {
+  if (layout.is_contiguous && !heads_are_contiguous(layout, num_heads)) {  // each head is a chunk
+    layout.chunks = num_heads;
+    layout.chunk_stride = layout.head;
+    layout.item_stride = layout.itemsize;
+    layout.is_contiguous = false;
   } else {
-    (lines.chunks == 1 ? lines.chunk : lines.chunks) *= num_heads;
+    (layout.chunks == 1 ? layout.chunk : layout.chunks) *= num_heads;
   }
 }
 
-// --- runs -------------------------------------------------------------------------------------------------
+// --- contiguous rows --------------------------------------------------------------------------------------
 
-/// Whether a run is whole cache lines.
-KVLOOM_INLINE bool is_lines(const char* to, int64_t bytes) {
+/// Whether this is whole cache lines.
+KVLOOM_INLINE bool is_whole_lines(const char* to, int64_t bytes) {
   return (reinterpret_cast<uintptr_t>(to) | static_cast<uintptr_t>(bytes)) % 64 == 0;
 }
 
-inline void move_run(char* to, const char* from, int64_t bytes, bool stream) {
-  if (!stream || !is_lines(to, bytes)) {
+inline void copy_contiguous(char* to, const char* from, int64_t bytes, bool stream) {
+  if (!stream || !is_whole_lines(to, bytes)) {
     std::memcpy(to, from, bytes);
     return;
   }
   for (int64_t i = 0; i < bytes; i += 64) stream_line(to + i, from + i);
 }
 
-// --- rows with gaps ---------------------------------------------------------------------------------------
+// --- strided rows -----------------------------------------------------------------------------------------
 
-/// Moves `count` items of a size known here, each at a stride of its own.
+/// Copies `count` items of a constant size, each side at its own stride.
 template <int kBytes>
 KVLOOM_INLINE void move_items(char* to, int64_t to_stride, const char* from, int64_t from_stride,
                               int64_t count) {
@@ -124,33 +125,33 @@ inline void move_strided(char* to, int64_t to_stride, const char* from, int64_t 
   }
 }
 
-/// Collects a row with gaps into a run.
-inline void gather_row(const Lines& lines, const char* from, char* to) {
-  const int64_t bytes = lines.chunk * lines.itemsize;
-  if (lines.item_stride == lines.itemsize) {
-    return move_strided(to, bytes, from, lines.chunk_stride, lines.chunks, bytes);
+/// Gathers a strided row into contiguous memory.
+inline void gather_row(const RowLayout& layout, const char* from, char* to) {
+  const int64_t bytes = layout.chunk * layout.itemsize;
+  if (layout.item_stride == layout.itemsize) {
+    return move_strided(to, bytes, from, layout.chunk_stride, layout.chunks, bytes);
   }
-  for (int64_t c = 0; c < lines.chunks; ++c) {
-    move_strided(to + c * bytes, lines.itemsize, from + c * lines.chunk_stride, lines.item_stride,
-                 lines.chunk, lines.itemsize);
+  for (int64_t c = 0; c < layout.chunks; ++c) {
+    move_strided(to + c * bytes, layout.itemsize, from + c * layout.chunk_stride, layout.item_stride,
+                 layout.chunk, layout.itemsize);
   }
 }
 
 /// The inverse of `gather_row`.
-inline void scatter_row(const Lines& lines, char* to, const char* from, bool stream) {
-  const int64_t bytes = lines.chunk * lines.itemsize;
-  if (lines.item_stride == lines.itemsize) {
-    if (stream && is_lines(to, bytes)) {
-      for (int64_t c = 0; c < lines.chunks; ++c) {
-        move_run(to + c * lines.chunk_stride, from + c * bytes, bytes, stream);
+inline void scatter_row(const RowLayout& layout, char* to, const char* from, bool stream) {
+  const int64_t bytes = layout.chunk * layout.itemsize;
+  if (layout.item_stride == layout.itemsize) {
+    if (stream && is_whole_lines(to, bytes)) {
+      for (int64_t c = 0; c < layout.chunks; ++c) {
+        copy_contiguous(to + c * layout.chunk_stride, from + c * bytes, bytes, stream);
       }
       return;
     }
-    return move_strided(to, lines.chunk_stride, from, bytes, lines.chunks, bytes);
+    return move_strided(to, layout.chunk_stride, from, bytes, layout.chunks, bytes);
   }
-  for (int64_t c = 0; c < lines.chunks; ++c) {
-    move_strided(to + c * lines.chunk_stride, lines.item_stride, from + c * bytes, lines.itemsize,
-                 lines.chunk, lines.itemsize);
+  for (int64_t c = 0; c < layout.chunks; ++c) {
+    move_strided(to + c * layout.chunk_stride, layout.item_stride, from + c * bytes, layout.itemsize,
+                 layout.chunk, layout.itemsize);
   }
 }
 

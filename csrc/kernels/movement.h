@@ -1,4 +1,4 @@
-// Store, load and copy: one loop over rows. They differ in which side has slots and in what becomes of a row.
+// Store, load and copy: one loop over rows. They differ in which side has slots and in how a row is converted.
 #pragma once
 
 #include "args.h"
@@ -7,33 +7,33 @@
 
 namespace kvloom::KVLOOM_ISA::rows {
 
-/// Where one row is read and written.
-struct Place {
+/// The addresses at which one row is read and written.
+struct RowPointers {
   const char* from;
   const char* from_scale;
   char* to;
   char* to_scale;
 };
 
-/// Rows from the one that is converted to the one that is asked for meanwhile.
-constexpr int kAhead = 2;
+/// The prefetch distance in rows.
+constexpr int kPrefetchRows = 2;
 
-/// One `Move`, taken apart once for a range of tokens.
+/// One `Move`, prepared once for a range of tokens.
 struct Plan {
-  Lines from, from_scale, to, to_scale;
+  RowLayout from, from_scale, to, to_scale;
   Convert convert = nullptr;
-  int64_t rows = 0;              // of a token: its heads, or 1 where they lie in one run on both sides
+  int64_t rows = 0;              // of a token: its heads, or 1 where they are contiguous on both sides
   int64_t count = 0, group = 1;  // numbers or codes in a row, and those that share a scale
   int64_t repeat = 1, repeat_stride = 0;
   bool has_from_scale = false, has_to_scale = false;
-  int64_t ahead = 0;           // bytes to a row that is read soon, where that is the next slot's
+  int64_t prefetch_bytes = 0;  // prefetch distance in bytes; 0 where the next slot's row is not read next
   bool is_head_major = false;  // whether slots lie closer than heads where the rows are read
 
-  KVLOOM_INLINE Place place(int64_t from_slot, int64_t to_slot) const {
+  KVLOOM_INLINE RowPointers pointers(int64_t from_slot, int64_t to_slot) const {
     return {from.at(from_slot), from_scale.at(from_slot), to.at(to_slot), to_scale.at(to_slot)};
   }
 
-  KVLOOM_INLINE Place next_head(const Place& at) const {
+  KVLOOM_INLINE RowPointers next_head(const RowPointers& at) const {
     return {at.from + from.head, at.from_scale + from_scale.head, at.to + to.head,
             at.to_scale + to_scale.head};
   }
@@ -43,8 +43,8 @@ KVLOOM_INLINE int64_t codes_in(const View& view) { return view.width() * (view.t
 
 inline Plan plan_of(const Move& move) {
   Plan plan;
-  plan.from = lines_of(move.from);
-  plan.to = lines_of(move.to);
+  plan.from = row_layout_of(move.from);
+  plan.to = row_layout_of(move.to);
   plan.has_from_scale = is_quantized(move.from.type);
   plan.has_to_scale = is_quantized(move.to.type);
   plan.rows = move.from.num_heads();
@@ -52,22 +52,22 @@ inline Plan plan_of(const Move& move) {
   plan.convert = find_convert(move.from.type, move.to.type,
                               plan.has_to_scale ? move.to_scale.type : move.from_scale.type);
   if (plan.has_from_scale) {
-    plan.from_scale = lines_of(move.from_scale);
+    plan.from_scale = row_layout_of(move.from_scale);
     plan.group = plan.count / move.from_scale.width();
   }
   if (plan.has_to_scale) {
-    plan.to_scale = lines_of(move.to_scale);
+    plan.to_scale = row_layout_of(move.to_scale);
     plan.group = plan.count / move.to_scale.width();
   }
   plan.is_head_major = plan.from.head > plan.from.slot_stride();
-  plan.ahead = plan.is_head_major ? 0 : kAhead * plan.from.slot_stride();
+  plan.prefetch_bytes = plan.is_head_major ? 0 : kPrefetchRows * plan.from.slot_stride();
   plan.repeat = move.repeat;
   if (plan.repeat > 1) {
     plan.repeat_stride = plan.to.head;
     plan.to.head *= plan.repeat;  // from the first copy of one head to that of the next
-  } else if (heads_are_run(plan.from, plan.rows) && heads_join(plan.to, plan.rows) &&
-             (!plan.has_from_scale || heads_are_run(plan.from_scale, plan.rows)) &&
-             (!plan.has_to_scale || heads_join(plan.to_scale, plan.rows))) {
+  } else if (heads_are_contiguous(plan.from, plan.rows) && heads_can_join(plan.to, plan.rows) &&
+             (!plan.has_from_scale || heads_are_contiguous(plan.from_scale, plan.rows)) &&
+             (!plan.has_to_scale || heads_can_join(plan.to_scale, plan.rows))) {
     join_heads(plan.from, plan.rows);
     join_heads(plan.from_scale, plan.rows);
     join_heads(plan.to, plan.rows);
@@ -78,70 +78,70 @@ inline Plan plan_of(const Move& move) {
   return plan;
 }
 
-/// A run that holds the row: itself, or a copy in `scratch`, which moves on.
-KVLOOM_INLINE const char* as_run(const Lines& lines, const char* from, char*& scratch) {
-  if (lines.is_run) return from;
+/// The row if it is contiguous, or else a contiguous copy in `scratch`, which is advanced.
+KVLOOM_INLINE const char* as_contiguous(const RowLayout& layout, const char* from, char*& scratch) {
+  if (layout.is_contiguous) return from;
   char* copy = scratch;
-  scratch += aligned(lines.row_bytes());
-  gather_row(lines, from, copy);
+  scratch += aligned(layout.row_bytes());
+  gather_row(layout, from, copy);
   return copy;
 }
 
-/// Puts a run where a row belongs.
-KVLOOM_INLINE void put_row(const Lines& lines, char* to, const char* run, bool stream) {
-  if (lines.is_run) {
-    if (to != run) move_run(to, run, lines.row_bytes(), stream);
+/// Writes a contiguous row to its layout.
+KVLOOM_INLINE void write_row(const RowLayout& layout, char* to, const char* from, bool stream) {
+  if (layout.is_contiguous) {
+    if (to != from) copy_contiguous(to, from, layout.row_bytes(), stream);
   } else {
-    scatter_row(lines, to, run, stream);
+    scatter_row(layout, to, from, stream);
   }
 }
 
-KVLOOM_INLINE void move_row(const Plan& plan, const Place& at, char* scratch, bool stream) {
-  if (plan.convert == nullptr && plan.repeat == 1 && plan.to.is_run && !plan.from.is_run) {
+KVLOOM_INLINE void move_row(const Plan& plan, const RowPointers& at, char* scratch, bool stream) {
+  if (plan.convert == nullptr && plan.repeat == 1 && plan.to.is_contiguous && !plan.from.is_contiguous) {
     return gather_row(plan.from, at.from, at.to);
   }
-  const char* in = as_run(plan.from, at.from, scratch);
+  const char* in = as_contiguous(plan.from, at.from, scratch);
   const char* out = in;
   if (plan.convert != nullptr) {
-    const char* in_scale = plan.has_from_scale ? as_run(plan.from_scale, at.from_scale, scratch) : nullptr;
-    const bool in_place = plan.to.is_run && !(stream && is_lines(at.to, plan.to.row_bytes()));
+    const char* in_scale = plan.has_from_scale ? as_contiguous(plan.from_scale, at.from_scale, scratch) : nullptr;
+    const bool in_place = plan.to.is_contiguous && !(stream && is_whole_lines(at.to, plan.to.row_bytes()));
     char* codes = in_place ? at.to : scratch;
     if (!in_place) scratch += aligned(plan.to.row_bytes());
-    char* scales = plan.to_scale.is_run ? at.to_scale : scratch;
-    plan.convert({in, in_scale, codes, scales, plan.count, plan.group, plan.ahead});
-    if (plan.has_to_scale) put_row(plan.to_scale, at.to_scale, scales, false);
+    char* scales = plan.to_scale.is_contiguous ? at.to_scale : scratch;
+    plan.convert({in, in_scale, codes, scales, plan.count, plan.group, plan.prefetch_bytes});
+    if (plan.has_to_scale) write_row(plan.to_scale, at.to_scale, scales, false);
     out = codes;
   }
-  for (int64_t r = 0; r < plan.repeat; ++r) put_row(plan.to, at.to + r * plan.repeat_stride, out, stream);
+  for (int64_t r = 0; r < plan.repeat; ++r) write_row(plan.to, at.to + r * plan.repeat_stride, out, stream);
 }
 
-/// Tokens whose addresses are worked out together.
+/// Tokens whose addresses are computed together.
 constexpr int kTile = 16;
 
-/// Asks for the row of the next head, which no hardware foresees.
-KVLOOM_INLINE void prefetch_row(const Plan& plan, const Place& at, bool stream) {
+/// Prefetches the row of the next head, which no hardware prefetcher predicts.
+KVLOOM_INLINE void prefetch_row(const Plan& plan, const RowPointers& at, bool stream) {
   const int64_t from_bytes = plan.from.row_bytes(), to_bytes = plan.to.row_bytes();
   for (int64_t i = 0; i < from_bytes; i += 64) __builtin_prefetch(at.from + plan.from.head + i, 0, 2);
   if (plan.has_from_scale) __builtin_prefetch(at.from_scale + plan.from_scale.head, 0, 2);
-  if (stream || !plan.to.is_run) return;
+  if (stream || !plan.to.is_contiguous) return;
   for (int64_t i = 0; i < to_bytes; i += 64) __builtin_prefetch(at.to + plan.to.head + i, 1, 2);
 }
 
 /// Moves the rows of a tile of tokens in the order in which they are read: reading out of order costs more
-/// than writing so. Where a head's rows of neighboring slots lie side by side, that is head by head.
-inline void move_tile(const Plan& plan, Place* places, int num_tokens, char* scratch, bool stream) {
+/// than writing so. Where a head's rows of neighboring slots are neighbors in memory, that is head by head.
+inline void move_tile(const Plan& plan, RowPointers* pointers, int num_tokens, char* scratch, bool stream) {
   if (!plan.is_head_major) {
     for (int i = 0; i < num_tokens; ++i) {
-      Place at = places[i];
+      RowPointers at = pointers[i];
       for (int64_t h = 0; h < plan.rows; ++h, at = plan.next_head(at)) move_row(plan, at, scratch, stream);
     }
     return;
   }
   for (int64_t h = 0; h < plan.rows; ++h) {
     for (int i = 0; i < num_tokens; ++i) {
-      if (h + 1 < plan.rows) prefetch_row(plan, places[i], stream);
-      move_row(plan, places[i], scratch, stream);
-      places[i] = plan.next_head(places[i]);
+      if (h + 1 < plan.rows) prefetch_row(plan, pointers[i], stream);
+      move_row(plan, pointers[i], scratch, stream);
+      pointers[i] = plan.next_head(pointers[i]);
     }
   }
 }
@@ -161,12 +161,12 @@ inline void move(const MoveArgs& args, int64_t begin, int64_t end, char* scratch
     }
     for (int m = 0; m < args.num_moves; ++m) {
       const Plan& plan = plans[m];
-      Place places[kTile];
-      for (int i = 0; i < num_tokens; ++i) places[i] = plan.place(from[i], to[i]);
-      move_tile(plan, places, num_tokens, scratch, args.stream);
+      RowPointers pointers[kTile];
+      for (int i = 0; i < num_tokens; ++i) pointers[i] = plan.pointers(from[i], to[i]);
+      move_tile(plan, pointers, num_tokens, scratch, args.stream);
     }
   }
-  if (args.stream) finish_stream();
+  if (args.stream) stream_fence();
 }
 
 }  // namespace kvloom::KVLOOM_ISA::rows

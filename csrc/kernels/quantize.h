@@ -24,10 +24,10 @@ KVLOOM_INLINE MagnitudesOf<In> load_magnitudes(const In* x) {
   return bits & (sizeof(In) == 2 ? 0x7fff : 0x7fffffff);
 }
 
-/// The larger of the numbers that share a lane.
-KVLOOM_INLINE Ints one_a_lane(Ints x) { return x; }
-KVLOOM_INLINE Ints one_a_lane(Magnitudes x) {
-  return larger(as<Ints>(x) & 0xffff, as<Ints>(as<Words>(x) >> 16));
+/// The maximum of the numbers that share a lane.
+KVLOOM_INLINE Ints reduce_in_lane(Ints x) { return x; }
+KVLOOM_INLINE Ints reduce_in_lane(Magnitudes x) {
+  return maximum(as<Ints>(x) & 0xffff, as<Ints>(as<Words>(x) >> 16));
 }
 
 /// The bits of magnitudes as those of float32.
@@ -40,17 +40,17 @@ KVLOOM_INLINE Ints float_bits(Ints magnitude) {
   }
 }
 
-/// The maxima of neighbors in each of `kCount` vectors in a row, then of their neighbors, until all fit in
-/// one: each of its lanes has the largest of `kCount` neighbors, in order. From `count` on, vectors are 0.
+/// Reduces `kCount` vectors to one: each lane is the maximum of `kCount` neighbors, in order. From `count` on, vectors
+/// count as 0.
 template <int kCount, class Nth>
-KVLOOM_INLINE Ints fold(int64_t first, int64_t count, Nth nth) {
+KVLOOM_INLINE Ints reduce_pairs(int64_t first, int64_t count, Nth nth) {
   if constexpr (kCount == 1) {
     return nth(first);
   } else {
-    const Ints low = fold<kCount / 2>(first, count, nth);
+    const Ints low = reduce_pairs<kCount / 2>(first, count, nth);
     const int64_t middle = first + kCount / 2;
-    const Ints high = middle < count ? fold<kCount / 2>(middle, count, nth) : Ints{};
-    return larger(even_lanes(low, high), odd_lanes(low, high));
+    const Ints high = middle < count ? reduce_pairs<kCount / 2>(middle, count, nth) : Ints{};
+    return maximum(even_lanes(low, high), odd_lanes(low, high));
   }
 }
 
@@ -61,17 +61,17 @@ inline Ints largest_of_groups(const In* x, int64_t group, int64_t count) {
   const auto nth = [=](int64_t n) KVLOOM_INLINE_LAMBDA {
     auto largest = load_magnitudes(x + n * step);
     for (int64_t i = kWidth<In>; i < group; i += kWidth<In>) {
-      largest = larger(largest, load_magnitudes(x + n * step + i));
+      largest = maximum(largest, load_magnitudes(x + n * step + i));
     }
-    return one_a_lane(largest);
+    return reduce_in_lane(largest);
   };
   const int64_t registers = group < kWidth<In> ? count * group / kWidth<In> : count;
   switch (group * kLanes / kWidth<In>) {  // lanes of a group
-    case 1: return fold<1>(0, registers, nth);
-    case 2: return fold<2>(0, registers, nth);
-    case 4: return fold<4>(0, registers, nth);
-    case 8: return fold<(kLanes < 8 ? kLanes : 8)>(0, registers, nth);
-    default: return fold<kLanes>(0, registers, nth);
+    case 1: return reduce_pairs<1>(0, registers, nth);
+    case 2: return reduce_pairs<2>(0, registers, nth);
+    case 4: return reduce_pairs<4>(0, registers, nth);
+    case 8: return reduce_pairs<(kLanes < 8 ? kLanes : 8)>(0, registers, nth);
+    default: return reduce_pairs<kLanes>(0, registers, nth);
   }
 }
 
@@ -82,8 +82,8 @@ template <class In>
   for (int64_t g = 0; g < count; ++g, x += group) {
     Ints largest{};
     for (int64_t i = 0; i < group; i += kLanes) {
-      const Floats some = i + kLanes <= group ? load(x + i) : load_some(x + i, group - i);
-      largest = larger(largest, as<Ints>(some) & 0x7fffffff);
+      const Floats some = i + kLanes <= group ? load(x + i) : load_partial(x + i, group - i);
+      largest = maximum(largest, as<Ints>(some) & 0x7fffffff);
     }
     for (int i = 0; i < kLanes; ++i) all[g] = largest[i] > all[g] ? largest[i] : all[g];
   }
@@ -98,12 +98,12 @@ template <class In, int kBits>
 KVLOOM_INLINE Floats scale_of(Ints amax) {
   const Floats scale = round_to<In>(as<Floats>(amax) / float(kMaxCode<kBits>));
   const Floats least = round_to<In>(splat(1e-5f));
-  return amax < 0x7f800000 ? larger(scale, least) : as<Floats>(splat(0x7fc00000));
+  return amax < 0x7f800000 ? maximum(scale, least) : as<Floats>(splat(0x7fc00000));
 }
 
 // --- its codes --------------------------------------------------------------------------------------------
 
-/// What turns a number into its quotient by `scale`: that, or its reciprocal.
+/// The factor that `quotient_of` takes: the scale, or its reciprocal.
 template <class In>
 KVLOOM_INLINE Floats factor_of(Floats scale) {
   return std::is_same_v<In, float> ? scale : 1.0f / scale;
@@ -129,7 +129,7 @@ KVLOOM_INLINE Ints codes_of(Floats x, Floats factor) {
   Floats quotient = quotient_of<In>(x, factor);
   if constexpr (std::is_same_v<In, BFloat>) {  // which rounds to 127.5, and that to 128; the others never do
     const Floats most = splat(float(kMaxCode<kBits>));
-    quotient = larger(-most, smaller(most, quotient));
+    quotient = maximum(-most, minimum(most, quotient));
   }
   // Adding 1.5 * 2^23 leaves the nearest integer, ties to even, in the last bits of the sum.
   const Ints codes = as<Ints>(quotient + 12582912.0f);
@@ -142,10 +142,10 @@ KVLOOM_INLINE Ints codes_of(Floats x, Floats factor) {
 template <class In>
 constexpr int64_t kStep = std::is_same_v<In, BFloat> ? 2 * kLanes : kLanes;
 
-/// Writes the codes of `kStep` numbers, each lane's by its own factor, and asks for those `ahead`.
+/// Writes the codes of `kStep` numbers, each lane with its own factor, and prefetches.
 template <class In, int kBits>
-KVLOOM_INLINE void put_step(const In* x, char* to, Floats factor, int64_t ahead) {
-  __builtin_prefetch(reinterpret_cast<const char*>(x) + ahead, 0, 2);
+KVLOOM_INLINE void quantize_step(const In* x, char* to, Floats factor, int64_t prefetch_bytes) {
+  __builtin_prefetch(reinterpret_cast<const char*>(x) + prefetch_bytes, 0, 2);
   if constexpr (std::is_same_v<In, BFloat>) {
     Words both;
     std::memcpy(&both, x, sizeof both);
@@ -159,64 +159,64 @@ KVLOOM_INLINE void put_step(const In* x, char* to, Floats factor, int64_t ahead)
 
 /// Writes the codes of one group.
 template <class In, int kBits>
-KVLOOM_INLINE void put_group(const In* x, char* to, Floats factor, int64_t group, int64_t ahead) {
+KVLOOM_INLINE void quantize_group(const In* x, char* to, Floats factor, int64_t group, int64_t prefetch_bytes) {
   int64_t i = 0;
   for (; i + kStep<In> <= group; i += kStep<In>) {
-    put_step<In, kBits>(x + i, to + i * kBits / 8, factor, ahead);
+    quantize_step<In, kBits>(x + i, to + i * kBits / 8, factor, prefetch_bytes);
   }
   for (; i < group; i += kLanes) {
     const int64_t count = group - i < kLanes ? group - i : kLanes;
-    store_codes<kBits>(to + i * kBits / 8, codes_of<In, kBits>(load_some(x + i, count), factor), count);
+    store_codes<kBits>(to + i * kBits / 8, codes_of<In, kBits>(load_partial(x + i, count), factor), count);
   }
 }
 
 /// Writes the scales of `count` groups, up to a vector of them, and returns the factors of their codes.
 template <class In, int kBits, class Scale>
-KVLOOM_INLINE Floats put_scales(const In* x, Scale* to, int64_t group, int64_t count, bool folds) {
+KVLOOM_INLINE Floats quantize_scales(const In* x, Scale* to, int64_t group, int64_t count, bool fits_registers) {
   const Ints amax =
-      folds ? float_bits<In>(largest_of_groups(x, group, count)) : largest_of_any_groups(x, group, count);
+      fits_registers ? float_bits<In>(largest_of_groups(x, group, count)) : largest_of_any_groups(x, group, count);
   const Floats scale = scale_of<In, kBits>(amax), stored = saturate<Scale>(scale);
   if (count == kLanes) {
     store(to, stored);
   } else {
-    store_some(to, stored, count);
+    store_partial(to, stored, count);
   }
   return factor_of<In>(scale);
 }
 
 template <class In, int kBits, class Scale>
 void quantize_row(const Row& row) {
-  constexpr int64_t kMost = 8 * kLanes;              // groups whose factors are kept
+  constexpr int64_t kMaxGroupsAtOnce = 8 * kLanes;   // groups whose factors are kept
   constexpr int64_t kTogether = kStep<In> / kLanes;  // numbers that share a lane
   const int64_t group = row.group, num_groups = row.count / group, group_bytes = group * kBits / 8;
   const bool is_power = (group & (group - 1)) == 0;
-  const bool folds =
+  const bool fits_registers =
       group % kWidth<In> == 0 || (is_power && group * sizeof(In) >= 4 && row.count % kWidth<In> == 0);
   const bool shares_steps = is_power && group >= kTogether && group < kStep<In>;
   const int64_t groups_in_step = kStep<In> / group;
   const Ints group_of_lane = lane_numbers() * int32_t(kTogether) >> __builtin_ctzll(group);
 
-  for (int64_t first = 0; first < num_groups; first += kMost) {
-    const int64_t count = num_groups - first < kMost ? num_groups - first : kMost;
+  for (int64_t first = 0; first < num_groups; first += kMaxGroupsAtOnce) {
+    const int64_t count = num_groups - first < kMaxGroupsAtOnce ? num_groups - first : kMaxGroupsAtOnce;
     const In* x = static_cast<const In*>(row.in) + first * group;
     char* codes = static_cast<char*>(row.out) + first * group_bytes;
     Scale* scales = static_cast<Scale*>(row.out_scale) + first;
 
-    // All scales before all codes: each takes long, but the next need not wait for it.
-    alignas(64) float factors[kMost];
+    // All scales before all codes: a scale has a long latency, but the next one does not depend on it.
+    alignas(64) float factors[kMaxGroupsAtOnce];
     for (int64_t g = 0; g < count; g += kLanes) {
       const int64_t some = count - g < kLanes ? count - g : kLanes;
-      store(factors + g, put_scales<In, kBits>(x + g * group, scales + g, group, some, folds));
+      store(factors + g, quantize_scales<In, kBits>(x + g * group, scales + g, group, some, fits_registers));
     }
     int64_t g = 0;
     for (; shares_steps && g + groups_in_step <= count; g += groups_in_step) {
       const Ints some = as<Ints>(load(factors + g / kLanes * kLanes));
       const Floats each = as<Floats>(permute(some, group_of_lane + int32_t(g % kLanes)));
-      put_step<In, kBits>(x + g * group, codes + g * group_bytes, each, row.ahead);
+      quantize_step<In, kBits>(x + g * group, codes + g * group_bytes, each, row.prefetch_bytes);
     }
     for (; g < count; ++g) {
       const Floats factor = splat(factors[g]);
-      put_group<In, kBits>(x + g * group, codes + g * group_bytes, factor, group, row.ahead);
+      quantize_group<In, kBits>(x + g * group, codes + g * group_bytes, factor, group, row.prefetch_bytes);
     }
   }
 }

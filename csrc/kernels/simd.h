@@ -1,7 +1,7 @@
-// The three float types in and out of float32 lanes, whatever the CPU has; and cache lines past the caches.
+// The three float types in and out of float32 lanes, whatever the CPU has; and non-temporal stores.
 //
-// Arithmetic is the compiler's vector extension, which any CPU has; intrinsics only where it has no word for
-// it.
+// Arithmetic is the compiler's vector extension, which any CPU has; intrinsics only where it has no
+// operation.
 #pragma once
 
 #include <type_traits>
@@ -66,7 +66,7 @@ KVLOOM_INLINE Shorts narrow(Floats x, BFloat) {
   return low_halves(wide >> 16);
 }
 
-// --- what the kernels are written in: float32 lanes, read from and rounded to a type T --------------------
+// --- float32 lanes, loaded from and rounded to a type T -----------------------------------------------------
 
 KVLOOM_INLINE Floats load(const float* from) {
   Floats x;
@@ -135,14 +135,14 @@ template <class... T>
 KVLOOM_INLINE Floats saturate(Floats x) {
   float largest = kLargest<float>;
   ((largest = kLargest<T> < largest ? kLargest<T> : largest), ...);
-  return larger(splat(-largest), smaller(splat(largest), x));
+  return maximum(splat(-largest), minimum(splat(largest), x));
 }
 
 /// `bytes` bytes, and 0 behind them.
 template <class Vector>
 KVLOOM_INLINE Vector load_bytes(const void* from, int64_t bytes) {
   uint64_t bits = 0;
-  switch (bytes) {  // in a register: a vector would wait for bytes that are still on their way to memory
+  switch (bytes) {  // in a register: a vector load would wait for the store of these bytes
     case 1: std::memcpy(&bits, from, 1); break;
     case 2: std::memcpy(&bits, from, 2); break;
     case 4: std::memcpy(&bits, from, 4); break;
@@ -162,23 +162,23 @@ KVLOOM_INLINE Vector load_bytes(const void* from, int64_t bytes) {
 }
 
 /// The first `count` lanes; the others are 0.
-KVLOOM_INLINE Floats load_some(const float* from, int64_t count) {
+KVLOOM_INLINE Floats load_partial(const float* from, int64_t count) {
   return load_bytes<Floats>(from, count * sizeof(float));
 }
 
 template <class T>
-KVLOOM_INLINE Floats load_some(const T* from, int64_t count) {
+KVLOOM_INLINE Floats load_partial(const T* from, int64_t count) {
   return widen(load_bytes<Shorts>(from, count * sizeof(T)), T{});
 }
 
 template <class T>
-KVLOOM_INLINE void store_some(T* to, Floats x, int64_t count) {
+KVLOOM_INLINE void store_partial(T* to, Floats x, int64_t count) {
   T some[kLanes];
   store(some, x);
   std::memcpy(to, some, count * sizeof(T));
 }
 
-/// Copies a cache line to an aligned address, past the caches where the CPU can.
+/// Copies a cache line to an aligned address, with non-temporal stores where the CPU has them.
 KVLOOM_INLINE void stream_line(char* to, const char* from) {
 #if defined(__AVX512F__)
   _mm512_stream_si512(reinterpret_cast<__m512i*>(to), _mm512_loadu_si512(from));
@@ -198,7 +198,7 @@ KVLOOM_INLINE void stream_line(char* to, const char* from) {
 }
 
 /// Makes streamed lines visible to other threads.
-KVLOOM_INLINE void finish_stream() {
+KVLOOM_INLINE void stream_fence() {
 #if defined(__SSE2__)
   _mm_sfence();
 #endif

@@ -42,7 +42,7 @@ class Batch:
         index: Slots of every stored token, the new ones included.
         seqstarts: ``[B + 1]``, new tokens of sequence b are rows ``seqstarts[b]:seqstarts[b + 1]``.
         kvstarts: ``[B + 1]``, sequence b has ``kvstarts[b + 1] - kvstarts[b]`` tokens, its new ones last.
-        decoding_batches: The first so many sequences get no causal mask.
+        decoding_batches: The first ``decoding_batches`` sequences get no causal mask.
         first_visible: ``[B]`` int64 or int32, stored tokens of sequence b before this one are hidden, as left
             padding or what a window has passed; ``None`` for 0.
     """
@@ -128,7 +128,7 @@ def load(
         slots: ``[T]`` int64 or int32, in any order, repeats allowed.
         kv: Where to read.
         dtype: Of the result; the dtype of the cache or, where it is quantized, of its scales if ``None``.
-        num_repeat: Repeat each head so many times in a row (for attention without grouped queries).
+        num_repeat: Repeat each head this many times in a row (for attention without grouped queries).
         backend: ``"auto"`` (by device), ``"reference"``, ``"cpu"`` or ``"triton"``.
 
     Returns:
@@ -208,11 +208,11 @@ def attend(
     nothing but its own data.
 
     On the CPU it is compiled for head dims up to 576. With AVX-512 (BF16, VNNI), float16 and bfloat16 queries
-    meet codes in integer products: a query vector as two int8 digits, 15 bits of its largest element, and the
-    weights times the scales of the values as two more, 16 bits. There bfloat16 meets bfloat16 in products of
-    its own, for which weights are rounded to it; so it meets codes whose groups are no multiple of 32, where
-    head dims are one of 64. All else is float32 of dequantized numbers, as in the reference. Sums are
-    float32, and one more of the partial results of each 512 stored tokens.
+    are multiplied with codes in integers: a query vector as two int8 digits, 15 bits of its largest element,
+    and the weights times the scales of the values as two more, 16 bits. There bfloat16 is multiplied with
+    bfloat16 in products of its own, for which weights are rounded to it, and so are codes whose groups are no
+    multiple of 32, where head dims are a multiple of 64. All else is float32 of dequantized numbers, as in
+    the reference. Sums are float32, and one more of the partial results of each 512 stored tokens.
 
     Args:
         query: ``[Tq, Hq, Dk]`` float32, float16 or bfloat16; Hq is a multiple of H.

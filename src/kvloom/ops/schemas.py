@@ -40,7 +40,7 @@ LIB.impl("attend.reference", reference.attend, "CompositeExplicitAutograd")
 
 
 def _on_cuda(name: str) -> Callable[..., Any]:
-    """Triton's kernels, asked for at the first call; the reference where they have limits, said once."""
+    """Triton's kernels, imported at the first call; beyond their limits the reference, logged once."""
 
     def run(*args: Any) -> Any:
         device = next(x.device for x in args if isinstance(x, Tensor))

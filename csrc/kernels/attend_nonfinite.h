@@ -1,5 +1,5 @@
-// A row whose result is not finite, once more and step by step: a NaN or infinite value is NaN to those who
-// see it, and nothing at all to a weight of 0.
+// The slow path of a row whose result is not finite: a NaN or infinite value makes the result NaN where its weight is
+// not 0, and has no effect where it is.
 #pragma once
 
 #include "attend_plan.h"
@@ -8,9 +8,9 @@
 
 namespace kvloom::KVLOOM_ISA {
 
-class RareRow {
+class NonFiniteRow {
  public:
-  RareRow(const AttendArgs& args, const SequencePlan& plan, Index b)
+  NonFiniteRow(const AttendArgs& args, const SequencePlan& plan, Index b)
       : args_(args),
         plan_(plan),
         key_(args.key, NativeOrder::none),
@@ -22,20 +22,20 @@ class RareRow {
     const Index stride = args_.query_stride[2];
     const Index first = query_row * args_.query_stride[0] + query_head * args_.query_stride[1];
     for (Index d = 0; d < key_.dim; ++d) query_[d] = read_float(args_.query, args_.query_dtype, first + d * stride);
-    float top = args_.sinks.data
+    float max_score = args_.sinks.data
                     ? read_float(args_.sinks.data, args_.sinks.dtype, query_head * args_.sinks.stride[0])
                     : -INFINITY;
-    const float sink = top;
+    const float sink = max_score;
     bool broken = false;
     for (Index t = row.visible.begin; t < row.visible.end; ++t) {
       const float x = score(row, t, head);
       broken |= x != x || x == INFINITY;
-      top = x > top ? x : top;
+      max_score = x > max_score ? x : max_score;
     }
-    double sum = args_.sinks.data ? std::exp(double{sink} - finite_top(top)) : 0.0;
+    double sum = args_.sinks.data ? std::exp(double{sink} - finite_max(max_score)) : 0.0;
     for (Index d = 0; d < value_.dim; ++d) total_[d] = 0.0, is_nan_[d] = broken;
     for (Index t = row.visible.begin; !broken && t < row.visible.end; ++t) {
-      const float weight = std::exp(score(row, t, head) - finite_top(top));
+      const float weight = std::exp(score(row, t, head) - finite_max(max_score));
       sum += weight;
       if (weight == 0.0f) continue;
       read_row(value_, t, head, row_);
@@ -63,28 +63,28 @@ class RareRow {
     return x;
   }
 
-  void read_row(const SidePlace& side, Index token, Index head, float* out) {
-    ChunkPlaces place;
-    place.find(slots_, side, head, token, 1);
-    const Byte* row = place.row[place.begin];
-    const Byte* scales = side.scale.data ? place.scale[place.begin] : nullptr;
+  void read_row(const SideLayout& side, Index token, Index head, float* out) {
+    ChunkAddresses address;
+    address.find(slots_, side, head, token, 1);
+    const Byte* row = address.row[address.begin];
+    const Byte* scales = side.scale.data ? address.scale[address.begin] : nullptr;
     for (Index d = 0; d < side.dim; ++d) {
       if (!scales) {
-        out[d] = round_to(args_.query_dtype, read_float(row, side.cache.dtype, SidePlace::element(side.cache, d)));
+        out[d] = round_to(args_.query_dtype, read_float(row, side.cache.dtype, SideLayout::element(side.cache, d)));
         continue;
       }
       const bool packed = side.cache.dtype == DType::int4;
-      const Index at = SidePlace::element(side.cache, packed ? d / 2 : d);
+      const Index at = SideLayout::element(side.cache, packed ? d / 2 : d);
       const float code = packed ? read_code(row + at, DType::int4, d % 2) : read_code(row, DType::int8, at);
       const float scale =
-          read_float(scales, side.scale.dtype, SidePlace::element(side.scale, d / side.group));
+          read_float(scales, side.scale.dtype, SideLayout::element(side.scale, d / side.group));
       out[d] = saturate_to(args_.query_dtype, saturate_to(side.scale.dtype, code * scale));
     }
   }
 
   const AttendArgs& args_;
   const SequencePlan& plan_;
-  SidePlace key_, value_;
+  SideLayout key_, value_;
   TokenSlots slots_;
   float query_[kMaxHeadDim], row_[kMaxHeadDim];
   double total_[kMaxHeadDim];
