@@ -23,8 +23,8 @@ class NonFiniteRow {
     const Index first = query_row * args_.query_stride[0] + query_head * args_.query_stride[1];
     for (Index d = 0; d < key_.dim; ++d) query_[d] = read_float(args_.query, args_.query_dtype, first + d * stride);
     float max_score = args_.sinks.data
-                    ? read_float(args_.sinks.data, args_.sinks.dtype, query_head * args_.sinks.stride[0])
-                    : -INFINITY;
+                          ? read_float(args_.sinks.data, args_.sinks.dtype, query_head * args_.sinks.stride[0])
+                          : -INFINITY;
     const float sink = max_score;
     bool broken = false;
     for (Index t = row.visible.begin; t < row.visible.end; ++t) {
