@@ -90,7 +90,7 @@ def page_layout(
         raise ConfigError(f"layout must be one of {PAGE_LAYOUTS}, got {name!r}")
     if is_in_rows(name, is_gathered):
         return _HND
-    if name == "auto" and (device.type != "cpu" or ops.cpu_kernels().startswith("none")):
+    if name == "auto" and (device.type != "cpu" or ops.cpu_kernels() is None):
         return _NHD
     if name == "NHD":
         return _NHD
