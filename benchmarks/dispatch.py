@@ -41,17 +41,17 @@ def main() -> None:
     cases = {
         "store": (
             lambda: ops.store(key, key, slots, kv),
-            lambda: schemas.store(key, key, slots, kv.key, kv.value, None, None),
+            lambda: schemas.store(key, key, slots, *kv.tensors),
         ),
         "load": (
             lambda: ops.load(slots, kv),
-            lambda: schemas.load(slots, kv.key, kv.value, None, None, torch.float32, 1),
+            lambda: schemas.load(slots, *kv.tensors, torch.float32, 1),
         ),
         "attend": (
             lambda: ops.attend(query, kv, batch),
             lambda: schemas.attend(
-                query, kv.key, kv.value, None, None, table, None, page_size, seq, stored,
-                0, None, 0.125, True, None, None, None, None, None,
+                query, *kv.tensors, table, None, page_size, seq, stored, 0, None, 0.125, True,
+                None, None, None, None, None,
             ),
         ),
     }  # fmt: skip

@@ -142,7 +142,7 @@ def _paged_peers(case: Case, query: Tensor, new: int, views: list[KVView], pages
 
 def _sides(kv: KVView) -> tuple[Tensor, ...]:
     """Keys and values."""
-    return tuple(x for x in (kv.key, kv.value) if x is not None)
+    return tuple(side.cache for side in kv.sides)
 
 
 def _flex(case: Case, query: Tensor, new: int, views: list[KVView], pages: Tensor) -> Call:

@@ -44,7 +44,7 @@ def storage(layer: PagedLayer) -> list[Tensor]:
     if found is None:
         return []
     kv = found.view
-    return [x for x in (kv.key, kv.value, kv.key_scale, kv.value_scale) if x is not None]
+    return [x for x in kv.tensors if x is not None]
 
 
 def real_bytes(layer: PagedLayer) -> int:

@@ -63,7 +63,7 @@ class Model:
             assert layer.nbytes == 0
             return
         kv = layer.batch.storages[layer.index].view
-        tensors = [x for x in (kv.key, kv.value, kv.key_scale, kv.value_scale) if x is not None]
+        tensors = [x for x in kv.tensors if x is not None]
         assert layer.nbytes == sum(x.untyped_storage().nbytes() for x in tensors)
         for got, parts in zip(layer.gather(dtype), zip(*self.chunks, strict=True), strict=True):
             want = torch.cat([self.kept(x, dtype) for x in parts], dim=2)

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from kvloom.core.layouts import CacheLayout
 from kvloom.core.specs import KVSpec, QuantSpec
-from kvloom.core.views import KVView, bits_of, head_dim_of
-from kvloom.errors import ArgumentError, KVError, ShapeError
+from kvloom.core.views import KVView, Side
+from kvloom.errors import ArgumentError, ConfigError, KVError, ShapeError
 
 JOINT = CacheLayout("L 2 T H D")
 SPLIT = CacheLayout("B S H D")
@@ -38,10 +38,10 @@ def test_joint_views_the_keys_and_values_of_its_layer(axes: str, layer: int) -> 
     layout = CacheLayout(axes)
     raw = numbered(*layout.shape(**SIZES))
     kv = KVView.joint(layout, raw, layer=layer, heads=SIZES["H"])
-    assert torch.equal(flat(kv.key), address_table(axes, SIZES, layer, 0).float())
+    assert torch.equal(flat(kv.key.cache), address_table(axes, SIZES, layer, 0).float())
     assert kv.value is not None
-    assert torch.equal(flat(kv.value), address_table(axes, SIZES, layer, 1).float())
-    assert kv.key_scale is kv.value_scale is None
+    assert torch.equal(flat(kv.value.cache), address_table(axes, SIZES, layer, 1).float())
+    assert kv.key.scale is kv.value.scale is None
 
 
 @pytest.mark.parametrize("axes", ["L 2 T H D", "T L 2 H D", "L H T 2 D", "B L 2 S H D"])
@@ -51,10 +51,10 @@ def test_joint_views_the_codes_and_scales_of_its_layer(axes: str, layer: int) ->
     cache = numbered(*layout.shape(**SIZES), dtype=torch.int8)
     scale = numbered(*layout.shape(**{**SIZES, "D": 4}))
     kv = KVView.joint(layout, cache, scale, layer=layer)
-    for side, (codes, viewed) in enumerate(((kv.key, kv.key_scale), (kv.value, kv.value_scale))):
-        assert codes is not None and viewed is not None
-        assert torch.equal(flat(codes), address_table(axes, SIZES, layer, side).to(torch.int8))
-        assert torch.equal(flat(viewed), address_table(axes, {**SIZES, "D": 4}, layer, side).float())
+    for i, side in enumerate(kv.sides):
+        assert side.scale is not None
+        assert torch.equal(flat(side.cache), address_table(axes, SIZES, layer, i).to(torch.int8))
+        assert torch.equal(flat(side.scale), address_table(axes, {**SIZES, "D": 4}, layer, i).float())
 
 
 def test_split_views_layer_of_two_tensors() -> None:
@@ -62,8 +62,8 @@ def test_split_views_layer_of_two_tensors() -> None:
     key, value = numbered(3, 2, 2, 4, 8), -numbered(3, 2, 2, 4, 6)
     kv = KVView.split(layout, key, value, layer=2)
     assert kv.value is not None
-    assert torch.equal(flat(kv.key), address_table("L B H S D", SIZES, 2).float())
-    assert torch.equal(flat(kv.value), -address_table("L B H S D", {**SIZES, "D": 6}, 2).float())
+    assert torch.equal(flat(kv.key.cache), address_table("L B H S D", SIZES, 2).float())
+    assert torch.equal(flat(kv.value.cache), -address_table("L B H S D", {**SIZES, "D": 6}, 2).float())
 
 
 def test_split_takes_sides_of_different_width_dtype_and_bits() -> None:
@@ -72,8 +72,8 @@ def test_split_takes_sides_of_different_width_dtype_and_bits() -> None:
         SPLIT, key, value, torch.zeros(2, 4, 2, 2), torch.zeros(2, 4, 2, 4, dtype=torch.float16)
     )
     assert kv.value is not None
-    assert (bits_of(kv.key, kv.key_scale), head_dim_of(kv.key, kv.key_scale)) == (8, 8)
-    assert (bits_of(kv.value, kv.value_scale), head_dim_of(kv.value, kv.value_scale)) == (4, 16)
+    assert (kv.key.bits, kv.key.group, kv.key.head_dim) == (8, 4, 8)
+    assert (kv.value.bits, kv.value.group, kv.value.head_dim) == (4, 4, 16)
 
 
 def test_split_takes_one_quantized_side() -> None:
@@ -84,14 +84,15 @@ def test_split_takes_one_quantized_side() -> None:
         None,
         torch.zeros(2, 4, 2, 1),
     )
-    assert kv.key_scale is None
-    assert kv.value_scale is not None
+    assert kv.key.scale is None and (kv.key.bits, kv.key.group) == (0, 0)
+    assert kv.value is not None and kv.value.scale is not None
 
 
 def test_split_takes_keys_only() -> None:
     kv = KVView.split(SPLIT, torch.zeros(2, 4, 2, 8), None)
     assert kv.value is None
-    assert kv.value_scale is None
+    assert kv.sides == (kv.key,)
+    assert kv.tensors == (kv.key.cache, None, None, None)
 
 
 def test_view_says_its_sizes() -> None:
@@ -109,8 +110,8 @@ def test_views_what_a_spec_allocates(axes: str, quant: QuantSpec | None) -> None
     kv = KVView.joint(spec.axes, cache, scale, heads=3)
     assert kv.num_slots == 8
     assert kv.num_heads == 3
-    assert head_dim_of(kv.key, kv.key_scale) == 16
-    kv.key.fill_(1)
+    assert kv.key.head_dim == 16
+    kv.key.cache.fill_(1)
     assert int(cache.sum()) == cache.numel() // 2
 
 
@@ -123,7 +124,7 @@ SCALE = torch.zeros(3, 2, 8, 2, 2)
 
 
 def scales(groups: int) -> Tensor:
-    """Scales with so many groups in a head vector of 8."""
+    """Scales of ``groups`` groups in a head vector of 8."""
     return torch.zeros(3, 2, 8, 2, groups)
 
 
@@ -133,10 +134,12 @@ def scales(groups: int) -> Tensor:
         ({"layout": SPLIT}, ArgumentError, "layout must have the axis 2"),
         ({"cache": CACHE[0]}, ShapeError, "cache must have the axes"),
         ({"cache": CACHE[:, :1]}, ShapeError, "cache must have 2 for axis '2'"),
-        ({"layer": 3}, ArgumentError, r"layer.* must be in \[0, 3\), got 3"),
-        ({"layer": -1}, ArgumentError, r"layer.* must be in \[0, 3\), got -1"),
-        ({"layer": True}, ArgumentError, "layer.* must be in"),
-        ({"layer": 1.0}, ArgumentError, "layer.* must be in"),
+        ({"layout": "L 2 T H"}, ConfigError, "^layout's axes must name H, D"),
+        ({"layout": 2}, ConfigError, "^layout must be a CacheLayout or its axes, got 2"),
+        ({"layer": 3}, ArgumentError, r"^layer must be in \[0, 3\), got 3"),
+        ({"layer": -1}, ArgumentError, r"^layer must be in \[0, 3\), got -1"),
+        ({"layer": True}, ArgumentError, "^layer must be an int, got True"),
+        ({"layer": 1.0}, ArgumentError, "^layer must be an int, got 1.0"),
         ({"heads": 3}, ShapeError, "cache must have 3 for axis 'H'"),
         ({"scale": SCALE}, ShapeError, "cache must be int8 or .* where it has a scale, got torch.float32"),
         ({"cache": CODES, "scale": SCALE.double()}, ShapeError, "scale must be one of"),
@@ -176,7 +179,9 @@ INT8_KEY = KEY.to(torch.int8)
         ({"value": KEY[:, :3]}, ShapeError, "value must have key's blocks, slots, heads and device"),
         ({"value": KEY[:, :, :1]}, ShapeError, "value must have key's blocks, slots, heads and device"),
         ({"value": KEY.to("meta")}, ShapeError, "value must have key's blocks, slots, heads and device"),
-        ({"layer": 1}, ArgumentError, r"layer.* must be in \[0, 1\), got 1"),
+        ({"layer": 1}, ArgumentError, r"^layer must be in \[0, 1\), got 1"),
+        ({"value_layout": JOINT}, ArgumentError, "^value_layout must not have the axis 2"),
+        ({"value_layout": "B S H"}, ConfigError, "^value_layout's axes must name H, D"),
         ({"key_scale": KEY}, ShapeError, "^key must be int8 or"),
         ({"value_scale": KEY}, ShapeError, "^value must be int8 or"),
         ({"key": INT8_KEY, "key_scale": KEY[0]}, ShapeError, "^key_scale must have the axes"),
@@ -190,6 +195,44 @@ def test_split_refuses_what_does_not_fit_by_name(
 ) -> None:
     with pytest.raises(error, match=message):
         KVView.split(**{"layout": SPLIT, "key": KEY, "value": KEY, **arguments})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        (KEY, None, "^key must be a Side, got Tensor"),
+        (Side(torch.zeros(2, 4, 1, 2, 1, 8)), KEY, "^value must be a Side, got Tensor"),
+        (
+            Side(torch.zeros(2, 4, 1, 2, 1, 8)),
+            Side(torch.zeros(2, 4, 1, 3, 1, 8)),
+            r"^value must have key's blocks, slots, heads and device: \(2, 4, 2\) on cpu, got \(2, 4, 3\)",
+        ),
+    ],
+)
+def test_a_view_is_of_sides_that_fit(key: Side, value: Side, message: str) -> None:
+    with pytest.raises(ShapeError, match=message):
+        KVView(key, value)
+
+
+@pytest.mark.parametrize(
+    ("cache", "scale", "message"),
+    [
+        (KEY, None, "^cache must be \\[B, S/s, s, H, D/d, d\\]"),
+        (None, None, "^cache must be a tensor"),
+        (KEY[None, None], KEY, "^scale must be \\[B, S/s, s, H, D/d, d\\]"),
+        (KEY[None, None], KEY[None, None], "^cache must be int8 or"),
+        (INT8_KEY[None, None], KEY[None, None, :1], "^scale must have the axes of cache"),
+    ],
+)
+def test_a_side_is_of_tensors_that_fit(cache: Tensor, scale: Tensor, message: str) -> None:
+    with pytest.raises(ShapeError, match=message):
+        Side(cache, scale)
+
+
+def test_layouts_may_be_spelled_out() -> None:
+    joint, split = KVView.joint("L 2 T H D", CACHE), KVView.split("B S H D", KEY, KEY, value_layout="B S H D")
+    assert joint.key.cache.shape == KVView.joint(JOINT, CACHE).key.cache.shape
+    assert split.value is not None and split.value.cache.shape == split.key.cache.shape
 
 
 def test_merged_heads_must_be_said() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from kvloom import ops
 from kvloom.core.indexing import CacheIndex
 from kvloom.core.layouts import CacheLayout
-from kvloom.core.views import KVView
+from kvloom.core.views import KVView, Side
 from kvloom.dialects import ascend, pmx
 
 Call = tuple[Callable[..., Any], dict[str, Any]]
@@ -42,7 +42,7 @@ def sides(rng: random.Random, layout: str = "B S H D") -> dict[str, Tensor | Non
             torch.ones(axes.for_scale().shape(**sizes, D=D // group), dtype=torch.float16) for _ in range(2)
         )
     kv = KVView.split(axes, key, value, *scales)
-    return {"key": kv.key, "value": kv.value, "key_scale": kv.key_scale, "value_scale": kv.value_scale}
+    return dict(zip(("key", "value", "key_scale", "value_scale"), kv.tensors, strict=True))
 
 
 def caches(rng: random.Random) -> dict[str, Tensor | None]:
@@ -117,8 +117,9 @@ def bare_attend(rng: random.Random) -> Call:
 
 
 def view(given: dict[str, Any], suffix: str = "_cache") -> KVView:
-    return KVView(given.pop(f"key{suffix}"), given.pop(f"value{suffix}"), given.pop("key_scale"),
-                  given.pop("value_scale"))  # fmt: skip
+    key, value = given.pop(f"key{suffix}"), given.pop(f"value{suffix}")
+    key_scale, value_scale = given.pop("key_scale"), given.pop("value_scale")
+    return KVView(Side(key, key_scale), None if value is None else Side(value, value_scale))
 
 
 def store(rng: random.Random) -> Call:

@@ -100,7 +100,7 @@ def main() -> None:
     kv = KVView.split(CacheLayout(args.layout), *(x[0] for x in sides), *(x[1] for x in sides), heads=heads)
     key, value = (torch.zeros(64, heads, dim, dtype=dtype) for dim in dims)
     slots, query_heads = torch.arange(64), heads * args.ratio
-    sides = (kv.key, kv.value, kv.key_scale, kv.value_scale)
+    sides = kv.tensors
     store.store(key, value, slots, *sides)
     load.load(slots, *sides, dtype, 1)
     starts = torch.arange(5)

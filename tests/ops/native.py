@@ -17,8 +17,8 @@ def native(case: Case, block_size: int = 32) -> KVView:
     num_slots = -(-case.kv.num_slots // block_size) * block_size
     sides = []
     for layout, cache, scale in (
-        (NATIVE_KEYS, case.kv.key, case.kv.key_scale),
-        (NATIVE_VALUES, case.kv.value, case.kv.value_scale),
+        (NATIVE_KEYS, case.kv.tensors[0], case.kv.tensors[2]),
+        (NATIVE_VALUES, case.kv.tensors[1], case.kv.tensors[3]),
     ):
         assert cache is not None
         assert scale is not None

@@ -12,9 +12,10 @@ import torch
 from oracles.bits import assert_same_bits
 from torch import Tensor
 
-from kvloom.core.views import KVView
+from kvloom.core.views import KVView, Side
 from kvloom.errors import ArgumentError, KVError, UnsupportedError
 
+PARTS = ("key", "value", "key_scale", "value_scale")
 Call = dict[str, Any]
 Change = Callable[[Call], Call]
 
@@ -54,9 +55,12 @@ def part(call: Call, name: str, **changes: Any) -> Call:
 
 
 def views(call: Call, how: Callable[[Tensor], Tensor | None], *names: str, argument: str = "kv") -> Call:
-    """Replace sides of a view by a function of them."""
+    """Replace tensors of a view, ``PARTS``, by a function of them; what is not there stays so."""
     view: KVView = call[argument]
-    return {argument: dataclasses.replace(view, **{name: how(getattr(view, name)) for name in names})}
+    key, value, key_scale, value_scale = (
+        how(x) if x is not None and name in names else x for name, x in zip(PARTS, view.tensors, strict=True)
+    )
+    return {argument: KVView(Side(key, key_scale), None if value is None else Side(value, value_scale))}
 
 
 def assert_refused(operator: Callable[..., object], good: Call, bad: Bad) -> None:

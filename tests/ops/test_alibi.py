@@ -11,7 +11,7 @@ from oracles import pmx_golden
 from oracles.bits import assert_same_bits
 
 from kvloom import ops
-from kvloom.core.views import KVView
+from kvloom.core.views import KVView, Side
 from kvloom.errors import ArgumentError
 from kvloom.ops import Scores, alibi_slopes
 
@@ -48,7 +48,7 @@ def test_attention_of_a_rank_is_a_slice_of_the_whole(total: int) -> None:
     whole = ops.attend(case.query, case.kv, case.batch(), Scores(alibi_slopes=alibi_slopes(total)))
     for offset in range(0, total, 2):
         query, kv_heads = case.query[:, offset : offset + 2], slice(offset // 2, offset // 2 + 1)
-        kv = KVView(case.kv.key[:, :, :, kv_heads], case.kv.value[:, :, :, kv_heads])
+        kv = KVView(*(Side(side.cache[:, :, :, kv_heads]) for side in case.kv.sides))
         scores = Scores(alibi_slopes=alibi_slopes(2, offset=offset, total_heads=total))
         out = ops.attend(query, kv, case.batch(), scores)
         torch.testing.assert_close(out, whole[:, offset : offset + 2], rtol=1e-6, atol=1e-6)

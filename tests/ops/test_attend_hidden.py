@@ -40,7 +40,7 @@ def test_only_rows_that_see_a_broken_value_are_nan(
     query, kv = filled()
     whole = ops.attend(query, kv, BATCH, scores)
     assert kv.value is not None
-    kv.value[0, position, 0, 1, 0, 5] = bad
+    kv.value.cache[0, position, 0, 1, 0, 5] = bad
     out = ops.attend(query, kv, BATCH, scores)
     expected = torch.zeros(TOKENS, 4, 8, dtype=torch.bool)
     expected[sees, 2:, 5] = True  # the two query heads of head 1
@@ -52,9 +52,8 @@ def test_tokens_before_the_first_visible_one_may_be_broken() -> None:
     query, kv = filled()
     batch = replace(BATCH, first_visible=torch.tensor([3]))
     whole = ops.attend(query, kv, batch)
-    assert kv.value is not None
-    for x in (kv.key, kv.value):
-        x[0, :3] = math.nan
+    for side in kv.sides:
+        side.cache[0, :3] = math.nan
     assert torch.equal(ops.attend(query, kv, batch)[3:], whole[3:])
     assert not whole[:3].any()
 

@@ -165,7 +165,7 @@ def test_inputs_are_left_alone() -> None:
     case = make_case(NEW, STORED, kind=INT8)
     batch, ones = case.batch(), torch.ones(4)
     scores = Scores(mask=torch.ones(12, 32), sinks=ones, alibi_slopes=ones.clone())
-    tensors = [case.query, case.kv.key, case.kv.value, case.kv.key_scale, case.kv.value_scale]
+    tensors = [case.query, *case.kv.tensors]
     tensors += [batch.index.table, batch.seqstarts, batch.kvstarts]
     tensors += [scores.mask, scores.sinks, scores.alibi_slopes]
     before = [x.clone() for x in tensors]

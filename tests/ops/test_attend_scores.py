@@ -228,7 +228,7 @@ def test_softcap_comes_before_the_mask() -> None:
     """A capped score cannot outweigh a mask of 50: only the key that the mask favours is seen."""
     case = counting([1], [2])
     case.query.fill_(1000.0)
-    case.kv.key[0, 0].fill_(1.0)
+    case.kv.key.cache[0, 0].fill_(1.0)
     found = weights(case, Scores(softcap=1.0, mask=torch.tensor([[0.0, 50.0]])))
     torch.testing.assert_close(found[0, :2], torch.tensor([0.0, 1.0]))
 

@@ -10,6 +10,7 @@ import torch
 from ops.attention import make_case, starts_of
 from ops.pools import INT4, INT8, PLAIN, Kind
 from ops.refusals import (
+    PARTS,
     Bad,
     Call,
     Change,
@@ -103,8 +104,8 @@ BAD = [
               ("of another batch", torch.zeros(7).long()), ("2-D", torch.zeros(3, 1).long()),
               ("of floats", torch.zeros(3)), ("on meta", torch.zeros(3, device="meta").long()))),
     Bad("kv of keys only", ArgumentError, "kv",
-        lambda c: {"kv": KVView(c["kv"].key, None, c["kv"].key_scale)}),
-    Bad("kv on meta", ShapeError, r"key\w*|query|kv", lambda c: views(c, on_meta, "key", "value")),
+        lambda c: {"kv": KVView(c["kv"].key, None)}),
+    Bad("kv on meta", ShapeError, r"key\w*|query|kv", lambda c: views(c, on_meta, *PARTS)),
     Bad("query 2-D", ShapeError, "query", queried(lambda x: x[0])),
     Bad("query 4-D", ShapeError, "query", queried(lambda x: x[None])),
     Bad("query narrower", ShapeError, "query", queried(lambda x: x[..., :4])),

@@ -7,7 +7,18 @@ from collections.abc import Callable
 import pytest
 import torch
 from ops.pools import INT4, INT8, PLAIN, Kind, make_pool, new_tokens
-from ops.refusals import Bad, Call, Change, as_dtype, assert_refused, on_meta, other_backends, rows, views
+from ops.refusals import (
+    PARTS,
+    Bad,
+    Call,
+    Change,
+    as_dtype,
+    assert_refused,
+    on_meta,
+    other_backends,
+    rows,
+    views,
+)
 from torch import Tensor
 
 from kvloom import debug, ops
@@ -68,7 +79,7 @@ def good_store(kind: Kind) -> Call:
 
 def overlap_with_cache(call: Call) -> Call:
     """A key that is three slots of the cache itself."""
-    return {"key": call["kv"].key[0, 3:6, 0].flatten(2)}
+    return {"key": call["kv"].key.cache[0, 3:6, 0].flatten(2)}
 
 
 STORE = [
@@ -94,10 +105,10 @@ STORE = [
     Bad("value of another dtype", ShapeError, "value", lambda c: {"value": c["value"].half()}),
     Bad("value on meta", ShapeError, "value", lambda c: {"value": on_meta(c["value"])}),
     Bad("value for a cache of keys", ArgumentError, "value",
-        lambda c: {"kv": KVView(c["kv"].key, None, c["kv"].key_scale, None)}),
+        lambda c: {"kv": KVView(c["kv"].key, None)}),
     *(Bad(f"kv with a {side} that overlaps itself", ShapeError, rf"kv\.{side}",
           lambda c, side=side: views(c, expanded, side)) for side in ("key", "value")),
-    Bad("kv on meta", ShapeError, r"key\w*|kv|slots", lambda c: views(c, on_meta, "key", "value")),
+    Bad("kv on meta", ShapeError, r"key\w*|kv|slots", lambda c: views(c, on_meta, *PARTS)),
 ]  # fmt: skip
 
 STORE_PLAIN = [
@@ -105,7 +116,7 @@ STORE_PLAIN = [
         lambda c: {"key": c["key"].to(torch.int8), "value": c["value"].to(torch.int8)}),
     Bad("key within the cache", ShapeError, "key", overlap_with_cache),
     Bad("value within the cache", ShapeError, "value",
-        lambda c: {"value": c["kv"].value[0, 3:6, 0].flatten(2)}),
+        lambda c: {"value": c["kv"].value.cache[0, 3:6, 0].flatten(2)}),
     Bad("floats for a cache of integers", ShapeError, "key",
         lambda c: views(c, as_dtype(torch.int16), "key", "value")),
 ]  # fmt: skip
@@ -113,8 +124,8 @@ STORE_PLAIN = [
 STORE_QUANTIZED = [
     Bad("key of codes", ShapeError, "key",
         lambda c: {"key": c["key"].to(torch.int8), "value": c["value"].to(torch.int8)}),
-    *(Bad(f"{side} that overlaps itself", ShapeError, rf"kv\.{side}",
-          lambda c, side=side: views(c, expanded, side)) for side in ("key_scale", "value_scale")),
+    *(Bad(f"{side} that overlaps itself", ShapeError, rf"kv\.{side}\.scale",
+          lambda c, side=side: views(c, expanded, f"{side}_scale")) for side in ("key", "value")),
 ]  # fmt: skip
 
 
@@ -192,32 +203,36 @@ def on_target(how: Callable[[Tensor], Tensor], *names: str) -> Change:
     return lambda c: views(c, how, *names, argument="target")
 
 
-ALL = ("key", "value", "key_scale", "value_scale")
+def path_of(name: str) -> str:
+    """A pattern for the attribute of a view that ``views`` calls ``name``."""
+    return rf"{name.removesuffix('_scale')}\.{'scale' if name.endswith('scale') else 'cache'}"
+
+
 COPY = [
     *bad_slots("source_slots", 12, negative=True),
     *bad_slots("target_slots", 8, negative=True),
     *other_backends(),
     Bad("source_slots too few", ShapeError, "source_slots|target_slots", replaced(source_slots=slots(1, 2))),
     Bad("target_slots too many", ShapeError, "target_slots", replaced(target_slots=slots(1, 2, 3, 4))),
-    Bad("target on meta", ShapeError, "target|target_slots", on_target(on_meta, *ALL)),
+    Bad("target on meta", ShapeError, "target|target_slots", on_target(on_meta, *PARTS)),
     Bad("target on meta with its slots", ShapeError, "target",
-        lambda c: {**views(c, on_meta, *ALL, argument="target"), "target_slots": on_meta(slots(1, 2, 3))}),
-    Bad("target with fewer heads", ShapeError, r"target\.key", on_target(lambda x: x[:, :, :, :1], *ALL)),
+        lambda c: {**views(c, on_meta, *PARTS, argument="target"), "target_slots": on_meta(slots(1, 2, 3))}),
+    Bad("target with fewer heads", ShapeError, r"target\.key", on_target(lambda x: x[:, :, :, :1], *PARTS)),
     Bad("target with fewer heads for values", ShapeError, "value",
         on_target(lambda x: x[:, :, :, :1], "value", "value_scale")),
     Bad("target narrower", ShapeError, r"target\.key", on_target(lambda x: x[..., :4], "key")),
     Bad("target of another dtype", ShapeError, r"target\.key",
         on_target(lambda x: x.view(torch.uint8), "key")),
-    Bad("target with larger groups", ShapeError, r"target\.key_scale",
+    Bad("target with larger groups", ShapeError, r"target\.key\.scale",
         on_target(lambda x: x[..., :1], "key_scale")),
-    Bad("target with other scales", ShapeError, r"target\.value_scale",
+    Bad("target with other scales", ShapeError, r"target\.value\.scale",
         on_target(lambda x: x.view(torch.bfloat16), "value_scale")),
     *(Bad(f"{argument} without {'scales' if 'key_scale' in names else 'values'}", ArgumentError,
-          rf"target\.{names[0]}", without(*names, argument=argument))
+          rf"target\.{path_of(names[0])}", without(*names, argument=argument))
       for argument in ("source", "target")
       for names in (("key_scale", "value_scale"), ("value", "value_scale"))),
-    *(Bad(f"target with a {name} that overlaps itself", ShapeError, rf"target\.{name}",
-          on_target(expanded, name)) for name in ALL),
+    *(Bad(f"target with a {name} that overlaps itself", ShapeError, rf"target\.{path_of(name)}",
+          on_target(expanded, name)) for name in PARTS),
 ]  # fmt: skip
 
 

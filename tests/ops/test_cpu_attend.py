@@ -17,7 +17,7 @@ from torch import Tensor
 from kvloom import ops
 from kvloom.core.indexing import CacheIndex
 from kvloom.core.layouts import CacheLayout
-from kvloom.core.views import KVView
+from kvloom.core.views import KVView, Side
 from kvloom.errors import UnsupportedError
 from kvloom.ops import Scores, alibi_slopes
 from kvloom.ops.impl import cpu
@@ -105,7 +105,7 @@ def test_products_beyond_the_largest_number_become_it(
     case = make_case([3, 1], [70, 50], axes=axes, kind=kind, dtype=stored_as, head_dim=64, page_size=16,
                      block_size=16, fill=huge)  # fmt: skip
     case.query = case.query.to(dtype)
-    for scale in (case.kv.key_scale, case.kv.value_scale):
+    for scale in case.kv.tensors[2:]:
         assert scale is not None
         scale.mul_(sign)
     largest = min(torch.finfo(dtype).max, torch.finfo(scale_dtype).max)
@@ -120,10 +120,10 @@ def test_a_nan_scale_hides_no_large_one(kind: Kind) -> None:
         [3], [70], axes="B S H D", kind=kind, dtype=BF16, head_dim=64, page_size=16, block_size=16
     )
     large, broken = (divmod(case.slots[0][t], 16) for t in (66, 69))
-    assert case.kv.key_scale is not None
-    case.kv.key_scale[large[0]].view(16, 2, -1)[large[1]] = 6e4
+    assert case.kv.key.scale is not None
+    case.kv.key.scale[large[0]].view(16, 2, -1)[large[1]] = 6e4
     expected = attend(case, Scores(scale=1e-6))
-    case.kv.key_scale[broken[0]].view(16, 2, -1)[broken[1]] = math.nan
+    case.kv.key.scale[broken[0]].view(16, 2, -1)[broken[1]] = math.nan
     out = attend(case, Scores(scale=1e-6))
     assert_same_bits(out[:2], expected[:2], "rows that do not see it")
     assert bool(out[2].isnan().all())
@@ -136,7 +136,7 @@ def test_a_nan_scale_hides_no_large_one(kind: Kind) -> None:
 def test_keys_and_values_of_different_kinds(kinds: tuple[Kind, Kind], dtype: torch.dtype) -> None:
     key, value = (make_case([3, 1], [70, 131], axes="B S H D", kind=kind, dtype=dtype, head_dim=64,
                             page_size=16, block_size=16) for kind in kinds)  # fmt: skip
-    key.kv = KVView(key.kv.key, value.kv.value, key.kv.key_scale, value.kv.value_scale)
+    key.kv = KVView(key.kv.key, value.kv.value)
     assert_right(key)
 
 
@@ -275,14 +275,14 @@ def test_nothing_around_the_tokens_shows(dtype: torch.dtype, head_dim: int, axes
     case = make_case([2, 1], [37, 5], axes=axes, dtype=dtype, kind=Kind(dtype), head_dim=head_dim)
     expected = assert_right(case)
     sides = []
-    for side in (case.kv.key, case.kv.value):
+    for side in (x.cache for x in case.kv.sides):
         padded = torch.full(
             [n + 1 if i in (0, 3) else n for i, n in enumerate(side.shape)], math.nan, dtype=dtype
         )
         guarded = torch.full((padded.numel() + 128,), math.nan, dtype=dtype)[64:-64].view(padded.shape)
         guarded[: side.shape[0], :, :, : side.shape[3]] = side
         sides.append(guarded[: side.shape[0], :, :, : side.shape[3]])
-    case.kv = KVView(*sides)
+    case.kv = KVView(*map(Side, sides))
     assert_same_bits(attend(case), expected, "output")
 
 

@@ -17,7 +17,7 @@ from kvloom import ops
 from kvloom.core.indexing import CacheIndex
 from kvloom.core.layouts import CacheLayout
 from kvloom.core.memory import shares_memory
-from kvloom.core.views import KVView
+from kvloom.core.views import KVView, Side
 from kvloom.dialects import pmx
 from kvloom.errors import ArgumentError, KVError, OutOfMemory, ShapeError
 from kvloom.ops import Batch
@@ -51,7 +51,7 @@ def test_load_refuses_more_than_memory_holds(
 def test_bare_load_checks_its_sizes(kind: Kind, num_repeat: int) -> None:
     kv = make_pool("L 2 T H D", kind).view()
     with pytest.raises((ValueError, IndexError, RuntimeError)):
-        bare.load(ints(0, 1), kv.key, kv.value, kv.key_scale, kv.value_scale, torch.float32, num_repeat)
+        bare.load(ints(0, 1), *kv.tensors, torch.float32, num_repeat)
 
 
 @pytest.mark.parametrize("num_repeat", [2**62, 2**64, 10**13])
@@ -105,31 +105,32 @@ print(-attend(1024) + attend(1 << 19))
 )
 def test_bare_operators_take_slots_of_int64_and_int32_only(dtype: torch.dtype) -> None:
     kv = make_pool("L 2 T H D", PLAIN).view()
-    sides = (kv.key, kv.value, kv.key_scale, kv.value_scale)
-    slots, new, before = ints(0, 1).to(dtype), torch.ones(2, 2, 8), kv.key.clone()
+    sides = kv.tensors
+    slots, new, before = ints(0, 1).to(dtype), torch.ones(2, 2, 8), kv.key.cache.clone()
     for call in (
         lambda: bare.store(new, new, slots, *sides),
         lambda: bare.load(slots, *sides, torch.float32, 1),
-        lambda: bare.copy([kv.key], slots, [kv.key], ints(2, 3)),
-        lambda: bare.copy([kv.key], ints(2, 3), [kv.key], slots),
+        lambda: bare.copy([kv.key.cache], slots, [kv.key.cache], ints(2, 3)),
+        lambda: bare.copy([kv.key.cache], ints(2, 3), [kv.key.cache], slots),
     ):
         with pytest.raises((ValueError, IndexError, RuntimeError)):
             call()
-    assert_same_bits(kv.key, before, "key")
+    assert_same_bits(kv.key.cache, before, "key")
 
 
 @pytest.mark.parametrize("kind", [INT8, INT4], ids=str)
 def test_scales_without_slots_are_not_no_scales(kind: Kind) -> None:
     kv = make_pool("L 2 T H D", kind).view()
-    assert kv.key_scale is not None
-    empty, new, before = kv.key_scale[:, :0], torch.ones(2, 2, 8), kv.key.clone()
-    with pytest.raises(ShapeError, match="key_scale must have the axes of key"):
-        KVView(kv.key, kv.value, empty, kv.value_scale)
+    key_cache, value_cache, key_scale, value_scale = kv.tensors
+    assert key_scale is not None
+    empty, new, before = key_scale[:, :0], torch.ones(2, 2, 8), kv.key.cache.clone()
+    with pytest.raises(ShapeError, match="scale must have the axes of cache"):
+        Side(key_cache, empty)
     with pytest.raises((ValueError, IndexError, RuntimeError)):
-        bare.store(new, new, ints(0, 1), kv.key, kv.value, empty, kv.value_scale)
+        bare.store(new, new, ints(0, 1), key_cache, value_cache, empty, value_scale)
     with pytest.raises((ValueError, IndexError, RuntimeError)):
-        bare.load(ints(0, 1), kv.key, kv.value, empty, kv.value_scale, torch.float32, 1)
-    assert_same_bits(kv.key, before, "key")
+        bare.load(ints(0, 1), key_cache, value_cache, empty, value_scale, torch.float32, 1)
+    assert_same_bits(kv.key.cache, before, "key")
 
 
 # --- memory that is shared ----------------------------------------------------------------------------------
@@ -152,7 +153,7 @@ def test_slots_within_the_cache_are_what_they_were(operator: str, backend: str) 
             ops.store(new, new, slots, kv, backend=backend)
         else:
             ops.copy(kv, ints(4, 5, 6, 7), kv, slots, backend=backend)
-        return torch.cat((kv.key, kv.value))
+        return torch.cat([side.cache for side in kv.sides])
 
     assert_same_bits(run(shared=True), run(shared=False), "cache")
 
@@ -204,13 +205,13 @@ def test_sides_that_share_memory_are_not_written() -> None:
     cache, codes = torch.zeros(1, 1, 16, 4), torch.zeros(1, 1, 16, 8, dtype=torch.int8)
     scales = codes.view(-1).view(torch.float16)[:32].view(1, 1, 16, 2)
     new = torch.ones(2, 1, 4)
-    with pytest.raises(ShapeError, match=r"kv\.key must not overlap kv\.value in memory"):
+    with pytest.raises(ShapeError, match=r"kv\.key\.cache must not overlap kv\.value\.cache in memory"):
         ops.store(new, new, ints(0, 1), KVView.split(HND, cache, cache))
     kv = KVView.split(HND, codes, codes.clone(), scales, scales.clone())
-    with pytest.raises(ShapeError, match=r"kv\.key must not overlap kv\.key_scale in memory"):
+    with pytest.raises(ShapeError, match=r"kv\.key\.cache must not overlap kv\.key\.scale in memory"):
         ops.store(torch.ones(2, 1, 8), torch.ones(2, 1, 8), ints(0, 1), kv)
     one_side = torch.zeros(1, 1, 16, 1, 4).expand(1, 2, 16, 1, 4)
-    with pytest.raises(ShapeError, match=r"kv\.key must not overlap kv\.value in memory"):
+    with pytest.raises(ShapeError, match=r"kv\.key\.cache must not overlap kv\.value\.cache in memory"):
         ops.store(new, new, ints(0, 1), KVView.joint(CacheLayout("B 2 S H D"), one_side))
     assert not cache.any() and not codes.any() and not one_side.any()
 

@@ -156,11 +156,11 @@ def test_scales_that_no_store_makes(dtype: torch.dtype, value: float) -> None:
     kv = in_native_order(case).kv
     slot = case.slots[0][33]
     for view in (kv, case.kv):
-        assert view.value_scale is not None
-        flat = view.value_scale.flatten(0, 0)
-        block, within = divmod(slot, view.value_scale.shape[1] * view.value_scale.shape[2])
-        outer, inner = divmod(within, view.value_scale.shape[2])
-        flat[block, outer, inner] = value
+        scale = view.tensors[3]
+        assert scale is not None
+        block, within = divmod(slot, scale.shape[1] * scale.shape[2])
+        outer, inner = divmod(within, scale.shape[2])
+        scale[block, outer, inner] = value
     out = ops.attend(case.query, kv, case.batch())
     assert_same_bits(out, ops.attend(case.query, case.kv, case.batch()), "native")
     assert out[0].isnan().all() == math.isnan(value)

@@ -37,7 +37,7 @@ def poisoned(axes: str, kind: Kind, seed: int = 0, strided: bool = False, **size
 
 def caches(pool: Pool) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     kv = pool.view()
-    return kv.key, kv.value, kv.key_scale, kv.value_scale
+    return kv.tensors
 
 
 def tokens(count: int, dtype: torch.dtype, width: int = 8, strided: bool = False) -> Tensor:

@@ -64,7 +64,7 @@ def test_groups(group: int, bits: int, dtype: torch.dtype, scale_dtype: torch.dt
 def test_keys_and_values_of_different_kinds(kinds: tuple[Kind, Kind], dtype: torch.dtype) -> None:
     key, value = (make_case([3, 1], [70, 131], axes="B S H D", kind=kind, dtype=dtype, head_dim=64, **PAGES)
                   for kind in kinds)  # fmt: skip
-    key.kv = KVView(key.kv.key, value.kv.value, key.kv.key_scale, value.kv.value_scale)
+    key.kv = KVView(key.kv.key, value.kv.value)
     assert_right(key)
 
 
@@ -274,7 +274,7 @@ def test_there_is_no_gradient() -> None:
 
 def test_inputs_are_left_alone() -> None:
     case = make_case([2, 20], [30, 40], kind=codes(8, 8))
-    tensors = [case.query, case.kv.key, case.kv.value, case.kv.key_scale, case.kv.value_scale]
+    tensors = [case.query, *case.kv.tensors]
     before = [x.clone() for x in tensors]
     attend(case)
     for x, old in zip(tensors, before, strict=True):

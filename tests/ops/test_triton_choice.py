@@ -51,7 +51,7 @@ kv = KVView.joint(spec.axes, spec.empty(4)[0])
 try:
     ops.store(torch.ones(1, 2, 8), torch.ones(1, 2, 8), torch.tensor([2]), kv, backend="triton")
 except NotImplementedError as error:
-    print(error, kv.key.any().item())
+    print(error, kv.key.cache.any().item())
 """
     assert run(code) == (
         "backend 'triton' needs tensors on a CUDA device (or TRITON_INTERPRET=1 in the environment), "

@@ -17,7 +17,7 @@ from oracles.bits import assert_same_bits
 
 from kvloom import ops
 from kvloom.core.indexing import CacheIndex
-from kvloom.core.views import KVView
+from kvloom.core.views import KVView, Side
 from kvloom.ops import Scores, alibi_slopes
 
 pytestmark = kernels.pytestmark
@@ -144,12 +144,12 @@ def test_nothing_around_the_tokens_shows(head_dim: int) -> None:
     expected = attend(case)
     assert bool(expected.isfinite().all())
     sides = []
-    for side in (case.kv.key, case.kv.value):
+    for side in (x.cache for x in case.kv.sides):
         padded = torch.full([n + 1 if i in (0, 3) else n for i, n in enumerate(side.shape)], math.nan)
         guarded = torch.full((padded.numel() + 128,), math.nan)[64:-64].view(padded.shape)
         guarded[: side.shape[0], :, :, : side.shape[3]] = side
         sides.append(guarded[: side.shape[0], :, :, : side.shape[3]])
-    case.kv = KVView(*sides)
+    case.kv = KVView(*map(Side, sides))
     assert_same_bits(attend(case), expected, "output")
 
 

@@ -214,7 +214,7 @@ def test_cache_of_keys_only(kind: Kind) -> None:
     loaded = []
     for pool, backend in ((ours, "triton"), (theirs, "reference")):
         kv = pool.view()
-        view = KVView(kv.key, None, kv.key_scale, None)
+        view = KVView(kv.key, None)
         store(backend, key, None, torch.tensor([3, 0, -7]), view)
         copy(backend, view, torch.tensor([0, 3]), view, torch.tensor([3, 0]))
         loaded.append(load(backend, torch.tensor([3, 0]), view))

@@ -21,7 +21,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from kvloom.core.checks import INDEX_DTYPES, INT64_END, expect
+from kvloom.core.checks import INDEX_DTYPES, INT64_END, expect, expect_tensor
 from kvloom.errors import ArgumentError, ShapeError
 
 ENDLESS: Final = 1 << 62
@@ -212,6 +212,8 @@ def expect_slots(name: str, slots: Tensor, num_tokens: int | None, device: torch
     Raises:
         ShapeError: another rank, length, dtype or device.
     """
-    expect(name, slots, "T", dtype=INDEX_DTYPES, device=device)
+    expect_tensor(name, slots)
+    if slots.ndim != 1 or slots.dtype not in INDEX_DTYPES or slots.device != device:
+        expect(name, slots, "T", dtype=INDEX_DTYPES, device=device)
     if num_tokens is not None and slots.shape[0] != num_tokens:
         raise ShapeError(f"{name} must be [{num_tokens}], one slot for each token, got {list(slots.shape)}")

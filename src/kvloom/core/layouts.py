@@ -61,12 +61,12 @@ class CacheLayout:
         return self.axes
 
     @classmethod
-    def of(cls, operator: str, number: int) -> "CacheLayout":
-        """The layout that ``operator``'s own document calls ``cache_layout=number``.
+    def of(cls, operator: str, cache_layout: int) -> "CacheLayout":
+        """The layout to which ``operator``'s own document gives the number ``cache_layout``.
 
         Args:
             operator: A key of ``OPERATOR_LAYOUTS``, for example ``"pmx.dynamic_batching.KeyValueCache"``.
-            number: The integer of that document.
+            cache_layout: The number.
 
         Raises:
             ArgumentError: unknown operator or number.
@@ -74,9 +74,12 @@ class CacheLayout:
         table = OPERATOR_LAYOUTS.get(operator)
         if table is None:
             raise ArgumentError(f"operator must be one of {sorted(OPERATOR_LAYOUTS)}, got {operator!r}")
-        if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < len(table):
-            raise ArgumentError(f"cache_layout must be in [0, {len(table)}) for {operator}, got {number!r}")
-        return table[number]
+        known = not isinstance(cache_layout, bool) and isinstance(cache_layout, int)
+        if not known or not 0 <= cache_layout < len(table):
+            raise ArgumentError(
+                f"cache_layout must be in [0, {len(table)}) for {operator}, got {cache_layout!r}"
+            )
+        return table[cache_layout]
 
     def shape(self, **sizes: int) -> tuple[int, ...]:
         """Shape of a tensor in this layout; ``sizes`` gives every axis but ``2``: ``T=64, H=8, D=128``."""
@@ -136,6 +139,22 @@ class CacheLayout:
             if parts:
                 dims.append(parts[0] if len(parts) == 1 else f"({' '.join(parts)})")
         return CacheLayout(" ".join(dims))
+
+
+def as_layout(name: str, layout: CacheLayout | str) -> CacheLayout:
+    """``layout``, or the one of these axes; errors call it ``name``.
+
+    Raises:
+        ConfigError: no layout, or axes of none.
+    """
+    if isinstance(layout, CacheLayout):
+        return layout
+    if not isinstance(layout, str):
+        raise ConfigError(f"{name} must be a CacheLayout or its axes, got {layout!r}")
+    try:
+        return CacheLayout(layout)
+    except ConfigError as error:
+        raise ConfigError(f"{name}'s {error}") from None
 
 
 # For each canonical axis, the terms that fill it, first match wins. An unsplit S is its outer part, an

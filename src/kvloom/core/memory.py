@@ -22,6 +22,20 @@ def overlaps_itself(x: Tensor) -> bool:
     return False
 
 
+def reach_of(x: Tensor) -> int:
+    """Bytes from the first of ``x`` to the one behind its last."""
+    if x.numel() == 0:
+        return 0
+    last = sum(stride * (extent - 1) for stride, extent in zip(x.stride(), x.shape, strict=True))
+    return (last + 1) * x.itemsize
+
+
+def span_of(x: Tensor) -> tuple[int, int]:
+    """Address of the first byte of ``x``, and of the one behind its last."""
+    start = x.data_ptr()
+    return start, start + (x.nbytes if x.is_contiguous() else reach_of(x))
+
+
 def shares_memory(x: Tensor, y: Tensor) -> bool:
     """Whether a byte of ``x`` is one of ``y``, by their addresses. Not asked while tracing.
 
@@ -30,7 +44,7 @@ def shares_memory(x: Tensor, y: Tensor) -> bool:
     """
     if torch.compiler.is_compiling():
         return False
-    (start, end), (other_start, other_end) = _span(x), _span(y)
+    (start, end), (other_start, other_end) = span_of(x), span_of(y)
     if (
         x.device != y.device
         or not (start < other_end and other_start < end)
@@ -86,15 +100,6 @@ def expect_memory(what: str, nbytes: int, device: torch.device) -> None:
         torch.empty(nbytes, dtype=torch.uint8, device=device)
     except RuntimeError:
         raise OutOfMemory(f"{what} must fit memory, got {nbytes} bytes on {device}") from None
-
-
-def _span(x: Tensor) -> tuple[int, int]:
-    """Address of the first byte of ``x``, and of the one behind its last."""
-    start = x.data_ptr()
-    if x.numel() == 0:
-        return start, start
-    last = sum(stride * (extent - 1) for stride, extent in zip(x.stride(), x.shape, strict=True))
-    return start, start + (last + 1) * x.itemsize
 
 
 def _is_sum(target: int, steps: list[tuple[int, tuple[int, int]]]) -> bool:

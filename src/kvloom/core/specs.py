@@ -13,7 +13,7 @@ from kvloom.core.layouts import CacheLayout
 from kvloom.errors import ArgumentError, ConfigError
 
 CODE_DTYPE: Final = {8: torch.int8, 4: torch.uint8}
-"""How codes of so many bits are stored; 4-bit codes stand two to a byte."""
+"""How codes of each number of bits are stored; 4-bit codes stand two to a byte."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,10 +5,11 @@ from itertools import product
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
-from kvloom.core.checks import FLOAT_DTYPES, expect, expect_tensor
-from kvloom.core.layouts import CacheLayout
-from kvloom.core.memory import overlaps_itself, shares_memory
+from kvloom.core.checks import FLOAT_DTYPES, expect, expect_range
+from kvloom.core.layouts import CacheLayout, as_layout
+from kvloom.core.memory import overlaps_itself, reach_of, shares_memory, span_of
 from kvloom.core.specs import CODE_DTYPE
 from kvloom.errors import ArgumentError, ShapeError
 
@@ -18,46 +19,138 @@ _BITS_OF_CODES = {dtype: bits for bits, dtype in CODE_DTYPE.items()}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class KVView:
-    """Keys and values of one layer, and their scales, each ``[B, S/s, s, H, D/d, d]`` with any strides.
+class Side:
+    """Keys or values of one layer, both tensors ``[B, S/s, s, H, D/d, d]`` with any strides.
 
-    The tensors are views: writing through them writes the cache they were made from. A side with a scale is
-    quantized, to 8 bits if its cache is int8 and to 4 if it is uint8; its group is D divided by the scale's
-    last axis. Keys and values may differ in head dim, dtype and bits. ``value`` is ``None`` in a cache of
-    keys only.
+    A side with a scale is quantized: to 8 bits if its cache is int8, to 4 (two to a byte) if it is uint8. Its
+    group is D divided by the scale's last two axes.
 
-    Make one with ``joint`` or ``split``.
+    Raises:
+        ShapeError: the tensors are no canonical views, or do not fit each other.
     """
 
-    key: Tensor
-    value: Tensor | None
-    key_scale: Tensor | None = None
-    value_scale: Tensor | None = None
-    sides_are_apart: InitVar[bool] = False
-    """Whether keys are known to share no memory with values, nor their scales; looked for otherwise."""
+    cache: Tensor
+    scale: Tensor | None = None
+    bits: int = field(init=False)
+    """Of a code; 0 if not quantized."""
+    group: int = field(init=False)
+    """Elements that share a scale; 0 if not quantized."""
+    device: torch.device = field(init=False)
+    """Of both tensors."""
+    num_heads: int = field(init=False)
+    """Key/value heads."""
+    head_dim: int = field(init=False)
+    """Elements of a head vector."""
+    dtypes: tuple[torch.dtype, ...] = field(init=False, repr=False)
+    """Of the vectors that are stored and loaded: the cache's own, or any float for floats and codes."""
+
+    def __post_init__(self) -> None:
+        cache, scale = self.cache, self.scale
+        _expect_canonical("cache", cache)
+        bits = group = 0
+        head_dim = head_dim_of(cache, None)
+        if scale is not None:
+            _expect_canonical("scale", scale)
+            _expect_scale("cache", cache, "scale", scale, (cache, scale))
+            bits, head_dim = _BITS_OF_CODES[cache.dtype], head_dim_of(cache, scale)
+            group = head_dim // (scale.shape[4] * scale.shape[5])
+        holds_floats = scale is not None or cache.dtype in FLOAT_DTYPES
+        object.__setattr__(self, "bits", bits)
+        object.__setattr__(self, "group", group)
+        object.__setattr__(self, "device", cache.device)
+        object.__setattr__(self, "num_heads", cache.shape[3])
+        object.__setattr__(self, "head_dim", head_dim)
+        object.__setattr__(self, "dtypes", FLOAT_DTYPES if holds_floats else (cache.dtype,))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KVView:
+    """Keys and values of one layer.
+
+    The tensors are views: writing through them writes the cache they were made from. Keys and values may
+    differ in head dim, dtype and bits. ``value`` is ``None`` in a cache of keys only.
+
+    Make one with ``joint`` or ``split``.
+
+    Raises:
+        ShapeError: the sides differ in slots, heads or device.
+    """
+
+    key: Side
+    value: Side | None
+    whole: InitVar[tuple[Tensor, ...]] = ()
+    """The cache and the scale of which both sides are different parts, if there are such."""
     is_writable: bool = field(init=False, repr=False)
     """Whether no two elements share memory, and none requires a gradient."""
+    tensors: tuple[Tensor, Tensor | None, Tensor | None, Tensor | None] = field(init=False, repr=False)
+    """The caches of keys and values, then their scales: the order in which operators take them."""
+    _reaches: tuple[tuple[Tensor, int], ...] | None = field(init=False, repr=False)
+    """Tensors that hold all others, and the bytes that each reaches over; ``None`` if made while tracing."""
+    _versioned: tuple[Tensor, ...] | None = field(init=False, repr=False)
+    """The tensors whose changes autograd counts; ``None`` if made while tracing."""
 
-    def __post_init__(self, sides_are_apart: bool) -> None:
-        _expect_canonical("key", self.key, self.key_scale, self.key)
-        if self.value is not None:
-            _expect_canonical("value", self.value, self.value_scale, self.key)
-        elif self.value_scale is not None:
-            raise ArgumentError("value_scale must be None where value is None")
-        written = [x for x in (self.key, self.value, self.key_scale, self.value_scale) if x is not None]
-        is_writable = not any(x.requires_grad or overlaps_itself(x) for x in written)
-        object.__setattr__(self, "is_writable", is_writable and self._is_apart(sides_are_apart))
+    def __post_init__(self, whole: tuple[Tensor, ...]) -> None:
+        key, value = self.key, self.value
+        for name, side in (("key", key), ("value", value)):
+            if not isinstance(side, Side) and (side is not None or name == "key"):
+                raise ShapeError(f"{name} must be a Side, got {type(side).__name__}")
+        if value is not None:
+            wanted, has = _blocks_of(key.cache), _blocks_of(value.cache)
+            if has != wanted or value.device != key.device:
+                raise ShapeError(
+                    f"value must have key's blocks, slots, heads and device: {wanted} on {key.device}, "
+                    f"got {has} on {value.device}"
+                )
+        tensors = (
+            key.cache,
+            value.cache if value is not None else None,
+            key.scale,
+            value.scale if value is not None else None,
+        )
+        object.__setattr__(self, "tensors", tensors)
+        found = [x for x in tensors if x is not None]
+        reaches = versioned = None
+        if not torch.compiler.is_compiling():
+            reaches = tuple((x, reach_of(x)) for x in whole or found)
+            versioned = tuple(x for x in found if not x.is_inference())
+        object.__setattr__(self, "_reaches", reaches)
+        object.__setattr__(self, "_versioned", versioned)
+        is_writable = not any(x.requires_grad or overlaps_itself(x) for x in found)
+        object.__setattr__(self, "is_writable", is_writable and self._is_apart(whole))
 
-    def _is_apart(self, sides_are_apart: bool) -> bool:
+    def _is_apart(self, whole: tuple[Tensor, ...]) -> bool:
         """Whether no two of the tensors share memory."""
-        caches, scales = (self.key, self.value), (self.key_scale, self.value_scale)
-        pairs = [*product(caches, scales), *(() if sides_are_apart else (caches, scales))]
+        caches, scales = self.tensors[:2], self.tensors[2:]
+        # Parts of one tensor that does not overlap itself are apart, however they are interleaved.
+        is_known = bool(whole) and not any(map(overlaps_itself, whole))
+        pairs = [*product(caches, scales), *(() if is_known else (caches, scales))]
         return not any(x is not None and y is not None and shares_memory(x, y) for x, y in pairs)
+
+    def mark_changed(self) -> None:
+        """Tell autograd, which would otherwise trust what it saved: kernels write through pointers."""
+        if torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
+            return
+        versioned = self._versioned
+        if versioned is None:
+            versioned = tuple(x for x in self.tensors if x is not None and not x.is_inference())
+        increment_version(versioned)
+
+    def lies_apart_from(self, *others: Tensor) -> bool:
+        """Whether all of ``others`` lie before or behind each tensor; interleaved ones may share no byte."""
+        if self._reaches is None:
+            return False
+        for other in others:
+            start, end = span_of(other)
+            for x, reach in self._reaches:
+                first = x.data_ptr()
+                if start < first + reach and first < end:
+                    return False
+        return True
 
     @classmethod
     def joint(
         cls,
-        layout: CacheLayout,
+        layout: CacheLayout | str,
         cache: Tensor,
         scale: Tensor | None = None,
         *,
@@ -67,7 +160,7 @@ class KVView:
         """View one layer of a cache that holds keys and values in one tensor (a layout with axis ``2``).
 
         Args:
-            layout: Axis order of ``cache``; that of ``scale`` follows from it.
+            layout: Axis order of ``cache``, a ``CacheLayout`` or its axes; that of ``scale`` follows from it.
             cache: Keys and values.
             scale: Their scales, ``None`` if the cache is not quantized.
             layer: Index on axis L.
@@ -77,20 +170,18 @@ class KVView:
             ShapeError: ``cache`` or ``scale`` does not fit ``layout``, or they do not fit each other.
             ArgumentError: ``layer`` is out of range, or ``layout`` has no axis ``2``.
         """
+        layout = as_layout("layout", layout)
         if "2" not in layout.names:
             raise ArgumentError(
                 f"layout must have the axis 2 (use KVView.split otherwise), got {layout.axes!r}"
             )
-        sides = _side(layout, cache, scale, layer, heads, "cache", "scale")
-        (key, key_scale), (value, value_scale) = sides
-        # Parts of one tensor that does not overlap itself are apart, however they are interleaved.
-        apart = not (overlaps_itself(cache) or (scale is not None and overlaps_itself(scale)))
-        return cls(key, value, key_scale, value_scale, sides_are_apart=apart)
+        key, value = _sides(layout, cache, scale, layer, heads, "cache", "scale")
+        return cls(key, value, whole=(cache,) if scale is None else (cache, scale))
 
     @classmethod
     def split(
         cls,
-        layout: CacheLayout,
+        layout: CacheLayout | str,
         key: Tensor,
         value: Tensor | None,
         key_scale: Tensor | None = None,
@@ -98,12 +189,13 @@ class KVView:
         *,
         layer: int = 0,
         heads: int | None = None,
-        value_layout: CacheLayout | None = None,
+        value_layout: CacheLayout | str | None = None,
     ) -> "KVView":
         """View one layer of a cache that holds keys and values in two tensors (a layout without ``2``).
 
         Args:
-            layout: Axis order of ``key``; that of ``key_scale`` follows from it.
+            layout: Axis order of ``key``, a ``CacheLayout`` or its axes; that of ``key_scale`` follows from
+                it.
             key: Keys.
             value: Values; ``None`` in a cache of keys only.
             key_scale: Scales of the keys, ``None`` if they are not quantized.
@@ -114,43 +206,55 @@ class KVView:
 
         Raises: as ``joint``; also if the two sides differ in blocks, slots or heads.
         """
-        value_layout = layout if value_layout is None else value_layout
+        layout = as_layout("layout", layout)
+        value_layout = layout if value_layout is None else as_layout("value_layout", value_layout)
         for name, given in (("layout", layout), ("value_layout", value_layout)):
             if "2" in given.names:
                 raise ArgumentError(f"{name} must not have the axis 2 (use KVView.joint), got {given.axes!r}")
-        ((k, ks),) = _side(layout, key, key_scale, layer, heads, "key", "key_scale")
+        (keys,) = _sides(layout, key, key_scale, layer, heads, "key", "key_scale")
         if value is None:
             if value_scale is not None:
                 raise ArgumentError("value_scale must be None where value is None")
-            return cls(k, None, ks, None)
-        ((v, vs),) = _side(value_layout, value, value_scale, layer, heads, "value", "value_scale")
-        slots = (k.shape[0], k.shape[1] * k.shape[2], k.shape[3])
-        if slots != (v.shape[0], v.shape[1] * v.shape[2], v.shape[3]) or k.device != v.device:
-            raise ShapeError(
-                f"value must have key's blocks, slots, heads and device: {list(key.shape)} on {key.device}, "
-                f"got {list(value.shape)} on {value.device}"
-            )
-        return cls(k, v, ks, vs)
-
-    @property
-    def num_slots(self) -> int:
-        """Token slots in all blocks; slot ``b * block_size + s`` is slot s of block b."""
-        return self.key.shape[0] * self.block_size
-
-    @property
-    def block_size(self) -> int:
-        """Token slots in one block."""
-        return self.key.shape[1] * self.key.shape[2]
-
-    @property
-    def num_heads(self) -> int:
-        """Key/value heads."""
-        return self.key.shape[3]
+            return cls(keys, None)
+        (values,) = _sides(value_layout, value, value_scale, layer, heads, "value", "value_scale")
+        return cls(keys, values)
 
     @property
     def device(self) -> torch.device:
         """Device of all tensors."""
         return self.key.device
+
+    @property
+    def sides(self) -> tuple[Side, ...]:
+        """Keys, and values if there are any."""
+        return (self.key,) if self.value is None else (self.key, self.value)
+
+    @property
+    def num_slots(self) -> int:
+        """Token slots in all blocks; slot ``b * block_size + s`` is slot s of block b."""
+        return self.num_blocks * self.block_size
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks: pages, or rows of a batch; 1 in a layout with T."""
+        return self.key.cache.shape[0]
+
+    @property
+    def block_size(self) -> int:
+        """Token slots in one block."""
+        return self.key.cache.shape[1] * self.key.cache.shape[2]
+
+    @property
+    def num_heads(self) -> int:
+        """Key/value heads."""
+        return self.key.num_heads
+
+
+def sides_of(
+    key_cache: Tensor, value_cache: Tensor | None, key_scale: Tensor | None, value_scale: Tensor | None
+) -> tuple[Side, Side | None]:
+    """Keys, and values if there are any, of the tensors that operators take."""
+    return Side(key_cache, key_scale), None if value_cache is None else Side(value_cache, value_scale)
 
 
 def raw(x: Tensor) -> Tensor:
@@ -158,42 +262,52 @@ def raw(x: Tensor) -> Tensor:
     return x if x.dtype in _INDEXABLE else x.view(_INTEGER[x.itemsize])
 
 
-def bits_of(cache: Tensor, scale: Tensor | None) -> int:
-    """0 if not quantized, else the bits of a code."""
-    return 0 if scale is None else _BITS_OF_CODES[cache.dtype]
-
-
 def head_dim_of(cache: Tensor, scale: Tensor | None) -> int:
     """Elements in a head vector of a canonical view (a byte of an int4 cache holds two)."""
     stored = cache.shape[-2] * cache.shape[-1]
-    return 2 * stored if bits_of(cache, scale) == 4 else stored
+    return stored if scale is None or _BITS_OF_CODES[cache.dtype] == 8 else 2 * stored
 
 
-def _expect_canonical(name: str, cache: Tensor, scale: Tensor | None, key: Tensor) -> None:
-    """Check one side of a view, whose slots, heads and device are those of ``key``."""
-    expect_tensor("key", key)
-    expect(name, cache, "B S/s s H D/d d", device=key.device)
-    if scale is not None:
-        expect(f"{name}_scale", scale, "B S/s s H D/d d", device=key.device)
-    slots = (cache.shape[:3].numel(), cache.shape[3])
-    if slots != (key.shape[:3].numel(), key.shape[3]):
-        raise ShapeError(f"{name} must have key's slots and heads {list(key.shape)}, got {list(cache.shape)}")
-    if scale is None:
-        return
-    if cache.dtype not in _BITS_OF_CODES or scale.dtype not in FLOAT_DTYPES:
+def slot_stride(x: Tensor) -> int | None:
+    """Elements from one slot of a canonical view to the next; ``None`` if not the same for all slots."""
+    blocks, outer, inner = x.shape[:3]
+    stride = x.stride(2) if inner > 1 else x.stride(1) if outer > 1 else x.stride(0)
+    within = inner == 1 or outer == 1 or x.stride(1) == inner * stride
+    across = blocks == 1 or outer * inner == 1 or x.stride(0) == outer * inner * stride
+    return stride if within and across else None
+
+
+def _expect_canonical(name: str, x: Tensor) -> None:
+    if not isinstance(x, Tensor) or x.ndim != 6:
+        expect(name, x, "B S/s s H D/d d")
+
+
+def _blocks_of(x: Tensor) -> tuple[int, int, int]:
+    """Blocks, slots in a block, and heads."""
+    return x.shape[0], x.shape[1] * x.shape[2], x.shape[3]
+
+
+def _expect_scale(
+    name: str, cache: Tensor, scale_name: str, scale: Tensor, given: tuple[Tensor, Tensor]
+) -> None:
+    """Check that canonical views of a cache and its scale fit; errors show the shapes of those ``given``."""
+    if cache.dtype not in _BITS_OF_CODES:
+        raise ShapeError(f"{name} must be int8 or (4 bits) uint8 where it has a scale, got {cache.dtype}")
+    if scale.dtype not in FLOAT_DTYPES:
+        raise ShapeError(f"{scale_name} must be one of {FLOAT_DTYPES}, got {scale.dtype}")
+    if scale.device != cache.device:
+        raise ShapeError(f"{scale_name} must be on {cache.device} as {name}, got {scale.device}")
+    head_dim, groups = head_dim_of(cache, scale), scale.shape[-2] * scale.shape[-1]
+    if scale.shape[:-2] != cache.shape[:-2] or groups == 0 or head_dim % groups:
         raise ShapeError(
-            f"{name} must be int8 or (4 bits) uint8 with scales of floats, got {cache.dtype} with "
-            f"{scale.dtype}"
+            f"{scale_name} must have the axes of {name} {list(given[0].shape)} with D / group last, "
+            f"got {list(given[1].shape)}"
         )
-    groups = scale.shape[4:].numel()
-    if scale.shape[:4] != cache.shape[:4] or groups == 0 or head_dim_of(cache, scale) % groups:
-        raise ShapeError(
-            f"{name}_scale must have the axes of {name} {list(cache.shape)} with groups last, "
-            f"got {list(scale.shape)}"
-        )
+    if _BITS_OF_CODES[cache.dtype] == 4 and head_dim // groups % 2:
+        raise ShapeError(f"{scale_name} must have an even group for 4 bits, got {head_dim // groups}")
 
 
-def _side(
+def _sides(
     layout: CacheLayout,
     cache: Tensor,
     scale: Tensor | None,
@@ -201,28 +315,13 @@ def _side(
     heads: int | None,
     name: str,
     scale_name: str,
-) -> list[tuple[Tensor, Tensor | None]]:
-    """Canonical views of layer ``layer``, one (cache, scale) pair for each index of axis ``2``."""
+) -> list[Side]:
+    """Layer ``layer``: one side for each index of axis ``2``."""
     caches = layout.canonical(cache, name=name, heads=heads)
     layers, sides = caches.shape[:2]
-    if isinstance(layer, bool) or not isinstance(layer, int) or not 0 <= layer < layers:
-        raise ArgumentError(f"layer_idx must be in [0, {layers}), got {layer!r}")
+    layer = expect_range("layer", layer, 0, layers)
     if scale is None:
-        return [(caches[layer, side], None) for side in range(sides)]
-    if cache.dtype not in _BITS_OF_CODES:
-        raise ShapeError(f"{name} must be int8 or (4 bits) uint8 where it has a scale, got {cache.dtype}")
-    if scale.dtype not in FLOAT_DTYPES:
-        raise ShapeError(f"{scale_name} must be one of {FLOAT_DTYPES}, got {scale.dtype}")
-    if scale.device != cache.device:
-        raise ShapeError(f"{scale_name} must be on {cache.device} as {name}, got {scale.device}")
+        return [Side(caches[layer, side]) for side in range(sides)]
     scales = layout.for_scale().canonical(scale, name=scale_name, heads=heads)
-    head_dim = head_dim_of(caches, scale)
-    groups = scales.shape[-1] * scales.shape[-2]
-    if scales.shape[:6] != caches.shape[:6] or groups == 0 or head_dim % groups:
-        raise ShapeError(
-            f"{scale_name} must have the axes of {name} {list(cache.shape)} with D / group last, "
-            f"got {list(scale.shape)}"
-        )
-    if _BITS_OF_CODES[cache.dtype] == 4 and head_dim // groups % 2:
-        raise ShapeError(f"{scale_name} must have an even group for 4 bits, got {head_dim // groups}")
-    return [(caches[layer, side], scales[layer, side]) for side in range(sides)]
+    _expect_scale(name, caches, scale_name, scales, (cache, scale))
+    return [Side(caches[layer, side], scales[layer, side]) for side in range(sides)]

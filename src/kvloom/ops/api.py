@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import increment_version
 
 from kvloom.core.checks import (
     FLOAT_DTYPES,
@@ -18,17 +17,17 @@ from kvloom.core.checks import (
     expect_tensor,
 )
 from kvloom.core.indexing import CacheIndex, check_distinct, expect_slots
-from kvloom.core.views import KVView, head_dim_of
+from kvloom.core.views import KVView
 from kvloom.errors import ArgumentError, ShapeError
 from kvloom.ops import schemas
 from kvloom.ops.choice import run
 from kvloom.ops.expect import (
+    PARTS,
     apart_from,
-    expect_dtypes,
+    expect_dtype,
     expect_loadable,
     expect_store,
     expect_writable_view,
-    is_in_order,
     is_plain,
 )
 from kvloom.ops.impl import cpu
@@ -42,7 +41,7 @@ class Batch:
         index: Slots of every stored token, the new ones included.
         seqstarts: ``[B + 1]``, new tokens of sequence b are rows ``seqstarts[b]:seqstarts[b + 1]``.
         kvstarts: ``[B + 1]``, sequence b has ``kvstarts[b + 1] - kvstarts[b]`` tokens, its new ones last.
-        decoding_batches: The first ``decoding_batches`` sequences get no causal mask.
+        decoding_batches: Number of sequences at the front that get no causal mask.
         first_visible: ``[B]`` int64 or int32, stored tokens of sequence b before this one are hidden, as left
             padding or what a window has passed; ``None`` for 0.
     """
@@ -105,9 +104,8 @@ def store(key: Tensor, value: Tensor | None, slots: Tensor, kv: KVView, *, backe
         ArgumentError: a slot is outside the cache (CPU; on other devices the kernel stops); nothing was
             written.
     """
-    if not is_in_order(key, value, slots, kv):
-        expect_store(key, value, slots, kv)
-        slots = apart_from(kv, slots)
+    expect_store(key, value, slots, kv)
+    slots = apart_from(kv, slots)
     # Detached, or autograd would make the cache require a gradient and keep every step alive.
     if key.requires_grad:
         key = key.detach()
@@ -115,8 +113,8 @@ def store(key: Tensor, value: Tensor | None, slots: Tensor, kv: KVView, *, backe
         value = value.detach()
     if debugging():
         check_distinct("slots", slots)
-    run(backend, "store", kv.device, key, value, slots, kv.key, kv.value, kv.key_scale, kv.value_scale)
-    _mark_changed(kv.key, kv.value, kv.key_scale, kv.value_scale)
+    run(backend, "store", kv.device, key, value, slots, *kv.tensors)
+    kv.mark_changed()
 
 
 def load(
@@ -128,7 +126,7 @@ def load(
         slots: ``[T]`` int64 or int32, in any order, repeats allowed.
         kv: Where to read.
         dtype: Of the result; the dtype of the cache or, where it is quantized, of its scales if ``None``.
-        num_repeat: Repeat each head this many times in a row (for attention without grouped queries).
+        num_repeat: Times that each head is repeated in a row (for attention without grouped queries).
         backend: ``"auto"`` (by device), ``"reference"``, ``"cpu"`` or ``"triton"``.
 
     Returns:
@@ -141,13 +139,12 @@ def load(
     expect_slots("slots", slots, None, kv.device)
     expect_range("num_repeat", num_repeat, 1, INT64_END)
     if dtype is None:
-        dtype = kv.key.dtype if kv.key_scale is None else kv.key_scale.dtype
-    for name, cache, scale in (("key", kv.key, kv.key_scale), ("value", kv.value, kv.value_scale)):
-        if cache is not None:
-            expect_dtypes(f"dtype of the loaded {name}", dtype, cache, scale)
-    sides = (kv.key, kv.value, kv.key_scale, kv.value_scale)
+        dtype = kv.key.cache.dtype if kv.key.scale is None else kv.key.scale.dtype
+    expect_dtype("dtype of the loaded key", dtype, kv.key)
+    if kv.value is not None:
+        expect_dtype("dtype of the loaded value", dtype, kv.value)
     try:
-        key, value = run(backend, "load", kv.device, slots, *sides, dtype, num_repeat)
+        key, value = run(backend, "load", kv.device, slots, *kv.tensors, dtype, num_repeat)
     except (RuntimeError, MemoryError, ShapeError):  # of what does not fit
         expect_loadable(slots.shape[0], kv, dtype, num_repeat)
         raise
@@ -178,8 +175,7 @@ def copy(
         raise ShapeError(f"target must be on {source.device} as source, got {target.device}")
     expect_writable_view("target", target)
     reads, writes = [], []
-    for name in ("key", "value", "key_scale", "value_scale"):
-        a, b = getattr(source, name), getattr(target, name)
+    for name, a, b in zip(PARTS, source.tensors, target.tensors, strict=True):
         if a is None and b is None:
             continue
         if a is None or b is None:
@@ -195,7 +191,7 @@ def copy(
     if debugging():
         check_distinct("target_slots", target_slots)
     run(backend, "copy", source.device, reads, source_slots, writes, target_slots)
-    _mark_changed(*writes)
+    target.mark_changed()
 
 
 def attend(
@@ -233,17 +229,14 @@ def attend(
         return plain
     if kv.value is None:
         raise ArgumentError("kv must have values, got a cache of keys only")
-    head_dim = head_dim_of(kv.key, kv.key_scale)
+    head_dim = kv.key.head_dim
     if head_dim == 0:
-        raise ShapeError(f"kv must have keys of a head dim of at least 1, got {list(kv.key.shape)}")
+        raise ShapeError(f"kv must have keys of a head dim of at least 1, got {list(kv.key.cache.shape)}")
     sizes = expect("query", query, "Tq Hq Dk", dtype=FLOAT_DTYPES, device=kv.device, Dk=head_dim)
     if sizes["Hq"] % kv.num_heads:
         raise ShapeError(f"query must have a multiple of {kv.num_heads} heads, got {sizes['Hq']}")
-    for name, cache, key_or_value_scale in (
-        ("key", kv.key, kv.key_scale),
-        ("value", kv.value, kv.value_scale),
-    ):
-        expect_dtypes(f"query (for the {name} cache)", query.dtype, cache, key_or_value_scale)
+    for name, side in (("key", kv.key), ("value", kv.value)):
+        expect_dtype(f"query (for the {name} cache)", query.dtype, side)
     _expect_batch(batch, kv.device)
     _expect_scores(scores, sizes, kv.device)
     arguments = _arguments(query, kv, batch, scores, head_dim)
@@ -253,9 +246,8 @@ def attend(
 def _attend_plain(query: Tensor, kv: KVView, batch: Batch, scores: Scores) -> Tensor | None:
     """The commonest calls, of which the kernel alone checks everything; ``None`` where more must be known."""
     index = batch.index
-    tensors = (query, kv.key, kv.value, kv.key_scale, kv.value_scale, index.table, index.row_starts,
-               batch.seqstarts, batch.kvstarts, batch.first_visible, scores.mask, scores.alibi_slopes,
-               scores.sinks)  # fmt: skip
+    tensors = (query, *kv.tensors, index.table, index.row_starts, batch.seqstarts, batch.kvstarts,
+               batch.first_visible, scores.mask, scores.alibi_slopes, scores.sinks)  # fmt: skip
     if query is None or kv.value is None or not is_plain(tensors):
         return None
     if type(batch.decoding_batches) is not int or not (scores.window is None or type(scores.window) is int):
@@ -271,10 +263,7 @@ def _arguments(query: Tensor, kv: KVView, batch: Batch, scores: Scores, head_dim
     """What the operator takes."""
     return (
         query,
-        kv.key,
-        kv.value,
-        kv.key_scale,
-        kv.value_scale,
+        *kv.tensors,
         batch.index.table,
         batch.index.row_starts,
         batch.index.page_size,
@@ -293,12 +282,6 @@ def _arguments(query: Tensor, kv: KVView, batch: Batch, scores: Scores, head_dim
 
 
 _COMPILED = ("auto", "cpu") if cpu.WHY_NOT is None else ()
-
-
-def _mark_changed(*written: Tensor | None) -> None:
-    """Tell autograd, which would otherwise trust what it saved: kernels write through pointers."""
-    if not torch.compiler.is_compiling() and not torch.is_inference_mode_enabled():
-        increment_version([x for x in written if x is not None and not x.is_inference()])
 
 
 def _expect_batch(batch: Batch, device: torch.device) -> None:

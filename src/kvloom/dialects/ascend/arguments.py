@@ -92,7 +92,7 @@ def expect_tensors(
 def expect_fits(name: str, cache: Tensor, opened: KVView, x: Tensor, *, heads: int, nz: bool) -> None:
     """Check that ``cache`` holds ``heads`` heads of the size of ``x``."""
     size = x.shape[-1]
-    wanted, held = (heads, size), (opened.num_heads, opened.key.shape[4:].numel())
+    wanted, held = (heads, size), (opened.num_heads, opened.key.head_dim)
     if nz and cache.ndim == 5:
         held = (cache.shape[1], cache.shape[2] * cache.shape[4])
     elif nz:  # the 4-D form does not tell where a head ends

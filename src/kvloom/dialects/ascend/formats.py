@@ -31,7 +31,7 @@ def open_caches(
     if value_cache is None:
         return key, None
     value = _open("value_cache", layout, value_cache)
-    if (key.key.shape[0], key.block_size) != (value.key.shape[0], value.block_size):
+    if (key.num_blocks, key.block_size) != (value.num_blocks, value.block_size):
         raise ShapeError(
             f"value_cache must have the blocks and slots of key_cache {list(key_cache.shape)}, "
             f"got {list(value_cache.shape)}"
@@ -49,7 +49,7 @@ def store_sides(
     (key, value), (keys, values) = rows, caches
     if value is None or values is None:
         ops.store(key, None, slots, keys)
-    elif key.dtype == value.dtype and keys.key.shape[:4] == values.key.shape[:4]:
+    elif key.dtype == value.dtype and keys.num_heads == values.num_heads:
         ops.store(key, value, slots, KVView(keys.key, values.key))
     else:
         ops.store(key, None, slots, keys)

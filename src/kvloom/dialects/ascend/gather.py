@@ -107,7 +107,7 @@ def _check_values(seq_lens: Tensor, seq_offset: Tensor | None, is_seq_lens_cumsu
 
 def _output(name: str, x: Tensor, cache: KVView, nz: bool) -> KVView:
     """``x`` as a cache of N slots with the heads and elements of ``cache``."""
-    heads, size = cache.num_heads, cache.key.shape[4:].numel()
+    heads, size = cache.num_heads, cache.key.head_dim
     fits = x.ndim in (2, 3) and x.shape[1:].numel() == size if nz else tuple(x.shape[1:]) == (heads, size)
     if not fits or x.ndim < 2:
         raise ShapeError(f"{name} must have rows of {heads} x {size} elements, got {list(x.shape)}")
@@ -130,13 +130,13 @@ def _slots(cache: KVView, table: Tensor, starts: Tensor, seq_offset: Tensor | No
         block = torch.full_like(column, -1)
     else:
         block = torch.where(inside, table[sequence, column.clamp(max=table.shape[1] - 1)].long(), -1)
-    exists = (block >= 0) & (block < cache.key.shape[0])
+    exists = (block >= 0) & (block < cache.num_blocks)
     return torch.where(exists, block * cache.block_size + position % cache.block_size, -1)
 
 
 def _load(cache: KVView, slots: Tensor) -> Tensor:
     """Rows ``[N, H, D]`` of the slots; zeros where there is none."""
     if cache.num_slots == 0:
-        return cache.key.new_zeros(slots.shape[0], cache.num_heads, cache.key.shape[4:].numel())
+        return cache.key.cache.new_zeros(slots.shape[0], cache.num_heads, cache.key.head_dim)
     found = ops.load(slots.clamp_min(0), cache)[0]
     return torch.where((slots >= 0).view(-1, 1, 1), raw(found), 0).view(found.dtype)

@@ -70,7 +70,7 @@ def key_value_cache(
         layer_idx: Layer to write and read.
         quant_bit: 0, 8 or 4.
         quant_group: Elements along D that share a scale.
-        num_repeat: Repeat each head so many times in a row in the result.
+        num_repeat: Times that each head is repeated in a row in the result.
         cache_mode: 0 offset, 1 table.
         cache_layout: 0 to 3.
         page_size: Slots in a page of a page table.
@@ -137,7 +137,7 @@ def multi_head_cache_attention(
         current_key: ``[seqstarts[B], num_kv_heads, head_dim]``, dtype of ``query``.
         current_value: As ``current_key``.
         seqstarts, kvstarts, cachestarts, start_pos, max_seqlen, max_kvlen: As ``key_value_cache``.
-        decoding_batches: The first so many sequences get no causal mask.
+        decoding_batches: Number of sequences at the front that get no causal mask.
         cache: Written in place; axes by ``cache_layout`` and ``spec``.
         scale: As ``key_value_cache``.
         attn_mask: Added to the scores, ``[sum(seqlen), >= sum(kvlen)]`` or with num_heads in front. An empty

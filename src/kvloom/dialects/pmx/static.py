@@ -39,7 +39,7 @@ def key_value_cache(
         layer_idx: Layer to write and read.
         quant_bit: 0, 8 or 4.
         quant_group: Elements along D that share a scale.
-        num_repeat: Repeat each head so many times in a row in the result.
+        num_repeat: Times that each head is repeated in a row in the result.
         cache_layout: 0 or 1.
 
     Returns:
@@ -56,7 +56,7 @@ def key_value_cache(
     attributes = CacheAttributes(num_layer, layer_idx, quant_bit, quant_group)
     kv = open_cache(layout, cache, scale, (current_key, current_value), attributes)
     batch, start = sizes["B"], scalar("start_pos", start_pos)
-    end, max_batch, max_len = start + sizes["S"], kv.key.shape[0], kv.block_size
+    end, max_batch, max_len = start + sizes["S"], kv.num_blocks, kv.block_size
     if batch > max_batch:
         raise ShapeError(f"cache must have at least {batch} batch slots, got {max_batch}")
     if start < 0 or end > max_len:

@@ -49,7 +49,7 @@ def write_slots(kv: KVView, write_indices: Tensor, num_new: int, *, mode: str = 
     Raises:
         ArgumentError: ``mode`` is another, or the new tokens do not fit into a row.
     """
-    rows, capacity = kv.key.shape[0], kv.block_size
+    rows, capacity = kv.num_blocks, kv.block_size
     expect("write_indices", write_indices, "B", dtype=INDEX_DTYPES, B=rows)
     if mode not in ("linear", "circular"):
         raise ArgumentError(f"mode must be 'linear' or 'circular', got {mode!r}")
@@ -79,7 +79,7 @@ def row_batch(kv: KVView, num_new: int, lengths: Tensor) -> ops.Batch:
     Raises:
         ArgumentError: more tokens than a row has slots.
     """
-    rows, capacity = kv.key.shape[0], kv.block_size
+    rows, capacity = kv.num_blocks, kv.block_size
     expect("lengths", lengths, "B", dtype=INDEX_DTYPES, B=rows)
     expect_range("num_new", num_new, 0)
     if can_read(lengths) and bool(((lengths < 0) | (lengths.long() > capacity)).any()):

@@ -16,7 +16,7 @@ from kvloom.caches import TokenIndex, Tokens
 from kvloom.core.checks import FLOAT_DTYPES
 from kvloom.core.indexing import CacheIndex
 from kvloom.core.layouts import CacheLayout
-from kvloom.core.views import KVView, head_dim_of
+from kvloom.core.views import KVView
 from kvloom.errors import ArgumentError, ShapeError, UnsupportedError
 from kvloom.integrations.transformers.lazy_tensor import LazyTensor
 from kvloom.integrations.transformers.masks import CompactMask, visible
@@ -61,9 +61,9 @@ class LazyStates(LazyTensor):
         """``[B, H, N, D]``."""
         view, placement = self.tokens.view, self.tokens.placement
         if self._key_states is None:
-            head_dim = head_dim_of(view.key, view.key_scale)
+            head_dim = view.key.head_dim
         else:
-            head_dim = 0 if view.value is None else head_dim_of(view.value, view.value_scale)
+            head_dim = 0 if view.value is None else view.value.head_dim
         return torch.Size((len(placement.lengths), view.num_heads, placement.num_columns, head_dim))
 
     def gather(self) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvloom.core.checks import can_read
 from kvloom.core.indexing import CacheIndex, check_index, check_new, check_slots, check_starts
-from kvloom.core.views import bits_of, head_dim_of, raw
+from kvloom.core.views import Side, raw, sides_of, slot_stride
 from kvloom.errors import ArgumentError, ShapeError
 from kvloom.quant.affine import dequantize, quantize
 
@@ -29,14 +29,15 @@ def store(
     value_scale: Tensor | None,
 ) -> None:
     """Write row t of ``key`` and ``value`` to slot ``slots[t]``; a negative slot skips the row."""
+    keys, values = sides_of(key_cache, value_cache, key_scale, value_scale)
     slots = _checked(slots, key_cache, "slots", skip_negative=True)
     if not (can_read(slots) and bool((slots >= 0).all())):
         keep = (slots >= 0).nonzero().squeeze(1)
         slots, key = slots[keep], raw(key)[keep].view(key.dtype)
         value = None if value is None else raw(value)[keep].view(value.dtype)
-    _store_side(key, slots, key_cache, key_scale)
-    if value is not None and value_cache is not None:
-        _store_side(value, slots, value_cache, value_scale)
+    _store_side(key, slots, keys)
+    if value is not None and values is not None:
+        _store_side(value, slots, values)
 
 
 def load(
@@ -49,12 +50,10 @@ def load(
     num_repeat: int,
 ) -> tuple[Tensor, Tensor]:
     """Read slot ``slots[t]`` into row t, dequantized, each head repeated ``num_repeat`` times in a row."""
+    keys, values = sides_of(key_cache, value_cache, key_scale, value_scale)
     slots = _checked(slots, key_cache, "slots")
-    key = _load_side(slots, key_cache, key_scale, dtype)
-    if value_cache is None:
-        value = key.new_empty((*key.shape[:2], 0))
-    else:
-        value = _load_side(slots, value_cache, value_scale, dtype)
+    key = _load_side(slots, keys, dtype)
+    value = key.new_empty((*key.shape[:2], 0)) if values is None else _load_side(slots, values, dtype)
     if num_repeat == 1:
         return key, value
     return key.repeat_interleave(num_repeat, dim=1), value.repeat_interleave(num_repeat, dim=1)
@@ -106,14 +105,15 @@ def attend(
         softcap = min(max(softcap, _FLOAT32.tiny), _FLOAT32.max)
     if can_read(kvstarts):
         check_index("index", index, kvstarts.diff(), key_cache.shape[:3].numel())
-    out = query.new_empty((*query.shape[:2], head_dim_of(value_cache, value_scale)))
+    keys, values = Side(key_cache, key_scale), Side(value_cache, value_scale)
+    out = query.new_empty((*query.shape[:2], values.head_dim))
     for b, (num_new, num_stored) in enumerate(zip(new, stored, strict=True)):
         rows, columns = slice(seq[b], seq[b + 1]), slice(kv[b], kv[b + 1])
         if num_new == 0:
             continue
         k_pos = torch.arange(num_stored, device=query.device)
-        slots = index.slots(torch.full_like(k_pos, b), k_pos)
-        key, value = load(slots, key_cache, value_cache, key_scale, value_scale, query.dtype, 1)
+        slots = _checked(index.slots(torch.full_like(k_pos, b), k_pos), key_cache, "index")
+        key, value = (_load_side(slots, side, query.dtype) for side in (keys, values))
         num_kv_heads = key.shape[1]
         q_HRqD = query[rows].float().unflatten(1, (num_kv_heads, -1)).permute(1, 2, 0, 3)
         k_HkD, v_HkD = key.float().transpose(0, 1), value.float().transpose(0, 1)
@@ -165,21 +165,20 @@ def _weigh(probs_HqK: Tensor, v_HKD: Tensor) -> Tensor:
     return out.masked_fill(seen, float("nan"))
 
 
-def _store_side(x: Tensor, slots: Tensor, cache: Tensor, scale: Tensor | None) -> None:
-    if scale is None:
-        _scatter(cache, slots, x.to(cache.dtype))
+def _store_side(x: Tensor, slots: Tensor, side: Side) -> None:
+    if side.scale is None:
+        _scatter(side.cache, slots, x.to(side.cache.dtype))
         return
-    groups = scale.shape[-2] * scale.shape[-1]
-    codes, scales = quantize(x, bits_of(cache, scale), x.shape[-1] // groups, scale.dtype)
-    _scatter(cache, slots, codes)
-    _scatter(scale, slots, scales)
+    codes, scales = quantize(x, side.bits, side.group, side.scale.dtype)
+    _scatter(side.cache, slots, codes)
+    _scatter(side.scale, slots, scales)
 
 
-def _load_side(slots: Tensor, cache: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
-    stored = _gather(cache, slots).flatten(2)
-    if scale is None:
+def _load_side(slots: Tensor, side: Side, dtype: torch.dtype) -> Tensor:
+    stored = _gather(side.cache, slots).flatten(2)
+    if side.scale is None:
         return stored.to(dtype)
-    return dequantize(stored, _gather(scale, slots).flatten(2), bits_of(cache, scale), dtype)
+    return dequantize(stored, _gather(side.scale, slots).flatten(2), side.bits, dtype)
 
 
 def _gather(cache: Tensor, slots: Tensor) -> Tensor:
@@ -202,12 +201,7 @@ def _scatter(cache: Tensor, slots: Tensor, x_THD: Tensor) -> None:
 
 def _as_rows(cache: Tensor) -> Tensor | None:
     """The view as ``[B * S, H, D/d, d]`` where blocks and slots have one stride: one index and not three."""
-    blocks, outer, inner = cache.shape[:3]
-    stride = cache.stride(2) if inner > 1 else cache.stride(1) if outer > 1 else cache.stride(0)
-    whole = (inner == 1 or outer == 1 or cache.stride(1) == inner * stride) and (
-        blocks == 1 or outer * inner == 1 or cache.stride(0) == outer * inner * stride
-    )
-    return cache.view(-1, *cache.shape[3:]) if whole else None
+    return None if slot_stride(cache) is None else cache.view(-1, *cache.shape[3:])
 
 
 def _place(cache: Tensor, slots: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvloom.core.checks import can_read
 from kvloom.core.indexing import ENDLESS, CacheIndex, check_index, check_new, check_starts
-from kvloom.core.views import bits_of, head_dim_of
+from kvloom.core.views import Side, head_dim_of
 from kvloom.errors import ArgumentError, ShapeError
 from kvloom.ops.impl.triton.attend_fold import fold_kernel
 from kvloom.ops.impl.triton.attend_plan import FEW, Lengths, make_plan, most_rows, most_splits
@@ -20,7 +20,7 @@ from kvloom.ops.impl.triton.configs import Case, Config, config_for
 from kvloom.ops.impl.triton.launching import num_multiprocessors, on_device
 from kvloom.ops.impl.triton.numerics import LARGEST
 from kvloom.ops.impl.triton.places import describe
-from kvloom.ops.impl.triton.sides import Side
+from kvloom.ops.impl.triton.sides import SideViews
 
 MAX_HEAD_DIM: Final = 256
 """A tile of keys and one of values have to fit in the memory of a multiprocessor, several times."""
@@ -92,8 +92,8 @@ def attend(
     places = Table(table, ragged, row_stride, page_stride, num_slots)
     bias = _bias(mask, alibi_slopes, sinks)
     ratio = query_heads // heads
-    key, key_form = _side(key_cache, key_scale, query.dtype, of_values=False)
-    value, value_form = _side(value_cache, value_scale, query.dtype, of_values=True)
+    key, key_form = _arguments(Side(key_cache, key_scale), query.dtype, of_values=False)
+    value, value_form = _arguments(Side(value_cache, value_scale), query.dtype, of_values=True)
 
     width = triton.next_power_of_2(max(query.shape[2], out.shape[2]))
     few, many = (
@@ -190,22 +190,20 @@ def _bias(mask: Tensor | None, alibi_slopes: Tensor | None, sinks: Tensor | None
     return Bias(mask, head, row, column, slopes, logits)
 
 
-def _side(
-    cache: Tensor, scale: Tensor | None, dtype: torch.dtype, *, of_values: bool
-) -> tuple[Side, SideForm]:
+def _arguments(side: Side, dtype: torch.dtype, *, of_values: bool) -> tuple[SideViews, SideForm]:
     """Arguments for keys or values.
 
     Scales multiply products if rounding each number first would change no more than the query's dtype does
     anyway: for bfloat16 always; for float16 with scales of float16 for keys, but not for values, since
     weights times scales leave its range.
     """
-    bits = bits_of(cache, scale)
+    cache, scale, bits = side.cache, side.scale, side.bits
     view, shape = describe(cache, bits=bits > 0)
     dim = cache.shape[-2] * cache.shape[-1]
     planes = 2 if bits == 4 else 1
     if scale is None:
         form = SideForm(0, dim, _width(dim), 1, 1, 1, dim, False, shape, shape, 0.0)
-        return Side(view, None), form
+        return SideViews(view, None), form
     scale_view, scale_shape = describe(scale)
     groups = scale.shape[-2] * scale.shape[-1]
     group = dim // groups
@@ -216,7 +214,7 @@ def _side(
         bits, dim, width, chunks, planes, chunks * planes, group, scales_products,
         shape, scale_shape, LARGEST[scale.dtype],
     )  # fmt: skip
-    return Side(view, scale_view), form
+    return SideViews(view, scale_view), form
 
 
 def _width(dim: int) -> int:

@@ -108,12 +108,12 @@ def make_plan(
 
 
 def most_splits(max_stored: int) -> int:
-    """Runs that a sequence of at most so many stored tokens may be cut into."""
+    """Runs that a sequence of at most ``max_stored`` tokens may be cut into."""
     return max(min(MAX_SPLITS, -(-max_stored // MIN_RUN)), 1)
 
 
 def most_rows(num_new: int, sequences: int) -> int:
-    """New tokens that may have partial results, of so many in all."""
+    """New tokens that may have partial results, of ``num_new`` in all."""
     return min(num_new, FEW * sequences)
 
 

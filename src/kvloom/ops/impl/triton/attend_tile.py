@@ -105,7 +105,7 @@ def attend_kernel(
     out,
     FORM: tl.constexpr,
 ):
-    """Every so many-th item of all heads; heads lie side by side in memory and are done side by side."""
+    """Every n-th item of all heads, of n programs; heads are neighbors in memory and so done together."""
     KEY: tl.constexpr = FORM.key_side
     VALUE: tl.constexpr = FORM.value_side
     ROWS: tl.constexpr = FORM.rows

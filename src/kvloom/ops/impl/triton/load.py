@@ -10,12 +10,18 @@ from torch import Tensor
 
 from kvloom.core.checks import can_read
 from kvloom.core.indexing import check_slots
-from kvloom.core.views import head_dim_of
+from kvloom.core.views import sides_of
 from kvloom.ops.impl.triton import sides
 from kvloom.ops.impl.triton.launching import on_device
 from kvloom.ops.impl.triton.numerics import LARGEST, dequantized, nibble
 from kvloom.ops.impl.triton.places import as_bits, place_of_element, place_of_slot
-from kvloom.ops.impl.triton.sides import elements_of, num_programs, numbers_of, rows_of, side_of
+from kvloom.ops.impl.triton.sides import (
+    arguments_of,
+    elements_of,
+    num_programs,
+    numbers_of,
+    rows_of,
+)
 
 
 def load(
@@ -31,16 +37,17 @@ def load(
     if can_read(slots):
         check_slots("slots", slots, key_cache.shape[:3].numel())
     tokens, heads = slots.shape[0], key_cache.shape[3]
-    value_dim = 0 if value_cache is None else head_dim_of(value_cache, value_scale)
+    key_side, value_side = sides_of(key_cache, value_cache, key_scale, value_scale)
+    value_dim = 0 if value_side is None else value_side.head_dim
     shape = (tokens, heads * num_repeat)
-    key = key_cache.new_empty((*shape, head_dim_of(key_cache, key_scale)), dtype=dtype)
+    key = key_cache.new_empty((*shape, key_side.head_dim), dtype=dtype)
     value = key_cache.new_empty((*shape, value_dim), dtype=dtype)
     if tokens == 0 or heads == 0:
         return key, value
     keeps_key = key_scale is None and key_cache.dtype == dtype
     keeps_value = value_cache is not None and value_scale is None and value_cache.dtype == dtype
-    keys, key_form = side_of(key_cache, key_scale, as_bits=keeps_key)
-    values, value_form = side_of(value_cache, value_scale, as_bits=keeps_value)
+    keys, key_form = arguments_of(key_side, as_bits=keeps_key)
+    values, value_form = arguments_of(value_side, as_bits=keeps_value)
     programs = num_programs(tokens, heads, key_form, value_form)
     with on_device(key_cache):
         _load_kernel[(programs, 1 if value_cache is None else 2)](

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvloom.core.views import raw
+from kvloom.core.views import raw, slot_stride
 
 
 class View(NamedTuple):
@@ -54,10 +54,8 @@ def describe(x: Tensor | None, bits: bool = False) -> tuple[View | None, Shape]:
         chunks, chunk, stride = 1, chunks, chunk_stride
     if chunks == 1 or chunk_stride == chunk * stride:
         chunk, chunk_stride = 0, 0
-    slot_stride = inner_stride if inner > 1 else outer_stride if outer > 1 else block_stride
-    one_run = inner == 1 or outer == 1 or outer_stride == inner * inner_stride
-    if one_run and (x.shape[0] == 1 or outer * inner == 1 or block_stride == outer * inner * slot_stride):
-        outer, inner, block_stride, outer_stride, inner_stride = 1, 1, slot_stride, 0, 0
+    if (one_stride := slot_stride(x)) is not None:
+        outer, inner, block_stride, outer_stride, inner_stride = 1, 1, one_stride, 0, 0
     strides = (block_stride, outer_stride, inner_stride, head_stride, chunk_stride, stride)
     return View(as_bits(x) if bits else x, *strides), Shape(outer, inner, chunk)
 

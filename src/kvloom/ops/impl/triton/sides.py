@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvloom.core.views import bits_of
+from kvloom.core.views import Side
 from kvloom.ops.impl.triton.numerics import LARGEST
 from kvloom.ops.impl.triton.places import Shape, View, describe
 
@@ -23,8 +23,8 @@ TILE_ELEMENTS: Final = 2048
 """Elements that one program moves, 16 for each of its 128 threads."""
 
 
-class Side(NamedTuple):
-    """A cache and its scales, as kernels take them."""
+class SideViews(NamedTuple):
+    """A side's cache and scale, as kernels take them."""
 
     cache: View | None
     scale: View | None
@@ -44,11 +44,11 @@ class Form:
     width: int  # of a tile: the group, or the power of two above it
 
 
-def side_of(cache: Tensor | None, scale: Tensor | None, *, as_bits: bool) -> tuple[Side, Form]:
+def arguments_of(side: Side | None, *, as_bits: bool) -> tuple[SideViews, Form]:
     """Arguments for one side; ``as_bits`` if its elements are moved as they are."""
-    if cache is None:
-        return Side(None, None), Form(0, 1, 0, Shape(1, 1, 0), Shape(1, 1, 0), 0.0, 1, 1)
-    bits = bits_of(cache, scale)
+    if side is None:
+        return SideViews(None, None), Form(0, 1, 0, Shape(1, 1, 0), Shape(1, 1, 0), 0.0, 1, 1)
+    cache, scale, bits = side.cache, side.scale, side.bits
     view, shape = describe(cache, bits=as_bits or bits > 0)
     scale_view, scale_shape = (None, shape) if scale is None else describe(scale)
     groups = 1 if scale is None else scale.shape[-2] * scale.shape[-1]
@@ -56,7 +56,7 @@ def side_of(cache: Tensor | None, scale: Tensor | None, *, as_bits: bool) -> tup
     width = triton.next_power_of_2(group)
     largest = 0.0 if scale is None else LARGEST[scale.dtype]
     form = Form(bits, group, groups, shape, scale_shape, largest, max(TILE_ELEMENTS // width, 1), width)
-    return Side(view, scale_view), form
+    return SideViews(view, scale_view), form
 
 
 def num_programs(tokens: int, heads: int, *forms: Form) -> int:
@@ -95,7 +95,7 @@ def elements_of(group, FORM: tl.constexpr):
 
 @triton.jit
 def numbers_of(group, PER_ELEMENT: tl.constexpr, FORM: tl.constexpr):
-    """As ``elements_of``, of the numbers ``[rows, width * PER_ELEMENT]`` stored so many to an element."""
+    """As ``elements_of``, of the numbers ``[rows, width * PER_ELEMENT]`` that are in the elements."""
     WIDTH: tl.constexpr = FORM.width * PER_ELEMENT
     within = tl.arange(0, WIDTH)[None, :]
     return group * (FORM.group * PER_ELEMENT) + within, within < FORM.group * PER_ELEMENT

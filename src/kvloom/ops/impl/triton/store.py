@@ -11,11 +11,20 @@ from torch import Tensor
 
 from kvloom.core.checks import can_read
 from kvloom.core.indexing import check_slots
+from kvloom.core.views import Side, sides_of
 from kvloom.ops.impl.triton import sides
 from kvloom.ops.impl.triton.launching import on_device
 from kvloom.ops.impl.triton.numerics import LEAST_SCALE, code_of, is_finite, scale_of, stored_scale
 from kvloom.ops.impl.triton.places import as_bits, place_of_element, place_of_slot
-from kvloom.ops.impl.triton.sides import Form, Side, elements_of, num_programs, numbers_of, rows_of, side_of
+from kvloom.ops.impl.triton.sides import (
+    Form,
+    SideViews,
+    arguments_of,
+    elements_of,
+    num_programs,
+    numbers_of,
+    rows_of,
+)
 from kvloom.quant.affine import QMAX
 
 
@@ -43,8 +52,9 @@ def store(
     tokens, heads = key.shape[:2]
     if slots.numel() == 0 or heads == 0:
         return
-    new_key, keys, key_form = _side(key, key_cache, key_scale)
-    new_value, values, value_form = _side(value, value_cache, value_scale)
+    key_side, value_side = sides_of(key_cache, value_cache, key_scale, value_scale)
+    new_key, keys, key_form = _arguments(key, key_side)
+    new_value, values, value_form = _arguments(value, value_side)
     programs = num_programs(tokens, heads, key_form, value_form)
     with on_device(key_cache):
         _store_kernel[(programs, 1 if value is None else 2)](
@@ -82,12 +92,12 @@ def why_not(
     return sides.why_not(key_cache, key_scale) or sides.why_not(value_cache, value_scale)
 
 
-def _side(x: Tensor | None, cache: Tensor | None, scale: Tensor | None) -> tuple[New | None, Side, Form]:
+def _arguments(x: Tensor | None, side: Side | None) -> tuple[New | None, SideViews, Form]:
     """Arguments for one side; what keeps its dtype is moved as bits."""
-    if x is None or cache is None:
-        return None, *side_of(None, None, as_bits=True)
-    keeps = scale is None and x.dtype == cache.dtype
-    return New(as_bits(x) if keeps else x, *x.stride()), *side_of(cache, scale, as_bits=keeps)
+    if x is None or side is None:
+        return None, *arguments_of(None, as_bits=True)
+    keeps = side.scale is None and x.dtype == side.cache.dtype
+    return New(as_bits(x) if keeps else x, *x.stride()), *arguments_of(side, as_bits=keeps)
 
 
 @triton.jit
