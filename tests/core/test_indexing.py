@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from hypothesis import given
@@ -110,38 +112,64 @@ def test_int32_first_slots_do_not_overflow() -> None:
 # --- refused ------------------------------------------------------------------------------------------------
 
 
+FLAT, TABLE = torch.zeros(2, dtype=torch.int64), torch.zeros(2, 2, dtype=torch.int64)
+STARTS = torch.tensor([0, 2])
+# How each spelling is made of a table, a good table, one of another rank, and what errors call it.
+SPELLINGS = {
+    "offset": (CacheIndex.offset, FLAT, TABLE, "starts"),
+    "pages": (lambda x, **name: CacheIndex.pages(x, 4, **name), TABLE, FLAT, "table"),
+    "blocks": (lambda x: CacheIndex.blocks(x, 4), TABLE, FLAT, "table"),
+    "tokens": (lambda x, **name: CacheIndex.tokens(x, STARTS, **name), FLAT, TABLE, "table"),
+}
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int16, torch.uint8, torch.bool])
-def test_tables_must_be_int64_or_int32(dtype: torch.dtype) -> None:
-    for make in (
-        lambda: CacheIndex.offset(torch.zeros(2, dtype=dtype)),
-        lambda: CacheIndex.pages(torch.zeros(2, 2, dtype=dtype), 4),
-        lambda: CacheIndex.blocks(torch.zeros(2, 2, dtype=dtype), 4),
-        lambda: CacheIndex.tokens(torch.zeros(2, dtype=dtype), torch.tensor([0, 2])),
-    ):
-        with pytest.raises(ShapeError, match="cachestarts must be"):
-            make()
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_tables_must_be_int64_or_int32(spelling: str, dtype: torch.dtype) -> None:
+    make, table, _, name = SPELLINGS[spelling]
+    with pytest.raises(ShapeError, match=f"^{name} must be torch.int64 or torch.int32, got {dtype}"):
+        make(table.to(dtype))
 
 
-def test_tables_must_have_their_rank() -> None:
-    for make in (
-        lambda: CacheIndex.offset(torch.zeros(2, 2, dtype=torch.int64)),
-        lambda: CacheIndex.pages(torch.zeros(2, dtype=torch.int64), 4),
-        lambda: CacheIndex.blocks(torch.zeros(2, dtype=torch.int64), 4),
-        lambda: CacheIndex.tokens(torch.zeros(2, 2, dtype=torch.int64), torch.tensor([0, 2])),
-    ):
-        with pytest.raises(ShapeError, match="cachestarts must be"):
-            make()
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_tables_must_have_their_rank(spelling: str) -> None:
+    make, table, other, name = SPELLINGS[spelling]
+    for wrong in (other, table[0], table[None]):
+        with pytest.raises(ShapeError, match=rf"^{name} must be \[[BPN, ]+\], got"):
+            make(wrong)
+    with pytest.raises(ShapeError, match=f"^{name} must be a tensor, got list"):
+        make([0, 1])
 
 
-def test_row_starts_must_be_on_the_device_of_the_table() -> None:
-    with pytest.raises(ShapeError, match="kvstarts must be on cpu"):
-        CacheIndex.tokens(torch.arange(2), torch.tensor([0, 2], device="meta"))
+@pytest.mark.parametrize("spelling", ["offset", "pages", "tokens"])
+def test_tables_have_the_name_that_a_caller_gives_them(spelling: str) -> None:
+    make, _, other, _ = SPELLINGS[spelling]
+    with pytest.raises(ShapeError, match=r"^places must be"):
+        make(other, name="places")
 
 
-@pytest.mark.parametrize("size", [0, -1, True, 1.0, None, "4"])
-def test_page_size_must_be_a_positive_int(size: object) -> None:
-    with pytest.raises(ArgumentError, match="page_size must be at least 1"):
-        CacheIndex.pages(torch.zeros(2, 2, dtype=torch.int64), size)  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("row_starts", "message"),
+    [
+        (torch.tensor([0, 2], device="meta"), "row_starts must be on cpu, got meta"),
+        (TABLE, r"row_starts must be \[B\+1\], got"),
+        (FLAT.float(), "row_starts must be torch.int64 or torch.int32, got torch.float32"),
+    ],
+)
+def test_row_starts_must_fit_the_table(row_starts: torch.Tensor, message: str) -> None:
+    with pytest.raises(ShapeError, match=f"^{message}"):
+        CacheIndex.tokens(torch.arange(2), row_starts)
+
+
+@pytest.mark.parametrize(
+    ("make", "name"), [(CacheIndex.pages, "page_size"), (CacheIndex.blocks, "block_size")]
+)
+def test_page_size_must_be_a_positive_int(make: Callable[..., CacheIndex], name: str) -> None:
+    for size in (0, -1, True, 1.0, None, "4"):
+        with pytest.raises(ArgumentError, match=f"^{name} must be at least 1, got {size!r}"):
+            make(TABLE, size)
+    with pytest.raises(ArgumentError, match=f"^{name} must be below {2**63}, got"):
+        make(TABLE, 2**63)
 
 
 # --- packed tokens ------------------------------------------------------------------------------------------

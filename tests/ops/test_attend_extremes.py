@@ -76,8 +76,8 @@ def test_pages_larger_than_any_cache(page_size: int, kind: Kind, backend: str) -
 
 @pytest.mark.parametrize("page_size", [2**63, 2**64, 10**30])
 def test_page_size_beyond_int64_is_refused(page_size: int) -> None:
-    for make in (CacheIndex.pages, CacheIndex.blocks):
-        with pytest.raises(ArgumentError, match=r"^page_size must be below 9223372036854775808, got"):
+    for make, name in ((CacheIndex.pages, "page_size"), (CacheIndex.blocks, "block_size")):
+        with pytest.raises(ArgumentError, match=rf"^{name} must be below 9223372036854775808, got"):
             make(torch.zeros(1, 1, dtype=torch.int64), page_size)
 
 

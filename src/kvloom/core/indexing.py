@@ -45,34 +45,34 @@ class CacheIndex:
     page_size: int
 
     @classmethod
-    def offset(cls, starts: Tensor) -> "CacheIndex":
-        """Each sequence lies in one run of slots from ``starts[b]``, ``[B]``."""
-        expect("cachestarts", starts, "B", dtype=INDEX_DTYPES)
+    def offset(cls, starts: Tensor, *, name: str = "starts") -> "CacheIndex":
+        """Each sequence lies in one run of slots from ``starts[b]``, ``[B]``; errors call it ``name``."""
+        expect(name, starts, "B", dtype=INDEX_DTYPES)
         return cls(starts.unsqueeze(1), None, ENDLESS)
 
     @classmethod
-    def pages(cls, table: Tensor, page_size: int) -> "CacheIndex":
-        """``table[b, p]`` is the *first slot* of page p, ``[B, P]``, any slot."""
-        expect("cachestarts", table, "B P", dtype=INDEX_DTYPES)
-        if isinstance(page_size, bool) or not isinstance(page_size, int) or page_size < 1:
-            raise ArgumentError(f"page_size must be at least 1, got {page_size!r}")
-        if page_size >= INT64_END:
-            raise ArgumentError(f"page_size must be below {INT64_END}, got {page_size}")
-        return cls(table, None, page_size)
+    def pages(cls, table: Tensor, page_size: int, *, name: str = "table") -> "CacheIndex":
+        """``table[b, p]`` is the *first slot* of page p, ``[B, P]``, any slot; errors call it ``name``."""
+        expect(name, table, "B P", dtype=INDEX_DTYPES)
+        return cls(table, None, _expect_size("page_size", page_size))
 
     @classmethod
     def blocks(cls, table: Tensor, block_size: int) -> "CacheIndex":
         """``table[b, p]`` is the *id* of a block, ``[B, P]``; block i begins at slot ``i * block_size``."""
-        cls.pages(table, block_size)
+        expect("table", table, "B P", dtype=INDEX_DTYPES)
+        _expect_size("block_size", block_size)
         # No block beyond the largest slot, so that no product wraps around to another block's.
         largest = (INT64_END - 1) // block_size
-        return cls.pages(table.long().clamp(-1, largest) * block_size, block_size)
+        return cls(table.long().clamp(-1, largest) * block_size, None, block_size)
 
     @classmethod
-    def tokens(cls, table: Tensor, row_starts: Tensor) -> "CacheIndex":
-        """``table[row_starts[b] + t]`` is the slot of token t; ``row_starts`` is ``[B + 1]``."""
-        expect("cachestarts", table, "N", dtype=INDEX_DTYPES)
-        expect("kvstarts", row_starts, "B+1", dtype=INDEX_DTYPES, device=table.device)
+    def tokens(cls, table: Tensor, row_starts: Tensor, *, name: str = "table") -> "CacheIndex":
+        """``table[row_starts[b] + t]`` is the slot of token t; ``row_starts`` is ``[B + 1]``.
+
+        Errors call the table ``name``.
+        """
+        expect(name, table, "N", dtype=INDEX_DTYPES)
+        expect("row_starts", row_starts, "B+1", dtype=INDEX_DTYPES, device=table.device)
         return cls(table, row_starts, 1)
 
     def slots(self, sequence: Tensor, position: Tensor) -> Tensor:
@@ -83,6 +83,15 @@ class CacheIndex:
         else:
             first = self.table[self.row_starts[sequence] + page]
         return first.long() + position % self.page_size
+
+
+def _expect_size(name: str, size: int) -> int:
+    """Check the number of slots in a page, which is no symbol: kernels are compiled for it."""
+    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+        raise ArgumentError(f"{name} must be at least 1, got {size!r}")
+    if size >= INT64_END:
+        raise ArgumentError(f"{name} must be below {INT64_END}, got {size}")
+    return size
 
 
 def check_index(name: str, index: CacheIndex, lengths: Tensor, num_slots: int) -> None:
@@ -178,7 +187,7 @@ def check_starts(name: str, starts: list[int]) -> None:
         raise ArgumentError(f"{name} must begin with 0 and never decrease, got {starts}")
 
 
-def check_new(num_new: list[int], num_stored: list[int], has_places: list[bool]) -> None:
+def check_new(name: str, num_new: list[int], num_stored: list[int], has_places: list[bool]) -> None:
     """Refuse sequences of more new tokens than stored ones, where the places of queries matter.
 
     Causal masks, windows and ALiBi count from a query's place among the stored tokens, which would be
@@ -189,9 +198,7 @@ def check_new(num_new: list[int], num_stored: list[int], has_places: list[bool])
     """
     for b, (new, stored, matters) in enumerate(zip(num_new, num_stored, has_places, strict=True)):
         if new > stored and matters:
-            raise ArgumentError(
-                f"kvstarts must give sequence {b} at least its {new} new tokens, got {stored}"
-            )
+            raise ArgumentError(f"{name} must give sequence {b} at least its {new} new tokens, got {stored}")
 
 
 def check_distinct(name: str, slots: Tensor) -> None:

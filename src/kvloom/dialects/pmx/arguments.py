@@ -166,16 +166,16 @@ def open_index(
         raise ShapeError(f"cachestarts must be on {kv.device}, got {cachestarts.device}")
     if isinstance(cache_mode, bool) or cache_mode not in (0, 1):
         raise ArgumentError(f"cache_mode must be 0 or 1, got {cache_mode!r}")
-    if cache_mode == 1 and cachestarts.ndim == 1:
+    if cache_mode == 0:
+        index = CacheIndex.offset(cachestarts, name="cachestarts")
+    elif cachestarts.ndim == 1:
         if can_read(kvstarts) and cachestarts.shape[0] != int(kvstarts[-1]):
             raise ShapeError(f"cachestarts must be [{int(kvstarts[-1])}], got {list(cachestarts.shape)}")
-        index = CacheIndex.tokens(cachestarts, kvstarts)
+        index = CacheIndex.tokens(cachestarts, kvstarts, name="cachestarts")
     else:
-        index = CacheIndex.pages(cachestarts, page_size) if cache_mode else CacheIndex.offset(cachestarts)
-        if cachestarts.shape[0] != batch:
-            raise ShapeError(
-                f"cachestarts must have {batch} rows, one a sequence, got {list(cachestarts.shape)}"
-            )
+        index = CacheIndex.pages(cachestarts, page_size, name="cachestarts")
+    if index.row_starts is None and cachestarts.shape[0] != batch:
+        raise ShapeError(f"cachestarts must have {batch} rows, one a sequence, got {list(cachestarts.shape)}")
     if can_read(cachestarts):
         check_index("cachestarts", index, kvstarts.diff(), kv.num_slots)
     return index

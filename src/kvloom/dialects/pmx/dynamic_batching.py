@@ -230,7 +230,7 @@ def multi_head_attention(
     if can_read(kvstarts) and (scores.is_causal or is_alibi):
         new, stored = seqstarts.diff().tolist(), kvstarts.diff().tolist()
         matters = [bool(is_alibi) or b >= batch.decoding_batches for b in range(len(new))]
-        check_new(new, stored, matters)
+        check_new("kvstarts", new, stored, matters)
     return ops.attend(query, KVView.split(_PACKED, key, value), batch, scores)
 
 

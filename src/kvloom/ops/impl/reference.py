@@ -100,7 +100,7 @@ def attend(
         raise ShapeError(f"mask must have at least {kv[-1]} columns, got {mask.shape[-1]}")
     new, stored = ([stop - start for start, stop in pairwise(starts)] for starts in (seq, kv))
     causal = [alibi_slopes is not None or (is_causal and b >= decoding_batches) for b in range(len(new))]
-    check_new(new, stored, [window is not None or x for x in causal])
+    check_new("kvstarts", new, stored, [window is not None or x for x in causal])
     if softcap is not None:  # rounded to float32 it must be neither 0 nor infinite
         softcap = min(max(softcap, _FLOAT32.tiny), _FLOAT32.max)
     if can_read(kvstarts):

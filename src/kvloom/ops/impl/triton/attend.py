@@ -170,7 +170,7 @@ def _check_values(
     if mask is not None and mask.shape[-1] < kv[-1]:
         raise ShapeError(f"mask must have at least {kv[-1]} columns, got {mask.shape[-1]}")
     new, stored = seqstarts.diff().tolist(), kvstarts.diff().tolist()
-    check_new(new, stored, [b >= first_placed for b in range(len(new))])
+    check_new("kvstarts", new, stored, [b >= first_placed for b in range(len(new))])
     check_index("index", index, kvstarts.diff(), num_slots)
 
 
