@@ -155,7 +155,12 @@ def test_bad_quantization_is_refused_by_name(change: dict[str, object], message:
         *(({name: value}, f"{name} must be a positive int") for name in ("layers", "heads", "head_dim")
           for value in (0, -1, 1.0, True, None, "2")),
         ({"layers": 2, "layout": "B S H D"}, "layers must be 1 for layout 'B S H D', got 2"),
-        ({"layout": "B S H"}, "axes must name H, D"),
+        ({"layout": "B S H"}, "layout's axes must name H, D"),
+        ({"layout": 3}, "layout must be a CacheLayout or its axes, got 3"),
+        ({"head_dim": 60, "layout": "B H D/8 S D%8"},
+         "head_dim must be a multiple of 8 for layout 'B H D/8 S D%8', got 60"),
+        ({"head_dim": 24, "layout": "B H D/8 S D%8", "quant": QuantSpec(4, 8)},
+         "head_dim must be a multiple of 16 for layout 'B H D/8 S D%8', got 24"),
         ({"head_dim": 60, "quant": QuantSpec(8, 8)}, "head_dim must be a multiple of group 8, got 60"),
     ],
     ids=str,
@@ -174,8 +179,8 @@ def test_bad_spec_is_refused_by_name(change: dict[str, object], message: str) ->
         ("B S H D", 8, 3, "block_size must divide num_tokens 8, got 3"),
         ("B S H D", 8, 0, "block_size must divide"),
         ("B S H D", 8, -4, "block_size must divide"),
-        ("B S/4 S%4 H D", 6, 3, "axis S must be a multiple of 4, got 3"),
-        ("T/4 T%4 H D", 6, None, "axis T must be a multiple of 4, got 6"),
+        ("B S/4 S%4 H D", 6, 3, "^block_size must be a multiple of 4 for layout 'B S/4 S%4 H D', got 3"),
+        ("T/4 T%4 H D", 6, None, "^num_tokens must be a multiple of 4 for layout 'T/4 T%4 H D', got 6"),
     ],
 )
 def test_token_count_that_does_not_fit_is_refused_by_name(

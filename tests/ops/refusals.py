@@ -31,7 +31,7 @@ class Bad:
 
 
 def rows(table: list[Bad]) -> pytest.MarkDecorator:
-    """Parametrise over ``table``; each row has a name of its own."""
+    """Parametrize over ``table``; each row has a name of its own."""
     names = [re.sub(r"\W+", "-", bad.what) for bad in table]
     assert len(set(names)) == len(names), "two rows of one name"
     return pytest.mark.parametrize("bad", table, ids=names)

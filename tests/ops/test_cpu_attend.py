@@ -151,7 +151,7 @@ def test_query_heads_for_each_key_head(kv_heads: int, ratio: int, kind: Kind) ->
 @pytest.mark.parametrize("kind", [PLAIN, Kind(torch.bfloat16), codes(8, 32), codes(4, 32)], ids=str)
 @pytest.mark.parametrize("length", [1, 63, 64, 65, 511, 512, 513, 1500])
 def test_lengths(length: int, kind: Kind) -> None:
-    """Chunks are of 64 tokens and partial results of 512: one less, just so many, one more."""
+    """Chunks are of 64 tokens and partial results of 512: one less, exactly as many, one more."""
     dtype = torch.float32 if kind is PLAIN else torch.bfloat16
     case = make_case([1, min(length, 3), min(length, 33)], [length] * 3, kind=kind, dtype=dtype, head_dim=64,
                      page_size=16, block_size=16)  # fmt: skip

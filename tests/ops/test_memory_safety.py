@@ -77,7 +77,7 @@ def test_keys_without_elements_are_refused(backend: str) -> None:
 
 
 def test_few_tokens_over_many_need_little_memory() -> None:
-    """Of 134 MB of partial results: few splits are results of their own where they would be so many."""
+    """Partial results of all splits would take 134 MB, so only a few splits have one of their own."""
     program = """
 import resource, torch
 from kvloom import ops

@@ -78,7 +78,7 @@ def test_query_heads_for_each_key_head(kv_heads: int, ratio: int, kind: Kind) ->
 @pytest.mark.parametrize("kind", [PLAIN, BF16, codes(4, 32)], ids=str)
 @pytest.mark.parametrize("length", [1, 63, 64, 65, 255, 256, 257, 520])
 def test_lengths(length: int, kind: Kind) -> None:
-    """Tiles are of 64 tokens or fewer, and runs of 256 at least: one less, just so many, one more."""
+    """Tiles are of 64 tokens or fewer, and runs of 256 at least: one less, exactly as many, one more."""
     dtype = torch.float32 if kind is PLAIN else torch.bfloat16
     case = make_case([1, min(length, 3), min(length, 33)], [length] * 3, kind=kind, dtype=dtype, head_dim=32,
                      kv_heads=1, **PAGES)  # fmt: skip

@@ -12,9 +12,6 @@ from torch import Tensor
 
 from kvloom.errors import ArgumentError, ConfigError, ShapeError
 
-CANONICAL: Final = "L 2 B S/s S%s H D/d D%d"
-"""The eight axes of ``CacheLayout.canonical``; s and d are 1 and D where the layout does not split."""
-
 
 class Term(NamedTuple):
     """One axis, or the outer (``/``) or inner (``%``) part of an axis split into chunks of ``chunk``."""
@@ -95,6 +92,10 @@ class CacheLayout:
             shape.append(extent)
         return tuple(shape)
 
+    def chunk(self, axis: str) -> int:
+        """Elements in a chunk of ``axis``, of which the layout needs whole ones; 1 if it is not split."""
+        return next((t.chunk for dim in self.dims for t in dim if t.axis == axis), 1)
+
     def canonical(self, x: Tensor, *, name: str = "cache", heads: int | None = None) -> Tensor:
         """View ``x`` as ``[L, 2, B, S/s, s, H, D/d, d]`` without copying; writes go through.
 
@@ -132,9 +133,7 @@ class CacheLayout:
         dims = []
         for dim in self.dims:
             parts = [
-                _spell(t._replace(part="", chunk=1) if t.axis == "D" else t)
-                for t in dim
-                if _spelt_in_scale(t)
+                _spell(t._replace(part="", chunk=1) if t.axis == "D" else t) for t in dim if _is_in_scale(t)
             ]
             if parts:
                 dims.append(parts[0] if len(parts) == 1 else f"({' '.join(parts)})")
@@ -142,7 +141,7 @@ class CacheLayout:
 
 
 def as_layout(name: str, layout: CacheLayout | str) -> CacheLayout:
-    """``layout``, or the one of these axes; errors call it ``name``.
+    """``layout`` itself, or the layout with these axes; errors call it ``name``.
 
     Raises:
         ConfigError: no layout, or axes of none.
@@ -184,8 +183,8 @@ def _split_extent(
         raise ArgumentError(f"heads must be given to take {name} [{axes}] apart, got None")
     if extent != product if not unknown else extent % product:
         wanted = f"{product}" if not unknown else f"a multiple of {product}"
-        spelt = " ".join(map(_spell, dim))
-        raise ShapeError(f"{name} must have {wanted} for axis {spelt!r} of [{axes}], got {extent}")
+        terms = " ".join(map(_spell, dim))
+        raise ShapeError(f"{name} must have {wanted} for axis {terms!r} of [{axes}], got {extent}")
     for i in unknown:
         extents[i] = extent // product
     return extents
@@ -195,7 +194,7 @@ def _spell(term: Term) -> str:
     return f"{term.axis}{term.part}{term.chunk if term.part else ''}"
 
 
-def _spelt_in_scale(term: Term) -> bool:
+def _is_in_scale(term: Term) -> bool:
     return not (term.axis == "D" and term.part == "/")
 
 

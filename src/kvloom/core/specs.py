@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvloom.core.checks import FLOAT_DTYPES
-from kvloom.core.layouts import CacheLayout
+from kvloom.core.layouts import CacheLayout, as_layout
 from kvloom.errors import ArgumentError, ConfigError
 
 CODE_DTYPE: Final = {8: torch.int8, 4: torch.uint8}
@@ -56,6 +56,9 @@ class KVSpec:
         dtype: Of keys and values when they are not quantized.
         layout: A ``CacheLayout`` or its axes.
         quant: ``None`` to keep ``dtype``.
+
+    Raises:
+        ConfigError: a field is no such value, or does not fit the layout or the group.
     """
 
     layers: int
@@ -70,22 +73,31 @@ class KVSpec:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ConfigError(f"{name} must be a positive int, got {value!r}")
-        if isinstance(self.layout, str):
-            object.__setattr__(self, "layout", CacheLayout(self.layout))
+        object.__setattr__(self, "layout", as_layout("layout", self.layout))
         if self.layers > 1 and "L" not in self.axes.names:
             raise ConfigError(f"layers must be 1 for layout {self.axes.axes!r}, got {self.layers}")
         if self.quant is not None and self.head_dim % self.quant.group:
             raise ConfigError(f"head_dim must be a multiple of group {self.quant.group}, got {self.head_dim}")
+        chunk = self.axes.chunk("D") * (self.head_dim // self._stored_dim)
+        if self.head_dim % chunk:
+            raise ConfigError(
+                f"head_dim must be a multiple of {chunk} for layout {self.axes.axes!r}, got {self.head_dim}"
+            )
 
     @property
     def axes(self) -> CacheLayout:
         """``layout`` as a ``CacheLayout``."""
-        return CacheLayout(self.layout) if isinstance(self.layout, str) else self.layout
+        return as_layout("layout", self.layout)
 
     @property
     def cache_dtype(self) -> torch.dtype:
         """dtype of the cache tensor."""
         return self.dtype if self.quant is None else CODE_DTYPE[self.quant.bits]
+
+    @property
+    def _stored_dim(self) -> int:
+        """Elements of the cache tensor in a head vector."""
+        return self.head_dim // 2 if self.quant is not None and self.quant.bits == 4 else self.head_dim
 
     def shapes(
         self, num_tokens: int, block_size: int | None = None
@@ -112,8 +124,13 @@ class KVSpec:
             if block_size is None or block_size < 1 or num_tokens % block_size:
                 raise ArgumentError(f"block_size must divide num_tokens {num_tokens}, got {block_size}")
             sizes |= {"B": num_tokens // block_size, "S": block_size}
-        stored = self.head_dim // 2 if self.quant is not None and self.quant.bits == 4 else self.head_dim
-        cache = self.axes.shape(D=stored, **sizes)
+        for name, axis in (("num_tokens", "T"), ("block_size", "S")):
+            chunk = self.axes.chunk(axis)
+            if axis in sizes and sizes[axis] % chunk:
+                raise ArgumentError(
+                    f"{name} must be a multiple of {chunk} for layout {self.axes.axes!r}, got {sizes[axis]}"
+                )
+        cache = self.axes.shape(D=self._stored_dim, **sizes)
         if self.quant is None:
             return cache, None
         return cache, self.axes.for_scale().shape(D=self.head_dim // self.quant.group, **sizes)

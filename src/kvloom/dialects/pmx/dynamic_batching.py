@@ -130,7 +130,7 @@ def multi_head_cache_attention(
 ) -> Tensor:
     """Store the new tokens of every sequence, then attend from them to everything stored.
 
-    Equal to ``key_value_cache`` and then ``multi_head_attention``, without materialising keys and values.
+    Equal to ``key_value_cache`` and then ``multi_head_attention``, without materializing keys and values.
 
     Args:
         query: ``[seqstarts[B], num_heads, head_dim]`` float32, float16 or bfloat16.
