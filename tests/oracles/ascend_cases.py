@@ -103,9 +103,9 @@ def plan_call(
                 window = ascend_golden.raw(tokens)[first + off : first + off + win, h]
                 window.copy_(ascend_golden.raw(soft((win, size), dtype, rng)))
         call[name] = x
-    num_pages = blocks(plan.num_slots, block_size)
+    num_blocks = blocks(plan.num_slots, block_size)
     for name, size in zip(CACHES, sizes, strict=True):
-        call[name] = bits.poison((num_pages, block_size, 1, size), dtype, rng)
+        call[name] = bits.poison((num_blocks, block_size, 1, size), dtype, rng)
     slots = torch.tensor(plan.slots, dtype=index)
     wins = torch.tensor(plan.wins, dtype=index)
     square = (num_seqs, plan.heads)
@@ -125,14 +125,14 @@ SLOTS = (9, -1, 0, 14, 3, -7, 7)  # of 15 in 3 blocks of 5
 
 def token_call(
     dtype: torch.dtype, index: torch.dtype, rng: torch.Generator, *, sizes: tuple[int, int] = (5, 3),
-    heads: int = 3, slots: tuple[int, ...] = SLOTS, num_pages: int = 3, block_size: int = 5,
+    heads: int = 3, slots: tuple[int, ...] = SLOTS, num_blocks: int = 3, block_size: int = 5,
 ) -> Call:  # fmt: skip
     """A call of scenario 2, all of it poison."""
     call: Call = {}
     for name, size in zip(("key", "value"), sizes, strict=True):
         call[name] = bits.poison((len(slots), heads, size), dtype, rng)
     for name, size in zip(CACHES, sizes, strict=True):
-        call[name] = bits.poison((num_pages, block_size, heads, size), dtype, rng)
+        call[name] = bits.poison((num_blocks, block_size, heads, size), dtype, rng)
     return {**call, "slot_mapping": torch.tensor(slots, dtype=index)}
 
 
@@ -239,7 +239,7 @@ def assert_gathers(operator: Callable[..., object], call: Call) -> None:
 def gather_call(
     dtype: torch.dtype, index: torch.dtype, rng: torch.Generator, *, cache_mode: str = "Norm",
     out_rank: int = 3, seq_lens: tuple[int, ...] = (6, 0, 9), extra: int = 2, cumulative: bool = False,
-    tables: tuple[tuple[int, ...], ...] = ((4, 0, 2), (-1, -1, -1), (1, 5, 3)), num_pages: int = 6,
+    tables: tuple[tuple[int, ...], ...] = ((4, 0, 2), (-1, -1, -1), (1, 5, 3)), num_blocks: int = 6,
     block_size: int = 4,
 ) -> Call:  # fmt: skip
     """Poison in caches and outputs; ``extra`` rows more (or fewer) than the sequences fill; 2 heads."""
@@ -250,7 +250,7 @@ def gather_call(
     call: Call = {"cache_mode": cache_mode, "is_seq_lens_cumsum": cumulative}
     for name, size in zip(CACHES, sizes, strict=True):
         block = (block_size, 2, size) if cache_mode == "Norm" else (2 * size // last, block_size, last)
-        call[name] = bits.poison((num_pages, *block), dtype, rng)
+        call[name] = bits.poison((num_blocks, *block), dtype, rng)
     for name, size in zip(("key", "value"), sizes, strict=True):
         call[name] = bits.poison((rows, 2, size) if out_rank == 3 else (rows, 2 * size), dtype, rng)
     call["block_tables"] = torch.tensor(tables, dtype=index).reshape(

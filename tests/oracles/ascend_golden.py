@@ -214,10 +214,10 @@ def slot_mapping(block_table: Tensor, starts: Tensor, lengths: Tensor, block_siz
 
 def nd_to_nz(nd: Tensor) -> Tensor:
     """[nb, bs, H, D] as [nb, H*D // last, bs, last], one element at a time."""
-    num_pages, size, num_heads, head_size = nd.shape
+    num_blocks, size, num_heads, head_size = nd.shape
     last = 32 // nd.element_size()
-    nz = torch.zeros((num_pages, num_heads * head_size // last, size, last), dtype=WORD[nd.element_size()])
-    for b in range(num_pages):
+    nz = torch.zeros((num_blocks, num_heads * head_size // last, size, last), dtype=WORD[nd.element_size()])
+    for b in range(num_blocks):
         for o in range(size):
             for h in range(num_heads):
                 for d in range(head_size):
