@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvloom.core.layouts import CacheLayout
 from kvloom.core.specs import KVSpec, QuantSpec
-from kvloom.core.views import KVView, Side
+from kvloom.core.views import KVView, Side, slot_stride
 from kvloom.errors import ArgumentError, ConfigError, KVError, ShapeError
 
 JOINT = CacheLayout("L 2 T H D")
@@ -113,6 +113,37 @@ def test_views_what_a_spec_allocates(axes: str, quant: QuantSpec | None) -> None
     assert kv.key.head_dim == 16
     kv.key.cache.fill_(1)
     assert int(cache.sum()) == cache.numel() // 2
+
+
+@pytest.mark.parametrize(
+    "axes",
+    ["B S H D", "B H S D", "B H S/2 D S%2", "B S/2 H S%2 D", "S B H D", "S/2 B S%2 H D", "B H D/4 S D%4"],
+)
+@pytest.mark.parametrize("blocks", [1, 3])
+@pytest.mark.parametrize("size", [2, 4])
+def test_one_stride_is_found_where_it_serves_all_slots(axes: str, blocks: int, size: int) -> None:
+    cache = numbered(*CacheLayout(axes).shape(B=blocks, S=size, H=2, D=8))
+    x = CacheLayout(axes).canonical(cache)[0, 0]
+    first = x[:, :, :, 0, 0, 0].flatten().long()
+    steps = set((first[1:] - first[:-1]).tolist())
+    assert slot_stride(x) == (steps.pop() if len(steps) == 1 else None)
+
+
+def test_a_view_lies_apart_from_what_is_before_and_behind_it() -> None:
+    room = torch.zeros(64)
+    kv = KVView.split("B S H D", room[16:32].view(1, 2, 1, 8), room[32:40].view(1, 2, 1, 4))
+    assert kv.lies_apart_from(room[:16], room[40:], torch.zeros(4))
+    assert not kv.lies_apart_from(room[:16], room[:17])
+    assert not kv.lies_apart_from(room[39:])
+    assert not kv.lies_apart_from(room[8:48:39])  # around it: no byte in common, but one may be
+
+
+def test_a_view_follows_its_memory() -> None:
+    """Where a storage moves, the addresses of the view are new ones."""
+    cache = torch.zeros(2, 8, 2, 8)
+    kv = KVView.joint("2 T H D", cache)
+    cache.untyped_storage().resize_(1 << 22)
+    assert not kv.lies_apart_from(cache[1, 3:5])
 
 
 # --- refused ------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from kvloom.core.indexing import CacheIndex
 from kvloom.core.layouts import CacheLayout
 from kvloom.core.specs import KVSpec, QuantSpec
 from kvloom.core.views import KVView
+from kvloom.errors import ShapeError
 from kvloom.ops import Batch, Scores
 
 Arguments = dict[str, Any]
@@ -93,6 +94,19 @@ def test_compiled_step_takes_other_sizes() -> None:
 def test_step_compiled_with_dynamic_sizes_equals_eager(quant: QuantSpec | None) -> None:
     compiled = torch.compile(step, backend="aot_eager", fullgraph=True, dynamic=True)
     assert_equal_to_eager(compiled, (24, 3), (32, 5), axes="L 2 T H D", quant=quant)
+
+
+def test_a_view_that_compiled_code_made_is_checked_outside() -> None:
+    cache, new = torch.zeros(2, 8, 2, 8), torch.ones(2, 2, 8)
+
+    def make(cache: Tensor) -> tuple[Tensor, KVView]:
+        return cache + 0, KVView.joint(CacheLayout("2 T H D"), cache)
+
+    _, kv = torch.compile(make, backend="aot_eager", fullgraph=True)(cache)
+    with pytest.raises(ShapeError, match="value must not overlap kv in memory"):
+        ops.store(new, cache[1, 3:5], torch.tensor([0, 1]), kv)
+    ops.store(new, new, torch.tensor([0, 1]), kv)
+    assert cache.sum() == 2 * new.numel()
 
 
 def attend_offset(query: Tensor, cache: Tensor, backend: str = "auto") -> Tensor:
