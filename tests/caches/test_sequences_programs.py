@@ -159,7 +159,7 @@ def test_a_window_holds_few_pages_however_long_the_text(long: int) -> None:
     cache.append(2, 1, 0)
     most = 2 * (-(-(10 + ROLLBACK) // 4) + 2)
     assert batch.num_pages_held <= most
-    assert batch.num_pages <= 2 * most
+    assert batch.pages.pool.num_pages <= 2 * most
     assert batch.num_columns == 1001
 
 

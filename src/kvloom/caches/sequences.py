@@ -95,11 +95,6 @@ class Sequences:
         return self._first[0] + self._tables[0].num_tokens if self._tables else 0
 
     @property
-    def num_pages(self) -> int:
-        """Pages in the pool: what every storage must hold."""
-        return self.pages.pool.num_pages
-
-    @property
     def num_pages_held(self) -> int:
         """Pages that hold tokens of this batch or its forks; a shared page counts once."""
         return self.pages.pool.num_active

@@ -201,4 +201,4 @@ class Storage:
 
 def _canonical(view: KVView) -> list[Tensor]:
     """All tensors of a view, ``[B, S/s, s, H, D/d, d]``."""
-    return [x for x in (view.key, view.value, view.key_scale, view.value_scale) if x is not None]
+    return [x for x in view.tensors if x is not None]
