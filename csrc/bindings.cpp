@@ -62,11 +62,18 @@ View source_view(const Tensor& x, bool has_scale = false) {
 
 View target_view(const Tensor& x, bool has_scale = false) { return view_of(x, x.mutable_data_ptr(), has_scale); }
 
-/// New tokens `[T, H, D]`.
+/// Tokens `[T, H, D]`, or `[B, H, N, D]` with token n of row b in slot b * N + n.
 View token_view(const Tensor& x, void* data) {
-  require(x.dim() == 3, "new tokens must have 3 dimensions");
   View view = base_view(x, data);
   const auto sizes = x.sizes(), strides = x.strides();
+  if (x.dim() == 4) {
+    const int64_t size[6] = {sizes[0], sizes[2], 1, sizes[1], 1, sizes[3]};
+    const int64_t stride[6] = {strides[0], strides[2], 0, strides[1], 0, strides[3]};
+    std::copy_n(size, 6, view.size);
+    std::copy_n(stride, 6, view.stride);
+    return view;
+  }
+  require(x.dim() == 3, "tokens must have 3 dimensions");
   const int64_t size[6] = {sizes[0], 1, 1, sizes[1], 1, sizes[2]};
   const int64_t stride[6] = {strides[0], 0, 0, strides[1], 0, strides[2]};
   std::copy_n(size, 6, view.size);
@@ -82,8 +89,8 @@ class CheckedSlots {
  public:
   /// Refuses slots outside `[0, num_slots)` before anything is written. In Python this is an ArgumentError.
   CheckedSlots(const char* name, const Tensor& x, int64_t count, int64_t num_slots, bool skip_negative = false) {
-    const Integers slots = integers_of(x, 1, "slots must be int64 or int32, [T]");
-    require(x.size(0) == count, "there must be one slot for each token");
+    const Integers slots = slots_of(x);
+    require(x.numel() == count, "there must be one slot for each token");
     slots_ = slots.copied(count);
     if (count == 0) return;
     const auto [low, high] = std::minmax_element(slots_.begin(), slots_.end());
@@ -205,13 +212,19 @@ void store(const Tensor& key, const MaybeTensor& value, const Tensor& slots, con
 
 // --- load -------------------------------------------------------------------------------------------------
 
-Move load_side(const Tensor& cache, const MaybeTensor& scale, int64_t count, int32_t dtype, int64_t repeat,
+/// What is loaded of one side: `[T, H, D]`, or `[B, H, N, D]` where slots are `[B, N]`.
+Tensor empty_loaded(const Tensor& slots, int64_t heads, int64_t width, int32_t dtype) {
+  if (slots.dim() == 1) return empty_tokens(slots.size(0), heads, width, dtype);
+  return empty_contiguous(std::array{slots.size(0), heads, slots.size(1), width}, dtype);
+}
+
+Move load_side(const Tensor& cache, const MaybeTensor& scale, const Tensor& slots, int32_t dtype, int64_t repeat,
                Tensor& out) {
   Move move;
   move.from = source_view(cache, scale.has_value());
   if (scale) move.from_scale = source_view(*scale);
-  out = empty_tokens(count, checked_product({move.from.num_heads(), repeat}, "num_repeat times heads"),
-                     numbers_in(move.from), dtype);
+  const int64_t heads = checked_product({move.from.num_heads(), repeat}, "num_repeat times heads");
+  out = empty_loaded(slots, heads, numbers_in(move.from), dtype);
   move.to = token_view(out, out.mutable_data_ptr());
   move.repeat = repeat;
   check_move(move);
@@ -222,20 +235,20 @@ std::tuple<Tensor, Tensor> load(const Tensor& slots, const Tensor& key_cache, co
                                 const MaybeTensor& key_scale, const MaybeTensor& value_scale, int32_t dtype,
                                 int64_t num_repeat) {  // not ScalarType, which lacks dtypes
   require(num_repeat > 0, "num_repeat must be at least 1");
-  const int64_t count = slots.size(0);
+  const int64_t count = slots.numel();
   const CheckedSlots from("slots", slots, count, source_view(key_cache).num_slots());
   MoveArgs args;
   args.from_slots = from.get();
   Tensor key, value;
-  Move moves[2] = {load_side(key_cache, key_scale, count, dtype, num_repeat, key)};
+  Move moves[2] = {load_side(key_cache, key_scale, slots, dtype, num_repeat, key)};
   args.moves = moves;
   args.num_moves = 1;
   if (value_cache) {
-    moves[args.num_moves++] = load_side(*value_cache, value_scale, count, dtype, num_repeat, value);
+    moves[args.num_moves++] = load_side(*value_cache, value_scale, slots, dtype, num_repeat, value);
     require(moves[0].from.num_slots() == moves[1].from.num_slots(),
             "keys and values must have the same slots");
   } else {
-    value = empty_tokens(count, key.size(1), 0, dtype);
+    value = empty_loaded(slots, key.size(1), 0, dtype);
   }
   run(args, count, key_scale ? kDequantizedBytesToStream : kLoadedBytesToStream);
   return {key, value};

@@ -5,6 +5,7 @@
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
+#include <array>
 #include <cstdint>
 #include <optional>
 #include <stdexcept>
@@ -74,14 +75,30 @@ inline Integers integers_of(const Tensor& x, int64_t rank, const char* message) 
   return {x.const_data_ptr(), x.stride(rank - 1), is_64};
 }
 
+/// All slots of `[T]`, or of a contiguous `[B, N]` row by row.
+inline Integers slots_of(const Tensor& x) {
+  if (x.dim() != 2) return integers_of(x, 1, "slots must be int64 or int32, [T]");
+  Integers slots = integers_of(x, 2, "slots must be int64 or int32, [B, N]");
+  require(x.is_contiguous(), "slots [B, N] must be contiguous");
+  slots.stride = 1;
+  return slots;
+}
+
+template <size_t kRank>
+Tensor empty_contiguous(const std::array<int64_t, kRank>& sizes, int32_t dtype) {
+  check_sizes(sizes, "the bytes of the result");
+  std::array<int64_t, kRank> strides;
+  int64_t stride = 1;
+  for (size_t i = kRank; i-- > 0; stride *= sizes[i]) strides[i] = stride;
+  AtenTensorHandle handle = nullptr;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(kRank, sizes.data(), strides.data(), dtype,
+                                                  aoti_torch_device_type_cpu(), 0, &handle));
+  return Tensor(handle);
+}
+
 /// `[rows, heads, width]`, contiguous.
 inline Tensor empty_tokens(int64_t rows, int64_t heads, int64_t width, int32_t dtype) {
-  check_sizes(std::initializer_list<int64_t>{rows, heads, width}, "the bytes of the result");
-  const int64_t sizes[3] = {rows, heads, width}, strides[3] = {heads * width, width, 1};
-  AtenTensorHandle handle = nullptr;
-  TORCH_ERROR_CODE_CHECK(
-      aoti_torch_empty_strided(3, sizes, strides, dtype, aoti_torch_device_type_cpu(), 0, &handle));
-  return Tensor(handle);
+  return empty_contiguous(std::array{rows, heads, width}, dtype);
 }
 
 }  // namespace kvloom

@@ -38,7 +38,7 @@ def slots(*numbers: int) -> Tensor:
 def bad_slots(name: str, num_slots: int, *, negative: bool) -> list[Bad]:
     """Slots of the wrong shape, dtype or device, or outside the cache; three are expected."""
     table = [
-        Bad(f"{name} 2-D", ShapeError, name, replaced(**{name: slots(1, 2, 3)[None]})),
+        Bad(f"{name} 3-D", ShapeError, name, replaced(**{name: slots(1, 2, 3)[None, None]})),
         Bad(f"{name} 0-D", ShapeError, name, replaced(**{name: torch.tensor(1)})),
         Bad(f"{name} float", ShapeError, name, replaced(**{name: slots(1, 2, 3).float()})),
         Bad(f"{name} int16", ShapeError, name, replaced(**{name: slots(1, 2, 3).short()})),
@@ -85,6 +85,7 @@ def overlap_with_cache(call: Call) -> Call:
 STORE = [
     *bad_slots("slots", 12, negative=False),
     *other_backends(),
+    Bad("slots 2-D", ShapeError, "slots", replaced(slots=slots(1, 2, 3)[None])),
     Bad("slots too few", ShapeError, "slots", replaced(slots=slots(1, 2))),
     Bad("slots too many", ShapeError, "slots", replaced(slots=slots(1, 2, 3, 4))),
     Bad("far slot behind a skipped one", ArgumentError, "slots", replaced(slots=slots(-1, 12, 3))),

@@ -8,6 +8,7 @@ from ops.pools import ALL_AXES, INT4, INT8, PLAIN, Kind, Pool, as_integers, make
 from oracles.bits import FLOATS, assert_same_bits, generator, poison
 
 from kvloom import ops
+from kvloom.errors import ArgumentError, ShapeError
 
 KINDS = [PLAIN, Kind(torch.float16), INT8, INT4]
 ANY_DTYPE = [
@@ -297,3 +298,37 @@ def test_copy_between_layers_of_one_tensor() -> None:
     flat = as_integers(pool.bases[name]).flatten()
     assert torch.equal(flat[offsets[4]], as_integers(pool.rows["key", 3]))
     assert torch.equal(flat[offsets[3]], as_integers(pool.rows["key", 4]))
+
+
+@pytest.mark.parametrize("axes", AXES_SAMPLE)
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+def test_slots_of_rows_give_tensors_of_rows(backend: str, axes: str, kind: Kind) -> None:
+    """``[B, N]`` slots, also of int32 and not contiguous, are loaded as ``[B, H, N, D]``."""
+    pool = make_pool(axes, kind, strided=True)
+    store(pool, [7, 0, 11, 2, 5, 3], kind.dtype if not kind.bits else torch.float32)
+    slots = torch.tensor([[7, 2, 5], [0, 3, 7]], dtype=torch.int32).T
+    for repeat in (1, 3):
+        expected = ops.load(slots.flatten(), pool.view(), dtype=torch.float32, num_repeat=repeat)
+        found = ops.load(slots, pool.view(), dtype=torch.float32, num_repeat=repeat, backend=backend)
+        for x, y in zip(found, expected, strict=True):
+            assert x.is_contiguous()
+            assert_same_bits(x, y.unflatten(0, (3, 2)).transpose(1, 2).contiguous(), "rows")
+    pool.check()
+
+
+@pytest.mark.parametrize("shape", [(0, 3), (2, 0)])
+def test_no_rows_or_no_tokens_give_empty_tensors(shape: tuple[int, int]) -> None:
+    view = make_pool("B S H D", KINDS[0]).view()
+    for x in ops.load(torch.zeros(shape, dtype=torch.int64), view):
+        assert x.shape == (shape[0], view.num_heads, shape[1], 8)
+
+
+def test_slots_of_rows_are_checked() -> None:
+    view = make_pool("B S H D", KINDS[0]).view()
+    with pytest.raises(ArgumentError, match="slots"):
+        ops.load(torch.tensor([[0, 1], [2, view.num_slots]]), view)
+    with pytest.raises(ShapeError, match="slots"):
+        ops.load(torch.zeros(1, 2, 3, dtype=torch.int64), view)
+    with pytest.raises(ShapeError, match="slots"):
+        ops.load(torch.zeros(2, 3), view)

@@ -105,10 +105,8 @@ class Tokens:
         """Keys ``[B, H, N, Dk]`` and values ``[B, H, N, Dv]``: dequantized copies, or views."""
         if self.rows is not None and self.rows[0].dtype == self.rows[1].dtype == dtype:
             return self.rows
-        slots = self.placement.slots
-        key, value = ops.load(slots.flatten(), self.view, dtype=dtype)
-        key, value = (x.unflatten(0, slots.shape).transpose(1, 2) for x in (key, value))
-        return key, value
+        found: tuple[Tensor, Tensor] = ops.load(self.placement.slots, self.view, dtype=dtype)
+        return found
 
     def attend(
         self,

@@ -123,20 +123,24 @@ def load(
     """Read keys and values from their slots, dequantized.
 
     Args:
-        slots: ``[T]`` int64 or int32, in any order, repeats allowed.
+        slots: ``[T]`` or ``[B, N]`` int64 or int32, in any order, repeats allowed.
         kv: Where to read.
         dtype: Of the result; the dtype of the cache or, where it is quantized, of its scales if ``None``.
         num_repeat: Times that each head is repeated in a row (for attention without grouped queries).
         backend: ``"auto"`` (by device), ``"reference"``, ``"cpu"`` or ``"triton"``.
 
     Returns:
-        ``(key, value)``, new tensors ``[T, H * num_repeat, D]``. A cache of keys only gives a value with D =
-        0.
+        ``(key, value)``, new tensors ``[T, H * num_repeat, D]``, or ``[B, H * num_repeat, N, D]`` as torch's
+        attention takes them. A cache of keys only gives a value with D = 0.
 
     Raises:
         ShapeError, ArgumentError: as ``store``; a negative slot is an error here.
     """
-    expect_slots("slots", slots, None, kv.device)
+    if isinstance(slots, Tensor) and slots.ndim == 2:
+        expect("slots", slots, "B N", dtype=INDEX_DTYPES, device=kv.device)
+        slots = slots.contiguous()
+    else:
+        expect_slots("slots", slots, None, kv.device)
     expect_range("num_repeat", num_repeat, 1, INT64_END)
     if dtype is None:
         dtype = kv.key.cache.dtype if kv.key.scale is None else kv.key.scale.dtype
@@ -146,7 +150,7 @@ def load(
     try:
         key, value = run(backend, "load", kv.device, slots, *kv.tensors, dtype, num_repeat)
     except (RuntimeError, MemoryError, ShapeError):  # of what does not fit
-        expect_loadable(slots.shape[0], kv, dtype, num_repeat)
+        expect_loadable(slots.numel(), kv, dtype, num_repeat)
         raise
     return key, value
 

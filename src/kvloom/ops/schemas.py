@@ -75,10 +75,13 @@ def _load_fake(
     dtype: torch.dtype,
     num_repeat: int,
 ) -> tuple[Tensor, Tensor]:
-    rows, heads = slots.shape[0], key_cache.shape[3] * num_repeat
+    heads = key_cache.shape[3] * num_repeat
     value_dim = 0 if value_cache is None else head_dim_of(value_cache, value_scale)
-    key = key_cache.new_empty((rows, heads, head_dim_of(key_cache, key_scale)), dtype=dtype)
-    return key, key_cache.new_empty((rows, heads, value_dim), dtype=dtype)
+    key, value = (
+        key_cache.new_empty((slots.shape[0], heads, *slots.shape[1:], dim), dtype=dtype)
+        for dim in (head_dim_of(key_cache, key_scale), value_dim)
+    )
+    return key, value
 
 
 def _attend_fake(

@@ -49,7 +49,17 @@ def load(
     dtype: torch.dtype,
     num_repeat: int,
 ) -> tuple[Tensor, Tensor]:
-    """Read slot ``slots[t]`` into row t, dequantized, each head repeated ``num_repeat`` times in a row."""
+    """Read slot ``slots[t]`` into row t, dequantized, each head repeated ``num_repeat`` times in a row.
+
+    Slots ``[B, N]`` are read into ``[B, H, N, D]``.
+    """
+    if slots.ndim == 2:
+        sides = key_cache, value_cache, key_scale, value_scale
+        key, value = (
+            x.unflatten(0, slots.shape).transpose(1, 2).contiguous()
+            for x in load(slots.flatten(), *sides, dtype, num_repeat)
+        )
+        return key, value
     keys, values = sides_of(key_cache, value_cache, key_scale, value_scale)
     slots = _checked(slots, key_cache, "slots")
     key = _load_side(slots, keys, dtype)

@@ -34,6 +34,13 @@ def load(
     num_repeat: int,
 ) -> tuple[Tensor, Tensor]:
     """As the reference. Slots are checked where that is free; elsewhere the kernel stops at one outside."""
+    if slots.ndim == 2:
+        sides = key_cache, value_cache, key_scale, value_scale
+        key, value = (
+            x.unflatten(0, slots.shape).transpose(1, 2).contiguous()
+            for x in load(slots.flatten(), *sides, dtype, num_repeat)
+        )
+        return key, value
     if can_read(slots):
         check_slots("slots", slots, key_cache.shape[:3].numel())
     tokens, heads = slots.shape[0], key_cache.shape[3]
