@@ -210,6 +210,8 @@ def path_of(name: str) -> str:
 
 
 COPY = [
+    Bad("source_slots 2-D", ShapeError, "source_slots", replaced(source_slots=slots(1, 2, 3)[None])),
+    Bad("target_slots 2-D", ShapeError, "target_slots", replaced(target_slots=slots(1, 2, 3)[None])),
     *bad_slots("source_slots", 12, negative=True),
     *bad_slots("target_slots", 8, negative=True),
     *other_backends(),

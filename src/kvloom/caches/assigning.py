@@ -18,6 +18,11 @@ class Assignment:
     def __init__(self) -> None:
         self._waiting: tuple[int, Tensor] | None = None
 
+    @property
+    def is_waiting(self) -> bool:
+        """Whether one side waits for the other."""
+        return self._waiting is not None
+
     def get(self, side: int) -> Tensor | None:
         """What waits on a side, 0 for keys and 1 for values."""
         return self._waiting[1] if self._waiting is not None and self._waiting[0] == side else None

@@ -6,11 +6,11 @@ Importing this registers ``attn_implementation="kvloom"``.
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from kvloom.integrations.transformers.attention import IMPLEMENTATION, attention
+from kvloom.integrations.transformers.build import STORAGE
 from kvloom.integrations.transformers.cache import KVCache
 from kvloom.integrations.transformers.enabling import disable, enable
 from kvloom.integrations.transformers.layers import KVCacheLayer
 from kvloom.integrations.transformers.loading import Streamer, head_dim_of, load_model, summary_of
-from kvloom.integrations.transformers.making import STORAGE
 from kvloom.integrations.transformers.masks import attention_mask
 from kvloom.integrations.transformers.pool import KVPool
 

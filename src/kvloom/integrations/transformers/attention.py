@@ -136,10 +136,7 @@ def attention(
         ArgumentError: it is of another shape.
         UnsupportedError: for dropout, attention weights and what else it would get wrong.
     """
-    wanted = [name for name in _REFUSED if kwargs.get(name) is not None]
-    wanted += ["dropout"] * (dropout > 0) + ["output_attentions"] * bool(kwargs.get("output_attentions"))
-    if wanted:
-        raise UnsupportedError(f"attn_implementation 'kvloom' has no {wanted[0]}: use 'eager'")
+    _expect_served(dropout, kwargs)
     if isinstance(key, LazyStates) and isinstance(value, LazyStates) and key.tokens is value.tokens:
         tokens = key.tokens
     else:
@@ -163,7 +160,21 @@ def attention(
         mask = mask + position_bias
     scores = ops.Scores(scaling, bool(causal), softcap=softcap, sinks=s_aux)
     out = tokens.attend(query, scores, first=first, mask=mask)
-    return refuse_gradient(out, *(x.untrained for x in (key, value) if isinstance(x, LazyStates))), None
+    if torch.is_grad_enabled():
+        out = refuse_gradient(out, *(x.untrained for x in (key, value) if isinstance(x, LazyStates)))
+    return out, None
+
+
+def _expect_served(dropout: float, options: dict[str, Any]) -> None:
+    """Raise UnsupportedError for what attention would get wrong."""
+    for name in _REFUSED:
+        if options.get(name) is not None:
+            break
+    else:
+        name = "dropout" if dropout > 0 else "output_attentions"
+        if not (dropout > 0 or options.get("output_attentions")):
+            return
+    raise UnsupportedError(f"attn_implementation 'kvloom' has no {name}: use 'eager'")
 
 
 def _whole(mask: Tensor, query: Tensor, tokens: Tokens) -> Tensor:

@@ -4,8 +4,8 @@ import copy
 import logging
 import operator
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from typing import Any, Final, SupportsIndex
 
 import torch
@@ -16,6 +16,13 @@ from transformers.cache_utils import Cache
 from kvloom.caches import PagedLayer, Sequences, StaticPagedLayer
 from kvloom.caches.static_pages import too_long_for
 from kvloom.errors import ArgumentError, OutOfPages, StateError, UnsupportedError
+from kvloom.integrations.transformers.build import (
+    DummyLayer,
+    StatefulLayer,
+    cache_format,
+    make_layers,
+    text_config_of,
+)
 from kvloom.integrations.transformers.changes import changes_of_length, changes_of_rows, expect_pages
 from kvloom.integrations.transformers.layers import (
     KVCacheLayer,
@@ -23,13 +30,6 @@ from kvloom.integrations.transformers.layers import (
     num_kept,
 )
 from kvloom.integrations.transformers.legacy import expect_pairs, plain_layers
-from kvloom.integrations.transformers.making import (
-    DummyLayer,
-    StatefulLayer,
-    cache_format,
-    make_layers,
-    text_config_of,
-)
 
 _LOG: Final = logging.getLogger("kvloom")
 
@@ -183,16 +183,24 @@ class KVCache(DynamicCache):  # type: ignore[misc]
                 f"layer_idx must be in [0, {len(self.layers)}), got {layer_idx}: this cache was made for a "
                 "model of fewer layers"
             )
-        pages, is_one = getattr(self.layers[layer_idx], "pages", None), len(self.batches) < 2
-        try:
-            with nullcontext() if pages is None or is_one else self._reserving(pages, key_states):
-                keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
-        except OutOfPages as error:
-            if isinstance(pages, StaticPagedLayer):
+        layer = self.layers[layer_idx]
+        if not isinstance(layer, KVCacheLayer):
+            keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+            return keys, values
+        pages = layer.pages
+        if isinstance(pages, StaticPagedLayer):
+            try:
+                return layer.update(key_states, value_states)
+            except OutOfPages as error:
                 layers = [x.pages for x in self._own_layers if isinstance(x.pages, StaticPagedLayer)]
                 raise too_long_for(layers, key_states, value_states) from error
-            raise
-        return keys, values
+        end = pages.num_tokens + key_states.shape[2]
+        if len(self.batches) == 1 or all(batch.num_columns >= end for batch in self.batches):
+            return layer.update(key_states, value_states)
+        with ExitStack() as stack:  # room in the pages of every window, or in none
+            for batch in self.batches:
+                stack.enter_context(batch.reserving(key_states.shape[0], end))
+            return layer.update(key_states, value_states)
 
     def update_conv_state(self, *args: Any, **kwargs: Any) -> Tensor:
         """As transformers', but not of a frozen cache."""
@@ -224,7 +232,8 @@ class KVCache(DynamicCache):  # type: ignore[misc]
         """
         self._expect_whole_rows()
         for layer in self._own_layers:
-            layer.assignment.expect_none(layer.pages.num_columns)
+            if layer.assignment.is_waiting:
+                layer.assignment.expect_none(layer.pages.num_columns)
         if torch.compiler.is_compiling():  # lengths are tensors
             return
         self._trim()
@@ -351,15 +360,6 @@ class KVCache(DynamicCache):  # type: ignore[misc]
             excess = batch.num_columns - min(lengths)
             if excess > 0 and len(lengths) == 1:
                 batch.remove([excess] * batch.size)
-
-    @contextmanager
-    def _reserving(self, pages: PagedLayer, key_states: Tensor) -> Iterator[None]:
-        """Room for a step in the pages of every window; given back if what is stored first raises."""
-        rows, end = key_states.shape[0], pages.num_tokens + key_states.shape[2]
-        with ExitStack() as stack:
-            for batch in self.batches:
-                stack.enter_context(batch.reserving(rows, end))
-            yield
 
     def _expect_counts(self, tokens_to_remove: Sequence[int]) -> list[int]:
         """Tokens to remove of each row, positive."""

@@ -12,8 +12,8 @@ import torch
 
 from kvloom.caches import PagedLayer, StaticPagedLayer
 from kvloom.errors import UnsupportedError
+from kvloom.integrations.transformers.build import DummyLayer, StatefulLayer
 from kvloom.integrations.transformers.layers import HybridKVCacheLayer, KVCacheLayer, num_kept
-from kvloom.integrations.transformers.making import DummyLayer, StatefulLayer
 
 Changes: TypeAlias = list[Callable[[], Any]]
 

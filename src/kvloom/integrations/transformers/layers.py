@@ -179,7 +179,8 @@ class KVCacheLayer(CacheLayerMixin):  # type: ignore[misc]
     def expect_changeable(self) -> None:
         """Raise StateError if the cache is frozen, or keys or values wait for the other to be assigned."""
         self._expect_thawed()
-        self.assignment.expect_none(self.pages.num_columns)
+        if self.assignment.is_waiting:
+            self.assignment.expect_none(self.pages.num_columns)
 
     def gathered(self) -> tuple[Tensor, Tensor] | None:
         """Keys and values that the next token sees, ``[B, H, N, D]``; the caller owns them."""

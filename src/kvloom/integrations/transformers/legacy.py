@@ -10,8 +10,8 @@ from torch import Tensor
 
 from kvloom.caches import PagedLayer, Sequences
 from kvloom.errors import ArgumentError
+from kvloom.integrations.transformers.build import cache_format
 from kvloom.integrations.transformers.layers import KVCacheLayer
-from kvloom.integrations.transformers.making import cache_format
 
 
 def expect_pairs(past_key_values: Iterable[Sequence[Tensor]]) -> list[tuple[Tensor, Tensor]]:

@@ -10,9 +10,9 @@ from kvloom.caches import Pages, Sequences
 from kvloom.caches.saving import hold, save_pages
 from kvloom.core.checks import INDEX_DTYPES, expect
 from kvloom.errors import ArgumentError, UnsupportedError
+from kvloom.integrations.transformers.build import cache_format, make_layers, text_config_of
 from kvloom.integrations.transformers.cache import KVCache
 from kvloom.integrations.transformers.layers import KVCacheLayer
-from kvloom.integrations.transformers.making import cache_format, make_layers, text_config_of
 from kvloom.paging import PageRef, PageTable, PrefixTree, check
 
 
