@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from kvloom.errors import UnsupportedError
-from kvloom.integrations.transformers import KVCache, KVCacheLayer, making
+from kvloom.integrations.transformers import KVCache, KVCacheLayer, build
 
 SMALL = {
     "vocab_size": 99,
@@ -196,7 +196,7 @@ def test_layers_of_an_unknown_kind_are_named_in_a_warning(
     model = family("Llama")
     layers = DynamicCache(config=model.config).layers
     layers[1] = Unknown()
-    monkeypatch.setattr(making, "DynamicCache", lambda config: SimpleNamespace(layers=layers))
+    monkeypatch.setattr(build, "DynamicCache", lambda config: SimpleNamespace(layers=layers))
     with caplog.at_level(logging.WARNING, logger="kvloom"):
         KVCache.for_model(model)
     assert "1 of 4 layers keep transformers' own storage: {'Unknown': 1}" in caplog.text
