@@ -236,8 +236,7 @@ class KVCache(DynamicCache):  # type: ignore[misc]
                 layer.assignment.expect_none(layer.pages.num_columns)
         if torch.compiler.is_compiling():  # lengths are tensors
             return
-        self._trim()
-        lengths = {*self._lengths(), *(batch.num_columns for batch in self.batches)}
+        lengths = self._trim() | {batch.num_columns for batch in self.batches}
         if len(lengths) > 1:
             unused = [i for i, x in enumerate(self.layers) if not getattr(x, "is_initialized", True)]
             why = f", or the model has no layers {unused}, which the cache has" if unused else ""
@@ -353,13 +352,18 @@ class KVCache(DynamicCache):  # type: ignore[misc]
         lengths = [x.length for x in pages if isinstance(x, StaticPagedLayer)]
         return found | set(torch.stack(lengths).tolist() if lengths else ())
 
-    def _trim(self) -> None:
-        """Give back room behind what all layers have, as after they were assigned fewer tokens."""
+    def _trim(self) -> set[int]:
+        """Give back room behind what all layers have, as after they were assigned fewer tokens.
+
+        Returns:
+            As ``_lengths``.
+        """
         lengths = self._lengths()
         for batch in self.batches:
             excess = batch.num_columns - min(lengths)
             if excess > 0 and len(lengths) == 1:
                 batch.remove([excess] * batch.size)
+        return lengths
 
     def _expect_counts(self, tokens_to_remove: Sequence[int]) -> list[int]:
         """Tokens to remove of each row, positive."""
