@@ -159,8 +159,9 @@ def _demo(args: argparse.Namespace) -> None:
     # It ends with the name of a function, so that what follows is the model's idea of one.
     prompt = re.findall(r"(?s).*\n *(?:async )?def \w+", source.read()[:_DEMO_PROMPT_CHARACTERS])[0]
     model, tokenizer = _load(None)
+    _read_in_place(model)
     console = Console()
-    console.rule(f"{source.name} (held out), continued from an int8 cache")
+    console.rule(f"{source.name} (held out), continued from int8 pages read in place")
     _stream(model, tokenizer, prompt, "int8", 64, args.max_new_tokens, num_lines_shown=12)
     inputs = tokenizer(prompt, return_tensors="pt").input_ids.to(model.device)
     rows = compare(model, inputs, _DEMO_KINDS, max_new_tokens=args.max_new_tokens, num_runs=args.runs)
@@ -180,6 +181,20 @@ def _demo(args: argparse.Namespace) -> None:
     console.print(table)
     console.print("same tokens: before the first that differs from DynamicCache's")
     console.print("agree, KL (nats): next tokens where both are fed DynamicCache's")
+
+
+def _read_in_place(model: Any) -> None:
+    """From now on attention reads a KVCache in place, and any other cache as the model came."""
+    from kvloom.integrations.transformers import KVCache
+
+    ordinary = model.config._attn_implementation
+
+    def choose_attention(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        attention = "kvloom" if isinstance(kwargs.get("past_key_values"), KVCache) else ordinary
+        if model.config._attn_implementation != attention:
+            model.set_attn_implementation(attention)
+
+    model.register_forward_pre_hook(choose_attention, with_kwargs=True)
 
 
 def _info(args: argparse.Namespace) -> None:
