@@ -77,7 +77,8 @@ def test_sliding_layer_gives_a_long_prefill_back(rollback: int) -> None:
     layer = SlidingWindowLayer(window, rollback)
     assert update(layer, 1, 3000)[0].shape[2] == 3000
     for step in range(100):
-        stored = sum(x.untyped_storage().nbytes() for x in (layer.keys, layer.values))
+        assert layer.storage is not None
+        stored = sum(x.untyped_storage().nbytes() for x in layer.storage.tensors if x is not None)
         assert layer.nbytes == stored <= 2 * 2 * (window + rollback) * token_bytes
         assert layer.keys.shape[2] == window - 1 + rollback
         assert update(layer, 1, 1, seed=step)[0].shape[2] == window
@@ -165,9 +166,7 @@ def test_sliding_crop_refuses_what_is_gone() -> None:
     layer = SlidingWindowLayer(4, rollback=2)
     update(layer, 1, 10)
     before = layer.keys.clone()
-    with pytest.raises(
-        StateError, match=r"keep at least 8 tokens or none, got -3: of 10 .* first 5 are gone"
-    ):
+    with pytest.raises(StateError, match=r"keep at least 8 tokens or none, got -3: of 10 .* first 5$"):
         layer.crop(-3)
     assert_same_bits(layer.keys, before, "keys")
     layer.crop(-2)

@@ -248,11 +248,11 @@ def test_max_tokens_that_is_no_multiple_of_a_page_is_not_exceeded() -> None:
 # --- refused ------------------------------------------------------------------------------------------------
 
 BAD_TOKENS = {
-    "smaller batch": ((1, 2, 3, 8), (1, 2, 3, 8), "key must have the 2 sequences of this cache, got 1"),
-    "larger batch": ((3, 2, 3, 8), (3, 2, 3, 8), "key must have the 2 sequences of this cache, got 3"),
-    "fewer heads": ((2, 1, 3, 8), (2, 1, 3, 8), "key must have 2 heads of 8"),
-    "wider keys": ((2, 2, 3, 16), (2, 2, 3, 8), "key must have 2 heads of 8"),
-    "narrower values": ((2, 2, 3, 8), (2, 2, 3, 4), "value must have 2 heads of 8"),
+    "smaller batch": ((1, 2, 3, 8), (1, 2, 3, 8), "key must be .* B=2"),
+    "larger batch": ((3, 2, 3, 8), (3, 2, 3, 8), "key must be .* B=2"),
+    "fewer heads": ((2, 1, 3, 8), (2, 1, 3, 8), "key must be .* H=2"),
+    "wider keys": ((2, 2, 3, 16), (2, 2, 3, 8), "key must be .* Dk=8"),
+    "narrower values": ((2, 2, 3, 8), (2, 2, 3, 4), "value must be .* Dv=8"),
     "rank 3": ((2, 2, 8), (2, 2, 8), r"key must be \[B, H, Q, Dk\]"),
     "value of rank 3": ((2, 2, 3, 8), (2, 2, 8), r"value must be \[B, H, Q, Dv\]"),
     "fewer values": ((2, 2, 3, 8), (2, 2, 2, 8), "value must be .* Q=3"),

@@ -101,6 +101,6 @@ def test_program_agrees_with_a_list_of_tensors(data: st.DataObject) -> None:
             layer.reset()
             model = Model(format)
         elif action == "wrong batch" and model.batch:
-            with pytest.raises(ShapeError, match="key must have the"):
+            with pytest.raises(ShapeError, match=r"key must be .* B="):
                 layer.append(torch.cat([key, key[:1]]), torch.cat([value, value[:1]]))
         model.check(layer, data.draw(st.sampled_from(FLOATS), label="gathered as"))

@@ -16,12 +16,12 @@ from torch import Tensor
 from kvloom.caches import (
     Cache,
     CacheFormat,
+    FixedLayer,
     PagedLayer,
     Pages,
     PrefixCache,
     Sequences,
     SlidingWindowLayer,
-    StaticPagedLayer,
     StaticSlidingWindowLayer,
 )
 from kvloom.core.specs import QuantSpec
@@ -131,7 +131,7 @@ def test_a_long_step_can_be_taken_back_after_loading() -> None:
 @pytest.mark.parametrize("window", [None, 5])
 @pytest.mark.parametrize("count", [3, 70])
 def test_fixed_pages(quant: QuantSpec | None, window: int | None, count: int) -> None:
-    layer = StaticPagedLayer(CacheFormat(quant=quant, page_size=1, max_tokens=100), window)
+    layer = FixedLayer(CacheFormat(quant=quant, page_size=1, max_tokens=100), window)
     layer.append(tokens(2, count), tokens(2, count))
     loaded = by_torch(layer)
     assert (loaded.num_tokens, loaded.nbytes) == (count, layer.nbytes)
@@ -140,7 +140,7 @@ def test_fixed_pages(quant: QuantSpec | None, window: int | None, count: int) ->
     loaded.truncate(count - 1)
     layer.truncate(count - 1)
     assert torch.equal(loaded.append(new, new).attend(query), layer.append(new, new).attend(query))
-    empty = by_torch(StaticPagedLayer(CacheFormat(page_size=1, max_tokens=100), window))
+    empty = by_torch(FixedLayer(CacheFormat(page_size=1, max_tokens=100), window))
     empty.append(new, new)
 
 

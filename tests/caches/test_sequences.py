@@ -30,7 +30,7 @@ def two_layers(window: int | None = None, page_size: int = 4) -> tuple[Sequences
 def test_tokens_of_a_wrong_shape_take_no_pages() -> None:
     batch, (layer, _) = two_layers()
     layer.append(tokens(2, 4), tokens(2, 4))
-    with pytest.raises(ShapeError, match="key must have 2 heads of 8"):
+    with pytest.raises(ShapeError, match=r"key must be .* H=2"):
         layer.append(torch.ones(2, 1, 3, 8), torch.ones(2, 1, 3, 8))
     assert (batch.num_columns, batch.num_pages_held) == (4, 2)
 
@@ -83,7 +83,7 @@ def test_a_refused_removal_within_a_step_leaves_the_step_whole() -> None:
 def test_every_layer_has_the_rows_of_the_batch(rows: int) -> None:
     batch, (first, second) = two_layers()
     first.append(tokens(2, 4), tokens(2, 4))
-    with pytest.raises(ShapeError, match=f"key must have the 2 sequences of this cache, got {rows}"):
+    with pytest.raises(ShapeError, match=rf"key must be .* with B=2, got \[{rows},"):
         second.append(tokens(rows, 6), tokens(rows, 6))
     assert (batch.num_columns, second.num_tokens, second.nbytes) == (4, 0, 0)
 

@@ -9,7 +9,7 @@ import torch
 from oracles.allocations import Refusing
 from torch import Tensor
 
-from kvloom.caches import Cache
+from kvloom.caches import Cache, DynamicLayer, StaticLayer
 from kvloom.errors import ArgumentError, StateError
 
 CHANGES: dict[str, Callable[[Cache], None]] = {
@@ -23,7 +23,13 @@ def tokens(count: int) -> Tensor:
     return torch.ones(2, 2, count, 8)
 
 
-@pytest.mark.parametrize("make", [Cache.dynamic, lambda: Cache.quantized(8, 4)], ids=["dynamic", "int8"])
+MAKE: dict[str, Callable[[], Cache]] = {
+    "recent": lambda: Cache.quantized(8, 4, recent=2),
+    "mixed": lambda: Cache([StaticLayer(9), DynamicLayer(), StaticLayer(9)]),
+}
+
+
+@pytest.mark.parametrize("make", MAKE.values(), ids=MAKE)
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_layers_of_different_rows_are_not_read(
     make: Callable[[], Cache], change: Callable[[Cache], None]
@@ -38,7 +44,7 @@ def test_layers_of_different_rows_are_not_read(
                 change(cache)
         except torch.OutOfMemoryError:
             if len({layer.keys.shape[0] for layer in cache.layers}) == 1 and fail_at == 1:
-                assert cache.get_mask_sizes(1) == (5, 0)
+                assert cache.get_mask_sizes(1, 1) == (5, 0)
                 outcomes.add("as it was")
                 continue
             try:

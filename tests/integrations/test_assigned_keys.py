@@ -188,8 +188,8 @@ def test_fixed_storage_takes_all_its_columns() -> None:
     [
         (None, "keys must be a tensor, got NoneType"),
         (torch.zeros(9, 16), r"keys must be \[B, H, N, D\]"),
-        (torch.zeros(1, 2, 9, 8), "keys must have 2 heads of 16"),
-        (torch.zeros(2, 2, 9, 16), "keys must have the 1 sequences"),
+        (torch.zeros(1, 2, 9, 8), r"keys must be \[B, H, N, D\] with B=1, H=2, D=16"),
+        (torch.zeros(2, 2, 9, 16), r"keys must be \[B, H, N, D\] with B=1, "),
         (torch.zeros(1, 2, 9, 16, dtype=torch.float16), "keys must be torch.float32, got torch.float16"),
     ],
 )

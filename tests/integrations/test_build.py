@@ -203,7 +203,7 @@ def test_fixed_windows_keep_what_they_need(name: str) -> None:
     cache = KVCache.for_model(model, static=True, max_tokens=500)
     model(text(300), past_key_values=cache)
     for layer in cache.layers:
-        slots = 500 if layer.window is None else 7 + 32
+        slots = 500 if layer.window is None else 8 + 32
         assert layer.pages.nbytes == slots * layer.pages.nbytes_per_token
     growing = KVCache.for_model(model)
     model(text(300), past_key_values=growing)
@@ -227,7 +227,7 @@ def test_a_crop_behind_a_fixed_window_is_refused_before_anything_changes(name: s
         if length < int(cache.get_seq_length()):  # ``crop(0)`` keeps nothing up to transformers 5.12
             cache.crop(length - int(cache.get_seq_length()))
         expected = model(text(1, 1), past_key_values=cache.fork()).logits
-        with pytest.raises(StateError, match="num_tokens must be at least 68, or 0"):
+        with pytest.raises(StateError, match="num_tokens must keep at least 68 tokens or none"):
             cache.crop(-removed)
         assert int(cache.get_seq_length()) == length
         assert torch.equal(model(text(1, 1), past_key_values=cache.fork()).logits, expected)

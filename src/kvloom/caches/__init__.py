@@ -1,23 +1,22 @@
 """Caches that own their tensors."""
 
 from kvloom.caches.cache import Cache
+from kvloom.caches.fixed import FixedLayer
 from kvloom.caches.format import CacheFormat
-from kvloom.caches.growing import DynamicLayer, SlidingWindowLayer
-from kvloom.caches.layers import Layer
+from kvloom.caches.kinds import DynamicLayer, SlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer
+from kvloom.caches.layer import Layer
 from kvloom.caches.paged import PagedLayer
 from kvloom.caches.pages import Pages
 from kvloom.caches.prefix import PrefixCache, PrefixSequence
 from kvloom.caches.quantized import QuantizedLayer
 from kvloom.caches.sequences import Sequences
-from kvloom.caches.static import StaticLayer
-from kvloom.caches.static_pages import StaticPagedLayer
-from kvloom.caches.static_sliding import StaticSlidingWindowLayer
 from kvloom.caches.tokens import TokenIndex, Tokens
 
 __all__ = [
     "Cache",
     "CacheFormat",
     "DynamicLayer",
+    "FixedLayer",
     "Layer",
     "PagedLayer",
     "Pages",
@@ -27,7 +26,6 @@ __all__ = [
     "Sequences",
     "SlidingWindowLayer",
     "StaticLayer",
-    "StaticPagedLayer",
     "StaticSlidingWindowLayer",
     "TokenIndex",
     "Tokens",

@@ -11,10 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvloom.caches.growing import DynamicLayer
-from kvloom.caches.layers import Layer, expect_config
+from kvloom.caches.kinds import DynamicLayer, StaticLayer
+from kvloom.caches.layer import Layer, expect_config
 from kvloom.caches.quantized import QuantizedLayer
-from kvloom.caches.static import StaticLayer
 from kvloom.core.checks import INDEX_DTYPES, can_read, expect, expect_range
 from kvloom.errors import ArgumentError, ShapeError, StateError
 
@@ -164,10 +163,7 @@ class Cache:
     def __getitem__(self, layer_idx: int) -> tuple[Tensor, Tensor]:
         """Stored keys and values of a layer, ``[B, H, N, D]``; views, or dequantized."""
         layer = self.layers[layer_idx]
-        key, value = layer.keys, layer.values
-        if isinstance(layer, StaticLayer):
-            return key[:, :, : layer.num_held], value[:, :, : layer.num_held]
-        return key, value
+        return layer.keys[:, :, : layer.num_held], layer.values[:, :, : layer.num_held]
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         return (self[i] for i in range(len(self.layers)))
@@ -195,6 +191,14 @@ class Cache:
             layer.expect_croppable(num_tokens)
         for layer in self.layers:
             layer.crop(num_tokens)
+
+    def fork(self) -> "Cache":
+        """Another cache of the same tokens; neither sees what the other stores.
+
+        Layers that grow share their pages until one is written; fixed layers are copied.
+        """
+        self._expect_whole()
+        return Cache((layer.fork() for layer in self.layers), self._make_layer)
 
     def reset(self) -> None:
         """Forget all tokens."""

@@ -2,26 +2,15 @@
 
 import os
 from contextlib import AbstractContextManager, nullcontext
-from typing import Final
 
 import torch
 
 from kvloom.errors import OutOfPages
 
-# torch raises RuntimeError where the CPU has no memory, or where a size is beyond all numbers.
-_SENTENCES: Final = ("can't allocate memory", "not enough memory", "out of memory", "calculation overflowed")
-
 
 def outside_inference_mode() -> AbstractContextManager[object]:
     """Tensors made here can be written inside and outside ``torch.inference_mode()``."""
     return nullcontext() if torch.compiler.is_compiling() else torch.inference_mode(False)
-
-
-def is_exhausted(error: BaseException) -> bool:
-    """Whether this is what an allocation raises that finds too little memory."""
-    if isinstance(error, MemoryError | torch.OutOfMemoryError):
-        return True
-    return isinstance(error, RuntimeError) and any(sentence in str(error) for sentence in _SENTENCES)
 
 
 def free_bytes(device: torch.device) -> int | None:

@@ -11,21 +11,22 @@ from torch import Tensor
 
 from kvloom import ops
 from kvloom.caches.format import CacheFormat
+from kvloom.caches.layer import Layer
+from kvloom.caches.read_only import ReadOnly
 from kvloom.caches.sequences import Sequences
 from kvloom.caches.storage import Storage
 from kvloom.caches.tokens import TokenIndex, Tokens
-from kvloom.core.checks import FLOAT_DTYPES, expect
 from kvloom.core.indexing import CacheIndex
 from kvloom.errors import StateError
 
 _Result = TypeVar("_Result")
 
 
-class PagedLayer:
-    """Keys and values of B sequences, in pages.
+class PagedLayer(Layer):
+    """Keys and values of B sequences, in pages that are taken as they grow.
 
-    Nothing is allocated before the first ``append``, which fixes B, H, both head dims and the device. Storage
-    grows by a quarter, so that appending n tokens moves O(n) bytes in all.
+    Nothing is allocated before the first update. Storage grows by a quarter, so that appending n tokens moves
+    O(n) bytes in all. Rows and forks share pages; a page is copied when one of its holders writes it.
 
     Args:
         format: How tokens are kept.
@@ -33,69 +34,42 @@ class PagedLayer:
         index: Number of this layer among those that share ``batch``.
     """
 
+    num_tokens: int = 0
+
     def __init__(self, format: CacheFormat, batch: Sequences | None = None, index: int = 0) -> None:
+        super().__init__()
         self.batch = Sequences(format) if batch is None else batch
         self.index = index
-        self.num_tokens = 0
 
     @property
     def size(self) -> int:
-        """B; 0 before the first ``append``."""
+        """B; 0 before the first update."""
         return self.batch.size
 
     @property
+    def window(self) -> int | None:
+        """Tokens that a token sees, itself included; ``None`` for all before it."""
+        return self.batch.window
+
+    @property
     def storage(self) -> Storage | None:
-        """The tensors of this layer; ``None`` before the first ``append``."""
+        """The tensors of this layer; ``None`` before the first update."""
         return self.batch.storages.get(self.index)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes allocated, scales included."""
-        return 0 if self.storage is None else self.storage.nbytes
-
-    @property
-    def nbytes_per_token(self) -> float:
-        """Bytes that one token of one sequence takes, scales included; 0 before the first ``append``."""
-        return 0.0 if self.storage is None else self.storage.nbytes_per_token
-
-    def append(self, key: Tensor, value: Tensor) -> Tokens:
-        """Store new tokens behind the ones that are there.
-
-        Args:
-            key: ``[B, H, Q, Dk]`` float32, float16 or bfloat16.
-            value: ``[B, H, Q, Dv]``, dtype and device of ``key``.
-
-        Returns:
-            The columns that the new tokens' attention reads, themselves included. Valid until the next
-            ``append`` or ``truncate``.
-
-        Raises:
-            ShapeError: B, H, a head dim or the device differs from the first ``append``; nothing was written.
-            OutOfPages: ``max_tokens`` is reached; nothing was written.
-        """
+    def _append(self, key: Tensor, value: Tensor) -> Tokens:
         return self._extend(key, value, self._store, is_gathered=False)
 
-    def update(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """``append``, and the columns as tensors: keys ``[B, H, N, Dk]`` and values ``[B, H, N, Dv]``.
-
-        They have the dtype of ``key``. Where unquantized tokens lie one behind the other they are views of
-        the cache, which stay as they are until tokens are removed, and else copies.
-        """
-        return self._extend(key, value, self._update, is_gathered=True)
+    def _update(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        return self._extend(key, value, self._store_and_gather, is_gathered=True)
 
     def _extend(
         self, key: Tensor, value: Tensor, store: Callable[..., _Result], *, is_gathered: bool
     ) -> _Result:
         """What ``store`` returns of the storage and the new tokens; if it raises, nothing remains of them."""
         storage, sequences = self.storage, self.batch
-        if storage is None or not storage.serves(key, value, sequences.size):
-            rows, heads, num_new, _ = expect("key", key, "B H Q Dk", dtype=FLOAT_DTYPES).values()
-            sizes = {"B": rows, "H": heads, "Q": num_new}
-            expect("value", value, "B H Q Dv", dtype=key.dtype, device=key.device, **sizes)
-            if storage is None:
-                format = sequences.format
-                storage = Storage.of(format, key, value, format.page_size, is_gathered=is_gathered)
-            storage.expect_fits(key, value, sequences.size or rows)
+        if storage is None:
+            format = sequences.format
+            storage = Storage.of(format, key, value, format.page_size, is_gathered=is_gathered)
         end, size, columns = self.num_tokens + key.shape[2], sequences.size, sequences.num_columns
         sequences.reserve(key.shape[0], end)
         try:
@@ -114,16 +88,16 @@ class PagedLayer:
         if sequences.passed is not None and end > start:
             return self._store_beyond_window(key, value, storage, sequences.passed)
         storage.store(key, value, sequences.slots(start, end, storage))
-        visible = sequences.place(start - self.num_columns, end, storage)
+        visible = sequences.place(start - self._num_visible, end, storage)
         return Tokens(storage.view, visible, sequences.window)
 
-    def _update(self, storage: Storage, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    def _store_and_gather(self, storage: Storage, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         rows = self._rows(storage, key.dtype)
         if rows is None:
             return self._store(storage, key, value).gather(key.dtype)
         start, num_new = self.num_tokens, key.shape[2]
         for target, new in zip(rows, (key, value), strict=True):
-            target.narrow(2, start, num_new).copy_(new.detach() if new.requires_grad else new)
+            target.narrow(2, start, num_new).copy_(new)
         return rows[0].narrow(2, 0, start + num_new), rows[1].narrow(2, 0, start + num_new)
 
     def _rows(self, storage: Storage, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
@@ -134,14 +108,18 @@ class PagedLayer:
 
     @property
     def num_columns(self) -> int:
-        """N of ``stored``: the tokens that the next one will see."""
+        """n of ``keys``: the tokens that the next one will see."""
+        return self._num_visible
+
+    @property
+    def _num_visible(self) -> int:
         window = self.batch.window
         return self.num_tokens if window is None else min(self.num_tokens, window - 1)
 
     def replace(self, new: Mapping[int, Tensor]) -> None:
-        """Hold these keys (0), values (1) or both, ``[B, H, N, D]``, instead of the columns of ``stored``.
+        """Hold these keys (0), values (1) or both, ``[B, H, n, D]``, instead of ``keys`` and ``values``.
 
-        Without a window N may be another number; then both must be given. Other layers of the batch keep
+        Without a window n may be another number; then both must be given. Other layers of the batch keep
         theirs.
 
         Raises:
@@ -152,7 +130,7 @@ class PagedLayer:
             raise StateError("keys and values cannot be assigned within a step that other layers have made")
         num_new = next(iter(new.values())).shape[2]
         if self.storage is None:
-            self.append(new[0], new[1])
+            self._append(new[0], new[1])
             return
         storage = self.storage
         start = self.num_tokens - self.num_columns
@@ -165,10 +143,10 @@ class PagedLayer:
         self.num_tokens = end
 
     def stored(self) -> Tokens:
-        """The columns that the next token will see.
+        """What ``keys`` and ``values`` have, where it is.
 
         Raises:
-            StateError: nothing was appended yet.
+            StateError: before the first update.
         """
         storage = self.storage
         if storage is None:
@@ -177,26 +155,29 @@ class PagedLayer:
         placement = self._sequences().place(start, self.num_tokens, storage)
         return Tokens(storage.view, placement, self.batch.window)
 
-    def gather(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """``stored``, dequantized: keys ``[B, H, N, Dk]`` and values ``[B, H, N, Dv]``."""
-        return self.stored().gather(dtype)
+    def _held(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        rows = None if self.storage is None else self._rows(self.storage, dtype)
+        if rows is not None and self.batch.has_own_pages:
+            return rows[0].narrow(2, 0, self.num_tokens), rows[1].narrow(2, 0, self.num_tokens)
+        key, value = self.gather(dtype)
+        return ReadOnly.of(key), ReadOnly.of(value)
 
-    def truncate(self, num_tokens: int) -> None:
-        """Keep the first ``num_tokens`` of each sequence.
-
-        Raises:
-            StateError: there are fewer, or a window has passed what later tokens would see.
-        """
-        if not 0 <= num_tokens <= self.num_tokens:
-            raise StateError(f"num_tokens must be in [0, {self.num_tokens}], got {num_tokens}")
+    def _truncate(self, num_tokens: int) -> None:
         if self.batch.size and self.batch.num_columns > num_tokens:
             self.batch.remove([self.batch.num_columns - num_tokens] * self.batch.size)
         self.num_tokens = num_tokens
 
-    def reset(self) -> None:
-        """Forget all tokens, the batch and its shapes; the memory is given back."""
+    def _select(self, rows: list[int]) -> None:
+        self.batch.select(rows)
+
+    def _reset(self) -> None:
+        """The memory is given back; the next tokens may be of other shapes."""
+        self.dtype = None
         self.num_tokens = 0
         self.batch.clear()
+
+    def _hold_alone(self) -> None:
+        self.batch = self.batch.fork()
 
     def _sequences(self) -> Sequences:
         """What holds the tokens of this layer: the batch, as it was before a step that others have made."""

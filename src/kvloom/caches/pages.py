@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from kvloom.caches.format import CacheFormat
 from kvloom.caches.storage import Storage
 from kvloom.caches.words import counted
 from kvloom.errors import OutOfPages
-from kvloom.paging import Copy, Growth, PagePool, PageRef, PageTable
+from kvloom.paging import Copy, Growth, PagePool, PageTable
 
 
 class _User(Protocol):
@@ -25,6 +25,18 @@ class _User(Protocol):
 
     @property
     def tables(self) -> tuple[PageTable, ...]: ...
+
+
+class Run(NamedTuple):
+    """Sequences whose tokens lie one behind the other.
+
+    Attributes:
+        extents: Of the sequences, in order.
+        start: Slot of the first token in each of them.
+    """
+
+    extents: slice
+    start: int
 
 
 class Pages:
@@ -123,13 +135,19 @@ class Pages:
         first = torch.tensor(self._first_slots(pages, storage), dtype=torch.int64).unsqueeze(1)
         return (first + torch.arange(storage.page_size)).flatten()
 
-    def run(self, refs: Sequence[PageRef]) -> tuple[int, int] | None:
-        """Extent and index of the first of some pages if they lie one behind the other, else ``None``."""
-        place = self.pool.place
-        extent, first = place(refs[0].id) if refs else (0, 0)
-        if any(place(ref.id) != (extent, first + i) for i, ref in enumerate(refs)):
+    def run(self, tables: Sequence[PageTable]) -> Run | None:
+        """Where the pages of each table lie one behind the other, in extents of one distance."""
+        places = [[self.pool.place(ref.id) for ref in table.pages] or [(0, 0)] for table in tables]
+        if any(pages != [(pages[0][0], pages[0][1] + i) for i in range(len(pages))] for pages in places):
             return None
-        return extent, first
+        extents, indices = [pages[0][0] for pages in places], {pages[0][1] for pages in places}
+        step = extents[1] - extents[0] if len(extents) > 1 else 1
+        if len(indices) != 1 or step < 1:
+            return None
+        end = extents[0] + step * len(extents)
+        if extents != list(range(extents[0], end, step)):
+            return None
+        return Run(slice(extents[0], end, step), indices.pop() * self.format.page_size)
 
     def give_back(self) -> None:
         """Free the tensors if nobody is left who could use them."""

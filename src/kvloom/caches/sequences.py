@@ -8,13 +8,13 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from kvloom.caches.format import CacheFormat
-from kvloom.caches.pages import Pages
+from kvloom.caches.pages import Pages, Run
 from kvloom.caches.saving import Place, load_tables, save_tables
 from kvloom.caches.storage import Storage
 from kvloom.caches.tokens import TokenIndex
@@ -29,18 +29,6 @@ ROLLBACK = 32
 """Tokens kept behind a window, so that as many of the newest can be removed."""
 
 
-class Run(NamedTuple):
-    """Sequences whose tokens lie one behind the other.
-
-    Attributes:
-        extents: Of the sequences, in order.
-        start: Slot of the first token in each of them.
-    """
-
-    extents: slice
-    start: int
-
-
 class Sequences:
     """B sequences that share pages.
 
@@ -51,11 +39,15 @@ class Sequences:
     Args:
         pages: Where they lie; a ``CacheFormat`` makes new ones.
         window: Tokens that a token sees, itself included; ``None`` keeps all.
+        rollback: Tokens kept behind the window, so that as many of the newest can be removed.
     """
 
-    def __init__(self, pages: Pages | CacheFormat, window: int | None = None) -> None:
+    def __init__(
+        self, pages: Pages | CacheFormat, window: int | None = None, rollback: int = ROLLBACK
+    ) -> None:
         self.pages = Pages(pages) if isinstance(pages, CacheFormat) else pages
         self.window = window
+        self.rollback = rollback
         self.is_recording = False  # keep what the window passes until the next ``remove``
         self.passed: Sequences | None = None
         self._tables: list[PageTable] = []
@@ -72,7 +64,7 @@ class Sequences:
         """To be saved: pages that are held, each once, also with other batches that hold them."""
         places = save_tables(self.pages, self._tables)
         state = self.is_recording, self.passed, places, self._begin, self._first
-        return _load, (self.pages, self.window, *state)
+        return _load, (self.pages, self.window, self.rollback, *state)
 
     @property
     def format(self) -> CacheFormat:
@@ -189,24 +181,14 @@ class Sequences:
     def run(self) -> Run | None:
         """Where all tokens lie one behind the other, with the sequences in extents of one distance."""
         if self._run == "unknown":
-            self._run = self._find_run()
+            is_whole = self.window is None and not any(self._first)
+            self._run = self.pages.run(self._tables) if is_whole else None
         return self._run
 
-    def _find_run(self) -> Run | None:
-        if self.window is not None or any(self._first) or not self._tables:
-            return None
-        extents, indices = [], set()
-        for table in self._tables:
-            place = self.pages.run(table.pages)
-            if place is None:
-                return None
-            extents.append(place[0])
-            indices.add(place[1])
-        step = extents[1] - extents[0] if len(extents) > 1 else 1
-        end = extents[0] + step * len(extents)
-        if step < 1 or len(indices) > 1 or extents != list(range(extents[0], end, step)):
-            return None
-        return Run(slice(extents[0], end, step), indices.pop() * self.format.page_size)
+    @property
+    def has_own_pages(self) -> bool:
+        """Whether no other sequence holds a page of these."""
+        return all(self.pages.pool.is_writable(ref) for table in self._tables for ref in table.pages)
 
     def own_pages(self) -> None:
         """Hold every page alone, so that stored tokens can be written again; others keep what they have.
@@ -214,7 +196,7 @@ class Sequences:
         Raises:
             OutOfPages: ``format.max_tokens`` is reached; nothing was changed.
         """
-        if all(self.pages.pool.is_writable(ref) for table in self._tables for ref in table.pages):
+        if self.has_own_pages:
             return
         new = self._new_tables(self.size)
         self.pages.append(new, [table.num_tokens for table in self._tables])
@@ -262,7 +244,7 @@ class Sequences:
             return
         for b, (begin, first, count) in enumerate(zip(self._begin, self._first, counts, strict=True)):
             kept = max(self.num_columns - count, begin)
-            if kept > begin and first > max(kept - self.window + 1, begin):
+            if max(kept - self.window + 1, begin) < min(kept, first):
                 raise StateError(
                     f"sequence {b} must keep at least {first + self.window - 1 - begin} tokens, since what a "
                     f"window of {self.window} behind fewer would show is gone, got {kept - begin}"
@@ -316,7 +298,7 @@ class Sequences:
 
     def _num_passed(self, end: int, first: Sequence[int]) -> list[int]:
         """Tokens in whole pages that the window and the rollback behind it have passed at column ``end``."""
-        size, hold = self.format.page_size, (self.window or 0) - 1 + ROLLBACK
+        size, hold = self.format.page_size, (self.window or 0) - 1 + self.rollback
         return [max(end - hold - x, 0) // size * size for x in first]
 
     def _drop_front(self, end: int) -> None:
@@ -334,7 +316,7 @@ class Sequences:
 
     def _twin(self, tables: Sequence[PageTable]) -> "Sequences":
         """A batch of the same state that holds ``tables``."""
-        other = Sequences(self.pages, self.window)
+        other = Sequences(self.pages, self.window, self.rollback)
         other.is_recording = self.is_recording
         other._hold(tables, self._begin, self._first)
         return other
@@ -385,13 +367,14 @@ def _release(tables: list[PageTable]) -> None:
 def _load(
     pages: Pages,
     window: int | None,
+    rollback: int,
     is_recording: bool,
     passed: Sequences | None,
     tables: list[tuple[int, list[Place]]],
     begin: list[int],
     first: list[int],
 ) -> Sequences:
-    batch = Sequences(pages, window)
+    batch = Sequences(pages, window, rollback)
     batch.is_recording, batch.passed = is_recording, passed
     batch._hold(load_tables(pages, tables), begin, first)
     return batch

@@ -17,7 +17,6 @@ from kvloom.caches.memory import outside_inference_mode
 from kvloom.core.checks import FLOAT_DTYPES
 from kvloom.core.specs import KVSpec
 from kvloom.core.views import KVView
-from kvloom.errors import ShapeError
 
 Tensors: TypeAlias = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
 """Keys, values, scales of keys, scales of values."""
@@ -106,8 +105,14 @@ class Storage:
             self._found = (extents, start), found
         return self._found[1]
 
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Heads and head dims of what is kept here."""
+        key, value = self.specs
+        return {"H": key.heads, "Dk": key.head_dim, "Dv": value.head_dim}
+
     def serves(self, key: Tensor, value: Tensor, batch: int) -> bool:
-        """Whether ``[batch, H, Q, D]`` fits what is kept here, in one dtype; ``expect_fits`` says why not."""
+        """Whether ``[batch, H, Q, D]`` fits what is kept here, in one dtype."""
         a, b = self.specs
         return (
             key.ndim == value.ndim == 4
@@ -119,25 +124,6 @@ class Storage:
             and key.dtype in FLOAT_DTYPES
             and key.device == value.device == self.device
         )
-
-    def expect_fits(self, key: Tensor, value: Tensor, batch: int) -> None:
-        """Check ``[batch, H, Q, D]`` against what is kept here.
-
-        Raises:
-            ShapeError: a size or the device differs.
-        """
-        for side, (name, x) in enumerate((("key", key), ("value", value))):
-            self.expect_side(name, side, x, batch)
-
-    def expect_side(self, name: str, side: int, x: Tensor, batch: int) -> None:
-        """``expect_fits`` of keys (side 0) or values (1) alone."""
-        spec, (rows, heads, _, head_dim) = self.specs[side], x.shape
-        if rows != batch:
-            raise ShapeError(f"{name} must have the {batch} sequences of this cache, got {rows}")
-        if heads != spec.heads or head_dim != spec.head_dim:
-            raise ShapeError(f"{name} must have {spec.heads} heads of {spec.head_dim}, got {list(x.shape)}")
-        if x.device != self.device:
-            raise ShapeError(f"{name} must be on {self.device}, got {x.device}")
 
     def store(self, key: Tensor, value: Tensor, slots: Tensor) -> None:
         """Write ``[B, H, Q, D]`` to slots ``[B * Q]`` or ``[B, Q]``."""

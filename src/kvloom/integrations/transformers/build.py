@@ -8,7 +8,7 @@ import transformers
 from transformers import DynamicCache, PretrainedConfig, cache_utils
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from kvloom.caches import CacheFormat, PagedLayer, Sequences, StaticPagedLayer
+from kvloom.caches import CacheFormat, FixedLayer, PagedLayer, Sequences
 from kvloom.core.specs import QuantSpec
 from kvloom.errors import ArgumentError, UnsupportedError
 from kvloom.integrations.transformers.layers import (
@@ -112,7 +112,7 @@ def make_layers(
             )
         window = getattr(layer, "sliding_window", None)
         if static:
-            layers.append(StaticKVCacheLayer(StaticPagedLayer(format, window), live))
+            layers.append(StaticKVCacheLayer(FixedLayer(format, window), live))
         else:
             if window not in batches:
                 batches[window] = Sequences(format, window)

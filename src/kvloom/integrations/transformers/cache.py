@@ -13,8 +13,8 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import Cache
 
-from kvloom.caches import PagedLayer, Sequences, StaticPagedLayer
-from kvloom.caches.static_pages import too_long_for
+from kvloom.caches import FixedLayer, PagedLayer, Sequences
+from kvloom.caches.fixed import too_long_for
 from kvloom.errors import ArgumentError, OutOfPages, StateError, UnsupportedError
 from kvloom.integrations.transformers.build import (
     DummyLayer,
@@ -188,11 +188,11 @@ class KVCache(DynamicCache):  # type: ignore[misc]
             keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
             return keys, values
         pages = layer.pages
-        if isinstance(pages, StaticPagedLayer):
+        if isinstance(pages, FixedLayer):
             try:
                 return layer.update(key_states, value_states)
             except OutOfPages as error:
-                layers = [x.pages for x in self._own_layers if isinstance(x.pages, StaticPagedLayer)]
+                layers = [x.pages for x in self._own_layers if isinstance(x.pages, FixedLayer)]
                 raise too_long_for(layers, key_states, value_states) from error
         end = pages.num_tokens + key_states.shape[2]
         if len(self.batches) == 1 or all(batch.num_columns >= end for batch in self.batches):
@@ -349,7 +349,7 @@ class KVCache(DynamicCache):  # type: ignore[misc]
         """Tokens of the layers that the model uses; waits for an accelerator once if they are tensors."""
         pages = [x.pages for x in self._own_layers if x.is_used]
         found = {x.num_tokens for x in pages if isinstance(x, PagedLayer)}
-        lengths = [x.length for x in pages if isinstance(x, StaticPagedLayer)]
+        lengths = [x.length for x in pages if isinstance(x, FixedLayer)]
         return found | set(torch.stack(lengths).tolist() if lengths else ())
 
     def _trim(self) -> set[int]:

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from kvloom.caches import PagedLayer, StaticPagedLayer
+from kvloom.caches import FixedLayer, PagedLayer
 from kvloom.errors import UnsupportedError
 from kvloom.integrations.transformers.build import DummyLayer, StatefulLayer
 from kvloom.integrations.transformers.layers import HybridKVCacheLayer, KVCacheLayer, num_kept
@@ -29,8 +29,8 @@ def changes_of_rows(layers: Iterable[Any], rows: Sequence[int]) -> tuple[Changes
     for layer in layers:
         if isinstance(layer, KVCacheLayer):
             layer.expect_changeable()
-            if isinstance(layer.pages, StaticPagedLayer):
-                own.append(partial(layer.pages.select, rows))
+            if isinstance(layer.pages, FixedLayer):
+                own.append(partial(layer.pages.select, torch.tensor(rows)))
         if isinstance(layer, HybridKVCacheLayer):
             others.append(partial(layer.select_states, torch.tensor(rows)))
         elif not isinstance(layer, KVCacheLayer | DummyLayer):
@@ -63,7 +63,7 @@ def changes_of_length(
             others.append(partial(layer.crop_states, tokens_to_remove))
         elif isinstance(layer, KVCacheLayer):
             layer.expect_changeable()
-            if isinstance(layer.pages, StaticPagedLayer):
+            if isinstance(layer.pages, FixedLayer):
                 length = layer.pages.num_tokens
                 kept = min(num_kept(tokens_to_remove, longest), length)
                 layer.pages.expect_truncatable(kept)

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import cache_utils
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from kvloom.caches import PagedLayer, Sequences, StaticPagedLayer
+from kvloom.caches import FixedLayer, PagedLayer, Sequences
 from kvloom.caches.assigning import SIDES, Assignment
 from kvloom.caches.read_only import ReadOnly
 from kvloom.core.checks import FLOAT_DTYPES, expect
@@ -37,7 +37,7 @@ class KVCacheLayer(CacheLayerMixin):  # type: ignore[misc]
     is_compileable = False
     is_croppable = True
 
-    def __init__(self, pages: PagedLayer | StaticPagedLayer, config: Any, **kwargs: Any) -> None:
+    def __init__(self, pages: PagedLayer | FixedLayer, config: Any, **kwargs: Any) -> None:
         self.pages = pages
         super().__init__(**kwargs)
         self.is_frozen = False
@@ -137,8 +137,8 @@ class KVCacheLayer(CacheLayerMixin):  # type: ignore[misc]
     def fork(self, batch: Sequences | None) -> "KVCacheLayer":
         """This layer over ``batch``, a fork of its own."""
         self.assignment.expect_none(self.pages.num_columns)
-        if isinstance(self.pages, StaticPagedLayer):
-            pages: PagedLayer | StaticPagedLayer = self.pages.fork()
+        if isinstance(self.pages, FixedLayer):
+            pages: PagedLayer | FixedLayer = self.pages.fork()
         else:
             pages = PagedLayer(self.pages.batch.format, batch, self.pages.index)
             pages.num_tokens = self.pages.num_tokens
@@ -200,10 +200,12 @@ class KVCacheLayer(CacheLayerMixin):  # type: ignore[misc]
             return  # the base class begins with ``None``
         self._expect_thawed()
         name, storage = SIDES[side], self.pages.storage
-        expect(name, cast(Tensor, x), "B H N D", dtype=self._dtype or FLOAT_DTYPES)
-        x = cast(Tensor, x).detach()
+        dtype, device, sizes = self._dtype or FLOAT_DTYPES, None, {}
         if storage is not None:
-            storage.expect_side(name, side, x, self.pages.size)
+            known, device = storage.sizes, storage.device
+            sizes = {"B": self.pages.size, "H": known["H"], "D": known[("Dk", "Dv")[side]]}
+        expect(name, cast(Tensor, x), "B H N D", dtype=dtype, device=device, **sizes)
+        x = cast(Tensor, x).detach()
         held = None if storage is None else self.pages.num_columns
         new = self.assignment.add(side, x, held, self._num_fixed)
         if new is not None:
@@ -233,12 +235,12 @@ class StaticKVCacheLayer(KVCacheLayer):
     is_compileable = True
     is_sliding = False  # all columns come out of ``update``, and the mask hides what a window has passed
     _num_fixed = "all that fit"
-    pages: StaticPagedLayer
+    pages: FixedLayer
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor | None = None) -> None:
         """Take the memory."""
         value_states = key_states if value_states is None else value_states
-        self.pages.allocate(key_states, value_states, is_gathered=not self._is_in_place)
+        self.pages.allocate_for(key_states, value_states, is_gathered=not self._is_in_place)
         super().lazy_initialization(key_states, value_states)
 
     def get_seq_length(self) -> Tensor:
@@ -247,11 +249,11 @@ class StaticKVCacheLayer(KVCacheLayer):
 
     def get_max_length(self) -> int:
         """Tokens of each sequence that fit."""
-        return self.pages.max_tokens
+        return self.pages.get_max_length()
 
     def get_mask_sizes(self, query_length: int | Tensor) -> tuple[int, int]:
         """All columns, from position 0."""
-        return self.pages.max_tokens, 0
+        return self.pages.get_max_length(), 0
 
 
 # Before transformers 5.4 such models brought caches of their own.

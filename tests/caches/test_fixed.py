@@ -7,7 +7,7 @@ import torch
 from oracles.bits import generator
 from torch import Tensor
 
-from kvloom.caches import CacheFormat, StaticPagedLayer
+from kvloom.caches import CacheFormat, FixedLayer
 from kvloom.core.specs import QuantSpec
 from kvloom.errors import ConfigError, ShapeError, StateError
 
@@ -18,21 +18,21 @@ def tokens(rows: int, count: int, seed: int = 0) -> Tensor:
     return torch.randn(rows, 2, count, 8, generator=generator(seed))
 
 
-def filled(count: int, rows: int = 2, window: int | None = None) -> tuple[StaticPagedLayer, Tensor]:
+def filled(count: int, rows: int = 2, window: int | None = None) -> tuple[FixedLayer, Tensor]:
     """A layer of ``count`` tokens, and its keys, which are its values too."""
-    layer, key = StaticPagedLayer(FORMAT, window), tokens(rows, count)
+    layer, key = FixedLayer(FORMAT, window), tokens(rows, count)
     layer.append(key, key)
     return layer, key
 
 
-def held(layer: StaticPagedLayer) -> Tensor:
+def held(layer: FixedLayer) -> Tensor:
     """Keys of the tokens that are stored; the values must be the same."""
     key, value = layer.stored().gather(torch.float32)
     assert torch.equal(key, value)
     return key[:, :, : layer.num_tokens]
 
 
-def addresses(layer: StaticPagedLayer) -> list[int]:
+def addresses(layer: FixedLayer) -> list[int]:
     storage = layer.storage
     assert storage is not None
     return [x.data_ptr() for x in (*storage.tensors, layer.length) if x is not None]
@@ -54,7 +54,7 @@ def test_memory_and_length_stay_where_they_are() -> None:
     where = addresses(layer)
     layer.append(tokens(2, 2), tokens(2, 2))
     layer.truncate(1)
-    layer.select([1, 1])
+    layer.select(torch.tensor([1, 1]))
     layer.reset()
     layer.append(tokens(2, 2), tokens(2, 2))
     assert addresses(layer) == where
@@ -64,7 +64,7 @@ def test_memory_and_length_stay_where_they_are() -> None:
 @pytest.mark.parametrize("rows", [[1, 0], [1], [1, 1, 0]], ids=str)
 def test_rows_are_what_the_selected_ones_were(rows: list[int]) -> None:
     layer, key = filled(5)
-    layer.select(rows)
+    layer.select(torch.tensor(rows))
     assert layer.size == len(rows)
     assert torch.equal(held(layer), key[rows])
 
@@ -74,8 +74,8 @@ def test_rows_are_what_the_selected_ones_were(rows: list[int]) -> None:
 def test_rows_of_a_full_layer_keep_their_last_token(rows: list[int], window: int | None) -> None:
     layer, key = filled(8, window=window)
     query, fork = tokens(len(rows), 1, 9), layer.fork()
-    layer.select(rows)
-    fork.select(rows)
+    layer.select(torch.tensor(rows))
+    fork.select(torch.tensor(rows))
     first = 0 if window is None else 5
     for other in (layer, fork):
         assert torch.equal(held(other)[:, :, first:], key[rows][:, :, first:])
@@ -95,7 +95,7 @@ def test_a_fork_has_memory_and_length_of_its_own() -> None:
 
 
 def test_a_window_hides_what_is_stored_before_it() -> None:
-    layer, query = StaticPagedLayer(FORMAT, window=3), tokens(2, 1, 9)
+    layer, query = FixedLayer(FORMAT, window=3), tokens(2, 1, 9)
     key = tokens(2, 6)
     out = layer.append(key, key).attend(query)
     weights = (query @ key[:, :, -3:].mT / 8**0.5).softmax(-1)
@@ -103,7 +103,7 @@ def test_a_window_hides_what_is_stored_before_it() -> None:
 
 
 def test_attention_sees_no_slot_behind_the_stored_tokens() -> None:
-    layer, query = StaticPagedLayer(FORMAT), tokens(2, 1, 9)
+    layer, query = FixedLayer(FORMAT), tokens(2, 1, 9)
     key = tokens(2, 6)
     layer.append(key, key)
     layer.truncate(2)
@@ -113,9 +113,7 @@ def test_attention_sees_no_slot_behind_the_stored_tokens() -> None:
 
 
 def test_values_may_be_kept_otherwise_than_keys() -> None:
-    layer = StaticPagedLayer(
-        CacheFormat(page_size=1, max_tokens=8, values=CacheFormat(quant=QuantSpec(8, 4)))
-    )
+    layer = FixedLayer(CacheFormat(page_size=1, max_tokens=8, values=CacheFormat(quant=QuantSpec(8, 4))))
     layer.append(tokens(2, 3), tokens(2, 3))
     key, value = layer.stored().gather(torch.float32)
     assert torch.equal(key[:, :, :3], tokens(2, 3))
@@ -127,7 +125,7 @@ def test_values_may_be_kept_otherwise_than_keys() -> None:
 @pytest.mark.parametrize("shape", [(1, 2, 1, 8), (3, 2, 1, 8), (2, 1, 1, 8), (2, 2, 1, 4)], ids=str)
 def test_tokens_that_do_not_fit_are_refused(shape: tuple[int, ...]) -> None:
     layer, key = filled(4)
-    with pytest.raises(ShapeError, match="key must have"):
+    with pytest.raises(ShapeError, match="key must be"):
         layer.append(torch.ones(shape), torch.ones(shape))
     assert torch.equal(held(layer), key)
 
@@ -141,8 +139,8 @@ def test_truncate_beyond_what_is_stored_is_refused(count: int) -> None:
 
 
 def test_an_empty_layer_can_be_selected_and_forked_and_has_nothing_to_read() -> None:
-    layer = StaticPagedLayer(FORMAT)
-    layer.select([0, 0])
+    layer = FixedLayer(FORMAT)
+    layer.select(torch.tensor([0, 0]))
     assert (layer.fork().size, layer.nbytes, layer.nbytes_per_token) == (0, 0, 0)
     with pytest.raises(StateError, match="gather needs"):
         layer.stored()
@@ -150,4 +148,4 @@ def test_an_empty_layer_can_be_selected_and_forked_and_has_nothing_to_read() -> 
 
 def test_its_size_must_be_given() -> None:
     with pytest.raises(ConfigError, match="max_tokens must be given for fixed storage"):
-        StaticPagedLayer(CacheFormat())
+        FixedLayer(CacheFormat())

@@ -1,0 +1,377 @@
+"""A layer of fixed storage in any format, for which a decode step compiles once: its length is a tensor.
+
+Letters: B sequences, Q new tokens of each, H heads, Dk and Dv head dims.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from kvloom import ops
+from kvloom.caches.format import CacheFormat
+from kvloom.caches.layer import Layer
+from kvloom.caches.memory import free_bytes, outside_inference_mode, too_long
+from kvloom.caches.read_only import ReadOnly
+from kvloom.caches.ring import Ring
+from kvloom.caches.saving import SavedStorage
+from kvloom.caches.sequences import ROLLBACK
+from kvloom.caches.storage import Storage
+from kvloom.caches.tokens import TokenIndex, Tokens
+from kvloom.caches.words import counted
+from kvloom.core.checks import expect_range
+from kvloom.core.memory import expect_memory
+from kvloom.errors import ConfigError, OutOfMemory, OutOfPages, StateError, UnsupportedError
+
+_Result = TypeVar("_Result")
+
+
+class FixedLayer(Layer):
+    """Keys and values of B sequences in one page of each, which never moves.
+
+    With ``format.max_tokens`` each sequence has at most as many tokens, and ``update`` returns all positions;
+    those behind the stored tokens, and those that the window has evicted, hold finite values that the mask
+    must hide, and attention in place does not see them. Without, which needs a window, sequences are as long
+    as they like, and ``update`` returns ``window - 1 + Q`` positions, 0 behind the tokens.
+
+    The length is a tensor, so that a decode step compiles once: ``allocate`` before the first compiled step.
+    Outside ``torch.compile`` each update reads it, which waits for an accelerator.
+
+    Args:
+        format: How tokens are kept.
+        window: Tokens that a token sees, itself included. As many are kept, and ``rollback`` more: token t
+            lies in slot t modulo that number, so that it takes the place of one that nobody sees any more.
+        rollback: Of a window, how many of the last tokens can be removed.
+    """
+
+    _length_name = "max_tokens"
+    """The argument that says how much memory is taken."""
+
+    def __init__(self, format: CacheFormat, window: int | None = None, rollback: int = ROLLBACK) -> None:
+        super().__init__()
+        if format.max_tokens is None and window is None:
+            raise ConfigError("max_tokens must be given for fixed storage, got None")
+        self.format, self.max_tokens = format, format.max_tokens
+        self._window = window
+        counts = [self.max_tokens, None if window is None else window + rollback]
+        self.num_slots = min(count for count in counts if count is not None)
+        self._free()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """To be saved: the tokens, and no free slots."""
+        state = vars(self) | {"_storage": None, "_ring": None, "length": 0, "_reach": 0}
+        if self.storage is not None:
+            num_slots = max(min(int(self._reach), self.num_slots), 1)
+            held = self.storage.like(num_slots)
+            held.reserve(self.size, 1)
+            ring = Ring(self.size, num_slots, num_slots, self.length.device)
+            position = torch.arange(num_slots, device=self.length.device)
+            slots = (x.slots(position).flatten() for x in (self._ring, ring))
+            ops.copy(self.storage.view, next(slots), held.view, next(slots))
+            state["_storage"] = SavedStorage.of(held, torch.arange(self.size * num_slots))
+            state |= {"length": self.num_tokens, "_reach": int(self._reach)}
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        saved: SavedStorage | None = state["_storage"]
+        vars(self).update(state)
+        self._free()
+        if saved is not None:
+            rows, position = saved.view.num_slots // saved.page_size, torch.arange(saved.page_size)
+            storage = saved.storage(self.num_slots)
+            storage.reserve(rows, 1)
+            self._hold(storage, state["length"], state["_reach"])
+            device = self.length.device
+            slots = self._ring.slots(position.to(device)).flatten()
+            ops.copy(saved.view, torch.arange(len(slots), device=device), storage.view, slots)
+
+    @property
+    def storage(self) -> Storage | None:
+        """The tensors; ``None`` before ``allocate`` or the first update."""
+        return self._storage
+
+    @property
+    def size(self) -> int:
+        """B; 0 before ``allocate`` or the first update."""
+        return 0 if self._storage is None else self._storage.num_pages
+
+    @property
+    def window(self) -> int | None:
+        """Tokens that a token sees, itself included; ``None`` for all before it."""
+        return self._window
+
+    @property
+    def is_sliding(self) -> bool:
+        """Whether ``update`` returns the tokens within a window, and not all positions."""
+        return self.max_tokens is None
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens seen of each sequence; reads the tensor."""
+        return int(self.length)
+
+    @property
+    def num_columns(self) -> int:
+        """n of ``keys``: all positions, or those of a window that are kept."""
+        return self._most_held if self.max_tokens is None else self.max_tokens
+
+    @property
+    def _most_held(self) -> int:
+        """Tokens that are held of a long sequence; a window has one slot more for the next one."""
+        return self.num_slots if self.num_slots == self.max_tokens else max(self.num_slots - 1, 1)
+
+    def get_seq_length(self) -> Tensor:
+        """``num_tokens``, a new 0-d int64 tensor."""
+        return self.length.clone()
+
+    def get_max_length(self) -> int:
+        """Tokens of each sequence that fit, or the window of sequences of any length."""
+        return self.max_tokens or self.window or -1
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int | Tensor]:
+        """All positions from 0 on, or ``(window - 1 + Q, max(seen - window + 1, 0))``, a 0-d tensor."""
+        if self.max_tokens is not None:
+            return self.max_tokens, 0
+        before = (self.window or 1) - 1
+        return before + query_length, (self.length - before).clamp(min=0)
+
+    def nbytes_for(self, key: Tensor, value: Tensor) -> int:
+        """Bytes that ``allocate_for`` takes."""
+        storage = Storage.of(self.format, key, value, self.num_slots)
+        return int(storage.nbytes_per_token * self.num_slots * key.shape[0])
+
+    def allocate(
+        self,
+        batch: int,
+        heads: int,
+        key_dim: int,
+        value_dim: int,
+        dtype: torch.dtype,
+        device: torch.device | str | None = None,
+    ) -> None:
+        """Take the memory now, zeroed, for ``update``; the first one does so otherwise.
+
+        Raises:
+            StateError: it was taken before.
+            ArgumentError: a size is not at least 1.
+            OutOfPages: there is too little memory.
+        """
+        if self._storage is not None:
+            raise StateError("allocate must come before the first update and only once")
+        sizes = {"batch": batch, "heads": heads, "key_dim": key_dim, "value_dim": value_dim}
+        for name, size in sizes.items():
+            expect_range(name, size, 1)
+        key, value = (
+            torch.empty(batch, heads, 0, dim, dtype=dtype, device=device) for dim in (key_dim, value_dim)
+        )
+        self.allocate_for(key, value, is_gathered=True)
+
+    def allocate_for(self, key: Tensor, value: Tensor, *, is_gathered: bool = False) -> None:
+        """Take the memory, zeroed, for keys and values such as these, ``[B, H, any, D]``.
+
+        Call it before the first compiled ``append`` or, with ``is_gathered``, ``update``.
+
+        Raises:
+            OutOfPages: there is too little memory; what was there stays.
+        """
+        self._expect_tokens(key, value)
+        try:
+            expect_memory(self._length_name, self.nbytes_for(key, value), key.device)
+        except OutOfMemory as error:
+            raise too_long_for([self], key, value) from error
+        storage = Storage.of(self.format, key, value, self.num_slots, is_gathered=is_gathered)
+        storage.reserve(key.shape[0], 1)
+        self._hold(storage, 0, 0)
+        self.dtype = key.dtype
+
+    def stored(self) -> Tokens:
+        """What ``keys`` and ``values`` have, where it is.
+
+        Raises:
+            StateError: before ``allocate`` or the first update.
+        """
+        first = (self._reach - self._most_held).clamp(min=0)
+        return self._tokens(self._allocated(), self._ring, first, self.length, self.num_columns)
+
+    def gather(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """``stored`` as tensors; of a window 0 behind the tokens."""
+        return self._gathered(self.stored(), dtype)
+
+    def replace(self, new: Mapping[int, Tensor]) -> None:
+        """Hold these keys (0), values (1) or both, in the place of ``keys`` and ``values``.
+
+        Raises:
+            UnsupportedError: ``keys`` has positions that a window has evicted.
+        """
+        if self.max_tokens is not None and self.num_slots < self.max_tokens:
+            raise UnsupportedError("keys and values of fixed storage with a window cannot be assigned")
+        storage = self._allocated()
+        first = (self._reach - self._most_held).clamp(min=0)
+        position = first + torch.arange(self.num_columns, device=storage.device)
+        storage.replace(new, self._ring.slots(position))
+
+    def _update(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        return self._extend(key, value, lambda x: self._gathered(x, key.dtype), is_gathered=True)
+
+    def _append(self, key: Tensor, value: Tensor) -> Tokens:
+        return self._extend(key, value, lambda tokens: tokens, is_gathered=False)
+
+    def _extend(
+        self, key: Tensor, value: Tensor, read: Callable[[Tokens], _Result], *, is_gathered: bool
+    ) -> _Result:
+        """What ``read`` makes of what attention reads; if it raises, nothing remains of the new tokens."""
+        num_new, before = key.shape[2], (self.window or 1) - 1
+        if not torch.compiler.is_compiling() and self.max_tokens is not None:
+            if (length := self.num_tokens) + num_new > self.max_tokens:
+                raise StateError(
+                    f"{self._length_name} must hold {counted(num_new, 'more token')}, got {self.max_tokens} "
+                    f"with {length} taken"
+                )
+        if self._storage is None or key.shape[0] != self.size:
+            self.allocate_for(key, value, is_gathered=is_gathered)
+        storage = self._allocated()
+        end, position = self.length + num_new, self.length + torch.arange(num_new, device=key.device)
+        reach = torch.maximum(self._reach, end)
+        first, count = (self.length - before).clamp(min=0), before + num_new
+        # What is written counts from the moment on when the length says so: a new token takes the slot of one
+        # that is held no longer. Many would take those of tokens that the first of them see; in between, as
+        # in a compiled step, those that could only be seen again after a crop.
+        needed = before if torch.compiler.is_compiling() else self._most_held
+        if self.num_slots == self.max_tokens or num_new <= self.num_slots - needed:
+            tokens = self._tokens(storage, self._ring, first, end, count)
+            storage.store(key, value, self._ring.slots(position))
+            result = read(tokens)
+        else:
+            step, ring = self._step(key, value, storage, position)
+            result = read(self._tokens(step, ring, first, end, count))
+            last = position[-self.num_slots :]
+            slots = (x.slots(last).flatten() for x in (ring, self._ring))
+            ops.copy(step.view, next(slots), storage.view, next(slots))
+        self._reach.copy_(reach)
+        self.length.copy_(end)
+        return result
+
+    def _tokens(self, storage: Storage, ring: Ring, first: Tensor, end: Tensor, count: int) -> Tokens:
+        """All positions up to ``max_tokens``, or ``count`` from ``first`` on; tokens are before ``end``."""
+        if self.max_tokens is not None:
+            placement = TokenIndex(ring.index, end.repeat(self.size), self.max_tokens)
+            rows = None if self.num_slots < self.max_tokens else storage.rows()
+            return Tokens(storage.view, placement, self.window, rows)
+        into = first % ring.index.page_size  # the first round of the ring of which tokens are left is token 0
+        lengths, origins = (end - first + into).repeat(self.size), into.repeat(self.size)
+        return Tokens(storage.view, TokenIndex(ring.index, lengths, count, origins), self.window)
+
+    def _gathered(self, tokens: Tokens, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        key, value = tokens.gather(dtype)
+        placement = tokens.placement
+        if placement.origins is None:
+            return key, value
+        position = torch.arange(placement.num_columns, device=key.device) + placement.origins[0]
+        is_stored = (position < placement.lengths[0]).unsqueeze(1)
+        return torch.where(is_stored, key, 0), torch.where(is_stored, value, 0)
+
+    def _held(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        tokens = self.stored()
+        key, value = self._gathered(tokens, dtype)
+        return (key, value) if tokens.rows is not None else (ReadOnly.of(key), ReadOnly.of(value))
+
+    def _num_evicted(self) -> int:
+        return max(int(self._reach) - self._most_held, 0)
+
+    def _truncate(self, num_tokens: int) -> None:
+        self._reach.clamp_(max=num_tokens + self._most_held if num_tokens else 0)
+        self.length.fill_(num_tokens)
+        rows = None if self._storage is None or self.window is not None else self._storage.rows()
+        for x in rows or ():
+            x[:, :, num_tokens:] = 0
+
+    def _reset(self) -> None:
+        """Storage and shapes stay, but the next tokens may be of another number of sequences."""
+        self._truncate(0)
+
+    def _select(self, rows: Sequence[int]) -> None:
+        """As many sequences as before keep their memory."""
+        storage = self._allocated()
+        if len(rows) == self.size:
+            self._copy_rows(rows, storage)
+            return
+        moved = storage.like(self.num_slots)
+        moved.reserve(len(rows), 1)
+        self._copy_rows(rows, moved)
+        self._hold(moved, self.num_tokens, int(self._reach))
+
+    def _hold_alone(self) -> None:
+        storage = self._storage
+        if storage is None:
+            self._free()
+            return
+        copied = storage.like(self.num_slots)
+        copied.reserve(self.size, 1)
+        self._copy_rows(range(self.size), copied)
+        self._hold(copied, self.num_tokens, int(self._reach))
+
+    def _known_sizes(self) -> dict[str, int]:
+        known = super()._known_sizes()
+        if not torch.compiler.is_compiling() and not self.num_tokens:
+            known.pop("B", None)  # memory is taken anew
+        return known
+
+    def _allocated(self) -> Storage:
+        if self._storage is None:
+            raise StateError("gather needs a cache to which tokens were appended")
+        return self._storage
+
+    def _step(self, key: Tensor, value: Tensor, storage: Storage, position: Tensor) -> tuple[Storage, Ring]:
+        """New tokens and those that they see, in a storage of this step."""
+        before = (self.window or 1) - 1
+        num_slots = before + key.shape[2]
+        num_slots = num_slots if self.max_tokens is None else min(num_slots, self.max_tokens)
+        step, ring = storage.like(num_slots), Ring(self.size, num_slots, self.max_tokens, key.device)
+        step.reserve(self.size, 1)
+        # Where there are fewer tokens than a window, slots are copied that stand for none.
+        old = self.length + torch.arange(-before, 0, device=key.device)
+        ops.copy(storage.view, self._ring.slots(old).flatten(), step.view, ring.slots(old).flatten())
+        step.store(key, value, ring.slots(position))
+        return step, ring
+
+    def _copy_rows(self, rows: Sequence[int], target: Storage) -> None:
+        """Copy some sequences to a storage of the same length, which may be this one."""
+        view, count = self._allocated().view, min(int(self._reach), self.num_slots)
+        column = torch.arange(count, device=view.device)
+        sources, targets = (
+            (torch.tensor(x, device=view.device).unsqueeze(1) * self.num_slots + column).flatten()
+            for x in (rows, range(len(rows)))
+        )
+        ops.copy(view, sources, target.view, targets)
+
+    def _free(self) -> None:
+        self._storage: Storage | None = None
+        with outside_inference_mode():
+            self._ring = Ring(0, self.num_slots, self.max_tokens, torch.device("cpu"))
+            self.length = torch.zeros((), dtype=torch.int64)
+            self._reach = torch.zeros((), dtype=torch.int64)  # the largest length since it was empty
+
+    def _hold(self, storage: Storage, num_tokens: int, reach: int) -> None:
+        device = storage.device
+        with outside_inference_mode():
+            ring = Ring(storage.num_pages, self.num_slots, self.max_tokens, device)
+            length, longest = (
+                torch.full((), n, dtype=torch.int64, device=device) for n in (num_tokens, reach)
+            )
+        self._storage, self._ring, self.length, self._reach = storage, ring, length, longest
+        for x in (*storage.tensors, ring.index.table, length, longest):
+            if x is not None:
+                torch._dynamo.mark_static_address(x)
+
+
+def too_long_for(layers: Sequence[FixedLayer], key: Tensor, value: Tensor) -> OutOfPages:
+    """What to say where there is too little memory for layers of one cache, ``[B, H, any, D]`` in each."""
+    nbytes = [layer.nbytes_for(key, value) for layer in layers]
+    fixed = sum(n for n, x in zip(nbytes, layers, strict=True) if x.num_slots < (x.max_tokens or 0))
+    free = free_bytes(key.device)
+    if free is not None:
+        free += sum(layer.nbytes for layer in layers)
+    what = f"{counted(key.shape[0], 'sequence')} in {counted(len(layers), 'layer')}"
+    length = layers[0].max_tokens or layers[0].window or 0
+    return too_long(layers[0]._length_name, length, sum(nbytes), fixed, free, what)

@@ -1,0 +1,100 @@
+"""The kinds of layers by their names: formats and lengths of paged and of fixed layers."""
+
+from collections.abc import Callable
+from typing import Any, Final
+
+from torch import Tensor
+
+from kvloom.caches.fixed import FixedLayer
+from kvloom.caches.format import CacheFormat
+from kvloom.caches.layer import expect_config
+from kvloom.caches.paged import PagedLayer
+from kvloom.caches.sequences import Sequences
+
+PAGE_SIZE: Final = 128
+"""Token slots in a page of a layer by itself: large, so that little is looked up and allocations are few."""
+
+
+class DynamicLayer(PagedLayer):
+    """Every token, in storage that grows by a quarter when it is full; ``update`` returns views of it."""
+
+    def __init__(self) -> None:
+        super().__init__(CacheFormat(page_size=PAGE_SIZE))
+
+
+class SlidingWindowLayer(PagedLayer):
+    """The tokens that later ones can see, when each sees ``window`` tokens, itself included.
+
+    Between updates the last ``window - 1 + rollback`` tokens are held, in storage of hardly more than twice
+    as many, also after a long prefill.
+
+    Args:
+        window: Tokens that a token sees, itself included.
+        rollback: How many of the last tokens ``crop`` can remove, as those of a rejected draft.
+    """
+
+    _num_fixed = "those that the window has left"
+
+    def __init__(self, window: int, rollback: int = 0) -> None:
+        self._most_held = expect_config("window", window, 1) - 1 + expect_config("rollback", rollback, 0)
+        format = CacheFormat(page_size=max(min(self._most_held // 8, PAGE_SIZE), 1))
+        super().__init__(format, Sequences(format, window, rollback))
+        self._first = 0  # position of the first token that is held
+
+    @property
+    def num_columns(self) -> int:
+        """n of ``keys``: the tokens that are held."""
+        return self.num_tokens - self._first
+
+    def _num_evicted(self) -> int:
+        return self._first
+
+    def _extend(self, key: Tensor, value: Tensor, store: Callable[..., Any], *, is_gathered: bool) -> Any:
+        result = super()._extend(key, value, store, is_gathered=is_gathered)
+        self._first = max(self._first, self.num_tokens - self._most_held)
+        return result
+
+    def _truncate(self, num_tokens: int) -> None:
+        super()._truncate(num_tokens)
+        self._first = min(self._first, num_tokens)
+
+    def _reset(self) -> None:
+        super()._reset()
+        self._first = 0
+
+
+class StaticLayer(FixedLayer):
+    """Storage of ``max_length`` tokens of each sequence, which never moves; ``update`` returns all of it.
+
+    What is behind the stored tokens is 0 and must be hidden by the mask.
+
+    Args:
+        max_length: Tokens of each sequence that fit.
+    """
+
+    _num_fixed = "all that were allocated"
+    _length_name = "max_length"
+
+    def __init__(self, max_length: int) -> None:
+        self.max_length = expect_config("max_length", max_length, 1)
+        super().__init__(CacheFormat(page_size=1, max_tokens=max_length))
+
+
+class StaticSlidingWindowLayer(FixedLayer):
+    """The tokens that later ones can see, when each sees ``window`` tokens, itself included; never moves.
+
+    Storage has ``window + rollback`` slots. ``update`` returns ``window - 1 + Q`` tokens; what is behind the
+    new tokens is 0, as long as the text is shorter than the window, and must be hidden by the mask, as by any
+    causal one. ``keys`` has ``window - 1 + rollback`` tokens, at least one.
+
+    Args:
+        window: Tokens that a token sees, itself included.
+        rollback: How many of the last tokens ``crop`` can remove, as those of a rejected draft.
+    """
+
+    _num_fixed = "those that the window has left"
+    _length_name = "window"
+
+    def __init__(self, window: int, rollback: int = 0) -> None:
+        expect_config("window", window, 1)
+        super().__init__(CacheFormat(page_size=1), window, expect_config("rollback", rollback, 0))

@@ -1,0 +1,376 @@
+"""One layer of a cache: takes keys and values of new tokens, returns those that attention reads.
+
+Letters: B sequences of one length, H key/value heads, Q new tokens of each sequence, N stored ones, Dk and Dv
+head dims. Layers are for inference: nothing they return carries a gradient.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from kvloom.caches.assigning import SIDES, Assignment
+from kvloom.caches.storage import Storage
+from kvloom.caches.tokens import Tokens
+from kvloom.core.checks import FLOAT_DTYPES, INDEX_DTYPES, expect, expect_range
+from kvloom.errors import ArgumentError, ConfigError, StateError
+
+_Layer = TypeVar("_Layer", bound="Layer")
+
+
+class Layer(ABC):
+    """Keys and values of B sequences of one length.
+
+    The first update fixes B, H, both head dims, the dtype and the device.
+
+    Attributes:
+        dtype: Of the tokens; ``None`` before the first update.
+    """
+
+    _num_fixed: str | None = None
+    """Why ``keys`` can be assigned as many tokens as it has and no others; ``None`` if any will do."""
+
+    def __init__(self) -> None:
+        self.dtype: torch.dtype | None = None
+        self._assignment = Assignment()
+
+    def update(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Store new tokens and return the keys and values that their attention reads.
+
+        Args:
+            key: ``[B, H, Q, Dk]`` float32, float16 or bfloat16.
+            value: ``[B, H, Q, Dv]``, dtype and device of ``key``.
+
+        Returns:
+            ``(keys, values)``, ``[B, H, n, Dk]`` and ``[B, H, n, Dv]`` with n as ``get_mask_sizes(Q)`` said,
+            in the dtype of ``key``. They may be views of the cache: ``crop`` followed by ``update`` changes
+            them.
+
+        Raises:
+            ShapeError: shape, dtype or device is not that of the first update; nothing was written.
+            StateError, OutOfPages: the layer is full; nothing was written.
+        """
+        self._expect_fits(key, value)
+        result = self._update(key.detach(), value.detach())
+        self.dtype = key.dtype
+        return result
+
+    def append(self, key: Tensor, value: Tensor) -> Tokens:
+        """As ``update``, but leave what attention reads where it is: attended to in place, or gathered.
+
+        Returns:
+            The tokens that attention reads, the new ones included. Valid until the layer changes.
+
+        Raises:
+            UnsupportedError: the layer has tokens of two formats.
+        """
+        self._expect_fits(key, value)
+        result = self._append(key.detach(), value.detach())
+        self.dtype = key.dtype
+        return result
+
+    @abstractmethod
+    def stored(self) -> Tokens:
+        """What ``keys`` and ``values`` have, where it is.
+
+        Raises:
+            StateError: before the first update.
+            UnsupportedError: the layer has tokens of two formats.
+        """
+
+    def gather(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """``stored`` as tensors, dequantized: keys ``[B, H, N, Dk]`` and values ``[B, H, N, Dv]``."""
+        return self.stored().gather(dtype)
+
+    @property
+    def keys(self) -> Tensor:
+        """Keys as held, ``[B, H, n, Dk]``: a view of the cache, or gathered and then read-only.
+
+        Assigning replaces all of them by copies, quantized if the layer is. Where any number of tokens will
+        do, another number is kept once ``values`` was assigned as many; until then every change raises.
+        Raises ShapeError if B, H, Dk, dtype or device is another, or n is and must not be; nothing was
+        changed. Reading raises StateError before the first update.
+        """
+        return self._side(0)
+
+    @keys.setter
+    def keys(self, keys: Tensor) -> None:
+        self._assign(0, keys)
+
+    @property
+    def values(self) -> Tensor:
+        """Values as held, ``[B, H, n, Dv]``; as ``keys``."""
+        return self._side(1)
+
+    @values.setter
+    def values(self, values: Tensor) -> None:
+        self._assign(1, values)
+
+    @property
+    @abstractmethod
+    def size(self) -> int:
+        """B; 0 before the first update."""
+
+    @property
+    @abstractmethod
+    def num_tokens(self) -> int:
+        """Tokens seen of each sequence, whether or not they are still held."""
+
+    @property
+    @abstractmethod
+    def num_columns(self) -> int:
+        """n of ``keys``."""
+
+    @property
+    def num_held(self) -> int:
+        """Tokens of each sequence that are held: the first ones of ``keys``."""
+        return self.num_tokens - self._num_evicted()
+
+    @property
+    def window(self) -> int | None:
+        """Tokens that a token sees, itself included; ``None`` for all before it."""
+        return None
+
+    @property
+    def is_sliding(self) -> bool:
+        """Whether ``update`` returns the tokens within a window."""
+        return self.window is not None
+
+    @property
+    @abstractmethod
+    def storage(self) -> Storage | None:
+        """The tensors; ``None`` before the first update."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated, scales included."""
+        return 0 if self.storage is None else self.storage.nbytes
+
+    @property
+    def nbytes_per_token(self) -> float:
+        """Bytes that one token of one sequence takes, scales included; 0 before the first update."""
+        return 0.0 if self.storage is None else self.storage.nbytes_per_token
+
+    def get_seq_length(self) -> int | Tensor:
+        """``num_tokens``; of a fixed layer a new 0-d int64 tensor."""
+        return self.num_tokens
+
+    def get_max_length(self) -> int:
+        """Tokens that can be seen at once; -1 for no bound."""
+        return -1 if self.window is None else self.window
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int | Tensor]:
+        """Tokens that ``update`` of ``query_length`` tokens will return, and the position of the first.
+
+        The position is a 0-d tensor in fixed layers in which it moves.
+        """
+        first = 0 if self.window is None else max(self.num_tokens - self.window + 1, 0)
+        return self.num_tokens - first + query_length, first
+
+    def crop(self, num_tokens: int) -> None:
+        """Keep the first ``num_tokens`` tokens, or, if negative, remove the last ``-num_tokens``.
+
+        Keeping more than there are keeps all; removing more than there are removes all.
+
+        Raises:
+            ArgumentError: ``num_tokens`` is no int.
+            StateError: the layer no longer holds what later tokens would see; nothing was changed.
+        """
+        kept = self.expect_croppable(num_tokens)
+        if kept < self.num_tokens:
+            self.truncate(kept)
+
+    def expect_croppable(self, num_tokens: int) -> int:
+        """The tokens that ``crop`` would keep; raises as it would and changes nothing."""
+        if isinstance(num_tokens, bool) or not isinstance(num_tokens, int):
+            raise ArgumentError(f"num_tokens must be an int, got {num_tokens!r}")
+        self._expect_settled()
+        length = self.num_tokens
+        kept = max(length + num_tokens, 0) if num_tokens < 0 else min(num_tokens, length)
+        self._expect_held(kept, num_tokens)
+        return kept
+
+    def truncate(self, num_tokens: int) -> None:
+        """Keep the first ``num_tokens`` of each sequence, of which there must be as many.
+
+        Raises:
+            StateError: there are fewer, or the window has evicted what later tokens would see.
+        """
+        self.expect_truncatable(num_tokens)
+        self._truncate(num_tokens)
+
+    def expect_truncatable(self, num_tokens: int) -> None:
+        """Raise as ``truncate`` would, and change nothing."""
+        if not 0 <= num_tokens <= self.num_tokens:
+            raise StateError(f"num_tokens must be in [0, {self.num_tokens}], got {num_tokens}")
+        self._expect_held(num_tokens, num_tokens)
+
+    def reorder(self, rows: Tensor) -> None:
+        """Make sequence i what sequence ``rows[i]`` was; does nothing before the first update.
+
+        Args:
+            rows: ``[B]`` int64 or int32 on any device, repeats allowed.
+
+        Raises:
+            ArgumentError: ``rows`` does not fit; nothing was changed.
+        """
+        if self._has_rows():
+            expect("rows", rows, "B", dtype=INDEX_DTYPES, B=self.size)
+            self._select_checked(rows.tolist())
+
+    def select(self, rows: Tensor) -> None:
+        """Keep the sequences at ``rows``, in that order; does nothing before the first update.
+
+        Args:
+            rows: ``[R]`` int64 or int32, or a bool mask ``[B]``, on any device.
+
+        Raises:
+            ArgumentError: ``rows`` does not fit; nothing was changed.
+        """
+        if self._has_rows():
+            if isinstance(rows, Tensor) and rows.dtype == torch.bool:
+                expect("rows", rows, "B", B=self.size)
+                rows = rows.nonzero().flatten()
+            expect("rows", rows, "R", dtype=INDEX_DTYPES)
+            self._select_checked(rows.tolist())
+
+    def repeat_interleave(self, n: int) -> None:
+        """Repeat each sequence ``n`` times in a row; does nothing before the first update.
+
+        Raises:
+            ArgumentError: ``n`` is not at least 1.
+        """
+        expect_range("n", n, 1)
+        if self._has_rows() and n > 1:
+            self._select([row for row in range(self.size) for _ in range(n)])
+
+    def reset(self) -> None:
+        """Forget all tokens."""
+        self._assignment.clear()
+        self._reset()
+
+    def fork(self: _Layer) -> _Layer:  # noqa: PYI019 (Self is not in Python 3.10)
+        """Another layer of the same tokens; neither sees what the other stores."""
+        self._expect_settled()
+        other = object.__new__(type(self))
+        vars(other).update(vars(self), _assignment=Assignment())
+        other._hold_alone()
+        return other
+
+    @abstractmethod
+    def replace(self, new: Mapping[int, Tensor]) -> None:
+        """Hold these keys (0), values (1) or both, ``[B, H, n, D]``, instead of ``keys`` and ``values``.
+
+        Where any number of tokens will do n may be another number; then both must be given.
+        """
+
+    @abstractmethod
+    def _update(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]: ...
+
+    @abstractmethod
+    def _append(self, key: Tensor, value: Tensor) -> Tokens: ...
+
+    @abstractmethod
+    def _held(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """``keys`` and ``values``."""
+
+    @abstractmethod
+    def _truncate(self, num_tokens: int) -> None: ...
+
+    @abstractmethod
+    def _select(self, rows: list[int]) -> None: ...
+
+    @abstractmethod
+    def _reset(self) -> None: ...
+
+    @abstractmethod
+    def _hold_alone(self) -> None:
+        """Part from the layer whose attributes this one has."""
+
+    def _expect_held(self, kept: int, given: int) -> None:
+        """Raise StateError if the next token sees evicted ones once a caller's ``given`` leaves ``kept``."""
+        window, evicted = self.window, self._num_evicted()
+        if window is not None and max(kept - window + 1, 0) < min(kept, evicted):
+            raise StateError(
+                f"num_tokens must keep at least {evicted + window - 1} tokens or none, got {given}: of "
+                f"{self.num_tokens} tokens the window has evicted the first {evicted}"
+            )
+
+    def _num_evicted(self) -> int:
+        """Tokens in front that a window has evicted."""
+        return 0
+
+    def _side(self, side: int) -> Tensor:
+        waiting = self._assignment.get(side)
+        if waiting is not None:
+            return waiting
+        if self.storage is None or self.dtype is None:
+            raise StateError("no tokens were stored yet")
+        return self._held(self.dtype)[side]
+
+    def _assign(self, side: int, x: Tensor) -> None:
+        name, is_new, known = SIDES[side], self.storage is None, self._known_sizes()
+        sizes = {"B": known["B"]} if "B" in known else {}
+        sizes |= {} if is_new else {"H": known["H"], "D": known[("Dk", "Dv")[side]]}
+        expect(name, x, "B H N D", dtype=self.dtype or FLOAT_DTYPES, device=self._device, **sizes)
+        held = None if is_new else self.num_columns
+        new = self._assignment.add(side, x.detach(), held, self._num_fixed)
+        if new is not None:
+            if len(new) == 2:
+                self._expect_tokens(new[0], new[1])
+            self.replace(new)
+            self._assignment.clear()
+            self.dtype = x.dtype
+
+    def _expect_fits(self, key: Tensor, value: Tensor) -> None:
+        """Check new tokens; what serves a decoding step is asked first, at once."""
+        self._expect_settled()
+        storage = self.storage
+        if (
+            storage is None
+            or not isinstance(key, Tensor)
+            or not isinstance(value, Tensor)
+            or key.dtype != self.dtype
+            or not storage.serves(key, value, self.size)
+        ):
+            self._expect_tokens(key, value)
+
+    def _expect_tokens(self, key: Tensor, value: Tensor) -> None:
+        """Check ``[B, H, Q, D]`` against each other and the first ones."""
+        known = self._known_sizes()
+        dtype = self.dtype or FLOAT_DTYPES
+        sizes = expect("key", key, "B H Q Dk", dtype=dtype, device=self._device, **known)
+        expect("value", value, "B H Q Dv", dtype=key.dtype, device=key.device, **sizes)
+
+    def _known_sizes(self) -> dict[str, int]:
+        """Sizes that every token must have."""
+        known = {} if self.storage is None else self.storage.sizes
+        return known | {"B": self.size} if self.size else known
+
+    @property
+    def _device(self) -> torch.device | None:
+        return None if self.storage is None else self.storage.device
+
+    def _expect_settled(self) -> None:
+        if self._assignment.is_waiting:
+            self._assignment.expect_none(0 if self.storage is None else self.num_columns)
+
+    def _has_rows(self) -> bool:
+        self._expect_settled()
+        return self.size > 0
+
+    def _select_checked(self, rows: list[int]) -> None:
+        if not rows:
+            raise ArgumentError("rows must be at least one, got none")
+        if not 0 <= min(rows) <= max(rows) < self.size:
+            raise ArgumentError(f"rows must be in [0, {self.size}), got {rows}")
+        self._select(rows)
+
+
+def expect_config(name: str, value: int, low: int) -> int:
+    """``value`` if it is an int of at least ``low``, else ConfigError."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < low:
+        raise ConfigError(f"{name} must be an int of at least {low}, got {value!r}")
+    return value
