@@ -53,7 +53,7 @@ class Layer(ABC):
             StateError, OutOfPages: the layer is full; nothing was written.
         """
         self._expect_fits(key, value)
-        result = self._update(key.detach(), value.detach())
+        result = self._update(_detached(key), _detached(value))
         self.dtype = key.dtype
         return result
 
@@ -67,7 +67,7 @@ class Layer(ABC):
             UnsupportedError: the layer has tokens of two formats.
         """
         self._expect_fits(key, value)
-        result = self._append(key.detach(), value.detach())
+        result = self._append(_detached(key), _detached(value))
         self.dtype = key.dtype
         return result
 
@@ -374,3 +374,8 @@ def expect_config(name: str, value: int, low: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < low:
         raise ConfigError(f"{name} must be an int of at least {low}, got {value!r}")
     return value
+
+
+def _detached(x: Tensor) -> Tensor:
+    """``x`` without its gradient; a decoding step has none."""
+    return x.detach() if x.requires_grad else x
