@@ -54,7 +54,7 @@ class Forks:
     def over(self, batch: Sequences) -> list[PagedLayer]:
         layers = [PagedLayer(batch.format, batch, i) for i in range(2)]
         for layer in layers:
-            layer.num_tokens = batch.num_columns
+            layer.num_tokens = batch.num_positions
         return layers
 
     def fork(self, i: int) -> None:
@@ -64,7 +64,7 @@ class Forks:
         batch = self.caches[i][0].batch
         batch.remove(counts)
         for layer in self.caches[i]:
-            layer.num_tokens = batch.num_columns
+            layer.num_tokens = batch.num_positions
 
     def look(self) -> list[Tensor]:
         """Everything that attention would read, and how long it is."""
@@ -72,7 +72,7 @@ class Forks:
         gathered = [
             layer.gather(torch.float32) for layer in layers if layer.storage is not None and layer.size
         ]
-        lengths = [n for x in layers for n in (x.num_tokens, x.batch.num_columns, x.size)]
+        lengths = [n for x in layers for n in (x.num_tokens, x.batch.num_positions, x.size)]
         return [torch.tensor(lengths), *(x for pair in gathered for x in pair)]
 
     def check(self) -> None:

@@ -113,7 +113,7 @@ def test_rows_cropped_apart_are_gathered() -> None:
     layer, every = layer_of(), tokens(2, 9)
     layer.update(every, every)
     layer.batch.remove([0, 3])
-    layer.num_tokens = layer.batch.num_columns
+    layer.num_tokens = layer.batch.num_positions
     keys, _ = layer.update(tokens(2, 1, 1), tokens(2, 1, 1))
     assert not is_view(keys, layer)
     assert torch.equal(keys[1, :, 3:9], every[1, :, :6])

@@ -47,7 +47,7 @@ def both_same(got: list[Tensor], expected: list[Tensor]) -> None:
 def two_layers(batch: Sequences) -> list[PagedLayer]:
     layers = [PagedLayer(batch.format, batch, i) for i in range(2)]
     for layer in layers:
-        layer.num_tokens = batch.num_columns
+        layer.num_tokens = batch.num_positions
     return layers
 
 

@@ -32,7 +32,7 @@ def test_tokens_of_a_wrong_shape_take_no_pages() -> None:
     layer.append(tokens(2, 4), tokens(2, 4))
     with pytest.raises(ShapeError, match=r"key must be .* H=2"):
         layer.append(torch.ones(2, 1, 3, 8), torch.ones(2, 1, 3, 8))
-    assert (batch.num_columns, batch.num_pages_held) == (4, 2)
+    assert (batch.num_positions, batch.num_pages_held) == (4, 2)
 
 
 def test_places_of_earlier_steps_are_let_go() -> None:
@@ -52,17 +52,17 @@ def test_as_many_tokens_as_promised_can_be_removed_behind_a_window(page_size: in
     with pytest.raises(StateError, match="sequence 0 must keep at least"):
         batch.remove([ROLLBACK + page_size])
     batch.remove([ROLLBACK])
-    assert batch.num_columns == 300 - ROLLBACK
+    assert batch.num_positions == 300 - ROLLBACK
 
 
-def test_a_removal_gives_back_what_the_last_step_has_passed() -> None:
+def test_a_removal_gives_back_what_the_last_step_has_evicted() -> None:
     batch, (layer, _) = two_layers(window=10)
     layer.append(tokens(1, 40), tokens(1, 40))
     layer.append(tokens(1, 300), tokens(1, 300))
-    assert batch.passed is not None
+    assert batch.previous is not None
     held = batch.num_pages_held
     batch.remove([0])
-    assert batch.passed is None
+    assert batch.previous is None
     assert batch.num_pages_held < held
 
 
@@ -85,7 +85,7 @@ def test_every_layer_has_the_rows_of_the_batch(rows: int) -> None:
     first.append(tokens(2, 4), tokens(2, 4))
     with pytest.raises(ShapeError, match=rf"key must be .* with B=2, got \[{rows},"):
         second.append(tokens(rows, 6), tokens(rows, 6))
-    assert (batch.num_columns, second.num_tokens, second.nbytes) == (4, 0, 0)
+    assert (batch.num_positions, second.num_tokens, second.nbytes) == (4, 0, 0)
 
 
 @pytest.mark.parametrize("window", [None, 3])

@@ -86,7 +86,7 @@ class Cache:
     def over(cls, batch: Sequences, model: Rows) -> Cache:
         layers = [PagedLayer(batch.format, batch, i) for i in range(2)]
         for layer in layers:
-            layer.num_tokens = batch.num_columns
+            layer.num_tokens = batch.num_positions
         return cls(batch, layers, model)
 
     def append(self, batch: int, count: int, seed: int) -> None:
@@ -99,9 +99,9 @@ class Cache:
 
     def settle(self) -> None:
         """Between steps: lengths agree, and everything the next token sees is there."""
-        assert self.batch.num_columns == self.model.num_columns
+        assert self.batch.num_positions == self.model.num_columns
         for i, layer in enumerate(self.layers):
-            layer.num_tokens = self.batch.num_columns
+            layer.num_tokens = self.batch.num_positions
             if self.batch.size and layer.storage is not None:
                 self.model.check(i, layer.stored(), 0)
 
@@ -160,10 +160,10 @@ def test_a_window_holds_few_pages_however_long_the_text(long: int) -> None:
     most = 2 * (-(-(10 + ROLLBACK) // 4) + 2)
     assert batch.num_pages_held <= most
     assert batch.pages.pool.num_pages <= 2 * most
-    assert batch.num_columns == 1001
+    assert batch.num_positions == 1001
 
 
-def test_what_a_window_has_passed_cannot_come_back() -> None:
+def test_what_a_window_has_evicted_cannot_come_back() -> None:
     batch = Sequences(CacheFormat(page_size=4), window=10)
     cache = Cache.over(batch, Rows(10))
     cache.append(1, 300, 0)

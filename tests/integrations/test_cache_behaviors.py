@@ -159,7 +159,7 @@ def test_crop_removes_what_the_stock_cache_does(name: str, argument: int) -> Non
 @pytest.mark.skipif(not hasattr(Cache, "activate_past_recording"), reason="this release records no past")
 @every_model
 def test_drafts_are_taken_back_from_full_windows(name: str) -> None:
-    both = pair(name, page_size=1)  # a larger page would hold on to what the window has passed
+    both = pair(name, page_size=1)  # a larger page would hold on to what the window has evicted
     for cache in both:
         cache.activate_past_recording()
     for counts, accepted in [((9,), 9), ((3,), 1), ((2, 3, 2), 0), ((5,), 5), ((70, 90), 3), ((1,), 1)]:

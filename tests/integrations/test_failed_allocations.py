@@ -67,7 +67,7 @@ class World:
         found: list[Tensor] = []
         for cache in self.caches:
             lengths = [int(layer.get_seq_length()) for layer in cache.layers]
-            columns = [batch.num_columns for batch in cache.batches]
+            columns = [batch.num_positions for batch in cache.batches]
             found.append(torch.tensor([*lengths, *columns]))
             for layer, length in zip(cache.layers, lengths, strict=True):
                 if length:
@@ -134,11 +134,11 @@ def test_a_window_that_finds_no_room_takes_none_from_the_others(
         raise error("refused by the test")
 
     for count, rows in ((6, 2), (1, 2)):
-        before = [(batch.size, batch.num_columns, batch.num_pages_held) for batch in cache.batches]
+        before = [(batch.size, batch.num_positions, batch.num_pages_held) for batch in cache.batches]
         with monkeypatch.context() as patch, pytest.raises(error, match="refused by the test"):
             patch.setattr(cache.batches[1], "reserve", refuse)
             cache.update(states(rows, count, 1), states(rows, count, 2), 0)
-        assert [(batch.size, batch.num_columns, batch.num_pages_held) for batch in cache.batches] == before
+        assert [(batch.size, batch.num_positions, batch.num_pages_held) for batch in cache.batches] == before
         for layer_idx in range(4):
             cache.update(states(rows, count, 1), states(rows, count, 2), layer_idx)
     cache.expect_whole()

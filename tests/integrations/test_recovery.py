@@ -136,7 +136,7 @@ def test_an_integer_mask_is_refused() -> None:
         model(text(6), attention_mask=mask, use_cache=False)
 
 
-def test_a_mask_wider_than_a_window_fits_until_the_window_has_passed_a_token() -> None:
+def test_a_mask_wider_than_a_window_fits_until_the_window_has_evicted_a_token() -> None:
     model = family("Mistral", "kvloom")
     cache = KVCache.for_model(model)
     wide = torch.zeros(1, 1, 5, 9).masked_fill(torch.ones(5, 9, dtype=torch.bool).triu(1), float("-inf"))

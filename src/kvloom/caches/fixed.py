@@ -12,14 +12,13 @@ from torch import Tensor
 from kvloom import ops
 from kvloom.caches.format import CacheFormat
 from kvloom.caches.layer import Layer
-from kvloom.caches.memory import free_bytes, outside_inference_mode, too_long
+from kvloom.caches.memory import counted, free_bytes, outside_inference_mode, too_long
 from kvloom.caches.read_only import ReadOnly
 from kvloom.caches.ring import Ring
 from kvloom.caches.saving import SavedStorage
 from kvloom.caches.sequences import ROLLBACK
 from kvloom.caches.storage import Storage
 from kvloom.caches.tokens import TokenIndex, Tokens
-from kvloom.caches.words import counted
 from kvloom.core.checks import expect_range
 from kvloom.core.memory import expect_memory
 from kvloom.errors import ConfigError, OutOfMemory, OutOfPages, StateError, UnsupportedError
@@ -338,9 +337,9 @@ class FixedLayer(Layer):
     def _copy_rows(self, rows: Sequence[int], target: Storage) -> None:
         """Copy some sequences to a storage of the same length, which may be this one."""
         view, count = self._allocated().view, min(int(self._reach), self.num_slots)
-        column = torch.arange(count, device=view.device)
+        position = torch.arange(count, device=view.device)
         sources, targets = (
-            (torch.tensor(x, device=view.device).unsqueeze(1) * self.num_slots + column).flatten()
+            (torch.tensor(x, device=view.device).unsqueeze(1) * self.num_slots + position).flatten()
             for x in (rows, range(len(rows)))
         )
         ops.copy(view, sources, target.view, targets)

@@ -1,16 +1,35 @@
 """Memory that caches take: how tensors are made, and what to say when there is too little."""
 
+import ctypes
+import mmap
 import os
 from contextlib import AbstractContextManager, nullcontext
+from typing import Final
 
 import torch
+from torch import Tensor
 
 from kvloom.errors import OutOfPages
+
+_HUGE: Final = 2 << 20
 
 
 def outside_inference_mode() -> AbstractContextManager[object]:
     """Tensors made here can be written inside and outside ``torch.inference_mode()``."""
     return nullcontext() if torch.compiler.is_compiling() else torch.inference_mode(False)
+
+
+def advise_huge_pages(x: Tensor) -> None:
+    """Advise pages of 2 MiB for the memory of ``x``, of which the processor finds more at once.
+
+    Best before it is first touched; elsewhere do nothing.
+    """
+    advice = getattr(mmap, "MADV_HUGEPAGE", None)
+    first, last = -(-x.data_ptr() // _HUGE) * _HUGE, (x.data_ptr() + x.nbytes) // _HUGE * _HUGE
+    if x.device.type != "cpu" or advice is None or first >= last:
+        return
+    # Advice: the system may refuse, and the memory is as good as before.
+    ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), ctypes.c_int(advice))
 
 
 def free_bytes(device: torch.device) -> int | None:
@@ -30,11 +49,16 @@ def too_long(name: str, value: int, asked: int, fixed: int, free: int | None, wh
     Args:
         name: The argument that says how long it is.
         value: Its value.
-        asked: Bytes that it takes, of which
-        fixed: so many do not depend on the argument.
+        asked: Bytes that it takes.
+        fixed: Those of them that do not depend on the argument.
         free: Bytes that there are.
         what: What takes them.
     """
     fits = value if free is None else max(free - fixed, 0) * value // max(asked - fixed, 1)
     bound = "smaller" if fits >= value else f"at most {fits} for {free} free bytes"
     return OutOfPages(f"{name} must be {bound}, got {value}, which takes {asked} bytes for {what}")
+
+
+def counted(count: int, noun: str) -> str:
+    """``count`` of something: "1 token", "2 tokens"."""
+    return f"{count} {noun}{'' if count == 1 else 's'}"

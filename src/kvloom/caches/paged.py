@@ -70,14 +70,14 @@ class PagedLayer(Layer):
         if storage is None:
             format = sequences.format
             storage = Storage.of(format, key, value, format.page_size, is_gathered=is_gathered)
-        end, size, columns = self.num_tokens + key.shape[2], sequences.size, sequences.num_columns
+        end, size, positions = self.num_tokens + key.shape[2], sequences.size, sequences.num_positions
         sequences.reserve(key.shape[0], end)
         try:
             sequences.pages.num_writes += 1
             sequences.pages.fit(storage)
             result = store(storage, key, value)
         except BaseException:
-            sequences.take_back(size, columns)
+            sequences.take_back(size, positions)
             raise
         sequences.storages[self.index] = storage
         self.num_tokens = end
@@ -85,8 +85,8 @@ class PagedLayer(Layer):
 
     def _store(self, storage: Storage, key: Tensor, value: Tensor) -> Tokens:
         sequences, start, end = self.batch, self.num_tokens, self.num_tokens + key.shape[2]
-        if sequences.passed is not None and end > start:
-            return self._store_beyond_window(key, value, storage, sequences.passed)
+        if sequences.previous is not None and end > start:
+            return self._store_beyond_window(key, value, storage, sequences.previous)
         storage.store(key, value, sequences.slots(start, end, storage))
         visible = sequences.place(start - self._num_visible, end, storage)
         return Tokens(storage.view, visible, sequences.window)
@@ -163,8 +163,8 @@ class PagedLayer(Layer):
         return ReadOnly.of(key), ReadOnly.of(value)
 
     def _truncate(self, num_tokens: int) -> None:
-        if self.batch.size and self.batch.num_columns > num_tokens:
-            self.batch.remove([self.batch.num_columns - num_tokens] * self.batch.size)
+        if self.batch.size and self.batch.num_positions > num_tokens:
+            self.batch.remove([self.batch.num_positions - num_tokens] * self.batch.size)
         self.num_tokens = num_tokens
 
     def _select(self, rows: list[int]) -> None:
@@ -181,11 +181,13 @@ class PagedLayer(Layer):
 
     def _sequences(self) -> Sequences:
         """What holds the tokens of this layer: the batch, as it was before a step that others have made."""
-        passed = self.batch.passed
-        is_behind = passed is not None and passed.size and self.num_tokens <= passed.num_columns
-        return passed if passed is not None and is_behind else self.batch
+        previous = self.batch.previous
+        is_behind = previous is not None and previous.size and self.num_tokens <= previous.num_positions
+        return previous if previous is not None and is_behind else self.batch
 
-    def _store_beyond_window(self, key: Tensor, value: Tensor, storage: Storage, passed: Sequences) -> Tokens:
+    def _store_beyond_window(
+        self, key: Tensor, value: Tensor, storage: Storage, previous: Sequences
+    ) -> Tokens:
         """New tokens fill the window alone: all lie in a storage of this step, the last ones in pages too."""
         rows, num_new, device = key.shape[0], key.shape[2], key.device
         start, end = self.num_tokens, self.num_tokens + num_new
@@ -196,7 +198,7 @@ class PagedLayer(Layer):
         slots = torch.arange(rows * size, device=device).view(rows, size)
         begin = [first] * rows
         if start > first:
-            old, begin = passed.place(first, start, storage).slots, passed.first_held(first)
+            old, begin = previous.place(first, start, storage).slots, previous.first_held(first)
             ops.copy(storage.view, old.flatten(), step.view, slots[:, : start - first].flatten())
         step.store(key, value, slots[:, start - first :])
         for b, column in enumerate(self.batch.first_held(first)):

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from kvloom import ops
 from kvloom.caches.format import CacheFormat
+from kvloom.caches.memory import counted
 from kvloom.caches.storage import Storage
-from kvloom.caches.words import counted
 from kvloom.errors import OutOfPages
 from kvloom.paging import Copy, Growth, PagePool, PageTable
 

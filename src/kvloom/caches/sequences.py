@@ -1,7 +1,7 @@
 """The sequences of a cache: the pages they hold, shared by its layers and, copy-on-write, by its forks.
 
-A column is one token of every sequence, as in ``[B, H, N, D]``. Sequences end together: one that is shorter,
-as after a crop of single rows, has columns in front that hold nothing.
+A position is one token of every sequence, as in ``[B, H, N, D]``. Sequences end together: one that is
+shorter, as after a crop of single rows, has positions in front that hold nothing.
 """
 
 import weakref
@@ -33,7 +33,7 @@ class Sequences:
     """B sequences that share pages.
 
     With a ``window``, pages that no later token can see are given back at the next step. When new tokens are
-    so many that they alone fill the window, only the last of them get pages; until the next step ``passed``
+    so many that they alone fill the window, only the last of them get pages; until the next step ``previous``
     has the sequences as they were before.
 
     Args:
@@ -48,10 +48,10 @@ class Sequences:
         self.pages = Pages(pages) if isinstance(pages, CacheFormat) else pages
         self.window = window
         self.rollback = rollback
-        self.is_recording = False  # keep what the window passes until the next ``remove``
-        self.passed: Sequences | None = None
+        self.is_recording = False  # keep what the window evicts until the next ``remove``
+        self.previous: Sequences | None = None
         self._tables: list[PageTable] = []
-        self._begin: list[int] = []  # of each sequence, the column of its first token,
+        self._begin: list[int] = []  # of each sequence, the position of its first token,
         self._first: list[int] = []  # and of the first one that is still held
         self._indices: dict[tuple[int, torch.device], CacheIndex] = {}
         self._tokens: dict[tuple[int, int, int, torch.device], TokenIndex] = {}
@@ -63,7 +63,7 @@ class Sequences:
     def __reduce__(self) -> Any:
         """To be saved: pages that are held, each once, also with other batches that hold them."""
         places = save_tables(self.pages, self._tables)
-        state = self.is_recording, self.passed, places, self._begin, self._first
+        state = self.is_recording, self.previous, places, self._begin, self._first
         return _load, (self.pages, self.window, self.rollback, *state)
 
     @property
@@ -82,8 +82,8 @@ class Sequences:
         return len(self._tables)
 
     @property
-    def num_columns(self) -> int:
-        """Columns so far, those included that the window has passed."""
+    def num_positions(self) -> int:
+        """Positions so far, those included that the window has evicted."""
         return self._first[0] + self._tables[0].num_tokens if self._tables else 0
 
     @property
@@ -101,7 +101,7 @@ class Sequences:
         self._replace(list(tables), [0] * len(tables), [0] * len(tables))
 
     def reserve(self, batch: int, end: int) -> None:
-        """Give each of ``batch`` sequences room for the columns before ``end``; nothing to do where it has.
+        """Give each of ``batch`` sequences room for the positions before ``end``; nothing to do where it has.
 
         Pages that others hold and that will be written are copied, in every layer.
 
@@ -112,18 +112,18 @@ class Sequences:
         """
         if self._tables and len(self._tables) != batch:
             raise ShapeError(f"key must have the {len(self._tables)} sequences of this cache, got {batch}")
-        start = self.num_columns
+        start = self.num_positions
         if self._tables and end <= start:
             return
-        self._forget_passed()
+        self._forget_previous()
         begin, first = self._begin or [0] * batch, self._first or [0] * batch
         if self.window is not None and not self.is_recording:
             self._drop_front(start)
-            last = [x + n for x, n in zip(first, self._num_passed(end, first), strict=True)]
+            last = [x + n for x, n in zip(first, self._num_evicted(end, first), strict=True)]
             if min(last, default=0) > start:
                 new = self._new_tables(batch)
                 self.pages.append(new, [end - x for x in last])
-                self.passed = self._twin(self._tables)
+                self.previous = self._twin(self._tables)
                 self._hold(new, begin, last)
                 return
         tables = self._tables or self._new_tables(batch)
@@ -137,7 +137,7 @@ class Sequences:
     @contextmanager
     def reserving(self, batch: int, end: int) -> Iterator[None]:
         """``reserve`` for what is stored within the block; if that raises, the room is given back."""
-        size, start = self.size, self.num_columns
+        size, start = self.size, self.num_positions
         self.reserve(batch, end)
         try:
             yield
@@ -146,14 +146,14 @@ class Sequences:
             raise
 
     def place(self, start: int, end: int, storage: Storage) -> TokenIndex:
-        """Where columns ``start .. end`` are in a storage; the same object until something changes."""
+        """Where positions ``start .. end`` are in a storage; the same object until something changes."""
         stride, device = storage.stride, storage.device
         found = self._tokens.get((start, end, stride, device))
         if found is None:
             if (stride, device) not in self._indices:
                 table = self.pages.table(self._tables, storage)
                 self._indices[stride, device] = CacheIndex(table, None, self.format.page_size)
-            lengths, origins = ([column - first for first in self._first] for column in (end, start))
+            lengths, origins = ([position - first for first in self._first] for position in (end, start))
             self._tokens[start, end, stride, device] = found = TokenIndex(
                 self._indices[stride, device],
                 lengths=torch.tensor(lengths, device=device),
@@ -164,16 +164,16 @@ class Sequences:
         return found
 
     def slots(self, start: int, end: int, storage: Storage) -> Tensor:
-        """Slots ``[B * (end - start)]`` of columns that every sequence holds, sequence by sequence."""
+        """Slots ``[B * (end - start)]`` of positions that every sequence holds, sequence by sequence."""
         if (end - start) * len(self._tables) > _FEW:
             return self.place(start, end, storage).slots.flatten()
         key = start, end, storage.stride, storage.device
         found = self._slots.get(key)
         if found is None:
             slots = [
-                self.pages.slot(table, column - first, storage)
+                self.pages.slot(table, position - first, storage)
                 for table, first in zip(self._tables, self._first, strict=True)
-                for column in range(start, end)
+                for position in range(start, end)
             ]
             self._slots[key] = found = torch.tensor(slots, dtype=torch.int64, device=storage.device)
         return found
@@ -208,9 +208,9 @@ class Sequences:
             raise
         self._replace(new, self._begin, self._first)
 
-    def first_held(self, column: int) -> list[int]:
-        """Of each sequence, the first column at or behind ``column`` that is held."""
-        return [max(first, column) for first in self._first]
+    def first_held(self, position: int) -> list[int]:
+        """Of each sequence, the first position at or behind ``position`` that is held."""
+        return [max(first, position) for first in self._first]
 
     def remove(self, counts: Sequence[int]) -> None:
         """Remove the last ``counts[b]`` tokens of each sequence, at most all; then sequences end together.
@@ -219,31 +219,31 @@ class Sequences:
             StateError: as ``expect_removable``; nothing was changed.
         """
         self.expect_removable(counts)
-        if self._reaches_passed(counts):
-            end = self.num_columns
-            self._restore_passed()
-            counts = [count - end + self.num_columns for count in counts]
-        self._forget_passed()
-        end = self.num_columns
+        if self._reaches_previous(counts):
+            end = self.num_positions
+            self._restore_previous()
+            counts = [count - end + self.num_positions for count in counts]
+        self._forget_previous()
+        end = self.num_positions
         ends = [max(end - count, begin) for begin, count in zip(self._begin, counts, strict=True)]
         lengths = [kept - begin for begin, kept in zip(self._begin, ends, strict=True)]
-        # The longest sequence begins in column 0, the others as many columns later as they are shorter.
+        # The longest sequence begins in position 0, the others as many positions later as they are shorter.
         longest = max(lengths, default=0)
         for b, length in enumerate(lengths):
-            passed = min(self._first[b] - self._begin[b], length)
-            self._tables[b].truncate(length - passed)
+            evicted = min(self._first[b] - self._begin[b], length)
+            self._tables[b].truncate(length - evicted)
             self._begin[b] = longest - length
-            self._first[b] = self._begin[b] + passed
+            self._first[b] = self._begin[b] + evicted
         if self.is_recording:
             self._drop_front(longest)
         self._changed()
 
     def expect_removable(self, counts: Sequence[int]) -> None:
         """Raise StateError if tokens that follow such a ``remove`` would see some that are gone."""
-        if self.window is None or self._reaches_passed(counts):
+        if self.window is None or self._reaches_previous(counts):
             return
         for b, (begin, first, count) in enumerate(zip(self._begin, self._first, counts, strict=True)):
-            kept = max(self.num_columns - count, begin)
+            kept = max(self.num_positions - count, begin)
             if max(kept - self.window + 1, begin) < min(kept, first):
                 raise StateError(
                     f"sequence {b} must keep at least {first + self.window - 1 - begin} tokens, since what a "
@@ -254,7 +254,7 @@ class Sequences:
         """Let ``tree`` find the full pages of sequences whose tokens these are.
 
         Raises:
-            ArgumentError: sequences are not of one length, or a window has passed tokens.
+            ArgumentError: sequences are not of one length, or a window has evicted tokens.
             StateError: a page is known under other tokens; that sequence and those after it stay unknown.
         """
         if any(self._first):
@@ -283,29 +283,29 @@ class Sequences:
         self.is_recording = False
         self.pages.give_back()
 
-    def take_back(self, size: int, num_columns: int) -> None:
-        """Undo the last ``reserve``, before which there were so many sequences and columns."""
-        added = self.num_columns - num_columns
+    def take_back(self, size: int, num_positions: int) -> None:
+        """Undo the last ``reserve``, before which there were ``size`` sequences of ``num_positions``."""
+        added = self.num_positions - num_positions
         if not size:
             self._replace([], [], [])
             self.pages.give_back()
-        elif added and self.passed is not None:
-            self._restore_passed()
+        elif added and self.previous is not None:
+            self._restore_previous()
         elif added:
             for table in self._tables:
                 table.truncate(table.num_tokens - added)
             self._changed()
 
-    def _num_passed(self, end: int, first: Sequence[int]) -> list[int]:
-        """Tokens in whole pages that the window and the rollback behind it have passed at column ``end``."""
+    def _num_evicted(self, end: int, first: Sequence[int]) -> list[int]:
+        """Tokens in whole pages that neither the window nor the rollback behind it has at ``end``."""
         size, hold = self.format.page_size, (self.window or 0) - 1 + self.rollback
         return [max(end - hold - x, 0) // size * size for x in first]
 
     def _drop_front(self, end: int) -> None:
-        """Give back the pages that nothing from column ``end`` on can see."""
+        """Give back the pages that nothing from position ``end`` on can see."""
         if self.window is None:
             return
-        for b, num_tokens in enumerate(self._num_passed(end, self._first)):
+        for b, num_tokens in enumerate(self._num_evicted(end, self._first)):
             if num_tokens:
                 self._tables[b].drop_front(num_tokens // self.format.page_size)
                 self._first[b] += num_tokens
@@ -322,7 +322,7 @@ class Sequences:
         return other
 
     def _replace(self, tables: Sequence[PageTable], begin: Sequence[int], first: Sequence[int]) -> None:
-        self._forget_passed()
+        self._forget_previous()
         _release(self._tables)
         self._hold(tables, begin, first)
 
@@ -330,27 +330,27 @@ class Sequences:
         self._tables[:], self._begin, self._first = tables, list(begin), list(first)
         self._changed()
 
-    def _reaches_passed(self, counts: Sequence[int]) -> bool:
+    def _reaches_previous(self, counts: Sequence[int]) -> bool:
         """Whether a removal goes back to before this step, where everything still is."""
-        passed = self.passed
+        previous = self.previous
         return (
-            passed is not None
-            and passed.size > 0
-            and (max(self.num_columns - count for count in counts) <= passed.num_columns)
+            previous is not None
+            and previous.size > 0
+            and (max(self.num_positions - count for count in counts) <= previous.num_positions)
         )
 
-    def _restore_passed(self) -> None:
-        passed, self.passed = self.passed, None
-        if passed is not None:
-            tables = passed.tables
-            passed._tables.clear()
+    def _restore_previous(self) -> None:
+        previous, self.previous = self.previous, None
+        if previous is not None:
+            tables = previous.tables
+            previous._tables.clear()
             _release(self._tables)
-            self._hold(tables, passed._begin, passed._first)
+            self._hold(tables, previous._begin, previous._first)
 
-    def _forget_passed(self) -> None:
-        if self.passed is not None:
-            self.passed._replace([], [], [])
-            self.passed = None
+    def _forget_previous(self) -> None:
+        if self.previous is not None:
+            self.previous._replace([], [], [])
+            self.previous = None
 
     def _changed(self) -> None:
         self._indices.clear()
@@ -369,12 +369,12 @@ def _load(
     window: int | None,
     rollback: int,
     is_recording: bool,
-    passed: Sequences | None,
+    previous: Sequences | None,
     tables: list[tuple[int, list[Place]]],
     begin: list[int],
     first: list[int],
 ) -> Sequences:
     batch = Sequences(pages, window, rollback)
-    batch.is_recording, batch.passed = is_recording, passed
+    batch.is_recording, batch.previous = is_recording, previous
     batch._hold(load_tables(pages, tables), begin, first)
     return batch

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from kvloom import ops
 from kvloom.caches.format import CacheFormat, is_in_rows, page_layout
-from kvloom.caches.huge_pages import advise_huge_pages
-from kvloom.caches.memory import outside_inference_mode
+from kvloom.caches.memory import advise_huge_pages, outside_inference_mode
 from kvloom.core.checks import FLOAT_DTYPES
 from kvloom.core.specs import KVSpec
 from kvloom.core.views import KVView

@@ -195,7 +195,7 @@ class KVCache(DynamicCache):  # type: ignore[misc]
                 layers = [x.pages for x in self._own_layers if isinstance(x.pages, FixedLayer)]
                 raise too_long_for(layers, key_states, value_states) from error
         end = pages.num_tokens + key_states.shape[2]
-        if len(self.batches) == 1 or all(batch.num_columns >= end for batch in self.batches):
+        if len(self.batches) == 1 or all(batch.num_positions >= end for batch in self.batches):
             return layer.update(key_states, value_states)
         with ExitStack() as stack:  # room in the pages of every window, or in none
             for batch in self.batches:
@@ -233,10 +233,10 @@ class KVCache(DynamicCache):  # type: ignore[misc]
         self._expect_whole_rows()
         for layer in self._own_layers:
             if layer.assignment.is_waiting:
-                layer.assignment.expect_none(layer.pages.num_columns)
+                layer.assignment.expect_none(layer.pages.num_positions)
         if torch.compiler.is_compiling():  # lengths are tensors
             return
-        lengths = self._trim() | {batch.num_columns for batch in self.batches}
+        lengths = self._trim() | {batch.num_positions for batch in self.batches}
         if len(lengths) > 1:
             unused = [i for i, x in enumerate(self.layers) if not getattr(x, "is_initialized", True)]
             why = f", or the model has no layers {unused}, which the cache has" if unused else ""
@@ -300,9 +300,9 @@ class KVCache(DynamicCache):  # type: ignore[misc]
         self._trim()
         if isinstance(tokens_to_remove, SupportsIndex) and not getattr(tokens_to_remove, "shape", ()):
             tokens_to_remove = operator.index(tokens_to_remove)
-            longest = max((batch.num_columns for batch in self.batches), default=0)
+            longest = max((batch.num_positions for batch in self.batches), default=0)
             kept = num_kept(tokens_to_remove, longest)
-            plan = [(x, [max(x.num_columns - kept, 0)] * x.size) for x in self.batches]
+            plan = [(x, [max(x.num_positions - kept, 0)] * x.size) for x in self.batches]
         else:
             counts = self._expect_counts(torch.as_tensor(tokens_to_remove).tolist())
             plan = [(x, counts) for x in self.batches]
@@ -314,7 +314,7 @@ class KVCache(DynamicCache):  # type: ignore[misc]
             batch.remove(removed)
         for layer in self._own_layers:
             if isinstance(layer.pages, PagedLayer):
-                layer.pages.num_tokens = min(layer.pages.num_tokens, layer.pages.batch.num_columns)
+                layer.pages.num_tokens = min(layer.pages.num_tokens, layer.pages.batch.num_positions)
 
     def reset(self) -> None:
         """Forget all tokens; the next ones may be of another batch size."""
@@ -360,7 +360,7 @@ class KVCache(DynamicCache):  # type: ignore[misc]
         """
         lengths = self._lengths()
         for batch in self.batches:
-            excess = batch.num_columns - min(lengths)
+            excess = batch.num_positions - min(lengths)
             if excess > 0 and len(lengths) == 1:
                 batch.remove([excess] * batch.size)
         return lengths

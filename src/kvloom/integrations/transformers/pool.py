@@ -108,9 +108,9 @@ class KVPool:
         batch = cache.batches[0]
         batch.adopt(tables)
         for layer in cache.layers:
-            layer.pages.num_tokens = batch.num_columns
+            layer.pages.num_tokens = batch.num_positions
             layer.lazy_initialization(self._states)
-        self._num_found += batch.num_columns * batch.size
+        self._num_found += batch.num_positions * batch.size
         return cache
 
     def commit(self, cache: KVCache, input_ids: Tensor, salt: str = "") -> None:
@@ -132,7 +132,7 @@ class KVPool:
             raise ArgumentError("cache must be one that this pool began, got another's")
         cache.expect_whole()
         batch = cache.batches[0]
-        num_tokens = batch.num_columns
+        num_tokens = batch.num_positions
         sizes = expect("input_ids", input_ids, "B T", dtype=INDEX_DTYPES, B=batch.size)
         if not num_tokens <= sizes["T"] <= num_tokens + 1:
             raise ArgumentError(
