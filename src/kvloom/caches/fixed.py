@@ -4,7 +4,7 @@ Letters: B sequences, Q new tokens of each, H heads, Dk and Dv head dims.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,6 +24,8 @@ from kvloom.core.memory import expect_memory
 from kvloom.errors import ConfigError, OutOfMemory, OutOfPages, StateError, UnsupportedError
 
 _Result = TypeVar("_Result")
+_LARGEST: Final = 1 << 62
+"""Bytes that no machine has."""
 
 
 class FixedLayer(Layer):
@@ -137,8 +139,7 @@ class FixedLayer(Layer):
 
     def nbytes_for(self, key: Tensor, value: Tensor) -> int:
         """Bytes that ``allocate_for`` takes."""
-        storage = Storage.of(self.format, key, value, self.num_slots)
-        return int(storage.nbytes_per_token * self.num_slots * key.shape[0])
+        return self.format.nbytes(key, value, self.num_slots * key.shape[0])
 
     def allocate(
         self,
@@ -176,7 +177,7 @@ class FixedLayer(Layer):
         """
         self._expect_tokens(key, value)
         try:
-            expect_memory(self._length_name, self.nbytes_for(key, value), key.device)
+            expect_memory(self._length_name, min(self.nbytes_for(key, value), _LARGEST), key.device)
         except OutOfMemory as error:
             raise too_long_for([self], key, value) from error
         storage = Storage.of(self.format, key, value, self.num_slots, is_gathered=is_gathered)
@@ -347,7 +348,7 @@ class FixedLayer(Layer):
     def _free(self) -> None:
         self._storage: Storage | None = None
         with outside_inference_mode():
-            self._ring = Ring(0, self.num_slots, self.max_tokens, torch.device("cpu"))
+            self._ring = Ring(0, 1, 1, torch.device("cpu"))
             self.length = torch.zeros((), dtype=torch.int64)
             self._reach = torch.zeros((), dtype=torch.int64)  # the largest length since it was empty
 

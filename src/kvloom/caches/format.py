@@ -1,9 +1,10 @@
 """How a cache keeps its tokens: as what, in pages of which size, in which axis order."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, Literal
 
 import torch
+from torch import Tensor
 
 from kvloom import ops
 from kvloom.core.layouts import NATIVE_KEYS, NATIVE_VALUES, CacheLayout
@@ -58,6 +59,16 @@ class CacheFormat:
     def spec(self, heads: int, head_dim: int, dtype: torch.dtype) -> KVSpec:
         """Keys of one layer whose model computes in ``dtype``; ``values.spec`` is that of its values."""
         return KVSpec(1, heads, head_dim, self.dtype or dtype, quant=self.quant)
+
+    def specs_of(self, key: Tensor, value: Tensor) -> tuple[KVSpec, KVSpec]:
+        """Of keys and values of one layer such as these, ``[B, H, Q, D]``."""
+        key_spec = self.spec(key.shape[1], key.shape[3], key.dtype)
+        return key_spec, (self.values or self).spec(value.shape[1], value.shape[3], key.dtype)
+
+    def nbytes(self, key: Tensor, value: Tensor, num_slots: int) -> int:
+        """Bytes of ``num_slots`` token slots of keys and values such as these, scales included."""
+        specs = (replace(spec, layout=_NHD) for spec in self.specs_of(key, value))
+        return sum(spec.nbytes(num_slots, num_slots) for spec in specs)
 
 
 def is_in_rows(name: str, is_gathered: bool) -> bool:

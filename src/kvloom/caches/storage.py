@@ -60,9 +60,8 @@ class Storage:
         cls, format: CacheFormat, key: Tensor, value: Tensor, page_size: int, *, is_gathered: bool = False
     ) -> "Storage":
         """For keys and values such as these, ``[B, H, Q, D]``."""
-        key_spec = format.spec(key.shape[1], key.shape[3], key.dtype)
-        value_spec = (format.values or format).spec(value.shape[1], value.shape[3], key.dtype)
-        return cls(key_spec, value_spec, page_size, key.device, format.layout, is_gathered=is_gathered)
+        specs = format.specs_of(key, value)
+        return cls(*specs, page_size, key.device, format.layout, is_gathered=is_gathered)
 
     def like(self, page_size: int) -> "Storage":
         """An empty one for the same keys and values, in pages of another size that a layout may not fit."""

@@ -233,7 +233,7 @@ class KVCache(DynamicCache):  # type: ignore[misc]
         self._expect_whole_rows()
         for layer in self._own_layers:
             if layer.assignment.is_waiting:
-                layer.assignment.expect_none(layer.pages.num_positions)
+                layer.assignment.expect_none(layer.pages.num_columns)
         if torch.compiler.is_compiling():  # lengths are tensors
             return
         lengths = self._trim() | {batch.num_positions for batch in self.batches}

@@ -136,7 +136,7 @@ class KVCacheLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def fork(self, batch: Sequences | None) -> "KVCacheLayer":
         """This layer over ``batch``, a fork of its own."""
-        self.assignment.expect_none(self.pages.num_positions)
+        self.assignment.expect_none(self.pages.num_columns)
         if isinstance(self.pages, FixedLayer):
             pages: PagedLayer | FixedLayer = self.pages.fork()
         else:
@@ -180,7 +180,7 @@ class KVCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         """Raise StateError if the cache is frozen, or keys or values wait for the other to be assigned."""
         self._expect_thawed()
         if self.assignment.is_waiting:
-            self.assignment.expect_none(self.pages.num_positions)
+            self.assignment.expect_none(self.pages.num_columns)
 
     def gathered(self) -> tuple[Tensor, Tensor] | None:
         """Keys and values that the next token sees, ``[B, H, N, D]``; the caller owns them."""
@@ -206,7 +206,7 @@ class KVCacheLayer(CacheLayerMixin):  # type: ignore[misc]
             sizes = {"B": self.pages.size, "H": known["H"], "D": known[("Dk", "Dv")[side]]}
         expect(name, cast(Tensor, x), "B H N D", dtype=dtype, device=device, **sizes)
         x = cast(Tensor, x).detach()
-        held = None if storage is None else self.pages.num_positions
+        held = None if storage is None else self.pages.num_columns
         new = self.assignment.add(side, x, held, self._num_fixed)
         if new is not None:
             self.pages.replace(new)
