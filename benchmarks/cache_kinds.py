@@ -1,7 +1,8 @@
 """What each cache kind costs and changes on held-out text, with the bundled model. Prints one JSON line.
 
-Prompts are the first characters of held-out files. Loss is that of whole windows in one pass, whose
-attention sees what the cache gives back.
+Prompts are the first characters of held-out files: short, so they show what a cache changes and costs, not
+what a long context gains. Loss is that of whole windows in one pass, whose attention sees what the cache
+gives back. ``in place`` has kvloom's attention, the others the model's own.
 """
 
 import argparse
@@ -28,46 +29,63 @@ def main() -> None:
     parser.add_argument("--windows", type=int, default=32)
     parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--quick", action="store_true", help="one prompt and few tokens, to see that it runs")
     args = parser.parse_args()
+    if args.quick:
+        args.prompts = args.windows = args.runs = 1
+        args.max_new_tokens = 4
 
     model, tokenizer = load_model(bundled_model_path(), torch.float32)
     texts = [
         text
         for _, text in zip(range(args.prompts), iter_texts("heldout", 4 * PROMPT_CHARACTERS), strict=False)
     ]
-    per_kind: dict[str, list[Any]] = {}
-    for text in texts:
-        ids = tokenizer(text[:PROMPT_CHARACTERS], return_tensors="pt").input_ids
-        rows = compare(model, ids, list(KINDS), max_new_tokens=args.max_new_tokens, num_runs=args.runs)
-        for row in rows:
-            per_kind.setdefault(row.kind, []).append(row)
+    prompts = [tokenizer(text[:PROMPT_CHARACTERS], return_tensors="pt").input_ids for text in texts]
     windows = heldout_windows(tokenizer, args.windows)
-    stock = per_kind[STOCK]
-    print(
-        json.dumps(
-            {
-                "figure": "cache_kinds",
-                "prompts": len(texts),
-                "loss_tokens": windows.numel(),
-                "kinds": [
-                    {
-                        "kind": kind,
-                        "nbytes_per_token": rows[0].nbytes_per_token,
-                        "speed_vs_stock": median(
-                            row.tokens_per_s / base.tokens_per_s
-                            for row, base in zip(rows, stock, strict=True)
-                        ),
-                        "num_same": sum(row.num_same for row in rows),
-                        "num_agreed": sum(row.num_agreed for row in rows),
-                        "num_tokens": sum(row.num_tokens for row in rows),
-                        "mean_kl": mean(row.mean_kl for row in rows),
-                        "heldout_loss": loss(model, windows, kind),
-                    }
-                    for kind, rows in per_kind.items()
-                ],
-            }
-        )
-    )
+    kinds = measure(model, prompts, windows, args.max_new_tokens, args.runs)
+    read_in_place(model)
+    in_place = measure(model, prompts, windows, args.max_new_tokens, args.runs)
+    kinds += [row | {"kind": f"{row['kind']} in place"} for row in in_place if row["kind"] != STOCK]
+    lengths = [ids.shape[1] for ids in prompts]
+    result = {"prompt_tokens": (min(lengths), max(lengths)), "loss_tokens": windows.numel(), "kinds": kinds}
+    print(json.dumps({"figure": "cache_kinds", "prompts": len(prompts), **result}))
+
+
+def measure(
+    model: Any, prompts: list[Tensor], windows: Tensor, max_new_tokens: int, num_runs: int
+) -> list[dict[str, Any]]:
+    """A row for DynamicCache and for each kind, over all prompts."""
+    per_kind: dict[str, list[Any]] = {}
+    for ids in prompts:
+        for row in compare(model, ids, list(KINDS), max_new_tokens=max_new_tokens, num_runs=num_runs):
+            per_kind.setdefault(row.kind, []).append(row)
+    return [
+        {
+            "kind": kind,
+            "nbytes_per_token": rows[0].nbytes_per_token,
+            "speed_vs_stock": median(
+                row.tokens_per_s / base.tokens_per_s for row, base in zip(rows, per_kind[STOCK], strict=True)
+            ),
+            "num_same": sum(row.num_same for row in rows),
+            "num_agreed": sum(row.num_agreed for row in rows),
+            "num_tokens": sum(row.num_tokens for row in rows),
+            "mean_kl": mean(row.mean_kl for row in rows),
+            "heldout_loss": loss(model, windows, kind),
+        }
+        for kind, rows in per_kind.items()
+    ]
+
+
+def read_in_place(model: Any) -> None:
+    """From now on attention reads a KVCache in place, and any other cache as the model came."""
+    ordinary = model.config._attn_implementation
+
+    def choose_attention(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        attention = "kvloom" if isinstance(kwargs.get("past_key_values"), KVCache) else ordinary
+        if model.config._attn_implementation != attention:
+            model.set_attn_implementation(attention)
+
+    model.register_forward_pre_hook(choose_attention, with_kwargs=True)
 
 
 def heldout_windows(tokenizer: Any, num_windows: int) -> Tensor:

@@ -1,56 +1,95 @@
 """Latency of a decode step against the length of the context. Prints one JSON line.
 
-One forward pass of one token through a 4-layer Llama of random weights, 8 query heads of 64, on one thread.
+One forward pass of one token for each sequence, through a 4-layer Llama of random weights with 8 query heads
+of 64.
 Every cache is filled with the same random keys and values; then all take a step in turn, round after round,
 in one process. ``ms`` is a cache's median, ``ratio`` the median over rounds of its time by DynamicCache's in
 the same round. The int4 caches of transformers requantize all they hold whenever 128 new tokens have come:
-that step, ``requantizing`` times DynamicCache's, is spread over the 128 in ``ratio_amortised``.
+that step, ``requantizing`` times DynamicCache's, is spread over the 128 in ``ratio_amortised``. They and fp8
+take several times as long as the others, so they are measured for one sequence on one thread.
 
-Prediction: a gathering cache reads, writes and reads again all keys and values in every step, so it cannot
-beat DynamicCache, which also copies them once; one read in place moves a quarter (int8) or an eighth (int4)
-of the bytes, and must win where the context and not the weights is what a step reads: at 8192, and with 8
-key/value heads before 2.
+Prediction: DynamicCache copies all it holds in every step. A cache that writes only what is new saves the
+copy, which is more of the step the longer the context. Read in place, int8 saves three quarters of the reads
+as well; with ordinary attention it is dequantized first, so what it saves is spent again. At 64 tokens a
+step reads the weights and little else, so every cache takes the same time. Predicted ratios:
+
+    tokens                          64   256  2,048  8,192
+    float32, 1 sequence           1.00  1.00   0.70   0.68
+    float32, 8 sequences          1.00  1.00   0.75   0.70
+    float32 in place              1.00  0.98   0.60   0.55
+    int8 in place                 1.00  0.98   0.58   0.48
+    int8                          1.05  1.05   0.90   1.00
 """
 
 import argparse
 import json
+import os
 from collections.abc import Callable
 from functools import partial
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from peers import STOCK, Contender, fill, installed, kvloom, llama, quantized, static, step, stock
 from rounds import in_turn
 
-CONTEXTS = (256, 2048, 8192)
-KV_HEADS = (8, 2)
+CONTEXTS = (64, 256, 2048, 8192)
+SHORT = 256
+REPEATS = 3
+"""Times that short contexts are measured, each from new caches, since every step makes them longer."""
+
 WARMUP = 2
 
 
+class Setting(NamedTuple):
+    """What a table of results is measured with."""
+
+    kv_heads: int
+    threads: int
+    sequences: int
+
+
+SETTINGS = (Setting(8, 1, 1), Setting(8, 1, 8), Setting(8, 2, 1), Setting(8, 2, 8), Setting(2, 1, 1))
+WITH_SLOW = SETTINGS[0]
+QUICK = (Setting(2, 1, 1), Setting(2, 1, 2))
+
+
 def contenders() -> list[Contender]:
-    """DynamicCache first, then its peers, then ours."""
-    ours = [kvloom(kv, in_place=in_place) for in_place in (False, True) for kv in ("float32", "int8", "int4")]
-    return [stock(), static(), quantized("fp8", 8), quantized("quanto", 4), quantized("hqq", 4), *ours]
+    """DynamicCache first, then StaticCache, then ours."""
+    ordinary = [kvloom(kv) for kv in ("float32", "int8")]
+    in_place = [kvloom(kv, in_place=True) for kv in ("float32", "int8", "int4")]
+    return [stock(), static(), *ordinary, *in_place]
 
 
-def measure(model: Any, found: list[Contender], context: int, rounds: int) -> list[dict[str, Any]]:
+def slow() -> list[Contender]:
+    """The quantized caches of transformers."""
+    return [quantized("fp8", 8), quantized("quanto", 4), quantized("hqq", 4)]
+
+
+def measure(
+    model: Any, found: list[Contender], setting: Setting, context: int, rounds: int
+) -> list[dict[str, Any]]:
     """A row for each contender."""
-    caches = {x.name: x.make(model, context + WARMUP + rounds) for x in found}
-    for cache in caches.values():
-        fill(cache, model, context)
-    steps: dict[str, Callable[[], float]] = {x.name: partial(step, model, x, caches[x.name]) for x in found}
-    times = in_turn(steps, rounds, WARMUP)
-    base = times[STOCK]
+    torch.set_num_threads(setting.threads)
+    times: dict[str, list[float]] = {x.name: [] for x in found}
+    for _ in range(REPEATS if context <= SHORT else 1):
+        caches = {x.name: x.make(model, context + WARMUP + rounds) for x in found}
+        for x in found:
+            fill(caches[x.name], model, context, setting.sequences, x.attention)
+        steps: dict[str, Callable[[], float]] = {
+            x.name: partial(step, model, x, caches[x.name], rows=setting.sequences) for x in found
+        }
+        for name, took in in_turn(steps, rounds, WARMUP).items():
+            times[name] += took
     rows = []
     for contender in found:
         took = times[contender.name]
         row = {
-            "kv_heads": model.config.num_key_value_heads,
+            **setting._asdict(),
             "context": context,
             "contender": contender.name,
             "ms": median(took),
-            "ratio": median(a / b for a, b in zip(took, base, strict=True)),
+            "ratio": median(a / b for a, b in zip(took, times[STOCK], strict=True)),
         }
         if contender.residual:
             ratio = requantizing(model, found[0], contender, caches, (WARMUP + rounds) % contender.residual)
@@ -79,15 +118,19 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="one short context, to see that it runs")
     args = parser.parse_args()
 
-    torch.set_num_threads(1)
-    contexts, heads, rounds = ((32,), (2,), 1) if args.quick else (CONTEXTS, KV_HEADS, args.rounds)
+    contexts, settings, rounds = ((32,), QUICK, 1) if args.quick else (CONTEXTS, SETTINGS, args.rounds)
     rows: list[dict[str, Any]] = []
     missing: list[str] = []
-    for kv_heads in heads:
-        model = llama(kv_heads)
-        found, missing = installed(contenders(), model)
+    for setting in settings:
+        if setting.threads > (os.cpu_count() or 1):
+            continue
+        model = llama(setting.kv_heads)
+        found, _ = installed(contenders(), model)
+        if setting in (WITH_SLOW, QUICK[0]):
+            peers, missing = installed(slow(), model)
+            found += peers
         for context in contexts:
-            rows += measure(model, found, context, rounds)
+            rows += measure(model, found, setting, context, rounds)
     print(json.dumps({"figure": "decode", "rounds": rounds, "missing": missing, "rows": rows}))
 
 

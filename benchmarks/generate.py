@@ -38,7 +38,7 @@ class Text:
     def __init__(self, model: Any, contender: Contender, context: int, bound: int) -> None:
         self.model, self.attention = model, contender.attention
         self.cache = contender.make(model, bound)
-        fill(self.cache, model, context)
+        fill(self.cache, model, context, attention=contender.attention)
         self.tokens = torch.full((1, context + 1), 3)
 
     def grow(self, num_new: int) -> float:

@@ -67,12 +67,11 @@ def recorded(trace: dict[str, Any]) -> list[tuple[int, int]]:
 
 def measure(model: Any, contender: Contender, context: int) -> dict[str, Any]:
     """Bytes of one contender."""
-    model.set_attn_implementation(contender.attention)
     gc.collect()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         cache = contender.make(model, context + SLACK)
-        fill(cache, model, context - RESIDUAL)
-        fill(cache, model, RESIDUAL - 1)
+        for num_tokens in (context - RESIDUAL, RESIDUAL - 1):
+            fill(cache, model, num_tokens, attention=contender.attention)
         for i in range(STEPS):
             gc.collect()
             with record_function(f"step {i}"):

@@ -114,8 +114,12 @@ def llama(kv_heads: int, *, layers: int = 4) -> LlamaForCausalLM:
 
 
 @torch.no_grad()
-def fill(cache: Any, model: Any, num_tokens: int, rows: int = 1) -> None:
-    """Store random keys and values, the same in every cache: what a prompt leaves, without computing it."""
+def fill(cache: Any, model: Any, num_tokens: int, rows: int = 1, attention: str = "sdpa") -> None:
+    """Store random keys and values, the same in every cache: what a prompt leaves, without computing it.
+
+    KVCache chooses the order of its pages by the attention that reads the first tokens.
+    """
+    model.set_attn_implementation(attention)
     config = model.config
     generator = torch.Generator().manual_seed(num_tokens)
     for layer in range(config.num_hidden_layers):

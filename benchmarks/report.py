@@ -4,21 +4,26 @@ import argparse
 import datetime
 import importlib.metadata
 import json
+import os
 import platform
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
-import torch
 from cpu_sections import attend_cpu_section, movement_section, prefill_cpu_section, threads_cpu_section
-from tables import left_out, pivot, table
+from tables import cell, left_out, pivot, table
 
 HERE = Path(__file__).parent
 README = HERE.parent / "README.md"
 RESULTS = HERE / "results.md"
-PACKAGES = ("torch", "transformers", "optimum-quanto", "hqq", "onnxruntime", "openvino", "zentorch")
-BEGIN, END = "<!-- table: cache kinds -->", "<!-- end -->"
+OURS = ("torch", "transformers")
+QUANTIZED = (*OURS, "optimum-quanto", "hqq")
+RUNTIMES = ("torch", "onnxruntime", "openvino", "zentorch")
+BEGIN, END = "<!-- table: long contexts -->", "<!-- end -->"
+INSTRUCTIONS = {"amx_tile": "AMX", "avx512f": "AVX-512", "avx2": "AVX2"}
+COLUMNS = 120
 
 
 def measure(name: str) -> dict[str, Any]:
@@ -29,16 +34,17 @@ def measure(name: str) -> dict[str, Any]:
     return result
 
 
-def machine() -> str:
-    """Processor, cores, software and date."""
+def machine(packages: tuple[str, ...] = ()) -> str:
+    """Processor with its widest instructions, cores, versions of ``packages``, date."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
-    name = next(
-        (x.split(":", 1)[1].strip() for x in lines if x.startswith("model name")), platform.processor()
-    )
-    versions = [f"{package} {version}" for package in PACKAGES if (version := installed_version(package))]
+    fields = {name.strip(): value.strip() for name, _, value in (x.partition(":") for x in lines)}
+    name = fields.get("model name", platform.processor())
+    widest = [with_it for flag, with_it in INSTRUCTIONS.items() if flag in fields.get("flags", "").split()]
+    name += f" with {widest[0]}" if widest else ""
+    versions = [f"{package} {version}" for package in packages if (version := installed_version(package))]
     today = f"{datetime.datetime.now(datetime.timezone.utc):%Y-%m-%d}"
-    return ", ".join((name, f"{torch.get_num_threads()} threads", *versions, today))
+    return ", ".join((name, f"{os.cpu_count()} cores", *versions, today))
 
 
 def installed_version(package: str) -> str | None:
@@ -49,8 +55,8 @@ def installed_version(package: str) -> str | None:
         return None
 
 
-def kinds_section(result: dict[str, Any], where: str) -> str:
-    """The table of cache kinds and what it means; also in the README."""
+def kinds_section(result: dict[str, Any]) -> str:
+    """Short prompts, with either attention."""
     stock = result["kinds"][0]
     head = ["cache", "bytes/token", "speed", "same tokens", "same choices", "mean KL, nats", "held-out loss"]
     rows = []
@@ -64,25 +70,31 @@ def kinds_section(result: dict[str, Any], where: str) -> str:
             f"{row['heldout_loss']:.4f}",
         ])  # fmt: skip
     return (
-        f"{table(head, rows)}\n\nThe bundled model on {result['prompts']} held-out prompts: greedy tokens "
+        f"{table(head, rows)}\n\nThe bundled model on {result['prompts']} held-out prompts of "
+        f"{result['prompt_tokens'][0]} to {result['prompt_tokens'][1]} tokens: greedy tokens "
         "before the first that differs; choices of the next token and KL where both are fed the same tokens. "
-        f"Loss on {result['loss_tokens']:,} held-out tokens. Groups of 64, float16 scales. {where}."
+        f"Loss on {result['loss_tokens']:,} held-out tokens. Groups of 64, float16 scales. *In place*: "
+        '`attn_implementation="kvloom"`; the others use scaled dot product attention.'
     )
 
 
 def decode_section(result: dict[str, Any]) -> str:
     """Time of a decode step."""
     parts = [
-        "Time of a decode step as a multiple of DynamicCache's in the same round (less is faster), by tokens "
-        "of context: a 4-layer Llama in float32 with 8 query heads of 64, one thread. *In place*: "
-        '`attn_implementation="kvloom"`; the others use scaled dot product attention. quanto and hqq with '
-        f"their requantizing spread over the steps between.{left_out(result)}"
+        "Time of a decode step as a multiple of DynamicCache's in the same round (less is faster), by "
+        "sequences x tokens of context: a 4-layer Llama in float32 with 8 query heads of 64. *In place*: "
+        '`attn_implementation="kvloom"`, as `enable` sets it; the others use scaled dot product attention. '
+        "quanto and hqq with their requantizing spread over the steps between. Medians of "
+        f"{result['rounds']} rounds, three times as many up to 256 tokens.{left_out(result)}"
     ]
-    for heads in dict.fromkeys(row["kv_heads"] for row in result["rows"]):
-        rows = [row for row in result["rows"] if row["kv_heads"] == heads]
-        for row in rows:
-            row["ratio"] = row.get("ratio_amortised", row["ratio"])
-        parts += [f"{heads} key/value heads:", pivot(rows, "contender", "context", "ratio", ".2f")]
+    tables: dict[str, list[dict[str, Any]]] = {}
+    for row in result["rows"]:
+        row["ratio"] = row.get("ratio_amortised", row["ratio"])
+        row["shape"] = f"{row['sequences']} x {row['context']:,}"
+        threads = "one thread" if row["threads"] == 1 else f"{row['threads']} threads"
+        tables.setdefault(f"{row['kv_heads']} key/value heads, {threads}:", []).append(row)
+    for title, rows in tables.items():
+        parts += [title, pivot(rows, "contender", "shape", "ratio", ".2f")]
     return "\n\n".join(parts)
 
 
@@ -196,59 +208,68 @@ def dispatch_section(result: dict[str, Any]) -> str:
 
 
 def long_contexts(sections: dict[str, str]) -> str:
-    """One sentence of the README out of three tables."""
-
-    def cell(section: str, row: str, column: int = -1) -> str:
-        line = next(x for x in sections[section].splitlines() if x.startswith(f"| {row} |"))
-        return line.strip("| ").split(" | ")[column]
-
-    steps, beams = (
-        [cell(section, f"kvloom {kind} in place") for kind in ("float32", "int8")]
-        for section in ("Decode", "Sharing pages")
+    """The README's table and what it means, out of three sections."""
+    decode, memory, kinds = sections["Decode"], sections["Memory"], sections["Cache kinds"]
+    rows = []
+    for name in ("DynamicCache", "StaticCache", "kvloom float32 in place", "kvloom int8 in place"):
+        peak, less = cell(memory, name, "peak"), cell(memory, name, "peak less")
+        rows.append([
+            name.removesuffix(" in place"),
+            *(f"{cell(decode, name, column)}x" for column in ("1 x 8,192", "8 x 8,192")),
+            f"{peak} MB ({less} less)" if float(less.rstrip("x")) > 1 else f"{peak} MB",
+            "" if name == "StaticCache" else cell(kinds, name, "same tokens"),
+        ])  # fmt: skip
+    ordinary = [cell(decode, f"kvloom {kind}", "1 x 8,192") for kind in ("float32", "int8")]
+    short = [cell(decode, f"kvloom {kind} in place", "1 x 64") for kind in ("float32", "int8")]
+    head = ["8,192 tokens", "step", "step of 8 sequences", "peak memory", "same tokens"]
+    where = decode.strip().splitlines()[-1].split(", ")
+    where = [x for x in where if x.split()[0] not in QUANTIZED or x.split()[0] in OURS]
+    text = (
+        "Time of a decode step behind 8,192 tokens as a multiple of DynamicCache's, and the most bytes alive "
+        "in it: a 4-layer Llama with 8 heads of 64 in float32, one thread. *Same tokens*: greedy text of the "
+        f"bundled model behind short prompts. At 64 tokens a step takes {short[0]}x with "
+        f"float32 and {short[1]}x with int8. "
+        f"With the model's own attention, behind 8,192, it takes {ordinary[0]}x with float32 and "
+        f"{ordinary[1]}x with int8, which is dequantized in every step. {', '.join(where)} "
+        "[All figures](benchmarks/results.md)."
     )
-    peaks = [cell("Memory", f"kvloom {kind} in place, `max_tokens`") for kind in ("int8", "int4")]
-    return (
-        'At 8,192 tokens, with `attn_implementation="kvloom"`, a decode step takes '
-        f"{steps[0]} of DynamicCache's time from a float32 cache and {steps[1]} from int8, a step of beam "
-        f"search {beams[0]} and {beams[1]}; int8 peaks at {peaks[0]} less memory, int4 at {peaks[1]}: "
-        "[all figures](benchmarks/results.md)."
-    )
+    wrapped = textwrap.fill(text, COLUMNS, break_long_words=False, break_on_hyphens=False)
+    return f"{table(head, rows)}\n\n{wrapped}"
 
 
 SECTIONS = {
-    "decode": ("Decode", decode_section),
-    "generate": ("Generating", generate_section),
-    "memory": ("Memory", memory_section),
-    "quality": ("Quality", quality_section),
-    "growth": ("What a cache is for", growth_section),
-    "sharing": ("Sharing pages", sharing_section),
-    "prefix": ("A known prefix", prefix_section),
-    "movement": ("Moving keys and values", movement_section),
-    "attend_cpu": ("Attention on the CPU", attend_cpu_section),
-    "prefill_cpu": ("Prompts on the CPU", prefill_cpu_section),
-    "threads_cpu": ("A second thread", threads_cpu_section),
-    "dispatch": ("Cost of a dispatched call", dispatch_section),
+    "cache_kinds": ("Cache kinds", kinds_section, OURS),
+    "decode": ("Decode", decode_section, QUANTIZED),
+    "generate": ("Generating", generate_section, QUANTIZED),
+    "memory": ("Memory", memory_section, QUANTIZED),
+    "quality": ("Quality", quality_section, QUANTIZED),
+    "growth": ("What a cache is for", growth_section, OURS),
+    "sharing": ("Sharing pages", sharing_section, QUANTIZED),
+    "prefix": ("A known prefix", prefix_section, OURS),
+    "movement": ("Moving keys and values", movement_section, ("torch",)),
+    "attend_cpu": ("Attention on the CPU", attend_cpu_section, RUNTIMES),
+    "prefill_cpu": ("Prompts on the CPU", prefill_cpu_section, RUNTIMES),
+    "threads_cpu": ("A second thread", threads_cpu_section, ("torch",)),
+    "dispatch": ("Cost of a dispatched call", dispatch_section, ("torch",)),
 }
+"""By benchmark: the title and the text of its section, and the packages that it runs."""
 
 
 def main() -> None:
     """Measure, write both files. Named benchmarks replace their sections, the others stay."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("only", nargs="*", help=f"of cache_kinds, {', '.join(SECTIONS)}; all if none")
-    only = parser.parse_args().only or ["cache_kinds", *SECTIONS]
-    where = machine()
-    titles = {"Cache kinds": "cache_kinds"} | {title: name for name, (title, _) in SECTIONS.items()}
+    parser.add_argument("only", nargs="*", help=f"of {', '.join(SECTIONS)}; all if none")
+    only = parser.parse_args().only or [*SECTIONS]
     parts = RESULTS.read_text(encoding="utf-8").split("\n## ")[1:] if RESULTS.exists() else []
     sections = {title: text for title, _, text in (part.partition("\n\n") for part in parts)}
-    for title, name in titles.items():
-        if name in only:
-            result = measure(name)
-            text = kinds_section(result, where) if name == "cache_kinds" else SECTIONS[name][1](result)
-            sections[title] = text if name == "cache_kinds" else f"{text}\n\n{where}."
+    for name in only:
+        title, section, packages = SECTIONS[name]
+        sections[title] = f"{section(measure(name))}\n\n{machine(packages)}."
+    titles = [title for title, _, _ in SECTIONS.values()]
     body = "\n\n".join(f"## {x}\n\n{sections[x].strip()}" for x in titles if x in sections)
     RESULTS.write_text(f"# Results\n\nWritten by `make bench`.\n\n{body}\n", encoding="utf-8")
     before, rest = README.read_text(encoding="utf-8").split(BEGIN)
-    block = f"{sections['Cache kinds'].strip()}\n\n{long_contexts(sections)}"
+    block = long_contexts(sections)
     README.write_text(f"{before}{BEGIN}\n{block}\n{END}{rest.split(END)[1]}", encoding="utf-8")
 
 

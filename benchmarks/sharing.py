@@ -31,9 +31,9 @@ ROWS = 4
 REPEATS = 9
 
 
-def filled(cache: Any, model: LlamaForCausalLM, rows: int, num_tokens: int) -> Any:
+def filled(cache: Any, model: LlamaForCausalLM, rows: int, num_tokens: int, attention: str = "sdpa") -> Any:
     """``cache`` with random tokens in 4 layers."""
-    fill(cache, model, num_tokens, rows)
+    fill(cache, model, num_tokens, rows, attention)
     return cache
 
 
@@ -74,7 +74,7 @@ def beam_rows(model: LlamaForCausalLM, found: list[Contender], num_tokens: int) 
     caches = {x.name: x.make(model, num_tokens + REPEATS + 2) for x in found}
     steps: dict[str, Callable[[], float]] = {}
     for contender in found:
-        cache = filled(caches[contender.name], model, ROWS, num_tokens)
+        cache = filled(caches[contender.name], model, ROWS, num_tokens, contender.attention)
         steps[contender.name] = partial(beam_step, model, contender, cache)
     times = in_turn(steps, REPEATS, warmup=2)
     return [

@@ -22,6 +22,20 @@ def pivot(rows: list[dict[str, Any]], down: str, across: str, cell: str, form: s
     )
 
 
+def cell(text: str, row: str, column: str) -> str:
+    """The cell of the first table in ``text`` that has the row and the column, by their names."""
+    head: list[str] = []
+    for line in text.splitlines():
+        names = [x.strip() for x in line.strip("|").split("|")]
+        if not line.startswith("|"):
+            head = []
+        elif not head:
+            head = names
+        elif names[0] == row and column in head:
+            return names[head.index(column)]
+    raise KeyError(f"no table with {row!r} and {column!r}")
+
+
 def left_out(result: dict[str, Any]) -> str:
     """Names what was not measured, and why."""
     missing = result.get("missing")

@@ -51,11 +51,46 @@ def quick(
 
 def test_decode_times_every_cache_at_a_context(quick: Callable[..., Any]) -> None:
     rows = quick("decode")["rows"]
-    assert rows[0]["contender"] == "DynamicCache"
-    assert rows[0]["ratio"] == 1.0
-    assert {"kvloom float32", "kvloom int8 in place", "kvloom int4 in place"} <= {
-        x["contender"] for x in rows
-    }
+    assert {x["sequences"] for x in rows} == {1, 2}
+    for sequences in (1, 2):
+        ratios = {x["contender"]: x["ratio"] for x in rows if x["sequences"] == sequences}
+        assert ratios["DynamicCache"] == 1.0
+        kinds = ("float32", "int8", "float32 in place", "int8 in place", "int4 in place")
+        assert {"StaticCache", *(f"kvloom {kind}" for kind in kinds)} <= ratios.keys()
+
+
+def test_cache_kinds_measures_either_attention(quick: Callable[..., Any]) -> None:
+    kinds = {x["kind"]: x for x in quick("cache_kinds")["kinds"]}
+    assert len(kinds) == 11
+    for kind in ("DynamicCache", "float32", "float32 in place"):
+        assert kinds[kind]["num_same"] == kinds[kind]["num_tokens"] == 4
+    assert kinds["int8 in place"]["nbytes_per_token"] == kinds["int8"]["nbytes_per_token"] == 1320
+
+
+def test_the_readme_table_is_cut_from_the_sections(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    long_contexts = runpy.run_path(str(BENCHMARKS / "report.py"))["long_contexts"]
+    names = ["DynamicCache", "StaticCache"]
+    names += [f"kvloom {kind}{where}" for kind in ("float32", "int8") for where in ("", " in place")]
+    decode = "".join(f"| {x} | 1.0{i} | 0.5{i} | 0.4{i} |\n" for i, x in enumerate(names))
+    memory = "".join(f"| {x} | 151.{i} | 0.9{i}x |\n" for i, x in enumerate(names[:-1]))
+    text = long_contexts(
+        {
+            "Decode": "By tokens:\n\n|  | 1 x 64 | 1 x 8,192 | 8 x 8,192 |\n| --- | --- | --- | --- |\n"
+            f"{decode}\nA processor, 2 cores, torch 2.13.0, hqq 0.2, 2026-11-22.\n",
+            "Memory": "| cache | peak | peak less |\n| --- | --- | --- |\n"
+            f"{memory}| kvloom int8 in place | 42.6 | 3.54x |\n",
+            "Cache kinds": "| cache | same tokens |\n| --- | --- |\n"
+            + "".join(f"| {x} | {i} of 7 |\n" for i, x in enumerate(names)),
+        }
+    )
+    assert "| kvloom int8 | 0.55x | 0.45x | 42.6 MB (3.54x less) | 5 of 7 |\n" in text
+    assert "| kvloom float32 | 0.53x | 0.43x | 151.3 MB | 3 of 7 |\n" in text
+    flat = " ".join(text.split())
+    assert "At 64 tokens a step takes 1.03x with float32 and 1.05x with int8." in flat
+    assert "it takes 0.52x with float32 and 0.54x with int8" in flat
+    assert "A processor, 2 cores, torch 2.13.0, 2026-11-22. [All figures]" in flat
+    assert max(map(len, text.splitlines())) <= 120
 
 
 def test_memory_counts_what_the_formats_say(quick: Callable[..., Any]) -> None:
