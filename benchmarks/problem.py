@@ -171,7 +171,7 @@ def ours(problem: Problem, layout: str, page: int = PAGE) -> Run:
     views = []
     for _ in range(problem.copies):
         storage = Storage(spec, spec, page, torch.device("cpu"), layout)
-        storage.grow(pool)
+        storage.reserve(1, pool)
         ops.store(key, value, slots, storage.view)
         views.append(storage.view)
     starts = torch.arange(rows + 1)

@@ -1,4 +1,6 @@
 // Store, load and copy as torch calls them: tensors into views, slots checked, work spread over threads.
+#include <sys/mman.h>
+
 #include <algorithm>
 #include <atomic>
 #include <memory>
@@ -139,6 +141,19 @@ void check_move(const Move& move) {
   if (is_quantized(move.to.type)) check_scale(move.to, move.to_scale);
 }
 
+/// Whether no byte from the first to the last of one view lies between those of the other.
+bool lies_apart(const View& x, const View& y) {
+  const auto end_of = [](const View& view) {
+    int64_t last = 0;
+    for (int i = 0; i < 6; ++i) {
+      if (view.size[i] == 0) return view.data;
+      last += view.stride[i] * (view.size[i] - 1);
+    }
+    return view.data + (last + 1) * view.itemsize;
+  };
+  return end_of(x) <= y.data || end_of(y) <= x.data;
+}
+
 // --- threads ----------------------------------------------------------------------------------------------
 
 int64_t token_bytes(const View& view) { return view.num_heads() * view.width() * view.itemsize; }
@@ -184,6 +199,7 @@ void run(MoveArgs& args, int64_t count, int64_t bytes_to_stream) {
 
 // --- store ------------------------------------------------------------------------------------------------
 
+/// Keys or values of new tokens, `[T, H, D]` or `[B, H, N, D]`, into their cache.
 Move store_side(const Tensor& x, const Tensor& cache, const MaybeTensor& scale) {
   Move move;
   move.from = token_view(x, const_cast<void*>(x.const_data_ptr()));
@@ -196,26 +212,49 @@ Move store_side(const Tensor& x, const Tensor& cache, const MaybeTensor& scale) 
 void store(const Tensor& key, const MaybeTensor& value, const Tensor& slots, const Tensor& key_cache,
            const MaybeTensor& value_cache, const MaybeTensor& key_scale, const MaybeTensor& value_scale) {
   MoveArgs args;
-  const int64_t count = key.size(0);
   Move moves[2] = {store_side(key, key_cache, key_scale)};
+  const int64_t count = moves[0].from.num_slots();
+  require(slots.dim() == key.dim() - 2 && slots.size(0) == key.size(0), "there must be slots for each sequence");
   args.moves = moves;
   args.num_moves = 1;
   if (value && value_cache) {
-    require(value->size(0) == count, "there must be as many values as keys");
     moves[args.num_moves++] = store_side(*value, *value_cache, value_scale);
+    require(moves[1].from.num_slots() == count, "there must be as many values as keys");
     require(moves[0].to.num_slots() == moves[1].to.num_slots(), "keys and values must have the same slots");
   }
   const CheckedSlots to("slots", slots, count, moves[0].to.num_slots(), true);
+  for (int from = 0; from < args.num_moves; ++from) {
+    for (int m = 0; m < args.num_moves; ++m) {
+      const View &x = moves[from].from, &codes = moves[m].to, &scale = moves[m].to_scale;
+      require(lies_apart(x, codes) && (scale.data == nullptr || lies_apart(x, scale)),
+              "new tokens must lie before or behind the cache");
+    }
+  }
   args.to_slots = to.get();
   run(args, count, kBytesToStream);
 }
 
 // --- load -------------------------------------------------------------------------------------------------
 
+/// Advises pages of 2 MiB for large new memory, which is otherwise touched 4 KiB at a time. Only advice: the system may
+/// refuse it, and the memory is as good as before.
+void advise_huge_pages(char* data, int64_t bytes) {
+#ifdef MADV_HUGEPAGE
+  constexpr uintptr_t kHuge = 2 << 20;
+  const uintptr_t first = (reinterpret_cast<uintptr_t>(data) + kHuge - 1) / kHuge * kHuge;
+  const uintptr_t last = (reinterpret_cast<uintptr_t>(data) + bytes) / kHuge * kHuge;
+  if (first < last) madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);
+#endif
+}
+
 /// What is loaded of one side: `[T, H, D]`, or `[B, H, N, D]` where slots are `[B, N]`.
 Tensor empty_loaded(const Tensor& slots, int64_t heads, int64_t width, int32_t dtype) {
-  if (slots.dim() == 1) return empty_tokens(slots.size(0), heads, width, dtype);
-  return empty_contiguous(std::array{slots.size(0), heads, slots.size(1), width}, dtype);
+  Tensor out = slots.dim() == 1
+                   ? empty_tokens(slots.size(0), heads, width, dtype)
+                   : empty_contiguous(std::array{slots.size(0), heads, slots.size(1), width}, dtype);
+  const int64_t itemsize = static_cast<int64_t>(aoti_torch_dtype_element_size(dtype));
+  advise_huge_pages(static_cast<char*>(out.mutable_data_ptr()), out.numel() * itemsize);
+  return out;
 }
 
 Move load_side(const Tensor& cache, const MaybeTensor& scale, const Tensor& slots, int32_t dtype, int64_t repeat,

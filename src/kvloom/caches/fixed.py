@@ -255,11 +255,11 @@ class FixedLayer(Layer):
     def _tokens(self, storage: Storage, ring: Ring, first: Tensor, end: Tensor, count: int) -> Tokens:
         """All positions up to ``max_tokens``, or ``count`` from ``first`` on; tokens are before ``end``."""
         if self.max_tokens is not None:
-            placement = TokenIndex(ring.index, end.repeat(self.size), self.max_tokens)
-            rows = None if self.num_slots < self.max_tokens else storage.rows()
+            placement = TokenIndex(ring.index, end.expand(self.size), self.max_tokens)
+            rows = None if self.num_slots < self.max_tokens else storage.rows_of(slice(None), 0)
             return Tokens(storage.view, placement, self.window, rows)
         into = first % ring.index.page_size  # the first round of the ring of which tokens are left is token 0
-        lengths, origins = (end - first + into).repeat(self.size), into.repeat(self.size)
+        lengths, origins = (end - first + into).expand(self.size), into.expand(self.size)
         return Tokens(storage.view, TokenIndex(ring.index, lengths, count, origins), self.window)
 
     def _gathered(self, tokens: Tokens, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -13,11 +13,12 @@ from kvloom import ops
 from kvloom.caches.format import CacheFormat
 from kvloom.caches.layer import Layer
 from kvloom.caches.read_only import ReadOnly
-from kvloom.caches.sequences import Sequences
+from kvloom.caches.sequences import Sequences, Step
 from kvloom.caches.storage import Storage
 from kvloom.caches.tokens import TokenIndex, Tokens
 from kvloom.core.indexing import CacheIndex
 from kvloom.errors import StateError
+from kvloom.ops.plain import store_plain
 
 _Result = TypeVar("_Result")
 
@@ -25,8 +26,9 @@ _Result = TypeVar("_Result")
 class PagedLayer(Layer):
     """Keys and values of B sequences, in pages that are taken as they grow.
 
-    Nothing is allocated before the first update. Storage grows by a quarter, so that appending n tokens moves
-    O(n) bytes in all. Rows and forks share pages; a page is copied when one of its holders writes it.
+    Nothing is allocated before the first update. Storage doubles at first and then grows by a quarter: n
+    tokens move O(n) bytes in all. Rows and forks share pages; a page is copied when one of its holders writes
+    it.
 
     Args:
         format: How tokens are kept.
@@ -55,6 +57,35 @@ class PagedLayer(Layer):
     def storage(self) -> Storage | None:
         """The tensors of this layer; ``None`` before the first update."""
         return self.batch.storages.get(self.index)
+
+    def update(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """As ``Layer.update``."""
+        storage, step = self.storage, self.batch.step
+        if storage is None or step is None or not self._is_stored(key, value, storage, step):
+            return super().update(key, value)
+        result = Tokens(storage.view, step.visible, self.batch.window).gather(key.dtype)
+        self.num_tokens = step.end
+        return result
+
+    def append(self, key: Tensor, value: Tensor) -> Tokens:
+        """As ``Layer.append``."""
+        storage, step = self.storage, self.batch.step
+        if storage is None or step is None or not self._is_stored(key, value, storage, step):
+            return super().append(key, value)
+        self.num_tokens = step.end
+        return Tokens(storage.view, step.visible, self.batch.window)
+
+    def _is_stored(self, key: Tensor, value: Tensor, storage: Storage, step: Step) -> bool:
+        """Whether new tokens were stored at once, as the usual ones of a step that another layer began.
+
+        The kernel alone checks them; what it refuses, and what it does not know, goes the long way.
+        """
+        if step.start != self.num_tokens or step.stride != storage.stride or self._assignment.is_waiting:
+            return False
+        if not isinstance(key, Tensor) or key.dtype != self.dtype:
+            return False
+        self.batch.pages.num_writes += 1
+        return store_plain(key, value, step.slots, storage.view)
 
     def _append(self, key: Tensor, value: Tensor) -> Tokens:
         return self._extend(key, value, self._store, is_gathered=False)
@@ -87,18 +118,18 @@ class PagedLayer(Layer):
         sequences, start, end = self.batch, self.num_tokens, self.num_tokens + key.shape[2]
         if sequences.previous is not None and end > start:
             return self._store_beyond_window(key, value, storage, sequences.previous)
-        storage.store(key, value, sequences.slots(start, end, storage))
         visible = sequences.place(start - self._num_visible, end, storage)
+        storage.store(key, value, sequences.begin(start, end, storage, visible).slots)
         return Tokens(storage.view, visible, sequences.window)
 
     def _store_and_gather(self, storage: Storage, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         rows = self._rows(storage, key.dtype)
         if rows is None:
             return self._store(storage, key, value).gather(key.dtype)
-        start, num_new = self.num_tokens, key.shape[2]
+        start, end = self.num_tokens, self.num_tokens + key.shape[2]
         for target, new in zip(rows, (key, value), strict=True):
-            target.narrow(2, start, num_new).copy_(new)
-        return rows[0].narrow(2, 0, start + num_new), rows[1].narrow(2, 0, start + num_new)
+            target.narrow(2, start, end - start).copy_(new)
+        return _first(rows, end)
 
     def _rows(self, storage: Storage, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
         """Views ``[B, H, slots, D]`` of the sequences and the room behind them, if they lie in one run."""
@@ -158,7 +189,7 @@ class PagedLayer(Layer):
     def _held(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         rows = None if self.storage is None else self._rows(self.storage, dtype)
         if rows is not None and self.batch.has_own_pages:
-            return rows[0].narrow(2, 0, self.num_tokens), rows[1].narrow(2, 0, self.num_tokens)
+            return _first(rows, self.num_tokens)
         key, value = self.gather(dtype)
         return ReadOnly.of(key), ReadOnly.of(value)
 
@@ -200,7 +231,7 @@ class PagedLayer(Layer):
         if start > first:
             old, begin = previous.place(first, start, storage).slots, previous.first_held(first)
             ops.copy(storage.view, old.flatten(), step.view, slots[:, : start - first].flatten())
-        step.store(key, value, slots[:, start - first :])
+        step.store(key, value, slots[:, start - first :].contiguous())
         for b, column in enumerate(self.batch.first_held(first)):
             target = self.batch.place(column, end, storage).slots[b]
             ops.copy(step.view, slots[b, column - first :].contiguous(), storage.view, target)
@@ -208,3 +239,8 @@ class PagedLayer(Layer):
         index = CacheIndex.offset(slots[:, 0] + empty)
         origins = -empty if any(column > first for column in begin) else None
         return Tokens(step.view, TokenIndex(index, size - empty, size, origins), self.batch.window)
+
+
+def _first(rows: tuple[Tensor, Tensor], num_tokens: int) -> tuple[Tensor, Tensor]:
+    """The first tokens of keys and values ``[B, H, slots, D]``."""
+    return rows[0].narrow(2, 0, num_tokens), rows[1].narrow(2, 0, num_tokens)

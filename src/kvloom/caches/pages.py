@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -15,6 +15,9 @@ from kvloom.caches.memory import counted
 from kvloom.caches.storage import Storage
 from kvloom.errors import OutOfPages
 from kvloom.paging import Copy, Growth, PagePool, PageTable
+
+_DOUBLED: Final = 128
+"""Tokens of a sequence up to which its storage doubles."""
 
 
 class _User(Protocol):
@@ -43,8 +46,8 @@ class Pages:
     """Pages of one pool, and the tensors of every layer.
 
     Page i of the pool is the same place in every layer's storage, so one table serves all layers. The pool
-    grows by a quarter, up to ``format.max_tokens``, and has an extent for each of the sequences that came
-    first.
+    doubles at first and then grows by a quarter, up to ``format.max_tokens``, and has an extent for each of
+    the sequences that came first.
 
     Args:
         format: How tokens are kept.
@@ -165,8 +168,10 @@ class Pages:
         missing = growth.num_pages - self.pool.num_free - self.pool.num_evictable
         if missing <= 0:
             return have
-        # By a quarter: little is held in vain, and each token moves about four times in all.
-        wanted = have + max(have // 4, missing)
+        # By a quarter: little is held in vain, and each token moves about four times in all. The first
+        # tokens double, or a short text would move at every page.
+        doubled = min(have, _DOUBLED // size * max(self.pool.num_extents, 1))
+        wanted = have + max(have // 4, doubled, missing)
         if max_tokens is None:
             return wanted
         limit = max_tokens // size

@@ -23,12 +23,13 @@ class Ring:
         starts = torch.arange(rows, device=device).unsqueeze(1) * num_slots
         num_rounds = 2 if max_tokens is None else -(-max_tokens // num_slots)
         self.index = CacheIndex.pages(starts.repeat(1, num_rounds), num_slots)
+        self._starts = starts
         self._max_tokens = max_tokens
 
     def slots(self, position: Tensor) -> Tensor:
         """Slots ``[B, Q]`` of the tokens at ``position`` ``[Q]``; no slot for those that do not fit."""
-        table, size = self.index.table, self.index.page_size
-        slots = table[:, :1] + position % size
-        if self._max_tokens is None:
-            return slots
-        return torch.where(position < self._max_tokens, slots, len(table) * size)
+        size, end = self.index.page_size, self._max_tokens
+        if end is None:
+            return self._starts + position % size
+        slots = self._starts + (position if size == end else position % size)
+        return torch.where(position < end, slots, len(self._starts) * size)

@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,6 +27,24 @@ _FEW = 64
 
 ROLLBACK = 32
 """Tokens kept behind a window, so that as many of the newest can be removed."""
+
+
+class Step(NamedTuple):
+    """New tokens that the layers of a batch store one after the other.
+
+    Attributes:
+        start: Position of the first of them.
+        end: Position behind the last.
+        stride: Pages in an extent of the storages.
+        slots: ``[B, end - start]``.
+        visible: What their attention reads.
+    """
+
+    start: int
+    end: int
+    stride: int
+    slots: Tensor
+    visible: TokenIndex
 
 
 class Sequences:
@@ -55,7 +73,7 @@ class Sequences:
         self._first: list[int] = []  # and of the first one that is still held
         self._indices: dict[tuple[int, torch.device], CacheIndex] = {}
         self._tokens: dict[tuple[int, int, int, torch.device], TokenIndex] = {}
-        self._slots: dict[tuple[int, int, int, torch.device], Tensor] = {}
+        self.step: Step | None = None
         self._run: Run | Literal["unknown"] | None = "unknown"
         weakref.finalize(self, _release, self._tables)
         self.pages.users.add(self)
@@ -131,7 +149,7 @@ class Sequences:
             self._indices.clear()
             self._run = "unknown"
         self._tokens.clear()
-        self._slots.clear()
+        self.step = None
         self._tables[:], self._begin[:], self._first[:] = tables, begin, first
 
     @contextmanager
@@ -153,30 +171,31 @@ class Sequences:
             if (stride, device) not in self._indices:
                 table = self.pages.table(self._tables, storage)
                 self._indices[stride, device] = CacheIndex(table, None, self.format.page_size)
-            lengths, origins = ([position - first for first in self._first] for position in (end, start))
+            counts, origins = ([position - first for first in self._first] for position in (end, start))
+            both = torch.tensor([*counts, 0, *accumulate(counts)], device=device)  # copied there at once
             self._tokens[start, end, stride, device] = found = TokenIndex(
                 self._indices[stride, device],
-                lengths=torch.tensor(lengths, device=device),
+                lengths=both.narrow(0, 0, len(counts)),
                 num_columns=end - start,
                 origins=torch.tensor(origins, device=device) if any(origins) else None,
-                kvstarts=torch.tensor([0, *accumulate(lengths)], device=device),
+                kvstarts=both.narrow(0, len(counts), len(counts) + 1),
             )
         return found
 
-    def slots(self, start: int, end: int, storage: Storage) -> Tensor:
-        """Slots ``[B * (end - start)]`` of positions that every sequence holds, sequence by sequence."""
-        if (end - start) * len(self._tables) > _FEW:
-            return self.place(start, end, storage).slots.flatten()
-        key = start, end, storage.stride, storage.device
-        found = self._slots.get(key)
-        if found is None:
-            slots = [
-                self.pages.slot(table, position - first, storage)
-                for table, first in zip(self._tables, self._first, strict=True)
-                for position in range(start, end)
-            ]
-            self._slots[key] = found = torch.tensor(slots, dtype=torch.int64, device=storage.device)
-        return found
+    def begin(self, start: int, end: int, storage: Storage, visible: TokenIndex) -> Step:
+        """The step that stores positions ``start .. end``, and whose attention reads ``visible``."""
+        step = self.step
+        if step is None or step[:3] != (start, end, storage.stride) or step.visible is not visible:
+            if (end - start) * len(self._tables) > _FEW:
+                slots = self.place(start, end, storage).slots
+            else:
+                found = [
+                    [self.pages.slot(table, position - first, storage) for position in range(start, end)]
+                    for table, first in zip(self._tables, self._first, strict=True)
+                ]
+                slots = torch.tensor(found, dtype=torch.int64, device=storage.device)
+            self.step = step = Step(start, end, storage.stride, slots, visible)
+        return step
 
     def run(self) -> Run | None:
         """Where all tokens lie one behind the other, with the sequences in extents of one distance."""
@@ -355,7 +374,7 @@ class Sequences:
     def _changed(self) -> None:
         self._indices.clear()
         self._tokens.clear()
-        self._slots.clear()
+        self.step = None
         self._run = "unknown"
 
 

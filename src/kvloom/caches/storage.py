@@ -124,12 +124,8 @@ class Storage:
         )
 
     def store(self, key: Tensor, value: Tensor, slots: Tensor) -> None:
-        """Write ``[B, H, Q, D]`` to slots ``[B * Q]`` or ``[B, Q]``."""
-        if key.shape[2] == 1:
-            key, value = key.squeeze(2), value.squeeze(2)
-        else:
-            key, value = key.transpose(1, 2).flatten(0, 1), value.transpose(1, 2).flatten(0, 1)
-        ops.store(key, value, slots if slots.ndim == 1 else slots.flatten(), self.view)
+        """Write ``[B, H, Q, D]`` to slots ``[B, Q]``."""
+        ops.store(key, value, slots, self.view)
 
     def replace(self, new: Mapping[int, Tensor], slots: Tensor) -> None:
         """``store`` keys (0), values (1) or both; a negative slot skips a token."""
@@ -139,8 +135,7 @@ class Storage:
         key, value, key_scale, value_scale = self.tensors
         for side, x in new.items():  # as a cache of keys only
             tensor, scale = ((key, key_scale), (value, value_scale))[side]
-            view = KVView.split(self.specs[side].axes, tensor, None, scale)
-            ops.store(x.transpose(1, 2).flatten(0, 1), None, slots.flatten(), view)
+            ops.store(x, None, slots, KVView.split(self.specs[side].axes, tensor, None, scale))
 
     def reserve(self, num_extents: int, stride: int) -> None:
         """Hold extents of at least ``stride`` pages; tokens stay where they are in theirs, at other slots.

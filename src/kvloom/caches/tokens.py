@@ -56,7 +56,9 @@ class TokenIndex:
     def batch(self, num_new: int, first: Tensor | None = None) -> ops.Batch:
         """The last ``num_new`` tokens of each sequence are queries; columns before ``first`` ``[B]`` hide."""
         if num_new not in self._batches:
-            seqstarts = torch.arange(len(self.lengths) + 1, device=self.lengths.device) * num_new
+            seqstarts = torch.arange(len(self.lengths) + 1, device=self.lengths.device)
+            if num_new != 1:
+                seqstarts *= num_new
             kvstarts = prefix_sums(self.lengths) if self.kvstarts is None else self.kvstarts
             self._batches[num_new] = ops.Batch(self.index, seqstarts, kvstarts, first_visible=self.origins)
         batch = self._batches[num_new]

@@ -28,9 +28,8 @@ from kvloom.ops.expect import (
     expect_loadable,
     expect_store,
     expect_writable_view,
-    is_plain,
 )
-from kvloom.ops.impl import cpu
+from kvloom.ops.plain import COMPILED, is_plain, store_plain
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -91,11 +90,11 @@ def store(key: Tensor, value: Tensor | None, slots: Tensor, kv: KVView, *, backe
     """Write new keys and values into their slots, in place, quantized if ``kv`` is.
 
     Args:
-        key: ``[T, H, Dk]``, any strides. float32, float16 or bfloat16 where the cache is quantized or of
-            another float dtype (then it is cast); otherwise the dtype of the cache, of which the bits are
-            copied.
-        value: ``[T, H, Dv]``, dtype of ``key``; ``None`` in a cache of keys only.
-        slots: ``[T]`` int64 or int32, distinct. A negative slot skips its row.
+        key: ``[T, H, Dk]`` or ``[B, H, N, Dk]``, any strides. float32, float16 or bfloat16 where the cache is
+            quantized or of another float dtype (then it is cast); otherwise the dtype of the cache, of which
+            the bits are copied.
+        value: ``[T, H, Dv]`` or ``[B, H, N, Dv]``, dtype of ``key``; ``None`` in a cache of keys only.
+        slots: ``[T]`` or ``[B, N]`` int64 or int32, distinct. A negative slot skips its token.
         kv: Where to write. It must not overlap ``key`` or ``value``, which are stored without their gradient.
         backend: ``"auto"`` (by device), ``"reference"``, ``"cpu"`` or ``"triton"``.
 
@@ -104,17 +103,35 @@ def store(key: Tensor, value: Tensor | None, slots: Tensor, kv: KVView, *, backe
         ArgumentError: a slot is outside the cache (CPU; on other devices the kernel stops); nothing was
             written.
     """
-    expect_store(key, value, slots, kv)
+    if backend in COMPILED and store_plain(key, value, slots, kv):
+        return
+    if isinstance(key, Tensor) and isinstance(slots, Tensor) and (key.ndim, slots.ndim) == (4, 2):
+        key, value, slots = _packed(key, value, slots)
+    is_apart = expect_store(key, value, slots, kv)
     slots = apart_from(kv, slots)
     # Detached, or autograd would make the cache require a gradient and keep every step alive.
-    if key.requires_grad:
-        key = key.detach()
-    if value is not None and value.requires_grad:
-        value = value.detach()
+    key, value = _detached(key), None if value is None else _detached(value)
+    if not is_apart:  # they share no byte with the cache, but lie between its rows, which kernels refuse
+        key, value = key.clone(), None if value is None else value.clone()
     if debugging():
         check_distinct("slots", slots)
     run(backend, "store", kv.device, key, value, slots, *kv.tensors)
     kv.mark_changed()
+
+
+def _detached(x: Tensor) -> Tensor:
+    return x.detach() if x.requires_grad else x
+
+
+def _packed(key: Tensor, value: Tensor | None, slots: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
+    """``[T, H, D]`` of ``[B, H, N, D]``, and ``[T]`` of ``[B, N]``."""
+    expect("slots", slots, "B N", dtype=INDEX_DTYPES)
+    rows, count = slots.shape
+    sizes = expect("key", key, "B H N Dk", B=rows, N=count)
+    if value is not None:
+        expect("value", value, "B H N Dv", B=rows, H=sizes["H"], N=count)
+        value = value.transpose(1, 2).flatten(0, 1)
+    return key.transpose(1, 2).flatten(0, 1), value, slots.flatten()
 
 
 def load(
@@ -229,7 +246,7 @@ def attend(
         ArgumentError: a value is out of range.
         UnsupportedError: on ``backward``: there is no gradient.
     """
-    if backend in _COMPILED and (plain := _attend_plain(query, kv, batch, scores)) is not None:
+    if backend in COMPILED and (plain := _attend_plain(query, kv, batch, scores)) is not None:
         return plain
     if kv.value is None:
         raise ArgumentError("kv must have values, got a cache of keys only")
@@ -283,9 +300,6 @@ def _arguments(query: Tensor, kv: KVView, batch: Batch, scores: Scores, head_dim
         scores.softcap,
         scores.sinks,
     )
-
-
-_COMPILED = ("auto", "cpu") if cpu.WHY_NOT is None else ()
 
 
 def _expect_batch(batch: Batch, device: torch.device) -> None:

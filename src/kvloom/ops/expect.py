@@ -1,6 +1,5 @@
 """What the operators ask of their tensors."""
 
-from collections.abc import Iterable
 from itertools import combinations
 from typing import Final
 
@@ -17,19 +16,12 @@ PARTS: Final = ("key.cache", "value.cache", "key.scale", "value.scale")
 """What errors call ``KVView.tensors``."""
 
 
-def is_plain(tensors: Iterable[Tensor | None]) -> bool:
-    """Whether these are tensors on the CPU, or ``None``, that ask nothing of autograd or of a compiler."""
-    if torch.compiler.is_compiling():
-        return False
-    records = torch.is_grad_enabled()
-    for x in tensors:
-        if x is not None and not (isinstance(x, Tensor) and x.is_cpu and not (records and x.requires_grad)):
-            return False
-    return True
+def expect_store(key: Tensor, value: Tensor | None, slots: Tensor, kv: KVView) -> bool:
+    """Check everything that ``store`` promises to refuse but the values of ``slots``.
 
-
-def expect_store(key: Tensor, value: Tensor | None, slots: Tensor, kv: KVView) -> None:
-    """Check everything that ``store`` promises to refuse but the values of ``slots``."""
+    Returns:
+        Whether keys and values lie before or behind the cache, and not between its rows.
+    """
     tokens = expect_rows("key", key, kv.key)
     if (value is None) != (kv.value is None):
         raise ArgumentError(f"value must be {'None' if kv.value is None else 'given'} as in the cache")
@@ -41,11 +33,12 @@ def expect_store(key: Tensor, value: Tensor | None, slots: Tensor, kv: KVView) -
     expect_writable_view("kv", kv)
     read = (key,) if value is None else (key, value)
     if torch.compiler.is_compiling() or kv.lies_apart_from(*read):
-        return
+        return True
     for name, x in zip(("key", "value"), read, strict=False):
         for written in kv.tensors:
             if written is not None:
                 expect_disjoint(name, x, "kv", written)
+    return False
 
 
 def expect_rows(name: str, x: Tensor, side: Side) -> int:

@@ -177,7 +177,8 @@ class KVCache(DynamicCache):  # type: ignore[misc]
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[States, States]:
         """Store ``[B, H, Q, D]`` in a layer and return what attention reads there, ``[B, H, N, D]``."""
-        self._expect_usable()
+        if self._is_torn or self.is_frozen:
+            self._expect_usable()
         if not 0 <= layer_idx < len(self.layers):
             raise ArgumentError(
                 f"layer_idx must be in [0, {len(self.layers)}), got {layer_idx}: this cache was made for a "

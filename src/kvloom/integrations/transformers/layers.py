@@ -72,7 +72,8 @@ class KVCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[States, States]:
         """Store ``[B, H, Q, D]`` and return everything that their attention reads, ``[B, H, N, D]``."""
-        self.expect_changeable()
+        if self.is_frozen or self.assignment.is_waiting:
+            self.expect_changeable()
         if self._is_in_place:
             tokens = self.pages.append(key_states, value_states)
             pair: tuple[States, States] = LazyStates.pair(tokens, key_states, value_states)
@@ -86,7 +87,12 @@ class KVCacheLayer(CacheLayerMixin):  # type: ignore[misc]
     @property
     def _is_in_place(self) -> bool:
         """Whether attention reads the cache itself."""
-        return bool(self._config._attn_implementation == IMPLEMENTATION)
+        found = None
+        if (
+            not torch.compiler.is_compiling()
+        ):  # past the hooks of a configuration, which take longer than a layer
+            found = object.__getattribute__(self._config, "__dict__").get("_attn_implementation_internal")
+        return bool((self._config._attn_implementation if found is None else found) == IMPLEMENTATION)
 
     def get_seq_length(self) -> int | Tensor:
         """Columns seen, those that a window has passed included."""

@@ -1,0 +1,49 @@
+"""The commonest calls, of a decoding step on the CPU: what Python need not check again."""
+
+from collections.abc import Iterable
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from kvloom.core.checks import debugging
+from kvloom.core.views import KVView
+from kvloom.ops import schemas
+from kvloom.ops.impl import cpu
+
+COMPILED: Final = ("auto", "cpu") if cpu.WHY_NOT is None else ()
+"""Backends that are the compiled kernels where tensors are on the CPU."""
+
+
+def is_plain(tensors: Iterable[Tensor | None]) -> bool:
+    """Whether these are tensors on the CPU, or ``None``, that ask nothing of autograd or of a compiler."""
+    if torch.compiler.is_compiling():
+        return False
+    records = torch.is_grad_enabled()
+    for x in tensors:
+        if x is not None and not (isinstance(x, Tensor) and x.is_cpu and not (records and x.requires_grad)):
+            return False
+    return True
+
+
+def store_plain(key: Tensor, value: Tensor | None, slots: Tensor, kv: KVView) -> bool:
+    """Store where the compiled kernel alone can check everything that ``ops.store`` promises.
+
+    Returns:
+        Whether it did; if not, nothing was written, and ``ops.store`` does it or says why not.
+    """
+    side = kv.value
+    if key is None or value is None or slots is None or side is None or not kv.is_writable or debugging():
+        return False
+    if not is_plain((key, value, slots, kv.key.cache)):
+        return False
+    if key.dtype not in kv.key.dtypes or value.dtype not in side.dtypes or key.dtype != value.dtype:
+        return False
+    if not key.ndim == value.ndim == slots.ndim + 2 or key.shape[:-1] != value.shape[:-1]:
+        return False
+    try:
+        schemas.store(key, value, slots, *kv.tensors)
+    except (ValueError, IndexError, RuntimeError, ArithmeticError):
+        return False  # nothing was written; the checks in Python say it better
+    kv.mark_changed()
+    return True
