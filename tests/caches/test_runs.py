@@ -100,6 +100,48 @@ def test_beams_are_gathered_and_right() -> None:
         assert_same_bits(values.contiguous(), every, f"values at step {step}")
 
 
+@pytest.mark.parametrize("page_size", [1, 4])
+@pytest.mark.parametrize("window", [1, 5, 12])
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("prompt", [1, 30])
+def test_decoding_within_a_window_copies_nothing(prompt: int, rows: int, window: int, page_size: int) -> None:
+    format = CacheFormat(page_size=page_size)
+    layer, every = PagedLayer(format, Sequences(format, window, rollback=3)), tokens(rows, 0)
+    returned = []
+    for step in range(200):
+        new = tokens(rows, prompt if step == 0 else 1, step)
+        every = torch.cat((every, new), dim=2)
+        keys, values = layer.update(new, 2 * new)
+        visible = every if step == 0 else every[:, :, -window:]
+        assert is_view(keys, layer) or step == 0
+        assert_same_bits(keys.contiguous(), visible, f"keys at step {step}")
+        assert_same_bits(values.contiguous(), 2 * visible, f"values at step {step}")
+        assert layer.storage is not None
+        held = -(-(window + 3) // page_size) + 1
+        assert step == 0 or layer.storage.stride <= 2 * max(-(-prompt // page_size), 1.25 * (held + 1)) + 1
+        returned.append((keys, keys.clone()))
+    assert all(torch.equal(*pair) for pair in returned)
+
+
+def test_a_window_that_is_shared_or_cropped_is_read_right() -> None:
+    format = CacheFormat(page_size=4)
+    layer, every = PagedLayer(format, Sequences(format, 10, rollback=8)), tokens(2, 25)
+    layer.update(every, every)
+    others = []
+    for step in range(1, 60):
+        if step % 9 == 0:
+            others.append((layer.fork(), every))
+        if step % 7 == 0:
+            layer.truncate(every.shape[2] - 5)
+            every = every[:, :, :-5]
+        every = torch.cat((every, tokens(2, 1, step)), dim=2)
+        keys, _ = layer.update(every[:, :, -1:], every[:, :, -1:])
+        assert_same_bits(keys.contiguous(), every[:, :, -10:], f"keys at step {step}")
+    for other, its in others:
+        keys, _ = other.update(its[:, :, :1], its[:, :, :1])
+        assert torch.equal(keys, torch.cat((its[:, :, -9:], its[:, :, :1]), dim=2))
+
+
 def test_a_truncated_cache_is_a_view_again() -> None:
     layer, every = layer_of(), tokens(2, 9)
     layer.update(every, every)
@@ -124,10 +166,9 @@ def test_rows_cropped_apart_are_gathered() -> None:
     [
         PagedLayer(CacheFormat(quant=QuantSpec(8, 8))),
         PagedLayer(CacheFormat(dtype=torch.float16)),
-        PagedLayer(CacheFormat(), Sequences(CacheFormat(), window=20)),
         PagedLayer(CacheFormat(layout="HND")),
     ],
-    ids=["codes", "another dtype", "a window", "pages apart"],
+    ids=["codes", "another dtype", "pages apart"],
 )
 def test_what_cannot_be_a_view_is_gathered(layer: PagedLayer) -> None:
     layer.update(tokens(2, 20), tokens(2, 20))

@@ -12,10 +12,11 @@ from torch import Tensor
 from kvloom import ops
 from kvloom.caches.format import CacheFormat
 from kvloom.caches.layer import Layer
+from kvloom.caches.pages import Run
 from kvloom.caches.read_only import ReadOnly
-from kvloom.caches.sequences import Sequences, Step
+from kvloom.caches.sequences import Sequences
 from kvloom.caches.storage import Storage
-from kvloom.caches.tokens import TokenIndex, Tokens
+from kvloom.caches.tokens import Step, TokenIndex, Tokens
 from kvloom.core.indexing import CacheIndex
 from kvloom.errors import StateError
 from kvloom.ops.plain import store_plain
@@ -123,18 +124,20 @@ class PagedLayer(Layer):
         return Tokens(storage.view, visible, sequences.window)
 
     def _store_and_gather(self, storage: Storage, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        rows = self._rows(storage, key.dtype)
-        if rows is None:
+        run = self.batch.run()
+        rows = None if run is None else self._rows(run, storage, key.dtype)
+        if run is None or rows is None:
             return self._store(storage, key, value).gather(key.dtype)
         start, end = self.num_tokens, self.num_tokens + key.shape[2]
         for target, new in zip(rows, (key, value), strict=True):
-            target.narrow(2, start, end - start).copy_(new)
-        return _first(rows, end)
+            target.narrow(2, start - run.first, end - start).copy_(new)
+        first = start - self._num_visible
+        key, value = (x.narrow(2, first - run.first, end - first) for x in rows)
+        return key, value
 
-    def _rows(self, storage: Storage, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
-        """Views ``[B, H, slots, D]`` of the sequences and the room behind them, if they lie in one run."""
-        run = self.batch.run()
-        rows = None if run is None else storage.rows_of(run.extents, run.start)
+    def _rows(self, run: Run, storage: Storage, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
+        """Views ``[B, H, slots, D]`` of the sequences and the room behind them, if there are such."""
+        rows = storage.rows_of(run.extents, run.start)
         return None if rows is None or not rows[0].dtype == rows[1].dtype == dtype else rows
 
     @property
@@ -187,9 +190,13 @@ class PagedLayer(Layer):
         return Tokens(storage.view, placement, self.batch.window)
 
     def _held(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        rows = None if self.storage is None else self._rows(self.storage, dtype)
-        if rows is not None and self.batch.has_own_pages:
-            return _first(rows, self.num_tokens)
+        run = self.batch.run()
+        if run is not None and self.storage is not None and self.batch.has_own_pages:
+            rows = self._rows(run, self.storage, dtype)
+            if rows is not None:
+                first = self.num_tokens - self.num_columns - run.first
+                key, value = (x.narrow(2, first, self.num_columns) for x in rows)
+                return key, value
         key, value = self.gather(dtype)
         return ReadOnly.of(key), ReadOnly.of(value)
 
@@ -239,8 +246,3 @@ class PagedLayer(Layer):
         index = CacheIndex.offset(slots[:, 0] + empty)
         origins = -empty if any(column > first for column in begin) else None
         return Tokens(step.view, TokenIndex(index, size - empty, size, origins), self.batch.window)
-
-
-def _first(rows: tuple[Tensor, Tensor], num_tokens: int) -> tuple[Tensor, Tensor]:
-    """The first tokens of keys and values ``[B, H, slots, D]``."""
-    return rows[0].narrow(2, 0, num_tokens), rows[1].narrow(2, 0, num_tokens)

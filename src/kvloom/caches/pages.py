@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Sequence
+from itertools import accumulate
 from typing import Any, Final, NamedTuple, Protocol
 
 import torch
@@ -36,10 +37,12 @@ class Run(NamedTuple):
     Attributes:
         extents: Of the sequences, in order.
         start: Slot of the first token in each of them.
+        first: Position of that token, if a window has evicted others.
     """
 
     extents: slice
     start: int
+    first: int = 0
 
 
 class Pages:
@@ -102,14 +105,37 @@ class Pages:
         growth = Growth(tables, num_tokens)
         num_pages = self._num_pages_for(growth, num_tokens)
         if num_pages > self.pool.num_pages:
-            # Tensors first, which is where memory runs out; the tables change when nothing can fail any more.
             num_extents = self.pool.num_extents if self.pool.num_pages else len(tables)
-            for storage in self.storages.values():
-                storage.reserve(num_extents, -(-num_pages // num_extents))
-            self.pool.grow(num_pages - self.pool.num_pages, num_extents)
+            self._grow(num_pages, num_extents)
         with growth.made() as copies:
             self.copy(copies)
         return growth.num_pages > 0
+
+    def continue_run(self, tables: Sequence[PageTable], run: Run, num_tokens: int) -> bool:
+        """Let the pages for ``num_tokens`` more tokens of each table follow those that it has, if possible.
+
+        Extents grow until they have twice the pages of the tables. From then on the tables move to the front
+        of new tensors, once in as many tokens as they hold: tensors that were read before stay as they were.
+
+        Returns:
+            Whether the tables have other pages now.
+
+        Raises:
+            Exception: whatever an allocation raises; every table and token is as it was.
+        """
+        num_pages, missing = tables[0].num_pages, tables[0].num_missing(num_tokens)
+        if all(len(self.pool.next_free(table.pages[-1].id, missing)) == missing for table in tables):
+            return False
+        extents = range(run.extents.start, run.extents.stop, run.extents.step)
+        free = [self.pool.free_from(extent, 0, num_pages) for extent in extents]
+        if all(len(pages) == num_pages for pages in free):
+            self._move(tables, free)
+            return True
+        limit = self.format.max_tokens
+        wanted = self.pool.num_pages + max(self.pool.num_pages // 4, missing * self.pool.num_extents)
+        if limit is None or wanted * self.format.page_size <= limit:
+            self._grow(wanted, self.pool.num_extents)
+        return False
 
     def copy(self, copies: Sequence[Copy]) -> None:
         """Run the copies that tables asked for, in every layer."""
@@ -157,6 +183,27 @@ class Pages:
         if not self.is_kept and not any(user.size for user in self.users):
             self.storages.clear()
             self.pool = PagePool(0)
+
+    def _grow(self, num_pages: int, num_extents: int) -> None:
+        """Have ``num_pages`` pages: tensors first, which is where memory runs out."""
+        for storage in self.storages.values():
+            storage.reserve(num_extents, -(-num_pages // num_extents))
+        self.pool.grow(num_pages - self.pool.num_pages, num_extents)
+
+    def _move(self, tables: Sequence[PageTable], free: Sequence[Sequence[int]]) -> None:
+        """Hold free pages with the same tokens instead of those of each table, in new tensors."""
+        refs = self.pool.take(sum(map(len, free)), [page for pages in free for page in pages])
+        try:
+            for storage in self.storages.values():
+                storage.renew()
+            old = [ref.id for table in tables for ref in table.pages]
+            self.copy([Copy(source, ref.id) for source, ref in zip(old, refs, strict=True)])
+        except BaseException:
+            for ref in refs:
+                self.pool.release(ref)
+            raise
+        for table, first in zip(tables, accumulate(map(len, free), initial=0), strict=False):
+            table.move(refs[first : first + table.num_pages])
 
     def _first_slots(self, pages: Iterable[int], storage: Storage) -> list[int]:
         size, stride = storage.page_size, storage.stride

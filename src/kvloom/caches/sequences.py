@@ -8,16 +8,15 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
-from torch import Tensor
 
 from kvloom.caches.format import CacheFormat
 from kvloom.caches.pages import Pages, Run
 from kvloom.caches.saving import Place, load_tables, save_tables
 from kvloom.caches.storage import Storage
-from kvloom.caches.tokens import TokenIndex
+from kvloom.caches.tokens import Step, TokenIndex
 from kvloom.core.indexing import CacheIndex
 from kvloom.errors import ArgumentError, ShapeError, StateError
 from kvloom.paging import Copy, PageTable, PrefixTree
@@ -27,24 +26,6 @@ _FEW = 64
 
 ROLLBACK = 32
 """Tokens kept behind a window, so that as many of the newest can be removed."""
-
-
-class Step(NamedTuple):
-    """New tokens that the layers of a batch store one after the other.
-
-    Attributes:
-        start: Position of the first of them.
-        end: Position behind the last.
-        stride: Pages in an extent of the storages.
-        slots: ``[B, end - start]``.
-        visible: What their attention reads.
-    """
-
-    start: int
-    end: int
-    stride: int
-    slots: Tensor
-    visible: TokenIndex
 
 
 class Sequences:
@@ -144,6 +125,10 @@ class Sequences:
                 self.previous = self._twin(self._tables)
                 self._hold(new, begin, last)
                 return
+            run = self.run() if start and any(x.is_gathered for x in self.storages.values()) else None
+            if run is not None and self.has_own_pages:
+                if self.pages.continue_run(self._tables, run, end - start):
+                    self._changed()
         tables = self._tables or self._new_tables(batch)
         if self.pages.append(tables, [end - start] * batch):
             self._indices.clear()
@@ -200,8 +185,10 @@ class Sequences:
     def run(self) -> Run | None:
         """Where all tokens lie one behind the other, with the sequences in extents of one distance."""
         if self._run == "unknown":
-            is_whole = self.window is None and not any(self._first)
-            self._run = self.pages.run(self._tables) if is_whole else None
+            # Sequences that begin together, and of which the window has evicted as many tokens.
+            is_even = not any(self._begin) and len(set(self._first)) <= 1 and self.previous is None
+            run = self.pages.run(self._tables) if is_even else None
+            self._run = None if run is None or not self._first else run._replace(first=self._first[0])
         return self._run
 
     @property
@@ -370,6 +357,7 @@ class Sequences:
         if self.previous is not None:
             self.previous._replace([], [], [])
             self.previous = None
+            self._run = "unknown"
 
     def _changed(self) -> None:
         self._indices.clear()

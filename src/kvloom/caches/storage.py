@@ -142,8 +142,14 @@ class Storage:
 
         What was taken from here before, such as ``view``, is stale afterwards.
         """
-        if stride <= self.stride:
-            return
+        if stride > self.stride:
+            self._reallocate(num_extents, stride)
+
+    def renew(self) -> None:
+        """Hold copies of all tokens in new tensors, at the same slots; the old ones stay as they are."""
+        self._reallocate(self.num_extents, self.stride)
+
+    def _reallocate(self, num_extents: int, stride: int) -> None:
         tensors, old = self._allocate(num_extents, stride), _canonical(self.view)
         have, view = self.stride, self._view(tensors)
         for target, source in zip(_canonical(view), old, strict=True):

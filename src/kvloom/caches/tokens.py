@@ -6,6 +6,7 @@ others and has columns in front that hold nothing.
 """
 
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -85,6 +86,24 @@ class TokenIndex:
         slots = self.index.slots(row.flatten(), position.flatten()).view(position.shape)
         # A sequence without tokens has no page; some other token stands in for what is hidden anyway.
         return slots if self.origins is None else slots.clamp(min=0)
+
+
+class Step(NamedTuple):
+    """New tokens that the layers of a batch store one after the other.
+
+    Attributes:
+        start: Position of the first of them.
+        end: Position behind the last.
+        stride: Pages in an extent of the storages.
+        slots: ``[B, end - start]``.
+        visible: What their attention reads.
+    """
+
+    start: int
+    end: int
+    stride: int
+    slots: Tensor
+    visible: TokenIndex
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -94,8 +94,11 @@ class PagePool:
     def next_free(self, page: int, num_pages: int) -> list[int]:
         """Up to ``num_pages`` free pages that follow ``page`` in its extent without a gap."""
         extent, index = self._places[page]
-        following = self._extents[extent][index + 1 : index + 1 + num_pages]
-        return list(takewhile(self._free.__contains__, following))
+        return self.free_from(extent, index + 1, num_pages)
+
+    def free_from(self, extent: int, index: int, num_pages: int) -> list[int]:
+        """Up to ``num_pages`` free pages of an extent from ``index`` on, without a gap."""
+        return list(takewhile(self._free.__contains__, self._extents[extent][index : index + num_pages]))
 
     def grow(self, num_pages: int, num_extents: int = 1) -> None:
         """Add ``num_pages`` free pages to the ends of all extents alike; references stay valid.

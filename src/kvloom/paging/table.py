@@ -60,6 +60,10 @@ class PageTable:
         used = self._num_tokens % self.page_size
         return 0 < used <= self.page_size - num_tokens and self._pool.is_writable(self._held()[-1])
 
+    def num_missing(self, num_tokens: int) -> int:
+        """Pages that ``num_tokens`` more tokens take behind the last one."""
+        return self._pages_for(self._num_tokens + num_tokens) - len(self._held())
+
     def fill(self, num_tokens: int) -> None:
         """Add ``num_tokens`` tokens to the last page, which ``has_room`` for them."""
         if not self.has_room(num_tokens):
@@ -118,6 +122,17 @@ class PageTable:
             )
         self._pages = self._checked(refs)
         self._num_tokens = len(refs) * self.page_size
+
+    def move(self, refs: Sequence[PageRef]) -> None:
+        """Release ``pages`` and take over the references to others, to which their tokens were copied.
+
+        Raises:
+            As ``replace``.
+        """
+        old = self.pages
+        self.replace(refs)
+        for ref in old:
+            self._pool.release(ref)
 
     def replace(self, refs: Sequence[PageRef]) -> None:
         """Hold what ``PrefixTree.insert`` returned for ``pages``; it has moved the references already.
@@ -191,7 +206,7 @@ class Growth:
                 last = pages[-1]
                 moves = self._pool.is_sealed(last) or self._pool.count(last) - leaving[last] > 1
                 leaving[last] += moves
-            num_pages = table._pages_for(table._num_tokens + num_new) - len(pages) + moves
+            num_pages = table.num_missing(num_new) + moves
             self._plan.append((table, num_new, moves, num_pages))
         self.num_pages = sum(num_pages for *_, num_pages in self._plan)
 
