@@ -180,3 +180,20 @@ def test_rows_of_a_static_cache_end_together() -> None:
     generate(model, make_prompts([4, 5]), cache)
     with pytest.raises(UnsupportedError, match="cannot be cropped row by row"):
         cache.crop([-1, 0])
+
+
+@pytest.mark.parametrize("is_static", [False, True])
+def test_the_legacy_format_is_a_copy(is_static: bool) -> None:
+    model = make_model("sdpa")
+    cache = KVCache.for_model(model, max_tokens=64, static=is_static)
+    config = model.config
+    sizes = 2, config.num_key_value_heads, 5, config.head_dim
+    for layer in range(config.num_hidden_layers):
+        cache.update(torch.ones(sizes), torch.ones(sizes), layer)
+    pairs = cache.to_legacy_cache()
+    keys = cache.layers[0].keys
+    cache.crop(-3)
+    for layer in range(config.num_hidden_layers):
+        cache.update(torch.zeros(sizes)[:, :, :3], torch.zeros(sizes)[:, :, :3], layer)
+    assert all((x == 1).all() for pair in pairs for x in pair)
+    assert (keys[:, :, :5] == 1).all()

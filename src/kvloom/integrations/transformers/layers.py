@@ -5,6 +5,7 @@ Letters: B sequences, Q new tokens of each, N columns of stored ones, H key/valu
 
 import copy
 import inspect
+from dataclasses import replace
 from typing import Any, Final, cast
 
 import torch
@@ -192,7 +193,7 @@ class KVCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         """Keys and values that the next token sees, ``[B, H, N, D]``; the caller owns them."""
         if self._dtype is None or self.pages.storage is None:
             return None
-        return self.pages.stored().gather(self._dtype)
+        return replace(self.pages.stored(), rows=None).gather(self._dtype)
 
     def _side(self, side: int) -> Tensor | None:
         waiting = self.assignment.get(side)
