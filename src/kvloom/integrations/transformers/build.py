@@ -57,12 +57,12 @@ def layers_used(model: Any) -> set[int] | None:
 
 def cache_format(
     config: Any,
-    kv: str,
-    quant_group: int,
-    page_size: int,
-    max_tokens: int | None,
-    values: str | None,
-    layout: str,
+    kv: str = "auto",
+    quant_group: int = 64,
+    page_size: int = 16,
+    max_tokens: int | None = None,
+    values: str | None = None,
+    layout: str = "auto",
 ) -> CacheFormat:
     """The format that arguments of ``KVCache.for_model`` name; raises as that does."""
     formats = []

@@ -5,6 +5,7 @@ Letters: B sequences, H key/value heads, N tokens, D head dim.
 
 from collections.abc import Iterable, Sequence
 from types import SimpleNamespace
+from typing import Any
 
 from torch import Tensor
 
@@ -37,18 +38,9 @@ def expect_pairs(past_key_values: Iterable[Sequence[Tensor]]) -> list[tuple[Tens
     return pairs
 
 
-def plain_layers(
-    pairs: Sequence[tuple[Tensor, Tensor]],
-    kv: str = "auto",
-    quant_group: int = 64,
-    page_size: int = 16,
-    max_tokens: int | None = None,
-    *,
-    values: str | None = None,
-    layout: str = "auto",
-) -> list[KVCacheLayer]:
-    """Layers that keep all tokens, for pairs of a model that is not known; arguments as ``for_model``."""
+def plain_layers(pairs: Sequence[tuple[Tensor, Tensor]], **options: Any) -> list[KVCacheLayer]:
+    """Layers that keep all tokens, for pairs of a model that is not known; options as of ``cache_format``."""
     # All that a configuration is asked for: how attention computes. Head dims are checked at the update.
     config = SimpleNamespace(_attn_implementation="sdpa", kv_lora_rank=None)
-    batch = Sequences(cache_format(config, kv, quant_group, page_size, max_tokens, values, layout))
+    batch = Sequences(cache_format(config, **options))
     return [KVCacheLayer(PagedLayer(batch.format, batch, i), config) for i in range(len(pairs))]
