@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cstdlib>
 #include <memory>
 #include <string>
 #include <tuple>
@@ -141,17 +142,24 @@ void check_move(const Move& move) {
   if (is_quantized(move.to.type)) check_scale(move.to, move.to_scale);
 }
 
-/// Whether no byte from the first to the last of one view lies between those of the other.
-bool lies_apart(const View& x, const View& y) {
-  const auto end_of = [](const View& view) {
-    int64_t last = 0;
-    for (int i = 0; i < 6; ++i) {
-      if (view.size[i] == 0) return view.data;
-      last += view.stride[i] * (view.size[i] - 1);
-    }
-    return view.data + (last + 1) * view.itemsize;
-  };
-  return end_of(x) <= y.data || end_of(y) <= x.data;
+struct Extent {
+  const char* begin;
+  const char* end;
+};
+
+Extent extent_of(const View& view) {
+  int64_t last = 0;
+  for (int i = 0; i < 6; ++i) {
+    if (view.size[i] == 0) return {view.data, view.data};
+    last += (view.size[i] - 1) * view.stride[i];
+  }
+  return {view.data, view.data + (last + 1) * view.itemsize};
+}
+
+/// Whether a byte between the first and the last of one view is between those of the other.
+bool extents_meet(const View& x, const View& y) {
+  const Extent a = extent_of(x), b = extent_of(y);
+  return a.begin < b.end && b.begin < a.end;
 }
 
 // --- threads ----------------------------------------------------------------------------------------------
@@ -226,7 +234,7 @@ void store(const Tensor& key, const MaybeTensor& value, const Tensor& slots, con
   for (int from = 0; from < args.num_moves; ++from) {
     for (int m = 0; m < args.num_moves; ++m) {
       const View &x = moves[from].from, &codes = moves[m].to, &scale = moves[m].to_scale;
-      require(lies_apart(x, codes) && (scale.data == nullptr || lies_apart(x, scale)),
+      require(!extents_meet(x, codes) && (scale.data == nullptr || !extents_meet(x, scale)),
               "new tokens must lie before or behind the cache");
     }
   }
@@ -236,8 +244,20 @@ void store(const Tensor& key, const MaybeTensor& value, const Tensor& slots, con
 
 // --- load -------------------------------------------------------------------------------------------------
 
-/// Advises pages of 2 MiB for large new memory, which is otherwise touched 4 KiB at a time. Only advice: the system may
-/// refuse it, and the memory is as good as before.
+/// Lets the C library keep the memory of large results between calls. glibc takes such blocks from the system, and gives
+/// them back, each time until a block as large was freed once (M_MMAP_THRESHOLD in mallopt(3)): then every page of every
+/// result is touched for the first time, which takes longer than to write it.
+void keep_large_memory() {
+  static const bool is_kept = [] {
+    constexpr size_t kLargest = (size_t{32} << 20) - (64 << 10);  // larger ones do not move the threshold
+    void* volatile block = std::malloc(kLargest);                 // never touched
+    std::free(block);
+    return true;
+  }();
+  static_cast<void>(is_kept);
+}
+
+/// Advises pages of 2 MiB for new memory of many of 4 KiB. Only advice: the system may refuse it.
 void advise_huge_pages(char* data, int64_t bytes) {
 #ifdef MADV_HUGEPAGE
   constexpr uintptr_t kHuge = 2 << 20;
@@ -249,6 +269,7 @@ void advise_huge_pages(char* data, int64_t bytes) {
 
 /// What is loaded of one side: `[T, H, D]`, or `[B, H, N, D]` where slots are `[B, N]`.
 Tensor empty_loaded(const Tensor& slots, int64_t heads, int64_t width, int32_t dtype) {
+  keep_large_memory();
   Tensor out = slots.dim() == 1
                    ? empty_tokens(slots.size(0), heads, width, dtype)
                    : empty_contiguous(std::array{slots.size(0), heads, slots.size(1), width}, dtype);
@@ -295,20 +316,6 @@ std::tuple<Tensor, Tensor> load(const Tensor& slots, const Tensor& key_cache, co
 
 // --- copy -------------------------------------------------------------------------------------------------
 
-struct Extent {
-  const char* begin;
-  const char* end;
-};
-
-Extent extent_of(const View& view) {
-  int64_t last = 0;
-  for (int i = 0; i < 6; ++i) {
-    if (view.size[i] == 0) return {view.data, view.data};
-    last += (view.size[i] - 1) * view.stride[i];
-  }
-  return {view.data, view.data + (last + 1) * view.itemsize};
-}
-
 bool is_same(const View& a, const View& b) {
   return a.data == b.data && std::equal(a.size, a.size + 6, b.size) &&
          std::equal(a.stride, a.stride + 6, b.stride);
@@ -322,8 +329,7 @@ bool may_overlap(const Move* moves, int num_moves, const CheckedSlots& from, con
   }
   for (const Move* a = moves; a != end; ++a) {
     for (const Move* b = moves; b != end; ++b) {
-      const Extent read = extent_of(a->from), written = extent_of(b->to);
-      if (read.begin < written.end && written.begin < read.end) return true;
+      if (extents_meet(a->from, b->to)) return true;
     }
   }
   return false;
