@@ -131,10 +131,12 @@ class Pages:
         if all(len(pages) == num_pages for pages in free):
             self._move(tables, free)
             return True
-        limit = self.format.max_tokens
-        wanted = self.pool.num_pages + max(self.pool.num_pages // 4, missing * self.pool.num_extents)
-        if limit is None or wanted * self.format.page_size <= limit:
-            self._grow(wanted, self.pool.num_extents)
+        have, num_extents = self.pool.num_pages, self.pool.num_extents
+        wanted = min(have + max(have // 4, missing * num_extents), 2 * num_pages * num_extents)
+        if self.format.max_tokens is not None:
+            wanted = min(wanted, self.format.max_tokens // self.format.page_size)
+        if wanted > have:
+            self._grow(wanted, num_extents)
         return False
 
     def copy(self, copies: Sequence[Copy]) -> None:

@@ -78,12 +78,16 @@ class TokenIndex:
         return TokenIndex(index, self.lengths[b : b + 1], self.num_columns, origins)
 
     def _find_slots(self) -> Tensor:
-        rows, device = len(self.lengths), self.lengths.device
+        rows, device, index = len(self.lengths), self.lengths.device, self.index
+        if self.origins is None and index.row_starts is None and index.page_size < self.num_columns:
+            within = torch.arange(index.page_size, device=device)
+            every = (index.table[:rows].long().unsqueeze(2) + within).flatten(1)
+            return every[:, : self.num_columns].contiguous()
         position = torch.arange(self.num_columns, device=device).expand(rows, -1)
         if self.origins is not None:
             position = (position + self.origins.unsqueeze(1)).clamp(min=0)
         row = torch.arange(rows, device=device).unsqueeze(1).expand_as(position)
-        slots = self.index.slots(row.flatten(), position.flatten()).view(position.shape)
+        slots = index.slots(row.flatten(), position.flatten()).view(position.shape)
         # A sequence without tokens has no page; some other token stands in for what is hidden anyway.
         return slots if self.origins is None else slots.clamp(min=0)
 
