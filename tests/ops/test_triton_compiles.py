@@ -14,7 +14,7 @@ from ops import kernels
 pytestmark = kernels.pytestmark
 
 SHARED_OF_A_BLOCK = 227 << 10
-ATTEND = ["attend_kernel", "attend_kernel", "fold_kernel"]  # many new tokens, few of them
+ATTEND = ["attend_kernel", "attend_kernel", "merge_kernel"]  # many new tokens, few of them
 
 CASES = {
     "Llama-3-8B": "--ratio 4",

@@ -1,4 +1,4 @@
-"""The Triton backend, for CUDA. Importing this package imports no Triton; what it is asked to run does.
+"""The Triton backend, for CUDA. Importing this package imports no Triton; running an operator does.
 
 ``TRITON_INTERPRET=1`` in the environment makes Triton interpret the same kernels on the CPU: slow, for tests.
 """

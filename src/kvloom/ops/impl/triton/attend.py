@@ -1,4 +1,4 @@
-"""Attend: plan, walk over tiles, fold. Three launches at most, none of which the host waits for.
+"""Attend: plan, attention of each item, merge. Four launches at most; the host waits for none of them.
 
 Letters: B sequences, Tq new tokens, H key/value heads, Hq query heads, Dk and Dv head dims.
 """
@@ -13,7 +13,7 @@ from kvloom.core.checks import can_read
 from kvloom.core.indexing import ENDLESS, CacheIndex, check_index, check_new, check_starts
 from kvloom.core.views import Side, head_dim_of
 from kvloom.errors import ArgumentError, ShapeError
-from kvloom.ops.impl.triton.attend_fold import fold_kernel
+from kvloom.ops.impl.triton.attend_merge import merge_kernel
 from kvloom.ops.impl.triton.attend_plan import FEW, Lengths, make_plan, most_rows, most_splits
 from kvloom.ops.impl.triton.attend_tile import Bias, Form, Partial, Query, SideForm, Table, attend_kernel
 from kvloom.ops.impl.triton.configs import Case, Config, config_for
@@ -73,9 +73,9 @@ def attend(
     num_slots = key_cache.shape[:3].numel()
     if can_read(kvstarts):
         always = alibi_slopes is not None or window is not None
-        first_placed = 0 if always else decoding_batches if is_causal else sequences
+        first_positioned = 0 if always else decoding_batches if is_causal else sequences
         index = CacheIndex(table, row_starts, page_size)
-        _check_values(index, seqstarts, kvstarts, num_new, num_slots, mask, first_placed)
+        _check_values(index, seqstarts, kvstarts, num_new, num_slots, mask, first_positioned)
     out = query.new_empty((num_new, query_heads, head_dim_of(value_cache, value_scale)))
     if out.numel() == 0:
         return out
@@ -134,11 +134,11 @@ def attend(
             launch(many, is_split=False)
         if sequences > 1 or num_new <= FEW:
             shape = (rows, query_heads, splits)
-            top, total = query.new_empty((2, *shape), dtype=torch.float32)
-            mixed = query.new_empty((*shape, out.shape[2]), dtype=torch.float32)
-            partial = Partial(top, total, mixed, splits)
+            top, weight_sum = query.new_empty((2, *shape), dtype=torch.float32)
+            weighted = query.new_empty((*shape, out.shape[2]), dtype=torch.float32)
+            partial = Partial(top, weight_sum, weighted, splits)
             launch(few, is_split=True)
-            fold_kernel[(rows, query_heads)](
+            merge_kernel[(rows, query_heads)](
                 partial,
                 plan,
                 bias.sinks,
@@ -159,9 +159,9 @@ def _check_values(
     num_new: int,
     num_slots: int,
     mask: Tensor | None,
-    first_placed: int,
+    first_positioned: int,
 ) -> None:
-    """What the reference refuses; places count in sequences from ``first_placed`` on."""
+    """Refuse what the reference refuses; positions matter in sequences from ``first_positioned`` on."""
     seq, kv = seqstarts.tolist(), kvstarts.tolist()
     check_starts("seqstarts", seq)
     check_starts("kvstarts", kv)
@@ -170,7 +170,7 @@ def _check_values(
     if mask is not None and mask.shape[-1] < kv[-1]:
         raise ShapeError(f"mask must have at least {kv[-1]} columns, got {mask.shape[-1]}")
     new, stored = seqstarts.diff().tolist(), kvstarts.diff().tolist()
-    check_new("kvstarts", new, stored, [b >= first_placed for b in range(len(new))])
+    check_new("kvstarts", new, stored, [b >= first_positioned for b in range(len(new))])
     check_index("index", index, kvstarts.diff(), num_slots)
 
 

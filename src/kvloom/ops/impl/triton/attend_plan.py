@@ -4,7 +4,7 @@ An item is a tile of query rows of one sequence, by a run of its stored tokens. 
 tokens: row r of a key/value head is its query head ``r % R`` of new token ``r // R``.
 
 * A sequence with at most ``FEW`` new tokens is *split*: the tokens that it sees are cut into at most
-  ``MAX_SPLITS`` runs of equal length, each an item, and the partial results are folded in order.
+  ``MAX_SPLITS`` runs of equal length, each an item, and the partial results are merged in order.
 * One with more is not: each tile of its rows is one item.
 
 Both follow from the sequence's own lengths, so its bits do not depend on the batch. Letters: B sequences, H
@@ -21,7 +21,7 @@ FEW: Final = 16
 """New tokens up to which a sequence is split."""
 
 MAX_SPLITS: Final = 64
-"""Runs that a sequence is cut into at most: enough to fill a device, few enough to fold in one tile."""
+"""Runs that a sequence is cut into at most: enough to fill a device, few enough to merge in one tile."""
 
 MIN_RUN: Final = 256
 """Stored tokens that a run has at least, so that a partial result is small beside what it was made from."""

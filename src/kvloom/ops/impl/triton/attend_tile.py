@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from kvloom.ops.impl.triton.attend_plan import runs_of, sequence_lengths
-from kvloom.ops.impl.triton.attend_walk import exp_below, walk
+from kvloom.ops.impl.triton.attend_softmax import exp_below, online_softmax
 from kvloom.ops.impl.triton.numerics import is_finite
 from kvloom.ops.impl.triton.places import Shape
 
@@ -49,8 +49,8 @@ class Partial(NamedTuple):
     """Partial results ``[rows, Hq, splits]``: largest score, sum of weights, and weighted values."""
 
     top: Any
-    total: Any
-    mixed: Any
+    weight_sum: Any
+    weighted: Any
     splits: int
 
 
@@ -141,16 +141,16 @@ def attend_kernel(
         page_row = _page_row(table, b)
         mask_at, slopes = _bias_of_rows(bias, lengths, b, first_new + new, query_head, is_there)
 
-        top, weight_sum, mixed = walk(
+        top, weight_sum, weighted = online_softmax(
             q, keys, values, head, table, page_row, begin, end, low, high, position,
             bias, mask_at, slopes, scale, softcap, FORM, False,
         )  # fmt: skip
         # A value that is not finite makes NaN of a weight of 0, too. That is rare: look again, with care.
         finite = tl.full((), 1, tl.int32)
-        for i in tl.static_range(len(mixed)):
-            finite &= tl.min(is_finite(mixed[i]).to(tl.int32))
+        for i in tl.static_range(len(weighted)):
+            finite &= tl.min(is_finite(weighted[i]).to(tl.int32))
         if finite == 0:
-            top, weight_sum, mixed = walk(
+            top, weight_sum, weighted = online_softmax(
                 q, keys, values, head, table, page_row, begin, end, low, high, position,
                 bias, mask_at, slopes, scale, softcap, FORM, True,
             )  # fmt: skip
@@ -160,38 +160,38 @@ def attend_kernel(
             partial_row = tl.load(first_rows + b).to(tl.int64) + new
             at = (partial_row * query_heads + query_head) * partial.splits + split
             tl.store(partial.top + at, top, mask=is_there)
-            tl.store(partial.total + at, weight_sum, mask=is_there)
-            _write(partial.mixed, at, mixed, is_there, VALUE)
+            tl.store(partial.weight_sum + at, weight_sum, mask=is_there)
+            _write(partial.weighted, at, weighted, is_there, VALUE)
         else:
             if bias.sinks is not None:
                 sink = tl.load(bias.sinks + query_head, mask=is_there, other=0.0).to(tl.float32)
-                top, weight_sum, mixed = with_sink(sink, top, weight_sum, mixed)
+                top, weight_sum, weighted = with_sink(sink, top, weight_sum, weighted)
             _write(
                 out,
                 (first_new + new) * query_heads + query_head,
-                normalized(mixed, weight_sum),
+                normalized(weighted, weight_sum),
                 is_there,
                 VALUE,
             )
 
 
 @triton.jit
-def with_sink(sink, top, weight_sum, mixed):
+def with_sink(sink, top, weight_sum, weighted):
     """Let a logit that has no value take part in the softmax of each row."""
     new_top = tl.maximum(top, sink)
-    shrink = exp_below(top, new_top)
-    shrunk = ()
-    for i in tl.static_range(len(mixed)):
-        shrunk += (mixed[i] * shrink[:, None],)
-    return new_top, weight_sum * shrink + exp_below(sink, new_top), shrunk
+    rescale = exp_below(top, new_top)
+    rescaled = ()
+    for i in tl.static_range(len(weighted)):
+        rescaled += (weighted[i] * rescale[:, None],)
+    return new_top, weight_sum * rescale + exp_below(sink, new_top), rescaled
 
 
 @triton.jit
-def normalized(mixed, weight_sum):
+def normalized(weighted, weight_sum):
     """Weighted values over the sum of weights; 0 where there are no weights."""
     divided = ()
-    for i in tl.static_range(len(mixed)):
-        divided += (mixed[i] / tl.where(weight_sum == 0, 1.0, weight_sum)[:, None],)
+    for i in tl.static_range(len(weighted)):
+        divided += (weighted[i] / tl.where(weight_sum == 0, 1.0, weight_sum)[:, None],)
     return divided
 
 

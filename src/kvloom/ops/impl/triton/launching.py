@@ -1,4 +1,4 @@
-"""Launching on the device of the tensors, and what Triton can be asked to run on at all."""
+"""Launching on the device of the tensors, or interpreted on the CPU."""
 
 import os
 from contextlib import AbstractContextManager, nullcontext

@@ -1,8 +1,8 @@
-"""A tile of query rows walks over a run of stored tokens, read where they lie.
+"""Online softmax of a tile of query rows over a run of stored tokens, read where they lie.
 
-Softmax is taken online: a row keeps the largest score so far, the sum of its weights and the weighted values,
-all float32, and shrinks them when a larger score comes. Codes of a cache stay integers in the products where
-that loses nothing: the scale of a group of keys multiplies scores, that of values multiplies weights.
+A row keeps the largest score so far, the sum of its weights and the weighted values, all float32, and
+rescales them when a larger score comes. Codes of a cache stay integers in the products where that loses
+nothing: the scale of a group of keys multiplies scores, that of values multiplies weights.
 
 Letters: M rows of a tile, N tokens of a tile. What a head vector stores is read in chunks ``[N, width]``; a
 chunk of bytes of two codes has two planes, the even numbers and the odd.
@@ -18,13 +18,13 @@ _INT32_MAX: tl.constexpr = tl.constexpr((1 << 31) - 1)
 
 
 @triton.jit
-def walk(
+def online_softmax(
     q, keys, values, head, table, page_row, begin, end, low, high, position,
     bias, mask_at, slopes, scale, softcap, FORM: tl.constexpr, CAREFUL: tl.constexpr,
 ):  # fmt: skip
     """Largest score, sum of weights and weighted values of each row over the tokens ``begin:end``.
 
-    With ``CAREFUL`` a weight of 0 hides what is not finite, and whoever sees it gets NaN.
+    With ``CAREFUL`` a weight of 0 hides NaN and infinity; a row that sees them is NaN.
     """
     KEY: tl.constexpr = FORM.key_side
     VALUE: tl.constexpr = FORM.value_side
@@ -34,9 +34,9 @@ def walk(
     dtype: tl.constexpr = q[0].dtype
     top = tl.full((ROWS,), float("-inf"), tl.float32)
     weight_sum = tl.full((ROWS,), 0.0, tl.float32)
-    mixed = ()
+    weighted = ()
     for _ in tl.static_range(PARTS):
-        mixed += (tl.full((ROWS, VALUE.width), 0.0, tl.float32),)
+        weighted += (tl.full((ROWS, VALUE.width), 0.0, tl.float32),)
     # Care is seldom needed: it gets no registers for tiles that are on their way.
     STAGES: tl.constexpr = 1 if CAREFUL else FORM.stages
     for start in tl.range(begin, end, TOKENS, num_stages=STAGES):
@@ -57,14 +57,14 @@ def walk(
         scores = tl.where(is_seen, scores, float("-inf"))
 
         new_top = tl.maximum(top, tl.max(scores, axis=1))
-        shrink = exp_below(top, new_top)
+        rescale = exp_below(top, new_top)
         weights = exp_below(scores, new_top[:, None])
-        weight_sum = weight_sum * shrink + tl.sum(weights, axis=1)
-        mixed = _mix(
-            mixed, shrink, weights, values, slot, head, is_stored, dtype, VALUE, FORM.largest, CAREFUL
+        weight_sum = weight_sum * rescale + tl.sum(weights, axis=1)
+        weighted = _add_values(
+            weighted, rescale, weights, values, slot, head, is_stored, dtype, VALUE, FORM.largest, CAREFUL
         )
         top = new_top
-    return top, weight_sum, mixed
+    return top, weight_sum, weighted
 
 
 @triton.jit
@@ -101,11 +101,11 @@ def _products(q, side, slot, head, is_stored, FORM: tl.constexpr, LARGEST: tl.co
 
 
 @triton.jit
-def _mix(
-    mixed, shrink, weights, side, slot, head, is_stored, dtype: tl.constexpr,
+def _add_values(
+    weighted, rescale, weights, side, slot, head, is_stored, dtype: tl.constexpr,
     FORM: tl.constexpr, LARGEST: tl.constexpr, CAREFUL: tl.constexpr,
 ):  # fmt: skip
-    """Shrink what was mixed so far, and add the values in ``slot`` by their weights ``[M, N]``."""
+    """Rescale the sums so far, and add the values in ``slot`` by their weights ``[M, N]``."""
     CACHE: tl.constexpr = FORM.cache
     CHUNKS: tl.constexpr = FORM.chunks
     PLANES: tl.constexpr = FORM.planes
@@ -118,12 +118,12 @@ def _mix(
         within = place_of_element(side.cache, element, CACHE)
         stored = tl.load(side.cache.data + at[:, None] + within[None, :], mask=is_in, other=0)
         for plane in tl.static_range(PLANES):
-            before = mixed[c * PLANES + plane]
+            before = weighted[c * PLANES + plane]
             if FORM.bits > 0 and FORM.scales_products and not CAREFUL:
                 code = _code(stored, plane, FORM).to(dtype)
                 factor = _group_scale(side, slot, head, is_stored, c, FORM)
                 scaled = weights * factor[None, :].to(tl.float32)
-                after = tl.dot(scaled.to(dtype), code, before * shrink[:, None], input_precision="ieee")
+                after = tl.dot(scaled.to(dtype), code, before * rescale[:, None], input_precision="ieee")
             else:
                 if FORM.bits == 0:
                     number = _cast(stored, dtype)
@@ -136,15 +136,15 @@ def _mix(
                         _code(stored, plane, FORM), factor, dtype, FORM.largest_scale, LARGEST
                     )
                 if CAREFUL:
-                    broken = ~is_finite(number.to(tl.float32))
-                    number = tl.where(broken, 0.0, number.to(tl.float32)).to(dtype)
-                    kept = tl.where(shrink[:, None] == 0, 0.0, before * shrink[:, None])
+                    nonfinite = ~is_finite(number.to(tl.float32))
+                    number = tl.where(nonfinite, 0.0, number.to(tl.float32)).to(dtype)
+                    kept = tl.where(rescale[:, None] == 0, 0.0, before * rescale[:, None])
                     after = tl.dot(weights.to(dtype), number, kept, input_precision="ieee")
-                    sees = tl.dot((weights != 0).to(tl.float16), broken.to(tl.float16)) > 0
+                    sees = tl.dot((weights != 0).to(tl.float16), nonfinite.to(tl.float16)) > 0
                     after = tl.where(sees, float("nan"), after)
                 else:
                     after = tl.dot(
-                        weights.to(dtype), number, before * shrink[:, None], input_precision="ieee"
+                        weights.to(dtype), number, before * rescale[:, None], input_precision="ieee"
                     )
             result += (after,)
     return result
@@ -170,8 +170,8 @@ def exp_below(x, top):
 @triton.jit
 def _tanh(x):
     """Hyperbolic tangent by an exponential that cannot overflow."""
-    shrunk = tl.exp(-2.0 * tl.abs(x))
-    magnitude = (1.0 - shrunk) / (1.0 + shrunk)
+    decay = tl.exp(-2.0 * tl.abs(x))
+    magnitude = (1.0 - decay) / (1.0 + decay)
     return tl.where(x < 0, -magnitude, magnitude)
 
 

@@ -1,4 +1,4 @@
-"""The last step of attention over split sequences: fold the partial results of each row, in order.
+"""The last step of attention over split sequences: merge the partial results of each row, in order.
 
 All are in one tile of ``MAX_SPLITS``, so the order of sums is the same however many there are.
 """
@@ -7,13 +7,13 @@ import triton
 import triton.language as tl
 
 from kvloom.ops.impl.triton.attend_plan import MAX_SPLITS
-from kvloom.ops.impl.triton.attend_walk import exp_below
+from kvloom.ops.impl.triton.attend_softmax import exp_below
 
 _MAX_SPLITS: tl.constexpr = tl.constexpr(MAX_SPLITS)
 
 
 @triton.jit
-def fold_kernel(partial, plan, sinks, out, query_heads, DIM: tl.constexpr, WIDTH: tl.constexpr):
+def merge_kernel(partial, plan, sinks, out, query_heads, DIM: tl.constexpr, WIDTH: tl.constexpr):
     """One query head of one new token; ``WIDTH`` is the power of two that ``DIM`` fits in."""
     row, head = tl.program_id(0), tl.program_id(1)
     if row < tl.load(plan.num_rows):
@@ -21,22 +21,22 @@ def fold_kernel(partial, plan, sinks, out, query_heads, DIM: tl.constexpr, WIDTH
         is_there = split < tl.load(plan.row_splits + row)
         at = (row.to(tl.int64) * query_heads + head) * partial.splits + split
         tops = tl.load(partial.top + at, mask=is_there, other=float("-inf"))
-        totals = tl.load(partial.total + at, mask=is_there, other=0.0)
+        weight_sums = tl.load(partial.weight_sum + at, mask=is_there, other=0.0)
         element = tl.arange(0, WIDTH)
         is_in = is_there[:, None] & (element < DIM)[None, :]
-        mixed = tl.load(partial.mixed + at[:, None] * DIM + element[None, :], mask=is_in, other=0.0)
+        weighted = tl.load(partial.weighted + at[:, None] * DIM + element[None, :], mask=is_in, other=0.0)
 
         top = tl.max(tops)
         if sinks is not None:
             sink = tl.load(sinks + head).to(tl.float32)
             top = tl.maximum(top, sink)
-        shrink = exp_below(tops, top)
-        total = tl.sum(totals * shrink)
+        rescale = exp_below(tops, top)
+        weight_sum = tl.sum(weight_sums * rescale)
         if sinks is not None:
-            total += exp_below(sink, top)
-        # A split whose weights all vanish beside another's has no say, not even by NaN.
-        result = tl.sum(tl.where(shrink[:, None] == 0, 0.0, mixed * shrink[:, None]), axis=0)
-        result /= tl.where(total == 0, 1.0, total)
+            weight_sum += exp_below(sink, top)
+        # A split whose weights all become 0 beside another's adds nothing, not even NaN.
+        result = tl.sum(tl.where(rescale[:, None] == 0, 0.0, weighted * rescale[:, None]), axis=0)
+        result /= tl.where(weight_sum == 0, 1.0, weight_sum)
         token = tl.load(plan.row_query + row).to(tl.int64)
         target = out + (token * query_heads + head) * DIM + element
         tl.store(target, result.to(out.dtype.element_ty), mask=element < DIM)
