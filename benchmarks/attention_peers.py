@@ -11,11 +11,11 @@ from runtime_peers import OPENVINO_KINDS, onnxruntime, openvino
 from torch.nn.functional import scaled_dot_product_attention
 
 
-def torch_folded(problem: Problem) -> Run:
+def torch_by_rows(problem: Problem) -> Run:
     """Scaled dot product attention, query heads in place of new tokens so that no key is read twice."""
     query, memories = problem.query.to(problem.dtype), problem.memories(problem.dtype)
-    folded = fold(query, problem)
-    return lambda i: scaled_dot_product_attention(folded, *memories[i]).view(query.shape)
+    rows = heads_as_rows(query, problem)
+    return lambda i: scaled_dot_product_attention(rows, *memories[i]).view(query.shape)
 
 
 def torch_gqa(problem: Problem) -> Run:
@@ -29,14 +29,14 @@ def zentorch(problem: Problem) -> Run:
     """AMD's scaled dot product attention, query heads in place of new tokens."""
     attend = torch.ops.zentorch.zentorch_sdpa.default
     query, memories = problem.query.to(problem.dtype), problem.memories(problem.dtype)
-    folded = fold(query, problem)
-    return lambda i: attend(folded, *memories[i])[0].view(query.shape)
+    rows = heads_as_rows(query, problem)
+    return lambda i: attend(rows, *memories[i])[0].view(query.shape)
 
 
-def fold(query: torch.Tensor, problem: Problem) -> torch.Tensor:
-    """``[B, H, Hq / H, D]`` of one new token."""
-    rows, heads, _, dim = problem.keys.shape
-    return query.view(rows, heads, -1, dim)
+def heads_as_rows(query: torch.Tensor, problem: Problem) -> torch.Tensor:
+    """``[B, H, Hq / H, D]`` of one new token: the query heads of a key/value head as rows."""
+    batch, heads, _, dim = problem.keys.shape
+    return query.view(batch, heads, -1, dim)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class Peer:
 
 
 PEERS = (
-    Peer("torch", ("torch",), torch_folded, of_one_token=True),
+    Peer("torch", ("torch",), torch_by_rows, of_one_token=True),
     Peer("torch, enable_gqa", ("torch",), torch_gqa),
     Peer("zentorch", ("zentorch",), zentorch, of_one_token=True),
     Peer(

@@ -42,7 +42,7 @@ class Text:
         self.tokens = torch.full((1, context + 1), 3)
 
     def grow(self, num_new: int) -> float:
-        """Seconds of so many tokens."""
+        """Seconds of ``num_new`` new tokens."""
         self.model.set_attn_implementation(self.attention)
         start = time.perf_counter()
         self.tokens = self.model.generate(

@@ -124,10 +124,10 @@ def _dense_peers(case: Case, query: Tensor, new: int, views: list[KVView], turns
         return {}
     keys, values = torch.randn(2, turns, *shape, dtype=torch.bfloat16, device="cuda")
     q = query.view(case.batch, new, -1, HEAD_DIM).transpose(1, 2)
-    folded = q.reshape(case.batch, HEADS, -1, HEAD_DIM) if new == 1 else q
+    rows = q.reshape(case.batch, HEADS, -1, HEAD_DIM) if new == 1 else q
 
     how = {"is_causal": new > 1, "enable_gqa": new > 1}
-    return {"sdpa": lambda i: scaled_dot_product_attention(folded, keys[i], values[i], **how)}
+    return {"sdpa": lambda i: scaled_dot_product_attention(rows, keys[i], values[i], **how)}
 
 
 def _paged_peers(case: Case, query: Tensor, new: int, views: list[KVView], pages: Tensor) -> dict[str, Call]:

@@ -20,7 +20,7 @@ from kvloom.ops.impl import cpu
 
 HEADS, HEAD_DIM, PAGE = 8, 128, 16
 CASES = ((2048, PAGE), (64, 1))
-"""Tokens, and those that lie in one page: a prompt, and a decode step of so many sequences."""
+"""Tokens, and tokens in a page: a prompt, and a decode step of 64 sequences."""
 WARMUP = 2
 
 

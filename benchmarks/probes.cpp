@@ -38,7 +38,7 @@ struct Copy {
 
 constexpr int64_t kPage = 4096, kPagesPerThread = 16, kAhead = 2048;
 
-// Adds up the bytes of [at, last); meanwhile asks for what lies kAhead behind them, and at last for `next`.
+// Adds up the bytes of [at, last). Prefetches what lies kAhead bytes further on and, near the end, `next`.
 int64_t read_bytes(const char* at, const char* last, const char* next) {
   Line sum[4] = {};
   for (; at < last; at += 4 * sizeof(Line)) {

@@ -67,7 +67,7 @@ def timed(function: Callable[[int], object], turns: int, *, is_short: bool = Tru
 
 
 def turns_for(num_bytes: int, rounds: int) -> int:
-    """Memories of so many bytes each, so that no cache has what the next call reads."""
+    """Copies of ``num_bytes`` that calls take in turn, so that no cache has what the next one reads."""
     return min(max(2, COLD // max(num_bytes, 1)), 2 * rounds)
 
 
@@ -163,6 +163,6 @@ def all_cores() -> Iterator[None]:
 
 
 def probe_memory(num_bytes: int, turns: int) -> list[Tensor]:
-    """Memories for a read probe of so many bytes, whole pages of them."""
+    """``turns`` buffers of ``num_bytes`` for a read probe, in whole pages."""
     size = max(num_bytes // PROBE_PAGE, 1) * PROBE_PAGE
     return [torch.ones(size, dtype=torch.uint8) for _ in range(turns)]

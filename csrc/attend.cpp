@@ -203,7 +203,7 @@ Tensor attend(const Tensor& query, const Tensor& key_cache, const Tensor& value_
   args.is_causal = is_causal;
   require(!window || *window > 0, "window must be at least 1");
   args.window = std::min<int64_t>(window.value_or(0), kEndless);
-  // Causal masks, windows and ALiBi count from a query's place among the stored tokens.
+  // Causal masks, windows and ALiBi use a query's position among the stored tokens.
   index.check_lengths([&](int64_t b) {
     return (is_causal && b >= decoding_batches) || alibi_slopes.has_value() || window.has_value();
   });

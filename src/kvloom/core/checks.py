@@ -93,10 +93,10 @@ def debug() -> Iterator[None]:
 
 
 def debugging() -> bool:
-    """Whether costly checks are asked for."""
+    """Whether costly checks are switched on, by ``debug``."""
     return not torch.compiler.is_compiling() and _DEBUG.get()
 
 
 def can_read(x: Tensor) -> bool:
-    """Whether values of ``x`` may be read on the host: never while tracing, off the CPU only if asked for."""
+    """Whether values of ``x`` may be read on the host: never while tracing, off the CPU only in ``debug``."""
     return not torch.compiler.is_compiling() and (x.device.type == "cpu" or _DEBUG.get())

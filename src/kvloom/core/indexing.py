@@ -187,16 +187,16 @@ def check_starts(name: str, starts: list[int]) -> None:
         raise ArgumentError(f"{name} must begin with 0 and never decrease, got {starts}")
 
 
-def check_new(name: str, num_new: list[int], num_stored: list[int], has_places: list[bool]) -> None:
-    """Refuse sequences of more new tokens than stored ones, where the places of queries matter.
+def check_new(name: str, num_new: list[int], num_stored: list[int], has_positions: list[bool]) -> None:
+    """Refuse sequences of more new tokens than stored ones, where the positions of queries matter.
 
-    Causal masks, windows and ALiBi count from a query's place among the stored tokens, which would be
-    negative. All else attends to whatever is stored.
+    Causal masks, windows and ALiBi use a query's position among the stored tokens, which would be negative.
+    All else attends to every stored token.
 
     Raises:
         ArgumentError: names the first such sequence.
     """
-    for b, (new, stored, matters) in enumerate(zip(num_new, num_stored, has_places, strict=True)):
+    for b, (new, stored, matters) in enumerate(zip(num_new, num_stored, has_positions, strict=True)):
         if new > stored and matters:
             raise ArgumentError(f"{name} must give sequence {b} at least its {new} new tokens, got {stored}")
 

@@ -1,4 +1,4 @@
-"""Which tensors share memory, and whether there is enough of it: asked before anything is written."""
+"""Which tensors share memory, and whether there is enough of it: checked before anything is written."""
 
 from typing import Final
 
@@ -11,7 +11,7 @@ _MAX_STEPS: Final = 10_000
 
 
 def overlaps_itself(x: Tensor) -> bool:
-    """Whether two elements of ``x`` may share memory, as in an expanded tensor. Not asked while tracing."""
+    """Whether two elements of ``x`` may share memory, as in an expanded tensor. False while tracing."""
     if torch.compiler.is_compiling() or x.numel() == 0:  # strides may be symbols there
         return False
     reach = 0  # of the axes seen so far, in elements
@@ -37,7 +37,7 @@ def span_of(x: Tensor) -> tuple[int, int]:
 
 
 def shares_memory(x: Tensor, y: Tensor) -> bool:
-    """Whether a byte of ``x`` is one of ``y``, by their addresses. Not asked while tracing.
+    """Whether a byte of ``x`` is one of ``y``, by their addresses. False while tracing.
 
     Exact for tensors whose axes nest, as those of every view of a contiguous one; where a search among their
     strides takes too long the answer is yes.
@@ -70,7 +70,7 @@ def expect_writable(name: str, x: Tensor) -> None:
 
     Raises:
         ShapeError: two elements of ``x`` may share memory.
-        ArgumentError: autograd watches ``x``.
+        ArgumentError: ``x`` requires a gradient.
     """
     if x.requires_grad and torch.is_grad_enabled():
         raise ArgumentError(f"{name} must not require a gradient: what is written has none")

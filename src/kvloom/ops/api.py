@@ -42,7 +42,7 @@ class Batch:
         kvstarts: ``[B + 1]``, sequence b has ``kvstarts[b + 1] - kvstarts[b]`` tokens, its new ones last.
         decoding_batches: Number of sequences at the front that get no causal mask.
         first_visible: ``[B]`` int64 or int32, stored tokens of sequence b before this one are hidden, as left
-            padding or what a window has passed; ``None`` for 0.
+            padding or what a window has evicted; ``None`` for 0.
     """
 
     index: CacheIndex
@@ -56,8 +56,8 @@ class Batch:
 class Scores:
     """How scores are formed and hidden: ``softcap(q.k * scale) + mask + alibi``, then causal and window.
 
-    The query at position p (the last new token stands at the last stored one: bottom-right) sees the key at j
-    if
+    The last new token has the position of the last stored one (bottom-right alignment). The query at position
+    p sees the key at position j if
 
     * ``j <= p``, where causal or ALiBi,
     * ``j > p - window``, where there is a window,
@@ -265,7 +265,7 @@ def attend(
 
 
 def _attend_plain(query: Tensor, kv: KVView, batch: Batch, scores: Scores) -> Tensor | None:
-    """The commonest calls, of which the kernel alone checks everything; ``None`` where more must be known."""
+    """``attend`` where the compiled kernel checks everything; ``None`` where it cannot, or refuses."""
     index = batch.index
     tensors = (query, *kv.tensors, index.table, index.row_starts, batch.seqstarts, batch.kvstarts,
                batch.first_visible, scores.mask, scores.alibi_slopes, scores.sinks)  # fmt: skip
@@ -276,7 +276,7 @@ def _attend_plain(query: Tensor, kv: KVView, batch: Batch, scores: Scores) -> Te
     try:
         out: Tensor = schemas.attend(*_arguments(query, kv, batch, scores, query.shape[-1]))
     except (ValueError, IndexError, RuntimeError, ArithmeticError):
-        return None  # the checks in Python say it better
+        return None  # the checks in Python have the better message
     return out
 
 

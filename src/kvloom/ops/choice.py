@@ -78,7 +78,7 @@ def _choose(backend: str, name: str, device: torch.device, args: tuple[Any, ...]
 
 
 def _why_not_cpu(name: str, device: torch.device, args: tuple[Any, ...]) -> str | None:
-    """What the compiled kernels have no room for."""
+    """Why the compiled kernels cannot run these arguments, or ``None``."""
     if name != "attend" or device.type != "cpu" or cpu.WHY_NOT is not None:
         return None
     _, key, value, key_scale, value_scale, *_ = args

@@ -1,4 +1,4 @@
-"""What the operators ask of their tensors."""
+"""Checks of the arguments of operators, made before anything is written."""
 
 from itertools import combinations
 from typing import Final
@@ -67,7 +67,7 @@ def apart_from(kv: KVView, slots: Tensor) -> Tensor:
 
 
 def expect_writable_view(name: str, kv: KVView) -> None:
-    """Check that no two elements of ``kv`` share memory, and that autograd does not watch them."""
+    """Check that no two elements of ``kv`` share memory, and that none requires a gradient."""
     if kv.is_writable:
         return
     tensors = [(f"{name}.{part}", x) for part, x in zip(PARTS, kv.tensors, strict=True) if x is not None]

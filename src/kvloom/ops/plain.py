@@ -1,4 +1,4 @@
-"""The commonest calls, of a decoding step on the CPU: what Python need not check again."""
+"""Calls of a decoding step on the CPU that the compiled kernel checks by itself, without Python's checks."""
 
 from collections.abc import Iterable
 from typing import Final
@@ -16,7 +16,7 @@ COMPILED: Final = ("auto", "cpu") if cpu.WHY_NOT is None else ()
 
 
 def is_plain(tensors: Iterable[Tensor | None]) -> bool:
-    """Whether these are tensors on the CPU, or ``None``, that ask nothing of autograd or of a compiler."""
+    """Whether these are tensors on the CPU, or ``None``, which neither autograd nor a compiler traces."""
     if torch.compiler.is_compiling():
         return False
     records = torch.is_grad_enabled()
@@ -44,6 +44,6 @@ def store_plain(key: Tensor, value: Tensor | None, slots: Tensor, kv: KVView) ->
     try:
         schemas.store(key, value, slots, *kv.tensors)
     except (ValueError, IndexError, RuntimeError, ArithmeticError):
-        return False  # nothing was written; the checks in Python say it better
+        return False  # nothing was written; the checks in Python have the better message
     kv.mark_changed()
     return True

@@ -1,10 +1,10 @@
-"""The token that Rope compression folds a window into: an exact sum, one division, one rounding."""
+"""The mean of a window for Rope compression: an exact sum, one division, one rounding."""
 
 import torch
 from torch import Tensor
 
 
-def fold(rows: Tensor, group: Tensor, num_groups: int, counts: Tensor) -> Tensor:
+def group_means(rows: Tensor, group: Tensor, num_groups: int, counts: Tensor) -> Tensor:
     """Mean of the rows of each group.
 
     Floats are summed in float64. Integers are summed exactly and divided towards zero; of a 32-bit sum only

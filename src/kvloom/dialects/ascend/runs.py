@@ -38,7 +38,7 @@ class Runs(NamedTuple):
 
     @property
     def compressed(self) -> Tensor:
-        """Which runs drop or fold a window, ``[B, H]`` bool; always in Alibi."""
+        """Which runs drop or average a window, ``[B, H]`` bool; always in Alibi."""
         if self.mode == "Alibi":
             return torch.ones_like(self.win, dtype=torch.bool)
         return (self.off != -1) & (self.win != 0) & (self.off != self.lengths)
@@ -77,12 +77,12 @@ class Runs(NamedTuple):
 
         Args:
             sequence: ``[T]`` int64.
-            position: ``[T]`` int64, place in its sequence; padding has ``position >= L``.
+            position: ``[T]`` int64, position in its sequence; padding has ``position >= L``.
 
         Returns:
-            ``(place, folded)``, both ``[T, H]``: the place in the run, -1 for tokens that are not written,
-            and whether the token is one of those that Rope folds into their mean, which takes the place of
-            the first.
+            ``(place, is_averaged)``, both ``[T, H]``: the place in the run, -1 for tokens that are not
+            written, and whether Rope replaces the token and others by their mean, which takes the place
+            of the first.
         """
         lengths, win, off = self.lengths[sequence], self.win[sequence], self.off[sequence]
         t = position.unsqueeze(1)
@@ -93,9 +93,9 @@ class Runs(NamedTuple):
         window = self.compressed[sequence] & (t >= off) & (t < off + win)
         behind = self.compressed[sequence] & (t >= off + win)
         place = torch.where(behind, t - win + (self.mode == "Rope"), t)
-        folded = window if self.mode == "Rope" else torch.zeros_like(window)
-        kept = real & (~window | (folded & (t == off)))
-        return torch.where(kept, place, -1), folded
+        is_averaged = window if self.mode == "Rope" else torch.zeros_like(window)
+        kept = real & (~window | (is_averaged & (t == off)))
+        return torch.where(kept, place, -1), is_averaged
 
 
 def read_runs(

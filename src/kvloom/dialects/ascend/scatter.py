@@ -30,7 +30,7 @@ from kvloom.dialects.ascend.arguments import (
     read_mode,
     refuse_unused,
 )
-from kvloom.dialects.ascend.average import fold
+from kvloom.dialects.ascend.average import group_means
 from kvloom.dialects.ascend.formats import NHSD, NORM, open_caches, store_sides
 from kvloom.dialects.ascend.nct import read_uncollected
 from kvloom.dialects.ascend.runs import COMPRESSING, Runs, read_runs
@@ -149,25 +149,27 @@ def _plan_runs(
     else:
         position = torch.arange(key.shape[1], device=key.device).repeat(batch)
         sequence = torch.arange(batch, device=key.device).repeat_interleave(key.shape[1])
-    place, folded = runs.places(sequence, position)
+    place, is_averaged = runs.places(sequence, position)
     start = first[sequence]
     slots = torch.where((start < 0) | (place < 0), -1, start + place).flatten()
     run = (sequence.unsqueeze(1) * heads + torch.arange(heads, device=key.device)).flatten()
 
     def rows(x: Tensor) -> Tensor:
         x = x.flatten(0, -2)
-        return (_with_means(x, runs, run, folded.flatten(), slots) if runs.mode == "Rope" else x).unsqueeze(1)
+        return (
+            _with_means(x, runs, run, is_averaged.flatten(), slots) if runs.mode == "Rope" else x
+        ).unsqueeze(1)
 
     if can_read(slots):
         slots = _last_wins(slots, run)
     return (rows(key), None if value is None else rows(value)), slots
 
 
-def _with_means(x: Tensor, runs: Runs, run: Tensor, folded: Tensor, slots: Tensor) -> Tensor:
+def _with_means(x: Tensor, runs: Runs, run: Tensor, is_averaged: Tensor, slots: Tensor) -> Tensor:
     """``x`` ``[T * H, D]`` in which the first token of each window is the mean of the window."""
     num_runs = runs.win.numel()
-    means = fold(x, torch.where(folded, run, num_runs), num_runs, runs.win.flatten())
-    first = (folded & (slots >= 0)).unsqueeze(1)
+    means = group_means(x, torch.where(is_averaged, run, num_runs), num_runs, runs.win.flatten())
+    first = (is_averaged & (slots >= 0)).unsqueeze(1)
     return torch.where(first, raw(means)[run], raw(x)).view(x.dtype)
 
 

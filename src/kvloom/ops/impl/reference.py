@@ -166,12 +166,12 @@ def _softmax(scores_HRqk: Tensor, sinks: Tensor | None) -> Tensor:
 
 
 def _weigh(probs_HqK: Tensor, v_HKD: Tensor) -> Tensor:
-    """Sum of values by their weights, in which a weight of 0 hides even NaN; who sees NaN or inf gets NaN."""
-    broken = ~v_HKD.isfinite()
-    if not bool(broken.any()):
+    """Weighted sum of values. A weight of 0 hides even NaN; a row that sees NaN or infinity is NaN."""
+    nonfinite = ~v_HKD.isfinite()
+    if not bool(nonfinite.any()):
         return torch.matmul(probs_HqK, v_HKD)
-    out = torch.matmul(probs_HqK, v_HKD.masked_fill(broken, 0.0))
-    seen = torch.matmul((probs_HqK != 0).float(), broken.float()) > 0
+    out = torch.matmul(probs_HqK, v_HKD.masked_fill(nonfinite, 0.0))
+    seen = torch.matmul((probs_HqK != 0).float(), nonfinite.float()) > 0
     return out.masked_fill(seen, float("nan"))
 
 
