@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvloom.integrations.compare import STOCK, compare
-from kvloom.integrations.transformers import KVCache, load_model
+from kvloom.integrations.compare import STOCK, attention_for, cache_of, compare
+from kvloom.integrations.transformers import load_model
 from kvloom.models import bundled_model_path, iter_texts
 
 KINDS = ("float32", "float16", "bfloat16", "int8", "int4")
@@ -42,9 +42,10 @@ def main() -> None:
     ]
     prompts = [tokenizer(text[:PROMPT_CHARACTERS], return_tensors="pt").input_ids for text in texts]
     windows = heldout_windows(tokenizer, args.windows)
-    kinds = measure(model, prompts, windows, args.max_new_tokens, args.runs)
-    read_in_place(model)
-    in_place = measure(model, prompts, windows, args.max_new_tokens, args.runs)
+    kinds, in_place = (
+        measure(model, prompts, windows, args.max_new_tokens, args.runs, in_place=in_place)
+        for in_place in (False, True)
+    )
     kinds += [row | {"kind": f"{row['kind']} in place"} for row in in_place if row["kind"] != STOCK]
     lengths = [ids.shape[1] for ids in prompts]
     result = {"prompt_tokens": (min(lengths), max(lengths)), "loss_tokens": windows.numel(), "kinds": kinds}
@@ -52,12 +53,15 @@ def main() -> None:
 
 
 def measure(
-    model: Any, prompts: list[Tensor], windows: Tensor, max_new_tokens: int, num_runs: int
+    model: Any, prompts: list[Tensor], windows: Tensor, max_new_tokens: int, num_runs: int, *, in_place: bool
 ) -> list[dict[str, Any]]:
     """A row for DynamicCache and for each kind, over all prompts."""
     per_kind: dict[str, list[Any]] = {}
     for ids in prompts:
-        for row in compare(model, ids, list(KINDS), max_new_tokens=max_new_tokens, num_runs=num_runs):
+        found = compare(
+            model, ids, list(KINDS), max_new_tokens=max_new_tokens, num_runs=num_runs, in_place=in_place
+        )
+        for row in found:
             per_kind.setdefault(row.kind, []).append(row)
     return [
         {
@@ -70,22 +74,10 @@ def measure(
             "num_agreed": sum(row.num_agreed for row in rows),
             "num_tokens": sum(row.num_tokens for row in rows),
             "mean_kl": mean(row.mean_kl for row in rows),
-            "heldout_loss": loss(model, windows, kind),
+            "heldout_loss": loss(model, windows, kind, in_place=in_place),
         }
         for kind, rows in per_kind.items()
     ]
-
-
-def read_in_place(model: Any) -> None:
-    """From now on attention reads a KVCache in place, and any other cache as the model came."""
-    ordinary = model.config._attn_implementation
-
-    def choose_attention(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        attention = "kvloom" if isinstance(kwargs.get("past_key_values"), KVCache) else ordinary
-        if model.config._attn_implementation != attention:
-            model.set_attn_implementation(attention)
-
-    model.register_forward_pre_hook(choose_attention, with_kwargs=True)
 
 
 def heldout_windows(tokenizer: Any, num_windows: int) -> Tensor:
@@ -99,15 +91,14 @@ def heldout_windows(tokenizer: Any, num_windows: int) -> Tensor:
 
 
 @torch.no_grad()
-def loss(model: Any, windows: Tensor, kind: str) -> float:
+def loss(model: Any, windows: Tensor, kind: str, *, in_place: bool) -> float:
     """Mean next-token loss in nats with keys and values through a cache of ``kind``."""
     total = 0.0
-    for window in windows.split(4):
-        cache = None if kind == STOCK else KVCache.for_model(model, kv=kind)
-        logits = model(window, past_key_values=cache, use_cache=True).logits[:, :-1]
-        total += float(
-            torch.nn.functional.cross_entropy(logits.flatten(0, 1), window[:, 1:].flatten(), reduction="sum")
-        )
+    with attention_for(model, kind, in_place=in_place):
+        for window in windows.split(4):
+            logits = model(window, past_key_values=cache_of(model, kind), use_cache=True).logits[:, :-1]
+            targets = window[:, 1:].flatten()
+            total += float(torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets, reduction="sum"))
     return total / windows[:, 1:].numel()
 
 

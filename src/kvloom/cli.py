@@ -152,19 +152,21 @@ def _demo(args: argparse.Namespace) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from kvloom.integrations.compare import compare
+    from kvloom.integrations.compare import attention_for, compare
     from kvloom.models import corpus_files
 
     source = next(file for file in corpus_files("heldout") if len(file.read()) > 4 * _DEMO_PROMPT_CHARACTERS)
     # It ends with the name of a function, so that what follows is the model's idea of one.
     prompt = re.findall(r"(?s).*\n *(?:async )?def \w+", source.read()[:_DEMO_PROMPT_CHARACTERS])[0]
     model, tokenizer = _load(None)
-    _read_in_place(model)
     console = Console()
     console.rule(f"{source.name} (held out), continued from int8 pages read in place")
-    _stream(model, tokenizer, prompt, "int8", 64, args.max_new_tokens, num_lines_shown=12)
+    with attention_for(model, "int8", in_place=True):
+        _stream(model, tokenizer, prompt, "int8", 64, args.max_new_tokens, num_lines_shown=12)
     inputs = tokenizer(prompt, return_tensors="pt").input_ids.to(model.device)
-    rows = compare(model, inputs, _DEMO_KINDS, max_new_tokens=args.max_new_tokens, num_runs=args.runs)
+    rows = compare(
+        model, inputs, _DEMO_KINDS, max_new_tokens=args.max_new_tokens, num_runs=args.runs, in_place=True
+    )
     table = Table(title=f"{inputs.shape[1]} prompt tokens, {rows[0].num_tokens} new ones, greedy")
     for heading in ("cache", "bytes/token", "tokens/s", "same tokens", "agree", "KL"):
         table.add_column(heading, justify="left" if heading == "cache" else "right", no_wrap=True)
@@ -181,20 +183,6 @@ def _demo(args: argparse.Namespace) -> None:
     console.print(table)
     console.print("same tokens: before the first that differs from DynamicCache's")
     console.print("agree, KL (nats): next tokens where both are fed DynamicCache's")
-
-
-def _read_in_place(model: Any) -> None:
-    """From now on attention reads a KVCache in place, and any other cache as the model came."""
-    from kvloom.integrations.transformers import KVCache
-
-    ordinary = model.config._attn_implementation
-
-    def choose_attention(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        attention = "kvloom" if isinstance(kwargs.get("past_key_values"), KVCache) else ordinary
-        if model.config._attn_implementation != attention:
-            model.set_attn_implementation(attention)
-
-    model.register_forward_pre_hook(choose_attention, with_kwargs=True)
 
 
 def _info(args: argparse.Namespace) -> None:

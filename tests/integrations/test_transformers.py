@@ -67,6 +67,23 @@ def test_smaller_kinds_stay_near_the_stock_logits(kv: str, limit: float) -> None
     assert rows[1].nbytes_per_token < rows[0].nbytes_per_token
 
 
+def test_in_place_only_a_kvcache_meets_the_attention_that_reads_it_so() -> None:
+    model, seen = make_model("sdpa"), set()
+
+    def see(model: torch.nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+        seen.add((type(kwargs["past_key_values"]).__name__, model.config._attn_implementation))
+
+    model.register_forward_pre_hook(see, with_kwargs=True)
+    ids = make_prompts([20])["input_ids"]
+    for in_place, attention in ((True, "kvloom"), (False, "sdpa")):
+        rows = compare(model, ids, ["float32"], max_new_tokens=4, num_runs=1, in_place=in_place)
+        assert rows[1].num_same == rows[1].num_agreed == rows[1].num_tokens == 4
+        found = {x for x in seen if x[0] != "NoneType"}
+        assert found == {("DynamicCache", "sdpa"), ("KVCache", attention)}
+        assert model.config._attn_implementation == "sdpa"
+        seen.clear()
+
+
 def test_continuing_from_a_filled_cache_equals_one_long_prompt() -> None:
     model, inputs = make_model(), make_prompts([21])
     cache = KVCache.for_model(model)

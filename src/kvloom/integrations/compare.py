@@ -1,6 +1,8 @@
 """What a cache kind costs and changes: bytes, speed, tokens and logits against transformers' own cache."""
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -9,6 +11,7 @@ import torch
 from torch import Tensor
 
 from kvloom.integrations.transformers import KVCache, head_dim_of
+from kvloom.integrations.transformers.attention import IMPLEMENTATION
 
 STOCK = "DynamicCache"
 
@@ -38,11 +41,25 @@ class Comparison:
 
 
 def compare(
-    model: Any, input_ids: Tensor, kinds: list[str], *, max_new_tokens: int, num_runs: int
+    model: Any,
+    input_ids: Tensor,
+    kinds: list[str],
+    *,
+    max_new_tokens: int,
+    num_runs: int,
+    in_place: bool = False,
 ) -> list[Comparison]:
-    """Continue ``input_ids`` ``[1, N]`` greedily with DynamicCache and with each kind in turn.
+    """Continue ``input_ids`` greedily with DynamicCache and with each kind in turn.
 
     Runs of all kinds alternate, so that a change in the machine's speed meets all of them.
+
+    Args:
+        model: A ``PreTrainedModel`` that generates; DynamicCache is read by the attention it has.
+        input_ids: ``[1, N]`` int64.
+        kinds: Values of ``kv`` of ``KVCache.for_model``.
+        max_new_tokens: Of each run.
+        num_runs: Timed runs of each kind.
+        in_place: Whether kvloom's attention reads a kind in place, or the model's own attention reads it.
     """
     rows = [STOCK, *kinds]
     tokens: dict[str, Tensor] = {}
@@ -50,20 +67,22 @@ def compare(
     times: dict[str, list[float]] = {kind: [] for kind in rows}
     for _ in range(num_runs):
         for kind in rows:
-            start = time.perf_counter()
-            out = model.generate(
-                input_ids,
-                past_key_values=None
-                if kind == STOCK
-                else KVCache.for_model(model, kv=kind, quant_group=_group(model)),
-                max_new_tokens=max_new_tokens,
-                do_sample=False,
-                return_dict_in_generate=True,
-            )
-            times[kind].append(time.perf_counter() - start)
+            with attention_for(model, kind, in_place=in_place):
+                start = time.perf_counter()
+                out = model.generate(
+                    input_ids,
+                    past_key_values=cache_of(model, kind),
+                    max_new_tokens=max_new_tokens,
+                    do_sample=False,
+                    return_dict_in_generate=True,
+                )
+                times[kind].append(time.perf_counter() - start)
             tokens[kind], caches[kind] = out.sequences[0, input_ids.shape[1] :], out.past_key_values
     stock = tokens[STOCK]
-    logits = {kind: _forced_logits(model, input_ids, stock, kind) for kind in rows}
+    logits = {}
+    for kind in rows:
+        with attention_for(model, kind, in_place=in_place):
+            logits[kind] = _forced_logits(model, input_ids, stock, kind)
     return [
         Comparison(
             kind,
@@ -78,11 +97,29 @@ def compare(
     ]
 
 
+def cache_of(model: Any, kind: str) -> KVCache | None:
+    """An empty cache of a kind; ``None`` for ``STOCK``, so that the model makes its own."""
+    return None if kind == STOCK else KVCache.for_model(model, kv=kind, quant_group=_group(model))
+
+
+@contextmanager
+def attention_for(model: Any, kind: str, *, in_place: bool) -> Iterator[None]:
+    """Within this context kvloom's attention computes, if a kind other than ``STOCK`` is read in place."""
+    before = model.config._attn_implementation
+    chosen = IMPLEMENTATION if in_place and kind != STOCK else before
+    if chosen != before:
+        model.set_attn_implementation(chosen)
+    try:
+        yield
+    finally:
+        if chosen != before:
+            model.set_attn_implementation(before)
+
+
 @torch.no_grad()
 def _forced_logits(model: Any, input_ids: Tensor, tokens: Tensor, kind: str) -> Tensor:
     """Next-token logits ``[len(tokens), V]`` while ``tokens`` are fed one by one through a cache."""
-    cache = None if kind == STOCK else KVCache.for_model(model, kv=kind, quant_group=_group(model))
-    out = model(input_ids, past_key_values=cache, use_cache=True)
+    out = model(input_ids, past_key_values=cache_of(model, kind), use_cache=True)
     rows = [out.logits[0, -1]]
     for token in tokens[:-1]:
         out = model(token.view(1, 1), past_key_values=out.past_key_values, use_cache=True)
