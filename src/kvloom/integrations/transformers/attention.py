@@ -1,6 +1,6 @@
 """``attn_implementation="kvloom"``: attention that reads a ``KVCache`` where it lies.
 
-Letters: B sequences, Q queries of each, N columns of keys and values, H key/value heads, Hq query heads, Dk
+Letters: B sequences, Q queries of each, N tokens of keys and values, H key/value heads, Hq query heads, Dk
 and Dv head dims.
 """
 
@@ -23,8 +23,8 @@ from kvloom.integrations.transformers.masks import CompactMask, visible
 
 IMPLEMENTATION: Final = "kvloom"
 
-# What some models hand over and others of transformers' implementations heed: chosen keys, sinks of each
-# query, pages of continuous batching.
+# Arguments that other implementations of transformers use: chosen keys, sinks of each query, pages of
+# continuous batching.
 _REFUSED: Final = ("head_mask", "indices", "block_indices", "sinks", "cache")
 
 _DENSE: Final = CacheLayout("B H S D")
@@ -33,11 +33,11 @@ _DENSE: Final = CacheLayout("B H S D")
 class LazyStates(LazyTensor):
     """Keys or values ``[B, H, N, D]`` of a layer, left where they lie.
 
-    Attention gets no more of a cache than what its ``update`` returned, so ``update`` returns these.
+    Attention gets nothing of a cache but what ``update`` returned, so ``update`` returns these.
 
     Args:
-        tokens: The columns.
-        newest: The keys or values of the last columns, as attention computes with them.
+        tokens: The tokens of the layer.
+        newest: The keys or values that were stored last, in the dtype that attention computes in.
         key_states: The keys that belong to these values; ``None`` if these are the keys.
     """
 
@@ -46,7 +46,7 @@ class LazyStates(LazyTensor):
         self.dtype = newest.dtype
         self.device = tokens.view.device
         self.untrained = newest if newest.requires_grad else None
-        """What would have a gradient if it had not been stored."""
+        """The tensor whose gradient was lost when it was stored; ``None`` if it has none."""
         self._key_states = key_states
         self._gathered: tuple[Tensor, Tensor] | None = None
 
@@ -75,7 +75,7 @@ class LazyStates(LazyTensor):
 
 
 class _NoGradient(torch.autograd.Function):
-    """What was computed of stored tokens, and tensors whose gradient is lost because they were stored."""
+    """Passes a result on; ``backward`` raises, since stored tokens have lost their gradient."""
 
     @staticmethod
     def forward(ctx: Any, computed: Tensor, *untrained: Tensor) -> Tensor:
@@ -90,7 +90,7 @@ class _NoGradient(torch.autograd.Function):
 
 def refuse_gradient(computed: Tensor, *untrained: Tensor | None) -> Tensor:
     """``computed``, of which ``backward`` raises UnsupportedError if it should reach ``untrained``."""
-    if not torch.is_grad_enabled() or torch.compiler.is_compiling():  # which would trace what raises
+    if not torch.is_grad_enabled() or torch.compiler.is_compiling():  # a compiler would trace the backward
         return computed
     refuse: Callable[..., Tensor] = _NoGradient.apply
     lost = [x for x in untrained if x is not None and x.requires_grad]
@@ -178,7 +178,7 @@ def _expect_served(dropout: float, options: dict[str, Any]) -> None:
 
 
 def _whole(mask: Tensor, query: Tensor, tokens: Tokens) -> Tensor:
-    """``[B or 1, Hq or 1, Q, N]`` of a mask that says all."""
+    """``[B or 1, Hq or 1, Q, N]`` of a mask that was given."""
     if mask.dtype != torch.bool and mask.dtype not in FLOAT_DTYPES:
         raise ShapeError(f"attention_mask must be bool, float32, float16 or bfloat16, got {mask.dtype}")
     _expect_sizes(mask, query, tokens)
@@ -209,7 +209,7 @@ def _visible(first: Tensor | None, causal: bool, num_new: int, tokens: Tokens) -
 
 
 def _dense(key: Tensor, value: Tensor, mask: Tensor | CompactMask | None) -> Tokens:
-    """Keys and values that are in no cache of ours, ``[B, H, N, D]``, as many columns as the mask says."""
+    """Tokens of dense keys and values ``[B, H, N, D]``, of which as many count as the mask says."""
     rows, num_columns = key.shape[0], key.shape[2]
     starts = torch.arange(rows, device=key.device) * num_columns
     if isinstance(mask, CompactMask):

@@ -78,7 +78,7 @@ class KVCache(DynamicCache):  # type: ignore[misc]
             max_tokens: Token slots of each layer, all sequences together; ``None`` grows on demand.
             values: How the values are kept, if otherwise than the keys.
             layout: Axis order of the pages, see ``CacheFormat``; ``"auto"`` keeps rows where attention is not
-                ``"kvloom"`` when the cache is made.
+                ``"kvloom"`` when the first tokens are stored.
             static: Take all memory at the first update and keep lengths in tensors, so that a decode step
                 compiles once; ``max_tokens`` is then the longest that each sequence gets.
 
@@ -121,7 +121,7 @@ class KVCache(DynamicCache):  # type: ignore[misc]
         Args:
             past_key_values: The pairs; ``None`` for none.
             model: As ``for_model``. Without it every layer keeps all tokens, as those of a ``DynamicCache``
-                that is made without a model do, and what comes out of ``update`` is gathered.
+                that is made without a model do, and ``update`` returns tensors.
             options: The other arguments of ``for_model``.
 
         Raises:
@@ -216,7 +216,7 @@ class KVCache(DynamicCache):  # type: ignore[misc]
         return state
 
     def get_mask_sizes(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
-        """Columns that a layer will return, and the position of the first; asked before every forward.
+        """Tokens that a layer will return, and the position of the first; called before every forward.
 
         Raises:
             StateError: as ``expect_whole``.
@@ -288,12 +288,12 @@ class KVCache(DynamicCache):  # type: ignore[misc]
         Args:
             tokens_to_remove: ``-n`` removes n tokens; up to transformers 5.12 a positive number is what is
                 kept. Or one number of at most 0 for each row: rows end together afterwards, and a row that
-                lost more than another has columns in front that hold nothing, which the attention mask must
+                lost more than another has positions in front that hold nothing, which the attention mask must
                 hide as it hides left padding. ``get_seq_length()`` is the length of the longest row.
 
         Raises:
             ArgumentError: a number is positive (as said above), or there is not one for each row.
-            StateError: the cache is frozen, or what a window has passed would be seen again.
+            StateError: the cache is frozen, or the next token would see what a window has evicted.
             UnsupportedError: a layer cannot go back: one with a recurrent state, or, row by row, one that
                 is static. Nothing was changed in any of these cases.
         """
@@ -354,7 +354,7 @@ class KVCache(DynamicCache):  # type: ignore[misc]
         return found | set(torch.stack(lengths).tolist() if lengths else ())
 
     def _trim(self) -> set[int]:
-        """Give back room behind what all layers have, as after they were assigned fewer tokens.
+        """Give back the pages behind the last token of all layers, as after they were assigned fewer tokens.
 
         Returns:
             As ``_lengths``.

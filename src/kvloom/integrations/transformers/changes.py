@@ -1,7 +1,7 @@
 """Changes of rows and lengths in layers that are not in the pages of a batch, one after the other.
 
-A change is planned for all layers before the first one is made. Ours change as a whole or not at all; of
-transformers' own, and of recurrent states, nobody knows what is left when one raises.
+A change is planned for all layers before the first one is made. Ours change as a whole or not at all. A layer
+of transformers, or a recurrent state, may be left half changed when it raises.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -51,7 +51,7 @@ def changes_of_length(
 
     Raises:
         UnsupportedError: a layer has a recurrent state.
-        StateError: a layer cannot be changed now, or a window has passed what would be seen again.
+        StateError: a layer cannot be changed now, or the next token would see what a window has evicted.
     """
     own: Changes = []
     others: Changes = []

@@ -140,7 +140,7 @@ class _PrepareCache:
         if made is None or is_given or not is_default:
             return result
         cache = self._enabled.cache(model)
-        # What an assistant drafts may be taken back further than a window remembers; not in every version.
+        # Drafts of an assistant may be removed further back than a window keeps; not in every version.
         if generation_config.is_assistant and hasattr(cache, "activate_past_recording"):
             cache.activate_past_recording()
         model_kwargs["past_key_values"] = cache

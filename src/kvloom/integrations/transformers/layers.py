@@ -1,6 +1,6 @@
 """One layer of a ``KVCache``, as transformers 4.57 to 5.23 call it.
 
-Letters: B sequences, Q new tokens of each, N columns of stored ones, H key/value heads, D head dim.
+Letters: B sequences, Q new tokens of each, N tokens that are returned, H key/value heads, D head dim.
 """
 
 import copy
@@ -27,11 +27,12 @@ States = Tensor | LazyStates
 
 
 class KVCacheLayer(CacheLayerMixin):  # type: ignore[misc]
-    """Keys and values in pages that a batch shares with other layers.
+    """Keys and values of one layer, in pages or in fixed storage.
 
     Args:
-        pages: Where the tokens are kept.
-        config: Of the model; its attention implementation, at each update, decides what attention gets.
+        pages: The layer that keeps the tokens; pages are shared with the other layers of a batch.
+        config: Of the model. At each update its attention implementation decides what ``update`` returns:
+            tensors, or what stands for them until kvloom's attention reads them in place.
         kwargs: For the next class.
     """
 
@@ -60,7 +61,7 @@ class KVCacheLayer(CacheLayerMixin):  # type: ignore[misc]
 
     @property
     def is_sliding(self) -> bool:
-        """Whether only columns within the window come out of ``update``."""
+        """Whether ``update`` returns only the tokens within the window."""
         return self.window is not None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor | None = None) -> None:
@@ -89,14 +90,12 @@ class KVCacheLayer(CacheLayerMixin):  # type: ignore[misc]
     def _is_in_place(self) -> bool:
         """Whether attention reads the cache itself."""
         found = None
-        if (
-            not torch.compiler.is_compiling()
-        ):  # past the hooks of a configuration, which take longer than a layer
+        if not torch.compiler.is_compiling():  # without the hooks of a configuration, which are slow
             found = object.__getattribute__(self._config, "__dict__").get("_attn_implementation_internal")
         return bool((self._config._attn_implementation if found is None else found) == IMPLEMENTATION)
 
     def get_seq_length(self) -> int | Tensor:
-        """Columns seen, those that a window has passed included."""
+        """Tokens seen, evicted ones included."""
         return self.pages.num_tokens
 
     def get_max_length(self) -> int:
@@ -128,12 +127,12 @@ class KVCacheLayer(CacheLayerMixin):  # type: ignore[misc]
             self.is_initialized, self._dtype = False, None
 
     def activate_past_recording(self) -> None:
-        """Keep what a window passes until the next crop, so that it can be as long as it likes."""
+        """Keep what the window evicts until the next crop, which may then remove any number of tokens."""
         self.record_past = True
 
     @property
     def record_past(self) -> bool:
-        """Whether a window keeps what it passes until the next crop."""
+        """Whether what the window evicts is kept until the next crop."""
         return isinstance(self.pages, PagedLayer) and self.pages.batch.is_recording
 
     @record_past.setter
@@ -160,9 +159,9 @@ class KVCacheLayer(CacheLayerMixin):  # type: ignore[misc]
     def keys(self) -> Tensor | None:
         """Keys that the next token sees, ``[B, H, N, D]``, gathered at each access, read-only.
 
-        Assigning replaces all of them, quantized if the cache is. A layer without a window that is not static
-        takes another number of tokens, too, once ``values`` was assigned as many; until then every other use
-        of the cache raises.
+        Assigning replaces all of them, quantized if the cache is. Without a window, and if it is not static,
+        a layer also takes another number of tokens. ``values`` must then be assigned as many; until then
+        every other use of the cache raises.
 
         Raises:
             ShapeError: B, H, D, dtype or device is another, or N is and must not be; nothing was changed.
@@ -223,7 +222,7 @@ class KVCacheLayer(CacheLayerMixin):  # type: ignore[misc]
 
     @property
     def _num_fixed(self) -> str | None:
-        """Why there can be no other number of columns."""
+        """Why ``keys`` can be assigned as many tokens as it has and no others; ``None`` if any will do."""
         return None if self.window is None else "those that the window has left"
 
     def _expect_thawed(self) -> None:
@@ -240,7 +239,7 @@ class StaticKVCacheLayer(KVCacheLayer):
     """Keys and values in fixed storage, for ``torch.compile``."""
 
     is_compileable = True
-    is_sliding = False  # all columns come out of ``update``, and the mask hides what a window has passed
+    is_sliding = False  # ``update`` returns all positions, and the mask hides what the window has evicted
     _num_fixed = "all that fit"
     pages: FixedLayer
 
@@ -251,7 +250,7 @@ class StaticKVCacheLayer(KVCacheLayer):
         super().lazy_initialization(key_states, value_states)
 
     def get_seq_length(self) -> Tensor:
-        """Columns seen, a new 0-d int64 tensor."""
+        """Tokens seen, a new 0-d int64 tensor."""
         return self.pages.length.clone()
 
     def get_max_length(self) -> int:
@@ -259,7 +258,7 @@ class StaticKVCacheLayer(KVCacheLayer):
         return self.pages.get_max_length()
 
     def get_mask_sizes(self, query_length: int | Tensor) -> tuple[int, int]:
-        """All columns, from position 0."""
+        """All positions, from 0."""
         return self.pages.get_max_length(), 0
 
 

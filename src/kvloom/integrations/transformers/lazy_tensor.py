@@ -1,4 +1,4 @@
-"""What stands for a tensor until something computes with it."""
+"""Objects that stand for a tensor until something computes with it."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from torch.utils import _pytree as pytree
 
 
 class LazyTensor:
-    """Something that says less than the tensor it stands for, and becomes it wherever a tensor is needed."""
+    """Stands for a tensor, and is replaced by it wherever torch computes with it."""
 
     def gather(self) -> Tensor:
         """The tensor."""
@@ -21,7 +21,7 @@ class LazyTensor:
         return func(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):  # asked of an object that has no attributes yet, as by ``copy``
+        if name.startswith("_"):  # looked up before there are attributes, as by ``copy``
             raise AttributeError(name)
         return getattr(self.gather(), name)
 
@@ -33,7 +33,7 @@ def _operator(name: str) -> Any:
     return call
 
 
-# Python looks operators up in the class, where ``__getattr__`` is not asked.
+# Python looks operators up in the class, where ``__getattr__`` does not apply.
 for _name in (
     "getitem", "len", "iter", "neg", "invert", "add", "sub", "mul", "truediv", "matmul", "and", "or",
     "radd", "rsub", "rmul", "rtruediv", "rmatmul", "rand", "ror", "lt", "le", "gt", "ge",

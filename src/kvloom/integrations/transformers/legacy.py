@@ -33,14 +33,14 @@ def expect_pairs(past_key_values: Iterable[Sequence[Tensor]]) -> list[tuple[Tens
     if len(sizes) > 1:
         raise ArgumentError(
             f"past_key_values must have one number of rows and tokens in every layer, got {sorted(sizes)}: "
-            "what a window has passed is gone"
+            "what a window has evicted is gone"
         )
     return pairs
 
 
 def plain_layers(pairs: Sequence[tuple[Tensor, Tensor]], **options: Any) -> list[KVCacheLayer]:
     """Layers that keep all tokens, for pairs of a model that is not known; options as of ``cache_format``."""
-    # All that a configuration is asked for: how attention computes. Head dims are checked at the update.
+    # What is read of a configuration: how attention computes. Head dims are checked at the update.
     config = SimpleNamespace(_attn_implementation="sdpa", kv_lora_rank=None)
     batch = Sequences(cache_format(config, **options))
     return [KVCacheLayer(PagedLayer(batch.format, batch, i), config) for i in range(len(pairs))]

@@ -1,4 +1,4 @@
-"""Masks for ``attn_implementation="kvloom"``: a few numbers where lengths and windows say all, else the mask.
+"""Masks for ``attn_implementation="kvloom"``: a few numbers if lengths and a window suffice, else the mask.
 
 Letters: B sequences, Q queries of each, N columns of keys.
 """
@@ -14,7 +14,7 @@ from kvloom.integrations.transformers.lazy_tensor import LazyTensor
 
 
 class CompactMask(LazyTensor):
-    """Stands for a causal mask ``[B, 1, Q, N]`` of which a few numbers say all.
+    """Stands for a causal mask ``[B, 1, Q, N]`` that a few numbers describe.
 
     Args:
         shape: ``(B, 1, Q, N)``.
@@ -65,7 +65,7 @@ class CompactMask(LazyTensor):
         return CompactMask(self.sizes, torch.device(device), first, self.taken, self.window)
 
     def contiguous(self) -> "CompactMask":
-        """The same; ``generate`` asks for it when it makes masks ahead of a compiled step."""
+        """The same; ``generate`` calls it when it makes masks before a compiled step."""
         return self
 
     def __repr__(self) -> str:
@@ -79,14 +79,14 @@ def attention_mask(
     attention_mask: Tensor | CompactMask | None = None,
     **kwargs: Any,
 ) -> Tensor | CompactMask | None:
-    """What attention must know of visible columns; arguments as transformers 4.57 to 5.23 give them.
+    """Which columns queries see; arguments as transformers 4.57 to 5.23 give them.
 
-    A compact mask for ``attention_mask``, made ahead, is returned as it is.
+    A compact mask for ``attention_mask``, made before, is returned as it is.
 
     Returns:
-        ``None`` where it also is to ``sdpa``: a lone query sees every column, and of a whole text the module
-        says whether it is causal. Otherwise a compact mask, where a query sees the columns up to its own but
-        for left padding, columns that are still free and a sliding window; else a bool mask ``[B, 1, Q, N]``.
+        ``None`` where ``sdpa`` takes ``None``: a single query sees every column, and for a whole text the
+        module says whether it is causal. A compact mask if a query sees the columns up to its own, without
+        left padding, free columns and what is outside a sliding window. Else a bool mask ``[B, 1, Q, N]``.
     """
     if isinstance(attention_mask, CompactMask):
         return attention_mask

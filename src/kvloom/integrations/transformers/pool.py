@@ -146,7 +146,7 @@ class KVPool:
         check(self._pages.pool, self._tree, tables)
 
     def report(self) -> dict[str, int]:
-        """Pages by state, and how many of the tokens that were asked for were found."""
+        """Pages by state, and how many of the tokens that ``begin`` looked up were found."""
         pool = self._pages.pool
         return {
             "num_pages": pool.num_pages,
