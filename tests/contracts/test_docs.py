@@ -38,3 +38,14 @@ TELLS = [
 @pytest.mark.parametrize("path", TELLS, ids=lambda p: str(p.relative_to(ROOT)))
 def test_nobody_is_sent_to_an_index_that_has_no_kvloom(path: Path) -> None:
     assert not re.search(r"install '?kvloom|kvloom\[", path.read_text(encoding="utf-8"))
+
+
+def test_the_architecture_names_every_file() -> None:
+    text = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
+    names = {path.name for path in (ROOT / "src" / "kvloom").rglob("*.py")} - {"__init__.py"}
+    assert {name for name in names if name not in text} == set()
+
+
+def test_the_invariants_count_the_planted_bugs() -> None:
+    count = len(list((ROOT / "tests" / "mutants").glob("*.patch")))
+    assert f"plants {count} bugs" in (ROOT / "INVARIANTS.md").read_text(encoding="utf-8")

@@ -16,7 +16,7 @@ PAGE_SIZE: Final = 128
 
 
 class DynamicLayer(PagedLayer):
-    """Every token, in storage that grows by a quarter when it is full; ``update`` returns views of it."""
+    """Every token, in storage that doubles at first and then grows by a quarter; ``update`` returns views."""
 
     def __init__(self) -> None:
         super().__init__(CacheFormat(page_size=PAGE_SIZE))
