@@ -161,7 +161,7 @@ def test_a_window_takes_as_many_as_it_has(name: str) -> None:
     assert keys.shape[2] == 7
     layer.keys = keys + 1
     assert torch.equal(layer.keys, keys + 1)
-    with pytest.raises(ShapeError, match="keys must have 7 columns, those that the window has left, got 8"):
+    with pytest.raises(ShapeError, match="keys must have 7 columns, those that the window holds, got 8"):
         layer.keys = torch.cat([keys, keys[:, :, :1]], dim=2)
     assert torch.equal(layer.keys, keys + 1)
 

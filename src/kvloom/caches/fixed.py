@@ -276,6 +276,10 @@ class FixedLayer(Layer):
         key, value = self._gathered(tokens, dtype)
         return (key, value) if tokens.rows is not None else (ReadOnly.of(key), ReadOnly.of(value))
 
+    @property
+    def _num_fixed(self) -> str | None:
+        return super()._num_fixed if self.max_tokens is None else "all that fit"
+
     def _num_evicted(self) -> int:
         return max(int(self._reach) - self._most_held, 0)
 

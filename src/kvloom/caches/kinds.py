@@ -33,8 +33,6 @@ class SlidingWindowLayer(PagedLayer):
         rollback: How many of the last tokens ``crop`` can remove, as those of a rejected draft.
     """
 
-    _num_fixed = "those that the window has left"
-
     def __init__(self, window: int, rollback: int = 0) -> None:
         self._most_held = expect_config("window", window, 1) - 1 + expect_config("rollback", rollback, 0)
         format = CacheFormat(page_size=max(min(self._most_held // 8, PAGE_SIZE), 1))
@@ -72,7 +70,6 @@ class StaticLayer(FixedLayer):
         max_length: Tokens of each sequence that fit.
     """
 
-    _num_fixed = "all that were allocated"
     _length_name = "max_length"
 
     def __init__(self, max_length: int) -> None:
@@ -92,7 +89,6 @@ class StaticSlidingWindowLayer(FixedLayer):
         rollback: How many of the last tokens ``crop`` can remove, as those of a rejected draft.
     """
 
-    _num_fixed = "those that the window has left"
     _length_name = "window"
 
     def __init__(self, window: int, rollback: int = 0) -> None:

@@ -29,9 +29,6 @@ class Layer(ABC):
         dtype: Of the tokens; ``None`` before the first update.
     """
 
-    _num_fixed: str | None = None
-    """Why ``keys`` can be assigned as many tokens as it has and no others; ``None`` if any will do."""
-
     def __init__(self) -> None:
         self.dtype: torch.dtype | None = None
         self._assignment = Assignment()
@@ -186,7 +183,7 @@ class Layer(ABC):
         """The tokens that ``crop`` would keep; raises as it would and changes nothing."""
         if isinstance(num_tokens, bool) or not isinstance(num_tokens, int):
             raise ArgumentError(f"num_tokens must be an int, got {num_tokens!r}")
-        self._expect_settled()
+        self.expect_settled()
         length = self.num_tokens
         kept = max(length + num_tokens, 0) if num_tokens < 0 else min(num_tokens, length)
         self._expect_held(kept, num_tokens)
@@ -246,6 +243,15 @@ class Layer(ABC):
         if self._has_rows() and n > 1:
             self._select([row for row in range(self.size) for _ in range(n)])
 
+    def assigned(self, side: int) -> Tensor | None:
+        """Keys (0) or values (1) that were assigned while the other side still has another length."""
+        return self._assignment.get(side)
+
+    def expect_settled(self) -> None:
+        """Raise StateError if keys or values were assigned, and the other side must be as long first."""
+        if self._assignment.is_waiting:
+            self._assignment.expect_none(0 if self.storage is None else self.num_columns)
+
     def reset(self) -> None:
         """Forget all tokens."""
         self._assignment.clear()
@@ -253,7 +259,7 @@ class Layer(ABC):
 
     def fork(self: _Layer) -> _Layer:  # noqa: PYI019 (Self is not in Python 3.10)
         """Another layer of the same tokens; neither sees what the other stores."""
-        self._expect_settled()
+        self.expect_settled()
         other = object.__new__(type(self))
         vars(other).update(vars(self), _assignment=Assignment())
         other._hold_alone()
@@ -302,8 +308,13 @@ class Layer(ABC):
         """Tokens in front that a window has evicted."""
         return 0
 
+    @property
+    def _num_fixed(self) -> str | None:
+        """Why ``keys`` can be assigned as many tokens as it has and no others; ``None`` if any will do."""
+        return None if self.window is None else "those that the window holds"
+
     def _side(self, side: int) -> Tensor:
-        waiting = self._assignment.get(side)
+        waiting = self.assigned(side)
         if waiting is not None:
             return waiting
         if self.storage is None or self.dtype is None:
@@ -326,7 +337,7 @@ class Layer(ABC):
 
     def _expect_fits(self, key: Tensor, value: Tensor) -> None:
         """Check new tokens; what serves a decoding step is asked first, at once."""
-        self._expect_settled()
+        self.expect_settled()
         storage = self.storage
         if (
             storage is None
@@ -353,12 +364,8 @@ class Layer(ABC):
     def _device(self) -> torch.device | None:
         return None if self.storage is None else self.storage.device
 
-    def _expect_settled(self) -> None:
-        if self._assignment.is_waiting:
-            self._assignment.expect_none(0 if self.storage is None else self.num_columns)
-
     def _has_rows(self) -> bool:
-        self._expect_settled()
+        self.expect_settled()
         return self.size > 0
 
     def _select_checked(self, rows: list[int]) -> None:

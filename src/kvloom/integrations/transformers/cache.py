@@ -170,8 +170,7 @@ class KVCache(DynamicCache):  # type: ignore[misc]
     @property
     def num_rows(self) -> int:
         """B; 0 before the first update."""
-        pages = self._own_layers[0].pages
-        return pages.batch.size if isinstance(pages, PagedLayer) else pages.size
+        return self._own_layers[0].pages.size
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -233,8 +232,7 @@ class KVCache(DynamicCache):  # type: ignore[misc]
         """
         self._expect_whole_rows()
         for layer in self._own_layers:
-            if layer.assignment.is_waiting:
-                layer.assignment.expect_none(layer.pages.num_columns)
+            layer.pages.expect_settled()
         if torch.compiler.is_compiling():  # lengths are tensors
             return
         lengths = self._trim() | {batch.num_positions for batch in self.batches}

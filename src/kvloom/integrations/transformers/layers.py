@@ -14,7 +14,7 @@ from transformers import cache_utils
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from kvloom.caches import FixedLayer, PagedLayer, Sequences
-from kvloom.caches.assigning import SIDES, Assignment
+from kvloom.caches.assigning import SIDES
 from kvloom.caches.read_only import ReadOnly
 from kvloom.core.checks import FLOAT_DTYPES, expect
 from kvloom.errors import ArgumentError, StateError, UnsupportedError
@@ -46,7 +46,6 @@ class KVCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         self.is_used = True  # by the model, whose configuration may name more layers
         self._config = config
         self._dtype: torch.dtype | None = None  # in which attention computes, from the first update on
-        self.assignment = Assignment()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Loaded, the keys may be on another device than those that were saved."""
@@ -57,7 +56,7 @@ class KVCacheLayer(CacheLayerMixin):  # type: ignore[misc]
     @property
     def window(self) -> int | None:
         """Tokens that a token sees, itself included; ``None`` for all before it."""
-        return self.pages.batch.window if isinstance(self.pages, PagedLayer) else self.pages.window
+        return self.pages.window
 
     @property
     def is_sliding(self) -> bool:
@@ -74,8 +73,8 @@ class KVCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[States, States]:
         """Store ``[B, H, Q, D]`` and return everything that their attention reads, ``[B, H, N, D]``."""
-        if self.is_frozen or self.assignment.is_waiting:
-            self.expect_changeable()
+        if self.is_frozen:
+            self._expect_thawed()
         if self._is_in_place:
             tokens = self.pages.append(key_states, value_states)
             pair: tuple[States, States] = LazyStates.pair(tokens, key_states, value_states)
@@ -95,23 +94,21 @@ class KVCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         return bool((self._config._attn_implementation if found is None else found) == IMPLEMENTATION)
 
     def get_seq_length(self) -> int | Tensor:
-        """Tokens seen, evicted ones included."""
-        return self.pages.num_tokens
+        """Tokens seen, evicted ones included; of fixed storage a new 0-d int64 tensor."""
+        return self.pages.get_seq_length()
 
     def get_max_length(self) -> int:
-        """The window, or -1: no limit that the mask must know."""
-        return -1 if self.window is None else self.window
+        """Tokens that can be seen at once, of fixed storage those that fit; -1 for no bound."""
+        return self.pages.get_max_length()
 
     def get_max_cache_shape(self) -> int:
         """``get_max_length`` as transformers up to 5.18 calls it."""
         return self.get_max_length()
 
-    def get_mask_sizes(self, query_length: int | Tensor) -> tuple[int, int]:
+    def get_mask_sizes(self, query_length: int | Tensor) -> tuple[int, int | Tensor]:
         """Length and first position of what ``update`` will return; up to 5.3 called with positions."""
         new = query_length.shape[0] if isinstance(query_length, Tensor) else query_length
-        seen = self.pages.num_tokens
-        first = 0 if self.window is None else max(seen - self.window + 1, 0)
-        return seen - first + new, first
+        return self.pages.get_mask_sizes(new)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last ``-tokens_to_remove`` tokens; up to 5.12 a positive number is what is kept."""
@@ -121,7 +118,6 @@ class KVCacheLayer(CacheLayerMixin):  # type: ignore[misc]
     def reset(self) -> None:
         """Forget all tokens."""
         self._expect_thawed()
-        self.assignment.clear()
         self.pages.reset()
         if isinstance(self.pages, PagedLayer):
             self.is_initialized, self._dtype = False, None
@@ -142,7 +138,7 @@ class KVCacheLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def fork(self, batch: Sequences | None) -> "KVCacheLayer":
         """This layer over ``batch``, a fork of its own."""
-        self.assignment.expect_none(self.pages.num_columns)
+        self.pages.expect_settled()
         if isinstance(self.pages, FixedLayer):
             pages: PagedLayer | FixedLayer = self.pages.fork()
         else:
@@ -185,8 +181,7 @@ class KVCacheLayer(CacheLayerMixin):  # type: ignore[misc]
     def expect_changeable(self) -> None:
         """Raise StateError if the cache is frozen, or keys or values wait for the other to be assigned."""
         self._expect_thawed()
-        if self.assignment.is_waiting:
-            self.assignment.expect_none(self.pages.num_columns)
+        self.pages.expect_settled()
 
     def gathered(self) -> tuple[Tensor, Tensor] | None:
         """Keys and values that the next token sees, ``[B, H, N, D]``; the caller owns them."""
@@ -195,35 +190,20 @@ class KVCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         return replace(self.pages.stored(), rows=None).gather(self._dtype)
 
     def _side(self, side: int) -> Tensor | None:
-        waiting = self.assignment.get(side)
+        waiting = self.pages.assigned(side)
         if waiting is not None:
             return waiting
         pair = self.gathered()
         return None if pair is None else ReadOnly.of(pair[side])
 
     def _assign(self, side: int, x: Tensor | None) -> None:
-        if x is None and "assignment" not in vars(self):
+        if x is None and "is_frozen" not in vars(self):
             return  # the base class begins with ``None``
         self._expect_thawed()
-        name, storage = SIDES[side], self.pages.storage
-        dtype, device, sizes = self._dtype or FLOAT_DTYPES, None, {}
-        if storage is not None:
-            known, device = storage.sizes, storage.device
-            sizes = {"B": self.pages.size, "H": known["H"], "D": known[("Dk", "Dv")[side]]}
-        expect(name, cast(Tensor, x), "B H N D", dtype=dtype, device=device, **sizes)
-        x = cast(Tensor, x).detach()
-        held = None if storage is None else self.pages.num_columns
-        new = self.assignment.add(side, x, held, self._num_fixed)
-        if new is not None:
-            self.pages.replace(new)
-            self.assignment.clear()
-            if self._dtype is None:
-                KVCacheLayer.lazy_initialization(self, x)
-
-    @property
-    def _num_fixed(self) -> str | None:
-        """Why ``keys`` can be assigned as many tokens as it has and no others; ``None`` if any will do."""
-        return None if self.window is None else "those that the window has left"
+        expect(SIDES[side], cast(Tensor, x), "B H N D", dtype=self._dtype or FLOAT_DTYPES)
+        setattr(self.pages, SIDES[side], x)
+        if self._dtype is None and self.pages.storage is not None:
+            KVCacheLayer.lazy_initialization(self, cast(Tensor, x))
 
     def _expect_thawed(self) -> None:
         if self.is_frozen:
@@ -240,7 +220,6 @@ class StaticKVCacheLayer(KVCacheLayer):
 
     is_compileable = True
     is_sliding = False  # ``update`` returns all positions, and the mask hides what the window has evicted
-    _num_fixed = "all that fit"
     pages: FixedLayer
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor | None = None) -> None:
@@ -248,18 +227,6 @@ class StaticKVCacheLayer(KVCacheLayer):
         value_states = key_states if value_states is None else value_states
         self.pages.allocate_for(key_states, value_states, is_gathered=not self._is_in_place)
         super().lazy_initialization(key_states, value_states)
-
-    def get_seq_length(self) -> Tensor:
-        """Tokens seen, a new 0-d int64 tensor."""
-        return self.pages.length.clone()
-
-    def get_max_length(self) -> int:
-        """Tokens of each sequence that fit."""
-        return self.pages.get_max_length()
-
-    def get_mask_sizes(self, query_length: int | Tensor) -> tuple[int, int]:
-        """All positions, from 0."""
-        return self.pages.get_max_length(), 0
 
 
 # Before transformers 5.4 such models brought caches of their own.
