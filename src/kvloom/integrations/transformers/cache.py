@@ -47,6 +47,7 @@ class KVCache(DynamicCache):  # type: ignore[misc]
         Cache.__init__(self, layers=layers)
         self.is_frozen = False
         self._is_torn = False  # layers have different rows
+        self._own_layers = [layer for layer in self.layers if isinstance(layer, KVCacheLayer)]
         found = (x.pages.batch for x in self._own_layers if isinstance(x.pages, PagedLayer))
         # That of full attention comes first: it takes the most pages, so it is the first to have too few.
         self.batches = sorted(dict.fromkeys(found), key=lambda batch: batch.window is not None)
@@ -320,10 +321,6 @@ class KVCache(DynamicCache):  # type: ignore[misc]
         self._expect_thawed()
         super().reset()
         self._is_torn = False
-
-    @property
-    def _own_layers(self) -> list[KVCacheLayer]:
-        return [layer for layer in self.layers if isinstance(layer, KVCacheLayer)]
 
     def _select(self, rows: Sequence[int]) -> None:
         """Move the tables of all pages, and the tensors of other layers."""
