@@ -313,7 +313,8 @@ def test_slots_of_rows_give_tensors_of_rows(backend: str, axes: str, kind: Kind)
         found = ops.load(slots, pool.view(), dtype=torch.float32, num_repeat=repeat, backend=backend)
         for x, y in zip(found, expected, strict=True):
             assert x.is_contiguous()
-            assert_same_bits(x, y.unflatten(0, (3, 2)).transpose(1, 2).contiguous(), "rows")
+            y = y.unflatten(0, (3, 2)).transpose(1, 2).contiguous()
+            assert_same_bits(x, y, "rows", any_nan=kind.dtype != torch.float32)  # casts may quiet a NaN
     pool.check()
 
 
