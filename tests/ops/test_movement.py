@@ -7,7 +7,7 @@ import torch
 from ops.pools import ALL_AXES, INT4, INT8, PLAIN, Kind, Pool, as_integers, make_pool, new_tokens
 from oracles.bits import FLOATS, assert_same_bits, generator, poison
 
-from kvloom import ops
+from kvloom import KVView, ops
 from kvloom.errors import ArgumentError, ShapeError
 
 KINDS = [PLAIN, Kind(torch.float16), INT8, INT4]
@@ -316,6 +316,51 @@ def test_slots_of_rows_give_tensors_of_rows(backend: str, axes: str, kind: Kind)
             y = y.unflatten(0, (3, 2)).transpose(1, 2).contiguous()
             assert_same_bits(x, y, "rows", any_nan=kind.dtype != torch.float32)  # casts may quiet a NaN
     pool.check()
+
+
+@pytest.mark.parametrize("axes", AXES_SAMPLE)
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+def test_rows_are_stored_as_their_tokens_are(backend: str, axes: str, kind: Kind) -> None:
+    """``[B, H, N, D]`` with slots ``[B, N]``, also of int32 and not contiguous."""
+    rows, packed = make_pool(axes, kind, strided=True), make_pool(axes, kind, strided=True)
+    dtype = kind.dtype if not kind.bits else torch.float32
+    key, value = (new_tokens(6, rows, dtype, 3 + i, part) for i, part in enumerate(("key", "value")))
+    slots = torch.tensor([[7, -1, 5], [0, 3, 2]], dtype=torch.int32).T
+    ops.store(key, value, slots.flatten(), packed.view(), backend=backend)
+    a, b = (x.unflatten(0, (3, 2)).transpose(1, 2) for x in (key, value))
+    ops.store(a, b, slots, rows.view(), backend=backend)
+    for name, base in rows.bases.items():
+        assert_same_bits(base, packed.bases[name], name)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "slots", "message"),
+    [
+        ((2, 2, 3, 8), (2, 2, 3, 8), (3, 2), "key must be .B, H, N, Dk. with B=3, N=2"),
+        ((2, 2, 3, 8), (2, 2, 2, 8), (2, 3), "value must be .B, H, N, Dv. with B=2, H=2, N=3"),
+        ((2, 2, 3, 8), (2, 2, 3, 8), (6,), "key must be .T, H, D. with"),
+        ((6, 2, 8), (6, 2, 8), (2, 3), "slots must be .T., got"),
+    ],
+)
+def test_rows_that_do_not_fit_are_not_stored(
+    key: tuple[int, ...], value: tuple[int, ...], slots: tuple[int, ...], message: str
+) -> None:
+    pool = make_pool("B S H D", PLAIN)
+    with pytest.raises(ShapeError, match=message):
+        ops.store(torch.ones(key), torch.ones(value), torch.arange(6).view(slots), pool.view())
+    pool.check()
+
+
+def test_tokens_between_the_rows_of_a_cache_are_stored() -> None:
+    """They share no byte with it, and lie between its first and its last."""
+    base = torch.zeros(4, 2, 2, 8)  # slots, cache or tokens, heads, dim
+    base[:, 1] = torch.arange(4.0)[:, None, None] + 1
+    view = KVView.split("T H D", base[:, 0], torch.zeros(4, 2, 8))
+    ops.store(base[:, 1], base[:, 1].clone(), torch.tensor([3, 2, 1, 0]), view)
+    assert torch.equal(base[:, 0], base[:, 1].flip(0))
+    with pytest.raises(ShapeError, match="key"):
+        ops.store(base[:, 0], base[:, 1].clone(), torch.tensor([3, 2, 1, 0]), view)
 
 
 @pytest.mark.parametrize("shape", [(0, 3), (2, 0)])
