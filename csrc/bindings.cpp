@@ -244,9 +244,11 @@ void store(const Tensor& key, const MaybeTensor& value, const Tensor& slots, con
 
 // --- load -------------------------------------------------------------------------------------------------
 
-/// Lets the C library keep the memory of large results between calls. glibc takes such blocks from the system, and gives
-/// them back, each time until a block as large was freed once (M_MMAP_THRESHOLD in mallopt(3)): then every page of every
-/// result is touched for the first time, which takes longer than to write it.
+constexpr int64_t kLargeResult = 128 << 10;  // glibc takes blocks from here on from the system
+
+/// Lets the C library keep the memory of large results between calls. glibc takes such blocks from the system,
+/// and gives them back, each time until a block as large was freed once (M_MMAP_THRESHOLD in mallopt(3)): then
+/// every page of every result is touched for the first time, which takes longer than to write it.
 void keep_large_memory() {
   static const bool is_kept = [] {
     constexpr size_t kLargest = (size_t{32} << 20) - (64 << 10);  // larger ones do not move the threshold
@@ -269,12 +271,14 @@ void advise_huge_pages(char* data, int64_t bytes) {
 
 /// What is loaded of one side: `[T, H, D]`, or `[B, H, N, D]` where slots are `[B, N]`.
 Tensor empty_loaded(const Tensor& slots, int64_t heads, int64_t width, int32_t dtype) {
-  keep_large_memory();
   Tensor out = slots.dim() == 1
                    ? empty_tokens(slots.size(0), heads, width, dtype)
                    : empty_contiguous(std::array{slots.size(0), heads, slots.size(1), width}, dtype);
-  const int64_t itemsize = static_cast<int64_t>(aoti_torch_dtype_element_size(dtype));
-  advise_huge_pages(static_cast<char*>(out.mutable_data_ptr()), out.numel() * itemsize);
+  const int64_t bytes = out.numel() * static_cast<int64_t>(aoti_torch_dtype_element_size(dtype));
+  if (bytes >= kLargeResult) {
+    keep_large_memory();
+    advise_huge_pages(static_cast<char*>(out.mutable_data_ptr()), bytes);
+  }
   return out;
 }
 
