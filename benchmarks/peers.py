@@ -67,16 +67,26 @@ def quantized(backend: str, bits: int, group: int = 64, residual: int = RESIDUAL
 
 
 def kvloom(
-    kv: str, values: str | None = None, *, group: int = 64, in_place: bool = False, bounded: bool = False
+    kv: str,
+    values: str | None = None,
+    *,
+    group: int | None = None,
+    in_place: bool = False,
+    bounded: bool = False,
 ) -> Contender:
-    """KVCache, read through tensors that it gathers or in place, growing or with ``max_tokens`` known."""
+    """KVCache, read through tensors that it gathers or in place, growing or with ``max_tokens`` known.
+
+    Keys and values are codes if they have a group.
+    """
     name = " ".join(
         ("kvloom", kv if values is None else f"{kv}/{values}", *(("in place",) if in_place else ()))
     )
+    if group is not None:
+        kv, values = f"{kv}:g{group}", f"{values or kv}:g{group}"
     return Contender(
         name,
         lambda model, bound: KVCache.for_model(
-            model, kv, quant_group=group, max_tokens=bound if bounded else None, values=values
+            model, kv, max_tokens=bound if bounded else None, values=values
         ),
         "kvloom" if in_place else "sdpa",
     )

@@ -45,7 +45,7 @@ def step(cache: Cache, num_new: int, window: int | None) -> Tensor:
 
 for name, cache, window in (
     ("dynamic", Cache.dynamic(), None),
-    ("int8", Cache.quantized(8, group=64), None),
+    ("int8", Cache.quantized("int8"), None),
     ("window", Cache(SlidingWindowLayer(WINDOW) for _ in range(LAYERS)), WINDOW),
 ):
     out = torch.cat([step(cache, num_new, window) for num_new in (10, *[1] * (T - 10))], dim=3)

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from core.spellings import BAD
 
 import kvloom
 from kvloom.cli import main
@@ -74,11 +75,11 @@ def test_generate_continues_the_prompt_the_same_in_a_float32_cache_and_without_o
 def test_generate_reads_a_prompt_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "prompt.txt"
     file.write_text("import os\n", encoding="utf-8")
-    arguments = ["generate", "--prompt-file", str(file), "--kv", "int4", "--quant-group", "32"]
+    arguments = ["generate", "--prompt-file", str(file), "--kv", "int4:g32"]
     assert main([*arguments, "--max-new-tokens", "4"]) == 0
     captured = capsys.readouterr()
     assert captured.out.startswith("import os\n")
-    assert "int4 cache" in captured.err
+    assert "int4:g32 cache" in captured.err
 
 
 @pytest.mark.parametrize(
@@ -86,14 +87,19 @@ def test_generate_reads_a_prompt_file(tmp_path: Path, capsys: pytest.CaptureFixt
     [
         (["--prompt", "x", "--model", "/nowhere"], "--model must be a local folder"),
         (
-            ["--prompt", "x", "--kv", "int8", "--quant-group", "48"],
-            "--quant-group must divide the head dim 64",
+            ["--prompt", "x", "--kv", "int8:g48"],
+            "--kv must have a group that divides the head dim 64, got 'int8:g48'",
         ),
-        (
-            ["--prompt", "x", "--kv", "int4", "--quant-group", "3"],
-            "--quant-group must be even for 4 bits, got 3",
+        (["--prompt", "x", "--kv", "int4:g3"], "--kv must have an even group for 4 bits, got 'int4:g3'"),
+        *(
+            (
+                ["--prompt", "x", "--kv", text],
+                "--kv must be one of auto, float32, float16, bfloat16, int8 or int4, codes also with a group "
+                f"such as int8:g32, got {text!r}",
+            )
+            for text in BAD
+            if isinstance(text, str)
         ),
-        (["--prompt", "x", "--quant-group", "0"], "--quant-group must be at least 1, got 0"),
         (["--prompt", "x", "--max-new-tokens", "0"], "--max-new-tokens must be at least 1, got 0"),
         (["--prompt", ""], "--prompt must hold at least one token"),
         (["--prompt", "\udcff"], "--prompt must be text in UTF-8"),
@@ -110,6 +116,15 @@ def test_bad_input_is_one_line_and_status_2(
     err = capsys.readouterr().err
     assert message in err
     assert err.count("\n") == 1
+
+
+def test_help_says_how_a_group_is_spelled(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as done:
+        main(["generate", "--help"])
+    assert done.value.code == 0
+    out = capsys.readouterr().out
+    assert "--kv KIND[:gGROUP]" in out
+    assert "int8:g32" in out
 
 
 def test_demo_names_the_option_that_is_wrong(capsys: pytest.CaptureFixture[str]) -> None:
@@ -138,7 +153,8 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     "args",
     [
         ["--prompt", "x", "--model", "/nowhere"],
-        ["--prompt", "x", "--quant-group", "0"],
+        ["--prompt", "x", "--kv", "int8:g0"],
+        ["--prompt", "x", "--kv", "int4:g3"],
         ["--prompt", "x", "--max-new-tokens", "0"],
         ["--prompt-file", "/nowhere"],
     ],

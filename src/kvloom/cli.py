@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from kvloom import __version__
+from kvloom.core.spelling import STORAGE, parse_kind
 from kvloom.errors import ArgumentError, KVError
 from kvloom.models import bundled_model_path, check_model_folder
 
-_KINDS = ("auto", "float32", "float16", "bfloat16", "int8", "int4")
 _DEMO_KINDS = ["float32", "int8", "int4"]
 _DEMO_PROMPT_CHARACTERS = 2200
 
@@ -68,10 +68,11 @@ def _parser() -> argparse.ArgumentParser:
     prompt.add_argument("--prompt", help="text to continue")
     prompt.add_argument("--prompt-file", type=Path, metavar="F", help="file with the text to continue")
     generate.add_argument(
-        "--kv", choices=_KINDS, default="auto", help="how the cache is kept (auto: model's dtype)"
-    )
-    generate.add_argument(
-        "--quant-group", type=int, default=64, metavar="N", help="elements that share a scale"
+        "--kv",
+        default="auto",
+        metavar="KIND[:gGROUP]",
+        help=f"how the cache is kept: {', '.join(STORAGE)} (auto: model's dtype; int8:g32: 32 elements "
+        "share a scale, 64 if not said)",
     )
     generate.add_argument("--max-new-tokens", type=int, default=128, metavar="N")
     generate.add_argument("--model", type=Path, metavar="PATH", help="local Hugging Face causal model folder")
@@ -87,14 +88,15 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _generate(args: argparse.Namespace) -> None:
-    _expect_positive(args, "max_new_tokens", "quant_group")
+    _expect_positive(args, "max_new_tokens")
+    parse_kind("--kv", args.kv)
     prompt = _read_prompt(args)
     with _options_named(), ExitStack() as stack:
         if args.model is not None:
             check_model_folder(args.model)  # before imports that take seconds
             stack.enter_context(_somebodys_folder(args.model))
         model, tokenizer = _load(args.model)
-        _stream(model, tokenizer, prompt, args.kv, args.quant_group, args.max_new_tokens)
+        _stream(model, tokenizer, prompt, args.kv, args.max_new_tokens)
 
 
 def _expect_positive(args: argparse.Namespace, *names: str) -> None:
@@ -120,8 +122,7 @@ def _options_named() -> Iterator[None]:
     try:
         yield
     except KVError as error:
-        message = re.sub(r"^(?:quant_)?group\b", "--quant-group", str(error))
-        raise type(error)(re.sub(r"^model\b", "--model", message)) from error
+        raise type(error)(re.sub(r"^(kv|model)\b", r"--\1", str(error))) from error
 
 
 @contextmanager
@@ -162,7 +163,7 @@ def _demo(args: argparse.Namespace) -> None:
     console = Console()
     console.rule(f"{source.name} (held out), continued from int8 pages read in place")
     with attention_for(model, "int8", in_place=True):
-        _stream(model, tokenizer, prompt, "int8", 64, args.max_new_tokens, num_lines_shown=12)
+        _stream(model, tokenizer, prompt, "int8", args.max_new_tokens, num_lines_shown=12)
     inputs = tokenizer(prompt, return_tensors="pt").input_ids.to(model.device)
     rows = compare(
         model, inputs, _DEMO_KINDS, max_new_tokens=args.max_new_tokens, num_runs=args.runs, in_place=True
@@ -231,14 +232,13 @@ def _stream(
     tokenizer: Any,
     prompt: str,
     kv: str,
-    quant_group: int,
     max_new_tokens: int,
     num_lines_shown: int | None = None,
 ) -> None:
     """Print the prompt (or its last lines) and its greedy continuation as tokens come, then what it cost."""
     from kvloom.integrations.transformers import KVCache, Streamer
 
-    cache = KVCache.for_model(model, kv=kv, quant_group=quant_group)
+    cache = KVCache.for_model(model, kv=kv)
     inputs = tokenizer(prompt, return_tensors="pt").to(model.device)
     if inputs.input_ids.shape[1] == 0:
         raise ArgumentError("--prompt must hold at least one token, got an empty text")

@@ -25,8 +25,8 @@ LAYERS: dict[str, Callable[[], Layer]] = {
     "static": lambda: StaticLayer(16),
     "sliding": lambda: SlidingWindowLayer(6, rollback=2),
     "static sliding": lambda: StaticSlidingWindowLayer(6, rollback=2),
-    "int8": lambda: QuantizedLayer(8, 4),
-    "int4, recent": lambda: QuantizedLayer(4, 8, recent=5),
+    "int8": lambda: QuantizedLayer("int8:g4"),
+    "int4, recent": lambda: QuantizedLayer("int4:g8", recent=5),
 }
 every_layer = pytest.mark.parametrize("make", LAYERS.values(), ids=LAYERS)
 FIXED = pytest.mark.parametrize("kind", ["static", "sliding", "static sliding"])

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+from core.spellings import BAD, ODD
 from oracles.bits import assert_same_bits, generator
 from torch import Tensor
 
@@ -17,9 +19,9 @@ from kvloom.errors import ArgumentError, ConfigError, ShapeError, StateError
 KINDS: dict[str, Callable[[], Cache]] = {
     "dynamic": Cache.dynamic,
     "static": lambda: Cache.static(16),
-    "quantized": lambda: Cache.quantized(8, 4, recent=2),
+    "quantized": lambda: Cache.quantized("int8:g4", recent=2),
     "mixed": lambda: Cache(
-        [DynamicLayer(), SlidingWindowLayer(20), StaticLayer(16), QuantizedLayer(8, 4, 99)]
+        [DynamicLayer(), SlidingWindowLayer(20), StaticLayer(16), QuantizedLayer("int8:g4", 99)]
     ),
 }
 every_kind = pytest.mark.parametrize("make", KINDS.values(), ids=KINDS)
@@ -87,7 +89,7 @@ def test_the_legacy_format_needs_tokens_in_every_layer() -> None:
 
 
 def test_a_refused_update_makes_no_layer() -> None:
-    cache = Cache.quantized(8, 3)
+    cache = Cache.quantized("int8:g3")
     with pytest.raises(ConfigError, match="group"):
         cache.update(tokens(1, 1), tokens(1, 1), 0)
     assert len(cache) == 0
@@ -244,13 +246,39 @@ def test_layers_that_do_not_exist_are_refused(layer_idx: int) -> None:
     [
         (lambda: Cache.dynamic(0), "num_layers"),
         (lambda: Cache.static(0), "max_length"),
-        (lambda: Cache.quantized(5), "bits"),
-        (lambda: Cache.quantized(8, recent=-1), "recent"),
+        (lambda: Cache.quantized("int8", recent=-1), "recent"),
     ],
 )
 def test_bad_settings_are_refused_by_name(make: Callable[[], Cache], name: str) -> None:
     with pytest.raises(ConfigError, match=f"^{name} must be"):
         make()
+
+
+@pytest.mark.parametrize("text", [*BAD, "auto", "float16"], ids=lambda text: repr(text)[:20])
+def test_what_spells_no_codes_is_refused_by_name(text: Any) -> None:
+    for options, name in (({"kv": text}, "kv"), ({"values": text}, "values")):
+        with pytest.raises(ArgumentError, match=f"^{name} must be one of int8 or int4, .*, got "):
+            Cache.quantized(**options)
+
+
+@pytest.mark.parametrize("text", ODD)
+def test_an_odd_group_of_4_bits_is_refused_by_name(text: str) -> None:
+    for options, name in (({"kv": text}, "kv"), ({"values": text}, "values")):
+        with pytest.raises(ArgumentError, match=f"^{name} must have an even group"):
+            Cache.quantized(**options)
+
+
+def test_each_side_has_codes_and_a_group_of_its_own() -> None:
+    cache = Cache.quantized("int8:g4", values="int4:g2")
+    cache.update(tokens(1, 3), tokens(1, 3), 0)
+    layer = cache.layers[0]
+    assert isinstance(layer, QuantizedLayer)
+    key, value, key_scale, value_scale = layer.codes()
+    dim = tokens(1, 3).shape[3]
+    assert [x.dtype for x in (key, value)] == [torch.int8, torch.uint8]
+    assert [x.shape[3] for x in (key, value)] == [dim, dim // 2]
+    assert key_scale is not None and value_scale is not None
+    assert [x.shape[3] for x in (key_scale, value_scale)] == [dim // 4, dim // 2]
 
 
 def test_tokens_that_are_none_are_refused() -> None:

@@ -22,7 +22,7 @@ KINDS: dict[str, Callable[[], Layer]] = {
     "dynamic": DynamicLayer,
     "static": lambda: StaticLayer(32),
     "sliding": lambda: SlidingWindowLayer(4, rollback=8),
-    "quantized": lambda: QuantizedLayer(8, 1, recent=2, scale_dtype=torch.float32),
+    "quantized": lambda: QuantizedLayer("int8:g1", recent=2, scale_dtype=torch.float32),
 }
 UNIT = 127  # codes of 8 bits keep its multiples as they are
 every_kind = pytest.mark.parametrize("make", KINDS.values(), ids=KINDS)
@@ -130,7 +130,7 @@ def test_mask_sizes_name_the_positions_that_update_returns(make: Callable[[], La
 
 @pytest.mark.parametrize("kv_heads", [32, 4, 1], ids=["MHA", "GQA", "MQA"])
 def test_heads_are_those_of_keys_not_of_queries(kv_heads: int) -> None:
-    cache = Cache([StaticLayer(10), DynamicLayer(), SlidingWindowLayer(3), QuantizedLayer(4, 64)])
+    cache = Cache([StaticLayer(10), DynamicLayer(), SlidingWindowLayer(3), QuantizedLayer("int4:g64")])
     for step, columns in enumerate([(10, 1, 1, 1), (10, 2, 2, 2), (10, 3, 3, 3), (10, 4, 3, 4)]):
         for layer, count in enumerate(columns):
             keys, values = cache.update(

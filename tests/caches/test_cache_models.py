@@ -61,7 +61,7 @@ def test_steps_give_the_logits_of_computing_everything_anew(kind: str) -> None:
         "dynamic": Cache.dynamic,
         "static": lambda: Cache.static(30),
         "sliding": lambda: Cache(SlidingWindowLayer(5) for _ in range(LAYERS)),
-        "recent": lambda: Cache.quantized(8, 8, recent=40),
+        "recent": lambda: Cache.quantized("int8:g8", recent=40),
     }[kind]()
     model = TinyModel(window)
     prompt = torch.randint(0, VOCAB, (2, 9), generator=generator(1))
@@ -71,7 +71,7 @@ def test_steps_give_the_logits_of_computing_everything_anew(kind: str) -> None:
 
 def test_quantized_steps_stay_close() -> None:
     model, prompt = TinyModel(), torch.randint(0, VOCAB, (2, 9), generator=generator(1))
-    ids, logits = greedy(model, prompt, Cache.quantized(8, 8, recent=4), 12)
+    ids, logits = greedy(model, prompt, Cache.quantized("int8:g8", recent=4), 12)
     expected = model(ids, Cache.dynamic())
     assert 0 < (logits - expected).norm() / expected.norm() < 0.02
 
@@ -149,7 +149,9 @@ def test_published_loop_gives_the_tokens_of_transformers(kind: str) -> None:
     )  # fmt: skip
     model = transformers.LlamaForCausalLM(config).eval()
     cache = (
-        Cache.dynamic(LAYERS) if kind == "dynamic" else Cache.quantized(8, 8, recent=64, num_layers=LAYERS)
+        Cache.dynamic(LAYERS)
+        if kind == "dynamic"
+        else Cache.quantized("int8:g8", recent=64, num_layers=LAYERS)
     )
     ids = torch.tensor([[0, 0, 5, 6, 7], [9, 8, 7, 6, 5]])
     mask = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]])

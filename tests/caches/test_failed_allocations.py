@@ -165,8 +165,8 @@ LAYERS: dict[str, Callable[[], Layer]] = {
     "static": lambda: StaticLayer(80),
     "sliding": lambda: SlidingWindowLayer(6, rollback=2),
     "static sliding": lambda: StaticSlidingWindowLayer(6, rollback=2),
-    "int8": lambda: QuantizedLayer(8, 4),
-    "int4, recent": lambda: QuantizedLayer(4, 8, recent=5),
+    "int8": lambda: QuantizedLayer("int8:g4"),
+    "int4, recent": lambda: QuantizedLayer("int4:g8", recent=5),
 }
 
 

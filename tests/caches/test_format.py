@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from core.spellings import BAD, ODD
 from oracles.bits import assert_same_bits, generator
 
 from kvloom import KVSpec, QuantSpec, ops
 from kvloom.caches import CacheFormat, PagedLayer, PrefixCache, Sequences
-from kvloom.caches.format import PAGE_LAYOUTS, is_in_rows, page_layout
+from kvloom.caches.format import PAGE_LAYOUTS, is_in_rows, kept_as, page_layout
 from kvloom.caches.storage import Storage
 from kvloom.core.layouts import NATIVE_KEYS, NATIVE_VALUES
-from kvloom.errors import ConfigError
+from kvloom.errors import ArgumentError, ConfigError
 
 CPU = torch.device("cpu")
 INT8, INT4 = QuantSpec(8, 32), QuantSpec(4, 32)
@@ -54,6 +56,29 @@ def test_auto_keeps_heads_apart_where_native_does_not_fit(
 
 
 @needs_kernels
+@pytest.mark.parametrize(
+    ("text", "dtype", "quant"),
+    [
+        ("auto", None, None),
+        ("float32", torch.float32, None),
+        ("float16", torch.float16, None),
+        ("bfloat16", torch.bfloat16, None),
+        ("int8", None, QuantSpec(8)),
+        ("int4:g32", None, INT4),
+    ],
+)
+def test_a_text_says_how_tokens_are_kept(
+    text: str, dtype: torch.dtype | None, quant: QuantSpec | None
+) -> None:
+    assert kept_as("kv", text) == (dtype, quant)
+
+
+@pytest.mark.parametrize("text", [*BAD, *ODD, None], ids=lambda text: repr(text)[:20])
+def test_a_text_that_says_nothing_is_refused(text: Any) -> None:
+    with pytest.raises(ArgumentError, match=r"^values must .*, got "):
+        kept_as("values", text)
+
+
 @pytest.mark.parametrize(("quant", "page_size"), [(INT8, 16), (INT4, 48), (QuantSpec(8, 8), 32)])
 def test_auto_is_native_for_codes(quant: QuantSpec, page_size: int) -> None:
     assert chosen("auto", quant, page_size) == (NATIVE_KEYS.axes, NATIVE_VALUES.axes)

@@ -17,7 +17,7 @@ KINDS: dict[str, Callable[[], Layer]] = {
     "dynamic": DynamicLayer,
     "static": lambda: StaticLayer(32),
     "sliding": lambda: SlidingWindowLayer(4, rollback=2),
-    "quantized": lambda: QuantizedLayer(8, 4, recent=3, value_bits=4),
+    "quantized": lambda: QuantizedLayer("int8:g4", recent=3, values="int4:g4"),
 }
 every_kind = pytest.mark.parametrize("make", KINDS.values(), ids=KINDS)
 
@@ -49,7 +49,7 @@ def test_dynamic_layer_allocates_logarithmically_often() -> None:
 
 
 def test_quantized_layer_allocates_logarithmically_often() -> None:
-    assert allocations(QuantizedLayer(8, 4, recent=5), 500) <= 14
+    assert allocations(QuantizedLayer("int8:g4", recent=5), 500) <= 14
 
 
 def test_dynamic_layer_returns_views_of_one_storage() -> None:
@@ -94,7 +94,7 @@ def test_nbytes_is_zero_before_the_first_update(make: Callable[[], Layer]) -> No
 
 
 def test_quantized_layer_is_smaller() -> None:
-    plain, codes = DynamicLayer(), QuantizedLayer(4, 64, recent=8)
+    plain, codes = DynamicLayer(), QuantizedLayer("int4:g64", recent=8)
     for layer in (plain, codes):
         layer.update(tokens(1, 1000, width=64).half(), tokens(1, 1000, width=64).half())
     # 4 bits and a half of a byte for 64 elements' scale, of 16 bits.
@@ -318,18 +318,27 @@ def test_results_have_the_dtype_of_the_tokens(make: Callable[[], Layer], dtype: 
     ("make", "message"),
     [(lambda n=n: StaticLayer(n), "max_length must be") for n in (0, -1, True, 1.5, None)]
     + [(lambda n=n: SlidingWindowLayer(n), "window must be") for n in (0, True, None)]
-    + [(lambda: SlidingWindowLayer(1, -1), "rollback must be"), (lambda: QuantizedLayer(3), "bits must be"),
-       (lambda: QuantizedLayer(8, value_bits=2), "bits must be"),
-       (lambda: QuantizedLayer(8, 0), "group must be"),
-       (lambda: QuantizedLayer(8, recent=-1), "recent must be")],
+    + [(lambda: SlidingWindowLayer(1, -1), "rollback must be"),
+       (lambda: QuantizedLayer(recent=-1), "recent must be"),
+       (lambda: QuantizedLayer(scale_dtype=torch.float64), "scale_dtype must be")],
 )  # fmt: skip
 def test_bad_settings_are_refused_by_name(make: Callable[[], Layer], message: str) -> None:
     with pytest.raises(ConfigError, match=f"^{message}"):
         make()
 
 
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [(lambda: QuantizedLayer("int3"), "kv"), (lambda: QuantizedLayer(values="int2"), "values"),
+     (lambda: QuantizedLayer("int8:g0"), "kv"), (lambda: QuantizedLayer("float16"), "kv")],
+)  # fmt: skip
+def test_what_spells_no_codes_is_refused_by_name(make: Callable[[], Layer], name: str) -> None:
+    with pytest.raises(ArgumentError, match=f"^{name} must be one of int8 or int4"):
+        make()
+
+
 def test_quantized_layer_refuses_what_it_cannot_quantize() -> None:
-    layer = QuantizedLayer(8, 16)
+    layer = QuantizedLayer("int8:g16")
     with pytest.raises(ConfigError, match="head_dim must be a multiple of group 16, got 8"):
         update(layer, 1, 1)
     with pytest.raises(ShapeError, match=r"key must be torch.float32 or .*, got torch.int32"):

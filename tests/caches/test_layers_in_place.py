@@ -26,8 +26,8 @@ KINDS: dict[str, Callable[[], Layer]] = {
     "static": lambda: StaticLayer(40),
     "sliding": lambda: SlidingWindowLayer(WINDOW, rollback=2),
     "static sliding": lambda: StaticSlidingWindowLayer(WINDOW, rollback=2),
-    "int8": lambda: QuantizedLayer(8, 4),
-    "int4": lambda: QuantizedLayer(4, 8, value_bits=8),
+    "int8": lambda: QuantizedLayer("int8:g4"),
+    "int4": lambda: QuantizedLayer("int4:g8", values="int8:g8"),
 }
 every_kind = pytest.mark.parametrize("make", KINDS.values(), ids=KINDS)
 
@@ -78,8 +78,12 @@ def test_a_fork_and_its_source_do_not_see_each_other(make: Callable[[], Layer]) 
 
 
 def test_a_fork_of_a_cache_continues_the_same_prompt() -> None:
-    cache = Cache([DynamicLayer(), StaticLayer(20), SlidingWindowLayer(4), QuantizedLayer(8, 4, recent=3)])
-    expected = Cache([DynamicLayer(), StaticLayer(20), SlidingWindowLayer(4), QuantizedLayer(8, 4, recent=3)])
+    cache = Cache(
+        [DynamicLayer(), StaticLayer(20), SlidingWindowLayer(4), QuantizedLayer("int8:g4", recent=3)]
+    )
+    expected = Cache(
+        [DynamicLayer(), StaticLayer(20), SlidingWindowLayer(4), QuantizedLayer("int8:g4", recent=3)]
+    )
     for i in range(4):
         for other in (cache, expected):
             other.update(tokens(9, i), tokens(9, i), i)
@@ -103,7 +107,7 @@ def test_a_dynamic_fork_takes_no_memory_until_it_writes() -> None:
 
 
 def test_recent_tokens_are_no_codes() -> None:
-    layer = QuantizedLayer(8, 4, recent=2)
+    layer = QuantizedLayer("int8:g4", recent=2)
     for use in (lambda: layer.append(tokens(3, 1), tokens(3, 2)), layer.stored):
         with pytest.raises(UnsupportedError, match="recent tokens are no codes"):
             use()

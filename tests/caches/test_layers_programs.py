@@ -19,6 +19,7 @@ from kvloom.caches import (
     StaticLayer,
     StaticSlidingWindowLayer,
 )
+from kvloom.core.specs import QuantSpec
 from kvloom.errors import StateError
 from kvloom.quant.affine import dequantize, quantize
 
@@ -32,10 +33,14 @@ def tokens(batch: int, count: int, seed: int) -> tuple[Tensor, Tensor]:
     return key, value
 
 
+def codes(bits: int) -> str:
+    return str(QuantSpec(bits, GROUP))
+
+
 def as_kept(x: Tensor, bits: int) -> Tensor:
     """What a round trip through codes makes of ``x``."""
-    codes, scale = quantize(x, bits, GROUP, SCALE)
-    return dequantize(codes, scale, bits, x.dtype)
+    packed, scale = quantize(x, bits, GROUP, SCALE)
+    return dequantize(packed, scale, bits, x.dtype)
 
 
 class Model:
@@ -198,7 +203,7 @@ class QuantizedModel(Model):
         self.sealed = 0
 
     def make(self) -> Layer:
-        return QuantizedLayer(self.bits[0], GROUP, self.recent, value_bits=self.bits[1], scale_dtype=SCALE)
+        return QuantizedLayer(codes(self.bits[0]), self.recent, values=codes(self.bits[1]), scale_dtype=SCALE)
 
     def append(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         super().append(key, value)
@@ -315,7 +320,7 @@ def test_layer_returns_what_the_model_does(
     counts=st.lists(st.one_of(st.just(1), st.integers(0, 20)), min_size=1, max_size=20),
 )
 def test_codes_never_change(bits: int, recent: int, counts: list[int]) -> None:
-    layer = QuantizedLayer(bits, GROUP, recent, value_bits=8)
+    layer = QuantizedLayer(codes(bits), recent, values=codes(8))
     before: list[Tensor] = []
     for seed, count in enumerate(counts):
         layer.update(*tokens(2, count, seed))
@@ -329,7 +334,7 @@ def test_codes_never_change(bits: int, recent: int, counts: list[int]) -> None:
 @given(recent=st.integers(0, 6), counts=st.lists(st.integers(0, 9), min_size=1, max_size=9))
 def test_split_into_updates_does_not_matter(recent: int, counts: list[int]) -> None:
     key, value = tokens(2, sum(counts), 0)
-    once, parts = QuantizedLayer(4, GROUP, recent), QuantizedLayer(4, GROUP, recent)
+    once, parts = QuantizedLayer(codes(4), recent), QuantizedLayer(codes(4), recent)
     expected = once.update(key, value)
     for k, v in zip(key.split(counts, 2), value.split(counts, 2), strict=True):
         got = parts.update(k, v)

@@ -172,7 +172,7 @@ def test_prefixes_are_found_again(quant: QuantSpec | None, again: Callable[[Any]
 KINDS: dict[str, Callable[[], Cache]] = {
     "dynamic": Cache.dynamic,
     "static": lambda: Cache.static(40),
-    "quantized": lambda: Cache.quantized(8, 4, recent=3),
+    "quantized": lambda: Cache.quantized("int8:g4", recent=3),
     "windows": lambda: Cache([SlidingWindowLayer(5, 2), StaticSlidingWindowLayer(5, 2)]),
 }
 

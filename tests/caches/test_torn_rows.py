@@ -24,7 +24,7 @@ def tokens(count: int) -> Tensor:
 
 
 MAKE: dict[str, Callable[[], Cache]] = {
-    "recent": lambda: Cache.quantized(8, 4, recent=2),
+    "recent": lambda: Cache.quantized("int8:g4", recent=2),
     "mixed": lambda: Cache([StaticLayer(9), DynamicLayer(), StaticLayer(9)]),
 }
 

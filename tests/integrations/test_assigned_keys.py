@@ -37,13 +37,13 @@ def filled(model: Any, tokens: Tensor, **options: Any) -> KVCache:
     return cache
 
 
-@pytest.mark.parametrize(("kv", "stock"), [("auto", DynamicCache), ("int8", FakeQuantCache)])
+@pytest.mark.parametrize(("kv", "stock"), [("auto", DynamicCache), ("int8:g16", FakeQuantCache)])
 @pytest.mark.parametrize("attention", ["sdpa", "kvloom"])
 def test_concatenation_as_the_caching_document_writes_it(attention: str, kv: str, stock: Any) -> None:
     model, tokens = make_model(), text(9, rows=2)
     key_states, value_states = states(3, 2, 2, 4, 16)[:2], states(3, 2, 2, 4, 16, seed=1)[:2]
     logits = []
-    for cache in (stock(config=model.config), KVCache.for_model(model, kv=kv, quant_group=16, page_size=4)):
+    for cache in (stock(config=model.config), KVCache.for_model(model, kv=kv, page_size=4)):
         model(tokens, past_key_values=cache)
         for idx in range(3):
             new = key_states[idx % 2], value_states[idx % 2]
@@ -61,7 +61,7 @@ def test_concatenation_as_the_caching_document_writes_it(attention: str, kv: str
 
 def test_one_side_of_as_many_tokens_leaves_the_other_bit_for_bit() -> None:
     model = make_model()
-    cache = filled(model, text(9), kv="int8", quant_group=16)
+    cache = filled(model, text(9), kv="int8:g16")
     before = [(layer.keys.clone(), layer.values.clone()) for layer in cache.layers]
     cache.layers[1].values = before[1][1] * 2
     assert torch.equal(cache.layers[1].keys, before[1][0])
@@ -73,10 +73,10 @@ def test_one_side_of_as_many_tokens_leaves_the_other_bit_for_bit() -> None:
         assert torch.equal(cache.layers[idx].values, before[idx][1])
 
 
-@pytest.mark.parametrize("kv", ["auto", "int8"])
+@pytest.mark.parametrize("kv", ["auto", "int8:g16"])
 def test_a_fork_does_not_see_what_is_assigned(kv: str) -> None:
     model = make_model()
-    cache = filled(model, text(9), kv=kv, quant_group=16)
+    cache = filled(model, text(9), kv=kv)
     fork = cache.fork()
     expected = model(text(2, 1), past_key_values=copy.deepcopy(cache)).logits
     for layer in cache.layers:
@@ -230,9 +230,9 @@ def test_the_first_tokens_can_be_assigned() -> None:
 # --- in place -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kv", ["auto", "int8"])
+@pytest.mark.parametrize("kv", ["auto", "int8:g16"])
 def test_gathered_keys_cannot_be_changed_in_place(kv: str) -> None:
-    cache = filled(make_model(), text(9), kv=kv, quant_group=16)
+    cache = filled(make_model(), text(9), kv=kv)
     keys = cache.layers[0].keys
     with pytest.raises(UnsupportedError, match="cannot be changed in place"):
         cache.layers[0].keys.zero_()

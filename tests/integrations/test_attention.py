@@ -52,10 +52,10 @@ def test_attention_gathers_nothing(name: str, gathers: list[Tokens]) -> None:
     assert not gathers
 
 
-@pytest.mark.parametrize(("kv", "count"), [("auto", 0), ("int8", 16 * 4)])
+@pytest.mark.parametrize(("kv", "count"), [("auto", 0), ("int8:g8", 16 * 4)])
 def test_other_attention_gathers_what_must_be_dequantized(gathers: list[Tokens], kv: str, count: int) -> None:
     model = family("Llama", "sdpa")
-    continued(model, KVCache.for_model(model, kv, quant_group=8), max_new_tokens=16)
+    continued(model, KVCache.for_model(model, kv), max_new_tokens=16)
     assert len(gathers) == count
 
 
@@ -76,9 +76,9 @@ def test_mode_gives_the_tokens_of_gathered_keys_and_values(mode: str, kv: str) -
 def test_small_dtypes_stay_near_the_gathered_logits(kv: str, dtype: torch.dtype) -> None:
     model, inputs = make_model(dtype=dtype), make_prompts([6, 11])
     kv = "auto" if kv == "float32" else kv
-    expected = generate(model, inputs, KVCache.for_model(model, kv=kv, quant_group=16)).logits[0]
+    expected = generate(model, inputs, KVCache.for_model(model, kv=kv)).logits[0]
     model.set_attn_implementation("kvloom")
-    actual = generate(model, inputs, KVCache.for_model(model, kv=kv, quant_group=16)).logits[0]
+    actual = generate(model, inputs, KVCache.for_model(model, kv=kv)).logits[0]
     torch.testing.assert_close(actual, expected, rtol=0.1, atol=0.1 * float(expected.abs().max()))
 
 

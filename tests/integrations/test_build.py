@@ -121,7 +121,7 @@ def legacy(model: Any, tokens: Tensor) -> tuple[tuple[Tensor, Tensor], ...]:
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "kvloom"])
-@pytest.mark.parametrize("kv", ["auto", "int8"])
+@pytest.mark.parametrize("kv", ["auto", "int8:g16"])
 @pytest.mark.parametrize("is_known", [True, False], ids=["model", "no model"])
 def test_a_tuple_continues(is_known: bool, kv: str, attention: str) -> None:
     model = make_model(attention)
@@ -129,7 +129,7 @@ def test_a_tuple_continues(is_known: bool, kv: str, attention: str) -> None:
     stock = DynamicCache(config=model.config) if kv == "auto" else FakeQuantCache(config=model.config)
     for i, pair in enumerate(pairs):
         stock.update(*pair, i)
-    options = {"kv": kv, "quant_group": 16, "page_size": 4}
+    options = {"kv": kv, "page_size": 4}
     cache = KVCache.from_legacy_cache(pairs, model if is_known else None, **options)
     assert (cache.get_seq_length(), cache.num_rows) == (9, 2)
     model.set_attn_implementation("sdpa")

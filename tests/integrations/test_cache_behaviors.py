@@ -47,7 +47,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }  # fmt: skip
 every_model = pytest.mark.parametrize("name", list(MODELS))
-EXACT: dict[str, Any] = {"float32": DynamicCache, "int8": FakeQuantCache}
+EXACT: dict[str, Any] = {"float32": DynamicCache, "int8:g16": FakeQuantCache}
 
 
 def small_model(config: str, **differs: Any) -> Any:
@@ -283,13 +283,12 @@ def test_a_batch_continues_as_each_of_its_rows() -> None:
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
-@pytest.mark.parametrize(("kv", "tolerance"), [("float32", 1e-5), ("int8", 1e-2)])
+@pytest.mark.parametrize(("kv", "tolerance"), [("float32", 1e-5), ("int8:g16", 1e-2)])
 def test_extra_left_padding_changes_no_logits(attention: str, kv: str, tolerance: float) -> None:
     model, inputs = make_model(attention), make_prompts([9, 4])
     wider = {name: torch.cat([torch.zeros_like(x), x], dim=1) for name, x in inputs.items()}
     results = [
-        generate(model, given, KVCache.for_model(model, kv=kv, quant_group=16, page_size=4))
-        for given in (inputs, wider)
+        generate(model, given, KVCache.for_model(model, kv=kv, page_size=4)) for given in (inputs, wider)
     ]
     assert torch.equal(results[0].sequences[:, 9:], results[1].sequences[:, 18:])
     narrow, wide = (torch.stack(result.logits) for result in results)
@@ -314,7 +313,7 @@ def test_beam_search_moves_beams_and_scores_as_the_stock_cache() -> None:
 @pytest.mark.parametrize("kv", list(EXACT))
 def test_a_copied_prompt_serves_several_questions(kv: str) -> None:
     model, prompt = make_model(), make_prompts([10])
-    cache = KVCache.for_model(model, kv=kv, quant_group=16, page_size=4)
+    cache = KVCache.for_model(model, kv=kv, page_size=4)
     with torch.no_grad():
         model(**prompt, past_key_values=cache, use_cache=True)
     for seed in (1, 2):
@@ -327,7 +326,7 @@ def test_a_copied_prompt_serves_several_questions(kv: str) -> None:
 
 def test_generation_keeps_codes_that_are_as_near_as_they_can_be() -> None:
     model, inputs = make_model(), make_prompts([12])
-    cache = KVCache.for_model(model, kv="int8", quant_group=16)
+    cache = KVCache.for_model(model, kv="int8:g16")
     out = generate(model, inputs, cache)
     assert out.past_key_values is cache
     with torch.no_grad():

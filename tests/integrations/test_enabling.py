@@ -56,9 +56,9 @@ def test_generate_uses_our_cache_and_gives_the_same_tokens(mode: str) -> None:
 
 def test_arguments_are_those_of_for_model() -> None:
     model = make_model()
-    enable(model, kv="int8", quant_group=16, page_size=8)
+    enable(model, kv="int8:g16", page_size=8)
     cache = generate(model, prompts()).past_key_values
-    expected = KVCache.for_model(model, "int8", quant_group=16, page_size=8)
+    expected = KVCache.for_model(model, "int8:g16", page_size=8)
     assert cache.layers[0].pages.batch.format == expected.layers[0].pages.batch.format
 
 
@@ -78,7 +78,7 @@ def test_forward_makes_a_cache_where_one_is_used() -> None:
 
 def test_a_cache_of_the_caller_wins() -> None:
     model, inputs = make_model(), prompts()
-    enable(model, "int8", quant_group=16)
+    enable(model, "int8:g16")
     theirs = DynamicCache(config=model.config)
     assert generate(model, inputs, past_key_values=theirs).past_key_values is theirs
     assert model(**inputs, past_key_values=(theirs := DynamicCache())).past_key_values is theirs
@@ -112,7 +112,7 @@ def test_disable_takes_it_back() -> None:
     for _ in range(2):
         disable(model)
         enable(model)
-        enable(model, "int8", quant_group=16)
+        enable(model, "int8:g16")
         disable(model)
         disable(model)
     assert vars(model).keys() == before.keys() and not model._forward_pre_hooks
@@ -133,7 +133,7 @@ def test_attention_that_was_set_in_between_stays() -> None:
 @pytest.mark.parametrize("how", ["deepcopy", "torch.save"])
 def test_a_copy_is_enabled_and_on_its_own(how: str) -> None:
     model = make_model("sdpa")
-    enable(model, "int8", quant_group=16)
+    enable(model, "int8:g16")
     if how == "deepcopy":
         other = copy.deepcopy(model)
     else:

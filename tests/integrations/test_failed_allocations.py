@@ -17,7 +17,7 @@ from kvloom.errors import OutOfPages, StateError
 from kvloom.integrations.transformers import KVCache, KVPool
 from kvloom.paging import PrefixTree, check
 
-KINDS = pytest.mark.parametrize("kv", ["auto", "int8"])
+KINDS = pytest.mark.parametrize("kv", ["auto", "int8:g8"])
 
 
 @pytest.fixture(autouse=True)
@@ -102,7 +102,7 @@ def test_every_allocation_of_a_cache_can_fail(name: str, options: dict[str, Any]
     model = family(name)
 
     def program(is_refused: bool) -> Run:
-        world = World(KVCache.for_model(model, kv=kv, quant_group=8, **options), is_refused)
+        world = World(KVCache.for_model(model, kv=kv, **options), is_refused)
         world.forward(0, 6, 1)
         world.forward(0, 1, 2)
         world.run.step(lambda: world.caches.append(world.caches[0].fork()))

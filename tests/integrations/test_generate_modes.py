@@ -14,7 +14,7 @@ from transformers import DynamicCache
 from kvloom.errors import ArgumentError, OutOfPages, StateError, UnsupportedError
 from kvloom.integrations.transformers import KVCache
 
-STOCK: dict[str, Any] = {"float32": DynamicCache, "int8": FakeQuantCache, "int4": FakeQuantCache4}
+STOCK: dict[str, Any] = {"float32": DynamicCache, "int8:g16": FakeQuantCache, "int4:g16": FakeQuantCache4}
 KINDS = pytest.mark.parametrize("kv", list(STOCK))
 
 MODES: dict[str, dict[str, Any]] = {
@@ -31,7 +31,7 @@ ONE_ROW = ("prompt lookup", "assisted")
 
 
 def ours(model: Any, kv: str, page_size: int = 4) -> KVCache:
-    return KVCache.for_model(model, kv=kv, quant_group=16, page_size=page_size)
+    return KVCache.for_model(model, kv=kv, page_size=page_size)
 
 
 def continue_with(model: Any, inputs: dict[str, Tensor], cache: Any, **options: Any) -> list[list[int]]:
@@ -99,7 +99,7 @@ def test_two_forks_do_not_see_each_other(kv: str) -> None:
 
 def test_a_fork_moves_no_keys_or_values() -> None:
     model = make_model()
-    cache = prefill(model, make_prompts([40]), ours(model, "int8"))
+    cache = prefill(model, make_prompts([40]), ours(model, "int8:g16"))
     nbytes, num_pages = cache.nbytes, cache.num_pages_held
     forks = [cache.fork() for _ in range(50)]
     assert all(fork.nbytes == nbytes for fork in forks)

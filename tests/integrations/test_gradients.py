@@ -15,7 +15,7 @@ from kvloom.integrations.transformers import KVCache
 ATTENTIONS = pytest.mark.parametrize("attention", ["sdpa", "eager", "kvloom"])
 KINDS = pytest.mark.parametrize(
     "options",
-    [{}, {"kv": "int8", "quant_group": 16}, {"max_tokens": 32, "static": True}],
+    [{}, {"kv": "int8:g16"}, {"max_tokens": 32, "static": True}],
     ids=["pages", "int8", "static"],
 )
 

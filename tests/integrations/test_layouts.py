@@ -11,8 +11,6 @@ from kvloom.core.layouts import NATIVE_KEYS, NATIVE_VALUES
 from kvloom.errors import ConfigError
 from kvloom.integrations.transformers import KVCache
 
-GROUP = 16
-
 
 def axes_of(cache: KVCache) -> tuple[str, ...]:
     """Axes of the keys and the values of the first layer."""
@@ -21,31 +19,31 @@ def axes_of(cache: KVCache) -> tuple[str, ...]:
     return tuple(spec.axes.axes for spec in storage.specs)
 
 
-@pytest.mark.parametrize("kv", ["float32", "int8"])
+@pytest.mark.parametrize("kv", ["float32", "int8:g16"])
 def test_tokens_that_are_gathered_lie_in_rows(kv: str) -> None:
     model = make_model("sdpa")
-    cache = KVCache.for_model(model, kv=kv, quant_group=GROUP)
+    cache = KVCache.for_model(model, kv=kv)
     generate(model, make_prompts([20, 5]), cache)
     assert axes_of(cache) == ("B H S D", "B H S D")
 
 
 def test_the_attention_of_the_first_tokens_chooses_the_layout() -> None:
     model = make_model("sdpa")
-    cache = KVCache.for_model(model, kv="int8", quant_group=GROUP)
+    cache = KVCache.for_model(model, kv="int8:g16")
     model.set_attn_implementation("kvloom")
     generate(model, make_prompts([20, 5]), cache)
-    in_place = KVCache.for_model(model, kv="int8", quant_group=GROUP)
+    in_place = KVCache.for_model(model, kv="int8:g16")
     generate(model, make_prompts([20, 5]), in_place)
     assert axes_of(cache) == axes_of(in_place)
 
 
 @pytest.mark.skipif(ops.cpu_kernels() is None, reason="without kernels every page is kept by rows")
 @pytest.mark.parametrize(
-    ("kv", "axes"), [("float32", ("B H S D",) * 2), ("int8", (NATIVE_KEYS.axes, NATIVE_VALUES.axes))]
+    ("kv", "axes"), [("float32", ("B H S D",) * 2), ("int8:g16", (NATIVE_KEYS.axes, NATIVE_VALUES.axes))]
 )
 def test_pages_that_are_read_in_place_are_as_the_kernels_like_them(kv: str, axes: tuple[str, str]) -> None:
     model = make_model("kvloom")
-    cache = KVCache.for_model(model, kv=kv, quant_group=GROUP)
+    cache = KVCache.for_model(model, kv=kv)
     generate(model, make_prompts([20, 5]), cache)
     assert axes_of(cache) == axes
 
@@ -55,7 +53,7 @@ def test_every_layout_gives_the_same_tokens(implementation: str) -> None:
     model = make_model(implementation)
     found = []
     for layout in PAGE_LAYOUTS:
-        cache = KVCache.for_model(model, kv="int8", quant_group=GROUP, layout=layout)
+        cache = KVCache.for_model(model, kv="int8:g16", layout=layout)
         found.append(generate(model, make_prompts([20, 5]), cache).sequences)
     assert all(x.equal(found[0]) for x in found)
 

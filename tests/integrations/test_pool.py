@@ -14,11 +14,11 @@ from kvloom.errors import ArgumentError, KVError, OutOfPages, UnsupportedError
 from kvloom.integrations.transformers import KVCache, KVPool
 
 ATTENTIONS = pytest.mark.parametrize("attention", ["sdpa", "kvloom"])
-KINDS = pytest.mark.parametrize("kv", ["auto", "int8", "int4"])
+KINDS = pytest.mark.parametrize("kv", ["auto", "int8:g16", "int4:g16"])
 
 
 def make_pool(model: Any, kv: str = "auto", max_tokens: int = 400) -> KVPool:
-    return KVPool.for_model(model, kv=kv, quant_group=16, page_size=4, max_tokens=max_tokens)
+    return KVPool.for_model(model, kv=kv, page_size=4, max_tokens=max_tokens)
 
 
 def text(length: int, seed: int = 0, rows: int = 1) -> Tensor:
@@ -49,7 +49,7 @@ def test_a_known_prefix_is_found_and_changes_no_token(kv: str, attention: str) -
     system = text(22)
     for seed, expected_found in ((1, 0), (2, 20), (3, 20), (1, 28)):
         tokens = torch.cat([system, text(8, seed)], dim=1)
-        alone = generate(model, tokens, KVCache.for_model(model, kv=kv, quant_group=16, page_size=4))
+        alone = generate(model, tokens, KVCache.for_model(model, kv=kv, page_size=4))
         output, found = ask(pool, model, tokens)
         assert torch.equal(output, alone)
         assert found == expected_found

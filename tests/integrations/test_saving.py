@@ -43,11 +43,11 @@ def test_a_saved_cache_continues_with_the_same_logits(
 
 @every_way
 @pytest.mark.parametrize(
-    "options", [{"kv": "int8"}, {"kv": "int4"}, {"static": True, "max_tokens": 80}], ids=str
+    "options", [{"kv": "int8:g8"}, {"kv": "int4:g8"}, {"static": True, "max_tokens": 80}], ids=str
 )
 def test_any_kind_of_cache_can_be_saved(options: dict[str, Any], again: Callable[[Any], Any]) -> None:
     model = family("Gemma2", "eager")
-    cache = KVCache.for_model(model, quant_group=8, **options)
+    cache = KVCache.for_model(model, **options)
     empty = again(cache)
     for c in (cache, empty):
         model(text(50), past_key_values=c)

@@ -17,7 +17,7 @@ from transformers import CompileConfig, DynamicCache, StaticCache
 from kvloom.errors import ArgumentError, StateError, UnsupportedError
 from kvloom.integrations.transformers import KVCache
 
-KINDS = pytest.mark.parametrize("kv", ["auto", "int8", "int4"])
+KINDS = pytest.mark.parametrize("kv", ["auto", "int8:g16", "int4:g16"])
 ATTENTIONS = pytest.mark.parametrize("attention", ["sdpa", "kvloom"])
 
 
@@ -29,7 +29,7 @@ def fresh_compiler() -> Iterator[None]:
 
 
 def static(model: Any, kv: str = "auto", max_tokens: int = 64) -> KVCache:
-    return KVCache.for_model(model, kv=kv, quant_group=16, max_tokens=max_tokens, static=True)
+    return KVCache.for_model(model, kv=kv, max_tokens=max_tokens, static=True)
 
 
 def absolute(position: Tensor) -> dict[str, Tensor]:
@@ -46,7 +46,7 @@ def addresses(cache: KVCache) -> list[int]:
 @pytest.mark.parametrize("lengths", [[9], [5, 12, 1]], ids=str)
 def test_static_cache_gives_the_tokens_of_a_growing_one(attention: str, kv: str, lengths: list[int]) -> None:
     model, inputs = make_model(attention), make_prompts(lengths)
-    growing = generate(model, inputs, KVCache.for_model(model, kv=kv, quant_group=16))
+    growing = generate(model, inputs, KVCache.for_model(model, kv=kv))
     fixed = generate(model, inputs, static(model, kv))
     assert torch.equal(fixed.sequences, growing.sequences)
     tolerance = 1e-4 if kv == "auto" else 1e-2  # a code may differ by one
@@ -74,7 +74,7 @@ def test_family_gives_the_stock_tokens(name: str, attention: str, mode: dict[str
 @ATTENTIONS
 def test_every_decode_step_is_one_graph(attention: str, kv: str) -> None:
     model, prompt = make_model(attention), make_prompts([9])["input_ids"]
-    ours, growing = static(model, kv), KVCache.for_model(model, kv=kv, quant_group=16)
+    ours, growing = static(model, kv), KVCache.for_model(model, kv=kv)
     counter = CompileCounter()
     step = torch.compile(model, fullgraph=True, backend=counter)
     with torch.no_grad():
@@ -137,7 +137,7 @@ def test_overflow_is_refused_before_anything_is_written() -> None:
 @KINDS
 def test_rows_move_and_forks_part(kv: str) -> None:
     model, inputs = make_model(), make_prompts([7, 7])
-    stock, ours = KVCache.for_model(model, kv=kv, quant_group=16), static(model, kv, 16)
+    stock, ours = KVCache.for_model(model, kv=kv), static(model, kv, 16)
     for cache in (stock, ours):
         with torch.no_grad():
             model(**inputs, past_key_values=cache)

@@ -1,14 +1,18 @@
 """``generate()`` through a kvloom cache gives the tokens and logits of transformers' own cache."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from core.spellings import BAD, ODD
 from oracles.language_models import NEW_TOKENS, generate, make_model, make_prompts
 
+from kvloom.core.spelling import CODE_BITS
 from kvloom.errors import ArgumentError, KVError, OutOfPages
 from kvloom.integrations.compare import compare
-from kvloom.integrations.transformers import STORAGE, KVCache, load_model
+from kvloom.integrations.transformers import STORAGE, KVCache, KVPool, enable, load_model
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
@@ -42,11 +46,11 @@ def test_auto_keeps_the_models_dtype(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize(
     ("kv", "nbytes_per_token"),
-    [("float32", 768), ("float16", 384), ("bfloat16", 384), ("int8", 216), ("int4", 120)],
+    [("float32", 768), ("float16", 384), ("bfloat16", 384), ("int8:g16", 216), ("int4:g16", 120)],
 )
 def test_cache_takes_the_bytes_it_promises(kv: str, nbytes_per_token: int) -> None:
     model = make_model()
-    cache = KVCache.for_model(model, kv=kv, quant_group=16)
+    cache = KVCache.for_model(model, kv=kv)
     assert cache.nbytes == 0
     generate(model, make_prompts([9, 4]), cache)
     assert cache.nbytes_per_token == nbytes_per_token
@@ -137,9 +141,6 @@ def test_bounded_cache_refuses_more_tokens() -> None:
 @pytest.mark.parametrize(
     ("options", "name"),
     [
-        ({"kv": "int3"}, "kv"),
-        ({"kv": "int8", "quant_group": 24}, "quant_group"),
-        ({"kv": "int8", "quant_group": 0}, "group"),
         ({"page_size": 0}, "page_size"),
         ({"max_tokens": 3}, "max_tokens"),
     ],
@@ -150,10 +151,51 @@ def test_bad_options_are_named(options: dict[str, Any], name: str) -> None:
     assert isinstance(error.value, ValueError)
 
 
+MAKE: dict[str, Callable[..., object]] = {
+    "KVCache": KVCache.for_model,
+    "static": partial(KVCache.for_model, max_tokens=32, static=True),
+    "KVPool": partial(KVPool.for_model, max_tokens=32),
+    "enable": enable,
+}
+
+
+@pytest.mark.parametrize("make", MAKE.values(), ids=MAKE)
+def test_how_keys_and_values_are_kept_is_refused_by_name(make: Callable[..., object]) -> None:
+    model = make_model("sdpa")
+    for text in [*BAD, *ODD]:
+        for name in ("kv", "values"):
+            with pytest.raises(ArgumentError, match=f"^{name} must (be one of|have an even group)"):
+                make(model, **{name: text})
+    with pytest.raises(ArgumentError, match=r"^kv must be one of .*, got None"):
+        make(model, None)
+    assert not model._forward_pre_hooks  # of enable
+
+
+@pytest.mark.parametrize("make", MAKE.values(), ids=MAKE)
+def test_a_group_that_does_not_divide_the_head_dim_is_refused_by_name(make: Callable[..., object]) -> None:
+    model = make_model()
+    for options, name, text in (
+        ({"kv": "int8:g24"}, "kv", "int8:g24"),
+        ({"kv": "int8"}, "kv", "int8:g64"),
+        ({"kv": "int8:g16", "values": "int4:g12"}, "values", "int4:g12"),
+        ({"values": "int4"}, "values", "int4:g64"),
+    ):
+        message = f"{name} must have a group that divides the head dim 16, got '{text}'"
+        with pytest.raises(ArgumentError, match=f"^{message}$"):
+            make(model, **options)
+
+
+def test_each_side_has_a_group_of_its_own() -> None:
+    model = make_model()
+    cache = KVCache.for_model(model, "int8:g16", values="int4:g4")
+    generate(model, make_prompts([9]), cache)
+    assert cache.nbytes_per_token == 3 * 2 * ((16 + 2) + (8 + 4 * 2))
+
+
 def test_every_storage_kind_is_accepted() -> None:
     model = make_model()
     for kv in STORAGE:
-        assert len(KVCache.for_model(model, kv=kv, quant_group=16)) == 3
+        assert len(KVCache.for_model(model, kv=f"{kv}:g16" if kv in CODE_BITS else kv)) == 3
 
 
 def test_loading_a_missing_folder_names_it() -> None:

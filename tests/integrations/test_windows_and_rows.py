@@ -59,7 +59,7 @@ def test_a_long_text_gives_the_stock_logits(name: str, attention: str) -> None:
 
 
 @ATTENTIONS
-@pytest.mark.parametrize(("kv", "stock"), [("int8", FakeQuant8), ("int4", FakeQuant4)])
+@pytest.mark.parametrize(("kv", "stock"), [("int8:g8", FakeQuant8), ("int4:g8", FakeQuant4)])
 @pytest.mark.parametrize("name", ["Mistral", "Gemma2", "gpt-oss", "Llama4"])
 def test_quantized_windows_give_the_tokens_of_quantized_values(
     name: str, kv: str, stock: type[FakeQuantCache], attention: str
@@ -68,7 +68,7 @@ def test_quantized_windows_give_the_tokens_of_quantized_values(
     expected = continued(model, stock(config=model.config), num_beams=3)
     if attention == "kvloom":
         model.set_attn_implementation("kvloom")
-    actual = continued(model, KVCache.for_model(model, kv=kv, quant_group=8, page_size=4), num_beams=3)
+    actual = continued(model, KVCache.for_model(model, kv=kv, page_size=4), num_beams=3)
     assert torch.equal(actual.sequences, expected.sequences)
 
 
@@ -144,7 +144,7 @@ def test_rows_cropped_apart_continue_as_if_alone() -> None:
     check_rows(make_model(), make_model("kvloom"), kv="auto")
 
 
-@pytest.mark.parametrize("kv", ["int8", "int4"])
+@pytest.mark.parametrize("kv", ["int8:g8", "int4:g8"])
 def test_quantized_rows_cropped_apart_continue_as_if_alone(kv: str) -> None:
     check_rows(make_model(), make_model("kvloom"), kv=kv)
 
@@ -168,13 +168,13 @@ def check_rows(gathering: Any, in_place: Any, kv: str, vocabulary: int = 199) ->
         (in_place, {"attention_mask": mask, "position_ids": position}),
         (in_place, {"position_ids": position}),  # columns that hold nothing need no mask there
     ):
-        cache = KVCache.for_model(model, kv=kv, quant_group=8, page_size=4)
+        cache = KVCache.for_model(model, kv=kv, page_size=4)
         logits_of(model, tokens, cache)
         cache.crop([-n for n in removed])
         assert cache.get_seq_length() == 23
         together = logits_of(model, tail, cache, **inputs)
         for row, length in enumerate(kept):
-            alone = KVCache.for_model(model, kv=kv, quant_group=8, page_size=4)
+            alone = KVCache.for_model(model, kv=kv, page_size=4)
             logits_of(model, tokens[row : row + 1, :length], alone)
             expected = logits_of(model, tail[row : row + 1], alone)
             torch.testing.assert_close(together[row : row + 1], expected, rtol=1e-3, atol=1e-3)

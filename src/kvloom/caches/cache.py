@@ -45,15 +45,14 @@ class Cache:
     @classmethod
     def quantized(
         cls,
-        bits: int,
-        group: int = 64,
+        kv: str = "int8",
         recent: int = 0,
-        value_bits: int | None = None,
+        values: str | None = None,
         num_layers: int | None = None,
     ) -> "Cache":
         """Layers of 8-bit or 4-bit codes, arguments as ``QuantizedLayer``."""
-        QuantizedLayer(bits, group, recent, value_bits)  # refuses bad arguments now
-        return cls._of(partial(QuantizedLayer, bits, group, recent, value_bits), num_layers)
+        QuantizedLayer(kv, recent, values)  # refuses bad arguments now
+        return cls._of(partial(QuantizedLayer, kv, recent, values), num_layers)
 
     @classmethod
     def from_legacy_cache(cls, past_key_values: Iterable[tuple[Tensor, Tensor]] | None = None) -> "Cache":

@@ -9,6 +9,7 @@ from torch import Tensor
 from kvloom import ops
 from kvloom.core.layouts import NATIVE_KEYS, NATIVE_VALUES, CacheLayout
 from kvloom.core.specs import KVSpec, QuantSpec
+from kvloom.core.spelling import CODE_BITS, parse_kind
 from kvloom.errors import ConfigError
 
 PAGE_LAYOUTS: Final = ("auto", "rows", "NHD", "HND", "native")
@@ -69,6 +70,22 @@ class CacheFormat:
         """Bytes of ``num_slots`` token slots of keys and values such as these, scales included."""
         specs = (replace(spec, layout=_NHD) for spec in self.specs_of(key, value))
         return sum(spec.nbytes(num_slots, num_slots) for spec in specs)
+
+
+def kept_as(name: str, text: str) -> tuple[torch.dtype | None, QuantSpec | None]:
+    """``dtype`` and ``quant`` of a ``CacheFormat`` that ``"auto"``, ``"float16"`` or ``"int8:g32"`` spells.
+
+    Args:
+        name: The caller's argument, for the error.
+        text: The spelling.
+
+    Raises:
+        ArgumentError: ``text`` spells none of these.
+    """
+    kind, group = parse_kind(name, text)
+    if group:
+        return None, QuantSpec(CODE_BITS[kind], group)
+    return None if kind == "auto" else getattr(torch, kind), None
 
 
 def is_in_rows(name: str, is_gathered: bool) -> bool:

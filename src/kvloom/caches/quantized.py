@@ -4,6 +4,7 @@ Letters: B sequences, H heads, N stored tokens, Dk and Dv head dims.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TypeAlias
 
 import torch
@@ -33,30 +34,33 @@ class QuantizedLayer(Layer):
     tokens are kept as they are.
 
     Args:
-        bits: 8 or 4, of the keys and, without ``value_bits``, of the values.
-        group: Elements along the head dim that share a scale; divides Dk and Dv.
+        kv: Codes of the keys and, without ``values``, of the values, as ``QuantSpec.parse`` reads them:
+            ``"int8:g32"`` has a scale for 32 elements along the head dim, ``"int8"`` for 64. The number
+            divides Dk and Dv.
         recent: Most recent tokens that are not quantized.
-        value_bits: Bits of the values.
+        values: Codes of the values.
         scale_dtype: float32, float16 or bfloat16.
 
     Raises:
-        ConfigError: a value is not allowed; by ``update``, if ``group`` does not divide a head dim.
+        ArgumentError: ``kv`` or ``values`` spells no codes.
+        ConfigError: another value is not allowed; by ``update``, if a group does not divide a head dim.
     """
 
     def __init__(
         self,
-        bits: int,
-        group: int = 64,
+        kv: str = "int8",
         recent: int = 0,
-        value_bits: int | None = None,
+        values: str | None = None,
         scale_dtype: torch.dtype = torch.float16,
     ) -> None:
         super().__init__()
         self.recent = expect_config("recent", recent, 0)
-        value_quant = QuantSpec(bits if value_bits is None else value_bits, group, scale_dtype)
-        values = CacheFormat(quant=value_quant)
-        quant = QuantSpec(bits, group, scale_dtype)
-        self._codes = PagedLayer(CacheFormat(quant=quant, page_size=PAGE_SIZE, values=values))
+        quant, value_quant = (
+            replace(QuantSpec.parse(text, name), scale_dtype=scale_dtype)
+            for name, text in (("kv", kv), ("values", kv if values is None else values))
+        )
+        format = CacheFormat(quant=quant, page_size=PAGE_SIZE, values=CacheFormat(quant=value_quant))
+        self._codes = PagedLayer(format)
         self._recent: _Pair | None = None  # never written, always replaced
 
     @property

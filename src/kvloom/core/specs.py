@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kvloom.core.checks import FLOAT_DTYPES
 from kvloom.core.layouts import CacheLayout, as_layout
+from kvloom.core.spelling import CODE_BITS, GROUP, parse_kind
 from kvloom.errors import ArgumentError, ConfigError
 
 CODE_DTYPE: Final = {8: torch.int8, 4: torch.uint8}
@@ -20,6 +21,8 @@ CODE_DTYPE: Final = {8: torch.int8, 4: torch.uint8}
 class QuantSpec:
     """Symmetric quantization of groups along the head dim.
 
+    ``str`` spells it as ``parse`` reads it, such as ``"int8:g64"``; ``scale_dtype`` is left out.
+
     Attributes:
         bits: 8 (stored as int8) or 4 (two to a uint8).
         group: Elements that share a scale. 64 costs 1.03 bytes an element at 8 bits and float16 scales, 8
@@ -28,7 +31,7 @@ class QuantSpec:
     """
 
     bits: int
-    group: int = 64
+    group: int = GROUP
     scale_dtype: torch.dtype = torch.float16
 
     def __post_init__(self) -> None:
@@ -40,6 +43,25 @@ class QuantSpec:
             raise ConfigError(f"group must be even for 4 bits, got {self.group}")
         if self.scale_dtype not in FLOAT_DTYPES:
             raise ConfigError(f"scale_dtype must be one of {FLOAT_DTYPES}, got {self.scale_dtype!r}")
+
+    @classmethod
+    def parse(cls, text: str, name: str = "text") -> "QuantSpec":
+        """The codes that ``"int8"`` or ``"int4"`` (groups of 64), ``"int8:g32"`` and the like spell.
+
+        Their scales are float16.
+
+        Args:
+            text: The spelling.
+            name: What an error calls it.
+
+        Raises:
+            ArgumentError: ``text`` spells no codes.
+        """
+        kind, group = parse_kind(name, text, tuple(CODE_BITS))
+        return cls(CODE_BITS[kind], group)
+
+    def __str__(self) -> str:
+        return f"int{self.bits}:g{self.group}"
 
 
 @dataclass(frozen=True, slots=True)

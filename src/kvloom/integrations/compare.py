@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvloom.core.spelling import CODE_BITS, GROUP
 from kvloom.integrations.transformers import KVCache, head_dim_of
 from kvloom.integrations.transformers.attention import IMPLEMENTATION
 
@@ -98,8 +99,13 @@ def compare(
 
 
 def cache_of(model: Any, kind: str) -> KVCache | None:
-    """An empty cache of a kind; ``None`` for ``STOCK``, so that the model makes its own."""
-    return None if kind == STOCK else KVCache.for_model(model, kv=kind, quant_group=_group(model))
+    """An empty cache of a kind; ``None`` for ``STOCK``, so that the model makes its own.
+
+    Codes without a group get one that divides the model's head dim.
+    """
+    if kind == STOCK:
+        return None
+    return KVCache.for_model(model, kv=f"{kind}:g{_group(model)}" if kind in CODE_BITS else kind)
 
 
 @contextmanager
@@ -146,6 +152,6 @@ def _nbytes_per_token(cache: Any) -> float:
 
 
 def _group(model: Any) -> int:
-    """64, or the largest power of two below it that divides the head dim."""
+    """``GROUP``, or the largest power of two below it that divides the head dim."""
     head_dim = head_dim_of(model.config.get_text_config(decoder=True))
-    return min(64, head_dim & -head_dim)
+    return min(GROUP, head_dim & -head_dim)

@@ -5,8 +5,8 @@ Importing this registers ``attn_implementation="kvloom"``.
 
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from kvloom.core.spelling import STORAGE
 from kvloom.integrations.transformers.attention import IMPLEMENTATION, attention
-from kvloom.integrations.transformers.build import STORAGE
 from kvloom.integrations.transformers.cache import KVCache
 from kvloom.integrations.transformers.enabling import disable, enable
 from kvloom.integrations.transformers.layers import KVCacheLayer

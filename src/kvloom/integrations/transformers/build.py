@@ -3,13 +3,12 @@
 from dataclasses import replace
 from typing import Any, Final
 
-import torch
 import transformers
 from transformers import DynamicCache, PretrainedConfig, cache_utils
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from kvloom.caches import CacheFormat, FixedLayer, PagedLayer, Sequences
-from kvloom.core.specs import QuantSpec
+from kvloom.caches.format import kept_as
 from kvloom.errors import ArgumentError, UnsupportedError
 from kvloom.integrations.transformers.layers import (
     HybridKVCacheLayer,
@@ -18,9 +17,6 @@ from kvloom.integrations.transformers.layers import (
     TheirHybridLayer,
 )
 from kvloom.integrations.transformers.loading import head_dim_of
-
-STORAGE: Final = ("auto", "float32", "float16", "bfloat16", "int8", "int4")
-"""Values of ``kv``: the model's own dtype, a float dtype, or quantized."""
 
 # Kinds of layers that this library keeps, where a configuration names them.
 _KINDS: Final = (None, "full_attention", "sliding_attention", "chunked_attention", "hybrid")
@@ -58,7 +54,6 @@ def layers_used(model: Any) -> set[int] | None:
 def cache_format(
     config: Any,
     kv: str = "auto",
-    quant_group: int = 64,
     page_size: int = 16,
     max_tokens: int | None = None,
     values: str | None = None,
@@ -66,15 +61,12 @@ def cache_format(
 ) -> CacheFormat:
     """The format that arguments of ``KVCache.for_model`` name; raises as that does."""
     formats = []
-    for name, kind in (("kv", kv), ("values", kv if values is None else values)):
-        if kind not in STORAGE:
-            raise ArgumentError(f"{name} must be one of {STORAGE}, got {kind!r}")
-        quant = QuantSpec({"int8": 8, "int4": 4}[kind], quant_group) if kind in ("int8", "int4") else None
-        if quant is not None and not hasattr(config, "kv_lora_rank") and head_dim_of(config) % quant_group:
+    for name, text in (("kv", kv), ("values", kv if values is None else values)):
+        dtype, quant = kept_as(name, text)
+        if quant is not None and not hasattr(config, "kv_lora_rank") and head_dim_of(config) % quant.group:
             raise ArgumentError(
-                f"quant_group must divide the head dim {head_dim_of(config)}, got {quant_group}"
+                f"{name} must have a group that divides the head dim {head_dim_of(config)}, got '{quant}'"
             )
-        dtype = None if quant is not None or kind == "auto" else getattr(torch, kind)
         formats.append(CacheFormat(dtype, quant, page_size, max_tokens, layout=layout))
     return replace(formats[0], values=formats[1])
 

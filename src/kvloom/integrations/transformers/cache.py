@@ -58,7 +58,6 @@ class KVCache(DynamicCache):  # type: ignore[misc]
         cls,
         model: Any,
         kv: str = "auto",
-        quant_group: int = 64,
         page_size: int = 16,
         max_tokens: int | None = None,
         *,
@@ -73,26 +72,26 @@ class KVCache(DynamicCache):  # type: ignore[misc]
                 sliding windows only as long as they are seen; recurrent states stay in transformers' own
                 layers, as does attention of an unknown kind, which a WARNING names. Of an encoder-decoder
                 model this is the decoder's own half, for ``EncoderDecoderCache``.
-            kv: How keys and values are kept, one of ``STORAGE``.
-            quant_group: Elements along the head dim that share a float16 scale (int8 and int4).
+            kv: How keys and values are kept, one of ``STORAGE``. ``"int8:g32"`` has float16 scales of 32
+                elements along the head dim, ``"int8"`` of 64; so has int4.
             page_size: Tokens in a page.
             max_tokens: Token slots of each layer, all sequences together; ``None`` grows on demand.
-            values: How the values are kept, if otherwise than the keys.
+            values: How the values are kept, as ``kv``, if otherwise than the keys.
             layout: Axis order of the pages, see ``CacheFormat``; ``"auto"`` keeps rows where attention is not
                 ``"kvloom"`` when the first tokens are stored.
             static: Take all memory at the first update and keep lengths in tensors, so that a decode step
                 compiles once; ``max_tokens`` is then the longest that each sequence gets.
 
         Raises:
-            ArgumentError: ``model`` is none, ``kv`` or ``values`` is unknown, ``quant_group`` does not
-                divide the head dim, or ``static`` without ``max_tokens``.
+            ArgumentError: ``model`` is none, ``kv`` or ``values`` is unknown or has a group that
+                does not divide the head dim, or ``static`` without ``max_tokens``.
             ConfigError: ``layout`` is unknown.
             UnsupportedError: no layer of the model has keys and values that could be kept.
         """
         config = text_config_of(model)
         if static and max_tokens is None:
             raise ArgumentError("max_tokens must be given for a static cache, got None")
-        format = cache_format(config, kv, quant_group, 1 if static else page_size, max_tokens, values, layout)
+        format = cache_format(config, kv, 1 if static else page_size, max_tokens, values, layout)
         layers = make_layers(model, format, static)
         known = (KVCacheLayer, DummyLayer, StatefulLayer)
         others = Counter(type(x).__name__ for x in layers if not isinstance(x, known))

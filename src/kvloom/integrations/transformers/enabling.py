@@ -26,7 +26,7 @@ def enable(model: Any, kv: str = "auto", **options: Any) -> None:
 
     Args:
         model: A ``PreTrainedModel`` that generates.
-        kv: How keys and values are kept, one of ``STORAGE``.
+        kv: How keys and values are kept, as of ``KVCache.for_model``.
         options: The other arguments of ``KVCache.for_model``.
 
     Raises:

@@ -61,7 +61,6 @@ class KVPool:
         cls,
         model: Any,
         kv: str = "auto",
-        quant_group: int = 64,
         page_size: int = 16,
         *,
         max_tokens: int,
@@ -77,7 +76,7 @@ class KVPool:
             UnsupportedError: a layer has a window or a recurrent state, which a prefix of pages cannot give.
         """
         config = text_config_of(model)
-        format = cache_format(config, kv, quant_group, page_size, max_tokens, values, layout)
+        format = cache_format(config, kv, page_size, max_tokens, values, layout)
         for layer in make_layers(model, format):
             if type(layer) is not KVCacheLayer or layer.is_sliding:
                 raise UnsupportedError(

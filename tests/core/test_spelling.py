@@ -1,0 +1,77 @@
+"""How keys and values are kept, as a text: what it means, and what is no such text."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from core.spellings import BAD, ODD
+
+from kvloom.core.specs import QuantSpec
+from kvloom.core.spelling import STORAGE, parse_kind
+from kvloom.errors import ArgumentError
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "group"),
+    [
+        ("auto", "auto", 0),
+        ("float32", "float32", 0),
+        ("float16", "float16", 0),
+        ("bfloat16", "bfloat16", 0),
+        ("int8", "int8", 64),
+        ("int4", "int4", 64),
+        ("int8:g1", "int8", 1),
+        ("int8:g7", "int8", 7),
+        ("int8:g32", "int8", 32),
+        ("int4:g16", "int4", 16),
+        ("int4:g128", "int4", 128),
+    ],
+)
+def test_kind_and_group_of_a_text(text: str, kind: str, group: int) -> None:
+    assert parse_kind("kv", text) == (kind, group)
+
+
+def test_a_kind_alone_is_a_text() -> None:
+    assert [parse_kind("kv", kind)[0] for kind in STORAGE] == list(STORAGE)
+
+
+@pytest.mark.parametrize("text", [*BAD, None], ids=lambda text: repr(text)[:20])
+def test_what_is_no_such_text_is_refused(text: object) -> None:
+    with pytest.raises(ArgumentError) as error:
+        parse_kind("kv", text)
+    assert str(error.value) == (
+        "kv must be one of auto, float32, float16, bfloat16, int8 or int4, codes also with a group such as "
+        f"int8:g32, got {text!r}"
+    )
+
+
+@pytest.mark.parametrize("text", [*BAD, None, "auto", "float32", "float16"], ids=lambda text: repr(text)[:20])
+def test_what_spells_no_codes_is_refused(text: object) -> None:
+    with pytest.raises(ArgumentError) as error:
+        QuantSpec.parse(text)  # type: ignore[arg-type]
+    assert str(error.value) == (
+        f"text must be one of int8 or int4, codes also with a group such as int8:g32, got {text!r}"
+    )
+
+
+@pytest.mark.parametrize("text", ODD)
+def test_an_odd_group_of_4_bits_is_refused(text: str) -> None:
+    with pytest.raises(ArgumentError, match=f"^kv must have an even group for 4 bits, got '{text}'$"):
+        parse_kind("kv", text)
+    with pytest.raises(ArgumentError, match=f"^values must have an even group for 4 bits, got '{text}'$"):
+        QuantSpec.parse(text, "values")
+
+
+@pytest.mark.parametrize(("bits", "group"), [*itertools.product((8, 4), (2, 8, 16, 30, 64, 10**12))])
+def test_a_text_is_read_as_it_is_spelled(bits: int, group: int) -> None:
+    spec = QuantSpec(bits, group)
+    assert str(spec) == f"int{bits}:g{group}"
+    assert QuantSpec.parse(str(spec)) == spec
+    assert str(QuantSpec(bits, group, torch.bfloat16)) == str(spec)  # the dtype of scales is not spelled
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_a_group_that_is_not_said_is_64(bits: int) -> None:
+    assert QuantSpec.parse(f"int{bits}") == QuantSpec(bits) == QuantSpec(bits, 64, torch.float16)
