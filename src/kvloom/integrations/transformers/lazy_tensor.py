@@ -1,17 +1,18 @@
 """Objects that stand for a tensor until something computes with it."""
 
+from abc import ABC, abstractmethod
 from typing import Any
 
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
 
-class LazyTensor:
+class LazyTensor(ABC):
     """Stands for a tensor, and is replaced by it wherever torch computes with it."""
 
+    @abstractmethod
     def gather(self) -> Tensor:
         """The tensor."""
-        raise NotImplementedError
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
