@@ -31,9 +31,9 @@ ROLLBACK = 32
 class Sequences:
     """B sequences that share pages.
 
-    With a ``window``, pages that no later token can see are given back at the next step. When new tokens are
-    so many that they alone fill the window, only the last of them get pages; until the next step ``previous``
-    has the sequences as they were before.
+    With a ``window``, pages that no later token can see are given back at the next step. When the new tokens
+    alone fill the window, only the last of them get pages; until the next step ``previous`` has the sequences
+    as they were before.
 
     Args:
         pages: Where they lie; a ``CacheFormat`` makes new ones.
