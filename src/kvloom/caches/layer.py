@@ -15,6 +15,7 @@ from kvloom.caches.assigning import SIDES, Assignment
 from kvloom.caches.storage import Storage
 from kvloom.caches.tokens import Tokens
 from kvloom.core.checks import FLOAT_DTYPES, INDEX_DTYPES, expect, expect_range
+from kvloom.core.views import detached
 from kvloom.errors import ArgumentError, ConfigError, StateError
 
 _Layer = TypeVar("_Layer", bound="Layer")
@@ -50,7 +51,7 @@ class Layer(ABC):
             StateError, OutOfPages: the layer is full; nothing was written.
         """
         self._expect_fits(key, value)
-        result = self._update(_detached(key), _detached(value))
+        result = self._update(detached(key), detached(value))
         self.dtype = key.dtype
         return result
 
@@ -64,7 +65,7 @@ class Layer(ABC):
             UnsupportedError: the layer has tokens of two formats.
         """
         self._expect_fits(key, value)
-        result = self._append(_detached(key), _detached(value))
+        result = self._append(detached(key), detached(value))
         self.dtype = key.dtype
         return result
 
@@ -381,8 +382,3 @@ def expect_config(name: str, value: int, low: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < low:
         raise ConfigError(f"{name} must be an int of at least {low}, got {value!r}")
     return value
-
-
-def _detached(x: Tensor) -> Tensor:
-    """``x`` without its gradient; a decoding step has none."""
-    return x.detach() if x.requires_grad else x

@@ -262,6 +262,11 @@ def raw(x: Tensor) -> Tensor:
     return x if x.dtype in _INDEXABLE else x.view(_INTEGER[x.itemsize])
 
 
+def detached(x: Tensor) -> Tensor:
+    """``x`` without its gradient; the new tokens of a decoding step have none."""
+    return x.detach() if x.requires_grad else x
+
+
 def head_dim_of(cache: Tensor, scale: Tensor | None) -> int:
     """Elements in a head vector of a canonical view (a byte of an int4 cache holds two)."""
     stored = cache.shape[-2] * cache.shape[-1]

@@ -17,7 +17,7 @@ from kvloom.core.checks import (
     expect_tensor,
 )
 from kvloom.core.indexing import CacheIndex, check_distinct, expect_slots
-from kvloom.core.views import KVView
+from kvloom.core.views import KVView, detached
 from kvloom.errors import ArgumentError, ShapeError
 from kvloom.ops import schemas
 from kvloom.ops.choice import run
@@ -110,17 +110,13 @@ def store(key: Tensor, value: Tensor | None, slots: Tensor, kv: KVView, *, backe
     is_apart = expect_store(key, value, slots, kv)
     slots = apart_from(kv, slots)
     # Detached, or autograd would make the cache require a gradient and keep every step alive.
-    key, value = _detached(key), None if value is None else _detached(value)
+    key, value = detached(key), None if value is None else detached(value)
     if not is_apart:  # they share no byte with the cache, but lie between its rows, which kernels refuse
         key, value = key.clone(), None if value is None else value.clone()
     if debugging():
         check_distinct("slots", slots)
     run(backend, "store", kv.device, key, value, slots, *kv.tensors)
     kv.mark_changed()
-
-
-def _detached(x: Tensor) -> Tensor:
-    return x.detach() if x.requires_grad else x
 
 
 def _packed(key: Tensor, value: Tensor | None, slots: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
