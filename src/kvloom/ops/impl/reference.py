@@ -14,6 +14,7 @@ from kvloom.core.checks import can_read
 from kvloom.core.indexing import CacheIndex, check_index, check_new, check_slots, check_starts
 from kvloom.core.views import Side, raw, sides_of, slot_stride
 from kvloom.errors import ArgumentError, ShapeError
+from kvloom.ops.impl import by_sequence
 from kvloom.quant.affine import dequantize, quantize
 
 _FLOAT32 = torch.finfo(torch.float32)
@@ -40,6 +41,7 @@ def store(
         _store_side(value, slots, values)
 
 
+@by_sequence
 def load(
     slots: Tensor,
     key_cache: Tensor,
@@ -53,13 +55,6 @@ def load(
 
     Slots ``[B, N]`` are read into ``[B, H, N, D]``.
     """
-    if slots.ndim == 2:
-        sides = key_cache, value_cache, key_scale, value_scale
-        key, value = (
-            x.unflatten(0, slots.shape).transpose(1, 2).contiguous()
-            for x in load(slots.flatten(), *sides, dtype, num_repeat)
-        )
-        return key, value
     keys, values = sides_of(key_cache, value_cache, key_scale, value_scale)
     slots = _checked(slots, key_cache, "slots")
     key = _load_side(slots, keys, dtype)

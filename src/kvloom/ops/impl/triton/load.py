@@ -11,6 +11,7 @@ from torch import Tensor
 from kvloom.core.checks import can_read
 from kvloom.core.indexing import check_slots
 from kvloom.core.views import sides_of
+from kvloom.ops.impl import by_sequence
 from kvloom.ops.impl.triton import sides
 from kvloom.ops.impl.triton.launching import on_device
 from kvloom.ops.impl.triton.numerics import LARGEST, dequantized, nibble
@@ -24,6 +25,7 @@ from kvloom.ops.impl.triton.sides import (
 )
 
 
+@by_sequence
 def load(
     slots: Tensor,
     key_cache: Tensor,
@@ -34,13 +36,6 @@ def load(
     num_repeat: int,
 ) -> tuple[Tensor, Tensor]:
     """As the reference. Slots are checked where that is free; elsewhere the kernel stops at one outside."""
-    if slots.ndim == 2:
-        sides = key_cache, value_cache, key_scale, value_scale
-        key, value = (
-            x.unflatten(0, slots.shape).transpose(1, 2).contiguous()
-            for x in load(slots.flatten(), *sides, dtype, num_repeat)
-        )
-        return key, value
     if can_read(slots):
         check_slots("slots", slots, key_cache.shape[:3].numel())
     tokens, heads = slots.shape[0], key_cache.shape[3]
