@@ -21,7 +21,7 @@ def cropped(page_size: int) -> tuple[PagedLayer, Tensor]:
     """A layer, and all keys that were stored; the values are the keys."""
     layer, key = PagedLayer(CacheFormat(page_size=page_size)), tokens(3, 12)
     layer.append(key, key)
-    layer.batch.remove([12 - n for n in KEPT])
+    layer.sequences.remove([12 - n for n in KEPT])
     layer.num_tokens = 12
     return layer, key
 

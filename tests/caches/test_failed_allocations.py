@@ -51,20 +51,20 @@ class Forks:
         self.pages = pages
         self.caches = [self.over(Sequences(pages, window))]
 
-    def over(self, batch: Sequences) -> list[PagedLayer]:
-        layers = [PagedLayer(batch.format, batch, i) for i in range(2)]
+    def over(self, sequences: Sequences) -> list[PagedLayer]:
+        layers = [PagedLayer(sequences.format, sequences, i) for i in range(2)]
         for layer in layers:
-            layer.num_tokens = batch.num_positions
+            layer.num_tokens = sequences.num_positions
         return layers
 
     def fork(self, i: int) -> None:
-        self.caches.append(self.over(self.caches[i][0].batch.fork()))
+        self.caches.append(self.over(self.caches[i][0].sequences.fork()))
 
     def remove(self, i: int, counts: list[int]) -> None:
-        batch = self.caches[i][0].batch
-        batch.remove(counts)
+        sequences = self.caches[i][0].sequences
+        sequences.remove(counts)
         for layer in self.caches[i]:
-            layer.num_tokens = batch.num_positions
+            layer.num_tokens = sequences.num_positions
 
     def look(self) -> list[Tensor]:
         """Everything that attention would read, and how long it is."""
@@ -72,18 +72,18 @@ class Forks:
         gathered = [
             layer.gather(torch.float32) for layer in layers if layer.storage is not None and layer.size
         ]
-        lengths = [n for x in layers for n in (x.num_tokens, x.batch.num_positions, x.size)]
+        lengths = [n for x in layers for n in (x.num_tokens, x.sequences.num_positions, x.size)]
         return [torch.tensor(lengths), *(x for pair in gathered for x in pair)]
 
     def check(self) -> None:
-        tables = [table for batch in self.pages.users for table in batch.tables]
+        tables = [table for sequences in self.pages.users for table in sequences.tables]
         pool = self.pages.pool
         pool._evict = None  # a tree that finds nothing; pools have one at a time
         check(pool, PrefixTree(pool, self.pages.format.page_size), tables)
 
 
 def forks(quant: QuantSpec | None, window: int | None, page_size: int, is_refused: bool) -> Run:
-    """Prompts, forks, beams, rows of their own, long steps: all that a batch can do."""
+    """Prompts, forks, beams, rows of their own, long steps: all that sequences can do."""
     world = Forks(Pages(CacheFormat(quant=quant, page_size=page_size)), window)
     run = Run(world.look, world.check, is_refused)
     seeds = iter(range(1000))
@@ -97,7 +97,7 @@ def forks(quant: QuantSpec | None, window: int | None, page_size: int, is_refuse
     run.step(lambda: world.fork(0))
     append(0, 2, 1)
     append(1, 2, 2)
-    run.step(lambda: world.caches[0][0].batch.select([1, 1, 0]))
+    run.step(lambda: world.caches[0][0].sequences.select([1, 1, 0]))
     append(0, 3, 1)
     run.step(lambda: world.fork(0))
     run.step(lambda: world.remove(2, [0, 2, 1]))

@@ -140,7 +140,7 @@ def test_layers_are_the_same_in_every_layout(quant: QuantSpec | None, window: in
             stored = layer.append(key, value)
             query = torch.randn(2 * count, 4, 64, generator=rng)
             outs += stored.gather(torch.float32)
-            outs.append(ops.attend(query, stored.view, stored.placement.batch(count)))
+            outs.append(ops.attend(query, stored.view, stored.index.batch(count)))
         found[layout] = outs
     for layout, outs in found.items():
         for i, (x, expected) in enumerate(zip(outs, found["NHD"], strict=True)):

@@ -99,11 +99,11 @@ def test_a_fork_of_a_cache_continues_the_same_prompt() -> None:
 def test_a_dynamic_fork_takes_no_memory_until_it_writes() -> None:
     layer = DynamicLayer()
     layer.update(tokens(300, 1), tokens(300, 2))
-    held = layer.batch.num_pages_held
+    held = layer.sequences.num_pages_held
     forks = [layer.fork() for _ in range(5)]
-    assert layer.batch.num_pages_held == held
+    assert layer.sequences.num_pages_held == held
     forks[0].update(tokens(1, 3), tokens(1, 4))
-    assert layer.batch.num_pages_held == held + 2  # the last page of each sequence
+    assert layer.sequences.num_pages_held == held + 2  # the last page of each sequence
 
 
 def test_recent_tokens_are_no_codes() -> None:

@@ -40,7 +40,7 @@ def as_kept(x: Tensor, quant: QuantSpec | None) -> Tensor:
 
 def storage(layer: PagedLayer) -> list[Tensor]:
     """The tensors of the layer: keys, values and their scales."""
-    found = layer.batch.storages.get(layer.index)
+    found = layer.sequences.storages.get(layer.index)
     if found is None:
         return []
     kv = found.view

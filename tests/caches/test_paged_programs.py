@@ -62,7 +62,7 @@ class Model:
         if not self.chunks:
             assert layer.nbytes == 0
             return
-        kv = layer.batch.storages[layer.index].view
+        kv = layer.sequences.storages[layer.index].view
         tensors = [x for x in kv.tensors if x is not None]
         assert layer.nbytes == sum(x.untyped_storage().nbytes() for x in tensors)
         for got, parts in zip(layer.gather(dtype), zip(*self.chunks, strict=True), strict=True):

@@ -56,7 +56,7 @@ def test_views_stay_as_they_are_while_tokens_are_added() -> None:
 def test_a_fork_shares_pages_and_is_gathered() -> None:
     layer = layer_of()
     layer.update(tokens(1, 9), tokens(1, 9))
-    other = PagedLayer(layer.batch.format, layer.batch.fork(), layer.index)
+    other = PagedLayer(layer.sequences.format, layer.sequences.fork(), layer.index)
     other.num_tokens = layer.num_tokens
     new = tokens(1, 1, 1), tokens(1, 1, 2)
     keys, _ = other.update(new[0], new[0])
@@ -71,7 +71,7 @@ def test_a_fork_shares_pages_and_is_gathered() -> None:
 def test_rows_at_one_distance_are_a_view(rows: list[int]) -> None:
     layer = layer_of(page_size=8)
     layer.update(tokens(4, 9), tokens(4, 9))
-    layer.batch.select(rows)
+    layer.sequences.select(rows)
     new = tokens(len(rows), 7)
     keys, _ = layer.update(new, new)
     assert is_view(keys, layer)
@@ -82,7 +82,7 @@ def test_rows_at_one_distance_are_a_view(rows: list[int]) -> None:
 def test_other_rows_are_gathered(rows: list[int]) -> None:
     layer = layer_of(page_size=8)
     layer.update(tokens(4, 9), tokens(4, 9))
-    layer.batch.select(rows)
+    layer.sequences.select(rows)
     new = tokens(len(rows), 1)
     keys, _ = layer.update(new, new)
     assert not is_view(keys, layer)
@@ -93,7 +93,7 @@ def test_beams_are_gathered_and_right() -> None:
     layer, every = layer_of(), tokens(3, 6)
     layer.update(every, every)
     for step, rows in enumerate(([0, 0, 1], [2, 1, 0], [1, 1, 1])):
-        layer.batch.select(rows)
+        layer.sequences.select(rows)
         every = torch.cat((every[rows], tokens(3, 1, step)), dim=2)
         keys, values = layer.update(tokens(3, 1, step), tokens(3, 1, step))
         assert_same_bits(keys.contiguous(), every, f"keys at step {step}")
@@ -154,8 +154,8 @@ def test_a_truncated_cache_is_a_view_again() -> None:
 def test_rows_cropped_apart_are_gathered() -> None:
     layer, every = layer_of(), tokens(2, 9)
     layer.update(every, every)
-    layer.batch.remove([0, 3])
-    layer.num_tokens = layer.batch.num_positions
+    layer.sequences.remove([0, 3])
+    layer.num_tokens = layer.sequences.num_positions
     keys, _ = layer.update(tokens(2, 1, 1), tokens(2, 1, 1))
     assert not is_view(keys, layer)
     assert torch.equal(keys[1, :, 3:9], every[1, :, :6])

@@ -44,10 +44,10 @@ def both_same(got: list[Tensor], expected: list[Tensor]) -> None:
         assert torch.equal(a, b)
 
 
-def two_layers(batch: Sequences) -> list[PagedLayer]:
-    layers = [PagedLayer(batch.format, batch, i) for i in range(2)]
+def two_layers(sequences: Sequences) -> list[PagedLayer]:
+    layers = [PagedLayer(sequences.format, sequences, i) for i in range(2)]
     for layer in layers:
-        layer.num_tokens = batch.num_positions
+        layer.num_tokens = sequences.num_positions
     return layers
 
 
@@ -61,18 +61,18 @@ def test_forks_share_their_pages_again(
     first = two_layers(Sequences(memory, window))
     for layer in first:
         layer.append(tokens(2, 50, layer.index), tokens(2, 50, 7))
-    second = two_layers(first[0].batch.fork())
+    second = two_layers(first[0].sequences.fork())
     for layer in second:
         layer.append(tokens(2, 1, 3), tokens(2, 1, 4))
-    unsaved = two_layers(first[0].batch.fork())
+    unsaved = two_layers(first[0].sequences.fork())
     for layer in unsaved:
         layer.append(tokens(2, 40, 5), tokens(2, 40, 5))
-    held = len({ref for x in (first, second) for table in x[0].batch.tables for ref in table.pages})
+    held = len({ref for x in (first, second) for table in x[0].sequences.tables for ref in table.pages})
     assert held < memory.pool.num_active
     one, two = again((first, second))
     both_same(gathered(one + two), gathered(first + second))
-    assert one[0].batch.pages is two[0].batch.pages
-    assert one[0].batch.num_pages_held == held
+    assert one[0].sequences.pages is two[0].sequences.pages
+    assert one[0].sequences.num_pages_held == held
     for layers in ((one, first), (two, second)):
         for a, b in zip(*layers, strict=True):
             new = tokens(2, 3, 9)
@@ -86,7 +86,7 @@ def test_a_fork_that_is_saved_alone_brings_nothing_of_the_other() -> None:
     layers = two_layers(Sequences(CacheFormat(page_size=4)))
     for layer in layers:
         layer.append(tokens(1, 8), tokens(1, 8))
-    fork = two_layers(layers[0].batch.fork())
+    fork = two_layers(layers[0].sequences.fork())
     secret = torch.full((1, 2, 64, 8), 4242.0)
     for layer in layers:
         layer.append(secret, secret)
@@ -106,7 +106,7 @@ def test_what_was_written_since_is_saved() -> None:
     before = gathered(layers)
     for layer in layers:
         layer.append(tokens(1, 1, 5), tokens(1, 1, 5))
-    fork = two_layers(layers[0].batch.fork())
+    fork = two_layers(layers[0].sequences.fork())
     pickler.dump(fork)
     file.seek(0)
     unpickler = pickle.Unpickler(file)  # noqa: S301 (our own)
@@ -121,7 +121,7 @@ def test_a_long_step_can_be_taken_back_after_loading() -> None:
             layer.append(tokens(1, count, count), tokens(1, count, count))
     loaded = by_pickle(layers)
     for each in (layers, loaded):
-        each[0].batch.remove([60])
+        each[0].sequences.remove([60])
         for layer in each:
             layer.num_tokens = 20
     both_same(gathered(loaded), gathered(layers))

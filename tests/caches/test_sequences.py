@@ -22,24 +22,24 @@ def tokens(rows: int, count: int, seed: int = 0) -> Tensor:
 
 
 def two_layers(window: int | None = None, page_size: int = 4) -> tuple[Sequences, list[PagedLayer]]:
-    """Layers over one batch, both empty."""
-    batch = Sequences(CacheFormat(page_size=page_size), window)
-    return batch, [PagedLayer(batch.format, batch, i) for i in range(2)]
+    """Layers over the same sequences, both empty."""
+    sequences = Sequences(CacheFormat(page_size=page_size), window)
+    return sequences, [PagedLayer(sequences.format, sequences, i) for i in range(2)]
 
 
 def test_tokens_of_a_wrong_shape_take_no_pages() -> None:
-    batch, (layer, _) = two_layers()
+    sequences, (layer, _) = two_layers()
     layer.append(tokens(2, 4), tokens(2, 4))
     with pytest.raises(ShapeError, match=r"key must be .* H=2"):
         layer.append(torch.ones(2, 1, 3, 8), torch.ones(2, 1, 3, 8))
-    assert (batch.num_positions, batch.num_pages_held) == (4, 2)
+    assert (sequences.num_positions, sequences.num_pages_held) == (4, 2)
 
 
 def test_places_of_earlier_steps_are_let_go() -> None:
     """A table for every step of a long text would take memory with the square of its length."""
-    batch, (layer, _) = two_layers()
+    sequences, (layer, _) = two_layers()
     layer.append(tokens(1, 1), tokens(1, 1))
-    seen = weakref.ref(batch.place(0, 1, layer.storage))
+    seen = weakref.ref(sequences.place(0, 1, layer.storage))
     layer.append(tokens(1, 1), tokens(1, 1))
     gc.collect()
     assert seen() is None
@@ -47,33 +47,33 @@ def test_places_of_earlier_steps_are_let_go() -> None:
 
 @pytest.mark.parametrize("page_size", [1, 4])
 def test_as_many_tokens_as_promised_can_be_removed_behind_a_window(page_size: int) -> None:
-    batch, (layer, _) = two_layers(window=10, page_size=page_size)
+    sequences, (layer, _) = two_layers(window=10, page_size=page_size)
     layer.append(tokens(1, 300), tokens(1, 300))
     with pytest.raises(StateError, match="sequence 0 must keep at least"):
-        batch.remove([ROLLBACK + page_size])
-    batch.remove([ROLLBACK])
-    assert batch.num_positions == 300 - ROLLBACK
+        sequences.remove([ROLLBACK + page_size])
+    sequences.remove([ROLLBACK])
+    assert sequences.num_positions == 300 - ROLLBACK
 
 
 def test_a_removal_gives_back_what_the_last_step_has_evicted() -> None:
-    batch, (layer, _) = two_layers(window=10)
+    sequences, (layer, _) = two_layers(window=10)
     layer.append(tokens(1, 40), tokens(1, 40))
     layer.append(tokens(1, 300), tokens(1, 300))
-    assert batch.previous is not None
-    held = batch.num_pages_held
-    batch.remove([0])
-    assert batch.previous is None
-    assert batch.num_pages_held < held
+    assert sequences.previous is not None
+    held = sequences.num_pages_held
+    sequences.remove([0])
+    assert sequences.previous is None
+    assert sequences.num_pages_held < held
 
 
 def test_a_refused_removal_within_a_step_leaves_the_step_whole() -> None:
-    batch, layers = two_layers(window=10)
+    sequences, layers = two_layers(window=10)
     first, second = tokens(1, 40), tokens(1, 300, 1)
     for layer in layers:
         layer.append(first, first)
     read = [layers[0].append(second, second)]
     with pytest.raises(StateError, match="sequence 0 must keep at least"):
-        batch.remove([200])
+        sequences.remove([200])
     read.append(layers[1].append(second, second))
     for stored in read:
         assert torch.equal(stored.gather(torch.float32)[0], torch.cat([first[:, :, -9:], second], dim=2))
@@ -81,11 +81,11 @@ def test_a_refused_removal_within_a_step_leaves_the_step_whole() -> None:
 
 @pytest.mark.parametrize("rows", [1, 3])
 def test_every_layer_has_the_rows_of_the_batch(rows: int) -> None:
-    batch, (first, second) = two_layers()
+    sequences, (first, second) = two_layers()
     first.append(tokens(2, 4), tokens(2, 4))
     with pytest.raises(ShapeError, match=rf"key must be .* with B=2, got \[{rows},"):
         second.append(tokens(rows, 6), tokens(rows, 6))
-    assert (batch.num_positions, second.num_tokens, second.nbytes) == (4, 0, 0)
+    assert (sequences.num_positions, second.num_tokens, second.nbytes) == (4, 0, 0)
 
 
 @pytest.mark.parametrize("window", [None, 3])

@@ -76,33 +76,33 @@ class Rows:
 
 @dataclass
 class Cache:
-    """Two layers over one batch, and what they should hold."""
+    """Two layers over the same sequences, and what they should hold."""
 
-    batch: Sequences
+    sequences: Sequences
     layers: list[PagedLayer]
     model: Rows
 
     @classmethod
-    def over(cls, batch: Sequences, model: Rows) -> Cache:
-        layers = [PagedLayer(batch.format, batch, i) for i in range(2)]
+    def over(cls, sequences: Sequences, model: Rows) -> Cache:
+        layers = [PagedLayer(sequences.format, sequences, i) for i in range(2)]
         for layer in layers:
-            layer.num_tokens = batch.num_positions
-        return cls(batch, layers, model)
+            layer.num_tokens = sequences.num_positions
+        return cls(sequences, layers, model)
 
-    def append(self, batch: int, count: int, seed: int) -> None:
+    def append(self, size: int, count: int, seed: int) -> None:
         """A step: all layers get their tokens, each attends when it has them."""
         self.model.num_columns += count
         for i, layer in enumerate(self.layers):
-            new = torch.randn(batch, HEADS, count, DIM, generator=generator(100 * seed + i))
-            self.model.append(i, as_kept(new, self.batch.format.quant))
+            new = torch.randn(size, HEADS, count, DIM, generator=generator(100 * seed + i))
+            self.model.append(i, as_kept(new, self.sequences.format.quant))
             self.model.check(i, layer.append(new, new), count)
 
     def settle(self) -> None:
         """Between steps: lengths agree, and everything the next token sees is there."""
-        assert self.batch.num_positions == self.model.num_columns
+        assert self.sequences.num_positions == self.model.num_columns
         for i, layer in enumerate(self.layers):
-            layer.num_tokens = self.batch.num_positions
-            if self.batch.size and layer.storage is not None:
+            layer.num_tokens = self.sequences.num_positions
+            if self.sequences.size and layer.storage is not None:
                 self.model.check(i, layer.stored(), 0)
 
 
@@ -115,7 +115,7 @@ def test_program_agrees_with_lists_of_tokens(data: st.DataObject) -> None:
     caches = [Cache.over(Sequences(memory, window), Rows(window))]
     for step in range(data.draw(st.integers(1, 14), label="steps")):
         cache = data.draw(st.sampled_from(caches), label="cache")
-        batch, model = cache.batch, cache.model
+        sequences, model = cache.sequences, cache.model
         action = data.draw(
             st.sampled_from(
                 ["append"] * 3 + ["long append", "remove", "remove rows", "select", "fork", "record"]
@@ -123,77 +123,83 @@ def test_program_agrees_with_lists_of_tokens(data: st.DataObject) -> None:
         )
         if action.endswith("append"):
             count = data.draw(st.integers(1, 4) if action == "append" else st.integers(30, 70), label="count")
-            cache.append(batch.size or data.draw(st.integers(1, 3), label="batch"), count, step)
-        elif action.startswith("remove") and batch.size:
+            cache.append(sequences.size or data.draw(st.integers(1, 3), label="batch"), count, step)
+        elif action.startswith("remove") and sequences.size:
             one = data.draw(st.integers(0, 12), label="count")
-            counts = [one if action == "remove" else data.draw(st.integers(0, 12)) for _ in range(batch.size)]
+            counts = [
+                one if action == "remove" else data.draw(st.integers(0, 12)) for _ in range(sequences.size)
+            ]
             try:
-                batch.remove(counts)
+                sequences.remove(counts)
             except StateError:
                 assert window is not None
                 assert (
-                    max(counts) > ROLLBACK - page_size or batch.is_recording or model.num_columns > ROLLBACK
+                    max(counts) > ROLLBACK - page_size
+                    or sequences.is_recording
+                    or model.num_columns > ROLLBACK
                 )
             else:
                 model.remove(counts)
-        elif action == "select" and batch.size:
-            rows = data.draw(st.lists(st.integers(0, batch.size - 1), min_size=1, max_size=4), label="rows")
-            batch.select(rows)
+        elif action == "select" and sequences.size:
+            rows = data.draw(
+                st.lists(st.integers(0, sequences.size - 1), min_size=1, max_size=4), label="rows"
+            )
+            sequences.select(rows)
             model.rows = [list(model.rows[row]) for row in rows]
         elif action == "fork" and len(caches) < 3:
-            caches.append(Cache.over(batch.fork(), copy.deepcopy(model)))
+            caches.append(Cache.over(sequences.fork(), copy.deepcopy(model)))
         elif action == "record":
-            batch.is_recording = not batch.is_recording
+            sequences.is_recording = not sequences.is_recording
         for other in caches:
             other.settle()
-    tables = [table for batch in memory.users for table in batch.tables]
+    tables = [table for sequences in memory.users for table in sequences.tables]
     check(memory.pool, PrefixTree(memory.pool, page_size), tables)
 
 
 @pytest.mark.parametrize("long", [1, 500], ids=["one by one", "at once"])
 def test_a_window_holds_few_pages_however_long_the_text(long: int) -> None:
-    batch = Sequences(CacheFormat(page_size=4), window=10)
-    cache = Cache.over(batch, Rows(10))
+    sequences = Sequences(CacheFormat(page_size=4), window=10)
+    cache = Cache.over(sequences, Rows(10))
     for step in range(1000 // long):
         cache.append(2, long, step)
     cache.append(2, 1, 0)
     most = 2 * (-(-(10 + ROLLBACK) // 4) + 2)
-    assert batch.num_pages_held <= most
-    assert batch.pages.pool.num_pages <= 2 * most
-    assert batch.num_positions == 1001
+    assert sequences.num_pages_held <= most
+    assert sequences.pages.pool.num_pages <= 2 * most
+    assert sequences.num_positions == 1001
 
 
 def test_what_a_window_has_evicted_cannot_come_back() -> None:
-    batch = Sequences(CacheFormat(page_size=4), window=10)
-    cache = Cache.over(batch, Rows(10))
+    sequences = Sequences(CacheFormat(page_size=4), window=10)
+    cache = Cache.over(sequences, Rows(10))
     cache.append(1, 300, 0)
-    batch.remove([ROLLBACK])
+    sequences.remove([ROLLBACK])
     cache.model.remove([ROLLBACK])
     cache.settle()
     with pytest.raises(StateError, match=r"sequence 0 must keep at least 2\d\d tokens"):
-        batch.remove([ROLLBACK])
+        sequences.remove([ROLLBACK])
     cache.settle()
 
 
 def test_recording_keeps_what_a_window_passes_until_the_next_removal() -> None:
-    batch = Sequences(CacheFormat(page_size=4), window=10)
-    cache = Cache.over(batch, Rows(10))
-    batch.is_recording = True
+    sequences = Sequences(CacheFormat(page_size=4), window=10)
+    cache = Cache.over(sequences, Rows(10))
+    sequences.is_recording = True
     for step in range(3):
         cache.append(1, 100, step)
-    batch.remove([200])
+    sequences.remove([200])
     cache.model.remove([200])
     cache.settle()
-    assert batch.num_pages_held <= (10 + ROLLBACK) // 4 + 2
+    assert sequences.num_pages_held <= (10 + ROLLBACK) // 4 + 2
 
 
 def test_a_row_that_a_long_step_passes_less_of_keeps_its_tokens() -> None:
     """Rows of other lengths fill pages at other columns; one alone may be past what the step began with."""
-    batch = Sequences(CacheFormat(page_size=8), window=2)
-    cache = Cache.over(batch, Rows(2))
+    sequences = Sequences(CacheFormat(page_size=8), window=2)
+    cache = Cache.over(sequences, Rows(2))
     for count, removed in ((5, [0, 2]), (36, [32, 37])):
         cache.append(2, count, count)
-        batch.remove(removed)
+        sequences.remove(removed)
         cache.model.remove(removed)
         cache.settle()
     cache.append(2, 1, 0)

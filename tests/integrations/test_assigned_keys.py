@@ -106,7 +106,7 @@ def test_fewer_tokens_can_be_assigned() -> None:
     assert cache.get_seq_length() == 7
     logits = [model(text(2, 1), past_key_values=c).logits for c in (cache, short)]
     torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-4)
-    assert cache.batches[0].num_positions == 9
+    assert cache.sequences[0].num_positions == 9
     for layer in cache.layers:
         layer.keys = layer.keys[:, :, :4]
         layer.values = layer.values[:, :, :4]

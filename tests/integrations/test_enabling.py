@@ -59,7 +59,7 @@ def test_arguments_are_those_of_for_model() -> None:
     enable(model, kv="int8:g16", page_size=8)
     cache = generate(model, prompts()).past_key_values
     expected = KVCache.for_model(model, "int8:g16", page_size=8)
-    assert cache.layers[0].pages.batch.format == expected.layers[0].pages.batch.format
+    assert cache.layers[0].pages.sequences.format == expected.layers[0].pages.sequences.format
 
 
 @torch.no_grad()

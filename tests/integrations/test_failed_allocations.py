@@ -67,7 +67,7 @@ class World:
         found: list[Tensor] = []
         for cache in self.caches:
             lengths = [int(layer.get_seq_length()) for layer in cache.layers]
-            columns = [batch.num_positions for batch in cache.batches]
+            columns = [sequences.num_positions for sequences in cache.sequences]
             found.append(torch.tensor([*lengths, *columns]))
             for layer, length in zip(cache.layers, lengths, strict=True):
                 if length:
@@ -77,11 +77,11 @@ class World:
     def check(self) -> None:
         for cache in self.caches:
             cache.expect_whole()
-            for batch in cache.batches:
-                pool = batch.pages.pool
+            for sequences in cache.sequences:
+                pool = sequences.pages.pool
                 pool._evict = None  # a tree that finds nothing; pools have one at a time
-                tables = [table for other in batch.pages.users for table in other.tables]
-                check(pool, PrefixTree(pool, batch.format.page_size), tables)
+                tables = [table for other in sequences.pages.users for table in other.tables]
+                check(pool, PrefixTree(pool, sequences.format.page_size), tables)
 
 
 def seen(layer: Any, x: Tensor, count: int) -> Tensor:
@@ -108,7 +108,7 @@ def test_every_allocation_of_a_cache_can_fail(name: str, options: dict[str, Any]
         world.run.step(lambda: world.caches.append(world.caches[0].fork()))
         world.forward(0, 1, 3)
         world.forward(1, 2, 4)
-        if world.caches[0].batches:  # beams share pages
+        if world.caches[0].sequences:  # beams share pages
             world.run.step(lambda: world.caches[0].batch_repeat_interleave(2))
             world.run.step(lambda: world.caches[0].reorder_cache(torch.tensor([3, 0, 1, 1])))
             world.forward(0, 1, 5)
@@ -134,11 +134,17 @@ def test_a_window_that_finds_no_room_takes_none_from_the_others(
         raise error("refused by the test")
 
     for count, rows in ((6, 2), (1, 2)):
-        before = [(batch.size, batch.num_positions, batch.num_pages_held) for batch in cache.batches]
+        before = [
+            (sequences.size, sequences.num_positions, sequences.num_pages_held)
+            for sequences in cache.sequences
+        ]
         with monkeypatch.context() as patch, pytest.raises(error, match="refused by the test"):
-            patch.setattr(cache.batches[1], "reserve", refuse)
+            patch.setattr(cache.sequences[1], "reserve", refuse)
             cache.update(states(rows, count, 1), states(rows, count, 2), 0)
-        assert [(batch.size, batch.num_positions, batch.num_pages_held) for batch in cache.batches] == before
+        assert [
+            (sequences.size, sequences.num_positions, sequences.num_pages_held)
+            for sequences in cache.sequences
+        ] == before
         for layer_idx in range(4):
             cache.update(states(rows, count, 1), states(rows, count, 2), layer_idx)
     cache.expect_whole()

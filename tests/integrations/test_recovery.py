@@ -106,7 +106,7 @@ def test_reset_leaves_a_fork_without_tokens_usable() -> None:
 def test_reset_forgets_that_windows_were_recorded() -> None:
     model = family("Mistral")
     cache = KVCache.for_model(model, page_size=4)
-    cache.batches[0].is_recording = True
+    cache.sequences[0].is_recording = True
     model(text(200), past_key_values=cache)
     cache.reset()
     model(text(200), past_key_values=cache)
@@ -122,11 +122,11 @@ def test_no_tokens_after_a_prompt_beyond_the_window() -> None:
 
 
 def test_layers_of_one_batch_may_be_on_different_devices() -> None:
-    batch = Sequences(CacheFormat(page_size=4))
+    sequences = Sequences(CacheFormat(page_size=4))
     spec = KVSpec(1, 2, 8)
-    batch.reserve(1, 3)
+    sequences.reserve(1, 3)
     for device in (torch.device("cpu"), torch.device("meta"), torch.device("cpu")):
-        assert batch.place(0, 3, Storage(spec, spec, 4, device)).lengths.device == device
+        assert sequences.place(0, 3, Storage(spec, spec, 4, device)).lengths.device == device
 
 
 def test_an_integer_mask_is_refused() -> None:

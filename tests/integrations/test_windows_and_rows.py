@@ -53,9 +53,9 @@ def test_a_long_text_gives_the_stock_logits(name: str, attention: str) -> None:
     ours = KVCache.for_model(model, page_size=4)
     for part, want in zip(tokens.split(steps, dim=1), expected, strict=True):
         torch.testing.assert_close(logits_of(model, part, ours), want, rtol=1e-3, atol=1e-3)
-    for batch in ours.batches:
-        assert batch.num_positions == 260
-        assert batch.window is None or batch.num_pages_held <= 2 * (-(-(8 + ROLLBACK) // 4) + 2)
+    for sequences in ours.sequences:
+        assert sequences.num_positions == 260
+        assert sequences.window is None or sequences.num_pages_held <= 2 * (-(-(8 + ROLLBACK) // 4) + 2)
 
 
 @ATTENTIONS
@@ -116,10 +116,10 @@ def test_a_crop_that_one_layer_refuses_changes_no_other() -> None:
     cache = KVCache.for_model(model, page_size=4)
     for layer_idx in range(4):
         cache.update(torch.ones(1, 2, 100, 8), torch.ones(1, 2, 100, 8), layer_idx)
-    assert [batch.window for batch in cache.batches] == [None, 8]
+    assert [sequences.window for sequences in cache.sequences] == [None, 8]
     with pytest.raises(StateError, match="sequence 0 must keep at least"):
         cache.crop(-90)
-    assert [batch.num_positions for batch in cache.batches] == [100, 100]
+    assert [sequences.num_positions for sequences in cache.sequences] == [100, 100]
 
 
 def test_a_step_that_broke_off_can_be_taken_back() -> None:
@@ -212,7 +212,7 @@ def test_a_recurrent_state_cannot_go_back(name: str, counts: Any) -> None:
     with pytest.raises(UnsupportedError, match=r"cannot go back|cannot be cropped row by row"):
         cache.crop(counts)
     assert cache.get_seq_length() == 14
-    assert [batch.num_positions for batch in cache.batches] == [14]
+    assert [sequences.num_positions for sequences in cache.sequences] == [14]
 
 
 def test_padded_prompts_can_be_cropped_apart() -> None:

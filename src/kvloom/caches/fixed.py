@@ -255,20 +255,20 @@ class FixedLayer(Layer):
     def _tokens(self, storage: Storage, ring: Ring, first: Tensor, end: Tensor, count: int) -> Tokens:
         """All positions up to ``max_tokens``, or ``count`` from ``first`` on; tokens are before ``end``."""
         if self.max_tokens is not None:
-            placement = TokenIndex(ring.index, end.expand(self.size), self.max_tokens)
+            index = TokenIndex(ring.index, end.expand(self.size), self.max_tokens)
             rows = None if self.num_slots < self.max_tokens else storage.rows_of(slice(None), 0)
-            return Tokens(storage.view, placement, self.window, rows)
+            return Tokens(storage.view, index, self.window, rows)
         into = first % ring.index.page_size  # the first round of the ring of which tokens are left is token 0
         lengths, origins = (end - first + into).expand(self.size), into.expand(self.size)
         return Tokens(storage.view, TokenIndex(ring.index, lengths, count, origins), self.window)
 
     def _gathered(self, tokens: Tokens, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         key, value = tokens.gather(dtype)
-        placement = tokens.placement
-        if placement.origins is None:
+        index = tokens.index
+        if index.origins is None:
             return key, value
-        position = torch.arange(placement.num_columns, device=key.device) + placement.origins[0]
-        is_stored = (position < placement.lengths[0]).unsqueeze(1)
+        position = torch.arange(index.num_columns, device=key.device) + index.origins[0]
+        is_stored = (position < index.lengths[0]).unsqueeze(1)
         return torch.where(is_stored, key, 0), torch.where(is_stored, value, 0)
 
     def _held(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

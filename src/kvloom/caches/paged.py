@@ -1,4 +1,4 @@
-"""Keys and values of one attention layer in pages that are taken as a batch grows.
+"""Keys and values of one attention layer in pages that are taken as sequences grow.
 
 Letters: B sequences, Q new tokens of each, N columns of stored ones, H heads, Dk and Dv head dims.
 """
@@ -33,48 +33,48 @@ class PagedLayer(Layer):
 
     Args:
         format: How tokens are kept.
-        batch: The sequences, shared with the other layers of a cache; sequences of its own if ``None``.
-        index: Number of this layer among those that share ``batch``.
+        sequences: Those of a cache, shared with its other layers; sequences of its own if ``None``.
+        index: Number of this layer among those that share ``sequences``.
     """
 
     num_tokens: int = 0
 
-    def __init__(self, format: CacheFormat, batch: Sequences | None = None, index: int = 0) -> None:
+    def __init__(self, format: CacheFormat, sequences: Sequences | None = None, index: int = 0) -> None:
         super().__init__()
-        self.batch = Sequences(format) if batch is None else batch
+        self.sequences = Sequences(format) if sequences is None else sequences
         self.index = index
 
     @property
     def size(self) -> int:
         """B; 0 before the first update."""
-        return self.batch.size
+        return self.sequences.size
 
     @property
     def window(self) -> int | None:
         """Tokens that a token sees, itself included; ``None`` for all before it."""
-        return self.batch.window
+        return self.sequences.window
 
     @property
     def storage(self) -> Storage | None:
         """The tensors of this layer; ``None`` before the first update."""
-        return self.batch.storages.get(self.index)
+        return self.sequences.storages.get(self.index)
 
     def update(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """As ``Layer.update``."""
-        storage, step = self.storage, self.batch.step
+        storage, step = self.storage, self.sequences.step
         if storage is None or step is None or not self._is_stored(key, value, storage, step):
             return super().update(key, value)
-        result = Tokens(storage.view, step.visible, self.batch.window).gather(key.dtype)
+        result = Tokens(storage.view, step.visible, self.sequences.window).gather(key.dtype)
         self.num_tokens = step.end
         return result
 
     def append(self, key: Tensor, value: Tensor) -> Tokens:
         """As ``Layer.append``."""
-        storage, step = self.storage, self.batch.step
+        storage, step = self.storage, self.sequences.step
         if storage is None or step is None or not self._is_stored(key, value, storage, step):
             return super().append(key, value)
         self.num_tokens = step.end
-        return Tokens(storage.view, step.visible, self.batch.window)
+        return Tokens(storage.view, step.visible, self.sequences.window)
 
     def _is_stored(self, key: Tensor, value: Tensor, storage: Storage, step: Step) -> bool:
         """Whether new tokens were stored at once, as the usual ones of a step that another layer began.
@@ -85,7 +85,7 @@ class PagedLayer(Layer):
             return False
         if not isinstance(key, Tensor) or key.dtype != self.dtype:
             return False
-        self.batch.pages.num_writes += 1
+        self.sequences.pages.num_writes += 1
         return store_plain(key, value, step.slots, storage.view)
 
     def _append(self, key: Tensor, value: Tensor) -> Tokens:
@@ -98,7 +98,7 @@ class PagedLayer(Layer):
         self, key: Tensor, value: Tensor, store: Callable[..., _Result], *, is_gathered: bool
     ) -> _Result:
         """What ``store`` returns of the storage and the new tokens; if it raises, nothing remains of them."""
-        storage, sequences = self.storage, self.batch
+        storage, sequences = self.storage, self.sequences
         if storage is None:
             format = sequences.format
             storage = Storage.of(format, key, value, format.page_size, is_gathered=is_gathered)
@@ -116,7 +116,7 @@ class PagedLayer(Layer):
         return result
 
     def _store(self, storage: Storage, key: Tensor, value: Tensor) -> Tokens:
-        sequences, start, end = self.batch, self.num_tokens, self.num_tokens + key.shape[2]
+        sequences, start, end = self.sequences, self.num_tokens, self.num_tokens + key.shape[2]
         if sequences.previous is not None and end > start:
             return self._store_beyond_window(key, value, storage, sequences.previous)
         visible = sequences.place(start - self._num_visible, end, storage)
@@ -124,7 +124,7 @@ class PagedLayer(Layer):
         return Tokens(storage.view, visible, sequences.window)
 
     def _store_and_gather(self, storage: Storage, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        run = self.batch.run()
+        run = self.sequences.run()
         rows = None if run is None else self._rows(run, storage, key.dtype)
         if run is None or rows is None:
             return self._store(storage, key, value).gather(key.dtype)
@@ -147,20 +147,19 @@ class PagedLayer(Layer):
 
     @property
     def _num_visible(self) -> int:
-        window = self.batch.window
+        window = self.sequences.window
         return self.num_tokens if window is None else min(self.num_tokens, window - 1)
 
     def replace(self, new: Mapping[int, Tensor]) -> None:
         """Hold these keys (0), values (1) or both, ``[B, H, n, D]``, instead of ``keys`` and ``values``.
 
-        Without a window n may be another number; then both must be given. Other layers of the batch keep
-        theirs.
+        Without a window n may be another number; then both must be given. Other layers keep theirs.
 
         Raises:
             OutOfPages: ``max_tokens`` is reached; no token was lost.
             StateError: others have tokens of a step that takes this one's out of the window.
         """
-        if self._sequences() is not self.batch:
+        if self._holding() is not self.sequences:
             raise StateError("keys and values cannot be assigned within a step that other layers have made")
         num_new = next(iter(new.values())).shape[2]
         if self.storage is None:
@@ -169,11 +168,11 @@ class PagedLayer(Layer):
         storage = self.storage
         start = self.num_tokens - self.num_columns
         end = start + num_new
-        self.batch.pages.num_writes += 1
-        self.batch.own_pages()
-        with self.batch.reserving(self.batch.size, end):
-            self.batch.pages.fit(storage)
-            storage.replace(new, self.batch.place(start, end, storage).own_slots())
+        self.sequences.pages.num_writes += 1
+        self.sequences.own_pages()
+        with self.sequences.reserving(self.sequences.size, end):
+            self.sequences.pages.fit(storage)
+            storage.replace(new, self.sequences.place(start, end, storage).own_slots())
         self.num_tokens = end
 
     def stored(self) -> Tokens:
@@ -186,12 +185,12 @@ class PagedLayer(Layer):
         if storage is None:
             raise StateError("gather needs a cache to which tokens were appended")
         start = self.num_tokens - self.num_columns
-        placement = self._sequences().place(start, self.num_tokens, storage)
-        return Tokens(storage.view, placement, self.batch.window)
+        index = self._holding().place(start, self.num_tokens, storage)
+        return Tokens(storage.view, index, self.sequences.window)
 
     def _held(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        run = self.batch.run()
-        if run is not None and self.storage is not None and self.batch.has_own_pages:
+        run = self.sequences.run()
+        if run is not None and self.storage is not None and self.sequences.has_own_pages:
             rows = self._rows(run, self.storage, dtype)
             if rows is not None:
                 first = self.num_tokens - self.num_columns - run.first
@@ -201,27 +200,27 @@ class PagedLayer(Layer):
         return ReadOnly.of(key), ReadOnly.of(value)
 
     def _truncate(self, num_tokens: int) -> None:
-        if self.batch.size and self.batch.num_positions > num_tokens:
-            self.batch.remove([self.batch.num_positions - num_tokens] * self.batch.size)
+        if self.sequences.size and self.sequences.num_positions > num_tokens:
+            self.sequences.remove([self.sequences.num_positions - num_tokens] * self.sequences.size)
         self.num_tokens = num_tokens
 
     def _select(self, rows: list[int]) -> None:
-        self.batch.select(rows)
+        self.sequences.select(rows)
 
     def _reset(self) -> None:
         """The memory is given back; the next tokens may be of other shapes."""
         self.dtype = None
         self.num_tokens = 0
-        self.batch.clear()
+        self.sequences.clear()
 
     def _hold_alone(self) -> None:
-        self.batch = self.batch.fork()
+        self.sequences = self.sequences.fork()
 
-    def _sequences(self) -> Sequences:
-        """What holds the tokens of this layer: the batch, as it was before a step that others have made."""
-        previous = self.batch.previous
+    def _holding(self) -> Sequences:
+        """The sequences with the tokens of this layer: as they were before a step that others have made."""
+        previous = self.sequences.previous
         is_behind = previous is not None and previous.size and self.num_tokens <= previous.num_positions
-        return previous if previous is not None and is_behind else self.batch
+        return previous if previous is not None and is_behind else self.sequences
 
     def _store_beyond_window(
         self, key: Tensor, value: Tensor, storage: Storage, previous: Sequences
@@ -229,7 +228,7 @@ class PagedLayer(Layer):
         """New tokens fill the window alone: all lie in a storage of this step, the last ones in pages too."""
         rows, num_new, device = key.shape[0], key.shape[2], key.device
         start, end = self.num_tokens, self.num_tokens + num_new
-        first = max(start - (self.batch.window or 0) + 1, 0)
+        first = max(start - (self.sequences.window or 0) + 1, 0)
         size = end - first
         step = storage.like(size)
         step.reserve(rows, 1)
@@ -239,10 +238,10 @@ class PagedLayer(Layer):
             old, begin = previous.place(first, start, storage).slots, previous.first_held(first)
             ops.copy(storage.view, old.flatten(), step.view, slots[:, : start - first].flatten())
         step.store(key, value, slots[:, start - first :].contiguous())
-        for b, column in enumerate(self.batch.first_held(first)):
-            target = self.batch.place(column, end, storage).slots[b]
+        for b, column in enumerate(self.sequences.first_held(first)):
+            target = self.sequences.place(column, end, storage).slots[b]
             ops.copy(step.view, slots[b, column - first :].contiguous(), storage.view, target)
         empty = torch.tensor(begin, device=device) - first
         index = CacheIndex.offset(slots[:, 0] + empty)
         origins = -empty if any(column > first for column in begin) else None
-        return Tokens(step.view, TokenIndex(index, size - empty, size, origins), self.batch.window)
+        return Tokens(step.view, TokenIndex(index, size - empty, size, origins), self.sequences.window)

@@ -103,7 +103,7 @@ class QuantizedLayer(Layer):
         tokens, storage, count = self._codes.stored(), self._codes.storage, self.num_sealed
         if storage is None:
             raise StateError("no tokens were stored yet")
-        slots = tokens.placement.slots.flatten()
+        slots = tokens.index.slots.flatten()
         copied = Storage(*storage.specs, max(count, 1), storage.device, "NHD")
         copied.reserve(self.size, 1)
         if count:

@@ -60,7 +60,7 @@ class Sequences:
         self.pages.users.add(self)
 
     def __reduce__(self) -> Any:
-        """To be saved: pages that are held, each once, also with other batches that hold them."""
+        """To be saved: pages that are held, each once, also with other sequences that hold them."""
         places = save_tables(self.pages, self._tables)
         state = self.is_recording, self.previous, places, self._begin, self._first
         return _load, (self.pages, self.window, self.rollback, *state)
@@ -87,7 +87,7 @@ class Sequences:
 
     @property
     def num_pages_held(self) -> int:
-        """Pages that hold tokens of this batch or its forks; a shared page counts once."""
+        """Pages that hold tokens of these sequences or their forks; a shared page counts once."""
         return self.pages.pool.num_active
 
     @property
@@ -105,7 +105,7 @@ class Sequences:
         Pages that others hold and that will be written are copied, in every layer.
 
         Raises:
-            ShapeError: this batch has another number of sequences; nothing was changed.
+            ShapeError: there is another number of sequences; nothing was changed.
             OutOfPages: ``format.max_tokens`` is reached; no token was lost.
             Exception: whatever an allocation raises; no token was lost.
         """
@@ -280,7 +280,7 @@ class Sequences:
         self._replace([table.fork() for table in tables], begin, first)
 
     def fork(self) -> "Sequences":
-        """Another batch of the same sequences on the same pages."""
+        """Other sequences of the same tokens on the same pages."""
         return self._twin([table.fork() for table in self._tables])
 
     def clear(self) -> None:
@@ -321,7 +321,7 @@ class Sequences:
         return [PageTable(self.pages.pool, self.format.page_size) for _ in range(batch)]
 
     def _twin(self, tables: Sequence[PageTable]) -> "Sequences":
-        """A batch of the same state that holds ``tables``."""
+        """Sequences of the same state that hold ``tables``."""
         other = Sequences(self.pages, self.window, self.rollback)
         other.is_recording = self.is_recording
         other._hold(tables, self._begin, self._first)
@@ -381,7 +381,7 @@ def _load(
     begin: list[int],
     first: list[int],
 ) -> Sequences:
-    batch = Sequences(pages, window, rollback)
-    batch.is_recording, batch.previous = is_recording, previous
-    batch._hold(load_tables(pages, tables), begin, first)
-    return batch
+    sequences = Sequences(pages, window, rollback)
+    sequences.is_recording, sequences.previous = is_recording, previous
+    sequences._hold(load_tables(pages, tables), begin, first)
+    return sequences

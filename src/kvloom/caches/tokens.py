@@ -116,13 +116,13 @@ class Tokens:
 
     Attributes:
         view: Keys and values of the layer.
-        placement: Where the columns lie in it.
+        index: Where the columns lie in it.
         window: Tokens that a token sees, itself included; ``None`` for all before it.
         rows: Keys and values ``[B, H, N, D]`` as views of the cache, if they can be.
     """
 
     view: KVView
-    placement: TokenIndex
+    index: TokenIndex
     window: int | None = None
     rows: tuple[Tensor, Tensor] | None = None
 
@@ -130,7 +130,7 @@ class Tokens:
         """Keys ``[B, H, N, Dk]`` and values ``[B, H, N, Dv]``: dequantized copies, or views."""
         if self.rows is not None and self.rows[0].dtype == self.rows[1].dtype == dtype:
             return self.rows
-        found: tuple[Tensor, Tensor] = ops.load(self.placement.slots, self.view, dtype=dtype)
+        found: tuple[Tensor, Tensor] = ops.load(self.index.slots, self.view, dtype=dtype)
         return found
 
     def attend(
@@ -159,7 +159,7 @@ class Tokens:
         if self.window is not None:
             scores = replace(scores, window=self.window)
         num_new = query.shape[2]
-        batch = self.placement.batch(num_new, first)
+        batch = self.index.batch(num_new, first)
         if num_new == 1:
             return ops.attend(query.squeeze(2), self.view, batch, scores).unsqueeze(1)
         out: Tensor = ops.attend(query.transpose(1, 2).flatten(0, 1), self.view, batch, scores)
@@ -169,15 +169,15 @@ class Tokens:
         self, query: Tensor, scores: ops.Scores, first: Tensor | None, mask: Tensor, b: int
     ) -> Tensor:
         """One sequence by itself, since the mask of ``ops.attend`` has the tokens of all in one axis."""
-        placement = self.placement.row(b)
+        index = self.index.row(b)
         block = mask[b if mask.shape[0] > 1 else 0]
         if block.dtype == torch.bool:
             block = torch.zeros(block.shape, device=block.device).masked_fill(~block, float("-inf"))
-        if placement.origins is not None:  # columns of the mask become stored tokens
-            before = int(placement.origins)
+        if index.origins is not None:  # columns of the mask become stored tokens
+            before = int(index.origins)
             block = torch.nn.functional.pad(block, (before, 0)) if before > 0 else block[..., -before:]
         heads = query.shape[1]
         block = block[0] if block.shape[0] == 1 else block.expand(heads, -1, -1)
-        batch = placement.batch(query.shape[2], None if first is None else first[b : b + 1])
+        batch = index.batch(query.shape[2], None if first is None else first[b : b + 1])
         out = ops.attend(query[0].transpose(0, 1), self.view, batch, replace(scores, mask=block))
         return out[None]

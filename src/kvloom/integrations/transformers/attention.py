@@ -59,12 +59,12 @@ class LazyStates(LazyTensor):
     @property
     def shape(self) -> torch.Size:
         """``[B, H, N, D]``."""
-        view, placement = self.tokens.view, self.tokens.placement
+        view, index = self.tokens.view, self.tokens.index
         if self._key_states is None:
             head_dim = view.key.head_dim
         else:
             head_dim = 0 if view.value is None else view.value.head_dim
-        return torch.Size((len(placement.lengths), view.num_heads, placement.num_columns, head_dim))
+        return torch.Size((len(index.lengths), view.num_heads, index.num_columns, head_dim))
 
     def gather(self) -> Tensor:
         """The tensor, dequantized; keys and values are gathered together, once."""
@@ -182,14 +182,14 @@ def _whole(mask: Tensor, query: Tensor, tokens: Tokens) -> Tensor:
     if mask.dtype != torch.bool and mask.dtype not in FLOAT_DTYPES:
         raise ShapeError(f"attention_mask must be bool, float32, float16 or bfloat16, got {mask.dtype}")
     _expect_sizes(mask, query, tokens)
-    return mask[..., : tokens.placement.num_columns].expand(-1, -1, query.shape[2], -1)
+    return mask[..., : tokens.index.num_columns].expand(-1, -1, query.shape[2], -1)
 
 
 def _expect_sizes(mask: Tensor | CompactMask, query: Tensor, tokens: Tokens) -> None:
     """Raise ArgumentError unless a mask is ``[B or 1, Hq or 1, Q or 1, N]``."""
-    sizes, num_columns = list(mask.shape), tokens.placement.num_columns
+    sizes, num_columns = list(mask.shape), tokens.index.num_columns
     # A cache of fixed length may have fewer columns than a mask; those of a window may not be the first.
-    origins = tokens.placement.origins
+    origins = tokens.index.origins
     is_exact = isinstance(mask, CompactMask) or (tokens.window is not None and origins is not None)
     if len(sizes) != 4 or sizes[3] < num_columns or (is_exact and sizes[3] > num_columns):
         raise ArgumentError(f"attention_mask must have 4 axes and {num_columns} columns, got {sizes}")
@@ -203,9 +203,9 @@ def _expect_sizes(mask: Tensor | CompactMask, query: Tensor, tokens: Tokens) -> 
 
 def _visible(first: Tensor | None, causal: bool, num_new: int, tokens: Tokens) -> Tensor:
     """``[B, 1, Q, N]`` bool: the columns that the last ``num_new`` tokens see without a mask."""
-    placement = tokens.placement
-    lengths = placement.lengths if placement.origins is None else placement.lengths - placement.origins
-    return visible(lengths, num_new, placement.num_columns, first=first, causal=causal, window=tokens.window)
+    index = tokens.index
+    lengths = index.lengths if index.origins is None else index.lengths - index.origins
+    return visible(lengths, num_new, index.num_columns, first=first, causal=causal, window=tokens.window)
 
 
 def _dense(key: Tensor, value: Tensor, mask: Tensor | CompactMask | None) -> Tokens:
@@ -216,5 +216,5 @@ def _dense(key: Tensor, value: Tensor, mask: Tensor | CompactMask | None) -> Tok
         lengths = mask.lengths
     else:
         lengths = torch.full((rows,), num_columns, device=key.device)
-    placement = TokenIndex(CacheIndex.pages(starts.unsqueeze(1), max(num_columns, 1)), lengths, num_columns)
-    return Tokens(KVView.split(_DENSE, key, value), placement)
+    index = TokenIndex(CacheIndex.pages(starts.unsqueeze(1), max(num_columns, 1)), lengths, num_columns)
+    return Tokens(KVView.split(_DENSE, key, value), index)

@@ -72,11 +72,11 @@ def cache_format(
 
 
 def make_layers(
-    model: Any, format: CacheFormat, static: bool = False, batch: Sequences | None = None
+    model: Any, format: CacheFormat, static: bool = False, sequences: Sequences | None = None
 ) -> list[Any]:
     """A layer for each of the model's, ours wherever there are keys and values.
 
-    Layers of one window share a new batch; those without one share ``batch``, if it is given.
+    Layers of one window share new sequences; those without one share ``sequences``, if they are given.
 
     Raises:
         UnsupportedError: what this version of transformers says of the model cannot be right, or a static
@@ -90,7 +90,7 @@ def make_layers(
     kinds = getattr(config, "layer_types", None) or [None] * len(theirs)
     if getattr(model, "_is_stateful", False) and not any(isinstance(x, StatefulLayer) for x in theirs):
         kinds = ["recurrent"] * len(theirs)
-    batches: dict[int | None, Sequences] = {} if batch is None else {None: batch}
+    by_window: dict[int | None, Sequences] = {} if sequences is None else {None: sequences}
     layers: list[Any] = []
     for index, (layer, kind) in enumerate(zip(theirs, kinds, strict=False)):
         hybrid = type(layer) is TheirHybridLayer
@@ -106,9 +106,9 @@ def make_layers(
         if static:
             layers.append(StaticKVCacheLayer(FixedLayer(format, window), live))
         else:
-            if window not in batches:
-                batches[window] = Sequences(format, window)
-            pages = PagedLayer(format, batches[window], index)
+            if window not in by_window:
+                by_window[window] = Sequences(format, window)
+            pages = PagedLayer(format, by_window[window], index)
             layers.append(HybridKVCacheLayer(pages, live) if hybrid else KVCacheLayer(pages, live))
         layers[-1].is_used = used is None or index in used
     return [*layers, *theirs[len(layers) :]]

@@ -48,9 +48,9 @@ class KVCache(DynamicCache):  # type: ignore[misc]
         self.is_frozen = False
         self._is_torn = False  # layers have different rows
         self._own_layers = [layer for layer in self.layers if isinstance(layer, KVCacheLayer)]
-        found = (x.pages.batch for x in self._own_layers if isinstance(x.pages, PagedLayer))
+        found = (x.pages.sequences for x in self._own_layers if isinstance(x.pages, PagedLayer))
         # That of full attention comes first: it takes the most pages, so it is the first to have too few.
-        self.batches = sorted(dict.fromkeys(found), key=lambda batch: batch.window is not None)
+        self.sequences = sorted(dict.fromkeys(found), key=lambda sequences: sequences.window is not None)
         """The sequences, once for each window: layers of one window share their pages."""
 
     @classmethod
@@ -165,7 +165,7 @@ class KVCache(DynamicCache):  # type: ignore[misc]
     @property
     def num_pages_held(self) -> int:
         """Pages that hold tokens of this cache or its forks; a shared page counts once."""
-        return sum(batch.num_pages_held for batch in self.batches)
+        return sum(sequences.num_pages_held for sequences in self.sequences)
 
     @property
     def num_rows(self) -> int:
@@ -195,11 +195,11 @@ class KVCache(DynamicCache):  # type: ignore[misc]
                 layers = [x.pages for x in self._own_layers if isinstance(x.pages, FixedLayer)]
                 raise too_long_for(layers, key_states, value_states) from error
         end = pages.num_tokens + key_states.shape[2]
-        if len(self.batches) == 1 or all(batch.num_positions >= end for batch in self.batches):
+        if len(self.sequences) == 1 or all(sequences.num_positions >= end for sequences in self.sequences):
             return layer.update(key_states, value_states)
         with ExitStack() as stack:  # room in the pages of every window, or in none
-            for batch in self.batches:
-                stack.enter_context(batch.reserving(key_states.shape[0], end))
+            for sequences in self.sequences:
+                stack.enter_context(sequences.reserving(key_states.shape[0], end))
             return layer.update(key_states, value_states)
 
     def update_conv_state(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -235,7 +235,7 @@ class KVCache(DynamicCache):  # type: ignore[misc]
             layer.pages.expect_settled()
         if torch.compiler.is_compiling():  # lengths are tensors
             return
-        lengths = self._trim() | {batch.num_positions for batch in self.batches}
+        lengths = self._trim() | {sequences.num_positions for sequences in self.sequences}
         if len(lengths) > 1:
             unused = [i for i, x in enumerate(self.layers) if not getattr(x, "is_initialized", True)]
             why = f", or the model has no layers {unused}, which the cache has" if unused else ""
@@ -247,10 +247,12 @@ class KVCache(DynamicCache):  # type: ignore[misc]
     def fork(self) -> "KVCache":
         """A cache of the same tokens on the same pages, not frozen; neither sees what the other stores."""
         self._expect_whole_rows()
-        forks: dict[Sequences | None, Sequences | None] = {batch: batch.fork() for batch in self.batches}
+        forks: dict[Sequences | None, Sequences | None] = {
+            sequences: sequences.fork() for sequences in self.sequences
+        }
         return type(self)(
             [
-                x.fork(forks.get(getattr(x.pages, "batch", None)))
+                x.fork(forks.get(getattr(x.pages, "sequences", None)))
                 if isinstance(x, KVCacheLayer)
                 else copy.deepcopy(x)
                 for x in self.layers
@@ -299,21 +301,21 @@ class KVCache(DynamicCache):  # type: ignore[misc]
         self._trim()
         if isinstance(tokens_to_remove, SupportsIndex) and not getattr(tokens_to_remove, "shape", ()):
             tokens_to_remove = operator.index(tokens_to_remove)
-            longest = max((batch.num_positions for batch in self.batches), default=0)
+            longest = max((sequences.num_positions for sequences in self.sequences), default=0)
             kept = num_kept(tokens_to_remove, longest)
-            plan = [(x, [max(x.num_positions - kept, 0)] * x.size) for x in self.batches]
+            plan = [(x, [max(x.num_positions - kept, 0)] * x.size) for x in self.sequences]
         else:
             counts = self._expect_counts(torch.as_tensor(tokens_to_remove).tolist())
-            plan = [(x, counts) for x in self.batches]
-        for batch, removed in plan:
-            batch.expect_removable(removed)
+            plan = [(x, counts) for x in self.sequences]
+        for sequences, removed in plan:
+            sequences.expect_removable(removed)
         longest, removes = max(self._lengths(), default=0), any(any(removed) for _, removed in plan)
         self._run(*changes_of_length(self.layers, tokens_to_remove, longest, removes))
-        for batch, removed in plan:
-            batch.remove(removed)
+        for sequences, removed in plan:
+            sequences.remove(removed)
         for layer in self._own_layers:
             if isinstance(layer.pages, PagedLayer):
-                layer.pages.num_tokens = min(layer.pages.num_tokens, layer.pages.batch.num_positions)
+                layer.pages.num_tokens = min(layer.pages.num_tokens, layer.pages.sequences.num_positions)
 
     def reset(self) -> None:
         """Forget all tokens; the next ones may be of another batch size."""
@@ -330,8 +332,8 @@ class KVCache(DynamicCache):  # type: ignore[misc]
             if not 0 <= row < self.num_rows:
                 raise ArgumentError(f"rows must be in [0, {self.num_rows}), got {row}")
         self._run(*changes_of_rows(self.layers, rows))
-        for batch in self.batches:  # tables alone, which cannot fail
-            batch.select(rows)
+        for sequences in self.sequences:  # tables alone, which cannot fail
+            sequences.select(rows)
 
     def _run(self, own: Sequence[Callable[[], Any]], others: Sequence[Callable[[], Any]]) -> None:
         """Change layers one after the other, each of ours as a whole or not at all."""
@@ -354,10 +356,10 @@ class KVCache(DynamicCache):  # type: ignore[misc]
             As ``_lengths``.
         """
         lengths = self._lengths()
-        for batch in self.batches:
-            excess = batch.num_positions - min(lengths)
+        for sequences in self.sequences:
+            excess = sequences.num_positions - min(lengths)
             if excess > 0 and len(lengths) == 1:
-                batch.remove([excess] * batch.size)
+                sequences.remove([excess] * sequences.size)
         return lengths
 
     def _expect_counts(self, tokens_to_remove: Sequence[int]) -> list[int]:

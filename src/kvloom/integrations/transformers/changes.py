@@ -1,4 +1,4 @@
-"""Changes of rows and lengths in layers that are not in the pages of a batch, one after the other.
+"""Changes of rows and lengths in layers that are not in pages, one after the other.
 
 A change is planned for all layers before the first one is made. Ours change as a whole or not at all. A layer
 of transformers, or a recurrent state, may be left half changed when it raises.
@@ -74,7 +74,7 @@ def changes_of_length(
 
 
 def expect_pages(layers: Iterable[Any]) -> None:
-    """Raise UnsupportedError if a layer has tokens elsewhere than in the pages of a batch."""
+    """Raise UnsupportedError if a layer has tokens elsewhere than in pages."""
     for layer in layers:
         is_paged = isinstance(layer, KVCacheLayer) and isinstance(layer.pages, PagedLayer)
         if not (is_paged or isinstance(layer, DummyLayer)):

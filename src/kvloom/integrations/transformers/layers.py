@@ -30,7 +30,7 @@ class KVCacheLayer(CacheLayerMixin):  # type: ignore[misc]
     """Keys and values of one layer, in pages or in fixed storage.
 
     Args:
-        pages: The layer that keeps the tokens; pages are shared with the other layers of a batch.
+        pages: The layer that keeps the tokens; pages are shared with the other layers of its sequences.
         config: Of the model. At each update its attention implementation decides what ``update`` returns:
             tensors, or what stands for them until kvloom's attention reads them in place.
         kwargs: For the next class.
@@ -129,20 +129,20 @@ class KVCacheLayer(CacheLayerMixin):  # type: ignore[misc]
     @property
     def record_past(self) -> bool:
         """Whether what the window evicts is kept until the next crop."""
-        return isinstance(self.pages, PagedLayer) and self.pages.batch.is_recording
+        return isinstance(self.pages, PagedLayer) and self.pages.sequences.is_recording
 
     @record_past.setter
     def record_past(self, wanted: bool) -> None:
         if isinstance(self.pages, PagedLayer):
-            self.pages.batch.is_recording = wanted
+            self.pages.sequences.is_recording = wanted
 
-    def fork(self, batch: Sequences | None) -> "KVCacheLayer":
-        """This layer over ``batch``, a fork of its own."""
+    def fork(self, sequences: Sequences | None) -> "KVCacheLayer":
+        """This layer over ``sequences``, a fork of its own."""
         self.pages.expect_settled()
         if isinstance(self.pages, FixedLayer):
             pages: PagedLayer | FixedLayer = self.pages.fork()
         else:
-            pages = PagedLayer(self.pages.batch.format, batch, self.pages.index)
+            pages = PagedLayer(self.pages.sequences.format, sequences, self.pages.index)
             pages.num_tokens = self.pages.num_tokens
         other = type(self)(pages, self._config)
         other.is_used = self.is_used
@@ -269,9 +269,9 @@ if TheirHybridLayer is not None:
             """Make the states of row i those of row ``rows[i]``."""
             cache_utils.LinearAttentionLayer.reorder_cache(self, rows)
 
-        def fork(self, batch: Sequences | None) -> "HybridKVCacheLayer":
-            """This layer over ``batch``, with states of its own."""
-            other = super().fork(batch)
+        def fork(self, sequences: Sequences | None) -> "HybridKVCacheLayer":
+            """This layer over ``sequences``, with states of its own."""
+            other = super().fork(sequences)
             for name in vars(self).keys() & _STATES:  # not every version has all
                 setattr(other, name, copy.deepcopy(getattr(self, name)))
             return other

@@ -42,5 +42,5 @@ def plain_layers(pairs: Sequence[tuple[Tensor, Tensor]], **options: Any) -> list
     """Layers that keep all tokens, for pairs of a model that is not known; options as of ``cache_format``."""
     # What is read of a configuration: how attention computes. Head dims are checked at the update.
     config = SimpleNamespace(_attn_implementation="sdpa", kv_lora_rank=None)
-    batch = Sequences(cache_format(config, **options))
-    return [KVCacheLayer(PagedLayer(batch.format, batch, i), config) for i in range(len(pairs))]
+    sequences = Sequences(cache_format(config, **options))
+    return [KVCacheLayer(PagedLayer(sequences.format, sequences, i), config) for i in range(len(pairs))]

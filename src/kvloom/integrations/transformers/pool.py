@@ -33,7 +33,7 @@ class KVPool:
     """
 
     def __init__(self, model: Any, pages: Pages) -> None:
-        self._empty = KVCache(make_layers(model, pages.format, batch=Sequences(pages)))
+        self._empty = KVCache(make_layers(model, pages.format, sequences=Sequences(pages)))
         self._states = torch.empty(0, dtype=model.dtype, device=model.device)
         self._pages = pages
         self._tree = PrefixTree(pages.pool, pages.format.page_size)
@@ -104,12 +104,12 @@ class KVPool:
         self._num_asked += input_ids.numel()
         if num_pages == 0:
             return cache
-        batch = cache.batches[0]
-        batch.adopt(tables)
+        sequences = cache.sequences[0]
+        sequences.adopt(tables)
         for layer in cache.layers:
-            layer.pages.num_tokens = batch.num_positions
+            layer.pages.num_tokens = sequences.num_positions
             layer.lazy_initialization(self._states)
-        self._num_found += batch.num_positions * batch.size
+        self._num_found += sequences.num_positions * sequences.size
         return cache
 
     def commit(self, cache: KVCache, input_ids: Tensor, salt: str = "") -> None:
@@ -127,21 +127,21 @@ class KVPool:
             StateError: an update broke off; or pages of a row are known under other tokens, then that row and
                 those after it stay unknown.
         """
-        if [batch.pages for batch in cache.batches] != [self._pages]:
+        if [sequences.pages for sequences in cache.sequences] != [self._pages]:
             raise ArgumentError("cache must be one that this pool began, got another's")
         cache.expect_whole()
-        batch = cache.batches[0]
-        num_tokens = batch.num_positions
-        sizes = expect("input_ids", input_ids, "B T", dtype=INDEX_DTYPES, B=batch.size)
+        sequences = cache.sequences[0]
+        num_tokens = sequences.num_positions
+        sizes = expect("input_ids", input_ids, "B T", dtype=INDEX_DTYPES, B=sequences.size)
         if not num_tokens <= sizes["T"] <= num_tokens + 1:
             raise ArgumentError(
                 f"input_ids must be the {num_tokens} tokens of the cache, or one more, got {sizes['T']}"
             )
-        batch.commit(self._tree, input_ids[:, :num_tokens].tolist(), salt)
+        sequences.commit(self._tree, input_ids[:, :num_tokens].tolist(), salt)
 
     def check(self) -> None:
         """Recompute the invariants of pages and prefixes; raises ``StateError`` on the first that fails."""
-        tables = [table for batch in self._pages.users for table in batch.tables]
+        tables = [table for sequences in self._pages.users for table in sequences.tables]
         check(self._pages.pool, self._tree, tables)
 
     def report(self) -> dict[str, int]:
