@@ -149,7 +149,7 @@ bench: .venv-bench/.ready
 	.venv-bench/bin/python benchmarks/report.py $(ARGS)
 
 # An environment of its own: peers warn, and tests take warnings for errors. The report names who is missing.
-.venv-bench/.ready: pyproject.toml CMakeLists.txt $(wildcard csrc/* csrc/kernels/*)
+.venv-bench/.ready: pyproject.toml CMakeLists.txt $(wildcard csrc/* csrc/kernels/*/*)
 	$(PYTHON) -m venv .venv-bench
 	.venv-bench/bin/python $(PIP) install $(TORCH)
 	.venv-bench/bin/python $(PIP) install $(BUILD)
@@ -175,7 +175,7 @@ clean:
 	rm -rf build dist .venv .venv-* .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 
 # torch first: whatever follows then finds the build that was asked for, and the kernels its headers.
-$(READY): pyproject.toml CMakeLists.txt $(wildcard csrc/* csrc/kernels/*)
+$(READY): pyproject.toml CMakeLists.txt $(wildcard csrc/* csrc/kernels/*/*)
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 10) else "kvloom needs Python 3.10 or newer, this is " + sys.version.split()[0] + "; try: make PYTHON=python3.11")'
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python $(PIP) install $(TORCH)

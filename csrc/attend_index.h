@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include "kernels/attend_args.h"
+#include "kernels/attend/args.h"
 #include "tensors.h"
 
 namespace kvloom {

@@ -4,8 +4,8 @@
 #pragma once
 
 #include "kernels.h"
-#include "kernels/attend.h"
-#include "kernels/movement.h"
+#include "kernels/attend/run.h"
+#include "kernels/move/move.h"
 
 #define KVLOOM_JOIN_(a, b) a##b
 #define KVLOOM_JOIN(a, b) KVLOOM_JOIN_(a, b)

@@ -3,8 +3,8 @@
 
 #include <cstdint>
 
-#include "kernels/args.h"
-#include "kernels/attend_args.h"
+#include "kernels/move/args.h"
+#include "kernels/attend/args.h"
 
 namespace kvloom {
 

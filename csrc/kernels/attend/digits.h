@@ -6,7 +6,7 @@
 // not served here.
 #pragma once
 
-#include "attend_codes.h"
+#include "codes.h"
 
 #include <immintrin.h>
 

@@ -1,7 +1,7 @@
 // Contiguous rows of numbers and of codes, and the conversion of codes from and to 32-bit lanes.
 #pragma once
 
-#include "simd.h"
+#include "../base/simd.h"
 
 namespace kvloom::KVLOOM_ISA::rows {
 

@@ -2,7 +2,7 @@
 // sums.
 #pragma once
 
-#include "attend_cache.h"
+#include "cache.h"
 
 #include <utility>
 

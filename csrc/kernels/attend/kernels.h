@@ -1,11 +1,11 @@
 // Which kernel serves which dtype on this instruction set.
 #pragma once
 
-#include "attend_codes.h"
+#include "codes.h"
 
 #if defined(__AVX512BF16__) && defined(__AVX512VNNI__)
-#include "attend_bf16_codes.h"
-#include "attend_digits.h"
+#include "bf16_codes.h"
+#include "digits.h"
 #define KVLOOM_HAS_DOT_PRODUCTS 1
 #endif
 

@@ -2,7 +2,7 @@
 // query. Integer products would cost a scaling for each group.
 #pragma once
 
-#include "attend_bf16.h"
+#include "bf16.h"
 
 namespace kvloom::KVLOOM_ISA {
 

@@ -2,7 +2,7 @@
 // sum for each score. A sum adds the same numbers in the same order as without packing, so it has the same bits.
 #pragma once
 
-#include "attend_vector.h"
+#include "vector.h"
 
 namespace kvloom::KVLOOM_ISA {
 

@@ -3,7 +3,7 @@
 
 #include "args.h"
 #include "convert.h"
-#include "memory.h"
+#include "rows.h"
 
 namespace kvloom::KVLOOM_ISA::rows {
 

@@ -1,7 +1,7 @@
 // Floats of any type, and the address of each stored token.
 #pragma once
 
-#include "attend_args.h"
+#include "args.h"
 
 #include <cmath>
 #include <cstring>

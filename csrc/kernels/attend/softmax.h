@@ -1,7 +1,7 @@
 // Online softmax: dot products become weights, one chunk of tokens at a time; and the merging of partial results.
 #pragma once
 
-#include "attend_vector.h"
+#include "vector.h"
 
 namespace kvloom::KVLOOM_ISA {
 

@@ -1,7 +1,7 @@
 // The rows of one head in one chunk, and the prefetching of those that kernels read next.
 #pragma once
 
-#include "attend_cache.h"
+#include "cache.h"
 
 namespace kvloom::KVLOOM_ISA {
 

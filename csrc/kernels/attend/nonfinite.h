@@ -2,9 +2,9 @@
 // not 0, and has no effect where it is.
 #pragma once
 
-#include "attend_plan.h"
-#include "attend_softmax.h"
-#include "attend_tile.h"
+#include "plan.h"
+#include "softmax.h"
+#include "tile.h"
 
 namespace kvloom::KVLOOM_ISA {
 

@@ -4,8 +4,8 @@
 // a row's bits do not depend on its neighbors.
 #pragma once
 
-#include "attend_panel.h"
-#include "attend_prefetch.h"
+#include "panel.h"
+#include "prefetch.h"
 
 namespace kvloom::KVLOOM_ISA {
 

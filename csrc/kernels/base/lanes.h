@@ -9,7 +9,7 @@
 #include <immintrin.h>
 #endif
 
-#include "args.h"
+#include "compiler.h"
 
 namespace kvloom::KVLOOM_ISA::rows {
 

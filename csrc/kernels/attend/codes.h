@@ -2,7 +2,7 @@
 // of any other are packed into it first. Either way the arithmetic is the same.
 #pragma once
 
-#include "attend_tile.h"
+#include "tile.h"
 
 namespace kvloom::KVLOOM_ISA {
 

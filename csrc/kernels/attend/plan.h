@@ -2,7 +2,7 @@
 // results belong to fixed splits of the stored tokens and are always merged in order.
 #pragma once
 
-#include "attend_cache.h"
+#include "cache.h"
 
 namespace kvloom::KVLOOM_ISA {
 

@@ -4,10 +4,10 @@
 // unit that defines KVLOOM_ISA.
 #pragma once
 
-#include "attend_kernels.h"
-#include "attend_plan.h"
-#include "attend_nonfinite.h"
-#include "attend_softmax.h"
+#include "kernels.h"
+#include "plan.h"
+#include "nonfinite.h"
+#include "softmax.h"
 
 namespace kvloom::KVLOOM_ISA {
 

@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <cstring>
 
-#include "simd.h"
+#include "../base/simd.h"
 
 namespace kvloom::KVLOOM_ISA::rows {
 
