@@ -22,41 +22,20 @@ constexpr int64_t kEndless = int64_t{1} << 62;  // more than any distance betwee
 // --- tensors into plain arguments -------------------------------------------------------------------------
 
 DType float_of(const Tensor& x, const char* message) {
-  const int32_t dtype = dtype_of(x);
-  if (dtype == aoti_torch_dtype_float32()) return DType::f32;
-  if (dtype == aoti_torch_dtype_bfloat16()) return DType::bf16;
-  require(dtype == aoti_torch_dtype_float16(), message);
-  return DType::f16;
+  const DType dtype = type_of(x);
+  require(dtype != DType::bits, message);
+  return dtype;
 }
 
-CacheView view_of(const Tensor& x, DType dtype) {
-  require(x.dim() == 6, "a canonical view must have 6 dimensions");
-  CacheView view{x.const_data_ptr(), {}, {}, dtype};
-  const auto sizes = x.sizes(), strides = x.strides();
-  check_sizes(sizes, "the bytes of a canonical view");
-  for (size_t i = 0; i < 6; ++i) {
-    view.size[i] = sizes[i];
-    view.stride[i] = strides[i];
-  }
-  return view;
-}
-
-/// Keys or values, whose dtype says what codes they are where there are scales.
+// Keys or values, whose dtype says what codes they are where there are scales.
 CacheSide side_of(const Tensor& cache, const MaybeTensor& scale) {
-  if (!scale) return {view_of(cache, float_of(cache, "a cache without scales must hold floats")), {}};
-  const bool is_int8 = dtype_of(cache) == aoti_torch_dtype_int8();
-  require(is_int8 || dtype_of(cache) == aoti_torch_dtype_uint8(), "codes must be int8 or uint8");
-  const CacheSide side{view_of(cache, is_int8 ? DType::int8 : DType::int4),
-                       view_of(*scale, float_of(*scale, "scales must be floats"))};
-  const int64_t numbers = side.cache.size[4] * side.cache.size[5] * (is_int8 ? 1 : 2);
-  const int64_t groups = side.scale.size[4] * side.scale.size[5];
-  require(std::equal(side.cache.size, side.cache.size + 4, side.scale.size) && groups > 0 &&
-              numbers % groups == 0 && (is_int8 || numbers / groups % 2 == 0),
-          "scales must have the axes of their cache, and groups of whole bytes");
+  const CacheSide side{source_view(cache, scale.has_value()), scale ? source_view(*scale) : View()};
+  require(side.cache.dtype != DType::bits, "a cache without scales must hold floats");
+  if (scale) check_scale(side.cache, side.scale);
   return side;
 }
 
-/// A float tensor whose last dimensions are those of `stride`; the stride is 0 along those that it lacks.
+// A float tensor whose last dimensions are those of `stride`; the stride is 0 along those that it lacks.
 FloatArray floats_of(const Tensor& x, const char* message) {
   FloatArray array{x.const_data_ptr(), {0, 0, 0}, float_of(x, message)};
   const int64_t rank = x.dim();
@@ -72,7 +51,7 @@ FloatArray head_floats(const MaybeTensor& x, int64_t num_heads, const char* mess
 
 // --- threads ----------------------------------------------------------------------------------------------
 
-/// The memory of a workspace, which a thread keeps for its next call if it is small.
+// The memory of a workspace, which a thread keeps for its next call if it is small.
 class WorkspaceBuffer {
  public:
   WorkspaceBuffer() = default;
@@ -104,14 +83,7 @@ class WorkspaceBuffer {
   size_t size_ = 0;
 };
 
-int64_t token_bytes(const CacheView& view) {
-  const int64_t itemsize = view.dtype == DType::f32                                 ? 4
-                           : view.dtype == DType::int8 || view.dtype == DType::int4 ? 1
-                                                                                    : 2;
-  return view.size[3] * view.size[4] * view.size[5] * itemsize;
-}
-
-/// The number of threads that the work of the call pays for.
+// The number of threads that the work of the call pays for.
 int64_t num_threads_for(const AttendArgs& args, int64_t products_per_pair) {
   const int64_t bytes = token_bytes(args.key.cache) + token_bytes(args.value.cache);
   double work = 0;
@@ -126,7 +98,7 @@ int64_t num_threads_for(const AttendArgs& args, int64_t products_per_pair) {
 
 using RangeFunction = void (*)(const AttendArgs& args, int64_t first, int64_t last, void* workspace);
 
-/// Runs `function` over [0, count) in several threads. Each takes a few indices at a time, since their work differs.
+// Runs `function` over [0, count) in several threads. Each takes a few indices at a time, since their work differs.
 void run_parallel(RangeFunction function, const AttendArgs& args, int64_t count, void* workspace) {
   const int64_t threads = std::min(args.num_threads, count);
   if (threads <= 1) {
@@ -171,14 +143,12 @@ Tensor attend(const Tensor& query, const Tensor& key_cache, const Tensor& value_
   args.num_heads = query.size(1);
   args.key = side_of(key_cache, key_scale);
   args.value = side_of(value_cache, value_scale);
-  const CacheView &key = args.key.cache, &value = args.value.cache;
-  const auto slots = [](const CacheView& view) { return view.size[0] * view.size[1] * view.size[2]; };
-  require(slots(key) == slots(value) && key.size[3] == value.size[3],
+  const View &key = args.key.cache, &value = args.value.cache;
+  require(key.num_slots() == value.num_slots() && key.num_heads() == value.num_heads(),
           "keys and values must have the same slots and heads");
-  const int64_t key_dim = key.size[4] * key.size[5] * (key.dtype == DType::int4 ? 2 : 1);
-  const int64_t value_dim = value.size[4] * value.size[5] * (value.dtype == DType::int4 ? 2 : 1);
+  const int64_t key_dim = key.head_dim(), value_dim = value.head_dim();
   require(key_dim > 0, "keys must have a head dim of at least 1");
-  require(query.size(2) == key_dim && (key.size[3] > 0 ? args.num_heads % key.size[3] : args.num_heads) == 0,
+  require(query.size(2) == key_dim && (key.num_heads() > 0 ? args.num_heads % key.num_heads() : args.num_heads) == 0,
           "query must have the head dim of the keys and a multiple of their heads");
   require(kernels().attend_supports(args), "head dims are larger than the compiled attention has room for");
 
@@ -207,7 +177,7 @@ Tensor attend(const Tensor& query, const Tensor& key_cache, const Tensor& value_
   index.check_lengths([&](int64_t b) {
     return (is_causal && b >= decoding_batches) || alibi_slopes.has_value() || window.has_value();
   });
-  index.copy_pages(table, row_starts, page_size, slots(key));
+  index.copy_pages(table, row_starts, page_size, key.num_slots());
   index.assign_to(args);
 
   args.scale = static_cast<float>(scale);

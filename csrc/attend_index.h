@@ -15,7 +15,7 @@ namespace kvloom {
 
 class AttendIndex {
  public:
-  /// Copies and checks the starts of new and of stored tokens.
+  // Copies and checks the starts of new and of stored tokens.
   AttendIndex(const Tensor& seqstarts, const Tensor& kvstarts, const MaybeTensor& first_visible, int64_t num_rows) {
     const Integers rows = integers_of(seqstarts, 1, "seqstarts must be integers, [B + 1]");
     const Integers stored = integers_of(kvstarts, 1, "kvstarts must be integers, [B + 1]");
@@ -39,7 +39,7 @@ class AttendIndex {
 
   int64_t num_columns() const { return kvstarts_.back(); }
 
-  /// Refuses sequences of more new tokens than stored ones where `has_positions(b)`: some positions would be negative.
+  // Refuses sequences of more new tokens than stored ones where `has_positions(b)`: some positions would be negative.
   template <class HasPositions>
   void check_lengths(HasPositions has_positions) const {
     for (int64_t b = 0; b < num_sequences_; ++b) {
@@ -50,7 +50,7 @@ class AttendIndex {
     }
   }
 
-  /// Copies the pages that are read, and refuses rows with too few, then tokens whose slots are outside the cache.
+  // Copies the pages that are read, and refuses rows with too few, then tokens whose slots are outside the cache.
   void copy_pages(const Tensor& table, const MaybeTensor& row_starts, int64_t page_size, int64_t num_slots) {
     const int64_t rank = row_starts ? 1 : 2;
     const Integers entries = integers_of(table, rank, "index must be integers, [B, P], or [N] with row_starts");
@@ -63,7 +63,7 @@ class AttendIndex {
                : copy_padded(entries, table.stride(0), width, num_slots);
   }
 
-  /// Points `args` at the copies, which live as long as this object.
+  // Points `args` at the copies, which live as long as this object.
   void assign_to(AttendArgs& args) const {
     args.num_sequences = num_sequences_;
     args.seqstarts = seqstarts_.data();
@@ -73,7 +73,7 @@ class AttendIndex {
   }
 
  private:
-  /// Refuses starts that do not begin with 0 or that decrease.
+  // Refuses starts that do not begin with 0 or that decrease.
   static void check_starts(const char* name, const std::vector<int64_t>& starts) {
     if (starts[0] == 0 && std::is_sorted(starts.begin(), starts.end())) return;
     std::string all;
@@ -84,7 +84,7 @@ class AttendIndex {
   int64_t length(int64_t b) const { return kvstarts_[b + 1] - kvstarts_[b]; }
   int64_t num_pages(int64_t b) const { return length(b) / page_size_ + (length(b) % page_size_ != 0); }
 
-  /// Copies the pages of sequence b, of which the first is `first`.
+  // Copies the pages of sequence b, of which the first is `first`.
   void copy_row(const Integers& entries, int64_t first, int64_t b) {
     rows_.push_back(static_cast<int64_t>(pages_.size()));
     const int64_t count = num_pages(b);

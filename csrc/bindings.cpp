@@ -24,49 +24,10 @@ constexpr int64_t kDequantizedBytesToStream = 16 << 20;
 
 // --- tensors into plain arguments -------------------------------------------------------------------------
 
-/// `Type::bits` for dtypes that values are not cast from or to.
-Type type_of(int32_t dtype) {
-  if (dtype == aoti_torch_dtype_float32()) return Type::float32;
-  if (dtype == aoti_torch_dtype_float16()) return Type::float16;
-  if (dtype == aoti_torch_dtype_bfloat16()) return Type::bfloat16;
-  return Type::bits;
-}
-
-View base_view(const Tensor& x, void* data) {
-  View view;
-  const int32_t dtype = dtype_of(x);
-  view.data = static_cast<char*>(data);
-  view.itemsize = static_cast<int64_t>(aoti_torch_dtype_element_size(dtype));
-  view.type = type_of(dtype);
-  return view;
-}
-
-/// A canonical view `[B, S/s, s, H, D/d, d]`; the dtype tells codes apart.
-View view_of(const Tensor& x, void* data, bool has_scale = false) {
-  require(x.dim() == 6, "a canonical view must have 6 dimensions");
-  View view = base_view(x, data);
-  const auto sizes = x.sizes(), strides = x.strides();
-  check_sizes(sizes, "the bytes of a canonical view");
-  for (size_t i = 0; i < 6; ++i) {
-    view.size[i] = sizes[i];
-    view.stride[i] = strides[i];
-  }
-  if (has_scale) {
-    const bool is_int8 = dtype_of(x) == aoti_torch_dtype_int8();
-    require(is_int8 || dtype_of(x) == aoti_torch_dtype_uint8(), "codes must be int8 or uint8");
-    view.type = is_int8 ? Type::int8 : Type::int4;
-  }
-  return view;
-}
-
-View source_view(const Tensor& x, bool has_scale = false) {
-  return view_of(x, const_cast<void*>(x.const_data_ptr()), has_scale);
-}
-
 View target_view(const Tensor& x, bool has_scale = false) { return view_of(x, x.mutable_data_ptr(), has_scale); }
 
-/// Tokens `[T, H, D]`, or `[B, H, N, D]` with token n of row b in slot b * N + n.
-View token_view(const Tensor& x, void* data) {
+// Tokens `[T, H, D]`, or `[B, H, N, D]` with token n of row b in slot b * N + n.
+View token_view(const Tensor& x, const void* data) {
   View view = base_view(x, data);
   const auto sizes = x.sizes(), strides = x.strides();
   if (x.dim() == 4) {
@@ -86,11 +47,11 @@ View token_view(const Tensor& x, void* data) {
 
 // --- checks -----------------------------------------------------------------------------------------------
 
-/// Slots of tokens, copied once, so that the values that are checked are those that are used: another thread may write
-/// to the tensor, or this call where the tensor shares memory with the cache.
+// Slots of tokens, copied once, so that the values that are checked are those that are used: another thread may write
+// to the tensor, or this call where the tensor shares memory with the cache.
 class CheckedSlots {
  public:
-  /// Refuses slots outside `[0, num_slots)` before anything is written. In Python this is an ArgumentError.
+  // Refuses slots outside `[0, num_slots)` before anything is written. In Python this is an ArgumentError.
   CheckedSlots(const char* name, const Tensor& x, int64_t count, int64_t num_slots, bool skip_negative = false) {
     const Integers slots = slots_of(x);
     require(x.numel() == count, "there must be one slot for each token");
@@ -107,9 +68,9 @@ class CheckedSlots {
     }
   }
 
-  Slots get() const { return {slots_.data()}; }
+  TokenSlots get() const { return TokenSlots(slots_.data()); }
 
-  /// Whether no slot occurs in both.
+  // Whether no slot occurs in both.
   bool is_disjoint(const CheckedSlots& other) const {
     if (slots_.empty() || high_ < other.low_ || other.high_ < low_) return true;
     std::vector<bool> seen(high_ - low_ + 1);
@@ -123,28 +84,19 @@ class CheckedSlots {
   int64_t low_ = 0, high_ = 0;
 };
 
-int64_t numbers_in(const View& view) { return view.width() * (view.type == Type::int4 ? 2 : 1); }
-
-void check_scale(const View& codes, const View& scale) {
-  const int64_t numbers = numbers_in(codes), groups = scale.width();
-  require(std::equal(codes.size, codes.size + 4, scale.size) && groups > 0 && numbers > 0 && numbers % groups == 0 &&
-              (codes.type != Type::int4 || numbers / groups % 2 == 0) && scale.type != Type::bits,
-          "scales must have the axes of their cache, and groups of whole bytes");
-}
-
 void check_move(const Move& move) {
-  const bool same = move.from.type == move.to.type && move.from.itemsize == move.to.itemsize;
-  require(same || (move.from.type != Type::bits && move.to.type != Type::bits), "dtypes must fit");
+  const bool same = move.from.dtype == move.to.dtype && move.from.itemsize == move.to.itemsize;
+  require(same || (move.from.dtype != DType::bits && move.to.dtype != DType::bits), "dtypes must fit");
   require(move.from.num_heads() * move.repeat == move.to.num_heads() &&
-              numbers_in(move.from) == numbers_in(move.to),
+              move.from.head_dim() == move.to.head_dim(),
           "heads and head dims must fit");
-  if (is_quantized(move.from.type)) check_scale(move.from, move.from_scale);
-  if (is_quantized(move.to.type)) check_scale(move.to, move.to_scale);
+  if (is_quantized(move.from.dtype)) check_scale(move.from, move.from_scale);
+  if (is_quantized(move.to.dtype)) check_scale(move.to, move.to_scale);
 }
 
 struct Extent {
-  const char* begin;
-  const char* end;
+  const Byte* begin;
+  const Byte* end;
 };
 
 Extent extent_of(const View& view) {
@@ -156,7 +108,7 @@ Extent extent_of(const View& view) {
   return {view.data, view.data + (last + 1) * view.itemsize};
 }
 
-/// Whether a byte between the first and the last of one view is between those of the other.
+// Whether a byte between the first and the last of one view is between those of the other.
 bool extents_meet(const View& x, const View& y) {
   const Extent a = extent_of(x), b = extent_of(y);
   return a.begin < b.end && b.begin < a.end;
@@ -164,15 +116,13 @@ bool extents_meet(const View& x, const View& y) {
 
 // --- threads ----------------------------------------------------------------------------------------------
 
-int64_t token_bytes(const View& view) { return view.num_heads() * view.width() * view.itemsize; }
-
 constexpr int64_t kLine = 64, kSmallScratch = 8 << 10;
 
-char* aligned_up(char* data) {
-  return reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(data) + kLine - 1) / kLine * kLine);
+Byte* aligned_up(Byte* data) {
+  return reinterpret_cast<Byte*>((reinterpret_cast<uintptr_t>(data) + kLine - 1) / kLine * kLine);
 }
 
-/// Moves tokens `[0, count)`, in one thread or in several.
+// Moves tokens `[0, count)`, in one thread or in several.
 void run(MoveArgs& args, int64_t count, int64_t bytes_to_stream) {
   if (count == 0) return;
   int64_t bytes = 0, scratch_bytes = 0;  // of a token
@@ -190,11 +140,11 @@ void run(MoveArgs& args, int64_t count, int64_t bytes_to_stream) {
   const bool is_parallel = count > grain;
   // Allocated before anything is written, since it may fail.
   const int64_t pieces = is_parallel ? torch::stable::get_num_threads() : 1;
-  std::vector<char> large(scratch_bytes > kSmallScratch ? scratch_bytes * pieces + kLine : 0);
+  std::vector<Byte> large(scratch_bytes > kSmallScratch ? scratch_bytes * pieces + kLine : 0);
   std::atomic<int64_t> taken{0};
   const auto work = [&](int64_t begin, int64_t end) {
-    alignas(kLine) char small[kSmallScratch];
-    char* scratch = small;
+    alignas(kLine) Byte small[kSmallScratch];
+    Byte* scratch = small;
     if (!large.empty()) scratch = aligned_up(large.data()) + taken.fetch_add(1) % pieces * scratch_bytes;
     kernels().move(args, begin, end, scratch);
   };
@@ -207,10 +157,10 @@ void run(MoveArgs& args, int64_t count, int64_t bytes_to_stream) {
 
 // --- store ------------------------------------------------------------------------------------------------
 
-/// Keys or values of new tokens, `[T, H, D]` or `[B, H, N, D]`, into their cache.
+// Keys or values of new tokens, `[T, H, D]` or `[B, H, N, D]`, into their cache.
 Move store_side(const Tensor& x, const Tensor& cache, const MaybeTensor& scale) {
   Move move;
-  move.from = token_view(x, const_cast<void*>(x.const_data_ptr()));
+  move.from = token_view(x, x.const_data_ptr());
   move.to = target_view(cache, scale.has_value());
   if (scale) move.to_scale = target_view(*scale);
   check_move(move);
@@ -246,9 +196,9 @@ void store(const Tensor& key, const MaybeTensor& value, const Tensor& slots, con
 
 constexpr int64_t kLargeResult = 128 << 10;  // glibc takes blocks from here on from the system
 
-/// Lets the C library keep the memory of large results between calls. glibc takes such blocks from the system,
-/// and gives them back, each time until a block as large was freed once (M_MMAP_THRESHOLD in mallopt(3)): then
-/// every page of every result is touched for the first time, which takes longer than to write it.
+// Lets the C library keep the memory of large results between calls. glibc takes such blocks from the system,
+// and gives them back, each time until a block as large was freed once (M_MMAP_THRESHOLD in mallopt(3)): then
+// every page of every result is touched for the first time, which takes longer than to write it.
 void keep_large_memory() {
   static const bool is_kept = [] {
     constexpr size_t kLargest = (size_t{32} << 20) - (64 << 10);  // larger ones do not move the threshold
@@ -259,8 +209,8 @@ void keep_large_memory() {
   static_cast<void>(is_kept);
 }
 
-/// Advises pages of 2 MiB for new memory of many of 4 KiB. Only advice: the system may refuse it.
-void advise_huge_pages(char* data, int64_t bytes) {
+// Advises pages of 2 MiB for new memory of many of 4 KiB. Only advice: the system may refuse it.
+void advise_huge_pages(Byte* data, int64_t bytes) {
 #ifdef MADV_HUGEPAGE
   constexpr uintptr_t kHuge = 2 << 20;
   const uintptr_t first = (reinterpret_cast<uintptr_t>(data) + kHuge - 1) / kHuge * kHuge;
@@ -269,7 +219,7 @@ void advise_huge_pages(char* data, int64_t bytes) {
 #endif
 }
 
-/// What is loaded of one side: `[T, H, D]`, or `[B, H, N, D]` where slots are `[B, N]`.
+// What is loaded of one side: `[T, H, D]`, or `[B, H, N, D]` where slots are `[B, N]`.
 Tensor empty_loaded(const Tensor& slots, int64_t heads, int64_t width, int32_t dtype) {
   Tensor out = slots.dim() == 1
                    ? empty_tokens(slots.size(0), heads, width, dtype)
@@ -277,7 +227,7 @@ Tensor empty_loaded(const Tensor& slots, int64_t heads, int64_t width, int32_t d
   const int64_t bytes = out.numel() * static_cast<int64_t>(aoti_torch_dtype_element_size(dtype));
   if (bytes >= kLargeResult) {
     keep_large_memory();
-    advise_huge_pages(static_cast<char*>(out.mutable_data_ptr()), bytes);
+    advise_huge_pages(static_cast<Byte*>(out.mutable_data_ptr()), bytes);
   }
   return out;
 }
@@ -288,7 +238,7 @@ Move load_side(const Tensor& cache, const MaybeTensor& scale, const Tensor& slot
   move.from = source_view(cache, scale.has_value());
   if (scale) move.from_scale = source_view(*scale);
   const int64_t heads = checked_product({move.from.num_heads(), repeat}, "num_repeat times heads");
-  out = empty_loaded(slots, heads, numbers_in(move.from), dtype);
+  out = empty_loaded(slots, heads, move.from.head_dim(), dtype);
   move.to = token_view(out, out.mutable_data_ptr());
   move.repeat = repeat;
   check_move(move);
@@ -325,7 +275,7 @@ bool is_same(const View& a, const View& b) {
          std::equal(a.stride, a.stride + 6, b.stride);
 }
 
-/// Whether a write may change bytes that are read later.
+// Whether a write may change bytes that are read later.
 bool may_overlap(const Move* moves, int num_moves, const CheckedSlots& from, const CheckedSlots& to) {
   const Move* end = moves + num_moves;
   if (std::all_of(moves, end, [](const Move& move) { return is_same(move.from, move.to); })) {
@@ -349,7 +299,7 @@ void copy(const std::vector<Tensor>& sources, const Tensor& source_slots, const 
   for (int m = 0; m < num_moves; ++m) {
     moves[m].from = source_view(sources[m]);
     moves[m].to = target_view(targets[m]);
-    moves[m].from.type = moves[m].to.type = Type::bits;
+    moves[m].from.dtype = moves[m].to.dtype = DType::bits;
     check_move(moves[m]);
     require(moves[m].from.num_slots() == moves[0].from.num_slots() &&
                 moves[m].to.num_slots() == moves[0].to.num_slots(),
@@ -370,12 +320,12 @@ void copy(const std::vector<Tensor>& sources, const Tensor& source_slots, const 
   }
   // Every row is read into memory of its own before the first is written.
   Move reads[kMaxMoves], writes[kMaxMoves];
-  std::vector<std::unique_ptr<char[]>> rows;
+  std::vector<std::unique_ptr<Byte[]>> rows;
   for (int m = 0; m < num_moves; ++m) {
     const int64_t width = moves[m].from.width(), heads = moves[m].from.num_heads();
     View between = moves[m].from;
     const int64_t bytes = checked_product({count, heads, width, between.itemsize}, "the bytes to copy");
-    rows.emplace_back(new char[std::max<int64_t>(bytes, 1)]);
+    rows.emplace_back(new Byte[std::max<int64_t>(bytes, 1)]);
     between.data = rows.back().get();
     const int64_t size[6] = {count, 1, 1, heads, 1, width}, stride[6] = {heads * width, 0, 0, width, 0, 1};
     std::copy_n(size, 6, between.size);
@@ -388,7 +338,7 @@ void copy(const std::vector<Tensor>& sources, const Tensor& source_slots, const 
   args.from_slots = from.get();
   run(args, count, kBytesToStream);
   args.moves = writes;
-  args.from_slots = Slots();
+  args.from_slots = TokenSlots();
   args.to_slots = to.get();
   run(args, count, kBytesToStream);
 }

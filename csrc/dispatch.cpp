@@ -45,13 +45,13 @@ const Kernels& kernels() { return *chosen; }
 
 extern "C" {
 
-/// Name of the chosen instruction set.
+// Name of the chosen instruction set.
 __attribute__((visibility("default"))) const char* kvloom_isa() { return kvloom::kernels().name; }
 
-/// The largest head dim of the compiled attention.
+// The largest head dim of the compiled attention.
 __attribute__((visibility("default"))) int64_t kvloom_max_head_dim() { return kvloom::kMaxHeadDim; }
 
-/// Choose `name`: 0, or 1 if this machine lacks it, or 2 if it is unknown; then nothing changes.
+// Choose `name`: 0, or 1 if this machine lacks it, or 2 if it is unknown; then nothing changes.
 __attribute__((visibility("default"))) int kvloom_choose_isa(const char* name) {
   for (const kvloom::Candidate& each : kvloom::candidates) {
     if (std::strcmp(each.table->name, name) != 0) continue;

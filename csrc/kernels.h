@@ -1,19 +1,17 @@
 // The kernels of one instruction set, and which set was chosen.
 #pragma once
 
-#include <cstdint>
-
 #include "kernels/move/args.h"
 #include "kernels/attend/args.h"
 
 namespace kvloom {
 
-/// One table for each instruction set. Work is a range of items, so that the caller decides about threads.
+// One table for each instruction set. Work is a range of items, so that the caller decides about threads.
 struct Kernels {
   const char* name;
-  /// Tokens `[begin, end)` of a store, a load or a copy. `scratch` holds the rows of a token.
-  void (*move)(const MoveArgs& args, int64_t begin, int64_t end, char* scratch);
-  /// Attention: whether head dims fit, the plan of a call, the start of the workspace, items, and then merges.
+  // Tokens `[begin, end)` of a store, a load or a copy. `scratch` holds the rows of a token.
+  void (*move)(const MoveArgs& args, int64_t begin, int64_t end, Byte* scratch);
+  // Attention: whether head dims fit, the plan of a call, the start of the workspace, items, and then merges.
   bool (*attend_supports)(const AttendArgs& args);
   AttendPlan (*attend_plan)(const AttendArgs& args);
   void (*attend_prepare)(const AttendArgs& args, void* workspace);
@@ -27,7 +25,7 @@ extern const Kernels kernels_avx2;
 extern const Kernels kernels_avx512;
 #endif
 
-/// The chosen table: the best that this machine runs, unless told otherwise.
+// The chosen table: the best that this machine runs, unless told otherwise.
 const Kernels& kernels();
 
 }  // namespace kvloom

@@ -5,6 +5,7 @@
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
+#include <algorithm>
 #include <array>
 #include <cstdint>
 #include <optional>
@@ -12,12 +13,14 @@
 #include <string>
 #include <vector>
 
+#include "kernels/base/views.h"
+
 namespace kvloom {
 
 using torch::stable::Tensor;
 using MaybeTensor = std::optional<Tensor>;
 
-/// Keeps a direct call of the operator within its tensors. Python repeats a refused check with a better message.
+// Keeps a direct call of the operator within its tensors. Python repeats a refused check with a better message.
 inline void require(bool fits, const char* message) {
   if (!fits) throw std::invalid_argument(message);
 }
@@ -28,7 +31,7 @@ inline int32_t dtype_of(const Tensor& x) {
   return dtype;
 }
 
-/// The product; where it does not fit 64 bits, an error that becomes a ShapeError in Python.
+// The product; where it does not fit 64 bits, an error that becomes a ShapeError in Python.
 template <class Factors = std::initializer_list<int64_t>>
 int64_t checked_product(const Factors& factors, const char* what) {
   int64_t product = 1;
@@ -40,7 +43,7 @@ int64_t checked_product(const Factors& factors, const char* what) {
   return product;
 }
 
-/// Refuses sizes whose bytes, of the largest elements there are, do not fit 64 bits.
+// Refuses sizes whose bytes, of the largest elements there are, do not fit 64 bits.
 template <class Sizes>
 void check_sizes(const Sizes& sizes, const char* what) {
   checked_product({checked_product(sizes, what), 16}, what);
@@ -48,7 +51,7 @@ void check_sizes(const Sizes& sizes, const char* what) {
 
 constexpr int64_t kMaxIntegers = int64_t{1} << 40;  // an expanded tensor may have any number
 
-/// A strided array of integers in a tensor's memory, which another thread may change at any time.
+// A strided array of integers in a tensor's memory, which another thread may change at any time.
 struct Integers {
   const void* data = nullptr;
   int64_t stride = 0;
@@ -58,7 +61,7 @@ struct Integers {
     return is_64 ? static_cast<const int64_t*>(data)[i * stride] : static_cast<const int32_t*>(data)[i * stride];
   }
 
-  /// A copy of the first `count`, so that the values that are checked are those that are used.
+  // A copy of the first `count`, so that the values that are checked are those that are used.
   std::vector<int64_t> copied(int64_t count) const {
     if (count >= kMaxIntegers) throw std::out_of_range("integers must be fewer than 2^40 in one tensor");
     std::vector<int64_t> copy(count);
@@ -67,7 +70,7 @@ struct Integers {
   }
 };
 
-/// Integers along the last dimension of a tensor. The only definition of which dtypes are integers.
+// Integers along the last dimension of a tensor. The only definition of which dtypes are integers.
 inline Integers integers_of(const Tensor& x, int64_t rank, const char* message) {
   const int32_t dtype = dtype_of(x);
   const bool is_64 = dtype == aoti_torch_dtype_int64();
@@ -75,7 +78,7 @@ inline Integers integers_of(const Tensor& x, int64_t rank, const char* message) 
   return {x.const_data_ptr(), x.stride(rank - 1), is_64};
 }
 
-/// All slots of `[T]`, or of a contiguous `[B, N]` row by row.
+// All slots of `[T]`, or of a contiguous `[B, N]` row by row.
 inline Integers slots_of(const Tensor& x) {
   if (x.dim() != 2) return integers_of(x, 1, "slots must be int64 or int32, [T]");
   Integers slots = integers_of(x, 2, "slots must be int64 or int32, [B, N]");
@@ -96,9 +99,57 @@ Tensor empty_contiguous(const std::array<int64_t, kRank>& sizes, int32_t dtype) 
   return Tensor(handle);
 }
 
-/// `[rows, heads, width]`, contiguous.
+// `[rows, heads, width]`, contiguous.
 inline Tensor empty_tokens(int64_t rows, int64_t heads, int64_t width, int32_t dtype) {
   return empty_contiguous(std::array{rows, heads, width}, dtype);
 }
+
+// `DType::bits` for dtypes that values are not cast from or to.
+inline DType type_of(const Tensor& x) {
+  const int32_t dtype = dtype_of(x);
+  if (dtype == aoti_torch_dtype_float32()) return DType::f32;
+  if (dtype == aoti_torch_dtype_float16()) return DType::f16;
+  if (dtype == aoti_torch_dtype_bfloat16()) return DType::bf16;
+  return DType::bits;
+}
+
+// A view without sizes and strides.
+inline View base_view(const Tensor& x, const void* data) {
+  View view;
+  view.data = static_cast<Byte*>(const_cast<void*>(data));
+  view.itemsize = static_cast<int64_t>(aoti_torch_dtype_element_size(dtype_of(x)));
+  view.dtype = type_of(x);
+  return view;
+}
+
+// A canonical view [B, S/s, s, H, D/d, d]; the dtype tells codes apart.
+inline View view_of(const Tensor& x, const void* data, bool has_scale) {
+  require(x.dim() == 6, "a canonical view must have 6 dimensions");
+  View view = base_view(x, data);
+  const auto sizes = x.sizes(), strides = x.strides();
+  check_sizes(sizes, "the bytes of a canonical view");
+  for (size_t i = 0; i < 6; ++i) {
+    view.size[i] = sizes[i];
+    view.stride[i] = strides[i];
+  }
+  if (has_scale) {
+    const bool is_int8 = dtype_of(x) == aoti_torch_dtype_int8();
+    require(is_int8 || dtype_of(x) == aoti_torch_dtype_uint8(), "codes must be int8 or uint8");
+    view.dtype = is_int8 ? DType::int8 : DType::int4;
+  }
+  return view;
+}
+
+inline View source_view(const Tensor& x, bool has_scale = false) { return view_of(x, x.const_data_ptr(), has_scale); }
+
+inline void check_scale(const View& codes, const View& scale) {
+  const int64_t numbers = codes.head_dim(), groups = scale.width();
+  require(std::equal(codes.size, codes.size + 4, scale.size) && groups > 0 && numbers % groups == 0 &&
+              (codes.dtype != DType::int4 || numbers / groups % 2 == 0) && scale.dtype != DType::bits,
+          "scales must have the axes of their cache, floats, and groups of whole bytes");
+}
+
+// Bytes of all heads of a token.
+inline int64_t token_bytes(const View& view) { return view.num_heads() * view.width() * view.itemsize; }
 
 }  // namespace kvloom

@@ -26,26 +26,25 @@ constexpr int64_t kGuard = 256;       // bytes around a result
 
 struct Kind {
   const char* name;
-  Type type;
   DType dtype, query;
   int64_t itemsize, width;  // of a head: items
   bool has_scale;
 };
 
 const Kind kKinds[] = {
-    {"float32", Type::float32, DType::f32, DType::f32, 4, kHeadDim, false},
-    {"bfloat16", Type::bfloat16, DType::bf16, DType::bf16, 2, kHeadDim, false},
-    {"float16", Type::float16, DType::f16, DType::f32, 2, kHeadDim, false},
-    {"int8", Type::int8, DType::int8, DType::bf16, 1, kHeadDim, true},
-    {"int4", Type::int4, DType::int4, DType::bf16, 1, kHeadDim / 2, true},
-    {"int8, float32 queries", Type::int8, DType::int8, DType::f32, 1, kHeadDim, true},
+    {"float32", DType::f32, DType::f32, 4, kHeadDim, false},
+    {"bfloat16", DType::bf16, DType::bf16, 2, kHeadDim, false},
+    {"float16", DType::f16, DType::f32, 2, kHeadDim, false},
+    {"int8", DType::int8, DType::bf16, 1, kHeadDim, true},
+    {"int4", DType::int4, DType::bf16, 1, kHeadDim / 2, true},
+    {"int8, float32 queries", DType::int8, DType::f32, 1, kHeadDim, true},
 };
 
 using Bytes = std::vector<char>;
 
 constexpr char kPoison = 0x77;
 
-/// Whether nothing was written around a result.
+// Whether nothing was written around a result.
 bool is_guarded(const Bytes& result) {
   const auto is_poison = [](char byte) { return byte == kPoison; };
   return std::all_of(result.begin(), result.begin() + kGuard, is_poison) &&
@@ -62,7 +61,7 @@ Numbers random_numbers(int64_t count, unsigned seed) {
   return numbers;
 }
 
-/// Runs `work(first, last)` over `[0, count)`, a few at a time and in turn, so that every thread has some.
+// Runs `work(first, last)` over `[0, count)`, a few at a time and in turn, so that every thread has some.
 template <class Work>
 void in_threads(int num_threads, int64_t count, int64_t few, Work work) {
   std::vector<std::thread> threads;
@@ -78,24 +77,17 @@ void in_threads(int num_threads, int64_t count, int64_t few, Work work) {
 
 // --- a cache ----------------------------------------------------------------------------------------------
 
-/// `[T, H, D]` or `[B, 1, S, H, 1, D]`, contiguous.
-View view_of(const void* data, Type type, int64_t itemsize, int64_t slots, int64_t in_block, int64_t width) {
+// `[T, H, D]` or `[B, 1, S, H, 1, D]`, contiguous.
+View view_of(const void* data, DType dtype, int64_t itemsize, int64_t slots, int64_t in_block, int64_t width) {
   View view;
-  view.data = static_cast<char*>(const_cast<void*>(data));
+  view.data = static_cast<Byte*>(const_cast<void*>(data));
   view.itemsize = itemsize;
-  view.type = type;
+  view.dtype = dtype;
   const int64_t size[6] = {slots / in_block, 1, in_block, kHeads, 1, width};
   const int64_t stride[6] = {in_block * kHeads * width, 0, kHeads * width, width, 0, 1};
   std::memcpy(view.size, size, sizeof size);
   std::memcpy(view.stride, stride, sizeof stride);
   return view;
-}
-
-CacheView cache_view(const View& view, DType dtype) {
-  CacheView cache{view.data, {}, {}, dtype};
-  std::memcpy(cache.size, view.size, sizeof cache.size);
-  std::memcpy(cache.stride, view.stride, sizeof cache.stride);
-  return cache;
 }
 
 struct Cache {
@@ -107,10 +99,10 @@ struct Cache {
   }
 
   View side(int i) const {
-    return view_of(sides[i].data(), kind.type, kind.itemsize, kSlots, kPage, kind.width);
+    return view_of(sides[i].data(), kind.dtype, kind.itemsize, kSlots, kPage, kind.width);
   }
   View scale(int i) const {
-    return view_of(scales[i].data(), Type::float16, 2, kSlots, kPage, kHeadDim / kGroup);
+    return view_of(scales[i].data(), DType::f16, 2, kSlots, kPage, kHeadDim / kGroup);
   }
 
   bool operator==(const Cache& other) const {
@@ -126,18 +118,18 @@ void store(Cache& cache, const Numbers (&tokens)[2], const std::vector<int64_t>&
            bool stream, bool everyone_stores_all) {
   Move moves[2];
   for (int i = 0; i < 2; ++i) {
-    moves[i].from = view_of(tokens[i].data(), Type::float32, 4, slots.size(), 1, kHeadDim);
+    moves[i].from = view_of(tokens[i].data(), DType::f32, 4, slots.size(), 1, kHeadDim);
     moves[i].to = cache.side(i);
     if (cache.kind.has_scale) moves[i].to_scale = cache.scale(i);
   }
   MoveArgs args;
   args.moves = moves;
   args.num_moves = 2;
-  args.to_slots = {slots.data()};
+  args.to_slots = TokenSlots(slots.data());
   args.stream = stream;
   const int64_t count = slots.size();
   const auto work = [&](int64_t first, int64_t last) {
-    alignas(64) char scratch[8 << 10];
+    alignas(64) Byte scratch[8 << 10];
     kernels().move(args, first, last, scratch);
   };
   if (everyone_stores_all) {
@@ -154,14 +146,14 @@ Bytes load(const Cache& cache, const std::vector<int64_t>& slots, int num_thread
   for (int i = 0; i < 2; ++i) {
     moves[i].from = cache.side(i);
     if (cache.kind.has_scale) moves[i].from_scale = cache.scale(i);
-    moves[i].to = view_of(out.data() + kGuard + i * side_bytes, Type::float32, 4, slots.size(), 1, kHeadDim);
+    moves[i].to = view_of(out.data() + kGuard + i * side_bytes, DType::f32, 4, slots.size(), 1, kHeadDim);
   }
   MoveArgs args;
   args.moves = moves;
   args.num_moves = 2;
-  args.from_slots = {slots.data()};
+  args.from_slots = TokenSlots(slots.data());
   in_threads(num_threads, slots.size(), kTokensAtOnce, [&](int64_t first, int64_t last) {
-    alignas(64) char scratch[8 << 10];
+    alignas(64) Byte scratch[8 << 10];
     kernels().move(args, first, last, scratch);
   });
   return out;
@@ -169,7 +161,7 @@ Bytes load(const Cache& cache, const std::vector<int64_t>& slots, int num_thread
 
 // --- attention --------------------------------------------------------------------------------------------
 
-/// Splits that are items of their own, many new tokens, and few stored ones.
+// Splits that are items of their own, many new tokens, and few stored ones.
 const std::vector<int64_t> kNew = {1, 40, 3}, kStored = {1900, 600, 70};
 
 std::vector<int64_t> starts_of(const std::vector<int64_t>& counts) {
@@ -197,8 +189,8 @@ Bytes attend(const Cache& cache, const Numbers& numbers, const std::vector<int64
   args.num_heads = kQueryHeads;
   for (int i = 0; i < 2; ++i) {
     CacheSide& side = i == 0 ? args.key : args.value;
-    side.cache = cache_view(cache.side(i), cache.kind.dtype);
-    if (cache.kind.has_scale) side.scale = cache_view(cache.scale(i), DType::f16);
+    side.cache = cache.side(i);
+    if (cache.kind.has_scale) side.scale = cache.scale(i);
   }
   args.table = {pages.data(), page_rows, kPage};
   args.num_sequences = kNew.size();
@@ -225,7 +217,7 @@ int check(bool agrees, const char* isa, const Kind& kind, const char* what) {
   return agrees ? 0 : 1;
 }
 
-/// Returns the number of results that differ.
+// Returns the number of results that differ.
 int compare(const char* isa, const Kind& kind, bool race) {
   std::mt19937 generator(1);
   std::vector<int64_t> slots(kSlots), pages(kSlots / kPage);

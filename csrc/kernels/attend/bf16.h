@@ -13,10 +13,10 @@ inline void pack_bf16(const SideLayout&, const float* query, Index num_rows, Ind
   for (Index r = 0; r < num_rows; ++r, query += width, packed += kPackedRow)
     for (Index d = 0; d < width; d += 16)
       _mm256_store_si256(reinterpret_cast<__m256i*>(packed + kPackedHead + 2 * d),
-                         reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(_mm512_loadu_ps(query + d))));
+                         as<__m256i>(_mm512_cvtneps_pbh(_mm512_loadu_ps(query + d))));
 }
 
-inline __m512bh load_pairs(const Byte* from) { return reinterpret_cast<__m512bh>(_mm512_loadu_si512(from)); }
+inline __m512bh load_pairs(const Byte* from) { return as<__m512bh>(_mm512_loadu_si512(from)); }
 
 // R rows by 16 tokens, 16 / R of them at a time and 32 elements of each.
 template <int R, int W>
@@ -26,24 +26,24 @@ inline void score_tokens_bf16(const Byte* query, Index any_width, const Byte* co
   const Index width = W ? W : any_width;
   for (int first = 0; first < kBlock; first += T) {
     Vec sums[16];
-#pragma GCC unroll 16
+    KVLOOM_UNROLL(16)
     for (int t = 0; t < T; ++t) {
       __m512 sum[R];
-#pragma GCC unroll 4
+      KVLOOM_UNROLL(4)
       for (int r = 0; r < R; ++r) sum[r] = _mm512_setzero_ps();
-#pragma GCC unroll 4
+      KVLOOM_UNROLL(4)
       for (Index d = 0; d < width; d += 32) {
         prefetcher.prefetch_lines<2>(at + first + t, 2 * d, 1);
         const __m512bh x = load_pairs(keys[first + t] + 2 * d);
-#pragma GCC unroll 4
+        KVLOOM_UNROLL(4)
         for (int r = 0; r < R; ++r) sum[r] = _mm512_dpbf16_ps(sum[r], x, load_pairs(query + r * kPackedRow + 2 * d));
       }
-#pragma GCC unroll 4
-      for (int r = 0; r < R; ++r) sums[r * T + t] = reinterpret_cast<Vec>(sum[r]);
+      KVLOOM_UNROLL(4)
+      for (int r = 0; r < R; ++r) sums[r * T + t] = as<Vec>(sum[r]);
     }
     alignas(64) float found[16];
     store(found, horizontal_sums(sums));
-#pragma GCC unroll 4
+    KVLOOM_UNROLL(4)
     for (int r = 0; r < R; ++r) std::memcpy(scores + r * kChunk + first, found + r * T, T * sizeof(float));
   }
 }
@@ -53,8 +53,8 @@ struct PairScores {
   static Vec at(const Byte* row, Index dword) { return bit_copy<Vec>(row + 4 * dword); }
   static constexpr Index kElements = 2;
   static Vec add(Vec sum, Vec x, Vec y) {
-    return reinterpret_cast<Vec>(_mm512_dpbf16_ps(reinterpret_cast<__m512>(sum), reinterpret_cast<__m512bh>(x),
-                                                  reinterpret_cast<__m512bh>(y)));
+    return as<Vec>(_mm512_dpbf16_ps(as<__m512>(sum), as<__m512bh>(x),
+                                                  as<__m512bh>(y)));
   }
   static const Byte* query(const ScoreTask& task) { return task.packed + kPackedHead; }
   static Index query_bytes(const ScoreTask&) { return kPackedRow; }
@@ -77,12 +77,12 @@ inline void score_bf16(const ChunkRows& chunk, const ScoreTask& task) {
 
 // Weights of two tokens to a dword, rounded to bfloat16 as torch rounds them.
 struct WeightPairs {
-  alignas(64) std::uint32_t pair[4][kChunk / 2];
+  alignas(64) uint32_t pair[4][kChunk / 2];
 
   void read(const float* weights, Index num_rows) {
     for (Index r = 0; r < num_rows; ++r, weights += kChunk)
       for (Index t = 0; t < kChunk; t += 32)
-        _mm512_store_si512(pair[r] + t / 2, reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(
+        _mm512_store_si512(pair[r] + t / 2, as<__m512i>(_mm512_cvtne2ps_pbh(
                                                 _mm512_loadu_ps(weights + t + 16), _mm512_loadu_ps(weights + t))));
   }
 };
@@ -109,7 +109,7 @@ inline void add_to(float* accumulator, __m512 x) {
 }
 
 inline __m512bh weight_pair(const WeightPairs& weights, int r, Index pair) {
-  return reinterpret_cast<__m512bh>(_mm512_set1_epi32(static_cast<int>(weights.pair[r][pair])));
+  return as<__m512bh>(_mm512_set1_epi32(static_cast<int>(weights.pair[r][pair])));
 }
 
 // R rows by 64 elements, two tokens at a time. The accumulators are deinterleaved when the chunk is done.
@@ -117,31 +117,31 @@ template <int R>
 inline void add_values_bf16(const WeightPairs& weights, const Byte* const* values, const RowPrefetcher& prefetcher,
                             Index begin, Index end, float* accumulators, Index width, Index d) {
   __m512 lower[R][2], upper[R][2];
-#pragma GCC unroll 4
+  KVLOOM_UNROLL(4)
   for (int r = 0; r < R; ++r) lower[r][0] = lower[r][1] = upper[r][0] = upper[r][1] = _mm512_setzero_ps();
   for (Index t = begin / 2 * 2; t < end; t += 2) {
-#pragma GCC unroll 2
+    KVLOOM_UNROLL(2)
     for (int n = 0; n < 2; ++n) {
       const Index at = 2 * (d + 32 * n);
       prefetcher.prefetch_lines<2>(t, at, 1);
       prefetcher.prefetch_lines<2>(t + 1, at, 1);
       const TokenPairs x(values[t] + at, values[t + 1] + at);
-#pragma GCC unroll 4
+      KVLOOM_UNROLL(4)
       for (int r = 0; r < R; ++r) {
         const __m512bh w = weight_pair(weights, r, t / 2);
-        lower[r][n] = _mm512_dpbf16_ps(lower[r][n], reinterpret_cast<__m512bh>(x.lower), w);
-        upper[r][n] = _mm512_dpbf16_ps(upper[r][n], reinterpret_cast<__m512bh>(x.upper), w);
+        lower[r][n] = _mm512_dpbf16_ps(lower[r][n], as<__m512bh>(x.lower), w);
+        upper[r][n] = _mm512_dpbf16_ps(upper[r][n], as<__m512bh>(x.upper), w);
       }
     }
   }
-#pragma GCC unroll 4
+  KVLOOM_UNROLL(4)
   for (int r = 0; r < R; ++r)
-#pragma GCC unroll 2
+    KVLOOM_UNROLL(2)
     for (int n = 0; n < 2; ++n) {
-      const __m512i low = reinterpret_cast<__m512i>(lower[r][n]), high = reinterpret_cast<__m512i>(upper[r][n]);
+      const __m512i low = as<__m512i>(lower[r][n]), high = as<__m512i>(upper[r][n]);
       float* accumulator = accumulators + r * width + d + 32 * n;
-      add_to(accumulator, reinterpret_cast<__m512>(deinterleaved(low, high, false)));
-      add_to(accumulator + 16, reinterpret_cast<__m512>(deinterleaved(low, high, true)));
+      add_to(accumulator, as<__m512>(deinterleaved(low, high, false)));
+      add_to(accumulator + 16, as<__m512>(deinterleaved(low, high, true)));
     }
 }
 
@@ -162,26 +162,26 @@ class ValuePanel {
   template <int R>
   void add(const WeightPairs& weights, float* accumulators, Index width, Index d) const {
     __m512 sums[R][4];
-#pragma GCC unroll 4
+    KVLOOM_UNROLL(4)
     for (int r = 0; r < R; ++r) sums[r][0] = sums[r][1] = sums[r][2] = sums[r][3] = _mm512_setzero_ps();
     for (Index pair = begin_; pair < end_; ++pair) {
       __m512bh x[4];
-#pragma GCC unroll 4
-      for (int n = 0; n < 4; ++n) x[n] = reinterpret_cast<__m512bh>(_mm512_load_si512(pairs_[pair] + d + 16 * n));
-#pragma GCC unroll 4
+      KVLOOM_UNROLL(4)
+      for (int n = 0; n < 4; ++n) x[n] = as<__m512bh>(_mm512_load_si512(pairs_[pair] + d + 16 * n));
+      KVLOOM_UNROLL(4)
       for (int r = 0; r < R; ++r)
-#pragma GCC unroll 4
+        KVLOOM_UNROLL(4)
         for (int n = 0; n < 4; ++n) sums[r][n] = _mm512_dpbf16_ps(sums[r][n], x[n], weight_pair(weights, r, pair));
     }
-#pragma GCC unroll 4
+    KVLOOM_UNROLL(4)
     for (int r = 0; r < R; ++r)
-#pragma GCC unroll 4
+      KVLOOM_UNROLL(4)
       for (int n = 0; n < 4; ++n) add_to(accumulators + r * width + d + 16 * n, sums[r][n]);
   }
 
  private:
   Index begin_, end_;
-  alignas(64) std::uint32_t pairs_[kChunk / 2][kMaxHeadDim];
+  alignas(64) uint32_t pairs_[kChunk / 2][kMaxHeadDim];
 };
 
 // Adds the tokens [begin, end) of a chunk.

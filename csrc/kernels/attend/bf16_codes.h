@@ -7,13 +7,11 @@
 namespace kvloom::KVLOOM_ISA {
 
 // Sixteen scales from one on; those past `count` are 0 and not read.
-template <DType dtype>
+template <class T>
 inline __m512 load_scales(const Byte* from, Index count) {
   const __mmask16 mask = static_cast<__mmask16>(count < 16 ? (1 << count) - 1 : 0xffff);
-  if constexpr (dtype == DType::f32) return _mm512_maskz_loadu_ps(mask, from);
-  const __m256i halves = _mm256_maskz_loadu_epi16(mask, from);
-  if constexpr (dtype == DType::f16) return _mm512_cvtph_ps(halves);
-  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16));
+  if constexpr (std::is_same_v<T, float>) return _mm512_maskz_loadu_ps(mask, from);
+  else return as<__m512>(widen(as<Shorts>(_mm256_maskz_loadu_epi16(mask, from)), T{}));
 }
 
 // The scales of sixteen bytes of codes from `byte` on. Permutations see the last four bits of a group's number.
@@ -29,39 +27,39 @@ inline __m512i dequantize_32(const SideLayout& side, const Byte* codes, Index d,
   if constexpr (!is_int4) {
     const __m512 low = scaled(_mm512_cvtepi8_epi32(sixteen(d)), scales_of(side, d, scales));
     const __m512 high = scaled(_mm512_cvtepi8_epi32(sixteen(d + 16)), scales_of(side, d + 16, scales));
-    return reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(high, low));
+    return as<__m512i>(_mm512_cvtne2ps_pbh(high, low));
   }
   const __m512i bytes = _mm512_cvtepu8_epi32(sixteen(d / 2));
   const __m512 scale = scales_of(side, d / 2, scales);
   const __m512 even = scaled(_mm512_srai_epi32(_mm512_slli_epi32(bytes, 28), 28), scale);
   const __m512 odd = scaled(_mm512_srai_epi32(_mm512_slli_epi32(bytes, 24), 28), scale);
-  alignas(64) static constexpr std::uint16_t interleaved[32] = {
+  alignas(64) static constexpr uint16_t interleaved[32] = {
       0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
       8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
   return _mm512_permutexvar_epi16(_mm512_load_si512(interleaved),
-                                  reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(odd, even)));
+                                  as<__m512i>(_mm512_cvtne2ps_pbh(odd, even)));
 }
 
 // Elements [begin, end) of a row of codes as bfloat16, whose scales follow one another from one of sixteen groups on;
 // updates `max_scale`, the largest of each lane.
-template <bool is_int4, DType dtype>
-__attribute__((always_inline)) inline void dequantize_span(const SideLayout& side, const Byte* codes,
+template <bool is_int4, class T>
+KVLOOM_INLINE void dequantize_span(const SideLayout& side, const Byte* codes,
                                                            const Byte* scales, Index num_groups, Index begin,
                                                            Index end, __m512& max_scale, Byte* to) {
-  const __m512 scale = load_scales<dtype>(scales, num_groups);
+  const __m512 scale = load_scales<T>(scales, num_groups);
   max_scale = _mm512_max_ps(_mm512_abs_ps(scale), max_scale);  // a NaN leaves it as it was
-#pragma GCC unroll 4
+  KVLOOM_UNROLL(4)
   for (Index d = begin; d < end; d += 32)
     _mm512_store_si512(to + 2 * d, dequantize_32<is_int4>(side, codes, d, scale));
 }
 
 // A row of codes. Sixteen groups fill whole pairs of vectors, since a group has an even number of elements.
-template <bool is_int4, DType dtype, int W>
+template <bool is_int4, class T, int W>
 inline void dequantize_row(const SideLayout& side, const Byte* codes, const Byte* scales, __m512& max_scale, Byte* to) {
   if (W && side.num_groups <= 16)  // the common case, with a constant length
-    return dequantize_span<is_int4, dtype>(side, codes, scales, side.num_groups, 0, W, max_scale, to);
+    return dequantize_span<is_int4, T>(side, codes, scales, side.num_groups, 0, W, max_scale, to);
   for (Index g = 0; g < side.num_groups; g += 16)
-    dequantize_span<is_int4, dtype>(side, codes, scales + g * bytes_of(dtype), side.num_groups - g, g * side.group,
+    dequantize_span<is_int4, T>(side, codes, scales + g * sizeof(T), side.num_groups - g, g * side.group,
                                     min((g + 16) * side.group, side.dim), max_scale, to);
 }
 
@@ -76,33 +74,29 @@ inline void unpack_columns(const Byte* block, Index bytes, Byte (*rows)[kMaxHead
 }
 
 inline void unpack_quads(const Byte* block, Index bytes, Byte (*rows)[kMaxHeadDim]) {
-  constexpr Bytes16 by_token = {0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15};
   for (Index t = 0; t < kBlock; t += 4)
     for (Index at = 0; at < bytes; at += 16) {
       Bytes16 quads[4];
       const Byte* from[4];
       for (Index i = 0; i < 4; ++i) {
-        quads[i] = __builtin_shuffle(bit_copy<Bytes16>(block + t * bytes + 4 * at + 16 * i), by_token);
+        const Bytes16 quad = bit_copy<Bytes16>(block + t * bytes + 4 * at + 16 * i);
+        quads[i] = shuffle(quad, quad, [](int byte) { return byte % 4 * 4 + byte / 4; });  // by token
         from[i] = reinterpret_cast<const Byte*>(quads + i);
       }
       transpose_four(from, 0, rows[t] + at, kMaxHeadDim);
     }
 }
 
-// Calls kernel.template operator()<dtype, W>() with the type of the scales and the width as constants.
+// Calls kernel.template operator()<T, W>() with the type of the scales and the width as constants.
 template <class Kernel>
 inline void for_scales(const ChunkRows& chunk, Index width, Kernel kernel) {
   for_width(width, [&]<int W>() {
-    switch (chunk.side->scale.dtype) {
-      case DType::f32: return kernel.template operator()<DType::f32, W>();
-      case DType::f16: return kernel.template operator()<DType::f16, W>();
-      default: return kernel.template operator()<DType::bf16, W>();
-    }
+    for_float(chunk.side->scale.dtype, [&]<class T>(T) { kernel.template operator()<T, W>(); });
   });
 }
 
 // Dequantizes a block of tokens from `first` on.
-template <bool is_int4, DType dtype, int W>
+template <bool is_int4, class T, int W>
 inline void dequantize_block(const ChunkRows& chunk, Index first, Byte (*to)[2 * kMaxHeadDim]) {
   const SideLayout& side = *chunk.side;
   alignas(64) Byte unpacked[kBlock][kMaxHeadDim];
@@ -116,11 +110,11 @@ inline void dequantize_block(const ChunkRows& chunk, Index first, Byte (*to)[2 *
   for (Index t = 0; t < kBlock; ++t) {
     if (!chunk.is_native) chunk.prefetcher.prefetch_row(first + t, side.row_bytes);
     const Byte* codes = chunk.is_native ? unpacked[t] : chunk.row[first + t];
-    dequantize_row<is_int4, dtype, W>(side, codes, chunk.scale[first + t], max_scale, to[t]);
+    dequantize_row<is_int4, T, W>(side, codes, chunk.scale[first + t], max_scale, to[t]);
   }
   // As with checked_scales. A NaN makes its products NaN anyway.
   if (_mm512_reduce_max_ps(max_scale) > largest_scale(chunk))
-    for (Index t = 0; t < kBlock; ++t) std::memset(to[t], 0xff, static_cast<std::size_t>(2 * side.dim));
+    for (Index t = 0; t < kBlock; ++t) std::memset(to[t], 0xff, 2 * side.dim);
 }
 
 template <bool is_int4>
@@ -129,9 +123,9 @@ inline void score_codes_bf16(const ChunkRows& chunk, const ScoreTask& task) {
   const Byte* keys[kBlock];
   for (Index t = 0; t < kBlock; ++t) keys[t] = block[t];
   chunk.prefetch_scales();
-  for_scales(chunk, task.width, [&]<DType dtype, int W>() {
+  for_scales(chunk, task.width, [&]<class T, int W>() {
     score_blocks<PairScores, W>(chunk, task, RowPrefetcher(), [&](Index first) {
-      dequantize_block<is_int4, dtype, W>(chunk, first, block);
+      dequantize_block<is_int4, T, W>(chunk, first, block);
       return keys;
     });
   });
@@ -143,9 +137,9 @@ inline void value_codes_bf16(const ChunkRows& chunk, const ValueTask& task) {
   const Byte* values[kChunk];
   for (Index t = 0; t < kChunk; ++t) values[t] = rows[t];
   chunk.prefetch_scales();
-  for_scales(chunk, task.width, [&]<DType dtype, int W>() {
+  for_scales(chunk, task.width, [&]<class T, int W>() {
     for (Index first = chunk.begin / kBlock * kBlock; first < chunk.end; first += kBlock)
-      dequantize_block<is_int4, dtype, W>(chunk, first, rows + first);
+      dequantize_block<is_int4, T, W>(chunk, first, rows + first);
   });
   add_rows_bf16(task, values, RowPrefetcher(), chunk.begin, chunk.end);
 }

@@ -11,43 +11,36 @@ constexpr Index kManyRowsOfCodes = 8;  // rows of a tile from which on codes are
 
 // --- blocks in native order, of rows that are a multiple of 16 bytes ----------------------------------------
 
-typedef Byte Bytes16 __attribute__((vector_size(16)));
-typedef std::uint16_t Pairs16 __attribute__((vector_size(16)));
-typedef std::uint32_t Dwords16 __attribute__((vector_size(16)));
-typedef std::uint64_t Qwords16 __attribute__((vector_size(16)));
+using Bytes16 = VectorOf<Byte, 16>::type;
+using Pairs16 = VectorOf<uint16_t, 8>::type;
+using Dwords16 = VectorOf<uint32_t, 4>::type;
+using Qwords16 = VectorOf<uint64_t, 2>::type;
+
+// Stores both vectors in turn, as elements of V: the first halves at `low`, the second at `high`.
+template <class V, class From>
+KVLOOM_INLINE void store_interleaved(From first, From second, Byte* low, Byte* high) {
+  const V a = interleave_low(as<V>(first), as<V>(second)), b = interleave_high(as<V>(first), as<V>(second));
+  std::memcpy(low, &a, sizeof a);
+  std::memcpy(high, &b, sizeof b);
+}
 
 // 16 bytes of each of four rows become 16 dwords of a byte of each row.
 inline void interleave_bytes(const Byte* const* rows, Index at, Byte* to) {
-  constexpr Bytes16 low = {0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23};
-  constexpr Pairs16 low_pairs = {0, 8, 1, 9, 2, 10, 3, 11};
   Bytes16 x[4];
-#pragma GCC unroll 4
+  KVLOOM_UNROLL(4)
   for (int i = 0; i < 4; ++i) x[i] = bit_copy<Bytes16>(rows[i] + at);
-#pragma GCC unroll 2
-  for (int half = 0; half < 2; ++half) {
-    const Bytes16 lanes = low + static_cast<Byte>(8 * half);
-    const Pairs16 a = reinterpret_cast<Pairs16>(__builtin_shuffle(x[0], x[1], lanes));
-    const Pairs16 b = reinterpret_cast<Pairs16>(__builtin_shuffle(x[2], x[3], lanes));
-    const Pairs16 first = __builtin_shuffle(a, b, low_pairs), second = __builtin_shuffle(a, b, low_pairs + 4);
-    std::memcpy(to + 32 * half, &first, 16);
-    std::memcpy(to + 32 * half + 16, &second, 16);
-  }
+  store_interleaved<Pairs16>(interleave_low(x[0], x[1]), interleave_low(x[2], x[3]), to, to + 16);
+  store_interleaved<Pairs16>(interleave_high(x[0], x[1]), interleave_high(x[2], x[3]), to + 32, to + 48);
 }
 
 // Four dwords of each of four rows become four dwords of each row's first, second, third and fourth.
 inline void transpose_four(const Byte* const* rows, Index at, Byte* to, Index stride) {
   Dwords16 x[4];
-#pragma GCC unroll 4
+  KVLOOM_UNROLL(4)
   for (int i = 0; i < 4; ++i) x[i] = bit_copy<Dwords16>(rows[i] + at);
-#pragma GCC unroll 2
-  for (unsigned half = 0; half < 2; ++half) {
-    const Dwords16 lanes = Dwords16{0, 4, 1, 5} + 2 * half;
-    const Qwords16 a = reinterpret_cast<Qwords16>(__builtin_shuffle(x[0], x[1], lanes));
-    const Qwords16 b = reinterpret_cast<Qwords16>(__builtin_shuffle(x[2], x[3], lanes));
-    const Qwords16 first = {a[0], b[0]}, second = {a[1], b[1]};
-    std::memcpy(to + 2 * half * stride, &first, 16);
-    std::memcpy(to + (2 * half + 1) * stride, &second, 16);
-  }
+  store_interleaved<Qwords16>(interleave_low(x[0], x[1]), interleave_low(x[2], x[3]), to, to + stride);
+  to += 2 * stride;
+  store_interleaved<Qwords16>(interleave_high(x[0], x[1]), interleave_high(x[2], x[3]), to, to + stride);
 }
 
 constexpr Index kColumn = 4 * kBlock;  // bytes of a column: four of each token of a block
@@ -77,16 +70,14 @@ inline const Byte* value_block(const ChunkRows& chunk, Index block, Byte* copy) 
 
 // kLanes 16-bit scales of a column of dwords, in float32: the low half of each, or the high one.
 inline Vec widen_halves(DType dtype, IntVec pairs, bool high) {
-  typedef std::uint16_t Halves __attribute__((vector_size(2 * kLanes)));
-  if (dtype == DType::bf16) return as_float(high ? pairs & splat_int(INT32_MIN >> 15) : pairs << 16);
-  const Halves halves = __builtin_convertvector(high ? pairs >> 16 : pairs, Halves);
-  return load_f16(reinterpret_cast<const Byte*>(&halves));
+  if (dtype == DType::bf16) return as<Vec>(high ? pairs & splat(INT32_MIN >> 15) : pairs << 16);
+  return widen(low_halves(as<Words>(high ? pairs >> 16 : pairs)), Half{});
 }
 
 // Scales of the tokens [first, first + kBlock), `dwords` of them to a token, from byte `at` of a row on; whether these
 // are all of a row.
 inline void read_columns(const ChunkRows& chunk, Index first, Index at, Index dwords, bool are_all,
-                         std::uint32_t (*to)[kBlock]) {
+                         uint32_t (*to)[kBlock]) {
   const Byte* const* rows = chunk.scale + first;
   if (dwords == 1 && are_all && chunk.scales_are_contiguous(first)) {
     std::memcpy(to[0], rows[0], sizeof to[0]);
@@ -102,7 +93,7 @@ inline void read_columns(const ChunkRows& chunk, Index first, Index at, Index dw
 // NaN in place of scales whose products with codes may be beyond the largest finite number that dequantizing gives.
 // A row that is not finite in the end is computed again by NonFiniteRow.
 inline Vec checked_scales(Vec scales, float limit) {
-  const Vec size = as_float(as_int(scales) & splat_int(INT32_MAX));
+  const Vec size = as<Vec>(as<IntVec>(scales) & splat(INT32_MAX));
   return size > splat(limit) ? splat(NAN) : scales;
 }
 
@@ -113,25 +104,24 @@ inline float largest_scale(const ChunkRows& chunk) {
 // Scales of one chunk by group and token, in float32; those of tokens outside [begin, end) are some of the others.
 inline void read_scales(const ChunkRows& chunk, float (*scales)[kChunk]) {
   const DType dtype = chunk.side->scale.dtype;
-  const Index groups = chunk.side->num_groups, bytes = groups * bytes_of(dtype);
+  const Index groups = chunk.side->num_groups, bytes = groups * chunk.side->scale.itemsize;
   const float limit = largest_scale(chunk);
-  const auto put = [&](Index g, Index t, Vec x) { store(scales[g] + t, checked_scales(x, limit)); };
+  const auto put_scales = [&](Index g, Index t, Vec x) { store(scales[g] + t, checked_scales(x, limit)); };
   for (Index first = 0; first < kChunk; first += kBlock) {
     if (groups == 1 && dtype != DType::f32 && chunk.scales_are_contiguous(first)) {
-      for (Index t = 0; t < kBlock; t += kLanes) {
-        const Byte* from = chunk.scale[first] + 2 * t;
-        put(0, first + t, dtype == DType::bf16 ? load_bf16(from) : load_f16(from));
-      }
+      alignas(64) float some[kBlock];
+      read_floats(chunk.scale[first], dtype, 0, 1, some, kBlock);
+      for (Index t = 0; t < kBlock; t += kLanes) put_scales(0, first + t, load(some + t));
       continue;
     }
     if (bytes % 4 != 0) {
       for (Index g = 0; g < groups; ++g) {
         for (Index t = first; t < first + kBlock; ++t) scales[g][t] = read_float(chunk.scale[t], dtype, g);
-        for (Index t = first; t < first + kBlock; t += kLanes) put(g, t, load(scales[g] + t));
+        for (Index t = first; t < first + kBlock; t += kLanes) put_scales(g, t, load(scales[g] + t));
       }
       continue;
     }
-    alignas(64) std::uint32_t columns[4][kBlock];
+    alignas(64) uint32_t columns[4][kBlock];
     for (Index at = 0; at < bytes; at += 16) {
       const Index dwords = min(bytes - at, 16) / 4;
       read_columns(chunk, first, at, dwords, dwords * 4 == bytes, columns);
@@ -139,10 +129,10 @@ inline void read_scales(const ChunkRows& chunk, float (*scales)[kChunk]) {
         for (Index t = 0; t < kBlock; t += kLanes) {
           const IntVec column = bit_copy<IntVec>(columns[i] + t);
           if (dtype == DType::f32) {
-            put(at / 4 + i, first + t, as_float(column));
+            put_scales(at / 4 + i, first + t, as<Vec>(column));
           } else {
-            put(at / 2 + 2 * i, first + t, widen_halves(dtype, column, false));
-            put(at / 2 + 2 * i + 1, first + t, widen_halves(dtype, column, true));
+            put_scales(at / 2 + 2 * i, first + t, widen_halves(dtype, column, false));
+            put_scales(at / 2 + 2 * i + 1, first + t, widen_halves(dtype, column, true));
           }
         }
     }
@@ -170,17 +160,17 @@ struct Unrounded {
   static constexpr bool kRounds = false;
   static Vec of(Vec x) { return x; }
 };
-template <DType dtype>
+template <class T>
 struct RoundedTo {
   static constexpr bool kRounds = true;
-  static Vec of(Vec x) { return round_lanes(dtype, x); }
+  static Vec of(Vec x) { return round_to<T>(x); }
 };
 
 // Adds an element of R query rows times that of two vectors of tokens.
 template <int R>
-__attribute__((always_inline)) inline void add_products(Vec (*sums)[2], const float* query, Index width,
+KVLOOM_INLINE void add_products(Vec (*sums)[2], const float* query, Index width,
                                                         const Vec* codes) {
-#pragma GCC unroll 4
+  KVLOOM_UNROLL(4)
   for (int r = 0; r < R; ++r) {
     const Vec x = splat(query[r * width]);
     sums[r][0] = multiply_add(x, codes[0], sums[r][0]);
@@ -190,20 +180,20 @@ __attribute__((always_inline)) inline void add_products(Vec (*sums)[2], const fl
 
 // Adds the sums of a group, times its scales unless the products are.
 template <int R, class Rounded>
-__attribute__((always_inline)) inline void add_group(Vec (*sums)[2], const Vec (*group)[2], const float* scales) {
-#pragma GCC unroll 4
+KVLOOM_INLINE void add_group(Vec (*sums)[2], const Vec (*group)[2], const float* scales) {
+  KVLOOM_UNROLL(4)
   for (int r = 0; r < R; ++r)
-#pragma GCC unroll 2
+    KVLOOM_UNROLL(2)
     for (int n = 0; n < 2; ++n)
       sums[r][n] = Rounded::kRounds ? sums[r][n] + group[r][n]
                                     : multiply_add(group[r][n], load(scales + n * kLanes), sums[r][n]);
 }
 
 template <int R>
-__attribute__((always_inline)) inline void store_scores(const Vec (*sums)[2], float* scores) {
-#pragma GCC unroll 4
+KVLOOM_INLINE void store_scores(const Vec (*sums)[2], float* scores) {
+  KVLOOM_UNROLL(4)
   for (int r = 0; r < R; ++r)
-#pragma GCC unroll 2
+    KVLOOM_UNROLL(2)
     for (int n = 0; n < 2; ++n) store(scores + r * kChunk + n * kLanes, sums[r][n]);
 }
 
@@ -338,9 +328,9 @@ struct ValueBlocks {
 struct LaneGroups {
   LaneGroups(const SideLayout& side, Index byte)
       : first(side.group_of_byte[byte]),
-        lanes(bit_copy<IntVec>(side.group_of_byte + byte) - splat_int(side.group_of_byte[byte])) {}
+        lanes(bit_copy<IntVec>(side.group_of_byte + byte) - splat(side.group_of_byte[byte])) {}
 
-  Vec of(const float* scales) const { return __builtin_shuffle(load(scales + first), lanes); }
+  Vec of(const float* scales) const { return permute(load(scales + first), lanes); }
 
   Index first;
   IntVec lanes;  // counted from the first
@@ -348,7 +338,7 @@ struct LaneGroups {
 
 // Codes of token i of each quad times their scales: of int4 the even elements, then the odd ones.
 template <bool is_int4, int i, class Rounded>
-__attribute__((always_inline)) inline void scale_codes(IntVec dwords, Vec scales, Vec* x) {
+KVLOOM_INLINE void scale_codes(IntVec dwords, Vec scales, Vec* x) {
   if constexpr (is_int4) {
     x[0] = Rounded::of(scales * widen_position<true, 2 * i>(dwords));
     x[1] = Rounded::of(scales * widen_position<true, 2 * i + 1>(dwords));
@@ -358,15 +348,10 @@ __attribute__((always_inline)) inline void scale_codes(IntVec dwords, Vec scales
 }
 
 // Interleaves the vectors of even and odd elements.
-template <int... lane>
-constexpr IntVec interleaved_lanes(std::integer_sequence<int, lane...>) {
-  return IntVec{(lane / 2 + lane % 2 * kLanes)...};
-}
 inline void interleave(Vec* x) {
-  constexpr IntVec lanes = interleaved_lanes(std::make_integer_sequence<int, kLanes>());
-  const Vec first = __builtin_shuffle(x[0], x[1], lanes);
-  x[1] = __builtin_shuffle(x[0], x[1], lanes + kLanes / 2);
-  x[0] = first;
+  const Vec even = x[0], odd = x[1];
+  x[0] = interleave_low(even, odd);
+  x[1] = interleave_high(even, odd);
 }
 
 // R rows by V vectors of bytes; scales[token] are those of the groups.
@@ -381,21 +366,21 @@ inline void add_codes(const ValueBlocks& values, const float* weights, const flo
     for (Index quad = 0; quad < kBlock / 4; ++quad) {
       const Byte* at = values.block[b] + 4 * (quad * values.side.row_bytes + byte);
       IntVec dwords[V];
-#pragma GCC unroll 2
+      KVLOOM_UNROLL(2)
       for (int v = 0; v < V; ++v) dwords[v] = bit_copy<IntVec>(at + 4 * v * kLanes);
-#pragma GCC unroll 2
+      KVLOOM_UNROLL(2)
       for (Index offset = at - values.block[b], v = 0; v < V; ++v, offset += 4 * kLanes)
         if (offset % 64 == 0) block_prefetcher.prefetch_line(offset / 64);
       for_positions(std::make_integer_sequence<int, 4>{}, [&]<int i>() {
         const Index t = b * kBlock + 4 * quad + i;
         Vec x[N];
-#pragma GCC unroll 2
+        KVLOOM_UNROLL(2)
         for (int v = 0; v < V; ++v)
           scale_codes<is_int4, i, Rounded>(dwords[v], groups[v].of(scales[t]), x + N / V * v);
-#pragma GCC unroll 4
+        KVLOOM_UNROLL(4)
         for (int r = 0; r < R; ++r) {
           const Vec weight = splat(weights[r * kChunk + t]);
-#pragma GCC unroll 2
+          KVLOOM_UNROLL(2)
           for (int n = 0; n < N; ++n) sums[r][n] = multiply_add(weight, x[n], sums[r][n]);
         }
       });
@@ -438,8 +423,8 @@ struct WideValues {
     const Byte* rows[kChunk];
     for (Index t = begin; t < end; ++t) rows[t] = reinterpret_cast<const Byte*>(at[t]);
     alignas(64) float sums[R * kMaxHeadDim];
-    std::memset(sums, 0, static_cast<std::size_t>(R * width) * sizeof(float));
-    value_block<LoadF32>({weights, nullptr, R, width, sums}, rows, RowPrefetcher(), 0, begin, end);
+    std::memset(sums, 0, R * width * sizeof(float));
+    value_block<float>({weights, nullptr, R, width, sums}, rows, RowPrefetcher(), 0, begin, end);
     for (Index i = 0; i < R * width; i += kLanes) store(accumulators + i, load(accumulators + i) + load(sums + i));
   }
 

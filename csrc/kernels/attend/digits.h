@@ -19,14 +19,14 @@ constexpr float kQueryLargest = 127.0f * 128.0f;  // of q = 128 * high + low
 // The header of a packed query row, before its digits.
 struct QueryHead {
   float step;
-  std::int32_t offset[kMaxGroups];  // what unsigned codes add to each group's product
+  int32_t offset[kMaxGroups];  // what unsigned codes add to each group's product
 };
 static_assert(sizeof(QueryHead) <= kPackedHead);
 
 // Elements of the two nibbles of a byte are apart: for int4 the even elements come first, then the odd ones.
 inline void pack_digits(const SideLayout& key, const float* query, Index num_rows, Index width, Byte* packed) {
   const bool is_int4 = key.cache.dtype == DType::int4;
-  alignas(64) std::int32_t whole[kMaxHeadDim];
+  alignas(64) int32_t whole[kMaxHeadDim];
   for (Index r = 0; r < num_rows; ++r, query += width, packed += kPackedRow) {
     __m512 query_max = _mm512_setzero_ps();
     __mmask16 finite = 0xffff;
@@ -40,7 +40,7 @@ inline void pack_digits(const SideLayout& key, const float* query, Index num_row
     head.step = finite == 0xffff ? step : NAN;
     const __m512 inverse = _mm512_set1_ps(step > 0.0f ? 1.0f / step : 0.0f);
     const __m512i bound = _mm512_set1_epi32(static_cast<int>(kQueryLargest));
-    alignas(64) std::int8_t digits[2][kMaxHeadDim];
+    alignas(64) int8_t digits[2][kMaxHeadDim];
     for (Index d = 0; d < width; d += 16) {
       __m512i q = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_loadu_ps(query + d), inverse));
       q = _mm512_max_epi32(_mm512_min_epi32(q, bound), _mm512_sub_epi32(__m512i{}, bound));
@@ -50,9 +50,9 @@ inline void pack_digits(const SideLayout& key, const float* query, Index num_row
       _mm_store_si128(reinterpret_cast<__m128i*>(digits[1] + d),
                       _mm512_cvtepi32_epi8(_mm512_sub_epi32(q, _mm512_slli_epi32(high, 7))));
     }
-    std::int8_t* to = reinterpret_cast<std::int8_t*>(packed + kPackedHead);
+    int8_t* to = reinterpret_cast<int8_t*>(packed + kPackedHead);
     for (Index digit = 0; digit < 2; ++digit, to += kMaxHeadDim) {
-      if (!is_int4) std::memcpy(to, digits[digit], static_cast<std::size_t>(key.dim));
+      if (!is_int4) std::memcpy(to, digits[digit], key.dim);
       for (Index d = 0; is_int4 && d < key.dim; d += 32) {
         const __m512i pairs = _mm512_cvtepi16_epi32(
             _mm256_load_si256(reinterpret_cast<const __m256i*>(digits[digit] + d)));
@@ -62,7 +62,7 @@ inline void pack_digits(const SideLayout& key, const float* query, Index num_row
       }
     }
     for (Index g = 0; g < key.num_groups; ++g) {
-      std::int32_t sum = 0;
+      int32_t sum = 0;
       for (Index d = g * key.group; d < (g + 1) * key.group; ++d) sum += whole[d];
       head.offset[g] = sum * (is_int4 ? -8 : -128);
     }
@@ -75,7 +75,7 @@ inline void add_products(__m512i& sums, __m512i unsigned_bytes, __m512i signed_b
   asm("vpdpbusd %2, %1, %0" : "+v"(sums) : "v"(unsigned_bytes), "v"(signed_bytes));
 }
 
-inline __m512i broadcast_dword(const void* from) { return _mm512_set1_epi32(bit_copy<std::int32_t>(from)); }
+inline __m512i broadcast_dword(const void* from) { return _mm512_set1_epi32(bit_copy<int32_t>(from)); }
 
 // R rows by two blocks of tokens. Codes become unsigned by their flipped sign bit.
 template <int R, bool is_int4>
@@ -88,18 +88,18 @@ inline void score_digits_at(const Byte* const* blocks, const SideLayout& key, co
   const Byte* digits = packed + kPackedHead;
   for (Index g = 0; g < key.num_groups; ++g) {
     __m512i high[R][2], low[R][2];
-#pragma GCC unroll 4
+    KVLOOM_UNROLL(4)
     for (int r = 0; r < R; ++r) {
       high[r][0] = high[r][1] = _mm512_setzero_si512();
       low[r][0] = low[r][1] =
-          broadcast_dword(packed + r * kPackedRow + offsetof(QueryHead, offset) + 4 * static_cast<std::size_t>(g));
+          broadcast_dword(packed + r * kPackedRow + offsetof(QueryHead, offset) + 4 * g);
     }
     for (Index c = 0; c < per_group; ++c, at += kColumn, digits += 4) {
       prefetchers[0].prefetch_line(at / 64);
       prefetchers[1].prefetch_line(at / 64);
       const __m512i codes[2] = {_mm512_xor_si512(_mm512_loadu_si512(blocks[0] + at), sign),
                                 _mm512_xor_si512(_mm512_loadu_si512(blocks[1] + at), sign)};
-#pragma GCC unroll 2
+      KVLOOM_UNROLL(2)
       for (int half = 0; half < (is_int4 ? 2 : 1); ++half) {  // of int4 the even elements, then the odd ones
         __m512i x[2] = {codes[0], codes[1]};
         if (is_int4) {
@@ -107,7 +107,7 @@ inline void score_digits_at(const Byte* const* blocks, const SideLayout& key, co
           x[1] = _mm512_and_si512(_mm512_srli_epi32(x[1], static_cast<unsigned>(4 * half)), nibbles);
         }
         const Byte* from = digits + half * key.dim / 2;
-#pragma GCC unroll 4
+        KVLOOM_UNROLL(4)
         for (int r = 0; r < R; ++r) {
           const __m512i h = broadcast_dword(from + r * kPackedRow);
           const __m512i l = broadcast_dword(from + r * kPackedRow + kMaxHeadDim);
@@ -118,10 +118,10 @@ inline void score_digits_at(const Byte* const* blocks, const SideLayout& key, co
         }
       }
     }
-#pragma GCC unroll 2
+    KVLOOM_UNROLL(2)
     for (int block = 0; block < 2; ++block) {
       const __m512 scale = _mm512_load_ps(scales + g * kChunk + block * kBlock);
-#pragma GCC unroll 4
+      KVLOOM_UNROLL(4)
       for (int r = 0; r < R; ++r) {  // sums stay in memory: the products need the registers
         float* sum = scores + r * kChunk + block * kBlock;
         const __m512 product =
@@ -131,7 +131,7 @@ inline void score_digits_at(const Byte* const* blocks, const SideLayout& key, co
       }
     }
   }
-#pragma GCC unroll 4
+  KVLOOM_UNROLL(4)
   for (int r = 0; r < R; ++r) {
     const __m512 step = _mm512_set1_ps(bit_copy<float>(packed + r * kPackedRow));
     float* sum = scores + r * kChunk;
@@ -164,7 +164,7 @@ struct WeightDigits {
       for (Index g = 0; g < num_groups; ++g) {
         __m512 w[4], lane_max = _mm512_setzero_ps();
         __mmask16 is_nan = 0;
-#pragma GCC unroll 4
+        KVLOOM_UNROLL(4)
         for (int i = 0; i < 4; ++i) {
           const __m512 weight = _mm512_loadu_ps(weights + r * kChunk + 16 * i);
           // A weight of 0 hides the scale, whatever it is.
@@ -177,7 +177,7 @@ struct WeightDigits {
         step[r][g] = is_nan ? NAN : weight_max / 65535.0f;
         const __m512 inverse = _mm512_set1_ps(weight_max > 0.0f ? 65535.0f / weight_max : 0.0f);
         __m512i words[2];
-#pragma GCC unroll 2
+        KVLOOM_UNROLL(2)
         for (int i = 0; i < 2; ++i)
           words[i] = _mm512_packus_epi32(_mm512_cvtps_epi32(_mm512_mul_ps(w[2 * i], inverse)),
                                          _mm512_cvtps_epi32(_mm512_mul_ps(w[2 * i + 1], inverse)));
@@ -204,19 +204,19 @@ inline void add_digits(const ValueBlocks& values, const WeightDigits& weights, f
   constexpr Index kDigit = kMaxGroups * kChunk;
   const Index group = values.side.group_of_byte[byte];
   __m512i sums[R][2][N];
-#pragma GCC unroll 4
+  KVLOOM_UNROLL(4)
   for (int r = 0; r < R; ++r)
-#pragma GCC unroll 2
+    KVLOOM_UNROLL(2)
     for (int n = 0; n < N; ++n) sums[r][0][n] = sums[r][1][n] = _mm512_setzero_si512();
   for (Index b = values.begin; b < values.end; ++b) {
     const Byte* at = values.block[b] + 4 * byte;
     const Byte* digits = weights.digit[0][0][group] + WeightDigits::dword_offset(b, 0);
     const BlockPrefetcher block_prefetcher(prefetcher, values.chunk, b * kBlock);
-#pragma GCC unroll 1
+    KVLOOM_UNROLL(1)
     for (Index quad = 0; quad < kBlock / 4;
          ++quad, at += 4 * values.side.row_bytes, digits += WeightDigits::dword_offset(0, 1)) {
       __m512i x[N];
-#pragma GCC unroll 2
+      KVLOOM_UNROLL(2)
       for (int v = 0; v < V; ++v) {
         block_prefetcher.prefetch_line((at - values.block[b]) / 64 + v);
         const __m512i codes = _mm512_loadu_si512(at + 64 * v);
@@ -227,28 +227,28 @@ inline void add_digits(const ValueBlocks& values, const WeightDigits& weights, f
           x[v] = codes;
         }
       }
-#pragma GCC unroll 4
+      KVLOOM_UNROLL(4)
       for (int r = 0; r < R; ++r)
-#pragma GCC unroll 2
+        KVLOOM_UNROLL(2)
         for (int which = 0; which < 2; ++which) {
           const __m512i w = broadcast_dword(digits + (2 * r + which) * kDigit);
-#pragma GCC unroll 2
+          KVLOOM_UNROLL(2)
           for (int n = 0; n < N; ++n) add_products(sums[r][which][n], w, x[n]);
         }
     }
   }
-#pragma GCC unroll 4
+  KVLOOM_UNROLL(4)
   for (int r = 0; r < R; ++r) {
     Vec out[N];
     const __m512 step = _mm512_set1_ps(weights.step[r][group]);
-#pragma GCC unroll 2
+    KVLOOM_UNROLL(2)
     for (int n = 0; n < N; ++n) {
       const __m512i sum = _mm512_add_epi32(_mm512_slli_epi32(sums[r][0][n], 8), sums[r][1][n]);
-      out[n] = reinterpret_cast<Vec>(_mm512_mul_ps(step, _mm512_cvtepi32_ps(sum)));
+      out[n] = as<Vec>(_mm512_mul_ps(step, _mm512_cvtepi32_ps(sum)));
     }
     float* accumulator = accumulators + r * width + (is_int4 ? 2 * byte : byte);
     if constexpr (is_int4) interleave(out);
-#pragma GCC unroll 2
+    KVLOOM_UNROLL(2)
     for (int n = 0; n < N; ++n) store(accumulator + n * kLanes, load(accumulator + n * kLanes) + out[n]);
   }
 }

@@ -40,7 +40,7 @@ inline auto choose_codes(const SideLayout& side, DType query_dtype, Choice choic
     return is_int4 ? choice.template operator()<true, Rounded>() : choice.template operator()<false, Rounded>();
   };
   if (!is_coarser(side.scale.dtype, query_dtype)) return choose(Unrounded{});
-  return side.scale.dtype == DType::f16 ? choose(RoundedTo<DType::f16>{}) : choose(RoundedTo<DType::bf16>{});
+  return side.scale.dtype == DType::f16 ? choose(RoundedTo<Half>{}) : choose(RoundedTo<BFloat>{});
 }
 
 #ifdef KVLOOM_HAS_DOT_PRODUCTS
@@ -68,11 +68,7 @@ inline ScoreKernel choose_score(const SideLayout& key, DType query_dtype) {
       return ScoreKernel{pack_nothing, score_codes<is_int4, Rounded>};
     });
   if (!is_direct(key, query_dtype)) return {pack_nothing, score_wide};
-  switch (key.cache.dtype) {
-    case DType::bf16: return {pack_nothing, score_direct<LoadBf16>};
-    case DType::f16: return {pack_nothing, score_direct<LoadF16>};
-    default: return {pack_nothing, score_direct<LoadF32>};
-  }
+  return for_float(key.cache.dtype, []<class T>(T) { return ScoreKernel{pack_nothing, score_direct<T>}; });
 }
 
 inline ValueKernel choose_value(const SideLayout& value, DType query_dtype) {
@@ -87,11 +83,7 @@ inline ValueKernel choose_value(const SideLayout& value, DType query_dtype) {
     return choose_codes(value, query_dtype,
                         []<bool is_int4, class Rounded>() -> ValueKernel { return value_codes<is_int4, Rounded>; });
   if (!is_direct(value, query_dtype)) return value_wide;
-  switch (value.cache.dtype) {
-    case DType::bf16: return value_direct<LoadBf16>;
-    case DType::f16: return value_direct<LoadF16>;
-    default: return value_direct<LoadF32>;
-  }
+  return for_float(value.cache.dtype, []<class T>(T) -> ValueKernel { return value_direct<T>; });
 }
 
 }  // namespace kvloom::KVLOOM_ISA

@@ -18,10 +18,10 @@ class NonFiniteRow {
         slots_(args.table, b) {}
 
   void compute(Index new_token, Index query_head, const ScoreRow& row) {
-    const Index query_row = plan_.first_row + new_token, head = query_head / (args_.num_heads / key_.cache.size[3]);
+    const Index query_row = plan_.first_row + new_token, head = query_head / (args_.num_heads / key_.cache.num_heads());
     const Index stride = args_.query_stride[2];
     const Index first = query_row * args_.query_stride[0] + query_head * args_.query_stride[1];
-    for (Index d = 0; d < key_.dim; ++d) query_[d] = read_float(args_.query, args_.query_dtype, first + d * stride);
+    read_floats(args_.query, args_.query_dtype, first, stride, query_, key_.dim);
     float max_score = args_.sinks.data
                           ? read_float(args_.sinks.data, args_.sinks.dtype, query_head * args_.sinks.stride[0])
                           : -INFINITY;
@@ -46,8 +46,8 @@ class NonFiniteRow {
       }
     }
     for (Index d = 0; d < value_.dim; ++d)
-      write_float(args_.out, args_.query_dtype, (query_row * args_.num_heads + query_head) * value_.dim + d,
-                  is_nan_[d] ? NAN : sum == 0.0 ? 0.0f : static_cast<float>(total_[d] / sum));
+      row_[d] = is_nan_[d] ? NAN : sum == 0.0 ? 0.0f : static_cast<float>(total_[d] / sum);
+    write_floats(args_.out, args_.query_dtype, (query_row * args_.num_heads + query_head) * value_.dim, row_, value_.dim);
   }
 
  private:
@@ -66,20 +66,9 @@ class NonFiniteRow {
   void read_row(const SideLayout& side, Index token, Index head, float* out) {
     ChunkAddresses address;
     address.find(slots_, side, head, token, 1);
-    const Byte* row = address.row[address.begin];
-    const Byte* scales = side.scale.data ? address.scale[address.begin] : nullptr;
-    for (Index d = 0; d < side.dim; ++d) {
-      if (!scales) {
-        out[d] = round_to(args_.query_dtype, read_float(row, side.cache.dtype, SideLayout::element(side.cache, d)));
-        continue;
-      }
-      const bool packed = side.cache.dtype == DType::int4;
-      const Index at = SideLayout::element(side.cache, packed ? d / 2 : d);
-      const float code = packed ? read_code(row + at, DType::int4, d % 2) : read_code(row, DType::int8, at);
-      const float scale =
-          read_float(scales, side.scale.dtype, SideLayout::element(side.scale, d / side.group));
-      out[d] = saturate_to(args_.query_dtype, saturate_to(side.scale.dtype, code * scale));
-    }
+    const Byte* scales = address.scale[address.begin];
+    if (side.scale.data) scales = copy_row(side.scale, scales, scales_);
+    widen_row(side, copy_row(side.cache, address.row[address.begin], cells_), scales, args_.query_dtype, out);
   }
 
   const AttendArgs& args_;
@@ -87,6 +76,7 @@ class NonFiniteRow {
   SideLayout key_, value_;
   TokenSlots slots_;
   float query_[kMaxHeadDim], row_[kMaxHeadDim];
+  alignas(4) Byte cells_[4 * kMaxHeadDim], scales_[4 * kMaxHeadDim];
   double total_[kMaxHeadDim];
   bool is_nan_[kMaxHeadDim];
 };

@@ -2,7 +2,8 @@
 // sum for each score. A sum adds the same numbers in the same order as without packing, so it has the same bits.
 #pragma once
 
-#include "vector.h"
+#include "arithmetic.h"
+#include "cache.h"
 
 namespace kvloom::KVLOOM_ISA {
 
@@ -17,10 +18,10 @@ class KeyPanel {
     for (Index t = 0; t < kBlock; t += kLanes)
       for (Index dword = 0; dword < width / Scores::kElements; dword += kLanes) {
         Vec x[kLanes];
-#pragma GCC unroll 16
+        KVLOOM_UNROLL(16)
         for (int i = 0; i < kLanes; ++i) x[i] = Scores::at(rows[t + i], dword);
         transpose(x);
-#pragma GCC unroll 16
+        KVLOOM_UNROLL(16)
         for (int i = 0; i < kLanes; ++i) store(dwords_[dword + i] + first + t, x[i]);
       }
   }
@@ -36,24 +37,24 @@ class KeyPanel {
       for (unsigned n = 0; n < kLanes; ++n) {
         Vec sums[R][V] = {};
         const Index lane = reversed(n);
-#pragma GCC unroll 8
+        KVLOOM_UNROLL(8)
         for (Index step = 0; step < steps; ++step) {
           const Index dword = step * kLanes + lane;
           Vec x[V];
-#pragma GCC unroll 4
+          KVLOOM_UNROLL(4)
           for (int v = 0; v < V; ++v) x[v] = load(dwords_[dword] + t + v * kLanes);
-#pragma GCC unroll 4
+          KVLOOM_UNROLL(4)
           for (int r = 0; r < R; ++r) {
             const Vec q = splat(bit_copy<float>(query + r * query_bytes + 4 * dword));
-#pragma GCC unroll 4
+            KVLOOM_UNROLL(4)
             for (int v = 0; v < V; ++v) sums[r][v] = Scores::add(sums[r][v], x[v], q);
           }
         }
         int level = 0;
         for (; n >> level & 1; ++level)
-#pragma GCC unroll 4
+          KVLOOM_UNROLL(4)
           for (int r = 0; r < R; ++r)
-#pragma GCC unroll 4
+            KVLOOM_UNROLL(4)
             for (int v = 0; v < V; ++v) sums[r][v] += pending[level][r][v];
         std::memcpy(pending[level], sums, sizeof sums);
       }

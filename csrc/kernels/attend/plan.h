@@ -30,7 +30,7 @@ inline Index partial_floats(const AttendArgs& args) { return kPartial + round_up
 // Sizes of one sequence and the number of its parts.
 struct SequencePlan {
   SequencePlan(const AttendArgs& args, Index b) {
-    const Index heads = args.key.cache.size[3];
+    const Index heads = args.key.cache.num_heads();
     first_row = args.seqstarts[b];
     first_column = args.kvstarts[b];
     num_new = args.seqstarts[b + 1] - first_row;
@@ -68,7 +68,7 @@ struct SequencePlan {
   }
 
   Item item(const AttendArgs& args, Index i) const {
-    const Index heads = args.key.cache.size[3], rows = num_new * (args.num_heads / heads);
+    const Index heads = args.key.cache.num_heads(), rows = num_new * (args.num_heads / heads);
     const Index tile = i % num_tiles, head = i / num_tiles % head_tiles * tile_heads;
     const Index row = tile * tile_rows;
     const Index split = is_split ? first_split + i / (num_tiles * head_tiles) : -1;
@@ -99,7 +99,7 @@ inline AttendPlan attend_plan(const AttendArgs& args, WorkOffsets* offsets = nul
   if (offsets) offsets[args.num_sequences] = sum;
   const Index head = round_up((args.num_sequences + 1) * static_cast<Index>(sizeof(WorkOffsets)), 64);
   const Index floats = sum.partials * partial_floats(args);
-  return {sum.items, sum.merges, static_cast<std::size_t>(head + floats * static_cast<Index>(sizeof(float)))};
+  return {sum.items, sum.merges, static_cast<size_t>(head + 4 * floats)};
 }
 
 // The workspace of one call, 64-byte aligned.

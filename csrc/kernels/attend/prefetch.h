@@ -6,9 +6,9 @@
 namespace kvloom::KVLOOM_ISA {
 
 // Inlined early: GCC takes a function that only prefetches for one without effect, and drops its calls.
-__attribute__((always_inline)) inline void prefetch(const Byte* at) { __builtin_prefetch(at); }
+KVLOOM_INLINE void prefetch(const Byte* at) { __builtin_prefetch(at); }
 // For lines that are read only after more data than the first-level cache holds.
-__attribute__((always_inline)) inline void prefetch_to_l2(const Byte* at) { __builtin_prefetch(at, 0, 2); }
+KVLOOM_INLINE void prefetch_to_l2(const Byte* at) { __builtin_prefetch(at, 0, 2); }
 
 // Rows in the order in which kernels read them, and the rows at the farthest prefetch distance. A processor that
 // already waits for about fifty lines drops further prefetches, so each line is prefetched at three distances. Codes
@@ -23,10 +23,10 @@ struct RowPrefetcher {
   // Prefetches what follows `lines` lines at `offset` of token t, whose elements have kBytes bytes. A kernel calls
   // this for each line that it reads.
   template <Index kBytes>
-  __attribute__((always_inline)) void prefetch_lines(Index t, Index offset, Index lines) const {
+  KVLOOM_INLINE void prefetch_lines(Index t, Index offset, Index lines) const {
     if (!rows) return;
     const Byte *near = rows[t + distance(kBytes) / 6], *middle = rows[t + distance(kBytes) / 2], *far = far_rows[t];
-#pragma GCC unroll 8
+    KVLOOM_UNROLL(8)
     for (Index end = offset + 64 * lines; offset < end; offset += 64) {
       prefetch(far + offset);
       prefetch(middle + offset);
@@ -39,14 +39,14 @@ struct RowPrefetcher {
 
   // A tile of many rows takes long over each line. Its rows [first, last) prefetch their share of the next rows in the
   // list, `bytes` of each.
-  __attribute__((always_inline)) void prefetch_share(Index first, Index last, Index num_rows, Index bytes) const {
+  KVLOOM_INLINE void prefetch_share(Index first, Index last, Index num_rows, Index bytes) const {
     if (!rows) return;
     for (Index t = first * kChunk / num_rows; t < last * kChunk / num_rows; ++t)
       for (Index offset = 0; offset < bytes; offset += 64) prefetch_to_l2(rows[kChunk + t] + offset);
   }
 
   // For rows of `bytes` bytes that are copied before a kernel reads them.
-  __attribute__((always_inline)) void prefetch_row(Index t, Index bytes) const {
+  KVLOOM_INLINE void prefetch_row(Index t, Index bytes) const {
     if (!rows) return;
     for (Index offset = 0; offset < bytes; offset += 64) {
       prefetch(far_rows[t] + offset);
@@ -81,8 +81,8 @@ struct ChunkRows {
 
   // Prefetches the scales of the next chunk. Either the heads of a token are contiguous, and each head prefetches some
   // tokens; or the tokens of a block are; or neither.
-  __attribute__((always_inline)) void prefetch_scales() const {
-    const Index bytes = side->num_groups * bytes_of(side->scale.dtype), shift = head * side->scale_head_bytes();
+  KVLOOM_INLINE void prefetch_scales() const {
+    const Index bytes = side->num_groups * side->scale.itemsize, shift = head * side->scale_head_bytes();
     if (side->head_scales_are_contiguous) {
       for (Index t = head * kChunk / num_heads; t < (head + 1) * kChunk / num_heads; ++t)
         for (Index i = 0; i < num_heads * bytes; i += 64) prefetch(next_scale[t] + i);
@@ -116,7 +116,7 @@ class BlockPrefetcher {
   }
 
   // A kernel calls this for each line of the block.
-  __attribute__((always_inline)) void prefetch_line(Index line) const {
+  KVLOOM_INLINE void prefetch_line(Index line) const {
     if (far_) {
       prefetch(far_ + 64 * line);
       if (near_) prefetch(near_ + 64 * line);

@@ -35,7 +35,7 @@ class ItemRunner {
         value_(args.value, NativeOrder::quads),
         score_kernel_(choose_score(key_, args.query_dtype)),
         value_kernel_(choose_value(value_, args.query_dtype)),
-        group_(args.num_heads / args.key.cache.size[3]),
+        group_(args.num_heads / args.key.cache.num_heads()),
         key_width_(round_up(key_.dim, kBlock)),
         value_width_(round_up(value_.dim, kBlock)) {
     key_rows_.side = &key_, value_rows_.side = &value_;
@@ -139,11 +139,11 @@ class ItemRunner {
 
   // Prefetches queries of the next item and result rows of this one, which are written at its end: a share with each
   // chunk.
-  __attribute__((always_inline)) void prefetch_rows(const Job& job, const Job* next, Tokens chunk) const {
+  KVLOOM_INLINE void prefetch_rows(const Job& job, const Job* next, Tokens chunk) const {
     const auto share = [&](const Job& owner, Index token) {
       return (token - job.tokens.begin) * num_rows(owner) / (job.tokens.end - job.tokens.begin);
     };
-    const Index bytes = bytes_of(args_.query_dtype);
+    const Index bytes = args_.query_dtype == DType::f32 ? 4 : 2;
     if (next)
       for (Index r = share(*next, chunk.begin); r < share(*next, chunk.end); ++r)
         prefetch_lines(args_.query, query_at(*next, tile_row(*next, r)) * bytes, key_.dim * bytes);
@@ -152,7 +152,7 @@ class ItemRunner {
         prefetch_lines(args_.out, out_row(job, tile_row(job, r)) * value_.dim * bytes, value_.dim * bytes);
   }
 
-  __attribute__((always_inline)) static void prefetch_lines(const void* from, Index first, Index bytes) {
+  KVLOOM_INLINE static void prefetch_lines(const void* from, Index first, Index bytes) {
     for (Index i = first; i < first + bytes; i += 64) prefetch_to_l2(static_cast<const Byte*>(from) + i);
   }
 
@@ -238,7 +238,7 @@ class ItemRunner {
   void set_rows(ChunkRows& chunk, ChunkAddresses& addresses, Index i) {
     const SideLayout& side = *chunk.side;
     const Byte* const* rows = rows_[i];
-    const Index distance = RowPrefetcher::distance(bytes_of(side.cache.dtype));
+    const Index distance = RowPrefetcher::distance(side.cache.itemsize);
     chunk.prefetcher = {rows, side.heads_are_contiguous ? far_rows_[i] : rows + distance};
     chunk.in_blocks = addresses.in_blocks;
     chunk.is_native = addresses.in_blocks && side.order != NativeOrder::none && chunk.uses_code_kernels;
@@ -253,21 +253,17 @@ class ItemRunner {
       chunk.scale = copy_rows(addresses.scale, addresses, side.scale, gathered_scales_, copied_scales_);
   }
 
-  static const Byte* const* copy_rows(const Byte* const* rows, const ChunkAddresses& addresses, const CacheView& view,
+  static const Byte* const* copy_rows(const Byte* const* rows, const ChunkAddresses& addresses, const View& view,
                                       Byte* to, const Byte** copies) {
-    const Index width = stored_width(view), bytes = bytes_of(view.dtype);
+    const Index bytes = view.width() * view.itemsize;
     for (Index t = 0; t < kChunk; ++t) copies[t] = to;  // tokens outside the chunk get a row that may be read
-    for (Index t = addresses.begin; t < addresses.end; ++t, to += width * bytes) {
-      for (Index i = 0; i < width; ++i)
-        std::memcpy(to + i * bytes, rows[t] + SideLayout::element(view, i) * bytes, static_cast<std::size_t>(bytes));
-      copies[t] = to;
-    }
+    for (Index t = addresses.begin; t < addresses.end; ++t, to += bytes) copies[t] = copy_row(view, rows[t], to);
     return copies;
   }
 
   void start_split(Index rows) {
     for (Index r = 0; r < rows; ++r) softmax_[r] = {};
-    std::memset(accumulators_, 0, static_cast<std::size_t>(rows * value_width_) * sizeof(float));
+    std::memset(accumulators_, 0, rows * value_width_ * sizeof(float));
   }
 
   void end_split(Index rows, bool is_first) {
@@ -275,7 +271,7 @@ class ItemRunner {
       float *merged = merged_ + r * value_width_, *part = accumulators_ + r * value_width_;
       if (is_first) {
         merged_softmax_[r] = softmax_[r];
-        std::memcpy(merged, part, static_cast<std::size_t>(value_width_) * sizeof(float));
+        std::memcpy(merged, part, value_width_ * sizeof(float));
       } else {
         merge_partial(merged_softmax_[r], merged, softmax_[r], part, value_width_);
       }
@@ -300,7 +296,7 @@ class ItemRunner {
       to[0] = softmax_[r].max;
       to[1] = softmax_[r].sum;
       std::memcpy(to + kPartial, accumulators_ + r * value_width_,
-                  static_cast<std::size_t>(value_width_) * sizeof(float));
+                  value_width_ * sizeof(float));
     }
   }
 
@@ -357,7 +353,7 @@ inline void attend_merge(const AttendArgs& args, Index first, Index last, void* 
       const float* part = workspace.partial(plan, b, split, new_token, head);
       if (split == 0) {
         softmax = {part[0], part[1]};
-        std::memcpy(accumulator, part + kPartial, static_cast<std::size_t>(width) * sizeof(float));
+        std::memcpy(accumulator, part + kPartial, width * sizeof(float));
       } else {
         merge_partial(softmax, accumulator, {part[0], part[1]}, part + kPartial, width);
       }

@@ -1,7 +1,7 @@
 // Online softmax: dot products become weights, one chunk of tokens at a time; and the merging of partial results.
 #pragma once
 
-#include "vector.h"
+#include "arithmetic.h"
 
 namespace kvloom::KVLOOM_ISA {
 
@@ -38,23 +38,21 @@ inline Vec adjust_scores(const AttendArgs& args, const ScoreRow& row, Index firs
   const IntVec lanes = lane_numbers();
   alignas(64) float mask[kChunk];
   if (args.mask.data) {
-    const Index columns = min(stored - first, kChunk);
-    for (Index i = 0; i < kChunk; ++i)
-      mask[i] = i < columns ? read_float(args.mask.data, args.mask.dtype,
-                                         row.mask_row + (first + i) * args.mask.stride[2])
-                            : 0.0f;
+    const Index columns = min(stored - first, kChunk), column = args.mask.stride[2];
+    read_floats(args.mask.data, args.mask.dtype, row.mask_row + first * column, column, mask, columns);
+    for (Index i = columns; i < kChunk; ++i) mask[i] = 0.0f;
   }
   for (Index i = 0; i < kChunk; i += kLanes) {
     Vec x = load(scores + i) * args.scale;
     if (args.softcap > 0.0f) x = args.softcap * tanh(x / args.softcap);
     if (args.mask.data) x = x + load(mask + i);
     if (args.alibi_slopes.data) {
-      const IntVec distance = lanes + static_cast<std::int32_t>(first + i - row.position);
+      const IntVec distance = lanes + static_cast<int32_t>(first + i - row.position);
       x = x + row.slope * __builtin_convertvector(distance, Vec);
     }
     if (begin > i || end < i + kLanes) {
-      const IntVec at = lanes + static_cast<std::int32_t>(i);
-      const IntVec seen = (at >= static_cast<std::int32_t>(begin)) & (at < static_cast<std::int32_t>(end));
+      const IntVec at = lanes + static_cast<int32_t>(i);
+      const IntVec seen = (at >= static_cast<int32_t>(begin)) & (at < static_cast<int32_t>(end));
       x = seen ? x : splat(-INFINITY);
     }
     store(scores + i, x);
@@ -72,7 +70,7 @@ inline void update_softmax(const AttendArgs& args, const ScoreRow* rows, Index f
   float new_max[R];
   Vec change{};
   for (int r = 0; r < R; ++r) lane_max[r] = adjust_scores(args, rows[r], first, stored, scores + r * kChunk);
-#pragma GCC unroll 4
+  KVLOOM_UNROLL(4)
   for (int r = 0; r < R; ++r) {
     const float largest = max_lane(lane_max[r]), old_max = finite_max(softmax[r].max);
     softmax[r].max = largest > softmax[r].max ? largest : softmax[r].max;
@@ -80,7 +78,7 @@ inline void update_softmax(const AttendArgs& args, const ScoreRow* rows, Index f
     change[r] = softmax[r].sum == 0.0f ? 0.0f : old_max - new_max[r];
   }
   const Vec factor = exp(change);  // exactly 1 where the maximum stays
-#pragma GCC unroll 4
+  KVLOOM_UNROLL(4)
   for (int r = 0; r < R; ++r) {
     sum[r] = Vec{};
     for (Index i = r * kChunk; i < (r + 1) * kChunk; i += kLanes) {
@@ -89,7 +87,7 @@ inline void update_softmax(const AttendArgs& args, const ScoreRow* rows, Index f
       sum[r] += weight;
     }
   }
-#pragma GCC unroll 4
+  KVLOOM_UNROLL(4)
   for (int r = 0; r < R; ++r) {
     softmax[r].sum = softmax[r].sum * factor[r] + sum_lanes(sum[r]);
     factors[r] = factor[r];

@@ -4,6 +4,7 @@
 // a row's bits do not depend on its neighbors.
 #pragma once
 
+#include "../base/codes.h"
 #include "panel.h"
 #include "prefetch.h"
 
@@ -33,39 +34,41 @@ inline bool is_coarser(DType scale, DType query) {
   return query == DType::f32 ? scale != DType::f32 : query == DType::f16 && scale == DType::bf16;
 }
 
-// What a load of `side` as query_dtype gives, element by element; zero from dim on.
-inline void widen_row(const SideLayout& side, const Byte* row, const Byte* scale_row, DType query_dtype,
-                      float* out) {
-  const DType dtype = side.cache.dtype;
+// Every element rounded to a type and back.
+inline void round_row(DType dtype, float* row, Index width) {
+  for_float(dtype, [=]<class T>(T) {
+    if constexpr (!std::is_same_v<T, float>)
+      for (Index d = 0; d < width; d += kLanes) store(row + d, widen(narrow(load(row + d), T{}), T{}));
+  });
+}
+
+// `count` codes from one on, times their scale.
+template <int kBits>
+inline void widen_group(const Byte* codes, Index first, Index count, float scale, float largest, float* out) {
+  const auto value = [=](Index d, Index some) KVLOOM_INLINE_LAMBDA {
+    return saturate(load_codes<kBits>(codes + (first + d) * kBits / 8, some) * scale, largest);
+  };
   Index d = 0;
+  for (; d + kLanes <= count; d += kLanes) store(out + first + d, value(d, kLanes));
+  if (d < count) store_partial(out + first + d, value(d, count - d), count - d);
+}
+
+// What a load of `side` as query_dtype gives, element by element; zero from dim on.
+inline void widen_row(const SideLayout& side, const Byte* row, const Byte* scale_row, DType query_dtype, float* out) {
+  const DType dtype = side.cache.dtype, scale_dtype = side.scale.dtype;
+  const Index width = round_up(side.dim, kBlock);
+  for (Index d = side.dim; d < width; ++d) out[d] = 0.0f;
   if (!side.scale.data) {
-    if (dtype == DType::f32 && query_dtype == DType::f32) {
-      std::memcpy(out, row, static_cast<std::size_t>(side.dim) * 4);
-      d = side.dim;
-    } else {
-      if (dtype == query_dtype)
-        for (; d + kLanes <= side.dim; d += kLanes)
-          store(out + d, dtype == DType::bf16 ? load_bf16(row + 2 * d) : load_f16(row + 2 * d));
-      for (; d < side.dim; ++d) out[d] = round_to(query_dtype, read_float(row, dtype, d));
-    }
-  } else {
-    const float largest = largest_finite(query_dtype == DType::f16 ? query_dtype : side.scale.dtype);
-    for (Index g = 0; g < side.num_groups; ++g) {
-      const float scale = read_float(scale_row, side.scale.dtype, g);
-      const Index end = d + side.group;
-      if (side.group % kLanes == 0)
-        for (; d < end; d += kLanes) {
-          const Vec x = (dtype == DType::int8 ? load_int8(row + d) : load_int4(row + d / 2)) * scale;
-          store(out + d, x > splat(largest) ? splat(largest) : x < splat(-largest) ? splat(-largest) : x);
-        }
-      for (; d < end; ++d) {
-        const float x = read_code(row, dtype, d) * scale;
-        out[d] = x > largest ? largest : x < -largest ? -largest : x;
-      }
-    }
-    if (is_coarser(side.scale.dtype, query_dtype)) round_row(side.scale.dtype, out, side.dim);
+    read_floats(row, dtype, 0, 1, out, side.dim);
+    if (dtype != query_dtype) round_row(query_dtype, out, width);
+    return;
   }
-  for (const Index width = round_up(side.dim, kBlock); d < width; ++d) out[d] = 0.0f;
+  const float largest = largest_finite(query_dtype == DType::f16 ? query_dtype : scale_dtype);
+  for (Index g = 0; g < side.num_groups; ++g) {
+    const auto widen = dtype == DType::int8 ? widen_group<8> : widen_group<4>;
+    widen(row, g * side.group, side.group, read_float(scale_row, scale_dtype, g), largest, out);
+  }
+  if (is_coarser(scale_dtype, query_dtype)) round_row(scale_dtype, out, width);
 }
 
 // Float32 copies of the rows of one block of tokens.
@@ -79,7 +82,7 @@ class WideRows {
       if (first + t >= chunk.begin && first + t < chunk.end)
         widen_row(side, chunk.row[first + t], chunk.scale[first + t], chunk.query_dtype, copy_[t]);
       else
-        std::memset(copy_[t], 0, static_cast<std::size_t>(round_up(side.dim, kBlock)) * sizeof(float));
+        std::memset(copy_[t], 0, round_up(side.dim, kBlock) * sizeof(float));
     }
     return row_;
   }
@@ -90,20 +93,6 @@ class WideRows {
 };
 
 // --- float32 -----------------------------------------------------------------------------------------------
-
-// How a row of floats is read: kLanes elements from d on.
-struct LoadF32 {
-  static constexpr Index kBytes = 4;
-  static Vec at(const Byte* row, Index d) { return load(reinterpret_cast<const float*>(row) + d); }
-};
-struct LoadBf16 {
-  static constexpr Index kBytes = 2;
-  static Vec at(const Byte* row, Index d) { return load_bf16(row + 2 * d); }
-};
-struct LoadF16 {
-  static constexpr Index kBytes = 2;
-  static Vec at(const Byte* row, Index d) { return load_f16(row + 2 * d); }
-};
 
 // Calls kernel.template operator()<W>() with the width as a constant where it is a common one, else with 0.
 template <class Kernel>
@@ -116,32 +105,33 @@ inline void for_width(Index width, Kernel kernel) {
 }
 
 // R rows by kLanes / R tokens, token by token, so that memory is read in the order of its addresses.
-template <class Load, int R, int W>
+template <class T, int R, int W>
 inline void score_tokens(const float* query, Index any_width, const Byte* const* keys,
                          const RowPrefetcher& prefetcher, Index first, float* scores) {
-  constexpr int T = kLanes / R;
+  constexpr int kTokens = kLanes / R;
+  constexpr Index kBytes = sizeof(T);
   const Index width = W ? W : any_width;
   Vec sums[kLanes];
-#pragma GCC unroll 16
-  for (int t = 0; t < T; ++t) {
+  KVLOOM_UNROLL(16)
+  for (int t = 0; t < kTokens; ++t) {
     const Byte* key = keys[t];
     Vec sum[R];
-#pragma GCC unroll 16
+    KVLOOM_UNROLL(16)
     for (int r = 0; r < R; ++r) sum[r] = Vec{};
-#pragma GCC unroll 8
+    KVLOOM_UNROLL(8)
     for (Index d = 0; d < width; d += kLanes) {
-      if (d * Load::kBytes % 64 == 0) prefetcher.prefetch_lines<Load::kBytes>(first + t, d * Load::kBytes, 1);
-      const Vec x = Load::at(key, d);
-#pragma GCC unroll 16
+      if (d * kBytes % 64 == 0) prefetcher.prefetch_lines<kBytes>(first + t, d * kBytes, 1);
+      const Vec x = load_as<T>(key, d);
+      KVLOOM_UNROLL(16)
       for (int r = 0; r < R; ++r) sum[r] = multiply_add(load(query + r * width + d), x, sum[r]);
     }
-#pragma GCC unroll 16
-    for (int r = 0; r < R; ++r) sums[r * T + t] = sum[r];
+    KVLOOM_UNROLL(16)
+    for (int r = 0; r < R; ++r) sums[r * kTokens + t] = sum[r];
   }
   alignas(64) float found[kLanes];
   store(found, horizontal_sums(sums));
-#pragma GCC unroll 16
-  for (int r = 0; r < R; ++r) std::memcpy(scores + r * kChunk, found + r * T, T * sizeof(float));
+  KVLOOM_UNROLL(16)
+  for (int r = 0; r < R; ++r) std::memcpy(scores + r * kChunk, found + r * kTokens, kTokens * sizeof(float));
 }
 
 // Calls kernel.template operator()<R>(first row) for runs of 4, 2 and 1 rows.
@@ -153,10 +143,10 @@ inline void for_rows(Index num_rows, Kernel kernel) {
   if (r < num_rows) kernel.template operator()<1>(r);
 }
 
-// For floats that Load reads: scores of one block of tokens for a few rows, and products of dwords for many rows.
-template <class Load>
+// For floats of type T: scores of one block of tokens for a few rows, and products of dwords for many rows.
+template <class T>
 struct FloatScores {
-  static Vec at(const Byte* row, Index dword) { return Load::at(row, dword); }
+  static Vec at(const Byte* row, Index dword) { return load_as<T>(row, dword); }
   static constexpr Index kElements = 1;  // of a dword
   static Vec add(Vec sum, Vec x, Vec y) { return multiply_add(x, y, sum); }
   static const Byte* query(const ScoreTask& task) { return reinterpret_cast<const Byte*>(task.query); }
@@ -166,7 +156,7 @@ struct FloatScores {
   static void score_block(const ScoreTask& task, Index r, const Byte* const* keys, const RowPrefetcher& prefetcher,
                           Index first) {
     for (Index t = 0; t < kBlock; t += kLanes / R)
-      score_tokens<Load, R, W>(task.query + r * task.width, task.width, keys + t, prefetcher, first + t,
+      score_tokens<T, R, W>(task.query + r * task.width, task.width, keys + t, prefetcher, first + t,
                                task.scores + r * kChunk + first + t);
   }
 };
@@ -196,10 +186,10 @@ inline void score_blocks(const ChunkRows& chunk, const ScoreTask& task, const Ro
     });
 }
 
-template <class Load>
+template <class T>
 inline void score_direct(const ChunkRows& chunk, const ScoreTask& task) {
   for_width(task.width, [&]<int W>() {
-    score_blocks<FloatScores<Load>, W>(chunk, task, chunk.prefetcher, [&](Index first) { return chunk.row + first; });
+    score_blocks<FloatScores<T>, W>(chunk, task, chunk.prefetcher, [&](Index first) { return chunk.row + first; });
   });
 }
 
@@ -207,34 +197,35 @@ inline void score_wide(const ChunkRows& chunk, const ScoreTask& task) {
   WideRows rows;
   if (chunk.side->scale.data) chunk.prefetch_scales();
   const auto rows_of = [&](Index first) { return rows.of(chunk, first); };
-  score_blocks<FloatScores<LoadF32>, 0>(chunk, task, RowPrefetcher(), rows_of);
+  score_blocks<FloatScores<float>, 0>(chunk, task, RowPrefetcher(), rows_of);
 }
 
 // R rows by N vectors of d.
-template <class Load, int R, int N>
+template <class T, int R, int N>
 inline void add_values(const float* weights, const Byte* const* values, const RowPrefetcher& prefetcher, Index first,
                        Index begin, Index end, float* accumulators, Index width, Index d) {
+  constexpr Index kBytes = sizeof(T);
   Vec sums[R][N];
-#pragma GCC unroll 4
+  KVLOOM_UNROLL(4)
   for (int r = 0; r < R; ++r)
-#pragma GCC unroll 4
+    KVLOOM_UNROLL(4)
     for (int n = 0; n < N; ++n) sums[r][n] = load(accumulators + r * width + d + n * kLanes);
   for (Index t = begin; t < end; ++t) {
-    if (d * Load::kBytes % 64 == 0)
-      prefetcher.prefetch_lines<Load::kBytes>(first + t, d * Load::kBytes, max(N * kLanes * Load::kBytes / 64, 1));
+    if (d * kBytes % 64 == 0)
+      prefetcher.prefetch_lines<kBytes>(first + t, d * kBytes, max(N * kLanes * kBytes / 64, 1));
     Vec value[N];
-#pragma GCC unroll 4
-    for (int n = 0; n < N; ++n) value[n] = Load::at(values[t], d + n * kLanes);
-#pragma GCC unroll 4
+    KVLOOM_UNROLL(4)
+    for (int n = 0; n < N; ++n) value[n] = load_as<T>(values[t], d + n * kLanes);
+    KVLOOM_UNROLL(4)
     for (int r = 0; r < R; ++r) {
       const Vec weight = splat(weights[r * kChunk + t]);
-#pragma GCC unroll 4
+      KVLOOM_UNROLL(4)
       for (int n = 0; n < N; ++n) sums[r][n] = multiply_add(weight, value[n], sums[r][n]);
     }
   }
-#pragma GCC unroll 4
+  KVLOOM_UNROLL(4)
   for (int r = 0; r < R; ++r)
-#pragma GCC unroll 4
+    KVLOOM_UNROLL(4)
     for (int n = 0; n < N; ++n) store(accumulators + r * width + d + n * kLanes, sums[r][n]);
 }
 
@@ -247,28 +238,28 @@ inline void rescale_accumulators(const ValueTask& task) {
 }
 
 // Adds the tokens [begin, end) of rows that begin at token `first` of the chunk.
-template <class Load>
+template <class T>
 inline void value_block(const ValueTask& task, const Byte* const* values, const RowPrefetcher& prefetcher, Index first,
                         Index begin, Index end) {
   constexpr int N = kLanes == 16 ? 4 : 2;
   const bool has_many = task.num_rows >= kManyRows;
   for_rows(task.num_rows, [&]<int R>(Index r) {
-    if (has_many) prefetcher.prefetch_share(r, r + R, task.num_rows, task.width * Load::kBytes);
+    if (has_many) prefetcher.prefetch_share(r, r + R, task.num_rows, task.width * sizeof(T));
     const RowPrefetcher row_prefetcher = has_many ? RowPrefetcher() : prefetcher.for_first_rows(r);
     const float* weights = task.weights + r * kChunk + first;
     float* accumulators = task.accumulators + r * task.width;
     Index d = 0;
     for (; d + N * kLanes <= task.width; d += N * kLanes)
-      add_values<Load, R, N>(weights, values, row_prefetcher, first, begin, end, accumulators, task.width, d);
+      add_values<T, R, N>(weights, values, row_prefetcher, first, begin, end, accumulators, task.width, d);
     for (; d < task.width; d += kLanes)
-      add_values<Load, R, 1>(weights, values, row_prefetcher, first, begin, end, accumulators, task.width, d);
+      add_values<T, R, 1>(weights, values, row_prefetcher, first, begin, end, accumulators, task.width, d);
   });
 }
 
-template <class Load>
+template <class T>
 inline void value_direct(const ChunkRows& chunk, const ValueTask& task) {
   rescale_accumulators(task);
-  value_block<Load>(task, chunk.row, chunk.prefetcher, 0, chunk.begin, chunk.end);
+  value_block<T>(task, chunk.row, chunk.prefetcher, 0, chunk.begin, chunk.end);
 }
 
 inline void value_wide(const ChunkRows& chunk, const ValueTask& task) {
@@ -278,7 +269,7 @@ inline void value_wide(const ChunkRows& chunk, const ValueTask& task) {
   for (Index first = chunk.begin / kBlock * kBlock; first < chunk.end; first += kBlock) {
     const Byte* const* values = rows.of(chunk, first);
     const Index begin = max(chunk.begin - first, 0), end = min(chunk.end - first, kBlock);
-    value_block<LoadF32>(task, values, RowPrefetcher(), first, begin, end);
+    value_block<float>(task, values, RowPrefetcher(), first, begin, end);
   }
 }
 

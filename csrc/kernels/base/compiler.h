@@ -1,6 +1,9 @@
-// What compilers must be told: what is inlined.
+// What the compiler is told: what it must inline, and how often it unrolls a loop.
 #pragma once
 
 // Never a symbol of its own: units for different CPUs include this file, and the linker would keep one.
 #define KVLOOM_INLINE [[gnu::always_inline]] inline
 #define KVLOOM_INLINE_LAMBDA __attribute__((always_inline))
+
+#define KVLOOM_PRAGMA(text) _Pragma(#text)
+#define KVLOOM_UNROLL(count) KVLOOM_PRAGMA(GCC unroll count)  // before a loop

@@ -10,23 +10,19 @@ using Convert = void (*)(const Row&);
 
 template <class In, class Out>
 void cast_row(const Row& row) {
-  const In* in = static_cast<const In*>(row.in);
-  Out* out = static_cast<Out*>(row.out);
-  int64_t i = 0;
-  for (; i + kLanes <= row.count; i += kLanes) store(out + i, load(in + i));
-  if (i < row.count) store_partial(out + i, load_partial(in + i, row.count - i), row.count - i);
+  cast(static_cast<const In*>(row.in), static_cast<Out*>(row.out), row.count);
 }
 
 // --- dequantize -------------------------------------------------------------------------------------------
 
-/// The product is rounded to the type of the scale, then to that of the result; neither makes it infinite.
+// The product is rounded to the type of the scale, then to that of the result; neither makes it infinite.
 template <class Scale, class Out>
-KVLOOM_INLINE Floats value_of(Floats code, Floats scale) {
+KVLOOM_INLINE Vec value_of(Vec code, Vec scale) {
   return saturate<Scale, Out>(round_to<Scale>(code * scale));
 }
 
 template <class Scale, class Out>
-KVLOOM_INLINE void store_value(Out* to, Floats x) {
+KVLOOM_INLINE void store_value(Out* to, Vec x) {
   if constexpr (std::is_same_v<Scale, Half>) {
     store_normal(to, x);  // what is subnormal in float16 is not in float32
   } else {
@@ -36,40 +32,40 @@ KVLOOM_INLINE void store_value(Out* to, Floats x) {
 
 template <int kBits, class Scale, class Out>
 void dequantize_row(const Row& row) {
-  const char* in = static_cast<const char*>(row.in);
+  const Byte* in = static_cast<const Byte*>(row.in);
   const Scale* scales = static_cast<const Scale*>(row.in_scale);
   Out* out = static_cast<Out*>(row.out);
-  const int64_t group = row.group;
+  const Index group = row.group;
 
   if (group < kLanes && kLanes % group == 0) {  // several groups in a vector
-    const Ints group_of_lane = lane_numbers() >> __builtin_ctzll(group);
-    const auto step = [&](int64_t i, int64_t count, int64_t groups) KVLOOM_INLINE_LAMBDA {
-      const Floats scale = as<Floats>(permute(as<Ints>(load_partial(scales, groups)), group_of_lane));
+    const IntVec group_of_lane = lane_numbers() >> __builtin_ctzll(group);
+    const auto step = [&](Index i, Index count, Index groups) KVLOOM_INLINE_LAMBDA {
+      const Vec scale = permute(load_partial(scales, groups), group_of_lane);
       scales += groups;
-      const Floats x = value_of<Scale, Out>(load_codes<kBits>(in + i * kBits / 8, count), scale);
+      const Vec x = value_of<Scale, Out>(load_codes<kBits>(in + i * kBits / 8, count), scale);
       if (count == kLanes) {
         store_value<Scale>(out + i, x);
       } else {
         store_partial(out + i, x, count);
       }
     };
-    const int64_t rest = row.count % kLanes, whole = row.count - rest, groups = kLanes / group;
-    for (int64_t i = 0; i < whole; i += kLanes) step(i, kLanes, groups);
+    const Index rest = row.count % kLanes, whole = row.count - rest, groups = kLanes / group;
+    for (Index i = 0; i < whole; i += kLanes) step(i, kLanes, groups);
     if (rest != 0) step(whole, rest, rest / group);
     return;
   }
 
-  for (int64_t first = 0; first < row.count; first += group) {
-    const int64_t whole = group / kLanes * kLanes, rest = group - whole;
-    const Floats scale = splat(load_partial(scales++, 1)[0]);
-    const char* codes = in + first * kBits / 8;
+  for (Index first = 0; first < row.count; first += group) {
+    const Index whole = group / kLanes * kLanes, rest = group - whole;
+    const Vec scale = splat(load_partial(scales++, 1)[0]);
+    const Byte* codes = in + first * kBits / 8;
     Out* x = out + first;
-    for (int64_t i = 0; i < whole; i += kLanes) {
+    for (Index i = 0; i < whole; i += kLanes) {
       store_value<Scale>(x + i,
                          value_of<Scale, Out>(load_codes<kBits>(codes + i * kBits / 8, kLanes), scale));
     }
     if (rest != 0) {
-      const Floats last = load_codes<kBits>(codes + whole * kBits / 8, rest);
+      const Vec last = load_codes<kBits>(codes + whole * kBits / 8, rest);
       store_partial(x + whole, value_of<Scale, Out>(last, scale), rest);
     }
   }
@@ -82,19 +78,8 @@ struct Bits {
   static constexpr int value = kBits;
 };
 
-/// Calls `with` with a value of the float type that `type` names.
-template <class With>
-KVLOOM_INLINE Convert for_float(Type type, With with) {
-  switch (type) {
-    case Type::float32: return with(float{});
-    case Type::float16: return with(Half{});
-    case Type::bfloat16: return with(BFloat{});
-    default: return nullptr;
-  }
-}
-
-/// The conversion between the rows of a move, `nullptr` where the bits stay as they are.
-inline Convert find_convert(Type from, Type to, Type scale) {
+// The conversion between the rows of a move, `nullptr` where the bits stay as they are.
+inline Convert find_convert(DType from, DType to, DType scale) {
   if (from == to) return nullptr;
   const auto quantizing = [=](auto bits) {
     return for_float(from, [=](auto in) {
@@ -110,10 +95,10 @@ inline Convert find_convert(Type from, Type to, Type scale) {
       });
     });
   };
-  if (to == Type::int8) return quantizing(Bits<8>{});
-  if (to == Type::int4) return quantizing(Bits<4>{});
-  if (from == Type::int8) return dequantizing(Bits<8>{});
-  if (from == Type::int4) return dequantizing(Bits<4>{});
+  if (to == DType::int8) return quantizing(Bits<8>{});
+  if (to == DType::int4) return quantizing(Bits<4>{});
+  if (from == DType::int8) return dequantizing(Bits<8>{});
+  if (from == DType::int4) return dequantizing(Bits<4>{});
   return for_float(from, [=](auto in) {
     return for_float(to, [=](auto out) -> Convert { return cast_row<decltype(in), decltype(out)>; });
   });

@@ -7,29 +7,29 @@
 
 namespace kvloom::KVLOOM_ISA::rows {
 
-/// The addresses at which one row is read and written.
+// The addresses at which one row is read and written.
 struct RowPointers {
-  const char* from;
-  const char* from_scale;
-  char* to;
-  char* to_scale;
+  const Byte* from;
+  const Byte* from_scale;
+  Byte* to;
+  Byte* to_scale;
 };
 
-/// The prefetch distance in rows.
+// The prefetch distance in rows.
 constexpr int kPrefetchRows = 2;
 
-/// One `Move`, prepared once for a range of tokens.
+// One `Move`, prepared once for a range of tokens.
 struct Plan {
   RowLayout from, from_scale, to, to_scale;
   Convert convert = nullptr;
-  int64_t rows = 0;              // of a token: its heads, or 1 where they are contiguous on both sides
-  int64_t count = 0, group = 1;  // numbers or codes in a row, and those that share a scale
-  int64_t repeat = 1, repeat_stride = 0;
+  Index rows = 0;              // of a token: its heads, or 1 where they are contiguous on both sides
+  Index count = 0, group = 1;  // numbers or codes in a row, and those that share a scale
+  Index repeat = 1, repeat_stride = 0;
   bool has_from_scale = false, has_to_scale = false;
-  int64_t prefetch_bytes = 0;  // prefetch distance in bytes; 0 where the next slot's row is not read next
+  Index prefetch_bytes = 0;  // prefetch distance in bytes; 0 where the next slot's row is not read next
   bool is_head_major = false;  // whether slots lie closer than heads where the rows are read
 
-  KVLOOM_INLINE RowPointers pointers(int64_t from_slot, int64_t to_slot) const {
+  KVLOOM_INLINE RowPointers pointers(Index from_slot, Index to_slot) const {
     return {from.at(from_slot), from_scale.at(from_slot), to.at(to_slot), to_scale.at(to_slot)};
   }
 
@@ -39,18 +39,16 @@ struct Plan {
   }
 };
 
-KVLOOM_INLINE int64_t codes_in(const View& view) { return view.width() * (view.type == Type::int4 ? 2 : 1); }
-
 inline Plan plan_of(const Move& move) {
   Plan plan;
   plan.from = row_layout_of(move.from);
   plan.to = row_layout_of(move.to);
-  plan.has_from_scale = is_quantized(move.from.type);
-  plan.has_to_scale = is_quantized(move.to.type);
+  plan.has_from_scale = is_quantized(move.from.dtype);
+  plan.has_to_scale = is_quantized(move.to.dtype);
   plan.rows = move.from.num_heads();
-  plan.count = codes_in(move.from);
-  plan.convert = find_convert(move.from.type, move.to.type,
-                              plan.has_to_scale ? move.to_scale.type : move.from_scale.type);
+  plan.count = move.from.head_dim();
+  plan.convert = find_convert(move.from.dtype, move.to.dtype,
+                              plan.has_to_scale ? move.to_scale.dtype : move.from_scale.dtype);
   if (plan.has_from_scale) {
     plan.from_scale = row_layout_of(move.from_scale);
     plan.group = plan.count / move.from_scale.width();
@@ -59,8 +57,8 @@ inline Plan plan_of(const Move& move) {
     plan.to_scale = row_layout_of(move.to_scale);
     plan.group = plan.count / move.to_scale.width();
   }
-  plan.is_head_major = plan.from.head > plan.from.slot_stride();
-  plan.prefetch_bytes = plan.is_head_major ? 0 : kPrefetchRows * plan.from.slot_stride();
+  plan.is_head_major = plan.from.head > plan.from.slots.stride();
+  plan.prefetch_bytes = plan.is_head_major ? 0 : kPrefetchRows * plan.from.slots.stride();
   plan.repeat = move.repeat;
   if (plan.repeat > 1) {
     plan.repeat_stride = plan.to.head;
@@ -78,17 +76,17 @@ inline Plan plan_of(const Move& move) {
   return plan;
 }
 
-/// The row if it is contiguous, or else a contiguous copy in `scratch`, which is advanced.
-KVLOOM_INLINE const char* as_contiguous(const RowLayout& layout, const char* from, char*& scratch) {
+// The row if it is contiguous, or else a contiguous copy in `scratch`, which is advanced.
+KVLOOM_INLINE const Byte* as_contiguous(const RowLayout& layout, const Byte* from, Byte*& scratch) {
   if (layout.is_contiguous) return from;
-  char* copy = scratch;
+  Byte* copy = scratch;
   scratch += aligned(layout.row_bytes());
   gather_row(layout, from, copy);
   return copy;
 }
 
-/// Writes a contiguous row to its layout.
-KVLOOM_INLINE void write_row(const RowLayout& layout, char* to, const char* from, bool stream) {
+// Writes a contiguous row to its layout.
+KVLOOM_INLINE void write_row(const RowLayout& layout, Byte* to, const Byte* from, bool stream) {
   if (layout.is_contiguous) {
     if (to != from) copy_contiguous(to, from, layout.row_bytes(), stream);
   } else {
@@ -96,48 +94,48 @@ KVLOOM_INLINE void write_row(const RowLayout& layout, char* to, const char* from
   }
 }
 
-KVLOOM_INLINE void move_row(const Plan& plan, const RowPointers& at, char* scratch, bool stream) {
+KVLOOM_INLINE void move_row(const Plan& plan, const RowPointers& at, Byte* scratch, bool stream) {
   if (plan.convert == nullptr && plan.repeat == 1 && plan.to.is_contiguous && !plan.from.is_contiguous) {
     return gather_row(plan.from, at.from, at.to);
   }
-  const char* in = as_contiguous(plan.from, at.from, scratch);
-  const char* out = in;
+  const Byte* in = as_contiguous(plan.from, at.from, scratch);
+  const Byte* out = in;
   if (plan.convert != nullptr) {
-    const char* in_scale = plan.has_from_scale ? as_contiguous(plan.from_scale, at.from_scale, scratch) : nullptr;
+    const Byte* in_scale = plan.has_from_scale ? as_contiguous(plan.from_scale, at.from_scale, scratch) : nullptr;
     const bool in_place = plan.to.is_contiguous && !(stream && is_whole_lines(at.to, plan.to.row_bytes()));
-    char* codes = in_place ? at.to : scratch;
+    Byte* codes = in_place ? at.to : scratch;
     if (!in_place) scratch += aligned(plan.to.row_bytes());
-    char* scales = plan.to_scale.is_contiguous ? at.to_scale : scratch;
+    Byte* scales = plan.to_scale.is_contiguous ? at.to_scale : scratch;
     plan.convert({in, in_scale, codes, scales, plan.count, plan.group, plan.prefetch_bytes});
     if (plan.has_to_scale) write_row(plan.to_scale, at.to_scale, scales, false);
     out = codes;
   }
-  for (int64_t r = 0; r < plan.repeat; ++r) write_row(plan.to, at.to + r * plan.repeat_stride, out, stream);
+  for (Index r = 0; r < plan.repeat; ++r) write_row(plan.to, at.to + r * plan.repeat_stride, out, stream);
 }
 
-/// Tokens whose addresses are computed together.
+// Tokens whose addresses are computed together.
 constexpr int kTile = 16;
 
-/// Prefetches the row of the next head, which no hardware prefetcher predicts.
+// Prefetches the row of the next head, which no hardware prefetcher predicts.
 KVLOOM_INLINE void prefetch_row(const Plan& plan, const RowPointers& at, bool stream) {
-  const int64_t from_bytes = plan.from.row_bytes(), to_bytes = plan.to.row_bytes();
-  for (int64_t i = 0; i < from_bytes; i += 64) __builtin_prefetch(at.from + plan.from.head + i, 0, 2);
+  const Index from_bytes = plan.from.row_bytes(), to_bytes = plan.to.row_bytes();
+  for (Index i = 0; i < from_bytes; i += 64) __builtin_prefetch(at.from + plan.from.head + i, 0, 2);
   if (plan.has_from_scale) __builtin_prefetch(at.from_scale + plan.from_scale.head, 0, 2);
   if (stream || !plan.to.is_contiguous) return;
-  for (int64_t i = 0; i < to_bytes; i += 64) __builtin_prefetch(at.to + plan.to.head + i, 1, 2);
+  for (Index i = 0; i < to_bytes; i += 64) __builtin_prefetch(at.to + plan.to.head + i, 1, 2);
 }
 
-/// Moves the rows of a tile of tokens in the order in which they are read: reading out of order costs more
-/// than writing so. Where a head's rows of neighboring slots are neighbors in memory, that is head by head.
-inline void move_tile(const Plan& plan, RowPointers* pointers, int num_tokens, char* scratch, bool stream) {
+// Moves the rows of a tile of tokens in the order in which they are read: reading out of order costs more
+// than writing so. Where a head's rows of neighboring slots are neighbors in memory, that is head by head.
+inline void move_tile(const Plan& plan, RowPointers* pointers, int num_tokens, Byte* scratch, bool stream) {
   if (!plan.is_head_major) {
     for (int i = 0; i < num_tokens; ++i) {
       RowPointers at = pointers[i];
-      for (int64_t h = 0; h < plan.rows; ++h, at = plan.next_head(at)) move_row(plan, at, scratch, stream);
+      for (Index h = 0; h < plan.rows; ++h, at = plan.next_head(at)) move_row(plan, at, scratch, stream);
     }
     return;
   }
-  for (int64_t h = 0; h < plan.rows; ++h) {
+  for (Index h = 0; h < plan.rows; ++h) {
     for (int i = 0; i < num_tokens; ++i) {
       if (h + 1 < plan.rows) prefetch_row(plan, pointers[i], stream);
       move_row(plan, pointers[i], scratch, stream);
@@ -146,15 +144,15 @@ inline void move_tile(const Plan& plan, RowPointers* pointers, int num_tokens, c
   }
 }
 
-/// Tokens `[begin, end)` of a store, a load or a copy.
-inline void move(const MoveArgs& args, int64_t begin, int64_t end, char* scratch) {
+// Tokens `[begin, end)` of a store, a load or a copy.
+inline void move(const MoveArgs& args, Index begin, Index end, Byte* scratch) {
   Plan plans[kMaxMoves];
   for (int m = 0; m < args.num_moves; ++m) plans[m] = plan_of(args.moves[m]);
-  for (int64_t first = begin; first < end; first += kTile) {
-    int64_t from[kTile], to[kTile];
+  for (Index first = begin; first < end; first += kTile) {
+    Index from[kTile], to[kTile];
     int num_tokens = 0;
-    for (int64_t t = first; t < end && t < first + kTile; ++t) {
-      const int64_t target = args.to_slots[t];
+    for (Index t = first; t < end && t < first + kTile; ++t) {
+      const Index target = args.to_slots[t];
       if (target < 0) continue;
       from[num_tokens] = args.from_slots[t];
       to[num_tokens++] = target;

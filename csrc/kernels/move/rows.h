@@ -1,54 +1,36 @@
 // The layout of rows in memory, and copying them: contiguous, strided, and with non-temporal stores.
 #pragma once
 
-#include <cstdint>
-#include <cstring>
-
-#include "../base/simd.h"
+#include "../base/vectors.h"
+#include "../base/views.h"
 
 namespace kvloom::KVLOOM_ISA::rows {
 
-/// The rows of a view, in bytes. A row is one head's items, or all heads' where they are contiguous.
+// The rows of a view, in bytes. A row is one head's elements, or all heads' where they are contiguous.
 struct RowLayout {
-  char* data = nullptr;
-  int64_t block_slots = 1, inner_slots = 1;  // slots in a block, and in its inner part
-  int64_t block = 0, outer = 0, inner = 0;   // strides of the three parts of a slot
-  int64_t head = 0;                          // stride of a head
-  int64_t itemsize = 0;
-  int64_t chunks = 1, chunk = 0;  // chunks of a row, and items of a chunk
-  int64_t chunk_stride = 0, item_stride = 0;
-  bool is_contiguous = false;  // the items of a row
+  Byte* data = nullptr;
+  SlotOffsets slots;
+  Index head = 0;  // stride of a head
+  Index itemsize = 0;
+  Index chunks = 1, chunk = 0;  // chunks of a row, and elements of a chunk
+  Index chunk_stride = 0, item_stride = 0;
+  bool is_contiguous = false;  // the elements of a row
 
-  KVLOOM_INLINE int64_t row_bytes() const { return chunks * chunk * itemsize; }
-
-  /// From one slot to the next, where both lie in one block or blocks are single slots.
-  KVLOOM_INLINE int64_t slot_stride() const {
-    return inner_slots > 1 ? inner : block_slots > 1 ? outer : block;
-  }
-
-  /// First head of a slot.
-  KVLOOM_INLINE char* at(int64_t slot) const {
-    if (block_slots == 1) return data + slot * block;
-    const int64_t within = slot % block_slots;
-    return data + slot / block_slots * block + within / inner_slots * outer + within % inner_slots * inner;
-  }
+  KVLOOM_INLINE Index row_bytes() const { return chunks * chunk * itemsize; }
+  KVLOOM_INLINE Byte* at(Index slot) const { return data + slots.at(slot); }  // the first head
 };
 
 KVLOOM_INLINE RowLayout row_layout_of(const View& view) {
   RowLayout layout;
   layout.data = view.data;
   layout.itemsize = view.itemsize;
-  layout.block_slots = view.size[1] * view.size[2];
-  layout.inner_slots = view.size[2];
-  layout.block = view.stride[0] * view.itemsize;
-  layout.outer = view.stride[1] * view.itemsize;
-  layout.inner = view.stride[2] * view.itemsize;
-  layout.head = view.stride[3] * view.itemsize;
+  layout.slots = SlotOffsets(view);
+  layout.head = view.head_bytes();
   layout.chunks = view.size[4];
   layout.chunk = view.size[5];
   layout.chunk_stride = view.stride[4] * view.itemsize;
   layout.item_stride = view.stride[5] * view.itemsize;
-  if (layout.chunk == 1) {  // chunks of one are items
+  if (layout.chunk == 1) {  // chunks of one are elements
     layout.chunk = layout.chunks;
     layout.item_stride = layout.chunk_stride;
     layout.chunks = 1;
@@ -63,19 +45,19 @@ KVLOOM_INLINE RowLayout row_layout_of(const View& view) {
   return layout;
 }
 
-/// Whether all heads of a token are contiguous.
-KVLOOM_INLINE bool heads_are_contiguous(const RowLayout& layout, int64_t num_heads) {
+// Whether all heads of a token are contiguous.
+KVLOOM_INLINE bool heads_are_contiguous(const RowLayout& layout, Index num_heads) {
   return layout.is_contiguous && (num_heads == 1 || layout.head == layout.row_bytes());
 }
 
-/// Whether all heads of a token can be one row, of chunks or items at one stride.
-KVLOOM_INLINE bool heads_can_join(const RowLayout& layout, int64_t num_heads) {
-  const int64_t parts = layout.chunks == 1 ? layout.chunk : layout.chunks;
-  const int64_t stride = layout.chunks == 1 ? layout.item_stride : layout.chunk_stride;
+// Whether all heads of a token can be one row, of chunks or elements at one stride.
+KVLOOM_INLINE bool heads_can_join(const RowLayout& layout, Index num_heads) {
+  const Index parts = layout.chunks == 1 ? layout.chunk : layout.chunks;
+  const Index stride = layout.chunks == 1 ? layout.item_stride : layout.chunk_stride;
   return layout.is_contiguous || num_heads == 1 || layout.head == parts * stride;
 }
 
-KVLOOM_INLINE void join_heads(RowLayout& layout, int64_t num_heads) {
+KVLOOM_INLINE void join_heads(RowLayout& layout, Index num_heads) {
   if (layout.is_contiguous && !heads_are_contiguous(layout, num_heads)) {  // each head is a chunk
     layout.chunks = num_heads;
     layout.chunk_stride = layout.head;
@@ -86,32 +68,60 @@ KVLOOM_INLINE void join_heads(RowLayout& layout, int64_t num_heads) {
   }
 }
 
+// --- non-temporal stores ----------------------------------------------------------------------------------
+
+// Copies a cache line to an aligned address, with non-temporal stores where the CPU has them.
+KVLOOM_INLINE void stream_line(Byte* to, const Byte* from) {
+#if defined(__AVX512F__)
+  _mm512_stream_si512(reinterpret_cast<__m512i*>(to), _mm512_loadu_si512(from));
+#elif defined(__AVX2__)
+  for (int i = 0; i < 64; i += 32) {
+    _mm256_stream_si256(reinterpret_cast<__m256i*>(to + i),
+                        _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + i)));
+  }
+#elif defined(__SSE2__)
+  for (int i = 0; i < 64; i += 16) {
+    _mm_stream_si128(reinterpret_cast<__m128i*>(to + i),
+                     _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + i)));
+  }
+#else
+  std::memcpy(to, from, 64);
+#endif
+}
+
+// Makes streamed lines visible to other threads.
+KVLOOM_INLINE void stream_fence() {
+#if defined(__SSE2__)
+  _mm_sfence();
+#endif
+}
+
 // --- contiguous rows --------------------------------------------------------------------------------------
 
-/// Whether this is whole cache lines.
-KVLOOM_INLINE bool is_whole_lines(const char* to, int64_t bytes) {
+// Whether this is whole cache lines.
+KVLOOM_INLINE bool is_whole_lines(const Byte* to, Index bytes) {
   return (reinterpret_cast<uintptr_t>(to) | static_cast<uintptr_t>(bytes)) % 64 == 0;
 }
 
-inline void copy_contiguous(char* to, const char* from, int64_t bytes, bool stream) {
+inline void copy_contiguous(Byte* to, const Byte* from, Index bytes, bool stream) {
   if (!stream || !is_whole_lines(to, bytes)) {
     std::memcpy(to, from, bytes);
     return;
   }
-  for (int64_t i = 0; i < bytes; i += 64) stream_line(to + i, from + i);
+  for (Index i = 0; i < bytes; i += 64) stream_line(to + i, from + i);
 }
 
 // --- strided rows -----------------------------------------------------------------------------------------
 
-/// Copies `count` items of a constant size, each side at its own stride.
+// Copies `count` elements of a constant size, each side at its own stride.
 template <int kBytes>
-KVLOOM_INLINE void move_items(char* to, int64_t to_stride, const char* from, int64_t from_stride,
-                              int64_t count) {
-  for (int64_t i = 0; i < count; ++i) std::memcpy(to + i * to_stride, from + i * from_stride, kBytes);
+KVLOOM_INLINE void move_items(Byte* to, Index to_stride, const Byte* from, Index from_stride,
+                              Index count) {
+  for (Index i = 0; i < count; ++i) std::memcpy(to + i * to_stride, from + i * from_stride, kBytes);
 }
 
-inline void move_strided(char* to, int64_t to_stride, const char* from, int64_t from_stride, int64_t count,
-                         int64_t bytes) {
+inline void move_strided(Byte* to, Index to_stride, const Byte* from, Index from_stride, Index count,
+                         Index bytes) {
   switch (bytes) {
     case 1: return move_items<1>(to, to_stride, from, from_stride, count);
     case 2: return move_items<2>(to, to_stride, from, from_stride, count);
@@ -121,35 +131,35 @@ inline void move_strided(char* to, int64_t to_stride, const char* from, int64_t 
     case 32: return move_items<32>(to, to_stride, from, from_stride, count);
     case 64: return move_items<64>(to, to_stride, from, from_stride, count);
     default:
-      for (int64_t i = 0; i < count; ++i) std::memcpy(to + i * to_stride, from + i * from_stride, bytes);
+      for (Index i = 0; i < count; ++i) std::memcpy(to + i * to_stride, from + i * from_stride, bytes);
   }
 }
 
-/// Gathers a strided row into contiguous memory.
-inline void gather_row(const RowLayout& layout, const char* from, char* to) {
-  const int64_t bytes = layout.chunk * layout.itemsize;
+// Gathers a strided row into contiguous memory.
+inline void gather_row(const RowLayout& layout, const Byte* from, Byte* to) {
+  const Index bytes = layout.chunk * layout.itemsize;
   if (layout.item_stride == layout.itemsize) {
     return move_strided(to, bytes, from, layout.chunk_stride, layout.chunks, bytes);
   }
-  for (int64_t c = 0; c < layout.chunks; ++c) {
+  for (Index c = 0; c < layout.chunks; ++c) {
     move_strided(to + c * bytes, layout.itemsize, from + c * layout.chunk_stride, layout.item_stride,
                  layout.chunk, layout.itemsize);
   }
 }
 
-/// The inverse of `gather_row`.
-inline void scatter_row(const RowLayout& layout, char* to, const char* from, bool stream) {
-  const int64_t bytes = layout.chunk * layout.itemsize;
+// The inverse of `gather_row`.
+inline void scatter_row(const RowLayout& layout, Byte* to, const Byte* from, bool stream) {
+  const Index bytes = layout.chunk * layout.itemsize;
   if (layout.item_stride == layout.itemsize) {
     if (stream && is_whole_lines(to, bytes)) {
-      for (int64_t c = 0; c < layout.chunks; ++c) {
+      for (Index c = 0; c < layout.chunks; ++c) {
         copy_contiguous(to + c * layout.chunk_stride, from + c * bytes, bytes, stream);
       }
       return;
     }
     return move_strided(to, layout.chunk_stride, from, bytes, layout.chunks, bytes);
   }
-  for (int64_t c = 0; c < layout.chunks; ++c) {
+  for (Index c = 0; c < layout.chunks; ++c) {
     move_strided(to + c * layout.chunk_stride, layout.item_stride, from + c * bytes, layout.itemsize,
                  layout.chunk, layout.itemsize);
   }

@@ -1,0 +1,132 @@
+// Arithmetic on vectors of float32: fused products, softmax's functions, sums across lanes.
+#pragma once
+
+#include "../base/floats.h"
+
+namespace kvloom::KVLOOM_ISA {
+
+// x * y + z, rounded once where the instruction set can. The compiler must not choose: some rows are computed by
+// several copies of a function, and have the same bits in all of them.
+inline Vec multiply_add(Vec x, Vec y, Vec z) {
+#if defined(__AVX512F__)
+  return as<Vec>(_mm512_fmadd_ps(as<__m512>(x), as<__m512>(y),
+                                               as<__m512>(z)));
+#elif defined(__FMA__)
+  return as<Vec>(_mm256_fmadd_ps(as<__m256>(x), as<__m256>(y),
+                                               as<__m256>(z)));
+#elif defined(__FP_FAST_FMAF)  // ARM
+  for (int i = 0; i < kLanes; ++i) z[i] = __builtin_fmaf(x[i], y[i], z[i]);
+  return z;
+#else
+  return x * y + z;
+#endif
+}
+inline Vec multiply_add(Vec x, float y, Vec z) { return multiply_add(x, splat(y), z); }
+inline Vec multiply_add(Vec x, Vec y, float z) { return multiply_add(x, y, splat(z)); }
+
+// Sum and maximum of the lanes, halves first: one fixed reduction tree.
+template <int width = kLanes / 2, class Combine>
+inline float reduce_lanes(Vec x, Combine combine) {
+  const Vec reduced = combine(x, shuffle(x, x, [](int lane) { return lane ^ width; }));
+  if constexpr (width > 1) return reduce_lanes<width / 2>(reduced, combine);
+  return reduced[0];
+}
+inline float sum_lanes(Vec x) {
+  return reduce_lanes(x, [](Vec a, Vec b) { return a + b; });
+}
+inline float max_lane(Vec x) {
+  return reduce_lanes(x, [](Vec a, Vec b) { return maximum(a, b); });
+}
+
+// e^x to about one unit in the last place; 0 far below the smallest normal number, exactly 1 at 0, NaN stays NaN.
+inline Vec exp(Vec x) {
+#if defined(__AVX512F__)
+  const __m512 bounded = _mm512_max_ps(_mm512_set1_ps(-200.0f), as<__m512>(x));
+  const __m512 power_of_two = _mm512_roundscale_ps(bounded * 1.44269504f, _MM_FROUND_TO_NEAREST_INT);
+  const Vec n = as<Vec>(power_of_two), y = as<Vec>(bounded);
+#else
+  const float round = 12582912.0f;  // 1.5 * 2^23: adding it drops the fraction
+  const Vec bounded = x < splat(-88.0f) ? splat(-88.0f) : x > splat(88.0f) ? splat(88.0f) : x;
+  const Vec n = (bounded * 1.44269504f + round) - round;
+  const Vec y = bounded;
+#endif
+  const Vec f = multiply_add(n, 2.12194440e-4f, multiply_add(n, -0.693359375f, y));
+  Vec p = splat(1.9875691500e-4f);
+  p = multiply_add(p, f, 1.3981999507e-3f);
+  p = multiply_add(p, f, 8.3334519073e-3f);
+  p = multiply_add(p, f, 4.1665795894e-2f);
+  p = multiply_add(p, f, 1.6666665459e-1f);
+  p = multiply_add(p, f, 5.0000001201e-1f);
+  p = multiply_add(p, f * f, f + 1.0f);
+#if defined(__AVX512F__)
+  return as<Vec>(_mm512_scalef_ps(as<__m512>(p), power_of_two));
+#else
+  const IntVec exponent = (__builtin_convertvector(n, IntVec) + 127) << 23;
+  const Vec power = p * as<Vec>(exponent);
+  return x < splat(-87.3f) ? Vec{} : power;
+#endif
+}
+
+inline float exp(float x) { return exp(splat(x))[0]; }
+
+// tanh by a polynomial near 0, by e^2x elsewhere.
+inline Vec tanh(Vec x) {
+  const Vec size = as<Vec>(as<IntVec>(x) & 0x7fffffff);
+  const Vec square = x * x;
+  Vec p = splat(-5.70498872745e-3f);
+  p = p * square + 2.06390887954e-2f;
+  p = p * square + -5.37397155531e-2f;
+  p = p * square + 1.33314422036e-1f;
+  p = p * square + -3.33332819422e-1f;
+  const Vec near = p * square * x + x;
+  const Vec far = 1.0f - 2.0f / (exp(2.0f * (size > splat(20.0f) ? splat(20.0f) : size)) + 1.0f);
+  const Vec signed_far = as<Vec>(as<IntVec>(far) | (as<IntVec>(x) & splat(INT32_MIN)));
+  return size < splat(0.625f) ? near : signed_far;
+}
+
+// --- several vectors ---------------------------------------------------------------------------------------
+
+// Which lanes of two vectors meet when both are reduced to groups of `width` lanes: these, and those `width` later.
+template <int width>
+constexpr int paired_lane(int lane) {
+  return lane / (2 * width) * 2 * width + lane % width + (lane % (2 * width) < width ? 0 : kLanes);
+}
+template <int width>
+KVLOOM_INLINE Vec first_of_pairs(Vec a, Vec b) {
+  return shuffle(a, b, [](int lane) { return paired_lane<width>(lane); });
+}
+template <int width>
+KVLOOM_INLINE Vec second_of_pairs(Vec a, Vec b) {
+  return shuffle(a, b, [](int lane) { return paired_lane<width>(lane) + width; });
+}
+
+template <int width>
+KVLOOM_INLINE void add_pairs(Vec* sums) {
+  KVLOOM_UNROLL(8)
+  for (int i = 0; i < width; ++i)
+    sums[i] = first_of_pairs<width>(sums[i], sums[i + width]) + second_of_pairs<width>(sums[i], sums[i + width]);
+}
+
+// Lane i of the result is the sum of sums[i]: pairs of vectors are added in halves, then quarters, and so on.
+KVLOOM_INLINE Vec horizontal_sums(Vec* sums) {
+  if constexpr (kLanes >= 16) add_pairs<8>(sums);
+  if constexpr (kLanes >= 8) add_pairs<4>(sums);
+  add_pairs<2>(sums);
+  add_pairs<1>(sums);
+  return sums[0];
+}
+
+// Vector i becomes lane i of all: pairs of vectors exchange halves, then quarters, and so on.
+template <int width = kLanes / 2>
+KVLOOM_INLINE void transpose(Vec* x) {
+  KVLOOM_UNROLL(16)
+  for (int i = 0; i < kLanes; ++i) {
+    if (i & width) continue;
+    const Vec a = x[i], b = x[i + width];
+    x[i] = first_of_pairs<width>(a, b);
+    x[i + width] = second_of_pairs<width>(a, b);
+  }
+  if constexpr (width > 1) transpose<width / 2>(x);
+}
+
+}  // namespace kvloom::KVLOOM_ISA

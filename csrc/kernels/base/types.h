@@ -1,0 +1,42 @@
+// The types of stored elements, and the arithmetic of sizes.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "compiler.h"
+
+namespace kvloom {
+
+using Index = int64_t;
+using Byte = unsigned char;
+
+// An int4 element is a byte of two codes in two's complement, the even one in the low nibble. `bits` are moved as
+// they are.
+enum class DType : int32_t { f32, f16, bf16, int8, int4, bits };
+
+// Whether elements are codes, which have scales.
+KVLOOM_INLINE constexpr bool is_quantized(DType dtype) { return dtype == DType::int8 || dtype == DType::int4; }
+
+KVLOOM_INLINE constexpr Index min(Index a, Index b) { return a < b ? a : b; }
+KVLOOM_INLINE constexpr Index max(Index a, Index b) { return a > b ? a : b; }
+KVLOOM_INLINE constexpr Index ceil_div(Index a, Index b) { return (a + b - 1) / b; }
+KVLOOM_INLINE constexpr Index round_up(Index a, Index b) { return ceil_div(a, b) * b; }
+
+// Division by a number that is a power of two more often than not, which a shift does ten times faster.
+class Divisor {
+ public:
+  KVLOOM_INLINE Divisor() : Divisor(Index{1} << 62) {}  // more than any x: the quotient is 0
+  KVLOOM_INLINE explicit Divisor(Index by)
+      : by_(by), shift_(63 - __builtin_clzll(by | 1)), is_power_(Index{1} << shift_ == by) {}
+
+  KVLOOM_INLINE Index quotient(Index x) const { return is_power_ ? x >> shift_ : x / by_; }  // of x >= 0
+  KVLOOM_INLINE Index size() const { return by_; }
+
+ private:
+  Index by_;
+  int shift_;
+  bool is_power_;
+};
+
+}  // namespace kvloom
