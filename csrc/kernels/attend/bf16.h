@@ -1,9 +1,7 @@
 // Products of bfloat16 numbers, two to a lane, as AVX-512 BF16 has them.
 #pragma once
 
-#include "codes.h"
-
-#include <immintrin.h>
+#include "tile.h"
 
 namespace kvloom::KVLOOM_ISA {
 
@@ -16,55 +14,15 @@ inline void pack_bf16(const SideLayout&, const float* query, Index num_rows, Ind
                          as<__m256i>(_mm512_cvtneps_pbh(_mm512_loadu_ps(query + d))));
 }
 
-inline __m512bh load_pairs(const Byte* from) { return as<__m512bh>(_mm512_loadu_si512(from)); }
-
-// R rows by 16 tokens, 16 / R of them at a time and 32 elements of each.
-template <int R, int W>
-inline void score_tokens_bf16(const Byte* query, Index any_width, const Byte* const* keys,
-                              const RowPrefetcher& prefetcher, Index at, float* scores) {
-  constexpr int T = 16 / R;
-  const Index width = W ? W : any_width;
-  for (int first = 0; first < kBlock; first += T) {
-    Vec sums[16];
-    KVLOOM_UNROLL(16)
-    for (int t = 0; t < T; ++t) {
-      __m512 sum[R];
-      KVLOOM_UNROLL(4)
-      for (int r = 0; r < R; ++r) sum[r] = _mm512_setzero_ps();
-      KVLOOM_UNROLL(4)
-      for (Index d = 0; d < width; d += 32) {
-        prefetcher.prefetch_lines<2>(at + first + t, 2 * d, 1);
-        const __m512bh x = load_pairs(keys[first + t] + 2 * d);
-        KVLOOM_UNROLL(4)
-        for (int r = 0; r < R; ++r) sum[r] = _mm512_dpbf16_ps(sum[r], x, load_pairs(query + r * kPackedRow + 2 * d));
-      }
-      KVLOOM_UNROLL(4)
-      for (int r = 0; r < R; ++r) sums[r * T + t] = as<Vec>(sum[r]);
-    }
-    alignas(64) float found[16];
-    store(found, horizontal_sums(sums));
-    KVLOOM_UNROLL(4)
-    for (int r = 0; r < R; ++r) std::memcpy(scores + r * kChunk + first, found + r * T, T * sizeof(float));
-  }
-}
-
-// As FloatScores.
+// As FloatScores, for elements that are two to a dword.
 struct PairScores {
+  static constexpr Index kElements = 2, kBytes = 2;
   static Vec at(const Byte* row, Index dword) { return bit_copy<Vec>(row + 4 * dword); }
-  static constexpr Index kElements = 2;
   static Vec add(Vec sum, Vec x, Vec y) {
-    return as<Vec>(_mm512_dpbf16_ps(as<__m512>(sum), as<__m512bh>(x),
-                                                  as<__m512bh>(y)));
+    return as<Vec>(_mm512_dpbf16_ps(as<__m512>(sum), as<__m512bh>(x), as<__m512bh>(y)));
   }
   static const Byte* query(const ScoreTask& task) { return task.packed + kPackedHead; }
-  static Index query_bytes(const ScoreTask&) { return kPackedRow; }
-
-  template <int R, int W>
-  static void score_block(const ScoreTask& task, Index r, const Byte* const* keys, const RowPrefetcher& prefetcher,
-                          Index first) {
-    score_tokens_bf16<R, W>(query(task) + r * kPackedRow, task.width, keys, prefetcher, first,
-                            task.scores + r * kChunk + first);
-  }
+  static constexpr Index query_bytes(Index) { return kPackedRow; }
 };
 
 inline void score_bf16(const ChunkRows& chunk, const ScoreTask& task) {

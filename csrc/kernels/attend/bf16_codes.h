@@ -3,6 +3,7 @@
 #pragma once
 
 #include "bf16.h"
+#include "scales.h"
 
 namespace kvloom::KVLOOM_ISA {
 
@@ -61,30 +62,6 @@ inline void dequantize_row(const SideLayout& side, const Byte* codes, const Byte
   for (Index g = 0; g < side.num_groups; g += 16)
     dequantize_span<is_int4, T>(side, codes, scales + g * sizeof(T), side.num_groups - g, g * side.group,
                                     min((g + 16) * side.group, side.dim), max_scale, to);
-}
-
-// Rows of a block in native order: from columns, then from quads.
-inline void unpack_columns(const Byte* block, Index bytes, Byte (*rows)[kMaxHeadDim]) {
-  for (Index at = 0; at < bytes; at += 16)
-    for (Index t = 0; t < kBlock; t += 4) {
-      const Byte* columns[4];
-      for (Index i = 0; i < 4; ++i) columns[i] = block + (at / 4 + i) * kColumn + 4 * t;
-      transpose_four(columns, 0, rows[t] + at, kMaxHeadDim);
-    }
-}
-
-inline void unpack_quads(const Byte* block, Index bytes, Byte (*rows)[kMaxHeadDim]) {
-  for (Index t = 0; t < kBlock; t += 4)
-    for (Index at = 0; at < bytes; at += 16) {
-      Bytes16 quads[4];
-      const Byte* from[4];
-      for (Index i = 0; i < 4; ++i) {
-        const Bytes16 quad = bit_copy<Bytes16>(block + t * bytes + 4 * at + 16 * i);
-        quads[i] = shuffle(quad, quad, [](int byte) { return byte % 4 * 4 + byte / 4; });  // by token
-        from[i] = reinterpret_cast<const Byte*>(quads + i);
-      }
-      transpose_four(from, 0, rows[t] + at, kMaxHeadDim);
-    }
 }
 
 // Calls kernel.template operator()<T, W>() with the type of the scales and the width as constants.

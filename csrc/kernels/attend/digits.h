@@ -6,9 +6,8 @@
 // not served here.
 #pragma once
 
-#include "codes.h"
-
-#include <immintrin.h>
+#include "code_keys.h"
+#include "code_values.h"
 
 namespace kvloom::KVLOOM_ISA {
 

@@ -1,7 +1,8 @@
 // Which kernel serves which dtype on this instruction set.
 #pragma once
 
-#include "codes.h"
+#include "code_keys.h"
+#include "code_values.h"
 
 #if defined(__AVX512BF16__) && defined(__AVX512VNNI__)
 #include "bf16_codes.h"

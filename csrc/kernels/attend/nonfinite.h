@@ -4,7 +4,7 @@
 
 #include "plan.h"
 #include "softmax.h"
-#include "tile.h"
+#include "wide.h"
 
 namespace kvloom::KVLOOM_ISA {
 

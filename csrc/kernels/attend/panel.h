@@ -29,9 +29,10 @@ class KeyPanel {
   // R rows by all tokens. Unpacked, a lane accumulates every kLanes-th dword, and a horizontal sum reduces the lanes by
   // halves, quarters and so on. Here those lanes are computed one after the other, in the order of that reduction.
   template <int R, int W>
-  void score(const Byte* query, Index query_bytes, Index any_width, float* scores) const {
+  void score(const Byte* query, Index any_width, float* scores) const {
     constexpr int V = kLanes == 16 ? 4 : 2;
-    const Index steps = (W ? W : any_width) / Scores::kElements / kLanes;
+    const Index width = W ? W : any_width, query_bytes = Scores::query_bytes(width);
+    const Index steps = width / Scores::kElements / kLanes;
     for (Index t = 0; t < kChunk; t += V * kLanes) {
       Vec pending[kLevels + 1][R][V];  // sums by their level of the reduction
       for (unsigned n = 0; n < kLanes; ++n) {

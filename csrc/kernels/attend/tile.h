@@ -4,9 +4,8 @@
 // a row's bits do not depend on its neighbors.
 #pragma once
 
-#include "../base/codes.h"
 #include "panel.h"
-#include "prefetch.h"
+#include "wide.h"
 
 namespace kvloom::KVLOOM_ISA {
 
@@ -27,72 +26,7 @@ struct ValueTask {
   float* accumulators;  // [rows, width]
 };
 
-// --- any dtype to float32 ----------------------------------------------------------------------------------
-
-// Whether rounding to the scale's type, as dequantizing is defined, shows in the query's type.
-inline bool is_coarser(DType scale, DType query) {
-  return query == DType::f32 ? scale != DType::f32 : query == DType::f16 && scale == DType::bf16;
-}
-
-// Every element rounded to a type and back.
-inline void round_row(DType dtype, float* row, Index width) {
-  for_float(dtype, [=]<class T>(T) {
-    if constexpr (!std::is_same_v<T, float>)
-      for (Index d = 0; d < width; d += kLanes) store(row + d, widen(narrow(load(row + d), T{}), T{}));
-  });
-}
-
-// `count` codes from one on, times their scale.
-template <int kBits>
-inline void widen_group(const Byte* codes, Index first, Index count, float scale, float largest, float* out) {
-  const auto value = [=](Index d, Index some) KVLOOM_INLINE_LAMBDA {
-    return saturate(load_codes<kBits>(codes + (first + d) * kBits / 8, some) * scale, largest);
-  };
-  Index d = 0;
-  for (; d + kLanes <= count; d += kLanes) store(out + first + d, value(d, kLanes));
-  if (d < count) store_partial(out + first + d, value(d, count - d), count - d);
-}
-
-// What a load of `side` as query_dtype gives, element by element; zero from dim on.
-inline void widen_row(const SideLayout& side, const Byte* row, const Byte* scale_row, DType query_dtype, float* out) {
-  const DType dtype = side.cache.dtype, scale_dtype = side.scale.dtype;
-  const Index width = round_up(side.dim, kBlock);
-  for (Index d = side.dim; d < width; ++d) out[d] = 0.0f;
-  if (!side.scale.data) {
-    read_floats(row, dtype, 0, 1, out, side.dim);
-    if (dtype != query_dtype) round_row(query_dtype, out, width);
-    return;
-  }
-  const float largest = largest_finite(query_dtype == DType::f16 ? query_dtype : scale_dtype);
-  for (Index g = 0; g < side.num_groups; ++g) {
-    const auto widen = dtype == DType::int8 ? widen_group<8> : widen_group<4>;
-    widen(row, g * side.group, side.group, read_float(scale_row, scale_dtype, g), largest, out);
-  }
-  if (is_coarser(scale_dtype, query_dtype)) round_row(scale_dtype, out, width);
-}
-
-// Float32 copies of the rows of one block of tokens.
-class WideRows {
- public:
-  const Byte* const* of(const ChunkRows& chunk, Index first) {
-    const SideLayout& side = *chunk.side;
-    for (Index t = 0; t < kBlock; ++t) {
-      row_[t] = reinterpret_cast<const Byte*>(copy_[t]);
-      chunk.prefetcher.prefetch_row(first + t, side.row_bytes);
-      if (first + t >= chunk.begin && first + t < chunk.end)
-        widen_row(side, chunk.row[first + t], chunk.scale[first + t], chunk.query_dtype, copy_[t]);
-      else
-        std::memset(copy_[t], 0, round_up(side.dim, kBlock) * sizeof(float));
-    }
-    return row_;
-  }
-
- private:
-  const Byte* row_[kBlock];
-  alignas(64) float copy_[kBlock][kMaxHeadDim];
-};
-
-// --- float32 -----------------------------------------------------------------------------------------------
+// --- scores ------------------------------------------------------------------------------------------------
 
 // Calls kernel.template operator()<W>() with the width as a constant where it is a common one, else with 0.
 template <class Kernel>
@@ -104,13 +38,33 @@ inline void for_width(Index width, Kernel kernel) {
   }
 }
 
+// Calls kernel.template operator()<R>(first row) for runs of 4, 2 and 1 rows.
+template <class Kernel>
+inline void for_rows(Index num_rows, Kernel kernel) {
+  Index r = 0;
+  for (; r + 4 <= num_rows; r += 4) kernel.template operator()<4>(r);
+  if (r + 2 <= num_rows) kernel.template operator()<2>(r), r += 2;
+  if (r < num_rows) kernel.template operator()<1>(r);
+}
+
+// How keys and queries are multiplied: kLanes dwords of a key, times as many of a query. Here keys are floats of type
+// T, one to a dword.
+template <class T>
+struct FloatScores {
+  static constexpr Index kElements = 1;       // of a dword
+  static constexpr Index kBytes = sizeof(T);  // of a stored element
+  static Vec at(const Byte* row, Index dword) { return load_as<T>(row, dword); }
+  static Vec add(Vec sum, Vec x, Vec y) { return multiply_add(x, y, sum); }
+  static const Byte* query(const ScoreTask& task) { return reinterpret_cast<const Byte*>(task.query); }
+  static constexpr Index query_bytes(Index width) { return width * 4; }  // from row to row
+};
+
 // R rows by kLanes / R tokens, token by token, so that memory is read in the order of its addresses.
-template <class T, int R, int W>
-inline void score_tokens(const float* query, Index any_width, const Byte* const* keys,
-                         const RowPrefetcher& prefetcher, Index first, float* scores) {
+template <class Scores, int R, int W>
+inline void score_tokens(const Byte* query, Index any_width, const Byte* const* keys, const RowPrefetcher& prefetcher,
+                         Index first, float* scores) {
   constexpr int kTokens = kLanes / R;
-  constexpr Index kBytes = sizeof(T);
-  const Index width = W ? W : any_width;
+  const Index width = W ? W : any_width, query_bytes = Scores::query_bytes(width);
   Vec sums[kLanes];
   KVLOOM_UNROLL(16)
   for (int t = 0; t < kTokens; ++t) {
@@ -119,11 +73,13 @@ inline void score_tokens(const float* query, Index any_width, const Byte* const*
     KVLOOM_UNROLL(16)
     for (int r = 0; r < R; ++r) sum[r] = Vec{};
     KVLOOM_UNROLL(8)
-    for (Index d = 0; d < width; d += kLanes) {
-      if (d * kBytes % 64 == 0) prefetcher.prefetch_lines<kBytes>(first + t, d * kBytes, 1);
-      const Vec x = load_as<T>(key, d);
+    for (Index dword = 0; dword < width / Scores::kElements; dword += kLanes) {
+      const Index offset = dword * Scores::kElements * Scores::kBytes;
+      if (offset % 64 == 0) prefetcher.prefetch_lines<Scores::kBytes>(first + t, offset, 1);
+      const Vec x = Scores::at(key, dword);
       KVLOOM_UNROLL(16)
-      for (int r = 0; r < R; ++r) sum[r] = multiply_add(load(query + r * width + d), x, sum[r]);
+      for (int r = 0; r < R; ++r)
+        sum[r] = Scores::add(sum[r], x, bit_copy<Vec>(query + r * query_bytes + 4 * dword));
     }
     KVLOOM_UNROLL(16)
     for (int r = 0; r < R; ++r) sums[r * kTokens + t] = sum[r];
@@ -134,55 +90,31 @@ inline void score_tokens(const float* query, Index any_width, const Byte* const*
   for (int r = 0; r < R; ++r) std::memcpy(scores + r * kChunk, found + r * kTokens, kTokens * sizeof(float));
 }
 
-// Calls kernel.template operator()<R>(first row) for runs of 4, 2 and 1 rows.
-template <class Kernel>
-inline void for_rows(Index num_rows, Kernel kernel) {
-  Index r = 0;
-  for (; r + 4 <= num_rows; r += 4) kernel.template operator()<4>(r);
-  if (r + 2 <= num_rows) kernel.template operator()<2>(r), r += 2;
-  if (r < num_rows) kernel.template operator()<1>(r);
-}
-
-// For floats of type T: scores of one block of tokens for a few rows, and products of dwords for many rows.
-template <class T>
-struct FloatScores {
-  static Vec at(const Byte* row, Index dword) { return load_as<T>(row, dword); }
-  static constexpr Index kElements = 1;  // of a dword
-  static Vec add(Vec sum, Vec x, Vec y) { return multiply_add(x, y, sum); }
-  static const Byte* query(const ScoreTask& task) { return reinterpret_cast<const Byte*>(task.query); }
-  static Index query_bytes(const ScoreTask& task) { return task.width * 4; }  // from row to row
-
-  template <int R, int W>
-  static void score_block(const ScoreTask& task, Index r, const Byte* const* keys, const RowPrefetcher& prefetcher,
-                          Index first) {
-    for (Index t = 0; t < kBlock; t += kLanes / R)
-      score_tokens<T, R, W>(task.query + r * task.width, task.width, keys + t, prefetcher, first + t,
-                               task.scores + r * kChunk + first + t);
-  }
-};
-
 // Scores of the chunk; rows_of(first) are the keys of the block of tokens from there on.
 template <class Scores, int W, class RowsOf>
 inline void score_blocks(const ChunkRows& chunk, const ScoreTask& task, const RowPrefetcher& prefetcher,
                          RowsOf rows_of) {
   KeyPanel<Scores> panel;
-  const Index width = W ? W : task.width;
+  const Index width = W ? W : task.width, query_bytes = Scores::query_bytes(width);
   const bool has_many = task.num_rows >= kManyRows;
   for (Index first = chunk.begin / kBlock * kBlock; first < chunk.end; first += kBlock) {
     const Byte* const* keys = rows_of(first);
     if (has_many) {
       panel.pack(keys, first, width);
-    } else {
-      for_rows(task.num_rows, [&]<int R>(Index r) {
-        Scores::template score_block<R, W>(task, r, keys, prefetcher.for_first_rows(r), first);
-      });
+      continue;
     }
+    for_rows(task.num_rows, [&]<int R>(Index r) {
+      const RowPrefetcher row_prefetcher = prefetcher.for_first_rows(r);
+      float* scores = task.scores + r * kChunk + first;
+      for (Index t = 0; t < kBlock; t += kLanes / R)
+        score_tokens<Scores, R, W>(Scores::query(task) + r * query_bytes, width, keys + t, row_prefetcher, first + t,
+                                   scores + t);
+    });
   }
   if (has_many)
     for_rows(task.num_rows, [&]<int R>(Index r) {
-      const Index bytes = Scores::query_bytes(task);
       prefetcher.prefetch_share(r, r + R, task.num_rows, chunk.side->row_bytes);
-      panel.template score<R, W>(Scores::query(task) + r * bytes, bytes, width, task.scores + r * kChunk);
+      panel.template score<R, W>(Scores::query(task) + r * query_bytes, width, task.scores + r * kChunk);
     });
 }
 
@@ -199,6 +131,8 @@ inline void score_wide(const ChunkRows& chunk, const ScoreTask& task) {
   const auto rows_of = [&](Index first) { return rows.of(chunk, first); };
   score_blocks<FloatScores<float>, 0>(chunk, task, RowPrefetcher(), rows_of);
 }
+
+// --- values ------------------------------------------------------------------------------------------------
 
 // R rows by N vectors of d.
 template <class T, int R, int N>
