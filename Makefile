@@ -26,6 +26,7 @@ TIER := tests/test_tiny.py tests/test_cli.py tests/contracts/test_imports.py tes
 BARE_TIER := --confcutdir tests/paging --hypothesis-profile ci tests/paging
 # What `make` built, for environments that build nothing.
 LIBRARY = $(abspath $(wildcard $(BIN)/../lib/python*/site-packages/kvloom/ops/impl/libkvloom_cpu.*))
+CPP = $(shell find csrc tests benchmarks -name '*.h' -o -name '*.cpp')
 NO_CUDA := 'import torch; print(int(not torch.cuda.is_available()))'
 
 .PHONY: demo test mutants test-isa test-triton asan asan-library asan-hostile slow tsan test-matrix wheel \
@@ -138,6 +139,7 @@ test-pythons: wheel
 	done
 
 check: $(READY)
+	$(BIN)/clang-format --dry-run --Werror $(CPP)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
@@ -163,6 +165,7 @@ bench-gpu: $(WITH_TRITON)
 	$(BIN)/python benchmarks/gpu.py
 
 format: $(READY)
+	$(BIN)/clang-format -i $(CPP)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 

@@ -1,5 +1,5 @@
-// The yardsticks of what is bound by memory: bytes read and bytes copied as fast as this machine can, in torch's
-// own threads.
+// The yardsticks of what is bound by memory: bytes read and bytes copied as fast as this machine can, in
+// torch's own threads.
 #include <atomic>
 #include <cstdint>
 #include <cstring>

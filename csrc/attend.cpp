@@ -13,13 +13,13 @@
 namespace kvloom {
 namespace {
 
-// The work that is worth waking a thread, which takes some microseconds: bytes that are read, or as much arithmetic.
+// The work that is worth waking a thread, which takes some microseconds: bytes, or as much arithmetic.
 constexpr int64_t kWorkPerThread = 256 << 10;
 constexpr int64_t kProductsPerByte = 8;
-constexpr size_t kKeptBytes = 4 << 20;  // of a workspace between calls
+constexpr size_t kKeptBytes = 4 << 20;          // of a workspace between calls
 constexpr int64_t kEndless = int64_t{1} << 62;  // more than any distance between positions
 
-// --- tensors into plain arguments -------------------------------------------------------------------------
+// --- tensors into plain arguments --------------------------------------------------------------------------
 
 DType float_of(const Tensor& x, const char* message) {
   const DType dtype = type_of(x);
@@ -49,7 +49,7 @@ FloatArray head_floats(const MaybeTensor& x, int64_t num_heads, const char* mess
   return floats_of(*x, message);
 }
 
-// --- threads ----------------------------------------------------------------------------------------------
+// --- threads -----------------------------------------------------------------------------------------------
 
 // The memory of a workspace, which a thread keeps for its next call if it is small.
 class WorkspaceBuffer {
@@ -98,7 +98,7 @@ int64_t num_threads_for(const AttendArgs& args, int64_t products_per_pair) {
 
 using RangeFunction = void (*)(const AttendArgs& args, int64_t first, int64_t last, void* workspace);
 
-// Runs `function` over [0, count) in several threads. Each takes a few indices at a time, since their work differs.
+// Runs `function` over [0, count) in several threads. Each takes a few at a time, since their work differs.
 void run_parallel(RangeFunction function, const AttendArgs& args, int64_t count, void* workspace) {
   const int64_t threads = std::min(args.num_threads, count);
   if (threads <= 1) {
@@ -126,7 +126,7 @@ void run(const AttendArgs& args) {
   buffer.trim();
 }
 
-// --- attend -----------------------------------------------------------------------------------------------
+// --- attend ------------------------------------------------------------------------------------------------
 
 Tensor attend(const Tensor& query, const Tensor& key_cache, const Tensor& value_cache,
               const MaybeTensor& key_scale, const MaybeTensor& value_scale, const Tensor& table,
@@ -148,7 +148,8 @@ Tensor attend(const Tensor& query, const Tensor& key_cache, const Tensor& value_
           "keys and values must have the same slots and heads");
   const int64_t key_dim = key.head_dim(), value_dim = value.head_dim();
   require(key_dim > 0, "keys must have a head dim of at least 1");
-  require(query.size(2) == key_dim && (key.num_heads() > 0 ? args.num_heads % key.num_heads() : args.num_heads) == 0,
+  require(query.size(2) == key_dim &&
+              (key.num_heads() > 0 ? args.num_heads % key.num_heads() : args.num_heads) == 0,
           "query must have the head dim of the keys and a multiple of their heads");
   require(kernels().attend_supports(args), "head dims are larger than the compiled attention has room for");
 
@@ -195,8 +196,6 @@ Tensor attend(const Tensor& query, const Tensor& key_cache, const Tensor& value_
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(kvloom, CPU, m) {
-  m.impl("attend", TORCH_BOX(&attend));
-}
+STABLE_TORCH_LIBRARY_IMPL(kvloom, CPU, m) { m.impl("attend", TORCH_BOX(&attend)); }
 
 }  // namespace kvloom

@@ -1,5 +1,5 @@
-// The index of a call: seqstarts, kvstarts and the page table, copied once, then checked as the reference does and with
-// its messages. Another thread that writes to the tensors in the meantime changes nothing.
+// The index of a call: seqstarts, kvstarts and the page table, copied once, then checked as the reference
+// does and with its messages. Another thread that writes to the tensors in the meantime changes nothing.
 #pragma once
 
 #include <algorithm>
@@ -16,7 +16,8 @@ namespace kvloom {
 class AttendIndex {
  public:
   // Copies and checks the starts of new and of stored tokens.
-  AttendIndex(const Tensor& seqstarts, const Tensor& kvstarts, const MaybeTensor& first_visible, int64_t num_rows) {
+  AttendIndex(const Tensor& seqstarts, const Tensor& kvstarts, const MaybeTensor& first_visible,
+              int64_t num_rows) {
     const Integers rows = integers_of(seqstarts, 1, "seqstarts must be integers, [B + 1]");
     const Integers stored = integers_of(kvstarts, 1, "kvstarts must be integers, [B + 1]");
     num_sequences_ = seqstarts.size(0) - 1;
@@ -39,7 +40,7 @@ class AttendIndex {
 
   int64_t num_columns() const { return kvstarts_.back(); }
 
-  // Refuses sequences of more new tokens than stored ones where `has_positions(b)`: some positions would be negative.
+  // Refuses sequences of more new tokens than stored ones where `has_positions(b)`: some would be negative.
   template <class HasPositions>
   void check_lengths(HasPositions has_positions) const {
     for (int64_t b = 0; b < num_sequences_; ++b) {
@@ -50,16 +51,18 @@ class AttendIndex {
     }
   }
 
-  // Copies the pages that are read, and refuses rows with too few, then tokens whose slots are outside the cache.
+  // Copies the pages that are read, and refuses rows with too few, then tokens outside the cache.
   void copy_pages(const Tensor& table, const MaybeTensor& row_starts, int64_t page_size, int64_t num_slots) {
     const int64_t rank = row_starts ? 1 : 2;
-    const Integers entries = integers_of(table, rank, "index must be integers, [B, P], or [N] with row_starts");
+    const Integers entries =
+        integers_of(table, rank, "index must be integers, [B, P], or [N] with row_starts");
     require(page_size > 0, "page_size must be at least 1");
     require((row_starts ? *row_starts : table).size(0) >= num_sequences_,
             "index must have a row for each sequence");
     page_size_ = page_size;
     const int64_t width = table.size(rank - 1);
-    row_starts ? copy_ragged(entries, integers_of(*row_starts, 1, "row_starts must be integers, [B]"), width, num_slots)
+    row_starts ? copy_ragged(entries, integers_of(*row_starts, 1, "row_starts must be integers, [B]"), width,
+                             num_slots)
                : copy_padded(entries, table.stride(0), width, num_slots);
   }
 
@@ -78,7 +81,8 @@ class AttendIndex {
     if (starts[0] == 0 && std::is_sorted(starts.begin(), starts.end())) return;
     std::string all;
     for (const int64_t start : starts) all += (all.empty() ? "" : ", ") + std::to_string(start);
-    throw std::invalid_argument(std::string(name) + " must begin with 0 and never decrease, got [" + all + "]");
+    throw std::invalid_argument(std::string(name) + " must begin with 0 and never decrease, got [" + all +
+                                "]");
   }
 
   int64_t length(int64_t b) const { return kvstarts_[b + 1] - kvstarts_[b]; }
@@ -108,9 +112,9 @@ class AttendIndex {
         const int64_t held = std::min(left, page_size_), first = pages_[rows_[b] + page];
         if (first >= 0 && first <= num_slots - held) continue;
         throw std::invalid_argument("index must be in [0, " + std::to_string(num_slots) +
-                                    ") for every token, got first slot " + std::to_string(first) + " for the " +
-                                    std::to_string(held) + " tokens of page " + std::to_string(page) +
-                                    " of sequence " + std::to_string(b));
+                                    ") for every token, got first slot " + std::to_string(first) +
+                                    " for the " + std::to_string(held) + " tokens of page " +
+                                    std::to_string(page) + " of sequence " + std::to_string(b));
       }
     }
   }
@@ -120,9 +124,9 @@ class AttendIndex {
     for (int64_t b = 0; b < num_sequences_; ++b) {
       const int64_t count = length(b);
       if (count == 0 || (starts[b] >= 0 && starts[b] <= width - count)) continue;
-      throw std::invalid_argument("index must hold row " + std::to_string(b) + " of " + std::to_string(count) +
-                                  " entries from " + std::to_string(starts[b]) + " on, got " +
-                                  std::to_string(width) + " entries");
+      throw std::invalid_argument("index must hold row " + std::to_string(b) + " of " +
+                                  std::to_string(count) + " entries from " + std::to_string(starts[b]) +
+                                  " on, got " + std::to_string(width) + " entries");
     }
     int64_t token = 0;
     for (int64_t b = 0; b < num_sequences_; ++b) {

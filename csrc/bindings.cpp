@@ -16,15 +16,17 @@ namespace kvloom {
 namespace {
 
 constexpr int64_t kBytesPerThread = 64 << 10;  // less is not worth waking a thread
-// Above this size whole cache lines are written with non-temporal stores, since they would evict everything else.
-// Loaded tokens are read next, so the limit is larger; dequantized ones come so slowly that streaming gains nothing
-// until they exceed a last-level cache.
+// Above this size whole cache lines are written with non-temporal stores, since they would evict everything
+// else. Loaded tokens are read next, so the limit is larger; dequantized ones come so slowly that streaming
+// gains nothing until they exceed a last-level cache.
 constexpr int64_t kBytesToStream = 2 << 20, kLoadedBytesToStream = 4 << 20;
 constexpr int64_t kDequantizedBytesToStream = 16 << 20;
 
-// --- tensors into plain arguments -------------------------------------------------------------------------
+// --- tensors into plain arguments --------------------------------------------------------------------------
 
-View target_view(const Tensor& x, bool has_scale = false) { return view_of(x, x.mutable_data_ptr(), has_scale); }
+View target_view(const Tensor& x, bool has_scale = false) {
+  return view_of(x, x.mutable_data_ptr(), has_scale);
+}
 
 // Tokens `[T, H, D]`, or `[B, H, N, D]` with token n of row b in slot b * N + n.
 View token_view(const Tensor& x, const void* data) {
@@ -45,14 +47,15 @@ View token_view(const Tensor& x, const void* data) {
   return view;
 }
 
-// --- checks -----------------------------------------------------------------------------------------------
+// --- checks ------------------------------------------------------------------------------------------------
 
-// Slots of tokens, copied once, so that the values that are checked are those that are used: another thread may write
-// to the tensor, or this call where the tensor shares memory with the cache.
+// Slots of tokens, copied once, so that the values that are checked are those that are used: another thread
+// may write to the tensor, or this call where the tensor shares memory with the cache.
 class CheckedSlots {
  public:
   // Refuses slots outside `[0, num_slots)` before anything is written. In Python this is an ArgumentError.
-  CheckedSlots(const char* name, const Tensor& x, int64_t count, int64_t num_slots, bool skip_negative = false) {
+  CheckedSlots(const char* name, const Tensor& x, int64_t count, int64_t num_slots,
+               bool skip_negative = false) {
     const Integers slots = slots_of(x);
     require(x.numel() == count, "there must be one slot for each token");
     slots_ = slots.copied(count);
@@ -114,7 +117,7 @@ bool extents_meet(const View& x, const View& y) {
   return a.begin < b.end && b.begin < a.end;
 }
 
-// --- threads ----------------------------------------------------------------------------------------------
+// --- threads -----------------------------------------------------------------------------------------------
 
 constexpr int64_t kLine = 64, kSmallScratch = 8 << 10;
 
@@ -155,7 +158,7 @@ void run(MoveArgs& args, int64_t count, int64_t bytes_to_stream) {
   }
 }
 
-// --- store ------------------------------------------------------------------------------------------------
+// --- store -------------------------------------------------------------------------------------------------
 
 // Keys or values of new tokens, `[T, H, D]` or `[B, H, N, D]`, into their cache.
 Move store_side(const Tensor& x, const Tensor& cache, const MaybeTensor& scale) {
@@ -172,7 +175,8 @@ void store(const Tensor& key, const MaybeTensor& value, const Tensor& slots, con
   MoveArgs args;
   Move moves[2] = {store_side(key, key_cache, key_scale)};
   const int64_t count = moves[0].from.num_slots();
-  require(slots.dim() == key.dim() - 2 && slots.size(0) == key.size(0), "there must be slots for each sequence");
+  require(slots.dim() == key.dim() - 2 && slots.size(0) == key.size(0),
+          "there must be slots for each sequence");
   args.moves = moves;
   args.num_moves = 1;
   if (value && value_cache) {
@@ -192,7 +196,7 @@ void store(const Tensor& key, const MaybeTensor& value, const Tensor& slots, con
   run(args, count, kBytesToStream);
 }
 
-// --- load -------------------------------------------------------------------------------------------------
+// --- load --------------------------------------------------------------------------------------------------
 
 constexpr int64_t kLargeResult = 128 << 10;  // glibc takes blocks from here on from the system
 
@@ -232,8 +236,8 @@ Tensor empty_loaded(const Tensor& slots, int64_t heads, int64_t width, int32_t d
   return out;
 }
 
-Move load_side(const Tensor& cache, const MaybeTensor& scale, const Tensor& slots, int32_t dtype, int64_t repeat,
-               Tensor& out) {
+Move load_side(const Tensor& cache, const MaybeTensor& scale, const Tensor& slots, int32_t dtype,
+               int64_t repeat, Tensor& out) {
   Move move;
   move.from = source_view(cache, scale.has_value());
   if (scale) move.from_scale = source_view(*scale);
@@ -268,7 +272,7 @@ std::tuple<Tensor, Tensor> load(const Tensor& slots, const Tensor& key_cache, co
   return {key, value};
 }
 
-// --- copy -------------------------------------------------------------------------------------------------
+// --- copy --------------------------------------------------------------------------------------------------
 
 bool is_same(const View& a, const View& b) {
   return a.data == b.data && std::equal(a.size, a.size + 6, b.size) &&

@@ -20,7 +20,7 @@ namespace kvloom {
 using torch::stable::Tensor;
 using MaybeTensor = std::optional<Tensor>;
 
-// Keeps a direct call of the operator within its tensors. Python repeats a refused check with a better message.
+// Keeps a direct call of the operator within its tensors. Python repeats a refused check, with more words.
 inline void require(bool fits, const char* message) {
   if (!fits) throw std::invalid_argument(message);
 }
@@ -58,7 +58,8 @@ struct Integers {
   bool is_64 = true;
 
   int64_t operator[](int64_t i) const {
-    return is_64 ? static_cast<const int64_t*>(data)[i * stride] : static_cast<const int32_t*>(data)[i * stride];
+    return is_64 ? static_cast<const int64_t*>(data)[i * stride]
+                 : static_cast<const int32_t*>(data)[i * stride];
   }
 
   // A copy of the first `count`, so that the values that are checked are those that are used.
@@ -140,7 +141,9 @@ inline View view_of(const Tensor& x, const void* data, bool has_scale) {
   return view;
 }
 
-inline View source_view(const Tensor& x, bool has_scale = false) { return view_of(x, x.const_data_ptr(), has_scale); }
+inline View source_view(const Tensor& x, bool has_scale = false) {
+  return view_of(x, x.const_data_ptr(), has_scale);
+}
 
 inline void check_scale(const View& codes, const View& scale) {
   const int64_t numbers = codes.head_dim(), groups = scale.width();

@@ -75,10 +75,11 @@ void in_threads(int num_threads, int64_t count, int64_t few, Work work) {
   for (std::thread& thread : threads) thread.join();
 }
 
-// --- a cache ----------------------------------------------------------------------------------------------
+// --- a cache -----------------------------------------------------------------------------------------------
 
 // `[T, H, D]` or `[B, 1, S, H, 1, D]`, contiguous.
-View view_of(const void* data, DType dtype, int64_t itemsize, int64_t slots, int64_t in_block, int64_t width) {
+View view_of(const void* data, DType dtype, int64_t itemsize, int64_t slots, int64_t in_block,
+             int64_t width) {
   View view;
   view.data = static_cast<Byte*>(const_cast<void*>(data));
   view.itemsize = itemsize;
@@ -159,7 +160,7 @@ Bytes load(const Cache& cache, const std::vector<int64_t>& slots, int num_thread
   return out;
 }
 
-// --- attention --------------------------------------------------------------------------------------------
+// --- attention ---------------------------------------------------------------------------------------------
 
 // Splits that are items of their own, many new tokens, and few stored ones.
 const std::vector<int64_t> kNew = {1, 40, 3}, kStored = {1900, 600, 70};
@@ -210,7 +211,7 @@ Bytes attend(const Cache& cache, const Numbers& numbers, const std::vector<int64
   return out;
 }
 
-// --- everything -------------------------------------------------------------------------------------------
+// --- everything --------------------------------------------------------------------------------------------
 
 int check(bool agrees, const char* isa, const Kind& kind, const char* what) {
   if (!agrees) std::printf("%s, %s: %s differs\n", isa, kind.name, what);

@@ -27,7 +27,7 @@ struct AttendArgs {
   const void* query;  // [Tq, Hq, Dk]
   Index query_stride[3];
   DType query_dtype;
-  void* out;  // [Tq, Hq, Dv], contiguous, dtype of the query
+  void* out;        // [Tq, Hq, Dv], contiguous, dtype of the query
   Index num_heads;  // Hq
 
   CacheSide key;
@@ -42,9 +42,9 @@ struct AttendArgs {
 
   float scale;
   bool is_causal;
-  Index window;  // keys that a query sees, itself included; 0 for all
-  float softcap;        // 0 for none
-  FloatArray mask;      // [Hq, Tq, Tkv], stride 0 over heads where it has none
+  Index window;             // keys that a query sees, itself included; 0 for all
+  float softcap;            // 0 for none
+  FloatArray mask;          // [Hq, Tq, Tkv], stride 0 over heads where it has none
   FloatArray alibi_slopes;  // [Hq]
   FloatArray sinks;         // [Hq]
 

@@ -5,15 +5,13 @@
 
 namespace kvloom::KVLOOM_ISA {
 
-// x * y + z, rounded once where the instruction set can. The compiler must not choose: some rows are computed by
-// several copies of a function, and have the same bits in all of them.
+// x * y + z, rounded once where the instruction set can. The compiler must not choose: some rows are computed
+// by several copies of a function, and have the same bits in all of them.
 inline Vec multiply_add(Vec x, Vec y, Vec z) {
 #if defined(__AVX512F__)
-  return as<Vec>(_mm512_fmadd_ps(as<__m512>(x), as<__m512>(y),
-                                               as<__m512>(z)));
+  return as<Vec>(_mm512_fmadd_ps(as<__m512>(x), as<__m512>(y), as<__m512>(z)));
 #elif defined(__FMA__)
-  return as<Vec>(_mm256_fmadd_ps(as<__m256>(x), as<__m256>(y),
-                                               as<__m256>(z)));
+  return as<Vec>(_mm256_fmadd_ps(as<__m256>(x), as<__m256>(y), as<__m256>(z)));
 #elif defined(__FP_FAST_FMAF)  // ARM
   for (int i = 0; i < kLanes; ++i) z[i] = __builtin_fmaf(x[i], y[i], z[i]);
   return z;
@@ -38,7 +36,7 @@ inline float max_lane(Vec x) {
   return reduce_lanes(x, [](Vec a, Vec b) { return maximum(a, b); });
 }
 
-// e^x to about one unit in the last place; 0 far below the smallest normal number, exactly 1 at 0, NaN stays NaN.
+// e^x to about one unit in the last place; 0 far below the smallest normal number, 1 at 0, NaN for NaN.
 inline Vec exp(Vec x) {
 #if defined(__AVX512F__)
   const __m512 bounded = _mm512_max_ps(_mm512_set1_ps(-200.0f), as<__m512>(x));
@@ -86,7 +84,7 @@ inline Vec tanh(Vec x) {
 
 // --- several vectors ---------------------------------------------------------------------------------------
 
-// Which lanes of two vectors meet when both are reduced to groups of `width` lanes: these, and those `width` later.
+// When two vectors are reduced to groups of `width` lanes, these lanes are added to those `width` later.
 template <int width>
 constexpr int paired_lane(int lane) {
   return lane / (2 * width) * 2 * width + lane % width + (lane % (2 * width) < width ? 0 : kLanes);
@@ -104,7 +102,8 @@ template <int width>
 KVLOOM_INLINE void add_pairs(Vec* sums) {
   KVLOOM_UNROLL(8)
   for (int i = 0; i < width; ++i)
-    sums[i] = first_of_pairs<width>(sums[i], sums[i + width]) + second_of_pairs<width>(sums[i], sums[i + width]);
+    sums[i] =
+        first_of_pairs<width>(sums[i], sums[i + width]) + second_of_pairs<width>(sums[i], sums[i + width]);
 }
 
 // Lane i of the result is the sum of sums[i]: pairs of vectors are added in halves, then quarters, and so on.

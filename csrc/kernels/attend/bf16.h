@@ -27,7 +27,8 @@ struct PairScores {
 
 inline void score_bf16(const ChunkRows& chunk, const ScoreTask& task) {
   for_width(task.width, [&]<int W>() {
-    score_blocks<PairScores, W>(chunk, task, chunk.prefetcher, [&](Index first) { return chunk.row + first; });
+    score_blocks<PairScores, W>(chunk, task, chunk.prefetcher,
+                                [&](Index first) { return chunk.row + first; });
   });
 }
 
@@ -40,8 +41,8 @@ struct WeightPairs {
   void read(const float* weights, Index num_rows) {
     for (Index r = 0; r < num_rows; ++r, weights += kChunk)
       for (Index t = 0; t < kChunk; t += 32)
-        _mm512_store_si512(pair[r] + t / 2, as<__m512i>(_mm512_cvtne2ps_pbh(
-                                                _mm512_loadu_ps(weights + t + 16), _mm512_loadu_ps(weights + t))));
+        _mm512_store_si512(pair[r] + t / 2, as<__m512i>(_mm512_cvtne2ps_pbh(_mm512_loadu_ps(weights + t + 16),
+                                                                            _mm512_loadu_ps(weights + t))));
   }
 };
 
@@ -72,8 +73,9 @@ inline __m512bh weight_pair(const WeightPairs& weights, int r, Index pair) {
 
 // R rows by 64 elements, two tokens at a time. The accumulators are deinterleaved when the chunk is done.
 template <int R>
-inline void add_values_bf16(const WeightPairs& weights, const Byte* const* values, const RowPrefetcher& prefetcher,
-                            Index begin, Index end, float* accumulators, Index width, Index d) {
+inline void add_values_bf16(const WeightPairs& weights, const Byte* const* values,
+                            const RowPrefetcher& prefetcher, Index begin, Index end, float* accumulators,
+                            Index width, Index d) {
   __m512 lower[R][2], upper[R][2];
   KVLOOM_UNROLL(4)
   for (int r = 0; r < R; ++r) lower[r][0] = lower[r][1] = upper[r][0] = upper[r][1] = _mm512_setzero_ps();
@@ -93,7 +95,7 @@ inline void add_values_bf16(const WeightPairs& weights, const Byte* const* value
     }
   }
   KVLOOM_UNROLL(4)
-  for (int r = 0; r < R; ++r)
+  for (int r = 0; r < R; ++r) {
     KVLOOM_UNROLL(2)
     for (int n = 0; n < 2; ++n) {
       const __m512i low = as<__m512i>(lower[r][n]), high = as<__m512i>(upper[r][n]);
@@ -101,6 +103,7 @@ inline void add_values_bf16(const WeightPairs& weights, const Byte* const* value
       add_to(accumulator, as<__m512>(deinterleaved(low, high, false)));
       add_to(accumulator + 16, as<__m512>(deinterleaved(low, high, true)));
     }
+  }
 }
 
 // The values of a chunk, packed in pairs of tokens once for many rows.
@@ -127,14 +130,17 @@ class ValuePanel {
       KVLOOM_UNROLL(4)
       for (int n = 0; n < 4; ++n) x[n] = as<__m512bh>(_mm512_load_si512(pairs_[pair] + d + 16 * n));
       KVLOOM_UNROLL(4)
-      for (int r = 0; r < R; ++r)
+      for (int r = 0; r < R; ++r) {
         KVLOOM_UNROLL(4)
-        for (int n = 0; n < 4; ++n) sums[r][n] = _mm512_dpbf16_ps(sums[r][n], x[n], weight_pair(weights, r, pair));
+        for (int n = 0; n < 4; ++n)
+          sums[r][n] = _mm512_dpbf16_ps(sums[r][n], x[n], weight_pair(weights, r, pair));
+      }
     }
     KVLOOM_UNROLL(4)
-    for (int r = 0; r < R; ++r)
+    for (int r = 0; r < R; ++r) {
       KVLOOM_UNROLL(4)
       for (int n = 0; n < 4; ++n) add_to(accumulators + r * width + d + 16 * n, sums[r][n]);
+    }
   }
 
  private:

@@ -1,5 +1,5 @@
-// Codes block by block of 16 tokens in a native order, rows of a multiple of 16 bytes. A cache in this order is read in
-// place; blocks of any other are packed into it first. Either way the arithmetic is the same.
+// Codes block by block of 16 tokens in a native order, rows of a multiple of 16 bytes. A cache in this order
+// is read in place; blocks of any other are packed into it first. Either way the arithmetic is the same.
 #pragma once
 
 #include "prefetch.h"
@@ -46,7 +46,8 @@ inline const Byte* key_block(const ChunkRows& chunk, Index block, Byte* copy) {
   const Byte* const* rows = chunk.row + block * kBlock;
   const Index bytes = chunk.side->row_bytes;
   for (Index at = 0; at < bytes; at += 16)
-    for (Index t = 0; t < kBlock; t += 4) transpose_four(rows + t, at, copy + at / 4 * kColumn + 4 * t, kColumn);
+    for (Index t = 0; t < kBlock; t += 4)
+      transpose_four(rows + t, at, copy + at / 4 * kColumn + 4 * t, kColumn);
   return copy;
 }
 

@@ -8,9 +8,9 @@
 
 namespace kvloom::KVLOOM_ISA {
 
-constexpr Index kChunk = 64;        // tokens of one softmax step; chunks begin at multiples of it
-constexpr Index kSplit = 512;       // tokens of one partial result; splits begin at multiples of it
-constexpr Index kBlock = 16;        // tokens that are converted together
+constexpr Index kChunk = 64;   // tokens of one softmax step; chunks begin at multiples of it
+constexpr Index kSplit = 512;  // tokens of one partial result; splits begin at multiples of it
+constexpr Index kBlock = 16;   // tokens that are converted together
 
 inline Index head_dim(const CacheSide& side) { return side.cache.head_dim(); }
 
@@ -29,8 +29,9 @@ inline const Byte* copy_row(const View& view, const Byte* row, Byte* to) {
   return to;
 }
 
-// Codes in the order of integer dot products, a contiguous block for 16 tokens: keys as columns of four bytes of
-// each token's vector, [.., D/4, 16, 4], values as quads of four tokens for each byte of a vector, [4, D, 4].
+// Codes in the order of integer dot products, a contiguous block for 16 tokens: keys as columns of four bytes
+// of each token's vector, [.., D/4, 16, 4], values as quads of four tokens for each byte of a vector,
+// [4, D, 4].
 enum class NativeOrder { none, columns, quads };
 
 inline NativeOrder native_order(const View& view) {
@@ -38,8 +39,8 @@ inline NativeOrder native_order(const View& view) {
   const Index *size = view.size, *stride = view.stride;
   const bool is_columns = size[5] == 4 && stride[5] == 1 && size[2] % kBlock == 0 && stride[2] == 4 &&
                           (size[4] == 1 || stride[4] == 4 * kBlock);
-  const bool is_quads = size[5] == 1 && stride[4] == 4 && size[2] == 4 && stride[2] == 1 && size[1] % 4 == 0 &&
-                        stride[1] == 4 * size[4];
+  const bool is_quads = size[5] == 1 && stride[4] == 4 && size[2] == 4 && stride[2] == 1 &&
+                        size[1] % 4 == 0 && stride[1] == 4 * size[4];
   return is_columns ? NativeOrder::columns : is_quads ? NativeOrder::quads : NativeOrder::none;
 }
 
@@ -63,7 +64,8 @@ struct SideLayout {
       head_scales_are_contiguous = scale_is_contiguous && scale_head_bytes() == bytes;
       const Index per_group = row_bytes / num_groups;
       for (Index g = 0; g < num_groups; ++g)
-        for (Index i = g * per_group; i < (g + 1) * per_group; ++i) group_of_byte[i] = static_cast<int32_t>(g);
+        for (Index i = g * per_group; i < (g + 1) * per_group; ++i)
+          group_of_byte[i] = static_cast<int32_t>(g);
     }
   }
 

@@ -9,8 +9,7 @@ namespace kvloom::KVLOOM_ISA {
 
 // Adds an element of R query rows times that of two vectors of tokens.
 template <int R>
-KVLOOM_INLINE void add_products(Vec (*sums)[2], const float* query, Index width,
-                                                        const Vec* codes) {
+KVLOOM_INLINE void add_products(Vec (*sums)[2], const float* query, Index width, const Vec* codes) {
   KVLOOM_UNROLL(4)
   for (int r = 0; r < R; ++r) {
     const Vec x = splat(query[r * width]);
@@ -23,26 +22,29 @@ KVLOOM_INLINE void add_products(Vec (*sums)[2], const float* query, Index width,
 template <int R, class Rounded>
 KVLOOM_INLINE void add_group(Vec (*sums)[2], const Vec (*group)[2], const float* scales) {
   KVLOOM_UNROLL(4)
-  for (int r = 0; r < R; ++r)
+  for (int r = 0; r < R; ++r) {
     KVLOOM_UNROLL(2)
     for (int n = 0; n < 2; ++n)
       sums[r][n] = Rounded::kRounds ? sums[r][n] + group[r][n]
                                     : multiply_add(group[r][n], load(scales + n * kLanes), sums[r][n]);
+  }
 }
 
 template <int R>
 KVLOOM_INLINE void store_scores(const Vec (*sums)[2], float* scores) {
   KVLOOM_UNROLL(4)
-  for (int r = 0; r < R; ++r)
+  for (int r = 0; r < R; ++r) {
     KVLOOM_UNROLL(2)
     for (int n = 0; n < 2; ++n) store(scores + r * kChunk + n * kLanes, sums[r][n]);
+  }
 }
 
-// R rows by the tokens [first, first + 2 * kLanes) of two blocks: code products are summed within a group, and
-// scaled at its end; if they are rounded, each is scaled before.
+// R rows by the tokens [first, first + 2 * kLanes) of two blocks: code products are summed within a group,
+// and scaled at its end; if they are rounded, each is scaled before.
 template <int R, bool is_int4, class Rounded>
 inline void score_codes_at(const Byte* const* blocks, Index first, const SideLayout& key, const float* query,
-                           Index width, const float* scales, float* scores, const BlockPrefetcher* prefetchers) {
+                           Index width, const float* scales, float* scores,
+                           const BlockPrefetcher* prefetchers) {
   const Index per_group = key.row_bytes / 4 / key.num_groups;
   const Byte* at[2];
   for (Index n = 0; n < 2; ++n) {
@@ -59,10 +61,13 @@ inline void score_codes_at(const Byte* const* blocks, Index first, const SideLay
       const IntVec dwords[2] = {bit_copy<IntVec>(at[0]), bit_copy<IntVec>(at[1])};
       at[0] += kColumn, at[1] += kColumn;
       for (Index n = 0; n < 2; ++n)
-        if (const Index t = first + n * kLanes; t % kBlock == 0) prefetchers[t / kBlock].prefetch_line(column);
+        if (const Index t = first + n * kLanes; t % kBlock == 0)
+          prefetchers[t / kBlock].prefetch_line(column);
       for_positions(Positions<is_int4>{}, [&]<int position>() {
-        Vec codes[2] = {widen_position<is_int4, position>(dwords[0]), widen_position<is_int4, position>(dwords[1])};
-        if (Rounded::kRounds) codes[0] = Rounded::of(codes[0] * scale[0]), codes[1] = Rounded::of(codes[1] * scale[1]);
+        Vec codes[2] = {widen_position<is_int4, position>(dwords[0]),
+                        widen_position<is_int4, position>(dwords[1])};
+        if (Rounded::kRounds)
+          codes[0] = Rounded::of(codes[0] * scale[0]), codes[1] = Rounded::of(codes[1] * scale[1]);
         add_products<R>(group, q + position, width, codes);
       });
     }
@@ -71,8 +76,8 @@ inline void score_codes_at(const Byte* const* blocks, Index first, const SideLay
   store_scores<R>(sums, scores + first);
 }
 
-// Calls score.template operator()<R>(first row, first token, two blocks, scales from there on, a prefetcher for each
-// block) for groups of rows and each two blocks of which the chunk has tokens.
+// Calls score.template operator()<R>(first row, first token, two blocks, scales from there on, a prefetcher
+// for each block) for groups of rows and each two blocks of which the chunk has tokens.
 template <class Score>
 inline void for_key_blocks(const ChunkRows& chunk, Index num_rows, Score score) {
   alignas(64) Byte copies[2][kMaxHeadDim * kBlock];
@@ -87,17 +92,19 @@ inline void for_key_blocks(const ChunkRows& chunk, Index num_rows, Score score) 
     const Index first = block * kBlock;
     for_rows(num_rows, [&]<int R>(Index r) {
       const RowPrefetcher prefetcher = chunk.prefetcher.for_first_rows(r);
-      const BlockPrefetcher prefetchers[2] = {{prefetcher, chunk, first}, {prefetcher, chunk, first + kBlock}};
+      const BlockPrefetcher prefetchers[2] = {{prefetcher, chunk, first},
+                                              {prefetcher, chunk, first + kBlock}};
       score.template operator()<R>(r, first, blocks, scales[0] + first, prefetchers);
     });
   }
 }
 
-// Codes of two blocks widened to float32, for many rows: element by token. Where products with scales are rounded, it
-// holds the products.
+// Codes of two blocks widened to float32, for many rows: element by token. Where products with scales are
+// rounded, it holds the products.
 struct WideColumns {
   template <bool is_int4, class Rounded>
-  void read(const Byte* const* blocks, const SideLayout& key, const float* scales, const BlockPrefetcher* prefetchers) {
+  void read(const Byte* const* blocks, const SideLayout& key, const float* scales,
+            const BlockPrefetcher* prefetchers) {
     constexpr Index kElements = is_int4 ? 8 : 4;
     for (Index column = 0; column < key.row_bytes / 4; ++column) {
       prefetchers[0].prefetch_line(column);
@@ -116,7 +123,8 @@ struct WideColumns {
 
   // As score_codes_at, over both blocks.
   template <int R, class Rounded>
-  void score(const SideLayout& key, const float* query, Index width, const float* scales, float* scores) const {
+  void score(const SideLayout& key, const float* query, Index width, const float* scales,
+             float* scores) const {
     for (Index first = 0; first < 2 * kBlock; first += 2 * kLanes) {
       Vec sums[R][2] = {};
       for (Index g = 0; g < key.num_groups; ++g) {
@@ -138,17 +146,19 @@ template <bool is_int4, class Rounded>
 inline void score_codes(const ChunkRows& chunk, const ScoreTask& task) {
   const SideLayout& key = *chunk.side;
   WideColumns columns;
-  for_key_blocks(chunk, task.num_rows, [&]<int R>(Index r, Index first, const Byte* const* blocks,
-                                                  const float* scales, const BlockPrefetcher* prefetchers) {
-    const float* query = task.query + r * task.width;
-    float* scores = task.scores + r * kChunk + first;
-    if (task.num_rows >= kManyRowsOfCodes) {
-      if (r == 0) columns.read<is_int4, Rounded>(blocks, key, scales, prefetchers);
-      return columns.score<R, Rounded>(key, query, task.width, scales, scores);
-    }
-    for (Index t = 0; t < 2 * kBlock; t += 2 * kLanes)
-      score_codes_at<R, is_int4, Rounded>(blocks, t, key, query, task.width, scales, scores, prefetchers);
-  });
+  for_key_blocks(chunk, task.num_rows,
+                 [&]<int R>(Index r, Index first, const Byte* const* blocks, const float* scales,
+                            const BlockPrefetcher* prefetchers) {
+                   const float* query = task.query + r * task.width;
+                   float* scores = task.scores + r * kChunk + first;
+                   if (task.num_rows >= kManyRowsOfCodes) {
+                     if (r == 0) columns.read<is_int4, Rounded>(blocks, key, scales, prefetchers);
+                     return columns.score<R, Rounded>(key, query, task.width, scales, scores);
+                   }
+                   for (Index t = 0; t < 2 * kBlock; t += 2 * kLanes)
+                     score_codes_at<R, is_int4, Rounded>(blocks, t, key, query, task.width, scales, scores,
+                                                         prefetchers);
+                 });
 }
 
 }  // namespace kvloom::KVLOOM_ISA

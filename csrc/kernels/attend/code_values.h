@@ -46,8 +46,9 @@ KVLOOM_INLINE void scale_codes(IntVec dwords, Vec scales, Vec* x) {
 
 // R rows by V vectors of bytes; scales[token] are those of the groups.
 template <int R, bool is_int4, int V, class Rounded>
-inline void add_codes(const ValueBlocks& values, const float* weights, const float (*scales)[kMaxGroups + kLanes],
-                      float* accumulators, Index width, Index byte, const RowPrefetcher& prefetcher) {
+inline void add_codes(const ValueBlocks& values, const float* weights,
+                      const float (*scales)[kMaxGroups + kLanes], float* accumulators, Index width,
+                      Index byte, const RowPrefetcher& prefetcher) {
   constexpr int N = is_int4 ? 2 * V : V;  // of int4 the even and the odd elements
   const LaneGroups groups[2] = {{values.side, byte}, {values.side, byte + (V - 1) * kLanes}};
   Vec sums[R][N] = {};
@@ -86,7 +87,8 @@ inline void add_codes(const ValueBlocks& values, const float* weights, const flo
 // Codes of a chunk times their scales, for many rows: token by element.
 struct WideValues {
   template <bool is_int4, class Rounded>
-  void read(const ValueBlocks& values, const float (*scales)[kMaxGroups + kLanes], const RowPrefetcher& prefetcher) {
+  void read(const ValueBlocks& values, const float (*scales)[kMaxGroups + kLanes],
+            const RowPrefetcher& prefetcher) {
     constexpr int N = is_int4 ? 2 : 1;
     for (Index b = values.begin; b < values.end; ++b) {
       const BlockPrefetcher block_prefetcher(prefetcher, values.chunk, b * kBlock);
@@ -115,7 +117,8 @@ struct WideValues {
     alignas(64) float sums[R * kMaxHeadDim];
     std::memset(sums, 0, R * width * sizeof(float));
     value_block<float>({weights, nullptr, R, width, sums}, rows, RowPrefetcher(), 0, begin, end);
-    for (Index i = 0; i < R * width; i += kLanes) store(accumulators + i, load(accumulators + i) + load(sums + i));
+    for (Index i = 0; i < R * width; i += kLanes)
+      store(accumulators + i, load(accumulators + i) + load(sums + i));
   }
 
   alignas(64) float at[kChunk][kMaxHeadDim];
@@ -145,7 +148,8 @@ inline void value_codes(const ChunkRows& chunk, const ValueTask& task) {
     const RowPrefetcher prefetcher = chunk.prefetcher.for_first_rows(r);
     const float* weights = task.weights + r * kChunk;
     float* accumulators = task.accumulators + r * task.width;
-    if (has_many) return wide.add<R>(weights, blocks.begin * kBlock, blocks.end * kBlock, task.width, accumulators);
+    if (has_many)
+      return wide.add<R>(weights, blocks.begin * kBlock, blocks.end * kBlock, task.width, accumulators);
     Index byte = 0;
     for (; byte + V * kLanes <= value.row_bytes; byte += V * kLanes)
       add_codes<R, is_int4, V, Rounded>(blocks, weights, scales, accumulators, task.width, byte, prefetcher);

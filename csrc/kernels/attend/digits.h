@@ -1,9 +1,9 @@
 // Integer products of int8 and int4 codes, as AVX-512 VNNI has them.
 //
-// Codes are multiplied by integer digits, so that a product costs no conversion. A 16-bit query is split into two
-// signed digits of 7 and 8 bits (15 bits of the row's largest element), weights times value scales into two unsigned
-// ones (16 bits of the chunk's largest). Both are finer than the query's own type; a float32 query is
-// not served here.
+// Codes are multiplied by integer digits, so that a product costs no conversion. A 16-bit query is split into
+// two signed digits of 7 and 8 bits (15 bits of the row's largest element), weights times value scales into
+// two unsigned ones (16 bits of the chunk's largest). Both are finer than the query's own type; a float32
+// query is not served here.
 #pragma once
 
 #include "code_keys.h"
@@ -23,7 +23,8 @@ struct QueryHead {
 static_assert(sizeof(QueryHead) <= kPackedHead);
 
 // Elements of the two nibbles of a byte are apart: for int4 the even elements come first, then the odd ones.
-inline void pack_digits(const SideLayout& key, const float* query, Index num_rows, Index width, Byte* packed) {
+inline void pack_digits(const SideLayout& key, const float* query, Index num_rows, Index width,
+                        Byte* packed) {
   const bool is_int4 = key.cache.dtype == DType::int4;
   alignas(64) int32_t whole[kMaxHeadDim];
   for (Index r = 0; r < num_rows; ++r, query += width, packed += kPackedRow) {
@@ -53,8 +54,8 @@ inline void pack_digits(const SideLayout& key, const float* query, Index num_row
     for (Index digit = 0; digit < 2; ++digit, to += kMaxHeadDim) {
       if (!is_int4) std::memcpy(to, digits[digit], key.dim);
       for (Index d = 0; is_int4 && d < key.dim; d += 32) {
-        const __m512i pairs = _mm512_cvtepi16_epi32(
-            _mm256_load_si256(reinterpret_cast<const __m256i*>(digits[digit] + d)));
+        const __m512i pairs =
+            _mm512_cvtepi16_epi32(_mm256_load_si256(reinterpret_cast<const __m256i*>(digits[digit] + d)));
         _mm_storeu_si128(reinterpret_cast<__m128i*>(to + d / 2), _mm512_cvtepi32_epi8(pairs));
         _mm_storeu_si128(reinterpret_cast<__m128i*>(to + key.dim / 2 + d / 2),
                          _mm512_cvtepi32_epi8(_mm512_srli_epi32(pairs, 8)));
@@ -90,8 +91,7 @@ inline void score_digits_at(const Byte* const* blocks, const SideLayout& key, co
     KVLOOM_UNROLL(4)
     for (int r = 0; r < R; ++r) {
       high[r][0] = high[r][1] = _mm512_setzero_si512();
-      low[r][0] = low[r][1] =
-          broadcast_dword(packed + r * kPackedRow + offsetof(QueryHead, offset) + 4 * g);
+      low[r][0] = low[r][1] = broadcast_dword(packed + r * kPackedRow + offsetof(QueryHead, offset) + 4 * g);
     }
     for (Index c = 0; c < per_group; ++c, at += kColumn, digits += 4) {
       prefetchers[0].prefetch_line(at / 64);
@@ -141,11 +141,12 @@ inline void score_digits_at(const Byte* const* blocks, const SideLayout& key, co
 
 template <bool is_int4>
 inline void score_digits(const ChunkRows& chunk, const ScoreTask& task) {
-  for_key_blocks(chunk, task.num_rows, [&]<int R>(Index r, Index first, const Byte* const* blocks,
-                                                  const float* scales, const BlockPrefetcher* prefetchers) {
-    score_digits_at<R, is_int4>(blocks, *chunk.side, task.packed + r * kPackedRow, scales,
-                                task.scores + r * kChunk + first, prefetchers);
-  });
+  for_key_blocks(chunk, task.num_rows,
+                 [&]<int R>(Index r, Index first, const Byte* const* blocks, const float* scales,
+                            const BlockPrefetcher* prefetchers) {
+                   score_digits_at<R, is_int4>(blocks, *chunk.side, task.packed + r * kPackedRow, scales,
+                                               task.scores + r * kChunk + first, prefetchers);
+                 });
 }
 
 // --- values ------------------------------------------------------------------------------------------------
@@ -192,21 +193,23 @@ struct WeightDigits {
 // Four codes of each lane, two in a byte, as bytes: the even or the odd elements.
 inline __m512i sign_extend(__m512i nibbles) {
   const __m128i values = _mm_setr_epi8(0, 1, 2, 3, 4, 5, 6, 7, -8, -7, -6, -5, -4, -3, -2, -1);
-  return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(values), _mm512_and_si512(nibbles, _mm512_set1_epi8(0x0f)));
+  return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(values),
+                             _mm512_and_si512(nibbles, _mm512_set1_epi8(0x0f)));
 }
 
 // R rows by V vectors of 16 bytes of one group, over all quads of the chunk.
 template <int R, bool is_int4, int V>
-inline void add_digits(const ValueBlocks& values, const WeightDigits& weights, float* accumulators, Index width,
-                       Index byte, const RowPrefetcher& prefetcher) {
+inline void add_digits(const ValueBlocks& values, const WeightDigits& weights, float* accumulators,
+                       Index width, Index byte, const RowPrefetcher& prefetcher) {
   constexpr int N = is_int4 ? 2 * V : V;  // of int4 the even and the odd elements
   constexpr Index kDigit = kMaxGroups * kChunk;
   const Index group = values.side.group_of_byte[byte];
   __m512i sums[R][2][N];
   KVLOOM_UNROLL(4)
-  for (int r = 0; r < R; ++r)
+  for (int r = 0; r < R; ++r) {
     KVLOOM_UNROLL(2)
     for (int n = 0; n < N; ++n) sums[r][0][n] = sums[r][1][n] = _mm512_setzero_si512();
+  }
   for (Index b = values.begin; b < values.end; ++b) {
     const Byte* at = values.block[b] + 4 * byte;
     const Byte* digits = weights.digit[0][0][group] + WeightDigits::dword_offset(b, 0);
@@ -227,13 +230,14 @@ inline void add_digits(const ValueBlocks& values, const WeightDigits& weights, f
         }
       }
       KVLOOM_UNROLL(4)
-      for (int r = 0; r < R; ++r)
+      for (int r = 0; r < R; ++r) {
         KVLOOM_UNROLL(2)
         for (int which = 0; which < 2; ++which) {
           const __m512i w = broadcast_dword(digits + (2 * r + which) * kDigit);
           KVLOOM_UNROLL(2)
           for (int n = 0; n < N; ++n) add_products(sums[r][which][n], w, x[n]);
         }
+      }
     }
   }
   KVLOOM_UNROLL(4)

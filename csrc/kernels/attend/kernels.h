@@ -20,14 +20,14 @@ using ValueKernel = void (*)(const ChunkRows& chunk, const ValueTask& task);
 
 inline void pack_nothing(const SideLayout&, const float*, Index, Index, Byte*) {}
 
-// Rows of the query's own dtype are read as they are, and all floats by a float32 query, since nothing is rounded;
-// others through float32 copies.
+// Rows of the query's own dtype are read as they are, and all floats by a float32 query, since nothing is
+// rounded; others through float32 copies.
 inline bool is_direct(const SideLayout& side, DType query_dtype) {
   return !side.scale.data && (side.cache.dtype == query_dtype || query_dtype == DType::f32) &&
          side.dim % kBlock == 0;
 }
 
-// Whether the kernels of codes serve this side: groups begin with a column of keys, and rows fill vectors of values.
+// Whether the kernels of codes serve this side: groups begin with a column of keys, rows fill vectors.
 inline bool uses_code_kernels(const SideLayout& side) {
   return side.scale.data && side.num_groups <= kMaxGroups && side.row_bytes % 16 == 0 &&
          side.row_bytes % (4 * side.num_groups) == 0;
@@ -38,14 +38,15 @@ template <class Choice>
 inline auto choose_codes(const SideLayout& side, DType query_dtype, Choice choice) {
   const bool is_int4 = side.cache.dtype == DType::int4;
   const auto choose = [&]<class Rounded>(Rounded) {
-    return is_int4 ? choice.template operator()<true, Rounded>() : choice.template operator()<false, Rounded>();
+    return is_int4 ? choice.template operator()<true, Rounded>()
+                   : choice.template operator()<false, Rounded>();
   };
   if (!is_coarser(side.scale.dtype, query_dtype)) return choose(Unrounded{});
   return side.scale.dtype == DType::f16 ? choose(RoundedTo<Half>{}) : choose(RoundedTo<BFloat>{});
 }
 
 #ifdef KVLOOM_HAS_DOT_PRODUCTS
-// Whether codes are dequantized to bfloat16: making digits of weights, and scaling sums, pays only for long groups.
+// Whether codes are dequantized to bfloat16: digits of weights, and scaling sums, pay only for long groups.
 inline bool uses_bf16_code_kernels(const SideLayout& side, DType query_dtype) {
   return uses_code_kernels(side) && query_dtype == DType::bf16 && side.group % 32 != 0 && side.dim % 64 == 0;
 }
@@ -62,7 +63,8 @@ inline ScoreKernel choose_score(const SideLayout& key, DType query_dtype) {
     return {pack_bf16, key.cache.dtype == DType::int4 ? score_codes_bf16<true> : score_codes_bf16<false>};
   if (uses_digit_kernels(key, query_dtype))
     return {pack_digits, key.cache.dtype == DType::int4 ? score_digits<true> : score_digits<false>};
-  if (is_direct(key, query_dtype) && query_dtype == DType::bf16 && key.dim % 32 == 0) return {pack_bf16, score_bf16};
+  if (is_direct(key, query_dtype) && query_dtype == DType::bf16 && key.dim % 32 == 0)
+    return {pack_bf16, score_bf16};
 #endif
   if (uses_code_kernels(key))
     return choose_codes(key, query_dtype, []<bool is_int4, class Rounded>() {
@@ -81,8 +83,9 @@ inline ValueKernel choose_value(const SideLayout& value, DType query_dtype) {
     return value.cache.dtype == DType::int4 ? value_digits<true> : value_digits<false>;
 #endif
   if (uses_code_kernels(value))
-    return choose_codes(value, query_dtype,
-                        []<bool is_int4, class Rounded>() -> ValueKernel { return value_codes<is_int4, Rounded>; });
+    return choose_codes(value, query_dtype, []<bool is_int4, class Rounded>() -> ValueKernel {
+      return value_codes<is_int4, Rounded>;
+    });
   if (!is_direct(value, query_dtype)) return value_wide;
   return for_float(value.cache.dtype, []<class T>(T) -> ValueKernel { return value_direct<T>; });
 }

@@ -1,5 +1,5 @@
-// The slow path of a row whose result is not finite: a NaN or infinite value makes the result NaN where its weight is
-// not 0, and has no effect where it is.
+// The slow path of a row whose result is not finite: a NaN or infinite value makes the result NaN where its
+// weight is not 0, and has no effect where it is.
 #pragma once
 
 #include "plan.h"
@@ -18,13 +18,14 @@ class NonFiniteRow {
         slots_(args.table, b) {}
 
   void compute(Index new_token, Index query_head, const ScoreRow& row) {
-    const Index query_row = plan_.first_row + new_token, head = query_head / (args_.num_heads / key_.cache.num_heads());
+    const Index query_row = plan_.first_row + new_token,
+                head = query_head / (args_.num_heads / key_.cache.num_heads());
     const Index stride = args_.query_stride[2];
     const Index first = query_row * args_.query_stride[0] + query_head * args_.query_stride[1];
     read_floats(args_.query, args_.query_dtype, first, stride, query_, key_.dim);
-    float max_score = args_.sinks.data
-                          ? read_float(args_.sinks.data, args_.sinks.dtype, query_head * args_.sinks.stride[0])
-                          : -INFINITY;
+    float max_score =
+        args_.sinks.data ? read_float(args_.sinks.data, args_.sinks.dtype, query_head * args_.sinks.stride[0])
+                         : -INFINITY;
     const float sink = max_score;
     bool broken = false;
     for (Index t = row.visible.begin; t < row.visible.end; ++t) {
@@ -47,7 +48,8 @@ class NonFiniteRow {
     }
     for (Index d = 0; d < value_.dim; ++d)
       row_[d] = is_nan_[d] ? NAN : sum == 0.0 ? 0.0f : static_cast<float>(total_[d] / sum);
-    write_floats(args_.out, args_.query_dtype, (query_row * args_.num_heads + query_head) * value_.dim, row_, value_.dim);
+    write_floats(args_.out, args_.query_dtype, (query_row * args_.num_heads + query_head) * value_.dim, row_,
+                 value_.dim);
   }
 
  private:

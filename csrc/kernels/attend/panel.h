@@ -1,5 +1,6 @@
-// Keys of a chunk, packed (transposed) so that a lane is a token. Many rows share the packing, and need no horizontal
-// sum for each score. A sum adds the same numbers in the same order as without packing, so it has the same bits.
+// Keys of a chunk, packed (transposed) so that a lane is a token. Many rows share the packing, and need no
+// horizontal sum for each score. A sum adds the same numbers in the same order as without packing, so it has
+// the same bits.
 #pragma once
 
 #include "arithmetic.h"
@@ -26,8 +27,9 @@ class KeyPanel {
       }
   }
 
-  // R rows by all tokens. Unpacked, a lane accumulates every kLanes-th dword, and a horizontal sum reduces the lanes by
-  // halves, quarters and so on. Here those lanes are computed one after the other, in the order of that reduction.
+  // R rows by all tokens. Unpacked, a lane accumulates every kLanes-th dword, and a horizontal sum reduces
+  // the lanes by halves, quarters and so on. Here those lanes are computed one after the other, in the order
+  // of that reduction.
   template <int R, int W>
   void score(const Byte* query, Index any_width, float* scores) const {
     constexpr int V = kLanes == 16 ? 4 : 2;
@@ -52,11 +54,13 @@ class KeyPanel {
           }
         }
         int level = 0;
-        for (; n >> level & 1; ++level)
+        for (; n >> level & 1; ++level) {
           KVLOOM_UNROLL(4)
-          for (int r = 0; r < R; ++r)
+          for (int r = 0; r < R; ++r) {
             KVLOOM_UNROLL(4)
             for (int v = 0; v < V; ++v) sums[r][v] += pending[level][r][v];
+          }
+        }
         std::memcpy(pending[level], sums, sizeof sums);
       }
       for (int r = 0; r < R; ++r)

@@ -1,5 +1,5 @@
-// How one call is cut into work items, and where partial results lie (split-KV). Bits never depend on it: partial
-// results belong to fixed splits of the stored tokens and are always merged in order.
+// How one call is cut into work items, and where partial results lie (split-KV). Bits never depend on it:
+// partial results belong to fixed splits of the stored tokens and are always merged in order.
 #pragma once
 
 #include "cache.h"
@@ -10,7 +10,7 @@ constexpr Index kTileFloats = 16384;  // of queries or accumulators in one item
 constexpr Index kTileRows = 128;
 constexpr Index kTileHeads = 8;  // their rows of a page are neighbors in memory, and are prefetched together
 constexpr Index kMaxNewTokensToSplit = 16;  // up to here each split of a sequence is an item
-constexpr Index kPartial = 16;       // floats before a partial accumulator: maximum, sum, padding
+constexpr Index kPartial = 16;              // floats before a partial accumulator: maximum, sum, padding
 constexpr Index kMaxPartialFloats = Index{16} << 20;  // of all partial results of a call
 
 // A row is one query head of one new token; row r of a key/value head is head r % group of token r / group.
@@ -25,7 +25,9 @@ struct Tokens {
   Index begin, end;
 };
 
-inline Index partial_floats(const AttendArgs& args) { return kPartial + round_up(head_dim(args.value), kBlock); }
+inline Index partial_floats(const AttendArgs& args) {
+  return kPartial + round_up(head_dim(args.value), kBlock);
+}
 
 // Sizes of one sequence and the number of its parts.
 struct SequencePlan {
@@ -62,7 +64,8 @@ struct SequencePlan {
   // Stored tokens that some of the new tokens [first, last) see.
   Tokens visible(const AttendArgs& args, Index first, Index last) const {
     const Index offset = num_stored - num_new;
-    const Index begin = args.window > 0 ? max(first_visible, offset + first - args.window + 1) : first_visible;
+    const Index begin =
+        args.window > 0 ? max(first_visible, offset + first - args.window + 1) : first_visible;
     const Index end = hides_later ? min(num_stored, offset + last) : num_stored;
     return {min(begin, max(end, 0)), max(end, 0)};
   }
@@ -113,7 +116,7 @@ class Workspace {
             round_up((args.num_sequences + 1) * static_cast<Index>(sizeof(WorkOffsets)), 64))) {}
 
   // The sequence of an item or merge.
-  Index sequence_of(Index WorkOffsets::*counter, Index i) const {
+  Index sequence_of(Index WorkOffsets::* counter, Index i) const {
     Index low = 0, high = args_.num_sequences;
     while (high - low > 1) {
       const Index middle = (low + high) / 2;

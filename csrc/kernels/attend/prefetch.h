@@ -10,9 +10,9 @@ KVLOOM_INLINE void prefetch(const Byte* at) { __builtin_prefetch(at); }
 // For lines that are read only after more data than the first-level cache holds.
 KVLOOM_INLINE void prefetch_to_l2(const Byte* at) { __builtin_prefetch(at, 0, 2); }
 
-// Rows in the order in which kernels read them, and the rows at the farthest prefetch distance. A processor that
-// already waits for about fifty lines drops further prefetches, so each line is prefetched at three distances. Codes
-// take longer to process, and need two.
+// Rows in the order in which kernels read them, and the rows at the farthest prefetch distance. A processor
+// that already waits for about fifty lines drops further prefetches, so each line is prefetched at three
+// distances. Codes take longer to process, and need two.
 struct RowPrefetcher {
   const Byte* const* rows = nullptr;  // null: prefetch nothing
   const Byte* const* far_rows = nullptr;
@@ -20,12 +20,13 @@ struct RowPrefetcher {
   // The farthest prefetch distance in tokens, for elements of `bytes` bytes.
   static constexpr Index distance(Index bytes) { return bytes == 1 ? 2 * kChunk : 192 / bytes; }
 
-  // Prefetches what follows `lines` lines at `offset` of token t, whose elements have kBytes bytes. A kernel calls
-  // this for each line that it reads.
+  // Prefetches what follows `lines` lines at `offset` of token t, whose elements have kBytes bytes. A kernel
+  // calls this for each line that it reads.
   template <Index kBytes>
   KVLOOM_INLINE void prefetch_lines(Index t, Index offset, Index lines) const {
     if (!rows) return;
-    const Byte *near = rows[t + distance(kBytes) / 6], *middle = rows[t + distance(kBytes) / 2], *far = far_rows[t];
+    const Byte *near = rows[t + distance(kBytes) / 6], *middle = rows[t + distance(kBytes) / 2],
+               *far = far_rows[t];
     KVLOOM_UNROLL(8)
     for (Index end = offset + 64 * lines; offset < end; offset += 64) {
       prefetch(far + offset);
@@ -34,11 +35,11 @@ struct RowPrefetcher {
     }
   }
 
-  // The prefetcher for the tile's rows from one on: only the first rows prefetch, since all read the same lines.
+  // The prefetcher for the tile's rows from one on: only the first prefetch, since all read the same lines.
   RowPrefetcher for_first_rows(Index first_row) const { return first_row == 0 ? *this : RowPrefetcher(); }
 
-  // A tile of many rows takes long over each line. Its rows [first, last) prefetch their share of the next rows in the
-  // list, `bytes` of each.
+  // A tile of many rows takes long over each line. Its rows [first, last) prefetch their share of the next
+  // rows in the list, `bytes` of each.
   KVLOOM_INLINE void prefetch_share(Index first, Index last, Index num_rows, Index bytes) const {
     if (!rows) return;
     for (Index t = first * kChunk / num_rows; t < last * kChunk / num_rows; ++t)
@@ -65,7 +66,7 @@ struct ChunkRows {
   Index head, num_heads;          // of the item's heads
   RowPrefetcher prefetcher;
   DType query_dtype;
-  bool in_blocks;                      // as that of ChunkAddresses
+  bool in_blocks;                     // as that of ChunkAddresses
   bool uses_code_kernels, is_native;  // whether kernels read blocks of 16 tokens; whether they do so in place
 
   // The block that holds tokens from 16 * i on, of which [begin, end) has one.
@@ -79,8 +80,8 @@ struct ChunkRows {
     return side->block_scales_are_contiguous && in_blocks && first >= begin && first + kBlock <= end;
   }
 
-  // Prefetches the scales of the next chunk. Either the heads of a token are contiguous, and each head prefetches some
-  // tokens; or the tokens of a block are; or neither.
+  // Prefetches the scales of the next chunk. Either the heads of a token are contiguous, and each head
+  // prefetches some tokens; or the tokens of a block are; or neither.
   KVLOOM_INLINE void prefetch_scales() const {
     const Index bytes = side->num_groups * side->scale.itemsize, shift = head * side->scale_head_bytes();
     if (side->head_scales_are_contiguous) {
@@ -98,8 +99,8 @@ struct ChunkRows {
   }
 };
 
-// Prefetches what follows a block of codes, which is contiguous or in rows. Rows are packed first, which takes so long
-// that one distance is enough.
+// Prefetches what follows a block of codes, which is contiguous or in rows. Rows are packed first, which
+// takes so long that one distance is enough.
 class BlockPrefetcher {
  public:
   BlockPrefetcher(const RowPrefetcher& prefetcher, const ChunkRows& chunk, Index first) {

@@ -1,7 +1,7 @@
-// Attention over stored tokens: work items, each a tile of rows over a range of tokens, and the merging of splits.
+// Attention over stored tokens: work items, each a tile of rows over a range of tokens; and merging splits.
 //
-// The caller sees attend_supports, attend_plan, attend_prepare, attend_run and attend_merge. Include this in a
-// unit that defines KVLOOM_ISA.
+// The caller sees attend_supports, attend_plan, attend_prepare, attend_run and attend_merge. Include this in
+// a unit that defines KVLOOM_ISA.
 #pragma once
 
 #include "kernels.h"
@@ -16,7 +16,8 @@ inline bool attend_supports(const AttendArgs& args) {
   return head_dim(args.key) <= kMaxHeadDim && head_dim(args.value) <= kMaxHeadDim;
 }
 
-inline ScoreRow score_row(const AttendArgs& args, const SequencePlan& plan, Index new_token, Index query_head) {
+inline ScoreRow score_row(const AttendArgs& args, const SequencePlan& plan, Index new_token,
+                          Index query_head) {
   const FloatArray &mask = args.mask, &slopes = args.alibi_slopes;
   return {plan.num_stored - plan.num_new + new_token, plan.visible(args, new_token, new_token + 1),
           mask.data ? query_head * mask.stride[0] + (plan.first_row + new_token) * mask.stride[1] +
@@ -64,7 +65,8 @@ class ItemRunner {
           plan(before && before->b == b ? before->plan : SequencePlan(runner.args_, b)),
           item(plan.item(runner.args_, i - runner.workspace_.offsets(b).items)),
           slots(runner.args_.table, b) {
-      const Index first = item.first_row / runner.group_, last = (item.first_row + item.num_rows - 1) / runner.group_;
+      const Index first = item.first_row / runner.group_,
+                  last = (item.first_row + item.num_rows - 1) / runner.group_;
       tokens = plan.visible(runner.args_, first, last + 1);
       if (item.split >= 0)
         tokens = {max(tokens.begin, item.split * kSplit), min(tokens.end, (item.split + 1) * kSplit)};
@@ -137,8 +139,8 @@ class ItemRunner {
     score_kernel_.pack(key_, query_, num_rows(job), key_width_, packed_);
   }
 
-  // Prefetches queries of the next item and result rows of this one, which are written at its end: a share with each
-  // chunk.
+  // Prefetches queries of the next item and result rows of this one, which are written at its end: a share
+  // with each chunk.
   KVLOOM_INLINE void prefetch_rows(const Job& job, const Job* next, Tokens chunk) const {
     const auto share = [&](const Job& owner, Index token) {
       return (token - job.tokens.begin) * num_rows(owner) / (job.tokens.end - job.tokens.begin);
@@ -156,8 +158,8 @@ class ItemRunner {
     for (Index i = first; i < first + bytes; i += 64) prefetch_to_l2(static_cast<const Byte*>(from) + i);
   }
 
-  // Finds the addresses of the next chunk, in this item or the next one. After the last chunk they repeat this one:
-  // there is nothing else to prefetch.
+  // Finds the addresses of the next chunk, in this item or the next one. After the last chunk they repeat
+  // this one: there is nothing else to prefetch.
   void find_next(const Job& job, Index token, const Job* next) {
     const Job& owner = token < job.tokens.end || !next ? job : *next;
     const Index first = &owner == &job ? token : owner.tokens.begin;
@@ -206,8 +208,8 @@ class ItemRunner {
     return {first, last - first};
   }
 
-  // Lists the rows of the chunk in the order in which kernels read them: for each head its keys, then its values. The
-  // rows of the next chunk's first head follow.
+  // Lists the rows of the chunk in the order in which kernels read them: for each head its keys, then its
+  // values. The rows of the next chunk's first head follow.
   void list_rows(Index heads) {
     for (Index h = 0; h < heads; ++h) {
       shift_rows(current_->key.row, h * key_.head_bytes(), rows_[2 * h]);
@@ -219,7 +221,7 @@ class ItemRunner {
     if (value_.heads_are_contiguous) list_by_address(next_->value.row, heads, value_, far_rows_ + 1);
   }
 
-  // The rows of all heads, token by token, in parts of a chunk: the order of addresses, in which memory is fastest.
+  // The rows of all heads, token by token, in parts of a chunk: memory is fastest in the order of addresses.
   static void list_by_address(const Byte* const* rows, Index heads, const SideLayout& side,
                               const Byte* (*parts)[kChunk]) {
     Index token = 0, head = 0;
@@ -253,11 +255,12 @@ class ItemRunner {
       chunk.scale = copy_rows(addresses.scale, addresses, side.scale, gathered_scales_, copied_scales_);
   }
 
-  static const Byte* const* copy_rows(const Byte* const* rows, const ChunkAddresses& addresses, const View& view,
-                                      Byte* to, const Byte** copies) {
+  static const Byte* const* copy_rows(const Byte* const* rows, const ChunkAddresses& addresses,
+                                      const View& view, Byte* to, const Byte** copies) {
     const Index bytes = view.width() * view.itemsize;
     for (Index t = 0; t < kChunk; ++t) copies[t] = to;  // tokens outside the chunk get a row that may be read
-    for (Index t = addresses.begin; t < addresses.end; ++t, to += bytes) copies[t] = copy_row(view, rows[t], to);
+    for (Index t = addresses.begin; t < addresses.end; ++t, to += bytes)
+      copies[t] = copy_row(view, rows[t], to);
     return copies;
   }
 
@@ -295,8 +298,7 @@ class ItemRunner {
       float* to = workspace_.partial(job.plan, job.b, split, row.new_token, row.head);
       to[0] = softmax_[r].max;
       to[1] = softmax_[r].sum;
-      std::memcpy(to + kPartial, accumulators_ + r * value_width_,
-                  value_width_ * sizeof(float));
+      std::memcpy(to + kPartial, accumulators_ + r * value_width_, value_width_ * sizeof(float));
     }
   }
 
@@ -358,7 +360,8 @@ inline void attend_merge(const AttendArgs& args, Index first, Index last, void* 
         merge_partial(softmax, accumulator, {part[0], part[1]}, part + kPartial, width);
       }
     }
-    if (!finish_row(args, head, softmax, accumulator, dim, (plan.first_row + new_token) * args.num_heads + head))
+    if (!finish_row(args, head, softmax, accumulator, dim,
+                    (plan.first_row + new_token) * args.num_heads + head))
       NonFiniteRow(args, plan, b).compute(new_token, head, score_row(args, plan, new_token, head));
   }
 }

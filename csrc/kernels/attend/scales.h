@@ -14,8 +14,8 @@ inline Vec widen_halves(DType dtype, IntVec pairs, bool high) {
   return widen(low_halves(as<Words>(high ? pairs >> 16 : pairs)), Half{});
 }
 
-// Scales of the tokens [first, first + kBlock), `dwords` of them to a token, from byte `at` of a row on; whether these
-// are all of a row.
+// Scales of the tokens [first, first + kBlock), `dwords` of them to a token, from byte `at` of a row on;
+// whether these are all of a row.
 inline void read_columns(const ChunkRows& chunk, Index first, Index at, Index dwords, bool are_all,
                          uint32_t (*to)[kBlock]) {
   const Byte* const* rows = chunk.scale + first;
@@ -30,18 +30,19 @@ inline void read_columns(const ChunkRows& chunk, Index first, Index at, Index dw
   }
 }
 
-// NaN in place of scales whose products with codes may be beyond the largest finite number that dequantizing gives.
-// A row that is not finite in the end is computed again by NonFiniteRow.
+// NaN in place of scales whose products with codes may be beyond the largest finite number that dequantizing
+// gives. A row that is not finite in the end is computed again by NonFiniteRow.
 inline Vec checked_scales(Vec scales, float limit) {
   const Vec size = as<Vec>(as<IntVec>(scales) & splat(INT32_MAX));
   return size > splat(limit) ? splat(NAN) : scales;
 }
 
 inline float largest_scale(const ChunkRows& chunk) {
-  return largest_finite(chunk.query_dtype == DType::f16 ? chunk.query_dtype : chunk.side->scale.dtype) / 128.0f;
+  return largest_finite(chunk.query_dtype == DType::f16 ? chunk.query_dtype : chunk.side->scale.dtype) /
+         128.0f;
 }
 
-// Scales of one chunk by group and token, in float32; those of tokens outside [begin, end) are some of the others.
+// Scales of one chunk by group and token; those of tokens outside [begin, end) are some of the others.
 inline void read_scales(const ChunkRows& chunk, float (*scales)[kChunk]) {
   const DType dtype = chunk.side->scale.dtype;
   const Index groups = chunk.side->num_groups, bytes = groups * chunk.side->scale.itemsize;

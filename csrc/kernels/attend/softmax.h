@@ -1,4 +1,4 @@
-// Online softmax: dot products become weights, one chunk of tokens at a time; and the merging of partial results.
+// Online softmax: dot products become weights, one chunk of tokens at a time; and merging partial results.
 #pragma once
 
 #include "arithmetic.h"
@@ -22,9 +22,10 @@ struct OnlineSoftmax {
 // 0 in place of the maximum of nothing, so that -inf minus it is -inf and not NaN.
 inline float finite_max(float x) { return x == -INFINITY ? 0.0f : x; }
 
-// Scales dot products of the tokens [first, first + kChunk), in place, and applies softcap, mask and ALiBi; those
-// of hidden tokens become -inf. Returns the maximum of each lane.
-inline Vec adjust_scores(const AttendArgs& args, const ScoreRow& row, Index first, Index stored, float* scores) {
+// Scales dot products of the tokens [first, first + kChunk), in place, and applies softcap, mask and ALiBi;
+// those of hidden tokens become -inf. Returns the maximum of each lane.
+inline Vec adjust_scores(const AttendArgs& args, const ScoreRow& row, Index first, Index stored,
+                         float* scores) {
   const Index begin = max(row.visible.begin - first, 0), end = min(row.visible.end - first, kChunk);
   Vec lane_max = splat(-INFINITY);
   if (begin == 0 && end == kChunk && args.softcap <= 0.0f && !args.mask.data && !args.alibi_slopes.data) {
@@ -61,11 +62,12 @@ inline Vec adjust_scores(const AttendArgs& args, const ScoreRow& row, Index firs
   return lane_max;
 }
 
-// Computes weights from the dot products of R rows, in place; hidden tokens get exactly 0. Earlier accumulators must be
-// multiplied by `factors`. Each step is done for all rows before the next one: rows are independent, steps are not.
+// Computes weights from the dot products of R rows, in place; hidden tokens get exactly 0. Earlier
+// accumulators must be multiplied by `factors`. Each step is done for all rows before the next one: rows are
+// independent, steps are not.
 template <int R>
-inline void update_softmax(const AttendArgs& args, const ScoreRow* rows, Index first, Index stored, float* scores,
-                           OnlineSoftmax* softmax, float* factors) {
+inline void update_softmax(const AttendArgs& args, const ScoreRow* rows, Index first, Index stored,
+                           float* scores, OnlineSoftmax* softmax, float* factors) {
   Vec lane_max[R], sum[R];
   float new_max[R];
   Vec change{};
@@ -105,10 +107,10 @@ inline void merge_partial(OnlineSoftmax& softmax, float* accumulator, OnlineSoft
   softmax = {new_max, softmax.sum * mine + other.sum * theirs};
 }
 
-// Divides by the sum, sinks included, and writes the row of the result. Returns whether it is finite; a sum of nothing
-// gives 0.
-inline bool finish_row(const AttendArgs& args, Index query_head, OnlineSoftmax softmax, float* accumulator, Index dim,
-                       Index out_row) {
+// Divides by the sum, sinks included, and writes the row of the result. Returns whether it is finite; a sum
+// of nothing gives 0.
+inline bool finish_row(const AttendArgs& args, Index query_head, OnlineSoftmax softmax, float* accumulator,
+                       Index dim, Index out_row) {
   float sum = softmax.sum, factor = 1.0f;
   if (args.sinks.data) {
     const float sink = read_float(args.sinks.data, args.sinks.dtype, query_head * args.sinks.stride[0]);

@@ -1,7 +1,7 @@
 // The two products of attention over one chunk of tokens: scores = q.k, accumulator += weight * v.
 //
-// Every row's sums run over d (scores) and over tokens (accumulators) in one order, whatever rows share its tile:
-// a row's bits do not depend on its neighbors.
+// Every row's sums run over d (scores) and over tokens (accumulators) in one order, whatever rows share its
+// tile: a row's bits do not depend on its neighbors.
 #pragma once
 
 #include "panel.h"
@@ -47,8 +47,8 @@ inline void for_rows(Index num_rows, Kernel kernel) {
   if (r < num_rows) kernel.template operator()<1>(r);
 }
 
-// How keys and queries are multiplied: kLanes dwords of a key, times as many of a query. Here keys are floats of type
-// T, one to a dword.
+// How keys and queries are multiplied: kLanes dwords of a key, times as many of a query. Here keys are floats
+// of type T, one to a dword.
 template <class T>
 struct FloatScores {
   static constexpr Index kElements = 1;       // of a dword
@@ -61,8 +61,8 @@ struct FloatScores {
 
 // R rows by kLanes / R tokens, token by token, so that memory is read in the order of its addresses.
 template <class Scores, int R, int W>
-inline void score_tokens(const Byte* query, Index any_width, const Byte* const* keys, const RowPrefetcher& prefetcher,
-                         Index first, float* scores) {
+inline void score_tokens(const Byte* query, Index any_width, const Byte* const* keys,
+                         const RowPrefetcher& prefetcher, Index first, float* scores) {
   constexpr int kTokens = kLanes / R;
   const Index width = W ? W : any_width, query_bytes = Scores::query_bytes(width);
   Vec sums[kLanes];
@@ -107,8 +107,8 @@ inline void score_blocks(const ChunkRows& chunk, const ScoreTask& task, const Ro
       const RowPrefetcher row_prefetcher = prefetcher.for_first_rows(r);
       float* scores = task.scores + r * kChunk + first;
       for (Index t = 0; t < kBlock; t += kLanes / R)
-        score_tokens<Scores, R, W>(Scores::query(task) + r * query_bytes, width, keys + t, row_prefetcher, first + t,
-                                   scores + t);
+        score_tokens<Scores, R, W>(Scores::query(task) + r * query_bytes, width, keys + t, row_prefetcher,
+                                   first + t, scores + t);
     });
   }
   if (has_many)
@@ -121,7 +121,8 @@ inline void score_blocks(const ChunkRows& chunk, const ScoreTask& task, const Ro
 template <class T>
 inline void score_direct(const ChunkRows& chunk, const ScoreTask& task) {
   for_width(task.width, [&]<int W>() {
-    score_blocks<FloatScores<T>, W>(chunk, task, chunk.prefetcher, [&](Index first) { return chunk.row + first; });
+    score_blocks<FloatScores<T>, W>(chunk, task, chunk.prefetcher,
+                                    [&](Index first) { return chunk.row + first; });
   });
 }
 
@@ -136,14 +137,15 @@ inline void score_wide(const ChunkRows& chunk, const ScoreTask& task) {
 
 // R rows by N vectors of d.
 template <class T, int R, int N>
-inline void add_values(const float* weights, const Byte* const* values, const RowPrefetcher& prefetcher, Index first,
-                       Index begin, Index end, float* accumulators, Index width, Index d) {
+inline void add_values(const float* weights, const Byte* const* values, const RowPrefetcher& prefetcher,
+                       Index first, Index begin, Index end, float* accumulators, Index width, Index d) {
   constexpr Index kBytes = sizeof(T);
   Vec sums[R][N];
   KVLOOM_UNROLL(4)
-  for (int r = 0; r < R; ++r)
+  for (int r = 0; r < R; ++r) {
     KVLOOM_UNROLL(4)
     for (int n = 0; n < N; ++n) sums[r][n] = load(accumulators + r * width + d + n * kLanes);
+  }
   for (Index t = begin; t < end; ++t) {
     if (d * kBytes % 64 == 0)
       prefetcher.prefetch_lines<kBytes>(first + t, d * kBytes, max(N * kLanes * kBytes / 64, 1));
@@ -158,23 +160,25 @@ inline void add_values(const float* weights, const Byte* const* values, const Ro
     }
   }
   KVLOOM_UNROLL(4)
-  for (int r = 0; r < R; ++r)
+  for (int r = 0; r < R; ++r) {
     KVLOOM_UNROLL(4)
     for (int n = 0; n < N; ++n) store(accumulators + r * width + d + n * kLanes, sums[r][n]);
+  }
 }
 
 inline void rescale_accumulators(const ValueTask& task) {
   for (Index r = 0; r < task.num_rows; ++r) {
     if (task.factors[r] == 1.0f) continue;
     float* accumulator = task.accumulators + r * task.width;
-    for (Index d = 0; d < task.width; d += kLanes) store(accumulator + d, load(accumulator + d) * task.factors[r]);
+    for (Index d = 0; d < task.width; d += kLanes)
+      store(accumulator + d, load(accumulator + d) * task.factors[r]);
   }
 }
 
 // Adds the tokens [begin, end) of rows that begin at token `first` of the chunk.
 template <class T>
-inline void value_block(const ValueTask& task, const Byte* const* values, const RowPrefetcher& prefetcher, Index first,
-                        Index begin, Index end) {
+inline void value_block(const ValueTask& task, const Byte* const* values, const RowPrefetcher& prefetcher,
+                        Index first, Index begin, Index end) {
   constexpr int N = kLanes == 16 ? 4 : 2;
   const bool has_many = task.num_rows >= kManyRows;
   for_rows(task.num_rows, [&]<int R>(Index r) {

@@ -16,7 +16,7 @@ struct BFloat {
   uint16_t bits;
 };
 
-// --- float16 and bfloat16, to nearest even, whatever the CPU has ------------------------------------------
+// --- float16 and bfloat16, to nearest even, whatever the CPU has -------------------------------------------
 
 KVLOOM_INLINE Vec widen(Shorts x, Half) {
 #if defined(__AVX512F__)
@@ -65,7 +65,7 @@ KVLOOM_INLINE Shorts narrow(Vec x, BFloat) {
   return low_halves(wide >> 16);
 }
 
-// --- float32 lanes, loaded from and rounded to a type T -----------------------------------------------------
+// --- float32 lanes, loaded from and rounded to a type T ----------------------------------------------------
 
 KVLOOM_INLINE Vec load(const float* from) { return bit_copy<Vec>(from); }
 
@@ -186,7 +186,7 @@ KVLOOM_INLINE void store_partial(T* to, Vec x, Index count) {
   std::memcpy(to, some, count * sizeof(T));
 }
 
-// --- arrays -----------------------------------------------------------------------------------------------
+// --- arrays ------------------------------------------------------------------------------------------------
 
 template <class In, class Out>
 KVLOOM_INLINE void cast(const In* from, Out* to, Index count) {

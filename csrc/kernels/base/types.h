@@ -11,12 +11,14 @@ namespace kvloom {
 using Index = int64_t;
 using Byte = unsigned char;
 
-// An int4 element is a byte of two codes in two's complement, the even one in the low nibble. `bits` are moved as
-// they are.
+// An int4 element is a byte of two codes in two's complement, the even one in the low nibble. `bits` are
+// moved as they are.
 enum class DType : int32_t { f32, f16, bf16, int8, int4, bits };
 
 // Whether elements are codes, which have scales.
-KVLOOM_INLINE constexpr bool is_quantized(DType dtype) { return dtype == DType::int8 || dtype == DType::int4; }
+KVLOOM_INLINE constexpr bool is_quantized(DType dtype) {
+  return dtype == DType::int8 || dtype == DType::int4;
+}
 
 KVLOOM_INLINE constexpr Index min(Index a, Index b) { return a < b ? a : b; }
 KVLOOM_INLINE constexpr Index max(Index a, Index b) { return a > b ? a : b; }

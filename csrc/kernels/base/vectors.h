@@ -1,5 +1,5 @@
-// Vectors as wide as the registers of the instruction set, and what compilers do badly or not at all with their vector
-// extension: changing the width of lanes, permuting lanes, minimum and maximum.
+// Vectors as wide as the registers of the instruction set, and what compilers do badly or not at all with
+// their vector extension: changing the width of lanes, permuting lanes, minimum and maximum.
 #pragma once
 
 #include <cstring>
@@ -103,17 +103,13 @@ KVLOOM_INLINE V interleave_high(V a, V b) {
   return shuffle(a, b, [](int lane) { return (lane + kLanesOf<V>) / 2 + lane % 2 * kLanesOf<V>; });
 }
 
-// `maximum` and `minimum` give the second operand where one is NaN; lane i of `permute` is lane index[i] of x. Widths:
-// `zero_extend` and `sign_extend` to 32 bits, `low_halves` and `low_bytes` of 32 bits.
+// `maximum` and `minimum` give the second operand where one is NaN; lane i of `permute` is lane index[i] of
+// x. Widths: `zero_extend` and `sign_extend` to 32 bits, `low_halves` and `low_bytes` of 32 bits.
 
 #if defined(__AVX512F__)
 
-KVLOOM_INLINE Vec maximum(Vec a, Vec b) {
-  return as<Vec>(_mm512_max_ps(as<__m512>(a), as<__m512>(b)));
-}
-KVLOOM_INLINE Vec minimum(Vec a, Vec b) {
-  return as<Vec>(_mm512_min_ps(as<__m512>(a), as<__m512>(b)));
-}
+KVLOOM_INLINE Vec maximum(Vec a, Vec b) { return as<Vec>(_mm512_max_ps(as<__m512>(a), as<__m512>(b))); }
+KVLOOM_INLINE Vec minimum(Vec a, Vec b) { return as<Vec>(_mm512_min_ps(as<__m512>(a), as<__m512>(b))); }
 KVLOOM_INLINE IntVec maximum(IntVec a, IntVec b) {
   return as<IntVec>(_mm512_max_epi32(as<__m512i>(a), as<__m512i>(b)));
 }
@@ -130,12 +126,8 @@ KVLOOM_INLINE Bytes low_bytes(IntVec x) { return as<Bytes>(_mm512_cvtepi32_epi8(
 
 #elif defined(__AVX2__)
 
-KVLOOM_INLINE Vec maximum(Vec a, Vec b) {
-  return as<Vec>(_mm256_max_ps(as<__m256>(a), as<__m256>(b)));
-}
-KVLOOM_INLINE Vec minimum(Vec a, Vec b) {
-  return as<Vec>(_mm256_min_ps(as<__m256>(a), as<__m256>(b)));
-}
+KVLOOM_INLINE Vec maximum(Vec a, Vec b) { return as<Vec>(_mm256_max_ps(as<__m256>(a), as<__m256>(b))); }
+KVLOOM_INLINE Vec minimum(Vec a, Vec b) { return as<Vec>(_mm256_min_ps(as<__m256>(a), as<__m256>(b))); }
 KVLOOM_INLINE IntVec maximum(IntVec a, IntVec b) {
   return as<IntVec>(_mm256_max_epi32(as<__m256i>(a), as<__m256i>(b)));
 }
@@ -197,7 +189,7 @@ KVLOOM_INLINE Bytes low_bytes(IntVec x) { return __builtin_convertvector(x, Byte
 #endif
 #endif
 
-// --- two 4-bit codes in a byte, the even one low ----------------------------------------------------------
+// --- two 4-bit codes in a byte, the even one low -----------------------------------------------------------
 
 KVLOOM_INLINE Nibbles pack_nibbles(Bytes codes) {
 #if defined(__SSE2__)

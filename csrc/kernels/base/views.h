@@ -7,8 +7,8 @@
 
 namespace kvloom {
 
-// One layer's keys, values or scales as [B, S/s, s, H, D/d, d], sizes and strides in elements. New tokens [T, H, D] are
-// such a view too: T blocks of one slot.
+// One layer's keys, values or scales as [B, S/s, s, H, D/d, d], sizes and strides in elements. New tokens
+// [T, H, D] are such a view too: T blocks of one slot.
 struct View {
   Byte* data = nullptr;
   Index size[6] = {};
@@ -23,7 +23,7 @@ struct View {
   KVLOOM_INLINE Index head_bytes() const { return stride[3] * itemsize; }  // from one head to the next
 };
 
-// The offset of each slot of a view in bytes: the three slot axes, merged where one stride serves two of them.
+// The offset of each slot of a view in bytes: three slot axes, merged where one stride serves two of them.
 class SlotOffsets {
  public:
   SlotOffsets() = default;
@@ -80,7 +80,7 @@ class SlotOffsets {
     for (; count > 0; --count, at += step) *rows++ = at;
   }
 
-  Index stride_[3] = {};  // from the innermost level on
+  Index stride_[3] = {};    // from the innermost level on
   Divisor inner_, middle_;  // the sizes of the inner two
 };
 

@@ -1,4 +1,4 @@
-// Rows of numbers or codes into rows of other numbers, and which conversion a move needs. The numerics of
+// Rows of numbers or codes into rows of other numbers, and which conversion a move needs:
 // docs/decisions/0003.
 #pragma once
 
@@ -13,7 +13,7 @@ void cast_row(const Row& row) {
   cast(static_cast<const In*>(row.in), static_cast<Out*>(row.out), row.count);
 }
 
-// --- dequantize -------------------------------------------------------------------------------------------
+// --- dequantize --------------------------------------------------------------------------------------------
 
 // The product is rounded to the type of the scale, then to that of the result; neither makes it infinite.
 template <class Scale, class Out>
@@ -71,7 +71,7 @@ void dequantize_row(const Row& row) {
   }
 }
 
-// --- which of them ----------------------------------------------------------------------------------------
+// --- which of them -----------------------------------------------------------------------------------------
 
 template <int kBits>
 struct Bits {

@@ -1,4 +1,4 @@
-// Store, load and copy: one loop over rows. They differ in which side has slots and in how a row is converted.
+// Store, load and copy: one loop over rows. They differ in which side has slots, and how rows are converted.
 #pragma once
 
 #include "args.h"
@@ -26,7 +26,7 @@ struct Plan {
   Index count = 0, group = 1;  // numbers or codes in a row, and those that share a scale
   Index repeat = 1, repeat_stride = 0;
   bool has_from_scale = false, has_to_scale = false;
-  Index prefetch_bytes = 0;  // prefetch distance in bytes; 0 where the next slot's row is not read next
+  Index prefetch_bytes = 0;    // prefetch distance in bytes; 0 where the next slot's row is not read next
   bool is_head_major = false;  // whether slots lie closer than heads where the rows are read
 
   KVLOOM_INLINE RowPointers pointers(Index from_slot, Index to_slot) const {
@@ -101,7 +101,8 @@ KVLOOM_INLINE void move_row(const Plan& plan, const RowPointers& at, Byte* scrat
   const Byte* in = as_contiguous(plan.from, at.from, scratch);
   const Byte* out = in;
   if (plan.convert != nullptr) {
-    const Byte* in_scale = plan.has_from_scale ? as_contiguous(plan.from_scale, at.from_scale, scratch) : nullptr;
+    const Byte* in_scale =
+        plan.has_from_scale ? as_contiguous(plan.from_scale, at.from_scale, scratch) : nullptr;
     const bool in_place = plan.to.is_contiguous && !(stream && is_whole_lines(at.to, plan.to.row_bytes()));
     Byte* codes = in_place ? at.to : scratch;
     if (!in_place) scratch += aligned(plan.to.row_bytes());

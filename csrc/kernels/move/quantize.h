@@ -16,7 +16,7 @@ struct Row {
   Index prefetch_bytes;  // distance from what is read to what is prefetched
 };
 
-// --- the largest magnitude of each group ------------------------------------------------------------------
+// --- the largest magnitude of each group -------------------------------------------------------------------
 
 // Bits without a sign are ordered as the floats are, and NaN comes last. Two 16-bit ones share a lane.
 
@@ -29,8 +29,10 @@ using MagnitudesOf = std::conditional_t<sizeof(In) == 2, Magnitudes, IntVec>;
 
 template <class In>
 KVLOOM_INLINE MagnitudesOf<In> load_magnitudes(const In* x) {
-  if constexpr (sizeof(In) == 2) return bit_copy<Magnitudes>(x) & int16_t{0x7fff};
-  else return bit_copy<IntVec>(x) & 0x7fffffff;
+  if constexpr (sizeof(In) == 2)
+    return bit_copy<Magnitudes>(x) & int16_t{0x7fff};
+  else
+    return bit_copy<IntVec>(x) & 0x7fffffff;
 }
 
 // The maximum of the numbers that share a lane.
@@ -49,8 +51,8 @@ KVLOOM_INLINE IntVec float_bits(IntVec magnitude) {
   }
 }
 
-// Reduces `kCount` vectors to one: each lane is the maximum of `kCount` neighbors, in order. From `count` on, vectors
-// count as 0.
+// Reduces `kCount` vectors to one: each lane is the maximum of `kCount` neighbors, in order. From `count` on,
+// vectors count as 0.
 template <int kCount, class Nth>
 KVLOOM_INLINE IntVec reduce_pairs(Index first, Index count, Nth nth) {
   if constexpr (kCount == 1) {
@@ -99,7 +101,7 @@ template <class In>
   return all;
 }
 
-// --- its scale --------------------------------------------------------------------------------------------
+// --- its scale ---------------------------------------------------------------------------------------------
 
 // Scale of the group whose largest magnitude has the bits `amax`, as the type of the input rounds it; NaN if
 // that is no finite number.
@@ -110,7 +112,7 @@ KVLOOM_INLINE Vec scale_of(IntVec amax) {
   return amax < 0x7f800000 ? maximum(scale, least) : as<Vec>(splat(0x7fc00000));
 }
 
-// --- its codes --------------------------------------------------------------------------------------------
+// --- its codes ---------------------------------------------------------------------------------------------
 
 // The factor that `quotient_of` takes: the scale, or its reciprocal.
 template <class In>
@@ -181,8 +183,8 @@ KVLOOM_INLINE void quantize_group(const In* x, Byte* to, Vec factor, Index group
 // Writes the scales of `count` groups, up to a vector of them, and returns the factors of their codes.
 template <class In, int kBits, class Scale>
 KVLOOM_INLINE Vec quantize_scales(const In* x, Scale* to, Index group, Index count, bool fits_registers) {
-  const IntVec amax =
-      fits_registers ? float_bits<In>(largest_of_groups(x, group, count)) : largest_of_any_groups(x, group, count);
+  const IntVec amax = fits_registers ? float_bits<In>(largest_of_groups(x, group, count))
+                                     : largest_of_any_groups(x, group, count);
   const Vec scale = scale_of<In, kBits>(amax), stored = saturate<Scale>(scale);
   if (count == kLanes) {
     store(to, stored);

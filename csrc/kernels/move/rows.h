@@ -68,7 +68,7 @@ KVLOOM_INLINE void join_heads(RowLayout& layout, Index num_heads) {
   }
 }
 
-// --- non-temporal stores ----------------------------------------------------------------------------------
+// --- non-temporal stores -----------------------------------------------------------------------------------
 
 // Copies a cache line to an aligned address, with non-temporal stores where the CPU has them.
 KVLOOM_INLINE void stream_line(Byte* to, const Byte* from) {
@@ -96,7 +96,7 @@ KVLOOM_INLINE void stream_fence() {
 #endif
 }
 
-// --- contiguous rows --------------------------------------------------------------------------------------
+// --- contiguous rows ---------------------------------------------------------------------------------------
 
 // Whether this is whole cache lines.
 KVLOOM_INLINE bool is_whole_lines(const Byte* to, Index bytes) {
@@ -111,12 +111,11 @@ inline void copy_contiguous(Byte* to, const Byte* from, Index bytes, bool stream
   for (Index i = 0; i < bytes; i += 64) stream_line(to + i, from + i);
 }
 
-// --- strided rows -----------------------------------------------------------------------------------------
+// --- strided rows ------------------------------------------------------------------------------------------
 
 // Copies `count` elements of a constant size, each side at its own stride.
 template <int kBytes>
-KVLOOM_INLINE void move_items(Byte* to, Index to_stride, const Byte* from, Index from_stride,
-                              Index count) {
+KVLOOM_INLINE void move_items(Byte* to, Index to_stride, const Byte* from, Index from_stride, Index count) {
   for (Index i = 0; i < count; ++i) std::memcpy(to + i * to_stride, from + i * from_stride, kBytes);
 }
 
