@@ -27,7 +27,7 @@ struct LaneGroups {
       : first(side.group_of_byte[byte]),
         lanes(bit_copy<IntVec>(side.group_of_byte + byte) - splat(side.group_of_byte[byte])) {}
 
-  Vec of(const float* scales) const { return permute(load(scales + first), lanes); }
+  Vec of(const float* scales) const { return look_up(scales + first, lanes); }
 
   Index first;
   IntVec lanes;  // counted from the first

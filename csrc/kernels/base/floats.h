@@ -24,16 +24,10 @@ KVLOOM_INLINE Vec widen(Shorts x, Half) {
 #elif defined(__F16C__) && defined(__AVX2__)
   return as<Vec>(_mm256_cvtph_ps(as<__m128i>(x)));
 #else
-  const IntVec bits = as<IntVec>(zero_extend(x));
-  const IntVec shifted = (bits & 0x7fff) << 13;
-  const IntVec exponent = shifted & (0x7c00 << 13);
-  const IntVec normal = shifted + ((127 - 15) << 23);
-  const IntVec special = shifted + ((255 - 31) << 23);
-  // A subnormal is a whole number of 2^-24; its float32 is exact, and so is this difference.
-  const Vec offset = splat(6.103515625e-05f);
-  const IntVec subnormal = as<IntVec>(as<Vec>(normal + (1 << 23)) - offset);
-  const IntVec magnitude = exponent == (0x7c00 << 13) ? special : exponent == 0 ? subnormal : normal;
-  return as<Vec>(magnitude | ((bits & 0x8000) << 16));
+  const IntVec bits = as<IntVec>(zero_extend(x)), magnitude = bits & 0x7fff;
+  // 2^112 moves the exponent from one bias to the other, subnormals included.
+  const IntVec finite = as<IntVec>(as<Vec>(magnitude << 13) * 0x1p112f);
+  return as<Vec>((bits & 0x8000) << 16 | (magnitude < 0x7c00 ? finite : magnitude << 13 | 0x7f800000));
 #endif
 }
 

@@ -104,7 +104,8 @@ KVLOOM_INLINE V interleave_high(V a, V b) {
 }
 
 // `maximum` and `minimum` give the second operand where one is NaN; lane i of `permute` is lane index[i] of
-// x. Widths: `zero_extend` and `sign_extend` to 32 bits, `low_halves` and `low_bytes` of 32 bits.
+// x, that of `look_up` from[index[i]], where kLanes numbers may be read. Widths: `zero_extend` and
+// `sign_extend` to 32 bits, `low_halves` and `low_bytes` of 32 bits.
 
 #if defined(__AVX512F__)
 
@@ -155,10 +156,15 @@ KVLOOM_INLINE Vec maximum(Vec a, Vec b) { return a > b ? a : b; }
 KVLOOM_INLINE Vec minimum(Vec a, Vec b) { return a < b ? a : b; }
 KVLOOM_INLINE IntVec maximum(IntVec a, IntVec b) { return a > b ? a : b; }
 KVLOOM_INLINE Magnitudes maximum(Magnitudes a, Magnitudes b) { return a > b ? a : b; }
+KVLOOM_INLINE Vec look_up(const float* from, IntVec index) {
+  Vec found{};
+  for (int i = 0; i < kLanes; ++i) found[i] = from[index[i]];
+  return found;
+}
 KVLOOM_INLINE Vec permute(Vec x, IntVec index) {
-  Vec moved{};
-  for (int i = 0; i < kLanes; ++i) moved[i] = x[index[i]];
-  return moved;
+  float lanes[kLanes];
+  std::memcpy(lanes, &x, sizeof x);
+  return look_up(lanes, index);
 }
 
 #if defined(__SSE2__)
@@ -187,6 +193,10 @@ KVLOOM_INLINE Shorts low_halves(Words x) { return __builtin_convertvector(x, Sho
 KVLOOM_INLINE Bytes low_bytes(IntVec x) { return __builtin_convertvector(x, Bytes); }
 
 #endif
+#endif
+
+#if defined(__AVX2__)
+KVLOOM_INLINE Vec look_up(const float* from, IntVec index) { return permute(bit_copy<Vec>(from), index); }
 #endif
 
 // --- two 4-bit codes in a byte, the even one low -----------------------------------------------------------
