@@ -13,7 +13,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 WITH_TRITON := .venv/.triton
 
-ISAS := baseline avx2 avx512
+ISAS := baseline avx2 avx512 amx amx-emulated
 KERNELS := tests/ops tests/quant
 # What cannot be allocated is an error of the caller's, as without the sanitizer.
 ASAN := LD_PRELOAD="$$(c++ -print-file-name=libasan.so) $$(c++ -print-file-name=libstdc++.so)" \

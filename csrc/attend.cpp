@@ -189,6 +189,7 @@ Tensor attend(const Tensor& query, const Tensor& key_cache, const Tensor& value_
   Tensor out = empty_tokens(num_rows, args.num_heads, value_dim, dtype_of(query));
   if (num_rows * args.num_heads * value_dim == 0) return out;
   args.out = out.mutable_data_ptr();
+  args.in_tiles = kernels().attend_in_tiles(args);
   args.num_threads = num_threads_for(args, args.num_heads * (key_dim + value_dim));
   run(args);
   return out;

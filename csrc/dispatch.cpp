@@ -1,36 +1,66 @@
 // Which instruction set runs, chosen when the library is loaded. Plain C names, for ctypes.
 #include <cstring>
 
+#if defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 #include "kernels.h"
 
 namespace kvloom {
 namespace {
 
+// An instruction set, and why this process cannot run it: null if it can.
 struct Candidate {
   const Kernels* table;
-  bool runs_here;
+  const char* why_not;
 };
 
 #ifdef KVLOOM_X86
-bool has_avx2() {
-  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+const char* why_not_avx2() {
+  const bool runs =
+      __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+  return runs ? nullptr : "the processor lacks AVX2, FMA or F16C";
 }
 
-bool has_avx512() {
-  return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
-         __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni");
+const char* why_not_avx512() {
+  const bool runs = why_not_avx2() == nullptr && __builtin_cpu_supports("avx512f") &&
+                    __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+                    __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512bf16") &&
+                    __builtin_cpu_supports("avx512vnni");
+  return runs ? nullptr : "the processor lacks AVX-512 with BF16 and VNNI";
 }
 
-const Candidate candidates[] = {
-    {&kernels_avx512, has_avx512()}, {&kernels_avx2, has_avx2()}, {&kernels_baseline, true}};
+// Linux lets a process use tiles that asks for them, once for all its threads.
+const char* why_not_amx() {
+#if defined(__linux__)
+  if (const char* reason = why_not_avx512()) return reason;
+  unsigned a = 7, b, c = 0, d;
+  asm volatile("cpuid" : "+a"(a), "=b"(b), "+c"(c), "=d"(d));
+  constexpr unsigned kBf16 = 1u << 22, kTile = 1u << 24;
+  if ((d & kBf16) == 0 || (d & kTile) == 0) return "the processor lacks AMX with BF16";
+  constexpr long kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+  return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0 ? nullptr
+                                                                     : "Linux refuses this process tiles";
 #else
-const Candidate candidates[] = {{&kernels_baseline, true}};
+  return "tiles are asked of Linux only";
+#endif
+}
+
+// The best first. Emulated tiles are for tests, and chosen by their name only.
+const Candidate candidates[] = {{&kernels_amx, why_not_amx()},
+                                {&kernels_avx512, why_not_avx512()},
+                                {&kernels_avx2, why_not_avx2()},
+                                {&kernels_baseline, nullptr},
+                                {&kernels_amx_emulated, why_not_avx512()}};
+#else
+const Candidate candidates[] = {{&kernels_baseline, nullptr}};
 #endif
 
 const Kernels* best() {
   for (const Candidate& each : candidates) {
-    if (each.runs_here) return each.table;
+    if (each.why_not == nullptr) return each.table;
   }
   return &kernels_baseline;
 }
@@ -55,11 +85,18 @@ __attribute__((visibility("default"))) int64_t kvloom_max_head_dim() { return kv
 __attribute__((visibility("default"))) int kvloom_choose_isa(const char* name) {
   for (const kvloom::Candidate& each : kvloom::candidates) {
     if (std::strcmp(each.table->name, name) != 0) continue;
-    if (!each.runs_here) return 1;
+    if (each.why_not != nullptr) return 1;
     kvloom::chosen = each.table;
     return 0;
   }
   return 2;
+}
+
+// Why this process cannot run `name`; null if it can.
+__attribute__((visibility("default"))) const char* kvloom_why_not(const char* name) {
+  for (const kvloom::Candidate& each : kvloom::candidates)
+    if (std::strcmp(each.table->name, name) == 0) return each.why_not;
+  return "it is unknown";
 }
 
 }  // extern "C"

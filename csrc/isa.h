@@ -12,13 +12,18 @@
 #define KVLOOM_STRING_(a) #a
 #define KVLOOM_STRING(a) KVLOOM_STRING_(a)
 
+#ifndef KVLOOM_NAME
+#define KVLOOM_NAME KVLOOM_STRING(KVLOOM_ISA)
+#endif
+
 namespace kvloom {
 
 extern const Kernels KVLOOM_JOIN(kernels_, KVLOOM_ISA);
 const Kernels KVLOOM_JOIN(kernels_, KVLOOM_ISA) = {
-    .name = KVLOOM_STRING(KVLOOM_ISA),
+    .name = KVLOOM_NAME,
     .move = KVLOOM_ISA::rows::move,
     .attend_supports = KVLOOM_ISA::attend_supports,
+    .attend_in_tiles = KVLOOM_ISA::attend_in_tiles,
     .attend_plan = KVLOOM_ISA::attend_plan_of,
     .attend_prepare = KVLOOM_ISA::attend_prepare,
     .attend_run = KVLOOM_ISA::attend_run,

@@ -11,8 +11,10 @@ struct Kernels {
   const char* name;
   // Tokens `[begin, end)` of a store, a load or a copy. `scratch` holds the rows of a token.
   void (*move)(const MoveArgs& args, int64_t begin, int64_t end, Byte* scratch);
-  // Attention: whether head dims fit, the plan of a call, the start of the workspace, items, and then merges.
+  // Attention: whether head dims fit, whether prompts run in tiles, the plan of a call, the start of the
+  // workspace, items, and then merges.
   bool (*attend_supports)(const AttendArgs& args);
+  bool (*attend_in_tiles)(const AttendArgs& args);
   AttendPlan (*attend_plan)(const AttendArgs& args);
   void (*attend_prepare)(const AttendArgs& args, void* workspace);
   void (*attend_run)(const AttendArgs& args, int64_t first, int64_t last, void* workspace);
@@ -23,6 +25,8 @@ extern const Kernels kernels_baseline;
 #ifdef KVLOOM_X86
 extern const Kernels kernels_avx2;
 extern const Kernels kernels_avx512;
+extern const Kernels kernels_amx;
+extern const Kernels kernels_amx_emulated;
 #endif
 
 // The chosen table: the best that this machine runs, unless told otherwise.

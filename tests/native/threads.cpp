@@ -200,6 +200,7 @@ Bytes attend(const Cache& cache, const Numbers& numbers, const std::vector<int64
   args.scale = 0.125f;
   args.is_causal = true;
   args.num_threads = num_threads;
+  args.in_tiles = kernels().attend_in_tiles(args);
   const AttendPlan plan = kernels().attend_plan(args);
   void* workspace = ::operator new(plan.workspace_bytes, std::align_val_t{64});
   kernels().attend_prepare(args, workspace);
@@ -251,7 +252,7 @@ int compare(const char* isa, const Kind& kind, bool race) {
 
 int main_with(bool race) {
   int wrong = 0;
-  for (const char* isa : {"baseline", "avx2", "avx512"}) {
+  for (const char* isa : {"baseline", "avx2", "avx512", "amx", "amx-emulated"}) {
     if (kvloom_choose_isa(isa) != 0) {
       std::printf("%s: not on this machine\n", isa);
       continue;

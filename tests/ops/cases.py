@@ -11,6 +11,7 @@ from oracles.bits import generator
 from torch import Tensor
 
 from kvloom.ops import Scores, alibi_slopes
+from kvloom.ops.impl import cpu
 
 CODES = {8: torch.int8, 4: torch.uint8}
 
@@ -25,6 +26,22 @@ def golden(case: Case, scores: Scores) -> Tensor:
     wide.decoding_batches, wide.first_visible = case.decoding_batches, case.first_visible
     wide.loaded = [(key.double(), value.double()) for key, value in case.keys_and_values()]
     return plain(wide, scores)
+
+
+def fewest_tokens_in_tiles(case: Case) -> float:
+    """New tokens of a sequence from which on AMX computes in tiles, which round in another order.
+
+    Infinity where it does not: on other instruction sets, and of other dtypes and head dims.
+    """
+    serves = cpu.ISA in ("amx", "amx-emulated") and case.query.dtype == torch.bfloat16
+    for side in case.kv.sides:
+        serves &= side.head_dim % 32 == 0 and side.head_dim <= 256
+        if side.scale is None:
+            serves &= side.cache.dtype == torch.bfloat16
+        else:
+            row = side.head_dim * side.bits // 8
+            serves &= row % 16 == 0 and row % (4 * (side.head_dim // side.group)) == 0
+    return 17 if serves else math.inf
 
 
 def alone(case: Case, b: int, new: int | None = None, last: int | None = None) -> Case:

@@ -39,7 +39,8 @@ def run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
 @compiled
 def test_the_chosen_instruction_set_is_the_one_asked_for() -> None:
     assert os.environ.get("KVLOOM_ISA") in (None, "", cpu.ISA)
-    assert cpu.ISA in ("baseline", "avx2", "avx512")
+    assert cpu.ISA in cpu.ISAS
+    assert (cpu.WHY_NO_AMX is None) == (cpu.ISA == "amx")
 
 
 @compiled
@@ -60,7 +61,10 @@ def test_every_machine_can_be_told_to_use_the_baseline() -> None:
 def test_unknown_instruction_set_is_a_clear_error() -> None:
     done = run("import kvloom.ops", KVLOOM_ISA="sse9")
     assert done.returncode != 0
-    assert "ConfigError: KVLOOM_ISA must be baseline, avx2 or avx512, got 'sse9'" in done.stderr
+    assert (
+        "ConfigError: KVLOOM_ISA must be baseline, avx2, avx512, amx or amx-emulated, got 'sse9'"
+        in done.stderr
+    )
 
 
 def test_without_a_library_a_warning_says_so_once_and_everything_works() -> None:
@@ -88,8 +92,9 @@ def test_a_folder_without_a_library_has_none(tmp_path: Path, monkeypatch: pytest
     monkeypatch.delenv("KVLOOM_LIBRARY", raising=False)
     assert cpu.find_library([str(tmp_path)]) is None
     monkeypatch.setattr(cpu, "find_library", lambda folders: None)
-    isa, why, max_head_dim = cpu.load_library()
+    isa, why, max_head_dim, why_no_amx = cpu.load_library()
     assert isa is None
+    assert why_no_amx is None
     assert max_head_dim == 0
     assert why is not None
     assert "no compiled kernels" in why

@@ -49,6 +49,7 @@ struct AttendArgs {
   FloatArray sinks;         // [Hq]
 
   Index num_threads;  // that will run the items; no result depends on it
+  bool in_tiles;      // prompts run in tiles: what attend_in_tiles says of this call
 };
 
 // Work of one call. Items are independent of each other; merges are, once every item is done.

@@ -1,7 +1,7 @@
 // Products of bfloat16 numbers, two to a lane, as AVX-512 BF16 has them.
 #pragma once
 
-#include "tile.h"
+#include "products.h"
 
 namespace kvloom::KVLOOM_ISA {
 

@@ -29,6 +29,15 @@ inline const Byte* copy_row(const View& view, const Byte* row, Byte* to) {
   return to;
 }
 
+// Copies of the rows [begin, end) of a chunk; the others get one that may be read.
+inline const Byte* const* copy_rows(const Byte* const* rows, Index begin, Index end, const View& view,
+                                    Byte* to, const Byte** copies) {
+  const Index bytes = view.width() * view.itemsize;
+  for (Index t = 0; t < kChunk; ++t) copies[t] = to;
+  for (Index t = begin; t < end; ++t, to += bytes) copies[t] = copy_row(view, rows[t], to);
+  return copies;
+}
+
 // Codes in the order of integer dot products, a contiguous block for 16 tokens: keys as columns of four bytes
 // of each token's vector, [.., D/4, 16, 4], values as quads of four tokens for each byte of a vector,
 // [4, D, 4].

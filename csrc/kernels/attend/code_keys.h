@@ -3,7 +3,7 @@
 
 #include "codes.h"
 #include "scales.h"
-#include "tile.h"
+#include "products.h"
 
 namespace kvloom::KVLOOM_ISA {
 

@@ -8,6 +8,9 @@
 #include "bf16_codes.h"
 #include "digits.h"
 #define KVLOOM_HAS_DOT_PRODUCTS 1
+#ifdef KVLOOM_HAS_TILES
+#include "tile_codes.h"
+#endif
 #endif
 
 namespace kvloom::KVLOOM_ISA {
@@ -58,6 +61,11 @@ inline bool uses_digit_kernels(const SideLayout& side, DType query_dtype) {
 #endif
 
 inline ScoreKernel choose_score(const SideLayout& key, DType query_dtype) {
+#ifdef KVLOOM_HAS_TILES
+  if (uses_bf16_code_kernels(key, query_dtype))
+    return {pack_bf16,
+            key.cache.dtype == DType::int4 ? score_codes_in_tiles<true> : score_codes_in_tiles<false>};
+#endif
 #ifdef KVLOOM_HAS_DOT_PRODUCTS
   if (uses_bf16_code_kernels(key, query_dtype))
     return {pack_bf16, key.cache.dtype == DType::int4 ? score_codes_bf16<true> : score_codes_bf16<false>};
@@ -75,6 +83,10 @@ inline ScoreKernel choose_score(const SideLayout& key, DType query_dtype) {
 }
 
 inline ValueKernel choose_value(const SideLayout& value, DType query_dtype) {
+#ifdef KVLOOM_HAS_TILES
+  if (uses_bf16_code_kernels(value, query_dtype))
+    return value.cache.dtype == DType::int4 ? value_codes_in_tiles<true> : value_codes_in_tiles<false>;
+#endif
 #ifdef KVLOOM_HAS_DOT_PRODUCTS
   if (is_direct(value, query_dtype) && query_dtype == DType::bf16 && value.dim % 64 == 0) return value_bf16;
   if (uses_bf16_code_kernels(value, query_dtype))

@@ -10,6 +10,7 @@ constexpr Index kTileFloats = 16384;  // of queries or accumulators in one item
 constexpr Index kTileRows = 128;
 constexpr Index kTileHeads = 8;  // their rows of a page are neighbors in memory, and are prefetched together
 constexpr Index kMaxNewTokensToSplit = 16;  // up to here each split of a sequence is an item
+constexpr Index kPromptFloats = 65536;      // of queries in an item that runs in tiles
 constexpr Index kPartial = 16;              // floats before a partial accumulator: maximum, sum, padding
 constexpr Index kMaxPartialFloats = Index{16} << 20;  // of all partial results of a call
 
@@ -24,6 +25,9 @@ struct Item {
 struct Tokens {
   Index begin, end;
 };
+
+// Rows of an item that runs in tiles.
+constexpr Index prompt_rows(Index width) { return kPromptFloats / (width <= 128 ? 128 : 256); }
 
 inline Index partial_floats(const AttendArgs& args) {
   return kPartial + round_up(head_dim(args.value), kBlock);
@@ -42,7 +46,8 @@ struct SequencePlan {
 
     const Index group = args.num_heads / heads, rows = num_new * group;
     const Index width = round_up(max(head_dim(args.key), head_dim(args.value)), kBlock);
-    const Index room = max(min(kTileFloats / width, kTileRows), 1);
+    is_prompt = args.in_tiles && num_new > kMaxNewTokensToSplit;
+    const Index room = is_prompt ? prompt_rows(width) : max(min(kTileFloats / width, kTileRows), 1);
     tile_rows = max(min(rows, room), 1);
     num_tiles = ceil_div(rows, tile_rows);
     const Tokens seen = visible(args, 0, num_new);
@@ -55,7 +60,8 @@ struct SequencePlan {
     // As many heads per item as leave an item for every thread.
     const Index single = args.num_sequences * heads * num_tiles * (is_split ? num_splits : 1);
     const Index spare = single / max(args.num_threads, 1);
-    tile_heads = rows <= room ? max(min(min(kTileHeads, spare), min(room / tile_rows, heads)), 1) : 1;
+    tile_heads =
+        rows <= room && !is_prompt ? max(min(min(kTileHeads, spare), min(room / tile_rows, heads)), 1) : 1;
     head_tiles = ceil_div(heads, tile_heads);
     num_items = num_tiles * head_tiles * (is_split ? num_splits : 1);
     num_merges = is_split ? num_new * args.num_heads : 0;
@@ -72,14 +78,15 @@ struct SequencePlan {
 
   Item item(const AttendArgs& args, Index i) const {
     const Index heads = args.key.cache.num_heads(), rows = num_new * (args.num_heads / heads);
-    const Index tile = i % num_tiles, head = i / num_tiles % head_tiles * tile_heads;
+    const Index in_order = i % num_tiles, head = i / num_tiles % head_tiles * tile_heads;
+    const Index tile = is_prompt ? num_tiles - 1 - in_order : in_order;  // those of later tokens take longest
     const Index row = tile * tile_rows;
     const Index split = is_split ? first_split + i / (num_tiles * head_tiles) : -1;
     return {0, head, min(tile_heads, heads - head), row, min(tile_rows, rows - row), split};
   }
 
   Index first_row, first_column, num_new, num_stored, first_visible;
-  bool hides_later, is_split;
+  bool hides_later, is_split, is_prompt;
   Index tile_rows, num_tiles, tile_heads, head_tiles;
   Index first_split, num_splits;
   Index num_items, num_merges;

@@ -9,21 +9,15 @@
 #include "nonfinite.h"
 #include "softmax.h"
 
+#ifdef KVLOOM_HAS_TILES
+#include "prompt.h"
+#endif
+
 namespace kvloom::KVLOOM_ISA {
 
 // Whether head dims are within what the kernels keep on the stack.
 inline bool attend_supports(const AttendArgs& args) {
   return head_dim(args.key) <= kMaxHeadDim && head_dim(args.value) <= kMaxHeadDim;
-}
-
-inline ScoreRow score_row(const AttendArgs& args, const SequencePlan& plan, Index new_token,
-                          Index query_head) {
-  const FloatArray &mask = args.mask, &slopes = args.alibi_slopes;
-  return {plan.num_stored - plan.num_new + new_token, plan.visible(args, new_token, new_token + 1),
-          mask.data ? query_head * mask.stride[0] + (plan.first_row + new_token) * mask.stride[1] +
-                          plan.first_column * mask.stride[2]
-                    : 0,
-          slopes.data ? read_float(slopes.data, slopes.dtype, query_head * slopes.stride[0]) : 0.0f};
 }
 
 // Runs work items one after another. While it computes a chunk, it prefetches the next one.
@@ -50,7 +44,7 @@ class ItemRunner {
     Job job(*this, first, nullptr);
     for (Index i = first; i < last; ++i) {
       const Job next(*this, min(i + 1, last - 1), &job);
-      run_item(job, i + 1 < last ? &next : nullptr);
+      job.plan.is_prompt ? run_prompt(job) : run_item(job, i + 1 < last ? &next : nullptr);
       job = next;
     }
   }
@@ -77,6 +71,18 @@ class ItemRunner {
     TokenSlots slots;
     Tokens tokens;
   };
+
+  void run_prompt(const Job& job) {
+#ifdef KVLOOM_HAS_TILES
+    for_prompt_dims(max(key_.dim, value_.dim), [&]<int kDims>() {
+      PromptSpace<kDims> space;
+      PromptItem<KVLOOM_TILES, kDims> item(tiles_, args_, key_, value_, space);
+      item.run(job.plan, job.b, job.item, job.tokens, job.slots);
+    });
+#else
+    (void)job;  // no call is in tiles
+#endif
+  }
 
   // The chunk that holds `token`, as far as the job sees it.
   static Tokens chunk_at(const Job& job, Index token) {
@@ -186,13 +192,14 @@ class ItemRunner {
       const Index r0 = h * job.item.num_rows + seen.first;
       set_rows(keys, current_->key, 2 * h);
       const Byte* packed = packed_ + r0 * kPackedRow;
-      score_kernel_.run(keys, {query_ + r0 * key_width_, packed, seen.count, key_width_, scores_});
+      score_kernel_.run(keys, {query_ + r0 * key_width_, packed, seen.count, key_width_, scores_, &tiles_});
       for_rows(seen.count, [&]<int R>(Index r) {
         update_softmax<R>(args_, score_rows_ + r0 + r, first, job.plan.num_stored, scores_ + r * kChunk,
                           softmax_ + r0 + r, factors_ + r);
       });
       set_rows(values, current_->value, 2 * h + 1);
-      value_kernel_(values, {scores_, factors_, seen.count, value_width_, accumulators_ + r0 * value_width_});
+      value_kernel_(
+          values, {scores_, factors_, seen.count, value_width_, accumulators_ + r0 * value_width_, &tiles_});
     }
   }
 
@@ -246,22 +253,14 @@ class ItemRunner {
     chunk.is_native = addresses.in_blocks && side.order != NativeOrder::none && chunk.uses_code_kernels;
     chunk.row = rows;
     if (!side.is_contiguous && !chunk.is_native)
-      chunk.row = copy_rows(rows, addresses, side.cache, gathered_, copied_rows_);
+      chunk.row = copy_rows(rows, addresses.begin, addresses.end, side.cache, gathered_, copied_rows_);
     chunk.scale = addresses.scale;
     if (!side.scale.data) return;
     chunk.head = i / 2;
     if (i >= 2) shift_rows(addresses.scale, side.scale_head_bytes(), addresses.scale);
     if (!side.scale_is_contiguous)
-      chunk.scale = copy_rows(addresses.scale, addresses, side.scale, gathered_scales_, copied_scales_);
-  }
-
-  static const Byte* const* copy_rows(const Byte* const* rows, const ChunkAddresses& addresses,
-                                      const View& view, Byte* to, const Byte** copies) {
-    const Index bytes = view.width() * view.itemsize;
-    for (Index t = 0; t < kChunk; ++t) copies[t] = to;  // tokens outside the chunk get a row that may be read
-    for (Index t = addresses.begin; t < addresses.end; ++t, to += bytes)
-      copies[t] = copy_row(view, rows[t], to);
-    return copies;
+      chunk.scale = copy_rows(addresses.scale, addresses.begin, addresses.end, side.scale, gathered_scales_,
+                              copied_scales_);
   }
 
   void start_split(Index rows) {
@@ -309,6 +308,7 @@ class ItemRunner {
   const ValueKernel value_kernel_;
   const Index group_, key_width_, value_width_;
 
+  [[no_unique_address]] KVLOOM_TILES tiles_;
   ChunkRows key_rows_, value_rows_;
   const Byte *rows_[2 * (kTileHeads + 1)][kChunk], *far_rows_[2 * kTileHeads][kChunk];
   struct KeyValueAddresses {
@@ -328,6 +328,16 @@ class ItemRunner {
   alignas(64) Byte gathered_[kChunk * kMaxHeadDim * 4];
   alignas(64) Byte gathered_scales_[kChunk * kMaxHeadDim * 4];
 };
+
+// Whether prompts of this call run in tiles.
+inline bool attend_in_tiles(const AttendArgs& args) {
+#ifdef KVLOOM_HAS_TILES
+  const SideLayout key(args.key, NativeOrder::columns), value(args.value, NativeOrder::quads);
+  return is_read_in_tiles(key, args.query_dtype) && is_read_in_tiles(value, args.query_dtype);
+#else
+  return (void)args, false;
+#endif
+}
 
 inline AttendPlan attend_plan_of(const AttendArgs& args) { return attend_plan(args); }
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "arithmetic.h"
+#include "plan.h"
 
 namespace kvloom::KVLOOM_ISA {
 
@@ -13,6 +14,16 @@ struct ScoreRow {
   float slope;
 };
 
+inline ScoreRow score_row(const AttendArgs& args, const SequencePlan& plan, Index new_token,
+                          Index query_head) {
+  const FloatArray &mask = args.mask, &slopes = args.alibi_slopes;
+  return {plan.num_stored - plan.num_new + new_token, plan.visible(args, new_token, new_token + 1),
+          mask.data ? query_head * mask.stride[0] + (plan.first_row + new_token) * mask.stride[1] +
+                          plan.first_column * mask.stride[2]
+                    : 0,
+          slopes.data ? read_float(slopes.data, slopes.dtype, query_head * slopes.stride[0]) : 0.0f};
+}
+
 // The running maximum and sum of one row.
 struct OnlineSoftmax {
   float max = -INFINITY;
@@ -22,14 +33,15 @@ struct OnlineSoftmax {
 // 0 in place of the maximum of nothing, so that -inf minus it is -inf and not NaN.
 inline float finite_max(float x) { return x == -INFINITY ? 0.0f : x; }
 
-// Scales dot products of the tokens [first, first + kChunk), in place, and applies softcap, mask and ALiBi;
+// Scales dot products of the tokens [first, first + kCount), in place, and applies softcap, mask and ALiBi;
 // those of hidden tokens become -inf. Returns the maximum of each lane.
+template <Index kCount = kChunk>
 inline Vec adjust_scores(const AttendArgs& args, const ScoreRow& row, Index first, Index stored,
                          float* scores) {
-  const Index begin = max(row.visible.begin - first, 0), end = min(row.visible.end - first, kChunk);
+  const Index begin = max(row.visible.begin - first, 0), end = min(row.visible.end - first, kCount);
   Vec lane_max = splat(-INFINITY);
-  if (begin == 0 && end == kChunk && args.softcap <= 0.0f && !args.mask.data && !args.alibi_slopes.data) {
-    for (Index i = 0; i < kChunk; i += kLanes) {
+  if (begin == 0 && end == kCount && args.softcap <= 0.0f && !args.mask.data && !args.alibi_slopes.data) {
+    for (Index i = 0; i < kCount; i += kLanes) {
       const Vec x = load(scores + i) * args.scale;
       store(scores + i, x);
       lane_max = maximum(x, lane_max);
@@ -37,13 +49,13 @@ inline Vec adjust_scores(const AttendArgs& args, const ScoreRow& row, Index firs
     return lane_max;
   }
   const IntVec lanes = lane_numbers();
-  alignas(64) float mask[kChunk];
+  alignas(64) float mask[kCount];
   if (args.mask.data) {
-    const Index columns = min(stored - first, kChunk), column = args.mask.stride[2];
+    const Index columns = max(min(stored - first, kCount), 0), column = args.mask.stride[2];
     read_floats(args.mask.data, args.mask.dtype, row.mask_row + first * column, column, mask, columns);
-    for (Index i = columns; i < kChunk; ++i) mask[i] = 0.0f;
+    for (Index i = columns; i < kCount; ++i) mask[i] = 0.0f;
   }
-  for (Index i = 0; i < kChunk; i += kLanes) {
+  for (Index i = 0; i < kCount; i += kLanes) {
     Vec x = load(scores + i) * args.scale;
     if (args.softcap > 0.0f) x = args.softcap * tanh(x / args.softcap);
     if (args.mask.data) x = x + load(mask + i);

@@ -18,6 +18,9 @@ from kvloom.errors import ConfigError
 
 COMPILED: Final = ("store", "load", "copy", "attend")
 """The operators that have a compiled kernel."""
+ISAS: Final = ("baseline", "avx2", "avx512", "amx", "amx-emulated")
+"""Values of ``KVLOOM_ISA``. The last one, for tests, computes in plain C++ what AMX does; of the others the
+library chooses the last one that runs."""
 
 
 def find_library(folders: Iterable[str]) -> Path | None:
@@ -27,14 +30,14 @@ def find_library(folders: Iterable[str]) -> Path | None:
     return next((place for place in places if place.exists()), None)
 
 
-def load_library() -> tuple[str | None, str | None, int]:
+def load_library() -> tuple[str | None, str | None, int, str | None]:
     """Load the library and choose by the environment's ``KVLOOM_ISA``, or the best that this machine runs.
 
     ``KVLOOM_LIBRARY`` names another library than the installed one.
 
     Returns:
-        The instruction set, ``None`` and the largest head dim of attention; or ``None``, the sentence why
-        there is none, and 0.
+        The instruction set, ``None``, the largest head dim of attention, and why AMX is not used, if
+        so; or ``None``, the sentence why there is none, 0 and ``None``.
 
     Raises:
         ConfigError: ``KVLOOM_ISA`` is unknown, or this machine lacks it.
@@ -46,24 +49,32 @@ def load_library() -> tuple[str | None, str | None, int]:
             None,
             "this installation has no compiled kernels (no C++20 compiler or torch when it was built)",
             0,
+            None,
         )
     try:
         torch.ops.load_library(path)
     except OSError as error:
-        return None, f"the compiled kernels do not load into torch {torch.__version__}: {error}", 0
+        return None, f"the compiled kernels do not load into torch {torch.__version__}: {error}", 0, None
     library = ctypes.CDLL(str(path))
     library.kvloom_isa.restype = ctypes.c_char_p
     library.kvloom_max_head_dim.restype = ctypes.c_int64
+    library.kvloom_why_not.restype = ctypes.c_char_p
     wanted = os.environ.get("KVLOOM_ISA")
     if wanted:
-        refused = library.kvloom_choose_isa(wanted.encode())
-        if refused:
-            why = "one that this machine has" if refused == 1 else "baseline, avx2 or avx512"
-            raise ConfigError(f"KVLOOM_ISA must be {why}, got {wanted!r}")
-    return library.kvloom_isa().decode(), None, library.kvloom_max_head_dim()
+        if wanted not in ISAS:
+            raise ConfigError(f"KVLOOM_ISA must be {', '.join(ISAS[:-1])} or {ISAS[-1]}, got {wanted!r}")
+        if library.kvloom_choose_isa(wanted.encode()):
+            why_not = library.kvloom_why_not(wanted.encode()).decode()
+            raise ConfigError(f"KVLOOM_ISA must be one that runs here, got {wanted!r}: {why_not}")
+    isa = library.kvloom_isa().decode()
+    why_no_amx = None
+    if isa != "amx":
+        refused = library.kvloom_why_not(b"amx")
+        why_no_amx = f"KVLOOM_ISA is {wanted}" if refused is None else refused.decode()
+    return isa, None, library.kvloom_max_head_dim(), why_no_amx
 
 
-ISA, WHY_NOT, MAX_HEAD_DIM = load_library()
+ISA, WHY_NOT, MAX_HEAD_DIM, WHY_NO_AMX = load_library()
 if WHY_NOT is not None:
     logging.getLogger("kvloom").warning(
         "%s: store, load, copy and attend run in plain torch, several times slower. Remedy: install "

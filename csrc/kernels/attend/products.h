@@ -9,6 +9,13 @@
 
 namespace kvloom::KVLOOM_ISA {
 
+#ifdef KVLOOM_TILES
+#define KVLOOM_HAS_TILES 1
+#else
+#define KVLOOM_TILES NoTiles
+struct NoTiles {};
+#endif
+
 // Bytes of a packed query row: room for a few numbers, then two for each element.
 constexpr Index kPackedHead = 320, kPackedRow = kPackedHead + 2 * kMaxHeadDim;
 
@@ -17,6 +24,7 @@ struct ScoreTask {
   const Byte* packed;  // the query as the kernel wants it, kPackedRow bytes a row
   Index num_rows, width;
   float* scores;  // [rows, kChunk]
+  KVLOOM_TILES* tiles = nullptr;
 };
 
 struct ValueTask {
@@ -24,6 +32,7 @@ struct ValueTask {
   const float* factors;  // [rows], by which accumulators are rescaled first
   Index num_rows, width;
   float* accumulators;  // [rows, width]
+  KVLOOM_TILES* tiles = nullptr;
 };
 
 // --- scores ------------------------------------------------------------------------------------------------
