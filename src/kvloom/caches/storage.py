@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvloom import ops
 from kvloom.caches.format import CacheFormat, is_in_rows, page_layout
-from kvloom.caches.memory import advise_huge_pages, outside_inference_mode
+from kvloom.caches.memory import outside_inference_mode, zeros
 from kvloom.core.checks import FLOAT_DTYPES
 from kvloom.core.specs import KVSpec
 from kvloom.core.views import KVView
@@ -175,13 +175,20 @@ class Storage:
         block_size = self.page_size * (stride if self._is_in_rows and stride else 1)
         with outside_inference_mode():
             (key, key_scale), (value, value_scale) = (
-                spec.empty(num_slots, block_size, device=self.device) for spec in self.specs
+                _allocate_side(spec, num_slots, block_size, self.device) for spec in self.specs
             )
-        tensors = key, value, key_scale, value_scale
-        for x in tensors:
-            if x is not None:
-                advise_huge_pages(x)
-        return tensors
+        return key, value, key_scale, value_scale
+
+
+def _allocate_side(
+    spec: KVSpec, num_slots: int, block_size: int, device: torch.device
+) -> tuple[Tensor, Tensor | None]:
+    """As ``spec.empty``."""
+    cache, scale = spec.shapes(num_slots, block_size)
+    codes = zeros(cache, spec.cache_dtype, device)
+    if scale is None or spec.quant is None:
+        return codes, None
+    return codes, zeros(scale, spec.quant.scale_dtype, device)
 
 
 def _canonical(view: KVView) -> list[Tensor]:
