@@ -40,12 +40,20 @@ def test_info_names_version_backends_capability_and_devices(capsys: pytest.Captu
         assert word in out
 
 
-@pytest.mark.parametrize("isa", ["avx2", None])
+@pytest.mark.parametrize(
+    ("isa", "kernels"),
+    [("amx", "amx"), ("avx2", "avx2; no amx: no tiles"), (None, "none: no compiler")],
+)
 @pytest.mark.parametrize("version", ["3.6.0", None])
 def test_info_names_the_kernels_or_says_why_there_are_none(
-    isa: str | None, version: str | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    isa: str | None,
+    kernels: str,
+    version: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(cpu, "ISA", isa)
+    monkeypatch.setattr(cpu, "WHY_NO_AMX", "no tiles" if isa == "avx2" else None)
     monkeypatch.setattr(cpu, "WHY_NOT", None if isa else "no compiler")
     monkeypatch.setattr(triton, "why_not_installed", lambda: None if version else "needs Triton")
     monkeypatch.setattr(triton, "triton_version", lambda: version)
@@ -53,7 +61,7 @@ def test_info_names_the_kernels_or_says_why_there_are_none(
     assert why_unavailable("cpu") == (None if isa else "no compiler")
     assert main(["info"]) == 0
     out = capsys.readouterr().out
-    assert f"reference, cpu ({isa or 'none: no compiler'})\n" in out
+    assert f"reference, cpu ({kernels})\n" in out
     assert f"on CUDA        {'triton 3.6.0' if version else 'reference (triton needs Triton)'}\n" in out
 
 

@@ -191,11 +191,10 @@ def _info(args: argparse.Namespace) -> None:
 
     from kvloom import __version__
     from kvloom.ops import cpu_kernels, cuda_kernels, why_unavailable
-    from kvloom.ops.impl.cpu import WHY_NO_AMX
 
     on_cpu = cpu_kernels() or f"none: {why_unavailable('cpu')}"
-    if WHY_NO_AMX is not None:
-        on_cpu += f"; no amx: {WHY_NO_AMX}"
+    if cpu_kernels() and (why_not := why_unavailable("amx")) is not None:
+        on_cpu += f"; no amx: {why_not}"
     on_cuda = (
         f"triton {cuda_kernels()}" if cuda_kernels() else f"reference (triton {why_unavailable('triton')})"
     )

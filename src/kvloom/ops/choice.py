@@ -48,9 +48,19 @@ def cuda_kernels() -> str | None:
     return triton.triton_version() if triton.why_not_installed() is None else None
 
 
-def why_unavailable(backend: str) -> str | None:
-    """Why this installation cannot run backend ``"cpu"`` or ``"triton"``, ``None`` if it can."""
-    return cpu.WHY_NOT if backend == "cpu" else triton.why_not_installed()
+def why_unavailable(what: str) -> str | None:
+    """Why this process does not run something, ``None`` if it does.
+
+    Args:
+        what: A backend, ``"cpu"`` or ``"triton"``; or ``"amx"``, the compiled CPU kernels that multiply tiles.
+    """
+    match what:
+        case "cpu":
+            return cpu.WHY_NOT
+        case "amx":
+            return cpu.WHY_NOT or cpu.WHY_NO_AMX
+        case _:
+            return triton.why_not_installed()
 
 
 def _choose(backend: str, name: str, device: torch.device, args: tuple[Any, ...]) -> Callable[..., Any]:
