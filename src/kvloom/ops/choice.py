@@ -52,7 +52,7 @@ def why_unavailable(what: str) -> str | None:
     """Why this process does not run something, ``None`` if it does.
 
     Args:
-        what: A backend, ``"cpu"`` or ``"triton"``; or ``"amx"``, the compiled CPU kernels that multiply tiles.
+        what: A backend, ``"cpu"`` or ``"triton"``; or ``"amx"``, CPU kernels that multiply tiles.
     """
     match what:
         case "cpu":
