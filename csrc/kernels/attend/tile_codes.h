@@ -1,13 +1,12 @@
 // The two products of a chunk in tiles, for the few rows of a decode step and codes that are dequantized to
 // bfloat16 numbers. 16 rows of 32 dims are a tile as they are.
 //
-//   scores = keys * queries     tokens by rows; queries lie in pairs of dims
-//   sums   = weights * values   A dword of a row has two dims of one token, and a tile multiplies pairs of
-//   numbers. So a
-//                               weight w stands as the pair (w, 0) in one row of a tile, which gives the even
-//                               dims, and as (0, w) in another, which gives the odd ones. Half of the
-//                               products are by zero; that costs less than rearranging values, of which each
-//                               is used for a few rows only.
+// scores = keys * queries: tokens by rows; queries lie in pairs of dims.
+//
+// sums = weights * values: a dword of a row has two dims of one token, and a tile multiplies pairs of
+// numbers. So a weight w stands as the pair (w, 0) in one row of a tile, which gives the even dims, and as
+// (0, w) in another, which gives the odd ones. Half of the products are by zero; that costs less than
+// rearranging values, of which each is used for a few rows only.
 #pragma once
 
 #include "bf16_codes.h"
@@ -16,16 +15,22 @@
 
 namespace kvloom::KVLOOM_ISA {
 
-// Dequantized rows of a block.
-using DequantizedBlock = Byte[kBlock][2 * kMaxHeadDim];
+// The rows of a chunk, dequantized.
+using DequantizedRows = Byte[kChunk][2 * kMaxHeadDim];
 
-// Dequantizes the block of tokens from `first` on; rows of tokens that the chunk lacks are 0.
+// Dequantizes the blocks that have a token; rows of tokens that these lack are 0.
 template <bool is_int4>
-inline void dequantize_present(const ChunkRows& chunk, Index first, DequantizedBlock& to) {
-  for_scales(chunk, chunk.side->dim,
-             [&]<class T, int W>() { dequantize_block<is_int4, T, W>(chunk, first, to); });
-  for (Index t = 0; t < kBlock; ++t)
-    if (first + t < chunk.begin || first + t >= chunk.end) std::memset(to[t], 0, 2 * chunk.side->dim);
+inline void dequantize_chunk(const ChunkRows& chunk, DequantizedRows& to) {
+  chunk.prefetch_scales();
+  for_scales(chunk, chunk.side->dim, [&]<class T, int W>() {
+    for (Index first = chunk.begin / kBlock * kBlock; first < chunk.end; first += kBlock)
+      dequantize_block<is_int4, T, W>(chunk, first, to + first);
+  });
+  const auto clear = [&](Index first, Index last) {
+    for (Index t = first; t < last; ++t) std::memset(to[t], 0, 2 * chunk.side->dim);
+  };
+  clear(chunk.begin / kBlock * kBlock, chunk.begin);
+  clear(chunk.end, round_up(chunk.end, kBlock));
 }
 
 template <bool is_int4>
@@ -36,8 +41,8 @@ inline void score_codes_in_tiles(const ChunkRows& chunk, const ScoreTask& task) 
   alignas(64) static constexpr Byte zeros[2 * kMaxHeadDim] = {};
   KVLOOM_TILES& tiles = *task.tiles;
   tiles.configure();
-  alignas(64) DequantizedBlock block;
-  chunk.prefetch_scales();
+  alignas(64) DequantizedRows keys;
+  dequantize_chunk<is_int4>(chunk, keys);
   for (Index r = 0; r < task.num_rows; r += kRows) {
     const Index count = min(task.num_rows - r, kRows);
     const Byte* rows[kRows];
@@ -46,11 +51,10 @@ inline void score_codes_in_tiles(const ChunkRows& chunk, const ScoreTask& task) 
     for (Index d = 0; d < task.width; d += 32) transpose_dwords(rows, 2 * d, queries[d / 32]);
     const Index begin = chunk.begin / kBlock, end = ceil_div(chunk.end, kBlock);
     for (Index b = begin; b < end; ++b) {
-      dequantize_present<is_int4>(chunk, b * kBlock, block);
       tiles.template zero<0>();
       for (Index d = 0; d < task.width; d += 32) {
         tiles.template load<6>(queries[d / 32], 64);
-        tiles.template load<5>(block[0] + 2 * d, sizeof block[0]);
+        tiles.template load<5>(keys[b * kBlock] + 2 * d, sizeof keys[0]);
         tiles.template multiply<0, 5, 6>();
       }
       tiles.template store<0>(scores[b], 64);
@@ -90,8 +94,8 @@ inline void value_codes_in_tiles(const ChunkRows& chunk, const ValueTask& task) 
   KVLOOM_TILES& tiles = *task.tiles;
   tiles.configure();
   rescale_accumulators(task);
-  alignas(64) DequantizedBlock block;
-  chunk.prefetch_scales();
+  alignas(64) DequantizedRows values;
+  dequantize_chunk<is_int4>(chunk, values);
   TileWeights weights;
   for (Index r = 0; r < task.num_rows; r += kRows) {
     const Index count = min(task.num_rows - r, kRows);
@@ -100,10 +104,9 @@ inline void value_codes_in_tiles(const ChunkRows& chunk, const ValueTask& task) 
       tiles.template zero<0>(), tiles.template zero<1>(), tiles.template zero<2>(), tiles.template zero<3>();
       const Index pieces = min(task.width - d, kWidth) / 32;
       for (Index first = chunk.begin / kBlock * kBlock; first < chunk.end; first += kBlock) {
-        dequantize_present<is_int4>(chunk, first, block);
         const auto add = [&]<int piece>() KVLOOM_INLINE_LAMBDA {
           if (piece >= pieces) return;
-          tiles.template load<4 + piece % 2>(block[0] + 2 * d + 64 * piece, sizeof block[0]);
+          tiles.template load<4 + piece % 2>(values[first] + 2 * d + 64 * piece, sizeof values[0]);
           tiles.template multiply<piece, 7, 4 + piece % 2>();
         };
         tiles.template load<7>(weights.pairs[first / kBlock], 64);
