@@ -13,6 +13,8 @@ FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 def bits(x: Tensor) -> Tensor:
     """The bytes of ``x`` in row-major order; the last axis grows by the element size."""
     x = x.detach().contiguous()
+    if x.numel() == 0:  # may have any strides, 0 among them
+        x = x.new_empty(x.shape)
     return x.reshape(1).view(torch.uint8) if x.dim() == 0 else x.view(torch.uint8)
 
 
