@@ -14,7 +14,7 @@ from kvloom.ops import cpu_kernels
 sys.stdout.write(
     f"kvloom {kvloom.__version__} in {kvloom.__path__[0]}, {cpu_kernels()}, Python {sys.version}\n"
 )
-assert cpu_kernels() in ("baseline", "avx2", "avx512"), cpu_kernels()
+assert cpu_kernels() in ("baseline", "avx2", "avx512", "amx"), cpu_kernels()
 assert "site-packages" in kvloom.__path__[0], kvloom.__path__
 
 spec = KVSpec(layers=1, heads=2, head_dim=16, dtype=torch.float32)
