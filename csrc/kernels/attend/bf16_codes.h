@@ -100,6 +100,19 @@ inline void dequantize_block(const ChunkRows& chunk, Index first, Byte (*to)[2 *
     for (Index t = 0; t < kBlock; ++t) std::memset(to[t], 0xff, 2 * side.dim);
 }
 
+// The rows of a chunk, dequantized.
+using DequantizedRows = Byte[kChunk][2 * kMaxHeadDim];
+
+// Dequantizes the blocks that have a token.
+template <bool is_int4>
+inline void dequantize_chunk(const ChunkRows& chunk, DequantizedRows& to) {
+  chunk.prefetch_scales();
+  for_scales(chunk, chunk.side->dim, [&]<class T, int W>() {
+    for (Index first = chunk.begin / kBlock * kBlock; first < chunk.end; first += kBlock)
+      dequantize_block<is_int4, T, W>(chunk, first, to + first);
+  });
+}
+
 template <bool is_int4>
 inline void score_codes_bf16(const ChunkRows& chunk, const ScoreTask& task) {
   alignas(64) Byte block[kBlock][2 * kMaxHeadDim];
@@ -116,14 +129,10 @@ inline void score_codes_bf16(const ChunkRows& chunk, const ScoreTask& task) {
 
 template <bool is_int4>
 inline void value_codes_bf16(const ChunkRows& chunk, const ValueTask& task) {
-  alignas(64) Byte rows[kChunk][2 * kMaxHeadDim];
+  alignas(64) DequantizedRows rows;
   const Byte* values[kChunk];
   for (Index t = 0; t < kChunk; ++t) values[t] = rows[t];
-  chunk.prefetch_scales();
-  for_scales(chunk, task.width, [&]<class T, int W>() {
-    for (Index first = chunk.begin / kBlock * kBlock; first < chunk.end; first += kBlock)
-      dequantize_block<is_int4, T, W>(chunk, first, rows + first);
-  });
+  dequantize_chunk<is_int4>(chunk, rows);
   add_rows_bf16(task, values, RowPrefetcher(), chunk.begin, chunk.end);
 }
 

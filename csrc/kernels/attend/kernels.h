@@ -54,6 +54,19 @@ inline bool uses_bf16_code_kernels(const SideLayout& side, DType query_dtype) {
   return uses_code_kernels(side) && query_dtype == DType::bf16 && side.group % 32 != 0 && side.dim % 64 == 0;
 }
 
+// The kernels of codes that are dequantized to bfloat16.
+#ifdef KVLOOM_HAS_TILES
+template <bool is_int4>
+constexpr auto score_bf16_codes = score_codes_in_tiles<is_int4>;
+template <bool is_int4>
+constexpr auto value_bf16_codes = value_codes_in_tiles<is_int4>;
+#else
+template <bool is_int4>
+constexpr auto score_bf16_codes = score_codes_bf16<is_int4>;
+template <bool is_int4>
+constexpr auto value_bf16_codes = value_codes_bf16<is_int4>;
+#endif
+
 // Integer digits are finer than a 16-bit query.
 inline bool uses_digit_kernels(const SideLayout& side, DType query_dtype) {
   return uses_code_kernels(side) && query_dtype != DType::f32 && !is_coarser(side.scale.dtype, query_dtype);
@@ -61,14 +74,9 @@ inline bool uses_digit_kernels(const SideLayout& side, DType query_dtype) {
 #endif
 
 inline ScoreKernel choose_score(const SideLayout& key, DType query_dtype) {
-#ifdef KVLOOM_HAS_TILES
-  if (uses_bf16_code_kernels(key, query_dtype))
-    return {pack_bf16,
-            key.cache.dtype == DType::int4 ? score_codes_in_tiles<true> : score_codes_in_tiles<false>};
-#endif
 #ifdef KVLOOM_HAS_DOT_PRODUCTS
   if (uses_bf16_code_kernels(key, query_dtype))
-    return {pack_bf16, key.cache.dtype == DType::int4 ? score_codes_bf16<true> : score_codes_bf16<false>};
+    return {pack_bf16, key.cache.dtype == DType::int4 ? score_bf16_codes<true> : score_bf16_codes<false>};
   if (uses_digit_kernels(key, query_dtype))
     return {pack_digits, key.cache.dtype == DType::int4 ? score_digits<true> : score_digits<false>};
   if (is_direct(key, query_dtype) && query_dtype == DType::bf16 && key.dim % 32 == 0)
@@ -83,14 +91,10 @@ inline ScoreKernel choose_score(const SideLayout& key, DType query_dtype) {
 }
 
 inline ValueKernel choose_value(const SideLayout& value, DType query_dtype) {
-#ifdef KVLOOM_HAS_TILES
-  if (uses_bf16_code_kernels(value, query_dtype))
-    return value.cache.dtype == DType::int4 ? value_codes_in_tiles<true> : value_codes_in_tiles<false>;
-#endif
 #ifdef KVLOOM_HAS_DOT_PRODUCTS
   if (is_direct(value, query_dtype) && query_dtype == DType::bf16 && value.dim % 64 == 0) return value_bf16;
   if (uses_bf16_code_kernels(value, query_dtype))
-    return value.cache.dtype == DType::int4 ? value_codes_bf16<true> : value_codes_bf16<false>;
+    return value.cache.dtype == DType::int4 ? value_bf16_codes<true> : value_bf16_codes<false>;
   if (uses_digit_kernels(value, query_dtype) && value.group % 32 == 0)
     return value.cache.dtype == DType::int4 ? value_digits<true> : value_digits<false>;
 #endif

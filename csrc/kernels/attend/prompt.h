@@ -23,6 +23,7 @@ namespace kvloom::KVLOOM_ISA {
 constexpr Index kStep = 32;  // tokens whose scores are computed together, and rows that share them
 constexpr Index kPromptChunk = 256;
 constexpr Index kStepsOfChunk = kPromptChunk / kStep;
+constexpr Index kKeptSteps = 4;    // whose scores are kept
 constexpr float kHidden = -1e30f;  // the score of a hidden token: its weight is 0, whatever the shift
 constexpr float kMaxChunkSum = 0x1p30f;
 
@@ -35,7 +36,7 @@ struct PromptSpace {
   alignas(64) Byte keys[kPromptChunk / 16][kDims][1024];    // 16 pairs of dims by 16 tokens
   alignas(64) Byte values[kStepsOfChunk][2 * kDims][1024];  // 16 pairs of tokens by 16 dims
   alignas(64) Byte weights[2][2][kStepsOfChunk][1024];      // of a block of 32 rows, and of the one before
-  alignas(64) float scores[4][32][kStep];                   // of this step and those before
+  alignas(64) float scores[kKeptSteps][32][kStep];          // of this step and those before
   alignas(64) float totals[kRows / 16][2 * kDims][16][16];  // even dims, then odd ones, of each 32
   alignas(64) float sums[kRows][16], chunk_sums[2][32][16];
   alignas(64) float shift[kRows];  // in the unit of scores; negative infinity before a token is seen
@@ -87,13 +88,19 @@ class PromptItem {
   static constexpr int kStepsInTurn = 8 % kDims == 0 ? 8 / kDims : 0;
 
   Index num_blocks() const { return ceil_div(item_.num_rows, 32); }
-  // Rows that fill the last block repeat the last one.
-  Index row_of(Index r) const { return item_.first_row + min(r, item_.num_rows - 1); }
+  // The new token and the query head of a row. Rows that fill the last block repeat the last one.
+  struct TokenHead {
+    Index new_token, head;
+  };
+  TokenHead token_head(Index r) const {
+    const Index row = item_.first_row + min(r, item_.num_rows - 1);
+    return {row / group_, item_.first_head * group_ + row % group_};
+  }
 
   void load_rows() {
     const Index* stride = args_.query_stride;
     for (Index r = 0; r < 32 * num_blocks(); ++r) {
-      const Index new_token = row_of(r) / group_, head = item_.first_head * group_ + row_of(r) % group_;
+      const auto [new_token, head] = token_head(r);
       const Index first = (plan_->first_row + new_token) * stride[0] + head * stride[1];
       const Byte* from = static_cast<const Byte*>(args_.query) + 2 * first;
       for (Index s = 0; s < kDims; ++s) {
@@ -206,9 +213,8 @@ class PromptItem {
   template <bool kHasBlock, bool kHasBefore>
   [[gnu::noinline]] void run_turns(Index b) {
     constexpr int kTurns = 16, kRowsInTurn = 2 * kStepsInTurn;
-    constexpr int kLag = kStepsInTurn == 4   ? 4
-                         : kStepsInTurn == 2 ? 6
-                                             : 8;  // turns from a score to its weight
+    // Turns from a score to its weight.
+    constexpr int kLag = kStepsInTurn == 4 ? 4 : kStepsInTurn == 2 ? 6 : 8;
     if (kHasBlock) clear_chunk_sums(b);
     const auto take_turns = [&]<bool kIsFirst>(Index n) KVLOOM_INLINE_LAMBDA {
       KVLOOM_UNROLL(16)
@@ -219,8 +225,8 @@ class PromptItem {
           add_step(b - 1, n, turn - 8, 0, kStepsOfChunk);
         }
         if (kIsFirst && turn == kLag - 1 && kHasBlock) set_shifts(b, 0);
-        const int first = (turn - kLag + kTurns) % kTurns *
-                          kRowsInTurn;  // of the steps of this time, or of the time before
+        // Of the rows of this time's steps, or of those of the time before.
+        const int first = (turn - kLag + kTurns) % kTurns * kRowsInTurn;
         if (turn >= kLag || !kIsFirst) {
           if (kHasBlock)
             weigh_rows<kRowsInTurn>(b, kStepsInTurn * (turn < kLag ? n - 1 : n) + first / 32, first % 32);
@@ -267,8 +273,7 @@ class PromptItem {
 
   // --- scores --------------------------------------------------------------------------------------------
 
-  static constexpr Index kScores = 4;  // steps whose scores are kept
-  float (*scores_of(Index step)) [kStep] { return space_.scores[step % kScores]; }
+  float (*scores_of(Index step)) [kStep] { return space_.scores[step % kKeptSteps]; }
 
   // Scores of a block by a step; meanwhile(part) is called kDims times, among the products.
   template <class Meanwhile>
@@ -476,11 +481,12 @@ class PromptItem {
   void write(Index sequence) {
     alignas(64) float total[32 * kDims];
     for (Index r = 0; r < item_.num_rows; ++r) {
-      const Index new_token = row_of(r) / group_, head = item_.first_head * group_ + row_of(r) % group_;
+      const auto [new_token, head] = token_head(r);
       for (Index n = 0; n < kDims; ++n) {
         const float* from = space_.totals[r / 16][2 * n][r % 16];
-        store_interleaved(total + 32 * n, is_first_ ? _mm512_setzero_ps() : _mm512_load_ps(from),
-                          is_first_ ? _mm512_setzero_ps() : _mm512_load_ps(from + 256));
+        const Vec even = is_first_ ? Vec{} : load(from), odd = is_first_ ? Vec{} : load(from + 256);
+        store(total + 32 * n, interleave_low(even, odd));
+        store(total + 32 * n + 16, interleave_high(even, odd));
       }
       const ScoreRow& row = space_.rows[r];
       const float unit = is_adjusted_ ? 1.0f : args_.scale;

@@ -329,9 +329,13 @@ class ItemRunner {
   alignas(64) Byte gathered_scales_[kChunk * kMaxHeadDim * 4];
 };
 
-// Whether prompts of this call run in tiles.
+// Whether this call has prompts, and they run in tiles.
 inline bool attend_in_tiles(const AttendArgs& args) {
 #ifdef KVLOOM_HAS_TILES
+  bool has_prompts = false;
+  for (Index b = 0; b < args.num_sequences; ++b)
+    has_prompts |= args.seqstarts[b + 1] - args.seqstarts[b] > kMaxNewTokensToSplit;
+  if (!has_prompts) return false;
   const SideLayout key(args.key, NativeOrder::columns), value(args.value, NativeOrder::quads);
   return is_read_in_tiles(key, args.query_dtype) && is_read_in_tiles(value, args.query_dtype);
 #else

@@ -15,17 +15,10 @@
 
 namespace kvloom::KVLOOM_ISA {
 
-// The rows of a chunk, dequantized.
-using DequantizedRows = Byte[kChunk][2 * kMaxHeadDim];
-
 // Dequantizes the blocks that have a token; rows of tokens that these lack are 0.
 template <bool is_int4>
-inline void dequantize_chunk(const ChunkRows& chunk, DequantizedRows& to) {
-  chunk.prefetch_scales();
-  for_scales(chunk, chunk.side->dim, [&]<class T, int W>() {
-    for (Index first = chunk.begin / kBlock * kBlock; first < chunk.end; first += kBlock)
-      dequantize_block<is_int4, T, W>(chunk, first, to + first);
-  });
+inline void dequantize_tiles(const ChunkRows& chunk, DequantizedRows& to) {
+  dequantize_chunk<is_int4>(chunk, to);
   const auto clear = [&](Index first, Index last) {
     for (Index t = first; t < last; ++t) std::memset(to[t], 0, 2 * chunk.side->dim);
   };
@@ -42,7 +35,7 @@ inline void score_codes_in_tiles(const ChunkRows& chunk, const ScoreTask& task) 
   KVLOOM_TILES& tiles = *task.tiles;
   tiles.configure();
   alignas(64) DequantizedRows keys;
-  dequantize_chunk<is_int4>(chunk, keys);
+  dequantize_tiles<is_int4>(chunk, keys);
   for (Index r = 0; r < task.num_rows; r += kRows) {
     const Index count = min(task.num_rows - r, kRows);
     const Byte* rows[kRows];
@@ -74,13 +67,12 @@ struct TileWeights {
   static constexpr Index kRows = 8;
 
   void read(const float* weights, Index num_rows) {
-    const __m512i half = _mm512_set1_epi32(0x8000), upper = _mm512_set1_epi32(static_cast<int>(0xffff0000u));
+    const __m512 zero = _mm512_setzero_ps();
     for (Index r = 0; r < num_rows; ++r)
       for (Index b = 0; b < kChunk / kBlock; ++b) {
-        const __m512i bits = _mm512_castps_si512(_mm512_loadu_ps(weights + r * kChunk + b * kBlock));
-        const __m512i rounded = _mm512_and_si512(_mm512_add_epi32(bits, half), upper);  // ties away from zero
-        _mm512_store_si512(pairs[b][r], _mm512_srli_epi32(rounded, 16));
-        _mm512_store_si512(pairs[b][kRows + r], rounded);
+        const __m512 weight = _mm512_loadu_ps(weights + r * kChunk + b * kBlock);
+        _mm512_store_si512(pairs[b][r], pair_rounded(weight, zero));
+        _mm512_store_si512(pairs[b][kRows + r], pair_rounded(zero, weight));
       }
   }
 
@@ -95,7 +87,7 @@ inline void value_codes_in_tiles(const ChunkRows& chunk, const ValueTask& task) 
   tiles.configure();
   rescale_accumulators(task);
   alignas(64) DequantizedRows values;
-  dequantize_chunk<is_int4>(chunk, values);
+  dequantize_tiles<is_int4>(chunk, values);
   TileWeights weights;
   for (Index r = 0; r < task.num_rows; r += kRows) {
     const Index count = min(task.num_rows - r, kRows);
@@ -119,11 +111,10 @@ inline void value_codes_in_tiles(const ChunkRows& chunk, const ValueTask& task) 
       tiles.template store<2>(sums[2], 64), tiles.template store<3>(sums[3], 64);
       for (Index i = 0; i < count; ++i)
         for (Index piece = 0; piece < pieces; ++piece) {
-          alignas(64) float ordered[32];
-          store_interleaved(ordered, _mm512_load_ps(sums[piece][i]), _mm512_load_ps(sums[piece][kRows + i]));
+          const Vec even = load(sums[piece][i]), odd = load(sums[piece][kRows + i]);
           float* accumulator = task.accumulators + (r + i) * task.width + d + 32 * piece;
-          add_to(accumulator, _mm512_load_ps(ordered));
-          add_to(accumulator + 16, _mm512_load_ps(ordered + 16));
+          add_to(accumulator, as<__m512>(interleave_low(even, odd)));
+          add_to(accumulator + 16, as<__m512>(interleave_high(even, odd)));
         }
     }
   }

@@ -20,10 +20,7 @@ class TileRows {
  public:
   explicit TileRows(const SideLayout& side) : side_(side) {
     rows_.side = &side;
-    rows_.next_scale = addresses_.scale;
-    rows_.head = 0, rows_.num_heads = 1;
     rows_.query_dtype = DType::bf16;
-    rows_.uses_code_kernels = true;
   }
 
   // The tokens [token, token + count) of a chunk.
@@ -64,7 +61,7 @@ class TileRows {
  private:
   const SideLayout& side_;
   ChunkAddresses addresses_;
-  ChunkRows rows_;
+  ChunkRows rows_{};
   const Byte *copied_[kChunk], *copied_scales_[kChunk], *dequantized_[2][kBlock];
   alignas(64) Byte numbers_[2][kBlock][2 * kMaxHeadDim];
   alignas(64) Byte copies_[kChunk * kMaxTileDim * 2];

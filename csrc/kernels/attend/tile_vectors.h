@@ -47,13 +47,6 @@ struct RowPairs {
   __m512i even, odd;
 };
 
-// 16 even and 16 odd elements in the order of dims.
-KVLOOM_INLINE void store_interleaved(float* to, __m512 even, __m512 odd) {
-  const __m512i low = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
-  _mm512_storeu_ps(to, _mm512_permutex2var_ps(even, low, odd));
-  _mm512_storeu_ps(to + 16, _mm512_permutex2var_ps(even, _mm512_add_epi32(low, _mm512_set1_epi32(8)), odd));
-}
-
 // Rows of 16 dwords as columns: to[i] has dword i of all rows. Loads of 16 bytes into their lane do one half
 // of the work, shuffles the other.
 KVLOOM_INLINE void transpose_dwords(const Byte* const* rows, Index at, Byte* to) {

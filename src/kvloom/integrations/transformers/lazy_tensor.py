@@ -1,18 +1,20 @@
 """Objects that stand for a tensor until something computes with it."""
 
-from abc import ABC, abstractmethod
 from typing import Any
 
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
 
-class LazyTensor(ABC):
-    """Stands for a tensor, and is replaced by it wherever torch computes with it."""
+class LazyTensor:
+    """Stands for a tensor, and is replaced by it wherever torch computes with it.
 
-    @abstractmethod
+    No ``ABC``: each layer asks of plain tensors whether they are one, which takes longer there.
+    """
+
     def gather(self) -> Tensor:
         """The tensor."""
+        raise NotImplementedError
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

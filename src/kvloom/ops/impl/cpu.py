@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 
@@ -30,14 +30,19 @@ def find_library(folders: Iterable[str]) -> Path | None:
     return next((place for place in places if place.exists()), None)
 
 
-def load_library() -> tuple[str | None, str | None, int, str | None]:
+class Library(NamedTuple):
+    """The kernels that were loaded."""
+
+    isa: str | None  # None: none
+    why_not: str | None = None  # the sentence why there are none
+    max_head_dim: int = 0  # of attention
+    why_no_amx: str | None = None  # the sentence why they are not those of AMX
+
+
+def load_library() -> Library:
     """Load the library and choose by the environment's ``KVLOOM_ISA``, or the best that this machine runs.
 
     ``KVLOOM_LIBRARY`` names another library than the installed one.
-
-    Returns:
-        The instruction set, ``None``, the largest head dim of attention, and why AMX is not used, if
-        so; or ``None``, the sentence why there is none, 0 and ``None``.
 
     Raises:
         ConfigError: ``KVLOOM_ISA`` is unknown, or this machine lacks it.
@@ -45,16 +50,13 @@ def load_library() -> tuple[str | None, str | None, int, str | None]:
     named = os.environ.get("KVLOOM_LIBRARY")
     path = Path(named) if named else find_library(sys.modules[__package__ or ""].__path__)
     if path is None:
-        return (
-            None,
-            "this installation has no compiled kernels (no C++20 compiler or torch when it was built)",
-            0,
-            None,
+        return Library(
+            None, "this installation has no compiled kernels (no C++20 compiler or torch when it was built)"
         )
     try:
         torch.ops.load_library(path)
     except OSError as error:
-        return None, f"the compiled kernels do not load into torch {torch.__version__}: {error}", 0, None
+        return Library(None, f"the compiled kernels do not load into torch {torch.__version__}: {error}")
     library = ctypes.CDLL(str(path))
     library.kvloom_isa.restype = ctypes.c_char_p
     library.kvloom_max_head_dim.restype = ctypes.c_int64
@@ -71,7 +73,7 @@ def load_library() -> tuple[str | None, str | None, int, str | None]:
     if isa != "amx":
         refused = library.kvloom_why_not(b"amx")
         why_no_amx = f"KVLOOM_ISA is {wanted}" if refused is None else refused.decode()
-    return isa, None, library.kvloom_max_head_dim(), why_no_amx
+    return Library(isa, None, library.kvloom_max_head_dim(), why_no_amx)
 
 
 ISA, WHY_NOT, MAX_HEAD_DIM, WHY_NO_AMX = load_library()
