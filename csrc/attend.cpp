@@ -98,7 +98,8 @@ int64_t num_threads_for(const AttendArgs& args, int64_t products_per_pair) {
 
 using RangeFunction = void (*)(const AttendArgs& args, int64_t first, int64_t last, void* workspace);
 
-// Runs `function` over [0, count) in several threads. Each takes a few at a time, since their work differs.
+// Runs `function` over [0, count) in several threads. Each takes a few at a time, since their work differs;
+// of prompts one, which is long enough.
 void run_parallel(RangeFunction function, const AttendArgs& args, int64_t count, void* workspace) {
   const int64_t threads = std::min(args.num_threads, count);
   if (threads <= 1) {
@@ -106,7 +107,7 @@ void run_parallel(RangeFunction function, const AttendArgs& args, int64_t count,
     return;
   }
   std::atomic<int64_t> next{0};
-  const int64_t grain = std::max<int64_t>(1, count / (4 * threads));
+  const int64_t grain = args.in_tiles ? 1 : std::max<int64_t>(1, count / (4 * threads));
   torch::stable::parallel_for(0, threads, 1, [&](int64_t begin, int64_t end) {
     (void)begin, (void)end;
     for (int64_t first = next.fetch_add(grain); first < count; first = next.fetch_add(grain)) {

@@ -78,8 +78,8 @@ struct SequencePlan {
 
   Item item(const AttendArgs& args, Index i) const {
     const Index heads = args.key.cache.num_heads(), rows = num_new * (args.num_heads / heads);
-    const Index in_order = i % num_tiles, head = i / num_tiles % head_tiles * tile_heads;
-    const Index tile = is_prompt ? num_tiles - 1 - in_order : in_order;  // those of later tokens take longest
+    Index tile = i % num_tiles, head = i / num_tiles % head_tiles * tile_heads;
+    if (is_prompt) head = i % heads, tile = num_tiles - 1 - i / heads;  // those of later tokens take longest
     const Index row = tile * tile_rows;
     const Index split = is_split ? first_split + i / (num_tiles * head_tiles) : -1;
     return {0, head, min(tile_heads, heads - head), row, min(tile_rows, rows - row), split};

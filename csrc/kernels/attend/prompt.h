@@ -21,7 +21,6 @@
 namespace kvloom::KVLOOM_ISA {
 
 constexpr Index kStep = 32;  // tokens whose scores are computed together, and rows that share them
-constexpr Index kPromptChunk = 256;
 constexpr Index kStepsOfChunk = kPromptChunk / kStep;
 constexpr Index kKeptSteps = 4;    // whose scores are kept
 constexpr float kHidden = -1e30f;  // the score of a hidden token: its weight is 0, whatever the shift
@@ -59,6 +58,8 @@ class PromptItem {
         value_(value),
         key_rows_(key),
         value_rows_(value),
+        next_keys_(key),
+        next_values_(value),
         group_(args.num_heads / key.cache.num_heads()),
         is_adjusted_(args.softcap > 0.0f || args.mask.data || args.alibi_slopes.data ||
                      !(args.scale > 1e-20f && args.scale < 1e20f)) {
@@ -70,11 +71,16 @@ class PromptItem {
            const TokenSlots& slots) {
     plan_ = &plan;
     item_ = item;
+    const auto chunk_at = [&](Index first) {
+      return Tokens{max(tokens.begin, first), min(tokens.end, first + kPromptChunk)};
+    };
+    const Index first = tokens.begin / kPromptChunk * kPromptChunk;
+    find_next(slots, chunk_at(first));
     load_rows();
     is_first_ = true;
-    for (chunk_ = tokens.begin / kPromptChunk * kPromptChunk; chunk_ < tokens.end; chunk_ += kPromptChunk) {
-      const Tokens seen{max(tokens.begin, chunk_), min(tokens.end, chunk_ + kPromptChunk)};
-      pack(slots, seen);
+    for (chunk_ = first; chunk_ < tokens.end; chunk_ += kPromptChunk) {
+      pack(slots, chunk_at(chunk_));
+      find_next(slots, chunk_at(chunk_ + kPromptChunk));
       run_chunk();
       is_first_ = false;
     }
@@ -97,12 +103,21 @@ class PromptItem {
     return {row / group_, item_.first_head * group_ + row % group_};
   }
 
+  // Where the query of a row begins.
+  const Byte* query_of(Index r) const {
+    const auto [new_token, head] = token_head(r);
+    return static_cast<const Byte*>(args_.query) +
+           2 * ((plan_->first_row + new_token) * args_.query_stride[0] + head * args_.query_stride[1]);
+  }
+
   void load_rows() {
     const Index* stride = args_.query_stride;
     for (Index r = 0; r < 32 * num_blocks(); ++r) {
+      if (r % 32 == 0) prefetch_next(r / 32);
+      constexpr Index kAhead = 16;
+      for (Index i = 0; i < 2 * key_.dim; i += 64) prefetch(query_of(r + kAhead) + i);
       const auto [new_token, head] = token_head(r);
-      const Index first = (plan_->first_row + new_token) * stride[0] + head * stride[1];
-      const Byte* from = static_cast<const Byte*>(args_.query) + 2 * first;
+      const Byte* from = query_of(r);
       for (Index s = 0; s < kDims; ++s) {
         Byte* to = space_.query[r / 16][s] + r % 16 * 64;
         if (32 * s >= key_.dim) {
@@ -135,6 +150,16 @@ class PromptItem {
       value_rows_.find(slots, item_.first_head, begin, end - begin);
       for (Index t = 0; t < kChunk; t += kStep) pack_values(t, space_.values[(first + t) / kStep]);
     }
+  }
+
+  // Finds the tokens of the next chunk, and prefetches them by blocks of rows.
+  void find_next(const TokenSlots& slots, Tokens tokens) {
+    next_keys_.find(slots, item_.first_head, tokens);
+    next_values_.find(slots, item_.first_head, tokens);
+  }
+  void prefetch_next(Index b) const {
+    next_keys_.prefetch_share(b, num_blocks());
+    next_values_.prefetch_share(b, num_blocks());
   }
 
   // Keys of a block as tiles of 16 pairs of dims by 16 tokens.
@@ -179,6 +204,7 @@ class PromptItem {
     if constexpr (kStepsInTurn > 0)
       if (!is_adjusted_ && all_see_chunk()) return run_whole_chunk();
     for (Index b = 0; b < num_blocks(); ++b) {
+      prefetch_next(b);
       // Later rows see later tokens.
       const Index begin = max(space_.rows[32 * b].visible.begin - chunk_, 0) / kStep;
       const Index end = ceil_div(min(space_.rows[32 * b + 31].visible.end - chunk_, kPromptChunk), kStep);
@@ -204,8 +230,12 @@ class PromptItem {
   // Tiles and vectors take turns: tiles score a block's steps, or add 32 dims of the block before, while
   // vectors weigh rows that were scored some turns ago.
   void run_whole_chunk() {
+    prefetch_next(0);
     run_turns<true, false>(0);
-    for (Index b = 1; b < num_blocks(); ++b) run_turns<true, true>(b);
+    for (Index b = 1; b < num_blocks(); ++b) {
+      prefetch_next(b);
+      run_turns<true, true>(b);
+    }
     run_turns<false, true>(num_blocks());
   }
 
@@ -479,21 +509,25 @@ class PromptItem {
   // --- results -------------------------------------------------------------------------------------------
 
   void write(Index sequence) {
-    alignas(64) float total[32 * kDims];
     for (Index r = 0; r < item_.num_rows; ++r) {
       const auto [new_token, head] = token_head(r);
-      for (Index n = 0; n < kDims; ++n) {
-        const float* from = space_.totals[r / 16][2 * n][r % 16];
-        const Vec even = is_first_ ? Vec{} : load(from), odd = is_first_ ? Vec{} : load(from + 256);
-        store(total + 32 * n, interleave_low(even, odd));
-        store(total + 32 * n + 16, interleave_high(even, odd));
-      }
       const ScoreRow& row = space_.rows[r];
       const float unit = is_adjusted_ ? 1.0f : args_.scale;
       const OnlineSoftmax softmax{space_.shift[r] * unit,
                                   _mm512_reduce_add_ps(_mm512_load_ps(space_.sums[r]))};
-      const Index out_row = (plan_->first_row + new_token) * args_.num_heads + head;
-      const bool is_finite = finish_row(args_, head, softmax, total, value_.dim, out_row);
+      const float scale = final_scale(args_, head, softmax);
+      auto* out = static_cast<BFloat*>(args_.out) +
+                  ((plan_->first_row + new_token) * args_.num_heads + head) * value_.dim;
+      Vec differences{};  // x - x: 0 where x is finite, else NaN
+      for (Index n = 0; n < value_.dim / 32; ++n) {
+        const float* from = space_.totals[r / 16][2 * n][r % 16];
+        const Vec even = is_first_ ? Vec{} : load(from) * scale,
+                  odd = is_first_ ? Vec{} : load(from + 256) * scale;
+        differences += (even - even) + (odd - odd);
+        store(out + 32 * n, interleave_low(even, odd));
+        store(out + 32 * n + 16, interleave_high(even, odd));
+      }
+      const bool is_finite = sum_lanes(differences) == 0.0f;
       // Without a sum, scores may be as far below zero as those that hide tokens.
       const bool is_certain = is_adjusted_ || softmax.sum > 0.0f || row.visible.begin >= row.visible.end;
       if (!is_finite || !is_certain) NonFiniteRow(args_, *plan_, sequence).compute(new_token, head, row);
@@ -505,6 +539,7 @@ class PromptItem {
   Space& space_;
   const SideLayout &key_, &value_;
   TileRows key_rows_, value_rows_;
+  TileRowPrefetcher next_keys_, next_values_;
   const Index group_;
   const bool is_adjusted_;
   const SequencePlan* plan_ = nullptr;

@@ -119,10 +119,8 @@ inline void merge_partial(OnlineSoftmax& softmax, float* accumulator, OnlineSoft
   softmax = {new_max, softmax.sum * mine + other.sum * theirs};
 }
 
-// Divides by the sum, sinks included, and writes the row of the result. Returns whether it is finite; a sum
-// of nothing gives 0.
-inline bool finish_row(const AttendArgs& args, Index query_head, OnlineSoftmax softmax, float* accumulator,
-                       Index dim, Index out_row) {
+// What an accumulator is multiplied by in the end: 1 by the sum, sinks included; 0 if that is of nothing.
+inline float final_scale(const AttendArgs& args, Index query_head, OnlineSoftmax softmax) {
   float sum = softmax.sum, factor = 1.0f;
   if (args.sinks.data) {
     const float sink = read_float(args.sinks.data, args.sinks.dtype, query_head * args.sinks.stride[0]);
@@ -130,7 +128,13 @@ inline bool finish_row(const AttendArgs& args, Index query_head, OnlineSoftmax s
     factor = softmax.sum == 0.0f ? 0.0f : exp(finite_max(softmax.max) - new_max);
     sum = softmax.sum * factor + exp(sink - new_max);
   }
-  const float scale = sum == 0.0f ? 0.0f : factor / sum;
+  return sum == 0.0f ? 0.0f : factor / sum;
+}
+
+// Writes the row of the result. Returns whether it is finite.
+inline bool finish_row(const AttendArgs& args, Index query_head, OnlineSoftmax softmax, float* accumulator,
+                       Index dim, Index out_row) {
+  const float scale = final_scale(args, query_head, softmax);
   Vec differences{};  // x - x: 0 where x is finite, else NaN
   for (Index d = 0; d < round_up(dim, kBlock); d += kLanes) {
     const Vec x = load(accumulator + d) * scale;

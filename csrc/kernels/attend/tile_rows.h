@@ -7,6 +7,7 @@
 namespace kvloom::KVLOOM_ISA {
 
 constexpr Index kMaxTileDim = 256;
+constexpr Index kPromptChunk = 256;  // tokens that are packed at a time
 
 // Whether a side can be read as bfloat16 without rounding it any further than a load does.
 inline bool is_read_in_tiles(const SideLayout& side, DType query_dtype) {
@@ -14,6 +15,39 @@ inline bool is_read_in_tiles(const SideLayout& side, DType query_dtype) {
   return side.scale.data ? uses_code_kernels(side) && !is_coarser(side.scale.dtype, query_dtype)
                          : side.cache.dtype == DType::bf16;
 }
+
+// Prefetches the rows of some tokens of one head, a share at a time.
+class TileRowPrefetcher {
+ public:
+  explicit TileRowPrefetcher(const SideLayout& side) : side_(side) {}
+
+  // At most kPromptChunk.
+  void find(const TokenSlots& slots, Index head, Tokens tokens) {
+    count_ = 0;
+    for (Index token = tokens.begin; token < tokens.end;) {
+      const Index end = min(round_up(token + 1, kChunk), tokens.end);
+      addresses_.find(slots, side_, head, token, end - token);
+      const bool is_native = addresses_.in_blocks && side_.order != NativeOrder::none;
+      for (Index t = addresses_.begin; t < addresses_.end; ++t) {
+        const Index in_block = t % kBlock;
+        rows_[count_++] = is_native ? side_.block_of(addresses_.row[t], in_block) + in_block * side_.row_bytes
+                                    : addresses_.row[t];
+      }
+      token = end;
+    }
+  }
+
+  void prefetch_share(Index share, Index shares) const {
+    for (Index t = share * count_ / shares; t < (share + 1) * count_ / shares; ++t)
+      for (Index i = 0; i < side_.row_bytes; i += 64) prefetch_to_l2(rows_[t] + i);
+  }
+
+ private:
+  const SideLayout& side_;
+  ChunkAddresses addresses_;
+  const Byte* rows_[kPromptChunk];
+  Index count_ = 0;
+};
 
 // Chunks of one head, one after the other, in blocks of 16 rows.
 class TileRows {
