@@ -21,7 +21,7 @@ struct PairScores {
   static Vec add(Vec sum, Vec x, Vec y) {
     return as<Vec>(_mm512_dpbf16_ps(as<__m512>(sum), as<__m512bh>(x), as<__m512bh>(y)));
   }
-  static const Byte* query(const ScoreTask& task) { return task.packed + kPackedHead; }
+  static const Byte* query(const ScoreTask& task) { return task.packed_row(0) + kPackedHead; }
   static constexpr Index query_bytes(Index) { return kPackedRow; }
 };
 

@@ -62,6 +62,7 @@ struct SideLayout {
     rows_in_line = max(64 / row_bytes, 1);
     order = native_order(cache) == native ? native : NativeOrder::none;
     is_contiguous = row_is_contiguous(cache);
+    block_rows_are_even = is_contiguous && offsets.has_stride(kBlock, offsets.stride());
     scale_is_contiguous = !scale.data || row_is_contiguous(scale);
     heads_are_contiguous = head_bytes() == row_bytes;
     if (scale.data) {
@@ -93,6 +94,7 @@ struct SideLayout {
   NativeOrder order;
   bool is_contiguous, scale_is_contiguous;   // a row
   bool heads_are_contiguous;                 // the rows of a token
+  bool block_rows_are_even;                  // the rows of a block of tokens have one stride
   bool head_scales_are_contiguous = false;   // the scales of a token
   bool block_scales_are_contiguous = false;  // the scales of a block of tokens
   SlotOffsets offsets, scale_offsets;

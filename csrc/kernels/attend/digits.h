@@ -144,7 +144,7 @@ inline void score_digits(const ChunkRows& chunk, const ScoreTask& task) {
   for_key_blocks(chunk, task.num_rows,
                  [&]<int R>(Index r, Index first, const Byte* const* blocks, const float* scales,
                             const BlockPrefetcher* prefetchers) {
-                   score_digits_at<R, is_int4>(blocks, *chunk.side, task.packed + r * kPackedRow, scales,
+                   score_digits_at<R, is_int4>(blocks, *chunk.side, task.packed_row(r), scales,
                                                task.scores + r * kChunk + first, prefetchers);
                  });
 }

@@ -9,7 +9,7 @@
 #include "digits.h"
 #define KVLOOM_HAS_DOT_PRODUCTS 1
 #ifdef KVLOOM_HAS_TILES
-#include "tile_codes.h"
+#include "tile_chunk.h"
 #endif
 #endif
 
@@ -54,17 +54,23 @@ inline bool uses_bf16_code_kernels(const SideLayout& side, DType query_dtype) {
   return uses_code_kernels(side) && query_dtype == DType::bf16 && side.group % 32 != 0 && side.dim % 64 == 0;
 }
 
-// The kernels of codes that are dequantized to bfloat16.
+// The kernels of bfloat16 numbers, and of codes that are dequantized to them.
 #ifdef KVLOOM_HAS_TILES
 template <bool is_int4>
-constexpr auto score_bf16_codes = score_codes_in_tiles<is_int4>;
+constexpr ScoreKernel kScoreCodes{pack_in_tiles, score_in_tiles<DequantizedBlocks<is_int4>>};
 template <bool is_int4>
-constexpr auto value_bf16_codes = value_codes_in_tiles<is_int4>;
+constexpr ValueKernel kValueCodes = value_in_tiles<DequantizedBlocks<is_int4>>;
+constexpr ScoreKernel kScoreBf16{pack_in_tiles, score_in_tiles<StoredBlocks>};
+constexpr ValueKernel kValueBf16 = value_in_tiles<StoredBlocks>;
+constexpr Index kValueBf16Dims = 32;
 #else
 template <bool is_int4>
-constexpr auto score_bf16_codes = score_codes_bf16<is_int4>;
+constexpr ScoreKernel kScoreCodes{pack_bf16, score_codes_bf16<is_int4>};
 template <bool is_int4>
-constexpr auto value_bf16_codes = value_codes_bf16<is_int4>;
+constexpr ValueKernel kValueCodes = value_codes_bf16<is_int4>;
+constexpr ScoreKernel kScoreBf16{pack_bf16, score_bf16};
+constexpr ValueKernel kValueBf16 = value_bf16;
+constexpr Index kValueBf16Dims = 64;
 #endif
 
 // Integer digits are finer than a 16-bit query.
@@ -76,11 +82,10 @@ inline bool uses_digit_kernels(const SideLayout& side, DType query_dtype) {
 inline ScoreKernel choose_score(const SideLayout& key, DType query_dtype) {
 #ifdef KVLOOM_HAS_DOT_PRODUCTS
   if (uses_bf16_code_kernels(key, query_dtype))
-    return {pack_bf16, key.cache.dtype == DType::int4 ? score_bf16_codes<true> : score_bf16_codes<false>};
+    return key.cache.dtype == DType::int4 ? kScoreCodes<true> : kScoreCodes<false>;
   if (uses_digit_kernels(key, query_dtype))
     return {pack_digits, key.cache.dtype == DType::int4 ? score_digits<true> : score_digits<false>};
-  if (is_direct(key, query_dtype) && query_dtype == DType::bf16 && key.dim % 32 == 0)
-    return {pack_bf16, score_bf16};
+  if (is_direct(key, query_dtype) && query_dtype == DType::bf16 && key.dim % 32 == 0) return kScoreBf16;
 #endif
   if (uses_code_kernels(key))
     return choose_codes(key, query_dtype, []<bool is_int4, class Rounded>() {
@@ -92,9 +97,10 @@ inline ScoreKernel choose_score(const SideLayout& key, DType query_dtype) {
 
 inline ValueKernel choose_value(const SideLayout& value, DType query_dtype) {
 #ifdef KVLOOM_HAS_DOT_PRODUCTS
-  if (is_direct(value, query_dtype) && query_dtype == DType::bf16 && value.dim % 64 == 0) return value_bf16;
+  if (is_direct(value, query_dtype) && query_dtype == DType::bf16 && value.dim % kValueBf16Dims == 0)
+    return kValueBf16;
   if (uses_bf16_code_kernels(value, query_dtype))
-    return value.cache.dtype == DType::int4 ? value_bf16_codes<true> : value_bf16_codes<false>;
+    return value.cache.dtype == DType::int4 ? kValueCodes<true> : kValueCodes<false>;
   if (uses_digit_kernels(value, query_dtype) && value.group % 32 == 0)
     return value.cache.dtype == DType::int4 ? value_digits<true> : value_digits<false>;
 #endif

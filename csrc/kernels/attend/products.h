@@ -21,10 +21,13 @@ constexpr Index kPackedHead = 320, kPackedRow = kPackedHead + 2 * kMaxHeadDim;
 
 struct ScoreTask {
   const float* query;  // [rows, width], zero from dim on
-  const Byte* packed;  // the query as the kernel wants it, kPackedRow bytes a row
+  const Byte* packed;  // the queries of the item as the kernel wants them, kPackedRow bytes a row
+  Index first_row;     // of the task, among these
   Index num_rows, width;
   float* scores;  // [rows, kChunk]
   KVLOOM_TILES* tiles = nullptr;
+
+  const Byte* packed_row(Index r) const { return packed + (first_row + r) * kPackedRow; }
 };
 
 struct ValueTask {

@@ -191,8 +191,8 @@ class ItemRunner {
     for (Index h = 0; h < job.item.num_heads; ++h) {
       const Index r0 = h * job.item.num_rows + seen.first;
       set_rows(keys, current_->key, 2 * h);
-      const Byte* packed = packed_ + r0 * kPackedRow;
-      score_kernel_.run(keys, {query_ + r0 * key_width_, packed, seen.count, key_width_, scores_, &tiles_});
+      score_kernel_.run(keys,
+                        {query_ + r0 * key_width_, packed_, r0, seen.count, key_width_, scores_, &tiles_});
       for_rows(seen.count, [&]<int R>(Index r) {
         update_softmax<R>(args_, score_rows_ + r0 + r, first, job.plan.num_stored, scores_ + r * kChunk,
                           softmax_ + r0 + r, factors_ + r);
