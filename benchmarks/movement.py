@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from problem import KINDS
-from rounds import Probes, in_turn, microseconds, needs_compiled_backend, ratio, seconds, timed
+from rounds import Probes, in_turn, microseconds, needs_compiled_backend, ratio, seconds, timed, turns_for
 from torch import Tensor
 
 from kvloom import KVSpec, KVView, ops
@@ -29,7 +29,7 @@ def measure(kind: str, axes: str, case: tuple[int, int], rounds: int, probes: Pr
     dtype, quant = KINDS[kind]
     tokens, in_page = case
     num_bytes = 2 * tokens * HEADS * HEAD_DIM * dtype.itemsize
-    turns = min(max(4, (256 << 20) // num_bytes), 2 * (rounds + WARMUP))
+    turns = turns_for(num_bytes, rounds + WARMUP)
     spec = KVSpec(1, HEADS, HEAD_DIM, dtype, axes, quant)
     num_pages = tokens // in_page
     pool = (num_pages + 64) * PAGE

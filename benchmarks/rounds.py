@@ -16,12 +16,13 @@ from pathlib import Path
 from statistics import median
 
 import torch
+from processor import last_level_cache
 from torch import Tensor
 
 from kvloom.ops.impl import cpu
 
-COLD = 128 << 20
-"""Bytes between two uses of the same memory: more than a last-level cache holds."""
+COLD = max(320 << 20, last_level_cache())
+"""Bytes that a contender reads between two uses of the same memory; the others of a round read as many."""
 
 PAUSE = 0.005
 """Seconds until idle threads sleep."""

@@ -93,6 +93,25 @@ def test_the_readme_table_is_cut_from_the_sections(monkeypatch: pytest.MonkeyPat
     assert max(map(len, text.splitlines())) <= 120
 
 
+def test_last_level_caches_are_counted_once_each(
+    quick: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    import processor
+    import rounds
+
+    for core, sharing in enumerate(("0-1", "0-1", "2-3", "2-3")):
+        for i, (level, cores, size) in enumerate(((1, core, 48), (2, core, 2048), (3, sharing, 32768))):
+            index = tmp_path / f"cpu{core}" / "cache" / f"index{i}"
+            index.mkdir(parents=True)
+            for name, text in (("level", level), ("shared_cpu_list", cores), ("size", f"{size}K")):
+                (index / name).write_text(f"{text}\n")
+    for core_set, megabytes in (({0, 1}, 32), ({0, 2, 3}, 64), ({7}, 0)):
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _, cores=core_set: cores)
+        assert processor.last_level_cache(tmp_path) == megabytes << 20
+    monkeypatch.undo()
+    assert rounds.COLD >= max(320 << 20, processor.last_level_cache())
+
+
 def test_memory_counts_what_the_formats_say(quick: Callable[..., Any]) -> None:
     result = quick("memory")
     rows = {(x["contender"], x["max_tokens"]): x for x in result["rows"]}

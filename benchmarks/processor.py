@@ -1,0 +1,17 @@
+"""The processor that figures are taken on: its last-level caches."""
+
+import os
+from pathlib import Path
+
+
+def last_level_cache(system: Path = Path("/sys/devices/system/cpu")) -> int:
+    """Bytes of the last-level caches of the cores that this process may use; 0 where ``system`` has none."""
+    sizes = {}
+    for core in os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else ():
+        caches = (system / f"cpu{core}" / "cache").glob("index*")
+        names = ("level", "shared_cpu_list", "size")
+        said = [[(cache / name).read_text(encoding="ascii").strip() for name in names] for cache in caches]
+        if said:
+            _, cores, size = max(said)
+            sizes[cores] = int(size.removesuffix("K")) << 10
+    return sum(sizes.values())
