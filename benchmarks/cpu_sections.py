@@ -1,14 +1,11 @@
 """The sections of results.md about the compiled CPU backend."""
 
-from pathlib import Path
 from typing import Any
 
-from plots import share_of_the_limit, time_by_context
+from plots import link, place, share_of_the_limit, time_by_context
 from tables import left_out, pivot, table
 
-HERE = Path(__file__).parent
 NAMES = {"ours": "kvloom", "pages": "read of its pages"}
-SHARE, CONTEXT = HERE / "attend_cpu_share.svg", HERE / "attend_cpu_context.svg"
 
 
 def layer(result: dict[str, Any]) -> str:
@@ -75,8 +72,9 @@ def attend_cpu_section(result: dict[str, Any]) -> str:
         "How many times kvloom's time a peer takes:",
         peers_table(result, peers, "peer_over_ours", ".2f"),
     ]
-    drawn = ((share_of_the_limit, SHARE, "share of the limit"), (time_by_context, CONTEXT, "time by context"))
-    parts += [f"![{title}]({path.name})" for draw, path, title in drawn if draw(result, path)]
+    share, context = place("attend_cpu_share.svg"), place("attend_cpu_context.svg")
+    parts += [link("share of the limit", share)] * share_of_the_limit(result, share)
+    parts += [link("time by context", context)] * time_by_context(result, context)
     return "\n\n".join(parts)
 
 

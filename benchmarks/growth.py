@@ -20,14 +20,13 @@ from typing import Any
 
 import torch
 from peers import Contender, fill, kvloom, llama, step, stock
-from plots import draw
+from plots import draw, place
 from rounds import in_turn
 
 LENGTHS = (64, 128, 256, 512, 1024, 2048)
 WARMUP = 1
 BARE = Contender("no cache", lambda model, _: None)
 CONTENDERS = (BARE, stock(), kvloom("float32"), kvloom("int8"))
-PLOT = Path(__file__).with_name("growth.svg")
 COLORS = ("#b04a4a", "#7a7a7a", "#2f6fa8", "#2a8f6a")
 
 
@@ -77,7 +76,7 @@ def main() -> None:
     for length in lengths:
         ms = measure(model, length, rounds)
         rows.append({"length": length, "ms": ms, "saved": {x: ms[BARE.name] / ms[x] for x in ms}})
-    path = args.plot or (None if args.quick else PLOT)
+    path = args.plot or (None if args.quick else place("growth.svg"))
     drawn = path is not None and plot(rows, path)
     print(json.dumps({"figure": "growth", "rounds": rounds, "drawn": drawn, "rows": rows}))
 

@@ -4,8 +4,21 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import processor
+
+HERE = Path(__file__).parent
 COLORS = ("#2f6fa8", "#b04a4a", "#d79a4a", "#7a7a7a", "#2a8f6a", "#8a63a8", "#4a4a4a")
 """Ours first."""
+
+
+def place(name: str) -> Path:
+    """The file ``name`` in a folder of the processor at hand."""
+    return HERE / "results" / processor.slug(processor.name()) / name
+
+
+def link(title: str, path: Path) -> str:
+    """Shows a plot in ``results.md``."""
+    return f"![{title}]({path.relative_to(HERE).as_posix()})"
 
 
 def draw(path: Path, plot: Callable[[Any], None], size: tuple[float, float] = (6.4, 3.8)) -> bool:
@@ -24,6 +37,7 @@ def draw(path: Path, plot: Callable[[Any], None], size: tuple[float, float] = (6
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(alpha=0.25)
     axes.set_axisbelow(True)
+    path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
     pyplot.close(figure)
     return True

@@ -1,18 +1,27 @@
-"""Run every benchmark; write the figures to ``results.md`` and the README's table. Nothing is typed."""
+"""Run every benchmark; write the figures to ``results.md`` and the README's table. Nothing is typed.
+
+``results.md`` keeps the figures of several processors: those of the one at hand are replaced.
+"""
 
 import argparse
 import datetime
-import importlib.metadata
 import json
-import os
-import platform
 import subprocess
 import sys
 import textwrap
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cpu_sections import attend_cpu_section, movement_section, prefill_cpu_section, threads_cpu_section
+import processor
+from cpu_sections import (
+    attend_cpu_section,
+    movement_section,
+    prefill_cpu_section,
+    threads_cpu_section,
+)
+from plots import link, place
 from tables import cell, left_out, pivot, table
 
 HERE = Path(__file__).parent
@@ -21,38 +30,35 @@ RESULTS = HERE / "results.md"
 OURS = ("torch", "transformers")
 QUANTIZED = (*OURS, "optimum-quanto", "hqq")
 RUNTIMES = ("torch", "onnxruntime", "openvino", "zentorch")
+PYTHON = Path(sys.executable)
+VERSIONS = """
+import sys
+from importlib.metadata import PackageNotFoundError, version
+
+for name in sys.argv[1:]:
+    try:
+        print(name, version(name))
+    except PackageNotFoundError:
+        pass
+"""
+README_SECTIONS = ("Decode", "Memory", "Cache kinds")
 BEGIN, END = "<!-- table: long contexts -->", "<!-- end -->"
-INSTRUCTIONS = {"amx_tile": "AMX", "avx512f": "AVX-512", "avx2": "AVX2"}
 COLUMNS = 120
 
 
-def measure(name: str) -> dict[str, Any]:
+def measure(name: str, python: Path) -> dict[str, Any]:
     """The JSON line of one benchmark, run in a process of its own."""
-    command = [sys.executable, str(HERE / f"{name}.py")]
+    command = [python, HERE / f"{name}.py"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     result: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
     return result
 
 
-def machine(packages: tuple[str, ...] = ()) -> str:
-    """Processor with its widest instructions, cores, versions of ``packages``, date."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
-    fields = {name.strip(): value.strip() for name, _, value in (x.partition(":") for x in lines)}
-    name = fields.get("model name", platform.processor())
-    widest = [with_it for flag, with_it in INSTRUCTIONS.items() if flag in fields.get("flags", "").split()]
-    name += f" with {widest[0]}" if widest else ""
-    versions = [f"{package} {version}" for package in packages if (version := installed_version(package))]
+def machine(packages: Iterable[str], python: Path) -> str:
+    """The processor, the versions of those ``packages`` that ``python`` has, the date."""
+    done = subprocess.run([python, "-c", VERSIONS, *packages], capture_output=True, text=True, check=True)
     today = f"{datetime.datetime.now(datetime.timezone.utc):%Y-%m-%d}"
-    return ", ".join((name, f"{os.cpu_count()} cores", *versions, today))
-
-
-def installed_version(package: str) -> str | None:
-    """``None`` if it is not installed."""
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+    return ", ".join((processor.name(), *done.stdout.splitlines(), today))
 
 
 def kinds_section(result: dict[str, Any]) -> str:
@@ -139,10 +145,12 @@ def growth_section(result: dict[str, Any]) -> str:
     """The lesson of caching."""
     names = list(result["rows"][0]["saved"])
     rows = [[f"{row['length']:,}", *(f"{row['saved'][x]:.1f}x" for x in names)] for row in result["rows"]]
-    return (
+    text = (
         "How many times cheaper the next token is than without a cache, which computes the whole text again, "
-        f"by tokens of text.\n\n{table(['tokens', *names], rows)}\n\n![cost of the next token](growth.svg)"
+        f"by tokens of text.\n\n{table(['tokens', *names], rows)}"
     )
+    plot = link("cost of the next token", place("growth.svg"))
+    return f"{text}\n\n{plot}" if result["drawn"] else text
 
 
 def generate_section(result: dict[str, Any]) -> str:
@@ -209,7 +217,7 @@ def dispatch_section(result: dict[str, Any]) -> str:
 
 def long_contexts(sections: dict[str, str]) -> str:
     """The README's table and what it means, out of three sections."""
-    decode, memory, kinds = sections["Decode"], sections["Memory"], sections["Cache kinds"]
+    decode, memory, kinds = (sections[title] for title in README_SECTIONS)
     rows = []
     for name in ("DynamicCache", "StaticCache", "kvloom float32 in place", "kvloom int8 in place"):
         peak, less = cell(memory, name, "peak"), cell(memory, name, "peak less")
@@ -237,22 +245,68 @@ def long_contexts(sections: dict[str, str]) -> str:
     return f"{table(head, rows)}\n\n{wrapped}"
 
 
+@dataclass(frozen=True, slots=True)
+class Section:
+    """What a benchmark adds to ``results.md``.
+
+    Attributes:
+        title: Above it.
+        write: From the benchmark's result to text.
+        packages: That it runs.
+        of_processor: Whether it depends on the processor: then those of other processors stay beside it.
+        python: That runs the benchmark.
+    """
+
+    title: str
+    write: Callable[[dict[str, Any]], str]
+    packages: tuple[str, ...]
+    of_processor: bool = True
+    python: Path = PYTHON
+
+
 SECTIONS = {
-    "cache_kinds": ("Cache kinds", kinds_section, OURS),
-    "decode": ("Decode", decode_section, QUANTIZED),
-    "generate": ("Generating", generate_section, QUANTIZED),
-    "memory": ("Memory", memory_section, QUANTIZED),
-    "quality": ("Quality", quality_section, QUANTIZED),
-    "growth": ("What a cache is for", growth_section, OURS),
-    "sharing": ("Sharing pages", sharing_section, QUANTIZED),
-    "prefix": ("A known prefix", prefix_section, OURS),
-    "movement": ("Moving keys and values", movement_section, ("torch",)),
-    "attend_cpu": ("Attention on the CPU", attend_cpu_section, RUNTIMES),
-    "prefill_cpu": ("Prompts on the CPU", prefill_cpu_section, RUNTIMES),
-    "threads_cpu": ("A second thread", threads_cpu_section, ("torch",)),
-    "dispatch": ("Cost of a dispatched call", dispatch_section, ("torch",)),
+    "cache_kinds": Section("Cache kinds", kinds_section, OURS),
+    "decode": Section("Decode", decode_section, QUANTIZED),
+    "generate": Section("Generating", generate_section, QUANTIZED),
+    "memory": Section("Memory", memory_section, QUANTIZED, of_processor=False),
+    "quality": Section("Quality", quality_section, QUANTIZED, of_processor=False),
+    "growth": Section("What a cache is for", growth_section, OURS),
+    "sharing": Section("Sharing pages", sharing_section, QUANTIZED),
+    "prefix": Section("A known prefix", prefix_section, OURS),
+    "movement": Section("Moving keys and values", movement_section, ("torch",)),
+    "attend_cpu": Section("Attention on the CPU", attend_cpu_section, RUNTIMES),
+    "prefill_cpu": Section("Prompts on the CPU", prefill_cpu_section, RUNTIMES),
+    "threads_cpu": Section("A second thread", threads_cpu_section, ("torch",)),
+    "dispatch": Section("Cost of a dispatched call", dispatch_section, ("torch",)),
 }
-"""By benchmark: the title and the text of its section, and the packages that it runs."""
+"""By benchmark."""
+
+Figures = dict[str, dict[str, str]]
+"""Texts by title and processor; of none, ``""``, where they do not depend on it."""
+
+
+def read_figures(page: str) -> Figures:
+    """What ``results.md`` has."""
+    figures: Figures = {}
+    for part in page.split("\n## ")[1:]:
+        title, _, rest = part.partition("\n")
+        of_none, *others = rest.split("\n### ")
+        texts = {"": of_none, **{name: text for name, _, text in (x.partition("\n") for x in others)}}
+        figures[title] = {name: text.strip() for name, text in texts.items() if text.strip()}
+    return figures
+
+
+def write_figures(figures: Figures) -> str:
+    """``results.md``."""
+    parts = [
+        "# Results",
+        "Written by `make bench`, which replaces the figures of the processor that it runs on. Under each "
+        "are that processor, versions and date; older ones are of an earlier kvloom.",
+    ]
+    for title in (section.title for section in SECTIONS.values()):
+        for i, (name, text) in enumerate(figures.get(title, {}).items()):
+            parts += [f"## {title}"] * (i == 0) + [f"### {name}"] * bool(name) + [text]
+    return "\n\n".join(parts) + "\n"
 
 
 def main() -> None:
@@ -260,17 +314,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("only", nargs="*", help=f"of {', '.join(SECTIONS)}; all if none")
     only = parser.parse_args().only or [*SECTIONS]
-    parts = RESULTS.read_text(encoding="utf-8").split("\n## ")[1:] if RESULTS.exists() else []
-    sections = {title: text for title, _, text in (part.partition("\n\n") for part in parts)}
+    figures = read_figures(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
+    here = processor.name()
     for name in only:
-        title, section, packages = SECTIONS[name]
-        sections[title] = f"{section(measure(name))}\n\n{machine(packages)}."
-    titles = [title for title, _, _ in SECTIONS.values()]
-    body = "\n\n".join(f"## {x}\n\n{sections[x].strip()}" for x in titles if x in sections)
-    RESULTS.write_text(f"# Results\n\nWritten by `make bench`.\n\n{body}\n", encoding="utf-8")
-    before, rest = README.read_text(encoding="utf-8").split(BEGIN)
-    block = long_contexts(sections)
-    README.write_text(f"{before}{BEGIN}\n{block}\n{END}{rest.split(END)[1]}", encoding="utf-8")
+        section = SECTIONS[name]
+        text = (
+            f"{section.write(measure(name, section.python))}\n\n{machine(section.packages, section.python)}."
+        )
+        figures.setdefault(section.title, {})[here if section.of_processor else ""] = text
+    RESULTS.write_text(write_figures(figures), encoding="utf-8")
+    ours = {title: texts.get(here, texts.get("")) for title, texts in figures.items()}
+    if all(ours.get(title) for title in README_SECTIONS):
+        before, rest = README.read_text(encoding="utf-8").split(BEGIN)
+        block = long_contexts(ours)
+        README.write_text(f"{before}{BEGIN}\n{block}\n{END}{rest.split(END)[1]}", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 import gc
 import json
 import os
+import re
 import runpy
 import sys
 from collections.abc import Callable, Iterator
@@ -91,6 +92,70 @@ def test_the_readme_table_is_cut_from_the_sections(monkeypatch: pytest.MonkeyPat
     assert "it takes 0.52x with float32 and 0.54x with int8" in flat
     assert "A processor, 2 cores, torch 2.13.0, 2026-11-22. [All figures]" in flat
     assert max(map(len, text.splitlines())) <= 120
+
+
+def test_measured_figures_replace_those_of_their_processor(
+    quick: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    import report
+
+    page, readme = tmp_path / "results.md", tmp_path / "README.md"
+    readme.write_text(f"{report.BEGIN}\nas it was\n{report.END}", encoding="utf-8")
+    monkeypatch.setattr(report, "RESULTS", page)
+    monkeypatch.setattr(report, "README", readme)
+
+    def bench(processor: str, us: float) -> str:
+        row = {"public_us": us, "raw_us": 1, "overhead_us": 1}
+        memory = {"contender": "c", "max_tokens": False, "held": us * 1e6, "peak": 1, "peak_worst": 1}
+        memory |= {"held_ratio": 1, "peak_ratio": 1}
+        lines = {"dispatch": {"ops": {"store": row}}, "memory": {"context": 1, "rows": [memory]}}
+        monkeypatch.setattr(report.processor, "name", lambda: processor)
+        monkeypatch.setattr(report, "measure", lambda name, python: lines[name])
+        monkeypatch.setattr(sys, "argv", ["report.py", *lines])
+        report.main()
+        return page.read_text(encoding="utf-8")
+
+    bench("One, 2 cores", 11.5)
+    bench("Two, 4 cores", 22.5)
+    text = bench("One, 2 cores", 33.5)
+    _, one, two = text.split("## Cost of a dispatched call\n")[1].split("### ")
+    assert (
+        one.startswith("One, 2 cores\n\n") and "| store | 33.5 |" in one and "\n\nOne, 2 cores, torch" in one
+    )
+    assert (
+        two.startswith("Two, 4 cores\n\n") and "| store | 22.5 |" in two and "\n\nTwo, 4 cores, torch" in two
+    )
+    memory = text.split("## Memory\n")[1].split("## Cost")[0]
+    assert "| c | 33.5 |" in memory and "###" not in memory and memory.count("| c |") == 1
+    assert readme.read_text(encoding="utf-8") == f"{report.BEGIN}\nas it was\n{report.END}"
+
+
+def test_every_figure_is_under_its_own_processor(quick: Callable[..., Any]) -> None:
+    import report
+
+    page = (BENCHMARKS / "results.md").read_text(encoding="utf-8")
+    figures = report.read_figures(page)
+    assert report.write_figures(figures) == page
+    of_processor = {section.title: section.of_processor for section in report.SECTIONS.values()}
+    for title, texts in figures.items():
+        assert all(bool(name) == of_processor[title] for name in texts)
+        for name, text in texts.items():
+            assert text.splitlines()[-1].startswith(re.split(r" \(family|, ", name)[0])
+
+
+def test_processors_of_one_name_are_told_apart(quick: Callable[..., Any], tmp_path: Path) -> None:
+    import processor
+
+    info = tmp_path / "cpuinfo"
+    names = []
+    for model in (143, 207):
+        info.write_text(
+            f"cpu family\t: 6\nmodel\t\t: {model}\nmodel name\t: X(R) 2\nflags\t\t: avx2 avx512f\n"
+        )
+        names.append(processor.name(info))
+    cores = os.cpu_count()
+    assert names == [f"X(R) 2 (family 6, model {x}) with AVX-512, {cores} cores" for x in (143, 207)]
+    assert processor.slug(names[0]) == f"x-r-2-family-6-model-143-with-avx-512-{cores}-cores"
 
 
 def test_last_level_caches_are_counted_once_each(
