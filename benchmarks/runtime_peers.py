@@ -1,4 +1,4 @@
-"""Attention of ONNX Runtime and OpenVINO, on caches in place. Their operators store the new tokens too."""
+"""Attention of ONNX Runtime, OpenVINO and vLLM, on caches in place. All but vLLM store the new tokens too."""
 
 from functools import partial
 from typing import Any
@@ -237,3 +237,51 @@ def paged_attention(problem: Problem) -> Any:
         "ENABLE_CPU_PINNING": False,
     }
     return ov.Core().compile_model(ov.Model([op.result(node.output(0))], parameters), "CPU", settings)
+
+
+# --- vLLM -------------------------------------------------------------------------------------------------
+
+VLLM_PAGE = 128
+"""What its engine takes on a CPU."""
+
+
+def vllm(problem: Problem) -> Run:
+    """vLLM's kernel for CPUs on random pages. Its schedule is made once, as for all layers of a step."""
+    from vllm import _custom_ops as kernels
+    from vllm.platforms import current_platform
+    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+    current_platform.import_kernels()
+    torch.cpu._init_amx()  # asks for the tile registers, without which its kernel ends the process
+    rows, query_heads, new, dim = problem.query.shape
+    heads, stored = problem.keys.shape[1:3]
+    isa = _get_attn_isa(problem.dtype, VLLM_PAGE, dim)
+    num_pages = -(-stored // VLLM_PAGE)
+    pages = torch.randperm(rows * num_pages).view(rows, -1)
+    slots = (pages[:, :, None] * VLLM_PAGE + torch.arange(VLLM_PAGE)).view(rows, -1)[:, :stored].flatten()
+    key, value, query = (
+        x.transpose(1, 2).flatten(0, 1).to(problem.dtype).contiguous()
+        for x in (problem.keys, problem.values, problem.query)
+    )
+    memories = []
+    for _ in range(problem.copies):
+        memory = torch.zeros(pages.numel(), heads, 2 * VLLM_PAGE, dim, dtype=problem.dtype)
+        memories.append(memory.chunk(2, dim=2))
+        kernels.cpu_attn_reshape_and_cache(key, value, *memories[-1], slots, isa)
+    out = torch.empty_like(query)
+    starts = torch.arange(rows + 1, dtype=torch.int32) * new
+    lengths = torch.full((rows,), stored, dtype=torch.int32)
+    schedule = kernels.cpu_attn_get_scheduler_metadata(
+        rows, query_heads, heads, dim, lengths, problem.dtype, starts, True, -1, isa, True
+    )
+    table = pages.int()
+
+    def run(i: int) -> Tensor:
+        no_slopes, no_window, no_softcap, no_sinks = None, -1, 0.0, None
+        kernels.cpu_attention_with_kv_cache(
+            query, *memories[i], out, starts, lengths, dim**-0.5, True, no_slopes, no_window, table,
+            no_softcap, schedule, no_sinks,
+        )  # fmt: skip
+        return out.view(rows, new, query_heads, dim).transpose(1, 2)
+
+    return run

@@ -263,6 +263,44 @@ def test_a_peer_with_another_answer_is_named_and_not_timed(
 
 
 @compiled
+def test_vllm_that_is_not_installed_is_named(
+    quick: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import cpu_sections
+
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    result = quick("vllm_cpu", "--kinds", "bfloat16", "int4 g64")
+    assert result["missing"] == ["vLLM: not installed"]
+    assert [x["case"] for x in result["rows"]] == ["2 x 200", "prompt of 96"]
+    assert all(x["us"].keys() == {"bfloat16", "int4 g64"} and "of_vllm" not in x for x in result["rows"])
+    text = cpu_sections.vllm_cpu_section(result)
+    assert "Not measured: vLLM: not installed." in text
+    assert f"| 2 x 200 |  | {result['rows'][0]['us']['bfloat16']:,.0f} |" in text
+
+
+@compiled
+def test_every_cache_is_a_multiple_of_vllms_bfloat16(
+    quick: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import attention_peers
+    import cpu_sections
+
+    stand_in = attention_peers.Peer("vLLM", ("torch",), attention_peers.torch_gqa, ("bfloat16",))
+    monkeypatch.setattr(attention_peers, "VLLM", stand_in)
+    result = quick("vllm_cpu", "--layout", "NHD")
+    assert result["missing"] == [] and result["threads"] == 1 and result["page"] == 128
+    for row in result["rows"]:
+        assert row["us"].keys() == {"vLLM", "bfloat16", "int8 g64", "int4 g64"}
+        assert row["of_vllm"].keys() == {"bfloat16", "int8 g64", "int4 g64"}
+    result["rows"] = [
+        {"case": "1 x 8", "us": {"int4 g64": 1500, "vLLM": 3000}, "of_vllm": {"int4 g64": 0.504}}
+    ]
+    text = cpu_sections.vllm_cpu_section(result)
+    assert "|  | vLLM bfloat16 | kvloom int4 g64 |\n" in text
+    assert "| 1 x 8 | 3,000 | 1,500 (0.50) |" in text
+
+
+@compiled
 @pytest.mark.parametrize(
     ("name", "threads"),
     [("prefill_cpu", ["--threads", "1"]), ("movement", ["--threads", "1"]), ("threads_cpu", [])],
