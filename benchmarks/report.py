@@ -308,8 +308,8 @@ def write_figures(figures: Figures) -> str:
     """``results.md``."""
     parts = [
         "# Results",
-        "Written by `make bench`, which replaces the figures of the processor that it runs on. Under each "
-        "are that processor, versions and date; older ones are of an earlier kvloom.",
+        "Written by `make bench`, which replaces the figures of the processor that it runs on. Below each "
+        "are its processor, versions and date; what is older is of an earlier kvloom.",
     ]
     for title in (section.title for section in SECTIONS.values()):
         for i, (name, text) in enumerate(figures.get(title, {}).items()):
