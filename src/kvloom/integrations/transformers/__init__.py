@@ -7,6 +7,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from kvloom.core.spelling import STORAGE
 from kvloom.integrations.transformers.attention import IMPLEMENTATION, attention
+from kvloom.integrations.transformers.batching import continuous_batching
 from kvloom.integrations.transformers.cache import KVCache
 from kvloom.integrations.transformers.enabling import disable, enable
 from kvloom.integrations.transformers.layers import KVCacheLayer
@@ -23,6 +24,7 @@ __all__ = [
     "KVCacheLayer",
     "KVPool",
     "Streamer",
+    "continuous_batching",
     "disable",
     "enable",
     "head_dim_of",

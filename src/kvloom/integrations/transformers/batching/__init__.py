@@ -1,0 +1,136 @@
+"""transformers' continuous batching on pages of this library: ``generate_batch`` and whatever else uses it.
+
+Only ``continuous_batching`` is imported with this package; the rest needs a transformers that has it.
+"""
+
+from typing import Any, Final
+
+import transformers
+from packaging.version import Version
+from transformers import PreTrainedModel
+
+from kvloom.errors import ArgumentError, StateError, UnsupportedError
+from kvloom.integrations.transformers.batching.report import BatchReport, PageMap, RequestPages
+from kvloom.integrations.transformers.build import cache_format, text_config_of
+
+__all__ = ["OLDEST", "BatchReport", "PageMap", "RequestPages", "continuous_batching"]
+
+OLDEST: Final = "5.19.0"
+"""The first version of transformers that this serves."""
+
+_INIT: Final = "init_continuous_batching"
+_MANAGER: Final = "_cached_continuous_batching_manager"
+_KINDS: Final = ("full_attention", "sliding_attention")
+
+
+def continuous_batching(
+    model: Any,
+    kv: str | None = "auto",
+    *,
+    values: str | None = None,
+    layout: str = "auto",
+    share: bool = True,
+) -> Any:
+    """Let the continuous batching of a model keep its tokens in pages and attend to them where they lie.
+
+    From now on that is so in ``model.generate_batch``, ``model.init_continuous_batching`` and its context
+    manager, for every session that begins; the manager they give is a ``BatchingManager``. Calling it again
+    replaces the arguments. ``model.generate`` is not concerned: that is what ``enable`` is for, and a model
+    may have both.
+
+    Args:
+        model: A ``PreTrainedModel`` that generates text with causal attention, on one device.
+        kv: How keys are kept: ``"auto"`` in the model's dtype, ``"int8"``, ``"int4:g32"`` and the like, as of
+            ``KVCache.for_model``. ``None`` takes all of it back.
+        values: How values are kept; as ``kv`` if ``None``.
+        layout: Axis order of the pages, as of ``CacheFormat``.
+        share: Whether requests find pages that others computed for the same first tokens under the same
+            ``cache_salt``.
+
+    Returns:
+        ``model``.
+
+    Raises:
+        ArgumentError: ``model`` is none, or as ``KVCache.for_model``; nothing was changed.
+        UnsupportedError: the model, or this version of transformers, cannot be served; nothing was changed.
+        StateError: a session of the model is running; nothing was changed.
+    """
+    if not isinstance(model, PreTrainedModel):
+        raise ArgumentError(f"model must be a PreTrainedModel, got {type(model).__name__}")
+    if kv is None:
+        _forget_session(model)
+        model.__dict__.pop(_INIT, None)
+        return model
+    if not isinstance(share, bool):
+        raise ArgumentError(f"share must be True or False, got {share!r}")
+    _expect_served(model)
+    cache_format(text_config_of(model), kv, values=values, layout=layout)
+    _forget_session(model)
+    model.init_continuous_batching = _Init(model, {"kv": kv, "values": values, "layout": layout}, share)
+    return model
+
+
+class _Init:
+    """In the place of the model's method that makes a manager."""
+
+    def __init__(self, model: PreTrainedModel, options: dict[str, Any], share: bool) -> None:
+        self._model, self._options, self._share = model, options, share
+
+    def __call__(
+        self,
+        generation_config: Any = None,
+        continuous_batching_config: Any = None,
+        workload_hints: Any = None,
+    ) -> Any:
+        from kvloom.integrations.transformers.batching.manager import BatchingManager
+
+        kept = getattr(self._model, _MANAGER, None)
+        if isinstance(kept, BatchingManager):
+            kept.switch_to_cb_friendly_attn(self._model)
+            return kept
+        return BatchingManager(
+            self._model,
+            generation_config,
+            continuous_batching_config,
+            workload_hints,
+            share=self._share,
+            **self._options,
+        )
+
+
+def _expect_served(model: PreTrainedModel) -> None:
+    """Raise UnsupportedError for what transformers' continuous batching, or ours, does not do."""
+    if Version(transformers.__version__) < Version(OLDEST):
+        raise UnsupportedError(
+            f"continuous batching must have transformers {OLDEST} or newer, got {transformers.__version__}"
+        )
+    name, config = type(model).__name__, text_config_of(model)
+    if not hasattr(type(model), _INIT):
+        raise UnsupportedError(f"model must have continuous batching, which {name} has not")
+    if model.config.is_encoder_decoder:
+        raise UnsupportedError(f"model must be a decoder alone, got the encoder and decoder {name}")
+    kinds = set(getattr(config, "layer_types", None) or _KINDS[:1]) - set(_KINDS)
+    if kinds or getattr(model, "_is_stateful", False):
+        got = ", ".join(sorted(kinds)) or "a recurrent state"
+        raise UnsupportedError(f"model must have layers of {' and '.join(_KINDS)} only, got {got} in {name}")
+    for field in ("kv_lora_rank", "num_kv_shared_layers"):
+        if getattr(config, field, None):
+            raise UnsupportedError(
+                f"model must store keys and values of its own in every layer, got {field} in {name}"
+            )
+    if not model._can_set_attn_implementation():
+        raise UnsupportedError(
+            f"model must take its attention from AttentionInterface, which {name} does not"
+        )
+    if getattr(model, "_device_mesh", None) is not None or getattr(model, "tp_size", None) not in (None, 1):
+        raise UnsupportedError(f"model must lie on one device, got tensor parallelism in {name}")
+
+
+def _forget_session(model: PreTrainedModel) -> None:
+    """Drop a manager that was kept for the next session, which would keep its arguments."""
+    kept = getattr(model, _MANAGER, None)
+    if kept is None:
+        return
+    if kept.is_running():
+        raise StateError("model must have no running session of continuous batching, stop it first")
+    model.destroy_cached_continuous_batching_manager()

@@ -1,0 +1,78 @@
+"""``attn_implementation="kvloom_paged"``: attention of a step of continuous batching.
+
+It has a name of its own because its masks are ``None``: lengths say all, and a bool mask of all new tokens of
+a step by themselves would be made for nothing.
+
+Letters: T new tokens of all requests, H key/value heads, Hq query heads, D head dim.
+"""
+
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from kvloom import ops
+from kvloom.errors import StateError, UnsupportedError
+from kvloom.integrations.transformers.batching.cache import BatchCache
+
+IMPLEMENTATION: Final = "kvloom_paged"
+
+# Arguments that other implementations of transformers use.
+_REFUSED: Final = ("head_mask", "indices", "block_indices", "sinks", "position_bias", "output_attentions")
+
+
+def attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    cache: Any = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Store the new tokens of a layer and attend, as transformers calls it.
+
+    Args:
+        module: The attention layer, with its ``layer_idx``.
+        query: ``[1, Hq, T, D]``.
+        key: ``[1, H, T, D]``.
+        value: As ``key``.
+        attention_mask: ``None``.
+        scaling: Of the dot product; ``1 / sqrt(D)`` if ``None``.
+        dropout: Must be 0.
+        cache: The ``BatchCache`` of the session.
+        softcap: ``softcap * tanh(score / softcap)``.
+        s_aux: ``[Hq]``, a sink of each head.
+        kwargs: Of other implementations, ignored. So is the window, which is the configuration's.
+
+    Returns:
+        ``([1, T, Hq, D], None)``.
+
+    Raises:
+        StateError: there is no cache, as in a forward that is not the session's.
+        UnsupportedError: for what it would get wrong.
+    """
+    if not isinstance(cache, BatchCache):
+        raise StateError(
+            "a session of continuous batching holds this model, and a forward of yours would see no mask: "
+            "stop the session first, or pause it and set another attn_implementation"
+        )
+    refused = [name for name in _REFUSED if kwargs.get(name) is not None and kwargs[name] is not False]
+    if dropout > 0 or attention_mask is not None or refused:
+        name = "dropout" if dropout > 0 else (refused or ["attention_mask"])[0]
+        raise UnsupportedError(f"attn_implementation '{IMPLEMENTATION}' has no {name}")
+    layer: Any = module.layer_idx
+    return cache.attend(layer, query, key, value, ops.Scores(scaling, softcap=softcap, sinks=s_aux)), None
+
+
+def _no_mask(*args: Any, **kwargs: Any) -> None:
+    """In the place of a mask."""
+
+
+AttentionInterface.register(IMPLEMENTATION, attention)
+AttentionMaskInterface.register(IMPLEMENTATION, _no_mask)

@@ -1,0 +1,389 @@
+"""The cache that transformers' scheduler asks for pages, on the pages of this library.
+
+Letters: T new tokens of all requests of a step, P pages of a request, H key/value heads, Hq query
+heads, D head dim.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from threading import RLock
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from kvloom import ops
+from kvloom.caches import CacheFormat, Pages
+from kvloom.caches.storage import Storage
+from kvloom.errors import OutOfPages, StateError
+from kvloom.integrations.transformers.batching.report import PageMap, RequestPages
+from kvloom.integrations.transformers.batching.sizes import page_bytes, specs_of, windows_of
+from kvloom.integrations.transformers.batching.step import Step
+from kvloom.paging import Growth, PageTable, PrefixTree, check
+
+KIND: Final = "full_attention"
+"""What all layers are to the scheduler: those with a window keep all tokens too, and hide the old ones."""
+SALT: Final = "cache_salt"
+"""Where a request has its salt, among the arguments of its logits processors: those outlive a preemption."""
+
+_FIRST: Final = 64
+"""Pages to begin with."""
+
+
+class _Held:
+    """What one request holds."""
+
+    __slots__ = ("first_slots", "num_found", "salt", "table")
+
+    def __init__(self, table: PageTable, salt: str) -> None:
+        self.table, self.salt, self.num_found = table, salt, table.num_tokens
+        self.first_slots: Tensor | None = None  # ``[P]``, made when they are needed
+
+
+class _NoSectors:
+    """In the place of transformers' pool of sectors, into which these pages are not grouped."""
+
+    def try_to_free_sectors(self) -> None:
+        """Nothing to do."""
+
+
+class BatchCache:
+    """Pages of all requests of a session, found again by their tokens, and attention over them.
+
+    To transformers' scheduler this is its ``PagedAttentionCache`` and the only allocator of it, of which it
+    has every name that continuous batching uses. A block of theirs is a page here, in every layer.
+
+    Pages are allocated when they are needed, up to ``max_pages``. When all are taken, those that no request
+    holds are given up, least recently used first. Methods may be called from any thread.
+
+    Args:
+        config: Of the model that generates.
+        format: How tokens are kept.
+        dtype: That the model computes in.
+        device: Where.
+        max_pages: Pages that there can be.
+        max_batch_tokens: Tokens that go through the model in one step.
+        share: Whether requests find pages of others.
+    """
+
+    index = 0
+    layer_type = KIND
+    max_blocks_per_request = 0  # no block table: the pages of a step are in the step
+    max_decode_fast_path_length = 0
+    max_tokens_read = 0  # nothing is gathered
+    read_cache_limit = None
+    blocks_per_sector = 1
+    read_trash_index = write_trash_index = -1  # of padding, which there is none of
+
+    def __init__(
+        self,
+        config: Any,
+        format: CacheFormat,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        max_pages: int,
+        max_batch_tokens: int,
+        share: bool,
+    ) -> None:
+        size = format.page_size
+        self.tokens_per_page, self.max_pages, self.max_batch_tokens = size, max_pages, max_batch_tokens
+        self.device, self.use_prefix_sharing, self.pool = device, share, _NoSectors()
+        self.cache_allocators = {KIND: self}
+        self.pages = Pages(replace(format, max_tokens=max_pages * size))
+        self.tree = PrefixTree(self.pages.pool, size)
+        for layer in range(config.num_hidden_layers):
+            self.pages.storages[layer] = Storage(
+                *specs_of(config, format, dtype), size, device, format.layout
+            )
+        self.bytes_per_sector = page_bytes(config, format, dtype)
+        self.num_asked = self.num_found = self.num_preempted = self.num_finished = 0
+        self.num_steps = self.num_computed = 0
+        self.candidate: Any = None
+        """The request whose prompt is looked up next: the scheduler tells its id, and not its salt."""
+        self._windows = windows_of(config)
+        self._held: dict[str, _Held] = {}
+        self._plan: list[tuple[str, int, int]] = []  # request, stored tokens, new tokens
+        self._step: Step | None = None
+        self._lock = RLock()
+
+    @property
+    def block_table(self) -> dict[str, list[int]]:
+        """Ids of the pages of each request."""
+        with self._lock:
+            return {name: [ref.id for ref in held.table.pages] for name, held in self._held.items()}
+
+    @property
+    def num_room(self) -> int:
+        """Pages that requests can still take."""
+        pool = self.pages.pool
+        return self.max_pages - pool.num_pages + pool.num_free + pool.num_evictable
+
+    # Pages of requests
+
+    def num_known(self, tokens: Sequence[int], salt: str, max_tokens: int) -> int:
+        """Tokens at the beginning, at most ``max_tokens``, whose pages would be found."""
+        with self._lock:
+            found = self.tree.match(tokens, salt, max_tokens=max_tokens)
+            self._release(found)
+            return len(found) * self.tokens_per_page
+
+    def search_prefix_match(self, request_id: str, prompt_ids: list[int]) -> int:
+        """Let ``candidate`` begin with the pages that are known of its prompt.
+
+        The last token is left to compute, and so is the one before it if the request is to be forked, which
+        happens between the two.
+
+        Returns:
+            Tokens in those pages.
+        """
+        state = self.candidate
+        if state is None or state.request_id != request_id or not self.use_prefix_sharing:
+            return 0
+        limit = len(prompt_ids) - (2 if state.num_children else 1)
+        with self._lock:
+            salt = salt_of(state)
+            found = self.tree.match(prompt_ids, salt, max_tokens=max(limit, 0))
+            if not found:
+                return 0
+            self.free_blocks(state.request_id)
+            table = PageTable(self.pages.pool, self.tokens_per_page)
+            table.adopt(found)
+            self._hold(state, table)
+            self.num_found += table.num_tokens
+            return table.num_tokens
+
+    def can_store_request_tokens(self, state: Any, request_len: int, dry_run: bool = False) -> bool:
+        """Take pages for ``request_len`` more tokens of a request, if there are so many.
+
+        Args:
+            state: The request.
+            request_len: New tokens.
+            dry_run: Take none.
+        """
+        past = state.current_len()
+        with self._lock:
+            missing = self.needs_new_blocks(state.request_id, past, request_len)
+            if dry_run or missing > self.num_room:
+                return missing <= self.num_room
+            held = self._held.get(state.request_id)
+            table = PageTable(self.pages.pool, self.tokens_per_page) if held is None else held.table
+            try:
+                self._grow(missing)
+                changed = self.pages.append([table], [max(past + request_len - table.num_tokens, 0)])
+            except OutOfPages:
+                return False
+            if held is None:
+                self._hold(state, table)
+            elif changed:
+                held.first_slots = None
+            return True
+
+    def free_blocks(self, request_id: str, no_cache: bool = False) -> None:
+        """Give up the pages of a request, of which those that can be found again are evicted last.
+
+        Args:
+            request_id: Of the request, which may hold none.
+            no_cache: The request is preempted.
+        """
+        with self._lock:
+            held = self._held.pop(request_id, None)
+            if held is not None:
+                held.table.release()
+                self.num_preempted += no_cache
+                self.num_finished += not no_cache
+
+    def free_all_requests(self, clear_ledgers: bool = False) -> None:
+        """Give up the pages of all requests, and forget what could be found if ``clear_ledgers``."""
+        with self._lock:
+            for request_id in [*self._held]:
+                self.free_blocks(request_id)
+            if clear_ledgers:
+                self.tree.evict(self.pages.pool.num_evictable)
+            self._plan, self._step = [], None
+
+    def reset(self) -> None:
+        """Hold nothing."""
+        self.free_all_requests(clear_ledgers=True)
+
+    def mark_complete_blocks(self, state: Any, complete_blocks: dict[str, int]) -> None:
+        """Let others find the full pages of a request, whose tokens are all computed."""
+        with self._lock:
+            held = self._held.get(state.request_id)
+            if held is None or not complete_blocks:
+                return
+            tokens = (state.initial_tokens + state.generated_tokens)[: state.current_len()]
+            table = held.table
+            refs = self.tree.insert(tokens, table.pages, held.salt)
+            if refs != [*table.pages]:
+                table.replace(refs)
+                held.first_slots = None
+
+    def prepare_fork_request(
+        self, src_state: Any, dst_req_ids: list[str], copy_src_and_dst: Any
+    ) -> list[str]:
+        """Let new requests have the pages of another; who writes a page that others hold copies it first.
+
+        Returns:
+            All of ``dst_req_ids``.
+        """
+        with self._lock:
+            parent = self._held[src_state.request_id]
+            parent.table.truncate(src_state.current_len())  # room for a token is given up, which all write
+            parent.first_slots = None
+            for request_id in dst_req_ids:
+                child = self._held[request_id] = _Held(parent.table.fork(), parent.salt)
+                child.num_found = parent.num_found
+        return dst_req_ids
+
+    def perform_cache_copy(self, copy_src_and_dst: Any) -> None:
+        """Nothing to do: pages are copied when they are written."""
+
+    def _hold(self, state: Any, table: PageTable) -> None:
+        self._held[state.request_id] = _Held(table, salt_of(state))
+        self.num_asked += len(state.initial_tokens)
+
+    def _release(self, refs: Sequence[Any]) -> None:
+        for ref in refs:
+            self.pages.pool.release(ref)
+
+    def _grow(self, num_pages: int) -> None:
+        """Allocate before anything that can be found is given up: by half, at least ``num_pages``."""
+        pool = self.pages.pool
+        have, short = pool.num_pages, num_pages - pool.num_free
+        more = min(self.max_pages - have, max(short, have // 2, _FIRST))
+        if short <= 0 or more <= 0:
+            return
+        try:
+            for storage in self.pages.storages.values():
+                storage.reserve(1, have + more)
+        except (MemoryError, RuntimeError):
+            self.max_pages = have  # what there is must do
+        else:
+            pool.grow(more)
+
+    # What the scheduler counts
+
+    def needs_new_blocks(self, request_id: str, past_length: int, query_length: int) -> int:
+        """Pages that a request lacks for ``query_length`` more tokens, copies among them."""
+        with self._lock:
+            held = self._held.get(request_id)
+            total = past_length + query_length
+            if held is None:
+                return -(-total // self.tokens_per_page)
+            return Growth([held.table], [max(total - held.table.num_tokens, 0)]).num_pages
+
+    def count_storable_requests(self, list_blocks_needed: list[dict[str, int]]) -> int:
+        """How many of some requests, from the first on, have room one beside the other."""
+        room = self.num_room
+        for count, needed in enumerate(list_blocks_needed):
+            room -= needed[KIND]
+            if room < 0:
+                return count
+        return len(list_blocks_needed)
+
+    def count_new_complete_blocks(self, state: Any, request_len: int) -> dict[str, int]:
+        """Pages that ``request_len`` more tokens fill, where they can be found then."""
+        size, past = self.tokens_per_page, state.current_len()
+        filled = (past + request_len) // size - past // size
+        return {KIND: filled} if filled and self.use_prefix_sharing else {}
+
+    def compute_free_capacity(self, relative: bool = True) -> float:
+        """Pages that requests can still take, of all, or in bytes."""
+        return self.num_room / self.max_pages if relative else float(self.num_room * self.bytes_per_sector)
+
+    def evict_cached_blocks(self) -> bool:
+        """False: whoever takes a page evicts the one that is idle for longest."""
+        return False
+
+    def get_seqlen_k(self, past_length: int, query_length: int) -> int:
+        """Tokens that a request attends to."""
+        return past_length + query_length
+
+    # A step
+
+    def extend_read_and_write_indices(
+        self, request_id: str, past_length: int, query_length: int, read_index: Any, write_index: Any
+    ) -> None:
+        """Add a request to the next step."""
+        if self._step is not None:
+            self._plan, self._step = [], None
+        self._plan.append((request_id, past_length, query_length))
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scores: ops.Scores) -> Tensor:
+        """Store the tokens of the step in a layer, and attend.
+
+        Args:
+            layer: Index of the layer.
+            query: ``[1, Hq, T, D]``.
+            key: ``[1, H, T, D]``.
+            value: As ``key``.
+            scores: Without a window, which is the layer's.
+
+        Returns:
+            ``[1, T, Hq, D]``.
+
+        Raises:
+            StateError: T is not that of the step.
+        """
+        if self._step is None:
+            self._step = self._make_step()
+        step, view = self._step, self.pages.storages[layer].view
+        if query.shape[2] != step.slots.shape[0]:
+            raise StateError(
+                f"query must have the {step.slots.shape[0]} tokens of the step, got {query.shape[2]}"
+            )
+        key, value, query = (x[0].transpose(0, 1) for x in (key, value, query))
+        ops.store(key, value, step.slots, view)
+        window = self._windows[layer]
+        return ops.attend(query, view, step.batch, replace(scores, window=window) if window else scores)[None]
+
+    def _make_step(self) -> Step:
+        with self._lock:
+            tables = [self._first_slots(name) for name, *_ in self._plan]
+        step = Step.of([(past, new) for _, past, new in self._plan], tables, self.tokens_per_page)
+        self.num_steps += 1
+        self.num_computed += step.slots.shape[0]
+        return step
+
+    def _first_slots(self, request_id: str) -> Tensor:
+        """``[P]`` of a request, in the only extent."""
+        held = self._held[request_id]
+        if held.first_slots is None:
+            pages = [ref.id for ref in held.table.pages]
+            held.first_slots = torch.tensor(pages, device=self.device) * self.tokens_per_page
+        return held.first_slots
+
+    # Reports
+
+    def page_map(self) -> PageMap:
+        """Which page holds what."""
+        with self._lock:
+            requests = tuple(
+                RequestPages(
+                    name,
+                    held.salt,
+                    held.table.num_tokens,
+                    held.num_found,
+                    tuple(ref.id for ref in held.table.pages),
+                )
+                for name, held in self._held.items()
+            )
+            holders = Counter(page for request in requests for page in request.pages)
+            pool, states = self.pages.pool, []
+            for page in range(pool.num_pages):
+                count = holders[page]
+                idle = "free" if pool.is_free(page) else "evictable"
+                states.append("shared" if count > 1 else "active" if count else idle)
+            return PageMap(tuple(states), requests)
+
+    def check(self) -> None:
+        """Recompute every invariant of the pages; raises ``StateError`` on the first that does not hold."""
+        with self._lock:
+            check(self.pages.pool, self.tree, [held.table for held in self._held.values()])
+
+
+def salt_of(state: Any) -> str:
+    """The salt of a request."""
+    return str(state.logit_processor_kwargs.get(SALT, ""))

@@ -1,0 +1,236 @@
+"""transformers' manager of continuous batching, on pages of this library."""
+
+from copy import deepcopy
+from dataclasses import replace
+from typing import Any, Final
+
+from transformers import ContinuousBatchingConfig, PreTrainedModel
+from transformers.generation.continuous_batching.continuous_api import (
+    ContinuousBatchingManager,
+    ContinuousBatchProcessor,
+)
+
+from kvloom.caches.memory import free_bytes
+from kvloom.errors import ArgumentError, UnsupportedError
+from kvloom.integrations.transformers.batching.attention import IMPLEMENTATION
+from kvloom.integrations.transformers.batching.cache import SALT, BatchCache
+from kvloom.integrations.transformers.batching.report import BatchReport, PageMap
+from kvloom.integrations.transformers.batching.scheduler import scheduler_class
+from kvloom.integrations.transformers.batching.sizes import page_bytes, windows_of
+from kvloom.integrations.transformers.build import cache_format, text_config_of
+
+PAGE_SIZE: Final = 16
+"""Tokens in a page where no ``ContinuousBatchingConfig`` is given."""
+MAX_BATCH_TOKENS: Final = 2048
+"""Tokens of a step where none are given."""
+
+# Fields of a ContinuousBatchingConfig that ask for what there is not, unless they are None, False or 0.
+_REFUSED: Final = (
+    "cpu_offload_space",
+    "use_cuda_graph",
+    "use_async_batching",
+    "q_padding_interval_size",
+    "kv_padding_interval_size",
+    "varlen_compile_config",
+    "decode_compile_config",
+    "default_compile_level",
+)
+
+
+class BatchingManager(ContinuousBatchingManager):  # type: ignore[misc]
+    """A session of continuous batching: everything that transformers' manager is, on pages of this library.
+
+    ``add_request`` and ``add_requests`` take a ``cache_salt``, too: only requests of one salt find each
+    other's pages.
+
+    Of its ``ContinuousBatchingConfig``, ``num_blocks`` are pages of ``page_size`` tokens whatever they are
+    kept as; without it, there can be as many as fit into ``max_memory_percent`` of the memory that is free.
+    ``max_blocks_per_request`` has no effect.
+
+    Args:
+        model: What ``continuous_batching`` was called with.
+        generation_config: As of ``model.init_continuous_batching``.
+        continuous_batching_config: The same; pages of 16 tokens if ``None``.
+        workload_hints: The same.
+        kv: How keys are kept.
+        values: How values are kept.
+        layout: Axis order of the pages.
+        share: Whether requests find pages of others.
+
+    Raises:
+        ArgumentError: an argument, or a field of a configuration, has no such value; nothing was changed.
+        UnsupportedError: a field asks for what there is not; nothing was changed.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        generation_config: Any = None,
+        continuous_batching_config: Any = None,
+        workload_hints: Any = None,
+        *,
+        kv: str = "auto",
+        values: str | None = None,
+        layout: str = "auto",
+        share: bool = True,
+    ) -> None:
+        config = continuous_batching_config or ContinuousBatchingConfig(page_size=PAGE_SIZE)
+        _expect_config(config)
+        self._format = cache_format(text_config_of(model), kv, config.page_size, None, values, layout)
+        self._share = share
+        text = text_config_of(model)
+        windows_of(text)
+        if getattr(text, "compile_config", None) is not None:
+            raise UnsupportedError("model must have no compile_config, as steps differ in their tokens")
+        generation = deepcopy(generation_config or model.generation_config)
+        if generation.eos_token_id is None:
+            generation.eos_token_id = -1
+        self._cache: BatchCache | None = None
+        super().__init__(
+            model=model,
+            generation_config=generation,
+            continuous_batching_config=replace(config, max_blocks_per_request=0),
+            workload_hints=workload_hints,
+        )
+        self.logit_processor.supported_keys[SALT] = str
+
+    def switch_to_cb_friendly_attn(self, model: Any, auto_switch_to_flash: bool = True) -> None:
+        """Set the attention that knows these pages; ``stop`` sets the one that was there before."""
+        before = model.config._attn_implementation
+        if before != IMPLEMENTATION:
+            model.set_attn_implementation(IMPLEMENTATION)
+            self._original_attn_impl = before
+
+    def add_request(
+        self, input_ids: list[int], *args: Any, cache_salt: str = "", **kwargs: Any
+    ) -> str | None:
+        """As transformers' own, with a salt.
+
+        Args:
+            input_ids: Tokens of the prompt.
+            args: As theirs.
+            cache_salt: Only requests of one salt share pages.
+            kwargs: As theirs.
+
+        Raises:
+            ArgumentError: there are no ``input_ids``, or one alone where ``num_return_sequences`` is above 1;
+                or the salt is no string.
+        """
+        least = 2 if self.num_return_sequences > 1 else 1
+        if len(input_ids) < least:
+            raise ArgumentError(f"input_ids must be at least {least} tokens, got {len(input_ids)}")
+        if not isinstance(cache_salt, str):
+            raise ArgumentError(f"cache_salt must be a string, got {cache_salt!r}")
+        if cache_salt:
+            kwargs[SALT] = cache_salt
+        name: str | None = super().add_request(input_ids, *args, **kwargs)
+        return name
+
+    def report(self) -> BatchReport:
+        """Pages, requests and counts of this moment; all zero before the session begins."""
+        cache, processor = self._cache, self.batch_processor
+        if cache is None:
+            return BatchReport(self._format.page_size, *[0] * 15)
+        scheduler = None if processor is None else processor.scheduler
+        with cache._lock:
+            states = cache.page_map().states
+            pool = cache.pages.pool
+            return BatchReport(
+                page_size=cache.tokens_per_page,
+                page_bytes=cache.bytes_per_sector,
+                max_pages=cache.max_pages,
+                num_pages=pool.num_pages,
+                free=pool.num_free,
+                active=pool.num_active,
+                shared=states.count("shared"),
+                evictable=pool.num_evictable,
+                waiting=0 if scheduler is None else len(scheduler.waiting_requests),
+                running=0 if scheduler is None else len(scheduler.active_requests),
+                finished=cache.num_finished,
+                preemptions=cache.num_preempted,
+                tokens_asked=cache.num_asked,
+                tokens_found=cache.num_found,
+                steps=cache.num_steps,
+                tokens_computed=cache.num_computed,
+            )
+
+    def page_map(self) -> PageMap:
+        """Which page holds what; empty before the session begins."""
+        return PageMap((), ()) if self._cache is None else self._cache.page_map()
+
+    def _create_batch_processor(self) -> Any:
+        """As theirs, with our cache and scheduler."""
+        if isinstance(self.batch_processor, ContinuousBatchProcessor):
+            self.batch_processor.reset()
+            return self.batch_processor
+        config = self.continuous_batching_config
+        self._cache = cache = self._make_cache()
+        config.num_blocks, config.max_batch_tokens = cache.max_pages, cache.max_batch_tokens
+        config.max_requests_per_batch = min(config.max_requests_per_batch, cache.max_batch_tokens)
+        self._use_prefix_sharing = cache.use_prefix_sharing
+        scheduler = scheduler_class(config.scheduler_type)(
+            cache=cache,
+            safety_margin=config.safety_margin,
+            max_requests_per_batch=config.max_requests_per_batch,
+        )
+        processor = ContinuousBatchProcessor(
+            cache=cache,
+            config=text_config_of(self.model),
+            generation_config=self.generation_config,
+            continuous_batching_config=config,
+            logit_processor=self.logit_processor,
+            input_queue=self.input_queue,
+            cancel_queue=self.cancel_queue,
+            output_router=self.output_router,
+            background_thread_status=self.background_thread_status,
+            model_device=self.model.device,
+            model_dtype=self.model.dtype,
+            scheduler=scheduler,
+            distributed_helper=self.distributed_helper,
+        )
+        scheduler.fail = processor._handle_request_error
+        return processor
+
+    def _make_cache(self) -> BatchCache:
+        config, model, text = self.continuous_batching_config, self.model, text_config_of(self.model)
+        max_pages = config.num_blocks
+        if max_pages is None:
+            free = free_bytes(model.device)
+            share = config.max_memory_percent
+            # Where nobody knows what is free, the pages of as many requests as the model can read at once.
+            longest = getattr(text, "max_position_embeddings", None) or 4096
+            max_pages = 64 * -(-longest // config.page_size)
+            if free is not None:
+                max_pages = max(1, int(free * share) // page_bytes(text, self._format, model.dtype))
+        return BatchCache(
+            text,
+            self._format,
+            model.dtype,
+            model.device,
+            max_pages=max_pages,
+            max_batch_tokens=config.max_batch_tokens or MAX_BATCH_TOKENS,
+            share=self._share and config.allow_block_sharing,
+        )
+
+
+def _expect_config(config: Any) -> None:
+    """Raise ArgumentError or UnsupportedError for a configuration that cannot be served."""
+    if not isinstance(config, ContinuousBatchingConfig):
+        raise ArgumentError(
+            f"continuous_batching_config must be a ContinuousBatchingConfig, got {type(config).__name__}"
+        )
+    for name in ("page_size", "num_blocks", "max_batch_tokens", "max_requests_per_batch"):
+        _expect_positive(name, getattr(config, name))
+    scheduler_class(config.scheduler_type)
+    for name in _REFUSED:
+        value = getattr(config, name, None)
+        if value is None and name == "cpu_offload_space":
+            value = "None, which is as much as there is"
+        if value and value != (False, False):
+            raise UnsupportedError(f"{name} must be left at its default, as there is none here, got {value}")
+
+
+def _expect_positive(name: str, value: Any) -> None:
+    """Raise ArgumentError unless ``value`` is a positive int or ``None``."""
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+        raise ArgumentError(f"{name} must be a positive int, got {value!r}")

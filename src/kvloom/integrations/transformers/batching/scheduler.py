@@ -1,0 +1,121 @@
+"""transformers' schedulers, with prefixes that are computed once and requests that fail alone."""
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from transformers.generation.continuous_batching.requests import RequestStatus
+from transformers.generation.continuous_batching.scheduler import SCHEDULER_MAPPING, Scheduler
+
+from kvloom.errors import ArgumentError, OutOfPages
+from kvloom.integrations.transformers.batching.cache import BatchCache, salt_of
+
+
+class SharingScheduler(Scheduler):  # type: ignore[misc]
+    """What is added to a scheduler of transformers.
+
+    A request waits while another computes a page that both begin with. One that cannot have enough pages even
+    alone fails, and no other request does.
+    """
+
+    cache: BatchCache
+    fail: Callable[[Exception, Any], None]
+    """Deliver the failure of a request; whoever makes a scheduler sets it."""
+
+    def add_waiting_request(self, state: Any) -> None:
+        """As theirs; a request without a limit gets as many tokens as there can be pages for.
+
+        Raises:
+            ArgumentError: there can never be enough pages; the session fails this request.
+        """
+        room = self.cache.max_pages * self.cache.tokens_per_page
+        asked = len(state.initial_tokens)
+        if state.max_new_tokens is None and asked < room:
+            state.max_new_tokens = state._new_tokens_limit = room - asked
+        elif asked + (state.max_new_tokens or 1) - 1 > room:
+            raise ArgumentError(
+                f"input_ids and max_new_tokens must be at most {room + 1} tokens together, one more than all "
+                f"pages hold, got {asked} and {state.max_new_tokens}"
+            )
+        super().add_waiting_request(state)
+
+    def schedule_batch(self, token_budget: int, cache_budget: int) -> Any:
+        """As theirs, without a limit of tokens that are read: none is gathered."""
+        while True:
+            made = super().schedule_batch(token_budget, sys.maxsize)
+            if made[0] is not None or len(self.active_requests) > 1:
+                return made
+            alone = [*self.active_requests.values(), *self.waiting_requests.values()][0]
+            self.fail(OutOfPages(f"no memory for more tokens of request {alone.request_id}"), alone)
+            self.finish_request(alone.request_id)
+            if self.waiting_requests.pop(alone.request_id, None) is not None:
+                self.waiting_requests_order.remove(alone.request_id)
+            if not self.has_pending_requests():
+                return [], False, 0, 0
+
+    def _infer_request_tokens(self, state: Any, request_ids_to_remove_from_waiting: set[str]) -> list[int]:
+        """As theirs: ``search_prefix_match`` is not told whose prompt it is."""
+        self.cache.candidate = state
+        tokens: list[int] = super()._infer_request_tokens(state, request_ids_to_remove_from_waiting)
+        return tokens
+
+    def _get_waiting_candidates(self) -> list[Any]:
+        """Theirs without those that wait for a page, and no more than a step can compute."""
+        cache = self.cache
+        waiting: list[Any] = super()._get_waiting_candidates()
+        if not cache.use_prefix_sharing:
+            return waiting
+        busy = _Busy(cache.tokens_per_page)
+        for state in self.active_requests.values():
+            if state.status == RequestStatus.PREFILLING:
+                busy.add(state, state.current_len())
+        chosen: list[Any] = []
+        budget = cache.max_batch_tokens
+        for state in waiting:
+            if budget <= 0 or len(chosen) >= self.max_requests_per_batch:
+                break
+            tokens = state.initial_tokens
+            known = cache.num_known(tokens, salt_of(state), len(tokens) - 1)
+            if busy.has(state, known):
+                continue
+            chosen.append(state)
+            busy.add(state, known)
+            budget -= len(tokens) - known
+        return chosen
+
+
+class _Busy:
+    """Pages that are being computed: each by all tokens from the beginning of the sequence to its end."""
+
+    def __init__(self, page_size: int) -> None:
+        self._size = page_size
+        self._prefixes: dict[int, set[tuple[str, tuple[int, ...]]]] = {}
+
+    def add(self, state: Any, num_stored: int) -> None:
+        """The next page of a request that has ``num_stored`` tokens, if its prompt fills one."""
+        end = (num_stored // self._size + 1) * self._size
+        if end <= len(state.initial_tokens):
+            self._prefixes.setdefault(end, set()).add(_key(state, end))
+
+    def has(self, state: Any, num_known: int) -> bool:
+        """Whether one of them is of this request, too, behind the ``num_known`` tokens that are known."""
+        return any(
+            num_known < end < len(state.initial_tokens) and _key(state, end) in prefixes
+            for end, prefixes in self._prefixes.items()
+        )
+
+
+def _key(state: Any, end: int) -> tuple[str, tuple[int, ...]]:
+    return salt_of(state), tuple(state.initial_tokens[:end])
+
+
+def scheduler_class(name: str) -> Any:
+    """The class for a ``scheduler_type``.
+
+    Raises:
+        ArgumentError: there is none of this name.
+    """
+    theirs = SCHEDULER_MAPPING.get(name)
+    if theirs is None:
+        raise ArgumentError(f"scheduler_type must be one of {', '.join(SCHEDULER_MAPPING)}, got {name!r}")
+    return type(theirs.__name__, (SharingScheduler, theirs), {})

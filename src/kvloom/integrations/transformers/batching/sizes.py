@@ -1,0 +1,42 @@
+"""What a model's configuration says of its layers: heads, bytes, windows."""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from kvloom.caches import CacheFormat
+from kvloom.errors import UnsupportedError
+from kvloom.integrations.transformers.loading import head_dim_of
+
+
+def heads_of(config: Any) -> int:
+    """Key/value heads, which not every configuration states."""
+    return int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
+
+
+def specs_of(config: Any, format: CacheFormat, dtype: torch.dtype) -> tuple[Any, Any]:
+    """Keys and values of one layer."""
+    heads, head_dim = heads_of(config), head_dim_of(config)
+    return format.spec(heads, head_dim, dtype), (format.values or format).spec(heads, head_dim, dtype)
+
+
+def page_bytes(config: Any, format: CacheFormat, dtype: torch.dtype) -> int:
+    """Bytes of a page in all layers, scales included."""
+    size = format.page_size
+    specs = [replace(spec, layout="B S H D") for spec in specs_of(config, format, dtype)]
+    return int(config.num_hidden_layers * sum(spec.nbytes(size, size) for spec in specs))
+
+
+def windows_of(config: Any) -> list[int | None]:
+    """The window of each layer.
+
+    Raises:
+        UnsupportedError: a layer has a window of no size.
+    """
+    window = getattr(config, "sliding_window", None)
+    kind = "full_attention" if window is None else "sliding_attention"
+    kinds = getattr(config, "layer_types", None) or [kind] * config.num_hidden_layers
+    if "sliding_attention" in kinds and not (isinstance(window, int) and window > 0):
+        raise UnsupportedError(f"model must have a sliding_window above 0, got {window!r}")
+    return [window if kind == "sliding_attention" else None for kind in kinds]
