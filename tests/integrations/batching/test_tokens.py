@@ -1,17 +1,111 @@
-"""Requests in a session get the tokens that ``generate`` gives each of them alone."""
+"""Requests in a session get the tokens that ``generate`` gives each of them alone.
+
+``KVLOOM_REQUESTS`` is how many requests each case has; ``make slow`` has more.
+"""
 
 from __future__ import annotations
 
+import os
+import random
+from typing import Any
+
 import pytest
-from oracles.batching import alone, batched, random_requests
+import torch
+from integrations.test_families import STOCK, family
+from oracles.batching import alone, batched, random_requests, session
 from oracles.language_models import make_model
 
-pytest.importorskip("transformers", minversion="5.19")
+from kvloom.integrations.transformers import KVCache, continuous_batching
+
+REQUESTS = int(os.environ.get("KVLOOM_REQUESTS", "6"))
+NEW = 12
+MODELS = ["Llama", "Mistral", "Gemma2", "Gemma3", "gpt-oss"]
+CASES: dict[str, dict[str, int]] = {
+    "pages of 16": {},
+    "pages of 32": {"page_size": 32},
+    "64 tokens a step": {"max_batch_tokens": 64},
+    "too few pages": {"num_blocks": 14, "max_batch_tokens": 64},
+}
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"max_batch_tokens": 64}, {"num_blocks": 14, "max_batch_tokens": 64}]
-)
-def test_a_full_model(options: dict[str, int]) -> None:
-    model, requests = make_model(), random_requests(12, seed=1)
-    assert batched(model, requests, 12, **options) == [alone(model, x, 12) for x in requests]
+@pytest.mark.parametrize("case", list(CASES))
+@pytest.mark.parametrize("name", MODELS)
+def test_tokens_of_each_family(name: str, case: str) -> None:
+    model = family(name, STOCK.get(name))
+    requests = random_requests(REQUESTS, seed=len(name + case))
+    expected = [alone(model, x, NEW) for x in requests]
+    assert batched(model, requests, NEW, **CASES[case]) == expected
+
+
+@pytest.mark.parametrize("layout", ["auto", "NHD"])
+@pytest.mark.parametrize("kv", ["int8:g16", "int4:g16", "int8:g8", "float16"])
+def test_tokens_of_each_kind(kv: str, layout: str) -> None:
+    model, requests = make_model("kvloom"), random_requests(REQUESTS, seed=5)
+    expected = [alone(model, x, NEW, KVCache.for_model(model, kv, layout=layout)) for x in requests]
+    continuous_batching(model, kv, layout=layout)
+    with session(model, {"max_new_tokens": NEW}, max_batch_tokens=64) as running:
+        names = running.manager.add_requests(requests)
+        running.run()
+    assert [running.outputs[name].generated_tokens for name in names] == expected
+
+
+def test_keys_and_values_apart() -> None:
+    model, requests = make_model("kvloom"), random_requests(REQUESTS, seed=6)
+    expected = [
+        alone(model, x, NEW, KVCache.for_model(model, "int8:g16", values="int4:g8")) for x in requests
+    ]
+    continuous_batching(model, "int8:g16", values="int4:g8")
+    with session(model, {"max_new_tokens": NEW}) as running:
+        names = running.manager.add_requests(requests)
+        running.run()
+    assert [running.outputs[name].generated_tokens for name in names] == expected
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_order_and_arrival_do_not_count(seed: int) -> None:
+    model, requests = continuous_batching(make_model()), random_requests(REQUESTS, seed=7)
+    expected = {tuple(x): alone(model, x, NEW) for x in requests}
+    draw = random.Random(seed)
+    draw.shuffle(requests)
+    names: dict[str, list[int]] = {}
+    with session(
+        model, {"max_new_tokens": NEW}, max_batch_tokens=48, scheduler_type=scheduler(draw)
+    ) as running:
+        for request in requests:
+            names[running.manager.add_request(request)] = request
+            for _ in range(draw.randrange(6)):
+                running.step()
+        running.run()
+    assert {name: expected[tuple(x)] for name, x in names.items()} == {
+        name: output.generated_tokens for name, output in running.outputs.items()
+    }
+
+
+def scheduler(draw: random.Random) -> str:
+    return draw.choice(["fifo", "prefill_first"])
+
+
+def test_a_model_whose_first_layers_have_a_window_shares_prefixes_too() -> None:
+    model, request = continuous_batching(family("Gemma3")), random_requests(1, seed=2)[0] * 9
+    expected: Any = alone(model, request, NEW)
+    with session(model, {"max_new_tokens": NEW}) as running:
+        first = running.manager.add_request(request)
+        running.run()
+        second = running.manager.add_request(request)
+        running.run()
+    assert [running.outputs[name].generated_tokens for name in (first, second)] == [expected] * 2
+    assert running.manager.report().tokens_found == (len(request) - 1) // 16 * 16 > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_differs_only_between_tokens_that_are_as_likely(dtype: torch.dtype) -> None:
+    """A matrix product of many rows rounds apart from that of one: stock batching differs there too."""
+    model, requests = make_model("kvloom", dtype), random_requests(2 * REQUESTS, seed=8)
+    unit = 4 * torch.finfo(dtype).eps
+    for request, tokens in zip(requests, batched(model, requests, NEW), strict=True):
+        model.set_attn_implementation("kvloom")
+        text = torch.tensor([request + tokens])
+        logits = model(text).logits[0, len(request) - 1 : -1].float()
+        chosen = logits.gather(1, text[0, len(request) :, None])[:, 0]
+        assert (logits.max(1).values - chosen <= unit * logits.abs().max()).all()
+    assert [*batched(model, requests[:1], NEW)] == [alone(model, requests[0], NEW)]

@@ -164,19 +164,27 @@ class BatchCache:
         """
         past = state.current_len()
         with self._lock:
+            held = self._held.get(state.request_id)
+            if held is not None and not dry_run:
+                new = max(past + request_len - held.table.num_tokens, 0)
+                if new and held.table.has_room(new):
+                    held.table.fill(new)
+                    return True
+                if not new:
+                    return True
             missing = self.needs_new_blocks(state.request_id, past, request_len)
+            if not dry_run:
+                self._grow(missing)
             if dry_run or missing > self.num_room:
                 return missing <= self.num_room
-            held = self._held.get(state.request_id)
             table = PageTable(self.pages.pool, self.tokens_per_page) if held is None else held.table
             try:
-                self._grow(missing)
-                changed = self.pages.append([table], [max(past + request_len - table.num_tokens, 0)])
+                self.pages.append([table], [past + request_len - table.num_tokens])
             except OutOfPages:
                 return False
             if held is None:
                 self._hold(state, table)
-            elif changed:
+            else:
                 held.first_slots = None
             return True
 

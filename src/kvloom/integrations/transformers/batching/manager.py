@@ -126,6 +126,11 @@ class BatchingManager(ContinuousBatchingManager):  # type: ignore[misc]
         name: str | None = super().add_request(input_ids, *args, **kwargs)
         return name
 
+    def join(self, stop_trigger_time: float, timeout: float | None = None) -> None:
+        """As theirs, but wakes the thread, which would look up in a tenth of a second only."""
+        self._wake_up_loop.set()
+        super().join(stop_trigger_time, timeout)
+
     def report(self) -> BatchReport:
         """Pages, requests and counts of this moment; all zero before the session begins."""
         cache, processor = self._cache, self.batch_processor

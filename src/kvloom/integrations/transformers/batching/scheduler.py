@@ -41,6 +41,8 @@ class SharingScheduler(Scheduler):  # type: ignore[misc]
 
     def schedule_batch(self, token_budget: int, cache_budget: int) -> Any:
         """As theirs, without a limit of tokens that are read: none is gathered."""
+        if not self.active_requests:  # theirs waits for an end that a cancelled request never has
+            self.block_new_requests = False
         while True:
             made = super().schedule_batch(token_budget, sys.maxsize)
             if made[0] is not None or len(self.active_requests) > 1:
