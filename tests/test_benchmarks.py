@@ -68,6 +68,14 @@ def test_cache_kinds_measures_either_attention(quick: Callable[..., Any]) -> Non
     assert kinds["int8 in place"]["nbytes_per_token"] == kinds["int8"]["nbytes_per_token"] == 1320
 
 
+def test_serving_runs_every_way_over_every_workload(quick: Callable[..., Any]) -> None:
+    pytest.importorskip("transformers", minversion="5.19")
+    rows = quick("serving")["rows"]
+    assert {x["workload"] for x in rows} == {"shared", "apart"} and len(rows) == 10
+    kept = {x["way"]: x["nbytes_per_token"] for x in rows}
+    assert (kept["kvloom float"], kept["kvloom int8"], kept["kvloom int4"]) == (2560, 1320, 680)
+
+
 def test_the_readme_table_is_cut_from_the_sections(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     long_contexts = runpy.run_path(str(BENCHMARKS / "report.py"))["long_contexts"]

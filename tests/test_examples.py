@@ -109,10 +109,27 @@ def check_prefix_reuse(text: str) -> None:
     assert "frozen" in refusal
 
 
+def check_packed_loop(text: str) -> None:
+    system = '"""Utilities for reading and writing files."""\n\nimport os\nimport sys\n\n'
+    _, tokenizer = bundled()
+    *answers, costs = text.splitlines()
+    questions = ["def main", "class Reader", "def read_lines(path", "class Writer:\n    def"]
+    lengths = [len(tokenizer(system + question).input_ids) for question in questions]
+    for line, question in zip(answers, questions, strict=True):
+        expected = stock_text([system + question], 12)[0].removeprefix(system + question)
+        assert line == f"{question!r}: {expected!r}"
+    found = 3 * ((min(lengths) - 1) // 16 * 16)  # whole pages
+    computed = sum(lengths) - found + 4 * 11
+    assert re.fullmatch(
+        rf"{computed} tokens computed in \d+ forwards, {found} found in the pages of others", costs
+    )
+
+
 CHECKS: dict[str, Callable[[str], None]] = {
     "drop_in": check_drop_in,
     "generation_loop": check_generation_loop,
     "legacy_format": check_legacy_format,
+    "packed_loop": check_packed_loop,
     "prefix_reuse": check_prefix_reuse,
     "update_and_attend": check_update_and_attend,
 }
