@@ -18,6 +18,7 @@ Prints one JSON line.
 """
 
 import argparse
+import gc
 import json
 import logging
 import random
@@ -176,6 +177,8 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     for name in args.models:
         model = make_model(name)
+        gc.collect()
+        gc.freeze()  # a session that ends collects garbage, which need not be looked for in all modules
         for workload in args.workloads:
             for threads in args.threads:
                 rows += measure(model, name, workload, threads, args.count, args.rounds, args.ways)
