@@ -107,6 +107,18 @@ def test_a_request_that_can_never_fit_fails_alone(model: Any) -> None:
     assert running.outputs[good].generated_tokens == alone(model, PROMPT[:20], 8)
 
 
+def test_an_id_that_is_taken_fails_the_second_request(model: Any) -> None:
+    with session(model) as running:
+        running.manager.add_request(PROMPT, request_id="a")
+        running.step()
+        running.manager.add_request(PROMPT[::-1], request_id="a")
+        running.step()
+        assert running.outputs.pop("a").error == "request_id must be new, got 'a', which has not ended"
+        running.run()
+        assert running.manager.report().active == 0
+    assert running.outputs["a"].generated_tokens == alone(model, PROMPT, 8)
+
+
 def test_a_forward_of_the_callers_own_is_refused_in_a_session(model: Any) -> None:
     with session(model), pytest.raises(StateError, match="a session of continuous batching holds this model"):
         model(torch.tensor([PROMPT]))

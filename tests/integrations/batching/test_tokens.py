@@ -21,10 +21,10 @@ REQUESTS = int(os.environ.get("KVLOOM_REQUESTS", "6"))
 NEW = 12
 MODELS = ["Llama", "Mistral", "Gemma2", "Gemma3", "gpt-oss"]
 CASES: dict[str, dict[str, int]] = {
-    "pages of 16": {},
-    "pages of 32": {"page_size": 32},
-    "64 tokens a step": {"max_batch_tokens": 64},
-    "too few pages": {"num_blocks": 14, "max_batch_tokens": 64},
+    "pages-of-16": {},
+    "pages-of-32": {"page_size": 32},
+    "short-steps": {"max_batch_tokens": 64},
+    "few-pages": {"num_blocks": 14, "max_batch_tokens": 64},
 }
 
 

@@ -106,12 +106,12 @@ class BatchCache:
         self._held: dict[str, _Held] = {}
         self._plan: list[tuple[str, int, int]] = []  # request, stored tokens, new tokens
         self._step: Step | None = None
-        self._lock = RLock()
+        self.lock = RLock()
 
     @property
     def block_table(self) -> dict[str, list[int]]:
         """Ids of the pages of each request."""
-        with self._lock:
+        with self.lock:
             return {name: [ref.id for ref in held.table.pages] for name, held in self._held.items()}
 
     @property
@@ -124,7 +124,7 @@ class BatchCache:
 
     def num_known(self, tokens: Sequence[int], salt: str, max_tokens: int) -> int:
         """Tokens at the beginning, at most ``max_tokens``, whose pages would be found."""
-        with self._lock:
+        with self.lock:
             found = self.tree.match(tokens, salt, max_tokens=max_tokens)
             self._release(found)
             return len(found) * self.tokens_per_page
@@ -142,12 +142,11 @@ class BatchCache:
         if state is None or state.request_id != request_id or not self.use_prefix_sharing:
             return 0
         limit = len(prompt_ids) - (2 if state.num_children else 1)
-        with self._lock:
+        with self.lock:
             salt = salt_of(state)
             found = self.tree.match(prompt_ids, salt, max_tokens=max(limit, 0))
             if not found:
                 return 0
-            self.free_blocks(state.request_id)
             table = PageTable(self.pages.pool, self.tokens_per_page)
             table.adopt(found)
             self._hold(state, table)
@@ -163,7 +162,7 @@ class BatchCache:
             dry_run: Take none.
         """
         past = state.current_len()
-        with self._lock:
+        with self.lock:
             held = self._held.get(state.request_id)
             if held is not None and not dry_run:
                 new = max(past + request_len - held.table.num_tokens, 0)
@@ -195,7 +194,7 @@ class BatchCache:
             request_id: Of the request, which may hold none.
             no_cache: The request is preempted.
         """
-        with self._lock:
+        with self.lock:
             held = self._held.pop(request_id, None)
             if held is not None:
                 held.table.release()
@@ -204,7 +203,7 @@ class BatchCache:
 
     def free_all_requests(self, clear_ledgers: bool = False) -> None:
         """Give up the pages of all requests, and forget what could be found if ``clear_ledgers``."""
-        with self._lock:
+        with self.lock:
             for request_id in [*self._held]:
                 self.free_blocks(request_id)
             if clear_ledgers:
@@ -217,7 +216,7 @@ class BatchCache:
 
     def mark_complete_blocks(self, state: Any, complete_blocks: dict[str, int]) -> None:
         """Let others find the full pages of a request, whose tokens are all computed."""
-        with self._lock:
+        with self.lock:
             held = self._held.get(state.request_id)
             if held is None or not complete_blocks:
                 return
@@ -236,7 +235,7 @@ class BatchCache:
         Returns:
             All of ``dst_req_ids``.
         """
-        with self._lock:
+        with self.lock:
             parent = self._held[src_state.request_id]
             parent.table.truncate(src_state.current_len())  # room for a token is given up, which all write
             parent.first_slots = None
@@ -275,7 +274,7 @@ class BatchCache:
 
     def needs_new_blocks(self, request_id: str, past_length: int, query_length: int) -> int:
         """Pages that a request lacks for ``query_length`` more tokens, copies among them."""
-        with self._lock:
+        with self.lock:
             held = self._held.get(request_id)
             total = past_length + query_length
             if held is None:
@@ -348,7 +347,7 @@ class BatchCache:
         return ops.attend(query, view, step.batch, replace(scores, window=window) if window else scores)[None]
 
     def _make_step(self) -> Step:
-        with self._lock:
+        with self.lock:
             tables = [self._first_slots(name) for name, *_ in self._plan]
         step = Step.of([(past, new) for _, past, new in self._plan], tables, self.tokens_per_page)
         self.num_steps += 1
@@ -367,7 +366,7 @@ class BatchCache:
 
     def page_map(self) -> PageMap:
         """Which page holds what."""
-        with self._lock:
+        with self.lock:
             requests = tuple(
                 RequestPages(
                     name,
@@ -388,7 +387,7 @@ class BatchCache:
 
     def check(self) -> None:
         """Recompute every invariant of the pages; raises ``StateError`` on the first that does not hold."""
-        with self._lock:
+        with self.lock:
             check(self.pages.pool, self.tree, [held.table for held in self._held.values()])
 
 

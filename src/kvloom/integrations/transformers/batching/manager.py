@@ -137,7 +137,7 @@ class BatchingManager(ContinuousBatchingManager):  # type: ignore[misc]
         if cache is None:
             return BatchReport(self._format.page_size, *[0] * 15)
         scheduler = None if processor is None else processor.scheduler
-        with cache._lock:
+        with cache.lock:
             states = cache.page_map().states
             pool = cache.pages.pool
             return BatchReport(

@@ -26,8 +26,11 @@ class SharingScheduler(Scheduler):  # type: ignore[misc]
         """As theirs; a request without a limit gets as many tokens as there can be pages for.
 
         Raises:
-            ArgumentError: there can never be enough pages; the session fails this request.
+            ArgumentError: there can never be enough pages, or another request has this id; the session fails
+                the request that is added.
         """
+        if state.request_id in self.active_requests or state.request_id in self.waiting_requests:
+            raise ArgumentError(f"request_id must be new, got {state.request_id!r}, which has not ended")
         room = self.cache.max_pages * self.cache.tokens_per_page
         asked = len(state.initial_tokens)
         if state.max_new_tokens is None and asked < room:
