@@ -129,9 +129,10 @@ void run(const AttendArgs& args) {
 
 // --- attend ------------------------------------------------------------------------------------------------
 
-Tensor attend(const Tensor& query, const Tensor& key_cache, const Tensor& value_cache,
-              const MaybeTensor& key_scale, const MaybeTensor& value_scale, const Tensor& table,
-              const MaybeTensor& row_starts, int64_t page_size, const Tensor& seqstarts,
+// The result is `given`, if there is one, else new.
+Tensor attend(const MaybeTensor& given, const Tensor& query, const Tensor& key_cache,
+              const Tensor& value_cache, const MaybeTensor& key_scale, const MaybeTensor& value_scale,
+              const Tensor& table, const MaybeTensor& row_starts, int64_t page_size, const Tensor& seqstarts,
               const Tensor& kvstarts, int64_t decoding_batches, const MaybeTensor& first_visible,
               double scale, bool is_causal, const MaybeTensor& mask, const MaybeTensor& alibi_slopes,
               std::optional<int64_t> window, std::optional<double> softcap, const MaybeTensor& sinks) {
@@ -187,7 +188,12 @@ Tensor attend(const Tensor& query, const Tensor& key_cache, const Tensor& value_
   // Rounded to float32 it must be neither 0, which means none, nor infinite.
   args.softcap = softcap ? static_cast<float>(std::clamp<double>(*softcap, FLT_MIN, FLT_MAX)) : 0.0f;
 
-  Tensor out = empty_tokens(num_rows, args.num_heads, value_dim, dtype_of(query));
+  if (given) {
+    require(given->dim() == 3 && given->size(0) == num_rows && given->size(1) == args.num_heads &&
+                given->size(2) == value_dim && dtype_of(*given) == dtype_of(query) && given->is_contiguous(),
+            "out must be contiguous, [Tq, Hq, Dv], with the dtype of query");
+  }
+  Tensor out = given ? *given : empty_tokens(num_rows, args.num_heads, value_dim, dtype_of(query));
   if (num_rows * args.num_heads * value_dim == 0) return out;
   args.out = out.mutable_data_ptr();
   args.in_tiles = kernels().attend_in_tiles(args);
@@ -196,8 +202,34 @@ Tensor attend(const Tensor& query, const Tensor& key_cache, const Tensor& value_
   return out;
 }
 
+template <class Argument>
+void expect_apart(const Span& out, const Argument& x) {
+  if constexpr (std::is_same_v<Argument, Tensor>)
+    require(!out.meets(Span(x)), "out must lie apart from what is read");
+  else if constexpr (std::is_same_v<Argument, MaybeTensor>)
+    if (x) expect_apart(out, *x);
+}
+
+// The overloads of the operator.
+template <class Function>
+struct Overloads;
+
+template <class... Arguments>
+struct Overloads<Tensor (*)(const MaybeTensor& given, Arguments...)> {
+  static Tensor functional(Arguments... arguments) { return attend(std::nullopt, arguments...); }
+  static void out(Arguments... arguments, const Tensor& out) {
+    const Span span(out);
+    (expect_apart(span, arguments), ...);
+    attend(out, arguments...);
+  }
+};
+using Attend = Overloads<decltype(&attend)>;
+
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(kvloom, CPU, m) { m.impl("attend", TORCH_BOX(&attend)); }
+STABLE_TORCH_LIBRARY_IMPL(kvloom, CPU, m) {
+  m.impl("attend", TORCH_BOX(&Attend::functional));
+  m.impl("attend.out", TORCH_BOX(&Attend::out));
+}
 
 }  // namespace kvloom

@@ -105,6 +105,22 @@ inline Tensor empty_tokens(int64_t rows, int64_t heads, int64_t width, int32_t d
   return empty_contiguous(std::array{rows, heads, width}, dtype);
 }
 
+// Addresses from the first byte of a tensor to behind its last.
+struct Span {
+  explicit Span(const Tensor& x) : begin(static_cast<const Byte*>(x.const_data_ptr())), end(begin) {
+    const auto sizes = x.sizes(), strides = x.strides();
+    int64_t last = 0;
+    for (size_t i = 0; i < sizes.size(); ++i) {
+      if (sizes[i] == 0) return;
+      last += (sizes[i] - 1) * strides[i];
+    }
+    end += (last + 1) * static_cast<int64_t>(aoti_torch_dtype_element_size(dtype_of(x)));
+  }
+  bool meets(const Span& other) const { return begin < other.end && other.begin < end; }
+
+  const Byte *begin, *end;
+};
+
 // `DType::bits` for dtypes that values are not cast from or to.
 inline DType type_of(const Tensor& x) {
   const int32_t dtype = dtype_of(x);

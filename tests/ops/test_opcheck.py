@@ -187,6 +187,13 @@ def test_attend_with_every_option(options: dict[str, object]) -> None:
     assert_passes(schemas.attend, *attend_arguments(poisoned("B 2 S H D", INT4), **options))
 
 
+@pytest.mark.parametrize("options", [{}, OPTIONS["all"]], ids=["plain", "all"])
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_attend_into_a_given_tensor(options: dict[str, object], kind: Kind) -> None:
+    arguments = attend_arguments(poisoned("2 B S H D", kind), **options)
+    assert_passes(schemas.attend_out, *arguments, torch.zeros(4, 4, 8))
+
+
 NO_QUERY = torch.empty(0, 4, 8)
 STARTS = {"seqstarts": torch.tensor([0, 1, 4]), "kvstarts": torch.tensor([0, 4, 9])}
 NO_BATCH = {"seqstarts": torch.tensor([0]), "kvstarts": torch.tensor([0]), "query": NO_QUERY}

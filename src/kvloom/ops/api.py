@@ -17,6 +17,7 @@ from kvloom.core.checks import (
     expect_tensor,
 )
 from kvloom.core.indexing import CacheIndex, check_distinct, expect_slots
+from kvloom.core.memory import expect_disjoint, expect_writable
 from kvloom.core.views import KVView, detached
 from kvloom.errors import ArgumentError, ShapeError
 from kvloom.ops import schemas
@@ -212,7 +213,13 @@ def copy(
 
 
 def attend(
-    query: Tensor, kv: KVView, batch: Batch, scores: Scores = CAUSAL, *, backend: str = "auto"
+    query: Tensor,
+    kv: KVView,
+    batch: Batch,
+    scores: Scores = CAUSAL,
+    *,
+    out: Tensor | None = None,
+    backend: str = "auto",
 ) -> Tensor:
     """Attention of new tokens over stored ones, reading the cache in place; the new ones are already stored.
 
@@ -232,17 +239,20 @@ def attend(
         kv: Keys and values, dequantized to the dtype of ``query``.
         batch: Ragged lengths and slots.
         scores: Scale, masks and biases; causal by default.
+        out: Where the result goes, ``[Tq, Hq, Dv]``, contiguous, dtype of ``query``; new if ``None``. It
+            shares no memory with what is read, and gets no gradient.
         backend: ``"auto"`` (by device), ``"reference"``, ``"cpu"`` or ``"triton"``.
 
     Returns:
-        ``[Tq, Hq, Dv]``, dtype of ``query``.
+        ``out``, or ``[Tq, Hq, Dv]``, dtype of ``query``.
 
     Raises:
-        ShapeError: an argument does not fit.
-        ArgumentError: a value is out of range.
+        ShapeError: an argument does not fit; ``out`` was not written.
+        ArgumentError: a value is out of range, or ``query`` or ``out`` requires a gradient beside ``out``; it
+            was not written.
         UnsupportedError: on ``backward``: there is no gradient.
     """
-    if backend in COMPILED and (plain := _attend_plain(query, kv, batch, scores)) is not None:
+    if backend in COMPILED and (plain := _attend_plain(query, kv, batch, scores, out)) is not None:
         return plain
     if kv.value is None:
         raise ArgumentError("kv must have values, got a cache of keys only")
@@ -257,20 +267,39 @@ def attend(
     _expect_batch(batch, kv.device)
     _expect_scores(scores, sizes, kv.device)
     arguments = _arguments(query, kv, batch, scores, head_dim)
-    return schemas.without_gradient(run, backend, "attend", kv.device, *arguments)
+    if out is None:
+        return schemas.without_gradient(run, backend, "attend", kv.device, *arguments)
+    expect("out", out, "Tq Hq Dv", dtype=(query.dtype,), device=kv.device, Tq=sizes["Tq"], Hq=sizes["Hq"],
+           Dv=kv.value.head_dim)  # fmt: skip
+    if not out.is_contiguous():
+        raise ShapeError(f"out must be contiguous, got strides {out.stride()}")
+    if torch.is_grad_enabled() and query.requires_grad:
+        raise ArgumentError("query must not require a gradient where out is given: what is written has none")
+    expect_writable("out", out)
+    for name, x in (("query", query), *zip(PARTS, kv.tensors, strict=True), ("mask", scores.mask),
+                    ("alibi_slopes", scores.alibi_slopes), ("sinks", scores.sinks)):  # fmt: skip
+        if x is not None:
+            expect_disjoint("out", out, name, x)
+    return out.copy_(run(backend, "attend", kv.device, *arguments))
 
 
-def _attend_plain(query: Tensor, kv: KVView, batch: Batch, scores: Scores) -> Tensor | None:
+def _attend_plain(
+    query: Tensor, kv: KVView, batch: Batch, scores: Scores, given: Tensor | None
+) -> Tensor | None:
     """``attend`` where the compiled kernel checks everything; ``None`` where it cannot, or refuses."""
     index = batch.index
     tensors = (query, *kv.tensors, index.table, index.row_starts, batch.seqstarts, batch.kvstarts,
-               batch.first_visible, scores.mask, scores.alibi_slopes, scores.sinks)  # fmt: skip
+               batch.first_visible, scores.mask, scores.alibi_slopes, scores.sinks, given)  # fmt: skip
     if query is None or kv.value is None or not is_plain(tensors):
         return None
     if type(batch.decoding_batches) is not int or not (scores.window is None or type(scores.window) is int):
         return None
     try:
-        out: Tensor = schemas.attend(*_arguments(query, kv, batch, scores, query.shape[-1]))
+        arguments = _arguments(query, kv, batch, scores, query.shape[-1])
+        if given is not None:
+            schemas.attend_out(*arguments, given)
+            return given
+        out: Tensor = schemas.attend(*arguments)
     except (ValueError, IndexError, RuntimeError, ArithmeticError):
         return None  # the checks in Python have the better message
     return out

@@ -23,13 +23,18 @@ LIB.define(
     " ScalarType dtype, int num_repeat) -> (Tensor, Tensor)"
 )
 LIB.define("copy(Tensor[] sources, Tensor source_slots, Tensor(a!)[] targets, Tensor target_slots) -> ()")
-# One schema, two overloads: the kernel of the device, and the reference by name, which no compiler can trace.
-for _name in ("attend", "attend.reference"):
+# One schema, three overloads: the kernel of the device, the same into a given tensor, and the reference by
+# name, which no compiler can trace.
+for _name, _out, _returns in (
+    ("attend", "", "Tensor"),
+    ("attend.out", ", Tensor(a!) out", "()"),
+    ("attend.reference", "", "Tensor"),
+):
     LIB.define(
         f"{_name}(Tensor query, Tensor key_cache, Tensor value_cache, Tensor? key_scale, Tensor? value_scale,"
         " Tensor table, Tensor? row_starts, int page_size, Tensor seqstarts, Tensor kvstarts,"
         " int decoding_batches, Tensor? first_visible, float scale, bool is_causal, Tensor? mask,"
-        " Tensor? alibi_slopes, int? window, float? softcap, Tensor? sinks) -> Tensor"
+        f" Tensor? alibi_slopes, int? window, float? softcap, Tensor? sinks{_out}) -> {_returns}"
     )
 
 # The reference serves every device; a faster backend takes over its own dispatch key, as the compiled kernels
@@ -37,6 +42,13 @@ for _name in ("attend", "attend.reference"):
 for _name in ("store", "load", "copy", "attend"):
     LIB.impl(_name, getattr(reference, _name), "CompositeExplicitAutograd")
 LIB.impl("attend.reference", reference.attend, "CompositeExplicitAutograd")
+
+
+def _attend_out(*args: Any) -> None:
+    args[-1].copy_(torch.ops.kvloom.attend.default(*args[:-1]))
+
+
+LIB.impl("attend.out", _attend_out, "CompositeExplicitAutograd")
 
 
 def _on_cuda(name: str) -> Callable[..., Any]:
@@ -123,10 +135,12 @@ torch.library.register_fake("kvloom::store", _writes_only, lib=LIB)
 torch.library.register_fake("kvloom::copy", _writes_only, lib=LIB)
 torch.library.register_fake("kvloom::load", _load_fake, lib=LIB)
 torch.library.register_fake("kvloom::attend", _attend_fake, lib=LIB)
+torch.library.register_fake("kvloom::attend.out", _writes_only, lib=LIB)
 torch.library.register_fake("kvloom::attend.reference", _attend_fake, lib=LIB)
 
 store = torch.ops.kvloom.store.default
 load = torch.ops.kvloom.load.default
 copy = torch.ops.kvloom.copy.default
 attend = torch.ops.kvloom.attend.default
+attend_out = torch.ops.kvloom.attend.out
 attend_reference = torch.ops.kvloom.attend.reference
