@@ -65,6 +65,31 @@ def test_info_names_the_kernels_or_says_why_there_are_none(
     assert f"on CUDA        {'triton 3.6.0' if version else 'reference (triton needs Triton)'}\n" in out
 
 
+@pytest.mark.skipif(cpu.ISA is None, reason=f"no compiled kernels: {cpu.WHY_NOT}")
+def test_info_times_each_instruction_set_and_leaves_the_chosen_one(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["info", "--probe"]) == 0
+    head, *rows = capsys.readouterr().out.split("\n\n")[1].splitlines()
+    assert [row.split()[0] for row in rows] == cpu.runnable_isas()
+    assert rows[-1].split()[0] == "baseline" and "amx-emulated" not in cpu.runnable_isas()
+    for row in rows:
+        times = [float(x.replace(",", "")) for x in row.split()[1:4]]
+        assert head.count("bfloat16") == 2 and min(times) > 0
+    assert [row.split()[0] for row in rows if "chosen" in row] == [cpu.ISA]
+    handle = cpu._HANDLE
+    assert handle is not None and handle.kvloom_isa().decode() == cpu.ISA
+
+
+def test_info_times_nothing_without_kernels(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cpu, "ISA", None)
+    monkeypatch.setattr(cpu, "WHY_NOT", "no compiler")
+    assert main(["info", "--probe"]) == 2
+    assert "no compiled kernels to time: no compiler" in capsys.readouterr().err
+
+
 def test_generate_continues_the_prompt_the_same_in_a_float32_cache_and_without_one() -> None:
     prompt = "def load(path):\n    "
     done = run("generate", "--prompt", prompt, "--kv", "float32", "--max-new-tokens", "12")

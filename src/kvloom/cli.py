@@ -83,7 +83,9 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--runs", type=int, default=3, metavar="N", help="timed runs of each cache kind")
     demo.set_defaults(run=_demo)
 
-    commands.add_parser("info", help="version, backends, CPU capability, devices").set_defaults(run=_info)
+    info = commands.add_parser("info", help="version, backends, CPU capability, devices")
+    info.add_argument("--probe", action="store_true", help="time attention with each instruction set")
+    info.set_defaults(run=_info)
     return parser
 
 
@@ -211,6 +213,19 @@ def _info(args: argparse.Namespace) -> None:
         ("devices", ", ".join(devices)),
     ):
         sys.stdout.write(f"{name:15}{value}\n")
+    if args.probe:
+        _print_probe()
+
+
+def _print_probe() -> None:
+    from kvloom.ops import cpu_kernels
+    from kvloom.probe import CASES, probe_isas
+
+    times = probe_isas()
+    sys.stdout.write(f"\n{'us of a call':15}{''.join(f'{case:>18}' for case in CASES)}\n")
+    for isa, cases in times.items():
+        chosen = "  chosen; KVLOOM_ISA names another" if isa == cpu_kernels() else ""
+        sys.stdout.write(f"{isa:15}{''.join(f'{cases[case]:18,.0f}' for case in CASES)}{chosen}\n")
 
 
 def _load(path: Path | None) -> tuple[Any, Any]:

@@ -9,6 +9,9 @@ from kvloom.core.views import head_dim_of
 from kvloom.errors import ArgumentError, KVError, ShapeError, UnsupportedError
 from kvloom.ops import schemas
 from kvloom.ops.impl import cpu, reference, triton
+from kvloom.ops.impl.cpu import choose_isa, runnable_isas
+
+__all__ = ["choose_isa", "cpu_kernels", "cuda_kernels", "run", "runnable_isas", "why_unavailable"]
 
 _DISPATCHED: dict[str, Callable[..., Any]] = {
     "store": schemas.store,

@@ -37,6 +37,7 @@ class Library(NamedTuple):
     why_not: str | None = None  # the sentence why there are none
     max_head_dim: int = 0  # of attention
     why_no_amx: str | None = None  # the sentence why they are not those of AMX
+    handle: ctypes.CDLL | None = None
 
 
 def load_library() -> Library:
@@ -73,10 +74,10 @@ def load_library() -> Library:
     if isa != "amx":
         refused = library.kvloom_why_not(b"amx")
         why_no_amx = f"KVLOOM_ISA is {wanted}" if refused is None else refused.decode()
-    return Library(isa, None, library.kvloom_max_head_dim(), why_no_amx)
+    return Library(isa, None, library.kvloom_max_head_dim(), why_no_amx, library)
 
 
-ISA, WHY_NOT, MAX_HEAD_DIM, WHY_NO_AMX = load_library()
+ISA, WHY_NOT, MAX_HEAD_DIM, WHY_NO_AMX, _HANDLE = load_library()
 if WHY_NOT is not None:
     logging.getLogger("kvloom").warning(
         "%s: store, load, copy and attend run in plain torch, several times slower. Remedy: install "
@@ -84,3 +85,16 @@ if WHY_NOT is not None:
         "pip install --force-reinstall --no-deps .",
         WHY_NOT,
     )
+
+
+def runnable_isas() -> list[str]:
+    """The instruction sets that this machine runs, the best first; emulated ones are for tests."""
+    if _HANDLE is None:
+        return []
+    return [isa for isa in reversed(ISAS[:-1]) if _HANDLE.kvloom_why_not(isa.encode()) is None]
+
+
+def choose_isa(isa: str) -> None:
+    """Let every call from now on run on one of ``runnable_isas()``; while none is running."""
+    if _HANDLE is None or _HANDLE.kvloom_choose_isa(isa.encode()):
+        raise ConfigError(f"isa must be one of {', '.join(runnable_isas())}, got {isa!r}")
