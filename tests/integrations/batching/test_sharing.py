@@ -24,6 +24,15 @@ def ask(running: Any, prompt: list[int], **options: Any) -> Any:
     return running.outputs[name]
 
 
+def test_a_first_prompt_finds_nothing(model: Any) -> None:
+    with session(model) as running:
+        name = running.manager.add_request(PROMPT)
+        running.step()
+        (request,) = running.manager.page_map().requests
+        assert (request.request_id, request.num_found) == (name, 0)
+        running.run()
+
+
 def test_a_second_prompt_reads_the_pages_of_the_first(model: Any) -> None:
     with session(model) as running:
         first = ask(running, PROMPT)

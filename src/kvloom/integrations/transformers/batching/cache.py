@@ -36,8 +36,8 @@ class _Held:
 
     __slots__ = ("first_slots", "num_found", "salt", "table")
 
-    def __init__(self, table: PageTable, salt: str) -> None:
-        self.table, self.salt, self.num_found = table, salt, table.num_tokens
+    def __init__(self, table: PageTable, salt: str, num_found: int = 0) -> None:
+        self.table, self.salt, self.num_found = table, salt, num_found
         self.first_slots: Tensor | None = None  # ``[P]``, made when they are needed
 
 
@@ -149,7 +149,7 @@ class BatchCache:
                 return 0
             table = PageTable(self.pages.pool, self.tokens_per_page)
             table.adopt(found)
-            self._hold(state, table)
+            self._hold(state, table, table.num_tokens)
             self.num_found += table.num_tokens
             return table.num_tokens
 
@@ -247,8 +247,8 @@ class BatchCache:
     def perform_cache_copy(self, copy_src_and_dst: Any) -> None:
         """Nothing to do: pages are copied when they are written."""
 
-    def _hold(self, state: Any, table: PageTable) -> None:
-        self._held[state.request_id] = _Held(table, salt_of(state))
+    def _hold(self, state: Any, table: PageTable, num_found: int = 0) -> None:
+        self._held[state.request_id] = _Held(table, salt_of(state), num_found)
         self.num_asked += len(state.initial_tokens)
 
     def _release(self, refs: Sequence[Any]) -> None:
