@@ -27,7 +27,7 @@ SOURCES := pyproject.toml CMakeLists.txt README.md $(wildcard scripts/*.py) \
 # What every Python must pass; BARE of torch, what needs none.
 TIER := tests/test_tiny.py tests/test_cli.py tests/contracts/test_imports.py tests/core tests/paging
 BARE_TIER := --confcutdir tests/paging --hypothesis-profile ci tests/paging
-# What `make` built, for environments that build nothing.
+# Environments that build nothing, and what `make` built for them.
 UNBUILT := --no-build-isolation --config-settings wheel.cmake=false
 LIBRARY = $(abspath $(wildcard $(BIN)/../lib/python*/site-packages/kvloom/ops/impl/libkvloom_cpu.*))
 CPP = $(shell find csrc tests benchmarks -name '*.h' -o -name '*.cpp')

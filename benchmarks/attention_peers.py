@@ -109,11 +109,7 @@ def prepare(
         try:
             with all_cores():
                 run = peer.make(problem)
-        except (
-            AttributeError,
-            ImportError,
-            RuntimeError,
-        ) as error:  # of another version than the one it was written for
+        except (AttributeError, ImportError, RuntimeError) as error:  # of another version than it is for
             missing[f"{peer.name}, {problem.kind}"] = f"does not run: {first_line(error)}"
             continue
         off = max(difference(run(i), expected) for i in range(problem.copies))
