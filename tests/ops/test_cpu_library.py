@@ -92,9 +92,10 @@ def test_a_folder_without_a_library_has_none(tmp_path: Path, monkeypatch: pytest
     monkeypatch.delenv("KVLOOM_LIBRARY", raising=False)
     assert cpu.find_library([str(tmp_path)]) is None
     monkeypatch.setattr(cpu, "find_library", lambda folders: None)
-    isa, why, max_head_dim, why_no_amx = cpu.load_library()
-    assert isa is None
-    assert why_no_amx is None
-    assert max_head_dim == 0
-    assert why is not None
-    assert "no compiled kernels" in why
+    library = cpu.load_library()
+    assert library.isa is None
+    assert library.why_no_amx is None
+    assert library.handle is None
+    assert library.max_head_dim == 0
+    assert library.why_not is not None
+    assert "no compiled kernels" in library.why_not
