@@ -76,10 +76,10 @@ class BatchingManager(ContinuousBatchingManager):  # type: ignore[misc]
     ) -> None:
         config = continuous_batching_config or ContinuousBatchingConfig(page_size=PAGE_SIZE)
         _expect_config(config)
-        self._format = cache_format(text_config_of(model), kv, config.page_size, None, values, layout)
-        self._share = share
         text = text_config_of(model)
-        windows_of(text)
+        self._format = cache_format(text, kv, config.page_size, None, values, layout)
+        self._share = share
+        windows_of(text)  # refuses a model whose windows have no size
         if getattr(text, "compile_config", None) is not None:
             raise UnsupportedError("model must have no compile_config, as steps differ in their tokens")
         generation = deepcopy(generation_config or model.generation_config)
