@@ -12,15 +12,17 @@ import pytest
 import torch
 from core.spellings import BAD, ODD
 from oracles.bits import assert_same_bits, generator
+from torch import Tensor
 
 from kvloom import KVSpec, QuantSpec, ops
-from kvloom.caches import CacheFormat, PagedLayer, PrefixCache, Sequences
+from kvloom.caches import CacheFormat, PagedLayer, PrefixCache, Sequences, memory
 from kvloom.caches.format import PAGE_LAYOUTS, is_in_rows, kept_as, page_layout
 from kvloom.caches.storage import Storage
 from kvloom.core.layouts import NATIVE_KEYS, NATIVE_VALUES
 from kvloom.errors import ArgumentError, ConfigError
 
 CPU = torch.device("cpu")
+HUGE = 2 << 20
 INT8, INT4 = QuantSpec(8, 32), QuantSpec(4, 32)
 needs_kernels = pytest.mark.skipif(
     ops.cpu_kernels() is None, reason="without compiled kernels every page is kept by rows"
@@ -163,30 +165,47 @@ def test_a_paged_cache_takes_a_layout() -> None:
     assert_same_bits(outs[1], outs[0], "attention")
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="other systems do not show what they gave")
-def test_pools_have_huge_pages() -> None:
-    """As far as memory that asks for them has some."""
-    control = mmap.mmap(-1, 32 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    control.madvise(getattr(mmap, "MADV_HUGEPAGE"))  # noqa: B009
-    control.write(bytes(32 << 20))
-    if not huge_bytes_at(ctypes.addressof(ctypes.c_char.from_buffer(control)) + (16 << 20)):
-        pytest.skip("this system gives no transparent huge pages")
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have no such advice")
+@pytest.mark.parametrize("used", [False, True], ids=["new", "used"])
+def test_pools_ask_for_huge_pages_in_time(used: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """None of their memory is in small pages when they ask, even if the process has used it before."""
+    asked = {}
+
+    def ask(x: Tensor) -> None:
+        ask_for_huge_pages(x)
+        first, last = -(-x.data_ptr() // HUGE) * HUGE, (x.data_ptr() + x.nbytes) // HUGE * HUGE
+        if first < last:
+            asked[x.data_ptr()] = "hg" in flags_at(first), resident_pages(first, last)
+
+    ask_for_huge_pages = memory._ask_for_huge_pages
+    monkeypatch.setattr(memory, "_ask_for_huge_pages", ask)
+    if used:  # malloc keeps what is freed after the first, which raised its limit, and gives it to the next
+        for size in (31 << 20, 30 << 20):
+            torch.ones(size, dtype=torch.uint8)
     form = spec(QuantSpec(8, 8))
     storage = Storage(form, form, 16, CPU)
     storage.reserve(1, 16384)
     for x in storage.tensors:
-        assert x is not None and x.nbytes >= 4 << 20
-        assert huge_bytes_at(x.data_ptr() + x.nbytes // 2) >= 2 << 20
+        assert x is not None and x.nbytes >= 2 * HUGE
+        assert asked[x.data_ptr()] == (True, 0)
+        assert not x.any()
 
 
-def huge_bytes_at(address: int) -> int:
-    """Bytes in huge pages of the mapping that holds an address."""
+def flags_at(address: int) -> list[str]:
+    """What the system says of the mapping that holds an address."""
     inside = False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         first, *rest = line.split()
         if "-" in first and not first.endswith(":"):
             begin, end = (int(x, 16) for x in first.split("-"))
             inside = begin <= address < end
-        elif inside and first == "AnonHugePages:":
-            return int(rest[0]) << 10
-    return 0
+        elif inside and first == "VmFlags:":
+            return rest
+    pytest.skip("this system does not show what was asked for")
+
+
+def resident_pages(first: int, last: int) -> int:
+    """Pages from one address to another that are in memory."""
+    pages = (ctypes.c_ubyte * ((last - first) // mmap.PAGESIZE))()
+    assert ctypes.CDLL(None).mincore(ctypes.c_void_p(first), ctypes.c_size_t(last - first), pages) == 0
+    return sum(page & 1 for page in pages)
