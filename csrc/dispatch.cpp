@@ -49,11 +49,15 @@ const char* why_not_amx() {
 }
 
 // The best first. Emulated tiles are for tests, and chosen by their name only.
-const Candidate candidates[] = {{&kernels_amx, why_not_amx()},
-                                {&kernels_avx512, why_not_avx512()},
-                                {&kernels_avx2, why_not_avx2()},
-                                {&kernels_baseline, nullptr},
-                                {&kernels_amx_emulated, why_not_avx512()}};
+const Candidate candidates[] = {
+    {&kernels_amx, why_not_amx()},
+    {&kernels_avx512, why_not_avx512()},
+    {&kernels_avx2, why_not_avx2()},
+    {&kernels_baseline, nullptr},
+#ifdef KVLOOM_EMULATED_TILES
+    {&kernels_amx_emulated, why_not_avx512()},
+#endif
+};
 #else
 const Candidate candidates[] = {{&kernels_baseline, nullptr}};
 #endif
@@ -81,7 +85,7 @@ __attribute__((visibility("default"))) const char* kvloom_isa() { return kvloom:
 // The largest head dim of the compiled attention.
 __attribute__((visibility("default"))) int64_t kvloom_max_head_dim() { return kvloom::kMaxHeadDim; }
 
-// Choose `name`: 0, or 1 if this machine lacks it, or 2 if it is unknown; then nothing changes.
+// Choose `name`: 0, or 1 if this machine lacks it, or 2 if this library does; then nothing changes.
 __attribute__((visibility("default"))) int kvloom_choose_isa(const char* name) {
   for (const kvloom::Candidate& each : kvloom::candidates) {
     if (std::strcmp(each.table->name, name) != 0) continue;
@@ -96,7 +100,7 @@ __attribute__((visibility("default"))) int kvloom_choose_isa(const char* name) {
 __attribute__((visibility("default"))) const char* kvloom_why_not(const char* name) {
   for (const kvloom::Candidate& each : kvloom::candidates)
     if (std::strcmp(each.table->name, name) == 0) return each.why_not;
-  return "it is unknown";
+  return "this library was built without it";
 }
 
 }  // extern "C"

@@ -23,10 +23,21 @@ from kvloom.ops.impl import cpu
 BF16 = torch.bfloat16
 KINDS = [Kind(BF16), codes(8, 8), codes(8, 64), codes(4, 32)]
 
+
+def why_not_emulated() -> str | None:
+    if cpu._HANDLE is None:
+        return cpu.WHY_NOT
+    reason = cpu._HANDLE.kvloom_why_not(b"amx-emulated")
+    return None if reason is None else reason.decode()
+
+
 in_tiles = pytest.mark.skipif(
     cpu.ISA not in ("amx", "amx-emulated"), reason=f"kernels of {cpu.ISA}, which has no tiles"
 )
-beside_hardware = pytest.mark.skipif(cpu.ISA != "amx", reason=f"no tiles to compare with: {cpu.WHY_NO_AMX}")
+beside_hardware = pytest.mark.skipif(
+    cpu.ISA != "amx" or why_not_emulated() is not None,
+    reason=f"no tiles to compare: {cpu.WHY_NO_AMX or why_not_emulated()}",
+)
 
 
 @pytest.fixture
