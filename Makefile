@@ -78,6 +78,7 @@ slow: asan-library
 	    tests/caches/test_failed_allocations.py tests/integrations/test_failed_allocations.py
 	KVLOOM_REQUESTS=70 KVLOOM_SESSIONS=500 $(BIN)/python -m pytest --quiet --numprocesses $(WORKERS) \
 	    --dist worksteal tests/integrations/batching
+	KVLOOM_SIGNALS=1 $(BIN)/python -m pytest --quiet --numprocesses $(WORKERS) tests/serving/test_process.py
 	KVLOOM_HOSTILE=15000 $(ASAN) $(BIN)/python -m pytest --quiet --numprocesses $(WORKERS) --dist worksteal tests/hostile
 
 asan-library: $(READY)
@@ -204,5 +205,5 @@ $(READY): pyproject.toml CMakeLists.txt $(wildcard csrc/* csrc/kernels/*/*)
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python $(PIP) install $(TORCH)
 	$(BIN)/python $(PIP) install $(BUILD)
-	$(BIN)/python $(PIP) install --no-build-isolation --editable '.[transformers,onnx,dev]'
+	$(BIN)/python $(PIP) install --no-build-isolation --editable '.[transformers,serve,onnx,dev]'
 	@touch $@

@@ -17,6 +17,7 @@ from kvloom import __version__
 from kvloom.core.spelling import STORAGE, parse_kind
 from kvloom.errors import ArgumentError, KVError
 from kvloom.models import bundled_model_path, check_model_folder
+from kvloom.serving import command
 
 _DEMO_KINDS = ["float32", "int8", "int4"]
 _DEMO_PROMPT_CHARACTERS = 2200
@@ -83,6 +84,10 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--runs", type=int, default=3, metavar="N", help="timed runs of each cache kind")
     demo.set_defaults(run=_demo)
 
+    serve = commands.add_parser("serve", help="a server for OpenAI's clients, many requests at once")
+    command.add_options(serve)
+    serve.set_defaults(run=_serve)
+
     info = commands.add_parser("info", help="version, backends, CPU capability, devices")
     info.add_argument("--probe", action="store_true", help="time attention with each instruction set")
     info.set_defaults(run=_info)
@@ -119,12 +124,13 @@ def _read_prompt(args: argparse.Namespace) -> str:
 
 
 @contextmanager
-def _options_named() -> Iterator[None]:
+def _options_named(names: str = "kv|model") -> Iterator[None]:
     """Errors name an option where the library names its argument."""
     try:
         yield
     except KVError as error:
-        raise type(error)(re.sub(r"^(kv|model)\b", r"--\1", str(error))) from error
+        text = re.sub(rf"^({names})\b", lambda found: f"--{found[1].replace('_', '-')}", str(error))
+        raise type(error)(text) from error
 
 
 @contextmanager
@@ -186,6 +192,11 @@ def _demo(args: argparse.Namespace) -> None:
     console.print(table)
     console.print("same tokens: before the first that differs from DynamicCache's")
     console.print("agree, KL (nats): next tokens where both are fed DynamicCache's")
+
+
+def _serve(args: argparse.Namespace) -> None:
+    with _options_named("kv|host|port|page_size|max_\\w+|drain_seconds"):
+        command.run(args)
 
 
 def _info(args: argparse.Namespace) -> None:

@@ -30,6 +30,7 @@ def test_a_first_prompt_finds_nothing(model: Any) -> None:
         running.step()
         (request,) = running.manager.page_map().requests
         assert (request.request_id, request.num_found) == (name, 0)
+        assert running.manager.tokens_found(name) == 0
         running.run()
 
 

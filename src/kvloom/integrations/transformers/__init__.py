@@ -1,4 +1,4 @@
-"""kvloom in Hugging Face transformers. The only folder that imports it.
+"""kvloom in Hugging Face transformers. Beside it, ``kvloom.serving`` alone imports it.
 
 Importing this registers ``attn_implementation="kvloom"``.
 """

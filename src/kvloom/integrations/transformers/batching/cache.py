@@ -364,6 +364,10 @@ class BatchCache:
 
     # Reports
 
+    def tokens_found(self, request_id: str) -> int:
+        """Tokens of the prompt of a request whose pages were found; 0 if it holds none."""
+        return self._held[request_id].num_found if request_id in self._held else 0
+
     def page_map(self) -> PageMap:
         """Which page holds what."""
         with self.lock:

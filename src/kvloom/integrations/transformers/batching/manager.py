@@ -159,6 +159,10 @@ class BatchingManager(ContinuousBatchingManager):  # type: ignore[misc]
                 tokens_computed=cache.num_computed,
             )
 
+    def tokens_found(self, request_id: str) -> int:
+        """Tokens of the prompt of a running request whose pages were found; 0 if it holds no pages."""
+        return 0 if self._cache is None else self._cache.tokens_found(request_id)
+
     def page_map(self) -> PageMap:
         """Which page holds what; empty before the session begins."""
         return PageMap((), ()) if self._cache is None else self._cache.page_map()

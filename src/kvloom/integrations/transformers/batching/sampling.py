@@ -1,0 +1,139 @@
+"""Each request of a session chooses its tokens by itself: temperature, top_p, top_k, seed, log probabilities.
+
+transformers' sessions have one generator and one configuration for all requests. Letters: V tokens that the
+model knows.
+"""
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from transformers.generation.continuous_batching.cb_logits_processors import (
+    ContinuousBatchingLogitsProcessor,
+    ContinuousBatchingLogitsProcessorList,
+)
+from transformers.generation.logits_process import LogitsProcessorList
+
+from kvloom.integrations.transformers.batching.cache import SALT
+
+CHOICE: Final = "choice"
+"""The argument of ``add_request`` that takes a ``Choice``."""
+
+
+@dataclass(frozen=True, slots=True)
+class LogProb:
+    """Natural logarithms of probabilities, as the model gives them, before temperature, top_k and top_p.
+
+    Attributes:
+        chosen: Of the token that was chosen.
+        tokens: Those that are likeliest, the likeliest first.
+        logprobs: Theirs.
+    """
+
+    chosen: float
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+
+
+@dataclass(slots=True)
+class Choice:
+    """How one request chooses its tokens, and what it learns when it does.
+
+    The same seed chooses the same tokens, whatever else is in the session and however often the request is
+    preempted, where the numbers of the model are the same.
+
+    Attributes:
+        temperature: 0, and what is below 1e-5, takes the likeliest token.
+        top_p: Of the likeliest tokens, as few as have this probability together; 1 is all.
+        top_k: Of the likeliest tokens, this many; 0 is all.
+        seed: Of the numbers that are drawn, one for each token.
+        num_logprobs: Likeliest tokens in each of ``logprobs``; ``None`` makes none.
+        logprobs: One for each new token, in order.
+        num_found: Tokens of the prompt whose pages were found; ``None`` before the first new token.
+    """
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int = 0
+    num_logprobs: int | None = None
+    logprobs: list[LogProb] = field(default_factory=list)
+    num_found: int | None = None
+
+    def __deepcopy__(self, memo: Any) -> "Choice":
+        """Itself: a preemption copies the arguments of a request, which stays the same request."""
+        return self
+
+    def next_token(self, logits: Tensor, position: int) -> int:
+        """The token for ``logits`` ``[V]`` at a position of the text."""
+        if self.temperature < 1e-5:
+            return int(logits.argmax())
+        values, tokens = logits, None
+        if self.top_k or self.top_p < 1:
+            values, tokens = logits.topk(min(self.top_k or len(logits), len(logits)))
+        probabilities = (values.double() / self.temperature).softmax(0)
+        total = probabilities.cumsum(0)
+        if self.top_p < 1:  # a token stays if those before it have less than top_p
+            total = total[: max(1, int((total - probabilities < self.top_p).sum()))]
+        draw = random.Random(f"{self.seed}:{position}").random() * total[-1]
+        index = min(int(torch.searchsorted(total, draw, right=True)), len(total) - 1)
+        return index if tokens is None else int(tokens[index])
+
+    def note(self, logits: Tensor, token: int) -> None:
+        """Keep the log probabilities of a step, of ``logits`` ``[V]``."""
+        if self.num_logprobs is not None:
+            logprobs = logits.float().log_softmax(0)
+            best, tokens = logprobs.topk(min(self.num_logprobs, len(logprobs)))
+            self.logprobs.append(
+                LogProb(float(logprobs[token]), tuple(tokens.tolist()), tuple(best.tolist()))
+            )
+
+
+class Sampler(ContinuousBatchingLogitsProcessor):  # type: ignore[misc]
+    """Makes the token that each request chooses the likeliest one, which is what the session takes.
+
+    Args:
+        num_found: Tokens of the prompt of a request, by its id, whose pages were found.
+    """
+
+    supported_kwargs: dict[str, type] = {CHOICE: Choice, SALT: str}  # noqa: RUF012  # the base has it so
+    ignored_kwargs: tuple[str, ...] = ()
+
+    def __init__(self, num_found: Callable[[str], int]) -> None:
+        self._num_found = num_found
+        self._states: list[Any] = []
+
+    def fill_defaults(self, int32_tensor: Tensor) -> None:
+        """Nothing: what is drawn is not in a tensor."""
+
+    def prepare_tensor_args(self, requests_with_new_token: Sequence[Any]) -> Tensor:
+        """Remember whose logits come next."""
+        self._states = [request.state for request in requests_with_new_token]
+        for state in self._states:
+            choice = state.logit_processor_kwargs.get(CHOICE)
+            if choice is not None and choice.num_found is None:
+                choice.num_found = self._num_found(state.request_id)
+        return torch.zeros(len(self._states), dtype=torch.int32)
+
+    def __call__(self, scores: Tensor, tensor_arg: Tensor) -> Tensor:
+        """Choose for each request; ``scores`` are ``[requests, V]``."""
+        for row, state in enumerate(self._states):
+            choice = state.logit_processor_kwargs.get(CHOICE)
+            if choice is None or (choice.temperature == 0 and choice.num_logprobs is None):
+                continue
+            position = len(state.initial_tokens) + len(state.generated_tokens)
+            token = choice.next_token(scores[row], position)
+            choice.note(scores[row], token)
+            scores[row, token] = torch.inf
+        return scores
+
+
+def choose_by_request(manager: Any) -> None:
+    """Let each request of a ``BatchingManager`` that has not started choose by its ``Choice``."""
+    manager.logit_processor = ContinuousBatchingLogitsProcessorList(
+        LogitsProcessorList([Sampler(manager.tokens_found)])
+    )
+    manager.logit_processor.tensors_required = 1

@@ -1,0 +1,92 @@
+"""``kvloom serve``: its options, and what they start."""
+
+import argparse
+import os
+from pathlib import Path
+from typing import Any
+
+from kvloom.core.spelling import STORAGE, parse_kind
+from kvloom.errors import ArgumentError
+from kvloom.models import bundled_model_path, check_model_folder
+from kvloom.serving import expect_installed
+from kvloom.serving.settings import KEYS_VARIABLE, Settings, keys_from
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The options of ``kvloom serve``."""
+    parser.add_argument(
+        "model", nargs="?", type=Path, metavar="MODEL", help="local Hugging Face causal model folder"
+    )
+    parser.add_argument(
+        "--kv",
+        default="auto",
+        metavar="KIND[:gGROUP]",
+        help=f"how pages are kept: {', '.join(STORAGE)}, codes also as int8:g32",
+    )
+    parser.add_argument("--name", metavar="NAME", help="of the model, to clients; the folder's if not said")
+    parser.add_argument("--chat-template", type=Path, metavar="F", help="Jinja file, if the model has none")
+    parser.add_argument("--pages", type=int, metavar="N", help="at most; as memory is free if not said")
+    parser.add_argument("--page-size", type=int, default=16, metavar="N", help="tokens in a page")
+    parser.add_argument("--max-batch-tokens", type=int, metavar="N", help="tokens of one step")
+    parser.add_argument("--host", default=Settings.host, help="beyond loopback there must be an API key")
+    parser.add_argument("--port", type=int, default=Settings.port, metavar="N")
+    parser.add_argument(
+        "--api-key",
+        action="append",
+        default=[],
+        metavar="KEY",
+        help=f"may be repeated; {KEYS_VARIABLE} is seen by fewer, commas between keys",
+    )
+    parser.add_argument("--max-tokens", type=int, default=Settings.max_tokens, metavar="N", help="new tokens")
+    parser.add_argument(
+        "--max-answers", type=int, default=Settings.max_answers, metavar="N", help="at a time; then 429"
+    )
+    parser.add_argument("--max-seconds", type=float, default=Settings.max_seconds, metavar="S")
+    parser.add_argument("--drain-seconds", type=float, default=Settings.drain_seconds, metavar="S")
+
+
+def run(args: argparse.Namespace) -> None:
+    """Serve until Ctrl-C or SIGTERM."""
+    expect_installed()
+    parse_kind("--kv", args.kv)
+    settings = Settings(
+        host=args.host,
+        port=args.port,
+        api_keys=keys_from(args.api_key),
+        max_tokens=args.max_tokens,
+        max_answers=args.max_answers,
+        max_seconds=args.max_seconds,
+        drain_seconds=args.drain_seconds,
+    )
+    path = args.model or bundled_model_path()
+    check_model_folder(path)  # before imports that take seconds
+    os.environ["HF_HUB_OFFLINE"] = "1"  # read once, when it is imported
+    model, tokenizer = _load(path, args.chat_template)
+
+    from transformers import ContinuousBatchingConfig
+
+    from kvloom.serving import server
+    from kvloom.serving.session import Session
+
+    config = ContinuousBatchingConfig(
+        page_size=args.page_size, num_blocks=args.pages, max_batch_tokens=args.max_batch_tokens
+    )
+    session = Session(model, tokenizer, settings, config, kv=args.kv)
+    server.run(session, (args.name or path.resolve().name, str(path)), settings)
+
+
+def _load(path: Path, chat_template: Path | None) -> tuple[Any, Any]:
+    import torch
+
+    from kvloom.integrations.transformers import load_model
+
+    model, tokenizer = load_model(path, progress=False)
+    if chat_template is not None:
+        try:
+            tokenizer.chat_template = chat_template.read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise ArgumentError(f"--chat-template must be text in UTF-8: {error}") from error
+    if torch.cuda.is_available():
+        return model.to("cuda"), tokenizer
+    # CPUs multiply float16 slowly, and round each step.
+    return (model.float() if model.dtype == torch.float16 else model), tokenizer

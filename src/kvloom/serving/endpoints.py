@@ -1,0 +1,246 @@
+"""``/v1/chat/completions`` and ``/v1/completions``.
+
+Chat templates, tool calls and reasoning are transformers' own, as in ``transformers serve``.
+"""
+
+import json
+import time
+import uuid
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from transformers.cli.serving.utils import (
+    BaseHandler,
+    Modality,
+    ReasoningText,
+    ToolCall,
+    build_response_parser,
+    response_events_to_chunks,
+)
+
+from kvloom.errors import ArgumentError
+from kvloom.integrations.transformers import summary_of
+from kvloom.serving import Refused
+from kvloom.serving.guard import TENANT
+from kvloom.serving.replies import EventStream, chat_logprobs, error_body, text_logprobs, usage
+from kvloom.serving.session import Answers, Piece, Session
+from kvloom.serving.wanted import Wanted
+
+
+class Endpoint:
+    """One of the two, on a session.
+
+    Args:
+        session: That answers.
+        names: Of the model, the first of which is given out.
+        kind: ``"chat"`` or ``"text"``.
+    """
+
+    def __init__(self, session: Session, names: tuple[str, ...], kind: str) -> None:
+        self._session, self._names, self._kind = session, names, kind
+
+    async def answer(self, request: Request) -> Any:
+        """Answer one request; raises KVError for what it asks wrongly."""
+        body = _read(await request.body())
+        wanted = Wanted.of(body, self._kind, self._session.model.generation_config)
+        if body.get("model") not in (None, *self._names):
+            raise Refused(404, f"model must be {self._names[0]!r}, got {str(body['model'])[:100]!r}")
+        tokens, parser = self._prompt(body)
+        salt = json.dumps([request.scope.get(TENANT, ""), wanted.salt])
+        answers = self._session.ask(tokens, wanted, salt, keep_special=parser is not None)
+        shapes = [_Shape(self._kind, parser and parser()) for _ in range(wanted.count)]
+        head = {
+            "id": f"{'chatcmpl' if self._kind == 'chat' else 'cmpl'}-{uuid.uuid4().hex}",
+            "created": int(time.time()),
+            "model": self._names[0],
+        }
+        if wanted.stream:
+            return EventStream(self._events(head, answers, wanted, shapes))
+        return JSONResponse(await self._whole(head, answers, wanted, shapes))
+
+    def _prompt(self, body: dict[str, Any]) -> tuple[list[int], Callable[[], Any] | None]:
+        """Tokens of the prompt, and what makes a parser of an answer, if the model has tools or reasoning."""
+        tokenizer = self._session.tokenizer
+        if self._kind == "text":
+            return _text_tokens(tokenizer, body.get("prompt")), None
+        messages, tools = _messages(body.get("messages")), body.get("tools")
+        if body.get("tool_choice") == "none":
+            tools = None
+        options = body.get("chat_template_kwargs") or {}
+        if not isinstance(options, dict) or options.keys() - {"enable_thinking"}:
+            raise ArgumentError("chat_template_kwargs must be an object with enable_thinking alone")
+        try:
+            tokens = tokenizer.apply_chat_template(
+                BaseHandler.get_processor_inputs_from_messages(messages, Modality.LLM),
+                add_generation_prompt=True,
+                tools=tools,
+                return_dict=True,
+                tokenize=True,
+                **options,
+            )["input_ids"]
+            model = self._session.model
+            has_parser = build_response_parser(tokenizer, model, tokens) is not None
+        except Exception as error:  # whatever messages make a template, or what reads them, raise
+            raise ArgumentError(
+                f"messages must be what the model's chat template takes: {summary_of(error)}"
+            ) from error
+        if not has_parser:
+            return tokens, None
+        return tokens, lambda: build_response_parser(tokenizer, model, tokens)
+
+    async def _whole(
+        self, head: dict[str, Any], answers: Answers, wanted: Wanted, shapes: list["_Shape"]
+    ) -> dict[str, Any]:
+        async with aclosing(answers.pieces()) as pieces:  # type: ignore[type-var]
+            async for piece in pieces:
+                shapes[piece.index].add(piece)
+        tokenizer = self._session.tokenizer
+        return {
+            **head,
+            "object": "chat.completion" if self._kind == "chat" else "text_completion",
+            "choices": [shape.whole(i, tokenizer, wanted) for i, shape in enumerate(shapes)],
+            "usage": usage(answers.num_asked, answers.num_new, answers.num_found),
+        }
+
+    async def _events(
+        self, head: dict[str, Any], answers: Answers, wanted: Wanted, shapes: list["_Shape"]
+    ) -> AsyncGenerator[dict[str, Any], None]:
+        head["object"] = "chat.completion.chunk" if self._kind == "chat" else "text_completion"
+        try:
+            async with aclosing(answers.pieces()) as pieces:  # type: ignore[type-var]
+                if self._kind == "chat":
+                    for index in range(wanted.count):
+                        delta = {"role": "assistant", "content": ""}
+                        yield {**head, "choices": [{"index": index, "delta": delta, "finish_reason": None}]}
+                async for piece in pieces:
+                    for choice in shapes[piece.index].events(piece, self._session.tokenizer, wanted):
+                        yield {**head, "choices": [choice]}
+        except Refused as error:
+            yield error_body(error.status, str(error))
+            return
+        finally:
+            answers.close()
+        if wanted.usage:
+            counts = usage(answers.num_asked, answers.num_new, answers.num_found)
+            yield {**head, "choices": [], "usage": counts}
+
+
+class _Shape:
+    """One answer as JSON: text, tool calls and reasoning, whole or in pieces."""
+
+    def __init__(self, kind: str, parser: Any) -> None:
+        self._kind, self._parser = kind, parser
+        self._content, self._reasoning, self._calls = "", "", list[dict[str, Any]]()
+        self._tokens: list[int] = []
+        self._logprobs: list[Any] = []
+        self._num_shown = 0
+        self._finish: str | None = None
+        self._pending = [] if parser is None else response_events_to_chunks(parser.initial_events)
+
+    def add(self, piece: Piece) -> list[dict[str, Any]]:
+        """Take a piece; returns the deltas that it brings."""
+        if piece.finish_reason is not None:
+            self._finish = piece.finish_reason
+        self._tokens += piece.tokens
+        self._logprobs += piece.logprobs
+        items: list[Any] = [piece.text] if piece.text else []
+        if self._parser is not None:
+            items = self._pending + (
+                response_events_to_chunks(self._parser.feed(piece.text)) if piece.text else []
+            )
+            self._pending = []
+            if piece.finish_reason is not None:
+                try:
+                    items += response_events_to_chunks(self._parser.finalize()[1])
+                except (ValueError, RuntimeError):
+                    pass  # it ended within a tool call
+        return [self._delta(item) for item in items]
+
+    def _delta(self, item: Any) -> dict[str, Any]:
+        if isinstance(item, ToolCall):
+            call = {
+                "id": f"call_{uuid.uuid4().hex[:24]}",
+                "type": "function",
+                "function": {"name": item.name, "arguments": item.arguments},
+            }
+            self._calls.append(call)
+            return {"tool_calls": [{"index": len(self._calls) - 1, **call}]}
+        if isinstance(item, ReasoningText):
+            self._reasoning += item
+            return {"reasoning_content": str(item)}
+        self._content += item
+        return {"content": item}
+
+    def whole(self, index: int, tokenizer: Any, wanted: Wanted) -> dict[str, Any]:
+        """The choice of an answer that has ended."""
+        choice: dict[str, Any] = {"index": index, "finish_reason": self._reason(), "logprobs": None}
+        if wanted.logprobs is not None:
+            choice["logprobs"] = self._as_logprobs(tokenizer, self._tokens, self._logprobs, 0)
+        if self._kind == "text":
+            return {**choice, "text": self._content}
+        message: dict[str, Any] = {"role": "assistant", "content": self._content}
+        if self._calls:
+            message["tool_calls"] = self._calls
+        if self._reasoning:
+            message["reasoning_content"] = self._reasoning
+        return {**choice, "message": message}
+
+    def events(self, piece: Piece, tokenizer: Any, wanted: Wanted) -> list[dict[str, Any]]:
+        """Choices of the chunks for a piece."""
+        shown = len(self._content)
+        deltas = self.add(piece)
+        empty: dict[str, Any] = {} if self._kind == "chat" else {"content": ""}
+        if piece.finish_reason is not None or (wanted.logprobs is not None and not deltas):
+            deltas.append(empty)
+        choices: list[dict[str, Any]] = [
+            {"index": piece.index, "finish_reason": None, "logprobs": None}
+            | ({"delta": delta} if self._kind == "chat" else {"text": delta["content"]})
+            for delta in deltas
+        ]
+        if choices and wanted.logprobs is not None:
+            choices[0]["logprobs"] = self._as_logprobs(tokenizer, piece.tokens, piece.logprobs, shown)
+        if piece.finish_reason is not None:
+            choices[-1]["finish_reason"] = self._reason()
+        return choices
+
+    def _reason(self) -> str | None:
+        return "tool_calls" if self._calls else self._finish
+
+    def _as_logprobs(self, tokenizer: Any, tokens: Any, logprobs: Any, shown: int) -> dict[str, Any]:
+        if self._kind == "chat":
+            return chat_logprobs(tokenizer, tokens, logprobs)
+        return text_logprobs(tokenizer, tokens, logprobs, shown)
+
+
+def _read(body: bytes) -> dict[str, Any]:
+    """A JSON object whose texts can be encoded."""
+    try:
+        value = json.loads(body)
+        json.dumps(value, ensure_ascii=False).encode()
+    except (ValueError, RecursionError) as error:
+        raise ArgumentError("the request must be JSON in UTF-8") from error
+    if not isinstance(value, dict):
+        raise ArgumentError(f"the request must be a JSON object, got {type(value).__name__}")
+    return value
+
+
+def _text_tokens(tokenizer: Any, prompt: Any) -> list[int]:
+    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
+        prompt = prompt[0]
+    if isinstance(prompt, str):
+        return list(tokenizer(prompt).input_ids)
+    size = len(tokenizer)
+    if isinstance(prompt, list) and all(type(token) is int and 0 <= token < size for token in prompt):
+        return prompt
+    raise ArgumentError(f"prompt must be one text, or a list of tokens from 0 to {size - 1}")
+
+
+def _messages(messages: Any) -> list[dict[str, Any]]:
+    if not isinstance(messages, list) or not messages:
+        raise ArgumentError("messages must be a list of at least one message")
+    if not all(isinstance(message, dict) and isinstance(message.get("role"), str) for message in messages):
+        raise ArgumentError("messages must be objects with a role")
+    return messages

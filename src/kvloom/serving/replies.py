@@ -1,0 +1,89 @@
+"""Bodies of answers, as OpenAI's clients read them."""
+
+import json
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from typing import Any
+
+from starlette.responses import JSONResponse
+
+from kvloom.integrations.transformers.batching.sampling import LogProb
+
+_KINDS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+
+
+def error_body(status: int, message: str) -> dict[str, Any]:
+    """What every error has."""
+    kind = _KINDS.get(status, "invalid_request_error" if status < 500 else "server_error")
+    return {"error": {"message": message, "type": kind, "param": None, "code": None}}
+
+
+def error_reply(status: int, message: str) -> JSONResponse:
+    """An error as a whole answer."""
+    headers = {401: {"WWW-Authenticate": "Bearer"}, 429: {"Retry-After": "1"}}.get(status)
+    return JSONResponse(error_body(status, message), status, headers)
+
+
+class EventStream:
+    """An answer of server-sent events, whose source is closed whatever ends it.
+
+    Args:
+        events: JSON objects.
+    """
+
+    def __init__(self, events: AsyncGenerator[dict[str, Any], None]) -> None:
+        self._events = events
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """As of ASGI."""
+        headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-store")]
+        async with aclosing(self._events) as events:
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+            async for event in events:
+                data = f"data: {json.dumps(event, separators=(',', ':'))}\n\n".encode()
+                await send({"type": "http.response.body", "body": data, "more_body": True})
+        await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
+
+
+def usage(num_asked: int, num_new: int, num_found: int) -> dict[str, Any]:
+    """Counts of tokens."""
+    return {
+        "prompt_tokens": num_asked,
+        "completion_tokens": num_new,
+        "total_tokens": num_asked + num_new,
+        "prompt_tokens_details": {"cached_tokens": num_found},
+    }
+
+
+def chat_logprobs(tokenizer: Any, tokens: Sequence[int], logprobs: Sequence[LogProb]) -> dict[str, Any]:
+    """``logprobs`` of a choice of a chat."""
+
+    def entry(token: int, logprob: float) -> dict[str, Any]:
+        text = tokenizer.decode([token])
+        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+
+    return {
+        "content": [
+            {
+                **entry(token, x.chosen),
+                "top_logprobs": [entry(*pair) for pair in zip(x.tokens, x.logprobs, strict=True)],
+            }
+            for token, x in zip(tokens, logprobs, strict=True)
+        ]
+    }
+
+
+def text_logprobs(
+    tokenizer: Any, tokens: Sequence[int], logprobs: Sequence[LogProb], offset: int
+) -> dict[str, Any]:
+    """``logprobs`` of a choice of a completion, whose tokens begin ``offset`` characters into its text."""
+    texts = [tokenizer.decode([token]) for token in tokens]
+    return {
+        "tokens": texts,
+        "token_logprobs": [x.chosen for x in logprobs],
+        "top_logprobs": [
+            {tokenizer.decode([token]): value for token, value in zip(x.tokens, x.logprobs, strict=True)}
+            for x in logprobs
+        ],
+        "text_offset": [offset + sum(map(len, texts[:i])) for i in range(len(texts))],
+    }

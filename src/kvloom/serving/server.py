@@ -1,0 +1,115 @@
+"""The application, and the process that runs it."""
+
+import signal
+import socket
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from kvloom.errors import KVError
+from kvloom.serving import Refused
+from kvloom.serving.endpoints import Endpoint
+from kvloom.serving.guard import Guard
+from kvloom.serving.metrics import Metrics
+from kvloom.serving.replies import error_reply
+from kvloom.serving.session import Session
+from kvloom.serving.settings import Settings
+
+
+def application(session: Session, names: tuple[str, ...], settings: Settings) -> Any:
+    """The ASGI application of a session; the session runs from its startup to its shutdown.
+
+    Args:
+        session: That answers.
+        names: Of the model, the first of which is given out.
+        settings: Of the server.
+    """
+    metrics = Metrics(session.report)
+    session.on_first_token, session.on_tokens = metrics.first_token.observe, metrics.tokens.inc
+
+    @asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        await session.start()
+        try:
+            yield
+        finally:
+            await session.stop()
+
+    async def health(request: Request) -> Response:
+        status, code = ("ok", 200) if session.alive else ("unhealthy", 503)
+        return JSONResponse({"status": status}, code)
+
+    async def models(request: Request) -> Response:
+        data = [{"id": name, "object": "model", "created": 0, "owned_by": "kvloom"} for name in names[:1]]
+        return JSONResponse({"object": "list", "data": data})
+
+    async def show_metrics(request: Request) -> Response:
+        return Response(metrics.text(), media_type="text/plain; version=0.0.4")
+
+    app = Starlette(
+        routes=[
+            Route("/v1/chat/completions", Endpoint(session, names, "chat").answer, methods=["POST"]),
+            Route("/v1/completions", Endpoint(session, names, "text").answer, methods=["POST"]),
+            Route("/v1/models", models),
+            Route("/health", health),
+            Route("/metrics", show_metrics),
+        ],
+        exception_handlers={KVError: _refuse, HTTPException: _refuse, 500: _fail},
+        lifespan=lifespan,
+    )
+    return metrics.counted(Guard(app, settings))
+
+
+async def _refuse(request: Request, error: Exception) -> Response:
+    if isinstance(error, HTTPException):
+        return error_reply(error.status_code, error.detail)
+    return error_reply(error.status if isinstance(error, Refused) else 400, str(error))
+
+
+async def _fail(request: Request, error: Exception) -> Response:
+    return error_reply(500, "the server failed")
+
+
+def listener_of(settings: Settings) -> socket.socket:
+    """A socket that listens; raises OSError if the address is taken or none of this machine."""
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    return socket.create_server((settings.host, settings.port), family=family, backlog=512)
+
+
+def server_of(app: Any, settings: Settings) -> uvicorn.Server:
+    """What serves an application on a listener: ``server.run(sockets=[listener])``."""
+    config = uvicorn.Config(
+        app,
+        http="h11",
+        ws="none",
+        lifespan="on",
+        log_level="warning",
+        access_log=False,
+        proxy_headers=False,
+        server_header=False,
+        timeout_graceful_shutdown=max(1, round(settings.drain_seconds)),
+    )
+    return uvicorn.Server(config)
+
+
+def run(session: Session, names: tuple[str, ...], settings: Settings) -> None:
+    """Serve until Ctrl-C or SIGTERM; answers that have begun are given for ``drain_seconds`` then.
+
+    Raises:
+        OSError: the address is taken.
+    """
+    with listener_of(settings) as listener:
+        host = f"[{settings.host}]" if ":" in settings.host else settings.host
+        sys.stderr.write(f"kvloom: {names[0]} at http://{host}:{listener.getsockname()[1]}/v1\n")
+        sys.stderr.flush()
+        for number in (signal.SIGINT, signal.SIGTERM):  # uvicorn raises them again when it has drained
+            signal.signal(number, lambda *_: None)
+        server_of(application(session, names, settings), settings).run(sockets=[listener])

@@ -1,0 +1,77 @@
+"""A server in a thread of its own, and what it must answer."""
+
+from __future__ import annotations
+
+import http.client
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import openai
+from transformers import ContinuousBatchingConfig
+
+from kvloom.integrations.transformers import load_model
+from kvloom.models import bundled_model_path
+from kvloom.serving.server import application, listener_of, server_of
+from kvloom.serving.session import Session
+from kvloom.serving.settings import Settings
+
+TEMPLATE = (
+    "{% for message in messages %}# {{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}import os\n{% endif %}"
+)
+PROMPT = (
+    "import os\nimport sys\n\n\ndef walk(path, name, *, follow=False):\n"
+    "    for root, dirs, files in os.walk(path):\n        if"
+)
+
+
+@dataclass
+class Served:
+    """A running server."""
+
+    session: Session
+    port: int
+    settings: Settings
+
+    def client(self, key: str = "none") -> openai.OpenAI:
+        """The official client."""
+        return openai.OpenAI(base_url=f"http://127.0.0.1:{self.port}/v1", api_key=key, max_retries=0)
+
+    def send(
+        self, method: str, path: str, body: bytes = b"", key: str | None = None, **headers: str
+    ) -> tuple[int, bytes]:
+        """Status and body of a plain request."""
+        if key is not None:
+            headers["Authorization"] = f"Bearer {key}"
+        with closing(http.client.HTTPConnection("127.0.0.1", self.port)) as connection:
+            connection.request(method, path, body, headers)
+            with connection.getresponse() as response:
+                return response.status, response.read()
+
+    def until(self, **expected: int) -> None:
+        """Wait for fields of the report."""
+        while any(getattr(self.session.report(), name) != value for name, value in expected.items()):
+            time.sleep(0.005)
+
+
+@contextmanager
+def served(kv: str = "int8", config: dict[str, Any] | None = None, **options: Any) -> Iterator[Served]:
+    """The bundled model on a port of loopback; ``options`` are of ``Settings``."""
+    model, tokenizer = load_model(bundled_model_path(), progress=False)
+    tokenizer.chat_template = TEMPLATE
+    settings = Settings(port=0, **options)
+    cb_config = ContinuousBatchingConfig(**{"page_size": 16, "num_blocks": 256, **(config or {})})
+    session = Session(model.float(), tokenizer, settings, cb_config, kv=kv)
+    with listener_of(settings) as listener:
+        server = server_of(application(session, ("bundled",), settings), settings)
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+        thread.start()
+        try:
+            yield Served(session, listener.getsockname()[1], settings)
+        finally:
+            server.should_exit = True
+            thread.join()

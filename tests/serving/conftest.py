@@ -1,0 +1,23 @@
+"""Nothing here is collected where a server's packages are missing."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+import transformers
+from packaging.version import Version
+
+from kvloom.integrations.transformers.batching import OLDEST
+from kvloom.serving import PACKAGES
+
+MISSING = [name for name in (*PACKAGES, "openai") if find_spec(name) is None]
+NEEDS_PACKAGES = [
+    "test_answers.py",
+    "test_guard.py",
+    "test_metrics.py",
+    "test_process.py",
+    "test_sampling.py",
+]
+
+if MISSING or Version(transformers.__version__) < Version(OLDEST):
+    collect_ignore = NEEDS_PACKAGES

@@ -1,0 +1,183 @@
+"""Keys, tenants, limits, and clients that go away."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing
+
+import openai
+import pytest
+from oracles.serving import PROMPT, Served, served
+
+PATHS = [
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/v1/models",
+    "/metrics",
+    "/",
+    "/docs",
+    "/health/",
+    "//health",
+]
+METHODS = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE"]
+LIMITS = {"max_body_bytes": 20_000, "max_header_bytes": 2000, "max_answers": 4, "body_seconds": 0.5}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Served]:
+    with served(api_keys=("one", "two"), **LIMITS) as running:
+        yield running
+
+
+def body(**fields: object) -> bytes:
+    return json.dumps({"prompt": PROMPT, "max_tokens": 2, **fields}).encode()
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("method", METHODS)
+def test_everything_but_health_needs_a_key(server: Served, method: str, path: str) -> None:
+    assert server.send(method, path)[0] == 401
+    assert server.send(method, path, body(), key="three")[0] == 401
+    assert server.send(method, path, key="one")[0] != 401
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["one", "Bearer", "Bearer ", "Basic one", "Bearer one two", "Bearer on\u0435".encode(), "Bearer one,two"],
+)
+def test_only_a_bearer_of_a_key_is_let_in(server: Served, value: str | bytes) -> None:
+    with closing(http.client.HTTPConnection("127.0.0.1", server.port)) as connection:
+        connection.request("GET", "/v1/models", headers={"authorization": value})
+        with connection.getresponse() as response:
+            assert response.status == 401 and response.headers["www-authenticate"] == "Bearer"
+
+
+def test_health_needs_none_and_every_key_serves(server: Served) -> None:
+    assert server.send("GET", "/health") == (200, b'{"status":"ok"}')
+    for key in ("one", "two"):
+        with server.client(key) as client:
+            assert client.completions.create(model="bundled", prompt="import", max_tokens=1).choices
+    with server.client("three") as client, pytest.raises(openai.AuthenticationError):
+        client.models.list()
+
+
+def test_keys_never_find_each_others_pages(server: Served) -> None:
+    def found(key: str, salt: str | None = None) -> int:
+        with server.client(key) as client:
+            answer = client.completions.create(
+                model="bundled",
+                prompt="# of a tenant\n" + PROMPT,
+                max_tokens=1,
+                extra_body={} if salt is None else {"cache_salt": salt},
+            )
+        assert answer.usage is not None and answer.usage.prompt_tokens_details is not None
+        return answer.usage.prompt_tokens_details.cached_tokens or 0
+
+    assert found("one") == 0 < found("one")
+    assert found("two") == 0 < found("two")
+    assert found("one", "mine") == 0 < found("one", "mine")
+    assert found("two", "mine") == 0
+    pages = server.session.manager.page_map().requests
+    assert not any(key in page.salt for page in pages for key in ("one", "two"))
+
+
+@pytest.mark.parametrize(
+    ("headers", "content", "status"),
+    [
+        ({}, b"x" * 20_001, 413),
+        ({"Content-Length": "99999999999"}, b"", 413),
+        ({"Content-Length": "20000"}, b"x" * 10, 408),
+        ({"X-Long": "x" * 2000}, b"", 431),
+        ({"Transfer-Encoding": "chunked"}, b"6000\r\n" + b"x" * 0x6000 + b"\r\n0\r\n\r\n", 413),
+    ],
+)
+def test_what_is_too_large_or_too_slow_is_refused(
+    server: Served, headers: dict[str, str], content: bytes, status: int
+) -> None:
+    with closing(http.client.HTTPConnection("127.0.0.1", server.port)) as connection:
+        connection.putrequest("POST", "/v1/completions")
+        if not headers.keys() & {"Content-Length", "Transfer-Encoding"}:
+            headers = {**headers, "Content-Length": str(len(content))}
+        for name, value in {**headers, "Authorization": "Bearer one"}.items():
+            connection.putheader(name, value)
+        connection.endheaders(content)
+        with connection.getresponse() as response:
+            assert response.status == status
+            assert json.loads(response.read())["error"]["message"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_goes_away_frees_its_pages(server: Served, stream: bool) -> None:
+    finished = server.session.report().finished
+    content = body(max_tokens=2000, stream=stream, seed=2, temperature=2)
+    request = (
+        "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer one\r\n"
+        f"Content-Length: {len(content)}\r\n\r\n"
+    )
+    with socket.create_connection(("127.0.0.1", server.port)) as connection:
+        connection.sendall(request.encode() + content)
+        server.until(running=1)
+        if stream:
+            assert connection.recv(20).startswith(b"HTTP/1.1 200")
+    server.until(running=0, active=0, finished=finished + 1)
+    assert server.session.readers == {}
+    assert server.session.report().tokens_computed < 2000
+
+
+def test_more_answers_than_allowed_are_429_and_no_later_one(server: Served) -> None:
+    with server.client("one") as client, ExitStack() as streams:
+        options = {"model": "bundled", "prompt": PROMPT, "max_tokens": 2000, "temperature": 2}
+        with pytest.raises(openai.RateLimitError) as refused:
+            client.completions.create(**options, n=5)
+        assert refused.value.response.headers["retry-after"]
+        for _ in range(2):
+            stream = streams.enter_context(client.completions.create(**options, n=2, stream=True))
+            next(iter(stream))
+        with pytest.raises(openai.RateLimitError, match="4 answers are being computed"):
+            client.completions.create(model="bundled", prompt="import", max_tokens=1)
+        assert server.send("GET", "/health")[0] == 200
+    server.until(running=0, active=0)
+    assert server.send("POST", "/v1/completions", body(), "two")[0] == 200
+
+
+def test_a_request_has_its_own_id_whatever_it_says(server: Served) -> None:
+    def ask(prompt: str) -> bytes:
+        content = body(prompt=prompt, max_tokens=8)
+        return server.send("POST", "/v1/completions", content, "one", **{"x-request-id": "same"})[1]
+
+    prompts = [f"import os\nimport {name}\n\n\ndef " for name in ("sys", "re", "json")]
+    alone = [json.loads(ask(prompt))["choices"] for prompt in prompts]
+    with ThreadPoolExecutor(3) as pool:
+        assert [json.loads(x)["choices"] for x in pool.map(ask, prompts)] == alone
+
+
+def test_time_is_up() -> None:
+    with served(max_seconds=0.3) as server, server.client() as client:
+        options = {"model": "bundled", "prompt": PROMPT, "max_tokens": 2000, "temperature": 2, "seed": 3}
+        with pytest.raises(openai.APIStatusError, match="the answer took too long") as refused:
+            client.completions.create(**options)
+        assert refused.value.status_code == 408
+        with pytest.raises(openai.APIError, match="the answer took too long"):
+            list(client.completions.create(**options, stream=True))
+        server.until(running=0, active=0)
+        # Without keys nothing but this machine by its own names is let in.
+        assert server.send("GET", "/v1/models", Host="evil.example")[0] == 403
+        assert server.send("GET", "/v1/models", Host="[::1]:8000")[0] == 200
+
+
+def test_too_few_pages_for_all_change_no_answer() -> None:
+    with served(config={"num_blocks": 8}) as server, server.client() as client:
+        options = {"model": "bundled", "prompt": PROMPT, "max_tokens": 60, "temperature": 1.0, "logprobs": 1}
+        alone = [client.completions.create(**options, seed=seed).choices[0] for seed in range(3)]
+        with ThreadPoolExecutor(3) as pool:
+            together = [pool.submit(client.completions.create, **options, seed=seed) for seed in range(3)]
+        assert [x.result().choices[0].text for x in together] == [x.text for x in alone]
+        assert server.session.report().preemptions > 0
+        with pytest.raises(
+            openai.BadRequestError, match="the prompt and max_tokens must be at most 128 tokens"
+        ):
+            client.completions.create(model="bundled", prompt=PROMPT, max_tokens=128)
