@@ -147,6 +147,33 @@ def test_logprobs_are_the_models_own(client: openai.OpenAI) -> None:
     assert "".join(x.token for x in logprobs.content) == chat.choices[0].message.content
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_reasoning_and_tool_calls_are_told_from_the_text(
+    client: openai.OpenAI, server: Served, stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    template = {
+        "defaults": {"role": "assistant"},
+        "start_anchor": "import os\n",
+        "fields": {
+            "reasoning_content": {"open": "import ", "close": "\n", "content": "text"},
+            "content": {"content": "text"},
+        },
+    }
+    options: dict[str, Any] = {
+        "model": "bundled",
+        "messages": [{"role": "user", "content": "list files"}],
+        "max_tokens": 4,
+    }
+    text = client.chat.completions.create(**options).choices[0].message.content
+    assert text and text.startswith("import sys\nimport")
+    monkeypatch.setattr(server.session.tokenizer, "response_template", template, raising=False)
+    answer = client.chat.completions.create(**options, stream=stream)
+    parts = [chunk.choices[0].delta for chunk in answer] if stream else [answer.choices[0].message]
+    reasoning = "".join(getattr(part, "reasoning_content", None) or "" for part in parts)
+    content = "".join(part.content or "" for part in parts)
+    assert reasoning.startswith("sys") and "sys" not in content
+
+
 def test_the_model_is_listed_and_another_is_not_found(client: openai.OpenAI) -> None:
     assert [model.id for model in client.models.list()] == ["bundled"]
     with pytest.raises(openai.NotFoundError, match="model must be 'bundled'"):

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 from kvloom.cli import main
 from kvloom.errors import ArgumentError
-from kvloom.serving import settings
+from kvloom.serving import PACKAGES, expect_installed, settings
 from kvloom.serving.settings import Settings, is_loopback, keys_from
 
 LIGHT = """
@@ -30,6 +31,14 @@ sys.exit(status)
 def run(*arguments: str, hidden: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
     code = LIGHT.format(hidden=hidden, arguments=list(arguments))
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+
+
+MISSING = [name for name in (*PACKAGES, "openai") if find_spec(name) is None]
+
+
+@pytest.mark.skipif(bool(MISSING), reason=f"without {', '.join(MISSING)} no server is tested")
+def test_a_server_can_be_tested() -> None:
+    expect_installed()
 
 
 def test_missing_packages_are_named_with_the_command_that_helps() -> None:

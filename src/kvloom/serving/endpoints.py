@@ -50,15 +50,15 @@ class Endpoint:
             raise Refused(404, f"model must be {self._names[0]!r}, got {str(body['model'])[:100]!r}")
         tokens, parser = self._prompt(body)
         salt = json.dumps([request.scope.get(TENANT, ""), wanted.salt])
-        answers = self._session.ask(tokens, wanted, salt, keep_special=parser is not None)
         shapes = [_Shape(self._kind, parser and parser()) for _ in range(wanted.count)]
+        answers = self._session.ask(tokens, wanted, salt, keep_special=parser is not None)
         head = {
             "id": f"{'chatcmpl' if self._kind == 'chat' else 'cmpl'}-{uuid.uuid4().hex}",
             "created": int(time.time()),
             "model": self._names[0],
         }
         if wanted.stream:
-            return EventStream(self._events(head, answers, wanted, shapes))
+            return EventStream(self._events(head, answers, wanted, shapes), answers.close)
         return JSONResponse(await self._whole(head, answers, wanted, shapes))
 
     def _prompt(self, body: dict[str, Any]) -> tuple[list[int], Callable[[], Any] | None]:
@@ -121,8 +121,6 @@ class Endpoint:
         except Refused as error:
             yield error_body(error.status, str(error))
             return
-        finally:
-            answers.close()
         if wanted.usage:
             counts = usage(answers.num_asked, answers.num_new, answers.num_found)
             yield {**head, "choices": [], "usage": counts}

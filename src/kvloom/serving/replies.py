@@ -1,7 +1,7 @@
 """Bodies of answers, as OpenAI's clients read them."""
 
 import json
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -29,19 +29,23 @@ class EventStream:
 
     Args:
         events: JSON objects.
+        close: What closes their source, which a generator that never began does not.
     """
 
-    def __init__(self, events: AsyncGenerator[dict[str, Any], None]) -> None:
-        self._events = events
+    def __init__(self, events: AsyncGenerator[dict[str, Any], None], close: Callable[[], None]) -> None:
+        self._events, self._close = events, close
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """As of ASGI."""
         headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-store")]
-        async with aclosing(self._events) as events:
+        try:
             await send({"type": "http.response.start", "status": 200, "headers": headers})
-            async for event in events:
-                data = f"data: {json.dumps(event, separators=(',', ':'))}\n\n".encode()
-                await send({"type": "http.response.body", "body": data, "more_body": True})
+            async with aclosing(self._events) as events:
+                async for event in events:
+                    data = f"data: {json.dumps(event, separators=(',', ':'))}\n\n".encode()
+                    await send({"type": "http.response.body", "body": data, "more_body": True})
+        finally:
+            self._close()
         await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
 
 

@@ -206,18 +206,21 @@ class Answers:
             name = uuid.uuid4().hex
             self._answers[name] = _Answer(index, choice, text)
             session.readers[name] = self
-        for name, answer in self._answers.items():
-            added = session.manager.add_request(
-                list(tokens),
-                request_id=name,
-                max_new_tokens=max_tokens,
-                streaming=True,
-                cache_salt=salt,
-                **{CHOICE: answer.choice},
-            )
-            if added is None:
-                self.close()
-                raise Refused(503, "the session has ended")
+        try:
+            for name, answer in self._answers.items():
+                added = session.manager.add_request(
+                    list(tokens),
+                    request_id=name,
+                    max_new_tokens=max_tokens,
+                    streaming=True,
+                    cache_salt=salt,
+                    **{CHOICE: answer.choice},
+                )
+                if added is None:
+                    raise Refused(503, "the session has ended")
+        except BaseException:
+            self.close()
+            raise
 
     @property
     def num_found(self) -> int:
