@@ -151,11 +151,11 @@ def test_logprobs_are_the_models_own(client: openai.OpenAI) -> None:
 def test_reasoning_and_tool_calls_are_told_from_the_text(
     client: openai.OpenAI, server: Served, stream: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    template = {
+    template = {  # "thinking" is what every version of transformers knows it as
         "defaults": {"role": "assistant"},
         "start_anchor": "import os\n",
         "fields": {
-            "reasoning_content": {"open": "import ", "close": "\n", "content": "text"},
+            "thinking": {"open": "import ", "close": "\n", "content": "text"},
             "content": {"content": "text"},
         },
     }

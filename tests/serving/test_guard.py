@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import json
 import socket
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
+from typing import Any
 
 import openai
 import pytest
 from oracles.serving import PROMPT, Served, served
+
+from kvloom.serving.replies import EventStream
 
 PATHS = [
     "/v1/chat/completions",
@@ -126,6 +130,19 @@ def test_a_client_that_goes_away_frees_its_pages(server: Served, stream: bool) -
     server.until(running=0, active=0, finished=finished + 1)
     assert server.session.readers == {}
     assert server.session.report().tokens_computed < 2000
+
+
+def test_a_stream_that_never_began_is_closed() -> None:
+    async def events() -> AsyncGenerator[dict[str, Any], None]:
+        yield {}
+
+    async def send(message: Any) -> None:
+        raise asyncio.CancelledError
+
+    closed: list[bool] = []
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(EventStream(events(), lambda: closed.append(True))({}, None, send))
+    assert closed == [True]
 
 
 def test_more_answers_than_allowed_are_429_and_no_later_one(server: Served) -> None:
