@@ -78,7 +78,8 @@ slow: asan-library
 	    tests/caches/test_failed_allocations.py tests/integrations/test_failed_allocations.py
 	KVLOOM_REQUESTS=70 KVLOOM_SESSIONS=500 $(BIN)/python -m pytest --quiet --numprocesses $(WORKERS) \
 	    --dist worksteal tests/integrations/batching
-	KVLOOM_SIGNALS=1 $(BIN)/python -m pytest --quiet --numprocesses $(WORKERS) tests/serving/test_process.py
+	KVLOOM_SIGNALS=1 KVLOOM_OVERLOAD_SECONDS=60 $(BIN)/python -m pytest --quiet --numprocesses $(WORKERS) \
+	    tests/serving/test_process.py tests/serving/test_clients.py
 	KVLOOM_HOSTILE=15000 $(ASAN) $(BIN)/python -m pytest --quiet --numprocesses $(WORKERS) --dist worksteal tests/hostile
 
 asan-library: $(READY)

@@ -9,7 +9,7 @@ import sys
 import time
 import warnings
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -196,7 +196,12 @@ def _demo(args: argparse.Namespace) -> None:
 
 def _serve(args: argparse.Namespace) -> None:
     with _options_named("kv|host|port|page_size|max_\\w+|drain_seconds"):
-        command.run(args)
+        command.run(args, _load_for_server)
+
+
+def _load_for_server(path: Path | None) -> tuple[Any, Any]:
+    with _somebodys_folder(path) if path is not None else nullcontext():
+        return _load(path)
 
 
 def _info(args: argparse.Namespace) -> None:

@@ -70,6 +70,8 @@ def served(kv: str = "int8", config: dict[str, Any] | None = None, **options: An
         server = server_of(application(session, ("bundled",), settings), settings)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
         thread.start()
+        while not server.started and thread.is_alive():
+            time.sleep(0.005)
         try:
             yield Served(session, listener.getsockname()[1], settings)
         finally:

@@ -13,7 +13,10 @@ from kvloom.serving import PACKAGES
 MISSING = [name for name in (*PACKAGES, "openai") if find_spec(name) is None]
 NEEDS_PACKAGES = [
     "test_answers.py",
+    "test_clients.py",
+    "test_dashboard.py",
     "test_guard.py",
+    "test_hostile.py",
     "test_metrics.py",
     "test_process.py",
     "test_sampling.py",

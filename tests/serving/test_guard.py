@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import http.client
+import inspect
 import json
+import re
+import select
 import socket
 from collections.abc import AsyncGenerator, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from typing import Any
 
 import openai
 import pytest
 from oracles.serving import PROMPT, Served, served
 
+from kvloom.serving import server as server_module
 from kvloom.serving.replies import EventStream
 
 PATHS = [
@@ -22,13 +26,21 @@ PATHS = [
     "/v1/completions",
     "/v1/models",
     "/metrics",
+    "/dashboard",
+    "/dashboard/state",
     "/",
     "/docs",
     "/health/",
     "//health",
 ]
 METHODS = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE"]
-LIMITS = {"max_body_bytes": 20_000, "max_header_bytes": 2000, "max_answers": 4, "body_seconds": 0.5}
+LIMITS: dict[str, Any] = {
+    "max_body_bytes": 20_000,
+    "max_header_bytes": 2000,
+    "max_answers": 4,
+    "body_seconds": 0.5,
+    "header_seconds": 0.5,
+}
 
 
 @pytest.fixture(scope="module")
@@ -44,14 +56,44 @@ def body(**fields: object) -> bytes:
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("method", METHODS)
 def test_everything_but_health_needs_a_key(server: Served, method: str, path: str) -> None:
-    assert server.send(method, path)[0] == 401
+    status, _ = server.send(method, path)
+    assert status == 401
     assert server.send(method, path, body(), key="three")[0] == 401
     assert server.send(method, path, key="one")[0] != 401
 
 
+def test_the_paths_above_are_all_there_are() -> None:
+    routes = re.findall(r'Route\("([^"]+)"', inspect.getsource(server_module))
+    assert len(routes) >= 7 and {*routes} <= {*PATHS, "/health"}
+
+
+@pytest.mark.parametrize(
+    ("path", "status"), [("/dashboard", 200), ("/dashboard/state", 200), ("/metrics", 401)]
+)
+def test_a_browser_may_give_the_key_as_a_password_for_the_dashboard_alone(
+    server: Served, path: str, status: int
+) -> None:
+    assert server.send("GET", path, Authorization="Basic Om9uZQ==")[0] == status
+    assert server.send("GET", path, Authorization="Basic OnRocmVl")[0] == 401
+    assert server.send("GET", path, Authorization="Basic %%%")[0] == 401
+    with closing(http.client.HTTPConnection("127.0.0.1", server.port)) as connection:
+        connection.request("GET", path)
+        with connection.getresponse() as response:
+            assert response.headers["www-authenticate"].startswith("Basic" if status == 200 else "Bearer")
+
+
 @pytest.mark.parametrize(
     "value",
-    ["one", "Bearer", "Bearer ", "Basic one", "Bearer one two", "Bearer on\u0435".encode(), "Bearer one,two"],
+    [
+        "one",
+        "Bearer",
+        "Bearer ",
+        "Basic one",
+        "Bearer one two",
+        "Bearer on\u0435".encode(),
+        "Bearer one,two",
+        "Basic Om9uZQ==",
+    ],
 )
 def test_only_a_bearer_of_a_key_is_let_in(server: Served, value: str | bytes) -> None:
     with closing(http.client.HTTPConnection("127.0.0.1", server.port)) as connection:
@@ -132,6 +174,22 @@ def test_a_client_that_goes_away_frees_its_pages(server: Served, stream: bool) -
     assert server.session.report().tokens_computed < 2000
 
 
+@pytest.mark.parametrize("first", [b"", b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"])
+def test_headers_must_come_in_time_however_many_bytes_come(server: Served, first: bytes) -> None:
+    with socket.create_connection(("127.0.0.1", server.port)) as connection:
+        connection.sendall(first + b"GET /health HTTP/1.1\r\nHost: localhost\r\n")
+        answered = b""
+        with suppress(ConnectionError):  # it is closed while bytes come
+            while True:
+                if select.select([connection], [], [], 0.1)[0]:
+                    more = connection.recv(1000)
+                    if not more:
+                        break
+                    answered += more
+                connection.sendall(b"X: 1\r\n")
+        assert answered.count(b"HTTP/1.1 200") == bool(first)
+
+
 def test_a_stream_that_never_began_is_closed() -> None:
     async def events() -> AsyncGenerator[dict[str, Any], None]:
         yield {}
@@ -184,6 +242,7 @@ def test_time_is_up() -> None:
         # Without keys nothing but this machine by its own names is let in.
         assert server.send("GET", "/v1/models", Host="evil.example")[0] == 403
         assert server.send("GET", "/v1/models", Host="[::1]:8000")[0] == 200
+        assert server.send("POST", "/v1/completions", body(), **{"Sec-Fetch-Site": "cross-site"})[0] == 403
 
 
 def test_too_few_pages_for_all_change_no_answer() -> None:

@@ -2,6 +2,7 @@
 
 import argparse
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -45,8 +46,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--drain-seconds", type=float, default=Settings.drain_seconds, metavar="S")
 
 
-def run(args: argparse.Namespace) -> None:
-    """Serve until Ctrl-C or SIGTERM."""
+def run(args: argparse.Namespace, load: Callable[[Path | None], tuple[Any, Any]]) -> None:
+    """Serve until Ctrl-C or SIGTERM.
+
+    Args:
+        args: The options.
+        load: Gives the model and the tokenizer of a folder, or the bundled ones.
+    """
     expect_installed()
     parse_kind("--kv", args.kv)
     settings = Settings(
@@ -58,10 +64,12 @@ def run(args: argparse.Namespace) -> None:
         max_seconds=args.max_seconds,
         drain_seconds=args.drain_seconds,
     )
+    template = _read_template(args.chat_template)
     path = args.model or bundled_model_path()
     check_model_folder(path)  # before imports that take seconds
     os.environ["HF_HUB_OFFLINE"] = "1"  # read once, when it is imported
-    model, tokenizer = _load(path, args.chat_template)
+    model, tokenizer = load(args.model)
+    tokenizer.chat_template = template or tokenizer.chat_template
 
     from transformers import ContinuousBatchingConfig
 
@@ -75,18 +83,8 @@ def run(args: argparse.Namespace) -> None:
     server.run(session, (args.name or path.resolve().name, str(path)), settings)
 
 
-def _load(path: Path, chat_template: Path | None) -> tuple[Any, Any]:
-    import torch
-
-    from kvloom.integrations.transformers import load_model
-
-    model, tokenizer = load_model(path, progress=False)
-    if chat_template is not None:
-        try:
-            tokenizer.chat_template = chat_template.read_text(encoding="utf-8")
-        except (OSError, ValueError) as error:
-            raise ArgumentError(f"--chat-template must be text in UTF-8: {error}") from error
-    if torch.cuda.is_available():
-        return model.to("cuda"), tokenizer
-    # CPUs multiply float16 slowly, and round each step.
-    return (model.float() if model.dtype == torch.float16 else model), tokenizer
+def _read_template(path: Path | None) -> str | None:
+    try:
+        return None if path is None else path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise ArgumentError(f"--chat-template must be text in UTF-8: {error}") from error

@@ -3,6 +3,7 @@
 Chat templates, tool calls and reasoning are transformers' own, as in ``transformers serve``.
 """
 
+import asyncio
 import json
 import time
 import uuid
@@ -48,7 +49,8 @@ class Endpoint:
         wanted = Wanted.of(body, self._kind, self._session.model.generation_config)
         if body.get("model") not in (None, *self._names):
             raise Refused(404, f"model must be {self._names[0]!r}, got {str(body['model'])[:100]!r}")
-        tokens, parser = self._prompt(body)
+        self._session.expect_place(wanted.count)
+        tokens, parser = await asyncio.to_thread(self._prompt, body)  # seconds, if it is as long as it may be
         salt = json.dumps([request.scope.get(TENANT, ""), wanted.salt])
         shapes = [_Shape(self._kind, parser and parser()) for _ in range(wanted.count)]
         answers = self._session.ask(tokens, wanted, salt, keep_special=parser is not None)
@@ -241,4 +243,7 @@ def _messages(messages: Any) -> list[dict[str, Any]]:
         raise ArgumentError("messages must be a list of at least one message")
     if not all(isinstance(message, dict) and isinstance(message.get("role"), str) for message in messages):
         raise ArgumentError("messages must be objects with a role")
+    contents = [message["content"] for message in messages if isinstance(message.get("content"), list)]
+    if not all(isinstance(part, dict) and part.get("type") == "text" for parts in contents for part in parts):
+        raise ArgumentError("content of a message must be a text, or parts of type 'text'")
     return messages

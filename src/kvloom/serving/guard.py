@@ -1,6 +1,7 @@
 """What stands before every request: keys, sizes, time, and whether anybody still listens."""
 
 import asyncio
+import binascii
 import hashlib
 import hmac
 from typing import Any, Final
@@ -15,6 +16,9 @@ TENANT: Final = "kvloom.tenant"
 
 OPEN: Final = "/health"
 """The path that needs no key."""
+
+BROWSED: Final = "/dashboard"
+"""The paths that a browser asks for begin so: there a key may be the password of Basic authentication."""
 
 _GRACE_SECONDS: Final = 10.0
 """That a request which takes too long has to say so by itself."""
@@ -41,27 +45,32 @@ class Guard:
             await self._app(scope, receive, send)
             return
         headers, settings = Headers(scope=scope), self._settings
-        tenant = self._tenant(headers)
+        browsed = scope["path"].startswith(BROWSED)
+        tenant = self._tenant(headers, browsed)
         if sum(len(name) + len(value) for name, value in scope["headers"]) > settings.max_header_bytes:
             refusal = (431, f"headers must be at most {settings.max_header_bytes} bytes")
         elif tenant is None and scope["path"] != OPEN:
             refusal = (401, "a request must have 'Authorization: Bearer KEY' with a key of this server")
-        elif not settings.api_keys and not is_loopback(_host_of(headers.get("host", "localhost"))):
-            # A page in a browser can give this machine a name of its own, but not take it out of the header.
-            refusal = (403, "Host must be a loopback address where there is no API key")
+        elif not settings.api_keys and not _is_from_here(headers):
+            refusal = (403, "without an API key, Host must be a loopback address, and no other site may ask")
         else:
             body = await self._body(headers, receive)
             if isinstance(body, bytes):
                 await self._run({**scope, TENANT: tenant or ""}, body, receive, send)
                 return
             refusal = body
-        await error_reply(*refusal)({**scope, "type": "http"}, receive, send)
+        reply = error_reply(*refusal)
+        if refusal[0] == 401:
+            reply.headers["WWW-Authenticate"] = 'Basic realm="kvloom"' if browsed else "Bearer"
+        await reply(scope, receive, send)
 
-    def _tenant(self, headers: Headers) -> str | None:
+    def _tenant(self, headers: Headers, browsed: bool) -> str | None:
         """What tells keys apart without being one; empty where there are none, ``None`` without a key."""
         if not self._keys:
             return ""
         kind, _, key = headers.get("authorization", "").partition(" ")
+        if browsed and kind.lower() == "basic":
+            kind, key = "bearer", _password(key)
         given = hashlib.sha256(key.strip().encode("utf-8", "surrogateescape")).digest()
         same = [hmac.compare_digest(given, known) for known in self._keys]  # all of them, whatever is found
         return given.hex() if any(same) and kind.lower() == "bearer" else None
@@ -127,6 +136,20 @@ async def _disconnected(receive: Any) -> None:
         pass
 
 
-def _host_of(header: str) -> str:
-    """A Host header without its port."""
-    return header[1:].partition("]")[0] if header.startswith("[") else header.partition(":")[0]
+def _password(credentials: str) -> str:
+    """Of Basic authentication; empty if there is none."""
+    try:
+        return binascii.a2b_base64(credentials).decode().partition(":")[2]
+    except ValueError:
+        return ""
+
+
+def _is_from_here(headers: Headers) -> bool:
+    """Whether a program of this machine asks, and no page that a browser got elsewhere.
+
+    Such a page can give this machine a name of its own, but not take that out of ``Host``; or ask by the
+    right name, of which browsers tell in ``Sec-Fetch-Site``.
+    """
+    host = headers.get("host", "localhost")
+    host = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
+    return is_loopback(host) and headers.get("sec-fetch-site", "none") in ("none", "same-origin")

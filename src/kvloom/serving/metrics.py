@@ -1,13 +1,13 @@
 """``GET /metrics``, in the text format of Prometheus."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from kvloom.integrations.transformers.batching.report import BatchReport
+from kvloom.serving.session import Session
 
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 
@@ -16,20 +16,17 @@ class Metrics:
     """Counts of one server.
 
     Args:
-        report: Of its session.
+        session: Whose.
     """
 
-    def __init__(self, report: Callable[[], BatchReport]) -> None:
+    def __init__(self, session: Session) -> None:
         self._registry = CollectorRegistry()
-        self._registry.register(_Pages(report))
+        self._registry.register(_SessionCollector(session))
         self.first_token = Histogram(
             "kvloom_time_to_first_token_seconds",
             "From a request to its first new token.",
             buckets=_SECONDS,
             registry=self._registry,
-        )
-        self.tokens = Counter(
-            "kvloom_generated_tokens", "New tokens of all answers.", registry=self._registry
         )
         self.responses = Counter(
             "kvloom_http_responses", "Responses by status.", ["status"], registry=self._registry
@@ -53,15 +50,15 @@ class Metrics:
         return counting
 
 
-class _Pages(Collector):
-    """A report of the session, made when it is read."""
+class _SessionCollector(Collector):
+    """What a session counts, read when it is asked for."""
 
-    def __init__(self, report: Callable[[], BatchReport]) -> None:
-        self._report = report
+    def __init__(self, session: Session) -> None:
+        self._session = session
 
     def collect(self) -> Iterator[Any]:
-        """All metrics of a report."""
-        report = self._report()
+        """All metrics of the session."""
+        report = self._session.report()
         pages = GaugeMetricFamily("kvloom_pages", "Allocated pages by state.", labels=["state"])
         for state in ("free", "active", "evictable"):
             pages.add_metric([state], getattr(report, state))
@@ -79,6 +76,7 @@ class _Pages(Collector):
         for name, help, value in (
             ("kvloom_prompt_tokens", "Tokens of prompts that were looked up.", report.tokens_asked),
             ("kvloom_prompt_tokens_found", "Those that were found in pages.", report.tokens_found),
+            ("kvloom_generated_tokens", "New tokens of all answers.", self._session.num_new),
             ("kvloom_computed_tokens", "Tokens that went through the model.", report.tokens_computed),
             ("kvloom_steps", "Forwards of the model.", report.steps),
             ("kvloom_preemptions", "How often a request lost its pages to others.", report.preemptions),

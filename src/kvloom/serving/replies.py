@@ -20,8 +20,7 @@ def error_body(status: int, message: str) -> dict[str, Any]:
 
 def error_reply(status: int, message: str) -> JSONResponse:
     """An error as a whole answer."""
-    headers = {401: {"WWW-Authenticate": "Bearer"}, 429: {"Retry-After": "1"}}.get(status)
-    return JSONResponse(error_body(status, message), status, headers)
+    return JSONResponse(error_body(status, message), status, {"Retry-After": "1"} if status == 429 else None)
 
 
 class EventStream:

@@ -11,11 +11,12 @@ import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from kvloom.errors import KVError
-from kvloom.serving import Refused
+from kvloom.serving import Refused, dashboard
 from kvloom.serving.endpoints import Endpoint
 from kvloom.serving.guard import Guard
 from kvloom.serving.metrics import Metrics
@@ -32,8 +33,8 @@ def application(session: Session, names: tuple[str, ...], settings: Settings) ->
         names: Of the model, the first of which is given out.
         settings: Of the server.
     """
-    metrics = Metrics(session.report)
-    session.on_first_token, session.on_tokens = metrics.first_token.observe, metrics.tokens.inc
+    metrics = Metrics(session)
+    session.on_first_token = metrics.first_token.observe
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -54,6 +55,12 @@ def application(session: Session, names: tuple[str, ...], settings: Settings) ->
     async def show_metrics(request: Request) -> Response:
         return Response(metrics.text(), media_type="text/plain; version=0.0.4")
 
+    async def show_dashboard(request: Request) -> Response:
+        return HTMLResponse(dashboard.page(), headers=dashboard.HEADERS)
+
+    async def show_state(request: Request) -> Response:
+        return JSONResponse(dashboard.state_of(session, names[0]), headers={"Cache-Control": "no-store"})
+
     app = Starlette(
         routes=[
             Route("/v1/chat/completions", Endpoint(session, names, "chat").answer, methods=["POST"]),
@@ -61,6 +68,8 @@ def application(session: Session, names: tuple[str, ...], settings: Settings) ->
             Route("/v1/models", models),
             Route("/health", health),
             Route("/metrics", show_metrics),
+            Route("/dashboard", show_dashboard),
+            Route("/dashboard/state", show_state),
         ],
         exception_handlers={KVError: _refuse, HTTPException: _refuse, 500: _fail},
         lifespan=lifespan,
@@ -78,6 +87,30 @@ async def _fail(request: Request, error: Exception) -> Response:
     return error_reply(500, "the server failed")
 
 
+class TimelyProtocol(H11Protocol):
+    """HTTP as uvicorn speaks it; a connection is closed unless whole headers come in time.
+
+    uvicorn's own timer begins behind the first answer, and ends with the next byte.
+    """
+
+    def connection_made(self, transport: Any) -> None:
+        """As theirs, and starts the timer."""
+        super().connection_made(transport)
+        self.timeout_keep_alive_task = self.loop.call_later(
+            self.timeout_keep_alive, self.timeout_keep_alive_handler
+        )
+
+    def data_received(self, data: bytes) -> None:
+        """As theirs; the timer runs on until a request has come."""
+        timer, self.timeout_keep_alive_task = self.timeout_keep_alive_task, None
+        last = self.cycle
+        super().data_received(data)
+        if timer is not None and self.cycle is last:
+            self.timeout_keep_alive_task = timer
+        elif timer is not None:
+            timer.cancel()
+
+
 def listener_of(settings: Settings) -> socket.socket:
     """A socket that listens; raises OSError if the address is taken or none of this machine."""
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
@@ -88,13 +121,14 @@ def server_of(app: Any, settings: Settings) -> uvicorn.Server:
     """What serves an application on a listener: ``server.run(sockets=[listener])``."""
     config = uvicorn.Config(
         app,
-        http="h11",
+        http=TimelyProtocol,
         ws="none",
         lifespan="on",
         log_level="warning",
         access_log=False,
         proxy_headers=False,
         server_header=False,
+        timeout_keep_alive=settings.header_seconds,  # type: ignore[arg-type]  # any number of seconds will do
         timeout_graceful_shutdown=max(1, round(settings.drain_seconds)),
     )
     return uvicorn.Server(config)

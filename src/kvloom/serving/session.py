@@ -53,8 +53,7 @@ class Session:
         settings: Of the server.
         config: A ``ContinuousBatchingConfig``.
         on_first_token: Called with the seconds from a request to its first new token.
-        on_tokens: Called with a number of new tokens.
-        options: Of ``continuous_batching``.
+        kv: As of ``continuous_batching``.
 
     Raises:
         KVError: the model, an option or the configuration cannot be served.
@@ -68,14 +67,14 @@ class Session:
         config: ContinuousBatchingConfig,
         *,
         on_first_token: Callable[[float], None] = lambda seconds: None,
-        on_tokens: Callable[[int], None] = lambda count: None,
-        **options: Any,
+        kv: str = "auto",
     ) -> None:
         if getattr(tokenizer, "backend_tokenizer", None) is None:
             raise ArgumentError(f"model must have a fast tokenizer, got {type(tokenizer).__name__}")
-        self.model, self.tokenizer, self.settings = model, tokenizer, settings
-        self.on_first_token, self.on_tokens = on_first_token, on_tokens
-        continuous_batching(model, **options)
+        self.model, self.tokenizer, self.settings, self.kv = model, tokenizer, settings, kv
+        tokenizer("")  # drops what its file says of truncation: from now on threads may share it
+        self.on_first_token = on_first_token
+        continuous_batching(model, kv)
         eos = model.generation_config.eos_token_id
         ends = [] if eos is None else eos if isinstance(eos, list) else [eos]
         self.end_tokens = frozenset(ends)
@@ -83,6 +82,8 @@ class Session:
         self.manager = model.init_continuous_batching(greedy, config)
         choose_by_request(self.manager)
         self.readers: dict[str, Answers] = {}
+        self.num_new = 0
+        """New tokens of all answers."""
         self._room = 0
 
     @property
@@ -112,6 +113,13 @@ class Session:
             answers.close()
         await asyncio.to_thread(self.manager.stop, hard_stop=True)
 
+    def expect_place(self, count: int) -> None:
+        """Raise Refused unless ``count`` answers more may begin."""
+        if not self.alive:
+            raise Refused(503, "the session has ended")
+        if len(self.readers) + count > self.settings.max_answers:
+            raise Refused(429, f"{len(self.readers)} answers are being computed, try again later")
+
     def ask(self, tokens: Sequence[int], wanted: Wanted, salt: str, keep_special: bool = False) -> "Answers":
         """Begin the answers to a prompt; whoever asks reads ``pieces`` or calls ``close``.
 
@@ -125,10 +133,7 @@ class Session:
             ArgumentError: the prompt is empty, or it is too long, alone or with the new tokens.
             Refused: there is too much to do, or no session.
         """
-        if not self.alive:
-            raise Refused(503, "the session has ended")
-        if len(self.readers) + wanted.count > self.settings.max_answers:
-            raise Refused(429, f"{len(self.readers)} answers are being computed, try again later")
+        self.expect_place(wanted.count)
         if not tokens:
             raise ArgumentError("the prompt must be at least one token, got none")
         room = self._room - len(tokens)
@@ -258,7 +263,7 @@ class Answers:
                     if answer.finish_reason is None:
                         piece = answer.read(output, session.end_tokens)
                         self.num_new += len(piece.tokens)
-                        session.on_tokens(len(piece.tokens))
+                        session.num_new += len(piece.tokens)
                         if piece.finish_reason is not None:
                             self._leave(name, ended=output.is_finished())
                         yield piece

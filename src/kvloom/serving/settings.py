@@ -25,6 +25,7 @@ class Settings:
         max_seconds: For one request, from its last byte to the last byte of its answer.
         max_body_bytes: Of a request.
         max_header_bytes: Of a request, names and values together.
+        header_seconds: In which the next request's headers must have come on a connection.
         body_seconds: In which the body of a request must have come.
         drain_seconds: That a server which is stopped gives the answers that have begun.
     """
@@ -37,6 +38,7 @@ class Settings:
     max_seconds: float = 600.0
     max_body_bytes: int = 4 << 20
     max_header_bytes: int = 16 << 10
+    header_seconds: float = 10.0
     body_seconds: float = 30.0
     drain_seconds: float = 30.0
 
@@ -47,6 +49,7 @@ class Settings:
             "max_seconds",
             "max_body_bytes",
             "max_header_bytes",
+            "header_seconds",
             "body_seconds",
             "drain_seconds",
         ):

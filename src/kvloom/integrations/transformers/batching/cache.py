@@ -34,10 +34,10 @@ _FIRST: Final = 64
 class _Held:
     """What one request holds."""
 
-    __slots__ = ("first_slots", "num_found", "salt", "table")
+    __slots__ = ("first_slots", "num_found", "num_prompt", "salt", "table")
 
-    def __init__(self, table: PageTable, salt: str, num_found: int = 0) -> None:
-        self.table, self.salt, self.num_found = table, salt, num_found
+    def __init__(self, table: PageTable, salt: str, num_prompt: int, num_found: int) -> None:
+        self.table, self.salt, self.num_prompt, self.num_found = table, salt, num_prompt, num_found
         self.first_slots: Tensor | None = None  # ``[P]``, made when they are needed
 
 
@@ -240,16 +240,18 @@ class BatchCache:
             parent.table.truncate(src_state.current_len())  # room for a token is given up, which all write
             parent.first_slots = None
             for request_id in dst_req_ids:
-                child = self._held[request_id] = _Held(parent.table.fork(), parent.salt)
-                child.num_found = parent.num_found
+                self._held[request_id] = _Held(
+                    parent.table.fork(), parent.salt, parent.num_prompt, parent.num_found
+                )
         return dst_req_ids
 
     def perform_cache_copy(self, copy_src_and_dst: Any) -> None:
         """Nothing to do: pages are copied when they are written."""
 
     def _hold(self, state: Any, table: PageTable, num_found: int = 0) -> None:
-        self._held[state.request_id] = _Held(table, salt_of(state), num_found)
-        self.num_asked += len(state.initial_tokens)
+        num_prompt = len(state.initial_tokens)
+        self._held[state.request_id] = _Held(table, salt_of(state), num_prompt, num_found)
+        self.num_asked += num_prompt
 
     def _release(self, refs: Sequence[Any]) -> None:
         for ref in refs:
@@ -371,23 +373,20 @@ class BatchCache:
     def page_map(self) -> PageMap:
         """Which page holds what."""
         with self.lock:
+            ids = self.block_table
             requests = tuple(
                 RequestPages(
-                    name,
-                    held.salt,
-                    held.table.num_tokens,
-                    held.num_found,
-                    tuple(ref.id for ref in held.table.pages),
+                    name, held.salt, held.num_prompt, held.table.num_tokens, held.num_found, tuple(ids[name])
                 )
                 for name, held in self._held.items()
             )
-            holders = Counter(page for request in requests for page in request.pages)
-            pool, states = self.pages.pool, []
-            for page in range(pool.num_pages):
-                count = holders[page]
-                idle = "free" if pool.is_free(page) else "evictable"
-                states.append("shared" if count > 1 else "active" if count else idle)
-            return PageMap(tuple(states), requests)
+            pool = self.pages.pool
+            states = ["free"] * pool.num_pages
+            for ref in pool.evictable():
+                states[ref.id] = "evictable"
+        for page, count in Counter(page for request in requests for page in request.pages).items():
+            states[page] = "shared" if count > 1 else "active"
+        return PageMap(tuple(states), requests)
 
     def check(self) -> None:
         """Recompute every invariant of the pages; raises ``StateError`` on the first that does not hold."""

@@ -10,6 +10,7 @@ class RequestPages:
     Attributes:
         request_id: Of the manager.
         salt: Its ``cache_salt``.
+        num_prompt: Tokens of its prompt, to which a preemption adds those that it has generated.
         num_tokens: Tokens that have their place, those of the current step among them.
         num_found: Tokens of its prompt whose pages were found, and needed no compute.
         pages: Ids of its pages, in order.
@@ -17,6 +18,7 @@ class RequestPages:
 
     request_id: str
     salt: str
+    num_prompt: int
     num_tokens: int
     num_found: int
     pages: tuple[int, ...]

@@ -1,0 +1,194 @@
+"""The dashboard, in a browser and without one."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from oracles.serving import PROMPT, Served, served
+
+from kvloom.serving.dashboard import page, runs_of
+
+CHROMIUM = shutil.which("chromium")
+DRIVER = shutil.which("chromedriver")
+NEEDS_BROWSER = pytest.mark.skipif(
+    CHROMIUM is None or DRIVER is None, reason="needs a browser: apt-get install chromium chromium-driver"
+)
+FLAGS = [
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--disable-dev-shm-usage",
+    "--window-size=1280,900",
+]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Served]:
+    with served(api_keys=("secret", "other"), config={"num_blocks": 400}) as running:
+        yield running
+
+
+@pytest.fixture
+def busy(server: Served) -> Iterator[Served]:
+    """A server with six long answers: four of one key share their prefix, and one of another has its own."""
+    stop = threading.Event()
+
+    def ask(number: int) -> None:
+        with server.client("secret" if number < 4 else "other") as client:
+            stream = client.completions.create(
+                model="bundled",
+                prompt=(f"# {time.time_ns()}\n" if number == 5 else "") + PROMPT * 3,
+                max_tokens=900,
+                temperature=2,
+                seed=number,
+                stream=True,
+            )
+            for _ in stream:
+                if stop.is_set():
+                    stream.close()
+                    return
+
+    clients = [threading.Thread(target=ask, args=(number,)) for number in range(6)]
+    for thread in clients:
+        thread.start()
+    server.until(running=6)
+    yield server
+    stop.set()
+    for thread in clients:
+        thread.join()
+    server.until(running=0, active=0)
+
+
+@pytest.fixture
+def output(tmp_path: Path) -> Path:
+    """Where screenshots go."""
+    folder = Path(os.environ.get("KVLOOM_SCREENSHOTS", tmp_path))
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+@pytest.fixture
+def browser(tmp_path: Path) -> Iterator[Any]:
+    pytest.importorskip("selenium", reason="needs selenium")
+    from selenium import webdriver
+
+    options = webdriver.ChromeOptions()
+    options.binary_location = str(CHROMIUM)
+    for flag in (*FLAGS, f"--user-data-dir={tmp_path / 'profile'}"):
+        options.add_argument(flag)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    driver = webdriver.Chrome(options, webdriver.ChromeService(DRIVER))
+    try:
+        yield driver
+    finally:
+        driver.quit()
+
+
+def wait(condition: Any) -> Any:
+    """What ``condition`` returns, as soon as that is true."""
+    while not (found := condition()):
+        time.sleep(0.05)
+    return found
+
+
+def test_the_page_loads_nothing_from_elsewhere(server: Served) -> None:
+    text = page()
+    assert "http" not in text.replace("http://www.w3.org/2000/svg", "")
+    assert server.send("GET", "/dashboard", key="secret") == (200, text.encode())
+
+
+def test_the_state_has_pages_and_reasons_and_no_text_and_no_salt(busy: Served) -> None:
+    status, answer = busy.send("GET", "/dashboard/state", key="secret")
+    state = json.loads(answer)
+    assert status == 200 and state["model"] == "bundled" and state["kv"] == "int8" and state["alive"]
+    assert len(state["pages"]) == state["report"]["num_pages"] and set(state["pages"]) <= set("fase")
+    groups = sorted(request["group"] for request in state["requests"])
+    assert len(groups) == 6 and groups.count(groups[0]) in (2, 4) and len(set(groups)) == 2
+    for request in state["requests"]:
+        ends = [0, *(end for _, _, end in request["runs"])]
+        assert [first for _, first, _ in request["runs"]] == ends[:-1] and ends == sorted(ends)
+        assert all(state["pages"][page] in "as" for page in request["pages"])
+    assert state["pages"].count("s") > 0
+    salts = {request.salt for request in busy.session.manager.page_map().requests}
+    assert salts and not any(salt.encode() in answer for salt in salts) and b"import" not in answer
+
+
+@pytest.mark.parametrize(
+    ("num_prompt", "num_found", "num_tokens", "runs"),
+    [
+        (40, 0, 50, [("unknown", 0, 16), ("behind", 16, 32), ("partial", 32, 40), ("new", 40, 50)]),
+        (40, 16, 40, [("found", 0, 16), ("unknown", 16, 32), ("partial", 32, 40)]),
+        (40, 32, 41, [("found", 0, 32), ("partial", 32, 40), ("new", 40, 41)]),
+        (48, 32, 49, [("found", 0, 32), ("last", 32, 48), ("new", 48, 49)]),
+        (48, 0, 20, [("unknown", 0, 16), ("behind", 16, 20)]),
+        (5, 0, 6, [("partial", 0, 5), ("new", 5, 6)]),
+        (16, 0, 16, [("last", 0, 16)]),
+    ],
+)
+def test_each_page_of_a_request_has_a_reason(
+    num_prompt: int, num_found: int, num_tokens: int, runs: list[tuple[str, int, int]]
+) -> None:
+    assert runs_of(num_prompt, num_found, num_tokens, 16) == runs
+
+
+@NEEDS_BROWSER
+def test_a_browser_shows_the_session_live(busy: Served, browser: Any, output: Path) -> None:
+    from selenium.webdriver.common.by import By
+    from selenium.webdriver.common.keys import Keys
+
+    def text(name: str) -> str:
+        return str(browser.find_element(By.ID, name).text)
+
+    address = f"127.0.0.1:{busy.port}/dashboard"
+    browser.get(f"http://{address}")
+    assert "kvloom" not in browser.title  # the browser asks for a key before there is a page
+    browser.get(f"http://any:secret@{address}")
+    wait(lambda: len(browser.find_elements(By.CSS_SELECTOR, "#requests tr:not(.ended)")) == 6)
+    wait(lambda: text("speed") not in ("\u2013", "0.0"))
+    assert text("queue") == "6 + 0" and text("model") == "bundled" and text("offline") == ""
+    assert "#" in text("sharing") and "shared" in text("legend")
+    first = text("finished"), text("preemptions")
+    wait(lambda: (text("finished"), text("preemptions")) != first)  # it is live
+
+    rows = browser.find_elements(By.CSS_SELECTOR, "#requests tr")
+    (alone,) = [row for row in rows if " 0 %" in row.text]
+    assert "#" not in alone.text.partition("%")[2]  # it shares with nobody
+    button = alone.find_element(By.TAG_NAME, "button")
+    button.send_keys(Keys.ENTER)
+    wait(lambda: "Request #" in text("detail"))
+    assert "nobody computed them yet" in text("detail") and "Behind a missed page" in text("detail")
+    assert "Generated." in text("detail")
+    assert button.get_attribute("aria-pressed") == "true"
+    time.sleep(1.2)
+    assert browser.switch_to.active_element == button  # new states leave the focus where it is
+    browser.save_screenshot(str(output / "dashboard-light.png"))
+
+    browser.find_element(By.ID, "map").send_keys(Keys.END, Keys.HOME, Keys.ARROW_RIGHT, Keys.ARROW_DOWN)
+    assert text("hint").startswith("Page ")
+    browser.find_element(By.TAG_NAME, "body").send_keys(Keys.ESCAPE)
+    wait(lambda: "Select one" in text("detail"))
+    features = [{"name": "prefers-color-scheme", "value": "dark"}]
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
+    browser.find_element(By.ID, "map").send_keys(Keys.HOME, Keys.ENTER)
+    wait(lambda: "Request #" in text("detail"))
+    browser.save_screenshot(str(output / "dashboard-dark.png"))
+    browser.set_window_size(500, 1400)
+    time.sleep(0.7)
+    browser.save_screenshot(str(output / "dashboard-narrow.png"))
+    width = browser.execute_script("return document.documentElement.scrollWidth - innerWidth")
+    assert width <= 0  # nothing is wider than the window
+    problems = [x for x in browser.get_log("browser") if "401" not in x["message"]]
+    assert not problems
