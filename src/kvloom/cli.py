@@ -17,7 +17,7 @@ from kvloom import __version__
 from kvloom.core.spelling import STORAGE, parse_kind
 from kvloom.errors import ArgumentError, KVError
 from kvloom.models import bundled_model_path, check_model_folder
-from kvloom.serving import command
+from kvloom.serving import bench, command
 
 _DEMO_KINDS = ["float32", "int8", "int4"]
 _DEMO_PROMPT_CHARACTERS = 2200
@@ -87,6 +87,15 @@ def _parser() -> argparse.ArgumentParser:
     serve = commands.add_parser("serve", help="a server for OpenAI's clients, many requests at once")
     command.add_options(serve)
     serve.set_defaults(run=_serve)
+
+    benches = commands.add_parser("bench", help="time a running server").add_subparsers(
+        required=True, metavar="what"
+    )
+    served = benches.add_parser(
+        "serve", help="many clients at once, of any server that OpenAI's client can ask"
+    )
+    bench.add_options(served)
+    served.set_defaults(run=_bench_serve)
 
     info = commands.add_parser("info", help="version, backends, CPU capability, devices")
     info.add_argument("--probe", action="store_true", help="time attention with each instruction set")
@@ -197,6 +206,11 @@ def _demo(args: argparse.Namespace) -> None:
 def _serve(args: argparse.Namespace) -> None:
     with _options_named("kv|host|port|page_size|max_\\w+|drain_seconds"):
         command.run(args, _load_for_server)
+
+
+def _bench_serve(args: argparse.Namespace) -> None:
+    with _options_named("requests|clients|system|words|new_tokens|turns|scale|speed|trace"):
+        bench.run(args)
 
 
 def _load_for_server(path: Path | None) -> tuple[Any, Any]:

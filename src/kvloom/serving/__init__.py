@@ -27,8 +27,8 @@ class Refused(KVError):
         self.status = status
 
 
-def expect_installed() -> None:
-    """Raise UnsupportedError, with the command that helps, unless all ``PACKAGES`` are there."""
-    missing = [name for name in PACKAGES if find_spec(name) is None]
+def expect_installed(names: tuple[str, ...] = PACKAGES) -> None:
+    """Raise UnsupportedError, with the command that helps, unless all packages are there."""
+    missing = [name for name in names if find_spec(name) is None]
     if missing:
         raise UnsupportedError(f"this needs {', '.join(missing)}: pip install {' '.join(missing)}")

@@ -1,0 +1,119 @@
+"""``kvloom bench serve``: how fast a server answers many clients."""
+
+import argparse
+import asyncio
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any, Final
+
+from kvloom.errors import ArgumentError, KVError
+from kvloom.serving import expect_installed
+from kvloom.serving.settings import KEYS_VARIABLE, Settings, keys_from
+from kvloom.serving.workloads import Conversation, chats, replay
+
+SCENARIOS: Final = ("shared", "chat", "trace")
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The options of ``kvloom bench serve``."""
+    parser.add_argument("--url", default=f"http://{Settings.host}:{Settings.port}/v1", metavar="URL")
+    parser.add_argument("--api-key", metavar="KEY", help=f"the first of {KEYS_VARIABLE} if not said")
+    parser.add_argument("--model", metavar="NAME", help="the server's first if not said")
+    parser.add_argument(
+        "--scenario",
+        choices=SCENARIOS,
+        default="shared",
+        help="one system prompt; conversations of several turns; or the requests of --trace",
+    )
+    parser.add_argument("--requests", type=int, default=64, metavar="N")
+    parser.add_argument("--clients", type=int, default=8, metavar="N", help="requests at a time")
+    parser.add_argument("--system", type=int, default=256, metavar="N", help="words of the system prompt")
+    parser.add_argument("--words", type=int, default=32, metavar="N", help="of each request behind it")
+    parser.add_argument("--new-tokens", type=int, default=32, metavar="N")
+    parser.add_argument("--turns", type=int, default=4, metavar="N", help="of each conversation of chat")
+    parser.add_argument("--trace", type=Path, metavar="F", help="JSON lines in Mooncake's format")
+    parser.add_argument("--scale", type=float, default=64.0, metavar="X", help="divides lengths of a trace")
+    parser.add_argument("--speed", type=float, default=1.0, metavar="X", help="divides times of a trace")
+    parser.add_argument("--json", action="store_true", help="print JSON, not a table")
+
+
+def conversations_of(args: argparse.Namespace) -> list[Conversation]:
+    """What the options ask for.
+
+    Raises:
+        ArgumentError: an option has no such value.
+    """
+    for name in ("requests", "clients", "system", "words", "new_tokens", "turns", "scale", "speed"):
+        if not getattr(args, name) > 0:
+            raise ArgumentError(f"{name} must be above 0, got {getattr(args, name)}")
+    if (args.scenario == "trace") != (args.trace is not None):
+        raise ArgumentError("trace must be given with --scenario trace, and with no other")
+    if args.scenario == "trace":
+        return replay(args.trace, args.requests, args.scale, args.speed)
+    turns = args.turns if args.scenario == "chat" else 1
+    return chats(args.requests, turns, args.system, args.words, args.new_tokens)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Ask, and print what was measured.
+
+    Raises:
+        KVError: an option has no such value, nobody answers, or no request was answered.
+    """
+    conversations = conversations_of(args)
+    expect_installed(("openai", "rich"))
+    summary = asyncio.run(_measure(args, conversations))
+    if args.json:
+        sys.stdout.write(json.dumps(summary) + "\n")
+    else:
+        _print(summary)
+
+
+async def _measure(args: argparse.Namespace, conversations: list[Conversation]) -> dict[str, Any]:
+    import openai
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from kvloom.serving.load import Measured, measure
+
+    key = args.api_key or next(iter(keys_from(())), "none")
+    async with openai.AsyncOpenAI(base_url=args.url, api_key=key, max_retries=0) as client:
+        try:
+            model = args.model or (await client.models.list()).data[0].id
+        except openai.APIError as error:
+            raise KVError(f"no server answers at {args.url}: {error}") from error
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        with Progress(*columns, TextColumn("{task.fields[rate]}"), console=Console(stderr=True)) as progress:
+            total = sum(len(conversation.turns) for conversation in conversations)
+            task = progress.add_task(args.scenario, total=total, rate="")
+
+            def observe(measured: Measured) -> None:
+                done = measured.ended + measured.refused + len(measured.errors)
+                rate = f"{measured.new_tokens / measured.seconds:.0f} tokens/s, {measured.refused} refused"
+                progress.update(task, completed=done, rate=rate)
+
+            measured = await measure(client, model, conversations, args.clients, observe)
+    if not measured.ended:
+        reason = measured.errors[0] if measured.errors else "the server refused all of them"
+        raise KVError(f"no request was answered: {reason}")
+    return {"scenario": args.scenario, "model": model, "clients": args.clients, **measured.summary()}
+
+
+def _print(summary: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=f"{summary['model']}: {summary['scenario']}, {summary['clients']} clients")
+    table.add_column("")
+    table.add_column("", justify="right")
+    ended = f"{summary['ended']} ended, {summary['refused']} refused, {summary['failed']} failed"
+    table.add_row("requests", f"{ended} in {summary['seconds']:.1f} s")
+    table.add_row("new tokens per second", f"{summary['new_tokens_per_s']:,.1f}")
+    table.add_row("requests per second", f"{summary['requests_per_s']:,.2f}")
+    table.add_row("prompt tokens found", f"{summary['hit_rate']:.1%} of {summary['prompt_tokens']:,}")
+    for name, title in (("first_token_ms", "to the first token"), ("between_tokens_ms", "between tokens")):
+        shown = ", ".join(f"{p} {value:,.1f}" for p, value in summary[name].items())
+        table.add_row(f"{title}, ms", shown)
+    Console(width=int(os.environ.get("COLUMNS", "80"))).print(table)

@@ -1,0 +1,127 @@
+"""``kvloom bench serve`` against a real server: what it counts is what the server counted."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from oracles.serving import Served, served
+
+from kvloom.cli import main
+from kvloom.serving.load import percentiles
+
+TRACE = [
+    {"timestamp": 0, "input_length": 1500, "output_length": 64, "hash_ids": [1, 2, 3]},
+    {"timestamp": 200, "input_length": 1536, "output_length": 96, "hash_ids": [1, 2, 4]},
+    {"timestamp": 400, "input_length": 600, "output_length": 1, "hash_ids": [1, 5]},
+    {"timestamp": 99999, "input_length": 1, "output_length": 1, "hash_ids": [6]},
+]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Served]:
+    with served(api_keys=("secret",), max_answers=4) as running:
+        yield running
+
+
+@pytest.fixture(autouse=True)
+def key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVLOOM_API_KEY", "secret")
+
+
+def bench(server: Served, capsys: pytest.CaptureFixture[str], *options: str) -> dict[str, Any]:
+    """What ``--json`` prints."""
+    url = f"http://127.0.0.1:{server.port}/v1"
+    assert main(["bench", "serve", "--url", url, "--json", *options]) == 0
+    result: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return result
+
+
+def test_a_shared_prompt_is_found_by_all_but_the_first(
+    server: Served, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = server.session.report()
+    options = ("--requests", "6", "--clients", "2", "--system", "64", "--words", "8", "--new-tokens", "5")
+    result = bench(server, capsys, *options)
+    after = server.session.report()
+    assert (result["scenario"], result["model"], result["clients"]) == ("shared", "bundled", 2)
+    assert (result["ended"], result["refused"], result["failed"]) == (6, 0, 0)
+    assert result["prompt_tokens"] == after.tokens_asked - before.tokens_asked
+    found = after.tokens_found - before.tokens_found
+    assert result["hit_rate"] == pytest.approx(found / result["prompt_tokens"]) and found >= 5 * 64
+    assert 6 <= result["new_tokens"] <= 30
+    for name in ("first_token_ms", "between_tokens_ms"):
+        assert 0 < result[name]["p50"] <= result[name]["p90"] <= result[name]["p99"]
+
+
+def test_a_turn_of_a_chat_finds_the_turns_before_it(
+    server: Served, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ("--scenario", "chat", "--requests", "5", "--turns", "3", "--clients", "1")
+    result = bench(server, capsys, *options, "--system", "8", "--words", "40", "--new-tokens", "4")
+    assert result["ended"] == 5 and result["hit_rate"] > 0.3
+
+
+def test_a_trace_is_replayed_smaller_and_faster(
+    server: Served, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "trace.jsonl"
+    file.write_text("".join(json.dumps(line) + "\n" for line in TRACE))
+    options = (
+        "--scenario",
+        "trace",
+        "--trace",
+        str(file),
+        "--requests",
+        "3",
+        "--scale",
+        "16",
+        "--speed",
+        "2",
+    )
+    result = bench(server, capsys, *options)
+    assert result["ended"] == 3 and result["new_tokens"] <= 4 + 6 + 1
+    assert result["seconds"] >= 0.2  # the third one is asked for after 0.4 s, at twice the speed
+    assert result["hit_rate"] >= (64 + 32 - 32) / (94 + 96 + 38)
+
+
+def test_refused_requests_are_counted_and_a_table_is_printed(
+    server: Served, capsys: pytest.CaptureFixture[str]
+) -> None:
+    url = f"http://127.0.0.1:{server.port}/v1"
+    options = ("--requests", "12", "--clients", "12", "--system", "300", "--new-tokens", "40")
+    assert main(["bench", "serve", "--url", url, *options]) == 0
+    out = capsys.readouterr().out
+    assert "bundled: shared, 12 clients" in out and "0 failed" in out and " 0 refused" not in out
+    assert "new tokens per second" in out and "p99" in out
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--requests", "0"], "--requests must be above 0, got 0"),
+        (["--scenario", "trace"], "--trace must be given with --scenario trace"),
+        (["--trace", "x"], "--trace must be given with --scenario trace, and with no other"),
+        (["--scenario", "trace", "--trace", "/nowhere"], "--trace must be a file of JSON lines"),
+        (["--scenario", "trace", "--trace", os.devnull], "no request was answered"),
+        (["--scenario", "trace", "--trace", __file__], 'hash_ids in line 1, got \'"""``kvloom bench'),
+        (["--api-key", "wrong"], "no server answers at http://127.0.0.1"),
+        (["--model", "other", "--requests", "1"], "no request was answered: Error code: 404"),
+    ],
+)
+def test_what_cannot_be_measured_is_a_sentence(
+    server: Served, options: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    url = f"http://127.0.0.1:{server.port}/v1"
+    assert main(["bench", "serve", "--url", url, *options]) == 2
+    assert words in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_percentiles_are_values_that_were_measured() -> None:
+    assert percentiles([]) == {"p50": 0, "p90": 0, "p99": 0}
+    assert percentiles([0.003]) == {"p50": 3, "p90": 3, "p99": 3}
+    assert percentiles([x / 1000 for x in range(100, 0, -1)]) == {"p50": 50, "p90": 90, "p99": 99}
