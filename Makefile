@@ -167,7 +167,7 @@ bench: $(READY) .venv-bench/.ready .venv-vllm/.ready
 	$(PYTHON) -m venv .venv-bench
 	.venv-bench/bin/python $(PIP) install $(TORCH)
 	.venv-bench/bin/python $(PIP) install $(BUILD)
-	for extras in transformers,onnx,bench transformers,onnx; do \
+	for extras in transformers,serve,onnx,bench transformers,serve,onnx; do \
 	    .venv-bench/bin/python $(PIP) install $(UNBUILT) --editable ".[$$extras]" && break; \
 	done
 	@touch $@

@@ -230,6 +230,26 @@ def serving_section(result: dict[str, Any]) -> str:
     )
 
 
+def serving_http_section(result: dict[str, Any]) -> str:
+    """Many clients of a server."""
+    answers = result["clients"] * result["rounds"]
+    rows = [
+        [
+            x["way"],
+            f"{x['cpu_s']:.1f} ({x['less']:.1f}x less)",
+            f"{x['wall_s']:.1f}",
+            f"{x['same']} of {answers}",
+        ]
+        for x in result["rows"]
+    ]
+    return (
+        f"Seconds in which a server answers {result['clients']} clients at once with 48 tokens each, behind "
+        "3,000 characters that all share: the bundled model in float32, medians of "
+        f"{result['rounds']} rounds, each with a prefix of its own. *Same*: answers that are the first "
+        "server's.\n\n" + table(["", "CPU time of the server", "until the last answer", "same"], rows)
+    )
+
+
 def dispatch_section(result: dict[str, Any]) -> str:
     """What a call costs before a kernel runs."""
     rows = [
@@ -301,6 +321,7 @@ SECTIONS = {
     "sharing": Section("Sharing pages", sharing_section, QUANTIZED),
     "prefix": Section("A known prefix", prefix_section, OURS),
     "serving": Section("Many requests at once", serving_section, OURS),
+    "serving_http": Section("Many clients of a server", serving_http_section, OURS),
     "movement": Section("Moving keys and values", movement_section, ("torch",)),
     "attend_cpu": Section("Attention on the CPU", attend_cpu_section, RUNTIMES),
     "prefill_cpu": Section("Prompts on the CPU", prefill_cpu_section, RUNTIMES),

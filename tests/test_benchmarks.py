@@ -76,6 +76,15 @@ def test_serving_runs_every_way_over_every_workload(quick: Callable[..., Any]) -
     assert (kept["kvloom float"], kept["kvloom int8"], kept["kvloom int4"]) == (2560, 1320, 680)
 
 
+def test_servers_answer_the_same_through_http(quick: Callable[..., Any]) -> None:
+    pytest.importorskip(
+        "fastapi", reason="transformers serve needs fastapi: pip install 'transformers[serving]'"
+    )
+    rows = quick("serving_http")["rows"]
+    assert [x["way"] for x in rows] == ["transformers serve", "kvloom float", "kvloom int8"]
+    assert all(x["cpu_s"] > 0 for x in rows) and rows[0]["same"] == rows[1]["same"] == 2
+
+
 def test_the_readme_table_is_cut_from_the_sections(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     long_contexts = runpy.run_path(str(BENCHMARKS / "report.py"))["long_contexts"]
