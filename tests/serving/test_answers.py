@@ -77,6 +77,14 @@ def test_chats_go_through_the_template(client: openai.OpenAI) -> None:
     assert chunks[-1].choices[0].finish_reason == "length"
 
 
+def test_a_model_without_a_template_says_what_to_do(
+    client: openai.OpenAI, server: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server.session.tokenizer, "chat_template", None)
+    with pytest.raises(openai.BadRequestError, match="serve --chat-template F"):
+        client.chat.completions.create(model="bundled", messages=[{"role": "user", "content": "x"}])
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_nothing_comes_from_a_stop_on(client: openai.OpenAI, server: Served, stream: bool) -> None:
     options: dict[str, Any] = {"model": "bundled", "prompt": PROMPT, "max_tokens": 40}

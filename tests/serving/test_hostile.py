@@ -12,6 +12,9 @@ from typing import Any
 import pytest
 from oracles.serving import PROMPT, Served, served
 
+from kvloom.errors import ArgumentError
+from kvloom.serving.wanted import Wanted
+
 VALUES: list[Any] = [
     -1,
     2**70,
@@ -132,8 +135,5 @@ def test_hostile_requests_are_refused_and_leave_nothing() -> None:
 @pytest.mark.parametrize("field", ["penalty_of_nobody", "frequency_penalty", "logit_bias"])
 def test_a_field_that_is_not_served_is_named(field: str) -> None:
     """What the test above adds to each request is what refuses it, and nothing else of the request."""
-    from kvloom.errors import ArgumentError
-    from kvloom.serving.wanted import Wanted
-
     with pytest.raises(ArgumentError, match=field):
         Wanted.of({"prompt": "x", field: 1}, "text", None)

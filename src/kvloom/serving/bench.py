@@ -105,9 +105,10 @@ def _print(summary: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title=f"{summary['model']}: {summary['scenario']}, {summary['clients']} clients")
-    table.add_column("")
-    table.add_column("", justify="right")
+    title = f"{summary['model']}: {summary['scenario']}, {summary['clients']} clients"
+    table = Table(title=title, show_header=False)
+    table.add_column()
+    table.add_column(justify="right")
     ended = f"{summary['ended']} ended, {summary['refused']} refused, {summary['failed']} failed"
     table.add_row("requests", f"{ended} in {summary['seconds']:.1f} s")
     table.add_row("new tokens per second", f"{summary['new_tokens_per_s']:,.1f}")

@@ -68,6 +68,10 @@ class Endpoint:
         tokenizer = self._session.tokenizer
         if self._kind == "text":
             return _text_tokens(tokenizer, body.get("prompt")), None
+        if tokenizer.chat_template is None:
+            raise ArgumentError(
+                "messages need a chat template, which the model lacks: serve --chat-template F"
+            )
         messages, tools = _messages(body.get("messages")), body.get("tools")
         if body.get("tool_choice") == "none":
             tools = None
