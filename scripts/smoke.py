@@ -1,6 +1,7 @@
 """What an installed kvloom must do, wherever it was installed from: python scripts/smoke.py"""
 
 import sys
+from importlib.resources import files
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -16,6 +17,7 @@ sys.stdout.write(
 )
 assert cpu_kernels() in ("baseline", "avx2", "avx512", "amx"), cpu_kernels()
 assert "site-packages" in kvloom.__path__[0], kvloom.__path__
+assert files("kvloom.serving").joinpath("dashboard.html").is_file()
 
 spec = KVSpec(layers=1, heads=2, head_dim=16, dtype=torch.float32)
 kv = KVView.joint(spec.axes, spec.empty(num_tokens=8)[0])
