@@ -108,7 +108,7 @@ test-matrix: $(addprefix .venv-transformers-,$(MATRIX))
 	$@/bin/python $(PIP) install $(TORCH)
 	$@/bin/python $(PIP) install $(BUILD)
 	$@/bin/python $(PIP) install $(UNBUILT) --editable . \
-	    transformers==$* rich pytest pytest-xdist hypothesis
+	    transformers==$* rich xxhash pytest pytest-xdist hypothesis
 
 # dist/: the sdist, and built from it one wheel for every Python and every torch with the stable ABI. It is built as
 # pip builds an sdist for users, in an empty environment; only which torch is pinned.
@@ -206,5 +206,5 @@ $(READY): pyproject.toml CMakeLists.txt $(wildcard csrc/* csrc/kernels/*/*)
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python $(PIP) install $(TORCH)
 	$(BIN)/python $(PIP) install $(BUILD)
-	$(BIN)/python $(PIP) install --no-build-isolation --editable '.[transformers,serve,onnx,dev]'
+	$(BIN)/python $(PIP) install --no-build-isolation --editable '.[transformers,serve,store,onnx,dev]'
 	@touch $@

@@ -21,6 +21,14 @@ from kvloom.serving import bench, command
 
 _DEMO_KINDS = ["float32", "int8", "int4"]
 _DEMO_PROMPT_CHARACTERS = 2200
+_INSTALLED = {
+    "transformers": "transformers rich",
+    "safetensors": "transformers rich",
+    "rich": "transformers rich",
+    "xxhash": "xxhash",
+    "obstore": "obstore",
+    "redis": "redis",
+}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -37,9 +45,9 @@ def main(argv: list[str] | None = None) -> int:
         _give_up_output()
         return _fail(str(error))
     except ModuleNotFoundError as error:
-        if error.name not in ("transformers", "safetensors", "rich"):
+        if error.name not in _INSTALLED:
             raise
-        return _fail(f"this needs {error.name}: pip install transformers rich")
+        return _fail(f"this needs {error.name}: pip install {_INSTALLED[error.name]}")
     except KeyboardInterrupt:
         return _fail("interrupted", 130)
     return 0

@@ -1,7 +1,8 @@
 """Prefixes that the caches of one model share, found by their tokens."""
 
 from collections.abc import Sequence
-from typing import Any
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -15,6 +16,9 @@ from kvloom.integrations.transformers.cache import KVCache
 from kvloom.integrations.transformers.layers import KVCacheLayer
 from kvloom.paging import PageRef, PageTable, PrefixTree, check
 
+if TYPE_CHECKING:
+    from kvloom.store import KVStore
+
 
 class KVPool:
     """Pages of one size, in which a new cache finds what earlier ones computed for the same first tokens.
@@ -27,24 +31,42 @@ class KVPool:
         output = model.generate(input_ids, past_key_values=cache)
         pool.commit(cache, output)
 
+    With a store, what is committed is written behind, and what the pool lacks is read back if that takes less
+    time than computing it: in this process or another, later or elsewhere.
+
     Args:
         model: A ``PreTrainedModel`` all of whose layers attend to the whole sequence.
         pages: Where they keep their tokens.
+        store: What lies below the pages.
     """
 
-    def __init__(self, model: Any, pages: Pages) -> None:
+    def __init__(self, model: Any, pages: Pages, store: "KVStore | None" = None) -> None:
         self._empty = KVCache(make_layers(model, pages.format, sequences=Sequences(pages)))
         self._states = torch.empty(0, dtype=model.dtype, device=model.device)
         self._pages = pages
         self._tree = PrefixTree(pages.pool, pages.format.page_size)
         self._num_asked = self._num_found = 0
+        self._below = None
+        if store is not None:
+            from kvloom.integrations.transformers.identity import identify
+            from kvloom.store.below import StoreBelow
+
+            self._below = StoreBelow(store, pages, self._tree, *identify(model, pages.format))
+
+    def __enter__(self) -> "KVPool":  # noqa: PYI034 (Self is not in Python 3.10)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        """To be saved: the pages that can be found, and no model."""
+        """To be saved: the pages that can be found, and no model and no store."""
         known = list(self._tree.sequences())
         places = save_pages(self._pages, (ref for *_, refs in known for ref in refs))
         saved = [(salt, tokens, [places[ref] for ref in refs]) for salt, tokens, refs in known]
-        return vars(self) | {"_tree": saved}
+        return vars(self) | {"_tree": saved, "_below": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         saved = state.pop("_tree")
@@ -66,14 +88,27 @@ class KVPool:
         max_tokens: int,
         values: str | None = None,
         layout: str = "auto",
+        store: "KVStore | str | Sequence[str] | None" = None,
     ) -> "KVPool":
         """An empty pool of ``max_tokens`` token slots in each layer, taken at the first update.
 
         The other arguments are those of ``KVCache.for_model``.
 
+        Args:
+            model: As above.
+            kv: As above.
+            page_size: As above.
+            max_tokens: Token slots of each layer.
+            values: As above.
+            layout: As above.
+            store: A ``KVStore``, or URLs as it takes them, such as ``"file:///var/cache/kvloom"``. The model
+                then computes 128 tokens, and its weights are read once.
+
         Raises:
-            ArgumentError: as ``KVCache.for_model``.
-            UnsupportedError: a layer has a window or a recurrent state, which a prefix of pages cannot give.
+            ArgumentError: as ``KVCache.for_model``, or ``store`` is no URL of a store.
+            ModuleNotFoundError: a library that the store needs is not installed.
+            UnsupportedError: a layer has a window or a recurrent state, which a prefix of pages cannot give;
+                or there is a store, and the weights are not in memory.
         """
         config = text_config_of(model)
         format = cache_format(config, kv, page_size, max_tokens, values, layout)
@@ -83,7 +118,7 @@ class KVPool:
                     f"model must attend to the whole sequence in every layer, got {type(layer).__name__} in "
                     f"{type(model).__name__}"
                 )
-        return cls(model, Pages(format, is_kept=True))
+        return cls(model, Pages(format, is_kept=True), None if store is None else _opened(store))
 
     def begin(self, input_ids: Tensor, salt: str = "") -> KVCache:
         """A cache that holds the longest first part of every row that is known, in whole pages.
@@ -98,7 +133,7 @@ class KVPool:
         if not input_ids.numel():
             raise ArgumentError(f"input_ids must hold at least one token, got {list(input_ids.shape)}")
         cache = self._empty.fork()
-        found = [self._tree.match(row, salt, max_tokens=len(row) - 1) for row in input_ids.tolist()]
+        found = [self._find(row[:-1], salt) for row in input_ids.tolist()]
         num_pages = min(map(len, found))
         tables = [self._table(refs, num_pages) for refs in found]
         self._num_asked += input_ids.numel()
@@ -137,15 +172,35 @@ class KVPool:
             raise ArgumentError(
                 f"input_ids must be the {num_tokens} tokens of the cache, or one more, got {sizes['T']}"
             )
-        sequences.commit(self._tree, input_ids[:, :num_tokens].tolist(), salt)
+        rows = input_ids[:, :num_tokens].tolist()
+        sequences.commit(self._tree, rows, salt)
+        if self._below is not None:
+            for row, table in zip(rows, sequences.tables, strict=True):
+                self._below.keep(row, table.pages, salt)
+
+    def flush(self, timeout: float | None = None) -> bool:
+        """Wait until everything committed is in the store, or could not be written.
+
+        Args:
+            timeout: Seconds to wait for; ``None`` waits for ever.
+
+        Returns:
+            Whether nothing is left to write.
+        """
+        return self._below is None or self._below.store.flush(timeout)
+
+    def close(self) -> None:
+        """``flush``, and write nothing more to the store; other pools of one ``KVStore`` neither."""
+        if self._below is not None:
+            self._below.store.close()
 
     def check(self) -> None:
         """Recompute the invariants of pages and prefixes; raises ``StateError`` on the first that fails."""
         tables = [table for sequences in self._pages.users for table in sequences.tables]
         check(self._pages.pool, self._tree, tables)
 
-    def report(self) -> dict[str, int]:
-        """Pages by state, and how many of the tokens that ``begin`` looked up were found."""
+    def report(self) -> dict[str, Any]:
+        """Pages by state, and how many of the tokens that ``begin`` looked up were found; and the store's."""
         pool = self._pages.pool
         return {
             "num_pages": pool.num_pages,
@@ -154,7 +209,12 @@ class KVPool:
             "evictable": pool.num_evictable,
             "tokens_asked": self._num_asked,
             "tokens_found": self._num_found,
-        }
+        } | ({} if self._below is None else {"store": self._below.report()})
+
+    def _find(self, tokens: Sequence[int], salt: str) -> list[PageRef]:
+        """Pages of the first tokens, in the pool or from the store, with one reference to each."""
+        found = self._tree.match(tokens, salt)
+        return found if self._below is None else self._below.fetch(tokens, found, salt)
 
     def _table(self, refs: Sequence[PageRef], num_pages: int) -> PageTable:
         """A table that begins with the first of some pages; the others are released."""
@@ -163,3 +223,12 @@ class KVPool:
         table = PageTable(self._pages.pool, self._pages.format.page_size)
         table.adopt(refs[:num_pages])
         return table
+
+
+def _opened(store: "KVStore | str | Sequence[str]") -> "KVStore":
+    """A store, by itself or by its URLs."""
+    from kvloom.store import KVStore
+
+    if isinstance(store, KVStore):
+        return store
+    return KVStore(store) if isinstance(store, str) else KVStore(*store)

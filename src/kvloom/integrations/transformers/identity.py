@@ -1,0 +1,107 @@
+"""Whose keys and values a model computes, and how long it takes: what a store has to know."""
+
+import hashlib
+import json
+import time
+from dataclasses import replace
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvloom.caches import CacheFormat
+from kvloom.caches.storage import Storage
+from kvloom.errors import UnsupportedError
+from kvloom.integrations.transformers.build import make_layers, text_config_of
+from kvloom.integrations.transformers.cache import KVCache
+from kvloom.store.fingerprint import Fingerprint
+from kvloom.store.format import checksum
+from kvloom.store.transfer import layers_of
+
+_PROBED: Final = 64
+"""Tokens that a model computes to tell what it keeps of them."""
+_WITHOUT_EFFECT: Final = frozenset(
+    {"_name_or_path", "dtype", "torch_dtype", "transformers_version", "use_cache", "return_dict"}
+)
+"""Fields of a configuration that change no keys and values, or are a field of the fingerprint."""
+_ROPE: Final = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor")
+
+
+class Identity(NamedTuple):
+    """A model, as far as a store goes.
+
+    Attributes:
+        fingerprint: Whose keys and values.
+        storages: Of each layer, with the tensors that it keeps.
+        seconds_per_token: How long a token takes to compute among others.
+    """
+
+    fingerprint: Fingerprint
+    storages: dict[int, Storage]
+    seconds_per_token: float
+
+
+def identify(model: Any, format: CacheFormat) -> Identity:
+    """Run the model on a few tokens, and read its weights once.
+
+    Args:
+        model: A ``PreTrainedModel`` all of whose layers attend to the whole sequence.
+        format: How its keys and values are kept.
+
+    Raises:
+        UnsupportedError: its weights are no tensors in memory.
+    """
+    config = text_config_of(model)
+    _probe(model, format)
+    began = time.perf_counter()
+    cache = _probe(model, format)
+    seconds = (time.perf_counter() - began) / _PROBED
+    storages = cache.sequences[0].storages
+    saved = {name: value for name, value in model.config.to_dict().items() if name not in _WITHOUT_EFFECT}
+    rope = {name: getattr(config, name) for name in _ROPE if getattr(config, name, None) is not None}
+    fingerprint = Fingerprint(
+        config=hashlib.sha256(_json(saved).encode()).hexdigest(),
+        weights=weights_digest(model),
+        dtype=str(model.dtype).removeprefix("torch."),
+        rope=_json(rope),
+        attention="full",
+        rotation="none",
+        layers=layers_of(storages),
+    )
+    return Identity(fingerprint, storages, seconds)
+
+
+def weights_digest(model: Any) -> str:
+    """A digest of names, dtypes, shapes and bytes of all weights.
+
+    Raises:
+        UnsupportedError: one is no tensor in memory.
+    """
+    digest = hashlib.sha256(b"kvloom weights\0")
+    for name, weight in sorted(model.state_dict().items()):
+        try:
+            data = weight.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        except (AttributeError, NotImplementedError, RuntimeError, TypeError) as error:
+            raise UnsupportedError(
+                f"model must have its weights in memory as tensors for a store, got {name} as "
+                f"{type(weight).__name__}"
+            ) from error
+        digest.update(f"{name} {weight.dtype} {list(weight.shape)} ".encode() + checksum(memoryview(data)))
+    return digest.hexdigest()
+
+
+def _probe(model: Any, format: CacheFormat) -> KVCache:
+    cache = KVCache(make_layers(model, replace(format, max_tokens=None)))
+    tokens: Tensor = torch.zeros(1, _PROBED, dtype=torch.int64, device=model.device)
+    was_training = model.training
+    model.eval()  # or it would draw random numbers
+    try:
+        with torch.no_grad():
+            model(input_ids=tokens, past_key_values=cache, use_cache=True)
+    finally:
+        model.train(was_training)
+    return cache
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), default=str)

@@ -1,0 +1,48 @@
+"""Objects in this process: two stores of one ``memory://name`` are one. For tests, and to write others by."""
+
+import threading
+import time
+from typing import ClassVar
+
+from kvloom.store.backends import Stored
+
+
+class Memory:
+    """A ``Backend`` in a dict."""
+
+    _shared: ClassVar[dict[str, "Memory"]] = {}
+
+    def __init__(self) -> None:
+        self._objects: dict[str, tuple[bytes, float]] = {}
+        self._lock = threading.Lock()
+
+    @classmethod
+    def of_url(cls, url: str) -> "Memory":
+        """The one of this name; one of its own for ``memory://``."""
+        return cls() if url == "memory://" else cls._shared.setdefault(url, cls())
+
+    def exists(self, name: str) -> bool:
+        return name in self._objects
+
+    def get_ranges(self, name: str, ranges: list[tuple[int, int]]) -> bytearray:
+        try:
+            data, _ = self._objects[name]
+        except KeyError:
+            raise FileNotFoundError(name) from None
+        return bytearray().join(data[start:end] for start, end in ranges)
+
+    def put_if_absent(self, name: str, parts: list[bytes | bytearray]) -> bool:
+        data = b"".join(parts)
+        with self._lock:
+            if name in self._objects:
+                return False
+            self._objects[name] = data, time.time()
+        return True
+
+    def delete(self, name: str) -> None:
+        self._objects.pop(name, None)
+
+    def list_stored(self, prefix: str = "") -> list[Stored]:
+        with self._lock:
+            found = list(self._objects.items())
+        return [Stored(name, len(data), used) for name, (data, used) in found if name.startswith(prefix)]

@@ -1,0 +1,77 @@
+"""Object stores: S3 and what speaks its protocol, Google Cloud Storage, Azure, all through obstore."""
+
+import datetime
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import obstore
+from obstore.exceptions import AlreadyExistsError, BaseError, NotFoundError
+from obstore.store import from_url
+
+from kvloom.store.backends import Stored
+
+
+class Objects:
+    """A ``Backend`` in a bucket; credentials and endpoints come from the environment, as obstore documents.
+
+    Args:
+        url: ``s3://bucket/folder``, ``gs://bucket/folder`` or ``az://account/container/folder``.
+        timeout: Seconds after which one request gives up.
+    """
+
+    def __init__(self, url: str, timeout: float) -> None:
+        seconds = datetime.timedelta(seconds=timeout)
+        with _errors():
+            self._store: Any = from_url(
+                url,
+                client_options={"timeout": seconds, "connect_timeout": seconds, "allow_http": True},
+                retry_config={"max_retries": 1, "retry_timeout": seconds},
+            )
+
+    def exists(self, name: str) -> bool:
+        try:
+            with _errors():
+                obstore.head(self._store, name)
+        except FileNotFoundError:
+            return False
+        return True
+
+    def get_ranges(self, name: str, ranges: list[tuple[int, int]]) -> bytearray:
+        starts, ends = zip(*ranges, strict=True)
+        read: Callable[..., Any] = obstore.get_ranges
+        with _errors():
+            return bytearray().join(read(self._store, name, starts=starts, ends=ends))
+
+    def put_if_absent(self, name: str, parts: list[bytes | bytearray]) -> bool:
+        try:
+            with _errors():
+                obstore.put(self._store, name, b"".join(parts), mode="create", use_multipart=False)
+        except FileExistsError:
+            return False
+        return True
+
+    def delete(self, name: str) -> None:
+        try:
+            with _errors():
+                obstore.delete(self._store, name)
+        except FileNotFoundError:
+            pass
+
+    def list_stored(self, prefix: str = "") -> list[Stored]:
+        with _errors():
+            found = obstore.list(self._store, prefix=prefix or None).collect()
+        return [Stored(x["path"], x["size"], x["last_modified"].timestamp()) for x in found]
+
+
+@contextmanager
+def _errors() -> Iterator[None]:
+    """obstore's errors as the system's."""
+    try:
+        yield
+    except NotFoundError as error:
+        raise FileNotFoundError(str(error)) from error
+    except AlreadyExistsError as error:
+        raise FileExistsError(str(error)) from error
+    except BaseError as error:
+        raise OSError(str(error).splitlines()[0]) from error

@@ -1,0 +1,74 @@
+"""Redis and Valkey: each object is a string."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Final
+
+import redis
+
+from kvloom.store.backends import Stored
+
+_PREFIX: Final = "kvloom:"
+
+
+class Redis:
+    """A ``Backend`` in one database, under keys that begin with ``kvloom:``.
+
+    Args:
+        url: ``redis://user:password@host:port/database``, or ``rediss`` for TLS.
+        timeout: Seconds after which one request gives up.
+    """
+
+    def __init__(self, url: str, timeout: float) -> None:
+        with _errors():
+            self._client: Any = redis.Redis.from_url(
+                url, socket_timeout=timeout, socket_connect_timeout=timeout
+            )
+
+    def exists(self, name: str) -> bool:
+        with _errors():
+            return bool(self._client.exists(_PREFIX + name))
+
+    def get_ranges(self, name: str, ranges: list[tuple[int, int]]) -> bytearray:
+        key = _PREFIX + name
+        with _errors(), self._client.pipeline(transaction=True) as calls:
+            calls.exists(key)
+            for start, end in ranges:
+                calls.getrange(key, start, end - 1)
+            there, *parts = calls.execute()
+        if not there:
+            raise FileNotFoundError(name)
+        return bytearray().join(parts)
+
+    def put_if_absent(self, name: str, parts: list[bytes | bytearray]) -> bool:
+        with _errors():
+            return bool(self._client.set(_PREFIX + name, b"".join(parts), nx=True))
+
+    def delete(self, name: str) -> None:
+        with _errors():
+            self._client.delete(_PREFIX + name)
+
+    def list_stored(self, prefix: str = "") -> list[Stored]:
+        with _errors():
+            keys = list(self._client.scan_iter(match=f"{_PREFIX}{prefix}*", count=1000))
+            with self._client.pipeline(transaction=False) as calls:
+                for key in keys:
+                    calls.strlen(key)
+                    calls.object("idletime", key)
+                found = calls.execute(raise_on_error=False)
+        now = time.time()
+        return [
+            Stored(key.decode().removeprefix(_PREFIX), size, now - idle)
+            for key, size, idle in zip(keys, found[::2], found[1::2], strict=True)
+            if isinstance(size, int) and isinstance(idle, int)  # not gone since
+        ]
+
+
+@contextmanager
+def _errors() -> Iterator[None]:
+    """Redis' errors as the system's."""
+    try:
+        yield
+    except (redis.RedisError, ValueError) as error:
+        raise OSError(str(error)) from error

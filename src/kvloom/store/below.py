@@ -1,0 +1,135 @@
+"""A store below one pool: what is sealed goes down, and what a text begins with comes up."""
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+from kvloom.caches.pages import Pages
+from kvloom.caches.storage import Storage
+from kvloom.paging import PageRef, PrefixTree
+from kvloom.store.fingerprint import Fingerprint
+from kvloom.store.format import page_bytes
+from kvloom.store.prefixes import Prefixes, salt_digest
+from kvloom.store.store import KVStore
+from kvloom.store.tier import Piece
+from kvloom.store.transfer import layers_of, pack, unpack
+
+_RUN_BYTES: Final = 8 << 20
+"""Bytes of a run, if a page does not have more."""
+
+
+class StoreBelow:
+    """The store of one pool.
+
+    Args:
+        store: Where pages go.
+        pages: The pool.
+        tree: Finds its pages.
+        fingerprint: Whose keys and values the pool holds, and how it keeps them.
+        storages: Empty tensors of each layer as the pool has them, to read into before the first update.
+        seconds_per_token: How long computing takes.
+    """
+
+    def __init__(
+        self,
+        store: KVStore,
+        pages: Pages,
+        tree: PrefixTree,
+        fingerprint: Fingerprint,
+        storages: dict[int, Storage],
+        seconds_per_token: float,
+    ) -> None:
+        self.store = store
+        self.fingerprint = fingerprint
+        self._pages, self._tree = pages, tree
+        self._storages = storages
+        self._seconds_per_token = seconds_per_token
+
+    def fetch(self, tokens: Sequence[int], found: list[PageRef], salt: str) -> list[PageRef]:
+        """Read what follows the pages that the pool has.
+
+        Args:
+            tokens: Ids from the start of the text, all of which may be read.
+            found: Pages of the first tokens, held by the caller.
+            salt: As that of the tree.
+
+        Returns:
+            ``found`` and the pages behind them, held by the caller.
+        """
+        size, pool = self._pages.format.page_size, self._pages.pool
+        start = len(found) * size
+        wanted = tokens[: len(tokens) // size * size]
+        room = pool.num_free + pool.num_evictable
+        wanted = wanted[: start + room * size]
+        if len(wanted) == start:
+            return found
+        pieces = self.store.load(
+            self.fingerprint, salt, wanted, start, seconds_per_token=self._seconds_per_token
+        )
+        end = pieces[-1].segment.end // size * size if pieces else start
+        if end <= start or not self._has_storages():
+            return found
+        refs = pool.take((end - start) // size)
+        try:
+            for piece in pieces:
+                self._write(piece, [ref.id for ref in refs], start, end)
+            self._pages.num_writes += 1
+            return self._tree.insert(wanted[:end], found + refs, salt)
+        except BaseException:
+            for ref in refs:
+                pool.release(ref)
+            raise
+
+    def keep(self, tokens: Sequence[int], refs: Sequence[PageRef], salt: str) -> None:
+        """Save the full pages of a text that the store does not have.
+
+        Args:
+            tokens: Ids from the start of the text.
+            refs: Its sealed pages.
+            salt: Who may find them.
+        """
+        size = self._pages.format.page_size
+        num_pages = min(len(tokens) // size, len(refs))
+        if not num_pages or layers_of(self._pages.storages) != self.fingerprint.layers:
+            return
+        prefixes = Prefixes(self.fingerprint.digest, salt_digest(salt), tokens)
+        nbytes = self.fingerprint.num_heads * page_bytes(self.fingerprint, size)
+        ends = range(size, num_pages * size + 1, size)
+        new = [end // size - 1 for end in self.store.missing(self.fingerprint, prefixes, ends)]
+        for run in _runs(new, max(1, _RUN_BYTES // nbytes)):
+            if not self.store.has_room(nbytes * len(run)):
+                self.store.counts["runs_dropped"] += 1
+                continue
+            data = pack(self._pages, [refs[i].id for i in run], self.fingerprint)
+            text = tokens[: run.stop * size]
+            self.store.save(self.fingerprint, salt, text, run.start * size, size, data)
+
+    def report(self) -> dict[str, Any]:
+        """That of the store, and how long computing takes."""
+        return self.store.report() | {"seconds_per_token": self._seconds_per_token}
+
+    def _has_storages(self) -> bool:
+        """Whether the pool keeps its tokens as the store does; makes its tensors if there are none."""
+        storages = self._pages.storages
+        if not storages:
+            for i, x in self._storages.items():
+                storages[i] = Storage(*x.specs, x.page_size, x.device, x.layout, is_gathered=x.is_gathered)
+                self._pages.fit(storages[i])
+        return layers_of(storages) == self.fingerprint.layers
+
+    def _write(self, piece: Piece, ids: Sequence[int], start: int, end: int) -> None:
+        segment, run = piece.segment, piece.run
+        at = run.first + segment.pages.start * run.page_size  # of the first token that was read
+        tokens = range(segment.start - at, min(segment.end, end) - at)
+        if len(tokens):
+            unpack(piece, tokens, self._pages, ids, segment.start - start)
+
+
+def _runs(numbers: Sequence[int], longest: int) -> list[range]:
+    """Ascending numbers as ranges of at most ``longest``."""
+    runs: list[range] = []
+    for i in numbers:
+        if runs and runs[-1].stop == i and len(runs[-1]) < longest:
+            runs[-1] = range(runs[-1].start, i + 1)
+        else:
+            runs.append(range(i, i + 1))
+    return runs

@@ -1,0 +1,328 @@
+"""A run of pages as a safetensors file: docs/store-format.md. Whatever the bytes are, a run or an error.
+
+Letters: N pages, S tokens in a page, R heads that can be read one by one (or 1 for all heads together).
+"""
+
+import json
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, NoReturn
+
+import xxhash
+
+from kvloom.errors import ConfigError, KVError
+from kvloom.store.fingerprint import Fingerprint
+from kvloom.store.prefixes import Prefixes, token_bytes
+
+FORMAT: Final = "kvloom-run/1"
+MAX_HEAD: Final = 64 << 20
+"""Bytes that a head may have."""
+_ALIGNMENT: Final = 8
+_DIGEST: Final = 32
+_CHECKSUM: Final = 16
+_NAMES: Final = ("before", "fingerprint", "first", "format", "num_pages", "page_size", "salt", "text")
+
+
+class DamagedRun(KVError, ValueError):
+    """Bytes that are no run, or not the whole of one; nothing was read from them."""
+
+
+class OtherFormat(DamagedRun):
+    """A run of a format that this release does not know."""
+
+
+def checksum(data: Any) -> bytes:
+    """XXH3-128 of a buffer, big-endian as the hash's canonical form is."""
+    return xxhash.xxh3_128_digest(data)
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What the head of a file says.
+
+    Attributes:
+        fingerprint: Whose keys and values.
+        salt: ``salt_digest`` of who may use them.
+        first: Position of the first token.
+        page_size: S.
+        before: Digest of all tokens before the first, as ``Prefixes`` has it.
+        digests: Digest of all tokens up to the end of each page; N of 32 bytes.
+        tokens: N * S token ids as little-endian int64; ``None`` where no text is kept.
+        checksums: Of each page of each head, R rows of N, 16 bytes each.
+    """
+
+    fingerprint: Fingerprint
+    salt: bytes
+    first: int
+    page_size: int
+    before: bytes
+    digests: tuple[bytes, ...]
+    tokens: bytes | None
+    checksums: bytes = field(repr=False, default=b"")
+
+    @property
+    def num_pages(self) -> int:
+        """N."""
+        return len(self.digests)
+
+    @property
+    def end(self) -> int:
+        """Position behind the last token."""
+        return self.first + self.num_pages * self.page_size
+
+    @property
+    def name(self) -> str:
+        """Of its file, under the folder of its fingerprint; equal for equal runs."""
+        folder = self.fingerprint.digest.hex()[:16]
+        return f"{folder}/{self.digests[-1].hex()[:40]}-{self.first}-{self.page_size}.safetensors"
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of a page of one of the R heads."""
+        return page_bytes(self.fingerprint, self.page_size)
+
+    @property
+    def data_bytes(self) -> int:
+        """Bytes behind the head."""
+        return self.fingerprint.num_heads * self.num_pages * self.page_bytes
+
+    def head(self) -> bytes:
+        """The bytes before the pages."""
+        header = _header(
+            self.fingerprint.to_json(),
+            self.salt.hex(),
+            self.before.hex(),
+            self.first,
+            self.page_size,
+            self.num_pages,
+            self.tokens is not None,
+            (self.fingerprint.num_heads, self.page_bytes),
+        )
+        sealed = b"".join((header, self.tokens or b"", *self.digests, self.checksums))
+        return sealed + checksum(sealed)
+
+    def with_checksums(self, data: memoryview) -> "Run":
+        """This run, with the checksums of its pages.
+
+        Args:
+            data: R * N pages, heads outermost.
+        """
+        size = self.page_bytes
+        sums = b"".join(checksum(data[i : i + size]) for i in range(0, len(data), size))
+        return Run(
+            self.fingerprint,
+            self.salt,
+            self.first,
+            self.page_size,
+            self.before,
+            self.digests,
+            self.tokens,
+            sums,
+        )
+
+    def expect_whole(self, data: memoryview, pages: range, heads: range) -> None:
+        """Check pages that were read: heads outermost.
+
+        Raises:
+            DamagedRun: a checksum differs.
+        """
+        size = self.page_bytes
+        if len(data) != len(pages) * len(heads) * size:
+            raise DamagedRun(f"{len(pages) * len(heads) * size} bytes of pages expected, got {len(data)}")
+        at = 0
+        for head in heads:
+            first = (head * self.num_pages + pages.start) * _CHECKSUM
+            for expected in range(first, first + len(pages) * _CHECKSUM, _CHECKSUM):
+                if checksum(data[at : at + size]) != self.checksums[expected : expected + _CHECKSUM]:
+                    page = pages.start + at // size % len(pages)
+                    raise DamagedRun(f"page {page} of head {head} does not have its checksum")
+                at += size
+
+    def expect_prefix(self, prefixes: Prefixes, tokens: Sequence[int], end: int) -> None:
+        """Check that the run has a text from its first token to ``end``, which ends a page.
+
+        Args:
+            prefixes: Of ``tokens``, under the fingerprint and salt of whoever reads.
+            tokens: From the start of the text.
+            end: Behind the first token of the run.
+
+        Raises:
+            DamagedRun: it has another text.
+        """
+        ends = range(self.first, end + 1, self.page_size)
+        if prefixes.digests(ends) != [self.before, *self.digests[: len(ends) - 1]]:
+            raise DamagedRun("the digests are of another text")
+        if self.tokens is not None:
+            wanted = token_bytes(tokens[self.first : end])
+            if self.tokens[: len(wanted)] != wanted:
+                raise DamagedRun("the tokens are of another text")
+
+
+def ranges_of(pages: range, heads: range, num_pages: int, nbytes: int, start: int) -> list[tuple[int, int]]:
+    """First byte and end of some pages of each of some heads.
+
+    Args:
+        pages: Of the run.
+        heads: Of R.
+        num_pages: N, all pages of the run.
+        nbytes: Of a page.
+        start: Of the pages in the file.
+    """
+    row = num_pages * nbytes
+    if len(pages) == num_pages:
+        return [(start + heads.start * row, start + heads.stop * row)]
+    return [
+        (start + head * row + pages.start * nbytes, start + head * row + pages.stop * nbytes)
+        for head in heads
+    ]
+
+
+def page_bytes(fingerprint: Fingerprint, page_size: int) -> int:
+    """Bytes of a page of one of the R heads; each part is padded to 8 bytes."""
+    return sum(size for *_, size in parts(fingerprint, page_size))
+
+
+def parts(fingerprint: Fingerprint, page_size: int) -> Iterator[tuple[str, int, int, int]]:
+    """Of each tensor in a page, in order: dtype, bytes of an element, elements of a vector, bytes.
+
+    Layers in order, of each the keys before the values, of each the codes before the scales. A part has the
+    vectors ``[R heads or all, S]``.
+    """
+    for layer in fingerprint.layers:
+        for side in (layer.key, layer.value):
+            for dtype, item, width in side.parts:
+                nbytes = layer.heads // fingerprint.num_heads * page_size * width * item
+                yield dtype, item, width, -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def read_head(data: bytes, file_size: int) -> tuple[Run, int]:
+    """The run that a file holds, and where its pages begin.
+
+    Args:
+        data: The first bytes of the file, the head or more.
+        file_size: Bytes of the whole file.
+
+    Raises:
+        DamagedRun: this is none.
+    """
+    try:
+        return _read_head(data, file_size)
+    except (ConfigError, KeyError, RecursionError, TypeError, UnicodeError, ValueError) as error:
+        if isinstance(error, DamagedRun):
+            raise
+        raise DamagedRun(f"the header cannot be read: {error}") from None
+
+
+def head_bytes(data: bytes) -> int:
+    """At most how many first bytes of a file hold its JSON header.
+
+    Raises:
+        DamagedRun: the file has no such header.
+    """
+    if len(data) < 8:
+        raise DamagedRun(f"a file has at least 8 bytes, got {len(data)}")
+    size = 8 + int(struct.unpack_from("<Q", data)[0])
+    if size > MAX_HEAD:
+        raise DamagedRun(f"a header has at most {MAX_HEAD} bytes, got {size}")
+    return size
+
+
+def _read_head(data: bytes, file_size: int) -> tuple[Run, int]:
+    start = head_bytes(data)
+    if start > len(data):
+        raise DamagedRun(f"the header ends at byte {start}, the file at {len(data)}")
+    header = json.loads(data[8:start], object_pairs_hook=_no_duplicates, parse_constant=_no_constant)
+    saved = header["__metadata__"]
+    if saved["format"] != FORMAT:
+        raise OtherFormat(f"the format must be {FORMAT}, got {str(saved['format'])[:40]!r}")
+    first, page_size, num_pages = (int(saved[name]) for name in ("first", "page_size", "num_pages"))
+    if first < 0 or page_size < 1 or num_pages < 1 or num_pages * page_size > file_size:
+        raise DamagedRun(f"{num_pages} pages of {page_size} tokens from {first} are not in {file_size} bytes")
+    fingerprint = Fingerprint.from_json(saved["fingerprint"])
+    has_text = saved["text"] == "tokens"
+    heads, size = fingerprint.num_heads, page_bytes(fingerprint, page_size)
+    lengths = _lengths(page_size, num_pages, has_text, (heads, size))
+    if start + sum(lengths.values()) != file_size:
+        raise DamagedRun(f"the file must have {start + sum(lengths.values())} bytes, got {file_size}")
+    again = _header(
+        saved["fingerprint"],
+        saved["salt"],
+        saved["before"],
+        first,
+        page_size,
+        num_pages,
+        has_text,
+        (heads, size),
+    )
+    if again != data[:start]:
+        raise DamagedRun("the header is not spelled as this format spells it")
+    end = start + sum(lengths[name] for name in ("tokens", "digests", "checksums") if name in lengths)
+    if len(data) < end + _CHECKSUM:
+        raise DamagedRun(f"the head ends at byte {end + _CHECKSUM}, got {len(data)}")
+    if checksum(memoryview(data)[:end]) != data[end : end + _CHECKSUM]:
+        raise DamagedRun("the head does not have its checksum")
+    digests_at = start + lengths.get("tokens", 0)
+    sums_at = digests_at + lengths["digests"]
+    digests = tuple(data[i : i + _DIGEST] for i in range(digests_at, sums_at, _DIGEST))
+    salt, before = (_digest_of(saved[name]) for name in ("salt", "before"))
+    tokens = data[start:digests_at] if has_text else None
+    run = Run(fingerprint, salt, first, page_size, before, digests, tokens, data[sums_at:end])
+    return run, end + _CHECKSUM
+
+
+def _lengths(page_size: int, num_pages: int, has_text: bool, data: tuple[int, int]) -> dict[str, int]:
+    """Bytes of each tensor, in order."""
+    heads, size = data
+    text = {"tokens": 8 * num_pages * page_size} if has_text else {}
+    head = {"digests": num_pages * _DIGEST, "checksums": heads * num_pages * _CHECKSUM, "seal": _CHECKSUM}
+    return text | head | {"pages": heads * num_pages * size}
+
+
+def _header(
+    fingerprint: str,
+    salt: str,
+    before: str,
+    first: int,
+    page_size: int,
+    num_pages: int,
+    has_text: bool,
+    data: tuple[int, int],
+) -> bytes:
+    """Length and JSON of a file, padded with spaces."""
+    heads, size = data
+    shapes = {
+        "tokens": [num_pages, page_size],
+        "digests": [num_pages, _DIGEST],
+        "checksums": [heads, num_pages, _CHECKSUM],
+        "seal": [_CHECKSUM],
+        "pages": [heads, num_pages, size],
+    }
+    values = (before, fingerprint, str(first), FORMAT, str(num_pages), str(page_size), salt)
+    text = "tokens" if has_text else "digests"
+    header: dict[str, Any] = {"__metadata__": dict(zip(_NAMES, (*values, text), strict=True))}
+    at = 0
+    for name, nbytes in _lengths(page_size, num_pages, has_text, data).items():
+        dtype = "I64" if name == "tokens" else "U8"
+        header[name] = {"dtype": dtype, "shape": shapes[name], "data_offsets": [at, at + nbytes]}
+        at += nbytes
+    spelled = json.dumps(header, separators=(",", ":")).encode()
+    spelled += b" " * (-len(spelled) % _ALIGNMENT)
+    return struct.pack("<Q", len(spelled)) + spelled
+
+
+def _digest_of(text: str) -> bytes:
+    digest = bytes.fromhex(text)
+    if len(digest) != _DIGEST or digest.hex() != text:
+        raise DamagedRun(f"a digest has {_DIGEST} bytes in lower case, got {text[:80]!r}")
+    return digest
+
+
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if len(dict(pairs)) < len(pairs):
+        raise DamagedRun("a name stands twice in the header")
+    return dict(pairs)
+
+
+def _no_constant(text: str) -> NoReturn:
+    raise DamagedRun(f"the header has a {text}")

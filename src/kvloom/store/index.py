@@ -1,0 +1,105 @@
+"""Which runs of a store continue which text: the digests of their pages, as their heads list them."""
+
+from typing import NamedTuple
+
+from kvloom.store.format import Run
+from kvloom.store.prefixes import Prefixes
+
+
+class Entry(NamedTuple):
+    """A run that can be read.
+
+    Attributes:
+        name: Of its object.
+        size: Bytes of the object.
+        head_size: Bytes of its head.
+        first: Position of the first token.
+        page_size: Tokens in a page.
+        digests: Of the text up to the end of each page.
+    """
+
+    name: str
+    size: int
+    head_size: int
+    first: int
+    page_size: int
+    digests: tuple[bytes, ...]
+
+    @classmethod
+    def of(cls, run: Run, head_size: int) -> "Entry":
+        """Of a run, by what its head says."""
+        size = head_size + run.data_bytes
+        return cls(run.name, size, head_size, run.first, run.page_size, run.digests)
+
+
+class Segment(NamedTuple):
+    """Pages of one run that continue a text: from the page with token ``start`` to token ``end``."""
+
+    entry: Entry
+    start: int
+    end: int
+
+    @property
+    def pages(self) -> range:
+        """Of the run."""
+        first, size = self.entry.first, self.entry.page_size
+        return range((self.start - first) // size, (self.end - first) // size)
+
+
+class Index:
+    """The runs of one fingerprint, by the digest of each page's end. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self.entries: dict[str, Entry] = {}
+        self._ends: dict[bytes, dict[str, int]] = {}  # of each digest, the runs that have it and where
+        self._page_sizes: dict[int, int] = {}
+
+    def __contains__(self, digest: bytes) -> bool:
+        """Whether a page ends with this digest."""
+        return digest in self._ends
+
+    def add(self, entry: Entry) -> None:
+        """Let a run be found."""
+        if entry.name in self.entries:
+            return
+        self.entries[entry.name] = entry
+        self._page_sizes[entry.page_size] = self._page_sizes.get(entry.page_size, 0) + 1
+        for i, digest in enumerate(entry.digests, 1):
+            self._ends.setdefault(digest, {})[entry.name] = entry.first + i * entry.page_size
+
+    def remove(self, name: str) -> None:
+        """Forget a run, if it is known."""
+        entry = self.entries.pop(name, None)
+        if entry is None:
+            return
+        self._page_sizes[entry.page_size] -= 1
+        for digest in entry.digests:
+            self._ends[digest].pop(name, None)
+            if not self._ends[digest]:
+                del self._ends[digest]
+
+    def find(self, prefixes: Prefixes, start: int, num_tokens: int) -> list[Segment]:
+        """Segments one behind the other that reach furthest from ``start``, the fewest that do.
+
+        Args:
+            prefixes: Of the text.
+            start: Tokens that are there already.
+            num_tokens: Tokens of the text.
+        """
+        sizes = [size for size, count in self._page_sizes.items() if count]
+        ends = sorted({end for size in sizes for end in range(size, num_tokens + 1, size) if end > start})
+        reached: dict[str, int] = {}  # by each run that has a page of this text
+        for digest in prefixes.digests(ends):
+            reached.update(self._ends.get(digest, {}))
+        at = start
+        found: list[Segment] = []
+        while True:
+            name = max(
+                (name for name in reached if self.entries[name].first <= at),
+                key=reached.__getitem__,
+                default="",
+            )
+            if not name or reached[name] <= at:
+                return found
+            found.append(Segment(self.entries[name], at, reached[name]))
+            at = reached[name]

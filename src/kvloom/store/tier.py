@@ -1,0 +1,301 @@
+"""One store: what can be read from it, what is wrong with it, and how much it may hold."""
+
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
+from typing import Final, NamedTuple, TypeVar
+
+from kvloom.store.backends import Backend, Stored, connect
+from kvloom.store.fingerprint import Fingerprint
+from kvloom.store.format import DamagedRun, OtherFormat, Run, page_bytes, ranges_of, read_head
+from kvloom.store.index import Entry, Index, Segment
+from kvloom.store.prefixes import Prefixes
+
+_LOG: Final = logging.getLogger("kvloom.store")
+_QUARANTINE: Final = "quarantine"
+_FIRST_READ: Final = 64 << 10
+"""Bytes in which the heads of most runs lie."""
+_READERS: Final = 8
+_Result = TypeVar("_Result")
+
+
+class Piece(NamedTuple):
+    """Pages that were read and checked.
+
+    Attributes:
+        run: That they are of.
+        segment: Which of its pages.
+        data: The head of the file, and the pages, heads outermost, from ``start`` on.
+        start: Bytes of the head.
+    """
+
+    run: Run
+    segment: Segment
+    data: bytearray
+    start: int
+
+
+class Tier:
+    """A store that may be slow, full, damaged or away; none of that is an error for those who use it.
+
+    After an error it is left alone for ``retry`` seconds, reading and writing each by itself.
+
+    Args:
+        url: Of the store.
+        timeout: Seconds after which one request gives up.
+        max_bytes: Bytes that it may hold; the least recently used runs go first, later ones of a text before
+            earlier ones.
+        max_age: Seconds after which a run that is not used goes.
+        retry: Seconds.
+        refresh: Seconds after which other processes' runs are looked for again.
+
+    Raises:
+        ArgumentError: the URL names no kind of store.
+        ModuleNotFoundError: its library is not installed.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        timeout: float = 5.0,
+        max_bytes: int | None = None,
+        max_age: float | None = None,
+        retry: float = 30.0,
+        refresh: float = 2.0,
+    ) -> None:
+        self.url = url
+        self.counts: Counter[str] = Counter()
+        self.seconds_per_byte: float | None = None
+        self._timeout, self._retry, self._refresh = timeout, retry, refresh
+        self._max_bytes, self._max_age = max_bytes, max_age
+        self._lock = threading.RLock()
+        self._indexes: dict[str, Index] = {}
+        self._listed: dict[str, float] = {}  # when, of each folder
+        self._ignored: set[str] = set()
+        self._objects: dict[str, Stored] = {}
+        self._down_until = {"read": 0.0, "write": 0.0}
+        self._warned: set[str] = set()
+        self._backend: Backend | None = None
+        self._attempt("read", self._connected, None)
+
+    def find(
+        self, fingerprint: Fingerprint, prefixes: Prefixes, start: int, num_tokens: int
+    ) -> list[Segment]:
+        """As ``Index.find``, over what this store has now."""
+        index = self._index_of(fingerprint)
+        with self._lock:
+            found = index.find(prefixes, start, num_tokens)
+        if (not found or found[-1].end < num_tokens) and self._is_stale(fingerprint):
+            self._attempt("read", lambda: self._list(fingerprint), None)
+            with self._lock:
+                found = index.find(prefixes, start, num_tokens)
+        return found
+
+    def known(self, fingerprint: Fingerprint, prefixes: Prefixes, ends: range) -> set[int]:
+        """The ends of pages up to which runs are known here; nothing is asked of the store."""
+        index = self._index_of(fingerprint)
+        with self._lock:
+            reached = max((x.end for x in index.find(prefixes, 0, ends[-1])), default=0)
+            digests = prefixes.digests(ends)
+            return {end for end, x in zip(ends, digests, strict=True) if end <= reached or x in index}
+
+    def read(
+        self,
+        fingerprint: Fingerprint,
+        salt: bytes,
+        prefixes: Prefixes,
+        tokens: Sequence[int],
+        segment: Segment,
+        heads: range | None = None,
+    ) -> Piece | None:
+        """Pages of a run, if every byte of them is what was written for this text; else ``None``."""
+        entry = segment.entry
+        heads = range(fingerprint.num_heads) if heads is None else heads
+        size = page_bytes(fingerprint, entry.page_size)
+        wanted = ranges_of(segment.pages, heads, len(entry.digests), size, entry.head_size)
+        began = time.perf_counter()
+        data = self._attempt("read", lambda: self._get(entry, wanted), None)
+        if data is None:
+            return None
+        try:
+            run, start = read_head(bytes(data[: entry.head_size]), entry.size)
+            if start != entry.head_size or run.name != entry.name:
+                raise DamagedRun("the head is not the one of this name")
+            if run.fingerprint != fingerprint or run.salt != salt:
+                raise DamagedRun("the run is of another model or salt")
+            run.expect_prefix(prefixes, tokens, segment.end)
+            run.expect_whole(memoryview(data)[start:], segment.pages, heads)
+        except DamagedRun as error:
+            self._quarantine(entry.name, entry.size, str(error))
+            return None
+        if self.seconds_per_byte is None:
+            self.seconds_per_byte = (time.perf_counter() - began) / len(data)
+        self.counts["bytes_read"] += len(data)
+        with self._lock:
+            if entry.name in self._objects:
+                self._objects[entry.name] = Stored(entry.name, entry.size, time.time())
+        return Piece(run, segment, data, start)
+
+    def put(self, run: Run, data: bytearray) -> bool:
+        """Write a run; whether it lasts now."""
+        head = run.head()
+        is_new = self._attempt("write", lambda: self._connected().put_if_absent(run.name, [head, data]), None)
+        if is_new is None:
+            return False
+        self.counts["runs_written"] += is_new
+        self.counts["bytes_written"] += (len(head) + len(data)) * is_new
+        entry = Entry.of(run, len(head))
+        with self._lock:
+            self._index_of(run.fingerprint).add(entry)
+            self._objects[run.name] = Stored(run.name, entry.size, time.time())
+        self.limit()
+        return True
+
+    def limit(self) -> int:
+        """Remove runs until the limits hold; returns how many."""
+        with self._lock:
+            victims = list(self._too_many(time.time()))
+        for name in victims:
+            self._forget(name)
+            self._attempt("write", partial(self._delete, name), None)
+        self.counts["runs_evicted"] += len(victims)
+        return len(victims)
+
+    def _too_many(self, now: float) -> Iterable[str]:
+        total = sum(x.size for x in self._objects.values())
+        for x in sorted(self._objects.values(), key=_worth):
+            is_old = self._max_age is not None and now - x.used > self._max_age
+            if not is_old and (self._max_bytes is None or total <= self._max_bytes):
+                continue
+            total -= x.size
+            yield x.name
+
+    def _delete(self, name: str) -> None:
+        self._connected().delete(name)
+
+    def _get(self, entry: Entry, ranges: list[tuple[int, int]]) -> bytearray | None:
+        try:
+            return self._connected().get_ranges(entry.name, [(0, entry.head_size), *ranges])
+        except FileNotFoundError:  # another process removed it
+            self._forget(entry.name)
+            return None
+
+    def _index_of(self, fingerprint: Fingerprint) -> Index:
+        with self._lock:
+            folder = fingerprint.digest.hex()[:16]
+            if folder not in self._indexes:
+                self._indexes[folder] = Index()
+                self._attempt("read", lambda: self._list(fingerprint), None)
+            return self._indexes[folder]
+
+    def _is_stale(self, fingerprint: Fingerprint) -> bool:
+        listed = self._listed.get(fingerprint.digest.hex()[:16], 0.0)
+        return time.monotonic() - listed >= self._refresh
+
+    def _list(self, fingerprint: Fingerprint) -> None:
+        """Learn of runs that appeared or went since."""
+        folder = fingerprint.digest.hex()[:16]
+        is_limited = self._max_bytes is not None or self._max_age is not None
+        objects = {x.name: x for x in self._connected().list_stored("" if is_limited else f"{folder}/")}
+        with self._lock:
+            index = self._indexes[folder]
+            self._objects = objects
+            for name in index.entries.keys() - objects.keys():
+                index.remove(name)
+            here = [x for x in objects.values() if x.name.startswith(f"{folder}/")]
+            new = [x for x in here if x.name not in index.entries and x.name not in self._ignored]
+        deadline = time.monotonic() + self._timeout
+        with ThreadPoolExecutor(_READERS) as readers:
+            for found in readers.map(lambda x: self._entry_of(x, fingerprint, deadline), new):
+                with self._lock:
+                    if found is not None:
+                        index.add(found)
+        self._listed[folder] = time.monotonic()
+
+    def _entry_of(self, x: Stored, fingerprint: Fingerprint, deadline: float) -> Entry | None:
+        """What the head of an object says, unless it is damaged or there is no time left."""
+        if time.monotonic() > deadline:
+            return None
+        try:
+            data = self._connected().get_ranges(x.name, [(0, min(x.size, _FIRST_READ))])
+            with suppress(DamagedRun):
+                return self._checked(x, bytes(data), fingerprint)
+            if len(data) < x.size:  # perhaps the head is longer
+                data = self._connected().get_ranges(x.name, [(0, x.size)])
+            return self._checked(x, bytes(data), fingerprint)
+        except FileNotFoundError:
+            return None
+        except OtherFormat as error:
+            self._ignored.add(x.name)
+            self._warn(f"other format {x.name}", "%s has a run of another format: %s", self.url, error)
+        except DamagedRun as error:
+            self._quarantine(x.name, x.size, str(error))
+        return None
+
+    def _checked(self, x: Stored, data: bytes, fingerprint: Fingerprint) -> Entry:
+        run, start = read_head(data, x.size)
+        if run.name != x.name:
+            raise DamagedRun("the head is not the one of this name")
+        if run.fingerprint != fingerprint:
+            raise DamagedRun(run.fingerprint.difference(fingerprint))
+        return Entry.of(run, start)
+
+    def _quarantine(self, name: str, size: int, why: str) -> None:
+        """Let nobody find a damaged object again; keep it for whoever wants to know."""
+        self.counts["damaged"] += 1
+        self._ignored.add(name)
+        self._forget(name)
+        self._warn("damaged", "%s has a damaged run, which is not used: %s: %s", self.url, name, why)
+
+        def move() -> None:
+            with suppress(FileNotFoundError):  # another process moved it
+                data = self._connected().get_ranges(name, [(0, size)])
+                self._connected().put_if_absent(f"{_QUARANTINE}/{name.replace('/', '-')}", [data])
+                self._connected().delete(name)
+            self._ignored.discard(name)
+
+        self._attempt("write", move, None)
+
+    def _forget(self, name: str) -> None:
+        with self._lock:
+            self._objects.pop(name, None)
+            for index in self._indexes.values():
+                index.remove(name)
+
+    def _connected(self) -> Backend:
+        if self._backend is None:
+            self._backend = connect(self.url, self._timeout)
+        return self._backend
+
+    def _attempt(self, way: str, call: Callable[[], _Result], default: _Result) -> _Result:
+        """What a call gives, or ``default`` if the store does not do it."""
+        if time.monotonic() < self._down_until[way]:
+            self.counts["refused"] += 1
+            return default
+        try:
+            return call()
+        except OSError as error:
+            self.counts[f"{way}_errors"] += 1
+            self._down_until[way] = time.monotonic() + self._retry
+            verb = "read" if way == "read" else "written"
+            self._warn(way, "%s cannot be %s, prefixes are computed instead: %s", self.url, verb, error)
+            return default
+
+    def _warn(self, about: str, message: str, *args: object) -> None:
+        """Log something once."""
+        if about not in self._warned:
+            self._warned.add(about)
+            _LOG.warning(message, *args)
+
+
+def _worth(x: Stored) -> tuple[bool, float, int]:
+    """What goes first: the quarantine, then what is unused for longest, then what stands last in a text."""
+    position = x.name.rsplit("-", 2)[-2:-1]
+    first = int(position[0]) if position and position[0].isdigit() else 0
+    return not x.name.startswith(f"{_QUARANTINE}/"), x.used, -first

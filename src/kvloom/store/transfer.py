@@ -1,0 +1,94 @@
+"""Pages of a pool to the bytes of a run and back, from any layout and page size to any, codes as they are.
+
+Letters: N pages of S tokens, R heads that can be read one by one, H heads of a layer, D head dim.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from kvloom import ops
+from kvloom.caches.pages import Pages
+from kvloom.caches.storage import Storage
+from kvloom.core.specs import KVSpec
+from kvloom.core.views import KVView, Side
+from kvloom.store.fingerprint import Fingerprint, LayerFormat, SideFormat
+from kvloom.store.format import page_bytes, parts
+from kvloom.store.tier import Piece
+
+
+def layers_of(storages: Mapping[int, Storage]) -> tuple[LayerFormat, ...]:
+    """How each layer keeps its tokens."""
+    formats = []
+    for _, storage in sorted(storages.items()):
+        key, value = storage.specs
+        formats.append(LayerFormat(key.heads, _side_of(key), _side_of(value)))
+    return tuple(formats)
+
+
+def pack(pages: Pages, ids: Sequence[int], fingerprint: Fingerprint) -> bytearray:
+    """A copy of some pages: R * N pages of ``page_bytes``, heads outermost."""
+    size = pages.format.page_size
+    packed = bytearray(fingerprint.num_heads * len(ids) * page_bytes(fingerprint, size))
+    data = torch.frombuffer(packed, dtype=torch.uint8)
+    device = next(iter(pages.storages.values())).device
+    moved = data if device.type == "cpu" else data.to(device)
+    for (_, storage), view in zip(
+        sorted(pages.storages.items()), views(moved, fingerprint, size, len(ids)), strict=True
+    ):
+        slots = pages.slots(ids, storage).to(device)
+        ops.copy(storage.view, slots, view, torch.arange(len(slots), device=device))
+    if moved is not data:
+        data.copy_(moved)
+    return packed
+
+
+def unpack(piece: Piece, tokens: range, pages: Pages, ids: Sequence[int], start: int) -> None:
+    """Write tokens of pages that were read to pages of a pool.
+
+    Args:
+        piece: Pages of all heads.
+        tokens: Which of their tokens.
+        pages: Where to.
+        ids: Its pages, in order.
+        start: Token slot of ``ids`` that the first token takes.
+    """
+    run, num_pages = piece.run, len(piece.segment.pages)
+    data = torch.frombuffer(piece.data, dtype=torch.uint8, offset=piece.start)
+    device = next(iter(pages.storages.values())).device
+    source = torch.arange(tokens.start, tokens.stop, device=device)
+    packed = views(data.to(device), run.fingerprint, run.page_size, num_pages)
+    for (_, storage), view in zip(sorted(pages.storages.items()), packed, strict=True):
+        slots = pages.slots(ids, storage)[start : start + len(tokens)].to(device)
+        ops.copy(view, source, storage.view, slots)
+
+
+def views(data: Tensor, fingerprint: Fingerprint, page_size: int, num_pages: int) -> Iterator[KVView]:
+    """Each layer of packed pages."""
+    row, at = num_pages * page_bytes(fingerprint, page_size), 0
+    tensors = []
+    # A layer has as many heads in a part as R does not tell apart.
+    heads = [
+        layer.heads for layer in fingerprint.layers for side in (layer.key, layer.value) for _ in side.parts
+    ]
+    for (dtype, item, width, nbytes), count in zip(parts(fingerprint, page_size), heads, strict=True):
+        head = row if fingerprint.num_heads > 1 else page_size * width * item
+        shape = (num_pages, page_size, 1, count, 1, width)
+        strides = (row // num_pages // item, width, width, head // item, width, 1)
+        tensors.append(data.view(getattr(torch, dtype)).as_strided(shape, strides, at // item))
+        at += nbytes
+    found = iter(tensors)
+    for layer in fingerprint.layers:
+        key, value = (
+            Side(next(found), next(found) if side.bits else None) for side in (layer.key, layer.value)
+        )
+        yield KVView(key, value)
+
+
+def _side_of(spec: KVSpec) -> SideFormat:
+    name = str(spec.dtype).removeprefix("torch.")
+    if spec.quant is None:
+        return SideFormat(spec.head_dim, name)
+    scale = str(spec.quant.scale_dtype).removeprefix("torch.")
+    return SideFormat(spec.head_dim, name, spec.quant.bits, spec.quant.group, scale)

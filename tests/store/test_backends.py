@@ -1,0 +1,72 @@
+"""Every kind of store behaves as the protocol says."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from kvloom.errors import ArgumentError
+from kvloom.store.backends import Backend, connect
+
+
+@pytest.fixture
+def backend(url: str) -> Backend:
+    return connect(url, 5.0)
+
+
+def test_what_is_put_is_there_and_is_read_in_ranges(backend: Backend) -> None:
+    assert not backend.exists("a/b.x")
+    assert backend.put_if_absent("a/b.x", [b"0123", bytearray(b"456789")])
+    assert backend.exists("a/b.x")
+    assert backend.get_ranges("a/b.x", [(0, 10)]) == b"0123456789"
+    assert backend.get_ranges("a/b.x", [(2, 3), (7, 9), (0, 1)]) == b"2780"
+
+
+def test_the_first_that_is_put_stays(backend: Backend) -> None:
+    assert backend.put_if_absent("a/b", [b"first"])
+    assert not backend.put_if_absent("a/b", [b"second"])
+    assert backend.get_ranges("a/b", [(0, 5)]) == b"first"
+
+
+def test_what_is_not_there_is_told_apart(backend: Backend) -> None:
+    with pytest.raises(FileNotFoundError):
+        backend.get_ranges("a/none", [(0, 1)])
+    backend.delete("a/none")
+    backend.put_if_absent("a/b", [b"x"])
+    backend.delete("a/b")
+    assert not backend.exists("a/b")
+    with pytest.raises(FileNotFoundError):
+        backend.get_ranges("a/b", [(0, 1)])
+
+
+def test_a_listing_has_names_sizes_and_times(backend: Backend) -> None:
+    assert backend.list_stored() == []
+    for name in ("a/1", "a/2", "b/1"):
+        backend.put_if_absent(name, [b"x" * int(name[-1])])
+    found = backend.list_stored("a/")
+    assert sorted((x.name, x.size) for x in found) == [("a/1", 1), ("a/2", 2)]
+    assert all(abs(x.used - time.time()) < 100 for x in found)
+    assert len(backend.list_stored()) == 3
+    assert backend.list_stored("c/") == []
+
+
+def test_many_threads_put_one_name_once(backend: Backend) -> None:
+    won: list[bool] = []
+    threads = [
+        threading.Thread(target=lambda i=i: won.append(backend.put_if_absent("a/b", [bytes([i]) * 1000])))
+        for i in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert any(won)
+    assert len(set(backend.get_ranges("a/b", [(0, 1000)]))) == 1
+
+
+@pytest.mark.parametrize("bad", ["folder", "ftp://x", "file://host/x", "file://relative", "file:///x?y", ""])
+def test_what_names_no_store_is_refused(bad: str) -> None:
+    with pytest.raises(ArgumentError, match="store must be"):
+        connect(bad, 1.0)

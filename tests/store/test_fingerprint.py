@@ -1,0 +1,105 @@
+"""A fingerprint differs if any of its fields does, and so does the name of whatever it stands for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass, replace
+from typing import Any
+
+import pytest
+from store.runs import CODES, PLAIN, fingerprint
+
+from kvloom.errors import ConfigError
+from kvloom.store.fingerprint import Fingerprint, LayerFormat, SideFormat
+from kvloom.store.prefixes import Prefixes, salt_digest
+
+WHOSE = fingerprint(LayerFormat(2, CODES, CODES))
+OTHERS: dict[str, Any] = {
+    "config": "other",
+    "weights": "other",
+    "dtype": "float16",
+    "rope": "other",
+    "attention": "other",
+    "head_dim": 8,
+    "bits": 4,
+    "group": 4,
+    "scale_dtype": "float32",
+    "heads": 3,
+}
+"""Another value of each field. A field that is missing here fails the test until it has one."""
+WITH_ONE_VALUE = {"rotation"}
+
+
+def changed(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """The value with one field changed, each of them."""
+    for field in fields(value):
+        name, old = field.name, getattr(value, field.name)
+        if is_dataclass(old):
+            for inner, new in changed(old, f"{path}{name}."):
+                yield inner, replace(value, **{name: new})
+        elif isinstance(old, tuple):
+            yield f"{path}{name}: one less", replace(value, layers=old[:-1])
+            for inner, new in changed(old[-1], f"{path}{name}."):
+                yield inner, replace(value, layers=(*old[:-1], new))
+        elif name not in WITH_ONE_VALUE:
+            yield f"{path}{name}", replace(value, **{name: OTHERS[name]})
+
+
+@pytest.mark.parametrize(
+    ("name", "other"), list(changed(WHOSE)), ids=lambda x: x if isinstance(x, str) else ""
+)
+def test_each_field_changes_the_digest_and_every_name(name: str, other: Fingerprint) -> None:
+    assert other != WHOSE
+    assert other.digest != WHOSE.digest
+    assert WHOSE.difference(other).startswith(name.split(".")[0].split(":")[0])
+    mine, theirs = (Prefixes(x.digest, salt_digest(""), [1, 2]).digests([0, 1, 2]) for x in (WHOSE, other))
+    assert set(mine).isdisjoint(theirs)
+
+
+def test_every_field_is_changed_here() -> None:
+    names = {x.name for kind in (Fingerprint, LayerFormat, SideFormat) for x in fields(kind)}
+    assert names == OTHERS.keys() | WITH_ONE_VALUE | {"layers", "key", "value"}
+
+
+def test_salts_and_lengths_have_names_of_their_own() -> None:
+    names = [
+        digest
+        for salt in ("", "a", "b", "\ud800")
+        for digest in Prefixes(WHOSE.digest, salt_digest(salt), [5, 5, 5]).digests(range(4))
+    ]
+    assert len(set(names)) == len(names)
+
+
+@pytest.mark.parametrize("num_layers", [1, 3])
+def test_it_is_read_as_it_is_spelled(num_layers: int) -> None:
+    mixed = replace(WHOSE, layers=(LayerFormat(2, PLAIN, CODES),) * num_layers + WHOSE.layers)
+    assert Fingerprint.from_json(mixed.to_json()) == mixed
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "{}", "[]", "null", '{"layers":[]}', WHOSE.to_json() + " ", WHOSE.to_json().replace("2,", "true,")],
+)
+def test_another_spelling_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError):
+        Fingerprint.from_json(text)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: fingerprint(weights=""), "weights must be a text"),
+        (lambda: fingerprint(rotation="hadamard"), "rotation must be one of"),
+        (lambda: fingerprint(num_layers=0), "layers must hold at least one"),
+        (lambda: SideFormat(0, "float32"), "head_dim must be a positive int, got 0"),
+        (lambda: SideFormat(4, "int8"), "dtype must be one of"),
+        (lambda: SideFormat(4, "float32", 3), "bits must be 0, 8 or 4, got 3"),
+        (lambda: SideFormat(4, "float32", 0, 2), "group must be 0 without codes"),
+        (lambda: SideFormat(4, "float32", 8, 3, "float16"), "group must divide head_dim 4"),
+        (lambda: SideFormat(4, "float32", 8, 2, "int8"), "scale_dtype must be one of"),
+        (lambda: LayerFormat(0, PLAIN, PLAIN), "heads must be a positive int, got 0"),
+    ],
+)
+def test_what_cannot_be_is_refused(make: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make()

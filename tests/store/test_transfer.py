@@ -1,0 +1,113 @@
+"""Pages become the bytes that the document says, from any layout, and any layout's pages again."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from store.reading import read_states
+
+from kvloom import ops
+from kvloom.caches import CacheFormat, Pages
+from kvloom.caches.format import kept_as
+from kvloom.caches.storage import Storage
+from kvloom.paging import PrefixTree
+from kvloom.store import Fingerprint, KVStore
+from kvloom.store.below import StoreBelow
+from kvloom.store.transfer import layers_of, pack
+
+TOKENS = list(range(100, 136))
+SIZE = 4
+
+
+def make_pages(kv: str, layout: str, page_size: int = SIZE, heads: tuple[int, ...] = (2, 2)) -> Pages:
+    """A pool with two layers of random tokens, the values of another dtype or quantization than the keys."""
+    dtype, quant = kept_as("kv", kv)
+    pages = Pages(CacheFormat(dtype, quant, page_size, 40 * page_size, layout=layout), is_kept=True)
+    for i, count in enumerate(heads):
+        key = pages.format.spec(count, 16, torch.float32)
+        value = CacheFormat(torch.float16).spec(count, 6, torch.float32)
+        pages.storages[i] = storage = Storage(key, value, page_size, torch.device("cpu"), layout)
+        pages.fit(storage)
+        slots = torch.arange(len(TOKENS))[None]
+        ops.store(
+            torch.randn(1, count, len(TOKENS), 16), torch.randn(1, count, len(TOKENS), 6), slots, storage.view
+        )
+    return pages
+
+
+def whose(pages: Pages) -> Fingerprint:
+    return Fingerprint("c", "w", "float32", "{}", "full", "none", layers_of(pages.storages))
+
+
+KINDS = pytest.mark.parametrize("kv", ["float32", "bfloat16", "int8:g8", "int4:g16"])
+
+
+@KINDS
+@pytest.mark.parametrize("heads", [(2, 2), (2, 3)])
+@pytest.mark.parametrize("layout", ["rows", "NHD", "HND"])
+def test_a_reader_written_from_the_document_reads_what_attention_reads(
+    layout: str, heads: tuple[int, ...], kv: str
+) -> None:
+    pages = make_pages(kv, layout, heads=heads)
+    with KVStore("memory://") as store:
+        store.save(whose(pages), "salt", TOKENS, 8, SIZE, pack(pages, range(2, 9), whose(pages)))
+        store.flush()
+        backend = store.tiers[0]._connected()
+        ((name, size, _),) = backend.list_stored()
+        tokens, states = read_states(bytes(backend.get_ranges(name, [(0, size)])), "salt", TOKENS[:8])
+    assert tokens == TOKENS[8:]
+    for (key, value), storage in zip(states, pages.storages.values(), strict=True):
+        expected = ops.load(torch.arange(8, 36)[None], storage.view, dtype=torch.float32)
+        assert torch.equal(key, expected[0][0])
+        assert torch.equal(value, expected[1][0])
+
+
+@KINDS
+@pytest.mark.parametrize("page_size", [1, 2, 4, 6])
+@pytest.mark.parametrize("layout", ["rows", "NHD", "HND"])
+def test_another_layout_and_page_size_has_the_same_codes(layout: str, page_size: int, kv: str) -> None:
+    pages = make_pages(kv, "HND")
+    other = make_pages(kv, layout, page_size)
+    for storage in other.storages.values():
+        for tensor in storage.tensors:
+            if tensor is not None:
+                tensor.zero_()
+    with KVStore("memory://", read="always") as store:
+        first, second = (
+            StoreBelow(store, x, PrefixTree(x.pool, x.format.page_size), whose(x), {}, 1.0)
+            for x in (pages, other)
+        )
+        first.keep(TOKENS, pages.pool.take(9), "")
+        store.flush()
+        refs = second.fetch(TOKENS, [], "")
+    num_tokens = len(TOKENS) // page_size * page_size
+    assert len(refs) == num_tokens // page_size
+    for a, b in zip(pages.storages.values(), other.storages.values(), strict=True):
+        # Packed in one order both are the same bytes.
+        mine, theirs = (
+            pack_tokens(x, slots[:num_tokens])
+            for x, slots in ((a, torch.arange(36)), (b, other.slots([ref.id for ref in refs], b)))
+        )
+        assert mine == theirs
+
+
+def pack_tokens(storage: Storage, slots: torch.Tensor) -> list[bytes]:
+    held = Storage(*storage.specs, 1, storage.device, "NHD")
+    held.reserve(1, len(slots))
+    ops.copy(storage.view, slots, held.view, torch.arange(len(slots)))
+    return [x.view(torch.uint8).numpy().tobytes() for x in held.tensors if x is not None]
+
+
+def test_a_shard_reads_the_heads_it_has() -> None:
+    pages = make_pages("int8:g8", "HND", heads=(4, 4))
+    mine = whose(pages)
+    with KVStore("memory://") as store:
+        store.save(mine, "", TOKENS, 0, SIZE, pack(pages, range(9), mine))
+        store.flush()
+        (whole,) = store.load(mine, "", TOKENS)
+        before = store.tiers[0].counts["bytes_read"]
+        (part,) = store.load(mine, "", TOKENS, heads=range(1, 3))
+        head = whole.start
+        assert store.tiers[0].counts["bytes_read"] - before - head == (len(whole.data) - head) // 2
+    row = (len(whole.data) - head) // 4
+    assert part.data[head:] == whole.data[head + row : head + 3 * row]
