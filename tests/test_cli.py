@@ -18,10 +18,10 @@ from kvloom.ops import cpu_kernels, cuda_kernels, why_unavailable
 from kvloom.ops.impl import cpu, triton
 
 
-def run(*args: str) -> subprocess.CompletedProcess[str]:
-    """Run ``kvloom`` in a process of its own."""
+def run(*args: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run ``kvloom`` in a process of its own, with variables of the environment."""
     command = [sys.executable, "-c", "import sys; from kvloom.cli import main; sys.exit(main())", *args]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+    return subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | variables)
 
 
 def test_info_names_version_backends_capability_and_devices(capsys: pytest.CaptureFixture[str]) -> None:
@@ -246,9 +246,12 @@ def test_closed_output_is_one_line(
     assert capsys.readouterr().err == "kvloom: standard output must be open, got a closed one\n"
 
 
-def test_demo_prints_a_row_for_each_cache_kind() -> None:
-    done = run("demo", "--max-new-tokens", "6", "--runs", "1")
-    assert done.returncode == 0, done.stderr
-    for kind in ("DynamicCache", "kvloom float32", "kvloom int8", "kvloom int4"):
-        assert kind in done.stdout
-    assert "6 of 6" in done.stdout
+def test_demo_prints_a_row_for_each_cache_kind_and_reads_its_prompt_the_second_time(tmp_path: Path) -> None:
+    for expected in ("no prompt tokens were in", "prompt tokens read from"):
+        done = run("demo", "--max-new-tokens", "6", "--runs", "1", XDG_CACHE_HOME=str(tmp_path))
+        assert done.returncode == 0, done.stderr
+        for kind in ("DynamicCache", "kvloom float32", "kvloom int8", "kvloom int4"):
+            assert kind in done.stdout
+        assert "6 of 6" in done.stdout
+        assert expected in done.stderr
+    assert list((tmp_path / "kvloom" / "demo").rglob("*.safetensors"))

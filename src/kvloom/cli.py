@@ -18,6 +18,8 @@ from kvloom.core.spelling import STORAGE, parse_kind
 from kvloom.errors import ArgumentError, KVError
 from kvloom.models import bundled_model_path, check_model_folder
 from kvloom.serving import bench, command
+from kvloom.store.backends import store_url
+from kvloom.store.command import add_parser as add_store_parser
 
 _DEMO_KINDS = ["float32", "int8", "int4"]
 _DEMO_PROMPT_CHARACTERS = 2200
@@ -85,6 +87,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     generate.add_argument("--max-new-tokens", type=int, default=128, metavar="N")
     generate.add_argument("--model", type=Path, metavar="PATH", help="local Hugging Face causal model folder")
+    generate.add_argument(
+        "--store",
+        metavar="DIR",
+        help="folder, or URL such as s3://bucket/folder, that keeps what was computed for the next run",
+    )
     generate.set_defaults(run=_generate)
 
     demo = commands.add_parser("demo", help="the bundled model on held-out text, and a table of cache kinds")
@@ -104,6 +111,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     bench.add_options(served)
     served.set_defaults(run=_bench_serve)
+    add_store_parser(commands, _question)
 
     info = commands.add_parser("info", help="version, backends, CPU capability, devices")
     info.add_argument("--probe", action="store_true", help="time attention with each instruction set")
@@ -120,7 +128,23 @@ def _generate(args: argparse.Namespace) -> None:
             check_model_folder(args.model)  # before imports that take seconds
             stack.enter_context(_somebodys_folder(args.model))
         model, tokenizer = _load(args.model)
-        _stream(model, tokenizer, prompt, args.kv, args.max_new_tokens)
+        _stream(model, tokenizer, prompt, args.kv, args.max_new_tokens, store=args.store)
+
+
+def _question(args: argparse.Namespace) -> tuple[Any, list[int]]:
+    """The fingerprint of a model, and the text that ``kvloom store why`` asks about."""
+    args.prompt, args.prompt_file = None, Path(args.prompt_file)
+    parse_kind("--kv", args.kv)
+    prompt = _read_prompt(args)
+    with _options_named(), ExitStack() as stack:
+        path = None if args.model is None else Path(args.model)
+        if path is not None:
+            check_model_folder(path)
+            stack.enter_context(_somebodys_folder(path))
+        model, tokenizer = _load(path)
+        from kvloom.integrations.transformers.identity import fingerprint_of
+
+        return fingerprint_of(model, args.kv), tokenizer(prompt).input_ids
 
 
 def _expect_positive(args: argparse.Namespace, *names: str) -> None:
@@ -141,7 +165,7 @@ def _read_prompt(args: argparse.Namespace) -> str:
 
 
 @contextmanager
-def _options_named(names: str = "kv|model") -> Iterator[None]:
+def _options_named(names: str = "kv|model|store") -> Iterator[None]:
     """Errors name an option where the library names its argument."""
     try:
         yield
@@ -188,7 +212,8 @@ def _demo(args: argparse.Namespace) -> None:
     console = Console()
     console.rule(f"{source.name} (held out), continued from int8 pages read in place")
     with attention_for(model, "int8", in_place=True):
-        _stream(model, tokenizer, prompt, "int8", args.max_new_tokens, num_lines_shown=12)
+        folder = str(_demo_folder())
+        _stream(model, tokenizer, prompt, "int8", args.max_new_tokens, num_lines_shown=12, store=folder)
     inputs = tokenizer(prompt, return_tensors="pt").input_ids.to(model.device)
     rows = compare(
         model, inputs, _DEMO_KINDS, max_new_tokens=args.max_new_tokens, num_runs=args.runs, in_place=True
@@ -224,6 +249,12 @@ def _bench_serve(args: argparse.Namespace) -> None:
 def _load_for_server(path: Path | None) -> tuple[Any, Any]:
     with _somebodys_folder(path) if path is not None else nullcontext():
         return _load(path)
+
+
+def _demo_folder() -> Path:
+    """Where demos keep keys and values, a few hundred kilobytes; the next one reads its prompt from there."""
+    caches = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(caches) / "kvloom" / "demo"
 
 
 def _info(args: argparse.Namespace) -> None:
@@ -289,11 +320,11 @@ def _stream(
     kv: str,
     max_new_tokens: int,
     num_lines_shown: int | None = None,
+    store: str | None = None,
 ) -> None:
     """Print the prompt (or its last lines) and its greedy continuation as tokens come, then what it cost."""
     from kvloom.integrations.transformers import KVCache, Streamer
 
-    cache = KVCache.for_model(model, kv=kv)
     inputs = tokenizer(prompt, return_tensors="pt").to(model.device)
     if inputs.input_ids.shape[1] == 0:
         raise ArgumentError("--prompt must hold at least one token, got an empty text")
@@ -309,6 +340,11 @@ def _stream(
         sys.stdout.write(text)
         sys.stdout.flush()
 
+    num_tokens = inputs.input_ids.shape[1]
+    pool = None if store is None else _pool_over(store, model, kv, num_tokens + max_new_tokens)
+    start = time.perf_counter()
+    cache = KVCache.for_model(model, kv=kv) if pool is None else pool.begin(inputs.input_ids)
+    num_read, reading = int(cache.get_seq_length()), time.perf_counter() - start
     write(prompt if num_lines_shown is None else "\n".join(["...", *prompt.splitlines()[-num_lines_shown:]]))
     start = time.perf_counter()
     out = model.generate(
@@ -320,9 +356,26 @@ def _stream(
         streamer=Streamer(tokenizer, write),
     )
     seconds = time.perf_counter() - start
-    num_new = out.shape[1] - inputs.input_ids.shape[1]
+    num_new = out.shape[1] - num_tokens
     write("\n")
     sys.stderr.write(
         f"[{num_new} tokens in {seconds:.2f} s, {num_new / seconds:.1f} tokens/s; {kv} cache: "
         f"{cache.nbytes_per_token:,.0f} bytes/token, {cache.nbytes:,} bytes allocated]\n"
     )
+    if pool is not None:
+        pool.commit(cache, out)
+        pool.close()
+        computing = num_read * pool.report()["store"]["seconds_per_token"]
+        sys.stderr.write(
+            f"[{num_read} of {num_tokens} prompt tokens read from {store} in {1e3 * reading:.1f} ms, "
+            f"computing them takes about {1e3 * computing:.0f} ms]\n"
+            if num_read
+            else f"[no prompt tokens were in {store}, the next run reads them from there]\n"
+        )
+
+
+def _pool_over(store: str, model: Any, kv: str, num_tokens: int) -> Any:
+    """A pool for one sequence, above a folder or the store of a URL."""
+    from kvloom.integrations.transformers import KVPool
+
+    return KVPool.for_model(model, kv=kv, max_tokens=num_tokens + 16, store=store_url(store))

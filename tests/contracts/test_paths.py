@@ -17,6 +17,7 @@ FOREIGN = {
     "benchmarks/gpu_results.md": {"gpu_results.json"},
     "docs/decisions/0006-compiled-kernels-behind-the-stable-abi.md": {"Python.h", "torch/extension.h"},
     "docs/store-format.md": {"kvloom-run/1"},
+    "docs/store.md": {"path/to/model", "prompt.txt"},
     "examples/README.md": {"examples/NAME.py"},
     "src/kvloom/models/stdlib-4m/MODEL_CARD.md": {"html/entities.py", "stringprep.py"},
 }

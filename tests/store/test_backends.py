@@ -52,6 +52,16 @@ def test_a_listing_has_names_sizes_and_times(backend: Backend) -> None:
     assert backend.list_stored("c/") == []
 
 
+def test_what_is_touched_counts_as_used(backend: Backend) -> None:
+    backend.put_if_absent("a/b", [b"x"])
+    (before,) = backend.list_stored()
+    backend.touch("a/b")
+    backend.touch("a/none")
+    (after,) = backend.list_stored()
+    assert after.used >= before.used - 1
+    assert after[:2] == before[:2]
+
+
 def test_many_threads_put_one_name_once(backend: Backend) -> None:
     won: list[bool] = []
     threads = [

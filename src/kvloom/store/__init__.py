@@ -1,10 +1,30 @@
 """What outlives the process: pages of keys and values in files and elsewhere, verified on every read.
 
-Needs no torch; ``transfer`` and ``below``, which move pages of a pool, do.
+Names load on first use. Nothing here needs torch but ``transfer`` and ``below``, which move pages of a pool.
 """
 
-from kvloom.store.fingerprint import Fingerprint, LayerFormat, SideFormat
-from kvloom.store.format import DamagedRun, Run, read_head
-from kvloom.store.store import KVStore
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvloom.store.fingerprint import Fingerprint, LayerFormat, SideFormat
+    from kvloom.store.format import DamagedRun, Run, read_head
+    from kvloom.store.store import KVStore
+
+_HOME = {
+    "DamagedRun": "format",
+    "Fingerprint": "fingerprint",
+    "KVStore": "store",
+    "LayerFormat": "fingerprint",
+    "Run": "format",
+    "SideFormat": "fingerprint",
+    "read_head": "format",
+}
 
 __all__ = ["DamagedRun", "Fingerprint", "KVStore", "LayerFormat", "Run", "SideFormat", "read_head"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'kvloom.store' has no attribute {name!r}")
+    return getattr(import_module(f"kvloom.store.{_HOME[name]}"), name)

@@ -4,7 +4,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -17,7 +17,7 @@ from kvloom.store.index import Entry, Index, Segment
 from kvloom.store.prefixes import Prefixes
 
 _LOG: Final = logging.getLogger("kvloom.store")
-_QUARANTINE: Final = "quarantine"
+QUARANTINE: Final = "quarantine"
 _FIRST_READ: Final = 64 << 10
 """Bytes in which the heads of most runs lie."""
 _READERS: Final = 8
@@ -137,6 +137,7 @@ class Tier:
         if self.seconds_per_byte is None:
             self.seconds_per_byte = (time.perf_counter() - began) / len(data)
         self.counts["bytes_read"] += len(data)
+        self._attempt("write", partial(self._touch, entry.name), None)
         with self._lock:
             if entry.name in self._objects:
                 self._objects[entry.name] = Stored(entry.name, entry.size, time.time())
@@ -150,9 +151,9 @@ class Tier:
             return False
         self.counts["runs_written"] += is_new
         self.counts["bytes_written"] += (len(head) + len(data)) * is_new
-        entry = Entry.of(run, len(head))
+        entry, index = Entry.of(run, len(head)), self._index_of(run.fingerprint)
         with self._lock:
-            self._index_of(run.fingerprint).add(entry)
+            index.add(entry)
             self._objects[run.name] = Stored(run.name, entry.size, time.time())
         self.limit()
         return True
@@ -160,21 +161,15 @@ class Tier:
     def limit(self) -> int:
         """Remove runs until the limits hold; returns how many."""
         with self._lock:
-            victims = list(self._too_many(time.time()))
+            victims = too_many(self._objects.values(), time.time(), self._max_bytes, self._max_age)
         for name in victims:
             self._forget(name)
             self._attempt("write", partial(self._delete, name), None)
         self.counts["runs_evicted"] += len(victims)
         return len(victims)
 
-    def _too_many(self, now: float) -> Iterable[str]:
-        total = sum(x.size for x in self._objects.values())
-        for x in sorted(self._objects.values(), key=_worth):
-            is_old = self._max_age is not None and now - x.used > self._max_age
-            if not is_old and (self._max_bytes is None or total <= self._max_bytes):
-                continue
-            total -= x.size
-            yield x.name
+    def _touch(self, name: str) -> None:
+        self._connected().touch(name)
 
     def _delete(self, name: str) -> None:
         self._connected().delete(name)
@@ -187,12 +182,13 @@ class Tier:
             return None
 
     def _index_of(self, fingerprint: Fingerprint) -> Index:
+        folder = fingerprint.digest.hex()[:16]
         with self._lock:
-            folder = fingerprint.digest.hex()[:16]
-            if folder not in self._indexes:
-                self._indexes[folder] = Index()
-                self._attempt("read", lambda: self._list(fingerprint), None)
-            return self._indexes[folder]
+            is_new = folder not in self._indexes
+            index = self._indexes.setdefault(folder, Index())
+        if is_new:  # readers need the lock
+            self._attempt("read", lambda: self._list(fingerprint), None)
+        return index
 
     def _is_stale(self, fingerprint: Fingerprint) -> bool:
         listed = self._listed.get(fingerprint.digest.hex()[:16], 0.0)
@@ -256,7 +252,7 @@ class Tier:
         def move() -> None:
             with suppress(FileNotFoundError):  # another process moved it
                 data = self._connected().get_ranges(name, [(0, size)])
-                self._connected().put_if_absent(f"{_QUARANTINE}/{name.replace('/', '-')}", [data])
+                self._connected().put_if_absent(f"{QUARANTINE}/{name.replace('/', '-')}", [data])
                 self._connected().delete(name)
             self._ignored.discard(name)
 
@@ -294,8 +290,28 @@ class Tier:
             _LOG.warning(message, *args)
 
 
+def too_many(
+    objects: Collection[Stored], now: float, max_bytes: int | None, max_age: float | None
+) -> list[str]:
+    """Names of what must go so that limits hold.
+
+    Args:
+        objects: All of a store.
+        now: Seconds since 1970.
+        max_bytes: Of all; what is unused for longest goes first.
+        max_age: Seconds that one may be unused.
+    """
+    victims, total = [], sum(x.size for x in objects)
+    for x in sorted(objects, key=_worth):
+        is_old = max_age is not None and now - x.used > max_age
+        if is_old or (max_bytes is not None and total > max_bytes):
+            total -= x.size
+            victims.append(x.name)
+    return victims
+
+
 def _worth(x: Stored) -> tuple[bool, float, int]:
     """What goes first: the quarantine, then what is unused for longest, then what stands last in a text."""
     position = x.name.rsplit("-", 2)[-2:-1]
     first = int(position[0]) if position and position[0].isdigit() else 0
-    return not x.name.startswith(f"{_QUARANTINE}/"), x.used, -first
+    return not x.name.startswith(f"{QUARANTINE}/"), x.used, -first

@@ -12,7 +12,7 @@ from torch import Tensor
 from kvloom.caches import CacheFormat
 from kvloom.caches.storage import Storage
 from kvloom.errors import UnsupportedError
-from kvloom.integrations.transformers.build import make_layers, text_config_of
+from kvloom.integrations.transformers.build import cache_format, make_layers, text_config_of
 from kvloom.integrations.transformers.cache import KVCache
 from kvloom.store.fingerprint import Fingerprint
 from kvloom.store.format import checksum
@@ -69,6 +69,15 @@ def identify(model: Any, format: CacheFormat) -> Identity:
         layers=layers_of(storages),
     )
     return Identity(fingerprint, storages, seconds)
+
+
+def fingerprint_of(model: Any, kv: str = "auto", values: str | None = None) -> Fingerprint:
+    """Whose keys and values a pool of this model has; the arguments are those of ``KVPool.for_model``.
+
+    Raises:
+        UnsupportedError: as ``identify``.
+    """
+    return identify(model, cache_format(text_config_of(model), kv, values=values)).fingerprint
 
 
 def weights_digest(model: Any) -> str:

@@ -1,7 +1,8 @@
-"""Where bytes lie, by URL. A new kind of store is one file with the five methods of ``Backend``."""
+"""Where bytes lie, by URL. A new kind of store is one file with the six methods of ``Backend``."""
 
+from pathlib import Path
 from typing import NamedTuple, Protocol
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 from kvloom.errors import ArgumentError
 
@@ -14,7 +15,7 @@ class Stored(NamedTuple):
     Attributes:
         name: Path within the store, parts divided by slashes.
         size: Bytes.
-        used: Seconds since 1970 when it was last written; of local files, written or read.
+        used: Seconds since 1970 when it was last written or, where the store remembers that, used.
     """
 
     name: str
@@ -38,11 +39,19 @@ class Backend(Protocol):
     def put_if_absent(self, name: str, parts: list[bytes | bytearray]) -> bool:
         """Write an object, visible only when all of it lasts; ``False`` if there is one of this name."""
 
+    def touch(self, name: str) -> None:
+        """Let an object count as used now, where the store can remember that."""
+
     def delete(self, name: str) -> None:
         """Remove an object, if there is one."""
 
     def list_stored(self, prefix: str = "") -> list[Stored]:
         """Objects whose names begin with a prefix, which is empty or ends with a slash."""
+
+
+def store_url(text: str) -> str:
+    """The URL of a store, or of the local folder, that a command line names."""
+    return text if "://" in text else f"file://{quote(str(Path(text).expanduser().absolute()))}"
 
 
 def connect(url: str, timeout: float) -> Backend:

@@ -62,8 +62,6 @@ class Files:
                     if not num_read:
                         raise OSError(errno.EIO, "file ends early", name)
                     start, left = start + num_read, left[num_read:]
-            with suppress(OSError):  # somebody else's files can be read
-                os.utime(file)
         return data
 
     def put_if_absent(self, name: str, parts: list[bytes | bytearray]) -> bool:
@@ -88,6 +86,10 @@ class Files:
             raise
         _sync_folder(path.parent)
         return True
+
+    def touch(self, name: str) -> None:
+        with suppress(OSError):  # somebody else's file, or gone
+            os.utime(self._path(name), follow_symlinks=False)
 
     def delete(self, name: str) -> None:
         self._path(name).unlink(missing_ok=True)

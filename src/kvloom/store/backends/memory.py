@@ -39,6 +39,11 @@ class Memory:
             self._objects[name] = data, time.time()
         return True
 
+    def touch(self, name: str) -> None:
+        with self._lock:
+            if name in self._objects:
+                self._objects[name] = self._objects[name][0], time.time()
+
     def delete(self, name: str) -> None:
         self._objects.pop(name, None)
 

@@ -51,6 +51,9 @@ class Objects:
             return False
         return True
 
+    def touch(self, name: str) -> None:
+        """Object stores remember when an object was written alone."""
+
     def delete(self, name: str) -> None:
         try:
             with _errors():

@@ -45,6 +45,10 @@ class Redis:
         with _errors():
             return bool(self._client.set(_PREFIX + name, b"".join(parts), nx=True))
 
+    def touch(self, name: str) -> None:
+        with _errors():
+            self._client.touch(_PREFIX + name)
+
     def delete(self, name: str) -> None:
         with _errors():
             self._client.delete(_PREFIX + name)

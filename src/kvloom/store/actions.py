@@ -1,0 +1,188 @@
+"""What ``kvloom store`` does: each function is one of its actions."""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from kvloom.errors import ArgumentError
+from kvloom.store import survey
+from kvloom.store.backends import Backend, Stored, connect, store_url
+from kvloom.store.fingerprint import SideFormat
+from kvloom.store.format import Run
+from kvloom.store.survey import Found, look
+from kvloom.store.tier import QUARANTINE, too_many
+
+_TIMEOUT = 30.0
+_SHOWN = 29
+"""Characters of a name that tell runs apart, and that show takes for the whole."""
+
+
+def ls(args: argparse.Namespace) -> None:
+    """List all runs."""
+    backend, objects = _opened(args)
+    found = [look(backend, x) for x in objects]
+    if args.json:
+        _print_lines(_described(x) for x in found)
+        return
+    table = _table("name", "tokens", "page", "kept as", "bytes", "unused", "problem")
+    for x in found:
+        run = x.run
+        table.add_row(
+            x.stored.name[:_SHOWN],
+            "" if run is None else f"{run.first}-{run.end}",
+            "" if run is None else str(run.page_size),
+            "" if run is None else _kept(run),
+            f"{x.stored.size:,}",
+            _age(x.stored),
+            x.problem,
+        )
+    total = sum(x.stored.size for x in found)
+    _print_table(table, f"{len(found)} runs, {total:,} bytes")
+
+
+def show(args: argparse.Namespace) -> None:
+    """Print all that one run says of itself."""
+    backend, objects = _opened(args)
+    named = [x for x in objects if x.name.startswith(args.name)]
+    if len(named) != 1:
+        raise ArgumentError(f"NAME must begin one run of the store, got {args.name!r}, with {len(named)}")
+    described = _described(look(backend, named[0], is_thorough=True))
+    if args.json:
+        _print_lines([described])
+        return
+    for name, value in described.items():
+        for inner, part in value.items() if isinstance(value, dict) else [("", value)]:
+            sys.stdout.write(f"{f'{name} {inner}'.strip():24}{part}\n")
+
+
+def verify(args: argparse.Namespace) -> None:
+    """Read everything, and exit with 1 if something is damaged."""
+    backend, objects = _opened(args)
+    here = [x for x in objects if not x.name.startswith(f"{QUARANTINE}/")]
+    found = [look(backend, x, is_thorough=True) for x in _tracked(here, args.json)]
+    damaged = [x for x in found if x.problem]
+    if args.json:
+        _print_lines({"name": x.stored.name, "problem": x.problem} for x in found)
+    else:
+        for x in damaged:
+            sys.stdout.write(f"{x.stored.name}: {x.problem}\n")
+        sys.stdout.write(f"{len(found) - len(damaged)} of {len(found)} runs are whole\n")
+    if damaged:
+        sys.exit(1)
+
+
+def gc(args: argparse.Namespace) -> None:
+    """Remove what is beyond limits."""
+    for name in ("max_bytes", "max_age"):
+        if (value := getattr(args, name)) is not None and not value >= 0:
+            raise ArgumentError(f"--{name.replace('_', '-')} must be at least 0, got {value}")
+    backend, objects = _opened(args)
+    seconds = None if args.max_age is None else 86400 * args.max_age
+    names = set(too_many(objects, time.time(), args.max_bytes, seconds))
+    victims = [x for x in objects if x.name in names]
+    for x in _tracked(victims, args.json):
+        backend.delete(x.name)
+    if args.json:
+        _print_lines({"name": x.name, "size": x.size} for x in victims)
+    else:
+        freed, kept = sum(x.size for x in victims), len(objects) - len(victims)
+        sys.stdout.write(f"{len(victims)} runs removed, {freed:,} bytes; {kept} runs kept\n")
+
+
+def why(args: argparse.Namespace) -> None:
+    """Say of each page of a prompt why it is found or not."""
+    if args.page_size < 1:
+        raise ArgumentError(f"--page-size must be at least 1, got {args.page_size}")
+    backend, objects = _opened(args)
+    fingerprint, tokens = args.ask(args)
+    found = [look(backend, x) for x in objects]
+    verdicts = list(survey.why(found, fingerprint, args.salt, tokens, args.page_size))
+    if args.json:
+        for x in verdicts:
+            page = {"first": x.tokens.start, "end": x.tokens.stop, "found": x.is_found, "reason": x.reason}
+            _print_lines([page])
+        return
+    table = _table("tokens", "found", "why")
+    for x in verdicts:
+        table.add_row(f"{x.tokens.start}-{x.tokens.stop}", "hit" if x.is_found else "miss", x.reason)
+    hits = sum(x.is_found for x in verdicts)
+    _print_table(table, f"{hits} of {len(verdicts)} pages are found")
+
+
+def _opened(args: argparse.Namespace) -> tuple[Backend, list[Stored]]:
+    backend = connect(store_url(args.store), _TIMEOUT)
+    return backend, sorted(backend.list_stored())
+
+
+def _described(x: Found) -> dict[str, Any]:
+    """Everything that a run says of itself."""
+    described: dict[str, Any] = {"name": x.stored.name, "size": x.stored.size, "used": x.stored.used}
+    if x.problem:
+        described["problem"] = x.problem
+    if x.run is not None:
+        described |= {
+            "first": x.run.first,
+            "end": x.run.end,
+            "page_size": x.run.page_size,
+            "num_pages": x.run.num_pages,
+            "text": "digests" if x.run.tokens is None else "tokens",
+            "salt": x.run.salt.hex(),
+            "before": x.run.before.hex(),
+            "fingerprint": json.loads(x.run.fingerprint.to_json()),
+        }
+    return described
+
+
+def _kept(run: Run) -> str:
+    """How the first layer keeps its keys and, if otherwise, its values."""
+    layer = run.fingerprint.layers[0]
+    return " ".join(dict.fromkeys((_kind(layer.key), _kind(layer.value))))
+
+
+def _kind(side: SideFormat) -> str:
+    return f"int{side.bits}:g{side.group}" if side.bits else side.dtype
+
+
+def _age(x: Stored) -> str:
+    seconds = max(time.time() - x.used, 0)
+    for name, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= length:
+            return f"{seconds / length:.0f} {name}"
+    return f"{seconds:.0f} s"
+
+
+def _print_lines(rows: Iterable[dict[str, Any]]) -> None:
+    for row in rows:
+        sys.stdout.write(f"{json.dumps(row)}\n")
+
+
+def _tracked(objects: Sequence[Stored], is_silent: bool) -> Iterator[Stored]:
+    """Each object, with a progress bar where somebody sees it."""
+    if is_silent or not sys.stderr.isatty():
+        yield from objects
+        return
+    from rich.console import Console
+    from rich.progress import track
+
+    yield from track(objects, console=Console(stderr=True), transient=True)
+
+
+def _table(*headings: str) -> Any:
+    from rich.table import Table
+
+    table = Table()
+    for heading in headings:
+        table.add_column(
+            heading, overflow="fold", justify="right" if heading in ("bytes", "page") else "left"
+        )
+    return table
+
+
+def _print_table(table: Any, caption: str) -> None:
+    from rich.console import Console
+
+    Console().print(table)
+    sys.stdout.write(f"{caption}\n")

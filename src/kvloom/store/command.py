@@ -1,0 +1,46 @@
+"""The arguments of ``kvloom store``. Imports no library that is optional."""
+
+import argparse
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+
+def add_parser(commands: Any, ask: Callable[[argparse.Namespace], tuple[Any, list[int]]]) -> None:
+    """Add ``store`` to the commands.
+
+    Args:
+        commands: What ``add_subparsers`` gave.
+        ask: Loads model and text of ``why``: gives a fingerprint and token ids.
+    """
+    store = commands.add_parser("store", help="what a store holds: ls, show, verify, gc, why")
+    actions = store.add_subparsers(required=True, metavar="action")
+    for name, text in (
+        ("ls", "list all runs of pages"),
+        ("show", "all that one run says of itself"),
+        ("verify", "read everything; exit status 1 if something is damaged"),
+        ("gc", "remove what is beyond limits"),
+        ("why", "of each page of a prompt, why it is found or not"),
+    ):
+        action = actions.add_parser(name, help=text)
+        action.add_argument("--json", action="store_true", help="machine-readable output, one object a line")
+        action.add_argument("store", metavar="STORE", help="folder, or URL such as s3://bucket/folder")
+        action.set_defaults(run=_run, action=name)
+        if name == "show":
+            action.add_argument("name", metavar="NAME", help="of the run, as ls prints it, or its beginning")
+        elif name == "gc":
+            action.add_argument(
+                "--max-bytes", type=int, metavar="N", help="bytes to keep, most recently used"
+            )
+            action.add_argument("--max-age", type=float, metavar="DAYS", help="days that a run may be unused")
+        elif name == "why":
+            action.add_argument("prompt_file", metavar="PROMPT-FILE", help="file with the text")
+            action.add_argument("--model", metavar="PATH", help="local Hugging Face causal model folder")
+            action.add_argument("--kv", default="auto", metavar="KIND[:gGROUP]", help="how the cache is kept")
+            action.add_argument("--page-size", type=int, default=16, metavar="N")
+            action.add_argument("--salt", default="", help="whose prefixes")
+            action.set_defaults(ask=ask)
+
+
+def _run(args: argparse.Namespace) -> None:
+    getattr(import_module("kvloom.store.actions"), args.action)(args)

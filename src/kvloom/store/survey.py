@@ -1,0 +1,150 @@
+"""What a store holds, for people: its runs, what is wrong with them, and why a text is found or not."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+from kvloom.store.backends import Backend, Stored
+from kvloom.store.fingerprint import Fingerprint
+from kvloom.store.format import DamagedRun, OtherFormat, Run, head_bytes, read_head
+from kvloom.store.prefixes import Prefixes, salt_digest, token_bytes
+from kvloom.store.tier import QUARANTINE
+
+_FIRST_READ = 64 << 10
+
+
+class Found(NamedTuple):
+    """An object of a store.
+
+    Attributes:
+        stored: Its name, bytes, and when it was used.
+        run: What its head says; ``None`` if that is damaged or of another format.
+        problem: What is wrong with it; empty if nothing is.
+    """
+
+    stored: Stored
+    run: Run | None
+    problem: str
+
+
+class Verdict(NamedTuple):
+    """Why one page of a text is found or not.
+
+    Attributes:
+        tokens: Positions of its tokens.
+        is_found: Whether it would be read.
+        reason: One sentence.
+    """
+
+    tokens: range
+    is_found: bool
+    reason: str
+
+
+def look(backend: Backend, x: Stored, is_thorough: bool = False) -> Found:
+    """Read the head of an object, or with ``is_thorough`` all of it."""
+    try:
+        data = bytes(backend.get_ranges(x.name, [(0, x.size if is_thorough else min(x.size, _FIRST_READ))]))
+        run, start = _head(backend, x, data)
+        if is_thorough:
+            pages, heads = range(run.num_pages), range(run.fingerprint.num_heads)
+            run.expect_whole(memoryview(data)[start:], pages, heads)
+        is_here = x.name == run.name
+        return Found(x, run, "" if is_here else f"its name says otherwise than its head, {run.name}")
+    except OtherFormat as error:
+        return Found(x, None, f"of another format: {error}")
+    except DamagedRun as error:
+        return Found(x, None, str(error))
+    except FileNotFoundError:
+        return Found(x, None, "removed meanwhile")
+
+
+def why(
+    runs: Iterable[Found], fingerprint: Fingerprint, salt: str, tokens: Sequence[int], page_size: int
+) -> Iterator[Verdict]:
+    """Of each full page of a text, whether it is found, and the closest reason if not.
+
+    Args:
+        runs: All objects of a store.
+        fingerprint: Of whoever asks.
+        salt: Under which.
+        tokens: The text.
+        page_size: Tokens in a page of whoever asks.
+    """
+    digest = salt_digest(salt)
+    known = list(runs)
+    mine = Prefixes(fingerprint.digest, digest, tokens)
+    whole = [x.run for x in known if x.run is not None and not x.problem]
+    at = _reach(whole, mine, len(tokens))
+    for start in range(0, len(tokens) // page_size * page_size, page_size):
+        page = range(start, start + page_size)
+        if page.stop <= at:
+            yield Verdict(page, True, "stored")
+        else:
+            yield Verdict(page, False, _reason(known, fingerprint, digest, mine, tokens, page))
+
+
+def _head(backend: Backend, x: Stored, data: bytes) -> tuple[Run, int]:
+    try:
+        return read_head(data, x.size)
+    except DamagedRun:
+        if len(data) >= x.size or head_bytes(data) > x.size:
+            raise
+    return read_head(bytes(backend.get_ranges(x.name, [(0, x.size)])), x.size)  # a long head
+
+
+def _reach(runs: Sequence[Run], prefixes: Prefixes, num_tokens: int) -> int:
+    """Tokens that are found from the start."""
+    sizes = {run.page_size for run in runs}
+    ends = sorted({end for size in sizes for end in range(size, num_tokens + 1, size)})
+    have = dict(zip(prefixes.digests(ends), ends, strict=True))
+    spans = [(run.first, max(have.get(digest, 0) for digest in run.digests)) for run in runs]
+    at = 0
+    while True:
+        further = max((end for first, end in spans if first <= at < end), default=at)
+        if further == at:
+            return at
+        at = further
+
+
+def _reason(
+    known: Sequence[Found],
+    fingerprint: Fingerprint,
+    salt: bytes,
+    mine: Prefixes,
+    tokens: Sequence[int],
+    page: range,
+) -> str:
+    (digest,) = mine.digests([page.stop])
+    for found in known:
+        if found.problem and digest.hex()[:40] in found.stored.name:
+            return f"damaged: {found.problem}"
+        if found.stored.name.startswith(f"{QUARANTINE}/") and found.run and digest in found.run.digests:
+            return "damaged, in the quarantine"
+    reasons = []
+    for run in (x.run for x in known if x.run is not None):
+        if digest in run.digests:
+            return "stored, behind pages that are not"
+        if run.fingerprint != fingerprint:
+            theirs = Prefixes(run.fingerprint.digest, run.salt, tokens)
+            if any(x in run.digests for x in theirs.digests([page.stop])):
+                return f"another model: {fingerprint.difference(run.fingerprint)}"
+            continue
+        same = _same_tokens(run, tokens)
+        if run.salt != salt and same >= page.stop:
+            reasons.append((0, "another salt"))
+        elif run.salt == salt and run.first <= page.start < run.end and same < page.stop:
+            before = mine.digests([run.first])[0] == run.before
+            if before and same >= run.first:
+                reasons.append((len(tokens) - same, f"tokens differ at index {same}"))
+    return min(reasons, default=(0, "never stored, or evicted"))[1]
+
+
+def _same_tokens(run: Run, tokens: Sequence[int]) -> int:
+    """Position up to which a run has the tokens of a text, from its first one on; 0 if it keeps none."""
+    if run.tokens is None or run.first >= len(tokens):
+        return 0
+    text = token_bytes(tokens[run.first : run.end])
+    for i in range(0, len(text), 8):
+        if text[i : i + 8] != run.tokens[i : i + 8]:
+            return run.first + i // 8
+    return run.first + len(text) // 8
