@@ -80,6 +80,8 @@ slow: asan-library
 	    --dist worksteal tests/integrations/batching
 	KVLOOM_SIGNALS=1 KVLOOM_OVERLOAD_SECONDS=60 $(BIN)/python -m pytest --quiet --numprocesses $(WORKERS) \
 	    tests/serving/test_process.py tests/serving/test_clients.py
+	KVLOOM_DAMAGED=1000000 KVLOOM_KILLS=500 KVLOOM_LOOKUPS=25000 KVLOOM_SALTS=1000000 $(BIN)/python -m pytest \
+	    --quiet --numprocesses $(WORKERS) --dist worksteal tests/store
 	KVLOOM_HOSTILE=15000 $(ASAN) $(BIN)/python -m pytest --quiet --numprocesses $(WORKERS) --dist worksteal tests/hostile
 
 asan-library: $(READY)

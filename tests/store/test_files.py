@@ -83,6 +83,7 @@ def test_a_call_that_fails_leaves_all_or_nothing(
         except OSError:
             is_written = False
         monkeypatch.setattr(os, call, real)
+        assert set(everything(root)) <= {"a/b"}
         again = Files(root)
         assert set(everything(root)) <= {"a/b"}
         if again.exists("a/b"):
@@ -137,3 +138,17 @@ def test_what_another_process_is_writing_stays(tmp_path: Path) -> None:
         assert path.exists()
     Files(tmp_path)
     assert not path.exists()
+
+
+def test_a_file_is_durable_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = Files(tmp_path)
+    calls: list[str] = []
+    (tmp_path / "a").mkdir()
+
+    def noted(name: str, real: Any) -> Any:
+        return lambda *args: (calls.append(name), real(*args))[1]
+
+    for owner, name in ((os, "write"), (os, "fsync"), (Path, "rename")):
+        monkeypatch.setattr(owner, name, noted(name, getattr(owner, name)))
+    files.put_if_absent("a/b", list(DATA))
+    assert calls == ["write", "write", "fsync", "rename", "fsync"]

@@ -91,6 +91,25 @@ def test_another_layout_and_page_size_has_the_same_codes(layout: str, page_size:
         assert mine == theirs
 
 
+def test_what_is_read_may_begin_within_a_page_of_the_store() -> None:
+    pages, other = make_pages("float32", "HND"), make_pages("float32", "NHD", 2)
+    with KVStore("memory://", read="always") as store:
+        first, second = (
+            StoreBelow(store, x, PrefixTree(x.pool, x.format.page_size), whose(x), {}, 1.0)
+            for x in (pages, other)
+        )
+        first.keep(TOKENS, pages.pool.take(9), "")
+        store.flush()
+        held = other.pool.take(1)
+        for a, b in zip(pages.storages.values(), other.storages.values(), strict=True):
+            ops.copy(a.view, torch.arange(2), b.view, other.slots([held[0].id], b))
+        refs = second.fetch(TOKENS, held, "")
+    assert len(refs) == len(TOKENS) // 2
+    for a, b in zip(pages.storages.values(), other.storages.values(), strict=True):
+        slots = other.slots([ref.id for ref in refs], b)
+        assert pack_tokens(a, torch.arange(36)) == pack_tokens(b, slots)
+
+
 def pack_tokens(storage: Storage, slots: torch.Tensor) -> list[bytes]:
     held = Storage(*storage.specs, 1, storage.device, "NHD")
     held.reserve(1, len(slots))
