@@ -22,7 +22,7 @@ class _Write(NamedTuple):
     """A run to be written, without its checksums yet."""
 
     run: Run
-    data: bytearray
+    data: bytearray | memoryview
     tiers: Sequence[Tier]
 
 

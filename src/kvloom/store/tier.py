@@ -36,7 +36,7 @@ class Piece(NamedTuple):
 
     run: Run
     segment: Segment
-    data: bytearray
+    data: memoryview
     start: int
 
 
@@ -130,7 +130,7 @@ class Tier:
             if run.fingerprint != fingerprint or run.salt != salt:
                 raise DamagedRun("the run is of another model or salt")
             run.expect_prefix(prefixes, tokens, segment.end)
-            run.expect_whole(memoryview(data)[start:], segment.pages, heads)
+            run.expect_whole(data[start:], segment.pages, heads)
         except DamagedRun as error:
             self._quarantine(entry.name, entry.size, str(error))
             return None
@@ -143,7 +143,7 @@ class Tier:
                 self._objects[entry.name] = Stored(entry.name, entry.size, time.time())
         return Piece(run, segment, data, start)
 
-    def put(self, run: Run, data: bytearray) -> bool:
+    def put(self, run: Run, data: bytearray | memoryview) -> bool:
         """Write a run; whether it lasts now."""
         head = run.head()
         is_new = self._attempt("write", lambda: self._connected().put_if_absent(run.name, [head, data]), None)
@@ -174,7 +174,7 @@ class Tier:
     def _delete(self, name: str) -> None:
         self._connected().delete(name)
 
-    def _get(self, entry: Entry, ranges: list[tuple[int, int]]) -> bytearray | None:
+    def _get(self, entry: Entry, ranges: list[tuple[int, int]]) -> memoryview | None:
         try:
             return self._connected().get_ranges(entry.name, [(0, entry.head_size), *ranges])
         except FileNotFoundError:  # another process removed it

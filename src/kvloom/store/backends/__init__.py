@@ -33,10 +33,13 @@ class Backend(Protocol):
     def exists(self, name: str) -> bool:
         """Whether there is such an object."""
 
-    def get_ranges(self, name: str, ranges: list[tuple[int, int]]) -> bytearray:
-        """The bytes from each start to each end, one behind the other; fewer if the object ends before."""
+    def get_ranges(self, name: str, ranges: list[tuple[int, int]]) -> memoryview:
+        """The bytes from each start to each end, one behind the other; fewer if the object ends before.
 
-    def put_if_absent(self, name: str, parts: list[bytes | bytearray]) -> bool:
+        They are the caller's, who may write them.
+        """
+
+    def put_if_absent(self, name: str, parts: list[bytes | bytearray | memoryview]) -> bool:
         """Write an object, visible only when all of it lasts; ``False`` if there is one of this name."""
 
     def touch(self, name: str) -> None:

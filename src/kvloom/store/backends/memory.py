@@ -24,14 +24,14 @@ class Memory:
     def exists(self, name: str) -> bool:
         return name in self._objects
 
-    def get_ranges(self, name: str, ranges: list[tuple[int, int]]) -> bytearray:
+    def get_ranges(self, name: str, ranges: list[tuple[int, int]]) -> memoryview:
         try:
             data, _ = self._objects[name]
         except KeyError:
             raise FileNotFoundError(name) from None
-        return bytearray().join(data[start:end] for start, end in ranges)
+        return memoryview(bytearray().join(data[start:end] for start, end in ranges))
 
-    def put_if_absent(self, name: str, parts: list[bytes | bytearray]) -> bool:
+    def put_if_absent(self, name: str, parts: list[bytes | bytearray | memoryview]) -> bool:
         data = b"".join(parts)
         with self._lock:
             if name in self._objects:

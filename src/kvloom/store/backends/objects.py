@@ -37,13 +37,13 @@ class Objects:
             return False
         return True
 
-    def get_ranges(self, name: str, ranges: list[tuple[int, int]]) -> bytearray:
+    def get_ranges(self, name: str, ranges: list[tuple[int, int]]) -> memoryview:
         starts, ends = zip(*ranges, strict=True)
         read: Callable[..., Any] = obstore.get_ranges
         with _errors():
-            return bytearray().join(read(self._store, name, starts=starts, ends=ends))
+            return memoryview(bytearray().join(read(self._store, name, starts=starts, ends=ends)))
 
-    def put_if_absent(self, name: str, parts: list[bytes | bytearray]) -> bool:
+    def put_if_absent(self, name: str, parts: list[bytes | bytearray | memoryview]) -> bool:
         try:
             with _errors():
                 obstore.put(self._store, name, b"".join(parts), mode="create", use_multipart=False)

@@ -30,7 +30,7 @@ class Redis:
         with _errors():
             return bool(self._client.exists(_PREFIX + name))
 
-    def get_ranges(self, name: str, ranges: list[tuple[int, int]]) -> bytearray:
+    def get_ranges(self, name: str, ranges: list[tuple[int, int]]) -> memoryview:
         key = _PREFIX + name
         with _errors(), self._client.pipeline(transaction=True) as calls:
             calls.exists(key)
@@ -39,9 +39,9 @@ class Redis:
             there, *parts = calls.execute()
         if not there:
             raise FileNotFoundError(name)
-        return bytearray().join(parts)
+        return memoryview(bytearray().join(parts))
 
-    def put_if_absent(self, name: str, parts: list[bytes | bytearray]) -> bool:
+    def put_if_absent(self, name: str, parts: list[bytes | bytearray | memoryview]) -> bool:
         with _errors():
             return bool(self._client.set(_PREFIX + name, b"".join(parts), nx=True))
 
