@@ -1,0 +1,61 @@
+"""What ``--additional-config '{"kvloom": {...}}'`` says."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from math import gcd
+from typing import Any
+
+from kvloom.core.specs import QuantSpec
+from kvloom.core.spelling import GROUP
+from kvloom.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How kvloom serves an engine.
+
+    Attributes:
+        group: Elements of a head vector that share a scale, where pages are quantized. ``None``: the greatest
+            common divisor of 64 and the head dim.
+        float: Whether float pages are kvloom's too: ``True``, ``False``, or ``"auto"`` if a probe at start
+            finds them faster.
+    """
+
+    group: int | None = None
+    float: bool | str = False
+
+    def __post_init__(self) -> None:
+        if self.group is not None and (type(self.group) is not int or self.group < 1):
+            raise ConfigError(f"kvloom.group must be a positive int, got {self.group!r}")
+        if type(self.float) is not bool and self.float != "auto":
+            raise ConfigError(f"kvloom.float must be true, false or 'auto', got {self.float!r}")
+
+    @classmethod
+    def of(cls, additional_config: object) -> "Options":
+        """Those of an engine.
+
+        Args:
+            additional_config: The engine's ``additional_config``.
+
+        Raises:
+            ConfigError: ``kvloom`` in it is no mapping, or has a name or a value that is none.
+        """
+        given: Any = additional_config.get("kvloom", {}) if isinstance(additional_config, Mapping) else {}
+        if not isinstance(given, Mapping):
+            raise ConfigError(f"kvloom must be a mapping of options, got {given!r}")
+        names = [field.name for field in fields(cls)]
+        for name in given:
+            if name not in names:
+                raise ConfigError(f"kvloom must have options {' and '.join(names)} only, got {name!r}")
+        return cls(**given)
+
+    def quant(self, bits: int, head_dim: int) -> QuantSpec:
+        """How a layer is quantized.
+
+        Raises:
+            ConfigError: the group does not divide ``head_dim``, or is odd where two codes share a byte.
+        """
+        group = self.group or gcd(GROUP, head_dim)
+        if head_dim % group:
+            raise ConfigError(f"kvloom.group must divide the head dim {head_dim}, got {group}")
+        return QuantSpec(bits, group)
