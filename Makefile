@@ -16,6 +16,7 @@ WITH_TRITON := .venv/.triton
 
 ISAS := baseline avx2 avx512 amx amx-emulated
 KERNELS := tests/ops tests/quant
+TESTS := tests/integrations/vllm
 # What is in tiles.
 TILES := $(wildcard tests/ops/test_attend_*.py) tests/ops/test_cpu_attend.py tests/ops/test_tiles.py
 # What cannot be allocated is an error of the caller's, as without the sanitizer.
@@ -33,7 +34,7 @@ LIBRARY = $(abspath $(wildcard $(BIN)/../lib/python*/site-packages/kvloom/ops/im
 CPP = $(shell find csrc tests benchmarks -name '*.h' -o -name '*.cpp')
 NO_CUDA := 'import torch; print(int(not torch.cuda.is_available()))'
 
-.PHONY: demo test mutants test-isa test-triton asan asan-library asan-hostile slow tsan test-matrix wheel \
+.PHONY: demo test mutants test-isa test-triton test-vllm asan asan-library asan-hostile slow tsan test-matrix wheel \
     test-install test-pythons check format bench bench-gpu clean
 
 demo: $(READY)
@@ -63,6 +64,10 @@ test-triton: $(WITH_TRITON)
 	TRITON_INTERPRET=$$($(BIN)/python -c $(NO_CUDA)) \
 	    $(BIN)/python -m pytest --quiet --numprocesses $(WORKERS) --dist worksteal tests/ops/test_triton_*.py
 
+# Real vLLM, in an environment of its own; TESTS=tests/integrations/vllm/test_smoke.py takes two minutes.
+test-vllm: $(READY) .venv-vllm/.ready
+	KVLOOM_LIBRARY=$(LIBRARY) .venv-vllm/bin/python -m pytest --quiet $(TESTS) $(ARGS)
+
 # The compiled kernels' tests with every read and write watched; compiling torch beside that takes too long.
 asan: asan-library
 	$(ASAN) $(BIN)/python -m pytest --quiet --numprocesses $(WORKERS) $(KERNELS) --ignore tests/ops/test_compile.py
@@ -73,7 +78,7 @@ asan: asan-library
 asan-hostile: asan-library
 	$(ASAN) $(BIN)/python -m pytest --quiet --numprocesses $(WORKERS) tests/hostile
 
-slow: asan-library
+slow: asan-library test-vllm
 	KVLOOM_FAILURES=1 $(BIN)/python -m pytest --quiet --numprocesses $(WORKERS) --dist worksteal \
 	    tests/caches/test_failed_allocations.py tests/integrations/test_failed_allocations.py
 	KVLOOM_REQUESTS=70 KVLOOM_SESSIONS=500 $(BIN)/python -m pytest --quiet --numprocesses $(WORKERS) \
@@ -181,7 +186,7 @@ bench: $(READY) .venv-bench/.ready .venv-vllm/.ready
 	.venv-vllm/bin/python $(PIP) install $(TORCH)
 	.venv-vllm/bin/python $(PIP) install $(BUILD)
 	.venv-vllm/bin/python $(PIP) install $(UNBUILT) --editable .
-	-.venv-vllm/bin/python $(PIP) install $(VLLM)
+	-.venv-vllm/bin/python $(PIP) install $(VLLM) pytest hypothesis
 	.venv-vllm/bin/python $(PIP) uninstall --yes torchvision torchaudio torchcodec
 	@touch $@
 

@@ -13,6 +13,7 @@ from core.spellings import BAD
 
 import kvloom
 from kvloom.cli import main
+from kvloom.integrations import vllm
 from kvloom.models import bundled_model_path
 from kvloom.ops import cpu_kernels, cuda_kernels, why_unavailable
 from kvloom.ops.impl import cpu, triton
@@ -34,6 +35,7 @@ def test_info_names_version_backends_capability_and_devices(capsys: pytest.Captu
         "reference",
         "cpu (",
         "on CUDA",
+        "in vLLM",
         "cpu capability",
         "devices",
     ):
@@ -63,6 +65,17 @@ def test_info_names_the_kernels_or_says_why_there_are_none(
     out = capsys.readouterr().out
     assert f"reference, cpu ({kernels})\n" in out
     assert f"on CUDA        {'triton 3.6.0' if version else 'reference (triton needs Triton)'}\n" in out
+
+
+@pytest.mark.parametrize("why_not", [None, "KVLOOM_VLLM is 0"])
+def test_info_says_whether_vllm_takes_its_attention_from_here(
+    why_not: str | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(vllm, "why_not_registered", lambda: why_not)
+    monkeypatch.setattr(vllm, "vllm_version", lambda: "0.32.0")
+    assert main(["info"]) == 0
+    said = "no: KVLOOM_VLLM is 0" if why_not else "0.32.0, on a CPU"
+    assert f"in vLLM        {said}\n" in capsys.readouterr().out
 
 
 @pytest.mark.skipif(cpu.ISA is None, reason=f"no compiled kernels: {cpu.WHY_NOT}")

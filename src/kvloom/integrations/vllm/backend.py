@@ -1,0 +1,239 @@
+"""The attention backend of vLLM's CPU platform: kvloom where pages are its own, vLLM's own where not.
+
+Every class here is a child of vLLM's own and does what that does, for a layer that is not kvloom's.
+
+Letters: T new tokens of all requests, H key/value heads, Hq query heads, B blocks, S tokens of a block,
+D head dim, C elements of a token of a head.
+"""
+
+from dataclasses import replace
+from typing import Any, ClassVar, Final
+
+import torch
+from torch import Tensor
+from vllm.config import get_current_vllm_config, get_layers_from_vllm_config
+from vllm.logger import init_logger
+from vllm.model_executor.layers.attention import Attention
+from vllm.v1.attention.backend import AttentionMetadataBuilder, AttentionType
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl, CPUAttentionMetadataBuilder
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVQuantMode, SlidingWindowSpec
+
+import kvloom
+from kvloom import ops
+from kvloom.core.specs import QuantSpec
+from kvloom.core.views import KVView
+from kvloom.errors import UnsupportedError
+from kvloom.integrations.vllm import pages
+from kvloom.integrations.vllm.builder import Step
+from kvloom.integrations.vllm.guard import GuardedBackend
+from kvloom.integrations.vllm.options import Options
+
+BITS: Final = {KVQuantMode.INT8_PER_TOKEN_HEAD: 8, KVQuantMode.INT4_PER_TOKEN_HEAD: 4}
+"""Of the codes that each of vLLM's names stands for."""
+
+# A name below vLLM's own, whose handlers then show what is said.
+_logger = init_logger("vllm.kvloom")
+
+
+class KvloomBackend(GuardedBackend):
+    """vLLM's CPU backend with int8 and int4 pages, and float pages of kvloom's where they are asked for."""
+
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = [
+        *GuardedBackend.supported_kv_cache_dtypes,
+        *(mode.name.lower() for mode in BITS),
+    ]
+    options: ClassVar[Options] = Options()
+    """Of the engine that this process loaded last; ``customize_spec`` is called without its configuration."""
+
+    @staticmethod
+    def get_impl_cls() -> type["KvloomImpl"]:
+        """What attends in a layer."""
+        return KvloomImpl
+
+    @staticmethod
+    def get_builder_cls() -> type["KvloomBuilder"]:
+        """What says where the tokens of a step lie."""
+        return KvloomBuilder
+
+    @classmethod
+    def customize_spec(cls, spec: Any) -> Any:
+        """``spec`` with room for scales, where its pages are quantized.
+
+        Raises:
+            UnsupportedError: kvloom does not serve such a layer.
+        """
+        bits = BITS.get(spec.kv_quant_mode)
+        if bits is None:
+            return super().customize_spec(spec)
+        if spec.state_content_bytes is not None:
+            return spec
+        if type(spec) not in (FullAttentionSpec, SlidingWindowSpec):
+            raise UnsupportedError(f"quantized pages must be of decoder attention, got {type(spec).__name__}")
+        head_dim = spec.head_size
+        if spec.head_size_v != head_dim:
+            raise UnsupportedError(
+                f"values in quantized pages must have the keys' {head_dim} elements, got {spec.head_size_v}"
+            )
+        quant = cls.options.quant(bits, head_dim)
+        return replace(spec, state_content_bytes=pages.content_bytes(head_dim, spec.dtype, quant))
+
+
+class KvloomImpl(CPUAttentionBackendImpl):  # type: ignore[misc]
+    """Stores and attends in one layer."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        config = get_current_vllm_config()
+        KvloomBackend.options = options = Options.of(config.additional_config)
+        self._dtype = torch.get_default_dtype()  # in which vLLM makes the model
+        self._quant: QuantSpec | None = None
+        bits = BITS.get(self.kv_quant_mode)
+        if bits is not None:
+            self._quant = options.quant(bits, self.head_size)
+        self.is_kvloom = bits is not None or self._wants_floats(options.float)
+        if not self.is_kvloom:
+            return
+        self._expect_served(config)
+        self._scores = ops.Scores(
+            scale=self.scale,
+            alibi_slopes=self.alibi_slopes,
+            window=self.sliding_window if self.sliding_window > 0 else None,
+            softcap=self.logits_soft_cap or None,
+            sinks=self.sinks,
+        )
+        self._pages: Tensor | None = None
+        kept = str(self._quant) if self._quant else str(self._dtype).removeprefix("torch.")
+        _logger.info_once(
+            "kvloom %s attends to pages of %s, kernels: %s.", kvloom.__version__, kept, ops.cpu_kernels()
+        )
+
+    def do_kv_cache_update(
+        self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
+    ) -> None:
+        """Store new tokens.
+
+        Args:
+            layer: The layer of vLLM's.
+            key: ``[T, H, D]``, perhaps with padding behind.
+            value: As ``key``.
+            kv_cache: ``[B, H, S, C]``.
+            slot_mapping: ``[T]`` int64; -1 skips a token.
+        """
+        if not self.is_kvloom:
+            super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
+            return
+        num_tokens = slot_mapping.shape[0]
+        ops.store(key[:num_tokens], value[:num_tokens], slot_mapping, self._view(kv_cache))
+
+    def forward(
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: Any,
+        output: Tensor,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Tensor:
+        """Attend to what is stored.
+
+        Args:
+            layer: The layer of vLLM's.
+            query: ``[T, Hq, D]``, perhaps with padding behind, as ``output``.
+            key: Stored already.
+            value: As ``key``.
+            kv_cache: ``[B, H, S, C]``.
+            attn_metadata: The ``Step``; ``None`` while vLLM warms up.
+            output: ``[T, Hq, D]``, written.
+            output_scale: ``None``.
+            output_block_scale: ``None``.
+
+        Returns:
+            ``output``.
+        """
+        if not self.is_kvloom or attn_metadata is None:
+            super().forward(
+                layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale
+            )
+            return output
+        if output_scale is not None or output_block_scale is not None:
+            raise UnsupportedError("output must have the model's dtype, got a fused quantization of it")
+        step: Step = attn_metadata
+        ops.attend(
+            query[: step.num_tokens],
+            self._view(kv_cache),
+            step.batch,
+            self._scores,
+            out=output[: step.num_tokens],
+        )
+        return output
+
+    def _view(self, kv_cache: Tensor) -> KVView:
+        """The pages of this layer, which vLLM replaces once, after it has measured memory."""
+        if self._pages is not kv_cache:
+            self._kv = pages.view(kv_cache, self.head_size, self._dtype, self._quant)
+            self._pages = kv_cache
+        return self._kv
+
+    def _wants_floats(self, wanted: bool | str) -> bool:
+        """Whether float pages of this layer are kvloom's."""
+        if not wanted or self.kv_quant_mode != KVQuantMode.NONE or self.attn_type != AttentionType.DECODER:
+            return False
+        if wanted == "auto":
+            from kvloom.integrations.vllm.probe import is_faster
+
+            return is_faster(
+                self.num_kv_heads, self.num_heads // self.num_kv_heads, self.head_size, self._dtype
+            )
+        return True
+
+    def _expect_served(self, config: Any) -> None:
+        """Raise UnsupportedError for what kvloom does not do."""
+        if self.attn_type != AttentionType.DECODER:
+            raise UnsupportedError(f"quantized pages must be of decoder attention, got {self.attn_type}")
+        if ops.cpu_kernels() is None:
+            raise UnsupportedError(f"kvloom must have compiled kernels: {ops.why_unavailable('cpu')}")
+        parallel = config.parallel_config
+        for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+            if (size := getattr(parallel, name)) > 1:
+                raise UnsupportedError(f"{name} must be 1 for pages of kvloom, got {size}")
+        if config.model_config.rswa_window is not None:
+            raise UnsupportedError("pages of kvloom have no reference sliding window (R-SWA)")
+        if config.model_config.is_mm_prefix_lm:
+            raise UnsupportedError(
+                "pages of kvloom have no attention in both directions, of parts of a prompt"
+            )
+
+
+class KvloomBuilder(CPUAttentionMetadataBuilder):  # type: ignore[misc]
+    """Makes the ``Step`` of each forward for the layers of a group."""
+
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: Any) -> None:
+        layers = get_layers_from_vllm_config(vllm_config, Attention, layer_names)
+        self._is_kvloom = any(getattr(layer.impl, "is_kvloom", False) for layer in layers.values())
+        if self._is_kvloom:  # vLLM's own would take codes for fp8
+            AttentionMetadataBuilder.__init__(self, kv_cache_spec, layer_names, vllm_config, device)
+        else:
+            super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
+        """The step, of vLLM's ``CommonAttentionMetadata``.
+
+        Raises:
+            UnsupportedError: it does not attend causally.
+        """
+        if not self._is_kvloom:
+            return super().build(common_prefix_len, common_attn_metadata, fast_build)
+        m = common_attn_metadata
+        if m.causal is not True:
+            raise UnsupportedError(f"pages of kvloom must be attended to causally, got causal={m.causal}")
+        return Step.of(
+            m.query_start_loc[: m.num_reqs + 1],
+            m.seq_lens[: m.num_reqs],
+            m.block_table_tensor[: m.num_reqs],
+            self.kv_cache_spec.block_size,
+            num_tokens=m.num_actual_tokens,
+            max_length=m.max_seq_len,
+        )
