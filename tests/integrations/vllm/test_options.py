@@ -85,6 +85,16 @@ class TestRegistration:
         monkeypatch.setattr(vllm, "vllm_version", lambda: found)
         assert vllm.why_not_registered() == reason
 
+    def test_a_version_that_has_moved_everything_is_left_alone(
+        self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        monkeypatch.setitem(sys.modules, "vllm", None)  # an ImportError
+        with pytest.raises(ImportError):
+            vllm.register()
+        monkeypatch.setattr(vllm, "vllm_version", lambda: "0.99.0")
+        vllm.register()
+        assert "guards nothing: vLLM must be 0.32.0, got 0.99.0" in caplog.text
+
     def test_a_list_of_plug_ins_may_leave_it_out(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("VLLM_PLUGINS", "other")
         assert vllm.why_not_registered() == "VLLM_PLUGINS names other plug-ins: other"

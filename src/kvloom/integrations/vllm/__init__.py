@@ -25,21 +25,26 @@ def register() -> None:
     vLLM that was not tested attention stays vLLM's, and pages that its CPU kernels would fill with wrong
     numbers (``int8_per_token_head`` and the like) are refused when the engine starts.
     """
-    refused = why_not_registered()
     if os.environ.get("KVLOOM_VLLM") == "0":
         return
+    refused = why_not_registered()
+    logger = logging.getLogger("vllm.kvloom")  # vLLM shows what its own loggers say
     try:
         from vllm.platforms import current_platform
         from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-        if current_platform.is_cpu():
-            name = "backend.KvloomBackend" if refused is None else "guard.GuardedBackend"
-            register_backend(AttentionBackendEnum.CPU_ATTN, f"{__name__}.{name}")
+        if not current_platform.is_cpu():
+            return
+        if refused is None:
+            name = "backend.KvloomBackend"
+        else:
+            name = "guard.GuardedBackend"
+            logger.warning("kvloom is not active: %s", refused)
+        register_backend(AttentionBackendEnum.CPU_ATTN, f"{__name__}.{name}")
     except (ImportError, AttributeError):
         if refused is None:
             raise
-        # Somewhere else in this version; vLLM shows what its own loggers say.
-        logging.getLogger("vllm.kvloom").warning("kvloom is not active and guards nothing: %s", refused)
+        logger.warning("kvloom is not active and guards nothing: %s", refused)
 
 
 def why_not_registered() -> str | None:

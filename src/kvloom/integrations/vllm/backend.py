@@ -90,10 +90,9 @@ class KvloomImpl(CPUAttentionBackendImpl):  # type: ignore[misc]
         bits = BITS.get(self.kv_quant_mode)
         if bits is not None:
             self._quant = options.quant(bits, self.head_size)
-        self.is_kvloom = bits is not None or self._wants_floats(options.float)
+        self.is_kvloom = self._is_served(config, options)
         if not self.is_kvloom:
             return
-        self._expect_served(config)
         self._scores = ops.Scores(
             scale=self.scale,
             alibi_slopes=self.alibi_slopes,
@@ -177,34 +176,41 @@ class KvloomImpl(CPUAttentionBackendImpl):  # type: ignore[misc]
             self._pages = kv_cache
         return self._kv
 
-    def _wants_floats(self, wanted: bool | str) -> bool:
-        """Whether float pages of this layer are kvloom's."""
-        if not wanted or self.kv_quant_mode != KVQuantMode.NONE or self.attn_type != AttentionType.DECODER:
+    def _is_served(self, config: Any, options: Options) -> bool:
+        """Whether the pages of this layer are kvloom's.
+
+        Raises:
+            UnsupportedError: they must be, and kvloom does not do what the layer asks for.
+        """
+        is_float = self.kv_quant_mode == KVQuantMode.NONE and self.attn_type == AttentionType.DECODER
+        must = self._quant is not None or (is_float and options.float is True)
+        if not must and not (is_float and options.float == "auto"):
             return False
-        if wanted == "auto":
-            from kvloom.integrations.vllm.probe import is_faster
+        refused = self._why_not(config)
+        if must and refused is not None:
+            raise UnsupportedError(refused)
+        return must or (refused is None and self._is_faster())
 
-            return is_faster(
-                self.num_kv_heads, self.num_heads // self.num_kv_heads, self.head_size, self._dtype
-            )
-        return True
+    def _is_faster(self) -> bool:
+        from kvloom.integrations.vllm import probe
 
-    def _expect_served(self, config: Any) -> None:
-        """Raise UnsupportedError for what kvloom does not do."""
+        queries = self.num_heads // self.num_kv_heads
+        return probe.is_faster(self.num_kv_heads, queries, self.head_size, self._dtype)
+
+    def _why_not(self, config: Any) -> str | None:
+        """Why kvloom cannot serve this layer, ``None`` if it can."""
         if self.attn_type != AttentionType.DECODER:
-            raise UnsupportedError(f"quantized pages must be of decoder attention, got {self.attn_type}")
+            return f"quantized pages must be of decoder attention, got {self.attn_type}"
         if ops.cpu_kernels() is None:
-            raise UnsupportedError(f"kvloom must have compiled kernels: {ops.why_unavailable('cpu')}")
-        parallel = config.parallel_config
+            return f"kvloom must have compiled kernels: {ops.why_unavailable('cpu')}"
         for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
-            if (size := getattr(parallel, name)) > 1:
-                raise UnsupportedError(f"{name} must be 1 for pages of kvloom, got {size}")
+            if (size := getattr(config.parallel_config, name)) > 1:
+                return f"{name} must be 1 for pages of kvloom, got {size}"
         if config.model_config.rswa_window is not None:
-            raise UnsupportedError("pages of kvloom have no reference sliding window (R-SWA)")
+            return "pages of kvloom have no reference sliding window (R-SWA)"
         if config.model_config.is_mm_prefix_lm:
-            raise UnsupportedError(
-                "pages of kvloom have no attention in both directions, of parts of a prompt"
-            )
+            return "pages of kvloom have no attention in both directions to parts of a prompt"
+        return None
 
 
 class KvloomBuilder(CPUAttentionMetadataBuilder):  # type: ignore[misc]

@@ -1,0 +1,109 @@
+"""vLLM as it runs for others: workers of their own, tensor parallel, compiled, and its server."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from integrations.vllm.engines import (
+    INT8,
+    NEW_TOKENS,
+    child,
+    needs_vllm,
+    prompts,
+    tokens_of,
+    tokens_of_child,
+)
+
+from kvloom.models import bundled_model_path
+
+needs_vllm()
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+TWO_CORES = (os.cpu_count() or 1) > 1
+
+
+@pytest.fixture(scope="module")
+def stock() -> list[list[int]]:
+    return tokens_of()
+
+
+@pytest.mark.skipif(not TWO_CORES, reason="one core")
+def test_two_ranks_give_the_tokens_of_stock_vllm_in_float32(stock: list[list[int]], tmp_path: Path) -> None:
+    arguments = {"kv_cache_dtype": INT8, "tensor_parallel_size": 2}
+    assert tokens_of_child(arguments, tmp_path, VLLM_CPU_OMP_THREADS_BIND="0|1") == stock
+
+
+def test_a_compiled_model_gives_the_tokens_of_stock_vllm(stock: list[list[int]], tmp_path: Path) -> None:
+    assert tokens_of_child({"kv_cache_dtype": INT8, "enforce_eager": False}, tmp_path) == stock
+
+
+def test_speculation_changes_nothing(stock: list[list[int]], tmp_path: Path) -> None:
+    guess = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4}
+    arguments = {"kv_cache_dtype": INT8, "speculative_config": guess}
+    assert tokens_of_child(arguments, tmp_path) == stock
+
+
+def test_switched_off_it_is_stock_vllm(stock: list[list[int]], tmp_path: Path) -> None:
+    assert tokens_of_child({}, tmp_path, KVLOOM_VLLM="0") == stock
+
+
+def test_a_plug_in_that_fails_ends_the_engine(tmp_path: Path) -> None:
+    done = child({"kv_cache_dtype": INT8}, tmp_path, KVLOOM_ISA="none")
+    assert done.returncode != 0 and "TOKENS" not in done.stdout
+    assert "KVLOOM_ISA must be" in done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """The client of a server over int8 pages."""
+    openai = pytest.importorskip("openai")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [
+        *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
+        *("--model", str(bundled_model_path()), "--served-model-name", "bundled", "--dtype", "float32"),
+        *("--kv-cache-dtype", INT8, "--max-model-len", "2048", "--max-num-seqs", "8", "--enforce-eager"),
+        *("--kv-cache-memory-bytes", str(64 << 20), "--port", str(port), "--host", "127.0.0.1"),
+    ]
+    log = tmp_path_factory.mktemp("server") / "log.txt"
+    environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    with log.open("w") as out, subprocess.Popen(command, env=environment, stdout=out, stderr=out) as server:
+        while True:
+            assert server.poll() is None, log.read_text()
+            try:
+                urllib.request.urlopen(f"http://127.0.0.1:{port}/health")
+                break
+            except (urllib.error.URLError, ConnectionError):
+                time.sleep(1)
+        yield openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
+        server.terminate()
+    assert log.read_text().count("attends to pages of int8:g64") == 1
+
+
+def test_the_server_answers_with_the_tokens_of_stock_vllm(client: Any, stock: list[list[int]]) -> None:
+    answer = client.completions.create(
+        model="bundled",
+        prompt=prompts(),
+        temperature=0,
+        max_tokens=NEW_TOKENS,
+        extra_body={"ignore_eos": True, "return_token_ids": True},
+    )
+    assert [choice.token_ids for choice in answer.choices] == stock
+
+
+def test_a_stream_is_the_answer_in_parts(client: Any) -> None:
+    arguments = {"model": "bundled", "prompt": prompts()[1], "temperature": 0, "max_tokens": 32}
+    whole = client.completions.create(**arguments).choices[0].text
+    parts = [event.choices[0].text for event in client.completions.create(**arguments, stream=True)]
+    assert len(parts) > 4 and "".join(parts) == whole
