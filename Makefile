@@ -35,7 +35,7 @@ CPP = $(shell find csrc tests benchmarks -name '*.h' -o -name '*.cpp')
 NO_CUDA := 'import torch; print(int(not torch.cuda.is_available()))'
 
 .PHONY: demo test mutants test-isa test-triton test-vllm asan asan-library asan-hostile slow tsan test-matrix wheel \
-    test-install test-pythons check format bench bench-gpu clean
+    test-install test-pythons check format bench bench-gpu bench-vllm clean
 
 demo: $(READY)
 	$(BIN)/kvloom demo --max-new-tokens $(TOKENS)
@@ -193,6 +193,10 @@ bench: $(READY) .venv-bench/.ready .venv-vllm/.ready
 # Rewrites benchmarks/gpu_results.md; needs a CUDA device.
 bench-gpu: $(WITH_TRITON)
 	$(BIN)/python benchmarks/gpu.py
+
+# Rewrites benchmarks/vllm_results.md; ARGS='attend' only that section.
+bench-vllm: $(READY) .venv-vllm/.ready
+	KVLOOM_LIBRARY=$(LIBRARY) .venv-vllm/bin/python benchmarks/vllm_engine.py $(ARGS)
 
 format: $(READY)
 	$(BIN)/clang-format -i $(CPP)

@@ -1,0 +1,253 @@
+"""kvloom inside vLLM beside vLLM's own attention; writes sections of ``vllm_results.md``.
+
+``attend`` times one layer in vLLM's pages, with AMX and without; ``generate`` tokens behind a long context;
+``prefix`` requests that share one. Contenders take turns in one process, and figures are medians of the
+processor time of one thread. For the environment of ``make test-vllm``.
+"""
+
+import argparse
+import os
+import random
+import shutil
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+os.environ.update(
+    VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_OMP_THREADS_BIND="nobind", OMP_NUM_THREADS="1",
+    VLLM_LOGGING_LEVEL="ERROR", HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1",
+)  # fmt: skip
+
+import processor
+import torch
+from rounds import in_turn, ratio, turns_for
+from vllm import LLM, SamplingParams, TokensPrompt
+from vllm import _custom_ops as kernels
+from vllm.platforms import current_platform
+from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+from kvloom import ops
+from kvloom.core.specs import QuantSpec
+from kvloom.integrations.vllm import pages, vllm_version
+from kvloom.integrations.vllm.builder import Step
+from kvloom.models import bundled_model_path
+from kvloom.ops.choice import choose_isa
+
+HEADS, QUERY_HEADS, DIM, PAGE = 8, 32, 128, 128
+CASES = ((1, 1, 512), (1, 1, 4096), (8, 1, 4096), (64, 1, 560), (1, 2048, 2048))
+"""Sequences, new tokens and stored ones of each."""
+KINDS = {"kvloom bfloat16": None, "kvloom int8": QuantSpec(8), "kvloom int4": QuantSpec(4)}
+ENGINES = {
+    "vLLM bfloat16": {},
+    "vLLM fp8": {"kv_cache_dtype": "fp8_e4m3"},
+    "kvloom bfloat16": {"additional_config": {"kvloom": {"float": True}}},
+    "kvloom int8": {"kv_cache_dtype": "int8_per_token_head"},
+    "kvloom int4": {"kv_cache_dtype": "int4_per_token_head"},
+}
+VOCABULARY = 2048
+
+
+PAGE_OF_RESULTS = Path(__file__).with_name("vllm_results.md")
+HEAD = """# Figures inside vLLM
+
+Made by `make bench-vllm`. In brackets the multiple of the first column, the median over rounds in which all
+take turns in one process; below 1 is faster. Processor time of one thread; others may use the machine
+meanwhile, so multiples hold where times do not.
+"""
+
+
+def table(title: str, heads: list[str], rows: list[list[str]]) -> None:
+    """Write a section, in the place of the one that this processor had."""
+    lines = [f"| {' | '.join(cells)} |" for cells in (heads, ["---"] * len(heads), *rows)]
+    where = f"{processor.name()}, torch {torch.__version__}, vllm-cpu {vllm_version()}."
+    section = "\n".join([f"{title}\n", *lines, "", where, ""])
+    text = PAGE_OF_RESULTS.read_text(encoding="utf-8") if PAGE_OF_RESULTS.exists() else HEAD
+    _, *others = text.split("\n## ")
+    kept = [x for x in others if not (x.startswith(f"{title}\n") and processor.name() in x)]
+    PAGE_OF_RESULTS.write_text("\n## ".join([HEAD, *kept, section]), encoding="utf-8")
+    print(f"\n## {section}")
+
+
+def compared(times: dict[str, list[float]], show: Callable[[float], str]) -> list[str]:
+    """Each contender's median, and in brackets the median of its multiples of the first one's."""
+    base = next(iter(times.values()))
+    cells = [show(median(taken)) for taken in times.values()]
+    return cells[:1] + [
+        f"{cell} ({ratio(taken, base):.2f})"
+        for cell, taken in zip(cells[1:], list(times.values())[1:], strict=True)
+    ]
+
+
+def attend(rounds: int) -> None:
+    """One layer: vLLM's kernel over its bfloat16 pages, ours over each kind."""
+    torch.cpu._init_amx()
+    best = ops.cpu_kernels()
+    variants = [(best, _get_attn_isa(torch.bfloat16, PAGE, DIM))]
+    if best == "amx":
+        variants.append(("avx512", "vec"))
+    for ours, theirs in variants:
+        choose_isa(ours)
+        rows = [
+            [name_of(case), *compared(one_layer(case, theirs, rounds), "{:,.0f}".format)] for case in CASES
+        ]
+        table(f"One layer, kvloom {ours}, vLLM {theirs}", ["us", "vLLM bfloat16", *KINDS], rows)
+    choose_isa(best)
+
+
+def name_of(case: tuple[int, int, int]) -> str:
+    sequences, new, stored = case
+    return f"prompt of {new:,}" if new > 1 else f"{sequences} x {stored:,}"
+
+
+def one_layer(case: tuple[int, int, int], isa: str, rounds: int) -> dict[str, list[float]]:
+    """Microseconds of each contender in each round, each time over memory that no cache holds."""
+    sequences, new, stored = case
+    count = -(-stored // PAGE)
+    block_table = torch.randperm(sequences * count).int().view(sequences, -1)
+    starts = torch.arange(sequences + 1, dtype=torch.int32) * new
+    lengths = torch.full((sequences,), stored, dtype=torch.int32)
+    step = Step.of(starts, lengths, block_table, PAGE, num_tokens=sequences * new, max_length=stored)
+    slots = step.batch.index.slots(
+        torch.arange(sequences).repeat_interleave(stored), torch.arange(stored).repeat(sequences)
+    )
+    key, value = torch.randn(2, sequences * stored, HEADS, DIM).bfloat16()
+    query = torch.randn(sequences * new, QUERY_HEADS, DIM).bfloat16()
+    out = torch.empty_like(query)
+    plan = kernels.cpu_attn_get_scheduler_metadata(
+        num_reqs=sequences, num_heads=QUERY_HEADS, num_kv_heads=HEADS, head_dim=DIM, seq_lens=lengths,
+        dtype=query.dtype, query_start_loc=starts, causal=True, sliding_window_size=-1, isa=isa,
+        enable_kv_split=True,
+    )  # fmt: skip
+
+    def theirs(keys: torch.Tensor, values: torch.Tensor) -> None:
+        kernels.cpu_attention_with_kv_cache(
+            query=query, key_cache=keys, value_cache=values, output=out, query_start_loc=starts,
+            seq_lens=lengths, scale=DIM**-0.5, causal=True, alibi_slopes=None, sliding_window=-1,
+            block_table=block_table, softcap=0.0, scheduler_metadata=plan, s_aux=None,
+        )  # fmt: skip
+
+    turns = 2 if new > 1 else turns_for(4 * sequences * stored * HEADS * DIM, rounds)
+    calls: dict[str, list[Callable[[], object]]] = {"vLLM bfloat16": [], **{name: [] for name in KINDS}}
+    for _ in range(turns):
+        memory = torch.zeros(block_table.numel(), HEADS, 2 * PAGE, DIM, dtype=torch.bfloat16)
+        halves = memory.chunk(2, dim=2)
+        kernels.cpu_attn_reshape_and_cache(key, value, *halves, slots, isa)
+        calls["vLLM bfloat16"].append(lambda halves=halves: theirs(*halves))
+        for name, quant in KINDS.items():
+            content = pages.content_bytes(DIM, torch.bfloat16, quant)
+            memory = torch.zeros(block_table.numel(), HEADS, PAGE, content, dtype=torch.uint8)
+            kv = pages.view(memory, DIM, torch.bfloat16, quant)
+            ops.store(key, value, slots, kv)
+            calls[name].append(lambda kv=kv: ops.attend(query, kv, step.batch, out=out))
+    return in_turn({name: timed(runs) for name, runs in calls.items()}, rounds, 2)
+
+
+def timed(runs: list[Callable[[], object]]) -> Callable[[], float]:
+    """Microseconds of the next of ``runs``."""
+    turn = iter(range(10**9))
+
+    def run() -> float:
+        call = runs[next(turn) % len(runs)]
+        start = time.thread_time()
+        call()
+        return (time.thread_time() - start) * 1e6
+
+    return run
+
+
+def engines(model: Path, names: list[str], **arguments: Any) -> dict[str, LLM]:
+    """One of each kind in this process."""
+    common = {"dtype": "bfloat16", "enforce_eager": True, "kv_cache_memory_bytes": 1 << 30}
+    return {name: LLM(model=str(model), **common, **arguments, **ENGINES[name]) for name in names}
+
+
+def generate(rounds: int) -> None:
+    """A step behind 4,096 tokens, in a model of 4 layers."""
+    context, new = 4096, 17
+    with tempfile.TemporaryDirectory() as folder:
+        found = engines(
+            random_model(Path(folder)), list(ENGINES), max_model_len=context + 64, max_num_seqs=8,
+            max_num_batched_tokens=4096,
+        )  # fmt: skip
+    rows = []
+    for batch in (1, 8):
+        numbers = random.Random(0)
+        texts = [
+            TokensPrompt(prompt_token_ids=numbers.choices(range(3, VOCABULARY), k=context))
+            for _ in range(batch)
+        ]
+
+        def seconds(engine: LLM, count: int, texts: list[Any] = texts) -> float:
+            parameters = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
+            start = time.thread_time()
+            engine.generate(texts, parameters, use_tqdm=False)
+            return time.thread_time() - start
+
+        def step(engine: LLM, seconds: Callable[..., float] = seconds) -> float:
+            return (seconds(engine, new) - seconds(engine, 1)) / (new - 1) * 1e3
+
+        calls = {name: lambda engine=engine, step=step: step(engine) for name, engine in found.items()}
+        rows.append([f"{batch}", *compared(in_turn(calls, rounds, 1), "{:.1f}".format)])
+    table("A step of 4 layers behind 4,096 tokens", ["ms, requests", *found], rows)
+    blocks = [engine.llm_engine.vllm_config.cache_config.num_gpu_blocks for engine in found.values()]
+    table("Blocks of 128 tokens in 1 GiB", [*found], [[f"{x} ({x / blocks[0]:.2f})" for x in blocks]])
+
+
+def random_model(folder: Path) -> Path:
+    """Llama of 4 layers with the heads of ``attend``, with the bundled tokenizer."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=1024, intermediate_size=2048, num_hidden_layers=4,
+        num_attention_heads=QUERY_HEADS, num_key_value_heads=HEADS, head_dim=DIM,
+        max_position_embeddings=16384, bos_token_id=0, eos_token_id=1, pad_token_id=2,
+    )  # fmt: skip
+    LlamaForCausalLM(config).bfloat16().save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(bundled_model_path() / name, folder / name)
+    return folder
+
+
+def prefix(rounds: int) -> None:
+    """64 requests: 512 tokens shared, 16 of their own, 32 new ones; the bundled model."""
+    names = [name for name in ENGINES if name != "vLLM fp8"]
+    found = engines(bundled_model_path(), names, max_model_len=1024, max_num_seqs=64, block_size=32)
+    parameters = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
+
+    def run(engine: LLM, numbers: random.Random) -> float:
+        shared = numbers.choices(range(3, VOCABULARY), k=512)
+        texts = [
+            TokensPrompt(prompt_token_ids=shared + numbers.choices(range(3, VOCABULARY), k=16))
+            for _ in range(64)
+        ]
+        start = time.thread_time()
+        engine.generate(texts, parameters, use_tqdm=False)
+        return time.thread_time() - start
+
+    seeds = {name: random.Random(0) for name in found}
+    calls = {name: lambda engine=e, name=name: run(engine, seeds[name]) for name, e in found.items()}
+    table(
+        "64 requests that share 512 tokens",
+        ["s", *found],
+        [["", *compared(in_turn(calls, rounds, 1), "{:.2f}".format)]],
+    )
+
+
+def main() -> None:
+    """Measure the sections that are named."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("sections", nargs="*", default=["attend", "generate", "prefix"])
+    parser.add_argument("--rounds", type=int, default=21)
+    args = parser.parse_args()
+    current_platform.import_kernels()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    for name in args.sections:
+        {"attend": attend, "generate": generate, "prefix": prefix}[name](args.rounds)
+
+
+if __name__ == "__main__":
+    main()
