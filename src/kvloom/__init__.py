@@ -12,9 +12,12 @@ _HOME = {
     "CacheLayout": "kvloom.core.layouts",
     "KVError": "kvloom.errors",
     "KVSpec": "kvloom.core.specs",
+    "KVTensors": "kvloom.layouts",
     "KVView": "kvloom.core.views",
+    "Placement": "kvloom.layouts",
     "QuantSpec": "kvloom.core.specs",
     "Scores": "kvloom.ops",
+    "convert": "kvloom.layouts",
     "debug": "kvloom.core.checks",
     "ops": "kvloom",
 }

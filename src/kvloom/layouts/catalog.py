@@ -1,0 +1,123 @@
+"""Layouts that have a name: their axes, who defined them and where."""
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Final
+
+from kvloom.core.layouts import NATIVE_KEYS, NATIVE_VALUES, CacheLayout
+from kvloom.errors import ArgumentError
+
+
+@dataclass(frozen=True, slots=True)
+class NamedLayout:
+    """The axis orders of keys and of values.
+
+    Attributes:
+        name: As ``find_layout`` takes it.
+        key: Axes of keys, or of both where they have the axis ``2``. An ``x`` in place of the size of a chunk
+            stands for the elements in ``piece_bytes``.
+        value: Axes of values; ``""`` where they are those of keys.
+        owner: The project that defined it.
+        document: Where its owner describes it.
+        piece_bytes: Bytes of a piece of a head vector that lies together, where ``x`` stands for one.
+    """
+
+    name: str
+    key: str
+    value: str = ""
+    owner: str = ""
+    document: str = ""
+    piece_bytes: int = 0
+
+    @property
+    def is_joint(self) -> bool:
+        """Whether one tensor holds keys and values."""
+        return "2" in CacheLayout(self.key.replace("x", "1")).names
+
+    @property
+    def axes(self) -> str:
+        """The axes of keys and, where they differ, of values behind a ``|``."""
+        return f"{self.key} | {self.value}" if self.value else self.key
+
+    def of(self, side: str, itemsize: int) -> CacheLayout:
+        """The layout of ``side`` (``"key"``, ``"value"`` or, of both, ``"cache"``) for a dtype.
+
+        Args:
+            side: Which tensor.
+            itemsize: Bytes of an element.
+        """
+        axes = self.value if side == "value" and self.value else self.key
+        return _with_pieces(axes, self.piece_bytes // itemsize)
+
+
+@lru_cache(maxsize=256)
+def _with_pieces(axes: str, elements: int) -> CacheLayout:
+    return CacheLayout(axes.replace("x", str(max(elements, 1))))
+
+
+_PMX: Final = "OpenPPL PMX"
+_STATIC: Final = "KeyValueCache, cache_layout"
+_DYNAMIC: Final = "dynamic_batching.KeyValueCache, cache_layout"
+_FUSED: Final = "dynamic_batching.MultiHeadCacheAttention of 2023-09-01, cache_layout"
+
+LAYOUTS: Final = {
+    layout.name: layout
+    for layout in (
+        NamedLayout("pmx_static_0", "B L 2 S H D", "", _PMX, f"{_STATIC} 0"),
+        NamedLayout("pmx_static_1", "L B 2 H S D", "", _PMX, f"{_STATIC} 1"),
+        NamedLayout("pmx_dynamic_0", "T L 2 H D", "", _PMX, f"{_DYNAMIC} 0"),
+        NamedLayout("pmx_dynamic_1", "L T 2 H D", "", _PMX, f"{_DYNAMIC} 1"),
+        NamedLayout("pmx_dynamic_2", "L 2 T H D", "", _PMX, f"{_DYNAMIC} 2"),
+        NamedLayout("pmx_dynamic_3", "L 2 H T D", "", _PMX, f"{_DYNAMIC} 3"),
+        NamedLayout("pmx_attention_2", "L H T 2 D", "", _PMX, f"{_FUSED} 2"),
+        NamedLayout("pmx_attention_3", "2 L H T D", "", _PMX, f"{_FUSED} 3"),
+        NamedLayout("hugging_face", "B H S D", "", "transformers", "Cache: keys and values of a layer"),
+        NamedLayout("vllm", "2 B S H D", "", "vLLM", "FlashAttentionBackend.get_kv_cache_shape, NHD"),
+        NamedLayout("vllm_hnd", "2 B H S D", "", "vLLM", "CPUAttentionBackend.get_kv_cache_shape; HND"),
+        NamedLayout(
+            "vllm_paged", "B H D/x S D%x", "B H D S", "vLLM", "PagedAttention.split_kv_cache", piece_bytes=16
+        ),
+        NamedLayout("flashinfer", "B 2 S H D", "", "FlashInfer", "KV-Cache Layout: paged, NHD"),
+        NamedLayout("flashinfer_hnd", "B 2 H S D", "", "FlashInfer", "KV-Cache Layout: paged, HND"),
+        NamedLayout("sglang", "T H D", "", "SGLang", "MHATokenToKVPool: k_buffer, v_buffer of a layer"),
+        NamedLayout("lmcache", "2 L T (H D)", "", "LMCache", "MemoryFormat.KV_2LTD"),
+        NamedLayout("onnx", "B S (H D)", "", "ONNX", "Attention-24, TensorScatter-24: 3-D inputs"),
+        NamedLayout("ascend", "B S H D", "", "CANN", "ScatterPaKvCache, cache_mode Norm"),
+        NamedLayout("ascend_nhsd", "B H S D", "", "CANN", "ScatterPaKvCache, scatter_mode NHSD"),
+        NamedLayout(
+            "ascend_nz", "B (H D/x) S D%x", "", "CANN", "ScatterPaKvCache, cache_mode PA_NZ", piece_bytes=32
+        ),
+        NamedLayout(
+            "kvloom_native", NATIVE_KEYS.axes, NATIVE_VALUES.axes, "kvloom", "codes, docs/decisions/0010"
+        ),
+    )
+}
+"""By name."""
+
+
+def find_layout(name: str, layout: NamedLayout | CacheLayout | str) -> NamedLayout:
+    """The layout that ``layout`` names or spells.
+
+    Args:
+        name: What an error calls it.
+        layout: A name of ``LAYOUTS``, or axes: ``"2 B S H D"``, or those of keys and values apart,
+            ``"B H D/8 S D%8 | B H D S"``.
+
+    Raises:
+        ArgumentError: it is neither.
+        ConfigError: the axes are no layout.
+    """
+    if isinstance(layout, NamedLayout):
+        return layout
+    text = layout.axes if isinstance(layout, CacheLayout) else layout
+    if not isinstance(text, str) or (" " not in text.strip() and text not in LAYOUTS):
+        raise ArgumentError(
+            f"{name} must be axes such as '2 B S H D' or one of {', '.join(LAYOUTS)}, got {text!r}"
+        )
+    if text in LAYOUTS:
+        return LAYOUTS[text]
+    key, _, value = (part.strip() for part in text.partition("|"))
+    layouts = [CacheLayout(axes) for axes in (key, value) if axes]
+    if len(layouts) > 1 and any("2" in each.names for each in layouts):
+        raise ArgumentError(f"{name} must not have the axis 2 where values have axes of their own: {text!r}")
+    return NamedLayout(text, key, value)

@@ -1,0 +1,58 @@
+"""Conversion of safetensors files."""
+
+import os
+from pathlib import Path
+
+from kvloom.errors import ArgumentError
+from kvloom.layouts.catalog import NamedLayout, find_layout
+from kvloom.layouts.conversion import Placement, convert
+from kvloom.layouts.tensors import KVTensors
+
+
+def convert_file(
+    source: Path,
+    target: Path,
+    source_layout: NamedLayout | str,
+    placement: Placement,
+    heads: int | None = None,
+) -> KVTensors:
+    """Convert a file of tensors, named as in ``KVTensors``, to another layout.
+
+    Args:
+        source: The file to read, mapped into memory.
+        target: The file to write; it appears when it is complete.
+        source_layout: A name of ``LAYOUTS``, or axes.
+        placement: Of the target.
+        heads: Heads of all shards, where ``source_layout`` merges H with D; the file's own metadata, as this
+            function writes it, if ``None``.
+
+    Returns:
+        What was written.
+
+    Raises:
+        ArgumentError: ``source`` is damaged, or the target cannot hold it without loss.
+        OSError: a file cannot be read or written.
+    """
+    from safetensors import SafetensorError, safe_open
+    from safetensors.torch import save_file
+
+    layout = find_layout("source_layout", source_layout)
+    with source.open("rb"):
+        pass  # what the system says of it
+    try:
+        with safe_open(source, framework="pt") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}
+            metadata = file.metadata() or {}
+    except SafetensorError as error:
+        raise ArgumentError(f"source must be a safetensors file, got {str(source)!r}: {error}") from error
+    if heads is None and metadata.get("heads", "").isdecimal():
+        heads = int(metadata["heads"])
+    converted = convert(KVTensors(tensors, layout, heads), placement)
+    said = {"layout": find_layout("layout", converted.layout).axes, "heads": str(converted.heads)}
+    unfinished = target.with_name(f"{target.name}.{os.getpid()}.tmp")
+    try:
+        save_file(dict(converted.tensors), unfinished, metadata=said)
+        unfinished.replace(target)
+    finally:
+        unfinished.unlink(missing_ok=True)
+    return converted

@@ -1,0 +1,100 @@
+"""Small pictures of layouts: four tokens, two heads and four elements, in the order of memory."""
+
+import re
+from collections.abc import Iterator
+from html import escape
+from itertools import product
+from typing import Final, NamedTuple
+
+from kvloom.core.layouts import CacheLayout
+from kvloom.layouts.catalog import NamedLayout
+
+_EXTENTS: Final = {"L": 1, "2": 2, "T": 4, "B": 2, "S": 2, "H": 2, "D": 4}
+_CELL: Final = 14  # pixels
+_TOKENS: Final = ("#4c78a8", "#f58518", "#54a24b", "#b279a2")
+
+
+class Cell(NamedTuple):
+    """One element: ``side`` is K, V or, where one layout is for both, a space."""
+
+    side: str
+    token: int
+    head: int
+    element: int
+
+
+def cells(axes: str) -> list[Cell]:
+    """The elements of a small tensor with ``axes`` in the order of memory; chunks are of two."""
+    terms = [
+        term._replace(chunk=2 if term.part and term.chunk > 1 else term.chunk)
+        for dim in CacheLayout(axes.replace("x", "2")).dims
+        for term in dim
+    ]
+    has_sides = any(term.axis == "2" for term in terms)
+    found = []
+    for digits in product(*(range(term.size(_EXTENTS)) for term in terms)):
+        at = dict.fromkeys(_EXTENTS, 0)
+        for term, digit in zip(terms, digits, strict=True):
+            at[term.axis] += digit * (term.chunk if term.part == "/" else 1)
+        side = "KV"[at["2"]] if has_sides else " "
+        found.append(Cell(side, at["T"] + at["B"] * _EXTENTS["S"] + at["S"], at["H"], at["D"]))
+    return found
+
+
+def strips(layout: NamedLayout) -> Iterator[tuple[str, list[Cell]]]:
+    """A strip of memory of each tensor that has an order of its own, and what it holds."""
+    if layout.is_joint:
+        yield "cache", cells(layout.key)
+    elif layout.value:
+        yield "keys", cells(layout.key)
+        yield "values", cells(layout.value)
+    else:
+        yield "keys, values", cells(layout.key)
+
+
+def as_text(layout: NamedLayout) -> str:
+    """The picture in characters: each column an element, left to right as in memory."""
+    lines = []
+    for title, strip in strips(layout):
+        rows = [
+            ("token", "".join(str(c.token) for c in strip)),
+            ("head", "".join("ab"[c.head] for c in strip)),
+            ("element", "".join(str(c.element) for c in strip)),
+        ]
+        if layout.is_joint:
+            rows.insert(0, ("key/value", "".join(c.side for c in strip)))
+        lines += [f"  {title}:"] if layout.value else []
+        lines += [f"  {name:10}{row}" for name, row in rows]
+    return "\n".join(lines)
+
+
+def as_svg(layout: NamedLayout) -> str:
+    """The picture as SVG: a color for each token, lighter for the second head, the element in its cell."""
+    parts: list[str] = []
+    y = 4
+    width = 0
+    for title, strip in strips(layout):
+        parts.append(f'<text x="0" y="{y + 10}" class="t">{escape(title)}</text>')
+        y += 16
+        for at in range(0, len(strip), 32):
+            for column, cell in enumerate(strip[at : at + 32]):
+                x = column * _CELL
+                opacity, text = (1, "#fff") if cell.head == 0 else (0.45, "#222")
+                parts.append(
+                    f'<rect x="{x}" y="{y}" width="{_CELL - 1}" height="18" fill="{_TOKENS[cell.token]}" '
+                    f'fill-opacity="{opacity}"/>'
+                    f'<text x="{x + 6.5}" y="{y + 13}" class="e" fill="{text}">{cell.element}</text>'
+                )
+                width = max(width, x + _CELL)
+                if cell.side == "V":
+                    parts.append(f'<rect x="{x}" y="{y + 15}" width="{_CELL - 1}" height="3" class="v"/>')
+            y += 22
+        y += 4
+    body = "\n".join(parts)
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {y}" width="{width}" height="{y}" '
+        f'role="img" aria-label="{escape(re.sub(r"[|]", "and", layout.axes))}">\n'
+        "<style>text{font:11px ui-monospace,monospace}.t{fill:#888}.e{text-anchor:middle}"
+        ".v{fill:#222}</style>\n"
+        f"{body}\n</svg>\n"
+    )
