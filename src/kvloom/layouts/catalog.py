@@ -72,10 +72,17 @@ LAYOUTS: Final = {
         NamedLayout("pmx_attention_2", "L H T 2 D", "", _PMX, f"{_FUSED} 2"),
         NamedLayout("pmx_attention_3", "2 L H T D", "", _PMX, f"{_FUSED} 3"),
         NamedLayout("hugging_face", "B H S D", "", "transformers", "Cache: keys and values of a layer"),
-        NamedLayout("vllm", "2 B S H D", "", "vLLM", "FlashAttentionBackend.get_kv_cache_shape, NHD"),
-        NamedLayout("vllm_hnd", "2 B H S D", "", "vLLM", "CPUAttentionBackend.get_kv_cache_shape; HND"),
         NamedLayout(
-            "vllm_paged", "B H D/x S D%x", "B H D S", "vLLM", "PagedAttention.split_kv_cache", piece_bytes=16
+            "vllm", "2 B S H D", "", "vLLM", "reshape_and_cache_flash, keys and values in one tensor"
+        ),
+        NamedLayout("vllm_hnd", "2 B H S D", "", "vLLM", "pages of the CPU attention backend"),
+        NamedLayout(
+            "vllm_paged",
+            "B H D/x S D%x",
+            "B H D S",
+            "vLLM",
+            "reshape_and_cache: key_cache, value_cache",
+            piece_bytes=16,
         ),
         NamedLayout("flashinfer", "B 2 S H D", "", "FlashInfer", "KV-Cache Layout: paged, NHD"),
         NamedLayout("flashinfer_hnd", "B 2 H S D", "", "FlashInfer", "KV-Cache Layout: paged, HND"),
