@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from kvloom import __version__
+from kvloom.conform.command import add_conform
 from kvloom.core.spelling import STORAGE, parse_kind
 from kvloom.errors import ArgumentError, KVError
 from kvloom.models import bundled_model_path, check_model_folder
@@ -27,6 +28,8 @@ _INSTALLED = {
     "transformers": "transformers rich",
     "safetensors": "transformers rich",
     "rich": "transformers rich",
+    "onnx": "onnx",
+    "onnxruntime": "onnxruntime",
     "xxhash": "xxhash",
     "obstore": "obstore",
     "redis": "redis",
@@ -41,7 +44,7 @@ def main(argv: list[str] | None = None) -> int:
             raise ArgumentError("standard output must be open, got a closed one")
         if isinstance(sys.stdout, io.TextIOWrapper):
             sys.stdout.reconfigure(errors="backslashreplace")  # what the terminal's encoding lacks
-        args.run(args)
+        status = args.run(args)
         sys.stdout.flush()
     except (KVError, OSError) as error:
         _give_up_output()
@@ -52,7 +55,7 @@ def main(argv: list[str] | None = None) -> int:
         return _fail(f"this needs {error.name}: pip install {_INSTALLED[error.name]}")
     except KeyboardInterrupt:
         return _fail("interrupted", 130)
-    return 0
+    return status or 0
 
 
 def _fail(message: str, status: int = 2) -> int:
@@ -115,6 +118,8 @@ def _parser() -> argparse.ArgumentParser:
     layouts = commands.add_parser("layouts", help="the named layouts: axes, owner, document and a picture")
     layouts.add_argument("names", nargs="*", metavar="NAME", help="only these")
     layouts.set_defaults(run=_layouts)
+
+    add_conform(commands.add_parser("conform", help="judge an implementation of an operator by its vectors"))
 
     convert = commands.add_parser("convert", help="a safetensors file of keys and values in another layout")
     convert.add_argument("source", type=Path, metavar="IN.safetensors")

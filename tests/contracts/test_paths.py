@@ -15,6 +15,7 @@ TARGET = re.compile(r"`make ([a-z][\w-]*)|^make ([a-z][\w-]*)(?= *(?:#|$|[A-Z]+=
 FOREIGN = {
     "README.md": {"path/to/model", "notes.txt"},
     "benchmarks/gpu_results.md": {"gpu_results.json"},
+    "docs/conformance.md": {"call.json", "call.safetensors", "result.safetensors"},
     "docs/decisions/0006-compiled-kernels-behind-the-stable-abi.md": {"Python.h", "torch/extension.h"},
     "docs/store-format.md": {"kvloom-run/1"},
     "docs/store.md": {"path/to/model", "prompt.txt"},

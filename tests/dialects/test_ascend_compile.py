@@ -6,11 +6,12 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from oracles import ascend_golden, bits
+from oracles import bits
 from oracles.ascend_cases import assert_same_memory, fork, fused_call
 from oracles.pmx_cases import Call
 from torch import Tensor
 
+from kvloom.conform.oracles import ascend as ascend_golden
 from kvloom.dialects import ascend
 from kvloom.dialects.ascend import torch_npu
 from kvloom.dialects.ascend.nct import collect

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from oracles import ascend_cases, ascend_golden, bits
+from oracles import ascend_cases, bits
 from torch import Tensor
+
+from kvloom.conform.oracles import ascend as ascend_golden
 
 KEY = torch.arange(1, 13, dtype=torch.float32).reshape(6, 2, 1)  # token t, head h: 2 * t + h + 1
 EMPTY = torch.zeros(4, 3, 1, 1)

@@ -6,10 +6,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from oracles import ascend_golden, bits
+from oracles import bits
 from oracles.ascend_cases import DTYPES, INDICES, dtype_id
 from torch import Tensor
 
+from kvloom.conform.oracles import ascend as ascend_golden
 from kvloom.dialects import ascend
 from kvloom.errors import KVError
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from oracles import ascend_golden, bits
+from oracles import bits
 from oracles.ascend_cases import (
     CACHES,
     assert_same_memory,
@@ -24,6 +24,7 @@ from oracles.ascend_cases import (
 from oracles.pmx_cases import Call
 from torch import Tensor
 
+from kvloom.conform.oracles import ascend as ascend_golden
 from kvloom.dialects import ascend
 from kvloom.dialects.ascend import torch_npu
 from kvloom.errors import KVError

@@ -7,7 +7,7 @@ import random
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracles import ascend_golden, bits
+from oracles import bits
 from oracles.ascend_cases import (
     CACHES,
     DTYPES,
@@ -22,6 +22,7 @@ from oracles.ascend_cases import (
     token_call,
 )
 
+from kvloom.conform.oracles import ascend as ascend_golden
 from kvloom.dialects import ascend
 
 RULES = ("Alibi", "Rope", "Omni")

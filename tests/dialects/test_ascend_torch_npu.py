@@ -6,7 +6,7 @@ import inspect
 
 import pytest
 import torch
-from oracles import ascend_golden, bits
+from oracles import bits
 from oracles.ascend_cases import (
     CACHES,
     DTYPES,
@@ -23,6 +23,7 @@ from oracles.ascend_cases import (
 )
 from oracles.pmx_cases import Call
 
+from kvloom.conform.oracles import ascend as ascend_golden
 from kvloom.dialects import ascend
 from kvloom.dialects.ascend import torch_npu
 from kvloom.errors import KVError

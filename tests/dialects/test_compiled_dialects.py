@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from oracles import bits, pmx_golden
+from oracles import bits
 from oracles.ascend_cases import (
     assert_same_memory,
     fork,
@@ -39,6 +39,7 @@ from oracles.pmx_cases import (
 )
 from torch import Tensor
 
+from kvloom.conform.oracles import pmx as pmx_golden
 from kvloom.dialects import ascend, pmx
 from kvloom.dialects.ascend import torch_npu
 from kvloom.dialects.pmx import static

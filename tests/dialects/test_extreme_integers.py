@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from oracles import ascend_golden, bits, pmx_golden
+from oracles import bits
 from oracles.ascend_cases import (
     assert_same_memory,
     fork,
@@ -26,6 +26,8 @@ from oracles.pmx_attention import random_unfused_call
 from oracles.pmx_cases import Call, Numerics, attention_call, dynamic_call, random_batch, static_call
 from torch import Tensor
 
+from kvloom.conform.oracles import ascend as ascend_golden
+from kvloom.conform.oracles import pmx as pmx_golden
 from kvloom.dialects import ascend, pmx
 from kvloom.errors import KVError
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from oracles import bits, pmx_golden
+from oracles import bits
 from oracles.attention import assert_as_good_as_plain, plain_attention
 from oracles.pmx_attention import check_fused, check_unfused, random_unfused_call, unfused_call
 from oracles.pmx_cases import (
@@ -21,6 +21,7 @@ from oracles.pmx_cases import (
 )
 from torch import Tensor
 
+from kvloom.conform.oracles import pmx as pmx_golden
 from kvloom.dialects import pmx
 from kvloom.errors import ArgumentError
 

@@ -7,7 +7,7 @@ import random
 
 import pytest
 import torch
-from oracles import bits, pmx_golden
+from oracles import bits
 from oracles.pmx_cases import (
     Call,
     Numerics,
@@ -19,6 +19,7 @@ from oracles.pmx_cases import (
     with_copies,
 )
 
+from kvloom.conform.oracles import pmx as pmx_golden
 from kvloom.dialects import pmx
 
 FORMS = [("offset", 128), ("token", 128), ("page", 1), ("page", 3), ("page", 4), ("page", 128)]

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from oracles import bits, pmx_golden
+from oracles import bits
 from oracles.pmx_cases import Batch, Call, Numerics, as_tokens, dynamic_call
 from oracles.rejection import Bad, assert_refused, rows
 from torch import Tensor
 
+from kvloom.conform.oracles import pmx as pmx_golden
 from kvloom.dialects import pmx
 from kvloom.errors import KVError
 

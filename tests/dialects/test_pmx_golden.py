@@ -6,7 +6,9 @@ import random
 
 import pytest
 import torch
-from oracles import attention, bits, pmx_cases, pmx_golden
+from oracles import attention, bits, pmx_cases
+
+from kvloom.conform.oracles import pmx as pmx_golden
 
 EXAMPLE = [0.1, -0.3, 0.7, 1.0, -2.0, 0.05, 0.0, 1.5]
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from oracles import bits, pmx_golden
+from oracles import bits
 from oracles.pmx_cases import (
     PADDING,
     Batch,
@@ -20,6 +20,7 @@ from oracles.pmx_cases import (
     with_copies,
 )
 
+from kvloom.conform.oracles import pmx as pmx_golden
 from kvloom.dialects import pmx
 
 F32 = Numerics(torch.float32, torch.float32)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from oracles import bits, pmx_golden
+from oracles import bits
 from oracles.pmx_attention import check_fused
 from oracles.pmx_cases import (
     Call,
@@ -20,6 +20,7 @@ from oracles.pmx_cases import (
 )
 from torch import Tensor
 
+from kvloom.conform.oracles import pmx as pmx_golden
 from kvloom.dialects import pmx
 
 F32 = Numerics(torch.float32, torch.float32)

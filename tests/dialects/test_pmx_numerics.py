@@ -6,10 +6,11 @@ import math
 
 import pytest
 import torch
-from oracles import bits, pmx_golden
+from oracles import bits
 from oracles.pmx_cases import Call, Numerics, assert_matches_golden, random_input
 from torch import Tensor
 
+from kvloom.conform.oracles import pmx as pmx_golden
 from kvloom.dialects import pmx
 
 EXAMPLE = [0.1, -0.3, 0.7, 1.0, -2.0, 0.05, 0.0, 1.5]

@@ -7,10 +7,11 @@ import random
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracles import bits, pmx_golden
+from oracles import bits
 from oracles.pmx_cases import PADDING, Batch, Numerics, assert_matches_golden, poisoned_cache, random_input
 from torch import Tensor
 
+from kvloom.conform.oracles import pmx as pmx_golden
 from kvloom.dialects import pmx
 
 HEADS, HEAD_DIM, NUM_LAYERS = 2, 4, 2

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from oracles import bits, pmx_golden
+from oracles import bits
 from oracles.pmx_cases import (
     Call,
     Numerics,
@@ -15,6 +15,7 @@ from oracles.pmx_cases import (
     with_copies,
 )
 
+from kvloom.conform.oracles import pmx as pmx_golden
 from kvloom.dialects import pmx
 
 F32 = Numerics(torch.float32, torch.float32)

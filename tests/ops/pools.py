@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 
 import torch
 from core.addresses import address_table, extents
-from oracles import pmx_golden
 from oracles.bits import assert_same_bits, generator, poison
 from torch import Tensor
 
+from kvloom.conform.oracles import pmx as pmx_golden
 from kvloom.core.layouts import CacheLayout
 from kvloom.core.views import KVView
 

@@ -7,10 +7,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from ops.attention import make_case
-from oracles import pmx_golden
 from oracles.bits import assert_same_bits
 
 from kvloom import ops
+from kvloom.conform.oracles import pmx as pmx_golden
 from kvloom.core.views import KVView, Side
 from kvloom.errors import ArgumentError
 from kvloom.ops import Scores, alibi_slopes

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from oracles import ascend_golden, bits
+from kvloom.conform.oracles import ascend as ascend_golden
+from oracles import bits
 from oracles.pmx_cases import Call
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float8_e5m2, torch.float8_e4m3fn)

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from oracles import pmx_golden
+from kvloom.conform.oracles import pmx as pmx_golden
 
 
 def plain_attention(

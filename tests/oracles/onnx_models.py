@@ -11,7 +11,8 @@ import torch
 from onnx import ModelProto, TensorProto, helper
 from torch import Tensor
 
-from oracles import bits, pmx_golden
+from kvloom.conform.oracles import pmx as pmx_golden
+from oracles import bits
 from oracles.pmx_cases import (
     Call,
     Numerics,

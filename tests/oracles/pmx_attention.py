@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from oracles import bits, pmx_golden
+from kvloom.conform.oracles import pmx as pmx_golden
+from oracles import bits
 from oracles.attention import assert_as_good_as_plain, plain_attention
 from oracles.pmx_cases import Call
 

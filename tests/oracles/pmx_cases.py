@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from oracles import pmx_golden
+from kvloom.conform.oracles import pmx as pmx_golden
 from oracles.bits import FLOATS, assert_same_bits, assert_unchanged, poison, snapshot
 
 PADDING = (-1, 2**63 - 1)

@@ -6,10 +6,10 @@ import itertools
 
 import pytest
 import torch
-from oracles import pmx_golden
 from oracles.bits import FLOATS, assert_same_bits, generator
 from torch import Tensor
 
+from kvloom.conform.oracles import pmx as pmx_golden
 from kvloom.quant.affine import dequantize, quantize, saturate
 from kvloom.quant.packing import unpack_int4
 

@@ -13,13 +13,14 @@ pytest.importorskip("onnxruntime", reason="runs models")
 import onnx.inliner
 from onnx import ModelProto, TensorProto, helper
 from onnx.reference import ReferenceEvaluator
-from oracles import bits, pmx_golden
+from oracles import bits
 from oracles.attention import assert_as_good_as_plain, plain_attention
 from oracles.onnx_models import Case, attention_cases, dynamic_cases, in_torch, model_of, static_cases
 from oracles.pmx_attention import unfused_call
 from oracles.pmx_cases import Numerics, static_call
 from torch import Tensor
 
+from kvloom.conform.oracles import pmx as pmx_golden
 from kvloom.dialects import pmx
 from kvloom.errors import ArgumentError, ModelError
 from kvloom.integrations import onnx as kvonnx

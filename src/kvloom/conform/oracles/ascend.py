@@ -25,6 +25,7 @@ def pieces(rule: str, length: int, win: int, off: int | None) -> list[Piece]:
     """The tokens of one run in order, for a head whose sequence has ``length`` tokens."""
     if rule == "Alibi":
         return [length - win + k for k in range(win)]
+    assert off is not None
     if off == -1 or win == 0 or off == length:
         return list(range(length))
     run: list[Piece] = list(range(off))
@@ -70,7 +71,8 @@ def write_token(cache: Tensor, slot: int, row: Tensor, layout: str) -> None:
     else:
         size, last = cache.shape[-2:]
         for c, at in enumerate(chunks(cache)):
-            cache[(slot // size, *at, slot % size)] = row[c * last : (c + 1) * last]
+            place = (slot // size, *at, slot % size)
+            cache[place] = row[c * last : (c + 1) * last]
 
 
 def chunks(cache: Tensor) -> list[tuple[int, ...]]:
@@ -154,7 +156,8 @@ def read_token(cache: Tensor, slot: int, layout: str) -> Tensor:
     if layout == "Norm":
         return cache[slot // cache.shape[1], slot % cache.shape[1]].reshape(-1)
     size = cache.shape[-2]
-    return torch.cat([cache[(slot // size, *at, slot % size)] for at in chunks(cache)])
+    places = [(slot // size, *at, slot % size) for at in chunks(cache)]
+    return torch.cat([cache[place] for place in places])
 
 
 def gathered_slots(

@@ -7,7 +7,7 @@ Imports nothing from the library, so that both can only agree by being right.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -99,7 +99,8 @@ def store_vector(
     for g in range(x.numel() // group):
         part, part_scale = quantize_group(x[g * group : (g + 1) * group], bit)
         codes += part
-        scale[(*at, g)] = saturated(rounded(part_scale, scale.dtype))
+        place = (*at, g)
+        scale[place] = saturated(rounded(part_scale, scale.dtype))
     if bit == 4:
         cache[at] = torch.tensor(pack_nibbles(codes), dtype=torch.uint8)
     else:
@@ -117,7 +118,8 @@ def load_vector(
     codes = unpack_nibbles(stored) if bit == 4 else stored
     parts = []
     for g in range(len(codes) // group):
-        parts.append(dequantize_group(codes[g * group : (g + 1) * group], scale[(*at, g)], dtype))
+        place = (*at, g)
+        parts.append(dequantize_group(codes[g * group : (g + 1) * group], scale[place], dtype))
     return torch.cat(parts)
 
 
@@ -170,14 +172,16 @@ def key_value_cache(
 # --- dynamic_batching.KeyValueCache -------------------------------------------------------------------------
 
 
-def slot_of(b: int, t: int, cachestarts: list, kvstarts: list[int], cache_mode: int, page_size: int) -> int:
+def slot_of(
+    b: int, t: int, cachestarts: list[Any], kvstarts: list[int], cache_mode: int, page_size: int
+) -> int:
     """Where token ``t`` of entry ``b`` lives; reads exactly one element of ``cachestarts``."""
     if cache_mode == 0:
-        return cachestarts[b] + t
+        return int(cachestarts[b] + t)
     is_token_table = not (cachestarts and isinstance(cachestarts[0], list))
     if is_token_table:
-        return cachestarts[kvstarts[b] + t]
-    return cachestarts[b][t // page_size] + t % page_size
+        return int(cachestarts[kvstarts[b] + t])
+    return int(cachestarts[b][t // page_size] + t % page_size)
 
 
 def dynamic_key_value_cache(

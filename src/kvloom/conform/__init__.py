@@ -1,0 +1,1 @@
+"""Vectors, a runner and reports for everyone who implements these operators."""

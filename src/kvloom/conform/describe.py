@@ -1,0 +1,228 @@
+"""Operators as data: arguments, dtypes, shapes in symbols, attributes, rules, and what a call violates."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from kvloom.conform.draw import Draw
+
+Call = dict[str, Any]
+"""Arguments by name: tensors, lists of tensors, numbers and strings."""
+Results = dict[str, Tensor]
+"""Outputs and arguments that were updated, by name; ``name@free`` marks elements that may be anything."""
+Spoil = Callable[[Call, Draw], Call]
+"""What a call must have instead, to be one that must be refused."""
+
+_NAMES: Final = {
+    f.__name__: f for f in (max, min, sum, all, any, len, zip, range, abs, int, sorted, set, enumerate)
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Argument:
+    """One argument of an operator.
+
+    Attributes:
+        name: As in the document.
+        shape: An axis each, ``"B S H D"``: a symbol, ``B+1``, a number, or ``_`` for any. Forms that are both
+            legal stand on both sides of ``|``. ``None`` for what is no tensor. A mapping gives the shape for
+            each value of the attribute ``shape_of``.
+        dtypes: Those that are legal; ``=name`` is the dtype of another argument.
+        is_updated: Whether the operator writes it in place.
+        is_optional: Whether it may be ``None`` or missing.
+        is_list: Whether it is a list of such tensors.
+        is_input: Whether it is a number that the ONNX node has as an input.
+        default: Of an attribute; ``None`` if it must be given.
+        only: Values of an attribute, where few are legal.
+        low: Its least value.
+    """
+
+    name: str
+    shape: str | Mapping[Any, str] | None = None
+    dtypes: str = ""
+    shape_of: str = ""
+    is_updated: bool = False
+    is_optional: bool = False
+    is_list: bool = False
+    is_input: bool = False
+    default: Any = None
+    only: tuple[Any, ...] = ()
+    low: float | None = None
+
+    @property
+    def is_tensor(self) -> bool:
+        """Whether it is a tensor, or a list of them."""
+        return self.shape is not None
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """``argument`` is wrong unless ``holds``, of symbols, attributes and values of index tensors."""
+
+    argument: str
+    holds: str
+
+
+@dataclass(frozen=True, slots=True)
+class Operator:
+    """One operator of one standard.
+
+    Attributes:
+        name: The dialect, as ``kvloom conform --dialect`` takes it.
+        document: Who describes it, and where.
+        arguments: In the order of the document.
+        outputs: What it returns, in order: how it is compared (see ``how``) and its axes.
+        rules: Constraints beyond shapes and dtypes.
+        oracle: Results of a legal call, which it leaves as it was.
+        draw: A legal call and what is special about it.
+        spoils: For an argument, changes that break a rule.
+        count: Vectors in the published set.
+        domain: Of its ONNX node, ``None`` where it is none.
+        node_inputs: Inputs of that node, ``""`` for those not used here; in the order of arguments if empty.
+    """
+
+    name: str
+    document: str
+    arguments: tuple[Argument, ...]
+    outputs: Mapping[str, str]
+    oracle: Callable[[Call], Results]
+    draw: Callable[[Draw], tuple[str, Call]]
+    rules: tuple[Rule, ...] = ()
+    spoils: tuple[tuple[str, Spoil], ...] = ()
+    count: int = 100
+    domain: str | None = None
+    node_inputs: tuple[str, ...] = ()
+    compared: Mapping[str, str] = field(default_factory=dict)
+    """How an updated argument is compared, ``bits`` if not said."""
+
+    @property
+    def node_type(self) -> str:
+        """The type of its ONNX node: the name in words of their own."""
+        return "".join(word.title() for word in self.name.rpartition(".")[2].split("_"))
+
+    @property
+    def updated(self) -> tuple[str, ...]:
+        """Arguments that are written in place."""
+        return tuple(a.name for a in self.arguments if a.is_updated)
+
+    def how(self, result: str) -> str:
+        """How ``result`` is compared: ``bits``, ``values`` (any NaN is NaN) or ``close``."""
+        name = result.split(".")[0]
+        return self.outputs[name].split()[0] if name in self.outputs else self.compared.get(name, "bits")
+
+    @property
+    def axes(self) -> dict[str, str]:
+        """The axes of each output."""
+        return {name: text.partition(" ")[2] for name, text in self.outputs.items()}
+
+    def complete(self, call: Call) -> Call:
+        """``call`` with the defaults of attributes that it leaves out."""
+        defaults = {a.name: a.default for a in self.arguments if not a.is_tensor and a.default is not None}
+        return {**defaults, **{name: x for name, x in call.items() if x is not None}}
+
+
+def problems(operator: Operator, call: Call) -> list[tuple[str, str]]:
+    """What is wrong with ``call``, as (argument, sentence)."""
+    call = operator.complete(call)
+    known = {a.name for a in operator.arguments}
+    found = [(name, "is no argument of this operator") for name in call if name not in known]
+    symbols: dict[str, int] = {}
+    for argument in operator.arguments:
+        x = call.get(argument.name)
+        if x is None:
+            if not argument.is_optional and (argument.is_tensor or argument.default is None):
+                found.append((argument.name, "must be given"))
+        elif argument.is_tensor:
+            for each in x if argument.is_list and isinstance(x, list) else [x]:
+                found += [(argument.name, text) for text in _tensor_problems(argument, each, call, symbols)]
+        else:
+            found += [(argument.name, text) for text in _attribute_problems(argument, x)]
+    if found:
+        return found
+    values = {
+        name: x.tolist() if isinstance(x, Tensor) and not x.is_floating_point() and x.numel() < 4096 else x
+        for name, x in call.items()
+    }
+    scope = {**{a.name: None for a in operator.arguments}, **values, **symbols, "__builtins__": _NAMES}
+    for rule in operator.rules:
+        if not _holds(rule.holds, scope):
+            return [(rule.argument, f"must be such that {rule.holds}")]
+    return []
+
+
+def _holds(text: str, scope: dict[str, Any]) -> bool:
+    try:
+        return bool(eval(text, scope))  # our own text
+    except (NameError, IndexError, TypeError, ValueError):  # of what is not there
+        return False
+
+
+def _tensor_problems(argument: Argument, x: object, call: Call, symbols: dict[str, int]) -> list[str]:
+    if not isinstance(x, Tensor):
+        return [f"must be a tensor, got {type(x).__name__}"]
+    dtypes = {
+        dtype_name(call[word[1:]].dtype)
+        if word[0] == "=" and isinstance(call.get(word[1:]), Tensor)
+        else word
+        for word in argument.dtypes.split()
+    }
+    if dtype_name(x.dtype) not in dtypes:
+        return [f"must be {' or '.join(sorted(dtypes))}, got {dtype_name(x.dtype)}"]
+    shape = argument.shape
+    if isinstance(shape, Mapping):
+        shape = shape.get(call.get(argument.shape_of), "")
+    forms = [form.split() for form in (shape or "").split("|")]
+    fitting = [form for form in forms if len(form) == x.ndim]
+    if not fitting:
+        return [f"must be [{shape}], got {list(x.shape)}"]
+    for letter, extent in zip(fitting[0], x.shape, strict=True):
+        if letter == "_":
+            continue
+        name, _, more = letter.partition("+")
+        plus = int(more or 0)
+        wanted = int(name) if name.isdigit() else symbols.setdefault(name, extent - plus) + plus
+        if wanted != extent:
+            return [f"must be [{shape}] with {letter} = {wanted}, got {list(x.shape)}"]
+    return []
+
+
+def _attribute_problems(argument: Argument, x: object) -> list[str]:
+    if argument.only:
+        return [] if x in argument.only else [f"must be one of {list(argument.only)}, got {x!r}"]
+    if argument.low is not None and (not isinstance(x, int | float) or x < argument.low):
+        return [f"must be at least {argument.low}, got {x!r}"]
+    return []
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """``float16`` and the like."""
+    return str(dtype).removeprefix("torch.")
+
+
+def bad_calls(operator: Operator, call: Call, draw: Draw) -> list[tuple[str, str, Call]]:
+    """Calls like ``call`` that must be refused: what is wrong, the argument, and the call."""
+    tried: list[tuple[str, str, Call]] = []
+    for argument in operator.arguments:
+        x, name = call.get(argument.name), argument.name
+        if argument.is_tensor and isinstance(x, Tensor):
+            tried.append(("has one axis more", name, {**call, name: x.unsqueeze(0)}))
+            tried.append(("is float64", name, {**call, name: x.double()}))
+            for axis in range(x.ndim):
+                wider = torch.cat((x, x.narrow(axis, 0, min(1, x.shape[axis]))), dim=axis)
+                tried.append((f"is longer by one on axis {axis}", name, {**call, name: wider}))
+        elif argument.only:
+            tried.append(("has a value of none", name, {**call, name: _none_of(argument.only)}))
+        elif argument.low is not None:
+            tried.append(("is less than its least value", name, {**call, name: argument.low - 1}))
+        if not argument.is_optional and argument.default is None and name in call:
+            tried.append(("is missing", name, {k: v for k, v in call.items() if k != name}))
+    for name, spoil in operator.spoils:
+        tried.append(("breaks a rule", name, {**call, **spoil(call, draw)}))
+    return [each for each in tried if problems(operator, each[2])]
+
+
+def _none_of(values: tuple[Any, ...]) -> Any:
+    return max(values) + 5 if all(isinstance(v, int) for v in values) else "nonsense"

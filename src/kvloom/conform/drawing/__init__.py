@@ -1,0 +1,1 @@
+"""Legal calls of each operator, drawn at random."""

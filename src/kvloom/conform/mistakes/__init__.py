@@ -1,0 +1,17 @@
+"""Known mistakes: for a legal call, the results of somebody who makes it. Diagnosis compares with these."""
+
+from typing import Final
+
+from kvloom.conform.mistakes import ascend, attention, codes, others, storing
+from kvloom.conform.mistakes.making import Mistake
+
+MISTAKES: Final[tuple[Mistake, ...]] = (
+    *storing.MISTAKES,
+    *codes.MISTAKES,
+    *attention.MISTAKES,
+    *ascend.MISTAKES,
+    *others.MISTAKES,
+)
+"""In no order; diagnosis tries them all."""
+
+__all__ = ["MISTAKES", "Mistake"]

@@ -1,0 +1,147 @@
+"""Known mistakes of attention, and of codes of ``GroupQueryAttention``."""
+
+from collections.abc import Callable
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from kvloom.conform.describe import Call, Operator, Results
+from kvloom.conform.mistakes.codes import half_away
+from kvloom.conform.mistakes.making import Change, Mistake, by_call, by_numbers, set_to, without
+from kvloom.conform.oracles import attending
+from kvloom.conform.vectors import Vector
+
+
+def _flip_causal(call: Call) -> Call | None:
+    return {**call, "is_causal": 1 - int(call["is_causal"])} if "is_causal" in call else None
+
+
+def _heads_modulo(operator: Operator, vector: Vector) -> Results | None:
+    call = vector.call
+    if "Q" in call:
+        name, out, axis, heads, kv_heads = "Q", "Y", 1, call["Q"].shape[1], call["K"].shape[1]
+        x = call["Q"]
+    elif "num_kv_heads" in call and "query" in call:
+        name, out, axis, heads, kv_heads = "query", "attn_output", 1, call["num_heads"], call["num_kv_heads"]
+        x = call["query"]
+    elif "kv_num_heads" in call:
+        name, out, axis, heads, kv_heads = "query", "output", 2, call["num_heads"], call["kv_num_heads"]
+        x = call["query"].unflatten(2, (heads, -1))
+    else:
+        return None
+    if heads == kv_heads or kv_heads == 1:
+        return None
+    order = [h for g in range(kv_heads) for h in range(heads) if h % kv_heads == g]
+    back = [order.index(h) for h in range(heads)]
+    index = torch.tensor(order)
+    moved = x.index_select(axis, index)
+    found = operator.oracle({**call, name: moved.flatten(2) if out == "output" else moved})
+    y = found[out].unflatten(2, (heads, -1)) if out == "output" else found[out]
+    y = y.index_select(axis, torch.tensor(back))
+    return {**found, out: y.flatten(2) if out == "output" else y}
+
+
+def _unscaled(call: Call) -> Call | None:
+    if "Q" in call:
+        return {**call, "scale": 1.0}
+    if "kv_num_heads" in call:
+        return {**call, "scale": 1.0}
+    return {**call, "query": call["query"] * call["head_dim"] ** 0.5} if "head_dim" in call else None
+
+
+def _top_left(operator: Operator, vector: Vector) -> Results | None:
+    """Causal alignment at the first key: query i sees keys 0 to i."""
+    call = vector.call
+    if "Q" in call and call.get("is_causal"):
+        query, width = (
+            call["Q"],
+            (call["K"].shape[2] + (call["past_key"].shape[2] if "past_key" in call else 0)),
+        )
+        mask = torch.full((query.shape[2], width), float("-inf")).triu(1)
+        given = call.get("attn_mask")
+        return operator.oracle({**call, "is_causal": 0, "attn_mask": mask if given is None else mask + given})
+    return None
+
+
+def _seen_more(by: int) -> Change:
+    def change(call: Call) -> Call | None:
+        if "nonpad_kv_seqlen" in call:
+            return {**call, "nonpad_kv_seqlen": (call["nonpad_kv_seqlen"] + by).clamp(0, call["K"].shape[2])}
+        return None
+
+    return change
+
+
+def _padding_seen(call: Call) -> Call | None:
+    if "nonpad_kv_seqlen" not in call:
+        return None
+    return {k: x for k, x in call.items() if k != "nonpad_kv_seqlen"}
+
+
+def _lengths_off(operator: Operator, vector: Vector) -> Results | None:
+    """``seqlens_k`` taken for the length, not for the length less one."""
+    if "seqlens_k" not in vector.call:
+        return None
+    lengths = vector.call["seqlens_k"] - 1
+    if bool((lengths < vector.call["query"].shape[1] - 1).any()):
+        return None
+    return operator.oracle({**vector.call, "seqlens_k": lengths})
+
+
+def _to_int8(lowest: int, rounding: Callable[[float], int] = round) -> Callable[[float, float, int], int]:
+    def quantized(x: float, scale: float, bits: int) -> int:
+        low, high = -(2 ** (bits - 1)) + lowest, 2 ** (bits - 1) - 1
+        quotient = float(torch.tensor(x, dtype=torch.float32) / torch.tensor(scale, dtype=torch.float32))
+        code: int = max(low, min(high, rounding(quotient)))
+        return code
+
+    return quantized
+
+
+def _group_nibbles(offset: int, high_first: bool) -> Callable[[Tensor, Tensor, int, int], Tensor]:
+    def codes(row: Tensor, scales: Tensor, head: int, bits: int) -> Tensor:
+        of = [float(scales.reshape(-1)[0])] * len(row) if scales.numel() == 1 else scales[0, head, 0].tolist()
+        found = [attending.quantized(x, s, bits) for x, s in zip(row.float().tolist(), of, strict=True)]
+        if bits == 8:
+            return torch.tensor(found, dtype=torch.int8)
+        pairs = [(found[d], found[d + 1]) for d in range(0, len(found), 2)]
+        if high_first:
+            pairs = [(b, a) for a, b in pairs]
+        packed = [((a + offset) & 15) | (((b + offset) & 15) << 4) for a, b in pairs]
+        return torch.tensor(packed, dtype=torch.uint8)
+
+    return codes
+
+
+MISTAKES: Final = (
+    Mistake("wrong head for a query group", "query head g reads head g % H, it reads g // group",
+            _heads_modulo),
+    by_call("causal mask flipped", "is_causal is read the wrong way round or ignored", _flip_causal),
+    Mistake("causal from the top left", "query i sees keys 0 to i, it sees those up to its own position",
+            _top_left),
+    by_call("decoding_batches ignored", "decoding entries get a causal mask", set_to("decoding_batches", 0)),
+    by_call("scores not scaled", "scores lack the factor 1 / sqrt(D)", _unscaled),
+    by_call("mask ignored", "attn_mask is not added", without("attn_mask")),
+    by_call("ALiBi ignored", "is_alibi has no effect", 
+            lambda c: {**c, "is_alibi": 0} if c.get("is_alibi") else None),
+    by_call("scale ignored", "the attribute scale has no effect", without("scale")),
+    by_call("softcap ignored", "softcap has no effect",
+            lambda c: {**c, "softcap": 0.0} if c.get("softcap") else None),
+    by_call("padding read", "tokens behind the length of a row are attended to", _padding_seen),
+    by_call("length off by one", "the last token of each row is left out", _seen_more(-1)),
+    by_call("one token of padding read", "one token behind the length is attended to", _seen_more(1)),
+    Mistake("length off by one", "seqlens_k is the length less one", _lengths_off),
+    by_numbers("ties away from zero", "codes are rounded half away from zero", attending,
+               quantized=_to_int8(0, half_away)),
+    by_numbers("truncated codes", "quotients are cut off, they are rounded", attending,
+               quantized=_to_int8(0, int)),
+    by_numbers("-128 is missing", "codes stop at -127 (-7), they go to -128 (-8)", attending,
+               quantized=_to_int8(1)),
+    by_numbers("two's complement nibbles", "nibbles are in two's complement, they are codes + 8",
+               attending,
+               _codes=_group_nibbles(0, False)),
+    by_numbers("nibbles swapped", "the even element is in the high nibble, it belongs in the low one",
+               attending,
+               _codes=_group_nibbles(8, True)),
+)  # fmt: skip

@@ -1,0 +1,171 @@
+"""Known mistakes of codes and scales, and of what is read back."""
+
+import math
+from collections.abc import Callable
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from kvloom.conform.describe import Operator, Results
+from kvloom.conform.mistakes.making import (
+    by_numbers,
+    by_results,
+)
+from kvloom.conform.oracles import pmx
+from kvloom.conform.vectors import Vector
+
+
+def _quantizer(
+    rounding: Callable[[float], int] = round, divisor: int = 0, largest: str = "abs", smallest: float = 1e-5,
+    reciprocal: bool = False, wide: bool = False, lowest: int = 0,
+) -> Callable[[Tensor, int], tuple[list[int], Tensor]]:  # fmt: skip
+    """A quantizer of a group with one step that differs."""
+
+    def quantize(x: Tensor, bit: int) -> tuple[list[int], Tensor]:
+        if not bool(torch.isfinite(x).all()):
+            return [0] * x.numel(), torch.tensor(float("nan"), dtype=x.dtype)
+        qmax = 2 ** (bit - 1) - 1
+        exact = x.double()
+        top = exact.abs().max() if largest == "abs" else exact.max()
+        scale = torch.maximum(
+            pmx.rounded(top / (qmax + divisor), x.dtype),
+            pmx.rounded(torch.tensor(smallest, dtype=torch.float64), x.dtype),
+        )
+        if reciprocal:
+            inverse = pmx.rounded(1.0 / scale.double(), x.dtype)
+            quotient = pmx.rounded(exact * inverse.double(), x.dtype)
+        else:
+            of = torch.float32 if wide else x.dtype
+            quotient = pmx.rounded(exact / scale.double(), of)
+        low = -qmax - lowest
+        return [max(low, min(qmax, rounding(q))) for q in quotient.nan_to_num(0.0).tolist()], scale
+
+    return quantize
+
+
+def half_away(q: float) -> int:
+    return int(q + 0.5) if q >= 0 else -int(-q + 0.5)
+
+
+def _half_to_plus(q: float) -> int:
+    return math.floor(q + 0.5)
+
+
+def _one_scale_store(
+    x: Tensor, cache: Tensor, scale: Tensor | None, at: tuple[int, ...], bit: int, group: int
+) -> None:
+    """One scale of the whole head vector for every group."""
+    if bit == 0 or scale is None:
+        cache[at] = x.to(cache.dtype)
+        return
+    codes, of_all = pmx.quantize_group(x, bit)
+    scale[at] = pmx.saturated(pmx.rounded(of_all, scale.dtype))
+    packed = pmx.pack_nibbles(codes) if bit == 4 else codes
+    cache[at] = torch.tensor(packed, dtype=cache.dtype)
+
+
+def _codes_only(
+    x: Tensor, cache: Tensor, scale: Tensor | None, at: tuple[int, ...], bit: int, group: int
+) -> None:
+    """Codes are written, their scales are not."""
+    _STORE(x, cache, None if scale is None else scale.clone(), at, bit, group)
+
+
+_STORE: Final = pmx.store_vector
+
+
+def _neighbor_load(
+    cache: Tensor, scale: Tensor | None, at: tuple[int, ...], bit: int, group: int, dtype: torch.dtype
+) -> Tensor:
+    """Each group read with the scale of the next one."""
+    if scale is not None and bit:
+        scale = scale.roll(-1, dims=-1)
+    return _LOAD(cache, scale, at, bit, group, dtype)
+
+
+_LOAD: Final = pmx.load_vector
+
+
+def _high_first(codes: list[int]) -> list[int]:
+    return [(codes[2 * j + 1] & 0xF) | ((codes[2 * j] & 0xF) << 4) for j in range(len(codes) // 2)]
+
+
+def _offset_binary(codes: list[int]) -> list[int]:
+    return [
+        ((codes[2 * j] + 8) & 0xF) | (((codes[2 * j + 1] + 8) & 0xF) << 4) for j in range(len(codes) // 2)
+    ]
+
+
+def _halves(codes: list[int]) -> list[int]:
+    half = len(codes) // 2
+    return [(codes[j] & 0xF) | ((codes[half + j] & 0xF) << 4) for j in range(half)]
+
+
+def _undequantized(operator: Operator, vector: Vector, results: Results) -> Results | None:
+    """The new tokens returned as they came, not as they are stored."""
+    call = vector.call
+    if not call.get("quant_bit") or "key" not in results:
+        return None
+    repeat = call.get("num_repeat", 1)
+    for name in ("key", "value"):
+        new = call[f"current_{name}"].repeat_interleave(repeat, dim=-2)
+        if "seqstarts" not in call:
+            results[name][:, call["start_pos"] :] = new
+            continue
+        seq, kv = call["seqstarts"].tolist(), call["kvstarts"].tolist()
+        for b in range(len(seq) - 1):
+            count = seq[b + 1] - seq[b]
+            results[name][kv[b + 1] - count : kv[b + 1]] = new[seq[b] : seq[b + 1]]
+    return results
+
+
+def _tiled(operator: Operator, vector: Vector, results: Results) -> Results | None:
+    repeat = vector.call.get("num_repeat", 1)
+    if repeat == 1 or "key" not in results:
+        return None
+    for name in ("key", "value"):
+        x = results[name]
+        results[name] = x.unflatten(-2, (-1, repeat)).transpose(-3, -2).flatten(-3, -2)
+    return results
+
+
+MISTAKES: Final = (
+    by_numbers("round half away from zero", "ties are rounded away from zero, they go to the even code", pmx,
+               quantize_group=_quantizer(rounding=half_away)),
+    by_numbers("round half up", "ties are rounded up, they go to the even code", pmx,
+               quantize_group=_quantizer(rounding=_half_to_plus)),
+    by_numbers("truncated codes", "quotients are cut off, they are rounded", pmx,
+               quantize_group=_quantizer(rounding=int)),
+    by_numbers("range of 128", "the scale divides by 128 (8), it is by 127 (7)", pmx,
+               quantize_group=_quantizer(divisor=1)),
+    by_numbers("-128 code", "the scale is max / 128 and the code -128 occurs", pmx,
+               quantize_group=_quantizer(divisor=1, lowest=1)),
+    by_numbers("largest, not largest absolute", "the scale is of max(x), it is of max(abs(x))", pmx,
+               quantize_group=_quantizer(largest="max")),
+    by_numbers("no smallest scale", "the scale of a tiny group is less than 1e-5", pmx,
+               quantize_group=_quantizer(smallest=0.0)),
+    by_numbers("another smallest scale", "the scale of a tiny group is 1e-6, it is 1e-5", pmx,
+               quantize_group=_quantizer(smallest=1e-6)),
+    by_numbers("multiplied by a reciprocal", "codes are x * (1 / scale), they are x / scale", pmx,
+               quantize_group=_quantizer(reciprocal=True)),
+    by_numbers("quotient not rounded", "the quotient is float32, it is rounded to the dtype of the input",
+               pmx,
+               quantize_group=_quantizer(wide=True)),
+    by_numbers("one scale for all groups", "the scale is of the whole head vector, each group has its own",
+               pmx,
+               store_vector=_one_scale_store),
+    by_numbers("scales not updated", "codes were written without their scales", pmx,
+               store_vector=_codes_only),
+    by_numbers("scale of the neighboring group", "codes are read with the scale of the next group", pmx,
+               load_vector=_neighbor_load),
+    by_numbers("nibbles swapped", "the even element is in the high nibble, it belongs in the low one", pmx,
+               pack_nibbles=_high_first),
+    by_numbers("offset binary nibbles", "nibbles are codes + 8, they are in two's complement", pmx,
+               pack_nibbles=_offset_binary),
+    by_numbers("nibbles of two halves", "byte j holds elements j and j + D/2, it holds 2j and 2j + 1", pmx,
+               pack_nibbles=_halves),
+    by_results("new tokens not dequantized", "new keys are returned as they came, not as they are stored",
+               _undequantized),
+    by_results("heads tiled", "output head g is head g % H, it is g // num_repeat", _tiled),
+)  # fmt: skip

@@ -1,0 +1,32 @@
+"""What descriptions of operators have in common: dtypes, and calls that break a rule."""
+
+from typing import Final
+
+from torch import Tensor
+
+from kvloom.conform.describe import Call, Spoil
+from kvloom.conform.draw import Draw
+
+FLOAT: Final = "float32 float16"
+WIDE: Final = "float32 float16 bfloat16"
+INDEX: Final = "int32 int64"
+STORED: Final = "float32 float16 bfloat16 int8 uint8"
+COPIED: Final = "float32 float16 bfloat16 int8 uint8 int16 int32"
+
+
+def put(name: str, value: int, at: int = 0) -> tuple[str, Spoil]:
+    """An index tensor with ``value`` at ``at``."""
+
+    def spoil(call: Call, draw: Draw) -> Call:
+        x: Tensor | None = call.get(name)
+        if x is None or x.numel() == 0:
+            return {}
+        x = x.clone()
+        x.view(-1)[at] = value
+        return {name: x}
+
+    return name, spoil
+
+
+def set_to(name: str, value: object) -> tuple[str, Spoil]:
+    return name, lambda call, draw: {name: value}

@@ -1,0 +1,168 @@
+"""Reports of a run: in the terminal, as JSON, and as JUnit XML."""
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from xml.etree import ElementTree
+
+from torch import Tensor
+
+from kvloom.conform.judging import named
+from kvloom.conform.running import Outcome, Report
+from kvloom.conform.vectors import VERSION, describe_tensor
+
+_SHOWN = 5
+"""Failures in the terminal."""
+_VALUES = 16
+
+
+@contextmanager
+def progress(dialect: str, total: int) -> Iterator[Callable[[Outcome], None]]:
+    """A bar in the terminal while vectors run, nothing where nobody sees it; gives what counts an outcome."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+    console = Console(stderr=True)
+    failures = TextColumn("{task.fields[failed]} failed")
+    columns = (TextColumn(dialect), BarColumn(), MofNCompleteColumn(), failures)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("run", total=total, failed=0)
+        failed = 0
+
+        def tick(outcome: Outcome) -> None:
+            nonlocal failed
+            failed += outcome.status == "failed"
+            bar.update(task, advance=1, failed=failed)
+
+        yield tick
+
+
+def print_report(report: Report) -> None:
+    """The report in the terminal."""
+    from rich.console import Console
+    from rich.markup import escape
+
+    console = Console(highlight=False)
+    for outcome in report.failures[:_SHOWN]:
+        console.print(
+            f"[bold red]failed[/] [bold]{escape(outcome.vector.name)}[/]  {escape(outcome.vector.about)}"
+        )
+        console.print(f"  {escape(outcome.message)}")
+        difference = outcome.difference
+        if difference is not None and difference.at:
+            console.print(f"  first at {escape(coordinates(outcome))}")
+            console.print(f"    got      {difference.got}")
+            console.print(f"    expected {difference.expected}")
+        for cause in outcome.causes[:2]:
+            nearly = "" if cause.is_exact else "nearly: "
+            console.print(f"  [yellow]{nearly}{escape(cause.name)}[/]: {escape(cause.text)}")
+    more = len(report.failures) - _SHOWN
+    if more > 0:
+        console.print(f"... and {more} more; --html FILE shows all of them")
+    skipped = {outcome.message for outcome in report.outcomes if outcome.status == "skipped"}
+    for reason in sorted(skipped)[:3]:
+        console.print(f"skipped: {escape(reason)}")
+    if report.cause is not None:
+        console.print(
+            f"[bold]nearest cause[/]: [yellow]{escape(report.cause.name)}[/]: {escape(report.cause.text)}"
+        )
+    color = "green" if report.passed else "red"
+    console.print(f"[bold {color}]{escape(report.dialect)}: {summary(report)}[/]")
+
+
+def summary(report: Report) -> str:
+    """``190 passed, 2 failed, 3 skipped``."""
+    counts = [(status, report.count(status)) for status in ("passed", "failed", "skipped")]
+    return ", ".join(f"{count} {status}" for status, count in counts if count or status != "skipped")
+
+
+def coordinates(outcome: Outcome) -> str:
+    """``cache[T = 3, L = 0, 2 = 1, H = 0, E = 5]``."""
+    difference = outcome.difference
+    if difference is None:
+        return ""
+    return f"{difference.result}[{', '.join(f'{axis} = {at}' for axis, at in difference.at)}]"
+
+
+def arguments(outcome: Outcome) -> list[tuple[str, str]]:
+    """Name and description of each argument, with the values of small index tensors."""
+    found = []
+    for name, x in named(outcome.vector.call).items():
+        text = repr(x)
+        if isinstance(x, Tensor):
+            text = describe_tensor(x) + ("" if x.is_contiguous() else f", strides {list(x.stride())}")
+            if not x.is_floating_point() and x.ndim < 3 and 0 < x.numel() <= _VALUES:
+                text += f" = {x.tolist()}"
+        found.append((name, text))
+    return found
+
+
+def as_dict(outcome: Outcome) -> dict[str, Any]:
+    """An outcome for JSON."""
+    entry: dict[str, Any] = {
+        "vector": outcome.vector.name,
+        "about": outcome.vector.about,
+        "must_be_refused": outcome.vector.expected is None,
+        "status": outcome.status,
+    }
+    if outcome.message:
+        entry["message"] = outcome.message
+    if outcome.difference is not None:
+        difference = outcome.difference
+        entry["difference"] = {
+            "result": difference.result,
+            "at": dict(difference.at),
+            "got": difference.got,
+            "expected": difference.expected,
+            "count": difference.count,
+            "total": difference.total,
+        }
+    if outcome.causes:
+        entry["causes"] = [cause._asdict() for cause in outcome.causes]
+    return entry
+
+
+def as_json(report: Report) -> str:
+    """The report as JSON."""
+    found = {
+        "format": "kvloom-report",
+        "vectors_version": VERSION,
+        "dialect": report.dialect,
+        "target": report.target,
+        **{status: report.count(status) for status in ("passed", "failed", "skipped")},
+        "cause": None if report.cause is None else report.cause._asdict(),
+        "outcomes": [as_dict(outcome) for outcome in report.outcomes],
+    }
+    return json.dumps(found, indent=1) + "\n"
+
+
+def as_junit(report: Report) -> str:
+    """The report as JUnit XML."""
+    suite = ElementTree.Element(
+        "testsuite",
+        name=f"{report.dialect} {report.target}",
+        tests=str(len(report.outcomes)),
+        failures=str(report.count("failed")),
+        skipped=str(report.count("skipped")),
+        errors="0",
+    )
+    for outcome in report.outcomes:
+        case = ElementTree.SubElement(
+            suite, "testcase", classname=report.dialect, name=f"{outcome.vector.name} {outcome.vector.about}"
+        )
+        if outcome.status == "failed":
+            failure = ElementTree.SubElement(case, "failure", message=_plain(outcome.message))
+            lines = [coordinates(outcome)] if outcome.difference else []
+            if outcome.difference and outcome.difference.at:
+                lines += [f"got {outcome.difference.got}", f"expected {outcome.difference.expected}"]
+            lines += [f"{cause.name}: {cause.text}" for cause in outcome.causes]
+            failure.text = _plain("\n".join(lines))
+        elif outcome.status == "skipped":
+            ElementTree.SubElement(case, "skipped", message=_plain(outcome.message))
+    return ElementTree.tostring(suite, encoding="unicode", xml_declaration=True) + "\n"
+
+
+def _plain(text: str) -> str:
+    """``text`` without what XML cannot hold."""
+    return "".join(c if c in "\n\t" or ord(c) >= 32 else "?" for c in text)

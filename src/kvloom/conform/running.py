@@ -1,0 +1,138 @@
+"""Runs a target on vectors and says what it did with each."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Final
+
+from torch import Tensor
+
+from kvloom.conform.causes import Cause, explain, most_common
+from kvloom.conform.comparing import Difference, changed_argument, first_difference
+from kvloom.conform.describe import Results
+from kvloom.conform.judging import named
+from kvloom.conform.operators import OPERATORS
+from kvloom.conform.targets import Refused, Target, Unsupported
+from kvloom.conform.vectors import Vector
+
+_EXPLAINED: Final = 4
+_TRIED: Final = 24
+"""Every known mistake is tried until so many failures have a cause, or this many were tried."""
+
+
+@dataclass(slots=True, eq=False)
+class Outcome:
+    """What a target did with a vector.
+
+    Attributes:
+        vector: The vector.
+        status: ``"passed"``, ``"failed"`` or ``"skipped"``.
+        message: One sentence, empty if it passed.
+        difference: The first difference, of a failure.
+        causes: Known mistakes that would give what it gave, the nearest first.
+    """
+
+    vector: Vector
+    status: str
+    message: str = ""
+    difference: Difference | None = None
+    causes: list[Cause] = field(default_factory=list)
+
+
+@dataclass(slots=True, eq=False)
+class Report:
+    """Outcomes of all vectors of a run."""
+
+    dialect: str
+    target: str
+    outcomes: list[Outcome]
+
+    def count(self, status: str) -> int:
+        """Outcomes of this status."""
+        return sum(outcome.status == status for outcome in self.outcomes)
+
+    @property
+    def failures(self) -> list[Outcome]:
+        """Outcomes that failed, those of which an element can be shown first."""
+        failed = [outcome for outcome in self.outcomes if outcome.status == "failed"]
+        return sorted(failed, key=lambda outcome: outcome.difference is None)
+
+    @property
+    def passed(self) -> bool:
+        """Whether nothing failed, and something passed."""
+        return not self.failures and self.count("passed") > 0
+
+    @property
+    def cause(self) -> Cause | None:
+        """The mistake that explains most failures."""
+        return most_common([outcome.causes for outcome in self.failures])
+
+
+def run(
+    target: Target, vectors: Iterable[Vector], name: str = "", tick: Callable[[Outcome], object] | None = None
+) -> Report:
+    """Run ``target`` on every vector; ``tick`` gets each outcome as it comes."""
+    outcomes: list[Outcome] = []
+    known: list[frozenset[str]] = []
+    dialect = ""
+    for vector in vectors:
+        dialect = vector.dialect
+        is_enough = sum(map(bool, known)) >= _EXPLAINED or len(known) >= _TRIED
+        outcome = run_one(target, vector, known if is_enough else None)
+        outcomes.append(outcome)
+        if outcome.difference is not None:
+            known.append(frozenset(cause.name for cause in outcome.causes))
+        if tick is not None:
+            tick(outcome)
+    report = Report(dialect, name, outcomes)
+    _order_causes(report)
+    return report
+
+
+def run_one(target: Target, vector: Vector, known: list[frozenset[str]] | None = None) -> Outcome:
+    """Run ``target`` on one vector; if it fails, look for a cause among all mistakes, or those ``known``."""
+    operator = OPERATORS[vector.dialect]
+    call = {name: _fresh(x) for name, x in vector.call.items()}
+    refusal = None
+    got: Results = {}
+    try:
+        got = target(operator, vector, call)
+    except Unsupported as error:
+        return Outcome(vector, "skipped", str(error))
+    except Refused as error:
+        refusal = str(error)
+    after = {name: x for name, x in named(call).items() if isinstance(x, Tensor)}
+    changed = changed_argument(operator, vector, after)
+    if vector.expected is None:
+        if changed is not None:
+            return Outcome(vector, "failed", f"a call that must be refused: {changed.message}", changed)
+        if refusal is None:
+            text = f"a call that must be refused was not: {vector.about}"
+            return Outcome(vector, "failed", text)
+        return Outcome(vector, "passed")
+    if refusal is not None:
+        return Outcome(vector, "failed", f"a legal call was refused: {refusal}")
+    difference = first_difference(operator, vector, got) or changed
+    if difference is None:
+        return Outcome(vector, "passed")
+    names = None if known is None else frozenset().union(*known)
+    return Outcome(vector, "failed", difference.message, difference, explain(operator, vector, got, names))
+
+
+def _order_causes(report: Report) -> None:
+    """In each failure the cause first that explains most failures of the run."""
+    counts: dict[str, int] = {}
+    for outcome in report.failures:
+        for cause in outcome.causes:
+            counts[cause.name] = counts.get(cause.name, 0) + 1
+    for outcome in report.failures:
+        outcome.causes.sort(key=lambda cause: (-counts[cause.name], cause.name))
+
+
+def _fresh(x: object) -> object:
+    """A copy with the same strides in memory of its own."""
+    if isinstance(x, list):
+        return [_fresh(each) for each in x]
+    if not isinstance(x, Tensor):
+        return x
+    memory = x.untyped_storage().nbytes() // x.itemsize
+    return x.as_strided((memory,), (1,), 0).clone().as_strided(x.shape, x.stride(), x.storage_offset())

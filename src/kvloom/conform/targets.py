@@ -1,0 +1,197 @@
+"""What is judged: a Python callable, an ONNX model, a custom-operator library, a C function, or a command."""
+
+import ctypes
+import importlib
+import json
+import shlex
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from kvloom.conform.describe import Call, Operator, Results, dtype_name
+from kvloom.conform.judging import named
+from kvloom.conform.vectors import Vector
+from kvloom.errors import ArgumentError
+
+
+class Refused(Exception):
+    """The target refused the call."""
+
+
+class Unsupported(Exception):
+    """The target does not say that it does this, or the runner cannot ask it."""
+
+
+Target = Callable[[Operator, Vector, Call], Results]
+"""Runs a call, which it may write to, and returns the results by name; raises ``Refused``."""
+
+
+def open_target(text: str) -> Target:
+    """The target that ``text`` spells.
+
+    ``package.module:function``; ``onnxruntime`` or ``onnx.reference``; ``model.onnx``; ``library.so``, custom
+    operators of ONNX Runtime; ``library.so:function``, a C function, see ``conform.h``; or ``command:PROGRAM
+    ARGUMENTS``.
+
+    Raises:
+        ArgumentError: it cannot be opened.
+    """
+    if text in ("onnxruntime", "onnx.reference"):
+        from kvloom.conform.onnx_target import OnnxOperators, OnnxReference
+
+        return OnnxOperators() if text == "onnxruntime" else OnnxReference()
+    scheme, _, rest = text.partition(":")
+    if scheme == "command" and rest:
+        return _Command(shlex.split(rest))
+    path, _, function = text.rpartition(":")
+    if Path(path).suffix in (".so", ".dylib", ".dll") and function:
+        return _CFunction(Path(path), function)
+    if Path(text).suffix in (".onnx", ".so", ".dylib", ".dll"):
+        from kvloom.conform.onnx_target import OnnxModel, OnnxOperators
+
+        return OnnxModel(Path(text)) if Path(text).suffix == ".onnx" else OnnxOperators(Path(text))
+    if path and function:
+        return python_target(_import(path, function))
+    raise ArgumentError(
+        "TARGET must be package.module:function, onnxruntime, onnx.reference, model.onnx, library.so, "
+        f"library.so:function or command:PROGRAM, got {text!r}"
+    )
+
+
+def _import(module: str, function: str) -> Callable[..., Any]:
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        found = importlib.import_module(module)
+        for name in function.split("."):
+            found = getattr(found, name)
+    except (ImportError, AttributeError) as error:
+        raise ArgumentError(f"TARGET must be a callable, got {module}:{function}: {error}") from error
+    finally:
+        sys.path.pop(0)
+    if not callable(found):
+        raise ArgumentError(f"TARGET must be a callable, got {module}:{function}")
+    return found
+
+
+def python_target(function: Callable[..., Any]) -> Target:
+    """A callable that takes the arguments by keyword and returns the outputs in order, or by name."""
+
+    def run(operator: Operator, vector: Vector, call: Call) -> Results:
+        try:
+            out = function(**call)
+        except Unsupported:
+            raise
+        except Exception as error:
+            raise Refused(f"{type(error).__name__}: {error}") from error
+        found = {name: call[name] for name in operator.updated if name in call}
+        if isinstance(out, dict):
+            found |= out
+        elif out is not None:
+            values = out if isinstance(out, tuple | list) else (out,)
+            found |= dict(zip(operator.outputs, values, strict=False))
+        return {name: x for name, x in named(found).items() if isinstance(x, Tensor)}
+
+    return run
+
+
+def _outputs_like(vector: Vector, operator: Operator) -> Results:
+    """Zeroed memory for the outputs, shapes and dtypes as expected."""
+    first = next(x for x in named(vector.call).values() if isinstance(x, Tensor))
+    found = {}
+    for name, x in (vector.expected or {}).items():
+        if "@" not in name and name.split(".")[0] in operator.outputs:
+            dtype = first.dtype if operator.how(name) == "close" else x.dtype
+            found[name] = torch.zeros(x.shape, dtype=dtype)
+    return found
+
+
+class _CTensor(ctypes.Structure):
+    _fields_ = (
+        ("name", ctypes.c_char_p),
+        ("dtype", ctypes.c_char_p),
+        ("rank", ctypes.c_int64),
+        ("shape", ctypes.POINTER(ctypes.c_int64)),
+        ("strides", ctypes.POINTER(ctypes.c_int64)),
+        ("data", ctypes.c_void_p),
+    )
+
+
+class _CFunction:
+    """A function as ``conform.h`` declares it."""
+
+    _MESSAGE: Final = 512
+
+    def __init__(self, path: Path, function: str) -> None:
+        try:
+            self._function = getattr(ctypes.CDLL(str(path.resolve())), function)
+        except (OSError, AttributeError) as error:
+            raise ArgumentError(f"TARGET must be a shared library and a function of it: {error}") from error
+        self._function.restype = ctypes.c_int
+
+    def __call__(self, operator: Operator, vector: Vector, call: Call) -> Results:
+        tensors = {name: x for name, x in named(call).items() if isinstance(x, Tensor)}
+        attributes = {name: x for name, x in call.items() if not isinstance(x, Tensor | list)}
+        attributes |= {name: x for name, x in call.items() if isinstance(x, list) and name not in tensors
+                       and f"{name}.0" not in tensors}  # fmt: skip
+        outputs = _outputs_like(vector, operator)
+        message = ctypes.create_string_buffer(self._MESSAGE)
+        status = self._function(
+            operator.name.encode(),
+            json.dumps(attributes).encode(),
+            ctypes.c_int64(len(tensors)),
+            _c_tensors(tensors),
+            ctypes.c_int64(len(outputs)),
+            _c_tensors(outputs),
+            message,
+            ctypes.c_int64(self._MESSAGE),
+        )
+        if status:
+            raise Refused(message.value.decode(errors="replace") or f"status {status}")
+        updated = {name: x for name, x in tensors.items() if name.split(".")[0] in operator.updated}
+        return {**updated, **outputs}
+
+
+def _c_tensors(tensors: Results) -> Any:
+    array = (_CTensor * max(len(tensors), 1))()
+    for c, (name, x) in zip(array, tensors.items(), strict=False):
+        sizes = ctypes.c_int64 * max(x.ndim, 1)
+        c.name, c.dtype, c.rank = name.encode(), dtype_name(x.dtype).encode(), x.ndim
+        c.shape, c.strides, c.data = sizes(*x.shape), sizes(*x.stride()), x.data_ptr()
+    return array
+
+
+class _Command:
+    """A program that reads ``call.json`` and ``call.safetensors`` and writes ``result.safetensors``."""
+
+    def __init__(self, words: list[str]) -> None:
+        self._words = words
+
+    def __call__(self, operator: Operator, vector: Vector, call: Call) -> Results:
+        from safetensors.torch import load_file, save_file
+
+        everything = named(call)
+        tensors = {name: x.contiguous() for name, x in everything.items() if isinstance(x, Tensor)}
+        said = {
+            name: x for name, x in call.items() if not isinstance(x, Tensor) and f"{name}.0" not in tensors
+        }
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder)
+            save_file(tensors, path / "call.safetensors")
+            description = {"operator": operator.name, "vector": vector.name, "attributes": said}
+            (path / "call.json").write_text(json.dumps(description), encoding="utf-8")
+            try:
+                done = subprocess.run(
+                    [*self._words, folder], capture_output=True, text=True, check=False, timeout=60
+                )
+            except (OSError, subprocess.TimeoutExpired) as error:
+                raise ArgumentError(f"TARGET must be a command that ends within 60 s: {error}") from error
+            if done.returncode:
+                raise Refused((done.stderr or done.stdout).strip()[-300:] or f"status {done.returncode}")
+            file = path / "result.safetensors"
+            return load_file(file) if file.exists() else {}

@@ -1,0 +1,212 @@
+"""Vectors: made from a seed, written as safetensors with a JSON manifest, and read again."""
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from kvloom.conform.describe import Argument, Call, Operator, Results, bad_calls, dtype_name
+from kvloom.conform.draw import Draw
+from kvloom.conform.operators import OPERATORS
+from kvloom.errors import ArgumentError
+
+VERSION: Final = 1
+"""Of the set; it changes when any vector does."""
+SEED: Final = 1
+REFUSALS: Final = 20
+"""Calls of each operator that must be refused, at most."""
+PUBLISHED: Final = Path(__file__).parent / "data"
+"""The published set."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Vector:
+    """One call and what it must give.
+
+    Attributes:
+        name: ``DIALECT/NUMBER``.
+        dialect: A key of ``OPERATORS``.
+        about: What is special about it.
+        call: Arguments by name.
+        expected: Results by name, ``None`` for a call that must be refused.
+        refused: The argument that is wrong, ``""`` for a legal call.
+    """
+
+    name: str
+    dialect: str
+    about: str
+    call: Call
+    expected: Results | None
+    refused: str = ""
+
+
+def make(dialect: str, seed: int = SEED, count: int | None = None) -> Iterator[Vector]:
+    """The vectors of a dialect: ``count`` legal calls (``None``: as many as published), then refused ones."""
+    operator = OPERATORS[dialect]
+    number = 0
+    refusals: dict[tuple[str, str], tuple[str, Call]] = {}
+    for number in range(operator.count if count is None else count):
+        draw = Draw(f"{seed}:{dialect}:{number}")
+        about, call = operator.draw(draw)
+        call = {name: x for name, x in call.items() if x is not None}
+        yield Vector(f"{dialect}/{number}", dialect, about, call, operator.oracle(call))
+        if number < 12:
+            for what, argument, bad in bad_calls(operator, call, draw):
+                refusals.setdefault((argument, what), (about, bad))
+    kinds = list(refusals)
+    Draw(f"{seed}:{dialect}:refused").random.shuffle(kinds)
+    for more, (argument, what) in enumerate(kinds[:REFUSALS], number + 1):
+        bad = {name: x for name, x in refusals[argument, what][1].items() if x is not None}
+        yield Vector(f"{dialect}/{more}", dialect, f"{argument} {what}", bad, None, argument)
+
+
+def write(folder: Path, dialects: list[str], seed: int = SEED, count: int | None = None) -> dict[str, Any]:
+    """Write the vectors of ``dialects`` to ``folder`` and return its index."""
+    from safetensors.torch import save_file
+
+    folder.mkdir(parents=True, exist_ok=True)
+    index: dict[str, Any] = {"format": "kvloom-vectors", "version": VERSION, "seed": seed, "dialects": {}}
+    for dialect in dialects:
+        tensors: dict[str, Tensor] = {}
+        entries = [_entry(vector, tensors) for vector in make(dialect, seed, count)]
+        file = folder / f"{dialect}.safetensors"
+        save_file(tensors, file)
+        manifest = {
+            "format": "kvloom-vectors",
+            "version": VERSION,
+            "dialect": dialect,
+            "document": OPERATORS[dialect].document,
+            "arguments": [_argument(a) for a in OPERATORS[dialect].arguments],
+            "results": {name: OPERATORS[dialect].how(name) for name in _result_names(OPERATORS[dialect])},
+            "vectors": entries,
+        }
+        text = json.dumps(manifest, separators=(",", ":"))
+        file.with_suffix(".json").write_text(text, encoding="utf-8")
+        index["dialects"][dialect] = {
+            "legal": sum("expected" in entry for entry in entries),
+            "refused": sum("refused" in entry for entry in entries),
+            "manifest_sha256": hashlib.sha256(text.encode()).hexdigest(),
+            "tensors_sha256": hashlib.sha256(file.read_bytes()).hexdigest(),
+        }
+    (folder / "index.json").write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
+    return index
+
+
+def read(folder: Path, dialect: str) -> Iterator[Vector]:
+    """The vectors of a dialect that ``write`` wrote.
+
+    Raises:
+        ArgumentError: the files are not those that the index names.
+    """
+    from safetensors.torch import load
+
+    index = json.loads((folder / "index.json").read_text(encoding="utf-8"))
+    if dialect not in index["dialects"]:
+        raise ArgumentError(f"dialect must be one of {', '.join(index['dialects'])}, got {dialect!r}")
+    data = (folder / f"{dialect}.safetensors").read_bytes()
+    text = (folder / f"{dialect}.json").read_bytes()
+    for kind, content in (("tensors", data), ("manifest", text)):
+        if hashlib.sha256(content).hexdigest() != index["dialects"][dialect][f"{kind}_sha256"]:
+            raise ArgumentError(
+                f"vectors of {dialect} must be those of the index: the hash of the {kind} differs"
+            )
+    tensors = load(data)
+    for entry in json.loads(text)["vectors"]:
+        call = {name: _read_value(x, tensors) for name, x in entry["call"].items()}
+        expected = None
+        if "expected" in entry:
+            expected = {name: tensors[key] for name, key in entry["expected"].items()}
+        yield Vector(entry["name"], dialect, entry["about"], call, expected, entry.get("refused", ""))
+
+
+def _entry(vector: Vector, tensors: dict[str, Tensor]) -> dict[str, Any]:
+    number = vector.name.rpartition("/")[2]
+    call = {name: _written(f"{number}.in.{name}", x, tensors) for name, x in vector.call.items()}
+    entry: dict[str, Any] = {"name": vector.name, "about": vector.about, "call": call}
+    if vector.expected is None:
+        return {**entry, "refused": vector.refused}
+    entry["expected"] = {}
+    for name, x in vector.expected.items():
+        key = f"{number}.out.{name}"
+        tensors[key] = (x.float() if x.dtype == torch.float64 else x).contiguous().clone()
+        entry["expected"][name] = key
+    return entry
+
+
+def _written(key: str, x: Any, tensors: dict[str, Tensor]) -> Any:
+    """What the manifest says of an argument; a view is written as the memory that it is a view of."""
+    if isinstance(x, list) and x and isinstance(x[0], Tensor):
+        return [_written(f"{key}.{i}", each, tensors) for i, each in enumerate(x)]
+    if not isinstance(x, Tensor):
+        return x
+    memory = x.untyped_storage().nbytes() // x.itemsize
+    if x.is_contiguous() and memory == x.numel():
+        tensors[key] = x.clone()
+        return {"tensor": key}
+    whole = torch.as_strided(x, (memory,), (1,), 0)
+    tensors[key] = whole.clone()
+    return {"tensor": key, "shape": [*x.shape], "strides": [*x.stride()], "offset": x.storage_offset()}
+
+
+def _read_value(x: Any, tensors: dict[str, Tensor]) -> Any:
+    if isinstance(x, list) and x and isinstance(x[0], dict):
+        return [_read_value(each, tensors) for each in x]
+    if not isinstance(x, dict):
+        return x
+    stored = tensors[x["tensor"]].clone()
+    return stored.as_strided(x["shape"], x["strides"], x["offset"]) if "shape" in x else stored
+
+
+def _argument(argument: Any) -> dict[str, Any]:
+    fields = (
+        "name",
+        "shape",
+        "dtypes",
+        "shape_of",
+        "is_updated",
+        "is_optional",
+        "is_list",
+        "default",
+        "only",
+        "low",
+    )
+    said = {name: getattr(argument, name) for name in fields}
+    return {name: x for name, x in said.items() if x not in (None, "", (), False)}
+
+
+def _result_names(operator: Operator) -> list[str]:
+    return [*operator.outputs, *operator.updated]
+
+
+def argument_text(argument: Argument) -> str:
+    """An argument in one line."""
+    words = []
+    if argument.is_tensor:
+        shape = argument.shape
+        if isinstance(shape, Mapping):
+            words.append(" or ".join(f"[{axes}] ({argument.shape_of} {n})" for n, axes in shape.items()))
+        else:
+            words.append(f"[{shape}]")
+        of = argument.dtypes
+        words.append(f"dtype of {of[1:]}" if of[0] == "=" else " or ".join(of.split()))
+    elif argument.only:
+        words.append("one of " + ", ".join(map(str, argument.only)))
+    elif argument.low is not None:
+        words.append(f"at least {argument.low}")
+    if not argument.is_tensor and argument.default not in (None, ()):
+        words.append(f"{argument.default} if left out")
+    if argument.is_updated:
+        words.append("updated in place")
+    if argument.is_optional:
+        words.append("optional")
+    return ", ".join(words)
+
+
+def describe_tensor(x: Tensor) -> str:
+    """``float16 [2, 3]`` and the like."""
+    return f"{dtype_name(x.dtype)} {list(x.shape)}"

@@ -1,0 +1,149 @@
+"""Each way to name a target: a callable, ONNX, a shared library, a command."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("safetensors")
+pytest.importorskip("onnxruntime")
+import onnx
+from onnx import TensorProto, helper
+
+import kvloom.conform
+from kvloom.cli import main
+from kvloom.conform.running import run
+from kvloom.conform.targets import open_target
+from kvloom.conform.vectors import PUBLISHED, Vector, read
+from kvloom.errors import ArgumentError
+
+HERE = Path(__file__).parent
+PEERS = {
+    "pmx.key_value_cache": "key_value_cache",
+    "pmx.dynamic_batching.key_value_cache": "dynamic_key_value_cache",
+    "pmx.dynamic_batching.multi_head_cache_attention": "multi_head_cache_attention",
+    "opmx.dynamic_batching.multi_head_cache_attention": "opmx_multi_head_cache_attention",
+    "ascend.scatter_pa_kv_cache": "scatter_pa_kv_cache",
+    "ascend.gather_pa_kv_cache": "gather_pa_kv_cache",
+    "microsoft.paged_attention": "paged_attention",
+    "vllm.reshape_and_cache": "reshape_and_cache",
+    "vllm.reshape_and_cache_flash": "reshape_and_cache_flash",
+    "vllm.copy_blocks": "copy_blocks",
+    "flashinfer.append_paged_kv_cache": "append_paged_kv_cache",
+    "transformers.cache_update": "kvloom_cache_update",
+}
+
+
+@pytest.mark.parametrize("dialect", PEERS)
+def test_kvloom_conforms(dialect: str) -> None:
+    report = run(open_target(f"kvloom.conform.peers:{PEERS[dialect]}"), read(PUBLISHED, dialect))
+    assert [outcome.message for outcome in report.failures] == []
+    assert report.count("skipped") == 0 and report.passed
+
+
+@pytest.mark.parametrize(
+    "dialect", ["onnx.tensor_scatter", "onnx.attention", "microsoft.group_query_attention"]
+)
+@pytest.mark.parametrize("target", ["onnxruntime", "onnx.reference"])
+def test_onnx_agrees_with_the_oracles_on_every_legal_call_it_runs(dialect: str, target: str) -> None:
+    legal = [vector for vector in read(PUBLISHED, dialect) if vector.expected is not None]
+    report = run(open_target(target), legal)
+    assert [outcome.message for outcome in report.failures] == []
+    assert report.passed or (target, dialect[:9]) == ("onnx.reference", "microsoft")
+
+
+def test_transformers_agrees_with_the_oracle() -> None:
+    pytest.importorskip("transformers")
+    report = run(
+        open_target("kvloom.conform.peers:cache_update"), read(PUBLISHED, "transformers.cache_update")
+    )
+    assert report.passed
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
+@pytest.mark.parametrize("bug", [False, True])
+def test_a_c_function_is_judged(tmp_path: Path, bug: bool) -> None:
+    library = tmp_path / "target.so"
+    header = Path(kvloom.conform.__file__).parent
+    flags = ["-shared", "-fPIC", "-Wall", "-Werror", f"-I{header}", *(["-DBUG"] if bug else [])]
+    subprocess.run(["cc", *flags, str(HERE / "target.c"), "-o", str(library)], check=True)
+    report = run(
+        open_target(f"{library}:reshape_and_cache_flash"), read(PUBLISHED, "vllm.reshape_and_cache_flash")
+    )
+    assert report.passed != bug and report.count("skipped") == 0
+    assert (report.cause is not None and report.cause.name == "value for key") == bug
+
+
+def test_a_command_is_judged() -> None:
+    vectors = list(read(PUBLISHED, "vllm.copy_blocks"))
+    target = open_target(f"command:{sys.executable} {HERE / 'command.py'}")
+    assert run(target, vectors[:3]).passed
+    refused = [
+        v for v in vectors if v.expected is None and v.refused == "block_mapping" and "axis 1" in v.about
+    ]
+    assert run(target, refused).passed
+
+
+def model(path: Path, mode: str) -> Path:
+    """``TensorScatter`` of float32, its mode fixed."""
+    node = helper.make_node(
+        "TensorScatter", ["past_cache", "update", "write_indices"], ["present_cache"], mode=mode, axis=-2
+    )
+    shape = [None] * 4
+    inputs = [helper.make_tensor_value_info(n, TensorProto.FLOAT, shape) for n in ("past_cache", "update")]
+    inputs.append(helper.make_tensor_value_info("write_indices", TensorProto.INT64, [None]))
+    outputs = [helper.make_tensor_value_info("present_cache", TensorProto.FLOAT, shape)]
+    graph = helper.make_graph([node], "scatter", inputs, outputs)
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 24)], ir_version=11), str(path))
+    return path
+
+
+def test_an_onnx_model_is_judged_by_the_vectors_that_fit_it(tmp_path: Path) -> None:
+    vectors = [v for v in read(PUBLISHED, "onnx.tensor_scatter") if v.expected is not None]
+    report = run(open_target(str(model(tmp_path / "m.onnx", "circular"))), vectors)
+    assert report.passed and report.count("skipped")
+    reasons = {outcome.message for outcome in report.outcomes if outcome.status == "skipped"}
+    assert "the model has mode = b'circular', not 'linear'" in reasons
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        ("nonsense", "TARGET must be package.module:function"),
+        ("kvloom.conform.nowhere:f", "TARGET must be a callable, got kvloom.conform.nowhere:f"),
+        ("kvloom.conform.peers:nothing", "has no attribute 'nothing'"),
+        ("kvloom.conform.peers:__doc__", "TARGET must be a callable"),
+        ("missing.so:f", "TARGET must be a shared library and a function of it"),
+        ("missing.so", "TARGET must be a library of custom operators"),
+        ("missing.onnx", "TARGET must be a model that ONNX Runtime loads"),
+    ],
+)
+def test_what_is_no_target_is_refused(target: str, message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        open_target(target)
+
+
+def test_a_command_that_is_not_there_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["conform", "run", "--dialect", "vllm.copy_blocks", "command:/nowhere"]) == 2
+    assert "TARGET must be a command" in capsys.readouterr().err
+
+
+def test_an_input_that_was_changed_is_a_failure() -> None:
+    from kvloom.conform import peers
+    from kvloom.conform.targets import python_target
+
+    def writes_its_input(**call: torch.Tensor) -> None:
+        peers.reshape_and_cache_flash(**call)
+        call["key"].zero_()
+
+    def named(vector: Vector) -> bool:
+        return vector.expected is not None and bool(vector.call["key"].numel())
+
+    vectors = [v for v in read(PUBLISHED, "vllm.reshape_and_cache_flash") if named(v)]
+    report = run(python_target(writes_its_input), vectors[:5])
+    assert report.failures and "key was changed, which this call must not do" in report.failures[0].message

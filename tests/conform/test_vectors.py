@@ -1,0 +1,110 @@
+"""The published vectors: how many, of what, the same from their seed, and in the schema that is published."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("safetensors")
+from torch import Tensor
+
+from kvloom.cli import main
+from kvloom.conform.comparing import words
+from kvloom.conform.describe import problems
+from kvloom.conform.judging import named
+from kvloom.conform.operators import OPERATORS
+from kvloom.conform.vectors import PUBLISHED, make, read
+from kvloom.errors import ArgumentError
+
+INDEX = json.loads((PUBLISHED / "index.json").read_text(encoding="utf-8"))
+
+
+def test_there_are_enough_and_they_are_small(capsys: pytest.CaptureFixture[str]) -> None:
+    legal, refused = (sum(each[k] for each in INDEX["dialects"].values()) for k in ("legal", "refused"))
+    assert set(INDEX["dialects"]) == set(OPERATORS) and len(OPERATORS) >= 10
+    assert legal + refused >= 1500 and refused >= 200
+    nbytes = sum(file.stat().st_size for file in PUBLISHED.iterdir())
+    assert nbytes <= 20e6
+    assert main(["conform", "list"]) == 0
+    out = capsys.readouterr().out
+    assert f"{len(OPERATORS)} dialects, {legal + refused:,} vectors, {refused} of them calls" in out
+
+
+@pytest.mark.parametrize("dialect", OPERATORS)
+def test_they_come_from_their_seed_and_the_description_agrees(dialect: str) -> None:
+    operator = OPERATORS[dialect]
+    for stored, new in zip(read(PUBLISHED, dialect), make(dialect), strict=True):
+        assert (stored.name, stored.about, stored.refused) == (new.name, new.about, new.refused)
+        for x, y in ((stored.call, new.call), (stored.expected or {}, new.expected or {})):
+            a, b = named(x), named(y)
+            assert a.keys() == b.keys()
+            for name, value in a.items():
+                if isinstance(value, Tensor):
+                    other = (
+                        b[name].float()
+                        if b[name].dtype == torch.float64 and x is not stored.call
+                        else b[name]
+                    )
+                    assert value.stride() == other.stride() or x is not stored.call
+                    assert torch.equal(words(value), words(other)), f"{stored.name} {name}"
+                else:
+                    assert value == b[name]
+        assert bool(problems(operator, stored.call)) == (stored.expected is None)
+
+
+@pytest.mark.parametrize("dialect", OPERATORS)
+def test_manifests_are_in_the_schema(dialect: str) -> None:
+    jsonschema = pytest.importorskip("jsonschema")
+    schema = json.loads((PUBLISHED.parent / "schema.json").read_text(encoding="utf-8"))
+    manifest = json.loads((PUBLISHED / f"{dialect}.json").read_text(encoding="utf-8"))
+    jsonschema.Draft202012Validator.check_schema(schema)
+    jsonschema.Draft202012Validator(schema).validate(manifest)
+
+
+def test_there_are_edge_values_strides_and_codes() -> None:
+    found = set()
+    for vector in read(PUBLISHED, "pmx.key_value_cache"):
+        new = vector.call.get("current_key")
+        if vector.expected is None or not isinstance(new, Tensor):
+            continue
+        found |= {f"int{vector.call['quant_bit']}"} | ({"strided"} if not new.is_contiguous() else set())
+        if new.is_floating_point():
+            tiny = torch.finfo(new.dtype).tiny
+            x = new.double()
+            kinds = {"nan": x.isnan(), "inf": x.isinf(), "subnormal": (x != 0) & (x.abs() < tiny)}
+            kinds["largest"] = x.abs() == torch.finfo(new.dtype).max
+            kinds["-0"] = (new == 0) & new.signbit()
+            found |= {name for name, has in kinds.items() if bool(has.any())}
+    assert found >= {"int0", "int4", "int8", "strided", "nan", "inf", "subnormal", "largest", "-0"}
+
+
+def test_more_come_from_another_seed(tmp_path: Path) -> None:
+    options = ["--dialect", "onnx.tensor_scatter", "--seed", "7", "--count", "5"]
+    assert main(["conform", "vectors", str(tmp_path), *options]) == 0
+    vectors = list(read(tmp_path, "onnx.tensor_scatter"))
+    assert sum(vector.expected is not None for vector in vectors) == 5
+    first = next(iter(read(PUBLISHED, "onnx.tensor_scatter")))
+    assert (
+        vectors[0].about != first.about
+        or vectors[0].call["past_cache"].shape != first.call["past_cache"].shape
+    )
+
+
+def test_files_that_were_changed_are_refused(tmp_path: Path) -> None:
+    assert main(["conform", "vectors", str(tmp_path), "--dialect", "vllm.copy_blocks", "--count", "2"]) == 0
+    file = tmp_path / "vllm.copy_blocks.json"
+    file.write_text(file.read_text(encoding="utf-8").replace("layers", "layer_"), encoding="utf-8")
+    with pytest.raises(ArgumentError, match="the hash of the manifest differs"):
+        list(read(tmp_path, "vllm.copy_blocks"))
+    with pytest.raises(ArgumentError, match="dialect must be one of"):
+        list(read(tmp_path, "onnx.attention"))
+
+
+@pytest.mark.parametrize("dialect", OPERATORS)
+def test_every_operator_is_described(dialect: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["conform", "describe", dialect]) == 0
+    out = capsys.readouterr().out
+    assert all(argument.name in out for argument in OPERATORS[dialect].arguments)
