@@ -114,7 +114,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     bench.add_options(served)
     served.set_defaults(run=_bench_serve)
+
     add_store_parser(commands, _question)
+
     layouts = commands.add_parser("layouts", help="the named layouts: axes, owner, document and a picture")
     layouts.add_argument("names", nargs="*", metavar="NAME", help="only these")
     layouts.set_defaults(run=_layouts)
@@ -301,45 +303,9 @@ def _convert(args: argparse.Namespace) -> None:
 
 
 def _info(args: argparse.Namespace) -> None:
-    import torch
+    from kvloom.info import print_info
 
-    from kvloom import __version__
-    from kvloom.integrations.vllm import vllm_version, why_not_registered
-    from kvloom.ops import cpu_kernels, cuda_kernels, why_unavailable
-
-    on_cpu = cpu_kernels() or f"none: {why_unavailable('cpu')}"
-    if cpu_kernels() and (why_not := why_unavailable("amx")) is not None:
-        on_cpu += f"; no amx: {why_not}"
-    on_cuda = (
-        f"triton {cuda_kernels()}" if cuda_kernels() else f"reference (triton {why_unavailable('triton')})"
-    )
-    devices = [
-        "cpu",
-        *(f"cuda:{i} {torch.cuda.get_device_name(i)}" for i in range(torch.cuda.device_count())),
-    ]
-    for name, value in (
-        ("kvloom", __version__),
-        ("torch", torch.__version__),
-        ("backends", f"reference, cpu ({on_cpu})"),
-        ("on CUDA", on_cuda),
-        ("in vLLM", f"no: {why_not}" if (why_not := why_not_registered()) else f"{vllm_version()}, on a CPU"),
-        ("cpu capability", f"{torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"),
-        ("devices", ", ".join(devices)),
-    ):
-        sys.stdout.write(f"{name:15}{value}\n")
-    if args.probe:
-        _print_probe()
-
-
-def _print_probe() -> None:
-    from kvloom.ops import cpu_kernels
-    from kvloom.probe import CASES, probe_isas
-
-    times = probe_isas()
-    sys.stdout.write(f"\n{'us of a call':15}{''.join(f'{case:>18}' for case in CASES)}\n")
-    for isa, cases in times.items():
-        chosen = "  chosen; KVLOOM_ISA names another" if isa == cpu_kernels() else ""
-        sys.stdout.write(f"{isa:15}{''.join(f'{cases[case]:18,.0f}' for case in CASES)}{chosen}\n")
+    print_info(args.probe)
 
 
 def _load(path: Path | None) -> tuple[Any, Any]:

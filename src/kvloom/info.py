@@ -1,0 +1,47 @@
+"""``kvloom info``: what runs on this machine."""
+
+import sys
+
+import torch
+
+from kvloom import __version__
+from kvloom.integrations.vllm import vllm_version, why_not_registered
+from kvloom.ops import cpu_kernels, cuda_kernels, why_unavailable
+from kvloom.probe import CASES, probe_isas
+
+
+def print_info(probe: bool) -> None:
+    """Print version, backends, the CPU's capability and devices; with ``probe`` also the times of attention.
+
+    Raises:
+        UnsupportedError: there are no compiled kernels to time.
+    """
+    on_cpu = cpu_kernels() or f"none: {why_unavailable('cpu')}"
+    if cpu_kernels() and (why_not := why_unavailable("amx")) is not None:
+        on_cpu += f"; no amx: {why_not}"
+    on_cuda = (
+        f"triton {cuda_kernels()}" if cuda_kernels() else f"reference (triton {why_unavailable('triton')})"
+    )
+    devices = [
+        "cpu",
+        *(f"cuda:{i} {torch.cuda.get_device_name(i)}" for i in range(torch.cuda.device_count())),
+    ]
+    for name, value in (
+        ("kvloom", __version__),
+        ("torch", torch.__version__),
+        ("backends", f"reference, cpu ({on_cpu})"),
+        ("on CUDA", on_cuda),
+        ("in vLLM", f"no: {why_not}" if (why_not := why_not_registered()) else f"{vllm_version()}, on a CPU"),
+        ("cpu capability", f"{torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"),
+        ("devices", ", ".join(devices)),
+    ):
+        sys.stdout.write(f"{name:15}{value}\n")
+    if probe:
+        _print_times(probe_isas())
+
+
+def _print_times(times: dict[str, dict[str, float]]) -> None:
+    sys.stdout.write(f"\n{'us of a call':15}{''.join(f'{case:>18}' for case in CASES)}\n")
+    for isa, cases in times.items():
+        chosen = "  chosen; KVLOOM_ISA names another" if isa == cpu_kernels() else ""
+        sys.stdout.write(f"{isa:15}{''.join(f'{cases[case]:18,.0f}' for case in CASES)}{chosen}\n")
