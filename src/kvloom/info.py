@@ -5,7 +5,7 @@ import sys
 import torch
 
 from kvloom import __version__
-from kvloom.integrations.vllm import vllm_version, why_not_registered
+from kvloom.integrations import vllm
 from kvloom.ops import cpu_kernels, cuda_kernels, why_unavailable
 from kvloom.probe import CASES, probe_isas
 
@@ -22,6 +22,8 @@ def print_info(probe: bool) -> None:
     on_cuda = (
         f"triton {cuda_kernels()}" if cuda_kernels() else f"reference (triton {why_unavailable('triton')})"
     )
+    why_not = vllm.why_not_registered()
+    in_vllm = f"no: {why_not}" if why_not else f"{vllm.vllm_version()}, on a CPU"
     devices = [
         "cpu",
         *(f"cuda:{i} {torch.cuda.get_device_name(i)}" for i in range(torch.cuda.device_count())),
@@ -31,7 +33,7 @@ def print_info(probe: bool) -> None:
         ("torch", torch.__version__),
         ("backends", f"reference, cpu ({on_cpu})"),
         ("on CUDA", on_cuda),
-        ("in vLLM", f"no: {why_not}" if (why_not := why_not_registered()) else f"{vllm_version()}, on a CPU"),
+        ("in vLLM", in_vllm),
         ("cpu capability", f"{torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"),
         ("devices", ", ".join(devices)),
     ):
