@@ -28,6 +28,7 @@ struct Plan {
   bool has_from_scale = false, has_to_scale = false;
   Index prefetch_bytes = 0;    // prefetch distance in bytes; 0 where the next slot's row is not read next
   bool is_head_major = false;  // whether slots lie closer than heads where the rows are read
+  bool joins_slots = false;    // whether rows of neighboring slots are one run of bytes on both sides
 
   KVLOOM_INLINE RowPointers pointers(Index from_slot, Index to_slot) const {
     return {from.at(from_slot), from_scale.at(from_slot), to.at(to_slot), to_scale.at(to_slot)};
@@ -73,6 +74,8 @@ inline Plan plan_of(const Move& move) {
     plan.count *= plan.rows;
     plan.rows = 1;
   }
+  plan.joins_slots =
+      plan.convert == nullptr && plan.repeat == 1 && is_one_run(plan.from) && is_one_run(plan.to);
   return plan;
 }
 
@@ -126,9 +129,31 @@ KVLOOM_INLINE void prefetch_row(const Plan& plan, const RowPointers& at, bool st
   for (Index i = 0; i < to_bytes; i += 64) __builtin_prefetch(at.to + plan.to.head + i, 1, 2);
 }
 
+// Copies the rows of one head, those of neighboring slots at once.
+inline void copy_runs(const Plan& plan, const RowPointers* pointers, int num_tokens, bool is_last_head,
+                      bool stream) {
+  const Index bytes = plan.from.row_bytes();
+  for (int i = 0, next; i < num_tokens; i = next) {
+    const RowPointers& first = pointers[i];
+    for (next = i + 1; next < num_tokens; ++next) {
+      const Index offset = (next - i) * bytes;
+      if (pointers[next].from != first.from + offset || pointers[next].to != first.to + offset) break;
+    }
+    for (int j = i; j < next && !is_last_head; ++j) prefetch_row(plan, pointers[j], stream);
+    copy_contiguous(first.to, first.from, (next - i) * bytes, stream);
+  }
+}
+
 // Moves the rows of a tile of tokens in the order in which they are read: reading out of order costs more
 // than writing so. Where a head's rows of neighboring slots are neighbors in memory, that is head by head.
 inline void move_tile(const Plan& plan, RowPointers* pointers, int num_tokens, Byte* scratch, bool stream) {
+  if (plan.joins_slots) {
+    for (Index h = 0; h < plan.rows; ++h) {
+      copy_runs(plan, pointers, num_tokens, h + 1 == plan.rows, stream);
+      for (int i = 0; i < num_tokens; ++i) pointers[i] = plan.next_head(pointers[i]);
+    }
+    return;
+  }
   if (!plan.is_head_major) {
     for (int i = 0; i < num_tokens; ++i) {
       RowPointers at = pointers[i];

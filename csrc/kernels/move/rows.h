@@ -45,6 +45,11 @@ KVLOOM_INLINE RowLayout row_layout_of(const View& view) {
   return layout;
 }
 
+// Whether the rows of a head in neighboring slots are contiguous.
+KVLOOM_INLINE bool is_one_run(const RowLayout& layout) {
+  return layout.is_contiguous && layout.slots.stride() == layout.row_bytes();
+}
+
 // Whether all heads of a token are contiguous.
 KVLOOM_INLINE bool heads_are_contiguous(const RowLayout& layout, Index num_heads) {
   return layout.is_contiguous && (num_heads == 1 || layout.head == layout.row_bytes());
