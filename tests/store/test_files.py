@@ -54,6 +54,26 @@ def test_links_are_not_followed(tmp_path: Path) -> None:
         files.get_ranges("a/b", [(0, 6)])
 
 
+@pytest.mark.parametrize("ranges", [[(0, 8000)], [(0, 10), (10, 7000)], [(3, 9), (20, 90)], [(9, 9999)], []])
+def test_reads_that_give_less_are_continued(
+    ranges: list[tuple[int, int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files, real = Files(tmp_path), os.pread
+    files.put_if_absent("a/b", [*DATA])
+    monkeypatch.setattr(os, "pread", lambda file, size, start: real(file, min(size, 999), start))
+    data = files.get_ranges("a/b", ranges)
+    assert data == b"".join(b"".join(DATA)[start:end] for start, end in ranges)
+    assert not data.readonly
+
+
+def test_a_file_that_shrinks_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = Files(tmp_path)
+    files.put_if_absent("a/b", [*DATA])
+    monkeypatch.setattr(os, "pread", lambda file, size, start: b"")
+    with pytest.raises(OSError, match="file ends early"):
+        files.get_ranges("a/b", [(0, 8)])
+
+
 @pytest.mark.parametrize("problem", [errno.ENOSPC, errno.EIO, "short"])
 @pytest.mark.parametrize("call", CALLS)
 def test_a_call_that_fails_leaves_all_or_nothing(

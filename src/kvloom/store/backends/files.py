@@ -2,12 +2,12 @@
 
 import errno
 import fcntl
-import mmap
 import os
 import re
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from io import BytesIO
 from itertools import count
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
@@ -54,15 +54,11 @@ class Files:
     def get_ranges(self, name: str, ranges: list[tuple[int, int]]) -> memoryview:
         with _opened(self._path(name), os.O_RDONLY) as file:
             size = os.fstat(file).st_size
-            wanted = [(start, min(end, size)) for start, end in ranges if start < size]
-            data = left = _memory(sum(end - start for start, end in wanted))
-            for start, end in wanted:
-                while start < end:
-                    num_read = os.preadv(file, [left[: end - start]], start)
-                    if not num_read:
-                        raise OSError(errno.EIO, "file ends early", name)
-                    start, left = start + num_read, left[num_read:]
-        return data
+            parts = [
+                _read(file, start, min(end, size), name) for start, end in _joined(ranges) if start < size
+            ]
+        # A buffer takes the bytes as they are: nothing is copied, and nobody zeroed them.
+        return BytesIO(parts.pop()).getbuffer() if len(parts) == 1 else memoryview(bytearray().join(parts))
 
     def put_if_absent(self, name: str, parts: list[bytes | bytearray | memoryview]) -> bool:
         path = self._path(name)
@@ -126,15 +122,25 @@ class Files:
                     path.unlink()
 
 
-def _memory(size: int) -> memoryview:
-    """Bytes to read into, which nobody zeroes first as those of a bytearray, in huge pages if there are."""
-    if not size:
-        return memoryview(bytearray())
-    memory = mmap.mmap(-1, size)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with suppress(OSError):
-            memory.madvise(mmap.MADV_HUGEPAGE)
-    return memoryview(memory)
+def _joined(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The same bytes in the fewest ranges."""
+    joined: list[tuple[int, int]] = []
+    for start, end in ranges:
+        if joined and joined[-1][1] == start:
+            start = joined.pop()[0]
+        joined.append((start, end))
+    return joined
+
+
+def _read(file: int, start: int, end: int, name: str) -> bytes:
+    """Bytes of a file, in one read if the system does that."""
+    data = os.pread(file, end - start, start)
+    while len(data) < end - start:
+        more = os.pread(file, end - start - len(data), start + len(data))
+        if not more:
+            raise OSError(errno.EIO, "file ends early", name)
+        data += more
+    return data
 
 
 @contextmanager
