@@ -177,6 +177,19 @@ def test_closing_writes_what_is_queued_and_then_no_more(tmp_path: Path) -> None:
     assert [found(store, [token, token]) for token in (0, 19, 99)] == [2, 2, 0]
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a priority is that of the process")
+def test_what_writes_behind_leaves_processors_to_others(tmp_path: Path) -> None:
+    mine = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+    with KVStore(f"file://{tmp_path}") as store:
+        before = set(threading.enumerate())
+        save(store, [1, 2])
+        (writer,) = set(threading.enumerate()) - before
+        store.flush()
+        assert writer.native_id is not None
+        assert os.getpriority(os.PRIO_PROCESS, writer.native_id) == 19
+    assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == mine
+
+
 def test_the_end_of_a_process_waits_for_what_is_queued(tmp_path: Path) -> None:
     code = "from store.test_store import *; s = KVStore(sys.argv[1]); [save(s, [i, i]) for i in range(20)]"
     subprocess.run(

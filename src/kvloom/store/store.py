@@ -1,10 +1,13 @@
 """Stores in a row below pools of pages: read in order, written behind."""
 
 import logging
+import os
+import sys
 import threading
 import weakref
 from collections import Counter, deque
 from collections.abc import Sequence
+from contextlib import suppress
 from types import TracebackType
 from typing import Any, Final, Literal, NamedTuple
 
@@ -16,10 +19,11 @@ from kvloom.store.prefixes import Prefixes, salt_digest, token_bytes
 from kvloom.store.tier import Piece, Tier
 
 _LOG: Final = logging.getLogger("kvloom.store")
+_LOWEST_PRIORITY: Final = 19
 
 
 class _Write(NamedTuple):
-    """A run to be written, without its checksums yet."""
+    """A run to be written."""
 
     run: Run
     data: bytearray | memoryview
@@ -171,7 +175,7 @@ class KVStore:
         before, *digests = Prefixes(fingerprint.digest, digest, tokens).digests(ends)
         text = token_bytes(tokens[first:]) if self.keep_text else None
         run = Run(fingerprint, digest, first, page_size, before, tuple(digests), text)
-        return self._put(_Write(run, data, self.tiers))
+        return self._put(run, data, self.tiers)
 
     def has_room(self, nbytes: int) -> bool:
         """Whether ``save`` would take so many bytes now."""
@@ -214,10 +218,11 @@ class KVStore:
             digests[pages.start + 1 : pages.stop + 1],
             text,
         )
-        self._put(_Write(part, piece.data[piece.start :], tiers))
+        self._put(part, piece.data[piece.start :], tiers)
 
-    def _put(self, write: _Write) -> bool:
-        is_taken = self._writer.put(write)
+    def _put(self, run: Run, data: bytearray | memoryview, tiers: Sequence[Tier]) -> bool:
+        # Here and not in the thread: a checksum of a page holds Python's lock, for which steps would wait.
+        is_taken = self._writer.put(_Write(run.with_checksums(memoryview(data)), data, tiers))
         self.counts["runs_saved" if is_taken else "runs_dropped"] += 1
         return is_taken
 
@@ -274,6 +279,7 @@ class _Writer:
             self._thread.join()
 
     def _run(self) -> None:
+        _give_way()
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._queue or self._is_closed)
@@ -281,9 +287,8 @@ class _Writer:
                     return
                 write = self._queue[0]
             try:
-                run = write.run.with_checksums(memoryview(write.data))
                 for tier in write.tiers:
-                    tier.put(run, write.data)
+                    tier.put(write.run, write.data)
             except Exception:  # a thread that ended would let the queue grow full
                 _LOG.exception("a run was not written")
             with self._changed:
@@ -291,3 +296,10 @@ class _Writer:
                 self._num_bytes -= len(write.data)
                 self._digests -= Counter(write.run.digests)
                 self._changed.notify_all()
+
+
+def _give_way() -> None:
+    """Leave processors to those who compute: this thread takes what they do not use."""
+    if sys.platform == "linux":  # elsewhere a priority is that of the process
+        with suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST_PRIORITY)
