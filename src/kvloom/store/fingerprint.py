@@ -3,6 +3,7 @@
 import hashlib
 import json
 from dataclasses import asdict, dataclass, fields
+from functools import cached_property
 from typing import Any, Final
 
 from kvloom.errors import ConfigError
@@ -77,7 +78,7 @@ class LayerFormat:
         _expect_count("heads", self.heads)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Fingerprint:
     """Whose keys and values these are. Pages of another fingerprint are never used.
 
@@ -151,7 +152,7 @@ class Fingerprint:
             raise ConfigError("text must spell a fingerprint as to_json does, got another spelling")
         return found
 
-    @property
+    @cached_property
     def digest(self) -> bytes:
         """32 bytes, of every field."""
         return hashlib.sha256(b"kvloom fingerprint\0" + self.to_json().encode()).digest()

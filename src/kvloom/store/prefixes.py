@@ -36,12 +36,15 @@ class Prefixes:
     def __init__(self, fingerprint: bytes, salt: bytes, tokens: Sequence[int]) -> None:
         self._root = hashlib.sha256(b"kvloom prefix\0" + fingerprint + salt)
         self._tokens = token_bytes(tokens)
+        self._known = {0: self._root.digest()}  # finding, checking and saving ask for the same ends
 
     def digests(self, ends: Iterable[int]) -> list[bytes]:
         """Of the first ``end`` tokens, for each of ``ends``, which ascend; 32 bytes each."""
-        state, done, found = self._root.copy(), 0, []
-        for end in ends:
-            state.update(memoryview(self._tokens)[8 * done : 8 * end])
-            done = end
-            found.append(state.digest())
-        return found
+        wanted = list(ends)
+        if not self._known.keys() >= set(wanted):
+            state, done = self._root.copy(), 0
+            for end in wanted:
+                state.update(memoryview(self._tokens)[8 * done : 8 * end])
+                done = end
+                self._known[end] = state.digest()
+        return [self._known[end] for end in wanted]
