@@ -73,7 +73,8 @@ def test_cold_is_warm(kv: str, attention: str, tmp_path: Path) -> None:
             computed = KVCache.for_model(model, kv=kv, page_size=PAGE)
             if length:
                 finish(model, computed, prefix)
-                computed.crop(-(length - num_found))
+            if length > num_found:  # crop(0) keeps all in some versions of transformers, and none in others
+                computed.crop(num_found - length)
             expected = finish(model, computed, tokens)
             assert torch.equal(finish(model, warm, tokens), expected)
         for page_size, layout in ((PAGE, "auto"), (PAGE, "NHD"), (2, "HND"), (1, "auto"), (8, "rows")):
