@@ -148,7 +148,7 @@ def test_generate_reads_its_prompt_the_second_time_and_why_says_so(
     assert "another salt" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("args", [["ls", "ftp://x"], ["why", "/tmp/none", "x", "--page-size", "0"]])
+@pytest.mark.parametrize("args", [["ls", "ftp://x"], ["why", "memory://", "x", "--page-size", "0"]])
 def test_what_is_wrong_is_named(args: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["store", *args]) == 2
     assert " must be " in capsys.readouterr().err

@@ -86,18 +86,8 @@ def first_difference(operator: Operator, vector: Vector, got: Mapping[str, Tenso
             return Difference(name, f"{name} must be {describe_tensor(expected)}, got {describe_tensor(x)}")
         wrong = differing(expected, x, how, (vector.expected or {}).get(f"{name}@free"))
         if wrong.any():
-            at = tuple(wrong.nonzero()[0].tolist())
-            axes = _axes(operator, name, vector, x.ndim)
-            count = int(wrong.sum())
-            return Difference(
-                name,
-                f"{name} differs at {count} of {x.numel()} elements",
-                tuple(zip(axes, at, strict=True)),
-                shown(x[at]),
-                shown(expected[at]),
-                count,
-                x.numel(),
-            )
+            message = f"{name} differs at {int(wrong.sum())} of {x.numel()} elements"
+            return _at_first(wrong, name, message, _axes(operator, name, vector, x.ndim), x, expected)
     return None
 
 
@@ -111,18 +101,26 @@ def changed_argument(operator: Operator, vector: Vector, after: Mapping[str, Ten
             continue
         wrong = differing(before, after[name], "bits")
         if wrong.any():
-            at = tuple(wrong.nonzero()[0].tolist())
+            message = f"{name} was changed, which this call must not do"
             axes = _axes(operator, name, vector, before.ndim)
-            return Difference(
-                name,
-                f"{name} was changed, which this call must not do",
-                tuple(zip(axes, at, strict=True)),
-                shown(after[name][at]),
-                shown(before[at]),
-                int(wrong.sum()),
-                before.numel(),
-            )
+            return _at_first(wrong, name, message, axes, after[name], before)
     return None
+
+
+def _at_first(
+    wrong: Tensor, name: str, message: str, axes: list[str], got: Tensor, expected: Tensor
+) -> Difference:
+    """The first of the elements that are wrong."""
+    at = tuple(wrong.nonzero()[0].tolist())
+    return Difference(
+        name,
+        message,
+        tuple(zip(axes, at, strict=True)),
+        shown(got[at]),
+        shown(expected[at]),
+        int(wrong.sum()),
+        got.numel(),
+    )
 
 
 def shown(x: Tensor) -> str:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from kvloom.conform.draw import Draw
+from kvloom.core.specs import dtype_name
 
 Call = dict[str, Any]
 """Arguments by name: tensors, lists of tensors, numbers and strings."""
@@ -195,11 +196,6 @@ def _attribute_problems(argument: Argument, x: object) -> list[str]:
     if argument.low is not None and (not isinstance(x, int | float) or x < argument.low):
         return [f"must be at least {argument.low}, got {x!r}"]
     return []
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """``float16`` and the like."""
-    return str(dtype).removeprefix("torch.")
 
 
 def bad_calls(operator: Operator, call: Call, draw: Draw) -> list[tuple[str, str, Call]]:

@@ -9,9 +9,10 @@ import torch
 from onnx import TensorProto, helper
 from torch import Tensor
 
-from kvloom.conform.describe import Call, Operator, Results, dtype_name
+from kvloom.conform.describe import Call, Operator, Results
 from kvloom.conform.targets import Refused, Unsupported
 from kvloom.conform.vectors import Vector
+from kvloom.core.specs import dtype_name
 from kvloom.errors import ArgumentError
 
 _TYPES: Final = {

@@ -14,9 +14,10 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from kvloom.conform.describe import Call, Operator, Results, dtype_name
+from kvloom.conform.describe import Call, Operator, Results
 from kvloom.conform.judging import named
 from kvloom.conform.vectors import Vector
+from kvloom.core.specs import dtype_name
 from kvloom.errors import ArgumentError
 
 

@@ -10,9 +10,10 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from kvloom.conform.describe import Argument, Call, Operator, Results, bad_calls, dtype_name
+from kvloom.conform.describe import Argument, Call, Operator, Results, bad_calls
 from kvloom.conform.draw import Draw
 from kvloom.conform.operators import OPERATORS
+from kvloom.core.specs import dtype_name
 from kvloom.errors import ArgumentError
 
 VERSION: Final = 1

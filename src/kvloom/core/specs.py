@@ -17,6 +17,11 @@ CODE_DTYPE: Final = {8: torch.int8, 4: torch.uint8}
 """How codes of each number of bits are stored; 4-bit codes stand two to a byte."""
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """``"float16"`` and the like."""
+    return str(dtype).removeprefix("torch.")
+
+
 @dataclass(frozen=True, slots=True)
 class QuantSpec:
     """Symmetric quantization of groups along the head dim.

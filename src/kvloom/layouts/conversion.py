@@ -12,6 +12,7 @@ from kvloom import ops
 from kvloom.core.checks import expect_range
 from kvloom.core.layouts import CacheLayout
 from kvloom.core.memory import expect_disjoint
+from kvloom.core.specs import dtype_name
 from kvloom.core.views import KVView, Side
 from kvloom.errors import ArgumentError, ShapeError
 from kvloom.layouts.catalog import NamedLayout, find_layout
@@ -135,10 +136,10 @@ def _expect_same_elements(layer: int, source: KVView, target: KVView) -> None:
 def _elements(side: Side | None) -> str:
     if side is None:
         return "nothing"
-    text = f"{side.cache.shape[-2:].numel()} {str(side.cache.dtype).removeprefix('torch.')}"
+    text = f"{side.cache.shape[-2:].numel()} {dtype_name(side.cache.dtype)}"
     if side.scale is not None:
         scales = side.scale.shape[-2:].numel()
-        text += f" with {scales} {str(side.scale.dtype).removeprefix('torch.')} scales"
+        text += f" with {scales} {dtype_name(side.scale.dtype)} scales"
     return text
 
 

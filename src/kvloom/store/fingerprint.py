@@ -157,6 +157,11 @@ class Fingerprint:
         """32 bytes, of every field."""
         return hashlib.sha256(b"kvloom fingerprint\0" + self.to_json().encode()).digest()
 
+    @property
+    def folder(self) -> str:
+        """Of its runs in a store."""
+        return self.digest.hex()[:16]
+
     def difference(self, other: "Fingerprint") -> str:
         """The first field in which another differs, as a sentence; empty if none does."""
         for field in fields(self):

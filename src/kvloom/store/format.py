@@ -6,7 +6,7 @@ Letters: N pages, S tokens in a page, R heads that can be read one by one (or 1 
 import json
 import struct
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, NoReturn
 
 import xxhash
@@ -74,8 +74,8 @@ class Run:
     @property
     def name(self) -> str:
         """Of its file, under the folder of its fingerprint; equal for equal runs."""
-        folder = self.fingerprint.digest.hex()[:16]
-        return f"{folder}/{self.digests[-1].hex()[:40]}-{self.first}-{self.page_size}.safetensors"
+        text = f"{self.digests[-1].hex()[:40]}-{self.first}-{self.page_size}"
+        return f"{self.fingerprint.folder}/{text}.safetensors"
 
     @property
     def page_bytes(self) -> int:
@@ -110,16 +110,7 @@ class Run:
         """
         size = self.page_bytes
         sums = b"".join(checksum(data[i : i + size]) for i in range(0, len(data), size))
-        return Run(
-            self.fingerprint,
-            self.salt,
-            self.first,
-            self.page_size,
-            self.before,
-            self.digests,
-            self.tokens,
-            sums,
-        )
+        return replace(self, checksums=sums)
 
     def expect_whole(self, data: memoryview, pages: range, heads: range) -> None:
         """Check pages that were read: heads outermost.

@@ -5,11 +5,10 @@ from typing import NamedTuple
 
 from kvloom.store.backends import Backend, Stored
 from kvloom.store.fingerprint import Fingerprint
-from kvloom.store.format import DamagedRun, OtherFormat, Run, head_bytes, read_head
+from kvloom.store.format import DamagedRun, OtherFormat, Run, read_head
+from kvloom.store.index import Entry, Index
 from kvloom.store.prefixes import Prefixes, salt_digest, token_bytes
-from kvloom.store.tier import QUARANTINE
-
-_FIRST_READ = 64 << 10
+from kvloom.store.tier import QUARANTINE, head_of
 
 
 class Found(NamedTuple):
@@ -43,11 +42,12 @@ class Verdict(NamedTuple):
 def look(backend: Backend, x: Stored, is_thorough: bool = False) -> Found:
     """Read the head of an object, or with ``is_thorough`` all of it."""
     try:
-        data = bytes(backend.get_ranges(x.name, [(0, x.size if is_thorough else min(x.size, _FIRST_READ))]))
-        run, start = _head(backend, x, data)
         if is_thorough:
-            pages, heads = range(run.num_pages), range(run.fingerprint.num_heads)
-            run.expect_whole(memoryview(data)[start:], pages, heads)
+            data = backend.get_ranges(x.name, [(0, x.size)])
+            run, start = read_head(bytes(data), x.size)
+            run.expect_whole(data[start:], range(run.num_pages), range(run.fingerprint.num_heads))
+        else:
+            run, _ = head_of(backend, x)
         is_here = x.name == run.name
         return Found(x, run, "" if is_here else f"its name says otherwise than its head, {run.name}")
     except OtherFormat as error:
@@ -73,37 +73,18 @@ def why(
     digest = salt_digest(salt)
     known = list(runs)
     mine = Prefixes(fingerprint.digest, digest, tokens)
-    whole = [x.run for x in known if x.run is not None and not x.problem]
-    at = _reach(whole, mine, len(tokens))
+    index = Index()
+    for x in known:
+        if x.run is not None and not x.problem:
+            index.add(Entry.of(x.run, 0))
+    segments = index.find(mine, 0, len(tokens))
+    at = segments[-1].end if segments else 0
     for start in range(0, len(tokens) // page_size * page_size, page_size):
         page = range(start, start + page_size)
         if page.stop <= at:
             yield Verdict(page, True, "stored")
         else:
             yield Verdict(page, False, _reason(known, fingerprint, digest, mine, tokens, page))
-
-
-def _head(backend: Backend, x: Stored, data: bytes) -> tuple[Run, int]:
-    try:
-        return read_head(data, x.size)
-    except DamagedRun:
-        if len(data) >= x.size or head_bytes(data) > x.size:
-            raise
-    return read_head(bytes(backend.get_ranges(x.name, [(0, x.size)])), x.size)  # a long head
-
-
-def _reach(runs: Sequence[Run], prefixes: Prefixes, num_tokens: int) -> int:
-    """Tokens that are found from the start."""
-    sizes = {run.page_size for run in runs}
-    ends = sorted({end for size in sizes for end in range(size, num_tokens + 1, size)})
-    have = dict(zip(prefixes.digests(ends), ends, strict=True))
-    spans = [(run.first, max(have.get(digest, 0) for digest in run.digests)) for run in runs]
-    at = 0
-    while True:
-        further = max((end for first, end in spans if first <= at < end), default=at)
-        if further == at:
-            return at
-        at = further
 
 
 def _reason(

@@ -12,7 +12,7 @@ from typing import Final, NamedTuple, TypeVar
 
 from kvloom.store.backends import Backend, Stored, connect
 from kvloom.store.fingerprint import Fingerprint
-from kvloom.store.format import DamagedRun, OtherFormat, Run, page_bytes, ranges_of, read_head
+from kvloom.store.format import DamagedRun, OtherFormat, Run, head_bytes, page_bytes, ranges_of, read_head
 from kvloom.store.index import Entry, Index, Segment
 from kvloom.store.prefixes import Prefixes
 
@@ -182,7 +182,7 @@ class Tier:
             return None
 
     def _index_of(self, fingerprint: Fingerprint) -> Index:
-        folder = fingerprint.digest.hex()[:16]
+        folder = fingerprint.folder
         with self._lock:
             is_new = folder not in self._indexes
             index = self._indexes.setdefault(folder, Index())
@@ -191,12 +191,12 @@ class Tier:
         return index
 
     def _is_stale(self, fingerprint: Fingerprint) -> bool:
-        listed = self._listed.get(fingerprint.digest.hex()[:16], 0.0)
+        listed = self._listed.get(fingerprint.folder, 0.0)
         return time.monotonic() - listed >= self._refresh
 
     def _list(self, fingerprint: Fingerprint) -> None:
         """Learn of runs that appeared or went since."""
-        folder = fingerprint.digest.hex()[:16]
+        folder = fingerprint.folder
         is_limited = self._max_bytes is not None or self._max_age is not None
         objects = {x.name: x for x in self._connected().list_stored("" if is_limited else f"{folder}/")}
         with self._lock:
@@ -219,12 +219,12 @@ class Tier:
         if time.monotonic() > deadline:
             return None
         try:
-            data = self._connected().get_ranges(x.name, [(0, min(x.size, _FIRST_READ))])
-            with suppress(DamagedRun):
-                return self._checked(x, bytes(data), fingerprint)
-            if len(data) < x.size:  # perhaps the head is longer
-                data = self._connected().get_ranges(x.name, [(0, x.size)])
-            return self._checked(x, bytes(data), fingerprint)
+            run, start = head_of(self._connected(), x)
+            if run.name != x.name:
+                raise DamagedRun("the head is not the one of this name")
+            if run.fingerprint != fingerprint:
+                raise DamagedRun(run.fingerprint.difference(fingerprint))
+            return Entry.of(run, start)
         except FileNotFoundError:
             return None
         except OtherFormat as error:
@@ -233,14 +233,6 @@ class Tier:
         except DamagedRun as error:
             self._quarantine(x.name, x.size, str(error))
         return None
-
-    def _checked(self, x: Stored, data: bytes, fingerprint: Fingerprint) -> Entry:
-        run, start = read_head(data, x.size)
-        if run.name != x.name:
-            raise DamagedRun("the head is not the one of this name")
-        if run.fingerprint != fingerprint:
-            raise DamagedRun(run.fingerprint.difference(fingerprint))
-        return Entry.of(run, start)
 
     def _quarantine(self, name: str, size: int, why: str) -> None:
         """Let nobody find a damaged object again; keep it for whoever wants to know."""
@@ -290,6 +282,22 @@ class Tier:
             _LOG.warning(message, *args)
 
 
+def head_of(backend: Backend, x: Stored) -> tuple[Run, int]:
+    """The run that an object holds, and where its pages begin, of as few bytes as that takes.
+
+    Raises:
+        DamagedRun: it holds none.
+        FileNotFoundError: it was removed.
+    """
+    data = bytes(backend.get_ranges(x.name, [(0, min(x.size, _FIRST_READ))]))
+    try:
+        return read_head(data, x.size)
+    except DamagedRun:
+        if len(data) >= x.size or head_bytes(data) > x.size:
+            raise
+    return read_head(bytes(backend.get_ranges(x.name, [(0, x.size)])), x.size)  # a long head
+
+
 def too_many(
     objects: Collection[Stored], now: float, max_bytes: int | None, max_age: float | None
 ) -> list[str]:
@@ -301,6 +309,8 @@ def too_many(
         max_bytes: Of all; what is unused for longest goes first.
         max_age: Seconds that one may be unused.
     """
+    if max_bytes is None and max_age is None:
+        return []
     victims, total = [], sum(x.size for x in objects)
     for x in sorted(objects, key=_worth):
         is_old = max_age is not None and now - x.used > max_age

@@ -11,7 +11,7 @@ from torch import Tensor
 from kvloom import ops
 from kvloom.caches.pages import Pages
 from kvloom.caches.storage import Storage
-from kvloom.core.specs import KVSpec
+from kvloom.core.specs import KVSpec, dtype_name
 from kvloom.core.views import KVView, Side
 from kvloom.store.fingerprint import Fingerprint, LayerFormat, SideFormat
 from kvloom.store.format import page_bytes, parts
@@ -87,8 +87,8 @@ def views(data: Tensor, fingerprint: Fingerprint, page_size: int, num_pages: int
 
 
 def _side_of(spec: KVSpec) -> SideFormat:
-    name = str(spec.dtype).removeprefix("torch.")
+    name = dtype_name(spec.dtype)
     if spec.quant is None:
         return SideFormat(spec.head_dim, name)
-    scale = str(spec.quant.scale_dtype).removeprefix("torch.")
+    scale = dtype_name(spec.quant.scale_dtype)
     return SideFormat(spec.head_dim, name, spec.quant.bits, spec.quant.group, scale)

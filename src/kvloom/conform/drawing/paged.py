@@ -5,6 +5,7 @@ from torch import Tensor
 
 from kvloom.conform.describe import Call
 from kvloom.conform.draw import FLOATS, Draw, ints, starts
+from kvloom.core.specs import dtype_name
 
 INDICES = (torch.int32, torch.int64)
 
@@ -25,7 +26,7 @@ def draw_scatter(draw: Draw) -> tuple[str, Call]:
     index = draw.one(INDICES)
     dtype = draw.one([*FLOATS, torch.int8, torch.int8])
     blocks, size, heads = draw.integer(2, 3), draw.one([2, 4]), draw.integer(1, 2)
-    about = f"scenario {scenario}, {str(dtype)[6:]}"
+    about = f"scenario {scenario}, {dtype_name(dtype)}"
     if scenario in (1, 2, 6):
         count = draw.integer(0, blocks * size)
         dims = (
@@ -136,7 +137,7 @@ def draw_gather(draw: Draw) -> tuple[str, Call]:
     }
     if offsets:
         call["seq_offset"] = ints(offsets, index)
-    return f"{'PA_NZ' if nz else 'Norm'}, {str(dtype)[6:]}, lengths {lengths}", call
+    return f"{'PA_NZ' if nz else 'Norm'}, {dtype_name(dtype)}, lengths {lengths}", call
 
 
 def draw_reshape(draw: Draw) -> tuple[str, Call]:
@@ -144,7 +145,7 @@ def draw_reshape(draw: Draw) -> tuple[str, Call]:
     dtype = draw.one(FLOATS)
     blocks, size, heads = draw.integer(2, 3), draw.one([2, 4]), draw.integer(1, 2)
     dim, piece, count = 16, 16 // dtype.itemsize, draw.integer(0, 4)
-    return f"{str(dtype)[6:]}, {count} tokens", {
+    return f"{dtype_name(dtype)}, {count} tokens", {
         "key": _new(draw, [count, heads, dim], dtype),
         "value": _new(draw, [count, heads, dim], dtype),
         "key_cache": draw.poison([blocks, heads, dim // piece, size, piece], dtype),
@@ -158,7 +159,7 @@ def draw_reshape_flash(draw: Draw) -> tuple[str, Call]:
     dtype = draw.one(FLOATS)
     blocks, size, heads, dim = draw.integer(2, 3), draw.one([2, 4]), draw.integer(1, 2), draw.one([4, 8])
     count, padding = draw.integer(0, min(5, blocks * size)), draw.one([0, 0, 2])
-    return f"{str(dtype)[6:]}, {count} tokens, {padding} of padding", {
+    return f"{dtype_name(dtype)}, {count} tokens, {padding} of padding", {
         "key": _new(draw, [count + padding, heads, dim], dtype),
         "value": _new(draw, [count + padding, heads, dim], dtype),
         "key_cache": draw.poison([blocks, size, heads, dim], dtype),
@@ -174,7 +175,7 @@ def draw_copy_blocks(draw: Draw) -> tuple[str, Call]:
     count = draw.integer(0, 2)
     ids = draw.distinct(count + 1, blocks)
     pairs = [[ids[draw.integer(0, 0)], target] for target in ids[1:]]
-    return f"{str(dtype)[6:]}, {layers} layers, {count} blocks", {
+    return f"{dtype_name(dtype)}, {layers} layers, {count} blocks", {
         "key_caches": [draw.poison(shape, dtype) for _ in range(layers)],
         "value_caches": [draw.poison(shape, dtype) for _ in range(layers)],
         "block_mapping": ints(pairs).reshape(-1, 2),
@@ -192,7 +193,7 @@ def draw_append(draw: Draw) -> tuple[str, Call]:
     shape = [pages, 2, size, heads, dim] if layout == "NHD" else [pages, 2, heads, size, dim]
     rows = [b for b, n in enumerate(new) for _ in range(n)]
     places = [p for b, n in enumerate(new) for p in range(total[b] - n, total[b])]
-    return f"{layout}, {str(dtype)[6:]}, new {new} of {total}", {
+    return f"{layout}, {dtype_name(dtype)}, new {new} of {total}", {
         "append_key": _new(draw, [sum(new), heads, dim], dtype),
         "append_value": _new(draw, [sum(new), heads, dim], dtype),
         "batch_indices": ints(rows, torch.int32),
@@ -215,7 +216,7 @@ def draw_paged_write(draw: Draw) -> tuple[str, Call]:
     blocks, width = sum(need) + 1, max(*need, 1)
     ids = iter(draw.distinct(sum(need), blocks))
     table = [[next(ids) for _ in range(n)] + [-1] * (width - n) for n in need]
-    return f"{str(dtype)[6:]}, new {new} behind {past}", {
+    return f"{dtype_name(dtype)}, new {new} behind {past}", {
         "key": _new(draw, [sum(new), heads * dim], dtype),
         "value": _new(draw, [sum(new), heads * dim], dtype),
         "key_cache": draw.poison([blocks, size, heads, dim], dtype),

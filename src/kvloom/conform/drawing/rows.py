@@ -4,6 +4,7 @@ import torch
 
 from kvloom.conform.describe import Call
 from kvloom.conform.draw import FLOATS, Draw, ints
+from kvloom.core.specs import dtype_name
 
 
 def draw_tensor_scatter(draw: Draw) -> tuple[str, Call]:
@@ -23,7 +24,10 @@ def draw_tensor_scatter(draw: Draw) -> tuple[str, Call]:
     }
     if draw.integer(0, 4):
         call["write_indices"] = ints(first)
-    return f"{mode}, {rank}-D, {str(dtype)[6:]}, {count} at {first if 'write_indices' in call else 0}", call
+    return (
+        f"{mode}, {rank}-D, {dtype_name(dtype)}, {count} at {first if 'write_indices' in call else 0}",
+        call,
+    )
 
 
 def draw_attention(draw: Draw) -> tuple[str, Call]:
@@ -58,7 +62,7 @@ def draw_attention(draw: Draw) -> tuple[str, Call]:
         width = past + count if own else stored
         call["attn_mask"] = draw.calm([count, width], dtype)
         about += ", a mask"
-    return f"{about}, {str(dtype)[6:]}{', causal' if causal else ''}", call
+    return f"{about}, {dtype_name(dtype)}{', causal' if causal else ''}", call
 
 
 def draw_group_query(draw: Draw) -> tuple[str, Call]:
@@ -104,7 +108,7 @@ def draw_update(draw: Draw) -> tuple[str, Call]:
     length = {"dynamic": 0, "static": sum(steps) + draw.integer(0, 2), "sliding": draw.integer(2, 5)}[kind]
     dims = [4, draw.one([4, 6])]
     states = [[draw.numbers([batch, heads, n, dim], dtype, edges=True) for n in steps] for dim in dims]
-    return f"{kind} {length or ''}, {str(dtype)[6:]}, steps of {steps}", {
+    return f"{kind} {length or ''}, {dtype_name(dtype)}, steps of {steps}", {
         "key_states": states[0],
         "value_states": states[1],
         "kind": kind,

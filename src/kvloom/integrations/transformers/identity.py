@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kvloom.caches import CacheFormat
 from kvloom.caches.storage import Storage
+from kvloom.core.specs import dtype_name
 from kvloom.errors import UnsupportedError
 from kvloom.integrations.transformers.build import cache_format, make_layers, text_config_of
 from kvloom.integrations.transformers.cache import KVCache
@@ -62,7 +63,7 @@ def identify(model: Any, format: CacheFormat) -> Identity:
     fingerprint = Fingerprint(
         config=hashlib.sha256(_json(saved).encode()).hexdigest(),
         weights=weights_digest(model),
-        dtype=str(model.dtype).removeprefix("torch."),
+        dtype=dtype_name(model.dtype),
         rope=_json(rope),
         attention="full",
         rotation="none",
@@ -90,6 +91,7 @@ def weights_digest(model: Any) -> str:
     for name, weight in sorted(model.state_dict().items()):
         try:
             data = weight.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        # What stands for a weight on the meta device, or in another library's format, refuses one of these.
         except (AttributeError, NotImplementedError, RuntimeError, TypeError) as error:
             raise UnsupportedError(
                 f"model must have its weights in memory as tensors for a store, got {name} as "

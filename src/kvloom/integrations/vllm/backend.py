@@ -20,7 +20,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVQuantMode, SlidingWi
 
 import kvloom
 from kvloom import ops
-from kvloom.core.specs import QuantSpec
+from kvloom.core.specs import QuantSpec, dtype_name
 from kvloom.core.views import KVView
 from kvloom.errors import UnsupportedError
 from kvloom.integrations.vllm import pages
@@ -101,7 +101,7 @@ class KvloomImpl(CPUAttentionBackendImpl):  # type: ignore[misc]
             sinks=self.sinks,
         )
         self._pages: Tensor | None = None
-        kept = str(self._quant) if self._quant else str(self._dtype).removeprefix("torch.")
+        kept = str(self._quant) if self._quant else dtype_name(self._dtype)
         _logger.info_once(
             "kvloom %s attends to pages of %s, kernels: %s.", kvloom.__version__, kept, ops.cpu_kernels()
         )
