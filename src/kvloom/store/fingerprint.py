@@ -113,7 +113,7 @@ class Fingerprint:
         if not self.layers:
             raise ConfigError("layers must hold at least one layer, got none")
 
-    @property
+    @cached_property
     def num_heads(self) -> int:
         """Heads that can be read one by one: those of every layer, or 1 if layers differ in heads."""
         heads = {layer.heads for layer in self.layers}

@@ -7,21 +7,25 @@ import json
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any, Final, NoReturn
 
 import xxhash
 
 from kvloom.errors import ConfigError, KVError
 from kvloom.store.fingerprint import Fingerprint
-from kvloom.store.prefixes import Prefixes, token_bytes
+from kvloom.store.prefixes import DIGEST_BYTES, Prefixes, token_bytes
 
 FORMAT: Final = "kvloom-run/1"
 MAX_HEAD: Final = 64 << 20
 """Bytes that a head may have."""
 _ALIGNMENT: Final = 8
-_DIGEST: Final = 32
 _CHECKSUM: Final = 16
 _NAMES: Final = ("before", "fingerprint", "first", "format", "num_pages", "page_size", "salt", "text")
+
+
+_read_fingerprint: Final = lru_cache(maxsize=16)(Fingerprint.from_json)
+"""The runs of a pool all have one."""
 
 
 class DamagedRun(KVError, ValueError):
@@ -108,9 +112,7 @@ class Run:
         Args:
             data: R * N pages, heads outermost.
         """
-        size = self.page_bytes
-        sums = b"".join(checksum(data[i : i + size]) for i in range(0, len(data), size))
-        return replace(self, checksums=sums)
+        return replace(self, checksums=_checksums(data, self.page_bytes))
 
     def expect_whole(self, data: memoryview, pages: range, heads: range) -> None:
         """Check pages that were read: heads outermost.
@@ -121,14 +123,15 @@ class Run:
         size = self.page_bytes
         if len(data) != len(pages) * len(heads) * size:
             raise DamagedRun(f"{len(pages) * len(heads) * size} bytes of pages expected, got {len(data)}")
-        at = 0
-        for head in heads:
+        got, row = _checksums(data, size), len(pages) * _CHECKSUM
+        for i, head in enumerate(heads):
             first = (head * self.num_pages + pages.start) * _CHECKSUM
-            for expected in range(first, first + len(pages) * _CHECKSUM, _CHECKSUM):
-                if checksum(data[at : at + size]) != self.checksums[expected : expected + _CHECKSUM]:
-                    page = pages.start + at // size % len(pages)
-                    raise DamagedRun(f"page {page} of head {head} does not have its checksum")
-                at += size
+            mine, theirs = got[i * row : (i + 1) * row], self.checksums[first : first + row]
+            if mine != theirs:
+                starts = range(0, row, _CHECKSUM)
+                page = next(at for at in starts if mine[at : at + _CHECKSUM] != theirs[at : at + _CHECKSUM])
+                number = pages.start + page // _CHECKSUM
+                raise DamagedRun(f"page {number} of head {head} does not have its checksum")
 
     def expect_prefix(self, prefixes: Prefixes, tokens: Sequence[int], end: int) -> None:
         """Check that the run has a text from its first token to ``end``, which ends a page.
@@ -150,6 +153,11 @@ class Run:
                 raise DamagedRun("the tokens are of another text")
 
 
+def _checksums(data: memoryview, size: int) -> bytes:
+    """Of each ``size`` bytes, one behind the other."""
+    return b"".join([checksum(data[i : i + size]) for i in range(0, len(data), size)])
+
+
 def ranges_of(pages: range, heads: range, num_pages: int, nbytes: int, start: int) -> list[tuple[int, int]]:
     """First byte and end of some pages of each of some heads.
 
@@ -169,6 +177,7 @@ def ranges_of(pages: range, heads: range, num_pages: int, nbytes: int, start: in
     ]
 
 
+@lru_cache(maxsize=64)
 def page_bytes(fingerprint: Fingerprint, page_size: int) -> int:
     """Bytes of a page of one of the R heads; each part is padded to 8 bytes."""
     return sum(size for *_, size in parts(fingerprint, page_size))
@@ -230,7 +239,7 @@ def _read_head(data: bytes, file_size: int) -> tuple[Run, int]:
     first, page_size, num_pages = (int(saved[name]) for name in ("first", "page_size", "num_pages"))
     if first < 0 or page_size < 1 or num_pages < 1 or num_pages * page_size > file_size:
         raise DamagedRun(f"{num_pages} pages of {page_size} tokens from {first} are not in {file_size} bytes")
-    fingerprint = Fingerprint.from_json(saved["fingerprint"])
+    fingerprint = _read_fingerprint(saved["fingerprint"])
     has_text = saved["text"] == "tokens"
     heads, size = fingerprint.num_heads, page_bytes(fingerprint, page_size)
     lengths = _lengths(page_size, num_pages, has_text, (heads, size))
@@ -255,7 +264,7 @@ def _read_head(data: bytes, file_size: int) -> tuple[Run, int]:
         raise DamagedRun("the head does not have its checksum")
     digests_at = start + lengths.get("tokens", 0)
     sums_at = digests_at + lengths["digests"]
-    digests = tuple(data[i : i + _DIGEST] for i in range(digests_at, sums_at, _DIGEST))
+    digests = tuple(data[i : i + DIGEST_BYTES] for i in range(digests_at, sums_at, DIGEST_BYTES))
     salt, before = (_digest_of(saved[name]) for name in ("salt", "before"))
     tokens = data[start:digests_at] if has_text else None
     run = Run(fingerprint, salt, first, page_size, before, digests, tokens, data[sums_at:end])
@@ -266,8 +275,8 @@ def _lengths(page_size: int, num_pages: int, has_text: bool, data: tuple[int, in
     """Bytes of each tensor, in order."""
     heads, size = data
     text = {"tokens": 8 * num_pages * page_size} if has_text else {}
-    head = {"digests": num_pages * _DIGEST, "checksums": heads * num_pages * _CHECKSUM, "seal": _CHECKSUM}
-    return text | head | {"pages": heads * num_pages * size}
+    sums = {"checksums": heads * num_pages * _CHECKSUM, "seal": _CHECKSUM}
+    return text | {"digests": num_pages * DIGEST_BYTES} | sums | {"pages": heads * num_pages * size}
 
 
 def _header(
@@ -284,7 +293,7 @@ def _header(
     heads, size = data
     shapes = {
         "tokens": [num_pages, page_size],
-        "digests": [num_pages, _DIGEST],
+        "digests": [num_pages, DIGEST_BYTES],
         "checksums": [heads, num_pages, _CHECKSUM],
         "seal": [_CHECKSUM],
         "pages": [heads, num_pages, size],
@@ -304,8 +313,8 @@ def _header(
 
 def _digest_of(text: str) -> bytes:
     digest = bytes.fromhex(text)
-    if len(digest) != _DIGEST or digest.hex() != text:
-        raise DamagedRun(f"a digest has {_DIGEST} bytes in lower case, got {text[:80]!r}")
+    if len(digest) != DIGEST_BYTES or digest.hex() != text:
+        raise DamagedRun(f"a digest has {DIGEST_BYTES} bytes in lower case, got {text[:80]!r}")
     return digest
 
 
