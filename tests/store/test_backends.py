@@ -62,6 +62,16 @@ def test_what_is_touched_counts_as_used(backend: Backend) -> None:
     assert after[:2] == before[:2]
 
 
+def test_a_listing_is_no_use(backend: Backend, url: str) -> None:
+    for name in ("a/old", "a/new"):
+        backend.put_if_absent(name, [b"x"])
+    backend.touch("a/old")
+    for _ in range(2):
+        used = {x.name: x.used for x in backend.list_stored()}
+        is_remembered = not url.startswith("s3")
+        assert (used["a/old"] > used["a/new"]) == is_remembered
+
+
 def test_many_threads_put_one_name_once(backend: Backend) -> None:
     won: list[bool] = []
     threads = [

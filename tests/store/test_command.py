@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import time
+from datetime import datetime, timezone
 from pathlib import Path
 
 import pytest
@@ -12,6 +15,7 @@ from kvloom.cli import main
 from kvloom.models import bundled_model_path
 from kvloom.store import KVStore
 from kvloom.store.backends.files import Files
+from kvloom.store.limits import evictions, is_mark
 from kvloom.store.prefixes import Prefixes
 from kvloom.store.survey import look, why
 
@@ -29,7 +33,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def paths(folder: Path) -> list[Path]:
-    return sorted(folder.glob("*/*"), key=lambda x: int(x.name.split("-")[-2]))
+    return sorted(folder.glob("*/*.safetensors"), key=lambda x: int(x.name.split("-")[-2]))
 
 
 def lines(capsys: pytest.CaptureFixture[str], *args: str, status: int = 0) -> list[dict[str, object]]:
@@ -84,8 +88,6 @@ def test_verify_finds_damage(folder: Path, capsys: pytest.CaptureFixture[str]) -
 def test_gc_removes_the_end_of_a_text_first(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     first, last = paths(folder)
     stamp = (first.stat().st_atime_ns, first.stat().st_mtime_ns)
-    import os
-
     os.utime(last, ns=stamp)
     total = first.stat().st_size + last.stat().st_size
     assert lines(capsys, "gc", str(folder), "--max-bytes", str(total)) == []
@@ -98,14 +100,49 @@ def test_gc_removes_the_end_of_a_text_first(folder: Path, capsys: pytest.Capture
     assert main(["store", "gc", str(folder), "--max-bytes", "-1"]) == 2
 
 
+@pytest.mark.parametrize("is_command", [True, False])
+def test_why_says_when_a_page_was_evicted(is_command: bool, folder: Path) -> None:
+    first, last = paths(folder)
+    os.utime(last, (0, 0))
+    limit = first.stat().st_size + last.stat().st_size - 1
+    began = int(time.time())
+    if is_command:
+        assert main(["store", "gc", str(folder), "--max-bytes", str(limit)]) == 0
+    else:
+        with KVStore(f"file://{folder}", max_bytes=limit) as store:
+            store.tiers[0].known(fingerprint(), Prefixes(fingerprint().digest, b"", TOKENS), range(2, 17, 2))
+            store.tiers[0].limit()
+            assert store.tiers[0].counts["runs_evicted"] == 1
+    # The text leaves the run that was evicted behind its first page.
+    *stored, evicted, never = reasons(folder, [*TOKENS[:10], 0, 0])
+    assert stored == ["stored"] * 4
+    when = datetime.strptime(evicted, "evicted %Y-%m-%d %H:%M:%S UTC").replace(tzinfo=timezone.utc)
+    assert began <= when.timestamp() <= time.time()
+    assert never == "never stored"
+    assert sum(x.stat().st_size for x in folder.rglob("*") if x.is_file()) <= limit
+    assert [len(x) for x in (list(folder.glob("evicted/*")), paths(folder))] == [1, 1]
+
+    save_again = make_run(TOKENS[:12], 8)
+    Files(folder).put_if_absent(save_again[0].name, [save_again[0].head(), save_again[1]])
+    assert reasons(folder, TOKENS[:12]) == ["stored"] * 6
+
+
+def test_what_remembers_evictions_goes_with_age_and_bytes(folder: Path) -> None:
+    for _ in range(2):
+        assert main(["store", "gc", str(folder), "--max-bytes", "0"]) == 0
+    assert not [x for x in folder.rglob("*") if x.is_file()]
+
+
 def reasons(folder: Path, tokens: list[int], salt: str = "", **changes: str) -> list[str]:
-    files = Files(folder)
-    found = [look(files, x) for x in files.list_stored()]
-    return [x.reason for x in why(found, fingerprint(**changes), salt, tokens, 2)]
+    files, whose = Files(folder), fingerprint(**changes)
+    objects = files.list_stored()
+    found = [look(files, x) for x in objects if not is_mark(x.name)]
+    evicted = evictions(files, objects, whose.folder)
+    return [x.reason for x in why(found, evicted, whose, salt, tokens, 2)]
 
 
 def test_why_says_what_differs(folder: Path) -> None:
-    assert reasons(folder, TOKENS) == ["stored"] * 6 + ["never stored, or evicted"] * 2
+    assert reasons(folder, TOKENS) == ["stored"] * 6 + ["never stored"] * 2
     other = [*TOKENS[:5], 99, *TOKENS[6:8]]
     assert reasons(folder, other) == ["stored"] * 2 + ["tokens differ at index 5"] * 2
     assert reasons(folder, TOKENS[:4], "tenant") == ["another salt"] * 2

@@ -12,8 +12,8 @@ from kvloom.store import survey
 from kvloom.store.backends import Backend, Stored, connect, store_url
 from kvloom.store.fingerprint import SideFormat
 from kvloom.store.format import Run
+from kvloom.store.limits import evict, evictions, is_mark, is_quarantined, too_many
 from kvloom.store.survey import Found, look
-from kvloom.store.tier import QUARANTINE, too_many
 
 _TIMEOUT = 30.0
 _SHOWN = 29
@@ -23,7 +23,7 @@ _SHOWN = 29
 def ls(args: argparse.Namespace) -> None:
     """List all runs."""
     backend, objects = _opened(args)
-    found = [look(backend, x) for x in objects]
+    found = [look(backend, x) for x in _runs(objects)]
     if args.json:
         _print_lines(_described(x) for x in found)
         return
@@ -46,7 +46,7 @@ def ls(args: argparse.Namespace) -> None:
 def show(args: argparse.Namespace) -> None:
     """Print all that one run says of itself."""
     backend, objects = _opened(args)
-    named = [x for x in objects if x.name.startswith(args.name)]
+    named = [x for x in _runs(objects) if x.name.startswith(args.name)]
     if len(named) != 1:
         raise ArgumentError(f"NAME must begin one run of the store, got {args.name!r}, with {len(named)}")
     described = _described(look(backend, named[0], is_thorough=True))
@@ -61,7 +61,7 @@ def show(args: argparse.Namespace) -> None:
 def verify(args: argparse.Namespace) -> None:
     """Read everything, and exit with 1 if something is damaged."""
     backend, objects = _opened(args)
-    here = [x for x in objects if not x.name.startswith(f"{QUARANTINE}/")]
+    here = [x for x in _runs(objects) if not is_quarantined(x.name)]
     found = [look(backend, x, is_thorough=True) for x in _tracked(here, args.json)]
     damaged = [x for x in found if x.problem]
     if args.json:
@@ -81,15 +81,16 @@ def gc(args: argparse.Namespace) -> None:
             raise ArgumentError(f"--{name.replace('_', '-')} must be at least 0, got {value}")
     backend, objects = _opened(args)
     seconds = None if args.max_age is None else 86400 * args.max_age
-    names = set(too_many(objects, time.time(), args.max_bytes, seconds))
-    victims = [x for x in objects if x.name in names]
-    for x in _tracked(victims, args.json):
-        backend.delete(x.name)
+    gone: list[Stored] = []
+    while victims := too_many(objects, time.time(), args.max_bytes, seconds):
+        marks = [evict(backend, x, time.time()) for x in _tracked(victims, args.json)]
+        objects = [*(set(objects) - set(victims)), *filter(None, marks)]
+        gone += _runs(victims)
     if args.json:
-        _print_lines({"name": x.name, "size": x.size} for x in victims)
+        _print_lines({"name": x.name, "size": x.size} for x in gone)
     else:
-        freed, kept = sum(x.size for x in victims), len(objects) - len(victims)
-        sys.stdout.write(f"{len(victims)} runs removed, {freed:,} bytes; {kept} runs kept\n")
+        freed, kept = sum(x.size for x in gone), len(_runs(objects))
+        sys.stdout.write(f"{len(gone)} runs removed, {freed:,} bytes; {kept} runs kept\n")
 
 
 def why(args: argparse.Namespace) -> None:
@@ -98,8 +99,9 @@ def why(args: argparse.Namespace) -> None:
         raise ArgumentError(f"--page-size must be at least 1, got {args.page_size}")
     backend, objects = _opened(args)
     fingerprint, tokens = args.ask(args)
-    found = [look(backend, x) for x in objects]
-    verdicts = list(survey.why(found, fingerprint, args.salt, tokens, args.page_size))
+    found = [look(backend, x) for x in _runs(objects)]
+    evicted = evictions(backend, objects, fingerprint.folder)
+    verdicts = list(survey.why(found, evicted, fingerprint, args.salt, tokens, args.page_size))
     if args.json:
         for x in verdicts:
             page = {"first": x.tokens.start, "end": x.tokens.stop, "found": x.is_found, "reason": x.reason}
@@ -115,6 +117,11 @@ def why(args: argparse.Namespace) -> None:
 def _opened(args: argparse.Namespace) -> tuple[Backend, list[Stored]]:
     backend = connect(store_url(args.store), _TIMEOUT)
     return backend, sorted(backend.list_stored())
+
+
+def _runs(objects: Iterable[Stored]) -> list[Stored]:
+    """Those that are stored, the quarantine included."""
+    return [x for x in objects if not is_mark(x.name)]
 
 
 def _described(x: Found) -> dict[str, Any]:

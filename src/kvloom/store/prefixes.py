@@ -3,8 +3,12 @@
 import hashlib
 import struct
 from collections.abc import Iterable, Sequence
+from typing import Final
 
 from kvloom.errors import ArgumentError
+
+DIGEST_BYTES: Final = 32
+"""Of SHA-256."""
 
 
 def salt_digest(salt: str) -> bytes:

@@ -1,14 +1,16 @@
 """What a store holds, for people: its runs, what is wrong with them, and why a text is found or not."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from datetime import datetime, timezone
 from typing import NamedTuple
 
 from kvloom.store.backends import Backend, Stored
 from kvloom.store.fingerprint import Fingerprint
 from kvloom.store.format import DamagedRun, OtherFormat, Run, read_head
+from kvloom.store.heads import head_of
 from kvloom.store.index import Entry, Index
+from kvloom.store.limits import Eviction, is_quarantined
 from kvloom.store.prefixes import Prefixes, salt_digest, token_bytes
-from kvloom.store.tier import QUARANTINE, head_of
 
 
 class Found(NamedTuple):
@@ -59,12 +61,18 @@ def look(backend: Backend, x: Stored, is_thorough: bool = False) -> Found:
 
 
 def why(
-    runs: Iterable[Found], fingerprint: Fingerprint, salt: str, tokens: Sequence[int], page_size: int
+    runs: Iterable[Found],
+    evicted: Iterable[Eviction],
+    fingerprint: Fingerprint,
+    salt: str,
+    tokens: Sequence[int],
+    page_size: int,
 ) -> Iterator[Verdict]:
     """Of each full page of a text, whether it is found, and the closest reason if not.
 
     Args:
-        runs: All objects of a store.
+        runs: All of a store, the quarantine included.
+        evicted: What is remembered of runs of ``fingerprint`` that are no longer there.
         fingerprint: Of whoever asks.
         salt: Under which.
         tokens: The text.
@@ -79,16 +87,18 @@ def why(
             index.add(Entry.of(x.run, 0))
     segments = index.find(mine, 0, len(tokens))
     at = segments[-1].end if segments else 0
+    times = {digest: x.time for x in sorted(evicted) for digest in x.digests}
     for start in range(0, len(tokens) // page_size * page_size, page_size):
         page = range(start, start + page_size)
         if page.stop <= at:
             yield Verdict(page, True, "stored")
         else:
-            yield Verdict(page, False, _reason(known, fingerprint, digest, mine, tokens, page))
+            yield Verdict(page, False, _reason(known, times, fingerprint, digest, mine, tokens, page))
 
 
 def _reason(
     known: Sequence[Found],
+    evicted: Mapping[bytes, float],
     fingerprint: Fingerprint,
     salt: bytes,
     mine: Prefixes,
@@ -99,12 +109,15 @@ def _reason(
     for found in known:
         if found.problem and digest.hex()[:40] in found.stored.name:
             return f"damaged: {found.problem}"
-        if found.stored.name.startswith(f"{QUARANTINE}/") and found.run and digest in found.run.digests:
+        if is_quarantined(found.stored.name) and found.run and digest in found.run.digests:
             return "damaged, in the quarantine"
+    runs = [x.run for x in known if x.run is not None]
+    if any(digest in run.digests for run in runs):
+        return "stored, behind pages that are not"
+    if digest in evicted:
+        return f"evicted {datetime.fromtimestamp(evicted[digest], timezone.utc):%Y-%m-%d %H:%M:%S} UTC"
     reasons = []
-    for run in (x.run for x in known if x.run is not None):
-        if digest in run.digests:
-            return "stored, behind pages that are not"
+    for run in runs:
         if run.fingerprint != fingerprint:
             theirs = Prefixes(run.fingerprint.digest, run.salt, tokens)
             if any(x in run.digests for x in theirs.digests([page.stop])):
@@ -117,7 +130,7 @@ def _reason(
             before = mine.digests([run.first])[0] == run.before
             if before and same >= run.first:
                 reasons.append((len(tokens) - same, f"tokens differ at index {same}"))
-    return min(reasons, default=(0, "never stored, or evicted"))[1]
+    return min(reasons, default=(0, "never stored"))[1]
 
 
 def _same_tokens(run: Run, tokens: Sequence[int]) -> int:

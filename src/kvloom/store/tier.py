@@ -4,22 +4,20 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from functools import partial
 from typing import Final, NamedTuple, TypeVar
 
 from kvloom.store.backends import Backend, Stored, connect
 from kvloom.store.fingerprint import Fingerprint
-from kvloom.store.format import DamagedRun, OtherFormat, Run, head_bytes, page_bytes, ranges_of, read_head
+from kvloom.store.format import DamagedRun, OtherFormat, Run, page_bytes, ranges_of, read_head
+from kvloom.store.heads import head_of
 from kvloom.store.index import Entry, Index, Segment
+from kvloom.store.limits import evict, is_mark, quarantine, too_many
 from kvloom.store.prefixes import Prefixes
 
 _LOG: Final = logging.getLogger("kvloom.store")
-QUARANTINE: Final = "quarantine"
-_FIRST_READ: Final = 64 << 10
-"""Bytes in which the heads of most runs lie."""
 _READERS: Final = 8
 _Result = TypeVar("_Result")
 
@@ -158,21 +156,26 @@ class Tier:
         self.limit()
         return True
 
-    def limit(self) -> int:
-        """Remove runs until the limits hold; returns how many."""
-        with self._lock:
-            victims = too_many(self._objects.values(), time.time(), self._max_bytes, self._max_age)
-        for name in victims:
-            self._forget(name)
-            self._attempt("write", partial(self._delete, name), None)
-        self.counts["runs_evicted"] += len(victims)
-        return len(victims)
+    def limit(self) -> None:
+        """Remove runs until the limits hold."""
+        while True:
+            with self._lock:
+                victims = too_many(self._objects.values(), time.time(), self._max_bytes, self._max_age)
+            if not victims:
+                return
+            for x in victims:
+                self._forget(x.name)
+                mark = self._attempt("write", partial(self._evict, x), None)
+                self.counts["runs_evicted"] += not is_mark(x.name)
+                if mark is not None:
+                    with self._lock:
+                        self._objects[mark.name] = mark
 
     def _touch(self, name: str) -> None:
         self._connected().touch(name)
 
-    def _delete(self, name: str) -> None:
-        self._connected().delete(name)
+    def _evict(self, x: Stored) -> Stored | None:
+        return evict(self._connected(), x, time.time())
 
     def _get(self, entry: Entry, ranges: list[tuple[int, int]]) -> memoryview | None:
         try:
@@ -242,10 +245,7 @@ class Tier:
         self._warn("damaged", "%s has a damaged run, which is not used: %s: %s", self.url, name, why)
 
         def move() -> None:
-            with suppress(FileNotFoundError):  # another process moved it
-                data = self._connected().get_ranges(name, [(0, size)])
-                self._connected().put_if_absent(f"{QUARANTINE}/{name.replace('/', '-')}", [data])
-                self._connected().delete(name)
+            quarantine(self._connected(), Stored(name, size, 0.0))
             self._ignored.discard(name)
 
         self._attempt("write", move, None)
@@ -280,48 +280,3 @@ class Tier:
         if about not in self._warned:
             self._warned.add(about)
             _LOG.warning(message, *args)
-
-
-def head_of(backend: Backend, x: Stored) -> tuple[Run, int]:
-    """The run that an object holds, and where its pages begin, of as few bytes as that takes.
-
-    Raises:
-        DamagedRun: it holds none.
-        FileNotFoundError: it was removed.
-    """
-    data = bytes(backend.get_ranges(x.name, [(0, min(x.size, _FIRST_READ))]))
-    try:
-        return read_head(data, x.size)
-    except DamagedRun:
-        if len(data) >= x.size or head_bytes(data) > x.size:
-            raise
-    return read_head(bytes(backend.get_ranges(x.name, [(0, x.size)])), x.size)  # a long head
-
-
-def too_many(
-    objects: Collection[Stored], now: float, max_bytes: int | None, max_age: float | None
-) -> list[str]:
-    """Names of what must go so that limits hold.
-
-    Args:
-        objects: All of a store.
-        now: Seconds since 1970.
-        max_bytes: Of all; what is unused for longest goes first.
-        max_age: Seconds that one may be unused.
-    """
-    if max_bytes is None and max_age is None:
-        return []
-    victims, total = [], sum(x.size for x in objects)
-    for x in sorted(objects, key=_worth):
-        is_old = max_age is not None and now - x.used > max_age
-        if is_old or (max_bytes is not None and total > max_bytes):
-            total -= x.size
-            victims.append(x.name)
-    return victims
-
-
-def _worth(x: Stored) -> tuple[bool, float, int]:
-    """What goes first: the quarantine, then what is unused for longest, then what stands last in a text."""
-    position = x.name.rsplit("-", 2)[-2:-1]
-    first = int(position[0]) if position and position[0].isdigit() else 0
-    return not x.name.startswith(f"{QUARANTINE}/"), x.used, -first

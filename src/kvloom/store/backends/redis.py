@@ -10,6 +10,8 @@ import redis
 from kvloom.store.backends import Stored
 
 _PREFIX: Final = "kvloom:"
+_USED: Final = "kvloom-used"
+"""A sorted set of names by when they were used: Redis' own idle time begins anew when a length is asked."""
 
 
 class Redis:
@@ -42,16 +44,21 @@ class Redis:
         return memoryview(bytearray().join(parts))
 
     def put_if_absent(self, name: str, parts: list[bytes | bytearray | memoryview]) -> bool:
-        with _errors():
-            return bool(self._client.set(_PREFIX + name, b"".join(parts), nx=True))
+        with _errors(), self._client.pipeline(transaction=True) as calls:
+            calls.set(_PREFIX + name, b"".join(parts), nx=True)
+            calls.zadd(_USED, {name: time.time()}, nx=True)
+            is_new, _ = calls.execute()
+        return bool(is_new)
 
     def touch(self, name: str) -> None:
         with _errors():
-            self._client.touch(_PREFIX + name)
+            self._client.zadd(_USED, {name: time.time()}, xx=True)
 
     def delete(self, name: str) -> None:
-        with _errors():
-            self._client.delete(_PREFIX + name)
+        with _errors(), self._client.pipeline(transaction=True) as calls:
+            calls.delete(_PREFIX + name)
+            calls.zrem(_USED, name)
+            calls.execute()
 
     def list_stored(self, prefix: str = "") -> list[Stored]:
         with _errors():
@@ -59,13 +66,13 @@ class Redis:
             with self._client.pipeline(transaction=False) as calls:
                 for key in keys:
                     calls.strlen(key)
-                    calls.object("idletime", key)
-                found = calls.execute(raise_on_error=False)
-        now = time.time()
+                sizes = calls.execute()
+            used = dict(self._client.zrange(_USED, 0, -1, withscores=True))
+        names = [key.removeprefix(_PREFIX.encode()) for key in keys]
         return [
-            Stored(key.decode().removeprefix(_PREFIX), size, now - idle)
-            for key, size, idle in zip(keys, found[::2], found[1::2], strict=True)
-            if isinstance(size, int) and isinstance(idle, int)  # not gone since
+            Stored(name.decode(), size, used.get(name, 0.0))
+            for name, size in zip(names, sizes, strict=True)
+            if name in used or size  # not gone since
         ]
 
 
