@@ -5,7 +5,7 @@ Letters: T new tokens, H key/value heads, Hq query heads, Dk and Dv head dims.
 
 from collections.abc import Iterable, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -18,7 +18,17 @@ from kvloom.caches.storage import Storage
 from kvloom.core.checks import expect_range
 from kvloom.core.indexing import CacheIndex
 from kvloom.errors import ArgumentError, ConfigError, StateError
-from kvloom.paging import PageTable, PrefixTree, check
+from kvloom.paging import PageRef, PageTable, PrefixTree, check
+
+
+class Below(Protocol):
+    """What lies below the pages of a cache, such as a store; ``salt`` is as in ``PrefixCache.begin``."""
+
+    def fetch(self, tokens: Sequence[int], found: list[PageRef], salt: str) -> list[PageRef]:
+        """The pages ``found`` of the first tokens, and those that could be read behind them, held."""
+
+    def keep(self, tokens: Sequence[int], refs: Sequence[PageRef], salt: str) -> None:
+        """Take the full pages of a text that were sealed."""
 
 
 class PrefixSequence:
@@ -62,6 +72,9 @@ class PrefixCache:
         dtype: That the model computes in: of unquantized tokens, unless ``format`` says another.
         device: Where the tensors live.
 
+    Attributes:
+        below: Where sealed pages go and missing ones come from; ``kvloom.store.put_below`` sets it.
+
     Raises:
         ConfigError: ``format`` has no ``max_tokens``.
     """
@@ -89,14 +102,15 @@ class PrefixCache:
             storage = Storage(key, value, format.page_size, device, format.layout)
             self.pages.fit(storage)
             self.pages.storages[i] = storage
+        self.below: Below | None = None
         self._sequences: list[PrefixSequence] = []
 
     def __getstate__(self) -> dict[str, Any]:
-        """To be saved: the pages that hold something."""
+        """To be saved: the pages that hold something, and nothing below them."""
         pool = self.pages.pool
         pages = [page for page in range(pool.num_pages) if not pool.is_free(page)]
         saved = [SavedStorage.of(x, self.pages.slots(pages, x)) for x in self.layers]
-        return vars(self) | {"_pool": pool, "_held": pages, "_saved": saved}
+        return vars(self) | {"_pool": pool, "_held": pages, "_saved": saved, "below": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         pool, pages, saved = (state.pop(name) for name in ("_pool", "_held", "_saved"))
@@ -138,7 +152,8 @@ class PrefixCache:
         if not ids:
             raise ArgumentError("tokens must hold at least one token, got none")
         table = PageTable(self.pages.pool, self.pages.format.page_size)
-        table.adopt(self.tree.match(ids, salt, max_tokens=len(ids) - 1))
+        found = self.tree.match(ids, salt, max_tokens=len(ids) - 1)
+        table.adopt(found if self.below is None else self.below.fetch(ids[:-1], found, salt))
         return self._keep(PrefixSequence(ids, salt, table, len(self.pages.storages)))
 
     def extend(self, sequence: PrefixSequence, tokens: Iterable[int]) -> None:
@@ -186,6 +201,8 @@ class PrefixCache:
         self._settle(sequence)
         known = sequence.tokens[: sequence.table.num_tokens]
         sequence.table.replace(self.tree.insert(known, sequence.table.pages, sequence.salt))
+        if self.below is not None:
+            self.below.keep(known, sequence.table.pages, sequence.salt)
 
     def attend(
         self,

@@ -1,15 +1,17 @@
 """What outlives the process: pages of keys and values in files and elsewhere, verified on every read.
 
-Names load on first use. Nothing here needs torch but ``transfer`` and ``below``, which move pages of a pool.
+Names load on first use. Nothing here needs torch but ``transfer`` and ``below``, which move pages.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from kvloom.store.below import put_below
     from kvloom.store.fingerprint import Fingerprint, LayerFormat, SideFormat
     from kvloom.store.format import DamagedRun, Run, read_head
     from kvloom.store.store import KVStore
+    from kvloom.store.transfer import layers_of
 
 _HOME = {
     "DamagedRun": "format",
@@ -18,10 +20,22 @@ _HOME = {
     "LayerFormat": "fingerprint",
     "Run": "format",
     "SideFormat": "fingerprint",
+    "layers_of": "transfer",
+    "put_below": "below",
     "read_head": "format",
 }
 
-__all__ = ["DamagedRun", "Fingerprint", "KVStore", "LayerFormat", "Run", "SideFormat", "read_head"]
+__all__ = [
+    "DamagedRun",
+    "Fingerprint",
+    "KVStore",
+    "LayerFormat",
+    "Run",
+    "SideFormat",
+    "layers_of",
+    "put_below",
+    "read_head",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,15 +1,17 @@
-"""A store below one pool: what is sealed goes down, and what a text begins with comes up."""
+"""A store below one pool of pages: what is sealed goes down, and what a text begins with comes up."""
 
 from collections.abc import Sequence
 from typing import Any, Final
 
+from kvloom.caches import PrefixCache
 from kvloom.caches.pages import Pages
 from kvloom.caches.storage import Storage
+from kvloom.errors import ArgumentError
 from kvloom.paging import PageRef, PrefixTree
 from kvloom.store.fingerprint import Fingerprint
 from kvloom.store.format import page_bytes
 from kvloom.store.prefixes import Prefixes, salt_digest
-from kvloom.store.store import KVStore
+from kvloom.store.store import KVStore, open_store
 from kvloom.store.tier import Piece
 from kvloom.store.transfer import layers_of, pack, unpack
 
@@ -26,7 +28,7 @@ class StoreBelow:
         tree: Finds its pages.
         fingerprint: Whose keys and values the pool holds, and how it keeps them.
         storages: Empty tensors of each layer as the pool has them, to read into before the first update.
-        seconds_per_token: How long computing takes.
+        seconds_per_token: How long computing takes; ``None`` reads whatever there is.
     """
 
     def __init__(
@@ -36,7 +38,7 @@ class StoreBelow:
         tree: PrefixTree,
         fingerprint: Fingerprint,
         storages: dict[int, Storage],
-        seconds_per_token: float,
+        seconds_per_token: float | None,
     ) -> None:
         self.store = store
         self.fingerprint = fingerprint
@@ -122,6 +124,36 @@ class StoreBelow:
         tokens = range(segment.start - at, min(segment.end, end) - at)
         if len(tokens):
             unpack(piece, tokens, self._pages, ids, segment.start - start)
+
+
+def put_below(
+    cache: PrefixCache,
+    store: KVStore | str | Sequence[str],
+    fingerprint: Fingerprint,
+    seconds_per_token: float | None = None,
+) -> StoreBelow:
+    """Put a store below a cache: ``begin`` reads from it what the cache lacks, ``commit`` writes behind.
+
+    Args:
+        cache: One without sequences.
+        store: A ``KVStore``, or URLs as it takes them.
+        fingerprint: Whose keys and values; its layers are ``layers_of(cache.pages.storages)``.
+        seconds_per_token: How long computing takes; ``None`` reads whatever there is.
+
+    Returns:
+        What was put there. ``store.flush()`` waits until everything is written, ``report()`` counts.
+
+    Raises:
+        ArgumentError: ``fingerprint`` says that layers keep their tokens otherwise, or ``store`` is no URL of
+            a store.
+        ModuleNotFoundError: a library that the store needs is not installed.
+    """
+    layers = layers_of(cache.pages.storages)
+    if fingerprint.layers != layers:
+        raise ArgumentError(f"fingerprint must have layers {layers}, got {fingerprint.layers}")
+    below = StoreBelow(open_store(store), cache.pages, cache.tree, fingerprint, {}, seconds_per_token)
+    cache.below = below
+    return below
 
 
 def _runs(numbers: Sequence[int], longest: int) -> list[range]:

@@ -227,6 +227,18 @@ class KVStore:
         return is_taken
 
 
+def open_store(store: KVStore | str | Sequence[str]) -> KVStore:
+    """A store, by itself or by its URLs.
+
+    Raises:
+        ArgumentError: as ``KVStore``.
+        ModuleNotFoundError: as ``KVStore``.
+    """
+    if isinstance(store, KVStore):
+        return store
+    return KVStore(store) if isinstance(store, str) else KVStore(*store)
+
+
 class _Writer:
     """A thread that writes runs in order; it starts with the first."""
 

@@ -118,7 +118,11 @@ class KVPool:
                     f"model must attend to the whole sequence in every layer, got {type(layer).__name__} in "
                     f"{type(model).__name__}"
                 )
-        return cls(model, Pages(format, is_kept=True), None if store is None else _opened(store))
+        if store is not None:
+            from kvloom.store.store import open_store
+
+            store = open_store(store)
+        return cls(model, Pages(format, is_kept=True), store)
 
     def begin(self, input_ids: Tensor, salt: str = "") -> KVCache:
         """A cache that holds the longest first part of every row that is known, in whole pages.
@@ -223,12 +227,3 @@ class KVPool:
         table = PageTable(self._pages.pool, self._pages.format.page_size)
         table.adopt(refs[:num_pages])
         return table
-
-
-def _opened(store: "KVStore | str | Sequence[str]") -> "KVStore":
-    """A store, by itself or by its URLs."""
-    from kvloom.store import KVStore
-
-    if isinstance(store, KVStore):
-        return store
-    return KVStore(store) if isinstance(store, str) else KVStore(*store)

@@ -1,0 +1,115 @@
+"""A store below a prefix cache: what one cache committed another begins with, bit for bit."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from caches.test_prefix_cache import DIM, HEADS, INT8, LAYERS, PAGE, assert_own, write
+from integrations.test_pool_store import commit as compute_in_pool
+from integrations.test_pool_store import make_pool, text
+from oracles.language_models import make_model
+from store.runs import fingerprint
+
+from kvloom import QuantSpec, ops
+from kvloom.caches import CacheFormat, PrefixCache
+from kvloom.errors import ArgumentError
+from kvloom.integrations.transformers.identity import fingerprint_of
+from kvloom.store import Fingerprint, KVStore, layers_of, put_below
+
+TOKENS = list(range(20, 36))
+
+
+def make(quant: QuantSpec | None = None, page_size: int = PAGE, **options: Any) -> PrefixCache:
+    form = CacheFormat(quant=quant, page_size=page_size, max_tokens=128, **options)
+    return PrefixCache(form, num_layers=LAYERS, heads=HEADS, head_dim=DIM, dtype=torch.float32)
+
+
+def whose(cache: PrefixCache, **changes: str) -> Fingerprint:
+    named = fingerprint(**changes)
+    return Fingerprint(**(vars(named) | {"layers": layers_of(cache.pages.storages)}))
+
+
+def store_over(cache: PrefixCache, url: str, **changes: str) -> KVStore:
+    return put_below(cache, KVStore(url), whose(cache, **changes)).store
+
+
+@pytest.mark.parametrize("quant", [None, INT8], ids=["plain", "int8"])
+def test_what_is_read_is_what_was_committed(quant: QuantSpec | None, tmp_path: Path) -> None:
+    for length in range(1, 3 * PAGE + 2):
+        tokens, salt = TOKENS[:length], str(length)
+        first = make(quant)
+        with store_over(first, f"file://{tmp_path}"):
+            write(first, first.begin(tokens, salt))
+        for page_size, layout in ((PAGE, "HND"), (2, "NHD"), (8, "NHD")):
+            second = make(quant, page_size, layout=layout)
+            store_over(second, f"file://{tmp_path}")
+            sequence = second.begin([*tokens, 1], salt)
+            assert sequence.num_cached == length // PAGE * PAGE // page_size * page_size
+            second.check()
+            write(second, sequence)
+            if page_size == PAGE:
+                assert_own(second, sequence, quant)
+
+
+def test_the_last_token_is_left_to_compute_and_others_find_nothing(tmp_path: Path) -> None:
+    url, cache = f"file://{tmp_path}", make()
+    with store_over(cache, url):
+        write(cache, cache.begin(TOKENS, "mine"))
+    for tokens, salt, changes, expected in (
+        (TOKENS, "mine", {}, len(TOKENS) - PAGE),
+        (TOKENS, "theirs", {}, 0),
+        (TOKENS, "mine", {"weights": "other"}, 0),
+        ([*TOKENS[:9], 0, 0, 0], "mine", {}, 8),
+    ):
+        other = make()
+        store_over(other, url, **changes)
+        assert other.begin(tokens, salt).num_cached == expected
+
+
+def test_a_cache_goes_on_in_memory_when_it_is_saved(tmp_path: Path) -> None:
+    cache = make()
+    store_over(cache, f"file://{tmp_path}")
+    write(cache, cache.begin(TOKENS))
+    again = pickle.loads(pickle.dumps(cache))  # noqa: S301 (our own)
+    assert again.below is None
+    assert again.begin(TOKENS).num_cached == len(TOKENS) - PAGE
+
+
+def test_a_fingerprint_of_other_layers_is_refused(tmp_path: Path) -> None:
+    cache = make()
+    with pytest.raises(ArgumentError, match=r"fingerprint must have layers .*bits=0.*, got .*bits=8"):
+        put_below(cache, f"file://{tmp_path}", whose(make(INT8)))
+    assert cache.below is None
+
+
+def test_a_pool_of_a_model_and_a_cache_share_a_store(tmp_path: Path) -> None:
+    """What ``KVPool`` wrote a loop of one's own begins with."""
+    model, tokens = make_model("kvloom"), text(12)
+    with KVStore(f"file://{tmp_path}", read="always") as store:
+        pool = make_pool(model, store, "int8:g16")
+        compute_in_pool(model, pool, tokens)
+    identity = fingerprint_of(model, "int8:g16")
+    layer = identity.layers[0]
+    form = CacheFormat(quant=QuantSpec.parse("int8:g16"), page_size=PAGE, max_tokens=64)
+    cache = PrefixCache(
+        form,
+        num_layers=len(identity.layers),
+        heads=layer.heads,
+        head_dim=layer.key.head_dim,
+        dtype=model.dtype,
+    )
+    put_below(cache, f"file://{tmp_path}", identity)
+    sequence = cache.begin([*tokens[0].tolist(), 0])
+    assert sequence.num_cached == 12
+    found = pool.begin(torch.cat([tokens, text(1)], dim=1))
+    for i, storage in enumerate(cache.layers):
+        theirs = pool._pages.storages[i]
+        mine_at = cache.pages.slots([x.id for x in sequence.table.pages], storage)
+        theirs_at = pool._pages.slots([x.id for x in found.sequences[0].tables[0].pages], theirs)
+        expected = ops.load(theirs_at, theirs.view, dtype=torch.float32)
+        for mine, other in zip(ops.load(mine_at, storage.view, dtype=torch.float32), expected, strict=True):
+            assert torch.equal(mine, other)
