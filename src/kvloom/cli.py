@@ -2,6 +2,7 @@
 
 import argparse
 import io
+import json
 import logging
 import os
 import re
@@ -17,6 +18,7 @@ from kvloom import __version__
 from kvloom.conform.command import add_conform
 from kvloom.core.spelling import STORAGE, parse_kind
 from kvloom.errors import ArgumentError, KVError
+from kvloom.layouts.command import add_layouts
 from kvloom.models import bundled_model_path, check_model_folder
 from kvloom.serving import bench, command
 from kvloom.store.backends import store_url
@@ -115,23 +117,11 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_options(served)
     served.set_defaults(run=_bench_serve)
 
-    add_store_parser(commands, _question)
+    add_store_parser(commands, _question, _exchange)
 
-    layouts = commands.add_parser("layouts", help="the named layouts: axes, owner, document and a picture")
-    layouts.add_argument("names", nargs="*", metavar="NAME", help="only these")
-    layouts.set_defaults(run=_layouts)
+    add_layouts(commands)
 
     add_conform(commands.add_parser("conform", help="judge an implementation of an operator by its vectors"))
-
-    convert = commands.add_parser("convert", help="a safetensors file of keys and values in another layout")
-    convert.add_argument("source", type=Path, metavar="IN.safetensors")
-    convert.add_argument("target", type=Path, metavar="OUT.safetensors")
-    convert.add_argument("--from", dest="source_layout", required=True, metavar="LAYOUT")
-    convert.add_argument("--to", dest="target_layout", required=True, metavar="LAYOUT", help="name or axes")
-    convert.add_argument("--page-size", type=int, metavar="N", help="slots in a page (default: the source's)")
-    convert.add_argument("--shards", type=int, default=1, metavar="N", help="parts of the heads, 1 to 8")
-    convert.add_argument("--heads", type=int, metavar="N", help="of all shards, where IN merges H with D")
-    convert.set_defaults(run=_convert)
 
     info = commands.add_parser("info", help="version, backends, CPU capability, devices")
     info.add_argument("--probe", action="store_true", help="time attention with each instruction set")
@@ -151,8 +141,8 @@ def _generate(args: argparse.Namespace) -> None:
         _stream(model, tokenizer, prompt, args.kv, args.max_new_tokens, store=args.store)
 
 
-def _question(args: argparse.Namespace) -> tuple[Any, list[int]]:
-    """The fingerprint of a model, and the text that ``kvloom store why`` asks about."""
+def _model_and_text(args: argparse.Namespace) -> tuple[Any, list[int]]:
+    """The model that ``kvloom store why`` and ``convert`` name, and the tokens of their text."""
     args.prompt, args.prompt_file = None, Path(args.prompt_file)
     parse_kind("--kv", args.kv)
     prompt = _read_prompt(args)
@@ -162,9 +152,27 @@ def _question(args: argparse.Namespace) -> tuple[Any, list[int]]:
             check_model_folder(path)
             stack.enter_context(_somebodys_folder(path))
         model, tokenizer = _load(path)
-        from kvloom.integrations.transformers.identity import fingerprint_of
+        return model, tokenizer(prompt).input_ids
 
-        return fingerprint_of(model, args.kv), tokenizer(prompt).input_ids
+
+def _question(args: argparse.Namespace) -> tuple[Any, list[int]]:
+    """The fingerprint of a model, and the text that ``kvloom store why`` asks about."""
+    model, tokens = _model_and_text(args)
+    from kvloom.integrations.transformers.identity import fingerprint_of
+
+    with _options_named():
+        return fingerprint_of(model, args.kv), tokens
+
+
+def _exchange(args: argparse.Namespace) -> None:
+    _expect_positive(args, "page_size")
+    model, tokens = _model_and_text(args)
+    from kvloom.integrations.transformers.exchange import exchange
+
+    with _options_named():
+        count = exchange(args.source, args.target, model, tokens, args.kv, args.page_size, args.salt)
+    said = f"{count} of {len(tokens)} tokens are in {args.target}"
+    sys.stdout.write(f"{json.dumps({'stored': count, 'tokens': len(tokens)}) if args.json else said}\n")
 
 
 def _expect_positive(args: argparse.Namespace, *names: str) -> None:
@@ -275,31 +283,6 @@ def _demo_folder() -> Path:
     """Where demos keep keys and values, a few hundred kilobytes; the next one reads its prompt from there."""
     caches = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(caches) / "kvloom" / "demo"
-
-
-def _layouts(args: argparse.Namespace) -> None:
-    from kvloom.layouts import LAYOUTS, find_layout
-    from kvloom.layouts.pictures import as_text
-
-    for layout in [find_layout("NAME", name) for name in args.names] or LAYOUTS.values():
-        said = ": ".join(word for word in (layout.owner, layout.document) if word)
-        sys.stdout.write(f"{layout.name}  [{layout.axes}]\n  {said}\n{as_text(layout)}\n\n")
-
-
-def _convert(args: argparse.Namespace) -> None:
-    from kvloom.layouts import Placement, convert_file, find_layout
-
-    layouts = [
-        find_layout(f"--{x}", getattr(args, y))
-        for x, y in (("from", "source_layout"), ("to", "target_layout"))
-    ]
-    placement = Placement(layouts[1], args.page_size, args.shards)
-    done = convert_file(args.source, args.target, layouts[0], placement, args.heads)
-    nbytes = sum(x.nbytes for x in done.tensors.values())
-    sys.stdout.write(
-        f"{len(done.views)} layers, {done.num_slots} slots, {done.heads} heads: {nbytes:,} bytes in "
-        f"{len(done.tensors)} tensors [{layouts[1].axes}]\n"
-    )
 
 
 def _info(args: argparse.Namespace) -> None:

@@ -184,6 +184,13 @@ def test_generate_reads_its_prompt_the_second_time_and_why_says_so(
     assert main(["store", "why", folder, str(prompt), "--salt", "x"]) == 0
     assert "another salt" in capsys.readouterr().out
 
+    file, other = str(tmp_path / "prompt.safetensors"), str(tmp_path / "other")
+    (saved,) = lines(capsys, "convert", folder, file, str(prompt))
+    assert saved["stored"] == found[-1]["end"]
+    assert main(["store", "convert", file, other, str(prompt)]) == 0
+    assert f"{saved['stored']} of {saved['tokens']} tokens are in {other}" in capsys.readouterr().out
+    assert {x["reason"] for x in lines(capsys, "why", other, str(prompt))} == {"stored"}
+
 
 @pytest.mark.parametrize("args", [["ls", "ftp://x"], ["why", "memory://", "x", "--page-size", "0"]])
 def test_what_is_wrong_is_named(args: list[str], capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,151 @@
+"""Keys and values of a text, from a store to a file in the legacy format and back.
+
+The file is safetensors with ``past_key_values.{layer}.key`` and ``.value``, ``[1, H, N, D]`` in the model's
+dtype, as exported models name them, and ``input_ids`` ``[1, N]``. Letters as in ``legacy.py``.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from kvloom.core.specs import dtype_name
+from kvloom.errors import ArgumentError
+from kvloom.integrations.transformers.identity import fingerprint_of
+from kvloom.integrations.transformers.legacy import expect_pairs
+from kvloom.integrations.transformers.pool import KVPool
+from kvloom.store.backends import store_url
+from kvloom.store.fingerprint import Fingerprint
+from kvloom.store.store import KVStore
+
+_Pairs = Sequence[tuple[Tensor, Tensor]]
+_SUFFIX = ".safetensors"
+
+
+def exchange(
+    source: str,
+    target: str,
+    model: Any,
+    tokens: Sequence[int],
+    kv: str = "auto",
+    page_size: int = 16,
+    salt: str = "",
+) -> int:
+    """Copy the keys and values of a text between a store and a file.
+
+    What comes out of a store is dequantized, and what goes in is quantized, as ``kv`` says.
+
+    Args:
+        source: A folder or URL of a store, or a ``.safetensors`` file.
+        target: The other of the two.
+        model: A ``PreTrainedModel`` all of whose layers attend to the whole sequence.
+        tokens: Ids of the text; the keys and values are those of the first ones.
+        kv: How the store keeps them.
+        page_size: Tokens in a page; only full pages are stored.
+        salt: Whose they are.
+
+    Returns:
+        How many tokens the target has.
+
+    Raises:
+        ArgumentError: not one of the two is a file; the file is of another kind, model or text; or the store
+            has no page of the text, or cannot be written.
+        UnsupportedError: as ``KVPool.for_model``.
+    """
+    if source.endswith(_SUFFIX) == target.endswith(_SUFFIX):
+        raise ArgumentError(
+            f"SOURCE or TARGET must be a file {_SUFFIX}, and the other a store, got {source!r}, {target!r}"
+        )
+    if target.endswith(_SUFFIX):
+        pairs = _from_store(source, model, tokens, kv, page_size, salt)
+        return _save(Path(target), pairs, tokens)
+    pairs = _load(Path(source), fingerprint_of(model, kv), tokens)
+    return _to_store(target, pairs, model, tokens, kv, page_size, salt)
+
+
+def _from_store(store: str, model: Any, tokens: Sequence[int], kv: str, page_size: int, salt: str) -> _Pairs:
+    with KVStore(store_url(store), read="always") as opened:
+        pool = KVPool.for_model(model, kv, page_size, max_tokens=len(tokens) + page_size, store=opened)
+        # The last token is never read, as it is left to compute.
+        cache = pool.begin(torch.tensor([[*tokens, 0]], device=model.device), salt)
+    if not cache.get_seq_length():
+        raise ArgumentError(
+            f"SOURCE must have the first page of the text for this model, got none in {store}"
+        )
+    return cache.to_legacy_cache()
+
+
+def _to_store(
+    store: str, pairs: _Pairs, model: Any, tokens: Sequence[int], kv: str, page_size: int, salt: str
+) -> int:
+    """How many tokens are there and could be read back."""
+    count = pairs[0][0].shape[2]
+    room = sum(x.nbytes for pair in pairs for x in pair)  # nothing is dropped
+    with KVStore(store_url(store), read="always", max_queued=2 * room) as opened:
+        pool = KVPool.for_model(model, kv, page_size, max_tokens=count + page_size, store=opened)
+        ids = torch.tensor([tokens[:count]], device=model.device)
+        cache = pool.begin(ids[:, :1], salt)
+        for i, (key, value) in enumerate(pairs):
+            cache.update(key.to(model.device), value.to(model.device), i)
+        pool.commit(cache, ids, salt)
+        pool.flush()
+        pieces = opened.load(fingerprint_of(model, kv), salt, tokens[:count])
+    stored = pieces[-1].segment.end if pieces else 0
+    if stored < count // page_size * page_size:
+        raise ArgumentError(
+            f"TARGET must be a store that can be written, got {store}, which has {stored} tokens"
+        )
+    return stored
+
+
+def _save(path: Path, pairs: _Pairs, tokens: Sequence[int]) -> int:
+    count = pairs[0][0].shape[2]
+    tensors = {"input_ids": torch.tensor([tokens[:count]])}
+    for i, pair in enumerate(pairs):
+        for name, x in zip(_names(i), pair, strict=True):
+            tensors[name] = x.contiguous()
+    temporary = path.with_name(f".{path.name}.writing")
+    try:
+        save_file(tensors, temporary)
+        temporary.replace(path)
+    except (OSError, SafetensorError) as error:
+        temporary.unlink(missing_ok=True)
+        raise ArgumentError(f"TARGET must be a file that can be written: {error}") from error
+    return count
+
+
+def _load(path: Path, fingerprint: Fingerprint, tokens: Sequence[int]) -> _Pairs:
+    """The pairs of a file, which are of this model and text."""
+    try:
+        tensors = load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise ArgumentError(f"SOURCE must be a safetensors file: {error}") from error
+    ids = tensors.pop("input_ids", None)
+    names = [_names(i) for i in range(len(fingerprint.layers))]
+    if tensors.keys() != {name for pair in names for name in pair}:
+        raise ArgumentError(
+            f"SOURCE must have {names[0][0]} to {names[-1][1]}, got {', '.join(sorted(tensors)[:4])} ..."
+        )
+    pairs = expect_pairs([(tensors[key], tensors[value]) for key, value in names])
+    count = pairs[0][0].shape[2]
+    if not 0 < count <= len(tokens):
+        raise ArgumentError(f"SOURCE must have 1 to {len(tokens)} tokens, those of the text, got {count}")
+    if ids is not None and ids.tolist() != [list(tokens[:count])]:
+        raise ArgumentError("SOURCE must have the input_ids of the text, got others")
+    for layer, pair, named in zip(fingerprint.layers, pairs, names, strict=True):
+        for side, x, name in zip((layer.key, layer.value), pair, named, strict=True):
+            wanted = [1, layer.heads, count, side.head_dim]
+            if list(x.shape) != wanted or dtype_name(x.dtype) != fingerprint.dtype:
+                raise ArgumentError(
+                    f"SOURCE must have {name} {wanted} {fingerprint.dtype}, got {list(x.shape)} "
+                    f"{dtype_name(x.dtype)}"
+                )
+    return pairs
+
+
+def _names(layer: int) -> tuple[str, str]:
+    return f"past_key_values.{layer}.key", f"past_key_values.{layer}.value"
