@@ -250,6 +250,33 @@ def serving_http_section(result: dict[str, Any]) -> str:
     )
 
 
+def store_section(result: dict[str, Any]) -> str:
+    """A prefix in a store."""
+    rows = [
+        [
+            x["kind"],
+            f"{x['file_bytes'] / 1e6:.1f}",
+            f"{x['computed_ms']:.0f}",
+            f"{x['memory']:.1f}x",
+            f"{x['files']:.1f}x",
+            f"{x['verified']:.0%}",
+            f"{x['writing']:+.1%}",
+            f"{x['commit_ms']:.1f}",
+        ]
+        for x in result["rows"]
+    ]
+    head = ["", "MB", "computed, ms", "memory", "files", "verified", "writing", "commit, ms"]
+    return (
+        f"The first token behind a prompt of {result['tokens']:,} tokens of 4 layers of 8 heads of 64: "
+        "computed, and how many times sooner it comes where a pool has the prompt in memory, and where a new "
+        "one reads it from local files. *Verified*: the time of reading the files, by that of reading and "
+        "verifying them. *Writing*: what writing the prompt behind adds to the "
+        f"{result['steps']} decode steps after `commit`, which takes as long as the last column says. XXH3 "
+        f"reads {result['checksum_gb_per_s']:.1f} GB/s. Medians of {result['rounds']} rounds.\n\n"
+        + table(head, rows)
+    )
+
+
 def dispatch_section(result: dict[str, Any]) -> str:
     """What a call costs before a kernel runs."""
     rows = [
@@ -322,6 +349,7 @@ SECTIONS = {
     "prefix": Section("A known prefix", prefix_section, OURS),
     "serving": Section("Many requests at once", serving_section, OURS),
     "serving_http": Section("Many clients of a server", serving_http_section, OURS),
+    "store": Section("A prefix from a store", store_section, (*OURS, "xxhash")),
     "movement": Section("Moving keys and values", movement_section, ("torch",)),
     "attend_cpu": Section("Attention on the CPU", attend_cpu_section, RUNTIMES),
     "prefill_cpu": Section("Prompts on the CPU", prefill_cpu_section, RUNTIMES),

@@ -60,6 +60,13 @@ def test_decode_times_every_cache_at_a_context(quick: Callable[..., Any]) -> Non
         assert {"StaticCache", *(f"kvloom {kind}" for kind in kinds)} <= ratios.keys()
 
 
+def test_store_reads_what_was_committed(quick: Callable[..., Any]) -> None:
+    pytest.importorskip("xxhash")
+    rows = {x["kind"]: x for x in quick("store")["rows"]}
+    assert rows.keys() == {"float32", "int8"}
+    assert rows["int8"]["file_bytes"] < 0.3 * rows["float32"]["file_bytes"]
+
+
 def test_cache_kinds_measures_either_attention(quick: Callable[..., Any]) -> None:
     kinds = {x["kind"]: x for x in quick("cache_kinds")["kinds"]}
     assert len(kinds) == 11

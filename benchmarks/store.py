@@ -1,0 +1,183 @@
+"""A known prefix of 2,048 tokens: computed, found in memory, and read from local files by a new pool.
+
+A Llama of random weights with 4 layers of 8 heads of 64, in float32 and in int8. ``computed`` is the time
+to the first token with nothing known, and what follows is how many times sooner it comes. A new pool opens
+the store, lists it, reads, verifies and copies into its pages; the files are in the page cache of the
+system, as they are when one process follows another. ``verified`` is the time of reading the files as the
+system gives them, by that of reading and verifying them, in memory that was used before. ``writing`` is
+what writing behind adds to the decode steps that follow a commit, and ``commit_ms`` what the commit itself
+takes: its pages are copied and summed before it returns.
+
+Prediction: reading is memory speed, so codes, a quarter of the bytes, come sooner by more. XXH3 reads at
+twice the speed at which the system copies a file, so verified reading is two thirds of reading. The writer
+has the lowest priority and no step waits for it, but a decode step uses all processors, so it costs what it
+computes.
+
+Prints one JSON line.
+"""
+
+import argparse
+import json
+import tempfile
+import time
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import xxhash
+from rounds import in_turn, ratio, seconds
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from kvloom.integrations.transformers import KVPool
+from kvloom.integrations.transformers.identity import fingerprint_of
+from kvloom.store import KVStore
+
+KINDS = {"float32": "auto", "int8": "int8"}
+VOCABULARY = 1000
+
+
+def make_model() -> Any:
+    """4 layers of 8 heads of 64."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=512, intermediate_size=1408, num_hidden_layers=4,
+        num_attention_heads=8, num_key_value_heads=8, head_dim=64, max_position_embeddings=8192,
+        attn_implementation="kvloom",
+    )  # fmt: skip
+    return LlamaForCausalLM(config).eval()
+
+
+def text(length: int, seed: int) -> Tensor:
+    """One row of tokens."""
+    return torch.randint(3, VOCABULARY, (1, length), generator=torch.Generator().manual_seed(seed))
+
+
+class Contest:
+    """One kind of cache.
+
+    Args:
+        model: That computes.
+        kv: How its keys and values are kept.
+        folder: Of the store.
+        length: Tokens of the prefix.
+        steps: Decode steps behind a commit.
+    """
+
+    def __init__(self, model: Any, kv: str, folder: Path, length: int, steps: int) -> None:
+        self.model, self.kv, self.steps = model, kv, steps
+        self.url = f"file://{folder}"
+        self.tokens = text(length + 1, 1)
+        self.num_texts = 1
+        self.memory = self.pool(KVStore(self.url, read="always"))
+        cache, _ = self.first_token(self.memory, self.tokens)
+        self.memory.commit(cache, self.tokens)
+        self.memory.close()
+        self.files = [*folder.rglob("*.safetensors")]
+        self.commits: list[float] = []
+
+    def pool(self, store: KVStore | None = None) -> KVPool:
+        """An empty one."""
+        return KVPool.for_model(self.model, self.kv, max_tokens=4 * self.tokens.shape[1], store=store)
+
+    @torch.no_grad()
+    def first_token(self, pool: KVPool, tokens: Tensor) -> tuple[Any, int]:
+        """The cache behind the prompt, and what comes first."""
+        cache = pool.begin(tokens)
+        new = tokens[:, int(cache.get_seq_length()) :]
+        return cache, int(self.model(new, past_key_values=cache, logits_to_keep=1).logits[0, -1].argmax())
+
+    def until_first_token(self, way: str) -> float:
+        """Seconds."""
+        if way == "memory":
+            pool = self.memory
+        else:
+            pool = self.pool(KVStore(self.url, read="always") if way == "files" else None)
+        return seconds(lambda _: self.first_token(pool, self.tokens), 0)
+
+    def read(self) -> float:
+        """Seconds of reading the files."""
+        began = time.perf_counter()
+        for path in self.files:
+            with path.open("rb", buffering=0) as file:
+                file.read()
+        return time.perf_counter() - began
+
+    def verify(self, store: KVStore, whose: Any) -> float:
+        """Seconds of reading and verifying them."""
+        ids = self.tokens[0, :-1].tolist()
+        began = time.perf_counter()
+        pieces = store.load(whose, "", ids)
+        took = time.perf_counter() - began
+        if pieces[-1].segment.end != len(ids):
+            raise RuntimeError("the prefix was not read")
+        return took
+
+    @torch.no_grad()
+    def step(self, is_writing: bool) -> float:
+        """Seconds of a decode step, behind a prompt that nobody knows."""
+        self.num_texts += 1
+        tokens = text(self.tokens.shape[1], self.num_texts)
+        with self.pool(KVStore(self.url)) as pool:
+            cache, token = self.first_token(pool, tokens)
+            if is_writing:
+                self.commits.append(seconds(lambda _: pool.commit(cache, tokens), 0))
+            began = time.perf_counter()
+            for _ in range(self.steps):
+                logits = self.model(torch.tensor([[token]]), past_key_values=cache).logits
+                token = int(logits[0, -1].argmax())
+            return (time.perf_counter() - began) / self.steps
+
+
+def measure(model: Any, kind: str, folder: Path, length: int, steps: int, rounds: int) -> dict[str, Any]:
+    """A row."""
+    contest = Contest(model, KINDS[kind], folder, length, steps)
+    first = in_turn(
+        {way: partial(contest.until_first_token, way) for way in ("computed", "memory", "files")}, rounds, 1
+    )
+    with KVStore(contest.url, read="always") as store:
+        whose = fingerprint_of(model, KINDS[kind])
+        reads = in_turn(
+            {"read": contest.read, "verified": lambda: contest.verify(store, whose)}, 5 * rounds, 2
+        )
+    writes = in_turn({"quiet": lambda: contest.step(False), "writing": lambda: contest.step(True)}, rounds, 1)
+    return {
+        "kind": kind,
+        "file_bytes": sum(path.stat().st_size for path in contest.files),
+        "computed_ms": 1e3 * median(first["computed"]),
+        "memory": ratio(first["computed"], first["memory"]),
+        "files": ratio(first["computed"], first["files"]),
+        "verified": ratio(reads["read"], reads["verified"]),
+        "step_ms": 1e3 * median(writes["quiet"]),
+        "writing": ratio(writes["writing"], writes["quiet"]) - 1,
+        "commit_ms": 1e3 * median(contest.commits),
+    }
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="a short prefix, to see that it runs")
+    parser.add_argument("--rounds", type=int, default=7)
+    args = parser.parse_args()
+    length, steps, rounds = (64, 2, 1) if args.quick else (2048, 128, args.rounds)
+    model = make_model()
+    with tempfile.TemporaryDirectory() as folder:
+        rows = [measure(model, kind, Path(folder) / kind, length, steps, rounds) for kind in KINDS]
+    data = bytes(64 << 20)
+    times = [seconds(lambda _: xxhash.xxh3_128_digest(data), 0) for _ in range(rounds)]
+    result = {
+        "figure": "store",
+        "tokens": length,
+        "steps": steps,
+        "rounds": rounds,
+        "rows": rows,
+        "checksum_gb_per_s": len(data) / median(times) / 1e9,
+    }
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()
