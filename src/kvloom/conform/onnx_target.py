@@ -25,6 +25,8 @@ _TYPES: Final = {
     torch.int32: TensorProto.INT32,
     torch.int64: TensorProto.INT64,
 }
+_UPDATED: Final = "_updated"
+"""Behind the name of what a node updates, since no output may have the name of an input."""
 _OPSET: Final = 24
 _IR: Final = 11
 
@@ -68,9 +70,10 @@ def model_of(operator: Operator, vector: Vector, call: Call) -> Any:
     first = next(iter(feeds.values()))
     results = [n for n in (vector.expected or {}) if "@" not in n] if vector.expected else [*operator.outputs]
     updated = [name for name in operator.updated if name in feeds]
-    outputs = [name for name in operator.outputs if name in results or not vector.expected] + updated
+    outputs = [name for name in operator.outputs if name in results or not vector.expected]
     types = {name: (vector.expected or {})[name].dtype for name in outputs if name in (vector.expected or {})}
-    types |= {name: feeds[name].dtype for name in updated}
+    types |= {f"{name}{_UPDATED}": feeds[name].dtype for name in updated}
+    outputs += [f"{name}{_UPDATED}" for name in updated]
     kind = operator.node_type
     node = helper.make_node(kind, names, outputs, domain=operator.domain, **attributes_of(operator, call))
     graph = helper.make_graph(
@@ -121,7 +124,7 @@ class OnnxOperators:
         model = model_of(operator, vector, call)
         try:
             session = self._ort.InferenceSession(model.SerializeToString(), self._options)
-            names = [output.name for output in session.get_outputs()]
+            names = [output.name.removesuffix(_UPDATED) for output in session.get_outputs()]
             return _to_results(names, session.run(None, _to_numpy(tensors_of(operator, call))))
         except Exception as error:  # ONNX Runtime has no common base
             if "NOT_IMPLEMENTED" in str(error) or "NotImplemented" in type(error).__name__:
