@@ -20,6 +20,7 @@ _HOME = {
     "convert": "kvloom.layouts",
     "debug": "kvloom.core.checks",
     "ops": "kvloom",
+    "plan": "kvloom.planning.plan",
 }
 
 __all__ = [*_HOME, "__version__"]  # noqa: PLE0604 (all keys are strings)

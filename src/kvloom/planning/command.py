@@ -1,0 +1,126 @@
+"""``kvloom plan``: whether a model and its cache will fit, and what takes how much."""
+
+import argparse
+import json
+import re
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from kvloom.core.spelling import STORAGE, parse_kind
+from kvloom.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from kvloom.planning.plan import Plan
+
+_UNITS: Final = {"": 1} | {
+    f"{letter}{i}B": base**power
+    for power, letter in enumerate("KMGT", 1)
+    for i, base in (("", 1000), ("i", 1024))
+}
+_WIDTH: Final = 120
+_PARTS: Final = ("weights", "cache", "scales", "states", "tables", "waste", "total")
+
+
+def add_plan(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``kvloom plan``."""
+    parser.add_argument(
+        "--model", type=Path, required=True, metavar="PATH", help="config.json, or a folder with one"
+    )
+    parser.add_argument(
+        "--kv", metavar="KIND[:gGROUP]", help=f"how the cache is kept: {', '.join(STORAGE)} (default: each)"
+    )
+    parser.add_argument(
+        "--context", type=int, metavar="N", help="tokens of each sequence (default: the most)"
+    )
+    parser.add_argument("--batch", type=int, default=1, metavar="N", help="sequences at once")
+    parser.add_argument("--page-size", type=int, default=16, metavar="N", help="tokens in a page")
+    parser.add_argument("--memory", metavar="BYTES", help="such as 24GB or 24GiB: how much fits into it")
+    parser.add_argument("--json", action="store_true", help="machine-readable output")
+    parser.add_argument("--svg", type=Path, metavar="FILE", help="write a plot")
+    parser.set_defaults(run=_run)
+
+
+def parse_bytes(name: str, text: str) -> int:
+    """Bytes that ``"24GB"`` (10^9), ``"1.5GiB"`` (2^30) or a plain number spells.
+
+    Raises:
+        ArgumentError: ``text`` spells none; ``name`` is what the error calls it.
+    """
+    found = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,9})?) ?([KMGT]i?B)?", text)
+    if found is None:
+        raise ArgumentError(f"{name} must be bytes such as 24GB or 24GiB, got {text!r}")
+    return int(float(found[1]) * _UNITS[found[2] or ""])
+
+
+def _run(args: argparse.Namespace) -> None:
+    if args.kv is not None:
+        parse_kind("--kv", args.kv)
+    memory = None if args.memory is None else parse_bytes("--memory", args.memory)
+    from kvloom.planning.model import ModelShape, read_config
+    from kvloom.planning.plan import kinds_for, plan
+
+    shape = ModelShape.of(read_config(args.model))
+    kinds = kinds_for(shape) if args.kv is None else [args.kv]
+    plans = [
+        plan(shape, kv, context=args.context, batch=args.batch, page_size=args.page_size) for kv in kinds
+    ]
+    if args.json:
+        json.dump([_as_json(x, memory) for x in plans], sys.stdout, indent=1)
+        sys.stdout.write("\n")
+    else:
+        _print(plans, memory)
+    if args.svg is not None:
+        from kvloom.planning.chart import chart
+
+        args.svg.write_text(chart(plans, memory), encoding="utf-8")
+
+
+def _as_json(plan: "Plan", memory: int | None) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        name: getattr(plan, name) for name in ("kv", "context", "batch", "page_size", *_PARTS)
+    }
+    found["layers"] = [
+        {"kind": x.kind} | {name: getattr(x, name) for name in ("cache", "scales", "states", "waste")}
+        for x in plan.layers
+    ]
+    if memory is not None:
+        found |= {
+            "memory": memory,
+            "longest_context": plan.longest_context(memory),
+            "largest_batch": plan.largest_batch(memory),
+        }
+    return found
+
+
+def _print(plans: list["Plan"], memory: int | None) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    first, console = plans[0], Console()
+    console.width = max(console.width, _WIDTH)  # a number that is cut says nothing
+    parts = [part for part in _PARTS[1:] if any(getattr(x, part) for x in plans)]
+    title = f"{first.weights:,} bytes of weights, {first.batch} x {first.context:,} tokens in pages of"
+    table = Table("kv", title=f"{title} {first.page_size}")
+    for part in (*parts, *(() if memory is None else ("longest", "batch"))):
+        table.add_column(part, justify="right", no_wrap=True)
+    for x in plans:
+        row = [f"{getattr(x, part):,}" for part in parts]
+        if memory is not None:
+            row += [
+                "any" if n is None else f"{n:,}" for n in (x.longest_context(memory), x.largest_batch(memory))
+            ]
+        table.add_row(x.kv, *row)
+    console.print(table)
+    names = ("cache", "scales", "states", "waste", "total")
+    layers = Table("layers", title=f"by kind of layer, kv {first.kv}")
+    for name in names:
+        layers.add_column(name, justify="right", no_wrap=True)
+    for kind, (count, total) in first.by_kind().items():
+        layers.add_row(f"{count} {kind}", *(f"{getattr(total, name):,}" for name in names))
+    console.print(layers)
+    if memory is not None:
+        console.print(
+            f"longest: tokens of each of {first.batch} in {memory:,} bytes; batch: sequences of "
+            f"{first.context:,} tokens"
+        )

@@ -1,0 +1,166 @@
+"""What a model would keep: its weights, and what each layer keeps of a token; needs no memory for them."""
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PretrainedConfig
+
+from kvloom.caches import CacheFormat
+from kvloom.errors import ArgumentError, UnsupportedError
+from kvloom.integrations.transformers import summary_of
+from kvloom.integrations.transformers.build import DummyLayer, StatefulLayer, make_layers
+from kvloom.integrations.transformers.layers import KVCacheLayer
+
+Kind: TypeAlias = Literal["full", "window", "latent", "hybrid", "recurrent", "none"]
+"""Attention to all tokens, to a window, by latent vectors; attention beside a recurrent state, a state alone;
+nothing of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    """What one layer keeps.
+
+    Attributes:
+        kind: Of the layer.
+        heads: Key/value heads; 0 without keys.
+        key_dim: Elements of a key.
+        value_dim: Elements of a value.
+        dtype: In which keys and values are computed.
+        window: Tokens that a token sees, itself included; ``None`` for all.
+        state_nbytes: Bytes of the recurrent state of one sequence.
+    """
+
+    kind: Kind
+    heads: int
+    key_dim: int
+    value_dim: int
+    dtype: torch.dtype
+    window: int | None
+    state_nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """What a model keeps.
+
+    Attributes:
+        config: Of the part that generates text.
+        weights: Bytes of all parameters and buffers, tied ones once.
+        layers: In order.
+    """
+
+    config: Any
+    weights: int
+    layers: tuple[LayerShape, ...]
+
+    @classmethod
+    def of(cls, config: Any) -> "ModelShape":
+        """The shape of the model with this configuration, which computes one token in tensors without data.
+
+        Raises:
+            ArgumentError: ``config`` is no configuration.
+            UnsupportedError: it is of no causal language model that runs so, its weights are quantized, or a
+                layer keeps what is neither keys and values nor a recurrent state.
+        """
+        if not isinstance(config, PretrainedConfig):
+            raise ArgumentError(f"config must be a PretrainedConfig or a path, got {config!r}")
+        if getattr(config, "quantization_config", None) is not None:
+            raise UnsupportedError(
+                f"config must be of a model without quantized weights, got the quantization_config of "
+                f"{type(config).__name__}"
+            )
+        model, seen = _run_without_data(config)
+        layers = make_layers(model, CacheFormat())
+        for layer in layers:
+            if not isinstance(layer, (KVCacheLayer, DummyLayer, StatefulLayer)):
+                raise UnsupportedError(
+                    f"config must have layers of keys and values or of recurrent states, got "
+                    f"{type(layer).__name__} in {type(config).__name__}"
+                )
+        text = config.get_text_config(decoder=True)
+        tensors = [*model.parameters(), *model.buffers()]
+        return cls(
+            text,
+            sum(x.nbytes for x in tensors),
+            tuple(_shape(layer, seen, i, hasattr(text, "kv_lora_rank")) for i, layer in enumerate(layers)),
+        )
+
+
+def read_config(path: str | Path) -> Any:
+    """The configuration in a folder, or in a file ``config.json``; no weights are needed, no code is run.
+
+    Raises:
+        ArgumentError: there is none, or it is damaged or of an unknown model.
+    """
+    folder = Path(path)
+    if not (folder.is_file() or (folder / "config.json").is_file()):
+        raise ArgumentError(f"model must be a config.json, or a local folder with one, got {str(path)!r}")
+    try:
+        return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # whatever a damaged file makes transformers raise
+        raise ArgumentError(
+            f"model must have a configuration that loads, got {str(path)!r}: {summary_of(error)}"
+        ) from error
+
+
+class _Watched(DynamicCache):  # type: ignore[misc]
+    """Knows the keys and values of one token in each layer."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config=config)
+        self.seen: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> Any:
+        """As of ``DynamicCache``."""
+        self.seen[layer_idx] = key_states, value_states
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+
+def _run_without_data(config: Any) -> tuple[Any, _Watched]:
+    """The model, and the cache in which it has kept one token."""
+    logger = logging.getLogger("transformers")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        with torch.device("meta"), torch.no_grad():
+            model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+            if hasattr(model, "set_experts_implementation"):
+                model.set_experts_implementation("batched_mm")  # whose shapes depend on no data
+            cache = _Watched(model.config.get_text_config(decoder=True))
+            one = torch.ones(1, 1, dtype=torch.int64)
+            model(one, attention_mask=one, past_key_values=cache, use_cache=True)
+    except Exception as error:
+        raise UnsupportedError(
+            f"config must be of a causal language model that computes a token without data, got "
+            f"{type(config).__name__}: {summary_of(error)}"
+        ) from error
+    finally:
+        logger.setLevel(level)
+    return model, cache
+
+
+def _shape(layer: Any, cache: _Watched, index: int, is_latent: bool) -> LayerShape:
+    theirs = cache.layers[index]
+    state = 0
+    if isinstance(theirs, StatefulLayer):
+        state = sum(x.nbytes for name, x in _tensors(vars(theirs)) if name not in ("keys", "values"))
+    if index not in cache.seen:
+        return LayerShape("recurrent" if state else "none", 0, 0, 0, torch.float32, None, state)
+    key, value = cache.seen[index]
+    window = layer.pages.sequences.window
+    kind: Kind = "hybrid" if state else "full" if window is None else "window"
+    if kind == "full" and is_latent:
+        kind = "latent"
+    return LayerShape(kind, key.shape[1], key.shape[3], value.shape[3], key.dtype, window, state)
+
+
+def _tensors(found: dict[Any, Any]) -> list[tuple[Any, Tensor]]:
+    """Tensors of a mapping and of those within it, by name."""
+    nested = [pair for x in found.values() if isinstance(x, dict) for pair in _tensors(x)]
+    return nested + [(name, x) for name, x in found.items() if isinstance(x, Tensor)]

@@ -1,0 +1,241 @@
+"""Bytes of weights, cache, scales, page tables and waste, before anything is allocated."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from math import gcd, prod
+from pathlib import Path
+from typing import Any, Final
+
+from kvloom.caches import CacheFormat, Sequences
+from kvloom.core.specs import KVSpec
+from kvloom.core.spelling import CODE_BITS, GROUP, STORAGE
+from kvloom.errors import ArgumentError, ConfigError
+from kvloom.integrations.transformers.build import cache_format
+from kvloom.planning.model import Kind, LayerShape, ModelShape, read_config
+
+_LONGEST: Final = 1 << 40
+"""Tokens, or sequences, that no search goes beyond."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerPlan:
+    """Bytes of one layer.
+
+    Attributes:
+        kind: ``"full"``, ``"window"``, ``"latent"`` (MLA), ``"hybrid"``, ``"recurrent"`` or ``"none"``.
+        cache: Of keys and values, or of their codes.
+        scales: Of codes.
+        states: Of recurrent states, which transformers' own layers keep.
+        waste: Those of ``cache`` and ``scales`` in slots that hold no token.
+    """
+
+    kind: Kind
+    cache: int = 0
+    scales: int = 0
+    states: int = 0
+    waste: int = 0
+
+    @property
+    def total(self) -> int:
+        """Bytes allocated."""
+        return self.cache + self.scales + self.states
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a model takes when a ``KVCache`` has ``batch`` sequences of ``context`` tokens each.
+
+    ``cache + scales`` is ``KVCache.nbytes`` after prompts of that length, and the bytes of a ``KVPool`` of as
+    many token slots in whole pages; ``tables`` are the page tables that attention reads.
+
+    Attributes:
+        shape: Of the model.
+        kv: How keys and values are kept.
+        values: How the values are kept, if otherwise; else ``None``.
+        context: Tokens of each sequence.
+        batch: Sequences.
+        page_size: Tokens in a page.
+        layers: Bytes of each layer.
+        tables: Bytes of page tables, one table for all layers of a window.
+    """
+
+    shape: ModelShape
+    kv: str
+    values: str | None
+    context: int
+    batch: int
+    page_size: int
+    layers: tuple[LayerPlan, ...]
+    tables: int
+
+    @property
+    def weights(self) -> int:
+        """Bytes of parameters and buffers."""
+        return self.shape.weights
+
+    @property
+    def cache(self) -> int:
+        """Bytes of keys and values, or of their codes."""
+        return sum(layer.cache for layer in self.layers)
+
+    @property
+    def scales(self) -> int:
+        """Bytes of scales."""
+        return sum(layer.scales for layer in self.layers)
+
+    @property
+    def states(self) -> int:
+        """Bytes of recurrent states."""
+        return sum(layer.states for layer in self.layers)
+
+    @property
+    def waste(self) -> int:
+        """Bytes of slots without a token, which are among ``cache`` and ``scales``."""
+        return sum(layer.waste for layer in self.layers)
+
+    @property
+    def total(self) -> int:
+        """Bytes in all."""
+        return self.weights + self.cache + self.scales + self.states + self.tables
+
+    def by_kind(self) -> dict[Kind, tuple[int, LayerPlan]]:
+        """Of each kind of layer, how many there are and the sum of their bytes."""
+        found: dict[Kind, tuple[int, LayerPlan]] = {}
+        for layer in self.layers:
+            count, x = found.get(layer.kind, (0, LayerPlan(layer.kind)))
+            found[layer.kind] = (
+                count + 1,
+                LayerPlan(
+                    layer.kind,
+                    x.cache + layer.cache,
+                    x.scales + layer.scales,
+                    x.states + layer.states,
+                    x.waste + layer.waste,
+                ),
+            )
+        return found
+
+    def longest_context(self, memory: int) -> int | None:
+        """The most tokens that each of ``batch`` sequences can have, and all fewer ones, in so many bytes.
+
+        0 if not even the weights fit; ``None`` if no length takes too much.
+        """
+        # What a window holds goes up and down by a page, so the most that it can hold counts.
+        return _most(lambda n: self._with(n, self.batch, is_peak=True).total <= memory)
+
+    def largest_batch(self, memory: int) -> int | None:
+        """The most sequences of ``context`` tokens that fit into so many bytes.
+
+        0 if not even the weights fit; ``None`` if no number takes too much.
+        """
+        return _most(lambda n: self._with(self.context, n).total <= memory)
+
+    def _with(self, context: int, batch: int, *, is_peak: bool = False) -> "Plan":
+        format = cache_format(self.shape.config, self.kv, self.page_size, values=self.values)
+        windows = dict.fromkeys(layer.window for layer in self.shape.layers if layer.heads)
+        held = {window: _held(context, window, self.page_size, is_peak) for window in windows}
+        return replace(
+            self,
+            context=context,
+            batch=batch,
+            layers=tuple(
+                _layer(layer, format, batch, *held.get(layer.window, (0, 0))) for layer in self.shape.layers
+            ),
+            tables=sum(8 * batch * num_pages for num_pages, _ in held.values()),
+        )
+
+
+def plan(
+    config: Any,
+    kv: str = "auto",
+    *,
+    context: int | None = None,
+    batch: int = 1,
+    page_size: int = 16,
+    values: str | None = None,
+) -> Plan:
+    """What a model and its cache will take, to the byte; needs no weights and allocates nothing.
+
+    Args:
+        config: A ``PretrainedConfig``, a ``config.json``, a folder with one, or a ``ModelShape``.
+        kv: As of ``KVCache.for_model``.
+        context: Tokens of each sequence; ``None`` for the most that the model was made for.
+        batch: Sequences.
+        page_size: Tokens in a page.
+        values: As ``kv``, for the values alone.
+
+    Raises:
+        ArgumentError: an argument is none of these, or ``kv`` has a group that does not divide a head dim.
+        UnsupportedError: as ``ModelShape.of``.
+    """
+    if isinstance(config, (str, Path)):
+        config = read_config(config)
+    shape = config if isinstance(config, ModelShape) else ModelShape.of(config)
+    if context is None:
+        context = getattr(shape.config, "max_position_embeddings", None)
+        if not isinstance(context, int):
+            raise ArgumentError(
+                "context must be given, for the configuration names no max_position_embeddings"
+            )
+    for name, value, least in (("context", context, 0), ("batch", batch, 1), ("page_size", page_size, 1)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise ArgumentError(f"{name} must be an int of at least {least}, got {value!r}")
+    empty = Plan(shape, kv, values, context, batch, page_size, (), 0)
+    try:
+        return empty._with(context, batch)
+    except ConfigError as error:
+        raise ArgumentError(f"kv must fit every layer, got {kv!r}: {error}") from error
+
+
+def kinds_for(shape: ModelShape) -> list[str]:
+    """Every ``kv`` that serves a model, codes with the largest group up to 64 that divides its head dims."""
+    group = gcd(GROUP, *(dim for layer in shape.layers for dim in (layer.key_dim, layer.value_dim)))
+    return [
+        kind if kind not in CODE_BITS or group == GROUP else f"{kind}:g{group}"
+        for kind in STORAGE
+        if CODE_BITS.get(kind) != 4 or group % 2 == 0
+    ]
+
+
+def _held(context: int, window: int | None, page_size: int, is_peak: bool) -> tuple[int, int]:
+    """Pages and tokens of one sequence after a prompt of ``context`` tokens, or the most up to there."""
+    if window is None or not context:
+        return -(-context // page_size), context
+    sequences = Sequences(CacheFormat(page_size=page_size), window)
+    sequences.reserve(1, min(context, window + sequences.rollback + page_size - 2) if is_peak else context)
+    return sequences.pages.pool.num_pages, sequences.tables[0].num_tokens
+
+
+def _layer(layer: LayerShape, format: CacheFormat, batch: int, num_pages: int, num_tokens: int) -> LayerPlan:
+    states = batch * layer.state_nbytes
+    if not layer.heads:
+        return LayerPlan(layer.kind, states=states)
+    sides = [
+        x.spec(layer.heads, dim, layer.dtype)
+        for x, dim in ((format, layer.key_dim), (format.values or format, layer.value_dim))
+    ]
+    slot = [_slot(spec) for spec in sides]
+    cache, scales = sum(x for x, _ in slot), sum(x for _, x in slot)
+    num_slots = batch * num_pages * format.page_size
+    empty = num_slots - batch * num_tokens
+    return LayerPlan(layer.kind, cache * num_slots, scales * num_slots, states, (cache + scales) * empty)
+
+
+def _slot(spec: KVSpec) -> tuple[int, int]:
+    """Bytes of keys or values of a token, and of their scales."""
+    cache, scale = replace(spec, layout="T H D").shapes(1)
+    scales = 0 if scale is None or spec.quant is None else prod(scale) * spec.quant.scale_dtype.itemsize
+    return prod(cache) * spec.cache_dtype.itemsize, scales
+
+
+def _most(fits: Callable[[int], bool]) -> int | None:
+    """The largest number that fits, if all smaller ones do."""
+    low, high = 0, 1
+    while high <= _LONGEST and fits(high):
+        low, high = high, 2 * high
+    if high > _LONGEST:
+        return None
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low

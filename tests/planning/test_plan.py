@@ -1,0 +1,248 @@
+"""What is planned is what is allocated, to the byte."""
+
+from __future__ import annotations
+
+import json
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from integrations.test_families import FAMILIES, family
+
+import kvloom
+from kvloom.caches.storage import Storage
+from kvloom.cli import main
+from kvloom.errors import ArgumentError, UnsupportedError
+from kvloom.integrations.transformers import KVCache, KVPool, load_model
+from kvloom.models import bundled_model_path
+from kvloom.planning.command import parse_bytes
+from kvloom.planning.model import ModelShape
+from kvloom.planning.plan import Plan, kinds_for
+
+
+@pytest.fixture(autouse=True)
+def no_gradients() -> Iterator[None]:
+    with torch.no_grad():
+        yield
+
+
+def filled(model: Any, cache: Any, rows: int, length: int) -> Any:
+    model(torch.ones(rows, length, dtype=torch.int64), past_key_values=cache, use_cache=True)
+    return cache
+
+
+def table_nbytes(cache: KVCache) -> int:
+    """Bytes of the tables that attention reads, one for each window."""
+    first: dict[Any, Storage] = {}
+    for layer in cache._own_layers:
+        first.setdefault(layer.pages.sequences, layer.pages.storage)
+    return sum(x.pages.table(x.tables, storage).nbytes for x, storage in first.items())
+
+
+@pytest.mark.parametrize("name", list(FAMILIES))
+def test_a_plan_is_what_a_cache_allocates(name: str) -> None:
+    model = family(name)
+    shape = ModelShape.of(model.config)
+    assert shape.weights == sum(x.nbytes for x in [*model.parameters(), *model.buffers()])
+    for kv in [*kinds_for(shape), "int4:g2"]:
+        for length in (1, 16, 90) if kv == "auto" else (47,):  # within the windows, and beyond
+            planned = kvloom.plan(shape, kv, context=length, batch=2, page_size=4)
+            cache = filled(model, KVCache.for_model(model, kv=kv, page_size=4), 2, length)
+            assert planned.cache + planned.scales == cache.nbytes
+            assert planned.tables == table_nbytes(cache)
+
+
+@pytest.mark.parametrize("values", [None, "int4:g4"])
+@pytest.mark.parametrize("kv", ["auto", "float16", "int8:g8"])
+@pytest.mark.parametrize("page_size", [1, 3, 16])
+def test_codes_scales_and_waste_are_those_of_the_tensors(kv: str, values: str | None, page_size: int) -> None:
+    model = family("Llama")
+    cache = filled(model, KVCache.for_model(model, kv=kv, values=values, page_size=page_size), 3, 10)
+    planned = kvloom.plan(model.config, kv, values=values, context=10, batch=3, page_size=page_size)
+    for layer, own in zip(planned.layers, cache.layers, strict=True):
+        key, value, *scales = own.pages.storage.tensors
+        assert layer.cache == key.nbytes + value.nbytes
+        assert layer.scales == sum(x.nbytes for x in scales if x is not None)
+        assert layer.waste == layer.total * (-10 % page_size) // (10 + -10 % page_size)
+    assert planned.total == sum((planned.weights, planned.cache, planned.scales, planned.tables))
+
+
+def test_a_plan_is_what_a_pool_allocates() -> None:
+    model = family("DeepSeek-V3")
+    pool = KVPool.for_model(model, kv="int8:g8", page_size=4, max_tokens=2 * 20)
+    cache = filled(model, pool.begin(torch.ones(2, 18, dtype=torch.int64)), 2, 18)
+    planned = kvloom.plan(model.config, "int8:g8", context=18, batch=2, page_size=4)
+    assert planned.cache + planned.scales == cache.nbytes
+    assert planned.by_kind().keys() == {"latent"}
+
+
+@pytest.mark.parametrize("name", [x for x in ("Qwen3-Next", "Falcon-H1") if x in FAMILIES])
+def test_recurrent_states_are_counted(name: str) -> None:
+    model = family(name)
+    cache = filled(model, KVCache.for_model(model), 3, 7)
+    states = [
+        x
+        for layer in cache.layers
+        for kept in ("conv_states", "recurrent_states")
+        for x in getattr(layer, kept, {}).values()
+    ]
+    assert kvloom.plan(model.config, context=7, batch=3).states == sum(x.nbytes for x in states) > 0
+
+
+def test_kinds_of_layers() -> None:
+    kinds = {
+        name: {
+            kind: count for kind, (count, _) in kvloom.plan(family(name).config, context=9).by_kind().items()
+        }
+        for name in ("Llama", "Gemma2", "DeepSeek-V3")
+    }
+    assert kinds == {"Llama": {"full": 4}, "Gemma2": {"window": 2, "full": 2}, "DeepSeek-V3": {"latent": 4}}
+
+
+@pytest.mark.parametrize("name", ["Llama", "Gemma2"])
+def test_the_inverse_is_the_last_that_fits(name: str) -> None:
+    shape = ModelShape.of(family(name).config)
+
+    def total(context: int, batch: int) -> int:
+        return kvloom.plan(shape, "int8:g8", context=context, batch=batch, page_size=4).total
+
+    memory = total(300, 5)
+    planned = kvloom.plan(shape, "int8:g8", context=200, batch=3, page_size=4)
+    longest, largest = planned.longest_context(memory), planned.largest_batch(memory)
+    assert longest is not None and largest is not None
+    assert all(total(n, 3) <= memory for n in range(longest + 1))
+    assert max(total(n, 3) for n in range(longest + 1, longest + 5)) > memory
+    assert total(200, largest) <= memory < total(200, largest + 1)
+
+
+def test_too_little_memory_holds_nothing() -> None:
+    planned = kvloom.plan(family("Llama").config, context=9)
+    assert (planned.longest_context(planned.weights - 1), planned.largest_batch(planned.weights - 1)) == (
+        0,
+        0,
+    )
+
+
+def test_windows_alone_have_any_length() -> None:
+    planned = kvloom.plan(family("Mistral").config, context=9)
+    assert planned.longest_context(planned.weights + (1 << 20)) is None
+
+
+def test_the_bundled_model_from_its_configuration_alone(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes((bundled_model_path() / "config.json").read_bytes())
+    model, _ = load_model(bundled_model_path(), progress=False)
+    for path in (str(tmp_path), tmp_path / "config.json"):
+        planned = kvloom.plan(path, "int8")
+        assert planned.weights == sum(x.nbytes for x in [*model.parameters(), *model.buffers()])
+        assert planned.context == model.config.max_position_embeddings
+
+
+def test_nothing_is_allocated_for_a_large_model() -> None:
+    config = transformers.LlamaConfig(
+        num_hidden_layers=80, hidden_size=8192, intermediate_size=28672, num_attention_heads=64,
+        num_key_value_heads=8, vocab_size=128256, dtype="bfloat16",
+    )  # fmt: skip
+    planned = kvloom.plan(config, "int8", context=131_072)
+    assert planned.weights == 141_107_412_992 + 4 * 128
+    assert planned.cache == 80 * 2 * 8 * 128 * 131_072
+
+
+# --- what is refused ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"context": -1}, "context must be an int of at least 0, got -1"),
+        ({"batch": 0}, "batch must be an int of at least 1, got 0"),
+        ({"page_size": True}, "page_size must be an int of at least 1, got True"),
+        ({"kv": "int8:g3"}, "kv must have a group that divides the head dim 8, got 'int8:g3'"),
+        ({"kv": "int3"}, "kv must be one of"),
+    ],
+    ids=str,
+)
+def test_bad_arguments_are_named(options: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ArgumentError, match=f"^{sentence}"):
+        kvloom.plan(family("Llama").config, **{"context": 9} | options)
+
+
+def test_a_group_that_latent_vectors_do_not_have_is_refused() -> None:
+    with pytest.raises(ArgumentError, match=r"^kv must fit every layer, got 'int8:g16': head_dim must be"):
+        kvloom.plan(family("DeepSeek-V3").config, "int8:g16", context=9)
+
+
+def test_what_is_no_configuration_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ArgumentError, match=r"^config must be a PretrainedConfig or a path, got 3"):
+        kvloom.plan(3)
+    with pytest.raises(ArgumentError, match=r"^model must be a config.json, or a local folder with one"):
+        kvloom.plan(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "unheard-of"}')
+    with pytest.raises(ArgumentError, match=r"^model must have a configuration that loads"):
+        kvloom.plan(tmp_path)
+
+
+def test_models_that_cannot_be_planned_are_named() -> None:
+    with pytest.raises(UnsupportedError, match=r"^config must be of a causal language model .* ViTConfig"):
+        kvloom.plan(transformers.ViTConfig(), context=9)
+    config = family("Llama").config
+    config.quantization_config = {"quant_method": "gptq"}
+    with pytest.raises(UnsupportedError, match=r"^config must be of a model without quantized weights"):
+        kvloom.plan(config)
+
+
+# --- the command --------------------------------------------------------------------------------------------
+
+COMMAND = ["plan", "--model", str(bundled_model_path()), "--context", "100"]
+
+
+def test_the_command_prints_each_kind(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*COMMAND, "--memory", "1GB"]) == 0
+    shown, planned = capsys.readouterr().out, kvloom.plan(bundled_model_path(), "int8", context=100)
+    for number in (planned.weights, planned.cache, planned.total, planned.longest_context(10**9)):
+        assert f" {number:,} " in shown
+    assert all(kind in shown for kind in ("auto", "float32", "float16", "bfloat16", "int8", "int4", "full"))
+
+
+def test_the_command_writes_json_and_a_plot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = [
+        "--kv",
+        "int4:g32",
+        "--batch",
+        "7",
+        "--memory",
+        "1.5GiB",
+        "--json",
+        "--svg",
+        str(tmp_path / "plan.svg"),
+    ]
+    assert main([*COMMAND, *options]) == 0
+    (shown,) = json.loads(capsys.readouterr().out)
+    planned: Plan = kvloom.plan(bundled_model_path(), "int4:g32", context=100, batch=7)
+    assert {name: shown[name] for name in ("total", "waste", "tables")} == {
+        "total": planned.total,
+        "waste": planned.waste,
+        "tables": planned.tables,
+    }
+    assert shown["largest_batch"] == planned.largest_batch(3 << 29)
+    assert sum(layer["cache"] for layer in shown["layers"]) == planned.cache
+    titles = [
+        x.text for x in ElementTree.parse(tmp_path / "plan.svg").iter("{http://www.w3.org/2000/svg}title")
+    ]
+    assert f"weights: {planned.weights:,} bytes" in titles
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"), [("24GB", 24 * 10**9), ("24 GiB", 24 << 30), ("0.5MiB", 1 << 19), ("77", 77)]
+)
+def test_bytes_are_spelled_as_usual(text: str, nbytes: int) -> None:
+    assert parse_bytes("--memory", text) == nbytes
+
+
+@pytest.mark.parametrize("text", ["", "GB", "-1GB", "1gb", "1e9", "nan"])
+def test_other_spellings_of_bytes_are_refused(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*COMMAND, f"--memory={text}"]) == 2
+    assert "--memory must be bytes such as 24GB or 24GiB" in capsys.readouterr().err
