@@ -20,7 +20,7 @@ from kvloom.core.spelling import STORAGE, parse_kind
 from kvloom.errors import ArgumentError, KVError
 from kvloom.layouts.command import add_layouts
 from kvloom.models import bundled_model_path, check_model_folder
-from kvloom.planning.command import add_plan
+from kvloom.planning import command as planning
 from kvloom.serving import bench, command
 from kvloom.store.backends import store_url
 from kvloom.store.command import add_parser as add_store_parser
@@ -120,7 +120,9 @@ def _parser() -> argparse.ArgumentParser:
 
     add_store_parser(commands, _question, _exchange)
 
-    add_plan(commands.add_parser("plan", help="whether a model and its cache will fit, to the byte"))
+    plan = commands.add_parser("plan", help="whether a model and its cache will fit, to the byte")
+    planning.add_options(plan)
+    plan.set_defaults(run=_options_named("kv|model|context|batch|page_size")(planning.run))
 
     add_layouts(commands)
 

@@ -235,6 +235,11 @@ def test_the_command_writes_json_and_a_plot(tmp_path: Path, capsys: pytest.Captu
     assert f"weights: {planned.weights:,} bytes" in titles
 
 
+def test_the_command_names_its_options(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*COMMAND, "--page-size", "0"]) == 2
+    assert "kvloom: --page-size must be an int of at least 1, got 0" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("text", "nbytes"), [("24GB", 24 * 10**9), ("24 GiB", 24 << 30), ("0.5MiB", 1 << 19), ("77", 77)]
 )

@@ -22,7 +22,7 @@ _WIDTH: Final = 120
 _PARTS: Final = ("weights", "cache", "scales", "states", "tables", "waste", "total")
 
 
-def add_plan(parser: argparse.ArgumentParser) -> None:
+def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``kvloom plan``."""
     parser.add_argument(
         "--model", type=Path, required=True, metavar="PATH", help="config.json, or a folder with one"
@@ -38,7 +38,6 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--memory", metavar="BYTES", help="such as 24GB or 24GiB: how much fits into it")
     parser.add_argument("--json", action="store_true", help="machine-readable output")
     parser.add_argument("--svg", type=Path, metavar="FILE", help="write a plot")
-    parser.set_defaults(run=_run)
 
 
 def parse_bytes(name: str, text: str) -> int:
@@ -53,7 +52,8 @@ def parse_bytes(name: str, text: str) -> int:
     return int(float(found[1]) * _UNITS[found[2] or ""])
 
 
-def _run(args: argparse.Namespace) -> None:
+def run(args: argparse.Namespace) -> None:
+    """Print the plans that the options ask for."""
     if args.kv is not None:
         parse_kind("--kv", args.kv)
     memory = None if args.memory is None else parse_bytes("--memory", args.memory)
