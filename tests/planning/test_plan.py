@@ -147,7 +147,7 @@ def test_nothing_is_allocated_for_a_large_model() -> None:
         num_key_value_heads=8, vocab_size=128256, dtype="bfloat16",
     )  # fmt: skip
     planned = kvloom.plan(config, "int8", context=131_072)
-    assert planned.weights == 141_107_412_992 + 4 * 128
+    assert planned.weights - 141_107_412_992 in (256, 512)  # frequencies, which transformers 5 has twice
     assert planned.cache == 80 * 2 * 8 * 128 * 131_072
 
 

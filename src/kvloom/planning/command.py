@@ -100,8 +100,11 @@ def _print(plans: list["Plan"], memory: int | None) -> None:
     first, console = plans[0], Console()
     console.width = max(console.width, _WIDTH)  # a number that is cut says nothing
     parts = [part for part in _PARTS[1:] if any(getattr(x, part) for x in plans)]
-    title = f"{first.weights:,} bytes of weights, {first.batch} x {first.context:,} tokens in pages of"
-    table = Table("kv", title=f"{title} {first.page_size}")
+    console.print(
+        f"weights of {first.weights:,} bytes; {first.batch} x {first.context:,} tokens in pages of "
+        f"{first.page_size}:"
+    )
+    table = Table("kv")
     for part in (*parts, *(() if memory is None else ("longest", "batch"))):
         table.add_column(part, justify="right", no_wrap=True)
     for x in plans:
@@ -113,11 +116,12 @@ def _print(plans: list["Plan"], memory: int | None) -> None:
         table.add_row(x.kv, *row)
     console.print(table)
     names = ("cache", "scales", "states", "waste", "total")
-    layers = Table("layers", title=f"by kind of layer, kv {first.kv}")
+    layers = Table("layers")
     for name in names:
         layers.add_column(name, justify="right", no_wrap=True)
     for kind, (count, total) in first.by_kind().items():
         layers.add_row(f"{count} {kind}", *(f"{getattr(total, name):,}" for name in names))
+    console.print(f"by kind of layer, kv {first.kv}:")
     console.print(layers)
     if memory is not None:
         console.print(

@@ -1,9 +1,11 @@
 """What a model would keep: its weights, and what each layer keeps of a token; needs no memory for them."""
 
 import logging
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, Final, Literal, TypeAlias
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -122,13 +124,21 @@ class _Watched(DynamicCache):  # type: ignore[misc]
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
 
+_TORCH_AUTOCAST: Final = torch.autocast
+
+
+def _autocast(device_type: str, *args: Any, **kwargs: Any) -> Any:
+    """torch's, which knows no meta device; older transformers asks it for one, to turn autocast off."""
+    return nullcontext() if device_type == "meta" else _TORCH_AUTOCAST(device_type, *args, **kwargs)
+
+
 def _run_without_data(config: Any) -> tuple[Any, _Watched]:
     """The model, and the cache in which it has kept one token."""
     logger = logging.getLogger("transformers")
     level = logger.level
     logger.setLevel(logging.CRITICAL)
     try:
-        with torch.device("meta"), torch.no_grad():
+        with torch.device("meta"), torch.no_grad(), patch.object(torch, "autocast", _autocast):
             model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
             if hasattr(model, "set_experts_implementation"):
                 model.set_experts_implementation("batched_mm")  # whose shapes depend on no data
