@@ -199,9 +199,9 @@ METHODS: dict[str, Callable[[PagePool, PageRef], object]] = {
     "count": PagePool.count,
     "is_sealed": PagePool.is_sealed,
     "is_writable": PagePool.is_writable,
-    "reclaim": PagePool.reclaim,
-    "seal": lambda pool, ref: pool.seal(ref, None),
-    "seal under": lambda pool, ref: pool.seal(pool.take(1)[0], ref),
+    "reclaim": lambda pool, ref: pool.reclaim([ref]),
+    "seal": lambda pool, ref: pool.seal([ref], None),
+    "seal under": lambda pool, ref: pool.seal(pool.take(1), ref),
 }
 
 
@@ -267,14 +267,14 @@ def test_second_tree_is_refused() -> None:
 def test_seal_needs_a_tree() -> None:
     pool = PagePool(1)
     with pytest.raises(StateError, match="in a pool with a prefix tree only"):
-        pool.seal(pool.take(1)[0], None)
+        pool.seal(pool.take(1), None)
 
 
 def test_page_is_sealed_once() -> None:
     pool = PagePool(1)
     [ref] = chain(pool, PrefixTree(pool, 1), 7)
     with pytest.raises(StateError, match="page 0 of generation 0 is sealed already"):
-        pool.seal(ref, None)
+        pool.seal([ref], None)
 
 
 def test_parent_must_be_sealed() -> None:
@@ -282,7 +282,7 @@ def test_parent_must_be_sealed() -> None:
     PrefixTree(pool, 1)
     child, parent = pool.take(2)
     with pytest.raises(StateError, match="page 1 of generation 0 is not sealed"):
-        pool.seal(child, parent)
+        pool.seal([child], parent)
     assert not pool.is_sealed(child)
 
 
@@ -290,7 +290,7 @@ def test_held_page_is_not_reclaimed() -> None:
     pool = PagePool(1)
     [ref] = chain(pool, PrefixTree(pool, 1), 7)
     with pytest.raises(StateError, match="page 0 must be evictable, got 1 references to it"):
-        pool.reclaim(ref)
+        pool.reclaim([ref])
     assert states(pool) == (0, 1, 0)
 
 

@@ -216,34 +216,43 @@ class PagePool:
             raise StateError("a pool has one prefix tree, and this one has it already")
         self._evict = evict
 
-    def seal(self, ref: PageRef, parent: PageRef | None) -> None:
-        """For the tree: make an active page read-only, as a child of the sealed page ``parent``.
+    def seal(self, refs: Sequence[PageRef], parent: PageRef | None) -> None:
+        """For the tree: make active pages read-only, each under the one before, the first under ``parent``.
 
         Raises:
-            StateError: either is stale, ``ref`` is sealed already, ``parent`` is not, or no tree is attached;
+            StateError: a page is stale or sealed already, ``parent`` is not sealed, or no tree is attached;
                 nothing was changed.
         """
         if self._evict is None:
             raise StateError("a page can be sealed in a pool with a prefix tree only")
-        if self.is_sealed(ref):
-            raise StateError(f"page {ref.id} of generation {ref.generation} is sealed already")
-        if parent is not None:
-            if not self.is_sealed(parent):
-                raise StateError(f"page {parent.id} of generation {parent.generation} is not sealed")
+        pages = [self._page(ref) for ref in refs]
+        for page in pages:
+            if page in self._parents:
+                raise StateError(f"page {page} of generation {self._refs[page].generation} is sealed already")
+        if parent is not None and not self.is_sealed(parent):
+            raise StateError(f"page {parent.id} of generation {parent.generation} is not sealed")
+        if parent is not None and pages:
             self.retain(parent)
-        self._parents[ref.id] = None if parent is None else parent.id
+        above = None if parent is None else parent.id
+        for page in pages:
+            self._parents[page] = above
+            above = page
+        for page in pages[:-1]:
+            self._counts[page] += 1  # the reference of its child
 
-    def reclaim(self, ref: PageRef) -> None:
-        """For the tree: free an evictable page that has no child left, and end its generation.
+    def reclaim(self, refs: Sequence[PageRef]) -> None:
+        """For the tree: free evictable pages that have no child left, and end their generation.
 
         Raises:
-            StateError: ``ref`` is stale, or the page is held; nothing was changed.
+            StateError: a page is stale or held; nothing was changed.
         """
-        page = self._page(ref)
-        if self._counts[page]:
-            raise StateError(f"page {page} must be evictable, got {self._counts[page]} references to it")
-        del self._evictable[page], self._parents[page]
-        self._end(page)
+        pages = [self._page(ref) for ref in refs]
+        for page in pages:
+            if self._counts[page]:
+                raise StateError(f"page {page} must be evictable, got {self._counts[page]} references to it")
+        for page in pages:
+            del self._evictable[page], self._parents[page]
+            self._end(page)
 
     def evictable(self) -> Iterator[PageRef]:
         """Evictable pages, longest idle first, each after its children. Valid until the pool changes."""
@@ -255,14 +264,18 @@ class PagePool:
 
     def _page(self, ref: PageRef) -> int:
         """The page of a reference, which must be valid."""
+        page, refs = ref.id, self._refs
+        if 0 <= page < len(refs) and refs[page] == ref and (self._counts[page] or page in self._parents):
+            return page
+        raise self._stale(ref)
+
+    def _stale(self, ref: PageRef) -> StateError:
         page = ref.id
         if not 0 <= page < len(self._refs):
-            raise StateError(f"page {page} does not exist, the pool has {len(self._refs)}")
+            return StateError(f"page {page} does not exist, the pool has {len(self._refs)}")
         newest = self._refs[page].generation
         if ref.generation < newest:
-            raise StateError(
+            return StateError(
                 f"page {page} of generation {ref.generation} is gone, the page is at generation {newest}"
             )
-        if ref.generation > newest or not (self._counts[page] or page in self._parents):
-            raise StateError(f"page {page} of generation {ref.generation} was never handed out")
-        return page
+        return StateError(f"page {page} of generation {ref.generation} was never handed out")

@@ -97,15 +97,15 @@ class PrefixTree:
         for i, ref in enumerate(refs[: len(pages)]):
             if not self._pool.count(ref):
                 raise StateError(f"page {ref.id} of generation {ref.generation} must be held by the caller")
-            if self._pool.is_sealed(ref) and ref not in found[i : i + 1]:
+            if ref.id in self._keys and ref not in found[i : i + 1]:
                 raise StateError(f"page {ref.id} of generation {ref.generation} is sealed under other tokens")
         for have, ref in zip(found, refs, strict=False):
             if have != ref:
                 self._pool.retain(have)
                 self._pool.release(ref)
         parent = found[-1] if found else None
+        self._pool.seal(refs[len(found) : len(pages)], parent)
         for page, ref in zip(pages[len(found) :], refs[len(found) :], strict=False):
-            self._pool.seal(ref, parent)
             self._keys[ref.id] = key = (salt, parent, page)
             self._refs[key] = parent = ref
         return found + list(refs[len(found) :])
@@ -133,9 +133,9 @@ class PrefixTree:
             yield salt, list(struct.unpack(f"={len(tokens) // 8}q", tokens)), pages[::-1]
 
     def _forget(self, refs: list[PageRef]) -> int:
+        self._pool.reclaim(refs)
         for ref in refs:
             del self._refs[self._keys.pop(ref.id)]
-            self._pool.reclaim(ref)
         return len(refs)
 
     def _find(self, pages: Iterable[bytes], salt: str) -> list[PageRef]:
