@@ -22,6 +22,7 @@ from kvloom.layouts.command import add_layouts
 from kvloom.models import bundled_model_path, check_model_folder
 from kvloom.planning import command as planning
 from kvloom.serving import bench, command
+from kvloom.simulation import command as simulation
 from kvloom.store.backends import store_url
 from kvloom.store.command import add_parser as add_store_parser
 
@@ -116,13 +117,18 @@ def _parser() -> argparse.ArgumentParser:
         "serve", help="many clients at once, of any server that OpenAI's client can ask"
     )
     bench.add_options(served)
-    served.set_defaults(run=_bench_serve)
+    names = "requests|clients|system|words|new_tokens|turns|scale|speed|trace"
+    served.set_defaults(run=_options_named(names)(bench.run))
 
     add_store_parser(commands, _question, _exchange)
 
     plan = commands.add_parser("plan", help="whether a model and its cache will fit, to the byte")
     planning.add_options(plan)
     plan.set_defaults(run=_options_named("kv|model|context|batch|page_size")(planning.run))
+
+    simulate = commands.add_parser("simulate", help="what other sizes of a cache would have found of a trace")
+    simulation.add_options(simulate)
+    simulate.set_defaults(run=_options_named("capacity|policy")(simulation.run))
 
     add_layouts(commands)
 
@@ -272,11 +278,6 @@ def _demo(args: argparse.Namespace) -> None:
 def _serve(args: argparse.Namespace) -> None:
     with _options_named("kv|host|port|page_size|max_\\w+|drain_seconds"):
         command.run(args, _load_for_server)
-
-
-def _bench_serve(args: argparse.Namespace) -> None:
-    with _options_named("requests|clients|system|words|new_tokens|turns|scale|speed|trace"):
-        bench.run(args)
 
 
 def _load_for_server(path: Path | None) -> tuple[Any, Any]:

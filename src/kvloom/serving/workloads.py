@@ -1,21 +1,16 @@
 """Conversations to ask a server for, made up or after a trace: texts of words, each of about one token."""
 
-import json
 import random
-from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Final
 
-from kvloom.errors import ArgumentError
+from kvloom.simulation.trace import BLOCK_TOKENS, read_trace
 
 _WORDS: Final = (
     "and as assert break class continue def del elif else except finally for from if import in is not or "
     "pass raise return try while with yield None True False self print len range open file name path"
 ).split()
-_BLOCK_TOKENS: Final = 512
-"""Tokens that one id of a trace stands for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,34 +66,21 @@ def replay(path: Path, count: int, scale: float, speed: float) -> list[Conversat
     """The first ``count`` requests of a trace, made smaller.
 
     Args:
-        path: JSON lines with ``timestamp`` in milliseconds, ``input_length`` and ``output_length`` in tokens,
-            and ``hash_ids`` of the blocks of 512 tokens of the input: Mooncake's format.
+        path: As of ``read_trace``.
         count: Requests.
         scale: Lengths are divided by it.
         speed: Times are divided by it.
 
     Raises:
-        ArgumentError: the file cannot be read, or a line is none of a trace.
+        ArgumentError: as ``read_trace``.
     """
-    try:
-        with path.open(encoding="utf-8") as lines:
-            return list(_requests(islice(lines, count), scale, speed))
-    except (OSError, UnicodeDecodeError) as error:
-        raise ArgumentError(f"trace must be a file of JSON lines: {error}") from error
-
-
-def _requests(lines: Iterator[str], scale: float, speed: float) -> Iterator[Conversation]:
-    for number, line in enumerate(lines, 1):
-        try:
-            request = json.loads(line)
-            ids = request["hash_ids"]
-            lengths = [_BLOCK_TOKENS] * (len(ids) - 1)
-            lengths.append(request["input_length"] - sum(lengths))
-            text = "".join(words(max(1, round(n / scale)), x) for n, x in zip(lengths, ids, strict=True))
-            new_tokens = max(1, round(request["output_length"] / scale))
-            yield Conversation((Turn(text, new_tokens),), request["timestamp"] / 1000 / speed)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ArgumentError(
-                f"trace must have timestamp, input_length, output_length and hash_ids in line {number}, "
-                f"got {line.strip()[:60]!r}"
-            ) from error
+    made = []
+    for request in read_trace(path, count):
+        lengths = [BLOCK_TOKENS] * (len(request.hash_ids) - 1)
+        lengths.append(request.input_length - sum(lengths))
+        text = "".join(
+            words(max(1, round(n / scale)), x) for n, x in zip(lengths, request.hash_ids, strict=True)
+        )
+        turn = Turn(text, max(1, round(request.output_length / scale)))
+        made.append(Conversation((turn,), request.timestamp / 1000 / speed))
+    return made

@@ -1,0 +1,106 @@
+"""``kvloom simulate``, and the traces that it reads."""
+
+from __future__ import annotations
+
+import json
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvloom.cli import main
+from kvloom.errors import ArgumentError
+from kvloom.simulation.chart import spell
+from kvloom.simulation.command import parse_tokens
+from kvloom.simulation.replay import POLICIES
+from kvloom.simulation.trace import read_trace
+
+LINE: dict[str, Any] = {"timestamp": 0, "input_length": 1000, "output_length": 5, "hash_ids": [1, 2]}
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    file = tmp_path / "trace.jsonl"
+    ids = [[1, 2], [1, 3], [1, 2], [4, 5], [1, 2]]
+    file.write_text("".join(json.dumps(LINE | {"hash_ids": x}) + "\n" for x in ids))
+    return file
+
+
+def test_the_table_has_a_row_for_each_policy(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", str(trace), "--policy", "all", "--capacity", "1k,3k,500k,1M,2M,5M,10M"]) == 0
+    shown = capsys.readouterr().out
+    assert "10 blocks and 5,000 tokens of prompts" in shown
+    assert all(f" {policy} " in shown for policy in POLICIES)
+    assert all(f" {capacity} " in shown for capacity in ("1k", "3k", "500k", "10M"))
+    assert "50.0 / 50.2" in shown  # 1 + 2 + 2 of 10 blocks
+
+
+def test_json_and_a_plot_say_the_same(
+    trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--policy", "lru,opt", "--capacity", "1024,3k", "--json", "--svg", str(tmp_path / "x.svg")]
+    assert main(["simulate", str(trace), *options]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert [(row["policy"], row["capacity"]) for row in rows] == [
+        ("lru", 1024), ("lru", 3000), ("opt", 1024), ("opt", 3000),
+    ]  # fmt: skip
+    assert rows[0]["blocks"] == 2 and rows[0]["block_rate"] == 0.2
+    titles = [x.text for x in ElementTree.parse(tmp_path / "x.svg").iter("{http://www.w3.org/2000/svg}title")]
+    assert titles == [f"{row['policy']}, {spell(row['capacity'])}: {row['block_rate']:.4f}" for row in rows]
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (["--capacity", "3MB"], "--capacity must be tokens such as 500k or 3M, got '3MB'"),
+        (["--capacity", "1M,,2M"], "--capacity must be tokens such as 500k or 3M, got ''"),
+        (["--capacity", "1M,5"], "--capacity must be at least 512 tokens, got 5"),
+        (["--policy", "lru,mru"], "--policy must be one of lru, fifo"),
+    ],
+    ids=str,
+)
+def test_bad_options_are_named_before_the_trace_is_read(
+    options: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["simulate", "/nowhere", *options]) == 2
+    assert sentence in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"hash_ids": [1, "2"]},
+        {"hash_ids": [1]},
+        {"hash_ids": [1, 2, 3]},
+        {"input_length": 1025},
+        {"output_length": -1},
+        {"timestamp": None},
+    ],
+    ids=str,
+)
+def test_a_line_that_is_none_of_a_trace_is_named(change: dict[str, Any], tmp_path: Path) -> None:
+    file = tmp_path / "trace.jsonl"
+    file.write_text(json.dumps(LINE) + "\n" + json.dumps(LINE | change) + "\n")
+    with pytest.raises(ArgumentError, match=r"hash_ids in line 2, got '{"):
+        list(read_trace(file))
+    assert len(list(read_trace(file, 1))) == 1
+
+
+def test_a_file_that_cannot_be_read_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", "/nowhere"]) == 2
+    assert "kvloom: trace must be a file of JSON lines: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "tokens"), [("3M", 3_000_000), ("1.5k", 1500), ("512", 512), ("2G", 2 * 10**9)]
+)
+def test_tokens_are_spelled_as_usual(text: str, tokens: int) -> None:
+    assert parse_tokens(text) == tokens
+
+
+@pytest.mark.parametrize(
+    ("tokens", "text"), [(3_000_000, "3M"), (1500, "1.5k"), (500_000, "500k"), (512, "512")]
+)
+def test_tokens_are_shown_as_they_are_spelled(tokens: int, text: str) -> None:
+    assert spell(tokens) == text and parse_tokens(text) == tokens
