@@ -76,6 +76,28 @@ def test_a_store_that_is_open_finds_what_another_writes(url: str) -> None:
         assert found(second, [1, 2]) == 2
 
 
+def test_what_is_listed_is_found_without_reading(url: str) -> None:
+    with KVStore(url, "memory://found-behind") as first:
+        save(first, [1, 2, 3, 4])
+        save(first, [1, 2, 3, 4, 5, 6], first=4)
+        assert first.flush()
+        tokens = [1, 2, 3, 4, 5, 6, 7]
+        assert [first.find(WHOSE, "", tokens, start) for start in (0, 1, 4, 6, 7)] == [6, 6, 6, 6, 7]
+        assert first.find(WHOSE, "salt", tokens) == 0
+        assert first.find(WHOSE, "", [1, 2, 9]) == 2
+        assert "bytes_read" not in first.tiers[0].counts
+
+
+def test_refreshing_finds_at_once_what_another_wrote(url: str) -> None:
+    with KVStore(url) as first, KVStore(url) as second:
+        assert second.find(WHOSE, "", [1, 2]) == 0
+        save(first, [1, 2])
+        first.flush()
+        assert second.find(WHOSE, "", [1, 2]) == 0
+        second.refresh(WHOSE)
+        assert second.find(WHOSE, "", [1, 2]) == 2
+
+
 def test_what_another_process_removed_is_a_miss(tmp_path: Path) -> None:
     with KVStore(f"file://{tmp_path}") as store:
         save(store, [1, 2, 3, 4])

@@ -15,7 +15,7 @@ from kvloom.store.store import KVStore, open_store
 from kvloom.store.tier import Piece
 from kvloom.store.transfer import layers_of, pack, unpack
 
-_RUN_BYTES: Final = 8 << 20
+RUN_BYTES: Final = 8 << 20
 """Bytes of a run, if a page does not have more."""
 
 
@@ -97,7 +97,7 @@ class StoreBelow:
         nbytes = self.fingerprint.num_heads * page_bytes(self.fingerprint, size)
         ends = range(size, num_pages * size + 1, size)
         new = [end // size - 1 for end in self.store.missing(self.fingerprint, prefixes, ends)]
-        for run in _runs(new, max(1, _RUN_BYTES // nbytes)):
+        for run in runs_of(new, max(1, RUN_BYTES // nbytes)):
             if not self.store.has_room(nbytes * len(run)):
                 self.store.counts["runs_dropped"] += 1
                 continue
@@ -156,7 +156,7 @@ def put_below(
     return below
 
 
-def _runs(numbers: Sequence[int], longest: int) -> list[range]:
+def runs_of(numbers: Sequence[int], longest: int) -> list[range]:
     """Ascending numbers as ranges of at most ``longest``."""
     runs: list[range] = []
     for i in numbers:

@@ -87,6 +87,35 @@ class KVStore:
     ) -> None:
         self.close()
 
+    def find(self, fingerprint: Fingerprint, salt: str, tokens: Sequence[int], start: int = 0) -> int:
+        """How far the stores continue a text, by what they list; nothing is read.
+
+        Args:
+            fingerprint: Whose keys and values.
+            salt: Only what was saved under it is found.
+            tokens: Ids from the start of the text, signed 64-bit.
+            start: Tokens that are there already.
+
+        Returns:
+            The end of the last page that is found, ``start`` if none is.
+
+        Raises:
+            ArgumentError: a token is not a signed 64-bit integer.
+        """
+        prefixes = Prefixes(fingerprint.digest, salt_digest(salt), tokens)
+        end, before = start, -1
+        while before < end < len(tokens):
+            before = end
+            for tier in self.tiers:
+                for segment in tier.find(fingerprint, prefixes, end, len(tokens)):
+                    end = segment.end
+        return end
+
+    def refresh(self, fingerprint: Fingerprint) -> None:
+        """Learn now what other processes wrote and removed, rather than within two seconds."""
+        for tier in self.tiers:
+            tier.refresh(fingerprint)
+
     def load(
         self,
         fingerprint: Fingerprint,

@@ -95,6 +95,11 @@ class Tier:
                 found = index.find(prefixes, start, num_tokens)
         return found
 
+    def refresh(self, fingerprint: Fingerprint) -> None:
+        """List the store anew."""
+        self._index_of(fingerprint)
+        self._attempt("read", lambda: self._list(fingerprint), None)
+
     def known(self, fingerprint: Fingerprint, prefixes: Prefixes, ends: range) -> set[int]:
         """The ends of pages up to which runs are known here; nothing is asked of the store."""
         index = self._index_of(fingerprint)

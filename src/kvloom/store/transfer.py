@@ -23,7 +23,7 @@ def layers_of(storages: Mapping[int, Storage]) -> tuple[LayerFormat, ...]:
     formats = []
     for _, storage in sorted(storages.items()):
         key, value = storage.specs
-        formats.append(LayerFormat(key.heads, _side_of(key), _side_of(value)))
+        formats.append(LayerFormat(key.heads, side_of(key), side_of(value)))
     return tuple(formats)
 
 
@@ -86,7 +86,8 @@ def views(data: Tensor, fingerprint: Fingerprint, page_size: int, num_pages: int
         yield KVView(key, value)
 
 
-def _side_of(spec: KVSpec) -> SideFormat:
+def side_of(spec: KVSpec) -> SideFormat:
+    """How keys or values of one layer are kept."""
     name = dtype_name(spec.dtype)
     if spec.quant is None:
         return SideFormat(spec.head_dim, name)

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Final, NamedTuple
 
@@ -15,7 +16,7 @@ from kvloom.core.specs import dtype_name
 from kvloom.errors import UnsupportedError
 from kvloom.integrations.transformers.build import cache_format, make_layers, text_config_of
 from kvloom.integrations.transformers.cache import KVCache
-from kvloom.store.fingerprint import Fingerprint
+from kvloom.store.fingerprint import Fingerprint, LayerFormat
 from kvloom.store.format import checksum
 from kvloom.store.transfer import layers_of
 
@@ -52,24 +53,38 @@ def identify(model: Any, format: CacheFormat) -> Identity:
     Raises:
         UnsupportedError: its weights are no tensors in memory.
     """
-    config = text_config_of(model)
     _probe(model, format)
     began = time.perf_counter()
     cache = _probe(model, format)
     seconds = (time.perf_counter() - began) / _PROBED
     storages = cache.sequences[0].storages
+    fingerprint = fingerprint_with(model, weights_digest(model.state_dict()), "full", layers_of(storages))
+    return Identity(fingerprint, storages, seconds)
+
+
+def fingerprint_with(
+    model: Any, weights: str, attention: str, layers: tuple[LayerFormat, ...]
+) -> Fingerprint:
+    """The fingerprint of a model, which may have no weights in memory.
+
+    Args:
+        model: A ``PreTrainedModel``.
+        weights: Digest of its weights.
+        attention: Which tokens a token sees.
+        layers: How each layer keeps its tokens.
+    """
+    config = text_config_of(model)
     saved = {name: value for name, value in model.config.to_dict().items() if name not in _WITHOUT_EFFECT}
     rope = {name: getattr(config, name) for name in _ROPE if getattr(config, name, None) is not None}
-    fingerprint = Fingerprint(
+    return Fingerprint(
         config=hashlib.sha256(_json(saved).encode()).hexdigest(),
-        weights=weights_digest(model),
+        weights=weights,
         dtype=dtype_name(model.dtype),
         rope=_json(rope),
-        attention="full",
+        attention=attention,
         rotation="none",
-        layers=layers_of(storages),
+        layers=layers,
     )
-    return Identity(fingerprint, storages, seconds)
 
 
 def fingerprint_of(model: Any, kv: str = "auto", values: str | None = None) -> Fingerprint:
@@ -81,14 +96,15 @@ def fingerprint_of(model: Any, kv: str = "auto", values: str | None = None) -> F
     return identify(model, cache_format(text_config_of(model), kv, values=values)).fingerprint
 
 
-def weights_digest(model: Any) -> str:
-    """A digest of names, dtypes, shapes and bytes of all weights.
+def weights_digest(weights: Mapping[str, Any]) -> str:
+    """A digest of names, dtypes, shapes and bytes of all weights, such as a model's ``state_dict()``.
 
     Raises:
         UnsupportedError: one is no tensor in memory.
     """
     digest = hashlib.sha256(b"kvloom weights\0")
-    for name, weight in sorted(model.state_dict().items()):
+    for name in sorted(weights):
+        weight = weights[name]
         try:
             data = weight.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
         # What stands for a weight on the meta device, or in another library's format, refuses one of these.
