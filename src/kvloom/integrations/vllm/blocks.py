@@ -1,0 +1,169 @@
+"""vLLM's blocks as the pages of a store, from any page size to any, codes as they are.
+
+Layers whose blocks are given out together are a *group*. Groups may differ in tokens per block; one with a
+window has the null block where its window has passed.
+
+Letters: N pages of S tokens, H key/value heads of one rank.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import lcm
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from kvloom import ops
+from kvloom.core.specs import KVSpec, QuantSpec
+from kvloom.core.views import KVView
+from kvloom.errors import UnsupportedError
+from kvloom.store.fingerprint import Fingerprint, LayerFormat
+from kvloom.store.format import page_bytes
+from kvloom.store.tier import Piece
+from kvloom.store.transfer import side_of, views
+
+NULL_BLOCK: Final = 0
+
+BlockIds = Sequence[Sequence[int]]
+"""Of each group the ids of the blocks of a request, in order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Layers whose blocks are given out together.
+
+    Attributes:
+        layers: Their numbers in the model.
+        block_size: Tokens in a block.
+        window: Tokens that a token sees, itself included; ``None`` for all.
+    """
+
+    layers: tuple[int, ...]
+    block_size: int
+    window: int | None = None
+
+
+def page_size(groups: Sequence[Group]) -> int:
+    """Tokens of the shortest text that is whole blocks of every group."""
+    return lcm(*(group.block_size for group in groups))
+
+
+def attention(groups: Sequence[Group]) -> str:
+    """Which tokens a token sees: ``"full"``, or the window of each layer, 0 for none."""
+    windows = {layer: group.window or 0 for group in groups for layer in group.layers}
+    if not any(windows.values()):
+        return "full"
+    return "windows " + " ".join(str(windows[layer]) for layer in sorted(windows))
+
+
+def layer_format(heads: int, head_dim: int, dtype: torch.dtype, quant: QuantSpec | None) -> LayerFormat:
+    """How a layer keeps its tokens, all heads of all ranks.
+
+    Args:
+        heads: Key/value heads.
+        head_dim: Elements of a head vector.
+        dtype: That the model computes in.
+        quant: How they are quantized; ``None`` if they are not.
+    """
+    side = side_of(KVSpec(1, heads, head_dim, dtype, quant=quant))
+    return LayerFormat(heads, side, side)
+
+
+def heads_of(heads: int, rank: int, ranks: int) -> range:
+    """The heads that a rank has; ranks beyond the heads share one.
+
+    Args:
+        heads: Of all ranks.
+        rank: From 0.
+        ranks: A divisor or a multiple of ``heads``.
+    """
+    first = rank * heads // ranks
+    return range(first, first + max(1, heads // ranks))
+
+
+class Blocks:
+    """All pages of one rank.
+
+    Args:
+        fingerprint: Of the model, all heads of all ranks.
+        heads: Which of them this rank has.
+        groups: All layers, each in one group.
+        layers: The pages of each layer by its number, H heads each.
+
+    Raises:
+        UnsupportedError: a part of the heads cannot be read by itself, since layers differ in heads.
+    """
+
+    def __init__(
+        self, fingerprint: Fingerprint, heads: range, groups: Sequence[Group], layers: Mapping[int, KVView]
+    ) -> None:
+        counts = {layer.heads for layer in fingerprint.layers}
+        if len(heads) not in counts and len(counts) > 1:
+            raise UnsupportedError(f"layers must have equal heads for a store on several ranks, got {counts}")
+        self.page_size = page_size(groups)
+        self._groups = groups
+        self._views = [layers[number] for number in sorted(layers)]
+        self._group_of = {layer: i for i, group in enumerate(groups) for layer in group.layers}
+        mine = fingerprint.layers
+        if len(counts) == 1:
+            mine = tuple(replace(layer, heads=len(heads)) for layer in fingerprint.layers)
+        self._mine = replace(fingerprint, layers=mine)
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of S tokens, the heads of this rank."""
+        return self._mine.num_heads * page_bytes(self._mine, self.page_size)
+
+    def has(self, blocks: BlockIds, page: int) -> bool:
+        """Whether every layer still has the tokens of a page."""
+        first, end = page * self.page_size, (page + 1) * self.page_size
+        for group, ids in zip(self._groups, blocks, strict=True):
+            own = ids[first // group.block_size : end // group.block_size]
+            if len(own) * group.block_size < self.page_size or NULL_BLOCK in own:
+                return False
+        return True
+
+    def pack(self, blocks: BlockIds, pages: range) -> bytearray:
+        """A copy of N pages of a request, heads outermost: N times ``page_bytes``.
+
+        Args:
+            blocks: Of the request.
+            pages: Which of its pages, all of which it has.
+        """
+        packed = bytearray(len(pages) * self.page_bytes)
+        data = torch.frombuffer(packed, dtype=torch.uint8)
+        positions = torch.arange(pages.start * self.page_size, pages.stop * self.page_size)
+        slots = self._slots(blocks, positions)
+        targets = views(data, self._mine, self.page_size, len(pages))
+        for number, (view, target) in enumerate(zip(self._views, targets, strict=True)):
+            ops.copy(view, slots[self._group_of[number]], target, torch.arange(len(positions)))
+        return packed
+
+    def unpack(self, piece: Piece, blocks: BlockIds, end: int) -> None:
+        """Write what was read to the blocks of a request; layers with windows take what they have blocks for.
+
+        Args:
+            piece: Pages with the heads of this rank.
+            blocks: Of the request.
+            end: Position before which tokens are written.
+        """
+        segment, run = piece.segment, piece.run
+        first = run.first + segment.pages.start * run.page_size  # the token that ``data`` begins with
+        positions = torch.arange(segment.start, min(segment.end, end))
+        data = torch.frombuffer(piece.data, dtype=torch.uint8, offset=piece.start)
+        slots = self._slots(blocks, positions)
+        sources = views(data, self._mine, run.page_size, len(segment.pages))
+        for number, (view, source) in enumerate(zip(self._views, sources, strict=True)):
+            group = self._groups[self._group_of[number]]
+            target = slots[self._group_of[number]]
+            here = target // group.block_size != NULL_BLOCK
+            ops.copy(source, (positions - first)[here], view, target[here])
+
+    def _slots(self, blocks: BlockIds, positions: Tensor) -> list[Tensor]:
+        """Of each group, where tokens lie."""
+        found = []
+        for group, ids in zip(self._groups, blocks, strict=True):
+            block = torch.tensor(ids, dtype=torch.int64)[positions // group.block_size]
+            found.append(block * group.block_size + positions % group.block_size)
+        return found

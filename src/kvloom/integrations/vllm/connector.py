@@ -1,0 +1,260 @@
+"""``KvloomConnector``: prefixes that outlive vLLM's process, in the stores of ``kvloom.store``.
+
+vLLM makes one in the process that schedules and one in each worker, and calls it in every step.
+"""
+
+import re
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    SupportsHMA,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
+from vllm.distributed.parallel_state import get_tp_group
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, SlidingWindowSpec
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+from kvloom.errors import ConfigError, UnsupportedError
+from kvloom.integrations.vllm import blocks, pages
+from kvloom.integrations.vllm.backend import BITS
+from kvloom.integrations.vllm.blocks import Blocks, Group
+from kvloom.integrations.vllm.identity import identify
+from kvloom.integrations.vllm.metrics import COUNTS, Metrics, Stats
+from kvloom.integrations.vllm.mover import Mover
+from kvloom.integrations.vllm.options import Options
+from kvloom.integrations.vllm.planner import Plan, Planner
+from kvloom.store import Fingerprint, KVStore
+from kvloom.store.backends import store_url
+
+_OPTIONS: Final = ("store", "max_bytes", "max_age", "keep_text", "timeout", "max_queued")
+
+
+@dataclass(slots=True)
+class _Metadata(KVConnectorMetadata):  # type: ignore[misc]
+    """What the scheduler's connector tells those of the workers."""
+
+    plan: Plan = field(default_factory=Plan)
+
+
+class KvloomConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
+    """Reads prefixes from a store while other requests are computed, and writes what is computed behind.
+
+    Its options (``kv_connector_extra_config``) are ``store``, a URL, a folder or a list of such, and the
+    arguments of ``KVStore``.
+
+    Raises:
+        ConfigError: an option is none, or not allowed.
+        UnsupportedError: pages of this engine cannot be in a store.
+    """
+
+    _cache_hit_source = CacheHitSource.DISK
+    _planner: Planner  # of the one that schedules
+
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        parallel = vllm_config.parallel_config
+        if parallel.pipeline_parallel_size > 1:
+            raise UnsupportedError(
+                f"pipeline_parallel_size must be 1 with a store, got {parallel.pipeline_parallel_size}"
+            )
+        self._groups = [_group(group) for group in kv_cache_config.kv_cache_groups]
+        self._fingerprint = _fingerprint(vllm_config, kv_cache_config, self._groups)
+        self._reported: dict[str, int] = {}
+        self._mover: Mover | None = None
+        # The first rank alone writes, and so is the one to remove what is beyond limits.
+        is_first = role == KVConnectorRole.WORKER and get_tp_group().rank_in_group == 0
+        self._store = _store(self._kv_transfer_config.kv_connector_extra_config or {}, is_first)
+        if role == KVConnectorRole.SCHEDULER:
+            self._planner = Planner(self._store, self._fingerprint, blocks.page_size(self._groups))
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """No: what is not written is computed again."""
+        return False
+
+    # In the process that schedules.
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """Tokens that a store has behind those of this process."""
+        found = self._planner.match(request, num_computed_tokens)
+        return found, bool(found)
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """Note the blocks of a request."""
+        self._planner.allocated(request, blocks.get_block_ids(), num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+        """What moves in this step."""
+        scheduled = scheduler_output.num_scheduled_tokens
+        return _Metadata(self._planner.plan(scheduled, self._kv_cache_manager.get_block_ids))
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        """Learn what could not be read."""
+        self._planner.failed(set(connector_output.failed_recving or ()))
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """Forget a request; its blocks are free, what is written was copied."""
+        self._planner.finished(request.request_id)
+        return False, None
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """As ``request_finished``."""
+        return self.request_finished(request, [])
+
+    # In each worker.
+
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        """Take the pages of all layers.
+
+        Raises:
+            UnsupportedError: some are not kvloom's.
+        """
+        config = self._vllm_config
+        layers = {}
+        for name, memory in kv_caches.items():
+            impl = config.compilation_config.static_forward_context[name].impl
+            if not getattr(impl, "is_kvloom", False):
+                raise UnsupportedError(f"pages must be kvloom's in all layers for a store, {name} has vLLM's")
+            quant = _quant(config, impl.kv_quant_mode, impl.head_size)
+            layers[_number(name)] = pages.view(memory, impl.head_size, config.model_config.dtype, quant)
+        ranks = get_tp_group()
+        mine = None
+        heads = self._fingerprint.layers[0].heads
+        if ranks.world_size > 1:
+            mine = blocks.heads_of(heads, ranks.rank_in_group, ranks.world_size)
+        own = Blocks(self._fingerprint, mine or range(heads), self._groups, layers)
+        self._mover = Mover(
+            self._store, self._fingerprint, own, mine, ranks if ranks.world_size > 1 else None
+        )
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Begin to read."""
+        if self._mover is not None:
+            self._mover.start(self._plan)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing: requests wait as a whole."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+        """Nothing: layers are saved together."""
+
+    def wait_for_save(self) -> None:
+        """Copy what this step computed, to be written behind."""
+        if self._mover is not None:
+            self._mover.save(self._plan)
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        """What was read since, and what could not be."""
+        if self._mover is None:
+            return KVConnectorTransferResults()
+        done, failed = self._mover.finished(self._plan.is_idle)
+        return KVConnectorTransferResults(finished_recving=done, failed_recving=failed)
+
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        """Counts since the last call."""
+        if self._mover is None:
+            return None
+        counted = [self._mover.counts, *(tier.counts for tier in self._store.tiers)]
+        totals = {name: sum(counts[name] for counts in counted) for name in COUNTS}
+        if get_tp_group().rank_in_group:  # ranks have parts of the same tokens
+            totals = {name: total for name, total in totals.items() if not name.startswith("tokens_")}
+        new = {name: total - self._reported.get(name, 0) for name, total in totals.items()}
+        self._reported = totals
+        return Stats(new) if any(new.values()) else None
+
+    def shutdown(self) -> None:
+        """Wait until everything is written."""
+        if self.role == KVConnectorRole.SCHEDULER:
+            self._planner.close()
+        if self._mover is not None:
+            self._mover.close()
+        self._store.close()
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> "Stats":
+        """Counts from what another process sent."""
+        return Stats(data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: Any
+    ) -> "Metrics":
+        """Counters of the server's ``/metrics``."""
+        return Metrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    @property
+    def _plan(self) -> Plan:
+        metadata: _Metadata = self._get_connector_metadata()
+        return metadata.plan
+
+
+def _store(options: dict[str, Any], is_limited: bool) -> KVStore:
+    for name in options:
+        if name not in _OPTIONS:
+            raise ConfigError(f"kv_connector_extra_config must have {', '.join(_OPTIONS)} only, got {name!r}")
+    named = options.get("store")
+    texts = [named] if isinstance(named, str) else named
+    if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
+        raise ConfigError(f"kv_connector_extra_config.store must be a URL or a list of them, got {named!r}")
+    rest = {name: value for name, value in options.items() if name != "store"}
+    if not is_limited:
+        rest = {name: value for name, value in rest.items() if name not in ("max_bytes", "max_age")}
+    return KVStore(*map(store_url, texts), **rest)
+
+
+def _fingerprint(config: Any, kv_cache_config: Any, groups: list[Group]) -> Fingerprint:
+    model, parallel = config.model_config, config.parallel_config
+    ranks, layers = parallel.tensor_parallel_size, {}
+    total = model.get_total_num_kv_heads()
+    for group in kv_cache_config.kv_cache_groups:
+        for name in group.layer_names:
+            spec = _spec(group, name)
+            quant = _quant(config, spec.kv_quant_mode, spec.head_size)
+            heads = total if max(1, total // ranks) == spec.num_kv_heads else spec.num_kv_heads * ranks
+            layers[_number(name)] = blocks.layer_format(heads, spec.head_size, model.dtype, quant)
+    if sorted(layers) != list(range(len(layers))):
+        raise UnsupportedError(
+            f"all layers must have keys and values for a store, got layers {sorted(layers)}"
+        )
+    formats = tuple(layers[number] for number in sorted(layers))
+    return identify(model.model, model.revision, model.dtype, blocks.attention(groups), formats)
+
+
+def _group(group: Any) -> Group:
+    specs = [_spec(group, name) for name in group.layer_names]
+    for spec in specs:
+        if type(spec) not in (FullAttentionSpec, SlidingWindowSpec):
+            raise UnsupportedError(
+                f"pages must be of decoder attention for a store, got {type(spec).__name__}"
+            )
+    first = specs[0]
+    window = first.sliding_window if type(first) is SlidingWindowSpec else None
+    return Group(tuple(map(_number, group.layer_names)), first.block_size, window)
+
+
+def _spec(group: Any, name: str) -> Any:
+    spec = group.kv_cache_spec
+    return getattr(spec, "kv_cache_specs", {}).get(name, spec)
+
+
+def _quant(config: Any, mode: Any, head_dim: int) -> Any:
+    bits = BITS.get(mode)
+    return None if bits is None else Options.of(config.additional_config).quant(bits, head_dim)
+
+
+def _number(name: str) -> int:
+    """Of a layer, as in ``model.layers.3.self_attn.attn``."""
+    found = re.findall(r"(?<=\.)\d+(?=\.)", name)
+    if len(found) != 1:
+        raise UnsupportedError(f"layers must have one number in their names for a store, got {name!r}")
+    return int(found[0])

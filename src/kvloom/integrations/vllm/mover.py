@@ -1,0 +1,124 @@
+"""Moves tokens between the blocks of one rank and a store: the half of the connector that works."""
+
+import logging
+from collections import Counter
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from typing import Any, Final
+
+import torch
+
+from kvloom.integrations.vllm.blocks import Blocks
+from kvloom.integrations.vllm.planner import Plan, Transfer
+from kvloom.store import Fingerprint, KVStore
+from kvloom.store.below import RUN_BYTES, runs_of
+from kvloom.store.prefixes import Prefixes, salt_digest
+
+_LOG: Final = logging.getLogger("kvloom.store")
+_READERS: Final = 2
+_PATIENCE: Final = 0.02
+"""Seconds that a step without anything to compute waits for what is read."""
+
+
+class Mover:
+    """Reads behind the steps that others compute, and writes what a step computed.
+
+    Args:
+        store: Where to.
+        fingerprint: Of the model, all heads of all ranks.
+        blocks: Those of this rank.
+        heads: That it has; ``None`` for all.
+        ranks: vLLM's group of ranks that hold the other heads; ``None`` if this one has all.
+    """
+
+    def __init__(
+        self, store: KVStore, fingerprint: Fingerprint, blocks: Blocks, heads: range | None, ranks: Any = None
+    ) -> None:
+        self.counts: Counter[str] = Counter()
+        self._store, self._fingerprint, self._blocks = store, fingerprint, blocks
+        self._heads, self._ranks = heads, ranks
+        self._readers = ThreadPoolExecutor(_READERS, "kvloom-read")
+        self._loading: dict[str, Future[bool]] = {}
+
+    def start(self, plan: Plan) -> None:
+        """Begin to read."""
+        if plan.is_stale:
+            self._store.refresh(self._fingerprint)
+        for load in plan.loads:
+            self._loading[load.request] = self._readers.submit(self._read, load)
+
+    def finished(self, is_idle: bool) -> tuple[set[str], set[str]]:
+        """Requests that were read since, and those of them that were not read whole."""
+        if is_idle and self._loading:
+            wait(self._loading.values(), _PATIENCE, FIRST_COMPLETED)
+        done = {name for name, future in self._loading.items() if future.done()}
+        failed = {name for name in done if not self._loading.pop(name).result()}
+        return done, failed
+
+    def save(self, plan: Plan) -> None:
+        """Copy what the stores lack, and write it behind. Every rank comes here with the same plan."""
+        for save in plan.saves:
+            for run in self._wanted(save):
+                packed = self._gathered(self._blocks.pack(save.blocks, run))
+                if packed is not None:
+                    size = self._blocks.page_size
+                    text = save.tokens[: run.stop * size]
+                    self._store.save(self._fingerprint, save.salt, text, run.start * size, size, packed)
+                    self.counts["tokens_saved"] += len(run) * size
+
+    def close(self) -> None:
+        """Wait until everything is read and written."""
+        self._readers.shutdown()
+        self._store.close()
+
+    def _read(self, load: Transfer) -> bool:
+        """Whether all of it was read."""
+        at, end = load.start, len(load.tokens)
+        try:
+            for attempt in range(2):
+                if attempt:  # another process wrote it a moment ago
+                    self._store.refresh(self._fingerprint)
+                pieces = self._store.load(self._fingerprint, load.salt, load.tokens, at, heads=self._heads)
+                for piece in pieces:
+                    self._blocks.unpack(piece, load.blocks, end)
+                    at = piece.segment.end
+                if at >= end:
+                    self.counts["tokens_loaded"] += end - load.start
+                    return True
+        except Exception:  # a request that never came back would wait for ever
+            _LOG.exception("a prefix was not read")
+        self.counts["tokens_failed"] += end - load.start
+        return False
+
+    def _wanted(self, save: Transfer) -> list[range]:
+        """Runs of pages to write, as the first rank says."""
+        if self._ranks is None:
+            return self._missing(save)
+        mine = self._missing(save) if self._ranks.rank_in_group == 0 else None
+        runs: list[range] = self._ranks.broadcast_object(mine, src=0)
+        return runs
+
+    def _missing(self, save: Transfer) -> list[range]:
+        size, end = self._blocks.page_size, len(save.tokens)
+        prefixes = Prefixes(self._fingerprint.digest, salt_digest(save.salt), save.tokens)
+        ends = range(save.start + size, end + 1, size)
+        pages = [x // size - 1 for x in self._store.missing(self._fingerprint, prefixes, ends)]
+        nbytes = self._blocks.page_bytes * (1 if self._ranks is None else self._ranks.world_size)
+        runs = runs_of([x for x in pages if self._blocks.has(save.blocks, x)], max(1, RUN_BYTES // nbytes))
+        room = [run for run in runs if self._store.has_room(nbytes * len(run))]
+        self.counts["tokens_dropped"] += size * (sum(map(len, runs)) - sum(map(len, room)))
+        return room
+
+    def _gathered(self, packed: bytearray) -> bytearray | None:
+        """All heads on the first rank, ``None`` on the others."""
+        ranks = self._ranks
+        if ranks is None:
+            return packed
+        data, whole, parts = torch.frombuffer(packed, dtype=torch.uint8), bytearray(), None
+        if ranks.rank_in_group == 0:
+            whole = bytearray(len(packed) * ranks.world_size)
+            parts = list(torch.frombuffer(whole, dtype=torch.uint8).chunk(ranks.world_size))
+        torch.distributed.gather(data, parts, dst=ranks.ranks[0], group=ranks.cpu_group)
+        if parts is None:
+            return None
+        shared = ranks.world_size // self._fingerprint.num_heads  # ranks that have the same head
+        return whole if shared < 2 else bytearray(b"".join(bytes(part.numpy()) for part in parts[::shared]))

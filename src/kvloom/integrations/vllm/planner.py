@@ -1,0 +1,154 @@
+"""What an engine reads from a store and what it writes there: the half of the connector that schedules.
+
+It knows requests by what vLLM's ``Request`` has, and imports no vLLM.
+"""
+
+from collections import Counter
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as NotYet
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from kvloom.store import Fingerprint, KVStore
+
+_PATIENCE: Final = 0.02
+"""Seconds that a step waits for an answer of the stores; what takes longer is asked again in the next."""
+_ATTEMPTS: Final = 2
+"""Reads of a request before it is computed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """Tokens of a request that move.
+
+    Attributes:
+        request: Its id.
+        salt: Who may find them.
+        tokens: Ids from the start of the text to the end of what moves.
+        start: Position of the first token that moves.
+        blocks: Of each group the ids of the request's blocks.
+    """
+
+    request: str
+    salt: str
+    tokens: list[int]
+    start: int
+    blocks: tuple[list[int], ...]
+
+
+@dataclass(slots=True)
+class Plan:
+    """What moves in a step.
+
+    Attributes:
+        loads: To be read.
+        saves: To be written, when the step is computed.
+        is_stale: Whether the stores do not have what they listed.
+        is_idle: Whether nothing is computed in this step.
+    """
+
+    loads: list[Transfer] = field(default_factory=list)
+    saves: list[Transfer] = field(default_factory=list)
+    is_stale: bool = False
+    is_idle: bool = False
+
+
+class Planner:
+    """Finds the prefixes of requests, and says what moves in each step.
+
+    Args:
+        store: Where prefixes are looked for.
+        fingerprint: Whose they are.
+        page_size: Tokens that are read and written together.
+    """
+
+    def __init__(self, store: KVStore, fingerprint: Fingerprint, page_size: int) -> None:
+        self._store, self._fingerprint, self._size = store, fingerprint, page_size
+        self._finder = ThreadPoolExecutor(1, "kvloom-find")
+        self._found: dict[tuple[str, int], Future[int]] = {}
+        self._requests: dict[str, Any] = {}
+        self._offered: dict[str, int] = {}  # tokens of each request that were to be written
+        self._failures: Counter[str] = Counter()
+        self._loads: list[Transfer] = []
+        self._is_stale = False
+
+    def match(self, request: Any, computed: int) -> int | None:
+        """Tokens behind the first ``computed`` that can be read; ``None`` if it takes longer to find out."""
+        last = (request.num_tokens - 1) // self._size * self._size  # one token at least is computed
+        if last <= computed or not is_text(request) or self._failures[request.request_id] >= _ATTEMPTS:
+            return 0
+        key = request.request_id, computed
+        if key not in self._found:
+            tokens = list(request.all_token_ids[:last])
+            self._found[key] = self._finder.submit(self._find, request.cache_salt or "", tokens, computed)
+        try:
+            end = self._found[key].result(_PATIENCE)
+        except NotYet:
+            return None
+        return max(0, end // self._size * self._size - computed)
+
+    def allocated(self, request: Any, blocks: tuple[list[int], ...], num_read: int) -> None:
+        """Note that a request has blocks, into the last of which so many tokens are to be read."""
+        name = request.request_id
+        self._requests[name] = request
+        self._forget(name)
+        if num_read:
+            start = request.num_computed_tokens
+            tokens = list(request.all_token_ids[: start + num_read])
+            self._loads.append(Transfer(name, request.cache_salt or "", tokens, start, blocks))
+
+    def plan(self, scheduled: dict[str, int], blocks_of: Any) -> Plan:
+        """What moves in a step.
+
+        Args:
+            scheduled: New tokens of each request.
+            blocks_of: Gives the ``blocks`` of a request by its id.
+        """
+        plan = Plan(self._loads, [], self._is_stale, not any(scheduled.values()))
+        self._loads, self._is_stale = [], False
+        for name, new in scheduled.items():
+            request = self._requests.get(name)
+            if request is None or not is_text(request):
+                continue
+            before = request.num_computed_tokens
+            start = min(self._offered.get(name, before), before) // self._size * self._size
+            end = min(before + new, request.num_tokens) // self._size * self._size
+            if end > start:
+                tokens = list(request.all_token_ids[:end])
+                plan.saves.append(Transfer(name, request.cache_salt or "", tokens, start, blocks_of(name)))
+            self._offered[name] = max(start, end)
+        return plan
+
+    def failed(self, names: set[str]) -> None:
+        """Note that reading failed for some requests, which are looked up once more."""
+        self._failures.update(names)
+        self._is_stale = self._is_stale or bool(names)
+        if names:
+            self._finder.submit(self._store.refresh, self._fingerprint)
+
+    def finished(self, name: str) -> None:
+        """Forget a request."""
+        self._forget(name)
+        for known in (self._requests, self._offered, self._failures):
+            known.pop(name, None)
+
+    def close(self) -> None:
+        """End the thread."""
+        self._finder.shutdown()
+
+    def _find(self, salt: str, tokens: list[int], start: int) -> int:
+        return self._store.find(self._fingerprint, salt, tokens, start)
+
+    def _forget(self, name: str) -> None:
+        for key in [key for key in self._found if key[0] == name]:
+            self._found.pop(key).cancel()
+
+
+def is_text(request: Any) -> bool:
+    """Whether a request's keys and values are determined by its token ids: no adapter, picture or vector."""
+    return (
+        request.lora_request is None
+        and not request.mm_features
+        and request.prompt_embeds is None
+        and request.prompt_token_ids is not None
+    )

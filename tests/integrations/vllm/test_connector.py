@@ -1,0 +1,204 @@
+"""Prefixes that outlive vLLM: found by the next engine, after damage, and by other integrations."""
+
+from __future__ import annotations
+
+import os
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from integrations.vllm.engines import (
+    INT8,
+    Engine,
+    needs_vllm,
+    prompts,
+    random_model,
+    tokens_of,
+    tokens_of_child,
+)
+from integrations.vllm.test_models import hybrid, window
+
+from kvloom.errors import ArgumentError, ConfigError, UnsupportedError
+from kvloom.models import bundled_model_path
+
+needs_vllm()
+pytest.importorskip("xxhash")
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+BLOCK = 32
+
+
+@pytest.fixture(scope="module")
+def stock() -> list[list[int]]:
+    return tokens_of()
+
+
+def on(folder: Path | str, **options: Any) -> dict[str, Any]:
+    """Arguments of an engine with a store."""
+    transfer = {
+        "kv_connector": "KvloomConnector",
+        "kv_connector_module_path": "kvloom.integrations.vllm.connector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"store": str(folder), **options},
+    }
+    return {
+        "kv_cache_dtype": INT8,
+        "block_size": BLOCK,
+        "kv_transfer_config": transfer,
+        "disable_log_stats": False,
+    }
+
+
+def counts(engine: Engine) -> dict[str, int]:
+    """What the connector of an engine counted."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    connector = get_kv_transfer_group()
+    connector.get_kv_connector_stats()
+    return dict(connector._reported)
+
+
+def whole_pages(texts: list[str], engine: Engine, page_size: int = BLOCK) -> int:
+    """Tokens of prompts that may be read: the last token is computed."""
+    tokenizer = engine.llm.get_tokenizer()
+    return sum((len(tokenizer(text).input_ids) - 1) // page_size * page_size for text in texts)
+
+
+def test_the_next_engine_reads_what_one_computed(stock: list[list[int]], tmp_path: Path) -> None:
+    with closing(Engine(**on(tmp_path))) as engine:
+        assert engine.tokens(prompts()) == stock
+    with closing(Engine(**on(tmp_path))) as engine:
+        found = engine.run(prompts())
+        assert [list(request.outputs[0].token_ids) for request in found] == stock
+        assert sum(request.num_cached_tokens for request in found) == whole_pages(prompts(), engine)
+        assert counts(engine)["tokens_loaded"] > 0 and counts(engine)["tokens_failed"] == 0
+
+
+def test_a_damaged_run_is_computed_told_and_rewritten(
+    stock: list[list[int]], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with closing(Engine(**on(tmp_path))) as engine:
+        engine.run(prompts(), 1)
+    files = sorted(tmp_path.glob("*/*.safetensors"))
+    for file in files[:3]:
+        data = bytearray(file.read_bytes())
+        data[-5] ^= 1
+        file.write_bytes(data)
+    with closing(Engine(**on(tmp_path))) as engine:
+        assert engine.tokens(prompts()) == stock
+        assert counts(engine)["damaged"] == 3 and counts(engine)["tokens_failed"] > 0
+    assert "damaged run, which is not used" in caplog.text
+    assert len(list((tmp_path / "quarantine").iterdir())) == 3
+    assert {file.name for file in files} <= {file.name for file in tmp_path.glob("*/*.safetensors")}
+    with closing(Engine(**on(tmp_path))) as engine:
+        found = engine.run(prompts())
+        assert [list(request.outputs[0].token_ids) for request in found] == stock
+        assert sum(request.num_cached_tokens for request in found) == whole_pages(prompts(), engine)
+
+
+@pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="one core")
+def test_two_ranks_read_what_one_computed_and_the_other_way_round(
+    stock: list[list[int]], tmp_path: Path
+) -> None:
+    ranks = {"tensor_parallel_size": 2, **on(tmp_path / "two")}
+    assert tokens_of_child(ranks, tmp_path, VLLM_CPU_OMP_THREADS_BIND="0|1") == stock
+    with closing(Engine(**on(tmp_path / "two"))) as engine:
+        found = engine.run(prompts())
+        assert [list(request.outputs[0].token_ids) for request in found] == stock
+        assert sum(request.num_cached_tokens for request in found) == whole_pages(prompts(), engine)
+    with closing(Engine(**on(tmp_path / "one"))) as engine:
+        engine.run(prompts(), 1)
+    files = list((tmp_path / "one").glob("*/*.safetensors"))
+    for file in files:
+        os.utime(file, (1, 1))
+    ranks = {"tensor_parallel_size": 2, **on(tmp_path / "one")}
+    assert tokens_of_child(ranks, tmp_path, VLLM_CPU_OMP_THREADS_BIND="0|1") == stock
+    assert files and all(file.stat().st_mtime > 1 for file in files)  # which are read are touched
+
+
+def test_a_pool_of_transformers_has_the_codes_of_vllm(stock: list[list[int]], tmp_path: Path) -> None:
+    import torch
+
+    from kvloom.integrations.transformers import KVPool, load_model
+    from kvloom.integrations.transformers.identity import fingerprint_of
+    from kvloom.store import KVStore
+    from kvloom.store.transfer import pack
+
+    model, tokenizer = load_model(bundled_model_path(), torch.float32, progress=False)
+    tokens = tokenizer(prompts()[1], return_tensors="pt").input_ids
+    with closing(Engine(**on(tmp_path))) as engine:
+        engine.run(prompts()[1:2], 1)
+    wanted = (tokens.shape[1] - 1) // BLOCK * BLOCK
+    fingerprint = fingerprint_of(model, "int8")
+    with KVStore(f"file://{tmp_path}") as store:
+        (piece,) = store.load(fingerprint, "", tokens[0, :wanted].tolist())
+    arguments = {"kv": "int8", "max_tokens": 4096, "page_size": BLOCK}
+    with KVPool.for_model(model, **arguments, store=f"file://{tmp_path}") as pool:
+        cache = pool.begin(tokens)
+        assert cache.get_seq_length() == wanted
+        ids = [ref.id for ref in cache.sequences[0].tables[0].pages]
+        assert pack(cache.sequences[0].pages, ids, fingerprint) == piece.data[piece.start :]
+        logits = model(tokens[:, wanted:], past_key_values=cache).logits[0, -1]
+    assert int(logits.argmax()) == stock[1][0]
+
+
+def test_vllm_reads_what_a_pool_of_transformers_computed(stock: list[list[int]], tmp_path: Path) -> None:
+    import torch
+
+    from kvloom.integrations.transformers import KVPool, load_model
+
+    model, tokenizer = load_model(bundled_model_path(), torch.float32, progress=False)
+    with KVPool.for_model(model, kv="int8", max_tokens=16384, store=f"file://{tmp_path}") as pool:
+        for text in prompts():
+            tokens = tokenizer(text, return_tensors="pt").input_ids
+            cache = pool.begin(tokens)
+            pool.commit(
+                cache, model.generate(tokens, past_key_values=cache, max_new_tokens=1, do_sample=False)
+            )
+    with closing(Engine(**on(tmp_path))) as engine:
+        found = engine.run(prompts())
+        assert [list(request.outputs[0].token_ids) for request in found] == stock
+        assert sum(request.num_cached_tokens for request in found) == whole_pages(prompts(), engine)
+
+
+@pytest.mark.parametrize("kind", [window, hybrid], ids=lambda kind: kind.__name__)
+def test_windows_and_groups_of_layers(kind: Any, tmp_path: Path) -> None:
+    config, _ = kind()
+    model = random_model(tmp_path / "model", config)
+    arguments = {"model": model, **on(tmp_path / "store")}
+    texts = prompts()[1::4]
+    with closing(Engine(**arguments)) as engine:
+        wanted = engine.tokens(texts)
+    assert wanted == tokens_of(model, texts, kv_cache_dtype=INT8, block_size=BLOCK)
+    with closing(Engine(**arguments)) as engine:
+        found = engine.run(texts)
+        assert [list(request.outputs[0].token_ids) for request in found] == wanted
+        assert sum(request.num_cached_tokens for request in found) >= 0.9 * whole_pages(texts, engine)
+        assert counts(engine)["tokens_failed"] == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"kv_cache_dtype": "auto"}, UnsupportedError, "pages must be kvloom's in all layers for a store"),
+        (
+            on("store", bytes=1),
+            ConfigError,
+            "kv_connector_extra_config must have store, .* only, got 'bytes'",
+        ),
+        (on("ftp://x"), ArgumentError, "store must be a URL of file, .* got 'ftp://x'"),
+    ],
+    ids=["float", "option", "url"],
+)
+def test_what_cannot_be_stored_is_refused_at_start(
+    arguments: dict[str, Any], error: type[Exception], message: str, tmp_path: Path
+) -> None:
+    from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
+
+    try:
+        with pytest.raises(error, match=message):
+            Engine(**{**on(tmp_path), **arguments})
+    finally:
+        ensure_kv_transfer_shutdown()
