@@ -82,10 +82,12 @@ def test_a_damaged_run_is_computed_told_and_rewritten(
     with closing(Engine(**on(tmp_path))) as engine:
         engine.run(prompts(), 1)
     files = sorted(tmp_path.glob("*/*.safetensors"))
-    for file in files[:3]:
-        data = bytearray(file.read_bytes())
-        data[-5] ^= 1
-        file.write_bytes(data)
+    flipped, cut, foreign, other, *_ = files
+    data = bytearray(flipped.read_bytes())
+    data[-5] ^= 1
+    flipped.write_bytes(data)
+    cut.write_bytes(cut.read_bytes()[:-1])
+    foreign.write_bytes(other.read_bytes())
     with closing(Engine(**on(tmp_path))) as engine:
         assert engine.tokens(prompts()) == stock
         assert counts(engine)["damaged"] == 3 and counts(engine)["tokens_failed"] > 0
@@ -102,20 +104,18 @@ def test_a_damaged_run_is_computed_told_and_rewritten(
 def test_two_ranks_read_what_one_computed_and_the_other_way_round(
     stock: list[list[int]], tmp_path: Path
 ) -> None:
-    ranks = {"tensor_parallel_size": 2, **on(tmp_path / "two")}
+    with closing(Engine(**on(tmp_path / "store"))) as engine:
+        engine.run(prompts()[:6], 1)
+    files = list((tmp_path / "store").glob("*/*.safetensors"))
+    for file in files:
+        os.utime(file, (1, 1))
+    ranks = {"tensor_parallel_size": 2, **on(tmp_path / "store")}
     assert tokens_of_child(ranks, tmp_path, VLLM_CPU_OMP_THREADS_BIND="0|1") == stock
-    with closing(Engine(**on(tmp_path / "two"))) as engine:
+    assert files and all(file.stat().st_mtime > 1 for file in files)  # which are read are touched
+    with closing(Engine(**on(tmp_path / "store"))) as engine:
         found = engine.run(prompts())
         assert [list(request.outputs[0].token_ids) for request in found] == stock
         assert sum(request.num_cached_tokens for request in found) == whole_pages(prompts(), engine)
-    with closing(Engine(**on(tmp_path / "one"))) as engine:
-        engine.run(prompts(), 1)
-    files = list((tmp_path / "one").glob("*/*.safetensors"))
-    for file in files:
-        os.utime(file, (1, 1))
-    ranks = {"tensor_parallel_size": 2, **on(tmp_path / "one")}
-    assert tokens_of_child(ranks, tmp_path, VLLM_CPU_OMP_THREADS_BIND="0|1") == stock
-    assert files and all(file.stat().st_mtime > 1 for file in files)  # which are read are touched
 
 
 def test_a_pool_of_transformers_has_the_codes_of_vllm(stock: list[list[int]], tmp_path: Path) -> None:

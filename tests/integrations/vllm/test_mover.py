@@ -1,0 +1,146 @@
+"""What is read into vLLM's blocks and what is not; without vLLM."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import replace
+from itertools import count
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("xxhash")
+
+from store.runs import make_run
+
+from kvloom.core.specs import QuantSpec
+from kvloom.integrations.vllm import blocks, pages
+from kvloom.integrations.vllm.blocks import Blocks, Group
+from kvloom.integrations.vllm.mover import Mover
+from kvloom.integrations.vllm.planner import Plan, Transfer
+from kvloom.store import Fingerprint, KVStore
+from kvloom.store.backends.memory import Memory
+from kvloom.store.format import Run
+
+NUM_OFFERED = int(os.environ.get("KVLOOM_OFFERED", "10000"))
+PAGE, HEADS, DIM, QUANT, AT_ONCE = 32, 2, 32, QuantSpec(8, 32), 20
+GROUPS = [Group((0,), PAGE)]
+LAYER = blocks.layer_format(HEADS, DIM, torch.float32, QUANT)
+FINGERPRINT = Fingerprint("model", "weights", "float32", "rope", "full", "none", (LAYER,))
+OTHERS = [
+    replace(FINGERPRINT, weights="other"),
+    replace(FINGERPRINT, layers=(blocks.layer_format(HEADS, DIM, torch.float32, QuantSpec(4, 32)),)),
+    replace(FINGERPRINT, attention="windows 64"),
+]
+
+
+def empty_blocks(num_blocks: int) -> tuple[Blocks, Tensor]:
+    """Blocks of one layer, and the memory that they lie in."""
+    content = pages.content_bytes(DIM, torch.float32, QUANT)
+    memory = torch.zeros(num_blocks, HEADS, PAGE, content, dtype=torch.uint8)
+    views = {0: pages.view(memory, DIM, torch.float32, QUANT)}
+    return Blocks(FINGERPRINT, range(HEADS), GROUPS, views), memory
+
+
+def text_of(number: int) -> list[int]:
+    """Two pages of tokens that no other number has."""
+    return [number, *range(1, 2 * PAGE)]
+
+
+def file_of(tokens: list[int], whose: Fingerprint = FINGERPRINT, salt: str = "") -> tuple[Run, bytes]:
+    run, data = make_run(tokens, page_size=PAGE, whose=whose, salt=salt)
+    return run, run.head() + bytes(data)
+
+
+def damaged(good: bytes, rng: random.Random) -> bytes:
+    """Bytes changed, removed, put in, moved or cut off, several at once."""
+    file = bytearray(good)
+    while file == good:
+        for _ in range(rng.randint(1, 3)):
+            at, size = rng.randrange(len(file) or 1), rng.randint(1, 12)
+            match rng.randrange(5):
+                case 0:
+                    file[at : at + size] = rng.randbytes(size)
+                case 1:
+                    del file[at : at + size]
+                case 2:
+                    file[at:at] = rng.randbytes(size)
+                case 3:
+                    file[at:at] = file[: size * 4]
+                case _:
+                    del file[at:]
+    return bytes(file)
+
+
+def foreign(number: int, rng: random.Random) -> bytes:
+    """A whole file of another model, format, text or salt, or of none of these."""
+    tokens = text_of(number)
+    match rng.randrange(5):
+        case 0:
+            return file_of(tokens, rng.choice(OTHERS))[1]
+        case 1:
+            return file_of(tokens, salt="other")[1]
+        case 2:
+            tokens[rng.randrange(len(tokens))] += 1
+            return file_of(tokens)[1]
+        case 3:
+            return make_run(tokens, page_size=PAGE // 2, whose=FINGERPRINT)[0].head()
+        case _:
+            return rng.randbytes(rng.randrange(20_000))
+
+
+def offered(rng: random.Random) -> Iterator[tuple[int, str, bytes, bool]]:
+    """Numbers of texts, the names under which their runs are looked for, files, whether they are right."""
+    for number in count():
+        run, good = file_of(text_of(number))
+        if number % AT_ONCE == 0:
+            yield number, run.name, good, True
+        else:
+            yield number, run.name, damaged(good, rng) if number % 2 else foreign(number, rng), False
+
+
+def read(mover: Mover, loads: list[Transfer]) -> set[str]:
+    """Requests that failed, of a step that reads."""
+    mover.start(Plan(loads))
+    done, failed = set[str](), set[str]()
+    while len(done) < len(loads):
+        for known, new in zip((done, failed), mover.finished(True), strict=True):
+            known |= new
+    return failed
+
+
+def test_of_damaged_and_foreign_files_none_is_read() -> None:
+    files = offered(random.Random(0))
+    num_refused = 0
+    for step in count():
+        if num_refused >= NUM_OFFERED:
+            break
+        url = f"memory://offered-{step}"
+        target, memory = empty_blocks(2 * AT_ONCE + 1)
+        loads, wrong = [], set()
+        for i in range(AT_ONCE):
+            number, name, file, is_right = next(files)
+            Memory.of_url(url).put_if_absent(name, [file])
+            loads.append(Transfer(str(number), "", text_of(number), 0, ([2 * i + 1, 2 * i + 2],)))
+            wrong |= set() if is_right else {str(number)}
+        with closing(Mover(KVStore(url), FINGERPRINT, target, None)) as mover:
+            assert read(mover, loads) == wrong
+        assert memory[1:3].any() and not memory[3:].any()
+        num_refused += len(wrong)
+        Memory._shared.pop(url)
+
+
+def test_a_reader_that_fails_gives_the_request_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    def gone(*arguments: object, **options: object) -> None:
+        raise OSError("the network is gone")
+
+    target, memory = empty_blocks(3)
+    store = KVStore("memory://reader-fails")
+    with closing(Mover(store, FINGERPRINT, target, None)) as mover:
+        monkeypatch.setattr(store, "load", gone)
+        assert read(mover, [Transfer("a", "", text_of(0), 0, ([1, 2],))]) == {"a"}
+        assert mover.counts["tokens_failed"] == 2 * PAGE and not memory.any()
