@@ -186,7 +186,7 @@ bench: $(READY) .venv-bench/.ready .venv-vllm/.ready
 	.venv-vllm/bin/python $(PIP) install $(TORCH)
 	.venv-vllm/bin/python $(PIP) install $(BUILD)
 	.venv-vllm/bin/python $(PIP) install $(UNBUILT) --editable .
-	-.venv-vllm/bin/python $(PIP) install $(VLLM) xxhash pytest hypothesis
+	-.venv-vllm/bin/python $(PIP) install $(VLLM) xxhash obstore 'moto[server]>=5' pytest hypothesis
 	.venv-vllm/bin/python $(PIP) uninstall --yes torchvision torchaudio torchcodec
 	@touch $@
 

@@ -3,12 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
-import subprocess
-import sys
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,8 +17,7 @@ from integrations.vllm.engines import (
     tokens_of,
     tokens_of_child,
 )
-
-from kvloom.models import bundled_model_path
+from integrations.vllm.servers import server
 
 needs_vllm()
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -66,29 +59,11 @@ def test_a_plug_in_that_fails_ends_the_engine(tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """The client of a server over int8 pages."""
-    openai = pytest.importorskip("openai")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [
-        *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
-        *("--model", str(bundled_model_path()), "--served-model-name", "bundled", "--dtype", "float32"),
-        *("--kv-cache-dtype", INT8, "--max-model-len", "2048", "--max-num-seqs", "8", "--enforce-eager"),
-        *("--kv-cache-memory-bytes", str(64 << 20), "--port", str(port), "--host", "127.0.0.1"),
-    ]
-    log = tmp_path_factory.mktemp("server") / "log.txt"
-    environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
-    with log.open("w") as out, subprocess.Popen(command, env=environment, stdout=out, stderr=out) as server:
-        while True:
-            assert server.poll() is None, log.read_text()
-            try:
-                urllib.request.urlopen(f"http://127.0.0.1:{port}/health")
-                break
-            except (urllib.error.URLError, ConnectionError):
-                time.sleep(1)
-        yield openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
-        server.terminate()
-    assert log.read_text().count("attends to pages of int8:g64") == 1
+    pytest.importorskip("openai")
+    with server(tmp_path_factory.mktemp("server") / "log.txt") as started:
+        with started.client() as client:
+            yield client
+    assert started.log.read_text().count("attends to pages of int8:g64") == 1
 
 
 def test_the_server_answers_with_the_tokens_of_stock_vllm(client: Any, stock: list[list[int]]) -> None:
