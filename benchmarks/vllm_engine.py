@@ -2,7 +2,8 @@
 
 ``attend`` times one layer in vLLM's pages, with AMX and without; ``generate`` tokens behind a long context;
 ``prefix`` requests that share one. Contenders take turns in one process, and figures are medians of the
-processor time of one thread. For the environment of ``make test-vllm``.
+processor time of one thread. ``store`` reads a prefix that another process computed: contenders take turns in
+processes of their own, by the clock. For the environment of ``make test-vllm``.
 """
 
 import argparse
@@ -11,7 +12,10 @@ import random
 import shutil
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack, contextmanager
+from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -54,8 +58,9 @@ PAGE_OF_RESULTS = Path(__file__).with_name("vllm_results.md")
 HEAD = """# Figures inside vLLM
 
 Made by `make bench-vllm`. In brackets the multiple of the first column, the median over rounds in which all
-take turns in one process; below 1 is faster. Processor time of one thread; others may use the machine
-meanwhile, so multiples hold where times do not.
+take turns in one process; below 1 is faster. Processor time of one thread, but for the time to the first
+token, which is by the clock, in a process for each contender. Others may use the machine meanwhile, so
+multiples hold where times do not.
 """
 
 
@@ -236,17 +241,84 @@ def prefix(rounds: int) -> None:
     )
 
 
+PROMPT, STORE_PAGE = 2048, 32
+_ENGINES: list[LLM] = []
+"""That of a process of ``store``."""
+
+
+def store(rounds: int) -> None:
+    """A prompt of 2,048 new tokens and one token behind it, in a model of 4 layers: computed, and read."""
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        model, shared = random_model(Path(folder) / "model"), f"{folder}/store"
+        int8 = ENGINES["kvloom int8"]
+        found = {
+            "vLLM bfloat16": stack.enter_context(own_process(model, {})),
+            "kvloom int8, which writes it": stack.enter_context(own_process(model, int8, shared)),
+            "kvloom int8, which reads it": stack.enter_context(own_process(model, int8, shared)),
+        }
+        times: dict[str, list[float]] = {name: [] for name in found}
+        numbers = random.Random(0)
+        for turn in range(rounds + 2):
+            text = numbers.choices(range(3, VOCABULARY), k=PROMPT)
+            for name, process in found.items():
+                taken, num_read = process.submit(first_token, text).result()
+                if turn > 1:
+                    times[name].append(taken * 1e3)
+                expected = (PROMPT - 1) // STORE_PAGE * STORE_PAGE if name.endswith("reads it") else 0
+                if num_read != expected:
+                    raise SystemExit(f"{name}: {num_read} tokens read, expected {expected}")
+                if name.endswith("writes it"):
+                    time.sleep(3)  # it is written behind, and listed every two seconds
+        nbytes = sum(file.stat().st_size for file in Path(shared).rglob("*.safetensors")) / (rounds + 2)
+    rows = [[f"{PROMPT:,} tokens", *compared(times, "{:.0f}".format), f"{nbytes / 2**20:.1f} MiB"]]
+    table("Time to the first token, 4 layers, one thread", ["ms", *found, "in the store"], rows)
+
+
+@contextmanager
+def own_process(
+    model: Path, kind: dict[str, Any], shared: str | None = None
+) -> Iterator[ProcessPoolExecutor]:
+    """A process with an engine, which may have a store."""
+    options: dict[str, Any] = {"max_model_len": PROMPT + 64, "max_num_batched_tokens": PROMPT, **kind}
+    options |= {"max_num_seqs": 1, "block_size": STORE_PAGE, "kv_cache_memory_bytes": 1 << 28}
+    if shared:
+        options["kv_transfer_config"] = {
+            "kv_connector": "KvloomConnector",
+            "kv_connector_module_path": "kvloom.integrations.vllm.connector",
+            "kv_role": "kv_both",
+            "kv_load_failure_policy": "recompute",
+            "kv_connector_extra_config": {"store": shared},
+        }
+    with ProcessPoolExecutor(1, get_context("spawn"), start_engine, (str(model), options)) as process:
+        yield process
+
+
+def start_engine(model: str, options: dict[str, Any]) -> None:
+    """The engine of this process, for ``first_token``."""
+    torch.set_num_threads(1)
+    _ENGINES[:] = [LLM(model=model, dtype="bfloat16", enforce_eager=True, **options)]
+
+
+def first_token(text: list[int]) -> tuple[float, int]:
+    """Seconds until a prompt has its first token, and how many of its tokens were not computed."""
+    parameters = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
+    (engine,) = _ENGINES
+    start = time.perf_counter()
+    (request,) = engine.generate([TokensPrompt(prompt_token_ids=text)], parameters, use_tqdm=False)
+    return time.perf_counter() - start, request.num_cached_tokens or 0
+
+
 def main() -> None:
     """Measure the sections that are named."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("sections", nargs="*", default=["attend", "generate", "prefix"])
+    parser.add_argument("sections", nargs="*", default=["attend", "generate", "prefix", "store"])
     parser.add_argument("--rounds", type=int, default=21)
     args = parser.parse_args()
     current_platform.import_kernels()
     torch.set_num_threads(1)
     torch.manual_seed(0)
     for name in args.sections:
-        {"attend": attend, "generate": generate, "prefix": prefix}[name](args.rounds)
+        {"attend": attend, "generate": generate, "prefix": prefix, "store": store}[name](args.rounds)
 
 
 if __name__ == "__main__":
