@@ -127,7 +127,7 @@ def test_of_damaged_and_foreign_files_none_is_read() -> None:
             Memory.of_url(url).put_if_absent(name, [file])
             loads.append(Transfer(str(number), "", text_of(number), 0, ([2 * i + 1, 2 * i + 2],)))
             wrong |= set() if is_right else {str(number)}
-        with closing(Mover(KVStore(url), FINGERPRINT, target, None)) as mover:
+        with KVStore(url) as store, closing(Mover(store, FINGERPRINT, target, None)) as mover:
             assert read(mover, loads) == wrong
         assert memory[1:3].any() and not memory[3:].any()
         num_refused += len(wrong)

@@ -173,7 +173,7 @@ class KvloomConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return Stats(new) if any(new.values()) else None
 
     def shutdown(self) -> None:
-        """Wait until everything is written."""
+        """Wait until everything is read and written."""
         if self.role == KVConnectorRole.SCHEDULER:
             self._planner.close()
         if self._mover is not None:

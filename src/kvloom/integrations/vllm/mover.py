@@ -66,9 +66,8 @@ class Mover:
                     self.counts["tokens_saved"] += len(run) * size
 
     def close(self) -> None:
-        """Wait until everything is read and written."""
+        """Wait until everything is read, and read no more."""
         self._readers.shutdown()
-        self._store.close()
 
     def _read(self, load: Transfer) -> bool:
         """Whether all of it was read."""
