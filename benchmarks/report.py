@@ -24,6 +24,7 @@ from cpu_sections import (
 )
 from plots import link, place
 from tables import cell, left_out, pivot, table
+from trace_sections import simulate_section
 
 HERE = Path(__file__).parent
 README = HERE.parent / "README.md"
@@ -350,6 +351,7 @@ SECTIONS = {
     "serving": Section("Many requests at once", serving_section, OURS),
     "serving_http": Section("Many clients of a server", serving_http_section, OURS),
     "store": Section("A prefix from a store", store_section, (*OURS, "xxhash")),
+    "simulate": Section("What caches find of traces", simulate_section, (), of_processor=False),
     "movement": Section("Moving keys and values", movement_section, ("torch",)),
     "attend_cpu": Section("Attention on the CPU", attend_cpu_section, RUNTIMES),
     "prefill_cpu": Section("Prompts on the CPU", prefill_cpu_section, RUNTIMES),

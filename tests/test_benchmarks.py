@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from kvloom.ops.impl import cpu
+from kvloom.simulation.replay import POLICIES
 
 pytest.importorskip("transformers")
 
@@ -48,6 +49,13 @@ def quick(
     for module in [*sys.modules]:
         if (BENCHMARKS / f"{module}.py").exists():
             del sys.modules[module]
+
+
+def test_simulate_replays_every_policy_and_none_beats_the_optimum(quick: Callable[..., Any]) -> None:
+    rows = quick("simulate")["rows"]
+    for case in {(x["trace"], x["capacity"]) for x in rows}:
+        rates = {x["policy"]: x["block_rate"] for x in rows if (x["trace"], x["capacity"]) == case}
+        assert 0.0 <= max(rates.values()) == rates["opt"] and len(rates) == len(POLICIES)
 
 
 def test_decode_times_every_cache_at_a_context(quick: Callable[..., Any]) -> None:
