@@ -23,6 +23,7 @@ from cpu_sections import (
     vllm_cpu_section,
 )
 from plots import link, place
+from serving_sections import serving_http_section, serving_section
 from tables import cell, left_out, pivot, table
 from trace_sections import simulate_section
 
@@ -203,51 +204,6 @@ def prefix_section(result: dict[str, Any]) -> str:
         f"system prompt of {result['prompt_tokens']:,}, and microseconds to make the cache or find the "
         f"prefix ({result['pages_of_the_prefix']} pages).\n\n"
         + table(["", "ms", "faster", "cache, us"], rows)
-    )
-
-
-def serving_section(result: dict[str, Any]) -> str:
-    """Many requests at once."""
-    workloads = {"shared": "prefix of 512 shared", "apart": "nothing shared"}
-    for row in result["rows"]:
-        threads = "one thread" if row["threads"] == 1 else f"{row['threads']} threads"
-        row["case"] = f"{row['model']}, {workloads[row['workload']]}, {threads}"
-        row["cell"] = f"{row['tokens_per_s']:,.0f} ({row['speed']:.1f}x)"
-    ways = list(dict.fromkeys(row["way"] for row in result["rows"]))
-    cells = {(row["case"], row["way"]): row["cell"] for row in result["rows"]}
-    kept = {row["way"]: row["nbytes_per_token"] for row in result["rows"] if row["model"] == "random"}
-    cases = dict.fromkeys(row["case"] for row in result["rows"])
-    rows = [[case, *(cells[case, way] for way in ways)] for case in cases]
-    memory = [[way, f"{nbytes / 1e9:.2f}"] for way, nbytes in result["memory"].items()]
-    return (
-        f"New tokens a second of {result['requests']} requests, and how many times that of transformers' "
-        "continuous batching as it is: the bundled model in float16, and 8 layers of 8 heads of 64 of random "
-        "weights in float32; medians of "
-        f"{result['rounds']} rounds. Padded generate takes 8 rows at a time. Bytes per token of the random "
-        f"model's cache: {', '.join(f'{way} {nbytes:,.0f}' for way, nbytes in kept.items())}.\n\n"
-        + table(["", *ways], rows)
-        + "\n\nGigabytes at the peak of a process that answers 8 requests with 8 tokens each, where nothing "
-        "is configured:\n\n" + table(["", "GB"], memory)
-    )
-
-
-def serving_http_section(result: dict[str, Any]) -> str:
-    """Many clients of a server."""
-    answers = result["clients"] * result["rounds"]
-    rows = [
-        [
-            x["way"],
-            f"{x['cpu_s']:.1f} ({x['less']:.1f}x less)",
-            f"{x['wall_s']:.1f}",
-            f"{x['same']} of {answers}",
-        ]
-        for x in result["rows"]
-    ]
-    return (
-        f"Seconds in which a server answers {result['clients']} clients at once with 48 tokens each, behind "
-        "3,000 characters that all share: the bundled model in float32, medians of "
-        f"{result['rounds']} rounds, each with a prefix of its own. *Same*: answers that are the first "
-        "server's.\n\n" + table(["", "CPU time of the server", "until the last answer", "same"], rows)
     )
 
 
