@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from kvloom.integrations.compare import STOCK, attention_for, cache_of, compare
+from kvloom.integrations.quality import WINDOW, windows_of
 from kvloom.integrations.transformers import load_model
 from kvloom.models import bundled_model_path, iter_texts
 
 KINDS = ("float32", "float16", "bfloat16", "int8", "int4")
 PROMPT_CHARACTERS = 1200
-WINDOW = 512
 
 
 def main() -> None:
@@ -41,7 +41,7 @@ def main() -> None:
         for _, text in zip(range(args.prompts), iter_texts("heldout", 4 * PROMPT_CHARACTERS), strict=False)
     ]
     prompts = [tokenizer(text[:PROMPT_CHARACTERS], return_tensors="pt").input_ids for text in texts]
-    windows = heldout_windows(tokenizer, args.windows)
+    windows = windows_of(tokenizer, iter_texts("heldout"), args.windows * WINDOW)
     kinds, in_place = (
         measure(model, prompts, windows, args.max_new_tokens, args.runs, in_place=in_place)
         for in_place in (False, True)
@@ -78,16 +78,6 @@ def measure(
         }
         for kind, rows in per_kind.items()
     ]
-
-
-def heldout_windows(tokenizer: Any, num_windows: int) -> Tensor:
-    """``[num_windows, WINDOW]`` tokens of held-out files, one behind the other."""
-    ids: list[int] = []
-    for text in iter_texts("heldout"):
-        ids += tokenizer(text, verbose=False).input_ids
-        if len(ids) >= num_windows * WINDOW:
-            break
-    return torch.tensor(ids[: num_windows * WINDOW]).view(num_windows, WINDOW)
 
 
 @torch.no_grad()

@@ -25,18 +25,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from cache_kinds import WINDOW, heldout_windows
 from peers import RESIDUAL, Contender, fill, installed, kvloom, quantized, stock
 from torch import Tensor
 
+from kvloom.integrations.quality import ROWS, WINDOW, Peer, quality, windows_of
 from kvloom.integrations.transformers import load_model
-from kvloom.models import bundled_model_path
+from kvloom.models import bundled_model_path, iter_texts
 
 GROUPS = (64, 32, 16, 8)
 BITS = (("int8", None), ("int8", "int4"), ("int4", "int8"), ("int4", None))
 PEERS = (("quanto", 4, RESIDUAL), ("quanto", 4, 1), ("hqq", 4, RESIDUAL), ("hqq", 8, RESIDUAL))
 CHUNK = 32
-ROWS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,21 +47,20 @@ class Entrant:
     group: int | None = None
     unquantized: int = 0
 
+    @property
+    def peer(self) -> Peer:
+        """The contender, as ``quality`` takes it."""
+        return Peer(self.contender.name, lambda model: self.contender.make(model, ROWS * WINDOW), self.chunk)
+
 
 def contenders() -> list[Entrant]:
-    """DynamicCache first."""
+    """All but DynamicCache."""
     ours = [Entrant(kvloom(kv, values, group=g), group=g) for kv, values in BITS for g in GROUPS]
     peers = [
         Entrant(quantized(backend, bits, residual=residual), min(residual, CHUNK), 64, residual)
         for backend, bits, residual in PEERS
     ]
-    return [Entrant(stock()), Entrant(quantized("fp8", 8)), *peers, *ours]
-
-
-def logits_in_chunks(model: Any, cache: Any, window: Tensor, chunk: int) -> Tensor:
-    """Next-token logits ``[B, WINDOW - 1, V]`` of ``[B, WINDOW]`` tokens, fed ``chunk`` at a time."""
-    chunks = window[:, :-1].split(chunk, dim=1)
-    return torch.cat([model(x, past_key_values=cache, use_cache=True).logits for x in chunks], dim=1)
+    return [Entrant(quantized("fp8", 8)), *peers, *ours]
 
 
 def nbytes_per_token(model: Any, contender: Contender, num_tokens: int = 2048) -> float:
@@ -87,24 +85,6 @@ def is_wrapper(x: Tensor) -> bool:
     return hasattr(type(x), "__tensor_flatten__")
 
 
-@torch.no_grad()
-def measure(model: Any, entrants: list[Entrant], windows: Tensor) -> list[dict[str, float]]:
-    """Loss and distance from the first entrant, of each; all read a batch of windows before the next."""
-    sums = [{"loss": 0.0, "mean_kl": 0.0, "agreed": 0.0} for _ in entrants]
-    for window in windows.split(ROWS):
-        expected = None
-        for entrant, total in zip(entrants, sums, strict=True):
-            cache = entrant.contender.make(model, ROWS * WINDOW)
-            log_probs = logits_in_chunks(model, cache, window, entrant.chunk).double().log_softmax(-1)
-            expected = log_probs if expected is None else expected
-            total["loss"] -= float(log_probs.gather(-1, window[:, 1:].unsqueeze(-1)).sum())
-            total["mean_kl"] += float((expected.exp() * (expected - log_probs)).sum())
-            total["agreed"] += float((expected.argmax(-1) == log_probs.argmax(-1)).sum())
-    count = windows[:, 1:].numel()
-    means = [{key: max(0.0, value / count) for key, value in total.items()} for total in sums]
-    return [mean | {"perplexity": math.exp(mean["loss"])} for mean in means]
-
-
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -114,24 +94,28 @@ def main() -> None:
 
     torch.set_num_threads(1)
     model, tokenizer = load_model(bundled_model_path(), torch.float32, progress=False)
-    windows = heldout_windows(tokenizer, 1 if args.quick else args.windows)
+    num_windows = 1 if args.quick else args.windows
+    windows = windows_of(tokenizer, iter_texts("heldout"), num_windows * WINDOW)
     gc.freeze()  # what is imported by now holds no cache, so it need not be searched again
     wanted = [x for x in contenders() if not args.quick or (x.chunk > 1 and x.group in (None, 64))]
     found, missing = installed([x.contender for x in wanted], model)
     entrants = [x for x in wanted if x.contender in found]
+    measured = quality(model, windows, [entrant.peer for entrant in entrants])
     rows = [
         {
             "contender": entrant.contender.name,
             "group": entrant.group,
             "unquantized": entrant.unquantized,
             "nbytes_per_token": nbytes_per_token(model, entrant.contender),
-            **quality,
+            "loss": math.log(row.perplexity),
+            "perplexity": row.perplexity,
+            "mean_kl": row.mean_kl,
+            "agreed": row.agreed,
         }
-        for entrant, quality in zip(entrants, measure(model, entrants, windows), strict=True)
+        for entrant, row in zip([Entrant(stock()), *entrants], measured, strict=True)
     ]
-    print(
-        json.dumps({"figure": "quality", "tokens": windows[:, 1:].numel(), "missing": missing, "rows": rows})
-    )
+    tokens = measured[0].num_tokens
+    print(json.dumps({"figure": "quality", "tokens": tokens, "missing": missing, "rows": rows}))
 
 
 if __name__ == "__main__":

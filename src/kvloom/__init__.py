@@ -21,6 +21,7 @@ _HOME = {
     "debug": "kvloom.core.checks",
     "ops": "kvloom",
     "plan": "kvloom.planning.plan",
+    "quality": "kvloom.integrations.quality",
 }
 
 __all__ = [*_HOME, "__version__"]  # noqa: PLE0604 (all keys are strings)

@@ -18,6 +18,7 @@ from kvloom import __version__
 from kvloom.conform.command import add_conform
 from kvloom.core.spelling import STORAGE, parse_kind
 from kvloom.errors import ArgumentError, KVError
+from kvloom.integrations import quality_command
 from kvloom.layouts.command import add_layouts
 from kvloom.models import bundled_model_path, check_model_folder
 from kvloom.planning import command as planning
@@ -105,6 +106,9 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--max-new-tokens", type=int, default=128, metavar="N")
     demo.add_argument("--runs", type=int, default=3, metavar="N", help="timed runs of each cache kind")
     demo.set_defaults(run=_demo)
+
+    quality = quality_command.add_parser(commands, _load_folder)
+    quality.set_defaults(run=_options_named()(quality_command.run))
 
     serve = commands.add_parser("serve", help="a server for OpenAI's clients, many requests at once")
     command.add_options(serve)
@@ -277,10 +281,10 @@ def _demo(args: argparse.Namespace) -> None:
 
 def _serve(args: argparse.Namespace) -> None:
     with _options_named("kv|host|port|page_size|max_\\w+|drain_seconds"):
-        command.run(args, _load_for_server)
+        command.run(args, _load_folder)
 
 
-def _load_for_server(path: Path | None) -> tuple[Any, Any]:
+def _load_folder(path: Path | None) -> tuple[Any, Any]:
     with _somebodys_folder(path) if path is not None else nullcontext():
         return _load(path)
 

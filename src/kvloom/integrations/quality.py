@@ -1,0 +1,231 @@
+"""What kinds of caches cost in quality: how far the predictions of a model move, for how many bytes.
+
+Letters: N texts, W tokens of each, B of them read together, Q tokens fed at a time, V words of the model.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+from kvloom.core.checks import INDEX_DTYPES
+from kvloom.core.spelling import parse_kind
+from kvloom.errors import ArgumentError
+from kvloom.integrations.compare import STOCK, cache_of
+from kvloom.integrations.head_errors import HeadErrors
+from kvloom.integrations.transformers import KVCache
+
+WINDOW: Final = 512
+"""Tokens of a text that ``windows_of`` cuts."""
+ROWS: Final = 8
+"""Most texts that are read together."""
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """A cache of somebody else, to be measured beside kvloom's.
+
+    Attributes:
+        name: What the result calls it.
+        make: Makes an empty one for a model.
+        chunk: Most tokens that it is fed at a time; ``None`` for as many as all others.
+    """
+
+    name: str
+    make: Callable[[Any], Any]
+    chunk: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Quality:
+    """One kind of cache on some texts.
+
+    Attributes:
+        kind: ``"DynamicCache"``, a kind as ``KVCache.for_model`` takes it as ``kv``, or a peer's name.
+        nbytes_per_token: Cache bytes of one token in all layers, scales included. Of a peer, what it held on
+            average while it read, tokens that it had not quantized yet among it.
+        perplexity: Exponential of the mean loss of the next tokens.
+        mean_kl: Mean of KL(DynamicCache || kind) of the next-token distributions, in nats.
+        agreed: Share of the positions at which the same next token is chosen, from 0 to 1.
+        num_tokens: Next tokens that were predicted.
+        head_errors: By layer, of each query head: the norm of the error of attention's output by the norm of
+            the output, where queries are exact and only this layer's keys and values come from the cache.
+            Empty of DynamicCache, and if the model's attention cannot be reached.
+    """
+
+    kind: str
+    nbytes_per_token: float
+    perplexity: float
+    mean_kl: float
+    agreed: float
+    num_tokens: int
+    head_errors: dict[int, tuple[float, ...]]
+
+    @property
+    def worst_head(self) -> tuple[int, int, float] | None:
+        """Layer, query head and error of the head with the largest error; ``None`` if none is known."""
+        found = [(x, n, error) for n, heads in self.head_errors.items() for x, error in enumerate(heads)]
+        if not found:
+            return None
+        head, layer, error = max(found, key=lambda each: each[2])
+        return layer, head, error
+
+
+def quality(
+    model: Any,
+    input_ids: Tensor,
+    kv: Sequence[str | Peer] = ("int8", "int4"),
+    *,
+    chunk: int = 32,
+    on_step: Callable[[int, int], None] | None = None,
+) -> list[Quality]:
+    """Feed texts through a ``DynamicCache`` and through each kind of cache, and compare what is predicted.
+
+    A text is fed in chunks, so that attention reads what the cache made of the tokens before, as it does in
+    decoding. The attention is the model's own.
+
+    Args:
+        model: A ``PreTrainedModel`` that generates.
+        input_ids: ``[N, W]`` int64 or int32, W of at least 2.
+        kv: Kinds of caches, as ``KVCache.for_model`` takes them, and peers. Codes without a group get one
+            that divides the head dim.
+        chunk: Tokens that are fed at a time.
+        on_step: Called with the steps that are done and all steps, after each.
+
+    Returns:
+        DynamicCache first, then the kinds in their order.
+
+    Raises:
+        ArgumentError: an argument is no such value.
+    """
+    is_tokens = isinstance(input_ids, Tensor) and input_ids.dim() == 2 and input_ids.dtype in INDEX_DTYPES
+    if not is_tokens or input_ids[:, 1:].numel() == 0:
+        got = f"{input_ids.dtype} {list(input_ids.shape)}" if isinstance(input_ids, Tensor) else input_ids
+        raise ArgumentError(
+            f"input_ids must be [N, W] int64 or int32 of at least 2 tokens a text, got {got!s:.60}"
+        )
+    if chunk < 1:
+        raise ArgumentError(f"chunk must be at least 1, got {chunk}")
+    for kind in kv:
+        if not isinstance(kind, Peer):
+            parse_kind("kv", kind)
+    stock = _Entrant(model, Peer(STOCK, lambda model: DynamicCache(config=model.config)))
+    entrants = [stock, *(_Entrant(model, kind) for kind in kv)]
+    width = input_ids.shape[1] - 1
+    steps = [(rows, i) for rows in input_ids.to(model.device).split(ROWS) for i in range(0, width, chunk)]
+    errors = HeadErrors(model, [entrant.empty for entrant in entrants[1:]])
+    for done, (rows, start) in enumerate(steps, 1):
+        tokens, targets = rows[:, :-1][:, start : start + chunk], rows[:, 1:][:, start : start + chunk]
+        expected = None
+        for entrant in entrants:
+            with errors.measured(is_first=start == 0) if entrant is stock else nullcontext():
+                log_probs = entrant.read(tokens, is_first=start == 0)
+            expected = log_probs if expected is None else expected
+            entrant.judge(log_probs, expected, targets)
+        if on_step is not None:
+            on_step(done, len(steps))
+    found = [{}, *errors.result()]
+    return [entrant.result(each) for entrant, each in zip(entrants, found, strict=True)]
+
+
+def windows_of(
+    tokenizer: Any, texts: Iterable[str], num_tokens: int, name: str = "texts", window: int = WINDOW
+) -> Tensor:
+    """Tokens of texts, one behind the other, as ``[N, W]`` windows; what does not fill the last is left out.
+
+    Args:
+        tokenizer: Of the model.
+        texts: Read until there are enough.
+        num_tokens: Most tokens to take.
+        name: What an error calls ``texts``.
+        window: W, or all tokens where they are fewer.
+
+    Raises:
+        ArgumentError: there are fewer than 2 tokens.
+    """
+    ids: list[int] = []
+    for text in texts:
+        ids += tokenizer(text, verbose=False).input_ids
+        if len(ids) >= num_tokens:
+            break
+    ids = ids[:num_tokens]
+    if len(ids) < 2:
+        raise ArgumentError(f"{name} must hold at least 2 tokens, got {len(ids)}")
+    width = min(window, len(ids))
+    return torch.tensor(ids[: len(ids) // width * width]).view(-1, width)
+
+
+class _Entrant:
+    """One kind of cache, and the sums over what it has read."""
+
+    def __init__(self, model: Any, kind: str | Peer) -> None:
+        self._model, self._kind = model, kind
+        self._chunk = kind.chunk if isinstance(kind, Peer) else None
+        self._cache: Any = None
+        self._loss = self._kl = 0.0
+        self._agreed = self._num_tokens = 0
+        self._nbytes: list[float] = []
+
+    def empty(self) -> Any:
+        """An empty cache of the kind."""
+        kind = self._kind
+        return kind.make(self._model) if isinstance(kind, Peer) else cache_of(self._model, kind)
+
+    @torch.no_grad()
+    def read(self, tokens: Tensor, *, is_first: bool) -> Tensor:
+        """Log probabilities ``[B, Q, V]`` of what follows each of the tokens ``[B, Q]``, float64."""
+        if is_first:
+            self._cache = self.empty()
+        pieces = tokens.split(self._chunk or tokens.shape[1], dim=1)
+        logits = [self._model(x, past_key_values=self._cache, use_cache=True).logits for x in pieces]
+        self._nbytes.append(_nbytes_per_token(self._cache, len(tokens)))
+        return torch.cat(logits, dim=1).double().log_softmax(-1)
+
+    def judge(self, log_probs: Tensor, expected: Tensor, targets: Tensor) -> None:
+        """Add the distance of what was read from what was ``expected``, and the loss of ``targets``."""
+        self._loss -= float(log_probs.gather(-1, targets.long().unsqueeze(-1)).sum())
+        self._kl += float((expected.exp() * (expected - log_probs)).sum())
+        self._agreed += int((expected.argmax(-1) == log_probs.argmax(-1)).sum())
+        self._num_tokens += targets.numel()
+
+    def result(self, head_errors: dict[int, tuple[float, ...]]) -> Quality:
+        """Means of what was read."""
+        return Quality(
+            kind=self._kind.name if isinstance(self._kind, Peer) else self._kind,
+            nbytes_per_token=sum(self._nbytes) / len(self._nbytes),
+            perplexity=math.exp(self._loss / self._num_tokens),
+            mean_kl=max(0.0, self._kl / self._num_tokens),
+            agreed=self._agreed / self._num_tokens,
+            num_tokens=self._num_tokens,
+            head_errors=head_errors,
+        )
+
+
+def _nbytes_per_token(cache: Any, num_rows: int) -> float:
+    """Bytes that one token takes in the layers that hold it; other states do not count."""
+    if isinstance(cache, KVCache):
+        return cache.nbytes_per_token
+    total = 0.0
+    for layer in cache.layers:
+        keys: Any = getattr(layer, "keys", None)
+        if type(layer) in (DynamicLayer, DynamicSlidingWindowLayer):  # a window holds the tokens in it
+            total += (keys.nbytes + layer.values.nbytes) / (num_rows * keys.shape[-2])
+        elif isinstance(keys, Tensor):
+            total += _nbytes_of(vars(layer)) / (num_rows * int(layer.get_seq_length()))
+    return total
+
+
+def _nbytes_of(x: Any) -> int:
+    """Bytes of the tensors in ``x``; a tensor that keeps its data in others has theirs."""
+    if isinstance(x, Tensor):
+        names = x.__tensor_flatten__()[0] if hasattr(x, "__tensor_flatten__") else ()
+        return sum(_nbytes_of(getattr(x, name)) for name in names) if names else x.nbytes
+    if isinstance(x, dict):
+        x = [*x.values()]
+    return sum(map(_nbytes_of, x)) if isinstance(x, list | tuple) else 0

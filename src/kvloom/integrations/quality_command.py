@@ -1,0 +1,150 @@
+"""``kvloom quality``: what kinds of caches cost in quality. Imports no torch before it runs."""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from kvloom.core.spelling import parse_kind
+from kvloom.errors import ArgumentError
+from kvloom.models import check_model_folder, iter_texts
+
+if TYPE_CHECKING:
+    from kvloom.integrations.quality import Peer, Quality
+
+_KINDS: Final = ["float16", "int8", "int4"]
+_NUM_TOKENS: Final = 4096
+_PEERS: Final = (("quanto", 0), ("hqq", 1))
+"""Libraries that quantize for transformers, and the axis that its documentation recommends for each."""
+
+
+def add_parser(commands: Any, load: Callable[[Path | None], tuple[Any, Any]]) -> argparse.ArgumentParser:
+    """Add ``quality`` to the commands, and return its parser.
+
+    Args:
+        commands: What ``add_subparsers`` gave.
+        load: Gives the model and the tokenizer of a folder, or the bundled ones.
+    """
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "quality", help="what kinds of caches cost in quality, and in bytes"
+    )
+    parser.add_argument("--model", type=Path, metavar="PATH", help="local Hugging Face causal model folder")
+    parser.add_argument("--text", type=Path, metavar="FILE", help="text to read (default: held-out text)")
+    parser.add_argument("--kv", action="append", metavar="KIND[:gGROUP]",
+                        help=f"a kind of cache, may be repeated (default: {', '.join(_KINDS)})")  # fmt: skip
+    parser.add_argument("--peers", action="store_true",
+                        help="transformers' int4 caches beside, if quanto or hqq is installed")  # fmt: skip
+    parser.add_argument("--tokens", type=int, default=_NUM_TOKENS, metavar="N",
+                        help=f"most tokens to read (default: {_NUM_TOKENS})")  # fmt: skip
+    parser.add_argument("--json", action="store_true", help="print JSON and no table")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="write error over bytes a token as SVG")
+    parser.set_defaults(load=load)
+    return parser
+
+
+def run(args: argparse.Namespace) -> None:
+    """Measure and print."""
+    kinds = args.kv or _KINDS
+    for kind in kinds:
+        parse_kind("--kv", kind)
+    if args.tokens < 2:
+        raise ArgumentError(f"--tokens must be at least 2, got {args.tokens}")
+    texts = iter_texts("heldout") if args.text is None else [_read(args.text)]
+    if args.model is not None:
+        check_model_folder(args.model)  # before imports that take seconds
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from kvloom.integrations.quality import quality, windows_of
+
+    model, tokenizer = args.load(args.model)
+    windows = windows_of(tokenizer, texts, args.tokens, "--text")
+    peers = _installed_peers(model) if args.peers else []
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task(f"{windows.numel():,} tokens", total=None)
+        rows = quality(
+            model,
+            windows,
+            [*kinds, *peers],
+            on_step=lambda done, total: bar.update(task, completed=done, total=total),
+        )
+    if args.json:
+        sys.stdout.write(json.dumps([_as_json(row) for row in rows], indent=2) + "\n")
+    else:
+        _print_table(rows, num_ours=len(kinds))
+    if args.plot is not None:
+        from kvloom.integrations.quality_plot import Point, as_svg
+
+        points = [
+            Point(_name(n, row, len(kinds)), row.nbytes_per_token, row.mean_kl, n > len(kinds))
+            for n, row in enumerate(rows)
+        ]
+        args.plot.write_text(as_svg(points), encoding="utf-8")
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise ArgumentError(f"--text must be text in UTF-8: {error}") from error
+
+
+def _installed_peers(model: Any) -> "list[Peer]":
+    """transformers' int4 caches of installed libraries, which keep the newest 128 tokens as they are."""
+    from transformers.cache_utils import QuantizedCache
+
+    from kvloom.integrations.quality import Peer
+
+    def peer(backend: str, axis: int) -> "Peer":
+        return Peer(
+            f"{backend} int4",
+            lambda model: QuantizedCache(backend, model.config, nbits=4, axis_key=axis, axis_value=axis),
+        )
+
+    found = []
+    for each in (peer(backend, axis) for backend, axis in _PEERS):
+        try:
+            each.make(model)
+        except (ImportError, ValueError) as error:
+            sys.stderr.write(f"kvloom: left out {each.name}: {str(error).strip().splitlines()[0]}\n")
+        else:
+            found.append(each)
+    return found
+
+
+def _name(n: int, row: "Quality", num_ours: int) -> str:
+    """Of row n: DynamicCache, then kvloom's kinds, then peers."""
+    return f"kvloom {row.kind}" if 1 <= n <= num_ours else row.kind
+
+
+def _as_json(row: "Quality") -> dict[str, Any]:
+    worst = row.worst_head
+    return asdict(row) | {"worst_head": worst and dict(zip(("layer", "head", "error"), worst, strict=True))}
+
+
+def _print_table(rows: "list[Quality]", num_ours: int) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=f"{rows[0].num_tokens:,} tokens, fed in chunks through each cache")
+    for heading in ("cache", "bytes", "perplexity", "KL", "agree", "worst head"):
+        table.add_column(heading, justify="left" if heading == "cache" else "right", no_wrap=True)
+    for n, row in enumerate(rows):
+        change = row.perplexity / rows[0].perplexity - 1
+        worst = row.worst_head
+        table.add_row(
+            _name(n, row, num_ours),
+            f"{row.nbytes_per_token:,.0f}",
+            f"{change:+.2%}" if n else f"{row.perplexity:.3f}",
+            f"{row.mean_kl:.1e}" if n else "",
+            f"{row.agreed:.1%}" if n else "",
+            "" if worst is None else f"{worst[2]:.1%} ({worst[0]}, {worst[1]})",
+        )
+    console = Console()
+    console.print(table)
+    console.print("bytes: of a token; KL (nats), agree: next tokens against DynamicCache")
+    console.print("worst head (layer, head): error of its output if only that layer is kept so")

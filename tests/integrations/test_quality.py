@@ -1,0 +1,308 @@
+"""What a kind of cache costs in quality, in Python and on the command line.
+
+Expected figures come from transformers' own cache, a softmax in loops and hooks on the output projections.
+"""
+
+import json
+import math
+import xml.etree.ElementTree as ET
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from core.spellings import BAD
+from oracles.language_models import FakeQuantCache4, make_model
+from torch import Tensor
+from transformers import DynamicCache, MistralConfig, MistralForCausalLM
+
+import kvloom
+from kvloom.cli import main
+from kvloom.errors import ArgumentError
+from kvloom.integrations.quality import Peer, windows_of
+from kvloom.integrations.quality_plot import Point, as_svg
+
+CHUNK = 8
+
+
+def texts_of(num_texts: int, num_tokens: int) -> Tensor:
+    return torch.randint(0, 64, (num_texts, num_tokens), generator=torch.Generator().manual_seed(1))
+
+
+class OneLayerRounded(FakeQuantCache4):
+    """Rounds one layer and keeps the others as they are."""
+
+    rounded = 0
+
+    def update(self, key: Tensor, value: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        update = FakeQuantCache4.update if layer_idx == self.rounded else DynamicCache.update
+        return update(self, key, value, layer_idx, *args, **kwargs)
+
+
+@torch.no_grad()
+def probabilities(model: Any, texts: Tensor, cache: Any) -> Tensor:
+    """``[N, W - 1, V]``, fed in chunks; the softmax is written out."""
+    chunks = texts[:, :-1].split(CHUNK, dim=1)
+    logits = torch.cat([model(x, past_key_values=cache, use_cache=True).logits for x in chunks], dim=1)
+    weights = (logits.double() - logits.double().amax(-1, keepdim=True)).exp()
+    return weights / weights.sum(-1, keepdim=True)
+
+
+@torch.no_grad()
+def outputs_of(model: Any, texts: Tensor, cache: Any, layer: int) -> Tensor:
+    """Attention's output ``[N, W - 1, Hq, D]`` in a layer, as its projection gets it."""
+    seen: list[Tensor] = []
+    projection = model.model.layers[layer].self_attn.o_proj
+    handle = projection.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    probabilities(model, texts, cache)
+    handle.remove()
+    return torch.cat(seen, dim=1).unflatten(-1, (model.config.num_attention_heads, -1)).double()
+
+
+def make_window_model() -> MistralForCausalLM:
+    torch.manual_seed(3)
+    return MistralForCausalLM(
+        MistralConfig(
+            vocab_size=64,
+            hidden_size=64,
+            intermediate_size=96,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            initializer_range=0.25,
+            sliding_window=10,
+        )
+    ).eval()
+
+
+@pytest.mark.parametrize("make", [make_model, make_window_model])
+def test_figures_are_those_of_transformers_own_cache_with_rounded_tokens(make: Callable[[], Any]) -> None:
+    model, texts = make(), texts_of(3, 30)
+    p = probabilities(model, texts, DynamicCache(config=model.config))
+    q = probabilities(model, texts, FakeQuantCache4(config=model.config))
+    stock, int4 = kvloom.quality(model, texts, ["int4:g16"], chunk=CHUNK)
+    count = p[..., 0].numel()
+    targets = texts[:, 1:].unsqueeze(-1)
+    for row, each in ((stock, p), (int4, q)):
+        loss = -sum(math.log(x) for x in each.gather(-1, targets).flatten().tolist()) / count
+        assert row.perplexity == pytest.approx(math.exp(loss), rel=1e-5)
+        assert row.num_tokens == count
+    kl = sum(a * math.log(a / b) for a, b in zip(p.flatten().tolist(), q.flatten().tolist(), strict=True))
+    assert int4.mean_kl == pytest.approx(kl / count, rel=1e-3)
+    assert int4.agreed == pytest.approx(float((p.argmax(-1) == q.argmax(-1)).double().mean()))
+    assert (stock.mean_kl, stock.agreed) == (0.0, 1.0)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager", "kvloom"])
+def test_errors_of_heads_are_of_one_layer_where_all_else_is_exact(attention: str) -> None:
+    model, texts = make_model(attention), texts_of(3, 30)
+    stock, int4 = kvloom.quality(model, texts, ["int4:g16"], chunk=CHUNK)
+    assert stock.head_errors == {}
+    assert stock.worst_head is None
+    assert int4.head_errors.keys() == {0, 1, 2}
+    assert model.config._attn_implementation == attention
+    for layer, heads in int4.head_errors.items():
+        cache = OneLayerRounded(config=model.config)
+        cache.rounded = layer
+        exact = outputs_of(model, texts, DynamicCache(config=model.config), layer)
+        error = (outputs_of(model, texts, cache, layer) - exact).square().sum((0, 1, 3))
+        expected = (error / exact.square().sum((0, 1, 3))).sqrt()
+        torch.testing.assert_close(torch.tensor(heads).double(), expected, rtol=1e-4, atol=0.0)
+    layer, head, error = int4.worst_head
+    assert error == int4.head_errors[layer][head] == max(map(max, int4.head_errors.values()))
+
+
+def test_peer_is_measured_as_it_is_fed() -> None:
+    model, texts = make_model(), texts_of(2, 30)
+    sizes: list[int] = []
+
+    class Recording(FakeQuantCache4):
+        def update(self, key: Tensor, *args: Any, **kwargs: Any) -> Any:
+            sizes.append(key.shape[2])
+            return super().update(key, *args, **kwargs)
+
+    peer = Peer("rounded", lambda model: Recording(config=model.config), chunk=4)
+    _, ours, theirs = kvloom.quality(model, texts, ["int4:g16", peer], chunk=CHUNK)
+    assert theirs.kind == "rounded"
+    assert theirs.nbytes_per_token == 768  # rounded, and kept in float32
+    assert theirs.mean_kl == pytest.approx(ours.mean_kl, rel=1e-3)
+    assert theirs.head_errors[2] == pytest.approx(ours.head_errors[2], rel=1e-4)
+    assert 4 in sizes
+
+
+def test_bytes_of_a_window_are_of_the_tokens_that_it_holds() -> None:
+    stock, ours, int8 = kvloom.quality(make_window_model(), texts_of(2, 30), ["float32", "int8:g16"])
+    assert stock.nbytes_per_token == ours.nbytes_per_token == 2 * 2 * 2 * 16 * 4
+    assert int8.nbytes_per_token == 2 * 2 * 2 * (16 + 2)
+
+
+def test_enabled_model_is_compared_with_transformers_own_cache() -> None:
+    from kvloom.integrations.transformers import enable
+
+    model = make_model()
+    enable(model, kv="int4:g16")
+    stock, int4 = kvloom.quality(model, texts_of(2, 30), ["int4:g16"])
+    assert stock.nbytes_per_token == 768
+    assert int4.mean_kl > 0.0
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 64])
+def test_float_cache_is_the_model_itself(chunk: int) -> None:
+    model, texts = make_model(), texts_of(9, 20)
+    stock, ours = kvloom.quality(model, texts, ["float32"], chunk=chunk)
+    with torch.no_grad():
+        logits = model(texts[:, :-1]).logits.double()
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), texts[:, 1:].flatten())
+    assert stock.perplexity == pytest.approx(float(loss.exp()), rel=1e-5)
+    assert ours.perplexity == pytest.approx(stock.perplexity, rel=1e-6)
+    assert ours.mean_kl < 1e-9
+    assert ours.agreed == 1.0
+    assert stock.nbytes_per_token == ours.nbytes_per_token == 768
+    assert stock.num_tokens == 9 * 19
+
+
+def test_fewer_bits_are_fewer_bytes_and_more_error() -> None:
+    rows = kvloom.quality(make_model(), texts_of(2, 40), ["float16", "int8", "int4"])
+    assert [row.kind for row in rows] == ["DynamicCache", "float16", "int8", "int4"]
+    assert [row.nbytes_per_token for row in rows] == [768, 384, 216, 120]
+    errors = [row.mean_kl for row in rows]
+    assert errors == sorted(errors)
+    assert errors[0] == 0.0
+    assert errors[-1] > 10 * errors[-2]
+
+
+def test_same_text_gives_the_same_figures_one_by_one_or_together() -> None:
+    model, texts = make_model(), texts_of(3, 33)
+    (_, together) = kvloom.quality(model, texts, ["int4"])
+    alone = [kvloom.quality(model, text[None], ["int4"])[1] for text in texts]
+    assert together.mean_kl == pytest.approx(sum(row.mean_kl for row in alone) / 3, rel=1e-4)
+    assert together.agreed == pytest.approx(sum(row.agreed for row in alone) / 3)
+
+
+def test_steps_are_told() -> None:
+    steps: list[tuple[int, int]] = []
+    kvloom.quality(make_model(), texts_of(9, 21), ["int8"], chunk=8, on_step=lambda *x: steps.append(x))
+    assert steps == [(i + 1, 6) for i in range(6)]
+
+
+@pytest.mark.parametrize(
+    "texts",
+    [
+        torch.zeros(8, dtype=torch.int64),
+        torch.zeros(2, 1, dtype=torch.int64),
+        torch.zeros(0, 8),
+        torch.zeros(2, 8),
+    ],
+)
+def test_texts_that_are_none_are_named(texts: Tensor) -> None:
+    with pytest.raises(ArgumentError, match=r"^input_ids must be \[N, W\]"):
+        kvloom.quality(make_model(), texts)
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_unknown_kind_is_named_before_anything_is_read(kind: str) -> None:
+    with pytest.raises(ArgumentError, match=r"^kv must"):
+        kvloom.quality(None, texts_of(1, 4), ["int8", kind])
+
+
+def test_chunk_of_nothing_is_named() -> None:
+    with pytest.raises(ArgumentError, match=r"^chunk must be at least 1, got 0"):
+        kvloom.quality(make_model(), texts_of(1, 4), chunk=0)
+
+
+class Letters:
+    """A tokenizer: a token of each letter."""
+
+    def __call__(self, text: str, verbose: bool) -> Any:
+        return type("Encoding", (), {"input_ids": [ord(x) for x in text]})
+
+
+@pytest.mark.parametrize(
+    ("texts", "num_tokens", "shape"),
+    [(["abc", "defg"], 100, (1, 7)), (["abcdefghij"], 100, (2, 4)), (["abcdefghij"], 4, (1, 4))],
+)
+def test_windows_are_full(texts: list[str], num_tokens: int, shape: tuple[int, int]) -> None:
+    window = 4 if shape[1] == 4 else 512
+    windows = windows_of(Letters(), texts, num_tokens, window=window)
+    assert windows.shape == shape
+    assert bytes(windows.flatten().tolist()).decode() == "".join(texts)[: windows.numel()]
+
+
+def test_too_short_a_text_is_named() -> None:
+    with pytest.raises(ArgumentError, match=r"^--text must hold at least 2 tokens, got 1"):
+        windows_of(Letters(), ["a"], 100, "--text")
+
+
+def test_command_prints_a_row_of_each_kind(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "text.txt"
+    file.write_text("def load(path):\n    return open(path).read()\n" * 9, encoding="utf-8")
+    arguments = ["quality", "--text", str(file), "--kv", "int8", "--kv", "int4:g32"]
+    assert main(arguments) == 0
+    table = capsys.readouterr().out
+    for word in ("DynamicCache", "5,120", "kvloom int8", "kvloom int4:g32", "perplexity"):
+        assert word in table
+    plot = tmp_path / "plot.svg"
+    assert main([*arguments, "--json", "--tokens", "40", "--plot", str(plot)]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert [row["kind"] for row in rows] == ["DynamicCache", "int8", "int4:g32"]
+    assert [row["nbytes_per_token"] for row in rows] == [5120, 1320, 720]
+    assert rows[0]["num_tokens"] == 39
+    assert rows[0]["worst_head"] is None
+    assert rows[2]["worst_head"]["error"] > rows[1]["worst_head"]["error"] > 0.0
+    assert [len(heads) for heads in rows[1]["head_errors"].values()] == [4] * 5
+    assert ">kvloom int4:g32</text>" in plot.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--kv", "int5"], "--kv must be one of"),
+        (["--kv", "int8:g48"], "--kv must have a group"),
+        (["--tokens", "1"], "--tokens must be at least 2, got 1"),
+        (["--text", "/nowhere/at/all"], "--text must be text in UTF-8"),
+        (["--model", "/nowhere/at/all"], "--model must be"),
+    ],
+)
+def test_command_names_the_option_that_is_wrong(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["quality", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_command_leaves_out_peers_that_are_not_installed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import transformers.cache_utils
+
+    def missing(backend: str, *args: Any, **kwargs: Any) -> None:
+        if backend == "hqq":
+            raise ImportError("You need to install `HQQ`\nin order to use it")
+        return FakeQuantCache4()
+
+    monkeypatch.setattr(transformers.cache_utils, "QuantizedCache", missing)
+    file = tmp_path / "text.txt"
+    file.write_text("def load(path):\n    return open(path).read()\n" * 9, encoding="utf-8")
+    assert main(["quality", "--text", str(file), "--kv", "int8", "--peers", "--json", "--tokens", "20"]) == 0
+    out, err = capsys.readouterr()
+    assert [row["kind"] for row in json.loads(out)] == ["DynamicCache", "int8", "quanto int4"]
+    assert err == "kvloom: left out hqq int4: You need to install `HQQ`\n"
+
+
+def test_plot_has_a_point_of_each_kind_with_less_error_lower() -> None:
+    points = [Point("float", 2560, 0.0), Point("a<b", 1320, 5e-5), Point("peer", 800, 1e-2, is_peer=True)]
+    root = ET.fromstring(as_svg(points))
+    circles = [x for x in root if x.tag.endswith("circle")]
+    texts = [x.text for x in root.iter() if x.tag.endswith("text")]
+    assert len(circles) == 2
+    assert "a<b" in texts
+    assert "float" not in texts  # an error of 0 has no place on a logarithmic axis
+    ours, theirs = ({name: x.get(name) for name in ("cx", "cy", "fill")} for x in circles)
+    assert float(ours["cx"]) > float(theirs["cx"])
+    assert float(ours["cy"]) > float(theirs["cy"])
+    assert ours["fill"] != theirs["fill"]
+
+
+def test_plot_without_points_is_an_empty_one() -> None:
+    assert ET.fromstring(as_svg([])).tag.endswith("svg")
