@@ -23,6 +23,7 @@ from cpu_sections import (
     vllm_cpu_section,
 )
 from plots import link, place
+from quality_sections import formats_section, quality_section
 from serving_sections import serving_http_section, serving_section
 from tables import cell, left_out, pivot, table
 from trace_sections import simulate_section
@@ -122,26 +123,6 @@ def memory_section(result: dict[str, Any]) -> str:
         f"Megabytes at {result['context']:,} tokens: between steps, at the peak of a step, and of the worst "
         f"of three; how many times less than DynamicCache.{left_out(result)}\n\n"
         + table(["cache", "held", "peak", "worst peak", "held less", "peak less"], rows)
-    )
-
-
-def quality_section(result: dict[str, Any]) -> str:
-    """What quantization costs in text."""
-    rows = [
-        [
-            row["contender"], str(row["group"] or ""), str(row["unquantized"] or ""),
-            f"{row['nbytes_per_token']:,.0f}", f"{row['perplexity']:.3f}", f"{row['mean_kl']:.1e}",
-            f"{row['agreed']:.1%}",
-        ]
-        for row in result["rows"]
-    ]  # fmt: skip
-    return (
-        f"The bundled model on {result['tokens']:,} tokens of held-out text, fed in pieces so that "
-        "attention reads what the cache kept. *Raw*: newest tokens that a cache leaves unquantized."
-        f"{left_out(result)}\n\n"
-        + table(
-            ["cache", "group", "raw", "bytes/token", "perplexity", "mean KL in nats", "same choices"], rows
-        )
     )
 
 
@@ -301,6 +282,7 @@ SECTIONS = {
     "generate": Section("Generating", generate_section, QUANTIZED),
     "memory": Section("Memory", memory_section, QUANTIZED, of_processor=False),
     "quality": Section("Quality", quality_section, QUANTIZED, of_processor=False),
+    "formats": Section("Formats of 4 bits", formats_section, OURS, of_processor=False),
     "growth": Section("What a cache is for", growth_section, OURS),
     "sharing": Section("Sharing pages", sharing_section, QUANTIZED),
     "prefix": Section("A known prefix", prefix_section, OURS),

@@ -231,6 +231,15 @@ def test_quality_loses_more_with_fewer_bits(quick: Callable[..., Any]) -> None:
     assert rows["kvloom int8/int4"]["nbytes_per_token"] == rows["kvloom int4/int8"]["nbytes_per_token"]
 
 
+def test_formats_are_simulated_as_the_kernels_round(quick: Callable[..., Any]) -> None:
+    result = quick("formats")
+    rows = {x["format"]: x for x in result["rows"]}
+    assert rows["as int4"]["mean_kl"] == pytest.approx(result["int4"], rel=1e-3)
+    assert (rows["as int4"]["nbytes_per_token"], rows["groups of 16"]["nbytes_per_token"]) == (680, 800)
+    assert rows["rotated keys"]["mean_kl_outliers"] < 0.2 * rows["as int4"]["mean_kl_outliers"]
+    assert rows["the same, newest 64 exact"]["mean_kl"] < 1e-9  # of 64 tokens
+
+
 def test_sharing_measures_every_cache_that_reorders(quick: Callable[..., Any]) -> None:
     result = quick("sharing")
     assert {x["num_tokens"] for x in result["rows"] + result["beams"]} == {32}

@@ -1,0 +1,204 @@
+"""Which changes of a 4-bit format pay, one at a time, on held-out text. Prints one JSON line.
+
+Formats are simulated in plain torch: a DynamicCache whose tokens are rounded as the format would round them,
+measured by ``kvloom.quality``. The first is int4 as kvloom stores it, and has its figures. Outliers are made:
+two RoPE pairs of each key head, ten times as large in keys and a tenth in queries, so that the exact model
+is the same.
+
+Letters: B texts, N tokens, H key/value heads, D head dim.
+"""
+
+import argparse
+import json
+from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from kvloom.integrations.quality import WINDOW, Peer, quality, windows_of
+from kvloom.integrations.transformers import load_model
+from kvloom.models import bundled_model_path, iter_texts
+from kvloom.quant.affine import dequantize, quantize
+
+OUTLIER = 10.0
+
+
+def largest(groups: Tensor) -> Tensor:
+    """The scale is the largest magnitude by 7, codes are from -7 to 7."""
+    return dequantize(*quantize(groups, 4, groups.shape[-1], torch.float16), 4, groups.dtype)
+
+
+def all_levels(groups: Tensor) -> Tensor:
+    """Codes from -8 to 7; the number of the largest magnitude is -8 times the scale, which has a sign."""
+    high, low = groups.amax(-1, keepdim=True), groups.amin(-1, keepdim=True)
+    return coded(groups, torch.where(-low >= high, low, high) / -8)
+
+
+def refined(groups: Tensor) -> Tensor:
+    """``all_levels``, and then the scale with which these codes come nearest."""
+    high, low = groups.amax(-1, keepdim=True), groups.amin(-1, keepdim=True)
+    return coded(groups, torch.where(-low >= high, low, high) / -8, refine=True)
+
+
+def positive(groups: Tensor) -> Tensor:
+    """The smallest scale that puts no number more than half a code beyond -8 and 7; then as ``refined``."""
+    high, low = groups.amax(-1, keepdim=True), groups.amin(-1, keepdim=True)
+    return coded(groups, torch.maximum(high / 7.5, low / -8.5), refine=True)
+
+
+def zero_point(groups: Tensor) -> Tensor:
+    """16 levels from the smallest number to the largest; scale and smallest number are float16."""
+    low = groups.amin(-1, keepdim=True).half().float()
+    step = ((groups.amax(-1, keepdim=True) - low) / 15).clamp_min(1e-8)
+    return ((groups - low) / step).round().clamp(0, 15) * step.half().float() + low
+
+
+def coded(groups: Tensor, scale: Tensor, *, refine: bool = False) -> Tensor:
+    """Numbers that 16 codes times a float16 scale give."""
+    scale = torch.where(scale == 0, 1.0, scale)
+    codes = (groups / scale).round().clamp(-8, 7)
+    if refine:
+        scale = (groups * codes).sum(-1, keepdim=True) / codes.square().sum(-1, keepdim=True).clamp_min(1)
+    return codes * scale.half().float()
+
+
+def hadamard(x: Tensor) -> Tensor:
+    """``x`` times the Hadamard matrix of its last axis, a power of two; it is its own inverse."""
+    width = x.shape[-1]
+    matrix = torch.ones(1, 1)
+    while len(matrix) < width:
+        matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)))
+    return x @ (matrix / width**0.5)
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """A format of 4 bits.
+
+    Attributes:
+        name: What changed.
+        rule: Rounds groups ``[..., group]``.
+        group: Elements that share a scale.
+        rotates: Keys, values or both (``"kv"``) are rotated before they are rounded, and turned back.
+        zeros: Of which of the two the rule is ``zero_point``.
+        recent: Newest tokens that stay as they are.
+    """
+
+    name: str
+    rule: Callable[[Tensor], Tensor] = largest
+    group: int = 64
+    rotates: str = ""
+    zeros: str = ""
+    recent: int = 0
+
+    def rounded(self, x: Tensor, side: str) -> Tensor:
+        """``[B, H, N, D]`` as the format gives them back."""
+        rule = zero_point if side in self.zeros else self.rule
+        turned = hadamard(x) if side in self.rotates else x
+        back = rule(turned.unflatten(-1, (-1, self.group))).flatten(-2)
+        return hadamard(back) if side in self.rotates else back
+
+    def nbytes_per_token(self, config: Any) -> float:
+        """Of tokens that are not the newest, in all layers."""
+        groups, heads = config.head_dim / self.group, config.num_hidden_layers * config.num_key_value_heads
+        sides = (config.head_dim / 2 + groups * (4 if side in self.zeros else 2) for side in "kv")
+        return heads * sum(sides)
+
+    def cache(self, model: Any) -> DynamicCache:
+        """An empty one."""
+        cache = RoundedCache(config=model.config)
+        cache.format = self
+        return cache
+
+
+class RoundedCache(DynamicCache):  # type: ignore[misc]
+    """Keeps what it is given, and gives back what a format would make of it."""
+
+    format: Format
+
+    def update(
+        self, key: Tensor, value: Tensor, layer: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """As ``DynamicCache``."""
+        exact = super().update(key, value, layer, *args, **kwargs)
+        kept = max(0, exact[0].shape[2] - self.format.recent)
+        key, value = (
+            torch.cat((self.format.rounded(x[:, :, :kept], side), x[:, :, kept:]), dim=2)
+            for side, x in zip("kv", exact, strict=True)
+        )
+        return key, value
+
+
+FORMATS = (
+    Format("as int4"),
+    Format("groups of 32", group=32),
+    Format("groups of 16", group=16),
+    Format("rotated keys", rotates="k"),
+    Format("rotated values", rotates="v"),
+    Format("zero points of keys", zeros="k"),
+    Format("zero points of values", zeros="v"),
+    Format("16 levels", all_levels),
+    Format("16 levels, refined", refined),
+    Format("16 levels, refined, positive scales", positive),
+    Format("the same, rotated keys", positive, rotates="k"),
+    Format("the same, newest 32 exact", positive, rotates="k", recent=32),
+    Format("the same, newest 64 exact", positive, rotates="k", recent=64),
+)
+QUICK = ("as int4", "groups of 16", "rotated keys", "the same, newest 64 exact")
+
+
+@torch.no_grad()
+def with_outliers(model: Any) -> Any:
+    """A copy with two RoPE pairs of each key head that are larger, and the same predictions."""
+    model = deepcopy(model)
+    config, generator = model.config, torch.Generator().manual_seed(1)
+    for layer in model.model.layers:
+        scale = torch.ones(config.num_key_value_heads, config.head_dim)
+        for head in scale:
+            pairs = torch.randperm(config.head_dim // 2, generator=generator)[:2]
+            head[pairs] = head[pairs + config.head_dim // 2] = OUTLIER
+        queries = scale.repeat_interleave(config.num_attention_heads // config.num_key_value_heads, dim=0)
+        layer.self_attn.k_proj.weight *= scale.view(-1, 1)
+        layer.self_attn.q_proj.weight /= queries.view(-1, 1)
+    return model
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--windows", type=int, default=2)
+    parser.add_argument(
+        "--quick", action="store_true", help="a piece of a window and few formats, to see that it runs"
+    )
+    args = parser.parse_args()
+
+    torch.set_num_threads(1)
+    plain, tokenizer = load_model(bundled_model_path(), torch.float32, progress=False)
+    windows = windows_of(tokenizer, iter_texts("heldout"), args.windows * WINDOW)
+    windows = windows[:1, :64] if args.quick else windows
+    formats = [x for x in FORMATS if not args.quick or x.name in QUICK]
+    peers = [Peer(x.name, x.cache) for x in formats]
+    stored, *measured = quality(plain, windows, ["int4", *peers])[1:]
+    outliers = quality(with_outliers(plain), windows, peers)[1:]
+    rows = [
+        {
+            "format": format.name,
+            "recent": format.recent,
+            "nbytes_per_token": format.nbytes_per_token(plain.config),
+            "mean_kl": a.mean_kl,
+            "agreed": a.agreed,
+            "worst_head": a.worst_head[2],
+            "mean_kl_outliers": b.mean_kl,
+        }
+        for format, a, b in zip(formats, measured, outliers, strict=True)
+    ]
+    line = {"figure": "formats", "tokens": stored.num_tokens, "int4": stored.mean_kl, "rows": rows}
+    print(json.dumps(line))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,41 @@
+"""The sections of results.md about what caches cost in quality."""
+
+from typing import Any
+
+from tables import left_out, table
+
+
+def quality_section(result: dict[str, Any]) -> str:
+    """What quantization costs in text."""
+    rows = [
+        [
+            row["contender"], str(row["group"] or ""), str(row["unquantized"] or ""),
+            f"{row['nbytes_per_token']:,.0f}", f"{row['perplexity']:.3f}", f"{row['mean_kl']:.1e}",
+            f"{row['agreed']:.1%}",
+        ]
+        for row in result["rows"]
+    ]  # fmt: skip
+    return (
+        f"The bundled model on {result['tokens']:,} tokens of held-out text, fed in pieces so that "
+        "attention reads what the cache kept. *Raw*: newest tokens that a cache leaves unquantized."
+        f"{left_out(result)}\n\n"
+        + table(
+            ["cache", "group", "raw", "bytes/token", "perplexity", "mean KL in nats", "same choices"], rows
+        )
+    )
+
+
+def formats_section(result: dict[str, Any]) -> str:
+    """Changes of a 4-bit format."""
+    rows = [
+        [
+            row["format"], f"{row['nbytes_per_token']:,.0f}", f"{row['mean_kl']:.1e}",
+            f"{row['worst_head']:.1%}", f"{row['mean_kl_outliers']:.1e}",
+        ]
+        for row in result["rows"]
+    ]  # fmt: skip
+    head = ["change", "bytes/token", "mean KL in nats", "worst head", "mean KL, outliers"]
+    return (
+        f"4-bit formats simulated in plain torch on {result['tokens']:,} held-out tokens, groups of 64 if "
+        f"not said; int4 as stored has a KL of {result['int4']:.1e}.\n\n{table(head, rows)}"
+    )
