@@ -345,7 +345,7 @@ def main() -> None:
             f"{section.write(measure(name, section.python))}\n\n{machine(section.packages, section.python)}."
         )
         figures.setdefault(section.title, {})[here if section.of_processor else ""] = text
-    RESULTS.write_text(write_figures(figures), encoding="utf-8")
+        RESULTS.write_text(write_figures(figures), encoding="utf-8")  # whatever becomes of the next
     ours = {title: texts.get(here, texts.get("")) for title, texts in figures.items()}
     if all(ours.get(title) for title in README_SECTIONS):
         before, rest = README.read_text(encoding="utf-8").split(BEGIN)
