@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -52,12 +53,17 @@ def on(folder: Path | str, **options: Any) -> dict[str, Any]:
 
 
 def counts(engine: Engine) -> dict[str, int]:
-    """What the connector of an engine counted."""
+    """What the connectors of an engine counted, the one that schedules and the one that works."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-    connector = get_kv_transfer_group()
-    connector.get_kv_connector_stats()
-    return dict(connector._reported)
+    total = Counter[str]()
+    for connector in (
+        get_kv_transfer_group(),
+        engine.llm.llm_engine.engine_core.engine_core.scheduler.connector,
+    ):
+        connector.get_kv_connector_stats()
+        total += Counter(connector._reported)
+    return total
 
 
 def whole_pages(texts: list[str], engine: Engine, page_size: int = BLOCK) -> int:

@@ -161,12 +161,12 @@ class KvloomConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return KVConnectorTransferResults(finished_recving=done, failed_recving=failed)
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
-        """Counts since the last call."""
-        if self._mover is None:
-            return None
-        counted = [self._mover.counts, *(tier.counts for tier in self._store.tiers)]
+        """Counts since the last call, of the process that schedules and of each rank."""
+        counted = [tier.counts for tier in self._store.tiers]
+        if self._mover is not None:
+            counted.append(self._mover.counts)
         totals = {name: sum(counts[name] for counts in counted) for name in COUNTS}
-        if get_tp_group().rank_in_group:  # ranks have parts of the same tokens
+        if self._mover is not None and get_tp_group().rank_in_group:  # ranks have parts of the same tokens
             totals = {name: total for name, total in totals.items() if not name.startswith("tokens_")}
         new = {name: total - self._reported.get(name, 0) for name, total in totals.items()}
         self._reported = totals
