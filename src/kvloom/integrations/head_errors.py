@@ -89,7 +89,7 @@ def _own_attention(module: Any, implementation: str) -> Callable[..., Any]:
     """What a module of transformers would have called: its file may have functions of its own."""
     home = vars(sys.modules[type(module).__module__])
     functions = home.get("ALL_ATTENTION_FUNCTIONS", ALL_ATTENTION_FUNCTIONS)
-    found: Callable[..., Any] = functions.get_interface(implementation, home.get("eager_attention_forward"))
+    found: Callable[..., Any] = functions.get(implementation, home.get("eager_attention_forward"))
     return found
 
 
