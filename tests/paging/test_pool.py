@@ -277,6 +277,15 @@ def test_page_is_sealed_once() -> None:
         pool.seal([ref], None)
 
 
+def test_page_is_sealed_once_in_a_call() -> None:
+    pool = PagePool(1)
+    PrefixTree(pool, 1)
+    [ref] = pool.take(1)
+    with pytest.raises(StateError, match=r"pages must be sealed once, got \[0, 0\]"):
+        pool.seal([ref, ref], None)
+    assert not pool.is_sealed(ref)
+
+
 def test_parent_must_be_sealed() -> None:
     pool = PagePool(2)
     PrefixTree(pool, 1)

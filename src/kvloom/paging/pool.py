@@ -220,8 +220,8 @@ class PagePool:
         """For the tree: make active pages read-only, each under the one before, the first under ``parent``.
 
         Raises:
-            StateError: a page is stale or sealed already, ``parent`` is not sealed, or no tree is attached;
-                nothing was changed.
+            StateError: a page is stale, sealed already or given twice, ``parent`` is not sealed, or no tree
+                is attached; nothing was changed.
         """
         if self._evict is None:
             raise StateError("a page can be sealed in a pool with a prefix tree only")
@@ -229,6 +229,8 @@ class PagePool:
         for page in pages:
             if page in self._parents:
                 raise StateError(f"page {page} of generation {self._refs[page].generation} is sealed already")
+        if len(set(pages)) < len(pages):
+            raise StateError(f"pages must be sealed once, got {pages}")
         if parent is not None and not self.is_sealed(parent):
             raise StateError(f"page {parent.id} of generation {parent.generation} is not sealed")
         if parent is not None and pages:
