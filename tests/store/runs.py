@@ -49,3 +49,23 @@ def make_run(
 def rewritten(run: Run, **changes: object) -> Run:
     """The run with other fields, under checksums that are right."""
     return replace(run, **changes)  # type: ignore[arg-type]
+
+
+def damaged(good: bytes, rng: random.Random) -> bytes:
+    """Bytes changed, removed, put in, moved or cut off, several at once."""
+    file = bytearray(good)
+    while file == good:
+        for _ in range(rng.randint(1, 3)):
+            at, size = rng.randrange(len(file) or 1), rng.randint(1, 12)
+            match rng.randrange(5):
+                case 0:
+                    file[at : at + size] = rng.randbytes(size)
+                case 1:
+                    del file[at : at + size]
+                case 2:
+                    file[at:at] = rng.randbytes(size)
+                case 3:
+                    file[at:at] = file[: size * 4]
+                case _:
+                    del file[at:]
+    return bytes(file)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 pytest.importorskip("xxhash")
 
-from store.runs import make_run
+from store.runs import damaged, make_run
 
 from kvloom.core.specs import QuantSpec
 from kvloom.integrations.vllm import blocks, pages
@@ -54,26 +54,6 @@ def text_of(number: int) -> list[int]:
 def file_of(tokens: list[int], whose: Fingerprint = FINGERPRINT, salt: str = "") -> tuple[Run, bytes]:
     run, data = make_run(tokens, page_size=PAGE, whose=whose, salt=salt)
     return run, run.head() + bytes(data)
-
-
-def damaged(good: bytes, rng: random.Random) -> bytes:
-    """Bytes changed, removed, put in, moved or cut off, several at once."""
-    file = bytearray(good)
-    while file == good:
-        for _ in range(rng.randint(1, 3)):
-            at, size = rng.randrange(len(file) or 1), rng.randint(1, 12)
-            match rng.randrange(5):
-                case 0:
-                    file[at : at + size] = rng.randbytes(size)
-                case 1:
-                    del file[at : at + size]
-                case 2:
-                    file[at:at] = rng.randbytes(size)
-                case 3:
-                    file[at:at] = file[: size * 4]
-                case _:
-                    del file[at:]
-    return bytes(file)
 
 
 def foreign(number: int, rng: random.Random) -> bytes:
