@@ -18,6 +18,7 @@ Prints one JSON line.
 
 import argparse
 import json
+import os
 import tempfile
 import time
 from functools import partial
@@ -166,7 +167,7 @@ def main() -> None:
     model = make_model()
     with tempfile.TemporaryDirectory() as folder:
         rows = [measure(model, kind, Path(folder) / kind, length, steps, rounds) for kind in KINDS]
-    data = bytes(64 << 20)
+    data = os.urandom(64 << 20)  # zeros would be one page of memory, which stays in the cache
     times = [seconds(lambda _: xxhash.xxh3_128_digest(data), 0) for _ in range(rounds)]
     result = {
         "figure": "store",
