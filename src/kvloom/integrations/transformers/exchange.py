@@ -63,8 +63,9 @@ def exchange(
     if target.endswith(_SUFFIX):
         pairs = _from_store(source, model, tokens, kv, page_size, salt)
         return _save(Path(target), pairs, tokens)
-    pairs = _load(Path(source), fingerprint_of(model, kv), tokens)
-    return _to_store(target, pairs, model, tokens, kv, page_size, salt)
+    fingerprint = fingerprint_of(model, kv)
+    pairs = _load(Path(source), fingerprint, tokens)
+    return _to_store(target, pairs, model, tokens, kv, page_size, salt, fingerprint)
 
 
 def _from_store(store: str, model: Any, tokens: Sequence[int], kv: str, page_size: int, salt: str) -> _Pairs:
@@ -80,7 +81,14 @@ def _from_store(store: str, model: Any, tokens: Sequence[int], kv: str, page_siz
 
 
 def _to_store(
-    store: str, pairs: _Pairs, model: Any, tokens: Sequence[int], kv: str, page_size: int, salt: str
+    store: str,
+    pairs: _Pairs,
+    model: Any,
+    tokens: Sequence[int],
+    kv: str,
+    page_size: int,
+    salt: str,
+    fingerprint: Fingerprint,
 ) -> int:
     """How many tokens are there and could be read back."""
     count = pairs[0][0].shape[2]
@@ -93,7 +101,7 @@ def _to_store(
             cache.update(key.to(model.device), value.to(model.device), i)
         pool.commit(cache, ids, salt)
         pool.flush()
-        pieces = opened.load(fingerprint_of(model, kv), salt, tokens[:count])
+        pieces = opened.load(fingerprint, salt, tokens[:count])
     stored = pieces[-1].segment.end if pieces else 0
     if stored < count // page_size * page_size:
         raise ArgumentError(
