@@ -24,6 +24,7 @@ from cpu_sections import (
 )
 from plots import link, place
 from quality_sections import formats_section, quality_section
+from rounds import needs_compiled_backend
 from serving_sections import serving_http_section, serving_section
 from tables import cell, left_out, pivot, table
 from trace_sections import simulate_section
@@ -337,6 +338,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("only", nargs="*", help=f"of {', '.join(SECTIONS)}; all if none")
     only = parser.parse_args().only or [*SECTIONS]
+    needs_compiled_backend()  # most sections would run without, and their figures would mean nothing
     figures = read_figures(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
     here = processor.name()
     for name in only:
