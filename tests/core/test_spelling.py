@@ -9,7 +9,7 @@ import torch
 from core.spellings import BAD, ODD
 
 from kvloom.core.specs import QuantSpec
-from kvloom.core.spelling import STORAGE, parse_kind
+from kvloom.core.spelling import STORAGE, Kind, parse_kind
 from kvloom.errors import ArgumentError
 
 
@@ -30,11 +30,11 @@ from kvloom.errors import ArgumentError
     ],
 )
 def test_kind_and_group_of_a_text(text: str, kind: str, group: int) -> None:
-    assert parse_kind("kv", text) == (kind, group)
+    assert parse_kind("kv", text) == Kind(kind, group)
 
 
 def test_a_kind_alone_is_a_text() -> None:
-    assert [parse_kind("kv", kind)[0] for kind in STORAGE] == list(STORAGE)
+    assert [parse_kind("kv", kind).name for kind in STORAGE] == list(STORAGE)
 
 
 @pytest.mark.parametrize("text", [*BAD, None], ids=lambda text: repr(text)[:20])
@@ -43,7 +43,7 @@ def test_what_is_no_such_text_is_refused(text: object) -> None:
         parse_kind("kv", text)
     assert str(error.value) == (
         "kv must be one of auto, float32, float16, bfloat16, int8 or int4, codes also with a group such as "
-        f"int8:g32, got {text!r}"
+        f"int8:g32 or an option such as int4,rotate=none, got {text!r}"
     )
 
 
@@ -52,8 +52,42 @@ def test_what_spells_no_codes_is_refused(text: object) -> None:
     with pytest.raises(ArgumentError) as error:
         QuantSpec.parse(text)  # type: ignore[arg-type]
     assert str(error.value) == (
-        f"text must be one of int8 or int4, codes also with a group such as int8:g32, got {text!r}"
+        "text must be one of int8 or int4, codes also with a group such as int8:g32 or an option such as "
+        f"int4,rotate=none, got {text!r}"
     )
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [
+        ("int8,rotate=none", Kind("int8", 64)),
+        ("int4:g32,rotate=none", Kind("int4", 32)),
+    ],
+)
+def test_options_stand_behind_the_group(text: str, kind: Kind) -> None:
+    assert parse_kind("kv", text) == kind
+
+
+@pytest.mark.parametrize(
+    "text", ["int4,color=red", "int4,rotate=none,rotate=none", "int4:g32,Rotate=none", "int4,none=rotate"]
+)
+def test_an_option_that_is_unknown_or_there_twice_is_refused(text: str) -> None:
+    with pytest.raises(ArgumentError, match=r"^kv must .*, got '" + text):
+        parse_kind("kv", text)
+
+
+def test_a_value_that_an_option_does_not_have_is_refused() -> None:
+    with pytest.raises(ArgumentError, match=r"^kv must have as rotate one of .*, got 'int4,rotate=all'$"):
+        parse_kind("kv", "int4,rotate=all")
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["float16,rotate=none", "auto,rotate=none", "int4,", "int4,rotate", "int4,rotate=", ",rotate=none"],
+)
+def test_options_are_of_codes_and_have_a_value(text: str) -> None:
+    with pytest.raises(ArgumentError, match=r"^kv must be one of .*, got '" + text):
+        parse_kind("kv", text)
 
 
 @pytest.mark.parametrize("text", ODD)

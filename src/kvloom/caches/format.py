@@ -82,10 +82,10 @@ def kept_as(name: str, text: str) -> tuple[torch.dtype | None, QuantSpec | None]
     Raises:
         ArgumentError: ``text`` spells none of these.
     """
-    kind, group = parse_kind(name, text)
-    if group:
-        return None, QuantSpec(CODE_BITS[kind], group)
-    return None if kind == "auto" else getattr(torch, kind), None
+    kind = parse_kind(name, text)
+    if kind.group:
+        return None, QuantSpec(CODE_BITS[kind.name], kind.group)
+    return None if kind.name == "auto" else getattr(torch, kind.name), None
 
 
 def is_in_rows(name: str, is_gathered: bool) -> bool:

@@ -62,8 +62,8 @@ class QuantSpec:
         Raises:
             ArgumentError: ``text`` spells no codes.
         """
-        kind, group = parse_kind(name, text, tuple(CODE_BITS))
-        return cls(CODE_BITS[kind], group)
+        kind = parse_kind(name, text, tuple(CODE_BITS))
+        return cls(CODE_BITS[kind.name], kind.group)
 
     def __str__(self) -> str:
         return f"int{self.bits}:g{self.group}"

@@ -1,47 +1,103 @@
-"""How keys and values are kept, spelled ``KIND[:gGROUP]`` such as ``"float16"``, ``"int8"``, ``"int4:g32"``.
+"""How keys and values are kept, spelled ``KIND[:gGROUP][,OPTION=VALUE...]``.
+
+Such as ``"float16"``, ``"int8"``, ``"int4:g32"``, ``"int4,rotate=none"``.
 
 Without torch, so that a command line can be checked at once.
 """
 
 import re
-from typing import Final
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final
 
 from kvloom.errors import ArgumentError
 
 STORAGE: Final = ("auto", "float32", "float16", "bfloat16", "int8", "int4")
 """Kinds: the model's own dtype, a float dtype, or codes."""
 CODE_BITS: Final = {"int8": 8, "int4": 4}
-"""Bits of the kinds that are codes; they may have a group."""
+"""Bits of the kinds that are codes; they may have a group and options."""
 GROUP: Final = 64
 """Elements along the head dim that share a scale, if no group is given."""
+ROTATIONS: Final = ("none",)
+"""Of which of the two a head vector is rotated before it is quantized."""
 
-_SPELLING: Final = re.compile(r"([a-z0-9]+)(?::g([1-9][0-9]{0,17}))?")
+_SPELLING: Final = re.compile(r"([a-z0-9]+)(?::g([1-9][0-9]{0,17}))?((?:,[a-z]+=[a-z0-9]+)*)")
 
 
-def parse_kind(name: str, text: object, kinds: tuple[str, ...] = STORAGE) -> tuple[str, int]:
-    """Kind and group that ``text`` spells.
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What a spelling says.
+
+    Attributes:
+        name: One of ``STORAGE``.
+        group: Elements that share a scale; 0 for a kind that is no codes.
+        rotate: One of ``ROTATIONS``.
+    """
+
+    name: str
+    group: int = 0
+    rotate: str = "none"
+
+
+def _one_of(*words: str) -> tuple[str, Callable[[str], str | None]]:
+    """What an option must be, in words, and what it says; ``None`` if it is no such value."""
+    return f"one of {', '.join(words)}", lambda text: text if text in words else None
+
+
+def _count(low: int = 0) -> tuple[str, Callable[[str], int | None]]:
+    """As ``_one_of``, of a number of at least ``low``."""
+
+    def read(text: str) -> int | None:
+        is_number = text.isascii() and text.isdigit() and len(text) <= 18 and str(int(text)) == text
+        return int(text) if is_number and int(text) >= low else None
+
+    return f"a number of at least {low}", read
+
+
+_OPTIONS: Final[dict[str, tuple[str, Callable[[str], Any]]]] = {
+    "rotate": _one_of(*ROTATIONS),
+}
+"""Of codes, by their names, each a field of ``Kind``."""
+
+
+def parse_kind(name: str, text: object, kinds: tuple[str, ...] = STORAGE) -> Kind:
+    """What ``text`` spells.
 
     Args:
         name: The caller's argument, for the error.
-        text: One of ``kinds``; codes may have a group behind it, of at least 1 and without zeros in front.
+        text: One of ``kinds``; codes may have a group behind it, of at least 1 and without zeros in
+            front, and then options, each at most once.
         kinds: Those that are allowed.
-
-    Returns:
-        The kind, and its group; 0 for a kind that is no codes.
 
     Raises:
         ArgumentError: ``text`` is no such spelling, or 4-bit codes have an odd group.
     """
     found = _SPELLING.fullmatch(text) if isinstance(text, str) else None
-    kind, digits = found.groups() if found else ("", None)
-    if kind not in kinds or (digits is not None and kind not in CODE_BITS):
+    kind, digits, options = found.groups() if found else ("", None, "")
+    if kind not in kinds or ((digits or options) and kind not in CODE_BITS):
         raise ArgumentError(
             f"{name} must be one of {', '.join(kinds[:-1])} or {kinds[-1]}, codes also with a group such as "
-            f"int8:g32, got {text!r}"
+            f"int8:g32 or an option such as int4,rotate=none, got {text!r}"
         )
     if kind not in CODE_BITS:
-        return kind, 0
+        return Kind(kind)
     group = int(digits or GROUP)
     if CODE_BITS[kind] == 4 and group % 2:
         raise ArgumentError(f"{name} must have an even group for 4 bits, got {text!r}")
-    return kind, group
+    return Kind(kind, group, **_parse_options(name, text, options))
+
+
+def _parse_options(name: str, text: object, options: str) -> dict[str, Any]:
+    """Values of options such as ``",rotate=keys"``."""
+    values: dict[str, Any] = {}
+    for option in options.split(",")[1:]:
+        key, _, word = option.partition("=")
+        if key not in _OPTIONS or key in values:
+            raise ArgumentError(
+                f"{name} must have no options but {', '.join(_OPTIONS)}, each once, got {text!r}"
+            )
+        what, read = _OPTIONS[key]
+        values[key] = read(word)
+        if values[key] is None:
+            raise ArgumentError(f"{name} must have as {key} {what}, got {text!r}")
+    return values
