@@ -6,6 +6,7 @@
 #include "kernels.h"
 #include "kernels/attend/run.h"
 #include "kernels/move/move.h"
+#include "kernels/move/rotate.h"
 
 #define KVLOOM_JOIN_(a, b) a##b
 #define KVLOOM_JOIN(a, b) KVLOOM_JOIN_(a, b)
@@ -22,6 +23,7 @@ extern const Kernels KVLOOM_JOIN(kernels_, KVLOOM_ISA);
 const Kernels KVLOOM_JOIN(kernels_, KVLOOM_ISA) = {
     .name = KVLOOM_NAME,
     .move = KVLOOM_ISA::rows::move,
+    .rotate = KVLOOM_ISA::rotate,
     .attend_supports = KVLOOM_ISA::attend_supports,
     .attend_in_tiles = KVLOOM_ISA::attend_in_tiles,
     .attend_plan = KVLOOM_ISA::attend_plan_of,

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "kernels/move/args.h"
+#include "kernels/move/rotate_args.h"
 #include "kernels/attend/args.h"
 
 namespace kvloom {
@@ -11,6 +12,8 @@ struct Kernels {
   const char* name;
   // Tokens `[begin, end)` of a store, a load or a copy. `scratch` holds the rows of a token.
   void (*move)(const MoveArgs& args, int64_t begin, int64_t end, Byte* scratch);
+  // Rows `[begin, end)` times a Hadamard matrix.
+  void (*rotate)(const RotateArgs& args, int64_t begin, int64_t end);
   // Attention: whether head dims fit, whether prompts run in tiles, the plan of a call, the start of the
   // workspace, items, and then merges.
   bool (*attend_supports)(const AttendArgs& args);

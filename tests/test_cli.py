@@ -141,7 +141,7 @@ def test_generate_reads_a_prompt_file(tmp_path: Path, capsys: pytest.CaptureFixt
             (
                 ["--prompt", "x", "--kv", text],
                 "--kv must be one of auto, float32, float16, bfloat16, int8 or int4, codes also with a group "
-                f"such as int8:g32 or an option such as int4,rotate=none, got {text!r}",
+                f"such as int8:g32 or an option such as int4,rotate=keys, got {text!r}",
             )
             for text in BAD
             if isinstance(text, str)

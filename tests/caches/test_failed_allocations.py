@@ -28,7 +28,7 @@ from kvloom.caches import (
 from kvloom.core.specs import QuantSpec
 from kvloom.paging import PrefixTree, check
 
-FORMATS: dict[str, Any] = {"float32": None, "int8": QuantSpec(8, 4), "int4": QuantSpec(4, 8)}
+FORMATS: dict[str, Any] = {"float32": None, "int8": QuantSpec(8, 4), "int4": QuantSpec(4, 8, rotated=True)}
 every_format = pytest.mark.parametrize("quant", FORMATS.values(), ids=FORMATS)
 
 

@@ -28,6 +28,7 @@ KINDS: dict[str, Callable[[], Layer]] = {
     "static sliding": lambda: StaticSlidingWindowLayer(WINDOW, rollback=2),
     "int8": lambda: QuantizedLayer("int8:g4"),
     "int4": lambda: QuantizedLayer("int4:g8", values="int8:g8"),
+    "int4, rotated": lambda: QuantizedLayer("int4:g8,rotate=both"),
 }
 every_kind = pytest.mark.parametrize("make", KINDS.values(), ids=KINDS)
 

@@ -18,18 +18,21 @@ from kvloom.core.specs import QuantSpec
 from kvloom.errors import StateError
 from kvloom.paging import PrefixTree, check
 from kvloom.quant.affine import dequantize, quantize
+from kvloom.quant.rotation import rotate
 
 HEADS, DIM = 2, 8
 ACTIONS = ["append"] * 3 + ["long append", "remove", "remove rows", "select", "fork", "record"]
-FORMATS = {"float32": None, "int8": QuantSpec(8, 4), "int4": QuantSpec(4, 8)}
+FORMATS = {"float32": None, "int8": QuantSpec(8, 4), "int4": QuantSpec(4, 8, rotated=True)}
 
 
 def as_kept(x: Tensor, quant: QuantSpec | None) -> Tensor:
     """A round trip through storage."""
     if quant is None:
         return x
+    x = rotate(x, DIM) if quant.rotated else x
     codes, scale = quantize(x, quant.bits, quant.group, quant.scale_dtype)
-    return dequantize(codes, scale, quant.bits, x.dtype)
+    back = dequantize(codes, scale, quant.bits, x.dtype)
+    return rotate(back, DIM) if quant.rotated else back
 
 
 @dataclass

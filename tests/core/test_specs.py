@@ -100,6 +100,7 @@ OTHER = {
     "bits": 4,
     "group": 64,
     "scale_dtype": torch.float32,
+    "rotated": True,
 }
 
 
@@ -123,6 +124,7 @@ def test_fingerprint_is_stable() -> None:
     """What is written to disk today must be found tomorrow."""
     plain = KVSpec(1, 1, 1, torch.float32, "T H D")
     assert plain.fingerprint() == "1f57884e1750c2d8fbf1c1bf7b334fb1944a973cc7624621be75c73d6e9ab016"
+    assert BASE.fingerprint() == "a2086438d23bb13cbea3bca98d1045165c73d4018053979e31d0fa769c3b2020"
 
 
 # --- refused ------------------------------------------------------------------------------------------------
@@ -141,6 +143,7 @@ def test_fingerprint_is_stable() -> None:
         ({"bits": 4, "group": 7}, "group must be even for 4 bits, got 7"),
         ({"scale_dtype": torch.float64}, "scale_dtype must be one of"),
         ({"scale_dtype": torch.int8}, "scale_dtype must be one of"),
+        ({"rotated": 1}, "rotated must be a bool, got 1"),
     ],
     ids=str,
 )
@@ -162,6 +165,7 @@ def test_bad_quantization_is_refused_by_name(change: dict[str, object], message:
         ({"head_dim": 24, "layout": "B H D/8 S D%8", "quant": QuantSpec(4, 8)},
          "head_dim must be a multiple of 16 for layout 'B H D/8 S D%8', got 24"),
         ({"head_dim": 60, "quant": QuantSpec(8, 8)}, "head_dim must be a multiple of group 8, got 60"),
+        ({"head_dim": 7, "quant": QuantSpec(8, 7, rotated=True)}, "head_dim must be even to be rotated, got"),
     ],
     ids=str,
 )  # fmt: skip

@@ -43,7 +43,7 @@ def test_what_is_no_such_text_is_refused(text: object) -> None:
         parse_kind("kv", text)
     assert str(error.value) == (
         "kv must be one of auto, float32, float16, bfloat16, int8 or int4, codes also with a group such as "
-        f"int8:g32 or an option such as int4,rotate=none, got {text!r}"
+        f"int8:g32 or an option such as int4,rotate=keys, got {text!r}"
     )
 
 
@@ -53,7 +53,7 @@ def test_what_spells_no_codes_is_refused(text: object) -> None:
         QuantSpec.parse(text)  # type: ignore[arg-type]
     assert str(error.value) == (
         "text must be one of int8 or int4, codes also with a group such as int8:g32 or an option such as "
-        f"int4,rotate=none, got {text!r}"
+        f"int4,rotate=keys, got {text!r}"
     )
 
 
@@ -62,6 +62,9 @@ def test_what_spells_no_codes_is_refused(text: object) -> None:
     [
         ("int8,rotate=none", Kind("int8", 64)),
         ("int4:g32,rotate=none", Kind("int4", 32)),
+        ("int4,rotate=keys", Kind("int4", 64, "keys")),
+        ("int8:g8,rotate=values", Kind("int8", 8, "values")),
+        ("int4:g16,rotate=both", Kind("int4", 16, "both")),
     ],
 )
 def test_options_stand_behind_the_group(text: str, kind: Kind) -> None:
@@ -104,6 +107,22 @@ def test_a_text_is_read_as_it_is_spelled(bits: int, group: int) -> None:
     assert str(spec) == f"int{bits}:g{group}"
     assert QuantSpec.parse(str(spec)) == spec
     assert str(QuantSpec(bits, group, torch.bfloat16)) == str(spec)  # the dtype of scales is not spelled
+
+
+@pytest.mark.parametrize(
+    ("rotate", "keys", "values"),
+    [("none", False, False), ("keys", True, False), ("values", False, True), ("both", True, True)],
+)
+def test_a_side_is_rotated_where_the_text_says_so(rotate: str, keys: bool, values: bool) -> None:
+    text = f"int4:g32,rotate={rotate}"
+    assert QuantSpec.parse(text, side="keys") == QuantSpec(4, 32, rotated=keys)
+    assert QuantSpec.parse(text, side="values") == QuantSpec(4, 32, rotated=values)
+
+
+@pytest.mark.parametrize("side", ["keys", "values"])
+def test_rotated_codes_are_read_as_they_are_spelled(side: str) -> None:
+    spec = QuantSpec(4, 32, rotated=True)
+    assert QuantSpec.parse(str(spec), side=side) == spec
 
 
 @pytest.mark.parametrize("bits", [8, 4])

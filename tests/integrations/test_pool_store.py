@@ -21,7 +21,7 @@ from kvloom.store import KVStore, read_head
 
 PAGE = 4
 ATTENTIONS = pytest.mark.parametrize("attention", ["sdpa", "kvloom"])
-KINDS = pytest.mark.parametrize("kv", ["auto", "int8:g16", "int4:g16"])
+KINDS = pytest.mark.parametrize("kv", ["auto", "int8:g16", "int4:g16", "int4:g16,rotate=both"])
 
 
 def opened(url: str, **options: Any) -> KVStore:
@@ -165,7 +165,7 @@ def test_another_format_finds_nothing(tmp_path: Path) -> None:
     with opened(url) as store:
         commit(model, make_pool(model, store, "int8:g16"), text(20))
     assert found(model, url, text(20), kv="int8:g16") == 16
-    for kv in ("auto", "int8:g8", "int4:g16", "bfloat16"):
+    for kv in ("auto", "int8:g8", "int4:g16", "bfloat16", "int8:g16,rotate=keys", "int8:g16,rotate=values"):
         assert found(model, url, text(20), kv=kv) == 0
 
 

@@ -17,7 +17,7 @@ from transformers import CompileConfig, DynamicCache, StaticCache
 from kvloom.errors import ArgumentError, StateError, UnsupportedError
 from kvloom.integrations.transformers import KVCache
 
-KINDS = pytest.mark.parametrize("kv", ["auto", "int8:g16", "int4:g16"])
+KINDS = pytest.mark.parametrize("kv", ["auto", "int8:g16", "int4:g16", "int4:g16,rotate=both"])
 ATTENTIONS = pytest.mark.parametrize("attention", ["sdpa", "kvloom"])
 
 

@@ -257,10 +257,10 @@ class FixedLayer(Layer):
         if self.max_tokens is not None:
             index = TokenIndex(ring.index, end.expand(self.size), self.max_tokens)
             rows = None if self.num_slots < self.max_tokens else storage.rows_of(slice(None), 0)
-            return Tokens(storage.view, index, self.window, rows)
+            return storage.tokens(index, self.window, rows)
         into = first % ring.index.page_size  # the first round of the ring of which tokens are left is token 0
         lengths, origins = (end - first + into).expand(self.size), into.expand(self.size)
-        return Tokens(storage.view, TokenIndex(ring.index, lengths, count, origins), self.window)
+        return storage.tokens(TokenIndex(ring.index, lengths, count, origins), self.window)
 
     def _gathered(self, tokens: Tokens, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         key, value = tokens.gather(dtype)

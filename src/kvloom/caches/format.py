@@ -72,19 +72,22 @@ class CacheFormat:
         return sum(spec.nbytes(num_slots, num_slots) for spec in specs)
 
 
-def kept_as(name: str, text: str) -> tuple[torch.dtype | None, QuantSpec | None]:
+def kept_as(
+    name: str, text: str, side: Literal["keys", "values"] = "keys"
+) -> tuple[torch.dtype | None, QuantSpec | None]:
     """``dtype`` and ``quant`` of a ``CacheFormat`` that ``"auto"``, ``"float16"`` or ``"int8:g32"`` spells.
 
     Args:
         name: The caller's argument, for the error.
         text: The spelling.
+        side: Which of the two is kept so.
 
     Raises:
         ArgumentError: ``text`` spells none of these.
     """
     kind = parse_kind(name, text)
     if kind.group:
-        return None, QuantSpec(CODE_BITS[kind.name], kind.group)
+        return None, QuantSpec(CODE_BITS[kind.name], kind.group, rotated=kind.rotates(side))
     return None if kind.name == "auto" else getattr(torch, kind.name), None
 
 

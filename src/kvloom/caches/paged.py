@@ -64,7 +64,7 @@ class PagedLayer(Layer):
         storage, step = self.storage, self.sequences.step
         if storage is None or step is None or not self._is_stored(key, value, storage, step):
             return super().update(key, value)
-        result = Tokens(storage.view, step.visible, self.sequences.window).gather(key.dtype)
+        result = storage.tokens(step.visible, self.sequences.window).gather(key.dtype)
         self.num_tokens = step.end
         return result
 
@@ -74,7 +74,7 @@ class PagedLayer(Layer):
         if storage is None or step is None or not self._is_stored(key, value, storage, step):
             return super().append(key, value)
         self.num_tokens = step.end
-        return Tokens(storage.view, step.visible, self.sequences.window)
+        return storage.tokens(step.visible, self.sequences.window)
 
     def _is_stored(self, key: Tensor, value: Tensor, storage: Storage, step: Step) -> bool:
         """Whether new tokens were stored at once, as the usual ones of a step that another layer began.
@@ -86,7 +86,7 @@ class PagedLayer(Layer):
         if not isinstance(key, Tensor) or key.dtype != self.dtype:
             return False
         self.sequences.pages.num_writes += 1
-        return store_plain(key, value, step.slots, storage.view)
+        return store_plain(*storage.turned(key, value), step.slots, storage.view)
 
     def _append(self, key: Tensor, value: Tensor) -> Tokens:
         return self._extend(key, value, self._store, is_gathered=False)
@@ -121,7 +121,7 @@ class PagedLayer(Layer):
             return self._store_beyond_window(key, value, storage, sequences.previous)
         visible = sequences.place(start - self._num_visible, end, storage)
         storage.store(key, value, sequences.begin(start, end, storage, visible).slots)
-        return Tokens(storage.view, visible, sequences.window)
+        return storage.tokens(visible, sequences.window)
 
     def _store_and_gather(self, storage: Storage, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         run = self.sequences.run()
@@ -186,7 +186,7 @@ class PagedLayer(Layer):
             raise StateError("gather needs a cache to which tokens were appended")
         start = self.num_tokens - self.num_columns
         index = self._holding().place(start, self.num_tokens, storage)
-        return Tokens(storage.view, index, self.sequences.window)
+        return storage.tokens(index, self.sequences.window)
 
     def _held(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         run = self.sequences.run()
@@ -244,4 +244,4 @@ class PagedLayer(Layer):
         empty = torch.tensor(begin, device=device) - first
         index = CacheIndex.offset(slots[:, 0] + empty)
         origins = -empty if any(column > first for column in begin) else None
-        return Tokens(step.view, TokenIndex(index, size - empty, size, origins), self.sequences.window)
+        return step.tokens(TokenIndex(index, size - empty, size, origins), self.sequences.window)

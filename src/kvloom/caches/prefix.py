@@ -189,7 +189,7 @@ class PrefixCache:
         storage = self.pages.storages[layer]
         position = torch.arange(start, end, device=storage.device)
         slots = self._index([sequence], storage).slots(torch.zeros_like(position), position)
-        ops.store(key, value, slots, storage.view)
+        storage.store(key, value, slots)
         sequence.stored[layer] = end
 
     def commit(self, sequence: PrefixSequence) -> None:
@@ -242,8 +242,7 @@ class PrefixCache:
             torch.arange(len(sequences) + 1, device=where) * num_new,
             torch.tensor([0, *lengths], device=where).cumsum(0),
         )
-        out: Tensor = ops.attend(queries, storage.view, batch, ops.Scores() if scores is None else scores)
-        return out
+        return storage.attend(queries, batch, ops.Scores() if scores is None else scores)
 
     def fork(self, sequence: PrefixSequence) -> PrefixSequence:
         """Another sequence of the same tokens on the same pages.

@@ -56,8 +56,11 @@ class QuantizedLayer(Layer):
         super().__init__()
         self.recent = expect_config("recent", recent, 0)
         quant, value_quant = (
-            replace(QuantSpec.parse(text, name), scale_dtype=scale_dtype)
-            for name, text in (("kv", kv), ("values", kv if values is None else values))
+            replace(QuantSpec.parse(text, name, side), scale_dtype=scale_dtype)
+            for name, text, side in (
+                ("kv", kv, "keys"),
+                ("kv", kv, "values") if values is None else ("values", values, "values"),
+            )
         )
         format = CacheFormat(quant=quant, page_size=PAGE_SIZE, values=CacheFormat(quant=value_quant))
         self._codes = PagedLayer(format)

@@ -13,6 +13,8 @@ from torch import Tensor
 from kvloom import ops
 from kvloom.caches.format import CacheFormat, is_in_rows, page_layout
 from kvloom.caches.memory import outside_inference_mode, zeros
+from kvloom.caches.rotation import Rotation
+from kvloom.caches.tokens import TokenIndex, Tokens
 from kvloom.core.checks import FLOAT_DTYPES
 from kvloom.core.specs import KVSpec
 from kvloom.core.views import KVView
@@ -31,6 +33,9 @@ class Storage:
         device: Where the tensors live.
         layout: As ``CacheFormat.layout``.
         is_gathered: Whether attention reads gathered tensors, which decides what ``"auto"`` is.
+
+    Attributes:
+        rotation: How keys and values are rotated before they are quantized; ``None`` if they are not.
     """
 
     def __init__(
@@ -49,6 +54,7 @@ class Storage:
             replace(key, layout=page_layout(layout, "key", key, page_size, device, is_gathered)),
             replace(value, layout=page_layout(layout, "value", value, page_size, device, is_gathered)),
         )
+        self.rotation = Rotation.of(key, value)
         self.page_size = page_size
         self.device = torch.empty(0, device=device).device  # with its index
         self.num_extents = self.stride = 0
@@ -123,9 +129,26 @@ class Storage:
             and key.device == value.device == self.device
         )
 
+    def tokens(
+        self, index: TokenIndex, window: int | None = None, rows: tuple[Tensor, Tensor] | None = None
+    ) -> Tokens:
+        """Some of the tokens that are kept here; arguments as ``Tokens``."""
+        return Tokens(self.view, index, window, rows, self.rotation)
+
+    def turned(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values ``[B, H, Q, D]`` as the view takes them."""
+        return (key, value) if self.rotation is None else self.rotation.turned(key, value)
+
     def store(self, key: Tensor, value: Tensor, slots: Tensor) -> None:
-        """Write ``[B, H, Q, D]`` to slots ``[B, Q]``."""
-        ops.store(key, value, slots, self.view)
+        """Write ``[B, H, Q, D]`` to slots ``[B, Q]``, or ``[T, H, D]`` to ``[T]``."""
+        ops.store(*self.turned(key, value), slots, self.view)
+
+    def attend(self, query: Tensor, batch: ops.Batch, scores: ops.Scores) -> Tensor:
+        """Attention over what is kept here; as ``ops.attend``."""
+        rotation = self.rotation
+        if rotation is None:
+            return ops.attend(query, self.view, batch, scores)
+        return rotation.output(ops.attend(rotation.query(query), self.view, batch, scores))
 
     def replace(self, new: Mapping[int, Tensor], slots: Tensor) -> None:
         """``store`` keys (0), values (1) or both; a negative slot skips a token."""
@@ -135,6 +158,7 @@ class Storage:
         key, value, key_scale, value_scale = self.tensors
         for side, x in new.items():  # as a cache of keys only
             tensor, scale = ((key, key_scale), (value, value_scale))[side]
+            x = x if self.rotation is None else self.rotation.side(side, x)
             ops.store(x, None, slots, KVView.split(self.specs[side].axes, tensor, None, scale))
 
     def reserve(self, num_extents: int, stride: int) -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kvloom import ops
+from kvloom.caches.rotation import Rotation
 from kvloom.core.indexing import CacheIndex, prefix_sums
 from kvloom.core.views import KVView
 
@@ -119,19 +120,21 @@ class Tokens:
         index: Where the columns lie in it.
         window: Tokens that a token sees, itself included; ``None`` for all before it.
         rows: Keys and values ``[B, H, N, D]`` as views of the cache, if they can be.
+        rotation: How the view's keys and values are rotated; ``None`` if they are not.
     """
 
     view: KVView
     index: TokenIndex
     window: int | None = None
     rows: tuple[Tensor, Tensor] | None = None
+    rotation: Rotation | None = None
 
     def gather(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Keys ``[B, H, N, Dk]`` and values ``[B, H, N, Dv]``: dequantized copies, or views."""
         if self.rows is not None and self.rows[0].dtype == self.rows[1].dtype == dtype:
             return self.rows
         found: tuple[Tensor, Tensor] = ops.load(self.index.slots, self.view, dtype=dtype)
-        return found
+        return found if self.rotation is None else self.rotation.turned(*found)
 
     def attend(
         self,
@@ -153,6 +156,9 @@ class Tokens:
         Returns:
             ``[B, Q, Hq, Dv]``.
         """
+        if self.rotation is not None:
+            plain, turned = replace(self, rotation=None), self.rotation.query(query)
+            return self.rotation.output(plain.attend(turned, scores, first=first, mask=mask))
         if mask is not None:
             rows = range(query.shape[0])
             return torch.cat([self._attend_row(query[b : b + 1], scores, first, mask, b) for b in rows])

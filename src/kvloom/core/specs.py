@@ -33,11 +33,13 @@ class QuantSpec:
         group: Elements that share a scale. 64 costs 1.03 bytes an element at 8 bits and float16 scales, 8
             (the default of the PMX documents) 1.25.
         scale_dtype: float32, float16 or bfloat16.
+        rotated: Whether head vectors are rotated before they are quantized, see ``kvloom.quant.rotation``.
     """
 
     bits: int
     group: int = GROUP
     scale_dtype: torch.dtype = torch.float16
+    rotated: bool = False
 
     def __post_init__(self) -> None:
         if self.bits not in CODE_DTYPE:
@@ -48,9 +50,11 @@ class QuantSpec:
             raise ConfigError(f"group must be even for 4 bits, got {self.group}")
         if self.scale_dtype not in FLOAT_DTYPES:
             raise ConfigError(f"scale_dtype must be one of {FLOAT_DTYPES}, got {self.scale_dtype!r}")
+        if not isinstance(self.rotated, bool):
+            raise ConfigError(f"rotated must be a bool, got {self.rotated!r}")
 
     @classmethod
-    def parse(cls, text: str, name: str = "text") -> "QuantSpec":
+    def parse(cls, text: str, name: str = "text", side: str = "keys") -> "QuantSpec":
         """The codes that ``"int8"`` or ``"int4"`` (groups of 64), ``"int8:g32"`` and the like spell.
 
         Their scales are float16.
@@ -58,15 +62,16 @@ class QuantSpec:
         Args:
             text: The spelling.
             name: What an error calls it.
+            side: ``"keys"`` or ``"values"``, which is rotated if the spelling says so of it or of both.
 
         Raises:
             ArgumentError: ``text`` spells no codes.
         """
         kind = parse_kind(name, text, tuple(CODE_BITS))
-        return cls(CODE_BITS[kind.name], kind.group)
+        return cls(CODE_BITS[kind.name], kind.group, rotated=kind.rotates(side))
 
     def __str__(self) -> str:
-        return f"int{self.bits}:g{self.group}"
+        return f"int{self.bits}:g{self.group}{',rotate=both' if self.rotated else ''}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +110,8 @@ class KVSpec:
             raise ConfigError(f"layers must be 1 for layout {self.axes.axes!r}, got {self.layers}")
         if self.quant is not None and self.head_dim % self.quant.group:
             raise ConfigError(f"head_dim must be a multiple of group {self.quant.group}, got {self.head_dim}")
+        if self.quant is not None and self.quant.rotated and self.head_dim % 2:
+            raise ConfigError(f"head_dim must be even to be rotated, got {self.head_dim}")
         chunk = self.axes.chunk("D") * (self.head_dim // self._stored_dim)
         if self.head_dim % chunk:
             raise ConfigError(
@@ -190,7 +197,12 @@ class KVSpec:
             "layout": self.axes.axes,
             "quant": None
             if self.quant is None
-            else [self.quant.bits, self.quant.group, str(self.quant.scale_dtype)],
+            else [
+                self.quant.bits,
+                self.quant.group,
+                str(self.quant.scale_dtype),
+                *(["rotated"] if self.quant.rotated else []),
+            ],
         }
         return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
 

@@ -1,6 +1,6 @@
 """How keys and values are kept, spelled ``KIND[:gGROUP][,OPTION=VALUE...]``.
 
-Such as ``"float16"``, ``"int8"``, ``"int4:g32"``, ``"int4,rotate=none"``.
+Such as ``"float16"``, ``"int8"``, ``"int4:g32"``, ``"int4,rotate=keys"``.
 
 Without torch, so that a command line can be checked at once.
 """
@@ -18,7 +18,7 @@ CODE_BITS: Final = {"int8": 8, "int4": 4}
 """Bits of the kinds that are codes; they may have a group and options."""
 GROUP: Final = 64
 """Elements along the head dim that share a scale, if no group is given."""
-ROTATIONS: Final = ("none",)
+ROTATIONS: Final = ("none", "keys", "values", "both")
 """Of which of the two a head vector is rotated before it is quantized."""
 
 _SPELLING: Final = re.compile(r"([a-z0-9]+)(?::g([1-9][0-9]{0,17}))?((?:,[a-z]+=[a-z0-9]+)*)")
@@ -37,6 +37,10 @@ class Kind:
     name: str
     group: int = 0
     rotate: str = "none"
+
+    def rotates(self, side: str) -> bool:
+        """Whether ``"keys"`` or ``"values"`` are rotated."""
+        return self.rotate in (side, "both")
 
 
 def _one_of(*words: str) -> tuple[str, Callable[[str], str | None]]:
@@ -77,7 +81,7 @@ def parse_kind(name: str, text: object, kinds: tuple[str, ...] = STORAGE) -> Kin
     if kind not in kinds or ((digits or options) and kind not in CODE_BITS):
         raise ArgumentError(
             f"{name} must be one of {', '.join(kinds[:-1])} or {kinds[-1]}, codes also with a group such as "
-            f"int8:g32 or an option such as int4,rotate=none, got {text!r}"
+            f"int8:g32 or an option such as int4,rotate=keys, got {text!r}"
         )
     if kind not in CODE_BITS:
         return Kind(kind)

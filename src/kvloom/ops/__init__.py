@@ -1,8 +1,9 @@
-"""The four kernels behind every dialect and cache: store, load, attend, copy."""
+"""The kernels behind every dialect and cache: store, load, attend, copy, and rotate."""
 
 from kvloom.ops.alibi import alibi_slopes
 from kvloom.ops.api import Batch, Scores, attend, copy, load, store
 from kvloom.ops.choice import cpu_kernels, cuda_kernels, why_unavailable
+from kvloom.ops.rotation import rotate
 
 __all__ = [
     "Batch",
@@ -13,6 +14,7 @@ __all__ = [
     "cpu_kernels",
     "cuda_kernels",
     "load",
+    "rotate",
     "store",
     "why_unavailable",
 ]

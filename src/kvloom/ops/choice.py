@@ -18,12 +18,14 @@ _DISPATCHED: dict[str, Callable[..., Any]] = {
     "load": schemas.load,
     "copy": schemas.copy,
     "attend": schemas.attend,
+    "rotate": schemas.rotate,
 }
 _REFERENCE: dict[str, Callable[..., Any]] = {
     "store": reference.store,
     "load": reference.load,
     "copy": reference.copy,
     "attend": schemas.attend_reference,
+    "rotate": reference.rotate,
 }
 
 
@@ -83,6 +85,8 @@ def _choose(backend: str, name: str, device: torch.device, args: tuple[Any, ...]
                 raise UnsupportedError(f"backend 'cpu' {refused}; use 'auto' or 'reference'")
             return _DISPATCHED[name]
         case "triton":
+            if name not in triton.OPERATORS:
+                raise UnsupportedError(f"backend 'triton' has no {name} yet; use 'auto' or 'reference'")
             if (refused := triton.why_not(name, device, *args)) is not None:
                 raise UnsupportedError(f"backend 'triton' {refused}; use 'auto' or 'reference'")
             return triton.operator(name)

@@ -23,6 +23,7 @@ LIB.define(
     " ScalarType dtype, int num_repeat) -> (Tensor, Tensor)"
 )
 LIB.define("copy(Tensor[] sources, Tensor source_slots, Tensor(a!)[] targets, Tensor target_slots) -> ()")
+LIB.define("rotate(Tensor x, int block) -> Tensor")
 # One schema, three overloads: the kernel of the device, the same into a given tensor, and the reference by
 # name, which no compiler can trace.
 for _name, _out, _returns in (
@@ -39,7 +40,7 @@ for _name, _out, _returns in (
 
 # The reference serves every device; a faster backend takes over its own dispatch key, as the compiled kernels
 # have done for the CPU if they are there.
-for _name in ("store", "load", "copy", "attend"):
+for _name in ("store", "load", "copy", "attend", "rotate"):
     LIB.impl(_name, getattr(reference, _name), "CompositeExplicitAutograd")
 LIB.impl("attend.reference", reference.attend, "CompositeExplicitAutograd")
 
@@ -107,6 +108,10 @@ def _attend_fake(
     return query.new_empty((*query.shape[:2], head_dim_of(value_cache, value_scale)))
 
 
+def _rotate_fake(x: Tensor, block: int) -> Tensor:
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+
 class _WithoutGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: object, function: Callable[..., Tensor], *args: Any) -> Tensor:
@@ -134,6 +139,7 @@ def without_gradient(function: Callable[..., Tensor], *args: Any) -> Tensor:
 torch.library.register_fake("kvloom::store", _writes_only, lib=LIB)
 torch.library.register_fake("kvloom::copy", _writes_only, lib=LIB)
 torch.library.register_fake("kvloom::load", _load_fake, lib=LIB)
+torch.library.register_fake("kvloom::rotate", _rotate_fake, lib=LIB)
 torch.library.register_fake("kvloom::attend", _attend_fake, lib=LIB)
 torch.library.register_fake("kvloom::attend.out", _writes_only, lib=LIB)
 torch.library.register_fake("kvloom::attend.reference", _attend_fake, lib=LIB)
@@ -141,6 +147,7 @@ torch.library.register_fake("kvloom::attend.reference", _attend_fake, lib=LIB)
 store = torch.ops.kvloom.store.default
 load = torch.ops.kvloom.load.default
 copy = torch.ops.kvloom.copy.default
+rotate = torch.ops.kvloom.rotate.default
 attend = torch.ops.kvloom.attend.default
 attend_out = torch.ops.kvloom.attend.out
 attend_reference = torch.ops.kvloom.attend.reference

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from kvloom.store.fingerprint import Fingerprint, LayerFormat, SideFormat
     from kvloom.store.format import DamagedRun, Run, read_head
     from kvloom.store.store import KVStore
-    from kvloom.store.transfer import layers_of
+    from kvloom.store.transfer import layers_of, rotation_of
 
 _HOME = {
     "DamagedRun": "format",
@@ -22,6 +22,7 @@ _HOME = {
     "SideFormat": "fingerprint",
     "layers_of": "transfer",
     "put_below": "below",
+    "rotation_of": "transfer",
     "read_head": "format",
 }
 
@@ -35,6 +36,7 @@ __all__ = [
     "layers_of",
     "put_below",
     "read_head",
+    "rotation_of",
 ]
 
 

@@ -13,7 +13,7 @@ from kvloom.store.format import page_bytes
 from kvloom.store.prefixes import Prefixes, salt_digest
 from kvloom.store.store import KVStore, open_store
 from kvloom.store.tier import Piece
-from kvloom.store.transfer import layers_of, pack, unpack
+from kvloom.store.transfer import layers_of, pack, rotation_of, unpack
 
 RUN_BYTES: Final = 8 << 20
 """Bytes of a run, if a page does not have more."""
@@ -91,7 +91,7 @@ class StoreBelow:
         """
         size = self._pages.format.page_size
         num_pages = min(len(tokens) // size, len(refs))
-        if not num_pages or layers_of(self._pages.storages) != self.fingerprint.layers:
+        if not num_pages or not self._keeps_alike():
             return
         prefixes = Prefixes(self.fingerprint.digest, salt_digest(salt), tokens)
         nbytes = self.fingerprint.num_heads * page_bytes(self.fingerprint, size)
@@ -116,7 +116,11 @@ class StoreBelow:
             for i, x in self._storages.items():
                 storages[i] = Storage(*x.specs, x.page_size, x.device, x.layout, is_gathered=x.is_gathered)
                 self._pages.fit(storages[i])
-        return layers_of(storages) == self.fingerprint.layers
+        return self._keeps_alike()
+
+    def _keeps_alike(self) -> bool:
+        storages, wanted = self._pages.storages, self.fingerprint
+        return layers_of(storages) == wanted.layers and rotation_of(storages) == wanted.rotation
 
     def _write(self, piece: Piece, ids: Sequence[int], start: int, end: int) -> None:
         segment, run = piece.segment, piece.run
@@ -137,7 +141,8 @@ def put_below(
     Args:
         cache: One without sequences.
         store: A ``KVStore``, or URLs as it takes them.
-        fingerprint: Whose keys and values; its layers are ``layers_of(cache.pages.storages)``.
+        fingerprint: Whose keys and values; its layers are ``layers_of(cache.pages.storages)``, its rotation
+            is ``rotation_of`` them.
         seconds_per_token: How long computing takes; ``None`` reads whatever there is.
 
     Returns:
@@ -146,11 +151,15 @@ def put_below(
     Raises:
         ArgumentError: ``fingerprint`` says that layers keep their tokens otherwise, or ``store`` is no URL of
             a store.
+        UnsupportedError: as ``rotation_of``.
         ModuleNotFoundError: a library that the store needs is not installed.
     """
     layers = layers_of(cache.pages.storages)
     if fingerprint.layers != layers:
         raise ArgumentError(f"fingerprint must have layers {layers}, got {fingerprint.layers}")
+    rotation = rotation_of(cache.pages.storages)
+    if fingerprint.rotation != rotation:
+        raise ArgumentError(f"fingerprint must have rotation {rotation!r}, got {fingerprint.rotation!r}")
     below = StoreBelow(open_store(store), cache.pages, cache.tree, fingerprint, {}, seconds_per_token)
     cache.below = below
     return below

@@ -8,8 +8,8 @@ from typing import Any, Final
 
 from kvloom.errors import ConfigError
 
-ROTATIONS: Final = ("none",)
-"""How keys and values are rotated before they are quantized."""
+ROTATIONS: Final = ("none", "keys", "values", "both")
+"""Which of keys and values that are codes are rotated before they are quantized."""
 _DTYPES: Final = {"float32": 4, "float16": 2, "bfloat16": 2}
 _CODES: Final = {8: "int8", 4: "uint8"}
 

@@ -13,6 +13,7 @@ from kvloom.caches.pages import Pages
 from kvloom.caches.storage import Storage
 from kvloom.core.specs import KVSpec, dtype_name
 from kvloom.core.views import KVView, Side
+from kvloom.errors import UnsupportedError
 from kvloom.store.fingerprint import Fingerprint, LayerFormat, SideFormat
 from kvloom.store.format import page_bytes, parts
 from kvloom.store.tier import Piece
@@ -25,6 +26,22 @@ def layers_of(storages: Mapping[int, Storage]) -> tuple[LayerFormat, ...]:
         key, value = storage.specs
         formats.append(LayerFormat(key.heads, side_of(key), side_of(value)))
     return tuple(formats)
+
+
+def rotation_of(storages: Mapping[int, Storage]) -> str:
+    """Which of keys and values are rotated in every layer that has codes of them, one of ``ROTATIONS``.
+
+    Raises:
+        UnsupportedError: layers differ.
+    """
+    found = []
+    for side, name in enumerate(("keys", "values")):
+        quants = (storage.specs[side].quant for storage in storages.values())
+        rotated = {quant.rotated for quant in quants if quant is not None}
+        if len(rotated) > 1:
+            raise UnsupportedError(f"{name} must be rotated in every layer or in none to be stored, got both")
+        found += [name] if rotated == {True} else []
+    return "both" if len(found) == 2 else found[0] if found else "none"
 
 
 def pack(pages: Pages, ids: Sequence[int], fingerprint: Fingerprint) -> bytearray:

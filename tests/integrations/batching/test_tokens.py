@@ -38,7 +38,7 @@ def test_tokens_of_each_family(name: str, case: str) -> None:
 
 
 @pytest.mark.parametrize("layout", ["auto", "NHD"])
-@pytest.mark.parametrize("kv", ["int8:g16", "int4:g16", "int8:g8", "float16"])
+@pytest.mark.parametrize("kv", ["int8:g16", "int4:g16", "int8:g8", "int4:g16,rotate=both", "float16"])
 def test_tokens_of_each_kind(kv: str, layout: str) -> None:
     model, requests = make_model("kvloom"), random_requests(REQUESTS, seed=5)
     expected = [alone(model, x, NEW, KVCache.for_model(model, kv, layout=layout)) for x in requests]

@@ -1,7 +1,7 @@
 """From a model's configuration to the layers that keep its keys and values."""
 
 from dataclasses import replace
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import transformers
 from transformers import DynamicCache, PretrainedConfig, cache_utils
@@ -61,11 +61,16 @@ def cache_format(
 ) -> CacheFormat:
     """The format that arguments of ``KVCache.for_model`` name; raises as that does."""
     formats = []
-    for name, text in (("kv", kv), ("values", kv if values is None else values)):
-        dtype, quant = kept_as(name, text)
+    sides: tuple[tuple[str, str, Literal["keys", "values"]], ...] = (
+        ("kv", kv, "keys"),
+        ("kv", kv, "values") if values is None else ("values", values, "values"),
+    )
+    for name, text, side in sides:
+        dtype, quant = kept_as(name, text, side)
         if quant is not None and not hasattr(config, "kv_lora_rank") and head_dim_of(config) % quant.group:
             raise ArgumentError(
-                f"{name} must have a group that divides the head dim {head_dim_of(config)}, got '{quant}'"
+                f"{name} must have a group that divides the head dim {head_dim_of(config)}, got "
+                f"'int{quant.bits}:g{quant.group}'"
             )
         formats.append(CacheFormat(dtype, quant, page_size, max_tokens, layout=layout))
     return replace(formats[0], values=formats[1])

@@ -18,7 +18,7 @@ from kvloom.integrations.transformers.build import cache_format, make_layers, te
 from kvloom.integrations.transformers.cache import KVCache
 from kvloom.store.fingerprint import Fingerprint, LayerFormat
 from kvloom.store.format import checksum
-from kvloom.store.transfer import layers_of
+from kvloom.store.transfer import layers_of, rotation_of
 
 _PROBED: Final = 64
 """Tokens that a model computes to tell what it keeps of them."""
@@ -58,12 +58,13 @@ def identify(model: Any, format: CacheFormat) -> Identity:
     cache = _probe(model, format)
     seconds = (time.perf_counter() - began) / _PROBED
     storages = cache.sequences[0].storages
-    fingerprint = fingerprint_with(model, weights_digest(model.state_dict()), "full", layers_of(storages))
+    layers, rotation = layers_of(storages), rotation_of(storages)
+    fingerprint = fingerprint_with(model, weights_digest(model.state_dict()), "full", layers, rotation)
     return Identity(fingerprint, storages, seconds)
 
 
 def fingerprint_with(
-    model: Any, weights: str, attention: str, layers: tuple[LayerFormat, ...]
+    model: Any, weights: str, attention: str, layers: tuple[LayerFormat, ...], rotation: str = "none"
 ) -> Fingerprint:
     """The fingerprint of a model, which may have no weights in memory.
 
@@ -72,6 +73,7 @@ def fingerprint_with(
         weights: Digest of its weights.
         attention: Which tokens a token sees.
         layers: How each layer keeps its tokens.
+        rotation: Which of keys and values are rotated, one of ``ROTATIONS``.
     """
     config = text_config_of(model)
     saved = {name: value for name, value in model.config.to_dict().items() if name not in _WITHOUT_EFFECT}
@@ -82,7 +84,7 @@ def fingerprint_with(
         dtype=dtype_name(model.dtype),
         rope=_json(rope),
         attention=attention,
-        rotation="none",
+        rotation=rotation,
         layers=layers,
     )
 

@@ -15,6 +15,7 @@ from kvloom.core.indexing import CacheIndex, check_index, check_new, check_slots
 from kvloom.core.views import Side, raw, sides_of, slot_stride
 from kvloom.errors import ArgumentError, ShapeError
 from kvloom.ops.impl import by_sequence
+from kvloom.quant import rotation
 from kvloom.quant.affine import dequantize, quantize
 
 _FLOAT32 = torch.finfo(torch.float32)
@@ -71,6 +72,11 @@ def copy(sources: list[Tensor], source_slots: Tensor, targets: list[Tensor], tar
     rows = [_gather(source, source_slots) for source in sources]
     for target, row in zip(targets, rows, strict=True):
         _scatter(target, target_slots, row.flatten(2))
+
+
+def rotate(x: Tensor, block: int) -> Tensor:
+    """Multiply blocks of head vectors by a Hadamard matrix."""
+    return rotation.rotate(x, block)
 
 
 def attend(

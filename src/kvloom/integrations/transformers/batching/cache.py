@@ -338,15 +338,15 @@ class BatchCache:
         """
         if self._step is None:
             self._step = self._make_step()
-        step, view = self._step, self.pages.storages[layer].view
+        step, storage = self._step, self.pages.storages[layer]
         if query.shape[2] != step.slots.shape[0]:
             raise StateError(
                 f"query must have the {step.slots.shape[0]} tokens of the step, got {query.shape[2]}"
             )
         key, value, query = (x[0].transpose(0, 1) for x in (key, value, query))
-        ops.store(key, value, step.slots, view)
+        storage.store(key, value, step.slots)
         window = self._windows[layer]
-        return ops.attend(query, view, step.batch, replace(scores, window=window) if window else scores)[None]
+        return storage.attend(query, step.batch, replace(scores, window=window) if window else scores)[None]
 
     def _make_step(self) -> Step:
         with self.lock:

@@ -1,0 +1,86 @@
+// Head vectors times a Hadamard matrix, in float32, with the bits of the reference: sums in its order.
+#pragma once
+
+#include "../base/floats.h"
+#include "rotate_args.h"
+
+namespace kvloom::KVLOOM_ISA {
+
+// Sums and differences of lanes `kStep` apart.
+template <int kStep>
+KVLOOM_INLINE Vec butterfly(Vec x) {
+  const Vec signs = (lane_numbers() & kStep) == 0 ? splat(1.0f) : splat(-1.0f);
+  return shuffle(x, x, [](int lane) { return lane ^ kStep; }) + x * signs;
+}
+
+KVLOOM_INLINE Vec butterflies_within(Vec x) {
+  x = butterfly<2>(butterfly<1>(x));
+  if constexpr (kLanes > 4) x = butterfly<4>(x);
+  if constexpr (kLanes > 8) x = butterfly<8>(x);
+  return x;
+}
+
+// NaN where a sum is not finite: dividing first, no sum of finite numbers overflows.
+template <class T>
+KVLOOM_INLINE Vec rotated(Vec sum, Vec root) {
+  return sum - sum == 0 ? saturate<T>(sum * root) : splat(__builtin_nanf(""));
+}
+
+// `count` vectors, a power of two, in registers if their number is known.
+template <class T, class Count>
+KVLOOM_INLINE void rotate_vectors(const T* from, T* to, Vec* x, Count count, Vec part, Vec root) {
+  for (Index i = 0; i < count; ++i) x[i] = butterflies_within(load(from + i * kLanes) * part);
+  for (Index step = 1; step < count; step *= 2) {
+    for (Index i = 0; i < count; ++i) {
+      if (i & step) continue;
+      const Vec a = x[i], b = x[i + step];
+      x[i] = a + b;
+      x[i + step] = a - b;
+    }
+  }
+  for (Index i = 0; i < count; ++i) store(to + i * kLanes, rotated<T>(x[i], root));
+}
+
+// A block that is shorter than a vector.
+template <class T>
+KVLOOM_INLINE void rotate_few(const T* from, T* to, Index block, Vec part, Vec root) {
+  float x[kLanes] = {};
+  store(x, load_partial(from, block) * part);
+  for (Index step = 1; step < block; step *= 2) {
+    for (Index i = 0; i < block; ++i) {
+      if (i & step) continue;
+      const float a = x[i], b = x[i + step];
+      x[i] = a + b;
+      x[i + step] = a - b;
+    }
+  }
+  store_partial(to, rotated<T>(load(x), root), block);
+}
+
+template <class T>
+void rotate_rows(const RotateArgs& args, Index begin, Index end) {
+  alignas(64) Vec x[kMaxRotated / kLanes];
+  const Index block = args.block, count = block / kLanes;
+  const Vec part = splat(1.0f / block), root = splat(args.root);
+  for (Index row = begin; row < end; ++row) {
+    const Index inner = row % args.size[2], outer = row / args.size[2];
+    const T* from = reinterpret_cast<const T*>(args.from) + inner * args.stride[2] +
+                    outer % args.size[1] * args.stride[1] + outer / args.size[1] * args.stride[0];
+    T* to = reinterpret_cast<T*>(args.to) + row * args.head_dim;
+    for (Index i = 0; i < args.head_dim; i += block) {
+      switch (count) {
+        case 0: rotate_few(from + i, to + i, block, part, root); break;
+        case 4: rotate_vectors(from + i, to + i, x, 4, part, root); break;
+        case 8: rotate_vectors(from + i, to + i, x, 8, part, root); break;
+        default: rotate_vectors(from + i, to + i, x, count, part, root);
+      }
+    }
+  }
+}
+
+// Rows `[begin, end)`.
+inline void rotate(const RotateArgs& args, Index begin, Index end) {
+  for_float(args.dtype, [&]<class T>(T) { rotate_rows<T>(args, begin, end); });
+}
+
+}  // namespace kvloom::KVLOOM_ISA

@@ -1,0 +1,50 @@
+"""Head vectors times a Hadamard matrix: check, choose, call."""
+
+import torch
+from torch import Tensor
+
+from kvloom.core.checks import FLOAT_DTYPES, expect_range
+from kvloom.core.views import detached
+from kvloom.errors import ArgumentError, ShapeError
+from kvloom.ops import schemas
+from kvloom.ops.choice import run
+from kvloom.ops.plain import COMPILED, is_plain
+from kvloom.quant.rotation import LARGEST
+
+
+def rotate(x: Tensor, block: int, *, backend: str = "auto") -> Tensor:
+    """Multiply head vectors by a Hadamard matrix over the square root of its size; its own inverse.
+
+    Dot products of rotated vectors are those of the vectors, up to rounding. The bits of a vector depend on
+    nothing but the vector. A finite input gives a finite result, and a block with NaN or infinity NaN.
+
+    Args:
+        x: ``[T, H, D]`` or ``[B, H, N, D]`` float32, float16 or bfloat16, any strides; its gradient is lost.
+        block: Elements that are rotated together, a power of two up to 1,024 that divides D; see
+            ``kvloom.quant.rotation.block_of``.
+        backend: ``"auto"`` (by device), ``"reference"`` or ``"cpu"``.
+
+    Returns:
+        A new tensor, shape and dtype of ``x``.
+
+    Raises:
+        ShapeError: ``x`` is no such tensor.
+        ArgumentError: ``block`` is no such number.
+        UnsupportedError: the backend cannot run it.
+    """
+    if not isinstance(x, Tensor) or x.dim() not in (3, 4) or x.dtype not in FLOAT_DTYPES:
+        got = f"{list(x.shape)} {x.dtype}" if isinstance(x, Tensor) else type(x).__name__
+        raise ShapeError(f"x must be [T, H, D] or [B, H, N, D] of one of {FLOAT_DTYPES}, got {got}")
+    expect_range("block", block, 1, LARGEST + 1)
+    if block & (block - 1) or x.shape[-1] % block:
+        raise ArgumentError(
+            f"block must be a power of two that divides the head dim {x.shape[-1]}, got {block}"
+        )
+    if x.stride(-1) != 1:
+        x = x.contiguous()
+    if backend in COMPILED and is_plain((x,)):
+        found: Tensor = schemas.rotate(x, block)
+        return found
+    with torch.no_grad():
+        result: Tensor = run(backend, "rotate", x.device, detached(x), block)
+    return result
