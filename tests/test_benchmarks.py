@@ -58,6 +58,11 @@ def test_simulate_replays_every_policy_and_none_beats_the_optimum(quick: Callabl
         assert 0.0 <= max(rates.values()) == rates["opt"] and len(rates) == len(POLICIES)
 
 
+def test_events_compares_steps_that_record_with_others(quick: Callable[..., Any]) -> None:
+    result = quick("events")
+    assert result["steps"] == 20 and result["ratio"] > 0 and result["request_us"].keys() == {"off", "on"}
+
+
 def test_decode_times_every_cache_at_a_context(quick: Callable[..., Any]) -> None:
     rows = quick("decode")["rows"]
     assert {x["sequences"] for x in rows} == {1, 2}

@@ -151,8 +151,8 @@ class PrefixCache:
         ids = list(tokens)
         if not ids:
             raise ArgumentError("tokens must hold at least one token, got none")
-        table = PageTable(self.pages.pool, self.pages.format.page_size)
         found = self.tree.match(ids, salt, max_tokens=len(ids) - 1)
+        table = PageTable(self.pages.pool, self.pages.format.page_size)
         table.adopt(found if self.below is None else self.below.fetch(ids[:-1], found, salt))
         return self._keep(PrefixSequence(ids, salt, table, len(self.pages.storages)))
 
@@ -200,6 +200,7 @@ class PrefixCache:
         """
         self._settle(sequence)
         known = sequence.tokens[: sequence.table.num_tokens]
+        sequence.table.claim()
         sequence.table.replace(self.tree.insert(known, sequence.table.pages, sequence.salt))
         if self.below is not None:
             self.below.keep(known, sequence.table.pages, sequence.salt)

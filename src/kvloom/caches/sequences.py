@@ -47,6 +47,7 @@ class Sequences:
         self.pages = Pages(pages) if isinstance(pages, CacheFormat) else pages
         self.window = window
         self.rollback = rollback
+        self.requests: list[int] = []  # to events, whose new sequences are
         self.is_recording = False  # keep what the window evicts until the next ``remove``
         self.previous: Sequences | None = None
         self._tables: list[PageTable] = []
@@ -266,6 +267,7 @@ class Sequences:
         if any(self._first):
             raise ArgumentError("cache must hold whole sequences of one length to be found again")
         for table, row in zip(self._tables, tokens, strict=True):
+            table.claim()
             table.replace(tree.insert(row, table.pages, salt))
         self._changed()
 
@@ -318,7 +320,10 @@ class Sequences:
                 self._changed()
 
     def _new_tables(self, batch: int) -> list[PageTable]:
-        return [PageTable(self.pages.pool, self.format.page_size) for _ in range(batch)]
+        tables = [PageTable(self.pages.pool, self.format.page_size) for _ in range(batch)]
+        for table, request in zip(tables, self.requests, strict=False):
+            table.request = request
+        return tables
 
     def _twin(self, tables: Sequence[PageTable]) -> "Sequences":
         """Sequences of the same state that hold ``tables``."""

@@ -1,8 +1,14 @@
 """Who holds which page of a paged cache: pool, prefix tree, page tables. Integers only; imports no torch."""
 
+from kvloom.paging.causes import CAUSES, Miss
 from kvloom.paging.check import check
+from kvloom.paging.events import Events
 from kvloom.paging.pool import PagePool, PageRef
 from kvloom.paging.prefix import PrefixTree
+from kvloom.paging.states import Event, PageStates
 from kvloom.paging.table import Copy, Growth, PageTable
 
-__all__ = ["Copy", "Growth", "PagePool", "PageRef", "PageTable", "PrefixTree", "check"]
+__all__ = [
+    "CAUSES", "Copy", "Event", "Events", "Growth", "Miss", "PagePool", "PageRef", "PageStates", "PageTable",
+    "PrefixTree", "check",
+]  # fmt: skip

@@ -6,6 +6,7 @@ from itertools import takewhile
 from typing import NamedTuple
 
 from kvloom.errors import ArgumentError, OutOfPages, StateError
+from kvloom.paging.events import Events
 
 
 class PageRef(NamedTuple):
@@ -42,6 +43,9 @@ class PagePool:
 
     Args:
         num_pages: Pages to begin with, in one extent; ``grow`` adds more.
+
+    Attributes:
+        events: What happens to pages, if that is recorded; ``PrefixTree.record`` sets it.
     """
 
     # How pool and tree work together: a page sealed under a parent holds one reference to it while it is
@@ -49,9 +53,12 @@ class PagePool:
     # evictable, kept here, is both least recently used first and leaves before parents. The tree evicts in
     # that order: ``take`` calls the function that the tree gave to ``attach``, which calls ``reclaim``.
 
-    __slots__ = ("_counts", "_evict", "_evictable", "_extents", "_free", "_parents", "_places", "_refs")
+    __slots__ = (
+        "_counts", "_evict", "_evictable", "_extents", "_free", "_parents", "_places", "_refs", "events",
+    )  # fmt: skip
 
     def __init__(self, num_pages: int) -> None:
+        self.events: Events | None = None
         self._refs: list[PageRef] = []  # of each page, the one reference that is valid now
         self._counts: list[int] = []
         self._free: dict[int, None] = {}  # a stack from which any page can be taken
@@ -123,6 +130,8 @@ class PagePool:
                 self._places.append((i, len(pages)))
                 pages.append(page)
                 page += 1
+        if self.events is not None:
+            self.events.note("grow", [], num_pages=end)
 
     def take(self, num_pages: int, wanted: Sequence[int] = ()) -> list[PageRef]:
         """Hand out pages with one reference each, all or none.
@@ -155,6 +164,8 @@ class PagePool:
         refs = [self._refs[page] for page in (*wanted, *others)]
         for ref in refs:
             self._counts[ref.id] = 1
+        if self.events is not None:
+            self.events.take([ref.id for ref in refs])
         return refs
 
     def retain(self, ref: PageRef) -> None:
@@ -163,12 +174,19 @@ class PagePool:
         Raises:
             StateError: ``ref`` is stale.
         """
-        page: int | None = self._page(ref)
+        self.hold(self._page(ref))
+        if self.events is not None:
+            self.events.add("share", ref.id)
+
+    def hold(self, page: int | None) -> None:
+        """For the tree: ``retain`` an active or evictable page, of which no event is made."""
         while page is not None:
             self._counts[page] += 1
             if self._counts[page] > 1:
                 break
             del self._evictable[page]
+            if self.events is not None:
+                self.events.causes.wake(page)
             page = self._parents[page]
 
     def release(self, ref: PageRef) -> None:
@@ -180,14 +198,21 @@ class PagePool:
         page: int | None = self._page(ref)
         if not self._counts[ref.id]:
             raise StateError(f"page {ref.id} of generation {ref.generation} has no reference to release")
+        events = self.events
+        if events is not None:
+            events.add("release", ref.id)
         while page is not None:
             self._counts[page] -= 1
             if self._counts[page]:
                 break
             if page not in self._parents:
                 self._end(page)
+                if events is not None:
+                    events.causes.free(page)
                 break
             self._evictable[page] = None
+            if events is not None:
+                events.causes.idle(page)
             page = self._parents[page]
 
     def count(self, ref: PageRef) -> int:
@@ -234,7 +259,7 @@ class PagePool:
         if parent is not None and not self.is_sealed(parent):
             raise StateError(f"page {parent.id} of generation {parent.generation} is not sealed")
         if parent is not None and pages:
-            self.retain(parent)
+            self.hold(parent.id)
         above = None if parent is None else parent.id
         for page in pages:
             self._parents[page] = above
@@ -255,6 +280,8 @@ class PagePool:
         for page in pages:
             del self._evictable[page], self._parents[page]
             self._end(page)
+            if self.events is not None:
+                self.events.evict(page)
 
     def evictable(self) -> Iterator[PageRef]:
         """Evictable pages, longest idle first, each after its children. Valid until the pool changes."""

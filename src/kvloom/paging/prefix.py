@@ -4,11 +4,13 @@ Letters: S tokens in a page.
 """
 
 import struct
-from collections.abc import Iterable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import TypeAlias
 
 from kvloom.errors import ArgumentError, StateError
+from kvloom.paging.events import Events
 from kvloom.paging.pool import PagePool, PageRef
 
 Key: TypeAlias = tuple[str, PageRef | None, bytes]
@@ -65,10 +67,68 @@ class PrefixTree:
             ArgumentError: a token is not a signed 64-bit integer; nothing was changed.
         """
         limit = len(tokens) if max_tokens is None else min(max_tokens, len(tokens))
-        found = self._find(self._pages(tokens, limit // self.page_size), salt)
+        pages: Iterable[bytes] = self.packed(tokens, limit // self.page_size)
+        events = self._pool.events
+        if events is not None:
+            pages = list(pages)
+        found = self._find(pages, salt)
+        if events is not None:
+            events.look_up(salt, len(tokens), list(pages), [ref.id for ref in found], self._pool.num_pages)
         for ref in found:
-            self._pool.retain(ref)
+            self._pool.hold(ref.id)
         return found
+
+    def num_known(self, tokens: Sequence[int], salt: str = "", *, max_tokens: int | None = None) -> int:
+        """How many pages ``match`` would find; nothing is retained, and no event is made.
+
+        Raises:
+            ArgumentError: as ``match``.
+        """
+        limit = len(tokens) if max_tokens is None else min(max_tokens, len(tokens))
+        return len(self._find(self.packed(tokens, limit // self.page_size), salt))
+
+    def record(
+        self,
+        capacity: int = 100_000,
+        *,
+        max_remembered: int = 200_000,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> Events:
+        """Record what happens to the pages of the pool from now on, until ``pool.events`` is ``None``.
+
+        Args:
+            capacity: Events that are kept.
+            max_remembered: Pages of texts that are remembered, to say why they are missed.
+            clock: Seconds from some moment on.
+
+        Returns:
+            The events, which begin with the present state; ``pool.events``.
+        """
+        pool = self._pool
+        events = Events(self.page_size, capacity, max_remembered=max_remembered, clock=clock)
+        events.note("grow", [], num_pages=pool.num_pages)
+        idle = [ref.id for ref in pool.evictable()]
+        free = {page for page in range(pool.num_pages) if pool.is_free(page)}
+        events.take([page for page in range(pool.num_pages) if page not in free])
+        texts: dict[int, list[bytes]] = {}
+        for page in [page for page in self._keys if page not in texts]:
+            path = [page]
+            while (parent := self._keys[path[-1]][1]) is not None and parent.id not in texts:
+                path.append(parent.id)
+            text = [] if parent is None else texts[parent.id]
+            for page in reversed(path):
+                salt, _, tokens = self._keys[page]
+                texts[page] = text = [*text, tokens]
+                events.seal(salt, text, [page])
+        for page, number in self._holders().items():
+            for _ in range(1, number):
+                events.add("share", page)
+            if not number:
+                events.add("release", page)
+        for page in idle:
+            events.causes.idle(page)
+        pool.events = events
+        return events
 
     def insert(self, tokens: Sequence[int], refs: Sequence[PageRef], salt: str = "") -> list[PageRef]:
         """Seal the full pages of a sequence, so that ``match`` finds them.
@@ -90,7 +150,7 @@ class PrefixTree:
                 64-bit integer; nothing was changed.
             StateError: a page is stale, not held, or sealed under other tokens; nothing was changed.
         """
-        pages = list(self._pages(tokens, len(tokens) // self.page_size))
+        pages = list(self.packed(tokens))
         if len(refs) < len(pages) or len(set(refs)) < len(refs):
             raise ArgumentError(f"refs must be at least {len(pages)} distinct pages, got {list(refs)}")
         found = self._find(pages, salt)
@@ -108,6 +168,8 @@ class PrefixTree:
         for page, ref in zip(pages[len(found) :], refs[len(found) :], strict=False):
             self._keys[ref.id] = key = (salt, parent, page)
             self._refs[key] = parent = ref
+        if self._pool.events is not None and len(found) < len(pages):
+            self._pool.events.seal(salt, pages, [ref.id for ref in refs[len(found) : len(pages)]])
         return found + list(refs[len(found) :])
 
     def evict(self, num_pages: int) -> int:
@@ -132,6 +194,15 @@ class PrefixTree:
                 tokens = page + tokens
             yield salt, list(struct.unpack(f"={len(tokens) // 8}q", tokens)), pages[::-1]
 
+    def _holders(self) -> dict[int, int]:
+        """How often each page is held, references of pages under it left out."""
+        pool = self._pool
+        held = {page: number for page, number in enumerate(pool._counts) if not pool.is_free(page)}
+        for page, (_, parent, _) in self._keys.items():
+            if parent is not None and pool._counts[page]:
+                held[parent.id] -= 1
+        return held
+
     def _forget(self, refs: list[PageRef]) -> int:
         self._pool.reclaim(refs)
         for ref in refs:
@@ -149,9 +220,10 @@ class PrefixTree:
             found.append(ref)
         return found
 
-    def _pages(self, tokens: Sequence[int], num_pages: int) -> Iterator[bytes]:
-        """Token ids of each of the first ``num_pages`` pages as bytes."""
+    def packed(self, tokens: Sequence[int], num_pages: int | None = None) -> Iterator[bytes]:
+        """Token ids of each of the first ``num_pages`` pages as int64, all full ones if ``None``."""
         size = self.page_size
+        num_pages = len(tokens) // size if num_pages is None else num_pages
         try:
             for start in range(0, num_pages * size, size):
                 yield struct.pack(self._format, *tokens[start : start + size])

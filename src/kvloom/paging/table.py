@@ -23,9 +23,12 @@ class PageTable:
     Args:
         pool: Where the pages come from and go back to.
         page_size: Tokens in a page, that of the pool's prefix tree.
+
+    Attributes:
+        request: Whose it is, to events: of the text that was looked up last when it was made.
     """
 
-    __slots__ = ("_num_tokens", "_pages", "_pool", "page_size")
+    __slots__ = ("_num_tokens", "_pages", "_pool", "page_size", "request")
 
     def __init__(self, pool: PagePool, page_size: int) -> None:
         if page_size < 1:
@@ -34,6 +37,7 @@ class PageTable:
         self._pool = pool
         self._pages: list[PageRef] | None = []
         self._num_tokens = 0
+        self.request = 0 if pool.events is None else pool.events.request
 
     @property
     def num_tokens(self) -> int:
@@ -81,6 +85,7 @@ class PageTable:
         pages = self._held()
         if not 0 <= num_tokens <= self._num_tokens:
             raise ArgumentError(f"num_tokens must be in [0, {self._num_tokens}], got {num_tokens}")
+        self.claim()
         while len(pages) > self._pages_for(num_tokens):
             self._pool.release(pages.pop())
         self._num_tokens = num_tokens
@@ -95,6 +100,9 @@ class PageTable:
         if not 0 <= num_pages <= self._num_tokens // self.page_size:
             full = self._num_tokens // self.page_size
             raise ArgumentError(f"num_pages must be in [0, {full}], got {num_pages}")
+        self.claim()
+        if self._pool.events is not None:
+            self._pool.events.drop([ref.id for ref in pages[:num_pages]])
         for ref in pages[:num_pages]:
             self._pool.release(ref)
         del pages[:num_pages]
@@ -104,9 +112,10 @@ class PageTable:
         """Another table of the same tokens and pages. The first to grow copies a partly filled last page."""
         table = PageTable(self._pool, self.page_size)
         pages = self._held()
+        self.claim()
         for ref in pages:
             self._pool.retain(ref)
-        table._pages, table._num_tokens = pages.copy(), self._num_tokens
+        table._pages, table._num_tokens, table.request = pages.copy(), self._num_tokens, self.request
         return table
 
     def adopt(self, refs: Sequence[PageRef]) -> None:
@@ -131,6 +140,7 @@ class PageTable:
         """
         old = self.pages
         self.replace(refs)
+        self.claim()
         for ref in old:
             self._pool.release(ref)
 
@@ -148,9 +158,18 @@ class PageTable:
 
     def release(self) -> None:
         """Release all pages. Any other method raises ``StateError`` then; releasing again does nothing."""
+        if self._pages:
+            self.claim()
+            if self._pool.events is not None:
+                self._pool.events.causes.end(self.request)
         while self._pages:
             self._pool.release(self._pages.pop())
         self._pages = None
+
+    def claim(self) -> None:
+        """Events that follow are of this table's request."""
+        if self._pool.events is not None:
+            self._pool.events.request = self.request
 
     def _held(self) -> list[PageRef]:
         if self._pages is None:
@@ -233,7 +252,7 @@ class Growth:
             OutOfPages: the pool has too few pages for all tables; nothing was changed.
         """
         wanted = self._following()
-        pages = self._pool.take(self.num_pages, [page for behind in wanted for page in behind])
+        pages = self._take(wanted)
         following, others = iter(pages), iter(pages[sum(map(len, wanted)) :])
         taken = [
             [*islice(following, len(behind)), *islice(others, num_pages - len(behind))]
@@ -249,9 +268,29 @@ class Growth:
             for ref in reversed(pages):  # so that they are handed out again in the same order
                 self._pool.release(ref)
             raise
+        events = self._pool.events
         for (table, num_new, moves, _), new in zip(self._plan, taken, strict=True):
             pages = table._held()
             if moves:
+                table.claim()
+                if events is not None:
+                    events.note("copy", [pages[-1].id, new[0].id])
                 self._pool.release(pages.pop())
             pages += new
             table._num_tokens += num_new
+
+    def _take(self, wanted: Sequence[Sequence[int]]) -> list[PageRef]:
+        """All pages, those first that are wanted by name."""
+        ids, events = [page for behind in wanted for page in behind], self._pool.events
+        if events is None or not self._plan:
+            return self._pool.take(self.num_pages, ids)
+        self._plan[0][0].claim()
+        behind, others = list[int](), list[int]()
+        for (table, *_, num_pages), pages in zip(self._plan, wanted, strict=True):
+            behind += [table.request] * len(pages)
+            others += [table.request] * (num_pages - len(pages))
+        events.takers = behind + others
+        try:
+            return self._pool.take(self.num_pages, ids)
+        finally:
+            events.takers = []

@@ -64,9 +64,15 @@ class StoreBelow:
         wanted = wanted[: start + room * size]
         if len(wanted) == start:
             return found
+        num_damaged = self._num_damaged()
         pieces = self.store.load(
             self.fingerprint, salt, wanted, start, seconds_per_token=self._seconds_per_token
         )
+        if pool.events is not None and self._num_damaged() > num_damaged:
+            page = (pieces[-1].segment.end if pieces else start) // size
+            what = next(reversed([x for tier in self.store.tiers for x in tier.damages]), "")
+            pool.events.note("damage", [], reason=what)
+            pool.events.note("miss", [], cause="damaged", first=page, num_pages=1, what=what)
         end = pieces[-1].segment.end // size * size if pieces else start
         if end <= start or not self._has_storages():
             return found
@@ -75,6 +81,8 @@ class StoreBelow:
             for piece in pieces:
                 self._write(piece, [ref.id for ref in refs], start, end)
             self._pages.num_writes += 1
+            if pool.events is not None:
+                pool.events.note("read", [ref.id for ref in refs], first=len(found))
             return self._tree.insert(wanted[:end], found + refs, salt)
         except BaseException:
             for ref in refs:
@@ -104,6 +112,9 @@ class StoreBelow:
             data = pack(self._pages, [refs[i].id for i in run], self.fingerprint)
             text = tokens[: run.stop * size]
             self.store.save(self.fingerprint, salt, text, run.start * size, size, data)
+
+    def _num_damaged(self) -> int:
+        return sum(tier.counts["damaged"] for tier in self.store.tiers)
 
     def report(self) -> dict[str, Any]:
         """That of the store, and how long computing takes."""

@@ -3,7 +3,7 @@
 import logging
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -69,6 +69,8 @@ class Tier:
     ) -> None:
         self.url = url
         self.counts: Counter[str] = Counter()
+        self.damages: deque[str] = deque(maxlen=16)
+        """What was wrong with the last damaged runs."""
         self.seconds_per_byte: float | None = None
         self._timeout, self._retry, self._refresh = timeout, retry, refresh
         self._max_bytes, self._max_age = max_bytes, max_age
@@ -245,6 +247,7 @@ class Tier:
     def _quarantine(self, name: str, size: int, why: str) -> None:
         """Let nobody find a damaged object again; keep it for whoever wants to know."""
         self.counts["damaged"] += 1
+        self.damages.append(why)
         self._ignored.add(name)
         self._forget(name)
         self._warn("damaged", "%s has a damaged run, which is not used: %s: %s", self.url, name, why)

@@ -14,7 +14,7 @@ from kvloom.errors import ArgumentError, UnsupportedError
 from kvloom.integrations.transformers.build import cache_format, make_layers, text_config_of
 from kvloom.integrations.transformers.cache import KVCache
 from kvloom.integrations.transformers.layers import KVCacheLayer
-from kvloom.paging import PageRef, PageTable, PrefixTree, check
+from kvloom.paging import Events, PageRef, PageTable, PrefixTree, check
 
 if TYPE_CHECKING:
     from kvloom.store import KVStore
@@ -139,7 +139,9 @@ class KVPool:
         cache = self._empty.fork()
         found = [self._find(row[:-1], salt) for row in input_ids.tolist()]
         num_pages = min(map(len, found))
-        tables = [self._table(refs, num_pages) for refs in found]
+        last = 0 if self.events is None else self.events.num_requests
+        requests = cache.sequences[0].requests = [max(last - i, 0) for i in range(len(found))][::-1]
+        tables = [self._table(*x, num_pages) for x in zip(found, requests, strict=True)]
         self._num_asked += input_ids.numel()
         if num_pages == 0:
             return cache
@@ -198,6 +200,23 @@ class KVPool:
         if self._below is not None:
             self._below.store.close()
 
+    @property
+    def events(self) -> Events | None:
+        """What ``record`` records, ``None`` before."""
+        events = self._pages.pool.events
+        if events is not None:
+            size = sum(storage.nbytes_per_token for storage in self._pages.storages.values())
+            events.page_bytes = round(size * self._pages.format.page_size)
+        return events
+
+    def record(self, capacity: int = 100_000) -> Events:
+        """Record what happens to the pages from now on; ``events.save(path)`` writes it.
+
+        Args:
+            capacity: Events that are kept, the latest ones.
+        """
+        return self._tree.record(capacity)
+
     def check(self) -> None:
         """Recompute the invariants of pages and prefixes; raises ``StateError`` on the first that fails."""
         tables = [table for sequences in self._pages.users for table in sequences.tables]
@@ -220,10 +239,12 @@ class KVPool:
         found = self._tree.match(tokens, salt)
         return found if self._below is None else self._below.fetch(tokens, found, salt)
 
-    def _table(self, refs: Sequence[PageRef], num_pages: int) -> PageTable:
-        """A table that begins with the first of some pages; the others are released."""
+    def _table(self, refs: Sequence[PageRef], request: int, num_pages: int) -> PageTable:
+        """A table of a request that begins with the first of some pages; the others are released."""
+        table = PageTable(self._pages.pool, self._pages.format.page_size)
+        table.request = request
+        table.claim()
         for ref in refs[num_pages:]:
             self._pages.pool.release(ref)
-        table = PageTable(self._pages.pool, self._pages.format.page_size)
         table.adopt(refs[:num_pages])
         return table

@@ -104,6 +104,7 @@ class BatchCache:
         """The request whose prompt is looked up next: the scheduler tells its id, and not its salt."""
         self._windows = windows_of(config)
         self._held: dict[str, _Held] = {}
+        self._requests: dict[str, int] = {}  # to events
         self._plan: list[tuple[str, int, int]] = []  # request, stored tokens, new tokens
         self._step: Step | None = None
         self.lock = RLock()
@@ -125,9 +126,7 @@ class BatchCache:
     def num_known(self, tokens: Sequence[int], salt: str, max_tokens: int) -> int:
         """Tokens at the beginning, at most ``max_tokens``, whose pages would be found."""
         with self.lock:
-            found = self.tree.match(tokens, salt, max_tokens=max_tokens)
-            self._release(found)
-            return len(found) * self.tokens_per_page
+            return self.tree.num_known(tokens, salt, max_tokens=max_tokens) * self.tokens_per_page
 
     def search_prefix_match(self, request_id: str, prompt_ids: list[int]) -> int:
         """Let ``candidate`` begin with the pages that are known of its prompt.
@@ -145,6 +144,9 @@ class BatchCache:
         with self.lock:
             salt = salt_of(state)
             found = self.tree.match(prompt_ids, salt, max_tokens=max(limit, 0))
+            if (events := self.pages.pool.events) is not None:
+                events.name(request_id)
+                self._requests[request_id] = events.request
             if not found:
                 return 0
             table = PageTable(self.pages.pool, self.tokens_per_page)
@@ -176,7 +178,8 @@ class BatchCache:
                 self._grow(missing)
             if dry_run or missing > self.num_room:
                 return missing <= self.num_room
-            table = PageTable(self.pages.pool, self.tokens_per_page) if held is None else held.table
+            table = held.table if held is not None else PageTable(self.pages.pool, self.tokens_per_page)
+            table.request = self._requests.get(state.request_id, table.request)
             try:
                 self.pages.append([table], [past + request_len - table.num_tokens])
             except OutOfPages:
@@ -196,6 +199,7 @@ class BatchCache:
         """
         with self.lock:
             held = self._held.pop(request_id, None)
+            self._requests.pop(request_id, None)
             if held is not None:
                 held.table.release()
                 self.num_preempted += no_cache
@@ -222,6 +226,7 @@ class BatchCache:
                 return
             tokens = (state.initial_tokens + state.generated_tokens)[: state.current_len()]
             table = held.table
+            table.claim()
             refs = self.tree.insert(tokens, table.pages, held.salt)
             if refs != [*table.pages]:
                 table.replace(refs)
@@ -252,10 +257,6 @@ class BatchCache:
         num_prompt = len(state.initial_tokens)
         self._held[state.request_id] = _Held(table, salt_of(state), num_prompt, num_found)
         self.num_asked += num_prompt
-
-    def _release(self, refs: Sequence[Any]) -> None:
-        for ref in refs:
-            self.pages.pool.release(ref)
 
     def _grow(self, num_pages: int) -> None:
         """Allocate before anything that can be found is given up: by half, at least ``num_pages``."""

@@ -1,0 +1,306 @@
+"""Why a page is not found: remembers every page that was asked for or sealed. Imports no torch."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections import Counter, deque
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+from kvloom.paging.recency import Item, Recency
+
+CAUSES: Final = (
+    "below", "evicted", "other salt", "tokens differ", "never stored", "window passed", "damaged",
+    "other format",
+)  # fmt: skip
+"""All that a missed page can have; the last two are told by a store."""
+
+_MOST_ASKED: Final = 1024
+
+
+class Miss(NamedTuple):
+    """Why some pages of a text, one behind the other, are not found.
+
+    Attributes:
+        cause: One of ``CAUSES``.
+        first: The first of the pages, counted from the front.
+        num_pages: How many.
+        at: ``below``: the missed page that they are behind; ``tokens differ``: the first such token.
+        time: ``evicted``: when.
+        by: ``evicted``: the request that needed the room.
+        more: ``evicted``: with so many pages more it would have been kept, and with fewer not.
+        what: ``damaged``, ``other format``: what the store says.
+    """
+
+    cause: str
+    first: int
+    num_pages: int = 1
+    at: int | None = None
+    time: float | None = None
+    by: int | None = None
+    more: int | None = None
+    what: str | None = None
+
+    def __str__(self) -> str:
+        """One sentence, times in seconds of the recording."""
+        match self.cause:
+            case "below":
+                return f"below page {self.at}"
+            case "tokens differ":
+                return f"tokens differ at index {self.at}"
+            case "evicted":
+                kept = "" if self.more is None else f", kept with {self.more} more pages"
+                when = "" if self.time is None else f" at {self.time:.3f} s by request {self.by}"
+                return f"evicted{when}{kept}"
+        return self.cause if self.what is None else f"{self.cause}: {self.what}"
+
+
+class Node(Item):
+    """A page of a text under a salt, whether it is there or not.
+
+    Attributes:
+        id: Counted from 0.
+        salt: Under which it is known.
+        parent: The page before it.
+        text: What it has in common with the same text under other salts.
+        tokens: Its token ids, int64.
+        state: ``"asked"`` for and never sealed, ``"kept"``, ``"evicted"``, or ``"passed"`` by a window.
+        time: When it was evicted.
+        by: The request that needed the room.
+        more: Pages that were too few when it was asked for last.
+        used: When it was last asked for or sealed, in lookups and seals.
+        num_users: Whether it is held, and how many requests compute it again.
+    """
+
+    __slots__ = ("by", "id", "more", "num_users", "parent", "salt", "state", "text", "time", "tokens", "used")
+
+    def __init__(self, id: int, salt: str, parent: Node | None, text: int, tokens: bytes) -> None:
+        super().__init__()
+        self.id, self.salt, self.parent, self.text, self.tokens = id, salt, parent, text, tokens
+        self.state = "asked"
+        self.time, self.by, self.used, self.num_users = 0.0, 0, 0, 0
+        self.more: int | None = None
+
+
+class Causes:
+    """What a pool and its tree had and gave up, and so why a page is missed.
+
+    How many pages more would have kept a page is exact for a pool that gives up what is idle for longest, by
+    the distance of its uses: a larger pool would have found what was evicted of a text when it was asked for,
+    and computed only the rest.
+
+    Args:
+        page_size: Tokens in a page.
+        max_remembered: Pages that are remembered; of more, those that were not used for longest are forgotten
+            and taken for ``never stored``.
+    """
+
+    def __init__(self, page_size: int, max_remembered: int) -> None:
+        self.page_size = page_size
+        self._max_remembered = max_remembered
+        self._texts: dict[tuple[int, bytes], int] = {}
+        self._num_texts = 0
+        self._num_ids = 0
+        self.nodes: dict[tuple[str, int], Node] = {}
+        self._following: dict[tuple[str, int], list[bytes]] = {}  # sealed pages behind a text, sorted
+        self._salts: Counter[int] = Counter()  # of each text, under how many salts it is sealed
+        self._order = Recency()
+        self._pages: dict[int, Node] = {}  # sealed pages
+        self._asked: dict[int, list[Node]] = {}  # of late requests
+        self._passed: Counter[int] = Counter()  # pages that a window left behind, of each request
+        self._owed: dict[int, deque[Node]] = {}  # evicted pages that a request is about to compute
+        self._num_held = 0  # pages in use, had those that are computed again been found
+        self._paid: dict[int, Node] = {}  # pages that are being computed again
+        self._clock = 0
+
+    def nodes_of(self, salt: str, pages: Sequence[bytes]) -> list[Node]:
+        """The nodes of a text from its start, made where they are new."""
+        if len(self.nodes) + len(pages) > max(self._max_remembered, 2 * len(self._pages)):
+            self._forget()
+        self._clock += 1
+        text, found = 0, list[Node]()
+        for tokens in pages:
+            key = text, tokens
+            text = self._texts.get(key, 0)
+            if not text:
+                self._num_texts += 1
+                self._texts[key] = text = self._num_texts
+            node = self.nodes.get((salt, text))
+            if node is None:
+                node = Node(self._num_ids, salt, found[-1] if found else None, text, tokens)
+                self._num_ids += 1
+                self.nodes[salt, text] = node
+            node.used = self._clock
+            found.append(node)
+        return found
+
+    def explain(self, nodes: Sequence[Node], num_found: int, num_pages: int) -> list[Miss]:
+        """Of each page of a text behind the first ``num_found``, why it is missed.
+
+        Args:
+            nodes: Of the text.
+            num_found: Pages at the beginning that are there.
+            num_pages: Pages of the pool.
+        """
+        misses: list[Miss] = []
+        for i in range(num_found, len(nodes)):
+            node = nodes[i]
+            if node.state == "evicted":
+                if node.place >= 0:
+                    more = self._order.num_above(node) + self._num_held + 1 - num_pages
+                    node.more = max(more, node.more or 1)  # what was too few before was not sealed since
+                misses.append(Miss("evicted", i, time=node.time, by=node.by, more=node.more))
+                continue
+            misses.append(self._first_miss(node, i))
+            if i + 1 < len(nodes):
+                misses.append(Miss("below", i + 1, len(nodes) - i - 1, at=i))
+            break
+        return misses
+
+    def ask(self, request: int, nodes: list[Node], num_found: int) -> None:
+        """A request has asked for these pages, and is to compute those that it lacks."""
+        self._asked[request] = nodes
+        if len(self._asked) > _MOST_ASKED:
+            first = next(iter(self._asked))
+            del self._asked[first]
+            self._passed.pop(first, None)
+            self.end(first)
+        gone = [node for node in nodes[num_found:] if node.state == "evicted"]
+        for node in gone:
+            self._use(node)
+        if gone:
+            self._owed[request] = deque(gone)
+
+    def take(self, request: int, page: int) -> None:
+        """A page is handed out."""
+        if owed := self._owed.get(request):
+            self._paid[page] = owed.popleft()
+        else:
+            self._order.fill()
+            self._num_held += 1
+
+    def seal(self, page: int, node: Node) -> None:
+        """A page that is held is found from now on."""
+        computed = self._paid.pop(page, None)
+        if computed is not node:
+            if computed is not None:  # it was to be another page's
+                self._leave(computed)
+                self._order.fill()
+                self._num_held += 1
+            if node.num_users:  # others compute it, too
+                self._order.push(None)
+                self._num_held -= 1
+            elif node.place >= 0:
+                self._order.leave_hole(node)
+            node.num_users += 1
+        node.state, node.more = "kept", None
+        self._pages[page] = node
+        insort(self._following.setdefault(self._before(node), []), node.tokens)
+        self._salts[node.text] += 1
+
+    def wake(self, page: int) -> None:
+        """A page that nobody held is held again."""
+        if (node := self._pages.get(page)) is not None:
+            self._use(node)
+
+    def idle(self, page: int) -> None:
+        """Nobody holds a sealed page any more."""
+        if (node := self._pages.get(page)) is not None:
+            self._leave(node)
+
+    def free(self, page: int) -> None:
+        """Nobody holds a page any more, and nobody finds it."""
+        if (node := self._paid.pop(page, None)) is not None:
+            self._leave(node)
+        else:
+            self._order.push(None)
+            self._num_held -= 1
+
+    def evict(self, page: int, time: float, request: int) -> None:
+        """A sealed page that nobody holds gives way."""
+        node = self._pages.pop(page, None)
+        if node is not None:
+            self._give_up(node, time, request)
+            siblings = self._following[self._before(node)]
+            del siblings[bisect_left(siblings, node.tokens)]
+            self._salts[node.text] -= 1
+
+    def refuse(self, nodes: Sequence[Node], time: float, request: int) -> None:
+        """The last pages of a text, which a request computed and found no room for."""
+        self.end(request)
+        for node in reversed(nodes):
+            if node.num_users:
+                continue
+            if node.place >= 0:
+                self._order.leave_hole(node)
+            self._order.fill()
+            self._give_up(node, time, request)
+            node.more = None
+            self._order.push(node)
+
+    def drop(self, request: int, pages: Sequence[int]) -> None:
+        """A window has left behind the first pages that a request still held."""
+        nodes, start = self._asked.get(request, []), self._passed[request]
+        self._passed[request] += len(pages)
+        for page, node in zip(pages, nodes[start:], strict=False):
+            if page not in self._pages and node.state == "asked":
+                node.state = "passed"
+
+    def end(self, request: int) -> None:
+        """A request computes nothing more."""
+        for node in reversed(self._owed.pop(request, ())):
+            self._leave(node)
+
+    def _use(self, node: Node) -> None:
+        node.num_users += 1
+        if node.place >= 0:
+            self._order.pull(node)
+            self._num_held += 1
+
+    def _leave(self, node: Node) -> None:
+        node.num_users -= 1
+        if not node.num_users:
+            self._order.push(node)
+            self._num_held -= 1
+
+    def _give_up(self, node: Node, time: float, request: int) -> None:
+        node.state, node.time, node.by = "evicted", time, request
+
+    def _first_miss(self, node: Node, i: int) -> Miss:
+        """Why a page that was not evicted is missed, all before it being found or evicted."""
+        if node.state == "passed":
+            return Miss("window passed", i)
+        if self._salts[node.text]:
+            return Miss("other salt", i)
+        siblings = self._following.get(self._before(node), [])
+        at = bisect_left(siblings, node.tokens)
+        near = siblings[max(at - 1, 0) : at + 1]
+        if near:
+            same = i * self.page_size + max(_same(x, node.tokens) for x in near)
+            if same:
+                return Miss("tokens differ", i, at=same)
+        return Miss("never stored", i)
+
+    @staticmethod
+    def _before(node: Node) -> tuple[str, int]:
+        return node.salt, 0 if node.parent is None else node.parent.text
+
+    def _forget(self) -> None:
+        """Forget half of the pages that are not there, those that were not used for longest."""
+        gone = [x for x in self.nodes.values() if x.state != "kept" and not x.num_users]
+        gone.sort(key=lambda node: (node.used, node.id))
+        old = {id(node) for node in gone[: len(gone) // 2]}
+        needed = {id(x.parent) for x in self.nodes.values() if id(x) not in old and x.parent is not None}
+        for node in gone:
+            if id(node) in old and id(node) not in needed:
+                if node.place >= 0:
+                    self._order.leave_hole(node)
+                del self.nodes[node.salt, node.text]
+        texts = {text for _, text in self.nodes}
+        self._texts = {key: text for key, text in self._texts.items() if text in texts}
+
+
+def _same(left: bytes, right: bytes) -> int:
+    """Tokens at the beginning that two pages have in common."""
+    size = next((i for i, (x, y) in enumerate(zip(left, right, strict=False)) if x != y), len(left))
+    return size // 8

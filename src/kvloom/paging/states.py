@@ -1,0 +1,86 @@
+"""What pages hold by the events of a recording. Integers only; imports no torch."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any, TypeAlias
+
+Event: TypeAlias = tuple[float, str, int, list[int], dict[str, Any]]
+"""Seconds since the recording began, kind, request, pages, and what else there is to say.
+
+==========  =========================================  ====================================================
+kind        pages                                      else
+==========  =========================================  ====================================================
+grow                                                   ``num_pages`` of the pool from now on
+begin                                                  a request looks a text up: ``tenant``, ``tokens`` of
+                                                       it, ``nodes`` of its full pages
+hit         found, and held by the request             ``nodes``
+miss                                                   the fields of a ``Miss``
+read        held already, filled from a store          ``first`` of them in the text
+allocate    handed out to the request
+share       held by the request once more
+copy        source and target
+seal        found by their tokens from now on          ``nodes``
+release     that the request holds once less
+evict       that nobody held, for the request
+damage                                                 ``name`` of a stored run and ``reason``
+name                                                   ``name`` of the request
+==========  =========================================  ====================================================
+"""
+
+
+class PageStates:
+    """Who holds each page, and which page of which text it is, after some events.
+
+    Attributes:
+        num_pages: Of the pool.
+        holders: Of each page that is held, how often by which request.
+        nodes: Of each page that is found, what it holds.
+    """
+
+    __slots__ = ("holders", "nodes", "num_pages")
+
+    def __init__(self) -> None:
+        self.num_pages = 0
+        self.holders: dict[int, Counter[int]] = {}
+        self.nodes: dict[int, int] = {}
+
+    def apply(self, event: Event) -> None:
+        """What an event changes."""
+        _, kind, request, pages, more = event
+        match kind:
+            case "allocate" | "hit" | "share":
+                for page in pages:
+                    self.holders.setdefault(page, Counter())[request] += 1
+            case "release":
+                for page in pages:
+                    self._release(page, request)
+            case "seal":
+                self.nodes.update(zip(pages, more["nodes"], strict=True))
+            case "evict":
+                for page in pages:
+                    self.nodes.pop(page, None)
+            case "grow":
+                self.num_pages = more["num_pages"]
+
+    def events(self, time: float) -> list[Event]:
+        """What brings a new pool here."""
+        made: list[Event] = [(time, "grow", 0, [], {"num_pages": self.num_pages})]
+        for page, counts in self.holders.items():
+            for request, count in counts.items():
+                made += [(time, "share", request, [page], {})] * count
+        if self.nodes:
+            made.append((time, "seal", 0, [*self.nodes], {"nodes": [*self.nodes.values()]}))
+        return made
+
+    def _release(self, page: int, request: int) -> None:
+        counts = self.holders.get(page)
+        if counts is None:
+            return
+        if request not in counts:  # whoever released it did not take it
+            request = next(iter(counts))
+        counts[request] -= 1
+        if not counts[request]:
+            del counts[request]
+        if not counts:
+            del self.holders[page]
