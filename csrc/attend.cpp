@@ -3,8 +3,10 @@
 #include <atomic>
 #include <cfloat>
 #include <cmath>
+#include <initializer_list>
 #include <new>
 #include <string>
+#include <tuple>
 
 #include "attend_index.h"
 #include "kernels.h"
@@ -129,8 +131,24 @@ void run(const AttendArgs& args) {
 
 // --- attend ------------------------------------------------------------------------------------------------
 
+// What only a part of an attention has.
+struct Part {
+  std::optional<int64_t> skip;
+  MaybeTensor skip_from, prior, prior_lse;
+  MaybeTensor lse;  // written by attend
+};
+
+// Float32 of the part before, of the sizes of this one.
+const float* prior_of(const Tensor& x, std::initializer_list<int64_t> sizes, const char* message) {
+  require(x.dim() == static_cast<int64_t>(sizes.size()) &&
+              std::equal(sizes.begin(), sizes.end(), x.sizes().begin()) &&
+              dtype_of(x) == aoti_torch_dtype_float32() && x.is_contiguous(),
+          message);
+  return static_cast<const float*>(x.const_data_ptr());
+}
+
 // The result is `given`, if there is one, else new.
-Tensor attend(const MaybeTensor& given, const Tensor& query, const Tensor& key_cache,
+Tensor attend(const MaybeTensor& given, Part* part, const Tensor& query, const Tensor& key_cache,
               const Tensor& value_cache, const MaybeTensor& key_scale, const MaybeTensor& value_scale,
               const Tensor& table, const MaybeTensor& row_starts, int64_t page_size, const Tensor& seqstarts,
               const Tensor& kvstarts, int64_t decoding_batches, const MaybeTensor& first_visible,
@@ -176,9 +194,15 @@ Tensor attend(const MaybeTensor& given, const Tensor& query, const Tensor& key_c
   args.is_causal = is_causal;
   require(!window || *window > 0, "window must be at least 1");
   args.window = std::min<int64_t>(window.value_or(0), kEndless);
-  // Causal masks, windows and ALiBi use a query's position among the stored tokens.
+  if (part) {
+    require(!part->skip || *part->skip > 0, "skip must be at least 1");
+    args.skip = std::min<int64_t>(part->skip.value_or(0), kEndless);
+    index.copy_skip_from(part->skip_from);
+  }
+  // Causal masks, windows, ALiBi and what is left out use a query's position among the stored tokens.
   index.check_lengths([&](int64_t b) {
-    return (is_causal && b >= decoding_batches) || alibi_slopes.has_value() || window.has_value();
+    return (is_causal && b >= decoding_batches) || alibi_slopes.has_value() || window.has_value() ||
+           args.skip > 0;
   });
   index.copy_pages(table, row_starts, page_size, key.num_slots());
   index.assign_to(args);
@@ -193,7 +217,21 @@ Tensor attend(const MaybeTensor& given, const Tensor& query, const Tensor& key_c
                 given->size(2) == value_dim && dtype_of(*given) == dtype_of(query) && given->is_contiguous(),
             "out must be contiguous, [Tq, Hq, Dv], with the dtype of query");
   }
-  Tensor out = given ? *given : empty_tokens(num_rows, args.num_heads, value_dim, dtype_of(query));
+  const int32_t out_dtype = part ? aoti_torch_dtype_float32() : dtype_of(query);
+  Tensor out = given ? *given : empty_tokens(num_rows, args.num_heads, value_dim, out_dtype);
+  args.out_dtype = part ? DType::f32 : args.query_dtype;
+  if (part) {
+    require(value_dim > 0, "values must have a head dim of at least 1");
+    require(part->prior.has_value() == part->prior_lse.has_value(), "prior and prior_lse belong together");
+    if (part->prior) {
+      args.prior = prior_of(*part->prior, {num_rows, args.num_heads, value_dim},
+                            "prior must be contiguous float32, [Tq, Hq, Dv]");
+      args.prior_lse = prior_of(*part->prior_lse, {num_rows, args.num_heads},
+                                "prior_lse must be contiguous float32, [Tq, Hq]");
+    }
+    part->lse = empty_heads(num_rows, args.num_heads, out_dtype);
+    args.lse = static_cast<float*>(part->lse->mutable_data_ptr());
+  }
   if (num_rows * args.num_heads * value_dim == 0) return out;
   args.out = out.mutable_data_ptr();
   args.in_tiles = kernels().attend_in_tiles(args);
@@ -215,12 +253,19 @@ template <class Function>
 struct Overloads;
 
 template <class... Arguments>
-struct Overloads<Tensor (*)(const MaybeTensor& given, Arguments...)> {
-  static Tensor functional(Arguments... arguments) { return attend(std::nullopt, arguments...); }
+struct Overloads<Tensor (*)(const MaybeTensor& given, Part* part, Arguments...)> {
+  static Tensor functional(Arguments... arguments) { return attend(std::nullopt, nullptr, arguments...); }
   static void out(Arguments... arguments, const Tensor& out) {
     const Span span(out);
     (expect_apart(span, arguments), ...);
-    attend(out, arguments...);
+    attend(out, nullptr, arguments...);
+  }
+  static std::tuple<Tensor, Tensor> part(Arguments... arguments, std::optional<int64_t> skip,
+                                         const MaybeTensor& skip_from, const MaybeTensor& prior,
+                                         const MaybeTensor& prior_lse) {
+    Part part{skip, skip_from, prior, prior_lse, std::nullopt};
+    Tensor out = attend(std::nullopt, &part, arguments...);
+    return {out, *part.lse};
   }
 };
 using Attend = Overloads<decltype(&attend)>;
@@ -230,6 +275,7 @@ using Attend = Overloads<decltype(&attend)>;
 STABLE_TORCH_LIBRARY_IMPL(kvloom, CPU, m) {
   m.impl("attend", TORCH_BOX(&Attend::functional));
   m.impl("attend.out", TORCH_BOX(&Attend::out));
+  m.impl("attend_part", TORCH_BOX(&Attend::part));
 }
 
 }  // namespace kvloom

@@ -38,6 +38,15 @@ class AttendIndex {
     }
   }
 
+  // Copies from where on each sequence leaves tokens out.
+  void copy_skip_from(const MaybeTensor& skip_from) {
+    if (!skip_from) return;
+    const Integers from = integers_of(*skip_from, 1, "skip_from must be integers, [B]");
+    require(skip_from->size(0) == num_sequences_, "skip_from must have an entry for each sequence");
+    skip_from_ = from.copied(num_sequences_);
+    has_skip_from_ = true;
+  }
+
   int64_t num_columns() const { return kvstarts_.back(); }
 
   // Refuses sequences of more new tokens than stored ones where `has_positions(b)`: some would be negative.
@@ -72,6 +81,7 @@ class AttendIndex {
     args.seqstarts = seqstarts_.data();
     args.kvstarts = kvstarts_.data();
     args.first_visible = has_first_visible_ ? first_visible_.data() : nullptr;
+    args.skip_from = has_skip_from_ ? skip_from_.data() : nullptr;
     args.table = {pages_.data(), rows_.data(), page_size_};
   }
 
@@ -145,8 +155,8 @@ class AttendIndex {
   }
 
   int64_t num_sequences_ = 0, page_size_ = 1;
-  bool has_first_visible_ = false;
-  std::vector<int64_t> seqstarts_, kvstarts_, first_visible_, rows_, pages_;
+  bool has_first_visible_ = false, has_skip_from_ = false;
+  std::vector<int64_t> seqstarts_, kvstarts_, first_visible_, skip_from_, rows_, pages_;
 };
 
 }  // namespace kvloom

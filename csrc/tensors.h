@@ -105,6 +105,11 @@ inline Tensor empty_tokens(int64_t rows, int64_t heads, int64_t width, int32_t d
   return empty_contiguous(std::array{rows, heads, width}, dtype);
 }
 
+// `[rows, heads]`, contiguous.
+inline Tensor empty_heads(int64_t rows, int64_t heads, int32_t dtype) {
+  return empty_contiguous(std::array{rows, heads}, dtype);
+}
+
 // Addresses from the first byte of a tensor to behind its last.
 struct Span {
   explicit Span(const Tensor& x) : begin(static_cast<const Byte*>(x.const_data_ptr())), end(begin) {

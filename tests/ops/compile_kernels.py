@@ -110,7 +110,7 @@ def main() -> None:
         ones = torch.ones(query_heads)
         scores = Scores(None, True, torch.zeros(64, 400), alibi_slopes(query_heads), 100, 5.0, ones)
     query = torch.zeros(64, query_heads, dims[0], dtype=dtype)
-    attend.attend(*api._arguments(query, kv, batch, scores, dims[0]))
+    attend.attend(*api.attend_arguments(query, kv, batch, scores, dims[0]))
     json.dump(compiled, sys.stdout)
 
 

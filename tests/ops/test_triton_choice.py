@@ -77,7 +77,7 @@ def test_the_dispatched_operator_falls_back_to_the_reference_and_says_so_once(
 ) -> None:
     monkeypatch.setattr(triton, "why_not", lambda name, device, *args: f"has no {name} today")
     case = make_case([2, 1], [7, 5])
-    arguments = api._arguments(case.query, case.kv, case.batch(), ops.Scores(), 8)
+    arguments = api.attend_arguments(case.query, case.kv, case.batch(), ops.Scores(), 8)
     with caplog.at_level(logging.WARNING, logger="kvloom"):
         outs = [schemas._on_cuda("attend")(*arguments) for _ in range(3)]
     expected = ops.attend(case.query, case.kv, case.batch(), backend="reference")

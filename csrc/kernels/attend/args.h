@@ -27,7 +27,8 @@ struct AttendArgs {
   const void* query;  // [Tq, Hq, Dk]
   Index query_stride[3];
   DType query_dtype;
-  void* out;        // [Tq, Hq, Dv], contiguous, dtype of the query
+  void* out;        // [Tq, Hq, Dv], contiguous
+  DType out_dtype;  // that of the query, or float32 of a part
   Index num_heads;  // Hq
 
   CacheSide key;
@@ -47,6 +48,13 @@ struct AttendArgs {
   FloatArray mask;          // [Hq, Tq, Tkv], stride 0 over heads where it has none
   FloatArray alibi_slopes;  // [Hq]
   FloatArray sinks;         // [Hq]
+
+  // A part of an attention: the logarithms of the sums of its weights, and an earlier part that is merged in.
+  float* lse;              // [Tq, Hq], null of a whole attention
+  const float* prior;      // [Tq, Hq, Dv], null for none
+  const float* prior_lse;  // [Tq, Hq]
+  Index skip;              // newest tokens that a query leaves out, itself included; 0 for none
+  const Index* skip_from;  // of sequence b only those from this one on are left out; null for all
 
   Index num_threads;  // that will run the items; no result depends on it
   bool in_tiles;      // prompts run in tiles: what attend_in_tiles says of this call

@@ -27,7 +27,11 @@ class NonFiniteRow {
         args_.sinks.data ? read_float(args_.sinks.data, args_.sinks.dtype, query_head * args_.sinks.stride[0])
                          : -INFINITY;
     const float sink = max_score;
-    bool broken = false;
+    const Index out_row = query_row * args_.num_heads + query_head;
+    const float* prior = args_.prior ? args_.prior + out_row * value_.dim : nullptr;
+    const float prior_lse = prior ? args_.prior_lse[out_row] : -INFINITY;
+    bool broken = prior_lse != prior_lse || prior_lse == INFINITY;
+    max_score = prior_lse > max_score ? prior_lse : max_score;
     for (Index t = row.visible.begin; t < row.visible.end; ++t) {
       const float x = score(row, t, head);
       broken |= x != x || x == INFINITY;
@@ -35,24 +39,31 @@ class NonFiniteRow {
     }
     double sum = args_.sinks.data ? std::exp(double{sink} - finite_max(max_score)) : 0.0;
     for (Index d = 0; d < value_.dim; ++d) total_[d] = 0.0, is_nan_[d] = broken;
+    const float prior_weight = prior ? std::exp(prior_lse - finite_max(max_score)) : 0.0f;
+    sum += prior_weight;
+    if (prior_weight != 0.0f) add(prior, prior_weight);
     for (Index t = row.visible.begin; !broken && t < row.visible.end; ++t) {
       const float weight = std::exp(score(row, t, head) - finite_max(max_score));
       sum += weight;
       if (weight == 0.0f) continue;
       read_row(value_, t, head, row_);
-      for (Index d = 0; d < value_.dim; ++d) {
-        const bool bad = row_[d] - row_[d] != 0.0f;
-        is_nan_[d] |= bad;
-        total_[d] += bad ? 0.0 : double{weight} * row_[d];
-      }
+      add(row_, weight);
     }
     for (Index d = 0; d < value_.dim; ++d)
       row_[d] = is_nan_[d] ? NAN : sum == 0.0 ? 0.0f : static_cast<float>(total_[d] / sum);
-    write_floats(args_.out, args_.query_dtype, (query_row * args_.num_heads + query_head) * value_.dim, row_,
-                 value_.dim);
+    if (args_.lse) args_.lse[out_row] = broken ? NAN : log_sum(max_score, sum);
+    write_floats(args_.out, args_.out_dtype, out_row * value_.dim, row_, value_.dim);
   }
 
  private:
+  void add(const float* row, float weight) {
+    for (Index d = 0; d < value_.dim; ++d) {
+      const bool bad = row[d] - row[d] != 0.0f;
+      is_nan_[d] |= bad;
+      total_[d] += bad ? 0.0 : double{weight} * row[d];
+    }
+  }
+
   float score(const ScoreRow& row, Index t, Index head) {
     read_row(key_, t, head, row_);
     float x = 0.0f;

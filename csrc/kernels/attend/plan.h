@@ -42,6 +42,7 @@ struct SequencePlan {
     num_new = args.seqstarts[b + 1] - first_row;
     num_stored = args.kvstarts[b + 1] - first_column;
     first_visible = args.first_visible ? max(args.first_visible[b], 0) : 0;
+    skip_from = args.skip_from ? args.skip_from[b] : 0;
     hides_later = (args.is_causal && b >= args.decoding_batches) || args.alibi_slopes.data;
 
     const Index group = args.num_heads / heads, rows = num_new * group;
@@ -72,7 +73,8 @@ struct SequencePlan {
     const Index offset = num_stored - num_new;
     const Index begin =
         args.window > 0 ? max(first_visible, offset + first - args.window + 1) : first_visible;
-    const Index end = hides_later ? min(num_stored, offset + last) : num_stored;
+    Index end = hides_later ? min(num_stored, offset + last) : num_stored;
+    if (args.skip > 0) end = min(end, max(offset + last - args.skip, skip_from));
     return {min(begin, max(end, 0)), max(end, 0)};
   }
 
@@ -85,7 +87,7 @@ struct SequencePlan {
     return {0, head, min(tile_heads, heads - head), row, min(tile_rows, rows - row), split};
   }
 
-  Index first_row, first_column, num_new, num_stored, first_visible;
+  Index first_row, first_column, num_new, num_stored, first_visible, skip_from;
   bool hides_later, is_split, is_prompt;
   Index tile_rows, num_tiles, tile_heads, head_tiles;
   Index first_split, num_splits;

@@ -515,23 +515,40 @@ class PromptItem {
       const float unit = is_adjusted_ ? 1.0f : args_.scale;
       const OnlineSoftmax softmax{space_.shift[r] * unit,
                                   _mm512_reduce_add_ps(_mm512_load_ps(space_.sums[r]))};
-      const float scale = final_scale(args_, head, softmax);
-      auto* out = static_cast<BFloat*>(args_.out) +
-                  ((plan_->first_row + new_token) * args_.num_heads + head) * value_.dim;
-      Vec differences{};  // x - x: 0 where x is finite, else NaN
-      for (Index n = 0; n < value_.dim / 32; ++n) {
-        const float* from = space_.totals[r / 16][2 * n][r % 16];
-        const Vec even = is_first_ ? Vec{} : load(from) * scale,
-                  odd = is_first_ ? Vec{} : load(from + 256) * scale;
-        differences += (even - even) + (odd - odd);
-        store(out + 32 * n, interleave_low(even, odd));
-        store(out + 32 * n + 16, interleave_high(even, odd));
-      }
-      const bool is_finite = sum_lanes(differences) == 0.0f;
+      const Index to = (plan_->first_row + new_token) * args_.num_heads + head;
+      const bool is_finite = args_.lse ? write_part(r, head, softmax, to) : write_row(r, head, softmax, to);
       // Without a sum, scores may be as far below zero as those that hide tokens.
       const bool is_certain = is_adjusted_ || softmax.sum > 0.0f || row.visible.begin >= row.visible.end;
       if (!is_finite || !is_certain) NonFiniteRow(args_, *plan_, sequence).compute(new_token, head, row);
     }
+  }
+
+  // Writes a row of the result. Returns whether it is finite.
+  bool write_row(Index r, Index head, OnlineSoftmax softmax, Index to) {
+    const float scale = FinalSoftmax(args_, head, softmax).scale();
+    auto* out = static_cast<BFloat*>(args_.out) + to * value_.dim;
+    Vec differences{};  // x - x: 0 where x is finite, else NaN
+    for (Index n = 0; n < value_.dim / 32; ++n) {
+      const float* from = space_.totals[r / 16][2 * n][r % 16];
+      const Vec even = is_first_ ? Vec{} : load(from) * scale,
+                odd = is_first_ ? Vec{} : load(from + 256) * scale;
+      differences += (even - even) + (odd - odd);
+      store(out + 32 * n, interleave_low(even, odd));
+      store(out + 32 * n + 16, interleave_high(even, odd));
+    }
+    return sum_lanes(differences) == 0.0f;
+  }
+
+  // The same of a part, which goes the way of other rows.
+  bool write_part(Index r, Index head, OnlineSoftmax softmax, Index to) {
+    alignas(64) float accumulator[kMaxTileDim] = {};
+    for (Index n = 0; n < value_.dim / 32 && !is_first_; ++n) {
+      const float* from = space_.totals[r / 16][2 * n][r % 16];
+      const Vec even = load(from), odd = load(from + 256);
+      store(accumulator + 32 * n, interleave_low(even, odd));
+      store(accumulator + 32 * n + 16, interleave_high(even, odd));
+    }
+    return finish_row(args_, head, softmax, accumulator, value_.dim, to);
   }
 
   Tiles& tiles_;

@@ -152,12 +152,13 @@ class ItemRunner {
       return (token - job.tokens.begin) * num_rows(owner) / (job.tokens.end - job.tokens.begin);
     };
     const Index bytes = args_.query_dtype == DType::f32 ? 4 : 2;
+    const Index out_bytes = (args_.out_dtype == DType::f32 ? 4 : 2) * value_.dim;
     if (next)
       for (Index r = share(*next, chunk.begin); r < share(*next, chunk.end); ++r)
         prefetch_lines(args_.query, query_at(*next, tile_row(*next, r)) * bytes, key_.dim * bytes);
     if (job.item.split < 0)
       for (Index r = share(job, chunk.begin); r < share(job, chunk.end); ++r)
-        prefetch_lines(args_.out, out_row(job, tile_row(job, r)) * value_.dim * bytes, value_.dim * bytes);
+        prefetch_lines(args_.out, out_row(job, tile_row(job, r)) * out_bytes, out_bytes);
   }
 
   KVLOOM_INLINE static void prefetch_lines(const void* from, Index first, Index bytes) {

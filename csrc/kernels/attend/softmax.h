@@ -1,6 +1,8 @@
 // Online softmax: dot products become weights, one chunk of tokens at a time; and merging partial results.
 #pragma once
 
+#include <cmath>
+
 #include "arithmetic.h"
 #include "plan.h"
 
@@ -119,29 +121,54 @@ inline void merge_partial(OnlineSoftmax& softmax, float* accumulator, OnlineSoft
   softmax = {new_max, softmax.sum * mine + other.sum * theirs};
 }
 
-// What an accumulator is multiplied by in the end: 1 by the sum, sinks included; 0 if that is of nothing.
-inline float final_scale(const AttendArgs& args, Index query_head, OnlineSoftmax softmax) {
-  float sum = softmax.sum, factor = 1.0f;
-  if (args.sinks.data) {
+// The end of a row: its softmax with the sink in it, and what its accumulator has become smaller by since.
+struct FinalSoftmax {
+  OnlineSoftmax softmax;
+  float factor = 1.0f;
+
+  FinalSoftmax(const AttendArgs& args, Index query_head, OnlineSoftmax without) : softmax(without) {
+    if (!args.sinks.data) return;
     const float sink = read_float(args.sinks.data, args.sinks.dtype, query_head * args.sinks.stride[0]);
-    const float new_max = finite_max(sink > softmax.max ? sink : softmax.max);
-    factor = softmax.sum == 0.0f ? 0.0f : exp(finite_max(softmax.max) - new_max);
-    sum = softmax.sum * factor + exp(sink - new_max);
+    softmax.max = sink > without.max ? sink : without.max;
+    const float new_max = finite_max(softmax.max);
+    factor = without.sum == 0.0f ? 0.0f : exp(finite_max(without.max) - new_max);
+    softmax.sum = without.sum * factor + exp(sink - new_max);
   }
-  return sum == 0.0f ? 0.0f : factor / sum;
+
+  // What an accumulator is multiplied by in the end: 1 by the sum; 0 if that is of nothing.
+  float scale() const { return softmax.sum == 0.0f ? 0.0f : factor / softmax.sum; }
+};
+
+// The logarithm of a sum of weights, which are relative to a maximum.
+inline float log_sum(float max, double sum) {
+  return sum == 0.0 ? -INFINITY : static_cast<float>(double{finite_max(max)} + std::log(sum));
+}
+
+// Merges the row of the part that came before, if there is one, into this one's.
+inline void merge_prior(const AttendArgs& args, OnlineSoftmax& softmax, float* accumulator, Index dim,
+                        Index out_row) {
+  if (!args.prior) return;
+  alignas(64) float prior[kMaxHeadDim];
+  std::memcpy(prior, args.prior + out_row * dim, dim * sizeof(float));
+  for (Index d = dim; d < round_up(dim, kBlock); ++d) prior[d] = 0.0f;
+  const float lse = args.prior_lse[out_row];
+  merge_partial(softmax, accumulator, {lse, lse == -INFINITY ? 0.0f : 1.0f}, prior, round_up(dim, kBlock));
 }
 
 // Writes the row of the result. Returns whether it is finite.
 inline bool finish_row(const AttendArgs& args, Index query_head, OnlineSoftmax softmax, float* accumulator,
                        Index dim, Index out_row) {
-  const float scale = final_scale(args, query_head, softmax);
+  merge_prior(args, softmax, accumulator, dim, out_row);
+  const FinalSoftmax last(args, query_head, softmax);
+  const float scale = last.scale();
+  if (args.lse) args.lse[out_row] = log_sum(last.softmax.max, last.softmax.sum);
   Vec differences{};  // x - x: 0 where x is finite, else NaN
   for (Index d = 0; d < round_up(dim, kBlock); d += kLanes) {
     const Vec x = load(accumulator + d) * scale;
     store(accumulator + d, x);
     differences += x - x;
   }
-  write_floats(args.out, args.query_dtype, out_row * dim, accumulator, dim);
+  write_floats(args.out, args.out_dtype, out_row * dim, accumulator, dim);
   return sum_lanes(differences) == 0.0f;
 }
 

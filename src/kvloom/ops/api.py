@@ -254,23 +254,13 @@ def attend(
     """
     if backend in COMPILED and (plain := _attend_plain(query, kv, batch, scores, out)) is not None:
         return plain
-    if kv.value is None:
-        raise ArgumentError("kv must have values, got a cache of keys only")
-    head_dim = kv.key.head_dim
-    if head_dim == 0:
-        raise ShapeError(f"kv must have keys of a head dim of at least 1, got {list(kv.key.cache.shape)}")
-    sizes = expect("query", query, "Tq Hq Dk", dtype=FLOAT_DTYPES, device=kv.device, Dk=head_dim)
-    if sizes["Hq"] % kv.num_heads:
-        raise ShapeError(f"query must have a multiple of {kv.num_heads} heads, got {sizes['Hq']}")
-    for name, side in (("key", kv.key), ("value", kv.value)):
-        expect_dtype(f"query (for the {name} cache)", query.dtype, side)
-    _expect_batch(batch, kv.device)
-    _expect_scores(scores, sizes, kv.device)
-    arguments = _arguments(query, kv, batch, scores, head_dim)
+    sizes = expect_attend(query, kv, batch, scores)
+    arguments = attend_arguments(query, kv, batch, scores, sizes["Dk"])
     if out is None:
-        return schemas.without_gradient(run, backend, "attend", kv.device, *arguments)
-    expect("out", out, "Tq Hq Dv", dtype=(query.dtype,), device=kv.device, Tq=sizes["Tq"], Hq=sizes["Hq"],
-           Dv=kv.value.head_dim)  # fmt: skip
+        result: Tensor = schemas.without_gradient(run, backend, "attend", kv.device, *arguments)
+        return result
+    expect("out", out, "Tq Hq Dv", dtype=(query.dtype,), device=kv.device,
+           **{name: sizes[name] for name in ("Tq", "Hq", "Dv")})  # fmt: skip
     if not out.is_contiguous():
         raise ShapeError(f"out must be contiguous, got strides {out.stride()}")
     if torch.is_grad_enabled() and query.requires_grad:
@@ -295,7 +285,7 @@ def _attend_plain(
     if type(batch.decoding_batches) is not int or not (scores.window is None or type(scores.window) is int):
         return None
     try:
-        arguments = _arguments(query, kv, batch, scores, query.shape[-1])
+        arguments = attend_arguments(query, kv, batch, scores, query.shape[-1])
         if given is not None:
             schemas.attend_out(*arguments, given)
             return given
@@ -305,7 +295,9 @@ def _attend_plain(
     return out
 
 
-def _arguments(query: Tensor, kv: KVView, batch: Batch, scores: Scores, head_dim: int) -> tuple[Any, ...]:
+def attend_arguments(
+    query: Tensor, kv: KVView, batch: Batch, scores: Scores, head_dim: int
+) -> tuple[Any, ...]:
     """What the operator takes."""
     return (
         query,
@@ -325,6 +317,23 @@ def _arguments(query: Tensor, kv: KVView, batch: Batch, scores: Scores, head_dim
         scores.softcap,
         scores.sinks,
     )
+
+
+def expect_attend(query: Tensor, kv: KVView, batch: Batch, scores: Scores) -> dict[str, int]:
+    """Check the arguments of ``attend``; the sizes Tq, Hq, Dk and Dv."""
+    if kv.value is None:
+        raise ArgumentError("kv must have values, got a cache of keys only")
+    head_dim = kv.key.head_dim
+    if head_dim == 0:
+        raise ShapeError(f"kv must have keys of a head dim of at least 1, got {list(kv.key.cache.shape)}")
+    sizes = expect("query", query, "Tq Hq Dk", dtype=FLOAT_DTYPES, device=kv.device, Dk=head_dim)
+    if sizes["Hq"] % kv.num_heads:
+        raise ShapeError(f"query must have a multiple of {kv.num_heads} heads, got {sizes['Hq']}")
+    for name, side in (("key", kv.key), ("value", kv.value)):
+        expect_dtype(f"query (for the {name} cache)", query.dtype, side)
+    _expect_batch(batch, kv.device)
+    _expect_scores(scores, sizes, kv.device)
+    return sizes | {"Dv": kv.value.head_dim}
 
 
 def _expect_batch(batch: Batch, device: torch.device) -> None:

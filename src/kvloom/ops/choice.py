@@ -19,6 +19,7 @@ _DISPATCHED: dict[str, Callable[..., Any]] = {
     "copy": schemas.copy,
     "attend": schemas.attend,
     "rotate": schemas.rotate,
+    "attend_part": schemas.attend_part,
 }
 _REFERENCE: dict[str, Callable[..., Any]] = {
     "store": reference.store,
@@ -26,6 +27,7 @@ _REFERENCE: dict[str, Callable[..., Any]] = {
     "copy": reference.copy,
     "attend": schemas.attend_reference,
     "rotate": reference.rotate,
+    "attend_part": reference.attend_part,
 }
 
 
@@ -96,7 +98,7 @@ def _choose(backend: str, name: str, device: torch.device, args: tuple[Any, ...]
 
 def _why_not_cpu(name: str, device: torch.device, args: tuple[Any, ...]) -> str | None:
     """Why the compiled kernels cannot run these arguments, or ``None``."""
-    if name != "attend" or device.type != "cpu" or cpu.WHY_NOT is not None:
+    if name not in ("attend", "attend_part") or device.type != "cpu" or cpu.WHY_NOT is not None:
         return None
     _, key, value, key_scale, value_scale, *_ = args
     head_dim = max(head_dim_of(key, key_scale), head_dim_of(value, value_scale))

@@ -24,12 +24,17 @@ LIB.define(
 )
 LIB.define("copy(Tensor[] sources, Tensor source_slots, Tensor(a!)[] targets, Tensor target_slots) -> ()")
 LIB.define("rotate(Tensor x, int block) -> Tensor")
-# One schema, three overloads: the kernel of the device, the same into a given tensor, and the reference by
-# name, which no compiler can trace.
+# One schema: the kernel of the device, the same into a given tensor, the reference by name, which no compiler
+# can trace, and a part of an attention.
 for _name, _out, _returns in (
     ("attend", "", "Tensor"),
     ("attend.out", ", Tensor(a!) out", "()"),
     ("attend.reference", "", "Tensor"),
+    (
+        "attend_part",
+        ", int? skip, Tensor? skip_from, Tensor? prior, Tensor? prior_lse",
+        "(Tensor out, Tensor lse)",
+    ),
 ):
     LIB.define(
         f"{_name}(Tensor query, Tensor key_cache, Tensor value_cache, Tensor? key_scale, Tensor? value_scale,"
@@ -40,7 +45,7 @@ for _name, _out, _returns in (
 
 # The reference serves every device; a faster backend takes over its own dispatch key, as the compiled kernels
 # have done for the CPU if they are there.
-for _name in ("store", "load", "copy", "attend", "rotate"):
+for _name in ("store", "load", "copy", "attend", "attend_part", "rotate"):
     LIB.impl(_name, getattr(reference, _name), "CompositeExplicitAutograd")
 LIB.impl("attend.reference", reference.attend, "CompositeExplicitAutograd")
 
@@ -112,9 +117,21 @@ def _rotate_fake(x: Tensor, block: int) -> Tensor:
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
+def _attend_part_fake(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    key_scale: Tensor | None,
+    value_scale: Tensor | None,
+    *rest: object,
+) -> tuple[Tensor, Tensor]:
+    sizes = (*query.shape[:2], head_dim_of(value_cache, value_scale))
+    return query.new_empty(sizes, dtype=torch.float32), query.new_empty(sizes[:2], dtype=torch.float32)
+
+
 class _WithoutGradient(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: object, function: Callable[..., Tensor], *args: Any) -> Tensor:
+    def forward(ctx: object, function: Callable[..., Any], *args: Any) -> Any:
         return function(*args)
 
     @staticmethod
@@ -124,14 +141,14 @@ class _WithoutGradient(torch.autograd.Function):
         )
 
 
-def without_gradient(function: Callable[..., Tensor], *args: Any) -> Tensor:
+def without_gradient(function: Callable[..., Any], *args: Any) -> Any:
     """``function(*args)``, of which ``backward`` raises.
 
     The operators have no autograd kernel of their own: torch would run it in Python at every call, also where
     nothing requires a gradient, and that takes as long as a short call.
     """
     if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in args):
-        apply: Callable[..., Tensor] = _WithoutGradient.apply
+        apply: Callable[..., Any] = _WithoutGradient.apply
         return apply(function, *args)
     return function(*args)
 
@@ -143,6 +160,7 @@ torch.library.register_fake("kvloom::rotate", _rotate_fake, lib=LIB)
 torch.library.register_fake("kvloom::attend", _attend_fake, lib=LIB)
 torch.library.register_fake("kvloom::attend.out", _writes_only, lib=LIB)
 torch.library.register_fake("kvloom::attend.reference", _attend_fake, lib=LIB)
+torch.library.register_fake("kvloom::attend_part", _attend_part_fake, lib=LIB)
 
 store = torch.ops.kvloom.store.default
 load = torch.ops.kvloom.load.default
@@ -151,3 +169,4 @@ rotate = torch.ops.kvloom.rotate.default
 attend = torch.ops.kvloom.attend.default
 attend_out = torch.ops.kvloom.attend.out
 attend_reference = torch.ops.kvloom.attend.reference
+attend_part = torch.ops.kvloom.attend_part.default

@@ -6,6 +6,7 @@ them is free.
 """
 
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -79,7 +80,28 @@ def rotate(x: Tensor, block: int) -> Tensor:
     return rotation.rotate(x, block)
 
 
-def attend(
+def attend(query: Tensor, *arguments: Any) -> Tensor:
+    """Softmax attention of each sequence's new tokens over its stored ones, float32 inside."""
+    return _attend(query, *arguments)[0].to(query.dtype)
+
+
+def attend_part(*arguments: Any) -> tuple[Tensor, Tensor]:
+    """``attend`` over some of the stored tokens, in float32, merged with a part before."""
+    *own, prior, prior_lse = arguments
+    out, lse = _attend(*own)
+    if prior is None or prior_lse is None:
+        return out, lse
+    top = torch.maximum(lse, prior_lse)
+    weights = [(x - top.masked_fill(top == float("-inf"), 0.0)).exp() for x in (lse, prior_lse)]
+    total = weights[0] + weights[1]
+    merged = torch.zeros_like(out)
+    for weight, x in zip(weights, (out, prior), strict=True):
+        share = weight / total.masked_fill(total == 0, 1.0)
+        merged += torch.where(share.unsqueeze(-1) == 0, 0.0, x * share.unsqueeze(-1))
+    return merged, top + total.log()
+
+
+def _attend(
     query: Tensor,
     key_cache: Tensor,
     value_cache: Tensor,
@@ -99,8 +121,10 @@ def attend(
     window: int | None,
     softcap: float | None,
     sinks: Tensor | None,
-) -> Tensor:
-    """Softmax attention of each sequence's new tokens over its stored ones, float32 inside."""
+    skip: int | None = None,
+    skip_from: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The result of ``attend`` in float32, ``[Tq, Hq, Dv]``, and the logarithm of each sum, ``[Tq, Hq]``."""
     index = CacheIndex(table, row_starts, page_size)
     seq, kv = seqstarts.tolist(), kvstarts.tolist()
     check_starts("seqstarts", seq)
@@ -111,13 +135,15 @@ def attend(
         raise ShapeError(f"mask must have at least {kv[-1]} columns, got {mask.shape[-1]}")
     new, stored = ([stop - start for start, stop in pairwise(starts)] for starts in (seq, kv))
     causal = [alibi_slopes is not None or (is_causal and b >= decoding_batches) for b in range(len(new))]
-    check_new("kvstarts", new, stored, [window is not None or x for x in causal])
+    positioned = window is not None or skip is not None
+    check_new("kvstarts", new, stored, [positioned or x for x in causal])
     if softcap is not None:  # rounded to float32 it must be neither 0 nor infinite
         softcap = min(max(softcap, _FLOAT32.tiny), _FLOAT32.max)
     if can_read(kvstarts):
         check_index("index", index, kvstarts.diff(), key_cache.shape[:3].numel())
     keys, values = Side(key_cache, key_scale), Side(value_cache, value_scale)
-    out = query.new_empty((*query.shape[:2], values.head_dim))
+    out = query.new_empty((*query.shape[:2], values.head_dim), dtype=torch.float32)
+    lse = out.new_empty(query.shape[:2])
     for b, (num_new, num_stored) in enumerate(zip(new, stored, strict=True)):
         rows, columns = slice(seq[b], seq[b + 1]), slice(kv[b], kv[b + 1])
         if num_new == 0:
@@ -145,25 +171,32 @@ def attend(
             hidden |= distance_qk <= -window
         if first_visible is not None:
             hidden |= k_pos < first_visible[b]
-        probs_HRqk = _softmax(scores_HRqk.masked_fill(hidden, float("-inf")), sinks)
+        if skip is not None:
+            hidden |= (distance_qk > -skip) & (k_pos >= (0 if skip_from is None else skip_from[b]))
+        probs_HRqk, lse_HRq = _softmax(scores_HRqk.masked_fill(hidden, float("-inf")), sinks)
         out_HRqD = _weigh(probs_HRqk.flatten(1, 2), v_HkD).unflatten(1, (-1, num_new))
-        out[rows] = out_HRqD.permute(2, 0, 1, 3).flatten(1, 2).to(out.dtype)
-    return out
+        out[rows] = out_HRqD.permute(2, 0, 1, 3).flatten(1, 2)
+        lse[rows] = lse_HRq.flatten(0, 1).mT
+    return out, lse
 
 
-def _softmax(scores_HRqk: Tensor, sinks: Tensor | None) -> Tensor:
-    """Softmax over k in which each head's sink takes part; a row with nothing to attend to is 0, not NaN."""
+def _softmax(scores_HRqk: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Softmax over k in which each head's sink takes part; a row with nothing to attend to is 0, not NaN.
+
+    Beside it the logarithm of each sum ``[H, R, q]``: -inf of nothing, NaN where a score is NaN or infinite.
+    """
     num_kv_heads, _, num_new, _ = scores_HRqk.shape
     if sinks is not None:
         column = sinks.float().view(num_kv_heads, -1, 1, 1).expand(-1, -1, num_new, 1)
         scores_HRqk = torch.cat((scores_HRqk, column), dim=-1)
     if scores_HRqk.shape[-1] == 0:
-        return scores_HRqk
+        return scores_HRqk, scores_HRqk.new_full(scores_HRqk.shape[:-1], float("-inf"))
     top = scores_HRqk.amax(-1, keepdim=True)
     weights = (scores_HRqk - top.masked_fill(top == float("-inf"), 0.0)).exp()
     total = weights.sum(-1, keepdim=True)
     probs = weights / total.masked_fill(total == 0, 1.0)
-    return probs if sinks is None else probs[..., :-1]
+    lse = (top + total.log()).squeeze(-1)
+    return probs if sinks is None else probs[..., :-1], lse
 
 
 def _weigh(probs_HqK: Tensor, v_HKD: Tensor) -> Tensor:

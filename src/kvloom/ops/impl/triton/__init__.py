@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-OPERATORS = ("store", "load", "copy", "attend")
+OPERATORS = ("store", "load", "copy", "attend", "attend_part")
 """What this backend has a kernel for; each is a module with the operator and its limits."""
 
 

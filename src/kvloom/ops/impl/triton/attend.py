@@ -3,7 +3,7 @@
 Letters: B sequences, Tq new tokens, H key/value heads, Hq query heads, Dk and Dv head dims.
 """
 
-from typing import Final
+from typing import Any, Final
 
 import torch
 import triton
@@ -15,7 +15,16 @@ from kvloom.core.views import Side, head_dim_of
 from kvloom.errors import ArgumentError, ShapeError
 from kvloom.ops.impl.triton.attend_merge import merge_kernel
 from kvloom.ops.impl.triton.attend_plan import FEW, Lengths, make_plan, most_rows, most_splits
-from kvloom.ops.impl.triton.attend_tile import Bias, Form, Partial, Query, SideForm, Table, attend_kernel
+from kvloom.ops.impl.triton.attend_tile import (
+    Bias,
+    Form,
+    Joint,
+    Partial,
+    Query,
+    SideForm,
+    Table,
+    attend_kernel,
+)
 from kvloom.ops.impl.triton.configs import Case, Config, config_for
 from kvloom.ops.impl.triton.launching import num_multiprocessors, on_device
 from kvloom.ops.impl.triton.numerics import LARGEST
@@ -46,7 +55,12 @@ def why_not(
     return None
 
 
-def attend(
+def attend(query: Tensor, *arguments: Any) -> Tensor:
+    """As the reference. The values of lengths and tables are checked where that is free."""
+    return launch_attend(query, *arguments)[0]
+
+
+def launch_attend(
     query: Tensor,
     key_cache: Tensor,
     value_cache: Tensor,
@@ -66,19 +80,28 @@ def attend(
     window: int | None,
     softcap: float | None,
     sinks: Tensor | None,
-) -> Tensor:
-    """As the reference. The values of lengths and tables are checked where that is free."""
+    skip: int | None = None,
+    skip_from: Tensor | None = None,
+    prior: Tensor | None = None,
+    prior_lse: Tensor | None = None,
+    *,
+    is_part: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """The result, and of a part, whose result is float32, the logarithms of its sums ``[Tq, Hq]``."""
     num_new, query_heads = query.shape[:2]
     sequences, heads = seqstarts.shape[0] - 1, key_cache.shape[3]
     num_slots = key_cache.shape[:3].numel()
     if can_read(kvstarts):
-        always = alibi_slopes is not None or window is not None
+        always = alibi_slopes is not None or window is not None or skip is not None
         first_positioned = 0 if always else decoding_batches if is_causal else sequences
         index = CacheIndex(table, row_starts, page_size)
         _check_values(index, seqstarts, kvstarts, num_new, num_slots, mask, first_positioned)
-    out = query.new_empty((num_new, query_heads, head_dim_of(value_cache, value_scale)))
+    out_dtype = torch.float32 if is_part else query.dtype
+    out = query.new_empty((num_new, query_heads, head_dim_of(value_cache, value_scale)), dtype=out_dtype)
+    lse = query.new_empty((num_new, query_heads), dtype=torch.float32)
     if out.numel() == 0:
-        return out
+        return out, lse
+    joint = Joint(lse, prior, prior_lse) if is_part else Joint()
     lengths = Lengths(
         seqstarts.contiguous(),
         kvstarts.contiguous(),
@@ -86,6 +109,8 @@ def attend(
         sequences,
         decoding_batches,
         ENDLESS if window is None else min(window, ENDLESS),
+        None if skip is None else min(skip, ENDLESS),
+        None if skip_from is None else skip_from.contiguous(),
     )
     row_stride, page_stride = (0, table.stride(0)) if table.ndim == 1 else table.stride()
     ragged = None if row_starts is None else row_starts.contiguous()
@@ -120,6 +145,7 @@ def attend(
             softcap or 0.0,
             plan.first_row,
             partial,
+            joint,
             out,
             FORM=form,
             num_warps=config.num_warps,
@@ -142,6 +168,7 @@ def attend(
                 partial,
                 plan,
                 bias.sinks,
+                joint,
                 out,
                 query_heads,
                 DIM=out.shape[2],
@@ -149,7 +176,7 @@ def attend(
                 num_warps=4,
                 enable_fp_fusion=True,
             )
-    return out
+    return out, lse
 
 
 def _check_values(

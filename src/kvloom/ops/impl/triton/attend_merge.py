@@ -13,7 +13,7 @@ _MAX_SPLITS: tl.constexpr = tl.constexpr(MAX_SPLITS)
 
 
 @triton.jit
-def merge_kernel(partial, plan, sinks, out, query_heads, DIM: tl.constexpr, WIDTH: tl.constexpr):
+def merge_kernel(partial, plan, sinks, joint, out, query_heads, DIM: tl.constexpr, WIDTH: tl.constexpr):
     """One query head of one new token; ``WIDTH`` is the power of two that ``DIM`` fits in."""
     row, head = tl.program_id(0), tl.program_id(1)
     if row < tl.load(plan.num_rows):
@@ -30,13 +30,24 @@ def merge_kernel(partial, plan, sinks, out, query_heads, DIM: tl.constexpr, WIDT
         if sinks is not None:
             sink = tl.load(sinks + head).to(tl.float32)
             top = tl.maximum(top, sink)
+        token = tl.load(plan.row_query + row).to(tl.int64)
+        place = token * query_heads + head
+        if joint.prior is not None:
+            prior_lse = tl.load(joint.prior_lse + place)
+            top = tl.maximum(top, prior_lse)
         rescale = exp_below(tops, top)
         weight_sum = tl.sum(weight_sums * rescale)
         if sinks is not None:
             weight_sum += exp_below(sink, top)
         # A split whose weights all become 0 beside another's adds nothing, not even NaN.
         result = tl.sum(tl.where(rescale[:, None] == 0, 0.0, weighted * rescale[:, None]), axis=0)
+        if joint.prior is not None:
+            theirs = exp_below(prior_lse, top)
+            prior = tl.load(joint.prior + place * DIM + element, mask=element < DIM, other=0.0)
+            weight_sum += theirs
+            result += tl.where(theirs == 0, 0.0, prior * theirs)
+        if joint.lse is not None:
+            tl.store(joint.lse + place, top + tl.log(weight_sum))
         result /= tl.where(weight_sum == 0, 1.0, weight_sum)
-        token = tl.load(plan.row_query + row).to(tl.int64)
-        target = out + (token * query_heads + head) * DIM + element
+        target = out + place * DIM + element
         tl.store(target, result.to(out.dtype.element_ty), mask=element < DIM)

@@ -46,6 +46,8 @@ class Lengths(NamedTuple):
     num_sequences: int
     decoding_batches: int
     window: int  # ENDLESS for none
+    skip: int | None = None  # newest tokens that a row leaves out, of those from skip_from on
+    skip_from: Any = None
 
 
 class Items(NamedTuple):

@@ -45,6 +45,14 @@ class Bias(NamedTuple):
     sinks: Any
 
 
+class Joint(NamedTuple):
+    """What a part has beside its result: logarithms of sums ``[Tq, Hq]``, and the part before."""
+
+    lse: Any = None
+    prior: Any = None
+    prior_lse: Any = None
+
+
 class Partial(NamedTuple):
     """Partial results ``[rows, Hq, splits]``: largest score, sum of weights, and weighted values."""
 
@@ -102,6 +110,7 @@ def attend_kernel(
     softcap,
     first_rows,
     partial,
+    joint,
     out,
     FORM: tl.constexpr,
 ):
@@ -128,6 +137,11 @@ def attend_kernel(
             high = tl.minimum(high, position + 1)
         elif FORM.is_causal:
             high = tl.where(b >= lengths.decoding_batches, tl.minimum(high, position + 1), high)
+        if lengths.skip is not None:
+            kept = position - lengths.skip + 1
+            if lengths.skip_from is not None:
+                kept = tl.maximum(kept, tl.load(lengths.skip_from + b).to(tl.int64))
+            high = tl.minimum(high, tl.maximum(kept, 0))
         # Tokens that no row of the tile sees are not visited; tiles of tokens begin at multiples of N.
         begin = tl.maximum(begin, tl.min(low)) // FORM.tokens * FORM.tokens
         high = tl.where(is_there, high, 0)
@@ -166,13 +180,12 @@ def attend_kernel(
             if bias.sinks is not None:
                 sink = tl.load(bias.sinks + query_head, mask=is_there, other=0.0).to(tl.float32)
                 top, weight_sum, weighted = with_sink(sink, top, weight_sum, weighted)
-            _write(
-                out,
-                (first_new + new) * query_heads + query_head,
-                normalized(weighted, weight_sum),
-                is_there,
-                VALUE,
-            )
+            at = (first_new + new) * query_heads + query_head
+            if joint.prior is not None:
+                top, weight_sum, weighted = _with_prior(joint, at, top, weight_sum, weighted, is_there, VALUE)
+            if joint.lse is not None:
+                tl.store(joint.lse + at, top + tl.log(weight_sum), mask=is_there)
+            _write(out, at, normalized(weighted, weight_sum), is_there, VALUE)
 
 
 @triton.jit
@@ -184,6 +197,24 @@ def with_sink(sink, top, weight_sum, weighted):
     for i in tl.static_range(len(weighted)):
         rescaled += (weighted[i] * rescale[:, None],)
     return new_top, weight_sum * rescale + exp_below(sink, new_top), rescaled
+
+
+@triton.jit
+def _with_prior(joint, at, top, weight_sum, weighted, is_there, FORM: tl.constexpr):
+    """Merge the part before into the sums of each row. A weight of 0 hides NaN."""
+    prior_lse = tl.load(joint.prior_lse + at, mask=is_there, other=float("-inf"))
+    new_top = tl.maximum(top, prior_lse)
+    mine, theirs = exp_below(top, new_top)[:, None], exp_below(prior_lse, new_top)[:, None]
+    merged = ()
+    dim = FORM.dim * FORM.planes
+    for i in tl.static_range(len(weighted)):
+        element = i // FORM.planes * FORM.width + tl.arange(0, FORM.width)
+        number = element * FORM.planes + i % FORM.planes
+        is_in = is_there[:, None] & (element < FORM.dim)[None, :]
+        prior = tl.load(joint.prior + at[:, None] * dim + number[None, :], mask=is_in, other=0.0)
+        kept = tl.where(mine == 0, 0.0, weighted[i] * mine)
+        merged += (kept + tl.where(theirs == 0, 0.0, prior * theirs),)
+    return new_top, weight_sum * tl.sum(mine, axis=1) + tl.sum(theirs, axis=1), merged
 
 
 @triton.jit

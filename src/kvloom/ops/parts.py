@@ -1,0 +1,100 @@
+"""Attention in parts: of a query over some of its stored tokens, to be merged with those over the others.
+
+A part is the result over its tokens alone and the logarithm of the sum of its weights. Two parts a and b make
+``(out_a * exp(lse_a) + out_b * exp(lse_b)) / (exp(lse_a) + exp(lse_b))``.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvloom.core.checks import INDEX_DTYPES, INT64_END, expect, expect_range
+from kvloom.core.views import KVView
+from kvloom.errors import ArgumentError, ShapeError
+from kvloom.ops import schemas
+from kvloom.ops.api import CAUSAL, Batch, Scores, attend_arguments, expect_attend
+from kvloom.ops.choice import run
+from kvloom.ops.plain import COMPILED, is_plain
+
+
+class Part(NamedTuple):
+    """Attention over some of the tokens.
+
+    Attributes:
+        out: ``[Tq, Hq, Dv]`` float32; 0 where a row sees none of them.
+        lse: ``[Tq, Hq]`` float32, the logarithm of the sum of the exponentials of the scores, sinks among
+            them; -inf where a row sees none, NaN where a score is NaN or infinite.
+    """
+
+    out: Tensor
+    lse: Tensor
+
+
+def attend_part(
+    query: Tensor,
+    kv: KVView,
+    batch: Batch,
+    scores: Scores = CAUSAL,
+    *,
+    skip: int | None = None,
+    skip_from: Tensor | None = None,
+    prior: Part | None = None,
+    backend: str = "auto",
+) -> Part:
+    """``attend`` in float32 with the logarithm of its sums, merged with another part.
+
+    The query at position p leaves out the stored tokens ``j > p - skip`` with ``j >= skip_from[b]``, as they
+    are part of another attention, beside those that ``scores`` and ``batch`` hide.
+
+    Args:
+        query: As ``attend``.
+        kv: As ``attend``; values have a head dim of at least 1.
+        batch: As ``attend``.
+        scores: As ``attend``; sinks must be those of one part only.
+        skip: Newest tokens that a query leaves out, itself included, of at least 1; ``None`` for none.
+        skip_from: ``[B]`` int64 or int32, the first stored token that may be left out; 0 if ``None``.
+        prior: The part that is merged with this one, of the same queries, contiguous.
+        backend: As ``attend``.
+
+    Returns:
+        The part of all these tokens, in new tensors.
+
+    Raises:
+        ShapeError, ArgumentError, UnsupportedError: as ``attend``.
+    """
+    before = (None, None) if prior is None else tuple(prior)
+    if backend in COMPILED and type(skip) in (int, type(None)):
+        index = batch.index
+        tensors = (query, *kv.tensors, index.table, index.row_starts, batch.seqstarts, batch.kvstarts,
+                   batch.first_visible, scores.mask, scores.alibi_slopes, scores.sinks, skip_from,
+                   *before)  # fmt: skip
+        if query is not None and kv.value is not None and is_plain(tensors):
+            try:
+                own = attend_arguments(query, kv, batch, scores, query.shape[-1])
+                return Part(*schemas.attend_part(*own, skip, skip_from, *before))
+            except (ValueError, IndexError, RuntimeError, ArithmeticError):
+                pass  # the checks in Python have the better message
+    sizes = expect_attend(query, kv, batch, scores)
+    if not sizes["Dv"]:
+        raise ShapeError("kv must have values of a head dim of at least 1, got 0")
+    if skip is not None:
+        expect_range("skip", skip, 1, INT64_END)
+    if skip_from is not None:
+        num_sequences = batch.kvstarts.shape[0] - 1
+        expect("skip_from", skip_from, "B", dtype=INDEX_DTYPES, device=kv.device, B=num_sequences)
+    if prior is not None:
+        _expect_part(prior, sizes, kv.device)
+    own = attend_arguments(query, kv, batch, scores, sizes["Dk"])
+    own = (*own, skip, skip_from, *before)
+    return Part(*schemas.without_gradient(run, backend, "attend_part", kv.device, *own))
+
+
+def _expect_part(prior: Part, sizes: dict[str, int], device: torch.device) -> None:
+    known = {name: sizes[name] for name in ("Tq", "Hq", "Dv")}
+    expect("prior.out", prior.out, "Tq Hq Dv", dtype=(torch.float32,), device=device, **known)
+    known.pop("Dv")
+    expect("prior.lse", prior.lse, "Tq Hq", dtype=(torch.float32,), device=device, **known)
+    for name, x in zip(Part._fields, prior, strict=True):
+        if not x.is_contiguous():
+            raise ArgumentError(f"prior.{name} must be contiguous, got strides {x.stride()}")
