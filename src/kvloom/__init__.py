@@ -21,6 +21,7 @@ _HOME = {
     "debug": "kvloom.core.checks",
     "ops": "kvloom",
     "plan": "kvloom.planning.plan",
+    "plan_bits": "kvloom.integrations.planned_bits",
     "quality": "kvloom.integrations.quality",
 }
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from kvloom import __version__
 from kvloom.conform.command import add_conform
-from kvloom.core.spelling import STORAGE, parse_kind
+from kvloom.core.spelling import STORAGE, expect_kv
 from kvloom.errors import ArgumentError, KVError
 from kvloom.integrations import quality_command
 from kvloom.layouts.command import add_layouts
@@ -146,7 +146,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _generate(args: argparse.Namespace) -> None:
     _expect_positive(args, "max_new_tokens")
-    parse_kind("--kv", args.kv)
+    expect_kv("--kv", args.kv)
     prompt = _read_prompt(args)
     with _options_named(), ExitStack() as stack:
         if args.model is not None:
@@ -159,7 +159,7 @@ def _generate(args: argparse.Namespace) -> None:
 def _model_and_text(args: argparse.Namespace) -> tuple[Any, list[int]]:
     """The model that ``kvloom store why`` and ``convert`` name, and the tokens of their text."""
     args.prompt, args.prompt_file = None, Path(args.prompt_file)
-    parse_kind("--kv", args.kv)
+    expect_kv("--kv", args.kv)
     prompt = _read_prompt(args)
     with _options_named(), ExitStack() as stack:
         path = None if args.model is None else Path(args.model)

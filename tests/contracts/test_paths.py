@@ -18,7 +18,7 @@ FOREIGN = {
     "docs/conformance.md": {"call.json", "call.safetensors", "result.safetensors"},
     "docs/decisions/0006-compiled-kernels-behind-the-stable-abi.md": {"Python.h", "torch/extension.h"},
     "docs/planning.md": {"path/to/model"},
-    "docs/quality.md": {"notes.txt", "quality.svg"},
+    "docs/quality.md": {"notes.txt", "plan.json", "quality.svg"},
     "docs/store-format.md": {"kvloom-run/1"},
     "docs/store.md": {"path/to/model", "prompt.safetensors", "prompt.txt"},
     "docs/vllm.md": {"argparse.py", "json/decoder.py", "calendar.py", "heapq.py", "queue.py", "csv.py"},

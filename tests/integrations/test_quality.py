@@ -254,6 +254,17 @@ def test_command_prints_a_row_of_each_kind(tmp_path: Path, capsys: pytest.Captur
     assert ">kvloom int4:g32</text>" in plot.read_text(encoding="utf-8")
 
 
+def test_command_makes_a_plan_and_measures_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text, plan = tmp_path / "text.txt", str(tmp_path / "plan.json")
+    text.write_text("def load(path):\n    return open(path).read()\n" * 9, encoding="utf-8")
+    arguments = ["quality", "--text", str(text), "--calibrate", str(text), "--kv", "int8", "--tokens", "60"]
+    assert main([*arguments, "--plan", plan, "--budget", "1000", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert [row["kind"] for row in rows] == ["DynamicCache", "int8", plan]
+    assert 900 < rows[2]["nbytes_per_token"] <= 1000
+    assert main(["generate", "--prompt", "def f(", "--kv", plan, "--max-new-tokens", "2"]) == 0
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -262,6 +273,11 @@ def test_command_prints_a_row_of_each_kind(tmp_path: Path, capsys: pytest.Captur
         (["--tokens", "1"], "--tokens must be at least 2, got 1"),
         (["--text", "/nowhere/at/all"], "--text must be text in UTF-8"),
         (["--model", "/nowhere/at/all"], "--model must be"),
+        (["--plan", "x.json"], "--plan must have --bits or --budget beside it"),
+        (["--plan", "x.txt", "--bits", "5"], "--plan must be a file that ends in .json, got x.txt"),
+        (["--bits", "5"], "--plan must name the file of the plan"),
+        (["--calibrate", "/nowhere"], "--plan must name the file of the plan"),
+        (["--plan", "x.json", "--bits", "5", "--calibrate", "/nowhere"], "--calibrate must be text in UTF-8"),
     ],
 )
 def test_command_names_the_option_that_is_wrong(

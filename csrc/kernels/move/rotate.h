@@ -1,6 +1,7 @@
 // Head vectors times a Hadamard matrix, in float32, with the bits of the reference: sums in its order.
 #pragma once
 
+#include "../attend/arithmetic.h"
 #include "../base/floats.h"
 #include "rotate_args.h"
 
@@ -10,7 +11,7 @@ namespace kvloom::KVLOOM_ISA {
 template <int kStep>
 KVLOOM_INLINE Vec butterfly(Vec x) {
   const Vec signs = (lane_numbers() & kStep) == 0 ? splat(1.0f) : splat(-1.0f);
-  return shuffle(x, x, [](int lane) { return lane ^ kStep; }) + x * signs;
+  return multiply_add(x, signs, shuffle(x, x, [](int lane) { return lane ^ kStep; }));  // exact: by 1 or -1
 }
 
 KVLOOM_INLINE Vec butterflies_within(Vec x) {

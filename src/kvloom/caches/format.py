@@ -38,6 +38,7 @@ class CacheFormat:
             codes in the order of integer dot products, and HND where nothing is quantized. ``"auto"`` is what
             serves the attention that reads the first tokens: rows, if it reads tensors; else, with compiled
             CPU kernels, native where that fits and pays, and HND where not; and NHD without them.
+        layers: How each layer is kept, if not all alike: of these ``dtype``, ``quant`` and ``values`` count.
     """
 
     dtype: torch.dtype | None = None
@@ -46,6 +47,7 @@ class CacheFormat:
     max_tokens: int | None = None
     values: "CacheFormat | None" = None
     layout: str = "auto"
+    layers: "tuple[CacheFormat, ...] | None" = None
 
     def __post_init__(self) -> None:
         if isinstance(self.page_size, bool) or not isinstance(self.page_size, int) or self.page_size < 1:
@@ -56,6 +58,19 @@ class CacheFormat:
             )
         if self.layout not in PAGE_LAYOUTS:
             raise ConfigError(f"layout must be one of {PAGE_LAYOUTS}, got {self.layout!r}")
+
+    def of_layer(self, index: int) -> "CacheFormat":
+        """The format of one layer.
+
+        Raises:
+            ConfigError: ``layers`` has none for it.
+        """
+        if self.layers is None:
+            return self
+        if index >= len(self.layers):
+            raise ConfigError(f"layers must have a format of layer {index}, got {len(self.layers)}")
+        own = self.layers[index]
+        return replace(own, page_size=self.page_size, max_tokens=self.max_tokens, layout=self.layout)
 
     def spec(self, heads: int, head_dim: int, dtype: torch.dtype) -> KVSpec:
         """Keys of one layer whose model computes in ``dtype``; ``values.spec`` is that of its values."""

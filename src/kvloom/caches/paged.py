@@ -15,7 +15,7 @@ from kvloom.caches.layer import Layer
 from kvloom.caches.pages import Run
 from kvloom.caches.read_only import ReadOnly
 from kvloom.caches.sequences import Sequences
-from kvloom.caches.storage import Storage
+from kvloom.caches.storage import TURNED_AT_ONCE, Storage
 from kvloom.caches.tokens import Step, TokenIndex, Tokens
 from kvloom.core.indexing import CacheIndex
 from kvloom.errors import StateError
@@ -85,6 +85,8 @@ class PagedLayer(Layer):
             return False
         if not isinstance(key, Tensor) or key.dtype != self.dtype:
             return False
+        if storage.rotation is not None and step.slots.numel() > TURNED_AT_ONCE:
+            return False  # in pieces
         self.sequences.pages.num_writes += 1
         return store_plain(*storage.turned(key, value), step.slots, storage.view)
 
@@ -100,7 +102,7 @@ class PagedLayer(Layer):
         """What ``store`` returns of the storage and the new tokens; if it raises, nothing remains of them."""
         storage, sequences = self.storage, self.sequences
         if storage is None:
-            format = sequences.format
+            format = sequences.format.of_layer(self.index)
             storage = Storage.of(format, key, value, format.page_size, is_gathered=is_gathered)
         end, size, positions = self.num_tokens + key.shape[2], sequences.size, sequences.num_positions
         sequences.reserve(key.shape[0], end)

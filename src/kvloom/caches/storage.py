@@ -23,6 +23,10 @@ Tensors: TypeAlias = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
 """Keys, values, scales of keys, scales of values."""
 
 
+TURNED_AT_ONCE = 256
+"""Tokens that are rotated and stored before the next ones, in memory that stays in a processor's cache."""
+
+
 class Storage:
     """Extents of ``stride`` pages each: page i of extent e begins at slot ``(e * stride + i) * page_size``.
 
@@ -141,7 +145,14 @@ class Storage:
 
     def store(self, key: Tensor, value: Tensor, slots: Tensor) -> None:
         """Write ``[B, H, Q, D]`` to slots ``[B, Q]``, or ``[T, H, D]`` to ``[T]``."""
-        ops.store(*self.turned(key, value), slots, self.view)
+        if self.rotation is None or slots.numel() <= TURNED_AT_ONCE:
+            ops.store(*self.turned(key, value), slots, self.view)
+            return
+        axis, count = slots.dim() - 1, max(TURNED_AT_ONCE * slots.shape[-1] // slots.numel(), 1)
+        for x, y, where in zip(
+            key.split(count, 2 * axis), value.split(count, 2 * axis), slots.split(count, axis), strict=True
+        ):
+            ops.store(*self.turned(x, y), where.contiguous(), self.view)
 
     def attend(self, query: Tensor, batch: ops.Batch, scores: ops.Scores) -> Tensor:
         """Attention over what is kept here; as ``ops.attend``."""

@@ -8,6 +8,7 @@ Without torch, so that a command line can be checked at once.
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final
 
 from kvloom.errors import ArgumentError
@@ -62,6 +63,17 @@ _OPTIONS: Final[dict[str, tuple[str, Callable[[str], Any]]]] = {
     "rotate": _one_of(*ROTATIONS),
 }
 """Of codes, by their names, each a field of ``Kind``."""
+
+
+def is_plan(kv: object) -> bool:
+    """Whether ``kv`` is the file of a plan, which has kinds for each layer: a path, or ends in .json."""
+    return isinstance(kv, Path) or (isinstance(kv, str) and kv.endswith(".json"))
+
+
+def expect_kv(name: str, text: str) -> None:
+    """Raise ArgumentError unless ``text`` names the file of a plan, or is a kind."""
+    if not is_plan(text):
+        parse_kind(name, text)
 
 
 def parse_kind(name: str, text: object, kinds: tuple[str, ...] = STORAGE) -> Kind:

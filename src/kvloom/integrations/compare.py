@@ -105,7 +105,13 @@ def cache_of(model: Any, kind: str) -> KVCache | None:
     """
     if kind == STOCK:
         return None
-    return KVCache.for_model(model, kv=f"{kind}:g{_group(model)}" if kind in CODE_BITS else kind)
+    return KVCache.for_model(model, kv=with_group(model, kind))
+
+
+def with_group(model: Any, kind: str) -> str:
+    """``kind``; codes without a group get one that divides the model's head dim."""
+    codes, comma, options = kind.partition(",")
+    return f"{codes}:g{_group(model)}{comma}{options}" if codes in CODE_BITS else kind
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from kvloom.core.checks import INDEX_DTYPES
-from kvloom.core.spelling import parse_kind
+from kvloom.core.spelling import expect_kv
 from kvloom.errors import ArgumentError
 from kvloom.integrations.compare import STOCK, cache_of
 from kvloom.integrations.head_errors import HeadErrors
@@ -93,8 +93,8 @@ def quality(
     Args:
         model: A ``PreTrainedModel`` that generates.
         input_ids: ``[N, W]`` int64 or int32, W of at least 2.
-        kv: Kinds of caches, as ``KVCache.for_model`` takes them, and peers. Codes without a group get one
-            that divides the head dim.
+        kv: Kinds of caches, as ``KVCache.for_model`` takes them, files of plans among them, and peers. Codes
+            without a group get one that divides the head dim.
         chunk: Tokens that are fed at a time.
         on_step: Called with the steps that are done and all steps, after each.
 
@@ -114,7 +114,7 @@ def quality(
         raise ArgumentError(f"chunk must be at least 1, got {chunk}")
     for kind in kv:
         if not isinstance(kind, Peer):
-            parse_kind("kv", kind)
+            expect_kv("kv", kind)
     stock = _Entrant(model, Peer(STOCK, lambda model: DynamicCache(config=model.config)))
     entrants = [stock, *(_Entrant(model, kind) for kind in kv)]
     width = input_ids.shape[1] - 1

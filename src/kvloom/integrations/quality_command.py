@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from kvloom.core.spelling import parse_kind
+from kvloom.core.spelling import expect_kv, is_plan
 from kvloom.errors import ArgumentError
 from kvloom.models import check_model_folder, iter_texts
 
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 _KINDS: Final = ["float16", "int8", "int4"]
 _NUM_TOKENS: Final = 4096
+_CALIBRATED: Final = 1024
+"""Tokens that a plan is made by."""
 _PEERS: Final = (("quanto", 0), ("hqq", 1))
 """Libraries that quantize for transformers, and the axis that its documentation recommends for each."""
 
@@ -40,6 +42,13 @@ def add_parser(commands: Any, load: Callable[[Path | None], tuple[Any, Any]]) ->
     parser.add_argument("--tokens", type=int, default=_NUM_TOKENS, metavar="N",
                         help=f"most tokens to read (default: {_NUM_TOKENS})")  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print JSON and no table")
+    parser.add_argument("--plan", type=Path, metavar="FILE.json",
+                        help="choose bits for each layer, write them, and measure them")  # fmt: skip
+    size = parser.add_mutually_exclusive_group()
+    size.add_argument("--bits", type=float, metavar="X", help="bits of an element that the plan may take")
+    size.add_argument("--budget", type=float, metavar="N", help="bytes of a token it may take instead")
+    parser.add_argument("--calibrate", type=Path, metavar="FILE",
+                        help="text to plan by (default: what the bundled model learnt)")  # fmt: skip
     parser.add_argument("--plot", type=Path, metavar="FILE", help="write error over bytes a token as SVG")
     parser.set_defaults(load=load)
     return parser
@@ -49,7 +58,8 @@ def run(args: argparse.Namespace) -> None:
     """Measure and print."""
     kinds = args.kv or _KINDS
     for kind in kinds:
-        parse_kind("--kv", kind)
+        expect_kv("--kv", kind)
+    _expect_plan(args)
     if args.tokens < 2:
         raise ArgumentError(f"--tokens must be at least 2, got {args.tokens}")
     texts = iter_texts("heldout") if args.text is None else [_read(args.text)]
@@ -62,6 +72,9 @@ def run(args: argparse.Namespace) -> None:
 
     model, tokenizer = args.load(args.model)
     windows = windows_of(tokenizer, texts, args.tokens, "--text")
+    if args.plan is not None:
+        _save_plan(args, model, tokenizer)
+        kinds = [*kinds, str(args.plan)]
     peers = _installed_peers(model) if args.peers else []
     console = Console(stderr=True)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
@@ -86,11 +99,32 @@ def run(args: argparse.Namespace) -> None:
         args.plot.write_text(as_svg(points), encoding="utf-8")
 
 
-def _read(path: Path) -> str:
+def _expect_plan(args: argparse.Namespace) -> None:
+    """Refuse options of a plan that do not belong together."""
+    is_sized = args.bits is not None or args.budget is not None
+    if args.plan is None and (is_sized or args.calibrate is not None):
+        raise ArgumentError("--plan must name the file of the plan that other options are for")
+    if args.plan is not None and not is_sized:
+        raise ArgumentError("--plan must have --bits or --budget beside it")
+    if args.plan is not None and not is_plan(str(args.plan)):
+        raise ArgumentError(f"--plan must be a file that ends in .json, got {args.plan}")
+
+
+def _save_plan(args: argparse.Namespace, model: Any, tokenizer: Any) -> None:
+    """Choose bits on the text of ``--calibrate``, and write them."""
+    from kvloom.integrations.planned_bits import plan_bits
+    from kvloom.integrations.quality import windows_of
+
+    texts = iter_texts("train") if args.calibrate is None else [_read(args.calibrate, "--calibrate")]
+    windows = windows_of(tokenizer, texts, _CALIBRATED, "--calibrate")
+    plan_bits(model, windows, bits=args.bits, budget=args.budget).save(args.plan)
+
+
+def _read(path: Path, name: str = "--text") -> str:
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
-        raise ArgumentError(f"--text must be text in UTF-8: {error}") from error
+        raise ArgumentError(f"{name} must be text in UTF-8: {error}") from error
 
 
 def _installed_peers(model: Any) -> "list[Peer]":

@@ -25,7 +25,7 @@ def rotate(x: Tensor, block: int, *, backend: str = "auto") -> Tensor:
         backend: ``"auto"`` (by device), ``"reference"`` or ``"cpu"``.
 
     Returns:
-        A new tensor, shape and dtype of ``x``.
+        A new tensor, shape and dtype of ``x``, and its heads and tokens lie in the same order.
 
     Raises:
         ShapeError: ``x`` is no such tensor.
@@ -42,6 +42,8 @@ def rotate(x: Tensor, block: int, *, backend: str = "auto") -> Tensor:
         )
     if x.stride(-1) != 1:
         x = x.contiguous()
+    if x.dim() == 4 and x.shape[2] > 1 and x.stride(1) < x.stride(2):  # by token, as it comes from a model
+        return rotate(x.transpose(1, 2), block, backend=backend).transpose(1, 2)
     if backend in COMPILED and is_plain((x,)):
         found: Tensor = schemas.rotate(x, block)
         return found

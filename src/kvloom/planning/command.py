@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from kvloom.core.spelling import STORAGE, parse_kind
+from kvloom.core.spelling import STORAGE, expect_kv
 from kvloom.errors import ArgumentError
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def parse_bytes(name: str, text: str) -> int:
 def run(args: argparse.Namespace) -> None:
     """Print the plans that the options ask for."""
     if args.kv is not None:
-        parse_kind("--kv", args.kv)
+        expect_kv("--kv", args.kv)
     memory = None if args.memory is None else parse_bytes("--memory", args.memory)
     from kvloom.planning.model import ModelShape, read_config
     from kvloom.planning.plan import kinds_for, plan

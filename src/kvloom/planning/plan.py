@@ -139,7 +139,8 @@ class Plan:
             context=context,
             batch=batch,
             layers=tuple(
-                _layer(layer, format, batch, *held.get(layer.window, (0, 0))) for layer in self.shape.layers
+                _layer(layer, format.of_layer(i), batch, *held.get(layer.window, (0, 0)))
+                for i, layer in enumerate(self.shape.layers)
             ),
             tables=sum(8 * batch * num_pages for num_pages, _ in held.values()),
         )

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from kvloom.core.spelling import STORAGE, parse_kind
+from kvloom.core.spelling import STORAGE, expect_kv
 from kvloom.errors import ArgumentError
 from kvloom.models import bundled_model_path, check_model_folder
 from kvloom.serving import expect_installed
@@ -54,7 +54,7 @@ def run(args: argparse.Namespace, load: Callable[[Path | None], tuple[Any, Any]]
         load: Gives the model and the tokenizer of a folder, or the bundled ones.
     """
     expect_installed()
-    parse_kind("--kv", args.kv)
+    expect_kv("--kv", args.kv)
     settings = Settings(
         host=args.host,
         port=args.port,

@@ -1,6 +1,7 @@
 """From a model's configuration to the layers that keep its keys and values."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Final, Literal
 
 import transformers
@@ -9,7 +10,9 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from kvloom.caches import CacheFormat, FixedLayer, PagedLayer, Sequences
 from kvloom.caches.format import kept_as
+from kvloom.core.spelling import is_plan
 from kvloom.errors import ArgumentError, UnsupportedError
+from kvloom.integrations.transformers.bit_plan import BitPlan, config_digest
 from kvloom.integrations.transformers.layers import (
     HybridKVCacheLayer,
     KVCacheLayer,
@@ -53,15 +56,22 @@ def layers_used(model: Any) -> set[int] | None:
 
 def cache_format(
     config: Any,
-    kv: str = "auto",
+    kv: str | Path = "auto",
     page_size: int = 16,
     max_tokens: int | None = None,
     values: str | None = None,
     layout: str = "auto",
 ) -> CacheFormat:
     """The format that arguments of ``KVCache.for_model`` name; raises as that does."""
+    if is_plan(kv):
+        if values is not None:
+            raise ArgumentError(f"values must be None beside a plan, got {values!r}")
+        plan = BitPlan.load(kv, "kv")
+        if plan.config != config_digest(config):
+            raise ArgumentError(f"kv must be a plan that was made for this model, got {str(kv)!r} of another")
+        return plan.format("kv", CacheFormat(None, None, page_size, max_tokens, layout=layout))
     formats = []
-    sides: tuple[tuple[str, str, Literal["keys", "values"]], ...] = (
+    sides: tuple[tuple[str, Any, Literal["keys", "values"]], ...] = (
         ("kv", kv, "keys"),
         ("kv", kv, "values") if values is None else ("values", values, "values"),
     )
@@ -109,7 +119,7 @@ def make_layers(
             )
         window = getattr(layer, "sliding_window", None)
         if static:
-            layers.append(StaticKVCacheLayer(FixedLayer(format, window), live))
+            layers.append(StaticKVCacheLayer(FixedLayer(format.of_layer(index), window), live))
         else:
             if window not in by_window:
                 by_window[window] = Sequences(format, window)

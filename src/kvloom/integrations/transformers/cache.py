@@ -6,6 +6,7 @@ import operator
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any, Final, SupportsIndex
 
 import torch
@@ -57,7 +58,7 @@ class KVCache(DynamicCache):  # type: ignore[misc]
     def for_model(
         cls,
         model: Any,
-        kv: str = "auto",
+        kv: str | Path = "auto",
         page_size: int = 16,
         max_tokens: int | None = None,
         *,
@@ -73,7 +74,8 @@ class KVCache(DynamicCache):  # type: ignore[misc]
                 layers, as does attention of an unknown kind, which a WARNING names. Of an encoder-decoder
                 model this is the decoder's own half, for ``EncoderDecoderCache``.
             kv: How keys and values are kept, one of ``STORAGE``. ``"int8:g32"`` has float16 scales of 32
-                elements along the head dim, ``"int8"`` of 64; so has int4.
+                elements along the head dim, ``"int8"`` of 64; so has int4. ``"int4,rotate=keys"`` rotates
+                keys before they are quantized. Or the path of a plan, as ``kvloom.plan_bits`` makes them.
             page_size: Tokens in a page.
             max_tokens: Token slots of each layer, all sequences together; ``None`` grows on demand.
             values: How the values are kept, as ``kv``, if otherwise than the keys.

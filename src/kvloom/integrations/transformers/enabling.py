@@ -2,6 +2,7 @@
 
 import inspect
 import logging
+from pathlib import Path
 from typing import Any, Final
 
 from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
@@ -16,7 +17,7 @@ _ENABLED: Final = "_kvloom_enabled"
 _PREPARE: Final = "_prepare_cache_for_generation"
 
 
-def enable(model: Any, kv: str = "auto", **options: Any) -> None:
+def enable(model: Any, kv: str | Path = "auto", **options: Any) -> None:
     """Let a model use a ``KVCache`` and attention that reads it in place, wherever it is given no cache.
 
     From now on that is so in ``model.generate``, in a pipeline of the model and in ``model(...)`` where a

@@ -1,6 +1,7 @@
 """Prefixes that the caches of one model share, found by their tokens."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -82,7 +83,7 @@ class KVPool:
     def for_model(
         cls,
         model: Any,
-        kv: str = "auto",
+        kv: str | Path = "auto",
         page_size: int = 16,
         *,
         max_tokens: int,

@@ -95,7 +95,7 @@ class BatchCache:
         self.tree = PrefixTree(self.pages.pool, size)
         for layer in range(config.num_hidden_layers):
             self.pages.storages[layer] = Storage(
-                *specs_of(config, format, dtype), size, device, format.layout
+                *specs_of(config, format.of_layer(layer), dtype), size, device, format.layout
             )
         self.bytes_per_sector = page_bytes(config, format, dtype)
         self.num_asked = self.num_found = self.num_preempted = self.num_finished = 0

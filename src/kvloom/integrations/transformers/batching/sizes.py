@@ -24,8 +24,9 @@ def specs_of(config: Any, format: CacheFormat, dtype: torch.dtype) -> tuple[Any,
 def page_bytes(config: Any, format: CacheFormat, dtype: torch.dtype) -> int:
     """Bytes of a page in all layers, scales included."""
     size = format.page_size
-    specs = [replace(spec, layout="B S H D") for spec in specs_of(config, format, dtype)]
-    return int(config.num_hidden_layers * sum(spec.nbytes(size, size) for spec in specs))
+    layers = [specs_of(config, format.of_layer(i), dtype) for i in range(config.num_hidden_layers)]
+    specs = [replace(spec, layout="B S H D") for sides in layers for spec in sides]
+    return int(sum(spec.nbytes(size, size) for spec in specs))
 
 
 def windows_of(config: Any) -> list[int | None]:

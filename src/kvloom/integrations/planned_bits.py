@@ -1,0 +1,179 @@
+"""Which bits the keys and the values of each layer get, so that a budget of bytes buys the least error."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from kvloom.caches.format import kept_as
+from kvloom.core.spelling import parse_kind
+from kvloom.errors import ArgumentError
+from kvloom.integrations.compare import with_group
+from kvloom.integrations.head_errors import HeadErrors
+from kvloom.integrations.quality import ROWS
+from kvloom.integrations.transformers import KVCache
+from kvloom.integrations.transformers.bit_plan import BitPlan, config_digest
+from kvloom.integrations.transformers.build import text_config_of
+from kvloom.integrations.transformers.layers import KVCacheLayer
+from kvloom.integrations.transformers.loading import head_dim_of
+
+KINDS: Final = (
+    "int4,rotate=keys",
+    "int4:g32,rotate=keys",
+    "int4:g16,rotate=keys",
+    "int8,rotate=keys",
+    "auto",
+)
+"""What each side may become."""
+
+_Side = tuple[int, int]
+"""Layer, and 0 for keys or 1 for values."""
+
+
+def plan_bits(
+    model: Any,
+    input_ids: Tensor,
+    *,
+    bits: float | None = None,
+    budget: float | None = None,
+    kinds: Sequence[str] = KINDS,
+    chunk: int = 32,
+    on_step: Callable[[int, int], None] | None = None,
+) -> BitPlan:
+    """Measure what each kind costs each side of each layer, and choose the best within a budget.
+
+    While the model reads with exact keys and values, attention of each layer is computed again with its keys,
+    and with its values, kept as each kind; then the sum of the squared errors is the least that the bytes
+    allow, exactly. The same model and text give the same plan.
+
+    Args:
+        model: A ``PreTrainedModel`` that generates.
+        input_ids: ``[N, W]`` int64 or int32, the text to calibrate on.
+        bits: Bits of an element on average, scales included.
+        budget: Bytes of a token in all layers, scales included, instead of ``bits``.
+        kinds: What each side may become; codes whose group does not divide the head dim are left out.
+        chunk: Tokens that are fed at a time.
+        on_step: Called with the steps that are done and all steps, after each.
+
+    Raises:
+        ArgumentError: an argument is no such value, or the budget is less than the cheapest kind takes.
+        UnsupportedError: as ``KVCache.for_model``.
+    """
+    if (bits is None) == (budget is None):
+        raise ArgumentError(f"bits or budget must be given, and not both, got {bits!r} and {budget!r}")
+    if not isinstance(input_ids, Tensor) or input_ids.dim() != 2 or not input_ids.numel():
+        raise ArgumentError("input_ids must be [N, W] tokens, at least one")
+    if not kinds:
+        raise ArgumentError("kinds must be at least one, got none")
+    for kind in kinds:
+        parse_kind("kinds", kind)
+    head_dim = head_dim_of(text_config_of(model))
+    fitting = [
+        kind for kind in (with_group(model, kind) for kind in kinds) if head_dim % _group_of(kind) == 0
+    ]
+    kinds = [*dict.fromkeys(fitting)]
+    errors = _measure(model, input_ids, kinds, chunk, on_step)
+    costs, elements = _costs(model, kinds)
+    limit = bits * elements / 8 if bits is not None else float(budget or 0)
+    chosen = _cheapest_errors([(costs[side], errors[side]) for side in sorted(costs)], limit)
+    if chosen is None:
+        least = sum(min(cost) for cost in costs.values())
+        raise ArgumentError(f"budget must be at least {least} bytes a token, got {limit:g}")
+    by_side = dict(zip(sorted(costs), chosen, strict=True))
+    num_layers = max(layer for layer, _ in by_side) + 1
+    # A layer without keys of its own has no choice.
+    layers = [
+        (kinds[by_side.get((layer, 0), 0)], kinds[by_side.get((layer, 1), 0)]) for layer in range(num_layers)
+    ]
+    squares = sum(errors[side][choice] for side, choice in by_side.items())
+    return BitPlan(
+        config=config_digest(text_config_of(model)),
+        layers=tuple(layers),
+        nbytes_per_token=sum(costs[side][choice] for side, choice in by_side.items()),
+        error=(squares / num_layers) ** 0.5,
+    )
+
+
+def _group_of(kind: str) -> int:
+    return parse_kind("kinds", kind).group or 1
+
+
+def _measure(
+    model: Any,
+    input_ids: Tensor,
+    kinds: Sequence[str],
+    chunk: int,
+    on_step: Callable[[int, int], None] | None,
+) -> dict[_Side, list[float]]:
+    """Mean square of the error of each head's output, of each side, with each kind."""
+    makers = [
+        (lambda keys=keys, values=values: KVCache.for_model(model, keys, values=values))
+        for kind in kinds
+        for keys, values in ((kind, "auto"), ("auto", kind))
+    ]
+    meter = HeadErrors(model, makers)
+    width = input_ids.shape[1]
+    steps = [(rows, i) for rows in input_ids.to(model.device).split(ROWS) for i in range(0, width, chunk)]
+    cache: Any = None
+    for done, (rows, start) in enumerate(steps, 1):
+        cache = KVCache.for_model(model) if start == 0 else cache
+        with meter.measured(is_first=start == 0), torch.no_grad():
+            model(rows[:, start : start + chunk], past_key_values=cache, use_cache=True)
+        if on_step is not None:
+            on_step(done, len(steps))
+    found: dict[_Side, list[float]] = {}
+    for i, by_layer in enumerate(meter.result()):
+        for layer, heads in by_layer.items():
+            found.setdefault((layer, i % 2), []).append(sum(x**2 for x in heads) / len(heads))
+    return found
+
+
+def _costs(model: Any, kinds: Sequence[str]) -> tuple[dict[_Side, list[int]], int]:
+    """Bytes of a token of each side with each kind; and the elements of a token in all layers."""
+    cache = KVCache.for_model(model)
+    with torch.no_grad():
+        model(
+            torch.zeros(1, 1, dtype=torch.int64, device=model.device), past_key_values=cache, use_cache=True
+        )
+    costs: dict[_Side, list[int]] = {}
+    elements = 0
+    for index, layer in enumerate(cache.layers):
+        storage = layer.pages.storage if isinstance(layer, KVCacheLayer) else None
+        if storage is None:
+            continue
+        for side, spec in enumerate(storage.specs):
+            elements += spec.heads * spec.head_dim
+            costs[index, side] = [_nbytes(spec, kind, side) for kind in kinds]
+    return costs, elements
+
+
+def _nbytes(spec: Any, kind: str, side: int) -> int:
+    """Bytes of a token, of keys (0) or values (1) that are kept as a kind."""
+    dtype, quant = kept_as("kinds", kind, ("keys", "values")[side])
+    size = spec.heads * spec.head_dim
+    if quant is None:
+        return int(size * (dtype or spec.dtype).itemsize)
+    return int(size * quant.bits // 8 + size // quant.group * quant.scale_dtype.itemsize)
+
+
+def _cheapest_errors(items: Sequence[tuple[list[int], list[float]]], limit: float) -> list[int] | None:
+    """Of each item's choices ``(costs, errors)``, those of the least sum of errors within a limit of costs.
+
+    Every sum of costs that can be reached is kept with the least error that reaches it, unless one costs less
+    and errs less. Of equal ones the cheaper, then the one whose choices come first.
+    """
+    front: list[tuple[float, float, tuple[int, ...]]] = [(0, 0.0, ())]  # by cost
+    for costs, errors in items:
+        grown = [
+            (cost + more, error + worse, (*choices, i))
+            for cost, error, choices in front
+            for i, (more, worse) in enumerate(zip(costs, errors, strict=True))
+            if cost + more <= limit
+        ]
+        front, least = [], float("inf")
+        for each in sorted(grown):
+            if each[1] < least:
+                front.append(each)
+                least = each[1]
+    return list(front[-1][2]) if front else None

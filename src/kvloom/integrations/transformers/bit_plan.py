@@ -1,0 +1,91 @@
+"""How each layer of one model keeps its keys and values, as a file."""
+
+import hashlib
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+from kvloom.caches import CacheFormat
+from kvloom.caches.format import kept_as
+from kvloom.errors import ArgumentError
+
+_FORMAT: Final = "kvloom-plan/1"
+_WITHOUT_EFFECT: Final = frozenset(
+    {"_name_or_path", "dtype", "torch_dtype", "transformers_version", "use_cache", "return_dict"}
+)
+
+
+@dataclass(frozen=True, slots=True)
+class BitPlan:
+    """Kinds of keys and of values, layer by layer.
+
+    Attributes:
+        config: ``config_digest`` of the model that it was made for.
+        layers: Kinds of keys and of values of each layer, as ``KVCache.for_model`` takes them as ``kv`` and
+            ``values``.
+        nbytes_per_token: Cache bytes of one token in all layers, scales included.
+        error: Root mean square of the errors of attention's output over all heads, as they were measured one
+            side of one layer at a time; the squares are added.
+    """
+
+    config: str
+    layers: tuple[tuple[str, str], ...]
+    nbytes_per_token: float
+    error: float
+
+    def save(self, path: str | Path) -> None:
+        """Write it as JSON: the same plan, the same bytes."""
+        fields = {
+            "format": _FORMAT,
+            "config": self.config,
+            "nbytes_per_token": self.nbytes_per_token,
+            "error": self.error,
+            "layers": [{"keys": keys, "values": values} for keys, values in self.layers],
+        }
+        Path(path).write_text(json.dumps(fields, indent=1) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | Path, name: str = "path") -> "BitPlan":
+        """What ``save`` wrote.
+
+        Args:
+            path: The file.
+            name: The caller's argument, for the error.
+
+        Raises:
+            ArgumentError: it is no such file.
+        """
+        try:
+            fields = json.loads(Path(path).read_text(encoding="utf-8"))
+            if fields["format"] != _FORMAT:
+                raise ArgumentError(f"{name} must be a plan of {_FORMAT}, got {fields['format']!r}")
+            layers = tuple((str(layer["keys"]), str(layer["values"])) for layer in fields["layers"])
+            return cls(
+                str(fields["config"]), layers, float(fields["nbytes_per_token"]), float(fields["error"])
+            )
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            if isinstance(error, ArgumentError):
+                raise
+            raise ArgumentError(f"{name} must be a plan that kvloom saved: {error!r:.200}") from None
+
+    def format(self, name: str, base: CacheFormat) -> CacheFormat:
+        """``base``, with each layer as the plan says.
+
+        Args:
+            name: The caller's argument, for an error of a kind that is none.
+            base: Says the rest.
+        """
+        layers = []
+        for keys, values in self.layers:
+            sides = (kept_as(name, keys, "keys"), kept_as(name, values, "values"))
+            key, value = (CacheFormat(dtype, quant) for dtype, quant in sides)
+            layers.append(replace(key, values=value))
+        return replace(base, layers=tuple(layers))
+
+
+def config_digest(config: Any) -> str:
+    """64 hex digits, of every field of a configuration that changes keys and values."""
+    fields = {name: value for name, value in config.to_dict().items() if name not in _WITHOUT_EFFECT}
+    text = json.dumps(fields, sort_keys=True, separators=(",", ":"), default=str)
+    return hashlib.sha256(text.encode()).hexdigest()
