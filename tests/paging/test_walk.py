@@ -23,9 +23,13 @@ def run(walk: Walk, num_steps: int, every: int) -> None:
         raise AssertionError(f"KVLOOM_WALK_SEED={SEED} leads to: {failure!r}") from failure
 
 
-@pytest.mark.parametrize("page_size", [1, 4, 16])
-def test_walk_keeps_every_invariant_and_reads_only_its_own_tokens(page_size: int) -> None:
-    run(Walk(World(256, page_size), SEED, num_requests=64), NUM_STEPS // 3, every=64)
+@pytest.mark.parametrize(("page_size", "policy"), [(1, "lru"), (4, "lru"), (16, "lru"), (4, "ours")])
+def test_walk_keeps_every_invariant_and_reads_only_its_own_tokens(page_size: int, policy: str) -> None:
+    run(Walk(World(256, page_size, policy), SEED, num_requests=64), NUM_STEPS // 3, every=64)
+
+
+def test_a_small_pool_of_our_policy_keeps_every_invariant_at_every_step() -> None:
+    run(Walk(World(32, 1, "ours"), SEED, num_requests=10), NUM_STEPS // 10, every=1)
 
 
 @pytest.mark.parametrize("page_size", [1, 3])

@@ -28,8 +28,8 @@ def append(table: PageTable, num_tokens: int) -> list[Copy]:
 class FailingPool(PagePool):
     """Counts the requests for pages, and can refuse the n-th from now."""
 
-    def __init__(self, num_pages: int) -> None:
-        super().__init__(num_pages)
+    def __init__(self, num_pages: int, policy: str = "lru") -> None:
+        super().__init__(num_pages, policy)
         self.num_takes = 0
         self.fail_at: int | None = None
 
@@ -61,9 +61,9 @@ class Request:
 class World:
     """Pool, tree, tables and the memory they speak of."""
 
-    def __init__(self, num_pages: int, page_size: int) -> None:
+    def __init__(self, num_pages: int, page_size: int, policy: str = "lru") -> None:
         self.page_size = page_size
-        self.pool = FailingPool(num_pages)
+        self.pool = FailingPool(num_pages, policy)
         self.tree = PrefixTree(self.pool, page_size)
         self.requests: list[Request] = []
         self.memory: defaultdict[int, list[int | None]] = defaultdict(lambda: [None] * page_size)

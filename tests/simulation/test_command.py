@@ -56,7 +56,7 @@ def test_json_and_a_plot_say_the_same(
         (["--capacity", "3MB"], "--capacity must be tokens such as 500k or 3M, got '3MB'"),
         (["--capacity", "1M,,2M"], "--capacity must be tokens such as 500k or 3M, got ''"),
         (["--capacity", "1M,5"], "--capacity must be at least 512 tokens, got 5"),
-        (["--policy", "lru,mru"], "--policy must be one of lru, fifo"),
+        (["--policy", "lru,mru"], "--policy must be one of lru, ours, fifo"),
     ],
     ids=str,
 )

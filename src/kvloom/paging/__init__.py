@@ -3,12 +3,12 @@
 from kvloom.paging.causes import CAUSES, Miss
 from kvloom.paging.check import check
 from kvloom.paging.events import Events
-from kvloom.paging.pool import PagePool, PageRef
+from kvloom.paging.pool import POLICIES, PagePool, PageRef
 from kvloom.paging.prefix import PrefixTree
 from kvloom.paging.states import Event, PageStates
 from kvloom.paging.table import Copy, Growth, PageTable
 
 __all__ = [
-    "CAUSES", "Copy", "Event", "Events", "Growth", "Miss", "PagePool", "PageRef", "PageStates", "PageTable",
-    "PrefixTree", "check",
+    "CAUSES", "POLICIES", "Copy", "Event", "Events", "Growth", "Miss", "PagePool", "PageRef", "PageStates",
+    "PageTable", "PrefixTree", "check",
 ]  # fmt: skip

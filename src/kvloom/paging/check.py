@@ -7,6 +7,7 @@ from kvloom.errors import StateError
 from kvloom.paging.pool import PagePool, PageRef
 from kvloom.paging.prefix import PrefixTree
 from kvloom.paging.table import PageTable
+from kvloom.paging.worth import WorthOrder
 
 
 def check(
@@ -38,6 +39,8 @@ def check(
             raise StateError(f"{ref} is held and stale: the page is now {pool._refs[ref.id]}")
     _check_tree(pool, tree)
     _check_states(pool, Counter(ref.id for ref in holders))
+    if pool.worth is not None:
+        _check_worth(pool, pool.worth)
 
 
 def _check_table(i: int, table: PageTable, size: int) -> None:
@@ -109,3 +112,22 @@ def _check_states(pool: PagePool, counts: Counter[int]) -> None:
         visited.add(page)
         if sealed[page] in visited:
             raise StateError(f"page {page} would be evicted after its parent {sealed[page]}")
+
+
+def _check_worth(pool: PagePool, worth: WorthOrder) -> None:
+    """The order of what goes knows each sealed page, its parent and children, and if it is evictable."""
+    sealed = pool._parents
+    if worth._sealed.keys() != sealed.keys():
+        raise StateError(f"sealed are {sorted(sealed)}, ranked {sorted(worth._sealed)}")
+    children = Counter(sealed.values())
+    listed = {id(rest) for heap in worth._cells.values() for _, rest in heap}
+    for page, text in worth._sealed.items():
+        if (text.page, text.parent, text.children) != (page, sealed[page], children[page]):
+            raise StateError(
+                f"page {page} has parent {sealed[page]} and {children[page]} children, ranked as page "
+                f"{text.page} with parent {text.parent} and {text.children}"
+            )
+        if (text.rest is not None) != (page in pool._evictable):
+            raise StateError(f"page {page} is ranked as if it were {'not ' * (text.rest is None)}evictable")
+        if text.rest is not None and not text.children and id(text.rest) not in listed:
+            raise StateError(f"page {page} has no children, and can never go")

@@ -2,11 +2,15 @@
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from itertools import takewhile
-from typing import NamedTuple
+from itertools import islice, takewhile
+from typing import Final, NamedTuple
 
 from kvloom.errors import ArgumentError, OutOfPages, StateError
 from kvloom.paging.events import Events
+from kvloom.paging.worth import WorthOrder
+
+POLICIES: Final = ("lru", "ours")
+"""By which evictable pages go first."""
 
 
 class PageRef(NamedTuple):
@@ -43,22 +47,32 @@ class PagePool:
 
     Args:
         num_pages: Pages to begin with, in one extent; ``grow`` adds more.
+        policy: Which evictable pages go first: ``"lru"``, those that are idle for longest, or ``"ours"``,
+            those that are worth least by what the pool has seen (``WorthOrder``).
 
     Attributes:
         events: What happens to pages, if that is recorded; ``PrefixTree.record`` sets it.
+
+    Raises:
+        ArgumentError: there is no such policy.
     """
 
     # How pool and tree work together: a page sealed under a parent holds one reference to it while it is
     # active itself. So a parent becomes evictable after its last child, and the order in which pages became
     # evictable, kept here, is both least recently used first and leaves before parents. The tree evicts in
-    # that order: ``take`` calls the function that the tree gave to ``attach``, which calls ``reclaim``.
+    # that order, or in that of ``worth``: ``take`` calls the function that the tree gave to ``attach``, which
+    # calls ``reclaim``.
 
     __slots__ = (
         "_counts", "_evict", "_evictable", "_extents", "_free", "_parents", "_places", "_refs", "events",
+        "worth",
     )  # fmt: skip
 
-    def __init__(self, num_pages: int) -> None:
+    def __init__(self, num_pages: int, policy: str = "lru") -> None:
+        if policy not in POLICIES:
+            raise ArgumentError(f"policy must be one of {', '.join(POLICIES)}, got {policy!r}")
         self.events: Events | None = None
+        self.worth = WorthOrder() if policy == "ours" else None
         self._refs: list[PageRef] = []  # of each page, the one reference that is valid now
         self._counts: list[int] = []
         self._free: dict[int, None] = {}  # a stack from which any page can be taken
@@ -187,6 +201,8 @@ class PagePool:
             del self._evictable[page]
             if self.events is not None:
                 self.events.causes.wake(page)
+            if self.worth is not None:
+                self.worth.wake(page)
             page = self._parents[page]
 
     def release(self, ref: PageRef) -> None:
@@ -213,6 +229,8 @@ class PagePool:
             self._evictable[page] = None
             if events is not None:
                 events.causes.idle(page)
+            if self.worth is not None:
+                self.worth.rest(page)
             page = self._parents[page]
 
     def count(self, ref: PageRef) -> int:
@@ -266,6 +284,12 @@ class PagePool:
             above = page
         for page in pages[:-1]:
             self._counts[page] += 1  # the reference of its child
+
+    def victims(self, num_pages: int) -> list[PageRef]:
+        """For the tree, which must ``reclaim`` them: the pages that go first, or all if there are fewer."""
+        if self.worth is None:
+            return list(islice(self.evictable(), num_pages))
+        return [self._refs[page] for page in self.worth.evict(num_pages)]
 
     def reclaim(self, refs: Sequence[PageRef]) -> None:
         """For the tree: free evictable pages that have no child left, and end their generation.

@@ -6,7 +6,6 @@ Letters: S tokens in a page.
 import struct
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import islice
 from typing import TypeAlias
 
 from kvloom.errors import ArgumentError, StateError
@@ -165,7 +164,10 @@ class PrefixTree:
                 self._pool.release(ref)
         parent = found[-1] if found else None
         self._pool.seal(refs[len(found) : len(pages)], parent)
+        worth = self._pool.worth
         for page, ref in zip(pages[len(found) :], refs[len(found) :], strict=False):
+            if worth is not None:
+                worth.seal(ref.id, None if parent is None else parent.id, (salt, page))
             self._keys[ref.id] = key = (salt, parent, page)
             self._refs[key] = parent = ref
         if self._pool.events is not None and len(found) < len(pages):
@@ -173,14 +175,14 @@ class PrefixTree:
         return found + list(refs[len(found) :])
 
     def evict(self, num_pages: int) -> int:
-        """Free the ``num_pages`` evictable pages that are idle for longest, or all if there are fewer.
+        """Free ``num_pages`` evictable pages, first those that the pool's policy names, or all there are.
 
         Returns:
             How many were freed.
         """
         if num_pages < 0:
             raise ArgumentError(f"num_pages must be at least 0, got {num_pages}")
-        return self._forget(list(islice(self._pool.evictable(), num_pages)))
+        return self._forget(self._pool.victims(num_pages))
 
     def sequences(self) -> Iterator[tuple[str, list[int], list[PageRef]]]:
         """Salt, tokens and pages of the longest sequences that can be found; all others begin them."""

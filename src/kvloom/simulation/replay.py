@@ -4,13 +4,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from kvloom import paging
 from kvloom.errors import ArgumentError
 from kvloom.paging import PagePool, PrefixTree
 from kvloom.simulation.policies import GENERAL, Policy, optimum
 from kvloom.simulation.trace import BLOCK_TOKENS, Request
 
-POLICIES: Final = ("lru", *GENERAL, "opt")
-"""``"lru"`` is what serves; the others are caches of blocks that know nothing of each other."""
+POLICIES: Final = (*paging.POLICIES, *GENERAL, "opt")
+"""``"lru"`` and ``"ours"`` are what serves; the others know blocks, and nothing of what is between them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +58,8 @@ def replay(requests: Sequence[Request], capacity: int, policy: str = "lru") -> H
     num_pages = capacity // BLOCK_TOKENS
     if num_pages < 1:
         raise ArgumentError(f"capacity must be at least {BLOCK_TOKENS} tokens, got {capacity}")
-    if policy == "lru":
-        found = _through_the_pool(requests, num_pages)
+    if policy in paging.POLICIES:
+        found = _through_the_pool(requests, num_pages, policy)
     elif policy == "opt":
         found = _through(requests, optimum(num_pages, requests))
     elif policy in GENERAL:
@@ -76,8 +77,8 @@ def replay(requests: Sequence[Request], capacity: int, policy: str = "lru") -> H
     )
 
 
-def _through_the_pool(requests: Sequence[Request], num_pages: int) -> list[int]:
-    pool = PagePool(num_pages)
+def _through_the_pool(requests: Sequence[Request], num_pages: int, policy: str) -> list[int]:
+    pool = PagePool(num_pages, policy)
     tree = PrefixTree(pool, page_size=1)  # the id of a block stands for its tokens
     counts = []
     for request in requests:
