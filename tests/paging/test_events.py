@@ -203,6 +203,21 @@ def test_so_many_pages_more_keep_a_page_and_one_less_does_not(seed: int, num_pag
         assert pages == [*range(count, len(text))]  # each exactly once
 
 
+def test_where_what_is_worth_least_goes_nobody_knows_how_many_pages_more_would_keep_it() -> None:
+    pool = PagePool(4, "ours")
+    tree = PrefixTree(pool, 1)
+    tree.record()
+    for text in ([1, 2], [3, 4], [5, 6]):
+        serve(tree, pool, text)
+    for text in ([1, 2], [3, 4], [5, 6]):
+        missed = serve(tree, pool, text)
+        if missed:
+            assert missed[0]["cause"] == "evicted" and missed[0].get("more") is None
+            break
+    else:
+        pytest.fail("six pages were kept in four")
+
+
 def test_what_is_forgotten_was_never_stored() -> None:
     pool = PagePool(2)
     tree = PrefixTree(pool, 1)

@@ -28,7 +28,8 @@ class Miss(NamedTuple):
         at: ``below``: the missed page that they are behind; ``tokens differ``: the first such token.
         time: ``evicted``: when.
         by: ``evicted``: the request that needed the room.
-        more: ``evicted``: with so many pages more it would have been kept, and with fewer not.
+        more: ``evicted``: with so many pages more it would have been kept, and with fewer not; ``None``
+            where that is not known.
         what: ``damaged``, ``other format``: what the store says.
     """
 
@@ -87,16 +88,17 @@ class Causes:
 
     How many pages more would have kept a page is exact for a pool that gives up what is idle for longest, by
     the distance of its uses: a larger pool would have found what was evicted of a text when it was asked for,
-    and computed only the rest.
+    and computed only the rest. Of other pools nobody knows it.
 
     Args:
         page_size: Tokens in a page.
+        is_lru: Whether the pool gives up what is idle for longest.
         max_remembered: Pages that are remembered; of more, those that were not used for longest are forgotten
             and taken for ``never stored``.
     """
 
-    def __init__(self, page_size: int, max_remembered: int) -> None:
-        self.page_size = page_size
+    def __init__(self, page_size: int, max_remembered: int, is_lru: bool = True) -> None:
+        self.page_size, self._is_lru = page_size, is_lru
         self._max_remembered = max_remembered
         self._texts: dict[tuple[int, bytes], int] = {}
         self._num_texts = 0
@@ -146,7 +148,7 @@ class Causes:
         for i in range(num_found, len(nodes)):
             node = nodes[i]
             if node.state == "evicted":
-                if node.place >= 0:
+                if node.place >= 0 and self._is_lru:
                     more = self._order.num_above(node) + self._num_held + 1 - num_pages
                     node.more = max(more, node.more or 1)  # what was too few before was not sealed since
                 misses.append(Miss("evicted", i, time=node.time, by=node.by, more=node.more))

@@ -34,6 +34,7 @@ class Events:
         capacity: Events that are kept.
         max_remembered: Pages of texts that are remembered.
         clock: Seconds from some moment on.
+        is_lru: Whether the pool gives up what is idle for longest, so that a miss knows ``more``.
 
     Attributes:
         causes: Why pages are missed.
@@ -52,12 +53,13 @@ class Events:
         *,
         max_remembered: int = 200_000,
         clock: Callable[[], float] = time.perf_counter,
+        is_lru: bool = True,
     ) -> None:
         if capacity < 1:
             raise ArgumentError(f"capacity must be at least 1, got {capacity}")
         if max_remembered < 1:
             raise ArgumentError(f"max_remembered must be at least 1, got {max_remembered}")
-        self.causes = Causes(page_size, max_remembered)
+        self.causes = Causes(page_size, max_remembered, is_lru)
         self.before = PageStates()
         self.num_dropped = self.request = self.num_requests = self.page_bytes = 0
         self.takers: list[int] = []

@@ -104,7 +104,9 @@ class PrefixTree:
             The events, which begin with the present state; ``pool.events``.
         """
         pool = self._pool
-        events = Events(self.page_size, capacity, max_remembered=max_remembered, clock=clock)
+        events = Events(
+            self.page_size, capacity, max_remembered=max_remembered, clock=clock, is_lru=pool.worth is None
+        )
         events.note("grow", [], num_pages=pool.num_pages)
         idle = [ref.id for ref in pool.evictable()]
         free = {page for page in range(pool.num_pages) if pool.is_free(page)}
