@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from integrations.vllm.engines import INT8
+from integrations.vllm.engines import INT8, NEW_TOKENS, prompts
 
 from kvloom.models import bundled_model_path
 
@@ -55,6 +55,18 @@ class Server:
                 return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0)
             except (urllib.error.URLError, ConnectionError):
                 time.sleep(1)
+
+    def answers(self) -> tuple[list[list[int]], int]:
+        """Greedy tokens behind the prompts, and how many tokens those have."""
+        with self.client() as client:
+            answer = client.completions.create(
+                model="bundled",
+                prompt=prompts(),
+                temperature=0,
+                max_tokens=NEW_TOKENS,
+                extra_body={"ignore_eos": True, "return_token_ids": True},
+            )
+        return [choice.token_ids for choice in answer.choices], answer.usage.prompt_tokens
 
     def count(self, name: str) -> int:
         """A counter of its metrics, without ``vllm:`` and ``_total``."""

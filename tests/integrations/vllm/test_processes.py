@@ -5,19 +5,17 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from integrations.vllm.engines import (
     INT8,
-    NEW_TOKENS,
     child,
     needs_vllm,
     prompts,
     tokens_of,
     tokens_of_child,
 )
-from integrations.vllm.servers import server
+from integrations.vllm.servers import Server, server
 
 needs_vllm()
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -57,28 +55,23 @@ def test_a_plug_in_that_fails_ends_the_engine(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """The client of a server over int8 pages."""
+def int8_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """One over int8 pages."""
     pytest.importorskip("openai")
     with server(tmp_path_factory.mktemp("server") / "log.txt") as started:
-        with started.client() as client:
-            yield client
+        yield started
     assert started.log.read_text().count("attends to pages of int8:g64") == 1
 
 
-def test_the_server_answers_with_the_tokens_of_stock_vllm(client: Any, stock: list[list[int]]) -> None:
-    answer = client.completions.create(
-        model="bundled",
-        prompt=prompts(),
-        temperature=0,
-        max_tokens=NEW_TOKENS,
-        extra_body={"ignore_eos": True, "return_token_ids": True},
-    )
-    assert [choice.token_ids for choice in answer.choices] == stock
+def test_the_server_answers_with_the_tokens_of_stock_vllm(
+    int8_server: Server, stock: list[list[int]]
+) -> None:
+    assert int8_server.answers()[0] == stock
 
 
-def test_a_stream_is_the_answer_in_parts(client: Any) -> None:
+def test_a_stream_is_the_answer_in_parts(int8_server: Server) -> None:
     arguments = {"model": "bundled", "prompt": prompts()[1], "temperature": 0, "max_tokens": 32}
-    whole = client.completions.create(**arguments).choices[0].text
-    parts = [event.choices[0].text for event in client.completions.create(**arguments, stream=True)]
+    with int8_server.client() as client:
+        whole = client.completions.create(**arguments).choices[0].text
+        parts = [event.choices[0].text for event in client.completions.create(**arguments, stream=True)]
     assert len(parts) > 4 and "".join(parts) == whole

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from integrations.vllm.engines import NEW_TOKENS, needs_vllm, prompts, tokens_of
-from integrations.vllm.servers import Server, server, with_store
+from integrations.vllm.engines import needs_vllm, tokens_of
+from integrations.vllm.servers import server, with_store
 
 needs_vllm()
 pytest.importorskip("openai")
@@ -35,29 +35,16 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
         yield bucket
 
 
-def answers(server: Server) -> tuple[list[list[int]], int]:
-    """Greedy tokens behind the prompts, and how many tokens those have."""
-    with server.client() as client:
-        answer = client.completions.create(
-            model="bundled",
-            prompt=prompts(),
-            temperature=0,
-            max_tokens=NEW_TOKENS,
-            extra_body={"ignore_eos": True, "return_token_ids": True},
-        )
-    return [choice.token_ids for choice in answer.choices], answer.usage.prompt_tokens
-
-
 @pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="one core")
 def test_a_second_server_finds_what_the_first_one_computed(
     stock: list[list[int]], url: str, tmp_path: Path
 ) -> None:
     options = with_store(url)
     with server(tmp_path / "1.txt", *options) as first, server(tmp_path / "2.txt", *options) as second:
-        tokens, num_prompt = answers(first)
+        tokens, num_prompt = first.answers()
         assert tokens == stock
         time.sleep(3)  # it is written behind, and found within two seconds
-        assert answers(second) == (stock, num_prompt)
+        assert second.answers() == (stock, num_prompt)
         assert second.count("external_prefix_cache_hits") >= 0.95 * num_prompt
         assert second.count("kvloom_tokens_loaded") == second.count("external_prefix_cache_hits")
         assert second.count("kvloom_tokens_failed") == second.count("kvloom_damaged") == 0
