@@ -18,7 +18,7 @@ from kvloom import __version__
 from kvloom.conform.command import add_conform
 from kvloom.core.spelling import STORAGE, expect_kv
 from kvloom.errors import ArgumentError, KVError
-from kvloom.integrations import quality_command
+from kvloom.integrations import quality_command, record_command
 from kvloom.layouts.command import add_layouts
 from kvloom.models import bundled_model_path, check_model_folder
 from kvloom.planning import command as planning
@@ -26,6 +26,7 @@ from kvloom.serving import bench, command
 from kvloom.simulation import command as simulation
 from kvloom.store.backends import store_url
 from kvloom.store.command import add_parser as add_store_parser
+from kvloom.tracing.command import add_parsers as add_tracing
 
 _DEMO_KINDS = ["float32", "int8", "int4"]
 _DEMO_PROMPT_CHARACTERS = 2200
@@ -105,6 +106,7 @@ def _parser() -> argparse.ArgumentParser:
     demo = commands.add_parser("demo", help="the bundled model on held-out text, and a table of cache kinds")
     demo.add_argument("--max-new-tokens", type=int, default=128, metavar="N")
     demo.add_argument("--runs", type=int, default=3, metavar="N", help="timed runs of each cache kind")
+    demo.add_argument("--view", type=Path, metavar="FILE", help="write a page of HTML that shows the pages")
     demo.set_defaults(run=_demo)
 
     quality = quality_command.add_parser(commands, _load_folder)
@@ -133,6 +135,8 @@ def _parser() -> argparse.ArgumentParser:
     simulate = commands.add_parser("simulate", help="what other sizes of a cache would have found of a trace")
     simulation.add_options(simulate)
     simulate.set_defaults(run=_options_named("capacity|policy")(simulation.run))
+
+    add_tracing(commands, lambda args: _options_named("kv|model")(record_command.run)(args, _load_folder))
 
     add_layouts(commands)
 
@@ -256,7 +260,7 @@ def _demo(args: argparse.Namespace) -> None:
     console.rule(f"{source.name} (held out), continued from int8 pages read in place")
     with attention_for(model, "int8", in_place=True):
         folder = str(_demo_folder())
-        _stream(model, tokenizer, prompt, "int8", args.max_new_tokens, num_lines_shown=12, store=folder)
+        _stream(model, tokenizer, prompt, "int8", args.max_new_tokens, 12, folder, args.view)
     inputs = tokenizer(prompt, return_tensors="pt").input_ids.to(model.device)
     rows = compare(
         model, inputs, _DEMO_KINDS, max_new_tokens=args.max_new_tokens, num_runs=args.runs, in_place=True
@@ -325,6 +329,7 @@ def _stream(
     max_new_tokens: int,
     num_lines_shown: int | None = None,
     store: str | None = None,
+    view: Path | None = None,
 ) -> None:
     """Print the prompt (or its last lines) and its greedy continuation as tokens come, then what it cost."""
     from kvloom.integrations.transformers import KVCache, Streamer
@@ -346,6 +351,8 @@ def _stream(
 
     num_tokens = inputs.input_ids.shape[1]
     pool = None if store is None else _pool_over(store, model, kv, num_tokens + max_new_tokens)
+    if pool is not None and view is not None:
+        pool.record()
     start = time.perf_counter()
     cache = KVCache.for_model(model, kv=kv) if pool is None else pool.begin(inputs.input_ids)
     num_read, reading = int(cache.get_seq_length()), time.perf_counter() - start
@@ -369,6 +376,8 @@ def _stream(
     if pool is not None:
         pool.commit(cache, out)
         pool.close()
+        if view is not None:
+            pool.save_events(view, tokenizer.decode)
         computing = num_read * pool.report()["store"]["seconds_per_token"]
         sys.stderr.write(
             f"[{num_read} of {num_tokens} prompt tokens read from {store} in {1e3 * reading:.1f} ms, "

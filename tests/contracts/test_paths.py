@@ -21,6 +21,7 @@ FOREIGN = {
     "docs/quality.md": {"notes.txt", "plan.json", "quality.svg"},
     "docs/store-format.md": {"kvloom-run/1"},
     "docs/store.md": {"path/to/model", "prompt.safetensors", "prompt.txt"},
+    "docs/trace.md": {"a.txt", "b.txt"},
     "docs/vllm.md": {"argparse.py", "json/decoder.py", "calendar.py", "heapq.py", "queue.py", "csv.py"},
     "examples/README.md": {"examples/NAME.py"},
     "src/kvloom/models/stdlib-4m/MODEL_CARD.md": {"html/entities.py", "stringprep.py"},

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
 import threading
 import time
 from collections.abc import Iterator
@@ -12,27 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from browsers import NEEDS_BROWSER, opened, screenshots, wait
 from oracles.serving import PROMPT, Served, served
 
 from kvloom.serving.dashboard import page, runs_of
-
-CHROMIUM = shutil.which("chromium")
-DRIVER = shutil.which("chromedriver")
-NEEDS_BROWSER = pytest.mark.skipif(
-    CHROMIUM is None or DRIVER is None, reason="needs a browser: apt-get install chromium chromium-driver"
-)
-FLAGS = [
-    "--headless",
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-    "--disable-dev-shm-usage",
-    "--window-size=1280,900",
-]
 
 
 @pytest.fixture(scope="module")
@@ -74,34 +55,13 @@ def busy(server: Served) -> Iterator[Served]:
 
 @pytest.fixture
 def output(tmp_path: Path) -> Path:
-    """Where screenshots go."""
-    folder = Path(os.environ.get("KVLOOM_SCREENSHOTS", tmp_path))
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
+    return screenshots(tmp_path)
 
 
 @pytest.fixture
 def browser(tmp_path: Path) -> Iterator[Any]:
-    pytest.importorskip("selenium", reason="needs selenium")
-    from selenium import webdriver
-
-    options = webdriver.ChromeOptions()
-    options.binary_location = str(CHROMIUM)
-    for flag in (*FLAGS, f"--user-data-dir={tmp_path / 'profile'}"):
-        options.add_argument(flag)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    driver = webdriver.Chrome(options, webdriver.ChromeService(DRIVER))
-    try:
+    with opened(tmp_path) as driver:
         yield driver
-    finally:
-        driver.quit()
-
-
-def wait(condition: Any) -> Any:
-    """What ``condition`` returns, as soon as that is true."""
-    while not (found := condition()):
-        time.sleep(0.05)
-    return found
 
 
 def test_the_page_loads_nothing_from_elsewhere(server: Served) -> None:

@@ -44,6 +44,7 @@ class Events:
         takers: Whose the pages are that are handed out next, if not all are that request's.
         num_requests: Requests so far.
         page_bytes: Bytes of a page, 0 if nobody said.
+        scale: Tokens of a text that one of the tree stands for.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class Events:
         self.before = PageStates()
         self.num_dropped = self.request = self.num_requests = self.page_bytes = 0
         self.takers: list[int] = []
+        self.scale = 1
         self._page_size, self._capacity, self._clock = page_size, capacity, clock
         self._ring: deque[Event] = deque()
         self._began, self._date = clock(), time.time()
@@ -133,10 +135,12 @@ class Events:
         self.request = self.num_requests
         nodes = self.causes.nodes_of(salt, asked)
         ids = [node.id for node in nodes]
-        self.note("begin", [], tenant=self.tenant(salt), tokens=num_tokens, nodes=ids)
+        self.note("begin", [], tenant=self.tenant(salt), tokens=num_tokens * self.scale, nodes=ids)
         if found:
             self.note("hit", found, nodes=ids[: len(found)])
         for miss in self.causes.explain(nodes, len(found), num_pages):
+            if miss.cause == "tokens differ" and miss.at is not None:
+                miss = miss._replace(at=miss.at * self.scale)
             self.note("miss", [], **{name: x for name, x in miss._asdict().items() if x is not None})
         self.causes.ask(self.request, nodes, len(found))
 
@@ -182,7 +186,7 @@ class Events:
         yield {
             "format": FORMAT,
             "date": self._date,
-            "page_size": self._page_size,
+            "page_size": self._page_size * self.scale,
             "page_bytes": self.page_bytes,
             "dropped": self.num_dropped,
         }

@@ -1,6 +1,6 @@
 """Prefixes that the caches of one model share, found by their tokens."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -11,11 +11,12 @@ from torch import Tensor
 from kvloom.caches import Pages, Sequences
 from kvloom.caches.saving import hold, save_pages
 from kvloom.core.checks import INDEX_DTYPES, expect
-from kvloom.errors import ArgumentError, UnsupportedError
+from kvloom.errors import ArgumentError, StateError, UnsupportedError
 from kvloom.integrations.transformers.build import cache_format, make_layers, text_config_of
 from kvloom.integrations.transformers.cache import KVCache
 from kvloom.integrations.transformers.layers import KVCacheLayer
 from kvloom.paging import Events, PageRef, PageTable, PrefixTree, check
+from kvloom.tracing.page import view
 
 if TYPE_CHECKING:
     from kvloom.store import KVStore
@@ -200,6 +201,24 @@ class KVPool:
         """``flush``, and write nothing more to the store; other pools of one ``KVStore`` neither."""
         if self._below is not None:
             self._below.store.close()
+
+    def save_events(self, path: str | Path, decode: Callable[[list[int]], str] | None = None) -> None:
+        """Write what was recorded: a page of HTML if ``path`` ends with ``.html``, or else JSON lines.
+
+        Args:
+            path: File to write.
+            decode: Token ids to text; without it neither text nor token ids are written.
+
+        Raises:
+            StateError: nothing was recorded.
+        """
+        events = self.events
+        if events is None:
+            raise StateError("events are not recorded, call record() before")
+        if Path(path).suffix == ".html":
+            view(events, path, decode)
+        else:
+            events.save(path, tokens=decode is not None, decode=decode)
 
     @property
     def events(self) -> Events | None:

@@ -1,0 +1,54 @@
+"""``kvloom trace record``: texts continued one after the other in one pool, whose events are written."""
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from kvloom.core.spelling import parse_kind
+from kvloom.errors import ArgumentError
+
+
+def run(args: argparse.Namespace, load: Callable[[Path | None], tuple[Any, Any]]) -> None:
+    """Record, and write the file.
+
+    Args:
+        args: The options.
+        load: Gives the model and the tokenizer of a folder, or the bundled ones.
+    """
+    parse_kind("--kv", args.kv)
+    for name in ("pages", "page_size", "max_new_tokens"):
+        if (value := getattr(args, name)) < 1:
+            raise ArgumentError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+    prompts = [_read(path) for path in args.prompt_file]
+    model, tokenizer = load(args.model)
+    from kvloom.integrations.transformers import KVPool
+
+    model.generation_config.cache_implementation = None  # it is ours
+    size = args.page_size
+    pool = KVPool.for_model(model, kv=args.kv, page_size=size, max_tokens=args.pages * size)
+    events = pool.record()
+    for path, prompt in zip(args.prompt_file, prompts, strict=True):
+        tokens = tokenizer(prompt, return_tensors="pt").input_ids.to(model.device)
+        cache = pool.begin(tokens)
+        events.name(path.name)
+        out = model.generate(
+            tokens,
+            attention_mask=tokens.new_ones(tokens.shape),
+            past_key_values=cache,
+            max_new_tokens=args.max_new_tokens,
+            do_sample=False,
+        )
+        pool.commit(cache, out)
+        del cache
+    pool.save_events(args.events, None if args.no_text else tokenizer.decode)
+
+
+def _read(path: Path) -> str:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise ArgumentError(f"--prompt-file must be text in UTF-8: {error}") from error
+    if not text:
+        raise ArgumentError(f"--prompt-file must hold at least one token, got an empty text in {str(path)!r}")
+    return text

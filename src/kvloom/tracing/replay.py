@@ -1,0 +1,93 @@
+"""Lookups replayed through the pool and the tree that serve, recorded, one after the other."""
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from kvloom.errors import ArgumentError
+from kvloom.paging import Events, PagePool, PrefixTree
+from kvloom.simulation.trace import BLOCK_TOKENS, read_trace
+from kvloom.tracing.recording import read_lines
+
+_ALL: Final = 1 << 40
+
+
+class Lookup(NamedTuple):
+    """A text that is looked up.
+
+    Attributes:
+        time: Seconds from the beginning.
+        tenant: That stands for its salt.
+        tokens: Of the text.
+        pages: Of each full page a number that no other page has.
+    """
+
+    time: float
+    tenant: str
+    tokens: int
+    pages: Sequence[int]
+
+
+class _Clock:
+    """The time of the lookup that runs."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def read_lookups(path: Path) -> tuple[list[Lookup], int]:
+    """The lookups of a recording, or of a trace in Mooncake's format, and the tokens in a page.
+
+    Raises:
+        ArgumentError: the file is neither.
+    """
+    try:
+        with path.open(encoding="utf-8") as file:
+            is_recording = '"format"' in file.readline()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ArgumentError(f"trace must be a file of JSON lines: {error}") from error
+    if is_recording:
+        head, *lines = read_lines(path)
+        return lookups_of(lines), head["page_size"]
+    trace = [Lookup(x.timestamp / 1000, "", x.input_length, x.hash_ids) for x in read_trace(path)]
+    return trace, BLOCK_TOKENS
+
+
+def lookups_of(lines: Iterable[dict[str, Any]]) -> list[Lookup]:
+    """Those of the lines of a recording."""
+    return [Lookup(x["t"], x["tenant"], x["tokens"], x["nodes"]) for x in lines if x.get("kind") == "begin"]
+
+
+def replay(lookups: Iterable[Lookup], num_pages: int, page_size: int = 1, capacity: int = _ALL) -> Events:
+    """Let one request after the other find, compute and leave its pages; each begins when the last has ended.
+
+    Of a text of more pages than there are, the first ones are kept.
+
+    Args:
+        lookups: In order.
+        num_pages: Of the pool.
+        page_size: Tokens in a page, which are counted and not compared.
+        capacity: Events to keep.
+
+    Raises:
+        ArgumentError: ``num_pages`` is less than 1.
+    """
+    if num_pages < 1:
+        raise ArgumentError(f"num_pages must be at least 1, got {num_pages}")
+    pool, clock = PagePool(num_pages), _Clock()
+    tree = PrefixTree(pool, page_size=1)  # the number of a page stands for its tokens
+    events = tree.record(capacity, max_remembered=_ALL, clock=clock)
+    events.scale = page_size
+    for text in lookups:
+        clock.now = max(text.time, clock.now)
+        kept = text.pages[:num_pages]
+        found = tree.match(text.pages, text.tenant)
+        refs = tree.insert(kept, found + pool.take(len(kept) - len(found)), text.tenant)
+        if len(kept) < len(text.pages):
+            events.refuse(text.tenant, list(tree.packed(text.pages)), num_pages)
+        for ref in refs:
+            pool.release(ref)
+    return events
