@@ -2,7 +2,7 @@
 
 ``KVLOOM_TRACE`` names a file in Mooncake's format, which is replayed forwards and backwards; traces of other
 shapes are made up. Predicted: no policy beats the optimum, and LRU is bad where a cache is smaller than what
-is used in turn. Prints one JSON line.
+is used in turn; ours is never below LRU by more than a point. Prints one JSON line.
 """
 
 import argparse
@@ -13,6 +13,7 @@ from pathlib import Path
 
 import traces
 
+from kvloom.paging import POLICIES as OF_THE_POOL
 from kvloom.simulation.replay import POLICIES, replay
 from kvloom.simulation.trace import Request, read_trace
 
@@ -33,14 +34,15 @@ def main() -> None:
     if (given := os.environ.get("KVLOOM_TRACE")) and not quick:
         requests = list(read_trace(Path(given)))
         shapes = {Path(given).stem: requests, f"{Path(given).stem}, backwards": requests[::-1], **shapes}
-    rows, fastest = [], 0.0
+    rows, fastest = [], dict.fromkeys(OF_THE_POOL, 0.0)
     for name, requests in shapes.items():
         for capacity in CAPACITIES[:2] if quick else CAPACITIES:
             for policy in POLICIES:
-                start = time.perf_counter()
+                start = time.process_time()
                 hits = replay(requests, capacity, policy)
-                if policy == "lru":
-                    fastest = max(fastest, hits.blocks_asked / (time.perf_counter() - start))
+                if policy in fastest:
+                    speed = hits.blocks_asked / (time.process_time() - start)
+                    fastest[policy] = max(fastest[policy], speed)
                 rows.append({
                     "trace": name, "capacity": capacity, "policy": policy, "block_rate": hits.block_rate,
                 })  # fmt: skip

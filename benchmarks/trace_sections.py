@@ -7,11 +7,13 @@ from tables import pivot
 
 def simulate_section(result: dict[str, Any]) -> str:
     """What caches find of traces."""
+    speed = result["blocks_per_s"]
     parts = [
         "Blocks of prompts that a cache finds, of those that are asked for, by tokens of cache "
         "([docs](../docs/simulation.md)): `KVLOOM_TRACE=conversation_trace.jsonl make bench ARGS=simulate`. "
-        "*lru*: the pool and the tree that serve, which replay up to "
-        f"{result['blocks_per_s']:,.0f} blocks a second here. *opt* knows the future. "
+        "*lru* and *ours*: the pool and the tree that serve, with either policy; they replay up to "
+        f"{speed['lru']:,.0f} and {speed['ours']:,.0f} blocks a second of a processor here. "
+        "*opt* knows the future. "
         "*conversation_trace* is of Mooncake (FAST 25, Apache-2.0); the traces below it are made up."
     ]
     traces: dict[str, list[dict[str, Any]]] = {}
