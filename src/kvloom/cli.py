@@ -134,7 +134,7 @@ def _parser() -> argparse.ArgumentParser:
 
     simulate = commands.add_parser("simulate", help="what other sizes of a cache would have found of a trace")
     simulation.add_options(simulate)
-    simulate.set_defaults(run=_options_named("capacity|policy")(simulation.run))
+    simulate.set_defaults(run=_options_named("capacity|policy|page_size|below")(simulation.run))
 
     add_tracing(commands, lambda args: _options_named("kv|model")(record_command.run)(args, _load_folder))
 

@@ -99,6 +99,28 @@ def test_tokens_are_spelled_as_usual(text: str, tokens: int) -> None:
     assert parse_tokens(text) == tokens
 
 
+def test_stores_below_are_rows_of_their_own(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--capacity", "1024", "--below", "0,3k", "--page-size", "512"]
+    assert main(["simulate", str(trace), *options, "--policy", "lru,opt"]) == 0
+    shown = capsys.readouterr().out
+    assert all(f" {name} " in shown for name in ("lru", "lru + 3k", "opt", "opt + 3k"))
+    assert "20.0 / 20.5" in shown and "20.0 + 30.0 / 20.5 + 29.8" in shown
+    assert main(["simulate", str(trace), *options, "--json"]) == 0
+    rows = [x for x in json.loads(capsys.readouterr().out) if x["policy"] == "lru"]
+    assert [(x["below"], x["blocks"], x["blocks_below"], x["block_rate"]) for x in rows] == [
+        (0, 2, 0, 0.2), (3000, 2, 3, 0.5),
+    ]  # fmt: skip
+
+
+def test_pages_of_another_size_are_counted(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", str(trace), "--page-size", "128", "--capacity", "3k"]) == 0
+    assert "40 pages of 128 and 5,000 tokens" in capsys.readouterr().out
+    assert main(["simulate", "/nowhere", "--page-size", "100"]) == 2
+    assert "--page-size must be a multiple or a divisor of 512, got 100" in capsys.readouterr().err
+    assert main(["simulate", "/nowhere", "--below", "x"]) == 2
+    assert "--below must be tokens such as 500k or 3M, got 'x'" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("tokens", "text"), [(3_000_000, "3M"), (1500, "1.5k"), (500_000, "500k"), (512, "512")]
 )

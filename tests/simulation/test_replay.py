@@ -11,7 +11,7 @@ import pytest
 from kvloom.errors import ArgumentError
 from kvloom.simulation.policies import GENERAL, Policy, optimum
 from kvloom.simulation.replay import POLICIES, replay
-from kvloom.simulation.trace import BLOCK_TOKENS, Request
+from kvloom.simulation.trace import BLOCK_TOKENS, Request, paged
 
 
 def request(*blocks: int, last: int = BLOCK_TOKENS) -> Request:
@@ -129,7 +129,65 @@ def test_nothing_asked_for_is_nothing_found() -> None:
     assert replay([], 5120).block_rate == 0.0
 
 
+def test_larger_pages_are_named_by_their_last_block() -> None:
+    made = paged([request(1, 2, 3, 4, last=7), request(1, 2, 5), request(9)], 2 * BLOCK_TOKENS)
+    assert [x.hash_ids for x in made] == [[2, 4], [2, 5], [9]]
+    assert [x.input_length for x in made] == [3 * BLOCK_TOKENS + 7, 3 * BLOCK_TOKENS, BLOCK_TOKENS]
+
+
+def test_smaller_pages_are_the_parts_of_their_blocks() -> None:
+    first, second = (
+        x.hash_ids for x in paged([request(1, 2, last=129), request(1, 3, last=128)], BLOCK_TOKENS // 4)
+    )
+    assert (len(first), len(second)) == (4 + 2, 4 + 1)
+    assert first[:4] == second[:4] and len({*first, *second}) == 7
+
+
+@pytest.mark.parametrize("policy", ["lru", "ours", "fifo", "opt"])
+def test_what_pages_of_any_size_find_with_room_for_all(policy: str) -> None:
+    requests = [request(*x.hash_ids) for x in conversations(8)]
+    size = 10_000 * BLOCK_TOKENS
+    tokens = replay(requests, size, policy).tokens
+    assert replay(requests, size, policy, page_size=64).tokens == tokens
+    larger = replay(requests, size, policy, page_size=1024)
+    assert larger.blocks_asked == sum(-(-x.input_length // 1024) for x in requests)
+    assert tokens / 2 < larger.tokens < tokens
+
+
+def test_smaller_pages_waste_less_room() -> None:
+    requests = [request(block, last=100) for block in range(5)] * 3
+    assert replay(requests, 4 * BLOCK_TOKENS).blocks == 0
+    assert replay(requests, 4 * BLOCK_TOKENS, page_size=128).tokens == 10 * 100
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("num_blocks", [1, 7, 30])
+def test_a_store_below_finds_what_it_alone_would_where_the_cache_does_not(
+    policy: str, num_blocks: int
+) -> None:
+    requests = conversations(9)
+    above = replay(requests, num_blocks * BLOCK_TOKENS, policy)
+    both = replay(requests, num_blocks * BLOCK_TOKENS, policy, below=20 * BLOCK_TOKENS)
+    store = replay(requests, 20 * BLOCK_TOKENS)
+    assert (both.blocks, both.tokens) == (above.blocks, above.tokens)
+    assert 0 <= both.blocks_below <= store.blocks and both.tokens_below <= store.tokens
+    assert both.blocks + both.blocks_below >= max(above.blocks, store.blocks)
+    if policy == "lru":  # of which the smaller has nothing that the larger has not
+        assert both.blocks + both.blocks_below == max(above.blocks, store.blocks)
+    assert both.block_rate == (both.blocks + both.blocks_below) / both.blocks_asked
+
+
+@pytest.mark.parametrize("page_size", [0, -512, 3, 511, 513, 768])
+def test_a_page_size_that_is_no_part_of_a_block_is_named(page_size: int) -> None:
+    with pytest.raises(ArgumentError, match=f"^page_size must be .* of 512, got {page_size}$"):
+        replay([], 10**6, page_size=page_size)
+
+
 def test_bad_arguments_are_named() -> None:
+    with pytest.raises(ArgumentError, match=r"^capacity must be at least 2048 tokens, got 2047"):
+        replay([], 2047, page_size=2048)
+    with pytest.raises(ArgumentError, match=r"^below must be at least 512 tokens, got 511"):
+        replay([], 512, below=511)
     with pytest.raises(ArgumentError, match=r"^capacity must be at least 512 tokens, got 511"):
         replay([], 511)
     with pytest.raises(ArgumentError, match=r"^policy must be one of lru, ours, fifo, .*, opt, got 'mru'"):

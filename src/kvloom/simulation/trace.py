@@ -1,7 +1,7 @@
 """Traces in Mooncake's format: which requests came when, and which blocks they have in common."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -46,6 +46,41 @@ def read_trace(path: Path, count: int | None = None) -> Iterator[Request]:
                 yield _request(number, line)
     except (OSError, UnicodeDecodeError) as error:
         raise ArgumentError(f"trace must be a file of JSON lines: {error}") from error
+
+
+def paged(requests: Sequence[Request], page_size: int) -> Sequence[Request]:
+    """The same prompts in pages of another size: ``hash_ids`` are those of the pages, the last partly filled.
+
+    A page of several blocks has the id of the last of these, which stands for all tokens before, too. Pages
+    of a part of a block are told apart by the block and their place in it: what two blocks have in common at
+    their beginning, a trace does not say.
+
+    Args:
+        requests: In blocks.
+        page_size: Tokens, a multiple or a divisor of 512.
+
+    Raises:
+        ArgumentError: it is neither.
+    """
+    if page_size < 1 or (page_size % BLOCK_TOKENS and BLOCK_TOKENS % page_size):
+        raise ArgumentError(f"page_size must be a multiple or a divisor of {BLOCK_TOKENS}, got {page_size}")
+    if page_size >= BLOCK_TOKENS:
+        step = page_size // BLOCK_TOKENS
+        return [x._replace(hash_ids=_last_of_each(x.hash_ids, step)) for x in requests]
+    numbers: dict[tuple[int, int], int] = {}
+    made = []
+    for x in requests:
+        parts = ((block, i) for block in x.hash_ids for i in range(BLOCK_TOKENS // page_size))
+        num_pages = -(-x.input_length // page_size)
+        made.append(
+            x._replace(hash_ids=[numbers.setdefault(part, len(numbers)) for part in islice(parts, num_pages)])
+        )
+    return made
+
+
+def _last_of_each(blocks: list[int], step: int) -> list[int]:
+    """Every ``step``-th block, and the last one."""
+    return blocks[step - 1 :: step] + (blocks[-1:] if len(blocks) % step else [])
 
 
 def _request(number: int, line: str) -> Request:
