@@ -1,11 +1,15 @@
-"""Which changes of a 4-bit format pay, one at a time, on held-out text. Prints one JSON line.
+"""Which changes of a 4-bit format pay, one at a time, and what others make of 4 bits. Prints one JSON line.
 
 Formats are simulated in plain torch: a DynamicCache whose tokens are rounded as the format would round them,
-measured by ``kvloom.quality``. The first is int4 as kvloom stores it, and has its figures. Outliers are made:
-two RoPE pairs of each key head, ten times as large in keys and a tenth in queries, so that the exact model
-is the same.
+measured by ``kvloom.quality``. The first is int4 as kvloom stores it, and has its figures. Behind them stand
+caches as they are: kvloom's by their spelling, quanto and hqq in transformers' cache, which leave the newest
+128 tokens as they are, or the newest one, and llama.cpp's q4_0 by its own codec, of keys and values that a
+Hadamard matrix rotates as llama.cpp does.
 
-Letters: B texts, N tokens, H key/value heads, D head dim.
+Outliers are made: two RoPE pairs of each key head, ten times as large in keys and a tenth in queries, so
+that the exact model is the same; 30 times in the first and the last layer. Qwen2.5-7B has key biases of a
+norm of 605 and 921 there and of about 22 between (github.com/ggml-org/llama.cpp/issues/21385), and KIVI
+(arXiv 2402.02750) shows such channels in Llama-2.
 """
 
 import argparse
@@ -16,15 +20,23 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from peers import RESIDUAL, Contender, installed, quantized
 from torch import Tensor
 from transformers import DynamicCache
 
-from kvloom.integrations.quality import WINDOW, Peer, quality, windows_of
+from kvloom.integrations.quality import ROWS, WINDOW, Peer, Quality, quality, windows_of
 from kvloom.integrations.transformers import load_model
 from kvloom.models import bundled_model_path, iter_texts
 from kvloom.quant.affine import dequantize, quantize
 
-OUTLIER = 10.0
+OUTLIER, OUTLIER_AT_THE_ENDS = 10.0, 30.0
+STORED = (
+    "int8", "int8,rotate=keys", "int4", "int4,rotate=keys", "int4,rotate=values", "int4,rotate=both",
+    "int4:g32", "int4:g32,rotate=keys", "int4:g32,rotate=both",
+    "int4:g16", "int4:g16,rotate=keys", "int4:g16,rotate=both",
+)  # fmt: skip
+PEERS = (("quanto", RESIDUAL), ("quanto", 1), ("hqq", RESIDUAL), ("hqq", 1))
+CHUNK = 32
 
 
 def largest(groups: Tensor) -> Tensor:
@@ -48,6 +60,14 @@ def positive(groups: Tensor) -> Tensor:
     """The smallest scale that puts no number more than half a code beyond -8 and 7; then as ``refined``."""
     high, low = groups.amax(-1, keepdim=True), groups.amin(-1, keepdim=True)
     return coded(groups, torch.maximum(high / 7.5, low / -8.5), refine=True)
+
+
+def q4_0(groups: Tensor) -> Tensor:
+    """llama.cpp's q4_0, groups of 32, by its own codec."""
+    from gguf import GGMLQuantizationType, quants
+
+    codes = quants.quantize(groups.contiguous().numpy(), GGMLQuantizationType.Q4_0)
+    return torch.from_numpy(quants.dequantize(codes, GGMLQuantizationType.Q4_0)).view_as(groups)
 
 
 def zero_point(groups: Tensor) -> Tensor:
@@ -149,6 +169,7 @@ FORMATS = (
     Format("the same, newest 64 exact", positive, rotates="k", recent=64),
 )
 QUICK = ("as int4", "groups of 16", "rotated keys", "the same, newest 64 exact")
+LLAMA_CPP = Format("llama.cpp q4_0, Hadamard", q4_0, group=32, rotates="kv")
 
 
 @torch.no_grad()
@@ -156,15 +177,42 @@ def with_outliers(model: Any) -> Any:
     """A copy with two RoPE pairs of each key head that are larger, and the same predictions."""
     model = deepcopy(model)
     config, generator = model.config, torch.Generator().manual_seed(1)
-    for layer in model.model.layers:
+    layers = model.model.layers
+    for layer in layers:
+        outlier = OUTLIER_AT_THE_ENDS if layer in (layers[0], layers[-1]) else OUTLIER
         scale = torch.ones(config.num_key_value_heads, config.head_dim)
         for head in scale:
             pairs = torch.randperm(config.head_dim // 2, generator=generator)[:2]
-            head[pairs] = head[pairs + config.head_dim // 2] = OUTLIER
+            head[pairs] = head[pairs + config.head_dim // 2] = outlier
         queries = scale.repeat_interleave(config.num_attention_heads // config.num_key_value_heads, dim=0)
         layer.self_attn.k_proj.weight *= scale.view(-1, 1)
         layer.self_attn.q_proj.weight /= queries.view(-1, 1)
     return model
+
+
+def contenders(model: Any) -> tuple[dict[str, Peer], list[str]]:
+    """Caches of others by their names, and why some are left out."""
+    wanted = {
+        f"{backend} int4, raw {residual}": (quantized(backend, 4, residual=residual), min(residual, CHUNK))
+        for backend, residual in PEERS
+    }
+    found, missing = installed([contender for contender, _ in wanted.values()], model)
+
+    def peer(name: str, contender: Contender, chunk: int) -> Peer:
+        return Peer(name, lambda model: contender.make(model, ROWS * WINDOW), chunk)
+
+    peers = {name: peer(name, *each) for name, each in wanted.items() if each[0] in found}
+    try:
+        import gguf  # noqa: F401
+    except ImportError:
+        return peers, [*missing, f"{LLAMA_CPP.name}: gguf is not installed"]
+    return peers | {LLAMA_CPP.name: Peer(LLAMA_CPP.name, LLAMA_CPP.cache)}, missing
+
+
+def mean_error(row: Quality) -> float:
+    """Root of the mean square of the errors of attention's output, over layers and heads."""
+    errors = [error for heads in row.head_errors.values() for error in heads]
+    return (sum(error**2 for error in errors) / len(errors)) ** 0.5
 
 
 def main() -> None:
@@ -181,9 +229,12 @@ def main() -> None:
     windows = windows_of(tokenizer, iter_texts("heldout"), args.windows * WINDOW)
     windows = windows[:1, :64] if args.quick else windows
     formats = [x for x in FORMATS if not args.quick or x.name in QUICK]
-    peers = [Peer(x.name, x.cache) for x in formats]
-    stored, *measured = quality(plain, windows, ["int4", *peers])[1:]
-    outliers = quality(with_outliers(plain), windows, peers)[1:]
+    simulated = [Peer(x.name, x.cache) for x in formats]
+    theirs, missing = ({}, []) if args.quick else contenders(plain)
+    kinds = [*simulated, *(STORED[2:4] if args.quick else STORED), *theirs.values()]
+    exact, *measured = quality(plain, windows, kinds)
+    outliers = quality(with_outliers(plain), windows, kinds)[1:]
+    int4 = next(row for row in measured if row.kind == "int4")
     rows = [
         {
             "format": format.name,
@@ -194,9 +245,25 @@ def main() -> None:
             "worst_head": a.worst_head[2],
             "mean_kl_outliers": b.mean_kl,
         }
-        for format, a, b in zip(formats, measured, outliers, strict=True)
+        for format, a, b in zip(formats, measured, outliers, strict=False)
     ]
-    line = {"figure": "formats", "tokens": stored.num_tokens, "int4": stored.mean_kl, "rows": rows}
+    stored = [
+        {
+            "cache": a.kind,
+            "nbytes_per_token": (
+                LLAMA_CPP.nbytes_per_token(plain.config) if a.kind == LLAMA_CPP.name else a.nbytes_per_token
+            ),
+            "perplexity": a.perplexity / exact.perplexity - 1,
+            "mean_kl": a.mean_kl,
+            "agreed": a.agreed,
+            "error": mean_error(a),
+            "mean_kl_outliers": b.mean_kl,
+            "error_outliers": mean_error(b),
+        }
+        for a, b in zip(measured[len(formats) :], outliers[len(formats) :], strict=True)
+    ]
+    line = {"figure": "formats", "tokens": int4.num_tokens, "int4": int4.mean_kl, "rows": rows}
+    line |= {"stored": stored, "missing": missing}
     print(json.dumps(line))
 
 

@@ -37,5 +37,26 @@ def formats_section(result: dict[str, Any]) -> str:
     head = ["change", "bytes/token", "mean KL in nats", "worst head", "mean KL, outliers"]
     return (
         f"4-bit formats simulated in plain torch on {result['tokens']:,} held-out tokens, groups of 64 if "
-        f"not said; int4 as stored has a KL of {result['int4']:.1e}.\n\n{table(head, rows)}"
+        f"not said; int4 as stored has a KL of {result['int4']:.1e}.\n\n{table(head, rows)}\n\n"
+        + _stored(result)
+    )
+
+
+def _stored(result: dict[str, Any]) -> str:
+    """Caches as they are."""
+    rows = [
+        [
+            row["cache"], f"{row['nbytes_per_token']:,.0f}", f"{row['perplexity']:+.2%}",
+            f"{row['mean_kl']:.1e}", f"{row['agreed']:.1%}", f"{row['error']:.1%}",
+            f"{row['mean_kl_outliers']:.1e}", f"{row['error_outliers']:.1%}",
+        ]
+        for row in result["stored"]
+    ]  # fmt: skip
+    head = ["cache", "bytes/token", "perplexity", "mean KL", "same choices", "error"]
+    return (
+        "Caches as they are, on the same tokens. *Error*: of attention's output by its norm, with exact "
+        "queries, root mean square over heads and layers. *Raw*: newest tokens left unquantized; bytes are "
+        "those held on average, and errors those of 32 tokens at a time. *Outliers*: the copy of the model "
+        "whose keys have some."
+        f"{left_out(result)}\n\n" + table([*head, "mean KL, outliers", "error, outliers"], rows)
     )

@@ -283,7 +283,7 @@ SECTIONS = {
     "generate": Section("Generating", generate_section, QUANTIZED),
     "memory": Section("Memory", memory_section, QUANTIZED, of_processor=False),
     "quality": Section("Quality", quality_section, QUANTIZED, of_processor=False),
-    "formats": Section("Formats of 4 bits", formats_section, OURS, of_processor=False),
+    "formats": Section("Formats of 4 bits", formats_section, (*QUANTIZED, "gguf"), of_processor=False),
     "growth": Section("What a cache is for", growth_section, OURS),
     "sharing": Section("Sharing pages", sharing_section, QUANTIZED),
     "prefix": Section("A known prefix", prefix_section, OURS),

@@ -15,10 +15,12 @@ TARGET = re.compile(r"`make ([a-z][\w-]*)|^make ([a-z][\w-]*)(?= *(?:#|$|[A-Z]+=
 FOREIGN = {
     "README.md": {"path/to/model", "notes.txt"},
     "benchmarks/gpu_results.md": {"gpu_results.json"},
+    "benchmarks/results.md": {"llama.cpp"},
     "docs/conformance.md": {"call.json", "call.safetensors", "result.safetensors"},
     "docs/decisions/0006-compiled-kernels-behind-the-stable-abi.md": {"Python.h", "torch/extension.h"},
+    "docs/decisions/0028-keys-are-rotated.md": {"llama.cpp"},
     "docs/planning.md": {"path/to/model"},
-    "docs/quality.md": {"notes.txt", "plan.json", "quality.svg"},
+    "docs/quality.md": {"llama.cpp", "notes.txt", "plan.json", "quality.svg"},
     "docs/store-format.md": {"kvloom-run/1"},
     "docs/store.md": {"path/to/model", "prompt.safetensors", "prompt.txt"},
     "docs/trace.md": {"a.txt", "b.txt"},
