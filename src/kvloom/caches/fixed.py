@@ -53,6 +53,8 @@ class FixedLayer(Layer):
         super().__init__()
         if format.max_tokens is None and window is None:
             raise ConfigError("max_tokens must be given for fixed storage, got None")
+        if format.recent:
+            raise ConfigError(f"recent must be 0 in fixed storage, got {format.recent}")
         self.format, self.max_tokens = format, format.max_tokens
         self._window = window
         counts = [self.max_tokens, None if window is None else window + rollback]

@@ -38,7 +38,11 @@ class CacheFormat:
             codes in the order of integer dot products, and HND where nothing is quantized. ``"auto"`` is what
             serves the attention that reads the first tokens: rows, if it reads tensors; else, with compiled
             CPU kernels, native where that fits and pays, and HND where not; and NHD without them.
-        layers: How each layer is kept, if not all alike: of these ``dtype``, ``quant`` and ``values`` count.
+        recent: Newest tokens of a sequence that each token attends to as they were computed, itself included,
+            where keys or values are codes; all others it attends to as codes. Beside the codes of all tokens
+            a layer keeps about as many in the model's dtype.
+        layers: How each layer is kept, if not all alike: of these
+            ``dtype``, ``quant``, ``recent`` and ``values`` count.
     """
 
     dtype: torch.dtype | None = None
@@ -47,6 +51,7 @@ class CacheFormat:
     max_tokens: int | None = None
     values: "CacheFormat | None" = None
     layout: str = "auto"
+    recent: int = 0
     layers: "tuple[CacheFormat, ...] | None" = None
 
     def __post_init__(self) -> None:
@@ -58,6 +63,10 @@ class CacheFormat:
             )
         if self.layout not in PAGE_LAYOUTS:
             raise ConfigError(f"layout must be one of {PAGE_LAYOUTS}, got {self.layout!r}")
+        if isinstance(self.recent, bool) or not isinstance(self.recent, int) or self.recent < 0:
+            raise ConfigError(f"recent must be an int of at least 0, got {self.recent!r}")
+        if self.recent and self.quant is None and (self.values is None or self.values.quant is None):
+            raise ConfigError(f"recent must be 0 where keys and values are no codes, got {self.recent}")
 
     def of_layer(self, index: int) -> "CacheFormat":
         """The format of one layer.

@@ -4,6 +4,7 @@ Letters: B sequences, Q new tokens of each, N columns of stored ones, H heads, D
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import TypeVar
 
 import torch
@@ -14,6 +15,7 @@ from kvloom.caches.format import CacheFormat
 from kvloom.caches.layer import Layer
 from kvloom.caches.pages import Run
 from kvloom.caches.read_only import ReadOnly
+from kvloom.caches.recent import RecentStep, begin_recent
 from kvloom.caches.sequences import Sequences
 from kvloom.caches.storage import TURNED_AT_ONCE, Storage
 from kvloom.caches.tokens import Step, TokenIndex, Tokens
@@ -64,7 +66,7 @@ class PagedLayer(Layer):
         storage, step = self.storage, self.sequences.step
         if storage is None or step is None or not self._is_stored(key, value, storage, step):
             return super().update(key, value)
-        result = storage.tokens(step.visible, self.sequences.window).gather(key.dtype)
+        result = self._tokens(storage, step.visible, key, value, step.recent).gather(key.dtype)
         self.num_tokens = step.end
         return result
 
@@ -73,8 +75,17 @@ class PagedLayer(Layer):
         storage, step = self.storage, self.sequences.step
         if storage is None or step is None or not self._is_stored(key, value, storage, step):
             return super().append(key, value)
+        tokens = self._tokens(storage, step.visible, key, value, step.recent)
         self.num_tokens = step.end
-        return storage.tokens(step.visible, self.sequences.window)
+        return tokens
+
+    def _tokens(
+        self, storage: Storage, visible: TokenIndex, key: Tensor, value: Tensor, step: RecentStep | None
+    ) -> Tokens:
+        """What attention reads, new tokens included, which may be kept as they are beside their codes."""
+        recent = self.sequences.recent
+        exact = None if recent is None or step is None else recent.keep(self.index, key, value, step)
+        return replace(storage.tokens(visible, self.sequences.window), exact=exact)
 
     def _is_stored(self, key: Tensor, value: Tensor, storage: Storage, step: Step) -> bool:
         """Whether new tokens were stored at once, as the usual ones of a step that another layer began.
@@ -122,8 +133,9 @@ class PagedLayer(Layer):
         if sequences.previous is not None and end > start:
             return self._store_beyond_window(key, value, storage, sequences.previous)
         visible = sequences.place(start - self._num_visible, end, storage)
-        storage.store(key, value, sequences.begin(start, end, storage, visible).slots)
-        return storage.tokens(visible, sequences.window)
+        step = sequences.begin(start, end, storage, visible)
+        storage.store(key, value, step.slots)
+        return self._tokens(storage, visible, key, value, step.recent)
 
     def _store_and_gather(self, storage: Storage, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         run = self.sequences.run()
@@ -176,6 +188,8 @@ class PagedLayer(Layer):
             self.sequences.pages.fit(storage)
             storage.replace(new, self.sequences.place(start, end, storage).own_slots())
         self.num_tokens = end
+        if self.sequences.recent is not None:
+            self.sequences.recent.forget(self.sequences.size, end)
 
     def stored(self) -> Tokens:
         """What ``keys`` and ``values`` have, where it is.
@@ -188,7 +202,16 @@ class PagedLayer(Layer):
             raise StateError("gather needs a cache to which tokens were appended")
         start = self.num_tokens - self.num_columns
         index = self._holding().place(start, self.num_tokens, storage)
-        return storage.tokens(index, self.sequences.window)
+        recent, end = self.sequences.recent, self.num_tokens
+        step = begin_recent(recent, self.size, end, end, storage.device)
+        exact = None if recent is None or step is None else recent.held(self.index, step)
+        return replace(storage.tokens(index, self.sequences.window), exact=exact)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated, scales and tokens that are kept as they were computed included."""
+        recent = self.sequences.recent
+        return super().nbytes + (0 if recent is None else recent.nbytes_of(self.index))
 
     def _held(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         run = self.sequences.run()
@@ -246,4 +269,6 @@ class PagedLayer(Layer):
         empty = torch.tensor(begin, device=device) - first
         index = CacheIndex.offset(slots[:, 0] + empty)
         origins = -empty if any(column > first for column in begin) else None
-        return step.tokens(TokenIndex(index, size - empty, size, origins), self.sequences.window)
+        found = TokenIndex(index, size - empty, size, origins)
+        recent = begin_recent(self.sequences.recent, rows, start, end, device)
+        return self._tokens(step, found, key, value, recent)

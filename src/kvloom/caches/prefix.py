@@ -92,6 +92,8 @@ class PrefixCache:
     ) -> None:
         if format.max_tokens is None:
             raise ConfigError("format must have max_tokens, got None")
+        if format.recent:
+            raise ConfigError(f"format must have recent 0, as pages hold no others, got {format.recent}")
         expect_range("num_layers", num_layers, 1)
         self.pages = Pages(format, is_kept=True)
         self.tree = PrefixTree(self.pages.pool, format.page_size)

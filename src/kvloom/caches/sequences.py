@@ -14,6 +14,7 @@ import torch
 
 from kvloom.caches.format import CacheFormat
 from kvloom.caches.pages import Pages, Run
+from kvloom.caches.recent import Recent, begin_recent, copied_recent
 from kvloom.caches.saving import Place, load_tables, save_tables
 from kvloom.caches.storage import Storage
 from kvloom.caches.tokens import Step, TokenIndex
@@ -57,14 +58,16 @@ class Sequences:
         self._tokens: dict[tuple[int, int, int, torch.device], TokenIndex] = {}
         self.step: Step | None = None
         self._run: Run | Literal["unknown"] | None = "unknown"
+        newest = self.format.recent if window is None else min(self.format.recent, window)
+        self.recent = Recent(newest) if newest else None
         weakref.finalize(self, _release, self._tables)
         self.pages.users.add(self)
 
     def __reduce__(self) -> Any:
         """To be saved: pages that are held, each once, also with other sequences that hold them."""
         places = save_tables(self.pages, self._tables)
-        state = self.is_recording, self.previous, places, self._begin, self._first
-        return _load, (self.pages, self.window, self.rollback, *state)
+        attributes = self.is_recording, self.previous, self.recent
+        return _load, ((self.pages, self.window, self.rollback), attributes, places, self._begin, self._first)
 
     @property
     def format(self) -> CacheFormat:
@@ -99,6 +102,8 @@ class Sequences:
     def adopt(self, tables: Sequence[PageTable]) -> None:
         """Hold these sequences of one length, whose pages are filled, instead of the present ones."""
         self._replace(list(tables), [0] * len(tables), [0] * len(tables))
+        if self.recent is not None:
+            self.recent.forget(len(tables), self.num_positions)
 
     def reserve(self, batch: int, end: int) -> None:
         """Give each of ``batch`` sequences room for the positions before ``end``; nothing to do where it has.
@@ -180,7 +185,8 @@ class Sequences:
                     for table, first in zip(self._tables, self._first, strict=True)
                 ]
                 slots = torch.tensor(found, dtype=torch.int64, device=storage.device)
-            self.step = step = Step(start, end, storage.stride, slots, visible)
+            recent = begin_recent(self.recent, self.size, start, end, storage.device)
+            self.step = step = Step(start, end, storage.stride, slots, visible, recent)
         return step
 
     def run(self) -> Run | None:
@@ -236,6 +242,8 @@ class Sequences:
         lengths = [kept - begin for begin, kept in zip(self._begin, ends, strict=True)]
         # The longest sequence begins in position 0, the others as many positions later as they are shorter.
         longest = max(lengths, default=0)
+        if self.recent is not None:
+            self.recent.removed(longest, [longest - kept for kept in ends])
         for b, length in enumerate(lengths):
             evicted = min(self._first[b] - self._begin[b], length)
             self._tables[b].truncate(length - evicted)
@@ -271,29 +279,38 @@ class Sequences:
             table.replace(tree.insert(row, table.pages, salt))
         self._changed()
 
-    def select(self, indices: Sequence[int]) -> None:
+    def select(self, indices: Sequence[int], recent: Recent | None = None) -> None:
         """Make sequence i what sequence ``indices[i]`` was; moves tables and no keys or values.
+
+        Those that are kept as they were computed are copied, unless ``recent`` is the copy.
 
         Raises:
             IndexError: there is no such sequence; nothing was changed.
         """
         tables = [self._tables[i] for i in indices]
         begin, first = ([x[i] for i in indices] for x in (self._begin, self._first))
+        recent = recent or copied_recent(self.recent, indices)
         self._replace([table.fork() for table in tables], begin, first)
+        self.recent = recent
 
     def fork(self) -> "Sequences":
         """Other sequences of the same tokens on the same pages."""
-        return self._twin([table.fork() for table in self._tables])
+        other = self._twin([table.fork() for table in self._tables])
+        other.recent = copied_recent(self.recent, range(self.size))
+        return other
 
     def clear(self) -> None:
         """Forget all sequences; the memory is given back if no fork uses it."""
         self._replace([], [], [])
         self.is_recording = False
+        self.recent = self.recent and Recent(self.recent.num_tokens)
         self.pages.give_back()
 
     def take_back(self, size: int, num_positions: int) -> None:
         """Undo the last ``reserve``, before which there were ``size`` sequences of ``num_positions``."""
         added = self.num_positions - num_positions
+        if self.recent is not None:
+            self.recent.removed(num_positions, [0] * size)
         if not size:
             self._replace([], [], [])
             self.pages.give_back()
@@ -377,16 +394,12 @@ def _release(tables: list[PageTable]) -> None:
 
 
 def _load(
-    pages: Pages,
-    window: int | None,
-    rollback: int,
-    is_recording: bool,
-    previous: Sequences | None,
+    made_of: tuple[Pages, int | None, int],
+    attributes: tuple[bool, Sequences | None, Recent | None],
     tables: list[tuple[int, list[Place]]],
-    begin: list[int],
-    first: list[int],
+    *positions: list[int],
 ) -> Sequences:
-    sequences = Sequences(pages, window, rollback)
-    sequences.is_recording, sequences.previous = is_recording, previous
-    sequences._hold(load_tables(pages, tables), begin, first)
+    sequences = Sequences(*made_of)
+    sequences.is_recording, sequences.previous, sequences.recent = attributes
+    sequences._hold(load_tables(made_of[0], tables), *positions)
     return sequences

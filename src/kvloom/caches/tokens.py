@@ -6,7 +6,7 @@ others and has columns in front that hold nothing.
 """
 
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,6 +15,9 @@ from kvloom import ops
 from kvloom.caches.rotation import Rotation
 from kvloom.core.indexing import CacheIndex, prefix_sums
 from kvloom.core.views import KVView
+
+if TYPE_CHECKING:
+    from kvloom.caches.recent import RecentStep
 
 _CAUSAL = ops.Scores()
 
@@ -93,6 +96,37 @@ class TokenIndex:
         return slots if self.origins is None else slots.clamp(min=0)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Exact:
+    """The last columns of some tokens as they were computed, where the tokens themselves are codes.
+
+    Attributes:
+        tokens: These columns.
+        num_newest: Newest tokens that a query reads from here, itself included; all others it reads as codes.
+        known: ``[B]``, the first of these columns that is known of each sequence; ``None`` for all.
+    """
+
+    tokens: "Tokens"
+    num_newest: int
+    known: Tensor | None = None
+
+    def row(self, b: int) -> "Exact":
+        """Sequence b alone."""
+        tokens = replace(self.tokens, index=self.tokens.index.row(b))
+        return replace(self, tokens=tokens, known=None if self.known is None else self.known[b : b + 1])
+
+    def put_into(self, codes: tuple[Tensor, Tensor]) -> None:
+        """Write them over the last columns of keys and values ``[B, H, N, D]``."""
+        for whole, exact in zip(codes, self.tokens.gather(codes[0].dtype), strict=True):
+            count = exact.shape[2]
+            target = whole[:, :, whole.shape[2] - count :]
+            if self.known is not None:
+                column = torch.arange(count, device=exact.device)
+                is_known = column >= self.known.unsqueeze(1)
+                exact = torch.where(is_known[:, None, :, None], exact, target)
+            target.copy_(exact)
+
+
 class Step(NamedTuple):
     """New tokens that the layers of a batch store one after the other.
 
@@ -102,6 +136,7 @@ class Step(NamedTuple):
         stride: Pages in an extent of the storages.
         slots: ``[B, end - start]``.
         visible: What their attention reads.
+        recent: The same new tokens as they were computed, if they are kept so, too.
     """
 
     start: int
@@ -109,6 +144,7 @@ class Step(NamedTuple):
     stride: int
     slots: Tensor
     visible: TokenIndex
+    recent: "RecentStep | None" = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -121,6 +157,7 @@ class Tokens:
         window: Tokens that a token sees, itself included; ``None`` for all before it.
         rows: Keys and values ``[B, H, N, D]`` as views of the cache, if they can be.
         rotation: How the view's keys and values are rotated; ``None`` if they are not.
+        exact: The last columns as they were computed, if they are kept so beside codes.
     """
 
     view: KVView
@@ -128,13 +165,22 @@ class Tokens:
     window: int | None = None
     rows: tuple[Tensor, Tensor] | None = None
     rotation: Rotation | None = None
+    exact: Exact | None = None
 
     def gather(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Keys ``[B, H, N, Dk]`` and values ``[B, H, N, Dv]``: dequantized copies, or views."""
+        """Keys ``[B, H, N, Dk]`` and values ``[B, H, N, Dv]``: dequantized copies, or views.
+
+        Columns that are kept as they were computed are returned so: the new ones, and those before that the
+        first of the new ones reads so.
+        """
         if self.rows is not None and self.rows[0].dtype == self.rows[1].dtype == dtype:
             return self.rows
         found: tuple[Tensor, Tensor] = ops.load(self.index.slots, self.view, dtype=dtype)
-        return found if self.rotation is None else self.rotation.turned(*found)
+        if self.rotation is not None:
+            found = self.rotation.turned(*found)
+        if self.exact is not None:
+            self.exact.put_into(found)
+        return found
 
     def attend(
         self,
@@ -156,20 +202,60 @@ class Tokens:
         Returns:
             ``[B, Q, Hq, Dv]``.
         """
-        if self.rotation is not None:
-            plain, turned = replace(self, rotation=None), self.rotation.query(query)
-            return self.rotation.output(plain.attend(turned, scores, first=first, mask=mask))
         if mask is not None:
             rows = range(query.shape[0])
             return torch.cat([self._attend_row(query[b : b + 1], scores, first, mask, b) for b in rows])
         if self.window is not None:
             scores = replace(scores, window=self.window)
         num_new = query.shape[2]
-        batch = self.index.batch(num_new, first)
-        if num_new == 1:
-            return ops.attend(query.squeeze(2), self.view, batch, scores).unsqueeze(1)
-        out: Tensor = ops.attend(query.transpose(1, 2).flatten(0, 1), self.view, batch, scores)
-        return out.view(query.shape[0], num_new, *out.shape[1:])
+        packed = query.squeeze(2) if num_new == 1 else query.transpose(1, 2).flatten(0, 1)
+        out = self._attend(packed, num_new, scores, first)
+        return out.unsqueeze(1) if num_new == 1 else out.view(query.shape[0], num_new, *out.shape[1:])
+
+    def _attend(
+        self,
+        query: Tensor,
+        num_new: int,
+        scores: ops.Scores,
+        first: Tensor | None,
+        mask: Tensor | None = None,
+    ) -> Tensor:
+        """Of queries ``[B * Q, Hq, Dk]`` over the tokens, some of which may be kept as they were computed."""
+        batch, exact = self.index.batch(num_new, first), self.exact
+        if mask is not None:
+            scores = replace(scores, mask=_shifted(mask, self.index.origins))
+        if exact is None:
+            return self._turned_back(ops.attend(self._turned(query), self.view, batch, scores))
+        newest, window, skip_from = exact.tokens, scores.window, None
+        before = self.index.num_columns - newest.index.num_columns
+        start = None if first is None else first - before
+        if exact.known is not None:
+            start = exact.known if start is None else torch.maximum(start, exact.known)
+            skip_from = exact.known + before
+            skip_from = skip_from if self.index.origins is None else skip_from + self.index.origins
+        window = exact.num_newest if window is None else min(window, exact.num_newest)
+        of_newest = replace(scores, window=window, sinks=None)
+        if mask is not None:
+            of_newest = replace(of_newest, mask=_shifted(mask[..., before:], newest.index.origins))
+        part = ops.attend_part(query, newest.view, newest.index.batch(num_new, start), of_newest)
+        if self.rotation is not None:  # values that are kept as they were are not rotated
+            part = part._replace(out=self.rotation.output(part.out))
+        whole = ops.attend_part(
+            self._turned(query),
+            self.view,
+            batch,
+            scores,
+            skip=exact.num_newest,
+            skip_from=skip_from,
+            prior=part,
+        )
+        return self._turned_back(whole.out).to(query.dtype)
+
+    def _turned(self, query: Tensor) -> Tensor:
+        return query if self.rotation is None else self.rotation.query(query)
+
+    def _turned_back(self, out: Tensor) -> Tensor:
+        return out if self.rotation is None else self.rotation.output(out)
 
     def _attend_row(
         self, query: Tensor, scores: ops.Scores, first: Tensor | None, mask: Tensor, b: int
@@ -179,11 +265,16 @@ class Tokens:
         block = mask[b if mask.shape[0] > 1 else 0]
         if block.dtype == torch.bool:
             block = torch.zeros(block.shape, device=block.device).masked_fill(~block, float("-inf"))
-        if index.origins is not None:  # columns of the mask become stored tokens
-            before = int(index.origins)
-            block = torch.nn.functional.pad(block, (before, 0)) if before > 0 else block[..., -before:]
-        heads = query.shape[1]
-        block = block[0] if block.shape[0] == 1 else block.expand(heads, -1, -1)
-        batch = index.batch(query.shape[2], None if first is None else first[b : b + 1])
-        out = ops.attend(query[0].transpose(0, 1), self.view, batch, replace(scores, mask=block))
-        return out[None]
+        block = block[0] if block.shape[0] == 1 else block.expand(query.shape[1], -1, -1)
+        exact = None if self.exact is None else self.exact.row(b)
+        row = replace(self, index=index, exact=exact)
+        first = None if first is None else first[b : b + 1]
+        return row._attend(query[0].transpose(0, 1), query.shape[2], scores, first, block)[None]
+
+
+def _shifted(mask: Tensor, origins: Tensor | None) -> Tensor:
+    """A mask ``[..., N]`` of the columns of one sequence as one of its stored tokens."""
+    if origins is None:
+        return mask
+    before = int(origins)
+    return torch.nn.functional.pad(mask, (before, 0)) if before > 0 else mask[..., -before:]

@@ -68,6 +68,8 @@ class QuantSpec:
             ArgumentError: ``text`` spells no codes.
         """
         kind = parse_kind(name, text, tuple(CODE_BITS))
+        if kind.recent:
+            raise ArgumentError(f"{name} must spell codes alone, without recent, got {text!r}")
         return cls(CODE_BITS[kind.name], kind.group, rotated=kind.rotates(side))
 
     def __str__(self) -> str:

@@ -33,11 +33,13 @@ class Kind:
         name: One of ``STORAGE``.
         group: Elements that share a scale; 0 for a kind that is no codes.
         rotate: One of ``ROTATIONS``.
+        recent: Newest tokens that each token attends to as they were computed.
     """
 
     name: str
     group: int = 0
     rotate: str = "none"
+    recent: int = 0
 
     def rotates(self, side: str) -> bool:
         """Whether ``"keys"`` or ``"values"`` are rotated."""
@@ -61,6 +63,7 @@ def _count(low: int = 0) -> tuple[str, Callable[[str], int | None]]:
 
 _OPTIONS: Final[dict[str, tuple[str, Callable[[str], Any]]]] = {
     "rotate": _one_of(*ROTATIONS),
+    "recent": _count(),
 }
 """Of codes, by their names, each a field of ``Kind``."""
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from kvloom.caches import CacheFormat, Sequences
+from kvloom.caches.recent import ring_slots
 from kvloom.core.specs import KVSpec
 from kvloom.core.spelling import CODE_BITS, GROUP, STORAGE
 from kvloom.errors import ArgumentError, ConfigError
@@ -219,7 +220,12 @@ def _layer(layer: LayerShape, format: CacheFormat, batch: int, num_pages: int, n
     cache, scales = sum(x for x, _ in slot), sum(x for _, x in slot)
     num_slots = batch * num_pages * format.page_size
     empty = num_slots - batch * num_tokens
-    return LayerPlan(layer.kind, cache * num_slots, scales * num_slots, states, (cache + scales) * empty)
+    recent = 0
+    if format.recent and num_tokens:
+        newest = ring_slots(format.recent if layer.window is None else min(format.recent, layer.window))
+        recent = batch * newest * layer.heads * (layer.key_dim + layer.value_dim) * layer.dtype.itemsize
+    waste = (cache + scales) * empty
+    return LayerPlan(layer.kind, cache * num_slots + recent, scales * num_slots, states, waste)
 
 
 def _slot(spec: KVSpec) -> tuple[int, int]:

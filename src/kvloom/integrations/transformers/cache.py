@@ -16,11 +16,13 @@ from transformers.cache_utils import Cache
 
 from kvloom.caches import FixedLayer, PagedLayer, Sequences
 from kvloom.caches.fixed import too_long_for
+from kvloom.caches.recent import copied_recent
 from kvloom.errors import ArgumentError, OutOfPages, StateError, UnsupportedError
 from kvloom.integrations.transformers.build import (
     DummyLayer,
     StatefulLayer,
     cache_format,
+    expect_codes_alone,
     make_layers,
     text_config_of,
 )
@@ -75,7 +77,9 @@ class KVCache(DynamicCache):  # type: ignore[misc]
                 model this is the decoder's own half, for ``EncoderDecoderCache``.
             kv: How keys and values are kept, one of ``STORAGE``. ``"int8:g32"`` has float16 scales of 32
                 elements along the head dim, ``"int8"`` of 64; so has int4. ``"int4,rotate=keys"`` rotates
-                keys before they are quantized. Or the path of a plan, as ``kvloom.plan_bits`` makes them.
+                keys before they are quantized; by ``"int4,recent=32"`` tokens attend to their newest 32,
+                themselves included, as they were computed, too. Or the path of a plan, as
+                ``kvloom.plan_bits`` makes them.
             page_size: Tokens in a page.
             max_tokens: Token slots of each layer, all sequences together; ``None`` grows on demand.
             values: How the values are kept, as ``kv``, if otherwise than the keys.
@@ -88,12 +92,15 @@ class KVCache(DynamicCache):  # type: ignore[misc]
             ArgumentError: ``model`` is none, ``kv`` or ``values`` is unknown or has a group that
                 does not divide the head dim, or ``static`` without ``max_tokens``.
             ConfigError: ``layout`` is unknown.
-            UnsupportedError: no layer of the model has keys and values that could be kept.
+            UnsupportedError: no layer of the model has keys and values that could be kept, or ``static`` with
+                recent tokens.
         """
         config = text_config_of(model)
         if static and max_tokens is None:
             raise ArgumentError("max_tokens must be given for a static cache, got None")
         format = cache_format(config, kv, 1 if static else page_size, max_tokens, values, layout)
+        if static:
+            expect_codes_alone(format, "a static cache")
         layers = make_layers(model, format, static)
         known = (KVCacheLayer, DummyLayer, StatefulLayer)
         others = Counter(type(x).__name__ for x in layers if not isinstance(x, known))
@@ -333,9 +340,10 @@ class KVCache(DynamicCache):  # type: ignore[misc]
         for row in rows:
             if not 0 <= row < self.num_rows:
                 raise ArgumentError(f"rows must be in [0, {self.num_rows}), got {row}")
+        copies = [copied_recent(sequences.recent, rows) for sequences in self.sequences]
         self._run(*changes_of_rows(self.layers, rows))
-        for sequences in self.sequences:  # tables alone, which cannot fail
-            sequences.select(rows)
+        for sequences, recent in zip(self.sequences, copies, strict=True):  # tables alone, which cannot fail
+            sequences.select(rows, recent)
 
     def _run(self, own: Sequence[Callable[[], Any]], others: Sequence[Callable[[], Any]]) -> None:
         """Change layers one after the other, each of ours as a whole or not at all."""

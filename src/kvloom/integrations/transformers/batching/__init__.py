@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from kvloom.errors import ArgumentError, StateError, UnsupportedError
 from kvloom.integrations.transformers.batching.report import BatchReport, PageMap, RequestPages
-from kvloom.integrations.transformers.build import cache_format, text_config_of
+from kvloom.integrations.transformers.build import cache_format, expect_codes_alone, text_config_of
 
 __all__ = ["OLDEST", "BatchReport", "PageMap", "RequestPages", "continuous_batching"]
 
@@ -64,7 +64,7 @@ def continuous_batching(
     if not isinstance(share, bool):
         raise ArgumentError(f"share must be True or False, got {share!r}")
     _expect_served(model)
-    cache_format(text_config_of(model), kv, values=values, layout=layout)
+    expect_codes_alone(cache_format(text_config_of(model), kv, values=values, layout=layout), "a session")
     _forget_session(model)
     model.init_continuous_batching = _Init(model, {"kv": kv, "values": values, "layout": layout}, share)
     return model

@@ -17,7 +17,7 @@ from kvloom.integrations.transformers.batching.cache import SALT, BatchCache
 from kvloom.integrations.transformers.batching.report import BatchReport, PageMap
 from kvloom.integrations.transformers.batching.scheduler import scheduler_class
 from kvloom.integrations.transformers.batching.sizes import page_bytes, windows_of
-from kvloom.integrations.transformers.build import cache_format, text_config_of
+from kvloom.integrations.transformers.build import cache_format, expect_codes_alone, text_config_of
 
 PAGE_SIZE: Final = 16
 """Tokens in a page where no ``ContinuousBatchingConfig`` is given."""
@@ -78,6 +78,7 @@ class BatchingManager(ContinuousBatchingManager):  # type: ignore[misc]
         _expect_config(config)
         text = text_config_of(model)
         self._format = cache_format(text, kv, config.page_size, None, values, layout)
+        expect_codes_alone(self._format, "a session")
         self._share = share
         windows_of(text)  # refuses a model whose windows have no size
         if getattr(text, "compile_config", None) is not None:

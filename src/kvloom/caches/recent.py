@@ -1,0 +1,226 @@
+"""The newest tokens of a cache of codes as they were computed, beside the codes of all tokens.
+
+Position p of a sequence lies in slot ``p % C`` of a ring of C slots. Attention counts its stored tokens from
+a multiple of 512 positions, as far as its partial results reach: so bits do not depend on how a text was cut.
+
+Letters: B sequences, Q new tokens of each, H heads, D head dim, C slots of a ring.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvloom import ops
+from kvloom.caches.memory import outside_inference_mode
+from kvloom.caches.tokens import Exact, TokenIndex, Tokens
+from kvloom.core.indexing import CacheIndex
+from kvloom.core.layouts import CacheLayout
+from kvloom.core.views import KVView, detached
+
+_LAYOUT: Final = CacheLayout("B H S D")
+_PAGE: Final = 16
+_RUN: Final = 512
+ROLLBACK: Final = 16
+"""Tokens kept beyond the newest, so that as many can be removed and those before are still exact."""
+
+
+def ring_slots(num_tokens: int) -> int:
+    """C, where each query reads its ``num_tokens`` newest tokens as they were computed."""
+    return -(-num_tokens // _PAGE) * _PAGE + ROLLBACK
+
+
+class RecentStep(NamedTuple):
+    """New tokens of a batch and those before them that their attention reads as they were computed.
+
+    Attributes:
+        start: Position of the first new token.
+        end: Position behind the last.
+        first: Position of the first token that is read.
+        slots: ``[B, n]``, slots of the newest n in a ring.
+        old: ``[m]``, slots of the first tokens in a ring of one sequence, where they do not fit into one
+            with the new ones: then all are read from tensors of their own. ``None`` if they fit.
+        place: Where the tokens are that are read.
+        known: ``[B]``, the first of them that is known of each sequence; ``None`` for all.
+    """
+
+    start: int
+    end: int
+    first: int
+    slots: Tensor
+    old: Tensor | None
+    place: TokenIndex
+    known: Tensor | None
+
+
+class Ring:
+    """Keys and values ``[B, H, C, D]`` of one layer."""
+
+    def __init__(self, tensors: tuple[Tensor, Tensor]) -> None:
+        self.tensors = tensors
+        self.view = _view_of(*tensors)
+
+    def __reduce__(self) -> Any:
+        return Ring, (self.tensors,)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated."""
+        return sum(x.nbytes for x in self.tensors)
+
+
+class Recent:
+    """The newest tokens of B sequences, in every layer that shares them.
+
+    Args:
+        num_tokens: Newest tokens that a query reads as they were computed, itself included.
+    """
+
+    def __init__(self, num_tokens: int) -> None:
+        self.num_tokens = num_tokens
+        self.rings: dict[int, Ring] = {}
+        self._known: list[int] = []  # of each sequence, the position from which on tokens are in the rings
+        self._end = 0  # behind the last position that was written in any ring
+        self._tables: dict[tuple[int, int, torch.device], CacheIndex] = {}
+
+    @property
+    def num_slots(self) -> int:
+        """C."""
+        return ring_slots(self.num_tokens)
+
+    def begin(self, rows: int, start: int, end: int, device: torch.device) -> RecentStep:
+        """The step of ``rows`` sequences that stores positions ``start .. end``, which may be none."""
+        if len(self._known) != rows:
+            self._known = [start] * rows
+        first, size = max(start - self.num_tokens + 1, 0), self.num_slots
+        base, is_ring = first // _RUN * _RUN, end - first <= size
+        stored, count = end - base, min(end - start, size)
+        newest = [p % size for p in range(end - count, end)]
+        known = [max(position - first, 0) for position in self._known]
+        numbers = [*range(0, (rows + 1) * stored, stored)] if stored else [0] * (rows + 1)
+        numbers += [stored] * rows + [first - base] * rows + known
+        numbers += [row * size + slot for row in range(rows) for slot in newest]
+        parts = torch.tensor(numbers, dtype=torch.int64, device=device)
+        kvstarts, lengths, origins, of_known, slots = parts.split([rows + 1, rows, rows, rows, rows * count])
+        old = None
+        if is_ring:
+            index = self._ring_index(rows, base, device)
+        else:
+            begin = first // _PAGE * _PAGE
+            pages = torch.arange(base, end, _PAGE, device=device) - begin
+            starts = torch.arange(rows, device=device).unsqueeze(1) * (end - begin)
+            index = CacheIndex(starts + pages.clamp(min=0), None, _PAGE)
+            old = torch.arange(begin, start, device=device) % size
+        visible = TokenIndex(index, lengths, end - first, origins if first > base else None, kvstarts)
+        return RecentStep(
+            start, end, first, slots.view(rows, count), old, visible, of_known if any(known) else None
+        )
+
+    def keep(self, layer: int, key: Tensor, value: Tensor, step: RecentStep) -> Exact | None:
+        """Keep new tokens ``[B, H, Q, D]`` of a layer; what its attention reads as it was computed."""
+        key, value, ring = detached(key), detached(value), self.rings.get(layer)
+        if ring is None:
+            ring = self._new_ring(key, value)
+            if step.start:  # tokens before are in no ring of this layer
+                self._known = [max(known, step.start) for known in self._known]
+        view = ring.view
+        if step.old is not None:
+            view = _view_of(
+                *(_joined(x, step.old, new) for x, new in zip(ring.tensors, (key, value), strict=True))
+            )
+        count = step.slots.shape[1]
+        if count:
+            self._end = max(self._end, step.end)
+            ops.store(key[:, :, -count:], value[:, :, -count:], step.slots, ring.view)
+        self.rings[layer] = ring
+        return self._exact(view, step)
+
+    def held(self, layer: int, step: RecentStep) -> Exact | None:
+        """What ``keep`` returned; of a step without new tokens, what the next token sees."""
+        ring = self.rings.get(layer)
+        return None if ring is None or step.end == step.first else self._exact(ring.view, step)
+
+    def forget(self, rows: int, end: int) -> None:
+        """Know none of the tokens before ``end`` of so many sequences."""
+        self._known, self._end = [end] * rows, end
+
+    def removed(self, end: int, shifts: Sequence[int]) -> None:
+        """Positions from ``end`` on were removed; then sequence b was moved ``shifts[b]`` positions back.
+
+        Raises:
+            Exception: whatever an allocation raises; nothing was changed.
+        """
+        overwritten = self._end - self.num_slots
+        known = [max(position, overwritten) for position in self._known]
+        if any(shifts):
+            rings = {}
+            for layer, ring in self.rings.items():
+                key, value = (_rolled(x, shifts) for x in ring.tensors)
+                rings[layer] = Ring((key, value))
+            self.rings = rings
+            known = [position + shift for position, shift in zip(known, shifts, strict=True)]
+        self._known = known
+        self._end = min(self._end, end)
+
+    def selected(self, rows: Sequence[int]) -> "Recent":
+        """Another one, in which sequence i is what sequence ``rows[i]`` was."""
+        other = Recent(self.num_tokens)
+        if self._known:
+            other._known = [self._known[row] for row in rows]
+        other._end = self._end
+        with outside_inference_mode():
+            for layer, ring in self.rings.items():
+                where = torch.tensor(list(rows), device=ring.tensors[0].device)
+                key, value = (x.index_select(0, where) for x in ring.tensors)
+                other.rings[layer] = Ring((key, value))
+        return other
+
+    def nbytes_of(self, layer: int) -> int:
+        """Bytes allocated for a layer."""
+        return self.rings[layer].nbytes if layer in self.rings else 0
+
+    def _exact(self, view: KVView, step: RecentStep) -> Exact:
+        return Exact(Tokens(view, step.place), self.num_tokens, step.known)
+
+    def _new_ring(self, key: Tensor, value: Tensor) -> Ring:
+        with outside_inference_mode():
+            a, b = (x.new_zeros((*x.shape[:2], self.num_slots, x.shape[3])) for x in (key, value))
+        return Ring((a, b))
+
+    def _ring_index(self, rows: int, base: int, device: torch.device) -> CacheIndex:
+        """Every page of the rings from position ``base`` on, as far as a step reaches."""
+        found = self._tables.get((rows, base, device))
+        if found is None:
+            size = self.num_slots
+            pages = torch.arange(base, base + _RUN + size, _PAGE, device=device) % size
+            starts = torch.arange(rows, device=device).unsqueeze(1) * size
+            found = CacheIndex(starts + pages, None, _PAGE)
+            self._tables = {(rows, base, device): found}
+        return found
+
+
+def begin_recent(
+    recent: Recent | None, rows: int, start: int, end: int, device: torch.device
+) -> RecentStep | None:
+    """``recent.begin``, where tokens are kept so."""
+    return None if recent is None else recent.begin(rows, start, end, device)
+
+
+def copied_recent(recent: Recent | None, rows: Sequence[int]) -> Recent | None:
+    """``recent.selected``, where tokens are kept so."""
+    return None if recent is None else recent.selected(rows)
+
+
+def _view_of(key: Tensor, value: Tensor) -> KVView:
+    return KVView.split(_LAYOUT, key, value)
+
+
+def _joined(ring: Tensor, old: Tensor, new: Tensor) -> Tensor:
+    """Tokens of a ring and new ones behind them."""
+    return torch.cat((ring.index_select(2, old), new), 2) if len(old) else new
+
+
+def _rolled(x: Tensor, shifts: Sequence[int]) -> Tensor:
+    with outside_inference_mode():
+        return torch.stack([row.roll(shift, 1) for row, shift in zip(x, shifts, strict=True)])

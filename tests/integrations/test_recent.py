@@ -1,0 +1,126 @@
+"""``kv="int4,recent=R"`` in a model: what it predicts in every mode, and what refuses it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from integrations.test_families import FAMILIES, continued, family
+from integrations.test_generate_modes import MODES, ONE_ROW, continue_with
+from oracles.language_models import make_model, make_prompts
+from transformers import DynamicCache
+
+import kvloom
+from kvloom.caches import Cache
+from kvloom.errors import ArgumentError, UnsupportedError
+from kvloom.integrations.transformers import KVCache, KVPool, continuous_batching
+
+KV = "int4:g8,recent=24"
+ALL = "int4:g8,recent=300"
+"""Keeps every token as it was computed, so predictions are those of the model's own cache."""
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("attention", ["kvloom", "sdpa"])
+def test_all_tokens_exact_are_the_stock_cache(mode: str, attention: str) -> None:
+    prompts = make_prompts([11] if mode in ONE_ROW else [11, 5, 8])
+    stock, model = make_model("sdpa"), make_model(attention)
+    want = continue_with(stock, prompts, DynamicCache(config=stock.config), **MODES[mode])
+    assert continue_with(model, prompts, KVCache.for_model(model, kv=ALL, page_size=4), **MODES[mode]) == want
+
+
+@pytest.mark.parametrize(
+    "name", [x for x in ("Gemma2", "Gemma3", "gpt-oss", "Mistral", "Llama4", "DeepSeek-V3") if x in FAMILIES]
+)
+def test_families_with_windows_sinks_and_biases(name: str) -> None:
+    stock, model = family(name, "eager"), family(name, "kvloom")
+    want = continued(stock, DynamicCache(config=stock.config))
+    got = continued(model, KVCache.for_model(model, kv="int4:g2,recent=300"))
+    assert torch.equal(got.sequences, want.sequences)
+
+
+@torch.no_grad()
+def test_one_token_at_a_time_is_read_alike_in_place_and_gathered() -> None:
+    prompts, found = make_prompts([70, 50]), []
+    for attention in ("kvloom", "sdpa"):
+        model = make_model(attention)
+        cache: Any = KVCache.for_model(model, kv=KV)
+        logits = []
+        for i in range(prompts["input_ids"].shape[1]):
+            out = model(
+                prompts["input_ids"][:, i : i + 1],
+                attention_mask=prompts["attention_mask"][:, : i + 1],
+                past_key_values=cache,
+            )
+            logits.append(out.logits[prompts["attention_mask"][:, i] == 1])
+        found.append(torch.cat(logits))
+    torch.testing.assert_close(found[0], found[1], rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("mode", ["prompt lookup", "assisted", "chunked prefill"])
+def test_drafts_and_chunks_are_read_as_single_tokens(mode: str) -> None:
+    model, prompts = make_model("kvloom"), make_prompts([61])
+    options = {"max_new_tokens": 40}
+    want = continue_with(model, prompts, KVCache.for_model(model, kv=KV), **options)
+    assert continue_with(model, prompts, KVCache.for_model(model, kv=KV), **MODES[mode], **options) == want
+
+
+@torch.no_grad()
+def test_recent_tokens_bring_codes_nearer_to_the_model() -> None:
+    ids = make_prompts([120])["input_ids"]
+    stock = make_model("sdpa")
+    want, errors = stock(ids).logits, []
+    for kv in ("int4:g8", KV, "int4:g8,recent=64"):
+        model = make_model("kvloom")
+        errors.append(
+            float((model(ids, past_key_values=KVCache.for_model(model, kv=kv)).logits - want).norm())
+        )
+    assert errors[2] < errors[1] < errors[0]
+
+
+@torch.no_grad()
+def test_a_prefix_of_a_pool_is_codes_and_what_follows_is_exact() -> None:
+    model, ids = make_model("kvloom"), make_prompts([70])["input_ids"]
+    pool = KVPool.for_model(model, kv=ALL, max_tokens=400)
+    cold = pool.begin(ids)
+    model(ids, past_key_values=cold)
+    pool.commit(cold, ids)
+    warm = pool.begin(ids)
+    assert warm.get_seq_length() == 64
+    plain = KVCache.for_model(model, kv="int4:g8")
+    model(ids[:, :64], past_key_values=plain)
+    for layer, other in zip(warm.layers, cold.layers, strict=True):
+        assert not torch.equal(layer.keys, other.keys[:, :, :64])
+    model(ids[:, 64:], past_key_values=warm)
+    for layer, other in zip(warm.layers[:1], cold.layers, strict=False):
+        assert torch.equal(layer.keys[:, :, 64:], other.keys[:, :, 64:])
+    pool.check()
+
+
+@pytest.mark.parametrize("name", ["Llama", "Gemma3", "Mistral"])
+def test_a_plan_has_their_bytes(name: str) -> None:
+    model = family(name)
+    for length in (0, 3, 47):
+        planned = kvloom.plan(model.config, "int4:g2,recent=9", context=length, batch=2, page_size=4)
+        cache = KVCache.for_model(model, kv="int4:g2,recent=9", page_size=4)
+        if length:
+            with torch.no_grad():
+                model(torch.ones(2, length, dtype=torch.int64), past_key_values=cache, use_cache=True)
+        assert planned.cache + planned.scales == cache.nbytes
+
+
+def test_what_cannot_keep_them_says_so() -> None:
+    model = make_model()
+    with pytest.raises(
+        UnsupportedError, match="kv must have no recent tokens in a static cache, got recent=24"
+    ):
+        KVCache.for_model(model, kv=KV, static=True, max_tokens=64)
+    with pytest.raises(UnsupportedError, match="kv must have no recent tokens in a session, got recent=24"):
+        continuous_batching(model, kv=KV)
+    with pytest.raises(ArgumentError, match="values must keep as many recent tokens as kv, 24, got"):
+        KVCache.for_model(model, kv=KV, values="int4:g8,recent=8")
+    with pytest.raises(ArgumentError, match="kv must have as recent a number of at least 0"):
+        KVCache.for_model(model, kv="int4:g8,recent=x")
+    with pytest.raises(ArgumentError, match="kv must spell codes alone, without recent"):
+        Cache.quantized(KV)
