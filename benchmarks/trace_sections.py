@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from tables import pivot
+from tables import pivot, table
 
 
 def simulate_section(result: dict[str, Any]) -> str:
@@ -35,4 +35,26 @@ def events_section(result: dict[str, Any]) -> str:
         f"{result['off_ns']:.0f} ns, {off:.5%} of a step. A request of {result['request_pages']} pages, half "
         "of them known, is looked up, sealed and released in "
         f"{times['off']:.0f} us, and in {times['on']:.0f} us where that is recorded."
+    )
+
+
+def causes_section(result: dict[str, Any]) -> str:
+    """Why pages are missed."""
+    names = sorted({x for row in result["rows"] for x in row["causes"]})
+    rows = [
+        [
+            f"{row['capacity'] / 1e6:g} M",
+            *(f"{x:,}" for x in (row["asked"], row["found"], row["asked"] - row["found"])),
+            *(f"{row['causes'].get(x, 0):,}" for x in names),
+            f"{row['more_tokens'] / 1e6:.1f} M",
+        ]
+        for row in result["rows"]
+    ]
+    fastest = max(row["blocks_per_s"] for row in result["rows"])
+    return (
+        f"Pages of {result['trace']} that are asked for, found and missed, and the cause of each missed one "
+        "([docs](../docs/trace.md)), by tokens of cache; the last column is how much more would have kept "
+        "the median of the evicted ones: `KVLOOM_TRACE=conversation_trace.jsonl make bench ARGS=causes`. "
+        f"Recorded, the pool replays up to {fastest:,.0f} pages a second here.\n\n"
+        + table(["cache", "asked", "found", "missed", *names, "more"], rows)
     )

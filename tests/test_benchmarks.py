@@ -63,6 +63,11 @@ def test_events_compares_steps_that_record_with_others(quick: Callable[..., Any]
     assert result["steps"] == 20 and result["ratio"] > 0 and result["request_us"].keys() == {"off", "on"}
 
 
+def test_causes_sum_to_the_misses(quick: Callable[..., Any]) -> None:
+    (row,) = quick("causes")["rows"]
+    assert sum(row["causes"].values()) == row["asked"] - row["found"] > 0
+
+
 def test_decode_times_every_cache_at_a_context(quick: Callable[..., Any]) -> None:
     rows = quick("decode")["rows"]
     assert {x["sequences"] for x in rows} == {1, 2}
