@@ -13,7 +13,7 @@ from struct import unpack
 from typing import Any, Final
 
 from kvloom.errors import ArgumentError
-from kvloom.paging.causes import Causes
+from kvloom.paging.causes import Causes, Miss
 from kvloom.paging.states import Event, PageStates
 
 FORMAT: Final = "kvloom-events/1"
@@ -143,6 +143,10 @@ class Events:
                 miss = miss._replace(at=miss.at * self.scale)
             self.note("miss", [], **{name: x for name, x in miss._asdict().items() if x is not None})
         self.causes.ask(self.request, nodes, len(found))
+
+    def explain(self, salt: str, asked: list[bytes], num_found: int, num_pages: int) -> list[Miss]:
+        """Why the pages of a text behind the first ``num_found`` would be missed now."""
+        return self.causes.explain(self.causes.nodes_of(salt, asked), num_found, num_pages)
 
     def seal(self, salt: str, text: list[bytes], pages: list[int]) -> None:
         """The last pages of a text are found from now on."""

@@ -8,13 +8,18 @@ from kvloom.caches.pages import Pages
 from kvloom.caches.storage import Storage
 from kvloom.errors import ArgumentError
 from kvloom.paging import PageRef, PrefixTree
+from kvloom.store import survey
+from kvloom.store.backends import connect
 from kvloom.store.fingerprint import Fingerprint
 from kvloom.store.format import page_bytes
+from kvloom.store.limits import evictions, is_mark
 from kvloom.store.prefixes import Prefixes, salt_digest
 from kvloom.store.store import KVStore, open_store
+from kvloom.store.survey import Verdict, look
 from kvloom.store.tier import Piece
 from kvloom.store.transfer import layers_of, pack, rotation_of, unpack
 
+_TIMEOUT: Final = 30.0
 RUN_BYTES: Final = 8 << 20
 """Bytes of a run, if a page does not have more."""
 
@@ -115,6 +120,15 @@ class StoreBelow:
 
     def _num_damaged(self) -> int:
         return sum(tier.counts["damaged"] for tier in self.store.tiers)
+
+    def why(self, tokens: Sequence[int], salt: str) -> list[Verdict]:
+        """Of each full page of a text, what the first store says of it; reads the heads of all its runs."""
+        backend = connect(self.store.tiers[0].url, _TIMEOUT)
+        objects = sorted(backend.list_stored())
+        found = [look(backend, x) for x in objects if not is_mark(x.name)]
+        evicted = evictions(backend, objects, self.fingerprint.folder)
+        size = self._pages.format.page_size
+        return list(survey.why(found, evicted, self.fingerprint, salt, tokens, size))
 
     def report(self) -> dict[str, Any]:
         """That of the store, and how long computing takes."""

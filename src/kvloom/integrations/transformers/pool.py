@@ -15,11 +15,12 @@ from kvloom.errors import ArgumentError, StateError, UnsupportedError
 from kvloom.integrations.transformers.build import cache_format, make_layers, text_config_of
 from kvloom.integrations.transformers.cache import KVCache
 from kvloom.integrations.transformers.layers import KVCacheLayer
-from kvloom.paging import Events, PageRef, PageTable, PrefixTree, check
+from kvloom.paging import Events, Miss, PageRef, PageTable, PrefixTree, check
 from kvloom.tracing.page import view
 
 if TYPE_CHECKING:
     from kvloom.store import KVStore
+    from kvloom.store.survey import Verdict
 
 
 class KVPool:
@@ -202,6 +203,30 @@ class KVPool:
         if self._below is not None:
             self._below.store.close()
 
+    def why(self, input_ids: Tensor, salt: str = "") -> list[Miss]:
+        """Why ``begin`` would not find the full pages of a text now; it has none for those it would find.
+
+        A store below is asked, too: what it would give is no miss, and what is damaged there, or of another
+        model or format, says so. That reads the heads of all its runs.
+
+        Args:
+            input_ids: ``[1, T]``, as of ``begin``.
+            salt: As of ``begin``.
+
+        Raises:
+            StateError: events are not recorded.
+        """
+        events = self.events
+        if events is None:
+            raise StateError("events are not recorded, call record() before")
+        expect("input_ids", input_ids, "B T", dtype=INDEX_DTYPES, B=1)
+        tokens = input_ids[0, :-1].tolist()
+        found = self._tree.num_known(tokens, salt)
+        misses = events.explain(salt, list(self._tree.packed(tokens)), found, self._pages.pool.num_pages)
+        if self._below is None or not misses:
+            return misses
+        return misses_in_store(misses, self._below.why(tokens, salt))
+
     def save_events(self, path: str | Path, decode: Callable[[list[int]], str] | None = None) -> None:
         """Write what was recorded: a page of HTML if ``path`` ends with ``.html``, or else JSON lines.
 
@@ -268,3 +293,23 @@ class KVPool:
             self._pages.pool.release(ref)
         table.adopt(refs[:num_pages])
         return table
+
+
+def misses_in_store(misses: Sequence[Miss], verdicts: "Sequence[Verdict]") -> list[Miss]:
+    """What is missed of a text in a pool and in the store below it, by what each says of its pages."""
+    told: list[Miss] = []
+    for miss in misses:
+        for place in range(miss.first, miss.first + miss.num_pages):
+            verdict = verdicts[place]
+            kind, _, what = verdict.reason.partition(": ")
+            if verdict.is_found:
+                continue
+            if kind == "another model":
+                told.append(Miss("other format", place, what=what))
+            elif verdict.reason.startswith("damaged"):
+                told.append(Miss("damaged", place, what=verdict.reason))
+            elif told and miss.cause == "below" and told[-1].cause == "below":
+                told[-1] = told[-1]._replace(num_pages=told[-1].num_pages + 1)
+            else:
+                told.append(miss._replace(first=place, num_pages=1))
+    return told
