@@ -19,9 +19,9 @@ INT8 = QuantSpec(8, group=8, scale_dtype=torch.float32)
 QUANTS = pytest.mark.parametrize("quant", [None, INT8], ids=["plain", "int8"])
 
 
-def make(num_pages: int = 32, quant: QuantSpec | None = None) -> PrefixCache:
+def make(num_pages: int = 32, quant: QuantSpec | None = None, policy: str = "lru") -> PrefixCache:
     form = CacheFormat(quant=quant, page_size=PAGE, max_tokens=num_pages * PAGE)
-    return PrefixCache(form, num_layers=LAYERS, heads=HEADS, head_dim=DIM, dtype=torch.float32)
+    return PrefixCache(form, num_layers=LAYERS, heads=HEADS, head_dim=DIM, dtype=torch.float32, policy=policy)
 
 
 def content(sequence: PrefixSequence, layer: int, start: int, end: int) -> Tensor:
@@ -202,8 +202,9 @@ def test_bad_arguments_are_named(call: object, name: str) -> None:
 
 @QUANTS
 @pytest.mark.parametrize("seed", range(4))
-def test_random_programs_keep_every_sequence_its_own(seed: int, quant: QuantSpec | None) -> None:
-    rng, cache, live = random.Random(seed), make(num_pages=20, quant=quant), []
+@pytest.mark.parametrize("policy", ["lru", "ours"])
+def test_random_programs_keep_every_sequence_its_own(seed: int, quant: QuantSpec | None, policy: str) -> None:
+    rng, cache, live = random.Random(seed), make(20, quant, policy), []
     hits = 0
     for _ in range(250):
         verb = rng.choice(["begin", "begin", "extend", "extend", "fork", "truncate", "end", "end"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 import pytest
@@ -107,6 +108,30 @@ def test_pages_that_nobody_holds_make_room() -> None:
     report = pool.report()
     assert report["active"] == 0
     assert report["free"] + report["evictable"] == report["num_pages"] == 16
+
+
+@KINDS
+def test_the_policy_of_a_full_pool_changes_no_token(kv: str) -> None:
+    model = make_model()
+    pool = KVPool.for_model(model, kv=kv, page_size=4, max_tokens=64, policy="ours")
+    asked = [text(20, seed) for seed in (0, 1, 0, 2, 3, 0, 4, 5, 6, 0)]
+    found = 0
+    for tokens in asked:
+        output, there = ask(pool, model, tokens)
+        found += there
+        expected = generate(model, tokens, make_pool(model, kv).begin(tokens))
+        assert torch.equal(output, expected)
+    assert 0 < found <= 3 * 16
+    saved = pickle.loads(pickle.dumps(pool))  # noqa: S301
+    saved.check()
+    assert ask(saved, model, asked[-1])[1] == 16
+    report = saved.report()
+    assert report["active"] == 0 and report["free"] + report["evictable"] == report["num_pages"] == 16
+
+
+def test_a_policy_that_is_none_is_named() -> None:
+    with pytest.raises(ArgumentError, match=r"^policy must be one of lru, ours, got 'fifo'"):
+        KVPool.for_model(make_model(), max_tokens=64, policy="fifo")
 
 
 def test_a_full_pool_refuses_and_loses_nothing() -> None:

@@ -56,12 +56,14 @@ class Pages:
         format: How tokens are kept.
         is_kept: Have all ``max_tokens`` from the beginning and never give them back, since pages that no
             table holds can be found again.
+        policy: By which these go when others need room, as of ``PagePool``.
     """
 
-    def __init__(self, format: CacheFormat, is_kept: bool = False) -> None:
+    def __init__(self, format: CacheFormat, is_kept: bool = False, policy: str = "lru") -> None:
         self.format = format
         self.is_kept = False
-        self.pool = PagePool(0)
+        self.policy = policy
+        self.pool = PagePool(0, policy)
         if is_kept:
             self.keep()
         self.storages: dict[int, Storage] = {}
@@ -71,7 +73,7 @@ class Pages:
 
     def __reduce__(self) -> Any:
         """To be saved: no pages, which come with those who hold them."""
-        return Pages, (self.format,)
+        return Pages, (self.format, False, self.policy)
 
     @property
     def stride(self) -> int:
@@ -184,7 +186,7 @@ class Pages:
         """Free the tensors if nobody is left who could use them."""
         if not self.is_kept and not any(user.size for user in self.users):
             self.storages.clear()
-            self.pool = PagePool(0)
+            self.pool = PagePool(0, self.policy)
 
     def _grow(self, num_pages: int, num_extents: int) -> None:
         """Have ``num_pages`` pages: tensors first, which is where memory runs out."""

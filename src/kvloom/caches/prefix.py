@@ -61,7 +61,7 @@ class PrefixCache:
     The protocol of a step: ``begin`` (or ``extend``), ``append`` in every layer, ``commit``; then ``attend``
     at any time. Sharing is exact, never by a hash alone, and only within a salt. A page is copied when one of
     its holders writes it. When the pool is full, pages that nobody holds are given up, least recently used
-    first.
+    first if ``policy`` says no other.
 
     Args:
         format: How tokens are kept, ``max_tokens`` of them in each layer.
@@ -71,12 +71,14 @@ class PrefixCache:
         value_dim: Elements of a head vector of the values.
         dtype: That the model computes in: of unquantized tokens, unless ``format`` says another.
         device: Where the tensors live.
+        policy: Which pages are given up, as of ``PagePool``.
 
     Attributes:
         below: Where sealed pages go and missing ones come from; ``kvloom.store.put_below`` sets it.
 
     Raises:
         ConfigError: ``format`` has no ``max_tokens``.
+        ArgumentError: there is no such policy.
     """
 
     def __init__(
@@ -89,13 +91,14 @@ class PrefixCache:
         value_dim: int | None = None,
         dtype: torch.dtype = torch.float16,
         device: torch.device | str = "cpu",
+        policy: str = "lru",
     ) -> None:
         if format.max_tokens is None:
             raise ConfigError("format must have max_tokens, got None")
         if format.recent:
             raise ConfigError(f"format must have recent 0, as pages hold no others, got {format.recent}")
         expect_range("num_layers", num_layers, 1)
-        self.pages = Pages(format, is_kept=True)
+        self.pages = Pages(format, is_kept=True, policy=policy)
         self.tree = PrefixTree(self.pages.pool, format.page_size)
         key = format.spec(heads, head_dim, dtype)
         value = (format.values or format).spec(heads, head_dim if value_dim is None else value_dim, dtype)

@@ -27,7 +27,7 @@ class KVPool:
     """Pages of one size, in which a new cache finds what earlier ones computed for the same first tokens.
 
     Sharing is exact, by the tokens themselves, in whole pages, and only within a salt. When all pages are
-    taken, those that no cache holds are given up, least recently used first::
+    taken, those that no cache holds are given up, least recently used first or as ``policy`` says::
 
         pool = KVPool.for_model(model, max_tokens=100_000)
         cache = pool.begin(input_ids)
@@ -92,6 +92,7 @@ class KVPool:
         values: str | None = None,
         layout: str = "auto",
         store: "KVStore | str | Sequence[str] | None" = None,
+        policy: str = "lru",
     ) -> "KVPool":
         """An empty pool of ``max_tokens`` token slots in each layer, taken at the first update.
 
@@ -106,15 +107,18 @@ class KVPool:
             layout: As above.
             store: A ``KVStore``, or URLs as it takes them, such as ``"file:///var/cache/kvloom"``. The model
                 then computes 128 tokens, and its weights are read once.
+            policy: Which pages are given up: ``"lru"``, those that no cache held for longest, or ``"ours"``,
+                those that are worth least by how pages were used so far.
 
         Raises:
-            ArgumentError: as ``KVCache.for_model``, or ``store`` is no URL of a store.
+            ArgumentError: as ``KVCache.for_model``, ``store`` is no URL of a store, or ``policy`` is none.
             ModuleNotFoundError: a library that the store needs is not installed.
             UnsupportedError: a layer has a window or a recurrent state, which a prefix of pages cannot give;
                 or there is a store, and the weights are not in memory.
         """
         config = text_config_of(model)
         format = cache_format(config, kv, page_size, max_tokens, values, layout)
+        pages = Pages(format, is_kept=True, policy=policy)
         for layer in make_layers(model, format):
             if type(layer) is not KVCacheLayer or layer.is_sliding:
                 raise UnsupportedError(
@@ -125,7 +129,7 @@ class KVPool:
             from kvloom.store.store import open_store
 
             store = open_store(store)
-        return cls(model, Pages(format, is_kept=True), store)
+        return cls(model, pages, store)
 
     def begin(self, input_ids: Tensor, salt: str = "") -> KVCache:
         """A cache that holds the longest first part of every row that is known, in whole pages.
