@@ -147,6 +147,11 @@ class Layer(ABC):
         return 0 if self.storage is None else self.storage.nbytes
 
     @property
+    def nbytes_recent(self) -> int:
+        """Of ``nbytes``, those of the newest tokens that are kept as they were computed, beside codes."""
+        return 0
+
+    @property
     def nbytes_per_token(self) -> float:
         """Bytes that one token of one sequence takes, scales included; 0 before the first update."""
         return 0.0 if self.storage is None else self.storage.nbytes_per_token

@@ -83,9 +83,11 @@ class PagedLayer(Layer):
         self, storage: Storage, visible: TokenIndex, key: Tensor, value: Tensor, step: RecentStep | None
     ) -> Tokens:
         """What attention reads, new tokens included, which may be kept as they are beside their codes."""
-        recent = self.sequences.recent
-        exact = None if recent is None or step is None else recent.keep(self.index, key, value, step)
-        return replace(storage.tokens(visible, self.sequences.window), exact=exact)
+        recent, window = self.sequences.recent, self.sequences.window
+        if recent is None or step is None:
+            return storage.tokens(visible, window)
+        exact = recent.keep(self.index, key, value, step)
+        return Tokens(storage.view, visible, window, rotation=storage.rotation, exact=exact)
 
     def _is_stored(self, key: Tensor, value: Tensor, storage: Storage, step: Step) -> bool:
         """Whether new tokens were stored at once, as the usual ones of a step that another layer began.
@@ -210,8 +212,13 @@ class PagedLayer(Layer):
     @property
     def nbytes(self) -> int:
         """Bytes allocated, scales and tokens that are kept as they were computed included."""
+        return super().nbytes + self.nbytes_recent
+
+    @property
+    def nbytes_recent(self) -> int:
+        """Bytes of tokens that are kept as they were computed, beside their codes."""
         recent = self.sequences.recent
-        return super().nbytes + (0 if recent is None else recent.nbytes_of(self.index))
+        return 0 if recent is None else recent.nbytes_of(self.index)
 
     def _held(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         run = self.sequences.run()

@@ -132,7 +132,9 @@ class Recent:
         count = step.slots.shape[1]
         if count:
             self._end = max(self._end, step.end)
-            ops.store(key[:, :, -count:], value[:, :, -count:], step.slots, ring.view)
+            if count < key.shape[2]:
+                key, value = key[:, :, -count:], value[:, :, -count:]
+            ops.store(key, value, step.slots, ring.view)
         self.rings[layer] = ring
         return self._exact(view, step)
 

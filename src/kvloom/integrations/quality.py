@@ -48,8 +48,8 @@ class Quality:
 
     Attributes:
         kind: ``"DynamicCache"``, a kind as ``KVCache.for_model`` takes it as ``kv``, or a peer's name.
-        nbytes_per_token: Cache bytes of one token in all layers, scales included. Of a peer, what it held on
-            average while it read, tokens that it had not quantized yet among it.
+        nbytes_per_token: Cache bytes of one token in all layers, scales included. Of a peer, and of recent
+            tokens that are kept as they were computed, what it held on average while it read.
         perplexity: Exponential of the mean loss of the next tokens.
         mean_kl: Mean of KL(DynamicCache || kind) of the next-token distributions, in nats.
         agreed: Share of the positions at which the same next token is chosen, from 0 to 1.
@@ -210,7 +210,7 @@ class _Entrant:
 def _nbytes_per_token(cache: Any, num_rows: int) -> float:
     """Bytes that one token takes in the layers that hold it; other states do not count."""
     if isinstance(cache, KVCache):
-        return cache.nbytes_per_token
+        return cache.nbytes_per_token + cache.nbytes_recent / (num_rows * int(cache.get_seq_length()))
     total = 0.0
     for layer in cache.layers:
         keys: Any = getattr(layer, "keys", None)

@@ -168,8 +168,13 @@ class KVCache(DynamicCache):  # type: ignore[misc]
 
     @property
     def nbytes_per_token(self) -> float:
-        """Bytes that one token takes in the layers that hold it; 0 before the first token."""
+        """Bytes of one token in the layers that hold it, ``nbytes_recent`` apart; 0 before the first."""
         return sum(layer.pages.nbytes_per_token for layer in self._own_layers)
+
+    @property
+    def nbytes_recent(self) -> int:
+        """Of ``nbytes``, those of the newest tokens that are kept as they were computed, beside codes."""
+        return sum(layer.pages.nbytes_recent for layer in self._own_layers)
 
     @property
     def num_pages_held(self) -> int:
