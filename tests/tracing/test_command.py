@@ -46,6 +46,8 @@ def test_causes_sum_to_the_misses_of_a_whole_replay(trace: Path, num_pages: int)
     assert sum(x.found for x in asked.values()) == found.blocks
     assert causes.total() == found.blocks_asked - found.blocks and causes.keys() <= {*CAUSES}
     assert ("evicted" in causes) == (num_pages < 2000)
+    blocks = {block for x in conversations() for block in x.hash_ids}
+    assert causes.total() - causes["evicted"] == len(blocks)  # whatever comes again was there once
     for x in asked.values():
         assert sorted(x.misses) == [*range(x.found, len(x.nodes))]
 
