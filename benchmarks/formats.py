@@ -31,9 +31,10 @@ from kvloom.quant.affine import dequantize, quantize
 
 OUTLIER, OUTLIER_AT_THE_ENDS = 10.0, 30.0
 STORED = (
-    "int8", "int8,rotate=keys", "int4", "int4,rotate=keys", "int4,rotate=values", "int4,rotate=both",
-    "int4:g32", "int4:g32,rotate=keys", "int4:g32,rotate=both",
-    "int4:g16", "int4:g16,rotate=keys", "int4:g16,rotate=both",
+    "int8", "int8,rotate=keys",
+    "int4,rotate=none", "int4,rotate=keys", "int4,rotate=values", "int4,rotate=both",
+    "int4:g32,rotate=none", "int4:g32,rotate=keys", "int4:g32,rotate=both",
+    "int4:g16,rotate=none", "int4:g16,rotate=keys", "int4:g16,rotate=both",
 )  # fmt: skip
 PEERS = (("quanto", RESIDUAL), ("quanto", 1), ("hqq", RESIDUAL), ("hqq", 1))
 CHUNK = 32
@@ -234,7 +235,7 @@ def main() -> None:
     kinds = [*simulated, *(STORED[2:4] if args.quick else STORED), *theirs.values()]
     exact, *measured = quality(plain, windows, kinds)
     outliers = quality(with_outliers(plain), windows, kinds)[1:]
-    int4 = next(row for row in measured if row.kind == "int4")
+    int4 = next(row for row in measured if row.kind == "int4,rotate=none")
     rows = [
         {
             "format": format.name,

@@ -37,7 +37,7 @@ def formats_section(result: dict[str, Any]) -> str:
     head = ["change", "bytes/token", "mean KL in nats", "worst head", "mean KL, outliers"]
     return (
         f"4-bit formats simulated in plain torch on {result['tokens']:,} held-out tokens, groups of 64 if "
-        f"not said; int4 as stored has a KL of {result['int4']:.1e}.\n\n{table(head, rows)}\n\n"
+        f"not said; plain int4 as stored has a KL of {result['int4']:.1e}.\n\n{table(head, rows)}\n\n"
         + _stored(result)
     )
 

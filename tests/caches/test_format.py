@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +69,8 @@ def test_auto_keeps_heads_apart_where_native_does_not_fit(
         ("float16", torch.float16, None),
         ("bfloat16", torch.bfloat16, None),
         ("int8", None, QuantSpec(8)),
-        ("int4:g32", None, INT4),
+        ("int4:g32", None, replace(INT4, rotated=True)),
+        ("int4:g32,rotate=none", None, INT4),
     ],
 )
 def test_a_text_says_how_tokens_are_kept(

@@ -30,7 +30,7 @@ from kvloom.errors import ArgumentError
     ],
 )
 def test_kind_and_group_of_a_text(text: str, kind: str, group: int) -> None:
-    assert parse_kind("kv", text) == Kind(kind, group)
+    assert parse_kind("kv", text) == Kind(kind, group, "keys" if kind == "int4" else "none")
 
 
 def test_a_kind_alone_is_a_text() -> None:
@@ -104,7 +104,7 @@ def test_an_odd_group_of_4_bits_is_refused(text: str) -> None:
 @pytest.mark.parametrize(("bits", "group"), [*itertools.product((8, 4), (2, 8, 16, 30, 64, 10**12))])
 def test_a_text_is_read_as_it_is_spelled(bits: int, group: int) -> None:
     spec = QuantSpec(bits, group)
-    assert str(spec) == f"int{bits}:g{group}"
+    assert str(spec) == f"int{bits}:g{group}{',rotate=none' if bits == 4 else ''}"
     assert QuantSpec.parse(str(spec)) == spec
     assert str(QuantSpec(bits, group, torch.bfloat16)) == str(spec)  # the dtype of scales is not spelled
 
@@ -127,4 +127,13 @@ def test_rotated_codes_are_read_as_they_are_spelled(side: str) -> None:
 
 @pytest.mark.parametrize("bits", [8, 4])
 def test_a_group_that_is_not_said_is_64(bits: int) -> None:
-    assert QuantSpec.parse(f"int{bits}") == QuantSpec(bits) == QuantSpec(bits, 64, torch.float16)
+    assert (
+        QuantSpec.parse(f"int{bits}", side="values") == QuantSpec(bits) == QuantSpec(bits, 64, torch.float16)
+    )
+
+
+def test_keys_of_4_bits_are_rotated_unless_the_text_says_otherwise() -> None:
+    assert QuantSpec.parse("int4").rotated
+    assert not QuantSpec.parse("int4", side="values").rotated
+    assert not QuantSpec.parse("int4,rotate=none").rotated
+    assert not QuantSpec.parse("int8").rotated

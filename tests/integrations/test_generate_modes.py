@@ -14,7 +14,11 @@ from transformers import DynamicCache
 from kvloom.errors import ArgumentError, OutOfPages, StateError, UnsupportedError
 from kvloom.integrations.transformers import KVCache
 
-STOCK: dict[str, Any] = {"float32": DynamicCache, "int8:g16": FakeQuantCache, "int4:g16": FakeQuantCache4}
+STOCK: dict[str, Any] = {
+    "float32": DynamicCache,
+    "int8:g16": FakeQuantCache,
+    "int4:g16,rotate=none": FakeQuantCache4,
+}
 KINDS = pytest.mark.parametrize("kv", list(STOCK))
 
 MODES: dict[str, dict[str, Any]] = {

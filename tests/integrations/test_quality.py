@@ -81,7 +81,7 @@ def test_figures_are_those_of_transformers_own_cache_with_rounded_tokens(make: C
     model, texts = make(), texts_of(3, 30)
     p = probabilities(model, texts, DynamicCache(config=model.config))
     q = probabilities(model, texts, FakeQuantCache4(config=model.config))
-    stock, int4 = kvloom.quality(model, texts, ["int4:g16"], chunk=CHUNK)
+    stock, int4 = kvloom.quality(model, texts, ["int4:g16,rotate=none"], chunk=CHUNK)
     count = p[..., 0].numel()
     targets = texts[:, 1:].unsqueeze(-1)
     for row, each in ((stock, p), (int4, q)):
@@ -97,7 +97,7 @@ def test_figures_are_those_of_transformers_own_cache_with_rounded_tokens(make: C
 @pytest.mark.parametrize("attention", ["sdpa", "eager", "kvloom"])
 def test_errors_of_heads_are_of_one_layer_where_all_else_is_exact(attention: str) -> None:
     model, texts = make_model(attention), texts_of(3, 30)
-    stock, int4 = kvloom.quality(model, texts, ["int4:g16"], chunk=CHUNK)
+    stock, int4 = kvloom.quality(model, texts, ["int4:g16,rotate=none"], chunk=CHUNK)
     assert stock.head_errors == {}
     assert stock.worst_head is None
     assert int4.head_errors.keys() == {0, 1, 2}
@@ -123,7 +123,7 @@ def test_peer_is_measured_as_it_is_fed() -> None:
             return super().update(key, *args, **kwargs)
 
     peer = Peer("rounded", lambda model: Recording(config=model.config), chunk=4)
-    _, ours, theirs = kvloom.quality(model, texts, ["int4:g16", peer], chunk=CHUNK)
+    _, ours, theirs = kvloom.quality(model, texts, ["int4:g16,rotate=none", peer], chunk=CHUNK)
     assert theirs.kind == "rounded"
     assert theirs.nbytes_per_token == 768  # rounded, and kept in float32
     assert theirs.mean_kl == pytest.approx(ours.mean_kl, rel=1e-3)

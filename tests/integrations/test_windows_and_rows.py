@@ -59,7 +59,7 @@ def test_a_long_text_gives_the_stock_logits(name: str, attention: str) -> None:
 
 
 @ATTENTIONS
-@pytest.mark.parametrize(("kv", "stock"), [("int8:g8", FakeQuant8), ("int4:g8", FakeQuant4)])
+@pytest.mark.parametrize(("kv", "stock"), [("int8:g8", FakeQuant8), ("int4:g8,rotate=none", FakeQuant4)])
 @pytest.mark.parametrize("name", ["Mistral", "Gemma2", "gpt-oss", "Llama4"])
 def test_quantized_windows_give_the_tokens_of_quantized_values(
     name: str, kv: str, stock: type[FakeQuantCache], attention: str

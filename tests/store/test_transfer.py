@@ -39,7 +39,7 @@ def whose(pages: Pages) -> Fingerprint:
     return Fingerprint("c", "w", "float32", "{}", "full", "none", layers_of(pages.storages))
 
 
-KINDS = pytest.mark.parametrize("kv", ["float32", "bfloat16", "int8:g8", "int4:g16"])
+KINDS = pytest.mark.parametrize("kv", ["float32", "bfloat16", "int8:g8", "int4:g16,rotate=none"])
 
 
 @KINDS

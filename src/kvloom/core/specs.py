@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvloom.core.checks import FLOAT_DTYPES
 from kvloom.core.layouts import CacheLayout, as_layout
-from kvloom.core.spelling import CODE_BITS, GROUP, parse_kind
+from kvloom.core.spelling import CODE_BITS, GROUP, ROTATED, parse_kind
 from kvloom.errors import ArgumentError, ConfigError
 
 CODE_DTYPE: Final = {8: torch.int8, 4: torch.uint8}
@@ -57,7 +57,7 @@ class QuantSpec:
     def parse(cls, text: str, name: str = "text", side: str = "keys") -> "QuantSpec":
         """The codes that ``"int8"`` or ``"int4"`` (groups of 64), ``"int8:g32"`` and the like spell.
 
-        Their scales are float16.
+        Their scales are float16. Keys of 4 bits are rotated unless the text says otherwise.
 
         Args:
             text: The spelling.
@@ -73,7 +73,9 @@ class QuantSpec:
         return cls(CODE_BITS[kind.name], kind.group, rotated=kind.rotates(side))
 
     def __str__(self) -> str:
-        return f"int{self.bits}:g{self.group}{',rotate=both' if self.rotated else ''}"
+        rotate = "both" if self.rotated else "none"
+        is_said = rotate != ROTATED.get(f"int{self.bits}", "none")
+        return f"int{self.bits}:g{self.group}{f',rotate={rotate}' if is_said else ''}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,9 @@ GROUP: Final = 64
 ROTATIONS: Final = ("none", "keys", "values", "both")
 """Of which of the two a head vector is rotated before it is quantized."""
 
+ROTATED: Final = {"int4": "keys"}
+"""Which are rotated of a kind that does not say so."""
+
 _SPELLING: Final = re.compile(r"([a-z0-9]+)(?::g([1-9][0-9]{0,17}))?((?:,[a-z]+=[a-z0-9]+)*)")
 
 
@@ -103,7 +106,8 @@ def parse_kind(name: str, text: object, kinds: tuple[str, ...] = STORAGE) -> Kin
     group = int(digits or GROUP)
     if CODE_BITS[kind] == 4 and group % 2:
         raise ArgumentError(f"{name} must have an even group for 4 bits, got {text!r}")
-    return Kind(kind, group, **_parse_options(name, text, options))
+    default = {"rotate": ROTATED.get(kind, "none")}
+    return Kind(kind, group, **default | _parse_options(name, text, options))
 
 
 def _parse_options(name: str, text: object, options: str) -> dict[str, Any]:
