@@ -226,6 +226,15 @@ def test_few_removed_tokens_leave_the_newest_exact() -> None:
     program.append(1)
 
 
+@pytest.mark.parametrize("removed", [17, 40, 99])
+def test_overwritten_tokens_are_read_as_codes(removed: int) -> None:
+    program = Program(2)
+    program.append(100)
+    program.remove([removed, removed - 10])
+    for count in (1, 3, 30):
+        program.append(count)
+
+
 def test_prefix_that_was_adopted_is_read_as_codes() -> None:
     program = Program(1)
     program.append(64)
