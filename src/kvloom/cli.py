@@ -377,7 +377,7 @@ def _stream(
         pool.commit(cache, out)
         pool.close()
         if view is not None:
-            pool.save_events(view, tokenizer.decode)
+            pool.view(view, tokenizer.decode)
         computing = num_read * pool.report()["store"]["seconds_per_token"]
         sys.stderr.write(
             f"[{num_read} of {num_tokens} prompt tokens read from {store} in {1e3 * reading:.1f} ms, "

@@ -68,7 +68,7 @@ def test_what_a_store_gives_is_read_and_what_is_damaged_says_so(tmp_path: Path) 
         pool = make_pool(model, store)
         pool.record()
         pool.begin(tokens)
-        pool.save_events(tmp_path / "e.html")
+        assert pool.view(tmp_path / "e.html") == tmp_path / "e.html"
         pool.save_events(tmp_path / "e.jsonl")
         (request,) = requests_of(read_lines(tmp_path / "e.jsonl")).values()
         assert causes_of([request]) == {"damaged": 1, "below": 3} and not request.read
@@ -92,6 +92,6 @@ def test_why_names_another_format(tmp_path: Path) -> None:
 
 def test_what_is_not_recorded_is_said() -> None:
     pool: Any = make_pool(make_model(), None)
-    for call in (lambda: pool.why(text(9)), lambda: pool.save_events("x")):
+    for call in (lambda: pool.why(text(9)), lambda: pool.save_events("x"), pool.view):
         with pytest.raises(StateError, match=r"^events are not recorded, call record\(\) before"):
             call()

@@ -20,7 +20,7 @@ from kvloom.caches.storage import Storage
 from kvloom.caches.tokens import Step, TokenIndex
 from kvloom.core.indexing import CacheIndex
 from kvloom.errors import ArgumentError, ShapeError, StateError
-from kvloom.paging import Copy, PageTable, PrefixTree
+from kvloom.paging import Copy, PageTable, PrefixTree, release_all
 
 _FEW = 64
 """Slots that are faster looked up one by one than by operators of torch."""
@@ -60,7 +60,7 @@ class Sequences:
         self._run: Run | Literal["unknown"] | None = "unknown"
         newest = self.format.recent if window is None else min(self.format.recent, window)
         self.recent = Recent(newest) if newest else None
-        weakref.finalize(self, _release, self._tables)
+        weakref.finalize(self, release_all, self._tables)
         self.pages.users.add(self)
 
     def __reduce__(self) -> Any:
@@ -217,7 +217,7 @@ class Sequences:
             both = ([ref.id for table in tables for ref in table.pages] for tables in (self._tables, new))
             self.pages.copy([Copy(*pages) for pages in zip(*both, strict=True)])
         except BaseException:
-            _release(new)
+            release_all(new)
             raise
         self._replace(new, self._begin, self._first)
 
@@ -351,7 +351,7 @@ class Sequences:
 
     def _replace(self, tables: Sequence[PageTable], begin: Sequence[int], first: Sequence[int]) -> None:
         self._forget_previous()
-        _release(self._tables)
+        release_all(self._tables)
         self._hold(tables, begin, first)
 
     def _hold(self, tables: Sequence[PageTable], begin: Sequence[int], first: Sequence[int]) -> None:
@@ -372,7 +372,7 @@ class Sequences:
         if previous is not None:
             tables = previous.tables
             previous._tables.clear()
-            _release(self._tables)
+            release_all(self._tables)
             self._hold(tables, previous._begin, previous._first)
 
     def _forget_previous(self) -> None:
@@ -386,11 +386,6 @@ class Sequences:
         self._tokens.clear()
         self.step = None
         self._run = "unknown"
-
-
-def _release(tables: list[PageTable]) -> None:
-    for table in tables:
-        table.release()
 
 
 def _load(

@@ -6,9 +6,9 @@ from kvloom.paging.events import Events
 from kvloom.paging.pool import POLICIES, PagePool, PageRef
 from kvloom.paging.prefix import PrefixTree
 from kvloom.paging.states import Event, PageStates
-from kvloom.paging.table import Copy, Growth, PageTable
+from kvloom.paging.table import Copy, Growth, PageTable, release_all
 
 __all__ = [
     "CAUSES", "POLICIES", "Copy", "Event", "Events", "Growth", "Miss", "PagePool", "PageRef", "PageStates",
-    "PageTable", "PrefixTree", "check",
+    "PageTable", "PrefixTree", "check", "release_all",
 ]  # fmt: skip

@@ -1,7 +1,7 @@
 """Which pages hold the tokens of one sequence, in order. Plans copies of pages, but runs none."""
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from typing import NamedTuple
@@ -294,3 +294,9 @@ class Growth:
             return self._pool.take(self.num_pages, ids)
         finally:
             events.takers = []
+
+
+def release_all(tables: Iterable[PageTable]) -> None:
+    """Give back the pages of all of these."""
+    for table in tables:
+        table.release()

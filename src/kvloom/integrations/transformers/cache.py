@@ -22,7 +22,6 @@ from kvloom.integrations.transformers.build import (
     DummyLayer,
     StatefulLayer,
     cache_format,
-    expect_codes_alone,
     make_layers,
     text_config_of,
 )
@@ -99,8 +98,6 @@ class KVCache(DynamicCache):  # type: ignore[misc]
         if static and max_tokens is None:
             raise ArgumentError("max_tokens must be given for a static cache, got None")
         format = cache_format(config, kv, 1 if static else page_size, max_tokens, values, layout)
-        if static:
-            expect_codes_alone(format, "a static cache")
         layers = make_layers(model, format, static)
         known = (KVCacheLayer, DummyLayer, StatefulLayer)
         others = Counter(type(x).__name__ for x in layers if not isinstance(x, known))

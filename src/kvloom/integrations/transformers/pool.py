@@ -231,23 +231,35 @@ class KVPool:
             return misses
         return misses_in_store(misses, self._below.why(tokens, salt))
 
-    def save_events(self, path: str | Path, decode: Callable[[list[int]], str] | None = None) -> None:
-        """Write what was recorded: a page of HTML if ``path`` ends with ``.html``, or else JSON lines.
+    def view(self, path: str | Path = "pages.html", decode: Callable[[list[int]], str] | None = None) -> Path:
+        """Write what was recorded as a page of HTML, which has all of it inside.
 
         Args:
             path: File to write.
             decode: Token ids to text; without it neither text nor token ids are written.
 
+        Returns:
+            ``path``.
+
         Raises:
             StateError: nothing was recorded.
         """
+        view(self._recorded(), path, decode)
+        return Path(path)
+
+    def save_events(self, path: str | Path, decode: Callable[[list[int]], str] | None = None) -> None:
+        """Write what was recorded as JSON lines, which ``kvloom view`` and ``kvloom trace replay`` read.
+
+        Args, Raises:
+            As ``view``.
+        """
+        self._recorded().save(path, tokens=decode is not None, decode=decode)
+
+    def _recorded(self) -> Events:
         events = self.events
         if events is None:
             raise StateError("events are not recorded, call record() before")
-        if Path(path).suffix == ".html":
-            view(events, path, decode)
-        else:
-            events.save(path, tokens=decode is not None, decode=decode)
+        return events
 
     @property
     def events(self) -> Events | None:

@@ -1,0 +1,41 @@
+"""Benchmarks as tests run them."""
+
+from __future__ import annotations
+
+import gc
+import json
+import runpy
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+@pytest.fixture
+def quick(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Iterator[Callable[..., Any]]:
+    """Runs a benchmark with ``--quick`` and returns its line."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    threads = torch.get_num_threads()
+
+    def run(name: str, *args: str) -> Any:
+        monkeypatch.setattr(sys, "argv", [name, "--quick", *args])
+        runpy.run_path(str(BENCHMARKS / f"{name}.py"), run_name="__main__")
+        lines = capsys.readouterr().out.splitlines()
+        result = json.loads(lines[-1])
+        assert len(lines) == 1
+        assert result["figure"] == name
+        return result
+
+    yield run
+    torch.set_num_threads(threads)
+    gc.unfreeze()
+    for module in [*sys.modules]:
+        if (BENCHMARKS / f"{module}.py").exists():
+            del sys.modules[module]
