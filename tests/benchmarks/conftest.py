@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import logging
 import runpy
 import sys
 from collections.abc import Callable, Iterator
@@ -22,7 +23,7 @@ def quick(
 ) -> Iterator[Callable[..., Any]]:
     """Runs a benchmark with ``--quick`` and returns its line."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
-    threads = torch.get_num_threads()
+    threads, disabled = torch.get_num_threads(), logging.root.manager.disable
 
     def run(name: str, *args: str) -> Any:
         monkeypatch.setattr(sys, "argv", [name, "--quick", *args])
@@ -35,6 +36,7 @@ def quick(
 
     yield run
     torch.set_num_threads(threads)
+    logging.disable(disabled)
     gc.unfreeze()
     for module in [*sys.modules]:
         if (BENCHMARKS / f"{module}.py").exists():

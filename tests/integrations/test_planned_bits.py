@@ -13,6 +13,7 @@ import torch
 from oracles.language_models import make_model
 
 import kvloom
+from kvloom.core.specs import QuantSpec
 from kvloom.errors import ArgumentError
 from kvloom.integrations import planned_bits
 from kvloom.integrations.planned_bits import plan_bits
@@ -47,8 +48,8 @@ def test_a_plan_keeps_its_budget_and_a_cache_takes_its_bytes(
     model(texts(), past_key_values=planned)
     assert planned.nbytes_per_token == plan.nbytes_per_token
     for layer, kinds in zip(planned.layers, plan.layers, strict=True):
-        for spec, kind in zip(layer.pages.storage.specs, kinds, strict=True):
-            assert ("auto" if spec.quant is None else str(spec.quant)) == kind
+        for spec, kind, side in zip(layer.pages.storage.specs, kinds, ("keys", "values"), strict=True):
+            assert spec.quant == (None if kind == "auto" else QuantSpec.parse(kind, "kv", side))
 
 
 def test_the_same_text_gives_the_same_file(model: Any, plan: BitPlan, tmp_path: Path) -> None:

@@ -78,8 +78,9 @@ def test_vanished_clients_leave_nothing_and_change_nobodys_text(server: Served) 
                 assert (
                     client.with_options(max_retries=9).completions.create(**options).choices[0].text == text
                 )
+        while server.session.readers:  # the last one may not have been read yet
+            time.sleep(0.005)
         server.until(running=0, waiting=0, active=0)
-        assert server.session.readers == {}
         assert client.completions.create(**options).choices[0].text == text
 
 

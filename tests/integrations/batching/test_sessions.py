@@ -19,6 +19,7 @@ from transformers import (
     LlamaConfig,
 )
 
+from kvloom.core.specs import QuantSpec
 from kvloom.errors import ArgumentError, StateError, UnsupportedError
 from kvloom.integrations.transformers import batching, continuous_batching, disable, enable
 
@@ -147,7 +148,7 @@ def test_calling_again_replaces_the_arguments() -> None:
     assert not hasattr(model, "_cached_continuous_batching_manager")
     with session(model) as running:
         key, value = running.cache.pages.storages[0].specs
-        assert (str(key.quant), str(value.quant)) == ("int8:g16", "int4:g16")
+        assert (key.quant, value.quant) == (QuantSpec(8, 16), QuantSpec(4, 16))
         assert running.manager is not kept
 
 
