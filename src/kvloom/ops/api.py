@@ -277,12 +277,7 @@ def _attend_plain(
     query: Tensor, kv: KVView, batch: Batch, scores: Scores, given: Tensor | None
 ) -> Tensor | None:
     """``attend`` where the compiled kernel checks everything; ``None`` where it cannot, or refuses."""
-    index = batch.index
-    tensors = (query, *kv.tensors, index.table, index.row_starts, batch.seqstarts, batch.kvstarts,
-               batch.first_visible, scores.mask, scores.alibi_slopes, scores.sinks, given)  # fmt: skip
-    if query is None or kv.value is None or not is_plain(tensors):
-        return None
-    if type(batch.decoding_batches) is not int or not (scores.window is None or type(scores.window) is int):
+    if not is_plain_attend(query, kv, batch, scores, given):
         return None
     try:
         arguments = attend_arguments(query, kv, batch, scores, query.shape[-1])
@@ -293,6 +288,16 @@ def _attend_plain(
     except (ValueError, IndexError, RuntimeError, ArithmeticError):
         return None  # the checks in Python have the better message
     return out
+
+
+def is_plain_attend(query: Tensor, kv: KVView, batch: Batch, scores: Scores, *more: Tensor | None) -> bool:
+    """Whether the compiled kernel can check these arguments by itself, and ``more`` tensors."""
+    index = batch.index
+    tensors = (query, *kv.tensors, index.table, index.row_starts, batch.seqstarts, batch.kvstarts,
+               batch.first_visible, scores.mask, scores.alibi_slopes, scores.sinks, *more)  # fmt: skip
+    if query is None or kv.value is None or not is_plain(tensors):
+        return False
+    return type(batch.decoding_batches) is int and (scores.window is None or type(scores.window) is int)
 
 
 def attend_arguments(

@@ -13,9 +13,9 @@ from kvloom.core.checks import INDEX_DTYPES, INT64_END, expect, expect_range
 from kvloom.core.views import KVView
 from kvloom.errors import ArgumentError, ShapeError
 from kvloom.ops import schemas
-from kvloom.ops.api import CAUSAL, Batch, Scores, attend_arguments, expect_attend
+from kvloom.ops.api import CAUSAL, Batch, Scores, attend_arguments, expect_attend, is_plain_attend
 from kvloom.ops.choice import run
-from kvloom.ops.plain import COMPILED, is_plain
+from kvloom.ops.plain import COMPILED
 
 
 class Part(NamedTuple):
@@ -64,17 +64,16 @@ def attend_part(
         ShapeError, ArgumentError, UnsupportedError: as ``attend``.
     """
     before = (None, None) if prior is None else tuple(prior)
-    if backend in COMPILED and type(skip) in (int, type(None)):
-        index = batch.index
-        tensors = (query, *kv.tensors, index.table, index.row_starts, batch.seqstarts, batch.kvstarts,
-                   batch.first_visible, scores.mask, scores.alibi_slopes, scores.sinks, skip_from,
-                   *before)  # fmt: skip
-        if query is not None and kv.value is not None and is_plain(tensors):
-            try:
-                own = attend_arguments(query, kv, batch, scores, query.shape[-1])
-                return Part(*schemas.attend_part(*own, skip, skip_from, *before))
-            except (ValueError, IndexError, RuntimeError, ArithmeticError):
-                pass  # the checks in Python have the better message
+    if (
+        backend in COMPILED
+        and (skip is None or type(skip) is int)
+        and is_plain_attend(query, kv, batch, scores, skip_from, *before)
+    ):
+        try:
+            own = attend_arguments(query, kv, batch, scores, query.shape[-1])
+            return Part(*schemas.attend_part(*own, skip, skip_from, *before))
+        except (ValueError, IndexError, RuntimeError, ArithmeticError):
+            pass  # the checks in Python have the better message
     sizes = expect_attend(query, kv, batch, scores)
     if not sizes["Dv"]:
         raise ShapeError("kv must have values of a head dim of at least 1, got 0")
