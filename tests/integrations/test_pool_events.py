@@ -8,13 +8,12 @@ from typing import Any
 import pytest
 import torch
 from integrations.test_pool import text
-from integrations.test_pool_store import commit, make_pool, opened
+from integrations.test_pool_store import commit, damage_the_run, make_pool, opened
 from oracles.language_models import make_model
 
 from kvloom.errors import StateError
 from kvloom.integrations.transformers import KVPool
 from kvloom.paging import PageStates
-from kvloom.store import read_head
 from kvloom.tracing.recording import causes_of, read_lines, requests_of
 
 pytest.importorskip("xxhash")
@@ -59,11 +58,7 @@ def test_what_a_store_gives_is_read_and_what_is_damaged_says_so(tmp_path: Path) 
         pool.save_events(tmp_path / "e.jsonl")
         (request,) = requests_of(read_lines(tmp_path / "e.jsonl")).values()
         assert len(request.nodes) == 4 == len(request.read) and not request.misses
-    (file,) = (tmp_path / "store").rglob("*.safetensors")
-    data = bytearray(file.read_bytes())
-    run, _ = read_head(bytes(data), len(data))
-    data[-run.data_bytes] ^= 1
-    file.write_bytes(data)
+    damage_the_run(tmp_path / "store")
     with opened(url) as store:
         pool = make_pool(model, store)
         pool.record()

@@ -169,17 +169,22 @@ def test_another_format_finds_nothing(tmp_path: Path) -> None:
         assert found(model, url, text(20), kv=kv) == 0
 
 
+def damage_the_run(folder: Path) -> None:
+    """Change the first byte of the pages of the one run in a folder."""
+    (path,) = folder.rglob("*.safetensors")
+    data = bytearray(path.read_bytes())
+    run, _ = read_head(bytes(data), len(data))
+    data[-run.data_bytes] ^= 1
+    path.write_bytes(data)
+
+
 def test_a_damaged_file_is_not_used_and_is_said_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     model, url = make_model(), f"file://{tmp_path}"
     with opened(url) as store:
         commit(model, make_pool(model, store), text(20))
-    (path,) = tmp_path.rglob("*.safetensors")
-    data = bytearray(path.read_bytes())
-    run, _ = read_head(bytes(data), len(data))
-    data[-run.data_bytes] ^= 1
-    path.write_bytes(data)
+    damage_the_run(tmp_path)
     with opened(url) as store:
         pool = make_pool(model, store)
         assert pool.begin(text(20)).get_seq_length() == 0
