@@ -21,6 +21,19 @@ KVLOOM_INLINE Vec butterflies_within(Vec x) {
   return x;
 }
 
+// Sums and differences of `count` elements, a power of two, 1, 2, 4 and so on apart.
+template <class X, class Count>
+KVLOOM_INLINE void butterflies_between(X* x, Count count) {
+  for (Index step = 1; step < count; step *= 2) {
+    for (Index i = 0; i < count; ++i) {
+      if (i & step) continue;
+      const X a = x[i], b = x[i + step];
+      x[i] = a + b;
+      x[i + step] = a - b;
+    }
+  }
+}
+
 // NaN where a sum is not finite: dividing first, no sum of finite numbers overflows.
 template <class T>
 KVLOOM_INLINE Vec rotated(Vec sum, Vec root) {
@@ -31,14 +44,7 @@ KVLOOM_INLINE Vec rotated(Vec sum, Vec root) {
 template <class T, class Count>
 KVLOOM_INLINE void rotate_vectors(const T* from, T* to, Vec* x, Count count, Vec part, Vec root) {
   for (Index i = 0; i < count; ++i) x[i] = butterflies_within(load(from + i * kLanes) * part);
-  for (Index step = 1; step < count; step *= 2) {
-    for (Index i = 0; i < count; ++i) {
-      if (i & step) continue;
-      const Vec a = x[i], b = x[i + step];
-      x[i] = a + b;
-      x[i + step] = a - b;
-    }
-  }
+  butterflies_between(x, count);
   for (Index i = 0; i < count; ++i) store(to + i * kLanes, rotated<T>(x[i], root));
 }
 
@@ -47,14 +53,7 @@ template <class T>
 KVLOOM_INLINE void rotate_few(const T* from, T* to, Index block, Vec part, Vec root) {
   float x[kLanes] = {};
   store(x, load_partial(from, block) * part);
-  for (Index step = 1; step < block; step *= 2) {
-    for (Index i = 0; i < block; ++i) {
-      if (i & step) continue;
-      const float a = x[i], b = x[i + step];
-      x[i] = a + b;
-      x[i + step] = a - b;
-    }
-  }
+  butterflies_between(x, block);
   store_partial(to, rotated<T>(load(x), root), block);
 }
 
