@@ -69,11 +69,30 @@ const Kernels* best() {
   return &kernels_baseline;
 }
 
+// Processors on which prefetching to the second-level cache was measured to be faster: AMD's Zen 3 and Zen 4,
+// family 25. There the first-level cache waits for few lines at a time.
+bool is_faster_to_l2() {
+#ifdef KVLOOM_X86
+  unsigned a = 0, b, c, d;
+  asm volatile("cpuid" : "+a"(a), "=b"(b), "=c"(c), "=d"(d));
+  char maker[12];
+  std::memcpy(maker, &b, 4), std::memcpy(maker + 4, &d, 4), std::memcpy(maker + 8, &c, 4);
+  a = 1;
+  asm volatile("cpuid" : "+a"(a), "=b"(b), "=c"(c), "=d"(d));
+  const unsigned family = (a >> 8 & 15) + (a >> 20 & 255);
+  return std::memcmp(maker, "AuthenticAMD", sizeof maker) == 0 && family == 25;
+#else
+  return false;
+#endif
+}
+
 const Kernels* chosen = best();
+bool to_l2 = is_faster_to_l2();
 
 }  // namespace
 
 const Kernels& kernels() { return *chosen; }
+bool prefetches_to_l2() { return to_l2; }
 
 }  // namespace kvloom
 
@@ -94,6 +113,12 @@ __attribute__((visibility("default"))) int kvloom_choose_isa(const char* name) {
     return 0;
   }
   return 2;
+}
+
+// Whether attention prefetches to the second-level cache; set by `choice` if that is 0 or 1.
+__attribute__((visibility("default"))) int kvloom_prefetch_to_l2(int choice) {
+  if (choice == 0 || choice == 1) kvloom::to_l2 = choice == 1;
+  return kvloom::to_l2;
 }
 
 // Why this process cannot run `name`; null if it can.

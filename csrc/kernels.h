@@ -35,4 +35,8 @@ extern const Kernels kernels_amx_emulated;
 // The chosen table: the best that this machine runs, unless told otherwise.
 const Kernels& kernels();
 
+// Whether attention prefetches to the second-level cache: what is faster on this processor, unless told
+// otherwise.
+bool prefetches_to_l2();
+
 }  // namespace kvloom

@@ -44,7 +44,11 @@ def test_info_names_version_backends_capability_and_devices(capsys: pytest.Captu
 
 @pytest.mark.parametrize(
     ("isa", "kernels"),
-    [("amx", "amx"), ("avx2", "avx2; no amx: no tiles"), (None, "none: no compiler")],
+    [
+        ("amx", "amx; attention prefetches to l1"),
+        ("avx2", "avx2; no amx: no tiles; attention prefetches to l1"),
+        (None, "none: no compiler"),
+    ],
 )
 @pytest.mark.parametrize("version", ["3.6.0", None])
 def test_info_names_the_kernels_or_says_why_there_are_none(
@@ -55,6 +59,7 @@ def test_info_names_the_kernels_or_says_why_there_are_none(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(cpu, "ISA", isa)
+    monkeypatch.setattr(cpu, "PREFETCH", "l1" if isa else None)
     monkeypatch.setattr(cpu, "WHY_NO_AMX", "no tiles" if isa == "avx2" else None)
     monkeypatch.setattr(cpu, "WHY_NOT", None if isa else "no compiler")
     monkeypatch.setattr(triton, "why_not_installed", lambda: None if version else "needs Triton")
@@ -83,7 +88,8 @@ def test_info_times_each_instruction_set_and_leaves_the_chosen_one(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert main(["info", "--probe"]) == 0
-    head, *rows = capsys.readouterr().out.split("\n\n")[1].splitlines()
+    _, isas, prefetches = capsys.readouterr().out.split("\n\n")
+    head, *rows = isas.splitlines()
     assert [row.split()[0] for row in rows] == cpu.runnable_isas()
     assert rows[-1].split()[0] == "baseline" and "amx-emulated" not in cpu.runnable_isas()
     for row in rows:
@@ -92,6 +98,11 @@ def test_info_times_each_instruction_set_and_leaves_the_chosen_one(
     assert [row.split()[0] for row in rows if "chosen" in row] == [cpu.ISA]
     handle = cpu._HANDLE
     assert handle is not None and handle.kvloom_isa().decode() == cpu.ISA
+    _, *rows = prefetches.splitlines()
+    assert [row.split()[0] for row in rows] == ["l1", "l2"]
+    assert [row.split()[0] for row in rows if "chosen" in row] == [cpu.PREFETCH]
+    assert min(float(x.replace(",", "")) for row in rows for x in row.split()[1:3]) > 0
+    assert cpu.PREFETCHES[handle.kvloom_prefetch_to_l2(-1)] == cpu.PREFETCH
 
 
 def test_info_times_nothing_without_kernels(

@@ -7,7 +7,8 @@ import torch
 from kvloom import __version__
 from kvloom.integrations import vllm
 from kvloom.ops import cpu_kernels, cuda_kernels, why_unavailable
-from kvloom.probe import CASES, probe_isas
+from kvloom.ops.choice import prefetched_cache
+from kvloom.probe import CASES, LONG_CASES, probe_isas, probe_prefetches
 
 
 def print_info(probe: bool) -> None:
@@ -19,6 +20,8 @@ def print_info(probe: bool) -> None:
     on_cpu = cpu_kernels() or f"none: {why_unavailable('cpu')}"
     if cpu_kernels() and (why_not := why_unavailable("amx")) is not None:
         on_cpu += f"; no amx: {why_not}"
+    if (prefetch := prefetched_cache()) is not None:
+        on_cpu += f"; attention prefetches to {prefetch}"
     on_cuda = (
         f"triton {cuda_kernels()}" if cuda_kernels() else f"reference (triton {why_unavailable('triton')})"
     )
@@ -39,11 +42,16 @@ def print_info(probe: bool) -> None:
     ):
         sys.stdout.write(f"{name:15}{value}\n")
     if probe:
-        _print_times(probe_isas())
+        _print_times("us of a call", list(CASES), probe_isas(), cpu_kernels(), "KVLOOM_ISA")
+        _print_times(
+            "from memory", list(LONG_CASES), probe_prefetches(), prefetched_cache(), "KVLOOM_PREFETCH"
+        )
 
 
-def _print_times(times: dict[str, dict[str, float]]) -> None:
-    sys.stdout.write(f"\n{'us of a call':15}{''.join(f'{case:>18}' for case in CASES)}\n")
-    for isa, cases in times.items():
-        chosen = "  chosen; KVLOOM_ISA names another" if isa == cpu_kernels() else ""
-        sys.stdout.write(f"{isa:15}{''.join(f'{cases[case]:18,.0f}' for case in CASES)}{chosen}\n")
+def _print_times(
+    title: str, cases: list[str], times: dict[str, dict[str, float]], chosen: str | None, variable: str
+) -> None:
+    sys.stdout.write(f"\n{title:15}{''.join(f'{case:>18}' for case in cases)}\n")
+    for choice, taken in times.items():
+        note = f"  chosen; {variable} names another" if choice == chosen else ""
+        sys.stdout.write(f"{choice:15}{''.join(f'{taken[case]:18,.0f}' for case in cases)}{note}\n")

@@ -1,8 +1,9 @@
-"""How long attention takes with each instruction set of this machine, for ``kvloom info --probe``."""
+"""How long attention takes with each choice of its kernels, for ``kvloom info --probe``."""
 
 import time
+from collections.abc import Callable, Sequence
 from statistics import median
-from typing import Final
+from typing import Final, TypeAlias
 
 import torch
 
@@ -12,7 +13,15 @@ from kvloom.core.indexing import CacheIndex
 from kvloom.core.specs import KVSpec, QuantSpec
 from kvloom.core.views import KVView
 from kvloom.errors import UnsupportedError
-from kvloom.ops.choice import choose_isa, cpu_kernels, runnable_isas, why_unavailable
+from kvloom.ops.choice import (
+    PREFETCHES,
+    choose_isa,
+    choose_prefetch,
+    cpu_kernels,
+    prefetched_cache,
+    runnable_isas,
+    why_unavailable,
+)
 
 CASES: Final = {
     "decode bfloat16": (None, 1, 1024),
@@ -20,9 +29,15 @@ CASES: Final = {
     "prompt bfloat16": (None, 256, 256),
 }
 """What is timed: how keys and values are kept, new tokens, stored ones."""
+LONG_CASES: Final = {
+    "decode bfloat16": (None, 1, 8192),
+    "decode int8": (QuantSpec(8, 64), 1, 16384),
+}
+"""As ``CASES``, where keys and values come from memory: calls read 32 MiB of them, and others between."""
 
 _HEADS, _QUERY_HEADS, _HEAD_DIM = 8, 32, 128
 _PAGE, _ROUNDS = 16, 7
+_COPIES = 8  # of long cases, one after the other
 
 
 def probe_isas() -> dict[str, dict[str, float]]:
@@ -37,26 +52,50 @@ def probe_isas() -> dict[str, dict[str, float]]:
     Raises:
         UnsupportedError: there are no compiled kernels.
     """
-    chosen, isas = cpu_kernels(), runnable_isas()
+    chosen = cpu_kernels()
     if chosen is None:
         raise UnsupportedError(f"there are no compiled kernels to time: {why_unavailable('cpu')}")
-    calls = {name: _problem(*case) for name, case in CASES.items()}
-    times: dict[str, dict[str, list[float]]] = {isa: {name: [] for name in calls} for isa in isas}
+    calls = {name: [_problem(*case)] for name, case in CASES.items()}
+    return _in_turn(runnable_isas(), choose_isa, chosen, calls)
+
+
+def probe_prefetches() -> dict[str, dict[str, float]]:
+    """As ``probe_isas``, of ``LONG_CASES`` by the cache into which attention prefetches.
+
+    Raises:
+        UnsupportedError: there are no compiled kernels.
+    """
+    chosen = prefetched_cache()
+    if chosen is None:
+        raise UnsupportedError(f"there are no compiled kernels to time: {why_unavailable('cpu')}")
+    calls = {name: [_problem(*case) for _ in range(_COPIES)] for name, case in LONG_CASES.items()}
+    return _in_turn(PREFETCHES, choose_prefetch, chosen, calls)
+
+
+_Problem: TypeAlias = tuple[torch.Tensor, KVView, ops.Batch]
+
+
+def _in_turn(
+    choices: Sequence[str], choose: Callable[[str], None], chosen: str, calls: dict[str, list[_Problem]]
+) -> dict[str, dict[str, float]]:
+    """Median microseconds of a call for each case with each choice, over the problems of the case."""
+    times: dict[str, dict[str, list[float]]] = {choice: {name: [] for name in calls} for choice in choices}
     try:
         for turn in range(_ROUNDS + 1):
-            for isa in isas:
-                choose_isa(isa)
-                for name, (query, kv, batch) in calls.items():
-                    start = time.perf_counter()
-                    ops.attend(query, kv, batch)
-                    if turn:  # the first one warms up
-                        times[isa][name].append((time.perf_counter() - start) * 1e6)
+            for choice in choices:
+                choose(choice)
+                for name, problems in calls.items():
+                    for problem in problems:
+                        start = time.perf_counter()
+                        ops.attend(*problem)
+                        if turn:  # the first one warms up
+                            times[choice][name].append((time.perf_counter() - start) * 1e6)
     finally:
-        choose_isa(chosen)
-    return {isa: {name: median(taken) for name, taken in cases.items()} for isa, cases in times.items()}
+        choose(chosen)
+    return {choice: {name: median(taken) for name, taken in cases.items()} for choice, cases in times.items()}
 
 
-def _problem(quant: QuantSpec | None, new: int, stored: int) -> tuple[torch.Tensor, KVView, ops.Batch]:
+def _problem(quant: QuantSpec | None, new: int, stored: int) -> _Problem:
     spec = KVSpec(1, _HEADS, _HEAD_DIM, torch.bfloat16, quant=quant)
     num_pages = stored // _PAGE
     storage = Storage(spec, spec, _PAGE, torch.device("cpu"), "auto")

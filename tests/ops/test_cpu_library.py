@@ -10,6 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from kvloom import CacheIndex, KVSpec, QuantSpec, ops
+from kvloom.caches.storage import Storage
+from kvloom.errors import ConfigError
 from kvloom.ops.impl import cpu
 
 compiled = pytest.mark.skipif(cpu.ISA is None, reason=f"no compiled backend: {cpu.WHY_NOT}")
@@ -65,6 +68,49 @@ def test_unknown_instruction_set_is_a_clear_error() -> None:
         "ConfigError: KVLOOM_ISA must be baseline, avx2, avx512, amx or amx-emulated, got 'sse9'"
         in done.stderr
     )
+
+
+@compiled
+@pytest.mark.parametrize("prefetch", cpu.PREFETCHES)
+def test_the_environment_says_where_attention_prefetches(prefetch: str) -> None:
+    done = run(
+        "from kvloom.ops.impl import cpu\nprint(cpu.PREFETCH, cpu._HANDLE.kvloom_prefetch_to_l2(-1))",
+        KVLOOM_PREFETCH=prefetch,
+    )
+    assert done.stdout.split() == [prefetch, str(cpu.PREFETCHES.index(prefetch))], done.stderr
+
+
+@compiled
+def test_unknown_cache_to_prefetch_to_is_a_clear_error() -> None:
+    done = run("import kvloom.ops", KVLOOM_PREFETCH="l3")
+    assert done.returncode != 0
+    assert "ConfigError: KVLOOM_PREFETCH must be l1 or l2, got 'l3'" in done.stderr
+    with pytest.raises(ConfigError, match="prefetch must be l1 or l2, got 'l3'"):
+        cpu.choose_prefetch("l3")
+
+
+@compiled
+@pytest.mark.parametrize("quant", [None, QuantSpec(8, 16), QuantSpec(4, 32)], ids=str)
+@pytest.mark.parametrize("layout", ["auto", "NHD", "HND"])
+def test_bits_do_not_depend_on_where_attention_prefetches(quant: QuantSpec | None, layout: str) -> None:
+    assert cpu.PREFETCH is not None
+    spec = KVSpec(1, 2, 64, torch.bfloat16, quant=quant)
+    storage = Storage(spec, spec, 16, torch.device("cpu"), layout)
+    storage.reserve(1, 9)
+    generator = torch.Generator().manual_seed(0)
+    key, value = torch.randn(2, 140, 2, 64, generator=generator).bfloat16()
+    storage.store(key, value, torch.arange(140))
+    query = torch.randn(1, 8, 64, generator=generator).bfloat16()
+    index = CacheIndex.pages(torch.arange(9)[None] * 16, 16)
+    batch = ops.Batch(index, torch.tensor([0, 1]), torch.tensor([0, 140]))
+    try:
+        found = []
+        for prefetch in cpu.PREFETCHES:
+            cpu.choose_prefetch(prefetch)
+            found.append(ops.attend(query, storage.view, batch))
+    finally:
+        cpu.choose_prefetch(cpu.PREFETCH)
+    assert torch.equal(*found) and found[0].isfinite().all()
 
 
 def test_without_a_library_a_warning_says_so_once_and_everything_works() -> None:

@@ -56,8 +56,9 @@ struct AttendArgs {
   Index skip;              // newest tokens that a query leaves out, itself included; 0 for none
   const Index* skip_from;  // of sequence b only those from this one on are left out; null for all
 
-  Index num_threads;  // that will run the items; no result depends on it
-  bool in_tiles;      // prompts run in tiles: what attend_in_tiles says of this call
+  Index num_threads;      // that will run the items; no result depends on it
+  bool prefetches_to_l2;  // stored keys and values, and not to the first-level cache
+  bool in_tiles;          // prompts run in tiles: what attend_in_tiles says of this call
 };
 
 // Work of one call. Items are independent of each other; merges are, once every item is done.

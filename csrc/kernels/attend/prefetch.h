@@ -12,10 +12,12 @@ KVLOOM_INLINE void prefetch_to_l2(const Byte* at) { __builtin_prefetch(at, 0, 2)
 
 // Rows in the order in which kernels read them, and the rows at the farthest prefetch distance. A processor
 // that already waits for about fifty lines drops further prefetches, so each line is prefetched at three
-// distances. Codes take longer to process, and need two.
+// distances. Codes take longer to process, and need two. Where the second-level cache can wait for more lines
+// than the first, once into that one is faster: `to_l2`.
 struct RowPrefetcher {
   const Byte* const* rows = nullptr;  // null: prefetch nothing
   const Byte* const* far_rows = nullptr;
+  bool to_l2 = false;
 
   // The farthest prefetch distance in tokens, for elements of `bytes` bytes.
   static constexpr Index distance(Index bytes) { return bytes == 1 ? 2 * kChunk : 192 / bytes; }
@@ -29,6 +31,10 @@ struct RowPrefetcher {
                *far = far_rows[t];
     KVLOOM_UNROLL(8)
     for (Index end = offset + 64 * lines; offset < end; offset += 64) {
+      if (to_l2) {
+        prefetch_to_l2(far + offset);
+        continue;
+      }
       prefetch(far + offset);
       prefetch(middle + offset);
       prefetch(near + offset);
@@ -50,6 +56,10 @@ struct RowPrefetcher {
   KVLOOM_INLINE void prefetch_row(Index t, Index bytes) const {
     if (!rows) return;
     for (Index offset = 0; offset < bytes; offset += 64) {
+      if (to_l2) {
+        prefetch_to_l2(far_rows[t] + offset);
+        continue;
+      }
       prefetch(far_rows[t] + offset);
       prefetch(rows[t + kChunk] + offset);
     }
@@ -109,16 +119,20 @@ class BlockPrefetcher {
     const auto is_contiguous = [&](const Byte* const* rows) {
       return chunk.is_native || rows[kBlock - 1] - rows[0] == (kBlock - 1) * chunk.side->row_bytes;
     };
-    if (is_contiguous(far)) {
-      far_ = *far, near_ = is_contiguous(near) ? *near : nullptr;
-    } else {
+    if (!is_contiguous(far)) {
       far_rows_ = far, rows_in_line_ = chunk.side->rows_in_line;
+    } else if (prefetcher.to_l2) {
+      to_l2_ = *far;
+    } else {
+      far_ = *far, near_ = is_contiguous(near) ? *near : nullptr;
     }
   }
 
   // A kernel calls this for each line of the block.
   KVLOOM_INLINE void prefetch_line(Index line) const {
-    if (far_) {
+    if (to_l2_) {
+      prefetch_to_l2(to_l2_ + 64 * line);
+    } else if (far_) {
       prefetch(far_ + 64 * line);
       if (near_) prefetch(near_ + 64 * line);
     } else if (far_rows_) {
@@ -128,7 +142,7 @@ class BlockPrefetcher {
   }
 
  private:
-  const Byte *far_ = nullptr, *near_ = nullptr, *const *far_rows_ = nullptr;
+  const Byte *to_l2_ = nullptr, *far_ = nullptr, *near_ = nullptr, *const *far_rows_ = nullptr;
   Index rows_in_line_ = 1;
 };
 

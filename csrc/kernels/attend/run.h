@@ -249,7 +249,8 @@ class ItemRunner {
     const SideLayout& side = *chunk.side;
     const Byte* const* rows = rows_[i];
     const Index distance = RowPrefetcher::distance(side.cache.itemsize);
-    chunk.prefetcher = {rows, side.heads_are_contiguous ? far_rows_[i] : rows + distance};
+    chunk.prefetcher = {rows, side.heads_are_contiguous ? far_rows_[i] : rows + distance,
+                        args_.prefetches_to_l2};
     chunk.in_blocks = addresses.in_blocks;
     chunk.is_native = addresses.in_blocks && side.order != NativeOrder::none && chunk.uses_code_kernels;
     chunk.row = rows;

@@ -9,9 +9,19 @@ from kvloom.core.views import head_dim_of
 from kvloom.errors import ArgumentError, KVError, ShapeError, UnsupportedError
 from kvloom.ops import schemas
 from kvloom.ops.impl import cpu, reference, triton
-from kvloom.ops.impl.cpu import choose_isa, runnable_isas
+from kvloom.ops.impl.cpu import PREFETCHES, choose_isa, choose_prefetch, runnable_isas
 
-__all__ = ["choose_isa", "cpu_kernels", "cuda_kernels", "run", "runnable_isas", "why_unavailable"]
+__all__ = [
+    "PREFETCHES",
+    "choose_isa",
+    "choose_prefetch",
+    "cpu_kernels",
+    "cuda_kernels",
+    "prefetched_cache",
+    "run",
+    "runnable_isas",
+    "why_unavailable",
+]
 
 _DISPATCHED: dict[str, Callable[..., Any]] = {
     "store": schemas.store,
@@ -48,6 +58,11 @@ def run(backend: str, name: str, device: torch.device, *args: Any) -> Any:
 def cpu_kernels() -> str | None:
     """The instruction set of the compiled CPU kernels, ``None`` if there are none and the reference runs."""
     return cpu.ISA
+
+
+def prefetched_cache() -> str | None:
+    """Into which cache of the CPU attention prefetches, ``None`` without compiled kernels."""
+    return cpu.PREFETCH
 
 
 def cuda_kernels() -> str | None:

@@ -21,6 +21,9 @@ COMPILED: Final = ("store", "load", "copy", "attend", "attend_part", "rotate")
 ISAS: Final = ("baseline", "avx2", "avx512", "amx", "amx-emulated")
 """Values of ``KVLOOM_ISA``. The last one, for tests, computes in plain C++ what AMX does; of the others the
 library chooses the last one that runs."""
+PREFETCHES: Final = ("l1", "l2")
+"""Values of ``KVLOOM_PREFETCH``: into which cache attention prefetches. The library chooses the one that is
+faster on this processor, as far as somebody has measured it. Only time depends on it."""
 
 
 def find_library(folders: Iterable[str]) -> Path | None:
@@ -38,15 +41,17 @@ class Library(NamedTuple):
     max_head_dim: int = 0  # of attention
     why_no_amx: str | None = None  # the sentence why they are not those of AMX
     handle: ctypes.CDLL | None = None
+    prefetch: str | None = None  # one of PREFETCHES
 
 
 def load_library() -> Library:
     """Load the library and choose by the environment's ``KVLOOM_ISA``, or the best that this machine runs.
 
-    ``KVLOOM_LIBRARY`` names another library than the installed one.
+    ``KVLOOM_LIBRARY`` names another library than the installed one, ``KVLOOM_PREFETCH`` one of
+    ``PREFETCHES``.
 
     Raises:
-        ConfigError: ``KVLOOM_ISA`` is unknown, or this machine lacks it.
+        ConfigError: ``KVLOOM_ISA`` or ``KVLOOM_PREFETCH`` is unknown, or this machine lacks the former.
     """
     named = os.environ.get("KVLOOM_LIBRARY")
     path = Path(named) if named else find_library(sys.modules[__package__ or ""].__path__)
@@ -69,15 +74,19 @@ def load_library() -> Library:
         if library.kvloom_choose_isa(wanted.encode()):
             why_not = library.kvloom_why_not(wanted.encode()).decode()
             raise ConfigError(f"KVLOOM_ISA must be one that runs here, got {wanted!r}: {why_not}")
+    prefetch = os.environ.get("KVLOOM_PREFETCH")
+    if prefetch and prefetch not in PREFETCHES:
+        raise ConfigError(f"KVLOOM_PREFETCH must be {' or '.join(PREFETCHES)}, got {prefetch!r}")
+    to_l2 = library.kvloom_prefetch_to_l2(PREFETCHES.index(prefetch) if prefetch else -1)
     isa = library.kvloom_isa().decode()
     why_no_amx = None
     if isa != "amx":
         refused = library.kvloom_why_not(b"amx")
         why_no_amx = f"KVLOOM_ISA is {wanted}" if refused is None else refused.decode()
-    return Library(isa, None, library.kvloom_max_head_dim(), why_no_amx, library)
+    return Library(isa, None, library.kvloom_max_head_dim(), why_no_amx, library, PREFETCHES[to_l2])
 
 
-ISA, WHY_NOT, MAX_HEAD_DIM, WHY_NO_AMX, _HANDLE = load_library()
+ISA, WHY_NOT, MAX_HEAD_DIM, WHY_NO_AMX, _HANDLE, PREFETCH = load_library()
 if WHY_NOT is not None:
     logging.getLogger("kvloom").warning(
         "%s: store, load, copy and attend run in plain torch, several times slower. Remedy: install "
@@ -98,3 +107,10 @@ def choose_isa(isa: str) -> None:
     """Let every call from now on run on one of ``runnable_isas()``; while none is running."""
     if _HANDLE is None or _HANDLE.kvloom_choose_isa(isa.encode()):
         raise ConfigError(f"isa must be one of {', '.join(runnable_isas())}, got {isa!r}")
+
+
+def choose_prefetch(prefetch: str) -> None:
+    """Let every call of attention from now on prefetch so, one of ``PREFETCHES``; while none is running."""
+    if _HANDLE is None or prefetch not in PREFETCHES:
+        raise ConfigError(f"prefetch must be {' or '.join(PREFETCHES)}, got {prefetch!r}")
+    _HANDLE.kvloom_prefetch_to_l2(PREFETCHES.index(prefetch))
