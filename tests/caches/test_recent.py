@@ -14,7 +14,7 @@ from oracles.bits import assert_same_bits, generator
 from torch import Tensor
 
 from kvloom import ops
-from kvloom.caches import CacheFormat, FixedLayer, PagedLayer, PrefixCache, Sequences
+from kvloom.caches import CacheFormat, PagedLayer, PrefixCache, Sequences
 from kvloom.caches.recent import ROLLBACK, ring_slots
 from kvloom.core.specs import QuantSpec
 from kvloom.errors import ConfigError
@@ -175,6 +175,7 @@ class Program:
             before = end - row.key.shape[1]  # positions in front that hold nothing
             row.known = max(row.known, end - ring_slots(RECENT) - before)
             row.key = row.key[:, : max(row.key.shape[1] - count, 0)]
+            row.known = min(row.known, row.key.shape[1])  # what follows is known
         self.sequences.remove(counts)
         for layer in self.layers:
             layer.num_tokens = self.sequences.num_positions
@@ -282,7 +283,5 @@ def test_what_keeps_no_recent_tokens_refuses_them() -> None:
     with pytest.raises(ConfigError, match="recent must be 0 where keys and values are no codes"):
         CacheFormat(recent=4)
     format = CacheFormat(quant=INT4, recent=4, max_tokens=64)
-    with pytest.raises(ConfigError, match="recent must be 0 in fixed storage"):
-        FixedLayer(format)
     with pytest.raises(ConfigError, match="format must have recent 0"):
         PrefixCache(format, num_layers=1, heads=2, head_dim=32)

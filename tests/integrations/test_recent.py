@@ -13,7 +13,7 @@ from transformers import DynamicCache
 
 import kvloom
 from kvloom.caches import Cache
-from kvloom.errors import ArgumentError, UnsupportedError
+from kvloom.errors import ArgumentError
 from kvloom.integrations.transformers import KVCache, KVPool
 
 KV = "int4:g8,recent=24"
@@ -112,10 +112,6 @@ def test_a_plan_has_their_bytes(name: str) -> None:
 
 def test_what_cannot_keep_them_says_so() -> None:
     model = make_model()
-    with pytest.raises(
-        UnsupportedError, match="kv must have no recent tokens in a static cache, got recent=24"
-    ):
-        KVCache.for_model(model, kv=KV, static=True, max_tokens=64)
     with pytest.raises(ArgumentError, match="values must keep as many recent tokens as kv, 24, got"):
         KVCache.for_model(model, kv=KV, values="int4:g8,recent=8")
     with pytest.raises(ArgumentError, match="kv must have as recent a number of at least 0"):

@@ -10,10 +10,12 @@ import torch
 from torch import Tensor
 
 from kvloom import ops
+from kvloom.caches.fixed_recent import FixedRecent, with_recent
 from kvloom.caches.format import CacheFormat
 from kvloom.caches.layer import Layer
 from kvloom.caches.memory import counted, free_bytes, outside_inference_mode, too_long
 from kvloom.caches.read_only import ReadOnly
+from kvloom.caches.recent import ring_nbytes
 from kvloom.caches.ring import Ring
 from kvloom.caches.saving import SavedStorage
 from kvloom.caches.sequences import ROLLBACK
@@ -53,12 +55,11 @@ class FixedLayer(Layer):
         super().__init__()
         if format.max_tokens is None and window is None:
             raise ConfigError("max_tokens must be given for fixed storage, got None")
-        if format.recent:
-            raise ConfigError(f"recent must be 0 in fixed storage, got {format.recent}")
         self.format, self.max_tokens = format, format.max_tokens
         self._window = window
         counts = [self.max_tokens, None if window is None else window + rollback]
         self.num_slots = min(count for count in counts if count is not None)
+        self.num_recent = min(x for x in (format.recent, window, self.max_tokens) if x is not None)
         self._free()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -84,10 +85,9 @@ class FixedLayer(Layer):
             rows, position = saved.view.num_slots // saved.page_size, torch.arange(saved.page_size)
             storage = saved.storage(self.num_slots)
             storage.reserve(rows, 1)
-            self._hold(storage, state["length"], state["_reach"])
-            device = self.length.device
-            slots = self._ring.slots(position.to(device)).flatten()
-            ops.copy(saved.view, torch.arange(len(slots), device=device), storage.view, slots)
+            self._hold(storage, state["length"], state["_reach"], state["_recent"])
+            slots = self._ring.slots(position.to(storage.device)).flatten()
+            ops.copy(saved.view, torch.arange(len(slots), device=storage.device), storage.view, slots)
 
     @property
     def storage(self) -> Storage | None:
@@ -139,9 +139,15 @@ class FixedLayer(Layer):
         before = (self.window or 1) - 1
         return before + query_length, (self.length - before).clamp(min=0)
 
+    @property
+    def nbytes_recent(self) -> int:
+        """As ``Layer.nbytes_recent``."""
+        return 0 if self._recent is None else self._recent.ring.nbytes
+
     def nbytes_for(self, key: Tensor, value: Tensor) -> int:
         """Bytes that ``allocate_for`` takes."""
-        return self.format.nbytes(key, value, self.num_slots * key.shape[0])
+        nbytes = self.format.nbytes(key, value, self.num_slots * key.shape[0])
+        return nbytes + ring_nbytes(self.num_recent, key, value)
 
     def allocate(
         self,
@@ -164,10 +170,8 @@ class FixedLayer(Layer):
         sizes = {"batch": batch, "heads": heads, "key_dim": key_dim, "value_dim": value_dim}
         for name, size in sizes.items():
             expect_range(name, size, 1)
-        key, value = (
-            torch.empty(batch, heads, 0, dim, dtype=dtype, device=device) for dim in (key_dim, value_dim)
-        )
-        self.allocate_for(key, value, is_gathered=True)
+        like = [torch.empty(batch, heads, 0, dim, dtype=dtype, device=device) for dim in (key_dim, value_dim)]
+        self.allocate_for(like[0], like[1], is_gathered=True)
 
     def allocate_for(self, key: Tensor, value: Tensor, *, is_gathered: bool = False) -> None:
         """Take the memory, zeroed, for keys and values such as these, ``[B, H, any, D]``.
@@ -184,7 +188,8 @@ class FixedLayer(Layer):
             raise too_long_for([self], key, value) from error
         storage = Storage.of(self.format, key, value, self.num_slots, is_gathered=is_gathered)
         storage.reserve(key.shape[0], 1)
-        self._hold(storage, 0, 0)
+        recent = FixedRecent.of(self.num_recent, self.max_tokens, key, value) if self.num_recent else None
+        self._hold(storage, 0, 0, recent)
         self.dtype = key.dtype
 
     def stored(self) -> Tokens:
@@ -194,7 +199,8 @@ class FixedLayer(Layer):
             StateError: before ``allocate`` or the first update.
         """
         first = (self._reach - self._most_held).clamp(min=0)
-        return self._tokens(self._allocated(), self._ring, first, self.length, self.num_columns)
+        tokens = self._tokens(self._allocated(), self._ring, first, self.length, self.num_columns)
+        return self._with_recent(tokens, first)
 
     def gather(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """``stored`` as tensors; of a window 0 behind the tokens."""
@@ -212,6 +218,8 @@ class FixedLayer(Layer):
         first = (self._reach - self._most_held).clamp(min=0)
         position = first + torch.arange(self.num_columns, device=storage.device)
         storage.replace(new, self._ring.slots(position))
+        if self._recent is not None:
+            self._recent.forget(self.length)
 
     def _update(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         return self._extend(key, value, lambda x: self._gathered(x, key.dtype), is_gathered=True)
@@ -243,10 +251,11 @@ class FixedLayer(Layer):
         if self.num_slots == self.max_tokens or num_new <= self.num_slots - needed:
             tokens = self._tokens(storage, self._ring, first, end, count)
             storage.store(key, value, self._ring.slots(position))
-            result = read(tokens)
+            result = read(self._with_recent(tokens, first, (key, value)))
         else:
             step, ring = self._step(key, value, storage, position)
-            result = read(self._tokens(step, ring, first, end, count))
+            tokens = self._tokens(step, ring, first, end, count)
+            result = read(self._with_recent(tokens, first, (key, value)))
             last = position[-self.num_slots :]
             slots = (x.slots(last).flatten() for x in (ring, self._ring))
             ops.copy(step.view, next(slots), storage.view, next(slots))
@@ -263,6 +272,9 @@ class FixedLayer(Layer):
         into = first % ring.index.page_size  # the first round of the ring of which tokens are left is token 0
         lengths, origins = (end - first + into).expand(self.size), into.expand(self.size)
         return storage.tokens(TokenIndex(ring.index, lengths, count, origins), self.window)
+
+    def _with_recent(self, tokens: Tokens, first: Tensor, new: tuple[Tensor, Tensor] | None = None) -> Tokens:
+        return with_recent(self._recent, tokens, self.length, first if self.max_tokens is None else 0, new)
 
     def _gathered(self, tokens: Tokens, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         key, value = tokens.gather(dtype)
@@ -298,24 +310,26 @@ class FixedLayer(Layer):
 
     def _select(self, rows: Sequence[int]) -> None:
         """As many sequences as before keep their memory."""
-        storage = self._allocated()
-        if len(rows) == self.size:
-            self._copy_rows(rows, storage)
+        if len(rows) != self.size:
+            self._hold_rows(rows)
             return
-        moved = storage.like(self.num_slots)
-        moved.reserve(len(rows), 1)
-        self._copy_rows(rows, moved)
-        self._hold(moved, self.num_tokens, int(self._reach))
+        self._copy_rows(rows, self._allocated())
+        if self._recent is not None:
+            self._recent.select(rows)
 
     def _hold_alone(self) -> None:
-        storage = self._storage
-        if storage is None:
+        if self._storage is None:
             self._free()
-            return
-        copied = storage.like(self.num_slots)
-        copied.reserve(self.size, 1)
-        self._copy_rows(range(self.size), copied)
-        self._hold(copied, self.num_tokens, int(self._reach))
+        else:
+            self._hold_rows(range(self.size))
+
+    def _hold_rows(self, rows: Sequence[int]) -> None:
+        """Hold these sequences in new memory."""
+        copied = self._allocated().like(self.num_slots)
+        copied.reserve(len(rows), 1)
+        self._copy_rows(rows, copied)
+        recent = None if self._recent is None else self._recent.selected(rows)
+        self._hold(copied, self.num_tokens, int(self._reach), recent)
 
     def _known_sizes(self) -> dict[str, int]:
         known = super()._known_sizes()
@@ -353,12 +367,13 @@ class FixedLayer(Layer):
 
     def _free(self) -> None:
         self._storage: Storage | None = None
+        self._recent: FixedRecent | None = None
         with outside_inference_mode():
             self._ring = Ring(0, 1, 1, torch.device("cpu"))
             self.length = torch.zeros((), dtype=torch.int64)
             self._reach = torch.zeros((), dtype=torch.int64)  # the largest length since it was empty
 
-    def _hold(self, storage: Storage, num_tokens: int, reach: int) -> None:
+    def _hold(self, storage: Storage, num_tokens: int, reach: int, recent: FixedRecent | None) -> None:
         device = storage.device
         with outside_inference_mode():
             ring = Ring(storage.num_pages, self.num_slots, self.max_tokens, device)
@@ -366,6 +381,7 @@ class FixedLayer(Layer):
                 torch.full((), n, dtype=torch.int64, device=device) for n in (num_tokens, reach)
             )
         self._storage, self._ring, self.length, self._reach = storage, ring, length, longest
+        self._recent = recent
         for x in (*storage.tensors, ring.index.table, length, longest):
             if x is not None:
                 torch._dynamo.mark_static_address(x)

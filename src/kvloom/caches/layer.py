@@ -143,8 +143,8 @@ class Layer(ABC):
 
     @property
     def nbytes(self) -> int:
-        """Bytes allocated, scales included."""
-        return 0 if self.storage is None else self.storage.nbytes
+        """Bytes allocated, scales and tokens that are kept as they were computed included."""
+        return (0 if self.storage is None else self.storage.nbytes) + self.nbytes_recent
 
     @property
     def nbytes_recent(self) -> int:

@@ -210,11 +210,6 @@ class PagedLayer(Layer):
         return replace(storage.tokens(index, self.sequences.window), exact=exact)
 
     @property
-    def nbytes(self) -> int:
-        """Bytes allocated, scales and tokens that are kept as they were computed included."""
-        return super().nbytes + self.nbytes_recent
-
-    @property
     def nbytes_recent(self) -> int:
         """Bytes of tokens that are kept as they were computed, beside their codes."""
         recent = self.sequences.recent

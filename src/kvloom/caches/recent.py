@@ -20,15 +20,23 @@ from kvloom.core.layouts import CacheLayout
 from kvloom.core.views import KVView, detached
 
 _LAYOUT: Final = CacheLayout("B H S D")
-_PAGE: Final = 16
-_RUN: Final = 512
+PAGE: Final = 16
+"""Slots of a ring that are read as a page."""
+RUN: Final = 512
+"""Positions from a multiple of which on stored tokens are counted."""
 ROLLBACK: Final = 16
 """Tokens kept beyond the newest, so that as many can be removed and those before are still exact."""
 
 
 def ring_slots(num_tokens: int) -> int:
     """C, where each query reads its ``num_tokens`` newest tokens as they were computed."""
-    return -(-num_tokens // _PAGE) * _PAGE + ROLLBACK
+    return -(-num_tokens // PAGE) * PAGE + ROLLBACK
+
+
+def ring_nbytes(num_tokens: int, key: Tensor, value: Tensor) -> int:
+    """Bytes of a ring for keys and values such as these, ``[B, H, any, D]``; 0 for no tokens."""
+    elements = sum(x.shape[0] * x.shape[1] * x.shape[3] for x in (key, value))
+    return elements * ring_slots(num_tokens) * key.element_size() if num_tokens else 0
 
 
 class RecentStep(NamedTuple):
@@ -54,20 +62,44 @@ class RecentStep(NamedTuple):
     known: Tensor | None
 
 
-class Ring:
+class RecentRing:
     """Keys and values ``[B, H, C, D]`` of one layer."""
 
     def __init__(self, tensors: tuple[Tensor, Tensor]) -> None:
         self.tensors = tensors
-        self.view = _view_of(*tensors)
+        self.view = KVView.split(_LAYOUT, *tensors)
+
+    @classmethod
+    def of(cls, key: Tensor, value: Tensor, num_slots: int) -> "RecentRing":
+        """An empty one for keys and values such as these, ``[B, H, any, D]``."""
+        with outside_inference_mode():
+            a, b = (x.new_zeros((*x.shape[:2], num_slots, x.shape[3])) for x in (key, value))
+        return cls((a, b))
 
     def __reduce__(self) -> Any:
-        return Ring, (self.tensors,)
+        return RecentRing, (self.tensors,)
+
+    @property
+    def size(self) -> int:
+        """B."""
+        return self.tensors[0].shape[0]
+
+    @property
+    def num_slots(self) -> int:
+        """C."""
+        return self.tensors[0].shape[2]
 
     @property
     def nbytes(self) -> int:
         """Bytes allocated."""
         return sum(x.nbytes for x in self.tensors)
+
+    def selected(self, rows: Sequence[int]) -> "RecentRing":
+        """Another one, in which sequence i is what sequence ``rows[i]`` was."""
+        with outside_inference_mode():
+            where = torch.tensor(list(rows), device=self.tensors[0].device)
+            key, value = (x.index_select(0, where) for x in self.tensors)
+        return RecentRing((key, value))
 
 
 class Recent:
@@ -79,7 +111,7 @@ class Recent:
 
     def __init__(self, num_tokens: int) -> None:
         self.num_tokens = num_tokens
-        self.rings: dict[int, Ring] = {}
+        self.rings: dict[int, RecentRing] = {}
         self._known: list[int] = []  # of each sequence, the position from which on tokens are in the rings
         self._end = 0  # behind the last position that was written in any ring
         self._tables: dict[tuple[int, int, torch.device], CacheIndex] = {}
@@ -94,7 +126,7 @@ class Recent:
         if len(self._known) != rows:
             self._known = [start] * rows
         first, size = max(start - self.num_tokens + 1, 0), self.num_slots
-        base, is_ring = first // _RUN * _RUN, end - first <= size
+        base, is_ring = first // RUN * RUN, end - first <= size
         stored, count = end - base, min(end - start, size)
         newest = [p % size for p in range(end - count, end)]
         known = [max(position - first, 0) for position in self._known]
@@ -107,10 +139,10 @@ class Recent:
         if is_ring:
             index = self._ring_index(rows, base, device)
         else:
-            begin = first // _PAGE * _PAGE
-            pages = torch.arange(base, end, _PAGE, device=device) - begin
+            begin = first // PAGE * PAGE
+            pages = torch.arange(base, end, PAGE, device=device) - begin
             starts = torch.arange(rows, device=device).unsqueeze(1) * (end - begin)
-            index = CacheIndex(starts + pages.clamp(min=0), None, _PAGE)
+            index = CacheIndex(starts + pages.clamp(min=0), None, PAGE)
             old = torch.arange(begin, start, device=device) % size
         visible = TokenIndex(index, lengths, end - first, origins if first > base else None, kvstarts)
         return RecentStep(
@@ -121,14 +153,15 @@ class Recent:
         """Keep new tokens ``[B, H, Q, D]`` of a layer; what its attention reads as it was computed."""
         key, value, ring = detached(key), detached(value), self.rings.get(layer)
         if ring is None:
-            ring = self._new_ring(key, value)
+            ring = RecentRing.of(key, value, self.num_slots)
             if step.start:  # tokens before are in no ring of this layer
                 self._known = [max(known, step.start) for known in self._known]
         view = ring.view
         if step.old is not None:
-            view = _view_of(
-                *(_joined(x, step.old, new) for x, new in zip(ring.tensors, (key, value), strict=True))
+            keys, values = (
+                _joined(x, step.old, new) for x, new in zip(ring.tensors, (key, value), strict=True)
             )
+            view = RecentRing((keys, values)).view
         count = step.slots.shape[1]
         if count:
             self._end = max(self._end, step.end)
@@ -159,10 +192,10 @@ class Recent:
             rings = {}
             for layer, ring in self.rings.items():
                 key, value = (_rolled(x, shifts) for x in ring.tensors)
-                rings[layer] = Ring((key, value))
+                rings[layer] = RecentRing((key, value))
             self.rings = rings
             known = [position + shift for position, shift in zip(known, shifts, strict=True)]
-        self._known = known
+        self._known = [min(position, end) for position in known]  # what follows will be known
         self._end = min(self._end, end)
 
     def selected(self, rows: Sequence[int]) -> "Recent":
@@ -171,11 +204,7 @@ class Recent:
         if self._known:
             other._known = [self._known[row] for row in rows]
         other._end = self._end
-        with outside_inference_mode():
-            for layer, ring in self.rings.items():
-                where = torch.tensor(list(rows), device=ring.tensors[0].device)
-                key, value = (x.index_select(0, where) for x in ring.tensors)
-                other.rings[layer] = Ring((key, value))
+        other.rings = {layer: ring.selected(rows) for layer, ring in self.rings.items()}
         return other
 
     def nbytes_of(self, layer: int) -> int:
@@ -185,19 +214,14 @@ class Recent:
     def _exact(self, view: KVView, step: RecentStep) -> Exact:
         return Exact(Tokens(view, step.place), self.num_tokens, step.known)
 
-    def _new_ring(self, key: Tensor, value: Tensor) -> Ring:
-        with outside_inference_mode():
-            a, b = (x.new_zeros((*x.shape[:2], self.num_slots, x.shape[3])) for x in (key, value))
-        return Ring((a, b))
-
     def _ring_index(self, rows: int, base: int, device: torch.device) -> CacheIndex:
         """Every page of the rings from position ``base`` on, as far as a step reaches."""
         found = self._tables.get((rows, base, device))
         if found is None:
             size = self.num_slots
-            pages = torch.arange(base, base + _RUN + size, _PAGE, device=device) % size
+            pages = torch.arange(base, base + RUN + size, PAGE, device=device) % size
             starts = torch.arange(rows, device=device).unsqueeze(1) * size
-            found = CacheIndex(starts + pages, None, _PAGE)
+            found = CacheIndex(starts + pages, None, PAGE)
             self._tables = {(rows, base, device): found}
         return found
 
@@ -212,10 +236,6 @@ def begin_recent(
 def copied_recent(recent: Recent | None, rows: Sequence[int]) -> Recent | None:
     """``recent.selected``, where tokens are kept so."""
     return None if recent is None else recent.selected(rows)
-
-
-def _view_of(key: Tensor, value: Tensor) -> KVView:
-    return KVView.split(_LAYOUT, key, value)
 
 
 def _joined(ring: Tensor, old: Tensor, new: Tensor) -> Tensor:

@@ -98,33 +98,48 @@ class TokenIndex:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Exact:
-    """The last columns of some tokens as they were computed, where the tokens themselves are codes.
+    """Some columns of tokens as they were computed, where the tokens themselves are codes.
 
     Attributes:
-        tokens: These columns.
+        tokens: These columns, the last of the tokens.
         num_newest: Newest tokens that a query reads from here, itself included; all others it reads as codes.
         known: ``[B]``, the first of these columns that is known of each sequence; ``None`` for all.
+        column: Where the first of these columns stands among all, 0-d int64, if they are not the last: those
+            behind the stored tokens hold nothing.
     """
 
     tokens: "Tokens"
     num_newest: int
     known: Tensor | None = None
+    column: Tensor | None = None
 
     def row(self, b: int) -> "Exact":
         """Sequence b alone."""
         tokens = replace(self.tokens, index=self.tokens.index.row(b))
         return replace(self, tokens=tokens, known=None if self.known is None else self.known[b : b + 1])
 
+    def before(self, num_columns: int) -> int | Tensor:
+        """Columns in front of these, of so many."""
+        return num_columns - self.tokens.index.num_columns if self.column is None else self.column
+
     def put_into(self, codes: tuple[Tensor, Tensor]) -> None:
-        """Write them over the last columns of keys and values ``[B, H, N, D]``."""
+        """Write them over their columns of keys and values ``[B, H, N, D]``."""
         for whole, exact in zip(codes, self.tokens.gather(codes[0].dtype), strict=True):
-            count = exact.shape[2]
-            target = whole[:, :, whole.shape[2] - count :]
+            column = torch.arange(exact.shape[2], device=exact.device)
+            where = self.before(whole.shape[2]) + column
             if self.known is not None:
-                column = torch.arange(count, device=exact.device)
-                is_known = column >= self.known.unsqueeze(1)
-                exact = torch.where(is_known[:, None, :, None], exact, target)
-            target.copy_(exact)
+                is_known = (column >= self.known.unsqueeze(1))[:, None, :, None]
+                exact = torch.where(is_known, exact, whole.index_select(2, where))
+            whole.index_copy_(2, where, exact)
+
+    def mask(self, mask: Tensor) -> Tensor:
+        """Of a mask ``[..., N]`` of all columns of one sequence, that of the stored tokens of these."""
+        index = self.tokens.index
+        if self.column is None:
+            return _shifted(mask[..., self.before(mask.shape[-1]) :], index.origins)
+        token = torch.arange(index.index.table.shape[1] * index.index.page_size, device=mask.device)
+        column = token + self.column if index.origins is None else token + self.column - index.origins
+        return mask.index_select(-1, column.clamp(0, mask.shape[-1] - 1))
 
 
 class Step(NamedTuple):
@@ -227,7 +242,7 @@ class Tokens:
         if exact is None:
             return self._turned_back(ops.attend(self._turned(query), self.view, batch, scores))
         newest, window, skip_from = exact.tokens, scores.window, None
-        before = self.index.num_columns - newest.index.num_columns
+        before = exact.before(self.index.num_columns)
         start = None if first is None else first - before
         if exact.known is not None:
             start = exact.known if start is None else torch.maximum(start, exact.known)
@@ -236,7 +251,7 @@ class Tokens:
         window = exact.num_newest if window is None else min(window, exact.num_newest)
         of_newest = replace(scores, window=window, sinks=None)
         if mask is not None:
-            of_newest = replace(of_newest, mask=_shifted(mask[..., before:], newest.index.origins))
+            of_newest = replace(of_newest, mask=exact.mask(mask))
         part = ops.attend_part(query, newest.view, newest.index.batch(num_new, start), of_newest)
         if self.rotation is not None:  # values that are kept as they were are not rotated
             part = part._replace(out=self.rotation.output(part.out))

@@ -105,10 +105,8 @@ def make_layers(
 
     Raises:
         UnsupportedError: what this version of transformers says of the model cannot be right, or a static
-            layer is wanted beside recurrent states or with recent tokens.
+            layer is wanted beside recurrent states.
     """
-    if static:
-        expect_codes_alone(format, "a static cache")
     config = text_config_of(model)
     # The one that says how attention computes: of an old encoder-decoder model, ``config`` is a copy.
     live = model.config if type(config) is type(model.config) else config

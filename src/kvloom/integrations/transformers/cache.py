@@ -91,8 +91,7 @@ class KVCache(DynamicCache):  # type: ignore[misc]
             ArgumentError: ``model`` is none, ``kv`` or ``values`` is unknown or has a group that
                 does not divide the head dim, or ``static`` without ``max_tokens``.
             ConfigError: ``layout`` is unknown.
-            UnsupportedError: no layer of the model has keys and values that could be kept, or ``static`` with
-                recent tokens.
+            UnsupportedError: no layer of the model has keys and values that could be kept.
         """
         config = text_config_of(model)
         if static and max_tokens is None:

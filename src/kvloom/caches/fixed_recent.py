@@ -1,0 +1,170 @@
+"""The newest tokens beside codes in fixed storage: as ``recent.py``, with positions that are tensors.
+
+Shapes follow from the number of new tokens alone, so that a step compiles once and waits for nothing.
+
+Letters: B sequences of one length, Q new tokens of each, H heads, D head dim, C slots of a ring, R newest
+tokens that a query reads as they were computed.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvloom import ops
+from kvloom.caches.memory import outside_inference_mode
+from kvloom.caches.recent import PAGE, RUN, RecentRing, ring_slots
+from kvloom.caches.tokens import Exact, TokenIndex, Tokens
+from kvloom.core.indexing import CacheIndex
+
+
+class FixedRecent:
+    """The newest tokens of B sequences of one layer.
+
+    Args:
+        num_tokens: R.
+        max_tokens: Tokens that a sequence can have; ``None`` for any number.
+        ring: Where they are kept, of C slots.
+        known: The position from which on tokens are in the ring.
+        end: Position behind the last token that was written there.
+    """
+
+    def __init__(
+        self, num_tokens: int, max_tokens: int | None, ring: RecentRing, known: int = 0, end: int = 0
+    ) -> None:
+        self.num_tokens, self._max_tokens, self.ring = num_tokens, max_tokens, ring
+        device = ring.tensors[0].device
+        with outside_inference_mode():
+            self._starts = torch.arange(ring.size, device=device).unsqueeze(1) * ring.num_slots
+            self._known, self._end = (
+                torch.full((), x, dtype=torch.int64, device=device) for x in (known, end)
+            )
+        for x in (*ring.tensors, self._starts, self._known, self._end):
+            torch._dynamo.mark_static_address(x)
+
+    @classmethod
+    def of(cls, num_tokens: int, max_tokens: int | None, key: Tensor, value: Tensor) -> "FixedRecent":
+        """An empty one for keys and values such as these, ``[B, H, any, D]``."""
+        return cls(num_tokens, max_tokens, RecentRing.of(key, value, ring_slots(num_tokens)))
+
+    def keep(self, key: Tensor, value: Tensor, start: Tensor, column: Tensor | int) -> Exact:
+        """Keep new tokens ``[B, H, Q, D]``; what their attention reads as it was computed.
+
+        Args:
+            key: ``[B, H, Q, Dk]``.
+            value: ``[B, H, Q, Dv]``.
+            start: Position of the first of them, 0-d.
+            column: Position of the first column of the tokens that attention reads.
+        """
+        count, num_slots = key.shape[2], self.ring.num_slots
+        known, end = self._known_at(start), start + count
+        if self.num_tokens - 1 + count <= num_slots:
+            tokens = self._in_ring(start, count)
+        else:
+            tokens = self._in_one_piece(key, value, start)
+        exact = self._exact(tokens, start, known, column)
+        newest = min(count, num_slots)
+        slots = self._starts + (end - newest + torch.arange(newest, device=key.device)) % num_slots
+        self._known.copy_(known)
+        self._end.copy_(end)
+        ops.store(key[:, :, count - newest :], value[:, :, count - newest :], slots, self.ring.view)
+        return exact
+
+    def held(self, end: Tensor, column: Tensor | int) -> Exact | None:
+        """What the next token behind position ``end`` sees beside itself."""
+        if self.num_tokens == 1:
+            return None
+        return self._exact(self._in_ring(end, 0), end, self._known_at(end), column)
+
+    def forget(self, end: Tensor) -> None:
+        """Know none of the tokens before ``end``."""
+        self._known.copy_(end)
+        self._end.copy_(end)
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Make sequence i what sequence ``rows[i]`` was, in the same memory."""
+        for x, new in zip(self.ring.tensors, self.ring.selected(rows).tensors, strict=True):
+            x.copy_(new)
+
+    def selected(self, rows: Sequence[int]) -> "FixedRecent":
+        """Another one, in which sequence i is what sequence ``rows[i]`` is here."""
+        num_tokens, max_tokens, _, known, end = self._state()
+        return FixedRecent(num_tokens, max_tokens, self.ring.selected(rows), known, end)
+
+    def __reduce__(self) -> Any:
+        return FixedRecent, self._state()
+
+    def _state(self) -> tuple[int, int | None, RecentRing, int, int]:
+        return self.num_tokens, self._max_tokens, self.ring, int(self._known), int(self._end)
+
+    def _known_at(self, start: Tensor) -> Tensor:
+        """The first position that is known before ``start``, behind which all may have been removed."""
+        overwritten = self._end - self.ring.num_slots
+        return torch.minimum(torch.maximum(self._known, overwritten), start)
+
+    def _first(self, start: Tensor) -> Tensor:
+        """Position of the first token that a query at ``start`` reads."""
+        return (start - self.num_tokens + 1).clamp(min=0)
+
+    def _in_ring(self, start: Tensor, count: int) -> Tokens:
+        """The tokens that ``count`` new ones read, where there is a slot for each."""
+        size = self.ring.num_slots
+        base = self._first(start) // RUN * RUN
+        pages = (base + torch.arange(0, RUN + size, PAGE, device=start.device)) % size
+        return self._tokens(self.ring, self._starts + pages, start, count)
+
+    def _in_one_piece(self, key: Tensor, value: Tensor, start: Tensor) -> Tokens:
+        """Those in the ring and the new ones behind them, in tensors of this step."""
+        size, count, first = self.ring.num_slots, key.shape[2], self._first(start)
+        base, begin = first // RUN * RUN, first // PAGE * PAGE
+        num_old = self.num_tokens - 1 + PAGE - 1  # from a page on
+        device = start.device
+        old = (begin + torch.arange(num_old, device=device)) % size
+        new = start - begin + torch.arange(count, device=device)
+        parts = []
+        for kept, x in zip(self.ring.tensors, (key, value), strict=True):
+            room = x.new_zeros((*x.shape[:2], count, x.shape[3]))
+            parts.append(torch.cat((kept.index_select(2, old), room), 2).index_copy_(2, new, x))
+        piece = RecentRing((parts[0], parts[1]))
+        pages = base - begin + torch.arange(0, RUN + self.num_tokens - 1 + count, PAGE, device=device)
+        starts = torch.arange(self.ring.size, device=device).unsqueeze(1) * piece.num_slots
+        return self._tokens(piece, starts + pages.clamp(min=0), start, count)
+
+    def _tokens(self, ring: RecentRing, table: Tensor, start: Tensor, count: int) -> Tokens:
+        """Those from the first that ``count`` new ones at ``start`` read, some behind them where few are."""
+        first = self._first(start)
+        base, rows = first // RUN * RUN, ring.size
+        num_columns = self.num_tokens - 1 + count
+        if self._max_tokens is not None:
+            num_columns = min(num_columns, self._max_tokens)
+        lengths, origins = (start + count - base).expand(rows), (first - base).expand(rows)
+        return Tokens(ring.view, TokenIndex(CacheIndex(table, None, PAGE), lengths, num_columns, origins))
+
+    def _exact(self, tokens: Tokens, start: Tensor, known: Tensor, column: Tensor | int) -> Exact:
+        first = self._first(start)
+        unknown = (known - first).clamp(min=0).expand(self.ring.size)
+        return Exact(tokens, self.num_tokens, unknown, first - column)
+
+
+def with_recent(
+    recent: FixedRecent | None,
+    tokens: Tokens,
+    start: Tensor,
+    column: Tensor | int,
+    new: tuple[Tensor, Tensor] | None = None,
+) -> Tokens:
+    """``tokens``, of which the newest are read as they were computed, where they are kept so.
+
+    Args:
+        recent: Where they are kept; ``None`` if they are not.
+        tokens: Codes of all tokens, those of ``new`` included.
+        start: Position behind all tokens, or of the first new one, 0-d.
+        column: Position of the first column of ``tokens``.
+        new: Keys and values ``[B, H, Q, D]`` that are to be kept.
+    """
+    if recent is None:
+        return tokens
+    exact = recent.held(start, column) if new is None else recent.keep(*new, start, column)
+    return replace(tokens, exact=exact)
