@@ -57,6 +57,8 @@ def test_missing_packages_are_named_with_the_command_that_helps() -> None:
         (["--max-tokens", "0"], "--max-tokens must be above 0, got 0"),
         (["--page-size", "-1"], "--page-size must be a positive int, got -1"),
         (["--chat-template", "/nowhere"], "--chat-template must be text in UTF-8"),
+        (["--record", "/nowhere/events.jsonl"], "--record must be a file that can be written"),
+        (["--record-text"], "--record-text must be given with --record, got it alone"),
         (["--api-key", " "], "api_keys must be printable ASCII"),
     ],
 )

@@ -7,20 +7,26 @@ import re
 import signal
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 from oracles.serving import PROMPT
 
+from kvloom.tracing.recording import causes_of, read_lines, requests_of
+
 # A process imports for seconds; `make slow` sends the other signal, too.
 SIGNALS = [signal.SIGTERM, signal.SIGINT] if "KVLOOM_SIGNALS" in os.environ else [signal.SIGTERM]
 
 
 @pytest.mark.parametrize("number", SIGNALS)
-def test_a_server_that_is_stopped_gives_the_answer_that_has_begun(number: signal.Signals) -> None:
+def test_a_server_that_is_stopped_gives_the_answer_that_has_begun(
+    number: signal.Signals, tmp_path: Path
+) -> None:
     code = "import sys; from kvloom.cli import main; sys.exit(main())"
     command = [sys.executable, "-c", code, "serve", "--kv", "int8", "--name", "small", "--port", "0"]
+    command += ["--policy", "ours", "--record", str(tmp_path / "events.jsonl")]
     environment = {**os.environ, "KVLOOM_API_KEY": "secret", "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
     assert process.stderr is not None
@@ -37,3 +43,8 @@ def test_a_server_that_is_stopped_gives_the_answer_that_has_begun(number: signal
     assert process.stderr.read() == ""
     process.stderr.close()
     client.close()
+    recorded = read_lines(tmp_path / "events.jsonl")
+    assert [x["name"] for x in recorded if x.get("kind") == "name"] == [chunks[0].id]
+    (request,) = requests_of(recorded).values()
+    assert not request.found and causes_of([request]) == {"never stored": 1, "below": len(request.nodes) - 1}
+    assert not any("text" in x or "tokens" in x for x in recorded if "node" in x)

@@ -11,7 +11,7 @@ import pytest
 from browsers import NEEDS_BROWSER, opened, screenshots, wait
 
 from kvloom.paging import Events, PagePool, PageTable, PrefixTree
-from kvloom.tracing.page import page_of, view
+from kvloom.tracing.page import page_of, write_page
 from kvloom.tracing.replay import Lookup, replay
 
 HOSTILE = "</script><script>document.title = 'taken'</script><img src=x onerror=\"document.title='taken'\">"
@@ -65,7 +65,7 @@ def test_a_browser_shows_the_recording(browser: Any, tmp_path: Path) -> None:
         return next(x for x in found if x.text == label)
 
     events, output = recorded(), screenshots(tmp_path)
-    view(events, tmp_path / "page.html", text_of)
+    write_page(events.lines(tokens=False, decode=text_of), tmp_path / "page.html")
     browser.get((tmp_path / "page.html").as_uri())
     wait(lambda: len(browser.find_elements(By.CSS_SELECTOR, "#requests tr")) == 6)
     assert browser.title == "kvloom: pages over time"  # what a text says is not run
@@ -115,7 +115,7 @@ def test_any_moment_of_a_long_recording_is_that_of_its_events(browser: Any, tmp_
     ]
     events = replay(lookups, 60)
     assert len(events) > 5000
-    view(events, tmp_path / "page.html")
+    write_page(events.lines(tokens=False), tmp_path / "page.html")
     browser.get((tmp_path / "page.html").as_uri())
     same = browser.execute_script("""
         const moments = [0, 1, 999, 1000, 1001, 2500, 4999, 3000, 10, EVENTS.length, EVENTS.length - 1];

@@ -3,12 +3,12 @@
 from kvloom.paging.causes import CAUSES, Miss
 from kvloom.paging.check import check
 from kvloom.paging.events import Events
-from kvloom.paging.pool import POLICIES, PagePool, PageRef
+from kvloom.paging.pool import POLICIES, PagePool, PageRef, expect_policy
 from kvloom.paging.prefix import PrefixTree
 from kvloom.paging.states import Event, PageStates
 from kvloom.paging.table import Copy, Growth, PageTable, release_all
 
 __all__ = [
     "CAUSES", "POLICIES", "Copy", "Event", "Events", "Growth", "Miss", "PagePool", "PageRef", "PageStates",
-    "PageTable", "PrefixTree", "check", "release_all",
+    "PageTable", "PrefixTree", "check", "expect_policy", "release_all",
 ]  # fmt: skip

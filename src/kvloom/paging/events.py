@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from hashlib import blake2b
 from pathlib import Path
 from secrets import token_bytes
@@ -131,11 +131,9 @@ class Events:
             found: The first of these pages, which are.
             num_pages: Of the pool.
         """
-        self.num_requests += 1
-        self.request = self.num_requests
         nodes = self.causes.nodes_of(salt, asked)
         ids = [node.id for node in nodes]
-        self.note("begin", [], tenant=self.tenant(salt), tokens=num_tokens * self.scale, nodes=ids)
+        self.begin(salt, num_tokens, ids)
         if found:
             self.note("hit", found, nodes=ids[: len(found)])
         for miss in self.causes.explain(nodes, len(found), num_pages):
@@ -143,6 +141,13 @@ class Events:
                 miss = miss._replace(at=miss.at * self.scale)
             self.note("miss", [], **{name: x for name, x in miss._asdict().items() if x is not None})
         self.causes.ask(self.request, nodes, len(found))
+
+    def begin(self, salt: str, num_tokens: int, nodes: Sequence[int] = ()) -> None:
+        """A request begins; one that is forked asks for no pages."""
+        self.num_requests += 1
+        self.request = self.num_requests
+        tenant = self.tenant(salt)
+        self.note("begin", [], tenant=tenant, tokens=num_tokens * self.scale, nodes=list(nodes))
 
     def explain(self, salt: str, asked: list[bytes], num_found: int, num_pages: int) -> list[Miss]:
         """Why the pages of a text behind the first ``num_found`` would be missed now."""
@@ -187,6 +192,7 @@ class Events:
             tokens: Whether pages have their token ids.
             decode: Token ids to text; without it there is none.
         """
+        self._kind = ""  # what was given out does not change
         yield {
             "format": FORMAT,
             "date": self._date,
@@ -217,6 +223,10 @@ class Events:
         self, path: str | Path, *, tokens: bool = True, decode: Callable[[list[int]], str] | None = None
     ) -> None:
         """Write JSON lines, as ``lines`` makes them, for ``kvloom trace replay`` and ``kvloom view``."""
-        with Path(path).open("w", encoding="utf-8") as file:
-            for line in self.lines(tokens=tokens, decode=decode):
-                file.write(json.dumps(line, separators=(",", ":")) + "\n")
+        write_lines(self.lines(tokens=tokens, decode=decode), path)
+
+
+def write_lines(lines: Iterable[dict[str, Any]], path: str | Path) -> None:
+    """Write a file of JSON lines."""
+    with Path(path).open("w", encoding="utf-8") as file:
+        file.writelines(json.dumps(line, separators=(",", ":")) + "\n" for line in lines)

@@ -13,6 +13,12 @@ POLICIES: Final = ("lru", "ours")
 """By which evictable pages go first."""
 
 
+def expect_policy(policy: str) -> None:
+    """Raise ArgumentError unless there is such a policy."""
+    if policy not in POLICIES:
+        raise ArgumentError(f"policy must be one of {', '.join(POLICIES)}, got {policy!r}")
+
+
 class PageRef(NamedTuple):
     """A page and its generation: the reference is valid until the page is free again.
 
@@ -69,8 +75,7 @@ class PagePool:
     )  # fmt: skip
 
     def __init__(self, num_pages: int, policy: str = "lru") -> None:
-        if policy not in POLICIES:
-            raise ArgumentError(f"policy must be one of {', '.join(POLICIES)}, got {policy!r}")
+        expect_policy(policy)
         self.events: Events | None = None
         self.worth = WorthOrder() if policy == "ours" else None
         self._refs: list[PageRef] = []  # of each page, the one reference that is valid now

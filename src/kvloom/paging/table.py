@@ -108,14 +108,19 @@ class PageTable:
         del pages[:num_pages]
         self._num_tokens -= num_pages * self.page_size
 
-    def fork(self) -> "PageTable":
-        """Another table of the same tokens and pages. The first to grow copies a partly filled last page."""
+    def fork(self, request: int | None = None) -> "PageTable":
+        """Another table of the same tokens and pages. The first to grow copies a partly filled last page.
+
+        Args:
+            request: Whose it is, to events; this one's if ``None``.
+        """
         table = PageTable(self._pool, self.page_size)
         pages = self._held()
-        self.claim()
+        table.request = self.request if request is None else request
+        table.claim()
         for ref in pages:
             self._pool.retain(ref)
-        table._pages, table._num_tokens, table.request = pages.copy(), self._num_tokens, self.request
+        table._pages, table._num_tokens = pages.copy(), self._num_tokens
         return table
 
     def adopt(self, refs: Sequence[PageRef]) -> None:
@@ -158,7 +163,7 @@ class PageTable:
 
     def release(self) -> None:
         """Release all pages. Any other method raises ``StateError`` then; releasing again does nothing."""
-        if self._pages:
+        if self._pages is not None:
             self.claim()
             if self._pool.events is not None:
                 self._pool.events.causes.end(self.request)

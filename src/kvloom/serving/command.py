@@ -9,6 +9,7 @@ from typing import Any
 from kvloom.core.spelling import STORAGE, expect_kv
 from kvloom.errors import ArgumentError
 from kvloom.models import bundled_model_path, check_model_folder
+from kvloom.paging import POLICIES
 from kvloom.serving import expect_installed
 from kvloom.serving.settings import KEYS_VARIABLE, Settings, keys_from
 
@@ -28,6 +29,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--chat-template", type=Path, metavar="F", help="Jinja file, if the model has none")
     parser.add_argument("--pages", type=int, metavar="N", help="at most; as memory is free if not said")
     parser.add_argument("--page-size", type=int, default=16, metavar="N", help="tokens in a page")
+    parser.add_argument(
+        "--policy",
+        choices=POLICIES,
+        default="lru",
+        help="which pages give way: those idle for longest, or those worth least by how pages were used",
+    )
     parser.add_argument("--max-batch-tokens", type=int, metavar="N", help="tokens of one step")
     parser.add_argument("--host", default=Settings.host, help="beyond loopback there must be an API key")
     parser.add_argument("--port", type=int, default=Settings.port, metavar="N")
@@ -43,6 +50,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--max-answers", type=int, default=Settings.max_answers, metavar="N", help="at a time; then 429"
     )
     parser.add_argument("--max-seconds", type=float, default=Settings.max_seconds, metavar="S")
+    parser.add_argument(
+        "--record", type=Path, metavar="F", help="write what happened to pages at the end, for kvloom view"
+    )
+    parser.add_argument(
+        "--record-text", action="store_true", help="with the token ids and the text of all requests"
+    )
     parser.add_argument("--drain-seconds", type=float, default=Settings.drain_seconds, metavar="S")
 
 
@@ -65,6 +78,10 @@ def run(args: argparse.Namespace, load: Callable[[Path | None], tuple[Any, Any]]
         drain_seconds=args.drain_seconds,
     )
     template = _read_template(args.chat_template)
+    if args.record_text and args.record is None:
+        raise ArgumentError("--record-text must be given with --record, got it alone")
+    if args.record is not None:
+        _expect_writable(args.record)
     path = args.model or bundled_model_path()
     check_model_folder(path)  # before imports that take seconds
     os.environ["HF_HUB_OFFLINE"] = "1"  # read once, when it is imported
@@ -79,8 +96,12 @@ def run(args: argparse.Namespace, load: Callable[[Path | None], tuple[Any, Any]]
     config = ContinuousBatchingConfig(
         page_size=args.page_size, num_blocks=args.pages, max_batch_tokens=args.max_batch_tokens
     )
-    session = Session(model, tokenizer, settings, config, kv=args.kv)
+    session = Session(model, tokenizer, settings, config, kv=args.kv, policy=args.policy)
+    if args.record is not None:
+        session.manager.record()
     server.run(session, (args.name or path.resolve().name, str(path)), settings)
+    if args.record is not None:
+        session.manager.save_events(args.record, tokenizer.decode if args.record_text else None)
 
 
 def _read_template(path: Path | None) -> str | None:
@@ -88,3 +109,11 @@ def _read_template(path: Path | None) -> str | None:
         return None if path is None else path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         raise ArgumentError(f"--chat-template must be text in UTF-8: {error}") from error
+
+
+def _expect_writable(path: Path) -> None:
+    """Before hours are recorded; what the file holds stays until it is written."""
+    try:
+        path.open("a").close()
+    except OSError as error:
+        raise ArgumentError(f"--record must be a file that can be written: {error}") from error

@@ -53,9 +53,10 @@ class Endpoint:
         tokens, parser = await asyncio.to_thread(self._prompt, body)  # seconds, if it is as long as it may be
         salt = json.dumps([request.scope.get(TENANT, ""), wanted.salt])
         shapes = [_Shape(self._kind, parser and parser()) for _ in range(wanted.count)]
-        answers = self._session.ask(tokens, wanted, salt, keep_special=parser is not None)
+        name = f"{'chatcmpl' if self._kind == 'chat' else 'cmpl'}-{uuid.uuid4().hex}"
+        answers = self._session.ask(name, tokens, wanted, salt, keep_special=parser is not None)
         head = {
-            "id": f"{'chatcmpl' if self._kind == 'chat' else 'cmpl'}-{uuid.uuid4().hex}",
+            "id": name,
             "created": int(time.time()),
             "model": self._names[0],
         }

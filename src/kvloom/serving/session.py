@@ -3,7 +3,6 @@
 import asyncio
 import random
 import time
-import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -54,6 +53,7 @@ class Session:
         config: A ``ContinuousBatchingConfig``.
         on_first_token: Called with the seconds from a request to its first new token.
         kv: As of ``continuous_batching``.
+        policy: The same.
 
     Raises:
         KVError: the model, an option or the configuration cannot be served.
@@ -68,13 +68,14 @@ class Session:
         *,
         on_first_token: Callable[[float], None] = lambda seconds: None,
         kv: str = "auto",
+        policy: str = "lru",
     ) -> None:
         if getattr(tokenizer, "backend_tokenizer", None) is None:
             raise ArgumentError(f"model must have a fast tokenizer, got {type(tokenizer).__name__}")
         self.model, self.tokenizer, self.settings, self.kv = model, tokenizer, settings, kv
         tokenizer("")  # drops what its file says of truncation: from now on threads may share it
         self.on_first_token = on_first_token
-        continuous_batching(model, kv)
+        continuous_batching(model, kv, policy=policy)
         eos = model.generation_config.eos_token_id
         ends = [] if eos is None else eos if isinstance(eos, list) else [eos]
         self.end_tokens = frozenset(ends)
@@ -120,10 +121,13 @@ class Session:
         if len(self.readers) + count > self.settings.max_answers:
             raise Refused(429, f"{len(self.readers)} answers are being computed, try again later")
 
-    def ask(self, tokens: Sequence[int], wanted: Wanted, salt: str, keep_special: bool = False) -> "Answers":
+    def ask(
+        self, name: str, tokens: Sequence[int], wanted: Wanted, salt: str, keep_special: bool = False
+    ) -> "Answers":
         """Begin the answers to a prompt; whoever asks reads ``pieces`` or calls ``close``.
 
         Args:
+            name: By which the first answer is known, a new one; ``-1`` and so on are added for the others.
             tokens: Of the prompt.
             wanted: What was asked for.
             salt: Only requests of one salt share pages.
@@ -149,7 +153,7 @@ class Session:
                 f"the prompt and max_tokens must be at most {self._room} tokens together, "
                 f"got {len(tokens)} and {count}"
             )
-        return Answers(self, tokens, wanted, count, salt, keep_special)
+        return Answers(self, name, tokens, wanted, count, salt, keep_special)
 
 
 class _Router(OutputRouter):  # type: ignore[misc]
@@ -182,6 +186,7 @@ class Answers:
 
     Args:
         session: Whose.
+        name: By which the first answer is known.
         tokens: Of the prompt.
         wanted: What was asked for.
         max_tokens: New tokens of each.
@@ -192,6 +197,7 @@ class Answers:
     def __init__(
         self,
         session: Session,
+        name: str,
         tokens: Sequence[int],
         wanted: Wanted,
         max_tokens: int,
@@ -208,14 +214,14 @@ class Answers:
         for index in range(wanted.count):
             choice = Choice(wanted.temperature, wanted.top_p, wanted.top_k, seed + index, wanted.logprobs)
             text = TextStream(session.tokenizer, wanted.stop, not keep_special)
-            name = uuid.uuid4().hex
-            self._answers[name] = _Answer(index, choice, text)
-            session.readers[name] = self
+            request_id = f"{name}-{index}" if index else name
+            self._answers[request_id] = _Answer(index, choice, text)
+            session.readers[request_id] = self
         try:
-            for name, answer in self._answers.items():
+            for request_id, answer in self._answers.items():
                 added = session.manager.add_request(
                     list(tokens),
-                    request_id=name,
+                    request_id=request_id,
                     max_new_tokens=max_tokens,
                     streaming=True,
                     cache_salt=salt,

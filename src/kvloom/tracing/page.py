@@ -1,12 +1,10 @@
 """One page of HTML that shows a recording: it loads nothing, and has all of it inside."""
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, Final
-
-from kvloom.paging import Events
 
 _PLACE: Final = "/*recording*/null"
 _ESCAPED: Final = {ord("<"): "\\u003c", ord(">"): "\\u003e", ord("&"): "\\u0026"}
@@ -35,14 +33,3 @@ def page_of(lines: Iterable[dict[str, Any]]) -> str:
 def write_page(lines: Iterable[dict[str, Any]], path: Path) -> None:
     """Write the page to a file."""
     path.write_text(page_of(lines), encoding="utf-8")
-
-
-def view(events: Events, path: str | Path, decode: Callable[[list[int]], str] | None = None) -> None:
-    """Write the page of a recording that is still in memory.
-
-    Args:
-        events: The recording.
-        path: HTML file to write.
-        decode: Token ids to text; without it there is none.
-    """
-    write_page(events.lines(tokens=False, decode=decode), Path(path))

@@ -1,6 +1,7 @@
 """Prefixes that the caches of one model share, found by their tokens."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -11,19 +12,19 @@ from torch import Tensor
 from kvloom.caches import Pages, Sequences
 from kvloom.caches.saving import hold, save_pages
 from kvloom.core.checks import INDEX_DTYPES, expect
-from kvloom.errors import ArgumentError, StateError, UnsupportedError
+from kvloom.errors import ArgumentError, UnsupportedError
 from kvloom.integrations.transformers.build import cache_format, make_layers, text_config_of
 from kvloom.integrations.transformers.cache import KVCache
 from kvloom.integrations.transformers.layers import KVCacheLayer
-from kvloom.paging import Events, Miss, PageRef, PageTable, PrefixTree, check
-from kvloom.tracing.page import view
+from kvloom.paging import Miss, PageRef, PageTable, PrefixTree, check
+from kvloom.tracing.recorder import Recorded, Recorder
 
 if TYPE_CHECKING:
     from kvloom.store import KVStore
     from kvloom.store.survey import Verdict
 
 
-class KVPool:
+class KVPool(Recorder):
     """Pages of one size, in which a new cache finds what earlier ones computed for the same first tokens.
 
     Sharing is exact, by the tokens themselves, in whole pages, and only within a salt. When all pages are
@@ -220,68 +221,16 @@ class KVPool:
         Raises:
             StateError: events are not recorded.
         """
-        events = self.events
-        if events is None:
-            raise StateError("events are not recorded, call record() before")
         expect("input_ids", input_ids, "B T", dtype=INDEX_DTYPES, B=1)
         tokens = input_ids[0, :-1].tolist()
-        found = self._tree.num_known(tokens, salt)
-        misses = events.explain(salt, list(self._tree.packed(tokens)), found, self._pages.pool.num_pages)
+        misses = self._why(tokens, salt)
         if self._below is None or not misses:
             return misses
         return misses_in_store(misses, self._below.why(tokens, salt))
 
-    def view(self, path: str | Path = "pages.html", decode: Callable[[list[int]], str] | None = None) -> Path:
-        """Write what was recorded as a page of HTML, which has all of it inside.
-
-        Args:
-            path: File to write.
-            decode: Token ids to text; without it neither text nor token ids are written.
-
-        Returns:
-            ``path``.
-
-        Raises:
-            StateError: nothing was recorded.
-        """
-        view(self._recorded(), path, decode)
-        return Path(path)
-
-    def save_events(self, path: str | Path, decode: Callable[[list[int]], str] | None = None) -> None:
-        """Write what was recorded as JSON lines, which ``kvloom view`` and ``kvloom trace replay`` read.
-
-        Args, Raises:
-            As ``view``.
-        """
-        self._recorded().save(path, tokens=decode is not None, decode=decode)
-
-    def _recorded(self) -> Events:
-        events = self.events
-        if events is None:
-            raise StateError("events are not recorded, call record() before")
-        return events
-
-    @property
-    def events(self) -> Events | None:
-        """What ``record`` records, ``None`` before."""
-        events = self._pages.pool.events
-        if events is not None:
-            size = sum(storage.nbytes_per_token for storage in self._pages.storages.values())
-            events.page_bytes = round(size * self._pages.format.page_size)
-        return events
-
-    def record(self, capacity: int = 100_000) -> Events:
-        """Record what happens to the pages from now on; ``events.save(path)`` writes it.
-
-        Args:
-            capacity: Events that are kept, the latest ones.
-        """
-        return self._tree.record(capacity)
-
     def check(self) -> None:
         """Recompute the invariants of pages and prefixes; raises ``StateError`` on the first that fails."""
-        tables = [table for sequences in self._pages.users for table in sequences.tables]
-        check(self._pages.pool, self._tree, tables)
+        check(self._pages.pool, self._tree, self._tables())
 
     def report(self) -> dict[str, Any]:
         """Pages by state, and how many of the tokens that ``begin`` looked up were found; and the store's."""
@@ -294,6 +243,15 @@ class KVPool:
             "tokens_asked": self._num_asked,
             "tokens_found": self._num_found,
         } | ({} if self._below is None else {"store": self._below.report()})
+
+    def _tables(self) -> list[PageTable]:
+        """Those of all caches."""
+        return [table for sequences in self._pages.users for table in sequences.tables]
+
+    def _recorded(self) -> Recorded:
+        size = sum(storage.nbytes_per_token for storage in self._pages.storages.values())
+        bytes_per_page = round(size * self._pages.format.page_size)
+        return Recorded(self._pages.pool, self._tree, self._tables, bytes_per_page, nullcontext())
 
     def _find(self, tokens: Sequence[int], salt: str) -> list[PageRef]:
         """Pages of the first tokens, in the pool or from the store, with one reference to each."""

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from kvloom.errors import ArgumentError, StateError, UnsupportedError
 from kvloom.integrations.transformers.batching.report import BatchReport, PageMap, RequestPages
 from kvloom.integrations.transformers.build import cache_format, expect_codes_alone, text_config_of
+from kvloom.paging import expect_policy
 
 __all__ = ["OLDEST", "BatchReport", "PageMap", "RequestPages", "continuous_batching"]
 
@@ -30,6 +31,7 @@ def continuous_batching(
     values: str | None = None,
     layout: str = "auto",
     share: bool = True,
+    policy: str = "lru",
 ) -> Any:
     """Let the continuous batching of a model keep its tokens in pages and attend to them where they lie.
 
@@ -46,6 +48,8 @@ def continuous_batching(
         layout: Axis order of the pages, as of ``CacheFormat``.
         share: Whether requests find pages that others computed for the same first tokens under the same
             ``cache_salt``.
+        policy: Which pages are given up when others need room: ``"lru"``, those that no request held for
+            longest, or ``"ours"``, those that are worth least by how pages were used so far.
 
     Returns:
         ``model``.
@@ -63,18 +67,20 @@ def continuous_batching(
         return model
     if not isinstance(share, bool):
         raise ArgumentError(f"share must be True or False, got {share!r}")
+    expect_policy(policy)
     _expect_served(model)
     expect_codes_alone(cache_format(text_config_of(model), kv, values=values, layout=layout), "a session")
     _forget_session(model)
-    model.init_continuous_batching = _Init(model, {"kv": kv, "values": values, "layout": layout}, share)
+    options = {"kv": kv, "values": values, "layout": layout, "share": share, "policy": policy}
+    model.init_continuous_batching = _Init(model, options)
     return model
 
 
 class _Init:
     """In the place of the model's method that makes a manager."""
 
-    def __init__(self, model: PreTrainedModel, options: dict[str, Any], share: bool) -> None:
-        self._model, self._options, self._share = model, options, share
+    def __init__(self, model: PreTrainedModel, options: dict[str, Any]) -> None:
+        self._model, self._options = model, options
 
     def __call__(
         self,
@@ -93,7 +99,6 @@ class _Init:
             generation_config,
             continuous_batching_config,
             workload_hints,
-            share=self._share,
             **self._options,
         )
 

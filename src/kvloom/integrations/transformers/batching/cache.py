@@ -4,7 +4,6 @@ Letters: T new tokens of all requests of a step, P pages of a request, H key/val
 heads, D head dim.
 """
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from threading import RLock
@@ -17,7 +16,8 @@ from kvloom import ops
 from kvloom.caches import CacheFormat, Pages
 from kvloom.caches.storage import Storage
 from kvloom.errors import OutOfPages, StateError
-from kvloom.integrations.transformers.batching.report import PageMap, RequestPages
+from kvloom.integrations.transformers.batching.held import Held, page_map_of
+from kvloom.integrations.transformers.batching.report import PageMap
 from kvloom.integrations.transformers.batching.sizes import page_bytes, specs_of, windows_of
 from kvloom.integrations.transformers.batching.step import Step
 from kvloom.paging import Growth, PageTable, PrefixTree, check
@@ -29,16 +29,6 @@ SALT: Final = "cache_salt"
 
 _FIRST: Final = 64
 """Pages to begin with."""
-
-
-class _Held:
-    """What one request holds."""
-
-    __slots__ = ("first_slots", "num_found", "num_prompt", "salt", "table")
-
-    def __init__(self, table: PageTable, salt: str, num_prompt: int, num_found: int) -> None:
-        self.table, self.salt, self.num_prompt, self.num_found = table, salt, num_prompt, num_found
-        self.first_slots: Tensor | None = None  # ``[P]``, made when they are needed
 
 
 class _NoSectors:
@@ -55,7 +45,7 @@ class BatchCache:
     has every name that continuous batching uses. A block of theirs is a page here, in every layer.
 
     Pages are allocated when they are needed, up to ``max_pages``. When all are taken, those that no request
-    holds are given up, least recently used first. Methods may be called from any thread.
+    holds are given up, as ``policy`` says. Methods may be called from any thread.
 
     Args:
         config: Of the model that generates.
@@ -65,6 +55,7 @@ class BatchCache:
         max_pages: Pages that there can be.
         max_batch_tokens: Tokens that go through the model in one step.
         share: Whether requests find pages of others.
+        policy: Which pages are given up first, as of ``PagePool``.
     """
 
     index = 0
@@ -86,12 +77,13 @@ class BatchCache:
         max_pages: int,
         max_batch_tokens: int,
         share: bool,
+        policy: str = "lru",
     ) -> None:
         size = format.page_size
         self.tokens_per_page, self.max_pages, self.max_batch_tokens = size, max_pages, max_batch_tokens
         self.device, self.use_prefix_sharing, self.pool = device, share, _NoSectors()
         self.cache_allocators = {KIND: self}
-        self.pages = Pages(replace(format, max_tokens=max_pages * size))
+        self.pages = Pages(replace(format, max_tokens=max_pages * size), policy=policy)
         self.tree = PrefixTree(self.pages.pool, size)
         for layer in range(config.num_hidden_layers):
             self.pages.storages[layer] = Storage(
@@ -103,8 +95,7 @@ class BatchCache:
         self.candidate: Any = None
         """The request whose prompt is looked up next: the scheduler tells its id, and not its salt."""
         self._windows = windows_of(config)
-        self._held: dict[str, _Held] = {}
-        self._requests: dict[str, int] = {}  # to events
+        self._held: dict[str, Held] = {}
         self._plan: list[tuple[str, int, int]] = []  # request, stored tokens, new tokens
         self._step: Step | None = None
         self.lock = RLock()
@@ -131,26 +122,17 @@ class BatchCache:
     def search_prefix_match(self, request_id: str, prompt_ids: list[int]) -> int:
         """Let ``candidate`` begin with the pages that are known of its prompt.
 
-        The last token is left to compute, and so is the one before it if the request is to be forked, which
-        happens between the two.
-
         Returns:
             Tokens in those pages.
         """
         state = self.candidate
         if state is None or state.request_id != request_id or not self.use_prefix_sharing:
             return 0
-        limit = len(prompt_ids) - (2 if state.num_children else 1)
         with self.lock:
-            salt = salt_of(state)
-            found = self.tree.match(prompt_ids, salt, max_tokens=max(limit, 0))
-            if (events := self.pages.pool.events) is not None:
-                events.name(request_id)
-                self._requests[request_id] = events.request
-            if not found:
-                return 0
-            table = PageTable(self.pages.pool, self.tokens_per_page)
-            table.adopt(found)
+            limit = self._num_findable(state)
+            if not self.tree.num_known(prompt_ids, salt_of(state), max_tokens=limit):
+                return 0  # it is looked up when it gets pages, and until then perhaps in every step
+            table = self._look_up(state)
             self._hold(state, table, table.num_tokens)
             self.num_found += table.num_tokens
             return table.num_tokens
@@ -178,11 +160,12 @@ class BatchCache:
                 self._grow(missing)
             if dry_run or missing > self.num_room:
                 return missing <= self.num_room
-            table = held.table if held is not None else PageTable(self.pages.pool, self.tokens_per_page)
-            table.request = self._requests.get(state.request_id, table.request)
+            table = self._look_up(state) if held is None else held.table
             try:
                 self.pages.append([table], [past + request_len - table.num_tokens])
             except OutOfPages:
+                if held is None:
+                    table.release()
                 return False
             if held is None:
                 self._hold(state, table)
@@ -199,7 +182,6 @@ class BatchCache:
         """
         with self.lock:
             held = self._held.pop(request_id, None)
-            self._requests.pop(request_id, None)
             if held is not None:
                 held.table.release()
                 self.num_preempted += no_cache
@@ -211,6 +193,8 @@ class BatchCache:
             for request_id in [*self._held]:
                 self.free_blocks(request_id)
             if clear_ledgers:
+                if self.pages.pool.events is not None:
+                    self.pages.pool.events.request = 0
                 self.tree.evict(self.pages.pool.num_evictable)
             self._plan, self._step = [], None
 
@@ -244,19 +228,43 @@ class BatchCache:
             parent = self._held[src_state.request_id]
             parent.table.truncate(src_state.current_len())  # room for a token is given up, which all write
             parent.first_slots = None
+            events = self.pages.pool.events
             for request_id in dst_req_ids:
-                self._held[request_id] = _Held(
-                    parent.table.fork(), parent.salt, parent.num_prompt, parent.num_found
-                )
+                if events is not None:
+                    events.begin(parent.salt, parent.table.num_tokens)
+                    events.name(request_id)
+                table = parent.table.fork(None if events is None else events.request)
+                self._held[request_id] = replace(parent, table=table)
         return dst_req_ids
 
     def perform_cache_copy(self, copy_src_and_dst: Any) -> None:
         """Nothing to do: pages are copied when they are written."""
 
     def _hold(self, state: Any, table: PageTable, num_found: int = 0) -> None:
-        num_prompt = len(state.initial_tokens)
-        self._held[state.request_id] = _Held(table, salt_of(state), num_prompt, num_found)
-        self.num_asked += num_prompt
+        self._held[state.request_id] = held = Held(
+            table, salt_of(state), len(state.initial_tokens), num_found
+        )
+        self.num_asked += held.num_prompt
+
+    def _num_findable(self, state: Any) -> int:
+        """Tokens at the beginning of a prompt that may be found.
+
+        The last one is left to compute, and so is the one before it if the request is to be forked, which
+        happens between the two.
+        """
+        if not self.use_prefix_sharing or state is not self.candidate:
+            return 0
+        return max(len(state.remaining_prefill_tokens) - (2 if state.num_children else 1), 0)
+
+    def _look_up(self, state: Any) -> PageTable:
+        """The table of a request that begins, with the pages that it finds."""
+        tokens, salt = state.remaining_prefill_tokens, salt_of(state)
+        found = self.tree.match(tokens, salt, max_tokens=self._num_findable(state))
+        if (events := self.pages.pool.events) is not None:
+            events.name(state.request_id)
+        table = PageTable(self.pages.pool, self.tokens_per_page)
+        table.adopt(found)
+        return table
 
     def _grow(self, num_pages: int) -> None:
         """Allocate before anything that can be found is given up: by half, at least ``num_pages``."""
@@ -304,7 +312,7 @@ class BatchCache:
         return self.num_room / self.max_pages if relative else float(self.num_room * self.bytes_per_sector)
 
     def evict_cached_blocks(self) -> bool:
-        """False: whoever takes a page evicts the one that is idle for longest."""
+        """False: whoever takes a page evicts one."""
         return False
 
     def get_seqlen_k(self, past_length: int, query_length: int) -> int:
@@ -374,25 +382,16 @@ class BatchCache:
     def page_map(self) -> PageMap:
         """Which page holds what."""
         with self.lock:
-            ids = self.block_table
-            requests = tuple(
-                RequestPages(
-                    name, held.salt, held.num_prompt, held.table.num_tokens, held.num_found, tuple(ids[name])
-                )
-                for name, held in self._held.items()
-            )
-            pool = self.pages.pool
-            states = ["free"] * pool.num_pages
-            for ref in pool.evictable():
-                states[ref.id] = "evictable"
-        for page, count in Counter(page for request in requests for page in request.pages).items():
-            states[page] = "shared" if count > 1 else "active"
-        return PageMap(tuple(states), requests)
+            return page_map_of(self.pages.pool, self._held)
 
     def check(self) -> None:
         """Recompute every invariant of the pages; raises ``StateError`` on the first that does not hold."""
         with self.lock:
-            check(self.pages.pool, self.tree, [held.table for held in self._held.values()])
+            check(self.pages.pool, self.tree, self.tables())
+
+    def tables(self) -> list[PageTable]:
+        """Of all requests that hold pages."""
+        return [held.table for held in self._held.values()]
 
 
 def salt_of(state: Any) -> str:

@@ -1,7 +1,9 @@
 """transformers' manager of continuous batching, on pages of this library."""
 
+from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import replace
+from threading import RLock
 from typing import Any, Final
 
 from transformers import ContinuousBatchingConfig, PreTrainedModel
@@ -18,6 +20,8 @@ from kvloom.integrations.transformers.batching.report import BatchReport, PageMa
 from kvloom.integrations.transformers.batching.scheduler import scheduler_class
 from kvloom.integrations.transformers.batching.sizes import page_bytes, windows_of
 from kvloom.integrations.transformers.build import cache_format, expect_codes_alone, text_config_of
+from kvloom.paging import Miss, expect_policy
+from kvloom.tracing.recorder import Recorded, Recorder
 
 PAGE_SIZE: Final = 16
 """Tokens in a page where no ``ContinuousBatchingConfig`` is given."""
@@ -37,7 +41,7 @@ _REFUSED: Final = (
 )
 
 
-class BatchingManager(ContinuousBatchingManager):  # type: ignore[misc]
+class BatchingManager(Recorder, ContinuousBatchingManager):  # type: ignore[misc]
     """A session of continuous batching: everything that transformers' manager is, on pages of this library.
 
     ``add_request`` and ``add_requests`` take a ``cache_salt``, too: only requests of one salt find each
@@ -46,6 +50,10 @@ class BatchingManager(ContinuousBatchingManager):  # type: ignore[misc]
     Of its ``ContinuousBatchingConfig``, ``num_blocks`` are pages of ``page_size`` tokens whatever they are
     kept as; without it, there can be as many as fit into ``max_memory_percent`` of the memory that is free.
     ``max_blocks_per_request`` has no effect.
+
+    ``record``, ``why``, ``view`` and ``save_events`` are those of ``KVPool``, from any thread, also before a
+    session begins. A recording has requests by their ids. It can be read until this manager begins another
+    session with new pages.
 
     Args:
         model: What ``continuous_batching`` was called with.
@@ -56,6 +64,7 @@ class BatchingManager(ContinuousBatchingManager):  # type: ignore[misc]
         values: How values are kept.
         layout: Axis order of the pages.
         share: Whether requests find pages of others.
+        policy: Which pages are given up when others need room, as of ``KVPool.for_model``.
 
     Raises:
         ArgumentError: an argument, or a field of a configuration, has no such value; nothing was changed.
@@ -73,13 +82,15 @@ class BatchingManager(ContinuousBatchingManager):  # type: ignore[misc]
         values: str | None = None,
         layout: str = "auto",
         share: bool = True,
+        policy: str = "lru",
     ) -> None:
+        expect_policy(policy)
         config = continuous_batching_config or ContinuousBatchingConfig(page_size=PAGE_SIZE)
         _expect_config(config)
         text = text_config_of(model)
         self._format = cache_format(text, kv, config.page_size, None, values, layout)
         expect_codes_alone(self._format, "a session")
-        self._share = share
+        self._share, self._policy = share, policy
         windows_of(text)  # refuses a model whose windows have no size
         if getattr(text, "compile_config", None) is not None:
             raise UnsupportedError("model must have no compile_config, as steps differ in their tokens")
@@ -87,6 +98,8 @@ class BatchingManager(ContinuousBatchingManager):  # type: ignore[misc]
         if generation.eos_token_id is None:
             generation.eos_token_id = -1
         self._cache: BatchCache | None = None
+        self._has_begun = False  # with this cache
+        self._making = RLock()
         super().__init__(
             model=model,
             generation_config=generation,
@@ -168,13 +181,39 @@ class BatchingManager(ContinuousBatchingManager):  # type: ignore[misc]
         """Which page holds what; empty before the session begins."""
         return PageMap((), ()) if self._cache is None else self._cache.page_map()
 
+    def why(self, input_ids: Sequence[int], salt: str = "") -> list[Miss]:
+        """Why a request would not find the full pages of a text now; there is none for those it would find.
+
+        Args:
+            input_ids: Tokens of the prompt, of which the last is always computed.
+            salt: Its ``cache_salt``.
+
+        Raises:
+            StateError: events are not recorded.
+        """
+        return self._why(input_ids[:-1], salt)
+
+    def _recorded(self) -> Recorded:
+        cache = self._cache_to_record()
+        return Recorded(cache.pages.pool, cache.tree, cache.tables, cache.bytes_per_sector, cache.lock)
+
+    def _cache_to_record(self) -> BatchCache:
+        """The cache of the session, made now if it has not begun."""
+        with self._making:
+            if self._cache is None:
+                self._cache = self._make_cache()
+            return self._cache
+
     def _create_batch_processor(self) -> Any:
         """As theirs, with our cache and scheduler."""
         if isinstance(self.batch_processor, ContinuousBatchProcessor):
             self.batch_processor.reset()
             return self.batch_processor
         config = self.continuous_batching_config
-        self._cache = cache = self._make_cache()
+        with self._making:
+            if self._has_begun:
+                self._cache = None
+            cache, self._has_begun = self._cache_to_record(), True
         config.num_blocks, config.max_batch_tokens = cache.max_pages, cache.max_batch_tokens
         config.max_requests_per_batch = min(config.max_requests_per_batch, cache.max_batch_tokens)
         self._use_prefix_sharing = cache.use_prefix_sharing
@@ -220,6 +259,7 @@ class BatchingManager(ContinuousBatchingManager):  # type: ignore[misc]
             max_pages=max_pages,
             max_batch_tokens=config.max_batch_tokens or MAX_BATCH_TOKENS,
             share=self._share and config.allow_block_sharing,
+            policy=self._policy,
         )
 
 

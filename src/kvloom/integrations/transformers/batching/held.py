@@ -1,0 +1,53 @@
+"""What each request of a session holds.
+
+Letters: P pages of a request.
+"""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from kvloom.integrations.transformers.batching.report import PageMap, RequestPages
+from kvloom.paging import PagePool, PageTable
+
+
+@dataclass(slots=True, eq=False)
+class Held:
+    """What one request holds.
+
+    Attributes:
+        table: Its pages.
+        salt: Under which it finds others.
+        num_prompt: Tokens of its prompt.
+        num_found: Those of them whose pages were found.
+        first_slots: ``[P]``, where its pages begin, made when that is needed.
+    """
+
+    table: PageTable
+    salt: str
+    num_prompt: int
+    num_found: int = 0
+    first_slots: Tensor | None = None
+
+
+def page_map_of(pool: PagePool, held: Mapping[str, Held]) -> PageMap:
+    """Which page holds what.
+
+    Args:
+        pool: The pages.
+        held: What each request holds, by its id.
+    """
+    requests = tuple(
+        RequestPages(
+            name, x.salt, x.num_prompt, x.table.num_tokens, x.num_found, tuple(y.id for y in x.table.pages)
+        )
+        for name, x in held.items()
+    )
+    states = ["free"] * pool.num_pages
+    for ref in pool.evictable():
+        states[ref.id] = "evictable"
+    for page, count in Counter(page for request in requests for page in request.pages).items():
+        states[page] = "shared" if count > 1 else "active"
+    return PageMap(tuple(states), requests)
