@@ -169,7 +169,7 @@ inline View source_view(const Tensor& x, bool has_scale = false) {
 inline void check_scale(const View& codes, const View& scale) {
   const int64_t numbers = codes.head_dim(), groups = scale.width();
   require(std::equal(codes.size, codes.size + 4, scale.size) && groups > 0 && numbers > 0 &&
-              numbers % groups == 0 && (codes.dtype != DType::int4 || numbers / groups % 2 == 0) &&
+              numbers % groups == 0 && numbers / groups % numbers_in(codes.dtype) == 0 &&
               scale.dtype != DType::bits,
           "scales must have the axes of their cache, floats, and groups of whole bytes");
 }

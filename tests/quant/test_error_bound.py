@@ -22,7 +22,7 @@ from oracles.bits import FLOATS, generator
 from torch import Tensor
 
 from kvloom.quant.affine import dequantize, quantize
-from kvloom.quant.packing import unpack_int4
+from kvloom.quant.packing import unpack
 
 GROUP = 16
 VALUES = 560_000  # of each of 18 combinations: 10,080,000 in all
@@ -69,7 +69,7 @@ def test_every_value_is_within_the_bound(dtype: torch.dtype, scale_dtype: torch.
     codes, stored = quantize(x, bits, GROUP, scale_dtype)
     back = dequantize(codes, stored, bits, dtype).double()
     exact_scale = quantize(x, bits, GROUP, torch.float32)[1].double()  # float32 holds every dtype's scale
-    c = (codes if bits == 8 else unpack_int4(codes)).double()
+    c = (codes if bits == 8 else unpack(codes, bits)).double()
     s, x = exact_scale.expand(-1, GROUP), x.double()
     product = c * stored.double().expand(-1, GROUP)
     bound = s / 2 + s * roundoff(x / s, dtype) + c.abs() * roundoff(s, scale_dtype)

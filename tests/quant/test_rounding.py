@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvloom.conform.oracles import pmx as pmx_golden
 from kvloom.quant.affine import dequantize, quantize, saturate
-from kvloom.quant.packing import unpack_int4
+from kvloom.quant.packing import unpack
 
 QMAX = {8: 127, 4: 7}
 EXAMPLE = [0.1, -0.3, 0.7, 1.0, -2.0, 0.05, 0.0, 1.5]
@@ -20,7 +20,7 @@ EXAMPLE = [0.1, -0.3, 0.7, 1.0, -2.0, 0.05, 0.0, 1.5]
 def codes_of(x: Tensor, bits: int, group: int, scale_dtype: torch.dtype = torch.float32) -> Tensor:
     """Codes as int8, also of 4 bits."""
     codes, _ = quantize(x, bits, group, scale_dtype)
-    return codes if bits == 8 else unpack_int4(codes)
+    return codes if bits == 8 else unpack(codes, bits)
 
 
 def magnitudes(num_groups: int, group: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
@@ -47,7 +47,7 @@ def test_published_int4_vector() -> None:
     assert packed.dtype == torch.uint8
     assert bytes(packed.tolist()).hex() == "f0320950"
     assert_same_bits(scales, torch.tensor([0.285714298]), "scale")
-    assert unpack_int4(packed).tolist() == [0, -1, 2, 3, -7, 0, 0, 5]
+    assert unpack(packed, 4).tolist() == [0, -1, 2, 3, -7, 0, 0, 5]
 
 
 @pytest.mark.parametrize("bits", [8, 4])
@@ -56,7 +56,7 @@ def test_published_int4_vector() -> None:
 def test_groups_equal_a_plain_loop(bits: int, dtype: torch.dtype, scale_dtype: torch.dtype) -> None:
     x = magnitudes(60, 8, dtype).view(5, 3, 32)
     codes, scales = quantize(x, bits, 8, scale_dtype)
-    wide = codes if bits == 8 else unpack_int4(codes)
+    wide = codes if bits == 8 else unpack(codes, bits)
     assert scales.shape == (5, 3, 4)
     back = dequantize(codes, scales, bits, dtype)
     for i, j, g in itertools.product(range(5), range(3), range(4)):

@@ -10,7 +10,7 @@ from oracles.bits import FLOATS, assert_same_bits, bits, generator
 from torch import Tensor
 
 from kvloom.quant.affine import dequantize, quantize
-from kvloom.quant.packing import unpack_int4
+from kvloom.quant.packing import unpack
 
 QMAX = {8: 127, 4: 7}
 EPS = {torch.float32: 9.99999974737875e-06, torch.float16: 168 * 2.0**-24, torch.bfloat16: 168 * 2.0**-24}
@@ -30,7 +30,7 @@ def round_trip(
     codes, scale = quantize(x, num_bits, group, scale_dtype)
     back = dequantize(codes, scale, num_bits, x.dtype)
     assert (back.dtype, back.shape) == (x.dtype, x.shape)
-    return (codes if num_bits == 8 else unpack_int4(codes)), scale, back
+    return (codes if num_bits == 8 else unpack(codes, num_bits)), scale, back
 
 
 def stored(scale: float, dtype: torch.dtype) -> float:

@@ -20,6 +20,9 @@ KVLOOM_INLINE constexpr bool is_quantized(DType dtype) {
   return dtype == DType::int8 || dtype == DType::int4;
 }
 
+// Numbers in an element: codes in a byte, or one.
+KVLOOM_INLINE constexpr Index numbers_in(DType dtype) { return dtype == DType::int4 ? 2 : 1; }
+
 KVLOOM_INLINE constexpr Index min(Index a, Index b) { return a < b ? a : b; }
 KVLOOM_INLINE constexpr Index max(Index a, Index b) { return a > b ? a : b; }
 KVLOOM_INLINE constexpr Index ceil_div(Index a, Index b) { return (a + b - 1) / b; }

@@ -19,7 +19,7 @@ struct View {
   KVLOOM_INLINE Index num_slots() const { return size[0] * size[1] * size[2]; }
   KVLOOM_INLINE Index num_heads() const { return size[3]; }
   KVLOOM_INLINE Index width() const { return size[4] * size[5]; }  // elements of a head
-  KVLOOM_INLINE Index head_dim() const { return width() * (dtype == DType::int4 ? 2 : 1); }
+  KVLOOM_INLINE Index head_dim() const { return width() * numbers_in(dtype); }
   KVLOOM_INLINE Index head_bytes() const { return stride[3] * itemsize; }  // from one head to the next
 };
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvloom.core.checks import FLOAT_DTYPES
 from kvloom.core.layouts import CacheLayout, as_layout
-from kvloom.core.spelling import CODE_BITS, GROUP, ROTATED, parse_kind
+from kvloom.core.spelling import CODE_BITS, GROUP, ROTATED, parse_kind, per_byte
 from kvloom.errors import ArgumentError, ConfigError
 
 CODE_DTYPE: Final = {8: torch.int8, 4: torch.uint8}
@@ -46,7 +46,7 @@ class QuantSpec:
             raise ConfigError(f"bits must be 8 or 4, got {self.bits!r}")
         if isinstance(self.group, bool) or not isinstance(self.group, int) or self.group < 1:
             raise ConfigError(f"group must be a positive int, got {self.group!r}")
-        if self.bits == 4 and self.group % 2:
+        if self.group % per_byte(self.bits):
             raise ConfigError(f"group must be even for 4 bits, got {self.group}")
         if self.scale_dtype not in FLOAT_DTYPES:
             raise ConfigError(f"scale_dtype must be one of {FLOAT_DTYPES}, got {self.scale_dtype!r}")
@@ -135,7 +135,7 @@ class KVSpec:
     @property
     def _stored_dim(self) -> int:
         """Elements of the cache tensor in a head vector."""
-        return self.head_dim // 2 if self.quant is not None and self.quant.bits == 4 else self.head_dim
+        return self.head_dim if self.quant is None else self.head_dim // per_byte(self.quant.bits)
 
     def shapes(
         self, num_tokens: int, block_size: int | None = None

@@ -28,6 +28,11 @@ ROTATED: Final = {"int4": "keys"}
 _SPELLING: Final = re.compile(r"([a-z0-9]+)(?::g([1-9][0-9]{0,17}))?((?:,[a-z]+=[a-z0-9]+)*)")
 
 
+def per_byte(bits: int) -> int:
+    """Codes of so many bits that stand in a byte; a group has a multiple of as many."""
+    return 8 // bits
+
+
 @dataclass(frozen=True, slots=True)
 class Kind:
     """What a spelling says.
@@ -104,7 +109,7 @@ def parse_kind(name: str, text: object, kinds: tuple[str, ...] = STORAGE) -> Kin
     if kind not in CODE_BITS:
         return Kind(kind)
     group = int(digits or GROUP)
-    if CODE_BITS[kind] == 4 and group % 2:
+    if group % per_byte(CODE_BITS[kind]):
         raise ArgumentError(f"{name} must have an even group for 4 bits, got {text!r}")
     default = {"rotate": ROTATED.get(kind, "none")}
     return Kind(kind, group, **default | _parse_options(name, text, options))

@@ -11,6 +11,7 @@ from kvloom.core.checks import FLOAT_DTYPES, expect, expect_range
 from kvloom.core.layouts import CacheLayout, as_layout
 from kvloom.core.memory import overlaps_itself, reach_of, shares_memory, span_of
 from kvloom.core.specs import CODE_DTYPE
+from kvloom.core.spelling import per_byte
 from kvloom.errors import ArgumentError, ShapeError
 
 _INTEGER = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -270,7 +271,7 @@ def detached(x: Tensor) -> Tensor:
 def head_dim_of(cache: Tensor, scale: Tensor | None) -> int:
     """Elements in a head vector of a canonical view (a byte of an int4 cache holds two)."""
     stored = cache.shape[-2] * cache.shape[-1]
-    return stored if scale is None or _BITS_OF_CODES[cache.dtype] == 8 else 2 * stored
+    return stored if scale is None else stored * per_byte(_BITS_OF_CODES[cache.dtype])
 
 
 def slot_stride(x: Tensor) -> int | None:
@@ -308,7 +309,7 @@ def _expect_scale(
             f"{scale_name} must have the axes of {name} {list(given[0].shape)} with D / group last, "
             f"got {list(given[1].shape)}"
         )
-    if _BITS_OF_CODES[cache.dtype] == 4 and head_dim // groups % 2:
+    if head_dim // groups % per_byte(_BITS_OF_CODES[cache.dtype]):
         raise ShapeError(f"{scale_name} must have an even group for 4 bits, got {head_dim // groups}")
 
 

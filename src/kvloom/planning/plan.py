@@ -9,7 +9,7 @@ from typing import Any, Final
 from kvloom.caches import CacheFormat, Sequences
 from kvloom.caches.recent import ring_slots
 from kvloom.core.specs import KVSpec
-from kvloom.core.spelling import CODE_BITS, GROUP, STORAGE
+from kvloom.core.spelling import CODE_BITS, GROUP, STORAGE, per_byte
 from kvloom.errors import ArgumentError, ConfigError
 from kvloom.integrations.transformers.build import cache_format
 from kvloom.planning.model import Kind, LayerShape, ModelShape, read_config
@@ -195,7 +195,7 @@ def kinds_for(shape: ModelShape) -> list[str]:
     return [
         kind if kind not in CODE_BITS or group == GROUP else f"{kind}:g{group}"
         for kind in STORAGE
-        if CODE_BITS.get(kind) != 4 or group % 2 == 0
+        if kind not in CODE_BITS or group % per_byte(CODE_BITS[kind]) == 0
     ]
 
 

@@ -22,7 +22,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from kvloom.quant.packing import pack_int4, unpack_int4
+from kvloom.quant.packing import pack, unpack
 
 EPS: Final = 1e-5
 QMAX: Final = {8: 127, 4: 7}
@@ -51,7 +51,7 @@ def quantize(x: Tensor, bits: int, group: int, scale_dtype: torch.dtype) -> tupl
     scale = (amax / amax.new_full((), qmax)).clamp_min(EPS)
     codes = (groups / scale).round().clamp(-qmax, qmax).where(finite, 0).to(torch.int8).flatten(-2)
     stored = saturate(scale, scale_dtype).where(finite, float("nan")).squeeze(-1)
-    return codes if bits == 8 else pack_int4(codes), stored
+    return codes if bits == 8 else pack(codes, bits), stored
 
 
 def dequantize(codes: Tensor, scale: Tensor, bits: int, dtype: torch.dtype) -> Tensor:
@@ -63,7 +63,7 @@ def dequantize(codes: Tensor, scale: Tensor, bits: int, dtype: torch.dtype) -> T
         bits: 8 or 4.
         dtype: Of the result, ``[..., D]``.
     """
-    wide = codes if bits == 8 else unpack_int4(codes)
+    wide = codes if bits == 8 else unpack(codes, bits)
     groups = wide.unflatten(-1, (scale.shape[-1], -1)).to(scale.dtype)
     largest = torch.finfo(scale.dtype).max
     product = (groups * scale.unsqueeze(-1)).flatten(-2).clamp(-largest, largest)

@@ -1,16 +1,34 @@
-"""Four-bit codes two to a byte: two's complement, the even element in the low nibble (as ONNX INT4)."""
+"""Codes of fewer than 8 bits, packed: two's complement, the first code of a byte in its lowest bits.
+
+Four bits are the even element in the low nibble, as ONNX INT4.
+"""
 
 import torch
 from torch import Tensor
 
-
-def pack_int4(codes: Tensor) -> Tensor:
-    """Pack int8 codes in [-8, 7], ``[..., D]`` with D even, into uint8 ``[..., D / 2]``."""
-    nibbles = codes.view(torch.uint8) & 0xF
-    return nibbles[..., 0::2] | (nibbles[..., 1::2] << 4)
+from kvloom.core.spelling import per_byte
 
 
-def unpack_int4(packed: Tensor) -> Tensor:
-    """Inverse of ``pack_int4``: uint8 ``[..., D / 2]`` to int8 ``[..., D]``."""
-    nibbles = torch.stack((packed & 0xF, packed >> 4), dim=-1).flatten(-2)
-    return (nibbles ^ 8).view(torch.int8) - 8
+def pack(codes: Tensor, bits: int) -> Tensor:
+    """Pack int8 codes ``[..., D]`` into bytes.
+
+    Args:
+        codes: Within what ``bits`` hold; of 4 bits from -8 to 7.
+        bits: Of a code. A byte holds ``8 / bits``, and D is a multiple of that.
+
+    Returns:
+        uint8 ``[..., D * bits / 8]``.
+    """
+    count, lowest = per_byte(bits), (1 << bits) - 1
+    fields = codes.view(torch.uint8) & lowest
+    packed = fields[..., ::count]
+    for i in range(1, count):
+        packed = packed | (fields[..., i::count] << (i * bits))
+    return packed
+
+
+def unpack(packed: Tensor, bits: int) -> Tensor:
+    """Inverse of ``pack``: uint8 ``[..., D * bits / 8]`` to int8 ``[..., D]``."""
+    lowest, sign = (1 << bits) - 1, 1 << (bits - 1)
+    fields = torch.stack([(packed >> i) & lowest for i in range(0, 8, bits)], dim=-1).flatten(-2)
+    return (fields ^ sign).view(torch.int8) - sign

@@ -15,7 +15,7 @@ from kvloom.core.indexing import CacheIndex
 from kvloom.core.layouts import HUGGING_FACE, CacheLayout
 from kvloom.core.views import KVView
 from kvloom.errors import ArgumentError, ShapeError
-from kvloom.quant.packing import unpack_int4
+from kvloom.quant.packing import unpack
 
 MERGED: Final = CacheLayout("B S (H D)")
 """The three-dimensional form of ``TensorScatter`` and ``Attention``, ``axis=1``."""
@@ -128,6 +128,6 @@ def group_query_cache(
         whole = scale.reshape(1, 1, 1, 1) if scale.numel() == 1 else scale
         expanded = whole.expand(sizes["B"], sizes["H"], sizes["M"], -1)
         # Flipping the highest bit of a nibble takes 8 away from it, in two's complement.
-        sides.append((unpack_int4(cache ^ 0x88) if cache.dtype == torch.uint8 else cache, expanded))
+        sides.append((unpack(cache ^ 0x88, 4) if cache.dtype == torch.uint8 else cache, expanded))
     (key, key_scale), (value, value_scale) = sides
     return KVView.split(HUGGING_FACE, key, value, key_scale, value_scale)

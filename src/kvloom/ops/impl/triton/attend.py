@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kvloom.core.checks import can_read
 from kvloom.core.indexing import ENDLESS, CacheIndex, check_index, check_new, check_starts
+from kvloom.core.spelling import per_byte
 from kvloom.core.views import Side, head_dim_of
 from kvloom.errors import ArgumentError, ShapeError
 from kvloom.ops.impl.triton.attend_merge import merge_kernel
@@ -227,7 +228,7 @@ def _arguments(side: Side, dtype: torch.dtype, *, of_values: bool) -> tuple[Side
     cache, scale, bits = side.cache, side.scale, side.bits
     view, shape = describe(cache, bits=bits > 0)
     dim = cache.shape[-2] * cache.shape[-1]
-    planes = 2 if bits == 4 else 1
+    planes = per_byte(bits) if bits else 1
     if scale is None:
         form = SideForm(0, dim, _width(dim), 1, 1, 1, dim, False, shape, shape, 0.0)
         return SideViews(view, None), form

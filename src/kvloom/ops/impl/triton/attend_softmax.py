@@ -5,13 +5,13 @@ rescales them when a larger score comes. Codes of a cache stay integers in the p
 nothing: the scale of a group of keys multiplies scores, that of values multiplies weights.
 
 Letters: M rows of a tile, N tokens of a tile. What a head vector stores is read in chunks ``[N, width]``; a
-chunk of bytes of two codes has two planes, the even numbers and the odd.
+chunk of bytes of several codes has as many planes; of two codes the even numbers and the odd.
 """
 
 import triton
 import triton.language as tl
 
-from kvloom.ops.impl.triton.numerics import dequantized, is_finite, nibble
+from kvloom.ops.impl.triton.numerics import code_in, dequantized, is_finite
 from kvloom.ops.impl.triton.places import place_of_element, place_of_slot
 
 _INT32_MAX: tl.constexpr = tl.constexpr((1 << 31) - 1)
@@ -178,7 +178,7 @@ def _tanh(x):
 @triton.jit
 def _code(stored, plane: tl.constexpr, FORM: tl.constexpr):
     """The codes of one plane, int8."""
-    return nibble(stored, plane) if FORM.bits == 4 else stored
+    return code_in(stored, plane, FORM.bits)
 
 
 @triton.jit

@@ -14,7 +14,7 @@ from kvloom.core.views import sides_of
 from kvloom.ops.impl import by_sequence
 from kvloom.ops.impl.triton import sides
 from kvloom.ops.impl.triton.launching import on_device
-from kvloom.ops.impl.triton.numerics import LARGEST, dequantized, nibble
+from kvloom.ops.impl.triton.numerics import LARGEST, dequantized, unpacked
 from kvloom.ops.impl.triton.places import as_bits, place_of_element, place_of_slot
 from kvloom.ops.impl.triton.sides import (
     arguments_of,
@@ -141,14 +141,9 @@ def _load_rows(
         scale_place = place_of_slot(side.scale, slot, SCALE) + head * side.scale.head
         scale_place += place_of_element(side.scale, group, SCALE)
         scale = tl.load(side.scale.data + scale_place, mask=kept)
-        if FORM.bits == 4:
-            stored = tl.join(nibble(stored, 0), nibble(stored, 1)).reshape(
-                stored.shape[0], 2 * stored.shape[1]
-            )
-        x = dequantized(stored, scale, dtype, FORM.largest_scale, LARGEST)
-    PER_ELEMENT: tl.constexpr = 2 if FORM.bits == 4 else 1
-    number, is_there = numbers_of(group, PER_ELEMENT, FORM)
+        x = dequantized(unpacked(stored, FORM.bits), scale, dtype, FORM.largest_scale, LARGEST)
+    number, is_there = numbers_of(group, FORM)
     for repeat in range(num_repeat):
         vector = (token * heads + head) * num_repeat + repeat
-        target = out + vector * (FORM.groups * FORM.group * PER_ELEMENT) + number
+        target = out + vector * (FORM.groups * FORM.group * FORM.per_element) + number
         tl.store(target, x, mask=kept & is_there)

@@ -71,6 +71,24 @@ def dequantized(code, scale, dtype: tl.constexpr, LARGEST_SCALE: tl.constexpr, L
 
 
 @triton.jit
-def nibble(byte, plane: tl.constexpr):
-    """The low (``plane`` 0) or high nibble of int8 ``byte`` with its sign, int8."""
-    return ((byte << 4) >> 4) if plane == 0 else (byte >> 4)
+def code_in(byte, plane: tl.constexpr, BITS: tl.constexpr):
+    """The code of so many bits in each int8 ``byte``, the lowest of plane 0, with its sign, int8."""
+    return (byte << (8 - BITS * (plane + 1))) >> (8 - BITS)
+
+
+@triton.jit
+def packed(code, BITS: tl.constexpr):
+    """Codes ``[rows, width]``, int32, as bytes ``[rows, width * BITS / 8]``."""
+    if BITS == 4:
+        low, high = tl.split(code.reshape(code.shape[0], code.shape[1] // 2, 2))
+        code = (low & 0xF) | (high << 4)
+    return code.to(tl.int8)
+
+
+@triton.jit
+def unpacked(byte, BITS: tl.constexpr):
+    """Inverse of ``packed``: the codes in int8 bytes, int8."""
+    if BITS == 4:
+        pairs = tl.join(code_in(byte, 0, 4), code_in(byte, 1, 4))
+        byte = pairs.reshape(byte.shape[0], 2 * byte.shape[1])
+    return byte

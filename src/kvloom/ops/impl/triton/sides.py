@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvloom.core.spelling import per_byte
 from kvloom.core.views import Side
 from kvloom.ops.impl.triton.numerics import LARGEST
 from kvloom.ops.impl.triton.places import Shape, View, describe
@@ -32,9 +33,10 @@ class SideViews(NamedTuple):
 
 @dataclass(frozen=True)
 class Form:
-    """What is compiled in about a side. Sizes are in stored elements, of which one holds two 4-bit codes."""
+    """What is compiled in about a side. Sizes are in stored elements."""
 
     bits: int
+    per_element: int  # numbers: of codes those in a byte
     group: int
     groups: int
     cache: Shape
@@ -47,7 +49,7 @@ class Form:
 def arguments_of(side: Side | None, *, as_bits: bool) -> tuple[SideViews, Form]:
     """Arguments for one side; ``as_bits`` if its elements are moved as they are."""
     if side is None:
-        return SideViews(None, None), Form(0, 1, 0, Shape(1, 1, 0), Shape(1, 1, 0), 0.0, 1, 1)
+        return SideViews(None, None), Form(0, 1, 1, 0, Shape(1, 1, 0), Shape(1, 1, 0), 0.0, 1, 1)
     cache, scale, bits = side.cache, side.scale, side.bits
     view, shape = describe(cache, bits=as_bits or bits > 0)
     scale_view, scale_shape = (None, shape) if scale is None else describe(scale)
@@ -55,7 +57,8 @@ def arguments_of(side: Side | None, *, as_bits: bool) -> tuple[SideViews, Form]:
     group = cache.shape[-2] * cache.shape[-1] // groups
     width = triton.next_power_of_2(group)
     largest = 0.0 if scale is None else LARGEST[scale.dtype]
-    form = Form(bits, group, groups, shape, scale_shape, largest, max(TILE_ELEMENTS // width, 1), width)
+    per_element, rows = per_byte(bits) if bits else 1, max(TILE_ELEMENTS // width, 1)
+    form = Form(bits, per_element, group, groups, shape, scale_shape, largest, rows, width)
     return SideViews(view, scale_view), form
 
 
@@ -94,8 +97,8 @@ def elements_of(group, FORM: tl.constexpr):
 
 
 @triton.jit
-def numbers_of(group, PER_ELEMENT: tl.constexpr, FORM: tl.constexpr):
-    """As ``elements_of``, of the numbers ``[rows, width * PER_ELEMENT]`` that are in the elements."""
-    WIDTH: tl.constexpr = FORM.width * PER_ELEMENT
+def numbers_of(group, FORM: tl.constexpr):
+    """As ``elements_of``, of the numbers ``[rows, width * per_element]`` that are in the elements."""
+    WIDTH: tl.constexpr = FORM.width * FORM.per_element
     within = tl.arange(0, WIDTH)[None, :]
-    return group * (FORM.group * PER_ELEMENT) + within, within < FORM.group * PER_ELEMENT
+    return group * (FORM.group * FORM.per_element) + within, within < FORM.group * FORM.per_element

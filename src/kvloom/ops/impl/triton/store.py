@@ -14,7 +14,7 @@ from kvloom.core.indexing import check_slots
 from kvloom.core.views import Side, sides_of
 from kvloom.ops.impl.triton import sides
 from kvloom.ops.impl.triton.launching import on_device
-from kvloom.ops.impl.triton.numerics import LEAST_SCALE, code_of, is_finite, scale_of, stored_scale
+from kvloom.ops.impl.triton.numerics import LEAST_SCALE, code_of, is_finite, packed, scale_of, stored_scale
 from kvloom.ops.impl.triton.places import as_bits, place_of_element, place_of_slot
 from kvloom.ops.impl.triton.sides import (
     Form,
@@ -157,18 +157,13 @@ def _store_rows(
     else:
         dtype: tl.constexpr = new.data.dtype.element_ty
         SCALE: tl.constexpr = FORM.scale
-        # A byte of the cache holds two 4-bit codes.
-        PER_BYTE: tl.constexpr = 8 // FORM.bits
-        number, is_there = numbers_of(group, PER_BYTE, FORM)
+        number, is_there = numbers_of(group, FORM)
         x = tl.load(source + number * new.element, mask=kept & is_there, other=0.0).to(tl.float32)
         finite = tl.max((~is_finite(x)).to(tl.int32), axis=1, keep_dims=True) == 0
         amax = tl.max(tl.where(is_finite(x), tl.abs(x), 0.0), axis=1, keep_dims=True)
         scale = scale_of(amax, dtype, QMAX, least_scale)
         code = code_of(x, scale, finite, dtype, QMAX)
-        if FORM.bits == 4:
-            low, high = tl.split(code.reshape(code.shape[0], code.shape[1] // 2, 2))
-            code = (low & 0xF) | (high << 4)
-        tl.store(target, code.to(tl.int8), mask=kept & in_group)
+        tl.store(target, packed(code, FORM.bits), mask=kept & in_group)
         scale_place = place_of_slot(side.scale, slot, SCALE) + head * side.scale.head
         scale_target = side.scale.data + scale_place + place_of_element(side.scale, group, SCALE)
         stored = stored_scale(scale, finite, scale_target.dtype.element_ty, FORM.largest_scale)
