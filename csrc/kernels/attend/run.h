@@ -225,19 +225,15 @@ class ItemRunner {
     }
     shift_rows(next_->key.row, 0, rows_[2 * heads]);
     shift_rows(next_->value.row, 0, rows_[2 * heads + 1]);
-    if (key_.heads_are_contiguous) list_by_address(next_->key.row, heads, key_, far_rows_);
-    if (value_.heads_are_contiguous) list_by_address(next_->value.row, heads, value_, far_rows_ + 1);
+    if (key_.heads_are_contiguous) list_by_address(next_->key.row, heads, key_, far_rows_[0][0]);
+    if (value_.heads_are_contiguous) list_by_address(next_->value.row, heads, value_, far_rows_[1][0]);
   }
 
-  // The rows of all heads, token by token, in parts of a chunk: memory is fastest in the order of addresses.
-  static void list_by_address(const Byte* const* rows, Index heads, const SideLayout& side,
-                              const Byte* (*parts)[kChunk]) {
-    Index token = 0, head = 0;
-    for (Index h = 0; h < heads; ++h)
-      for (Index t = 0; t < kChunk; ++t) {
-        parts[2 * h][t] = rows[token] + head * side.head_bytes();
-        if (++head == heads) head = 0, ++token;
-      }
+  // The rows of all heads, token by token: memory is fastest in the order of addresses.
+  static void list_by_address(const Byte* const* rows, Index heads, const SideLayout& side, const Byte** to) {
+    const Index bytes = side.head_bytes();
+    for (Index t = 0; t < kChunk; ++t)
+      for (Index h = 0; h < heads; ++h) *to++ = rows[t] + h * bytes;
   }
 
   static void shift_rows(const Byte* const* rows, Index bytes, const Byte** to) {
@@ -249,7 +245,7 @@ class ItemRunner {
     const SideLayout& side = *chunk.side;
     const Byte* const* rows = rows_[i];
     const Index distance = RowPrefetcher::distance(side.cache.itemsize);
-    chunk.prefetcher = {rows, side.heads_are_contiguous ? far_rows_[i] : rows + distance,
+    chunk.prefetcher = {rows, side.heads_are_contiguous ? far_rows_[i % 2][i / 2] : rows + distance,
                         args_.prefetches_to_l2};
     chunk.in_blocks = addresses.in_blocks;
     chunk.is_native = addresses.in_blocks && side.order != NativeOrder::none && chunk.uses_code_kernels;
@@ -312,7 +308,7 @@ class ItemRunner {
 
   [[no_unique_address]] KVLOOM_TILES tiles_;
   ChunkRows key_rows_, value_rows_;
-  const Byte *rows_[2 * (kTileHeads + 1)][kChunk], *far_rows_[2 * kTileHeads][kChunk];
+  const Byte *rows_[2 * (kTileHeads + 1)][kChunk], *far_rows_[2][kTileHeads][kChunk];
   struct KeyValueAddresses {
     ChunkAddresses key, value;
   };
