@@ -241,30 +241,19 @@ class Tokens:
             scores = replace(scores, mask=_shifted(mask, self.index.origins))
         if exact is None:
             return self._turned_back(ops.attend(self._turned(query), self.view, batch, scores))
-        newest, window, skip_from = exact.tokens, scores.window, None
+        newest, skip_from = exact.tokens, None
         before = exact.before(self.index.num_columns)
         start = None if first is None else first - before
         if exact.known is not None:
             start = exact.known if start is None else torch.maximum(start, exact.known)
             skip_from = exact.known + before
             skip_from = skip_from if self.index.origins is None else skip_from + self.index.origins
-        window = exact.num_newest if window is None else min(window, exact.num_newest)
-        of_newest = replace(scores, window=window, sinks=None)
+        of_newest = scores_of_newest(scores, exact.num_newest)
         if mask is not None:
             of_newest = replace(of_newest, mask=exact.mask(mask))
         part = ops.attend_part(query, newest.view, newest.index.batch(num_new, start), of_newest)
-        if self.rotation is not None:  # values that are kept as they were are not rotated
-            part = part._replace(out=self.rotation.output(part.out))
-        whole = ops.attend_part(
-            self._turned(query),
-            self.view,
-            batch,
-            scores,
-            skip=exact.num_newest,
-            skip_from=skip_from,
-            prior=part,
-        )
-        return self._turned_back(whole.out).to(query.dtype)
+        codes = self.view, batch, scores, self.rotation
+        return attend_behind(part, query, *codes, skip=exact.num_newest, skip_from=skip_from)
 
     def _turned(self, query: Tensor) -> Tensor:
         return query if self.rotation is None else self.rotation.query(query)
@@ -285,6 +274,46 @@ class Tokens:
         row = replace(self, index=index, exact=exact)
         first = None if first is None else first[b : b + 1]
         return row._attend(query[0].transpose(0, 1), query.shape[2], scores, first, block)[None]
+
+
+def scores_of_newest(scores: ops.Scores, num_newest: int) -> ops.Scores:
+    """Those of attention to the newest tokens alone, as they were computed; sinks are with the others."""
+    window = num_newest if scores.window is None else min(scores.window, num_newest)
+    return replace(scores, window=window, sinks=None)
+
+
+def attend_behind(
+    part: ops.Part,
+    query: Tensor,
+    view: KVView,
+    batch: ops.Batch,
+    scores: ops.Scores,
+    rotation: Rotation | None,
+    *,
+    skip: int,
+    skip_from: Tensor | None,
+) -> Tensor:
+    """Attention to all tokens, of which the newest of each query are read as they were computed.
+
+    Args:
+        part: Attention to these.
+        query: ``[T, Hq, Dk]`` of T new tokens.
+        view: The codes of all tokens.
+        batch: Where they lie.
+        scores: Of them.
+        rotation: How the codes are rotated, ``None`` if they are not.
+        skip: How many are read as they were computed, as of ``ops.attend_part``.
+        skip_from: The same.
+
+    Returns:
+        ``[T, Hq, Dv]``.
+    """
+    dtype = query.dtype
+    if rotation is not None:  # values that are kept as they were are not rotated
+        part = part._replace(out=rotation.output(part.out))
+        query = rotation.query(query)
+    out = ops.attend_part(query, view, batch, scores, skip=skip, skip_from=skip_from, prior=part).out
+    return (out if rotation is None else rotation.output(out)).to(dtype)
 
 
 def _shifted(mask: Tensor, origins: Tensor | None) -> Tensor:

@@ -152,11 +152,6 @@ def test_calling_again_replaces_the_arguments() -> None:
         assert running.manager is not kept
 
 
-def test_recent_tokens_are_refused() -> None:
-    with pytest.raises(UnsupportedError, match="kv must have no recent tokens in a session, got recent=24"):
-        continuous_batching(make_model(), "int4:g16,recent=24")
-
-
 def test_a_model_may_be_enabled_too() -> None:
     model = make_model()
     enable(model, "int8:g16")

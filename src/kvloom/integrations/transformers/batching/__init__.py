@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from kvloom.errors import ArgumentError, StateError, UnsupportedError
 from kvloom.integrations.transformers.batching.report import BatchReport, PageMap, RequestPages
-from kvloom.integrations.transformers.build import cache_format, expect_codes_alone, text_config_of
+from kvloom.integrations.transformers.build import cache_format, text_config_of
 from kvloom.paging import expect_policy
 
 __all__ = ["OLDEST", "BatchReport", "PageMap", "RequestPages", "continuous_batching"]
@@ -69,7 +69,7 @@ def continuous_batching(
         raise ArgumentError(f"share must be True or False, got {share!r}")
     expect_policy(policy)
     _expect_served(model)
-    expect_codes_alone(cache_format(text_config_of(model), kv, values=values, layout=layout), "a session")
+    cache_format(text_config_of(model), kv, values=values, layout=layout)  # refuses what it cannot be
     _forget_session(model)
     options = {"kv": kv, "values": values, "layout": layout, "share": share, "policy": policy}
     model.init_continuous_batching = _Init(model, options)

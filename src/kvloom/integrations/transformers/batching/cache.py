@@ -15,17 +15,16 @@ from torch import Tensor
 from kvloom import ops
 from kvloom.caches import CacheFormat, Pages
 from kvloom.caches.storage import Storage
-from kvloom.errors import OutOfPages, StateError
-from kvloom.integrations.transformers.batching.held import Held, page_map_of
+from kvloom.errors import OutOfPages
+from kvloom.integrations.transformers.batching.held import Held, page_map_of, salt_of
+from kvloom.integrations.transformers.batching.newest import Newest, Span
 from kvloom.integrations.transformers.batching.report import PageMap
 from kvloom.integrations.transformers.batching.sizes import page_bytes, specs_of, windows_of
-from kvloom.integrations.transformers.batching.step import Step
+from kvloom.integrations.transformers.batching.step import Step, StepAttention
 from kvloom.paging import Growth, PageTable, PrefixTree, check
 
 KIND: Final = "full_attention"
 """What all layers are to the scheduler: those with a window keep all tokens too, and hide the old ones."""
-SALT: Final = "cache_salt"
-"""Where a request has its salt, among the arguments of its logits processors: those outlive a preemption."""
 
 _FIRST: Final = 64
 """Pages to begin with."""
@@ -94,7 +93,8 @@ class BatchCache:
         self.num_steps = self.num_computed = 0
         self.candidate: Any = None
         """The request whose prompt is looked up next: the scheduler tells its id, and not its salt."""
-        self._windows = windows_of(config)
+        self.newest = Newest(format, config, dtype, device) if format.recent else None
+        self._attention = StepAttention(self.pages.storages, windows_of(config), self.newest)
         self._held: dict[str, Held] = {}
         self._plan: list[tuple[str, int, int]] = []  # request, stored tokens, new tokens
         self._step: Step | None = None
@@ -132,10 +132,10 @@ class BatchCache:
             limit = self._num_findable(state)
             if not self.tree.num_known(prompt_ids, salt_of(state), max_tokens=limit):
                 return 0  # it is looked up when it gets pages, and until then perhaps in every step
-            table = self._look_up(state)
-            self._hold(state, table, table.num_tokens)
-            self.num_found += table.num_tokens
-            return table.num_tokens
+            held = Held.of(state, self._look_up(state))
+            self._hold(state, held)
+            self.num_found += held.num_found
+            return held.num_found
 
     def can_store_request_tokens(self, state: Any, request_len: int, dry_run: bool = False) -> bool:
         """Take pages for ``request_len`` more tokens of a request, if there are so many.
@@ -149,29 +149,39 @@ class BatchCache:
         with self.lock:
             held = self._held.get(state.request_id)
             if held is not None and not dry_run:
-                new = max(past + request_len - held.table.num_tokens, 0)
-                if new and held.table.has_room(new):
-                    held.table.fill(new)
-                    return True
-                if not new:
-                    return True
+                return self._extend(held, past, past + request_len)
             missing = self.needs_new_blocks(state.request_id, past, request_len)
             if not dry_run:
                 self._grow(missing)
             if dry_run or missing > self.num_room:
                 return missing <= self.num_room
-            table = self._look_up(state) if held is None else held.table
-            try:
-                self.pages.append([table], [past + request_len - table.num_tokens])
-            except OutOfPages:
-                if held is None:
-                    table.release()
+            held = Held.of(state, self._look_up(state))
+            if not self._extend(held, past, past + request_len):
+                self._release(held)
                 return False
-            if held is None:
-                self._hold(state, table)
-            else:
-                held.first_slots = None
+            self._hold(state, held)
             return True
+
+    def _extend(self, held: Held, past: int, end: int) -> bool:
+        """Have room for the tokens of a request from ``past`` to ``end``, if there is."""
+        table, new = held.table, end - held.table.num_tokens
+        try:
+            if self.newest is not None:
+                self.newest.reserve(held.span, past, end)
+            if new <= 0:
+                return True
+            if table.has_room(new):
+                table.fill(new)
+                return True
+            missing = Growth([table], [new]).num_pages
+            self._grow(missing)
+            if missing > self.num_room:
+                return False
+            self.pages.append([table], [new])
+        except OutOfPages:
+            return False
+        held.first_slots = None
+        return True
 
     def free_blocks(self, request_id: str, no_cache: bool = False) -> None:
         """Give up the pages of a request, of which those that can be found again are evicted last.
@@ -183,7 +193,7 @@ class BatchCache:
         with self.lock:
             held = self._held.pop(request_id, None)
             if held is not None:
-                held.table.release()
+                self._release(held)
                 self.num_preempted += no_cache
                 self.num_finished += not no_cache
 
@@ -234,17 +244,29 @@ class BatchCache:
                     events.begin(parent.salt, parent.table.num_tokens)
                     events.name(request_id)
                 table = parent.table.fork(None if events is None else events.request)
-                self._held[request_id] = replace(parent, table=table)
+                self._held[request_id] = replace(parent, table=table, span=self._forked(parent))
         return dst_req_ids
+
+    def _forked(self, parent: Held) -> Span:
+        """Where a request that is forked has its newest tokens."""
+        if self.newest is not None:
+            try:
+                return self.newest.copied(parent.span)
+            except OutOfPages:
+                pass  # it reads those before as codes
+        return Span(known=parent.table.num_tokens)
 
     def perform_cache_copy(self, copy_src_and_dst: Any) -> None:
         """Nothing to do: pages are copied when they are written."""
 
-    def _hold(self, state: Any, table: PageTable, num_found: int = 0) -> None:
-        self._held[state.request_id] = held = Held(
-            table, salt_of(state), len(state.initial_tokens), num_found
-        )
+    def _hold(self, state: Any, held: Held) -> None:
+        self._held[state.request_id] = held
         self.num_asked += held.num_prompt
+
+    def _release(self, held: Held) -> None:
+        held.table.release()
+        if self.newest is not None:
+            self.newest.release(held.span)
 
     def _num_findable(self, state: Any) -> int:
         """Tokens at the beginning of a prompt that may be found.
@@ -330,44 +352,23 @@ class BatchCache:
         self._plan.append((request_id, past_length, query_length))
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scores: ops.Scores) -> Tensor:
-        """Store the tokens of the step in a layer, and attend.
-
-        Args:
-            layer: Index of the layer.
-            query: ``[1, Hq, T, D]``.
-            key: ``[1, H, T, D]``.
-            value: As ``key``.
-            scores: Without a window, which is the layer's.
-
-        Returns:
-            ``[1, T, Hq, D]``.
-
-        Raises:
-            StateError: T is not that of the step.
-        """
+        """Store the tokens of the step in a layer, and attend, as ``StepAttention``."""
         if self._step is None:
             self._step = self._make_step()
-        step, storage = self._step, self.pages.storages[layer]
-        if query.shape[2] != step.slots.shape[0]:
-            raise StateError(
-                f"query must have the {step.slots.shape[0]} tokens of the step, got {query.shape[2]}"
-            )
-        key, value, query = (x[0].transpose(0, 1) for x in (key, value, query))
-        storage.store(key, value, step.slots)
-        window = self._windows[layer]
-        return storage.attend(query, step.batch, replace(scores, window=window) if window else scores)[None]
+        return self._attention(self._step, layer, query, key, value, scores)
 
     def _make_step(self) -> Step:
         with self.lock:
-            tables = [self._first_slots(name) for name, *_ in self._plan]
-        step = Step.of([(past, new) for _, past, new in self._plan], tables, self.tokens_per_page)
+            held = [self._held[name] for name, *_ in self._plan]
+            tables, spans = [self._first_slots(x) for x in held], [x.span for x in held]
+        lengths = [(past, new) for _, past, new in self._plan]
+        step = Step.of(lengths, tables, self.tokens_per_page, self.newest, spans)
         self.num_steps += 1
         self.num_computed += step.slots.shape[0]
         return step
 
-    def _first_slots(self, request_id: str) -> Tensor:
+    def _first_slots(self, held: Held) -> Tensor:
         """``[P]`` of a request, in the only extent."""
-        held = self._held[request_id]
         if held.first_slots is None:
             pages = [ref.id for ref in held.table.pages]
             held.first_slots = torch.tensor(pages, device=self.device) * self.tokens_per_page
@@ -388,12 +389,9 @@ class BatchCache:
         """Recompute every invariant of the pages; raises ``StateError`` on the first that does not hold."""
         with self.lock:
             check(self.pages.pool, self.tree, self.tables())
+            if self.newest is not None:
+                self.newest.check(held.span for held in self._held.values())
 
     def tables(self) -> list[PageTable]:
         """Of all requests that hold pages."""
         return [held.table for held in self._held.values()]
-
-
-def salt_of(state: Any) -> str:
-    """The salt of a request."""
-    return str(state.logit_processor_kwargs.get(SALT, ""))

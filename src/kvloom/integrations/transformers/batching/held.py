@@ -6,11 +6,16 @@ Letters: P pages of a request.
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any, Final
 
 from torch import Tensor
 
+from kvloom.integrations.transformers.batching.newest import Span
 from kvloom.integrations.transformers.batching.report import PageMap, RequestPages
 from kvloom.paging import PagePool, PageTable
+
+SALT: Final = "cache_salt"
+"""Where a request has its salt, among the arguments of its logits processors: those outlive a preemption."""
 
 
 @dataclass(slots=True, eq=False)
@@ -22,14 +27,27 @@ class Held:
         salt: Under which it finds others.
         num_prompt: Tokens of its prompt.
         num_found: Those of them whose pages were found.
+        span: Where its newest tokens are, as they were computed.
         first_slots: ``[P]``, where its pages begin, made when that is needed.
     """
 
     table: PageTable
     salt: str
     num_prompt: int
-    num_found: int = 0
+    num_found: int
+    span: Span
     first_slots: Tensor | None = None
+
+    @classmethod
+    def of(cls, state: Any, table: PageTable) -> "Held":
+        """Of a request that begins, with the pages that it found."""
+        found = table.num_tokens
+        return cls(table, salt_of(state), len(state.initial_tokens), found, Span(known=found))
+
+
+def salt_of(state: Any) -> str:
+    """The salt of a request."""
+    return str(state.logit_processor_kwargs.get(SALT, ""))
 
 
 def page_map_of(pool: PagePool, held: Mapping[str, Held]) -> PageMap:

@@ -15,11 +15,13 @@ from transformers.generation.continuous_batching.continuous_api import (
 from kvloom.caches.memory import free_bytes
 from kvloom.errors import ArgumentError, UnsupportedError
 from kvloom.integrations.transformers.batching.attention import IMPLEMENTATION
-from kvloom.integrations.transformers.batching.cache import SALT, BatchCache
+from kvloom.integrations.transformers.batching.cache import BatchCache
+from kvloom.integrations.transformers.batching.held import SALT
+from kvloom.integrations.transformers.batching.newest import newest_bytes
 from kvloom.integrations.transformers.batching.report import BatchReport, PageMap
 from kvloom.integrations.transformers.batching.scheduler import scheduler_class
 from kvloom.integrations.transformers.batching.sizes import page_bytes, windows_of
-from kvloom.integrations.transformers.build import cache_format, expect_codes_alone, text_config_of
+from kvloom.integrations.transformers.build import cache_format, text_config_of
 from kvloom.paging import Miss, expect_policy
 from kvloom.tracing.recorder import Recorded, Recorder
 
@@ -89,7 +91,6 @@ class BatchingManager(Recorder, ContinuousBatchingManager):  # type: ignore[misc
         _expect_config(config)
         text = text_config_of(model)
         self._format = cache_format(text, kv, config.page_size, None, values, layout)
-        expect_codes_alone(self._format, "a session")
         self._share, self._policy = share, policy
         windows_of(text)  # refuses a model whose windows have no size
         if getattr(text, "compile_config", None) is not None:
@@ -149,7 +150,7 @@ class BatchingManager(Recorder, ContinuousBatchingManager):  # type: ignore[misc
         """Pages, requests and counts of this moment; all zero before the session begins."""
         cache, processor = self._cache, self.batch_processor
         if cache is None:
-            return BatchReport(self._format.page_size, *[0] * 15)
+            return BatchReport(self._format.page_size, *[0] * 16)
         scheduler = None if processor is None else processor.scheduler
         with cache.lock:
             states = cache.page_map().states
@@ -171,6 +172,7 @@ class BatchingManager(Recorder, ContinuousBatchingManager):  # type: ignore[misc
                 tokens_found=cache.num_found,
                 steps=cache.num_steps,
                 tokens_computed=cache.num_computed,
+                recent_bytes=0 if cache.newest is None else cache.newest.nbytes,
             )
 
     def tokens_found(self, request_id: str) -> int:
@@ -242,7 +244,7 @@ class BatchingManager(Recorder, ContinuousBatchingManager):  # type: ignore[misc
 
     def _make_cache(self) -> BatchCache:
         config, model, text = self.continuous_batching_config, self.model, text_config_of(self.model)
-        max_pages = config.num_blocks
+        max_pages, max_batch_tokens = config.num_blocks, config.max_batch_tokens or MAX_BATCH_TOKENS
         if max_pages is None:
             free = free_bytes(model.device)
             share = config.max_memory_percent
@@ -250,17 +252,30 @@ class BatchingManager(Recorder, ContinuousBatchingManager):  # type: ignore[misc
             longest = getattr(text, "max_position_embeddings", None) or 4096
             max_pages = 64 * -(-longest // config.page_size)
             if free is not None:
-                max_pages = max(1, int(free * share) // page_bytes(text, self._format, model.dtype))
+                room = int(free * share)
+                room -= self._plan_newest(room // 2, max_batch_tokens)
+                max_pages = max(1, room // page_bytes(text, self._format, model.dtype))
         return BatchCache(
             text,
             self._format,
             model.dtype,
             model.device,
             max_pages=max_pages,
-            max_batch_tokens=config.max_batch_tokens or MAX_BATCH_TOKENS,
+            max_batch_tokens=max_batch_tokens,
             share=self._share and config.allow_block_sharing,
             policy=self._policy,
         )
+
+    def _plan_newest(self, room: int, max_batch_tokens: int) -> int:
+        """Bytes of the newest tokens of all requests, of which there are as many in a step as have room."""
+        config, model, text = self.continuous_batching_config, self.model, text_config_of(self.model)
+        count = min(config.max_requests_per_batch, max_batch_tokens)
+        while True:
+            size = newest_bytes(self._format, text, model.dtype, count, max_batch_tokens)
+            if size <= room or count == 1:
+                config.max_requests_per_batch = count
+                return size
+            count //= 2
 
 
 def _expect_config(config: Any) -> None:

@@ -45,6 +45,7 @@ class BatchReport:
         tokens_found: Those of them that were found, and needed no compute.
         steps: Forwards of the model.
         tokens_computed: Tokens that went through the model.
+        recent_bytes: Of the newest tokens as they were computed, beside the pages; 0 without ``recent``.
     """
 
     page_size: int
@@ -63,6 +64,7 @@ class BatchReport:
     tokens_found: int
     steps: int
     tokens_computed: int
+    recent_bytes: int
 
 
 @dataclass(frozen=True, slots=True)

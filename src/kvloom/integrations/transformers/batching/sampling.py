@@ -17,7 +17,7 @@ from transformers.generation.continuous_batching.cb_logits_processors import (
 )
 from transformers.generation.logits_process import LogitsProcessorList
 
-from kvloom.integrations.transformers.batching.cache import SALT
+from kvloom.integrations.transformers.batching.held import SALT
 
 CHOICE: Final = "choice"
 """The argument of ``add_request`` that takes a ``Choice``."""

@@ -8,7 +8,8 @@ from transformers.generation.continuous_batching.requests import RequestStatus
 from transformers.generation.continuous_batching.scheduler import SCHEDULER_MAPPING, Scheduler
 
 from kvloom.errors import ArgumentError, OutOfPages
-from kvloom.integrations.transformers.batching.cache import BatchCache, salt_of
+from kvloom.integrations.transformers.batching.cache import BatchCache
+from kvloom.integrations.transformers.batching.held import salt_of
 
 
 class SharingScheduler(Scheduler):  # type: ignore[misc]

@@ -1,0 +1,229 @@
+"""``kv="int4,recent=R"`` in a session: each request reads its newest tokens as it does alone."""
+
+from __future__ import annotations
+
+import random
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from integrations.batching.test_programs import NEW, REQUESTS, SESSIONS, Program
+from integrations.batching.test_sharing import PROMPT, ask
+from integrations.test_families import family
+from oracles.batching import GREEDY, alone, random_requests, session
+from oracles.bits import assert_same_bits, generator
+from oracles.language_models import make_model
+from torch import Tensor
+from transformers import GenerationConfig, LlamaConfig
+
+from kvloom import ops
+from kvloom.caches import CacheFormat, PagedLayer, Sequences
+from kvloom.caches.storage import Storage
+from kvloom.core.specs import QuantSpec
+from kvloom.integrations.transformers import KVCache, KVPool, continuous_batching
+from kvloom.integrations.transformers.batching import manager
+from kvloom.integrations.transformers.batching.cache import BatchCache
+from kvloom.integrations.transformers.batching.newest import newest_bytes
+from kvloom.ops.impl import cpu
+
+HEADS, DIM, RECENT = 2, 32, 20
+KV = "int4:g16,recent=24"
+CODES = CacheFormat(quant=QuantSpec(4, 16), recent=24)
+
+
+class Alone:
+    """A request of a ``BatchCache`` without a model, and a layer that has it alone."""
+
+    def __init__(self, name: str, format: CacheFormat, window: int | None) -> None:
+        self.layer = PagedLayer(format, Sequences(format, window))
+        self.state = SimpleNamespace(
+            request_id=name,
+            initial_tokens=[1],
+            remaining_prefill_tokens=[1],
+            generated_tokens=[],
+            num_children=0,
+            logit_processor_kwargs={},
+            current_len=lambda: self.layer.num_tokens,
+        )
+
+
+def cache_of(format: CacheFormat, window: int | None, num_layers: int = 1) -> BatchCache:
+    config = LlamaConfig(
+        hidden_size=4 * DIM, num_attention_heads=4, num_key_value_heads=HEADS, num_hidden_layers=num_layers
+    )
+    config.sliding_window = window
+    device = torch.device("cpu")
+    return BatchCache(
+        config, format, torch.float32, device, max_pages=400, max_batch_tokens=2048, share=False
+    )
+
+
+def compare(got: Tensor, want: Tensor) -> None:
+    if cpu.ISA is None:  # a matrix product of torch has bits of its own for each size
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+    else:
+        assert_same_bits(got, want, "out")
+
+
+def attend(cache: BatchCache, states: list[Any], counts: list[int], *tensors: Tensor) -> Tensor:
+    for state, count in zip(states, counts, strict=True):
+        assert cache.can_store_request_tokens(state, count)
+        cache.extend_read_and_write_indices(state.request_id, state.current_len(), count, None, None)
+    out = cache.attend(0, *tensors, ops.Scores())
+    cache.check()
+    return out
+
+
+@pytest.mark.parametrize("quant", [QuantSpec(4, 16), QuantSpec(4, 32, rotated=True)], ids=str)
+@pytest.mark.parametrize("window", [None, 9, 50])
+@pytest.mark.parametrize("seed", range(2))
+def test_a_request_has_the_bits_that_it_has_alone(seed: int, window: int | None, quant: QuantSpec) -> None:
+    draw, numbers = random.Random(seed), generator(seed)
+    format = CacheFormat(quant=quant, recent=RECENT, page_size=16)
+    many, single = cache_of(format, window), cache_of(format, window)
+    requests = list[Alone]()
+    for step in range(40):
+        if step % 4 == 0:
+            requests.append(Alone(f"{step}", format, window))
+        if len(requests) > 4:
+            gone = requests.pop(draw.randrange(len(requests))).state.request_id
+            many.free_blocks(gone)
+            single.free_blocks(gone)
+        chosen = [x for x in requests if draw.random() < 0.8] or requests
+        counts = [draw.choice([1, 1, 3, 30, 90 if step % 3 else 500]) for _ in chosen]
+        tensors = [torch.randn(1, n, sum(counts), DIM, generator=numbers) for n in (4, HEADS, HEADS)]
+        got = attend(many, [x.state for x in chosen], counts, *tensors)
+        pieces = zip(chosen, counts, *(x.split(counts, 2) for x in tensors), strict=True)
+        want, in_session = list[Tensor](), list[Tensor]()
+        for request, count, query, key, value in pieces:
+            in_session.append(attend(single, [request.state], [count], query, key, value))
+            want.append(request.layer.append(key, value).attend(query))
+        compare(got, torch.cat(in_session, 1))
+        if window is None:
+            compare(got, torch.cat(want, 1))
+        else:  # a layer counts its tokens from the first that it keeps
+            torch.testing.assert_close(got, torch.cat(want, 1), rtol=1e-4, atol=1e-5)
+    assert max(x.layer.num_tokens for x in requests) > 512
+
+
+def test_layers_without_codes_keep_nothing_beside() -> None:
+    quant = QuantSpec(4, 16)
+    layers = (CacheFormat(quant=quant, recent=RECENT), CacheFormat())
+    cache = cache_of(CacheFormat(quant=quant, recent=RECENT, layers=layers), None, num_layers=2)
+    assert cache.newest is not None and [*cache.newest.storages] == [0]
+    request = Alone("a", CacheFormat(), None)
+    for count in (40, 1):
+        query, key, value = (torch.randn(1, n, count, DIM, generator=generator(n)) for n in (4, 2, 2))
+        attend(cache, [request.state], [count], query, key, value)
+        want = request.layer.append(key, value).attend(query)
+        compare(cache.attend(1, query, key, value, ops.Scores()), want)
+
+
+@pytest.mark.parametrize("name", ["Llama", "Mistral", "Gemma3", "gpt-oss"])
+def test_tokens_of_each_family(name: str) -> None:
+    model, kv = family(name, "kvloom"), "int4:g2,recent=9"
+    requests = random_requests(6, seed=len(name))
+    expected = [alone(model, x, 8, KVCache.for_model(model, kv)) for x in requests]
+    continuous_batching(model, kv, share=False)
+    with session(model, {"max_new_tokens": 8}, max_batch_tokens=64) as running:
+        names = running.manager.add_requests(requests)
+        running.run()
+    assert [running.outputs[name].generated_tokens for name in names] == expected
+
+
+@pytest.mark.parametrize("seed", range(SESSIONS // 2))
+def test_a_random_session(seed: int) -> None:
+    draw, model = random.Random(seed), make_model("kvloom")
+    expected = [alone(model, x, NEW, KVCache.for_model(model, KV)) for x in REQUESTS]
+    continuous_batching(model, KV, share=False)
+    program = Program(seed)
+    options = {"num_blocks": draw.choice([8, 16, 200]), "max_batch_tokens": draw.choice([16, 64, 300])}
+    with session(model, {"max_new_tokens": NEW}, **options) as running:
+        program.run(running)
+        report = running.manager.report()
+    assert report.active == 0 < report.recent_bytes
+    assert seed or report.preemptions
+    for name, which in program.asked.items():
+        if name in running.outputs:
+            assert running.outputs[name].generated_tokens == expected[which]
+        else:
+            assert name in program.cancelled
+
+
+def test_forks_have_the_tokens_of_the_request() -> None:
+    model = make_model("kvloom")
+    expected = alone(model, PROMPT, 20, KVCache.for_model(model, KV))
+    plain = alone(model, PROMPT, 20, KVCache.for_model(model, "int4:g16"))
+    assert expected != plain
+    continuous_batching(model, KV)
+    generation = {"max_new_tokens": 20, "num_return_sequences": 3, "do_sample": True, "top_k": 1}
+    with session(model, generation) as running:
+        running.manager.add_request(PROMPT)
+        running.run()
+    assert [x.generated_tokens for x in running.outputs.values()] == [expected] * 3
+
+
+def test_a_prefix_that_is_found_is_read_as_codes_until_it_is_old() -> None:
+    model, ids = make_model("kvloom"), torch.tensor([PROMPT])
+    pool = KVPool.for_model(model, KV, max_tokens=400)
+    found = []
+    for _ in range(2):
+        cache = pool.begin(ids)
+        out = model.generate(
+            ids, past_key_values=cache, max_new_tokens=30, **{**GREEDY, "eos_token_id": None}
+        )
+        found.append(out[0, len(PROMPT) :].tolist())
+        pool.commit(cache, out)
+        del cache
+    cold, warm = found
+    assert cold != warm
+    continuous_batching(model, KV)
+    with session(model, {"max_new_tokens": 30}) as running:
+        assert [ask(running, PROMPT).generated_tokens for _ in range(3)] == [cold, warm, warm]
+
+
+def test_memory_that_does_not_come_is_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_model("kvloom")
+    expected = [alone(model, x, NEW, KVCache.for_model(model, KV)) for x in REQUESTS]
+    continuous_batching(model, KV, share=False)
+    with session(model, {"max_new_tokens": NEW}, max_batch_tokens=64) as running:
+        names = running.manager.add_requests(REQUESTS)
+        running.step()
+        newest = running.cache.newest
+        newest._take(0)
+        reserve = Storage.reserve
+
+        def refuse(self: Storage, *args: Any) -> None:
+            if self is newest.storages[2]:
+                raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+            reserve(self, *args)
+
+        monkeypatch.setattr(Storage, "reserve", refuse)
+        running.run()
+    assert [running.outputs[name].generated_tokens for name in names] == expected
+
+
+@pytest.mark.parametrize("free", [1 << 23, 1 << 25, 1 << 34])
+def test_newest_tokens_are_of_the_memory_that_is_there(free: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(manager, "free_bytes", lambda device: free)
+    model = continuous_batching(make_model("kvloom"), KV)
+    generation = GenerationConfig(max_new_tokens=NEW, **GREEDY)
+    made = model.init_continuous_batching(generation, None)
+    made.record()  # makes its pages
+    report, config = made.report(), made.continuous_batching_config
+    count = config.max_requests_per_batch
+    newest = newest_bytes(CODES, model.config, model.dtype, count, 2048)
+    total = newest + report.max_pages * report.page_bytes
+    assert free * config.max_memory_percent - report.page_bytes <= total <= free * config.max_memory_percent
+    assert count == 1024 or newest <= free * config.max_memory_percent / 2
+    made.switch_to_cb_friendly_attn(model)
+
+
+def test_no_more_is_taken_than_planned() -> None:
+    model = continuous_batching(make_model("kvloom"), KV, share=False)
+    with session(model, {"max_new_tokens": NEW}, max_batch_tokens=128) as running:
+        running.manager.add_requests(REQUESTS * 4)
+        running.run()
+        taken = running.manager.report().recent_bytes
+    assert 0 < taken <= newest_bytes(CODES, model.config, model.dtype, 2 * len(REQUESTS * 4), 128)
