@@ -11,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Served]:
-    with served() as running:
+    with served("int8,recent=16") as running:
         yield running
 
 
@@ -51,6 +51,7 @@ def test_metrics_count_what_was_asked(server: Served) -> None:
     assert grown("kvloom_finished_requests_total") == 4
     assert after["kvloom_preemptions_total", ""] == 0 and after["kvloom_steps_total", ""] == report.steps
     assert after["kvloom_pages_limit", ""] == 256 and after["kvloom_page_tokens", ""] == 16
+    assert after["kvloom_recent_bytes", ""] == report.recent_bytes > 0
     pages = {state: after["kvloom_pages", state] for state in ("free", "active", "evictable")}
     assert pages == {"free": report.free, "active": 0, "evictable": report.evictable}
     assert sum(pages.values()) == report.num_pages and report.evictable > 0
