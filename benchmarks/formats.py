@@ -1,10 +1,11 @@
 """Which changes of a 4-bit format pay, one at a time, and what others make of 4 bits. Prints one JSON line.
 
 Formats are simulated in plain torch: a DynamicCache whose tokens are rounded as the format would round them,
-measured by ``kvloom.quality``. The first is int4 as kvloom stores it, and has its figures. Behind them stand
-caches as they are: kvloom's by their spelling, quanto and hqq in transformers' cache, which leave the newest
-128 tokens as they are, or the newest one, and llama.cpp's q4_0 by its own codec, of keys and values that a
-Hadamard matrix rotates as llama.cpp does.
+measured by ``kvloom.quality``. The first is int4 as kvloom's kernels quantize it, and has the figures of
+``"int4,rotate=none,recent=0"``. Behind them stand caches as they are: kvloom's by their spelling and by a
+plan of bits that another text gave, quanto and hqq in transformers' cache, which leave the newest 128 tokens
+as they are, or the newest one, and llama.cpp's q4_0 by its own codec, of keys and values that a Hadamard
+matrix rotates as llama.cpp does.
 
 Outliers are made: two RoPE pairs of each key head, ten times as large in keys and a tenth in queries, so
 that the exact model is the same; 30 times in the first and the last layer. Qwen2.5-7B has key biases of a
@@ -17,6 +18,8 @@ import json
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -24,18 +27,24 @@ from peers import RESIDUAL, Contender, installed, quantized
 from torch import Tensor
 from transformers import DynamicCache
 
-from kvloom.integrations.quality import ROWS, WINDOW, Peer, Quality, quality, windows_of
-from kvloom.integrations.transformers import load_model
+from kvloom.caches.recent import ring_slots
+from kvloom.core.spelling import RECENT
+from kvloom.integrations.planned_bits import plan_bits
+from kvloom.integrations.quality import LONG, ROWS, WINDOW, Peer, Quality, quality, windows_of
+from kvloom.integrations.transformers import KVCache, load_model
 from kvloom.models import bundled_model_path, iter_texts
 from kvloom.quant.affine import dequantize, quantize
 
 OUTLIER, OUTLIER_AT_THE_ENDS = 10.0, 30.0
+PLAIN = "int4,rotate=none,recent=0"
 STORED = (
-    "int8", "int8,rotate=keys",
-    "int4,rotate=none", "int4,rotate=keys", "int4,rotate=values", "int4,rotate=both",
-    "int4:g32,rotate=none", "int4:g32,rotate=keys", "int4:g32,rotate=both",
-    "int4:g16,rotate=none", "int4:g16,rotate=keys", "int4:g16,rotate=both",
+    "int8", "int8,rotate=keys", "int4", "int4,recent=32", "int4,recent=128", "int4:g32", "int4:g16",
+    PLAIN, "int4,recent=0", "int4,rotate=values,recent=0", "int4,rotate=both,recent=0",
+    "int4:g32,rotate=none,recent=0", "int4:g32,recent=0", "int4:g32,rotate=both,recent=0",
+    "int4:g16,rotate=none,recent=0", "int4:g16,recent=0", "int4:g16,rotate=both,recent=0",
 )  # fmt: skip
+PLANNED = 1000
+"""Bytes of a token that a plan of bits may take, with what its newest tokens take of ``LONG``."""
 PEERS = (("quanto", RESIDUAL), ("quanto", 1), ("hqq", RESIDUAL), ("hqq", 1))
 CHUNK = 32
 
@@ -210,6 +219,16 @@ def contenders(model: Any) -> tuple[dict[str, Peer], list[str]]:
     return peers | {LLAMA_CPP.name: Peer(LLAMA_CPP.name, LLAMA_CPP.cache)}, missing
 
 
+def planned(model: Any, tokenizer: Any, path: Path) -> Peer:
+    """A cache by a plan of bits for the model, made on text that it is not measured on."""
+    config = model.config
+    heads = config.num_hidden_layers * config.num_key_value_heads
+    of_newest = 2 * heads * config.head_dim * 4 * ring_slots(RECENT["int4"]) / LONG
+    text = windows_of(tokenizer, iter_texts("train"), 2 * WINDOW)
+    plan_bits(model, text, budget=PLANNED - of_newest).save(path)
+    return Peer(f"planned, {PLANNED:,} bytes", lambda model: KVCache.for_model(model, path))
+
+
 def mean_error(row: Quality) -> float:
     """Root of the mean square of the errors of attention's output, over layers and heads."""
     errors = [error for heads in row.head_errors.values() for error in heads]
@@ -232,10 +251,13 @@ def main() -> None:
     formats = [x for x in FORMATS if not args.quick or x.name in QUICK]
     simulated = [Peer(x.name, x.cache) for x in formats]
     theirs, missing = ({}, []) if args.quick else contenders(plain)
-    kinds = [*simulated, *(STORED[2:4] if args.quick else STORED), *theirs.values()]
-    exact, *measured = quality(plain, windows, kinds)
-    outliers = quality(with_outliers(plain), windows, kinds)[1:]
-    int4 = next(row for row in measured if row.kind == "int4,rotate=none")
+    kinds = [*simulated, *((PLAIN, "int4,recent=0") if args.quick else STORED), *theirs.values()]
+    changed = with_outliers(plain)
+    with TemporaryDirectory() as folder:
+        plans = [planned(x, tokenizer, Path(folder) / f"{i}.json") for i, x in enumerate((plain, changed))]
+        exact, *measured = quality(plain, windows, [*kinds, plans[0]])
+        outliers = quality(changed, windows, [*kinds, plans[1]])[1:]
+    int4 = next(row for row in measured if row.kind == PLAIN)
     rows = [
         {
             "format": format.name,

@@ -71,18 +71,19 @@ def kvloom(
     values: str | None = None,
     *,
     group: int | None = None,
+    recent: int = 0,
     in_place: bool = False,
     bounded: bool = False,
 ) -> Contender:
     """KVCache, read through tensors that it gathers or in place, growing or with ``max_tokens`` known.
 
-    Keys and values are codes if they have a group.
+    Keys and values are codes if they have a group, and so many of the newest are kept beside as they are.
     """
     name = " ".join(
         ("kvloom", kv if values is None else f"{kv}/{values}", *(("in place",) if in_place else ()))
     )
     if group is not None:
-        kv, values = f"{kv}:g{group}", f"{values or kv}:g{group}"
+        kv, values = (f"{x}:g{group},recent={recent}" for x in (kv, values or kv))
     return Contender(
         name,
         lambda model, bound: KVCache.for_model(

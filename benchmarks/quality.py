@@ -3,13 +3,14 @@
 The bundled model reads windows of 512 tokens in chunks of 32, so that attention reads what the cache made of
 the tokens before, as in decoding. ``loss`` is the mean over all next tokens in nats and ``perplexity`` its
 exponential, ``mean_kl`` the mean of KL(DynamicCache || cache) of their distributions, ``agreed`` the share of
-positions with the same first choice. ``nbytes_per_token`` is counted, scales included, on 2048 tokens with
-nothing left unquantized.
+positions with the same first choice. ``nbytes_per_token`` is counted, scales included, on 8192 tokens that
+are stored at once, of which the caches of transformers leave none unquantized.
 
-What a token attends to most are itself and its neighbors, so it matters which of them are still unquantized
-(``unquantized``): none in kvloom, where a chunk comes back as it was stored and its length changes nothing;
-in the integer caches of transformers the chunk and up to 128 tokens before it, a quarter of a window. These
-are measured as they come; quanto, the faster, also fed token by token with nothing kept but the token itself.
+What a token attends to most are itself and its neighbors, so it matters which of them are unquantized
+(``unquantized``): in kvloom's int4 the newest 64 of each token and, read through tensors, up to 31 more, with
+``recent=0`` none, where a chunk comes back as it was stored and its length changes nothing; in the integer
+caches of transformers the chunk and up to 128 tokens before it, a quarter of a window. These are measured as
+they come; quanto, the faster, also fed token by token with nothing kept but the token itself.
 
 Prediction: a group of g shares a float16 scale, so half the group costs 16/g bits more per element and lowers
 int4's KL a few times less than a bit would; int8 is lossless to the fourth digit of the loss in any group.
@@ -34,6 +35,13 @@ from kvloom.models import bundled_model_path, iter_texts
 
 GROUPS = (64, 32, 16, 8)
 BITS = (("int8", None), ("int8", "int4"), ("int4", "int8"), ("int4", None))
+RECENT = (
+    *(("int4", None, 64, recent) for recent in (64, 32, 128)),
+    ("int4", None, 32, 64),
+    ("int4", None, 16, 64),
+    ("int8", "int4", 64, 64),
+)
+"""Kinds, groups and newest tokens that are kept as they are; the first is ``"int4"`` as it is."""
 PEERS = (("quanto", 4, RESIDUAL), ("quanto", 4, 1), ("hqq", 4, RESIDUAL), ("hqq", 8, RESIDUAL))
 CHUNK = 32
 
@@ -56,6 +64,9 @@ class Entrant:
 def contenders() -> list[Entrant]:
     """All but DynamicCache."""
     ours = [Entrant(kvloom(kv, values, group=g), group=g) for kv, values in BITS for g in GROUPS]
+    for kv, values, group, recent in RECENT:
+        contender = kvloom(kv, values, group=group, recent=recent)
+        ours.append(Entrant(contender, group=group, unquantized=recent))
     peers = [
         Entrant(quantized(backend, bits, residual=residual), min(residual, CHUNK), 64, residual)
         for backend, bits, residual in PEERS
@@ -63,7 +74,7 @@ def contenders() -> list[Entrant]:
     return [Entrant(quantized("fp8", 8)), *peers, *ours]
 
 
-def nbytes_per_token(model: Any, contender: Contender, num_tokens: int = 2048) -> float:
+def nbytes_per_token(model: Any, contender: Contender, num_tokens: int = 8192) -> float:
     """Bytes of the tensors that come to life with a cache, by its tokens."""
     gc.collect()
     before = live_storages()

@@ -9,7 +9,7 @@ import torch
 from core.spellings import BAD, ODD
 
 from kvloom.core.specs import QuantSpec
-from kvloom.core.spelling import STORAGE, Kind, parse_kind
+from kvloom.core.spelling import STORAGE, Kind, parse_kind, recent_of
 from kvloom.errors import ArgumentError
 
 
@@ -31,6 +31,25 @@ from kvloom.errors import ArgumentError
 )
 def test_kind_and_group_of_a_text(text: str, kind: str, group: int) -> None:
     assert parse_kind("kv", text) == Kind(kind, group, "keys" if kind == "int4" else "none")
+
+
+@pytest.mark.parametrize(
+    ("keys", "values", "recent"),
+    [
+        ("auto", "auto", 0),
+        ("int8", "int8", 0),
+        ("int4", "int4", 64),
+        ("int4:g16,rotate=none", "int4:g16,rotate=none", 64),
+        ("int8", "int4", 64),
+        ("int4", "auto", 64),
+        ("int4,recent=0", "int4,recent=0", 0),
+        ("int8,recent=0", "int4", 0),
+        ("int4,recent=8", "int4", 8),
+        ("int8", "int8,recent=8", 8),
+    ],
+)
+def test_recent_tokens_of_keys_and_values(keys: str, values: str, recent: int) -> None:
+    assert recent_of(parse_kind("kv", keys), parse_kind("values", values)) == recent
 
 
 def test_a_kind_alone_is_a_text() -> None:

@@ -17,7 +17,7 @@ from kvloom.integrations.transformers import KVCache
 STOCK: dict[str, Any] = {
     "float32": DynamicCache,
     "int8:g16": FakeQuantCache,
-    "int4:g16,rotate=none": FakeQuantCache4,
+    "int4:g16,rotate=none,recent=0": FakeQuantCache4,
 }
 KINDS = pytest.mark.parametrize("kv", list(STOCK))
 

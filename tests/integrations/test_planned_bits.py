@@ -34,7 +34,7 @@ def model() -> Any:
 
 @pytest.fixture(scope="module")
 def plan(model: Any) -> BitPlan:
-    return plan_bits(model, texts(), bits=8, kinds=KINDS)
+    return plan_bits(model, texts(), bits=8, kinds=KINDS, recent=0)
 
 
 def test_a_plan_keeps_its_budget_and_a_cache_takes_its_bytes(
@@ -54,13 +54,13 @@ def test_a_plan_keeps_its_budget_and_a_cache_takes_its_bytes(
 
 def test_the_same_text_gives_the_same_file(model: Any, plan: BitPlan, tmp_path: Path) -> None:
     plan.save(tmp_path / "a.json")
-    plan_bits(model, texts(), bits=8, kinds=KINDS).save(tmp_path / "b.json")
+    plan_bits(model, texts(), bits=8, kinds=KINDS, recent=0).save(tmp_path / "b.json")
     assert (tmp_path / "a.json").read_bytes() == (tmp_path / "b.json").read_bytes()
     assert BitPlan.load(tmp_path / "a.json") == plan
 
 
 def test_a_larger_budget_errs_less_and_the_whole_budget_not_at_all(model: Any) -> None:
-    plans = [plan_bits(model, texts(), bits=bits, kinds=KINDS) for bits in (5, 7, 10, 32)]
+    plans = [plan_bits(model, texts(), bits=bits, kinds=KINDS, recent=0) for bits in (5, 7, 10, 32)]
     errors, nbytes = ([getattr(x, name) for x in plans] for name in ("error", "nbytes_per_token"))
     assert errors == sorted(errors, reverse=True)
     assert nbytes == sorted(nbytes)
@@ -108,6 +108,37 @@ def test_a_planned_pool_finds_prefixes_and_continues_as_a_cache(
 
 
 @pytest.mark.parametrize("static", [False, True])
+def test_a_plan_keeps_recent_tokens_in_layers_of_codes(model: Any, tmp_path: Path, static: bool) -> None:
+    path, ids = tmp_path / "plan.json", texts(1, 40)
+    plan = plan_bits(model, texts(), bits=8, kinds=KINDS)
+    assert plan.recent == 64
+    layers = (("int4:g16", "auto"), ("auto", "auto"), ("int8:g16", "int4:g16"))
+    BitPlan(plan.config, layers, plan.nbytes_per_token, plan.error, 64).save(path)
+    assert BitPlan.load(path).recent == 64
+    options = {"static": True, "max_tokens": 64} if static else {}
+    cache = KVCache.for_model(model, path, **options)
+    with torch.no_grad():
+        exact, found = (model(ids, past_key_values=x).logits for x in (KVCache.for_model(model), cache))
+    torch.testing.assert_close(found, exact)  # 40 tokens are all recent
+    sizes = [layer.pages.nbytes_recent for layer in cache.layers]
+    assert sizes[1] == 0 < sizes[0] == sizes[2]
+
+
+def test_a_plan_that_was_saved_without_recent_tokens_has_none(
+    model: Any, plan: BitPlan, tmp_path: Path
+) -> None:
+    path = tmp_path / "plan.json"
+    plan.save(path)
+    fields = json.loads(path.read_text())
+    del fields["recent"]
+    path.write_text(json.dumps(fields))
+    assert BitPlan.load(path) == plan
+    cache = KVCache.for_model(model, path)
+    model(texts(), past_key_values=cache)
+    assert cache.nbytes_recent == 0
+
+
+@pytest.mark.parametrize("static", [False, True])
 def test_forks_and_fixed_storage_keep_each_layer_as_planned(
     model: Any, plan: BitPlan, tmp_path: Path, static: bool
 ) -> None:
@@ -126,7 +157,7 @@ def test_forks_and_fixed_storage_keep_each_layer_as_planned(
 def test_quality_and_enable_take_a_plan(model: Any, plan: BitPlan, tmp_path: Path) -> None:
     path = str(tmp_path / "plan.json")
     plan.save(path)
-    rows = kvloom.quality(model, texts(), [path, "int4:g16"])
+    rows = kvloom.quality(model, texts(), [path, "int4:g16,recent=0"])
     assert rows[1].nbytes_per_token == plan.nbytes_per_token
     assert rows[1].mean_kl < rows[2].mean_kl
     other = make_model()
@@ -152,6 +183,11 @@ def bad_plan(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], Non
         (bad_plan(lambda x: x.update(format="kvloom-plan/9")), "kv must be a plan of kvloom-plan/1, got"),
         (bad_plan(lambda x: x.update(config="0" * 64)), "kv must be a plan that was made for this model"),
         (bad_plan(lambda x: x["layers"][0].update(keys="int5")), "kv must be one of auto, "),
+        (
+            bad_plan(lambda x: x["layers"][0].update(keys="int4:g16,recent=3")),
+            "kv must be a plan whose kinds",
+        ),
+        (bad_plan(lambda x: x.update(recent="many")), "kv must be a plan that kvloom saved"),
     ],
 )
 def test_a_file_that_is_no_plan_of_the_model_is_refused(
@@ -179,6 +215,8 @@ def test_values_beside_a_plan_are_refused(model: Any, plan: BitPlan, tmp_path: P
         ({"budget": 3}, "budget must be at least"),
         ({"bits": 8, "kinds": ()}, "kinds must be at least one"),
         ({"bits": 8, "kinds": ("int5",)}, "kinds must be one of"),
+        ({"bits": 8, "kinds": ("int4:g16,recent=8",)}, "kinds must say nothing of recent"),
+        ({"bits": 8, "recent": -1}, "recent must be at least 0"),
     ],
 )
 def test_bad_arguments_are_refused(model: Any, options: dict[str, Any], message: str) -> None:

@@ -15,7 +15,9 @@ from kvloom.errors import ArgumentError, KVError, OutOfPages, UnsupportedError
 from kvloom.integrations.transformers import KVCache, KVPool
 
 ATTENTIONS = pytest.mark.parametrize("attention", ["sdpa", "kvloom"])
-KINDS = pytest.mark.parametrize("kv", ["auto", "int8:g16", "int4:g16", "int4:g16,rotate=both"])
+KINDS = pytest.mark.parametrize(
+    "kv", ["auto", "int8:g16", "int4:g16,recent=0", "int4:g16,rotate=both,recent=0"]
+)
 
 
 def make_pool(model: Any, kv: str = "auto", max_tokens: int = 400) -> KVPool:

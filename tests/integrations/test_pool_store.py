@@ -21,7 +21,9 @@ from kvloom.store import KVStore, read_head
 
 PAGE = 4
 ATTENTIONS = pytest.mark.parametrize("attention", ["sdpa", "kvloom"])
-KINDS = pytest.mark.parametrize("kv", ["auto", "int8:g16", "int4:g16", "int4:g16,rotate=both"])
+KINDS = pytest.mark.parametrize(
+    "kv", ["auto", "int8:g16", "int4:g16,recent=0", "int4:g16,rotate=both,recent=0"]
+)
 
 
 def opened(url: str, **options: Any) -> KVStore:
@@ -165,7 +167,14 @@ def test_another_format_finds_nothing(tmp_path: Path) -> None:
     with opened(url) as store:
         commit(model, make_pool(model, store, "int8:g16"), text(20))
     assert found(model, url, text(20), kv="int8:g16") == 16
-    for kv in ("auto", "int8:g8", "int4:g16", "bfloat16", "int8:g16,rotate=keys", "int8:g16,rotate=values"):
+    for kv in (
+        "auto",
+        "int8:g8",
+        "int4:g16,recent=0",
+        "bfloat16",
+        "int8:g16,rotate=keys",
+        "int8:g16,rotate=values",
+    ):
         assert found(model, url, text(20), kv=kv) == 0
 
 

@@ -71,7 +71,7 @@ def test_recent_tokens_bring_codes_nearer_to_the_model() -> None:
     ids = make_prompts([120])["input_ids"]
     stock = make_model("sdpa")
     want, errors = stock(ids).logits, []
-    for kv in ("int4:g8", KV, "int4:g8,recent=64"):
+    for kv in ("int4:g8,recent=0", KV, "int4:g8,recent=64"):
         model = make_model("kvloom")
         errors.append(
             float((model(ids, past_key_values=KVCache.for_model(model, kv=kv)).logits - want).norm())
@@ -88,7 +88,7 @@ def test_a_prefix_of_a_pool_is_codes_and_what_follows_is_exact() -> None:
     pool.commit(cold, ids)
     warm = pool.begin(ids)
     assert warm.get_seq_length() == 64
-    plain = KVCache.for_model(model, kv="int4:g8")
+    plain = KVCache.for_model(model, kv="int4:g8,recent=0")
     model(ids[:, :64], past_key_values=plain)
     for layer, other in zip(warm.layers, cold.layers, strict=True):
         assert not torch.equal(layer.keys, other.keys[:, :, :64])
@@ -110,10 +110,31 @@ def test_a_plan_has_their_bytes(name: str) -> None:
         assert planned.cache + planned.scales == cache.nbytes
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("static", [False, True])
+def test_int4_reads_its_newest_64_tokens_as_they_were_computed(static: bool) -> None:
+    model, ids = make_model("kvloom"), make_prompts([90])["input_ids"]
+    options = {"static": True, "max_tokens": 100} if static else {}
+    logits = {}
+    none, plain = ("int8:g8", "int4:g8,recent=0"), ("int4:g8,recent=0", None)
+    int4, said = ("int4:g8", None), ("int4:g8,recent=64", None)
+    both, apart = ("int8:g8", "int4:g8"), ("int8:g8,recent=64", "int4:g8")
+    for kinds in (none, plain, int4, said, both, apart):
+        cache = KVCache.for_model(model, kinds[0], values=kinds[1], **options)
+        logits[kinds] = model(ids, past_key_values=cache).logits
+        assert (cache.nbytes_recent > 0) == ("recent=0" not in str(kinds))
+    assert torch.equal(logits[int4], logits[said])
+    assert torch.equal(logits[both], logits[apart])
+    assert not torch.equal(logits[int4], logits[plain])
+    assert not torch.equal(logits[both], logits[none])
+
+
 def test_what_cannot_keep_them_says_so() -> None:
     model = make_model()
     with pytest.raises(ArgumentError, match="values must keep as many recent tokens as kv, 24, got"):
         KVCache.for_model(model, kv=KV, values="int4:g8,recent=8")
+    with pytest.raises(ArgumentError, match="values must keep as many recent tokens as kv, 0, got"):
+        KVCache.for_model(model, kv="int8:g8,recent=0", values="int4:g8,recent=8")
     with pytest.raises(ArgumentError, match="kv must have as recent a number of at least 0"):
         KVCache.for_model(model, kv="int4:g8,recent=x")
     with pytest.raises(ArgumentError, match="kv must spell codes alone, without recent"):

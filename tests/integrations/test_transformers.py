@@ -46,7 +46,7 @@ def test_auto_keeps_the_models_dtype(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize(
     ("kv", "nbytes_per_token"),
-    [("float32", 768), ("float16", 384), ("bfloat16", 384), ("int8:g16", 216), ("int4:g16", 120)],
+    [("float32", 768), ("float16", 384), ("bfloat16", 384), ("int8:g16", 216), ("int4:g16,recent=0", 120)],
 )
 def test_cache_takes_the_bytes_it_promises(kv: str, nbytes_per_token: int) -> None:
     model = make_model()
@@ -59,7 +59,7 @@ def test_cache_takes_the_bytes_it_promises(kv: str, nbytes_per_token: int) -> No
 
 
 @pytest.mark.parametrize(
-    ("kv", "limit"), [("float16", 1e-5), ("bfloat16", 1e-3), ("int8", 1e-2), ("int4", 3)]
+    ("kv", "limit"), [("float16", 1e-5), ("bfloat16", 1e-3), ("int8", 1e-2), ("int4,recent=0", 3)]
 )
 def test_smaller_kinds_stay_near_the_stock_logits(kv: str, limit: float) -> None:
     torch.manual_seed(0)
@@ -187,7 +187,7 @@ def test_a_group_that_does_not_divide_the_head_dim_is_refused_by_name(make: Call
 
 def test_each_side_has_a_group_of_its_own() -> None:
     model = make_model()
-    cache = KVCache.for_model(model, "int8:g16", values="int4:g4")
+    cache = KVCache.for_model(model, "int8:g16", values="int4:g4,recent=0")
     generate(model, make_prompts([9]), cache)
     assert cache.nbytes_per_token == 3 * 2 * ((16 + 2) + (8 + 4 * 2))
 

@@ -59,7 +59,9 @@ def test_a_long_text_gives_the_stock_logits(name: str, attention: str) -> None:
 
 
 @ATTENTIONS
-@pytest.mark.parametrize(("kv", "stock"), [("int8:g8", FakeQuant8), ("int4:g8,rotate=none", FakeQuant4)])
+@pytest.mark.parametrize(
+    ("kv", "stock"), [("int8:g8", FakeQuant8), ("int4:g8,rotate=none,recent=0", FakeQuant4)]
+)
 @pytest.mark.parametrize("name", ["Mistral", "Gemma2", "gpt-oss", "Llama4"])
 def test_quantized_windows_give_the_tokens_of_quantized_values(
     name: str, kv: str, stock: type[FakeQuantCache], attention: str
@@ -144,7 +146,7 @@ def test_rows_cropped_apart_continue_as_if_alone() -> None:
     check_rows(make_model(), make_model("kvloom"), kv="auto")
 
 
-@pytest.mark.parametrize("kv", ["int8:g8", "int4:g8", "int4:g8,rotate=both"])
+@pytest.mark.parametrize("kv", ["int8:g8", "int4:g8,recent=0", "int4:g8,rotate=both,recent=0"])
 def test_quantized_rows_cropped_apart_continue_as_if_alone(kv: str) -> None:
     check_rows(make_model(), make_model("kvloom"), kv=kv)
 

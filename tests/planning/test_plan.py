@@ -56,7 +56,7 @@ def test_a_plan_is_what_a_cache_allocates(name: str) -> None:
             assert planned.tables == table_nbytes(cache)
 
 
-@pytest.mark.parametrize("values", [None, "int4:g4"])
+@pytest.mark.parametrize("values", [None, "int4:g4,recent=0"])
 @pytest.mark.parametrize("kv", ["auto", "float16", "int8:g8"])
 @pytest.mark.parametrize("page_size", [1, 3, 16])
 def test_codes_scales_and_waste_are_those_of_the_tensors(kv: str, values: str | None, page_size: int) -> None:

@@ -39,10 +39,9 @@ class CacheFormat:
             serves the attention that reads the first tokens: rows, if it reads tensors; else, with compiled
             CPU kernels, native where that fits and pays, and HND where not; and NHD without them.
         recent: Newest tokens of a sequence that each token attends to as they were computed, itself included,
-            where keys or values are codes; all others it attends to as codes. Beside the codes of all tokens
-            a layer keeps about as many in the model's dtype.
-        layers: How each layer is kept, if not all alike: of these
-            ``dtype``, ``quant``, ``recent`` and ``values`` count.
+            in layers whose keys or values are codes; all others it attends to as codes. Beside the codes of
+            all tokens such a layer keeps about as many in the model's dtype.
+        layers: How each layer is kept, if not all alike: of these ``dtype``, ``quant`` and ``values`` count.
     """
 
     dtype: torch.dtype | None = None
@@ -65,8 +64,13 @@ class CacheFormat:
             raise ConfigError(f"layout must be one of {PAGE_LAYOUTS}, got {self.layout!r}")
         if isinstance(self.recent, bool) or not isinstance(self.recent, int) or self.recent < 0:
             raise ConfigError(f"recent must be an int of at least 0, got {self.recent!r}")
-        if self.recent and self.quant is None and (self.values is None or self.values.quant is None):
+        if self.recent and not any(x.has_codes for x in self.layers or (self,)):
             raise ConfigError(f"recent must be 0 where keys and values are no codes, got {self.recent}")
+
+    @property
+    def has_codes(self) -> bool:
+        """Whether keys or values are codes, of which the newest tokens can be kept as they were computed."""
+        return self.quant is not None or (self.values is not None and self.values.quant is not None)
 
     def of_layer(self, index: int) -> "CacheFormat":
         """The format of one layer.
@@ -79,7 +83,8 @@ class CacheFormat:
         if index >= len(self.layers):
             raise ConfigError(f"layers must have a format of layer {index}, got {len(self.layers)}")
         own = self.layers[index]
-        return replace(own, page_size=self.page_size, max_tokens=self.max_tokens, layout=self.layout)
+        recent = self.recent if own.has_codes else 0
+        return replace(self, dtype=own.dtype, quant=own.quant, values=own.values, recent=recent, layers=None)
 
     def spec(self, heads: int, head_dim: int, dtype: torch.dtype) -> KVSpec:
         """Keys of one layer whose model computes in ``dtype``; ``values.spec`` is that of its values."""

@@ -84,7 +84,7 @@ class PagedLayer(Layer):
     ) -> Tokens:
         """What attention reads, new tokens included, which may be kept as they are beside their codes."""
         recent, window = self.sequences.recent, self.sequences.window
-        if recent is None or step is None:
+        if recent is None or step is None or not storage.has_codes:
             return storage.tokens(visible, window)
         exact = recent.keep(self.index, key, value, step)
         return Tokens(storage.view, visible, window, rotation=storage.rotation, exact=exact)

@@ -93,9 +93,14 @@ class Storage:
         """Bytes that one token of one sequence takes, scales included."""
         return sum(spec.nbytes(self.page_size, self.page_size) for spec in self.specs) / self.page_size
 
+    @property
+    def has_codes(self) -> bool:
+        """Whether keys or values are codes."""
+        return any(spec.quant is not None for spec in self.specs)
+
     def rows(self) -> tuple[Tensor, Tensor] | None:
         """Views of keys and values ``[extents, H, slots, D]``, ``None`` if the tensors have no such view."""
-        if any(spec.quant is not None for spec in self.specs) or not self.stride:
+        if self.has_codes or not self.stride:
             return None
         if not (self._is_in_rows or self.stride == 1 or self.specs[0].axes.axes == "B S H D"):
             return None

@@ -24,6 +24,8 @@ ROTATIONS: Final = ("none", "keys", "values", "both")
 
 ROTATED: Final = {"int4": "keys"}
 """Which are rotated of a kind that does not say so."""
+RECENT: Final = {"int4": 64}
+"""Newest tokens that each token reads as they were computed, of a kind that does not say so."""
 
 _SPELLING: Final = re.compile(r"([a-z0-9]+)(?::g([1-9][0-9]{0,17}))?((?:,[a-z]+=[a-z0-9]+)*)")
 
@@ -41,13 +43,13 @@ class Kind:
         name: One of ``STORAGE``.
         group: Elements that share a scale; 0 for a kind that is no codes.
         rotate: One of ``ROTATIONS``.
-        recent: Newest tokens that each token attends to as they were computed.
+        recent: Newest tokens that each token attends to as they were computed; ``None`` if nothing is said.
     """
 
     name: str
     group: int = 0
     rotate: str = "none"
-    recent: int = 0
+    recent: int | None = None
 
     def rotates(self, side: str) -> bool:
         """Whether ``"keys"`` or ``"values"`` are rotated."""
@@ -74,6 +76,12 @@ _OPTIONS: Final[dict[str, tuple[str, Callable[[str], Any]]]] = {
     "recent": _count(),
 }
 """Of codes, by their names, each a field of ``Kind``."""
+
+
+def recent_of(keys: Kind, values: Kind) -> int:
+    """Newest tokens that each token attends to as they were computed, where either side is codes."""
+    said = [kind.recent for kind in (keys, values) if kind.recent is not None]
+    return max(said or [RECENT.get(kind.name, 0) for kind in (keys, values)])
 
 
 def is_plan(kv: object) -> bool:

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from kvloom.caches.format import kept_as
-from kvloom.core.spelling import parse_kind
+from kvloom.core.checks import expect_range
+from kvloom.core.spelling import RECENT, parse_kind
 from kvloom.errors import ArgumentError
 from kvloom.integrations.compare import with_group
 from kvloom.integrations.head_errors import HeadErrors
@@ -38,6 +39,7 @@ def plan_bits(
     bits: float | None = None,
     budget: float | None = None,
     kinds: Sequence[str] = KINDS,
+    recent: int = RECENT["int4"],
     chunk: int = 32,
     on_step: Callable[[int, int], None] | None = None,
 ) -> BitPlan:
@@ -53,6 +55,8 @@ def plan_bits(
         bits: Bits of an element on average, scales included.
         budget: Bytes of a token in all layers, scales included, instead of ``bits``.
         kinds: What each side may become; codes whose group does not divide the head dim are left out.
+        recent: Newest tokens that each token attends to as they were computed, where a layer keeps codes.
+            They take room beside the budget.
         chunk: Tokens that are fed at a time.
         on_step: Called with the steps that are done and all steps, after each.
 
@@ -66,14 +70,16 @@ def plan_bits(
         raise ArgumentError("input_ids must be [N, W] tokens, at least one")
     if not kinds:
         raise ArgumentError("kinds must be at least one, got none")
+    expect_range("recent", recent, 0)
     for kind in kinds:
-        parse_kind("kinds", kind)
+        if parse_kind("kinds", kind).recent is not None:
+            raise ArgumentError(f"kinds must say nothing of recent, which is one for all, got {kind!r}")
     head_dim = head_dim_of(text_config_of(model))
     fitting = [
         kind for kind in (with_group(model, kind) for kind in kinds) if head_dim % _group_of(kind) == 0
     ]
     kinds = [*dict.fromkeys(fitting)]
-    errors = _measure(model, input_ids, kinds, chunk, on_step)
+    errors = _measure(model, input_ids, kinds, recent, chunk, on_step)
     costs, elements = _costs(model, kinds)
     limit = bits * elements / 8 if bits is not None else float(budget or 0)
     chosen = _cheapest_errors([(costs[side], errors[side]) for side in sorted(costs)], limit)
@@ -92,6 +98,7 @@ def plan_bits(
         layers=tuple(layers),
         nbytes_per_token=sum(costs[side][choice] for side, choice in by_side.items()),
         error=(squares / num_layers) ** 0.5,
+        recent=recent,
     )
 
 
@@ -103,13 +110,14 @@ def _measure(
     model: Any,
     input_ids: Tensor,
     kinds: Sequence[str],
+    recent: int,
     chunk: int,
     on_step: Callable[[int, int], None] | None,
 ) -> dict[_Side, list[float]]:
     """Mean square of the error of each head's output, of each side, with each kind."""
     makers = [
         (lambda keys=keys, values=values: KVCache.for_model(model, keys, values=values))
-        for kind in kinds
+        for kind in (f"{x},recent={recent}" if parse_kind("kinds", x).group else x for x in kinds)
         for keys, values in ((kind, "auto"), ("auto", kind))
     ]
     meter = HeadErrors(model, makers)

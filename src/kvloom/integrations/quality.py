@@ -25,6 +25,8 @@ WINDOW: Final = 512
 """Tokens of a text that ``windows_of`` cuts."""
 ROWS: Final = 8
 """Most texts that are read together."""
+LONG: Final = 8192
+"""Tokens of a text of which bytes are told: its newest, where they are kept as they are, weigh little."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +50,8 @@ class Quality:
 
     Attributes:
         kind: ``"DynamicCache"``, a kind as ``KVCache.for_model`` takes it as ``kv``, or a peer's name.
-        nbytes_per_token: Cache bytes of one token in all layers, scales included. Of a peer, and of recent
-            tokens that are kept as they were computed, what it held on average while it read.
+        nbytes_per_token: Cache bytes of one token in all layers, scales included, in a text of 8,192 tokens:
+            what is kept of the newest ones as they were computed is spread over as many.
         perplexity: Exponential of the mean loss of the next tokens.
         mean_kl: Mean of KL(DynamicCache || kind) of the next-token distributions, in nats.
         agreed: Share of the positions at which the same next token is chosen, from 0 to 1.
@@ -208,16 +210,20 @@ class _Entrant:
 
 
 def _nbytes_per_token(cache: Any, num_rows: int) -> float:
-    """Bytes that one token takes in the layers that hold it; other states do not count."""
+    """Bytes of one of ``LONG`` tokens in the layers that hold it; other states do not count."""
     if isinstance(cache, KVCache):
-        return cache.nbytes_per_token + cache.nbytes_recent / (num_rows * int(cache.get_seq_length()))
+        return cache.nbytes_per_token + cache.nbytes_recent / (num_rows * LONG)
     total = 0.0
     for layer in cache.layers:
         keys: Any = getattr(layer, "keys", None)
         if type(layer) in (DynamicLayer, DynamicSlidingWindowLayer):  # a window holds the tokens in it
             total += (keys.nbytes + layer.values.nbytes) / (num_rows * keys.shape[-2])
         elif isinstance(keys, Tensor):
-            total += _nbytes_of(vars(layer)) / (num_rows * int(layer.get_seq_length()))
+            held, num_tokens, num_exact, exact = _nbytes_of(vars(layer)), int(layer.get_seq_length()), 0, 0
+            if hasattr(layer, "_quantized_keys") and keys.dim() == 4:  # the newest tokens, as they are
+                num_exact, exact = keys.shape[-2], keys.nbytes + layer.values.nbytes
+            of_code = (held - exact) / (num_tokens - num_exact)
+            total += (of_code * (LONG - num_exact) + exact) / (num_rows * LONG)
     return total
 
 

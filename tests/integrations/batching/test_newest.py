@@ -151,10 +151,21 @@ def test_a_random_session(seed: int) -> None:
             assert name in program.cancelled
 
 
+def test_int4_keeps_newest_tokens_if_nothing_is_said() -> None:
+    model = make_model("kvloom")
+    expected = alone(model, PROMPT, 20, KVCache.for_model(model, "int4:g16,recent=64"))
+    continuous_batching(model, "int4:g16")
+    with session(model, {"max_new_tokens": 20}) as running:
+        running.manager.add_request(PROMPT)
+        running.run()
+        assert running.manager.report().recent_bytes > 0
+    assert [x.generated_tokens for x in running.outputs.values()] == [expected]
+
+
 def test_forks_have_the_tokens_of_the_request() -> None:
     model = make_model("kvloom")
     expected = alone(model, PROMPT, 20, KVCache.for_model(model, KV))
-    plain = alone(model, PROMPT, 20, KVCache.for_model(model, "int4:g16"))
+    plain = alone(model, PROMPT, 20, KVCache.for_model(model, "int4:g16,recent=0"))
     assert expected != plain
     continuous_batching(model, KV)
     generation = {"max_new_tokens": 20, "num_return_sequences": 3, "do_sample": True, "top_k": 1}

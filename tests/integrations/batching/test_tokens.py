@@ -38,7 +38,9 @@ def test_tokens_of_each_family(name: str, case: str) -> None:
 
 
 @pytest.mark.parametrize("layout", ["auto", "NHD"])
-@pytest.mark.parametrize("kv", ["int8:g16", "int4:g16", "int8:g8", "int4:g16,rotate=both", "float16"])
+@pytest.mark.parametrize(
+    "kv", ["int8:g16", "int4:g16,recent=0", "int8:g8", "int4:g16,rotate=both,recent=0", "float16"]
+)
 def test_tokens_of_each_kind(kv: str, layout: str) -> None:
     model, requests = make_model("kvloom"), random_requests(REQUESTS, seed=5)
     expected = [alone(model, x, NEW, KVCache.for_model(model, kv, layout=layout)) for x in requests]
@@ -52,9 +54,10 @@ def test_tokens_of_each_kind(kv: str, layout: str) -> None:
 def test_keys_and_values_apart() -> None:
     model, requests = make_model("kvloom"), random_requests(REQUESTS, seed=6)
     expected = [
-        alone(model, x, NEW, KVCache.for_model(model, "int8:g16", values="int4:g8")) for x in requests
+        alone(model, x, NEW, KVCache.for_model(model, "int8:g16", values="int4:g8,recent=0"))
+        for x in requests
     ]
-    continuous_batching(model, "int8:g16", values="int4:g8")
+    continuous_batching(model, "int8:g16", values="int4:g8,recent=0")
     with session(model, {"max_new_tokens": NEW}) as running:
         names = running.manager.add_requests(requests)
         running.run()

@@ -8,6 +8,7 @@ from typing import Any, Final
 
 from kvloom.caches import CacheFormat
 from kvloom.caches.format import kept_as
+from kvloom.core.spelling import parse_kind
 from kvloom.errors import ArgumentError
 
 _FORMAT: Final = "kvloom-plan/1"
@@ -27,12 +28,15 @@ class BitPlan:
         nbytes_per_token: Cache bytes of one token in all layers, scales included.
         error: Root mean square of the errors of attention's output over all heads, as they were measured one
             side of one layer at a time; the squares are added.
+        recent: Newest tokens that each token attends to as they were computed, in layers that keep codes;
+            they take room beside ``nbytes_per_token``.
     """
 
     config: str
     layers: tuple[tuple[str, str], ...]
     nbytes_per_token: float
     error: float
+    recent: int = 0
 
     def save(self, path: str | Path) -> None:
         """Write it as JSON: the same plan, the same bytes."""
@@ -41,6 +45,7 @@ class BitPlan:
             "config": self.config,
             "nbytes_per_token": self.nbytes_per_token,
             "error": self.error,
+            "recent": self.recent,
             "layers": [{"keys": keys, "values": values} for keys, values in self.layers],
         }
         Path(path).write_text(json.dumps(fields, indent=1) + "\n", encoding="utf-8")
@@ -61,13 +66,12 @@ class BitPlan:
             if fields["format"] != _FORMAT:
                 raise ArgumentError(f"{name} must be a plan of {_FORMAT}, got {fields['format']!r}")
             layers = tuple((str(layer["keys"]), str(layer["values"])) for layer in fields["layers"])
-            return cls(
-                str(fields["config"]), layers, float(fields["nbytes_per_token"]), float(fields["error"])
-            )
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            if isinstance(error, ArgumentError):
+            nbytes, error = float(fields["nbytes_per_token"]), float(fields["error"])
+            return cls(str(fields["config"]), layers, nbytes, error, int(fields.get("recent", 0)))
+        except (OSError, ValueError, KeyError, TypeError) as cause:
+            if isinstance(cause, ArgumentError):
                 raise
-            raise ArgumentError(f"{name} must be a plan that kvloom saved: {error!r:.200}") from None
+            raise ArgumentError(f"{name} must be a plan that kvloom saved: {cause!r:.200}") from None
 
     def format(self, name: str, base: CacheFormat) -> CacheFormat:
         """``base``, with each layer as the plan says.
@@ -78,10 +82,13 @@ class BitPlan:
         """
         layers = []
         for keys, values in self.layers:
+            if any(parse_kind(name, x).recent is not None for x in (keys, values)):
+                raise ArgumentError(f"{name} must be a plan whose kinds say nothing of recent, got {keys!r}")
             sides = (kept_as(name, keys, "keys"), kept_as(name, values, "values"))
             key, value = (CacheFormat(dtype, quant) for dtype, quant in sides)
             layers.append(replace(key, values=value))
-        return replace(base, layers=tuple(layers))
+        recent = self.recent if any(x.has_codes for x in layers) else 0
+        return replace(base, layers=tuple(layers), recent=recent)
 
 
 def config_digest(config: Any) -> str:

@@ -10,7 +10,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from kvloom.caches import CacheFormat, FixedLayer, PagedLayer, Sequences
 from kvloom.caches.format import kept_as
-from kvloom.core.spelling import is_plan, parse_kind
+from kvloom.core.spelling import is_plan, parse_kind, recent_of
 from kvloom.errors import ArgumentError, UnsupportedError
 from kvloom.integrations.transformers.bit_plan import BitPlan, config_digest
 from kvloom.integrations.transformers.layers import (
@@ -69,8 +69,9 @@ def cache_format(
         plan = BitPlan.load(kv, "kv")
         if plan.config != config_digest(config):
             raise ArgumentError(f"kv must be a plan that was made for this model, got {str(kv)!r} of another")
-        return plan.format("kv", CacheFormat(None, None, page_size, max_tokens, layout=layout))
-    formats, recent = [], 0
+        base = CacheFormat(None, None, page_size, max_tokens, layout=layout)
+        return plan.format("kv", base)
+    formats, kinds = [], []
     sides: tuple[tuple[str, Any, Literal["keys", "values"]], ...] = (
         ("kv", kv, "keys"),
         ("kv", kv, "values") if values is None else ("values", values, "values"),
@@ -83,17 +84,12 @@ def cache_format(
                 f"'int{quant.bits}:g{quant.group}'"
             )
         formats.append(CacheFormat(dtype, quant, page_size, max_tokens, layout=layout))
-        newest = parse_kind(name, text).recent
-        if recent and newest not in (0, recent):
-            raise ArgumentError(f"{name} must keep as many recent tokens as kv, {recent}, got {text!r}")
-        recent = recent or newest
+        kinds.append(parse_kind(name, text))
+    said = [kind.recent for kind in kinds]
+    if None not in said and said[0] != said[1]:
+        raise ArgumentError(f"values must keep as many recent tokens as kv, {said[0]}, got {values!r}")
+    recent = recent_of(*kinds)
     return replace(formats[0], values=formats[1], recent=recent)
-
-
-def expect_codes_alone(format: CacheFormat, where: str) -> None:
-    """Raise UnsupportedError if ``kv`` keeps recent tokens as they were computed, which ``where`` cannot."""
-    if format.recent:
-        raise UnsupportedError(f"kv must have no recent tokens in {where}, got recent={format.recent}")
 
 
 def make_layers(

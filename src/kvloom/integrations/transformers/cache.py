@@ -76,9 +76,9 @@ class KVCache(DynamicCache):  # type: ignore[misc]
                 model this is the decoder's own half, for ``EncoderDecoderCache``.
             kv: How keys and values are kept, one of ``STORAGE``. ``"int8:g32"`` has float16 scales of 32
                 elements along the head dim, ``"int8"`` of 64; so has int4, whose keys are rotated first
-                unless it is ``"int4,rotate=none"``. By ``"int4,recent=32"`` tokens attend to their newest
-                32, themselves included, as they were computed. Or the path of a plan, as
-                ``kvloom.plan_bits`` makes them.
+                unless it is ``"int4,rotate=none"``. By ``"int8,recent=32"`` tokens attend to their newest
+                32, themselves included, as they were computed; with int4 to 64, unless another number is
+                said, 0 for none. Or the path of a plan, as ``kvloom.plan_bits`` makes them.
             page_size: Tokens in a page.
             max_tokens: Token slots of each layer, all sequences together; ``None`` grows on demand.
             values: How the values are kept, as ``kv``, if otherwise than the keys.
