@@ -234,7 +234,8 @@ def test_generate_counts_tokens_and_bytes(quick: Callable[..., Any]) -> None:
     tokens = result["context"] + 10 * result["new"]
     assert rows["DynamicCache"]["nbytes"] == 4 * 2 * 8 * 64 * 4 * tokens
     assert all(x["tokens_per_s"] > 0 for x in result["rows"])
-    nbytes = [rows[f"kvloom {kind} in place"]["nbytes"] for kind in ("int4", "int8", "bfloat16", "float32")]
+    kinds = ("int8", "bfloat16", "float32", "int4")  # of few tokens int4 keeps all as they are, too
+    nbytes = [rows[f"kvloom {kind} in place"]["nbytes"] for kind in kinds]
     assert nbytes == sorted(nbytes)
 
 
