@@ -101,7 +101,8 @@ class KVPool(Recorder):
 
         Args:
             model: As above.
-            kv: As above.
+            kv: As above. The newest tokens of a prefix that is found are codes, so with int4 what follows it
+                is what follows a computed one only with ``"int4,recent=0"``.
             page_size: As above.
             max_tokens: Token slots of each layer.
             values: As above.
