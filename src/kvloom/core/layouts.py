@@ -6,7 +6,8 @@ D head dim. T is B and S in one: a single block of T slots.
 
 import re
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple
+from functools import lru_cache
+from typing import Final, NamedTuple, TypeAlias
 
 from torch import Tensor
 
@@ -30,6 +31,10 @@ class Term(NamedTuple):
         return whole // self.chunk
 
 
+_Order: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
+"""Which term fills each canonical axis that a layout has, and the canonical axes that it lacks."""
+
+
 @dataclass(frozen=True, slots=True)
 class CacheLayout:
     """A named order of the axes of a cache tensor, for example ``CacheLayout("L 2 T H D")``.
@@ -48,11 +53,11 @@ class CacheLayout:
     """The terms held by each dimension of the tensor."""
     names: frozenset[str] = field(init=False, repr=False, compare=False)
     """The letters that occur in this layout."""
+    _order: _Order = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        dims = _parse(self.axes)
-        object.__setattr__(self, "dims", dims)
-        object.__setattr__(self, "names", frozenset(term.axis for dim in dims for term in dim))
+        for name, value in zip(("dims", "names", "_order"), _read(self.axes), strict=True):
+            object.__setattr__(self, name, value)
 
     def __str__(self) -> str:
         return self.axes
@@ -114,18 +119,16 @@ class CacheLayout:
         if heads is not None and heads < 1:
             raise ArgumentError(f"heads must be at least 1, got {heads}")
         known = {"2": 2} if heads is None else {"2": 2, "H": heads}
-        spread: list[Term] = []
+        num_terms = 0
         for dim, extent in zip(self.dims, x.shape, strict=True):
             parts = _split_extent(dim, extent, known, name, self.axes)
             if len(dim) > 1:
-                x = x.unflatten(len(spread), parts)
-            spread += dim
-        place = {(term.axis, term.part): i for i, term in enumerate(spread)}
-        found = [next((place[c] for c in wanted if c in place), None) for wanted in _CANONICAL_TERMS]
-        x = x.permute([at for at in found if at is not None])
-        for i, at in enumerate(found):
-            if at is None:
-                x = x.unsqueeze(i)
+                x = x.unflatten(num_terms, parts)
+            num_terms += len(dim)
+        order, lacking = self._order
+        x = x.permute(order)
+        for i in lacking:
+            x = x.unsqueeze(i)
         return x
 
     def for_scale(self) -> "CacheLayout":
@@ -196,6 +199,17 @@ def _spell(term: Term) -> str:
 
 def _is_in_scale(term: Term) -> bool:
     return not (term.axis == "D" and term.part == "/")
+
+
+@lru_cache(maxsize=256)
+def _read(axes: str) -> tuple[tuple[tuple[Term, ...], ...], frozenset[str], _Order]:
+    """Terms of each dimension, their letters, and their canonical order."""
+    dims = _parse(axes)
+    terms = [term for dim in dims for term in dim]
+    place = {(term.axis, term.part): i for i, term in enumerate(terms)}
+    found = [next((place[c] for c in wanted if c in place), None) for wanted in _CANONICAL_TERMS]
+    order = tuple(at for at in found if at is not None)
+    return dims, frozenset(t.axis for t in terms), (order, tuple(i for i, x in enumerate(found) if x is None))
 
 
 def _parse(axes: str) -> tuple[tuple[Term, ...], ...]:
