@@ -4,6 +4,7 @@
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
 
 #include <algorithm>
 #include <array>
@@ -144,6 +145,14 @@ inline View base_view(const Tensor& x, const void* data) {
   return view;
 }
 
+// What codes of that dtype are; `DType::bits` if there are no such codes.
+inline DType codes_of(int32_t dtype) {
+  if (dtype == aoti_torch_dtype_int8()) return DType::int8;
+  if (dtype == aoti_torch_dtype_uint8()) return DType::int4;
+  if (dtype == static_cast<int32_t>(torch::headeronly::ScalarType::Bits2x4)) return DType::int2;
+  return DType::bits;
+}
+
 // A canonical view [B, S/s, s, H, D/d, d]; the dtype tells codes apart.
 inline View view_of(const Tensor& x, const void* data, bool has_scale) {
   require(x.dim() == 6, "a canonical view must have 6 dimensions");
@@ -155,9 +164,8 @@ inline View view_of(const Tensor& x, const void* data, bool has_scale) {
     view.stride[i] = strides[i];
   }
   if (has_scale) {
-    const bool is_int8 = dtype_of(x) == aoti_torch_dtype_int8();
-    require(is_int8 || dtype_of(x) == aoti_torch_dtype_uint8(), "codes must be int8 or uint8");
-    view.dtype = is_int8 ? DType::int8 : DType::int4;
+    view.dtype = codes_of(dtype_of(x));
+    require(is_quantized(view.dtype), "codes must be int8, uint8 or bits2x4");
   }
   return view;
 }

@@ -147,12 +147,15 @@ def test_generate_reads_a_prompt_file(tmp_path: Path, capsys: pytest.CaptureFixt
             ["--prompt", "x", "--kv", "int8:g48"],
             "--kv must have a group that divides the head dim 64, got 'int8:g48'",
         ),
-        (["--prompt", "x", "--kv", "int4:g3"], "--kv must have an even group for 4 bits, got 'int4:g3'"),
+        (
+            ["--prompt", "x", "--kv", "int4:g3"],
+            "--kv must have a group of a multiple of 2 for 4 bits, got 'int4:g3'",
+        ),
         *(
             (
                 ["--prompt", "x", "--kv", text],
-                "--kv must be one of auto, float32, float16, bfloat16, int8 or int4, codes also with a group "
-                f"such as int8:g32 or an option such as int4,rotate=keys, got {text!r}",
+                "--kv must be one of auto, float32, float16, bfloat16, int8, int4 or int2, codes also with a "
+                f"group such as int8:g32 or an option such as int4,rotate=keys, got {text!r}",
             )
             for text in BAD
             if isinstance(text, str)

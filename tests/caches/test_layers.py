@@ -329,11 +329,11 @@ def test_bad_settings_are_refused_by_name(make: Callable[[], Layer], message: st
 
 @pytest.mark.parametrize(
     ("make", "name"),
-    [(lambda: QuantizedLayer("int3"), "kv"), (lambda: QuantizedLayer(values="int2"), "values"),
+    [(lambda: QuantizedLayer("int3"), "kv"), (lambda: QuantizedLayer(values="int5"), "values"),
      (lambda: QuantizedLayer("int8:g0"), "kv"), (lambda: QuantizedLayer("float16"), "kv")],
 )  # fmt: skip
 def test_what_spells_no_codes_is_refused_by_name(make: Callable[[], Layer], name: str) -> None:
-    with pytest.raises(ArgumentError, match=f"^{name} must be one of int8 or int4"):
+    with pytest.raises(ArgumentError, match=f"^{name} must be one of int8, int4 or int2"):
         make()
 
 

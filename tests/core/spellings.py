@@ -8,5 +8,5 @@ BAD = [
     "float16:g16", "bfloat16:", "torch.int8",
 ]  # fmt: skip
 """Texts that are none of its spellings, and things that are no texts."""
-ODD = ["int4:g7", "int4:g1"]
-"""Groups that 4-bit codes, two to a byte, cannot have."""
+ODD = ["int4:g7", "int4:g1", "int2:g2", "int2:g6"]
+"""Groups of codes, two or four to a byte, that are no whole bytes."""

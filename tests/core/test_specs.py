@@ -42,7 +42,8 @@ def test_nbytes_counts_any_dtype(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(
     ("bits", "group", "scale_dtype", "bytes_per_element"),
     [(8, 64, torch.float16, 1.03125), (8, 8, torch.float16, 1.25), (8, 8, torch.float32, 1.5),
-     (4, 8, torch.float16, 0.75), (4, 32, torch.bfloat16, 0.5625)],
+     (4, 8, torch.float16, 0.75), (4, 32, torch.bfloat16, 0.5625),
+     (2, 64, torch.float16, 0.28125)],
 )  # fmt: skip
 def test_bytes_of_an_element_are_as_documented(
     bits: int, group: int, scale_dtype: torch.dtype, bytes_per_element: float
@@ -53,25 +54,34 @@ def test_bytes_of_an_element_are_as_documented(
 
 @pytest.mark.parametrize("axes", [*TOKEN_AXES, *BLOCK_AXES])
 @pytest.mark.parametrize(
-    "quant", [None, QuantSpec(8, 4, torch.float32), QuantSpec(4, 4)], ids=["plain", "int8", "int4"]
+    "quant",
+    [None, QuantSpec(8, 4, torch.float32), QuantSpec(4, 4), QuantSpec(2, 4)],
+    ids=["plain", "int8", "int4", "int2"],
 )
 def test_empty_is_zero_and_has_shape_and_dtype(axes: str, quant: QuantSpec | None) -> None:
     layers, block_size = (2 if "L" in axes else 1), (4 if "B" in axes else None)
-    spec = KVSpec(layers, 3, 16, torch.bfloat16, axes, quant)
+    head_dim = 32 if quant and quant.bits == 2 else 16  # at least the 8 stored elements of a chunk
+    spec = KVSpec(layers, 3, head_dim, torch.bfloat16, axes, quant)
     cache, scale = spec.empty(12, block_size)
-    sizes = {"L": layers, "H": 3, "T": 12, "B": 3, "S": 4, "D": 8 if quant and quant.bits == 4 else 16}
+    sizes = {
+        "L": layers,
+        "H": 3,
+        "T": 12,
+        "B": 3,
+        "S": 4,
+        "D": head_dim * quant.bits // 8 if quant else head_dim,
+    }
     assert spec.shapes(12, block_size) == (tuple(cache.shape), None if scale is None else tuple(scale.shape))
     assert list(cache.shape) == extents(axes, sizes)
     assert cache.dtype == spec.cache_dtype
-    assert cache.dtype == (
-        torch.bfloat16 if quant is None else torch.int8 if quant.bits == 8 else torch.uint8
-    )
-    assert not cache.any()
+    dtypes = {None: torch.bfloat16, 8: torch.int8, 4: torch.uint8, 2: torch.bits2x4}
+    assert cache.dtype == dtypes[quant and quant.bits]
+    assert not cache.view(torch.uint8).any()
     if quant is None:
         assert scale is None
         return
     assert scale is not None
-    assert list(scale.shape) == extents(str(spec.axes.for_scale()), {**sizes, "D": 4})
+    assert list(scale.shape) == extents(str(spec.axes.for_scale()), {**sizes, "D": head_dim // 4})
     assert scale.dtype == quant.scale_dtype
     assert not scale.any()
 
@@ -133,14 +143,15 @@ def test_fingerprint_is_stable() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"bits": 5}, "bits must be 8 or 4, got 5"),
+        ({"bits": 5}, "bits must be 8, 4 or 2, got 5"),
         ({"bits": 0}, "bits must be"),
         ({"bits": None}, "bits must be"),
         ({"group": 0}, "group must be a positive int, got 0"),
         ({"group": -8}, "group must be a positive int"),
         ({"group": 8.0}, "group must be a positive int"),
         ({"group": True}, "group must be a positive int"),
-        ({"bits": 4, "group": 7}, "group must be even for 4 bits, got 7"),
+        ({"bits": 2, "group": 6}, "group must be a multiple of 4 for 2 bits, got 6"),
+        ({"bits": 4, "group": 7}, "group must be a multiple of 2 for 4 bits, got 7"),
         ({"scale_dtype": torch.float64}, "scale_dtype must be one of"),
         ({"scale_dtype": torch.int8}, "scale_dtype must be one of"),
         ({"rotated": 1}, "rotated must be a bool, got 1"),

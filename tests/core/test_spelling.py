@@ -27,10 +27,12 @@ from kvloom.errors import ArgumentError
         ("int8:g32", "int8", 32),
         ("int4:g16", "int4", 16),
         ("int4:g128", "int4", 128),
+        ("int2", "int2", 64),
+        ("int2:g4", "int2", 4),
     ],
 )
 def test_kind_and_group_of_a_text(text: str, kind: str, group: int) -> None:
-    assert parse_kind("kv", text) == Kind(kind, group, "keys" if kind == "int4" else "none")
+    assert parse_kind("kv", text) == Kind(kind, group, "keys" if kind in ("int4", "int2") else "none")
 
 
 @pytest.mark.parametrize(
@@ -61,8 +63,8 @@ def test_what_is_no_such_text_is_refused(text: object) -> None:
     with pytest.raises(ArgumentError) as error:
         parse_kind("kv", text)
     assert str(error.value) == (
-        "kv must be one of auto, float32, float16, bfloat16, int8 or int4, codes also with a group such as "
-        f"int8:g32 or an option such as int4,rotate=keys, got {text!r}"
+        "kv must be one of auto, float32, float16, bfloat16, int8, int4 or int2, codes also with a group "
+        f"such as int8:g32 or an option such as int4,rotate=keys, got {text!r}"
     )
 
 
@@ -71,8 +73,8 @@ def test_what_spells_no_codes_is_refused(text: object) -> None:
     with pytest.raises(ArgumentError) as error:
         QuantSpec.parse(text)  # type: ignore[arg-type]
     assert str(error.value) == (
-        "text must be one of int8 or int4, codes also with a group such as int8:g32 or an option such as "
-        f"int4,rotate=keys, got {text!r}"
+        "text must be one of int8, int4 or int2, codes also with a group such as int8:g32 or an option such "
+        f"as int4,rotate=keys, got {text!r}"
     )
 
 
@@ -113,17 +115,21 @@ def test_options_are_of_codes_and_have_a_value(text: str) -> None:
 
 
 @pytest.mark.parametrize("text", ODD)
-def test_an_odd_group_of_4_bits_is_refused(text: str) -> None:
-    with pytest.raises(ArgumentError, match=f"^kv must have an even group for 4 bits, got '{text}'$"):
+def test_a_group_that_is_no_whole_bytes_is_refused(text: str) -> None:
+    bits = int(text[3])
+    reason = f"must have a group of a multiple of {8 // bits} for {bits} bits, got '{text}'$"
+    with pytest.raises(ArgumentError, match=f"^kv {reason}"):
         parse_kind("kv", text)
-    with pytest.raises(ArgumentError, match=f"^values must have an even group for 4 bits, got '{text}'$"):
+    with pytest.raises(ArgumentError, match=f"^values {reason}"):
         QuantSpec.parse(text, "values")
 
 
-@pytest.mark.parametrize(("bits", "group"), [*itertools.product((8, 4), (2, 8, 16, 30, 64, 10**12))])
+@pytest.mark.parametrize(
+    ("bits", "group"), [*itertools.product((8, 4), (2, 8, 16, 30, 64, 10**12)), (2, 4), (2, 64)]
+)
 def test_a_text_is_read_as_it_is_spelled(bits: int, group: int) -> None:
     spec = QuantSpec(bits, group)
-    assert str(spec) == f"int{bits}:g{group}{',rotate=none' if bits == 4 else ''}"
+    assert str(spec) == f"int{bits}:g{group}{',rotate=none' if bits < 8 else ''}"
     assert QuantSpec.parse(str(spec)) == spec
     assert str(QuantSpec(bits, group, torch.bfloat16)) == str(spec)  # the dtype of scales is not spelled
 

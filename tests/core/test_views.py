@@ -172,7 +172,7 @@ def scales(groups: int) -> Tensor:
         ({"layer": True}, ArgumentError, "^layer must be an int, got True"),
         ({"layer": 1.0}, ArgumentError, "^layer must be an int, got 1.0"),
         ({"heads": 3}, ShapeError, "cache must have 3 for axis 'H'"),
-        ({"scale": SCALE}, ShapeError, "cache must be int8 or .* where it has a scale, got torch.float32"),
+        ({"scale": SCALE}, ShapeError, "cache must be int8, .* where it has a scale, got torch.float32"),
         ({"cache": CODES, "scale": SCALE.double()}, ShapeError, "scale must be one of"),
         ({"cache": CODES, "scale": SCALE.to("meta")}, ShapeError, "scale must be on cpu as cache, got meta"),
         ({"cache": CODES, "scale": SCALE[0]}, ShapeError, "scale must have the axes"),
@@ -185,7 +185,7 @@ def scales(groups: int) -> Tensor:
         (
             {"cache": PACKED, "scale": scales(8)},
             ShapeError,
-            "scale must have an even group for 4 bits, got 1",
+            "scale must have a group of a multiple of 2 for 4 bits, got 1",
         ),
     ],
 )
@@ -213,8 +213,8 @@ INT8_KEY = KEY.to(torch.int8)
         ({"layer": 1}, ArgumentError, r"^layer must be in \[0, 1\), got 1"),
         ({"value_layout": JOINT}, ArgumentError, "^value_layout must not have the axis 2"),
         ({"value_layout": "B S H"}, ConfigError, "^value_layout's axes must name H, D"),
-        ({"key_scale": KEY}, ShapeError, "^key must be int8 or"),
-        ({"value_scale": KEY}, ShapeError, "^value must be int8 or"),
+        ({"key_scale": KEY}, ShapeError, "^key must be int8, "),
+        ({"value_scale": KEY}, ShapeError, "^value must be int8, "),
         ({"key": INT8_KEY, "key_scale": KEY[0]}, ShapeError, "^key_scale must have the axes"),
         ({"value": INT8_KEY, "value_scale": KEY[:1]}, ShapeError, "^value_scale must have the axes of value"),
         ({"value": INT8_KEY, "value_scale": KEY.to(torch.int8)}, ShapeError, "^value_scale must be one of"),
@@ -251,7 +251,7 @@ def test_a_view_is_of_sides_that_fit(key: Side, value: Side, message: str) -> No
         (KEY, None, "^cache must be \\[B, S/s, s, H, D/d, d\\]"),
         (None, None, "^cache must be a tensor"),
         (KEY[None, None], KEY, "^scale must be \\[B, S/s, s, H, D/d, d\\]"),
-        (KEY[None, None], KEY[None, None], "^cache must be int8 or"),
+        (KEY[None, None], KEY[None, None], "^cache must be int8, "),
         (INT8_KEY[None, None], KEY[None, None, :1], "^scale must have the axes of cache"),
     ],
 )

@@ -99,6 +99,11 @@ CACHE = [
     Bad("cache of fewer layers", "cache|num_layer", lambda c: {"cache": c["cache"][:, :1]}),
     Bad("cache float32 with a quantizer", "cache", lambda c: {"cache": c["cache"].float()}),
     Bad("cache uint8 at 8 bits", "cache", lambda c: {"cache": c["cache"].view(torch.uint8)}),
+    Bad(
+        "cache of 2 bits at 4 bits",
+        "cache",
+        lambda c: {"cache": c["cache"][..., :16].clone().view(torch.bits2x4), "quant_bit": 4},
+    ),
     Bad("cache int8 at 4 bits", "cache", lambda c: {"cache": c["cache"][..., :16].clone(), "quant_bit": 4}),
     Bad(
         "cache unpacked at 4 bits", "cache", lambda c: {"cache": c["cache"].view(torch.uint8), "quant_bit": 4}

@@ -7,7 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from oracles.language_models import FakeQuantCache, FakeQuantCache4, generate, make_model, make_prompts
+from oracles.language_models import (
+    FakeQuantCache,
+    FakeQuantCache2,
+    FakeQuantCache4,
+    generate,
+    make_model,
+    make_prompts,
+)
 from torch import Tensor
 from transformers import DynamicCache
 
@@ -18,6 +25,7 @@ STOCK: dict[str, Any] = {
     "float32": DynamicCache,
     "int8:g16": FakeQuantCache,
     "int4:g16,rotate=none,recent=0": FakeQuantCache4,
+    "int2:g16,rotate=none,recent=0": FakeQuantCache2,
 }
 KINDS = pytest.mark.parametrize("kv", list(STOCK))
 

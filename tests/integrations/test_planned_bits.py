@@ -20,7 +20,7 @@ from kvloom.integrations.planned_bits import plan_bits
 from kvloom.integrations.transformers import KVCache, KVPool, enable
 from kvloom.integrations.transformers.bit_plan import BitPlan, config_digest
 
-KINDS = ("int4:g16", "int8:g16", "auto")
+KINDS = ("int2:g16", "int4:g16", "int8:g16", "auto")
 
 
 def texts(count: int = 2, width: int = 40) -> torch.Tensor:

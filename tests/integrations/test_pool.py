@@ -16,7 +16,7 @@ from kvloom.integrations.transformers import KVCache, KVPool
 
 ATTENTIONS = pytest.mark.parametrize("attention", ["sdpa", "kvloom"])
 KINDS = pytest.mark.parametrize(
-    "kv", ["auto", "int8:g16", "int4:g16,recent=0", "int4:g16,rotate=both,recent=0"]
+    "kv", ["auto", "int8:g16", "int4:g16,recent=0", "int4:g16,rotate=both,recent=0", "int2:g16,recent=0"]
 )
 
 

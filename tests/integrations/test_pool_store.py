@@ -22,7 +22,7 @@ from kvloom.store import KVStore, read_head
 PAGE = 4
 ATTENTIONS = pytest.mark.parametrize("attention", ["sdpa", "kvloom"])
 KINDS = pytest.mark.parametrize(
-    "kv", ["auto", "int8:g16", "int4:g16,recent=0", "int4:g16,rotate=both,recent=0"]
+    "kv", ["auto", "int8:g16", "int4:g16,recent=0", "int4:g16,rotate=both,recent=0", "int2:g16,recent=0"]
 )
 
 
@@ -174,6 +174,7 @@ def test_another_format_finds_nothing(tmp_path: Path) -> None:
         "bfloat16",
         "int8:g16,rotate=keys",
         "int8:g16,rotate=values",
+        "int2:g16,recent=0",
     ):
         assert found(model, url, text(20), kv=kv) == 0
 

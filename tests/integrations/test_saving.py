@@ -44,7 +44,14 @@ def test_a_saved_cache_continues_with_the_same_logits(
 @every_way
 @pytest.mark.parametrize(
     "options",
-    [{"kv": "int8:g8"}, {"kv": "int4:g8"}, {"kv": "int4:g8,rotate=both"}, {"static": True, "max_tokens": 80}],
+    [
+        {"kv": "int8:g8"},
+        {"kv": "int4:g8"},
+        {"kv": "int4:g8,rotate=both"},
+        {"kv": "int4:g8,recent=9", "values": "int2:g8"},
+        {"static": True, "max_tokens": 80},
+        {"static": True, "max_tokens": 80, "kv": "int2:g8"},
+    ],
     ids=str,
 )
 def test_any_kind_of_cache_can_be_saved(options: dict[str, Any], again: Callable[[Any], Any]) -> None:

@@ -18,7 +18,15 @@ from kvloom.errors import ArgumentError, StateError, UnsupportedError
 from kvloom.integrations.transformers import KVCache
 
 KINDS = pytest.mark.parametrize(
-    "kv", ["auto", "int8:g16", "int4:g16,recent=0", "int4:g16,rotate=both,recent=0", "int4:g16,recent=5"]
+    "kv",
+    [
+        "auto",
+        "int8:g16",
+        "int4:g16,recent=0",
+        "int4:g16,rotate=both,recent=0",
+        "int4:g16,recent=5",
+        "int2:g16",
+    ],
 )
 ATTENTIONS = pytest.mark.parametrize("attention", ["sdpa", "kvloom"])
 

@@ -46,7 +46,14 @@ def test_auto_keeps_the_models_dtype(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize(
     ("kv", "nbytes_per_token"),
-    [("float32", 768), ("float16", 384), ("bfloat16", 384), ("int8:g16", 216), ("int4:g16,recent=0", 120)],
+    [
+        ("float32", 768),
+        ("float16", 384),
+        ("bfloat16", 384),
+        ("int8:g16", 216),
+        ("int4:g16,recent=0", 120),
+        ("int2:g16,recent=0", 72),
+    ],
 )
 def test_cache_takes_the_bytes_it_promises(kv: str, nbytes_per_token: int) -> None:
     model = make_model()
@@ -164,7 +171,7 @@ def test_how_keys_and_values_are_kept_is_refused_by_name(make: Callable[..., obj
     model = make_model("sdpa")
     for text in [*BAD, *ODD]:
         for name in ("kv", "values"):
-            with pytest.raises(ArgumentError, match=f"^{name} must (be one of|have an even group)"):
+            with pytest.raises(ArgumentError, match=f"^{name} must (be one of|have a group of a multiple)"):
                 make(model, **{name: text})
     with pytest.raises(ArgumentError, match=r"^kv must be one of .*, got None"):
         make(model, None)
@@ -187,9 +194,10 @@ def test_a_group_that_does_not_divide_the_head_dim_is_refused_by_name(make: Call
 
 def test_each_side_has_a_group_of_its_own() -> None:
     model = make_model()
-    cache = KVCache.for_model(model, "int8:g16", values="int4:g4,recent=0")
-    generate(model, make_prompts([9]), cache)
-    assert cache.nbytes_per_token == 3 * 2 * ((16 + 2) + (8 + 4 * 2))
+    for values, nbytes in (("int4:g4,recent=0", 8 + 4 * 2), ("int2:g16,recent=0", 4 + 2)):
+        cache = KVCache.for_model(model, "int8:g16", values=values)
+        generate(model, make_prompts([9]), cache)
+        assert cache.nbytes_per_token == 3 * 2 * ((16 + 2) + nbytes)
 
 
 def test_every_storage_kind_is_accepted() -> None:

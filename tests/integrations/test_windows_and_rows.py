@@ -146,7 +146,9 @@ def test_rows_cropped_apart_continue_as_if_alone() -> None:
     check_rows(make_model(), make_model("kvloom"), kv="auto")
 
 
-@pytest.mark.parametrize("kv", ["int8:g8", "int4:g8,recent=0", "int4:g8,rotate=both,recent=0"])
+@pytest.mark.parametrize(
+    "kv", ["int8:g8", "int4:g8,recent=0", "int4:g8,rotate=both,recent=0", "int2:g8,recent=0"]
+)
 def test_quantized_rows_cropped_apart_continue_as_if_alone(kv: str) -> None:
     check_rows(make_model(), make_model("kvloom"), kv=kv)
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 import torch
-from ops.pools import PLAIN, Kind, make_pool
+from ops.pools import PLAIN, Kind, as_integers, make_pool, small_head_dim
 from oracles.bits import generator
 from torch import Tensor
 
@@ -102,7 +102,7 @@ def make_case(
     dtype: torch.dtype = torch.float32,
     kv_heads: int = 2,
     ratio: int = 2,
-    head_dim: int = 8,
+    head_dim: int | None = None,
     value_dim: int | None = None,
     page_size: int = 2,
     block_size: int = 4,
@@ -115,11 +115,15 @@ def make_case(
     num_pages = [-(-n // page_size) for n in stored]
     slots_needed = (sum(num_pages) + 3) * page_size
     blocks = -(-slots_needed // block_size)
+    head_dim = head_dim or small_head_dim(kind)
     value_dim = value_dim or head_dim
     widths = {"heads": kv_heads, "head_dim": head_dim, "value_dim": value_dim}
     pool = make_pool(axes, kind, blocks=blocks, block_size=block_size, **widths)
     for base in pool.bases.values():
-        base.fill_(poison if base.is_floating_point() else -128 if base.dtype == torch.int8 else 0x88)
+        if base.is_floating_point():
+            base.fill_(poison)
+        else:
+            as_integers(base).fill_(0x80 if base.dtype == torch.int8 else 0x88)
     order = torch.arange(sum(num_pages)) + 1
     if not contiguous:
         order = (torch.randperm(sum(num_pages) + 2, generator=generator(seed + 1)))[: sum(num_pages)]

@@ -13,7 +13,7 @@ from torch import Tensor
 from kvloom.ops import Scores, alibi_slopes
 from kvloom.ops.impl import cpu
 
-CODES = {8: torch.int8, 4: torch.uint8}
+CODES = {8: torch.int8, 4: torch.uint8, 2: torch.bits2x4}
 
 
 def codes(bits: int, group: int, scale_dtype: torch.dtype = torch.float16) -> Kind:
@@ -39,7 +39,7 @@ def fewest_tokens_in_tiles(case: Case) -> float:
         if side.scale is None:
             serves &= side.cache.dtype == torch.bfloat16
         else:
-            row = side.head_dim * side.bits // 8
+            row = side.head_dim * max(side.bits, 4) // 8  # 2 bits are read as 4
             serves &= row % 16 == 0 and row % (4 * (side.head_dim // side.group)) == 0
     return 17 if serves else math.inf
 

@@ -27,7 +27,8 @@ from kvloom.ops import alibi_slopes, api
 from kvloom.ops.impl.triton import attend, load, store
 
 PAGE = 16
-KINDS = {"plain": None, "int8": QuantSpec(8, 64), "int4": QuantSpec(4, 64), "int8 g8": QuantSpec(8, 8)}
+KINDS = {"plain": None, "int8": QuantSpec(8, 64), "int4": QuantSpec(4, 64), "int8 g8": QuantSpec(8, 8),
+         "int2": QuantSpec(2, 64)}  # fmt: skip
 
 
 class NoDriver:

@@ -6,6 +6,7 @@ import math
 
 import torch
 from ops.attention import Case
+from oracles.bits import filled
 
 from kvloom import ops
 from kvloom.core.layouts import NATIVE_KEYS, NATIVE_VALUES
@@ -23,7 +24,7 @@ def native(case: Case, block_size: int = 32) -> KVView:
         assert cache is not None
         assert scale is not None
         sizes = {"B": num_slots // block_size, "S": block_size, "H": cache.shape[3]}
-        codes = torch.full(layout.shape(D=cache.shape[4:].numel(), **sizes), 0x77, dtype=cache.dtype)
+        codes = filled(layout.shape(D=cache.shape[4:].numel(), **sizes), 0x77, cache.dtype)
         shape = layout.for_scale().shape(D=scale.shape[4:].numel(), **sizes)
         sides.append((codes, torch.full(shape, math.nan, dtype=scale.dtype)))
     (key, key_scale), (value, value_scale) = sides

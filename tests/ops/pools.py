@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 from core.addresses import address_table, extents
+from oracles import two_bits
 from oracles.bits import assert_same_bits, generator, poison
 from torch import Tensor
 
@@ -37,6 +38,7 @@ class Kind:
 
 INT8 = Kind(torch.int8, 8)
 INT4 = Kind(torch.uint8, 4, 2, torch.float32)
+INT2 = Kind(torch.bits2x4, 2, 8, torch.float32)
 PLAIN = Kind(torch.float32)
 
 
@@ -85,7 +87,7 @@ class Pool:
         head_dim = self.head_dims[part.removesuffix("_scale")]
         if part.endswith("scale"):
             return head_dim // self.kind.group
-        return head_dim // 2 if self.kind.bits == 4 else head_dim
+        return head_dim * (self.kind.bits or 8) // 8
 
     def remember(self, part: str, slot: int, row: Tensor) -> None:
         """``row``, ``[H, D]`` new keys or values, belongs into ``slot``: quantized as the document says."""
@@ -95,7 +97,10 @@ class Pool:
         codes = torch.empty(len(row), self.width(part), dtype=self.kind.dtype)
         scales = torch.empty(len(row), self.width(f"{part}_scale"), dtype=self.kind.scale_dtype)
         for h, vector in enumerate(row):
-            pmx_golden.store_vector(vector, codes, scales, (h,), self.kind.bits, self.kind.group)
+            if self.kind.bits == 2:
+                two_bits.store_vector(vector, codes, scales, h, self.kind.group)
+            else:
+                pmx_golden.store_vector(vector, codes, scales, (h,), self.kind.bits, self.kind.group)
         self.rows[part, slot], self.rows[f"{part}_scale", slot] = codes, scales
 
     def recall(self, part: str, slot: int, dtype: torch.dtype) -> Tensor:
@@ -104,7 +109,9 @@ class Pool:
             return self.rows[part, slot].to(dtype)
         codes, scales = self.rows[part, slot], self.rows[f"{part}_scale", slot]
         vectors = [
-            pmx_golden.load_vector(codes, scales, (h,), self.kind.bits, self.kind.group, dtype)
+            two_bits.load_vector(codes, scales, h, self.kind.group, dtype)
+            if self.kind.bits == 2
+            else pmx_golden.load_vector(codes, scales, (h,), self.kind.bits, self.kind.group, dtype)
             for h in range(len(codes))
         ]
         return torch.stack(vectors)
@@ -135,14 +142,18 @@ def make_pool(
     kind: Kind,
     *,
     heads: int = 2,
-    head_dim: int = 8,
+    head_dim: int | None = None,
     value_dim: int | None = None,
     blocks: int = 3,
     block_size: int = 4,
     strided: bool = False,
     seed: int = 0,
 ) -> Pool:
-    """A pool of random bytes; ``strided`` puts each raw tensor with gaps into a larger one."""
+    """A pool of random bytes; ``strided`` puts each raw tensor with gaps into a larger one.
+
+    Without a head dim vectors take at least the 4 stored elements that some layouts split them by.
+    """
+    head_dim = head_dim or small_head_dim(kind)
     sizes = {"L": 2, "B": blocks, "S": block_size, "T": blocks * block_size, "H": heads}
     head_dims = {"key": head_dim, "value": value_dim or head_dim}
     pool = Pool(axes, sizes, kind, int("L" in axes), head_dims)
@@ -159,6 +170,11 @@ def make_pool(
         pool.bases[name], pool.first[name] = base, base.clone()
         pool.raw[name] = base[tuple(slice(-n, None) for n in shape)]
     return pool
+
+
+def small_head_dim(kind: Kind) -> int:
+    """8, or the 16 numbers in 4 bytes of 2-bit codes."""
+    return 16 if kind.bits == 2 else 8
 
 
 def scale_axes(axes: str) -> str:

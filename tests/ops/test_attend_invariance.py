@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ops.attention import Case, make_case
 from ops.cases import codes
-from ops.pools import ALL_AXES, INT4, INT8, PLAIN, Kind
+from ops.pools import ALL_AXES, INT2, INT4, INT8, PLAIN, Kind
 from oracles.bits import assert_same_bits
 from torch import Tensor
 
@@ -21,7 +21,7 @@ from kvloom.ops import Scores, alibi_slopes
 pytestmark = pytest.mark.usefixtures("each_backend")
 
 NEW, STORED = [3, 1, 6, 2], [7, 12, 11, 2]
-KINDS = [PLAIN, Kind(torch.float16), INT8, INT4]
+KINDS = [PLAIN, Kind(torch.float16), INT8, INT4, INT2]
 SOME_SCORES = {
     "default": Scores(),
     "alibi and sinks": Scores(alibi_slopes=alibi_slopes(4), sinks=torch.ones(4)),
@@ -76,7 +76,7 @@ def test_shared_tokens_give_each_sequence_its_own_result() -> None:
 def test_damaged_sequence_leaves_the_others_alone(kind: Kind) -> None:
     case = make_case(NEW, STORED, kind=kind)
     before = attend(case).split(NEW)
-    hurt = torch.full((STORED[1], 2, 8), math.nan)
+    hurt = torch.full((STORED[1], 2, case.query.shape[2]), math.nan)
     ops.store(hurt, hurt, torch.tensor(case.slots[1]), case.kv)
     after = attend(case).split(NEW)
     assert bool(after[1].isnan().all())
@@ -118,7 +118,7 @@ def test_every_page_and_block_size_gives_the_same_bits(kind: Kind, dtype: torch.
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("bits", [8, 4, 2])
 @pytest.mark.parametrize("group", [8, 32, 64])
 def test_every_grid_of_blocks_and_pages_of_codes_gives_the_same_bits(
     group: int, bits: int, dtype: torch.dtype

@@ -8,13 +8,13 @@ import random
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from ops.pools import ALL_AXES, INT4, INT8, Kind, Pool, make_pool, new_tokens
+from ops.pools import ALL_AXES, INT2, INT4, INT8, Kind, Pool, make_pool, new_tokens
 from oracles.bits import FLOATS, assert_same_bits
 from torch import Tensor
 
 from kvloom import ops
 
-KINDS = (Kind(torch.float32), Kind(torch.float16), Kind(torch.bfloat16), Kind(torch.int8), INT8, INT4,
+KINDS = (Kind(torch.float32), Kind(torch.float16), Kind(torch.bfloat16), Kind(torch.int8), INT8, INT4, INT2,
          Kind(torch.int8, 8, 8, torch.bfloat16), Kind(torch.uint8, 4, 4, torch.float16))  # fmt: skip
 SLOTS = 12
 distinct_slots = st.lists(st.integers(0, SLOTS - 1), max_size=5, unique=True)

@@ -41,7 +41,7 @@ WIDTHS = [(64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256), (24,
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("kind", [PLAIN, BF16, codes(8, 8), codes(4, 8)], ids=str)
+@pytest.mark.parametrize("kind", [PLAIN, BF16, codes(8, 8), codes(4, 8), codes(2, 8)], ids=str)
 @pytest.mark.parametrize(("head_dim", "value_dim"), WIDTHS)
 def test_head_dims(head_dim: int, value_dim: int, kind: Kind, dtype: torch.dtype) -> None:
     """One sequence of few new tokens, and one of many."""
@@ -51,7 +51,8 @@ def test_head_dims(head_dim: int, value_dim: int, kind: Kind, dtype: torch.dtype
 
 @pytest.mark.parametrize("scale_dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize(("bits", "group"), [(8, 16), (8, 64), (4, 2), (4, 32), (4, 64), (4, 128)])
+@pytest.mark.parametrize(("bits", "group"), [(8, 16), (8, 64), (4, 2), (4, 32), (4, 64), (4, 128),
+                                               (2, 4), (2, 64), (2, 128)])  # fmt: skip
 def test_groups(group: int, bits: int, dtype: torch.dtype, scale_dtype: torch.dtype) -> None:
     kind = codes(bits, group, scale_dtype)
     assert_right(make_case([2, 18], [66, 30], kind=kind, dtype=dtype, head_dim=128, kv_heads=1, **PAGES))
@@ -60,7 +61,7 @@ def test_groups(group: int, bits: int, dtype: torch.dtype, scale_dtype: torch.dt
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("kinds", [(codes(8, 64), codes(4, 32)), (codes(4, 64), codes(8, 16)),
                                    (codes(8, 64), BF16), (Kind(torch.float16), codes(4, 64)),
-                                   (PLAIN, BF16)], ids=str)  # fmt: skip
+                                   (codes(4, 64), codes(2, 64)), (PLAIN, BF16)], ids=str)  # fmt: skip
 def test_keys_and_values_of_different_kinds(kinds: tuple[Kind, Kind], dtype: torch.dtype) -> None:
     key, value = (make_case([3, 1], [70, 131], axes="B S H D", kind=kind, dtype=dtype, head_dim=64, **PAGES)
                   for kind in kinds)  # fmt: skip

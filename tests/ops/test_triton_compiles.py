@@ -20,6 +20,7 @@ CASES = {
     "Llama-3-8B": "--ratio 4",
     "Llama-3-8B int8": "--ratio 4 --kind int8",
     "Llama-3-8B int4": "--ratio 4 --kind int4",
+    "Llama-3-8B int2": "--ratio 4 --kind int2",
     "Llama-3-70B": "--ratio 8",
     "Llama-3-70B int8": "--ratio 8 --kind int8",
     "Llama-3-70B int4": "--ratio 8 --kind int4",

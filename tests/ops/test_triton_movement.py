@@ -24,6 +24,7 @@ KINDS = [
     *map(Kind, (torch.float32, torch.bfloat16, torch.int64, torch.float8_e5m2)),
     Kind(torch.int8, 8, 4, torch.float16),
     Kind(torch.uint8, 4, 2, torch.bfloat16),
+    Kind(torch.bits2x4, 2, 4, torch.float16),
 ]
 
 
@@ -69,18 +70,18 @@ def quantize_both(x: Tensor, bits: int, group: int, scale_dtype: torch.dtype) ->
 
 @pytest.mark.parametrize("scale_dtype", FLOATS)
 @pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize(("bits", "width"), [(8, 33), (8, 48), (4, 24), (4, 128)])
+@pytest.mark.parametrize(("bits", "width"), [(8, 33), (8, 48), (4, 24), (4, 128), (2, 24), (2, 128)])
 def test_codes_of_every_group(bits: int, width: int, dtype: torch.dtype, scale_dtype: torch.dtype) -> None:
     rng = generator(width)
     x = torch.randn(5, 3, width, generator=rng) * 10.0 ** (torch.rand(5, 3, 1, generator=rng) * 12 - 7)
     x[0, 0] = 0.0
-    for group in (g for g in range(1, width + 1) if width % g == 0 and not (bits == 4 and g % 2)):
+    for group in (g for g in range(1, width + 1) if width % g == 0 and g * bits % 8 == 0):
         quantize_both(x.to(dtype), bits, group, scale_dtype)
 
 
 @pytest.mark.parametrize("scale_dtype", FLOATS)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("bits", [8, 4, 2])
 def test_every_16_bit_pattern_as_the_largest_of_its_group(
     bits: int, dtype: torch.dtype, scale_dtype: torch.dtype
 ) -> None:
@@ -91,12 +92,12 @@ def test_every_16_bit_pattern_as_the_largest_of_its_group(
     quantize_both(x.view(1 << 12, 16, 8), bits, 8, scale_dtype)
 
 
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("bits", [8, 4, 2])
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_special_values_beside_each_other(dtype: torch.dtype, bits: int) -> None:
     pairs = torch.tensor(list(itertools.product(SPECIAL, SPECIAL)))
     x = torch.cat((pairs, pairs.new_full((len(pairs), 6), 1e-3)), dim=1).to(dtype)
-    for group, scale_dtype in itertools.product((2, 4, 8), FLOATS):
+    for group, scale_dtype in itertools.product((2, 4, 8) if bits > 2 else (4, 8), FLOATS):
         quantize_both(x.unsqueeze(1), bits, group, scale_dtype)
 
 
@@ -110,7 +111,7 @@ def test_ties_are_divided_and_go_to_even(bits: int, qmax: int) -> None:
 
 
 @pytest.mark.parametrize("scale_dtype", FLOATS)
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("bits", [8, 4, 2])
 @pytest.mark.parametrize("group", [4, 24])
 def test_any_scale_and_code_is_read_alike(bits: int, scale_dtype: torch.dtype, group: int) -> None:
     heads, width = 64, 24
@@ -148,7 +149,7 @@ def test_casts_round_alike(dtype: torch.dtype, cache: torch.dtype) -> None:
 @pytest.mark.parametrize("axes", ALL_AXES)
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_layouts_are_written_read_and_copied_alike(axes: str, kind: Kind) -> None:
-    ours, theirs = twins(axes, kind, heads=3, head_dim=16, value_dim=16 if "2" in axes.split() else 24)
+    ours, theirs = twins(axes, kind, heads=3, head_dim=16, value_dim=16 if "2" in axes.split() else 32)
     dtype = torch.bfloat16 if kind.bits or kind.dtype in FLOATS else kind.dtype
     key, value = (new_tokens(6, ours, dtype, i, part) for i, part in enumerate(("key", "value")))
     slots = torch.tensor([9, -1, 0, 4, 5, 11], dtype=torch.int32)
@@ -175,7 +176,7 @@ def test_layouts_are_written_read_and_copied_alike(axes: str, kind: Kind) -> Non
 def test_any_call_is_done_alike(data: st.DataObject) -> None:
     kind = data.draw(st.sampled_from(KINDS), label="kind")
     unit = max(kind.group, 4) if kind.bits else 4  # what layouts split D by, counted in codes
-    unit *= 2 if kind.bits == 4 else 1
+    unit *= 8 // (kind.bits or 8)
     sizes = {
         "heads": data.draw(st.integers(1, 4), label="heads"),
         "head_dim": unit * data.draw(st.integers(1, 9), label="width"),

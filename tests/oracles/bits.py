@@ -40,10 +40,13 @@ def assert_same_bits(
     width = actual.element_size()
     differs = (bits(actual) != bits(expected)).reshape(-1, width).any(-1).reshape(actual.shape)
     first = tuple(differs.nonzero()[0].tolist())
-    got, want = bits(actual[first]).tolist(), bits(expected[first]).tolist()
+    got, want = (
+        f"{'codes' if x.dtype == torch.bits2x4 else x[first].item()} (bytes {bits(x[first]).tolist()})"
+        for x in (actual, expected)
+    )
     raise AssertionError(
         f"{name} differs at {int(differs.sum())} of {differs.numel()} elements, first at {first}: "
-        f"got {actual[first].item()} (bytes {got}), expected {expected[first].item()} (bytes {want})"
+        f"got {got}, expected {want}"
     )
 
 
@@ -53,6 +56,13 @@ def poison(shape: Iterable[int], dtype: torch.dtype, rng: torch.Generator) -> Te
     element = torch.empty((), dtype=dtype).element_size()
     raw = torch.randint(0, 256, [*shape[:-1], shape[-1] * element], dtype=torch.uint8, generator=rng)
     return raw.view(dtype)
+
+
+def filled(shape: Iterable[int], byte: int, dtype: torch.dtype) -> Tensor:
+    """Every byte alike."""
+    shape = list(shape)
+    size = torch.empty((), dtype=dtype).element_size()
+    return torch.full([*shape[:-1], shape[-1] * size], byte, dtype=torch.uint8).view(dtype)
 
 
 def generator(seed: int) -> torch.Generator:

@@ -80,3 +80,9 @@ class FakeQuantCache4(FakeQuantCache):
     """The same with 4 bits."""
 
     bits = 4
+
+
+class FakeQuantCache2(FakeQuantCache):
+    """The same with 2 bits."""
+
+    bits = 2

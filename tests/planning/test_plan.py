@@ -56,7 +56,7 @@ def test_a_plan_is_what_a_cache_allocates(name: str) -> None:
             assert planned.tables == table_nbytes(cache)
 
 
-@pytest.mark.parametrize("values", [None, "int4:g4,recent=0"])
+@pytest.mark.parametrize("values", [None, "int4:g4,recent=0", "int2:g4,recent=0"])
 @pytest.mark.parametrize("kv", ["auto", "float16", "int8:g8"])
 @pytest.mark.parametrize("page_size", [1, 3, 16])
 def test_codes_scales_and_waste_are_those_of_the_tensors(kv: str, values: str | None, page_size: int) -> None:
@@ -204,7 +204,9 @@ def test_the_command_prints_each_kind(capsys: pytest.CaptureFixture[str]) -> Non
     shown, planned = capsys.readouterr().out, kvloom.plan(bundled_model_path(), "int8", context=100)
     for number in (planned.weights, planned.cache, planned.total, planned.longest_context(10**9)):
         assert f" {number:,} " in shown
-    assert all(kind in shown for kind in ("auto", "float32", "float16", "bfloat16", "int8", "int4", "full"))
+    assert all(
+        kind in shown for kind in ("auto", "float32", "float16", "bfloat16", "int8", "int4", "int2", "full")
+    )
 
 
 def test_the_command_writes_json_and_a_plot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

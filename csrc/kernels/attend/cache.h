@@ -58,13 +58,16 @@ struct SideLayout {
   // `native` is the order that the kernels of this side read in place.
   SideLayout(const CacheSide& side, NativeOrder native)
       : cache(side.cache), scale(side.scale), dim(head_dim(side)), offsets(side.cache) {
-    row_bytes = cache.width() * cache.itemsize;
+    is_expanded = cache.dtype == DType::int2;
+    dtype = is_expanded ? DType::int4 : cache.dtype;
+    stored_bytes = cache.width() * cache.itemsize;
+    row_bytes = is_expanded ? 2 * stored_bytes : stored_bytes;
     rows_in_line = max(64 / row_bytes, 1);
     order = native_order(cache) == native ? native : NativeOrder::none;
     is_contiguous = row_is_contiguous(cache);
     block_rows_are_even = is_contiguous && offsets.has_stride(kBlock, offsets.stride());
     scale_is_contiguous = !scale.data || row_is_contiguous(scale);
-    heads_are_contiguous = head_bytes() == row_bytes;
+    heads_are_contiguous = head_bytes() == stored_bytes;
     if (scale.data) {
       num_groups = scale.width();
       group = dim / num_groups;
@@ -81,14 +84,19 @@ struct SideLayout {
 
   Index head_bytes() const { return cache.head_bytes(); }
   Index scale_head_bytes() const { return scale.head_bytes(); }
-  // The beginning of the native block whose token number `i` is at `row`.
-  const Byte* block_of(const Byte* row, Index i) const {
-    return row - (order == NativeOrder::columns ? 4 * i : i / 4 * 4 * row_bytes + i % 4);
+  // Where token number `i` of a native block is stored in it.
+  Index in_block(Index i) const {
+    return order == NativeOrder::columns ? 4 * i : i / 4 * 4 * stored_bytes + i % 4;
   }
+  // The beginning of the native block whose token number `i` is at `row`.
+  const Byte* block_of(const Byte* row, Index i) const { return row - in_block(i); }
 
   const View& cache;
   const View& scale;
+  DType dtype;       // of the elements that kernels read
+  bool is_expanded;  // whether these are copies: codes of 2 bits become codes of 4
   Index dim, row_bytes, rows_in_line;
+  Index stored_bytes;  // of a row; row_bytes are those that kernels read
   Index num_groups = 0, group = 0;
   alignas(64) int32_t group_of_byte[kMaxHeadDim + kBlock];
   NativeOrder order;

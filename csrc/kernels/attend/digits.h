@@ -25,7 +25,7 @@ static_assert(sizeof(QueryHead) <= kPackedHead);
 // Elements of the two nibbles of a byte are apart: for int4 the even elements come first, then the odd ones.
 inline void pack_digits(const SideLayout& key, const float* query, Index num_rows, Index width,
                         Byte* packed) {
-  const bool is_int4 = key.cache.dtype == DType::int4;
+  const bool is_int4 = key.dtype == DType::int4;
   alignas(64) int32_t whole[kMaxHeadDim];
   for (Index r = 0; r < num_rows; ++r, query += width, packed += kPackedRow) {
     __m512 query_max = _mm512_setzero_ps();

@@ -39,7 +39,7 @@ inline bool uses_code_kernels(const SideLayout& side) {
 // Calls choice.template operator()<is_int4, Rounded>() for the codes of `side`.
 template <class Choice>
 inline auto choose_codes(const SideLayout& side, DType query_dtype, Choice choice) {
-  const bool is_int4 = side.cache.dtype == DType::int4;
+  const bool is_int4 = side.dtype == DType::int4;
   const auto choose = [&]<class Rounded>(Rounded) {
     return is_int4 ? choice.template operator()<true, Rounded>()
                    : choice.template operator()<false, Rounded>();
@@ -82,9 +82,9 @@ inline bool uses_digit_kernels(const SideLayout& side, DType query_dtype) {
 inline ScoreKernel choose_score(const SideLayout& key, DType query_dtype) {
 #ifdef KVLOOM_HAS_DOT_PRODUCTS
   if (uses_bf16_code_kernels(key, query_dtype))
-    return key.cache.dtype == DType::int4 ? kScoreCodes<true> : kScoreCodes<false>;
+    return key.dtype == DType::int4 ? kScoreCodes<true> : kScoreCodes<false>;
   if (uses_digit_kernels(key, query_dtype))
-    return {pack_digits, key.cache.dtype == DType::int4 ? score_digits<true> : score_digits<false>};
+    return {pack_digits, key.dtype == DType::int4 ? score_digits<true> : score_digits<false>};
   if (is_direct(key, query_dtype) && query_dtype == DType::bf16 && key.dim % 32 == 0) return kScoreBf16;
 #endif
   if (uses_code_kernels(key))
@@ -100,9 +100,9 @@ inline ValueKernel choose_value(const SideLayout& value, DType query_dtype) {
   if (is_direct(value, query_dtype) && query_dtype == DType::bf16 && value.dim % kValueBf16Dims == 0)
     return kValueBf16;
   if (uses_bf16_code_kernels(value, query_dtype))
-    return value.cache.dtype == DType::int4 ? kValueCodes<true> : kValueCodes<false>;
+    return value.dtype == DType::int4 ? kValueCodes<true> : kValueCodes<false>;
   if (uses_digit_kernels(value, query_dtype) && value.group % 32 == 0)
-    return value.cache.dtype == DType::int4 ? value_digits<true> : value_digits<false>;
+    return value.dtype == DType::int4 ? value_digits<true> : value_digits<false>;
 #endif
   if (uses_code_kernels(value))
     return choose_codes(value, query_dtype, []<bool is_int4, class Rounded>() -> ValueKernel {

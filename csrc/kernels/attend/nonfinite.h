@@ -4,6 +4,7 @@
 
 #include "plan.h"
 #include "softmax.h"
+#include "two_bits.h"
 #include "wide.h"
 
 namespace kvloom::KVLOOM_ISA {
@@ -81,7 +82,9 @@ class NonFiniteRow {
     address.find(slots_, side, head, token, 1);
     const Byte* scales = address.scale[address.begin];
     if (side.scale.data) scales = copy_row(side.scale, scales, scales_);
-    widen_row(side, copy_row(side.cache, address.row[address.begin], cells_), scales, args_.query_dtype, out);
+    const Byte* codes = copy_row(side.cache, address.row[address.begin], cells_);
+    if (side.is_expanded) expand_row(codes, side.stored_bytes, expanded_), codes = expanded_;
+    widen_row(side, codes, scales, args_.query_dtype, out);
   }
 
   const AttendArgs& args_;
@@ -89,7 +92,7 @@ class NonFiniteRow {
   SideLayout key_, value_;
   TokenSlots slots_;
   float query_[kMaxHeadDim], row_[kMaxHeadDim];
-  alignas(4) Byte cells_[4 * kMaxHeadDim], scales_[4 * kMaxHeadDim];
+  alignas(4) Byte cells_[4 * kMaxHeadDim], scales_[4 * kMaxHeadDim], expanded_[kMaxHeadDim];
   double total_[kMaxHeadDim];
   bool is_nan_[kMaxHeadDim];
 };

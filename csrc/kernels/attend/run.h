@@ -8,6 +8,7 @@
 #include "plan.h"
 #include "nonfinite.h"
 #include "softmax.h"
+#include "two_bits.h"
 
 #ifdef KVLOOM_HAS_TILES
 #include "prompt.h"
@@ -240,7 +241,7 @@ class ItemRunner {
     for (Index t = 0; t < kChunk; ++t) to[t] = rows[t] + bytes;
   }
 
-  // The i-th listed rows and their scales, or copies where rows are not contiguous.
+  // The i-th listed rows and their scales, or copies where rows are not contiguous or are expanded.
   void set_rows(ChunkRows& chunk, ChunkAddresses& addresses, Index i) {
     const SideLayout& side = *chunk.side;
     const Byte* const* rows = rows_[i];
@@ -250,7 +251,10 @@ class ItemRunner {
     chunk.in_blocks = addresses.in_blocks;
     chunk.is_native = addresses.in_blocks && side.order != NativeOrder::none && chunk.uses_code_kernels;
     chunk.row = rows;
-    if (!side.is_contiguous && !chunk.is_native)
+    if (side.is_expanded)
+      chunk.row =
+          expand_rows(side, rows, addresses.begin, addresses.end, chunk.is_native, gathered_, copied_rows_);
+    else if (!side.is_contiguous && !chunk.is_native)
       chunk.row = copy_rows(rows, addresses.begin, addresses.end, side.cache, gathered_, copied_rows_);
     chunk.scale = addresses.scale;
     if (!side.scale.data) return;

@@ -3,6 +3,7 @@
 
 #include "kernels.h"
 #include "tiles.h"
+#include "two_bits.h"
 
 namespace kvloom::KVLOOM_ISA {
 
@@ -30,8 +31,9 @@ class TileRowPrefetcher {
       const bool is_native = addresses_.in_blocks && side_.order != NativeOrder::none;
       for (Index t = addresses_.begin; t < addresses_.end; ++t) {
         const Index in_block = t % kBlock;
-        rows_[count_++] = is_native ? side_.block_of(addresses_.row[t], in_block) + in_block * side_.row_bytes
-                                    : addresses_.row[t];
+        rows_[count_++] = is_native
+                              ? side_.block_of(addresses_.row[t], in_block) + in_block * side_.stored_bytes
+                              : addresses_.row[t];
       }
       token = end;
     }
@@ -39,7 +41,7 @@ class TileRowPrefetcher {
 
   void prefetch_share(Index share, Index shares) const {
     for (Index t = share * count_ / shares; t < (share + 1) * count_ / shares; ++t)
-      for (Index i = 0; i < side_.row_bytes; i += 64) prefetch_to_l2(rows_[t] + i);
+      for (Index i = 0; i < side_.stored_bytes; i += 64) prefetch_to_l2(rows_[t] + i);
   }
 
  private:
@@ -65,7 +67,10 @@ class TileRows {
     rows_.is_native = addresses_.in_blocks && side_.order != NativeOrder::none;
     rows_.row = addresses_.row;
     rows_.scale = addresses_.scale;
-    if (!side_.is_contiguous && !rows_.is_native)
+    if (side_.is_expanded)
+      rows_.row =
+          expand_rows(side_, addresses_.row, rows_.begin, rows_.end, rows_.is_native, copies_, copied_);
+    else if (!side_.is_contiguous && !rows_.is_native)
       rows_.row = copy_rows(addresses_.row, rows_.begin, rows_.end, side_.cache, copies_, copied_);
     if (side_.scale.data && !side_.scale_is_contiguous)
       rows_.scale =
@@ -84,7 +89,7 @@ class TileRows {
     auto* to = numbers_[which];
     for (Index t = 0; t < kBlock; ++t) dequantized_[which][t] = to[t];
     for_scales(rows_, side_.dim, [&]<class T, int W>() {
-      if (side_.cache.dtype == DType::int4)
+      if (side_.dtype == DType::int4)
         dequantize_block<true, T, W>(rows_, first, to);
       else
         dequantize_block<false, T, W>(rows_, first, to);

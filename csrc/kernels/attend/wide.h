@@ -33,7 +33,7 @@ inline void widen_group(const Byte* codes, Index first, Index count, float scale
 // What a load of `side` as query_dtype gives, element by element; zero from dim on.
 inline void widen_row(const SideLayout& side, const Byte* row, const Byte* scale_row, DType query_dtype,
                       float* out) {
-  const DType dtype = side.cache.dtype, scale_dtype = side.scale.dtype;
+  const DType dtype = side.dtype, scale_dtype = side.scale.dtype;
   const Index width = round_up(side.dim, kBlock);
   for (Index d = side.dim; d < width; ++d) out[d] = 0.0f;
   if (!side.scale.data) {

@@ -1,22 +1,34 @@
-// int8 and int4 codes in and out of 32-bit lanes.
+// Codes of 8, 4 and 2 bits in and out of 32-bit lanes.
 #pragma once
 
 #include "floats.h"
 
 namespace kvloom::KVLOOM_ISA {
 
+// The largest magnitude of a group in scales: of 8 and 4 bits the largest code.
 template <int kBits>
-constexpr int kMaxCode = (1 << (kBits - 1)) - 1;
+constexpr int kMaxScales = kBits == 2 ? 4 : (1 << (kBits - 1)) - 1;
 
-// Writes the low bits of the first `count` lanes; int4 codes two to a byte, the even one in the low nibble.
+// The low two bits of each lane, four to a byte.
+KVLOOM_INLINE auto pack_quarters(IntVec codes) {
+  auto x = as<VectorOf<uint32_t, kLanes / 4>::type>(low_bytes(codes)) & 0x03030303u;
+  x |= x >> 6;
+  x |= x >> 12;
+  return __builtin_convertvector(x, VectorOf<uint8_t, kLanes / 4>::type);
+}
+
+// Writes the low bits of the first `count` lanes; of several to a byte the first in its lowest bits.
 template <int kBits>
 KVLOOM_INLINE void store_codes(Byte* to, IntVec codes, Index count) {
   if constexpr (kBits == 8) {
     const Bytes bytes = low_bytes(codes);
     std::memcpy(to, &bytes, count);
-  } else {
+  } else if constexpr (kBits == 4) {
     const Nibbles bytes = pack_nibbles(low_bytes(codes));
     std::memcpy(to, &bytes, count / 2);
+  } else {
+    const auto bytes = pack_quarters(codes);
+    std::memcpy(to, &bytes, count / 4);
   }
 }
 
@@ -27,20 +39,26 @@ KVLOOM_INLINE void store_pairs(Byte* to, IntVec even, IntVec odd) {
   if constexpr (kBits == 8) {
     const Shorts pairs = low_halves(as<Words>(both));
     std::memcpy(to, &pairs, sizeof pairs);
-  } else {
+  } else if constexpr (kBits == 4) {
     const Bytes pairs = low_bytes(both);
     std::memcpy(to, &pairs, sizeof pairs);
+  } else {
+    store_codes<4>(to, both, kLanes);
   }
 }
 
-// Reads `count` codes; the other lanes are 0.
+// The numbers that `count` codes stand for; those of the other lanes are any.
 template <int kBits>
 KVLOOM_INLINE Vec load_codes(const Byte* from, Index count) {
   IntVec codes;
   if constexpr (kBits == 8) {
     codes = sign_extend(load_bytes<Bytes>(from, count));
-  } else {
+  } else if constexpr (kBits == 4) {
     codes = sign_extend(load_bytes<Nibbles>(from, count / 2));
+  } else {  // all are in one dword; a number is twice its code and 1
+    int32_t dword = 0;
+    std::memcpy(&dword, from, count / 4);
+    codes = splat(dword) << (30 - 2 * lane_numbers()) >> 29 | 1;
   }
   return __builtin_convertvector(codes, Vec);
 }

@@ -11,17 +11,19 @@ namespace kvloom {
 using Index = int64_t;
 using Byte = unsigned char;
 
-// An int4 element is a byte of two codes in two's complement, the even one in the low nibble. `bits` are
-// moved as they are.
-enum class DType : int32_t { f32, f16, bf16, int8, int4, bits };
+// An element of int4 or int2 is a byte of two or four codes in two's complement, the first in the lowest
+// bits. `bits` are moved as they are.
+enum class DType : int32_t { f32, f16, bf16, int8, int4, int2, bits };
 
 // Whether elements are codes, which have scales.
 KVLOOM_INLINE constexpr bool is_quantized(DType dtype) {
-  return dtype == DType::int8 || dtype == DType::int4;
+  return dtype == DType::int8 || dtype == DType::int4 || dtype == DType::int2;
 }
 
 // Numbers in an element: codes in a byte, or one.
-KVLOOM_INLINE constexpr Index numbers_in(DType dtype) { return dtype == DType::int4 ? 2 : 1; }
+KVLOOM_INLINE constexpr Index numbers_in(DType dtype) {
+  return dtype == DType::int2 ? 4 : dtype == DType::int4 ? 2 : 1;
+}
 
 KVLOOM_INLINE constexpr Index min(Index a, Index b) { return a < b ? a : b; }
 KVLOOM_INLINE constexpr Index max(Index a, Index b) { return a > b ? a : b; }

@@ -97,8 +97,10 @@ inline Convert find_convert(DType from, DType to, DType scale) {
   };
   if (to == DType::int8) return quantizing(Bits<8>{});
   if (to == DType::int4) return quantizing(Bits<4>{});
+  if (to == DType::int2) return quantizing(Bits<2>{});
   if (from == DType::int8) return dequantizing(Bits<8>{});
   if (from == DType::int4) return dequantizing(Bits<4>{});
+  if (from == DType::int2) return dequantizing(Bits<2>{});
   return for_float(from, [=](auto in) {
     return for_float(to, [=](auto out) -> Convert { return cast_row<decltype(in), decltype(out)>; });
   });

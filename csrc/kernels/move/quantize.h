@@ -107,16 +107,18 @@ template <class In>
 // that is no finite number.
 template <class In, int kBits>
 KVLOOM_INLINE Vec scale_of(IntVec amax) {
-  const Vec scale = round_to<In>(as<Vec>(amax) / float(kMaxCode<kBits>));
+  const Vec scale = round_to<In>(as<Vec>(amax) / float(kMaxScales<kBits>));
   const Vec least = round_to<In>(splat(1e-5f));
   return amax < 0x7f800000 ? maximum(scale, least) : as<Vec>(splat(0x7fc00000));
 }
 
 // --- its codes ---------------------------------------------------------------------------------------------
 
-// The factor that `quotient_of` takes: the scale, or its reciprocal.
-template <class In>
+// What codes are made with: the factor that `quotient_of` takes, which is the scale or its reciprocal; for 2
+// bits the magnitude from which on a number is 3 scales and not 1.
+template <class In, int kBits>
 KVLOOM_INLINE Vec factor_of(Vec scale) {
+  if constexpr (kBits == 2) return scale + scale;
   return std::is_same_v<In, float> ? scale : 1.0f / scale;
 }
 
@@ -137,9 +139,14 @@ KVLOOM_INLINE Vec quotient_of(Vec x, Vec factor) {
 // Codes, in the low bits of each lane; 0 where the quotient is NaN.
 template <class In, int kBits>
 KVLOOM_INLINE IntVec codes_of(Vec x, Vec factor) {
+  if constexpr (kBits == 2) {
+    const IntVec bits = as<IntVec>(x), is_large = as<Vec>(bits & 0x7fffffff) >= factor;
+    const IntVec codes = (is_large & 1) ^ (bits >> 31);
+    return factor == factor ? codes : IntVec{};
+  }
   Vec quotient = quotient_of<In>(x, factor);
   if constexpr (std::is_same_v<In, BFloat>) {  // which rounds to 127.5, and that to 128; the others never do
-    const Vec most = splat(float(kMaxCode<kBits>));
+    const Vec most = splat(float(kMaxScales<kBits>));
     quotient = maximum(-most, minimum(most, quotient));
   }
   // Adding 1.5 * 2^23 leaves the nearest integer, ties to even, in the last bits of the sum.
@@ -191,7 +198,7 @@ KVLOOM_INLINE Vec quantize_scales(const In* x, Scale* to, Index group, Index cou
   } else {
     store_partial(to, stored, count);
   }
-  return factor_of<In>(scale);
+  return factor_of<In, kBits>(scale);
 }
 
 template <class In, int kBits, class Scale>

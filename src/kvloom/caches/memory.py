@@ -9,6 +9,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from kvloom.core.views import raw
 from kvloom.errors import OutOfPages
 
 _HUGE: Final = 2 << 20
@@ -23,7 +24,8 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> T
     """Zeros; on the CPU in pages of 2 MiB, if the system has them: the processor finds them sooner."""
     x = torch.empty(shape, dtype=dtype, device=device)
     _ask_for_huge_pages(x)
-    return x.zero_()
+    raw(x).zero_()
+    return x
 
 
 def _ask_for_huge_pages(x: Tensor) -> None:

@@ -16,7 +16,7 @@ from kvloom import ops
 from kvloom.caches.pages import Pages
 from kvloom.caches.storage import Storage
 from kvloom.core.specs import KVSpec
-from kvloom.core.views import KVView
+from kvloom.core.views import KVView, raw
 from kvloom.paging import PageRef, PageTable
 
 Place: TypeAlias = "tuple[SavedPages, int]"
@@ -32,7 +32,7 @@ class SavedStorage:
         page_size: Token slots in a page.
         layout: The name that the axis order was chosen by.
         is_gathered: Whether attention read gathered tensors.
-        tensors: As those of a ``Storage``.
+        tensors: As those of a ``Storage``; what pickle has no dtype for, as integers.
     """
 
     specs: tuple[KVSpec, KVSpec]
@@ -48,13 +48,16 @@ class SavedStorage:
         held.reserve(1, len(slots) // storage.page_size)
         where = torch.arange(len(slots), device=storage.device)
         ops.copy(storage.view, slots.to(storage.device), held.view, where)
-        return cls(held.specs, held.page_size, storage.layout, storage.is_gathered, held.tensors)
+        key, value, *scales = held.tensors
+        tensors = raw(key), raw(value), scales[0], scales[1]
+        return cls(held.specs, held.page_size, storage.layout, storage.is_gathered, tensors)
 
     @property
     def view(self) -> KVView:
         """All pages."""
-        key, value = (spec.axes for spec in self.specs)
-        return KVView.split(key, *self.tensors, value_layout=value)
+        (key, value), (codes, others, *scales) = self.specs, self.tensors
+        caches = codes.view(key.cache_dtype), others.view(value.cache_dtype)
+        return KVView.split(key.axes, *caches, scales[0], scales[1], value_layout=value.axes)
 
     def storage(self, page_size: int | None = None) -> Storage:
         """An empty storage for the same keys and values."""

@@ -13,8 +13,8 @@ from kvloom.core.layouts import CacheLayout, as_layout
 from kvloom.core.spelling import CODE_BITS, GROUP, ROTATED, parse_kind, per_byte
 from kvloom.errors import ArgumentError, ConfigError
 
-CODE_DTYPE: Final = {8: torch.int8, 4: torch.uint8}
-"""How codes of each number of bits are stored; 4-bit codes stand two to a byte."""
+CODE_DTYPE: Final = {8: torch.int8, 4: torch.uint8, 2: torch.bits2x4}
+"""How codes of each number of bits are stored; 4-bit codes stand two to a byte, 2-bit codes four."""
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -29,7 +29,7 @@ class QuantSpec:
     ``str`` spells it as ``parse`` reads it, such as ``"int8:g64"``; ``scale_dtype`` is left out.
 
     Attributes:
-        bits: 8 (stored as int8) or 4 (two to a uint8).
+        bits: 8 (stored as int8), 4 (two to a uint8) or 2 (four to a ``torch.bits2x4``, which is a byte).
         group: Elements that share a scale. 64 costs 1.03 bytes an element at 8 bits and float16 scales, 8
             (the default of the PMX documents) 1.25.
         scale_dtype: float32, float16 or bfloat16.
@@ -43,11 +43,14 @@ class QuantSpec:
 
     def __post_init__(self) -> None:
         if self.bits not in CODE_DTYPE:
-            raise ConfigError(f"bits must be 8 or 4, got {self.bits!r}")
+            raise ConfigError(f"bits must be 8, 4 or 2, got {self.bits!r}")
         if isinstance(self.group, bool) or not isinstance(self.group, int) or self.group < 1:
             raise ConfigError(f"group must be a positive int, got {self.group!r}")
         if self.group % per_byte(self.bits):
-            raise ConfigError(f"group must be even for 4 bits, got {self.group}")
+            multiple = per_byte(self.bits)
+            raise ConfigError(
+                f"group must be a multiple of {multiple} for {self.bits} bits, got {self.group}"
+            )
         if self.scale_dtype not in FLOAT_DTYPES:
             raise ConfigError(f"scale_dtype must be one of {FLOAT_DTYPES}, got {self.scale_dtype!r}")
         if not isinstance(self.rotated, bool):
@@ -55,9 +58,10 @@ class QuantSpec:
 
     @classmethod
     def parse(cls, text: str, name: str = "text", side: str = "keys") -> "QuantSpec":
-        """The codes that ``"int8"`` or ``"int4"`` (groups of 64), ``"int8:g32"`` and the like spell.
+        """The codes that ``"int8"``, ``"int4"`` or ``"int2"``, ``"int8:g32"`` and the like spell.
 
-        Their scales are float16. Keys of 4 bits are rotated unless the text says otherwise.
+        Groups are of 64 if nothing is said, scales float16. Keys of 4 and 2 bits are rotated unless the text
+        says otherwise.
 
         Args:
             text: The spelling.
@@ -186,10 +190,10 @@ class KVSpec:
     ) -> tuple[Tensor, Tensor | None]:
         """Allocate ``(cache, scale)``, zeroed; you own them. ``scale`` is ``None`` if not quantized."""
         cache, scale = self.shapes(num_tokens, block_size)
-        scales = None
-        if scale is not None and self.quant is not None:
-            scales = torch.zeros(scale, dtype=self.quant.scale_dtype, device=device)
-        return torch.zeros(cache, dtype=self.cache_dtype, device=device), scales
+        if scale is None or self.quant is None:
+            return torch.zeros(cache, dtype=self.dtype, device=device), None
+        codes = torch.zeros(cache, dtype=torch.uint8, device=device)  # torch fills no bits2x4
+        return codes.view(self.cache_dtype), torch.zeros(scale, dtype=self.quant.scale_dtype, device=device)
 
     def fingerprint(self) -> str:
         """A digest of every field (64 hex digits): equal if and only if the bytes mean the same."""

@@ -13,18 +13,18 @@ from typing import Any, Final
 
 from kvloom.errors import ArgumentError
 
-STORAGE: Final = ("auto", "float32", "float16", "bfloat16", "int8", "int4")
+STORAGE: Final = ("auto", "float32", "float16", "bfloat16", "int8", "int4", "int2")
 """Kinds: the model's own dtype, a float dtype, or codes."""
-CODE_BITS: Final = {"int8": 8, "int4": 4}
+CODE_BITS: Final = {"int8": 8, "int4": 4, "int2": 2}
 """Bits of the kinds that are codes; they may have a group and options."""
 GROUP: Final = 64
 """Elements along the head dim that share a scale, if no group is given."""
 ROTATIONS: Final = ("none", "keys", "values", "both")
 """Of which of the two a head vector is rotated before it is quantized."""
 
-ROTATED: Final = {"int4": "keys"}
+ROTATED: Final = {"int4": "keys", "int2": "keys"}
 """Which are rotated of a kind that does not say so."""
-RECENT: Final = {"int4": 64}
+RECENT: Final = {"int4": 64, "int2": 64}
 """Newest tokens that each token reads as they were computed, of a kind that does not say so."""
 
 _SPELLING: Final = re.compile(r"([a-z0-9]+)(?::g([1-9][0-9]{0,17}))?((?:,[a-z]+=[a-z0-9]+)*)")
@@ -105,7 +105,7 @@ def parse_kind(name: str, text: object, kinds: tuple[str, ...] = STORAGE) -> Kin
         kinds: Those that are allowed.
 
     Raises:
-        ArgumentError: ``text`` is no such spelling, or 4-bit codes have an odd group.
+        ArgumentError: ``text`` is no such spelling, or a group of codes is no whole bytes.
     """
     found = _SPELLING.fullmatch(text) if isinstance(text, str) else None
     kind, digits, options = found.groups() if found else ("", None, "")
@@ -117,8 +117,11 @@ def parse_kind(name: str, text: object, kinds: tuple[str, ...] = STORAGE) -> Kin
     if kind not in CODE_BITS:
         return Kind(kind)
     group = int(digits or GROUP)
-    if group % per_byte(CODE_BITS[kind]):
-        raise ArgumentError(f"{name} must have an even group for 4 bits, got {text!r}")
+    bits = CODE_BITS[kind]
+    if group % per_byte(bits):
+        raise ArgumentError(
+            f"{name} must have a group of a multiple of {per_byte(bits)} for {bits} bits, got {text!r}"
+        )
     default = {"rotate": ROTATED.get(kind, "none")}
     return Kind(kind, group, **default | _parse_options(name, text, options))
 

@@ -23,8 +23,8 @@ _BITS_OF_CODES = {dtype: bits for bits, dtype in CODE_DTYPE.items()}
 class Side:
     """Keys or values of one layer, both tensors ``[B, S/s, s, H, D/d, d]`` with any strides.
 
-    A side with a scale is quantized: to 8 bits if its cache is int8, to 4 (two to a byte) if it is uint8. Its
-    group is D divided by the scale's last two axes.
+    A side with a scale is quantized: to 8 bits if its cache is int8, to 4 (two to a byte) if it is uint8, and
+    to 2 (four to a byte) if it is ``torch.bits2x4``. Its group is D divided by the scale's last two axes.
 
     Raises:
         ShapeError: the tensors are no canonical views, or do not fit each other.
@@ -269,7 +269,7 @@ def detached(x: Tensor) -> Tensor:
 
 
 def head_dim_of(cache: Tensor, scale: Tensor | None) -> int:
-    """Elements in a head vector of a canonical view (a byte of an int4 cache holds two)."""
+    """Elements in a head vector of a canonical view (a byte of codes may hold several)."""
     stored = cache.shape[-2] * cache.shape[-1]
     return stored if scale is None else stored * per_byte(_BITS_OF_CODES[cache.dtype])
 
@@ -298,7 +298,10 @@ def _expect_scale(
 ) -> None:
     """Check that canonical views of a cache and its scale fit; errors show the shapes of those ``given``."""
     if cache.dtype not in _BITS_OF_CODES:
-        raise ShapeError(f"{name} must be int8 or (4 bits) uint8 where it has a scale, got {cache.dtype}")
+        raise ShapeError(
+            f"{name} must be int8, (4 bits) uint8 or (2 bits) torch.bits2x4 where it has a scale, "
+            f"got {cache.dtype}"
+        )
     if scale.dtype not in FLOAT_DTYPES:
         raise ShapeError(f"{scale_name} must be one of {FLOAT_DTYPES}, got {scale.dtype}")
     if scale.device != cache.device:
@@ -309,8 +312,12 @@ def _expect_scale(
             f"{scale_name} must have the axes of {name} {list(given[0].shape)} with D / group last, "
             f"got {list(given[1].shape)}"
         )
-    if head_dim // groups % per_byte(_BITS_OF_CODES[cache.dtype]):
-        raise ShapeError(f"{scale_name} must have an even group for 4 bits, got {head_dim // groups}")
+    bits = _BITS_OF_CODES[cache.dtype]
+    if head_dim // groups % per_byte(bits):
+        raise ShapeError(
+            f"{scale_name} must have a group of a multiple of {per_byte(bits)} for {bits} bits, "
+            f"got {head_dim // groups}"
+        )
 
 
 def _sides(

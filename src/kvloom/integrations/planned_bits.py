@@ -20,6 +20,7 @@ from kvloom.integrations.transformers.layers import KVCacheLayer
 from kvloom.integrations.transformers.loading import head_dim_of
 
 KINDS: Final = (
+    "int2,rotate=keys",
     "int4,rotate=keys",
     "int4:g32,rotate=keys",
     "int4:g16,rotate=keys",

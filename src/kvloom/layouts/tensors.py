@@ -28,7 +28,8 @@ class KVTensors:
     no axis L, and the shard, where the heads are spread over several: ``layers.3.shards.0.key``.
 
     Attributes:
-        tensors: By name. Quantized ones are int8, or uint8 with two 4-bit codes in a byte.
+        tensors: By name. Quantized ones are int8, uint8 with two 4-bit codes in a byte, or bits2x4 with four
+            2-bit codes, which safetensors has no name for.
         layout: A name of ``kvloom.layouts.LAYOUTS``, or axes.
         heads: Key/value heads of all shards together; needed only where the layout merges H with D.
 

@@ -1,12 +1,24 @@
-"""Symmetric group quantization as PMX defines it: ``x ~ code * scale``.
+"""Symmetric group quantization: ``x ~ number * scale``, of 8 and 4 bits as PMX defines it.
 
 One scale serves ``group`` consecutive elements along D. Every operation is rounded to the dtype of the input,
-because the codes are part of the standard. Special values:
+because the codes are part of the standard.
+
+====  =====================  ======================================  ==================
+bits  scale                  code                                    number
+====  =====================  ======================================  ==================
+8     ``max|x| / 127``       ``x / scale``, ties to even             the code
+4     ``max|x| / 7``         ``x / scale``, ties to even             the code
+2     ``max|x| / 4``         0 below ``2 scale``, else 1; of a       ``2 code + 1``: -3,
+                             negative x its complement, -1 or -2     -1, 1 or 3
+====  =====================  ======================================  ==================
+
+So two bits are the middles of four equal parts of what lies between the largest magnitude and its negative;
+the sign of an x is its sign bit. Special values:
 
 ====================================  =======================  ==============  =================
 input group                           stored scale             codes           dequantized
 ====================================  =======================  ==============  =================
-all zero, -0.0 or ``|x| < qmax*eps``  eps = 1e-5               round(x / eps)  about x, never -0
+all zero, -0.0 or scale below eps     eps = 1e-5               as the formula  about x, never -0
 largest finite input                  as the formula           as the formula  saturates, finite
 product beyond the scale dtype        as the formula           as the formula  its largest finite
 scale beyond the scale dtype          its largest finite       as the formula  saturates, finite
@@ -22,26 +34,28 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from kvloom.core.specs import CODE_DTYPE
 from kvloom.quant.packing import pack, unpack
 
 EPS: Final = 1e-5
-QMAX: Final = {8: 127, 4: 7}
+QMAX: Final = {8: 127, 4: 7, 2: 4}
+"""The largest magnitude of a group in scales; of 8 and 4 bits that is the largest code."""
 
 
 def quantize(x: Tensor, bits: int, group: int, scale_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Quantize along the last axis.
+    """Quantize along the last axis; scales are ``max(max|x| / qmax, eps)``.
 
-    ``scale = max(max|x| / qmax, eps)``, ``code = clamp(round_half_even(x / scale), -qmax, qmax)``. The codes
-    come from the scale before it is stored as ``scale_dtype``.
+    The codes come from the scale before it is stored as ``scale_dtype``.
 
     Args:
         x: ``[..., D]`` float32, float16 or bfloat16; ``group`` divides D.
-        bits: 8 or 4.
+        bits: 8, 4 or 2.
         group: Elements that share a scale.
         scale_dtype: float32, float16 or bfloat16.
 
     Returns:
-        Codes, int8 ``[..., D]`` or (4 bits) uint8 ``[..., D / 2]``, and scales ``[..., D / group]``.
+        Codes, int8 ``[..., D]``, (4 bits) uint8 ``[..., D / 2]`` or (2 bits) bits2x4 ``[..., D / 4]``, and
+        scales ``[..., D / group]``.
     """
     qmax = QMAX[bits]
     groups = x.unflatten(-1, (-1, group))
@@ -49,22 +63,28 @@ def quantize(x: Tensor, bits: int, group: int, scale_dtype: torch.dtype) -> tupl
     finite = amax.isfinite()  # a maximum with a NaN is NaN, so this covers the whole group
     # A tensor divisor: with a Python number CUDA multiplies by its reciprocal, which changes codes.
     scale = (amax / amax.new_full((), qmax)).clamp_min(EPS)
-    codes = (groups / scale).round().clamp(-qmax, qmax).where(finite, 0).to(torch.int8).flatten(-2)
+    if bits == 2:
+        codes = (groups.abs() >= 2 * scale).to(torch.int8) ^ -groups.signbit().to(torch.int8)
+    else:
+        codes = (groups / scale).round().clamp(-qmax, qmax)
+    codes = codes.where(finite, 0).to(torch.int8).flatten(-2)
     stored = saturate(scale, scale_dtype).where(finite, float("nan")).squeeze(-1)
-    return codes if bits == 8 else pack(codes, bits), stored
+    return codes if bits == 8 else pack(codes, bits).view(CODE_DTYPE[bits]), stored
 
 
 def dequantize(codes: Tensor, scale: Tensor, bits: int, dtype: torch.dtype) -> Tensor:
     """Inverse of ``quantize``: the product is rounded to the dtype of ``scale``, then to ``dtype``.
 
     Args:
-        codes: int8 ``[..., D]`` or (4 bits) uint8 ``[..., D / 2]``.
+        codes: As ``quantize`` gives them.
         scale: ``[..., D / group]``.
-        bits: 8 or 4.
+        bits: 8, 4 or 2.
         dtype: Of the result, ``[..., D]``.
     """
-    wide = codes if bits == 8 else unpack(codes, bits)
-    groups = wide.unflatten(-1, (scale.shape[-1], -1)).to(scale.dtype)
+    numbers = codes if bits == 8 else unpack(codes.view(torch.uint8), bits)
+    if bits == 2:
+        numbers = 2 * numbers + 1
+    groups = numbers.unflatten(-1, (scale.shape[-1], -1)).to(scale.dtype)
     largest = torch.finfo(scale.dtype).max
     product = (groups * scale.unsqueeze(-1)).flatten(-2).clamp(-largest, largest)
     return saturate(product, dtype)

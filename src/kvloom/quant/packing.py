@@ -1,6 +1,6 @@
 """Codes of fewer than 8 bits, packed: two's complement, the first code of a byte in its lowest bits.
 
-Four bits are the even element in the low nibble, as ONNX INT4.
+Four bits are the even element in the low nibble, as ONNX INT4; two bits are as ONNX INT2.
 """
 
 import torch
@@ -13,7 +13,7 @@ def pack(codes: Tensor, bits: int) -> Tensor:
     """Pack int8 codes ``[..., D]`` into bytes.
 
     Args:
-        codes: Within what ``bits`` hold; of 4 bits from -8 to 7.
+        codes: Within what ``bits`` hold; of 4 bits from -8 to 7, of 2 from -2 to 1.
         bits: Of a code. A byte holds ``8 / bits``, and D is a multiple of that.
 
     Returns:

@@ -11,7 +11,7 @@ from kvloom.errors import ConfigError
 ROTATIONS: Final = ("none", "keys", "values", "both")
 """Which of keys and values that are codes are rotated before they are quantized."""
 _DTYPES: Final = {"float32": 4, "float16": 2, "bfloat16": 2}
-_CODES: Final = {8: "int8", 4: "uint8"}
+_CODES: Final = {8: "int8", 4: "uint8", 2: "bits2x4"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class SideFormat:
         if self.dtype not in _DTYPES:
             raise ConfigError(f"dtype must be one of {tuple(_DTYPES)}, got {self.dtype!r}")
         if type(self.bits) is not int or self.bits not in (0, *_CODES):
-            raise ConfigError(f"bits must be 0, 8 or 4, got {self.bits!r}")
+            raise ConfigError(f"bits must be 0, 8, 4 or 2, got {self.bits!r}")
         if not self.bits:
             if (self.group, self.scale_dtype) != (0, ""):
                 raise ConfigError(f"group must be 0 without codes, got {self.group!r} {self.scale_dtype!r}")

@@ -39,7 +39,15 @@ def test_tokens_of_each_family(name: str, case: str) -> None:
 
 @pytest.mark.parametrize("layout", ["auto", "NHD"])
 @pytest.mark.parametrize(
-    "kv", ["int8:g16", "int4:g16,recent=0", "int8:g8", "int4:g16,rotate=both,recent=0", "float16"]
+    "kv",
+    [
+        "int8:g16",
+        "int4:g16,recent=0",
+        "int8:g8",
+        "int4:g16,rotate=both,recent=0",
+        "int2:g16,recent=0",
+        "float16",
+    ],
 )
 def test_tokens_of_each_kind(kv: str, layout: str) -> None:
     model, requests = make_model("kvloom"), random_requests(REQUESTS, seed=5)

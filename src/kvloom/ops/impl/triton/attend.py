@@ -236,7 +236,9 @@ def _arguments(side: Side, dtype: torch.dtype, *, of_values: bool) -> tuple[Side
     groups = scale.shape[-2] * scale.shape[-1]
     group = dim // groups
     is_coarse = dtype == torch.bfloat16 or (dtype == scale.dtype == torch.float16 and not of_values)
-    scales_products = is_coarse and groups <= MAX_CHUNKS and group == _width(group)
+    # Four planes for each group would spill registers, so codes of 2 bits are dequantized one by one.
+    is_whole = group == _width(group) and bits > 2
+    scales_products = is_coarse and groups <= MAX_CHUNKS and is_whole
     chunks, width = (groups, group) if scales_products else (1, _width(dim))
     form = SideForm(
         bits, dim, width, chunks, planes, chunks * planes, group, scales_products,

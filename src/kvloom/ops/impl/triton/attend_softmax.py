@@ -11,7 +11,7 @@ chunk of bytes of several codes has as many planes; of two codes the even number
 import triton
 import triton.language as tl
 
-from kvloom.ops.impl.triton.numerics import code_in, dequantized, is_finite
+from kvloom.ops.impl.triton.numerics import dequantized, is_finite, number_in
 from kvloom.ops.impl.triton.places import place_of_element, place_of_slot
 
 _INT32_MAX: tl.constexpr = tl.constexpr((1 << 31) - 1)
@@ -177,8 +177,8 @@ def _tanh(x):
 
 @triton.jit
 def _code(stored, plane: tl.constexpr, FORM: tl.constexpr):
-    """The codes of one plane, int8."""
-    return code_in(stored, plane, FORM.bits)
+    """The numbers that the codes of one plane stand for, int8."""
+    return number_in(stored, plane, FORM.bits)
 
 
 @triton.jit

@@ -6,6 +6,7 @@ from kvloom.core.checks import can_read
 from kvloom.core.indexing import check_slots
 from kvloom.ops.impl.triton import sides
 from kvloom.ops.impl.triton.load import load
+from kvloom.ops.impl.triton.places import as_bits
 from kvloom.ops.impl.triton.store import store
 
 
@@ -17,6 +18,7 @@ def copy(sources: list[Tensor], source_slots: Tensor, targets: list[Tensor], tar
     ):
         if can_read(slots):
             check_slots(name, slots, caches[0].shape[:3].numel())
+    sources, targets = ([as_bits(x) for x in caches] for caches in (sources, targets))
     rows = [load(source_slots, x, None, None, None, x.dtype, 1)[0] for x in sources]
     for x, target in zip(rows, targets, strict=True):
         store(x, None, target_slots, target, None, None, None)

@@ -48,8 +48,11 @@ def scale_of(amax, dtype: tl.constexpr, QMAX: tl.constexpr, LEAST: tl.constexpr)
 
 
 @triton.jit
-def code_of(x, scale, finite, dtype: tl.constexpr, QMAX: tl.constexpr):
+def code_of(x, scale, finite, dtype: tl.constexpr, QMAX: tl.constexpr, BITS: tl.constexpr):
     """Codes of ``x``, int32; 0 where its group is not finite."""
+    if BITS == 2:
+        code = (tl.abs(x) >= 2 * scale).to(tl.int32) ^ (x.to(tl.int32, bitcast=True) >> 31)
+        return tl.where(finite, code, 0)
     quotient = rounded(tl.div_rn(x, tl.broadcast_to(scale, x.shape)), dtype)
     code = tl.where(finite, clamped(quotient, QMAX), 0.0)
     return ((code + _ROUNDER) - _ROUNDER).to(tl.int32)
@@ -63,23 +66,27 @@ def stored_scale(scale, finite, dtype: tl.constexpr, LARGEST: tl.constexpr):
 
 
 @triton.jit
-def dequantized(code, scale, dtype: tl.constexpr, LARGEST_SCALE: tl.constexpr, LARGEST: tl.constexpr):
-    """``code * scale`` rounded to the dtype of the scale, then to ``dtype``; finite if the scale is."""
-    product = rounded(code.to(tl.float32) * scale.to(tl.float32), scale.dtype)
+def dequantized(number, scale, dtype: tl.constexpr, LARGEST_SCALE: tl.constexpr, LARGEST: tl.constexpr):
+    """``number * scale`` rounded to the dtype of the scale, then to ``dtype``; finite if the scale is."""
+    product = rounded(number.to(tl.float32) * scale.to(tl.float32), scale.dtype)
     product = clamped(product, LARGEST_SCALE)
     return clamped(product, LARGEST).to(dtype)
 
 
 @triton.jit
-def code_in(byte, plane: tl.constexpr, BITS: tl.constexpr):
-    """The code of so many bits in each int8 ``byte``, the lowest of plane 0, with its sign, int8."""
-    return (byte << (8 - BITS * (plane + 1))) >> (8 - BITS)
+def number_in(byte, plane: tl.constexpr, BITS: tl.constexpr):
+    """The number that the code of one plane in each int8 ``byte`` stands for, the lowest of plane 0; int8."""
+    code = (byte << (8 - BITS * (plane + 1))) >> (8 - BITS)
+    return code * 2 + 1 if BITS == 2 else code
 
 
 @triton.jit
 def packed(code, BITS: tl.constexpr):
     """Codes ``[rows, width]``, int32, as bytes ``[rows, width * BITS / 8]``."""
-    if BITS == 4:
+    if BITS == 2:
+        even, odd = tl.split(code.reshape(code.shape[0], code.shape[1] // 2, 2))
+        code = (even & 3) | ((odd & 3) << 2)
+    if BITS < 8:
         low, high = tl.split(code.reshape(code.shape[0], code.shape[1] // 2, 2))
         code = (low & 0xF) | (high << 4)
     return code.to(tl.int8)
@@ -87,8 +94,13 @@ def packed(code, BITS: tl.constexpr):
 
 @triton.jit
 def unpacked(byte, BITS: tl.constexpr):
-    """Inverse of ``packed``: the codes in int8 bytes, int8."""
+    """The numbers that the codes in int8 bytes ``[rows, width]`` stand for, in order, int8."""
+    if BITS == 8:
+        return byte
     if BITS == 4:
-        pairs = tl.join(code_in(byte, 0, 4), code_in(byte, 1, 4))
-        byte = pairs.reshape(byte.shape[0], 2 * byte.shape[1])
-    return byte
+        numbers = tl.join(number_in(byte, 0, BITS), number_in(byte, 1, BITS))
+    else:
+        even = tl.join(number_in(byte, 0, BITS), number_in(byte, 2, BITS))
+        odd = tl.join(number_in(byte, 1, BITS), number_in(byte, 3, BITS))
+        numbers = tl.join(even, odd)
+    return numbers.reshape(byte.shape[0], 8 // BITS * byte.shape[1])

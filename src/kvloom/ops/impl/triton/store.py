@@ -162,7 +162,7 @@ def _store_rows(
         finite = tl.max((~is_finite(x)).to(tl.int32), axis=1, keep_dims=True) == 0
         amax = tl.max(tl.where(is_finite(x), tl.abs(x), 0.0), axis=1, keep_dims=True)
         scale = scale_of(amax, dtype, QMAX, least_scale)
-        code = code_of(x, scale, finite, dtype, QMAX)
+        code = code_of(x, scale, finite, dtype, QMAX, FORM.bits)
         tl.store(target, packed(code, FORM.bits), mask=kept & in_group)
         scale_place = place_of_slot(side.scale, slot, SCALE) + head * side.scale.head
         scale_target = side.scale.data + scale_place + place_of_element(side.scale, group, SCALE)
