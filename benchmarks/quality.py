@@ -40,6 +40,8 @@ RECENT = (
     ("int4", None, 32, 64),
     ("int4", None, 16, 64),
     ("int8", "int4", 64, 64),
+    ("int4", "int2", 64, 64),
+    ("int2", None, 64, 64),
 )
 """Kinds, groups and newest tokens that are kept as they are; the first is ``"int4"`` as it is."""
 PEERS = (("quanto", 4, RESIDUAL), ("quanto", 4, 1), ("hqq", 4, RESIDUAL), ("hqq", 8, RESIDUAL))
