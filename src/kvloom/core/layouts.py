@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Final, NamedTuple, TypeAlias
 
+import torch
 from torch import Tensor
 
 from kvloom.errors import ArgumentError, ConfigError, ShapeError
@@ -56,7 +57,8 @@ class CacheLayout:
     _order: _Order = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        for name, value in zip(("dims", "names", "_order"), _read(self.axes), strict=True):
+        read = _read if torch.compiler.is_compiling() else _read_once
+        for name, value in zip(("dims", "names", "_order"), read(self.axes), strict=True):
             object.__setattr__(self, name, value)
 
     def __str__(self) -> str:
@@ -201,7 +203,6 @@ def _is_in_scale(term: Term) -> bool:
     return not (term.axis == "D" and term.part == "/")
 
 
-@lru_cache(maxsize=256)
 def _read(axes: str) -> tuple[tuple[tuple[Term, ...], ...], frozenset[str], _Order]:
     """Terms of each dimension, their letters, and their canonical order."""
     dims = _parse(axes)
@@ -210,6 +211,10 @@ def _read(axes: str) -> tuple[tuple[tuple[Term, ...], ...], frozenset[str], _Ord
     found = [next((place[c] for c in wanted if c in place), None) for wanted in _CANONICAL_TERMS]
     order = tuple(at for at in found if at is not None)
     return dims, frozenset(t.axis for t in terms), (order, tuple(i for i, x in enumerate(found) if x is None))
+
+
+_read_once: Final = lru_cache(maxsize=256)(_read)
+"""Views are made with every growth of a cache; a graph that is traced must not depend on what was read."""
 
 
 def _parse(axes: str) -> tuple[tuple[Term, ...], ...]:
