@@ -96,8 +96,8 @@ def packed(code, BITS: tl.constexpr):
 def unpacked(byte, BITS: tl.constexpr):
     """The numbers that the codes in int8 bytes ``[rows, width]`` stand for, in order, int8."""
     if BITS == 8:
-        return byte
-    if BITS == 4:
+        numbers = byte
+    elif BITS == 4:
         numbers = tl.join(number_in(byte, 0, BITS), number_in(byte, 1, BITS))
     else:
         even = tl.join(number_in(byte, 0, BITS), number_in(byte, 2, BITS))
