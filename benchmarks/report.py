@@ -27,7 +27,7 @@ from quality_sections import formats_section, quality_section
 from rounds import needs_compiled_backend
 from serving_sections import serving_http_section, serving_section
 from tables import cell, left_out, pivot, table
-from trace_sections import causes_section, events_section, simulate_section
+from trace_sections import causes_section, events_section, knowledge_section, simulate_section
 
 HERE = Path(__file__).parent
 README = HERE.parent / "README.md"
@@ -291,6 +291,7 @@ SECTIONS = {
     "serving_http": Section("Many clients of a server", serving_http_section, OURS),
     "store": Section("A prefix from a store", store_section, (*OURS, "xxhash")),
     "simulate": Section("What caches find of traces", simulate_section, (), of_processor=False),
+    "knowledge": Section("What knowing more would find", knowledge_section, (), of_processor=False),
     "causes": Section("Why pages are missed", causes_section, (), of_processor=False),
     "events": Section("Recording events", events_section, OURS),
     "movement": Section("Moving keys and values", movement_section, ("torch",)),

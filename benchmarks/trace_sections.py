@@ -24,6 +24,21 @@ def simulate_section(result: dict[str, Any]) -> str:
     return "\n\n".join(parts)
 
 
+def knowledge_section(result: dict[str, Any]) -> str:
+    """What knowing more of a block would find."""
+    rows = [row | {"column": f"{row['capacity'] / 1e6:g} M, {row['odds']}"} for row in result["rows"]]
+    return (
+        f"Blocks of {result['trace']} that can be found by what is known of each use of a block, by tokens "
+        "of cache: `KVLOOM_TRACE=conversation_trace.jsonl make bench ARGS=knowledge`. Each block is kept for "
+        "as long as earns most for its room, with as many blocks as there is room for on average. How likely "
+        "a block is used again at which age is counted for each kind: in *other texts* of the whole trace, "
+        "by five parts, which nobody has who serves it; or in what came *before*, eight times. *Ours*: the "
+        'kinds of `policy="ours"`. Depths, blocks, gaps and lengths are told apart by octaves. '
+        "([Decision 27](../docs/decisions/0027-pages-go-by-what-they-are-worth.md).)\n\n"
+        + pivot(rows, "known", "column", "block_rate", ".3f")
+    )
+
+
 def events_section(result: dict[str, Any]) -> str:
     """What recording costs."""
     times, off = result["request_us"], result["off_ns"] / 1e6 / result["step_ms"]

@@ -40,6 +40,18 @@ def test_store_reads_what_was_committed(quick: Callable[..., Any]) -> None:
     assert rows["int8"]["file_bytes"] < 0.3 * rows["float32"]["file_bytes"]
 
 
+def test_who_knows_the_future_finds_most_and_with_room_all_find_the_same(quick: Callable[..., Any]) -> None:
+    rows = quick("knowledge")["rows"]
+    for odds in ("other texts", "before"):
+        small, large = (
+            {x["known"]: x["block_rate"] for x in rows if (x["odds"], x["capacity"]) == (odds, capacity)}
+            for capacity in (50_000, 1_000_000)
+        )
+        *others, without_ends, future = small.values()
+        assert 0 < max(others) < without_ends < future
+        assert len(small) == 12 and len({round(rate, 9) for rate in large.values()}) == 1
+
+
 def test_cache_kinds_measures_either_attention(quick: Callable[..., Any]) -> None:
     kinds = {x["kind"]: x for x in quick("cache_kinds")["kinds"]}
     assert len(kinds) == 11
