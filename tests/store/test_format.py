@@ -31,7 +31,7 @@ def accept(file: bytes, tokens: list[int], salt: str = "") -> Run:
     if run.fingerprint != fingerprint() or run.salt != salt_digest(salt):
         raise DamagedRun("another model or salt")
     prefixes = Prefixes(fingerprint().digest, salt_digest(salt), tokens)
-    run.expect_prefix(prefixes, tokens, run.end)
+    run.expect_prefix(prefixes, run.end)
     run.expect_whole(memoryview(file)[start:], range(run.num_pages), range(run.fingerprint.num_heads))
     return run
 

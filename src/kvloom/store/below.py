@@ -13,7 +13,6 @@ from kvloom.store.backends import connect
 from kvloom.store.fingerprint import Fingerprint
 from kvloom.store.format import page_bytes
 from kvloom.store.limits import evictions, is_mark
-from kvloom.store.prefixes import Prefixes, salt_digest
 from kvloom.store.store import KVStore, open_store
 from kvloom.store.survey import Verdict, look
 from kvloom.store.tier import Piece
@@ -106,7 +105,7 @@ class StoreBelow:
         num_pages = min(len(tokens) // size, len(refs))
         if not num_pages or not self._keeps_alike():
             return
-        prefixes = Prefixes(self.fingerprint.digest, salt_digest(salt), tokens)
+        prefixes = self.store.prefixes(self.fingerprint, salt, tokens)
         nbytes = self.fingerprint.num_heads * page_bytes(self.fingerprint, size)
         ends = range(size, num_pages * size + 1, size)
         new = [end // size - 1 for end in self.store.missing(self.fingerprint, prefixes, ends)]

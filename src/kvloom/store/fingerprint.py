@@ -78,7 +78,7 @@ class LayerFormat:
         _expect_count("heads", self.heads)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Fingerprint:
     """Whose keys and values these are. Pages of another fingerprint are never used.
 
@@ -112,6 +112,13 @@ class Fingerprint:
             raise ConfigError(f"rotation must be one of {ROTATIONS}, got {self.rotation!r}")
         if not self.layers:
             raise ConfigError("layers must hold at least one layer, got none")
+
+    def __eq__(self, other: object) -> bool:
+        """Whether every field is the same, by the digest of all."""
+        return self.digest == other.digest if isinstance(other, Fingerprint) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
 
     @cached_property
     def num_heads(self) -> int:

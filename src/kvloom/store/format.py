@@ -5,22 +5,20 @@ Letters: N pages, S tokens in a page, R heads that can be read one by one (or 1 
 
 import json
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, Final, NoReturn
 
-import xxhash
-
 from kvloom.errors import ConfigError, KVError
 from kvloom.store.fingerprint import Fingerprint
-from kvloom.store.prefixes import DIGEST_BYTES, Prefixes, token_bytes
+from kvloom.store.prefixes import DIGEST_BYTES, Prefixes
+from kvloom.store.sums import SUM_BYTES, checksum, checksums
 
 FORMAT: Final = "kvloom-run/1"
 MAX_HEAD: Final = 64 << 20
 """Bytes that a head may have."""
 _ALIGNMENT: Final = 8
-_CHECKSUM: Final = 16
 _NAMES: Final = ("before", "fingerprint", "first", "format", "num_pages", "page_size", "salt", "text")
 
 
@@ -34,11 +32,6 @@ class DamagedRun(KVError, ValueError):
 
 class OtherFormat(DamagedRun):
     """A run of a format that this release does not know."""
-
-
-def checksum(data: Any) -> bytes:
-    """XXH3-128 of a buffer, big-endian as the hash's canonical form is."""
-    return xxhash.xxh3_128_digest(data)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +105,7 @@ class Run:
         Args:
             data: R * N pages, heads outermost.
         """
-        return replace(self, checksums=_checksums(data, self.page_bytes))
+        return replace(self, checksums=checksums(data, self.page_bytes))
 
     def expect_whole(self, data: memoryview, pages: range, heads: range) -> None:
         """Check pages that were read: heads outermost.
@@ -123,40 +116,34 @@ class Run:
         size = self.page_bytes
         if len(data) != len(pages) * len(heads) * size:
             raise DamagedRun(f"{len(pages) * len(heads) * size} bytes of pages expected, got {len(data)}")
-        got, row = _checksums(data, size), len(pages) * _CHECKSUM
+        got, row = checksums(data, size), len(pages) * SUM_BYTES
         for i, head in enumerate(heads):
-            first = (head * self.num_pages + pages.start) * _CHECKSUM
+            first = (head * self.num_pages + pages.start) * SUM_BYTES
             mine, theirs = got[i * row : (i + 1) * row], self.checksums[first : first + row]
             if mine != theirs:
-                starts = range(0, row, _CHECKSUM)
-                page = next(at for at in starts if mine[at : at + _CHECKSUM] != theirs[at : at + _CHECKSUM])
-                number = pages.start + page // _CHECKSUM
+                starts = range(0, row, SUM_BYTES)
+                page = next(at for at in starts if mine[at : at + SUM_BYTES] != theirs[at : at + SUM_BYTES])
+                number = pages.start + page // SUM_BYTES
                 raise DamagedRun(f"page {number} of head {head} does not have its checksum")
 
-    def expect_prefix(self, prefixes: Prefixes, tokens: Sequence[int], end: int) -> None:
+    def expect_prefix(self, prefixes: Prefixes, end: int) -> None:
         """Check that the run has a text from its first token to ``end``, which ends a page.
 
         Args:
-            prefixes: Of ``tokens``, under the fingerprint and salt of whoever reads.
-            tokens: From the start of the text.
+            prefixes: Of the text, under the fingerprint and salt of whoever reads.
             end: Behind the first token of the run.
 
         Raises:
             DamagedRun: it has another text.
         """
-        ends = range(self.first, end + 1, self.page_size)
-        if prefixes.digests(ends) != [self.before, *self.digests[: len(ends) - 1]]:
+        (before,) = prefixes.digests([self.first])
+        digests = prefixes.pages(self.page_size, self.first, end)
+        if before != self.before or digests != self.digests[: (end - self.first) // self.page_size]:
             raise DamagedRun("the digests are of another text")
         if self.tokens is not None:
-            wanted = token_bytes(tokens[self.first : end])
+            wanted = prefixes.token_bytes(self.first, end)
             if self.tokens[: len(wanted)] != wanted:
                 raise DamagedRun("the tokens are of another text")
-
-
-def _checksums(data: memoryview, size: int) -> bytes:
-    """Of each ``size`` bytes, one behind the other; a page is small beside a call."""
-    digest = xxhash.xxh3_128_digest
-    return b"".join([digest(data[i : i + size]) for i in range(0, len(data), size)])
 
 
 def ranges_of(pages: range, heads: range, num_pages: int, nbytes: int, start: int) -> list[tuple[int, int]]:
@@ -259,9 +246,9 @@ def _read_head(data: bytes, file_size: int) -> tuple[Run, int]:
     if again != data[:start]:
         raise DamagedRun("the header is not spelled as this format spells it")
     end = start + sum(lengths[name] for name in ("tokens", "digests", "checksums") if name in lengths)
-    if len(data) < end + _CHECKSUM:
-        raise DamagedRun(f"the head ends at byte {end + _CHECKSUM}, got {len(data)}")
-    if checksum(memoryview(data)[:end]) != data[end : end + _CHECKSUM]:
+    if len(data) < end + SUM_BYTES:
+        raise DamagedRun(f"the head ends at byte {end + SUM_BYTES}, got {len(data)}")
+    if checksum(memoryview(data)[:end]) != data[end : end + SUM_BYTES]:
         raise DamagedRun("the head does not have its checksum")
     digests_at = start + lengths.get("tokens", 0)
     sums_at = digests_at + lengths["digests"]
@@ -269,14 +256,14 @@ def _read_head(data: bytes, file_size: int) -> tuple[Run, int]:
     salt, before = (_digest_of(saved[name]) for name in ("salt", "before"))
     tokens = data[start:digests_at] if has_text else None
     run = Run(fingerprint, salt, first, page_size, before, digests, tokens, data[sums_at:end])
-    return run, end + _CHECKSUM
+    return run, end + SUM_BYTES
 
 
 def _lengths(page_size: int, num_pages: int, has_text: bool, data: tuple[int, int]) -> dict[str, int]:
     """Bytes of each tensor, in order."""
     heads, size = data
     text = {"tokens": 8 * num_pages * page_size} if has_text else {}
-    sums = {"checksums": heads * num_pages * _CHECKSUM, "seal": _CHECKSUM}
+    sums = {"checksums": heads * num_pages * SUM_BYTES, "seal": SUM_BYTES}
     return text | {"digests": num_pages * DIGEST_BYTES} | sums | {"pages": heads * num_pages * size}
 
 
@@ -295,8 +282,8 @@ def _header(
     shapes = {
         "tokens": [num_pages, page_size],
         "digests": [num_pages, DIGEST_BYTES],
-        "checksums": [heads, num_pages, _CHECKSUM],
-        "seal": [_CHECKSUM],
+        "checksums": [heads, num_pages, SUM_BYTES],
+        "seal": [SUM_BYTES],
         "pages": [heads, num_pages, size],
     }
     values = (before, fingerprint, str(first), FORMAT, str(num_pages), str(page_size), salt)

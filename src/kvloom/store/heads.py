@@ -1,5 +1,7 @@
 """The heads of runs that lie in a store."""
 
+import threading
+from collections import OrderedDict
 from typing import Final
 
 from kvloom.store.backends import Backend, Stored
@@ -7,6 +9,48 @@ from kvloom.store.format import DamagedRun, Run, head_bytes, read_head
 
 _FIRST_READ: Final = 64 << 10
 """Bytes in which the heads of most runs lie."""
+_KEPT: Final = 16 << 20
+"""Bytes of heads that are kept: those of 4 GB of runs, if pages have half a megabyte."""
+
+
+class Heads:
+    """The heads that were checked last: one of the same bytes needs no second check. Thread-safe."""
+
+    def __init__(self, max_bytes: int = _KEPT) -> None:
+        self._max_bytes = max_bytes
+        self._num_bytes = 0
+        self._kept: OrderedDict[str, tuple[bytes, Run]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def keep(self, head: bytes, run: Run) -> None:
+        """Remember a run that ``read_head`` found in ``head``, which has nothing behind it."""
+        with self._lock:
+            self._remove(run.name)
+            self._kept[run.name] = head, run
+            self._num_bytes += len(head)
+            while self._num_bytes > self._max_bytes:
+                self._remove(next(iter(self._kept)))
+
+    def read(self, name: str, head: bytes, file_size: int) -> Run:
+        """The run of this name that ``head``, which has nothing behind it, says a file to hold.
+
+        Raises:
+            DamagedRun: it says no run, or one of another name.
+        """
+        with self._lock:
+            kept, run = self._kept.get(name, (b"", None))
+            if run is not None and kept == head and len(head) + run.data_bytes == file_size:
+                self._kept.move_to_end(name)
+                return run
+        run, start = read_head(head, file_size)
+        if start != len(head) or run.name != name:
+            raise DamagedRun("the head is not the one of this name")
+        self.keep(head, run)
+        return run
+
+    def _remove(self, name: str) -> None:
+        head, _ = self._kept.pop(name, (b"", None))
+        self._num_bytes -= len(head)
 
 
 def head_of(backend: Backend, x: Stored) -> tuple[Run, int]:

@@ -1,5 +1,6 @@
 """Which runs of a store continue which text: the digests of their pages, as their heads list them."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from kvloom.store.format import Run
@@ -87,10 +88,14 @@ class Index:
             num_tokens: Tokens of the text.
         """
         sizes = [size for size, count in self._page_sizes.items() if count]
-        ends = sorted({end for size in sizes for end in range(size, num_tokens + 1, size) if end > start})
         reached: dict[str, int] = {}  # by each run that has a page of this text
-        for digest in prefixes.digests(ends):
-            reached.update(self._ends.get(digest, {}))
+        digests, i = _digests(prefixes, sizes, start, num_tokens), 0
+        while i < len(digests):
+            runs = self._ends.get(digests[i], {})
+            reached.update(runs)
+            i += 1
+            if len(runs) == len(sizes) == 1:
+                i += self._follow(reached, next(iter(runs)), digests, i)
         at = start
         found: list[Segment] = []
         while True:
@@ -103,3 +108,24 @@ class Index:
                 return found
             found.append(Segment(self.entries[name], at, reached[name]))
             at = reached[name]
+
+    def _follow(self, reached: dict[str, int], name: str, digests: Sequence[bytes], i: int) -> int:
+        """Reach the end of a run, which alone has the page before ``i``, if the text has all of it.
+
+        Returns:
+            How many pages that are. What begins within them and ends before the last reaches no further.
+        """
+        entry = self.entries[name]
+        rest = entry.digests[(reached[name] - entry.first) // entry.page_size :]
+        if digests[i : i + len(rest)] != rest:
+            return 0
+        reached[name] = entry.first + len(entry.digests) * entry.page_size
+        return len(rest)
+
+
+def _digests(prefixes: Prefixes, sizes: list[int], start: int, num_tokens: int) -> Sequence[bytes]:
+    """Of the ends behind ``start`` of pages of any of these sizes, in ascending order."""
+    if len(sizes) == 1:
+        return prefixes.pages(sizes[0], start // sizes[0] * sizes[0], num_tokens)
+    ends = {end for size in sizes for end in range(size, num_tokens + 1, size) if end > start}
+    return prefixes.digests(sorted(ends))

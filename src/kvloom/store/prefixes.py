@@ -2,7 +2,9 @@
 
 import hashlib
 import struct
+from collections import deque
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from typing import Final
 
 from kvloom.errors import ArgumentError
@@ -41,14 +43,68 @@ class Prefixes:
         self._root = hashlib.sha256(b"kvloom prefix\0" + fingerprint + salt)
         self._tokens = token_bytes(tokens)
         self._known = {0: self._root.digest()}  # finding, checking and saving ask for the same ends
+        self._pages: dict[int, tuple[bytes, ...]] = {}
 
     def digests(self, ends: Iterable[int]) -> list[bytes]:
         """Of the first ``end`` tokens, for each of ``ends``, which ascend; 32 bytes each."""
-        wanted = list(ends)
-        if not self._known.keys() >= set(wanted):
-            state, done = self._root.copy(), 0
-            for end in wanted:
-                state.update(memoryview(self._tokens)[8 * done : 8 * end])
-                done = end
-                self._known[end] = state.digest()
-        return [self._known[end] for end in wanted]
+        known, wanted = self._known, list(ends)
+        with suppress(KeyError):
+            return [known[end] for end in wanted]
+        state, done = self._root.copy(), 0
+        for end in wanted:
+            state.update(self._tokens[8 * done : 8 * end])
+            done = end
+            known[end] = state.digest()
+        return [known[end] for end in wanted]
+
+    def pages(self, size: int, first: int, end: int) -> tuple[bytes, ...]:
+        """The digests up to the end of each page of ``size`` tokens from the token ``first`` to ``end``."""
+        if first % size:
+            return tuple(self.digests(range(first + size, end + 1, size)))
+        if size not in self._pages:
+            self._pages[size] = tuple(self.digests(range(size, len(self._tokens) // 8 + 1, size)))
+        return self._pages[size][first // size : end // size]
+
+    def is_of(self, other: "Prefixes") -> bool:
+        """Whether another one is of the same text, fingerprint and salt."""
+        return self._known[0] == other._known[0] and self._tokens == other._tokens
+
+    def learn(self, other: "Prefixes") -> bool:
+        """Take the digests of another one, of a text that continues this one or that this one continues.
+
+        Returns:
+            Whether the other's text continues this one.
+        """
+        mine, theirs = self._tokens, other._tokens
+        if self._known[0] == other._known[0] and (mine.startswith(theirs) or theirs.startswith(mine)):
+            shared = min(len(mine), len(theirs)) // 8
+            self._known.update({end: x for end, x in list(other._known.items()) if end <= shared})
+            return len(theirs) > len(mine)
+        return False
+
+    def token_bytes(self, start: int, end: int) -> bytes:
+        """``token_bytes`` of the tokens from ``start`` to ``end``."""
+        return self._tokens[8 * start : 8 * end]
+
+
+class LastTexts:
+    """The prefixes of the last texts, so that no digest is computed twice. Thread-safe."""
+
+    def __init__(self, max_texts: int = 4) -> None:
+        self._kept: deque[Prefixes] = deque(maxlen=max_texts)
+
+    def prefixes(self, fingerprint: bytes, salt: bytes, tokens: Sequence[int]) -> Prefixes:
+        """As ``Prefixes``.
+
+        Raises:
+            ArgumentError: as ``token_bytes``.
+        """
+        found = Prefixes(fingerprint, salt, tokens)
+        is_part = False
+        for kept in list(self._kept):
+            if kept.is_of(found):
+                return kept
+            is_part |= found.learn(kept)
+        if not is_part:
+            self._kept.append(found)
+        return found

@@ -15,7 +15,7 @@ from kvloom.errors import ArgumentError
 from kvloom.store.fingerprint import Fingerprint
 from kvloom.store.format import Run, page_bytes
 from kvloom.store.index import Segment
-from kvloom.store.prefixes import Prefixes, salt_digest, token_bytes
+from kvloom.store.prefixes import LastTexts, Prefixes, salt_digest, token_bytes
 from kvloom.store.tier import Piece, Tier
 
 _LOG: Final = logging.getLogger("kvloom.store")
@@ -76,6 +76,7 @@ class KVStore:
         self.counts: Counter[str] = Counter()
         self.keep_text = keep_text
         self._reads_always = read == "always"
+        self._texts = LastTexts()
         self._writer = _Writer(max_queued)
         self._closing = weakref.finalize(self, self._writer.close)
 
@@ -102,7 +103,7 @@ class KVStore:
         Raises:
             ArgumentError: a token is not a signed 64-bit integer.
         """
-        prefixes = Prefixes(fingerprint.digest, salt_digest(salt), tokens)
+        prefixes = self.prefixes(fingerprint, salt, tokens)
         end, before = start, -1
         while before < end < len(tokens):
             before = end
@@ -110,6 +111,19 @@ class KVStore:
                 for segment in tier.find(fingerprint, prefixes, end, len(tokens)):
                     end = segment.end
         return end
+
+    def prefixes(self, fingerprint: Fingerprint, salt: str, tokens: Sequence[int]) -> Prefixes:
+        """The digests of a text; those of the last texts are kept.
+
+        Args:
+            fingerprint: Whose keys and values.
+            salt: Who may find them.
+            tokens: Ids from the start of the text, signed 64-bit.
+
+        Raises:
+            ArgumentError: a token is not a signed 64-bit integer.
+        """
+        return self._texts.prefixes(fingerprint.digest, salt_digest(salt), tokens)
 
     def refresh(self, fingerprint: Fingerprint) -> None:
         """Learn now what other processes wrote and removed, rather than within two seconds."""
@@ -143,7 +157,7 @@ class KVStore:
             ArgumentError: a token is not a signed 64-bit integer.
         """
         digest = salt_digest(salt)
-        prefixes = Prefixes(fingerprint.digest, digest, tokens)
+        prefixes = self.prefixes(fingerprint, salt, tokens)
         pieces: list[Piece] = []
         at, is_waiting = start, True
         while is_waiting and at < len(tokens):
@@ -154,7 +168,7 @@ class KVStore:
                     if not self._pays(tier, nbytes * fingerprint.num_heads, segment, seconds_per_token):
                         self.counts["tokens_not_worth_reading"] += segment.end - at
                         return pieces
-                    piece = tier.read(fingerprint, digest, prefixes, tokens, segment, heads)
+                    piece = tier.read(fingerprint, digest, prefixes, segment, heads)
                     if piece is None:
                         break
                     pieces.append(piece)
@@ -201,7 +215,7 @@ class KVStore:
         """
         digest = salt_digest(salt)
         ends = range(first, len(tokens) + 1, page_size)
-        before, *digests = Prefixes(fingerprint.digest, digest, tokens).digests(ends)
+        before, *digests = self.prefixes(fingerprint, salt, tokens).digests(ends)
         text = token_bytes(tokens[first:]) if self.keep_text else None
         run = Run(fingerprint, digest, first, page_size, before, tuple(digests), text)
         return self._put(run, data, self.tiers)

@@ -4,21 +4,23 @@ import logging
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Final, NamedTuple, TypeVar
 
 from kvloom.store.backends import Backend, Stored, connect
 from kvloom.store.fingerprint import Fingerprint
-from kvloom.store.format import DamagedRun, OtherFormat, Run, page_bytes, ranges_of, read_head
-from kvloom.store.heads import head_of
+from kvloom.store.format import DamagedRun, OtherFormat, Run, page_bytes, ranges_of
+from kvloom.store.heads import Heads, head_of
 from kvloom.store.index import Entry, Index, Segment
 from kvloom.store.limits import evict, is_mark, quarantine, too_many
 from kvloom.store.prefixes import Prefixes
 
 _LOG: Final = logging.getLogger("kvloom.store")
 _READERS: Final = 8
+_TOUCH_SECONDS: Final = 1.0
+"""For how long a store that was told of a use need not be told of the next."""
 _Result = TypeVar("_Result")
 
 
@@ -79,6 +81,8 @@ class Tier:
         self._listed: dict[str, float] = {}  # when, of each folder
         self._ignored: set[str] = set()
         self._objects: dict[str, Stored] = {}
+        self._heads = Heads()
+        self._touched: dict[str, float] = {}  # when, of each object
         self._down_until = {"read": 0.0, "write": 0.0}
         self._warned: set[str] = set()
         self._backend: Backend | None = None
@@ -115,26 +119,23 @@ class Tier:
         fingerprint: Fingerprint,
         salt: bytes,
         prefixes: Prefixes,
-        tokens: Sequence[int],
         segment: Segment,
         heads: range | None = None,
     ) -> Piece | None:
         """Pages of a run, if every byte of them is what was written for this text; else ``None``."""
-        entry = segment.entry
+        entry, start = segment.entry, segment.entry.head_size
         heads = range(fingerprint.num_heads) if heads is None else heads
         size = page_bytes(fingerprint, entry.page_size)
-        wanted = ranges_of(segment.pages, heads, len(entry.digests), size, entry.head_size)
+        wanted = ranges_of(segment.pages, heads, len(entry.digests), size, start)
         began = time.perf_counter()
         data = self._attempt("read", lambda: self._get(entry, wanted), None)
         if data is None:
             return None
         try:
-            run, start = read_head(bytes(data[: entry.head_size]), entry.size)
-            if start != entry.head_size or run.name != entry.name:
-                raise DamagedRun("the head is not the one of this name")
+            run = self._heads.read(entry.name, bytes(data[:start]), entry.size)
             if run.fingerprint != fingerprint or run.salt != salt:
                 raise DamagedRun("the run is of another model or salt")
-            run.expect_prefix(prefixes, tokens, segment.end)
+            run.expect_prefix(prefixes, segment.end)
             run.expect_whole(data[start:], segment.pages, heads)
         except DamagedRun as error:
             self._quarantine(entry.name, entry.size, str(error))
@@ -142,10 +143,15 @@ class Tier:
         if self.seconds_per_byte is None:
             self.seconds_per_byte = (time.perf_counter() - began) / len(data)
         self.counts["bytes_read"] += len(data)
-        self._attempt("write", partial(self._touch, entry.name), None)
+        now = time.time()
         with self._lock:
             if entry.name in self._objects:
-                self._objects[entry.name] = Stored(entry.name, entry.size, time.time())
+                self._objects[entry.name] = Stored(entry.name, entry.size, now)
+            is_due = not 0 <= now - self._touched.get(entry.name, 0.0) < _TOUCH_SECONDS
+            if is_due:
+                self._touched[entry.name] = now
+        if is_due:
+            self._attempt("write", partial(self._touch, entry.name), None)
         return Piece(run, segment, data, start)
 
     def put(self, run: Run, data: bytearray | memoryview) -> bool:
@@ -261,6 +267,7 @@ class Tier:
     def _forget(self, name: str) -> None:
         with self._lock:
             self._objects.pop(name, None)
+            self._touched.pop(name, None)
             for index in self._indexes.values():
                 index.remove(name)
 

@@ -17,7 +17,7 @@ from kvloom.errors import UnsupportedError
 from kvloom.integrations.transformers.build import cache_format, make_layers, text_config_of
 from kvloom.integrations.transformers.cache import KVCache
 from kvloom.store.fingerprint import Fingerprint, LayerFormat
-from kvloom.store.format import checksum
+from kvloom.store.sums import checksum
 from kvloom.store.transfer import layers_of, rotation_of
 
 _PROBED: Final = 64

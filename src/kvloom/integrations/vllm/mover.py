@@ -11,7 +11,6 @@ from kvloom.integrations.vllm.blocks import Blocks
 from kvloom.integrations.vllm.planner import Plan, Transfer
 from kvloom.store import Fingerprint, KVStore
 from kvloom.store.below import RUN_BYTES, runs_of
-from kvloom.store.prefixes import Prefixes, salt_digest
 
 _LOG: Final = logging.getLogger("kvloom.store")
 _READERS: Final = 2
@@ -98,7 +97,7 @@ class Mover:
 
     def _missing(self, save: Transfer) -> list[range]:
         size, end = self._blocks.page_size, len(save.tokens)
-        prefixes = Prefixes(self._fingerprint.digest, salt_digest(save.salt), save.tokens)
+        prefixes = self._store.prefixes(self._fingerprint, save.salt, save.tokens)
         ends = range(save.start + size, end + 1, size)
         pages = [x // size - 1 for x in self._store.missing(self._fingerprint, prefixes, ends)]
         nbytes = self._blocks.page_bytes * (1 if self._ranks is None else self._ranks.world_size)

@@ -1,5 +1,6 @@
 """A local folder: objects are files, written under a temporary name, made durable, then renamed."""
 
+import ctypes
 import errno
 import fcntl
 import os
@@ -17,6 +18,10 @@ from kvloom.store.backends import Stored
 
 _NAME = re.compile(r"[a-z0-9]+(?:/[a-z0-9][a-z0-9.-]*)?")
 _TEMPORARY = ".writing-"
+_LINE = 64
+_uninitialized = ctypes.pythonapi.PyBytes_FromStringAndSize
+_uninitialized.argtypes, _uninitialized.restype = (ctypes.c_char_p, ctypes.c_ssize_t), ctypes.py_object
+_READING = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
 
 
 class Files:
@@ -30,7 +35,7 @@ class Files:
     """
 
     def __init__(self, root: Path) -> None:
-        self.root = root
+        self.root, self._root = root, str(root)
         self._numbers = count()
         _make_folder(root)
         self._remove_left_behind()
@@ -52,13 +57,15 @@ class Files:
         return self._path(name).is_file()
 
     def get_ranges(self, name: str, ranges: list[tuple[int, int]]) -> memoryview:
-        with _opened(self._path(name), os.O_RDONLY) as file:
+        file = os.open(self._place(name), _READING)
+        try:
             size = os.fstat(file).st_size
-            parts = [
-                _read(file, start, min(end, size), name) for start, end in _joined(ranges) if start < size
-            ]
-        # A buffer takes the bytes as they are: nothing is copied, and nobody zeroed them.
-        return BytesIO(parts.pop()).getbuffer() if len(parts) == 1 else memoryview(bytearray().join(parts))
+            wanted = [(start, min(end, size)) for start, end in _joined(ranges) if start < size]
+            data = _memory(sum(end - start for start, end in wanted))
+            _read(file, wanted, data, name)
+            return data
+        finally:
+            os.close(file)
 
     def put_if_absent(self, name: str, parts: list[bytes | bytearray | memoryview]) -> bool:
         path = self._path(name)
@@ -85,7 +92,7 @@ class Files:
 
     def touch(self, name: str) -> None:
         with suppress(OSError):  # somebody else's file, or gone
-            os.utime(self._path(name), follow_symlinks=False)
+            os.utime(self._place(name), follow_symlinks=False)
 
     def delete(self, name: str) -> None:
         self._path(name).unlink(missing_ok=True)
@@ -101,9 +108,13 @@ class Files:
         return found
 
     def _path(self, name: str) -> Path:
+        return Path(self._place(name))
+
+    def _place(self, name: str) -> str:
+        """The path of an object; it takes a fraction of the time of ``Path``."""
         if not _NAME.fullmatch(name):
             raise OSError(errno.EINVAL, "no name of this store", name)
-        return self.root / name
+        return f"{self._root}/{name}"
 
     def _walk(self) -> Iterator[Path]:
         """Files of the folder and of the folders in it; links are followed nowhere."""
@@ -132,15 +143,21 @@ def _joined(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
     return joined
 
 
-def _read(file: int, start: int, end: int, name: str) -> bytes:
-    """Bytes of a file, in one read if the system does that."""
-    data = os.pread(file, end - start, start)
-    while len(data) < end - start:
-        more = os.pread(file, end - start - len(data), start + len(data))
-        if not more:
-            raise OSError(errno.EIO, "file ends early", name)
-        data += more
-    return data
+def _memory(nbytes: int) -> memoryview:
+    """Memory that nobody zeroed, from where the system copies fast: not from odd places of a line."""
+    whole = BytesIO(_uninitialized(None, nbytes + _LINE)).getbuffer()  # takes the bytes as they are
+    at = -ctypes.addressof(ctypes.c_char.from_buffer(whole)) % _LINE
+    return whole[at : at + nbytes]
+
+
+def _read(file: int, ranges: list[tuple[int, int]], data: memoryview, name: str) -> None:
+    """Fill ``data`` with bytes of a file."""
+    for start, end in ranges:
+        while start < end:
+            count = os.preadv(file, [data[: end - start]], start)
+            if not count:
+                raise OSError(errno.EIO, "file ends early", name)
+            data, start = data[count:], start + count
 
 
 @contextmanager

@@ -1,0 +1,180 @@
+"""What is kept in memory between reads, heads and digests, is what would be read or computed anew."""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+import time
+from itertools import product
+from pathlib import Path
+
+import pytest
+from store.runs import fingerprint, make_run
+from store.test_store import WHOSE, found, save
+
+from kvloom.store import KVStore
+from kvloom.store.format import DamagedRun
+from kvloom.store.heads import Heads
+from kvloom.store.index import Entry, Index
+from kvloom.store.prefixes import LastTexts, Prefixes, salt_digest
+from kvloom.store.sums import checksum, checksums
+
+TEXT = list(range(40))
+
+
+def test_a_head_that_changes_after_it_was_read_is_damaged(tmp_path: Path) -> None:
+    with KVStore(f"file://{tmp_path}", read="always") as store:
+        save(store, [1, 2, 3, 4])
+        store.flush()
+        (path,) = tmp_path.rglob("*.safetensors")
+        assert [found(store, [1, 2, 3, 4]) for _ in range(3)] == [4, 4, 4]
+        file = bytearray(path.read_bytes())
+        file[200] ^= 1
+        path.write_bytes(file)
+        assert found(store, [1, 2, 3, 4]) == 0
+        assert store.tiers[0].counts["damaged"] == 1
+        assert [x.parent.name for x in tmp_path.rglob("*.safetensors")] == ["quarantine"]
+
+
+def test_every_byte_that_changes_after_a_read_is_a_miss(tmp_path: Path) -> None:
+    with KVStore(f"file://{tmp_path}", read="always") as store:
+        save(store, [1, 2])
+        store.flush()
+        assert found(store, [1, 2]) == 2
+        (path,) = tmp_path.rglob("*.safetensors")
+        good = path.read_bytes()
+        for at in range(0, len(good), 3):
+            path.parent.mkdir(exist_ok=True)
+            path.write_bytes(good[:at] + bytes([good[at] ^ 1]) + good[at + 1 :])
+            store.tiers[0]._ignored.clear()
+            store.refresh(WHOSE)
+            assert found(store, [1, 2]) == 0
+            for x in (tmp_path / "quarantine").iterdir():
+                x.unlink()
+
+
+@pytest.mark.parametrize("change", ["name", "size", "byte"])
+def test_a_known_head_is_checked_again_where_anything_differs(change: str) -> None:
+    heads, (run, data) = Heads(), make_run(TEXT)
+    head, size = run.head(), len(run.head()) + len(data)
+    assert heads.read(run.name, head, size) == run
+    assert heads.read(run.name, head, size) is heads.read(run.name, head, size)
+    other = bytearray(head)
+    other[-1] ^= change == "byte"
+    with pytest.raises(DamagedRun):
+        heads.read(run.name + "x" * (change == "name"), bytes(other), size + (change == "size"))
+    assert heads.read(run.name, head, size) == run
+
+
+def test_heads_are_kept_within_their_bytes() -> None:
+    runs = [make_run(TEXT[: 2 * n])[0] for n in range(1, 20)]
+    size = len(runs[-1].head())
+    heads = Heads(max_bytes=3 * size)
+    for run in runs * 2:
+        heads.keep(run.head(), run)
+        assert heads._num_bytes == sum(len(head) for head, _ in heads._kept.values()) <= 3 * size
+    assert runs[-1].name in heads._kept
+    heads.keep(bytes(4 * size), runs[0])
+    assert not heads._kept and not heads._num_bytes
+
+
+def test_digests_that_are_kept_are_those_of_the_text() -> None:
+    texts, rng = LastTexts(), random.Random(0)
+    whose = (WHOSE.digest, fingerprint(rope="x").digest)
+    for _ in range(2000):
+        cut = rng.choice((0, 3, 10, 40))
+        tokens = [*TEXT[:cut], *rng.choices(range(3), k=rng.randint(0, 6))]
+        model, salt = rng.choice(whose), salt_digest(rng.choice("ab"))
+        ends = sorted(rng.sample(range(len(tokens) + 1), min(len(tokens), 4)))
+        kept = texts.prefixes(model, salt, tokens)
+        assert kept.digests(ends) == Prefixes(model, salt, tokens).digests(ends)
+        assert all(end <= len(tokens) for end in kept._known)
+
+
+@pytest.mark.parametrize("sizes", [(2,), (1,), (2, 3), (2, 4, 8), (3, 5, 2, 4)])
+def test_runs_are_followed_as_far_as_they_reach(sizes: tuple[int, ...]) -> None:
+    """Overlapping runs of this text and of others that begin as it does, against every way to go on."""
+    rng = random.Random(sum(sizes))
+    for _ in range(300):
+        index = Index()
+        for _ in range(rng.randint(1, 6)):
+            size = rng.choice(sizes)
+            first = size * rng.randint(0, 12 // size)
+            tokens = TEXT[: first + size * rng.randint(1, 12 // size)]
+            if rng.random() < 0.4:
+                tokens[rng.randrange(len(tokens))] = 99
+            index.add(Entry.of(make_run(tokens, first, page_size=size)[0], 0))
+        start, num_tokens = rng.randint(0, 12), rng.randint(1, 24)
+        prefixes = Prefixes(WHOSE.digest, salt_digest(""), TEXT[:num_tokens])
+        segments = index.find(prefixes, start, num_tokens)
+        reached, reachable = start, []
+        for x in index.entries.values():
+            ends = range(x.first + x.page_size, num_tokens + 1, x.page_size)
+            good = [
+                end
+                for end, digest in zip(ends, x.digests, strict=False)
+                if digest == prefixes.digests([end])[0]
+            ]
+            reachable += [(x.first, end) for end in good]
+        while further := [end for first, end in reachable if first <= reached < end]:
+            reached = max(further)
+        assert (segments[-1].end if segments else start) == reached
+        for segment, before in zip(segments, [start, *(x.end for x in segments)], strict=False):
+            assert segment.start == before < segment.end and segment.entry.first <= before
+
+
+def test_pages_have_the_digests_of_their_ends() -> None:
+    prefixes = Prefixes(WHOSE.digest, salt_digest(""), TEXT)
+    for size, first, end in product((1, 3, 4), (0, 3, 5, 8), (8, 12, 40)):
+        ends = range(first + size, end + 1, size)
+        assert prefixes.pages(size, first, end) == tuple(prefixes.digests(ends))
+
+
+def test_a_store_is_told_of_uses_once_a_second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now)
+    with KVStore(f"file://{tmp_path}", read="always") as store:
+        save(store, [1, 2])
+        store.flush()
+        (path,) = tmp_path.rglob("*.safetensors")
+        for passed, is_told in (
+            (0.0, True),
+            (0.5, False),
+            (0.9, False),
+            (1.1, True),
+            (1.2, False),
+            (-5.0, True),
+        ):
+            now = round(now) + passed
+            os.utime(path, (1, 1))
+            assert found(store, [1, 2]) == 2
+            assert (path.stat().st_mtime > 1) == is_told
+            now -= passed
+
+
+def test_threads_share_what_is_kept() -> None:
+    texts, problems = LastTexts(), []
+    wanted = Prefixes(WHOSE.digest, salt_digest(""), TEXT).digests(range(41))
+
+    def work() -> None:
+        for i in range(300):
+            end = i % 41
+            if texts.prefixes(WHOSE.digest, salt_digest(""), TEXT[:end]).digests([end]) != [wanted[end]]:
+                problems.append(end)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not problems
+
+
+@pytest.mark.parametrize("size", [1, 16, 240, 241, 1000, 8512])
+@pytest.mark.parametrize("rest", [0, 1])
+@pytest.mark.parametrize("kind", [bytes, bytearray])
+def test_sums_are_those_of_each_piece(size: int, rest: int, kind: type) -> None:
+    data = random.Random(size).randbytes(5 * size + rest * (size - 1))
+    wanted = b"".join(checksum(data[at : at + size]) for at in range(0, len(data), size))
+    assert checksums(memoryview(kind(data)), size) == wanted
