@@ -1,8 +1,9 @@
 """How near store, load and copy come to the fastest copy of the same bytes. Prints one JSON line.
 
 Each round times every contender and the probe one after the other on memory that no cache holds; the figures
-are medians of the ratios in a round. Bytes are those of keys and values as numbers (of ``copy``: as stored).
-``index_copy_`` is torch's way to write tokens into rows, which stay as they are.
+are medians of the ratios in a round. Probes follow each other: threads of an operator that wait for the next
+one would take the processor of a probe's. Bytes are those of keys and values as numbers (of ``copy``: as
+stored). ``index_copy_`` is torch's way to write tokens into rows, which stay as they are.
 """
 
 import argparse
@@ -47,12 +48,12 @@ def measure(kind: str, axes: str, case: tuple[int, int], rounds: int, probes: Pr
 
     calls: dict[str, Callable[[int], object]] = {
         "probe": lambda i: probes.copy(targets[i], new[i]),
+        "probe, stored bytes": lambda i: probes.copy(part(targets[i]), part(new[i])),
         "torch": lambda i: targets[i].copy_(new[i]),
         "store": lambda i: ops.store(new[i][0], new[i][1], slots, views[i]),
         "index_copy_": lambda i: [rows[i][side].index_copy_(0, slots, new[i][side]) for side in range(2)],
         "load": lambda i: ops.load(slots, views[i], dtype=dtype),
         "copy": lambda i: ops.copy(views[i], slots, other[i], slots),
-        "probe, stored bytes": lambda i: probes.copy(part(targets[i]), part(new[i])),
     }
     times = in_turn({name: timed(call, turns) for name, call in calls.items()}, rounds, WARMUP)
     best = [min(a, b) for a, b in zip(times["probe"], times["torch"], strict=True)]
