@@ -18,10 +18,9 @@ from kvloom.store.backends import Stored
 
 _NAME = re.compile(r"[a-z0-9]+(?:/[a-z0-9][a-z0-9.-]*)?")
 _TEMPORARY = ".writing-"
-_LINE = 64
+_LINE = 64  # bytes of a line of the processor's caches
 _uninitialized = ctypes.pythonapi.PyBytes_FromStringAndSize
 _uninitialized.argtypes, _uninitialized.restype = (ctypes.c_char_p, ctypes.c_ssize_t), ctypes.py_object
-_READING = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
 
 
 class Files:
@@ -35,7 +34,7 @@ class Files:
     """
 
     def __init__(self, root: Path) -> None:
-        self.root, self._root = root, str(root)
+        self.root = root
         self._numbers = count()
         _make_folder(root)
         self._remove_left_behind()
@@ -57,15 +56,12 @@ class Files:
         return self._path(name).is_file()
 
     def get_ranges(self, name: str, ranges: list[tuple[int, int]]) -> memoryview:
-        file = os.open(self._place(name), _READING)
-        try:
+        with _opened(self._path(name), os.O_RDONLY) as file:
             size = os.fstat(file).st_size
             wanted = [(start, min(end, size)) for start, end in _joined(ranges) if start < size]
             data = _memory(sum(end - start for start, end in wanted))
             _read(file, wanted, data, name)
             return data
-        finally:
-            os.close(file)
 
     def put_if_absent(self, name: str, parts: list[bytes | bytearray | memoryview]) -> bool:
         path = self._path(name)
@@ -92,7 +88,7 @@ class Files:
 
     def touch(self, name: str) -> None:
         with suppress(OSError):  # somebody else's file, or gone
-            os.utime(self._place(name), follow_symlinks=False)
+            os.utime(self._path(name), follow_symlinks=False)
 
     def delete(self, name: str) -> None:
         self._path(name).unlink(missing_ok=True)
@@ -108,13 +104,9 @@ class Files:
         return found
 
     def _path(self, name: str) -> Path:
-        return Path(self._place(name))
-
-    def _place(self, name: str) -> str:
-        """The path of an object; it takes a fraction of the time of ``Path``."""
         if not _NAME.fullmatch(name):
             raise OSError(errno.EINVAL, "no name of this store", name)
-        return f"{self._root}/{name}"
+        return self.root / name
 
     def _walk(self) -> Iterator[Path]:
         """Files of the folder and of the folders in it; links are followed nowhere."""
