@@ -106,10 +106,11 @@ using DequantizedRows = Byte[kChunk][2 * kMaxHeadDim];
 // Dequantizes the blocks that have a token.
 template <bool is_int4>
 inline void dequantize_chunk(const ChunkRows& chunk, DequantizedRows& to) {
-  chunk.prefetch_scales();
   for_scales(chunk, chunk.side->dim, [&]<class T, int W>() {
-    for (Index first = chunk.begin / kBlock * kBlock; first < chunk.end; first += kBlock)
+    for (Index first = chunk.begin / kBlock * kBlock; first < chunk.end; first += kBlock) {
+      chunk.prefetch_scales_of(first);
       dequantize_block<is_int4, T, W>(chunk, first, to + first);
+    }
   });
 }
 
@@ -118,9 +119,9 @@ inline void score_codes_bf16(const ChunkRows& chunk, const ScoreTask& task) {
   alignas(64) Byte block[kBlock][2 * kMaxHeadDim];
   const Byte* keys[kBlock];
   for (Index t = 0; t < kBlock; ++t) keys[t] = block[t];
-  chunk.prefetch_scales();
   for_scales(chunk, task.width, [&]<class T, int W>() {
     score_blocks<PairScores, W>(chunk, task, RowPrefetcher(), [&](Index first) {
+      chunk.prefetch_scales_of(first);
       dequantize_block<is_int4, T, W>(chunk, first, block);
       return keys;
     });

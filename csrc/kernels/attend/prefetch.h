@@ -90,22 +90,30 @@ struct ChunkRows {
     return side->block_scales_are_contiguous && in_blocks && first >= begin && first + kBlock <= end;
   }
 
-  // Prefetches the scales of the next chunk. Either the heads of a token are contiguous, and each head
-  // prefetches some tokens; or the tokens of a block are; or neither.
+  // Prefetches the scales of the next chunk.
   KVLOOM_INLINE void prefetch_scales() const {
+    for (Index first = 0; first < kChunk; first += kBlock) prefetch_scales_of(first);
+  }
+
+  // The same for the block of tokens from `first` on; scales of short groups are many lines. Either the heads
+  // of a token are contiguous, and each head prefetches some tokens; or the tokens of a block are; or
+  // neither.
+  KVLOOM_INLINE void prefetch_scales_of(Index first) const {
     const Index bytes = side->num_groups * side->scale.itemsize, shift = head * side->scale_head_bytes();
     if (side->head_scales_are_contiguous) {
-      for (Index t = head * kChunk / num_heads; t < (head + 1) * kChunk / num_heads; ++t)
-        for (Index i = 0; i < num_heads * bytes; i += 64) prefetch(next_scale[t] + i);
+      for (Index t = max(first, head * kChunk / num_heads);
+           t < min(first + kBlock, (head + 1) * kChunk / num_heads); ++t)
+        for (Index i = 0; i < num_heads * bytes; i += 64) prefetch_scale(next_scale[t] + i);
       return;
     }
-    for (Index first = 0; first < kChunk; first += kBlock) {
-      const Byte* const* rows = next_scale + first;
-      if (rows[kBlock - 1] - rows[0] == (kBlock - 1) * bytes)
-        for (Index i = 0; i < kBlock * bytes; i += 64) prefetch(rows[0] + shift + i);
-      else
-        for (Index t = 0; t < kBlock; ++t) prefetch(rows[t] + shift);
-    }
+    const Byte* const* rows = next_scale + first;
+    if (rows[kBlock - 1] - rows[0] == (kBlock - 1) * bytes)
+      for (Index i = 0; i < kBlock * bytes; i += 64) prefetch_scale(rows[0] + shift + i);
+    else
+      for (Index t = 0; t < kBlock; ++t) prefetch_scale(rows[t] + shift);
+  }
+  KVLOOM_INLINE void prefetch_scale(const Byte* at) const {
+    prefetcher.to_l2 ? prefetch_to_l2(at) : prefetch(at);
   }
 };
 
