@@ -22,20 +22,6 @@ inline Vec multiply_add(Vec x, Vec y, Vec z) {
 inline Vec multiply_add(Vec x, float y, Vec z) { return multiply_add(x, splat(y), z); }
 inline Vec multiply_add(Vec x, Vec y, float z) { return multiply_add(x, y, splat(z)); }
 
-// Sum and maximum of the lanes, halves first: one fixed reduction tree.
-template <int width = kLanes / 2, class Combine>
-inline float reduce_lanes(Vec x, Combine combine) {
-  const Vec reduced = combine(x, shuffle(x, x, [](int lane) { return lane ^ width; }));
-  if constexpr (width > 1) return reduce_lanes<width / 2>(reduced, combine);
-  return reduced[0];
-}
-inline float sum_lanes(Vec x) {
-  return reduce_lanes(x, [](Vec a, Vec b) { return a + b; });
-}
-inline float max_lane(Vec x) {
-  return reduce_lanes(x, [](Vec a, Vec b) { return maximum(a, b); });
-}
-
 // e^x to about one unit in the last place; 0 far below the smallest normal number, 1 at 0, NaN for NaN.
 inline Vec exp(Vec x) {
 #if defined(__AVX512F__)
@@ -98,22 +84,31 @@ KVLOOM_INLINE Vec second_of_pairs(Vec a, Vec b) {
   return shuffle(a, b, [](int lane) { return paired_lane<width>(lane) + width; });
 }
 
-template <int width>
-KVLOOM_INLINE void add_pairs(Vec* sums) {
-  KVLOOM_UNROLL(8)
-  for (int i = 0; i < width; ++i)
-    sums[i] =
-        first_of_pairs<width>(sums[i], sums[i + width]) + second_of_pairs<width>(sums[i], sums[i + width]);
+// Combines the lanes of each of R vectors by one fixed tree, halves first: those of x[r] end in lane
+// r * kLanes / R of the result. While there are several vectors, two of them are halved at once.
+template <int R, int width = kLanes / 2, class Combine>
+KVLOOM_INLINE Vec reduce_rows(Vec* x, Combine combine) {
+  if constexpr (width == 0) {
+    return x[0];
+  } else if constexpr (R == 1) {
+    x[0] = combine(x[0], shuffle(x[0], x[0], [](int lane) { return lane ^ width; }));
+    return reduce_rows<1, width / 2>(x, combine);
+  } else {
+    KVLOOM_UNROLL(8)
+    for (int i = 0; i < R / 2; ++i)
+      x[i] = combine(first_of_pairs<width>(x[i], x[i + R / 2]), second_of_pairs<width>(x[i], x[i + R / 2]));
+    return reduce_rows<R / 2, width / 2>(x, combine);
+  }
 }
-
-// Lane i of the result is the sum of sums[i]: pairs of vectors are added in halves, then quarters, and so on.
-KVLOOM_INLINE Vec horizontal_sums(Vec* sums) {
-  if constexpr (kLanes >= 16) add_pairs<8>(sums);
-  if constexpr (kLanes >= 8) add_pairs<4>(sums);
-  add_pairs<2>(sums);
-  add_pairs<1>(sums);
-  return sums[0];
+template <int R>
+KVLOOM_INLINE Vec sum_rows(Vec* x) {
+  return reduce_rows<R>(x, [](Vec a, Vec b) { return a + b; });
 }
+template <int R>
+KVLOOM_INLINE Vec max_rows(Vec* x) {
+  return reduce_rows<R>(x, [](Vec a, Vec b) { return maximum(a, b); });
+}
+inline float sum_lanes(Vec x) { return sum_rows<1>(&x)[0]; }
 
 // Vector i becomes lane i of all: pairs of vectors exchange halves, then quarters, and so on.
 template <int width = kLanes / 2>

@@ -28,54 +28,58 @@ class KeyPanel {
   }
 
   // R rows by all tokens. Unpacked, a lane accumulates every kLanes-th dword, and a horizontal sum reduces
-  // the lanes by halves, quarters and so on. Here those lanes are computed one after the other, in the order
-  // of that reduction.
+  // the lanes by halves, quarters and so on. Here those lanes are computed one after the other, and added in
+  // the order of that reduction.
   template <int R, int W>
   void score(const Byte* query, Index any_width, float* scores) const {
-    constexpr int V = kLanes == 16 ? 4 : 2;
-    const Index width = W ? W : any_width, query_bytes = Scores::query_bytes(width);
-    const Index steps = width / Scores::kElements / kLanes;
-    for (Index t = 0; t < kChunk; t += V * kLanes) {
-      Vec pending[kLevels + 1][R][V];  // sums by their level of the reduction
-      for (unsigned n = 0; n < kLanes; ++n) {
-        Vec sums[R][V] = {};
-        const Index lane = reversed(n);
-        KVLOOM_UNROLL(8)
-        for (Index step = 0; step < steps; ++step) {
-          const Index dword = step * kLanes + lane;
-          Vec x[V];
-          KVLOOM_UNROLL(4)
-          for (int v = 0; v < V; ++v) x[v] = load(dwords_[dword] + t + v * kLanes);
-          KVLOOM_UNROLL(4)
-          for (int r = 0; r < R; ++r) {
-            const Vec q = splat(bit_copy<float>(query + r * query_bytes + 4 * dword));
-            KVLOOM_UNROLL(4)
-            for (int v = 0; v < V; ++v) sums[r][v] = Scores::add(sums[r][v], x[v], q);
-          }
-        }
-        int level = 0;
-        for (; n >> level & 1; ++level) {
-          KVLOOM_UNROLL(4)
-          for (int r = 0; r < R; ++r) {
-            KVLOOM_UNROLL(4)
-            for (int v = 0; v < V; ++v) sums[r][v] += pending[level][r][v];
-          }
-        }
-        std::memcpy(pending[level], sums, sizeof sums);
+    const Index width = W ? W : any_width;
+    for (Index t = 0; t < kChunk; t += kVectors * kLanes) {
+      Vec sums[R][kVectors];
+      sum_lanes<R, W>(query, width, t, 0, sums);
+      KVLOOM_UNROLL(4)
+      for (int r = 0; r < R; ++r) {
+        KVLOOM_UNROLL(2)
+        for (int v = 0; v < kVectors; ++v) store(scores + r * kChunk + t + v * kLanes, sums[r][v]);
       }
-      for (int r = 0; r < R; ++r)
-        for (int v = 0; v < V; ++v) store(scores + r * kChunk + t + v * kLanes, pending[kLevels][r][v]);
     }
   }
 
  private:
-  static constexpr int kLevels = kLanes == 16 ? 4 : kLanes == 8 ? 3 : 2;
+  static constexpr int kVectors = 2;  // of tokens: with more, fewer sums stay in registers
 
-  // The bits of n < kLanes in reverse order.
-  static Index reversed(unsigned n) {
-    Index from = 0;
-    for (int level = 0; level < kLevels; ++level) from = 2 * from + (n >> level & 1);
-    return from;
+  // Sums of the lanes lane, lane + distance, lane + 2 * distance and so on, of R rows by tokens from t on.
+  template <int R, int W, int distance = 1>
+  KVLOOM_INLINE void sum_lanes(const Byte* query, Index any_width, Index t, Index lane,
+                               Vec (*sums)[kVectors]) const {
+    if constexpr (distance < kLanes) {
+      Vec others[R][kVectors];
+      sum_lanes<R, W, 2 * distance>(query, any_width, t, lane, sums);
+      sum_lanes<R, W, 2 * distance>(query, any_width, t, lane + distance, others);
+      KVLOOM_UNROLL(4)
+      for (int r = 0; r < R; ++r) {
+        KVLOOM_UNROLL(2)
+        for (int v = 0; v < kVectors; ++v) sums[r][v] += others[r][v];
+      }
+    } else {
+      const Index width = W ? W : any_width;
+      KVLOOM_UNROLL(4)
+      for (int r = 0; r < R; ++r) {
+        KVLOOM_UNROLL(2)
+        for (int v = 0; v < kVectors; ++v) sums[r][v] = Vec{};
+      }
+      KVLOOM_UNROLL(2)
+      for (Index dword = lane; dword < width / Scores::kElements; dword += kLanes) {
+        Vec x[kVectors];
+        KVLOOM_UNROLL(2)
+        for (int v = 0; v < kVectors; ++v) x[v] = load(dwords_[dword] + t + v * kLanes);
+        KVLOOM_UNROLL(4)
+        for (int r = 0; r < R; ++r) {
+          const Vec q = splat(bit_copy<float>(query + r * Scores::query_bytes(width) + 4 * dword));
+          KVLOOM_UNROLL(2)
+          for (int v = 0; v < kVectors; ++v) sums[r][v] = Scores::add(sums[r][v], x[v], q);
+        }
+      }
+    }
   }
 
   alignas(64) float dwords_[kMaxHeadDim][kChunk];

@@ -97,7 +97,7 @@ inline void score_tokens(const Byte* query, Index any_width, const Byte* const* 
     for (int r = 0; r < R; ++r) sums[r * kTokens + t] = sum[r];
   }
   alignas(64) float found[kLanes];
-  store(found, horizontal_sums(sums));
+  store(found, sum_rows<kLanes>(sums));
   KVLOOM_UNROLL(16)
   for (int r = 0; r < R; ++r) std::memcpy(scores + r * kChunk, found + r * kTokens, kTokens * sizeof(float));
 }

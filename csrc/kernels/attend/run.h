@@ -197,7 +197,7 @@ class ItemRunner {
                         {query_ + r0 * key_width_, packed_, r0, seen.count, key_width_, scores_, &tiles_});
       for_rows(seen.count, [&]<int R>(Index r) {
         update_softmax<R>(args_, score_rows_ + r0 + r, first, job.plan.num_stored, scores_ + r * kChunk,
-                          softmax_ + r0 + r, factors_ + r);
+                          softmax_, r0 + r, factors_ + r);
       });
       set_rows(values, current_->value, 2 * h + 1);
       value_kernel_(
@@ -266,7 +266,7 @@ class ItemRunner {
   }
 
   void start_split(Index rows) {
-    for (Index r = 0; r < rows; ++r) softmax_[r] = {};
+    softmax_.start(rows);
     std::memset(accumulators_, 0, rows * value_width_ * sizeof(float));
   }
 
@@ -297,8 +297,8 @@ class ItemRunner {
       const TileRow row = tile_row(job, r);
       const Index split = job.item.split - job.plan.first_split;
       float* to = workspace_.partial(job.plan, job.b, split, row.new_token, row.head);
-      to[0] = softmax_[r].max;
-      to[1] = softmax_[r].sum;
+      to[0] = softmax_.max[r];
+      to[1] = softmax_.sum[r];
       std::memcpy(to + kPartial, accumulators_ + r * value_width_, value_width_ * sizeof(float));
     }
   }
@@ -319,7 +319,8 @@ class ItemRunner {
   KeyValueAddresses both_[2];
   KeyValueAddresses *current_ = both_, *next_ = both_ + 1;
   ScoreRow score_rows_[kTileRows];
-  OnlineSoftmax softmax_[kTileRows], merged_softmax_[kTileRows];
+  SoftmaxRows softmax_;
+  OnlineSoftmax merged_softmax_[kTileRows];
   const Byte *copied_rows_[kChunk], *copied_scales_[kChunk];
   float factors_[kTileRows];
   alignas(64) float scores_[kTileRows * kChunk];

@@ -34,6 +34,17 @@ struct OnlineSoftmax {
 
 // 0 in place of the maximum of nothing, so that -inf minus it is -inf and not NaN.
 inline float finite_max(float x) { return x == -INFINITY ? 0.0f : x; }
+inline Vec finite_max(Vec x) { return x == splat(-INFINITY) ? Vec{} : x; }
+
+// Those of the rows of a tile. A vector may be read from any row on.
+struct SoftmaxRows {
+  float max[kTileRows + kLanes] = {}, sum[kTileRows + kLanes] = {};
+
+  OnlineSoftmax operator[](Index r) const { return {max[r], sum[r]}; }
+  void start(Index rows) {
+    for (Index r = 0; r < rows; ++r) max[r] = OnlineSoftmax().max, sum[r] = OnlineSoftmax().sum;
+  }
+};
 
 // Scales dot products of the tokens [first, first + kCount), in place, and applies softcap, mask and ALiBi;
 // those of hidden tokens become -inf. Returns the maximum of each lane.
@@ -76,38 +87,39 @@ inline Vec adjust_scores(const AttendArgs& args, const ScoreRow& row, Index firs
   return lane_max;
 }
 
-// Computes weights from the dot products of R rows, in place; hidden tokens get exactly 0. Earlier
-// accumulators must be multiplied by `factors`. Each step is done for all rows before the next one: rows are
-// independent, steps are not.
+// Computes weights from the dot products of R rows from `first_row` on, in place; hidden tokens get exactly
+// 0. Earlier accumulators must be multiplied by `factors`. Each step is done for all rows before the next
+// one: rows are independent, steps are not. Lane r of what is one number of each row is row r's.
 template <int R>
 inline void update_softmax(const AttendArgs& args, const ScoreRow* rows, Index first, Index stored,
-                           float* scores, OnlineSoftmax* softmax, float* factors) {
-  Vec lane_max[R], sum[R];
-  float new_max[R];
-  Vec change{};
+                           float* scores, SoftmaxRows& softmax, Index first_row, float* factors) {
+  const auto by_row = [](Vec x) {  // what reduce_rows gives
+    return shuffle(x, x, [](int lane) { return lane % R * (kLanes / R); });
+  };
+  const auto store_rows = [](float* to, Vec x) { std::memcpy(to, &x, R * sizeof(float)); };
+  float *max = softmax.max + first_row, *sum = softmax.sum + first_row;
+  Vec lane_max[R], lane_sum[R];
+  KVLOOM_UNROLL(4)
   for (int r = 0; r < R; ++r) lane_max[r] = adjust_scores(args, rows[r], first, stored, scores + r * kChunk);
-  KVLOOM_UNROLL(4)
-  for (int r = 0; r < R; ++r) {
-    const float largest = max_lane(lane_max[r]), old_max = finite_max(softmax[r].max);
-    softmax[r].max = largest > softmax[r].max ? largest : softmax[r].max;
-    new_max[r] = finite_max(softmax[r].max);
-    change[r] = softmax[r].sum == 0.0f ? 0.0f : old_max - new_max[r];
-  }
+  const Vec old_max = load(max), old_sum = load(sum);
+  const Vec new_max = maximum(by_row(max_rows<R>(lane_max)), old_max), finite = finite_max(new_max);
+  const Vec change = old_sum == splat(0.0f) ? Vec{} : finite_max(old_max) - finite;
   const Vec factor = exp(change);  // exactly 1 where the maximum stays
+  alignas(64) float subtracted[kLanes];
+  store(subtracted, finite);
   KVLOOM_UNROLL(4)
   for (int r = 0; r < R; ++r) {
-    sum[r] = Vec{};
+    lane_sum[r] = Vec{};
+    KVLOOM_UNROLL(4)
     for (Index i = r * kChunk; i < (r + 1) * kChunk; i += kLanes) {
-      const Vec weight = exp(load(scores + i) - new_max[r]);
+      const Vec weight = exp(load(scores + i) - subtracted[r]);
       store(scores + i, weight);
-      sum[r] += weight;
+      lane_sum[r] += weight;
     }
   }
-  KVLOOM_UNROLL(4)
-  for (int r = 0; r < R; ++r) {
-    softmax[r].sum = softmax[r].sum * factor[r] + sum_lanes(sum[r]);
-    factors[r] = factor[r];
-  }
+  store_rows(max, new_max);
+  store_rows(sum, old_sum * factor + by_row(sum_rows<R>(lane_sum)));
+  store_rows(factors, factor);
 }
 
 // Merges a later partial result into an earlier one. An empty one changes nothing.
