@@ -16,6 +16,8 @@ WITH_TRITON := .venv/.triton
 
 ISAS := baseline avx2 avx512 amx amx-emulated
 KERNELS := tests/ops tests/quant
+# What is the same with each instruction set: what tensors are refused, what torch is told of the operators.
+SAME := '*/test_triton_*' '*/test_bad_*' '*/test_opcheck*' '*/test_compile.py'
 TESTS := tests/integrations/vllm
 # What is in tiles.
 TILES := $(wildcard tests/ops/test_attend_*.py) tests/ops/test_cpu_attend.py tests/ops/test_tiles.py
@@ -55,7 +57,7 @@ test-isa: $(READY)
 	    if KVLOOM_ISA=$$isa $(BIN)/python -c 'import kvloom.ops' 2>/dev/null; then \
 	        tests='$(KERNELS)'; test $$isa != amx-emulated || tests='$(TILES)'; \
 	        KVLOOM_ISA=$$isa $(BIN)/python -m pytest --quiet --numprocesses $(WORKERS) --dist worksteal \
-	            --ignore-glob='*/test_triton_*' $$tests; \
+	            $(SAME:%=--ignore-glob=%) $$tests; \
 	    else echo 'not on this machine'; fi; \
 	done
 
