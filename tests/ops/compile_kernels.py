@@ -1,7 +1,7 @@
 """Compiles what a call would launch on an NVIDIA GPU of compute capability 9.0 without one.
 
-The launchers run as they are, but each kernel is compiled down to machine code instead of launched. Prints a
-JSON line.
+The launchers run as they are, but each kernel is compiled down to machine code instead of launched. Options
+are read from lines, with ``_`` for the spaces within one; for each line a line of JSON is printed.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def resources(cubin: bytes) -> dict[str, int]:
 
 
 def main() -> None:
-    """Compile store, load and attend of one case."""
+    """Compile store, load and attend of one case after the other."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--kind", choices=list(KINDS), default="plain")
@@ -91,10 +91,17 @@ def main() -> None:
     parser.add_argument("--ratio", type=int, default=4)
     parser.add_argument("--layout", default="B S H D")
     parser.add_argument("--everything", action="store_true", help="masks, biases, windows and sinks")
-    args = parser.parse_args()
     compiled = compile_instead_of_launching()
     checks.can_read = attend.can_read = load.can_read = store.can_read = lambda x: False
+    for line in sys.stdin:
+        compiled.clear()
+        compile_case(parser.parse_args([word.replace("_", " ") for word in line.split()]))
+        sys.stdout.write(json.dumps(compiled) + "\n")
+        sys.stdout.flush()
 
+
+def compile_case(args: argparse.Namespace) -> None:
+    """Call store, load and attend."""
     dtype, quant, heads = getattr(torch, args.dtype), KINDS[args.kind], 8
     dims = (args.head_dim, args.value_dim or args.head_dim)
     sides = [KVSpec(1, heads, dim, dtype, args.layout, quant).empty(64, PAGE) for dim in dims]
@@ -112,7 +119,6 @@ def main() -> None:
         scores = Scores(None, True, torch.zeros(64, 400), alibi_slopes(query_heads), 100, 5.0, ones)
     query = torch.zeros(64, query_heads, dims[0], dtype=dtype)
     attend.attend(*api.attend_arguments(query, kv, batch, scores, dims[0]))
-    json.dump(compiled, sys.stdout)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -39,25 +40,33 @@ CASES = {
 }
 
 
-def compiled(options: str) -> list[dict[str, object]]:
-    """What a fresh process compiles, in which kernels are not interpreted."""
+Compile = Callable[[str], list[dict[str, object]]]
+
+
+@pytest.fixture(scope="module")
+def compiled() -> Iterator[Compile]:
+    """What a process compiles, in which kernels are not interpreted."""
     environment = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
     script = Path(__file__).with_name("compile_kernels.py")
-    arguments = [word.replace("_", " ") for word in options.split()]
-    done = subprocess.run(
-        [sys.executable, script, *arguments],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    kernels: list[dict[str, object]] = json.loads(done.stdout)
-    return kernels
+    command = [sys.executable, script]
+    with subprocess.Popen(
+        command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdin is not None and process.stdout is not None
+
+        def compile_case(options: str) -> list[dict[str, object]]:
+            process.stdin.write(options + "\n")
+            process.stdin.flush()
+            line = process.stdout.readline()
+            assert line, "the process has ended, and said why"
+            kernels: list[dict[str, object]] = json.loads(line)
+            return kernels
+
+        yield compile_case
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_kernels_compile(case: str) -> None:
+def test_kernels_compile(case: str, compiled: Compile) -> None:
     kernels = compiled(CASES[case])
     assert [x["kernel"] for x in kernels] == ["_store_kernel", "_load_kernel", "_plan_kernel", *ATTEND]
     for kernel in kernels:
@@ -69,5 +78,5 @@ def test_kernels_compile(case: str) -> None:
         assert all(x["tensor_cores"] for x in kernels[3:5])
 
 
-def test_a_decode_step_of_bfloat16_spills_no_registers() -> None:
+def test_a_decode_step_of_bfloat16_spills_no_registers(compiled: Compile) -> None:
     assert compiled(CASES["Llama-3-8B"])[4]["stack"] == 0
