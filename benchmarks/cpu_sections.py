@@ -58,7 +58,9 @@ def peers_table(result: dict[str, Any], names: list[str], cell: str, form: str) 
 def attend_cpu_section(result: dict[str, Any]) -> str:
     """Attention against memory and against its peers."""
     for row in result["rows"]:
-        row["name"] = f"{row['kind']}, {row['batch']} x {row['context']:,}"
+        row["size"] = f"{row['batch']} x {row['context']:,}"
+        row["name"] = f"{row['kind']}, {row['size']}"
+        row["share"] = f"{row['of_pages_speed']:.0%}"
     peers = result["peers"]
     parts = [
         f"A decode step of one layer: {layer(result)}, threads: {result['threads']}. By kind of cache, "
@@ -69,6 +71,8 @@ def attend_cpu_section(result: dict[str, Any]) -> str:
         "Share of the speed of a read of the bytes that kvloom stores, one after the other. *Read of its "
         "pages*: the same bytes page by page in random order, and nothing computed.",
         peers_table(result, ["ours", "pages", *peers], "of_read_speed", ".0%"),
+        "Share of the speed of that read of its pages:",
+        pivot(result["rows"], "kind", "size", "share", ""),
         "How many times kvloom's time a peer takes:",
         peers_table(result, peers, "peer_over_ours", ".2f"),
     ]

@@ -36,15 +36,18 @@ struct Copy {
   const char* from;
 };
 
-constexpr int64_t kPage = 4096, kPagesPerThread = 16, kAhead = 2048;
+constexpr int64_t kPage = 4096, kPagesPerThread = 16;
 
-// Adds up the bytes of [at, last). Prefetches what lies kAhead bytes further on and, near the end, `next`.
+// Adds up the bytes of [at, last). Prefetches what lies some bytes further on and, near the end, `next`: 2
+// KiB to the first-level cache, or 8 to the second-level one.
+template <bool to_l2>
 int64_t read_bytes(const char* at, const char* last, const char* next) {
+  constexpr int64_t kAhead = to_l2 ? 8192 : 2048;
   Line sum[4] = {};
   for (; at < last; at += 4 * sizeof(Line)) {
     const char* ahead = at + kAhead < last ? at + kAhead : next + (at + kAhead - last);
     for (int i = 0; i < 4; ++i) {
-      __builtin_prefetch(ahead + i * sizeof(Line));
+      __builtin_prefetch(ahead + i * sizeof(Line), 0, to_l2 ? 2 : 3);
       sum[i] += *reinterpret_cast<const Line*>(at + i * sizeof(Line));
     }
   }
@@ -57,16 +60,17 @@ int64_t read_bytes(const char* at, const char* last, const char* next) {
 void read_pages(int64_t begin, int64_t end, void* context) {
   Read& read = *static_cast<Read*>(context);
   const char* last = read.from + end * kPage;
-  read.sum += read_bytes(read.from + begin * kPage, last, last);
+  read.sum += read_bytes<false>(read.from + begin * kPage, last, last);
 }
 
+template <bool to_l2>
 void read_pieces(int64_t begin, int64_t end, void* context) {
   ReadPieces& pieces = *static_cast<ReadPieces*>(context);
   int64_t all = 0;
   for (int64_t i = begin; i < end; ++i) {
     const char* at = pieces.read.from + pieces.order[i] * pieces.bytes;
     const char* next = pieces.read.from + pieces.order[i + 1 < pieces.count ? i + 1 : i] * pieces.bytes;
-    all += read_bytes(at, at + pieces.bytes, next);
+    all += read_bytes<to_l2>(at, at + pieces.bytes, next);
   }
   pieces.read.sum += all;
 }
@@ -122,10 +126,12 @@ extern "C" int64_t read_all(const void* from, int64_t num_pages) {
   return read.sum;
 }
 
-/// Adds up pieces of some bytes, a multiple of four lines, in an order of their own.
-extern "C" int64_t read_in_order(const void* from, const int64_t* order, int64_t count, int64_t bytes) {
+/// Adds up pieces of some bytes, a multiple of four lines, in an order of their own; prefetches to the
+/// second-level cache, or to the first.
+extern "C" int64_t read_in_order(const void* from, const int64_t* order, int64_t count, int64_t bytes,
+                                 bool to_l2) {
   ReadPieces pieces{{static_cast<const char*>(from), {0}}, order, bytes, count};
-  torch_parallel_for(0, count, 1, read_pieces, &pieces);
+  torch_parallel_for(0, count, 1, to_l2 ? read_pieces<true> : read_pieces<false>, &pieces);
   return pieces.read.sum;
 }
 

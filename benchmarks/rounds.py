@@ -137,13 +137,17 @@ class Probes:
         """Every byte of ``x`` up to a whole page."""
         return self._library.read_all(ctypes.c_void_p(x.data_ptr()), ctypes.c_int64(x.nbytes // PROBE_PAGE))
 
-    def read_pieces(self, x: Tensor, order: Tensor) -> object:
-        """Every byte of ``x``, cut into as many equal pieces as the int64 ``order`` puts in order."""
+    def read_pieces(self, x: Tensor, order: Tensor, to_l2: bool) -> object:
+        """Every byte of ``x``, cut into as many equal pieces as the int64 ``order`` puts in order.
+
+        Prefetches into the first-level cache, or ``to_l2``: which is faster depends on the processor.
+        """
         return self._library.read_in_order(
             ctypes.c_void_p(x.data_ptr()),
             ctypes.c_void_p(order.data_ptr()),
             ctypes.c_int64(len(order)),
             ctypes.c_int64(x.nbytes // len(order)),
+            ctypes.c_bool(to_l2),
         )
 
     def copy(self, to: Tensor, source: Tensor) -> None:
