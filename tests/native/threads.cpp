@@ -186,7 +186,7 @@ Bytes attend(const Cache& cache, const Numbers& numbers, const std::vector<int64
   args.query_stride[0] = kQueryHeads * kHeadDim;
   args.query_stride[1] = kHeadDim;
   args.query_stride[2] = 1;
-  args.query_dtype = cache.kind.query;
+  args.query_dtype = args.out_dtype = cache.kind.query;
   args.num_heads = kQueryHeads;
   for (int i = 0; i < 2; ++i) {
     CacheSide& side = i == 0 ? args.key : args.value;
