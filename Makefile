@@ -16,7 +16,7 @@ WITH_TRITON := .venv/.triton
 
 ISAS := baseline avx2 avx512 amx amx-emulated
 KERNELS := tests/ops tests/quant
-# What is the same with each instruction set: what tensors are refused, what torch is told of the operators.
+# What is the same with each instruction set: Triton's kernels, what is refused, what torch is told of operators.
 SAME := '*/test_triton_*' '*/test_bad_*' '*/test_opcheck*' '*/test_compile.py'
 TESTS := tests/integrations/vllm
 # What is in tiles.

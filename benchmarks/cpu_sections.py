@@ -60,7 +60,6 @@ def attend_cpu_section(result: dict[str, Any]) -> str:
     for row in result["rows"]:
         row["size"] = f"{row['batch']} x {row['context']:,}"
         row["name"] = f"{row['kind']}, {row['size']}"
-        row["share"] = f"{row['of_pages_speed']:.0%}"
     peers = result["peers"]
     parts = [
         f"A decode step of one layer: {layer(result)}, threads: {result['threads']}. By kind of cache, "
@@ -72,7 +71,7 @@ def attend_cpu_section(result: dict[str, Any]) -> str:
         "pages*: the same bytes page by page in random order, and nothing computed.",
         peers_table(result, ["ours", "pages", *peers], "of_read_speed", ".0%"),
         "Share of the speed of that read of its pages:",
-        pivot(result["rows"], "kind", "size", "share", ""),
+        pivot(result["rows"], "kind", "size", "of_pages_speed", ".0%"),
         "How many times kvloom's time a peer takes:",
         peers_table(result, peers, "peer_over_ours", ".2f"),
     ]

@@ -32,10 +32,9 @@ class KeyPanel {
   // the order of that reduction.
   template <int R, int W>
   void score(const Byte* query, Index any_width, float* scores) const {
-    const Index width = W ? W : any_width;
     for (Index t = 0; t < kChunk; t += kVectors * kLanes) {
       Vec sums[R][kVectors];
-      sum_lanes<R, W>(query, width, t, 0, sums);
+      add_lanes<R, W>(query, any_width, t, 0, sums);
       KVLOOM_UNROLL(4)
       for (int r = 0; r < R; ++r) {
         KVLOOM_UNROLL(2)
@@ -49,12 +48,12 @@ class KeyPanel {
 
   // Sums of the lanes lane, lane + distance, lane + 2 * distance and so on, of R rows by tokens from t on.
   template <int R, int W, int distance = 1>
-  KVLOOM_INLINE void sum_lanes(const Byte* query, Index any_width, Index t, Index lane,
+  KVLOOM_INLINE void add_lanes(const Byte* query, Index any_width, Index t, Index lane,
                                Vec (*sums)[kVectors]) const {
     if constexpr (distance < kLanes) {
       Vec others[R][kVectors];
-      sum_lanes<R, W, 2 * distance>(query, any_width, t, lane, sums);
-      sum_lanes<R, W, 2 * distance>(query, any_width, t, lane + distance, others);
+      add_lanes<R, W, 2 * distance>(query, any_width, t, lane, sums);
+      add_lanes<R, W, 2 * distance>(query, any_width, t, lane + distance, others);
       KVLOOM_UNROLL(4)
       for (int r = 0; r < R; ++r) {
         KVLOOM_UNROLL(2)
