@@ -117,7 +117,7 @@ test-matrix: $(addprefix .venv-transformers-,$(MATRIX))
 	$@/bin/python $(PIP) install $(TORCH)
 	$@/bin/python $(PIP) install $(BUILD)
 	$@/bin/python $(PIP) install $(UNBUILT) --editable . \
-	    transformers==$* rich xxhash pytest pytest-xdist hypothesis
+	    transformers==$* peft rich xxhash pytest pytest-xdist hypothesis
 
 # dist/: the sdist, and built from it one wheel for every Python and every torch with the stable ABI. It is built as
 # pip builds an sdist for users, in an empty environment; only which torch is pinned.

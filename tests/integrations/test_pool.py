@@ -124,7 +124,7 @@ def test_the_policy_of_a_full_pool_changes_no_token(kv: str) -> None:
         expected = generate(model, tokens, make_pool(model, kv).begin(tokens))
         assert torch.equal(output, expected)
     assert 0 < found <= 3 * 16
-    saved = pickle.loads(pickle.dumps(pool))  # noqa: S301
+    saved = pickle.loads(pickle.dumps(pool)).bind(model)  # noqa: S301
     saved.check()
     assert ask(saved, model, asked[-1])[1] == 16
     report = saved.report()

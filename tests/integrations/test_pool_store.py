@@ -308,7 +308,8 @@ def test_a_saved_pool_has_its_pages_and_no_store(tmp_path: Path) -> None:
         pool = make_pool(model, store)
         commit(model, pool, text(20))
         loaded = pickle.loads(pickle.dumps(pool))  # noqa: S301 (our own)
-    assert loaded.begin(text(20)).get_seq_length() == 16
+        loaded.bind(model)
+        assert loaded.begin(text(20)).get_seq_length() == 16
     assert "store" not in loaded.report()
 
 

@@ -13,6 +13,7 @@ from oracles.language_models import make_model
 from oracles.round_trips import every_way
 from torch import Tensor
 
+from kvloom.errors import ArgumentError, StateError
 from kvloom.integrations.transformers import KVCache, KVPool
 
 
@@ -119,7 +120,13 @@ def test_a_pool_finds_its_prefixes_again(again: Callable[[Any], Any]) -> None:
     model(text(22), past_key_values=cache)
     pool.commit(cache, text(22), "")
     loaded, held = again((pool, cache))
-    loaded.check()
+    with pytest.raises(StateError, match=r"pool\.bind\(model\)"):
+        loaded.begin(text(22))
+    other = make_model()
+    other.model.norm.weight.data[0] += 1
+    with pytest.raises(ArgumentError, match="model must be the one whose pages were saved"):
+        loaded.bind(other)
+    loaded.bind(make_model()).check()
     assert loaded.report() == pool.report()
     assert held.num_pages_held == cache.num_pages_held
     found = loaded.begin(text(22))

@@ -21,6 +21,8 @@ OTHERS: dict[str, Any] = {
     "rope": "other",
     "attention": "other",
     "rotation": "keys",
+    "behavior": "other",
+    "recent": 64,
     "head_dim": 8,
     "bits": 4,
     "group": 4,

@@ -265,8 +265,8 @@ class Sequences:
                     f"window of {self.window} behind fewer would show is gone, got {kept - begin}"
                 )
 
-    def commit(self, tree: PrefixTree, tokens: Sequence[Sequence[int]], salt: str) -> None:
-        """Let ``tree`` find the full pages of sequences whose tokens these are.
+    def commit(self, tree: PrefixTree, tokens: Sequence[Sequence[int]], salts: Sequence[str]) -> None:
+        """Let ``tree`` find the full pages of sequences whose tokens these are, each under its salt.
 
         Raises:
             ArgumentError: sequences are not of one length, or a window has evicted tokens.
@@ -274,7 +274,7 @@ class Sequences:
         """
         if any(self._first):
             raise ArgumentError("cache must hold whole sequences of one length to be found again")
-        for table, row in zip(self._tables, tokens, strict=True):
+        for table, row, salt in zip(self._tables, tokens, salts, strict=True):
             table.claim()
             table.replace(tree.insert(row, table.pages, salt))
         self._changed()

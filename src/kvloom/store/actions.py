@@ -13,6 +13,7 @@ from kvloom.store.backends import Backend, Stored, connect, store_url
 from kvloom.store.fingerprint import SideFormat
 from kvloom.store.format import Run
 from kvloom.store.limits import evict, evictions, is_mark, is_quarantined, too_many
+from kvloom.store.probe import is_probe
 from kvloom.store.survey import Found, look
 
 _TIMEOUT = 30.0
@@ -121,7 +122,7 @@ def _opened(args: argparse.Namespace) -> tuple[Backend, list[Stored]]:
 
 def _runs(objects: Iterable[Stored]) -> list[Stored]:
     """Those that are stored, the quarantine included."""
-    return [x for x in objects if not is_mark(x.name)]
+    return [x for x in objects if not is_mark(x.name) and not is_probe(x.name)]
 
 
 def _described(x: Found) -> dict[str, Any]:

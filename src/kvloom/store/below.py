@@ -7,12 +7,13 @@ from kvloom.caches import PrefixCache
 from kvloom.caches.pages import Pages
 from kvloom.caches.storage import Storage
 from kvloom.errors import ArgumentError
-from kvloom.paging import PageRef, PrefixTree
+from kvloom.paging import Miss, PageRef, PrefixTree
 from kvloom.store import survey
 from kvloom.store.backends import connect
 from kvloom.store.fingerprint import Fingerprint
 from kvloom.store.format import page_bytes
 from kvloom.store.limits import evictions, is_mark
+from kvloom.store.probe import Probe, is_probe
 from kvloom.store.store import KVStore, open_store
 from kvloom.store.survey import Verdict, look
 from kvloom.store.tier import Piece
@@ -33,6 +34,7 @@ class StoreBelow:
         fingerprint: Whose keys and values the pool holds, and how it keeps them.
         storages: Empty tensors of each layer as the pool has them, to read into before the first update.
         seconds_per_token: How long computing takes; ``None`` reads whatever there is.
+        probe: Of the model; ``None`` believes the fingerprint.
     """
 
     def __init__(
@@ -43,20 +45,35 @@ class StoreBelow:
         fingerprint: Fingerprint,
         storages: dict[int, Storage],
         seconds_per_token: float | None,
+        probe: Probe | None = None,
     ) -> None:
         self.store = store
-        self.fingerprint = fingerprint
         self._pages, self._tree = pages, tree
-        self._storages = storages
-        self._seconds_per_token = seconds_per_token
+        self.become(fingerprint, storages, seconds_per_token, probe)
 
-    def fetch(self, tokens: Sequence[int], found: list[PageRef], salt: str) -> list[PageRef]:
+    def become(
+        self,
+        fingerprint: Fingerprint,
+        storages: dict[int, Storage],
+        seconds_per_token: float | None,
+        probe: Probe | None,
+    ) -> None:
+        """Go on with another model, or with the same one as it is now; arguments are those of the class."""
+        self.fingerprint, self._storages = fingerprint, storages
+        self._seconds_per_token = seconds_per_token
+        if probe is not None:
+            self.store.expect(fingerprint, probe)
+
+    def fetch(
+        self, tokens: Sequence[int], found: list[PageRef], salt: str, scope: str | None = None
+    ) -> list[PageRef]:
         """Read what follows the pages that the pool has.
 
         Args:
             tokens: Ids from the start of the text, all of which may be read.
             found: Pages of the first tokens, held by the caller.
-            salt: As that of the tree.
+            salt: Who may find them.
+            scope: The salt of the tree, if that is another.
 
         Returns:
             ``found`` and the pages behind them, held by the caller.
@@ -87,7 +104,7 @@ class StoreBelow:
             self._pages.num_writes += 1
             if pool.events is not None:
                 pool.events.note("read", [ref.id for ref in refs], first=len(found))
-            return self._tree.insert(wanted[:end], found + refs, salt)
+            return self._tree.insert(wanted[:end], found + refs, salt if scope is None else scope)
         except BaseException:
             for ref in refs:
                 pool.release(ref)
@@ -120,18 +137,46 @@ class StoreBelow:
     def _num_damaged(self) -> int:
         return sum(tier.counts["damaged"] for tier in self.store.tiers)
 
-    def why(self, tokens: Sequence[int], salt: str) -> list[Verdict]:
-        """Of each full page of a text, what the first store says of it; reads the heads of all its runs."""
-        backend = connect(self.store.tiers[0].url, _TIMEOUT)
-        objects = sorted(backend.list_stored())
-        found = [look(backend, x) for x in objects if not is_mark(x.name)]
-        evicted = evictions(backend, objects, self.fingerprint.folder)
-        size = self._pages.format.page_size
-        return list(survey.why(found, evicted, self.fingerprint, salt, tokens, size))
+    def misses(self, misses: Sequence[Miss], tokens: Sequence[int], salt: str) -> list[Miss]:
+        """What is missed of a text in the pool and here.
+
+        Reads the heads of all runs of the first store.
+
+        Args:
+            misses: What the pool misses.
+            tokens: The text.
+            salt: Who asks.
+        """
+        verdicts = self._why(tokens, salt)
+        told: list[Miss] = []
+        for miss in misses:
+            for place in range(miss.first, miss.first + miss.num_pages):
+                verdict = verdicts[place]
+                kind, _, what = verdict.reason.partition(": ")
+                if verdict.is_found:
+                    continue
+                if kind == "another model":
+                    told.append(Miss("other format", place, what=what))
+                elif verdict.reason.startswith("damaged"):
+                    told.append(Miss("damaged", place, what=verdict.reason))
+                elif told and miss.cause == "below" and told[-1].cause == "below":
+                    told[-1] = told[-1]._replace(num_pages=told[-1].num_pages + 1)
+                else:
+                    told.append(miss._replace(first=place, num_pages=1))
+        return told
 
     def report(self) -> dict[str, Any]:
         """That of the store, and how long computing takes."""
         return self.store.report() | {"seconds_per_token": self._seconds_per_token}
+
+    def _why(self, tokens: Sequence[int], salt: str) -> list[Verdict]:
+        """Of each full page of a text, what the first store says of it."""
+        backend = connect(self.store.tiers[0].url, _TIMEOUT)
+        objects = sorted(backend.list_stored())
+        found = [look(backend, x) for x in objects if not is_mark(x.name) and not is_probe(x.name)]
+        evicted = evictions(backend, objects, self.fingerprint.folder)
+        size = self._pages.format.page_size
+        return list(survey.why(found, evicted, self.fingerprint, salt, tokens, size))
 
     def _has_storages(self) -> bool:
         """Whether the pool keeps its tokens as the store does; makes its tensors if there are none."""

@@ -10,6 +10,7 @@ from kvloom.errors import ConfigError
 
 ROTATIONS: Final = ("none", "keys", "values", "both")
 """Which of keys and values that are codes are rotated before they are quantized."""
+_TEXTS: Final = ("config", "weights", "dtype", "rope", "attention", "rotation", "behavior")
 _DTYPES: Final = {"float32": 4, "float16": 2, "bfloat16": 2}
 _CODES: Final = {8: "int8", 4: "uint8", 2: "bits2x4"}
 
@@ -90,6 +91,9 @@ class Fingerprint:
         attention: Which tokens a token sees: ``"full"``.
         rotation: One of ``ROTATIONS``.
         layers: How each layer keeps its tokens.
+        behavior: Digest of what the model's modules do with its weights: classes, attributes, hooks. Empty
+            where nothing says it, as in files before it was there.
+        recent: Residual window: to how many of the newest tokens each token attends unquantized.
 
     Raises:
         ConfigError: a field is missing or no such value.
@@ -102,12 +106,16 @@ class Fingerprint:
     attention: str
     rotation: str
     layers: tuple[LayerFormat, ...]
+    behavior: str = ""
+    recent: int = 0
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if field.name != "layers" and (not isinstance(value, str) or not value):
-                raise ConfigError(f"{field.name} must be a text that is not empty, got {value!r}")
+        for name in _TEXTS:
+            value = getattr(self, name)
+            if not isinstance(value, str) or not (value or name == "behavior"):
+                raise ConfigError(f"{name} must be a text that is not empty, got {value!r}")
+        if type(self.recent) is not int or not 0 <= self.recent < 2**31:
+            raise ConfigError(f"recent must be an int of at least 0, got {self.recent!r}")
         if self.rotation not in ROTATIONS:
             raise ConfigError(f"rotation must be one of {ROTATIONS}, got {self.rotation!r}")
         if not self.layers:
@@ -135,6 +143,9 @@ class Fingerprint:
             else:
                 runs.append([1, layer])
         named = {field.name: getattr(self, field.name) for field in fields(self)}
+        for name in ("behavior", "recent"):  # which earlier files do not have
+            if not named[name]:
+                del named[name]
         named["layers"] = [[count, asdict(layer)] for count, layer in runs]
         return json.dumps(named, sort_keys=True, separators=(",", ":"))
 

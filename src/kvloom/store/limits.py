@@ -8,6 +8,7 @@ from kvloom.store.backends import Backend, Stored
 from kvloom.store.format import DamagedRun
 from kvloom.store.heads import head_of
 from kvloom.store.prefixes import DIGEST_BYTES
+from kvloom.store.probe import is_probe
 
 _QUARANTINE: Final = "quarantine"
 """The folder of damaged objects."""
@@ -52,7 +53,7 @@ def too_many(
         return []
     victims, total = [], sum(x.size for x in objects)
     for x in sorted(objects, key=_worth):
-        is_old = max_age is not None and now - x.used > max_age
+        is_old = max_age is not None and now - x.used > max_age and not is_probe(x.name)
         if is_old or (max_bytes is not None and total > max_bytes):
             total -= x.size
             victims.append(x)
@@ -66,7 +67,7 @@ def evict(backend: Backend, x: Stored, now: float) -> Stored | None:
         The mark that a run leaves. It is an object as others, and goes as they do.
     """
     run = None
-    if not is_quarantined(x.name) and not is_mark(x.name):
+    if not is_quarantined(x.name) and not is_mark(x.name) and not is_probe(x.name):
         with suppress(DamagedRun, FileNotFoundError):
             run, _ = head_of(backend, x)
     backend.delete(x.name)
@@ -104,11 +105,14 @@ def evictions(backend: Backend, objects: Iterable[Stored], folder: str) -> list[
     return found
 
 
-def _worth(x: Stored) -> tuple[bool, float, int]:
-    """What goes first: the quarantine, then what is unused for longest, then what stands last in a text."""
+def _worth(x: Stored) -> tuple[bool, bool, float, int]:
+    """What goes first: the quarantine, then what is unused for longest, then what stands last in a text.
+
+    Probes, by which the runs of a model are known, go after all runs.
+    """
     position = x.name.rsplit("-", 2)[-2:-1]
     first = int(position[0]) if position and position[0].isdigit() else 0
-    return not is_quarantined(x.name), x.used, -first
+    return is_probe(x.name), not is_quarantined(x.name), x.used, -first
 
 
 def _flat(name: str) -> str:

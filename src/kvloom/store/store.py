@@ -16,6 +16,7 @@ from kvloom.store.fingerprint import Fingerprint
 from kvloom.store.format import Run, page_bytes
 from kvloom.store.index import Segment
 from kvloom.store.prefixes import LastTexts, Prefixes, salt_digest, token_bytes
+from kvloom.store.probe import Probe
 from kvloom.store.tier import Piece, Tier
 
 _LOG: Final = logging.getLogger("kvloom.store")
@@ -87,6 +88,19 @@ class KVStore:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def expect(self, fingerprint: Fingerprint, probe: Probe) -> None:
+        """Use what is there of a fingerprint only where the store keeps a probe like this one.
+
+        A store that keeps none gets this one. One that keeps another is neither read nor written for this
+        fingerprint, which is logged once.
+
+        Args:
+            fingerprint: Whose keys and values.
+            probe: What their model computes.
+        """
+        for tier in self.tiers:
+            tier.expect(fingerprint, probe)
 
     def find(self, fingerprint: Fingerprint, salt: str, tokens: Sequence[int], start: int = 0) -> int:
         """How far the stores continue a text, by what they list; nothing is read.

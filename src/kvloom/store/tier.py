@@ -6,6 +6,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from typing import Final, NamedTuple, TypeVar
 
@@ -16,6 +17,7 @@ from kvloom.store.heads import Heads, head_of
 from kvloom.store.index import Entry, Index, Segment
 from kvloom.store.limits import evict, is_mark, quarantine, too_many
 from kvloom.store.prefixes import Prefixes
+from kvloom.store.probe import Probe, is_probe, probe_name
 
 _LOG: Final = logging.getLogger("kvloom.store")
 _READERS: Final = 8
@@ -79,6 +81,8 @@ class Tier:
         self._lock = threading.RLock()
         self._indexes: dict[str, Index] = {}
         self._listed: dict[str, float] = {}  # when, of each folder
+        self._probes: dict[str, Probe] = {}  # of each folder
+        self._agreed: dict[str, bool] = {}  # whether the one that the store keeps is alike
         self._ignored: set[str] = set()
         self._objects: dict[str, Stored] = {}
         self._heads = Heads()
@@ -87,6 +91,14 @@ class Tier:
         self._warned: set[str] = set()
         self._backend: Backend | None = None
         self._attempt("read", self._connected, None)
+
+    def expect(self, fingerprint: Fingerprint, probe: Probe) -> None:
+        """Use runs of a fingerprint only where the store keeps a probe like this one; the first is kept."""
+        with self._lock:
+            self._probes[fingerprint.folder] = probe
+            self._agreed.pop(fingerprint.folder, None)
+            if fingerprint.folder in self._indexes:
+                del self._indexes[fingerprint.folder]
 
     def find(
         self, fingerprint: Fingerprint, prefixes: Prefixes, start: int, num_tokens: int
@@ -156,6 +168,8 @@ class Tier:
 
     def put(self, run: Run, data: bytearray | memoryview) -> bool:
         """Write a run; whether it lasts now."""
+        if not self._attempt("write", lambda: self._agrees(run.fingerprint.folder), False):
+            return False
         head = run.head()
         is_new = self._attempt("write", lambda: self._connected().put_if_absent(run.name, [head, data]), None)
         if is_new is None:
@@ -213,6 +227,9 @@ class Tier:
     def _list(self, fingerprint: Fingerprint) -> None:
         """Learn of runs that appeared or went since."""
         folder = fingerprint.folder
+        if not self._agrees(folder):
+            self._listed[folder] = time.monotonic()
+            return
         is_limited = self._max_bytes is not None or self._max_age is not None
         objects = {x.name: x for x in self._connected().list_stored("" if is_limited else f"{folder}/")}
         with self._lock:
@@ -220,7 +237,7 @@ class Tier:
             self._objects = objects
             for name in index.entries.keys() - objects.keys():
                 index.remove(name)
-            here = [x for x in objects.values() if x.name.startswith(f"{folder}/")]
+            here = [x for x in objects.values() if x.name.startswith(f"{folder}/") and not is_probe(x.name)]
             new = [x for x in here if x.name not in index.entries and x.name not in self._ignored]
         deadline = time.monotonic() + self._timeout
         with ThreadPoolExecutor(_READERS) as readers:
@@ -229,6 +246,33 @@ class Tier:
                     if found is not None:
                         index.add(found)
         self._listed[folder] = time.monotonic()
+
+    def _agrees(self, folder: str) -> bool:
+        """Whether the store keeps a probe like that of this process, which is written if there is none."""
+        probe = self._probes.get(folder)
+        if probe is None or folder in self._agreed:
+            return self._agreed.get(folder, True)
+        kept = self._kept_probe(folder, len(probe.data))
+        if kept is None:
+            with suppress(OSError):  # who may not write here reads what others wrote
+                self._connected().put_if_absent(probe_name(folder), [probe.data])
+            kept = self._kept_probe(folder, len(probe.data))
+        difference = "" if kept is None else probe.difference(kept)
+        if difference:
+            self._warn(
+                f"probe {folder}",
+                "%s has keys and values of this model that it does not compute, and is not used for it: %s",
+                self.url,
+                difference,
+            )
+        self._agreed[folder] = not difference
+        return not difference
+
+    def _kept_probe(self, folder: str, size: int) -> bytes | None:
+        try:
+            return bytes(self._connected().get_ranges(probe_name(folder), [(0, size + 1)]))
+        except FileNotFoundError:
+            return None
 
     def _entry_of(self, x: Stored, fingerprint: Fingerprint, deadline: float) -> Entry | None:
         """What the head of an object says, unless it is damaged or there is no time left."""

@@ -9,6 +9,7 @@ from kvloom.core.spelling import STORAGE
 from kvloom.integrations.transformers.attention import IMPLEMENTATION, attention
 from kvloom.integrations.transformers.batching import continuous_batching
 from kvloom.integrations.transformers.cache import KVCache
+from kvloom.integrations.transformers.content import content_of
 from kvloom.integrations.transformers.enabling import disable, enable
 from kvloom.integrations.transformers.layers import KVCacheLayer
 from kvloom.integrations.transformers.loading import Streamer, head_dim_of, load_model, summary_of
@@ -24,6 +25,7 @@ __all__ = [
     "KVCacheLayer",
     "KVPool",
     "Streamer",
+    "content_of",
     "continuous_batching",
     "disable",
     "enable",

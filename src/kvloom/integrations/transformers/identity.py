@@ -5,9 +5,12 @@ import json
 import time
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any, Final, NamedTuple
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load, save
 from torch import Tensor
 
 from kvloom.caches import CacheFormat
@@ -16,12 +19,23 @@ from kvloom.core.specs import dtype_name
 from kvloom.errors import UnsupportedError
 from kvloom.integrations.transformers.build import cache_format, make_layers, text_config_of
 from kvloom.integrations.transformers.cache import KVCache
+from kvloom.integrations.transformers.watch import behavior_digest
 from kvloom.store.fingerprint import Fingerprint, LayerFormat
+from kvloom.store.probe import Probe
 from kvloom.store.sums import checksum
 from kvloom.store.transfer import layers_of, rotation_of
 
-_PROBED: Final = 64
-"""Tokens that a model computes to tell what it keeps of them."""
+_TIMED: Final = 64
+"""Tokens that a model computes to tell what it keeps of them, and how long that takes."""
+_PROBED: Final = 8
+"""Tokens whose keys and values are compared with those of others."""
+_EPSILONS: Final = {torch.float32: 64, torch.bfloat16: 4, torch.float16: 4}
+"""What the root mean square of rounding may be after one layer, relative to that of keys or values.
+
+Measured between ways to compute the same are 8 and 1.2, in 32 layers. Sums are in float32 for all dtypes,
+so that their rounding counts for float32 alone.
+"""
+_SIDES: Final = ("keys", "values")
 _WITHOUT_EFFECT: Final = frozenset(
     {"_name_or_path", "dtype", "torch_dtype", "transformers_version", "use_cache", "return_dict"}
 )
@@ -30,17 +44,19 @@ _ROPE: Final = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary
 
 
 class Identity(NamedTuple):
-    """A model, as far as a store goes.
+    """A model in its present state, as far as a store goes.
 
     Attributes:
         fingerprint: Whose keys and values.
         storages: Of each layer, with the tensors that it keeps.
         seconds_per_token: How long a token takes to compute among others.
+        probe: Keys and values of a few tokens.
     """
 
     fingerprint: Fingerprint
     storages: dict[int, Storage]
     seconds_per_token: float
+    probe: Probe
 
 
 def identify(model: Any, format: CacheFormat) -> Identity:
@@ -53,18 +69,72 @@ def identify(model: Any, format: CacheFormat) -> Identity:
     Raises:
         UnsupportedError: its weights are no tensors in memory.
     """
-    _probe(model, format)
+    _run(model, format, _TIMED)
     began = time.perf_counter()
-    cache = _probe(model, format)
-    seconds = (time.perf_counter() - began) / _PROBED
+    cache = _run(model, format, _TIMED)
+    seconds = (time.perf_counter() - began) / _TIMED
     storages = cache.sequences[0].storages
     layers, rotation = layers_of(storages), rotation_of(storages)
-    fingerprint = fingerprint_with(model, weights_digest(model.state_dict()), "full", layers, rotation)
-    return Identity(fingerprint, storages, seconds)
+    fingerprint = fingerprint_with(
+        model, weights_digest(model.state_dict()), "full", layers, rotation, format.recent or 0
+    )
+    return Identity(fingerprint, storages, seconds, probe_of(model))
+
+
+def probe_of(model: Any) -> Probe:
+    """Keys and values of a few fixed tokens in all layers, as the model computes them now."""
+    pairs = _run(model, CacheFormat(), _PROBED).to_legacy_cache()
+    tensors = {f"{name}.{i}": x for i, pair in enumerate(pairs) for name, x in zip(_SIDES, pair, strict=True)}
+    mine = {name: x.cpu().contiguous() for name, x in tensors.items()}
+    return Probe(save(mine), partial(_difference, mine))
+
+
+def _difference(mine: Mapping[str, Tensor], theirs: bytes) -> str:
+    """How keys and values of another differ by more than rounding.
+
+    Each layer rounds in all directions, so errors grow with the root of the number of layers.
+    """
+    try:
+        others = load(theirs)
+    except SafetensorError as error:
+        return f"the probe is damaged: {error}"
+    if others.keys() != mine.keys():
+        return f"the probe has {len(others) // 2} layers, not {len(mine) // 2}"
+    for name, x in mine.items():
+        y = others[name]
+        if (x.shape, x.dtype) != (y.shape, y.dtype):
+            return f"{name} is {y.dtype} {list(y.shape)}, not {x.dtype} {list(x.shape)}"
+        size = float(x.double().square().mean().sqrt())
+        found = float((x.double() - y.double()).square().mean().sqrt())
+        layer = int(name.split(".")[1])
+        allowed = _EPSILONS[x.dtype] * torch.finfo(x.dtype).eps * (layer + 1) ** 0.5 * size
+        if not found <= allowed:
+            return f"{name} differ by {found:.1e}, by rounding {allowed:.1e} at most"
+    return ""
+
+
+def model_digest(model: Any) -> str:
+    """A digest of weights, configuration and behavior, by which another process knows the same model.
+
+    Raises:
+        UnsupportedError: its weights are no tensors in memory.
+    """
+    parts = (
+        _config_digest(model),
+        weights_digest(model.state_dict()),
+        behavior_digest(model),
+        str(model.dtype),
+    )
+    return hashlib.sha256(" ".join(parts).encode()).hexdigest()
 
 
 def fingerprint_with(
-    model: Any, weights: str, attention: str, layers: tuple[LayerFormat, ...], rotation: str = "none"
+    model: Any,
+    weights: str,
+    attention: str,
+    layers: tuple[LayerFormat, ...],
+    rotation: str = "none",
+    recent: int = 0,
 ) -> Fingerprint:
     """The fingerprint of a model, which may have no weights in memory.
 
@@ -74,18 +144,20 @@ def fingerprint_with(
         attention: Which tokens a token sees.
         layers: How each layer keeps its tokens.
         rotation: Which of keys and values are rotated, one of ``ROTATIONS``.
+        recent: Residual window.
     """
     config = text_config_of(model)
-    saved = {name: value for name, value in model.config.to_dict().items() if name not in _WITHOUT_EFFECT}
     rope = {name: getattr(config, name) for name in _ROPE if getattr(config, name, None) is not None}
     return Fingerprint(
-        config=hashlib.sha256(_json(saved).encode()).hexdigest(),
+        config=_config_digest(model),
         weights=weights,
         dtype=dtype_name(model.dtype),
         rope=_json(rope),
         attention=attention,
         rotation=rotation,
         layers=layers,
+        behavior=behavior_digest(model),
+        recent=recent,
     )
 
 
@@ -119,16 +191,24 @@ def weights_digest(weights: Mapping[str, Any]) -> str:
     return digest.hexdigest()
 
 
-def _probe(model: Any, format: CacheFormat) -> KVCache:
+def _config_digest(model: Any) -> str:
+    saved = {name: value for name, value in model.config.to_dict().items() if name not in _WITHOUT_EFFECT}
+    return hashlib.sha256(_json(saved).encode()).hexdigest()
+
+
+def _run(model: Any, format: CacheFormat, num_tokens: int) -> KVCache:
+    """The model on tokens that are the same for all models of its vocabulary."""
     cache = KVCache(make_layers(model, replace(format, max_tokens=None)))
-    tokens: Tensor = torch.zeros(1, _PROBED, dtype=torch.int64, device=model.device)
-    was_training = model.training
+    size = model.get_input_embeddings().weight.shape[0]
+    tokens = torch.arange(1, num_tokens + 1, device=model.device)[None] * 7919 % size
+    was_training = [module for module in model.modules() if module.training]
     model.eval()  # or it would draw random numbers
     try:
         with torch.no_grad():
             model(input_ids=tokens, past_key_values=cache, use_cache=True)
     finally:
-        model.train(was_training)
+        for module in was_training:
+            module.training = True
     return cache
 
 

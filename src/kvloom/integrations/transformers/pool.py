@@ -1,27 +1,31 @@
 """Prefixes that the caches of one model share, found by their tokens."""
 
+import logging
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
-import torch
 from torch import Tensor
 
 from kvloom.caches import Pages, Sequences
 from kvloom.caches.saving import hold, save_pages
 from kvloom.core.checks import INDEX_DTYPES, expect
-from kvloom.errors import ArgumentError, UnsupportedError
+from kvloom.errors import ArgumentError, StateError, UnsupportedError
 from kvloom.integrations.transformers.build import cache_format, make_layers, text_config_of
 from kvloom.integrations.transformers.cache import KVCache
 from kvloom.integrations.transformers.layers import KVCacheLayer
+from kvloom.integrations.transformers.origin import PoolCache, scope_in
+from kvloom.integrations.transformers.pool_model import PoolModel, expect_prefixes
 from kvloom.paging import Miss, PageRef, PageTable, PrefixTree, check
 from kvloom.tracing.recorder import Recorded, Recorder
 
 if TYPE_CHECKING:
     from kvloom.store import KVStore
-    from kvloom.store.survey import Verdict
+    from kvloom.store.below import StoreBelow
+
+_LOG: Final = logging.getLogger("kvloom")
 
 
 class KVPool(Recorder):
@@ -35,6 +39,11 @@ class KVPool(Recorder):
         output = model.generate(input_ids, past_key_values=cache)
         pool.commit(cache, output)
 
+    What decides keys and values beside the tokens is part of what pages are found by: the state of the model
+    (weights, adapters, hooks, attributes), the ``content`` behind placeholder tokens, and the frequencies of
+    a RoPE that depends on the length of the text. A cache whose tokens were computed otherwise, such as while
+    the model changed, is never found by another.
+
     With a store, what is committed is written behind, and what the pool lacks is read back if that takes less
     time than computing it: in this process or another, later or elsewhere.
 
@@ -45,17 +54,19 @@ class KVPool(Recorder):
     """
 
     def __init__(self, model: Any, pages: Pages, store: "KVStore | None" = None) -> None:
-        self._empty = KVCache(make_layers(model, pages.format, sequences=Sequences(pages)))
-        self._states = torch.empty(0, dtype=model.dtype, device=model.device)
+        self._empty = PoolCache(make_layers(model, pages.format, sequences=Sequences(pages)))
+        self._model: PoolModel | None = PoolModel(model)
+        self._saved_digest = ""
         self._pages = pages
         self._tree = PrefixTree(pages.pool, pages.format.page_size)
         self._num_asked = self._num_found = 0
-        self._below = None
+        self._logged: set[str] = set()
+        self._below: StoreBelow | None = None
+        self._stored_state = ""
         if store is not None:
-            from kvloom.integrations.transformers.identity import identify
-            from kvloom.store.below import StoreBelow
+            from kvloom.store import below
 
-            self._below = StoreBelow(store, pages, self._tree, *identify(model, pages.format))
+            self._below = below.StoreBelow(store, pages, self._tree, *self._model.identity(pages.format))
 
     def __enter__(self) -> "KVPool":  # noqa: PYI034 (Self is not in Python 3.10)
         return self
@@ -66,11 +77,17 @@ class KVPool(Recorder):
         self.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        """To be saved: the pages that can be found, and no model and no store."""
-        known = list(self._tree.sequences())
+        """To be saved: the pages that can be found now, what tells their model from others, and no store."""
+        model, digest = self._model, self._saved_digest
+        known = [*self._tree.sequences()]
+        if model is not None:
+            state, digest = model.watch.state(), model.digest()
+            scopes = [(scope_in(salt, state), tokens, refs) for salt, tokens, refs in known]
+            known = [(salt, tokens, refs) for salt, tokens, refs in scopes if salt is not None]
         places = save_pages(self._pages, (ref for *_, refs in known for ref in refs))
         saved = [(salt, tokens, [places[ref] for ref in refs]) for salt, tokens, refs in known]
-        return vars(self) | {"_tree": saved, "_below": None}
+        gone = {"_model": None, "_below": None, "_stored_state": ""}
+        return vars(self) | gone | {"_tree": saved, "_saved_digest": digest}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         saved = state.pop("_tree")
@@ -81,6 +98,28 @@ class KVPool(Recorder):
         for salt, tokens, places in saved:
             for ref in self._tree.insert(tokens, hold(pages, places), salt):
                 pages.pool.release(ref)
+
+    def bind(self, model: Any) -> "KVPool":
+        """Let a pool that was loaded go on with its model.
+
+        Args:
+            model: The model of the pool that was saved, or another with the same weights, configuration,
+                attributes and hooks.
+
+        Returns:
+            The pool.
+
+        Raises:
+            ArgumentError: it is another model; nothing was changed.
+            UnsupportedError: its weights are not in memory.
+        """
+        bound = PoolModel(model)
+        if self._saved_digest and bound.digest() != self._saved_digest:
+            raise ArgumentError(
+                f"model must be the one whose pages were saved, got another {type(model).__name__}"
+            )
+        self._model = bound
+        return self
 
     @classmethod
     def for_model(
@@ -116,9 +155,11 @@ class KVPool(Recorder):
             ArgumentError: as ``KVCache.for_model``, ``store`` is no URL of a store, or ``policy`` is none.
             ModuleNotFoundError: a library that the store needs is not installed.
             UnsupportedError: a layer has a window or a recurrent state, which a prefix of pages cannot give;
-                or there is a store, and the weights are not in memory.
+                the model has an encoder, or attends to later tokens, too; or there is a store, and the
+                weights are not in memory.
         """
         config = text_config_of(model)
+        expect_prefixes(model)
         format = cache_format(config, kv, page_size, max_tokens, values, layout)
         pages = Pages(format, is_kept=True, policy=policy)
         for layer in make_layers(model, format):
@@ -133,20 +174,38 @@ class KVPool(Recorder):
             store = open_store(store)
         return cls(model, pages, store)
 
-    def begin(self, input_ids: Tensor, salt: str = "") -> KVCache:
+    def begin(
+        self, input_ids: Tensor, salt: str = "", content: str | Sequence[str] | None = None
+    ) -> PoolCache:
         """A cache that holds the longest first part of every row that is known, in whole pages.
 
         The last token is always left to compute. Rows are of one length, so the shortest match counts.
 
         Args:
             input_ids: ``[B, T]`` int64 or int32 without padding.
-            salt: Only caches of one salt share pages.
+            salt: Only caches of one salt share pages. The cache remembers it.
+            content: A digest of what decides keys and values beside tokens: pictures, audio, embeddings,
+                other positions or masks, as ``content_of`` makes it; or one for each row. Only caches of one
+                content share pages. Without it a forward of the cache takes tokens alone.
+
+        Raises:
+            ArgumentError: ``input_ids`` has a placeholder token of the model and there is no ``content``.
+            StateError: the pool was loaded and has no model yet.
         """
         expect("input_ids", input_ids, "B T", dtype=INDEX_DTYPES)
         if not input_ids.numel():
             raise ArgumentError(f"input_ids must hold at least one token, got {list(input_ids.shape)}")
+        rows = input_ids.tolist()
+        model = self._bound()
+        origin = model.origin(rows, salt, content)
         cache = self._empty.fork()
-        found = [self._find(row[:-1], salt) for row in input_ids.tolist()]
+        cache.origin = origin
+        if origin.refusal:
+            found: list[list[PageRef]] = [[] for _ in rows]
+        else:
+            below = self._store_of(origin.state)
+            scopes = zip(rows, origin.scopes(), origin.stored_scopes(), strict=True)
+            found = [self._find(row[:-1], below, *scope) for row, *scope in scopes]
         num_pages = min(map(len, found))
         last = 0 if self.events is None else self.events.num_requests
         requests = cache.sequences[0].requests = [max(last - i, 0) for i in range(len(found))][::-1]
@@ -158,27 +217,37 @@ class KVPool(Recorder):
         sequences.adopt(tables)
         for layer in cache.layers:
             layer.pages.num_tokens = sequences.num_positions
-            layer.lazy_initialization(self._states)
+            layer.lazy_initialization(model.states)
+        origin.num_found = sequences.num_positions
         self._num_found += sequences.num_positions * sequences.size
         return cache
 
-    def commit(self, cache: KVCache, input_ids: Tensor, salt: str = "") -> None:
-        """Let later caches find the full pages of this one.
+    def commit(self, cache: KVCache, input_ids: Tensor, salt: str | None = None) -> None:
+        """Let later caches find the full pages of this one, under the salt and content with which it began.
+
+        Pages of a cache whose tokens were not all computed in one state of the model, or in training mode,
+        stay unknown, which is logged once.
 
         Args:
             cache: One that ``begin`` made.
             input_ids: ``[B, T]``, row by row the tokens that the cache holds, such as what ``generate``
                 returned; the last one, which was sampled and not computed, may be among them. After beam
                 search rows are no longer the cache's.
-            salt: As for ``begin``.
+            salt: That of ``begin``, which the cache remembers.
 
         Raises:
-            ArgumentError: the cache is of another pool, or holds other numbers of rows or tokens.
+            ArgumentError: the cache is of another pool, began under another salt, or holds other numbers of
+                rows or tokens.
             StateError: an update broke off; or pages of a row are known under other tokens, then that row and
                 those after it stay unknown.
         """
-        if [sequences.pages for sequences in cache.sequences] != [self._pages]:
+        origin = cache.origin if isinstance(cache, PoolCache) else None
+        if origin is None or [sequences.pages for sequences in cache.sequences] != [self._pages]:
             raise ArgumentError("cache must be one that this pool began, got another's")
+        if salt is not None and salt != origin.salt:
+            raise ArgumentError(
+                f"salt must be that with which the cache began, {origin.salt!r}, got {salt!r}"
+            )
         cache.expect_whole()
         sequences = cache.sequences[0]
         num_tokens = sequences.num_positions
@@ -187,11 +256,17 @@ class KVPool(Recorder):
             raise ArgumentError(
                 f"input_ids must be the {num_tokens} tokens of the cache, or one more, got {sizes['T']}"
             )
+        if refusal := origin.refuses():
+            if refusal not in self._logged:
+                self._logged.add(refusal)
+                _LOG.warning("pages of a cache are not shared: %s", refusal)
+            return
         rows = input_ids[:, :num_tokens].tolist()
-        sequences.commit(self._tree, rows, salt)
-        if self._below is not None:
-            for row, table in zip(rows, sequences.tables, strict=True):
-                self._below.keep(row, table.pages, salt)
+        sequences.commit(self._tree, rows, origin.scopes())
+        below = self._store_of(origin.state)
+        if below is not None:
+            for row, table, scope in zip(rows, sequences.tables, origin.stored_scopes(), strict=True):
+                below.keep(row, table.pages, scope)
 
     def flush(self, timeout: float | None = None) -> bool:
         """Wait until everything committed is in the store, or could not be written.
@@ -209,7 +284,9 @@ class KVPool(Recorder):
         if self._below is not None:
             self._below.store.close()
 
-    def why(self, input_ids: Tensor, salt: str = "") -> list[Miss]:
+    def why(
+        self, input_ids: Tensor, salt: str = "", content: str | Sequence[str] | None = None
+    ) -> list[Miss]:
         """Why ``begin`` would not find the full pages of a text now; it has none for those it would find.
 
         A store below is asked, too: what it would give is no miss, and what is damaged there, or of another
@@ -218,16 +295,20 @@ class KVPool(Recorder):
         Args:
             input_ids: ``[1, T]``, as of ``begin``.
             salt: As of ``begin``.
+            content: As of ``begin``.
 
         Raises:
+            ArgumentError: as of ``begin``.
             StateError: events are not recorded.
         """
         expect("input_ids", input_ids, "B T", dtype=INDEX_DTYPES, B=1)
+        origin = self._bound().origin(input_ids.tolist(), salt, content)
         tokens = input_ids[0, :-1].tolist()
-        misses = self._why(tokens, salt)
-        if self._below is None or not misses:
+        misses = self._why(tokens, *origin.scopes())
+        below = self._store_of(origin.state)
+        if below is None or not misses:
             return misses
-        return misses_in_store(misses, self._below.why(tokens, salt))
+        return below.misses(misses, tokens, *origin.stored_scopes())
 
     def check(self) -> None:
         """Recompute the invariants of pages and prefixes; raises ``StateError`` on the first that fails."""
@@ -254,10 +335,24 @@ class KVPool(Recorder):
         bytes_per_page = round(size * self._pages.format.page_size)
         return Recorded(self._pages.pool, self._tree, self._tables, bytes_per_page, nullcontext())
 
-    def _find(self, tokens: Sequence[int], salt: str) -> list[PageRef]:
+    def _bound(self) -> PoolModel:
+        if self._model is None:
+            raise StateError("a pool that was loaded must have its model: pool.bind(model)")
+        return self._model
+
+    def _store_of(self, state: str) -> "StoreBelow | None":
+        """The store below, under the fingerprint of the model in its present state."""
+        if self._below is not None and state != self._stored_state:
+            self._below.become(*self._bound().identity(self._pages.format))
+            self._stored_state = state
+        return self._below
+
+    def _find(
+        self, tokens: Sequence[int], below: "StoreBelow | None", scope: str, stored_scope: str
+    ) -> list[PageRef]:
         """Pages of the first tokens, in the pool or from the store, with one reference to each."""
-        found = self._tree.match(tokens, salt)
-        return found if self._below is None else self._below.fetch(tokens, found, salt)
+        found = self._tree.match(tokens, scope)
+        return found if below is None else below.fetch(tokens, found, stored_scope, scope)
 
     def _table(self, refs: Sequence[PageRef], request: int, num_pages: int) -> PageTable:
         """A table of a request that begins with the first of some pages; the others are released."""
@@ -268,23 +363,3 @@ class KVPool(Recorder):
             self._pages.pool.release(ref)
         table.adopt(refs[:num_pages])
         return table
-
-
-def misses_in_store(misses: Sequence[Miss], verdicts: "Sequence[Verdict]") -> list[Miss]:
-    """What is missed of a text in a pool and in the store below it, by what each says of its pages."""
-    told: list[Miss] = []
-    for miss in misses:
-        for place in range(miss.first, miss.first + miss.num_pages):
-            verdict = verdicts[place]
-            kind, _, what = verdict.reason.partition(": ")
-            if verdict.is_found:
-                continue
-            if kind == "another model":
-                told.append(Miss("other format", place, what=what))
-            elif verdict.reason.startswith("damaged"):
-                told.append(Miss("damaged", place, what=verdict.reason))
-            elif told and miss.cause == "below" and told[-1].cause == "below":
-                told[-1] = told[-1]._replace(num_pages=told[-1].num_pages + 1)
-            else:
-                told.append(miss._replace(first=place, num_pages=1))
-    return told

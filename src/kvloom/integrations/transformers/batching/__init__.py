@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from kvloom.errors import ArgumentError, StateError, UnsupportedError
 from kvloom.integrations.transformers.batching.report import BatchReport, PageMap, RequestPages
 from kvloom.integrations.transformers.build import cache_format, text_config_of
+from kvloom.integrations.transformers.pool_model import expect_prefixes
 from kvloom.paging import expect_policy
 
 __all__ = ["OLDEST", "BatchReport", "PageMap", "RequestPages", "continuous_batching"]
@@ -112,8 +113,7 @@ def _expect_served(model: PreTrainedModel) -> None:
     name, config = type(model).__name__, text_config_of(model)
     if not hasattr(type(model), _INIT):
         raise UnsupportedError(f"model must have continuous batching, which {name} has not")
-    if model.config.is_encoder_decoder:
-        raise UnsupportedError(f"model must be a decoder alone, got the encoder and decoder {name}")
+    expect_prefixes(model)
     kinds = set(getattr(config, "layer_types", None) or _KINDS[:1]) - set(_KINDS)
     if kinds or getattr(model, "_is_stateful", False):
         got = ", ".join(sorted(kinds)) or "a recurrent state"

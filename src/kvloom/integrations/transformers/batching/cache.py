@@ -18,9 +18,11 @@ from kvloom.caches.storage import Storage
 from kvloom.errors import OutOfPages
 from kvloom.integrations.transformers.batching.held import Held, page_map_of, salt_of
 from kvloom.integrations.transformers.batching.newest import Newest, Span
+from kvloom.integrations.transformers.batching.prefixes import SessionPrefixes
 from kvloom.integrations.transformers.batching.report import PageMap
 from kvloom.integrations.transformers.batching.sizes import page_bytes, specs_of, windows_of
 from kvloom.integrations.transformers.batching.step import Step, StepAttention
+from kvloom.integrations.transformers.watch import ModelWatch
 from kvloom.paging import Growth, PageTable, PrefixTree, check
 
 KIND: Final = "full_attention"
@@ -55,6 +57,7 @@ class BatchCache:
         max_batch_tokens: Tokens that go through the model in one step.
         share: Whether requests find pages of others.
         policy: Which pages are given up first, as of ``PagePool``.
+        watch: Of the model's state; ``None`` for a model that never changes.
     """
 
     index = 0
@@ -77,6 +80,7 @@ class BatchCache:
         max_batch_tokens: int,
         share: bool,
         policy: str = "lru",
+        watch: ModelWatch | None = None,
     ) -> None:
         size = format.page_size
         self.tokens_per_page, self.max_pages, self.max_batch_tokens = size, max_pages, max_batch_tokens
@@ -84,6 +88,7 @@ class BatchCache:
         self.cache_allocators = {KIND: self}
         self.pages = Pages(replace(format, max_tokens=max_pages * size), policy=policy)
         self.tree = PrefixTree(self.pages.pool, size)
+        self.prefixes = SessionPrefixes(self.tree, watch)
         for layer in range(config.num_hidden_layers):
             self.pages.storages[layer] = Storage(
                 *specs_of(config, format.of_layer(layer), dtype), size, device, format.layout
@@ -117,7 +122,7 @@ class BatchCache:
     def num_known(self, tokens: Sequence[int], salt: str, max_tokens: int) -> int:
         """Tokens at the beginning, at most ``max_tokens``, whose pages would be found."""
         with self.lock:
-            return self.tree.num_known(tokens, salt, max_tokens=max_tokens) * self.tokens_per_page
+            return self.prefixes.num_known(tokens, salt, max_tokens) * self.tokens_per_page
 
     def search_prefix_match(self, request_id: str, prompt_ids: list[int]) -> int:
         """Let ``candidate`` begin with the pages that are known of its prompt.
@@ -130,9 +135,9 @@ class BatchCache:
             return 0
         with self.lock:
             limit = self._num_findable(state)
-            if not self.tree.num_known(prompt_ids, salt_of(state), max_tokens=limit):
+            if not self.prefixes.num_known(prompt_ids, salt_of(state), limit):
                 return 0  # it is looked up when it gets pages, and until then perhaps in every step
-            held = Held.of(state, self._look_up(state))
+            held = Held.of(state, self._look_up(state), self.prefixes.state)
             self._hold(state, held)
             self.num_found += held.num_found
             return held.num_found
@@ -155,7 +160,7 @@ class BatchCache:
                 self._grow(missing)
             if dry_run or missing > self.num_room:
                 return missing <= self.num_room
-            held = Held.of(state, self._look_up(state))
+            held = Held.of(state, self._look_up(state), self.prefixes.state)
             if not self._extend(held, past, past + request_len):
                 self._release(held)
                 return False
@@ -219,12 +224,7 @@ class BatchCache:
             if held is None or not complete_blocks:
                 return
             tokens = (state.initial_tokens + state.generated_tokens)[: state.current_len()]
-            table = held.table
-            table.claim()
-            refs = self.tree.insert(tokens, table.pages, held.salt)
-            if refs != [*table.pages]:
-                table.replace(refs)
-                held.first_slots = None
+            self.prefixes.publish(held, tokens)
 
     def prepare_fork_request(
         self, src_state: Any, dst_req_ids: list[str], copy_src_and_dst: Any
@@ -281,7 +281,7 @@ class BatchCache:
     def _look_up(self, state: Any) -> PageTable:
         """The table of a request that begins, with the pages that it finds."""
         tokens, salt = state.remaining_prefill_tokens, salt_of(state)
-        found = self.tree.match(tokens, salt, max_tokens=self._num_findable(state))
+        found = self.prefixes.match(tokens, salt, self._num_findable(state))
         if (events := self.pages.pool.events) is not None:
             events.name(state.request_id)
         table = PageTable(self.pages.pool, self.tokens_per_page)

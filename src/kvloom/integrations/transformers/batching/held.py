@@ -27,6 +27,7 @@ class Held:
         salt: Under which it finds others.
         num_prompt: Tokens of its prompt.
         num_found: Those of them whose pages were found.
+        state: Of the model when it began, as of ``ModelWatch``.
         span: Where its newest tokens are, as they were computed.
         first_slots: ``[P]``, where its pages begin, made when that is needed.
     """
@@ -35,14 +36,16 @@ class Held:
     salt: str
     num_prompt: int
     num_found: int
+    state: str
     span: Span
     first_slots: Tensor | None = None
 
     @classmethod
-    def of(cls, state: Any, table: PageTable) -> "Held":
+    def of(cls, state: Any, table: PageTable, model_state: str) -> "Held":
         """Of a request that begins, with the pages that it found."""
         found = table.num_tokens
-        return cls(table, salt_of(state), len(state.initial_tokens), found, Span(known=found))
+        num_prompt = len(state.initial_tokens)
+        return cls(table, salt_of(state), num_prompt, found, model_state, Span(known=found))
 
 
 def salt_of(state: Any) -> str:

@@ -22,6 +22,7 @@ from kvloom.integrations.transformers.batching.report import BatchReport, PageMa
 from kvloom.integrations.transformers.batching.scheduler import scheduler_class
 from kvloom.integrations.transformers.batching.sizes import page_bytes, windows_of
 from kvloom.integrations.transformers.build import cache_format, text_config_of
+from kvloom.integrations.transformers.watch import ModelWatch
 from kvloom.paging import Miss, expect_policy
 from kvloom.tracing.recorder import Recorded, Recorder
 
@@ -193,7 +194,7 @@ class BatchingManager(Recorder, ContinuousBatchingManager):  # type: ignore[misc
         Raises:
             StateError: events are not recorded.
         """
-        return self._why(input_ids[:-1], salt)
+        return self._why(input_ids[:-1], self._cache_to_record().prefixes.scope(salt))
 
     def _recorded(self) -> Recorded:
         cache = self._cache_to_record()
@@ -264,6 +265,7 @@ class BatchingManager(Recorder, ContinuousBatchingManager):  # type: ignore[misc
             max_batch_tokens=max_batch_tokens,
             share=self._share and config.allow_block_sharing,
             policy=self._policy,
+            watch=ModelWatch(model),
         )
 
     def _plan_newest(self, room: int, max_batch_tokens: int) -> int:

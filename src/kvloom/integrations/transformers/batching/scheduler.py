@@ -45,6 +45,8 @@ class SharingScheduler(Scheduler):  # type: ignore[misc]
 
     def schedule_batch(self, token_budget: int, cache_budget: int) -> Any:
         """As theirs, without a limit of tokens that are read: none is gathered."""
+        with self.cache.lock:
+            self.cache.prefixes.refresh()
         if not self.active_requests:  # theirs waits for an end that a cancelled request never has
             self.block_new_requests = False
         while True:

@@ -1,0 +1,170 @@
+"""What decides keys and values beside tokens: pictures, audio, embeddings, positions, masks."""
+
+import hashlib
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from kvloom.errors import ArgumentError
+
+_PLACEHOLDER: Final = re.compile(
+    r"(image|video|audio|speech|vision|visual|media|sound|patch|pixel|frame)\w*_token_(id|index)"
+)
+_OF_TOKENS: Final = frozenset(
+    {"input_ids", "attention_mask", "position_ids", "cache_position", "past_key_values"}
+)
+_WITHOUT_EFFECT: Final = frozenset({"labels", "logits_to_keep", "num_logits_to_keep", "shift_labels"})
+_TYPES: Final = ("token_type_ids", "mm_token_type_ids")
+
+
+def content_of(inputs: Mapping[str, Any]) -> str:
+    """A digest of what a processor made beside tokens, the ``content`` of ``KVPool.begin``.
+
+    The same pictures, sounds or embeddings have the same digest in every process::
+
+        inputs = processor(images=picture, text=prompt, return_tensors="pt")
+        content = content_of(inputs)
+        cache = pool.begin(inputs["input_ids"], content=content)
+
+    Args:
+        inputs: Names and values as the model's ``forward`` takes them. ``input_ids`` count for nothing here,
+            and neither does an ``attention_mask`` that hides nothing.
+
+    Returns:
+        64 hexadecimal digits; empty if there is nothing beside tokens.
+
+    Raises:
+        ArgumentError: ``inputs`` is no mapping, or a value is no tensor, number, text or sequence of them.
+    """
+    if not isinstance(inputs, Mapping):
+        raise ArgumentError(f"inputs must be a mapping of names to values, got {type(inputs).__name__}")
+    digest = hashlib.sha256(b"kvloom content\0")
+    is_empty = True
+    for name in sorted(inputs):
+        value = inputs[name]
+        if value is None or name in ("input_ids", "past_key_values", "cache_position", *_WITHOUT_EFFECT):
+            continue
+        if name == "attention_mask" and isinstance(value, Tensor) and bool(value.all()):
+            continue
+        if name in _TYPES and isinstance(value, Tensor) and not bool(value.any()):
+            continue
+        is_empty = False
+        digest.update(f"{len(name)} {name} ".encode())
+        for part in _bytes_of(name, value):
+            digest.update(part)
+    return "" if is_empty else digest.hexdigest()
+
+
+def _bytes_of(name: str, value: Any) -> Iterator[bytes]:
+    """An injective encoding of a value."""
+    if isinstance(value, Tensor):
+        yield f"{value.dtype} {list(value.shape)} ".encode()
+        yield value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    elif hasattr(value, "__array__"):
+        yield from _bytes_of(name, torch.as_tensor(value))
+    elif isinstance(value, (str, int, float, bool)):
+        text = repr(value).encode()
+        yield b"%d %b " % (len(text), text)
+    elif isinstance(value, (list, tuple)):
+        yield b"[%d " % len(value)
+        for item in value:
+            yield from _bytes_of(name, item)
+    elif isinstance(value, Mapping):
+        yield b"{%d " % len(value)
+        for key in sorted(value, key=str):
+            yield from _bytes_of(name, str(key))
+            yield from _bytes_of(name, value[key])
+    else:
+        raise ArgumentError(
+            f"inputs[{name!r}] must be a tensor, number, text or sequence of them, got {type(value).__name__}"
+        )
+
+
+def placeholders_of(config: Any) -> dict[int, str]:
+    """Token ids that stand for pictures, audio and the like, with their names in a configuration."""
+    found: dict[int, str] = {}
+    for name, value in vars(config).items():
+        if (
+            _PLACEHOLDER.search(name)
+            and isinstance(value, int)
+            and not isinstance(value, bool)
+            and value >= 0
+        ):
+            found[value] = name
+    return found
+
+
+def expect_content(
+    placeholders: Mapping[int, str], rows: Sequence[Sequence[int]], content: object
+) -> list[str]:
+    """The content of each row of a batch.
+
+    Args:
+        placeholders: As of ``placeholders_of``.
+        rows: Tokens of each row.
+        content: What the caller said: nothing, one text for all rows, or one for each.
+
+    Raises:
+        ArgumentError: a row has a placeholder and no content, or ``content`` is none of these.
+    """
+    if content is None or isinstance(content, str):
+        contents = [content or ""] * len(rows)
+    elif isinstance(content, Sequence) and all(isinstance(x, str) for x in content):
+        contents = list(content)
+    else:
+        raise ArgumentError(f"content must be a string or one for each row, got {content!r}")
+    if len(contents) != len(rows):
+        raise ArgumentError(f"content must be one string for each of {len(rows)} rows, got {len(contents)}")
+    for tokens, said in zip(rows, contents, strict=True):
+        if said or not placeholders:
+            continue
+        for token in placeholders.keys() & set(tokens):
+            raise ArgumentError(
+                f"content must be given for input_ids with token {token}, the {placeholders[token]}: a "
+                f"digest of what stands there, as content_of(inputs) makes it, got none"
+            )
+    return contents
+
+
+def input_beside_tokens(inputs: Mapping[str, Any], past: int, has_placeholders: bool) -> str | None:
+    """Which input of a forward changes keys and values beside its tokens; ``None`` if none does.
+
+    Args:
+        inputs: Arguments of ``forward`` by their names.
+        past: Tokens in the cache.
+        has_placeholders: Whether the model reads pictures or audio, so that types of tokens tell which are of
+            these, and zeros are as none.
+    """
+    for name, value in inputs.items():
+        if name in _OF_TOKENS or name in _WITHOUT_EFFECT or not _has_tensor(value):
+            continue
+        if name in _TYPES and has_placeholders and isinstance(value, Tensor) and not bool(value.any()):
+            continue
+        return name
+    if not _hides_nothing(inputs.get("attention_mask")):
+        return "attention_mask"
+    return None if positions_are_default(inputs.get("position_ids"), past) else "position_ids"
+
+
+def positions_are_default(positions: Any, past: int) -> bool:
+    """Whether positions, ``[..., T]``, count on from the tokens in a cache."""
+    if not isinstance(positions, Tensor):
+        return positions is None
+    expected = torch.arange(past, past + positions.shape[-1], device=positions.device)
+    return bool((positions == expected).all())
+
+
+def _hides_nothing(mask: Any) -> bool:
+    """Whether a mask ``[B, T]`` shows all tokens; what has been made from one shows what it showed."""
+    if not isinstance(mask, Tensor):
+        return True
+    return mask.ndim == 2 and bool(mask.all())
+
+
+def _has_tensor(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return any(map(_has_tensor, value))
+    return isinstance(value, Tensor)

@@ -1,0 +1,232 @@
+"""What the tokens of a pool's cache were computed from, which decides who may find their pages."""
+
+import copy
+import inspect
+import re
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from kvloom.errors import ArgumentError, StateError
+from kvloom.integrations.transformers.cache import KVCache
+from kvloom.integrations.transformers.content import input_beside_tokens, positions_are_default
+from kvloom.integrations.transformers.rope import DynamicRope
+from kvloom.integrations.transformers.watch import ModelWatch
+
+_OF_A_STATE: Final = re.compile("\0s[0-9]+:")
+_CHANGED: Final = "the model changed while they were computed"
+
+
+def scope_of(salt: str, content: str = "", frequencies: str = "", state: str = "") -> str:
+    """A salt of page trees and stores under which tokens alone decide keys and values.
+
+    It is the caller's salt where there is nothing else, and never another caller's.
+
+    Args:
+        salt: Whose pages.
+        content: Digest of what stands behind placeholder tokens.
+        frequencies: Of ``DynamicRope``.
+        state: Of ``ModelWatch``.
+    """
+    parts = (("c", content), ("f", frequencies), ("s", state))
+    said = "".join(f"\0{name}{len(text)}:{text}" for name, text in parts if text)
+    return salt.replace("\0", "\0\0") + said
+
+
+def scope_in(scope: str, state: str) -> str | None:
+    """A scope of a state without that state; ``None`` if it is of another."""
+    end = f"\0s{len(state)}:{state}" if state else ""
+    rest = scope.removesuffix(end)
+    is_of_state = scope.endswith(end) and not _OF_A_STATE.search(rest.replace("\0\0", ""))
+    return rest if is_of_state else None
+
+
+class Origin:
+    """What decides the keys and values of one cache beside its tokens.
+
+    Attributes:
+        salt: Under which it began.
+        contents: Of each row, digests of what stands behind placeholder tokens; empty for tokens alone.
+        state: Of the model, when the tokens were found or computed.
+        frequencies: Of all its tokens.
+        num_found: Tokens of each row that were found.
+        refusal: Why nobody may find its pages; empty if they may.
+
+    Args:
+        watch: Of the model.
+        rope: Of the model.
+        has_placeholders: Whether the model reads pictures, audio and the like.
+        salt: As above.
+        contents: As above.
+        state: As above.
+    """
+
+    def __init__(
+        self,
+        watch: ModelWatch,
+        rope: DynamicRope | None,
+        has_placeholders: bool,
+        salt: str,
+        contents: Sequence[str],
+        state: str,
+    ) -> None:
+        self._watch, self._rope, self._has_placeholders = watch, rope, has_placeholders
+        self.salt, self.contents = salt, list(contents)
+        self.state, self.frequencies = state, ""
+        self.num_found = 0
+        self.refusal = ""
+        self.depth = 0  # of the modules whose forward runs
+
+    def scopes(self) -> list[str]:
+        """Of each row, where its pages are found in a pool."""
+        return [scope_of(self.salt, x, self.frequencies, self.state) for x in self.contents]
+
+    def stored_scopes(self) -> list[str]:
+        """Of each row, where its pages are found in a store: the fingerprint there has the state."""
+        return [scope_of(self.salt, x, self.frequencies) for x in self.contents]
+
+    def refuses(self) -> str:
+        """Why nobody may find the pages now; empty if they may."""
+        return self.refusal or (_CHANGED if self._watch.state() != self.state else "")
+
+    def of_rows(self, rows: Sequence[int]) -> "Origin":
+        """That of a cache of other rows."""
+        other = copy.copy(self)
+        other.contents = [self.contents[row] for row in rows]
+        return other
+
+    def before_forward(self, module: nn.Module, inputs: Mapping[str, Any], past: int) -> None:
+        """Check what a forward computes.
+
+        Args:
+            module: The model, or a part of it that takes the cache.
+            inputs: Arguments of its ``forward`` by their names.
+            past: Tokens in the cache.
+
+        Raises:
+            ArgumentError: an input changes keys and values, and no content was given.
+            StateError: the model changed after tokens were found.
+        """
+        is_outermost = self.depth == 0
+        if not all(self.contents):
+            self._expect_tokens_alone(inputs, past, is_outermost)
+        if not is_outermost:
+            return
+        state = self._watch.quick_state()
+        if state != self.state:
+            if past == 0:
+                self.state = state
+            elif past == self.num_found:
+                raise StateError(
+                    f"the model must be as it was when {past} tokens of the cache were found: begin anew "
+                    f"after a change of weights, adapters, hooks or attributes"
+                )
+            else:
+                self.refusal = _CHANGED
+        if module.training:
+            self.refusal = "they were computed in training mode"
+        if self._rope is not None:
+            self._note_frequencies(past, past + _num_tokens(inputs))
+
+    def _expect_tokens_alone(self, inputs: Mapping[str, Any], past: int, is_outermost: bool) -> None:
+        if is_outermost:
+            name = input_beside_tokens(inputs, past, self._has_placeholders)
+        else:
+            name = None if positions_are_default(inputs.get("position_ids"), past) else "position_ids"
+        if name is not None:
+            raise ArgumentError(
+                f"{name} must be left out, or change nothing, with a cache that a pool began by tokens "
+                f"alone, whose pages are found for other inputs too: begin with "
+                f"content=content_of(inputs), or use a KVCache of its own"
+            )
+
+    def _note_frequencies(self, past: int, end: int) -> None:
+        frequencies = None if self._rope is None else self._rope.frequencies(end)
+        if past == 0 and frequencies is not None:
+            self.frequencies = frequencies
+        elif frequencies != self.frequencies:
+            self.refusal = "frequencies of RoPE changed with the length of the text"
+
+
+class PoolCache(KVCache):
+    """A ``KVCache`` that a ``KVPool`` began, which knows what its tokens are computed from."""
+
+    origin: Origin | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """To be saved: without the model, and so no longer of the pool."""
+        return {name: value for name, value in vars(self).items() if name != "origin"}
+
+    def fork(self) -> "PoolCache":
+        """As of ``KVCache``."""
+        fork = super().fork()
+        fork.origin = copy.copy(self.origin)
+        return fork
+
+    def reset(self) -> None:
+        """As of ``KVCache``; what is computed then is computed from tokens alone."""
+        super().reset()
+        self.origin = None
+
+    def _select(self, rows: Sequence[int]) -> None:
+        super()._select(rows)
+        if self.origin is not None and self.num_rows:
+            self.origin = self.origin.of_rows(rows)
+
+
+def watch_inputs(model: nn.Module) -> None:
+    """Let the caches of pools see the inputs of each forward of a model, once for all pools."""
+    for module in model.modules():
+        takes_cache = module is model or isinstance(module, PreTrainedModel)
+        if takes_cache and not any(isinstance(x, _BeforeForward) for x in module._forward_pre_hooks.values()):
+            module.register_forward_pre_hook(_BeforeForward(), with_kwargs=True)
+            module.register_forward_hook(_AfterForward(), with_kwargs=True, always_call=True)
+
+
+class _BeforeForward:
+    """Lets the cache of a pool check the inputs."""
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        inputs, cache = _inputs_of(module, args, kwargs)
+        if cache is not None and cache.origin is not None:
+            try:
+                cache.origin.before_forward(module, inputs, int(cache.get_seq_length()))
+            finally:
+                cache.origin.depth += 1
+
+
+class _AfterForward:
+    """Notes that a forward ended, also by an error."""
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        _, cache = _inputs_of(module, args, kwargs)
+        if cache is not None and cache.origin is not None:
+            cache.origin.depth -= 1
+
+
+def _inputs_of(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Mapping[str, Any], PoolCache | None]:
+    """Arguments of a forward by their names, and the cache among them if it is one of a pool."""
+    if torch.compiler.is_compiling():
+        return kwargs, None
+    kind: Any = type(module)
+    inputs = dict(zip(_parameters(kind), args, strict=False)) | kwargs if args else kwargs
+    cache = inputs.get("past_key_values")
+    return inputs, cache if isinstance(cache, PoolCache) else None
+
+
+@cache
+def _parameters(kind: Any) -> list[str]:
+    """Names of the arguments of ``forward`` of a class of modules."""
+    return list(inspect.signature(kind.forward).parameters)[1:]
+
+
+def _num_tokens(inputs: Mapping[str, Any]) -> int:
+    given = inputs.get("input_ids")
+    given = inputs.get("inputs_embeds") if given is None else given
+    return given.shape[1] if isinstance(given, Tensor) else 0

@@ -1,0 +1,94 @@
+"""The model of a pool, in whatever state it is: what a cache that begins now is computed from."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from kvloom.caches import CacheFormat
+from kvloom.errors import UnsupportedError
+from kvloom.integrations.transformers.build import text_config_of
+from kvloom.integrations.transformers.content import expect_content, placeholders_of
+from kvloom.integrations.transformers.origin import Origin, watch_inputs
+from kvloom.integrations.transformers.rope import dynamic_rope
+from kvloom.integrations.transformers.watch import ModelWatch
+
+if TYPE_CHECKING:
+    from kvloom.integrations.transformers.identity import Identity
+
+_KEPT: Final = 15
+"""States whose fingerprints are not computed again when the model returns to them."""
+
+
+class PoolModel:
+    """A model whose caches share pages.
+
+    Attributes:
+        watch: Of its state.
+        states: No keys, in its dtype, where it lies.
+
+    Args:
+        model: A ``PreTrainedModel``.
+    """
+
+    def __init__(self, model: Any) -> None:
+        watch_inputs(model)
+        self.watch = ModelWatch(model)
+        self.states = torch.empty(0, dtype=model.dtype, device=model.device)
+        self._rope = dynamic_rope(model)
+        self._placeholders = placeholders_of(model.config) | placeholders_of(text_config_of(model))
+        self._identities: dict[str, Identity] = {}
+
+    def origin(self, rows: Sequence[Sequence[int]], salt: str, content: str | Sequence[str] | None) -> Origin:
+        """That of a cache that begins now; arguments are those of ``KVPool.begin``.
+
+        Raises:
+            ArgumentError: as ``KVPool.begin``.
+        """
+        contents = expect_content(self._placeholders, rows, content)
+        origin = Origin(self.watch, self._rope, bool(self._placeholders), salt, contents, self.watch.state())
+        frequencies = "" if self._rope is None else self._rope.frequencies(len(rows[0]))
+        if frequencies is None:
+            origin.refusal = "frequencies of RoPE are those of this length of text alone"
+        else:
+            origin.frequencies = frequencies
+        return origin
+
+    def identity(self, format: CacheFormat) -> "Identity":
+        """That of the present state; computed once for each.
+
+        Raises:
+            UnsupportedError: weights are not in memory.
+        """
+        from kvloom.integrations.transformers.identity import identify
+
+        state = self.watch.state()
+        if state not in self._identities:
+            self._identities = dict([*self._identities.items()][-_KEPT:])
+            self._identities[state] = identify(self.watch.model, format)
+        return self._identities[state]
+
+    def digest(self) -> str:
+        """Of the present state, the same in every process.
+
+        Raises:
+            UnsupportedError: weights are not in memory.
+        """
+        from kvloom.integrations.transformers.identity import model_digest
+
+        return model_digest(self.watch.model)
+
+
+def expect_prefixes(model: Any) -> None:
+    """Raise UnsupportedError for a model whose keys and values of a prefix depend on more than the prefix."""
+    name = type(model).__name__
+    if model.config.is_encoder_decoder:
+        raise UnsupportedError(
+            f"model must be a decoder alone, as what a decoder keeps depends on what the encoder read, got "
+            f"{name}"
+        )
+    if getattr(text_config_of(model), "use_bidirectional_attention", None) in (True, "all"):
+        raise UnsupportedError(
+            f"model must attend to earlier tokens alone, or a prefix depends on what follows it, got "
+            f"use_bidirectional_attention in {name}"
+        )

@@ -1,0 +1,66 @@
+"""RoPE whose frequencies depend on the length of a text: which texts have the same."""
+
+from typing import Any
+
+from torch import nn
+
+
+class DynamicRope:
+    """Which frequencies a forward takes, by the position of its last token.
+
+    transformers chooses them in each forward, for all of its tokens: of ``longrope`` one of two sets, of
+    ``dynamic`` ones of their own for each length beyond the trained one.
+
+    Args:
+        limit: Tokens of a text up to which it has the trained frequencies.
+        has_long: Whether all longer texts have the same ones.
+    """
+
+    def __init__(self, limit: int, has_long: bool) -> None:
+        self.limit, self.has_long = limit, has_long
+
+    def frequencies(self, num_tokens: int) -> str | None:
+        """The name of the frequencies of a forward that ends there; ``None`` if no other has the same."""
+        if num_tokens <= self.limit:
+            return ""
+        return "long" if self.has_long else None
+
+
+def has_dynamic_rope(module: nn.Module) -> bool:
+    """Whether a module computes rotary embeddings whose frequencies depend on positions."""
+    return any(_is_dynamic(kind) for kind in _kinds(module).values())
+
+
+def dynamic_rope(model: nn.Module) -> DynamicRope | None:
+    """That of a model; ``None`` if its frequencies are always the same."""
+    limits, are_long = [], []
+    for module in model.modules():
+        for layer_type, kind in _kinds(module).items():
+            if _is_dynamic(kind):
+                limits.append(_limit(module, layer_type, kind))
+                are_long.append(kind == "longrope")
+    return DynamicRope(min(limits), all(are_long) and len(set(limits)) == 1) if limits else None
+
+
+def _kinds(module: nn.Module) -> dict[str | None, str]:
+    """The kinds of RoPE of a module, by kinds of layers if there are several."""
+    kinds = vars(module).get("rope_type")
+    named = kinds if isinstance(kinds, dict) else {None: kinds}
+    return {name: kind for name, kind in named.items() if isinstance(kind, str)}
+
+
+def _is_dynamic(kind: str) -> bool:
+    return "dynamic" in kind or kind == "longrope"
+
+
+def _limit(module: Any, layer_type: str | None, kind: str) -> int:
+    config = module.config
+    if kind != "longrope":
+        # At the trained length itself, frequencies of a longer text before stay.
+        return int(getattr(module, "original_max_seq_len", config.max_position_embeddings)) - 1
+    said = getattr(config, "rope_parameters", None) or {}
+    said = said.get(layer_type, said) if layer_type is not None else said
+    limit = said.get("original_max_position_embeddings")
+    return int(
+        limit or getattr(config, "original_max_position_embeddings", None) or config.max_position_embeddings
+    )

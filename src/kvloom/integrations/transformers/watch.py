@@ -1,0 +1,392 @@
+"""The state of a model: whatever of it decides keys and values and can change while a process runs.
+
+Weights and buffers, active adapters and their scaling, hooks, attributes, the configuration that layers read.
+"""
+
+import ctypes
+import hashlib
+import logging
+import re
+import types
+from collections.abc import Callable, Iterator, Mapping
+from enum import Enum
+from functools import partial
+from itertools import chain
+from operator import is_, itemgetter
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from kvloom.integrations.transformers.rope import has_dynamic_rope
+
+_LOG: Final = logging.getLogger("kvloom")
+
+_BASE: Final = frozenset(vars(nn.Module()))
+"""Attributes of every module."""
+_CHILDREN: Final = ("_parameters", "_buffers", "_modules", "_forward_pre_hooks", "_forward_hooks")
+_UNWATCHED: Final = frozenset(
+    {
+        "_experts_implementation_internal",  # rounds otherwise, and computes the same
+        "_commit_hash",
+        "_output_attentions",
+        "generation_config",
+        "gradient_checkpointing",
+        "loss_type",
+        "max_seq_len_cached",  # of RoPE that depends on the length, which has namespaces of its own
+        "name_or_path",
+        "prepare_inputs_for_generation",  # which a PeftModel sets while it generates
+        "_name_or_path",
+        "rope_deltas",  # of the last text with pictures; positions are looked at in each forward
+        "transformers_version",
+        "use_cache",
+        "warnings_issued",
+        "_is_hf_initialized",
+    }
+)
+_OTHERS_OWN: Final = ("kvloom.", "transformers.generation")
+"""Modules whose objects, where a model has them, do not decide what it computes."""
+_PUBLISHED: Final = ("transformers.", "torch.", "kvloom.")
+"""Modules whose functions are known by their names."""
+_EXACT_ATTENTION: Final = re.compile(r"(paged\|)?(eager|sdpa|flash_|flex_|flashinfer|kvloom)")
+_ATTENTION: Final = "_attn_implementation_internal"
+_LONG: Final = 200
+"""Characters beyond which a text is a digest."""
+_SAMPLE_BYTES: Final = 64
+_DEPTH: Final = 8
+
+
+class ModelWatch:
+    """Names the state of a model.
+
+    A model that returns to attributes, hooks and adapters that it had returns to their name. One whose
+    weights were written never does, since rounding may have changed what was written back.
+
+    Weights are seen to change by their addresses, by the versions that torch counts, and by a sample of their
+    bytes, since what is written through ``.data`` and by fused optimizers is not counted.
+
+    Args:
+        model: A module, which is kept alive.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self._names: dict[str, str] = {}
+        self._current = ""
+        self._epoch = 0
+        self._weights: list[Any] = []
+        self._lines: dict[str, str] = {}
+        self._read()
+
+    def state(self) -> str:
+        """The name of the present state, empty for the one at the start; microseconds if nothing changed."""
+        if not self._is_same() or self._sample() != self._samples:
+            self._read()
+        return self._current
+
+    def quick_state(self) -> str:
+        """As ``state``, without the sample of bytes: for each forward between two calls of ``state``."""
+        return self._current if self._is_same() else self.state()
+
+    def _is_same(self) -> bool:
+        """Whether every value is the object that it was, and no tensor has another version or address."""
+        return (
+            list(map(len, self._containers)) == self._lengths
+            and self._has_values()
+            and list(map(_version, self._tensors)) == self._versions
+            and list(map(_address, self._tensors)) == self._addresses
+        )
+
+    def _has_values(self) -> bool:
+        try:
+            return all(map(is_, self._values, self._present()))
+        except KeyError:  # an attribute went as another came
+            return False
+
+    def _present(self) -> Iterator[Any]:
+        return chain.from_iterable(get() for get in self._getters)
+
+    def _read(self) -> None:
+        """Read all of the model, and name its state."""
+        reader = _Reader()
+        lines = dict(reader.read_model(self.model))
+        self._containers, self._getters = reader.containers, reader.getters
+        self._lengths, self._values = list(map(len, self._containers)), list(self._present())
+        self._tensors = reader.tensors
+        self._versions = list(map(_version, self._tensors))
+        self._addresses = list(map(_address, self._tensors))
+        self._places = [place for x in self._tensors for place in _places(x)]
+        self._samples = self._sample()
+        weights: list[list[Any]] = [self._tensors, self._versions, self._addresses, self._samples]
+        if self._weights and not _are_alike(self._weights, weights):
+            self._epoch += 1
+        self._weights = weights
+        digest = _digest(repr((self._epoch, sorted(lines.items()))))
+        is_first = not self._names
+        name = self._names.setdefault(digest, "" if is_first else digest)
+        if name != self._current:
+            _LOG.info(
+                "%s changed, and from now on finds pages of this state alone: %s",
+                type(self.model).__name__,
+                _difference(self._lines, lines) or "its weights were written",
+            )
+        self._current, self._lines = name, lines
+
+    def _sample(self) -> list[bytes]:
+        on_device = [x for x in self._tensors if x.device.type == "cuda" and x.numel()]
+        sampled = [ctypes.string_at(start, count) for start, count in self._places]
+        if on_device:
+            middles = [x.detach().reshape(-1)[x.numel() // 2].float() for x in on_device]
+            sampled.append(torch.stack(middles).cpu().numpy().tobytes())
+        return sampled
+
+
+def behavior_digest(model: nn.Module) -> str:
+    """A digest of what a model does with its weights: classes, attributes, hooks, functions of its modules.
+
+    It is the same in every process. Tensors are left out.
+    """
+    lines = sorted(_Reader(has_tensors=False).read_model(model))
+    return hashlib.sha256(repr(lines).encode()).hexdigest()
+
+
+class _Reader:
+    """Reads what decides the results of a module into lines of text, and collects what is to be watched.
+
+    Attributes:
+        containers: Whose lengths are watched.
+        getters: Functions that give watched values, the same number each time.
+        tensors: Weights, buffers and tensors in attributes.
+
+    Args:
+        has_tensors: Whether tensors, configurations and training mode are read, too.
+    """
+
+    def __init__(self, has_tensors: bool = True) -> None:
+        self.containers: list[Any] = []
+        self.getters: list[Callable[[], Any]] = []
+        self.tensors: list[Tensor] = []
+        self._has_tensors = has_tensors
+        self._texts: dict[int, str] = {}  # of objects that are read, by their ids
+        self._kept: list[Any] = []  # so that no other object gets those ids
+
+    def read_model(self, model: nn.Module) -> Iterator[tuple[str, str]]:
+        """Paths and texts of all modules."""
+        modules = dict(model.named_modules())
+        self._texts = {id(module): f"<{path or 'model'}>" for path, module in modules.items()}
+        for path, module in modules.items():
+            yield from self._module(path or "model", module)
+
+    def _module(self, path: str, module: nn.Module) -> Iterator[tuple[str, str]]:
+        known = vars(module)
+        yield path, self._kind(type(module))
+        own = [name for name in known if name not in _BASE and not self._is_ignored(module, name)]
+        self.containers.append(known)
+        self._watch_keys(known, [*own, "training"])
+        if self._has_tensors:
+            yield f"{path}.training", str(module.training)
+        for name in own:
+            yield from self._named(f"{path}.{name}", name, known[name])
+        for name in _CHILDREN:
+            children = known[name]
+            self.containers.append(children)
+            keys = [key for key in children if not self._is_ignored(module, key)]
+            self._watch_keys(children, keys)
+            for key in keys:
+                child = children[key]
+                if "hooks" not in name:
+                    yield from self._named(f"{path}.{key}", key, child)
+                elif not _module_of(child).startswith(("transformers.", "kvloom.")):
+                    # Its number differs from process to process.
+                    yield f"{path}.{name}.{keys.index(key)}", self._text(child, 0)
+
+    def _is_ignored(self, module: nn.Module, name: Any) -> bool:
+        if not isinstance(name, str):
+            return False
+        if (
+            not self._has_tensors
+            and isinstance(module, PreTrainedModel)
+            and name.startswith(("_", "all_tied"))
+        ):
+            return True
+        is_rope = name.endswith("inv_freq") and not name.endswith("original_inv_freq")
+        return name in _UNWATCHED or (is_rope and has_dynamic_rope(module))
+
+    def _named(self, path: str, name: str, value: Any) -> Iterator[tuple[str, str]]:
+        if isinstance(value, PretrainedConfig) and self._has_tensors and id(value) not in self._texts:
+            self._texts[id(value)] = f"<{path}>"
+            self._kept.append(value)
+            known = vars(value)
+            names = [key for key in known if key not in _UNWATCHED]
+            self.containers.append(known)
+            self._watch_keys(known, names)
+            for key in names:
+                yield from self._named(f"{path}.{key}", key, known[key])
+        elif text := self._attention(value) if name == _ATTENTION else self._text(value, 0):
+            yield path, text
+
+    def _watch_keys(self, known: Mapping[str, Any], names: list[str]) -> None:
+        if len(names) == 1:
+            self.getters.append(partial(_one, known, names[0]))
+        elif names:
+            self.getters.append(partial(itemgetter(*names), known))
+
+    def _text(self, value: Any, depth: int) -> str:
+        """What a value is, the same in every process; empty if it decides nothing."""
+        if value is None or isinstance(value, (bool, int, float, complex, str, bytes)):
+            return repr(value)
+        if isinstance(value, (torch.dtype, torch.device, torch.Size, Enum, range, slice)):
+            return str(value)
+        if id(value) in self._texts:
+            return self._texts[id(value)]
+        if isinstance(value, Tensor):
+            return self._tensor(value)
+        if _module_of(value).startswith(_OTHERS_OWN) or (
+            not self._has_tensors and isinstance(value, PretrainedConfig)
+        ):
+            return ""
+        if depth >= _DEPTH:
+            return f"<{type(value).__qualname__}>"
+        if isinstance(value, (type, types.ModuleType, types.BuiltinFunctionType)):
+            return f"<{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', value.__name__)}>"
+        self._texts[id(value)] = f"<{type(value).__qualname__} that refers to itself>"
+        self._kept.append(value)
+        text = self._parts(value, depth)
+        self._texts[id(value)] = text = text if len(text) <= _LONG else _digest(text)
+        return text
+
+    def _parts(self, value: Any, depth: int) -> str:
+        """What an object consists of."""
+        if isinstance(value, nn.Module):  # one that is no child of the model
+            return "; ".join(f"{path} {text}" for path, text in self._module("module", value))
+        if isinstance(value, (list, tuple, set, frozenset, dict)):
+            return self._container(value, depth)
+        if isinstance(value, types.MethodType):
+            return f"{self._text(value.__func__, depth + 1)} of {self._text(value.__self__, depth + 1)}"
+        if isinstance(value, partial):
+            return " ".join(self._text(x, depth + 1) for x in (value.func, value.args, value.keywords))
+        if isinstance(value, types.FunctionType):
+            return self._function(value, depth)
+        return self._object(value, depth)
+
+    def _kind(self, kind: type[nn.Module]) -> str:
+        """A class of modules, and what it computes unless that is a library's."""
+        if id(kind) not in self._texts:
+            self._kept.append(kind)
+            owner = next(x for x in kind.__mro__ if "forward" in vars(x))
+            self._watch_keys(vars(owner), ["forward"])
+            self._texts[id(kind)] = f"{kind.__module__}.{kind.__qualname__} {self._text(kind.forward, 0)}"
+        return self._texts[id(kind)]
+
+    def _tensor(self, value: Tensor) -> str:
+        if not self._has_tensors:
+            return ""
+        self.tensors.append(value)
+        return f"{value.dtype} {list(value.shape)} {value.device}"
+
+    def _container(self, value: Any, depth: int) -> str:
+        self.containers.append(value)
+        if isinstance(value, Mapping):
+            self.getters.append(value.values)
+            items = [f"{key!r}: {self._text(x, depth + 1)}" for key, x in value.items()]
+            return "{" + ", ".join(items) + "}"
+        self.getters.append(partial(iter, value))
+        texts = [self._text(x, depth + 1) for x in value]
+        return f"[{', '.join(sorted(texts) if isinstance(value, (set, frozenset)) else texts)}]"
+
+    def _function(self, value: types.FunctionType, depth: int) -> str:
+        """By its name if it is a library's, else by its code and all that the code refers to."""
+        name = f"{value.__module__}.{value.__qualname__}"
+        if name.startswith(_PUBLISHED):
+            return f"<{name}>"
+        self.getters.append(lambda: (value.__code__, value.__defaults__))
+        cells = value.__closure__ or ()
+        self.getters.append(lambda: [cell.cell_contents for cell in cells])
+        names = [x for x in sorted(_names(value.__code__)) if x in value.__globals__]
+        used = [x for x in names if not isinstance(value.__globals__[x], (type, types.ModuleType))]
+        self._watch_keys(value.__globals__, used)
+        parts = [cell.cell_contents for cell in cells] + [value.__globals__[x] for x in used]
+        parts += [value.__defaults__, value.__kwdefaults__]
+        texts = [self._text(x, depth + 1) for x in parts]
+        return f"<{name} {_code_digest(value.__code__)} {', '.join(texts)}>"
+
+    def _object(self, value: Any, depth: int) -> str:
+        known = getattr(value, "__dict__", {})
+        names = [name for name in known if name not in _UNWATCHED]
+        self.containers.append(known)
+        self._watch_keys(known, names)
+        texts = (f"{name}={self._text(known[name], depth + 1)}" for name in sorted(names))
+        kind = type(value)
+        return f"<{kind.__module__}.{kind.__qualname__} {', '.join(texts)}>"
+
+    def _attention(self, name: object) -> str:
+        """An implementation of attention: all of transformers and of this library compute the same."""
+        return "" if not isinstance(name, str) or _EXACT_ATTENTION.match(name) else name
+
+
+def _version(tensor: Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version
+
+
+def _address(tensor: Tensor) -> int:
+    try:
+        return tensor.data_ptr()
+    except RuntimeError:  # a subclass without memory of its own
+        return id(tensor)
+
+
+def _places(tensor: Tensor) -> list[tuple[int, int]]:
+    """Address and bytes of a sample from the middle of a tensor in memory."""
+    if tensor.device.type != "cpu" or type(tensor.data) is not Tensor or not tensor.is_contiguous():
+        return []
+    count = min(tensor.nbytes, _SAMPLE_BYTES)
+    return [(_address(tensor) + (tensor.nbytes - count) // 2, count)] if count else []
+
+
+def _one(known: Mapping[str, Any], name: str) -> tuple[Any]:
+    return (known[name],)
+
+
+def _module_of(value: Any) -> str:
+    """The Python module in which a function or the class of an object is defined, with a period."""
+    if isinstance(value, types.MethodType):
+        value = value.__func__
+    if isinstance(value, partial):
+        value = value.func
+    owner = value if isinstance(value, types.FunctionType) else type(value)
+    return f"{owner.__module__}."
+
+
+def _names(code: types.CodeType) -> set[str]:
+    """Names that code and the functions in it refer to."""
+    inner = (x for x in code.co_consts if isinstance(x, types.CodeType))
+    return set(code.co_names).union(*map(_names, inner))
+
+
+def _code_digest(code: types.CodeType) -> str:
+    consts = [_code_digest(x) if isinstance(x, types.CodeType) else repr(x) for x in code.co_consts]
+    parts = (code.co_code.hex(), consts, code.co_names, code.co_varnames, code.co_freevars)
+    return _digest(repr(parts))
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _are_alike(old: list[list[Any]], new: list[list[Any]]) -> bool:
+    tensors = len(old[0]) == len(new[0]) and all(map(is_, old[0], new[0]))
+    return tensors and old[1:] == new[1:]
+
+
+def _difference(old: Mapping[str, str], new: Mapping[str, str]) -> str:
+    """The first thing in which two descriptions differ."""
+    for path in (*new, *old):
+        if old.get(path) != new.get(path):
+            return f"{path} was {_short(old.get(path))}, is {_short(new.get(path))}"
+    return ""
+
+
+def _short(text: str | None) -> str:
+    text = text or "nothing"
+    return text if len(text) <= 60 else f"{text[:57]}..."

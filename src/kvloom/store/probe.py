@@ -1,0 +1,31 @@
+"""What a model computes, kept beside its runs, to be compared by whoever opens them with their own model."""
+
+from collections.abc import Callable
+from typing import Final, NamedTuple
+
+_NAME: Final = "probe"
+
+
+class Probe(NamedTuple):
+    """Keys and values of a few fixed tokens, in whatever form their maker chose.
+
+    A fingerprint tells models apart by what they say of themselves. A probe tells apart what they compute, so
+    that whatever a fingerprint leaves out is found before anything is read.
+
+    Attributes:
+        data: To be kept.
+        difference: Says how the ``data`` of another differ by more than rounding; empty if they do not.
+    """
+
+    data: bytes
+    difference: Callable[[bytes], str]
+
+
+def probe_name(folder: str) -> str:
+    """The object of the probe in the folder of a fingerprint."""
+    return f"{folder}/{_NAME}"
+
+
+def is_probe(name: str) -> bool:
+    """Whether an object is a probe."""
+    return name.endswith(f"/{_NAME}")

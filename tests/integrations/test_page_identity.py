@@ -1,0 +1,294 @@
+"""Pages are found by everything that decides keys and values, and unchanged models still find theirs."""
+
+from __future__ import annotations
+
+import copy
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from integrations.test_pool import ask, generate, text
+from oracles.changes import ADAPTERS, CHANGES, UNDONE, HalvedLlama, adapted_model, peft_model
+from oracles.language_models import make_model
+from torch import Tensor
+from transformers import Phi3Config, Phi3ForCausalLM
+
+from kvloom.errors import ArgumentError, StateError
+from kvloom.integrations.transformers import KVCache, KVPool
+from kvloom.store import KVStore
+
+TEXT, OTHER = text(22), text(22, seed=9)
+NEW = 5
+
+
+def pool_of(model: Any, kv: str = "auto", store: Any = None) -> KVPool:
+    return KVPool.for_model(model, kv=kv, page_size=4, max_tokens=400, store=store)
+
+
+def alone(model: Any, tokens: Tensor) -> Tensor:
+    """The answer of a cache that shares nothing."""
+    return generate(model, tokens, KVCache.for_model(model, page_size=4), NEW)
+
+
+def expect_right(pool: KVPool, model: Any, found: int, tokens: Tensor = TEXT) -> None:
+    """Ask, and compare with the answer of a cache that shares nothing."""
+    expected = alone(model, tokens)
+    cache = pool.begin(tokens)
+    assert cache.get_seq_length() == found
+    answer = generate(model, tokens, cache, NEW)
+    pool.commit(cache, answer)
+    pool.check()
+    assert torch.equal(answer, expected)
+
+
+@pytest.mark.parametrize("name", list(CHANGES))
+def test_a_changed_model_finds_nothing_of_before(name: str) -> None:
+    model = make_model()
+    pool = pool_of(model)
+    expect_right(pool, model, 0)
+    expect_right(pool, model, 20)
+    before = alone(model, TEXT)
+    with CHANGES[name](model):
+        assert not torch.equal(alone(model, TEXT), before)  # or the change tests nothing
+        expect_right(pool, model, 0)
+        expect_right(pool, model, 20)
+    if name in UNDONE:
+        expect_right(pool, model, 20)
+
+
+@pytest.mark.parametrize("name", list(ADAPTERS))
+def test_another_adapter_finds_nothing_of_the_first(name: str) -> None:
+    model = adapted_model()
+    pool = pool_of(model)
+    expect_right(pool, model, 0)
+    before = alone(model, TEXT)
+    with ADAPTERS[name](model):
+        assert not torch.equal(alone(model, TEXT), before)
+        expect_right(pool, model, 0)
+    if name != "merged":
+        expect_right(pool, model, 20)
+
+
+def test_a_peft_model_finds_its_adapter_alone() -> None:
+    model = peft_model()
+    pool = pool_of(model)
+    expect_right(pool, model, 0)
+    with model.disable_adapter():
+        expect_right(pool, model, 0)
+    expect_right(pool, model, 20)
+    model.merge_adapter()
+    assert pool.begin(TEXT).get_seq_length() == 0
+    model.unmerge_adapter()
+    assert pool.begin(TEXT).get_seq_length() == 0  # its weights were rounded twice
+
+
+def test_half_precision_finds_nothing_of_before() -> None:
+    model = make_model()
+    pool = pool_of(model)
+    expect_right(pool, model, 0)
+    model.half()
+    assert pool.begin(TEXT).get_seq_length() == 0
+
+
+@pytest.mark.parametrize("name", list(CHANGES))
+def test_a_change_between_begin_and_commit_is_not_published(name: str) -> None:
+    model = make_model()
+    pool = pool_of(model)
+    cache = pool.begin(TEXT)
+    with torch.no_grad():
+        model(TEXT, past_key_values=cache)
+    with CHANGES[name](model):
+        pool.commit(cache, TEXT)
+        assert pool.begin(TEXT).get_seq_length() == 0
+    assert pool.begin(TEXT).get_seq_length() == 0
+
+
+def test_a_change_within_a_cache_is_not_published_even_if_it_is_undone() -> None:
+    model = adapted_model()
+    pool = pool_of(model)
+    cache = pool.begin(TEXT)
+    with torch.no_grad():
+        model(TEXT[:, :8], past_key_values=cache)
+        with ADAPTERS["disabled"](model):
+            model(TEXT[:, 8:], past_key_values=cache)
+    pool.commit(cache, TEXT)
+    assert pool.begin(TEXT).get_seq_length() == 0
+
+
+def test_a_change_after_tokens_were_found_is_an_error() -> None:
+    model = adapted_model()
+    pool = pool_of(model)
+    ask(pool, model, TEXT)
+    cache = pool.begin(TEXT)
+    with ADAPTERS["switched"](model), pytest.raises(StateError, match="the model must be as it was when 20"):
+        generate(model, TEXT, cache)
+    assert torch.equal(generate(model, TEXT, cache, NEW), alone(model, TEXT))
+
+
+def test_what_is_computed_in_training_mode_is_not_published() -> None:
+    model = make_model()
+    pool = pool_of(model)
+    model.train()
+    cache = pool.begin(TEXT)
+    with torch.no_grad():
+        model(TEXT, past_key_values=cache)
+    pool.commit(cache, TEXT)
+    for is_training in (True, False):
+        model.train(is_training)
+        assert pool.begin(TEXT).get_seq_length() == 0
+
+
+def test_a_cache_remembers_its_salt() -> None:
+    model = make_model()
+    pool = pool_of(model)
+    cache = pool.begin(TEXT, "b")
+    output = generate(model, TEXT, cache)
+    with pytest.raises(ArgumentError, match="salt must be that with which the cache began, 'b', got ''"):
+        pool.commit(cache, output, "")
+    fork = copy.deepcopy(cache)
+    pool.commit(fork, output)
+    assert [pool.begin(TEXT, salt).get_seq_length() for salt in ("", "a", "b")] == [0, 0, 20]
+
+
+@pytest.mark.parametrize("salt", ["\0", "a\0c1:b", "a\0", "a\0\0c1:b"])
+def test_a_salt_cannot_be_made_to_look_like_content(salt: str) -> None:
+    model = make_model()
+    pool = pool_of(model)
+    for other, content in (("a", "b"), ("a\0", "b"), ("", "b")):
+        cache = pool.begin(TEXT, other, content)
+        pool.commit(cache, generate(model, TEXT, cache))
+    assert pool.begin(TEXT, salt).get_seq_length() == 0
+
+
+BESIDE: dict[str, Any] = {
+    "inputs_embeds": lambda model: {"input_ids": None, "inputs_embeds": torch.randn(1, 22, 64)},
+    "position_ids": lambda model: {"position_ids": torch.arange(5, 27)[None]},
+    "attention_mask": lambda model: {"attention_mask": (torch.arange(22) > 3).long()[None]},
+}
+
+
+@pytest.mark.parametrize("name", list(BESIDE))
+def test_inputs_beside_tokens_are_refused_without_content(name: str) -> None:
+    model = make_model()
+    pool = pool_of(model)
+    for _ in range(2):
+        cache = pool.begin(TEXT)
+        inputs = {"input_ids": TEXT, "past_key_values": cache} | BESIDE[name](model)
+        with torch.no_grad(), pytest.raises(ArgumentError, match=f"^{name} must be left out"):
+            model(**inputs)
+        assert cache.get_seq_length() == 0
+    cache = pool.begin(TEXT, content="a digest")
+    inputs = {"input_ids": TEXT, "past_key_values": cache} | BESIDE[name](model)
+    with torch.no_grad():
+        model(**inputs)
+    pool.commit(cache, TEXT)
+    found = [pool.begin(TEXT, content=x).get_seq_length() for x in (None, "other", "a digest")]
+    assert found == [0, 0, 20]
+
+
+def test_default_positions_and_masks_that_hide_nothing_are_no_content() -> None:
+    model = make_model()
+    pool = pool_of(model)
+    ask(pool, model, TEXT)
+    cache = pool.begin(TEXT)
+    with torch.no_grad():
+        model(
+            TEXT[:, 20:],
+            attention_mask=torch.ones_like(TEXT),
+            position_ids=torch.arange(20, 22)[None],
+            past_key_values=cache,
+        )
+    assert cache.get_seq_length() == 22
+
+
+def phi3() -> Any:
+    """A Phi-3 whose texts of more than 32 tokens have other frequencies."""
+    torch.manual_seed(0)
+    rope = {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [8.0] * 4}
+    config = Phi3Config(
+        vocab_size=199,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=256,
+        original_max_position_embeddings=32,
+        rope_scaling=rope,
+        initializer_range=0.25,
+        pad_token_id=0,
+    )
+    return Phi3ForCausalLM(config).eval()
+
+
+def dynamic() -> Any:
+    """A Llama whose frequencies depend on the length of each text beyond 32 tokens."""
+    model = make_model()
+    model.config.max_position_embeddings = 32
+    model.config.rope_parameters = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
+    model.model.rotary_emb = type(model.model.rotary_emb)(model.config)
+    return model.eval()
+
+
+@pytest.mark.parametrize("make", [phi3, dynamic])
+def test_texts_share_within_one_set_of_frequencies(make: Any) -> None:
+    model = make()
+    pool = pool_of(model)
+    long, longer = text(60), torch.cat((text(60), text(9, 1)), dim=1)
+    with torch.no_grad():
+        for tokens in (long, long[:, :24], longer, long[:, :25], longer):
+            expected = make()(tokens).logits[:, -1]  # of a model that read no longer text before
+            cache = pool.begin(tokens)
+            found = int(cache.get_seq_length())
+            logits = model(tokens[:, found:], past_key_values=cache).logits[:, -1]
+            torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+            pool.commit(cache, tokens)
+    assert pool.begin(long[:, :25]).get_seq_length() == 24
+    assert pool.begin(longer).get_seq_length() == (68 if make is phi3 else 0)
+
+
+def opened(tmp_path: Path) -> KVStore:
+    return KVStore(f"file://{tmp_path}", read="always")
+
+
+@pytest.mark.parametrize("name", list(CHANGES))
+def test_a_store_gives_and_takes_only_what_the_model_computes(name: str, tmp_path: Path) -> None:
+    """A process with the original weights, one that changes its own, and again the first."""
+    original, changed = make_model(), make_model()
+    with opened(tmp_path) as store, pool_of(original, store=store) as pool:
+        expect_right(pool, original, 0)
+    with opened(tmp_path) as store, pool_of(changed, store=store) as pool:
+        expect_right(pool, changed, 20)
+        with CHANGES[name](changed):
+            expect_right(pool, changed, 0)
+            expect_right(pool, changed, 0, OTHER)
+    with opened(tmp_path) as store, pool_of(original, store=store) as pool:
+        expect_right(pool, original, 20)
+        expect_right(pool, original, 0, OTHER)
+
+
+@pytest.mark.parametrize("name", [x for x in CHANGES if x != "state_dict"])
+def test_a_model_changed_before_it_met_the_store_finds_nothing(name: str, tmp_path: Path) -> None:
+    original, changed = make_model(), make_model()
+    with opened(tmp_path) as store, pool_of(original, store=store) as pool:
+        expect_right(pool, original, 0)
+    change: AbstractContextManager[None] = CHANGES[name](changed)
+    with change, opened(tmp_path) as store, pool_of(changed, store=store) as pool:
+        expect_right(pool, changed, 0)
+
+
+def test_a_subclass_with_another_forward_finds_nothing(tmp_path: Path) -> None:
+    original = make_model()
+    other = HalvedLlama(original.config).eval()
+    other.load_state_dict(original.state_dict())
+    for model, found in ((original, 0), (other, 0), (original, 20)):
+        with opened(tmp_path) as store, pool_of(model, store=store) as pool:
+            expect_right(pool, model, found)
+
+
+def test_a_residual_window_is_part_of_what_a_store_is_asked_for(tmp_path: Path) -> None:
+    model = make_model()
+    for kv, found in (("int4:g16", 0), ("int4:g16,recent=0", 0), ("int4:g16", 20)):
+        with opened(tmp_path) as store, pool_of(model, kv, store) as pool:
+            assert ask(pool, model, TEXT)[1] == found

@@ -1,0 +1,254 @@
+"""Changes of a model that change its keys and values, and what undoes them."""
+
+from __future__ import annotations
+
+import types
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import peft
+import torch
+from peft import LoraConfig
+from transformers import LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaAttention
+
+from oracles.language_models import make_model
+
+_LORA = LoraConfig(r=4, init_lora_weights=False, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+
+
+def _lora() -> LoraConfig:
+    targets = ["q_proj", "v_proj"]
+    return LoraConfig(r=4, init_lora_weights=False, target_modules=targets, task_type="CAUSAL_LM")
+
+
+def adapted_model() -> Any:
+    """A Llama with two adapters, of which the first is active, by transformers' own methods."""
+    model = make_model()
+    for name, seed in (("one", 1), ("two", 2)):
+        torch.manual_seed(seed)
+        with warnings.catch_warnings():  # peft warns of a second adapter
+            warnings.simplefilter("ignore")
+            model.add_adapter(_lora(), name)
+    model.set_adapter("one")
+    return model.eval()
+
+
+def peft_model() -> Any:
+    """A Llama in a ``PeftModel`` with one adapter."""
+    torch.manual_seed(1)
+    with warnings.catch_warnings():  # peft calls what transformers deprecated
+        warnings.simplefilter("ignore")
+        return peft.get_peft_model(make_model(), _lora()).eval()
+
+
+def _attention(model: Any) -> Any:
+    return model.get_decoder().layers[1].self_attn
+
+
+@contextmanager
+def _set(owner: Any, name: str, value: Any) -> Iterator[None]:
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    yield
+    setattr(owner, name, before)
+
+
+@contextmanager
+def scaled_attribute(model: Any) -> Iterator[None]:
+    """The scaling of one layer's scores."""
+    with _set(_attention(model), "scaling", _attention(model).scaling * 3):
+        yield
+
+
+@contextmanager
+def epsilon(model: Any) -> Iterator[None]:
+    """The epsilon of a norm."""
+    with _set(model.get_decoder().layers[0].input_layernorm, "variance_epsilon", 1.0):
+        yield
+
+
+@contextmanager
+def activation(model: Any) -> Iterator[None]:
+    """Another module in the place of an activation."""
+    with _set(model.get_decoder().layers[0].mlp, "act_fn", torch.nn.Tanh()):
+        yield
+
+
+@contextmanager
+def rope_scaling(model: Any) -> Iterator[None]:
+    """What cosines and sines are multiplied by."""
+    with _set(model.get_decoder().rotary_emb, "attention_scaling", 0.5):
+        yield
+
+
+@contextmanager
+def hook(model: Any) -> Iterator[None]:
+    """A hook that steers what a layer returns."""
+    handle = model.get_decoder().layers[0].register_forward_hook(lambda module, args, out: out + 1)
+    yield
+    handle.remove()
+
+
+@contextmanager
+def hook_of_another_strength(model: Any) -> Iterator[None]:
+    """A hook that stays, and whose vector is written."""
+    vector = torch.zeros(64)
+    model.get_decoder().layers[0].register_forward_hook(lambda module, args, out: out + vector)
+    vector += 1
+    yield
+
+
+@contextmanager
+def forward_of_an_instance(model: Any) -> Iterator[None]:
+    """A ``forward`` that was put into one module."""
+
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 0.5
+
+    norm = model.get_decoder().layers[1].input_layernorm
+    norm.forward = types.MethodType(forward, norm)
+    yield
+    del norm.forward
+
+
+@contextmanager
+def forward_of_a_class(model: Any) -> Iterator[None]:
+    """A ``forward`` that was put into a class of transformers."""
+    theirs = LlamaAttention.forward
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        out, weights = theirs(self, *args, **kwargs)
+        return out * 0.5, weights
+
+    with _set(LlamaAttention, "forward", forward):
+        yield
+
+
+@contextmanager
+def buffer_outside_the_state_dict(model: Any) -> Iterator[None]:
+    """The frequencies of RoPE, written."""
+    model.get_decoder().rotary_emb.inv_freq.mul_(0.5)
+    yield
+
+
+@contextmanager
+def weights_in_place(model: Any) -> Iterator[None]:
+    """An optimizer's step."""
+    with torch.no_grad():
+        _attention(model).v_proj.weight.add_(0.05)
+    yield
+
+
+@contextmanager
+def weights_by_data(model: Any) -> Iterator[None]:
+    """What torch counts no version of."""
+    model.get_decoder().layers[0].mlp.down_proj.weight.data.mul_(1.5)
+    yield
+
+
+@contextmanager
+def fused_optimizer(model: Any) -> Iterator[None]:
+    """A fused step, which counts no version either."""
+    weights = [_attention(model).v_proj.weight]
+    for weight in weights:
+        weight.grad = torch.ones_like(weight)
+    torch.optim.AdamW(weights, lr=0.05, fused=True).step()
+    yield
+
+
+@contextmanager
+def state_dict(model: Any) -> Iterator[None]:
+    """Other weights, loaded."""
+    other = make_model()
+    torch.manual_seed(3)
+    for weight in other.parameters():
+        torch.nn.init.normal_(weight, std=0.25)
+    model.load_state_dict(other.state_dict())
+    yield
+
+
+@contextmanager
+def another_parameter(model: Any) -> Iterator[None]:
+    """A parameter in the place of another."""
+    v_proj = _attention(model).v_proj
+    v_proj.weight = torch.nn.Parameter(v_proj.weight.detach() * 0.5)
+    yield
+
+
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    x.__name__: x
+    for x in (
+        scaled_attribute,
+        epsilon,
+        activation,
+        rope_scaling,
+        hook,
+        forward_of_an_instance,
+        forward_of_a_class,
+        hook_of_another_strength,
+        buffer_outside_the_state_dict,
+        weights_in_place,
+        weights_by_data,
+        fused_optimizer,
+        state_dict,
+        another_parameter,
+    )
+}
+UNDONE = [*CHANGES][:7]
+"""Those after which the model is what it was."""
+
+
+@contextmanager
+def switched(model: Any) -> Iterator[None]:
+    """The other adapter."""
+    model.set_adapter("two")
+    yield
+    model.set_adapter("one")
+
+
+@contextmanager
+def disabled(model: Any) -> Iterator[None]:
+    """No adapter."""
+    model.disable_adapters()
+    yield
+    model.enable_adapters()
+
+
+@contextmanager
+def rescaled(model: Any) -> Iterator[None]:
+    """The adapter at another strength."""
+    layers = [x for x in model.modules() if isinstance(x, peft.tuners.lora.LoraLayer)]
+    for layer in layers:
+        layer.scaling["one"] *= 3
+    yield
+    for layer in layers:
+        layer.scaling["one"] /= 3
+
+
+@contextmanager
+def merged(model: Any) -> Iterator[None]:
+    """The adapter at another strength, written into the weights."""
+    for layer in model.modules():
+        if isinstance(layer, peft.tuners.lora.LoraLayer):
+            layer.scaling["one"] *= 3
+            layer.merge()
+    yield
+
+
+ADAPTERS: dict[str, Callable[[Any], Any]] = {x.__name__: x for x in (switched, disabled, rescaled, merged)}
+
+
+class HalvedLlama(LlamaForCausalLM):
+    """A subclass with another ``forward``."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """With hidden states of another size behind the first layer."""
+        layer = self.model.layers[0]
+        handle = layer.register_forward_hook(lambda module, inputs, out: out * 0.5)
+        try:
+            return super().forward(*args, **kwargs)
+        finally:
+            handle.remove()
