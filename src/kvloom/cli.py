@@ -18,7 +18,7 @@ from kvloom import __version__
 from kvloom.conform.command import add_conform
 from kvloom.core.spelling import STORAGE, expect_kv
 from kvloom.errors import ArgumentError, KVError
-from kvloom.integrations import quality_command, record_command
+from kvloom.integrations import isolation_command, quality_command, record_command
 from kvloom.layouts.command import add_layouts
 from kvloom.models import bundled_model_path, check_model_folder
 from kvloom.planning import command as planning
@@ -111,6 +111,9 @@ def _parser() -> argparse.ArgumentParser:
 
     quality = quality_command.add_parser(commands, _load_folder)
     quality.set_defaults(run=_options_named()(quality_command.run))
+
+    isolation = isolation_command.add_parser(commands, _load_folder)
+    isolation.set_defaults(run=_options_named("kv|model")(isolation_command.run))
 
     serve = commands.add_parser("serve", help="a server for OpenAI's clients, many requests at once")
     command.add_options(serve)

@@ -129,6 +129,11 @@ def expect_content(
     return contents
 
 
+def is_within(placeholders: Mapping[int, str], tokens: Sequence[int], end: int) -> bool:
+    """Whether a prefix ends within what stands for a picture, of which a forward takes all or nothing."""
+    return 0 < end < len(tokens) and tokens[end - 1] in placeholders and tokens[end] in placeholders
+
+
 def input_beside_tokens(inputs: Mapping[str, Any], past: int, has_placeholders: bool) -> str | None:
     """Which input of a forward changes keys and values beside its tokens; ``None`` if none does.
 

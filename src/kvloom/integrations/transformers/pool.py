@@ -15,6 +15,7 @@ from kvloom.core.checks import INDEX_DTYPES, expect
 from kvloom.errors import ArgumentError, StateError, UnsupportedError
 from kvloom.integrations.transformers.build import cache_format, make_layers, text_config_of
 from kvloom.integrations.transformers.cache import KVCache
+from kvloom.integrations.transformers.content import is_within
 from kvloom.integrations.transformers.layers import KVCacheLayer
 from kvloom.integrations.transformers.origin import PoolCache, scope_in
 from kvloom.integrations.transformers.pool_model import PoolModel, expect_prefixes
@@ -179,7 +180,9 @@ class KVPool(Recorder):
     ) -> PoolCache:
         """A cache that holds the longest first part of every row that is known, in whole pages.
 
-        The last token is always left to compute. Rows are of one length, so the shortest match counts.
+        The last token is always left to compute. Rows are of one length, so the shortest match counts. What
+        stands for one picture is found as a whole or not at all: of what ``generate`` is given beside tokens,
+        leave out what belongs to placeholders that were found.
 
         Args:
             input_ids: ``[B, T]`` int64 or int32 without padding.
@@ -207,6 +210,10 @@ class KVPool(Recorder):
             scopes = zip(rows, origin.scopes(), origin.stored_scopes(), strict=True)
             found = [self._find(row[:-1], below, *scope) for row, *scope in scopes]
         num_pages = min(map(len, found))
+        while any(
+            is_within(model.placeholders, row, num_pages * self._pages.format.page_size) for row in rows
+        ):
+            num_pages -= 1
         last = 0 if self.events is None else self.events.num_requests
         requests = cache.sequences[0].requests = [max(last - i, 0) for i in range(len(found))][::-1]
         tables = [self._table(*x, num_pages) for x in zip(found, requests, strict=True)]

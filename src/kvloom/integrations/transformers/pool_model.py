@@ -26,6 +26,7 @@ class PoolModel:
     Attributes:
         watch: Of its state.
         states: No keys, in its dtype, where it lies.
+        placeholders: Its tokens for pictures, audio and the like, with their names.
 
     Args:
         model: A ``PreTrainedModel``.
@@ -36,7 +37,7 @@ class PoolModel:
         self.watch = ModelWatch(model)
         self.states = torch.empty(0, dtype=model.dtype, device=model.device)
         self._rope = dynamic_rope(model)
-        self._placeholders = placeholders_of(model.config) | placeholders_of(text_config_of(model))
+        self.placeholders = placeholders_of(model.config) | placeholders_of(text_config_of(model))
         self._identities: dict[str, Identity] = {}
 
     def origin(self, rows: Sequence[Sequence[int]], salt: str, content: str | Sequence[str] | None) -> Origin:
@@ -45,8 +46,8 @@ class PoolModel:
         Raises:
             ArgumentError: as ``KVPool.begin``.
         """
-        contents = expect_content(self._placeholders, rows, content)
-        origin = Origin(self.watch, self._rope, bool(self._placeholders), salt, contents, self.watch.state())
+        contents = expect_content(self.placeholders, rows, content)
+        origin = Origin(self.watch, self._rope, bool(self.placeholders), salt, contents, self.watch.state())
         frequencies = "" if self._rope is None else self._rope.frequencies(len(rows[0]))
         if frequencies is None:
             origin.refusal = "frequencies of RoPE are those of this length of text alone"

@@ -45,9 +45,9 @@ _UNWATCHED: Final = frozenset(
         "_is_hf_initialized",
     }
 )
-_OTHERS_OWN: Final = ("kvloom.", "transformers.generation")
-"""Modules whose objects, where a model has them, do not decide what it computes."""
-_PUBLISHED: Final = ("transformers.", "torch.", "kvloom.")
+_INERT: Final = ("kvloom.", "transformers.generation.")
+"""Packages of classes whose objects do not decide what a model computes that has them."""
+_PUBLISHED: Final = ("transformers.", "torch.")
 """Modules whose functions are known by their names."""
 _EXACT_ATTENTION: Final = re.compile(r"(paged\|)?(eager|sdpa|flash_|flex_|flashinfer|kvloom)")
 _ATTENTION: Final = "_attn_implementation_internal"
@@ -197,7 +197,7 @@ class _Reader:
                 child = children[key]
                 if "hooks" not in name:
                     yield from self._named(f"{path}.{key}", key, child)
-                elif not _module_of(child).startswith(("transformers.", "kvloom.")):
+                elif not (_is_inert(child) or _module_of(child).startswith("transformers.")):
                     # Its number differs from process to process.
                     yield f"{path}.{name}.{keys.index(key)}", self._text(child, 0)
 
@@ -242,9 +242,7 @@ class _Reader:
             return self._texts[id(value)]
         if isinstance(value, Tensor):
             return self._tensor(value)
-        if _module_of(value).startswith(_OTHERS_OWN) or (
-            not self._has_tensors and isinstance(value, PretrainedConfig)
-        ):
+        if _is_inert(value) or (not self._has_tensors and isinstance(value, PretrainedConfig)):
             return ""
         if depth >= _DEPTH:
             return f"<{type(value).__qualname__}>"
@@ -346,6 +344,10 @@ def _places(tensor: Tensor) -> list[tuple[int, int]]:
 
 def _one(known: Mapping[str, Any], name: str) -> tuple[Any]:
     return (known[name],)
+
+
+def _is_inert(value: Any) -> bool:
+    return f"{type(value).__module__}.".startswith(_INERT)
 
 
 def _module_of(value: Any) -> str:

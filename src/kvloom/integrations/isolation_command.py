@@ -1,0 +1,53 @@
+"""``kvloom isolation``: a test of a model and what it shares. Imports no torch before it runs."""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from kvloom.core.spelling import expect_kv
+
+
+def add_parser(commands: Any, load: Callable[[Path | None], tuple[Any, Any]]) -> argparse.ArgumentParser:
+    """Add ``isolation`` to the commands, and return its parser.
+
+    Args:
+        commands: What ``add_subparsers`` gave.
+        load: Gives the model and the tokenizer of a folder, or the bundled ones.
+    """
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "isolation", help="test on a model that prefixes are shared where they may be, and nowhere else"
+    )
+    parser.add_argument("--model", type=Path, metavar="PATH", help="local Hugging Face causal model folder")
+    parser.add_argument("--kv", default="auto", metavar="KIND[:gGROUP]", help="how keys and values are kept")
+    parser.add_argument("--json", action="store_true", help="print JSON and no table")
+    parser.set_defaults(load=load)
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    """Try everything, and print; 1 if something is wrong."""
+    expect_kv("--kv", args.kv)
+    model, _ = args.load(args.model)
+    from kvloom.integrations.transformers.isolation import check_isolation
+
+    checks = check_isolation(model, args.kv)
+    wrong = [x for x in checks if x.problem]
+    if args.json:
+        told = {"checks": [x._asdict() for x in checks], "is_isolated": not wrong}
+        sys.stdout.write(f"{json.dumps(told, indent=1)}\n")
+        return bool(wrong)
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("then it was asked for after", "expected", "found", "", title="one text, computed once")
+    for x in checks:
+        table.add_row(
+            x.name, str(x.expected), str(x.actual), x.problem or "ok", style="red" if x.problem else ""
+        )
+    console = Console()
+    console.print(table)
+    console.print(f"{len(checks) - len(wrong)} of {len(checks)} as they must be")
+    return bool(wrong)
