@@ -194,6 +194,24 @@ def test_models_that_cannot_be_planned_are_named() -> None:
         kvloom.plan(config)
 
 
+@pytest.mark.parametrize("name", ["BartConfig", "T5Config", "WhisperConfig"])
+def test_a_model_with_an_encoder_is_not_planned_as_its_decoder(name: str) -> None:
+    with pytest.raises(UnsupportedError, match=rf"^config must be of a decoder alone, .* of {name}$"):
+        kvloom.plan(getattr(transformers, name)(), context=9)
+
+
+def test_the_decoder_of_such_a_model_is_planned_alone() -> None:
+    config = transformers.BartConfig(
+        d_model=32, encoder_layers=2, decoder_layers=2, decoder_attention_heads=4, vocab_size=99,
+        is_encoder_decoder=False, is_decoder=True,
+    )  # fmt: skip
+    model = transformers.BartForCausalLM(config)
+    planned = kvloom.plan(config, context=20, batch=2)
+    assert planned.weights == sum(x.nbytes for x in [*model.parameters(), *model.buffers()])
+    cache = filled(model.eval(), KVCache.for_model(model), 2, 20)
+    assert planned.cache == cache.nbytes
+
+
 # --- the command --------------------------------------------------------------------------------------------
 
 COMMAND = ["plan", "--model", str(bundled_model_path()), "--context", "100"]

@@ -65,8 +65,8 @@ class ModelShape:
 
         Raises:
             ArgumentError: ``config`` is no configuration.
-            UnsupportedError: it is of no causal language model that runs so, its weights are quantized, or a
-                layer keeps what is neither keys and values nor a recurrent state.
+            UnsupportedError: it is of no causal language model that runs so, has an encoder, its weights are
+                quantized, or a layer keeps what is neither keys and values nor a recurrent state.
         """
         if not isinstance(config, PretrainedConfig):
             raise ArgumentError(f"config must be a PretrainedConfig or a path, got {config!r}")
@@ -74,6 +74,10 @@ class ModelShape:
             raise UnsupportedError(
                 f"config must be of a model without quantized weights, got the quantization_config of "
                 f"{type(config).__name__}"
+            )
+        if config.is_encoder_decoder:  # of some, transformers makes the decoder alone
+            raise UnsupportedError(
+                f"config must be of a decoder alone, got the encoder and decoder of {type(config).__name__}"
             )
         model, seen = _run_without_data(config)
         layers = make_layers(model, CacheFormat())
