@@ -22,24 +22,28 @@ class SharingScheduler(Scheduler):  # type: ignore[misc]
     cache: BatchCache
     fail: Callable[[Exception, Any], None]
     """Deliver the failure of a request; whoever makes a scheduler sets it."""
+    most_positions: int | None = None
+    """Tokens that a request can have without changing the positions of others; the same."""
 
     def add_waiting_request(self, state: Any) -> None:
-        """As theirs; a request without a limit gets as many tokens as there can be pages for.
+        """As theirs; a request without a limit gets as many tokens as there can be pages and positions for.
 
         Raises:
-            ArgumentError: there can never be enough pages, or another request has this id; the session fails
-                the request that is added.
+            ArgumentError: there can never be enough of them, or another request has this id; the session
+                fails the request that is added.
         """
         if state.request_id in self.active_requests or state.request_id in self.waiting_requests:
             raise ArgumentError(f"request_id must be new, got {state.request_id!r}, which has not ended")
-        room = self.cache.max_pages * self.cache.tokens_per_page
+        room, why = self.cache.max_pages * self.cache.tokens_per_page, "all pages hold"
+        if self.most_positions is not None and self.most_positions < room:
+            room, why = self.most_positions, "have the rotary embedding of a short text"
         asked = len(state.initial_tokens)
-        if state.max_new_tokens is None and asked < room:
-            state.max_new_tokens = state._new_tokens_limit = room - asked
+        if state.max_new_tokens is None and asked <= room:
+            state.max_new_tokens = state._new_tokens_limit = max(room - asked, 1)
         elif asked + (state.max_new_tokens or 1) - 1 > room:
             raise ArgumentError(
-                f"input_ids and max_new_tokens must be at most {room + 1} tokens together, one more than all "
-                f"pages hold, got {asked} and {state.max_new_tokens}"
+                f"input_ids and max_new_tokens must be at most {room + 1} tokens together, one more than "
+                f"{why}, got {asked} and {state.max_new_tokens}"
             )
         super().add_waiting_request(state)
 
