@@ -236,6 +236,22 @@ def test_chunk_of_nothing_is_named() -> None:
         kvloom.quality(make_model(), texts_of(1, 4), chunk=0)
 
 
+def test_only_what_is_predicted_behind_enough_tokens_counts() -> None:
+    model, texts = make_model(), texts_of(2, 40)
+    whole, first = (kvloom.quality(model, x, ["int4:g16,recent=0"])[1] for x in (texts, texts[:, :16]))
+    last = kvloom.quality(model, texts, ["int4:g16,recent=0"], after=15)[1]
+    assert (whole.num_tokens, first.num_tokens, last.num_tokens) == (78, 30, 48)
+    sums = [x.num_tokens * x.mean_kl for x in (whole, first, last)]
+    assert sums[0] == pytest.approx(sums[1] + sums[2])
+    assert last.mean_kl > 0
+
+
+@pytest.mark.parametrize("after", [-1, 3])
+def test_nothing_that_counts_is_named(after: int) -> None:
+    with pytest.raises(ArgumentError, match=rf"^after must be from 0 to 2, got {after}"):
+        kvloom.quality(make_model(), texts_of(1, 4), after=after)
+
+
 class Letters:
     """A tokenizer: a token of each letter."""
 
@@ -276,6 +292,8 @@ def test_command_prints_a_row_of_each_kind(tmp_path: Path, capsys: pytest.Captur
     assert rows[0]["worst_head"] is None
     assert rows[2]["worst_head"]["error"] > rows[1]["worst_head"]["error"] > 0.0
     assert [len(heads) for heads in rows[1]["head_errors"].values()] == [4] * 5
+    assert main([*arguments, "--json", "--tokens", "60", "--window", "20", "--after", "10"]) == 0
+    assert json.loads(capsys.readouterr().out)[1]["num_tokens"] == 3 * 9
     assert ">kvloom int4:g32,recent=8</text>" in plot.read_text(encoding="utf-8")
 
 
@@ -296,6 +314,8 @@ def test_command_makes_a_plan_and_measures_it(tmp_path: Path, capsys: pytest.Cap
         (["--kv", "int5"], "--kv must be one of"),
         (["--kv", "int8:g48"], "--kv must have a group"),
         (["--tokens", "1"], "--tokens must be at least 2, got 1"),
+        (["--window", "1"], "--window must be at least 2, got 1"),
+        (["--after", "511"], "--after must be from 0 to 510, got 511"),
         (["--text", "/nowhere/at/all"], "--text must be text in UTF-8"),
         (["--model", "/nowhere/at/all"], "--model must be"),
         (["--plan", "x.json"], "--plan must have --bits or --budget beside it"),

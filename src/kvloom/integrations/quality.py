@@ -85,6 +85,7 @@ def quality(
     kv: Sequence[str | Peer] = ("int8", "int4"),
     *,
     chunk: int = 32,
+    after: int = 0,
     on_step: Callable[[int, int], None] | None = None,
 ) -> list[Quality]:
     """Feed texts through a ``DynamicCache`` and through each kind of cache, and compare what is predicted.
@@ -98,6 +99,7 @@ def quality(
         kv: Kinds of caches, as ``KVCache.for_model`` takes them, files of plans among them, and peers. Codes
             without a group get one that divides the head dim.
         chunk: Tokens that are fed at a time.
+        after: Predictions behind at most so many tokens of a text are not counted; errors of heads are.
         on_step: Called with the steps that are done and all steps, after each.
 
     Returns:
@@ -114,6 +116,8 @@ def quality(
         )
     if chunk < 1:
         raise ArgumentError(f"chunk must be at least 1, got {chunk}")
+    if not 0 <= after < input_ids.shape[1] - 1:
+        raise ArgumentError(f"after must be from 0 to {input_ids.shape[1] - 2}, got {after}")
     for kind in kv:
         if not isinstance(kind, Peer):
             expect_kv("kv", kind)
@@ -129,7 +133,8 @@ def quality(
             with errors.measured(is_first=start == 0) if entrant is stock else nullcontext():
                 log_probs = entrant.read(tokens, is_first=start == 0)
             expected = log_probs if expected is None else expected
-            entrant.judge(log_probs, expected, targets)
+            skipped = min(max(after - start, 0), targets.shape[1])
+            entrant.judge(log_probs[:, skipped:], expected[:, skipped:], targets[:, skipped:])
         if on_step is not None:
             on_step(done, len(steps))
     found = [{}, *errors.result()]

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 _KINDS: Final = ["float16", "int8", "int4"]
 _NUM_TOKENS: Final = 4096
+_WINDOW: Final = 512
 _CALIBRATED: Final = 1024
 """Tokens that a plan is made by."""
 _PEERS: Final = (("quanto", 0), ("hqq", 1))
@@ -41,6 +42,10 @@ def add_parser(commands: Any, load: Callable[[Path | None], tuple[Any, Any]]) ->
                         help="transformers' int4 caches beside, if quanto or hqq is installed")  # fmt: skip
     parser.add_argument("--tokens", type=int, default=_NUM_TOKENS, metavar="N",
                         help=f"most tokens to read (default: {_NUM_TOKENS})")  # fmt: skip
+    parser.add_argument("--window", type=int, default=_WINDOW, metavar="N",
+                        help=f"tokens of each text that is read (default: {_WINDOW})")  # fmt: skip
+    parser.add_argument("--after", type=int, default=0, metavar="N",
+                        help="count what is predicted behind more tokens of a text (default: 0)")  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print JSON and no table")
     parser.add_argument("--plan", type=Path, metavar="FILE.json",
                         help="choose bits for each layer, write them, and measure them")  # fmt: skip
@@ -62,6 +67,10 @@ def run(args: argparse.Namespace) -> None:
     _expect_plan(args)
     if args.tokens < 2:
         raise ArgumentError(f"--tokens must be at least 2, got {args.tokens}")
+    if args.window < 2:
+        raise ArgumentError(f"--window must be at least 2, got {args.window}")
+    if not 0 <= args.after < args.window - 1:
+        raise ArgumentError(f"--after must be from 0 to {args.window - 2}, got {args.after}")
     texts = iter_texts("heldout") if args.text is None else [_read(args.text)]
     if args.model is not None:
         check_model_folder(args.model)  # before imports that take seconds
@@ -71,7 +80,7 @@ def run(args: argparse.Namespace) -> None:
     from kvloom.integrations.quality import quality, windows_of
 
     model, tokenizer = args.load(args.model)
-    windows = windows_of(tokenizer, texts, args.tokens, "--text")
+    windows = windows_of(tokenizer, texts, args.tokens, "--text", args.window)
     if args.plan is not None:
         _save_plan(args, model, tokenizer)
         kinds = [*kinds, str(args.plan)]
@@ -83,6 +92,7 @@ def run(args: argparse.Namespace) -> None:
             model,
             windows,
             [*kinds, *peers],
+            after=args.after,
             on_step=lambda done, total: bar.update(task, completed=done, total=total),
         )
     if args.json:
