@@ -20,6 +20,8 @@ from transformers import (
 from transformers.generation.continuous_batching import (
     cb_logits_processors,
     continuous_api,
+    input_outputs,
+    model_runner,
     offloading_manager,
     requests,
     scheduler,
@@ -117,6 +119,14 @@ def test_requests_have_what_is_read() -> None:
     processors = cb_logits_processors.ContinuousBatchingLogitsProcessorList([])
     processors.supported_keys["cache_salt"] = str
     processors.check_kwargs({"cache_salt": "b"})
+
+
+def test_a_step_says_which_requests_get_a_token() -> None:
+    assert "has_new_token" in inspect.getsource(requests.FutureRequestState), "no request says so"
+    source = inspect.getsource(input_outputs.ContinuousBatchingIOs)
+    for name in ("self.requests_in_batch", "logits_indices="):
+        assert name in source, f"ContinuousBatchingIOs has no {name}"
+    assert '"logits_to_keep"' in inspect.getsource(model_runner.ModelRunner)
 
 
 def test_the_configuration_has_what_is_read() -> None:

@@ -57,7 +57,8 @@ def continuous_batching(
 
     Raises:
         ArgumentError: ``model`` is none, or as ``KVCache.for_model``; nothing was changed.
-        UnsupportedError: the model, or this version of transformers, cannot be served; nothing was changed.
+        UnsupportedError: the model, or this version of transformers, cannot be served, or a few tokens in a
+            session have other logits than in a plain forward; nothing was changed.
         StateError: a session of the model is running; nothing was changed.
     """
     if not isinstance(model, PreTrainedModel):
@@ -71,6 +72,9 @@ def continuous_batching(
     expect_policy(policy)
     _expect_served(model)
     cache_format(text_config_of(model), kv, values=values, layout=layout)  # refuses what it cannot be
+    from kvloom.integrations.transformers.batching.self_check import expect_same_logits
+
+    expect_same_logits(model)
     _forget_session(model)
     options = {"kv": kv, "values": values, "layout": layout, "share": share, "policy": policy}
     model.init_continuous_batching = _Init(model, options)
@@ -90,11 +94,13 @@ class _Init:
         workload_hints: Any = None,
     ) -> Any:
         from kvloom.integrations.transformers.batching.manager import BatchingManager
+        from kvloom.integrations.transformers.batching.self_check import expect_same_logits
 
         kept = getattr(self._model, _MANAGER, None)
         if isinstance(kept, BatchingManager):
             kept.switch_to_cb_friendly_attn(self._model)
             return kept
+        expect_same_logits(self._model)  # which may have got weights or another dtype since
         return BatchingManager(
             self._model,
             generation_config,

@@ -1,0 +1,221 @@
+"""Whether a session computes what its model computes: a few short requests in one, and each by itself.
+
+transformers cannot tell which families its continuous batching serves. Some have attention of their own that
+never asks for the session's, others need a mask that a session has not.
+
+Letters: K rows of logits of a request, V words of the model.
+"""
+
+import inspect
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import cycle, islice
+from statistics import median
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
+
+from kvloom.errors import StateError, UnsupportedError
+from kvloom.integrations.transformers.batching.attention import IMPLEMENTATION
+from kvloom.integrations.transformers.batching.manager import BatchingManager
+from kvloom.integrations.transformers.batching.sizes import most_positions
+from kvloom.integrations.transformers.bit_plan import config_digest
+from kvloom.integrations.transformers.build import text_config_of
+from kvloom.integrations.transformers.loading import summary_of
+
+_LOG: Final = logging.getLogger("kvloom")
+_LENGTHS: Final = (40, 23, 5)
+"""Tokens of the prompts. A step has room for three quarters of the first, which is read in two pieces."""
+_LONGEST: Final = 256
+"""The first is longer than a window where that takes no more tokens than these."""
+_NEW: Final = 2
+"""Tokens that each request gets: one behind its prompt, and one behind a step of decoding."""
+_ROUNDINGS: Final = 8
+"""How often the change by one rounding of the embeddings is allowed. In float32, float16 and bfloat16, 80
+families and models of 80 layers that sessions serve differ by twice it at most, others by 25 times."""
+_served: set[tuple[Any, ...]] = set()
+
+
+def expect_same_logits(model: PreTrainedModel) -> None:
+    """Raise unless a session of a model computes the logits of plain forwards; once for each configuration.
+
+    A distance is the norm of the difference of two rows of logits by the norm of the row of the plain
+    forward. Of the rows behind prompts, and of those behind a step of decoding, the median counts, since a
+    rounding can choose another expert for one token. Allowed is the root of the dtype's epsilon: half of the
+    digits are the same. Where that does not do, because a model multiplies what is rounded, allowed is 8
+    times the distance to a plain forward with embeddings that are changed by one rounding.
+
+    The model is as it was afterwards. One without weights to compute with is left unchecked, and one that a
+    session holds.
+
+    Args:
+        model: Whose session would be accepted as far as its configuration says.
+
+    Raises:
+        UnsupportedError: a session fails, or computes other logits.
+    """
+    config, name = text_config_of(model), type(model).__name__
+    key = (type(model), config_digest(config), model.dtype, model.device.type)
+    if key in _served or config._attn_implementation == IMPLEMENTATION:
+        return
+    if any(x.device.type == "meta" for x in model.parameters()):
+        _LOG.info("sessions of %s are not checked: it has no weights", name)
+        return
+    with torch.no_grad(), _as_it_was(model):
+        prompts = _prompts(config)
+        try:
+            texts, found = _in_session(model, prompts)
+        except Exception as error:
+            _expect_forward(model, prompts[-1], error)
+            is_apart = isinstance(error, StateError)  # of attention without a session's cache
+            why = "its layers hand no cache on to attention" if is_apart else summary_of(error)
+            raise UnsupportedError(
+                f"model must compute a step of continuous batching, which {name} does not: {why}"
+            ) from error
+        model.set_attn_implementation("eager")
+        plain = [_alone(model, text) for text in texts]
+        if not all(_is_defined(rows) for rows in plain):
+            _LOG.info("sessions of %s are not checked: its logits are not finite", name)
+            return
+        measured, allowed = _distance(found, plain), _epsilon(model.dtype) ** 0.5
+        if not measured <= allowed:
+            with _changed_embeddings(model):
+                changed = [_alone(model, text) for text in texts]
+            allowed = max(allowed, _ROUNDINGS * _distance(changed, plain))
+        if not measured <= allowed:  # nor if it is NaN
+            raise UnsupportedError(
+                f"model must have the same logits in continuous batching as in a plain forward, got {name} "
+                f"whose logits differ by {measured:.1e} of their norm, where {allowed:.1e} is allowed"
+            )
+    _served.add(key)
+
+
+def _prompts(config: Any) -> list[list[int]]:
+    """Prompts of words without a meaning of their own, such as padding or a picture."""
+    window = getattr(config, "sliding_window", None) or 0
+    lengths = (max(_LENGTHS[0], min(window + 16, _LONGEST)), *_LENGTHS[1:])
+    ends = (most_positions(config), getattr(config, "max_position_embeddings", None))
+    most = min([n - _NEW for n in ends if isinstance(n, int) and n > _NEW], default=_LONGEST)
+    meant = {x for name, x in config.to_dict().items() if name.endswith("token_id")}
+    begin, size = config.vocab_size // 2, config.vocab_size
+    words = (x % size for x in range(begin, begin + size) if x % size not in meant)
+    each = cycle([*islice(words, _LONGEST)] or [0])
+    return [list(islice(each, min(length, most))) for length in lengths]
+
+
+def _in_session(model: Any, prompts: Sequence[list[int]]) -> tuple[list[list[int]], list[Tensor]]:
+    """Each prompt with what a session appends to it and reads again, and the logits ``[K, V]`` of each."""
+    manager = BatchingManager(
+        model,
+        GenerationConfig(max_new_tokens=_NEW, do_sample=False, eos_token_id=-1, pad_token_id=0),
+        ContinuousBatchingConfig(
+            page_size=16, num_blocks=3 * _LONGEST // 16, max_batch_tokens=max(3 * len(prompts[0]) // 4, 3)
+        ),
+        share=False,
+    )
+    processor = manager.batch_processor = manager._create_batch_processor()
+    names = [manager.add_request(prompt) for prompt in prompts]
+    rows: dict[Any, list[Tensor]] = {name: [] for name in names}
+    seen: list[Tensor] = []
+
+    def keep(_module: Any, _args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        logits = output.logits[0]
+        seen.append(logits if "logits_to_keep" in kwargs else logits[kwargs["logits_indices"]])
+
+    hook = model.register_forward_hook(keep, with_kwargs=True)
+    try:
+        while processor.prepare_next_batch():
+            requests = processor.inputs_and_outputs.requests_in_batch
+            ready = [x.state.request_id for x in requests if x.has_new_token]
+            manager._generation_step()
+            for name, row in zip(ready, seen.pop(), strict=False):
+                rows[name].append(row)
+            processor.update_batch()
+    finally:
+        hook.remove()
+    outputs = manager.output_router.output_queue
+    done = {output.request_id: output for output in (outputs.get() for _ in range(outputs.qsize()))}
+    failed = [output.error for output in done.values() if output.error]
+    if failed:
+        raise UnsupportedError(failed[0])
+    texts = [prompt + done[name].generated_tokens[:-1] for name, prompt in zip(names, prompts, strict=True)]
+    return texts, [torch.stack(rows[name]) for name in names]
+
+
+def _alone(model: Any, text: Sequence[int]) -> Tensor:
+    """Logits ``[K, V]`` behind the prompt of a text and behind all of it, as ``generate`` has them."""
+    ids = torch.tensor([text], device=model.device)
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "use_cache": False}
+    if "position_ids" in inspect.signature(model.forward).parameters:
+        inputs["position_ids"] = torch.arange(len(text), device=model.device)[None]
+    logits: Tensor = model(**inputs).logits[0, -_NEW:]
+    return logits
+
+
+def _expect_forward(model: Any, text: Sequence[int], error: Exception) -> None:
+    """Raise UnsupportedError if the model computes no plain forward of a text either."""
+    try:
+        model.set_attn_implementation("eager")
+        _alone(model, text)
+    except Exception as plain:
+        raise UnsupportedError(
+            f"model must compute a plain forward of a text, which {type(model).__name__} does not: "
+            f"{summary_of(plain)}"
+        ) from error
+
+
+def _is_defined(logits: Tensor) -> bool:
+    """Whether none is NaN or infinite, but for words that a model never says."""
+    return not bool((logits.isnan() | logits.isposinf()).any())
+
+
+def _distance(found: Sequence[Tensor], plain: Sequence[Tensor]) -> float:
+    """Of the k-th rows of all requests the median, and of these the largest."""
+    distances = []
+    for one, other in zip(found, plain, strict=True):
+        is_said = (other > -1e9).all(0)
+        one, other = (x[:, is_said].double() for x in (one, other))
+        one, other = (x - x.mean(-1, keepdim=True) for x in (one, other))
+        distances.append(((one - other).norm(dim=-1) / other.norm(dim=-1).clamp(min=1e-30)).tolist())
+    return float(max(median(rows) for rows in zip(*distances, strict=True)))
+
+
+def _epsilon(dtype: torch.dtype) -> float:
+    """Of the products of a dtype, which of float32 may be computed in less."""
+    less = {"high": 2**-10, "medium": 2**-7}
+    return max(torch.finfo(dtype).eps, less.get(torch.get_float32_matmul_precision(), 0.0))
+
+
+@contextmanager
+def _changed_embeddings(model: Any) -> Iterator[None]:
+    """Each element of an embedding is larger or smaller by the dtype's epsilon."""
+
+    def change(_module: Any, _args: Any, output: Tensor) -> Tensor:
+        signs = torch.randint(0, 2, output.shape, generator=torch.Generator().manual_seed(0)) * 2 - 1
+        return output * (1 + torch.finfo(output.dtype).eps * signs.to(output))
+
+    hook = model.get_input_embeddings().register_forward_hook(change)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+@contextmanager
+def _as_it_was(model: Any) -> Iterator[None]:
+    """Put the attention of all parts of a model back afterwards, and which of them are in training."""
+    parts = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+    configs = [part.config for part in parts]
+    configs += [getattr(config, name, None) for config in configs for name in config.sub_configs]
+    before = [(config, config._attn_implementation) for config in configs if config is not None]
+    training = [module for module in model.modules() if module.training]
+    try:
+        yield
+    finally:
+        for config, name in before:
+            config._attn_implementation_internal = name
+        for module in training:
+            module.training = True
