@@ -20,6 +20,8 @@ from kvloom.integrations.transformers.pool import KVPool
 _PAGE: Final = 4
 _FOUND: Final = 20
 _LENGTH: Final = _FOUND + 3
+_SCALES: Final = ("scaling", "softmax_scale", "variance_epsilon", "eps")
+"""Attributes of modules, one of which most models have."""
 
 
 class Check(NamedTuple):
@@ -174,13 +176,11 @@ class _Tried:
     def _reversible(self) -> Iterator[tuple[str, AbstractContextManager[Any]]]:
         """Changes that leave no trace."""
         model = self._model
-        layer = next(x for x in model.modules() if hasattr(x, "self_attn") or hasattr(x, "attn"))
-        yield "a hook", _hooked(layer)
-        attention = getattr(layer, "self_attn", None) or layer.attn
-        for name in ("scaling", "scale_attn_weights", "scale"):
-            value = getattr(attention, name, None)
+        yield "a hook", _hooked(model.get_input_embeddings())
+        for owner, name in ((x, name) for x in model.modules() for name in _SCALES):
+            value = vars(owner).get(name)
             if isinstance(value, float):
-                yield f"another {name}", _set(attention, name, value * 1.5)
+                yield f"another {name}", _set(owner, name, value * 1.5)
                 break
         if getattr(model, "_hf_peft_config_loaded", False):
             yield "no adapter", _disabled(model)
@@ -248,10 +248,7 @@ def _are_alike(x: Tensor, y: Tensor) -> bool:
 
 @contextmanager
 def _hooked(module: nn.Module) -> Iterator[None]:
-    def steer(module: nn.Module, args: Any, output: Any) -> Any:
-        return (output[0] * 1.5, *output[1:]) if isinstance(output, tuple) else output * 1.5
-
-    handle = module.register_forward_hook(steer)
+    handle = module.register_forward_hook(lambda module, args, output: output * 1.5)
     try:
         yield
     finally:

@@ -20,8 +20,9 @@ from kvloom.integrations.transformers.batching.held import SALT
 from kvloom.integrations.transformers.batching.newest import newest_bytes
 from kvloom.integrations.transformers.batching.report import BatchReport, PageMap
 from kvloom.integrations.transformers.batching.scheduler import scheduler_class
-from kvloom.integrations.transformers.batching.sizes import most_positions, page_bytes, windows_of
+from kvloom.integrations.transformers.batching.sizes import page_bytes, windows_of
 from kvloom.integrations.transformers.build import cache_format, text_config_of
+from kvloom.integrations.transformers.rope import dynamic_rope
 from kvloom.integrations.transformers.watch import ModelWatch
 from kvloom.paging import Miss, expect_policy
 from kvloom.tracing.recorder import Recorded, Recorder
@@ -241,7 +242,8 @@ class BatchingManager(Recorder, ContinuousBatchingManager):  # type: ignore[misc
             distributed_helper=self.distributed_helper,
         )
         scheduler.fail = processor._handle_request_error
-        scheduler.most_positions = most_positions(text_config_of(self.model))
+        rope = dynamic_rope(self.model)
+        scheduler.most_positions = None if rope is None else rope.limit
         return processor
 
     def _make_cache(self) -> BatchCache:

@@ -21,10 +21,10 @@ from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedM
 from kvloom.errors import StateError, UnsupportedError
 from kvloom.integrations.transformers.batching.attention import IMPLEMENTATION
 from kvloom.integrations.transformers.batching.manager import BatchingManager
-from kvloom.integrations.transformers.batching.sizes import most_positions
 from kvloom.integrations.transformers.bit_plan import config_digest
 from kvloom.integrations.transformers.build import text_config_of
 from kvloom.integrations.transformers.loading import summary_of
+from kvloom.integrations.transformers.rope import dynamic_rope
 
 _LOG: Final = logging.getLogger("kvloom")
 _LENGTHS: Final = (40, 23, 5)
@@ -65,7 +65,7 @@ def expect_same_logits(model: PreTrainedModel) -> None:
         _LOG.info("sessions of %s are not checked: it has no weights", name)
         return
     with torch.no_grad(), _as_it_was(model):
-        prompts = _prompts(config)
+        prompts = _prompts(model)
         try:
             texts, found = _in_session(model, prompts)
         except Exception as error:
@@ -93,11 +93,12 @@ def expect_same_logits(model: PreTrainedModel) -> None:
     _served.add(key)
 
 
-def _prompts(config: Any) -> list[list[int]]:
+def _prompts(model: Any) -> list[list[int]]:
     """Prompts of words without a meaning of their own, such as padding or a picture."""
+    config, rope = text_config_of(model), dynamic_rope(model)
     window = getattr(config, "sliding_window", None) or 0
     lengths = (max(_LENGTHS[0], min(window + 16, _LONGEST)), *_LENGTHS[1:])
-    ends = (most_positions(config), getattr(config, "max_position_embeddings", None))
+    ends = (rope and rope.limit, getattr(config, "max_position_embeddings", None))
     most = min([n - _NEW for n in ends if isinstance(n, int) and n > _NEW], default=_LONGEST)
     meant = {x for name, x in config.to_dict().items() if name.endswith("token_id")}
     begin, size = config.vocab_size // 2, config.vocab_size

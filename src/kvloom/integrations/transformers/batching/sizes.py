@@ -1,4 +1,4 @@
-"""What a model's configuration says of its layers: heads, bytes, windows; and of positions."""
+"""What a model's configuration says of its layers: heads, bytes, windows."""
 
 from dataclasses import replace
 from typing import Any
@@ -41,21 +41,3 @@ def windows_of(config: Any) -> list[int | None]:
     if "sliding_attention" in kinds and not (isinstance(window, int) and window > 0):
         raise UnsupportedError(f"model must have a sliding_window above 0, got {window!r}")
     return [window if kind == "sliding_attention" else None for kind in kinds]
-
-
-def most_positions(config: Any) -> int | None:
-    """Tokens of a text up to which its rotary embedding is that of any shorter text; ``None`` for no end.
-
-    Of ``longrope`` and ``dynamic`` transformers chooses the frequencies by the last position of a step, for
-    all of its requests.
-    """
-    found = getattr(config, "rope_parameters", None) or {}
-    kinds = [x for x in found.values() if isinstance(x, dict)] or [found]  # by kind of layer, or of all
-    ends = []
-    for rope in kinds:
-        name = rope.get("rope_type") or ""
-        if name == "longrope":
-            ends.append(rope["original_max_position_embeddings"])
-        elif "dynamic" in name:  # at its end it is left as the step before had it
-            ends.append(config.max_position_embeddings - 1)
-    return min(ends, default=None)

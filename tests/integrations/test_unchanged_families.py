@@ -1,0 +1,63 @@
+"""Models that nobody changed find what they computed: in pools, in stores and in sessions."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from integrations.test_families import SMALL
+from transformers import AutoModelForCausalLM
+
+from kvloom.integrations.transformers import KVPool, load_model
+from kvloom.integrations.transformers.isolation import check_isolation
+from kvloom.models import bundled_model_path
+from kvloom.store import KVStore
+
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
+FAMILIES = {
+    "Llama": ("LlamaConfig", {}),
+    "Llama of YaRN": ("LlamaConfig", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}),
+    "Qwen2": ("Qwen2Config", {}),
+    "Qwen3": ("Qwen3Config", {"head_dim": 8}),
+    "Qwen3-MoE": ("Qwen3MoeConfig", EXPERTS | {"head_dim": 8, "num_experts": 4}),
+    "Mixtral": ("MixtralConfig", {"num_local_experts": 4}),
+    "Phi": ("PhiConfig", {}),
+    "GPT-2": ("GPT2Config", {"n_embd": 32, "n_layer": 3, "n_head": 4}),
+    "Gemma": ("GemmaConfig", {"head_dim": 8}),
+    "Granite": ("GraniteConfig", {}),
+    "OLMo-2": ("Olmo2Config", {}),
+    "Cohere": ("CohereConfig", {}),
+    "GPT-NeoX": ("GPTNeoXConfig", {}),
+    "Falcon": ("FalconConfig", {}),
+    "OPT": ("OPTConfig", {"ffn_dim": 48, "word_embed_proj_dim": 32}),
+    "StableLM": ("StableLmConfig", {}),
+    "Bloom": ("BloomConfig", {}),
+}
+
+
+@pytest.mark.parametrize("name", list(FAMILIES))
+def test_a_family_finds_its_text_and_nothing_else(name: str, tmp_path: Path) -> None:
+    config, differs = FAMILIES[name]
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(getattr(transformers, config)(**SMALL | differs)).eval()
+    ids = torch.randint(3, 99, (2, 22), generator=torch.Generator().manual_seed(1))
+    for found in (0, 20):  # each store is one of a process of its own
+        with KVStore(f"file://{tmp_path}", read="always") as store:
+            pool = KVPool.for_model(model, page_size=4, max_tokens=400, store=store)
+            for expected in (found, 20, 20):
+                cache = pool.begin(ids)
+                assert cache.get_seq_length() == expected
+                out = model.generate(
+                    ids, past_key_values=cache, max_new_tokens=6, min_new_tokens=6, do_sample=False
+                )
+                pool.commit(cache, out)
+    assert [x for x in check_isolation(model) if x.problem] == []
+
+
+def test_the_bundled_model_is_isolated() -> None:
+    model, _ = load_model(bundled_model_path())
+    checks = check_isolation(model, "int8")
+    assert [x for x in checks if x.problem] == []
+    assert {x.name for x in checks} >= {"the same text", "a hook", "a weight was written", "a session"}
