@@ -99,7 +99,8 @@ def test_the_probe_times_both() -> None:
         (
             {"kv_cache_dtype": "fp8_per_token_head"},
             UnsupportedError,
-            "fill fp8_per_token_head pages with wrong numbers: of kinds with such scales kvloom has int8",
+            "kv_cache_dtype must be auto, .* int4_per_token_head or the model's float32 on a CPU, "
+            "got 'fp8_per_token_head'",
         ),
     ],
     ids=["group", "option", "fp8_per_token_head"],

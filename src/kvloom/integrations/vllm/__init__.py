@@ -22,8 +22,8 @@ def register() -> None:
     """Let the CPU platform of vLLM take its attention from here; may be called again.
 
     Nothing happens on other platforms, or where the environment's ``KVLOOM_VLLM`` is 0. With a version of
-    vLLM that was not tested attention stays vLLM's, and pages that its CPU kernels would fill with wrong
-    numbers (``int8_per_token_head`` and the like) are refused when the engine starts.
+    vLLM that was not tested attention stays vLLM's. With any version, pages that its CPU kernels would fill
+    with wrong numbers (``turboquant_4bit_nc`` and the like) are refused when the engine starts.
     """
     if os.environ.get("KVLOOM_VLLM") == "0":
         return
@@ -41,6 +41,8 @@ def register() -> None:
             name = "guard.GuardedBackend"
             logger.warning("kvloom is not active: %s", refused)
         register_backend(AttentionBackendEnum.CPU_ATTN, f"{__name__}.{name}")
+        register_backend(AttentionBackendEnum.CPU_MLA, f"{__name__}.guard_mla.GuardedCpuBackend")
+        register_backend(AttentionBackendEnum.AMX_MLA, f"{__name__}.guard_mla.GuardedAmxBackend")
     except (ImportError, AttributeError):
         if refused is None:
             raise

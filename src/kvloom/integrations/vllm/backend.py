@@ -14,8 +14,9 @@ from torch import Tensor
 from vllm.config import get_current_vllm_config, get_layers_from_vllm_config
 from vllm.logger import init_logger
 from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.attention.backend import AttentionMetadataBuilder, AttentionType
-from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl, CPUAttentionMetadataBuilder
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionMetadataBuilder
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVQuantMode, SlidingWindowSpec
 
 import kvloom
@@ -25,11 +26,12 @@ from kvloom.core.views import KVView
 from kvloom.errors import UnsupportedError
 from kvloom.integrations.vllm import pages
 from kvloom.integrations.vllm.builder import Step
-from kvloom.integrations.vllm.guard import GuardedBackend
+from kvloom.integrations.vllm.guard import KINDS, GuardedBackend, GuardedImpl
 from kvloom.integrations.vllm.options import Options
 
 BITS: Final = {KVQuantMode.INT8_PER_TOKEN_HEAD: 8, KVQuantMode.INT4_PER_TOKEN_HEAD: 4}
 """Of the codes that each of vLLM's names stands for."""
+_CODES: Final = tuple(mode.name.lower() for mode in BITS)
 
 # A name below vLLM's own, whose handlers then show what is said.
 _logger = init_logger("vllm.kvloom")
@@ -40,7 +42,7 @@ class KvloomBackend(GuardedBackend):
 
     supported_kv_cache_dtypes: ClassVar[list[Any]] = [
         *GuardedBackend.supported_kv_cache_dtypes,
-        *(mode.name.lower() for mode in BITS),
+        *_CODES,
     ]
     options: ClassVar[Options] = Options()
     """Of the engine that this process loaded last; ``customize_spec`` is called without its configuration."""
@@ -78,12 +80,15 @@ class KvloomBackend(GuardedBackend):
         return replace(spec, state_content_bytes=pages.content_bytes(head_dim, spec.dtype, quant))
 
 
-class KvloomImpl(CPUAttentionBackendImpl):  # type: ignore[misc]
+class KvloomImpl(GuardedImpl):
     """Stores and attends in one layer."""
+
+    kinds = (*KINDS, *_CODES)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         config = get_current_vllm_config()
+        self.asked = config.cache_config.cache_dtype
         KvloomBackend.options = options = Options.of(config.additional_config)
         self._dtype = torch.get_default_dtype()  # in which vLLM makes the model
         self._quant: QuantSpec | None = None
@@ -218,6 +223,8 @@ class KvloomBuilder(CPUAttentionMetadataBuilder):  # type: ignore[misc]
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: Any) -> None:
         layers = get_layers_from_vllm_config(vllm_config, Attention, layer_names)
+        for name, layer in layers.items():
+            _refuse_untold(name, layer, vllm_config.cache_config.kv_cache_dtype_skip_layers)
         self._is_kvloom = any(getattr(layer.impl, "is_kvloom", False) for layer in layers.values())
         if self._is_kvloom:  # vLLM's own would take codes for fp8
             AttentionMetadataBuilder.__init__(self, kv_cache_spec, layer_names, vllm_config, device)
@@ -242,4 +249,21 @@ class KvloomBuilder(CPUAttentionMetadataBuilder):  # type: ignore[misc]
             self.kv_cache_spec.block_size,
             num_tokens=m.num_actual_tokens,
             max_length=m.max_seq_len,
+        )
+
+
+def _refuse_untold(name: str, layer: Any, skipped: list[str]) -> None:
+    """Refuse a layer that its model does not tell of which kind its pages are to be, as Falcon does not.
+
+    Raises:
+        UnsupportedError: codes were asked for, and its pages would be floats.
+    """
+    asked = getattr(layer.impl, "asked", "auto")
+    if asked not in _CODES or layer.kv_cache_dtype != "auto":
+        return
+    is_skipped = "sliding_window" in skipped and layer.sliding_window is not None
+    if not is_skipped and str(extract_layer_index(name)) not in skipped:
+        raise UnsupportedError(
+            f"kv_cache_dtype must be auto for a model whose layers have float pages in any case, "
+            f"as {name} has, got {asked!r}"
         )

@@ -1,28 +1,56 @@
-"""vLLM's attention, without the pages that it accepts on a CPU and fills with wrong numbers."""
+"""vLLM's attention on a CPU, without the kinds of pages that it accepts and fills with wrong numbers."""
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Final
 
-from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+import torch
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentionBackendImpl
 
+from kvloom.core.specs import dtype_name
 from kvloom.errors import UnsupportedError
 from kvloom.integrations.vllm import why_not_registered
 
+KINDS: Final = ("auto", "fp8", "fp8_e4m3", "fp8_e5m2")
+"""Values of ``--kv-cache-dtype`` that vLLM's CPU kernels know."""
 
-class GuardedBackend(CPUAttentionBackend):  # type: ignore[misc]
-    """``CPUAttentionBackend`` that refuses pages with scales of each token and head.
 
-    vLLM's CPU kernels know no such scales, and nothing in vLLM asks before they run.
+def refuse_unknown(kind: str, kinds: Sequence[str]) -> None:
+    """Refuse pages of a layer that is being made, which its kernels would take for others.
+
+    Args:
+        kind: The value of ``--kv-cache-dtype``.
+        kinds: Those that are served, besides the name of the dtype that the layer computes in.
+
+    Raises:
+        UnsupportedError: ``kind`` is another.
+    """
+    own = dtype_name(torch.get_default_dtype())
+    if kind not in (*kinds, own):
+        why = why_not_registered()
+        raise UnsupportedError(
+            f"kv_cache_dtype must be {', '.join(kinds)} or the model's {own} on a CPU, got {kind!r}"
+            + (f" (kvloom is not active: {why})" if why else "")
+        )
+
+
+class GuardedImpl(CPUAttentionBackendImpl):  # type: ignore[misc]
+    """Attends in one layer.
+
+    Raises:
+        UnsupportedError: its pages are none of ``kinds``.
     """
 
-    @classmethod
-    def customize_spec(cls, spec: Any) -> Any:
-        """``spec``, if vLLM's kernels serve it; called for every layer when the engine starts.
+    kinds: Sequence[str] = KINDS
 
-        Raises:
-            UnsupportedError: they do not.
-        """
-        if spec.kv_quant_mode.is_per_token_head:
-            name = spec.kv_quant_mode.name.lower()
-            why = why_not_registered() or "of kinds with such scales kvloom has int8 and int4"
-            raise UnsupportedError(f"vLLM's CPU attention would fill {name} pages with wrong numbers: {why}")
-        return super().customize_spec(spec)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        refuse_unknown(self.kv_cache_dtype, self.kinds)
+
+
+class GuardedBackend(CPUAttentionBackend):  # type: ignore[misc]
+    """``CPUAttentionBackend`` whose layers refuse pages that its kernels do not know."""
+
+    @staticmethod
+    def get_impl_cls() -> type[GuardedImpl]:
+        """What attends in a layer."""
+        return GuardedImpl

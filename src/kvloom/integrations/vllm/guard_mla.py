@@ -1,0 +1,48 @@
+"""vLLM's multi-head latent attention on a CPU, which knows pages of the model's own dtype only."""
+
+from typing import Any
+
+from vllm.v1.attention.backends.mla.amx_mla import AMXMLABackend, AMXMLAImpl
+from vllm.v1.attention.backends.mla.cpu_mla import CPUMLABackend, CPUMLAImpl
+
+from kvloom.integrations.vllm.guard import refuse_unknown
+
+
+class _Guarded:
+    """Attends in one layer.
+
+    Raises:
+        UnsupportedError: its pages are of another kind.
+    """
+
+    kv_cache_dtype: str
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        refuse_unknown(self.kv_cache_dtype, ("auto",))
+
+
+class _CpuImpl(_Guarded, CPUMLAImpl):  # type: ignore[misc]
+    pass
+
+
+class _AmxImpl(_Guarded, AMXMLAImpl):  # type: ignore[misc]
+    pass
+
+
+class GuardedCpuBackend(CPUMLABackend):  # type: ignore[misc]
+    """Where there is no AMX."""
+
+    @staticmethod
+    def get_impl_cls() -> type[_CpuImpl]:
+        """What attends in a layer."""
+        return _CpuImpl
+
+
+class GuardedAmxBackend(AMXMLABackend):  # type: ignore[misc]
+    """Where there is."""
+
+    @staticmethod
+    def get_impl_cls() -> type[_AmxImpl]:
+        """What attends in a layer."""
+        return _AmxImpl
