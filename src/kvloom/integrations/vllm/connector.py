@@ -221,13 +221,16 @@ def _fingerprint(config: Any, kv_cache_config: Any, groups: list[Group]) -> Fing
             spec = _spec(group, name)
             quant = _quant(config, spec.kv_quant_mode, spec.head_size)
             heads = total if max(1, total // ranks) == spec.num_kv_heads else spec.num_kv_heads * ranks
-            layers[_number(name)] = blocks.layer_format(heads, spec.head_size, model.dtype, quant)
+            number = _number(name)
+            if number in layers:
+                raise UnsupportedError(f"layers must have a number each for a store, got {number} twice")
+            layers[number] = blocks.layer_format(heads, spec.head_size, model.dtype, quant)
     if sorted(layers) != list(range(len(layers))):
         raise UnsupportedError(
             f"all layers must have keys and values for a store, got layers {sorted(layers)}"
         )
     formats = tuple(layers[number] for number in sorted(layers))
-    return identify(model.model, model.revision, model.dtype, blocks.attention(groups), formats)
+    return identify(config, blocks.attention(groups), formats)
 
 
 def _group(group: Any) -> Group:

@@ -1,49 +1,125 @@
 """Whose keys and values a vLLM engine computes: the fingerprint that transformers gives the same model."""
 
+import json
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 from huggingface_hub import snapshot_download
 from safetensors import safe_open
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from vllm.transformers_utils.config import get_config, iter_rope_parameters
 
 from kvloom.errors import UnsupportedError
 from kvloom.integrations.transformers.identity import fingerprint_with, weights_digest
 from kvloom.store.fingerprint import Fingerprint, LayerFormat
 
+_FORMATS: Final = ("auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "runai_streamer")
+"""How vLLM loads the weights that are in a model's safetensors."""
 
-def identify(
-    path: str, revision: str | None, dtype: torch.dtype, attention: str, layers: tuple[LayerFormat, ...]
-) -> Fingerprint:
-    """The fingerprint of a model, each of whose weights is read once.
+
+def identify(engine: Any, attention: str, layers: tuple[LayerFormat, ...]) -> Fingerprint:
+    """The fingerprint of an engine's model, each of whose weights is read once.
 
     Args:
-        path: Its folder, or its name on the Hub, of which this machine has a copy.
-        revision: Of that name.
-        dtype: That it computes in.
+        engine: vLLM's configuration.
         attention: Which tokens a token sees.
         layers: How each layer keeps its tokens, all heads.
 
     Raises:
-        UnsupportedError: the folder has no safetensors, or they are not the weights of its configuration.
+        UnsupportedError: it computes with others than the weights in its folder's safetensors, or these are
+            not those of its configuration.
     """
-    folder = Path(path)
+    model, load_format = engine.model_config, engine.load_config.load_format
+    if load_format not in _FORMATS:
+        raise UnsupportedError(f"load_format must be one of {_FORMATS} for a store, got {load_format!r}")
+    if model.quantization is not None:
+        raise UnsupportedError(f"quantization must be None for a store, got {model.quantization!r}")
+    folder = Path(model.model)
     if not folder.is_dir():
-        folder = Path(snapshot_download(path, revision=revision, local_files_only=True))
+        folder = Path(snapshot_download(model.model, revision=model.revision, local_files_only=True))
     config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    effective = _load_config(model, True)
+    _change(config, _load_config(model, False).to_dict(), effective.to_dict())
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
-    model.tie_weights()
+        shapes = AutoModelForCausalLM.from_config(config, dtype=model.dtype, trust_remote_code=False)
+    shapes.tie_weights()
     with ExitStack() as stack:
         saved: dict[str, Any] = {}
-        for file in sorted(folder.glob("*.safetensors")):
+        for file in _files(folder):
             opened = stack.enter_context(safe_open(file, framework="pt"))
+            if twice := saved.keys() & set(opened.keys()):
+                raise UnsupportedError(
+                    f"weights must be in one file each for a store, got two of {min(twice)}"
+                )
             saved |= dict.fromkeys(opened.keys(), opened)
-        return fingerprint_with(model, weights_digest(_Weights(model, saved)), attention, layers)
+        found = fingerprint_with(shapes, weights_digest(_Weights(shapes, saved)), attention, layers)
+    return replace(found, rope=found.rope + _frequencies(effective.get_text_config(), model.max_model_len))
+
+
+def _load_config(model: Any, is_effective: bool) -> Any:
+    """A model's configuration as vLLM loads it, before a class of a model changes it.
+
+    Args:
+        model: vLLM's ``ModelConfig``.
+        is_effective: Whether it is the one that the engine uses, rather than the one in the model's folder.
+    """
+    if not is_effective:
+        return get_config(model.model, model.trust_remote_code, model.revision, model.code_revision, "hf")
+    overrides = model.hf_overrides
+    is_call = callable(overrides)
+    nested = {} if is_call else {name: x for name, x in overrides.items() if isinstance(x, dict)}
+    config = get_config(
+        model.hf_config_path or model.model,
+        model.trust_remote_code,
+        model._hf_config_revision or model.revision,
+        model.code_revision,
+        model.config_format,
+        hf_overrides_kw={} if is_call else {name: x for name, x in overrides.items() if name not in nested},
+        hf_overrides_fn=overrides if is_call else None,
+    )
+    if nested:
+        model._apply_dict_overrides(config, nested)
+    return config
+
+
+def _change(config: Any, before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
+    """Give a configuration the fields in which one of vLLM's differs from another."""
+    for name in {**before, **after}:
+        old, new = before.get(name), after.get(name)
+        inner = getattr(config, name, None)
+        if isinstance(inner, PretrainedConfig) and isinstance(old, dict) and isinstance(new, dict):
+            _change(inner, old, new)
+        elif old != new:
+            setattr(config, name, new)
+
+
+def _frequencies(config: Any, max_length: int) -> str:
+    """Which frequencies of RoPE vLLM takes where transformers takes others for each length; empty where not.
+
+    vLLM chooses once, for texts of any length: of LongRoPE by the longest that it serves.
+    """
+    chosen = []
+    for said in iter_rope_parameters(config):
+        kind = said.get("rope_type", "default")
+        if kind == "longrope":
+            chosen.append("long" if max_length > said["original_max_position_embeddings"] else "short")
+        elif kind == "dynamic":
+            chosen.append(kind)
+    return f" in vLLM {' '.join(chosen)}" if chosen else ""
+
+
+def _files(folder: Path) -> list[Path]:
+    """Those that vLLM and transformers load: where there is an index, those that it names."""
+    index = folder / "model.safetensors.index.json"
+    if not index.is_file():
+        return sorted(folder.glob("*.safetensors"))
+    named = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+    return [folder / name for name in sorted(set(named))]
 
 
 class _Weights(Mapping[str, Tensor]):
