@@ -28,6 +28,8 @@ pytest.importorskip("xxhash")
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 BLOCK = 32
+DRAFT = {"method": "draft_model", "model": str(bundled_model_path()), "num_speculative_tokens": 2}
+NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4}
 
 
 @pytest.fixture(scope="module")
@@ -35,12 +37,12 @@ def stock() -> list[list[int]]:
     return tokens_of()
 
 
-def on(folder: Path | str, **options: Any) -> dict[str, Any]:
+def on(folder: Path | str, role: str = "kv_both", **options: Any) -> dict[str, Any]:
     """Arguments of an engine with a store."""
     transfer = {
         "kv_connector": "KvloomConnector",
         "kv_connector_module_path": "kvloom.integrations.vllm.connector",
-        "kv_role": "kv_both",
+        "kv_role": role,
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {"store": str(folder), **options},
     }
@@ -169,6 +171,49 @@ def test_vllm_reads_what_a_pool_of_transformers_computed(stock: list[list[int]],
         assert sum(request.num_cached_tokens for request in found) == whole_pages(prompts(), engine)
 
 
+def test_a_producer_writes_and_a_consumer_reads(stock: list[list[int]], tmp_path: Path) -> None:
+    texts = prompts()[:6]
+    for _ in range(2):
+        with closing(Engine(**on(tmp_path, "kv_producer"))) as engine:
+            assert engine.tokens(texts, 1) == [tokens[:1] for tokens in stock[:6]]
+            assert counts(engine)["tokens_loaded"] == 0
+    files = set(tmp_path.glob("*/*.safetensors"))
+    assert files
+    with closing(Engine(**on(tmp_path, "kv_consumer"))) as engine:
+        assert engine.tokens(prompts()) == stock
+        assert counts(engine)["tokens_loaded"] == whole_pages(texts, engine)
+        assert counts(engine)["tokens_saved"] == 0
+    assert set(tmp_path.glob("*/*.safetensors")) == files
+
+
+def test_guesses_from_the_text_change_nothing(stock: list[list[int]], tmp_path: Path) -> None:
+    arguments = {**on(tmp_path / "store"), "speculative_config": NGRAM}
+    assert tokens_of_child(arguments, tmp_path) == stock
+    files = list((tmp_path / "store").glob("*/*.safetensors"))
+    for file in files:
+        os.utime(file, (1, 1))
+    assert tokens_of_child(arguments, tmp_path) == stock
+    assert any(file.stat().st_mtime > 1 for file in files)  # which are read are touched
+
+
+def test_an_engine_with_overrides_finds_pages_of_its_own_function(
+    stock: list[list[int]], tmp_path: Path
+) -> None:
+    changes = {"hf_overrides": {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}}
+    texts = prompts()[1:4]
+    expected = tokens_of(texts=texts, kv_cache_dtype=INT8, **changes)
+    assert expected != stock[1:4]
+    with closing(Engine(**on(tmp_path))) as engine:
+        engine.run(texts, 1)
+    loaded = []
+    for _ in range(2):
+        with closing(Engine(**on(tmp_path), **changes)) as engine:
+            assert engine.tokens(texts) == expected
+            loaded.append(counts(engine)["tokens_loaded"])
+            whole = whole_pages(texts, engine)
+    assert loaded == [0, whole]
+
+
 @pytest.mark.parametrize("kind", [window, hybrid], ids=lambda kind: kind.__name__)
 def test_windows_and_groups_of_layers(kind: Any, tmp_path: Path) -> None:
     config, _ = kind()
@@ -195,8 +240,14 @@ def test_windows_and_groups_of_layers(kind: Any, tmp_path: Path) -> None:
             "kv_connector_extra_config must have store, .* only, got 'bytes'",
         ),
         (on("ftp://x"), ArgumentError, "store must be a URL of file, .* got 'ftp://x'"),
+        (
+            {"speculative_config": DRAFT},
+            UnsupportedError,
+            r"speculative_config\.method must be one of .* with a store, got 'draft_model'",
+        ),
+        ({"load_format": "dummy"}, UnsupportedError, "load_format must be one of .* got 'dummy'"),
     ],
-    ids=["float", "option", "url"],
+    ids=["float", "option", "url", "draft", "dummy"],
 )
 def test_what_cannot_be_stored_is_refused_at_start(
     arguments: dict[str, Any], error: type[Exception], message: str, tmp_path: Path

@@ -124,3 +124,57 @@ def test_a_reader_that_fails_gives_the_request_back(monkeypatch: pytest.MonkeyPa
         monkeypatch.setattr(store, "load", gone)
         assert read(mover, [Transfer("a", "", text_of(0), 0, ([1, 2],))]) == {"a"}
         assert mover.counts["tokens_failed"] == 2 * PAGE and not memory.any()
+
+
+def test_a_model_that_changed_has_nothing_read_or_written(caplog: pytest.LogCaptureFixture) -> None:
+    url, changes = "memory://model-changed", iter([False, True])
+    run, file = file_of(text_of(0))
+    Memory.of_url(url).put_if_absent(run.name, [file])
+    target, memory = empty_blocks(5)
+    load = Transfer("a", "", text_of(0), 0, ([1, 2],))
+    save = Transfer("b", "", text_of(1), 0, ([1, 2],))
+    with (
+        KVStore(url) as store,
+        closing(Mover(store, FINGERPRINT, target, None, is_changed=lambda exactly: next(changes))) as mover,
+    ):
+        assert read(mover, [load]) == set() and memory[1:3].any()
+        mover.save(Plan(saves=[save]))
+        memory.zero_()
+        assert read(mover, [load]) == {"a"} and mover.is_aside
+        mover.save(Plan(saves=[replace(save, tokens=text_of(2))]))
+        assert read(mover, [load]) == {"a"} and not memory.any()
+        assert mover.counts["tokens_saved"] == mover.counts["tokens_loaded"] == 2 * PAGE
+    assert caplog.text.count("The weights of the model changed.") == 1
+
+
+def test_what_was_being_read_when_the_model_changed_is_computed() -> None:
+    url, changes = "memory://model-changed-meanwhile", iter([False, True])
+    run, file = file_of(text_of(0))
+    Memory.of_url(url).put_if_absent(run.name, [file])
+    target, memory = empty_blocks(3)
+    with (
+        KVStore(url) as store,
+        closing(Mover(store, FINGERPRINT, target, None, is_changed=lambda exactly: next(changes))) as mover,
+    ):
+        mover.start(Plan([Transfer("a", "", text_of(0), 0, ([1, 2],))]))
+        while not memory[1:3].any():
+            pass
+        mover.start(Plan())  # a step in which the weights are others
+        done, failed = set[str](), set[str]()
+        while not done:
+            done, failed = mover.finished(True)
+        assert done == failed == {"a"}
+
+
+@pytest.mark.parametrize("is_doubted", [False, True])
+def test_a_model_that_is_doubted_is_looked_at_exactly(is_doubted: bool) -> None:
+    looks: list[bool] = []
+    target, _ = empty_blocks(3)
+    with (
+        KVStore("memory://doubted") as store,
+        closing(
+            Mover(store, FINGERPRINT, target, None, is_changed=lambda exactly: looks.append(exactly) or False)
+        ) as mover,
+    ):
+        mover.start(Plan(is_doubted=is_doubted))
+    assert looks == [is_doubted]

@@ -152,3 +152,32 @@ def test_a_read_that_fails_is_tried_once_more(planner: Planner) -> None:
     assert planner.match(request, 0) == 0
     planner.finished("a")
     assert planner.match(request, 0) == 96
+
+
+@pytest.mark.parametrize(("reads", "writes"), [(True, False), (False, True)])
+def test_a_role_reads_or_writes(store: KVStore, reads: bool, writes: bool) -> None:
+    with closing(Planner(store, FINGERPRINT, PAGE, reads, writes)) as planner:
+        request = Request("a", list(range(200)))
+        assert planner.match(request, 0) == (96 if reads else 0)
+        planner.allocated(request, BLOCKS, 0)
+        assert len(planner.plan({"a": 200}, lambda name: BLOCKS).saves) == writes
+
+
+def test_what_is_set_aside_is_neither_read_nor_written(planner: Planner) -> None:
+    request = Request("a", list(range(200)))
+    planner.allocated(request, BLOCKS, 0)
+    planner.set_aside()
+    assert planner.match(request, 0) == 0
+    assert planner.plan({"a": 200}, lambda name: BLOCKS).saves == []
+
+
+def test_a_reset_doubts_the_model_once_and_asks_the_store_anew(
+    planner: Planner, store: KVStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request = Request("a", list(range(200)))
+    assert planner.match(request, 0) == 96
+    monkeypatch.setattr(store, "find", lambda *_: 32)
+    planner.reset()
+    assert planner.match(request, 0) == 32
+    doubted = [planner.plan({}, lambda name: BLOCKS).is_doubted for _ in range(2)]
+    assert doubted == [True, False]

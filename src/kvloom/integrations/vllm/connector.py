@@ -13,6 +13,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
     SupportsHMA,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
@@ -29,10 +30,13 @@ from kvloom.integrations.vllm.metrics import COUNTS, Metrics, Stats
 from kvloom.integrations.vllm.mover import Mover
 from kvloom.integrations.vllm.options import Options
 from kvloom.integrations.vllm.planner import Plan, Planner
+from kvloom.integrations.vllm.watch import WeightWatch, model_of
 from kvloom.store import Fingerprint, KVStore
 from kvloom.store.backends import store_url
 
 _OPTIONS: Final = ("store", "max_bytes", "max_age", "keep_text", "timeout", "max_queued")
+_GUESSES: Final = ("ngram", "ngram_gpu", "suffix")
+"""Methods of speculation without keys and values of their own, which would not be there for what is read."""
 
 
 @dataclass(slots=True)
@@ -40,6 +44,14 @@ class _Metadata(KVConnectorMetadata):  # type: ignore[misc]
     """What the scheduler's connector tells those of the workers."""
 
     plan: Plan = field(default_factory=Plan)
+
+
+class _Aside(KVConnectorWorkerMetadata):  # type: ignore[misc]
+    """What a worker's connector tells that of the scheduler once its model is another."""
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> "_Aside":
+        """The same of several ranks."""
+        return self
 
 
 class KvloomConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
@@ -65,15 +77,28 @@ class KvloomConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             raise UnsupportedError(
                 f"pipeline_parallel_size must be 1 with a store, got {parallel.pipeline_parallel_size}"
             )
+        speculation = vllm_config.speculative_config
+        if speculation is not None and speculation.method not in _GUESSES:
+            raise UnsupportedError(
+                f"speculative_config.method must be one of {_GUESSES} with a store, got "
+                f"{speculation.method!r}"
+            )
         self._groups = [_group(group) for group in kv_cache_config.kv_cache_groups]
         self._fingerprint = _fingerprint(vllm_config, kv_cache_config, self._groups)
         self._reported: dict[str, int] = {}
         self._mover: Mover | None = None
+        transfer = self._kv_transfer_config
         # The first rank alone writes, and so is the one to remove what is beyond limits.
         is_first = role == KVConnectorRole.WORKER and get_tp_group().rank_in_group == 0
-        self._store = _store(self._kv_transfer_config.kv_connector_extra_config or {}, is_first)
+        self._store = _store(transfer.kv_connector_extra_config or {}, is_first and transfer.is_kv_producer)
         if role == KVConnectorRole.SCHEDULER:
-            self._planner = Planner(self._store, self._fingerprint, blocks.page_size(self._groups))
+            self._planner = Planner(
+                self._store,
+                self._fingerprint,
+                blocks.page_size(self._groups),
+                reads=transfer.is_kv_consumer,
+                writes=transfer.is_kv_producer,
+            )
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -97,8 +122,19 @@ class KvloomConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return _Metadata(self._planner.plan(scheduled, self._kv_cache_manager.get_block_ids))
 
     def update_connector_output(self, connector_output: Any) -> None:
-        """Learn what could not be read."""
+        """Learn what could not be read, and whether the model is another."""
+        if connector_output.kv_connector_worker_meta is not None:
+            self._planner.set_aside()
         self._planner.failed(set(connector_output.failed_recving or ()))
+
+    def reset_cache(self) -> bool:
+        """Forget what was found, and compare all weights before more is read.
+
+        The store is of other engines, too, and keeps its pages: they are found by the weights that computed
+        them.
+        """
+        self._planner.reset()
+        return True
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Forget a request; its blocks are free, what is written was copied."""
@@ -120,9 +156,9 @@ class KvloomConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             UnsupportedError: some are not kvloom's.
         """
         config = self._vllm_config
-        layers = {}
+        known, layers = config.compilation_config.static_forward_context, {}
         for name, memory in kv_caches.items():
-            impl = config.compilation_config.static_forward_context[name].impl
+            impl = known[name].impl
             if not getattr(impl, "is_kvloom", False):
                 raise UnsupportedError(f"pages must be kvloom's in all layers for a store, {name} has vLLM's")
             quant = _quant(config, impl.kv_quant_mode, impl.head_size)
@@ -134,7 +170,12 @@ class KvloomConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             mine = blocks.heads_of(heads, ranks.rank_in_group, ranks.world_size)
         own = Blocks(self._fingerprint, mine or range(heads), self._groups, layers)
         self._mover = Mover(
-            self._store, self._fingerprint, own, mine, ranks if ranks.world_size > 1 else None
+            self._store,
+            self._fingerprint,
+            own,
+            mine,
+            ranks if ranks.world_size > 1 else None,
+            WeightWatch(model_of(known[next(iter(kv_caches))])).is_changed,
         )
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
@@ -159,6 +200,10 @@ class KvloomConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             return KVConnectorTransferResults()
         done, failed = self._mover.finished(self._plan.is_idle)
         return KVConnectorTransferResults(finished_recving=done, failed_recving=failed)
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        """Whether the model of this rank is another."""
+        return _Aside() if self._mover is not None and self._mover.is_aside else None
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         """Counts since the last call, of the process that schedules and of each rank."""

@@ -2,6 +2,7 @@
 
 import logging
 from collections import Counter
+from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import Any, Final
 
@@ -27,19 +28,32 @@ class Mover:
         blocks: Those of this rank.
         heads: That it has; ``None`` for all.
         ranks: vLLM's group of ranks that hold the other heads; ``None`` if this one has all.
+        is_changed: Says whether the model is another than the fingerprint's, looking exactly if asked to.
+
+    Attributes:
+        is_aside: Whether the model is another: from then on nothing is read or written.
     """
 
     def __init__(
-        self, store: KVStore, fingerprint: Fingerprint, blocks: Blocks, heads: range | None, ranks: Any = None
+        self,
+        store: KVStore,
+        fingerprint: Fingerprint,
+        blocks: Blocks,
+        heads: range | None,
+        ranks: Any = None,
+        is_changed: Callable[[bool], bool] = lambda exactly: False,
     ) -> None:
         self.counts: Counter[str] = Counter()
+        self.is_aside = False
+        self._is_changed = is_changed
         self._store, self._fingerprint, self._blocks = store, fingerprint, blocks
         self._heads, self._ranks = heads, ranks
         self._readers = ThreadPoolExecutor(_READERS, "kvloom-read")
         self._loading: dict[str, Future[bool]] = {}
 
     def start(self, plan: Plan) -> None:
-        """Begin to read."""
+        """Begin to read, or refuse to. Comes in every step, so that no change of the model is missed."""
+        self._look(plan.is_doubted)
         if plan.is_stale:
             self._store.refresh(self._fingerprint)
         for load in plan.loads:
@@ -50,12 +64,16 @@ class Mover:
         if is_idle and self._loading:
             wait(self._loading.values(), _PATIENCE, FIRST_COMPLETED)
         done = {name for name, future in self._loading.items() if future.done()}
-        failed = {name for name in done if not self._loading.pop(name).result()}
+        failed = {name for name in done if not self._loading.pop(name).result() or self.is_aside}
         return done, failed
 
     def save(self, plan: Plan) -> None:
         """Copy what the stores lack, and write it behind. Every rank comes here with the same plan."""
-        for save in plan.saves:
+        if plan.saves and self._ranks is not None:  # of which each has seen a part of the model
+            aside = torch.tensor(self.is_aside, dtype=torch.uint8)
+            torch.distributed.all_reduce(aside, torch.distributed.ReduceOp.MAX, group=self._ranks.cpu_group)
+            self.is_aside = bool(aside)
+        for save in () if self.is_aside else plan.saves:
             for run in self._wanted(save):
                 packed = self._gathered(self._blocks.pack(save.blocks, run))
                 if packed is not None:
@@ -68,11 +86,20 @@ class Mover:
         """Wait until everything is read, and read no more."""
         self._readers.shutdown()
 
+    def _look(self, exactly: bool) -> None:
+        """Set the store aside if the model is another."""
+        if not self.is_aside and self._is_changed(exactly):
+            self.is_aside = True
+            _LOG.warning(
+                "The weights of the model changed. The store has keys and values of those that were loaded, "
+                "and is neither read nor written until the engine starts again."
+            )
+
     def _read(self, load: Transfer) -> bool:
         """Whether all of it was read."""
         at, end = load.start, len(load.tokens)
         try:
-            for attempt in range(2):
+            for attempt in range(0 if self.is_aside else 2):
                 if attempt:  # another process wrote it a moment ago
                     self._store.refresh(self._fingerprint)
                 pieces = self._store.load(self._fingerprint, load.salt, load.tokens, at, heads=self._heads)

@@ -45,12 +45,14 @@ class Plan:
         saves: To be written, when the step is computed.
         is_stale: Whether the stores do not have what they listed.
         is_idle: Whether nothing is computed in this step.
+        is_doubted: Whether it may be that the model is another since the last step.
     """
 
     loads: list[Transfer] = field(default_factory=list)
     saves: list[Transfer] = field(default_factory=list)
     is_stale: bool = False
     is_idle: bool = False
+    is_doubted: bool = False
 
 
 class Planner:
@@ -60,22 +62,34 @@ class Planner:
         store: Where prefixes are looked for.
         fingerprint: Whose they are.
         page_size: Tokens that are read and written together.
+        reads: Whether anything is read.
+        writes: Whether anything is written.
     """
 
-    def __init__(self, store: KVStore, fingerprint: Fingerprint, page_size: int) -> None:
+    def __init__(
+        self,
+        store: KVStore,
+        fingerprint: Fingerprint,
+        page_size: int,
+        reads: bool = True,
+        writes: bool = True,
+    ) -> None:
         self._store, self._fingerprint, self._size = store, fingerprint, page_size
+        self._reads, self._writes = reads, writes
         self._finder = ThreadPoolExecutor(1, "kvloom-find")
         self._found: dict[tuple[str, int], Future[int]] = {}
         self._requests: dict[str, Any] = {}
         self._offered: dict[str, int] = {}  # tokens of each request that were to be written
         self._failures: Counter[str] = Counter()
         self._loads: list[Transfer] = []
-        self._is_stale = False
+        self._is_stale = self._is_doubted = False
 
     def match(self, request: Any, computed: int) -> int | None:
         """Tokens behind the first ``computed`` that can be read; ``None`` if it takes longer to find out."""
         last = (request.num_tokens - 1) // self._size * self._size  # one token at least is computed
-        if last <= computed or not is_text(request) or self._failures[request.request_id] >= _ATTEMPTS:
+        if not self._reads or last <= computed or not is_text(request):
+            return 0
+        if self._failures[request.request_id] >= _ATTEMPTS:
             return 0
         key = request.request_id, computed
         if key not in self._found:
@@ -104,9 +118,9 @@ class Planner:
             scheduled: New tokens of each request.
             blocks_of: Gives the ``blocks`` of a request by its id.
         """
-        plan = Plan(self._loads, [], self._is_stale, not any(scheduled.values()))
-        self._loads, self._is_stale = [], False
-        for name, new in scheduled.items():
+        plan = Plan(self._loads, [], self._is_stale, not any(scheduled.values()), self._is_doubted)
+        self._loads, self._is_stale, self._is_doubted = [], False, False
+        for name, new in scheduled.items() if self._writes else ():
             request = self._requests.get(name)
             if request is None or not is_text(request):
                 continue
@@ -125,6 +139,16 @@ class Planner:
         self._is_stale = self._is_stale or bool(names)
         if names:
             self._finder.submit(self._store.refresh, self._fingerprint)
+
+    def set_aside(self) -> None:
+        """Read and write no more: the model is another than the fingerprint's."""
+        self._reads = self._writes = False
+
+    def reset(self) -> None:
+        """Forget what was found, and have the model looked at before more is read."""
+        for key in list(self._found):
+            self._found.pop(key).cancel()
+        self._is_doubted = self._is_stale = True
 
     def finished(self, name: str) -> None:
         """Forget a request."""

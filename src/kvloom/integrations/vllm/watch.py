@@ -1,0 +1,127 @@
+"""Whether the weights of a model are still those that it was loaded with; without vLLM."""
+
+import ctypes
+import gc
+from collections.abc import Iterator
+from types import FunctionType
+from typing import Any, Final
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+
+from kvloom.errors import UnsupportedError
+from kvloom.store.sums import checksum
+
+_SAMPLED: Final = 4096
+"""Elements of a model that are compared each time, if it has few tensors."""
+_SAMPLED_EACH: Final = 32
+"""Elements of each tensor that are compared at least."""
+_FORMATS: Final = {2: "H", 4: "I", 8: "Q"}
+"""Of elements by their bytes, as ``memoryview`` names them."""
+
+
+class WeightWatch:
+    """Sees that parameters or buffers of a model change.
+
+    A tensor is seen to change by the object, its address and its version, and by a sample of its elements, as
+    what is written through ``.data`` counts as no version. Of weights that are packed, which vLLM keeps in a
+    function of their layer, it is seen that the function is another.
+
+    What changed once stays changed, whatever is written later.
+
+    Args:
+        model: With its weights in memory. A tensor that it replaces is not kept alive.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._is_changed = False
+        modules = list(model.modules())
+        self._held = [known for m in modules for known in (m._parameters, m._buffers, m._modules)]
+        self._packed = [
+            (vars(module), name, ref(value))
+            for module in modules
+            for name, value in vars(module).items()
+            if isinstance(value, FunctionType)
+        ]
+        values = list(self._values())
+        self._objects = [None if value is None else ref(value) for value in values]
+        tensors = list({id(value): value for value in values if isinstance(value, Tensor)}.values())
+        self._tensors = [ref(tensor) for tensor in tensors]
+        self._states = list(map(_state, tensors))
+        self._memories = [_memory(tensor) for tensor in tensors if _is_readable(tensor)]
+        count = max(_SAMPLED_EACH, _SAMPLED // max(1, len(self._memories)))
+        # A step is odd, so that other rows have other columns in the sample.
+        self._elements = [memory[:: len(memory) // count | 1] for memory in self._memories]
+        self._sample, self._sums = self._sampled(), self._summed()
+
+    def is_changed(self, exactly: bool = False) -> bool:
+        """Whether anything changed so far.
+
+        Args:
+            exactly: Whether all elements are compared, rather than a sample.
+        """
+        if not self._is_changed:
+            # Memory is read at the addresses of the start, so only if they are still those of the tensors.
+            self._is_changed = not (
+                self._has_objects()
+                and self._sampled() == self._sample
+                and not (exactly and self._summed() != self._sums)
+            )
+        return self._is_changed
+
+    def _has_objects(self) -> bool:
+        """Whether every object is the one of the start, at its address, and written by no operator since."""
+        values = list(self._values())
+        return (
+            len(values) == len(self._objects)
+            and all(map(_is_same, values, self._objects))
+            and all(_is_same(known.get(name), function) for known, name, function in self._packed)
+            and [None if (x := tensor()) is None else _state(x) for tensor in self._tensors] == self._states
+        )
+
+    def _values(self) -> Iterator[Any]:
+        for known in self._held:
+            yield from known.values()
+
+    def _sampled(self) -> list[bytes]:
+        return [elements.tobytes() for elements in self._elements]
+
+    def _summed(self) -> list[bytes]:
+        return list(map(checksum, self._memories))
+
+
+def model_of(layer: nn.Module) -> nn.Module:
+    """The model that a layer is a part of; vLLM tells a connector only of the layers that attend.
+
+    Raises:
+        UnsupportedError: it is a part of none.
+    """
+    modules = [x for x in gc.get_objects() if issubclass(type(x), nn.Module)]
+    owners = {id(child): module for module in modules for child in module.children()}
+    model = layer
+    while id(model) in owners:
+        model = owners[id(model)]
+    if model is layer:
+        raise UnsupportedError("layers must be parts of a model for a store, got one of none")
+    return model
+
+
+def _is_same(value: Any, known: Any) -> bool:
+    return value is None if known is None else value is not None and known() is value
+
+
+def _state(tensor: Tensor) -> tuple[int, int]:
+    return tensor.data_ptr(), -1 if tensor.is_inference() else tensor._version
+
+
+def _is_readable(tensor: Tensor) -> bool:
+    return tensor.device.type == "cpu" and tensor.layout == torch.strided and tensor.numel() > 0
+
+
+def _memory(tensor: Tensor) -> memoryview:
+    """The elements of a tensor where they lie, which are not kept alive."""
+    behind = tensor.untyped_storage().nbytes() - tensor.storage_offset() * tensor.itemsize
+    kind: Any = ctypes.c_uint8 * int(min(tensor.nbytes, behind))
+    memory = memoryview(kind.from_address(tensor.data_ptr())).cast("B")
+    return memory.cast(_FORMATS.get(tensor.itemsize, "B"))  # type: ignore[call-overload, no-any-return]
