@@ -1,6 +1,6 @@
 """What it takes to see that a model is the one that it was: in each lookup of a pool, and in each forward.
 
-    python benchmarks/model_watch.py [--layers 32] [--hidden 512]
+python benchmarks/model_watch.py [--layers 32] [--hidden 512]
 """
 
 import argparse
