@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from oracles.allocations import STRIDE, Run, every_failure
-from oracles.bits import generator
+from oracles.bits import assert_same_bits, generator
 from torch import Tensor
 
 from kvloom.caches import (
@@ -25,7 +26,10 @@ from kvloom.caches import (
     StaticLayer,
     StaticSlidingWindowLayer,
 )
+from kvloom.caches.storage import Storage
+from kvloom.caches.tokens import Tokens
 from kvloom.core.specs import QuantSpec
+from kvloom.errors import ShapeError
 from kvloom.paging import PrefixTree, check
 
 FORMATS: dict[str, Any] = {"float32": None, "int8": QuantSpec(8, 4), "int4": QuantSpec(4, 8, rotated=True)}
@@ -234,3 +238,60 @@ def test_fixed_pages(quant: QuantSpec | None, window: int | None) -> None:
         return run
 
     assert every_failure(program) > 30 // STRIDE
+
+
+# --- the first step -----------------------------------------------------------------------------------------
+
+
+def second_of_two() -> PagedLayer:
+    """A layer whose sequences have tokens of another layer, which stored them first."""
+    form = CacheFormat(quant=QuantSpec(8, 4), recent=4)
+    first = PagedLayer(form)
+    first.append(*[tokens(2, 6)] * 2)
+    return PagedLayer(form, first.sequences, 1)
+
+
+RECENT = CacheFormat(quant=QuantSpec(8, 4), page_size=1, recent=4)
+FIRST: dict[str, Callable[[], Layer]] = LAYERS | {
+    "newest": lambda: PagedLayer(RECENT),
+    "newest, window": lambda: PagedLayer(RECENT, Sequences(RECENT, 5)),
+    "newest, second layer": second_of_two,
+    "newest, fixed": lambda: FixedLayer(replace(RECENT, max_tokens=80)),
+    "newest, fixed, window": lambda: FixedLayer(RECENT, 5),
+}
+OTHERS: dict[str, Tensor] = {
+    "dtype": tokens(2, 6),
+    "rows": tokens(3, 6).bfloat16(),
+    "heads": torch.cat([tokens(2, 6)] * 2, 1).bfloat16(),
+    "head dim": torch.cat([tokens(2, 6)] * 2, 3).bfloat16(),
+}
+
+
+@pytest.mark.parametrize("what", OTHERS)
+@pytest.mark.parametrize("kind", FIRST)
+def test_after_a_first_step_that_failed_a_layer_is_new(
+    kind: str, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if (kind, what) == ("newest, second layer", "rows"):
+        pytest.skip("the sequences have their rows")
+    layer, new, other = FIRST[kind](), FIRST[kind](), OTHERS[what]
+
+    def refuse(*_: Any) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patch, pytest.raises(MemoryError):
+        patch.setattr(Tokens, "gather", refuse)
+        patch.setattr(Storage, "rows_of", lambda x, *_: None if x.has_codes else refuse())
+        layer.update(*[tokens(2, 6).bfloat16()] * 2)
+    assert layer.nbytes == new.nbytes
+    for x, y in zip(layer.update(other, other), new.update(other, other), strict=True):
+        assert_same_bits(x, y, kind)
+
+
+def test_forks_that_share_storage_have_one_dtype() -> None:
+    first = PagedLayer(CacheFormat())
+    second = PagedLayer(CacheFormat(), first.sequences.fork())
+    first.update(*[tokens(2, 6).bfloat16()] * 2)
+    with pytest.raises(ShapeError, match=r"key must be torch\.bfloat16, got torch\.float32"):
+        second.update(*[tokens(2, 6)] * 2)
+    second.update(*[tokens(2, 6).bfloat16()] * 2)

@@ -13,7 +13,7 @@ from kvloom import ops
 from kvloom.caches.fixed_recent import FixedRecent, with_recent
 from kvloom.caches.format import CacheFormat
 from kvloom.caches.layer import Layer
-from kvloom.caches.memory import counted, free_bytes, outside_inference_mode, too_long
+from kvloom.caches.memory import counted, outside_inference_mode, too_long_for
 from kvloom.caches.read_only import ReadOnly
 from kvloom.caches.recent import ring_nbytes
 from kvloom.caches.ring import Ring
@@ -23,7 +23,7 @@ from kvloom.caches.storage import Storage
 from kvloom.caches.tokens import TokenIndex, Tokens
 from kvloom.core.checks import expect_range
 from kvloom.core.memory import expect_memory
-from kvloom.errors import ConfigError, OutOfMemory, OutOfPages, StateError, UnsupportedError
+from kvloom.errors import ConfigError, OutOfMemory, StateError, UnsupportedError
 
 _Result = TypeVar("_Result")
 _LARGEST: Final = 1 << 62
@@ -48,7 +48,7 @@ class FixedLayer(Layer):
         rollback: Of a window, how many of the last tokens can be removed.
     """
 
-    _length_name = "max_tokens"
+    length_name = "max_tokens"
     """The argument that says how much memory is taken."""
 
     def __init__(self, format: CacheFormat, window: int | None = None, rollback: int = ROLLBACK) -> None:
@@ -183,7 +183,7 @@ class FixedLayer(Layer):
         """
         self._expect_tokens(key, value)
         try:
-            expect_memory(self._length_name, min(self.nbytes_for(key, value), _LARGEST), key.device)
+            expect_memory(self.length_name, min(self.nbytes_for(key, value), _LARGEST), key.device)
         except OutOfMemory as error:
             raise too_long_for([self], key, value) from error
         storage = Storage.of(self.format, key, value, self.num_slots, is_gathered=is_gathered)
@@ -230,17 +230,30 @@ class FixedLayer(Layer):
     def _extend(
         self, key: Tensor, value: Tensor, read: Callable[[Tokens], _Result], *, is_gathered: bool
     ) -> _Result:
-        """What ``read`` makes of what attention reads; if it raises, nothing remains of the new tokens."""
-        num_new, before = key.shape[2], (self.window or 1) - 1
+        """What ``read`` makes of what attention reads; if it raises, nothing remains of the new tokens.
+
+        Nor of the memory, if these are the first: the next ones may be of other shapes.
+        """
+        num_new, is_first = key.shape[2], self._storage is None
         if not torch.compiler.is_compiling() and self.max_tokens is not None:
             if (length := self.num_tokens) + num_new > self.max_tokens:
                 raise StateError(
-                    f"{self._length_name} must hold {counted(num_new, 'more token')}, got {self.max_tokens} "
+                    f"{self.length_name} must hold {counted(num_new, 'more token')}, got {self.max_tokens} "
                     f"with {length} taken"
                 )
-        if self._storage is None or key.shape[0] != self.size:
+        if is_first or key.shape[0] != self.size:
             self.allocate_for(key, value, is_gathered=is_gathered)
-        storage = self._allocated()
+        if not is_first:
+            return self._store(key, value, read)
+        try:
+            return self._store(key, value, read)
+        except BaseException:
+            self._free()
+            self.dtype = None
+            raise
+
+    def _store(self, key: Tensor, value: Tensor, read: Callable[[Tokens], _Result]) -> _Result:
+        storage, num_new, before = self._allocated(), key.shape[2], (self.window or 1) - 1
         end, position = self.length + num_new, self.length + torch.arange(num_new, device=key.device)
         reach = torch.maximum(self._reach, end)
         first, count = (self.length - before).clamp(min=0), before + num_new
@@ -385,15 +398,3 @@ class FixedLayer(Layer):
         for x in (*storage.tensors, ring.index.table, length, longest):
             if x is not None:
                 torch._dynamo.mark_static_address(x)
-
-
-def too_long_for(layers: Sequence[FixedLayer], key: Tensor, value: Tensor) -> OutOfPages:
-    """What to say where there is too little memory for layers of one cache, ``[B, H, any, D]`` in each."""
-    nbytes = [layer.nbytes_for(key, value) for layer in layers]
-    fixed = sum(n for n, x in zip(nbytes, layers, strict=True) if x.num_slots < (x.max_tokens or 0))
-    free = free_bytes(key.device)
-    if free is not None:
-        free += sum(layer.nbytes for layer in layers)
-    what = f"{counted(key.shape[0], 'sequence')} in {counted(len(layers), 'layer')}"
-    length = layers[0].max_tokens or layers[0].window or 0
-    return too_long(layers[0]._length_name, length, sum(nbytes), fixed, free, what)

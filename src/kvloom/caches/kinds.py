@@ -70,7 +70,7 @@ class StaticLayer(FixedLayer):
         max_length: Tokens of each sequence that fit.
     """
 
-    _length_name = "max_length"
+    length_name = "max_length"
 
     def __init__(self, max_length: int) -> None:
         self.max_length = expect_config("max_length", max_length, 1)
@@ -89,7 +89,7 @@ class StaticSlidingWindowLayer(FixedLayer):
         rollback: How many of the last tokens ``crop`` can remove, as those of a rejected draft.
     """
 
-    _length_name = "window"
+    length_name = "window"
 
     def __init__(self, window: int, rollback: int = 0) -> None:
         expect_config("window", window, 1)

@@ -331,7 +331,7 @@ class Layer(ABC):
         name, is_new, known = SIDES[side], self.storage is None, self._known_sizes()
         sizes = {"B": known["B"]} if "B" in known else {}
         sizes |= {} if is_new else {"H": known["H"], "D": known[("Dk", "Dv")[side]]}
-        expect(name, x, "B H N D", dtype=self.dtype or FLOAT_DTYPES, device=self._device, **sizes)
+        expect(name, x, "B H N D", dtype=self._dtypes, device=self._device, **sizes)
         held = None if is_new else self.num_columns
         new = self._assignment.add(side, x.detach(), held, self._num_fixed)
         if new is not None:
@@ -357,14 +357,18 @@ class Layer(ABC):
     def _expect_tokens(self, key: Tensor, value: Tensor) -> None:
         """Check ``[B, H, Q, D]`` against each other and the first ones."""
         known = self._known_sizes()
-        dtype = self.dtype or FLOAT_DTYPES
-        sizes = expect("key", key, "B H Q Dk", dtype=dtype, device=self._device, **known)
+        sizes = expect("key", key, "B H Q Dk", dtype=self._dtypes, device=self._device, **known)
         expect("value", value, "B H Q Dv", dtype=key.dtype, device=key.device, **sizes)
 
     def _known_sizes(self) -> dict[str, int]:
         """Sizes that every token must have."""
         known = {} if self.storage is None else self.storage.sizes
         return known | {"B": self.size} if self.size else known
+
+    @property
+    def _dtypes(self) -> torch.dtype | tuple[torch.dtype, ...]:
+        """Those that new tokens may have."""
+        return self.dtype or FLOAT_DTYPES
 
     @property
     def _device(self) -> torch.device | None:

@@ -3,14 +3,18 @@
 import ctypes
 import mmap
 import os
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import torch
 from torch import Tensor
 
 from kvloom.core.views import raw
 from kvloom.errors import OutOfPages
+
+if TYPE_CHECKING:
+    from kvloom.caches.fixed import FixedLayer
 
 _HUGE: Final = 2 << 20
 
@@ -49,20 +53,22 @@ def free_bytes(device: torch.device) -> int | None:
     return pages * size
 
 
-def too_long(name: str, value: int, asked: int, fixed: int, free: int | None, what: str) -> OutOfPages:
-    """The error of fixed storage that finds too little memory.
-
-    Args:
-        name: The argument that says how long it is.
-        value: Its value.
-        asked: Bytes that it takes.
-        fixed: Those of them that do not depend on the argument.
-        free: Bytes that there are.
-        what: What takes them.
-    """
-    fits = value if free is None else max(free - fixed, 0) * value // max(asked - fixed, 1)
-    bound = "smaller" if fits >= value else f"at most {fits} for {free} free bytes"
-    return OutOfPages(f"{name} must be {bound}, got {value}, which takes {asked} bytes for {what}")
+def too_long_for(layers: "Sequence[FixedLayer]", key: Tensor, value: Tensor) -> OutOfPages:
+    """The error of fixed layers of one cache that find too little memory for ``[B, H, any, D]`` in each."""
+    nbytes = [layer.nbytes_for(key, value) for layer in layers]
+    asked = sum(nbytes)
+    # Bytes of short windows do not depend on the length.
+    fixed = sum(n for n, x in zip(nbytes, layers, strict=True) if x.num_slots < (x.max_tokens or 0))
+    length = layers[0].max_tokens or layers[0].window or 0
+    free, bound = free_bytes(key.device), "smaller"
+    if free is not None:
+        free += sum(layer.nbytes for layer in layers)
+        fits = max(free - fixed, 0) * length // max(asked - fixed, 1)
+        bound = "smaller" if fits >= length else f"at most {fits} for {free} free bytes"
+    return OutOfPages(
+        f"{layers[0].length_name} must be {bound}, got {length}, which takes {asked} bytes for "
+        f"{counted(key.shape[0], 'sequence')} in {counted(len(layers), 'layer')}"
+    )
 
 
 def counted(count: int, noun: str) -> str:

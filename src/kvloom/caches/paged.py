@@ -215,6 +215,14 @@ class PagedLayer(Layer):
         recent = self.sequences.recent
         return 0 if recent is None else recent.nbytes_of(self.index)
 
+    @property
+    def _dtypes(self) -> torch.dtype | tuple[torch.dtype, ...]:
+        """As of ``Layer``: where other sequences share the storage, the dtype of their tokens."""
+        storage = self.storage
+        if self.dtype is None and storage and self.sequences.format.of_layer(self.index).dtype is None:
+            return storage.specs[0].dtype
+        return super()._dtypes
+
     def _held(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         run = self.sequences.run()
         if run is not None and self.storage is not None and self.sequences.has_own_pages:
@@ -238,6 +246,7 @@ class PagedLayer(Layer):
         """The memory is given back; the next tokens may be of other shapes."""
         self.dtype = None
         self.num_tokens = 0
+        self.sequences.is_recording = False
         self.sequences.clear()
 
     def _hold_alone(self) -> None:

@@ -6,7 +6,7 @@ a multiple of 512 positions, as far as its partial results reach: so bits do not
 Letters: B sequences, Q new tokens of each, H heads, D head dim, C slots of a ring.
 """
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -179,6 +179,10 @@ class Recent:
     def forget(self, rows: int, end: int) -> None:
         """Know none of the tokens before ``end`` of so many sequences."""
         self._known, self._end = [end] * rows, end
+
+    def keep_only(self, layers: Container[int]) -> None:
+        """Free the rings of all other layers, whose next tokens may be of other shapes."""
+        self.rings = {layer: ring for layer, ring in self.rings.items() if layer in layers}
 
     def removed(self, end: int, shifts: Sequence[int]) -> None:
         """Positions from ``end`` on were removed; then sequence b was moved ``shifts[b]`` positions back.

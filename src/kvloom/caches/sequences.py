@@ -300,21 +300,21 @@ class Sequences:
         return other
 
     def clear(self) -> None:
-        """Forget all sequences; the memory is given back if no fork uses it."""
+        """Forget all sequences; the memory is freed if no fork uses it, and the next tokens may be any."""
         self._replace([], [], [])
-        self.is_recording = False
         self.recent = self.recent and Recent(self.recent.num_tokens)
         self.pages.give_back()
 
     def take_back(self, size: int, num_positions: int) -> None:
         """Undo the last ``reserve``, before which there were ``size`` sequences of ``num_positions``."""
+        if not size:
+            self.clear()
+            return
         added = self.num_positions - num_positions
         if self.recent is not None:
             self.recent.removed(num_positions, [0] * size)
-        if not size:
-            self._replace([], [], [])
-            self.pages.give_back()
-        elif added and self.previous is not None:
+            self.recent.keep_only(self.storages)
+        if added and self.previous is not None:
             self._restore_previous()
         elif added:
             for table in self._tables:

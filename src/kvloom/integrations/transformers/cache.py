@@ -15,7 +15,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import Cache
 
 from kvloom.caches import FixedLayer, PagedLayer, Sequences
-from kvloom.caches.fixed import too_long_for
+from kvloom.caches.memory import too_long_for
 from kvloom.caches.recent import copied_recent
 from kvloom.errors import ArgumentError, OutOfPages, StateError, UnsupportedError
 from kvloom.integrations.transformers.build import (
