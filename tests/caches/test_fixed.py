@@ -7,7 +7,7 @@ import torch
 from oracles.bits import generator
 from torch import Tensor
 
-from kvloom.caches import CacheFormat, FixedLayer
+from kvloom.caches import CacheFormat, FixedLayer, PagedLayer, Sequences
 from kvloom.core.specs import QuantSpec
 from kvloom.errors import ConfigError, ShapeError, StateError
 
@@ -46,6 +46,17 @@ def test_it_can_be_filled_to_the_last_slot() -> None:
     with pytest.raises(StateError, match="max_tokens must hold 1 more token, got 8 with 8 taken"):
         layer.append(tokens(2, 1), tokens(2, 1))
     assert torch.equal(held(layer), torch.cat([key, more], dim=2))
+
+
+@pytest.mark.parametrize("start", [0, 3])
+@pytest.mark.parametrize("count", [10, 11, 13])
+def test_a_prompt_may_fill_all_but_a_window(start: int, count: int) -> None:
+    layer = FixedLayer(CacheFormat(page_size=1, max_tokens=16), window=6, rollback=2)
+    key, query = tokens(2, start + count), tokens(2, start + count, 1)
+    layer.append(key[:, :, :start], key[:, :, :start])
+    out = layer.append(key[:, :, start:], key[:, :, start:]).attend(query[:, :, start:])
+    want = PagedLayer(CacheFormat(), Sequences(CacheFormat(), 6)).append(key, key).attend(query)
+    torch.testing.assert_close(out, want[:, start:], rtol=1e-5, atol=1e-6)
 
 
 def test_memory_and_length_stay_where_they_are() -> None:

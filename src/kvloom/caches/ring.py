@@ -29,7 +29,5 @@ class Ring:
     def slots(self, position: Tensor) -> Tensor:
         """Slots ``[B, Q]`` of the tokens at ``position`` ``[Q]``; no slot for those that do not fit."""
         size, end = self.index.page_size, self._max_tokens
-        if end is None:
-            return self._starts + position % size
-        slots = self._starts + (position if size == end else position % size)
-        return torch.where(position < end, slots, len(self._starts) * size)
+        slots = self._starts + position % size
+        return slots if end is None else torch.where(position < end, slots, len(self._starts) * size)
