@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from oracles.bits import assert_same_bits, generator
 from torch import Tensor
 
 from kvloom import ops
-from kvloom.caches import CacheFormat, PagedLayer, PrefixCache, Sequences
+from kvloom.caches import CacheFormat, FixedLayer, PagedLayer, PrefixCache, Sequences
 from kvloom.caches.recent import ROLLBACK, ring_slots
 from kvloom.core.specs import QuantSpec
 from kvloom.errors import ConfigError
@@ -47,6 +47,7 @@ def mixed(
     known: int = 0,
     window: int | None = None,
     quant: QuantSpec = INT4,
+    shown: Tensor | None = None,
 ) -> Tensor:
     """What one row ``[H, N, D]`` should give: the newest tokens of each query exact, as far as known."""
     new, stored = query.shape[1], key.shape[1]
@@ -61,6 +62,7 @@ def mixed(
     hidden = token > position
     if window is not None:
         hidden = hidden | (token <= position - window)
+    hidden = hidden if shown is None else ~shown
     weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
     return ((weights * is_exact) @ value + (weights * ~is_exact) @ value_codes).transpose(0, 1)
 
@@ -134,6 +136,31 @@ def test_masks_biases_and_sinks_are_those_of_one_attention() -> None:
         weights = everything.softmax(-1)[..., :-1]
         want = ((weights * is_exact) @ value2 + (weights * ~is_exact) @ value4).transpose(0, 1)
         torch.testing.assert_close(out[b], want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("recent", [1, 5, 9, 20])
+@pytest.mark.parametrize("placement", ["paged", "fixed", "fixed, of any length"])
+def test_a_mask_may_show_more_than_the_window(placement: str, recent: int) -> None:
+    """As where all of a prefix sees each other: what is unquantized follows from positions alone."""
+    window, form = 9, CacheFormat(quant=INT4, recent=recent)
+    if placement == "paged":
+        layer: PagedLayer | FixedLayer = layer_of(recent, window)
+    else:
+        layer = FixedLayer(replace(form, max_tokens=90 if placement == "fixed" else None), window)
+    key, value, query = tokens(2, 50, 1), tokens(2, 50, 2), tokens(2, 50, 3, 4)
+    for start, end in ((0, 40), (40, 41), (41, 44), (44, 50)):
+        piece = slice(start, end)
+        num_columns, first = (int(x) for x in layer.get_mask_sizes(end - start))
+        column = torch.arange(num_columns) + first
+        seen = ((column >= max(start - window + 1, 0)) & (column < end)).expand(end - start, -1)
+        stored = layer.append(key[:, :, piece], value[:, :, piece])
+        out = stored.attend(query[:, :, piece], ops.Scores(is_causal=False), mask=seen[None, None])
+        shown = torch.zeros(end - start, end, dtype=torch.bool)
+        shown[:, max(start - window + 1, 0) :] = True
+        for b in range(2):
+            own = key[b, :, :end], value[b, :, :end]
+            want = mixed(query[b, :, piece], *own, recent, shown=shown)
+            torch.testing.assert_close(out[b], want, rtol=1e-4, atol=1e-5)
 
 
 @dataclass

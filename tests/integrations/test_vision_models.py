@@ -191,6 +191,16 @@ def test_a_second_turn_gives_the_stock_tokens_and_logits(name: str) -> None:
 
 
 @NAMES
+def test_a_residual_window_of_the_whole_text_gives_the_stock_tokens_and_logits(name: str) -> None:
+    """Also where a prefix sees all of itself, beyond a window that is shorter."""
+    model = vision_model(name)
+    inputs = prompts(name, model, rows=2)
+    stock = continued(model, DynamicCache(config=model.config.get_text_config()), inputs)
+    model.set_attn_implementation("kvloom")
+    expect_same(continued(model, KVCache.for_model(model, "int4:g2,recent=64"), inputs), stock)
+
+
+@NAMES
 def test_steps_of_several_tokens_give_the_stock_logits(name: str) -> None:
     model = vision_model(name)
     inputs = prompts(name, model, rows=1)

@@ -188,8 +188,8 @@ class FixedLayer(Layer):
             raise too_long_for([self], key, value) from error
         storage = Storage.of(self.format, key, value, self.num_slots, is_gathered=is_gathered)
         storage.reserve(key.shape[0], 1)
-        recent = FixedRecent.of(self.num_recent, self.max_tokens, key, value) if self.num_recent else None
-        self._hold(storage, 0, 0, recent)
+        sizes = self.format.recent, self.num_recent, self.max_tokens
+        self._hold(storage, 0, 0, FixedRecent.of(*sizes, key, value) if self.num_recent else None)
         self.dtype = key.dtype
 
     def stored(self) -> Tokens:

@@ -3,7 +3,7 @@
 Shapes follow from the number of new tokens alone, so that a step compiles once and waits for nothing.
 
 Letters: B sequences of one length, Q new tokens of each, H heads, D head dim, C slots of a ring, R newest
-tokens that a query reads as they were computed.
+tokens that a query reads unquantized.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,8 @@ class FixedRecent:
     """The newest tokens of B sequences of one layer.
 
     Args:
-        num_tokens: R.
+        num_newest: R.
+        num_tokens: Tokens that are kept of them, as many as later queries can see.
         max_tokens: Tokens that a sequence can have; ``None`` for any number.
         ring: Where they are kept, of C slots.
         known: The position from which on tokens are in the ring.
@@ -32,9 +33,16 @@ class FixedRecent:
     """
 
     def __init__(
-        self, num_tokens: int, max_tokens: int | None, ring: RecentRing, known: int = 0, end: int = 0
+        self,
+        num_newest: int,
+        num_tokens: int,
+        max_tokens: int | None,
+        ring: RecentRing,
+        known: int = 0,
+        end: int = 0,
     ) -> None:
-        self.num_tokens, self._max_tokens, self.ring = num_tokens, max_tokens, ring
+        self.num_newest, self.num_tokens = num_newest, num_tokens
+        self._max_tokens, self.ring = max_tokens, ring
         device = ring.tensors[0].device
         with outside_inference_mode():
             self._starts = torch.arange(ring.size, device=device).unsqueeze(1) * ring.num_slots
@@ -45,9 +53,11 @@ class FixedRecent:
             torch._dynamo.mark_static_address(x)
 
     @classmethod
-    def of(cls, num_tokens: int, max_tokens: int | None, key: Tensor, value: Tensor) -> "FixedRecent":
+    def of(
+        cls, num_newest: int, num_tokens: int, max_tokens: int | None, key: Tensor, value: Tensor
+    ) -> "FixedRecent":
         """An empty one for keys and values such as these, ``[B, H, any, D]``."""
-        return cls(num_tokens, max_tokens, RecentRing.of(key, value, ring_slots(num_tokens)))
+        return cls(num_newest, num_tokens, max_tokens, RecentRing.of(key, value, ring_slots(num_tokens)))
 
     def keep(self, key: Tensor, value: Tensor, start: Tensor, column: Tensor | int) -> Exact:
         """Keep new tokens ``[B, H, Q, D]``; what their attention reads as it was computed.
@@ -90,14 +100,15 @@ class FixedRecent:
 
     def selected(self, rows: Sequence[int]) -> "FixedRecent":
         """Another one, in which sequence i is what sequence ``rows[i]`` is here."""
-        num_tokens, max_tokens, _, known, end = self._state()
-        return FixedRecent(num_tokens, max_tokens, self.ring.selected(rows), known, end)
+        *sizes, _, known, end = self._state()
+        return FixedRecent(*sizes, self.ring.selected(rows), known, end)
 
     def __reduce__(self) -> Any:
         return FixedRecent, self._state()
 
-    def _state(self) -> tuple[int, int | None, RecentRing, int, int]:
-        return self.num_tokens, self._max_tokens, self.ring, int(self._known), int(self._end)
+    def _state(self) -> tuple[int, int, int | None, RecentRing, int, int]:
+        sizes = self.num_newest, self.num_tokens, self._max_tokens
+        return *sizes, self.ring, int(self._known), int(self._end)
 
     def _known_at(self, start: Tensor) -> Tensor:
         """The first position that is known before ``start``, behind which all may have been removed."""
@@ -145,7 +156,7 @@ class FixedRecent:
     def _exact(self, tokens: Tokens, start: Tensor, known: Tensor, column: Tensor | int) -> Exact:
         first = self._first(start)
         unknown = (known - first).clamp(min=0).expand(self.ring.size)
-        return Exact(tokens, self.num_tokens, unknown, first - column)
+        return Exact(tokens, self.num_newest, unknown, first - column)
 
 
 def with_recent(

@@ -106,11 +106,14 @@ class Recent:
     """The newest tokens of B sequences, in every layer that shares them.
 
     Args:
-        num_tokens: Newest tokens that a query reads as they were computed, itself included.
+        num_newest: R, newest tokens that a query reads unquantized, itself included.
+        window: Tokens that a later query can see, itself included, so that no more are kept; ``None`` for
+            all. Within a step a mask may show more.
     """
 
-    def __init__(self, num_tokens: int) -> None:
-        self.num_tokens = num_tokens
+    def __init__(self, num_newest: int, window: int | None = None) -> None:
+        self.num_newest, self.window = num_newest, window
+        self.num_tokens = num_newest if window is None else min(num_newest, window)
         self.rings: dict[int, RecentRing] = {}
         self._known: list[int] = []  # of each sequence, the position from which on tokens are in the rings
         self._end = 0  # behind the last position that was written in any ring
@@ -202,9 +205,13 @@ class Recent:
         self._known = [min(position, end) for position in known]  # what follows will be known
         self._end = min(self._end, end)
 
+    def cleared(self) -> "Recent":
+        """Another one, without tokens."""
+        return Recent(self.num_newest, self.window)
+
     def selected(self, rows: Sequence[int]) -> "Recent":
         """Another one, in which sequence i is what sequence ``rows[i]`` was."""
-        other = Recent(self.num_tokens)
+        other = self.cleared()
         if self._known:
             other._known = [self._known[row] for row in rows]
         other._end = self._end
@@ -216,7 +223,7 @@ class Recent:
         return self.rings[layer].nbytes if layer in self.rings else 0
 
     def _exact(self, view: KVView, step: RecentStep) -> Exact:
-        return Exact(Tokens(view, step.place), self.num_tokens, step.known)
+        return Exact(Tokens(view, step.place), self.num_newest, step.known)
 
     def _ring_index(self, rows: int, base: int, device: torch.device) -> CacheIndex:
         """Every page of the rings from position ``base`` on, as far as a step reaches."""

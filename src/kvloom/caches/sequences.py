@@ -58,8 +58,7 @@ class Sequences:
         self._tokens: dict[tuple[int, int, int, torch.device], TokenIndex] = {}
         self.step: Step | None = None
         self._run: Run | Literal["unknown"] | None = "unknown"
-        newest = self.format.recent if window is None else min(self.format.recent, window)
-        self.recent = Recent(newest) if newest else None
+        self.recent = Recent(self.format.recent, window) if self.format.recent else None
         weakref.finalize(self, release_all, self._tables)
         self.pages.users.add(self)
 
@@ -302,7 +301,7 @@ class Sequences:
     def clear(self) -> None:
         """Forget all sequences; the memory is freed if no fork uses it, and the next tokens may be any."""
         self._replace([], [], [])
-        self.recent = self.recent and Recent(self.recent.num_tokens)
+        self.recent = self.recent and self.recent.cleared()
         self.pages.give_back()
 
     def take_back(self, size: int, num_positions: int) -> None:
