@@ -8,30 +8,30 @@ import pytest
 import torch
 from core.spellings import BAD, ODD
 
-from kvloom.core.specs import QuantSpec
+from kvloom.core.specs import KVSpec, QuantSpec
 from kvloom.core.spelling import STORAGE, Kind, parse_kind, recent_of
-from kvloom.errors import ArgumentError
+from kvloom.errors import ArgumentError, ConfigError
 
 
 @pytest.mark.parametrize(
     ("text", "kind", "group"),
     [
-        ("auto", "auto", 0),
-        ("float32", "float32", 0),
-        ("float16", "float16", 0),
-        ("bfloat16", "bfloat16", 0),
-        ("int8", "int8", 64),
-        ("int4", "int4", 64),
+        ("auto", "auto", None),
+        ("float32", "float32", None),
+        ("float16", "float16", None),
+        ("bfloat16", "bfloat16", None),
+        ("int8", "int8", None),
+        ("int4", "int4", None),
         ("int8:g1", "int8", 1),
         ("int8:g7", "int8", 7),
         ("int8:g32", "int8", 32),
         ("int4:g16", "int4", 16),
         ("int4:g128", "int4", 128),
-        ("int2", "int2", 64),
+        ("int2", "int2", None),
         ("int2:g4", "int2", 4),
     ],
 )
-def test_kind_and_group_of_a_text(text: str, kind: str, group: int) -> None:
+def test_kind_and_group_of_a_text(text: str, kind: str, group: int | None) -> None:
     assert parse_kind("kv", text) == Kind(kind, group, "keys" if kind in ("int4", "int2") else "none")
 
 
@@ -81,9 +81,9 @@ def test_what_spells_no_codes_is_refused(text: object) -> None:
 @pytest.mark.parametrize(
     ("text", "kind"),
     [
-        ("int8,rotate=none", Kind("int8", 64)),
+        ("int8,rotate=none", Kind("int8")),
         ("int4:g32,rotate=none", Kind("int4", 32)),
-        ("int4,rotate=keys", Kind("int4", 64, "keys")),
+        ("int4,rotate=keys", Kind("int4", None, "keys")),
         ("int8:g8,rotate=values", Kind("int8", 8, "values")),
         ("int4:g16,rotate=both", Kind("int4", 16, "both")),
     ],
@@ -151,10 +151,38 @@ def test_rotated_codes_are_read_as_they_are_spelled(side: str) -> None:
 
 
 @pytest.mark.parametrize("bits", [8, 4])
-def test_a_group_that_is_not_said_is_64(bits: int) -> None:
+def test_scales_that_are_not_said_are_float16(bits: int) -> None:
     assert (
-        QuantSpec.parse(f"int{bits}", side="values") == QuantSpec(bits) == QuantSpec(bits, 64, torch.float16)
+        QuantSpec.parse(f"int{bits}", side="values")
+        == QuantSpec(bits)
+        == QuantSpec(bits, None, torch.float16)
     )
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "group"),
+    [(8, 8), (32, 32), (40, 8), (64, 64), (72, 8), (80, 16), (96, 32), (112, 16), (128, 64), (192, 64)],
+)
+@pytest.mark.parametrize("bits", [8, 4, 2])
+def test_a_group_that_is_not_said_divides_the_head_dim(bits: int, head_dim: int, group: int) -> None:
+    assert KVSpec(1, 2, head_dim, quant=QuantSpec(bits)).quant == QuantSpec(bits, group)
+    assert KVSpec(1, 2, head_dim, quant=QuantSpec(bits, 4)).quant == QuantSpec(bits, 4)
+
+
+@pytest.mark.parametrize("head_dim", [4, 20, 36, 100])
+def test_a_head_dim_that_is_no_multiple_of_8_needs_a_group(head_dim: int) -> None:
+    with pytest.raises(ConfigError, match=f"^head_dim must be a multiple of 8 .*, got {head_dim}$"):
+        QuantSpec(8).for_head_dim(head_dim)
+    assert QuantSpec(8, 4).for_head_dim(head_dim).group == 4
+
+
+@pytest.mark.parametrize(
+    "text",
+    [*STORAGE, "int8:g32", "int4:g16,rotate=both", "int8,recent=32", "int4,rotate=none,recent=0"],
+)
+def test_a_kind_is_spelled_as_it_is_read(text: str) -> None:
+    kind = parse_kind("kv", text)
+    assert (str(kind), parse_kind("kv", str(kind))) == (text, kind)
 
 
 def test_keys_of_4_bits_are_rotated_unless_the_text_says_otherwise() -> None:

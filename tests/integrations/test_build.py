@@ -189,8 +189,8 @@ def test_tuples_that_do_not_fit_are_refused(
 
 def test_a_group_that_does_not_divide_the_head_dim_is_refused() -> None:
     pairs = legacy(make_model(), text(9))
-    with pytest.raises(ConfigError, match="head_dim must be a multiple of group 64, got 16"):
-        KVCache.from_legacy_cache(pairs, kv="int8")
+    with pytest.raises(ConfigError, match="head_dim must be a multiple of group 32, got 16"):
+        KVCache.from_legacy_cache(pairs, kv="int8:g32")
 
 
 # --- fixed storage ------------------------------------------------------------------------------------------

@@ -183,9 +183,9 @@ def test_a_group_that_does_not_divide_the_head_dim_is_refused_by_name(make: Call
     model = make_model()
     for options, name, text in (
         ({"kv": "int8:g24"}, "kv", "int8:g24"),
-        ({"kv": "int8"}, "kv", "int8:g64"),
+        ({"kv": "int8:g64"}, "kv", "int8:g64"),
         ({"kv": "int8:g16", "values": "int4:g12"}, "values", "int4:g12"),
-        ({"values": "int4"}, "values", "int4:g64"),
+        ({"values": "int4:g64"}, "values", "int4:g64"),
     ):
         message = f"{name} must have a group that divides the head dim 16, got '{text}'"
         with pytest.raises(ArgumentError, match=f"^{message}$"):

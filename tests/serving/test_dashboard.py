@@ -73,7 +73,7 @@ def test_the_page_loads_nothing_from_elsewhere(server: Served) -> None:
 def test_the_state_has_pages_and_reasons_and_no_text_and_no_salt(busy: Served) -> None:
     status, answer = busy.send("GET", "/dashboard/state", key="secret")
     state = json.loads(answer)
-    assert status == 200 and state["model"] == "bundled" and state["kv"] == "int8" and state["alive"]
+    assert status == 200 and state["model"] == "bundled" and state["kv"] == "int8:g64" and state["alive"]
     assert len(state["pages"]) == state["report"]["num_pages"] and set(state["pages"]) <= set("fase")
     groups = sorted(request["group"] for request in state["requests"])
     assert len(groups) == 6 and groups.count(groups[0]) in (2, 4) and len(set(groups)) == 2

@@ -100,8 +100,8 @@ class FixedRecent:
 
     def selected(self, rows: Sequence[int]) -> "FixedRecent":
         """Another one, in which sequence i is what sequence ``rows[i]`` is here."""
-        *sizes, _, known, end = self._state()
-        return FixedRecent(*sizes, self.ring.selected(rows), known, end)
+        num_newest, num_tokens, max_tokens, ring, known, end = self._state()
+        return FixedRecent(num_newest, num_tokens, max_tokens, ring.selected(rows), known, end)
 
     def __reduce__(self) -> Any:
         return FixedRecent, self._state()

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from kvloom import ops
 from kvloom.core.layouts import NATIVE_KEYS, NATIVE_VALUES, CacheLayout
-from kvloom.core.specs import KVSpec, QuantSpec
-from kvloom.core.spelling import CODE_BITS, parse_kind
+from kvloom.core.specs import KVSpec, QuantSpec, dtype_name
+from kvloom.core.spelling import ROTATED, ROTATIONS, Kind, parse_kind, recent_of
 from kvloom.errors import ConfigError
 
 PAGE_LAYOUTS: Final = ("auto", "rows", "NHD", "HND", "native")
@@ -86,6 +86,30 @@ class CacheFormat:
         recent = self.recent if own.has_codes else 0
         return replace(self, dtype=own.dtype, quant=own.quant, values=own.values, recent=recent, layers=None)
 
+    def kind(self, key_dim: int | None = None, value_dim: int | None = None) -> str:
+        """How keys and values of these head dims are kept, such as ``"int8:g32"``, as ``kept_as`` reads it.
+
+        ``"int8:g32/int4:g32"`` where values are kept otherwise, ``"plan"`` where layers are.
+        """
+        if self.layers is not None:
+            return "plan"
+        kinds = [self._side("keys", key_dim), (self.values or self)._side("values", value_dim)]
+        names = {(kind.name, kind.group) for kind in kinds}
+        if len(names) == 1:
+            rotated = kinds[0].rotates("keys") + 2 * kinds[1].rotates("values")
+            kinds = [Kind(*names.pop(), ROTATIONS[rotated])]
+        recent = "" if self.recent == recent_of(kinds[0], kinds[-1]) else f",recent={self.recent}"
+        return "/".join(map(str, kinds)) + recent
+
+    def _side(self, side: Literal["keys", "values"], head_dim: int | None) -> Kind:
+        if self.quant is None:
+            return Kind("auto" if self.dtype is None else dtype_name(self.dtype))
+        quant = self.quant if head_dim is None else self.quant.for_head_dim(head_dim)
+        usual = Kind(f"int{quant.bits}", quant.group, ROTATED.get(f"int{quant.bits}", "none"))
+        if usual.rotates(side) == quant.rotated:
+            return usual
+        return replace(usual, rotate=side if quant.rotated else "none")
+
     def spec(self, heads: int, head_dim: int, dtype: torch.dtype) -> KVSpec:
         """Keys of one layer whose model computes in ``dtype``; ``values.spec`` is that of its values."""
         return KVSpec(1, heads, head_dim, self.dtype or dtype, quant=self.quant)
@@ -115,8 +139,8 @@ def kept_as(
         ArgumentError: ``text`` spells none of these.
     """
     kind = parse_kind(name, text)
-    if kind.group:
-        return None, QuantSpec(CODE_BITS[kind.name], kind.group, rotated=kind.rotates(side))
+    if kind.bits:
+        return None, QuantSpec(kind.bits, kind.group, rotated=kind.rotates(side))
     return None if kind.name == "auto" else getattr(torch, kind.name), None
 
 
@@ -156,10 +180,10 @@ def page_layout(
         return _NHD
     if name == "HND" or spec.quant is None:
         return _HND
-    if name == "auto" and spec.dtype == torch.bfloat16 and spec.quant.group % _DIGITS_FROM:
+    if name == "auto" and spec.dtype == torch.bfloat16 and spec.group % _DIGITS_FROM:
         return _HND  # dequantized for products of bfloat16
-    row, group = (n * spec.quant.bits // 8 for n in (spec.head_dim, spec.quant.group))
-    if page_size % _BLOCK == 0 and row % 16 == 0 and group % 4 == 0 and spec.quant.group >= 8:
+    row, group = (n * spec.quant.bits // 8 for n in (spec.head_dim, spec.group))
+    if page_size % _BLOCK == 0 and row % 16 == 0 and group % 4 == 0 and spec.group >= 8:
         return NATIVE_KEYS if side == "key" else NATIVE_VALUES
     if name == "auto":
         return _HND

@@ -80,6 +80,11 @@ class Pages:
         """Pages in the longest extent."""
         return -(-self.pool.num_pages // self.pool.num_extents)
 
+    def kind(self, *head_dims: int) -> str:
+        """``format.kind`` of layers that have tokens, and of ``head_dims`` before the first one has."""
+        found = next(iter(self.storages.values()), None)
+        return self.format.kind(*(head_dims if found is None else (spec.head_dim for spec in found.specs)))
+
     def keep(self) -> None:
         """Have all ``max_tokens`` from now on, as if ``is_kept``."""
         self.is_kept = True

@@ -35,8 +35,8 @@ class QuantizedLayer(Layer):
 
     Args:
         kv: Codes of the keys and, without ``values``, of the values, as ``QuantSpec.parse`` reads them:
-            ``"int8:g32"`` has a scale for 32 elements along the head dim, ``"int8"`` for 64. The number
-            divides Dk and Dv.
+            ``"int8:g32"`` has a scale for 32 elements along the head dim, a number that divides Dk and Dv;
+            ``"int8"`` for as many as 64 has in common with Dk, and with Dv.
         recent: Most recent tokens that are not quantized.
         values: Codes of the values.
         scale_dtype: float32, float16 or bfloat16.

@@ -102,8 +102,8 @@ class Exact:
 
     Attributes:
         tokens: These columns, the last of the tokens.
-        num_newest: Newest tokens that a query reads from here, itself included, whether or not its window has as
-            many; all others it reads as codes.
+        num_newest: Newest tokens that a query reads from here, itself included, even beyond its window if a
+            mask shows them; all others it reads as codes.
         known: ``[B]``, the first of these columns that is known of each sequence; ``None`` for all.
         column: Where the first of these columns stands among all, 0-d int64, if they are not the last: those
             behind the stored tokens hold nothing.

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvloom.core.checks import FLOAT_DTYPES
 from kvloom.core.layouts import CacheLayout, as_layout
-from kvloom.core.spelling import CODE_BITS, GROUP, ROTATED, parse_kind, per_byte
+from kvloom.core.spelling import CODE_BITS, LEAST_GROUP, Kind, group_for, parse_kind, per_byte
 from kvloom.errors import ArgumentError, ConfigError
 
 CODE_DTYPE: Final = {8: torch.int8, 4: torch.uint8, 2: torch.bits2x4}
@@ -28,29 +28,30 @@ class QuantSpec:
 
     ``str`` spells it as ``parse`` reads it, such as ``"int8:g64"``; ``scale_dtype`` is left out.
 
+    Without a group these are codes of any head dim that is a multiple of 8; a ``KVSpec`` of them has one.
+
     Attributes:
         bits: 8 (stored as int8), 4 (two to a uint8) or 2 (four to a ``torch.bits2x4``, which is a byte).
-        group: Elements that share a scale. 64 costs 1.03 bytes an element at 8 bits and float16 scales, 8
-            (the default of the PMX documents) 1.25.
+        group: Elements that share a scale; ``None`` for the greatest common divisor of 64 and the head dim.
+            64 costs 1.03 bytes an element at 8 bits and float16 scales, 8 (the default of the PMX documents)
+            1.25.
         scale_dtype: float32, float16 or bfloat16.
         rotated: Whether head vectors are rotated before they are quantized, see ``kvloom.quant.rotation``.
     """
 
     bits: int
-    group: int = GROUP
+    group: int | None = None
     scale_dtype: torch.dtype = torch.float16
     rotated: bool = False
 
     def __post_init__(self) -> None:
         if self.bits not in CODE_DTYPE:
             raise ConfigError(f"bits must be 8, 4 or 2, got {self.bits!r}")
-        if isinstance(self.group, bool) or not isinstance(self.group, int) or self.group < 1:
-            raise ConfigError(f"group must be a positive int, got {self.group!r}")
-        if self.group % per_byte(self.bits):
-            multiple = per_byte(self.bits)
-            raise ConfigError(
-                f"group must be a multiple of {multiple} for {self.bits} bits, got {self.group}"
-            )
+        group, multiple = self.group, per_byte(self.bits)
+        if group is not None and (isinstance(group, bool) or not isinstance(group, int) or group < 1):
+            raise ConfigError(f"group must be a positive int, got {group!r}")
+        if group is not None and group % multiple:
+            raise ConfigError(f"group must be a multiple of {multiple} for {self.bits} bits, got {group}")
         if self.scale_dtype not in FLOAT_DTYPES:
             raise ConfigError(f"scale_dtype must be one of {FLOAT_DTYPES}, got {self.scale_dtype!r}")
         if not isinstance(self.rotated, bool):
@@ -60,8 +61,7 @@ class QuantSpec:
     def parse(cls, text: str, name: str = "text", side: str = "keys") -> "QuantSpec":
         """The codes that ``"int8"``, ``"int4"`` or ``"int2"``, ``"int8:g32"`` and the like spell.
 
-        Groups are of 64 if nothing is said, scales float16. Keys of 4 and 2 bits are rotated unless the text
-        says otherwise.
+        Scales are float16. Keys of 4 and 2 bits are rotated unless the text says otherwise.
 
         Args:
             text: The spelling.
@@ -74,12 +74,25 @@ class QuantSpec:
         kind = parse_kind(name, text, tuple(CODE_BITS))
         if kind.recent:
             raise ArgumentError(f"{name} must spell codes alone, without recent, got {text!r}")
-        return cls(CODE_BITS[kind.name], kind.group, rotated=kind.rotates(side))
+        return cls(kind.bits, kind.group, rotated=kind.rotates(side))
+
+    def for_head_dim(self, head_dim: int) -> "QuantSpec":
+        """These codes of vectors of ``head_dim`` elements: with a group that divides them.
+
+        Raises:
+            ConfigError: the group does not, or ``head_dim`` is no multiple of 8 where none is given.
+        """
+        group = self.group or group_for(head_dim)
+        if group is None:
+            raise ConfigError(
+                f"head_dim must be a multiple of {LEAST_GROUP} for codes without a group, got {head_dim}"
+            )
+        if head_dim % group:
+            raise ConfigError(f"head_dim must be a multiple of group {group}, got {head_dim}")
+        return self if group == self.group else replace(self, group=group)
 
     def __str__(self) -> str:
-        rotate = "both" if self.rotated else "none"
-        is_said = rotate != ROTATED.get(f"int{self.bits}", "none")
-        return f"int{self.bits}:g{self.group}{f',rotate={rotate}' if is_said else ''}"
+        return str(Kind(f"int{self.bits}", self.group, "both" if self.rotated else "none"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +108,7 @@ class KVSpec:
         head_dim: Elements of a head vector.
         dtype: Of keys and values when they are not quantized.
         layout: A ``CacheLayout`` or its axes.
-        quant: ``None`` to keep ``dtype``.
+        quant: ``None`` to keep ``dtype``; codes without a group get that of the head dim.
 
     Raises:
         ConfigError: a field is no such value, or does not fit the layout or the group.
@@ -116,8 +129,8 @@ class KVSpec:
         object.__setattr__(self, "layout", as_layout("layout", self.layout))
         if self.layers > 1 and "L" not in self.axes.names:
             raise ConfigError(f"layers must be 1 for layout {self.axes.axes!r}, got {self.layers}")
-        if self.quant is not None and self.head_dim % self.quant.group:
-            raise ConfigError(f"head_dim must be a multiple of group {self.quant.group}, got {self.head_dim}")
+        if self.quant is not None:
+            object.__setattr__(self, "quant", self.quant.for_head_dim(self.head_dim))
         if self.quant is not None and self.quant.rotated and self.head_dim % 2:
             raise ConfigError(f"head_dim must be even to be rotated, got {self.head_dim}")
         chunk = self.axes.chunk("D") * (self.head_dim // self._stored_dim)
@@ -135,6 +148,11 @@ class KVSpec:
     def cache_dtype(self) -> torch.dtype:
         """dtype of the cache tensor."""
         return self.dtype if self.quant is None else CODE_DTYPE[self.quant.bits]
+
+    @property
+    def group(self) -> int:
+        """Elements that share a scale; 0 if not quantized."""
+        return 0 if self.quant is None or self.quant.group is None else self.quant.group
 
     @property
     def _stored_dim(self) -> int:
@@ -175,7 +193,7 @@ class KVSpec:
         cache = self.axes.shape(D=self._stored_dim, **sizes)
         if self.quant is None:
             return cache, None
-        return cache, self.axes.for_scale().shape(D=self.head_dim // self.quant.group, **sizes)
+        return cache, self.axes.for_scale().shape(D=self.head_dim // self.group, **sizes)
 
     def nbytes(self, num_tokens: int, block_size: int | None = None) -> int:
         """Bytes that ``empty`` allocates, scales included."""
@@ -207,7 +225,7 @@ class KVSpec:
             if self.quant is None
             else [
                 self.quant.bits,
-                self.quant.group,
+                self.group,
                 str(self.quant.scale_dtype),
                 *(["rotated"] if self.quant.rotated else []),
             ],

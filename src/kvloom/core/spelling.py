@@ -1,6 +1,7 @@
 """How keys and values are kept, spelled ``KIND[:gGROUP][,OPTION=VALUE...]``.
 
-Such as ``"float16"``, ``"int8"``, ``"int4:g32"``, ``"int4,rotate=keys"``.
+Such as ``"float16"``, ``"int8"``, ``"int4:g32"``, ``"int4,rotate=keys"``. Codes that name no group have the
+one that ``group_for`` chooses for a head dim.
 
 Without torch, so that a command line can be checked at once.
 """
@@ -8,6 +9,7 @@ Without torch, so that a command line can be checked at once.
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import gcd
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,7 +20,9 @@ STORAGE: Final = ("auto", "float32", "float16", "bfloat16", "int8", "int4", "int
 CODE_BITS: Final = {"int8": 8, "int4": 4, "int2": 2}
 """Bits of the kinds that are codes; they may have a group and options."""
 GROUP: Final = 64
-"""Elements along the head dim that share a scale, if no group is given."""
+"""Most elements along the head dim that share a scale, if no group is given."""
+LEAST_GROUP: Final = 8
+"""Fewest elements that share a scale, if no group is given: fewer take more bytes than they save."""
 ROTATIONS: Final = ("none", "keys", "values", "both")
 """Of which of the two a head vector is rotated before it is quantized."""
 
@@ -35,25 +39,46 @@ def per_byte(bits: int) -> int:
     return 8 // bits
 
 
+def group_for(head_dim: int) -> int | None:
+    """Elements that share a scale, if no group is given: the greatest common divisor of 64 and ``head_dim``.
+
+    ``None`` for head dims that are no multiple of 8.
+    """
+    group = gcd(GROUP, head_dim)
+    return group if group >= LEAST_GROUP else None
+
+
 @dataclass(frozen=True, slots=True)
 class Kind:
     """What a spelling says.
 
     Attributes:
         name: One of ``STORAGE``.
-        group: Elements that share a scale; 0 for a kind that is no codes.
+        group: Elements that share a scale; ``None`` if nothing is said.
         rotate: One of ``ROTATIONS``.
         recent: Newest tokens that each token attends to as they were computed; ``None`` if nothing is said.
     """
 
     name: str
-    group: int = 0
+    group: int | None = None
     rotate: str = "none"
     recent: int | None = None
+
+    @property
+    def bits(self) -> int:
+        """Of codes; 0 for a kind that is none."""
+        return CODE_BITS.get(self.name, 0)
 
     def rotates(self, side: str) -> bool:
         """Whether ``"keys"`` or ``"values"`` are rotated."""
         return self.rotate in (side, "both")
+
+    def __str__(self) -> str:
+        """The shortest spelling."""
+        group = "" if self.group is None else f":g{self.group}"
+        rotate = "" if self.rotate == ROTATED.get(self.name, "none") else f",rotate={self.rotate}"
+        recent = "" if self.recent in (None, RECENT.get(self.name, 0)) else f",recent={self.recent}"
+        return f"{self.name}{group}{rotate}{recent}"
 
 
 def _one_of(*words: str) -> tuple[str, Callable[[str], str | None]]:
@@ -116,9 +141,9 @@ def parse_kind(name: str, text: object, kinds: tuple[str, ...] = STORAGE) -> Kin
         )
     if kind not in CODE_BITS:
         return Kind(kind)
-    group = int(digits or GROUP)
+    group = int(digits) if digits else None
     bits = CODE_BITS[kind]
-    if group % per_byte(bits):
+    if group is not None and group % per_byte(bits):
         raise ArgumentError(
             f"{name} must have a group of a multiple of {per_byte(bits)} for {bits} bits, got {text!r}"
         )

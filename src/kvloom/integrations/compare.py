@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvloom.core.spelling import CODE_BITS, GROUP
-from kvloom.integrations.transformers import KVCache, head_dim_of
+from kvloom.integrations.transformers import KVCache
 from kvloom.integrations.transformers.attention import IMPLEMENTATION
 
 STOCK = "DynamicCache"
@@ -99,19 +98,8 @@ def compare(
 
 
 def cache_of(model: Any, kind: str) -> KVCache | None:
-    """An empty cache of a kind; ``None`` for ``STOCK``, so that the model makes its own.
-
-    Codes without a group get one that divides the model's head dim.
-    """
-    if kind == STOCK:
-        return None
-    return KVCache.for_model(model, kv=with_group(model, kind))
-
-
-def with_group(model: Any, kind: str) -> str:
-    """``kind``; codes without a group get one that divides the model's head dim."""
-    codes, comma, options = kind.partition(",")
-    return f"{codes}:g{_group(model)}{comma}{options}" if codes in CODE_BITS else kind
+    """An empty cache of a kind; ``None`` for ``STOCK``, so that the model makes its own."""
+    return None if kind == STOCK else KVCache.for_model(model, kv=kind)
 
 
 @contextmanager
@@ -155,9 +143,3 @@ def _nbytes_per_token(cache: Any) -> float:
         return float(cache.nbytes_per_token)
     layers = cache.layers
     return float(sum((x.keys.nbytes + x.values.nbytes) / x.keys.shape[-2] for x in layers))
-
-
-def _group(model: Any) -> int:
-    """``GROUP``, or the largest power of two below it that divides the head dim."""
-    head_dim = head_dim_of(model.config.get_text_config(decoder=True))
-    return min(GROUP, head_dim & -head_dim)

@@ -1,6 +1,8 @@
 """Which bits the keys and the values of each layer get, so that a budget of bytes buys the least error."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from math import gcd
 from typing import Any, Final
 
 import torch
@@ -8,16 +10,15 @@ from torch import Tensor
 
 from kvloom.caches.format import kept_as
 from kvloom.core.checks import expect_range
-from kvloom.core.spelling import RECENT, parse_kind
+from kvloom.core.spelling import RECENT, group_for, parse_kind
 from kvloom.errors import ArgumentError
-from kvloom.integrations.compare import with_group
 from kvloom.integrations.head_errors import HeadErrors
 from kvloom.integrations.quality import ROWS
 from kvloom.integrations.transformers import KVCache
 from kvloom.integrations.transformers.bit_plan import BitPlan, config_digest
 from kvloom.integrations.transformers.build import text_config_of
 from kvloom.integrations.transformers.layers import KVCacheLayer
-from kvloom.integrations.transformers.loading import head_dim_of
+from kvloom.integrations.transformers.loading import head_dim_of, head_dims_of
 
 KINDS: Final = (
     "int2,rotate=keys",
@@ -75,11 +76,9 @@ def plan_bits(
     for kind in kinds:
         if parse_kind("kinds", kind).recent is not None:
             raise ArgumentError(f"kinds must say nothing of recent, which is one for all, got {kind!r}")
-    head_dim = head_dim_of(text_config_of(model))
-    fitting = [
-        kind for kind in (with_group(model, kind) for kind in kinds) if head_dim % _group_of(kind) == 0
-    ]
-    kinds = [*dict.fromkeys(fitting)]
+    config = text_config_of(model)
+    head_dim = gcd(*(head_dims_of(config) or (head_dim_of(config),)))
+    kinds = [*dict.fromkeys(filter(None, (_with_group(kind, head_dim) for kind in kinds)))]
     errors = _measure(model, input_ids, kinds, recent, chunk, on_step)
     costs, elements = _costs(model, kinds)
     limit = bits * elements / 8 if bits is not None else float(budget or 0)
@@ -103,8 +102,13 @@ def plan_bits(
     )
 
 
-def _group_of(kind: str) -> int:
-    return parse_kind("kinds", kind).group or 1
+def _with_group(kind: str, head_dim: int) -> str | None:
+    """``kind`` with the group that it has for a head dim; ``None`` if there is none."""
+    found = parse_kind("kinds", kind)
+    if not found.bits:
+        return kind
+    group = found.group or group_for(head_dim)
+    return None if group is None or head_dim % group else str(replace(found, group=group))
 
 
 def _measure(
@@ -118,7 +122,7 @@ def _measure(
     """Mean square of the error of each head's output, of each side, with each kind."""
     makers = [
         (lambda keys=keys, values=values: KVCache.for_model(model, keys, values=values))
-        for kind in (f"{x},recent={recent}" if parse_kind("kinds", x).group else x for x in kinds)
+        for kind in (f"{x},recent={recent}" if parse_kind("kinds", x).bits else x for x in kinds)
         for keys, values in ((kind, "auto"), ("auto", kind))
     ]
     meter = HeadErrors(model, makers)
@@ -163,7 +167,7 @@ def _nbytes(spec: Any, kind: str, side: int) -> int:
     size = spec.heads * spec.head_dim
     if quant is None:
         return int(size * (dtype or spec.dtype).itemsize)
-    return int(size * quant.bits // 8 + size // quant.group * quant.scale_dtype.itemsize)
+    return int(replace(spec, layout="T H D", quant=quant).nbytes(1))
 
 
 def _cheapest_errors(items: Sequence[tuple[list[int], list[float]]], limit: float) -> list[int] | None:

@@ -96,8 +96,7 @@ def quality(
     Args:
         model: A ``PreTrainedModel`` that generates.
         input_ids: ``[N, W]`` int64 or int32, W of at least 2.
-        kv: Kinds of caches, as ``KVCache.for_model`` takes them, files of plans among them, and peers. Codes
-            without a group get one that divides the head dim.
+        kv: Kinds of caches, as ``KVCache.for_model`` takes them, files of plans among them, and peers.
         chunk: Tokens that are fed at a time.
         after: Predictions behind at most so many tokens of a text are not counted; errors of heads are.
         on_step: Called with the steps that are done and all steps, after each.

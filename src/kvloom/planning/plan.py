@@ -2,14 +2,14 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from math import gcd, prod
+from math import prod
 from pathlib import Path
 from typing import Any, Final
 
 from kvloom.caches import CacheFormat, Sequences
 from kvloom.caches.recent import ring_slots
 from kvloom.core.specs import KVSpec
-from kvloom.core.spelling import CODE_BITS, GROUP, STORAGE, per_byte
+from kvloom.core.spelling import CODE_BITS, STORAGE, group_for
 from kvloom.errors import ArgumentError, ConfigError
 from kvloom.integrations.transformers.build import cache_format
 from kvloom.planning.model import Kind, LayerShape, ModelShape, read_config
@@ -190,13 +190,9 @@ def plan(
 
 
 def kinds_for(shape: ModelShape) -> list[str]:
-    """Every ``kv`` that serves a model, codes with the largest group up to 64 that divides its head dims."""
-    group = gcd(GROUP, *(dim for layer in shape.layers for dim in (layer.key_dim, layer.value_dim)))
-    return [
-        kind if kind not in CODE_BITS or group == GROUP else f"{kind}:g{group}"
-        for kind in STORAGE
-        if kind not in CODE_BITS or group % per_byte(CODE_BITS[kind]) == 0
-    ]
+    """Every ``kv`` that a model can have: codes, if they find a group for its head dims."""
+    dims = {dim for layer in shape.layers if layer.heads for dim in (layer.key_dim, layer.value_dim)}
+    return [kind for kind in STORAGE if kind not in CODE_BITS or all(map(group_for, dims))]
 
 
 def _held(context: int, window: int | None, page_size: int, is_peak: bool) -> tuple[int, int]:

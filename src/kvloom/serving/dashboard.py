@@ -41,7 +41,7 @@ def state_of(session: Session, name: str) -> dict[str, Any]:
     report = session.report()
     return {
         "model": name,
-        "kv": session.kv,
+        "kv": report.kv,
         "alive": session.alive,
         "generated": session.num_new,
         "report": asdict(report),

@@ -72,7 +72,7 @@ class Session:
     ) -> None:
         if getattr(tokenizer, "backend_tokenizer", None) is None:
             raise ArgumentError(f"model must have a fast tokenizer, got {type(tokenizer).__name__}")
-        self.model, self.tokenizer, self.settings, self.kv = model, tokenizer, settings, kv
+        self.model, self.tokenizer, self.settings = model, tokenizer, settings
         tokenizer("")  # drops what its file says of truncation: from now on threads may share it
         self.on_first_token = on_first_token
         continuous_batching(model, kv, policy=policy)

@@ -109,4 +109,4 @@ def side_of(spec: KVSpec) -> SideFormat:
     if spec.quant is None:
         return SideFormat(spec.head_dim, name)
     scale = dtype_name(spec.quant.scale_dtype)
-    return SideFormat(spec.head_dim, name, spec.quant.bits, spec.quant.group, scale)
+    return SideFormat(spec.head_dim, name, spec.quant.bits, spec.group, scale)

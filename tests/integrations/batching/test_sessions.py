@@ -224,7 +224,7 @@ def test_arguments_that_are_refused() -> None:
         (ArgumentError, "model must be a PreTrainedModel, got LlamaConfig", (LlamaConfig(),), {}),
         (UnsupportedError, "model must be a decoder alone", (bart,), {}),
         (ArgumentError, "kv must be one of", (model, "int7"), {}),
-        (ArgumentError, "values must have a group that divides", (model, "int8:g16"), {"values": "int8"}),
+        (ArgumentError, "values must have a group that divides", (model, "int8:g16"), {"values": "int8:g32"}),
         (ArgumentError, "share must be True or False, got 1", (model,), {"share": 1}),
     ]
     for error, message, args, options in cases:

@@ -103,7 +103,7 @@ def widths(quant: QuantSpec | None, dtype: torch.dtype) -> list[tuple[Tensor, in
         return [(torch.empty(0, dtype=dtype), DIM)] * 2
     code = torch.empty(0, dtype=torch.int8 if quant.bits == 8 else torch.uint8)
     scale = torch.empty(0, dtype=quant.scale_dtype)
-    return [(code, DIM * quant.bits // 8)] * 2 + [(scale, DIM // quant.group)] * 2
+    return [(code, DIM * quant.bits // 8)] * 2 + [(scale, DIM // (quant.group or 64))] * 2
 
 
 def test_pages_of_another_size_are_refused() -> None:
@@ -120,4 +120,4 @@ def test_pages_that_are_not_dense_are_refused() -> None:
 
 def test_a_group_that_does_not_divide_the_head_is_refused() -> None:
     with pytest.raises(ConfigError, match="head_dim must be a multiple of group 64, got 80"):
-        pages.content_bytes(80, torch.bfloat16, QuantSpec(8))
+        pages.content_bytes(80, torch.bfloat16, QuantSpec(8, 64))

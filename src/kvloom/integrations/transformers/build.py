@@ -10,8 +10,9 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from kvloom.caches import CacheFormat, FixedLayer, PagedLayer, Sequences
 from kvloom.caches.format import kept_as
-from kvloom.core.spelling import is_plan, parse_kind, recent_of
-from kvloom.errors import ArgumentError, UnsupportedError
+from kvloom.core.specs import QuantSpec
+from kvloom.core.spelling import LEAST_GROUP, is_plan, parse_kind, recent_of
+from kvloom.errors import ArgumentError, ConfigError, UnsupportedError
 from kvloom.integrations.transformers.bit_plan import BitPlan, config_digest
 from kvloom.integrations.transformers.layers import (
     HybridKVCacheLayer,
@@ -19,7 +20,7 @@ from kvloom.integrations.transformers.layers import (
     StaticKVCacheLayer,
     TheirHybridLayer,
 )
-from kvloom.integrations.transformers.loading import head_dim_of
+from kvloom.integrations.transformers.loading import head_dims_of
 
 # Kinds of layers that this library keeps, where a configuration names them.
 _KINDS: Final = (None, "full_attention", "sliding_attention", "chunked_attention", "hybrid")
@@ -76,13 +77,10 @@ def cache_format(
         ("kv", kv, "keys"),
         ("kv", kv, "values") if values is None else ("values", values, "values"),
     )
-    for name, text, side in sides:
+    for (name, text, side), head_dim in zip(sides, head_dims_of(config) or (None, None), strict=True):
         dtype, quant = kept_as(name, text, side)
-        if quant is not None and not hasattr(config, "kv_lora_rank") and head_dim_of(config) % quant.group:
-            raise ArgumentError(
-                f"{name} must have a group that divides the head dim {head_dim_of(config)}, got "
-                f"'int{quant.bits}:g{quant.group}'"
-            )
+        if quant is not None and head_dim is not None:
+            _expect_divides(name, text, quant, head_dim)
         formats.append(CacheFormat(dtype, quant, page_size, max_tokens, layout=layout))
         kinds.append(parse_kind(name, text))
     said = [kind.recent for kind in kinds]
@@ -90,6 +88,17 @@ def cache_format(
         raise ArgumentError(f"values must keep as many recent tokens as kv, {said[0]}, got {values!r}")
     recent = recent_of(*kinds)
     return replace(formats[0], values=formats[1], recent=recent)
+
+
+def _expect_divides(name: str, text: Any, quant: QuantSpec, head_dim: int) -> None:
+    """Raise ArgumentError unless head vectors have whole groups."""
+    try:
+        quant.for_head_dim(head_dim)
+    except ConfigError:
+        why = "" if quant.group else f", which is no multiple of {LEAST_GROUP}"
+        raise ArgumentError(
+            f"{name} must have a group that divides the head dim {head_dim}{why}, got {text!r}"
+        ) from None
 
 
 def make_layers(

@@ -75,10 +75,10 @@ class KVCache(DynamicCache):  # type: ignore[misc]
                 layers, as does attention of an unknown kind, which a WARNING names. Of an encoder-decoder
                 model this is the decoder's own half, for ``EncoderDecoderCache``.
             kv: How keys and values are kept, one of ``STORAGE``. ``"int8:g32"`` has float16 scales of 32
-                elements along the head dim, ``"int8"`` of 64; so have int4 and int2, with keys rotated first
-                unless it is ``"int4,rotate=none"``. By ``"int8,recent=32"`` tokens attend to their newest
-                32, themselves included, as they were computed; with int4 and int2 to 64, unless the text
-                says another number, 0 for none. Or the path of a plan, as ``kvloom.plan_bits`` makes them.
+                elements along the head dim, ``"int8"`` of 64, or of what 64 and the head dim have in common;
+                so have int4 and int2, with keys rotated first unless it is ``"int4,rotate=none"``. By
+                ``"int8,recent=32"`` tokens attend to their newest 32, themselves included, unquantized; with
+                int4 and int2 to 64, unless the text says another number, 0 for none. Or the path of a plan.
             page_size: Tokens in a page.
             max_tokens: Token slots of each layer, all sequences together; ``None`` grows on demand.
             values: How the values are kept, as ``kv``, if otherwise than the keys.
@@ -88,8 +88,8 @@ class KVCache(DynamicCache):  # type: ignore[misc]
                 compiles once; ``max_tokens`` is then the longest that each sequence gets.
 
         Raises:
-            ArgumentError: ``model`` is none, ``kv`` or ``values`` is unknown or has a group that
-                does not divide the head dim, or ``static`` without ``max_tokens``.
+            ArgumentError: ``model`` is none, ``kv`` or ``values`` is unknown, its group does not divide the
+                head dim, it has none where that is no multiple of 8, or ``static`` without ``max_tokens``.
             ConfigError: ``layout`` is unknown.
             UnsupportedError: no layer of the model has keys and values that could be kept.
         """

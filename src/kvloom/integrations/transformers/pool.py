@@ -17,6 +17,7 @@ from kvloom.integrations.transformers.build import cache_format, make_layers, te
 from kvloom.integrations.transformers.cache import KVCache
 from kvloom.integrations.transformers.content import is_within
 from kvloom.integrations.transformers.layers import KVCacheLayer
+from kvloom.integrations.transformers.loading import head_dims_of
 from kvloom.integrations.transformers.origin import PoolCache, scope_in
 from kvloom.integrations.transformers.pool_model import PoolModel, expect_prefixes
 from kvloom.paging import Miss, PageRef, PageTable, PrefixTree, check
@@ -59,6 +60,7 @@ class KVPool(Recorder):
         self._model: PoolModel | None = PoolModel(model)
         self._saved_digest = ""
         self._pages = pages
+        self._head_dims = head_dims_of(text_config_of(model)) or ()
         self._tree = PrefixTree(pages.pool, pages.format.page_size)
         self._num_asked = self._num_found = 0
         self._logged: set[str] = set()
@@ -322,9 +324,13 @@ class KVPool(Recorder):
         check(self._pages.pool, self._tree, self._tables())
 
     def report(self) -> dict[str, Any]:
-        """Pages by state, and how many of the tokens that ``begin`` looked up were found; and the store's."""
+        """Pages by state, and how many of the tokens that ``begin`` looked up were found; and the store's.
+
+        ``kv`` is how keys and values are kept, with the group of their scales, such as ``"int8:g32"``.
+        """
         pool = self._pages.pool
         return {
+            "kv": self._pages.kind(*self._head_dims),
             "num_pages": pool.num_pages,
             "free": pool.num_free,
             "active": pool.num_active,

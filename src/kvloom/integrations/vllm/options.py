@@ -2,11 +2,9 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from math import gcd
 from typing import Any
 
 from kvloom.core.specs import QuantSpec
-from kvloom.core.spelling import GROUP
 from kvloom.errors import ConfigError
 
 
@@ -16,7 +14,7 @@ class Options:
 
     Attributes:
         group: Elements of a head vector that share a scale, where pages are quantized. ``None``: the greatest
-            common divisor of 64 and the head dim.
+            common divisor of 64 and the head dim, which must be a multiple of 8.
         float: Whether float pages are kvloom's too: ``True``, ``False``, or ``"auto"`` if a probe at start
             finds them faster.
     """
@@ -55,7 +53,6 @@ class Options:
         Raises:
             ConfigError: the group does not divide ``head_dim``, or is odd where two codes share a byte.
         """
-        group = self.group or gcd(GROUP, head_dim)
-        if head_dim % group:
-            raise ConfigError(f"kvloom.group must divide the head dim {head_dim}, got {group}")
-        return QuantSpec(bits, group)
+        if self.group is not None and head_dim % self.group:
+            raise ConfigError(f"kvloom.group must divide the head dim {head_dim}, got {self.group}")
+        return QuantSpec(bits, self.group).for_head_dim(head_dim)

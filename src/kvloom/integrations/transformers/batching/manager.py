@@ -22,6 +22,7 @@ from kvloom.integrations.transformers.batching.report import BatchReport, PageMa
 from kvloom.integrations.transformers.batching.scheduler import scheduler_class
 from kvloom.integrations.transformers.batching.sizes import page_bytes, windows_of
 from kvloom.integrations.transformers.build import cache_format, text_config_of
+from kvloom.integrations.transformers.loading import head_dims_of
 from kvloom.integrations.transformers.rope import dynamic_rope
 from kvloom.integrations.transformers.watch import ModelWatch
 from kvloom.paging import Miss, expect_policy
@@ -93,6 +94,7 @@ class BatchingManager(Recorder, ContinuousBatchingManager):  # type: ignore[misc
         _expect_config(config)
         text = text_config_of(model)
         self._format = cache_format(text, kv, config.page_size, None, values, layout)
+        self._kv = self._format.kind(*(head_dims_of(text) or ()))
         self._share, self._policy = share, policy
         windows_of(text)  # refuses a model whose windows have no size
         if getattr(text, "compile_config", None) is not None:
@@ -152,12 +154,13 @@ class BatchingManager(Recorder, ContinuousBatchingManager):  # type: ignore[misc
         """Pages, requests and counts of this moment; all zero before the session begins."""
         cache, processor = self._cache, self.batch_processor
         if cache is None:
-            return BatchReport(self._format.page_size, *[0] * 16)
+            return BatchReport(self._kv, self._format.page_size, *[0] * 16)
         scheduler = None if processor is None else processor.scheduler
         with cache.lock:
             states = cache.page_map().states
             pool = cache.pages.pool
             return BatchReport(
+                kv=self._kv,
                 page_size=cache.tokens_per_page,
                 page_bytes=cache.bytes_per_sector,
                 max_pages=cache.max_pages,

@@ -29,6 +29,7 @@ class BatchReport:
     """A session at one moment; ``free + active + evictable == num_pages``.
 
     Attributes:
+        kv: How keys and values are kept, such as ``"int8:g32"``, as of ``CacheFormat.kind``.
         page_size: Tokens in a page.
         page_bytes: Bytes of a page in all layers, scales included.
         max_pages: Pages that there can be.
@@ -48,6 +49,7 @@ class BatchReport:
         recent_bytes: Of the newest tokens as they were computed, beside the pages; 0 without ``recent``.
     """
 
+    kv: str
     page_size: int
     page_bytes: int
     max_pages: int
