@@ -117,6 +117,21 @@ def test_a_change_within_a_cache_is_not_published_even_if_it_is_undone() -> None
     assert pool.begin(TEXT).get_seq_length() == 0
 
 
+def test_weights_written_within_a_cache_are_seen() -> None:
+    model = make_model()
+    pool = pool_of(model)
+    cache = pool.begin(TEXT)
+    with torch.no_grad():
+        weight = model.model.layers[1].mlp.up_proj.weight  # 112 rows of 64, whose last rows no sample has
+        before = weight[-1].clone()
+        model(TEXT[:, :8], past_key_values=cache)
+        weight[-1] *= 2
+        model(TEXT[:, 8:], past_key_values=cache)
+        weight[-1] = before
+    pool.commit(cache, TEXT)
+    assert pool.begin(TEXT).get_seq_length() == 0
+
+
 def test_a_change_after_tokens_were_found_is_an_error() -> None:
     model = adapted_model()
     pool = pool_of(model)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import types
 import warnings
 from collections.abc import Callable, Iterator
@@ -119,6 +120,7 @@ def forward_of_a_class(model: Any) -> Iterator[None]:
     """A ``forward`` that was put into a class of transformers."""
     theirs = LlamaAttention.forward
 
+    @functools.wraps(theirs)  # so that it says to be theirs
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         out, weights = theirs(self, *args, **kwargs)
         return out * 0.5, weights

@@ -31,6 +31,7 @@ _UNWATCHED: Final = frozenset(
         "_experts_implementation_internal",  # rounds otherwise, and computes the same
         "_commit_hash",
         "_output_attentions",
+        "_output_capturing_hooks_installed",
         "generation_config",
         "gradient_checkpointing",
         "loss_type",
@@ -55,6 +56,8 @@ _LONG: Final = 200
 """Characters beyond which a text is a digest."""
 _SAMPLE_BYTES: Final = 64
 _DEPTH: Final = 8
+_MOST: Final = 4096
+"""Items of a container that is read."""
 
 
 class ModelWatch:
@@ -77,6 +80,7 @@ class ModelWatch:
         self._epoch = 0
         self._weights: list[Any] = []
         self._lines: dict[str, str] = {}
+        self._opaque: dict[int, tuple[int, object]] = {}
         self._read()
 
     def state(self) -> str:
@@ -109,14 +113,14 @@ class ModelWatch:
 
     def _read(self) -> None:
         """Read all of the model, and name its state."""
-        reader = _Reader()
+        reader = _Reader(opaque=self._opaque)
         lines = dict(reader.read_model(self.model))
         self._containers, self._getters = reader.containers, reader.getters
         self._lengths, self._values = list(map(len, self._containers)), list(self._present())
         self._tensors = reader.tensors
         self._versions = list(map(_version, self._tensors))
         self._addresses = list(map(_address, self._tensors))
-        self._places = [place for x in self._tensors for place in _places(x)]
+        self._places = [place for x in self._tensors if (place := _place(x)) is not None]
         self._samples = self._sample()
         weights: list[list[Any]] = [self._tensors, self._versions, self._addresses, self._samples]
         if self._weights and not _are_alike(self._weights, weights):
@@ -135,7 +139,7 @@ class ModelWatch:
 
     def _sample(self) -> list[bytes]:
         on_device = [x for x in self._tensors if x.device.type == "cuda" and x.numel()]
-        sampled = [ctypes.string_at(start, count) for start, count in self._places]
+        sampled = [_bytes_at(*place) for place in self._places]
         if on_device:
             middles = [x.detach().reshape(-1)[x.numel() // 2].float() for x in on_device]
             sampled.append(torch.stack(middles).cpu().numpy().tobytes())
@@ -161,13 +165,16 @@ class _Reader:
 
     Args:
         has_tensors: Whether tensors, configurations and training mode are read, too.
+        opaque: Numbers of objects that show nothing of themselves, by their ids, to be added to; ``None`` for
+            a description that other processes must have, too.
     """
 
-    def __init__(self, has_tensors: bool = True) -> None:
+    def __init__(self, has_tensors: bool = True, opaque: dict[int, tuple[int, object]] | None = None) -> None:
         self.containers: list[Any] = []
         self.getters: list[Callable[[], Any]] = []
         self.tensors: list[Tensor] = []
         self._has_tensors = has_tensors
+        self._opaque = opaque
         self._texts: dict[int, str] = {}  # of objects that are read, by their ids
         self._kept: list[Any] = []  # so that no other object gets those ids
 
@@ -285,6 +292,8 @@ class _Reader:
 
     def _container(self, value: Any, depth: int) -> str:
         self.containers.append(value)
+        if len(value) > _MOST:  # a vocabulary, say
+            return f"<{type(value).__qualname__} of {len(value)}>"
         if isinstance(value, Mapping):
             self.getters.append(value.values)
             items = [f"{key!r}: {self._text(x, depth + 1)}" for key, x in value.items()]
@@ -295,28 +304,37 @@ class _Reader:
 
     def _function(self, value: types.FunctionType, depth: int) -> str:
         """By its name if it is a library's, else by its code and all that the code refers to."""
-        name = f"{value.__module__}.{value.__qualname__}"
-        if name.startswith(_PUBLISHED):
-            return f"<{name}>"
-        self.getters.append(lambda: (value.__code__, value.__defaults__))
+        name = f"{_module_of(value)}{value.__qualname__}"
         cells = value.__closure__ or ()
-        self.getters.append(lambda: [cell.cell_contents for cell in cells])
-        names = [x for x in sorted(_names(value.__code__)) if x in value.__globals__]
-        used = [x for x in names if not isinstance(value.__globals__[x], (type, types.ModuleType))]
-        self._watch_keys(value.__globals__, used)
-        parts = [cell.cell_contents for cell in cells] + [value.__globals__[x] for x in used]
-        parts += [value.__defaults__, value.__kwdefaults__]
-        texts = [self._text(x, depth + 1) for x in parts]
-        return f"<{name} {_code_digest(value.__code__)} {', '.join(texts)}>"
+        self.getters.append(lambda: (value.__code__, value.__defaults__, *map(_content, cells)))
+        parts = [*map(_content, cells)]
+        if not name.startswith(_PUBLISHED):
+            names = [x for x in sorted(_names(value.__code__)) if x in value.__globals__]
+            used = [x for x in names if not isinstance(value.__globals__[x], (type, types.ModuleType))]
+            self._watch_keys(value.__globals__, used)
+            parts += [value.__globals__[x] for x in used]
+            parts += [value.__defaults__, value.__kwdefaults__]
+            name = f"{name} {_code_digest(value.__code__)}"
+        return f"<{name} {', '.join(self._text(x, depth + 1) for x in parts)}>"
 
     def _object(self, value: Any, depth: int) -> str:
-        known = getattr(value, "__dict__", {})
+        known = getattr(value, "__dict__", None)
+        if known is None:
+            return f"<{type(value).__qualname__}{self._number(value)}>"
         names = [name for name in known if name not in _UNWATCHED]
         self.containers.append(known)
         self._watch_keys(known, names)
         texts = (f"{name}={self._text(known[name], depth + 1)}" for name in sorted(names))
         kind = type(value)
         return f"<{kind.__module__}.{kind.__qualname__} {', '.join(texts)}>"
+
+    def _number(self, value: object) -> str:
+        """What tells an object that shows nothing from others in this process."""
+        if hasattr(value, "tobytes") and hasattr(value, "dtype"):  # an array of numpy
+            return f" {value.dtype} {_digest(value.tobytes().hex())}"
+        if self._opaque is None:
+            return ""
+        return f" {self._opaque.setdefault(id(value), (len(self._opaque), value))[0]}"
 
     def _attention(self, name: object) -> str:
         """An implementation of attention: all of transformers and of this library compute the same."""
@@ -334,12 +352,20 @@ def _address(tensor: Tensor) -> int:
         return id(tensor)
 
 
-def _places(tensor: Tensor) -> list[tuple[int, int]]:
-    """Address and bytes of a sample from the middle of a tensor in memory."""
+def _place(tensor: Tensor) -> tuple[Tensor, int, int] | None:
+    """A tensor in memory, and the first byte and the number of bytes of a sample from the middle of it."""
     if tensor.device.type != "cpu" or type(tensor.data) is not Tensor or not tensor.is_contiguous():
-        return []
+        return None
     count = min(tensor.nbytes, _SAMPLE_BYTES)
-    return [(_address(tensor) + (tensor.nbytes - count) // 2, count)] if count else []
+    first = int(tensor.storage_offset()) * tensor.itemsize + (tensor.nbytes - count) // 2
+    return (tensor, first, count) if count else None
+
+
+def _bytes_at(tensor: Tensor, first: int, count: int) -> bytes:
+    storage = tensor.untyped_storage()  # held while it is read, whatever other threads do to the tensor
+    if storage.nbytes() < first + count:
+        return b""
+    return ctypes.string_at(storage.data_ptr() + first, count)
 
 
 def _one(known: Mapping[str, Any], name: str) -> tuple[Any]:
@@ -356,8 +382,16 @@ def _module_of(value: Any) -> str:
         value = value.__func__
     if isinstance(value, partial):
         value = value.func
-    owner = value if isinstance(value, types.FunctionType) else type(value)
-    return f"{owner.__module__}."
+    if isinstance(value, types.FunctionType):  # whose own word functools.wraps changes
+        return f"{value.__globals__.get('__name__')}."
+    return f"{type(value).__module__}."
+
+
+def _content(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # it is empty
+        return None
 
 
 def _names(code: types.CodeType) -> set[str]:

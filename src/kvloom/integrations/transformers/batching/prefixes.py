@@ -25,12 +25,11 @@ class SessionPrefixes:
     def __init__(self, tree: PrefixTree, watch: ModelWatch | None = None) -> None:
         self._tree, self._watch = tree, watch
         self.state = ""
-        self.refresh()
 
-    def refresh(self) -> None:
-        """Learn the state of the model; called before each step."""
+    def refresh(self, is_thorough: bool = False) -> None:
+        """Learn the state of the model: before each step, and thoroughly before pages are found."""
         if self._watch is not None:
-            self.state = self._watch.state()
+            self.state = self._watch.state() if is_thorough else self._watch.quick_state()
 
     def scope(self, salt: str) -> str:
         """Where the tree has the pages of a salt now."""
@@ -42,11 +41,12 @@ class SessionPrefixes:
 
     def match(self, tokens: Sequence[int], salt: str, max_tokens: int) -> list[PageRef]:
         """Those pages, held by the caller."""
+        self.refresh(is_thorough=True)
         return self._tree.match(tokens, self.scope(salt), max_tokens=max_tokens)
 
     def publish(self, held: Held, tokens: Sequence[int]) -> None:
         """Let others find the full pages of a request that began in the present state."""
-        self.refresh()
+        self.refresh(is_thorough=True)
         if held.state != self.state:
             return
         held.table.claim()
