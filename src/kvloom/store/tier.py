@@ -257,7 +257,10 @@ class Tier:
             with suppress(OSError):  # who may not write here reads what others wrote
                 self._connected().put_if_absent(probe_name(folder), [probe.data])
             kept = self._kept_probe(folder, len(probe.data))
-        difference = "" if kept is None else probe.difference(kept)
+        difference = ""
+        if kept is not None:
+            is_comparable = len(kept) == len(probe.data)
+            difference = probe.difference(kept) if is_comparable else "its probe has another size"
         if difference:
             self._warn(
                 f"probe {folder}",
