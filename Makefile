@@ -9,6 +9,15 @@ TOKENS ?= 128
 WORKERS ?= 2
 MATRIX ?= 4.57.6 5.3.0 5.12.0 5.15.0 5.19.0 5.21.0 5.23.0
 PYTHONS ?= 3.10 3.11 3.12 3.13
+# The oldest that pyproject.toml allows and the newest. A version alone is one of these, not what .venv gets.
+TORCHES ?= 2.10.0 2.15.0
+ifeq ($(findstring torch,$(TORCH)),)
+    ifneq ($(MAKECMDGOALS),test-torch)
+        $(error TORCH must be arguments of pip such as torch==2.13.0, a version with test-torch only, got $(TORCH))
+    endif
+    TORCHES := $(TORCH)
+    override TORCH := torch==2.13.0
+endif
 
 BIN := .venv/bin
 READY := .venv/.ready
@@ -19,6 +28,9 @@ KERNELS := tests/ops tests/quant
 # What is the same with each instruction set: Triton's kernels, what is refused, what torch is told of operators.
 SAME := '*/test_triton_*' '*/test_bad_*' '*/test_opcheck*' '*/test_compile.py'
 TESTS := tests/integrations/vllm
+# What meets torch, without the kernels of Triton, whose own version decides, and torch's slow checks of schemas.
+TORCH_TESTS ?= tests/ops tests/caches
+NOT_TORCH := '*/test_triton_*' '*/test_opcheck*'
 # What is in tiles.
 TILES := $(wildcard tests/ops/test_attend_*.py) tests/ops/test_cpu_attend.py tests/ops/test_tiles.py
 # What cannot be allocated is an error of the caller's, as without the sanitizer.
@@ -36,8 +48,8 @@ LIBRARY = $(abspath $(wildcard $(BIN)/../lib/python*/site-packages/kvloom/ops/im
 CPP = $(shell find csrc tests benchmarks -name '*.h' -o -name '*.cpp')
 NO_CUDA := 'import torch; print(int(not torch.cuda.is_available()))'
 
-.PHONY: demo test mutants test-isa test-triton test-vllm asan asan-library asan-hostile slow tsan test-matrix wheel \
-    test-install test-pythons check format bench bench-gpu bench-vllm clean
+.PHONY: demo test mutants test-isa test-triton test-vllm asan asan-library asan-hostile slow tsan test-matrix \
+    test-torch wheel test-install test-pythons check format bench bench-gpu bench-vllm clean
 
 demo: $(READY)
 	$(BIN)/kvloom demo --max-new-tokens $(TOKENS)
@@ -118,6 +130,22 @@ test-matrix: $(addprefix .venv-transformers-,$(MATRIX))
 	$@/bin/python $(PIP) install $(BUILD)
 	$@/bin/python $(PIP) install $(UNBUILT) --editable . \
 	    transformers==$* peft rich xxhash pytest pytest-xdist hypothesis
+
+# What is installed beside other versions of torch; the kernels are built once. PyPI's torch brings gigabytes of CUDA.
+test-torch: $(addprefix .venv-torch-,$(TORCHES))
+	@set -e; export KVLOOM_LIBRARY=$(LIBRARY); for version in $(TORCHES); do \
+	    echo "torch $$version"; python=.venv-torch-$$version/bin/python; \
+	    $$python $(PIP) install $(UNBUILT) --force-reinstall --no-deps .; \
+	    $$python scripts/smoke.py; \
+	    $$python -m pytest --quiet --numprocesses $(WORKERS) --dist worksteal \
+	        $(NOT_TORCH:%=--ignore-glob=%) $(TORCH_TESTS); \
+	done
+
+.venv-torch-%: $(READY)
+	$(BIN)/python -m venv $@
+	$@/bin/python $(PIP) install torch==$*
+	$@/bin/python $(PIP) install $(BUILD)
+	$@/bin/python $(PIP) install 'transformers>=4.57' rich xxhash pytest pytest-xdist hypothesis
 
 # dist/: the sdist, and built from it one wheel for every Python and every torch with the stable ABI. It is built as
 # pip builds an sdist for users, in an empty environment; only which torch is pinned.

@@ -274,9 +274,9 @@ using Attend = Overloads<decltype(&attend)>;
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(kvloom, CPU, m) {
-  m.impl("attend", TORCH_BOX(&Attend::functional));
-  m.impl("attend.out", TORCH_BOX(&Attend::out));
-  m.impl("attend_part", TORCH_BOX(&Attend::part));
+  m.impl("attend", KVLOOM_BOX(&Attend::functional));
+  m.impl("attend.out", KVLOOM_BOX(&Attend::out));
+  m.impl("attend_part", KVLOOM_BOX(&Attend::part));
 }
 
 }  // namespace kvloom

@@ -53,7 +53,7 @@ View token_view(const Tensor& x, const void* data) {
 // may write to the tensor, or this call where the tensor shares memory with the cache.
 class CheckedSlots {
  public:
-  // Refuses slots outside `[0, num_slots)` before anything is written. In Python this is an ArgumentError.
+  // Refuses slots outside `[0, num_slots)` before anything is written.
   CheckedSlots(const char* name, const Tensor& x, int64_t count, int64_t num_slots,
                bool skip_negative = false) {
     const Integers slots = slots_of(x);
@@ -350,9 +350,9 @@ void copy(const std::vector<Tensor>& sources, const Tensor& source_slots, const 
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(kvloom, CPU, m) {
-  m.impl("store", TORCH_BOX(&store));
-  m.impl("load", TORCH_BOX(&load));
-  m.impl("copy", TORCH_BOX(&copy));
+  m.impl("store", KVLOOM_BOX(&store));
+  m.impl("load", KVLOOM_BOX(&load));
+  m.impl("copy", KVLOOM_BOX(&copy));
 }
 
 }  // namespace kvloom

@@ -41,7 +41,7 @@ Tensor rotate(const Tensor& x, int64_t block) {
   return out;
 }
 
-STABLE_TORCH_LIBRARY_IMPL(kvloom, CPU, m) { m.impl("rotate", TORCH_BOX(&rotate)); }
+STABLE_TORCH_LIBRARY_IMPL(kvloom, CPU, m) { m.impl("rotate", KVLOOM_BOX(&rotate)); }
 
 }  // namespace
 }  // namespace kvloom

@@ -9,12 +9,14 @@
 #include <algorithm>
 #include <array>
 #include <cstdint>
+#include <new>
 #include <optional>
 #include <stdexcept>
 #include <string>
 #include <vector>
 
 #include "kernels/base/views.h"
+#include "refusals.h"
 
 namespace kvloom {
 
@@ -32,7 +34,7 @@ inline int32_t dtype_of(const Tensor& x) {
   return dtype;
 }
 
-// The product; where it does not fit 64 bits, an error that becomes a ShapeError in Python.
+// The product; where it does not fit 64 bits, a ShapeError.
 template <class Factors = std::initializer_list<int64_t>>
 int64_t checked_product(const Factors& factors, const char* what) {
   int64_t product = 1;
@@ -96,8 +98,9 @@ Tensor empty_contiguous(const std::array<int64_t, kRank>& sizes, int32_t dtype) 
   int64_t stride = 1;
   for (size_t i = kRank; i-- > 0; stride *= sizes[i]) strides[i] = stride;
   AtenTensorHandle handle = nullptr;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(kRank, sizes.data(), strides.data(), dtype,
-                                                  aoti_torch_device_type_cpu(), 0, &handle));
+  const bool is_made = aoti_torch_empty_strided(kRank, sizes.data(), strides.data(), dtype,
+                                                aoti_torch_device_type_cpu(), 0, &handle) == TORCH_SUCCESS;
+  if (!is_made) throw std::bad_alloc();
   return Tensor(handle);
 }
 

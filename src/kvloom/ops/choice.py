@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from kvloom.core.views import head_dim_of
-from kvloom.errors import ArgumentError, KVError, ShapeError, UnsupportedError
+from kvloom.errors import ArgumentError, KVError, UnsupportedError
 from kvloom.ops import schemas
 from kvloom.ops.impl import cpu, reference, triton
 from kvloom.ops.impl.cpu import PREFETCHES, choose_isa, choose_prefetch, runnable_isas
@@ -42,17 +42,13 @@ _REFERENCE: dict[str, Callable[..., Any]] = {
 
 
 def run(backend: str, name: str, device: torch.device, *args: Any) -> Any:
-    """Call the operator on a backend; ``args`` are those of its schema.
-
-    C++ knows none of our errors: of values it raises a ValueError, of sizes an IndexError.
-    """
+    """Call the operator on a backend; ``args`` are those of its schema."""
     try:
         return _choose(backend, name, device, args)(*args)
-    except (ValueError, IndexError) as error:
-        if isinstance(error, KVError):
+    except Exception as error:
+        if isinstance(error, KVError) or (refused := cpu.refused(error)) is None:
             raise
-        refused = ShapeError if isinstance(error, IndexError) else ArgumentError
-        raise refused(str(error)) from None
+        raise refused from None
 
 
 def cpu_kernels() -> str | None:

@@ -45,8 +45,11 @@ def rotate(x: Tensor, block: int, *, backend: str = "auto") -> Tensor:
     if x.dim() == 4 and x.shape[2] > 1 and x.stride(1) < x.stride(2):  # by token, as it comes from a model
         return rotate(x.transpose(1, 2), block, backend=backend).transpose(1, 2)
     if backend in COMPILED and is_plain((x,)):
-        found: Tensor = schemas.rotate(x, block)
-        return found
+        try:
+            found: Tensor = schemas.rotate(x, block)
+            return found
+        except (IndexError, RuntimeError):
+            pass  # of what does not fit memory; below it is raised in our words
     with torch.no_grad():
         result: Tensor = run(backend, "rotate", x.device, detached(x), block)
     return result

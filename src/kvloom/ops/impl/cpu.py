@@ -7,6 +7,7 @@ runs on the reference.
 import ctypes
 import logging
 import os
+import re
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Final, NamedTuple
 
 import torch
 
-from kvloom.errors import ConfigError
+from kvloom.errors import ArgumentError, ConfigError, KVError, OutOfMemory, ShapeError
 
 COMPILED: Final = ("store", "load", "copy", "attend", "attend_part", "rotate")
 """The operators that have a compiled kernel."""
@@ -24,6 +25,8 @@ library chooses the last one that runs."""
 PREFETCHES: Final = ("l1", "l2")
 """Values of ``KVLOOM_PREFETCH``: into which cache attention prefetches. The library chooses the one that is
 faster on this processor, as far as somebody has measured it. Only time depends on it."""
+_ERRORS: Final = {error.__name__: error for error in (ArgumentError, ShapeError, OutOfMemory)}
+_REFUSAL: Final = re.compile(rf"kvloom\.errors\.({'|'.join(_ERRORS)}): (.*)")
 
 
 def find_library(folders: Iterable[str]) -> Path | None:
@@ -94,6 +97,15 @@ if WHY_NOT is not None:
         "pip install --force-reinstall --no-deps .",
         WHY_NOT,
     )
+
+
+def refused(error: Exception) -> KVError | None:
+    """What a kernel said of a call that it refused, ``None`` of every other error.
+
+    The text of the error tells, see ``csrc/refusals.h``: the class is another in each version of torch.
+    """
+    said = _REFUSAL.search(str(error))
+    return said and _ERRORS[said[1]](said[2])
 
 
 def runnable_isas() -> list[str]:
