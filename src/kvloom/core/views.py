@@ -123,7 +123,7 @@ class KVView:
         """Whether no two of the tensors share memory."""
         caches, scales = self.tensors[:2], self.tensors[2:]
         # Parts of one tensor that does not overlap itself are apart, however they are interleaved.
-        is_known = bool(whole) and not any(map(overlaps_itself, whole))
+        is_known = len(whole) > 0 and not any(map(overlaps_itself, whole))
         pairs = [*product(caches, scales), *(() if is_known else (caches, scales))]
         return not any(x is not None and y is not None and shares_memory(x, y) for x, y in pairs)
 
