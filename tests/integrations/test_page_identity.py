@@ -140,6 +140,10 @@ def test_a_change_after_tokens_were_found_is_an_error() -> None:
     with ADAPTERS["switched"](model), pytest.raises(StateError, match="the model must be as it was when 20"):
         generate(model, TEXT, cache)
     assert torch.equal(generate(model, TEXT, cache, NEW), alone(model, TEXT))
+    cache = pool.begin(TEXT)
+    cache.crop(-2 if cache.get_seq_length() == 20 else 0)
+    with ADAPTERS["switched"](model), pytest.raises(StateError, match="the model must be as it was when 18"):
+        generate(model, TEXT, cache)
 
 
 def test_what_is_computed_in_training_mode_is_not_published() -> None:

@@ -127,6 +127,8 @@ def test_a_pool_finds_its_prefixes_again(again: Callable[[Any], Any]) -> None:
     with pytest.raises(ArgumentError, match="model must be the one whose pages were saved"):
         loaded.bind(other)
     loaded.bind(make_model()).check()
+    with pytest.raises(StateError, match="a pool has one model"):
+        loaded.bind(other)
     assert loaded.report() == pool.report()
     assert held.num_pages_held == cache.num_pages_held
     found = loaded.begin(text(22))

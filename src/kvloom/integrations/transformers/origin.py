@@ -120,7 +120,7 @@ class Origin:
         if state != self.state:
             if past == 0:
                 self.state = state
-            elif past == self.num_found:
+            elif past <= self.num_found:
                 raise StateError(
                     f"the model must be as it was when {past} tokens of the cache were found: begin anew "
                     f"after a change of weights, adapters, hooks or attributes"

@@ -114,10 +114,13 @@ class KVPool(Recorder):
 
         Raises:
             ArgumentError: it is another model; nothing was changed.
+            StateError: the pool has its model; nothing was changed.
             UnsupportedError: its weights are not in memory.
         """
+        if self._model is not None:
+            raise StateError("a pool has one model, only one that was loaded must be given it")
         bound = PoolModel(model)
-        if self._saved_digest and bound.digest() != self._saved_digest:
+        if bound.digest() != self._saved_digest:
             raise ArgumentError(
                 f"model must be the one whose pages were saved, got another {type(model).__name__}"
             )
