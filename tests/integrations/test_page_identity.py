@@ -13,7 +13,7 @@ from integrations.test_pool import ask, generate, text
 from oracles.changes import ADAPTERS, CHANGES, UNDONE, HalvedLlama, adapted_model, peft_model
 from oracles.language_models import make_model
 from torch import Tensor
-from transformers import Phi3Config, Phi3ForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, Phi3Config, Phi3ForCausalLM
 
 from kvloom.errors import ArgumentError, StateError
 from kvloom.integrations.transformers import KVCache, KVPool
@@ -243,11 +243,18 @@ def phi3() -> Any:
 
 def dynamic() -> Any:
     """A Llama whose frequencies depend on the length of each text beyond 32 tokens."""
-    model = make_model()
-    model.config.max_position_embeddings = 32
-    model.config.rope_parameters = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
-    model.model.rotary_emb = type(model.model.rotary_emb)(model.config)
-    return model.eval()
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=199,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=32,
+        rope_scaling={"rope_type": "dynamic", "factor": 4.0},
+        initializer_range=0.25,
+    )
+    return LlamaForCausalLM(config).eval()
 
 
 @pytest.mark.parametrize("make", [phi3, dynamic])

@@ -88,8 +88,9 @@ def expect_prefixes(model: Any) -> None:
             f"model must be a decoder alone, as what a decoder keeps depends on what the encoder read, got "
             f"{name}"
         )
-    if getattr(text_config_of(model), "use_bidirectional_attention", None) in (True, "all"):
+    sees_all = getattr(text_config_of(model), "use_bidirectional_attention", None) in (True, "all")
+    # Of which transformers before 5 says nothing in the configuration.
+    if sees_all or model.config.model_type == "paligemma":
         raise UnsupportedError(
-            f"model must attend to earlier tokens alone, or a prefix depends on what follows it, got "
-            f"use_bidirectional_attention in {name}"
+            f"model must attend to earlier tokens alone, or a prefix depends on what follows it, got {name}"
         )

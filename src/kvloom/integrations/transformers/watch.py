@@ -194,7 +194,9 @@ class _Reader:
         if self._has_tensors:
             yield f"{path}.training", str(module.training)
         for name in own:
-            yield from self._named(f"{path}.{name}", name, known[name])
+            # Its own, put into the instance, as transformers before 5 leaves it there.
+            if getattr(known[name], "__func__", None) is not type(module).forward:
+                yield from self._named(f"{path}.{name}", name, known[name])
         for name in _CHILDREN:
             children = known[name]
             self.containers.append(children)
