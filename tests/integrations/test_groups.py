@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 from integrations.test_families import FAMILIES, SMALL
-from oracles.batching import alone, batched
+from oracles.batching import HAS_SESSIONS, alone, batched
 from oracles.language_models import FakeQuantCache, make_prompts
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
@@ -68,13 +68,21 @@ def test_generate_is_right_for_every_head_dim(kv: str, head_dim: int) -> None:
 
 @DIMS
 @KINDS
-def test_sessions_and_pools_say_the_group(kv: str, head_dim: int) -> None:
+def test_pools_say_the_group(kv: str, head_dim: int) -> None:
     model, said = model_of(head_dim), f"{kv}:g{gcd(64, head_dim)}"
     pool = KVPool.for_model(model, kv, max_tokens=128)
     ids = make_prompts([40])["input_ids"]
     with torch.no_grad():
         model(ids, past_key_values=pool.begin(ids))
     assert pool.report()["kv"] == said
+
+
+@pytest.mark.skipif(not HAS_SESSIONS, reason="this transformers has no sessions")
+@DIMS
+@KINDS
+def test_sessions_say_the_group(kv: str, head_dim: int) -> None:
+    model, said = model_of(head_dim), f"{kv}:g{gcd(64, head_dim)}"
+    ids = make_prompts([40])["input_ids"]
     requests = [ids[0].tolist(), ids[0, 20:].tolist()]
     expected = [alone(model, x, 6, KVCache.for_model(model, kv)) for x in requests]
     assert batched(model, requests, 6, kv) == expected
@@ -112,7 +120,7 @@ def test_what_has_no_group_is_refused_as_it_was_written(head_dim: int, kv: str, 
         lambda: KVCache.for_model(model, kv),
         lambda: KVPool.for_model(model, kv, max_tokens=64),
         lambda: enable(model, kv=kv),
-        lambda: continuous_batching(model, kv),
+        *([lambda: continuous_batching(model, kv)] if HAS_SESSIONS else []),
         lambda: kvloom.plan(model.config, kv, context=9),
     ]
     for door in doors:

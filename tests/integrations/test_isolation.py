@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from integrations.test_unchanged_families import HAS_SESSIONS
+from oracles.batching import HAS_SESSIONS
 from oracles.changes import adapted_model
 from oracles.language_models import make_model
 

@@ -8,16 +8,14 @@ import pytest
 import torch
 import transformers
 from integrations.test_families import SMALL
-from packaging.version import Version
+from oracles.batching import HAS_SESSIONS
 from transformers import AutoModelForCausalLM
 
 from kvloom.integrations.transformers import KVPool, load_model
-from kvloom.integrations.transformers.batching import OLDEST
 from kvloom.integrations.transformers.isolation import check_isolation
 from kvloom.models import bundled_model_path
 from kvloom.store import KVStore
 
-HAS_SESSIONS = Version(transformers.__version__) >= Version(OLDEST)
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
 FAMILIES = {
     "Llama": ("LlamaConfig", {}),

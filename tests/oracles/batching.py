@@ -8,9 +8,15 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from transformers import ContinuousBatchingConfig, GenerationConfig
+import transformers
+from packaging.version import Version
+from transformers import GenerationConfig
 
 from kvloom.integrations.transformers import continuous_batching
+from kvloom.integrations.transformers.batching import OLDEST
+
+HAS_SESSIONS = Version(transformers.__version__) >= Version(OLDEST)
+"""Whether this transformers has continuous batching that is supported."""
 
 GREEDY = {"do_sample": False, "eos_token_id": -1, "pad_token_id": 0}
 
@@ -36,9 +42,9 @@ def alone(model: Any, request: Sequence[int], new_tokens: int, cache: Any = None
     return tokens
 
 
-def batching_config(**options: Any) -> ContinuousBatchingConfig:
+def batching_config(**options: Any) -> Any:
     """Few pages, few tokens a step."""
-    return ContinuousBatchingConfig(
+    return transformers.ContinuousBatchingConfig(
         **{"page_size": 16, "num_blocks": 512, "max_batch_tokens": 512, **options}
     )
 
