@@ -16,7 +16,8 @@ from oracles.language_models import make_model
 from torch import nn
 
 from kvloom.integrations.transformers import enable
-from kvloom.integrations.transformers.watch import ModelWatch, behavior_digest
+from kvloom.integrations.transformers.module_reader import behavior_digest
+from kvloom.integrations.transformers.watch import ModelWatch
 
 strength = 1.0
 

@@ -19,7 +19,7 @@ from kvloom.core.specs import dtype_name
 from kvloom.errors import UnsupportedError
 from kvloom.integrations.transformers.build import cache_format, make_layers, text_config_of
 from kvloom.integrations.transformers.cache import KVCache
-from kvloom.integrations.transformers.watch import behavior_digest
+from kvloom.integrations.transformers.module_reader import behavior_digest
 from kvloom.store.fingerprint import Fingerprint, LayerFormat
 from kvloom.store.probe import Probe
 from kvloom.store.sums import checksum
