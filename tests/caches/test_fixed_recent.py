@@ -10,7 +10,6 @@ from caches.test_recent import HEADS, INT4, RECENT, mixed, tokens
 from hypothesis import given
 from hypothesis import strategies as st
 from oracles.bits import assert_same_bits
-from packaging.version import Version
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 
@@ -161,9 +160,6 @@ def test_assigned_keys_are_read_as_codes() -> None:
     program.append(1, 2)
 
 
-@pytest.mark.skipif(
-    Version(torch.__version__) < Version("2.13"), reason="Dynamo cannot carry Scores into the residual window"
-)
 def test_every_step_is_one_graph() -> None:
     layer, eager = FixedLayer(FORMAT), FixedLayer(FORMAT)
     for x in (layer, eager):

@@ -201,7 +201,7 @@ class Tokens:
     def attend(
         self,
         query: Tensor,
-        scores: ops.Scores = _CAUSAL,
+        scores: ops.Scores | None = None,
         *,
         first: Tensor | None = None,
         mask: Tensor | None = None,
@@ -210,7 +210,7 @@ class Tokens:
 
         Args:
             query: ``[B, Hq, Q, Dk]``.
-            scores: As ``ops.attend``, without window and mask.
+            scores: As ``ops.attend``, without window and mask; causal if ``None``.
             first: ``[B]``, the first visible column of each sequence; all if ``None``.
             mask: ``[B or 1, Hq or 1, Q, N]``, bool (true is visible) or added to the scores. It says all,
                 also of the window.
@@ -218,6 +218,10 @@ class Tokens:
         Returns:
             ``[B, Q, Hq, Dv]``.
         """
+        if (
+            scores is None
+        ):  # a default that is an object is what Dynamo of torch 2.10 cannot trace in a method
+            scores = _CAUSAL
         if mask is not None:
             rows = range(query.shape[0])
             return torch.cat([self._attend_row(query[b : b + 1], scores, first, mask, b) for b in rows])
