@@ -141,11 +141,13 @@ test-torch: $(addprefix .venv-torch-,$(TORCHES))
 	        $(NOT_TORCH:%=--ignore-glob=%) $(TORCH_TESTS); \
 	done
 
+# A machine may have constraints of its own on torch, which do not count here.
 .venv-torch-%: $(READY)
 	$(BIN)/python -m venv $@
-	$@/bin/python $(PIP) install torch==$*
+	PIP_CONSTRAINT=/dev/null $@/bin/python $(PIP) install torch==$*
 	$@/bin/python $(PIP) install $(BUILD)
-	$@/bin/python $(PIP) install 'transformers>=4.57' rich xxhash pytest pytest-xdist hypothesis
+	PIP_CONSTRAINT=/dev/null $@/bin/python $(PIP) install torch==$* 'transformers>=4.57' rich xxhash \
+	    pytest pytest-xdist hypothesis
 
 # dist/: the sdist, and built from it one wheel for every Python and every torch with the stable ABI. It is built as
 # pip builds an sdist for users, in an empty environment; only which torch is pinned.
