@@ -130,7 +130,7 @@ class Origin:
         if module.training:
             self.refusal = "they were computed in training mode"
         if self._rope is not None:
-            self._note_frequencies(past, past + _num_tokens(inputs))
+            self._note_frequencies(past, self._rope.frequencies(past + _num_tokens(inputs)))
 
     def _expect_tokens_alone(self, inputs: Mapping[str, Any], past: int, is_outermost: bool) -> None:
         if is_outermost:
@@ -144,8 +144,7 @@ class Origin:
                 f"content=content_of(inputs), or use a KVCache of its own"
             )
 
-    def _note_frequencies(self, past: int, end: int) -> None:
-        frequencies = None if self._rope is None else self._rope.frequencies(end)
+    def _note_frequencies(self, past: int, frequencies: str | None) -> None:
         if past == 0 and frequencies is not None:
             self.frequencies = frequencies
         elif frequencies != self.frequencies:
