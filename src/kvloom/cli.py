@@ -190,9 +190,11 @@ def _exchange(args: argparse.Namespace) -> None:
     _expect_positive(args, "page_size")
     model, tokens = _model_and_text(args)
     from kvloom.integrations.transformers.exchange import exchange
+    from kvloom.store.sums import read_sums
 
     with _options_named():
-        count = exchange(args.source, args.target, model, tokens, args.kv, args.page_size, args.salt)
+        key = read_sums(args.key_file).key
+        count = exchange(args.source, args.target, model, tokens, args.kv, args.page_size, args.salt, key)
     said = f"{count} of {len(tokens)} tokens are in {args.target}"
     sys.stdout.write(f"{json.dumps({'stored': count, 'tokens': len(tokens)}) if args.json else said}\n")
 

@@ -21,7 +21,7 @@ FOREIGN = {
     "docs/decisions/0028-keys-are-rotated.md": {"llama.cpp"},
     "docs/planning.md": {"path/to/model"},
     "docs/quality.md": {"llama.cpp", "notes.txt", "plan.json", "quality.svg"},
-    "docs/store-format.md": {"kvloom-run/1"},
+    "docs/store-format.md": {"kvloom-run/1", "kvloom-index/1"},
     "docs/store.md": {"path/to/model", "prompt.safetensors", "prompt.txt"},
     "docs/trace.md": {"a.txt", "b.txt"},
     "docs/vllm.md": {"argparse.py", "json/decoder.py", "calendar.py", "heapq.py", "queue.py", "csv.py"},

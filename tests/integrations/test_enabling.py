@@ -54,6 +54,22 @@ def test_generate_uses_our_cache_and_gives_the_same_tokens(mode: str) -> None:
     assert torch.equal(out.sequences, expected)
 
 
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
+def test_a_model_of_peft_is_the_one_within() -> None:
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(
+        make_model("sdpa"),
+        peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False),
+    ).eval()
+    expected = generate(model, prompts()).sequences
+    enable(model)
+    out = generate(model, prompts())
+    assert isinstance(out.past_key_values, KVCache)
+    assert torch.equal(out.sequences, expected)
+    disable(model)
+    assert isinstance(generate(model, prompts()).past_key_values, DynamicCache)
+
+
 def test_arguments_are_those_of_for_model() -> None:
     model = make_model()
     enable(model, kv="int8:g16", page_size=8)

@@ -109,6 +109,9 @@ def test_what_cannot_be_read_or_written_is_named(
     (tmp_path / "file").touch()
     with pytest.raises(ArgumentError, match="TARGET must be a store that can be written"):
         exchange(source, str(tmp_path / "file"), model, IDS, page_size=PAGE)
+    with pytest.raises(ArgumentError, match="store must be a folder that is there"):
+        exchange(store, str(tmp_path / "out.safetensors"), model, IDS)
+    (tmp_path / "store").mkdir()
     with pytest.raises(ArgumentError, match="SOURCE must have the first page of the text"):
         exchange(store, str(tmp_path / "out.safetensors"), model, IDS, page_size=PAGE)
     exchange(source, store, model, IDS, page_size=PAGE)

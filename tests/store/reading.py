@@ -92,4 +92,8 @@ def dequantized(side: dict[str, Any], parts: list[Tensor]) -> Tensor:
         low, high = codes & 15, codes >> 4
         codes = torch.stack((low, high), dim=-1).flatten(-2).to(torch.int8)
         codes = torch.where(codes > 7, codes - 16, codes)
-    return (codes.to(scales.dtype) * scales.repeat_interleave(side["group"], dim=-1)).float()
+    product = codes.to(scales.dtype) * scales.repeat_interleave(side["group"], dim=-1)
+    for dtype in (scales.dtype, DTYPES[side["dtype"]][0]):
+        largest = torch.finfo(dtype).max
+        product = product.float().clamp(-largest, largest).to(dtype)
+    return product.float()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from kvloom.store.fingerprint import Fingerprint, LayerFormat, SideFormat
 from kvloom.store.format import Run
@@ -49,6 +51,12 @@ def make_run(
 def rewritten(run: Run, **changes: object) -> Run:
     """The run with other fields, under checksums that are right."""
     return replace(run, **changes)  # type: ignore[arg-type]
+
+
+def with_tests() -> dict[str, str]:
+    """An environment for children that import the tests, and the sources that their parent does."""
+    paths = [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+    return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
 
 def damaged(good: bytes, rng: random.Random) -> bytes:

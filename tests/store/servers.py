@@ -28,7 +28,7 @@ def serving(*command: str, port: int) -> Iterator[None]:
     """A process that listens on a port of loopback."""
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
         try:
-            for _ in range(600):
+            for _ in range(6000):
                 with socket.socket() as client:
                     if client.connect_ex(("127.0.0.1", port)) == 0:
                         break

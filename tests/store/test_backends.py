@@ -13,7 +13,7 @@ from kvloom.store.backends import Backend, connect
 
 @pytest.fixture
 def backend(url: str) -> Backend:
-    return connect(url, 5.0)
+    return connect(url, 60.0)  # a server on a busy machine may take long
 
 
 def test_what_is_put_is_there_and_is_read_in_ranges(backend: Backend) -> None:
@@ -42,14 +42,14 @@ def test_what_is_not_there_is_told_apart(backend: Backend) -> None:
 
 
 def test_a_listing_has_names_sizes_and_times(backend: Backend) -> None:
-    assert backend.list_stored() == []
+    assert not list(backend.list_stored())
     for name in ("a/1", "a/2", "b/1"):
         backend.put_if_absent(name, [b"x" * int(name[-1])])
     found = backend.list_stored("a/")
     assert sorted((x.name, x.size) for x in found) == [("a/1", 1), ("a/2", 2)]
     assert all(abs(x.used - time.time()) < 100 for x in found)
-    assert len(backend.list_stored()) == 3
-    assert backend.list_stored("c/") == []
+    assert len(list(backend.list_stored())) == 3
+    assert not list(backend.list_stored("c/"))
 
 
 def test_what_is_touched_counts_as_used(backend: Backend) -> None:

@@ -15,9 +15,9 @@ from kvloom.cli import main
 from kvloom.models import bundled_model_path
 from kvloom.store import KVStore
 from kvloom.store.backends.files import Files
-from kvloom.store.limits import evictions, is_mark
+from kvloom.store.limits import evictions
 from kvloom.store.prefixes import Prefixes
-from kvloom.store.survey import look, why
+from kvloom.store.survey import look, runs_of, why
 
 TOKENS = list(range(20, 36))
 
@@ -110,8 +110,7 @@ def test_why_says_when_a_page_was_evicted(is_command: bool, folder: Path) -> Non
         assert main(["store", "gc", str(folder), "--max-bytes", str(limit)]) == 0
     else:
         with KVStore(f"file://{folder}", max_bytes=limit) as store:
-            store.tiers[0].known(fingerprint(), Prefixes(fingerprint().digest, b"", TOKENS), range(2, 17, 2))
-            store.tiers[0].limit()
+            store.tiers[0]._room.make(0)
             assert store.tiers[0].counts["runs_evicted"] == 1
     # The text leaves the run that was evicted behind its first page.
     *stored, evicted, never = reasons(folder, [*TOKENS[:10], 0, 0])
@@ -135,8 +134,8 @@ def test_what_remembers_evictions_goes_with_age_and_bytes(folder: Path) -> None:
 
 def reasons(folder: Path, tokens: list[int], salt: str = "", **changes: str) -> list[str]:
     files, whose = Files(folder), fingerprint(**changes)
-    objects = files.list_stored()
-    found = [look(files, x) for x in objects if not is_mark(x.name)]
+    objects = list(files.list_stored())
+    found = [look(files, x) for x in runs_of(objects)]
     evicted = evictions(files, objects, whose.folder)
     return [x.reason for x in why(found, evicted, whose, salt, tokens, 2)]
 
@@ -157,7 +156,7 @@ def test_why_says_what_is_damaged(folder: Path) -> None:
     assert reasons(folder, TOKENS[:12])[5].startswith("damaged: the file must have")
     with KVStore(f"file://{folder}") as store:
         prefixes = Prefixes(fingerprint().digest, make_run(TOKENS)[0].salt, TOKENS)
-        assert [x.end for x in store.tiers[0].find(fingerprint(), prefixes, 0, 12)] == [8]
+        assert [x.end for x in store.tiers[0].catalog.find(fingerprint(), prefixes, 0, 12, None)] == [8]
     assert reasons(folder, TOKENS[:12])[5].startswith("damaged")
 
 

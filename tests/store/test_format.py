@@ -14,8 +14,9 @@ from safetensors import deserialize
 from store.runs import CODES, PLAIN, damaged, fingerprint, make_run, rewritten
 
 from kvloom.store.fingerprint import LayerFormat
-from kvloom.store.format import DamagedRun, OtherFormat, Run, checksum, ranges_of, read_head
+from kvloom.store.format import DamagedRun, OtherFormat, Run, ranges_of, read_head
 from kvloom.store.prefixes import Prefixes, salt_digest
+from kvloom.store.sums import checksum
 
 TOKENS = list(range(10, 18))
 NUM_CHANGED = int(os.environ.get("KVLOOM_DAMAGED", "20000"))

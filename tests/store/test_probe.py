@@ -12,7 +12,8 @@ from store.test_store import WHOSE, found, save
 from kvloom.cli import main
 from kvloom.store import KVStore
 from kvloom.store.backends.files import Files
-from kvloom.store.probe import Probe, is_probe, probe_name
+from kvloom.store.names import Kind, kind_of, probe_name
+from kvloom.store.probe import Probe
 
 TEXT = [1, 2, 3, 4]
 NAME = probe_name(WHOSE.folder)
@@ -82,7 +83,7 @@ def test_a_store_that_was_away_is_compared_when_it_is_back(
     url = f"file://{tmp_path}"
     asked(url, probe(b"other"), is_saving=True)
     with KVStore(url, read="always") as store:
-        store.tiers[0]._retry = store.tiers[0]._refresh = 0.0
+        store.tiers[0]._retry = store.tiers[0].catalog.refresh_seconds = 0.0
         store.expect(WHOSE, probe())
         with monkeypatch.context() as patch:
             patch.setattr(Files, "get_ranges", lambda *args: (_ for _ in ()).throw(OSError("away")))
@@ -99,7 +100,7 @@ def test_probes_go_after_all_runs_and_are_no_runs(
     assert main(["store", "verify", str(tmp_path)]) == 0
     assert "probe" not in capsys.readouterr().out
     asked(url, probe(), is_saving=True, max_age=0.0)
-    (left,) = [x.name for x in Files(tmp_path).list_stored() if is_probe(x.name)]
+    (left,) = [x.name for x in Files(tmp_path).list_stored() if kind_of(x.name) is Kind.PROBE]
     assert left == NAME
     assert caplog.messages == []
 

@@ -10,7 +10,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from store.runs import fingerprint, make_run
+from store.runs import fingerprint, make_run, with_tests
 
 from kvloom.errors import ArgumentError
 from kvloom.store import Fingerprint, KVStore
@@ -72,7 +72,7 @@ def test_a_store_that_is_open_finds_what_another_writes(url: str) -> None:
         save(first, [1, 2])
         first.flush()
         for tier in second.tiers:
-            tier._refresh = 0.0
+            tier.catalog.refresh_seconds = 0.0
         assert found(second, [1, 2]) == 2
 
 
@@ -136,7 +136,7 @@ def test_a_damaged_run_that_cannot_be_moved_is_read_once(
     monkeypatch.setattr(Files, "put_if_absent", is_read_only)
     with KVStore(f"file://{tmp_path}") as store:
         for tier in store.tiers:
-            tier._refresh = 0.0
+            tier.catalog.refresh_seconds = 0.0
         assert [found(store, [1, 2]) for _ in range(3)] == [0, 0, 0]
         assert store.tiers[0].counts["damaged"] == 1
 
@@ -218,7 +218,7 @@ def test_the_end_of_a_process_waits_for_what_is_queued(tmp_path: Path) -> None:
     subprocess.run(
         [sys.executable, "-c", code, f"file://{tmp_path}"],
         check=True,
-        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])},
+        env=with_tests(),
     )
     assert len(list(tmp_path.rglob("*.safetensors"))) == 20
 
@@ -260,7 +260,7 @@ def look_and_save(url: str, seed: int) -> None:
 def test_readers_beside_writers_find_what_was_saved_or_nothing(tmp_path: Path) -> None:
     """Two processes of two threads, while limits remove what was saved."""
     code = "from store.test_store import *; look_and_save(sys.argv[1], int(sys.argv[2]))"
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
+    environment = with_tests()
     command = [sys.executable, "-c", code, f"file://{tmp_path}"]
     processes = [subprocess.Popen([*command, str(i)], env=environment) for i in range(2)]
     assert [process.wait() for process in processes] == [0, 0]

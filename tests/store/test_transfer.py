@@ -20,11 +20,16 @@ SIZE = 4
 
 
 def make_pages(kv: str, layout: str, page_size: int = SIZE, heads: tuple[int, ...] = (2, 2)) -> Pages:
-    """A pool with two layers of random tokens, the values of another dtype or quantization than the keys."""
+    """A pool with two layers of random tokens, the values of another dtype or quantization than the keys.
+
+    ``kv`` may begin with the dtype that the model computes in.
+    """
+    whole, _, kv = kv.rpartition(" ")
+    computed = getattr(torch, whole or "float32")
     dtype, quant = kept_as("kv", kv)
     pages = Pages(CacheFormat(dtype, quant, page_size, 40 * page_size, layout=layout), is_kept=True)
     for i, count in enumerate(heads):
-        key = pages.format.spec(count, 16, torch.float32)
+        key = pages.format.spec(count, 16, computed)
         value = CacheFormat(torch.float16).spec(count, 6, torch.float32)
         pages.storages[i] = storage = Storage(key, value, page_size, torch.device("cpu"), layout)
         pages.fit(storage)
@@ -39,7 +44,17 @@ def whose(pages: Pages) -> Fingerprint:
     return Fingerprint("c", "w", "float32", "{}", "full", "none", layers_of(pages.storages))
 
 
-KINDS = pytest.mark.parametrize("kv", ["float32", "bfloat16", "int8:g8", "int4:g16,rotate=none"])
+KINDS = pytest.mark.parametrize(
+    "kv",
+    [
+        "float32",
+        "bfloat16",
+        "int8:g8",
+        "int4:g16,rotate=none",
+        "bfloat16 int8:g8",
+        "bfloat16 int4:g16,rotate=none",
+    ],
+)
 
 
 @KINDS
@@ -52,14 +67,14 @@ def test_a_reader_written_from_the_document_reads_what_attention_reads(
     with KVStore("memory://") as store:
         store.save(whose(pages), "salt", TOKENS, 8, SIZE, pack(pages, range(2, 9), whose(pages)))
         store.flush()
-        backend = store.tiers[0]._connected()
+        backend = store.tiers[0].connected()
         ((name, size, _),) = backend.list_stored()
         tokens, states = read_states(bytes(backend.get_ranges(name, [(0, size)])), "salt", TOKENS[:8])
     assert tokens == TOKENS[8:]
     for (key, value), storage in zip(states, pages.storages.values(), strict=True):
-        expected = ops.load(torch.arange(8, 36)[None], storage.view, dtype=torch.float32)
-        assert torch.equal(key, expected[0][0])
-        assert torch.equal(value, expected[1][0])
+        for side, (found, spec) in enumerate(zip((key, value), storage.specs, strict=True)):
+            expected = ops.load(torch.arange(8, 36)[None], storage.view, dtype=spec.dtype)[side][0]
+            assert torch.equal(found, expected.float())
 
 
 @KINDS

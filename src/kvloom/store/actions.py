@@ -9,12 +9,13 @@ from typing import Any
 
 from kvloom.errors import ArgumentError
 from kvloom.store import survey
-from kvloom.store.backends import Backend, Stored, connect, store_url
+from kvloom.store.backends import Backend, Stored, connect, expect_own, store_url
 from kvloom.store.fingerprint import SideFormat
 from kvloom.store.format import Run
-from kvloom.store.limits import evict, evictions, is_mark, is_quarantined, too_many
-from kvloom.store.probe import is_probe
-from kvloom.store.survey import Found, look
+from kvloom.store.limits import evict, evictions, too_many
+from kvloom.store.names import Kind, kind_of
+from kvloom.store.sums import read_sums
+from kvloom.store.survey import Found, look, runs_of
 
 _TIMEOUT = 30.0
 _SHOWN = 29
@@ -24,14 +25,15 @@ _SHOWN = 29
 def ls(args: argparse.Namespace) -> None:
     """List all runs."""
     backend, objects = _opened(args)
-    found = [look(backend, x) for x in _runs(objects)]
+    found = [look(backend, x, read_sums(args.key_file)) for x in runs_of(objects)]
     if args.json:
         _print_lines(_described(x) for x in found)
         return
     table = _table("name", "tokens", "page", "kept as", "bytes", "unused", "problem")
     for x in found:
         run = x.run
-        table.add_row(
+        _add_row(
+            table,
             x.stored.name[:_SHOWN],
             "" if run is None else f"{run.first}-{run.end}",
             "" if run is None else str(run.page_size),
@@ -47,10 +49,10 @@ def ls(args: argparse.Namespace) -> None:
 def show(args: argparse.Namespace) -> None:
     """Print all that one run says of itself."""
     backend, objects = _opened(args)
-    named = [x for x in _runs(objects) if x.name.startswith(args.name)]
+    named = [x for x in runs_of(objects) if x.name.startswith(args.name)]
     if len(named) != 1:
         raise ArgumentError(f"NAME must begin one run of the store, got {args.name!r}, with {len(named)}")
-    described = _described(look(backend, named[0], is_thorough=True))
+    described = _described(look(backend, named[0], read_sums(args.key_file), is_thorough=True))
     if args.json:
         _print_lines([described])
         return
@@ -62,8 +64,9 @@ def show(args: argparse.Namespace) -> None:
 def verify(args: argparse.Namespace) -> None:
     """Read everything, and exit with 1 if something is damaged."""
     backend, objects = _opened(args)
-    here = [x for x in _runs(objects) if not is_quarantined(x.name)]
-    found = [look(backend, x, is_thorough=True) for x in _tracked(here, args.json)]
+    sums = read_sums(args.key_file)
+    here = [x for x in runs_of(objects) if kind_of(x.name) is Kind.RUN]
+    found = [look(backend, x, sums, is_thorough=True) for x in _tracked(here, args.json)]
     damaged = [x for x in found if x.problem]
     if args.json:
         _print_lines({"name": x.stored.name, "problem": x.problem} for x in found)
@@ -80,17 +83,27 @@ def gc(args: argparse.Namespace) -> None:
     for name in ("max_bytes", "max_age"):
         if (value := getattr(args, name)) is not None and not value >= 0:
             raise ArgumentError(f"--{name.replace('_', '-')} must be at least 0, got {value}")
+    expect_own(store_url(args.store))
     backend, objects = _opened(args)
+    sums, lasting = read_sums(args.key_file), set[Stored]()
     seconds = None if args.max_age is None else 86400 * args.max_age
     gone: list[Stored] = []
     while victims := too_many(objects, time.time(), args.max_bytes, seconds):
-        marks = [evict(backend, x, time.time()) for x in _tracked(victims, args.json)]
-        objects = [*(set(objects) - set(victims)), *filter(None, marks)]
-        gone += _runs(victims)
+        marks = []
+        for x in _tracked(victims, args.json):
+            is_gone, mark = evict(backend, x, time.time(), sums)
+            marks += [] if mark is None else [mark]
+            if is_gone:
+                gone += runs_of([x])
+            else:
+                lasting.add(x)
+        objects = [*(set(objects) - set(victims)), *marks]
+    for x in sorted(lasting):
+        sys.stderr.write(f"{x.name} is left: it cannot be read as a run of this format, or not removed\n")
     if args.json:
         _print_lines({"name": x.name, "size": x.size} for x in gone)
     else:
-        freed, kept = sum(x.size for x in gone), len(_runs(objects))
+        freed, kept = sum(x.size for x in gone), len(runs_of([*objects, *lasting]))
         sys.stdout.write(f"{len(gone)} runs removed, {freed:,} bytes; {kept} runs kept\n")
 
 
@@ -100,8 +113,8 @@ def why(args: argparse.Namespace) -> None:
         raise ArgumentError(f"--page-size must be at least 1, got {args.page_size}")
     backend, objects = _opened(args)
     fingerprint, tokens = args.ask(args)
-    found = [look(backend, x) for x in _runs(objects)]
-    evicted = evictions(backend, objects, fingerprint.folder)
+    found = [look(backend, x, read_sums(args.key_file)) for x in runs_of(objects)]
+    evicted = evictions(backend, objects, read_sums(args.key_file).folder(fingerprint.digest))
     verdicts = list(survey.why(found, evicted, fingerprint, args.salt, tokens, args.page_size))
     if args.json:
         for x in verdicts:
@@ -110,19 +123,14 @@ def why(args: argparse.Namespace) -> None:
         return
     table = _table("tokens", "found", "why")
     for x in verdicts:
-        table.add_row(f"{x.tokens.start}-{x.tokens.stop}", "hit" if x.is_found else "miss", x.reason)
+        _add_row(table, f"{x.tokens.start}-{x.tokens.stop}", "hit" if x.is_found else "miss", x.reason)
     hits = sum(x.is_found for x in verdicts)
     _print_table(table, f"{hits} of {len(verdicts)} pages are found")
 
 
 def _opened(args: argparse.Namespace) -> tuple[Backend, list[Stored]]:
-    backend = connect(store_url(args.store), _TIMEOUT)
-    return backend, sorted(backend.list_stored())
-
-
-def _runs(objects: Iterable[Stored]) -> list[Stored]:
-    """Those that are stored, the quarantine included."""
-    return [x for x in objects if not is_mark(x.name) and not is_probe(x.name)]
+    backend = connect(store_url(args.store), _TIMEOUT, create=False)
+    return backend, sorted(x for x in backend.list_stored() if kind_of(x.name) is not None)
 
 
 def _described(x: Found) -> dict[str, Any]:
@@ -187,6 +195,12 @@ def _table(*headings: str) -> Any:
             heading, overflow="fold", justify="right" if heading in ("bytes", "page") else "left"
         )
     return table
+
+
+def _add_row(table: Any, *cells: str) -> None:
+    from rich.text import Text
+
+    table.add_row(*map(Text, cells))  # brackets in what a file says are no markup
 
 
 def _print_table(table: Any, caption: str) -> None:

@@ -12,14 +12,16 @@ from kvloom.store import survey
 from kvloom.store.backends import connect
 from kvloom.store.fingerprint import Fingerprint
 from kvloom.store.format import page_bytes
-from kvloom.store.limits import evictions, is_mark
-from kvloom.store.probe import Probe, is_probe
+from kvloom.store.limits import evictions
+from kvloom.store.probe import Probe
 from kvloom.store.store import KVStore, open_store
 from kvloom.store.survey import Verdict, look
 from kvloom.store.tier import Piece
 from kvloom.store.transfer import layers_of, pack, rotation_of, unpack
 
 _TIMEOUT: Final = 30.0
+_OPENING_SECONDS: Final = 1.0
+"""For which a new pool waits to know what its store has."""
 RUN_BYTES: Final = 8 << 20
 """Bytes of a run, if a page does not have more."""
 
@@ -50,6 +52,7 @@ class StoreBelow:
         self.store = store
         self._pages, self._tree = pages, tree
         self.become(fingerprint, storages, seconds_per_token, probe)
+        store.watch(fingerprint, _OPENING_SECONDS)
 
     def become(
         self,
@@ -63,6 +66,7 @@ class StoreBelow:
         self._seconds_per_token = seconds_per_token
         if probe is not None:
             self.store.expect(fingerprint, probe)
+        self.store.watch(fingerprint)
 
     def fetch(
         self, tokens: Sequence[int], found: list[PageRef], salt: str, scope: str | None = None
@@ -171,10 +175,11 @@ class StoreBelow:
 
     def _why(self, tokens: Sequence[int], salt: str) -> list[Verdict]:
         """Of each full page of a text, what the first store says of it."""
-        backend = connect(self.store.tiers[0].url, _TIMEOUT)
+        tier = self.store.tiers[0]
+        backend = connect(tier.url, _TIMEOUT)
         objects = sorted(backend.list_stored())
-        found = [look(backend, x) for x in objects if not is_mark(x.name) and not is_probe(x.name)]
-        evicted = evictions(backend, objects, self.fingerprint.folder)
+        found = [look(backend, x, tier.sums) for x in survey.runs_of(objects)]
+        evicted = evictions(backend, objects, tier.sums.folder(self.fingerprint.digest))
         size = self._pages.format.page_size
         return list(survey.why(found, evicted, self.fingerprint, salt, tokens, size))
 

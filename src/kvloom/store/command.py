@@ -30,6 +30,9 @@ def add_parser(
         action = actions.add_parser(name, help=text)
         action.set_defaults(run=_run, action=name)
         action.add_argument("--json", action="store_true", help="machine-readable output, one object a line")
+        action.add_argument(
+            "--key-file", metavar="FILE", help="file with the key of the store, if it has one"
+        )
         action.add_argument("store", metavar="STORE", help="folder, or URL such as s3://bucket/folder")
         if name == "show":
             action.add_argument("name", metavar="NAME", help="of the run, as ls prints it, or its beginning")
@@ -45,6 +48,7 @@ def add_parser(
         "convert", help="keys and values of a prompt from a store to a safetensors file, or back"
     )
     convert.add_argument("--json", action="store_true", help="machine-readable output")
+    convert.add_argument("--key-file", metavar="FILE", help="file with the key of the store, if it has one")
     convert.add_argument("source", metavar="SOURCE", help="store, or file that ends with .safetensors")
     convert.add_argument("target", metavar="TARGET", help="the other of the two")
     _add_question(convert)

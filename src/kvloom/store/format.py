@@ -12,12 +12,14 @@ from typing import Any, Final, NoReturn
 
 from kvloom.errors import ConfigError, KVError
 from kvloom.store.fingerprint import Fingerprint
+from kvloom.store.names import run_name
 from kvloom.store.prefixes import DIGEST_BYTES, Prefixes
-from kvloom.store.sums import SUM_BYTES, checksum, checksums
+from kvloom.store.sums import PLAIN, SUM_BYTES, Sums
 
-FORMAT: Final = "kvloom-run/1"
+MAX_HEADER: Final = 1 << 20
+"""Bytes that the JSON of a file may have: some thousand layers that are all different."""
 MAX_HEAD: Final = 64 << 20
-"""Bytes that a head may have."""
+"""Bytes that a head may have: those of two million pages."""
 _ALIGNMENT: Final = 8
 _NAMES: Final = ("before", "fingerprint", "first", "format", "num_pages", "page_size", "salt", "text")
 
@@ -47,6 +49,7 @@ class Run:
         digests: Digest of all tokens up to the end of each page; N of 32 bytes.
         tokens: N * S token ids as little-endian int64; ``None`` where no text is kept.
         checksums: Of each page of each head, R rows of N, 16 bytes each.
+        sums: How they are made, and the seal.
     """
 
     fingerprint: Fingerprint
@@ -57,6 +60,7 @@ class Run:
     digests: tuple[bytes, ...]
     tokens: bytes | None
     checksums: bytes = field(repr=False, default=b"")
+    sums: Sums = PLAIN
 
     @property
     def num_pages(self) -> int:
@@ -71,8 +75,8 @@ class Run:
     @property
     def name(self) -> str:
         """Of its file, under the folder of its fingerprint; equal for equal runs."""
-        text = f"{self.digests[-1].hex()[:40]}-{self.first}-{self.page_size}"
-        return f"{self.fingerprint.folder}/{text}.safetensors"
+        folder = self.sums.folder(self.fingerprint.digest)
+        return run_name(folder, self.digests[-1], self.first, self.page_size)
 
     @property
     def page_bytes(self) -> int:
@@ -87,6 +91,7 @@ class Run:
     def head(self) -> bytes:
         """The bytes before the pages."""
         header = _header(
+            self.sums.format,
             self.fingerprint.to_json(),
             self.salt.hex(),
             self.before.hex(),
@@ -97,7 +102,7 @@ class Run:
             (self.fingerprint.num_heads, self.page_bytes),
         )
         sealed = b"".join((header, self.tokens or b"", *self.digests, self.checksums))
-        return sealed + checksum(sealed)
+        return sealed + self.sums.checksum(sealed)
 
     def with_checksums(self, data: memoryview) -> "Run":
         """This run, with the checksums of its pages.
@@ -105,7 +110,7 @@ class Run:
         Args:
             data: R * N pages, heads outermost.
         """
-        return replace(self, checksums=checksums(data, self.page_bytes))
+        return replace(self, checksums=self.sums.checksums(data, self.page_bytes))
 
     def expect_whole(self, data: memoryview, pages: range, heads: range) -> None:
         """Check pages that were read: heads outermost.
@@ -116,7 +121,7 @@ class Run:
         size = self.page_bytes
         if len(data) != len(pages) * len(heads) * size:
             raise DamagedRun(f"{len(pages) * len(heads) * size} bytes of pages expected, got {len(data)}")
-        got, row = checksums(data, size), len(pages) * SUM_BYTES
+        got, row = self.sums.checksums(data, size), len(pages) * SUM_BYTES
         for i, head in enumerate(heads):
             first = (head * self.num_pages + pages.start) * SUM_BYTES
             mine, theirs = got[i * row : (i + 1) * row], self.checksums[first : first + row]
@@ -184,46 +189,101 @@ def parts(fingerprint: Fingerprint, page_size: int) -> Iterator[tuple[str, int, 
                 yield dtype, item, width, -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
-def read_head(data: bytes, file_size: int) -> tuple[Run, int]:
+@dataclass(frozen=True, slots=True)
+class _Header:
+    """What the JSON of a file says, and how many bytes its head has."""
+
+    fingerprint: Fingerprint
+    salt: bytes
+    before: bytes
+    first: int
+    page_size: int
+    start: int
+    lengths: dict[str, int]
+
+    @property
+    def head_size(self) -> int:
+        return self.start + sum(size for name, size in self.lengths.items() if name != "pages")
+
+
+def read_head(data: bytes, file_size: int, sums: Sums = PLAIN) -> tuple[Run, int]:
     """The run that a file holds, and where its pages begin.
 
     Args:
         data: The first bytes of the file, the head or more.
         file_size: Bytes of the whole file.
+        sums: How it is summed.
 
     Raises:
         DamagedRun: this is none.
     """
+    header = _read_header(data, file_size, sums)
+    end, lengths = header.head_size, header.lengths
+    if len(data) < end:
+        raise DamagedRun(f"the head ends at byte {end}, got {len(data)}")
+    if sums.checksum(memoryview(data)[: end - SUM_BYTES]) != data[end - SUM_BYTES : end]:
+        raise DamagedRun("the head does not have its checksum")
+    digests_at = header.start + lengths.get("tokens", 0)
+    sums_at = digests_at + lengths["digests"]
+    digests = tuple(data[i : i + DIGEST_BYTES] for i in range(digests_at, sums_at, DIGEST_BYTES))
+    if len(set(digests)) < len(digests):
+        raise DamagedRun("a digest stands twice")
+    tokens = data[header.start : digests_at] if "tokens" in lengths else None
+    run = Run(
+        header.fingerprint,
+        header.salt,
+        header.first,
+        header.page_size,
+        header.before,
+        digests,
+        tokens,
+        data[sums_at : end - SUM_BYTES],
+        sums,
+    )
+    return run, end
+
+
+def head_size(data: bytes, file_size: int, sums: Sums = PLAIN) -> int:
+    """How many first bytes of a file are its head, or its JSON if ``data`` ends before the end of that.
+
+    Args:
+        data: The first bytes of the file.
+        file_size: Bytes of the whole file.
+        sums: How it is summed.
+
+    Raises:
+        DamagedRun: no run begins so.
+    """
+    end = _header_end(data)
+    return end if end > len(data) else _read_header(data, file_size, sums).head_size
+
+
+def _header_end(data: bytes) -> int:
+    if len(data) < 8:
+        raise DamagedRun(f"a file has at least 8 bytes, got {len(data)}")
+    size = 8 + int(struct.unpack_from("<Q", data)[0])
+    if size > MAX_HEADER:
+        raise DamagedRun(f"a header has at most {MAX_HEADER} bytes, got {size}")
+    return size
+
+
+def _read_header(data: bytes, file_size: int, sums: Sums) -> _Header:
     try:
-        return _read_head(data, file_size)
-    except (ConfigError, KeyError, RecursionError, TypeError, UnicodeError, ValueError) as error:
+        return _checked_header(data, file_size, sums)
+    except (ArithmeticError, ConfigError, LookupError, RecursionError, TypeError, ValueError) as error:
         if isinstance(error, DamagedRun):
             raise
         raise DamagedRun(f"the header cannot be read: {error}") from None
 
 
-def head_bytes(data: bytes) -> int:
-    """At most how many first bytes of a file hold its JSON header.
-
-    Raises:
-        DamagedRun: the file has no such header.
-    """
-    if len(data) < 8:
-        raise DamagedRun(f"a file has at least 8 bytes, got {len(data)}")
-    size = 8 + int(struct.unpack_from("<Q", data)[0])
-    if size > MAX_HEAD:
-        raise DamagedRun(f"a header has at most {MAX_HEAD} bytes, got {size}")
-    return size
-
-
-def _read_head(data: bytes, file_size: int) -> tuple[Run, int]:
-    start = head_bytes(data)
+def _checked_header(data: bytes, file_size: int, sums: Sums) -> _Header:
+    start = _header_end(data)
     if start > len(data):
         raise DamagedRun(f"the header ends at byte {start}, the file at {len(data)}")
     header = json.loads(data[8:start], object_pairs_hook=_no_duplicates, parse_constant=_no_constant)
     saved = header["__metadata__"]
-    if saved["format"] != FORMAT:
-        raise OtherFormat(f"the format must be {FORMAT}, got {str(saved['format'])[:40]!r}")
+    if saved["format"] != sums.format:
+        raise OtherFormat(f"the format must be {sums.format}, got {str(saved['format'])[:40]!r}")
     first, page_size, num_pages = (int(saved[name]) for name in ("first", "page_size", "num_pages"))
     if first < 0 or page_size < 1 or num_pages < 1 or num_pages * page_size > file_size:
         raise DamagedRun(f"{num_pages} pages of {page_size} tokens from {first} are not in {file_size} bytes")
@@ -234,6 +294,7 @@ def _read_head(data: bytes, file_size: int) -> tuple[Run, int]:
     if start + sum(lengths.values()) != file_size:
         raise DamagedRun(f"the file must have {start + sum(lengths.values())} bytes, got {file_size}")
     again = _header(
+        sums.format,
         saved["fingerprint"],
         saved["salt"],
         saved["before"],
@@ -245,18 +306,11 @@ def _read_head(data: bytes, file_size: int) -> tuple[Run, int]:
     )
     if again != data[:start]:
         raise DamagedRun("the header is not spelled as this format spells it")
-    end = start + sum(lengths[name] for name in ("tokens", "digests", "checksums") if name in lengths)
-    if len(data) < end + SUM_BYTES:
-        raise DamagedRun(f"the head ends at byte {end + SUM_BYTES}, got {len(data)}")
-    if checksum(memoryview(data)[:end]) != data[end : end + SUM_BYTES]:
-        raise DamagedRun("the head does not have its checksum")
-    digests_at = start + lengths.get("tokens", 0)
-    sums_at = digests_at + lengths["digests"]
-    digests = tuple(data[i : i + DIGEST_BYTES] for i in range(digests_at, sums_at, DIGEST_BYTES))
     salt, before = (_digest_of(saved[name]) for name in ("salt", "before"))
-    tokens = data[start:digests_at] if has_text else None
-    run = Run(fingerprint, salt, first, page_size, before, digests, tokens, data[sums_at:end])
-    return run, end + SUM_BYTES
+    found = _Header(fingerprint, salt, before, first, page_size, start, lengths)
+    if found.head_size > MAX_HEAD:
+        raise DamagedRun(f"a head has at most {MAX_HEAD} bytes, got {found.head_size}")
+    return found
 
 
 def _lengths(page_size: int, num_pages: int, has_text: bool, data: tuple[int, int]) -> dict[str, int]:
@@ -268,6 +322,7 @@ def _lengths(page_size: int, num_pages: int, has_text: bool, data: tuple[int, in
 
 
 def _header(
+    form: str,
     fingerprint: str,
     salt: str,
     before: str,
@@ -286,7 +341,7 @@ def _header(
         "seal": [SUM_BYTES],
         "pages": [heads, num_pages, size],
     }
-    values = (before, fingerprint, str(first), FORMAT, str(num_pages), str(page_size), salt)
+    values = (before, fingerprint, str(first), form, str(num_pages), str(page_size), salt)
     text = "tokens" if has_text else "digests"
     header: dict[str, Any] = {"__metadata__": dict(zip(_NAMES, (*values, text), strict=True))}
     at = 0

@@ -5,9 +5,10 @@ from collections import OrderedDict
 from typing import Final
 
 from kvloom.store.backends import Backend, Stored
-from kvloom.store.format import DamagedRun, Run, head_bytes, read_head
+from kvloom.store.format import DamagedRun, Run, head_size, read_head
+from kvloom.store.sums import PLAIN, Sums
 
-_FIRST_READ: Final = 64 << 10
+FIRST_READ: Final = 64 << 10
 """Bytes in which the heads of most runs lie."""
 _KEPT: Final = 16 << 20
 """Bytes of heads that are kept: those of 4 GB of runs, if pages have half a megabyte."""
@@ -16,8 +17,8 @@ _KEPT: Final = 16 << 20
 class Heads:
     """The heads that were checked last: one of the same bytes needs no second check. Thread-safe."""
 
-    def __init__(self, max_bytes: int = _KEPT) -> None:
-        self._max_bytes = max_bytes
+    def __init__(self, max_bytes: int = _KEPT, sums: Sums = PLAIN) -> None:
+        self._max_bytes, self._sums = max_bytes, sums
         self._num_bytes = 0
         self._kept: OrderedDict[str, tuple[bytes, Run]] = OrderedDict()
         self._lock = threading.Lock()
@@ -42,7 +43,7 @@ class Heads:
             if run is not None and kept == head and len(head) + run.data_bytes == file_size:
                 self._kept.move_to_end(name)
                 return run
-        run, start = read_head(head, file_size)
+        run, start = read_head(head, file_size, self._sums)
         if start != len(head) or run.name != name:
             raise DamagedRun("the head is not the one of this name")
         self.keep(head, run)
@@ -53,17 +54,26 @@ class Heads:
         self._num_bytes -= len(head)
 
 
-def head_of(backend: Backend, x: Stored) -> tuple[Run, int]:
+def head_of(backend: Backend, x: Stored, sums: Sums = PLAIN) -> tuple[Run, int]:
     """The run that an object holds, and where its pages begin, of as few bytes as that takes.
 
     Raises:
         DamagedRun: it holds none.
         FileNotFoundError: it was removed.
     """
-    data = bytes(backend.get_ranges(x.name, [(0, min(x.size, _FIRST_READ))]))
-    try:
-        return read_head(data, x.size)
-    except DamagedRun:
-        if len(data) >= x.size or head_bytes(data) > x.size:
-            raise
-    return read_head(bytes(backend.get_ranges(x.name, [(0, x.size)])), x.size)  # a long head
+    return head_from(bytes(backend.get_ranges(x.name, [(0, min(x.size, FIRST_READ))])), backend, x, sums)
+
+
+def head_from(data: bytes, backend: Backend, x: Stored, sums: Sums) -> tuple[Run, int]:
+    """As ``head_of``, by its first bytes.
+
+    Raises:
+        DamagedRun: as ``head_of``.
+        FileNotFoundError: the same.
+    """
+    while (size := head_size(data, x.size, sums)) > len(data):
+        rest = bytes(backend.get_ranges(x.name, [(len(data), size)])) if size <= x.size else b""
+        if not rest:
+            raise DamagedRun(f"the head ends at byte {size}, the file at {min(x.size, len(data))}")
+        data += rest
+    return read_head(data, x.size, sums)

@@ -52,7 +52,7 @@ class Index:
 
     def __init__(self) -> None:
         self.entries: dict[str, Entry] = {}
-        self._ends: dict[bytes, dict[str, int]] = {}  # of each digest, the runs that have it and where
+        self._ends: dict[bytes, tuple[tuple[str, int], ...]] = {}  # of each digest, which runs have it, where
         self._page_sizes: dict[int, int] = {}
 
     def __contains__(self, digest: bytes) -> bool:
@@ -66,7 +66,8 @@ class Index:
         self.entries[entry.name] = entry
         self._page_sizes[entry.page_size] = self._page_sizes.get(entry.page_size, 0) + 1
         for i, digest in enumerate(entry.digests, 1):
-            self._ends.setdefault(digest, {})[entry.name] = entry.first + i * entry.page_size
+            place = (entry.name, entry.first + i * entry.page_size)
+            self._ends[digest] = (*self._ends.get(digest, ()), place)
 
     def remove(self, name: str) -> None:
         """Forget a run, if it is known."""
@@ -75,9 +76,9 @@ class Index:
             return
         self._page_sizes[entry.page_size] -= 1
         for digest in entry.digests:
-            self._ends[digest].pop(name, None)
-            if not self._ends[digest]:
-                del self._ends[digest]
+            others = tuple(place for place in self._ends.pop(digest, ()) if place[0] != name)
+            if others:
+                self._ends[digest] = others
 
     def find(self, prefixes: Prefixes, start: int, num_tokens: int) -> list[Segment]:
         """Segments one behind the other that reach furthest from ``start``, the fewest that do.
@@ -91,11 +92,13 @@ class Index:
         reached: dict[str, int] = {}  # by each run that has a page of this text
         digests, i = _digests(prefixes, sizes, start, num_tokens), 0
         while i < len(digests):
-            runs = self._ends.get(digests[i], {})
+            runs = self._ends.get(digests[i], ())
+            if not runs and len(sizes) == 1:
+                break  # no run has this page, so none leads beyond it
             reached.update(runs)
             i += 1
             if len(runs) == len(sizes) == 1:
-                i += self._follow(reached, next(iter(runs)), digests, i)
+                i += self._follow(reached, runs[0][0], digests, i)
         at = start
         found: list[Segment] = []
         while True:

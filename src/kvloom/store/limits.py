@@ -7,13 +7,12 @@ from typing import Final, NamedTuple
 from kvloom.store.backends import Backend, Stored
 from kvloom.store.format import DamagedRun
 from kvloom.store.heads import head_of
+from kvloom.store.names import Kind, kind_of, mark_name, position_of, quarantine_name
 from kvloom.store.prefixes import DIGEST_BYTES
-from kvloom.store.probe import is_probe
+from kvloom.store.sums import PLAIN, Sums
 
-_QUARANTINE: Final = "quarantine"
-"""The folder of damaged objects."""
-_EVICTED: Final = "evicted"
-"""The folder of marks: one for each run that was evicted, with the digests of its pages."""
+_LAST: Final = {Kind.PROBE: 2, Kind.INDEX: 1, Kind.QUARANTINED: -1}
+"""Kinds that go after runs and marks, or before them."""
 
 
 class Eviction(NamedTuple):
@@ -28,20 +27,10 @@ class Eviction(NamedTuple):
     digests: tuple[bytes, ...]
 
 
-def is_quarantined(name: str) -> bool:
-    """Whether an object is kept though it is damaged."""
-    return name.startswith(f"{_QUARANTINE}/")
-
-
-def is_mark(name: str) -> bool:
-    """Whether an object is what is left of a run."""
-    return name.startswith(f"{_EVICTED}/")
-
-
 def too_many(
     objects: Collection[Stored], now: float, max_bytes: int | None, max_age: float | None
 ) -> list[Stored]:
-    """What must go so that limits hold.
+    """What must go so that limits hold. What kvloom did not name neither counts nor goes.
 
     Args:
         objects: All of a store.
@@ -49,42 +38,50 @@ def too_many(
         max_bytes: Of all; what is unused for longest goes first.
         max_age: Seconds that one may be unused.
     """
-    if max_bytes is None and max_age is None:
+    kinds = {x: kind for x in objects if (kind := kind_of(x.name)) is not None}
+    total = sum(x.size for x in kinds)
+    is_full = max_bytes is not None and total > max_bytes
+    if not is_full and (max_age is None or all(now - x.used <= max_age for x in kinds)):
         return []
-    victims, total = [], sum(x.size for x in objects)
-    for x in sorted(objects, key=_worth):
-        is_old = max_age is not None and now - x.used > max_age and not is_probe(x.name)
+    victims = []
+    for x in sorted(kinds, key=lambda x: _worth(x, kinds[x])):
+        is_old = max_age is not None and now - x.used > max_age and kinds[x] is not Kind.PROBE
         if is_old or (max_bytes is not None and total > max_bytes):
             total -= x.size
             victims.append(x)
     return victims
 
 
-def evict(backend: Backend, x: Stored, now: float) -> Stored | None:
-    """Remove an object.
+def evict(backend: Backend, x: Stored, now: float, sums: Sums = PLAIN) -> tuple[bool, Stored | None]:
+    """Remove an object, unless it bears the name of a run and is none that can be read.
 
     Returns:
-        The mark that a run leaves. It is an object as others, and goes as they do.
+        Whether it is gone, and the mark that a run leaves. It is an object as others, and goes as they do.
     """
     run = None
-    if not is_quarantined(x.name) and not is_mark(x.name) and not is_probe(x.name):
-        with suppress(DamagedRun, FileNotFoundError):
-            run, _ = head_of(backend, x)
-    backend.delete(x.name)
+    if kind_of(x.name) is Kind.RUN:
+        try:
+            run, _ = head_of(backend, x, sums)
+        except FileNotFoundError:
+            return True, None
+        except (DamagedRun, PermissionError):  # of another format, or somebody else's
+            return False, None
+    try:
+        backend.delete(x.name)
+    except PermissionError:
+        return False, None
     if run is None:
-        return None
-    name = f"{_EVICTED}/{_flat(run.name.removesuffix('.safetensors'))}"
+        return True, None
+    name = mark_name(x.name)
     backend.delete(name)  # of an earlier eviction
     backend.put_if_absent(name, [*run.digests])
-    return Stored(name, len(run.digests) * DIGEST_BYTES, now)
+    return True, Stored(name, len(run.digests) * DIGEST_BYTES, now)
 
 
-def quarantine(backend: Backend, x: Stored) -> None:
+def quarantine(backend: Backend, name: str) -> None:
     """Move an object to where nobody finds it, for whoever wants to know."""
     with suppress(FileNotFoundError):  # another process moved it
-        data = backend.get_ranges(x.name, [(0, x.size)])
-        backend.put_if_absent(f"{_QUARANTINE}/{_flat(x.name)}", [data])
-        backend.delete(x.name)
+        backend.rename(name, quarantine_name(name))
 
 
 def evictions(backend: Backend, objects: Iterable[Stored], folder: str) -> list[Eviction]:
@@ -97,23 +94,19 @@ def evictions(backend: Backend, objects: Iterable[Stored], folder: str) -> list[
     """
     found = []
     for x in objects:
-        if x.name.startswith(f"{_EVICTED}/{folder}-"):
-            with suppress(FileNotFoundError):
+        if kind_of(x.name) is Kind.MARK and x.name.startswith(mark_name(f"{folder}/")):
+            with suppress(FileNotFoundError, PermissionError):
                 data = bytes(backend.get_ranges(x.name, [(0, x.size)]))
                 digests = (data[i : i + DIGEST_BYTES] for i in range(0, len(data), DIGEST_BYTES))
                 found.append(Eviction(x.used, tuple(digests)))
     return found
 
 
-def _worth(x: Stored) -> tuple[bool, bool, float, int]:
+def _worth(x: Stored, kind: Kind) -> tuple[int, float, int]:
     """What goes first: the quarantine, then what is unused for longest, then what stands last in a text.
 
-    Probes, by which the runs of a model are known, go after all runs.
+    Indexes, which only save time, go after all runs and marks, and probes, by which the runs of a model are
+    known, after all.
     """
-    position = x.name.rsplit("-", 2)[-2:-1]
-    first = int(position[0]) if position and position[0].isdigit() else 0
-    return is_probe(x.name), not is_quarantined(x.name), x.used, -first
-
-
-def _flat(name: str) -> str:
-    return name.replace("/", "-")
+    first = position_of(x.name) if kind in (Kind.RUN, Kind.MARK) else 0
+    return _LAST.get(kind, 0), x.used, -first

@@ -1,9 +1,7 @@
 """What a model computes, kept beside its runs, to be compared by whoever opens them with their own model."""
 
 from collections.abc import Callable
-from typing import Final, NamedTuple
-
-_NAME: Final = "probe"
+from typing import NamedTuple
 
 
 class Probe(NamedTuple):
@@ -19,13 +17,3 @@ class Probe(NamedTuple):
 
     data: bytes
     difference: Callable[[bytes], str]
-
-
-def probe_name(folder: str) -> str:
-    """The object of the probe in the folder of a fingerprint."""
-    return f"{folder}/{_NAME}"
-
-
-def is_probe(name: str) -> bool:
-    """Whether an object is a probe."""
-    return name.endswith(f"/{_NAME}")

@@ -1,34 +1,29 @@
 """Stores in a row below pools of pages: read in order, written behind."""
 
-import logging
 import os
-import sys
-import threading
+import time
 import weakref
-from collections import Counter, deque
-from collections.abc import Sequence
-from contextlib import suppress
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent import futures
+from functools import partial
 from types import TracebackType
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, Final, Literal
 
 from kvloom.errors import ArgumentError
 from kvloom.store.fingerprint import Fingerprint
 from kvloom.store.format import Run, page_bytes
 from kvloom.store.index import Segment
+from kvloom.store.patience import Patience
 from kvloom.store.prefixes import LastTexts, Prefixes, salt_digest, token_bytes
 from kvloom.store.probe import Probe
+from kvloom.store.sums import PLAIN, Sums
 from kvloom.store.tier import Piece, Tier
+from kvloom.store.writer import EXIT_SECONDS, Write, Writer
 
-_LOG: Final = logging.getLogger("kvloom.store")
-_LOWEST_PRIORITY: Final = 19
-
-
-class _Write(NamedTuple):
-    """A run to be written."""
-
-    run: Run
-    data: bytearray | memoryview
-    tiers: Sequence[Tier]
+_MODES: Final = (0o600, 0o640, 0o660, 0o644)
+_LISTING_SECONDS: Final = 6.0
+"""For which the end of a process waits for a request that lists a store."""
 
 
 class KVStore:
@@ -36,7 +31,9 @@ class KVStore:
 
     Pages that are sealed are written behind, in a thread; ``flush`` and ``close`` wait for it, and so does
     the end of the process. A prefix is looked for in the first store, and what it lacks in the next; what a
-    later store gave is written to those before it. Several pools, and several processes, may share a store.
+    later store gave is written to those before it. Several pools, threads and processes may share a store. A
+    child that ``os.fork`` made goes on with an empty queue; local folders and Redis know it as they know
+    their parent, object stores do not work in it.
 
     Whatever a store does wrong is a missing prefix and one warning, never an error of those who use it.
 
@@ -49,9 +46,17 @@ class KVStore:
         read: ``"cheaper"`` reads a prefix if that takes less time than computing it, ``"always"`` always.
         timeout: Seconds after which one request to a remote store gives up.
         max_queued: Bytes that may wait to be written; what comes beyond them is not written.
+        max_wait: Seconds for which a lookup waits for stores. ``None``: a twentieth of what computing the
+            prefix takes, at least 20 ms; or up to that where reading is known to be quicker. With
+            ``read="always"``, and where nobody says what computing takes, as long as it takes.
+        mode: Permissions of files in a local folder: 0o600, 0o640, 0o660 or 0o644. Folders can be entered by
+            those who may read the files.
+        key: Secret of 16 to 64 bytes of those who share the store. Files are then summed by BLAKE2b under it,
+            in folders of their own, and what others write is used by nobody.
 
     Raises:
-        ArgumentError: a URL names no kind of store, or another argument is not allowed.
+        ArgumentError: a URL names no kind of store, or with limits a folder of something else; or another
+            argument is not allowed.
         ModuleNotFoundError: the library of this kind of store is not installed.
     """
 
@@ -64,22 +69,34 @@ class KVStore:
         read: Literal["cheaper", "always"] = "cheaper",
         timeout: float = 5.0,
         max_queued: int = 256 << 20,
+        max_wait: float | None = None,
+        mode: int = 0o600,
+        key: bytes | None = None,
     ) -> None:
         if not urls or not all(isinstance(url, str) for url in urls):
-            raise ArgumentError(f"store must be one URL or more, got {urls!r}")
+            raise ArgumentError(f"store must be one URL or more, got {len(urls)} arguments")
         if read not in ("cheaper", "always"):
             raise ArgumentError(f"read must be 'cheaper' or 'always', got {read!r}")
-        for name, limit in (("max_bytes", max_bytes), ("max_age", max_age), ("max_queued", max_queued)):
+        for name, limit in (
+            ("max_bytes", max_bytes),
+            ("max_age", max_age),
+            ("max_queued", max_queued),
+            ("max_wait", max_wait),
+        ):
             if limit is not None and not limit >= 0:
                 raise ArgumentError(f"{name} must be at least 0, got {limit!r}")
+        if mode not in _MODES:
+            raise ArgumentError(f"mode must be one of {', '.join(map(oct, _MODES))}, got {mode!r}")
         limits: dict[str, Any] = {"timeout": timeout, "max_bytes": max_bytes, "max_age": max_age}
-        self.tiers = [Tier(url, **limits) for url in urls]
+        sums = PLAIN if key is None else Sums(key)
+        self.tiers = [Tier(url, mode=mode, sums=sums, **limits) for url in urls]
         self.counts: Counter[str] = Counter()
         self.keep_text = keep_text
-        self._reads_always = read == "always"
+        self._reads_always, self._max_wait, self._sums = read == "always", max_wait, sums
         self._texts = LastTexts()
-        self._writer = _Writer(max_queued)
-        self._closing = weakref.finalize(self, self._writer.close)
+        self._writer = Writer(max_queued)
+        self._closing = weakref.finalize(self, _end, self._writer, self.tiers)
+        _STORES.add(self)
 
     def __enter__(self) -> "KVStore":  # noqa: PYI034 (Self is not in Python 3.10)
         return self
@@ -102,6 +119,14 @@ class KVStore:
         for tier in self.tiers:
             tier.expect(fingerprint, probe)
 
+    def watch(self, fingerprint: Fingerprint, wait: float = 0.0) -> None:
+        """Begin to learn what there is of a fingerprint, and wait for that for so many seconds at most."""
+        for tier in self.tiers:
+            tier.catalog.watch(fingerprint)
+        deadline = time.monotonic() + wait
+        for tier in self.tiers:
+            tier.catalog.wait(fingerprint, deadline - time.monotonic())
+
     def find(self, fingerprint: Fingerprint, salt: str, tokens: Sequence[int], start: int = 0) -> int:
         """How far the stores continue a text, by what they list; nothing is read.
 
@@ -122,7 +147,7 @@ class KVStore:
         while before < end < len(tokens):
             before = end
             for tier in self.tiers:
-                for segment in tier.find(fingerprint, prefixes, end, len(tokens)):
+                for segment in tier.catalog.find(fingerprint, prefixes, end, len(tokens), None):
                     end = segment.end
         return end
 
@@ -142,7 +167,7 @@ class KVStore:
     def refresh(self, fingerprint: Fingerprint) -> None:
         """Learn now what other processes wrote and removed, rather than within two seconds."""
         for tier in self.tiers:
-            tier.refresh(fingerprint)
+            tier.catalog.refresh(fingerprint)
 
     def load(
         self,
@@ -170,38 +195,73 @@ class KVStore:
         Raises:
             ArgumentError: a token is not a signed 64-bit integer.
         """
-        digest = salt_digest(salt)
         prefixes = self.prefixes(fingerprint, salt, tokens)
+        if self._reads_always:
+            seconds_per_token = None
+        patience = Patience(seconds_per_token, len(tokens) - start, self._max_wait)
         pieces: list[Piece] = []
         at, is_waiting = start, True
         while is_waiting and at < len(tokens):
             is_waiting = False
             for i, tier in enumerate(self.tiers):
-                for segment in tier.find(fingerprint, prefixes, at, len(tokens)):
-                    nbytes = len(segment.pages) * page_bytes(fingerprint, segment.entry.page_size)
-                    if not self._pays(tier, nbytes * fingerprint.num_heads, segment, seconds_per_token):
-                        self.counts["tokens_not_worth_reading"] += segment.end - at
-                        return pieces
-                    piece = tier.read(fingerprint, digest, prefixes, segment, heads)
-                    if piece is None:
-                        break
-                    pieces.append(piece)
-                    at, is_waiting = segment.end, True
-                    if i and heads is None:
-                        self._promote(piece, self.tiers[:i])
+                segments = tier.catalog.find(fingerprint, prefixes, at, len(tokens), patience.left)
+                if segments:
+                    read = partial(tier.read, fingerprint, salt_digest(salt), prefixes, heads=heads)
+                    nbytes = [
+                        len(x.pages) * page_bytes(fingerprint, x.entry.page_size) * fingerprint.num_heads
+                        for x in segments
+                    ]
+                    for piece in self._read(tier, segments, nbytes, read, patience):
+                        pieces.append(piece)
+                        at, is_waiting = piece.segment.end, True
+                        if i and heads is None:
+                            self._promote(piece, self.tiers[:i])
         self.counts["tokens_read"] += at - start
         self.counts["tokens_missing"] += len(tokens) - at
         return pieces
 
-    def _pays(self, tier: Tier, nbytes: int, segment: Segment, seconds_per_token: float | None) -> bool:
-        """Whether to read; what is read first tells how long reading takes."""
-        if self._reads_always or seconds_per_token is None or tier.seconds_per_byte is None:
-            return True
-        return tier.seconds_per_byte * nbytes < seconds_per_token * (segment.end - segment.start)
+    def _read(
+        self,
+        tier: Tier,
+        segments: Sequence[Segment],
+        nbytes: Sequence[int],
+        read: Callable[[Segment], Piece | None],
+        patience: Patience,
+    ) -> Iterator[Piece]:
+        """The pages of segments, up to the first that is not read in time."""
+        num_tokens = segments[-1].end - segments[0].start
+        seconds = tier.speed.seconds(sum(nbytes), -(-len(segments) // tier.readers.most))
+        if not patience.pays(num_tokens, seconds):
+            self.counts["tokens_not_worth_reading"] += num_tokens
+            if tier.speed.is_due(seconds) and not tier.readers.is_busy:
+                tier.readers.submit(partial(read, segments[0]))  # how long it takes now
+            return
+        wait = patience.wait(num_tokens, seconds, tier.speed.is_known())
+        began = time.monotonic()
+        calls = [tier.readers.submit(partial(read, segment)) for segment in segments]
+        try:
+            for segment, size, call in zip(segments, nbytes, calls, strict=True):
+                left = None if wait is None else max(began + wait - time.monotonic(), 0.0)
+                try:
+                    piece = call.result(left)
+                except futures.TimeoutError:
+                    self.counts["tokens_too_late"] += segments[-1].end - segment.start
+                    tier.speed.note(time.monotonic() - began, size)
+                    return
+                if piece is None:
+                    return
+                tier.counts["bytes_read"] += len(piece.data)
+                touch = partial(tier.touch, segment.entry.name)
+                _ = touch() if wait is None else tier.readers.submit(touch)
+                yield piece
+        finally:
+            for call in calls:
+                call.cancel()
 
     def missing(self, fingerprint: Fingerprint, prefixes: Prefixes, ends: range) -> list[int]:
-        """The pages, by their ends, that the first store does not have and will not have."""
-        known = self.tiers[0].known(fingerprint, prefixes, ends)
+        """The pages, by their ends, that a store does not have and will not have, unless it is away."""
+        here = [tier.catalog.known(fingerprint, prefixes, ends) for tier in self.tiers if not tier.is_down]
+        known = set(ends).intersection(*here)
         digests = zip(ends, prefixes.digests(ends), strict=True)
         return [end for end, digest in digests if end not in known and not self._writer.has(digest)]
 
@@ -231,7 +291,7 @@ class KVStore:
         ends = range(first, len(tokens) + 1, page_size)
         before, *digests = self.prefixes(fingerprint, salt, tokens).digests(ends)
         text = token_bytes(tokens[first:]) if self.keep_text else None
-        run = Run(fingerprint, digest, first, page_size, before, tuple(digests), text)
+        run = Run(fingerprint, digest, first, page_size, before, tuple(digests), text, sums=self._sums)
         return self._put(run, data, self.tiers)
 
     def has_room(self, nbytes: int) -> bool:
@@ -249,16 +309,32 @@ class KVStore:
         """
         return self._writer.flush(timeout)
 
-    def close(self) -> None:
-        """Wait until everything is written, then write no more; what is looked up is still found."""
-        self._closing()
+    def close(self, timeout: float | None = EXIT_SECONDS) -> bool:
+        """Write no more after what is queued; what is looked up is still found.
+
+        Args:
+            timeout: Seconds to wait for what is queued; what is left is logged. ``None`` waits for ever.
+
+        Returns:
+            Whether everything is written.
+        """
+        return self._writer.close(timeout)
 
     def report(self) -> dict[str, Any]:
-        """Counts of tokens, runs and bytes, of all stores and then of each by its URL."""
+        """Counts of tokens, runs and bytes, of all stores and then of each by its URL without password."""
         tiers = {
-            tier.url: dict(tier.counts) | {"seconds_per_byte": tier.seconds_per_byte} for tier in self.tiers
+            tier.name: dict(tier.counts)
+            | {"latency": tier.speed.latency, "seconds_per_byte": tier.speed.seconds_per_byte}
+            for tier in self.tiers
         }
         return dict(self.counts) | {"queued": self._writer.num_queued, "stores": tiers}
+
+    def after_fork(self) -> None:
+        """Go on in a child process."""
+        self._writer.after_fork()
+        self._texts = LastTexts()
+        for tier in self.tiers:
+            tier.after_fork()
 
     def _promote(self, piece: Piece, tiers: Sequence[Tier]) -> None:
         """Write what a later store gave to those before it."""
@@ -274,12 +350,13 @@ class KVStore:
             digests[pages.start],
             digests[pages.start + 1 : pages.stop + 1],
             text,
+            sums=self._sums,
         )
         self._put(part, piece.data[piece.start :], tiers)
 
     def _put(self, run: Run, data: bytearray | memoryview, tiers: Sequence[Tier]) -> bool:
         # Here and not in the thread: a checksum of a page holds Python's lock, for which steps would wait.
-        is_taken = self._writer.put(_Write(run.with_checksums(memoryview(data)), data, tiers))
+        is_taken = self._writer.put(Write(run.with_checksums(memoryview(data)), data, tiers))
         self.counts["runs_saved" if is_taken else "runs_dropped"] += 1
         return is_taken
 
@@ -296,79 +373,18 @@ def open_store(store: KVStore | str | Sequence[str]) -> KVStore:
     return KVStore(store) if isinstance(store, str) else KVStore(*store)
 
 
-class _Writer:
-    """A thread that writes runs in order; it starts with the first."""
-
-    def __init__(self, max_queued: int) -> None:
-        self._max_queued = max_queued
-        self._queue: deque[_Write] = deque()
-        self._changed = threading.Condition()
-        self._num_bytes = 0
-        self._digests: Counter[bytes] = Counter()
-        self._is_closed = False
-        self._thread: threading.Thread | None = None
-
-    @property
-    def num_queued(self) -> int:
-        """Runs that are not written yet."""
-        return len(self._queue)
-
-    def has(self, digest: bytes) -> bool:
-        """Whether a page that ends with this digest is about to be written."""
-        return digest in self._digests
-
-    def has_room(self, nbytes: int) -> bool:
-        return not self._is_closed and self._num_bytes + nbytes <= self._max_queued
-
-    def put(self, write: _Write) -> bool:
-        """Take a run to be written, if there is room."""
-        with self._changed:
-            if not self.has_room(len(write.data)):
-                return False
-            self._queue.append(write)
-            self._num_bytes += len(write.data)
-            self._digests.update(write.run.digests)
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="kvloom-store", daemon=True)
-                self._thread.start()
-            self._changed.notify_all()
-        return True
-
-    def flush(self, timeout: float | None) -> bool:
-        """Wait until nothing is queued."""
-        with self._changed:
-            return bool(self._changed.wait_for(lambda: not self._queue, timeout))
-
-    def close(self) -> None:
-        """Write what is queued, and end."""
-        with self._changed:
-            self._is_closed = True
-            self._changed.notify_all()
-        if self._thread is not None:
-            self._thread.join()
-
-    def _run(self) -> None:
-        _give_way()
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._queue or self._is_closed)
-                if not self._queue:
-                    return
-                write = self._queue[0]
-            try:
-                for tier in write.tiers:
-                    tier.put(write.run, write.data)
-            except Exception:  # a thread that ended would let the queue grow full
-                _LOG.exception("a run was not written")
-            with self._changed:
-                self._queue.popleft()
-                self._num_bytes -= len(write.data)
-                self._digests -= Counter(write.run.digests)
-                self._changed.notify_all()
+def _end(writer: Writer, tiers: Sequence[Tier]) -> None:
+    """Write what is queued, when nobody has the store any more, or the process ends."""
+    writer.close()
+    for tier in tiers:
+        tier.close(_LISTING_SECONDS)
 
 
-def _give_way() -> None:
-    """Leave processors to those who compute: this thread takes what they do not use."""
-    if sys.platform == "linux":  # elsewhere a priority is that of the process
-        with suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST_PRIORITY)
+def _after_fork() -> None:
+    for store in list(_STORES):
+        store.after_fork()
+
+
+_STORES: Final[weakref.WeakSet[KVStore]] = weakref.WeakSet()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)

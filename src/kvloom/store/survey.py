@@ -2,15 +2,20 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime, timezone
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from kvloom.store.backends import Backend, Stored
 from kvloom.store.fingerprint import Fingerprint
-from kvloom.store.format import DamagedRun, OtherFormat, Run, read_head
+from kvloom.store.format import DamagedRun, OtherFormat, Run, ranges_of
 from kvloom.store.heads import head_of
 from kvloom.store.index import Entry, Index
-from kvloom.store.limits import Eviction, is_quarantined
+from kvloom.store.limits import Eviction
+from kvloom.store.names import Kind, kind_of
 from kvloom.store.prefixes import Prefixes, salt_digest, token_bytes
+from kvloom.store.sums import PLAIN, Sums
+
+_AT_ONCE: Final = 64 << 20
+"""Bytes that are read at once, if a page does not have more."""
 
 
 class Found(NamedTuple):
@@ -41,15 +46,12 @@ class Verdict(NamedTuple):
     reason: str
 
 
-def look(backend: Backend, x: Stored, is_thorough: bool = False) -> Found:
+def look(backend: Backend, x: Stored, sums: Sums = PLAIN, is_thorough: bool = False) -> Found:
     """Read the head of an object, or with ``is_thorough`` all of it."""
     try:
+        run, start = head_of(backend, x, sums)
         if is_thorough:
-            data = backend.get_ranges(x.name, [(0, x.size)])
-            run, start = read_head(bytes(data), x.size)
-            run.expect_whole(data[start:], range(run.num_pages), range(run.fingerprint.num_heads))
-        else:
-            run, _ = head_of(backend, x)
+            _expect_whole(backend, x, run, start)
         is_here = x.name == run.name
         return Found(x, run, "" if is_here else f"its name says otherwise than its head, {run.name}")
     except OtherFormat as error:
@@ -58,6 +60,24 @@ def look(backend: Backend, x: Stored, is_thorough: bool = False) -> Found:
         return Found(x, None, str(error))
     except FileNotFoundError:
         return Found(x, None, "removed meanwhile")
+    except PermissionError as error:
+        return Found(x, None, f"may not be read: {error}")
+
+
+def runs_of(objects: Iterable[Stored]) -> list[Stored]:
+    """Those that are stored, the quarantine included."""
+    return [x for x in objects if kind_of(x.name) in (Kind.RUN, Kind.QUARANTINED)]
+
+
+def _expect_whole(backend: Backend, x: Stored, run: Run, start: int) -> None:
+    """Check all pages, a part at a time."""
+    size = run.page_bytes
+    at_once = max(1, _AT_ONCE // size)
+    for head in range(run.fingerprint.num_heads):
+        for first in range(0, run.num_pages, at_once):
+            pages, heads = range(first, min(first + at_once, run.num_pages)), range(head, head + 1)
+            data = backend.get_ranges(x.name, ranges_of(pages, heads, run.num_pages, size, start))
+            run.expect_whole(data, pages, heads)
 
 
 def why(
@@ -109,7 +129,7 @@ def _reason(
     for found in known:
         if found.problem and digest.hex()[:40] in found.stored.name:
             return f"damaged: {found.problem}"
-        if is_quarantined(found.stored.name) and found.run and digest in found.run.digests:
+        if kind_of(found.stored.name) is Kind.QUARANTINED and found.run and digest in found.run.digests:
             return "damaged, in the quarantine"
     runs = [x.run for x in known if x.run is not None]
     if any(digest in run.digests for run in runs):

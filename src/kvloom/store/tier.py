@@ -1,26 +1,29 @@
-"""One store: what can be read from it, what is wrong with it, and how much it may hold."""
+"""One store behind others: what it has, what is wrong with it, and how much it may hold."""
 
 import logging
-import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from typing import Final, NamedTuple, TypeVar
 
-from kvloom.store.backends import Backend, Stored, connect
+from kvloom.store.backends import Backend, connect, expect_own, public_url
+from kvloom.store.catalog import Catalog
 from kvloom.store.fingerprint import Fingerprint
 from kvloom.store.format import DamagedRun, OtherFormat, Run, page_bytes, ranges_of
-from kvloom.store.heads import Heads, head_of
-from kvloom.store.index import Entry, Index, Segment
-from kvloom.store.limits import evict, is_mark, quarantine, too_many
+from kvloom.store.heads import Heads
+from kvloom.store.index import Entry, Segment
+from kvloom.store.limits import quarantine
+from kvloom.store.names import Kind, kind_of, probe_name
 from kvloom.store.prefixes import Prefixes
-from kvloom.store.probe import Probe, is_probe, probe_name
+from kvloom.store.probe import Probe
+from kvloom.store.readers import Readers
+from kvloom.store.room import Room, is_full
+from kvloom.store.speed import Speed
+from kvloom.store.sums import PLAIN, Sums
 
 _LOG: Final = logging.getLogger("kvloom.store")
-_READERS: Final = 8
 _TOUCH_SECONDS: Final = 1.0
 """For how long a store that was told of a use need not be told of the next."""
 _Result = TypeVar("_Result")
@@ -54,10 +57,11 @@ class Tier:
             earlier ones.
         max_age: Seconds after which a run that is not used goes.
         retry: Seconds.
-        refresh: Seconds after which other processes' runs are looked for again.
+        mode: Permissions of files in a local folder.
+        sums: How runs are summed.
 
     Raises:
-        ArgumentError: the URL names no kind of store.
+        ArgumentError: the URL names no kind of store, or with limits a folder of something else.
         ModuleNotFoundError: its library is not installed.
     """
 
@@ -69,62 +73,40 @@ class Tier:
         max_bytes: int | None = None,
         max_age: float | None = None,
         retry: float = 30.0,
-        refresh: float = 2.0,
+        mode: int = 0o600,
+        sums: Sums = PLAIN,
     ) -> None:
-        self.url = url
+        self.url, self.name = url, public_url(url)
+        self.sums = sums
         self.counts: Counter[str] = Counter()
         self.damages: deque[str] = deque(maxlen=16)
         """What was wrong with the last damaged runs."""
-        self.seconds_per_byte: float | None = None
-        self._timeout, self._retry, self._refresh = timeout, retry, refresh
-        self._max_bytes, self._max_age = max_bytes, max_age
-        self._lock = threading.RLock()
-        self._indexes: dict[str, Index] = {}
-        self._listed: dict[str, float] = {}  # when, of each folder
+        self.readers, self.speed = Readers(), Speed()
+        self.catalog = Catalog(self)
+        self._timeout, self._retry, self._mode = timeout, retry, mode
+        self._room = Room(self.connected, max_bytes, max_age, sums, self._evicted)
         self._probes: dict[str, Probe] = {}  # of each folder
         self._agreed: dict[str, bool] = {}  # whether the one that the store keeps is alike
-        self._ignored: set[str] = set()
-        self._objects: dict[str, Stored] = {}
-        self._heads = Heads()
+        self._heads = Heads(sums=sums)
         self._touched: dict[str, float] = {}  # when, of each object
         self._down_until = {"read": 0.0, "write": 0.0}
         self._warned: set[str] = set()
         self._backend: Backend | None = None
-        self._attempt("read", self._connected, None)
+        if self._room.is_limited:
+            expect_own(url)
+        self.attempt("read", self.connected, None)
+
+    @property
+    def is_down(self) -> bool:
+        """Whether nothing is written for now."""
+        return time.monotonic() < self._down_until["write"]
 
     def expect(self, fingerprint: Fingerprint, probe: Probe) -> None:
         """Use runs of a fingerprint only where the store keeps a probe like this one; the first is kept."""
-        with self._lock:
-            self._probes[fingerprint.folder] = probe
-            self._agreed.pop(fingerprint.folder, None)
-            if fingerprint.folder in self._indexes:
-                del self._indexes[fingerprint.folder]
-
-    def find(
-        self, fingerprint: Fingerprint, prefixes: Prefixes, start: int, num_tokens: int
-    ) -> list[Segment]:
-        """As ``Index.find``, over what this store has now."""
-        index = self._index_of(fingerprint)
-        with self._lock:
-            found = index.find(prefixes, start, num_tokens)
-        if (not found or found[-1].end < num_tokens) and self._is_stale(fingerprint):
-            self._attempt("read", lambda: self._list(fingerprint), None)
-            with self._lock:
-                found = index.find(prefixes, start, num_tokens)
-        return found
-
-    def refresh(self, fingerprint: Fingerprint) -> None:
-        """List the store anew."""
-        self._index_of(fingerprint)
-        self._attempt("read", lambda: self._list(fingerprint), None)
-
-    def known(self, fingerprint: Fingerprint, prefixes: Prefixes, ends: range) -> set[int]:
-        """The ends of pages up to which runs are known here; nothing is asked of the store."""
-        index = self._index_of(fingerprint)
-        with self._lock:
-            reached = max((x.end for x in index.find(prefixes, 0, ends[-1])), default=0)
-            digests = prefixes.digests(ends)
-            return {end for end, x in zip(ends, digests, strict=True) if end <= reached or x in index}
+        folder = self.sums.folder(fingerprint.digest)
+        self._probes[folder] = probe
+        self._agreed.pop(folder, None)
+        self.catalog.forget(fingerprint)
 
     def read(
         self,
@@ -135,119 +117,88 @@ class Tier:
         heads: range | None = None,
     ) -> Piece | None:
         """Pages of a run, if every byte of them is what was written for this text; else ``None``."""
+        entry = segment.entry
+        try:
+            return self._read(fingerprint, salt, prefixes, segment, heads)
+        except DamagedRun as error:
+            why = str(error)
+        try:  # what was listed may be wrong, and not the run
+            right = self.attempt("read", lambda: self.catalog.corrected(entry), None)
+            if right is None or right.digests != entry.digests:
+                return None
+            if right != entry:
+                return self._read(fingerprint, salt, prefixes, segment._replace(entry=right), heads)
+        except OtherFormat:
+            return None
+        except DamagedRun as error:
+            why = str(error)
+        self.damaged(entry.name, why)
+        return None
+
+    def _read(
+        self,
+        fingerprint: Fingerprint,
+        salt: bytes,
+        prefixes: Prefixes,
+        segment: Segment,
+        heads: range | None,
+    ) -> Piece | None:
         entry, start = segment.entry, segment.entry.head_size
         heads = range(fingerprint.num_heads) if heads is None else heads
         size = page_bytes(fingerprint, entry.page_size)
         wanted = ranges_of(segment.pages, heads, len(entry.digests), size, start)
         began = time.perf_counter()
-        data = self._attempt("read", lambda: self._get(entry, wanted), None)
+        data = self.attempt("read", lambda: self._get(entry, wanted), None)
         if data is None:
             return None
-        try:
-            run = self._heads.read(entry.name, bytes(data[:start]), entry.size)
-            if run.fingerprint != fingerprint or run.salt != salt:
-                raise DamagedRun("the run is of another model or salt")
-            run.expect_prefix(prefixes, segment.end)
-            run.expect_whole(data[start:], segment.pages, heads)
-        except DamagedRun as error:
-            self._quarantine(entry.name, entry.size, str(error))
-            return None
-        if self.seconds_per_byte is None:
-            self.seconds_per_byte = (time.perf_counter() - began) / len(data)
-        self.counts["bytes_read"] += len(data)
-        now = time.time()
-        with self._lock:
-            if entry.name in self._objects:
-                self._objects[entry.name] = Stored(entry.name, entry.size, now)
-            is_due = not 0 <= now - self._touched.get(entry.name, 0.0) < _TOUCH_SECONDS
-            if is_due:
-                self._touched[entry.name] = now
-        if is_due:
-            self._attempt("write", partial(self._touch, entry.name), None)
+        run = self._heads.read(entry.name, bytes(data[:start]), entry.size)
+        if run.fingerprint != fingerprint or run.salt != salt:
+            raise DamagedRun("the run is of another model or salt")
+        run.expect_prefix(prefixes, segment.end)
+        run.expect_whole(data[start:], segment.pages, heads)
+        self.speed.note(time.perf_counter() - began, len(data))
         return Piece(run, segment, data, start)
 
+    def touch(self, name: str) -> None:
+        """Let an object count as used, at most once a second."""
+        self._room.used(name)
+        now = time.time()
+        if not 0 <= now - self._touched.get(name, 0.0) < _TOUCH_SECONDS:
+            self._touched[name] = now
+            self.attempt("write", lambda: self.connected().touch(name), None)
+
     def put(self, run: Run, data: bytearray | memoryview) -> bool:
-        """Write a run; whether it lasts now."""
-        if not self._attempt("write", lambda: self._agrees(run.fingerprint.folder), False):
+        """Write a run, if its pages are not here; whether they last now."""
+        if self.catalog.has(run):
+            return True
+        if not self.attempt("write", lambda: self.agrees(run.name.partition("/")[0]), False):
             return False
         head = run.head()
-        is_new = self._attempt("write", lambda: self._connected().put_if_absent(run.name, [head, data]), None)
+        nbytes = len(head) + len(data)
+        is_new = self.attempt("write", lambda: self._write(run.name, [head, data], nbytes), None)
         if is_new is None:
             return False
-        self.counts["runs_written"] += is_new
-        self.counts["bytes_written"] += (len(head) + len(data)) * is_new
-        entry, index = Entry.of(run, len(head)), self._index_of(run.fingerprint)
-        with self._lock:
-            index.add(entry)
-            self._objects[run.name] = Stored(run.name, entry.size, time.time())
-        self.limit()
+        if not is_new:  # it may have another head, with or without a text
+            self.catalog.look_again(run.fingerprint)
+            return True
+        self.counts["runs_written"] += 1
+        self.counts["bytes_written"] += nbytes
+        self.catalog.add(run, len(head))
+        self._room.wrote(run.name, nbytes)
+        self.attempt("write", lambda: self._room.make(0), False)
         return True
 
-    def limit(self) -> None:
-        """Remove runs until the limits hold."""
-        while True:
-            with self._lock:
-                victims = too_many(self._objects.values(), time.time(), self._max_bytes, self._max_age)
-            if not victims:
-                return
-            for x in victims:
-                self._forget(x.name)
-                mark = self._attempt("write", partial(self._evict, x), None)
-                self.counts["runs_evicted"] += not is_mark(x.name)
-                if mark is not None:
-                    with self._lock:
-                        self._objects[mark.name] = mark
+    def connected(self) -> Backend:
+        """Where the objects lie.
 
-    def _touch(self, name: str) -> None:
-        self._connected().touch(name)
+        Raises:
+            OSError: it does not let itself be opened.
+        """
+        if self._backend is None:
+            self._backend = connect(self.url, self._timeout, self._mode)
+        return self._backend
 
-    def _evict(self, x: Stored) -> Stored | None:
-        return evict(self._connected(), x, time.time())
-
-    def _get(self, entry: Entry, ranges: list[tuple[int, int]]) -> memoryview | None:
-        try:
-            return self._connected().get_ranges(entry.name, [(0, entry.head_size), *ranges])
-        except FileNotFoundError:  # another process removed it
-            self._forget(entry.name)
-            return None
-
-    def _index_of(self, fingerprint: Fingerprint) -> Index:
-        folder = fingerprint.folder
-        with self._lock:
-            is_new = folder not in self._indexes
-            index = self._indexes.setdefault(folder, Index())
-        if is_new:  # readers need the lock
-            self._attempt("read", lambda: self._list(fingerprint), None)
-        return index
-
-    def _is_stale(self, fingerprint: Fingerprint) -> bool:
-        listed = self._listed.get(fingerprint.folder, 0.0)
-        return time.monotonic() - listed >= self._refresh
-
-    def _list(self, fingerprint: Fingerprint) -> None:
-        """Learn of runs that appeared or went since."""
-        folder = fingerprint.folder
-        if not self._agrees(folder):
-            self._listed[folder] = time.monotonic()
-            return
-        is_limited = self._max_bytes is not None or self._max_age is not None
-        objects = {x.name: x for x in self._connected().list_stored("" if is_limited else f"{folder}/")}
-        with self._lock:
-            index = self._indexes[folder]
-            self._objects = objects
-            for name in index.entries.keys() - objects.keys():
-                index.remove(name)
-            here = [x for x in objects.values() if x.name.startswith(f"{folder}/") and not is_probe(x.name)]
-            new = [x for x in here if x.name not in index.entries and x.name not in self._ignored]
-        deadline = time.monotonic() + self._timeout
-        with ThreadPoolExecutor(_READERS) as readers:
-            for found in readers.map(lambda x: self._entry_of(x, fingerprint, deadline), new):
-                with self._lock:
-                    if found is not None:
-                        index.add(found)
-        self._listed[folder] = time.monotonic()
-
-    def _agrees(self, folder: str) -> bool:
+    def agrees(self, folder: str) -> bool:
         """Whether the store keeps a probe like that of this process, which is written if there is none."""
         probe = self._probes.get(folder)
         if probe is None or folder in self._agreed:
@@ -255,7 +206,7 @@ class Tier:
         kept = self._kept_probe(folder, len(probe.data))
         if kept is None:
             with suppress(OSError):  # who may not write here reads what others wrote
-                self._connected().put_if_absent(probe_name(folder), [probe.data])
+                self.connected().put_if_absent(probe_name(folder), [probe.data])
             kept = self._kept_probe(folder, len(probe.data))
         difference = ""
         if kept is not None:
@@ -265,65 +216,32 @@ class Tier:
             self._warn(
                 f"probe {folder}",
                 "%s has keys and values of this model that it does not compute, and is not used for it: %s",
-                self.url,
+                self.name,
                 difference,
             )
         self._agreed[folder] = not difference
         return not difference
 
-    def _kept_probe(self, folder: str, size: int) -> bytes | None:
-        try:
-            return bytes(self._connected().get_ranges(probe_name(folder), [(0, size + 1)]))
-        except FileNotFoundError:
-            return None
-
-    def _entry_of(self, x: Stored, fingerprint: Fingerprint, deadline: float) -> Entry | None:
-        """What the head of an object says, unless it is damaged or there is no time left."""
-        if time.monotonic() > deadline:
-            return None
-        try:
-            run, start = head_of(self._connected(), x)
-            if run.name != x.name:
-                raise DamagedRun("the head is not the one of this name")
-            if run.fingerprint != fingerprint:
-                raise DamagedRun(run.fingerprint.difference(fingerprint))
-            return Entry.of(run, start)
-        except FileNotFoundError:
-            return None
-        except OtherFormat as error:
-            self._ignored.add(x.name)
-            self._warn(f"other format {x.name}", "%s has a run of another format: %s", self.url, error)
-        except DamagedRun as error:
-            self._quarantine(x.name, x.size, str(error))
-        return None
-
-    def _quarantine(self, name: str, size: int, why: str) -> None:
+    def damaged(self, name: str, why: str) -> None:
         """Let nobody find a damaged object again; keep it for whoever wants to know."""
         self.counts["damaged"] += 1
         self.damages.append(why)
-        self._ignored.add(name)
         self._forget(name)
-        self._warn("damaged", "%s has a damaged run, which is not used: %s: %s", self.url, name, why)
+        self.catalog.ignore(name, True)
+        self._warn("damaged", "%s has a damaged run, which is not used: %s: %s", self.name, name, why)
 
         def move() -> None:
-            quarantine(self._connected(), Stored(name, size, 0.0))
-            self._ignored.discard(name)
+            quarantine(self.connected(), name)
+            self.catalog.ignore(name, False)
 
-        self._attempt("write", move, None)
+        self.attempt("write", move, None)
 
-    def _forget(self, name: str) -> None:
-        with self._lock:
-            self._objects.pop(name, None)
-            self._touched.pop(name, None)
-            for index in self._indexes.values():
-                index.remove(name)
+    def left_out(self, name: str, why: Exception) -> None:
+        """Note an object that is of another format or may not be read."""
+        self.counts["left_out"] += 1
+        self._warn(f"left out {type(why)}", "%s has objects that are not used: %s: %s", self.name, name, why)
 
-    def _connected(self) -> Backend:
-        if self._backend is None:
-            self._backend = connect(self.url, self._timeout)
-        return self._backend
-
-    def _attempt(self, way: str, call: Callable[[], _Result], default: _Result) -> _Result:
+    def attempt(self, way: str, call: Callable[[], _Result], default: _Result) -> _Result:
         """What a call gives, or ``default`` if the store does not do it."""
         if time.monotonic() < self._down_until[way]:
             self.counts["refused"] += 1
@@ -334,8 +252,62 @@ class Tier:
             self.counts[f"{way}_errors"] += 1
             self._down_until[way] = time.monotonic() + self._retry
             verb = "read" if way == "read" else "written"
-            self._warn(way, "%s cannot be %s, prefixes are computed instead: %s", self.url, verb, error)
+            self._warn(way, "%s cannot be %s, prefixes are computed instead: %s", self.name, verb, error)
             return default
+
+    def close(self, timeout: float) -> None:
+        """Begin to read nothing more that nobody waits for."""
+        self.catalog.close(timeout)
+
+    def after_fork(self) -> None:
+        """Go on in a child process, which has none of the threads, nor their connections."""
+        self.readers, self.catalog = Readers(), Catalog(self)
+        self._heads = Heads(sums=self.sums)
+        self._room.after_fork()
+        self.speed = Speed()
+        self._backend = None
+
+    def _write(self, name: str, parts: list[bytes | bytearray | memoryview], nbytes: int) -> bool | None:
+        """Whether an object is new; ``None`` if it would be beyond the limits alone."""
+        if not self._room.make(nbytes):
+            self._warn("large", "%s may hold less than one run of %d bytes", self.name, nbytes)
+            return None
+        put = partial(self.connected().put_if_absent, name, parts)
+        try:
+            return put()
+        except OSError as error:
+            if not is_full(error) or not self._room.is_limited:
+                raise
+        self._room.free(nbytes)
+        return put()
+
+    def _evicted(self, name: str) -> None:
+        self._forget(name)
+        self.counts["runs_evicted"] += kind_of(name) is not Kind.MARK
+
+    def _get(self, entry: Entry, ranges: list[tuple[int, int]]) -> memoryview | None:
+        try:
+            return self.connected().get_ranges(entry.name, [(0, entry.head_size), *ranges])
+        except FileNotFoundError:  # another process removed it
+            self._forget(entry.name)
+            return None
+        except MemoryError:
+            self._warn("memory", "%s has a prefix for which there is no memory", self.name)
+            return None
+
+    def _kept_probe(self, folder: str, size: int) -> bytes | None:
+        try:
+            began = time.perf_counter()
+            found = bytes(self.connected().get_ranges(probe_name(folder), [(0, size + 1)]))
+            self.speed.note(time.perf_counter() - began, 0)
+        except FileNotFoundError:
+            return None
+        return found
+
+    def _forget(self, name: str) -> None:
+        self._touched.pop(name, None)
+        self._room.remove(name)
+        self.catalog.remove(name)
 
     def _warn(self, about: str, message: str, *args: object) -> None:
         """Log something once."""

@@ -26,7 +26,7 @@ def enable(model: Any, kv: str | Path = "auto", **options: Any) -> None:
     the arguments; ``disable`` takes it back, as training needs it: nothing here has a gradient.
 
     Args:
-        model: A ``PreTrainedModel`` that generates.
+        model: A ``PreTrainedModel`` that generates, or a ``PeftModel`` around one.
         kv: How keys and values are kept, as of ``KVCache.for_model``.
         options: The other arguments of ``KVCache.for_model``.
 
@@ -35,6 +35,7 @@ def enable(model: Any, kv: str | Path = "auto", **options: Any) -> None:
         UnsupportedError: the model takes no cache that could be replaced; nothing was changed. Layers without
             keys and values, and attention that cannot be replaced, stay as they are, which a WARNING names.
     """
+    model = _base_of(model)
     if not isinstance(model, PreTrainedModel):
         raise ArgumentError(f"model must be a PreTrainedModel, got {type(model).__name__}")
     if "past_key_values" not in inspect.signature(model.forward).parameters:
@@ -49,10 +50,16 @@ def disable(model: Any) -> None:
 
     An attention implementation that was set in between stays. Does nothing if the model is not enabled.
     """
+    model = _base_of(model)
     enabled = getattr(model, _ENABLED, None)
     if enabled is not None:
         enabled.remove(model)
         delattr(model, _ENABLED)
+
+
+def _base_of(model: Any) -> Any:
+    """The model within peft's, whose ``generate`` and forward call it."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 class _Enabled:

@@ -18,12 +18,13 @@ from kvloom.errors import ArgumentError
 from kvloom.integrations.transformers.identity import fingerprint_of
 from kvloom.integrations.transformers.legacy import expect_pairs
 from kvloom.integrations.transformers.pool import KVPool
-from kvloom.store.backends import store_url
+from kvloom.store.backends import connect, store_url
 from kvloom.store.fingerprint import Fingerprint
 from kvloom.store.store import KVStore
 
 _Pairs = Sequence[tuple[Tensor, Tensor]]
 _SUFFIX = ".safetensors"
+_TIMEOUT = 30.0
 
 
 def exchange(
@@ -34,6 +35,7 @@ def exchange(
     kv: str = "auto",
     page_size: int = 16,
     salt: str = "",
+    key: bytes | None = None,
 ) -> int:
     """Copy the keys and values of a text between a store and a file.
 
@@ -47,6 +49,7 @@ def exchange(
         kv: How the store keeps them.
         page_size: Tokens in a page; only full pages are stored.
         salt: Whose they are.
+        key: Of the store, if it has one.
 
     Returns:
         How many tokens the target has.
@@ -61,15 +64,18 @@ def exchange(
             f"SOURCE or TARGET must be a file {_SUFFIX}, and the other a store, got {source!r}, {target!r}"
         )
     if target.endswith(_SUFFIX):
-        pairs = _from_store(source, model, tokens, kv, page_size, salt)
+        pairs = _from_store(source, model, tokens, kv, page_size, salt, key)
         return _save(Path(target), pairs, tokens)
     fingerprint = fingerprint_of(model, kv)
     pairs = _load(Path(source), fingerprint, tokens)
-    return _to_store(target, pairs, model, tokens, kv, page_size, salt, fingerprint)
+    return _to_store(target, pairs, model, tokens, kv, page_size, salt, key, fingerprint)
 
 
-def _from_store(store: str, model: Any, tokens: Sequence[int], kv: str, page_size: int, salt: str) -> _Pairs:
-    with KVStore(store_url(store), read="always") as opened:
+def _from_store(
+    store: str, model: Any, tokens: Sequence[int], kv: str, page_size: int, salt: str, key: bytes | None
+) -> _Pairs:
+    connect(store_url(store), _TIMEOUT, create=False)
+    with KVStore(store_url(store), read="always", key=key) as opened:
         pool = KVPool.for_model(model, kv, page_size, max_tokens=len(tokens) + page_size, store=opened)
         # The last token is never read, as it is left to compute.
         cache = pool.begin(torch.tensor([[*tokens, 0]], device=model.device), salt)
@@ -88,17 +94,18 @@ def _to_store(
     kv: str,
     page_size: int,
     salt: str,
+    key: bytes | None,
     fingerprint: Fingerprint,
 ) -> int:
     """How many tokens are there and could be read back."""
     count = pairs[0][0].shape[2]
     room = sum(x.nbytes for pair in pairs for x in pair)  # nothing is dropped
-    with KVStore(store_url(store), read="always", max_queued=2 * room) as opened:
+    with KVStore(store_url(store), read="always", max_queued=2 * room, key=key) as opened:
         pool = KVPool.for_model(model, kv, page_size, max_tokens=count + page_size, store=opened)
         ids = torch.tensor([tokens[:count]], device=model.device)
         cache = pool.begin(ids[:, :1], salt)
-        for i, (key, value) in enumerate(pairs):
-            cache.update(key.to(model.device), value.to(model.device), i)
+        for i, (keys, values) in enumerate(pairs):
+            cache.update(keys.to(model.device), values.to(model.device), i)
         pool.commit(cache, ids, salt)
         pool.flush()
         pieces = opened.load(fingerprint, salt, tokens[:count])

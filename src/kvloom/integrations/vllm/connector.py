@@ -33,8 +33,9 @@ from kvloom.integrations.vllm.planner import Plan, Planner
 from kvloom.integrations.vllm.watch import WeightWatch, model_of
 from kvloom.store import Fingerprint, KVStore
 from kvloom.store.backends import store_url
+from kvloom.store.sums import read_sums
 
-_OPTIONS: Final = ("store", "max_bytes", "max_age", "keep_text", "timeout", "max_queued")
+_OPTIONS: Final = ("store", "max_bytes", "max_age", "keep_text", "timeout", "max_queued", "mode", "key_file")
 _GUESSES: Final = ("ngram", "ngram_gpu", "suffix")
 """Methods of speculation without keys and values of their own, which would not be there for what is read."""
 
@@ -254,7 +255,8 @@ def _store(options: dict[str, Any], is_limited: bool) -> KVStore:
     rest = {name: value for name, value in options.items() if name != "store"}
     if not is_limited:
         rest = {name: value for name, value in rest.items() if name not in ("max_bytes", "max_age")}
-    return KVStore(*map(store_url, texts), **rest)
+    key = read_sums(rest.pop("key_file", None)).key
+    return KVStore(*map(store_url, texts), key=key, **rest)
 
 
 def _fingerprint(config: Any, kv_cache_config: Any, groups: list[Group]) -> Fingerprint:

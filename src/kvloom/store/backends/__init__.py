@@ -1,10 +1,12 @@
-"""Where bytes lie, by URL. A new kind of store is one file with the six methods of ``Backend``."""
+"""Where bytes lie, by URL. A new kind of store is one file with the eight methods of ``Backend``."""
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple, Protocol
-from urllib.parse import quote, urlsplit
+from urllib.parse import quote, unquote, urlsplit
 
 from kvloom.errors import ArgumentError
+from kvloom.store.names import is_folder
 
 SCHEMES = ("file", "memory", "s3", "gs", "az", "redis", "rediss")
 
@@ -48,8 +50,17 @@ class Backend(Protocol):
     def delete(self, name: str) -> None:
         """Remove an object, if there is one."""
 
-    def list_stored(self, prefix: str = "") -> list[Stored]:
-        """Objects whose names begin with a prefix, which is empty or ends with a slash."""
+    def rename(self, name: str, to: str) -> None:
+        """Give an object another name, in place of what has it; its bytes pass through nobody's memory."""
+
+    def list_stored(self, prefix: str = "") -> Iterable[Stored]:
+        """Objects whose names begin with a prefix, which is empty or ends with a slash.
+
+        Each in less than a millisecond of work, so that whoever iterates may let others go first.
+        """
+
+    def version(self, prefix: str) -> float | None:
+        """Seconds since 1970 when an object of a prefix last came or went; ``None`` if nobody knows."""
 
 
 def store_url(text: str) -> str:
@@ -57,15 +68,27 @@ def store_url(text: str) -> str:
     return text if "://" in text else f"file://{quote(str(Path(text).expanduser().absolute()))}"
 
 
-def connect(url: str, timeout: float) -> Backend:
+def public_url(url: str) -> str:
+    """A URL as others may see it: without its password and what follows a question mark."""
+    parts = urlsplit(url)
+    user, at, host = parts.netloc.rpartition("@")
+    name, colon, _ = user.partition(":")
+    netloc = f"{name}{colon and ':***'}{at}{host}"
+    shown = f"{parts.scheme}://{netloc}{parts.path}" if "://" in url else url.partition("?")[0]
+    return f"{shown}?***" if parts.query else shown
+
+
+def connect(url: str, timeout: float, mode: int = 0o600, create: bool = True) -> Backend:
     """The backend of a URL.
 
     Args:
         url: Such as ``"file:///var/cache/kvloom"``, ``"s3://bucket/folder"`` or ``"redis://host:6379/0"``.
         timeout: Seconds after which one request gives up.
+        mode: Permissions of files in a local folder.
+        create: Whether a local folder is made if it is missing.
 
     Raises:
-        ArgumentError: the URL names no kind of store.
+        ArgumentError: the URL names no kind of store, or with ``create=False`` a folder that is missing.
         ModuleNotFoundError: the library of this kind is not installed.
         OSError: the store does not let itself be opened.
     """
@@ -74,7 +97,7 @@ def connect(url: str, timeout: float) -> Backend:
         case "file":
             from kvloom.store.backends.files import Files
 
-            return Files.of_url(url)
+            return Files.of_url(url, mode, create)
         case "memory":
             from kvloom.store.backends.memory import Memory
 
@@ -87,4 +110,22 @@ def connect(url: str, timeout: float) -> Backend:
             from kvloom.store.backends.redis import Redis
 
             return Redis(url, timeout)
-    raise ArgumentError(f"store must be a URL of {', '.join(SCHEMES)}, got {url!r}")
+    raise ArgumentError(f"store must be a URL of {', '.join(SCHEMES)}, got {public_url(url)!r}")
+
+
+def expect_own(url: str) -> None:
+    """Expect that a local folder, whose objects limits may remove, is a store, or empty or missing.
+
+    Raises:
+        ArgumentError: it holds things of others alone.
+    """
+    parts = urlsplit(url)
+    root = Path(unquote(parts.path))
+    if parts.scheme != "file" or not root.is_dir():
+        return
+    names = {path.name for path in root.iterdir() if not path.name.startswith(".")} - {"lost+found"}
+    if names and not any(is_folder(name) for name in names):
+        raise ArgumentError(
+            f"store must be an empty folder or one of kvloom's where limits are set, got {str(root)!r} with "
+            f"{min(names)!r}"
+        )

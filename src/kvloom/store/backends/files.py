@@ -3,8 +3,10 @@
 import ctypes
 import errno
 import fcntl
+import logging
 import os
 import re
+import stat
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -18,39 +20,54 @@ from kvloom.store.backends import Stored
 
 _NAME = re.compile(r"[a-z0-9]+(?:/[a-z0-9][a-z0-9.-]*)?")
 _TEMPORARY = ".writing-"
+_LOG = logging.getLogger("kvloom.store")
 _LINE = 64  # bytes of a line of the processor's caches
 _uninitialized = ctypes.pythonapi.PyBytes_FromStringAndSize
 _uninitialized.argtypes, _uninitialized.restype = (ctypes.c_char_p, ctypes.c_ssize_t), ctypes.py_object
 
 
 class Files:
-    """A ``Backend`` in a folder, which is made with mode 0700 if it is missing.
+    """A ``Backend`` in a folder, which is made if it is missing; what it lies in, too.
 
     Whoever writes a temporary file holds a lock on it, which ends with its process; so what a killed process
     left is told apart from what another one is writing, and is removed when the folder is opened.
+
+    Args:
+        root: The folder, or a link to it.
+        mode: Permissions of files. Who may read files may enter the folders that are made for them.
 
     Raises:
         OSError: the folder cannot be made or read.
     """
 
-    def __init__(self, root: Path) -> None:
-        self.root = root
+    def __init__(self, root: Path, mode: int = 0o600) -> None:
+        self.root = root.resolve()
+        self._mode, self._folder_mode = mode, mode | (mode & 0o444) >> 2 | 0o700
         self._numbers = count()
-        _make_folder(root)
+        self._make_folder(self.root)
+        if self.root.stat().st_mode & stat.S_IWOTH:
+            _LOG.warning("%s can be written by all users of this machine, who may put there anything", root)
         self._remove_left_behind()
 
     @classmethod
-    def of_url(cls, url: str) -> "Files":
+    def of_url(cls, url: str, mode: int = 0o600, create: bool = True) -> "Files":
         """The folder of ``file:///absolute/path``.
 
+        Args:
+            url: Of the folder.
+            mode: As of the class.
+            create: Whether the folder is made if it is missing.
+
         Raises:
-            ArgumentError: the URL names a host, or no absolute path.
+            ArgumentError: the URL names a host, or no absolute path, or with ``create=False`` no folder.
         """
         parts = urlsplit(url)
         path = Path(unquote(parts.path))
         if parts.netloc not in ("", "localhost") or not path.is_absolute() or parts.query or parts.fragment:
             raise ArgumentError(f"store must be file:// and an absolute path, got {url!r}")
-        return cls(path)
+        if not create and not path.is_dir():
+            raise ArgumentError(f"store must be a folder that is there, got {str(path)!r}")
+        return cls(path, mode)
 
     def exists(self, name: str) -> bool:
         return self._path(name).is_file()
@@ -67,24 +84,22 @@ class Files:
         path = self._path(name)
         if path.is_file():
             return False
-        _make_folder(path.parent)
+        self._make_folder(path.parent)
         temporary = path.with_name(f"{_TEMPORARY}{os.getpid()}-{threading.get_ident()}-{next(self._numbers)}")
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
         try:
-            with _opened(temporary, flags) as file:
-                fcntl.flock(file, fcntl.LOCK_EX)
-                for part in parts:
-                    left = memoryview(part)
-                    while left:
-                        left = left[os.write(file, left) :]
-                os.fsync(file)
-                temporary.rename(path)
+            while not self._write(temporary, path, parts):
+                pass
         except BaseException:
             with suppress(OSError):
                 temporary.unlink()
             raise
         _sync_folder(path.parent)
         return True
+
+    def rename(self, name: str, to: str) -> None:
+        target = self._path(to)
+        self._make_folder(target.parent)
+        self._path(name).rename(target)
 
     def touch(self, name: str) -> None:
         with suppress(OSError):  # somebody else's file, or gone
@@ -93,36 +108,73 @@ class Files:
     def delete(self, name: str) -> None:
         self._path(name).unlink(missing_ok=True)
 
-    def list_stored(self, prefix: str = "") -> list[Stored]:
-        found = []
-        for path in self._walk():
-            name = path.relative_to(self.root).as_posix()
-            if name.startswith(prefix) and _NAME.fullmatch(name):
+    def list_stored(self, prefix: str = "") -> Iterator[Stored]:
+        for name, entry in self._walk(prefix):
+            if _NAME.fullmatch(name):
                 with suppress(FileNotFoundError):  # another process removed it
-                    status = path.stat()
-                    found.append(Stored(name, status.st_size, status.st_mtime))
-        return found
+                    status = entry.stat(follow_symlinks=False)
+                    yield Stored(name, status.st_size, status.st_mtime)
+
+    def version(self, prefix: str) -> float | None:
+        try:
+            return self._path(prefix.rstrip("/")).stat().st_mtime if prefix else None
+        except FileNotFoundError:
+            return 0.0
+
+    def _write(self, temporary: Path, path: Path, parts: list[bytes | bytearray | memoryview]) -> bool:
+        """Whether a file has its name; else its temporary one was gone, which the next attempt makes anew."""
+        with _opened(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, self._mode) as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            if not os.fstat(file).st_nlink:  # who opened the folder held the lock first, and took it for left
+                return False
+            os.fchmod(file, self._mode)  # whatever the process masks
+            for part in parts:
+                left = memoryview(part)
+                while left:
+                    left = left[os.write(file, left) :]
+            os.fsync(file)
+            temporary.rename(path)
+            return True
+
+    def _make_folder(self, path: Path) -> None:
+        """Make a folder, and those that it is to lie in."""
+        if path.is_dir():
+            return
+        self._make_folder(path.parent)
+        try:
+            path.mkdir(mode=0o700)
+            path.chmod(self._folder_mode)
+        except FileExistsError:
+            if not path.is_dir():
+                raise
+            return  # another process was faster
+        _sync_folder(path.parent)
 
     def _path(self, name: str) -> Path:
         if not _NAME.fullmatch(name):
             raise OSError(errno.EINVAL, "no name of this store", name)
         return self.root / name
 
-    def _walk(self) -> Iterator[Path]:
-        """Files of the folder and of the folders in it; links are followed nowhere."""
-        for entry in os.scandir(self.root):
-            if entry.is_dir(follow_symlinks=False):
-                with suppress(FileNotFoundError):
-                    yield from (Path(x) for x in os.scandir(entry) if x.is_file(follow_symlinks=False))
-            elif entry.is_file(follow_symlinks=False):
-                yield Path(entry)
+    def _walk(self, prefix: str = "") -> Iterator[tuple[str, "os.DirEntry[str]"]]:
+        """Names and files of the folder and of the folders in it; links and what may not be read are left."""
+        for entry in _entries(self.root / prefix):
+            if entry.is_file(follow_symlinks=False):
+                yield f"{prefix}{entry.name}", entry
+            elif not prefix and entry.is_dir(follow_symlinks=False):
+                yield from self._walk(f"{entry.name}/")
 
     def _remove_left_behind(self) -> None:
-        for path in self._walk():
-            if path.name.startswith(_TEMPORARY):
-                with suppress(OSError), _opened(path, os.O_RDONLY) as file:
+        for _, entry in self._walk():
+            if entry.name.startswith(_TEMPORARY):
+                with suppress(OSError), _opened(Path(entry), os.O_RDONLY) as file:
                     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    path.unlink()
+                    Path(entry).unlink()
+
+
+def _entries(folder: Path) -> Iterator["os.DirEntry[str]"]:
+    """What is in a folder, nothing if it is gone or may not be read."""
+    with suppress(FileNotFoundError, PermissionError, NotADirectoryError), os.scandir(folder) as entries:
+        yield from entries
 
 
 def _joined(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -153,19 +205,15 @@ def _read(file: int, ranges: list[tuple[int, int]], data: memoryview, name: str)
 
 
 @contextmanager
-def _opened(path: Path, flags: int) -> Iterator[int]:
-    file = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+def _opened(path: Path, flags: int, mode: int = 0o600) -> Iterator[int]:
+    """A file or folder; what neither is, such as a pipe, is refused and waited for by nobody."""
+    file = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, mode)
     try:
+        if not flags & os.O_DIRECTORY and not stat.S_ISREG(os.fstat(file).st_mode):
+            raise OSError(errno.EINVAL, "no regular file", str(path))
         yield file
     finally:
         os.close(file)
-
-
-def _make_folder(path: Path) -> None:
-    if path.is_dir():
-        return
-    path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    _sync_folder(path.parent)
 
 
 def _sync_folder(path: Path) -> None:

@@ -47,7 +47,16 @@ class Memory:
     def delete(self, name: str) -> None:
         self._objects.pop(name, None)
 
+    def rename(self, name: str, to: str) -> None:
+        with self._lock:
+            if name not in self._objects:
+                raise FileNotFoundError(name)
+            self._objects[to] = self._objects.pop(name)
+
     def list_stored(self, prefix: str = "") -> list[Stored]:
         with self._lock:
             found = list(self._objects.items())
         return [Stored(name, len(data), used) for name, (data, used) in found if name.startswith(prefix)]
+
+    def version(self, prefix: str) -> float | None:
+        """Nothing is remembered of it."""

@@ -3,13 +3,16 @@
 import datetime
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Final
 
 import obstore
 from obstore.exceptions import AlreadyExistsError, BaseError, NotFoundError
 from obstore.store import from_url
 
 from kvloom.store.backends import Stored
+
+_AT_ONCE: Final = 100
+"""Names that become Python's objects within a millisecond."""
 
 
 class Objects:
@@ -61,10 +64,18 @@ class Objects:
         except FileNotFoundError:
             pass
 
-    def list_stored(self, prefix: str = "") -> list[Stored]:
+    def rename(self, name: str, to: str) -> None:
         with _errors():
-            found = obstore.list(self._store, prefix=prefix or None).collect()
-        return [Stored(x["path"], x["size"], x["last_modified"].timestamp()) for x in found]
+            obstore.rename(self._store, name, to, overwrite=True)
+
+    def list_stored(self, prefix: str = "") -> Iterator[Stored]:
+        with _errors():
+            for chunk in obstore.list(self._store, prefix=prefix or None, chunk_size=_AT_ONCE):
+                for x in chunk:
+                    yield Stored(x["path"], x["size"], x["last_modified"].timestamp())
+
+    def version(self, prefix: str) -> float | None:
+        """Object stores do not say when something was removed."""
 
 
 @contextmanager

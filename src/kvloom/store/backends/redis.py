@@ -1,5 +1,6 @@
 """Redis and Valkey: each object is a string."""
 
+import errno
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,6 +13,8 @@ from kvloom.store.backends import Stored
 _PREFIX: Final = "kvloom:"
 _USED: Final = "kvloom-used"
 """A sorted set of names by when they were used: Redis' own idle time begins anew when a length is asked."""
+_AT_ONCE: Final = 200
+"""Names that one request asks for: their answers are parsed within a millisecond."""
 
 
 class Redis:
@@ -60,20 +63,41 @@ class Redis:
             calls.zrem(_USED, name)
             calls.execute()
 
-    def list_stored(self, prefix: str = "") -> list[Stored]:
+    def rename(self, name: str, to: str) -> None:
+        try:
+            with _errors():
+                self._client.rename(_PREFIX + name, _PREFIX + to)
+        except OSError:
+            if not self.exists(name):
+                raise FileNotFoundError(name) from None
+            raise
+        with _errors(), self._client.pipeline(transaction=True) as calls:
+            calls.zrem(_USED, name)
+            calls.zadd(_USED, {to: time.time()})
+            calls.execute()
+
+    def list_stored(self, prefix: str = "") -> Iterator[Stored]:
         with _errors():
-            keys = list(self._client.scan_iter(match=f"{_PREFIX}{prefix}*", count=1000))
-            with self._client.pipeline(transaction=False) as calls:
-                for key in keys:
-                    calls.strlen(key)
-                sizes = calls.execute()
-            used = dict(self._client.zrange(_USED, 0, -1, withscores=True))
-        names = [key.removeprefix(_PREFIX.encode()) for key in keys]
-        return [
-            Stored(name.decode(), size, used.get(name, 0.0))
-            for name, size in zip(names, sizes, strict=True)
-            if name in used or size  # not gone since
-        ]
+            keys, at = set(), 0
+            while True:
+                at, some = self._client.scan(at, match=f"{_PREFIX}{prefix}*", count=1000)
+                keys.update(some)
+                if not at:
+                    break
+            asked = sorted(keys)
+            for start in range(0, len(asked), _AT_ONCE):
+                names = [key.removeprefix(_PREFIX.encode()) for key in asked[start : start + _AT_ONCE]]
+                with self._client.pipeline(transaction=False) as calls:
+                    for name in names:
+                        calls.strlen(_PREFIX.encode() + name)
+                        calls.zscore(_USED, name)
+                    answers = calls.execute()
+                for name, size, used in zip(names, answers[::2], answers[1::2], strict=True):
+                    if size or used is not None:  # not gone since
+                        yield Stored(name.decode("utf-8", "replace"), size, used or 0.0)
+
+    def version(self, prefix: str) -> float | None:
+        """Redis does not say when something was removed."""
 
 
 @contextmanager
@@ -81,5 +105,7 @@ def _errors() -> Iterator[None]:
     """Redis' errors as the system's."""
     try:
         yield
+    except redis.exceptions.OutOfMemoryError as error:
+        raise OSError(errno.ENOSPC, str(error)) from error
     except (redis.RedisError, ValueError) as error:
         raise OSError(str(error)) from error

@@ -1,0 +1,355 @@
+"""Which runs a store has: listed in a thread, which lets those who compute go first."""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import CancelledError
+from contextlib import suppress
+from functools import partial
+from typing import Final, Protocol
+
+from kvloom.store.backends import Backend, Stored
+from kvloom.store.fingerprint import Fingerprint
+from kvloom.store.format import DamagedRun, OtherFormat, Run
+from kvloom.store.heads import FIRST_READ, head_from, head_of
+from kvloom.store.index import Entry, Index, Segment
+from kvloom.store.index_objects import IndexObjects
+from kvloom.store.names import Kind, kind_of
+from kvloom.store.prefixes import Prefixes
+from kvloom.store.readers import Readers
+from kvloom.store.speed import Speed
+from kvloom.store.sums import Sums
+
+_LOG: Final = logging.getLogger("kvloom.store")
+_REFRESH_SECONDS: Final = 2.0
+"""After which runs of other processes are looked for again, if that takes a twentieth of them or less."""
+_SHARE: Final = 20
+_SLICE: Final = 1e-3
+"""Seconds of work for which those who compute may have to wait for Python's lock."""
+_AT_ONCE: Final = 64
+"""Heads that are read before the first of them is looked at."""
+
+
+class Store(Protocol):
+    """What a catalog needs of the store that it is of."""
+
+    sums: Sums
+    speed: Speed
+    readers: Readers
+
+    def connected(self) -> Backend:
+        """Where its objects lie."""
+
+    def attempt(self, way: str, call: Callable[[], bool], default: bool) -> bool:
+        """What a call gives, or ``default`` if the store does not do it."""
+
+    def agrees(self, folder: str) -> bool:
+        """Whether a folder is used."""
+
+    def damaged(self, name: str, why: str) -> None:
+        """Put an object aside."""
+
+    def left_out(self, name: str, why: Exception) -> None:
+        """Note an object that is of another format or may not be read."""
+
+
+class _Folder:
+    """The runs of one fingerprint."""
+
+    def __init__(self, fingerprint: Fingerprint, name: str) -> None:
+        self.fingerprint = fingerprint
+        self.index, self.objects = Index(), IndexObjects(name)
+        self.ignored: set[str] = set()
+        self.written: set[str] = set()  # since the last listing began, which may not have them
+        self.version: float | None = None
+        self.began = self.ended = float("-inf")  # the last listing, monotonic
+        self.num_listed = 0
+
+    @property
+    def took(self) -> float:
+        return self.ended - self.began if self.num_listed else 0.0
+
+
+class Catalog:
+    """The runs of each fingerprint of one store, by their digests. Thread-safe.
+
+    Args:
+        store: Whose.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self.refresh_seconds = _REFRESH_SECONDS
+        self._changed = threading.Condition(threading.RLock())
+        self._folders: dict[str, _Folder] = {}
+        self._wanted: list[_Folder] = []
+        self._now: _Folder | None = None
+        self._thread: threading.Thread | None = None
+        self._num_waiting = 0
+        self._is_closed = False
+        self._used = 0.0  # seconds that the thread has worked
+
+    def watch(self, fingerprint: Fingerprint) -> None:
+        """Begin to learn what there is of a fingerprint."""
+        with self._changed:
+            folder = self._folder(fingerprint)
+            if not folder.num_listed:
+                self._want(folder)
+
+    def wait(self, fingerprint: Fingerprint, seconds: float) -> None:
+        """Wait for the first listing of a fingerprint, at most so long."""
+        with self._changed:
+            folder = self._folder(fingerprint)
+            if not folder.num_listed:
+                self._listed(folder, seconds)
+
+    def find(
+        self, fingerprint: Fingerprint, prefixes: Prefixes, start: int, num_tokens: int, wait: float | None
+    ) -> list[Segment]:
+        """As ``Index.find``, over what the store has.
+
+        Args:
+            fingerprint: Whose runs.
+            prefixes: As of ``Index.find``.
+            start: The same.
+            num_tokens: The same.
+            wait: Seconds to wait for a listing, if that may help; ``None`` for as long as it takes.
+        """
+        with self._changed:
+            folder = self._folder(fingerprint)
+            if not folder.num_listed:
+                self._listed(folder, wait)
+            found = folder.index.find(prefixes, start, num_tokens)
+            if (not found or found[-1].end < num_tokens) and self._is_stale(folder, wait):
+                if wait is not None and folder.took > wait:  # it is there for the next one
+                    self._want(folder)
+                    return found
+                self._listed(folder, wait)
+                found = folder.index.find(prefixes, start, num_tokens)
+            return found
+
+    def refresh(self, fingerprint: Fingerprint) -> None:
+        """List the store anew, and wait for that."""
+        with self._changed:
+            folder = self._folder(fingerprint)
+            if self._now is folder:  # has begun before it was asked for
+                self._listed(folder, None)
+            self._listed(folder, None)
+
+    def known(self, fingerprint: Fingerprint, prefixes: Prefixes, ends: range) -> set[int]:
+        """The ends of pages up to which runs are known here; nothing is asked of the store."""
+        with self._changed:
+            index = self._folder(fingerprint).index
+            reached = max((x.end for x in index.find(prefixes, 0, ends[-1])), default=0)
+            digests = prefixes.digests(ends)
+            return {end for end, x in zip(ends, digests, strict=True) if end <= reached or x in index}
+
+    def has(self, run: Run) -> bool:
+        """Whether every page of a run is known to be here."""
+        with self._changed:
+            index = self._folder(run.fingerprint).index
+            return all(digest in index for digest in run.digests)
+
+    def add(self, run: Run, head_size: int) -> None:
+        """Let a run that was written be found."""
+        with self._changed:
+            folder = self._folder(run.fingerprint)
+            folder.index.add(Entry.of(run, head_size))
+            folder.written.add(run.name)
+
+    def look_again(self, fingerprint: Fingerprint) -> None:
+        """List the runs of a fingerprint soon, whatever was listed of late."""
+        with self._changed:
+            self._want(self._folder(fingerprint))
+
+    def remove(self, name: str) -> None:
+        """Let a run be found no more."""
+        with self._changed:
+            for folder in self._folders.values():
+                folder.index.remove(name)
+
+    def ignore(self, name: str, is_ignored: bool) -> None:
+        """Let an object be found no more, whatever is listed; or again, when its name is free."""
+        with self._changed:
+            for folder in self._folders.values():
+                folder.index.remove(name)
+                (folder.ignored.add if is_ignored else folder.ignored.discard)(name)
+
+    def corrected(self, entry: Entry) -> Entry | None:
+        """The run of this name as its head describes it now, ``None`` if it is not there.
+
+        Raises:
+            DamagedRun: its head says no run.
+        """
+        backend, sums = self._store.connected(), self._store.sums
+        listed = [x for x in backend.list_stored(f"{entry.name.partition('/')[0]}/") if x.name == entry.name]
+        if not listed:
+            self.remove(entry.name)
+            return None
+        run, start = head_of(backend, listed[0], sums)
+        found = Entry.of(run, start)
+        with self._changed:
+            index = self._folder(run.fingerprint).index
+            index.remove(entry.name)
+            index.add(found)
+        return found
+
+    def forget(self, fingerprint: Fingerprint) -> None:
+        """Look at the runs of a fingerprint anew before they are used."""
+        with self._changed:
+            self._folders.pop(self._store.sums.folder(fingerprint.digest), None)
+
+    def close(self, timeout: float) -> None:
+        """List no more."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+            thread = self._thread
+        if thread is not None:
+            thread.join(timeout)
+
+    def _folder(self, fingerprint: Fingerprint) -> _Folder:
+        name = self._store.sums.folder(fingerprint.digest)
+        if name not in self._folders:
+            self._folders[name] = _Folder(fingerprint, name)
+        return self._folders[name]
+
+    def _is_stale(self, folder: _Folder, wait: float | None) -> bool:
+        """Whether to list again; who has time does so however long that takes."""
+        seconds = 0.0 if wait is None else _SHARE * folder.took
+        return time.monotonic() - folder.ended >= max(self.refresh_seconds, seconds)
+
+    def _want(self, folder: _Folder) -> None:
+        """Have a folder listed; the caller holds the lock."""
+        if self._is_closed or folder in self._wanted:
+            return
+        self._wanted.append(folder)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="kvloom-list", daemon=True)
+            self._thread.start()
+        self._changed.notify_all()
+
+    def _listed(self, folder: _Folder, wait: float | None) -> None:
+        """Wait until a folder is listed once more; the caller holds the lock."""
+        if wait is not None and wait <= 0:
+            self._want(folder)
+            return
+        before = folder.num_listed
+        if self._now is not folder:
+            self._want(folder)
+        self._num_waiting += 1
+        self._changed.notify_all()  # a thread that rests goes on
+        try:
+            self._changed.wait_for(lambda: folder.num_listed > before or self._is_closed, wait)
+        finally:
+            self._num_waiting -= 1
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                if self._is_closed or not self._wanted:
+                    self._thread = None
+                    return
+                folder = self._now = self._wanted.pop(0)
+            began, self._used = time.monotonic(), time.thread_time()
+            try:
+                self._store.attempt("read", partial(self._list, folder), False)
+            except CancelledError:
+                pass
+            except Exception:  # whoever waits would wait for ever
+                _LOG.exception("%s was not listed", folder.fingerprint.folder)
+            with self._changed:
+                folder.began, folder.ended = began, time.monotonic()
+                folder.num_listed += 1
+                self._now = None
+                self._changed.notify_all()
+
+    def _rest(self) -> None:
+        """Sleep after each slice of work, unless somebody waits for it."""
+        if self._is_closed:
+            raise CancelledError
+        worked = time.thread_time() - self._used
+        if worked >= _SLICE:
+            with self._changed:
+                self._changed.wait_for(lambda: self._num_waiting or self._is_closed, _SHARE * worked)
+            self._used = time.thread_time()
+
+    def _list(self, folder: _Folder) -> bool:
+        """Learn of runs that appeared or went since."""
+        name = self._store.sums.folder(folder.fingerprint.digest)
+        if not self._store.agrees(name):
+            return False
+        backend, began = self._store.connected(), time.time()
+        version = backend.version(f"{name}/")
+        if version is not None and version == folder.version:
+            return True
+        with self._changed:
+            folder.written.clear()
+        asked = time.perf_counter()
+        listed = []
+        for x in backend.list_stored(f"{name}/"):
+            listed.append(x)
+            self._rest()
+        if len(listed) < _AT_ONCE:  # one request, rather than many
+            self._store.speed.note(time.perf_counter() - asked, 0)
+        here = {x.name: x for x in listed if kind_of(x.name) is Kind.RUN}
+        objects = [x for x in listed if kind_of(x.name) is Kind.INDEX and x.name not in folder.ignored]
+        with self._changed:
+            for gone in folder.index.entries.keys() - here.keys() - folder.written:
+                folder.index.remove(gone)
+        for entry in folder.objects.read(self._store, objects, self._rest):
+            if entry.name in here and here[entry.name].size == entry.size:
+                with self._changed:
+                    folder.index.add(entry)
+            self._rest()
+        new = [
+            x for x in here.values() if x.name not in folder.index.entries and x.name not in folder.ignored
+        ]
+        for some in range(0, len(new), _AT_ONCE):
+            for entry in self._entries(folder, new[some : some + _AT_ONCE]):
+                with self._changed:
+                    folder.index.add(entry)
+        # What changed within the clock's last tick may change once more within it.
+        folder.version = version if version is not None and version < began - _REFRESH_SECONDS else None
+        with self._changed:
+            entries = dict(folder.index.entries)
+        with suppress(OSError):  # who may not write here reads what others wrote
+            folder.objects.tidy(self._store, entries, self._rest)
+        return True
+
+    def _entries(self, folder: _Folder, some: Sequence[Stored]) -> Iterator[Entry]:
+        """What the heads of runs say, of those that can be read."""
+        backend = self._store.connected()
+        calls = [(x, self._store.readers.submit(partial(self._head, backend, x))) for x in some]
+        failures = 0
+        for x, call in calls:
+            try:
+                run, start = head_from(call.result(), backend, x, self._store.sums)
+                if run.name != x.name:
+                    raise DamagedRun("the head is not the one of this name")
+                if run.fingerprint != folder.fingerprint:
+                    raise DamagedRun(run.fingerprint.difference(folder.fingerprint))
+                yield Entry.of(run, start)
+                failures = 0
+            except FileNotFoundError:
+                pass
+            except OtherFormat as error:
+                folder.ignored.add(x.name)
+                self._store.left_out(x.name, error)
+            except DamagedRun as error:
+                self._store.damaged(x.name, str(error))
+            except OSError as error:
+                failures += 1
+                if failures > 2 and not isinstance(error, PermissionError):
+                    for _, other in calls:
+                        other.cancel()
+                    raise
+                self._store.left_out(x.name, error)
+            self._rest()
+
+    def _head(self, backend: Backend, x: Stored) -> bytes:
+        asked = time.perf_counter()
+        data = bytes(backend.get_ranges(x.name, [(0, min(x.size, FIRST_READ))]))
+        self._store.speed.note(time.perf_counter() - asked, 0)
+        return data

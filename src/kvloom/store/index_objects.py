@@ -1,0 +1,149 @@
+"""Index objects: what the heads of many runs of a folder say, in one object. Bytes: docs/store-format.md.
+
+They save a request for each run, and decide nothing: whatever is read by them is checked by its own head.
+"""
+
+import struct
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Final, Protocol
+
+from kvloom.store.backends import Backend, Stored
+from kvloom.store.format import DamagedRun
+from kvloom.store.index import Entry
+from kvloom.store.names import index_name, run_name
+from kvloom.store.prefixes import DIGEST_BYTES
+from kvloom.store.sums import SUM_BYTES, Sums
+
+MAX_RUNS: Final = 4096
+"""Runs of one index object."""
+_MAX_BYTES: Final = 256 << 20
+_FEW: Final = 128
+"""Runs that no index object has, from which on they get one."""
+_MOST_SMALL: Final = 8
+"""Index objects that are not half full, from which on they become fewer."""
+_FORMAT: Final = b"kvloom-index/1\n\0"
+_COUNT: Final = struct.Struct("<I")
+_RUN: Final = struct.Struct("<QIIQI")
+"""First token, page size, pages, bytes of the run, bytes of its head."""
+
+
+class Store(Protocol):
+    """What index objects need of the store that they are in."""
+
+    sums: Sums
+
+    def connected(self) -> Backend:
+        """Where its objects lie."""
+
+    def damaged(self, name: str, why: str) -> None:
+        """Put an object aside."""
+
+    def left_out(self, name: str, why: Exception) -> None:
+        """Note an object that may not be read."""
+
+
+class IndexObjects:
+    """Those of one folder, of which each is read once.
+
+    Args:
+        folder: Its name.
+    """
+
+    def __init__(self, folder: str) -> None:
+        self._folder = folder
+        self._runs: dict[str, frozenset[str]] = {}  # of each object
+
+    def read(self, store: Store, objects: Sequence[Stored], rest: Callable[[], None]) -> Iterator[Entry]:
+        """The runs of those that are new; others are forgotten if they are gone."""
+        for gone in self._runs.keys() - {x.name for x in objects}:
+            del self._runs[gone]
+        for x in objects:
+            if x.name in self._runs:
+                continue
+            try:
+                if x.size > _MAX_BYTES:
+                    raise DamagedRun(f"an index has at most {_MAX_BYTES} bytes, got {x.size}")
+                data = bytes(store.connected().get_ranges(x.name, [(0, x.size)]))
+                entries = read_index(data, self._folder, store.sums, rest)
+            except FileNotFoundError:
+                continue
+            except PermissionError as error:
+                store.left_out(x.name, error)
+                continue
+            except DamagedRun as error:
+                store.damaged(x.name, str(error))
+                continue
+            self._runs[x.name] = frozenset(entry.name for entry in entries)
+            yield from entries
+
+    def tidy(self, store: Store, entries: Mapping[str, Entry], rest: Callable[[], None]) -> None:
+        """Write objects for runs that none has, and few for many.
+
+        Args:
+            store: Where.
+            entries: All runs of the folder, by their names.
+            rest: Called between pieces of work.
+
+        Raises:
+            OSError: the store cannot be written.
+        """
+        backend = store.connected()
+        live = {name: len(runs & entries.keys()) for name, runs in self._runs.items()}
+        stale = [name for name, count in live.items() if count < MAX_RUNS // 2]
+        if len(stale) <= _MOST_SMALL:
+            stale = [name for name in stale if not live[name]]
+        covered = {run for name, runs in self._runs.items() if name not in stale for run in runs}
+        new = [entry for run, entry in entries.items() if run not in covered]
+        if len(new) >= _FEW or len(stale) > _MOST_SMALL:
+            for at in range(0, len(new), MAX_RUNS):
+                some = new[at : at + MAX_RUNS]
+                data = write_index(some, store.sums, rest)
+                name = index_name(self._folder, store.sums.checksum(data))
+                backend.put_if_absent(name, [data])
+                self._runs[name] = frozenset(entry.name for entry in some)
+        for name in stale:
+            backend.delete(name)
+            del self._runs[name]
+
+
+def write_index(entries: Sequence[Entry], sums: Sums, rest: Callable[[], None]) -> bytes:
+    """An index of at most ``MAX_RUNS`` runs of one folder."""
+    parts = [_FORMAT, _COUNT.pack(len(entries))]
+    for x in entries:
+        parts.append(_RUN.pack(x.first, x.page_size, len(x.digests), x.size, x.head_size))
+    for x in entries:
+        parts.append(b"".join(x.digests))
+        rest()
+    data = b"".join(parts)
+    return data + sums.checksum(data)
+
+
+def read_index(data: bytes, folder: str, sums: Sums, rest: Callable[[], None]) -> list[Entry]:
+    """The runs of an index of a folder.
+
+    Raises:
+        DamagedRun: this is no index.
+    """
+    at = len(_FORMAT) + _COUNT.size
+    if len(data) < at + SUM_BYTES or not data.startswith(_FORMAT):
+        raise DamagedRun(f"an index begins with {_FORMAT!r}, got {data[: len(_FORMAT)]!r}")
+    if sums.checksum(memoryview(data)[:-SUM_BYTES]) != data[-SUM_BYTES:]:
+        raise DamagedRun("the index does not have its checksum")
+    (count,) = _COUNT.unpack_from(data, len(_FORMAT))
+    digests_at = at + count * _RUN.size
+    if digests_at > len(data):
+        raise DamagedRun(f"{count} runs are not in {len(data)} bytes")
+    runs = [_RUN.unpack_from(data, at + i * _RUN.size) for i in range(count)]
+    if digests_at + sum(run[2] for run in runs) * DIGEST_BYTES + SUM_BYTES != len(data):
+        raise DamagedRun(f"the digests of {count} runs do not end with {len(data)} bytes")
+    entries, at = [], digests_at
+    for first, page_size, num_pages, size, head_size in runs:
+        end = at + num_pages * DIGEST_BYTES
+        digests = tuple(data[i : i + DIGEST_BYTES] for i in range(at, end, DIGEST_BYTES))
+        if not digests or page_size < 1:
+            raise DamagedRun("a run has no pages")
+        name = run_name(folder, digests[-1], first, page_size)
+        entries.append(Entry(name, size, head_size, first, page_size, digests))
+        at = end
+        rest()
+    return entries

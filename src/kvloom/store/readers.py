@@ -1,0 +1,61 @@
+"""Threads for calls that take long or never come back: whoever waits for one may give up."""
+
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Final, TypeVar
+
+_IDLE_SECONDS: Final = 1.0
+"""After which a thread without work ends."""
+_Result = TypeVar("_Result")
+
+
+class Readers:
+    """A few threads, started when they are needed. They end with the process, whatever they do.
+
+    Args:
+        most: Threads at once.
+    """
+
+    def __init__(self, most: int = 8) -> None:
+        self.most = most
+        self._calls: queue.SimpleQueue[tuple[Future[object], Callable[[], object]]] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._num_threads = self._num_open = 0
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether the next call would wait for another one."""
+        return self._num_open >= self.most
+
+    def submit(self, call: Callable[[], _Result]) -> "Future[_Result]":
+        """Call something in a thread. A call that has not begun can be cancelled."""
+        future: Future[_Result] = Future()
+        with self._lock:
+            self._num_open += 1
+            self._calls.put((future, call))  # type: ignore[arg-type]
+            is_short = self._num_threads < min(self.most, self._num_open)
+            self._num_threads += is_short
+        if is_short:
+            threading.Thread(target=self._run, name="kvloom-read", daemon=True).start()
+        return future
+
+    def _run(self) -> None:
+        while True:
+            try:
+                future, call = self._calls.get(timeout=_IDLE_SECONDS)
+            except queue.Empty:
+                with self._lock:
+                    if self._calls.empty():
+                        self._num_threads -= 1
+                        return
+                continue
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(call())
+                except BaseException as error:  # it is whoever waits who hears of it
+                    future.set_exception(error)
+            with self._lock:
+                self._num_open -= 1
+            del future, call

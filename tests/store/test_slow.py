@@ -1,0 +1,241 @@
+"""A store that is slow, hangs, or holds much: a lookup waits a small part of what computing takes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from oracles.slow_store import Slow, slow_store
+from store.runs import make_run
+from store.test_store import SIZE, WHOSE, content, found, save
+
+from kvloom.store import KVStore
+from kvloom.store.names import Kind, kind_of
+from kvloom.store.patience import Patience
+from kvloom.store.speed import Speed
+
+TEXT = [1, 2, 3, 4]
+A_WHILE = 60.0
+"""Seconds of computing, so that a test that hangs is told from one that waits."""
+
+
+@pytest.fixture
+def store(request: pytest.FixtureRequest) -> Iterator[tuple[str, Slow]]:
+    """A store that has ``TEXT``."""
+    with slow_store(request.node.name) as (url, backend):
+        with KVStore(url) as writer:
+            save(writer, TEXT)
+        yield url, backend
+
+
+def load(store: KVStore, tokens: list[int], seconds_per_token: float = 0.001) -> int:
+    """Tokens that are found by someone who could compute each in so many seconds."""
+    pieces = store.load(WHOSE, "", tokens, seconds_per_token=seconds_per_token)
+    return pieces[-1].segment.end if pieces else 0
+
+
+def listed(store: KVStore) -> None:
+    """Wait until the store is listed."""
+    store.watch(WHOSE, wait=A_WHILE)
+
+
+def test_whoever_computes_does_not_wait_for_a_listing(store: tuple[str, Slow]) -> None:
+    url, backend = store
+    backend.is_free.clear()
+    with KVStore(url) as reader:
+        for _ in range(3):
+            assert load(reader, TEXT) == 0
+        assert backend.num_requests <= 2  # one to write, one to list
+        backend.is_free.set()
+        listed(reader)
+        assert found(reader, TEXT) == 4
+
+
+def test_whoever_computes_does_not_wait_for_pages(store: tuple[str, Slow]) -> None:
+    url, backend = store
+    with KVStore(url) as reader:
+        listed(reader)
+        backend.is_free.clear()
+        assert load(reader, TEXT) == 0
+        assert reader.counts["tokens_too_late"] == 4
+        backend.is_free.set()
+
+
+def test_pages_that_come_in_time_are_used(store: tuple[str, Slow]) -> None:
+    url, backend = store
+    with KVStore(url) as reader:
+        listed(reader)
+        backend.seconds = 0.05
+        assert load(reader, TEXT, seconds_per_token=A_WHILE) == 4
+
+
+def test_always_waits_however_long_it_takes(store: tuple[str, Slow]) -> None:
+    url, backend = store
+    backend.seconds = 0.1
+    with KVStore(url, read="always") as reader:
+        assert found(reader, TEXT) == 4
+
+
+def test_a_wait_that_was_chosen_holds_whatever_computing_takes(store: tuple[str, Slow]) -> None:
+    url, backend = store
+    backend.is_free.clear()
+    with KVStore(url, max_wait=0.01) as reader:
+        assert load(reader, TEXT, seconds_per_token=A_WHILE) == 0
+        assert found(reader, TEXT) == 0
+        backend.is_free.set()
+    with KVStore(url, max_wait=A_WHILE) as reader:
+        assert load(reader, TEXT, seconds_per_token=0.0) == 4
+
+
+def test_one_slow_read_does_not_count_and_many_do() -> None:
+    speed = Speed()
+    for seconds in (0.001, 9.0, 0.001):
+        speed.note(seconds, 0)
+        speed.note(seconds, 1 << 20)
+    assert speed.seconds(1 << 20, 1) < 0.01
+    for _ in range(7):
+        speed.note(9.0, 1 << 20)
+    assert speed.seconds(1 << 20, 1) > 8
+
+
+def test_what_was_too_slow_is_measured_again(
+    store: tuple[str, Slow], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url, _ = store
+    with KVStore(url) as reader:
+        listed(reader)
+        speed = reader.tiers[0].speed
+        for _ in range(7):
+            speed.note(5.0, 0)
+        assert load(reader, TEXT) == 0
+        assert reader.counts["tokens_not_worth_reading"] == 4
+        later = time.monotonic() + 100
+        monkeypatch.setattr("kvloom.store.speed.time.monotonic", lambda: later)
+        for _ in range(1000):  # each reads once behind whoever computes
+            if load(reader, TEXT) == 4:
+                break
+            later += 100
+            time.sleep(0.01)
+        assert load(reader, TEXT) == 4
+
+
+@pytest.mark.parametrize(
+    ("per_token", "max_wait", "expected"),
+    [(None, None, None), (1.0, None, 5.0), (0.0, None, 0.02), (1.0, 3.0, 3.0)],
+)
+def test_patience_is_a_part_of_computing(per_token: Any, max_wait: Any, expected: Any) -> None:
+    left = Patience(per_token, 100, max_wait).left
+    assert left == expected or 0 < expected - left < 1
+
+
+def test_reading_may_take_what_it_took_of_late_and_no_longer_than_computing() -> None:
+    patience = Patience(1.0, 100, None)
+    assert patience.wait(100, 40.0, is_known=True) == pytest.approx(60.0, abs=1)
+    assert patience.wait(100, 90.0, is_known=True) == pytest.approx(100.0, abs=1)
+    assert patience.wait(100, 40.0, is_known=False) == pytest.approx(5.0, abs=1)
+    assert patience.pays(100, 99.0)
+    assert not patience.pays(100, 101.0)
+
+
+def fill(backend: Slow, count: int, start: int = 0) -> list[list[int]]:
+    """Runs of texts of their own."""
+    texts = [[1000 + i, 7, i, 8] for i in range(start, start + count)]
+    for tokens in texts:
+        run, _ = make_run(tokens)
+        data = content(tokens)
+        run = run.with_checksums(memoryview(data))
+        backend._objects[run.name] = bytes(run.head() + data), time.time()
+    return texts
+
+
+def objects(backend: Slow) -> list[str]:
+    return [name for name in backend._objects if kind_of(name) is Kind.INDEX]
+
+
+def test_heads_are_read_once_by_all(store: tuple[str, Slow]) -> None:
+    url, backend = store
+    texts = fill(backend, 300)
+    with KVStore(url, read="always") as first:
+        first.refresh(WHOSE)
+        assert len(objects(backend)) == 1
+    before = backend.num_requests
+    with KVStore(url, read="always") as second:
+        second.refresh(WHOSE)
+        assert backend.num_requests - before <= 5  # listings, and one object
+        assert [found(second, x) for x in texts[::50]] == [4] * 6
+
+
+def test_an_index_that_is_damaged_costs_heads_and_no_run(store: tuple[str, Slow]) -> None:
+    url, backend = store
+    texts = fill(backend, 200)
+    with KVStore(url) as first:
+        first.refresh(WHOSE)
+    (name,) = objects(backend)
+    data = bytearray(backend._objects[name][0])
+    for at in (0, 17, 40, len(data) // 2, len(data) - 1):
+        changed = bytes(data[:at]) + bytes([data[at] ^ 1]) + bytes(data[at + 1 :])
+        backend._objects = {x: y for x, y in backend._objects.items() if kind_of(x) is Kind.RUN}
+        backend._objects[name] = changed, time.time()
+        with KVStore(url, read="always") as second:
+            assert [found(second, x) for x in texts[::50]] == [4] * 4
+            assert second.tiers[0].counts["damaged"] == 1
+        assert not [x for x in backend._objects if x.endswith("safetensors") and "quarantine" in x]
+
+
+def test_an_index_that_says_what_is_not_so_costs_no_run(store: tuple[str, Slow]) -> None:
+    """Under a seal that is right: heads of another size, and digests of another text."""
+    from kvloom.store.index import Entry
+    from kvloom.store.index_objects import write_index
+    from kvloom.store.names import index_name
+    from kvloom.store.sums import PLAIN
+
+    url, backend = store
+    run, _ = make_run(TEXT)
+    right = Entry.of(run, len(run.head()))
+    for wrong in (
+        right._replace(head_size=right.head_size + 8),
+        right._replace(digests=(b"x" * 32, right.digests[-1])),
+        right._replace(digests=right.digests[-1:], first=0),
+    ):
+        spelled = write_index([wrong], PLAIN, lambda: None)
+        name = index_name(WHOSE.folder, PLAIN.checksum(spelled))
+        backend._objects[name] = spelled, time.time()
+        with KVStore(url, read="always") as reader:
+            assert found(reader, TEXT) in (0, 4)
+            assert not reader.tiers[0].counts["damaged"]
+        del backend._objects[name]
+    with KVStore(url, read="always") as reader:
+        assert found(reader, TEXT) == 4
+
+
+def test_many_small_indexes_become_few(store: tuple[str, Slow]) -> None:
+    url, backend = store
+    with KVStore(url, read="always") as first:
+        for start in range(0, 3000, 200):
+            texts = fill(backend, 200, start)
+            first.refresh(WHOSE)
+        assert 1 <= len(objects(backend)) <= 9
+        gone = fill(backend, 3000)
+        for tokens in gone[10:]:
+            del backend._objects[make_run(tokens)[0].name]
+        first.refresh(WHOSE)
+        first.refresh(WHOSE)
+        assert len(objects(backend)) <= 9
+    with KVStore(url, read="always") as second:
+        assert [found(second, x) for x in gone[:3]] == [4] * 3
+        assert found(second, texts[-1]) == 0
+
+
+def test_runs_that_were_written_during_a_listing_stay_known(store: tuple[str, Slow]) -> None:
+    url, backend = store
+    with KVStore(url, read="always") as both:
+        both.refresh(WHOSE)
+        backend.seconds = 0.1
+        both.tiers[0].catalog.look_again(WHOSE)
+        save(both, [5, 6])
+        both.flush()
+        backend.seconds = 0.0
+        both.refresh(WHOSE)
+        assert found(both, [5, 6]) == SIZE
