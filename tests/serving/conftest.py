@@ -18,6 +18,7 @@ NEEDS_PACKAGES = [
     "test_dashboard.py",
     "test_guard.py",
     "test_hostile.py",
+    "test_messages.py",
     "test_metrics.py",
     "test_process.py",
     "test_sampling.py",

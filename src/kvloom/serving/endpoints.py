@@ -1,6 +1,6 @@
 """``/v1/chat/completions`` and ``/v1/completions``.
 
-Chat templates, tool calls and reasoning are transformers' own, as in ``transformers serve``.
+Chat templates, and what reads tool calls and reasoning from answers, are transformers' own.
 """
 
 import asyncio
@@ -14,8 +14,6 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 from transformers.cli.serving.utils import (
-    BaseHandler,
-    Modality,
     ReasoningText,
     ToolCall,
     build_response_parser,
@@ -26,6 +24,7 @@ from kvloom.errors import ArgumentError
 from kvloom.integrations.transformers import summary_of
 from kvloom.serving import Refused
 from kvloom.serving.guard import TENANT
+from kvloom.serving.messages import Chat
 from kvloom.serving.replies import EventStream, chat_logprobs, error_body, text_logprobs, usage
 from kvloom.serving.session import Answers, Piece, Session
 from kvloom.serving.wanted import Wanted
@@ -73,23 +72,21 @@ class Endpoint:
             raise ArgumentError(
                 "messages need a chat template, which the model lacks: serve --chat-template F"
             )
-        messages, tools = _messages(body.get("messages")), body.get("tools")
-        if body.get("tool_choice") == "none":
-            tools = None
-        options = body.get("chat_template_kwargs") or {}
-        if not isinstance(options, dict) or options.keys() - {"enable_thinking"}:
-            raise ArgumentError("chat_template_kwargs must be an object with enable_thinking alone")
+        chat = Chat.of(body)
         try:
+            chat.expect_read(tokenizer)
             tokens = tokenizer.apply_chat_template(
-                BaseHandler.get_processor_inputs_from_messages(messages, Modality.LLM),
+                chat.messages,
                 add_generation_prompt=True,
-                tools=tools,
+                tools=chat.tools,
                 return_dict=True,
                 tokenize=True,
-                **options,
+                **chat.options,
             )["input_ids"]
             model = self._session.model
             has_parser = build_response_parser(tokenizer, model, tokens) is not None
+        except ArgumentError:
+            raise
         except Exception as error:  # whatever messages make a template, or what reads them, raise
             raise ArgumentError(
                 f"messages must be what the model's chat template takes: {summary_of(error)}"
@@ -241,14 +238,3 @@ def _text_tokens(tokenizer: Any, prompt: Any) -> list[int]:
     if isinstance(prompt, list) and all(type(token) is int and 0 <= token < size for token in prompt):
         return prompt
     raise ArgumentError(f"prompt must be one text, or a list of tokens from 0 to {size - 1}")
-
-
-def _messages(messages: Any) -> list[dict[str, Any]]:
-    if not isinstance(messages, list) or not messages:
-        raise ArgumentError("messages must be a list of at least one message")
-    if not all(isinstance(message, dict) and isinstance(message.get("role"), str) for message in messages):
-        raise ArgumentError("messages must be objects with a role")
-    contents = [message["content"] for message in messages if isinstance(message.get("content"), list)]
-    if not all(isinstance(part, dict) and part.get("type") == "text" for parts in contents for part in parts):
-        raise ArgumentError("content of a message must be a text, or parts of type 'text'")
-    return messages

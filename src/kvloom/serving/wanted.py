@@ -96,15 +96,15 @@ class Wanted:
         for name, value in given.items():
             if name in _NEUTRAL:
                 if value not in _NEUTRAL[name]:
-                    raise ArgumentError(f"{name} must be left out, as it is not served, got {_shown(value)}")
+                    raise ArgumentError(f"{name} must be left out, as it is not served, got {shown(value)}")
             elif name not in _FIELDS[kind]:
-                raise ArgumentError(f"{_shown(name)} is no field that is served")
+                raise ArgumentError(f"{shown(name)} is no field that is served")
         sampled = bool(getattr(defaults, "do_sample", False)) or any(
             name in given for name in ("temperature", "top_p", "top_k")
         )
         usual = defaults if getattr(defaults, "do_sample", False) else None
         return cls(
-            max_tokens=_whole(given, "max_completion_tokens", 1) or _whole(given, "max_tokens", 1),
+            max_tokens=_max_tokens(given),
             temperature=_number(given, "temperature", 0, 2, _usual(usual, "temperature", 1.0))
             if sampled
             else 0.0,
@@ -120,7 +120,8 @@ class Wanted:
         )
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
+    """A value as errors show it."""
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
@@ -133,7 +134,7 @@ def _usual(config: Any, name: str, default: float) -> float:
 def _number(body: Mapping[str, Any], name: str, low: float, high: float, default: float) -> float:
     value = body.get(name, default)
     if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
-        raise ArgumentError(f"{name} must be a number from {low} to {high}, got {_shown(value)}")
+        raise ArgumentError(f"{name} must be a number from {low} to {high}, got {shown(value)}")
     return float(value)
 
 
@@ -145,35 +146,51 @@ def _whole(
         return None
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
         most = "" if high == math.inf else f" and at most {high}"
-        raise ArgumentError(f"{name} must be an integer of at least {low}{most}, got {_shown(value)}")
+        raise ArgumentError(f"{name} must be an integer of at least {low}{most}, got {shown(value)}")
     return value
 
 
 def _flag(body: Mapping[str, Any], name: str) -> bool:
     value = body.get(name, False)
     if not isinstance(value, bool):
-        raise ArgumentError(f"{name} must be true or false, got {_shown(value)}")
+        raise ArgumentError(f"{name} must be true or false, got {shown(value)}")
     return value
 
 
 def _text(body: Mapping[str, Any], name: str) -> str:
     value = body.get(name, "")
     if not isinstance(value, str):
-        raise ArgumentError(f"{name} must be a string, got {_shown(value)}")
+        raise ArgumentError(f"{name} must be a string, got {shown(value)}")
     return value
+
+
+def _max_tokens(body: Mapping[str, Any]) -> int | None:
+    """By either name; a request may have both if they say the same."""
+    newer, older = (_whole(body, name, 1) for name in ("max_completion_tokens", "max_tokens"))
+    if None not in (newer, older) and newer != older:
+        raise ArgumentError(
+            f"max_tokens must be left out beside max_completion_tokens of {newer}, got {shown(older)}"
+        )
+    return newer or older
 
 
 def _usage(body: Mapping[str, Any]) -> bool:
     options = body.get("stream_options", {})
     if not isinstance(options, dict) or options.keys() - {"include_usage", "include_obfuscation"}:
-        raise ArgumentError(f"stream_options must be an object with include_usage, got {_shown(options)}")
+        raise ArgumentError(f"stream_options must be an object with include_usage, got {shown(options)}")
+    if "stream_options" in body and not _flag(body, "stream"):
+        raise ArgumentError(f"stream_options must be left out where stream is not true, got {shown(options)}")
+    if _flag(options, "include_obfuscation"):
+        raise ArgumentError(
+            "stream_options.include_obfuscation must be left out, as it is not served, got True"
+        )
     return _flag(options, "include_usage")
 
 
 def _stops(value: Any) -> tuple[str, ...]:
     stops = [value] if isinstance(value, str) else value
     if not isinstance(stops, list) or not all(isinstance(x, str) and 0 < len(x) <= 1000 for x in stops):
-        raise ArgumentError(f"stop must be texts of 1 to 1000 characters, got {_shown(value)}")
+        raise ArgumentError(f"stop must be texts of 1 to 1000 characters, got {shown(value)}")
     if len(stops) > _MOST_STOPS:
         raise ArgumentError(f"stop must be at most {_MOST_STOPS} texts, got {len(stops)}")
     return tuple(stops)

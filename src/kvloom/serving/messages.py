@@ -1,0 +1,218 @@
+"""The messages and tools of a chat, read from JSON, and whether the model's chat template reads them, too."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Final
+
+import jinja2.meta
+from transformers.utils import chat_template_utils
+
+from kvloom.errors import ArgumentError
+from kvloom.serving.wanted import shown
+
+_FIELDS: Final = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content")
+_OPTIONS: Final = ("enable_thinking",)
+
+# Names under which transformers hands a template what an assistant thought.
+_REASONING: Final = (
+    "reasoning_content",
+    *getattr(chat_template_utils, "_REASONING_FIELDS", ()),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Chat:
+    """What a request gives a chat template.
+
+    Attributes:
+        messages: With the fields that were given; the content of each is one text, and the arguments of its
+            tool calls are objects.
+        tools: ``None`` for none.
+        options: Variables of the template.
+    """
+
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None
+    options: dict[str, bool]
+
+    @classmethod
+    def of(cls, body: dict[str, Any]) -> "Chat":
+        """Read a request.
+
+        Args:
+            body: JSON.
+
+        Raises:
+            ArgumentError: a field is missing, unknown, or has no such value.
+        """
+        messages = body.get("messages")
+        if not isinstance(messages, list) or not messages:
+            raise ArgumentError("messages must be a list of at least one message")
+        options = body.get("chat_template_kwargs") or {}
+        if (
+            not isinstance(options, dict)
+            or options.keys() - {*_OPTIONS}
+            or not all(isinstance(value, bool) for value in options.values())
+        ):
+            raise ArgumentError(
+                "chat_template_kwargs must be an object with enable_thinking alone, true or false"
+            )
+        tools = _tools(body.get("tools") or [])
+        return cls(
+            [_message(f"messages[{i}]", message) for i, message in enumerate(messages)],
+            tools if tools and body.get("tool_choice") != "none" else None,
+            options,
+        )
+
+    def expect_read(self, tokenizer: Any) -> None:
+        """Raise ArgumentError if the tokenizer's chat template leaves out what was asked.
+
+        An assistant's message is what the model said: whether its reasoning, and its text beside tool calls,
+        come back to the model is left to the template. Whatever a template raises is raised, too.
+        """
+        template = tokenizer.get_chat_template(tools=self.tools)
+        variables = _variables(template)
+        for name in ("tools" if self.tools else None, *self.options):
+            if name is not None and name not in variables:
+                raise ArgumentError(f"{name} must be left out, as the model's chat template does not read it")
+        seen = [_Seen(message) for message in self.messages]
+        _compiled(template).render(
+            messages=seen,
+            tools=self.tools,
+            documents=None,
+            add_generation_prompt=True,
+            **{**tokenizer.special_tokens_map, **self.options},
+        )
+        for i, message in enumerate(seen):
+            asked = {name for name, value in dict.items(message) if value}
+            asked -= {"role", "tool_call_id", *_REASONING, *({"content"} if "tool_calls" in asked else ())}
+            for name in sorted(asked - message.fields_read):
+                role = self.messages[i]["role"]
+                raise ArgumentError(
+                    f"messages[{i}].{name} must be left out, as the model's chat template does not read it "
+                    f"where the role is {role[:40]!r}"
+                )
+
+
+class _Seen(dict[str, Any]):
+    """A message that knows which of its fields were read."""
+
+    def __init__(self, fields: dict[str, Any]) -> None:
+        aliases = dict.fromkeys(_REASONING, fields["reasoning_content"]) if _REASONING[0] in fields else {}
+        super().__init__({**fields, **aliases})
+        self.fields_read: set[str] = set()
+
+    def __getitem__(self, name: str) -> Any:
+        self.fields_read.add(name)
+        return super().__getitem__(name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        self.fields_read.add(name)
+        return super().get(name, default)
+
+    def __contains__(self, name: object) -> bool:
+        self.fields_read.add(str(name))
+        return super().__contains__(name)
+
+    def _read_all(self) -> dict[str, Any]:
+        fields = dict(super().items())
+        self.fields_read.update(fields)
+        return fields
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._read_all())
+
+    def __repr__(self) -> str:
+        return repr(self._read_all())
+
+    def keys(self) -> Any:
+        return self._read_all().keys()
+
+    def values(self) -> Any:
+        return self._read_all().values()
+
+    def items(self) -> Any:
+        return self._read_all().items()
+
+
+def _compiled(template: str) -> Any:
+    return chat_template_utils._compile_jinja_template(template)
+
+
+@lru_cache(maxsize=8)
+def _variables(template: str) -> set[str]:
+    """What a template reads beside what it sets by itself."""
+    return set(jinja2.meta.find_undeclared_variables(_compiled(template).environment.parse(template)))
+
+
+def _message(name: str, message: Any) -> dict[str, Any]:
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        raise ArgumentError(f"{name} must be an object with a role, got {shown(message)}")
+    given = {field: value for field, value in message.items() if value not in (None, [])}
+    for field in given:
+        if field not in _FIELDS:
+            raise ArgumentError(f"{name} must have fields that are served, got {shown(field)}")
+    for field in ("name", "tool_call_id", "reasoning_content"):
+        if not isinstance(given.get(field, ""), str):
+            raise ArgumentError(f"{name}.{field} must be a string, got {shown(given[field])}")
+    if "tool_calls" in given:
+        if given["role"] != "assistant":
+            raise ArgumentError(f"{name}.tool_calls must be in messages of role 'assistant' alone")
+        given["tool_calls"] = _calls(f"{name}.tool_calls", given["tool_calls"])
+    if "content" in given:
+        given["content"] = _content(f"{name}.content", given["content"])
+    elif "tool_calls" not in given:
+        raise ArgumentError(f"{name}.content must be a text, or parts of type 'text', got none")
+    return {"content": "", **given}
+
+
+def _content(name: str, content: Any) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise ArgumentError(f"{name} must be a text, or parts of type 'text', got {shown(content)}")
+    for i, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, dict) else part
+        if kind != "text":
+            raise ArgumentError(f"{name}[{i}] must be a part of type 'text', got {shown(kind)}")
+        if part.keys() != {"type", "text"} or not isinstance(part["text"], str):
+            raise ArgumentError(f"{name}[{i}] must have a type and a text alone, got {shown(part)}")
+    return " ".join(part["text"] for part in content)
+
+
+def _calls(name: str, calls: Any) -> list[dict[str, Any]]:
+    """Tool calls, with arguments as the objects that templates go through."""
+    if not isinstance(calls, list):
+        raise ArgumentError(f"{name} must be a list, got {shown(calls)}")
+    made = []
+    for i, call in enumerate(calls):
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise ArgumentError(f"{name}[{i}] must have a function with a name, got {shown(call)}")
+        arguments = function.get("arguments", {})
+        if isinstance(arguments, str):
+            try:
+                arguments = json.loads(arguments or "{}")
+            except (ValueError, RecursionError):
+                pass
+        if not isinstance(arguments, dict):
+            raise ArgumentError(
+                f"{name}[{i}].function.arguments must be a JSON object, got {shown(arguments)}"
+            )
+        made.append({**call, "function": {**function, "arguments": arguments}})
+    return made
+
+
+def _tools(tools: Any) -> list[dict[str, Any]]:
+    if not isinstance(tools, list):
+        raise ArgumentError(f"tools must be a list, got {shown(tools)}")
+    for i, tool in enumerate(tools):
+        function = tool.get("function") if isinstance(tool, dict) else None
+        is_function = isinstance(function, dict) and isinstance(function.get("name"), str)
+        if not is_function or tool.get("type") != "function":
+            raise ArgumentError(
+                f"tools[{i}] must have type 'function' and a function with a name, got {shown(tool)}"
+            )
+    return tools
