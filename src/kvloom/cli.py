@@ -30,6 +30,7 @@ from kvloom.tracing.command import add_parsers as add_tracing
 
 _DEMO_KINDS = ["float32", "int8", "int4"]
 _DEMO_PROMPT_CHARACTERS = 2200
+_OPTIONS = {"api_keys": "--api-key", "allowed_origins": "--allow-origin"}  # of arguments by other names
 _INSTALLED = {
     "transformers": "transformers rich",
     "safetensors": "transformers rich",
@@ -222,7 +223,9 @@ def _options_named(names: str = "kv|model|store") -> Iterator[None]:
     try:
         yield
     except KVError as error:
-        text = re.sub(rf"^({names})\b", lambda found: f"--{found[1].replace('_', '-')}", str(error))
+        text = re.sub(
+            rf"^({names})\b", lambda x: _OPTIONS.get(x[1]) or f"--{x[1].replace('_', '-')}", str(error)
+        )
         raise type(error)(text) from error
 
 
@@ -289,7 +292,7 @@ def _demo(args: argparse.Namespace) -> None:
 
 
 def _serve(args: argparse.Namespace) -> None:
-    with _options_named("kv|host|port|page_size|max_\\w+|drain_seconds"):
+    with _options_named("kv|host|port|max_\\w+|drain_seconds|api_keys|allowed_origins"):
         command.run(args, _load_folder)
 
 

@@ -18,8 +18,10 @@ NEEDS_PACKAGES = [
     "test_dashboard.py",
     "test_guard.py",
     "test_hostile.py",
+    "test_log.py",
     "test_messages.py",
     "test_metrics.py",
+    "test_origins.py",
     "test_process.py",
     "test_sampling.py",
 ]

@@ -53,13 +53,17 @@ def test_missing_packages_are_named_with_the_command_that_helps() -> None:
         (["/nowhere"], "model must be a local folder with a config.json"),
         (["--kv", "int9"], "--kv must be one of auto"),
         (["--host", "0.0.0.0"], "--host must be a loopback address without an API key, got '0.0.0.0'"),
-        (["--port", "70000"], "--port must be 0 to 65535, got 70000"),
-        (["--max-tokens", "0"], "--max-tokens must be above 0, got 0"),
-        (["--page-size", "-1"], "--page-size must be a positive int, got -1"),
+        (["--host", "\xe4..b", "--api-key", "k"], "--host must be a name or an address, got '\xe4..b'"),
         (["--chat-template", "/nowhere"], "--chat-template must be text in UTF-8"),
         (["--record", "/nowhere/events.jsonl"], "--record must be a file that can be written"),
         (["--record-text"], "--record-text must be given with --record, got it alone"),
-        (["--api-key", " "], "api_keys must be printable ASCII"),
+        (["--api-key", " "], "--api-key must be printable ASCII"),
+        (
+            ["--allow-origin", "*"],
+            "--allow-origin must be such as http://localhost:3000, without a path, got '*'",
+        ),
+        (["--allow-origin", "null"], "--allow-origin must be such as"),
+        (["--allow-origin", "http://localhost:3000/"], "--allow-origin must be such as"),
     ],
 )
 def test_bad_options_are_one_line_and_status_2(
@@ -74,12 +78,55 @@ def test_bad_options_are_one_line_and_status_2(
 
 
 @pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("--page-size", "3"),
+        ("--page-size", "0"),
+        ("--pages", "0"),
+        ("--max-batch-tokens", "0"),
+        ("--max-tokens", "0"),
+        ("--max-answers", "0"),
+        *[
+            (option, value)
+            for option in (
+                "--page-size",
+                "--pages",
+                "--max-batch-tokens",
+                "--port",
+                "--max-tokens",
+                "--max-answers",
+            )
+            for value in ("-1", "1" + "0" * 30)
+        ],
+    ],
+)
+def test_a_number_that_cannot_be_is_refused_by_its_option(
+    option: str, value: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["serve", option, value, "/nowhere"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"kvloom: {option} must be from ") and line.endswith(f", got {value}")
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "nan", "inf", "-inf", "1e300"])
+@pytest.mark.parametrize("option", ["--max-seconds", "--drain-seconds"])
+def test_seconds_that_cannot_be_are_refused_by_their_option(
+    option: str, value: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["serve", f"{option}={value}", "/nowhere"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"kvloom: {option} must be from 0.01 to 31,536,000, got ")
+
+
+@pytest.mark.parametrize(
     ("host", "inside"),
     [
         ("127.0.0.1", True),
         ("127.9.9.9", True),
         ("::1", True),
         ("localhost", True),
+        ("LOCALHOST", True),
+        ("localhost.", True),
         ("0.0.0.0", False),
         ("::", False),
         ("10.0.0.1", False),

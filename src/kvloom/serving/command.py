@@ -4,14 +4,20 @@ import argparse
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from kvloom.core.spelling import STORAGE, expect_kv
 from kvloom.errors import ArgumentError
 from kvloom.models import bundled_model_path, check_model_folder
 from kvloom.paging import POLICIES
 from kvloom.serving import expect_installed
-from kvloom.serving.settings import KEYS_VARIABLE, Settings, keys_from
+from kvloom.serving.settings import KEYS_VARIABLE, MOST, Settings, expect_within, keys_from
+
+_LEAST_PAGE_SIZE: Final = 4
+"""Of transformers' sessions."""
+
+_MOST_STEP: Final = 1 << 20
+"""Tokens of a page, or of a step, whose tensors are made at the beginning."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -45,6 +51,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="KEY",
         help=f"may be repeated; {KEYS_VARIABLE} is seen by fewer, commas between keys",
     )
+    parser.add_argument(
+        "--allow-origin",
+        action="append",
+        default=[],
+        metavar="ORIGIN",
+        help="of a page in a browser that may ask, such as http://localhost:3000; may be repeated",
+    )
     parser.add_argument("--max-tokens", type=int, default=Settings.max_tokens, metavar="N", help="new tokens")
     parser.add_argument(
         "--max-answers", type=int, default=Settings.max_answers, metavar="N", help="at a time; then 429"
@@ -72,11 +85,17 @@ def run(args: argparse.Namespace, load: Callable[[Path | None], tuple[Any, Any]]
         host=args.host,
         port=args.port,
         api_keys=keys_from(args.api_key),
+        allowed_origins=tuple(args.allow_origin),
         max_tokens=args.max_tokens,
         max_answers=args.max_answers,
         max_seconds=args.max_seconds,
         drain_seconds=args.drain_seconds,
     )
+    expect_within("--page-size", args.page_size, _LEAST_PAGE_SIZE, _MOST_STEP)
+    if args.pages is not None:
+        expect_within("--pages", args.pages, 1, MOST)
+    if args.max_batch_tokens is not None:
+        expect_within("--max-batch-tokens", args.max_batch_tokens, 1, _MOST_STEP)
     template = _read_template(args.chat_template)
     if args.record_text and args.record is None:
         raise ArgumentError("--record-text must be given with --record, got it alone")

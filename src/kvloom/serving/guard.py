@@ -8,6 +8,7 @@ from typing import Any, Final
 
 from starlette.datastructures import Headers
 
+from kvloom.serving.origins import may_ask
 from kvloom.serving.replies import error_reply
 from kvloom.serving.settings import Settings, is_loopback
 
@@ -27,8 +28,9 @@ _GRACE_SECONDS: Final = 10.0
 class Guard:
     """An ASGI application around another.
 
-    It answers 401 without a key, 431 and 413 where something is too large, 408 where it takes too long. When
-    the client goes away, whatever is computed for it is cancelled.
+    It answers 401 without a key, 431 and 413 where something is too large, 408 where it takes too long, and
+    400 where the end of a body is told in two ways. When the client goes away, whatever is computed for it is
+    cancelled.
 
     Args:
         app: The other.
@@ -47,12 +49,23 @@ class Guard:
         headers, settings = Headers(scope=scope), self._settings
         browsed = scope["path"].startswith(BROWSED)
         tenant = self._tenant(headers, browsed)
-        if sum(len(name) + len(value) for name, value in scope["headers"]) > settings.max_header_bytes:
+        is_ambiguous = _is_ambiguous(scope, headers)
+        if is_ambiguous:
+            refusal = (
+                400,
+                "the end of the body must be told by Content-Length or by Transfer-Encoding alone",
+            )
+        elif sum(len(name) + len(value) for name, value in scope["headers"]) > settings.max_header_bytes:
             refusal = (431, f"headers must be at most {settings.max_header_bytes} bytes")
         elif tenant is None and scope["path"] != OPEN:
             refusal = (401, "a request must have 'Authorization: Bearer KEY' with a key of this server")
         elif not settings.api_keys and not _is_from_here(headers):
-            refusal = (403, "without an API key, Host must be a loopback address, and no other site may ask")
+            refusal = (403, "without an API key, Host must be a loopback address")
+        elif not settings.api_keys and not may_ask(scope, settings.allowed_origins):
+            refusal = (
+                403,
+                "without an API key, no page of another origin may ask: serve --allow-origin ORIGIN",
+            )
         else:
             body = await self._body(headers, receive)
             if isinstance(body, bytes):
@@ -62,6 +75,8 @@ class Guard:
         reply = error_reply(*refusal)
         if refusal[0] == 401:
             reply.headers["WWW-Authenticate"] = 'Basic realm="kvloom"' if browsed else "Bearer"
+        if is_ambiguous:  # whoever stands before this server may take what follows for a request
+            reply.headers["Connection"] = "close"
         await reply(scope, receive, send)
 
     def _tenant(self, headers: Headers, browsed: bool) -> str | None:
@@ -144,12 +159,15 @@ def _password(credentials: str) -> str:
         return ""
 
 
-def _is_from_here(headers: Headers) -> bool:
-    """Whether a program of this machine asks, and no page that a browser got elsewhere.
+def _is_ambiguous(scope: Any, headers: Headers) -> bool:
+    """Whether two readers could disagree about where the body ends, RFC 9112, 6.1."""
+    return "transfer-encoding" in headers and ("content-length" in headers or scope["http_version"] == "1.0")
 
-    Such a page can give this machine a name of its own, but not take that out of ``Host``; or ask by the
-    right name, of which browsers tell in ``Sec-Fetch-Site``.
+
+def _is_from_here(headers: Headers) -> bool:
+    """Whether the server was asked by a name of this machine.
+
+    A page in a browser can give this machine a name of its own, but not take that out of ``Host``.
     """
     host = headers.get("host", "localhost")
-    host = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
-    return is_loopback(host) and headers.get("sec-fetch-site", "none") in ("none", "same-origin")
+    return is_loopback(host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0])

@@ -19,7 +19,9 @@ from kvloom.errors import KVError
 from kvloom.serving import Refused, dashboard
 from kvloom.serving.endpoints import Endpoint
 from kvloom.serving.guard import Guard
+from kvloom.serving.log import count_repeats
 from kvloom.serving.metrics import Metrics
+from kvloom.serving.origins import readable
 from kvloom.serving.replies import error_reply
 from kvloom.serving.session import Session
 from kvloom.serving.settings import Settings
@@ -74,13 +76,26 @@ def application(session: Session, names: tuple[str, ...], settings: Settings) ->
         exception_handlers={KVError: _refuse, HTTPException: _refuse, 500: _fail},
         lifespan=lifespan,
     )
-    return metrics.counted(Guard(app, settings))
+    return metrics.counted(readable(Guard(app, settings), settings.allowed_origins))
 
 
 async def _refuse(request: Request, error: Exception) -> Response:
     if isinstance(error, HTTPException):
-        return error_reply(error.status_code, error.detail)
+        reply = error_reply(error.status_code, _what_there_is(request, error))
+        reply.headers.update(error.headers or {})
+        return reply
     return error_reply(error.status if isinstance(error, Refused) else 400, str(error))
+
+
+def _what_there_is(request: Request, error: HTTPException) -> str:
+    """Of a path or a method that there is not: which there are."""
+    path = request.url.path[:100]
+    if error.status_code == 405:
+        return f"{path} must be asked by {(error.headers or {}).get('Allow')}, got {request.method[:20]}"
+    if error.status_code == 404:
+        paths = ", ".join(f"{'POST' if 'POST' in x.methods else 'GET'} {x.path}" for x in request.app.routes)
+        return f"there is no {path} here, but {paths}"
+    return error.detail
 
 
 async def _fail(request: Request, error: Exception) -> Response:
@@ -131,6 +146,7 @@ def server_of(app: Any, settings: Settings) -> uvicorn.Server:
         timeout_keep_alive=settings.header_seconds,  # type: ignore[arg-type]  # any number of seconds will do
         timeout_graceful_shutdown=max(1, round(settings.drain_seconds)),
     )
+    count_repeats()
     return uvicorn.Server(config)
 
 

@@ -1,6 +1,7 @@
 """What a server is started with."""
 
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from ipaddress import ip_address
@@ -11,6 +12,14 @@ from kvloom.errors import ArgumentError
 KEYS_VARIABLE: Final = "KVLOOM_API_KEY"
 """Environment variable with API keys, commas between them: command lines are read by others."""
 
+MOST: Final = 2**31 - 1
+"""Of whatever is counted in tokens, pages, requests or bytes."""
+
+_MOST_SECONDS: Final = 31_536_000
+"""A year."""
+
+_ORIGIN: Final = re.compile(r"https?://(?:[a-z0-9._-]+|\[[0-9a-f:.]+\])(?::[0-9]{1,5})?")
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -20,6 +29,7 @@ class Settings:
         host: Address that it listens on.
         port: Port; 0 is any that is free.
         api_keys: Keys that a request may have; with none, every request is answered.
+        allowed_origins: Of pages in a browser, beside the server's own, that may ask it.
         max_tokens: New tokens of one answer, at most.
         max_answers: Answers that are computed or wait at one time, at most.
         max_seconds: For one request, from its last byte to the last byte of its answer.
@@ -33,6 +43,7 @@ class Settings:
     host: str = "127.0.0.1"
     port: int = 8000
     api_keys: tuple[str, ...] = ()
+    allowed_origins: tuple[str, ...] = ()
     max_tokens: int = 4096
     max_answers: int = 128
     max_seconds: float = 600.0
@@ -43,20 +54,20 @@ class Settings:
     drain_seconds: float = 30.0
 
     def __post_init__(self) -> None:
-        for name in (
-            "max_tokens",
-            "max_answers",
-            "max_seconds",
-            "max_body_bytes",
-            "max_header_bytes",
-            "header_seconds",
-            "body_seconds",
-            "drain_seconds",
-        ):
-            if not getattr(self, name) > 0:
-                raise ArgumentError(f"{name} must be above 0, got {getattr(self, name)}")
-        if not 0 <= self.port < 65536:
-            raise ArgumentError(f"port must be 0 to 65535, got {self.port}")
+        for name in ("max_tokens", "max_answers", "max_body_bytes", "max_header_bytes"):
+            expect_within(name, getattr(self, name), 1, MOST)
+        for name in ("max_seconds", "header_seconds", "body_seconds", "drain_seconds"):
+            expect_within(name, getattr(self, name), 0.01, _MOST_SECONDS)
+        expect_within("port", self.port, 0, 65535)
+        try:
+            self.host.encode("idna")
+        except UnicodeError as error:
+            raise ArgumentError(f"host must be a name or an address, got {self.host!r}: {error}") from error
+        for origin in self.allowed_origins:
+            if _ORIGIN.fullmatch(origin) is None:
+                raise ArgumentError(
+                    f"allowed_origins must be such as http://localhost:3000, without a path, got {origin!r}"
+                )
         if not all(key.isascii() and key.isprintable() and key.strip() == key != "" for key in self.api_keys):
             raise ArgumentError(
                 "api_keys must be printable ASCII without spaces around it, got one that is not"
@@ -67,12 +78,18 @@ class Settings:
             )
 
 
+def expect_within(name: str, value: float, low: float, high: float) -> None:
+    """Raise ArgumentError unless a number is from ``low`` to ``high``; a NaN is not."""
+    if not low <= value <= high:
+        raise ArgumentError(f"{name} must be from {low:,} to {high:,}, got {value}")
+
+
 def is_loopback(host: str) -> bool:
     """Whether only this machine can reach an address; a name other than localhost is not looked up."""
     try:
         return ip_address(host).is_loopback
     except ValueError:
-        return host == "localhost"
+        return host.lower().removesuffix(".") == "localhost"
 
 
 def keys_from(options: Sequence[str], environment: Mapping[str, str] = os.environ) -> tuple[str, ...]:
