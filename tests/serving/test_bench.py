@@ -12,7 +12,9 @@ import pytest
 from oracles.serving import Served, served
 
 from kvloom.cli import main
+from kvloom.serving.bench import BOUNDS
 from kvloom.serving.load import percentiles
+from kvloom.serving.workloads import Conversation, Turn, repeated
 
 TRACE = [
     {"timestamp": 0, "input_length": 1500, "output_length": 64, "hash_ids": [1, 2, 3]},
@@ -58,6 +60,54 @@ def test_a_shared_prompt_is_found_by_all_but_the_first(
         assert 0 < result[name]["p50"] <= result[name]["p90"] <= result[name]["p99"]
 
 
+def test_each_run_has_texts_of_its_own_unless_a_seed_is_said(
+    server: Served, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ("--requests", "4", "--clients", "1", "--system", "64", "--words", "64", "--new-tokens", "1")
+    first, second = (bench(server, capsys, *options) for _ in range(2))
+    assert first["seed"] != second["seed"] and first["note"] is second["note"] is None
+    assert first["repeat_rate"] == second["repeat_rate"] == 3 * 64 / (4 * 128)
+    for run in (first, second):
+        assert abs(run["hit_rate"] - run["repeat_rate"]) < 0.05
+    again = bench(server, capsys, *options, "--seed", str(first["seed"]))
+    assert again["seed"] == first["seed"] and again["hit_rate"] > 0.8
+    assert again["note"].startswith("more was found than this run repeats: the server keeps pages of a run")
+
+
+@pytest.mark.parametrize("path", ["", "/", "/v1", "/v1/"])
+def test_the_path_of_the_api_may_be_left_out(
+    server: Served, path: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--json", "--requests", "1", "--system", "0", "--words", "4", "--new-tokens", "1"]
+    assert main(["bench", "serve", "--url", f"http://127.0.0.1:{server.port}{path}", *options]) == 0
+    assert json.loads(capsys.readouterr().out)["ended"] == 1
+
+
+@pytest.mark.parametrize(
+    "url", ["127.0.0.1:8000", "localhost", "", "ftp://localhost/v1", "http://", "http://a:b/v1", "http://a?b"]
+)
+def test_what_is_no_url_is_refused(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "serve", "--url", url]) == 2
+    said = capsys.readouterr().err
+    assert said == f"kvloom: --url must be such as http://127.0.0.1:8000/v1, got {url!r}\n"
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "nan", "inf", "1" + "0" * 30])
+@pytest.mark.parametrize("option", [name.replace("_", "-") for name in BOUNDS])
+def test_numbers_that_cannot_be_are_refused(
+    option: str, value: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if option == "system" and value == "0":
+        value = "-2"  # no system prompt is one
+    if option not in ("scale", "speed") and value in ("nan", "inf"):
+        with pytest.raises(SystemExit):  # argparse's own refusal
+            main(["bench", "serve", f"--{option}={value}"])
+        assert f"argument --{option}: invalid int value" in capsys.readouterr().err
+    else:
+        assert main(["bench", "serve", f"--{option}={value}"]) == 2
+        assert capsys.readouterr().err.startswith(f"kvloom: --{option} must be from ")
+
+
 def test_a_turn_of_a_chat_finds_the_turns_before_it(
     server: Served, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -89,6 +139,36 @@ def test_a_trace_is_replayed_smaller_and_faster(
     assert result["hit_rate"] >= (64 + 32 - 32) / (94 + 96 + 38)
 
 
+def test_a_trace_whose_shared_blocks_are_scaled_below_a_page_says_so(
+    server: Served, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    lines = [
+        {"timestamp": 0, "input_length": 1536, "output_length": 1, "hash_ids": [0, 2 * x + 1, 2 * x + 2]}
+        for x in range(6)
+    ]
+    file = tmp_path / "trace.jsonl"
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    options = ("--scenario", "trace", "--trace", str(file), "--clients", "1", "--scale")
+    small, large = bench(server, capsys, *options, "64"), bench(server, capsys, *options, "16")
+    assert small["repeat_rate"] == large["repeat_rate"] == pytest.approx(5 / 18)
+    assert small["hit_rate"] == 0 and "512 tokens of the trace are 8 words at --scale 64" in small["note"]
+    assert large["hit_rate"] == pytest.approx(5 / 18, abs=0.05) and large["note"] is None
+
+
+def test_what_a_run_repeats_is_counted_in_words() -> None:
+    def share(*turns: tuple[str, ...]) -> float:
+        return repeated([Conversation(tuple(Turn((piece,), 2) for piece in each)) for each in turns])
+
+    assert share() == share((" a b c",)) == share((" a b c",), (" d",)) == 0
+    assert share((" a b c",), (" a b c",)) == 0.5
+    assert (
+        share((" a b c", " d")) == 5 / 9
+    )  # the second prompt has the first one and its answer of two tokens
+    assert share((" a b c", " d"), (" a b c", " d")) == (5 + 3 + 5) / 18  # answers are not alike
+    pieces = [Turn((" a", " b", *rest), 1) for rest in ((), (" c",), (" d",))]
+    assert repeated([Conversation((turn,)) for turn in pieces]) == 4 / 8
+
+
 def test_refused_requests_are_counted_and_a_table_is_printed(
     server: Served, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -97,13 +177,12 @@ def test_refused_requests_are_counted_and_a_table_is_printed(
     assert main(["bench", "serve", "--url", url, *options]) == 0
     out = capsys.readouterr().out
     assert "bundled: shared, 12 clients" in out and "0 failed" in out and " 0 refused" not in out
-    assert "new tokens per second" in out and "p99" in out
+    assert "new tokens per second" in out and "p99" in out and "% with --seed " in out
 
 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--requests", "0"], "--requests must be above 0, got 0"),
         (["--scenario", "trace"], "--trace must be given with --scenario trace"),
         (["--trace", "x"], "--trace must be given with --scenario trace, and with no other"),
         (["--scenario", "trace", "--trace", "/nowhere"], "--trace must be a file of JSON lines"),

@@ -4,21 +4,44 @@ import argparse
 import asyncio
 import json
 import os
+import secrets
 import sys
 from pathlib import Path
 from typing import Any, Final
+from urllib.parse import urlsplit
 
 from kvloom.errors import ArgumentError, KVError
 from kvloom.serving import expect_installed
-from kvloom.serving.settings import KEYS_VARIABLE, Settings, keys_from
-from kvloom.serving.workloads import Conversation, chats, replay
+from kvloom.serving.settings import KEYS_VARIABLE, Settings, expect_within, keys_from
+from kvloom.serving.workloads import Conversation, chats, repeated, replay
+from kvloom.simulation.trace import BLOCK_TOKENS
 
 SCENARIOS: Final = ("shared", "chat", "trace")
+
+BOUNDS: Final = {
+    "requests": (1, 1_000_000),
+    "clients": (1, 10_000),
+    "system": (0, 1_000_000),
+    "words": (1, 1_000_000),
+    "new_tokens": (1, 1_000_000),
+    "turns": (1, 1_000_000),
+    "scale": (0.01, 1_000_000),
+    "speed": (0.001, 1_000_000),
+}
+"""Least and most of each option that is a number."""
+
+_APART: Final = 0.05
+"""Shares that are as near as this are alike: a word is about one token, and a prompt ends within a page."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The options of ``kvloom bench serve``."""
-    parser.add_argument("--url", default=f"http://{Settings.host}:{Settings.port}/v1", metavar="URL")
+    parser.add_argument(
+        "--url",
+        default=f"http://{Settings.host}:{Settings.port}/v1",
+        metavar="URL",
+        help="with the path of the API, /v1 if there is none",
+    )
     parser.add_argument("--api-key", metavar="KEY", help=f"the first of {KEYS_VARIABLE} if not said")
     parser.add_argument("--model", metavar="NAME", help="the server's first if not said")
     parser.add_argument(
@@ -36,24 +59,42 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--trace", type=Path, metavar="F", help="JSON lines in Mooncake's format")
     parser.add_argument("--scale", type=float, default=64.0, metavar="X", help="divides lengths of a trace")
     parser.add_argument("--speed", type=float, default=1.0, metavar="X", help="divides times of a trace")
+    parser.add_argument(
+        "--seed", type=int, metavar="N", help="of the texts, to repeat a run; a new one if not said"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON, not a table")
 
 
-def conversations_of(args: argparse.Namespace) -> list[Conversation]:
+def conversations_of(args: argparse.Namespace, seed: int) -> list[Conversation]:
     """What the options ask for.
 
     Raises:
         ArgumentError: an option has no such value.
     """
-    for name in ("requests", "clients", "system", "words", "new_tokens", "turns", "scale", "speed"):
-        if not getattr(args, name) > 0:
-            raise ArgumentError(f"{name} must be above 0, got {getattr(args, name)}")
+    for name, (low, high) in BOUNDS.items():
+        expect_within(name, getattr(args, name), low, high)
     if (args.scenario == "trace") != (args.trace is not None):
         raise ArgumentError("trace must be given with --scenario trace, and with no other")
     if args.scenario == "trace":
-        return replay(args.trace, args.requests, args.scale, args.speed)
+        return replay(args.trace, args.requests, args.scale, args.speed, seed)
     turns = args.turns if args.scenario == "chat" else 1
-    return chats(args.requests, turns, args.system, args.words, args.new_tokens)
+    return chats(args.requests, turns, args.system, args.words, args.new_tokens, seed)
+
+
+def base_url(text: str) -> str:
+    """Where the API of a server is: at ``/v1`` if a URL names no path.
+
+    Raises:
+        ArgumentError: it is no URL of a server.
+    """
+    try:
+        url = urlsplit(text)
+        is_url = url.scheme in ("http", "https") and url.hostname and url.port != 0
+    except ValueError:
+        is_url = False
+    if not is_url or url.query or url.fragment:
+        raise ArgumentError(f"url must be such as http://127.0.0.1:8000/v1, got {text!r}")
+    return text if url.path.strip("/") else f"{text.rstrip('/')}/v1"
 
 
 def run(args: argparse.Namespace) -> None:
@@ -62,13 +103,33 @@ def run(args: argparse.Namespace) -> None:
     Raises:
         KVError: an option has no such value, nobody answers, or no request was answered.
     """
-    conversations = conversations_of(args)
+    seed = secrets.randbelow(1 << 32) if args.seed is None else args.seed
+    args.url = base_url(args.url)
+    conversations = conversations_of(args, seed)
     expect_installed(("openai", "rich"))
     summary = asyncio.run(_measure(args, conversations))
+    summary |= {"seed": seed, "repeat_rate": repeated(conversations)}
+    summary["note"] = _note(summary, args)
     if args.json:
         sys.stdout.write(json.dumps(summary) + "\n")
     else:
         _print(summary)
+
+
+def _note(summary: dict[str, Any], args: argparse.Namespace) -> str | None:
+    """Why a server found more than the run repeats, or much less."""
+    found, asked = summary["hit_rate"], summary["repeat_rate"]
+    if found > asked + _APART:
+        return "more was found than this run repeats: the server keeps pages of a run with the same seed"
+    if found > asked / 2 or asked < _APART:
+        return None
+    if args.scenario == "trace":
+        return (
+            f"less was found than this run repeats: full pages alone are found, and {BLOCK_TOKENS} tokens of "
+            f"the trace are {max(1, round(BLOCK_TOKENS / args.scale))} words at --scale {args.scale:g}; "
+            "a lower one keeps what requests share"
+        )
+    return "less was found than this run repeats: the server keeps no pages, or too few, or longer ones"
 
 
 async def _measure(args: argparse.Namespace, conversations: list[Conversation]) -> dict[str, Any]:
@@ -114,7 +175,11 @@ def _print(summary: dict[str, Any]) -> None:
     table.add_row("new tokens per second", f"{summary['new_tokens_per_s']:,.1f}")
     table.add_row("requests per second", f"{summary['requests_per_s']:,.2f}")
     table.add_row("prompt tokens found", f"{summary['hit_rate']:.1%} of {summary['prompt_tokens']:,}")
+    table.add_row("prompt words repeated", f"{summary['repeat_rate']:.1%} with --seed {summary['seed']}")
     for name, title in (("first_token_ms", "to the first token"), ("between_tokens_ms", "between tokens")):
         shown = ", ".join(f"{p} {value:,.1f}" for p, value in summary[name].items())
         table.add_row(f"{title}, ms", shown)
-    Console(width=int(os.environ.get("COLUMNS", "80"))).print(table)
+    console = Console(width=int(os.environ.get("COLUMNS", "80")))
+    console.print(table)
+    if summary["note"] is not None:
+        console.print(summary["note"])

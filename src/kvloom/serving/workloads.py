@@ -18,12 +18,17 @@ class Turn:
     """What one request adds to a conversation.
 
     Attributes:
-        text: Behind all that was said before.
+        pieces: Texts, one behind the other, behind all that was said before.
         new_tokens: That are asked for.
     """
 
-    text: str
+    pieces: tuple[str, ...]
     new_tokens: int
+
+    @property
+    def text(self) -> str:
+        """The pieces as one text."""
+        return "".join(self.pieces)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +49,7 @@ def words(count: int, seed: object) -> str:
     return "".join(f" {word}" for word in random.Random(repr(seed)).choices(_WORDS, k=count))
 
 
-def chats(count: int, num_turns: int, system: int, own: int, new: int) -> list[Conversation]:
+def chats(count: int, num_turns: int, system: int, own: int, new: int, seed: int) -> list[Conversation]:
     """``count`` requests in conversations of ``num_turns`` with one system prompt.
 
     Args:
@@ -53,16 +58,17 @@ def chats(count: int, num_turns: int, system: int, own: int, new: int) -> list[C
         system: Words of the system prompt.
         own: Words of each turn.
         new: Tokens of each answer.
+        seed: Of the texts.
     """
-    made = []
+    begin, made = words(system, (seed, "system")), []
     for first in range(0, count, num_turns):
-        turns = [Turn(words(own, number), new) for number in range(first, min(first + num_turns, count))]
-        begin = Turn(words(system, "system") + turns[0].text, new)
-        made.append(Conversation((begin, *turns[1:])))
+        texts = [words(own, (seed, number)) for number in range(first, min(first + num_turns, count))]
+        turns = [Turn((begin, texts[0]), new), *(Turn((text,), new) for text in texts[1:])]
+        made.append(Conversation(tuple(turns)))
     return made
 
 
-def replay(path: Path, count: int, scale: float, speed: float) -> list[Conversation]:
+def replay(path: Path, count: int, scale: float, speed: float, seed: int) -> list[Conversation]:
     """The first ``count`` requests of a trace, made smaller.
 
     Args:
@@ -70,6 +76,7 @@ def replay(path: Path, count: int, scale: float, speed: float) -> list[Conversat
         count: Requests.
         scale: Lengths are divided by it.
         speed: Times are divided by it.
+        seed: Of the texts.
 
     Raises:
         ArgumentError: as ``read_trace``.
@@ -78,9 +85,31 @@ def replay(path: Path, count: int, scale: float, speed: float) -> list[Conversat
     for request in read_trace(path, count):
         lengths = [BLOCK_TOKENS] * (len(request.hash_ids) - 1)
         lengths.append(request.input_length - sum(lengths))
-        text = "".join(
-            words(max(1, round(n / scale)), x) for n, x in zip(lengths, request.hash_ids, strict=True)
-        )
-        turn = Turn(text, max(1, round(request.output_length / scale)))
+        pieces = [
+            words(max(1, round(n / scale)), (seed, x)) for n, x in zip(lengths, request.hash_ids, strict=True)
+        ]
+        turn = Turn(tuple(pieces), max(1, round(request.output_length / scale)))
         made.append(Conversation((turn,), request.timestamp / 1000 / speed))
     return made
+
+
+def repeated(conversations: list[Conversation]) -> float:
+    """Share of the words of all prompts, from 0 to 1, up to which an earlier prompt or answer is the same.
+
+    A server that keeps everything, word by word, finds so much. An answer has a word for each token.
+    """
+    seen, num_repeated, num_words = set[int](), 0, 0
+    for number, conversation in enumerate(conversations):
+        said: list[tuple[object, int]] = []
+        for turn in conversation.turns:
+            said += [(piece, piece.count(" ")) for piece in turn.pieces]
+            prefix, known = 0, True
+            for piece, count in said:
+                prefix = hash((prefix, piece))
+                known = known and prefix in seen
+                seen.add(prefix)
+                num_words += count
+                num_repeated += count * known
+            said.append(((number, len(said)), turn.new_tokens))
+            seen.add(hash((prefix, said[-1][0])))
+    return num_repeated / max(num_words, 1)
