@@ -151,3 +151,47 @@ def test_a_browser_shows_the_session_live(browser: Any, busy: Served, output: Pa
     assert width <= 0  # nothing is wider than the window
     problems = [x for x in browser.get_log("browser") if "401" not in x["message"]]
     assert not problems
+
+
+@NEEDS_BROWSER
+def test_a_request_that_ended_goes_below_the_running_ones_and_keeps_the_focus(
+    browser: Any, server: Served
+) -> None:
+    from selenium.webdriver.common.by import By
+
+    address = f"127.0.0.1:{server.port}/dashboard"
+    browser.get(f"http://{address}")
+    browser.get(f"http://any:secret@{address}")
+    wait(lambda: browser.find_element(By.ID, "speed").text != "\u2013")
+    browser.find_element(By.ID, "pause").click()  # states come from here alone
+
+    def show(*names: str) -> list[str]:
+        """Rows in order, when these requests run; ended ones in brackets."""
+        requests = [{"id": x, "group": "a", "pages": [], "runs": [["new", 0, 1]]} for x in names]
+        browser.execute_script("take({...state, requests: arguments[0]})", requests)
+        rows = browser.find_elements(By.CSS_SELECTOR, "#requests tr")
+        return [
+            f"({row.get_attribute('data-id')})"
+            if row.get_attribute("class") == "ended"
+            else row.get_attribute("data-id")
+            for row in rows
+        ]
+
+    browser.execute_script("seen.clear()")
+    assert show("a", "b", "c") == ["c", "b", "a"]
+    button = browser.find_element(By.CSS_SELECTOR, "tr[data-id=c] button")
+    browser.execute_script("arguments[0].focus()", button)
+    assert show("a", "b") == ["b", "a", "(c)"]
+    assert browser.switch_to.active_element == button
+    assert show("a", "b", "d") == ["d", "b", "a", "(c)"]
+    assert show("d") == ["d", "(c)", "(b)", "(a)"]
+    assert browser.switch_to.active_element == button
+    browser.execute_script("document.activeElement.blur(); seen.clear()")
+    assert show("a", "b", "c") == ["c", "b", "a"]
+    button = browser.find_element(By.CSS_SELECTOR, "tr[data-id=a] button")
+    browser.execute_script("arguments[0].focus()", button)
+    assert show("a", "b") == ["b", "a", "(c)"]
+    assert browser.switch_to.active_element == button
+    browser.execute_script("document.activeElement.blur()")
+    assert show("d") == ["d", "(c)", "(b)", "(a)"]
+    assert show("e") == ["e", "(d)", "(c)", "(b)", "(a)"]
