@@ -30,7 +30,7 @@ from kvloom.tracing.command import add_parsers as add_tracing
 
 _DEMO_KINDS = ["float32", "int8", "int4"]
 _DEMO_PROMPT_CHARACTERS = 2200
-_OPTIONS = {"api_keys": "--api-key", "allowed_origins": "--allow-origin"}  # of arguments by other names
+_OPTIONS = {"api_keys": "--api-key", "allowed_origins": "--allow-origin", "config": "--model"}
 _INSTALLED = {
     "transformers": "transformers rich",
     "safetensors": "transformers rich",
@@ -134,7 +134,7 @@ def _parser() -> argparse.ArgumentParser:
 
     plan = commands.add_parser("plan", help="whether a model and its cache will fit, to the byte")
     planning.add_options(plan)
-    plan.set_defaults(run=_options_named("kv|model|context|batch|page_size")(planning.run))
+    plan.set_defaults(run=_options_named("kv|model|config|context|batch|page_size")(planning.run))
 
     simulate = commands.add_parser("simulate", help="what other sizes of a cache would have found of a trace")
     simulation.add_options(simulate)

@@ -12,16 +12,23 @@ import pytest
 import torch
 import transformers
 from integrations.test_families import FAMILIES, family
+from integrations.test_vision_models import FAMILIES as VISION
+from integrations.test_vision_models import vision_model
 
 import kvloom
 from kvloom.caches.storage import Storage
 from kvloom.cli import main
 from kvloom.errors import ArgumentError, UnsupportedError
 from kvloom.integrations.transformers import KVCache, KVPool, load_model
+from kvloom.integrations.transformers.build import StatefulLayer
 from kvloom.models import bundled_model_path
 from kvloom.planning.command import parse_bytes
 from kvloom.planning.model import ModelShape
 from kvloom.planning.plan import Plan, kinds_for
+
+NEEDS_STATES = pytest.mark.skipif(
+    StatefulLayer is type(None), reason="this transformers has no recurrent states in its caches"
+)
 
 
 @pytest.fixture(autouse=True)
@@ -91,6 +98,51 @@ def test_recurrent_states_are_counted(name: str) -> None:
         for x in getattr(layer, kept, {}).values()
     ]
     assert kvloom.plan(model.config, context=7, batch=3).states == sum(x.nbytes for x in states) > 0
+
+
+@pytest.mark.parametrize("name", VISION)
+def test_a_model_that_sees_is_planned_with_its_tower(name: str) -> None:
+    model = vision_model(name)
+    cache = filled(model, KVCache.for_model(model, kv="int8:g8", page_size=4), 2, 20)
+    planned = kvloom.plan(model.config, "int8:g8", context=20, batch=2, page_size=4)
+    assert planned.weights == sum(x.nbytes for x in [*model.parameters(), *model.buffers()])
+    assert planned.cache + planned.scales == cache.nbytes > 0
+    assert kvloom.plan(model.config).context == model.config.get_text_config().max_position_embeddings
+
+
+@NEEDS_STATES
+@pytest.mark.parametrize("name", ["Mamba", "FalconMamba"])
+def test_states_of_a_model_without_attention_are_counted(name: str) -> None:
+    config = getattr(transformers, f"{name}Config")(num_hidden_layers=2, hidden_size=32, vocab_size=99)
+    model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
+    cache = transformers.DynamicCache(config=config)
+    model(torch.ones(3, 7, dtype=torch.int64), cache_params=cache, use_cache=True)
+    states = sum(
+        x.nbytes
+        for layer in cache.layers
+        for kept in (layer.conv_states, layer.recurrent_states)
+        for x in kept.values()
+    )
+    planned = kvloom.plan(config, context=7, batch=3)
+    assert planned.states == states > 0 == planned.cache
+    assert planned.by_kind().keys() == {"recurrent"}
+    with pytest.raises(ArgumentError, match=r"^context must be given"):
+        kvloom.plan(config)
+
+
+@NEEDS_STATES
+def test_states_outside_the_cache_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = transformers.RecurrentGemmaConfig(
+        num_hidden_layers=3, hidden_size=32, intermediate_size=64, num_attention_heads=4, vocab_size=99,
+        lru_width=32,
+    )  # fmt: skip
+    with pytest.raises(UnsupportedError, match="recurrent states in its cache, got RecurrentGemmaConfig"):
+        kvloom.plan(config, context=9)
+    config.save_pretrained(tmp_path)
+    assert main(["plan", "--model", str(tmp_path), "--context", "9"]) == 2
+    assert capsys.readouterr().err.startswith(
+        "kvloom: --model must be of a model that keeps recurrent states"
+    )
 
 
 def test_kinds_of_layers() -> None:

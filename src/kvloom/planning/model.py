@@ -3,13 +3,15 @@
 import logging
 from contextlib import nullcontext
 from dataclasses import dataclass
+from inspect import signature
 from pathlib import Path
 from typing import Any, Final, Literal, TypeAlias
 from unittest.mock import patch
 
 import torch
+import transformers
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PretrainedConfig
+from transformers import AutoConfig, DynamicCache, PretrainedConfig
 
 from kvloom.caches import CacheFormat
 from kvloom.errors import ArgumentError, UnsupportedError
@@ -65,8 +67,9 @@ class ModelShape:
 
         Raises:
             ArgumentError: ``config`` is no configuration.
-            UnsupportedError: it is of no causal language model that runs so, has an encoder, its weights are
-                quantized, or a layer keeps what is neither keys and values nor a recurrent state.
+            UnsupportedError: it is of no model that generates text and runs so, has an encoder, its weights
+                are quantized, or a layer keeps what is neither keys and values nor a recurrent state, or
+                keeps it elsewhere than in the cache.
         """
         if not isinstance(config, PretrainedConfig):
             raise ArgumentError(f"config must be a PretrainedConfig or a path, got {config!r}")
@@ -92,7 +95,10 @@ class ModelShape:
         return cls(
             text,
             sum(x.nbytes for x in tensors),
-            tuple(_shape(layer, seen, i, hasattr(text, "kv_lora_rank")) for i, layer in enumerate(layers)),
+            tuple(
+                _shape(type(config).__name__, layer, seen, i, hasattr(text, "kv_lora_rank"))
+                for i, layer in enumerate(layers)
+            ),
         )
 
 
@@ -128,6 +134,20 @@ class _Watched(DynamicCache):  # type: ignore[misc]
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
 
+_AUTO_CLASSES: Final = [
+    getattr(transformers, name)
+    for name in ("AutoModelForCausalLM", "AutoModelForImageTextToText", "AutoModelForMultimodalLM")
+    if hasattr(transformers, name)
+]
+"""What makes the models that generate text, those that see or hear beside it among them."""
+
+
+def _model_of(config: Any) -> Any:
+    """The model of a configuration, with weights on the device that torch makes tensors on."""
+    auto = next((x for x in _AUTO_CLASSES if type(config) in x._model_mapping), _AUTO_CLASSES[0])
+    return auto.from_config(config, attn_implementation="eager").eval()
+
+
 _TORCH_AUTOCAST: Final = torch.autocast
 
 
@@ -143,12 +163,16 @@ def _run_without_data(config: Any) -> tuple[Any, _Watched]:
     logger.setLevel(logging.CRITICAL)
     try:
         with torch.device("meta"), torch.no_grad(), patch.object(torch, "autocast", _autocast):
-            model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+            model = _model_of(config)
             if hasattr(model, "set_experts_implementation"):
                 model.set_experts_implementation("batched_mm")  # whose shapes depend on no data
             cache = _Watched(model.config.get_text_config(decoder=True))
             one = torch.ones(1, 1, dtype=torch.int64)
-            model(one, attention_mask=one, past_key_values=cache, use_cache=True)
+            taken = signature(model.forward).parameters
+            name = (
+                "cache_params" if "cache_params" in taken else "past_key_values"
+            )  # of recurrent models alone
+            model(one, attention_mask=one, use_cache=True, **{name: cache})
     except Exception as error:
         raise UnsupportedError(
             f"config must be of a causal language model that computes a token without data, got "
@@ -159,11 +183,15 @@ def _run_without_data(config: Any) -> tuple[Any, _Watched]:
     return model, cache
 
 
-def _shape(layer: Any, cache: _Watched, index: int, is_latent: bool) -> LayerShape:
+def _shape(name: str, layer: Any, cache: _Watched, index: int, is_latent: bool) -> LayerShape:
     theirs = cache.layers[index]
     state = 0
     if isinstance(theirs, StatefulLayer):
-        state = sum(x.nbytes for name, x in _tensors(vars(theirs)) if name not in ("keys", "values"))
+        state = sum(x.nbytes for field, x in _tensors(vars(theirs)) if field not in ("keys", "values"))
+        if not state and index not in cache.seen:
+            raise UnsupportedError(
+                f"config must be of a model that keeps recurrent states in its cache, got {name} with others"
+            )
     if index not in cache.seen:
         return LayerShape("recurrent" if state else "none", 0, 0, 0, torch.float32, None, state)
     key, value = cache.seen[index]
