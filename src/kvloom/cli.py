@@ -7,7 +7,6 @@ import logging
 import os
 import re
 import sys
-import time
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -18,13 +17,12 @@ from kvloom import __version__
 from kvloom.conform.command import add_conform
 from kvloom.core.spelling import STORAGE, expect_kv
 from kvloom.errors import ArgumentError, KVError
-from kvloom.integrations import isolation_command, quality_command, record_command
+from kvloom.integrations import continuation, isolation_command, quality_command, record_command
 from kvloom.layouts.command import add_layouts
 from kvloom.models import bundled_model_path, check_model_folder
 from kvloom.planning import command as planning
 from kvloom.serving import bench, command
 from kvloom.simulation import command as simulation
-from kvloom.store.backends import store_url
 from kvloom.store.command import add_parser as add_store_parser
 from kvloom.tracing.command import add_parsers as add_tracing
 
@@ -161,7 +159,7 @@ def _generate(args: argparse.Namespace) -> None:
             check_model_folder(args.model)  # before imports that take seconds
             stack.enter_context(_somebodys_folder(args.model))
         model, tokenizer = _load(args.model)
-        _stream(model, tokenizer, prompt, args.kv, args.max_new_tokens, store=args.store)
+        continuation.write(model, tokenizer, prompt, args.kv, args.max_new_tokens, store=args.store)
 
 
 def _model_and_text(args: argparse.Namespace) -> tuple[Any, list[int]]:
@@ -258,6 +256,7 @@ def _demo(args: argparse.Namespace) -> None:
     from rich.table import Table
 
     from kvloom.integrations.compare import attention_for, compare
+    from kvloom.integrations.transformers.positions import room_behind
     from kvloom.models import corpus_files
 
     source = next(file for file in corpus_files("heldout") if len(file.read()) > 4 * _DEMO_PROMPT_CHARACTERS)
@@ -268,11 +267,10 @@ def _demo(args: argparse.Namespace) -> None:
     console.rule(f"{source.name} (held out), continued from int8 pages read in place")
     with attention_for(model, "int8", in_place=True):
         folder = str(_demo_folder())
-        _stream(model, tokenizer, prompt, "int8", args.max_new_tokens, 12, folder, args.view)
+        continuation.write(model, tokenizer, prompt, "int8", args.max_new_tokens, 12, folder, args.view)
     inputs = tokenizer(prompt, return_tensors="pt").input_ids.to(model.device)
-    rows = compare(
-        model, inputs, _DEMO_KINDS, max_new_tokens=args.max_new_tokens, num_runs=args.runs, in_place=True
-    )
+    count = room_behind("prompt", model, inputs.shape[1], args.max_new_tokens)
+    rows = compare(model, inputs, _DEMO_KINDS, max_new_tokens=count, num_runs=args.runs, in_place=True)
     table = Table(title=f"{inputs.shape[1]} prompt tokens, {rows[0].num_tokens} new ones, greedy")
     for heading in ("cache", "bytes/token", "tokens/s", "same tokens", "agree", "KL"):
         table.add_column(heading, justify="left" if heading == "cache" else "right", no_wrap=True)
@@ -327,76 +325,3 @@ def _load(path: Path | None) -> tuple[Any, Any]:
         return model.to("cuda"), tokenizer
     # CPUs multiply float16 slowly, and round each step.
     return (model.float() if model.dtype == torch.float16 else model), tokenizer
-
-
-def _stream(
-    model: Any,
-    tokenizer: Any,
-    prompt: str,
-    kv: str,
-    max_new_tokens: int,
-    num_lines_shown: int | None = None,
-    store: str | None = None,
-    view: Path | None = None,
-) -> None:
-    """Print the prompt (or its last lines) and its greedy continuation as tokens come, then what it cost."""
-    from kvloom.integrations.transformers import KVCache, Streamer
-
-    inputs = tokenizer(prompt, return_tensors="pt").to(model.device)
-    if inputs.input_ids.shape[1] == 0:
-        raise ArgumentError("--prompt must hold at least one token, got an empty text")
-    num_embeddings = model.get_input_embeddings().num_embeddings
-    if (largest := int(inputs.input_ids.max())) >= num_embeddings:
-        raise ArgumentError(f"model must know its tokenizer's {num_embeddings} tokens, got token {largest}")
-    settings = model.generation_config
-    settings.cache_implementation = None  # it is ours
-    if (num_beams := settings.num_beams or 1) > 1:
-        raise ArgumentError(f"model must have num_beams of 1 in generation_config.json, got {num_beams}")
-
-    def write(text: str) -> None:
-        sys.stdout.write(text)
-        sys.stdout.flush()
-
-    num_tokens = inputs.input_ids.shape[1]
-    pool = None if store is None else _pool_over(store, model, kv, num_tokens + max_new_tokens)
-    if pool is not None and view is not None:
-        pool.record()
-    start = time.perf_counter()
-    cache = KVCache.for_model(model, kv=kv) if pool is None else pool.begin(inputs.input_ids)
-    num_read, reading = int(cache.get_seq_length()), time.perf_counter() - start
-    write(prompt if num_lines_shown is None else "\n".join(["...", *prompt.splitlines()[-num_lines_shown:]]))
-    start = time.perf_counter()
-    out = model.generate(
-        **inputs,
-        past_key_values=cache,
-        max_new_tokens=max_new_tokens,
-        do_sample=False,
-        return_dict_in_generate=False,
-        streamer=Streamer(tokenizer, write),
-    )
-    seconds = time.perf_counter() - start
-    num_new = out.shape[1] - num_tokens
-    write("\n")
-    sys.stderr.write(
-        f"[{num_new} tokens in {seconds:.2f} s, {num_new / seconds:.1f} tokens/s; {kv} cache: "
-        f"{cache.nbytes_per_token:,.0f} bytes/token, {cache.nbytes:,} bytes allocated]\n"
-    )
-    if pool is not None:
-        pool.commit(cache, out)
-        pool.close()
-        if view is not None:
-            pool.view(view, tokenizer.decode)
-        computing = num_read * pool.report()["store"]["seconds_per_token"]
-        sys.stderr.write(
-            f"[{num_read} of {num_tokens} prompt tokens read from {store} in {1e3 * reading:.1f} ms, "
-            f"computing them takes about {1e3 * computing:.0f} ms]\n"
-            if num_read
-            else f"[no prompt tokens were in {store}, the next run reads them from there]\n"
-        )
-
-
-def _pool_over(store: str, model: Any, kv: str, num_tokens: int) -> Any:
-    """A pool for one sequence, above a folder or the store of a URL."""
-    from kvloom.integrations.transformers import KVPool
-
-    return KVPool.for_model(model, kv=kv, max_tokens=num_tokens + 16, store=store_url(store))

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from core.spellings import BAD
 from oracles.language_models import FakeQuantCache4, make_model
 from torch import Tensor
@@ -20,7 +21,7 @@ from transformers.cache_utils import DynamicLayer
 
 import kvloom
 from kvloom.cli import main
-from kvloom.errors import ArgumentError
+from kvloom.errors import ArgumentError, UnsupportedError
 from kvloom.integrations.quality import Peer, windows_of
 from kvloom.integrations.quality_plot import Point, as_svg
 
@@ -250,6 +251,31 @@ def test_only_what_is_predicted_behind_enough_tokens_counts() -> None:
 def test_nothing_that_counts_is_named(after: int) -> None:
     with pytest.raises(ArgumentError, match=rf"^after must be from 0 to 2, got {after}"):
         kvloom.quality(make_model(), texts_of(1, 4), after=after)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("T5ForConditionalGeneration", {"d_model": 32, "d_kv": 8, "d_ff": 32, "num_layers": 1}),
+        ("BartForConditionalGeneration", {"d_model": 32, "encoder_layers": 1, "decoder_layers": 1}),
+        ("BertModel", {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}),
+        ("MambaForCausalLM", {"hidden_size": 32, "num_hidden_layers": 1}),
+        (
+            "RecurrentGemmaForCausalLM",
+            {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "lru_width": 32,
+             "intermediate_size": 64},
+        ),
+        ("RwkvForCausalLM", {"hidden_size": 32, "num_hidden_layers": 2}),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("kinds", [[], ["int8:g8"]])
+def test_a_model_whose_reading_is_not_in_its_cache_alone_is_refused(
+    name: str, options: dict[str, Any], kinds: list[str]
+) -> None:
+    made = getattr(transformers, name)
+    model = made(made.config_class(vocab_size=64, pad_token_id=0, **options)).eval()
+    with pytest.raises(UnsupportedError, match=rf"^model must .*{name}"):
+        kvloom.quality(model, texts_of(2, 20), kinds, chunk=CHUNK)
 
 
 class Letters:

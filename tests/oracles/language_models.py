@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
+from kvloom.models import bundled_model_path
 from kvloom.quant.affine import dequantize, quantize
 
 NEW_TOKENS = 24
@@ -86,3 +90,12 @@ class FakeQuantCache2(FakeQuantCache):
     """The same with 2 bits."""
 
     bits = 2
+
+
+def short_model(folder: Path, num_positions: int) -> Path:
+    """A copy of the bundled model whose configuration says so many positions."""
+    copied = folder / "short"
+    shutil.copytree(bundled_model_path(), copied)
+    config = json.loads((copied / "config.json").read_text())
+    (copied / "config.json").write_text(json.dumps(config | {"max_position_embeddings": num_positions}))
+    return copied

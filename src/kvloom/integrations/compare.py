@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kvloom.integrations.transformers import KVCache
 from kvloom.integrations.transformers.attention import IMPLEMENTATION
+from kvloom.integrations.transformers.positions import expect_positions
 
 STOCK = "DynamicCache"
 
@@ -61,6 +62,7 @@ def compare(
         num_runs: Timed runs of each kind.
         in_place: Whether kvloom's attention reads a kind in place, or the model's own attention reads it.
     """
+    expect_positions("input_ids and max_new_tokens", model, input_ids.shape[1] + max_new_tokens)
     rows = [STOCK, *kinds]
     tokens: dict[str, Tensor] = {}
     caches: dict[str, Any] = {}

@@ -13,12 +13,13 @@ from kvloom.core.checks import expect_range
 from kvloom.core.spelling import RECENT, group_for, parse_kind
 from kvloom.errors import ArgumentError
 from kvloom.integrations.head_errors import HeadErrors
-from kvloom.integrations.quality import ROWS
+from kvloom.integrations.quality import ROWS, expect_decoder
 from kvloom.integrations.transformers import KVCache
 from kvloom.integrations.transformers.bit_plan import BitPlan, config_digest
 from kvloom.integrations.transformers.build import text_config_of
 from kvloom.integrations.transformers.layers import KVCacheLayer
 from kvloom.integrations.transformers.loading import head_dim_of, head_dims_of
+from kvloom.integrations.transformers.positions import expect_positions
 
 KINDS: Final = (
     "int2,rotate=keys",
@@ -76,6 +77,8 @@ def plan_bits(
     for kind in kinds:
         if parse_kind("kinds", kind).recent is not None:
             raise ArgumentError(f"kinds must say nothing of recent, which is one for all, got {kind!r}")
+    expect_decoder(model)
+    expect_positions("input_ids", model, input_ids.shape[1])
     config = text_config_of(model)
     head_dim = gcd(*(head_dims_of(config) or (head_dim_of(config),)))
     kinds = [*dict.fromkeys(filter(None, (_with_group(kind, head_dim) for kind in kinds)))]

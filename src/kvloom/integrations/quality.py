@@ -16,10 +16,12 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from kvloom.core.checks import INDEX_DTYPES
 from kvloom.core.spelling import expect_kv
-from kvloom.errors import ArgumentError
+from kvloom.errors import ArgumentError, UnsupportedError
 from kvloom.integrations.compare import STOCK, cache_of
 from kvloom.integrations.head_errors import HeadErrors
 from kvloom.integrations.transformers import KVCache
+from kvloom.integrations.transformers.build import StatefulLayer, text_config_of
+from kvloom.integrations.transformers.positions import expect_positions
 
 WINDOW: Final = 512
 """Tokens of a text that ``windows_of`` cuts."""
@@ -95,7 +97,7 @@ def quality(
 
     Args:
         model: A ``PreTrainedModel`` that generates.
-        input_ids: ``[N, W]`` int64 or int32, W of at least 2.
+        input_ids: ``[N, W]`` int64 or int32, W of at least 2 and at most the positions of the model.
         kv: Kinds of caches, as ``KVCache.for_model`` takes them, files of plans among them, and peers.
         chunk: Tokens that are fed at a time.
         after: Predictions behind at most so many tokens of a text are not counted; errors of heads are.
@@ -106,6 +108,7 @@ def quality(
 
     Raises:
         ArgumentError: an argument is no such value.
+        UnsupportedError: the model has an encoder, does not generate, or keeps states outside of its cache.
     """
     is_tokens = isinstance(input_ids, Tensor) and input_ids.dim() == 2 and input_ids.dtype in INDEX_DTYPES
     if not is_tokens or input_ids[:, 1:].numel() == 0:
@@ -120,6 +123,8 @@ def quality(
     for kind in kv:
         if not isinstance(kind, Peer):
             expect_kv("kv", kind)
+    expect_decoder(model)
+    expect_positions("input_ids", model, input_ids.shape[1])
     stock = _Entrant(model, Peer(STOCK, lambda model: DynamicCache(config=model.config)))
     entrants = [stock, *(_Entrant(model, kind) for kind in kv)]
     width = input_ids.shape[1] - 1
@@ -131,13 +136,24 @@ def quality(
         for entrant in entrants:
             with errors.measured(is_first=start == 0) if entrant is stock else nullcontext():
                 log_probs = entrant.read(tokens, is_first=start == 0)
-            expected = log_probs if expected is None else expected
+            if expected is None:
+                entrant.expect_kept()
+                expected = log_probs
             skipped = min(max(after - start, 0), targets.shape[1])
             entrant.judge(log_probs[:, skipped:], expected[:, skipped:], targets[:, skipped:])
         if on_step is not None:
             on_step(done, len(steps))
     found = [{}, *errors.result()]
     return [entrant.result(each) for entrant, each in zip(entrants, found, strict=True)]
+
+
+def expect_decoder(model: Any) -> None:
+    """Raise UnsupportedError unless a model generates by a decoder alone; ArgumentError if it is none."""
+    text_config_of(model)
+    if model.config.is_encoder_decoder or not model.can_generate():
+        raise UnsupportedError(
+            f"model must be one that generates, without an encoder, got {type(model).__name__}"
+        )
 
 
 def windows_of(
@@ -193,6 +209,16 @@ class _Entrant:
         self._nbytes.append(_nbytes_per_token(self._cache, len(tokens)))
         return torch.cat(logits, dim=1).double().log_softmax(-1)
 
+    def expect_kept(self) -> None:
+        """Raise UnsupportedError unless what was read is in the cache, where other readers leave it alone."""
+        layers = self._cache.layers
+        kept = [_nbytes_of(vars(layer)) for layer in layers]
+        is_lost = [isinstance(x, StatefulLayer) and not n for x, n in zip(layers, kept, strict=True)]
+        if not any(kept) or any(is_lost):
+            raise UnsupportedError(
+                f"model must keep what it has read in its cache alone, got {type(self._model).__name__}"
+            )
+
     def judge(self, log_probs: Tensor, expected: Tensor, targets: Tensor) -> None:
         """Add the distance of what was read from what was ``expected``, and the loss of ``targets``."""
         self._loss -= float(log_probs.gather(-1, targets.long().unsqueeze(-1)).sum())
@@ -220,6 +246,8 @@ def _nbytes_per_token(cache: Any, num_rows: int) -> float:
     total = 0.0
     for layer in cache.layers:
         keys: Any = getattr(layer, "keys", None)
+        if keys is None:
+            continue
         if type(layer) in (DynamicLayer, DynamicSlidingWindowLayer):  # a window holds the tokens in it
             total += (keys.nbytes + layer.values.nbytes) / (num_rows * keys.shape[-2])
         elif isinstance(keys, Tensor):

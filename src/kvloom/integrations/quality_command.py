@@ -42,8 +42,8 @@ def add_parser(commands: Any, load: Callable[[Path | None], tuple[Any, Any]]) ->
                         help="transformers' int4 caches beside, if quanto or hqq is installed")  # fmt: skip
     parser.add_argument("--tokens", type=int, default=_NUM_TOKENS, metavar="N",
                         help=f"most tokens to read (default: {_NUM_TOKENS})")  # fmt: skip
-    parser.add_argument("--window", type=int, default=_WINDOW, metavar="N",
-                        help=f"tokens of each text that is read (default: {_WINDOW})")  # fmt: skip
+    parser.add_argument("--window", type=int, metavar="N",
+                        help=f"tokens of each text (default: {_WINDOW}, or all positions)")  # fmt: skip
     parser.add_argument("--after", type=int, default=0, metavar="N",
                         help="count what is predicted behind more tokens of a text (default: 0)")  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print JSON and no table")
@@ -67,10 +67,10 @@ def run(args: argparse.Namespace) -> None:
     _expect_plan(args)
     if args.tokens < 2:
         raise ArgumentError(f"--tokens must be at least 2, got {args.tokens}")
-    if args.window < 2:
-        raise ArgumentError(f"--window must be at least 2, got {args.window}")
-    if not 0 <= args.after < args.window - 1:
-        raise ArgumentError(f"--after must be from 0 to {args.window - 2}, got {args.after}")
+    window = _WINDOW if args.window is None else args.window
+    if window < 2:
+        raise ArgumentError(f"--window must be at least 2, got {window}")
+    _expect_after(args.after, window)
     texts = iter_texts("heldout") if args.text is None else [_read(args.text)]
     if args.model is not None:
         check_model_folder(args.model)  # before imports that take seconds
@@ -80,7 +80,11 @@ def run(args: argparse.Namespace) -> None:
     from kvloom.integrations.quality import quality, windows_of
 
     model, tokenizer = args.load(args.model)
-    windows = windows_of(tokenizer, texts, args.tokens, "--text", args.window)
+    window = _within_positions(model, args.window)
+    if args.window is None and window < _WINDOW:
+        sys.stderr.write(f"kvloom: windows of {window} tokens, not {_WINDOW}, by the model's positions\n")
+    _expect_after(args.after, window)
+    windows = windows_of(tokenizer, texts, args.tokens, "--text", window)
     if args.plan is not None:
         _save_plan(args, model, tokenizer)
         kinds = [*kinds, str(args.plan)]
@@ -109,6 +113,21 @@ def run(args: argparse.Namespace) -> None:
         args.plot.write_text(as_svg(points), encoding="utf-8")
 
 
+def _expect_after(after: int, window: int) -> None:
+    if not 0 <= after < window - 1:
+        raise ArgumentError(f"--after must be from 0 to {window - 2}, got {after}")
+
+
+def _within_positions(model: Any, window: int | None) -> int:
+    """The window that was said, or one of ``_WINDOW`` tokens if the model has as many positions."""
+    from kvloom.integrations.transformers.positions import expect_positions, positions_of
+
+    if window is None:
+        return min(_WINDOW, positions_of(model) or _WINDOW)
+    expect_positions("--window", model, window)
+    return window
+
+
 def _expect_plan(args: argparse.Namespace) -> None:
     """Refuse options of a plan that do not belong together."""
     is_sized = args.bits is not None or args.budget is not None
@@ -126,7 +145,7 @@ def _save_plan(args: argparse.Namespace, model: Any, tokenizer: Any) -> None:
     from kvloom.integrations.quality import windows_of
 
     texts = iter_texts("train") if args.calibrate is None else [_read(args.calibrate, "--calibrate")]
-    windows = windows_of(tokenizer, texts, _CALIBRATED, "--calibrate")
+    windows = windows_of(tokenizer, texts, _CALIBRATED, "--calibrate", _within_positions(model, None))
     plan_bits(model, windows, bits=args.bits, budget=args.budget).save(args.plan)
 
 

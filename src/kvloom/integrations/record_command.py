@@ -23,6 +23,7 @@ def run(args: argparse.Namespace, load: Callable[[Path | None], tuple[Any, Any]]
     prompts = [_read(path) for path in args.prompt_file]
     model, tokenizer = load(args.model)
     from kvloom.integrations.transformers import KVPool
+    from kvloom.integrations.transformers.positions import room_behind
 
     model.generation_config.cache_implementation = None  # it is ours
     size = args.page_size
@@ -30,13 +31,14 @@ def run(args: argparse.Namespace, load: Callable[[Path | None], tuple[Any, Any]]
     events = pool.record()
     for path, prompt in zip(args.prompt_file, prompts, strict=True):
         tokens = tokenizer(prompt, return_tensors="pt").input_ids.to(model.device)
+        count = room_behind("--prompt-file", model, tokens.shape[1], args.max_new_tokens)
         cache = pool.begin(tokens)
         events.name(path.name)
         out = model.generate(
             tokens,
             attention_mask=tokens.new_ones(tokens.shape),
             past_key_values=cache,
-            max_new_tokens=args.max_new_tokens,
+            max_new_tokens=count,
             do_sample=False,
         )
         pool.commit(cache, out)

@@ -12,6 +12,7 @@ from kvloom.core.specs import KVSpec
 from kvloom.core.spelling import CODE_BITS, STORAGE, group_for
 from kvloom.errors import ArgumentError, ConfigError
 from kvloom.integrations.transformers.build import cache_format
+from kvloom.integrations.transformers.positions import positions_of
 from kvloom.planning.model import Kind, LayerShape, ModelShape, read_config
 
 _LONGEST: Final = 1 << 40
@@ -174,8 +175,8 @@ def plan(
         config = read_config(config)
     shape = config if isinstance(config, ModelShape) else ModelShape.of(config)
     if context is None:
-        context = getattr(shape.config, "max_position_embeddings", None)
-        if not isinstance(context, int):
+        context = positions_of(shape.config)
+        if context is None:
             raise ArgumentError(
                 "context must be given, for the configuration names no max_position_embeddings"
             )

@@ -1,0 +1,100 @@
+"""``kvloom generate`` and ``demo``: a text is continued. Imports no torch before it runs."""
+
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from kvloom.errors import ArgumentError
+from kvloom.store.backends import store_url
+
+
+def write(
+    model: Any,
+    tokenizer: Any,
+    prompt: str,
+    kv: str,
+    max_new_tokens: int,
+    num_lines_shown: int | None = None,
+    store: str | None = None,
+    view: Path | None = None,
+) -> None:
+    """Print the prompt (or its last lines) and its greedy continuation as tokens come, then what it cost.
+
+    Args:
+        model: What ``load_model`` returns.
+        tokenizer: The same.
+        prompt: Text.
+        kv: As of ``KVCache.for_model``.
+        max_new_tokens: At most, and no more than the model has positions for.
+        num_lines_shown: Of the prompt; ``None`` for all.
+        store: Folder or URL that keeps what was computed.
+        view: A page of HTML to write that shows the pages of the store's pool.
+
+    Raises:
+        ArgumentError: the prompt has no token, or too many; or the model is none that this can continue.
+    """
+    from kvloom.integrations.transformers import KVCache, Streamer
+    from kvloom.integrations.transformers.positions import room_behind
+
+    inputs = tokenizer(prompt, return_tensors="pt").to(model.device)
+    if inputs.input_ids.shape[1] == 0:
+        raise ArgumentError("--prompt must hold at least one token, got an empty text")
+    num_embeddings = model.get_input_embeddings().num_embeddings
+    if (largest := int(inputs.input_ids.max())) >= num_embeddings:
+        raise ArgumentError(f"model must know its tokenizer's {num_embeddings} tokens, got token {largest}")
+    settings = model.generation_config
+    settings.cache_implementation = None  # it is ours
+    if (num_beams := settings.num_beams or 1) > 1:
+        raise ArgumentError(f"model must have num_beams of 1 in generation_config.json, got {num_beams}")
+
+    def show(text: str) -> None:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+
+    num_tokens, wanted = inputs.input_ids.shape[1], max_new_tokens
+    max_new_tokens = room_behind("--prompt", model, num_tokens, wanted)
+    pool = None if store is None else _pool_over(store, model, kv, num_tokens + max_new_tokens)
+    if pool is not None and view is not None:
+        pool.record()
+    start = time.perf_counter()
+    cache = KVCache.for_model(model, kv=kv) if pool is None else pool.begin(inputs.input_ids)
+    num_read, reading = int(cache.get_seq_length()), time.perf_counter() - start
+    show(prompt if num_lines_shown is None else "\n".join(["...", *prompt.splitlines()[-num_lines_shown:]]))
+    start = time.perf_counter()
+    out = model.generate(
+        **inputs,
+        past_key_values=cache,
+        max_new_tokens=max_new_tokens,
+        do_sample=False,
+        return_dict_in_generate=False,
+        streamer=Streamer(tokenizer, show),
+    )
+    seconds = time.perf_counter() - start
+    num_new = out.shape[1] - num_tokens
+    show("\n")
+    sys.stderr.write(
+        f"[{num_new} tokens in {seconds:.2f} s, {num_new / seconds:.1f} tokens/s; {kv} cache: "
+        f"{cache.nbytes_per_token:,.0f} bytes/token, {cache.nbytes:,} bytes allocated]\n"
+    )
+    if num_new == max_new_tokens < wanted:
+        sys.stderr.write(f"[it ends there, as the model has {num_tokens + num_new} positions]\n")
+    if pool is not None:
+        pool.commit(cache, out)
+        pool.close()
+        if view is not None:
+            pool.view(view, tokenizer.decode)
+        computing = num_read * pool.report()["store"]["seconds_per_token"]
+        sys.stderr.write(
+            f"[{num_read} of {num_tokens} prompt tokens read from {store} in {1e3 * reading:.1f} ms, "
+            f"computing them takes about {1e3 * computing:.0f} ms]\n"
+            if num_read
+            else f"[no prompt tokens were in {store}, the next run reads them from there]\n"
+        )
+
+
+def _pool_over(store: str, model: Any, kv: str, num_tokens: int) -> Any:
+    """A pool for one sequence, above a folder or the store of a URL."""
+    from kvloom.integrations.transformers import KVPool
+
+    return KVPool.for_model(model, kv=kv, max_tokens=num_tokens + 16, store=store_url(store))

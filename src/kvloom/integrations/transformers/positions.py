@@ -1,0 +1,67 @@
+"""How long a text a model was made for."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from transformers import PretrainedConfig
+
+from kvloom.errors import ArgumentError
+from kvloom.integrations.transformers.build import text_config_of
+
+
+def positions_of(model: Any) -> int | None:
+    """Tokens of the longest text that a model was made for, its RoPE stretched as its configuration says.
+
+    Args:
+        model: A ``PreTrainedModel``, or the configuration of one.
+
+    Returns:
+        ``None`` if the configuration names no such number, as those of ALiBi and of recurrent models.
+    """
+    is_config = isinstance(model, PretrainedConfig)
+    config = model.get_text_config(decoder=True) if is_config else text_config_of(model)
+    longest = getattr(config, "max_position_embeddings", None)
+    if isinstance(longest, bool) or not isinstance(longest, int) or longest < 1:
+        return None
+    rope = getattr(config, "rope_parameters" if hasattr(config, "rope_parameters") else "rope_scaling", None)
+    said = rope if isinstance(rope, Mapping) else {}
+    first, factor = said.get("original_max_position_embeddings") or longest, said.get("factor")
+    stretched = first * factor if isinstance(first, int) and isinstance(factor, int | float) else 0
+    return max(longest, int(stretched))
+
+
+def expect_positions(name: str, model: Any, num_tokens: int) -> None:
+    """Raise ArgumentError if texts have more tokens than a model has positions.
+
+    Args:
+        name: What the error calls the texts.
+        model: A ``PreTrainedModel``.
+        num_tokens: Of each text.
+    """
+    longest = positions_of(model)
+    if longest is not None and num_tokens > longest:
+        raise ArgumentError(
+            f"{name} must be at most {longest} tokens, the positions of the model, got {num_tokens}"
+        )
+
+
+def room_behind(name: str, model: Any, num_tokens: int, wanted: int) -> int:
+    """New tokens behind a text: as many as are wanted, or as a model has positions for.
+
+    Args:
+        name: What an error calls the text.
+        model: A ``PreTrainedModel``.
+        num_tokens: Of the text.
+        wanted: New ones.
+
+    Raises:
+        ArgumentError: there is room for none.
+    """
+    longest = positions_of(model)
+    if longest is None:
+        return wanted
+    if num_tokens >= longest:
+        raise ArgumentError(
+            f"{name} must be fewer tokens than the model's {longest} positions, got {num_tokens}"
+        )
+    return min(wanted, longest - num_tokens)
