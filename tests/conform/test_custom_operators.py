@@ -50,7 +50,8 @@ def vectors() -> list[Vector]:
     """Legal calls of the dtypes that the operator has."""
     wanted = {"current_key": torch.float32, "cache": torch.int8, "scale": torch.float32}
     legal = [x for x in read(PUBLISHED, "pmx.key_value_cache") if x.expected is not None]
-    return [x for x in legal if all(n in x.call and x.call[n].dtype == t for n, t in wanted.items())]
+    said = [x for x in legal if all(name in x.call for name in ATTRIBUTES)]  # the library has no defaults
+    return [x for x in said if all(n in x.call and x.call[n].dtype == t for n, t in wanted.items())]
 
 
 @pytest.mark.parametrize("changes_value", [False, True])

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from kvloom.cli import main
 from kvloom.conform.comparing import words
-from kvloom.conform.describe import problems
+from kvloom.conform.describe import problems, result_shape
 from kvloom.conform.judging import named
 from kvloom.conform.operators import OPERATORS
-from kvloom.conform.vectors import PUBLISHED, make, read
+from kvloom.conform.vectors import PUBLISHED, Vector, make, read
 from kvloom.errors import ArgumentError
 
 INDEX = json.loads((PUBLISHED / "index.json").read_text(encoding="utf-8"))
@@ -70,7 +70,9 @@ def test_there_are_edge_values_strides_and_codes() -> None:
         new = vector.call.get("current_key")
         if vector.expected is None or not isinstance(new, Tensor):
             continue
-        found |= {f"int{vector.call['quant_bit']}"} | ({"strided"} if not new.is_contiguous() else set())
+        found |= {f"int{vector.call.get('quant_bit', 0)}"} | (
+            {"strided"} if not new.is_contiguous() else set()
+        )
         if new.is_floating_point():
             tiny = torch.finfo(new.dtype).tiny
             x = new.double()
@@ -108,3 +110,60 @@ def test_every_operator_is_described(dialect: str, capsys: pytest.CaptureFixture
     assert main(["conform", "describe", dialect]) == 0
     out = capsys.readouterr().out
     assert all(argument.name in out for argument in OPERATORS[dialect].arguments)
+    assert all(f"-> {name}" in out for name in (*OPERATORS[dialect].outputs, *OPERATORS[dialect].updated))
+
+
+@pytest.mark.parametrize("dialect", OPERATORS)
+def test_results_have_the_axes_that_are_described(dialect: str) -> None:
+    operator = OPERATORS[dialect]
+    for vector in read(PUBLISHED, dialect):
+        for name, x in (vector.expected or {}).items():
+            base = name.partition(".")[0]
+            if "@" in name or base not in operator.outputs:
+                continue
+            assert any(len(form.split()) == x.ndim for form in operator.axes[base].split("|"))
+            if base == name:
+                assert result_shape(operator, name, vector.call) == list(x.shape), vector.name
+
+
+def test_described_shapes_count_history_and_repeated_heads(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["conform", "describe", "pmx.key_value_cache"])
+    main(["conform", "describe", "pmx.dynamic_batching.key_value_cache"])
+    main(["conform", "describe", "microsoft.group_query_attention"])
+    out = capsys.readouterr().out
+    assert "[B start_pos+S H*num_repeat D]" in out and "[kvstarts[B] H*num_repeat D]" in out
+    assert "where a row has no token, 0 is right, too" in out
+
+
+def legal(dialect: str) -> list[Vector]:
+    return [vector for vector in read(PUBLISHED, dialect) if vector.expected is not None]
+
+
+def test_pages_start_at_any_slot_and_offsets_come_in_any_order() -> None:
+    calls = [v.call for v in legal("pmx.dynamic_batching.key_value_cache")]
+    tables = [(call["cachestarts"], call["page_size"]) for call in calls]
+    firsts = [(x[(x >= 0) & (x < 1 << 40)], size) for x, size in tables if x.ndim == 2]
+    assert sum(bool((x % size).any()) for x, size in firsts) > 20
+    assert sum(bool((x.diff() < 0).any()) for x, _ in tables if x.ndim == 1) > 20
+
+
+def test_entries_read_what_entries_behind_them_write() -> None:
+    for dialect in OPERATORS:
+        if "dynamic_batching" in dialect:
+            assert sum(" reads what entry " in v.about for v in legal(dialect)) > 20
+
+
+def test_negative_slots_are_others_than_minus_one() -> None:
+    for dialect in ("ascend.scatter_pa_kv_cache", "vllm.reshape_and_cache", "vllm.reshape_and_cache_flash"):
+        slots = torch.cat([v.call["slot_mapping"].reshape(-1).long() for v in legal(dialect)])
+        assert len(slots[slots < 0].unique()) > 3
+
+
+def test_attributes_are_left_out_and_given_other_values() -> None:
+    vectors = legal("microsoft.group_query_attention")
+    assert sum(v.call.get("softcap", 0.0) > 0 for v in vectors) > 20
+    assert sum("scale" in v.call for v in vectors) > 10
+    calls = [v.call for v in legal("pmx.key_value_cache")]
+    for name, default in (("num_layer", 1), ("layer_idx", 0), ("quant_bit", 0), ("num_repeat", 1)):
+        assert any(name not in call for call in calls)
+        assert any(call.get(name, default) != default for call in calls)

@@ -77,6 +77,7 @@ def _list(args: argparse.Namespace) -> None:
 
 
 def _describe(args: argparse.Namespace) -> None:
+    from kvloom.conform.describe import COMPARED
     from kvloom.conform.operators import OPERATORS
     from kvloom.conform.vectors import argument_text
 
@@ -84,8 +85,9 @@ def _describe(args: argparse.Namespace) -> None:
     sys.stdout.write(f"{operator.name}\n{operator.document}\n\n")
     for argument in operator.arguments:
         sys.stdout.write(f"  {argument.name:28}{argument_text(argument)}\n")
-    for name, how in operator.outputs.items():
-        sys.stdout.write(f"  -> {name:25}[{operator.axes[name]}], compared by {how.split()[0]}\n")
+    for name in (*operator.outputs, *operator.updated):
+        shape = f"[{operator.axes[name]}]" if name in operator.axes else "updated"
+        sys.stdout.write(f"  -> {name:25}{shape}, compared {COMPARED[operator.how(name)]}\n")
     for rule in operator.rules:
         sys.stdout.write(f"  {rule.argument}: {rule.holds}\n")
 

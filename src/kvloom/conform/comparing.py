@@ -38,16 +38,16 @@ class Difference:
     total: int = 0
 
 
-def differing(expected: Tensor, got: Tensor, how: str, free: Tensor | None = None) -> Tensor:
-    """Which elements differ, of tensors of one shape."""
-    if how == "bits":
+def differing(expected: Tensor, got: Tensor, how: str, padding: Tensor | None = None) -> Tensor:
+    """Which elements differ, of tensors of one shape; those of ``padding`` may also be 0."""
+    if how in ("bits", "padded"):
         wrong = words(expected) != words(got)
     elif how == "values":
         wrong = (words(expected) != words(got)) & ~(nan(expected) & nan(got))
     else:
         limit = _TOLERANCE.get(got.dtype, 2e-5) * expected.abs().double().clamp(min=1.0)
         wrong = ~((expected.double() - got.double()).abs() <= limit)
-    return wrong if free is None else wrong & ~free
+    return wrong if padding is None else wrong & ~(padding & (words(got) == 0))
 
 
 def words(x: Tensor) -> Tensor:
@@ -64,7 +64,7 @@ def agrees(operator: Operator, expected: Results, got: Mapping[str, Tensor]) -> 
     """Whether every result is as expected."""
     return all(
         name in got and _fits(operator.how(name), x, got[name])
-        and not differing(x, got[name], operator.how(name), expected.get(f"{name}@free")).any()
+        and not differing(x, got[name], operator.how(name), expected.get(f"{name}@padding")).any()
         for name, x in expected.items()
         if "@" not in name
     )  # fmt: skip
@@ -84,7 +84,7 @@ def first_difference(operator: Operator, vector: Vector, got: Mapping[str, Tenso
         x, how = got[name], operator.how(name)
         if not _fits(how, expected, x):
             return Difference(name, f"{name} must be {describe_tensor(expected)}, got {describe_tensor(x)}")
-        wrong = differing(expected, x, how, (vector.expected or {}).get(f"{name}@free"))
+        wrong = differing(expected, x, how, (vector.expected or {}).get(f"{name}@padding"))
         if wrong.any():
             message = f"{name} differs at {int(wrong.sum())} of {x.numel()} elements"
             return _at_first(wrong, name, message, _axes(operator, name, vector, x.ndim), x, expected)

@@ -13,13 +13,22 @@ from kvloom.core.specs import dtype_name
 Call = dict[str, Any]
 """Arguments by name: tensors, lists of tensors, numbers and strings."""
 Results = dict[str, Tensor]
-"""Outputs and arguments that were updated, by name; ``name@free`` marks elements that may be anything."""
+"""Outputs and arguments that were updated, by name; ``name@padding`` marks elements that may also be 0."""
+COMPARED: Final = {
+    "bits": "by bits",
+    "padded": "by bits; where a row has no token, 0 is right, too",
+    "values": "by bits, where every NaN is NaN",
+    "close": "within a tolerance",
+}
+"""How a result is compared, and what that means."""
 Spoil = Callable[[Call, Draw], Call]
 """What a call must have instead, to be one that must be refused."""
 
 _NAMES: Final = {
     f.__name__: f for f in (max, min, sum, all, any, len, zip, range, abs, int, sorted, set, enumerate)
 }
+_ABSENT: Final = (NameError, IndexError, TypeError, ValueError)
+"""What a rule raises that names something which a call does not have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +119,7 @@ class Operator:
         return tuple(a.name for a in self.arguments if a.is_updated)
 
     def how(self, result: str) -> str:
-        """How ``result`` is compared: ``bits``, ``values`` (any NaN is NaN) or ``close``."""
+        """How ``result`` is compared: a key of ``COMPARED``."""
         name = result.split(".")[0]
         return self.outputs[name].split()[0] if name in self.outputs else self.compared.get(name, "bits")
 
@@ -128,6 +137,31 @@ class Operator:
 def problems(operator: Operator, call: Call) -> list[tuple[str, str]]:
     """What is wrong with ``call``, as (argument, sentence)."""
     call = operator.complete(call)
+    found, symbols = _argument_problems(operator, call)
+    if found:
+        return found
+    scope = _scope(operator, call, symbols)
+    for rule in operator.rules:
+        if not _holds(rule.holds, scope):
+            return [(rule.argument, f"must be such that {rule.holds}")]
+    return []
+
+
+def result_shape(operator: Operator, result: str, call: Call) -> list[int] | None:
+    """The shape of an output, by its axes; ``None`` where the arguments do not say it."""
+    call = operator.complete(call)
+    scope = _scope(operator, call, _argument_problems(operator, call)[1])
+    forms = sorted((form.split() for form in operator.axes[result].split("|")), key=len, reverse=True)
+    for form in forms:
+        try:
+            return [int(eval(axis, scope)) for axis in form]  # our own text
+        except _ABSENT:
+            continue
+    return None
+
+
+def _argument_problems(operator: Operator, call: Call) -> tuple[list[tuple[str, str]], dict[str, int]]:
+    """What is wrong with single arguments, and the sizes that symbols stand for."""
     known = {a.name for a in operator.arguments}
     found = [(name, "is no argument of this operator") for name in call if name not in known]
     symbols: dict[str, int] = {}
@@ -141,23 +175,22 @@ def problems(operator: Operator, call: Call) -> list[tuple[str, str]]:
                 found += [(argument.name, text) for text in _tensor_problems(argument, each, call, symbols)]
         else:
             found += [(argument.name, text) for text in _attribute_problems(argument, x)]
-    if found:
-        return found
+    return found, symbols
+
+
+def _scope(operator: Operator, call: Call, symbols: dict[str, int]) -> dict[str, Any]:
+    """What rules and axes may name."""
     values = {
         name: x.tolist() if isinstance(x, Tensor) and not x.is_floating_point() and x.numel() < 4096 else x
         for name, x in call.items()
     }
-    scope = {**{a.name: None for a in operator.arguments}, **values, **symbols, "__builtins__": _NAMES}
-    for rule in operator.rules:
-        if not _holds(rule.holds, scope):
-            return [(rule.argument, f"must be such that {rule.holds}")]
-    return []
+    return {**{a.name: None for a in operator.arguments}, **values, **symbols, "__builtins__": _NAMES}
 
 
 def _holds(text: str, scope: dict[str, Any]) -> bool:
     try:
         return bool(eval(text, scope))  # our own text
-    except (NameError, IndexError, TypeError, ValueError):  # of what is not there
+    except _ABSENT:
         return False
 
 

@@ -64,6 +64,11 @@ class Draw:
         values = [self.random.randint(-64, 64) / 64 for _ in range(count)]
         return torch.tensor(values, dtype=torch.float64).to(dtype).reshape(tuple(shape))
 
+    def between(self, low: float, high: float, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Numbers from ``low`` to ``high`` with as many bits as ``dtype`` has."""
+        values = [self.random.uniform(low, high) for _ in range(math.prod(shape))]
+        return torch.tensor(values, dtype=torch.float64).to(dtype).reshape(tuple(shape))
+
     def ties(self, shape: Sequence[int], dtype: torch.dtype, group: int, bits: int) -> Tensor:
         """Groups along the last axis whose quotients end in exactly one half."""
         qmax = 2 ** (bits - 1) - 1

@@ -10,9 +10,14 @@ from kvloom.core.specs import dtype_name
 INDICES = (torch.int32, torch.int64)
 
 
-def _slots(draw: Draw, count: int, total: int, dtype: torch.dtype, skip: bool = True) -> Tensor:
+def _slots(draw: Draw, count: int, total: int, dtype: torch.dtype) -> Tensor:
     found = draw.distinct(count, total)
-    return ints([-1 if skip and draw.integer(0, 5) == 0 else slot for slot in found], dtype)
+    return ints([_skipped(draw, total, dtype) if draw.integer(0, 5) == 0 else slot for slot in found], dtype)
+
+
+def _skipped(draw: Draw, total: int, dtype: torch.dtype) -> int:
+    """A negative slot, which skips its token: any that is, not -1 alone."""
+    return draw.one([-1, -1, -2, -total, torch.iinfo(dtype).min])
 
 
 def _new(draw: Draw, shape: list[int], dtype: torch.dtype) -> Tensor:
@@ -82,7 +87,7 @@ def _compressed(
             whole = off == -1 or win == 0 or off == lengths[b]
             run = win if mode == "Alibi" else lengths[b] if whole else lengths[b] - win + (mode == "Rope")
             skipped = draw.integer(0, 7) == 0
-            slots.append(-1 if skipped else at)
+            slots.append(_skipped(draw, size, index) if skipped else at)
             at += 0 if skipped else run + draw.integer(0, 1)
             wins.append(win)
             offs.append(off)
@@ -173,8 +178,8 @@ def draw_copy_blocks(draw: Draw) -> tuple[str, Call]:
     dtype, layers, blocks = draw.one([*FLOATS, torch.uint8]), draw.integer(1, 2), draw.integer(3, 5)
     shape = [blocks, 2, draw.integer(1, 2), 4]
     count = draw.integer(0, 2)
-    ids = draw.distinct(count + 1, blocks)
-    pairs = [[ids[draw.integer(0, 0)], target] for target in ids[1:]]
+    ids = draw.distinct(blocks, blocks)
+    pairs = [[draw.one(ids[count:]), target] for target in ids[:count]]
     return f"{dtype_name(dtype)}, {layers} layers, {count} blocks", {
         "key_caches": [draw.poison(shape, dtype) for _ in range(layers)],
         "value_caches": [draw.poison(shape, dtype) for _ in range(layers)],
@@ -191,13 +196,17 @@ def draw_append(draw: Draw) -> tuple[str, Call]:
     need = [-(-n // size) for n in total]
     pages = sum(need) + 1
     shape = [pages, 2, size, heads, dim] if layout == "NHD" else [pages, 2, heads, size, dim]
-    rows = [b for b, n in enumerate(new) for _ in range(n)]
-    places = [p for b, n in enumerate(new) for p in range(total[b] - n, total[b])]
-    return f"{layout}, {dtype_name(dtype)}, new {new} of {total}", {
+    rows = [(b, p) for b, n in enumerate(new) for p in range(total[b] - n, total[b])]
+    order = ""
+    if draw.integer(0, 1):  # a token says where it goes, so they come in any order, and not only to the end
+        rows = [(b, p) for b, n in enumerate(new) for p in draw.distinct(n, total[b])]
+        draw.random.shuffle(rows)
+        order = ", in any order"
+    return f"{layout}, {dtype_name(dtype)}, new {new} of {total}{order}", {
         "append_key": _new(draw, [sum(new), heads, dim], dtype),
         "append_value": _new(draw, [sum(new), heads, dim], dtype),
-        "batch_indices": ints(rows, torch.int32),
-        "positions": ints(places, torch.int32),
+        "batch_indices": ints([b for b, _ in rows], torch.int32),
+        "positions": ints([p for _, p in rows], torch.int32),
         "paged_kv_cache": draw.poison(shape, dtype),
         "kv_indices": ints(draw.distinct(sum(need), pages), torch.int32),
         "kv_indptr": ints(starts(need), torch.int32),

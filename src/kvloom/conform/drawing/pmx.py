@@ -1,5 +1,6 @@
 """Legal calls of the PMX operators."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -10,6 +11,16 @@ from kvloom.conform.draw import Draw, ints, starts
 from kvloom.conform.oracles.pmx import DYNAMIC_AXES, FUSED_AXES, STATIC_AXES
 
 NO_PAGE = (-1, 2**63 - 1)
+DEFAULTS = {
+    "num_layer": 1,
+    "layer_idx": 0,
+    "quant_bit": 0,
+    "quant_group": 8,
+    "num_repeat": 1,
+    "cache_layout": 0,
+    "cache_mode": 0,
+    "is_alibi": 0,
+}
 
 
 @dataclass(frozen=True)
@@ -53,8 +64,7 @@ class _Numbers:
             return draw.poison([*lead, sizes["D"]], self.cache), None
         cache = draw.poison([*lead, sizes["D"] * self.bits // 8], self.cache)
         assert self.scale is not None  # noqa: S101
-        scale = (draw.calm([*lead, sizes["D"] // self.group], self.scale).abs() + 0.0625) / 64
-        return cache, scale
+        return cache, draw.between(1 / 1024, 1 / 64, [*lead, sizes["D"] // self.group], self.scale)
 
 
 def _numbers(draw: Draw, fused: bool = False) -> _Numbers:
@@ -89,7 +99,7 @@ def draw_static(draw: Draw) -> tuple[str, Call]:
     about = f"layout {layout}, {how.text}, {count} tokens at {start}"
     if draw.integer(0, 3) == 0:
         new, about = [draw.strided(x) for x in new], f"{about}, strided inputs"
-    return about, {
+    return _said(draw, about, {
         "current_key": new[0],
         "current_value": new[1],
         "start_pos": start,
@@ -100,7 +110,7 @@ def draw_static(draw: Draw) -> tuple[str, Call]:
         **how.attributes,
         "num_repeat": draw.one([1, 1, 2]),
         "cache_layout": layout,
-    }
+    })  # fmt: skip
 
 
 def draw_dynamic(draw: Draw) -> tuple[str, Call]:
@@ -108,7 +118,7 @@ def draw_dynamic(draw: Draw) -> tuple[str, Call]:
     how, layout = _numbers(draw), draw.one([0, 1, 2, 3])
     about, call = _ragged(draw, how, DYNAMIC_AXES[layout], 8)
     call["num_repeat"] = draw.one([1, 1, 2])
-    return f"layout {layout}, {about}", {**call, "cache_layout": layout}
+    return _said(draw, f"layout {layout}, {about}", {**call, "cache_layout": layout})
 
 
 def draw_fused(spec: str, draw: Draw) -> tuple[str, Call]:
@@ -123,13 +133,15 @@ def draw_fused(spec: str, draw: Draw) -> tuple[str, Call]:
     mask = None
     if draw.integer(0, 2) == 0 and count and stored:
         lead = [heads * per_head] if draw.integer(0, 1) else []
-        mask = draw.calm([*lead, count, stored], how.inputs)
+        wider = draw.one([0, 0, 3]) if spec == "opmx" else 0
+        mask = draw.calm([*lead, count, stored + wider], how.inputs)
     lengths = (call["seqstarts"][1:] - call["seqstarts"][:-1]).tolist()
     decoding = next((i for i, n in enumerate(lengths) if n != 1), len(lengths))
     extra: Call = {"is_alibi": draw.one([0, 0, 1])} if spec == "opmx" else {}
     if spec == "pmx":
         del call["page_size"]
-    return f"layout {layout}, {about}, {per_head} query heads to one", {
+    about = f"layout {layout}, {about}, {per_head} query heads to one"
+    return _said(draw, about, {
         "query": draw.calm([count, heads * per_head, 8], how.inputs),
         **call,
         "decoding_batches": decoding,
@@ -140,7 +152,17 @@ def draw_fused(spec: str, draw: Draw) -> tuple[str, Call]:
         "num_kv_heads": heads,
         "cache_layout": layout,
         **extra,
-    }
+    })  # fmt: skip
+
+
+def _said(draw: Draw, about: str, call: Call) -> tuple[str, Call]:
+    """The call; one in five leaves out the attributes that have their default."""
+    if draw.integer(0, 4):
+        return about, call
+    left_out = {name for name, default in DEFAULTS.items() if name in call and call[name] == default}
+    if "num_heads" in call and call["num_heads"] == call["num_kv_heads"]:
+        left_out.add("num_kv_heads")
+    return f"{about}, defaults left out", {name: x for name, x in call.items() if name not in left_out}
 
 
 def _ragged(draw: Draw, how: _Numbers, axes: str, dim: int, tokens: bool = False) -> tuple[str, Call]:
@@ -150,25 +172,20 @@ def _ragged(draw: Draw, how: _Numbers, axes: str, dim: int, tokens: bool = False
     past = [draw.one([0, 1, page - 1, page, page + 1]) for _ in range(batch)]
     total = [a + b for a, b in zip(count, past, strict=True)]
     if mode == 0:
-        at, where, slots = draw.integer(0, 2), [], 0
-        for length in total:
-            where.append(at)
-            at += length + draw.integer(0, 2)
-        table, slots, kind = ints(where), at + 1, "offsets"
+        shared = _shared(draw, count, lambda reader, writer: 0 < past[reader] <= total[writer])
+        table, slots, kind = _offsets(draw, count, past, shared)
     elif tokens:
-        slots = sum(total) + 3
-        table, kind = ints(draw.distinct(sum(total), slots)), "token table"
+        shared = _shared(draw, count, lambda reader, writer: past[reader] > 0)
+        table, slots, kind = _token_table(draw, count, past, shared)
     else:
-        need = [-(-length // page) for length in total]
-        pool = sum(need) + 1
-        ids = iter(draw.distinct(sum(need), pool))
-        width = max(need) + draw.integer(0, 1)
-        rows = [[next(ids) * page for _ in range(n)] + [draw.one(NO_PAGE)] * (width - n) for n in need]
-        table, slots, kind = ints(rows).reshape(batch, width), pool * page, f"pages of {page}"
+        shared = _shared(draw, count, lambda reader, writer: past[reader] >= page)
+        table, slots, kind = _page_table(draw, past, total, page, shared)
     sizes = {"T": slots, "L": layers, "K": 2, "H": heads, "D": dim}
     cache, scale = how.stored(draw, axes, sizes)
     new = [how.new(draw, [sum(count), heads, dim]) for _ in "kv"]
     about = f"{kind}, {how.text}, new {count} behind {past}"
+    if shared is not None:
+        about = f"{about}, entry {shared[0]} reads what entry {shared[1]} writes"
     if draw.integer(0, 4) == 0:
         new, about = [draw.strided(x) for x in new], f"{about}, strided inputs"
     return about, {
@@ -188,3 +205,65 @@ def _ragged(draw: Draw, how: _Numbers, axes: str, dim: int, tokens: bool = False
         "cache_mode": mode,
         "page_size": page,
     }
+
+
+Shared = tuple[int, int] | None
+"""An entry whose history is what another entry of the call writes, and that other one."""
+
+
+def _shared(draw: Draw, count: list[int], can: Callable[[int, int], bool]) -> Shared:
+    """Mostly a reader in front of its writer, if any pair ``can``."""
+    entries = range(len(count))
+    pairs = [(a, b) for b in entries if count[b] for a in entries if a != b and can(a, b)]
+    ahead = [pair for pair in pairs if pair[0] < pair[1]]
+    wanted = draw.one([[], ahead, ahead, pairs])
+    return draw.one(wanted) if wanted else None
+
+
+def _offsets(draw: Draw, count: list[int], past: list[int], shared: Shared) -> tuple[Tensor, int, str]:
+    """Entries in any order, with gaps; one may go on behind the tokens of another."""
+    where, at = [0] * len(count), draw.integer(0, 2)
+    reader, writer = shared or (-1, -1)
+    for b in draw.distinct(len(count), len(count)):
+        if b == reader:
+            continue
+        where[b] = at
+        at += past[b] + count[b]
+        if b == writer:
+            where[reader] = at - past[reader]
+            at += count[reader]
+        at += draw.integer(0, 2)
+    return ints(where), at + 1, "offsets"
+
+
+def _token_table(draw: Draw, count: list[int], past: list[int], shared: Shared) -> tuple[Tensor, int, str]:
+    """A slot for each token."""
+    first = starts([a + b for a, b in zip(count, past, strict=True)])
+    slots = first[-1] + 3
+    table = draw.distinct(first[-1], slots)
+    if shared is not None:
+        reader, writer = shared
+        seen, written = draw.integer(0, past[reader] - 1), draw.integer(0, count[writer] - 1)
+        table[first[reader] + seen] = table[first[writer] + past[writer] + written]
+    return ints(table), slots, "token table"
+
+
+def _page_table(
+    draw: Draw, past: list[int], total: list[int], page: int, shared: Shared
+) -> tuple[Tensor, int, str]:
+    """Pages that start at any slot, or at multiples of their size."""
+    need = [-(-length // page) for length in total]
+    gap = draw.one([0, 2])
+    firsts, slots = [], 0
+    for _ in range(sum(need) + 1):
+        slots += draw.integer(0, gap)
+        firsts.append(slots)
+        slots += page
+    free = iter(draw.distinct(sum(need), len(firsts)))
+    pages = [[firsts[next(free)] for _ in range(n)] for n in need]
+    if shared is not None:
+        reader, writer = shared
+        pages[reader][0] = pages[writer][past[writer] // page]
+    width = max(need) + draw.integer(0, 1)
+    rows = [row + [draw.one(NO_PAGE)] * (width - len(row)) for row in pages]
+    return ints(rows).reshape(len(rows), width), slots, f"pages of {page}{' at any slot' if gap else ''}"

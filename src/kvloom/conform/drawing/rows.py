@@ -50,9 +50,10 @@ def draw_attention(draw: Draw) -> tuple[str, Call]:
         call["scale"] = 0.25
     own = draw.integer(0, 1) == 1
     stored = count if own else count + past + 2
-    call |= {name: draw.calm([batch, heads, stored, dim], dtype) for name in "KV"}
+    dims = {"key": dim, "value": draw.one([dim, 4])}
+    call |= {name[0].upper(): draw.calm([batch, heads, stored, n], dtype) for name, n in dims.items()}
     if own:
-        call |= {f"past_{name}": draw.calm([batch, heads, past, dim], dtype) for name in ("key", "value")}
+        call |= {f"past_{name}": draw.calm([batch, heads, past, n], dtype) for name, n in dims.items()}
         about = f"{count} new tokens behind {past}"
     else:
         lengths = [draw.integer(count, stored) for _ in range(batch)]
@@ -60,8 +61,9 @@ def draw_attention(draw: Draw) -> tuple[str, Call]:
         about = f"{count} queries over {lengths} of {stored} stored tokens"
     if draw.integer(0, 2) == 0:
         width = past + count if own else stored
-        call["attn_mask"] = draw.calm([count, width], dtype)
-        about += ", a mask"
+        lead = draw.one([[], [heads * per_head], [batch, 1], [1, heads * per_head]])
+        call["attn_mask"] = draw.calm([*lead, count, width], dtype)
+        about += f", a mask of {2 + len(lead)} axes"
     return f"{about}, {dtype_name(dtype)}{', causal' if causal else ''}", call
 
 
@@ -73,6 +75,8 @@ def draw_group_query(draw: Draw) -> tuple[str, Call]:
     prompt = draw.integer(0, 1) == 1
     count = draw.integer(2, 4) if prompt else 1
     lengths = [count] * batch if prompt else [draw.integer(1, slots) for _ in range(batch)]
+    if prompt and batch == 1:  # a later part of a prompt
+        lengths = [draw.integer(count, slots)]
     dtype = {0: torch.float32, 8: torch.int8, 4: torch.uint8}[bits]
     shape = [batch, heads, slots, dim // 2 if bits == 4 else dim]
     past = [draw.calm(shape, dtype) if bits == 0 else draw.poison(shape, dtype) for _ in "kv"]
@@ -89,6 +93,10 @@ def draw_group_query(draw: Draw) -> tuple[str, Call]:
     }
     if draw.integer(0, 2) == 0:
         call["local_window_size"] = 2
+    if draw.integer(0, 2) == 0:
+        call["softcap"] = 0.5
+    if draw.integer(0, 3) == 0:
+        call["scale"] = 0.5
     if bits:
         shape = [1, heads, 1, dim] if kind == "PER_CHANNEL" else [1]
         for name in ("k_scale", "v_scale"):
@@ -97,7 +105,8 @@ def draw_group_query(draw: Draw) -> tuple[str, Call]:
             call[name] = torch.full(shape, scale) * (1 + draw.calm(shape, torch.float32).abs().round())
         call |= {"k_quant_type": kind, "v_quant_type": kind, "kv_cache_bit_width": bits}
     stored = f"int{bits} {kind}" if bits else "float32"
-    return f"{stored}, {count} new tokens of {lengths}", call
+    said = "".join(f", {name} {call[name]}" for name in ("softcap", "scale") if name in call)
+    return f"{stored}, {count} new tokens of {lengths}{said}", call
 
 
 def draw_update(draw: Draw) -> tuple[str, Call]:

@@ -44,7 +44,7 @@ _ONNX_ATTENTION: Final = Operator(
         Argument("scale", is_optional=True),
         Argument("softcap", default=0.0, low=0.0),
     ),
-    {"Y": "close B Hq S D", "present_key": "bits B H M D", "present_value": "bits B H M D"},
+    {"Y": "close B Hq S Dv", "present_key": "bits B H P+N D", "present_value": "bits B H P+N Dv"},
     judging.onnx_attended,
     drawing.draw_attention,
     (
@@ -78,7 +78,7 @@ _GROUP_QUERY: Final = Operator(
         Argument("v_quant_type", default="NONE", only=("NONE", "PER_TENSOR", "PER_CHANNEL")),
         Argument("kv_cache_bit_width", default=0, only=(0, 8, 4)),
     ),
-    {"output": "close B S Q", "present_key": "bits B H M E", "present_value": "bits B H M E"},
+    {"output": "close B S Q", "present_key": "padded B H M E", "present_value": "padded B H M E"},
     judging.group_attended,
     drawing.draw_group_query,
     (
@@ -114,7 +114,7 @@ _UPDATE: Final = Operator(
         Argument("kind", default="dynamic", only=("dynamic", "static", "sliding")),
         Argument("max_length", default=0, low=0),
     ),
-    {"keys": "bits B H T D", "values": "bits B H T D"},
+    {"keys": "bits B H T D", "values": "bits B H T Dv"},
     judging.updated,
     drawing.draw_update,
     count=90,

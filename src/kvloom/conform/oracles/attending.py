@@ -101,7 +101,7 @@ def group_query_attention(
     v_quant_type: str = "NONE",
     kv_cache_bit_width: int = 0,
 ) -> dict[str, Tensor]:
-    """Row b has ``seqlens_k[b] + 1`` tokens, the new ones last; elements behind them are left open."""
+    """Row b has ``seqlens_k[b] + 1`` tokens, the new ones last; what lies behind them stays, or is 0."""
     batch, count = query.shape[:2]
     dim = query.shape[2] // num_heads
     lengths = [n + 1 for n in seqlens_k.tolist()]
@@ -113,7 +113,7 @@ def group_query_attention(
         ("present_value", value, past_value, v_scale),
     ):
         present = past.clone()
-        free = torch.zeros(present.shape, dtype=torch.bool)
+        padding = torch.zeros(present.shape, dtype=torch.bool)
         rows = new.view(batch, count, kv_num_heads, dim)
         for b, length in enumerate(lengths):
             for i in range(count):
@@ -123,8 +123,8 @@ def group_query_attention(
                         words(present)[at] = words(rows)[b, i, h]
                     else:
                         present[at] = _codes(rows[b, i, h], scales, h, kv_cache_bit_width)
-            free[b, :, length:] = True
-        found |= {name: present, f"{name}@free": free}
+            padding[b, :, length:] = True
+        found |= {name: present, f"{name}@padding": padding}
         read.append(present if scales is None else _dequantized(present, scales, kv_cache_bit_width))
 
     def sees(b: int, i: int, j: int) -> bool:
