@@ -25,8 +25,8 @@ def quantize(x: Tensor, bits: int, group: int, bug: str) -> tuple[Tensor, Tensor
         codes = q.sign() * (q.abs() + 0.5).floor()
     elif bug == "up":
         codes = (q + 0.5).floor()
-    elif bug == "truncate":
-        codes = q.trunc()
+    elif bug in ("truncate", "floor", "ceil"):
+        codes = {"truncate": torch.trunc, "floor": torch.floor, "ceil": torch.ceil}[bug](q)
     else:
         codes = q.round()
     codes = codes.nan_to_num().clamp(-qmax - (bug == "-128"), qmax).flatten(-2).to(torch.int8)
@@ -47,14 +47,22 @@ def pack(codes: Tensor, bug: str) -> Tensor:
     return (((low + offset) & 15) | (((high + offset) & 15) << 4)).to(torch.uint8)
 
 
-def unpack(packed: Tensor) -> Tensor:
-    """What is read as the document says."""
+def unpack(packed: Tensor, bug: str) -> Tensor:
+    """Nibbles as codes."""
     nibbles = torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2).to(torch.int8)
-    return (nibbles ^ 8) - 8
+    return nibbles if bug == "unsigned" else (nibbles ^ 8) - 8
+
+
+WRITES = {"values over keys": (None, 0), "same slots": (None, 0), "keys over values": (1, None)}
+"""The side that keys and values are written to, where it is not their own."""
+READS = {"keys read twice": [0, 0], "values read twice": [1, 1], "exchanged": [1, 0], "same slots": [0, 0]}
+"""The side that keys and values are read from, where it is not their own."""
 
 
 def key_value_cache(bug: str, **call: object) -> tuple[Tensor, Tensor]:
     """``KeyValueCache`` with one bug."""
+    call = {"num_layer": 1, "layer_idx": 0, "quant_bit": 0, "quant_group": 8, "num_repeat": 1,
+            "cache_layout": 0, **call}  # fmt: skip
     key, value, cache, scale = (call[name] if name in call else None for name in
                                 ("current_key", "current_value", "cache", "scale"))  # fmt: skip
     assert isinstance(key, Tensor) and isinstance(value, Tensor) and isinstance(cache, Tensor)
@@ -68,20 +76,30 @@ def key_value_cache(bug: str, **call: object) -> tuple[Tensor, Tensor]:
 
     new = torch.stack((key, value))
     at = slice(start, start + count)
+
+    def write(storage: Tensor, x: Tensor) -> None:
+        for side, target in enumerate(WRITES.get(bug, (0, 1))):
+            if target is not None:
+                rows(storage)[target][:, at] = x[side].to(storage.dtype)
+
+    def read(storage: Tensor) -> Tensor:
+        return rows(storage)[READS.get(bug, [0, 1])][:, :, : start + count]
+
     if bits == 0:
-        rows(cache)[:, :, at] = new.to(cache.dtype)
-        found = rows(cache)[:, :, : start + count].to(key.dtype)
+        write(cache, new)
+        found = read(cache).to(key.dtype)
     else:
         assert isinstance(scale, Tensor)
         codes, scales = quantize(new, bits, group, bug)
-        rows(cache)[:, :, at] = codes if bits == 8 else pack(codes, bug)
+        write(cache, codes if bits == 8 else pack(codes, bug))
         if bug != "scales":
-            rows(scale)[:, :, at] = scales.to(scale.dtype)
-        read, of = rows(cache)[:, :, : start + count], rows(scale)[:, :, : start + count]
-        read = unpack(read) if bits == 4 else read
+            write(scale, scales)
+        stored, of = read(cache), read(scale)
+        stored = unpack(stored, bug) if bits == 4 else stored
         if bug == "neighbor":
             of = of.roll(-1, dims=-1)
-        found = (read.to(of.dtype) * of.repeat_interleave(group, dim=-1)).to(key.dtype)
+        of = {"of inputs": of.to(key.dtype), "of float32": of.float()}.get(bug, of)
+        found = (stored.to(of.dtype) * of.repeat_interleave(group, dim=-1)).to(key.dtype)
         if bug == "raw":
             found[:, :, at] = new
     if bug == "tiled":

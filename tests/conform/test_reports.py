@@ -49,7 +49,7 @@ def test_the_terminal_says_what_to_fix(swapped: str, capsys: pytest.CaptureFixtu
     out = capsys.readouterr().out
     assert "failed vllm.reshape_and_cache_flash/" in out
     assert "first at key_cache[nb = " in out and "expected " in out and "(0x" in out
-    assert "nearest cause: value for key: keys are stored where values belong" in out
+    assert "failures: value for key: keys are stored where values belong" in out
 
 
 def test_files_say_the_same(swapped: str, tmp_path: Path) -> None:
@@ -144,4 +144,4 @@ def test_the_page_is_drawn(swapped: str, tmp_path: Path, passes: bool) -> None:
         [str(CHROMIUM), *flags, "--dump-dom", page.as_uri()],
         capture_output=True, text=True, check=False,
     )  # fmt: skip
-    assert ("conforms" if passes else "Nearest cause") in dumped.stdout
+    assert ("conforms" if passes else "Cause of ") in dumped.stdout

@@ -1,32 +1,28 @@
-"""The nearest cause of a difference among known mistakes."""
+"""The cause of differences among known mistakes: the one that gives the same results."""
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from torch import Tensor
 
-from kvloom.conform.comparing import agrees, differing
+from kvloom.conform.comparing import agrees
 from kvloom.conform.describe import Operator, Results
 from kvloom.conform.mistakes import MISTAKES, Mistake
+from kvloom.conform.operators import OPERATORS
 from kvloom.conform.vectors import Vector
-
-_NEAR = 0.9
-"""Of the elements that differ, those that a mistake must explain to be near."""
 
 
 class Cause(NamedTuple):
-    """A mistake that explains a difference, wholly or nearly."""
+    """A mistake that gives what a target gave."""
 
     name: str
     text: str
-    is_exact: bool
 
 
 def explain(
     operator: Operator, vector: Vector, got: Mapping[str, Tensor], names: frozenset[str] | None = None
 ) -> list[Cause]:
-    """Mistakes that give what was given, exact ones alone if there are any.
+    """Mistakes that give exactly what was given, other than what is right.
 
     Args:
         operator: Of the vector.
@@ -34,49 +30,56 @@ def explain(
         got: The wrong results.
         names: Try these only; all if ``None``.
     """
-    exact: dict[str, Cause] = {}
-    near: dict[str, Cause] = {}
+    found: dict[str, Cause] = {}
     for mistake in MISTAKES:
-        if mistake.name in exact or (names is not None and mistake.name not in names):
+        if mistake.name in found or (names is not None and mistake.name not in names):
             continue
         wrong = _result_of(mistake, operator, vector)
-        if wrong is None or agrees(operator, wrong, vector.expected or {}):
-            continue
-        if agrees(operator, _with_free(wrong, vector), got):
-            exact[mistake.name] = Cause(mistake.name, mistake.text, True)
-        elif _explains(operator, vector, wrong, got) >= _NEAR:
-            near.setdefault(mistake.name, Cause(mistake.name, mistake.text, False))
-    return list((exact or near).values())
+        if wrong is not None and not _is_right(operator, vector, wrong) and agrees(operator, wrong, got):
+            found[mistake.name] = Cause(mistake.name, mistake.text)
+    return list(found.values())
 
 
-def most_common(causes: Sequence[Sequence[Cause]]) -> Cause | None:
-    """The cause of most failures; an exact one before a near one."""
-    counts = Counter(cause for each in causes for cause in each)
-    return max(counts, key=lambda cause: (counts[cause], cause.is_exact), default=None)
+def decisive(failures: Sequence[Sequence[Cause]], passed: Sequence[Vector]) -> list[str]:
+    """The names of the mistakes that explain most failures, and more than half of them.
+
+    Of several, those that are seen in the fewest of the vectors that passed.
+
+    Args:
+        failures: The causes of each failure.
+        passed: Legal vectors.
+    """
+    counts: dict[str, int] = {}
+    for causes in failures:
+        for cause in causes:
+            counts[cause.name] = counts.get(cause.name, 0) + 1
+    most = max(counts.values(), default=0)
+    if 2 * most <= len(failures):
+        return []
+    names = [name for name, count in counts.items() if count == most]
+    if len(names) > 1:
+        seen = {name: sum(_is_seen(name, vector) for vector in passed) for name in names}
+        names = [name for name in names if seen[name] == min(seen.values())]
+    return names
+
+
+def _is_seen(name: str, vector: Vector) -> bool:
+    """Whether a target that makes the mistake fails on the vector, in whichever way it makes it."""
+    operator = OPERATORS[vector.dialect]
+    ways = [_result_of(mistake, operator, vector) for mistake in MISTAKES if mistake.name == name]
+    found = [wrong for wrong in ways if wrong is not None]
+    return bool(found) and not any(_is_right(operator, vector, wrong) for wrong in found)
+
+
+def _is_right(operator: Operator, vector: Vector, results: Results) -> bool:
+    return agrees(operator, vector.expected or {}, results)
 
 
 def _result_of(mistake: Mistake, operator: Operator, vector: Vector) -> Results | None:
+    expected = {name: x.clone() for name, x in (vector.expected or {}).items()}
+    padding = {name: x for name, x in expected.items() if "@" in name}
     try:
-        return mistake.wrong(operator, vector)
+        wrong = mistake.wrong(operator, operator.complete(vector.call), expected)
     except Exception:  # this call cannot be made with this mistake
         return None
-
-
-def _with_free(wrong: Results, vector: Vector) -> Results:
-    free = {name: x for name, x in (vector.expected or {}).items() if "@" in name}
-    return {**wrong, **free}
-
-
-def _explains(operator: Operator, vector: Vector, wrong: Results, got: Mapping[str, Tensor]) -> float:
-    """The part of the elements that differ which ``wrong`` has as they are."""
-    total = same = 0
-    for name, expected in (vector.expected or {}).items():
-        if "@" in name or name not in got or name not in wrong:
-            continue
-        if not got[name].shape == wrong[name].shape == expected.shape:
-            return 0.0
-        how, free = operator.how(name), (vector.expected or {}).get(f"{name}@free")
-        differs = differing(expected, got[name], how, free)
-        total += int(differs.sum())
-        same += int((differs & ~differing(wrong[name], got[name], how, free)).sum())
-    return same / total if total else 0.0
+    return None if wrong is None else {**wrong, **padding}

@@ -3,7 +3,7 @@
 from html import escape
 from pathlib import Path
 
-from kvloom.conform.reports import arguments, coordinates, summary
+from kvloom.conform.reports import arguments, coordinates, counted, summary
 from kvloom.conform.running import Outcome, Report
 from kvloom.conform.vectors import VERSION
 
@@ -22,9 +22,8 @@ def as_html(report: Report) -> str:
     cells = "".join(_cell(outcome, number) for number, outcome in enumerate(report.outcomes))
     cause = ""
     if report.cause is not None:
-        count = sum(report.cause in outcome.causes for outcome in report.failures)
         cause = (
-            f'<div class="cause">Nearest cause, in {count} of {len(report.failures)} failures: '
+            f'<div class="cause">Cause of {counted(report)}: '
             f"<b>{escape(report.cause.name)}</b><br>{escape(report.cause.text)}</div>"
         )
     numbers = {outcome: number for number, outcome in enumerate(report.outcomes)}
@@ -91,8 +90,7 @@ def _failure(outcome: Outcome, number: int, is_open: bool) -> str:
     found = "".join(f"<tr><th>{name}</th><td>{text}</td></tr>" for name, text in rows)
     table = f"<table>{found}</table>" if found else ""
     causes = "".join(
-        f'<div class="cause">{"" if cause.is_exact else "Nearly: "}<b>{escape(cause.name)}</b><br>'
-        f"{escape(cause.text)}</div>"
+        f'<div class="cause"><b>{escape(cause.name)}</b><br>{escape(cause.text)}</div>'
         for cause in outcome.causes[:3]
     )
     call = "".join(

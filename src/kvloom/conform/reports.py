@@ -54,9 +54,8 @@ def print_report(report: Report) -> None:
             console.print(f"  first at {escape(coordinates(outcome))}")
             console.print(f"    got      {difference.got}")
             console.print(f"    expected {difference.expected}")
-        for cause in outcome.causes[:2]:
-            nearly = "" if cause.is_exact else "nearly: "
-            console.print(f"  [yellow]{nearly}{escape(cause.name)}[/]: {escape(cause.text)}")
+        for cause in outcome.causes[:3]:
+            console.print(f"  [yellow]{escape(cause.name)}[/]: {escape(cause.text)}")
     more = len(report.failures) - _SHOWN
     if more > 0:
         console.print(f"... and {more} more; --html FILE shows all of them")
@@ -65,7 +64,8 @@ def print_report(report: Report) -> None:
         console.print(f"skipped: {escape(reason)}")
     if report.cause is not None:
         console.print(
-            f"[bold]nearest cause[/]: [yellow]{escape(report.cause.name)}[/]: {escape(report.cause.text)}"
+            f"[bold]cause of {counted(report)}[/]: [yellow]{escape(report.cause.name)}[/]: "
+            f"{escape(report.cause.text)}"
         )
     color = "green" if report.passed else "red"
     console.print(f"[bold {color}]{escape(report.dialect)}: {summary(report)}[/]")
@@ -75,6 +75,12 @@ def summary(report: Report) -> str:
     """``190 passed, 2 failed, 3 skipped``."""
     counts = [(status, report.count(status)) for status in ("passed", "failed", "skipped")]
     return ", ".join(f"{count} {status}" for status, count in counts if count or status != "skipped")
+
+
+def counted(report: Report) -> str:
+    """``all 12 failures``, or ``10 of 12 failures``: those that the cause of the run explains."""
+    total = len(report.failures)
+    return f"all {total} failures" if report.explained == total else f"{report.explained} of {total} failures"
 
 
 def coordinates(outcome: Outcome) -> str:
@@ -131,7 +137,7 @@ def as_json(report: Report) -> str:
         "dialect": report.dialect,
         "target": report.target,
         **{status: report.count(status) for status in ("passed", "failed", "skipped")},
-        "cause": None if report.cause is None else report.cause._asdict(),
+        "cause": None if report.cause is None else {**report.cause._asdict(), "explains": report.explained},
         "outcomes": [as_dict(outcome) for outcome in report.outcomes],
     }
     return json.dumps(found, indent=1) + "\n"

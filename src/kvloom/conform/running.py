@@ -6,7 +6,7 @@ from typing import Final
 
 from torch import Tensor
 
-from kvloom.conform.causes import Cause, explain, most_common
+from kvloom.conform.causes import Cause, decisive, explain
 from kvloom.conform.comparing import Difference, changed_argument, first_difference
 from kvloom.conform.describe import Results
 from kvloom.conform.judging import named
@@ -15,7 +15,7 @@ from kvloom.conform.targets import Refused, Target, Unsupported
 from kvloom.conform.vectors import Vector
 
 _EXPLAINED: Final = 4
-_TRIED: Final = 24
+_TRIED: Final = 12
 """Every known mistake is tried until so many failures have a cause, or this many were tried."""
 
 
@@ -28,7 +28,7 @@ class Outcome:
         status: ``"passed"``, ``"failed"`` or ``"skipped"``.
         message: One sentence, empty if it passed.
         difference: The first difference, of a failure.
-        causes: Known mistakes that would give what it gave, the nearest first.
+        causes: Known mistakes that give what it gave, here and in most of the other failures.
     """
 
     vector: Vector
@@ -40,11 +40,21 @@ class Outcome:
 
 @dataclass(slots=True, eq=False)
 class Report:
-    """Outcomes of all vectors of a run."""
+    """Outcomes of all vectors of a run.
+
+    Attributes:
+        dialect: A key of ``OPERATORS``.
+        target: As it was named.
+        outcomes: One of each vector.
+        cause: The mistake that gives what was given in most failures, if there is one.
+        explained: In how many of them.
+    """
 
     dialect: str
     target: str
     outcomes: list[Outcome]
+    cause: Cause | None = None
+    explained: int = 0
 
     def count(self, status: str) -> int:
         """Outcomes of this status."""
@@ -60,11 +70,6 @@ class Report:
     def passed(self) -> bool:
         """Whether nothing failed, and something passed."""
         return not self.failures and self.count("passed") > 0
-
-    @property
-    def cause(self) -> Cause | None:
-        """The mistake that explains most failures."""
-        return most_common([outcome.causes for outcome in self.failures])
 
 
 def run(
@@ -84,7 +89,7 @@ def run(
         if tick is not None:
             tick(outcome)
     report = Report(dialect, name, outcomes)
-    _order_causes(report)
+    _name_cause(report)
     return report
 
 
@@ -118,14 +123,17 @@ def run_one(target: Target, vector: Vector, known: list[frozenset[str]] | None =
     return Outcome(vector, "failed", difference.message, difference, explain(operator, vector, got, names))
 
 
-def _order_causes(report: Report) -> None:
-    """In each failure the cause first that explains most failures of the run."""
-    counts: dict[str, int] = {}
-    for outcome in report.failures:
-        for cause in outcome.causes:
-            counts[cause.name] = counts.get(cause.name, 0) + 1
-    for outcome in report.failures:
-        outcome.causes.sort(key=lambda cause: (-counts[cause.name], cause.name))
+def _name_cause(report: Report) -> None:
+    """The cause of the run; failures keep no other, since single ones may look like much."""
+    differing = [outcome for outcome in report.failures if outcome.difference is not None]
+    legal = [outcome for outcome in differing if outcome.vector.expected is not None]
+    passed = [each.vector for each in report.outcomes if each.status == "passed" and each.vector.expected]
+    names = decisive([outcome.causes for outcome in legal], passed)
+    for outcome in legal:
+        outcome.causes = [cause for cause in outcome.causes if cause.name in names]
+    explained = [outcome.causes[0] for outcome in legal if outcome.causes]
+    if explained:
+        report.cause, report.explained = explained[0], len(explained)
 
 
 def _fresh(x: object) -> object:

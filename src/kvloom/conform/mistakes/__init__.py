@@ -2,11 +2,14 @@
 
 from typing import Final
 
-from kvloom.conform.mistakes import ascend, attention, codes, others, storing
+from kvloom.conform.mistakes import ascend, attention, codes, entries, leaving, others, sides, storing
 from kvloom.conform.mistakes.making import Mistake
 
 MISTAKES: Final[tuple[Mistake, ...]] = (
+    *sides.MISTAKES,
+    *leaving.MISTAKES,
     *storing.MISTAKES,
+    *entries.MISTAKES,
     *codes.MISTAKES,
     *attention.MISTAKES,
     *ascend.MISTAKES,

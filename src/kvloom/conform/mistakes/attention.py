@@ -1,5 +1,6 @@
 """Known mistakes of attention, and of codes of ``GroupQueryAttention``."""
 
+import math
 from collections.abc import Callable
 from typing import Final
 
@@ -10,21 +11,19 @@ from kvloom.conform.describe import Call, Operator, Results
 from kvloom.conform.mistakes.codes import half_away
 from kvloom.conform.mistakes.making import Change, Mistake, by_call, by_numbers, set_to, without
 from kvloom.conform.oracles import attending
-from kvloom.conform.vectors import Vector
 
 
 def _flip_causal(call: Call) -> Call | None:
     return {**call, "is_causal": 1 - int(call["is_causal"])} if "is_causal" in call else None
 
 
-def _heads_modulo(operator: Operator, vector: Vector) -> Results | None:
-    call = vector.call
+def _heads_modulo(operator: Operator, call: Call, results: Results) -> Results | None:
     if "Q" in call:
         name, out, axis, heads, kv_heads = "Q", "Y", 1, call["Q"].shape[1], call["K"].shape[1]
         x = call["Q"]
     elif "num_kv_heads" in call and "query" in call:
-        name, out, axis, heads, kv_heads = "query", "attn_output", 1, call["num_heads"], call["num_kv_heads"]
-        x = call["query"]
+        name, out, axis, x = "query", "attn_output", 1, call["query"]
+        heads, kv_heads = call["num_heads"], call["num_kv_heads"] or call["num_heads"]
     elif "kv_num_heads" in call:
         name, out, axis, heads, kv_heads = "query", "output", 2, call["num_heads"], call["kv_num_heads"]
         x = call["query"].unflatten(2, (heads, -1))
@@ -50,9 +49,8 @@ def _unscaled(call: Call) -> Call | None:
     return {**call, "query": call["query"] * call["head_dim"] ** 0.5} if "head_dim" in call else None
 
 
-def _top_left(operator: Operator, vector: Vector) -> Results | None:
+def _top_left(operator: Operator, call: Call, results: Results) -> Results | None:
     """Causal alignment at the first key: query i sees keys 0 to i."""
-    call = vector.call
     if "Q" in call and call.get("is_causal"):
         query, width = (
             call["Q"],
@@ -79,14 +77,14 @@ def _padding_seen(call: Call) -> Call | None:
     return {k: x for k, x in call.items() if k != "nonpad_kv_seqlen"}
 
 
-def _lengths_off(operator: Operator, vector: Vector) -> Results | None:
+def _lengths_off(operator: Operator, call: Call, results: Results) -> Results | None:
     """``seqlens_k`` taken for the length, not for the length less one."""
-    if "seqlens_k" not in vector.call:
+    if "seqlens_k" not in call:
         return None
-    lengths = vector.call["seqlens_k"] - 1
-    if bool((lengths < vector.call["query"].shape[1] - 1).any()):
+    lengths = call["seqlens_k"] - 1
+    if bool((lengths < call["query"].shape[1] - 1).any()):
         return None
-    return operator.oracle({**vector.call, "seqlens_k": lengths})
+    return operator.oracle({**call, "seqlens_k": lengths})
 
 
 def _to_int8(lowest: int, rounding: Callable[[float], int] = round) -> Callable[[float, float, int], int]:
@@ -97,6 +95,18 @@ def _to_int8(lowest: int, rounding: Callable[[float], int] = round) -> Callable[
         return code
 
     return quantized
+
+
+def _nibbles_read(
+    codes: Callable[[Tensor], Tensor], high_first: bool = False
+) -> Callable[[Tensor, Tensor, int], Tensor]:
+    def dequantized(cache: Tensor, scales: Tensor, bits: int) -> Tensor:
+        if bits == 8:
+            return cache.double() * scales.double()
+        pair = (cache >> 4, cache & 15) if high_first else (cache & 15, cache >> 4)
+        return codes(torch.stack(pair, dim=-1).flatten(-2).double()) * scales.double()
+
+    return dequantized
 
 
 def _group_nibbles(offset: int, high_first: bool) -> Callable[[Tensor, Tensor, int, int], Tensor]:
@@ -132,16 +142,29 @@ MISTAKES: Final = (
     by_call("length off by one", "the last token of each row is left out", _seen_more(-1)),
     by_call("one token of padding read", "one token behind the length is attended to", _seen_more(1)),
     Mistake("length off by one", "seqlens_k is the length less one", _lengths_off),
-    by_numbers("ties away from zero", "codes are rounded half away from zero", attending,
+    by_numbers("round half away from zero", "ties are rounded away from zero, they go to the even code",
+               attending,
                quantized=_to_int8(0, half_away)),
     by_numbers("truncated codes", "quotients are cut off, they are rounded", attending,
                quantized=_to_int8(0, int)),
+    by_numbers("rounded down", "quotients are rounded down, they go to the nearest", attending,
+               quantized=_to_int8(0, math.floor)),
+    by_numbers("rounded up", "quotients are rounded up, they go to the nearest", attending,
+               quantized=_to_int8(0, math.ceil)),
+    by_numbers("unsigned nibbles", "nibbles are read as 0 to 15, they are codes + 8", attending,
+               _dequantized=_nibbles_read(lambda n: n)),
     by_numbers("-128 is missing", "codes stop at -127 (-7), they go to -128 (-8)", attending,
                quantized=_to_int8(1)),
     by_numbers("two's complement nibbles", "nibbles are in two's complement, they are codes + 8",
                attending,
                _codes=_group_nibbles(0, False)),
+    by_numbers("two's complement nibbles", "nibbles are in two's complement, they are codes + 8",
+               attending,
+               _codes=_group_nibbles(0, False), _dequantized=_nibbles_read(lambda n: (n + 8) % 16 - 8)),
     by_numbers("nibbles swapped", "the even element is in the high nibble, it belongs in the low one",
                attending,
                _codes=_group_nibbles(8, True)),
+    by_numbers("nibbles swapped", "the even element is in the high nibble, it belongs in the low one",
+               attending,
+               _codes=_group_nibbles(8, True), _dequantized=_nibbles_read(lambda n: n - 8, high_first=True)),
 )  # fmt: skip

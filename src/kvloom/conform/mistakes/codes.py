@@ -7,13 +7,9 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from kvloom.conform.describe import Operator, Results
-from kvloom.conform.mistakes.making import (
-    by_numbers,
-    by_results,
-)
+from kvloom.conform.describe import Call, Operator, Results
+from kvloom.conform.mistakes.making import Mistake, by_numbers
 from kvloom.conform.oracles import pmx
-from kvloom.conform.vectors import Vector
 
 
 def _quantizer(
@@ -102,9 +98,37 @@ def _halves(codes: list[int]) -> list[int]:
     return [(codes[j] & 0xF) | ((codes[half + j] & 0xF) << 4) for j in range(half)]
 
 
-def _undequantized(operator: Operator, vector: Vector, results: Results) -> Results | None:
+def _high_first_read(packed: list[int]) -> list[int]:
+    return [((nibble & 0xF) ^ 8) - 8 for byte in packed for nibble in (byte >> 4, byte)]
+
+
+def _offset_binary_read(packed: list[int]) -> list[int]:
+    return [nibble - 8 for byte in packed for nibble in (byte & 0xF, byte >> 4)]
+
+
+def _halves_read(packed: list[int]) -> list[int]:
+    return [(nibble ^ 8) - 8 for nibble in [byte & 0xF for byte in packed] + [byte >> 4 for byte in packed]]
+
+
+def _unsigned(packed: list[int]) -> list[int]:
+    return [nibble for byte in packed for nibble in (byte & 0xF, byte >> 4)]
+
+
+def _dequantizer(
+    of: Callable[[torch.dtype], torch.dtype],
+) -> Callable[[list[int], Tensor, torch.dtype], Tensor]:
+    """Codes times their scale in a dtype of the one that is asked for."""
+
+    def dequantize(codes: list[int], scale: Tensor, dtype: torch.dtype) -> Tensor:
+        factor = scale.to(of(dtype)).double()
+        product = pmx.rounded(torch.tensor(codes).double() * factor, of(dtype))
+        return pmx.saturated(pmx.rounded(pmx.saturated(product), dtype))
+
+    return dequantize
+
+
+def _undequantized(operator: Operator, call: Call, results: Results) -> Results | None:
     """The new tokens returned as they came, not as they are stored."""
-    call = vector.call
     if not call.get("quant_bit") or "key" not in results:
         return None
     repeat = call.get("num_repeat", 1)
@@ -120,8 +144,8 @@ def _undequantized(operator: Operator, vector: Vector, results: Results) -> Resu
     return results
 
 
-def _tiled(operator: Operator, vector: Vector, results: Results) -> Results | None:
-    repeat = vector.call.get("num_repeat", 1)
+def _tiled(operator: Operator, call: Call, results: Results) -> Results | None:
+    repeat = call.get("num_repeat", 1)
     if repeat == 1 or "key" not in results:
         return None
     for name in ("key", "value"):
@@ -137,6 +161,10 @@ MISTAKES: Final = (
                quantize_group=_quantizer(rounding=_half_to_plus)),
     by_numbers("truncated codes", "quotients are cut off, they are rounded", pmx,
                quantize_group=_quantizer(rounding=int)),
+    by_numbers("rounded down", "quotients are rounded down, they go to the nearest", pmx,
+               quantize_group=_quantizer(rounding=math.floor)),
+    by_numbers("rounded up", "quotients are rounded up, they go to the nearest", pmx,
+               quantize_group=_quantizer(rounding=math.ceil)),
     by_numbers("range of 128", "the scale divides by 128 (8), it is by 127 (7)", pmx,
                quantize_group=_quantizer(divisor=1)),
     by_numbers("-128 code", "the scale is max / 128 and the code -128 occurs", pmx,
@@ -161,11 +189,24 @@ MISTAKES: Final = (
                load_vector=_neighbor_load),
     by_numbers("nibbles swapped", "the even element is in the high nibble, it belongs in the low one", pmx,
                pack_nibbles=_high_first),
+    by_numbers("nibbles swapped", "the even element is in the high nibble, it belongs in the low one", pmx,
+               pack_nibbles=_high_first, unpack_nibbles=_high_first_read),
     by_numbers("offset binary nibbles", "nibbles are codes + 8, they are in two's complement", pmx,
                pack_nibbles=_offset_binary),
+    by_numbers("offset binary nibbles", "nibbles are codes + 8, they are in two's complement", pmx,
+               pack_nibbles=_offset_binary, unpack_nibbles=_offset_binary_read),
     by_numbers("nibbles of two halves", "byte j holds elements j and j + D/2, it holds 2j and 2j + 1", pmx,
                pack_nibbles=_halves),
-    by_results("new tokens not dequantized", "new keys are returned as they came, not as they are stored",
+    by_numbers("nibbles of two halves", "byte j holds elements j and j + D/2, it holds 2j and 2j + 1", pmx,
+               pack_nibbles=_halves, unpack_nibbles=_halves_read),
+    by_numbers("unsigned nibbles", "nibbles are read as 0 to 15, they are in two's complement", pmx,
+               unpack_nibbles=_unsigned),
+    by_numbers("dequantized in the dtype of the inputs",
+               "codes * scale is computed in the dtype of the scale", pmx,
+               dequantize_group=_dequantizer(lambda dtype: dtype)),
+    by_numbers("dequantized in float32", "codes * scale is computed in the dtype of the scale", pmx,
+               dequantize_group=_dequantizer(lambda dtype: torch.float32)),
+    Mistake("new tokens not dequantized", "new keys are returned as they came, not as they are stored",
                _undequantized),
-    by_results("heads tiled", "output head g is head g % H, it is g // num_repeat", _tiled),
+    Mistake("heads tiled", "output head g is head g % H, it is g // num_repeat", _tiled),
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""What a known mistake is, and three ways to make one."""
+"""What a known mistake is, and two short ways to make one."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,9 +8,15 @@ from unittest import mock
 from torch import Tensor
 
 from kvloom.conform.describe import Call, Operator, Results
-from kvloom.conform.vectors import Vector
+from kvloom.conform.oracles import ascend, attending, pmx
 
 Change = Callable[[Call], Call | None]
+_JUDGED_BY: Final[dict[Any, tuple[str, ...]]] = {
+    pmx: ("pmx.", "opmx."),
+    ascend: ("ascend.",),
+    attending: ("onnx.attention", "microsoft.group_query"),
+}
+"""The dialects of each oracle that mistakes take apart."""
 
 
 PAIRS: Final = (
@@ -24,18 +30,25 @@ PAIRS: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Mistake:
-    """One mistake: a name, one sentence that says what to look at, and what it gives."""
+    """One mistake.
+
+    Attributes:
+        name: What a report calls it.
+        text: One sentence that says what to look at.
+        wrong: What it gives for a legal call that has all its attributes; it also gets a copy of the right
+            results. ``None`` where it cannot be made.
+    """
 
     name: str
     text: str
-    wrong: Callable[[Operator, Vector], Results | None]
+    wrong: Callable[[Operator, Call, Results], Results | None]
 
 
 def by_call(name: str, text: str, change: Change) -> Mistake:
     """A mistake that is the right result of another call."""
 
-    def wrong(operator: Operator, vector: Vector) -> Results | None:
-        changed = change(dict(vector.call))
+    def wrong(operator: Operator, call: Call, results: Results) -> Results | None:
+        changed = change(call)
         return None if changed is None else operator.oracle(changed)
 
     return Mistake(name, text, wrong)
@@ -44,20 +57,11 @@ def by_call(name: str, text: str, change: Change) -> Mistake:
 def by_numbers(name: str, text: str, module: Any, **replaced: Any) -> Mistake:
     """A mistake in one step of the oracle's own arithmetic."""
 
-    def wrong(operator: Operator, vector: Vector) -> Results | None:
+    def wrong(operator: Operator, call: Call, results: Results) -> Results | None:
+        if not operator.name.startswith(_JUDGED_BY[module]):
+            return None
         with mock.patch.multiple(module, **replaced):
-            return operator.oracle(vector.call)
-
-    return Mistake(name, text, wrong)
-
-
-def by_results(
-    name: str, text: str, change: Callable[[Operator, Vector, Results], Results | None]
-) -> Mistake:
-    """A mistake in the results."""
-
-    def wrong(operator: Operator, vector: Vector) -> Results | None:
-        return change(operator, vector, {k: x.clone() for k, x in (vector.expected or {}).items()})
+            return operator.oracle(call)
 
     return Mistake(name, text, wrong)
 

@@ -7,29 +7,28 @@ from torch import Tensor
 
 from kvloom.conform.describe import Call, Operator, Results
 from kvloom.conform.judging import named
-from kvloom.conform.mistakes.making import Change, Mistake, by_call, by_results, changed, without
-from kvloom.conform.vectors import Vector
+from kvloom.conform.mistakes.making import Change, Mistake, by_call, changed, without
 
 
-def _piece_transposed(operator: Operator, vector: Vector) -> Results | None:
+def _piece_transposed(operator: Operator, call: Call, results: Results) -> Results | None:
     """Pieces of keys side by side in the wrong order: element d at [d % n, d // n]."""
-    cache = vector.call.get("key_cache")
+    cache = call.get("key_cache")
     if cache is None or cache.ndim != 5:
         return None
     pieces, width = cache.shape[2], cache.shape[4]
     order = torch.arange(pieces * width).view(width, pieces).t().reshape(-1)
-    return operator.oracle({**vector.call, "key": vector.call["key"][..., order]})
+    return operator.oracle({**call, "key": call["key"][..., order]})
 
 
-def _values_as_rows(operator: Operator, vector: Vector, results: Results) -> Results | None:
+def _values_as_rows(operator: Operator, call: Call, results: Results) -> Results | None:
     if operator.name != "vllm.reshape_and_cache":
         return None
-    cache = vector.call["value_cache"]
+    cache = call["value_cache"]
     blocks, heads, dim, size = cache.shape
     out = cache.clone().view(blocks, heads, size, dim)
-    for t, slot in enumerate(vector.call["slot_mapping"].tolist()):
+    for t, slot in enumerate(call["slot_mapping"].tolist()):
         if slot >= 0:
-            out[slot // size, :, slot % size] = vector.call["value"][t]
+            out[slot // size, :, slot % size] = call["value"][t]
     return {**results, "value_cache": out.view_as(cache)}
 
 
@@ -37,8 +36,29 @@ def _copied_back(call: Call) -> Call | None:
     return {**call, "block_mapping": call["block_mapping"].flip(1)} if "block_mapping" in call else None
 
 
-def _first_layer_only(operator: Operator, vector: Vector, results: Results) -> Results | None:
-    before = {k: x for k, x in named(vector.call).items() if isinstance(x, Tensor)}
+def _one_source(x: Tensor, call: Call) -> Tensor:
+    return torch.stack((x[:1, 0].expand(len(x)), x[:, 1]), dim=1)
+
+
+def _in_order(is_sorted: bool) -> Change:
+    """New tokens are the last ones of their request, in order, whatever ``positions`` says."""
+
+    def change(call: Call) -> Call | None:
+        rows = call.get("batch_indices")
+        if rows is None:
+            return None
+        rows = rows.sort().values if is_sorted else rows
+        size = call["paged_kv_cache"].shape[2 if call["kv_layout"] == "NHD" else 3]
+        length = (call["kv_indptr"].diff() - 1) * size + call["kv_last_page_len"]
+        places = length[rows] - torch.bincount(rows, minlength=len(length))[rows]
+        earlier = [int((rows[:t] == b).sum()) for t, b in enumerate(rows)]
+        return {**call, "batch_indices": rows, "positions": places + torch.tensor(earlier)}
+
+    return change
+
+
+def _first_layer_only(operator: Operator, call: Call, results: Results) -> Results | None:
+    before = {k: x for k, x in named(call).items() if isinstance(x, Tensor)}
     late = [name for name in results if name.endswith(".1") and name in before]
     return {**results, **{name: before[name] for name in late}} if late else None
 
@@ -49,13 +69,13 @@ def _transposed_pages(call: Call) -> Call | None:
     return {**call, "kv_layout": "HND" if call["kv_layout"] == "NHD" else "NHD"}
 
 
-def _layout_of_pages(operator: Operator, vector: Vector) -> Results | None:
-    call = _transposed_pages(vector.call)
-    if call is None:
+def _layout_of_pages(operator: Operator, call: Call, results: Results) -> Results | None:
+    transposed = _transposed_pages(call)
+    if transposed is None:
         return None
     pages = call["paged_kv_cache"]
     other = pages.reshape(*pages.shape[:2], pages.shape[3], pages.shape[2], pages.shape[4])
-    found = operator.oracle({**call, "paged_kv_cache": other})
+    found = operator.oracle({**transposed, "paged_kv_cache": other})
     return {"paged_kv_cache": found["paged_kv_cache"].reshape(pages.shape)}
 
 
@@ -79,15 +99,14 @@ def _filled_only(call: Call) -> Call | None:
     return {**call, "kind": "dynamic"} if call.get("kind") == "static" else None
 
 
-def _new_only(operator: Operator, vector: Vector, results: Results) -> Results | None:
-    if "key_states" not in vector.call:
+def _new_only(operator: Operator, call: Call, results: Results) -> Results | None:
+    if "key_states" not in call:
         return None
-    call = named({"keys": vector.call["key_states"], "values": vector.call["value_states"]})
-    return {name: call[name] for name in results}
+    new = named({"keys": call["key_states"], "values": call["value_states"]})
+    return {name: new[name] for name in results}
 
 
-def _new_first(operator: Operator, vector: Vector, results: Results) -> Results | None:
-    call = vector.call
+def _new_first(operator: Operator, call: Call, results: Results) -> Results | None:
     if "key_states" in call and call["kind"] == "dynamic":
         for name, states in (("keys", call["key_states"]), ("values", call["value_states"])):
             for step in range(len(states)):
@@ -100,9 +119,8 @@ def _new_first(operator: Operator, vector: Vector, results: Results) -> Results 
     return None
 
 
-def _clamped(operator: Operator, vector: Vector) -> Results | None:
+def _clamped(operator: Operator, call: Call, results: Results) -> Results | None:
     """A circular write that stops at the end instead of going on at the front."""
-    call = vector.call
     if call.get("mode") != "circular" or "write_indices" not in call:
         return None
     axis = call.get("axis", -2)
@@ -147,16 +165,22 @@ MISTAKES: Final = (
     by_call("seq_offset ignored", "blocks are read from the front of each row of the table",
             _tables_from_the_front),
     Mistake("pieces transposed", "element d is at [d // x, d % x]", _piece_transposed),
-    by_results("values as rows", "values are [blocks, H, D, slots], not [blocks, H, slots, D]",
+    Mistake("values as rows", "values are [blocks, H, D, slots], not [blocks, H, slots, D]",
                _values_as_rows),
+    by_call("positions ignored", "tokens are written behind those of their request as they come",
+            _in_order(False)),
+    by_call("positions ignored", "tokens are taken request by request and written behind those of each",
+            _in_order(True)),
+    by_call("one source for all", "every block is a copy of the source of the first pair",
+            changed("block_mapping", _one_source)),
     by_call("copied backwards", "a pair is (from, to)", _copied_back),
-    by_results("only the first layer", "blocks of the other layers were not copied", _first_layer_only),
+    Mistake("only the first layer", "blocks of the other layers were not copied", _first_layer_only),
     Mistake("NHD for HND", "pages are taken for the other kv_layout", _layout_of_pages),
     by_call("write_indices ignored", "rows are written from their front", without("write_indices")),
     by_call("write index off by one", "rows are written one slot late",
             changed("write_indices", lambda x, call: x + 1)),
     Mistake("circular write stops at the end", "positions wrap around at the end of the row", _clamped),
     by_call("static as dynamic", "static storage is returned whole", _filled_only),
-    by_results("history not returned", "only the new tokens are returned", _new_only),
-    by_results("new tokens first", "new tokens come behind the old ones", _new_first),
+    Mistake("history not returned", "only the new tokens are returned", _new_only),
+    Mistake("new tokens first", "new tokens come behind the old ones", _new_first),
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Known mistakes of what is stored, and of where it is stored."""
+"""Known mistakes of which slots, layers and layouts are written, and of how inputs lie in memory."""
 
 from collections.abc import Callable, Iterator
 from typing import Final
@@ -7,47 +7,8 @@ import torch
 from torch import Tensor
 
 from kvloom.conform.describe import Call, Operator, Results
-from kvloom.conform.judging import named
-from kvloom.conform.mistakes.making import PAIRS, Change, Mistake, by_call, by_results, changed, set_to
-from kvloom.conform.oracles import pmx
-from kvloom.conform.vectors import Vector
-
-
-def _swapped(call: Call) -> Call | None:
-    for a, b in PAIRS:
-        if a in call and b in call:
-            return {**call, a: call[b], b: call[a]}
-    return None
-
-
-def _twice(which: int) -> Change:
-    def change(call: Call) -> Call | None:
-        for pair in PAIRS:
-            if pair[0] in call and pair[1] in call:
-                return {**call, pair[1 - which]: call[pair[which]]}
-        return None
-
-    return change
-
-
-def _not_updated(operator: Operator, vector: Vector, results: Results) -> Results | None:
-    before = {k: x for k, x in named(vector.call).items() if isinstance(x, Tensor)}
-    if "present_cache" in results:
-        return {"present_cache": before["past_cache"]}
-    if "past_key" in before and "present_key" in results:
-        past = {f"present_{side}": before[f"past_{side}"] for side in ("key", "value")}
-        return {**results, **past} if past["present_key"].shape == results["present_key"].shape else None
-    changed = {name: before[name] for name in results if name.split(".")[0] in operator.updated}
-    return {**results, **changed} if changed else None
-
-
-def _not_updated_side(side: str) -> Callable[[Operator, Vector, Results], Results | None]:
-    def change(operator: Operator, vector: Vector, results: Results) -> Results | None:
-        before = {k: x for k, x in named(vector.call).items() if isinstance(x, Tensor)}
-        names = [n for n in results if n.split(".")[0] in operator.updated and n.startswith(side)]
-        return {**results, **{n: before[n] for n in names}} if names else None
-
-    return change
+from kvloom.conform.mistakes.leaving import TABLES
+from kvloom.conform.mistakes.making import PAIRS, Change, Mistake, by_call, changed
 
 
 def _heads_reversed(call: Call) -> Call | None:
@@ -123,11 +84,11 @@ def _start_later(call: Call) -> Call | None:
     return {**call, "start_pos": start + 1} if isinstance(start, Tensor | int) else None
 
 
-def _static_start_ignored(operator: Operator, vector: Vector, results: Results) -> Results | None:
-    start = vector.call.get("start_pos")
+def _static_start_ignored(operator: Operator, call: Call, results: Results) -> Results | None:
+    start = call.get("start_pos")
     if not isinstance(start, int) or start == 0:
         return None
-    at_zero = operator.oracle({**vector.call, "start_pos": 0})
+    at_zero = operator.oracle({**call, "start_pos": 0})
     return {**results, **{k: at_zero[k] for k in ("cache", "scale") if k in at_zero}}
 
 
@@ -140,17 +101,6 @@ def _last_layer(call: Call) -> Call | None:
     return {**call, "layer_idx": layers - 1 - layer} if layers > 1 else None
 
 
-def _pages(change: Callable[[Tensor, Call], Tensor]) -> Change:
-    def changed(call: Call) -> Call | None:
-        table = call.get("cachestarts")
-        if not isinstance(table, Tensor) or table.ndim != 2:
-            return None
-        known = (table >= 0) & (table < 1 << 40)
-        return {**call, "cachestarts": torch.where(known, change(table.clamp(0, 1 << 40), call), table)}
-
-    return changed
-
-
 def _column(name: str, by: int) -> Change:
     def changed(call: Call) -> Call | None:
         x = call.get(name)
@@ -161,37 +111,31 @@ def _column(name: str, by: int) -> Change:
     return changed
 
 
-def _layout_confused(operator: Operator, vector: Vector) -> Iterator[Results]:
+def _layout_confused(operator: Operator, call: Call) -> Iterator[Results]:
     """The bytes of the cache taken for another layout's."""
-    tables = {
-        "pmx.key_value_cache": pmx.STATIC_AXES,
-        "pmx.dynamic_batching.key_value_cache": pmx.DYNAMIC_AXES,
-    }
-    for spec in ("pmx", "opmx"):
-        tables[f"{spec}.dynamic_batching.multi_head_cache_attention"] = pmx.FUSED_AXES[spec]
-    table = tables.get(operator.name)
+    table = TABLES.get(operator.name)
     if table is None:
         return
-    mine = table[vector.call["cache_layout"]]
+    mine = table[call["cache_layout"]]
     for layout, axes in table.items():
         if axes == mine:
             continue
-        call = {**vector.call, "cache_layout": layout}
+        other = {**call, "cache_layout": layout}
         for name in ("cache", "scale"):
             x = call.get(name)
             if x is not None:
                 sizes = dict(zip(mine, x.shape, strict=True))
-                call[name] = x.reshape([sizes[axis] for axis in axes])
-        found = operator.oracle(call)
-        yield {k: x.reshape(vector.call[k].shape) if k in ("cache", "scale") else x for k, x in found.items()}
+                other[name] = x.reshape([sizes[axis] for axis in axes])
+        found = operator.oracle(other)
+        yield {k: x.reshape(call[k].shape) if k in ("cache", "scale") else x for k, x in found.items()}
 
 
 def wrong_layouts() -> list[Mistake]:
     """Each other number that a layout may have been taken for."""
 
-    def nth(n: int) -> Callable[[Operator, Vector], Results | None]:
-        return lambda operator, vector: next(
-            (x for i, x in enumerate(_layout_confused(operator, vector)) if i == n), None
+    def nth(n: int) -> Callable[[Operator, Call, Results], Results | None]:
+        return lambda operator, call, results: next(
+            (x for i, x in enumerate(_layout_confused(operator, call)) if i == n), None
         )
 
     text = "the cache is written in the axis order of another cache_layout"
@@ -199,12 +143,6 @@ def wrong_layouts() -> list[Mistake]:
 
 
 MISTAKES: Final = (
-    by_call("value for key", "keys are stored where values belong and values where keys belong", _swapped),
-    by_call("key stored twice", "the keys are stored for the values, too", _twice(0)),
-    by_call("value stored twice", "the values are stored for the keys, too", _twice(1)),
-    by_results("state not updated", "the cache is as it was before the call", _not_updated),
-    by_results("keys not updated", "only the values were written", _not_updated_side("key")),
-    by_results("values not updated", "only the keys were written", _not_updated_side("value")),
     by_call("heads in reverse", "the heads of the new tokens are in reverse order", _heads_reversed),
     by_call("transposed heads", "rows are read as [heads, tokens], they are [tokens, heads]",
             _heads_transposed),
@@ -216,6 +154,10 @@ MISTAKES: Final = (
             changed("slot_mapping", _slot_wraps)),
     by_call("negative slot is slot 0", "a negative slot, which skips its token, is taken for slot 0",
             changed("slot_mapping", lambda x, call: x.clamp(min=0))),
+    by_call("only -1 is skipped", "any negative slot skips its token, others than -1 are taken for slots",
+            changed("slot_mapping", lambda x, call: torch.where(x < -1, x % _slots_of(call), x))),
+    by_call("only -1 is skipped", "any negative slot skips its token, others than -1 are taken for slot 0",
+            changed("slot_mapping", lambda x, call: x.clamp(min=0).where(x < -1, x))),
     by_call("block and offset swapped", "slot // and % are taken by the number of blocks, not by their size",
             changed("slot_mapping", _block_and_offset_swapped)),
     by_call("off by one page", "tokens go to the next page of the table", _column("cachestarts", -1)),
@@ -224,11 +166,8 @@ MISTAKES: Final = (
             _column("block_tables", -1)),
     by_call("off by one page", "tokens go to the next page of the list",
             changed("kv_indices", lambda x, call: x.roll(-1))),
-    by_call("page index for slot", "page entries are slots of a first token, divided by the page size here",
-            _pages(lambda x, call: x // call["page_size"])),
-    by_call("offset in page ignored", "every token of a page goes to its first slot", set_to("page_size", 1)),
     by_call("start_pos ignored", "new tokens are written at the front of their sequence", _start_ignored),
-    by_results("start_pos ignored", "new tokens are written at position 0", _static_start_ignored),
+    Mistake("start_pos ignored", "new tokens are written at position 0", _static_start_ignored),
     by_call("position off by one", "new tokens are written one position late", _start_later),
     by_call("position off by one", "new tokens are written one position late",
             changed("positions", lambda x, call: x + 1)),
