@@ -2,6 +2,7 @@
 #include "conform.h"
 #include <stdio.h>
 #include <string.h>
+#include <unistd.h>
 
 static const kvloom_tensor *find(const kvloom_tensor *tensors, int64_t count, const char *name) {
     for (int64_t i = 0; i < count; i++)
@@ -59,4 +60,34 @@ int reshape_and_cache_flash(const char *dialect, const char *attributes, int64_t
                 }
     }
     return 0;
+}
+
+static int has_two_tokens(const kvloom_tensor *inputs, int64_t num_inputs) {
+    const kvloom_tensor *slots = find(inputs, num_inputs, "slot_mapping");
+    return slots && slots->rank == 1 && slots->shape[0] == 2;
+}
+
+/* The same, but calls of two tokens crash. */
+int crashes(const char *dialect, const char *attributes, int64_t num_inputs, const kvloom_tensor *inputs,
+            int64_t num_outputs, const kvloom_tensor *outputs, char *message, int64_t message_size) {
+    if (has_two_tokens(inputs, num_inputs)) *(volatile int *)0 = 1;
+    return reshape_and_cache_flash(dialect, attributes, num_inputs, inputs, num_outputs, outputs, message,
+                                   message_size);
+}
+
+/* The same, but calls of two tokens do not end. */
+int hangs(const char *dialect, const char *attributes, int64_t num_inputs, const kvloom_tensor *inputs,
+          int64_t num_outputs, const kvloom_tensor *outputs, char *message, int64_t message_size) {
+    while (has_two_tokens(inputs, num_inputs)) sleep(1);
+    return reshape_and_cache_flash(dialect, attributes, num_inputs, inputs, num_outputs, outputs, message,
+                                   message_size);
+}
+
+/* Refuses every call, but not before it wrote to each output: these are there whether or not a call is legal. */
+int writes_then_refuses(const char *dialect, const char *attributes, int64_t num_inputs,
+                        const kvloom_tensor *inputs, int64_t num_outputs, const kvloom_tensor *outputs,
+                        char *message, int64_t message_size) {
+    (void)dialect, (void)attributes, (void)num_inputs, (void)inputs;
+    if (num_outputs != 2 || !outputs[0].data || !outputs[1].data) return refuse(message, message_size, "no outputs");
+    return refuse(message, message_size, "two outputs");
 }

@@ -17,8 +17,9 @@ from onnx import TensorProto, helper
 
 import kvloom.conform
 from kvloom.cli import main
+from kvloom.conform.operators import OPERATORS
 from kvloom.conform.running import run
-from kvloom.conform.targets import open_target
+from kvloom.conform.targets import Refused, open_target
 from kvloom.conform.vectors import PUBLISHED, Vector, read
 from kvloom.errors import ArgumentError
 
@@ -37,6 +38,17 @@ PEERS = {
     "flashinfer.append_paged_kv_cache": "append_paged_kv_cache",
     "transformers.cache_update": "kvloom_cache_update",
 }
+
+
+needs_cc = pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
+
+
+def compiled(folder: Path, *more: str) -> Path:
+    """The library of ``target.c``."""
+    library, header = folder / "target.so", Path(kvloom.conform.__file__).parent
+    flags = ["-shared", "-fPIC", "-Wall", "-Werror", f"-I{header}", *more]
+    subprocess.run(["cc", *flags, str(HERE / "target.c"), "-o", str(library)], check=True)
+    return library
 
 
 @pytest.mark.parametrize("dialect", PEERS)
@@ -65,18 +77,24 @@ def test_transformers_agrees_with_the_oracle() -> None:
     assert report.passed
 
 
-@pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
+@needs_cc
 @pytest.mark.parametrize("bug", [False, True])
 def test_a_c_function_is_judged(tmp_path: Path, bug: bool) -> None:
-    library = tmp_path / "target.so"
-    header = Path(kvloom.conform.__file__).parent
-    flags = ["-shared", "-fPIC", "-Wall", "-Werror", f"-I{header}", *(["-DBUG"] if bug else [])]
-    subprocess.run(["cc", *flags, str(HERE / "target.c"), "-o", str(library)], check=True)
+    library = compiled(tmp_path, *(["-DBUG"] if bug else []))
     report = run(
         open_target(f"{library}:reshape_and_cache_flash"), read(PUBLISHED, "vllm.reshape_and_cache_flash")
     )
     assert report.passed != bug and report.count("skipped") == 0
     assert (report.cause is not None and report.cause.name == "value for key") == bug
+
+
+@needs_cc
+def test_outputs_are_there_for_calls_that_must_be_refused(tmp_path: Path) -> None:
+    target = open_target(f"{compiled(tmp_path)}:writes_then_refuses")
+    refused = [v for v in read(PUBLISHED, "pmx.key_value_cache") if v.expected is None]
+    for vector in refused:
+        with pytest.raises(Refused, match="two outputs"):
+            target(OPERATORS[vector.dialect], vector, dict(vector.call))
 
 
 def test_a_command_is_judged() -> None:

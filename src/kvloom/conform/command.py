@@ -32,6 +32,9 @@ def add_conform(parser: argparse.ArgumentParser) -> None:
     run.add_argument("--dialect", required=True, metavar="NAME")
     run.add_argument("--vector", action="append", metavar="NUMBER", type=int, help="these only")
     run.add_argument("--vectors", type=Path, metavar="FOLDER", help="a set that `vectors` wrote")
+    run.add_argument(
+        "--timeout", type=float, metavar="SECONDS", help="that one vector may take, 60 if not said"
+    )
     _add_seed(run)
     for kind in ("json", "junit", "html"):
         run.add_argument(f"--{kind}", type=Path, metavar="FILE", help=f"write a report as {kind.upper()}")
@@ -106,12 +109,13 @@ def _vectors(args: argparse.Namespace) -> None:
 def _run(args: argparse.Namespace) -> int:
     from kvloom.conform import vectors
     from kvloom.conform.html_report import as_html
+    from kvloom.conform.isolation import isolated
     from kvloom.conform.reports import as_json, as_junit, print_report, progress
     from kvloom.conform.running import run
-    from kvloom.conform.targets import open_target
+    from kvloom.conform.targets import TIMEOUT
 
     _check_count(args)
-    name, target = _dialect(args.dialect), open_target(args.target)
+    name = _dialect(args.dialect)
     made: list[Any]
     if args.seed is not None or args.count is not None:
         if args.vectors is not None:
@@ -121,7 +125,8 @@ def _run(args: argparse.Namespace) -> int:
         made = [*vectors.read(args.vectors or vectors.PUBLISHED, name)]
     if args.vector:
         made = [each for each in made if int(each.name.rpartition("/")[2]) in args.vector]
-    with progress(name, len(made)) as tick:
+    timeout = TIMEOUT if args.timeout is None else args.timeout
+    with isolated(args.target, timeout) as target, progress(name, len(made)) as tick:
         report = run(target, made, args.target, tick)
     print_report(report)
     for kind, text in (("json", as_json), ("junit", as_junit), ("html", as_html)):

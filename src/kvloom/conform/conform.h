@@ -19,7 +19,8 @@ typedef struct {
 
 /*
  * Computes one call: writes the outputs, and the inputs that the operator updates in place. Returns 0; or, if it
- * refuses the call, another number after writing a sentence that ends with 0 to `message`, and nothing else.
+ * refuses the call, another number after writing a sentence that ends with 0 to `message`, and nothing else. Outputs
+ * are zero; those of a call that must be refused are there, too, and may have other sizes than the call means.
  * `attributes` is a JSON object. Everything belongs to the caller and lives until the function returns.
  */
 typedef int kvloom_operator(const char *dialect, const char *attributes, int64_t num_inputs,

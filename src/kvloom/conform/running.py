@@ -11,7 +11,7 @@ from kvloom.conform.comparing import Difference, changed_argument, first_differe
 from kvloom.conform.describe import Results
 from kvloom.conform.judging import named
 from kvloom.conform.operators import OPERATORS
-from kvloom.conform.targets import Refused, Target, Unsupported
+from kvloom.conform.targets import NoAnswer, Refused, Target, Unsupported
 from kvloom.conform.vectors import Vector
 
 _EXPLAINED: Final = 4
@@ -29,6 +29,7 @@ class Outcome:
         message: One sentence, empty if it passed.
         difference: The first difference, of a failure.
         causes: Known mistakes that give what it gave, here and in most of the other failures.
+        is_answered: Whether the target came back at all.
     """
 
     vector: Vector
@@ -36,6 +37,7 @@ class Outcome:
     message: str = ""
     difference: Difference | None = None
     causes: list[Cause] = field(default_factory=list)
+    is_answered: bool = True
 
 
 @dataclass(slots=True, eq=False)
@@ -62,9 +64,9 @@ class Report:
 
     @property
     def failures(self) -> list[Outcome]:
-        """Outcomes that failed, those of which an element can be shown first."""
+        """Outcomes that failed: those without an answer, then those of which an element can be shown."""
         failed = [outcome for outcome in self.outcomes if outcome.status == "failed"]
-        return sorted(failed, key=lambda outcome: outcome.difference is None)
+        return sorted(failed, key=lambda outcome: (outcome.is_answered, outcome.difference is None))
 
     @property
     def passed(self) -> bool:
@@ -103,6 +105,8 @@ def run_one(target: Target, vector: Vector, known: list[frozenset[str]] | None =
         got = target(operator, vector, call)
     except Unsupported as error:
         return Outcome(vector, "skipped", str(error))
+    except NoAnswer as error:
+        return Outcome(vector, "failed", str(error), is_answered=False)
     except Refused as error:
         refusal = str(error)
     after = {name: x for name, x in named(call).items() if isinstance(x, Tensor)}

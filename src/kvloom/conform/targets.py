@@ -3,7 +3,9 @@
 import ctypes
 import importlib
 import json
+import os
 import shlex
+import signal
 import subprocess
 import sys
 import tempfile
@@ -14,7 +16,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from kvloom.conform.describe import Call, Operator, Results
+from kvloom.conform.describe import Call, Operator, Results, result_shape
 from kvloom.conform.judging import named
 from kvloom.conform.vectors import Vector
 from kvloom.core.specs import dtype_name
@@ -25,20 +27,28 @@ class Refused(Exception):
     """The target refused the call."""
 
 
+class NoAnswer(Exception):
+    """The process of the target crashed, or took too long."""
+
+
 class Unsupported(Exception):
     """The target does not say that it does this, or the runner cannot ask it."""
 
 
 Target = Callable[[Operator, Vector, Call], Results]
 """Runs a call, which it may write to, and returns the results by name; raises ``Refused``."""
+_LARGEST: Final = 64
+"""Of the sizes of an output that nobody should write."""
+TIMEOUT: Final = 60.0
+"""Seconds that one vector may take, where a target is a process or has one."""
 
 
-def open_target(text: str) -> Target:
-    """The target that ``text`` spells.
+def open_target(text: str, timeout: float = TIMEOUT) -> Target:
+    """The target that ``text`` spells, in this process; ``isolation`` has the same in one of its own.
 
     ``package.module:function``; ``onnxruntime`` or ``onnx.reference``; ``model.onnx``; ``library.so``, custom
     operators of ONNX Runtime; ``library.so:function``, a C function, see ``conform.h``; or ``command:PROGRAM
-    ARGUMENTS``.
+    ARGUMENTS``, a program that may run ``timeout`` seconds for a vector.
 
     Raises:
         ArgumentError: it cannot be opened.
@@ -49,7 +59,7 @@ def open_target(text: str) -> Target:
         return OnnxOperators() if text == "onnxruntime" else OnnxReference()
     scheme, _, rest = text.partition(":")
     if scheme == "command" and rest:
-        return _Command(shlex.split(rest))
+        return _Command(shlex.split(rest), timeout)
     path, _, function = text.rpartition(":")
     if Path(path).suffix in (".so", ".dylib", ".dll") and function:
         return _CFunction(Path(path), function)
@@ -102,9 +112,13 @@ def python_target(function: Callable[..., Any]) -> Target:
 
 
 def _outputs_like(vector: Vector, operator: Operator) -> Results:
-    """Zeroed memory for the outputs, shapes and dtypes as expected."""
+    """Zeroed memory for the outputs, shapes and dtypes as expected; also of a call that must be refused."""
     first = next(x for x in named(vector.call).values() if isinstance(x, Tensor))
     found = {}
+    if vector.expected is None:
+        for name in operator.outputs:
+            shape = [min(max(n, 1), _LARGEST) for n in result_shape(operator, name, vector.call) or [1]]
+            found[name] = torch.zeros(shape, dtype=first.dtype)
     for name, x in (vector.expected or {}).items():
         if "@" not in name and name.split(".")[0] in operator.outputs:
             dtype = first.dtype if operator.how(name) == "close" else x.dtype
@@ -170,8 +184,8 @@ def _c_tensors(tensors: Results) -> Any:
 class _Command:
     """A program that reads ``call.json`` and ``call.safetensors`` and writes ``result.safetensors``."""
 
-    def __init__(self, words: list[str]) -> None:
-        self._words = words
+    def __init__(self, words: list[str], timeout: float) -> None:
+        self._words, self._timeout = words, timeout
 
     def __call__(self, operator: Operator, vector: Vector, call: Call) -> Results:
         from safetensors.torch import load_file, save_file
@@ -186,13 +200,42 @@ class _Command:
             save_file(tensors, path / "call.safetensors")
             description = {"operator": operator.name, "vector": vector.name, "attributes": said}
             (path / "call.json").write_text(json.dumps(description), encoding="utf-8")
-            try:
-                done = subprocess.run(
-                    [*self._words, folder], capture_output=True, text=True, check=False, timeout=60
-                )
-            except (OSError, subprocess.TimeoutExpired) as error:
-                raise ArgumentError(f"TARGET must be a command that ends within 60 s: {error}") from error
-            if done.returncode:
-                raise Refused((done.stderr or done.stdout).strip()[-300:] or f"status {done.returncode}")
+            status, text = self._run(folder, vector)
+            if status < 0:
+                raise NoAnswer(ended(status, at(vector)))
+            if status:
+                raise Refused(text.strip()[-300:] or f"status {status}")
             file = path / "result.safetensors"
             return load_file(file) if file.exists() else {}
+
+    def _run(self, folder: str, vector: Vector) -> tuple[int, str]:
+        """Its exit status and what it wrote; it ends in time, and with it what it started."""
+        words, piped = [*self._words, folder], subprocess.PIPE
+        try:
+            process = subprocess.Popen(words, stdout=piped, stderr=piped, text=True, start_new_session=True)
+        except OSError as error:
+            raise ArgumentError(f"TARGET must be a command that can be started: {error}") from error
+        try:
+            out, errors = process.communicate(timeout=self._timeout)
+        except subprocess.TimeoutExpired as error:
+            raise NoAnswer(f"no answer within {self._timeout:g} s{at(vector)}") from error
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.communicate()
+        return process.returncode, errors or out
+
+
+def at(vector: Vector) -> str:
+    """`` at vector 17``."""
+    return f" at vector {vector.name.rpartition('/')[2]}"
+
+
+def ended(status: int, when: str) -> str:
+    """How a process ended, by its exit status: ``crashed at vector 17 (SIGSEGV)``."""
+    if status >= 0:
+        return f"ended with status {status}{when}"
+    try:
+        return f"crashed{when} ({signal.Signals(-status).name})"
+    except ValueError:
+        return f"crashed{when} (signal {-status})"
