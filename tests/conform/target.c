@@ -91,3 +91,15 @@ int writes_then_refuses(const char *dialect, const char *attributes, int64_t num
     if (num_outputs != 2 || !outputs[0].data || !outputs[1].data) return refuse(message, message_size, "no outputs");
     return refuse(message, message_size, "two outputs");
 }
+
+/* The same, but of float16 alone. */
+int only_float16(const char *dialect, const char *attributes, int64_t num_inputs, const kvloom_tensor *inputs,
+                 int64_t num_outputs, const kvloom_tensor *outputs, char *message, int64_t message_size) {
+    const kvloom_tensor *key = find(inputs, num_inputs, "key");
+    if (key && strcmp(key->dtype, "float16")) {
+        refuse(message, message_size, "there is a kernel for float16 only");
+        return KVLOOM_UNSUPPORTED;
+    }
+    return reshape_and_cache_flash(dialect, attributes, num_inputs, inputs, num_outputs, outputs, message,
+                                   message_size);
+}

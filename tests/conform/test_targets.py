@@ -88,6 +88,35 @@ def test_a_c_function_is_judged(tmp_path: Path, bug: bool) -> None:
     assert (report.cause is not None and report.cause.name == "value for key") == bug
 
 
+def half(vector: Vector) -> bool:
+    return vector.expected is not None and vector.call["key"].dtype == torch.float16
+
+
+@needs_cc
+def test_what_a_c_function_does_not_do_is_skipped(tmp_path: Path) -> None:
+    vectors = list(read(PUBLISHED, "vllm.reshape_and_cache_flash"))
+    report = run(open_target(f"{compiled(tmp_path)}:only_float16"), vectors)
+    assert report.passed and {o.status for o in report.outcomes if half(o.vector)} == {"passed"}
+    skipped = [outcome for outcome in report.outcomes if outcome.status == "skipped"]
+    assert skipped and {outcome.message for outcome in skipped} == {"there is a kernel for float16 only"}
+
+
+def test_what_a_callable_does_not_do_is_skipped_and_nothing_else_is_no_pass() -> None:
+    from kvloom.conform.targets import python_target
+
+    def none(**call: torch.Tensor) -> None:
+        raise NotImplementedError("float16 only" if "slot_mapping" in call else "")
+
+    vectors = list(read(PUBLISHED, "vllm.reshape_and_cache_flash"))
+    legal = run(python_target(none), [vector for vector in vectors if vector.expected is not None])
+    assert legal.count("skipped") == len(legal.outcomes) and not legal.passed
+
+    def refuses_or_does_not(**call: torch.Tensor) -> None:
+        raise NotImplementedError if call.get("key") is not None and call["key"].dim() == 3 else ValueError
+
+    assert not run(python_target(refuses_or_does_not), vectors).passed
+
+
 @needs_cc
 def test_outputs_are_there_for_calls_that_must_be_refused(tmp_path: Path) -> None:
     target = open_target(f"{compiled(tmp_path)}:writes_then_refuses")

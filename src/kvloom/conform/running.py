@@ -70,8 +70,9 @@ class Report:
 
     @property
     def passed(self) -> bool:
-        """Whether nothing failed, and something passed."""
-        return not self.failures and self.count("passed") > 0
+        """Whether nothing failed, and something passed: a legal call, if there was one."""
+        legal = [outcome for outcome in self.outcomes if outcome.vector.expected is not None]
+        return not self.failures and any(o.status == "passed" for o in legal or self.outcomes)
 
 
 def run(

@@ -37,6 +37,8 @@ class Unsupported(Exception):
 
 Target = Callable[[Operator, Vector, Call], Results]
 """Runs a call, which it may write to, and returns the results by name; raises ``Refused``."""
+_UNSUPPORTED: Final = -2
+"""``KVLOOM_UNSUPPORTED`` of ``conform.h``."""
 _LARGEST: Final = 64
 """Of the sizes of an output that nobody should write."""
 TIMEOUT: Final = 60.0
@@ -99,6 +101,8 @@ def python_target(function: Callable[..., Any]) -> Target:
         except Unsupported:
             raise
         except Exception as error:
+            if type(error) is NotImplementedError:
+                raise Unsupported(str(error) or "the target does not do this") from error
             raise Refused(f"{type(error).__name__}: {error}") from error
         found = {name: call[name] for name in operator.updated if name in call}
         if isinstance(out, dict):
@@ -166,8 +170,11 @@ class _CFunction:
             message,
             ctypes.c_int64(self._MESSAGE),
         )
+        text = message.value.decode(errors="replace") or f"status {status}"
+        if status == _UNSUPPORTED:
+            raise Unsupported(text)
         if status:
-            raise Refused(message.value.decode(errors="replace") or f"status {status}")
+            raise Refused(text)
         updated = {name: x for name, x in tensors.items() if name.split(".")[0] in operator.updated}
         return {**updated, **outputs}
 
