@@ -57,9 +57,10 @@ demo: $(READY)
 test: $(READY)
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal $(ARGS)
 
-# Each bug of tests/mutants in a copy of the sources: the tests that it names must fail. ARGS='NAME ...' for some.
+# Each bug of tests/mutants in a copy of the sources: the tests that it names must fail. ARGS='NAME ...' for some. One
+# in csrc is compiled, beside objects in build/mutants that are compiled once.
 mutants: $(READY)
-	$(BIN)/python tests/mutants/run.py --jobs $(WORKERS) $(ARGS)
+	PYTHONPATH=tests $(BIN)/python -m mutants.run --jobs $(WORKERS) $(ARGS)
 
 # What moves, quantizes and attends, with each instruction set that this machine has; all have the baseline.
 test-isa: $(READY)

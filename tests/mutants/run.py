@@ -1,9 +1,11 @@
 """Plants each bug of this folder in a copy of the sources, and sees whether the tests that it names fail.
 
-    python tests/mutants/run.py [--jobs N] [NAME ...]
+    PYTHONPATH=tests python -m mutants.run [--jobs N] [NAME ...]
 
 A patch says in its first lines what the bug is and, after ``Tests:``, which tests must notice. Its line
-numbers do not count: what it replaces must stand in the file exactly once.
+numbers do not count: what it replaces must stand in the file exactly once. One that changes ``csrc`` also
+says, after ``ISA:``, with which instruction set its tests run; without that line it is the baseline. It is
+compiled for that one, see ``kernels.py``, and left out where the machine lacks it.
 """
 
 import argparse
@@ -21,6 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
 from tempfile import TemporaryDirectory
+
+from mutants.kernels import CompileError, Kernels, build_kernels
 
 FOLDER = Path(__file__).parent
 ROOT = FOLDER.parents[1]
@@ -56,24 +60,33 @@ class Change:
 
 @dataclass(frozen=True)
 class Mutant:
-    """One bug: its name, a sentence, the tests that must notice it, and where it is planted."""
+    """One bug: its name, a sentence, the tests that must notice it, and where it is planted.
+
+    ``isa`` is the instruction set of a bug in ``csrc``, ``None`` of another.
+    """
 
     name: str
     sentence: str
     tests: tuple[str, ...]
     changes: tuple[Change, ...]
+    isa: str | None = None
 
     @classmethod
     def read(cls, path: Path) -> "Mutant":
         """From a patch."""
         header, *files = re.split(r"^--- a/.*\n", path.read_text(encoding="utf-8"), flags=re.MULTILINE)
-        found = re.fullmatch(r"(?P<sentence>\S.*\.)\nTests: (?P<tests>\S.*)\n\n", header)
+        form = r"(?P<sentence>\S.*\.)\nTests: (?P<tests>\S.*)\n(?:ISA: (?P<isa>\S+)\n)?\n"
+        found = re.fullmatch(form, header)
         if found is None:
             raise PatchError(f"{path.name} must begin with a sentence, a line 'Tests: ...' and an empty line")
         changes = tuple(change for file in files for change in _changes(file))
         if not changes:
             raise PatchError(f"{path.name} must change a file")
-        return cls(path.stem, found["sentence"], tuple(found["tests"].split()), changes)
+        isa, is_compiled = found["isa"], any(change.path.startswith("csrc/") for change in changes)
+        if isa and not is_compiled:
+            raise PatchError(f"{path.name} must change csrc, since it names an instruction set")
+        isa = isa or ("baseline" if is_compiled else None)
+        return cls(path.stem, found["sentence"], tuple(found["tests"].split()), changes, isa)
 
     def sources(self, root: Path) -> dict[Path, str]:
         """The files below ``root`` that the bug changes, with the bug in them."""
@@ -113,7 +126,7 @@ def patches(names: Sequence[str] = ()) -> list[Path]:
 
 def make_copy(root: Path) -> Path:
     """Sources and tests below ``root``, and what lets an interpreter find them."""
-    for name in ("src", "tests"):
+    for name in ("csrc", "src", "tests"):
         shutil.copytree(ROOT / name, root / name, ignore=shutil.ignore_patterns("__pycache__", "*.patch"))
     shutil.copy(ROOT / "pyproject.toml", root)
     (root / "first").mkdir()
@@ -121,10 +134,13 @@ def make_copy(root: Path) -> Path:
     return root
 
 
-def _run(root: Path, *args: str, limit: float | None = None) -> subprocess.CompletedProcess[str]:
-    """Python in a copy, with the kernels that were compiled for the original."""
+def _run(
+    root: Path, *args: str, kernels: Sequence[str] = (), limit: float | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Python in a copy, with this library and instruction set, or the best of what the original has."""
     libraries = Path(sysconfig.get_path("platlib")).glob("kvloom/ops/impl/libkvloom_cpu.*")
     environment = {"KVLOOM_LIBRARY": str(next(libraries, "")), **os.environ}
+    environment |= zip(("KVLOOM_LIBRARY", "KVLOOM_ISA"), kernels, strict=False)
     environment["PYTHONPATH"] = os.pathsep.join([str(root / "first"), str(root / "src")])
     environment["PYTHONDONTWRITEBYTECODE"] = "1"  # a changed file of the same size in the same second
     command = [sys.executable, *args]
@@ -133,11 +149,13 @@ def _run(root: Path, *args: str, limit: float | None = None) -> subprocess.Compl
     )
 
 
-def run_tests(root: Path, tests: Sequence[str], limit: float | None = None) -> tuple[str, str]:
+def run_tests(
+    root: Path, tests: Sequence[str], kernels: Sequence[str] = (), limit: float | None = None
+) -> tuple[str, str]:
     """What became of some tests: ``passed``, ``failed``, ``crashed``, ``hung`` or ``broken``, and details."""
     pytest = ("-m", "pytest", "-x", "-q", "-rfE", "--tb=line", "-p", "no:cacheprovider", "-p", "no:xdist")
     try:
-        done = _run(root, *pytest, *tests, limit=limit)
+        done = _run(root, *pytest, *tests, kernels=kernels, limit=limit)
     except subprocess.TimeoutExpired:
         return "hung", f"no answer in {limit} s"
     if done.returncode < 0:
@@ -150,17 +168,40 @@ def run_tests(root: Path, tests: Sequence[str], limit: float | None = None) -> t
     return "broken", f"pytest ended with {done.returncode}:\n{done.stdout}{done.stderr}"
 
 
-def try_mutant(root: Path, mutant: Mutant) -> tuple[bool, str]:
-    """Whether the tests kill a mutant, and a line about it."""
+def try_mutant(root: Path, mutant: Mutant, compiled: Kernels | None) -> tuple[bool, str]:
+    """Whether the tests kill a mutant, and a line about it; ``compiled`` are the kernels without it."""
     started = time.monotonic()
     try:
         with mutant.planted(root):
-            outcome, detail = run_tests(root, mutant.tests, HANG)
-    except PatchError as problem:
+            kernels: tuple[str, ...] = ()
+            if compiled is not None and mutant.isa is not None:
+                changed = {compiled.root / change.path for change in mutant.changes}
+                kernels = str(compiled.made_with(root, changed, mutant.isa)), mutant.isa
+            outcome, detail = run_tests(root, mutant.tests, kernels, HANG)
+    except (PatchError, CompileError) as problem:
         outcome, detail = "unfit", str(problem)
     words = {"failed": "killed", "crashed": "killed (crash)", "hung": "killed (hang)", "passed": "SURVIVED"}
     word, seconds = words.get(outcome, outcome.upper()), time.monotonic() - started
     return word.startswith("killed"), f"{word:14}  {mutant.name:34} {seconds:4.0f} s  {detail}"
+
+
+def check_without_bugs(root: Path, mutants: Sequence[Mutant], compiled: Kernels | None) -> None:
+    """Exit unless the tests of all mutants pass in a copy, with the kernels that bugs are planted in."""
+    found = Path(_run(root, "-c", "import kvloom; print(kvloom.__file__)").stdout.strip())
+    if root not in found.parents:
+        sys.exit(f"the tests would import {found} and not the copy in {root}")
+    for isa in dict.fromkeys(mutant.isa for mutant in mutants):
+        kernels = () if isa is None or compiled is None else (str(compiled.library), isa)
+        tests = {test for mutant in mutants if mutant.isa == isa for test in mutant.tests}
+        outcome, detail = run_tests(root, sorted(tests), kernels)
+        if outcome != "passed":
+            sys.exit(f"without a bug the tests must pass, got {outcome}: {detail}")
+
+
+def isas_of(root: Path, compiled: Kernels) -> list[str]:
+    """The instruction sets that this machine runs."""
+    code = "from kvloom.ops.impl import cpu; print(*cpu.runnable_isas())"
+    return _run(root, "-c", code, kernels=[str(compiled.library)]).stdout.split()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -170,23 +211,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=1, help="mutants at once")
     options = parser.parse_args(arguments)
     mutants = [Mutant.read(path) for path in patches(options.names)]
+    compiled = build_kernels() if any(mutant.isa for mutant in mutants) else None
     with TemporaryDirectory(prefix="mutants-") as folder:
         copies: SimpleQueue[Path] = SimpleQueue()
         for job in range(options.jobs):
             copies.put(make_copy(Path(folder, str(job))))
         root = copies.get()
-        found = Path(_run(root, "-c", "import kvloom; print(kvloom.__file__)").stdout.strip())
-        if root not in found.parents:
-            sys.exit(f"the tests would import {found} and not the copy in {root}")
-        outcome, detail = run_tests(root, sorted({test for mutant in mutants for test in mutant.tests}))
-        if outcome != "passed":
-            sys.exit(f"without a bug the tests must pass, got {outcome}: {detail}")
+        if compiled is not None:
+            isas = {None, *isas_of(root, compiled)}
+            for mutant in [mutant for mutant in mutants if mutant.isa not in isas]:
+                print(f"{'not on this machine':14}  {mutant.name}: {mutant.isa}", flush=True)
+            mutants = [mutant for mutant in mutants if mutant.isa in isas]
+        check_without_bugs(root, mutants, compiled)
         copies.put(root)
 
         def attempt(mutant: Mutant) -> bool:
             root = copies.get()
             try:
-                killed, line = try_mutant(root, mutant)
+                killed, line = try_mutant(root, mutant, compiled)
             finally:
                 copies.put(root)
             print(line, flush=True)
