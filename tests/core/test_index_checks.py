@@ -101,6 +101,13 @@ def test_padding_of_a_page_table_is_not_looked_at(padding: int, tokens: int) -> 
     assert not refused(CacheIndex.pages(torch.tensor([row]), 2), torch.tensor([tokens]))
 
 
+def test_of_a_wide_page_table_only_what_is_used_is_checked() -> None:
+    """Two rows of one page each, as often as no memory holds it."""
+    table = torch.zeros(2, 1, dtype=torch.int64).expand(2, 1 << 48)
+    assert not refused(CacheIndex.pages(table, 4), torch.tensor([9, 0]))
+    assert refused(CacheIndex.pages(table, 13), torch.tensor([9, 13]))
+
+
 @pytest.mark.parametrize("padding", [-1, LARGEST])
 def test_start_of_an_empty_sequence_is_not_looked_at(padding: int) -> None:
     assert not refused(CacheIndex.offset(torch.tensor([padding, 3])), torch.tensor([0, 9]))

@@ -13,7 +13,7 @@ from oracles.rejection import Bad, assert_refused, rows
 from torch import Tensor
 
 from kvloom.dialects import ascend
-from kvloom.errors import KVError
+from kvloom.errors import KVError, ShapeError
 
 TENSORS = ("key", "value", *CACHES)
 INDEX_NAMES = ("slot_mapping", "compress_lens", "compress_seq_offset", "seq_lens")
@@ -233,6 +233,30 @@ def test_padded_keys_that_do_not_fit(bad: Bad, rule: str) -> None:
 def test_padded_keys_need_lengths_when_the_mode_is_implied(rule: str, missing: str) -> None:
     good = {**good_runs(rule, 4), "scatter_mode": "None"}
     assert_refused(ascend.scatter_pa_kv_cache, good, without(missing), KVError)
+
+
+@pytest.mark.parametrize("name", ["compress_lens", "compress_seq_offset", "seq_lens"])
+@pytest.mark.parametrize("dims", [3, 4])
+@pytest.mark.parametrize("value", [[1, 2], (1, 2), 3, "Rope"], ids=repr)
+def test_lengths_that_are_no_tensor(value: object, dims: int, name: str) -> None:
+    assert_refused(
+        ascend.scatter_pa_kv_cache, good_runs("Rope", dims), Bad("", name, lambda _: {name: value}), KVError
+    )
+
+
+@pytest.mark.parametrize("dims", [3, 4])
+@pytest.mark.parametrize("rule", ["Alibi", "Rope", "Omni"])
+def test_no_lengths_of_some_sequences(rule: str, dims: int) -> None:
+    good = good_runs(rule, dims)
+    empty = Bad("", "seq_lens|compress_lens", lambda c: {"seq_lens": c["seq_lens"][:0]})
+    assert_refused(ascend.scatter_pa_kv_cache, good, empty, KVError)
+
+
+def test_more_heads_than_memory_holds_are_counted_before_they_are_copied() -> None:
+    good = good_runs("Alibi", 3)
+    lengths = good["compress_lens"].flatten()[:1].expand(len(good["seq_lens"]) << 48)
+    with pytest.raises(ShapeError, match="compress_lens must have an entry for each of"):
+        ascend.scatter_pa_kv_cache(**good | {"compress_lens": lengths})
 
 
 def test_the_good_calls_are_accepted() -> None:

@@ -37,7 +37,12 @@ ENDLESS = 1 << 48  # elements that no memory holds
 def hostile(rng: random.Random, value: Any, others: list[Tensor]) -> Any:
     """Something like ``value``, wrong in one way; ``others`` are the tensors of the same call."""
     if isinstance(value, Tensor):
-        return rng.choice(_CHANGES)(rng, value, others)
+        change = rng.choice(_CHANGES)
+        if value.dtype != torch.bits2x4:
+            return change(rng, value, others)
+        changed = change(rng, value.view(torch.uint8), others)  # of these bits torch computes nothing
+        is_of_bytes = isinstance(changed, Tensor) and changed.dtype == torch.uint8
+        return changed.view(torch.bits2x4) if is_of_bytes else changed
     if isinstance(value, float):
         return rng.choice(FLOATS)
     if isinstance(value, str):

@@ -29,13 +29,16 @@ def ints(*numbers: int) -> Tensor:
 
 
 def sides(rng: random.Random, layout: str = "B S H D") -> dict[str, Tensor | None]:
-    """Keys and values of 24 slots in blocks of 8, plain, int8 or int4, as canonical views."""
-    bits, group = rng.choice((0, 8, 4)), rng.choice((4, 8, 16))
+    """Keys and values of 24 slots in blocks of 8, plain or codes, as canonical views."""
+    bits, group = rng.choice((0, 8, 4, 2)), rng.choice((4, 8, 16))
     axes = CacheLayout(rng.choice((layout, "B H S D")))
-    stored = {0: rng.choice(FLOATS), 8: torch.int8, 4: torch.uint8}[bits]
+    stored = {0: rng.choice(FLOATS), 8: torch.int8, 4: torch.uint8, 2: torch.bits2x4}[bits]
     sizes = {"B": SLOTS // BLOCK, "S": BLOCK, "H": H}
-    width = D // 2 if bits == 4 else D
-    key, value = (torch.zeros(axes.shape(**sizes, D=width)).to(stored) for _ in range(2))
+    shape = axes.shape(**sizes, D=D * (bits or 8) // 8)
+    key, value = (
+        torch.zeros(shape, dtype=torch.uint8).view(stored) if bits else torch.zeros(shape, dtype=stored)
+        for _ in range(2)
+    )
     scales: tuple[Tensor | None, ...] = (None, None)
     if bits:
         scales = tuple(
@@ -113,6 +116,28 @@ def bare_attend(rng: random.Random) -> Call:
     return torch.ops.kvloom.attend.default, attend_arguments(rng)
 
 
+def bare_attend_out(rng: random.Random) -> Call:
+    given = attend_arguments(rng)
+    return torch.ops.kvloom.attend.out, given | {"out": torch.zeros_like(given["query"])}
+
+
+def part_arguments(rng: random.Random) -> dict[str, Any]:
+    prior = {"prior_out": floats(3, 2 * H, D), "prior_lse": floats(3, 2 * H)} if rng.random() < 0.7 else {}
+    return attend_arguments(rng) | {"skip": rng.choice((None, 1, 3)), "skip_from": ints(2, 0)} | prior
+
+
+def bare_attend_part(rng: random.Random) -> Call:
+    def call(prior_out: Any = None, prior_lse: Any = None, **given: Any) -> None:
+        torch.ops.kvloom.attend_part.default(**given, prior=prior_out, prior_lse=prior_lse)
+
+    return call, part_arguments(rng)
+
+
+def bare_rotate(rng: random.Random) -> Call:
+    shape = rng.choice(((3, H, D), (2, 3, H, D), (0, H, D)))
+    return torch.ops.kvloom.rotate.default, {"x": floats(*shape, dtype=rng.choice(FLOATS)), "block": 8}
+
+
 # --- public operators ---------------------------------------------------------------------------------------
 
 
@@ -153,19 +178,43 @@ def copy(rng: random.Random) -> Call:
     return call, given
 
 
+def over_stored(given: dict[str, Any]) -> tuple[Tensor, KVView, ops.Batch, ops.Scores]:
+    """The first arguments of public attention."""
+    kv = view(given)
+    index = CacheIndex(given["table"], given["row_starts"], given["page_size"])
+    batch = ops.Batch(
+        index, *(given[x] for x in ("seqstarts", "kvstarts", "decoding_batches", "first_visible"))
+    )
+    names = ("scale", "is_causal", "mask", "alibi_slopes", "window", "softcap", "sinks")
+    return given["query"], kv, batch, ops.Scores(*(given[x] for x in names))
+
+
 def attend(rng: random.Random) -> Call:
+    backend, arguments = rng.choice(("auto", "reference")), attend_arguments(rng)
+    if rng.random() < 0.5:
+        arguments["out"] = torch.zeros_like(arguments["query"])
+
+    def call(**given: Any) -> None:
+        ops.attend(*over_stored(given), out=given.get("out"), backend=backend)
+
+    return call, arguments
+
+
+def attend_part(rng: random.Random) -> Call:
     backend = rng.choice(("auto", "reference"))
 
     def call(**given: Any) -> None:
-        kv = view(given)
-        index = CacheIndex(given["table"], given["row_starts"], given["page_size"])
-        batch = ops.Batch(
-            index, *(given[x] for x in ("seqstarts", "kvstarts", "decoding_batches", "first_visible"))
-        )
-        names = ("scale", "is_causal", "mask", "alibi_slopes", "window", "softcap", "sinks")
-        ops.attend(given["query"], kv, batch, ops.Scores(*(given[x] for x in names)), backend=backend)
+        more = {name: given[name] for name in ("skip", "skip_from")}
+        if "prior_out" in given:
+            more["prior"] = ops.Part(given["prior_out"], given["prior_lse"])
+        ops.attend_part(*over_stored(given), **more, backend=backend)
 
-    return call, attend_arguments(rng)
+    return call, part_arguments(rng)
+
+
+def rotate(rng: random.Random) -> Call:
+    _, given = bare_rotate(rng)
+    return ops.rotate, given | {"backend": rng.choice(("auto", "reference"))}
 
 
 # --- dialects -----------------------------------------------------------------------------------------------
@@ -244,6 +293,24 @@ def ascend_scatter(rng: random.Random) -> Call:
     return call, new | {"key_cache": torch.zeros(shape), "value_cache": torch.zeros(shape)}
 
 
+def ascend_runs(rng: random.Random) -> Call:
+    """The modes that compress, of three tokens in two sequences, padded or not."""
+    mode, is_padded = rng.choice((("Alibi", False), ("Rope", False), ("Omni", False), ("None", True)))
+    shape = (2, 2, H, D) if is_padded else (3, H, D)
+    given = {
+        "key": floats(*shape),
+        "value": floats(*shape),
+        "key_cache": torch.zeros(SLOTS // BLOCK, BLOCK, 1, D),
+        "value_cache": torch.zeros(SLOTS // BLOCK, BLOCK, 1, D),
+        "slot_mapping": ints(0, 4, 8, 12),
+        "compress_lens": ints(1, 1, 1, 0),
+        "compress_seq_offset": None if mode == "Alibi" else ints(0, -1, 0, -1),
+        "seq_lens": ints(2, 1),
+        "scatter_mode": mode,
+    }
+    return ascend.scatter_pa_kv_cache, given
+
+
 def ascend_gather(rng: random.Random) -> Call:
     shape = (SLOTS // BLOCK, BLOCK, H, D)
     given = {
@@ -255,5 +322,6 @@ def ascend_gather(rng: random.Random) -> Call:
     return ascend.gather_pa_kv_cache, given | {"seq_offset": ints(0, 0), "cache_mode": "Norm"}
 
 
-BARE = (bare_store, bare_load, bare_copy, bare_attend)
-PUBLIC = (store, load, copy, attend, pmx_static, pmx_dynamic, pmx_attention, ascend_scatter, ascend_gather)
+BARE = (bare_store, bare_load, bare_copy, bare_attend, bare_attend_out, bare_attend_part, bare_rotate)
+PUBLIC = (store, load, copy, attend, attend_part, rotate, pmx_static, pmx_dynamic, pmx_attention,
+          ascend_scatter, ascend_runs, ascend_gather)  # fmt: skip

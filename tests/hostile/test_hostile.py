@@ -28,6 +28,9 @@ def guarded(x: Tensor) -> tuple[Tensor, Tensor]:
     extent = 1 + sum(stride * (size - 1) for stride, size in zip(x.stride(), x.shape, strict=True))
     buffer = torch.randint(0, 256, (extent * x.itemsize + 2 * GUARD,), dtype=torch.uint8)
     inside = buffer[GUARD:-GUARD].view(x.dtype).as_strided(x.shape, x.stride())
+    if x.dtype == torch.bits2x4:
+        inside.view(torch.uint8).copy_(x.view(torch.uint8))
+        return buffer, inside
     return buffer, inside.copy_(x)
 
 

@@ -62,6 +62,10 @@ def starts(name: str, total: int) -> list[Bad]:
     ]
 
 
+def with_page_size(size: object) -> Change:
+    return lambda c: part(c, "batch", index=dataclasses.replace(c["batch"].index, page_size=size))
+
+
 def index_rows(call: Call) -> Call:
     index = call["batch"].index
     return part(call, "batch", index=dataclasses.replace(index, table=index.table[:1]))
@@ -116,6 +120,8 @@ BAD = [
     Bad("query on meta", ShapeError, "query", queried(on_meta)),
     Bad("query None", ShapeError, "query", queried(lambda x: None)),
     Bad("query shorter than seqstarts", ArgumentError, "seqstarts|query|mask", queried(lambda x: x[:3])),
+    *(Bad(f"page_size {size!r}", ArgumentError, "page_size", with_page_size(size))
+      for size in (0, -1, True, 2.0, None, 2**63)),
     Bad("index with one row for two", ShapeError, "index", index_rows),
     Bad("index on meta", ShapeError, "index",
         lambda c: part(c, "batch", index=CacheIndex.pages(on_meta(c["batch"].index.table), 2))),
@@ -153,6 +159,14 @@ def test_page_outside_the_cache_is_refused(at: tuple[int, int], value: int) -> N
     assert_refused(ops.attend, call, bad)
 
 
+@pytest.mark.parametrize("at", [(0, 0), (0, 2), (1, 2)], ids=str)
+def test_page_that_ends_behind_the_cache_is_refused(at: tuple[int, int]) -> None:
+    """A full page of two slots whose first one is the last of the cache."""
+    call = good_call()
+    bad = Bad("entry", ArgumentError, "index", table_entry(at, call["kv"].num_slots - 1))
+    assert_refused(ops.attend, call, bad)
+
+
 @pytest.mark.parametrize("value", [-1, 2**63 - 1, 10**6])
 @pytest.mark.parametrize("at", [0, 6, 7, 12])
 def test_token_outside_the_cache_is_refused(at: int, value: int) -> None:
@@ -164,6 +178,12 @@ def test_token_outside_the_cache_is_refused(at: int, value: int) -> None:
 def test_start_outside_the_cache_is_refused(value: int) -> None:
     bad = Bad("entry", ArgumentError, "index", table_entry((1, 0), value))
     assert_refused(ops.attend, good_call(spelling="offset"), bad)
+
+
+def test_a_flag_is_no_page_size() -> None:
+    """Not even where the page size is 1."""
+    bad = Bad("flag", ArgumentError, "page_size", with_page_size(True))
+    assert_refused(ops.attend, good_call(spelling="slots"), bad)
 
 
 def test_page_table_with_too_few_pages_is_refused() -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,6 +27,7 @@ from kvloom.ops import Batch
 BACKENDS = pytest.mark.parametrize("backend", ["auto", "reference"])
 bare = torch.ops.kvloom
 HND = CacheLayout("B H S D")
+TESTS = str(Path(__file__).parents[1])
 
 
 def ints(*numbers: int) -> Tensor:
@@ -52,6 +55,43 @@ def test_bare_load_checks_its_sizes(kind: Kind, num_repeat: int) -> None:
     kv = make_pool("L 2 T H D", kind).view()
     with pytest.raises((ValueError, IndexError, RuntimeError)):
         bare.load(ints(0, 1), *kv.tensors, torch.float32, num_repeat)
+
+
+@BACKENDS
+@pytest.mark.parametrize("num_repeat", [2**59, 2**60, 2**62, 2**63 - 1])
+@pytest.mark.parametrize("shape", [(0,), (0, 3), (2, 0)])
+def test_load_of_nothing_refuses_strides_beyond_64_bits(
+    shape: tuple[int, ...], num_repeat: int, backend: str
+) -> None:
+    slots = torch.zeros(shape, dtype=torch.int64)
+    with pytest.raises(ArgumentError, match=r"num_repeat must be at most \d+"):
+        ops.load(slots, make_pool("L 2 T H D", PLAIN).view(), num_repeat=num_repeat, backend=backend)
+    key, _ = ops.load(slots, make_pool("L 2 T H D", PLAIN).view(), num_repeat=3, backend=backend)
+    assert key.numel() == 0
+
+
+@BACKENDS
+def test_attention_and_rotation_without_memory_are_refused_in_our_words(backend: str) -> None:
+    """Expanded tensors, of which no result can be allocated."""
+    count = 1 << 48
+    with pytest.raises(OutOfMemory, match="must fit memory"):
+        ops.rotate(torch.ones(1, 1, 8).expand(count, 1, 8), 8, backend=backend)
+    with pytest.raises(OutOfMemory, match="must fit memory"):
+        ops.rotate(torch.ones(1, 1, 16)[..., ::2].expand(count, 1, 8), 8, backend=backend)
+    kv = KVView.split(HND, torch.zeros(1, 1, 8, 8), torch.zeros(1, 1, 8, 8))
+    batch = Batch(CacheIndex.offset(ints(0)), ints(0, count), ints(0, 3))
+    query = torch.ones(1, 1, 8).expand(count, 1, 8)
+    with pytest.raises(OutOfMemory, match="must fit memory"):
+        ops.attend(query, kv, batch, ops.Scores(is_causal=False), backend=backend)
+
+
+@BACKENDS
+def test_heads_without_elements_are_loaded_and_copied(backend: str) -> None:
+    sides = [Side(torch.zeros(3, 8, 1, 2, 0, 16)) for _ in range(2)]
+    kv = KVView(*sides)
+    key, value = ops.load(ints(0, 23), kv, backend=backend)
+    assert key.shape == value.shape == (2, 2, 0)
+    ops.copy(kv, ints(0, 23), kv, ints(5, 6), backend=backend)
 
 
 @pytest.mark.parametrize("num_repeat", [2**62, 2**64, 10**13])
@@ -95,6 +135,20 @@ print(-attend(1024) + attend(1 << 19))
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert int(done.stdout) < 80_000  # KiB
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no mprotect")
+@pytest.mark.parametrize("axes", ["B S H D", "B H S D", "B H D/2 S D%2"])
+@pytest.mark.parametrize("side", ["behind", "before"])
+def test_no_kernel_touches_what_is_beside_a_tensor(side: str, axes: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "ops.fenced", side, axes],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([TESTS, os.environ.get("PYTHONPATH", "")])},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, [*done.stdout.splitlines()[-1:], done.stderr]
 
 
 # --- what is no slot, and what is no scale ------------------------------------------------------------------

@@ -45,6 +45,7 @@ def test_strides_and_numbers_of_threads_change_no_bit() -> None:
     assert torch.equal(ops.rotate(moved, 64), expected.transpose(1, 2))
     assert ops.rotate(moved, 64).stride() == moved.stride()  # or it would be stored several times slower
     assert torch.equal(ops.rotate(x[:, ::2], 64), expected[:, ::2])
+    assert torch.equal(ops.rotate(x[:, 1:300], 64), expected[:, 1:300])  # sequences apart
     assert torch.equal(ops.rotate(x.mT.contiguous().mT, 64), expected)
     assert torch.equal(ops.rotate(x[0, :1, :1].expand(4, 3, 64), 64), expected[0, :1, :1].expand(4, 3, 64))
     threads = torch.get_num_threads()
@@ -59,6 +60,13 @@ def test_strides_and_numbers_of_threads_change_no_bit() -> None:
 def test_nothing_is_rotated_to_nothing(shape: tuple[int, ...]) -> None:
     x = torch.empty(shape)
     assert ops.rotate(x, 1 if shape[-1] == 0 else 64).shape == x.shape
+
+
+@pytest.mark.parametrize("shape", [(0, 3, 16), (2, 0, 16), (2, 0, 3, 16), (2, 3, 0, 16)])
+def test_strides_of_nothing_do_not_matter(shape: tuple[int, ...]) -> None:
+    every_second = torch.ones([2 * n for n in shape])[tuple(slice(None, None, 2) for _ in shape)]
+    assert every_second.stride(-1) == 2
+    assert ops.rotate(every_second, 8).shape == shape
 
 
 def test_the_result_has_no_gradient_and_is_new() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -41,6 +43,18 @@ def test_match_ends_where_tokens_differ() -> None:
     pool, tree = make()
     refs = insert(pool, tree, TOKENS)
     assert tree.match([3, 1, 4, 2, 5, 9]) == refs[:1]
+
+
+@pytest.mark.parametrize("page_size", [1, 15, 16, 17, 32, 33, 64])
+def test_every_token_of_a_page_is_compared(page_size: int) -> None:
+    pool, tree = make(page_size=page_size)
+    tokens = list(range(2 * page_size))
+    refs = insert(pool, tree, tokens)
+    assert tree.match(tokens) == refs
+    assert [tokens for _, tokens, _ in tree.sequences()] == [tokens]
+    for place in range(len(tokens)):
+        other = [*tokens[:place], -1, *tokens[place + 1 :]]
+        assert tree.match(other) == refs[: place // page_size]
 
 
 def test_match_counts_full_pages_only() -> None:
@@ -250,9 +264,10 @@ def test_any_sequence_of_the_same_tokens_matches(kind: type) -> None:
     assert tree.match(kind(TOKENS)) == refs
 
 
-def test_page_size_must_be_positive() -> None:
-    with pytest.raises(ArgumentError, match="page_size must be at least 1, got 0"):
-        PrefixTree(PagePool(1), 0)
+@pytest.mark.parametrize("page_size", [0, -1, True, 1.5, None, "16"])
+def test_page_size_must_be_a_positive_number(page_size: Any) -> None:
+    with pytest.raises(ArgumentError, match=f"page_size must be at least 1, got {page_size!r}"):
+        PrefixTree(PagePool(1), page_size)
 
 
 def test_evict_frees_idle_pages_and_counts_them() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from paging.world import append
@@ -312,9 +313,10 @@ def test_released_table_refuses_everything_else(use: Callable[[PageTable], objec
         use(table)
 
 
-def test_page_size_must_be_positive() -> None:
-    with pytest.raises(ArgumentError, match="page_size must be at least 1, got 0"):
-        PageTable(PagePool(1), 0)
+@pytest.mark.parametrize("page_size", [0, -1, True, 1.5, None, "16"])
+def test_page_size_must_be_a_positive_number(page_size: Any) -> None:
+    with pytest.raises(ArgumentError, match=f"page_size must be at least 1, got {page_size!r}"):
+        PageTable(PagePool(1), page_size)
 
 
 def test_a_page_is_filled_by_its_only_holder_alone() -> None:

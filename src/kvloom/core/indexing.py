@@ -119,12 +119,13 @@ def check_index(name: str, index: CacheIndex, lengths: Tensor, num_slots: int) -
             f"{name} must have {int(num_pages[b])} pages of {index.page_size} for the {int(lengths[b])} "
             f"tokens of sequence {b}, got {index.table.shape[1]}"
         )
-    page = torch.arange(index.table.shape[1], device=lengths.device)
+    most = max([0, *num_pages.tolist()])
+    page = torch.arange(most, device=lengths.device)
     used = page < num_pages.unsqueeze(1)
     # Only where a page is used is its first position known to be an int64.
     begin = torch.where(used, page, 0) * index.page_size
     held = torch.where(used, (lengths.unsqueeze(1) - begin).clamp(max=index.page_size), 0)
-    first = index.table[: len(lengths)].long()
+    first = index.table[: len(lengths), :most].long()
     # Compared without a sum, since a padding entry may be the largest integer.
     wrong = (held > 0) & ((first < 0) | (first > num_slots - held))
     if bool(wrong.any()):

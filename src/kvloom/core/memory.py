@@ -1,5 +1,6 @@
 """Which tensors share memory, and whether there is enough of it: checked before anything is written."""
 
+import re
 from typing import Final
 
 import torch
@@ -100,6 +101,12 @@ def expect_memory(what: str, nbytes: int, device: torch.device) -> None:
         torch.empty(nbytes, dtype=torch.uint8, device=device)
     except RuntimeError:
         raise OutOfMemory(f"{what} must fit memory, got {nbytes} bytes on {device}") from None
+
+
+def refused_memory(what: str, error: Exception) -> OutOfMemory | None:
+    """What torch's allocator of the CPU said of memory that it did not get, ``None`` of every other error."""
+    said = re.search(r"DefaultCPUAllocator: .* you tried to allocate (\d+) bytes", str(error))
+    return said and OutOfMemory(f"{what} must fit memory, got {said[1]} bytes")
 
 
 def _is_sum(target: int, steps: list[tuple[int, tuple[int, int]]]) -> bool:

@@ -29,6 +29,7 @@ from kvloom.ops.expect import (
     expect_loadable,
     expect_store,
     expect_writable_view,
+    loaded_bytes,
 )
 from kvloom.ops.plain import COMPILED, is_plain, store_plain
 
@@ -161,6 +162,8 @@ def load(
     expect_dtype("dtype of the loaded key", dtype, kv.key)
     if kv.value is not None:
         expect_dtype("dtype of the loaded value", dtype, kv.value)
+    if num_repeat > 1 and not torch.compiler.is_compiling():
+        loaded_bytes(slots.numel(), kv, dtype, num_repeat)
     try:
         key, value = run(backend, "load", kv.device, slots, *kv.tensors, dtype, num_repeat)
     except (RuntimeError, MemoryError, ShapeError):  # of what does not fit
@@ -297,7 +300,8 @@ def is_plain_attend(query: Tensor, kv: KVView, batch: Batch, scores: Scores, *mo
                batch.first_visible, scores.mask, scores.alibi_slopes, scores.sinks, *more)  # fmt: skip
     if query is None or kv.value is None or not is_plain(tensors):
         return False
-    return type(batch.decoding_batches) is int and (scores.window is None or type(scores.window) is int)
+    numbers = batch.decoding_batches, index.page_size, 0 if scores.window is None else scores.window
+    return all(type(x) is int for x in numbers)
 
 
 def attend_arguments(

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from kvloom.core.memory import refused_memory
 from kvloom.core.views import head_dim_of
 from kvloom.errors import ArgumentError, KVError, UnsupportedError
 from kvloom.ops import schemas
@@ -46,7 +47,10 @@ def run(backend: str, name: str, device: torch.device, *args: Any) -> Any:
     try:
         return _choose(backend, name, device, args)(*args)
     except Exception as error:
-        if isinstance(error, KVError) or (refused := cpu.refused(error)) is None:
+        if isinstance(error, KVError):
+            raise
+        refused = cpu.refused(error) or refused_memory(f"what {name} allocates", error)
+        if refused is None:
             raise
         raise refused from None
 

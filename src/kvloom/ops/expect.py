@@ -99,10 +99,11 @@ def loaded_bytes(num_tokens: int, kv: KVView, dtype: torch.dtype, num_repeat: in
     """
     expect_range("num_repeat", num_repeat, 1, INT64_END)
     width = sum(side.head_dim for side in kv.sides)
-    once = num_tokens * kv.num_heads * width * dtype.itemsize
+    each = max(kv.num_heads, 1) * max(width, 1) * dtype.itemsize
+    once = max(num_tokens, 1) * each  # strides of no tokens must fit, too
     if once * num_repeat >= 1 << 59:  # nowhere near what can be allocated, nor overflows when summed up
         raise ArgumentError(
             f"num_repeat must be at most {(1 << 59) // once} for {once} bytes of keys and values, "
             f"got {num_repeat}"
         )
-    return once * num_repeat
+    return num_tokens * kv.num_heads * width * dtype.itemsize * num_repeat

@@ -63,6 +63,8 @@ def attend_part(
     Raises:
         ShapeError, ArgumentError, UnsupportedError: as ``attend``.
     """
+    if prior is not None and not isinstance(prior, Part):
+        raise ArgumentError(f"prior must be a Part, got {type(prior).__name__}")
     before = (None, None) if prior is None else tuple(prior)
     if (
         backend in COMPILED

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from kvloom.core.checks import FLOAT_DTYPES, expect_range
+from kvloom.core.memory import refused_memory
 from kvloom.core.views import detached
 from kvloom.errors import ArgumentError, ShapeError
 from kvloom.ops import schemas
@@ -31,6 +32,7 @@ def rotate(x: Tensor, block: int, *, backend: str = "auto") -> Tensor:
         ShapeError: ``x`` is no such tensor.
         ArgumentError: ``block`` is no such number.
         UnsupportedError: the backend cannot run it.
+        OutOfMemory: there is no memory for the result.
     """
     if not isinstance(x, Tensor) or x.dim() not in (3, 4) or x.dtype not in FLOAT_DTYPES:
         got = f"{list(x.shape)} {x.dtype}" if isinstance(x, Tensor) else type(x).__name__
@@ -41,7 +43,7 @@ def rotate(x: Tensor, block: int, *, backend: str = "auto") -> Tensor:
             f"block must be a power of two that divides the head dim {x.shape[-1]}, got {block}"
         )
     if x.stride(-1) != 1:
-        x = x.contiguous()
+        x = _in_rows(x)
     if x.dim() == 4 and x.shape[2] > 1 and x.stride(1) < x.stride(2):  # by token, as it comes from a model
         return rotate(x.transpose(1, 2), block, backend=backend).transpose(1, 2)
     if backend in COMPILED and is_plain((x,)):
@@ -53,3 +55,11 @@ def rotate(x: Tensor, block: int, *, backend: str = "auto") -> Tensor:
     with torch.no_grad():
         result: Tensor = run(backend, "rotate", x.device, detached(x), block)
     return result
+
+
+def _in_rows(x: Tensor) -> Tensor:
+    """A copy whose vectors are contiguous, of no elements too."""
+    try:
+        return x.clone(memory_format=torch.contiguous_format)
+    except RuntimeError as error:
+        raise refused_memory("a copy of x", error) or error from None

@@ -19,6 +19,16 @@ def expect_policy(policy: str) -> None:
         raise ArgumentError(f"policy must be one of {', '.join(POLICIES)}, got {policy!r}")
 
 
+def expect_page_size(page_size: int) -> None:
+    """Check a number of tokens in a page.
+
+    Raises:
+        ArgumentError: it is none.
+    """
+    if isinstance(page_size, bool) or not isinstance(page_size, int) or page_size < 1:
+        raise ArgumentError(f"page_size must be at least 1, got {page_size!r}")
+
+
 class PageRef(NamedTuple):
     """A page and its generation: the reference is valid until the page is free again.
 
@@ -133,8 +143,8 @@ class PagePool:
             num_pages: Pages to add.
             num_extents: How many extents a pool without pages is to have.
         """
-        if num_pages < 0:
-            raise ArgumentError(f"num_pages must be at least 0, got {num_pages}")
+        if isinstance(num_pages, bool) or not isinstance(num_pages, int) or num_pages < 0:
+            raise ArgumentError(f"num_pages must be at least 0, got {num_pages!r}")
         if num_extents < 1:
             raise ArgumentError(f"num_extents must be at least 1, got {num_extents}")
         first, end = self.num_pages, self.num_pages + num_pages

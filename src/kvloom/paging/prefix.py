@@ -10,7 +10,7 @@ from typing import TypeAlias
 
 from kvloom.errors import ArgumentError, StateError
 from kvloom.paging.events import Events
-from kvloom.paging.pool import PagePool, PageRef
+from kvloom.paging.pool import PagePool, PageRef, expect_page_size
 
 Key: TypeAlias = tuple[str, PageRef | None, bytes]
 """Salt, parent page, and the page's S token ids as int64.
@@ -35,8 +35,7 @@ class PrefixTree:
     __slots__ = ("_format", "_keys", "_pool", "_refs", "page_size")
 
     def __init__(self, pool: PagePool, page_size: int) -> None:
-        if page_size < 1:
-            raise ArgumentError(f"page_size must be at least 1, got {page_size}")
+        expect_page_size(page_size)
         self.page_size = page_size
         self._pool = pool
         self._format = f"={page_size}q"

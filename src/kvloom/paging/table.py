@@ -7,7 +7,7 @@ from itertools import islice
 from typing import NamedTuple
 
 from kvloom.errors import ArgumentError, StateError
-from kvloom.paging.pool import PagePool, PageRef
+from kvloom.paging.pool import PagePool, PageRef, expect_page_size
 
 
 class Copy(NamedTuple):
@@ -31,8 +31,7 @@ class PageTable:
     __slots__ = ("_num_tokens", "_pages", "_pool", "page_size", "request")
 
     def __init__(self, pool: PagePool, page_size: int) -> None:
-        if page_size < 1:
-            raise ArgumentError(f"page_size must be at least 1, got {page_size}")
+        expect_page_size(page_size)
         self.page_size = page_size
         self._pool = pool
         self._pages: list[PageRef] | None = []

@@ -20,7 +20,7 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-from kvloom.core.checks import INDEX_DTYPES, INT64_END, can_read, expect, expect_range
+from kvloom.core.checks import INDEX_DTYPES, INT64_END, can_read, expect, expect_range, expect_tensor
 from kvloom.core.indexing import CacheIndex, prefix_sums, ragged_positions
 from kvloom.errors import ArgumentError, ShapeError
 
@@ -122,7 +122,13 @@ def read_runs(
         wanted = "None" if mode == "Alibi" else "given"
         raise ArgumentError(f"compress_seq_offset must be {wanted} in {mode}")
     batch = expect("seq_lens", seq_lens, "B", dtype=INDEX_DTYPES)["B"]
-    heads = _heads_of("compress_lens", compress_lens, batch, seq_lens) if batch else heads
+    num_told = _heads_of("compress_lens", compress_lens, batch, seq_lens)
+    if batch and heads and num_told != heads:
+        raise ShapeError(
+            f"compress_lens must have an entry for each of {heads} heads of {batch} sequences, "
+            f"got {list(compress_lens.shape)}"
+        )
+    heads = num_told if batch else heads
     win = compress_lens.long().reshape(batch, heads)
     off = torch.zeros_like(win)
     if compress_seq_offset is not None:
@@ -137,6 +143,7 @@ def read_runs(
 
 def _heads_of(name: str, x: Tensor, batch: int, seq_lens: Tensor) -> int:
     """H of an index tensor ``[B * H]`` or ``[B, H]``."""
+    expect_tensor(name, x)
     expect(name, x, "B H" if x.ndim == 2 else "B*H", dtype=seq_lens.dtype, device=seq_lens.device)
     fits = x.shape[0] == batch if x.ndim == 2 else (x.numel() % batch == 0 if batch else x.numel() == 0)
     if not fits:

@@ -245,7 +245,7 @@ def _scatter(cache: Tensor, slots: Tensor, x_THD: Tensor) -> None:
 
 def _as_rows(cache: Tensor) -> Tensor | None:
     """The view as ``[B * S, H, D/d, d]`` where blocks and slots have one stride: one index and not three."""
-    return None if slot_stride(cache) is None else cache.view(-1, *cache.shape[3:])
+    return None if slot_stride(cache) is None else cache.view(cache.shape[:3].numel(), *cache.shape[3:])
 
 
 def _place(cache: Tensor, slots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
