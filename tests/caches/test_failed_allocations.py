@@ -267,6 +267,18 @@ OTHERS: dict[str, Tensor] = {
 }
 
 
+def fail_to_store(layer: Layer, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step of so many tokens that finds no memory when they are stored."""
+
+    def refuse(*_: Any) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patch, pytest.raises(MemoryError):
+        patch.setattr(Tokens, "gather", refuse)
+        patch.setattr(Storage, "rows_of", lambda x, *_: None if x.has_codes else refuse())
+        layer.update(*[tokens(2, count).bfloat16()] * 2)
+
+
 @pytest.mark.parametrize("what", OTHERS)
 @pytest.mark.parametrize("kind", FIRST)
 def test_after_a_first_step_that_failed_a_layer_is_new(
@@ -275,17 +287,20 @@ def test_after_a_first_step_that_failed_a_layer_is_new(
     if (kind, what) == ("newest, second layer", "rows"):
         pytest.skip("the sequences have their rows")
     layer, new, other = FIRST[kind](), FIRST[kind](), OTHERS[what]
-
-    def refuse(*_: Any) -> None:
-        raise MemoryError
-
-    with monkeypatch.context() as patch, pytest.raises(MemoryError):
-        patch.setattr(Tokens, "gather", refuse)
-        patch.setattr(Storage, "rows_of", lambda x, *_: None if x.has_codes else refuse())
-        layer.update(*[tokens(2, 6).bfloat16()] * 2)
+    fail_to_store(layer, 6, monkeypatch)
     assert layer.nbytes == new.nbytes
     for x, y in zip(layer.update(other, other), new.update(other, other), strict=True):
         assert_same_bits(x, y, kind)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in FIRST if kind != "newest, second layer"])
+def test_a_long_first_step_that_failed_leaves_no_room(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose pages would be allocated with the next tokens, however few they are."""
+    layer, new = FIRST[kind](), FIRST[kind]()
+    fail_to_store(layer, 60, monkeypatch)
+    for each in (layer, new):
+        each.update(*[tokens(2, 6)] * 2)
+    assert layer.nbytes == new.nbytes
 
 
 def test_forks_that_share_storage_have_one_dtype() -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 from kvloom import ops
 from kvloom.caches import CacheFormat, FixedLayer, PagedLayer, PrefixCache, Sequences
 from kvloom.caches.recent import ROLLBACK, ring_slots
+from kvloom.caches.tokens import Tokens
 from kvloom.core.specs import QuantSpec
 from kvloom.errors import ConfigError
 from kvloom.ops.impl import cpu
@@ -261,6 +262,59 @@ def test_overwritten_tokens_are_read_as_codes(removed: int) -> None:
     program.remove([removed, removed - 10])
     for count in (1, 3, 30):
         program.append(count)
+
+
+def test_what_a_later_removal_leaves_is_still_exact() -> None:
+    """Positions of before a removal say nothing about what is written behind it."""
+    program = Program(1)
+    program.append(100)
+    program.remove([60])
+    program.append(30)
+    program.remove([1])
+    assert program.rows[0].known == 40
+    program.append(1)
+
+
+def layer_in(placement: str, recent: int) -> PagedLayer | FixedLayer:
+    if placement == "paged":
+        return layer_of(recent)
+    return FixedLayer(CacheFormat(quant=INT4, recent=recent, max_tokens=200))
+
+
+@pytest.mark.parametrize("placement", ["paged", "fixed"])
+def test_padding_in_front_shows_no_overwritten_tokens(placement: str) -> None:
+    layer, first = layer_in(placement, RECENT), torch.tensor([0, 45])
+    key, query = tokens(2, 100, 1), tokens(2, 1, 2, 4)
+    layer.append(key, -key)
+    layer.truncate(60)  # which leaves tokens from 52 on
+    new = tokens(2, 1, 3)
+    out = layer.append(new, -new).attend(query, first=first)
+    for b in range(2):
+        own = torch.cat((key[b, :, :60], new[b]), 1)
+        shown = (torch.arange(61) >= first[b]).unsqueeze(0)
+        want = mixed(query[b], own, -own, RECENT, 100 - ring_slots(RECENT), shown=shown)
+        torch.testing.assert_close(out[b], want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("placement", ["paged", "fixed"])
+def test_tokens_that_a_failed_step_overwrote_are_read_as_codes(
+    placement: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer = layer_in(placement, RECENT)
+    key, failed, query = tokens(1, 60, 1), tokens(1, 40, 2), tokens(1, 1, 3, 4)
+    layer.append(key, -key)
+
+    def refuse(*_: object) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patch, pytest.raises(MemoryError):
+        patch.setattr(Tokens, "gather", refuse)
+        layer.update(failed, -failed)
+    new = tokens(1, 1, 4)
+    out = layer.append(new, -new).attend(query)
+    own = torch.cat((key[0], new[0]), 1)
+    want = mixed(query[0], own, -own, RECENT, 100 - ring_slots(RECENT))
+    torch.testing.assert_close(out[0], want, rtol=1e-4, atol=1e-5)
 
 
 def test_prefix_that_was_adopted_is_read_as_codes() -> None:

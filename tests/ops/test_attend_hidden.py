@@ -7,6 +7,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from ops.attention import make_case
+from ops.cases import codes
+from ops.native import native
+from ops.pools import Kind
+from oracles.bits import FLOATS, assert_same_bits
 
 from kvloom import Batch, CacheIndex, CacheLayout, KVView, Scores, ops
 from kvloom.errors import ArgumentError
@@ -63,3 +68,23 @@ def test_softcap_must_be_positive_and_finite(softcap: float) -> None:
     query, kv = filled()
     with pytest.raises(ArgumentError, match="softcap must be positive and finite"):
         ops.attend(query, kv, BATCH, Scores(softcap=softcap))
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("kind", [codes(8, 16), codes(4, 64), codes(2, 16)], ids=str)
+@pytest.mark.parametrize("is_native", [False, True], ids=["rows", "native"])
+def test_a_query_that_is_not_finite_is_nan_over_codes(
+    is_native: bool, kind: Kind, dtype: torch.dtype, bad: float
+) -> None:
+    """Whatever kernels make of a query beforehand, and the other rows have their bits."""
+    case = make_case([4], [70], axes="B S H D", kind=kind, dtype=dtype, head_dim=64, page_size=16,
+                     block_size=16)  # fmt: skip
+    if is_native:
+        case = replace(case, kv=native(case))
+    whole = ops.attend(case.query, case.kv, case.batch())
+    case.query[2, 1, 37] = bad
+    out = ops.attend(case.query, case.kv, case.batch())
+    assert bool(out[2, 1].isnan().all())
+    out[2, 1] = whole[2, 1]
+    assert_same_bits(out, whole, "other rows")

@@ -321,6 +321,12 @@ def test_nothing_around_query_and_biases_shows(head_dim: int, kind: Kind, dtype:
     assert_same_bits(out, expected, "output")
 
 
+@pytest.mark.parametrize("window", [600, 1000, 1024])
+def test_a_window_may_end_and_begin_within_a_partial_result(window: int) -> None:
+    """Of 512 tokens each: 600 tokens that end at 1,100 have a share of three."""
+    assert_right(make_case([1, 2], [1100, 1530], page_size=16, block_size=16), Scores(window=window))
+
+
 @pytest.mark.parametrize("kind", [PLAIN, INT8], ids=str)
 def test_rows_of_a_token_table_may_begin_anywhere(kind: Kind) -> None:
     case = make_case([2, 1], [37, 5], kind=kind)

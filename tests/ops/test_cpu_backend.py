@@ -156,6 +156,20 @@ def test_casts_round_alike(dtype: torch.dtype, cache: torch.dtype) -> None:
     assert_same_bits(got, want, "cache", any_nan=dtype != cache)
 
 
+@pytest.mark.parametrize("cache", FLOATS[1:], ids=str)
+def test_casts_round_ties_to_even(cache: torch.dtype) -> None:
+    """What lies in the middle between a number of 16 bits and the next, of every one."""
+    assert cache.itemsize == 2
+    lower = torch.arange(-(1 << 15), (1 << 15) - 1).to(torch.int16)
+    x = sum(each.view(cache).double() for each in (lower, lower + 1)).div(2).float()
+    x = torch.nn.functional.pad(x, (0, 1)).view(64, 16, 64)
+    got, want = torch.zeros(2, 64, 1, 16, 64, dtype=cache)
+    for target, backend in ((got, "cpu"), (want, "reference")):
+        spec = KVSpec(1, 16, 64, cache, "B S H D")
+        ops.store(x, None, torch.arange(64), KVView.split(spec.axes, target, None), backend=backend)
+    assert_same_bits(got, want, "cache", any_nan=True)
+
+
 # --- places -------------------------------------------------------------------------------------------------
 
 

@@ -86,6 +86,16 @@ def test_a_fingerprint_of_other_layers_is_refused(tmp_path: Path) -> None:
     assert cache.below is None
 
 
+@pytest.mark.parametrize("rotated", [True, False])
+def test_a_fingerprint_of_another_rotation_is_refused(rotated: bool, tmp_path: Path) -> None:
+    cache = make(QuantSpec(8, 4, rotated=rotated))
+    own, other = ("both", "none") if rotated else ("none", "keys")
+    with pytest.raises(ArgumentError, match=rf"fingerprint must have rotation '{own}', got '{other}'"):
+        put_below(cache, f"file://{tmp_path}", whose(cache, rotation=other))
+    assert cache.below is None
+    put_below(cache, f"file://{tmp_path}", whose(cache, rotation=own))
+
+
 def test_a_pool_of_a_model_and_a_cache_share_a_store(tmp_path: Path) -> None:
     """What ``KVPool`` wrote a loop of one's own begins with."""
     model, tokens = make_model("kvloom"), text(12)

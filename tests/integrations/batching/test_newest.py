@@ -194,6 +194,22 @@ def test_a_prefix_that_is_found_is_read_as_codes_until_it_is_old() -> None:
         assert [ask(running, PROMPT).generated_tokens for _ in range(3)] == [cold, warm, warm]
 
 
+def test_a_fork_reads_a_prefix_that_was_found_as_its_parent_does() -> None:
+    model = make_model("kvloom")
+    continuous_batching(model, KV)
+    with session(model, {"max_new_tokens": 30, "do_sample": True, "top_k": 1}) as running:
+        cold, warm = (ask(running, PROMPT).generated_tokens for _ in range(2))
+    assert cold != warm
+    continuous_batching(model, KV)
+    generation = {"max_new_tokens": 30, "do_sample": True, "top_k": 1, "num_return_sequences": 3}
+    with session(model, generation) as running:
+        for expected in (cold, warm):
+            running.outputs.clear()
+            running.manager.add_request(PROMPT)
+            running.run()
+            assert [x.generated_tokens for x in running.outputs.values()] == [expected] * 3
+
+
 def test_memory_that_does_not_come_is_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_model("kvloom")
     expected = [alone(model, x, NEW, KVCache.for_model(model, KV)) for x in REQUESTS]
