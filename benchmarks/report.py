@@ -26,6 +26,7 @@ from plots import link, place
 from quality_sections import formats_section, quality_section
 from rounds import needs_compiled_backend
 from serving_sections import serving_http_section, serving_section
+from store_sections import slow_store_section, store_section
 from tables import cell, left_out, pivot, table
 from trace_sections import causes_section, events_section, knowledge_section, simulate_section
 
@@ -189,44 +190,6 @@ def prefix_section(result: dict[str, Any]) -> str:
     )
 
 
-def store_section(result: dict[str, Any]) -> str:
-    """A prefix in a store."""
-    rows = [
-        [
-            x["kind"],
-            f"{x['file_bytes'] / 1e6:.1f}",
-            f"{x['computed_ms']:.0f}",
-            f"{x['memory']:.1f}x",
-            f"{x['files']:.1f}x",
-            f"{x['verified']:.0%}",
-            f"{x['writing']:+.1%}",
-            f"{x['commit_ms']:.1f}",
-        ]
-        for x in result["rows"]
-    ]
-    reads = [
-        [
-            " x ".join(map(str, x["geometry"])),
-            f"{x['file_bytes'] / 1e6:.1f}",
-            f"{x['read_ms']:.1f}",
-            f"{x['verified']:.0%}",
-        ]
-        for x in result["reads"]
-    ]
-    head = ["", "MB", "computed, ms", "memory", "files", "verified", "writing", "commit, ms"]
-    return (
-        f"The first token behind a prompt of {result['tokens']:,} tokens of 4 layers of 8 heads of 64: "
-        "computed, and how many times sooner it comes where a pool has the prompt in memory, and where a new "
-        "one reads it from local files. *Verified*: the time of reading the files, by that of reading and "
-        "verifying them. *Writing*: what writing the prompt behind adds to the "
-        f"{result['steps']} decode steps after `commit`, which takes as long as the last column says. XXH3 "
-        f"reads {result['checksum_gb_per_s']:.1f} GB/s. Medians of {result['rounds']} rounds.\n\n"
-        + table(head, rows)
-        + "\n\nReads alone, of int8 pages of as many tokens in 8 MB files. *Read* keeps all that it reads, "
-        "as the store does.\n\n" + table(["layers x heads x head dim", "MB", "read, ms", "verified"], reads)
-    )
-
-
 def dispatch_section(result: dict[str, Any]) -> str:
     """What a call costs before a kernel runs."""
     rows = [
@@ -301,6 +264,7 @@ SECTIONS = {
     "serving": Section("Many requests at once", serving_section, OURS),
     "serving_http": Section("Many clients of a server", serving_http_section, OURS),
     "store": Section("A prefix from a store", store_section, (*OURS, "xxhash")),
+    "slow_store": Section("Stores that are slow or hold much", slow_store_section, (*OURS, "xxhash")),
     "simulate": Section("What caches find of traces", simulate_section, (), of_processor=False),
     "knowledge": Section("What knowing more would find", knowledge_section, (), of_processor=False),
     "causes": Section("Why pages are missed", causes_section, (), of_processor=False),

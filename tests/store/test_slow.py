@@ -123,7 +123,7 @@ def test_what_was_too_slow_is_measured_again(
 
 @pytest.mark.parametrize(
     ("per_token", "max_wait", "expected"),
-    [(None, None, None), (1.0, None, 5.0), (0.0, None, 0.02), (1.0, 3.0, 3.0)],
+    [(None, None, None), (1.0, None, 2.5), (0.0, None, 0.02), (1.0, 3.0, 3.0)],
 )
 def test_patience_is_a_part_of_computing(per_token: Any, max_wait: Any, expected: Any) -> None:
     left = Patience(per_token, 100, max_wait).left
@@ -132,11 +132,11 @@ def test_patience_is_a_part_of_computing(per_token: Any, max_wait: Any, expected
 
 def test_reading_may_take_what_it_took_of_late_and_no_longer_than_computing() -> None:
     patience = Patience(1.0, 100, None)
-    assert patience.wait(100, 40.0, is_known=True) == pytest.approx(60.0, abs=1)
+    assert patience.wait(100, 40.0, is_known=True) == pytest.approx(80.0, abs=1)
     assert patience.wait(100, 90.0, is_known=True) == pytest.approx(100.0, abs=1)
-    assert patience.wait(100, 40.0, is_known=False) == pytest.approx(5.0, abs=1)
-    assert patience.pays(100, 99.0)
-    assert not patience.pays(100, 101.0)
+    assert patience.wait(100, 40.0, is_known=False) == pytest.approx(2.5, abs=1)
+    assert patience.pays(100, 49.0)
+    assert not patience.pays(100, 51.0)
 
 
 def fill(backend: Slow, count: int, start: int = 0) -> list[list[int]]:

@@ -88,7 +88,7 @@ class Catalog:
         self._thread: threading.Thread | None = None
         self._num_waiting = 0
         self._is_closed = False
-        self._used = 0.0  # seconds that the thread has worked
+        self._began = self._used = 0.0  # the listing of now, monotonic; seconds that the thread has worked
 
     def watch(self, fingerprint: Fingerprint) -> None:
         """Begin to learn what there is of a fingerprint."""
@@ -222,7 +222,7 @@ class Catalog:
 
     def _want(self, folder: _Folder) -> None:
         """Have a folder listed; the caller holds the lock."""
-        if self._is_closed or folder in self._wanted:
+        if self._is_closed or folder in self._wanted or (self._now is folder and not folder.num_listed):
             return
         self._wanted.append(folder)
         if self._thread is None:
@@ -232,8 +232,10 @@ class Catalog:
 
     def _listed(self, folder: _Folder, wait: float | None) -> None:
         """Wait until a folder is listed once more; the caller holds the lock."""
-        if wait is not None and wait <= 0:
-            self._want(folder)
+        if wait is not None and (
+            wait <= 0 or (self._now is folder and time.monotonic() - self._began > wait)
+        ):
+            self._want(folder)  # one that has taken longer than the wait will hardly end within it
             return
         before = folder.num_listed
         if self._now is not folder:
@@ -252,7 +254,8 @@ class Catalog:
                     self._thread = None
                     return
                 folder = self._now = self._wanted.pop(0)
-            began, self._used = time.monotonic(), time.thread_time()
+                self._began = time.monotonic()
+            began, self._used = self._began, time.thread_time()
             try:
                 self._store.attempt("read", partial(self._list, folder), False)
             except CancelledError:

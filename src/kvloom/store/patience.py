@@ -4,12 +4,12 @@ import math
 import time
 from typing import Final
 
-_SHARE: Final = 0.05
+_SHARE: Final = 0.025
 """Of what computing takes, for which a store may let wait that gives nothing."""
 _UNNOTICED: Final = 0.02
 """Seconds that count as none."""
-_MARGIN: Final = 1.5
-"""By which reading may take longer than it did of late."""
+_MARGIN: Final = 2.0
+"""By which reading may take longer than it did of late, and must be quicker than computing."""
 
 
 class Patience:
@@ -36,7 +36,7 @@ class Patience:
 
     def pays(self, num_tokens: int, seconds: float) -> bool:
         """Whether to read tokens rather than to compute them, if that takes so long."""
-        return seconds < max(self._seconds_per_token * num_tokens, _UNNOTICED)
+        return _MARGIN * seconds < max(self._seconds_per_token * num_tokens, _UNNOTICED)
 
     def wait(self, num_tokens: int, seconds: float, is_known: bool) -> float | None:
         """Seconds to wait for tokens that are read; ``None`` for ever.

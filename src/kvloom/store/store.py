@@ -43,10 +43,10 @@ class KVStore:
         max_age: Seconds after which what is not used goes.
         keep_text: Whether token ids are written. Without them a run has digests of its text alone, and is
             found and checked by these.
-        read: ``"cheaper"`` reads a prefix if that takes less time than computing it, ``"always"`` always.
+        read: ``"cheaper"`` reads a prefix if that takes less than half of computing it, ``"always"`` always.
         timeout: Seconds after which one request to a remote store gives up.
         max_queued: Bytes that may wait to be written; what comes beyond them is not written.
-        max_wait: Seconds for which a lookup waits for stores. ``None``: a twentieth of what computing the
+        max_wait: Seconds for which a lookup waits for stores. ``None``: a fortieth of what computing the
             prefix takes, at least 20 ms; or up to that where reading is known to be quicker. With
             ``read="always"``, and where nobody says what computing takes, as long as it takes.
         mode: Permissions of files in a local folder: 0o600, 0o640, 0o660 or 0o644. Folders can be entered by
