@@ -116,7 +116,7 @@ def test_memory_that_does_not_come_is_a_limit(model: Any, expected: list[list[in
         running.run()
         report = running.manager.report()
     assert [running.outputs[name].generated_tokens for name in names] == expected
-    assert report.num_pages == report.max_pages and report.active == 0
+    assert report.num_pages < report.max_pages == 512 and report.active == 0
 
 
 def refuse(*_: Any) -> None:

@@ -16,6 +16,7 @@ from kvloom import ops
 from kvloom.caches import CacheFormat, Pages
 from kvloom.caches.storage import Storage
 from kvloom.errors import OutOfPages
+from kvloom.integrations.transformers.batching.growing import GrowingPages
 from kvloom.integrations.transformers.batching.held import Held, page_map_of, salt_of
 from kvloom.integrations.transformers.batching.newest import Newest, Span
 from kvloom.integrations.transformers.batching.prefixes import SessionPrefixes
@@ -27,9 +28,6 @@ from kvloom.paging import Growth, PageTable, PrefixTree, check
 
 KIND: Final = "full_attention"
 """What all layers are to the scheduler: those with a window keep all tokens too, and hide the old ones."""
-
-_FIRST: Final = 64
-"""Pages to begin with."""
 
 
 class _NoSectors:
@@ -87,6 +85,7 @@ class BatchCache:
         self.device, self.use_prefix_sharing, self.pool = device, share, _NoSectors()
         self.cache_allocators = {KIND: self}
         self.pages = Pages(replace(format, max_tokens=max_pages * size), policy=policy)
+        self.growing = GrowingPages(self.pages, max_pages)
         self.tree = PrefixTree(self.pages.pool, size)
         self.prefixes = SessionPrefixes(self.tree, watch)
         for layer in range(config.num_hidden_layers):
@@ -114,8 +113,7 @@ class BatchCache:
     @property
     def num_room(self) -> int:
         """Pages that requests can still take."""
-        pool = self.pages.pool
-        return self.max_pages - pool.num_pages + pool.num_free + pool.num_evictable
+        return self.growing.num_room
 
     # Pages of requests
 
@@ -157,7 +155,7 @@ class BatchCache:
                 return self._extend(held, past, past + request_len)
             missing = self.needs_new_blocks(state.request_id, past, request_len)
             if not dry_run:
-                self._grow(missing)
+                self.growing.grow(missing)
             if dry_run or missing > self.num_room:
                 return missing <= self.num_room
             held = Held.of(state, self._look_up(state), self.prefixes.state)
@@ -179,11 +177,11 @@ class BatchCache:
                 table.fill(new)
                 return True
             missing = Growth([table], [new]).num_pages
-            self._grow(missing)
+            self.growing.grow(missing)
             if missing > self.num_room:
                 return False
             self.pages.append([table], [new])
-        except OutOfPages:
+        except (MemoryError, torch.OutOfMemoryError):  # OutOfPages among them; nothing was taken
             return False
         held.first_slots = None
         return True
@@ -288,21 +286,6 @@ class BatchCache:
         table.adopt(found)
         return table
 
-    def _grow(self, num_pages: int) -> None:
-        """Allocate before anything that can be found is given up: by half, at least ``num_pages``."""
-        pool = self.pages.pool
-        have, short = pool.num_pages, num_pages - pool.num_free
-        more = min(self.max_pages - have, max(short, have // 2, _FIRST))
-        if short <= 0 or more <= 0:
-            return
-        try:
-            for storage in self.pages.storages.values():
-                storage.reserve(1, have + more)
-        except (MemoryError, RuntimeError):
-            self.max_pages = have  # what there is must do
-        else:
-            pool.grow(more)
-
     # What the scheduler counts
 
     def needs_new_blocks(self, request_id: str, past_length: int, query_length: int) -> int:
@@ -330,8 +313,8 @@ class BatchCache:
         return {KIND: filled} if filled and self.use_prefix_sharing else {}
 
     def compute_free_capacity(self, relative: bool = True) -> float:
-        """Pages that requests can still take, of all, or in bytes."""
-        return self.num_room / self.max_pages if relative else float(self.num_room * self.bytes_per_sector)
+        """Pages that requests can still take, as a share of those that there can be now, or in bytes."""
+        return self.growing.free_share if relative else float(self.num_room * self.bytes_per_sector)
 
     def evict_cached_blocks(self) -> bool:
         """False: whoever takes a page evicts one."""

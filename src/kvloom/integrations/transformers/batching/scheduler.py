@@ -53,11 +53,15 @@ class SharingScheduler(Scheduler):  # type: ignore[misc]
             self.cache.prefixes.refresh()
         if not self.active_requests:  # theirs waits for an end that a cancelled request never has
             self.block_new_requests = False
+        asked_for = None
         while True:
             made = super().schedule_batch(token_budget, sys.maxsize)
             if made[0] is not None or len(self.active_requests) > 1:
                 return made
             alone = [*self.active_requests.values(), *self.waiting_requests.values()][0]
+            if alone is not asked_for and self.cache.growing.ask_again():
+                asked_for = alone  # no request fails for memory that was refused to another
+                continue
             self.fail(OutOfPages(f"no memory for more tokens of request {alone.request_id}"), alone)
             self.finish_request(alone.request_id)
             if self.waiting_requests.pop(alone.request_id, None) is not None:
