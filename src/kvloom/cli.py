@@ -289,9 +289,9 @@ def _demo(args: argparse.Namespace) -> None:
     console.print("agree, KL (nats): next tokens where both are fed DynamicCache's")
 
 
-def _serve(args: argparse.Namespace) -> None:
-    with _options_named("kv|host|port|max_\\w+|drain_seconds|api_keys|allowed_origins"):
-        command.run(args, _load_folder)
+def _serve(args: argparse.Namespace) -> int:
+    with _options_named("kv|host|port|page_size|max_\\w+|drain_seconds|api_keys|allowed_origins"):
+        return command.run(args, _load_folder)
 
 
 def _load_folder(path: Path | None) -> tuple[Any, Any]:

@@ -23,6 +23,7 @@ NEEDS_PACKAGES = [
     "test_metrics.py",
     "test_origins.py",
     "test_process.py",
+    "test_restarts.py",
     "test_sampling.py",
 ]
 

@@ -65,7 +65,7 @@ class Events:
         self.num_dropped = self.request = self.num_requests = self.page_bytes = 0
         self.takers: list[int] = []
         self.scale = 1
-        self._page_size, self._capacity, self._clock = page_size, capacity, clock
+        self._page_size, self.capacity, self._clock = page_size, capacity, clock
         self._ring: deque[Event] = deque()
         self._began, self._date = clock(), time.time()
         self._kind, self._of, self._pages = "", 0, list[int]()  # what the next page may be added to
@@ -97,7 +97,7 @@ class Events:
     def note(self, kind: str, pages: list[int], **more: Any) -> None:
         """An event of its own."""
         ring = self._ring
-        if len(ring) == self._capacity:
+        if len(ring) == self.capacity:
             self.before.apply(ring.popleft())
             self.num_dropped += 1
         ring.append((self._clock() - self._began, kind, self.request, pages, more))

@@ -72,12 +72,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--drain-seconds", type=float, default=Settings.drain_seconds, metavar="S")
 
 
-def run(args: argparse.Namespace, load: Callable[[Path | None], tuple[Any, Any]]) -> None:
+def run(args: argparse.Namespace, load: Callable[[Path | None], tuple[Any, Any]]) -> int:
     """Serve until Ctrl-C or SIGTERM.
 
     Args:
         args: The options.
         load: Gives the model and the tokenizer of a folder, or the bundled ones.
+
+    Returns:
+        The exit status.
     """
     expect_installed()
     expect_kv("--kv", args.kv)
@@ -118,9 +121,10 @@ def run(args: argparse.Namespace, load: Callable[[Path | None], tuple[Any, Any]]
     session = Session(model, tokenizer, settings, config, kv=args.kv, policy=args.policy)
     if args.record is not None:
         session.manager.record()
-    server.run(session, (args.name or path.resolve().name, str(path)), settings)
+    status = server.run(session, (args.name or path.resolve().name, str(path)), settings)
     if args.record is not None:
         session.manager.save_events(args.record, tokenizer.decode if args.record_text else None)
+    return status
 
 
 def _read_template(path: Path | None) -> str | None:

@@ -23,10 +23,11 @@ from transformers.cli.serving.utils import (
 from kvloom.errors import ArgumentError
 from kvloom.integrations.transformers import summary_of
 from kvloom.serving import Refused
+from kvloom.serving.answers import Answers, Piece
 from kvloom.serving.guard import TENANT
 from kvloom.serving.messages import Chat
 from kvloom.serving.replies import EventStream, chat_logprobs, error_body, text_logprobs, usage
-from kvloom.serving.session import Answers, Piece, Session
+from kvloom.serving.session import Session
 from kvloom.serving.wanted import Wanted
 
 

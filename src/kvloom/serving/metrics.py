@@ -81,6 +81,11 @@ class _SessionCollector(Collector):
             ("kvloom_computed_tokens", "Tokens that went through the model.", report.tokens_computed),
             ("kvloom_steps", "Forwards of the model.", report.steps),
             ("kvloom_preemptions", "How often a request lost its pages to others.", report.preemptions),
+            (
+                "kvloom_session_restarts",
+                "How often the session died and began anew.",
+                self._session.num_restarts,
+            ),
             ("kvloom_finished_requests", "Requests that ended in any way.", report.finished),
         ):
             yield CounterMetricFamily(name, help, value)

@@ -150,8 +150,11 @@ def server_of(app: Any, settings: Settings) -> uvicorn.Server:
     return uvicorn.Server(config)
 
 
-def run(session: Session, names: tuple[str, ...], settings: Settings) -> None:
+def run(session: Session, names: tuple[str, ...], settings: Settings) -> int:
     """Serve until Ctrl-C or SIGTERM; answers that have begun are given for ``drain_seconds`` then.
+
+    Returns:
+        The exit status: 1 if the session ended by itself, and 0 else.
 
     Raises:
         OSError: the address is taken.
@@ -162,4 +165,18 @@ def run(session: Session, names: tuple[str, ...], settings: Settings) -> None:
         sys.stderr.flush()
         for number in (signal.SIGINT, signal.SIGTERM):  # uvicorn raises them again when it has drained
             signal.signal(number, lambda *_: None)
-        server_of(application(session, names, settings), settings).run(sockets=[listener])
+        server = server_of(application(session, names, settings), settings)
+
+        def end() -> None:
+            server.should_exit = True
+
+        session.on_failure = end
+        try:
+            server.run(sockets=[listener])
+        except SystemExit:  # uvicorn's, where the session cannot begin
+            if session.failure is None:
+                raise
+    if session.failure is None:
+        return 0
+    sys.stderr.write(f"kvloom: {session.failure}\n")
+    return 1

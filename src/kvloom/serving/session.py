@@ -1,46 +1,35 @@
 """The session behind a server: answers to requests, piece by piece, from one model."""
 
 import asyncio
-import random
-import time
-from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
+import logging
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
+import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig
 from transformers.generation.continuous_batching.continuous_api import OutputRouter
 
-from kvloom.errors import ArgumentError
-from kvloom.integrations.transformers import continuous_batching
+from kvloom.errors import ArgumentError, StateError
+from kvloom.integrations.transformers import continuous_batching, summary_of
+from kvloom.integrations.transformers.batching.manager import expect_known
 from kvloom.integrations.transformers.batching.report import BatchReport
-from kvloom.integrations.transformers.batching.sampling import CHOICE, Choice, LogProb, choose_by_request
+from kvloom.integrations.transformers.batching.sampling import choose_by_request
 from kvloom.integrations.transformers.build import text_config_of
 from kvloom.serving import Refused
+from kvloom.serving.answers import Answers
 from kvloom.serving.settings import Settings
-from kvloom.serving.text import TextStream
 from kvloom.serving.wanted import Wanted
+
+_LOG: Final = logging.getLogger("kvloom")
+
+_LOOK_SECONDS: Final = 0.1
+"""Between two looks at whether the session lives."""
+
+_MOST_DEATHS: Final = 3
+"""After so many without a new token between them it does not begin again."""
 
 _USUAL_TOKENS: Final = 1024
 """New tokens where a request does not say how many."""
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """What came of one answer since its last piece.
-
-    Attributes:
-        index: Of the answer, from 0.
-        text: Certain text.
-        tokens: New tokens.
-        logprobs: Theirs, if they were asked for.
-        finish_reason: ``"stop"`` or ``"length"`` in the last piece of an answer.
-    """
-
-    index: int
-    text: str
-    tokens: tuple[int, ...]
-    logprobs: tuple[LogProb, ...]
-    finish_reason: str | None
 
 
 class Session:
@@ -85,7 +74,15 @@ class Session:
         self.readers: dict[str, Answers] = {}
         self.num_new = 0
         """New tokens of all answers."""
+        self.num_restarts = 0
+        """How often the session died and began anew."""
+        self.failure: str | None = None
+        """Why it has ended for good."""
+        self.on_failure: Callable[[], None] = lambda: None
+        """Called in the event loop when it has."""
         self._room = 0
+        self._num_deaths = 0  # since the last new token
+        self._supervisor: asyncio.Task[None] | None = None
 
     @property
     def alive(self) -> bool:
@@ -98,32 +95,87 @@ class Session:
         return report
 
     async def start(self) -> None:
-        """Begin, in the event loop that is to read the answers."""
+        """Begin, in the event loop that is to read the answers.
+
+        Raises:
+            StateError: it ended at once.
+        """
         self.manager.output_router = _Router(self, asyncio.get_running_loop())
+        await self._begin()
+        if not self.alive:
+            self.failure = f"the session could not begin: {self._why_it_died()}"
+            raise StateError(self.failure)
+        self._supervisor = asyncio.create_task(self._supervise())
+
+    async def stop(self) -> None:
+        """Give up what is running, and end."""
+        if self._supervisor is not None:
+            self._supervisor.cancel()
+            await asyncio.wait({self._supervisor})
+        for answers in set(self.readers.values()):
+            answers.close()
+        await asyncio.to_thread(self.manager.stop, hard_stop=True)
+
+    async def _begin(self) -> None:
         self.manager.start()
-        while not self.report().max_pages and self.alive:  # the pages are made by its thread
+        while self.manager.batch_processor is None and self.alive:  # the pages are made by its thread
             await asyncio.sleep(0.005)
         report = self.report()
         longest = getattr(text_config_of(self.model), "max_position_embeddings", None)
         self._room = report.max_pages * report.page_size
         self._room = min(self._room, longest or self._room)
 
-    async def stop(self) -> None:
-        """Give up what is running, and end."""
-        for answers in set(self.readers.values()):
-            answers.close()
+    async def _supervise(self) -> None:
+        """Let the session begin again, with new pages, when it has died; end it if that does not help."""
+        try:
+            while True:
+                await asyncio.sleep(_LOOK_SECONDS)
+                if self.alive:
+                    continue
+                reason = self._why_it_died()
+                for answers in set(self.readers.values()):
+                    answers.fail(f"the session failed: {reason}")
+                self._num_deaths += 1
+                if self._num_deaths == _MOST_DEATHS:
+                    return self._end(f"{reason}, {_MOST_DEATHS} times without a new token between")
+                _LOG.error("the session died and begins again with new pages: %s", reason)
+                await self._begin_again()
+        except Exception as error:
+            self._end(summary_of(error))
+
+    def _end(self, reason: str) -> None:
+        self.failure = f"the session ended: {reason}"
+        self.on_failure()
+
+    async def _begin_again(self) -> None:
+        recorded = self.manager.events
         await asyncio.to_thread(self.manager.stop, hard_stop=True)
+        await asyncio.to_thread(_expect_device, self.model.device)
+        self.manager.switch_to_cb_friendly_attn(self.model)
+        self.num_restarts += 1
+        await self._begin()
+        if recorded is not None:
+            self.manager.record(recorded.capacity)
+
+    def _why_it_died(self) -> str:
+        error = self.manager.background_thread_status.fatal_error
+        return "its thread ended" if error is None else summary_of(error)
+
+    def note_new_tokens(self, count: int) -> None:
+        """Count what was read: it lives."""
+        self.num_new += count
+        self._num_deaths = 0
 
     def expect_place(self, count: int) -> None:
         """Raise Refused unless ``count`` answers more may begin."""
         if not self.alive:
-            raise Refused(503, "the session has ended")
+            raise Refused(503, "the session begins again, try again later")
         if len(self.readers) + count > self.settings.max_answers:
             raise Refused(429, f"{len(self.readers)} answers are being computed, try again later")
 
     def ask(
         self, name: str, tokens: Sequence[int], wanted: Wanted, salt: str, keep_special: bool = False
-    ) -> "Answers":
+    ) -> Answers:
         """Begin the answers to a prompt; whoever asks reads ``pieces`` or calls ``close``.
 
         Args:
@@ -140,6 +192,7 @@ class Session:
         self.expect_place(wanted.count)
         if not tokens:
             raise ArgumentError("the prompt must be at least one token, got none")
+        expect_known("the prompt", tokens, self.model)
         room = self._room - len(tokens)
         if room < 1:
             raise ArgumentError(f"the prompt must be at most {self._room - 1} tokens, got {len(tokens)}")
@@ -154,6 +207,11 @@ class Session:
                 f"got {len(tokens)} and {count}"
             )
         return Answers(self, name, tokens, wanted, count, salt, keep_special)
+
+
+def _expect_device(device: torch.device) -> None:
+    """Raise what a device raises that computes nothing any more."""
+    torch.zeros(1, device=device).add_(1).item()
 
 
 class _Router(OutputRouter):  # type: ignore[misc]
@@ -179,131 +237,3 @@ class _Router(OutputRouter):  # type: ignore[misc]
                 reader.take(output)
             elif not output.is_finished():  # cancelled before the session had heard of it
                 self._session.manager.cancel_request(output.request_id)
-
-
-class Answers:
-    """The answers to one prompt.
-
-    Args:
-        session: Whose.
-        name: By which the first answer is known.
-        tokens: Of the prompt.
-        wanted: What was asked for.
-        max_tokens: New tokens of each.
-        salt: Only requests of one salt share pages.
-        keep_special: Whether special tokens are text.
-    """
-
-    def __init__(
-        self,
-        session: Session,
-        name: str,
-        tokens: Sequence[int],
-        wanted: Wanted,
-        max_tokens: int,
-        salt: str,
-        keep_special: bool,
-    ) -> None:
-        self._session, self._max_tokens = session, max_tokens
-        self._began, self._first = time.monotonic(), True
-        self._latest: dict[str, Any] = {}
-        self._changed = asyncio.Event()
-        self.num_asked, self.num_new = len(tokens), 0
-        self._answers: dict[str, _Answer] = {}
-        seed = random.getrandbits(63) if wanted.seed is None else wanted.seed
-        for index in range(wanted.count):
-            choice = Choice(wanted.temperature, wanted.top_p, wanted.top_k, seed + index, wanted.logprobs)
-            text = TextStream(session.tokenizer, wanted.stop, not keep_special)
-            request_id = f"{name}-{index}" if index else name
-            self._answers[request_id] = _Answer(index, choice, text)
-            session.readers[request_id] = self
-        try:
-            for request_id, answer in self._answers.items():
-                added = session.manager.add_request(
-                    list(tokens),
-                    request_id=request_id,
-                    max_new_tokens=max_tokens,
-                    streaming=True,
-                    cache_salt=salt,
-                    **{CHOICE: answer.choice},
-                )
-                if added is None:
-                    raise Refused(503, "the session has ended")
-        except BaseException:
-            self.close()
-            raise
-
-    @property
-    def num_found(self) -> int:
-        """Tokens of the prompt whose pages were found by the first answer."""
-        return next(iter(self._answers.values())).choice.num_found or 0
-
-    def take(self, output: Any) -> None:
-        """An output that replaces the one before it."""
-        self._latest[output.request_id] = output
-        self._changed.set()
-
-    async def pieces(self) -> AsyncIterator[Piece]:
-        """What comes of all answers, until all have ended; whatever ends it ends them.
-
-        Raises:
-            Refused: a request failed, or takes too long.
-        """
-        session = self._session
-        try:
-            while any(answer.finish_reason is None for answer in self._answers.values()):
-                left = self._began + session.settings.max_seconds - time.monotonic()
-                try:
-                    await asyncio.wait_for(self._changed.wait(), left)
-                except asyncio.TimeoutError as error:
-                    raise Refused(408, "the answer took too long") from error
-                self._changed.clear()
-                latest, self._latest = self._latest, {}
-                for name, output in latest.items():
-                    if output.error is not None:
-                        raise Refused(503, f"the session failed: {output.error}")
-                    if self._first:
-                        self._first = False
-                        session.on_first_token(time.monotonic() - self._began)
-                    answer = self._answers[name]
-                    if answer.finish_reason is None:
-                        piece = answer.read(output, session.end_tokens)
-                        self.num_new += len(piece.tokens)
-                        session.num_new += len(piece.tokens)
-                        if piece.finish_reason is not None:
-                            self._leave(name, ended=output.is_finished())
-                        yield piece
-        finally:
-            self.close()
-
-    def close(self) -> None:
-        """Give up whatever has not ended; its pages are free before the next step."""
-        for name in self._answers:
-            self._leave(name, ended=False)
-
-    def _leave(self, name: str, ended: bool) -> None:
-        if self._session.readers.pop(name, None) is not None and not ended:
-            self._session.manager.cancel_request(name)
-
-
-class _Answer:
-    """One answer while it comes."""
-
-    def __init__(self, index: int, choice: Choice, text: TextStream) -> None:
-        self.choice = choice
-        self.finish_reason: str | None = None
-        self._index, self._text, self._num_read = index, text, 0
-
-    def read(self, output: Any, end_tokens: frozenset[int]) -> Piece:
-        """What is new in an output."""
-        start, tokens = self._num_read, output.generated_tokens
-        self._num_read = len(tokens)
-        text = self._text.feed(tokens[start:])
-        if output.is_finished():
-            text += self._text.end(tokens)
-        if self._text.stopped or (output.is_finished() and tokens[-1] in end_tokens):
-            self.finish_reason = "stop"
-        elif output.is_finished():
-            self.finish_reason = "length"
-        logprobs = tuple(self.choice.logprobs[start : self._num_read])
-        return Piece(self._index, text, tuple(tokens[start:]), logprobs, self.finish_reason)

@@ -132,12 +132,13 @@ class BatchingManager(Recorder, ContinuousBatchingManager):  # type: ignore[misc
             kwargs: As theirs.
 
         Raises:
-            ArgumentError: there are no ``input_ids``, or one alone where ``num_return_sequences`` is above 1;
-                or the salt is no string.
+            ArgumentError: there are no ``input_ids``, one alone where ``num_return_sequences`` is above 1, or
+                one that the model's embedding has no row for; or the salt is no string.
         """
         least = 2 if self.num_return_sequences > 1 else 1
         if len(input_ids) < least:
             raise ArgumentError(f"input_ids must be at least {least} tokens, got {len(input_ids)}")
+        expect_known("input_ids", input_ids, self.model)
         if not isinstance(cache_salt, str):
             raise ArgumentError(f"cache_salt must be a string, got {cache_salt!r}")
         if cache_salt:
@@ -284,6 +285,18 @@ class BatchingManager(Recorder, ContinuousBatchingManager):  # type: ignore[misc
                 config.max_requests_per_batch = count
                 return size
             count //= 2
+
+
+def expect_known(name: str, tokens: Sequence[int], model: Any) -> None:
+    """Raise ArgumentError, naming the tokens ``name``, for one that the model's embedding has no row for."""
+    embedding = model.get_input_embeddings()
+    num_rows = getattr(embedding, "weight", embedding).shape[0]
+    for token in {min(tokens), max(tokens)}:
+        if not 0 <= token < num_rows:
+            raise ArgumentError(
+                f"{name} must be token ids from 0 to {num_rows - 1}, as the model's embedding has {num_rows} "
+                f"rows, got {token}"
+            )
 
 
 def _expect_config(config: Any) -> None:

@@ -1,0 +1,171 @@
+"""The answers to one prompt, read piece by piece from a session."""
+
+import asyncio
+import random
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from kvloom.integrations.transformers.batching.sampling import CHOICE, Choice, LogProb
+from kvloom.serving import Refused
+from kvloom.serving.text import TextStream
+from kvloom.serving.wanted import Wanted
+
+if TYPE_CHECKING:
+    from kvloom.serving.session import Session
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What came of one answer since its last piece.
+
+    Attributes:
+        index: Of the answer, from 0.
+        text: Certain text.
+        tokens: New tokens.
+        logprobs: Theirs, if they were asked for.
+        finish_reason: ``"stop"`` or ``"length"`` in the last piece of an answer.
+    """
+
+    index: int
+    text: str
+    tokens: tuple[int, ...]
+    logprobs: tuple[LogProb, ...]
+    finish_reason: str | None
+
+
+class Answers:
+    """The answers to one prompt.
+
+    Args:
+        session: Whose.
+        name: By which the first answer is known.
+        tokens: Of the prompt.
+        wanted: What was asked for.
+        max_tokens: New tokens of each.
+        salt: Only requests of one salt share pages.
+        keep_special: Whether special tokens are text.
+    """
+
+    def __init__(
+        self,
+        session: "Session",
+        name: str,
+        tokens: Sequence[int],
+        wanted: Wanted,
+        max_tokens: int,
+        salt: str,
+        keep_special: bool,
+    ) -> None:
+        self._session, self._max_tokens = session, max_tokens
+        self._began, self._first = time.monotonic(), True
+        self._latest: dict[str, Any] = {}
+        self._failure: str | None = None
+        self._changed = asyncio.Event()
+        self.num_asked, self.num_new = len(tokens), 0
+        self._answers: dict[str, _Answer] = {}
+        seed = random.getrandbits(63) if wanted.seed is None else wanted.seed
+        for index in range(wanted.count):
+            choice = Choice(wanted.temperature, wanted.top_p, wanted.top_k, seed + index, wanted.logprobs)
+            text = TextStream(session.tokenizer, wanted.stop, not keep_special)
+            request_id = f"{name}-{index}" if index else name
+            self._answers[request_id] = _Answer(index, choice, text)
+            session.readers[request_id] = self
+        try:
+            for request_id, answer in self._answers.items():
+                added = session.manager.add_request(
+                    list(tokens),
+                    request_id=request_id,
+                    max_new_tokens=max_tokens,
+                    streaming=True,
+                    cache_salt=salt,
+                    **{CHOICE: answer.choice},
+                )
+                if added is None:
+                    raise Refused(503, "the session begins again, try again later")
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def num_found(self) -> int:
+        """Tokens of the prompt whose pages were found by the first answer."""
+        return next(iter(self._answers.values())).choice.num_found or 0
+
+    def take(self, output: Any) -> None:
+        """An output that replaces the one before it."""
+        self._latest[output.request_id] = output
+        self._changed.set()
+
+    def fail(self, message: str) -> None:
+        """Whoever reads ``pieces`` is refused with a 503."""
+        self._failure = message
+        self._changed.set()
+
+    async def pieces(self) -> AsyncIterator[Piece]:
+        """What comes of all answers, until all have ended; whatever ends it ends them.
+
+        Raises:
+            Refused: a request failed, or takes too long.
+        """
+        session = self._session
+        try:
+            while any(answer.finish_reason is None for answer in self._answers.values()):
+                left = self._began + session.settings.max_seconds - time.monotonic()
+                try:
+                    await asyncio.wait_for(self._changed.wait(), left)
+                except asyncio.TimeoutError as error:
+                    raise Refused(408, "the answer took too long") from error
+                self._changed.clear()
+                if self._failure is not None:
+                    raise Refused(503, self._failure)
+                latest, self._latest = self._latest, {}
+                for name, output in latest.items():
+                    if output.error is not None:
+                        raise Refused(503, f"the session failed: {output.error}")
+                    if self._first:
+                        self._first = False
+                        session.on_first_token(time.monotonic() - self._began)
+                    answer = self._answers[name]
+                    if answer.finish_reason is None:
+                        piece = answer.read(output, session.end_tokens)
+                        self.num_new += len(piece.tokens)
+                        session.note_new_tokens(len(piece.tokens))
+                        if piece.finish_reason is not None:
+                            self._leave(name, ended=output.is_finished())
+                        yield piece
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Give up whatever has not ended; its pages are free before the next step."""
+        for name in self._answers:
+            self._leave(name, ended=False)
+
+    def _leave(self, name: str, ended: bool) -> None:
+        if self._session.readers.pop(name, None) is not None and not ended:
+            self._session.manager.cancel_request(name)
+
+
+class _Answer:
+    """One answer while it comes."""
+
+    def __init__(self, index: int, choice: Choice, text: TextStream) -> None:
+        self.choice = choice
+        self.finish_reason: str | None = None
+        self._index, self._text, self._num_read = index, text, 0
+
+    def read(self, output: Any, end_tokens: frozenset[int]) -> Piece:
+        """What is new in an output."""
+        start, tokens = self._num_read, output.generated_tokens
+        self._num_read = len(tokens)
+        text = self._text.feed(tokens[start:])
+        if output.is_finished():
+            text += self._text.end(tokens)
+        if self._text.stopped or (output.is_finished() and tokens[-1] in end_tokens):
+            self.finish_reason = "stop"
+        elif output.is_finished():
+            self.finish_reason = "length"
+        logprobs = tuple(self.choice.logprobs[start : self._num_read])
+        return Piece(self._index, text, tuple(tokens[start:]), logprobs, self.finish_reason)
