@@ -19,6 +19,7 @@ NEEDS_PACKAGES = [
     "test_guard.py",
     "test_hostile.py",
     "test_log.py",
+    "test_logprobs.py",
     "test_messages.py",
     "test_metrics.py",
     "test_origins.py",

@@ -23,7 +23,8 @@ class Piece:
     Attributes:
         index: Of the answer, from 0.
         text: Certain text.
-        tokens: New tokens.
+        tokens: New tokens, up to the one that completes a stop.
+        offsets: Characters of the answer before each of them.
         logprobs: Theirs, if they were asked for.
         finish_reason: ``"stop"`` or ``"length"`` in the last piece of an answer.
     """
@@ -31,6 +32,7 @@ class Piece:
     index: int
     text: str
     tokens: tuple[int, ...]
+    offsets: tuple[int, ...]
     logprobs: tuple[LogProb, ...]
     finish_reason: str | None
 
@@ -159,7 +161,6 @@ class _Answer:
     def read(self, output: Any, end_tokens: frozenset[int]) -> Piece:
         """What is new in an output."""
         start, tokens = self._num_read, output.generated_tokens
-        self._num_read = len(tokens)
         text = self._text.feed(tokens[start:])
         if output.is_finished():
             text += self._text.end(tokens)
@@ -167,5 +168,8 @@ class _Answer:
             self.finish_reason = "stop"
         elif output.is_finished():
             self.finish_reason = "length"
-        logprobs = tuple(self.choice.logprobs[start : self._num_read])
-        return Piece(self._index, text, tuple(tokens[start:]), logprobs, self.finish_reason)
+        offsets = self._text.offsets
+        new = slice(start, len(offsets))
+        self._num_read = len(offsets)
+        logprobs = tuple(self.choice.logprobs[new])
+        return Piece(self._index, text, tuple(tokens[new]), tuple(offsets[new]), logprobs, self.finish_reason)

@@ -138,8 +138,8 @@ class _Shape:
         self._kind, self._parser = kind, parser
         self._content, self._reasoning, self._calls = "", "", list[dict[str, Any]]()
         self._tokens: list[int] = []
+        self._offsets: list[int] = []
         self._logprobs: list[Any] = []
-        self._num_shown = 0
         self._finish: str | None = None
         self._pending = [] if parser is None else response_events_to_chunks(parser.initial_events)
 
@@ -148,6 +148,7 @@ class _Shape:
         if piece.finish_reason is not None:
             self._finish = piece.finish_reason
         self._tokens += piece.tokens
+        self._offsets += piece.offsets
         self._logprobs += piece.logprobs
         items: list[Any] = [piece.text] if piece.text else []
         if self._parser is not None:
@@ -181,7 +182,7 @@ class _Shape:
         """The choice of an answer that has ended."""
         choice: dict[str, Any] = {"index": index, "finish_reason": self._reason(), "logprobs": None}
         if wanted.logprobs is not None:
-            choice["logprobs"] = self._as_logprobs(tokenizer, self._tokens, self._logprobs, 0)
+            choice["logprobs"] = self._as_logprobs(tokenizer, self._tokens, self._logprobs, self._offsets)
         if self._kind == "text":
             return {**choice, "text": self._content}
         message: dict[str, Any] = {"role": "assistant", "content": self._content}
@@ -193,7 +194,6 @@ class _Shape:
 
     def events(self, piece: Piece, tokenizer: Any, wanted: Wanted) -> list[dict[str, Any]]:
         """Choices of the chunks for a piece."""
-        shown = len(self._content)
         deltas = self.add(piece)
         empty: dict[str, Any] = {} if self._kind == "chat" else {"content": ""}
         if piece.finish_reason is not None or (wanted.logprobs is not None and not deltas):
@@ -204,7 +204,7 @@ class _Shape:
             for delta in deltas
         ]
         if choices and wanted.logprobs is not None:
-            choices[0]["logprobs"] = self._as_logprobs(tokenizer, piece.tokens, piece.logprobs, shown)
+            choices[0]["logprobs"] = self._as_logprobs(tokenizer, piece.tokens, piece.logprobs, piece.offsets)
         if piece.finish_reason is not None:
             choices[-1]["finish_reason"] = self._reason()
         return choices
@@ -212,10 +212,10 @@ class _Shape:
     def _reason(self) -> str | None:
         return "tool_calls" if self._calls else self._finish
 
-    def _as_logprobs(self, tokenizer: Any, tokens: Any, logprobs: Any, shown: int) -> dict[str, Any]:
+    def _as_logprobs(self, tokenizer: Any, tokens: Any, logprobs: Any, offsets: Any) -> dict[str, Any]:
         if self._kind == "chat":
             return chat_logprobs(tokenizer, tokens, logprobs)
-        return text_logprobs(tokenizer, tokens, logprobs, shown)
+        return text_logprobs(tokenizer, tokens, logprobs, offsets)
 
 
 def _read(body: bytes) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from typing import Any
 from starlette.responses import JSONResponse
 
 from kvloom.integrations.transformers.batching.sampling import LogProb
+from kvloom.serving.text import bytes_of, text_of
 
 _KINDS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
@@ -62,8 +63,11 @@ def chat_logprobs(tokenizer: Any, tokens: Sequence[int], logprobs: Sequence[LogP
     """``logprobs`` of a choice of a chat."""
 
     def entry(token: int, logprob: float) -> dict[str, Any]:
-        text = tokenizer.decode([token])
-        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+        return {
+            "token": tokenizer.decode([token]),
+            "logprob": logprob,
+            "bytes": list(bytes_of(tokenizer, token)),
+        }
 
     return {
         "content": [
@@ -77,16 +81,15 @@ def chat_logprobs(tokenizer: Any, tokens: Sequence[int], logprobs: Sequence[LogP
 
 
 def text_logprobs(
-    tokenizer: Any, tokens: Sequence[int], logprobs: Sequence[LogProb], offset: int
+    tokenizer: Any, tokens: Sequence[int], logprobs: Sequence[LogProb], offsets: Sequence[int]
 ) -> dict[str, Any]:
-    """``logprobs`` of a choice of a completion, whose tokens begin ``offset`` characters into its text."""
-    texts = [tokenizer.decode([token]) for token in tokens]
+    """``logprobs`` of a choice of a completion, with ``offsets[i]`` characters of it before ``tokens[i]``."""
     return {
-        "tokens": texts,
+        "tokens": [text_of(tokenizer, token) for token in tokens],
         "token_logprobs": [x.chosen for x in logprobs],
         "top_logprobs": [
-            {tokenizer.decode([token]): value for token, value in zip(x.tokens, x.logprobs, strict=True)}
+            {text_of(tokenizer, token): value for token, value in zip(x.tokens, x.logprobs, strict=True)}
             for x in logprobs
         ],
-        "text_offset": [offset + sum(map(len, texts[:i])) for i in range(len(texts))],
+        "text_offset": list(offsets),
     }

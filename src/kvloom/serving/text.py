@@ -1,9 +1,14 @@
-"""Tokens to text as they come, up to a text that ends the answer."""
+"""Tokens to text as they come, up to a text that ends the answer; the text and the bytes of one token."""
 
+import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 from tokenizers.decoders import DecodeStream
+from tokenizers.pre_tokenizers import ByteLevel
+
+_UNKNOWN: Final = "\ufffd"
+"""What bytes decode to that are no character."""
 
 
 class TextStream:
@@ -22,15 +27,21 @@ class TextStream:
         self._num_given = 0
         self.stopped = False
         """Whether a stop was found; nothing comes after it."""
+        self.offsets: list[int] = []
+        """Characters of the text, a stop included, before each token that was read."""
 
     def feed(self, tokens: Sequence[int]) -> str:
-        """The text that is certain now, after some more tokens."""
-        start = len(self._decoded)
+        """The text that is certain now, after some more tokens; none is read behind a stop."""
+        given = ""
         for token in tokens:
+            if self.stopped:
+                break
+            start = len(self._decoded)
+            self.offsets.append(start)
             self._decoded += self._decode.step(self._tokenizer.backend_tokenizer, token) or ""
-        if len(self._decoded) == start:
-            return ""
-        return self._give(start, hold=True)
+            if len(self._decoded) > start:
+                given += self._give(start, hold=True)
+        return given
 
     def end(self, tokens: Sequence[int]) -> str:
         """The rest, where no more tokens come; ``tokens`` are all of them."""
@@ -58,3 +69,34 @@ class TextStream:
 def _overlap(text: str, stop: str) -> int:
     """Characters at the end of ``text`` with which ``stop`` begins."""
     return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
+
+
+def bytes_of(tokenizer: Any, token: int) -> bytes:
+    """The bytes of a token, which may be a part of a character."""
+    text: str = tokenizer.decode([token])
+    if _UNKNOWN in text:
+        name = tokenizer.convert_ids_to_tokens(token)
+        if re.fullmatch("<0x[0-9A-F]{2}>", name):
+            return bytes.fromhex(name[3:5])
+        if all(x in _BYTES for x in name):
+            return bytes(_BYTES[x] for x in name)
+    return text.encode()
+
+
+def text_of(tokenizer: Any, token: int) -> str:
+    r"""The text of a token, or ``bytes:\xe2\x82`` of a part of a character."""
+    given = bytes_of(tokenizer, token)
+    try:
+        return given.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{x:02x}" for x in given)
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """The byte of each letter of byte-level vocabularies: printable ones are themselves, others in order."""
+    letters = sorted(ByteLevel.alphabet())
+    others = iter(sorted({*range(256)} - {*map(ord, letters)}))
+    return {x: ord(x) if ord(x) < 256 else next(others) for x in letters}
+
+
+_BYTES: Final = _byte_alphabet()
