@@ -24,6 +24,7 @@ NEEDS_PACKAGES = [
     "test_metrics.py",
     "test_origins.py",
     "test_process.py",
+    "test_prompts.py",
     "test_restarts.py",
     "test_sampling.py",
 ]

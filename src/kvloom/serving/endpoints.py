@@ -3,13 +3,13 @@
 Chat templates, and what reads tool calls and reasoning from answers, are transformers' own.
 """
 
-import asyncio
 import json
+import re
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
-from typing import Any
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing, closing
+from typing import Any, Final
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse
@@ -26,9 +26,16 @@ from kvloom.serving import Refused
 from kvloom.serving.answers import Answers, Piece
 from kvloom.serving.guard import TENANT
 from kvloom.serving.messages import Chat
+from kvloom.serving.prompts import expect_room
 from kvloom.serving.replies import EventStream, chat_logprobs, error_body, text_logprobs, usage
-from kvloom.serving.session import Session
+from kvloom.serving.session import Place, Session
 from kvloom.serving.wanted import Wanted
+
+_USUAL_TOKENS: Final[Mapping[str, int | None]] = {"chat": None, "text": 16}
+"""New tokens where a request does not say how many, as of OpenAI's: as many as there may be in a chat."""
+
+_HALF_PAIR: Final = re.compile(rb"\\u[dD][89a-fA-F]")
+"""What a text may have that cannot be encoded."""
 
 
 class Endpoint:
@@ -45,16 +52,31 @@ class Endpoint:
 
     async def answer(self, request: Request) -> Any:
         """Answer one request; raises KVError for what it asks wrongly."""
-        body = _read(await request.body())
-        wanted = Wanted.of(body, self._kind, self._session.model.generation_config)
-        if body.get("model") not in (None, *self._names):
-            raise Refused(404, f"model must be {self._names[0]!r}, got {str(body['model'])[:100]!r}")
-        self._session.expect_place(wanted.count)
-        tokens, parser = await asyncio.to_thread(self._prompt, body)  # seconds, if it is as long as it may be
-        salt = json.dumps([request.scope.get(TENANT, ""), wanted.salt])
-        shapes = [_Shape(self._kind, parser and parser()) for _ in range(wanted.count)]
-        name = f"{'chatcmpl' if self._kind == 'chat' else 'cmpl'}-{uuid.uuid4().hex}"
-        answers = self._session.ask(name, tokens, wanted, salt, keep_special=parser is not None)
+        session, data = self._session, await request.body()
+        if len(data) > session.max_body_bytes:
+            raise Refused(
+                413,
+                f"the body must be at most {session.max_body_bytes} bytes, as the prompt must be at most "
+                f"{session.room - 1} tokens, got {len(data)}",
+            )
+        with closing(Place(session)) as place:
+            body = await session.prompts.read(len(data), _read, data)
+            wanted = Wanted.of(body, self._kind, session.model.generation_config)
+            if body.get("model") not in (None, *self._names):
+                raise Refused(404, f"model must be {self._names[0]!r}, got {str(body['model'])[:100]!r}")
+            place.widen(wanted.count)
+            tokens, parsers = await session.prompts.read(len(data), self._prompt, body, wanted.count)
+            salt = json.dumps([request.scope.get(TENANT, ""), wanted.salt])
+            name = f"{'chatcmpl' if self._kind == 'chat' else 'cmpl'}-{uuid.uuid4().hex}"
+            answers = session.ask(
+                name,
+                tokens,
+                wanted,
+                salt,
+                keep_special=parsers[0] is not None,
+                usual_tokens=_USUAL_TOKENS[self._kind],
+            )
+        shapes = [_Shape(self._kind, parser) for parser in parsers]
         head = {
             "id": name,
             "created": int(time.time()),
@@ -64,11 +86,12 @@ class Endpoint:
             return EventStream(self._events(head, answers, wanted, shapes), answers.close)
         return JSONResponse(await self._whole(head, answers, wanted, shapes))
 
-    def _prompt(self, body: dict[str, Any]) -> tuple[list[int], Callable[[], Any] | None]:
-        """Tokens of the prompt, and what makes a parser of an answer, if the model has tools or reasoning."""
-        tokenizer = self._session.tokenizer
+    def _prompt(self, body: dict[str, Any], count: int) -> tuple[list[int], list[Any]]:
+        """Tokens of the prompt, and a parser of each answer, ``None`` without tools and reasoning."""
+        session = self._session
+        tokenizer, model = session.tokenizer, session.model
         if self._kind == "text":
-            return _text_tokens(tokenizer, body.get("prompt")), None
+            return self._text_tokens(body.get("prompt")), [None] * count
         if tokenizer.chat_template is None:
             raise ArgumentError(
                 "messages need a chat template, which the model lacks: serve --chat-template F"
@@ -76,25 +99,29 @@ class Endpoint:
         chat = Chat.of(body)
         try:
             chat.expect_read(tokenizer)
-            tokens = tokenizer.apply_chat_template(
-                chat.messages,
-                add_generation_prompt=True,
-                tools=chat.tools,
-                return_dict=True,
-                tokenize=True,
-                **chat.options,
-            )["input_ids"]
-            model = self._session.model
-            has_parser = build_response_parser(tokenizer, model, tokens) is not None
+            text = tokenizer.apply_chat_template(
+                chat.messages, add_generation_prompt=True, tools=chat.tools, tokenize=False, **chat.options
+            )
+            tokens = session.prompts.tokens_of(text, session.room, add_special_tokens=False)
+            return tokens, [build_response_parser(tokenizer, model, tokens) for _ in range(count)]
         except ArgumentError:
             raise
         except Exception as error:  # whatever messages make a template, or what reads them, raise
             raise ArgumentError(
                 f"messages must be what the model's chat template takes: {summary_of(error)}"
             ) from error
-        if not has_parser:
-            return tokens, None
-        return tokens, lambda: build_response_parser(tokenizer, model, tokens)
+
+    def _text_tokens(self, prompt: Any) -> list[int]:
+        session = self._session
+        if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
+            prompt = prompt[0]
+        if isinstance(prompt, str):
+            return session.prompts.tokens_of(prompt, session.room)
+        if isinstance(prompt, list) and all(type(token) is int for token in prompt[:1]):
+            expect_room(session.room, len(prompt))
+            if all(type(token) is int for token in prompt):
+                return prompt
+        raise ArgumentError("prompt must be one text, or a list of token ids")
 
     async def _whole(
         self, head: dict[str, Any], answers: Answers, wanted: Wanted, shapes: list["_Shape"]
@@ -221,21 +248,11 @@ class _Shape:
 def _read(body: bytes) -> dict[str, Any]:
     """A JSON object whose texts can be encoded."""
     try:
-        value = json.loads(body)
-        json.dumps(value, ensure_ascii=False).encode()
+        value = json.loads(body.decode("utf-8-sig"))
+        if _HALF_PAIR.search(body):
+            json.dumps(value, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         raise ArgumentError("the request must be JSON in UTF-8") from error
     if not isinstance(value, dict):
         raise ArgumentError(f"the request must be a JSON object, got {type(value).__name__}")
     return value
-
-
-def _text_tokens(tokenizer: Any, prompt: Any) -> list[int]:
-    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
-        prompt = prompt[0]
-    if isinstance(prompt, str):
-        return list(tokenizer(prompt).input_ids)
-    size = len(tokenizer)
-    if isinstance(prompt, list) and all(type(token) is int and 0 <= token < size for token in prompt):
-        return prompt
-    raise ArgumentError(f"prompt must be one text, or a list of tokens from 0 to {size - 1}")

@@ -17,6 +17,7 @@ from kvloom.integrations.transformers.batching.sampling import choose_by_request
 from kvloom.integrations.transformers.build import text_config_of
 from kvloom.serving import Refused
 from kvloom.serving.answers import Answers
+from kvloom.serving.prompts import Prompts, expect_room
 from kvloom.serving.settings import Settings
 from kvloom.serving.wanted import Wanted
 
@@ -28,8 +29,11 @@ _LOOK_SECONDS: Final = 0.1
 _MOST_DEATHS: Final = 3
 """After so many without a new token between them it does not begin again."""
 
-_USUAL_TOKENS: Final = 1024
-"""New tokens where a request does not say how many."""
+_FIELD_BYTES: Final = 64 << 10
+"""Of a request beside its prompt."""
+
+_TOKEN_BYTES: Final = 64
+"""Of a request for each token that a prompt may have: far more than tokens take, escaped as well."""
 
 
 class Session:
@@ -63,6 +67,7 @@ class Session:
             raise ArgumentError(f"model must have a fast tokenizer, got {type(tokenizer).__name__}")
         self.model, self.tokenizer, self.settings = model, tokenizer, settings
         tokenizer("")  # drops what its file says of truncation: from now on threads may share it
+        self.prompts = Prompts(tokenizer)
         self.on_first_token = on_first_token
         continuous_batching(model, kv, policy=policy)
         eos = model.generation_config.eos_token_id
@@ -80,7 +85,10 @@ class Session:
         """Why it has ended for good."""
         self.on_failure: Callable[[], None] = lambda: None
         """Called in the event loop when it has."""
-        self._room = 0
+        self.room = 0
+        """Tokens of a prompt and its answer, at most; 0 before ``start``."""
+        self.num_placed = 0
+        """Answers whose prompts are being read."""
         self._num_deaths = 0  # since the last new token
         self._supervisor: asyncio.Task[None] | None = None
 
@@ -112,6 +120,7 @@ class Session:
         if self._supervisor is not None:
             self._supervisor.cancel()
             await asyncio.wait({self._supervisor})
+        self.prompts.close()
         for answers in set(self.readers.values()):
             answers.close()
         await asyncio.to_thread(self.manager.stop, hard_stop=True)
@@ -122,8 +131,8 @@ class Session:
             await asyncio.sleep(0.005)
         report = self.report()
         longest = getattr(text_config_of(self.model), "max_position_embeddings", None)
-        self._room = report.max_pages * report.page_size
-        self._room = min(self._room, longest or self._room)
+        self.room = report.max_pages * report.page_size
+        self.room = min(self.room, longest or self.room)
 
     async def _supervise(self) -> None:
         """Let the session begin again, with new pages, when it has died; end it if that does not help."""
@@ -166,17 +175,27 @@ class Session:
         self.num_new += count
         self._num_deaths = 0
 
-    def expect_place(self, count: int) -> None:
-        """Raise Refused unless ``count`` answers more may begin."""
+    @property
+    def max_body_bytes(self) -> int:
+        """Of a request whose prompt could have room."""
+        return min(self.settings.max_body_bytes, _FIELD_BYTES + _TOKEN_BYTES * self.room)
+
+    def expect_alive(self) -> None:
+        """Raise Refused unless answers may begin."""
         if not self.alive:
             raise Refused(503, "the session begins again, try again later")
-        if len(self.readers) + count > self.settings.max_answers:
-            raise Refused(429, f"{len(self.readers)} answers are being computed, try again later")
 
     def ask(
-        self, name: str, tokens: Sequence[int], wanted: Wanted, salt: str, keep_special: bool = False
+        self,
+        name: str,
+        tokens: Sequence[int],
+        wanted: Wanted,
+        salt: str,
+        *,
+        keep_special: bool = False,
+        usual_tokens: int | None = None,
     ) -> Answers:
-        """Begin the answers to a prompt; whoever asks reads ``pieces`` or calls ``close``.
+        """Begin the answers to a prompt, in a ``Place``; whoever asks reads ``pieces`` or calls ``close``.
 
         Args:
             name: By which the first answer is known, a new one; ``-1`` and so on are added for the others.
@@ -184,29 +203,59 @@ class Session:
             wanted: What was asked for.
             salt: Only requests of one salt share pages.
             keep_special: Whether special tokens are text.
+            usual_tokens: New tokens where the request does not say how many; as many as there may be if
+                ``None``.
 
         Raises:
-            ArgumentError: the prompt is empty, or it is too long, alone or with the new tokens.
-            Refused: there is too much to do, or no session.
+            ArgumentError: the prompt is empty, or it is too long, alone or with the new tokens, or has a
+                token that the model does not know.
+            Refused: there is no session.
         """
-        self.expect_place(wanted.count)
+        self.expect_alive()
         if not tokens:
             raise ArgumentError("the prompt must be at least one token, got none")
+        expect_room(self.room, len(tokens))
         expect_known("the prompt", tokens, self.model)
-        room = self._room - len(tokens)
-        if room < 1:
-            raise ArgumentError(f"the prompt must be at most {self._room - 1} tokens, got {len(tokens)}")
-        count = wanted.max_tokens
+        room, count = self.room - len(tokens), wanted.max_tokens
         if count is None:
-            count = min(_USUAL_TOKENS, self.settings.max_tokens, room)
+            count = min(usual_tokens or room, self.settings.max_tokens, room)
         if count > self.settings.max_tokens:
             raise ArgumentError(f"max_tokens must be at most {self.settings.max_tokens}, got {count}")
         if count > room:
             raise ArgumentError(
-                f"the prompt and max_tokens must be at most {self._room} tokens together, "
+                f"the prompt and max_tokens must be at most {self.room} tokens together, "
                 f"got {len(tokens)} and {count}"
             )
         return Answers(self, name, tokens, wanted, count, salt, keep_special)
+
+
+class Place:
+    """A place among the answers of a session, from before its prompt is read until ``ask`` has begun it.
+
+    Args:
+        session: Whose.
+
+    Raises:
+        Refused: there is none, or no session.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self._session, self._count = session, 0
+        session.expect_alive()
+        self.widen(1)
+
+    def widen(self, count: int) -> None:
+        """Have ``count`` places; raises Refused if there are not so many."""
+        session, more = self._session, count - self._count
+        taken = len(session.readers) + session.num_placed
+        if taken + more > session.settings.max_answers:
+            raise Refused(429, f"{taken - self._count} answers are being computed, try again later")
+        session.num_placed += more
+        self._count = count
+
+    def close(self) -> None:
+        """Give the places back."""
+        self._session.num_placed -= self._count
 
 
 def _expect_device(device: torch.device) -> None:
