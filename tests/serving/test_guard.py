@@ -9,9 +9,11 @@ import json
 import re
 import select
 import socket
+import threading
+import time
 from collections.abc import AsyncGenerator, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from typing import Any
 
 import openai
@@ -20,6 +22,7 @@ from oracles.serving import PROMPT, Served, served
 
 from kvloom.serving import server as server_module
 from kvloom.serving.replies import EventStream
+from kvloom.serving.session import Session
 
 PATHS = [
     "/v1/chat/completions",
@@ -197,22 +200,42 @@ def test_a_method_that_there_is_not_says_which_there_are(server: Served) -> None
                 assert message == f"{path} must be asked by {response.headers['allow']}, got {method}"
 
 
+@contextmanager
+def only_steps(session: Session, count: int) -> Iterator[None]:
+    """Let the session compute so many steps, and others behind the ``with`` block."""
+    step, left = session.manager._generation_step, threading.Semaphore(count)
+
+    def compute() -> None:
+        left.acquire()
+        step()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(session.manager, "_generation_step", compute)
+        yield
+    left.release()  # of the step that waits
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_goes_away_frees_its_pages(server: Served, stream: bool) -> None:
-    finished = server.session.report().finished
+    server.until(running=0, waiting=0, active=0)
+    session, before = server.session, server.session.report()
     content = body(max_tokens=2000, stream=stream, seed=2, temperature=2)
     request = (
         "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer one\r\n"
         f"Content-Length: {len(content)}\r\n\r\n"
     )
-    with socket.create_connection(("127.0.0.1", server.port)) as connection:
-        connection.sendall(request.encode() + content)
-        server.until(running=1)
-        if stream:
-            assert connection.recv(20).startswith(b"HTTP/1.1 200")
-    server.until(running=0, active=0, finished=finished + 1)
-    assert server.session.readers == {}
-    assert server.session.report().tokens_computed < 2000
+    with only_steps(session, 3):
+        with socket.create_connection(("127.0.0.1", server.port)) as connection:
+            connection.sendall(request.encode() + content)
+            server.until(steps=before.steps + 3)
+            if stream:
+                assert connection.recv(20).startswith(b"HTTP/1.1 200")
+        while session.readers:  # until the server has seen it, however long that takes
+            time.sleep(0.005)
+        assert session.report().steps == before.steps + 3
+    server.until(running=0, active=0)
+    after = session.report()
+    assert after.finished == before.finished + 1 and after.steps <= before.steps + 4
 
 
 @pytest.mark.parametrize("first", [b"", b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"])
