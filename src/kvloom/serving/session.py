@@ -161,10 +161,10 @@ class Session:
         await asyncio.to_thread(self.manager.stop, hard_stop=True)
         await asyncio.to_thread(_expect_device, self.model.device)
         self.manager.switch_to_cb_friendly_attn(self.model)
-        self.num_restarts += 1
         await self._begin()
         if recorded is not None:
             self.manager.record(recorded.capacity)
+        self.num_restarts += 1
 
     def _why_it_died(self) -> str:
         error = self.manager.background_thread_status.fatal_error
