@@ -24,6 +24,25 @@ def test_what_is_put_is_there_and_is_read_in_ranges(backend: Backend) -> None:
     assert backend.get_ranges("a/b.x", [(2, 3), (7, 9), (0, 1)]) == b"2780"
 
 
+@pytest.mark.parametrize(
+    ("ranges", "expected"),
+    [
+        ([(0, 20)], b"0123456789"),
+        ([(8, 12), (14, 16)], b"89"),
+        ([(0, 2), (1 << 40, (1 << 40) + 5)], b"01"),
+        ([(20, 30)], b""),
+        ([(0, 0), (4, 6)], b"45"),
+        ([(3, 3)], b""),
+        ([], b""),
+    ],
+)
+def test_what_lies_behind_the_end_is_left_out(
+    ranges: list[tuple[int, int]], expected: bytes, backend: Backend
+) -> None:
+    backend.put_if_absent("a/b", [b"0123456789"])
+    assert backend.get_ranges("a/b", ranges) == expected
+
+
 def test_the_first_that_is_put_stays(backend: Backend) -> None:
     assert backend.put_if_absent("a/b", [b"first"])
     assert not backend.put_if_absent("a/b", [b"second"])

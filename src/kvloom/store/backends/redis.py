@@ -40,7 +40,8 @@ class Redis:
         with _errors(), self._client.pipeline(transaction=True) as calls:
             calls.exists(key)
             for start, end in ranges:
-                calls.getrange(key, start, end - 1)
+                if start < end:  # -1 would be the last byte
+                    calls.getrange(key, start, end - 1)
             there, *parts = calls.execute()
         if not there:
             raise FileNotFoundError(name)
