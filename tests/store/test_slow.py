@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,9 +14,12 @@ from store.runs import make_run
 from store.test_store import SIZE, WHOSE, content, found, save
 
 from kvloom.store import KVStore
-from kvloom.store.names import Kind, kind_of
+from kvloom.store.index import Entry
+from kvloom.store.index_objects import write_index
+from kvloom.store.names import Kind, index_name, kind_of
 from kvloom.store.patience import Patience
 from kvloom.store.speed import Speed
+from kvloom.store.sums import PLAIN
 
 TEXT = [1, 2, 3, 4]
 A_WHILE = 60.0
@@ -186,11 +191,6 @@ def test_an_index_that_is_damaged_costs_heads_and_no_run(store: tuple[str, Slow]
 
 def test_an_index_that_says_what_is_not_so_costs_no_run(store: tuple[str, Slow]) -> None:
     """Under a seal that is right: heads of another size, and digests of another text."""
-    from kvloom.store.index import Entry
-    from kvloom.store.index_objects import write_index
-    from kvloom.store.names import index_name
-    from kvloom.store.sums import PLAIN
-
     url, backend = store
     run, _ = make_run(TEXT)
     right = Entry.of(run, len(run.head()))
@@ -207,6 +207,27 @@ def test_an_index_that_says_what_is_not_so_costs_no_run(store: tuple[str, Slow])
             assert not reader.tiers[0].counts["damaged"]
         del backend._objects[name]
     with KVStore(url, read="always") as reader:
+        assert found(reader, TEXT) == 4
+
+
+@pytest.mark.parametrize("is_listed", [True, False])
+def test_a_run_that_an_index_hides_is_found_once_it_is_saved_again(is_listed: bool, tmp_path: Path) -> None:
+    url = f"file://{tmp_path}"
+    with KVStore(url) as writer:
+        save(writer, TEXT)
+    run, _ = make_run(TEXT)
+    right = Entry.of(run, len(run.head()))
+    hidden = right.digests[-1][:20] + b"x" * 12
+    spelled = write_index([right._replace(digests=(b"x" * 32, hidden))], PLAIN, lambda: None)
+    (tmp_path / index_name(WHOSE.folder, PLAIN.checksum(spelled))).write_bytes(spelled)
+    for path in (tmp_path / WHOSE.folder, *(tmp_path / WHOSE.folder).iterdir()):
+        os.utime(path, (0, 0))  # a folder that did not change of late is not listed again
+    with KVStore(url, read="always") as reader:
+        if is_listed:
+            assert found(reader, TEXT) == 0
+        save(reader, TEXT)
+        reader.flush()
+        reader.refresh(WHOSE)
         assert found(reader, TEXT) == 4
 
 
@@ -233,7 +254,7 @@ def test_runs_that_were_written_during_a_listing_stay_known(store: tuple[str, Sl
     with KVStore(url, read="always") as both:
         both.refresh(WHOSE)
         backend.seconds = 0.1
-        both.tiers[0].catalog.look_again(WHOSE)
+        both.tiers[0].catalog.look_again(make_run(TEXT)[0])
         save(both, [5, 6])
         both.flush()
         backend.seconds = 0.0

@@ -61,8 +61,10 @@ class _Folder:
         self.fingerprint = fingerprint
         self.index, self.objects = Index(), IndexObjects(name)
         self.ignored: set[str] = set()
+        self.doubted: set[str] = set()  # of which no index object is believed
         self.written: set[str] = set()  # since the last listing began, which may not have them
         self.version: float | None = None
+        self.must_list = False  # whatever the version
         self.began = self.ended = float("-inf")  # the last listing, monotonic
         self.num_listed = 0
 
@@ -158,10 +160,14 @@ class Catalog:
             folder.index.add(Entry.of(run, head_size))
             folder.written.add(run.name)
 
-    def look_again(self, fingerprint: Fingerprint) -> None:
-        """List the runs of a fingerprint soon, whatever was listed of late."""
+    def look_again(self, run: Run) -> None:
+        """Read the head of what has the name of a run soon, whatever is believed of it."""
         with self._changed:
-            self._want(self._folder(fingerprint))
+            folder = self._folder(run.fingerprint)
+            folder.index.remove(run.name)
+            folder.doubted.add(run.name)
+            folder.must_list = True
+            self._want(folder)
 
     def remove(self, name: str) -> None:
         """Let a run be found no more."""
@@ -285,9 +291,10 @@ class Catalog:
             return False
         backend, began = self._store.connected(), time.time()
         version = backend.version(f"{name}/")
-        if version is not None and version == folder.version:
-            return True
         with self._changed:
+            if version is not None and version == folder.version and not folder.must_list:
+                return True
+            folder.must_list = False
             folder.written.clear()
         asked = time.perf_counter()
         listed = []
@@ -302,7 +309,8 @@ class Catalog:
             for gone in folder.index.entries.keys() - here.keys() - folder.written:
                 folder.index.remove(gone)
         for entry in folder.objects.read(self._store, objects, self._rest):
-            if entry.name in here and here[entry.name].size == entry.size:
+            is_here = entry.name in here and here[entry.name].size == entry.size
+            if is_here and entry.name not in folder.doubted:
                 with self._changed:
                     folder.index.add(entry)
             self._rest()

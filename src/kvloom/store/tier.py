@@ -178,8 +178,8 @@ class Tier:
         is_new = self.attempt("write", lambda: self._write(run.name, [head, data], nbytes), None)
         if is_new is None:
             return False
-        if not is_new:  # it may have another head, with or without a text
-            self.catalog.look_again(run.fingerprint)
+        if not is_new:  # it has another head, with or without a text, or an index said so
+            self.catalog.look_again(run)
             return True
         self.counts["runs_written"] += 1
         self.counts["bytes_written"] += nbytes
