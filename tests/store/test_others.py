@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from store.servers import NO_MOTO, s3_server
+from store.servers import NO_MOTO, NO_REDIS, redis_server, s3_server
 from store.test_store import WHOSE, found, save
 
 from kvloom.cli import main
@@ -149,6 +149,61 @@ def test_what_may_not_be_read_is_left_out(what: str, tmp_path: Path, monkeypatch
         assert found(store, [3, 4]) == 2
         assert not store.tiers[0].counts["read_errors"]
     assert seven.exists()
+
+
+def test_a_run_that_others_may_not_read_does_not_stop_those_behind_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is known by an index object, or was readable when it was listed."""
+    with KVStore(f"file://{tmp_path}", read="always") as store:
+        for tokens in ([1, 2], [7, 8]):
+            save(store, tokens)
+        store.flush()
+        store.refresh(WHOSE)
+        (seven,) = [x for x in tmp_path.rglob("*.safetensors") if b"\7\0\0\0\0\0\0\0" in x.read_bytes()]
+        with monkeypatch.context() as patch:
+            refused(patch, seven)
+            assert found(store, [7, 8]) == 0
+            assert found(store, [1, 2]) == 2
+            assert store.tiers[0].counts["left_out"] == 1
+        os.utime(tmp_path / WHOSE.folder, (0, 0))
+        store.refresh(WHOSE)
+        store.refresh(WHOSE)
+        assert found(store, [7, 8]) == 2  # it may be read again
+        assert found(store, [1, 2]) == 2
+
+
+@pytest.mark.parametrize("what", ["link", "folder"])
+def test_what_took_the_place_of_a_run_does_not_stop_those_behind_it(what: str, tmp_path: Path) -> None:
+    with KVStore(f"file://{tmp_path}", read="always") as store:
+        for tokens in ([1, 2], [7, 8]):
+            save(store, tokens)
+        store.flush()
+        (seven,) = [x for x in tmp_path.rglob("*.safetensors") if b"\7\0\0\0\0\0\0\0" in x.read_bytes()]
+        store.refresh(WHOSE)
+        seven.unlink()
+        _ = seven.mkdir() if what == "folder" else seven.symlink_to("elsewhere")
+        assert found(store, [7, 8]) == 0
+        assert found(store, [1, 2]) == 2
+
+
+@NO_REDIS
+def test_keys_of_other_types_stop_nobody() -> None:
+    with redis_server() as url:
+        from redis import Redis
+
+        with Redis.from_url(url) as client:
+            client.hset("kvloom:sessions", "theirs", 1)
+            client.rpush(f"kvloom:{WHOSE.folder}/list", "theirs")
+            with KVStore(url, read="always", max_bytes=1 << 20) as store:
+                save(store, [1, 2])
+                store.flush()
+                assert store.tiers[0].counts["runs_written"] == 1
+                store.refresh(WHOSE)
+                assert found(store, [1, 2]) == 2
+            assert client.hget("kvloom:sessions", "theirs") == b"1"
+            names = {x.name for x in connect(url, 5.0).list_stored()}
+            assert len(names) == 1
 
 
 def test_files_are_for_those_whom_the_mode_names(tmp_path: Path) -> None:

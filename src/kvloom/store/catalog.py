@@ -3,7 +3,7 @@
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError
 from contextlib import suppress
 from functools import partial
@@ -173,6 +173,7 @@ class Catalog:
         """Let a run be found no more."""
         with self._changed:
             for folder in self._folders.values():
+                folder.must_list |= name in folder.index.entries
                 folder.index.remove(name)
 
     def ignore(self, name: str, is_ignored: bool) -> None:
@@ -317,10 +318,12 @@ class Catalog:
         new = [
             x for x in here.values() if x.name not in folder.index.entries and x.name not in folder.ignored
         ]
+        doubtful: dict[Stored, str] = {}
         for some in range(0, len(new), _AT_ONCE):
-            for entry in self._entries(folder, new[some : some + _AT_ONCE]):
+            for entry in self._entries(folder, new[some : some + _AT_ONCE], doubtful):
                 with self._changed:
                     folder.index.add(entry)
+        self._put_aside(folder, name, doubtful)
         # What changed within the clock's last tick may change once more within it.
         folder.version = version if version is not None and version < began - _REFRESH_SECONDS else None
         with self._changed:
@@ -329,8 +332,21 @@ class Catalog:
             folder.objects.tidy(self._store, entries, self._rest)
         return True
 
-    def _entries(self, folder: _Folder, some: Sequence[Stored]) -> Iterator[Entry]:
-        """What the heads of runs say, of those that can be read."""
+    def _put_aside(self, folder: _Folder, name: str, doubtful: Mapping[Stored, str]) -> None:
+        """Put aside what is damaged, unless it was replaced after it was listed: then it is looked at anew."""
+        if not doubtful:
+            return
+        sizes = {x.name: x.size for x in self._store.connected().list_stored(f"{name}/")}
+        for x, why in doubtful.items():
+            if sizes.get(x.name) == x.size:
+                self._store.damaged(x.name, why)
+            else:
+                folder.must_list = True
+
+    def _entries(
+        self, folder: _Folder, some: Sequence[Stored], doubtful: dict[Stored, str]
+    ) -> Iterator[Entry]:
+        """What the heads of runs say, of those that can be read; what is wrong with others is noted."""
         backend = self._store.connected()
         calls = [(x, self._store.readers.submit(partial(self._head, backend, x))) for x in some]
         failures = 0
@@ -349,8 +365,9 @@ class Catalog:
                 folder.ignored.add(x.name)
                 self._store.left_out(x.name, error)
             except DamagedRun as error:
-                self._store.damaged(x.name, str(error))
+                doubtful[x] = str(error)
             except OSError as error:
+                folder.must_list = True  # it may be read another time
                 failures += 1
                 if failures > 2 and not isinstance(error, PermissionError):
                     for _, other in calls:

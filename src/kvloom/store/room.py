@@ -45,7 +45,7 @@ class Room:
         self._connected, self._sums, self._on_evicted = connected, sums, on_evicted
         self._max_bytes, self._max_age = max_bytes, max_age
         self._objects: dict[str, Stored] = {}
-        self._lasting: set[str] = set()  # which are no runs that could go
+        self._lasting: set[tuple[str, int]] = set()  # names and sizes of what are no runs that could go
         self._lock = threading.RLock()
         self._num_bytes = self._num_written = 0
         self._listed = float("-inf")
@@ -103,7 +103,7 @@ class Room:
 
     def _add(self, x: Stored) -> None:
         self.remove(x.name)
-        if x.name not in self._lasting:
+        if (x.name, x.size) not in self._lasting:
             self._objects[x.name] = x
             self._num_bytes += x.size
 
@@ -131,6 +131,6 @@ class Room:
                 is_gone, mark = evict(self._connected(), x, time.time(), self._sums)
                 self.remove(x.name)
                 if not is_gone:
-                    self._lasting.add(x.name)
+                    self._lasting.add((x.name, x.size))
                 if mark is not None:
                     self._add(mark)

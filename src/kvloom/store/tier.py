@@ -122,12 +122,11 @@ class Tier:
             return self._read(fingerprint, salt, prefixes, segment, heads)
         except DamagedRun as error:
             why = str(error)
-        try:  # what was listed may be wrong, and not the run
+        try:  # what was listed may be wrong, and not the run; or it was replaced while it was read
             right = self.attempt("read", lambda: self.catalog.corrected(entry), None)
             if right is None or right.digests != entry.digests:
                 return None
-            if right != entry:
-                return self._read(fingerprint, salt, prefixes, segment._replace(entry=right), heads)
+            return self._read(fingerprint, salt, prefixes, segment._replace(entry=right), heads)
         except OtherFormat:
             return None
         except DamagedRun as error:
@@ -290,6 +289,10 @@ class Tier:
             return self.connected().get_ranges(entry.name, [(0, entry.head_size), *ranges])
         except FileNotFoundError:  # another process removed it
             self._forget(entry.name)
+            return None
+        except PermissionError as error:
+            self._forget(entry.name)
+            self.left_out(entry.name, error)
             return None
         except MemoryError:
             self._warn("memory", "%s has a prefix for which there is no memory", self.name)

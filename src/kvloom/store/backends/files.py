@@ -206,11 +206,16 @@ def _read(file: int, ranges: list[tuple[int, int]], data: memoryview, name: str)
 
 @contextmanager
 def _opened(path: Path, flags: int, mode: int = 0o600) -> Iterator[int]:
-    """A file or folder; what neither is, such as a pipe, is refused and waited for by nobody."""
-    file = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, mode)
+    """A file or folder; what neither is, such as a pipe or a link, is not there, and nobody waits for it."""
+    try:
+        file = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, mode)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENXIO):
+            raise FileNotFoundError(errno.ENOENT, "no regular file", str(path)) from None
+        raise
     try:
         if not flags & os.O_DIRECTORY and not stat.S_ISREG(os.fstat(file).st_mode):
-            raise OSError(errno.EINVAL, "no regular file", str(path))
+            raise FileNotFoundError(errno.ENOENT, "no regular file", str(path))
         yield file
     finally:
         os.close(file)

@@ -92,9 +92,10 @@ class Redis:
                     for name in names:
                         calls.strlen(_PREFIX.encode() + name)
                         calls.zscore(_USED, name)
-                    answers = calls.execute()
+                    answers = calls.execute(raise_on_error=False)  # a key of another type is somebody else's
                 for name, size, used in zip(names, answers[::2], answers[1::2], strict=True):
-                    if size or used is not None:  # not gone since
+                    is_string = isinstance(size, int) and not isinstance(used, redis.RedisError)
+                    if is_string and (size or used is not None):  # not gone since
                         yield Stored(name.decode("utf-8", "replace"), size, used or 0.0)
 
     def version(self, prefix: str) -> float | None:
