@@ -394,6 +394,27 @@ def test_closing_waits_as_long_as_it_may(caplog: pytest.LogCaptureFixture) -> No
         assert len(backend._objects) == 3
 
 
+def test_a_store_that_its_own_threads_collect_is_closed(tmp_path: Path) -> None:
+    """Python ends what nobody has any more in whichever thread it likes."""
+    path = tmp_path / "store"
+    with KVStore(f"file://{path}") as store:
+        errors: list[BaseException] = []
+
+        def close(*_: object) -> bool:
+            try:
+                store._closing()
+            except BaseException as error:
+                errors.append(error)
+            return True
+
+        for name in ("put", "agrees"):  # by the thread that writes, and by the one that lists
+            setattr(store.tiers[0], name, close)
+            save(store, [1, 2])
+            store.watch(WHOSE, wait=10.0)
+            assert store.flush(10.0)
+        assert not errors
+
+
 def test_a_lookup_without_memory_is_a_miss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written(tmp_path, [1, 2])
     with KVStore(f"file://{tmp_path}", read="always") as store:

@@ -173,6 +173,19 @@ def test_a_run_that_others_may_not_read_does_not_stop_those_behind_it(
         assert found(store, [1, 2]) == 2
 
 
+@pytest.mark.parametrize("limits", [{}, {"max_bytes": 1 << 20}])
+def test_a_root_that_may_not_be_read_is_no_error(
+    limits: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def denied(path: Path) -> list[Path]:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    refused(monkeypatch, tmp_path)
+    monkeypatch.setattr(Path, "iterdir", denied)
+    with KVStore(f"file://{tmp_path}", read="always", **limits) as store:
+        assert found(store, [1, 2]) == 0
+
+
 @pytest.mark.parametrize("what", ["link", "folder"])
 def test_what_took_the_place_of_a_run_does_not_stop_those_behind_it(what: str, tmp_path: Path) -> None:
     with KVStore(f"file://{tmp_path}", read="always") as store:

@@ -231,6 +231,34 @@ def test_a_run_that_an_index_hides_is_found_once_it_is_saved_again(is_listed: bo
         assert found(reader, TEXT) == 4
 
 
+def test_an_index_of_a_later_format_is_left_alone(store: tuple[str, Slow]) -> None:
+    url, backend = store
+    name = index_name(WHOSE.folder, b"x" * 16)
+    backend._objects[name] = b"kvloom-index/2\n\0 and something", time.time()
+    with KVStore(url, read="always") as reader:
+        assert found(reader, TEXT) == 4
+        reader.refresh(WHOSE)
+        assert not reader.tiers[0].counts["damaged"]
+        assert reader.tiers[0].counts["left_out"]
+    assert name in backend._objects
+
+
+def test_the_one_index_that_is_left_of_many_stays(store: tuple[str, Slow]) -> None:
+    """Those of which no run is left go; what the new one says may be what an old one says."""
+    url, backend = store
+    fill(backend, 200)
+    with KVStore(url, read="always") as reader:
+        reader.refresh(WHOSE)
+        (kept,) = objects(backend)
+        for i in range(9):
+            gone = Entry(f"{i}", 9, 9, 0, 2, (bytes([i]) * 32,))
+            spelled = write_index([gone], PLAIN, lambda: None)
+            backend._objects[index_name(WHOSE.folder, PLAIN.checksum(spelled))] = spelled, time.time()
+        with KVStore(url, read="always") as other:
+            other.refresh(WHOSE)
+        assert objects(backend) == [kept]
+
+
 def test_many_small_indexes_become_few(store: tuple[str, Slow]) -> None:
     url, backend = store
     with KVStore(url, read="always") as first:

@@ -213,7 +213,7 @@ class Catalog:
             self._is_closed = True
             self._changed.notify_all()
             thread = self._thread
-        if thread is not None:
+        if thread not in (None, threading.current_thread()):
             thread.join(timeout)
 
     def _folder(self, fingerprint: Fingerprint) -> _Folder:
@@ -333,15 +333,23 @@ class Catalog:
         return True
 
     def _put_aside(self, folder: _Folder, name: str, doubtful: Mapping[Stored, str]) -> None:
-        """Put aside what is damaged, unless it was replaced after it was listed: then it is looked at anew."""
+        """Put aside what is damaged, unless it was replaced after it was listed; then it is read anew."""
         if not doubtful:
             return
-        sizes = {x.name: x.size for x in self._store.connected().list_stored(f"{name}/")}
+        backend = self._store.connected()
+        now = {x.name: x for x in backend.list_stored(f"{name}/")}
         for x, why in doubtful.items():
-            if sizes.get(x.name) == x.size:
-                self._store.damaged(x.name, why)
-            else:
-                folder.must_list = True
+            folder.must_list = True
+            if x.name in now and now[x.name].size == x.size:
+                try:
+                    run, _ = head_of(backend, now[x.name], self._store.sums)
+                    is_damaged = run.name != x.name or run.fingerprint != folder.fingerprint
+                except FileNotFoundError:
+                    is_damaged = False
+                except DamagedRun:
+                    is_damaged = True
+                if is_damaged:
+                    self._store.damaged(x.name, why)
 
     def _entries(
         self, folder: _Folder, some: Sequence[Stored], doubtful: dict[Stored, str]

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Final, Protocol
 
 from kvloom.store.backends import Backend, Stored
-from kvloom.store.format import DamagedRun
+from kvloom.store.format import DamagedRun, OtherFormat
 from kvloom.store.index import Entry
 from kvloom.store.names import index_name, run_name
 from kvloom.store.prefixes import DIGEST_BYTES
@@ -21,7 +21,8 @@ _FEW: Final = 128
 """Runs that no index object has, from which on they get one."""
 _MOST_SMALL: Final = 8
 """Index objects that are not half full, from which on they become fewer."""
-_FORMAT: Final = b"kvloom-index/1\n\0"
+_ANY_FORMAT: Final = b"kvloom-index/"
+_FORMAT: Final = _ANY_FORMAT + b"1\n\0"
 _COUNT: Final = struct.Struct("<I")
 _RUN: Final = struct.Struct("<QIIQI")
 """First token, page size, pages, bytes of the run, bytes of its head."""
@@ -39,7 +40,7 @@ class Store(Protocol):
         """Put an object aside."""
 
     def left_out(self, name: str, why: Exception) -> None:
-        """Note an object that may not be read."""
+        """Note an object that is of another format or may not be read."""
 
 
 class IndexObjects:
@@ -67,7 +68,7 @@ class IndexObjects:
                 entries = read_index(data, self._folder, store.sums, rest)
             except FileNotFoundError:
                 continue
-            except PermissionError as error:
+            except (OtherFormat, PermissionError) as error:
                 store.left_out(x.name, error)
                 continue
             except DamagedRun as error:
@@ -94,6 +95,7 @@ class IndexObjects:
             stale = [name for name in stale if not live[name]]
         covered = {run for name, runs in self._runs.items() if name not in stale for run in runs}
         new = [entry for run, entry in entries.items() if run not in covered]
+        written: set[str] = set()
         if len(new) >= _FEW or len(stale) > _MOST_SMALL:
             for at in range(0, len(new), MAX_RUNS):
                 some = new[at : at + MAX_RUNS]
@@ -101,7 +103,8 @@ class IndexObjects:
                 name = index_name(self._folder, store.sums.checksum(data))
                 backend.put_if_absent(name, [data])
                 self._runs[name] = frozenset(entry.name for entry in some)
-        for name in stale:
+                written.add(name)
+        for name in set(stale) - written:  # what is right for all of them may be one of them
             backend.delete(name)
             del self._runs[name]
 
@@ -122,8 +125,11 @@ def read_index(data: bytes, folder: str, sums: Sums, rest: Callable[[], None]) -
     """The runs of an index of a folder.
 
     Raises:
+        OtherFormat: this is one of a format that this release does not know.
         DamagedRun: this is no index.
     """
+    if data.startswith(_ANY_FORMAT) and not data.startswith(_FORMAT):
+        raise OtherFormat(f"the format must be {_FORMAT!r}, got {data[:40]!r}")
     at = len(_FORMAT) + _COUNT.size
     if len(data) < at + SUM_BYTES or not data.startswith(_FORMAT):
         raise DamagedRun(f"an index begins with {_FORMAT!r}, got {data[: len(_FORMAT)]!r}")

@@ -26,6 +26,8 @@ from kvloom.store.sums import PLAIN, Sums
 _LOG: Final = logging.getLogger("kvloom.store")
 _TOUCH_SECONDS: Final = 1.0
 """For how long a store that was told of a use need not be told of the next."""
+_ATTEMPTS: Final = 3
+"""To read a run that seems damaged: another process may replace it meanwhile."""
 _Result = TypeVar("_Result")
 
 
@@ -117,21 +119,23 @@ class Tier:
         heads: range | None = None,
     ) -> Piece | None:
         """Pages of a run, if every byte of them is what was written for this text; else ``None``."""
-        entry = segment.entry
-        try:
-            return self._read(fingerprint, salt, prefixes, segment, heads)
-        except DamagedRun as error:
-            why = str(error)
-        try:  # what was listed may be wrong, and not the run; or it was replaced while it was read
-            right = self.attempt("read", lambda: self.catalog.corrected(entry), None)
+        name, why = segment.entry.name, ""
+        for _ in range(_ATTEMPTS):
+            try:
+                return self._read(fingerprint, salt, prefixes, segment, heads)
+            except DamagedRun as error:
+                why, entry = str(error), segment.entry
+            try:  # what was listed may be wrong, and not the run; or it was replaced while it was read
+                right = self.attempt("read", partial(self.catalog.corrected, entry), None)
+            except OtherFormat:
+                return None
+            except DamagedRun as error:
+                why = str(error)
+                continue
             if right is None or right.digests != entry.digests:
                 return None
-            return self._read(fingerprint, salt, prefixes, segment._replace(entry=right), heads)
-        except OtherFormat:
-            return None
-        except DamagedRun as error:
-            why = str(error)
-        self.damaged(entry.name, why)
+            segment = segment._replace(entry=right)
+        self.damaged(name, why)
         return None
 
     def _read(

@@ -78,6 +78,8 @@ class Writer:
             self._is_closed = True
             self._changed.notify_all()
             thread = self._thread
+        if thread is threading.current_thread():  # which collected the store, and writes all before it ends
+            return False
         if thread is not None:
             thread.join(timeout)
         if self._queue:

@@ -123,7 +123,10 @@ def expect_own(url: str) -> None:
     root = Path(unquote(parts.path))
     if parts.scheme != "file" or not root.is_dir():
         return
-    names = {path.name for path in root.iterdir() if not path.name.startswith(".")} - {"lost+found"}
+    try:
+        names = {path.name for path in root.iterdir() if not path.name.startswith(".")} - {"lost+found"}
+    except OSError:  # from what cannot be listed nothing is removed
+        return
     if names and not any(is_folder(name) for name in names):
         raise ArgumentError(
             f"store must be an empty folder or one of kvloom's where limits are set, got {str(root)!r} with "
