@@ -108,10 +108,14 @@ class Session:
 
 @contextmanager
 def session(model: Any, generation: dict[str, Any] | None = None, **options: Any) -> Iterator[Session]:
-    """A ``Session``, after which the model has its attention again."""
+    """A ``Session``, after which the model has its attention and its layers again."""
     before = model.config._attn_implementation
+    made = None
     try:
         with torch.no_grad():
-            yield Session(model, generation, **options)
+            made = Session(model, generation, **options)
+            yield made
     finally:
         model.set_attn_implementation(before)
+        if made is not None:
+            made.manager.release()

@@ -19,7 +19,15 @@ class ReadOnly(Tensor):
 
     What shares memory with one is one too; all that is computed from it is a tensor as any other. ``clone``
     it to have one that can be written.
+
+    Attributes:
+        refusal: Why it cannot be changed in place, and what to do instead.
     """
+
+    refusal = (
+        "keys and values that were gathered from a cache cannot be changed in place, since that "
+        "would not change the cache: clone them, and assign layer.keys or layer.values"
+    )
 
     @classmethod
     def of(cls, x: Tensor) -> "ReadOnly":
@@ -34,10 +42,7 @@ class ReadOnly(Tensor):
         inputs = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, cls)]
         with torch._C.DisableTorchFunctionSubclass():
             if _writes(func, args, kwargs):
-                raise UnsupportedError(
-                    "keys and values that were gathered from a cache cannot be changed in place, since that "
-                    "would not change the cache: clone them, and assign layer.keys or layer.values"
-                )
+                raise UnsupportedError(cls.refusal)
             memory = {x.untyped_storage().data_ptr() for x in inputs}
             result = func(*args, **kwargs)
             if func in (Tensor.numpy, Tensor.__array__):

@@ -260,7 +260,7 @@ def attend(
     sizes = expect_attend(query, kv, batch, scores)
     arguments = attend_arguments(query, kv, batch, scores, sizes["Dk"])
     if out is None:
-        result: Tensor = schemas.without_gradient(run, backend, "attend", kv.device, *arguments)
+        result: Tensor = schemas.without_gradient("attend", run, backend, "attend", kv.device, *arguments)
         return result
     expect("out", out, "Tq Hq Dv", dtype=(query.dtype,), device=kv.device,
            **{name: sizes[name] for name in ("Tq", "Hq", "Dv")})  # fmt: skip

@@ -88,7 +88,7 @@ def attend_part(
         _expect_part(prior, sizes, kv.device)
     own = attend_arguments(query, kv, batch, scores, sizes["Dk"])
     own = (*own, skip, skip_from, *before)
-    return Part(*schemas.without_gradient(run, backend, "attend_part", kv.device, *own))
+    return Part(*schemas.without_gradient("attend_part", run, backend, "attend_part", kv.device, *own))
 
 
 def _expect_part(prior: Part, sizes: dict[str, int], device: torch.device) -> None:

@@ -131,25 +131,26 @@ def _attend_part_fake(
 
 class _WithoutGradient(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: object, function: Callable[..., Any], *args: Any) -> Any:
+    def forward(ctx: Any, what: str, function: Callable[..., Any], *args: Any) -> Any:
+        ctx.what = what
         return function(*args)
 
     @staticmethod
-    def backward(ctx: object, *grads: Tensor) -> None:
+    def backward(ctx: Any, *grads: Tensor) -> None:
         raise UnsupportedError(
-            "attend has no gradient, kvloom is for inference: call it under torch.no_grad()"
+            f"{ctx.what} has no gradient, kvloom is for inference: call it under torch.no_grad()"
         )
 
 
-def without_gradient(function: Callable[..., Any], *args: Any) -> Any:
-    """``function(*args)``, of which ``backward`` raises.
+def without_gradient(what: str, function: Callable[..., Any], *args: Any) -> Any:
+    """``function(*args)``, of which ``backward`` raises an error that names ``what``.
 
     The operators have no autograd kernel of their own: torch would run it in Python at every call, also where
     nothing requires a gradient, and that takes as long as a short call.
     """
     if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in args):
         apply: Callable[..., Any] = _WithoutGradient.apply
-        return apply(function, *args)
+        return apply(what, function, *args)
     return function(*args)
 
 

@@ -11,13 +11,21 @@ from kvloom.errors import ArgumentError, UnsupportedError
 from kvloom.integrations.transformers.attention import IMPLEMENTATION
 from kvloom.integrations.transformers.build import text_config_of
 from kvloom.integrations.transformers.cache import KVCache
+from kvloom.integrations.transformers.invariance import expect_wish, hold_layers, release_layers
 
 _LOG: Final = logging.getLogger("kvloom")
 _ENABLED: Final = "_kvloom_enabled"
 _PREPARE: Final = "_prepare_cache_for_generation"
 
 
-def enable(model: Any, kv: str | Path = "auto", **options: Any) -> None:
+def enable(
+    model: Any,
+    kv: str | Path = "auto",
+    *,
+    batch_invariant: bool | None = None,
+    pack: bool | str = False,
+    **options: Any,
+) -> None:
     """Let a model use a ``KVCache`` and attention that reads it in place, wherever it is given no cache.
 
     From now on that is so in ``model.generate``, in a pipeline of the model and in ``model(...)`` where a
@@ -28,10 +36,16 @@ def enable(model: Any, kv: str | Path = "auto", **options: Any) -> None:
     Args:
         model: A ``PreTrainedModel`` that generates, or a ``PeftModel`` around one.
         kv: How keys and values are kept, as of ``KVCache.for_model``.
+        batch_invariant: Whether linear layers, experts and activations give a token the same bits in any
+            batch, and however its text is cut into forwards. ``None`` is wherever that takes no more time:
+            in bfloat16, and with ``pack``. A step of one token in float32 takes up to twice the time.
+        pack: Whether linear layers keep their weights also in the order in which oneDNN reads them, which
+            takes less time and the memory of a second copy; ``"only"`` keeps no other copy.
         options: The other arguments of ``KVCache.for_model``.
 
     Raises:
-        ArgumentError: ``model`` is none, or as ``KVCache.for_model``; nothing was changed.
+        ArgumentError: ``model`` is none, an argument has no such value, or as ``KVCache.for_model``; nothing
+            was changed.
         UnsupportedError: the model takes no cache that could be replaced; nothing was changed. Layers without
             keys and values, and attention that cannot be replaced, stay as they are, which a WARNING names.
     """
@@ -41,7 +55,9 @@ def enable(model: Any, kv: str | Path = "auto", **options: Any) -> None:
     if "past_key_values" not in inspect.signature(model.forward).parameters:
         raise UnsupportedError(f"{type(model).__name__} takes no past_key_values")
     KVCache.for_model(model, kv, **options)
+    wish = expect_wish(model, batch_invariant, pack)
     disable(model)
+    hold_layers(model, _ENABLED, wish)
     setattr(model, _ENABLED, _Enabled(model, {"kv": kv, **options}))
 
 
@@ -55,6 +71,7 @@ def disable(model: Any) -> None:
     if enabled is not None:
         enabled.remove(model)
         delattr(model, _ENABLED)
+        release_layers(model, _ENABLED)
 
 
 def _base_of(model: Any) -> Any:

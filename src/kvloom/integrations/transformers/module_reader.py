@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+from kvloom.integrations.transformers.invariance.layers import Invariant, names_in
+from kvloom.integrations.transformers.invariance.packed_only import PackedOnly
 from kvloom.integrations.transformers.rope import has_dynamic_rope
 
 _BASE: Final = frozenset(vars(nn.Module()))
@@ -96,6 +98,8 @@ class ModuleReader:
     def _module(self, path: str, module: nn.Module) -> Iterator[tuple[str, str]]:
         known = vars(module)
         yield path, self._kind(type(module))
+        if isinstance(module, PackedOnly) and self._opaque is not None:  # whose weight is no parameter
+            yield f"{path}.packed", self._number(module.packed)
         own = [name for name in known if name not in _BASE and not self._is_ignored(module, name)]
         self.containers.append(known)
         self._watch_keys(known, [*own, "training"])
@@ -189,6 +193,9 @@ class ModuleReader:
         """A class of modules, and what it computes unless that is a library's."""
         if id(kind) not in self._texts:
             self._kept.append(kind)
+            if issubclass(kind, Invariant):
+                self._texts[id(kind)] = f"{self._kind(kind.original)}, {kind.numerics}"
+                return self._texts[id(kind)]
             owner = next(x for x in kind.__mro__ if "forward" in vars(x))
             self._watch_keys(vars(owner), ["forward"])
             self._texts[id(kind)] = f"{kind.__module__}.{kind.__qualname__} {self._text(kind.forward, 0)}"
@@ -219,7 +226,7 @@ class ModuleReader:
         self.getters.append(lambda: (value.__code__, value.__defaults__, *map(_content, cells)))
         parts = [*map(_content, cells)]
         if not name.startswith(_PUBLISHED):
-            names = [x for x in sorted(_names(value.__code__)) if x in value.__globals__]
+            names = [x for x in sorted(names_in(value.__code__)) if x in value.__globals__]
             used = [x for x in names if not isinstance(value.__globals__[x], (type, types.ModuleType))]
             self._watch_keys(value.__globals__, used)
             parts += [value.__globals__[x] for x in used]
@@ -275,12 +282,6 @@ def _content(cell: Any) -> Any:
         return cell.cell_contents
     except ValueError:  # it is empty
         return None
-
-
-def _names(code: types.CodeType) -> set[str]:
-    """Names that code and the functions in it refer to."""
-    inner = (x for x in code.co_consts if isinstance(x, types.CodeType))
-    return set(code.co_names).union(*map(_names, inner))
 
 
 def _code_digest(code: types.CodeType) -> str:

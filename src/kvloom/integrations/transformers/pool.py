@@ -16,6 +16,7 @@ from kvloom.errors import ArgumentError, StateError, UnsupportedError
 from kvloom.integrations.transformers.build import cache_format, make_layers, text_config_of
 from kvloom.integrations.transformers.cache import KVCache
 from kvloom.integrations.transformers.content import is_within
+from kvloom.integrations.transformers.invariance import NO_WISH, Wish, expect_wish
 from kvloom.integrations.transformers.layers import KVCacheLayer
 from kvloom.integrations.transformers.loading import head_dims_of
 from kvloom.integrations.transformers.origin import PoolCache, scope_in
@@ -53,11 +54,15 @@ class KVPool(Recorder):
         model: A ``PreTrainedModel`` all of whose layers attend to the whole sequence.
         pages: Where they keep their tokens.
         store: What lies below the pages.
+        wish: What the layers of the model are until the pool is closed.
     """
 
-    def __init__(self, model: Any, pages: Pages, store: "KVStore | None" = None) -> None:
+    def __init__(
+        self, model: Any, pages: Pages, store: "KVStore | None" = None, wish: Wish = NO_WISH
+    ) -> None:
+        self._wish = wish
         self._empty = PoolCache(make_layers(model, pages.format, sequences=Sequences(pages)))
-        self._model: PoolModel | None = PoolModel(model)
+        self._model: PoolModel | None = PoolModel(model, wish)
         self._saved_digest = ""
         self._pages = pages
         self._head_dims = head_dims_of(text_config_of(model)) or ()
@@ -119,8 +124,9 @@ class KVPool(Recorder):
         """
         if self._model is not None:
             raise StateError("a pool has one model, only one that was loaded must be given it")
-        bound = PoolModel(model)
+        bound = PoolModel(model, self._wish)
         if bound.digest() != self._saved_digest:
+            bound.release()
             raise ArgumentError(
                 f"model must be the one whose pages were saved, got another {type(model).__name__}"
             )
@@ -139,6 +145,8 @@ class KVPool(Recorder):
         layout: str = "auto",
         store: "KVStore | str | Sequence[str] | None" = None,
         policy: str = "lru",
+        batch_invariant: bool | None = None,
+        pack: bool | str = False,
     ) -> "KVPool":
         """An empty pool of ``max_tokens`` token slots in each layer, taken at the first update.
 
@@ -156,6 +164,9 @@ class KVPool(Recorder):
                 then computes 128 tokens, and its weights are read once.
             policy: Which pages are given up: ``"lru"``, those that no cache held for longest, or ``"ours"``,
                 those that are worth least by how pages were used so far.
+            batch_invariant: As of ``enable``, until the pool is closed: what follows a prefix that is found
+                has the bits of what follows one that is computed.
+            pack: As of ``enable``, until the pool is closed.
 
         Raises:
             ArgumentError: as ``KVCache.for_model``, ``store`` is no URL of a store, or ``policy`` is none.
@@ -164,7 +175,7 @@ class KVPool(Recorder):
                 the model has an encoder, or attends to later tokens, too; or there is a store, and the
                 weights are not in memory.
         """
-        config = text_config_of(model)
+        config, wish = text_config_of(model), expect_wish(model, batch_invariant, pack)
         expect_prefixes(model)
         format = cache_format(config, kv, page_size, max_tokens, values, layout)
         pages = Pages(format, is_kept=True, policy=policy)
@@ -178,7 +189,7 @@ class KVPool(Recorder):
             from kvloom.store.store import open_store
 
             store = open_store(store)
-        return cls(model, pages, store)
+        return cls(model, pages, store, wish)
 
     def begin(
         self, input_ids: Tensor, salt: str = "", content: str | Sequence[str] | None = None
@@ -292,9 +303,14 @@ class KVPool(Recorder):
         return self._below is None or self._below.store.flush(timeout)
 
     def close(self) -> None:
-        """``flush``, and write nothing more to the store; other pools of one ``KVStore`` neither."""
+        """``flush``, and write nothing more to the store; other pools of one ``KVStore`` neither.
+
+        The layers of the model are as they were before the pool.
+        """
         if self._below is not None:
             self._below.store.close()
+        if self._model is not None:
+            self._model.release()
 
     def why(
         self, input_ids: Tensor, salt: str = "", content: str | Sequence[str] | None = None

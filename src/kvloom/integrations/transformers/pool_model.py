@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
+from weakref import finalize
 
 import torch
 
@@ -9,6 +10,7 @@ from kvloom.caches import CacheFormat
 from kvloom.errors import UnsupportedError
 from kvloom.integrations.transformers.build import text_config_of
 from kvloom.integrations.transformers.content import expect_content, placeholders_of
+from kvloom.integrations.transformers.invariance import Wish, hold_layers, release_layers
 from kvloom.integrations.transformers.origin import Origin, watch_inputs
 from kvloom.integrations.transformers.rope import dynamic_rope
 from kvloom.integrations.transformers.watch import ModelWatch
@@ -30,9 +32,13 @@ class PoolModel:
 
     Args:
         model: A ``PreTrainedModel``.
+        wish: What its layers are as long as this is there, or until ``release``.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, wish: Wish) -> None:
+        holder = f"pool {id(self)}"
+        hold_layers(model, holder, wish)
+        self.release = finalize(self, release_layers, model, holder)
         watch_inputs(model)
         self.watch = ModelWatch(model)
         self.states = torch.empty(0, dtype=model.dtype, device=model.device)

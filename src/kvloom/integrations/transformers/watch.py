@@ -3,7 +3,6 @@
 Weights and buffers, active adapters and their scaling, hooks, attributes, the configuration that layers read.
 """
 
-import ctypes
 import logging
 from collections.abc import Iterator, Mapping
 from itertools import chain
@@ -11,13 +10,12 @@ from operator import is_
 from typing import Any, Final
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from kvloom.integrations.transformers.module_reader import ModuleReader, digest_of
+from kvloom.integrations.transformers.tensor_state import address_of, bytes_at, sample_place, version_of
 
 _LOG: Final = logging.getLogger("kvloom")
-
-_SAMPLE_BYTES: Final = 64
 
 
 class ModelWatch:
@@ -58,8 +56,8 @@ class ModelWatch:
         return (
             list(map(len, self._containers)) == self._lengths
             and self._has_values()
-            and list(map(_version, self._tensors)) == self._versions
-            and list(map(_address, self._tensors)) == self._addresses
+            and list(map(version_of, self._tensors)) == self._versions
+            and list(map(address_of, self._tensors)) == self._addresses
         )
 
     def _has_values(self) -> bool:
@@ -78,9 +76,9 @@ class ModelWatch:
         self._containers, self._getters = reader.containers, reader.getters
         self._lengths, self._values = list(map(len, self._containers)), list(self._present())
         self._tensors = reader.tensors
-        self._versions = list(map(_version, self._tensors))
-        self._addresses = list(map(_address, self._tensors))
-        self._places = [place for x in self._tensors if (place := _place(x)) is not None]
+        self._versions = list(map(version_of, self._tensors))
+        self._addresses = list(map(address_of, self._tensors))
+        self._places = [place for x in self._tensors if (place := sample_place(x)) is not None]
         self._samples = self._sample()
         weights: list[list[Any]] = [self._tensors, self._versions, self._addresses, self._samples]
         if self._weights and not _are_alike(self._weights, weights):
@@ -99,38 +97,11 @@ class ModelWatch:
 
     def _sample(self) -> list[bytes]:
         on_device = [x for x in self._tensors if x.device.type == "cuda" and x.numel()]
-        sampled = [_bytes_at(*place) for place in self._places]
+        sampled = [bytes_at(*place) for place in self._places]
         if on_device:
             middles = [x.detach().reshape(-1)[x.numel() // 2].float() for x in on_device]
             sampled.append(torch.stack(middles).cpu().numpy().tobytes())
         return sampled
-
-
-def _version(tensor: Tensor) -> int:
-    return -1 if tensor.is_inference() else tensor._version
-
-
-def _address(tensor: Tensor) -> int:
-    try:
-        return tensor.data_ptr()
-    except RuntimeError:  # a subclass without memory of its own
-        return id(tensor)
-
-
-def _place(tensor: Tensor) -> tuple[Tensor, int, int] | None:
-    """A tensor in memory, and the first byte and the number of bytes of a sample from the middle of it."""
-    if tensor.device.type != "cpu" or type(tensor.data) is not Tensor or not tensor.is_contiguous():
-        return None
-    count = min(tensor.nbytes, _SAMPLE_BYTES)
-    first = int(tensor.storage_offset()) * tensor.itemsize + (tensor.nbytes - count) // 2
-    return (tensor, first, count) if count else None
-
-
-def _bytes_at(tensor: Tensor, first: int, count: int) -> bytes:
-    storage = tensor.untyped_storage()  # held while it is read, whatever other threads do to the tensor
-    if storage.nbytes() < first + count:
-        return b""
-    return ctypes.string_at(storage.data_ptr() + first, count)
 
 
 def _are_alike(old: list[list[Any]], new: list[list[Any]]) -> bool:

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from kvloom.errors import ArgumentError, StateError, UnsupportedError
 from kvloom.integrations.transformers.batching.report import BatchReport, PageMap, RequestPages
 from kvloom.integrations.transformers.build import cache_format, text_config_of
+from kvloom.integrations.transformers.invariance import expect_wish, hold_layers, release_layers
 from kvloom.integrations.transformers.pool_model import expect_prefixes
 from kvloom.paging import expect_policy
 
@@ -33,6 +34,8 @@ def continuous_batching(
     layout: str = "auto",
     share: bool = True,
     policy: str = "lru",
+    batch_invariant: bool | None = None,
+    pack: bool | str = False,
 ) -> Any:
     """Let the continuous batching of a model keep its tokens in pages and attend to them where they lie.
 
@@ -51,6 +54,10 @@ def continuous_batching(
             ``cache_salt``.
         policy: Which pages are given up when others need room: ``"lru"``, those that no request held for
             longest, or ``"ours"``, those that are worth least by how pages were used so far.
+        batch_invariant: Whether a request has the bits that it has alone, as of ``enable``, while a session
+            is there; ``None`` is wherever the model is on a CPU, as steps of several tokens take no more
+            time for it.
+        pack: Whether linear layers have packed weights, as of ``enable``, until ``kv=None``.
 
     Returns:
         ``model``.
@@ -66,17 +73,23 @@ def continuous_batching(
     if kv is None:
         _forget_session(model)
         model.__dict__.pop(_INIT, None)
+        release_layers(model, _INIT)
         return model
     if not isinstance(share, bool):
         raise ArgumentError(f"share must be True or False, got {share!r}")
     expect_policy(policy)
+    wish = expect_wish(model, batch_invariant, pack, is_free=True)
     _expect_served(model)
     cache_format(text_config_of(model), kv, values=values, layout=layout)  # refuses what it cannot be
     from kvloom.integrations.transformers.batching.self_check import expect_same_logits
 
     expect_same_logits(model)
     _forget_session(model)
-    options = {"kv": kv, "values": values, "layout": layout, "share": share, "policy": policy}
+    if pack:
+        hold_layers(model, _INIT, wish)
+    else:
+        release_layers(model, _INIT)
+    options = {"kv": kv, "values": values, "layout": layout, "share": share, "policy": policy, "wish": wish}
     model.init_continuous_batching = _Init(model, options)
     return model
 

@@ -22,6 +22,7 @@ from kvloom.integrations.transformers.batching.report import BatchReport, PageMa
 from kvloom.integrations.transformers.batching.scheduler import scheduler_class
 from kvloom.integrations.transformers.batching.sizes import page_bytes, windows_of
 from kvloom.integrations.transformers.build import cache_format, text_config_of
+from kvloom.integrations.transformers.invariance import NO_WISH, Wish, hold_layers, release_layers
 from kvloom.integrations.transformers.loading import head_dims_of
 from kvloom.integrations.transformers.rope import dynamic_rope
 from kvloom.integrations.transformers.watch import ModelWatch
@@ -70,6 +71,7 @@ class BatchingManager(Recorder, ContinuousBatchingManager):  # type: ignore[misc
         layout: Axis order of the pages.
         share: Whether requests find pages of others.
         policy: Which pages are given up when others need room, as of ``KVPool.for_model``.
+        wish: What the layers of the model are while this manager has it.
 
     Raises:
         ArgumentError: an argument, or a field of a configuration, has no such value; nothing was changed.
@@ -88,8 +90,10 @@ class BatchingManager(Recorder, ContinuousBatchingManager):  # type: ignore[misc
         layout: str = "auto",
         share: bool = True,
         policy: str = "lru",
+        wish: Wish = NO_WISH,
     ) -> None:
         expect_policy(policy)
+        self._wish = wish
         config = continuous_batching_config or ContinuousBatchingConfig(page_size=PAGE_SIZE)
         _expect_config(config)
         text = text_config_of(model)
@@ -115,10 +119,25 @@ class BatchingManager(Recorder, ContinuousBatchingManager):  # type: ignore[misc
 
     def switch_to_cb_friendly_attn(self, model: Any, auto_switch_to_flash: bool = True) -> None:
         """Set the attention that knows these pages; ``stop`` sets the one that was there before."""
+        hold_layers(model, self._holder, self._wish)
         before = model.config._attn_implementation
         if before != IMPLEMENTATION:
             model.set_attn_implementation(IMPLEMENTATION)
             self._original_attn_impl = before
+
+    def stop(self, *args: Any, **kwargs: Any) -> None:
+        """As theirs; the layers of the model are as they were before the session, too."""
+        super().stop(*args, **kwargs)
+        if not self.is_running():
+            self.release()
+
+    def release(self) -> None:
+        """Let the layers of the model be as they were before the session, as ``stop`` does."""
+        release_layers(self.model, self._holder)
+
+    @property
+    def _holder(self) -> str:
+        return f"session {id(self)}"
 
     def add_request(
         self, input_ids: list[int], *args: Any, cache_salt: str = "", **kwargs: Any

@@ -1,0 +1,285 @@
+"""Layers of a model are changed for as long as somebody needs them so: ``enable``, a pool, a session.
+
+All wishes together count: layers are batch invariant or packed if one of those who hold the model wants that.
+"""
+
+import logging
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from typing import Any, Final, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+
+from kvloom.errors import ArgumentError, UnsupportedError
+from kvloom.integrations.transformers.build import text_config_of
+from kvloom.integrations.transformers.invariance.layers import (
+    LINEAR,
+    Invariant,
+    InvariantRows,
+    invariant_class,
+    matrix_of,
+)
+from kvloom.integrations.transformers.invariance.packed_only import (
+    PACKED_ONLY,
+    PackedOnly,
+    keep_packed_only,
+    unpack,
+)
+from kvloom.integrations.transformers.invariance.packing import (
+    PACKED,
+    PackedRows,
+    PackedWeight,
+    why_not_packable,
+)
+from kvloom.integrations.transformers.invariance.rules import NONE, rule_of
+
+_LOG: Final = logging.getLogger("kvloom")
+_CHANGES: Final = "_kvloom_layers"
+_RECURRENT: Final = ("A_log", "recurrent_param", "slope_rate")
+"""Parameters and buffers of layers that keep a state of all tokens."""
+PACKS: Final = (False, True, "only")
+"""What ``pack`` can be: no packed weights, packed weights beside the others, or instead of them."""
+
+
+class Wish(NamedTuple):
+    """What somebody needs of the layers of a model.
+
+    Attributes:
+        batch_invariant: Every row has the same bits among any others.
+        pack: One of ``PACKS``.
+    """
+
+    batch_invariant: bool
+    pack: bool | str
+
+
+NO_WISH: Final = Wish(False, False)
+
+
+def expect_wish(model: Any, batch_invariant: bool | None, pack: bool | str, is_free: bool = False) -> Wish:
+    """What these arguments of a public function ask for.
+
+    Args:
+        model: A model.
+        batch_invariant: ``None`` for wherever that takes no more time: in bfloat16, and packed.
+        pack: One of ``PACKS``.
+        is_free: Whether it takes no more time in every dtype.
+
+    Raises:
+        ArgumentError: there is no such value.
+        UnsupportedError: the model is not on the CPU, for which alone both are made.
+    """
+    if not (batch_invariant is None or isinstance(batch_invariant, bool)):
+        raise ArgumentError(f"batch_invariant must be True, False or None, got {batch_invariant!r}")
+    if not any(pack is x for x in PACKS[:2]) and pack != PACKS[2]:
+        raise ArgumentError(f"pack must be False, True or 'only', got {pack!r}")
+    is_on_cpu = model.device.type == "cpu"
+    for name, value in (("batch_invariant", batch_invariant), ("pack", pack)):
+        if value and not is_on_cpu:
+            raise UnsupportedError(f"{name} must be left out but on a CPU, got a model on {model.device}")
+    if batch_invariant is None:
+        batch_invariant = is_on_cpu and (is_free or bool(pack) or model.dtype == torch.bfloat16)
+    return Wish(batch_invariant, pack)
+
+
+@dataclass
+class LayerReport:
+    """Which layers of a model are batch invariant and packed, and which are not.
+
+    Attributes:
+        batch_invariant: Whether somebody wants that.
+        rules: Numbers of linear layers by the rows that they are padded to.
+        packed: Number of packed layers.
+        packed_bytes: Bytes of their packed weights.
+        not_packed: Names of linear layers that could not be packed, by the reason.
+        not_invariant: Names of layers whose rows may differ, by the reason.
+    """
+
+    batch_invariant: bool = False
+    rules: dict[str, int] = field(default_factory=dict)
+    packed: int = 0
+    packed_bytes: int = 0
+    not_packed: dict[str, list[str]] = field(default_factory=dict)
+    not_invariant: dict[str, list[str]] = field(default_factory=dict)
+
+
+def hold_layers(model: nn.Module, holder: str, wish: Wish) -> None:
+    """Let the layers of a model be as one of those who hold it wants, beside what others want.
+
+    Args:
+        model: The model.
+        holder: Names who wants it, and replaces what it wanted before.
+        wish: What it wants.
+    """
+    changes = getattr(model, _CHANGES, None)
+    if changes is None:
+        if not any(wish):
+            return
+        changes = _Changes(model)
+        setattr(model, _CHANGES, changes)
+    changes.wishes[holder] = wish
+    changes.apply(model)
+
+
+def release_layers(model: nn.Module, holder: str) -> None:
+    """Take back ``hold_layers``; the layers are as before once nobody wants anything."""
+    changes = getattr(model, _CHANGES, None)
+    if changes is None or changes.wishes.pop(holder, None) is None:
+        return
+    changes.apply(model)
+    if not changes.wishes:
+        changes.hook.remove()
+        delattr(model, _CHANGES)
+
+
+def report_layers(model: Any) -> LayerReport:
+    """What was made of the layers of a model.
+
+    Args:
+        model: A ``PreTrainedModel`` that was given to ``enable``, a pool or a session.
+    """
+    changes = getattr(model, _CHANGES, None)
+    if changes is None:
+        return LayerReport()
+    report: LayerReport = replace(changes.report, not_invariant=dict(changes.report.not_invariant))
+    attention = text_config_of(model)._attn_implementation
+    if report.batch_invariant and not str(attention).startswith("kvloom"):
+        report.not_invariant[f"attention is {attention!r}, not 'kvloom'"] = ["attention"]
+    packed = [x.packed for x in model.modules() if isinstance(x, PackedRows) and x.packed.tensor is not None]
+    report.packed, report.packed_bytes = len(packed), sum(x.nbytes for x in packed)
+    return report
+
+
+class _Changes:
+    """What was changed of a model. Refers to no module, so that copies of the model may share it.
+
+    Attributes:
+        wishes: What each of those who hold the model wants.
+        report: What was made of it.
+        hook: Looks at the layers before each forward.
+        conditions: What rules were found for.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.wishes: dict[str, Wish] = {}
+        self.report = LayerReport()
+        self.hook = model.register_forward_pre_hook(_BeforeForward(self))
+        self.conditions: tuple[Any, ...] = ()
+
+    def apply(self, model: nn.Module) -> None:
+        """Change the layers to what is wanted now."""
+        packs = {str(wish.pack): wish.pack for wish in self.wishes.values()}
+        wish = Wish(
+            any(wish.batch_invariant for wish in self.wishes.values()),
+            packs.get("True") or packs.get("only") or False,
+        )
+        self.report = LayerReport(batch_invariant=wish.batch_invariant)
+        self.conditions = conditions_of(model)
+        owners = Counter(id(p) for module in model.modules() for p in module._parameters.values())
+        adapted = {
+            id(x) for module in model.modules() if hasattr(module, "base_layer") for x in module.modules()
+        }
+        for name, layer in model.named_modules():
+            if kind_of(layer) in LINEAR:
+                why_not = "adapted" if id(layer) in adapted else ""
+                if not isinstance(layer, PackedOnly):
+                    weight = layer._parameters["weight"]
+                    why_not = why_not or ("tied" if owners[id(weight)] > 1 else "")
+                    why_not = why_not or why_not_packable(matrix_of(layer))
+                change_linear(layer, wish if not why_not else Wish(wish.batch_invariant, False))
+                if wish.pack and why_not:
+                    self.report.not_packed.setdefault(why_not, []).append(name)
+            else:
+                change_other(layer, wish)
+            if wish.batch_invariant:
+                self._note(name, layer)
+
+    def _note(self, name: str, layer: nn.Module) -> None:
+        """Count a layer that is padded, and name one whose rows may differ."""
+        reason = ""
+        if any(x in _RECURRENT for x in (*layer._parameters, *layer._buffers)):
+            reason = "recurrent states depend on how a text is cut"
+        if isinstance(layer, InvariantRows):
+            rule = layer.packed.rule if isinstance(layer, PackedRows) else layer.row_rule
+            text = "no number of rows gives the same bits" if rule is NONE else str(rule)
+            self.report.rules[text] = self.report.rules.get(text, 0) + 1
+            reason = text if rule is NONE else ""
+        elif isinstance(layer, nn.Linear) and not isinstance(layer, Invariant):
+            reason = f"{type(layer).__name__} is no linear layer of torch"
+        if "forward" in vars(layer) and (isinstance(layer, Invariant) or kind_of(layer) in LINEAR):
+            reason = "its forward was replaced"
+        if reason:
+            self.report.not_invariant.setdefault(reason, []).append(name)
+
+
+class _BeforeForward:
+    """Before a forward: rules are those of the present threads, packed weights those of the layers."""
+
+    def __init__(self, changes: _Changes) -> None:
+        self._changes = changes
+
+    def __call__(self, model: nn.Module, _args: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        if conditions_of(model) != self._changes.conditions:
+            self._changes.apply(model)
+        layers = _PACKED_LAYERS.get(model)
+        if layers is None:
+            packed = [x for x in model.modules() if isinstance(x, PackedRows)]
+            layers = _PACKED_LAYERS[model] = [x for x in packed if not isinstance(x, PackedOnly)]
+        for layer in layers:
+            if isinstance(layer, PackedRows) and not layer.packed.is_sampled_of(layer._parameters["weight"]):
+                layer.packed.update(layer)
+
+
+_PACKED_LAYERS: Final[WeakKeyDictionary[nn.Module, list[Any]]] = WeakKeyDictionary()
+"""Layers of models whose weights are looked at before each forward."""
+
+
+def conditions_of(model: Any) -> tuple[Any, ...]:
+    """What rules depend on, beside the shapes of layers."""
+    return torch.get_num_threads(), next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
+
+
+def kind_of(layer: nn.Module) -> type[nn.Module]:
+    """The class that a layer has when it is not changed."""
+    return layer.original if isinstance(layer, Invariant) else type(layer)
+
+
+def change_other(layer: nn.Module, wish: Wish) -> None:
+    """Make a module that is no linear layer batch invariant, or what it was."""
+    kind = kind_of(layer)
+    wanted = invariant_class(kind) if wish.batch_invariant else None
+    if type(layer) is not (wanted or kind):
+        layer.__class__ = wanted or kind
+
+
+def change_linear(layer: Any, wish: Wish) -> None:
+    """Make a linear layer what is wished, or what it was."""
+    kind, (batch_invariant, pack) = kind_of(layer), wish
+    packed: dict[Any, Any] = PACKED_ONLY if pack == "only" else PACKED
+    wanted: Any = packed[kind] if pack else None
+    is_kept = wanted is not None and type(layer) is wanted
+    if not is_kept:
+        if isinstance(layer, PackedOnly):
+            unpack(layer)
+        for name in ("packed", "row_rule"):
+            vars(layer).pop(name, None)
+        layer.__class__ = kind
+        if not (batch_invariant or pack):
+            return
+    changed, prepare = LINEAR[kind]
+    matrix = matrix_of(layer)
+    layer.row_rule = (rule_of(matrix, layer.bias, prepare) if batch_invariant else None) or NONE
+    if is_kept:
+        layer.packed.is_invariant = batch_invariant
+        layer.packed.find_rule(matrix, layer.bias)
+    elif pack == "only":
+        keep_packed_only(layer, wanted, batch_invariant)
+    elif pack:
+        layer.packed = PackedWeight(layer, batch_invariant)
+        layer.__class__ = wanted
+    else:
+        layer.__class__ = changed

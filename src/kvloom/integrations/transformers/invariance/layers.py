@@ -1,0 +1,146 @@
+"""Classes that layers of a model have while it is batch invariant: a row has the same bits among any others.
+
+They are children of the classes that the layers have otherwise, with the same weights, so whoever looks for a
+``nn.Linear`` finds it. In graphs that torch compiles they compute what their parents compute.
+
+Shapes: M rows, K inputs, N outputs.
+"""
+
+import inspect
+from collections.abc import Iterator
+from types import CodeType, FunctionType
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from kvloom.integrations.transformers.invariance.elementwise import elementwise
+from kvloom.integrations.transformers.invariance.inline import INLINE, InvariantCalls
+from kvloom.integrations.transformers.invariance.rules import Product, RowRule, linear, matmul
+
+_LIBRARY: Final = ("torch.", "transformers.modeling_", "transformers.utils.", "transformers.generation.")
+"""Modules of classes whose code computes nothing itself."""
+_ACTIVATIONS: Final = ("torch.nn.modules.activation", "transformers.activations")
+
+
+class Invariant:
+    """What a layer is changed into.
+
+    Attributes:
+        original: The class that it had.
+        numerics: In which respect its results have other bits.
+    """
+
+    original: type[nn.Module]
+    numerics: str = "batch invariant"
+
+
+class InvariantRows(Invariant):
+    """A linear layer whose rows are padded by its ``row_rule``."""
+
+    row_rule: RowRule
+
+    def forward(self, input: Tensor) -> Tensor:
+        """``[..., K]`` to ``[..., N]``."""
+        product: Product = super().forward  # type: ignore[misc]
+        if torch.compiler.is_compiling():
+            return product(input)
+        out = self.row_rule.apply(product, input.reshape(-1, input.shape[-1]))
+        return out.view(*input.shape[:-1], out.shape[-1])
+
+
+class InvariantLinear(InvariantRows, nn.Linear):
+    original = nn.Linear
+
+
+class InvariantConv1D(InvariantRows, Conv1D):  # type: ignore[misc]
+    original = Conv1D
+
+
+class InvariantActivation(Invariant):
+    """An elementwise module."""
+
+    def forward(self, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Of any shape."""
+        function = super().forward  # type: ignore[misc]
+        if torch.compiler.is_compiling():
+            result: Tensor = function(input, *args, **kwargs)
+            return result
+        return elementwise(function, input, *args, **kwargs)
+
+
+class InvariantModule(Invariant):
+    """A module that calls products and activations as functions."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """As its parent's."""
+        forward = super().forward  # type: ignore[misc]
+        if torch.compiler.is_compiling():
+            return forward(*args, **kwargs)
+        with InvariantCalls():
+            return forward(*args, **kwargs)
+
+
+LINEAR: Final = {nn.Linear: (InvariantLinear, linear), Conv1D: (InvariantConv1D, matmul)}
+"""Classes of linear layers, those that they are changed into, and their products."""
+
+
+def matrix_of(layer: Any) -> Tensor:
+    """The weight of a linear layer, ``[N, K]``."""
+    weight: Tensor = layer.weight
+    return weight.t() if isinstance(layer, Conv1D) else weight
+
+
+def invariant_class(kind: type[nn.Module]) -> type[nn.Module] | None:
+    """What a layer of a class that is not linear is changed into; ``None`` where nothing is needed."""
+    if kind not in _CLASSES:
+        _CLASSES[kind] = _make_class(kind)
+    return _CLASSES[kind]
+
+
+_CLASSES: Final[dict[type[nn.Module], type[nn.Module] | None]] = {}
+
+
+def _make_class(kind: type[nn.Module]) -> type[nn.Module] | None:
+    is_activation = kind.__module__ in _ACTIVATIONS and kind is not nn.MultiheadAttention
+    is_own_linear = issubclass(kind, nn.Linear)  # which may call the product as an operator
+    if kind.__module__.startswith("torch.") and not is_activation:
+        return None
+    if not is_own_linear and INLINE.isdisjoint(_names(kind)):
+        return None
+    mixin = InvariantActivation if is_activation else InvariantModule
+    members = {"original": kind, "__reduce_ex__": _reduce, "__module__": kind.__module__}
+    return type(f"Invariant{kind.__name__}", (mixin, kind), members)
+
+
+def _names(kind: type) -> set[str]:
+    """Names that the code of a class refers to, without what it inherits of libraries."""
+    names: set[str] = set()
+    for owner in kind.__mro__:
+        if owner is kind or not f"{owner.__module__}.".startswith(_LIBRARY):
+            for member in vars(owner).values():
+                names.update(*map(names_in, _codes(member)))
+    return names
+
+
+def _codes(member: Any) -> Iterator[CodeType]:
+    function = inspect.unwrap(getattr(member, "__func__", member)) if callable(member) else member
+    if isinstance(function, FunctionType):
+        yield function.__code__
+
+
+def names_in(code: CodeType) -> set[str]:
+    """Names that code and the functions in it refer to."""
+    inner = (x for x in code.co_consts if isinstance(x, CodeType))
+    return set(code.co_names).union(*map(names_in, inner))
+
+
+def _reduce(self: Any, _protocol: Any) -> tuple[Any, ...]:
+    """For copies and pickle, which cannot import a class that is made here."""
+    return _new, (type(self).original,), vars(self)
+
+
+def _new(kind: type[nn.Module]) -> nn.Module:
+    made = invariant_class(kind) or kind
+    return made.__new__(made)

@@ -1,0 +1,203 @@
+"""Batch invariance of matrix products: to how many rows must they be padded, found by trying.
+
+A product of a matrix with few rows takes another kernel than one with many, and sums in another order. Which
+numbers of rows share one order depends on the library behind torch, the processor, the dtype and the number
+of threads. So products are tried, and the rule that costs least and holds is taken.
+
+Shapes: M rows, K inputs, N outputs.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Final
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+Product = Callable[[Tensor], Tensor]
+"""``[M, K]`` to ``[M, N]``."""
+
+_COUNTS: Final = (*range(1, 18), 24, 31, 32, 33, 63, 64, 65, 96, 100, 127, 128, 129, 255, 256, 257, 512, 700)
+"""Numbers of rows that a small layer is tried with."""
+_FEW: Final = 37
+"""Most rows that a large layer is tried with, so that it takes milliseconds."""
+_SMALL_OUTPUTS, _SMALL_INPUTS = 128, 512
+_SMALL: Final = _SMALL_OUTPUTS * _SMALL_INPUTS
+"""Weights of a layer that is tried with all numbers of rows."""
+_MOST_OUTPUTS: Final = 512
+"""Of a layer that is tried: more are computed by the same kernels."""
+
+
+@dataclass(frozen=True)
+class RowRule:
+    """Numbers of rows at which a product gives every row the same bits.
+
+    Attributes:
+        least: The fewest rows.
+        multiple: Rows must be a multiple of this.
+        tile: Whether rows are computed ``least`` at a time.
+    """
+
+    least: int
+    multiple: int = 1
+    tile: bool = False
+
+    def padded(self, count: int) -> int:
+        """The number of rows to compute for ``count`` of them, which are at least one."""
+        return max(self.least, -(-count // self.multiple) * self.multiple)
+
+    def apply(self, product: Product, rows: Tensor) -> Tensor:
+        """A product ``[M, N]`` of rows ``[M, K]``, padded with copies of these rows."""
+        count = rows.shape[0]
+        target = self.padded(count)
+        if target != count and count:
+            rows = pad_rows(rows, target)
+        if self.tile and target > self.least:
+            return torch.cat([product(rows[i : i + self.least]) for i in range(0, target, self.least)])[
+                :count
+            ]
+        return product(rows) if target == count or not count else product(rows)[:count]
+
+    def __str__(self) -> str:
+        if self.tile:
+            return f"{self.least} rows at a time"
+        parts = [f"at least {self.least} rows"] if self.multiple == 1 or self.least > self.multiple else []
+        return " and ".join(parts + [f"multiples of {self.multiple} rows"] * (self.multiple > 1))
+
+
+NONE: Final = RowRule(1)
+"""Nothing is padded: where no rule holds, or none is wanted."""
+_RULES: Final = (
+    RowRule(2),
+    RowRule(4),
+    RowRule(4, 4),
+    RowRule(8, 8),
+    RowRule(16, 16),
+    RowRule(32, 32),
+    RowRule(32, 32, tile=True),
+)
+"""The cheapest first."""
+
+
+def pad_rows(rows: Tensor, target: int) -> Tensor:
+    """``[M, K]`` followed by copies of its first rows up to ``target`` rows; M must be at least 1."""
+    count = rows.shape[0]
+    if target <= 2 * count:
+        return torch.cat((rows, rows[: target - count]))
+    return torch.cat([rows] * -(-target // count))[:target]
+
+
+def find_rule(product: Product, row: Tensor, counts: Sequence[int] = _COUNTS) -> RowRule | None:
+    """The cheapest rule with which a product gives a row ``[1, K]`` the same bits at every place.
+
+    Args:
+        product: The product, of which other orders of adding must have other results.
+        row: A row; all rows are tried with copies of it, since none reads another.
+        counts: Numbers of rows to try.
+
+    Returns:
+        ``None`` where no rule holds.
+    """
+    trial = _Trial(product, row)
+    return next((rule for rule in _RULES if trial.holds(rule, counts)), None)
+
+
+def linear(weight: Tensor, bias: Tensor | None) -> Product:
+    """``F.linear`` by ``weight`` ``[N, K]`` and ``bias`` ``[N]``."""
+    return partial(F.linear, weight=weight, bias=bias)
+
+
+def matmul(weight: Tensor, bias: Tensor | None) -> Product:
+    """As ``linear``, by ``torch.mm`` and ``torch.addmm``, where ``weight`` is a transposed matrix."""
+    matrix = weight.t()
+    if bias is None:
+        return partial(torch.mm, mat2=matrix)
+    return partial(torch.addmm, bias, mat2=matrix)
+
+
+def rule_of(
+    weight: Tensor, bias: Tensor | None, prepare: Callable[[Tensor, Tensor | None], Product] = linear
+) -> RowRule | None:
+    """The rule of a layer, found once for each shape, dtype and number of threads.
+
+    Args:
+        weight: ``[N, K]``.
+        bias: ``[N]``, or ``None``.
+        prepare: Makes the product of a weight and a bias; called with some rows of both.
+
+    Returns:
+        ``None`` where no rule holds.
+    """
+    threads = torch.get_num_threads()
+    key = (prepare, weight.shape, weight.stride(), weight.dtype, bias is not None, threads)
+    if key not in _FOUND:
+        with torch.no_grad():
+            _FOUND[key] = _search(weight, bias, prepare)
+    return _FOUND[key]
+
+
+_FOUND: Final[dict[tuple[object, ...], RowRule | None]] = {}
+
+
+def _search(
+    weight: Tensor, bias: Tensor | None, prepare: Callable[[Tensor, Tensor | None], Product]
+) -> RowRule | None:
+    outputs, inputs = min(weight.shape[0], _MOST_OUTPUTS), weight.shape[1]
+    like = _cancelling(outputs, inputs, weight.dtype)
+    if weight.stride(-1) != 1:
+        like = like.t().contiguous().t()
+    product = prepare(like, None if bias is None else bias.new_zeros(outputs))
+    row = like.new_ones(1, inputs)
+    if outputs * inputs <= _SMALL:
+        return find_rule(product, row)
+    # Of the small layer first, so that few numbers of rows must be tried with a large one.
+    usual = rule_of(weight[:_SMALL_OUTPUTS, :_SMALL_INPUTS], bias, prepare)
+    rules = _RULES[0 if usual is None else _RULES.index(usual) :]
+    trial = _Trial(product, row)
+    return next((rule for rule in rules if trial.holds(rule, _few(rule))), None)
+
+
+def _few(rule: RowRule) -> tuple[int, ...]:
+    """Numbers of rows that tell whether the rule of a small layer is right for a large one, too."""
+    return rule.least, rule.least + (rule.multiple if rule.multiple > 1 else 3), _FEW
+
+
+def _cancelling(outputs: int, inputs: int, dtype: torch.dtype) -> Tensor:
+    """A weight ``[N, K]`` of rows that sum to zero.
+
+    What is computed for the sum is rounding alone, so that another order of adding has another result in
+    every dtype, where that of other weights is mostly rounded to the same bits.
+    """
+    generator = torch.Generator().manual_seed(0)
+    half, distinct = inputs // 2, min(outputs, 32)
+    spread = 6 if dtype == torch.float16 else 10  # of exponents, so that sums are rounded
+    values = torch.randn(distinct, half, generator=generator)
+    values *= torch.randint(-spread, spread + 1, values.shape, generator=generator).exp2()
+    values = values.to(dtype)
+    row = torch.cat((values, -values, values.new_zeros(distinct, inputs - 2 * half)), dim=1)
+    row = row[:, torch.randperm(inputs, generator=generator)]
+    return row.repeat(-(-outputs // distinct), 1)[:outputs].contiguous()
+
+
+class _Trial:
+    """Results of a product for copies of one row, each number of rows computed once."""
+
+    def __init__(self, product: Product, row: Tensor) -> None:
+        self._product, self._row = product, row
+        self._results: dict[int, Tensor | None] = {}
+
+    def holds(self, rule: RowRule, counts: Sequence[int]) -> bool:
+        """Whether a rule gives one result for all numbers of rows and all places."""
+        sizes = {rule.least} if rule.tile else {rule.padded(count) for count in counts}
+        first = self._result(rule.least)
+        results = (self._result(size) for size in sorted(sizes))
+        return first is not None and all(x is not None and torch.equal(first, x) for x in results)
+
+    def _result(self, count: int) -> Tensor | None:
+        """The result ``[N]`` of every row; ``None`` where places differ."""
+        if count not in self._results:
+            rows = self._product(self._row.repeat(count, 1))
+            self._results[count] = rows[0] if bool((rows == rows[:1]).all()) else None
+        return self._results[count]

@@ -1,0 +1,111 @@
+"""A request of a session has the log probabilities that it has alone, bit for bit, in any company.
+
+``KVLOOM_REQUESTS`` is how many requests each case has; ``make slow`` has more.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from integrations.test_families import SMALL
+from oracles.batching import random_requests, session
+from oracles.threads import num_threads
+from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, Qwen3MoeConfig
+
+from kvloom.integrations.transformers import continuous_batching
+
+REQUESTS = int(os.environ.get("KVLOOM_REQUESTS", "6"))
+NEW = 10
+WIDE = SMALL | {"hidden_size": 72, "intermediate_size": 200, "head_dim": 32, "vocab_size": 99}
+MODELS: dict[str, Any] = {
+    "Llama": LlamaConfig(**WIDE),
+    "Qwen3-MoE": Qwen3MoeConfig(**WIDE, num_experts=6, num_experts_per_tok=2, moe_intermediate_size=40),
+    "Gemma2": Gemma2Config(**WIDE, sliding_window=24),
+}
+KINDS = ("auto", "int8:g32", "int4:g32,recent=0")
+Answer = tuple[list[int], list[float]]
+
+
+def model_of(name: str, dtype: torch.dtype) -> Any:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(MODELS[name])
+    return model.eval().to(dtype)
+
+
+def answers(model: Any, requests: Sequence[list[int]], seed: int = 0, **options: Any) -> list[Answer]:
+    """Tokens and log probabilities of requests that come at random steps of one session."""
+    draw, waiting, names = random.Random(seed), list(requests), []
+    with session(model, {"max_new_tokens": NEW}, return_logprobs=True, **options) as running:
+        while waiting or running.processor.has_pending_requests():
+            for _ in range(draw.randrange(4)):
+                if waiting:
+                    names.append(running.manager.add_request(waiting.pop(0)))
+            running.step()
+        outputs = [running.outputs[name] for name in names]
+    assert [x.error for x in outputs] == [None] * len(requests)
+    return [(x.generated_tokens, list(x.logprobs)) for x in outputs]
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("pack", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kv", KINDS)
+@pytest.mark.parametrize("name", list(MODELS))
+def test_a_request_has_the_bits_that_it_has_alone(
+    name: str, kv: str, dtype: torch.dtype, pack: bool, threads: int
+) -> None:
+    model = model_of(name, dtype)
+    requests = random_requests(REQUESTS, seed=len(name + kv))
+    with num_threads(threads):
+        continuous_batching(model, kv, pack=pack)
+        alone = [answers(model, [request])[0] for request in requests]
+        # With prefixes that are found, prompts in pieces, and requests that lose their pages to others.
+        assert answers(model, requests, seed=1, max_batch_tokens=64, num_blocks=24) == alone
+
+
+def test_without_it_company_changes_the_bits() -> None:
+    """What the tests above would not notice, they could not show."""
+    model, requests = model_of("Llama", torch.float32), random_requests(6, seed=9)
+    continuous_batching(model, batch_invariant=False)
+    alone = [answers(model, [request])[0] for request in requests]
+    assert answers(model, requests, max_batch_tokens=64) != alone
+
+
+def test_a_residual_window_has_the_bits_that_it_has_alone() -> None:
+    model, requests = model_of("Llama", torch.float32), random_requests(REQUESTS, seed=3)
+    continuous_batching(model, "int4:g32,recent=24", share=False)
+    alone = [answers(model, [request])[0] for request in requests]
+    assert answers(model, requests, seed=2, max_batch_tokens=64) == alone
+
+
+def test_forks_have_the_bits_of_their_request() -> None:
+    """Several answers to one request share its prompt, and are chosen from logits with the same bits."""
+    model, prompt = model_of("Llama", torch.float32), [*range(3, 60)]
+    seen: list[Any] = []
+    continuous_batching(model)
+    hook = model.lm_head.register_forward_hook(lambda *args: seen.append(args[2]))
+    one_choice = {"max_new_tokens": NEW, "do_sample": True, "top_k": 1, "num_return_sequences": 3}
+    with session(model, one_choice, max_batch_tokens=32) as running:
+        running.manager.add_requests([prompt, prompt[:7]])
+        running.run()
+    hook.remove()
+    forks = [x.generated_tokens for x in running.outputs.values() if len(x.prompt_ids) == len(prompt)]
+    assert len(forks) == 3 and forks[1:] == forks[:1] * 2
+    rows = torch.cat([x.reshape(-1, x.shape[-1]) for x in seen[-NEW + 2 :]])
+    assert len(rows.unique(dim=0)) == 2 * (NEW - 2)  # two prompts, whose three answers are alike
+
+
+def test_the_model_has_its_layers_again_after_a_session() -> None:
+    model = model_of("Qwen3-MoE", torch.float32)
+    kinds = [type(x) for x in model.modules()]
+    continuous_batching(model)
+    with session(model) as running:
+        assert [type(x) for x in model.modules()] != kinds
+        running.manager.add_request([5, 6, 7])
+        running.run()
+    assert [type(x) for x in model.modules()] == kinds
