@@ -289,3 +289,12 @@ def test_passwords_are_shown_to_nobody(caplog: pytest.LogCaptureFixture) -> None
     with pytest.raises(ArgumentError, match="store must be a URL") as refusal:
         KVStore("redi://reader:hunter2@host/0")
     assert "hunter2" not in str(refusal.value)
+
+
+def test_opening_removes_no_file_of_others(tmp_path: Path) -> None:
+    names = (".writing-notes", "thesis/.writing-draft", "thesis/.writing-1-2", "thesis/.writing-1-2-3.bak")
+    lay(tmp_path, names)
+    before = texts(tmp_path, names)
+    KVStore(f"file://{tmp_path}").close()
+    assert main(["store", "ls", str(tmp_path)]) == 0
+    assert texts(tmp_path, names) == before

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -208,6 +209,27 @@ def test_an_index_that_says_what_is_not_so_costs_no_run(store: tuple[str, Slow])
         del backend._objects[name]
     with KVStore(url, read="always") as reader:
         assert found(reader, TEXT) == 4
+
+
+def test_an_index_lets_nobody_read_a_head_that_no_run_has(tmp_path: Path) -> None:
+    """A sparse file and an index that agree, of a text that is asked for."""
+    size = 1 << 30
+    with KVStore(f"file://{tmp_path}") as writer:
+        save(writer, TEXT)
+    (path,) = tmp_path.rglob("*.safetensors")
+    os.truncate(path, size)
+    run, _ = make_run(TEXT)
+    spelled = write_index([Entry.of(run, size - run.data_bytes)], PLAIN, lambda: None)
+    (tmp_path / index_name(WHOSE.folder, PLAIN.checksum(spelled))).write_bytes(spelled)
+    tracemalloc.start()
+    try:
+        with KVStore(f"file://{tmp_path}", read="always") as reader:
+            assert found(reader, TEXT) == 0
+            assert reader.tiers[0].counts["damaged"] == 1
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 64 << 20
 
 
 @pytest.mark.parametrize("is_listed", [True, False])

@@ -15,7 +15,7 @@ from kvloom.store.format import DamagedRun, OtherFormat, Run
 from kvloom.store.heads import FIRST_READ, head_from, head_of
 from kvloom.store.index import Entry, Index, Segment
 from kvloom.store.index_objects import IndexObjects
-from kvloom.store.names import Kind, kind_of
+from kvloom.store.names import Kind, folder_of, kind_of
 from kvloom.store.prefixes import Prefixes
 from kvloom.store.readers import Readers
 from kvloom.store.speed import Speed
@@ -41,8 +41,8 @@ class Store(Protocol):
     def connected(self) -> Backend:
         """Where its objects lie."""
 
-    def attempt(self, way: str, call: Callable[[], bool], default: bool) -> bool:
-        """What a call gives, or ``default`` if the store does not do it."""
+    def attempt(self, way: str, call: Callable[[], bool], default: bool, folder: str = "") -> bool:
+        """What a call gives, or ``default`` if the store does not do it, or may not in this folder."""
 
     def agrees(self, folder: str) -> bool:
         """Whether a folder is used."""
@@ -190,7 +190,7 @@ class Catalog:
             DamagedRun: its head says no run.
         """
         backend, sums = self._store.connected(), self._store.sums
-        listed = [x for x in backend.list_stored(f"{entry.name.partition('/')[0]}/") if x.name == entry.name]
+        listed = [x for x in backend.list_stored(f"{folder_of(entry.name)}/") if x.name == entry.name]
         if not listed:
             self.remove(entry.name)
             return None
@@ -264,7 +264,8 @@ class Catalog:
                 self._began = time.monotonic()
             began, self._used = self._began, time.thread_time()
             try:
-                self._store.attempt("read", partial(self._list, folder), False)
+                name = self._store.sums.folder(folder.fingerprint.digest)
+                self._store.attempt("read", partial(self._list, folder), False, name)
             except CancelledError:
                 pass
             except Exception:  # whoever waits would wait for ever
@@ -311,7 +312,8 @@ class Catalog:
                 folder.index.remove(gone)
         for entry in folder.objects.read(self._store, objects, self._rest):
             is_here = entry.name in here and here[entry.name].size == entry.size
-            if is_here and entry.name not in folder.doubted:
+            is_right = is_here and entry.may_be_of(folder.fingerprint)
+            if is_right and entry.name not in folder.doubted:
                 with self._changed:
                     folder.index.add(entry)
             self._rest()

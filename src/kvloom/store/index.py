@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from kvloom.store.format import Run
+from kvloom.store.fingerprint import Fingerprint
+from kvloom.store.format import MAX_HEAD, Run, page_bytes
 from kvloom.store.prefixes import Prefixes
 
 
@@ -31,6 +32,11 @@ class Entry(NamedTuple):
         """Of a run, by what its head says."""
         size = head_size + run.data_bytes
         return cls(run.name, size, head_size, run.first, run.page_size, run.digests)
+
+    def may_be_of(self, fingerprint: Fingerprint) -> bool:
+        """Whether a run of a fingerprint can have these sizes."""
+        pages = fingerprint.num_heads * len(self.digests) * page_bytes(fingerprint, self.page_size)
+        return self.head_size <= MAX_HEAD and self.head_size + pages == self.size
 
 
 class Segment(NamedTuple):

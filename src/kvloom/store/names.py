@@ -41,6 +41,11 @@ def is_folder(name: str) -> bool:
     return name in ("quarantine", "evicted") or bool(re.fullmatch(_FOLDER, name))
 
 
+def folder_of(name: str) -> str:
+    """The folder that an object lies in."""
+    return name.partition("/")[0]
+
+
 def run_name(folder: str, digest: bytes, first: int, page_size: int) -> str:
     """Of a run.
 

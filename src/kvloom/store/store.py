@@ -260,7 +260,11 @@ class KVStore:
 
     def missing(self, fingerprint: Fingerprint, prefixes: Prefixes, ends: range) -> list[int]:
         """The pages, by their ends, that a store does not have and will not have, unless it is away."""
-        here = [tier.catalog.known(fingerprint, prefixes, ends) for tier in self.tiers if not tier.is_down]
+        here = [
+            tier.catalog.known(fingerprint, prefixes, ends)
+            for tier in self.tiers
+            if not tier.is_down(fingerprint)
+        ]
         known = set(ends).intersection(*here)
         digests = zip(ends, prefixes.digests(ends), strict=True)
         return [end for end, digest in digests if end not in known and not self._writer.has(digest)]

@@ -15,7 +15,7 @@ from kvloom.store.format import DamagedRun, OtherFormat, Run, page_bytes, ranges
 from kvloom.store.heads import Heads
 from kvloom.store.index import Entry, Segment
 from kvloom.store.limits import quarantine
-from kvloom.store.names import Kind, kind_of, probe_name
+from kvloom.store.names import Kind, folder_of, kind_of, probe_name
 from kvloom.store.prefixes import Prefixes
 from kvloom.store.probe import Probe
 from kvloom.store.readers import Readers
@@ -50,7 +50,8 @@ class Piece(NamedTuple):
 class Tier:
     """A store that may be slow, full, damaged or away; none of that is an error for those who use it.
 
-    After an error it is left alone for ``retry`` seconds, reading and writing each by itself.
+    After an error it is left alone for ``retry`` seconds, reading and writing each by itself; where somebody
+    else's folder may not be read or written, that folder alone.
 
     Args:
         url: Of the store.
@@ -91,17 +92,16 @@ class Tier:
         self._agreed: dict[str, bool] = {}  # whether the one that the store keeps is alike
         self._heads = Heads(sums=sums)
         self._touched: dict[str, float] = {}  # when, of each object
-        self._down_until = {"read": 0.0, "write": 0.0}
+        self._down_until: dict[str, float] = {}  # of "read" and "write", and of each in a folder alone
         self._warned: set[str] = set()
         self._backend: Backend | None = None
         if self._room.is_limited:
             expect_own(url)
         self.attempt("read", self.connected, None)
 
-    @property
-    def is_down(self) -> bool:
-        """Whether nothing is written for now."""
-        return time.monotonic() < self._down_until["write"]
+    def is_down(self, fingerprint: Fingerprint) -> bool:
+        """Whether nothing of a fingerprint is written for now."""
+        return self._is_down("write", self.sums.folder(fingerprint.digest))
 
     def expect(self, fingerprint: Fingerprint, probe: Probe) -> None:
         """Use runs of a fingerprint only where the store keeps a probe like this one; the first is kept."""
@@ -126,7 +126,7 @@ class Tier:
             except DamagedRun as error:
                 why, entry = str(error), segment.entry
             try:  # what was listed may be wrong, and not the run; or it was replaced while it was read
-                right = self.attempt("read", partial(self.catalog.corrected, entry), None)
+                right = self.attempt("read", partial(self.catalog.corrected, entry), None, folder_of(name))
             except OtherFormat:
                 return None
             except DamagedRun as error:
@@ -174,11 +174,12 @@ class Tier:
         """Write a run, if its pages are not here; whether they last now."""
         if self.catalog.has(run):
             return True
-        if not self.attempt("write", lambda: self.agrees(run.name.partition("/")[0]), False):
+        folder = folder_of(run.name)
+        if not self.attempt("write", lambda: self.agrees(folder), False, folder):
             return False
         head = run.head()
         nbytes = len(head) + len(data)
-        is_new = self.attempt("write", lambda: self._write(run.name, [head, data], nbytes), None)
+        is_new = self.attempt("write", lambda: self._write(run.name, [head, data], nbytes), None, folder)
         if is_new is None:
             return False
         if not is_new:  # it has another head, with or without a text, or an index said so
@@ -188,7 +189,7 @@ class Tier:
         self.counts["bytes_written"] += nbytes
         self.catalog.add(run, len(head))
         self._room.wrote(run.name, nbytes)
-        self.attempt("write", lambda: self._room.make(0), False)
+        self.attempt("write", lambda: self._room.make(0), False, folder)
         return True
 
     def connected(self) -> Backend:
@@ -237,25 +238,30 @@ class Tier:
             quarantine(self.connected(), name)
             self.catalog.ignore(name, False)
 
-        self.attempt("write", move, None)
+        self.attempt("write", move, None, "quarantine")
 
     def left_out(self, name: str, why: Exception) -> None:
         """Note an object that is of another format or may not be read."""
         self.counts["left_out"] += 1
         self._warn(f"left out {type(why)}", "%s has objects that are not used: %s: %s", self.name, name, why)
 
-    def attempt(self, way: str, call: Callable[[], _Result], default: _Result) -> _Result:
-        """What a call gives, or ``default`` if the store does not do it."""
-        if time.monotonic() < self._down_until[way]:
+    def attempt(self, way: str, call: Callable[[], _Result], default: _Result, folder: str = "") -> _Result:
+        """What a call gives, or ``default`` if the store does not do it.
+
+        What may not be done in a ``folder``, if one is named, is left alone there, and done in others.
+        """
+        if self._is_down(way, folder):
             self.counts["refused"] += 1
             return default
         try:
             return call()
         except OSError as error:
             self.counts[f"{way}_errors"] += 1
-            self._down_until[way] = time.monotonic() + self._retry
+            where = f"/{folder}" if folder and isinstance(error, PermissionError) else ""
+            self._down_until[way + where] = time.monotonic() + self._retry
+            message = "%s cannot be %s, prefixes are computed instead: %s"
             verb = "read" if way == "read" else "written"
-            self._warn(way, "%s cannot be %s, prefixes are computed instead: %s", self.name, verb, error)
+            self._warn(f"{way} {bool(where)}", message, f"{self.name}{where}", verb, error)
             return default
 
     def close(self, timeout: float) -> None:
@@ -269,6 +275,10 @@ class Tier:
         self._room.after_fork()
         self.speed = Speed()
         self._backend = None
+
+    def _is_down(self, way: str, folder: str) -> bool:
+        until = max(self._down_until.get(x, 0.0) for x in (way, f"{way}/{folder}"))
+        return time.monotonic() < until
 
     def _write(self, name: str, parts: list[bytes | bytearray | memoryview], nbytes: int) -> bool | None:
         """Whether an object is new; ``None`` if it would be beyond the limits alone."""

@@ -16,10 +16,11 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from kvloom.errors import ArgumentError
-from kvloom.store.backends import Stored
+from kvloom.store.backends import Stored, public_url
 
 _NAME = re.compile(r"[a-z0-9]+(?:/[a-z0-9][a-z0-9.-]*)?")
 _TEMPORARY = ".writing-"
+_LEFT = re.compile(r"\.writing-\d+-\d+-\d+")  # by a process, a thread and a number
 _LOG = logging.getLogger("kvloom.store")
 _LINE = 64  # bytes of a line of the processor's caches
 _uninitialized = ctypes.pythonapi.PyBytes_FromStringAndSize
@@ -64,7 +65,7 @@ class Files:
         parts = urlsplit(url)
         path = Path(unquote(parts.path))
         if parts.netloc not in ("", "localhost") or not path.is_absolute() or parts.query or parts.fragment:
-            raise ArgumentError(f"store must be file:// and an absolute path, got {url!r}")
+            raise ArgumentError(f"store must be file:// and an absolute path, got {public_url(url)!r}")
         if not create and not path.is_dir():
             raise ArgumentError(f"store must be a folder that is there, got {str(path)!r}")
         return cls(path, mode)
@@ -111,7 +112,7 @@ class Files:
     def list_stored(self, prefix: str = "") -> Iterator[Stored]:
         for name, entry in self._walk(prefix):
             if _NAME.fullmatch(name):
-                with suppress(FileNotFoundError):  # another process removed it
+                with suppress(FileNotFoundError, PermissionError):  # another process removed it, or has it
                     status = entry.stat(follow_symlinks=False)
                     yield Stored(name, status.st_size, status.st_mtime)
 
@@ -165,7 +166,7 @@ class Files:
 
     def _remove_left_behind(self) -> None:
         for _, entry in self._walk():
-            if entry.name.startswith(_TEMPORARY):
+            if _LEFT.fullmatch(entry.name):
                 with suppress(OSError), _opened(Path(entry), os.O_RDONLY) as file:
                     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     Path(entry).unlink()
