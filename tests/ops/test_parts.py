@@ -232,6 +232,7 @@ def test_few_threads_and_many_give_the_same_bits() -> None:
         (ArgumentError, "prior must be a Part, got int", {"prior": 3}),
         (ArgumentError, "prior must be a Part, got tuple", {"prior": (torch.zeros(4, 4, 8),)}),
         (ShapeError, r"prior\.out must", {"prior": Part(torch.zeros(4, 4, 9), torch.zeros(4, 4))}),
+        (ShapeError, r"prior\.out must", {"prior": Part(None, None)}),
         (ShapeError, r"prior\.lse must", {"prior": Part(torch.zeros(4, 4, 8), torch.zeros(4, 3))}),
         (ShapeError, r"prior\.lse must", {"prior": Part(torch.zeros(4, 4, 8), torch.zeros(4, 4).half())}),
         (ArgumentError, r"prior\.out must be contiguous",

@@ -69,6 +69,7 @@ def attend_part(
     if (
         backend in COMPILED
         and (skip is None or type(skip) is int)
+        and (prior is None or prior.out is not None)  # which the kernel would take for no prior
         and is_plain_attend(query, kv, batch, scores, skip_from, *before)
     ):
         try:
