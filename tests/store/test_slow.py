@@ -127,6 +127,33 @@ def test_what_was_too_slow_is_measured_again(
         assert load(reader, TEXT) == 4
 
 
+def test_nobody_waits_for_pages_that_take_longer_than_the_wait(store: tuple[str, Slow]) -> None:
+    """30 seconds by the small requests that were measured, where a large one may be waited for for 6."""
+    url, backend = store
+    with KVStore(url) as reader:
+        listed(reader)
+        speed = reader.tiers[0].speed
+        for _ in range(7):
+            speed.note(30.0, 0)
+        speed.is_known = lambda nbytes: False  # type: ignore[method-assign]
+        backend.is_free.clear()
+        assert load(reader, TEXT, seconds_per_token=A_WHILE) == 0
+        assert reader.counts["tokens_too_late"] == 4
+        assert list(speed._latencies) == [30.0] * 7  # nobody waited, who would have noted it
+        while backend.num_requests < 2:  # it is measured behind them
+            time.sleep(0.01)
+        backend.is_free.set()
+
+
+def test_what_takes_as_long_as_small_requests_is_known_by_these() -> None:
+    speed = Speed()
+    assert not speed.is_known(1)
+    speed.note(0.1, 0)
+    assert speed.is_known(64 << 10) and not speed.is_known(1 << 20)
+    speed.note(0.1, 1 << 20)
+    assert speed.is_known(1 << 20)
+
+
 @pytest.mark.parametrize(
     ("per_token", "max_wait", "expected"),
     [(None, None, None), (1.0, None, 2.5), (0.0, None, 0.02), (1.0, 3.0, 3.0)],
@@ -134,6 +161,42 @@ def test_what_was_too_slow_is_measured_again(
 def test_patience_is_a_part_of_computing(per_token: Any, max_wait: Any, expected: Any) -> None:
     left = Patience(per_token, 100, max_wait).left
     assert left == expected or 0 < expected - left < 1
+
+
+@pytest.mark.parametrize(
+    ("per_token", "max_wait", "expected"),
+    [
+        (None, None, None),
+        (1.0, None, 2.5),
+        (1e-4, None, 0.001),
+        (0.0, None, 0.0),
+        (1e-4, 3.0, 3.0),
+        (None, 3.0, 3.0),
+    ],
+)
+def test_a_list_is_waited_for_no_longer_than_a_tenth_of_computing(
+    per_token: Any, max_wait: Any, expected: Any
+) -> None:
+    glance = Patience(per_token, 100, max_wait).glance
+    assert glance == expected or 0 <= expected - glance < 1
+
+
+def test_short_prompts_do_not_wait_for_a_list(
+    store: tuple[str, Slow], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that took 10 ms, which a prompt of 4 ms would notice."""
+    url, backend = store
+    with KVStore(url) as reader:
+        listed(reader)
+        catalog, waits = reader.tiers[0].catalog, list[Any]()
+        folder = catalog._folder(WHOSE)
+        folder.began, folder.ended = -0.01, 0.0
+        monkeypatch.setattr(catalog, "_listed", lambda *args: waits.append(args))
+        num_requests = backend.num_requests
+        assert load(reader, [9, 9, 9, 9]) == 0
+        assert not waits
+        while backend.num_requests == num_requests:  # it is there for the next one
+            time.sleep(0.01)
 
 
 def test_reading_may_take_what_it_took_of_late_and_no_longer_than_computing() -> None:

@@ -6,6 +6,8 @@ from typing import Final
 
 _SHARE: Final = 0.025
 """Of what computing takes, for which a store may let wait that gives nothing."""
+_GLANCE: Final = 0.1
+"""Of what computing takes, for which a store may be listed: that the list has something new is not likely."""
 _UNNOTICED: Final = 0.02
 """Seconds that count as none."""
 _MARGIN: Final = 2.0
@@ -27,12 +29,20 @@ class Patience:
         self._is_bounded = max_wait is not None
         if max_wait is None:
             max_wait = max(_SHARE * self._seconds_per_token * num_tokens, _UNNOTICED)
-        self._deadline = time.monotonic() + max_wait
+        glance = (
+            max_wait if self._is_bounded else min(max_wait, _GLANCE * self._seconds_per_token * num_tokens)
+        )
+        self._deadline, self._glance_deadline = (time.monotonic() + x for x in (max_wait, glance))
 
     @property
     def left(self) -> float | None:
         """Seconds for what may give nothing; ``None`` for ever."""
-        return None if self._deadline == math.inf else max(self._deadline - time.monotonic(), 0.0)
+        return _until(self._deadline)
+
+    @property
+    def glance(self) -> float | None:
+        """Seconds for a listing; ``None`` for ever."""
+        return _until(self._glance_deadline)
 
     def pays(self, num_tokens: int, seconds: float) -> bool:
         """Whether to read tokens rather than to compute them, if that takes so long."""
@@ -50,3 +60,7 @@ class Patience:
         if left is None or self._is_bounded or not is_known:
             return left
         return max(left, min(_MARGIN * seconds, self._seconds_per_token * num_tokens))
+
+
+def _until(deadline: float) -> float | None:
+    return None if deadline == math.inf else max(deadline - time.monotonic(), 0.0)

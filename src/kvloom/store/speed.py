@@ -57,9 +57,9 @@ class Speed:
         rate = self.seconds_per_byte
         return (self.latency or 0.0) * num_rounds + nbytes * (_FASTEST if rate is None else rate)
 
-    def is_known(self) -> bool:
-        """Whether something large was read."""
-        return bool(self._rates)
+    def is_known(self, nbytes: int) -> bool:
+        """Whether a request of about so many bytes was measured."""
+        return bool(self._rates or (nbytes <= _SMALL and self._latencies))
 
     def is_due(self, seconds: float) -> bool:
         """Whether to measure again what is thought to take so long."""

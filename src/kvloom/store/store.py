@@ -47,7 +47,8 @@ class KVStore:
         timeout: Seconds after which one request to a remote store gives up.
         max_queued: Bytes that may wait to be written; what comes beyond them is not written.
         max_wait: Seconds for which a lookup waits for stores. ``None``: a fortieth of what computing the
-            prefix takes, at least 20 ms; or up to that where reading is known to be quicker. With
+            prefix takes, at least 20 ms, of which no more than a tenth of computing for a list of what they
+            have; or up to what computing takes where reading is known to be quicker. With
             ``read="always"``, and where nobody says what computing takes, as long as it takes.
         mode: Permissions of files in a local folder: 0o600, 0o640, 0o660 or 0o644. Folders can be entered by
             those who may read the files.
@@ -204,7 +205,7 @@ class KVStore:
         while is_waiting and at < len(tokens):
             is_waiting = False
             for i, tier in enumerate(self.tiers):
-                segments = tier.catalog.find(fingerprint, prefixes, at, len(tokens), patience.left)
+                segments = tier.catalog.find(fingerprint, prefixes, at, len(tokens), patience.glance)
                 if segments:
                     read = partial(tier.read, fingerprint, salt_digest(salt), prefixes, heads=heads)
                     nbytes = [
@@ -231,12 +232,14 @@ class KVStore:
         """The pages of segments, up to the first that is not read in time."""
         num_tokens = segments[-1].end - segments[0].start
         seconds = tier.speed.seconds(sum(nbytes), -(-len(segments) // tier.readers.most))
-        if not patience.pays(num_tokens, seconds):
-            self.counts["tokens_not_worth_reading"] += num_tokens
-            if tier.speed.is_due(seconds) and not tier.readers.is_busy:
+        is_known = tier.speed.is_known(max(nbytes))
+        wait = patience.wait(num_tokens, seconds, is_known)
+        is_worth = patience.pays(num_tokens, seconds)
+        if not is_worth or (wait is not None and seconds > wait):  # nobody waits for what comes later
+            self.counts["tokens_too_late" if is_worth else "tokens_not_worth_reading"] += num_tokens
+            if (not is_known or tier.speed.is_due(seconds)) and not tier.readers.is_busy:
                 tier.readers.submit(partial(read, segments[0]))  # how long it takes now
             return
-        wait = patience.wait(num_tokens, seconds, tier.speed.is_known())
         began = time.monotonic()
         calls = [tier.readers.submit(partial(read, segment)) for segment in segments]
         try:
