@@ -6,8 +6,10 @@ of rows. It costs about a microsecond for each call of torch, so layers that are
 Shapes: M rows, K inputs, N outputs, E experts.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
+from threading import local
 from typing import Any, Final
 
 import torch
@@ -18,10 +20,25 @@ from torch.overrides import TorchFunctionMode
 from kvloom.integrations.transformers.invariance.elementwise import elementwise
 from kvloom.integrations.transformers.invariance.rules import Product, linear, matmul, rule_of
 
+_within = local()
+"""Whether a thread computes a module within ``invariant_calls``."""
 
-class InvariantCalls(TorchFunctionMode):
+
+@contextmanager
+def invariant_calls() -> Iterator[None]:
     """Within it, functions of torch give a row the bits that it has among any other rows."""
+    if getattr(_within, "it", False):  # a second mode would see what the first one calls
+        yield
+        return
+    _within.it = True
+    try:
+        with _Calls():
+            yield
+    finally:
+        _within.it = False
 
+
+class _Calls(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from kvloom.integrations.transformers.invariance.elementwise import elementwise
-from kvloom.integrations.transformers.invariance.inline import INLINE, InvariantCalls
+from kvloom.integrations.transformers.invariance.inline import INLINE, invariant_calls
 from kvloom.integrations.transformers.invariance.rules import Product, RowRule, linear, matmul
 
 _LIBRARY: Final = ("torch.", "transformers.modeling_", "transformers.utils.", "transformers.generation.")
@@ -78,7 +78,7 @@ class InvariantModule(Invariant):
         forward = super().forward  # type: ignore[misc]
         if torch.compiler.is_compiling():
             return forward(*args, **kwargs)
-        with InvariantCalls():
+        with invariant_calls():
             return forward(*args, **kwargs)
 
 

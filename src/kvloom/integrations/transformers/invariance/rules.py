@@ -145,11 +145,10 @@ def _search(
     weight: Tensor, bias: Tensor | None, prepare: Callable[[Tensor, Tensor | None], Product]
 ) -> RowRule | None:
     outputs, inputs = min(weight.shape[0], _MOST_OUTPUTS), weight.shape[1]
-    like = _cancelling(outputs, inputs, weight.dtype)
+    like, row = _cancelling(outputs, inputs, weight.dtype)
     if weight.stride(-1) != 1:
         like = like.t().contiguous().t()
     product = prepare(like, None if bias is None else bias.new_zeros(outputs))
-    row = like.new_ones(1, inputs)
     if outputs * inputs <= _SMALL:
         return find_rule(product, row)
     # Of the small layer first, so that few numbers of rows must be tried with a large one.
@@ -164,11 +163,12 @@ def _few(rule: RowRule) -> tuple[int, ...]:
     return rule.least, rule.least + (rule.multiple if rule.multiple > 1 else 3), _FEW
 
 
-def _cancelling(outputs: int, inputs: int, dtype: torch.dtype) -> Tensor:
-    """A weight ``[N, K]`` of rows that sum to zero.
+def _cancelling(outputs: int, inputs: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """A weight ``[N, K]`` and a row ``[1, K]`` whose products sum to zero.
 
-    What is computed for the sum is rounding alone, so that another order of adding has another result in
-    every dtype, where that of other weights is mostly rounded to the same bits.
+    What is computed for the sum is rounding alone, so that another order of adding, or another rounding of
+    products, has another result in every dtype, where that of other weights is mostly rounded to the same
+    bits.
     """
     generator = torch.Generator().manual_seed(0)
     half, distinct = inputs // 2, min(outputs, 32)
@@ -176,9 +176,11 @@ def _cancelling(outputs: int, inputs: int, dtype: torch.dtype) -> Tensor:
     values = torch.randn(distinct, half, generator=generator)
     values *= torch.randint(-spread, spread + 1, values.shape, generator=generator).exp2()
     values = values.to(dtype)
-    row = torch.cat((values, -values, values.new_zeros(distinct, inputs - 2 * half)), dim=1)
-    row = row[:, torch.randperm(inputs, generator=generator)]
-    return row.repeat(-(-outputs // distinct), 1)[:outputs].contiguous()
+    factors = torch.randn(1, half, generator=generator).to(dtype)
+    order, odd = torch.randperm(inputs, generator=generator), inputs - 2 * half
+    rows = torch.cat((values, -values, values.new_zeros(distinct, odd)), dim=1)[:, order]
+    row = torch.cat((factors, factors, factors.new_ones(1, odd)), dim=1)[:, order]
+    return rows.repeat(-(-outputs // distinct), 1)[:outputs].contiguous(), row
 
 
 class _Trial:
