@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import socket
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, nullcontext
 from typing import Any
 
+import oracles.serving
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from oracles.serving import PROMPT, Served, served
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers
 from tokenizers.models import BPE, WordPiece
-from transformers import PreTrainedTokenizerFast
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
+from kvloom.errors import ArgumentError
 from kvloom.integrations.transformers import load_model
 from kvloom.models import bundled_model_path
+from kvloom.serving import endpoints
 from kvloom.serving.prompts import Prompts, most_bytes_per_token
 
 TOKENIZER = load_model(bundled_model_path(), progress=False)[1]
@@ -34,6 +38,7 @@ class Held:
     def __init__(self, server: Served, patch: pytest.MonkeyPatch) -> None:
         self.released, self.lock = threading.Event(), threading.Lock()
         self.num_inside = self.most_inside = 0
+        self.threads: set[str] = set()
         prompts: Any = server.session.prompts
         patch.setattr(prompts, "_bytes_per_token", None)
         made = prompts.tokens_of
@@ -43,6 +48,7 @@ class Held:
                 tokens: list[int] = made(text, *args, **options)
                 return tokens
             with self.lock:
+                self.threads.add(threading.current_thread().name)
                 self.num_inside += 1
                 self.most_inside = max(self.most_inside, self.num_inside)
             self.released.wait()
@@ -98,7 +104,7 @@ def test_a_small_request_is_answered_while_large_ones_are_read(
         held.close()
         assert {x.result()[0] for x in large} == {400}
         assert all("the prompt must be at most 2047 tokens, got " in x.result()[1] for x in large)
-    assert held.most_inside == 1
+    assert held.most_inside == 1 and held.threads == {"kvloom-large-prompts_0"}
     assert server.session.num_placed == 0
 
 
@@ -137,6 +143,72 @@ def test_a_body_of_many_times_the_room_is_refused_before_it_is_read(server: Serv
     assert status == 413 and message == (
         "the body must be at most 196608 bytes, as the prompt must be at most 2047 tokens, got 300014"
     )
+
+
+def test_a_large_request_waits_as_bytes(server: Served, held: Held, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What JSON makes of some bytes takes 20 times as much memory."""
+    num_read = 0
+
+    def read(data: bytes) -> dict[str, Any]:
+        nonlocal num_read
+        if len(data) > 1000:
+            while server.session.num_placed < 5 and not held.released.is_set():
+                time.sleep(0.005)
+            num_read += 1
+        return made(data)
+
+    made = endpoints._read
+    monkeypatch.setattr(endpoints, "_read", read)
+    with ThreadPoolExecutor(5) as pool, closing(held):
+        large = [pool.submit(post, server, "/v1/completions", {"prompt": LARGE}) for _ in range(5)]
+        while server.session.num_placed < 5 or not held.num_inside:
+            time.sleep(0.005)
+        assert post(server, "/v1/completions", {"prompt": PROMPT}, "two")[0] == 200
+        assert num_read == 1
+        held.close()
+        assert {x.result()[0] for x in large} == {400}
+    assert num_read == 5
+
+
+@pytest.mark.parametrize("end", [b"[]]}", b"[]"])
+def test_nobody_waits_for_a_search_for_cycles_while_a_request_is_read(end: bytes) -> None:
+    """In a million lists it takes ten times as long as they, and all threads wait."""
+    started: list[str] = []
+
+    def note(phase: str, info: Any) -> None:
+        started.append(phase)
+
+    gc.callbacks.append(note)
+    try:
+        with nullcontext() if end.endswith(b"}") else pytest.raises(ArgumentError):
+            endpoints._read(b'{"prompt": [' + b"[]," * 200_000 + end)
+    finally:
+        gc.callbacks.remove(note)
+    assert started.count("start") < 5 and gc.isenabled()
+
+
+def test_a_prompt_stays_among_the_positions_of_short_texts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A session of such a model fails a request that does not; the server refuses it, or has it end there."""
+
+    def load(*args: Any, **options: Any) -> Any:
+        model, tokenizer = load_model(*args, **options)
+        model.config.original_max_position_embeddings = 64
+        model.config.rope_parameters = {
+            "rope_type": "longrope",
+            "rope_theta": 1e4,
+            "short_factor": [1.0] * 32,
+            "long_factor": [2.0] * 32,
+        }
+        return LlamaForCausalLM(model.config).eval(), tokenizer
+
+    monkeypatch.setattr(oracles.serving, "load_model", load)
+    with served() as server:
+        usual = {"messages": [{"role": "user", "content": "x"}]}
+        assert post(server, "/v1/chat/completions", usual) == (200, "")
+        assert post(server, "/v1/completions", {"prompt": [3] * 50, "max_tokens": 14}) == (200, "")
+        for prompt, num_new in ([3] * 50, 15), ([3] * 64, 1):
+            status, message = post(server, "/v1/completions", {"prompt": prompt, "max_tokens": num_new})
+            assert status == 400 and message.startswith("the prompt ")
 
 
 def test_what_is_refused_gives_its_place_back(server: Served) -> None:

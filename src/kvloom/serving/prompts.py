@@ -2,9 +2,11 @@
 
 import asyncio
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Final, TypeVar
+from contextlib import asynccontextmanager, nullcontext
+from functools import partial
+from typing import Any, Final
 
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
@@ -17,8 +19,6 @@ _SMALL_THREADS: Final = 2
 
 _NFC: Final = 4
 """NFC makes at most so many bytes one."""
-
-Result = TypeVar("Result")
 
 
 class Prompts:
@@ -35,22 +35,28 @@ class Prompts:
         self._tokenizer = tokenizer
         self._small = ThreadPoolExecutor(_SMALL_THREADS, "kvloom-small-prompts")
         self._large = ThreadPoolExecutor(1, "kvloom-large-prompts")
+        self._turn = asyncio.Lock()
         self._bytes_per_token = most_bytes_per_token(tokenizer)
         self._is_plain = all(
             getattr(type(tokenizer), name, None) is getattr(PreTrainedTokenizerFast, name, None)
             for name in ("__call__", "_encode_plus", "_batch_encode_plus")
         )
 
-    async def read(self, num_bytes: int, call: Callable[..., Result], *args: Any) -> Result:
-        """``call(*args)`` in a thread; who waits for it and is cancelled does not keep others waiting.
+    @asynccontextmanager
+    async def turn(self, num_bytes: int) -> AsyncIterator[Callable[..., Awaitable[Any]]]:
+        """While a request is read; a large one waits for the one before it, as bytes alone.
 
         Args:
             num_bytes: Of the request.
-            call: What reads it.
-            args: Its arguments.
+
+        Yields:
+            What computes ``call(*args)`` in a thread; who waits for it and is cancelled does not keep others
+            waiting.
         """
-        threads = self._small if num_bytes <= _SMALL else self._large
-        return await asyncio.get_running_loop().run_in_executor(threads, call, *args)
+        is_large = num_bytes > _SMALL
+        threads = self._large if is_large else self._small
+        async with self._turn if is_large else nullcontext():
+            yield partial(asyncio.get_running_loop().run_in_executor, threads)
 
     def tokens_of(self, text: str, room: int, add_special_tokens: bool = True) -> list[int]:
         """The tokens of a text.

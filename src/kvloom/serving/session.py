@@ -132,7 +132,7 @@ class Session:
         report = self.report()
         longest = getattr(text_config_of(self.model), "max_position_embeddings", None)
         self.room = report.max_pages * report.page_size
-        self.room = min(self.room, longest or self.room)
+        self.room = min(self.room, longest or self.room, self.manager.most_positions or self.room)
 
     async def _supervise(self) -> None:
         """Let the session begin again, with new pages, when it has died; end it if that does not help."""

@@ -200,6 +200,12 @@ class BatchingManager(Recorder, ContinuousBatchingManager):  # type: ignore[misc
                 recent_bytes=0 if cache.newest is None else cache.newest.nbytes,
             )
 
+    @property
+    def most_positions(self) -> int | None:
+        """Tokens that a request can have without changing the positions of others; ``None`` for any."""
+        rope = dynamic_rope(self.model)
+        return None if rope is None else rope.limit
+
     def tokens_found(self, request_id: str) -> int:
         """Tokens of the prompt of a running request whose pages were found; 0 if it holds no pages."""
         return 0 if self._cache is None else self._cache.tokens_found(request_id)
@@ -265,8 +271,7 @@ class BatchingManager(Recorder, ContinuousBatchingManager):  # type: ignore[misc
             distributed_helper=self.distributed_helper,
         )
         scheduler.fail = processor._handle_request_error
-        rope = dynamic_rope(self.model)
-        scheduler.most_positions = None if rope is None else rope.limit
+        scheduler.most_positions = self.most_positions
         return processor
 
     def _make_cache(self) -> BatchCache:
