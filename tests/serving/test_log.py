@@ -6,6 +6,7 @@ import logging
 import socket
 from typing import Any
 
+import openai
 import pytest
 from oracles.serving import PROMPT, served
 
@@ -28,6 +29,23 @@ def test_what_repeats_is_counted_and_told_with_the_next_line() -> None:
     assert later.getMessage() == "bad request (1,234 more since the last line like this)"
     again = record(1, 1000.0 + 2 * SECONDS)
     assert counted.filter(again) and again.getMessage() == "bad request"
+
+
+def test_what_a_session_logs_of_requests_is_counted_too(caplog: Any) -> None:
+    logger = logging.getLogger("ContinuousBatchingLogger")  # transformers' own
+    with served() as server:
+        processor = server.session.manager.batch_processor
+        logger.addHandler(caplog.handler)
+        try:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(processor.scheduler, "most_positions", 8)
+                with server.client() as client:
+                    for _ in range(50):
+                        with pytest.raises(openai.InternalServerError, match="at most 9 tokens together"):
+                            client.completions.create(model="bundled", prompt=PROMPT, max_tokens=1)
+        finally:
+            logger.removeHandler(caplog.handler)
+        assert len(caplog.records) <= 1
 
 
 @pytest.mark.parametrize(

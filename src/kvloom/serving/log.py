@@ -35,6 +35,6 @@ _COUNTED: Final = Counted()
 
 
 def count_repeats() -> None:
-    """Whatever a request can make uvicorn and asyncio log goes through one ``Counted``."""
-    for name in ("uvicorn.error", "asyncio"):
+    """Whatever requests can make uvicorn, asyncio and transformers log goes through one ``Counted``."""
+    for name in ("uvicorn.error", "asyncio", "ContinuousBatchingLogger"):
         logging.getLogger(name).addFilter(_COUNTED)
