@@ -99,6 +99,11 @@ def test_what_the_template_or_the_answer_would_leave_out_is_named(
         ({**USER, "refusal": "no"}, "got 'refusal'"),
         ({**USER, "name": 3}, "messages[0].name must be a string, got 3"),
         ({**USER, "tool_calls": [CALL]}, "messages[0].tool_calls must be in messages of role 'assistant'"),
+        ({**USER, "tool_call_id": "call_1"}, "messages[0].tool_call_id must be in messages of role 'tool'"),
+        (
+            {**USER, "reasoning_content": "hm"},
+            "messages[0].reasoning_content must be in messages of role 'assistant' alone",
+        ),
         (
             {
                 "role": "user",
@@ -144,6 +149,10 @@ def test_a_message_that_is_none_is_named_with_its_place(
             "tools[0] must have type 'function' and a function with a name",
         ),
         ({"tools": [{**TOOL, "function": {}}]}, "tools[0] must have type 'function'"),
+        (
+            {"tools": [{"type": "function", "function": {"name": "ls", "strict": True}}]},
+            "tools[0].function.strict must be left out, as it is not served, got True",
+        ),
         ({"chat_template_kwargs": {"enable_thinking": "no"}}, "chat_template_kwargs must be an object with"),
         ({"chat_template_kwargs": {"documents": []}}, "chat_template_kwargs must be an object with"),
         ({"chat_template_kwargs": 3}, "chat_template_kwargs must be an object with"),

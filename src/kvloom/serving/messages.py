@@ -15,6 +15,9 @@ from kvloom.serving.wanted import shown
 _FIELDS: Final = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content")
 _OPTIONS: Final = ("enable_thinking",)
 
+# Fields of one role, which may be left to the template.
+_ROLES: Final = {"tool_calls": "assistant", "reasoning_content": "assistant", "tool_call_id": "tool"}
+
 # Names under which transformers hands a template what an assistant thought.
 _REASONING: Final = (
     "reasoning_content",
@@ -157,9 +160,10 @@ def _message(name: str, message: Any) -> dict[str, Any]:
     for field in ("name", "tool_call_id", "reasoning_content"):
         if not isinstance(given.get(field, ""), str):
             raise ArgumentError(f"{name}.{field} must be a string, got {shown(given[field])}")
+    for field, role in _ROLES.items():
+        if field in given and given["role"] != role:
+            raise ArgumentError(f"{name}.{field} must be in messages of role {role!r} alone")
     if "tool_calls" in given:
-        if given["role"] != "assistant":
-            raise ArgumentError(f"{name}.tool_calls must be in messages of role 'assistant' alone")
         given["tool_calls"] = _calls(f"{name}.tool_calls", given["tool_calls"])
     if "content" in given:
         given["content"] = _content(f"{name}.content", given["content"])
@@ -210,9 +214,17 @@ def _tools(tools: Any) -> list[dict[str, Any]]:
         raise ArgumentError(f"tools must be a list, got {shown(tools)}")
     for i, tool in enumerate(tools):
         function = tool.get("function") if isinstance(tool, dict) else None
-        is_function = isinstance(function, dict) and isinstance(function.get("name"), str)
-        if not is_function or tool.get("type") != "function":
+        if (
+            not isinstance(function, dict)
+            or not isinstance(function.get("name"), str)
+            or tool.get("type") != "function"
+        ):
             raise ArgumentError(
                 f"tools[{i}] must have type 'function' and a function with a name, got {shown(tool)}"
+            )
+        if function.get("strict") not in (None, False):
+            raise ArgumentError(
+                f"tools[{i}].function.strict must be left out, as it is not served, got "
+                f"{shown(function['strict'])}"
             )
     return tools
