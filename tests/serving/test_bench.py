@@ -155,6 +155,21 @@ def test_a_trace_whose_shared_blocks_are_scaled_below_a_page_says_so(
     assert large["hit_rate"] == pytest.approx(5 / 18, abs=0.05) and large["note"] is None
 
 
+def test_a_trace_that_repeats_little_says_so_too(
+    server: Served, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """As the first minutes of Mooncake's conversations."""
+    file = tmp_path / "trace.jsonl"
+    lines = [
+        {"timestamp": 0, "input_length": 6144, "output_length": 1, "hash_ids": [0, *range(x, x + 11)]}
+        for x in (1, 12)
+    ]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    result = bench(server, capsys, "--scenario", "trace", "--trace", str(file), "--clients", "1")
+    assert result["repeat_rate"] == pytest.approx(1 / 24) and result["hit_rate"] == 0
+    assert "512 tokens of the trace are 8 words at --scale 64" in result["note"]
+
+
 def test_what_a_run_repeats_is_counted_in_words() -> None:
     def share(*turns: tuple[str, ...]) -> float:
         return repeated([Conversation(tuple(Turn((piece,), 2) for piece in each)) for each in turns])
