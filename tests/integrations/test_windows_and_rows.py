@@ -197,6 +197,27 @@ def test_rows_that_all_lose_tokens_move_to_the_front() -> None:
     assert cache.get_seq_length() == 0
 
 
+@pytest.mark.parametrize("rows", [[0], [2, 0], [1], [0, 0]], ids=str)
+def test_the_length_stays_when_rows_are_selected(rows: list[int]) -> None:
+    """So that a mask keeps its width, also where the longest row is not among them."""
+    model, tail = make_model("kvloom"), text(3, 4, seed=1)
+    tokens, kept = text(3, 23), [19, 23, 14]
+    cache = KVCache.for_model(model, page_size=4)
+    logits_of(model, tokens, cache)
+    cache.crop([n - 23 for n in kept])
+    cache.batch_select_indices(torch.tensor(rows))
+    assert cache.get_seq_length() == 23 and cache.get_mask_sizes(1, 0) == (24, 0)
+    position = torch.stack([torch.arange(kept[row], kept[row] + 4) for row in rows])
+    mask = torch.stack([torch.arange(27) >= 23 - kept[row] for row in rows]).long()
+    together = logits_of(model, tail[rows], cache, position_ids=position, attention_mask=mask)
+    for i, row in enumerate(rows):
+        alone = KVCache.for_model(model, page_size=4)
+        logits_of(model, tokens[row : row + 1, : kept[row]], alone)
+        expected = logits_of(model, tail[row : row + 1], alone)
+        torch.testing.assert_close(together[i : i + 1], expected, rtol=1e-3, atol=1e-3)
+    assert cache.get_seq_length() == 27
+
+
 @pytest.mark.parametrize("counts", [[-1], [-1, -1, -1], [1, 0], [0, 2]], ids=str)
 def test_bad_counts_of_rows_are_refused(counts: list[int]) -> None:
     model = make_model()

@@ -50,6 +50,8 @@ class KVPool(Recorder):
     With a store, what is committed is written behind, and what the pool lacks is read back if that takes less
     time than computing it: in this process or another, later or elsewhere.
 
+    A pool and the caches that it began belong to one thread at a time.
+
     Args:
         model: A ``PreTrainedModel`` all of whose layers attend to the whole sequence.
         pages: Where they keep their tokens.
