@@ -211,6 +211,18 @@ def test_a_prompt_stays_among_the_positions_of_short_texts(monkeypatch: pytest.M
             assert status == 400 and message.startswith("the prompt ")
 
 
+def test_requests_are_read_where_no_thread_can_begin(server: Served) -> None:
+    """As where memory is refused, which the session outlives."""
+
+    def fail(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(threading.Thread, "start", fail)
+        assert post(server, "/v1/completions", {"prompt": PROMPT, "max_tokens": 1}) == (200, "")
+        assert post(server, "/v1/completions", {"prompt": LARGE})[0] == 400
+
+
 def test_what_is_refused_gives_its_place_back(server: Served) -> None:
     for body in ({"nonsense": 1}, {"prompt": ""}, {"prompt": PROMPT, "n": 9}, {"model": "other"}, {}):
         assert post(server, "/v1/completions", body)[0] in (400, 404, 429)

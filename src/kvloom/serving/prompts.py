@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, nullcontext
 from functools import partial
+from threading import Barrier
 from typing import Any, Final
 
 from tokenizers.models import BPE
@@ -33,8 +34,8 @@ class Prompts:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        self._small = ThreadPoolExecutor(_SMALL_THREADS, "kvloom-small-prompts")
-        self._large = ThreadPoolExecutor(1, "kvloom-large-prompts")
+        self._small = _started(_SMALL_THREADS, "kvloom-small-prompts")
+        self._large = _started(1, "kvloom-large-prompts")
         self._turn = asyncio.Lock()
         self._bytes_per_token = most_bytes_per_token(tokenizer)
         self._is_plain = all(
@@ -87,6 +88,15 @@ class Prompts:
         """Read nothing any more."""
         for threads in (self._small, self._large):
             threads.shutdown(wait=False, cancel_futures=True)
+
+
+def _started(count: int, name: str) -> ThreadPoolExecutor:
+    """Threads that have begun: where memory is short, none may begin when a request comes."""
+    threads, all_here = ThreadPoolExecutor(count, name), Barrier(count + 1)
+    for _ in range(count):
+        threads.submit(all_here.wait)
+    all_here.wait()
+    return threads
 
 
 def expect_room(room: int, num_tokens: int, about: str = "") -> None:
