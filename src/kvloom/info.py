@@ -1,14 +1,21 @@
 """``kvloom info``: what runs on this machine."""
 
 import sys
+from collections.abc import Iterator
+from importlib.util import find_spec
+from typing import Final
 
 import torch
 
 from kvloom import __version__
+from kvloom.core.specs import dtype_name
 from kvloom.integrations import vllm
 from kvloom.ops import cpu_kernels, cuda_kernels, why_unavailable
 from kvloom.ops.choice import prefetched_cache
 from kvloom.probe import CASES, LONG_CASES, probe_isas, probe_prefetches
+
+_TYPICAL: Final = 1024
+"""Inputs and outputs of a linear layer."""
 
 
 def print_info(probe: bool) -> None:
@@ -39,6 +46,7 @@ def print_info(probe: bool) -> None:
         ("in vLLM", in_vllm),
         ("cpu capability", f"{torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"),
         ("devices", ", ".join(devices)),
+        *_row_rules(),
     ):
         sys.stdout.write(f"{name:15}{value}\n")
     if probe:
@@ -46,6 +54,20 @@ def print_info(probe: bool) -> None:
         _print_times(
             "from memory", list(LONG_CASES), probe_prefetches(), prefetched_cache(), "KVLOOM_PREFETCH"
         )
+
+
+def _row_rules() -> Iterator[tuple[str, str]]:
+    """To how many rows a typical linear layer is padded to be batch invariant; whether oneDNN packs it."""
+    if find_spec("transformers") is None:
+        return
+    from kvloom.integrations.transformers.invariance.packing import why_not_packable
+    from kvloom.integrations.transformers.invariance.rules import rule_of
+
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        weight = torch.empty(_TYPICAL, _TYPICAL, dtype=dtype)
+        rule = rule_of(weight, None)
+        why_not = why_not_packable(weight)
+        yield f"{dtype_name(dtype)} rows", f"{rule}; {f'not packed: {why_not}' if why_not else 'packed'}"
 
 
 def _print_times(

@@ -16,6 +16,9 @@ from kvloom.serving.settings import KEYS_VARIABLE, MOST, Settings, expect_within
 _LEAST_PAGE_SIZE: Final = 4
 """Of transformers' sessions."""
 
+PACKS: Final[dict[str, bool | str]] = {"no": False, "both": True, "only": "only"}
+"""Of ``--pack``, and ``pack`` of ``continuous_batching``."""
+
 _MOST_STEP: Final = 1 << 20
 """Tokens of a page, or of a step, whose tensors are made at the beginning."""
 
@@ -40,6 +43,17 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         choices=POLICIES,
         default="lru",
         help="which pages give way: those idle for longest, or those worth least by how pages were used",
+    )
+    parser.add_argument(
+        "--pack",
+        choices=tuple(PACKS),
+        default="no",
+        help="weights of linear layers in oneDNN's order, which is faster: beside the others, or only so",
+    )
+    parser.add_argument(
+        "--batch-invariant",
+        action=argparse.BooleanOptionalAction,
+        help="the same bits for a request alone and in company; on if not said",
     )
     parser.add_argument("--max-batch-tokens", type=int, metavar="N", help="tokens of one step")
     parser.add_argument("--host", default=Settings.host, help="beyond loopback there must be an API key")
@@ -118,7 +132,16 @@ def run(args: argparse.Namespace, load: Callable[[Path | None], tuple[Any, Any]]
     config = ContinuousBatchingConfig(
         page_size=args.page_size, num_blocks=args.pages, max_batch_tokens=args.max_batch_tokens
     )
-    session = Session(model, tokenizer, settings, config, kv=args.kv, policy=args.policy)
+    session = Session(
+        model,
+        tokenizer,
+        settings,
+        config,
+        kv=args.kv,
+        policy=args.policy,
+        batch_invariant=args.batch_invariant,
+        pack=PACKS[args.pack],
+    )
     if args.record is not None:
         session.manager.record()
     status = server.run(session, (args.name or path.resolve().name, str(path)), settings)

@@ -72,6 +72,12 @@ class _SessionCollector(Collector):
             ("kvloom_page_bytes", "Bytes of a page in all layers.", report.page_bytes),
             ("kvloom_recent_bytes", "Allocated for newest tokens beside the pages.", report.recent_bytes),
             ("kvloom_page_tokens", "Tokens in a page.", report.page_size),
+            (
+                "kvloom_packed_bytes",
+                "Of packed weights, beside or instead of the others.",
+                report.packed_bytes,
+            ),
+            ("kvloom_batch_invariant", "1 if company changes no bit of an answer.", report.batch_invariant),
         ):
             yield GaugeMetricFamily(name, help, value)
         for name, help, value in (

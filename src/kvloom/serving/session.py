@@ -47,6 +47,8 @@ class Session:
         on_first_token: Called with the seconds from a request to its first new token.
         kv: As of ``continuous_batching``.
         policy: The same.
+        batch_invariant: The same.
+        pack: The same.
 
     Raises:
         KVError: the model, an option or the configuration cannot be served.
@@ -62,6 +64,8 @@ class Session:
         on_first_token: Callable[[float], None] = lambda seconds: None,
         kv: str = "auto",
         policy: str = "lru",
+        batch_invariant: bool | None = None,
+        pack: bool | str = False,
     ) -> None:
         if getattr(tokenizer, "backend_tokenizer", None) is None:
             raise ArgumentError(f"model must have a fast tokenizer, got {type(tokenizer).__name__}")
@@ -69,7 +73,7 @@ class Session:
         tokenizer("")  # drops what its file says of truncation: from now on threads may share it
         self.prompts = Prompts(tokenizer)
         self.on_first_token = on_first_token
-        continuous_batching(model, kv, policy=policy)
+        continuous_batching(model, kv, policy=policy, batch_invariant=batch_invariant, pack=pack)
         eos = model.generation_config.eos_token_id
         ends = [] if eos is None else eos if isinstance(eos, list) else [eos]
         self.end_tokens = frozenset(ends)

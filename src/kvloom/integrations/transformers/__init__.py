@@ -11,6 +11,7 @@ from kvloom.integrations.transformers.batching import continuous_batching
 from kvloom.integrations.transformers.cache import KVCache
 from kvloom.integrations.transformers.content import content_of
 from kvloom.integrations.transformers.enabling import disable, enable
+from kvloom.integrations.transformers.invariance import LayerReport, report_layers
 from kvloom.integrations.transformers.layers import KVCacheLayer
 from kvloom.integrations.transformers.loading import Streamer, head_dim_of, load_model, summary_of
 from kvloom.integrations.transformers.masks import attention_mask
@@ -24,6 +25,7 @@ __all__ = [
     "KVCache",
     "KVCacheLayer",
     "KVPool",
+    "LayerReport",
     "Streamer",
     "content_of",
     "continuous_batching",
@@ -31,5 +33,6 @@ __all__ = [
     "enable",
     "head_dim_of",
     "load_model",
+    "report_layers",
     "summary_of",
 ]

@@ -160,15 +160,14 @@ class KVPool(Recorder):
                 is what follows a computed one only with ``"int4,recent=0"``.
             page_size: As above.
             max_tokens: Token slots of each layer.
-            values: As above.
-            layout: As above.
+            values, layout: As above.
             store: A ``KVStore``, or URLs as it takes them, such as ``"file:///var/cache/kvloom"``. The model
                 then computes 128 tokens, and its weights are read once.
             policy: Which pages are given up: ``"lru"``, those that no cache held for longest, or ``"ours"``,
                 those that are worth least by how pages were used so far.
             batch_invariant: As of ``enable``, until the pool is closed: what follows a prefix that is found
                 has the bits of what follows one that is computed.
-            pack: As of ``enable``, until the pool is closed.
+            pack: The same.
 
         Raises:
             ArgumentError: as ``KVCache.for_model``, ``store`` is no URL of a store, or ``policy`` is none.
@@ -348,6 +347,7 @@ class KVPool(Recorder):
         """Pages by state, and how many of the tokens that ``begin`` looked up were found; and the store's.
 
         ``kv`` is how keys and values are kept, with the group of their scales, such as ``"int8:g32"``.
+        ``layers`` is a ``LayerReport``.
         """
         pool = self._pages.pool
         return {
@@ -358,6 +358,7 @@ class KVPool(Recorder):
             "evictable": pool.num_evictable,
             "tokens_asked": self._num_asked,
             "tokens_found": self._num_found,
+            "layers": None if self._model is None else self._model.layers(),
         } | ({} if self._below is None else {"store": self._below.report()})
 
     def _tables(self) -> list[PageTable]:

@@ -10,7 +10,13 @@ from kvloom.caches import CacheFormat
 from kvloom.errors import UnsupportedError
 from kvloom.integrations.transformers.build import text_config_of
 from kvloom.integrations.transformers.content import expect_content, placeholders_of
-from kvloom.integrations.transformers.invariance import Wish, hold_layers, release_layers
+from kvloom.integrations.transformers.invariance import (
+    LayerReport,
+    Wish,
+    hold_layers,
+    release_layers,
+    report_layers,
+)
 from kvloom.integrations.transformers.origin import Origin, watch_inputs
 from kvloom.integrations.transformers.rope import dynamic_rope
 from kvloom.integrations.transformers.watch import ModelWatch
@@ -74,6 +80,10 @@ class PoolModel:
             self._identities = dict([*self._identities.items()][-_KEPT:])
             self._identities[state] = identify(self.watch.model, format)
         return self._identities[state]
+
+    def layers(self) -> LayerReport:
+        """What was made of its layers."""
+        return report_layers(self.watch.model)
 
     def digest(self) -> str:
         """Of the present state, the same in every process.

@@ -22,7 +22,13 @@ from kvloom.integrations.transformers.batching.report import BatchReport, PageMa
 from kvloom.integrations.transformers.batching.scheduler import scheduler_class
 from kvloom.integrations.transformers.batching.sizes import page_bytes, windows_of
 from kvloom.integrations.transformers.build import cache_format, text_config_of
-from kvloom.integrations.transformers.invariance import NO_WISH, Wish, hold_layers, release_layers
+from kvloom.integrations.transformers.invariance import (
+    NO_WISH,
+    Wish,
+    hold_layers,
+    release_layers,
+    report_layers,
+)
 from kvloom.integrations.transformers.loading import head_dims_of
 from kvloom.integrations.transformers.rope import dynamic_rope
 from kvloom.integrations.transformers.watch import ModelWatch
@@ -171,10 +177,11 @@ class BatchingManager(Recorder, ContinuousBatchingManager):  # type: ignore[misc
         super().join(stop_trigger_time, timeout)
 
     def report(self) -> BatchReport:
-        """Pages, requests and counts of this moment; all zero before the session begins."""
-        cache, processor = self._cache, self.batch_processor
+        """Pages, requests and counts of this moment; no pages before the session begins."""
+        cache, processor, layers = self._cache, self.batch_processor, report_layers(self.model)
+        of_layers: Any = {"batch_invariant": layers.holds, "packed_bytes": layers.packed_bytes}
         if cache is None:
-            return BatchReport(self._kv, self._format.page_size, *[0] * 16)
+            return BatchReport(self._kv, self._format.page_size, **of_layers)
         scheduler = None if processor is None else processor.scheduler
         with cache.lock:
             states = cache.page_map().states
@@ -198,6 +205,7 @@ class BatchingManager(Recorder, ContinuousBatchingManager):  # type: ignore[misc
                 steps=cache.num_steps,
                 tokens_computed=cache.num_computed,
                 recent_bytes=0 if cache.newest is None else cache.newest.nbytes,
+                **of_layers,
             )
 
     @property

@@ -47,26 +47,30 @@ class BatchReport:
         steps: Forwards of the model.
         tokens_computed: Tokens that went through the model.
         recent_bytes: Of the newest tokens as they were computed, beside the pages; 0 without ``recent``.
+        batch_invariant: Whether a request has the bits that it has alone, in all layers of the model.
+        packed_bytes: Of the packed weights of linear layers.
     """
 
     kv: str
     page_size: int
-    page_bytes: int
-    max_pages: int
-    num_pages: int
-    free: int
-    active: int
-    shared: int
-    evictable: int
-    waiting: int
-    running: int
-    finished: int
-    preemptions: int
-    tokens_asked: int
-    tokens_found: int
-    steps: int
-    tokens_computed: int
-    recent_bytes: int
+    page_bytes: int = 0
+    max_pages: int = 0
+    num_pages: int = 0
+    free: int = 0
+    active: int = 0
+    shared: int = 0
+    evictable: int = 0
+    waiting: int = 0
+    running: int = 0
+    finished: int = 0
+    preemptions: int = 0
+    tokens_asked: int = 0
+    tokens_found: int = 0
+    steps: int = 0
+    tokens_computed: int = 0
+    recent_bytes: int = 0
+    batch_invariant: bool = False
+    packed_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ are whole vectors.
 """
 
 from collections.abc import Callable
+from math import lcm
 from typing import Final
 
 import torch
@@ -16,6 +17,8 @@ _VECTORS: Final = 64
 """Elements that every loop of torch takes at once: two vectors of 32 elements in the widest."""
 _GRAIN: Final = 32768
 """Elements below which torch does not use another thread (``at::internal::GRAIN_SIZE``)."""
+_FINE_GRAIN: Final = 16384
+"""Elements from which on GELU may make a piece for each thread."""
 
 
 def elementwise(function: Callable[..., Tensor], x: Tensor, *args: object, **kwargs: object) -> Tensor:
@@ -39,8 +42,8 @@ def _whole(count: int, threads: int) -> int:
     """The least number of elements from ``count`` on that pieces of whole vectors make up."""
     target = count
     while True:
-        pieces = 1 if target < _GRAIN else max(1, min(threads, -(-target // _GRAIN)))
-        unit = pieces * _VECTORS
+        pieces = max(1, min(threads, -(-target // _GRAIN)))
+        unit = _VECTORS * lcm(pieces, threads if target >= _FINE_GRAIN else 1)
         if target % unit == 0:
             return target
         target = -(-target // unit) * unit

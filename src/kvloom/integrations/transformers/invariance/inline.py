@@ -62,8 +62,7 @@ def _product(
 ) -> Tensor:
     rule = rule_of(weight, bias, prepare)
     product, rows = prepare(weight, bias), input.reshape(-1, input.shape[-1])
-    out = product(rows) if rule is None else rule.apply(product, rows)
-    return out.view(*input.shape[:-1], weight.shape[0])
+    return rule.apply(product, rows).view(*input.shape[:-1], weight.shape[0])
 
 
 def _matmul(input: Tensor, other: Tensor) -> Tensor:

@@ -104,6 +104,11 @@ class LayerReport:
     not_packed: dict[str, list[str]] = field(default_factory=dict)
     not_invariant: dict[str, list[str]] = field(default_factory=dict)
 
+    @property
+    def holds(self) -> bool:
+        """Whether all layers are batch invariant."""
+        return self.batch_invariant and not self.not_invariant
+
 
 def hold_layers(model: nn.Module, holder: str, wish: Wish) -> None:
     """Let the layers of a model be as one of those who hold it wants, beside what others want.
@@ -203,9 +208,7 @@ class _Changes:
             reason = "recurrent states depend on how a text is cut"
         if isinstance(layer, InvariantRows):
             rule = layer.packed.rule if isinstance(layer, PackedRows) else layer.row_rule
-            text = "no number of rows gives the same bits" if rule is NONE else str(rule)
-            self.report.rules[text] = self.report.rules.get(text, 0) + 1
-            reason = text if rule is NONE else ""
+            self.report.rules[str(rule)] = self.report.rules.get(str(rule), 0) + 1
         elif isinstance(layer, nn.Linear) and not isinstance(layer, Invariant):
             reason = f"{type(layer).__name__} is no linear layer of torch"
         if "forward" in vars(layer) and (isinstance(layer, Invariant) or kind_of(layer) in LINEAR):
@@ -272,7 +275,7 @@ def change_linear(layer: Any, wish: Wish) -> None:
             return
     changed, prepare = LINEAR[kind]
     matrix = matrix_of(layer)
-    layer.row_rule = (rule_of(matrix, layer.bias, prepare) if batch_invariant else None) or NONE
+    layer.row_rule = rule_of(matrix, layer.bias, prepare) if batch_invariant else NONE
     if is_kept:
         layer.packed.is_invariant = batch_invariant
         layer.packed.find_rule(matrix, layer.bias)

@@ -79,6 +79,7 @@ def keep_packed_only(layer: Any, kind: type[PackedOnly], is_invariant: bool) -> 
     packed = PackedWeight(layer, is_invariant)
     if packed.tensor is None:
         return
+    packed.forget_weight()
     layer.packed = packed
     layer.requires_grad = layer._parameters.pop(_WEIGHT).requires_grad
     layer.__class__ = kind

@@ -88,10 +88,13 @@ class PackedWeight:
 
     def find_rule(self, matrix: Tensor, bias: Tensor | None) -> None:
         """Find the rule for the present number of threads and ``is_invariant``."""
-        found = None
+        self.rule = NONE
         if self.is_invariant and self.tensor is not None:
-            found = rule_of(matrix, bias, packed_linear)
-        self.rule = found or NONE
+            self.rule = rule_of(matrix, bias, packed_linear)
+
+    def forget_weight(self) -> None:
+        """Hold the weight no longer, which is then packed only."""
+        self._place = None
 
     def is_of(self, weight: Tensor) -> bool:
         """Whether a weight is what was packed, as far as torch counts what is written."""

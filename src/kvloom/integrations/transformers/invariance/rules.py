@@ -51,24 +51,26 @@ class RowRule:
     def apply(self, product: Product, rows: Tensor) -> Tensor:
         """A product ``[M, N]`` of rows ``[M, K]``, padded with copies of these rows."""
         count = rows.shape[0]
+        if not count:
+            return product(rows)
         target = self.padded(count)
-        if target != count and count:
+        if target != count:
             rows = pad_rows(rows, target)
         if self.tile and target > self.least:
-            return torch.cat([product(rows[i : i + self.least]) for i in range(0, target, self.least)])[
-                :count
-            ]
-        return product(rows) if target == count or not count else product(rows)[:count]
+            out = torch.cat([product(tile) for tile in rows.split(self.least)])
+        else:
+            out = product(rows)
+        return out if target == count else out[:count]
 
     def __str__(self) -> str:
         if self.tile:
-            return f"{self.least} rows at a time"
+            return f"{self.least} rows at a time" if self.least > 1 else "one row at a time"
         parts = [f"at least {self.least} rows"] if self.multiple == 1 or self.least > self.multiple else []
         return " and ".join(parts + [f"multiples of {self.multiple} rows"] * (self.multiple > 1))
 
 
 NONE: Final = RowRule(1)
-"""Nothing is padded: where no rule holds, or none is wanted."""
+"""Nothing is padded, where that is not wanted."""
 _RULES: Final = (
     RowRule(2),
     RowRule(4),
@@ -77,8 +79,9 @@ _RULES: Final = (
     RowRule(16, 16),
     RowRule(32, 32),
     RowRule(32, 32, tile=True),
+    RowRule(1, tile=True),
 )
-"""The cheapest first."""
+"""The cheapest first; one row at a time has the same bits whatever else is there."""
 
 
 def pad_rows(rows: Tensor, target: int) -> Tensor:
@@ -89,19 +92,16 @@ def pad_rows(rows: Tensor, target: int) -> Tensor:
     return torch.cat([rows] * -(-target // count))[:target]
 
 
-def find_rule(product: Product, row: Tensor, counts: Sequence[int] = _COUNTS) -> RowRule | None:
+def find_rule(product: Product, row: Tensor, counts: Sequence[int] = _COUNTS) -> RowRule:
     """The cheapest rule with which a product gives a row ``[1, K]`` the same bits at every place.
 
     Args:
         product: The product, of which other orders of adding must have other results.
         row: A row; all rows are tried with copies of it, since none reads another.
         counts: Numbers of rows to try.
-
-    Returns:
-        ``None`` where no rule holds.
     """
     trial = _Trial(product, row)
-    return next((rule for rule in _RULES if trial.holds(rule, counts)), None)
+    return next(rule for rule in _RULES if trial.holds(rule, counts))
 
 
 def linear(weight: Tensor, bias: Tensor | None) -> Product:
@@ -119,16 +119,13 @@ def matmul(weight: Tensor, bias: Tensor | None) -> Product:
 
 def rule_of(
     weight: Tensor, bias: Tensor | None, prepare: Callable[[Tensor, Tensor | None], Product] = linear
-) -> RowRule | None:
+) -> RowRule:
     """The rule of a layer, found once for each shape, dtype and number of threads.
 
     Args:
         weight: ``[N, K]``.
         bias: ``[N]``, or ``None``.
         prepare: Makes the product of a weight and a bias; called with some rows of both.
-
-    Returns:
-        ``None`` where no rule holds.
     """
     threads = torch.get_num_threads()
     key = (prepare, weight.shape, weight.stride(), weight.dtype, bias is not None, threads)
@@ -138,12 +135,12 @@ def rule_of(
     return _FOUND[key]
 
 
-_FOUND: Final[dict[tuple[object, ...], RowRule | None]] = {}
+_FOUND: Final[dict[tuple[object, ...], RowRule]] = {}
 
 
 def _search(
     weight: Tensor, bias: Tensor | None, prepare: Callable[[Tensor, Tensor | None], Product]
-) -> RowRule | None:
+) -> RowRule:
     outputs, inputs = min(weight.shape[0], _MOST_OUTPUTS), weight.shape[1]
     like, row = _cancelling(outputs, inputs, weight.dtype)
     if weight.stride(-1) != 1:
@@ -153,9 +150,8 @@ def _search(
         return find_rule(product, row)
     # Of the small layer first, so that few numbers of rows must be tried with a large one.
     usual = rule_of(weight[:_SMALL_OUTPUTS, :_SMALL_INPUTS], bias, prepare)
-    rules = _RULES[0 if usual is None else _RULES.index(usual) :]
     trial = _Trial(product, row)
-    return next((rule for rule in rules if trial.holds(rule, _few(rule))), None)
+    return next(rule for rule in _RULES[_RULES.index(usual) :] if trial.holds(rule, _few(rule)))
 
 
 def _few(rule: RowRule) -> tuple[int, ...]:
@@ -192,6 +188,8 @@ class _Trial:
 
     def holds(self, rule: RowRule, counts: Sequence[int]) -> bool:
         """Whether a rule gives one result for all numbers of rows and all places."""
+        if rule.least == 1:
+            return True
         sizes = {rule.least} if rule.tile else {rule.padded(count) for count in counts}
         first = self._result(rule.least)
         results = (self._result(size) for size in sorted(sizes))

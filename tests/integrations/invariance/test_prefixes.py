@@ -1,0 +1,75 @@
+"""What follows a prefix that is found has the bits of what follows one that is computed."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from integrations.invariance.test_families import model_of
+from torch import Tensor
+
+from kvloom.integrations.transformers import KVPool, enable
+from kvloom.store import KVStore
+
+KINDS = ["auto", "int8", "int4,recent=0"]
+PROMPT = torch.randint(3, 99, (1, 90), generator=torch.Generator().manual_seed(3))
+
+
+@torch.no_grad()
+def asked(model: Any, pool: KVPool, ids: Tensor, cuts: int, found: int) -> Tensor:
+    """Logits of a text behind what the pool finds, ``found`` tokens, in random cuts; it is committed."""
+    cache, draw, parts = pool.begin(ids), random.Random(cuts), []
+    at = cache.get_seq_length()
+    assert at == found
+    while at < ids.shape[1]:
+        size = draw.choice([1, 2, 3, 7, 30])
+        parts.append(model(ids[:, at : at + size], past_key_values=cache).logits)
+        at += size
+    pool.commit(cache, ids)
+    return torch.cat(parts, 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kv", KINDS)
+@pytest.mark.parametrize("name", ["Llama", "Qwen2-MoE"])
+def test_a_prefix_that_is_found_changes_no_bit(
+    name: str, kv: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    model = model_of(name, dtype)
+    enable(model, batch_invariant=True)
+    options: dict[str, Any] = {"kv": kv, "page_size": 4, "max_tokens": 400, "batch_invariant": True}
+    with KVStore(f"file://{tmp_path}") as store:
+        pool = KVPool.for_model(model, **options, store=store)
+        cold = asked(model, pool, PROMPT, 0, 0)
+        for cuts, length in ((1, 90), (2, 61), (3, 33)):
+            found = (length - 1) // 4 * 4
+            assert torch.equal(asked(model, pool, PROMPT[:, :length], cuts, found), cold[:, found:length])
+    # As another process finds it.
+    with KVStore(f"file://{tmp_path}", read="always") as store:
+        pool = KVPool.for_model(model, **options, store=store)
+        assert torch.equal(asked(model, pool, PROMPT, 4, 88), cold[:, 88:])
+
+
+def test_pages_of_layers_that_were_not_invariant_are_not_found(tmp_path: Path) -> None:
+    model = model_of("Llama", torch.float32)
+    enable(model)
+    for batch_invariant, found in ((False, 0), (True, 0), (True, 88)):
+        with KVStore(f"file://{tmp_path}", read="always") as store:
+            pool = KVPool.for_model(
+                model, page_size=4, max_tokens=400, store=store, batch_invariant=batch_invariant
+            )
+            asked(model, pool, PROMPT, 1, found)
+            pool.close()
+
+
+def test_the_report_of_a_pool_says_what_its_layers_are() -> None:
+    model = model_of("Llama", torch.float32)
+    pool = KVPool.for_model(model, max_tokens=64, batch_invariant=True)
+    layers = pool.report()["layers"]
+    assert layers.batch_invariant and sum(layers.rules.values()) == 29
+    assert [*layers.not_invariant] == ["attention is 'sdpa', not 'kvloom'"] and not layers.holds
+    enable(model)
+    assert pool.report()["layers"].holds
