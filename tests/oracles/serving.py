@@ -58,19 +58,26 @@ class Served:
             time.sleep(0.005)
 
 
-def make_session(kv: str, config: dict[str, Any] | None, settings: Settings) -> Session:
+def make_session(
+    kv: str, config: dict[str, Any] | None, settings: Settings, batch_invariant: bool | None = None
+) -> Session:
     """A session of the bundled model that has not begun."""
     model, tokenizer = load_model(bundled_model_path(), progress=False)
     tokenizer.chat_template = TEMPLATE
     cb_config = ContinuousBatchingConfig(**{"page_size": 16, "num_blocks": 256, **(config or {})})
-    return Session(model.float(), tokenizer, settings, cb_config, kv=kv)
+    return Session(model.float(), tokenizer, settings, cb_config, kv=kv, batch_invariant=batch_invariant)
 
 
 @contextmanager
-def served(kv: str = "int8", config: dict[str, Any] | None = None, **options: Any) -> Iterator[Served]:
+def served(
+    kv: str = "int8",
+    config: dict[str, Any] | None = None,
+    batch_invariant: bool | None = None,
+    **options: Any,
+) -> Iterator[Served]:
     """The bundled model on a port of loopback; ``options`` are of ``Settings``."""
     settings = Settings(port=0, **options)
-    session = make_session(kv, config, settings)
+    session = make_session(kv, config, settings, batch_invariant)
     with listener_of(settings) as listener:
         server = server_of(application(session, ("bundled",), settings), settings)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})

@@ -19,7 +19,7 @@ import kvloom
 from kvloom.caches.storage import Storage
 from kvloom.cli import main
 from kvloom.errors import ArgumentError, UnsupportedError
-from kvloom.integrations.transformers import KVCache, KVPool, load_model
+from kvloom.integrations.transformers import KVCache, KVPool, enable, load_model, report_layers
 from kvloom.integrations.transformers.build import StatefulLayer
 from kvloom.models import bundled_model_path
 from kvloom.planning.command import parse_bytes
@@ -143,6 +143,19 @@ def test_states_outside_the_cache_are_refused(tmp_path: Path, capsys: pytest.Cap
     assert capsys.readouterr().err.startswith(
         "kvloom: --model must be of a model that keeps recurrent states"
     )
+
+
+@pytest.mark.parametrize("name", ["Llama", "GPT-2", "Gemma2", "DeepSeek-V3"])
+def test_packed_weights_are_what_enable_packs(name: str) -> None:
+    model = family(name)
+    enable(model, pack=True)
+    planned = kvloom.plan(model.config, context=9, pack=True)
+    assert planned.packed == report_layers(model).packed_bytes > 0
+    without = kvloom.plan(model.config, context=9)
+    assert planned.total == without.total + planned.packed and without.packed == 0
+    assert kvloom.plan(model.config, context=9, pack="only").total == without.total
+    with pytest.raises(ArgumentError, match="pack must be False, True or 'only', got 'both'"):
+        kvloom.plan(model.config, context=9, pack="both")
 
 
 def test_kinds_of_layers() -> None:

@@ -12,6 +12,7 @@ import pytest
 from oracles.serving import Served, served
 
 from kvloom.cli import main
+from kvloom.serving.answer_check import Answer, AnswerCheck
 from kvloom.serving.bench import BOUNDS
 from kvloom.serving.load import percentiles
 from kvloom.serving.workloads import Conversation, Turn, repeated
@@ -219,3 +220,43 @@ def test_percentiles_are_values_that_were_measured() -> None:
     assert percentiles([]) == {"p50": 0, "p90": 0, "p99": 0}
     assert percentiles([0.003]) == {"p50": 3, "p90": 3, "p99": 3}
     assert percentiles([x / 1000 for x in range(100, 0, -1)]) == {"p50": 50, "p90": 90, "p99": 99}
+
+
+CHECKED = ("--requests", "6", "--clients", "4", "--system", "24", "--words", "7", "--new-tokens", "6")
+
+
+def test_answers_in_company_are_those_alone_to_the_bit(
+    server: Served, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = bench(server, capsys, *CHECKED, "--check-answers")
+    assert result["ended"] == 6
+    assert result["answers"] == {
+        "checked": 6,
+        "other_tokens": 0,
+        "other_logprobs": 0,
+        "largest": 0.0,
+        "says": "6 answers are those of each request alone, to the bit",
+    }
+
+
+def test_answers_that_company_changes_are_found(capsys: pytest.CaptureFixture[str]) -> None:
+    with served(api_keys=("secret",), kv="auto", batch_invariant=False) as other:
+        url = f"http://127.0.0.1:{other.port}/v1"
+        status = main(["bench", "serve", "--url", url, "--json", *CHECKED, "--check-answers"])
+        answers = json.loads(capsys.readouterr().out)["answers"]
+    assert status == 1 and answers["checked"] == 6
+    assert answers["other_logprobs"] > 0 and 0 < answers["largest"] < 1e-3
+
+
+def test_differences_are_counted() -> None:
+    alone = Answer("", 3, ["a", "b", "c"], [-1.0, -2.0, -3.0])
+    check = AnswerCheck()
+    for tokens, logprobs in (
+        (["a", "b", "c"], [-1.0, -2.0, -3.0]),
+        (["a", "b", "c"], [-1.0, -2.25, -3.0]),
+        (["a", "x", "c"], [-1.125, -9.0, -9.0]),
+        (["a", "b"], [-1.0, -2.0]),
+    ):
+        check.compare(Answer("", 3, tokens, logprobs), alone)
+    assert (check.checked, check.other_tokens, check.other_logprobs, check.largest) == (4, 2, 3, 0.25)
+    assert str(check).startswith("of 4 answers 2 have other tokens than alone, 3 other log probabilities")

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from urllib.request import Request, urlopen
 
 import openai
 import pytest
@@ -26,7 +27,7 @@ def test_a_server_that_is_stopped_gives_the_answer_that_has_begun(
 ) -> None:
     code = "import sys; from kvloom.cli import main; sys.exit(main())"
     command = [sys.executable, "-c", code, "serve", "--kv", "int8", "--name", "small", "--port", "0"]
-    command += ["--policy", "ours", "--record", str(tmp_path / "events.jsonl")]
+    command += ["--policy", "ours", "--record", str(tmp_path / "events.jsonl"), "--pack", "both"]
     environment = {**os.environ, "KVLOOM_API_KEY": "secret", "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
     assert process.stderr is not None
@@ -36,6 +37,10 @@ def test_a_server_that_is_stopped_gives_the_answer_that_has_begun(
     client = openai.OpenAI(base_url=found[1], api_key="secret", max_retries=0)
     stream: Any = client.completions.create(model="small", prompt=PROMPT, max_tokens=40, stream=True)
     chunks = [next(stream)]
+    asked = Request(f"{found[1][:-3]}/metrics", headers={"Authorization": "Bearer secret"})
+    metrics = urlopen(asked).read().decode()
+    assert "kvloom_batch_invariant 1.0" in metrics
+    assert int(float(re.search(r"^kvloom_packed_bytes (\S+)$", metrics, re.MULTILINE)[1])) > 1 << 20  # type: ignore[index]
     process.send_signal(number)
     chunks += list(stream)
     assert chunks[-1].choices[0].finish_reason == "length"

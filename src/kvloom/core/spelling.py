@@ -165,3 +165,13 @@ def _parse_options(name: str, text: object, options: str) -> dict[str, Any]:
         if values[key] is None:
             raise ArgumentError(f"{name} must have as {key} {what}, got {text!r}")
     return values
+
+
+PACKS: Final[dict[str, bool | str]] = {"no": False, "both": True, "only": "only"}
+"""Values of ``pack`` by their names on command lines: packed weights beside the others, or instead of them."""
+
+
+def expect_pack(pack: object) -> None:
+    """Raise ArgumentError unless ``pack`` is a value of ``PACKS``."""
+    if not isinstance(pack, (bool, str)) or pack not in PACKS.values():
+        raise ArgumentError(f"pack must be False, True or 'only', got {pack!r}")

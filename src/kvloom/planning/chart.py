@@ -7,6 +7,7 @@ from kvloom.planning.plan import Plan
 
 _PARTS: Final = (
     ("weights", "#4c78a8"),
+    ("packed", "#9ecae9"),
     ("cache", "#f58518"),
     ("scales", "#54a24b"),
     ("states", "#b279a2"),

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from kvloom.core.spelling import STORAGE, expect_kv
+from kvloom.core.spelling import PACKS, STORAGE, expect_kv
 from kvloom.errors import ArgumentError
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ _UNITS: Final = {"": 1} | {
     for i, base in (("", 1000), ("i", 1024))
 }
 _WIDTH: Final = 120
-_PARTS: Final = ("weights", "cache", "scales", "states", "tables", "waste", "total")
+_PARTS: Final = ("weights", "packed", "cache", "scales", "states", "tables", "waste", "total")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -35,6 +35,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--batch", type=int, default=1, metavar="N", help="sequences at once")
     parser.add_argument("--page-size", type=int, default=16, metavar="N", help="tokens in a page")
+    parser.add_argument(
+        "--pack", choices=tuple(PACKS), default="no", help="linear layers have packed weights, as of serve"
+    )
     parser.add_argument("--memory", metavar="BYTES", help="such as 24GB or 24GiB: how much fits into it")
     parser.add_argument("--json", action="store_true", help="machine-readable output")
     parser.add_argument("--svg", type=Path, metavar="FILE", help="write a plot")
@@ -63,7 +66,15 @@ def run(args: argparse.Namespace) -> None:
     shape = ModelShape.of(read_config(args.model))
     kinds = kinds_for(shape) if args.kv is None else [args.kv]
     plans = [
-        plan(shape, kv, context=args.context, batch=args.batch, page_size=args.page_size) for kv in kinds
+        plan(
+            shape,
+            kv,
+            context=args.context,
+            batch=args.batch,
+            page_size=args.page_size,
+            pack=PACKS[args.pack],
+        )
+        for kv in kinds
     ]
     if args.json:
         json.dump([_as_json(x, memory) for x in plans], sys.stdout, indent=1)

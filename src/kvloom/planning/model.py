@@ -17,6 +17,7 @@ from kvloom.caches import CacheFormat
 from kvloom.errors import ArgumentError, UnsupportedError
 from kvloom.integrations.transformers import summary_of
 from kvloom.integrations.transformers.build import DummyLayer, StatefulLayer, make_layers
+from kvloom.integrations.transformers.invariance import packable_bytes
 from kvloom.integrations.transformers.layers import KVCacheLayer
 
 Kind: TypeAlias = Literal["full", "window", "latent", "hybrid", "recurrent", "none"]
@@ -55,11 +56,13 @@ class ModelShape:
         config: Of the part that generates text.
         weights: Bytes of all parameters and buffers, tied ones once.
         layers: In order.
+        packable: Bytes of the weights of linear layers that can be packed.
     """
 
     config: Any
     weights: int
     layers: tuple[LayerShape, ...]
+    packable: int = 0
 
     @classmethod
     def of(cls, config: Any) -> "ModelShape":
@@ -99,6 +102,7 @@ class ModelShape:
                 _shape(type(config).__name__, layer, seen, i, hasattr(text, "kv_lora_rank"))
                 for i, layer in enumerate(layers)
             ),
+            packable_bytes(model),
         )
 
 

@@ -9,7 +9,7 @@ from typing import Any, Final
 from kvloom.caches import CacheFormat, Sequences
 from kvloom.caches.recent import ring_slots
 from kvloom.core.specs import KVSpec
-from kvloom.core.spelling import CODE_BITS, STORAGE, group_for
+from kvloom.core.spelling import CODE_BITS, STORAGE, expect_pack, group_for
 from kvloom.errors import ArgumentError, ConfigError
 from kvloom.integrations.transformers.build import cache_format
 from kvloom.integrations.transformers.positions import positions_of
@@ -59,6 +59,7 @@ class Plan:
         page_size: Tokens in a page.
         layers: Bytes of each layer.
         tables: Bytes of page tables, one table for all layers of a window.
+        pack: As of ``enable``.
     """
 
     shape: ModelShape
@@ -69,11 +70,17 @@ class Plan:
     page_size: int
     layers: tuple[LayerPlan, ...]
     tables: int
+    pack: bool | str = False
 
     @property
     def weights(self) -> int:
         """Bytes of parameters and buffers."""
         return self.shape.weights
+
+    @property
+    def packed(self) -> int:
+        """Bytes of packed weights beside the others, where the processor can pack the model's dtype."""
+        return self.shape.packable if self.pack is True else 0
 
     @property
     def cache(self) -> int:
@@ -98,7 +105,7 @@ class Plan:
     @property
     def total(self) -> int:
         """Bytes in all."""
-        return self.weights + self.cache + self.scales + self.states + self.tables
+        return self.weights + self.packed + self.cache + self.scales + self.states + self.tables
 
     def by_kind(self) -> dict[Kind, tuple[int, LayerPlan]]:
         """Of each kind of layer, how many there are and the sum of their bytes."""
@@ -156,6 +163,7 @@ def plan(
     batch: int = 1,
     page_size: int = 16,
     values: str | None = None,
+    pack: bool | str = False,
 ) -> Plan:
     """What a model and its cache will take, to the byte; needs no weights and allocates nothing.
 
@@ -166,6 +174,7 @@ def plan(
         batch: Sequences.
         page_size: Tokens in a page.
         values: As ``kv``, for the values alone.
+        pack: As of ``enable``: ``True`` for packed weights of linear layers beside the others.
 
     Raises:
         ArgumentError: an argument is none of these, or ``kv`` has a group that does not divide a head dim.
@@ -183,7 +192,8 @@ def plan(
     for name, value, least in (("context", context, 0), ("batch", batch, 1), ("page_size", page_size, 1)):
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise ArgumentError(f"{name} must be an int of at least {least}, got {value!r}")
-    empty = Plan(shape, kv, values, context, batch, page_size, (), 0)
+    expect_pack(pack)
+    empty = Plan(shape, kv, values, context, batch, page_size, (), 0, pack)
     try:
         return empty._with(context, batch)
     except ConfigError as error:

@@ -6,6 +6,7 @@ import json
 import os
 import secrets
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import urlsplit
@@ -65,6 +66,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--seed", type=int, metavar="N", help="of the texts, to repeat a run; a new one if not said"
     )
+    parser.add_argument(
+        "--check-answers",
+        action="store_true",
+        help="ask each request again alone, and compare tokens and log probabilities; status 1 if any differ",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON, not a table")
 
 
@@ -100,8 +106,11 @@ def base_url(text: str) -> str:
     return text if url.path.strip("/") else f"{text.rstrip('/')}/v1"
 
 
-def run(args: argparse.Namespace) -> None:
+def run(args: argparse.Namespace) -> int:
     """Ask, and print what was measured.
+
+    Returns:
+        The exit status: 1 if answers were checked and some differ.
 
     Raises:
         KVError: an option has no such value, nobody answers, or no request was answered.
@@ -117,6 +126,7 @@ def run(args: argparse.Namespace) -> None:
         sys.stdout.write(json.dumps(summary) + "\n")
     else:
         _print(summary)
+    return int(bool(summary.get("answers", {}).get("other_logprobs")))
 
 
 def _note(summary: dict[str, Any], args: argparse.Namespace) -> str | None:
@@ -140,6 +150,7 @@ async def _measure(args: argparse.Namespace, conversations: list[Conversation]) 
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+    from kvloom.serving.answer_check import check_answers
     from kvloom.serving.load import Measured, measure
 
     key = args.api_key or next(iter(keys_from(())), "none")
@@ -158,11 +169,27 @@ async def _measure(args: argparse.Namespace, conversations: list[Conversation]) 
                 rate = f"{measured.new_tokens / measured.seconds:.0f} tokens/s, {measured.refused} refused"
                 progress.update(task, completed=done, rate=rate)
 
-            measured = await measure(client, model, conversations, args.clients, observe)
-    if not measured.ended:
-        reason = measured.errors[0] if measured.errors else "the server refused all of them"
-        raise KVError(f"no request was answered: {reason}")
-    return {"scenario": args.scenario, "model": model, "clients": args.clients, **measured.summary()}
+            measured = await measure(
+                client, model, conversations, args.clients, observe, keep_answers=args.check_answers
+            )
+            if not measured.ended:
+                reason = measured.errors[0] if measured.errors else "the server refused all of them"
+                raise KVError(f"no request was answered: {reason}")
+            summary = {"scenario": args.scenario, "model": model, "clients": args.clients}
+            summary |= measured.summary()
+            if measured.answers is not None:
+                task = progress.add_task("again, alone", total=len(measured.answers), rate="")
+                try:
+                    check = await check_answers(
+                        client,
+                        model,
+                        measured.answers,
+                        lambda check: progress.update(task, completed=check.checked),
+                    )
+                except openai.APIError as error:
+                    raise KVError(f"a request was answered in company, and not alone: {error}") from error
+                summary["answers"] = {**asdict(check), "says": str(check)}
+    return summary
 
 
 def _print(summary: dict[str, Any]) -> None:
@@ -184,5 +211,6 @@ def _print(summary: dict[str, Any]) -> None:
         table.add_row(f"{title}, ms", shown)
     console = Console(width=int(os.environ.get("COLUMNS", "80")))
     console.print(table)
-    if summary["note"] is not None:
-        console.print(summary["note"])
+    for text in (summary.get("answers", {}).get("says"), summary["note"]):
+        if text is not None:
+            console.print(text)

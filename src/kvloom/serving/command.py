@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
-from kvloom.core.spelling import STORAGE, expect_kv
+from kvloom.core.spelling import PACKS, STORAGE, expect_kv
 from kvloom.errors import ArgumentError
 from kvloom.models import bundled_model_path, check_model_folder
 from kvloom.paging import POLICIES
@@ -15,9 +15,6 @@ from kvloom.serving.settings import KEYS_VARIABLE, MOST, Settings, expect_within
 
 _LEAST_PAGE_SIZE: Final = 4
 """Of transformers' sessions."""
-
-PACKS: Final[dict[str, bool | str]] = {"no": False, "both": True, "only": "only"}
-"""Of ``--pack``, and ``pack`` of ``continuous_batching``."""
 
 _MOST_STEP: Final = 1 << 20
 """Tokens of a page, or of a step, whose tensors are made at the beginning."""

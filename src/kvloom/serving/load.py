@@ -11,6 +11,7 @@ from typing import Any
 
 import openai
 
+from kvloom.serving.answer_check import Answer
 from kvloom.serving.workloads import Conversation, Turn
 
 Observer = Callable[["Measured"], None]
@@ -30,6 +31,7 @@ class Measured:
         first_token: Seconds from each request to its first text.
         between_tokens: Seconds from each text to the next one of its answer.
         seconds: From the first request to the last answer.
+        answers: Each answer with its log probabilities, if they are asked for.
     """
 
     ended: int = 0
@@ -41,6 +43,7 @@ class Measured:
     first_token: list[float] = field(default_factory=list)
     between_tokens: list[float] = field(default_factory=list)
     seconds: float = 0.0
+    answers: list[Answer] | None = None
 
     def summary(self) -> dict[str, Any]:
         """Counts, rates and percentiles; times in milliseconds."""
@@ -72,6 +75,8 @@ async def measure(
     conversations: Iterable[Conversation],
     num_clients: int,
     observe: Observer = lambda measured: None,
+    *,
+    keep_answers: bool = False,
 ) -> Measured:
     """Ask a server for conversations, each of ``num_clients`` for one at a time.
 
@@ -81,11 +86,13 @@ async def measure(
         conversations: In order of their ``seconds``.
         num_clients: How many are asked for at a time.
         observe: Called after each request.
+        keep_answers: Whether log probabilities are asked for, and kept.
 
     Returns:
         What was measured, of the requests that were answered.
     """
-    waiting, measured, began = deque(conversations), Measured(), time.perf_counter()
+    measured = Measured(answers=[] if keep_answers else None)
+    waiting, began = deque(conversations), time.perf_counter()
 
     async def ask_on() -> None:
         while waiting:
@@ -110,6 +117,7 @@ async def _ask(
 ) -> str | None:
     """The answer, or ``None`` if there is none."""
     times, text, usage = [time.perf_counter()], "", None
+    answer = Answer(prompt, turn.new_tokens)
     try:
         stream = await client.completions.create(
             model=model,
@@ -118,9 +126,12 @@ async def _ask(
             temperature=0,
             stream=True,
             stream_options={"include_usage": True},
+            logprobs=openai.omit if measured.answers is None else 0,
         )
         async for chunk in stream:
             usage = chunk.usage or usage
+            if chunk.choices:
+                answer.add(chunk.choices[0].logprobs)
             if chunk.choices and chunk.choices[0].text:
                 times.append(time.perf_counter())
                 text += chunk.choices[0].text
@@ -131,6 +142,8 @@ async def _ask(
         measured.errors.append(str(error))
         return None
     measured.ended += 1
+    if measured.answers is not None:
+        measured.answers.append(answer)
     gaps = [after - before for before, after in pairwise(times)]
     measured.first_token += gaps[:1]
     measured.between_tokens += gaps[1:]

@@ -6,8 +6,18 @@ from kvloom.integrations.transformers.invariance.install import (
     Wish,
     expect_wish,
     hold_layers,
+    packable_bytes,
     release_layers,
     report_layers,
 )
 
-__all__ = ["NO_WISH", "LayerReport", "Wish", "expect_wish", "hold_layers", "release_layers", "report_layers"]
+__all__ = [
+    "NO_WISH",
+    "LayerReport",
+    "Wish",
+    "expect_wish",
+    "hold_layers",
+    "packable_bytes",
+    "release_layers",
+    "report_layers",
+]

@@ -12,6 +12,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
+from kvloom.core.spelling import expect_pack
 from kvloom.errors import ArgumentError, UnsupportedError
 from kvloom.integrations.transformers.build import text_config_of
 from kvloom.integrations.transformers.invariance.layers import (
@@ -39,8 +40,6 @@ _LOG: Final = logging.getLogger("kvloom")
 _CHANGES: Final = "_kvloom_layers"
 _RECURRENT: Final = ("A_log", "recurrent_param", "slope_rate")
 """Parameters and buffers of layers that keep a state of all tokens."""
-PACKS: Final = (False, True, "only")
-"""What ``pack`` can be: no packed weights, packed weights beside the others, or instead of them."""
 
 
 class Wish(NamedTuple):
@@ -48,7 +47,7 @@ class Wish(NamedTuple):
 
     Attributes:
         batch_invariant: Every row has the same bits among any others.
-        pack: One of ``PACKS``.
+        pack: A value of ``PACKS``.
     """
 
     batch_invariant: bool
@@ -64,7 +63,7 @@ def expect_wish(model: Any, batch_invariant: bool | None, pack: bool | str, is_f
     Args:
         model: A model.
         batch_invariant: ``None`` for wherever that takes no more time: in bfloat16, and packed.
-        pack: One of ``PACKS``.
+        pack: A value of ``PACKS``.
         is_free: Whether it takes no more time in every dtype.
 
     Raises:
@@ -73,8 +72,7 @@ def expect_wish(model: Any, batch_invariant: bool | None, pack: bool | str, is_f
     """
     if not (batch_invariant is None or isinstance(batch_invariant, bool)):
         raise ArgumentError(f"batch_invariant must be True, False or None, got {batch_invariant!r}")
-    if not any(pack is x for x in PACKS[:2]) and pack != PACKS[2]:
-        raise ArgumentError(f"pack must be False, True or 'only', got {pack!r}")
+    expect_pack(pack)
     is_on_cpu = model.device.type == "cpu"
     for name, value in (("batch_invariant", batch_invariant), ("pack", pack)):
         if value and not is_on_cpu:
@@ -182,16 +180,11 @@ class _Changes:
         )
         self.report = LayerReport(batch_invariant=wish.batch_invariant)
         self.conditions = conditions_of(model)
-        owners = Counter(id(p) for module in model.modules() for p in module._parameters.values())
-        adapted = {
-            id(x) for module in model.modules() if hasattr(module, "base_layer") for x in module.modules()
-        }
+        reasons = why_not_separate(model)
         for name, layer in model.named_modules():
             if kind_of(layer) in LINEAR:
-                why_not = "adapted" if id(layer) in adapted else ""
+                why_not = reasons.get(name, "")
                 if not isinstance(layer, PackedOnly):
-                    weight = layer._parameters["weight"]
-                    why_not = why_not or ("tied" if owners[id(weight)] > 1 else "")
                     why_not = why_not or why_not_packable(matrix_of(layer))
                 change_linear(layer, wish if not why_not else Wish(wish.batch_invariant, False))
                 if wish.pack and why_not:
@@ -239,6 +232,26 @@ class _BeforeForward:
 
 _PACKED_LAYERS: Final[WeakKeyDictionary[nn.Module, list[Any]]] = WeakKeyDictionary()
 """Layers of models whose weights are looked at before each forward."""
+
+
+def why_not_separate(model: nn.Module) -> dict[str, str]:
+    """Names of linear layers whose weights are not theirs alone, which are not packed, and why not."""
+    owners = Counter(id(p) for module in model.modules() for p in module._parameters.values())
+    adapted = {id(x) for module in model.modules() if hasattr(module, "base_layer") for x in module.modules()}
+    reasons = {}
+    for name, layer in model.named_modules():
+        if kind_of(layer) in LINEAR and id(layer) in adapted:
+            reasons[name] = "adapted"
+        elif kind_of(layer) in LINEAR and owners[id(layer._parameters.get("weight"))] > 1:
+            reasons[name] = "tied"
+    return reasons
+
+
+def packable_bytes(model: nn.Module) -> int:
+    """Bytes that packed weights of a model take, where its dtype can be packed; it needs no data."""
+    reasons = why_not_separate(model)
+    layers = [x for name, x in model.named_modules() if kind_of(x) in LINEAR and name not in reasons]
+    return sum(matrix_of(layer).nbytes for layer in layers)
 
 
 def conditions_of(model: Any) -> tuple[Any, ...]:

@@ -1,0 +1,94 @@
+"""Whether answers in company are those that a server gives each request alone, bit for bit."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import openai
+
+
+@dataclass(slots=True)
+class Answer:
+    """What a server answered to a request.
+
+    Attributes:
+        prompt: Of the request.
+        new_tokens: That were asked for.
+        tokens: Of the answer, as texts.
+        logprobs: Natural logarithms of their probabilities.
+    """
+
+    prompt: str
+    new_tokens: int
+    tokens: list[str] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+
+    def add(self, logprobs: Any) -> None:
+        """The tokens of a chunk of the answer."""
+        if logprobs is not None:
+            self.tokens += logprobs.tokens or []
+            self.logprobs += logprobs.token_logprobs or []
+
+
+@dataclass(slots=True)
+class AnswerCheck:
+    """How many answers differ.
+
+    Attributes:
+        checked: Answers that were compared.
+        other_tokens: Those of them that have other tokens.
+        other_logprobs: Those that have other log probabilities, those with other tokens among them.
+        largest: Difference of log probabilities of the same tokens behind the same tokens.
+    """
+
+    checked: int = 0
+    other_tokens: int = 0
+    other_logprobs: int = 0
+    largest: float = 0.0
+
+    def compare(self, company: Answer, alone: Answer) -> None:
+        """Count one more answer."""
+        self.checked += 1
+        self.other_tokens += company.tokens != alone.tokens
+        self.other_logprobs += (company.tokens, company.logprobs) != (alone.tokens, alone.logprobs)
+        for a, b, x, y in zip(company.tokens, alone.tokens, company.logprobs, alone.logprobs, strict=False):
+            if a != b:
+                break
+            self.largest = max(self.largest, abs(x - y))
+
+    def __str__(self) -> str:
+        if not self.other_logprobs:
+            return f"{self.checked} answers are those of each request alone, to the bit"
+        return (
+            f"of {self.checked} answers {self.other_tokens} have other tokens than alone, "
+            f"{self.other_logprobs} other log probabilities, by {self.largest:.1e} at most"
+        )
+
+
+async def check_answers(
+    client: openai.AsyncOpenAI,
+    model: str,
+    answers: Sequence[Answer],
+    observe: Callable[[AnswerCheck], None] = lambda check: None,
+) -> AnswerCheck:
+    """Ask for each answer again, one after the other, and compare.
+
+    Args:
+        client: Of the server.
+        model: Name.
+        answers: That were given in company, greedy.
+        observe: Called after each of them.
+
+    Raises:
+        openai.APIError: a request was not answered.
+    """
+    check = AnswerCheck()
+    for answer in answers:
+        alone = Answer(answer.prompt, answer.new_tokens)
+        done = await client.completions.create(
+            model=model, prompt=answer.prompt, max_tokens=answer.new_tokens, temperature=0, logprobs=0
+        )
+        alone.add(done.choices[0].logprobs)
+        check.compare(answer, alone)
+        observe(check)
+    return check
