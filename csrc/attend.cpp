@@ -235,7 +235,8 @@ Tensor attend(const MaybeTensor& given, Part* part, const Tensor& query, const T
   if (num_rows * args.num_heads * value_dim == 0) return out;
   args.out = out.mutable_data_ptr();
   args.prefetches_to_l2 = prefetches_to_l2();
-  args.in_tiles = kernels().attend_in_tiles(args);
+  // Prompts in tiles have bits of their own; those of few new tokens serve any number.
+  args.in_tiles = !is_batch_invariant() && kernels().attend_in_tiles(args);
   args.num_threads = num_threads_for(args, args.num_heads * (key_dim + value_dim));
   run(args);
   return out;

@@ -1,4 +1,5 @@
 // Which instruction set runs, chosen when the library is loaded. Plain C names, for ctypes.
+#include <atomic>
 #include <cstring>
 
 #if defined(__linux__)
@@ -88,11 +89,13 @@ bool is_faster_to_l2() {
 
 const Kernels* chosen = best();
 bool to_l2 = is_faster_to_l2();
+std::atomic<int64_t> num_holders{0};  // of batch invariance
 
 }  // namespace
 
 const Kernels& kernels() { return *chosen; }
 bool prefetches_to_l2() { return to_l2; }
+bool is_batch_invariant() { return num_holders.load(std::memory_order_relaxed) > 0; }
 
 }  // namespace kvloom
 
@@ -119,6 +122,11 @@ __attribute__((visibility("default"))) int kvloom_choose_isa(const char* name) {
 __attribute__((visibility("default"))) int kvloom_prefetch_to_l2(int choice) {
   if (choice == 0 || choice == 1) kvloom::to_l2 = choice == 1;
   return kvloom::to_l2;
+}
+
+// Adds `change` to the number of those who hold attention to batch invariance; from any thread, at any time.
+__attribute__((visibility("default"))) void kvloom_hold_batch_invariance(int64_t change) {
+  kvloom::num_holders.fetch_add(change, std::memory_order_relaxed);
 }
 
 // Why this process cannot run `name`; null if it can.

@@ -39,4 +39,7 @@ const Kernels& kernels();
 // otherwise.
 bool prefetches_to_l2();
 
+// Whether somebody holds attention to the same bits in calls of any number of new tokens, now.
+bool is_batch_invariant();
+
 }  // namespace kvloom

@@ -90,7 +90,8 @@ def build_kernels() -> Kernels:
     """Those of this checkout, brought up to date; raises CompileError."""
     cmake, ninja = _tool("cmake"), _tool("ninja")
     options = [f"-DCMAKE_MAKE_PROGRAM={ninja}", f"-DPython_EXECUTABLE={sys.executable}"]
-    _run([cmake, "-S", str(ROOT), "-B", str(BUILD), "-G", "Ninja", "-DCMAKE_CXX_FLAGS_RELEASE=-O0", *options])
+    kernels = ["-DCMAKE_CXX_FLAGS_RELEASE=-O0", "-DKVLOOM_EMULATED_TILES=ON"]
+    _run([cmake, "-S", str(ROOT), "-B", str(BUILD), "-G", "Ninja", *options, *kernels])
     _run([cmake, "--build", str(BUILD), "--target", _TARGET])
     says = [_run([ninja, "-C", str(BUILD), "--quiet", "-t", *what]) for what in (["commands"], ["deps"])]
     return Kernels.read(ROOT, BUILD, *says)

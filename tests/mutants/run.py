@@ -199,8 +199,11 @@ def check_without_bugs(root: Path, mutants: Sequence[Mutant], compiled: Kernels 
 
 
 def isas_of(root: Path, compiled: Kernels) -> list[str]:
-    """The instruction sets that this machine runs."""
-    code = "from kvloom.ops.impl import cpu; print(*cpu.runnable_isas())"
+    """The instruction sets that this machine runs, emulated ones among them."""
+    code = (
+        "from kvloom.ops.impl import cpu\n"
+        "print(*(isa for isa in cpu.ISAS if cpu._HANDLE.kvloom_why_not(isa.encode()) is None))"
+    )
     return _run(root, "-c", code, kernels=[str(compiled.library)]).stdout.split()
 
 

@@ -58,7 +58,7 @@ struct AttendArgs {
 
   Index num_threads;      // that will run the items; no result depends on it
   bool prefetches_to_l2;  // stored keys and values, and not to the first-level cache
-  bool in_tiles;          // prompts run in tiles: what attend_in_tiles says of this call
+  bool in_tiles;          // prompts run in tiles of their own, as far as attend_in_tiles allows
 };
 
 // Work of one call. Items are independent of each other; merges are, once every item is done.

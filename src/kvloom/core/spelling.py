@@ -168,7 +168,7 @@ def _parse_options(name: str, text: object, options: str) -> dict[str, Any]:
 
 
 PACKS: Final[dict[str, bool | str]] = {"no": False, "both": True, "only": "only"}
-"""Values of ``pack`` by their names on command lines: packed weights beside the others, or instead of them."""
+"""Values of ``pack`` by their names on command lines; packed weights are beside the others, or alone."""
 
 
 def expect_pack(pack: object) -> None:

@@ -3,11 +3,13 @@
 from kvloom.ops.alibi import alibi_slopes
 from kvloom.ops.api import Batch, Scores, attend, copy, load, store
 from kvloom.ops.choice import cpu_kernels, cuda_kernels, why_unavailable
+from kvloom.ops.invariance import BatchInvariance
 from kvloom.ops.parts import Part, attend_part
 from kvloom.ops.rotation import rotate
 
 __all__ = [
     "Batch",
+    "BatchInvariance",
     "Part",
     "Scores",
     "alibi_slopes",

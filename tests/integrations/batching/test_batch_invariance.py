@@ -62,7 +62,7 @@ def test_a_request_has_the_bits_that_it_has_alone(
     model = model_of(name, dtype)
     requests = random_requests(REQUESTS, seed=len(name + kv))
     with num_threads(threads):
-        continuous_batching(model, kv, pack=pack)
+        continuous_batching(model, kv, batch_invariant=True, pack=pack)
         alone = [answers(model, [request])[0] for request in requests]
         # With prefixes that are found, prompts in pieces, and requests that lose their pages to others.
         assert answers(model, requests, seed=1, max_batch_tokens=64, num_blocks=24) == alone

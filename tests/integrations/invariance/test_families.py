@@ -125,7 +125,7 @@ def test_threads_do_not_count(name: str) -> None:
 def test_packed_layers_have_the_same_bits(name: str, dtype: torch.dtype, pack: bool | str) -> None:
     model, ids = model_of(name, dtype), texts()
     plain = logits(model, ids, None)
-    enable(model, pack=pack)
+    enable(model, batch_invariant=True, pack=pack)
     alone = torch.cat([logits(model, row[None], None) for row in ids])
     assert report_layers(model).packed > 0 or report_layers(model).not_packed
     for threads in (1, 2):

@@ -70,6 +70,8 @@ def load_library() -> Library:
     library.kvloom_isa.restype = ctypes.c_char_p
     library.kvloom_max_head_dim.restype = ctypes.c_int64
     library.kvloom_why_not.restype = ctypes.c_char_p
+    library.kvloom_hold_batch_invariance.argtypes = [ctypes.c_int64]
+    library.kvloom_hold_batch_invariance.restype = None
     wanted = os.environ.get("KVLOOM_ISA")
     if wanted:
         if wanted not in ISAS:
@@ -126,3 +128,16 @@ def choose_prefetch(prefetch: str) -> None:
     if _HANDLE is None or prefetch not in PREFETCHES:
         raise ConfigError(f"prefetch must be {' or '.join(PREFETCHES)}, got {prefetch!r}")
     _HANDLE.kvloom_prefetch_to_l2(PREFETCHES.index(prefetch))
+
+
+def hold_batch_invariance(change: int) -> None:
+    """Add to the number of those who want attention to be batch invariant; from any thread, at any time."""
+    if _HANDLE is not None:
+        _HANDLE.kvloom_hold_batch_invariance(change)
+
+
+def why_not_batch_invariant(dtype: torch.dtype) -> str | None:
+    """Why attention of queries of this dtype is not batch invariant unless somebody holds it to that."""
+    if dtype != torch.bfloat16 or ISA not in ("amx", "amx-emulated"):
+        return None
+    return "on AMX calls of up to 16 new tokens have other bits than those of more"

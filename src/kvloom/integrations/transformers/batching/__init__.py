@@ -56,7 +56,7 @@ def continuous_batching(
             longest, or ``"ours"``, those that are worth least by how pages were used so far.
         batch_invariant: Whether a request has the bits that it has alone, as of ``enable``, while a session
             is there; ``None`` is wherever the model is on a CPU, as steps of several tokens take no more
-            time for it.
+            time for it, but not for attention in bfloat16 on processors with AMX.
         pack: Whether linear layers have packed weights, as of ``enable``, until ``kv=None``.
 
     Returns:

@@ -35,6 +35,7 @@ from kvloom.integrations.transformers.invariance.packing import (
     why_not_packable,
 )
 from kvloom.integrations.transformers.invariance.rules import NONE, rule_of
+from kvloom.ops.invariance import BatchInvariance, why_not_batch_invariant
 
 _LOG: Final = logging.getLogger("kvloom")
 _CHANGES: Final = "_kvloom_layers"
@@ -48,10 +49,12 @@ class Wish(NamedTuple):
     Attributes:
         batch_invariant: Every row has the same bits among any others.
         pack: A value of ``PACKS``.
+        attention: Attention is ``BatchInvariance``, which may take time.
     """
 
     batch_invariant: bool
     pack: bool | str
+    attention: bool = False
 
 
 NO_WISH: Final = Wish(False, False)
@@ -78,8 +81,8 @@ def expect_wish(model: Any, batch_invariant: bool | None, pack: bool | str, is_f
         if value and not is_on_cpu:
             raise UnsupportedError(f"{name} must be left out but on a CPU, got a model on {model.device}")
     if batch_invariant is None:
-        batch_invariant = is_on_cpu and (is_free or bool(pack) or model.dtype == torch.bfloat16)
-    return Wish(batch_invariant, pack)
+        return Wish(is_on_cpu and (is_free or bool(pack) or model.dtype == torch.bfloat16), pack)
+    return Wish(batch_invariant, pack, attention=batch_invariant)
 
 
 @dataclass
@@ -150,6 +153,10 @@ def report_layers(model: Any) -> LayerReport:
     attention = text_config_of(model)._attn_implementation
     if report.batch_invariant and not str(attention).startswith("kvloom"):
         report.not_invariant[f"attention is {attention!r}, not 'kvloom'"] = ["attention"]
+    elif report.batch_invariant and changes.attention is None:
+        why_not = why_not_batch_invariant(model.dtype)
+        if why_not is not None:
+            report.not_invariant[f"{why_not}, unless batch_invariant=True"] = ["attention"]
     packed = [x.packed for x in model.modules() if isinstance(x, PackedRows) and x.packed.tensor is not None]
     report.packed, report.packed_bytes = len(packed), sum(x.nbytes for x in packed)
     return report
@@ -163,6 +170,7 @@ class _Changes:
         report: What was made of it.
         hook: Looks at the layers before each forward.
         conditions: What rules were found for.
+        attention: What somebody wants of attention.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -170,6 +178,7 @@ class _Changes:
         self.report = LayerReport()
         self.hook = model.register_forward_pre_hook(_BeforeForward(self))
         self.conditions: tuple[Any, ...] = ()
+        self.attention: BatchInvariance | None = None
 
     def apply(self, model: nn.Module) -> None:
         """Change the layers to what is wanted now."""
@@ -177,7 +186,13 @@ class _Changes:
         wish = Wish(
             any(wish.batch_invariant for wish in self.wishes.values()),
             packs.get("True") or packs.get("only") or False,
+            any(wish.attention for wish in self.wishes.values()),
         )
+        if wish.attention and self.attention is None:
+            self.attention = BatchInvariance()
+        elif not wish.attention and self.attention is not None:
+            self.attention.close()
+            self.attention = None
         self.report = LayerReport(batch_invariant=wish.batch_invariant)
         self.conditions = conditions_of(model)
         reasons = why_not_separate(model)
@@ -274,7 +289,7 @@ def change_other(layer: nn.Module, wish: Wish) -> None:
 
 def change_linear(layer: Any, wish: Wish) -> None:
     """Make a linear layer what is wished, or what it was."""
-    kind, (batch_invariant, pack) = kind_of(layer), wish
+    kind, batch_invariant, pack = kind_of(layer), wish.batch_invariant, wish.pack
     packed: dict[Any, Any] = PACKED_ONLY if pack == "only" else PACKED
     wanted: Any = packed[kind] if pack else None
     is_kept = wanted is not None and type(layer) is wanted
