@@ -23,6 +23,12 @@ BF16 = torch.bfloat16
 CONFIG = LlamaConfig(**SMALL | {"hidden_size": 64, "head_dim": 32, "vocab_size": 99})
 
 
+@pytest.fixture(autouse=True)
+def collected() -> None:
+    """Models of other tests that nobody has any more ask for nothing."""
+    gc.collect()
+
+
 def make_model(dtype: torch.dtype = BF16) -> Any:
     torch.manual_seed(0)
     return AutoModelForCausalLM.from_config(CONFIG).eval().to(dtype)

@@ -14,6 +14,7 @@ import peft
 import pytest
 import torch
 from integrations.invariance.test_families import logits, model_of, texts
+from oracles.threads import num_threads
 from torch import Tensor, nn
 
 from kvloom.errors import ArgumentError, UnsupportedError
@@ -157,6 +158,15 @@ def test_packed_only_lets_the_weights_go(name: str, tmp_path: Path) -> None:
     model.save_pretrained(tmp_path)
     loaded = type(model).from_pretrained(tmp_path)
     assert_same_state(loaded, weights)
+
+
+def test_packed_only_stays_so_with_other_threads() -> None:
+    model, ids = model_of(MIXTURE, torch.float32), texts()
+    enable(model, pack="only")
+    before, expected = kinds(model), logits(model, ids, None)
+    with num_threads(2):
+        assert torch.equal(logits(model, ids, 1), expected)
+        assert kinds(model) == before
 
 
 def test_a_weight_that_is_packed_only_is_not_written() -> None:

@@ -251,7 +251,8 @@ _PACKED_LAYERS: Final[WeakKeyDictionary[nn.Module, list[Any]]] = WeakKeyDictiona
 
 def why_not_separate(model: nn.Module) -> dict[str, str]:
     """Names of linear layers whose weights are not theirs alone, which are not packed, and why not."""
-    owners = Counter(id(p) for module in model.modules() for p in module._parameters.values())
+    parameters = (p for module in model.modules() for p in module._parameters.values() if p is not None)
+    owners = Counter(map(id, parameters))
     adapted = {id(x) for module in model.modules() if hasattr(module, "base_layer") for x in module.modules()}
     reasons = {}
     for name, layer in model.named_modules():

@@ -7,6 +7,7 @@ bits for every number of rows from two on.
 Shapes: M rows, K inputs, N outputs.
 """
 
+from dataclasses import replace
 from functools import partial
 from typing import Any, Final
 
@@ -23,6 +24,10 @@ from kvloom.ops.schemas import without_gradient
 
 _ROWS: Final = 8
 """For how many rows oneDNN is asked to order weights; it takes one order for all numbers here."""
+
+
+_FASTEST: Final = 4
+"""Rows of float32 that take less time than fewer, which wait longer for memory."""
 
 
 def why_not_packable(weight: Tensor) -> str:
@@ -53,8 +58,13 @@ def packed_linear(weight: Tensor, bias: Tensor | None) -> Product:
 
 
 def _multiply(packed: Tensor, bias: Tensor | None, input: Tensor) -> Tensor:
-    out: Tensor = torch.ops.mkldnn._linear_pointwise.default(input, packed, bias, "none", [], "")
+    out: Tensor = _LINEAR(input, packed, bias, "none", (), "")
     return out
+
+
+_LINEAR: Final[Any] = (
+    torch.ops.mkldnn._linear_pointwise.default if hasattr(torch.ops.mkldnn, "_linear_pointwise") else None
+)
 
 
 class PackedWeight:
@@ -91,6 +101,8 @@ class PackedWeight:
         self.rule = NONE
         if self.is_invariant and self.tensor is not None:
             self.rule = rule_of(matrix, bias, packed_linear)
+            if matrix.dtype == torch.float32 and self.rule.multiple == 1:
+                self.rule = replace(self.rule, least=max(self.rule.least, _FASTEST))
 
     def forget_weight(self) -> None:
         """Hold the weight no longer, which is then packed only."""
@@ -131,12 +143,19 @@ class PackedRows(InvariantRows):
         weight = self._parameters.get("weight")  # not there if it is packed only
         if weight is not None and not packed.is_of(weight):
             packed.update(self)
-        if packed.tensor is None or input.dtype is not packed.dtype or torch.is_autocast_enabled("cpu"):
+        tensor, is_usual = packed.tensor, input.dtype is packed.dtype and input.dim() > 1
+        if tensor is None or not is_usual or torch.is_autocast_enabled("cpu"):
             return super().forward(input)
-        product = partial(_multiply, packed.tensor, bias)
+        product: Product = partial(_multiply, tensor, bias)
         if torch.is_grad_enabled() and (input.requires_grad or (bias is not None and bias.requires_grad)):
-            product = partial(without_gradient, "a packed linear layer", _multiply, packed.tensor, bias)
-        out = packed.rule.apply(product, input.reshape(-1, input.shape[-1]))
+            product = partial(without_gradient, "a packed linear layer", _multiply, tensor, bias)
+        rule, count = packed.rule, input.numel() // input.shape[-1]
+        if rule.multiple == 1 and not rule.tile:
+            if count >= rule.least:
+                return product(input)
+            if count == 1:  # a decode step of one request
+                return product(torch.cat([input] * rule.least, dim=-2)).narrow(-2, 0, 1)
+        out = rule.apply(product, input.reshape(-1, input.shape[-1]))
         return out.view(*input.shape[:-1], out.shape[-1])
 
     def __getstate__(self) -> dict[str, Any]:
