@@ -107,7 +107,7 @@ def sessions(model: Any, count: int, rounds: int) -> dict[str, Any]:
             times[way].append(time.perf_counter() - began)
             continuous_batching(model, None)
     same = {way: sum(a == b for a, b in zip(x, texts["stock"], strict=True)) for way, x in texts.items()}
-    return {"time": over_stock(times), "requests": count, "same texts as stock": same}
+    return {"requests": count, "time": over_stock(times), "same": same}
 
 
 def enabling(model: Any) -> dict[str, float]:
@@ -123,28 +123,31 @@ def enabling(model: Any) -> dict[str, float]:
 
 
 def main() -> None:
-    """Print one line of JSON for each dtype."""
+    """Print one line of JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--hidden", type=int, default=1024)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--quick", action="store_true", help="a small case")
     args = parser.parse_args()
+    if args.quick:
+        args.requests, args.layers, args.hidden, args.rounds = 5, 1, 128, 1
     torch.set_num_threads(args.threads)
+    rows = []
     for dtype in (torch.float32, torch.bfloat16):
         model = make_model(dtype, args.layers, args.hidden)
-        result: dict[str, Any] = {"dtype": str(dtype).removeprefix("torch."), "threads": args.threads}
-        result["step of one request"] = steps(model, args.rounds)
-        for count in (4, args.requests):
-            result[f"session of {count}"] = sessions(model, count, max(1, args.rounds // 2))
-        print(json.dumps(result), flush=True)
+        row: dict[str, Any] = {"dtype": str(dtype).removeprefix("torch."), "step": steps(model, args.rounds)}
+        row["sessions"] = [sessions(model, n, max(1, args.rounds // 2)) for n in (4, args.requests)]
         del model
         gc.collect()
-        large = make_model(dtype, 32, args.hidden)
-        print(json.dumps({"dtype": result["dtype"], "ms to enable 32 layers": enabling(large)}), flush=True)
+        large = make_model(dtype, 2 if args.quick else 32, args.hidden)
+        row["ms to enable 32 layers"] = enabling(large)
         del large
         gc.collect()
+        rows.append(row)
+    print(json.dumps({"figure": "batch_invariance", "threads": args.threads, "rows": rows}))
 
 
 if __name__ == "__main__":

@@ -60,13 +60,13 @@ def test_cache_kinds_measures_either_attention(quick: Callable[..., Any]) -> Non
     assert kinds["int8 in place"]["nbytes_per_token"] == kinds["int8"]["nbytes_per_token"] == 1320
 
 
-def test_company_compares_every_kind_and_way(quick: Callable[..., Any]) -> None:
-    result = quick("company")
-    assert [(row["kind"], row["of"]) for row in result["codes"]] == [
-        (kind, 2) for kind in ("auto", "int8", "int4,recent=0", "int4")
-    ]
-    assert all(row["by"] < 0.5 for row in result["codes"])
-    assert [row["same"] for row in result["half"] if row["way"] == "generate, sdpa"] == [2]
+def test_batch_invariance_times_steps_and_sessions(quick: Callable[..., Any]) -> None:
+    pytest.importorskip("transformers", minversion="5.19")
+    rows = quick("batch_invariance")["rows"]
+    assert [row["dtype"] for row in rows] == ["float32", "bfloat16"]
+    ways = {"stock", "batch invariant", "packed"}
+    assert all(row["step"].keys() == ways and row["step"]["stock"] == 1.0 for row in rows)
+    assert [session["same"] for session in rows[0]["sessions"]] == [dict.fromkeys(ways, n) for n in (4, 5)]
 
 
 def test_serving_runs_every_way_over_every_workload(quick: Callable[..., Any]) -> None:
