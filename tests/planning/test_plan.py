@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from integrations.test_vision_models import vision_model
 import kvloom
 from kvloom.caches.storage import Storage
 from kvloom.cli import main
+from kvloom.core.spelling import PACKS
 from kvloom.errors import ArgumentError, UnsupportedError
 from kvloom.integrations.transformers import KVCache, KVPool, enable, load_model, report_layers
 from kvloom.integrations.transformers.build import StatefulLayer
@@ -150,12 +152,24 @@ def test_packed_weights_are_what_enable_packs(name: str) -> None:
     model = family(name)
     enable(model, pack=True)
     planned = kvloom.plan(model.config, context=9, pack=True)
-    assert planned.packed == report_layers(model).packed_bytes > 0
+    packed = [x.weight for x in model.modules() if hasattr(x, "packed")]
+    assert sum(x.nbytes for x in packed) < report_layers(model).packed_bytes <= planned.packed
+    assert planned.packed == sum(x.element_size() * prod(-(-n // 64) * 64 for n in x.shape) for x in packed)
     without = kvloom.plan(model.config, context=9)
     assert planned.total == without.total + planned.packed and without.packed == 0
     assert kvloom.plan(model.config, context=9, pack="only").total == without.total
     with pytest.raises(ArgumentError, match="pack must be False, True or 'only', got 'both'"):
         kvloom.plan(model.config, context=9, pack="both")
+
+
+def test_packed_weights_of_whole_blocks_are_planned_to_the_byte() -> None:
+    model, _ = load_model(bundled_model_path(), progress=False)
+    model.config.dtype = torch.float32
+    enable(model.float(), pack=True)
+    planned = kvloom.plan(model.config, context=9, pack=True)
+    assert planned.packed == report_layers(model).packed_bytes > 0
+    assert planned.longest_context(planned.total) == 16  # of the page that 9 tokens are in
+    assert planned.longest_context(planned.total - planned.packed) == 0
 
 
 def test_kinds_of_layers() -> None:
@@ -318,6 +332,25 @@ def test_the_command_writes_json_and_a_plot(tmp_path: Path, capsys: pytest.Captu
         x.text for x in ElementTree.parse(tmp_path / "plan.svg").iter("{http://www.w3.org/2000/svg}title")
     ]
     assert f"weights: {planned.weights:,} bytes" in titles
+
+
+@pytest.mark.parametrize("pack", ["no", "both", "only"])
+def test_the_command_counts_packed_weights(
+    pack: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = [*COMMAND, "--kv", "int8", "--memory", "1GB", "--svg", str(tmp_path / "plan.svg"), "--pack", pack]
+    planned = kvloom.plan(bundled_model_path(), "int8", context=100, pack=PACKS[pack])
+    without = kvloom.plan(bundled_model_path(), "int8", context=100)
+    assert (planned.packed > 0) == (pack == "both") and planned.total == without.total + planned.packed
+    assert main([*asked, "--json"]) == 0
+    (found,) = json.loads(capsys.readouterr().out)
+    assert (found["packed"], found["total"]) == (planned.packed, planned.total)
+    assert found["largest_batch"] == planned.largest_batch(10**9)
+    assert f"packed: {planned.packed:,} bytes" in (tmp_path / "plan.svg").read_text()
+    assert main(asked) == 0
+    shown = capsys.readouterr().out
+    assert f" {planned.total:,} " in shown and (" packed " in shown) == (pack == "both")
+    assert (f" {planned.packed:,} " in shown) or pack != "both"
 
 
 def test_the_command_names_its_options(capsys: pytest.CaptureFixture[str]) -> None:

@@ -56,7 +56,7 @@ class ModelShape:
         config: Of the part that generates text.
         weights: Bytes of all parameters and buffers, tied ones once.
         layers: In order.
-        packable: Bytes of the weights of linear layers that can be packed.
+        packable: The most that weights of linear layers take when they are packed.
     """
 
     config: Any

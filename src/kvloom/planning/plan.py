@@ -79,7 +79,7 @@ class Plan:
 
     @property
     def packed(self) -> int:
-        """Bytes of packed weights beside the others, where the processor can pack the model's dtype."""
+        """The most that packed weights take beside the others, where the processor can pack their dtype."""
         return self.shape.packable if self.pack is True else 0
 
     @property

@@ -21,6 +21,7 @@ from kvloom.errors import ArgumentError, UnsupportedError
 from kvloom.integrations.transformers import KVPool, continuous_batching, disable, enable, report_layers
 from kvloom.integrations.transformers.invariance.install import _CHANGES
 from kvloom.integrations.transformers.invariance.packed_only import PackedOnly
+from kvloom.integrations.transformers.invariance.packing import PackedWeight
 from kvloom.integrations.transformers.watch import ModelWatch
 
 MIXTURE = "Qwen2-MoE"
@@ -221,9 +222,12 @@ def test_layers_that_are_not_packed_are_named() -> None:
     report = report_layers(model)
     assert report.not_packed["tied"] == ["lm_head"]
     assert len(report.not_packed["adapted"]) == 4 * 3  # the layer, and what the adapter adds and multiplies
-    assert report.packed == 4 * 6 and report.packed_bytes == sum(
-        x.weight.nbytes for x in model.modules() if hasattr(x, "packed")
-    )
+    assert report.packed == 4 * 6
+
+
+def test_bytes_of_packed_weights_count_what_fills_blocks() -> None:
+    whole, part = (PackedWeight(nn.Linear(4096, outputs), False).nbytes for outputs in (64, 33))
+    assert 33 * 4096 * 4 < part <= whole == 64 * 4096 * 4
 
 
 def test_an_adapted_model_is_batch_invariant() -> None:

@@ -32,6 +32,7 @@ from kvloom.integrations.transformers.invariance.packing import (
     PACKED,
     PackedRows,
     PackedWeight,
+    most_packed_bytes,
     why_not_packable,
 )
 from kvloom.integrations.transformers.invariance.rules import NONE, rule_of
@@ -264,10 +265,10 @@ def why_not_separate(model: nn.Module) -> dict[str, str]:
 
 
 def packable_bytes(model: nn.Module) -> int:
-    """Bytes that packed weights of a model take, where its dtype can be packed; it needs no data."""
+    """The most that packed weights of a model take, where its dtype can be packed; it needs no data."""
     reasons = why_not_separate(model)
     layers = [x for name, x in model.named_modules() if kind_of(x) in LINEAR and name not in reasons]
-    return sum(matrix_of(layer).nbytes for layer in layers)
+    return sum(most_packed_bytes(matrix_of(layer)) for layer in layers)
 
 
 def conditions_of(model: Any) -> tuple[Any, ...]:

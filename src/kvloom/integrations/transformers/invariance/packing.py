@@ -26,6 +26,10 @@ _ROWS: Final = 8
 """For how many rows oneDNN is asked to order weights; it takes one order for all numbers here."""
 
 
+_BLOCK: Final = 64
+"""oneDNN rounds inputs and outputs up to whole blocks, of 16, 32 or 64 by dtype, size and instruction set."""
+
+
 _FASTEST: Final = 4
 """Rows of float32 that take less time than fewer, which wait longer for memory."""
 
@@ -52,6 +56,12 @@ def pack(weight: Tensor) -> Tensor:
     return packed
 
 
+def most_packed_bytes(weight: Tensor) -> int:
+    """The most that a packed weight ``[N, K]`` takes, and all of that if 64 divides both; needs no data."""
+    rows, columns = (-(-n // _BLOCK) * _BLOCK for n in weight.shape)
+    return rows * columns * weight.element_size()
+
+
 def packed_linear(weight: Tensor, bias: Tensor | None) -> Product:
     """``[M, K]`` by ``weight`` ``[N, K]`` and ``bias`` ``[N]``, which is packed for it."""
     return partial(_multiply, pack(weight), bias)
@@ -74,7 +84,7 @@ class PackedWeight:
         tensor: It; ``None`` if the weight cannot be packed any more.
         dtype: Of the weight.
         rule: To how many rows products are padded.
-        nbytes: Bytes that it takes.
+        nbytes: Bytes that it takes, with what fills its blocks.
         is_invariant: Whether they are.
     """
 
@@ -93,7 +103,7 @@ class PackedWeight:
         self._sample = self._read_sample()
         self.dtype = weight.dtype
         self.tensor = None if why_not_packable(matrix) else pack(matrix)
-        self.nbytes = 0 if self.tensor is None else matrix.nbytes
+        self.nbytes = 0 if self.tensor is None else int(torch.ops.mkldnn._nbytes(self.tensor))
         self.find_rule(matrix, layer.bias)
 
     def find_rule(self, matrix: Tensor, bias: Tensor | None) -> None:
