@@ -125,7 +125,7 @@ def _parser() -> argparse.ArgumentParser:
         "serve", help="many clients at once, of any server that OpenAI's client can ask"
     )
     bench.add_options(served)
-    names = "requests|clients|system|words|new_tokens|turns|scale|speed|trace|url"
+    names = "requests|clients|system|words|new_tokens|turns|scale|speed|trace|url|check_answers"
     served.set_defaults(run=_options_named(names)(bench.run))
 
     add_store_parser(commands, _question, _exchange)
@@ -290,7 +290,9 @@ def _demo(args: argparse.Namespace) -> None:
 
 
 def _serve(args: argparse.Namespace) -> int:
-    with _options_named("kv|host|port|page_size|max_\\w+|drain_seconds|api_keys|allowed_origins"):
+    with _options_named(
+        "kv|pack|batch_invariant|host|port|page_size|max_\\w+|drain_seconds|api_keys|allowed_origins"
+    ):
         return command.run(args, _load_folder)
 
 

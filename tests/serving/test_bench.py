@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from oracles.serving import Served, served
 
 from kvloom.cli import main
-from kvloom.serving.answer_check import Answer, AnswerCheck
+from kvloom.errors import UnsupportedError
+from kvloom.serving.answer_check import Answer, AnswerCheck, check_answers
 from kvloom.serving.bench import BOUNDS
 from kvloom.serving.load import percentiles
 from kvloom.serving.workloads import Conversation, Turn, repeated
@@ -228,12 +231,16 @@ CHECKED = ("--requests", "6", "--clients", "4", "--system", "24", "--words", "7"
 def test_answers_in_company_are_those_alone_to_the_bit(
     server: Served, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    before = server.session.report().tokens_found
     result = bench(server, capsys, *CHECKED, "--check-answers")
-    assert result["ended"] == 6
+    assert result["ended"] == 6 and result["hit_rate"] > 0
+    found = server.session.report().tokens_found - before
+    assert found == round(result["hit_rate"] * result["prompt_tokens"])  # alone nothing was found
     assert result["answers"] == {
         "checked": 6,
         "other_tokens": 0,
         "other_logprobs": 0,
+        "other_behind_found": 0,
         "largest": 0.0,
         "says": "6 answers are those of each request alone, to the bit",
     }
@@ -248,6 +255,34 @@ def test_answers_that_company_changes_are_found(capsys: pytest.CaptureFixture[st
     assert answers["other_logprobs"] > 0 and 0 < answers["largest"] < 1e-3
 
 
+def test_some_of_the_answers_are_checked(server: Served, capsys: pytest.CaptureFixture[str]) -> None:
+    for asked, checked in (("1", 1), ("4", 4), ("7", 6)):
+        assert bench(server, capsys, *CHECKED, "--check-answers", asked)["answers"]["checked"] == checked
+
+
+def test_what_follows_a_found_prefix_of_codes_is_told_apart(capsys: pytest.CaptureFixture[str]) -> None:
+    """With a residual window; a prompt of which nothing was found has the bits that it has alone."""
+    answers = {}
+    with served(api_keys=("secret",), kv="int4", max_answers=8) as other:
+        url = f"http://127.0.0.1:{other.port}/v1"
+        for system in ("0", "64"):
+            options = ["--requests", "6", "--system", system, "--words", "24", "--new-tokens", "6"]
+            main(["bench", "serve", "--url", url, "--json", *options, "--check-answers"])
+            answers[system] = json.loads(capsys.readouterr().out)["answers"]
+    assert answers["0"]["checked"] == 6 and answers["0"]["other_logprobs"] == 0
+    assert answers["64"]["other_logprobs"] == answers["64"]["other_behind_found"] > 0
+    assert " of these follow a prefix that was found" in answers["64"]["says"]
+
+
+def test_a_server_without_log_probabilities_is_not_called_right() -> None:
+    async def create(**asked: Any) -> SimpleNamespace:
+        return SimpleNamespace(choices=[SimpleNamespace(logprobs=None, text="")])
+
+    client: Any = SimpleNamespace(completions=SimpleNamespace(create=create))
+    with pytest.raises(UnsupportedError, match="must give log probabilities of completions, got none"):
+        asyncio.run(check_answers(client, "any", [Answer("a", 3)]))
+
+
 def test_differences_are_counted() -> None:
     alone = Answer("", 3, ["a", "b", "c"], [-1.0, -2.0, -3.0])
     check = AnswerCheck()
@@ -257,6 +292,7 @@ def test_differences_are_counted() -> None:
         (["a", "x", "c"], [-1.125, -9.0, -9.0]),
         (["a", "b"], [-1.0, -2.0]),
     ):
-        check.compare(Answer("", 3, tokens, logprobs), alone)
+        check.compare(Answer("", 3, tokens, logprobs, len(tokens) - 2), alone)
+    assert check.other_behind_found == 2
     assert (check.checked, check.other_tokens, check.other_logprobs, check.largest) == (4, 2, 3, 0.25)
     assert str(check).startswith("of 4 answers 2 have other tokens than alone, 3 other log probabilities")

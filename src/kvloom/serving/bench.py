@@ -8,7 +8,7 @@ import secrets
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import urlsplit
 
 from kvloom.errors import ArgumentError, KVError
@@ -16,6 +16,9 @@ from kvloom.serving import expect_installed
 from kvloom.serving.settings import KEYS_VARIABLE, Settings, expect_within, keys_from
 from kvloom.serving.workloads import Conversation, chats, repeated, replay
 from kvloom.simulation.trace import BLOCK_TOKENS
+
+if TYPE_CHECKING:
+    from kvloom.serving.answer_check import Answer
 
 SCENARIOS: Final = ("shared", "chat", "trace")
 
@@ -28,6 +31,7 @@ BOUNDS: Final = {
     "turns": (1, 1_000_000),
     "scale": (0.01, 1_000_000),
     "speed": (0.001, 1_000_000),
+    "check_answers": (1, 1_000_000),
 }
 """Least and most of each option that is a number."""
 
@@ -68,8 +72,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--check-answers",
-        action="store_true",
-        help="ask each request again alone, and compare tokens and log probabilities; status 1 if any differ",
+        type=int,
+        nargs="?",
+        const=BOUNDS["check_answers"][1],
+        metavar="N",
+        help="ask each answered request, or N of them, again alone, and compare tokens and log "
+        "probabilities; status 1 if any differ",
     )
     parser.add_argument("--json", action="store_true", help="print JSON, not a table")
 
@@ -81,7 +89,8 @@ def conversations_of(args: argparse.Namespace, seed: int) -> list[Conversation]:
         ArgumentError: an option has no such value.
     """
     for name, (low, high) in BOUNDS.items():
-        expect_within(name, getattr(args, name), low, high)
+        if getattr(args, name) is not None:
+            expect_within(name, getattr(args, name), low, high)
     if (args.scenario == "trace") != (args.trace is not None):
         raise ArgumentError("trace must be given with --scenario trace, and with no other")
     if args.scenario == "trace":
@@ -170,7 +179,12 @@ async def _measure(args: argparse.Namespace, conversations: list[Conversation]) 
                 progress.update(task, completed=done, rate=rate)
 
             measured = await measure(
-                client, model, conversations, args.clients, observe, keep_answers=args.check_answers
+                client,
+                model,
+                conversations,
+                args.clients,
+                observe,
+                keep_answers=args.check_answers is not None,
             )
             if not measured.ended:
                 reason = measured.errors[0] if measured.errors else "the server refused all of them"
@@ -178,18 +192,25 @@ async def _measure(args: argparse.Namespace, conversations: list[Conversation]) 
             summary = {"scenario": args.scenario, "model": model, "clients": args.clients}
             summary |= measured.summary()
             if measured.answers is not None:
-                task = progress.add_task("again, alone", total=len(measured.answers), rate="")
+                answers = _some(measured.answers, args.check_answers)
+                task = progress.add_task("again, alone", total=len(answers), rate="")
                 try:
                     check = await check_answers(
                         client,
                         model,
-                        measured.answers,
+                        answers,
                         lambda check: progress.update(task, completed=check.checked),
                     )
                 except openai.APIError as error:
                     raise KVError(f"a request was answered in company, and not alone: {error}") from error
                 summary["answers"] = {**asdict(check), "says": str(check)}
     return summary
+
+
+def _some(answers: "list[Answer]", count: int) -> "list[Answer]":
+    """At most ``count`` of all answers, as far from each other as can be."""
+    count = min(count, len(answers))
+    return [answers[i * len(answers) // count] for i in range(count)]
 
 
 def _print(summary: dict[str, Any]) -> None:

@@ -142,8 +142,6 @@ async def _ask(
         measured.errors.append(str(error))
         return None
     measured.ended += 1
-    if measured.answers is not None:
-        measured.answers.append(answer)
     gaps = [after - before for before, after in pairwise(times)]
     measured.first_token += gaps[:1]
     measured.between_tokens += gaps[1:]
@@ -151,5 +149,8 @@ async def _ask(
         details = usage.prompt_tokens_details
         measured.prompt_tokens += usage.prompt_tokens
         measured.new_tokens += usage.completion_tokens
-        measured.found_tokens += (details and details.cached_tokens) or 0
+        answer.num_found = (details and details.cached_tokens) or 0
+        measured.found_tokens += answer.num_found
+    if measured.answers is not None:
+        measured.answers.append(answer)
     return text
