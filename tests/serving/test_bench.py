@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -274,13 +275,39 @@ def test_what_follows_a_found_prefix_of_codes_is_told_apart(capsys: pytest.Captu
     assert " of these follow a prefix that was found" in answers["64"]["says"]
 
 
-def test_a_server_without_log_probabilities_is_not_called_right() -> None:
-    async def create(**asked: Any) -> SimpleNamespace:
-        return SimpleNamespace(choices=[SimpleNamespace(logprobs=None, text="")])
+@pytest.mark.parametrize("company", [0.0, None])
+@pytest.mark.parametrize("logprobs", [None, SimpleNamespace(tokens=[], token_logprobs=[])])
+def test_a_server_without_log_probabilities_is_not_called_right(logprobs: Any, company: float | None) -> None:
+    """Be it of streams that there are none, or of answers that are whole."""
 
+    async def create(**asked: Any) -> SimpleNamespace:
+        given = logprobs if company is not None else SimpleNamespace(tokens=["b"], token_logprobs=[0.0])
+        return SimpleNamespace(choices=[SimpleNamespace(logprobs=given, text="b")])
+
+    streamed = SimpleNamespace(tokens=["b"], token_logprobs=[company]) if company is not None else logprobs
+    answer = Answer("a", 1)
+    answer.add(SimpleNamespace(logprobs=streamed, text="b"))
     client: Any = SimpleNamespace(completions=SimpleNamespace(create=create))
     with pytest.raises(UnsupportedError, match="must give log probabilities of completions, got none"):
-        asyncio.run(check_answers(client, "any", [Answer("a", 3)]))
+        asyncio.run(check_answers(client, "any", [answer]))
+
+
+def test_the_last_bit_of_a_log_probability_is_compared_and_a_line_says_so(
+    server: Served, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    add, seen = Answer.add, list[Answer]()
+
+    def changed(self: Answer, choice: Any) -> None:
+        add(self, choice)
+        if not seen:  # the first chunk of one answer in company
+            seen.append(self)
+            self.logprobs[0] = math.nextafter(self.logprobs[0], -math.inf)
+
+    monkeypatch.setattr(Answer, "add", changed)
+    url = f"http://127.0.0.1:{server.port}/v1"
+    assert main(["bench", "serve", "--url", url, *CHECKED, "--check-answers"]) == 1
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "of 6 answers 0 have other tokens than alone, 1 other log probabilities, by " in shown
 
 
 def test_differences_are_counted() -> None:

@@ -20,6 +20,7 @@ class Answer:
         tokens: Of the answer, as texts.
         logprobs: Natural logarithms of their probabilities.
         num_found: Tokens of the prompt that the server found in its pages.
+        text: Of the answer.
     """
 
     prompt: str
@@ -27,12 +28,19 @@ class Answer:
     tokens: list[str] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     num_found: int = 0
+    text: str = ""
 
-    def add(self, logprobs: Any) -> None:
-        """The tokens of a chunk of the answer."""
-        if logprobs is not None:
-            self.tokens += logprobs.tokens or []
-            self.logprobs += logprobs.token_logprobs or []
+    def add(self, choice: Any) -> None:
+        """The text and the tokens of the answer, or of a chunk of it."""
+        self.text += choice.text
+        if choice.logprobs is not None:
+            self.tokens += choice.logprobs.tokens or []
+            self.logprobs += choice.logprobs.token_logprobs or []
+
+    def expect_logprobs(self) -> None:
+        """Raise UnsupportedError if a text has no log probabilities, as then nothing is compared."""
+        if self.text and not self.logprobs:
+            raise UnsupportedError("the server must give log probabilities of completions, got none")
 
 
 @dataclass(slots=True)
@@ -106,9 +114,9 @@ async def check_answers(
             logprobs=0,
             extra_body={"cache_salt": secrets.token_hex(8)},
         )
-        if done.choices[0].logprobs is None:
-            raise UnsupportedError("the server must give log probabilities of completions, got none")
-        alone.add(done.choices[0].logprobs)
+        alone.add(done.choices[0])
+        for each in (answer, alone):
+            each.expect_logprobs()
         check.compare(answer, alone)
         observe(check)
     return check

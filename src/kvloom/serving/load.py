@@ -131,7 +131,7 @@ async def _ask(
         async for chunk in stream:
             usage = chunk.usage or usage
             if chunk.choices:
-                answer.add(chunk.choices[0].logprobs)
+                answer.add(chunk.choices[0])
             if chunk.choices and chunk.choices[0].text:
                 times.append(time.perf_counter())
                 text += chunk.choices[0].text
