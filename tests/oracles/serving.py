@@ -58,14 +58,12 @@ class Served:
             time.sleep(0.005)
 
 
-def make_session(
-    kv: str, config: dict[str, Any] | None, settings: Settings, batch_invariant: bool | None = None
-) -> Session:
-    """A session of the bundled model that has not begun."""
+def make_session(kv: str, config: dict[str, Any] | None, settings: Settings, **layers: Any) -> Session:
+    """A session of the bundled model that has not begun; ``layers`` are ``batch_invariant`` and ``pack``."""
     model, tokenizer = load_model(bundled_model_path(), progress=False)
     tokenizer.chat_template = TEMPLATE
     cb_config = ContinuousBatchingConfig(**{"page_size": 16, "num_blocks": 256, **(config or {})})
-    return Session(model.float(), tokenizer, settings, cb_config, kv=kv, batch_invariant=batch_invariant)
+    return Session(model.float(), tokenizer, settings, cb_config, kv=kv, **layers)
 
 
 @contextmanager
@@ -73,11 +71,12 @@ def served(
     kv: str = "int8",
     config: dict[str, Any] | None = None,
     batch_invariant: bool | None = None,
+    pack: bool | str = False,
     **options: Any,
 ) -> Iterator[Served]:
     """The bundled model on a port of loopback; ``options`` are of ``Settings``."""
     settings = Settings(port=0, **options)
-    session = make_session(kv, config, settings, batch_invariant)
+    session = make_session(kv, config, settings, batch_invariant=batch_invariant, pack=pack)
     with listener_of(settings) as listener:
         server = server_of(application(session, ("bundled",), settings), settings)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})

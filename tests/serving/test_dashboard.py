@@ -119,6 +119,7 @@ def test_a_browser_shows_the_session_live(browser: Any, busy: Served, output: Pa
     wait(lambda: len(browser.find_elements(By.CSS_SELECTOR, "#requests tr:not(.ended)")) == 6)
     wait(lambda: text("speed") not in ("\u2013", "0.0"))
     assert text("queue") == "6 + 0" and text("model") == "bundled" and text("offline") == ""
+    assert text("kept") == "pages of 16 tokens, kept as int8:g64, batch invariant"
     assert "#" in text("sharing") and "shared" in text("legend")
     first = text("finished"), text("preemptions")
     wait(lambda: (text("finished"), text("preemptions")) != first)  # it is live

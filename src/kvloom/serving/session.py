@@ -73,6 +73,7 @@ class Session:
         tokenizer("")  # drops what its file says of truncation: from now on threads may share it
         self.prompts = Prompts(tokenizer)
         self.on_first_token = on_first_token
+        self._batch_invariant = batch_invariant
         continuous_batching(model, kv, policy=policy, batch_invariant=batch_invariant, pack=pack)
         eos = model.generation_config.eos_token_id
         ends = [] if eos is None else eos if isinstance(eos, list) else [eos]
@@ -117,10 +118,11 @@ class Session:
         if not self.alive:
             self.failure = f"the session could not begin: {self._why_it_died()}"
             raise StateError(self.failure)
+        self._tell_what_layers_are_not()
         self._supervisor = asyncio.create_task(self._supervise())
 
     async def stop(self) -> None:
-        """Give up what is running, and end."""
+        """Give up what is running, and end; the layers of the model are as they were before."""
         if self._supervisor is not None:
             self._supervisor.cancel()
             await asyncio.wait({self._supervisor})
@@ -128,6 +130,18 @@ class Session:
         for answers in set(self.readers.values()):
             answers.close()
         await asyncio.to_thread(self.manager.stop, hard_stop=True)
+        if not self.manager.is_running():
+            await asyncio.to_thread(continuous_batching, self.model, None)
+
+    def _tell_what_layers_are_not(self) -> None:
+        """Log which layers are not what was asked for; a warning where that is said, and none is."""
+        report = self.report()
+        if report.not_packed:
+            level = logging.INFO if report.packed_bytes else logging.WARNING
+            _LOG.log(level, "linear layers that are not packed: %s", _listed(report.not_packed))
+        if report.not_invariant:
+            level = logging.WARNING if self._batch_invariant else logging.INFO
+            _LOG.log(level, "layers that are not batch invariant: %s", _listed(report.not_invariant))
 
     async def _begin(self) -> None:
         self.manager.start()
@@ -260,6 +274,10 @@ class Place:
     def close(self) -> None:
         """Give the places back."""
         self._session.num_placed -= self._count
+
+
+def _listed(counts: dict[str, int]) -> str:
+    return "; ".join(f"{count}, {reason}" for reason, count in counts.items())
 
 
 def _expect_device(device: torch.device) -> None:

@@ -347,7 +347,7 @@ class KVPool(Recorder):
         """Pages by state, and how many of the tokens that ``begin`` looked up were found; and the store's.
 
         ``kv`` is how keys and values are kept, with the group of their scales, such as ``"int8:g32"``.
-        ``layers`` is a ``LayerReport``.
+        ``layers`` is a ``LayerReport`` with numbers in the place of names, as a dictionary.
         """
         pool = self._pages.pool
         return {

@@ -11,7 +11,6 @@ from kvloom.errors import UnsupportedError
 from kvloom.integrations.transformers.build import text_config_of
 from kvloom.integrations.transformers.content import expect_content, placeholders_of
 from kvloom.integrations.transformers.invariance import (
-    LayerReport,
     Wish,
     hold_layers,
     release_layers,
@@ -81,9 +80,9 @@ class PoolModel:
             self._identities[state] = identify(self.watch.model, format)
         return self._identities[state]
 
-    def layers(self) -> LayerReport:
-        """What was made of its layers."""
-        return report_layers(self.watch.model)
+    def layers(self) -> dict[str, Any]:
+        """What was made of its layers, as ``LayerReport.summary``."""
+        return report_layers(self.watch.model).summary()
 
     def digest(self) -> str:
         """Of the present state, the same in every process.

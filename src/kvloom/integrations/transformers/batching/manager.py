@@ -178,8 +178,10 @@ class BatchingManager(Recorder, ContinuousBatchingManager):  # type: ignore[misc
 
     def report(self) -> BatchReport:
         """Pages, requests and counts of this moment; no pages before the session begins."""
-        cache, processor, layers = self._cache, self.batch_processor, report_layers(self.model)
-        of_layers: Any = {"batch_invariant": layers.holds, "packed_bytes": layers.packed_bytes}
+        cache, processor, layers = self._cache, self.batch_processor, report_layers(self.model).summary()
+        of_layers = {
+            name: layers[name] for name in ("batch_invariant", "packed_bytes", "not_invariant", "not_packed")
+        }
         if cache is None:
             return BatchReport(self._kv, self._format.page_size, **of_layers)
         scheduler = None if processor is None else processor.scheduler

@@ -1,6 +1,6 @@
 """What a session of continuous batching says of its pages, for metrics and maps."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +49,8 @@ class BatchReport:
         recent_bytes: Of the newest tokens as they were computed, beside the pages; 0 without ``recent``.
         batch_invariant: Whether a request has the bits that it has alone, in all layers of the model.
         packed_bytes: Of the packed weights of linear layers.
+        not_invariant: Numbers of layers whose rows may differ, by the reason.
+        not_packed: Numbers of linear layers that could not be packed, by the reason.
     """
 
     kv: str
@@ -71,6 +73,8 @@ class BatchReport:
     recent_bytes: int = 0
     batch_invariant: bool = False
     packed_bytes: int = 0
+    not_invariant: dict[str, int] = field(default_factory=dict)
+    not_packed: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,6 @@
 All wishes together count: layers are batch invariant or packed if one of those who hold the model wants that.
 """
 
-import logging
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, NamedTuple
@@ -38,7 +37,6 @@ from kvloom.integrations.transformers.invariance.packing import (
 from kvloom.integrations.transformers.invariance.rules import NONE, rule_of
 from kvloom.ops.invariance import BatchInvariance, why_not_batch_invariant
 
-_LOG: Final = logging.getLogger("kvloom")
 _CHANGES: Final = "_kvloom_layers"
 _RECURRENT: Final = ("A_log", "recurrent_param", "slope_rate")
 """Parameters and buffers of layers that keep a state of all tokens."""
@@ -111,6 +109,21 @@ class LayerReport:
         """Whether all layers are batch invariant."""
         return self.batch_invariant and not self.not_invariant
 
+    def summary(self) -> dict[str, Any]:
+        """The same for JSON, with numbers of layers in the place of names; ``batch_invariant`` if all are."""
+        return {
+            "batch_invariant": self.holds,
+            "rules": dict(self.rules),
+            "packed": self.packed,
+            "packed_bytes": self.packed_bytes,
+            "not_packed": _counts(self.not_packed),
+            "not_invariant": _counts(self.not_invariant),
+        }
+
+
+def _counts(names: dict[str, list[str]]) -> dict[str, int]:
+    return {reason: len(of) for reason, of in names.items()}
+
 
 def hold_layers(model: nn.Module, holder: str, wish: Wish) -> None:
     """Let the layers of a model be as one of those who hold it wants, beside what others want.
@@ -158,7 +171,9 @@ def report_layers(model: Any) -> LayerReport:
         why_not = why_not_batch_invariant(model.dtype)
         if why_not is not None:
             report.not_invariant[f"{why_not}, unless batch_invariant=True"] = ["attention"]
-    packed = [x.packed for x in model.modules() if isinstance(x, PackedRows) and x.packed.tensor is not None]
+    # A thread of a session may be changing layers meanwhile.
+    weights = [getattr(x, "packed", None) for x in model.modules() if isinstance(x, PackedRows)]
+    packed = [x for x in weights if x is not None and x.tensor is not None]
     report.packed, report.packed_bytes = len(packed), sum(x.nbytes for x in packed)
     return report
 
@@ -194,7 +209,7 @@ class _Changes:
         elif not wish.attention and self.attention is not None:
             self.attention.close()
             self.attention = None
-        self.report = LayerReport(batch_invariant=wish.batch_invariant)
+        report = LayerReport(batch_invariant=wish.batch_invariant)
         self.conditions = conditions_of(model)
         reasons = why_not_separate(model)
         for name, layer in model.named_modules():
@@ -204,26 +219,28 @@ class _Changes:
                     why_not = why_not or why_not_packable(matrix_of(layer))
                 change_linear(layer, wish if not why_not else Wish(wish.batch_invariant, False))
                 if wish.pack and why_not:
-                    self.report.not_packed.setdefault(why_not, []).append(name)
+                    report.not_packed.setdefault(why_not, []).append(name)
             else:
                 change_other(layer, wish)
             if wish.batch_invariant:
-                self._note(name, layer)
+                _note(report, name, layer)
+        self.report = report
 
-    def _note(self, name: str, layer: nn.Module) -> None:
-        """Count a layer that is padded, and name one whose rows may differ."""
-        reason = ""
-        if any(x in _RECURRENT for x in (*layer._parameters, *layer._buffers)):
-            reason = "recurrent states depend on how a text is cut"
-        if isinstance(layer, InvariantRows):
-            rule = layer.packed.rule if isinstance(layer, PackedRows) else layer.row_rule
-            self.report.rules[str(rule)] = self.report.rules.get(str(rule), 0) + 1
-        elif isinstance(layer, nn.Linear) and not isinstance(layer, Invariant):
-            reason = f"{type(layer).__name__} is no linear layer of torch"
-        if "forward" in vars(layer) and (isinstance(layer, Invariant) or kind_of(layer) in LINEAR):
-            reason = "its forward was replaced"
-        if reason:
-            self.report.not_invariant.setdefault(reason, []).append(name)
+
+def _note(report: LayerReport, name: str, layer: nn.Module) -> None:
+    """Count a layer that is padded, and name one whose rows may differ."""
+    reason = ""
+    if any(x in _RECURRENT for x in (*layer._parameters, *layer._buffers)):
+        reason = "recurrent states depend on how a text is cut"
+    if isinstance(layer, InvariantRows):
+        rule = layer.packed.rule if isinstance(layer, PackedRows) else layer.row_rule
+        report.rules[str(rule)] = report.rules.get(str(rule), 0) + 1
+    elif isinstance(layer, nn.Linear) and not isinstance(layer, Invariant):
+        reason = f"{type(layer).__name__} is no linear layer of torch"
+    if "forward" in vars(layer) and (isinstance(layer, Invariant) or kind_of(layer) in LINEAR):
+        reason = "its forward was replaced"
+    if reason:
+        report.not_invariant.setdefault(reason, []).append(name)
 
 
 class _BeforeForward:
