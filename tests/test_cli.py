@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -40,6 +41,28 @@ def test_info_names_version_backends_capability_and_devices(capsys: pytest.Captu
         "devices",
     ):
         assert word in out
+
+
+def test_info_says_to_how_many_rows_products_are_padded_and_what_onednn_packs() -> None:
+    out = run("info", OMP_NUM_THREADS="1", ONEDNN_MAX_CPU_ISA="AVX2").stdout
+    rows = dict(re.findall(r"^(\w+) rows +(.*)$", out, re.MULTILINE))
+    assert [*rows] == ["float32", "bfloat16", "float16"]
+    for name, said in rows.items():
+        rule, packed = said.split("; ")
+        assert re.fullmatch(r"(at least|multiples of) \d+ rows.*|\d+ rows at a time|one row at a time", rule)
+        assert packed == ("packed" if name == "float32" else f"not packed: {name} without its instructions")
+
+
+@pytest.mark.parametrize("error", ["needs another hub\nand more", None])
+def test_info_is_printed_where_transformers_cannot_be_used(error: str | None, tmp_path: Path) -> None:
+    """It is too old, or what it needs itself is."""
+    (tmp_path / "transformers").mkdir()
+    (tmp_path / "transformers" / "__init__.py").write_text(f"raise ImportError({error!r})" if error else "")
+    found = run("info", PYTHONPATH=f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    assert (found.returncode, found.stderr) == (0, "")
+    said = "needs another hub\n" if error else "cannot import name"
+    assert "devices        cpu" in found.stdout
+    assert f"\nrows           not tried: transformers cannot be used: {said}" in found.stdout
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
+from itertools import chain
 from typing import Final
 
 import torch
@@ -38,7 +39,7 @@ def print_info(probe: bool) -> None:
         "cpu",
         *(f"cuda:{i} {torch.cuda.get_device_name(i)}" for i in range(torch.cuda.device_count())),
     ]
-    for name, value in (
+    known = (
         ("kvloom", __version__),
         ("torch", torch.__version__),
         ("backends", f"reference, cpu ({on_cpu})"),
@@ -46,8 +47,8 @@ def print_info(probe: bool) -> None:
         ("in vLLM", in_vllm),
         ("cpu capability", f"{torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"),
         ("devices", ", ".join(devices)),
-        *_row_rules(),
-    ):
+    )
+    for name, value in chain(known, _row_rules()):
         sys.stdout.write(f"{name:15}{value}\n")
     if probe:
         _print_times("us of a call", list(CASES), probe_isas(), cpu_kernels(), "KVLOOM_ISA")
@@ -60,9 +61,12 @@ def _row_rules() -> Iterator[tuple[str, str]]:
     """To how many rows a typical linear layer is padded to be batch invariant; whether oneDNN packs it."""
     if find_spec("transformers") is None:
         return
-    from kvloom.integrations.transformers.invariance.packing import why_not_packable
-    from kvloom.integrations.transformers.invariance.rules import rule_of
-
+    try:
+        from kvloom.integrations.transformers.invariance.packing import why_not_packable
+        from kvloom.integrations.transformers.invariance.rules import rule_of
+    except ImportError as error:  # of a version that is too old, or lacks what it needs itself
+        yield "rows", f"not tried: transformers cannot be used: {str(error).splitlines()[0]}"
+        return
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         weight = torch.empty(_TYPICAL, _TYPICAL, dtype=dtype)
         rule = rule_of(weight, None)
