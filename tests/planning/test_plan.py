@@ -147,9 +147,9 @@ def test_states_outside_the_cache_are_refused(tmp_path: Path, capsys: pytest.Cap
     )
 
 
-@pytest.mark.parametrize("name", ["Llama", "GPT-2", "Gemma2", "DeepSeek-V3"])
+@pytest.mark.parametrize("name", [*FAMILIES, *VISION])
 def test_packed_weights_are_what_enable_packs(name: str) -> None:
-    model = family(name)
+    model = family(name) if name in FAMILIES else vision_model(name)
     enable(model, pack=True)
     planned = kvloom.plan(model.config, context=9, pack=True)
     packed = [x.weight for x in model.modules() if hasattr(x, "packed")]
