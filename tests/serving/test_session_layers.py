@@ -11,6 +11,7 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+from urllib.request import urlopen
 
 import openai
 import pytest
@@ -104,7 +105,8 @@ def test_a_process_serves_what_cannot_be_packed_and_says_why(tmp_path: Path) -> 
     model.bfloat16().save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     code = "import sys; from kvloom.cli import main; sys.exit(main())"
-    options = ["serve", str(tmp_path), "--name", "half", "--port", "0", "--pack", "both", "--batch-invariant"]
+    options = ["serve", str(tmp_path), "--name", "half", "--port", "0", "--pack", "both"]
+    options += ["--no-batch-invariant"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "ONEDNN_MAX_CPU_ISA": "AVX2"}
     process = subprocess.Popen(
         [sys.executable, "-c", code, *options], stderr=subprocess.PIPE, text=True, env=environment
@@ -115,6 +117,8 @@ def test_a_process_serves_what_cannot_be_packed_and_says_why(tmp_path: Path) -> 
     with openai.OpenAI(base_url=found[0], api_key="none", max_retries=5) as client:
         answer = client.completions.create(model="half", prompt=PROMPT, max_tokens=3)
     assert answer.usage is not None and answer.usage.completion_tokens == 3
+    metrics = urlopen(f"{found[0][:-3]}/metrics").read().decode()
+    assert "kvloom_batch_invariant 0.0" in metrics and "kvloom_packed_bytes 0.0" in metrics
     process.send_signal(signal.SIGTERM)
     assert process.wait() == 0
     assert process.stderr.read() == (
