@@ -19,9 +19,10 @@ from torch import Tensor, nn
 
 from kvloom.errors import ArgumentError, UnsupportedError
 from kvloom.integrations.transformers import KVPool, continuous_batching, disable, enable, report_layers
+from kvloom.integrations.transformers.invariance import install
 from kvloom.integrations.transformers.invariance.install import _CHANGES
 from kvloom.integrations.transformers.invariance.packed_only import PackedOnly
-from kvloom.integrations.transformers.invariance.packing import PackedWeight
+from kvloom.integrations.transformers.invariance.packing import PackedRows, PackedWeight
 from kvloom.integrations.transformers.watch import ModelWatch
 
 MIXTURE = "Qwen2-MoE"
@@ -280,3 +281,23 @@ def test_autocast_is_left_alone() -> None:
     buffer = io.BytesIO()
     torch.save(model.state_dict(), buffer)
     assert buffer.tell()
+
+
+def test_a_report_while_a_thread_changes_layers_is_that_of_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of("Llama", torch.float32)
+    enable(model, batch_invariant=True)
+    before, seen = report_layers(model), []
+    change = install.change_linear
+
+    def watched(layer: Any, wish: Any) -> None:
+        change(layer, wish)
+        seen.append(report_layers(model))
+
+    monkeypatch.setattr(install, "change_linear", watched)
+    install.hold_layers(model, "another", install.Wish(True, pack=True))
+    assert seen and all((x.rules, x.holds) == (before.rules, True) for x in seen)
+    assert [x.packed for x in seen] == sorted(x.packed for x in seen)
+    report = report_layers(model)
+    packed = next(x for x in model.modules() if isinstance(x, PackedRows))
+    del packed.packed  # the moment before it has its class again
+    assert report_layers(model).packed == report.packed - 1
