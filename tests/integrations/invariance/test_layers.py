@@ -19,13 +19,15 @@ from torch import Tensor, nn
 
 from kvloom.errors import ArgumentError, UnsupportedError
 from kvloom.integrations.transformers import KVPool, continuous_batching, disable, enable, report_layers
-from kvloom.integrations.transformers.invariance import install
+from kvloom.integrations.transformers.invariance import install, packing
+from kvloom.integrations.transformers.invariance.inline import invariant_calls
 from kvloom.integrations.transformers.invariance.install import _CHANGES
 from kvloom.integrations.transformers.invariance.packed_only import PackedOnly
 from kvloom.integrations.transformers.invariance.packing import PackedRows, PackedWeight
 from kvloom.integrations.transformers.watch import ModelWatch
 
 MIXTURE = "Qwen2-MoE"
+pack_weight = packing.pack
 
 
 def kinds(model: Any) -> list[type]:
@@ -132,6 +134,41 @@ def test_weights_that_change_are_packed_anew(change: Any) -> None:
     assert (found - plain).norm() < 1e-4 * plain.norm()
 
 
+def test_weights_are_looked_at_in_layers_that_were_changed_between_forwards() -> None:
+    model, ids = model_of("Llama", torch.float32), texts()
+    enable(model, batch_invariant=True)
+    logits(model, ids, None)
+    enable(model, pack=True)
+    before = logits(model, ids, None)
+    write_uncounted(model)
+    assert not torch.equal(logits(model, ids, None), before)
+
+
+@pytest.mark.parametrize("pack", [True, "only"])
+@pytest.mark.parametrize("was_enabled", [False, True])
+def test_packing_that_fails_is_undone(
+    was_enabled: bool, pack: bool | str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, weights = model_of(MIXTURE, torch.float32), state(model_of(MIXTURE, torch.float32))
+    if was_enabled:
+        pool = KVPool.for_model(model, max_tokens=64, batch_invariant=True)
+    before, packed = kinds(model), iter(range(9))
+
+    def refuse(weight: Tensor) -> Tensor:
+        if next(packed, None) is None:
+            raise MemoryError
+        return pack_weight(weight)
+
+    monkeypatch.setattr(packing, "pack", refuse)
+    with pytest.raises(MemoryError):
+        enable(model, pack=pack)
+    assert kinds(model) == before
+    assert_same_state(model, weights)
+    if was_enabled:
+        pool.close()
+    assert not hasattr(model, _CHANGES)
+
+
 @pytest.mark.parametrize("pack", [True, "only"])
 def test_a_dtype_that_changes_is_packed_anew_or_not(pack: bool | str) -> None:
     model, ids = model_of("Llama", torch.float32), texts()
@@ -193,6 +230,15 @@ def test_copies_and_pickles_compute_the_same(options: dict[str, Any]) -> None:
     disable(copied)
     assert kinds(copied) == kinds(model_of(MIXTURE, torch.float32))
     assert torch.equal(logits(model, ids, None), expected)
+
+
+@pytest.mark.parametrize("pack", [True, "only"])
+@pytest.mark.parametrize("batch_invariant", [True, False])
+def test_copies_are_padded_as_their_originals(batch_invariant: bool, pack: bool | str) -> None:
+    model = model_of("Llama", torch.float32)
+    enable(model, batch_invariant=batch_invariant, pack=pack)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):  # noqa: S301 (our own bytes)
+        assert {x.packed.is_invariant for x in other.modules() if hasattr(x, "packed")} == {batch_invariant}
 
 
 def test_the_state_of_a_model_follows_its_layers() -> None:
@@ -271,6 +317,13 @@ def test_compiled_graphs_compute_what_the_layers_computed() -> None:
     with torch.no_grad():
         found = compiled(ids, use_cache=False).logits
         torch.testing.assert_close(found, model(ids, use_cache=False).logits, atol=1e-4, rtol=1e-4)
+
+
+def test_grouped_products_of_other_forms_are_those_of_torch() -> None:
+    groups, matrices = torch.randn(2, 3, 16).bfloat16(), torch.randn(2, 16, 16).bfloat16()
+    expected = torch._grouped_mm(groups, matrices)
+    with invariant_calls():
+        assert torch.equal(torch._grouped_mm(groups, matrices), expected)
 
 
 def test_autocast_is_left_alone() -> None:

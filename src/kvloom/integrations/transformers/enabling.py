@@ -38,7 +38,7 @@ def enable(
         kv: How keys and values are kept, as of ``KVCache.for_model``.
         batch_invariant: Whether linear layers, experts and activations give a token the same bits in any
             batch, and however its text is cut into forwards. ``None`` is wherever that takes no more time:
-            in bfloat16, and with ``pack``. A step of one token in float32 takes up to twice the time. On
+            in bfloat16, and with ``pack``. A step of one token in float32 takes about twice the time. On
             processors with AMX attention is so in bfloat16, too, with ``True`` alone, as prompts take longer
             for it: ``ops.BatchInvariance``.
         pack: Whether linear layers keep their weights also in the order in which oneDNN reads them, which

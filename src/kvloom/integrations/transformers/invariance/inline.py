@@ -91,8 +91,11 @@ def _bmm(input: Tensor, mat2: Tensor) -> Tensor:
     return torch.stack([_rows_by(rows, matrix) for rows, matrix in zip(input, mat2, strict=True)])
 
 
-def _grouped_mm(input: Tensor, mat2: Tensor, offs: Tensor, **kwargs: Any) -> Tensor:
+def _grouped_mm(input: Tensor, mat2: Tensor, offs: Tensor | None = None, **kwargs: Any) -> Tensor:
     """Groups of rows ``[M, K]``, which end at ``offs`` ``[E]``, times ``[E, K, N]``."""
+    if offs is None or input.dim() != 2 or mat2.dim() != 3 or any(x is not None for x in kwargs.values()):
+        result: Tensor = torch._grouped_mm(input, mat2, offs, **kwargs)
+        return result
     out, start = input.new_zeros(input.shape[0], mat2.shape[2]), 0
     for matrix, end in zip(mat2, offs.tolist(), strict=True):
         if end > start:

@@ -132,6 +132,8 @@ def hold_layers(model: nn.Module, holder: str, wish: Wish) -> None:
         model: The model.
         holder: Names who wants it, and replaces what it wanted before.
         wish: What it wants.
+
+    Whatever is raised, such as a MemoryError, the layers are as before.
     """
     changes = getattr(model, _CHANGES, None)
     if changes is None:
@@ -139,8 +141,17 @@ def hold_layers(model: nn.Module, holder: str, wish: Wish) -> None:
             return
         changes = _Changes(model)
         setattr(model, _CHANGES, changes)
+    before = changes.wishes.get(holder)
     changes.wishes[holder] = wish
-    changes.apply(model)
+    try:
+        changes.apply(model)
+    except BaseException:
+        if before is None:
+            release_layers(model, holder)
+        else:
+            changes.wishes[holder] = before
+            changes.apply(model)
+        raise
 
 
 def release_layers(model: nn.Module, holder: str) -> None:
@@ -225,6 +236,7 @@ class _Changes:
             if wish.batch_invariant:
                 _note(report, name, layer)
         self.report = report
+        _PACKED_LAYERS.pop(model, None)
 
 
 def _note(report: LayerReport, name: str, layer: nn.Module) -> None:
@@ -259,12 +271,12 @@ class _BeforeForward:
             packed = [x for x in model.modules() if isinstance(x, PackedRows)]
             layers = _PACKED_LAYERS[model] = [x for x in packed if not isinstance(x, PackedOnly)]
         for layer in layers:
-            if isinstance(layer, PackedRows) and not layer.packed.is_sampled_of(layer._parameters["weight"]):
+            if not layer.packed.is_sampled_of(layer._parameters["weight"]):
                 layer.packed.update(layer)
 
 
 _PACKED_LAYERS: Final[WeakKeyDictionary[nn.Module, list[Any]]] = WeakKeyDictionary()
-"""Layers of models whose weights are looked at before each forward."""
+"""Layers of models whose weights are looked at before each forward, since they were changed last."""
 
 
 def why_not_separate(model: nn.Module) -> dict[str, str]:

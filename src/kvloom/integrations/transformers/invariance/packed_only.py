@@ -59,7 +59,7 @@ class PackedOnly(PackedRows):
         self.__class__ = self.original  # type: ignore[assignment]
         self.__setstate__(state)
         self._parameters = {_WEIGHT: nn.Parameter(dense), **self._parameters}
-        keep_packed_only(self, kind, self.row_rule is not NONE)
+        keep_packed_only(self, kind, self.row_rule != NONE)
 
 
 class PackedOnlyLinear(PackedOnly, nn.Linear):  # type: ignore[override]

@@ -22,14 +22,13 @@ from kvloom.integrations.transformers.invariance.rules import NONE, Product, Row
 from kvloom.integrations.transformers.tensor_state import address_of, bytes_at, sample_place, version_of
 from kvloom.ops.schemas import without_gradient
 
+_LINEAR: Final[Any] = (
+    torch.ops.mkldnn._linear_pointwise.default if hasattr(torch.ops.mkldnn, "_linear_pointwise") else None
+)
 _ROWS: Final = 8
 """For how many rows oneDNN is asked to order weights; it takes one order for all numbers here."""
-
-
 _BLOCK: Final = 64
 """oneDNN rounds inputs and outputs up to whole blocks, of 16, 32 or 64 by dtype, size and instruction set."""
-
-
 _FASTEST: Final = 4
 """Rows of float32 that take less time than fewer, which wait longer for memory."""
 
@@ -72,11 +71,6 @@ def _multiply(packed: Tensor, bias: Tensor | None, input: Tensor) -> Tensor:
     return out
 
 
-_LINEAR: Final[Any] = (
-    torch.ops.mkldnn._linear_pointwise.default if hasattr(torch.ops.mkldnn, "_linear_pointwise") else None
-)
-
-
 class PackedWeight:
     """The weight of one layer in oneDNN's order.
 
@@ -85,7 +79,7 @@ class PackedWeight:
         dtype: Of the weight.
         rule: To how many rows products are padded.
         nbytes: Bytes that it takes, with what fills its blocks.
-        is_invariant: Whether they are.
+        is_invariant: Whether products are padded.
     """
 
     tensor: Tensor | None
@@ -175,7 +169,7 @@ class PackedRows(InvariantRows):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[misc]
         if "packed" not in state:
-            self.packed = PackedWeight(self, self.row_rule is not NONE)
+            self.packed = PackedWeight(self, self.row_rule != NONE)
 
 
 class PackedLinear(PackedRows, nn.Linear):
