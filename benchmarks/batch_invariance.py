@@ -70,8 +70,8 @@ def steps(model: Any, rounds: int, count: int = 24) -> dict[str, float]:
         for way, options in WAYS.items():
             enable(model, **options)
             cache = KVCache.for_model(model)
-            model(tokens, past_key_values=cache)
-            taken = [seconds(lambda: model(tokens[:, :1], past_key_values=cache)) for _ in range(count)]  # noqa: B023
+            model(tokens, cache=cache)
+            taken = [seconds(lambda: model(tokens[:, :1], cache=cache)) for _ in range(count)]  # noqa: B023
             times[way].append(statistics.median(taken))
             disable(model)
     return over_stock(times)

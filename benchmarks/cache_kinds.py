@@ -86,7 +86,7 @@ def loss(model: Any, windows: Tensor, kind: str, *, in_place: bool) -> float:
     total = 0.0
     with attention_for(model, kind, in_place=in_place):
         for window in windows.split(4):
-            logits = model(window, past_key_values=cache_of(model, kind), use_cache=True).logits[:, :-1]
+            logits = model(window, cache=cache_of(model, kind), use_cache=True).logits[:, :-1]
             targets = window[:, 1:].flatten()
             total += float(torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets, reduction="sum"))
     return total / windows[:, 1:].numel()

@@ -27,11 +27,11 @@ def steps(model: LlamaForCausalLM, num_steps: int) -> dict[str, list[float]]:
         if name == "on":
             pool.record()
         caches[name] = pool.begin(tokens)
-        model(tokens, past_key_values=caches[name])
+        model(tokens, cache=caches[name])
     for i in range(num_steps):
         for name in ("off", "on") if i % 2 else ("on", "off"):
             start = time.perf_counter()
-            model(tokens[:, :1], past_key_values=caches[name])
+            model(tokens[:, :1], cache=caches[name])
             times[name].append(time.perf_counter() - start)
     return times
 

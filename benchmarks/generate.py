@@ -48,7 +48,7 @@ class Text:
         self.tokens = self.model.generate(
             self.tokens,
             attention_mask=torch.ones_like(self.tokens),
-            past_key_values=self.cache,
+            cache=self.cache,
             max_new_tokens=num_new,
             min_new_tokens=num_new,
             do_sample=False,

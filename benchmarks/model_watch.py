@@ -48,8 +48,8 @@ def main() -> None:
     cache = KVCache.for_model(model)
     tokens = torch.zeros(1, 64, dtype=torch.int64)
     with torch.no_grad():
-        model(tokens, past_key_values=cache)
-        step = median_us(lambda: model(tokens[:, :1], past_key_values=cache), args.rounds)
+        model(tokens, cache=cache)
+        step = median_us(lambda: model(tokens[:, :1], cache=cache), args.rounds)
     state, quick = median_us(watch.state, args.rounds), median_us(watch.quick_state, args.rounds)
     print(
         json.dumps(

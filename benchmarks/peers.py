@@ -145,5 +145,5 @@ def step(model: Any, contender: Contender, cache: Any, num_new: int = 1, rows: i
     tokens = torch.full((rows, num_new), 3)
     model.set_attn_implementation(contender.attention)
     start = time.perf_counter()
-    model(tokens, past_key_values=cache, use_cache=cache is not None, logits_to_keep=1)
+    model(tokens, cache=cache, use_cache=cache is not None, logits_to_keep=1)
     return (time.perf_counter() - start) * 1e3

@@ -19,7 +19,7 @@ from kvloom.integrations.transformers import KVCache, KVPool
 def first_token(model: LlamaForCausalLM, tokens: torch.Tensor, cache: object) -> float:
     """Milliseconds from the question to its first token."""
     start = time.perf_counter()
-    model.generate(tokens, past_key_values=cache, max_new_tokens=1, do_sample=False)
+    model.generate(tokens, cache=cache, max_new_tokens=1, do_sample=False)
     return 1000 * (time.perf_counter() - start)
 
 
@@ -39,10 +39,10 @@ def main() -> None:
     prefix = KVCache.for_model(model, kv="int8")
     pool = KVPool.for_model(model, kv="int8", max_tokens=8 * (length + question + 16))
     with torch.no_grad():
-        model(system, past_key_values=prefix)
+        model(system, cache=prefix)
     prefix.freeze()
     warm = pool.begin(system)
-    model.generate(system, past_key_values=warm, max_new_tokens=1, do_sample=False)
+    model.generate(system, cache=warm, max_new_tokens=1, do_sample=False)
     pool.commit(warm, system)
     pages = prefix.num_pages_held
     contenders: dict[str, Callable[[torch.Tensor], object]] = {

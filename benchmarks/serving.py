@@ -102,7 +102,7 @@ def padded(model: Any, prompts: list[list[int]], new: int) -> float:
         ids = torch.tensor([[0] * (width - len(x)) + x for x in rows])
         mask = torch.tensor([[0] * (width - len(x)) + [1] * len(x) for x in rows])
         cache = DynamicCache(config=model.config)
-        model.generate(ids, attention_mask=mask, max_new_tokens=new, past_key_values=cache)
+        model.generate(ids, attention_mask=mask, max_new_tokens=new, cache=cache)
     return time.perf_counter() - start
 
 
@@ -135,7 +135,7 @@ def nbytes_per_token(model: Any, kv: str) -> float:
     """Of all layers, scales included."""
     cache = KVCache.for_model(model, kv)
     with torch.no_grad():
-        model(torch.tensor([[3]]), past_key_values=cache)
+        model(torch.tensor([[3]]), cache=cache)
     return float(cache.nbytes_per_token)
 
 

@@ -70,7 +70,7 @@ def prefill(model: LlamaForCausalLM, pool: KVPool, tokens: torch.Tensor) -> tupl
     begun = time.perf_counter()
     found = int(cache.get_seq_length())
     with torch.inference_mode():
-        model(tokens[:, found:], past_key_values=cache)
+        model(tokens[:, found:], cache=cache)
     return begun - began, time.perf_counter() - began, found
 
 
@@ -92,7 +92,7 @@ def main() -> None:
                     pool = KVPool.for_model(model, kv="int8", max_tokens=8192, store=store)
                     cache = pool.begin(text(0))
                     with torch.inference_mode():
-                        model(text(0), past_key_values=cache)
+                        model(text(0), cache=cache)
                     pool.commit(cache, text(0))
                 for number in range(3):
                     backend.seconds = latency

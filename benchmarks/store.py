@@ -96,7 +96,7 @@ class Contest:
         """The cache behind the prompt, and what comes first."""
         cache = pool.begin(tokens)
         new = tokens[:, int(cache.get_seq_length()) :]
-        return cache, int(self.model(new, past_key_values=cache, logits_to_keep=1).logits[0, -1].argmax())
+        return cache, int(self.model(new, cache=cache, logits_to_keep=1).logits[0, -1].argmax())
 
     def until_first_token(self, way: str) -> float:
         """Seconds."""
@@ -117,7 +117,7 @@ class Contest:
                 self.commits.append(seconds(lambda _: pool.commit(cache, tokens), 0))
             began = time.perf_counter()
             for _ in range(self.steps):
-                logits = self.model(torch.tensor([[token]]), past_key_values=cache).logits
+                logits = self.model(torch.tensor([[token]]), cache=cache).logits
                 token = int(logits[0, -1].argmax())
             return (time.perf_counter() - began) / self.steps
 

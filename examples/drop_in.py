@@ -26,5 +26,5 @@ print(tokenizer.decode(out.sequences[0]))
 
 enable(model)
 plain = model.generate(**inputs, max_new_tokens=1, return_dict_in_generate=True)
-int8, float32 = (x.past_key_values.nbytes_per_token for x in (out, plain))
+int8, float32 = (x.cache.nbytes_per_token for x in (out, plain))
 print(f"\nint8: {int8:,.0f} bytes per token, float32: {float32:,.0f}")

@@ -36,7 +36,7 @@ with torch.no_grad():
             shape = tuple(inputs["attention_mask"].shape)
             print(f"step {step} reads positions {first} to {last}, mask {shape}")
         # Recent transformers ask the cache where it ends and ignore the positions.
-        outputs = model(**inputs, cache_position=cache_position, past_key_values=cache, use_cache=True)
+        outputs = model(**inputs, cache_position=cache_position, cache=cache, use_cache=True)
         new = outputs.logits[:, -1:].argmax(dim=-1)
         ids = torch.cat([ids, new], dim=1)
         # The cache holds what was read, so only the new token goes in; the mask covers both.

@@ -27,18 +27,18 @@ inputs = tokenizer(PROMPT, return_tensors="pt")
 def continued(ids: Tensor, cache: KVCache) -> str:
     """A greedy continuation of ``ids``, of which ``cache`` holds the first ones."""
     mask = torch.ones_like(ids)
-    out = model.generate(ids, attention_mask=mask, past_key_values=cache, max_new_tokens=16, do_sample=False)
+    out = model.generate(ids, attention_mask=mask, cache=cache, max_new_tokens=16, do_sample=False)
     return str(tokenizer.decode(out[0]))
 
 
 generated = model.generate(
     **inputs,
-    past_key_values=KVCache.for_model(model),
+    cache=KVCache.for_model(model),
     max_new_tokens=4,
     do_sample=False,
     return_dict_in_generate=True,
 )
-layers = generated.past_key_values.layers
+layers = generated.cache.layers
 cache = Cache.from_legacy_cache((layer.keys, layer.values) for layer in layers)
 legacy = cache.to_legacy_cache()
 print(f"{len(legacy)} layers, keys {tuple(legacy[0][0].shape)}, values {tuple(legacy[0][1].shape)}")

@@ -24,18 +24,18 @@ model, tokenizer = load_model(bundled_model_path(), dtype=torch.float32, progres
 system_prompt = tokenizer(SYSTEM, return_tensors="pt")
 prefix = KVCache.for_model(model)
 with torch.no_grad():
-    model(**system_prompt, past_key_values=prefix)
+    model(**system_prompt, cache=prefix)
 prefix.freeze()
 
 for question in QUESTIONS:
     new = tokenizer(question, return_tensors="pt")
     inputs = {name: torch.cat([system_prompt[name], new[name]], dim=1) for name in system_prompt}
     # A fork starts with the pages of the prefix, so generate() reads only what is behind them.
-    out = model.generate(**inputs, past_key_values=prefix.fork(), max_new_tokens=16, do_sample=False)
+    out = model.generate(**inputs, cache=prefix.fork(), max_new_tokens=16, do_sample=False)
     answer = tokenizer.decode(out[0, inputs["input_ids"].shape[1] :])
     print(f"{question!r} ({new.input_ids.shape[1]} tokens read): {answer!r}")
 
 try:
-    model(**new, past_key_values=prefix)
+    model(**new, cache=prefix)
 except StateError as error:
     print(f"the prefix holds {prefix.get_seq_length()} tokens, and this is what a write meets:\n{error}")

@@ -35,5 +35,5 @@ model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 inputs = AutoTokenizer.from_pretrained(folder)("import os\n\ndef main():\n", return_tensors="pt")
 settings = {"max_new_tokens": 8, "do_sample": False}
 tokens = model.generate(**inputs, **settings)
-assert torch.equal(model.generate(**inputs, **settings, past_key_values=KVCache.for_model(model)), tokens)
+assert torch.equal(model.generate(**inputs, **settings, cache=KVCache.for_model(model)), tokens)
 sys.stdout.write("stores, attends, generates\n")

@@ -13,6 +13,7 @@ from kvloom.core.spelling import CODE_BITS
 from kvloom.errors import ArgumentError, KVError, OutOfPages
 from kvloom.integrations.compare import compare
 from kvloom.integrations.transformers import STORAGE, KVCache, KVPool, enable, load_model
+from kvloom.integrations.transformers.cache_argument import given_cache
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
@@ -82,7 +83,7 @@ def test_in_place_only_a_kvcache_meets_the_attention_that_reads_it_so() -> None:
     model, seen = make_model("sdpa"), set()
 
     def see(model: torch.nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
-        seen.add((type(kwargs["past_key_values"]).__name__, model.config._attn_implementation))
+        seen.add((type(given_cache(kwargs)).__name__, model.config._attn_implementation))
 
     model.register_forward_pre_hook(see, with_kwargs=True)
     ids = make_prompts([20])["input_ids"]

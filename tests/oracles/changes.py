@@ -13,11 +13,13 @@ import peft
 import torch
 from peft import LoraConfig
 from transformers import LlamaForCausalLM
+from transformers.integrations import peft as transformers_peft
 from transformers.models.llama.modeling_llama import LlamaAttention
 
 from oracles.language_models import make_model
 
-_LORA = LoraConfig(r=4, init_lora_weights=False, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+# transformers 5.24 asks for peft 0.22, which was published later; what is used here is in those before, too.
+transformers_peft.MIN_PEFT_VERSION = "0.17"
 
 
 def _lora() -> LoraConfig:

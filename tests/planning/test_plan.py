@@ -23,6 +23,7 @@ from kvloom.core.spelling import PACKS
 from kvloom.errors import ArgumentError, UnsupportedError
 from kvloom.integrations.transformers import KVCache, KVPool, enable, load_model, report_layers
 from kvloom.integrations.transformers.build import StatefulLayer
+from kvloom.integrations.transformers.cache_argument import as_argument
 from kvloom.models import bundled_model_path
 from kvloom.planning.command import parse_bytes
 from kvloom.planning.model import ModelShape
@@ -118,7 +119,7 @@ def test_states_of_a_model_without_attention_are_counted(name: str) -> None:
     config = getattr(transformers, f"{name}Config")(num_hidden_layers=2, hidden_size=32, vocab_size=99)
     model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
     cache = transformers.DynamicCache(config=config)
-    model(torch.ones(3, 7, dtype=torch.int64), cache_params=cache, use_cache=True)
+    model(torch.ones(3, 7, dtype=torch.int64), use_cache=True, **as_argument(model, cache))
     states = sum(
         x.nbytes
         for layer in cache.layers

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kvloom.integrations.transformers import KVCache
 from kvloom.integrations.transformers.attention import IMPLEMENTATION
+from kvloom.integrations.transformers.cache_argument import CACHE_ARGUMENT, as_argument, given_cache
 from kvloom.integrations.transformers.positions import expect_positions
 
 STOCK = "DynamicCache"
@@ -73,13 +74,13 @@ def compare(
                 start = time.perf_counter()
                 out = model.generate(
                     input_ids,
-                    past_key_values=cache_of(model, kind),
+                    **{CACHE_ARGUMENT: cache_of(model, kind)},
                     max_new_tokens=max_new_tokens,
                     do_sample=False,
                     return_dict_in_generate=True,
                 )
                 times[kind].append(time.perf_counter() - start)
-            tokens[kind], caches[kind] = out.sequences[0, input_ids.shape[1] :], out.past_key_values
+            tokens[kind], caches[kind] = out.sequences[0, input_ids.shape[1] :], given_cache(out)
     stock = tokens[STOCK]
     logits = {}
     for kind in rows:
@@ -121,10 +122,10 @@ def attention_for(model: Any, kind: str, *, in_place: bool) -> Iterator[None]:
 @torch.no_grad()
 def _forced_logits(model: Any, input_ids: Tensor, tokens: Tensor, kind: str) -> Tensor:
     """Next-token logits ``[len(tokens), V]`` while ``tokens`` are fed one by one through a cache."""
-    out = model(input_ids, past_key_values=cache_of(model, kind), use_cache=True)
+    out = model(input_ids, use_cache=True, **as_argument(model, cache_of(model, kind)))
     rows = [out.logits[0, -1]]
     for token in tokens[:-1]:
-        out = model(token.view(1, 1), past_key_values=out.past_key_values, use_cache=True)
+        out = model(token.view(1, 1), use_cache=True, **as_argument(model, given_cache(out)))
         rows.append(out.logits[0, -1])
     return torch.stack(rows).float()
 

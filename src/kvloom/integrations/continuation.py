@@ -35,6 +35,7 @@ def write(
         ArgumentError: the prompt has no token, or too many; or the model is none that this can continue.
     """
     from kvloom.integrations.transformers import KVCache, Streamer
+    from kvloom.integrations.transformers.cache_argument import CACHE_ARGUMENT
     from kvloom.integrations.transformers.positions import room_behind
 
     inputs = tokenizer(prompt, return_tensors="pt").to(model.device)
@@ -64,7 +65,7 @@ def write(
     start = time.perf_counter()
     out = model.generate(
         **inputs,
-        past_key_values=cache,
+        **{CACHE_ARGUMENT: cache},
         max_new_tokens=max_new_tokens,
         do_sample=False,
         return_dict_in_generate=False,

@@ -17,6 +17,7 @@ from kvloom.integrations.quality import ROWS, expect_decoder
 from kvloom.integrations.transformers import KVCache
 from kvloom.integrations.transformers.bit_plan import BitPlan, config_digest
 from kvloom.integrations.transformers.build import text_config_of
+from kvloom.integrations.transformers.cache_argument import as_argument
 from kvloom.integrations.transformers.layers import KVCacheLayer
 from kvloom.integrations.transformers.loading import head_dim_of, head_dims_of
 from kvloom.integrations.transformers.positions import expect_positions
@@ -135,7 +136,7 @@ def _measure(
     for done, (rows, start) in enumerate(steps, 1):
         cache = KVCache.for_model(model) if start == 0 else cache
         with meter.measured(is_first=start == 0), torch.no_grad():
-            model(rows[:, start : start + chunk], past_key_values=cache, use_cache=True)
+            model(rows[:, start : start + chunk], use_cache=True, **as_argument(model, cache))
         if on_step is not None:
             on_step(done, len(steps))
     found: dict[_Side, list[float]] = {}
@@ -150,7 +151,9 @@ def _costs(model: Any, kinds: Sequence[str]) -> tuple[dict[_Side, list[int]], in
     cache = KVCache.for_model(model)
     with torch.no_grad():
         model(
-            torch.zeros(1, 1, dtype=torch.int64, device=model.device), past_key_values=cache, use_cache=True
+            torch.zeros(1, 1, dtype=torch.int64, device=model.device),
+            use_cache=True,
+            **as_argument(model, cache),
         )
     costs: dict[_Side, list[int]] = {}
     elements = 0

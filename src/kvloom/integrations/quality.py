@@ -21,6 +21,7 @@ from kvloom.integrations.compare import STOCK, cache_of
 from kvloom.integrations.head_errors import HeadErrors
 from kvloom.integrations.transformers import KVCache
 from kvloom.integrations.transformers.build import StatefulLayer, text_config_of
+from kvloom.integrations.transformers.cache_argument import as_argument
 from kvloom.integrations.transformers.positions import expect_positions
 
 WINDOW: Final = 512
@@ -205,7 +206,8 @@ class _Entrant:
         if is_first:
             self._cache = self.empty()
         pieces = tokens.split(self._chunk or tokens.shape[1], dim=1)
-        logits = [self._model(x, past_key_values=self._cache, use_cache=True).logits for x in pieces]
+        cache = as_argument(self._model, self._cache)
+        logits = [self._model(x, use_cache=True, **cache).logits for x in pieces]
         self._nbytes.append(_nbytes_per_token(self._cache, len(tokens)))
         return torch.cat(logits, dim=1).double().log_softmax(-1)
 
@@ -214,7 +216,8 @@ class _Entrant:
         layers = self._cache.layers
         kept = [_nbytes_of(vars(layer)) for layer in layers]
         is_lost = [isinstance(x, StatefulLayer) and not n for x, n in zip(layers, kept, strict=True)]
-        if not any(kept) or any(is_lost):
+        has_states_alone = all(getattr(self._cache, "is_linear", [False]))  # which some continue inexactly
+        if not any(kept) or any(is_lost) or has_states_alone:
             raise UnsupportedError(
                 f"model must keep what it has read in its cache alone, got {type(self._model).__name__}"
             )

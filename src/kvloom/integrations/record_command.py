@@ -23,6 +23,7 @@ def run(args: argparse.Namespace, load: Callable[[Path | None], tuple[Any, Any]]
     prompts = [_read(path) for path in args.prompt_file]
     model, tokenizer = load(args.model)
     from kvloom.integrations.transformers import KVPool
+    from kvloom.integrations.transformers.cache_argument import CACHE_ARGUMENT
     from kvloom.integrations.transformers.positions import room_behind
 
     model.generation_config.cache_implementation = None  # it is ours
@@ -37,7 +38,7 @@ def run(args: argparse.Namespace, load: Callable[[Path | None], tuple[Any, Any]]
         out = model.generate(
             tokens,
             attention_mask=tokens.new_ones(tokens.shape),
-            past_key_values=cache,
+            **{CACHE_ARGUMENT: cache},
             max_new_tokens=count,
             do_sample=False,
         )

@@ -17,6 +17,7 @@ from kvloom.caches import CacheFormat
 from kvloom.errors import ArgumentError, UnsupportedError
 from kvloom.integrations.transformers import summary_of
 from kvloom.integrations.transformers.build import DummyLayer, StatefulLayer, make_layers
+from kvloom.integrations.transformers.cache_argument import as_argument
 from kvloom.integrations.transformers.invariance import packable_bytes
 from kvloom.integrations.transformers.layers import KVCacheLayer
 
@@ -172,11 +173,10 @@ def _run_without_data(config: Any) -> tuple[Any, _Watched]:
                 model.set_experts_implementation("batched_mm")  # whose shapes depend on no data
             cache = _Watched(model.config.get_text_config(decoder=True))
             one = torch.ones(1, 1, dtype=torch.int64)
-            taken = signature(model.forward).parameters
-            name = (
-                "cache_params" if "cache_params" in taken else "past_key_values"
-            )  # of recurrent models alone
-            model(one, attention_mask=one, use_cache=True, **{name: cache})
+            given = as_argument(model, cache)
+            if "cache_params" in signature(model.forward).parameters:  # until 5.23, of recurrent models alone
+                given = {"cache_params": cache}
+            model(one, attention_mask=one, use_cache=True, **given)
     except Exception as error:
         raise UnsupportedError(
             f"config must be of a causal language model that computes a token without data, got "

@@ -15,17 +15,21 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from kvloom.errors import UnsupportedError
 from kvloom.integrations.transformers import continuous_batching
 from kvloom.integrations.transformers.batching import cache, self_check
+from kvloom.integrations.transformers.cache_argument import CACHE_ARGUMENT
 
 STEP = "^model must compute a step of continuous batching, which {} does not: "
 LOGITS = "^model must have the same logits in continuous batching as in a plain forward, got {} whose logits "
+NO_CACHE = "its layers hand no cache on to attention"
+HANDS_CACHES_ON = CACHE_ARGUMENT == "cache"
+"""Whether layers give new tokens to the cache of a session themselves, as in transformers 5.24."""
 REFUSED = {
     "DiffLlama": LOGITS,
-    "StableLm": STEP + "its layers hand no cache on to attention",
-    "Nemotron": STEP + "its layers hand no cache on to attention",
+    **({} if HANDS_CACHES_ON else dict.fromkeys(("StableLm", "Nemotron"), STEP + NO_CACHE)),
     "Bart": LOGITS,  # and the decoders like it, which number the tokens of a step, not of a text
     "Doge": STEP + "UnsupportedError: attn_implementation 'kvloom_paged' has no attention_mask",
 }
 SERVED = ["Llama", "Qwen2", "Qwen3", "Phi", "Mistral", "Gemma2", "Gemma3", "gpt-oss", "Mixtral", "OPT"]
+SERVED += ["StableLm", "Nemotron"] if HANDS_CACHES_ON else []
 HALF = {"is_decoder": True, "is_encoder_decoder": False, "decoder_start_token_id": 1}
 MORE: dict[str, tuple[str, dict[str, Any]]] = {
     "Bart": (

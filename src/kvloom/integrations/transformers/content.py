@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from kvloom.errors import ArgumentError
+from kvloom.integrations.transformers.cache_argument import CACHE_ARGUMENTS
 
 _PLACEHOLDER: Final = re.compile(
     r"(image|video|audio|speech|vision|visual|media|sound|patch|pixel|frame)\w*_token_(id|index)"
 )
 _OF_TOKENS: Final = frozenset(
-    {"input_ids", "attention_mask", "position_ids", "cache_position", "past_key_values"}
+    {"input_ids", "attention_mask", "position_ids", "cache_position", *CACHE_ARGUMENTS}
 )
 _WITHOUT_EFFECT: Final = frozenset({"labels", "logits_to_keep", "num_logits_to_keep", "shift_labels"})
 _TYPES: Final = ("token_type_ids", "mm_token_type_ids")
@@ -45,7 +46,7 @@ def content_of(inputs: Mapping[str, Any]) -> str:
     is_empty = True
     for name in sorted(inputs):
         value = inputs[name]
-        if value is None or name in ("input_ids", "past_key_values", "cache_position", *_WITHOUT_EFFECT):
+        if value is None or name in ("input_ids", "cache_position", *CACHE_ARGUMENTS, *_WITHOUT_EFFECT):
             continue
         if name == "attention_mask" and isinstance(value, Tensor) and bool(value.all()):
             continue

@@ -11,6 +11,13 @@ from kvloom.errors import ArgumentError, UnsupportedError
 from kvloom.integrations.transformers.attention import IMPLEMENTATION
 from kvloom.integrations.transformers.build import text_config_of
 from kvloom.integrations.transformers.cache import KVCache
+from kvloom.integrations.transformers.cache_argument import (
+    CACHE_ARGUMENT,
+    CACHE_ARGUMENTS,
+    argument_of,
+    as_argument,
+    given_cache,
+)
 from kvloom.integrations.transformers.invariance import expect_wish, hold_layers, release_layers
 
 _LOG: Final = logging.getLogger("kvloom")
@@ -29,7 +36,7 @@ def enable(
     """Let a model use a ``KVCache`` and attention that reads it in place, wherever it is given no cache.
 
     From now on that is so in ``model.generate``, in a pipeline of the model and in ``model(...)`` where a
-    cache is used. ``past_key_values`` and ``cache_implementation`` of the caller still count, and so does an
+    cache is used. A cache and ``cache_implementation`` of the caller still count, and so does an
     attention implementation that is set later. A copy of the model is enabled, too. Enabling again replaces
     the arguments; ``disable`` takes it back, as training needs it: nothing here has a gradient.
 
@@ -54,8 +61,8 @@ def enable(
     model = _base_of(model)
     if not isinstance(model, PreTrainedModel):
         raise ArgumentError(f"model must be a PreTrainedModel, got {type(model).__name__}")
-    if "past_key_values" not in inspect.signature(model.forward).parameters:
-        raise UnsupportedError(f"{type(model).__name__} takes no past_key_values")
+    if argument_of(model) is None:
+        raise UnsupportedError(f"{type(model).__name__} takes no cache")
     KVCache.for_model(model, kv, **options)
     wish = expect_wish(model, batch_invariant, pack)
     disable(model)
@@ -131,18 +138,20 @@ class _ForwardHook:
     def __call__(
         self, model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        if kwargs.get("past_key_values") is not None:
+        if given_cache(kwargs) is not None:
             return None
-        given = inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments
+        signature = inspect.signature(model.forward)
+        given = signature.bind_partial(*args, **kwargs).arguments
         given |= given.pop("kwargs", {})
-        if given.get("past_key_values") is not None or not _uses_cache(model, given.get("use_cache")):
+        if given_cache(given) is not None or not _uses_cache(model, given.get("use_cache")):
             return None
-        cache = self._enabled.cache(model)
-        names = list(inspect.signature(model.forward).parameters)
-        where = names.index("past_key_values")
+        kwargs = {key: value for key, value in kwargs.items() if key not in CACHE_ARGUMENTS}  # ``None``
+        argument = as_argument(model, self._enabled.cache(model))
+        ((name, cache),) = argument.items()
+        where = list(signature.parameters).index(name)
         if where < len(args):
             return (*args[:where], cache, *args[where + 1 :]), kwargs
-        return args, kwargs | {"past_key_values": cache}
+        return args, kwargs | argument
 
 
 def _uses_cache(model: PreTrainedModel, use_cache: bool | None) -> bool:
@@ -160,9 +169,9 @@ class _PrepareCache:
     def __call__(
         self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Any:
-        model, is_given = self._model, model_kwargs.get("past_key_values") is not None
+        model, is_given = self._model, given_cache(model_kwargs) is not None
         result = getattr(type(model), _PREPARE)(model, generation_config, model_kwargs, *args, **kwargs)
-        made = model_kwargs.get("past_key_values")
+        made = model_kwargs.get(CACHE_ARGUMENT)
         is_default = (generation_config.cache_implementation or "dynamic").startswith("dynamic")
         if made is None or is_given or not is_default:
             return result
@@ -170,5 +179,5 @@ class _PrepareCache:
         # Drafts of an assistant may be removed further back than a window keeps; not in every version.
         if generation_config.is_assistant and hasattr(cache, "activate_past_recording"):
             cache.activate_past_recording()
-        model_kwargs["past_key_values"] = cache
+        model_kwargs[CACHE_ARGUMENT] = cache
         return result

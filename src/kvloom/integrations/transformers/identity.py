@@ -19,6 +19,7 @@ from kvloom.core.specs import dtype_name
 from kvloom.errors import UnsupportedError
 from kvloom.integrations.transformers.build import cache_format, make_layers, text_config_of
 from kvloom.integrations.transformers.cache import KVCache
+from kvloom.integrations.transformers.cache_argument import as_argument
 from kvloom.integrations.transformers.module_reader import behavior_digest
 from kvloom.store.fingerprint import Fingerprint, LayerFormat
 from kvloom.store.probe import Probe
@@ -205,7 +206,7 @@ def _run(model: Any, format: CacheFormat, num_tokens: int) -> KVCache:
     model.eval()  # or it would draw random numbers
     try:
         with torch.no_grad():
-            model(input_ids=tokens, past_key_values=cache, use_cache=True)
+            model(input_ids=tokens, use_cache=True, **as_argument(model, cache))
     finally:
         for module in was_training:
             module.training = True

@@ -14,6 +14,7 @@ from transformers import GenerationConfig
 from kvloom.errors import ArgumentError, UnsupportedError
 from kvloom.integrations.transformers.build import text_config_of
 from kvloom.integrations.transformers.cache import KVCache
+from kvloom.integrations.transformers.cache_argument import as_argument
 from kvloom.integrations.transformers.content import placeholders_of
 from kvloom.integrations.transformers.pool import KVPool
 
@@ -119,7 +120,7 @@ class _Tried:
         logits = self._last_logits(cache, found)
         alone = KVCache.for_model(self._model, self._kv, page_size=_PAGE)
         if found:  # cut as it is cut when it is found
-            self._model(self._tokens[:, :found], past_key_values=alone, use_cache=True)
+            self._forward(self._tokens[:, :found], alone)
         expected_logits = self._last_logits(alone, found)
         pool.commit(cache, self._tokens)
         problem = ""
@@ -130,16 +131,18 @@ class _Tried:
         return Check(name, expected, found, problem)
 
     def _last_logits(self, cache: Any, past: int) -> Tensor:
-        output = self._model(self._tokens[:, past:], past_key_values=cache, use_cache=True)
-        logits: Tensor = output.logits[0, -1]
+        logits: Tensor = self._forward(self._tokens[:, past:], cache).logits[0, -1]
         return logits
+
+    def _forward(self, tokens: Tensor, cache: Any) -> Any:
+        return self._model(tokens, use_cache=True, **as_argument(self._model, cache))
 
     def _prefixes_alone(self) -> Check:
         """Whether keys and values of a prefix depend on the prefix alone."""
         kept = []
         for rest in (self._tokens[:, _FOUND:], self._tokens[:, :3]):
             cache = KVCache.for_model(self._model, page_size=_PAGE)
-            self._model(torch.cat((self._tokens[:, :_FOUND], rest), 1), past_key_values=cache, use_cache=True)
+            self._forward(torch.cat((self._tokens[:, :_FOUND], rest), 1), cache)
             kept.append([x[:, :, :_FOUND] for pair in cache.to_legacy_cache() for x in pair])
         alike = all(map(_are_alike, *kept))
         problem = "" if alike else "keys and values of a prefix depend on what follows it"
@@ -152,7 +155,7 @@ class _Tried:
         tokens, model = self._tokens, self._model
 
         def forward(**inputs: Any) -> Any:
-            return model(past_key_values=self._pool.begin(tokens), use_cache=True, **inputs)
+            return model(use_cache=True, **as_argument(model, self._pool.begin(tokens)), **inputs)
 
         embeddings = model.get_input_embeddings()(tokens)
         positions = torch.arange(5, 5 + _LENGTH, device=tokens.device)[None]

@@ -79,7 +79,7 @@ def attention_mask(
     attention_mask: Tensor | CompactMask | None = None,
     **kwargs: Any,
 ) -> Tensor | CompactMask | None:
-    """Which columns queries see; arguments as transformers 4.57 to 5.23 give them.
+    """Which columns queries see; arguments as transformers 4.57 to 5.24 give them.
 
     A compact mask for ``attention_mask``, made before, is returned as it is.
 

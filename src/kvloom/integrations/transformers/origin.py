@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from kvloom.errors import ArgumentError, StateError
 from kvloom.integrations.transformers.cache import KVCache
+from kvloom.integrations.transformers.cache_argument import given_cache
 from kvloom.integrations.transformers.content import input_beside_tokens, positions_are_default
 from kvloom.integrations.transformers.rope import DynamicRope
 from kvloom.integrations.transformers.watch import ModelWatch
@@ -215,7 +216,7 @@ def _inputs_of(
         return kwargs, None
     kind: Any = type(module)
     inputs = dict(zip(_parameters(kind), args, strict=False)) | kwargs if args else kwargs
-    cache = inputs.get("past_key_values")
+    cache = given_cache(inputs)
     return inputs, cache if isinstance(cache, PoolCache) else None
 
 

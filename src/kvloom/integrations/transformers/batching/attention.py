@@ -1,7 +1,7 @@
 """``attn_implementation="kvloom_paged"``: attention of a step of continuous batching.
 
-It has a name of its own because its masks are ``None``: lengths say all, and a bool mask of all new tokens of
-a step by themselves would be made for nothing.
+It has a name of its own because its masks are ``None``, as those of any name that has no mask function:
+lengths say all, and a bool mask of all new tokens of a step would be made for nothing.
 
 Letters: T new tokens of all requests, H key/value heads, Hq query heads, D head dim.
 """
@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface
 
 from kvloom import ops
 from kvloom.errors import StateError, UnsupportedError
@@ -70,9 +70,4 @@ def attention(
     return cache.attend(layer, query, key, value, ops.Scores(scaling, softcap=softcap, sinks=s_aux)), None
 
 
-def _no_mask(*args: Any, **kwargs: Any) -> None:
-    """In the place of a mask."""
-
-
 AttentionInterface.register(IMPLEMENTATION, attention)
-AttentionMaskInterface.register(IMPLEMENTATION, _no_mask)

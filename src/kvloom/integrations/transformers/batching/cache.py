@@ -334,6 +334,24 @@ class BatchCache:
             self._plan, self._step = [], None
         self._plan.append((request_id, past_length, query_length))
 
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, kwargs: dict[str, Any]
+    ) -> tuple[Tensor, Tensor]:
+        """Leave new tokens to attention, which stores them; since transformers 5.24 layers call this first.
+
+        Args:
+            key_states: ``[1, H, T, D]``, returned as they are.
+            value_states: The same.
+            layer_idx: Index of the layer.
+            kwargs: Arguments of attention, among which earlier versions pass the cache themselves.
+        """
+        kwargs["cache"] = self
+        return key_states, value_states
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """0: a step says at which positions its tokens are; models that count them fit in no session."""
+        return 0
+
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scores: ops.Scores) -> Tensor:
         """Store the tokens of the step in a layer, and attend, as ``StepAttention``."""
         if self._step is None:

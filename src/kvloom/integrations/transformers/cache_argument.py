@@ -1,0 +1,30 @@
+"""The argument that is a model's cache: ``cache`` since transformers 5.24, ``past_key_values`` before."""
+
+import inspect
+from collections.abc import Mapping
+from typing import Any, Final
+
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
+CACHE_ARGUMENTS: Final = ("cache", "past_key_values")
+"""Both names, the newer first."""
+
+CACHE_ARGUMENT: Final = "cache" if hasattr(BaseModelOutputWithPast, "cache") else "past_key_values"
+"""That of ``generate`` of the installed transformers."""
+
+
+def argument_of(model: Any) -> str | None:
+    """That of ``model.forward``, where custom code may have an old name; ``None`` if it takes no cache."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model  # that of peft's model
+    parameters = inspect.signature(base.forward).parameters
+    return next((name for name in CACHE_ARGUMENTS if name in parameters), None)
+
+
+def as_argument(model: Any, cache: Any) -> dict[str, Any]:
+    """``cache`` as a keyword argument of ``model.forward``."""
+    return {argument_of(model) or CACHE_ARGUMENT: cache}
+
+
+def given_cache(values: Mapping[str, Any]) -> Any:
+    """The cache among arguments or outputs of a model, under either name; ``None`` if there is none."""
+    return next((values[name] for name in CACHE_ARGUMENTS if values.get(name) is not None), None)
