@@ -13,7 +13,7 @@ from transformers import DynamicCache
 
 from kvloom.caches.sequences import ROLLBACK
 from kvloom.errors import ArgumentError, StateError, UnsupportedError
-from kvloom.integrations.transformers import KVCache
+from kvloom.integrations.transformers import KVCache, enable
 
 WINDOWED = [name for name, (*_, windows) in FAMILIES.items() if windows]
 ATTENTIONS = pytest.mark.parametrize("attention", ["sdpa", "kvloom"])
@@ -255,3 +255,14 @@ def test_padded_prompts_can_be_cropped_apart() -> None:
     logits_of(model, tokens[:1, 5:12], alone)
     expected = logits_of(model, torch.tensor([[5]]), alone)
     torch.testing.assert_close(together[:1], expected, rtol=1e-3, atol=1e-3)
+
+
+def test_a_model_with_windows_has_the_same_bits_in_pages_of_any_size() -> None:
+    tokens, found = text(1, 300), []
+    for page_size in (4, 16, 32, 128):
+        model = family("Mistral", "kvloom")
+        enable(model, page_size=page_size, batch_invariant=True)
+        pieces = tokens.split([1] * 120 + [60, 120] if page_size != 32 else [300], 1)
+        cache = KVCache.for_model(model, page_size=page_size)
+        found.append(torch.cat([logits_of(model, piece, cache) for piece in pieces], 1))
+    assert all(torch.equal(other, found[0]) for other in found[1:])

@@ -20,7 +20,7 @@ from kvloom.caches.ring import Ring
 from kvloom.caches.saving import SavedStorage
 from kvloom.caches.sequences import ROLLBACK
 from kvloom.caches.storage import Storage
-from kvloom.caches.tokens import TokenIndex, Tokens
+from kvloom.caches.tokens import BLOCK, Tokens
 from kvloom.core.checks import expect_range
 from kvloom.core.memory import expect_memory
 from kvloom.errors import ConfigError, OutOfMemory, StateError, UnsupportedError
@@ -45,6 +45,7 @@ class FixedLayer(Layer):
         format: How tokens are kept.
         window: Tokens that a token sees, itself included. As many are kept, and ``rollback`` more: token t
             lies in slot t modulo that number, so that it takes the place of one that nobody sees any more.
+            Without ``format.max_tokens`` there are slots for a multiple of 16.
         rollback: Of a window, how many of the last tokens can be removed.
     """
 
@@ -58,7 +59,8 @@ class FixedLayer(Layer):
         self.format, self.max_tokens = format, format.max_tokens
         self._window = window
         counts = [self.max_tokens, None if window is None else window + rollback]
-        self.num_slots = min(count for count in counts if count is not None)
+        self._num_kept = min(count for count in counts if count is not None)
+        self.num_slots = self._num_kept if self.max_tokens else -(-self._num_kept // BLOCK) * BLOCK
         self.num_recent = min(x for x in (format.recent, window, self.max_tokens) if x is not None)
         self._free()
 
@@ -122,7 +124,7 @@ class FixedLayer(Layer):
     @property
     def _most_held(self) -> int:
         """Tokens that are held of a long sequence; a window has one slot more for the next one."""
-        return self.num_slots if self.num_slots == self.max_tokens else max(self.num_slots - 1, 1)
+        return self._num_kept if self._num_kept == self.max_tokens else max(self._num_kept - 1, 1)
 
     def get_seq_length(self) -> Tensor:
         """``num_tokens``, a new 0-d int64 tensor."""
@@ -278,13 +280,9 @@ class FixedLayer(Layer):
 
     def _tokens(self, storage: Storage, ring: Ring, first: Tensor, end: Tensor, count: int) -> Tokens:
         """All positions up to ``max_tokens``, or ``count`` from ``first`` on; tokens are before ``end``."""
-        if self.max_tokens is not None:
-            index = TokenIndex(ring.index, end.expand(self.size), self.max_tokens)
-            rows = None if self.num_slots < self.max_tokens else storage.rows_of(slice(None), 0)
-            return storage.tokens(index, self.window, rows)
-        into = first % ring.index.page_size  # the first round of the ring of which tokens are left is token 0
-        lengths, origins = (end - first + into).expand(self.size), into.expand(self.size)
-        return storage.tokens(TokenIndex(ring.index, lengths, count, origins), self.window)
+        is_whole = self.num_slots == self.max_tokens
+        rows = storage.rows_of(slice(None), 0) if is_whole else None
+        return storage.tokens(ring.place(first, end, count), self.window, rows)
 
     def _with_recent(self, tokens: Tokens, first: Tensor, new: tuple[Tensor, Tensor] | None = None) -> Tokens:
         return with_recent(self._recent, tokens, self.length, first if self.max_tokens is None else 0, new)
@@ -359,7 +357,7 @@ class FixedLayer(Layer):
         """New tokens and those that they see, in a storage of this step."""
         before = (self.window or 1) - 1
         num_slots = before + key.shape[2]
-        num_slots = num_slots if self.max_tokens is None else min(num_slots, self.max_tokens)
+        num_slots = min(num_slots, self.max_tokens) if self.max_tokens else -(-num_slots // BLOCK) * BLOCK
         step, ring = storage.like(num_slots), Ring(self.size, num_slots, self.max_tokens, key.device)
         step.reserve(self.size, 1)
         # Where there are fewer tokens than a window, slots are copied that stand for none.
@@ -395,6 +393,6 @@ class FixedLayer(Layer):
             )
         self._storage, self._ring, self.length, self._reach = storage, ring, length, longest
         self._recent = recent
-        for x in (*storage.tensors, ring.index.table, length, longest):
+        for x in (*storage.tensors, ring.starts, length, longest):
             if x is not None:
                 torch._dynamo.mark_static_address(x)

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from kvloom import ops
 from kvloom.caches.memory import outside_inference_mode
-from kvloom.caches.recent import PAGE, RUN, RecentRing, ring_slots
-from kvloom.caches.tokens import Exact, TokenIndex, Tokens
+from kvloom.caches.recent import RecentRing, ring_slots
+from kvloom.caches.tokens import BLOCK, PARTIAL, Exact, TokenIndex, Tokens
 from kvloom.core.indexing import CacheIndex
 
 
@@ -122,15 +122,15 @@ class FixedRecent:
     def _in_ring(self, start: Tensor, count: int) -> Tokens:
         """The tokens that ``count`` new ones read, where there is a slot for each."""
         size = self.ring.num_slots
-        base = self._first(start) // RUN * RUN
-        pages = (base + torch.arange(0, RUN + size, PAGE, device=start.device)) % size
+        base = self._first(start) // PARTIAL * PARTIAL
+        pages = (base + torch.arange(0, PARTIAL + size, BLOCK, device=start.device)) % size
         return self._tokens(self.ring, self._starts + pages, start, count)
 
     def _in_one_piece(self, key: Tensor, value: Tensor, start: Tensor) -> Tokens:
         """Those in the ring and the new ones behind them, in tensors of this step."""
         size, count, first = self.ring.num_slots, key.shape[2], self._first(start)
-        base, begin = first // RUN * RUN, first // PAGE * PAGE
-        num_old = self.num_tokens - 1 + PAGE - 1  # from a page on
+        base, begin = first // PARTIAL * PARTIAL, first // BLOCK * BLOCK
+        num_old = self.num_tokens - 1 + BLOCK - 1  # from a page on
         device = start.device
         old = (begin + torch.arange(num_old, device=device)) % size
         new = start - begin + torch.arange(count, device=device)
@@ -139,19 +139,19 @@ class FixedRecent:
             room = x.new_zeros((*x.shape[:2], count, x.shape[3]))
             parts.append(torch.cat((kept.index_select(2, old), room), 2).index_copy_(2, new, x))
         piece = RecentRing((parts[0], parts[1]))
-        pages = base - begin + torch.arange(0, RUN + self.num_tokens - 1 + count, PAGE, device=device)
+        pages = base - begin + torch.arange(0, PARTIAL + self.num_tokens - 1 + count, BLOCK, device=device)
         starts = torch.arange(self.ring.size, device=device).unsqueeze(1) * piece.num_slots
         return self._tokens(piece, starts + pages.clamp(min=0), start, count)
 
     def _tokens(self, ring: RecentRing, table: Tensor, start: Tensor, count: int) -> Tokens:
         """Those from the first that ``count`` new ones at ``start`` read, some behind them where few are."""
         first = self._first(start)
-        base, rows = first // RUN * RUN, ring.size
+        base, rows = first // PARTIAL * PARTIAL, ring.size
         num_columns = self.num_tokens - 1 + count
         if self._max_tokens is not None:
             num_columns = min(num_columns, self._max_tokens)
         lengths, origins = (start + count - base).expand(rows), (first - base).expand(rows)
-        return Tokens(ring.view, TokenIndex(CacheIndex(table, None, PAGE), lengths, num_columns, origins))
+        return Tokens(ring.view, TokenIndex(CacheIndex(table, None, BLOCK), lengths, num_columns, origins))
 
     def _exact(self, tokens: Tokens, start: Tensor, known: Tensor, column: Tensor | int) -> Exact:
         first = self._first(start)

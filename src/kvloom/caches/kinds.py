@@ -80,9 +80,10 @@ class StaticLayer(FixedLayer):
 class StaticSlidingWindowLayer(FixedLayer):
     """The tokens that later ones can see, when each sees ``window`` tokens, itself included; never moves.
 
-    Storage has ``window + rollback`` slots. ``update`` returns ``window - 1 + Q`` tokens; what is behind the
-    new tokens is 0, as long as the text is shorter than the window, and must be hidden by the mask, as by any
-    causal one. ``keys`` has ``window - 1 + rollback`` tokens, at least one.
+    Storage has slots for ``window + rollback`` tokens, in a multiple of 16. ``update`` returns
+    ``window - 1 + Q`` tokens; what is behind the new tokens is 0, as long as the text is shorter than the
+    window, and must be hidden by the mask, as by any causal one. ``keys`` has ``window - 1 + rollback``
+    tokens, at least one.
 
     Args:
         window: Tokens that a token sees, itself included.

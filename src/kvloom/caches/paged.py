@@ -18,7 +18,7 @@ from kvloom.caches.read_only import ReadOnly
 from kvloom.caches.recent import RecentStep, begin_recent
 from kvloom.caches.sequences import Sequences
 from kvloom.caches.storage import TURNED_AT_ONCE, Storage
-from kvloom.caches.tokens import Step, TokenIndex, Tokens
+from kvloom.caches.tokens import BLOCK, PARTIAL, Step, TokenIndex, Tokens
 from kvloom.core.indexing import CacheIndex
 from kvloom.errors import StateError
 from kvloom.ops.plain import store_plain
@@ -265,21 +265,26 @@ class PagedLayer(Layer):
         rows, num_new, device = key.shape[0], key.shape[2], key.device
         start, end = self.num_tokens, self.num_tokens + num_new
         first = max(start - (self.sequences.window or 0) + 1, 0)
-        size = end - first
+        # Numbers of tokens in their sequences, of which the first is the one in column 0, and negative where
+        # that holds nothing. Blocks of a sequence begin at multiples of BLOCK.
+        token = first - torch.tensor(self.sequences.begins, device=device).unsqueeze(1)
+        block = token // BLOCK * BLOCK
+        size = -(-(end - first + BLOCK - 1) // BLOCK) * BLOCK
         step = storage.like(size)
         step.reserve(rows, 1)
-        slots = torch.arange(rows * size, device=device).view(rows, size)
-        begin = [first] * rows
+        row_starts = torch.arange(rows, device=device).unsqueeze(1) * size
+        slots = row_starts + token - block + torch.arange(end - first, device=device)
         if start > first:
-            old, begin = previous.place(first, start, storage).slots, previous.first_held(first)
+            old = previous.place(first, start, storage).slots
             ops.copy(storage.view, old.flatten(), step.view, slots[:, : start - first].flatten())
         step.store(key, value, slots[:, start - first :].contiguous())
         for b, column in enumerate(self.sequences.first_held(first)):
             target = self.sequences.place(column, end, storage).slots[b]
             ops.copy(step.view, slots[b, column - first :].contiguous(), storage.view, target)
-        empty = torch.tensor(begin, device=device) - first
-        index = CacheIndex.offset(slots[:, 0] + empty)
-        origins = -empty if any(column > first for column in begin) else None
-        found = TokenIndex(index, size - empty, size, origins)
+        base = token.clamp(min=0) // PARTIAL * PARTIAL
+        blocks = base - block + torch.arange(0, PARTIAL + end - first, BLOCK, device=device)
+        index = CacheIndex(row_starts + blocks.clamp(0, size - BLOCK), None, BLOCK)
+        origins = (token - base).squeeze(1)
+        found = TokenIndex(index, origins + end - first, end - first, origins)
         recent = begin_recent(self.sequences.recent, rows, start, end, device)
         return self._tokens(step, found, key, value, recent)

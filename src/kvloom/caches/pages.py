@@ -156,9 +156,16 @@ class Pages:
             read, written = (self.slots(pages, storage).to(view.device) for pages in (sources, targets))
             ops.copy(view, read, view, written)
 
-    def table(self, tables: Iterable[PageTable], storage: Storage) -> Tensor:
-        """First slot of each page of each table, ``[B, P]`` int64 with P at least 1, short rows padded."""
+    def table(
+        self, tables: Iterable[PageTable], storage: Storage, before: Sequence[int] | None = None
+    ) -> Tensor:
+        """First slot of each page of each table, ``[B, P]`` int64 with P at least 1, short rows padded.
+
+        ``before[b]`` pages in front of those of table b count that it has no longer; slot 0 stands for them.
+        """
         rows = [self._first_slots((ref.id for ref in table.pages), storage) for table in tables]
+        if before is not None:
+            rows = [[0] * n + row for n, row in zip(before, rows, strict=True)]
         width = max(1, *map(len, rows))
         padded = [[*row, *[-1] * (width - len(row))] for row in rows]
         return torch.tensor(padded, dtype=torch.int64, device=storage.device)

@@ -1,7 +1,6 @@
 """The newest tokens of a cache of codes as they were computed, beside the codes of all tokens.
 
-Position p of a sequence lies in slot ``p % C`` of a ring of C slots. Attention counts its stored tokens from
-a multiple of 512 positions, as far as its partial results reach: so bits do not depend on how a text was cut.
+Position p of a sequence lies in slot ``p % C`` of a ring of C slots.
 
 Letters: B sequences, Q new tokens of each, H heads, D head dim, C slots of a ring.
 """
@@ -14,23 +13,19 @@ from torch import Tensor
 
 from kvloom import ops
 from kvloom.caches.memory import outside_inference_mode
-from kvloom.caches.tokens import Exact, TokenIndex, Tokens
+from kvloom.caches.tokens import BLOCK, PARTIAL, Exact, TokenIndex, Tokens
 from kvloom.core.indexing import CacheIndex
 from kvloom.core.layouts import CacheLayout
 from kvloom.core.views import KVView, detached
 
 _LAYOUT: Final = CacheLayout("B H S D")
-PAGE: Final = 16
-"""Slots of a ring that are read as a page."""
-RUN: Final = 512
-"""Positions from a multiple of which on stored tokens are counted."""
 ROLLBACK: Final = 16
 """Tokens kept beyond the newest, so that as many can be removed and those before are still exact."""
 
 
 def ring_slots(num_tokens: int) -> int:
     """C, where each query reads its ``num_tokens`` newest tokens as they were computed."""
-    return -(-num_tokens // PAGE) * PAGE + ROLLBACK
+    return -(-num_tokens // BLOCK) * BLOCK + ROLLBACK
 
 
 def ring_nbytes(num_tokens: int, key: Tensor, value: Tensor) -> int:
@@ -129,7 +124,7 @@ class Recent:
         if len(self._known) != rows:
             self._known = [start] * rows
         first, size = max(start - self.num_tokens + 1, 0), self.num_slots
-        base, is_ring = first // RUN * RUN, end - first <= size
+        base, is_ring = first // PARTIAL * PARTIAL, end - first <= size
         stored, count = end - base, min(end - start, size)
         newest = [p % size for p in range(end - count, end)]
         known = [max(position - first, 0) for position in self._known]
@@ -142,10 +137,10 @@ class Recent:
         if is_ring:
             index = self._ring_index(rows, base, device)
         else:
-            begin = first // PAGE * PAGE
-            pages = torch.arange(base, end, PAGE, device=device) - begin
+            begin = first // BLOCK * BLOCK
+            pages = torch.arange(base, end, BLOCK, device=device) - begin
             starts = torch.arange(rows, device=device).unsqueeze(1) * (end - begin)
-            index = CacheIndex(starts + pages.clamp(min=0), None, PAGE)
+            index = CacheIndex(starts + pages.clamp(min=0), None, BLOCK)
             old = torch.arange(begin, start, device=device) % size
         visible = TokenIndex(index, lengths, end - first, origins if first > base else None, kvstarts)
         return RecentStep(
@@ -230,9 +225,9 @@ class Recent:
         found = self._tables.get((rows, base, device))
         if found is None:
             size = self.num_slots
-            pages = torch.arange(base, base + RUN + size, PAGE, device=device) % size
+            pages = torch.arange(base, base + PARTIAL + size, BLOCK, device=device) % size
             starts = torch.arange(rows, device=device).unsqueeze(1) * size
-            found = CacheIndex(starts + pages, None, PAGE)
+            found = CacheIndex(starts + pages, None, BLOCK)
             self._tables = {(rows, base, device): found}
         return found
 

@@ -7,7 +7,7 @@ shorter, as after a crop of single rows, has positions in front that hold nothin
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import accumulate
+from math import lcm
 from typing import Any, Literal
 
 import torch
@@ -17,7 +17,7 @@ from kvloom.caches.pages import Pages, Run
 from kvloom.caches.recent import Recent, begin_recent, copied_recent
 from kvloom.caches.saving import Place, load_tables, save_tables
 from kvloom.caches.storage import Storage
-from kvloom.caches.tokens import Step, TokenIndex
+from kvloom.caches.tokens import PARTIAL, Step, TokenIndex
 from kvloom.core.indexing import CacheIndex
 from kvloom.errors import ArgumentError, ShapeError, StateError
 from kvloom.paging import Copy, PageTable, PrefixTree, release_all
@@ -52,7 +52,7 @@ class Sequences:
         self.is_recording = False  # keep what the window evicts until the next ``remove``
         self.previous: Sequences | None = None
         self._tables: list[PageTable] = []
-        self._begin: list[int] = []  # of each sequence, the position of its first token,
+        self.begins: list[int] = []  # of each sequence, the position of its first token,
         self._first: list[int] = []  # and of the first one that is still held
         self._indices: dict[tuple[int, torch.device], CacheIndex] = {}
         self._tokens: dict[tuple[int, int, int, torch.device], TokenIndex] = {}
@@ -66,7 +66,7 @@ class Sequences:
         """To be saved: pages that are held, each once, also with other sequences that hold them."""
         places = save_tables(self.pages, self._tables)
         attributes = self.is_recording, self.previous, self.recent
-        return _load, ((self.pages, self.window, self.rollback), attributes, places, self._begin, self._first)
+        return _load, ((self.pages, self.window, self.rollback), attributes, places, self.begins, self._first)
 
     @property
     def format(self) -> CacheFormat:
@@ -120,7 +120,7 @@ class Sequences:
         if self._tables and end <= start:
             return
         self._forget_previous()
-        begin, first = self._begin or [0] * batch, self._first or [0] * batch
+        begin, first = self.begins or [0] * batch, self._first or [0] * batch
         if self.window is not None and not self.is_recording:
             self._drop_front(start)
             last = [x + n for x, n in zip(first, self._num_evicted(end, first), strict=True)]
@@ -140,7 +140,7 @@ class Sequences:
             self._run = "unknown"
         self._tokens.clear()
         self.step = None
-        self._tables[:], self._begin[:], self._first[:] = tables, begin, first
+        self._tables[:], self.begins[:], self._first[:] = tables, begin, first
 
     @contextmanager
     def reserving(self, batch: int, end: int) -> Iterator[None]:
@@ -158,18 +158,13 @@ class Sequences:
         stride, device = storage.stride, storage.device
         found = self._tokens.get((start, end, stride, device))
         if found is None:
+            before = [self._num_before(b) for b in range(self.size)]
             if (stride, device) not in self._indices:
-                table = self.pages.table(self._tables, storage)
+                table = self.pages.table(self._tables, storage, before)
                 self._indices[stride, device] = CacheIndex(table, None, self.format.page_size)
-            counts, origins = ([position - first for first in self._first] for position in (end, start))
-            both = torch.tensor([*counts, 0, *accumulate(counts)], device=device)  # copied there at once
-            self._tokens[start, end, stride, device] = found = TokenIndex(
-                self._indices[stride, device],
-                lengths=both.narrow(0, 0, len(counts)),
-                num_columns=end - start,
-                origins=torch.tensor(origins, device=device) if any(origins) else None,
-                kvstarts=both.narrow(0, len(counts), len(counts) + 1),
-            )
+            bases = [first - n * self.format.page_size for first, n in zip(self._first, before, strict=True)]
+            found = TokenIndex.of(self._indices[stride, device], bases, start, end)
+            self._tokens[start, end, stride, device] = found
         return found
 
     def begin(self, start: int, end: int, storage: Storage, visible: TokenIndex) -> Step:
@@ -192,7 +187,7 @@ class Sequences:
         """Where all tokens lie one behind the other, with the sequences in extents of one distance."""
         if self._run == "unknown":
             # Sequences that begin together, and of which the window has evicted as many tokens.
-            is_even = not any(self._begin) and len(set(self._first)) <= 1 and self.previous is None
+            is_even = not any(self.begins) and len(set(self._first)) <= 1 and self.previous is None
             run = self.pages.run(self._tables) if is_even else None
             self._run = None if run is None or not self._first else run._replace(first=self._first[0])
         return self._run
@@ -218,7 +213,12 @@ class Sequences:
         except BaseException:
             release_all(new)
             raise
-        self._replace(new, self._begin, self._first)
+        self._replace(new, self.begins, self._first)
+
+    def _num_before(self, b: int) -> int:
+        """Evicted pages of sequence b that an index counts, to begin at a multiple of ``PARTIAL`` tokens."""
+        size = self.format.page_size
+        return (self._first[b] - self.begins[b]) % lcm(PARTIAL, size) // size
 
     def first_held(self, position: int) -> list[int]:
         """Of each sequence, the first position at or behind ``position`` that is held."""
@@ -237,17 +237,17 @@ class Sequences:
             counts = [count - end + self.num_positions for count in counts]
         self._forget_previous()
         end = self.num_positions
-        ends = [max(end - count, begin) for begin, count in zip(self._begin, counts, strict=True)]
-        lengths = [kept - begin for begin, kept in zip(self._begin, ends, strict=True)]
+        ends = [max(end - count, begin) for begin, count in zip(self.begins, counts, strict=True)]
+        lengths = [kept - begin for begin, kept in zip(self.begins, ends, strict=True)]
         # The longest sequence begins in position 0, the others as many positions later as they are shorter.
         longest = max(lengths, default=0)
         if self.recent is not None:
             self.recent.removed(longest, [longest - kept for kept in ends])
         for b, length in enumerate(lengths):
-            evicted = min(self._first[b] - self._begin[b], length)
+            evicted = min(self._first[b] - self.begins[b], length)
             self._tables[b].truncate(length - evicted)
-            self._begin[b] = longest - length
-            self._first[b] = self._begin[b] + evicted
+            self.begins[b] = longest - length
+            self._first[b] = self.begins[b] + evicted
         if self.is_recording:
             self._drop_front(longest)
         self._changed()
@@ -256,7 +256,7 @@ class Sequences:
         """Raise StateError if tokens that follow such a ``remove`` would see some that are gone."""
         if self.window is None or self._reaches_previous(counts):
             return
-        for b, (begin, first, count) in enumerate(zip(self._begin, self._first, counts, strict=True)):
+        for b, (begin, first, count) in enumerate(zip(self.begins, self._first, counts, strict=True)):
             kept = max(self.num_positions - count, begin)
             if max(kept - self.window + 1, begin) < min(kept, first):
                 raise StateError(
@@ -287,7 +287,7 @@ class Sequences:
             IndexError: there is no such sequence; nothing was changed.
         """
         tables = [self._tables[i] for i in indices]
-        begin, first = ([x[i] for i in indices] for x in (self._begin, self._first))
+        begin, first = ([x[i] for i in indices] for x in (self.begins, self._first))
         recent = recent or copied_recent(self.recent, indices)
         self._replace([table.fork() for table in tables], begin, first)
         self.recent = recent
@@ -345,7 +345,7 @@ class Sequences:
         """Sequences of the same state that hold ``tables``."""
         other = Sequences(self.pages, self.window, self.rollback)
         other.is_recording = self.is_recording
-        other._hold(tables, self._begin, self._first)
+        other._hold(tables, self.begins, self._first)
         return other
 
     def _replace(self, tables: Sequence[PageTable], begin: Sequence[int], first: Sequence[int]) -> None:
@@ -354,7 +354,7 @@ class Sequences:
         self._hold(tables, begin, first)
 
     def _hold(self, tables: Sequence[PageTable], begin: Sequence[int], first: Sequence[int]) -> None:
-        self._tables[:], self._begin, self._first = tables, list(begin), list(first)
+        self._tables[:], self.begins, self._first = tables, list(begin), list(first)
         self._changed()
 
     def _reaches_previous(self, counts: Sequence[int]) -> bool:
@@ -372,7 +372,7 @@ class Sequences:
             tables = previous.tables
             previous._tables.clear()
             release_all(self._tables)
-            self._hold(tables, previous._begin, previous._first)
+            self._hold(tables, previous.begins, previous._first)
 
     def _forget_previous(self) -> None:
         if self.previous is not None:

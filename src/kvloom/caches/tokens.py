@@ -5,8 +5,10 @@ head dims. A column is one token of every sequence, as in ``[B, H, N, D]``; a sh
 others and has columns in front that hold nothing.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, NamedTuple
+from itertools import accumulate
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +20,12 @@ from kvloom.core.views import KVView
 
 if TYPE_CHECKING:
     from kvloom.caches.recent import RecentStep
+
+PARTIAL: Final = 512
+"""Stored tokens of a partial result of attention. An index whose first token is not the first of its sequence
+begins at a multiple of as many, so that bits do not depend on how a text was cut, or on what was evicted."""
+BLOCK: Final = 16
+"""Slots that are read as a page where tokens lie in a ring, or in tensors of one step."""
 
 _CAUSAL = ops.Scores()
 
@@ -43,6 +51,20 @@ class TokenIndex:
     # Made once for all layers, by hand: ``cached_property`` takes a lock, which does not compile.
     _slots: Tensor | None = field(default=None, init=False, repr=False)
     _batches: dict[int, ops.Batch] = field(default_factory=dict, init=False, repr=False)
+
+    @classmethod
+    def of(cls, index: CacheIndex, bases: Sequence[int], start: int, end: int) -> "TokenIndex":
+        """Columns of positions ``start .. end``; token 0 of sequence b is that at position ``bases[b]``."""
+        counts, origins = ([position - base for base in bases] for position in (end, start))
+        device, rows = index.table.device, len(bases)
+        both = torch.tensor([*counts, 0, *accumulate(counts)], device=device)  # copied there at once
+        return cls(
+            index,
+            lengths=both.narrow(0, 0, rows),
+            num_columns=end - start,
+            origins=torch.tensor(origins, device=device) if any(origins) else None,
+            kvstarts=both.narrow(0, rows, rows + 1),
+        )
 
     @property
     def slots(self) -> Tensor:

@@ -17,15 +17,15 @@ from torch import Tensor
 
 from kvloom import ops
 from kvloom.caches import CacheFormat
-from kvloom.caches.recent import PAGE, RUN
 from kvloom.caches.storage import Storage
+from kvloom.caches.tokens import BLOCK, PARTIAL
 from kvloom.core.indexing import CacheIndex
 from kvloom.errors import OutOfPages, StateError
 from kvloom.integrations.transformers.batching.sizes import page_bytes, specs_of
 
 _FIRST: Final = 32
 """Pages to begin with."""
-_FORMAT: Final = CacheFormat(page_size=PAGE, layout="HND")
+_FORMAT: Final = CacheFormat(page_size=BLOCK, layout="HND")
 
 
 @dataclass(slots=True, eq=False)
@@ -70,7 +70,7 @@ class Newest:
     def __init__(self, format: CacheFormat, config: Any, dtype: torch.dtype, device: torch.device) -> None:
         self.num_tokens = format.recent
         self.storages = {
-            layer: Storage(*specs_of(config, _FORMAT, dtype), PAGE, device, _FORMAT.layout)
+            layer: Storage(*specs_of(config, _FORMAT, dtype), BLOCK, device, _FORMAT.layout)
             for layer in _layers(format, config)
         }
         self._free: list[int] = []
@@ -87,12 +87,12 @@ class Newest:
         Raises:
             OutOfPages: there is no memory for them; nothing was taken.
         """
-        first = max(max(start - self.num_tokens + 1, 0) // PAGE, span.known // PAGE, span.first)
+        first = max(max(start - self.num_tokens + 1, 0) // BLOCK, span.known // BLOCK, span.first)
         gone = min(first - span.first, len(span.pages))
         self._free += span.pages[:gone]
         del span.pages[:gone]
         span.first = first
-        span.pages += self._take(-(-end // PAGE) - first - len(span.pages))
+        span.pages += self._take(-(-end // BLOCK) - first - len(span.pages))
 
     def release(self, span: Span) -> None:
         """Give back all pages."""
@@ -106,9 +106,9 @@ class Newest:
             OutOfPages: there is no memory for them; nothing was taken.
         """
         other = Span(span.known, span.first, self._take(len(span.pages)))
-        within = torch.arange(PAGE)
+        within = torch.arange(BLOCK)
         source, target = (
-            (torch.tensor(x.pages, dtype=torch.int64).unsqueeze(1) * PAGE + within).flatten()
+            (torch.tensor(x.pages, dtype=torch.int64).unsqueeze(1) * BLOCK + within).flatten()
             for x in (span, other)
         )
         for storage in self.storages.values():
@@ -136,15 +136,15 @@ class Newest:
         rows, numbers = list[list[int]](), list[tuple[int, int, int, int]]()
         for span, (past, new) in zip(spans, lengths, strict=True):
             first = max(past - self.num_tokens + 1, 0)
-            base = first // RUN * RUN
-            slots = [page * PAGE for page in span.pages]
-            rows.append([slots[0]] * (span.first - base // PAGE) + slots)  # in front, any page: it is hidden
+            base = first // PARTIAL * PARTIAL
+            slots = [page * BLOCK for page in span.pages]
+            rows.append([slots[0]] * (span.first - base // BLOCK) + slots)  # in front, any page: it is hidden
             numbers.append((past + new - base, max(first, span.known) - base, span.known, base))
         width = max(map(len, rows))
         device = seqstarts.device
         table = torch.tensor([row + [-1] * (width - len(row)) for row in rows], device=device)
         stored, visible, known, base_of = torch.tensor(numbers, device=device).unbind(1)
-        index = CacheIndex.pages(table, PAGE)
+        index = CacheIndex.pages(table, BLOCK)
         kvstarts = torch.nn.functional.pad(stored.cumsum(0), (1, 0))
         batch = ops.Batch(index, seqstarts, kvstarts, first_visible=visible.contiguous())
         return NewestStep(index.slots(sequence, position - base_of[sequence]), batch, known.contiguous())
@@ -173,8 +173,8 @@ def newest_bytes(
     format: CacheFormat, config: Any, dtype: torch.dtype, num_requests: int, max_batch_tokens: int
 ) -> int:
     """Bytes for the newest tokens of so many requests, and those of a step."""
-    each = -(-format.recent // PAGE) + 2
-    num_pages = num_requests * each + -(-max_batch_tokens // PAGE)
+    each = -(-format.recent // BLOCK) + 2
+    num_pages = num_requests * each + -(-max_batch_tokens // BLOCK)
     per_layer = page_bytes(config, _FORMAT, dtype) // config.num_hidden_layers
     return int(num_pages * per_layer * len(_layers(format, config)))
 
