@@ -13,19 +13,18 @@ SIDES: Final = ("keys", "values")
 
 
 class Assignment:
-    """Keys or values that were assigned and wait for the other side to be as long."""
+    """Keys or values that were assigned and wait for the other side to be as long.
+
+    Attributes:
+        waiting: Which side waits, 0 for keys and 1 for values, and its tensor; ``None`` if none does.
+    """
 
     def __init__(self) -> None:
-        self._waiting: tuple[int, Tensor] | None = None
-
-    @property
-    def is_waiting(self) -> bool:
-        """Whether one side waits for the other."""
-        return self._waiting is not None
+        self.waiting: tuple[int, Tensor] | None = None
 
     def get(self, side: int) -> Tensor | None:
         """What waits on a side, 0 for keys and 1 for values."""
-        return self._waiting[1] if self._waiting is not None and self._waiting[0] == side else None
+        return self.waiting[1] if self.waiting is not None and self.waiting[0] == side else None
 
     def add(self, side: int, x: Tensor, num_held: int | None, fixed: str | None) -> dict[int, Tensor] | None:
         """What is to be replaced now that ``x`` ``[B, H, N, D]`` is assigned.
@@ -57,17 +56,17 @@ class Assignment:
             raise StateError(f"{name} can be assigned after the first update, got {num_tokens} tokens before")
         if fixed is not None:
             raise ShapeError(f"{name} must have {num_held} columns, {fixed}, got {num_tokens}")
-        self._waiting = side, x
+        self.waiting = side, x
         return None
 
     def clear(self) -> None:
         """Forget what waits."""
-        self._waiting = None
+        self.waiting = None
 
     def expect_none(self, num_held: int) -> None:
         """Raise StateError if something waits, where there are ``num_held`` tokens."""
-        if self._waiting is not None:
-            side, x = self._waiting
+        if self.waiting is not None:
+            side, x = self.waiting
             raise StateError(
                 f"{SIDES[1 - side]} must be assigned {x.shape[2]} tokens before anything else, as "
                 f"{SIDES[side]} were, got {num_held}"

@@ -28,11 +28,12 @@ class Layer(ABC):
 
     Attributes:
         dtype: Of the tokens; ``None`` before the first update.
+        assignment: Keys or values that were assigned while the other side still has another length.
     """
 
     def __init__(self) -> None:
         self.dtype: torch.dtype | None = None
-        self._assignment = Assignment()
+        self.assignment = Assignment()
 
     def update(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Store new tokens and return the keys and values that their attention reads.
@@ -251,23 +252,23 @@ class Layer(ABC):
 
     def assigned(self, side: int) -> Tensor | None:
         """Keys (0) or values (1) that were assigned while the other side still has another length."""
-        return self._assignment.get(side)
+        return self.assignment.get(side)
 
     def expect_settled(self) -> None:
         """Raise StateError if keys or values were assigned, and the other side must be as long first."""
-        if self._assignment.is_waiting:
-            self._assignment.expect_none(0 if self.storage is None else self.num_columns)
+        if self.assignment.waiting is not None:
+            self.assignment.expect_none(0 if self.storage is None else self.num_columns)
 
     def reset(self) -> None:
         """Forget all tokens."""
-        self._assignment.clear()
+        self.assignment.clear()
         self._reset()
 
     def fork(self: _Layer) -> _Layer:  # noqa: PYI019 (Self is not in Python 3.10)
         """Another layer of the same tokens; neither sees what the other stores."""
         self.expect_settled()
         other = object.__new__(type(self))
-        vars(other).update(vars(self), _assignment=Assignment())
+        vars(other).update(vars(self), assignment=Assignment())
         other._hold_alone()
         return other
 
@@ -333,12 +334,12 @@ class Layer(ABC):
         sizes |= {} if is_new else {"H": known["H"], "D": known[("Dk", "Dv")[side]]}
         expect(name, x, "B H N D", dtype=self._dtypes, device=self._device, **sizes)
         held = None if is_new else self.num_columns
-        new = self._assignment.add(side, x.detach(), held, self._num_fixed)
+        new = self.assignment.add(side, x.detach(), held, self._num_fixed)
         if new is not None:
             if len(new) == 2:
                 self._expect_tokens(new[0], new[1])
             self.replace(new)
-            self._assignment.clear()
+            self.assignment.clear()
             self.dtype = x.dtype
 
     def _expect_fits(self, key: Tensor, value: Tensor) -> None:

@@ -18,7 +18,7 @@ from kvloom.caches.read_only import ReadOnly
 from kvloom.caches.recent import RecentStep, begin_recent
 from kvloom.caches.sequences import Sequences
 from kvloom.caches.storage import TURNED_AT_ONCE, Storage
-from kvloom.caches.tokens import BLOCK, PARTIAL, Step, TokenIndex, Tokens
+from kvloom.caches.tokens import BLOCK, PARTIAL, TokenIndex, Tokens
 from kvloom.core.indexing import CacheIndex
 from kvloom.errors import StateError
 from kvloom.ops.plain import store_plain
@@ -63,20 +63,19 @@ class PagedLayer(Layer):
 
     def update(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """As ``Layer.update``."""
-        storage, step = self.storage, self.sequences.step
-        if storage is None or step is None or not self._is_stored(key, value, storage, step):
+        tokens = self._append_at_once(key, value)
+        if tokens is None:
             return super().update(key, value)
-        result = self._tokens(storage, step.visible, key, value, step.recent).gather(key.dtype)
-        self.num_tokens = step.end
+        result = tokens.gather(key.dtype)
+        self.num_tokens += key.shape[2]
         return result
 
     def append(self, key: Tensor, value: Tensor) -> Tokens:
         """As ``Layer.append``."""
-        storage, step = self.storage, self.sequences.step
-        if storage is None or step is None or not self._is_stored(key, value, storage, step):
+        tokens = self._append_at_once(key, value)
+        if tokens is None:
             return super().append(key, value)
-        tokens = self._tokens(storage, step.visible, key, value, step.recent)
-        self.num_tokens = step.end
+        self.num_tokens += key.shape[2]
         return tokens
 
     def _tokens(
@@ -89,19 +88,31 @@ class PagedLayer(Layer):
         exact = recent.keep(self.index, key, value, step)
         return Tokens(storage.view, visible, window, rotation=storage.rotation, exact=exact)
 
-    def _is_stored(self, key: Tensor, value: Tensor, storage: Storage, step: Step) -> bool:
-        """Whether new tokens were stored at once, as the usual ones of a step that another layer began.
+    def _append_at_once(self, key: Tensor, value: Tensor) -> Tokens | None:
+        """Store the usual new tokens of a step that another layer began, and return what attention reads.
 
-        The kernel alone checks them; what it refuses, and what it does not know, goes the long way.
+        The kernel alone checks them; what it refuses, and what it does not know, goes the long way: then this
+        is ``None`` and nothing was written.
         """
-        if step.start != self.num_tokens or step.stride != storage.stride or self._assignment.is_waiting:
-            return False
+        sequences = self.sequences
+        step, storage = sequences.step, sequences.pages.storages.get(self.index)
+        if step is None or storage is None or self.assignment.waiting is not None:
+            return None
+        if step.start != self.num_tokens or step.stride != storage.stride:
+            return None
         if not isinstance(key, Tensor) or key.dtype != self.dtype:
-            return False
-        if storage.rotation is not None and step.slots.numel() > TURNED_AT_ONCE:
-            return False  # in pieces
-        self.sequences.pages.num_writes += 1
-        return store_plain(*storage.turned(key, value), step.slots, storage.view)
+            return None
+        rotation, stored = storage.rotation, (key, value)
+        if rotation is not None:
+            if step.slots.numel() > TURNED_AT_ONCE:
+                return None  # in pieces
+            stored = rotation.turned(key, value)
+        sequences.pages.num_writes += 1
+        if not store_plain(*stored, step.slots, storage.view):
+            return None
+        if step.recent is not None:
+            return self._tokens(storage, step.visible, key, value, step.recent)
+        return Tokens(storage.view, step.visible, sequences.window, None, rotation)
 
     def _append(self, key: Tensor, value: Tensor) -> Tokens:
         return self._extend(key, value, self._store, is_gathered=False)

@@ -17,6 +17,7 @@ from kvloom.caches.tokens import BLOCK, PARTIAL, Exact, TokenIndex, Tokens
 from kvloom.core.indexing import CacheIndex
 from kvloom.core.layouts import CacheLayout
 from kvloom.core.views import KVView, detached
+from kvloom.ops.plain import store_plain
 
 _LAYOUT: Final = CacheLayout("B H S D")
 ROLLBACK: Final = 16
@@ -149,7 +150,9 @@ class Recent:
 
     def keep(self, layer: int, key: Tensor, value: Tensor, step: RecentStep) -> Exact | None:
         """Keep new tokens ``[B, H, Q, D]`` of a layer; what its attention reads as it was computed."""
-        key, value, ring = detached(key), detached(value), self.rings.get(layer)
+        if key.requires_grad or value.requires_grad:
+            key, value = detached(key), detached(value)
+        ring = self.rings.get(layer)
         if ring is None:
             ring = RecentRing.of(key, value, self.num_slots)
             if step.start:  # tokens before are in no ring of this layer
@@ -165,14 +168,17 @@ class Recent:
             self._end = max(self._end, step.end)
             if count < key.shape[2]:
                 key, value = key[:, :, -count:], value[:, :, -count:]
-            ops.store(key, value, step.slots, ring.view)
+            if not store_plain(key, value, step.slots, ring.view):
+                ops.store(key, value, step.slots, ring.view)
         self.rings[layer] = ring
-        return self._exact(view, step)
+        return Exact(Tokens(view, step.place), self.num_newest, step.known)
 
     def held(self, layer: int, step: RecentStep) -> Exact | None:
         """What ``keep`` returned; of a step without new tokens, what the next token sees."""
         ring = self.rings.get(layer)
-        return None if ring is None or step.end == step.first else self._exact(ring.view, step)
+        if ring is None or step.end == step.first:
+            return None
+        return Exact(Tokens(ring.view, step.place), self.num_newest, step.known)
 
     def forget(self, rows: int, end: int) -> None:
         """Know none of the tokens before ``end`` of so many sequences."""
@@ -216,9 +222,6 @@ class Recent:
     def nbytes_of(self, layer: int) -> int:
         """Bytes allocated for a layer."""
         return self.rings[layer].nbytes if layer in self.rings else 0
-
-    def _exact(self, view: KVView, step: RecentStep) -> Exact:
-        return Exact(Tokens(view, step.place), self.num_newest, step.known)
 
     def _ring_index(self, rows: int, base: int, device: torch.device) -> CacheIndex:
         """Every page of the rings from position ``base`` on, as far as a step reaches."""

@@ -34,7 +34,7 @@ class Rotation(NamedTuple):
 
     def turned(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values ``[..., T, D]`` or ``[T, H, D]`` as they are stored, or back as they were."""
-        return self.side(0, key), self.side(1, value)
+        return self.side(0, key) if self.key else key, self.side(1, value) if self.value else value
 
     def side(self, side: int, x: Tensor) -> Tensor:
         """Keys (0) or values (1) as they are stored, or back; what cannot be stored is left to be refused."""
@@ -44,8 +44,8 @@ class Rotation(NamedTuple):
 
     def query(self, query: Tensor) -> Tensor:
         """Queries ``[T, Hq, D]`` or ``[B, Hq, T, D]`` for keys as they are stored."""
-        return self.side(0, query)
+        return ops.rotate(query, self.key) if self.key else query
 
     def output(self, out: Tensor) -> Tensor:
         """Attention's result ``[T, Hq, D]``, turned back."""
-        return self.side(1, out)
+        return self.side(1, out) if self.value else out

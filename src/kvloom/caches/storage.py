@@ -40,6 +40,7 @@ class Storage:
 
     Attributes:
         rotation: How keys and values are rotated before they are quantized; ``None`` if they are not.
+        has_codes: Whether keys or values are codes.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class Storage:
             replace(value, layout=page_layout(layout, "value", value, page_size, device, is_gathered)),
         )
         self.rotation = Rotation.of(key, value)
+        self.has_codes = key.quant is not None or value.quant is not None
         self.page_size = page_size
         self.device = torch.empty(0, device=device).device  # with its index
         self.num_extents = self.stride = 0
@@ -92,11 +94,6 @@ class Storage:
     def nbytes_per_token(self) -> float:
         """Bytes that one token of one sequence takes, scales included."""
         return sum(spec.nbytes(self.page_size, self.page_size) for spec in self.specs) / self.page_size
-
-    @property
-    def has_codes(self) -> bool:
-        """Whether keys or values are codes."""
-        return any(spec.quant is not None for spec in self.specs)
 
     def rows(self) -> tuple[Tensor, Tensor] | None:
         """Views of keys and values ``[extents, H, slots, D]``, ``None`` if the tensors have no such view."""

@@ -267,7 +267,10 @@ class Tokens:
         if mask is not None:
             scores = replace(scores, mask=_shifted(mask, self.index.origins))
         if exact is None:
-            return self._turned_back(ops.attend(self._turned(query), self.view, batch, scores))
+            rotation = self.rotation
+            if rotation is None:
+                return ops.attend(query, self.view, batch, scores)
+            return rotation.output(ops.attend(rotation.query(query), self.view, batch, scores))
         newest, skip_from = exact.tokens, None
         before = exact.before(self.index.num_columns)
         start = None if first is None else first - before
@@ -281,12 +284,6 @@ class Tokens:
         part = ops.attend_part(query, newest.view, newest.index.batch(num_new, start), of_newest)
         codes = self.view, batch, scores, self.rotation
         return attend_behind(part, query, *codes, skip=exact.num_newest, skip_from=skip_from)
-
-    def _turned(self, query: Tensor) -> Tensor:
-        return query if self.rotation is None else self.rotation.query(query)
-
-    def _turned_back(self, out: Tensor) -> Tensor:
-        return out if self.rotation is None else self.rotation.output(out)
 
     def _attend_row(
         self, query: Tensor, scores: ops.Scores, first: Tensor | None, mask: Tensor, b: int
@@ -336,11 +333,12 @@ def attend_behind(
         ``[T, Hq, Dv]``.
     """
     dtype = query.dtype
-    if rotation is not None:  # values that are kept as they were are not rotated
-        part = part._replace(out=rotation.output(part.out))
+    if rotation is not None:
         query = rotation.query(query)
+        if rotation.value:  # values that are kept unquantized are not rotated
+            part = part._replace(out=rotation.output(part.out))
     out = ops.attend_part(query, view, batch, scores, skip=skip, skip_from=skip_from, prior=part).out
-    return (out if rotation is None else rotation.output(out)).to(dtype)
+    return (rotation.output(out) if rotation is not None and rotation.value else out).to(dtype)
 
 
 def _shifted(mask: Tensor, origins: Tensor | None) -> Tensor:

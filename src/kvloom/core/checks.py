@@ -3,6 +3,7 @@
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -76,7 +77,8 @@ def expect_range(name: str, value: int, low: int, high: int | None = None, /) ->
     return int(value)
 
 
-_DEBUG: ContextVar[bool] = ContextVar("kvloom_debug", default=False)
+DEBUG: Final[ContextVar[bool]] = ContextVar("kvloom_debug", default=False)
+"""Whether costly checks are switched on, which ``debugging`` says where a compiler may trace."""
 
 
 @contextmanager
@@ -85,18 +87,18 @@ def debug() -> Iterator[None]:
 
     These are duplicate slots in one ``store``, and the values of index tensors on accelerators.
     """
-    token = _DEBUG.set(True)
+    token = DEBUG.set(True)
     try:
         yield
     finally:
-        _DEBUG.reset(token)
+        DEBUG.reset(token)
 
 
 def debugging() -> bool:
     """Whether costly checks are switched on, by ``debug``."""
-    return not torch.compiler.is_compiling() and _DEBUG.get()
+    return not torch.compiler.is_compiling() and DEBUG.get()
 
 
 def can_read(x: Tensor) -> bool:
     """Whether values of ``x`` may be read on the host: never while tracing, off the CPU only in ``debug``."""
-    return not torch.compiler.is_compiling() and (x.device.type == "cpu" or _DEBUG.get())
+    return not torch.compiler.is_compiling() and (x.device.type == "cpu" or DEBUG.get())

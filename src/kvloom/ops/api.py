@@ -255,8 +255,16 @@ def attend(
             was not written.
         UnsupportedError: on ``backward``: there is no gradient.
     """
-    if backend in COMPILED and (plain := _attend_plain(query, kv, batch, scores, out)) is not None:
-        return plain
+    plain = plain_arguments(query, kv, batch, scores, out) if backend in COMPILED else None
+    if plain is not None:
+        try:
+            if out is not None:
+                schemas.attend_out(*plain, out)
+                return out
+            attended: Tensor = schemas.attend(*plain)
+            return attended
+        except (ValueError, IndexError, RuntimeError, ArithmeticError):
+            pass  # the checks in Python have the better message
     sizes = expect_attend(query, kv, batch, scores)
     arguments = attend_arguments(query, kv, batch, scores, sizes["Dk"])
     if out is None:
@@ -276,32 +284,20 @@ def attend(
     return out.copy_(run(backend, "attend", kv.device, *arguments))
 
 
-def _attend_plain(
-    query: Tensor, kv: KVView, batch: Batch, scores: Scores, given: Tensor | None
-) -> Tensor | None:
-    """``attend`` where the compiled kernel checks everything; ``None`` where it cannot, or refuses."""
-    if not is_plain_attend(query, kv, batch, scores, given):
-        return None
-    try:
-        arguments = attend_arguments(query, kv, batch, scores, query.shape[-1])
-        if given is not None:
-            schemas.attend_out(*arguments, given)
-            return given
-        out: Tensor = schemas.attend(*arguments)
-    except (ValueError, IndexError, RuntimeError, ArithmeticError):
-        return None  # the checks in Python have the better message
-    return out
-
-
-def is_plain_attend(query: Tensor, kv: KVView, batch: Batch, scores: Scores, *more: Tensor | None) -> bool:
-    """Whether the compiled kernel can check these arguments by itself, and ``more`` tensors."""
-    index = batch.index
+def plain_arguments(
+    query: Tensor, kv: KVView, batch: Batch, scores: Scores, *more: Tensor | None
+) -> tuple[Any, ...] | None:
+    """``attend_arguments`` if the compiled kernel can check them by itself, and ``more`` tensors."""
+    index, window = batch.index, scores.window
     tensors = (query, *kv.tensors, index.table, index.row_starts, batch.seqstarts, batch.kvstarts,
                batch.first_visible, scores.mask, scores.alibi_slopes, scores.sinks, *more)  # fmt: skip
     if query is None or kv.value is None or not is_plain(tensors):
-        return False
-    numbers = batch.decoding_batches, index.page_size, 0 if scores.window is None else scores.window
-    return all(type(x) is int for x in numbers)
+        return None
+    if type(batch.decoding_batches) is not int or type(index.page_size) is not int:
+        return None
+    if (window is not None and type(window) is not int) or query.ndim != 3 or not query.shape[2]:
+        return None
+    return attend_arguments(query, kv, batch, scores, query.shape[2])
 
 
 def attend_arguments(

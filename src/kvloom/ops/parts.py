@@ -13,7 +13,7 @@ from kvloom.core.checks import INDEX_DTYPES, INT64_END, expect, expect_range
 from kvloom.core.views import KVView
 from kvloom.errors import ArgumentError, ShapeError
 from kvloom.ops import schemas
-from kvloom.ops.api import CAUSAL, Batch, Scores, attend_arguments, expect_attend, is_plain_attend
+from kvloom.ops.api import CAUSAL, Batch, Scores, attend_arguments, expect_attend, plain_arguments
 from kvloom.ops.choice import run
 from kvloom.ops.plain import COMPILED
 
@@ -70,10 +70,9 @@ def attend_part(
         backend in COMPILED
         and (skip is None or type(skip) is int)
         and (prior is None or prior.out is not None)  # which the kernel would take for no prior
-        and is_plain_attend(query, kv, batch, scores, skip_from, *before)
+        and (own := plain_arguments(query, kv, batch, scores, skip_from, *before)) is not None
     ):
         try:
-            own = attend_arguments(query, kv, batch, scores, query.shape[-1])
             return Part(*schemas.attend_part(*own, skip, skip_from, *before))
         except (ValueError, IndexError, RuntimeError, ArithmeticError):
             pass  # the checks in Python have the better message

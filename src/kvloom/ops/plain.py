@@ -6,7 +6,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from kvloom.core.checks import debugging
+from kvloom.core.checks import DEBUG
 from kvloom.core.views import KVView
 from kvloom.ops import schemas
 from kvloom.ops.impl import cpu
@@ -33,9 +33,9 @@ def store_plain(key: Tensor, value: Tensor | None, slots: Tensor, kv: KVView) ->
         Whether it did; if not, nothing was written, and ``ops.store`` does it or says why not.
     """
     side = kv.value
-    if key is None or value is None or slots is None or side is None or not kv.is_writable or debugging():
+    if key is None or value is None or slots is None or side is None or not kv.is_writable:
         return False
-    if not is_plain((key, value, slots, kv.key.cache)):
+    if not is_plain((key, value, slots, kv.key.cache)) or DEBUG.get():
         return False
     if key.dtype not in kv.key.dtypes or value.dtype not in side.dtypes or key.dtype != value.dtype:
         return False

@@ -37,7 +37,8 @@ def rotate(x: Tensor, block: int, *, backend: str = "auto") -> Tensor:
     if not isinstance(x, Tensor) or x.dim() not in (3, 4) or x.dtype not in FLOAT_DTYPES:
         got = f"{list(x.shape)} {x.dtype}" if isinstance(x, Tensor) else type(x).__name__
         raise ShapeError(f"x must be [T, H, D] or [B, H, N, D] of one of {FLOAT_DTYPES}, got {got}")
-    expect_range("block", block, 1, LARGEST + 1)
+    if type(block) is not int or not 1 <= block <= LARGEST:
+        block = expect_range("block", block, 1, LARGEST + 1)
     if block & (block - 1) or x.shape[-1] % block:
         raise ArgumentError(
             f"block must be a power of two that divides the head dim {x.shape[-1]}, got {block}"

@@ -27,34 +27,42 @@ IMPLEMENTATION: Final = "kvloom"
 # continuous batching.
 _REFUSED: Final = ("head_mask", "indices", "block_indices", "sinks", "cache")
 
+_ASKED: Final = frozenset((*_REFUSED, "output_attentions"))
+
 _DENSE: Final = CacheLayout("B H S D")
 
 
 class LazyStates(LazyTensor):
     """Keys or values ``[B, H, N, D]`` of a layer, left where they lie.
 
-    Attention gets nothing of a cache but what ``update`` returned, so ``update`` returns these.
+    Attention gets nothing of a cache but what ``update`` returned, so ``update`` returns these, a pair.
 
-    Args:
+    Attributes:
         tokens: The tokens of the layer.
-        newest: The keys or values that were stored last, in the dtype that attention computes in.
-        key_states: The keys that belong to these values; ``None`` if these are the keys.
+        dtype: That attention computes in, of the keys or values that were stored last.
+        untrained: These, whose gradient was lost when they were stored; ``None`` if they have none.
     """
 
-    def __init__(self, tokens: Tokens, newest: Tensor, key_states: "LazyStates | None" = None) -> None:
-        self.tokens = tokens
-        self.dtype = newest.dtype
-        self.device = tokens.view.device
-        self.untrained = newest if newest.requires_grad else None
-        """The tensor whose gradient was lost when it was stored; ``None`` if it has none."""
-        self._key_states = key_states
-        self._gathered: tuple[Tensor, Tensor] | None = None
+    tokens: Tokens
+    dtype: torch.dtype
+    untrained: Tensor | None
+    _key_states: "LazyStates | None" = None  # the keys that belong to these values
+    _gathered: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tokens are."""
+        return self.tokens.view.device
 
     @classmethod
     def pair(cls, tokens: Tokens, key: Tensor, value: Tensor) -> tuple["LazyStates", "LazyStates"]:
         """Keys and values, of which ``key`` and ``value`` were stored last."""
-        key_states = cls(tokens, key)
-        return key_states, cls(tokens, value, key_states)
+        pair = cls(), cls()  # without calls of ``__init__``, of which each layer would pay for two
+        for states, newest in zip(pair, (key, value), strict=True):
+            states.tokens, states.dtype = tokens, newest.dtype
+            states.untrained = newest if newest.requires_grad else None
+        pair[1]._key_states = pair[0]
+        return pair
 
     @property
     def shape(self) -> torch.Size:
@@ -136,7 +144,8 @@ def attention(
         ArgumentError: it is of another shape.
         UnsupportedError: for dropout, attention weights and what else it would get wrong.
     """
-    _expect_served(dropout, kwargs)
+    if dropout > 0 or not _ASKED.isdisjoint(kwargs):
+        _expect_served(dropout, kwargs)
     if isinstance(key, LazyStates) and isinstance(value, LazyStates) and key.tokens is value.tokens:
         tokens = key.tokens
     else:

@@ -242,7 +242,8 @@ class KVCache(DynamicCache):  # type: ignore[misc]
         """
         self._expect_whole_rows()
         for layer in self._own_layers:
-            layer.pages.expect_settled()
+            if layer.pages.assignment.waiting is not None:
+                layer.pages.expect_settled()
         if torch.compiler.is_compiling():  # lengths are tensors
             return
         lengths = self._trim() | {sequences.num_positions for sequences in self.sequences}

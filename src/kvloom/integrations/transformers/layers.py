@@ -42,6 +42,8 @@ class KVCacheLayer(CacheLayerMixin):  # type: ignore[misc]
     def __init__(self, pages: PagedLayer | FixedLayer, config: Any, **kwargs: Any) -> None:
         self.pages = pages
         super().__init__(**kwargs)
+        # Whether ``update`` returns no more than the window; of fixed storage the mask hides what is more.
+        self.is_sliding = isinstance(pages, PagedLayer) and pages.window is not None
         self.is_frozen = False
         self.is_used = True  # by the model, whose configuration may name more layers
         self._config = config
@@ -57,11 +59,6 @@ class KVCacheLayer(CacheLayerMixin):  # type: ignore[misc]
     def window(self) -> int | None:
         """Tokens that a token sees, itself included; ``None`` for all before it."""
         return self.pages.window
-
-    @property
-    def is_sliding(self) -> bool:
-        """Whether ``update`` returns only the tokens within the window."""
-        return self.window is not None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor | None = None) -> None:
         """Remember the dtype that attention computes in; pages are taken when tokens arrive."""
@@ -219,7 +216,6 @@ class StaticKVCacheLayer(KVCacheLayer):
     """Keys and values in fixed storage, for ``torch.compile``."""
 
     is_compileable = True
-    is_sliding = False  # ``update`` returns all positions, and the mask hides what the window has evicted
     pages: FixedLayer
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor | None = None) -> None:
