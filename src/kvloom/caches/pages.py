@@ -13,6 +13,7 @@ from torch import Tensor
 from kvloom import ops
 from kvloom.caches.format import CacheFormat
 from kvloom.caches.memory import counted
+from kvloom.caches.recent import ROLLBACK, Recent
 from kvloom.caches.storage import Storage
 from kvloom.errors import OutOfPages
 from kvloom.paging import Copy, Growth, PagePool, PageTable
@@ -79,6 +80,14 @@ class Pages:
     def stride(self) -> int:
         """Pages in the longest extent."""
         return -(-self.pool.num_pages // self.pool.num_extents)
+
+    def new_recent(self, window: int | None) -> Recent | None:
+        """Where sequences keep their newest tokens unquantized; ``None`` if they keep none.
+
+        Where pages are found again, those in front of the end of the last page are among them.
+        """
+        rollback = self.format.page_size if self.is_kept else ROLLBACK
+        return Recent(self.format.recent, window, rollback) if self.format.recent else None
 
     def kind(self, *head_dims: int) -> str:
         """``format.kind`` of layers that have tokens, and of ``head_dims`` before the first one has."""

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kvloom import ops
 from kvloom.caches.memory import outside_inference_mode
+from kvloom.caches.residual import ResidualTokens
 from kvloom.caches.tokens import BLOCK, PARTIAL, Exact, TokenIndex, Tokens
 from kvloom.core.indexing import CacheIndex
 from kvloom.core.layouts import CacheLayout
@@ -24,9 +25,9 @@ ROLLBACK: Final = 16
 """Tokens kept beyond the newest, so that as many can be removed and those before are still exact."""
 
 
-def ring_slots(num_tokens: int) -> int:
+def ring_slots(num_tokens: int, rollback: int = ROLLBACK) -> int:
     """C, where each query reads its ``num_tokens`` newest tokens as they were computed."""
-    return -(-num_tokens // BLOCK) * BLOCK + ROLLBACK
+    return -(-num_tokens // BLOCK) * BLOCK + -(-rollback // BLOCK) * BLOCK
 
 
 def ring_nbytes(num_tokens: int, key: Tensor, value: Tensor) -> int:
@@ -105,10 +106,12 @@ class Recent:
         num_newest: R, newest tokens that a query reads unquantized, itself included.
         window: Tokens that a later query can see, itself included, so that no more are kept; ``None`` for
             all. Within a step a mask may show more.
+        rollback: Tokens kept beyond the newest, so that as many can be removed and those before are still
+            exact.
     """
 
-    def __init__(self, num_newest: int, window: int | None = None) -> None:
-        self.num_newest, self.window = num_newest, window
+    def __init__(self, num_newest: int, window: int | None = None, rollback: int = ROLLBACK) -> None:
+        self.num_newest, self.window, self.rollback = num_newest, window, rollback
         self.num_tokens = num_newest if window is None else min(num_newest, window)
         self.rings: dict[int, RecentRing] = {}
         self._known: list[int] = []  # of each sequence, the position from which on tokens are in the rings
@@ -118,7 +121,7 @@ class Recent:
     @property
     def num_slots(self) -> int:
         """C."""
-        return ring_slots(self.num_tokens)
+        return ring_slots(self.num_tokens, self.rollback)
 
     def begin(self, rows: int, start: int, end: int, device: torch.device) -> RecentStep:
         """The step of ``rows`` sequences that stores positions ``start .. end``, which may be none."""
@@ -184,6 +187,30 @@ class Recent:
         """Know none of the tokens before ``end`` of so many sequences."""
         self._known, self._end = [end] * rows, end
 
+    def residual(self, row: int, end: int) -> ResidualTokens | None:
+        """What a query at ``end`` of a sequence reads unquantized, if it is all here and not nothing."""
+        first = max(end - self.num_tokens + 1, 0)
+        if max(self._known[row], self._end - self.num_slots) > first or first == end:
+            return None
+        layers = {}
+        for layer, ring in self.rings.items():
+            where = torch.arange(first, end, device=ring.tensors[0].device) % self.num_slots
+            key, value = (x[row : row + 1].index_select(2, where) for x in ring.tensors)
+            layers[layer] = key, value
+        return ResidualTokens(first, layers)
+
+    def restore(self, rows: Sequence[ResidualTokens | None], end: int) -> None:
+        """Begin at position ``end`` of as many sequences, of which those in front are known, if given."""
+        self.rings, self._known, self._end = {}, [end if x is None else x.first for x in rows], end
+        for row, tokens in enumerate(rows):
+            for layer, pair in () if tokens is None else tokens.layers.items():
+                if layer not in self.rings:
+                    key, value = (x.expand(len(rows), -1, -1, -1) for x in pair)
+                    self.rings[layer] = RecentRing.of(key, value, self.num_slots)
+                where = torch.arange(end - pair[0].shape[2], end, device=pair[0].device) % self.num_slots
+                for ring, x in zip(self.rings[layer].tensors, pair, strict=True):
+                    ring[row].index_copy_(1, where, x[0])
+
     def keep_only(self, layers: Container[int]) -> None:
         """Free the rings of all other layers, whose next tokens may be of other shapes."""
         self.rings = {layer: ring for layer, ring in self.rings.items() if layer in layers}
@@ -208,7 +235,7 @@ class Recent:
 
     def cleared(self) -> "Recent":
         """Another one, without tokens."""
-        return Recent(self.num_newest, self.window)
+        return Recent(self.num_newest, self.window, self.rollback)
 
     def selected(self, rows: Sequence[int]) -> "Recent":
         """Another one, in which sequence i is what sequence ``rows[i]`` was."""

@@ -15,6 +15,7 @@ import torch
 from kvloom.caches.format import CacheFormat
 from kvloom.caches.pages import Pages, Run
 from kvloom.caches.recent import Recent, begin_recent, copied_recent
+from kvloom.caches.residual import ResidualTokens
 from kvloom.caches.saving import Place, load_tables, save_tables
 from kvloom.caches.storage import Storage
 from kvloom.caches.tokens import PARTIAL, Step, TokenIndex
@@ -58,7 +59,7 @@ class Sequences:
         self._tokens: dict[tuple[int, int, int, torch.device], TokenIndex] = {}
         self.step: Step | None = None
         self._run: Run | Literal["unknown"] | None = "unknown"
-        self.recent = Recent(self.format.recent, window) if self.format.recent else None
+        self.recent = self.pages.new_recent(window)
         weakref.finalize(self, release_all, self._tables)
         self.pages.users.add(self)
 
@@ -98,11 +99,11 @@ class Sequences:
         """The pages of each sequence."""
         return tuple(self._tables)
 
-    def adopt(self, tables: Sequence[PageTable]) -> None:
-        """Hold these sequences of one length, whose pages are filled, instead of the present ones."""
+    def adopt(self, tables: Sequence[PageTable], residuals: Sequence[ResidualTokens | None] = ()) -> None:
+        """Hold these sequences of one length, whose pages are filled, and what is unquantized of them."""
         self._replace(list(tables), [0] * len(tables), [0] * len(tables))
         if self.recent is not None:
-            self.recent.forget(len(tables), self.num_positions)
+            self.recent.restore(residuals or [None] * len(tables), self.num_positions)
 
     def reserve(self, batch: int, end: int) -> None:
         """Give each of ``batch`` sequences room for the positions before ``end``; nothing to do where it has.

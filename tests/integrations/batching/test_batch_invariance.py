@@ -83,6 +83,35 @@ def test_a_residual_window_has_the_bits_that_it_has_alone() -> None:
     assert answers(model, requests, seed=2, max_batch_tokens=64) == alone
 
 
+@pytest.mark.parametrize("page_size", [8, 16, 32])
+@pytest.mark.parametrize("kv", ["int4:g32", "int4:g32,recent=24", "int8:g32,recent=1"])
+def test_turns_go_on_behind_their_residual_windows(kv: str, page_size: int) -> None:
+    """Requests that begin with an earlier one and its answer have the bits of those that find nothing."""
+    model = model_of("Llama", torch.float32)
+
+    def conversations(share: bool) -> tuple[list[list[Answer]], int]:
+        continuous_batching(model, kv, share=share)
+        texts, found = [[length, *range(9, 8 + length)] for length in (3, 40, 83)], []
+        options: dict[str, Any] = {
+            "return_logprobs": True,
+            "page_size": page_size,
+            "max_batch_tokens": 64,
+            "num_blocks": 30_000 // page_size,
+        }
+        with session(model, {"max_new_tokens": NEW}, **options) as running:
+            for _ in range(5):
+                names = [running.manager.add_request(text) for text in texts]
+                running.run()
+                outputs = [running.outputs[name] for name in names]
+                found.append([(x.generated_tokens, list(x.logprobs)) for x in outputs])
+                texts = [[*x.prompt_ids, *x.generated_tokens, 5, 6, 7] for x in outputs]
+            return found, running.manager.report().tokens_found
+
+    warm, num_found = conversations(share=True)
+    assert num_found > 400
+    assert (warm, 0) == conversations(share=False)
+
+
 def test_forks_have_the_bits_of_their_request() -> None:
     """Several answers to one request share its prompt, and are chosen from logits with the same bits."""
     model, prompt = model_of("Llama", torch.float32), [*range(3, 60)]

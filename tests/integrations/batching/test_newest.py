@@ -241,8 +241,8 @@ def test_newest_tokens_are_of_the_memory_that_is_there(free: int, monkeypatch: p
     report, config = made.report(), made.continuous_batching_config
     count = config.max_requests_per_batch
     newest = newest_bytes(CODES, model.config, model.dtype, count, 2048)
-    total = newest + report.max_pages * report.page_bytes
-    assert free * config.max_memory_percent - report.page_bytes <= total <= free * config.max_memory_percent
+    total = newest + report.max_pages * report.page_bytes * 9 / 8  # and what is kept at the ends of requests
+    assert 0 <= free * config.max_memory_percent - total <= 2 * report.page_bytes
     assert count == 1024 or newest <= free * config.max_memory_percent / 2
     made.switch_to_cb_friendly_attn(model)
 

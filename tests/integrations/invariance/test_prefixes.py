@@ -54,6 +54,57 @@ def test_a_prefix_that_is_found_changes_no_bit(
         assert torch.equal(asked(model, pool, PROMPT, 4, 88), cold[:, 88:])
 
 
+@pytest.mark.parametrize(
+    ("kv", "page_size"),
+    [
+        ("int4", 4),
+        ("int4", 24),
+        ("int4", 128),
+        ("int4,recent=16", 16),
+        ("int4,recent=1", 16),
+        ("int8,recent=40", 16),
+    ],
+)
+def test_a_text_goes_on_behind_its_residual_window(kv: str, page_size: int) -> None:
+    """Turns of a conversation: each begins with all of the last one, which was committed."""
+    model = model_of("Llama", torch.float32)
+    enable(model, batch_invariant=True)
+    ids = torch.randint(3, 99, (1, 700), generator=torch.Generator().manual_seed(5))
+    options: dict[str, Any] = {"kv": kv, "page_size": page_size, "max_tokens": 40_000}
+    cold = asked(model, KVPool.for_model(model, **options), ids, 0, 0)
+    pool = KVPool.for_model(model, **options)
+    for cuts, length, before in ((1, 150, 0), (2, 151, 150), (3, 301, 151), (4, 560, 301), (5, 700, 560)):
+        found = before // page_size * page_size
+        assert torch.equal(asked(model, pool, ids[:, :length], cuts, found), cold[:, found:length])
+    assert (pool.report()["residual_bytes"] > 0) == (kv != "int4,recent=1")
+
+
+@torch.no_grad()
+def test_rows_go_on_behind_their_residual_windows() -> None:
+    """Rows that ended in texts of different lengths; and one that no text ended with, which reads codes."""
+    model = model_of("Llama", torch.float32)
+    enable(model, batch_invariant=True)
+    ids = torch.randint(3, 99, (2, 200), generator=torch.Generator().manual_seed(6))
+    pools = [KVPool.for_model(model, "int4", 8, max_tokens=40_000) for _ in range(2)]
+    cold = asked(model, pools[0], ids, 0, 0)
+    asked(model, pools[1], ids[:1, :101], 1, 0)
+    asked(model, pools[1], ids[1:, :96], 2, 0)
+    assert torch.equal(asked(model, pools[1], ids[:, :160], 3, 96)[1], cold[1, 96:160])
+    assert torch.equal(asked(model, pools[1], ids, 4, 160), cold[:, 160:])
+    assert not torch.equal(asked(model, pools[1], ids[:1, :130], 5, 128), cold[:1, 128:130])
+
+
+def test_residual_windows_take_an_eighth_of_the_pages_at_most() -> None:
+    model = model_of("Llama", torch.float32)
+    pool, taken = KVPool.for_model(model, "int4", 8, max_tokens=20_000), []
+    for seed in range(8):
+        ids = torch.randint(3, 99, (1, 90), generator=torch.Generator().manual_seed(seed))
+        asked(model, pool, ids, 1, 0)
+        taken.append(pool.report()["residual_bytes"])
+    assert 0 < taken[0] < taken[1] and taken[-1] == taken[-2]  # as many as have room
+    assert taken[-1] <= 20_000 * pool.begin(ids).nbytes_per_token / 8
+
+
 def test_pages_of_layers_that_were_not_invariant_are_not_found(tmp_path: Path) -> None:
     model = model_of("Llama", torch.float32)
     enable(model)

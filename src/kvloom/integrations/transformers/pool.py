@@ -4,12 +4,12 @@ import logging
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final
 
 from torch import Tensor
 
 from kvloom.caches import Pages, Sequences
+from kvloom.caches.residual import Residuals
 from kvloom.caches.saving import hold, save_pages
 from kvloom.core.checks import INDEX_DTYPES, expect
 from kvloom.errors import ArgumentError, StateError, UnsupportedError
@@ -69,6 +69,7 @@ class KVPool(Recorder):
         self._pages = pages
         self._head_dims = head_dims_of(text_config_of(model)) or ()
         self._tree = PrefixTree(pages.pool, pages.format.page_size)
+        self._residuals = Residuals(pages)
         self._num_asked = self._num_found = 0
         self._logged: set[str] = set()
         self._below: StoreBelow | None = None
@@ -81,9 +82,7 @@ class KVPool(Recorder):
     def __enter__(self) -> "KVPool":  # noqa: PYI034 (Self is not in Python 3.10)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -96,7 +95,7 @@ class KVPool(Recorder):
             known = [(salt, tokens, refs) for salt, tokens, refs in scopes if salt is not None]
         places = save_pages(self._pages, (ref for *_, refs in known for ref in refs))
         saved = [(salt, tokens, [places[ref] for ref in refs]) for salt, tokens, refs in known]
-        gone = {"_model": None, "_below": None, "_stored_state": ""}
+        gone = {"_model": None, "_below": None, "_stored_state": "", "_residuals": None}
         return vars(self) | gone | {"_tree": saved, "_saved_digest": digest}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -105,6 +104,7 @@ class KVPool(Recorder):
         pages = self._pages
         pages.keep()
         self._tree = PrefixTree(pages.pool, pages.format.page_size)
+        self._residuals = Residuals(pages)
         for salt, tokens, places in saved:
             for ref in self._tree.insert(tokens, hold(pages, places), salt):
                 pages.pool.release(ref)
@@ -156,11 +156,10 @@ class KVPool(Recorder):
 
         Args:
             model: As above.
-            kv: As above. The newest tokens of a prefix that is found are codes, so with int4 what follows it
-                is what follows a computed one only with ``"int4,recent=0"``.
-            page_size: As above.
+            kv: As above. With a residual window, which int4 has by default, what follows a prefix that is
+                found is what follows a computed one where a text that was committed ended there.
+            page_size, values, layout: As above.
             max_tokens: Token slots of each layer.
-            values, layout: As above.
             store: A ``KVStore``, or URLs as it takes them, such as ``"file:///var/cache/kvloom"``. The model
                 then computes 128 tokens, and its weights are read once.
             policy: Which pages are given up: ``"lru"``, those that no cache held for longest, or ``"ours"``,
@@ -215,8 +214,7 @@ class KVPool(Recorder):
         expect("input_ids", input_ids, "B T", dtype=INDEX_DTYPES)
         if not input_ids.numel():
             raise ArgumentError(f"input_ids must hold at least one token, got {list(input_ids.shape)}")
-        rows = input_ids.tolist()
-        model = self._bound()
+        rows, model, size = input_ids.tolist(), self._bound(), self._pages.format.page_size
         origin = model.origin(rows, salt, content)
         cache = self._empty.fork()
         cache.origin = origin
@@ -227,9 +225,7 @@ class KVPool(Recorder):
             scopes = zip(rows, origin.scopes(), origin.stored_scopes(), strict=True)
             found = [self._find(row[:-1], below, *scope) for row, *scope in scopes]
         num_pages = min(map(len, found))
-        while any(
-            is_within(model.placeholders, row, num_pages * self._pages.format.page_size) for row in rows
-        ):
+        while any(is_within(model.placeholders, row, num_pages * size) for row in rows):
             num_pages -= 1
         last = 0 if self.events is None else self.events.num_requests
         requests = cache.sequences[0].requests = [max(last - i, 0) for i in range(len(found))][::-1]
@@ -238,7 +234,7 @@ class KVPool(Recorder):
         if num_pages == 0:
             return cache
         sequences = cache.sequences[0]
-        sequences.adopt(tables)
+        sequences.adopt(tables, [self._residuals.find(table.pages[-1]) for table in tables])
         for layer in cache.layers:
             layer.pages.num_tokens = sequences.num_positions
             layer.lazy_initialization(model.states)
@@ -287,6 +283,7 @@ class KVPool(Recorder):
             return
         rows = input_ids[:, :num_tokens].tolist()
         sequences.commit(self._tree, rows, origin.scopes())
+        self._residuals.keep_ends(sequences)
         below = self._store_of(origin.state)
         if below is not None:
             for row, table, scope in zip(rows, sequences.tables, origin.stored_scopes(), strict=True):
@@ -346,8 +343,9 @@ class KVPool(Recorder):
     def report(self) -> dict[str, Any]:
         """Pages by state, and how many of the tokens that ``begin`` looked up were found; and the store's.
 
-        ``kv`` is how keys and values are kept, with the group of their scales, such as ``"int8:g32"``.
-        ``layers`` is a ``LayerReport`` with numbers in the place of names, as a dictionary.
+        ``kv`` is how keys and values are kept, with the group of their scales, such as ``"int8:g32"``, and
+        ``residual_bytes`` what is kept unquantized for the ends of committed texts. ``layers`` is a
+        ``LayerReport`` with numbers in the place of names, as a dictionary.
         """
         pool = self._pages.pool
         return {
@@ -358,6 +356,7 @@ class KVPool(Recorder):
             "evictable": pool.num_evictable,
             "tokens_asked": self._num_asked,
             "tokens_found": self._num_found,
+            "residual_bytes": self._residuals.nbytes,
             "layers": None if self._model is None else self._model.layers(),
         } | ({} if self._below is None else {"store": self._below.report()})
 
@@ -366,9 +365,9 @@ class KVPool(Recorder):
         return [table for sequences in self._pages.users for table in sequences.tables]
 
     def _recorded(self) -> Recorded:
-        size = sum(storage.nbytes_per_token for storage in self._pages.storages.values())
-        bytes_per_page = round(size * self._pages.format.page_size)
-        return Recorded(self._pages.pool, self._tree, self._tables, bytes_per_page, nullcontext())
+        pages = self._pages
+        nbytes = round(pages.format.page_size * sum(x.nbytes_per_token for x in pages.storages.values()))
+        return Recorded(pages.pool, self._tree, self._tables, nbytes, nullcontext())
 
     def _bound(self) -> PoolModel:
         if self._model is None:

@@ -87,7 +87,6 @@ class BatchCache:
         self.pages = Pages(replace(format, max_tokens=max_pages * size), policy=policy)
         self.growing = GrowingPages(self.pages, max_pages)
         self.tree = PrefixTree(self.pages.pool, size)
-        self.prefixes = SessionPrefixes(self.tree, watch)
         for layer in range(config.num_hidden_layers):
             self.pages.storages[layer] = Storage(
                 *specs_of(config, format.of_layer(layer), dtype), size, device, format.layout
@@ -98,6 +97,7 @@ class BatchCache:
         self.candidate: Any = None
         """The request whose prompt is looked up next: the scheduler tells its id, and not its salt."""
         self.newest = Newest(format, config, dtype, device) if format.recent else None
+        self.prefixes = SessionPrefixes(self.pages, self.tree, self.newest, watch)
         self._attention = StepAttention(self.pages.storages, windows_of(config), self.newest)
         self._held: dict[str, Held] = {}
         self._plan: list[tuple[str, int, int]] = []  # request, stored tokens, new tokens
@@ -135,7 +135,7 @@ class BatchCache:
             limit = self._num_findable(state)
             if not self.prefixes.num_known(prompt_ids, salt_of(state), limit):
                 return 0  # it is looked up when it gets pages, and until then perhaps in every step
-            held = Held.of(state, self._look_up(state), self.prefixes.state)
+            held = self._begin(state)
             self._hold(state, held)
             self.num_found += held.num_found
             return held.num_found
@@ -158,7 +158,7 @@ class BatchCache:
                 self.growing.grow(missing)
             if dry_run or missing > self.num_room:
                 return missing <= self.num_room
-            held = Held.of(state, self._look_up(state), self.prefixes.state)
+            held = self._begin(state)
             if not self._extend(held, past, past + request_len):
                 self._release(held)
                 return False
@@ -262,9 +262,15 @@ class BatchCache:
         self.num_asked += held.num_prompt
 
     def _release(self, held: Held) -> None:
+        self.prefixes.keep_residual(held)
         held.table.release()
         if self.newest is not None:
             self.newest.release(held.span)
+
+    def _begin(self, state: Any) -> Held:
+        """What a request holds that begins."""
+        table = self._look_up(state)
+        return Held.of(state, table, self.prefixes.state, self.prefixes.span_behind(table))
 
     def _num_findable(self, state: Any) -> int:
         """Tokens at the beginning of a prompt that may be found.
@@ -337,14 +343,7 @@ class BatchCache:
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, kwargs: dict[str, Any]
     ) -> tuple[Tensor, Tensor]:
-        """Leave new tokens to attention, which stores them; since transformers 5.24 layers call this first.
-
-        Args:
-            key_states: ``[1, H, T, D]``, returned as they are.
-            value_states: The same.
-            layer_idx: Index of the layer.
-            kwargs: Arguments of attention, among which earlier versions pass the cache themselves.
-        """
+        """Leave new tokens to attention; since transformers 5.24 layers call this before it."""
         kwargs["cache"] = self
         return key_states, value_states
 

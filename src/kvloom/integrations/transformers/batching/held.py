@@ -41,11 +41,9 @@ class Held:
     first_slots: Tensor | None = None
 
     @classmethod
-    def of(cls, state: Any, table: PageTable, model_state: str) -> "Held":
-        """Of a request that begins, with the pages that it found."""
-        found = table.num_tokens
-        num_prompt = len(state.initial_tokens)
-        return cls(table, salt_of(state), num_prompt, found, model_state, Span(known=found))
+    def of(cls, state: Any, table: PageTable, model_state: str, span: Span) -> "Held":
+        """Of a request that begins with the pages that it found, and newest tokens in front of their end."""
+        return cls(table, salt_of(state), len(state.initial_tokens), table.num_tokens, model_state, span)
 
 
 def salt_of(state: Any) -> str:

@@ -13,6 +13,7 @@ from transformers.generation.continuous_batching.continuous_api import (
 )
 
 from kvloom.caches.memory import free_bytes
+from kvloom.caches.residual import SHARE
 from kvloom.errors import ArgumentError, UnsupportedError
 from kvloom.integrations.transformers.batching.attention import IMPLEMENTATION
 from kvloom.integrations.transformers.batching.cache import BatchCache
@@ -206,7 +207,7 @@ class BatchingManager(Recorder, ContinuousBatchingManager):  # type: ignore[misc
                 tokens_found=cache.num_found,
                 steps=cache.num_steps,
                 tokens_computed=cache.num_computed,
-                recent_bytes=0 if cache.newest is None else cache.newest.nbytes,
+                recent_bytes=(cache.newest.nbytes if cache.newest else 0) + cache.prefixes.residual_bytes,
                 **of_layers,
             )
 
@@ -296,6 +297,8 @@ class BatchingManager(Recorder, ContinuousBatchingManager):  # type: ignore[misc
             if free is not None:
                 room = int(free * share)
                 room -= self._plan_newest(room // 2, max_batch_tokens)
+                if self._format.recent:
+                    room = room * SHARE // (SHARE + 1)
                 max_pages = max(1, room // page_bytes(text, self._format, model.dtype))
         return BatchCache(
             text,

@@ -1,9 +1,7 @@
 """The newest tokens of each request as they were computed, beside the codes of all tokens.
 
 The positions of a request lie in pages of 16 slots, the same in every layer, that it takes as it grows and
-gives back when no query reads them any more. Attention counts its stored tokens from a multiple of 512
-positions, as far as its partial results reach: so bits do not depend on how a text was cut, nor on other
-requests.
+gives back when no query reads them any more.
 
 Letters: T new tokens of all requests, B requests.
 """
@@ -17,6 +15,7 @@ from torch import Tensor
 
 from kvloom import ops
 from kvloom.caches import CacheFormat
+from kvloom.caches.residual import ResidualTokens
 from kvloom.caches.storage import Storage
 from kvloom.caches.tokens import BLOCK, PARTIAL
 from kvloom.core.indexing import CacheIndex
@@ -68,7 +67,7 @@ class Newest:
     """
 
     def __init__(self, format: CacheFormat, config: Any, dtype: torch.dtype, device: torch.device) -> None:
-        self.num_tokens = format.recent
+        self.num_tokens, self._page_size = format.recent, format.page_size
         self.storages = {
             layer: Storage(*specs_of(config, _FORMAT, dtype), BLOCK, device, _FORMAT.layout)
             for layer in _layers(format, config)
@@ -84,10 +83,13 @@ class Newest:
     def reserve(self, span: Span, start: int, end: int) -> None:
         """Have pages for what queries from position ``start`` to ``end`` read, and give back those before.
 
+        Those that the end of the last full page of codes reads stay, too.
+
         Raises:
             OutOfPages: there is no memory for them; nothing was taken.
         """
-        first = max(max(start - self.num_tokens + 1, 0) // BLOCK, span.known // BLOCK, span.first)
+        oldest = max(start - self.num_tokens + 1 - self._page_size, 0)
+        first = max(oldest // BLOCK, span.known // BLOCK, span.first)
         gone = min(first - span.first, len(span.pages))
         self._free += span.pages[:gone]
         del span.pages[:gone]
@@ -116,6 +118,29 @@ class Newest:
             ops.copy(storage.view, source.to(device), storage.view, target.to(device))
         return other
 
+    def residual(self, span: Span, end: int) -> ResidualTokens | None:
+        """What a query at ``end`` of a request reads unquantized, if it is all here and not nothing."""
+        first = max(end - self.num_tokens + 1, 0)
+        if max(span.known, span.first * BLOCK) > first or first == end:
+            return None
+        slots, layers = self._slots(span, first, end), {}
+        for layer, storage in self.storages.items():
+            layers[layer] = ops.load(slots.to(storage.device)[None], storage.view)
+        return ResidualTokens(first, layers)
+
+    def restored(self, tokens: ResidualTokens, end: int) -> Span:
+        """These tokens in front of position ``end`` in pages of a new request.
+
+        Raises:
+            OutOfPages: there is no memory for them; nothing was taken.
+        """
+        first = tokens.first // BLOCK
+        span = Span(tokens.first, first, self._take(-(-end // BLOCK) - first))
+        slots = self._slots(span, tokens.first, end)
+        for layer, storage in self.storages.items():
+            storage.store(*tokens.layers[layer], slots.to(storage.device)[None])
+        return span
+
     def step(
         self,
         spans: Sequence[Span],
@@ -138,7 +163,8 @@ class Newest:
             first = max(past - self.num_tokens + 1, 0)
             base = first // PARTIAL * PARTIAL
             slots = [page * BLOCK for page in span.pages]
-            rows.append([slots[0]] * (span.first - base // BLOCK) + slots)  # in front, any page: it is hidden
+            before = span.first - base // BLOCK
+            rows.append([slots[0]] * before + slots[max(-before, 0) :])  # in front, any page: it is hidden
             numbers.append((past + new - base, max(first, span.known) - base, span.known, base))
         width = max(map(len, rows))
         device = seqstarts.device
@@ -154,6 +180,11 @@ class Newest:
         pages = sorted([*self._free, *(page for span in spans for page in span.pages)])
         if pages != [*range(self._num_pages)]:
             raise StateError(f"pages of newest tokens must be {self._num_pages}, each once, got {pages}")
+
+    def _slots(self, span: Span, start: int, end: int) -> Tensor:
+        """``[end - start]``, of some positions of a request."""
+        position = torch.arange(start, end)
+        return torch.tensor(span.pages)[position // BLOCK - span.first] * BLOCK + position % BLOCK
 
     def _take(self, num_pages: int) -> list[int]:
         missing = num_pages - len(self._free)
@@ -173,7 +204,7 @@ def newest_bytes(
     format: CacheFormat, config: Any, dtype: torch.dtype, num_requests: int, max_batch_tokens: int
 ) -> int:
     """Bytes for the newest tokens of so many requests, and those of a step."""
-    each = -(-format.recent // BLOCK) + 2
+    each = -(-(format.recent + format.page_size) // BLOCK) + 2
     num_pages = num_requests * each + -(-max_batch_tokens // BLOCK)
     per_layer = page_bytes(config, _FORMAT, dtype) // config.num_hidden_layers
     return int(num_pages * per_layer * len(_layers(format, config)))

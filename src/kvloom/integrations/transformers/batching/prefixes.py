@@ -2,10 +2,14 @@
 
 from collections.abc import Sequence
 
+from kvloom.caches import Pages
+from kvloom.caches.residual import Residuals
+from kvloom.errors import OutOfPages
 from kvloom.integrations.transformers.batching.held import Held
+from kvloom.integrations.transformers.batching.newest import Newest, Span
 from kvloom.integrations.transformers.origin import scope_of
 from kvloom.integrations.transformers.watch import ModelWatch
-from kvloom.paging import PageRef, PrefixTree
+from kvloom.paging import PageRef, PageTable, PrefixTree
 
 
 class SessionPrefixes:
@@ -18,12 +22,17 @@ class SessionPrefixes:
         state: Of the model when the present step began.
 
     Args:
-        tree: Of the pages.
+        pages: Of all requests.
+        tree: Of these pages.
+        newest: Where requests have their newest tokens unquantized, if they have.
         watch: Of the model; ``None`` for one that never changes.
     """
 
-    def __init__(self, tree: PrefixTree, watch: ModelWatch | None = None) -> None:
-        self._tree, self._watch = tree, watch
+    def __init__(
+        self, pages: Pages, tree: PrefixTree, newest: Newest | None = None, watch: ModelWatch | None = None
+    ) -> None:
+        self._pages, self._tree, self._newest, self._watch = pages, tree, newest, watch
+        self._residuals = Residuals(pages)
         self.state = ""
 
     def refresh(self, is_thorough: bool = False) -> None:
@@ -43,6 +52,37 @@ class SessionPrefixes:
         """Those pages, held by the caller."""
         self.refresh(is_thorough=True)
         return self._tree.match(tokens, self.scope(salt), max_tokens=max_tokens)
+
+    def span_behind(self, table: PageTable) -> Span:
+        """Where a request that begins with found pages has the unquantized tokens in front of their end."""
+        tokens = self._residuals.find(table.pages[-1]) if table.num_pages else None
+        if self._newest is not None and tokens is not None:
+            try:
+                return self._newest.restored(tokens, table.num_tokens)
+            except OutOfPages:
+                pass  # it reads them as codes
+        return Span(known=table.num_tokens)
+
+    def keep_residual(self, held: Held) -> None:
+        """Let who finds the last full page of a request read what is in front of its end unquantized.
+
+        Without memory for it nothing is kept.
+        """
+        pages = held.table.pages
+        num_sealed = sum(map(self._pages.pool.is_sealed, pages))
+        if self._newest is None or not num_sealed:
+            return
+        try:
+            tokens = self._newest.residual(held.span, num_sealed * held.table.page_size)
+        except (MemoryError, RuntimeError):
+            return
+        if tokens is not None:
+            self._residuals.keep(pages[num_sealed - 1], tokens)
+
+    @property
+    def residual_bytes(self) -> int:
+        """Bytes of what is kept so."""
+        return self._residuals.nbytes
 
     def publish(self, held: Held, tokens: Sequence[int]) -> None:
         """Let others find the full pages of a request that began in the present state."""
