@@ -122,7 +122,7 @@ test-matrix: $(addprefix .venv-transformers-,$(MATRIX))
 	@set -e; for version in $(MATRIX); do \
 	    echo "transformers $$version"; \
 	    KVLOOM_LIBRARY=$(LIBRARY) .venv-transformers-$$version/bin/python -m pytest --quiet --numprocesses $(WORKERS) \
-	        --dist worksteal tests/integrations; \
+	        --dist worksteal tests/integrations tests/measuring; \
 	done
 
 .venv-transformers-%: $(READY)

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvloom.integrations.compare import STOCK, attention_for, cache_of, compare
-from kvloom.integrations.quality import WINDOW, windows_of
 from kvloom.integrations.transformers import load_model
+from kvloom.measuring.compare import STOCK, attention_for, cache_of, compare
+from kvloom.measuring.quality import WINDOW, windows_of
 from kvloom.models import bundled_model_path, iter_texts
 
 KINDS = ("float32", "float16", "bfloat16", "int8", "int4")

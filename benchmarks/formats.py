@@ -29,9 +29,9 @@ from transformers import DynamicCache
 
 from kvloom.caches.recent import ring_slots
 from kvloom.core.spelling import RECENT
-from kvloom.integrations.planned_bits import plan_bits
-from kvloom.integrations.quality import LONG, ROWS, WINDOW, Peer, Quality, quality, windows_of
 from kvloom.integrations.transformers import KVCache, load_model
+from kvloom.measuring.planned_bits import plan_bits
+from kvloom.measuring.quality import LONG, ROWS, WINDOW, Peer, Quality, quality, windows_of
 from kvloom.models import bundled_model_path, iter_texts
 from kvloom.quant.affine import dequantize, quantize
 

@@ -29,8 +29,8 @@ import torch
 from peers import RESIDUAL, Contender, fill, installed, kvloom, quantized, stock
 from torch import Tensor
 
-from kvloom.integrations.quality import ROWS, WINDOW, Peer, quality, windows_of
 from kvloom.integrations.transformers import load_model
+from kvloom.measuring.quality import ROWS, WINDOW, Peer, quality, windows_of
 from kvloom.models import bundled_model_path, iter_texts
 
 GROUPS = (64, 32, 16, 8)

@@ -21,8 +21,8 @@ _HOME = {
     "debug": "kvloom.core.checks",
     "ops": "kvloom",
     "plan": "kvloom.planning.plan",
-    "plan_bits": "kvloom.integrations.planned_bits",
-    "quality": "kvloom.integrations.quality",
+    "plan_bits": "kvloom.measuring.planned_bits",
+    "quality": "kvloom.measuring.quality",
 }
 
 __all__ = [*_HOME, "__version__"]  # noqa: PLE0604 (all keys are strings)

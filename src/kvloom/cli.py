@@ -17,8 +17,8 @@ from kvloom import __version__
 from kvloom.conform.command import add_conform
 from kvloom.core.spelling import STORAGE, expect_kv
 from kvloom.errors import ArgumentError, KVError
-from kvloom.integrations import continuation, isolation_command, quality_command, record_command
 from kvloom.layouts.command import add_layouts
+from kvloom.measuring import continuation, isolation_command, quality_command, record_command
 from kvloom.models import bundled_model_path, check_model_folder
 from kvloom.planning import command as planning
 from kvloom.serving import bench, command
@@ -255,8 +255,8 @@ def _demo(args: argparse.Namespace) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from kvloom.integrations.compare import attention_for, compare
     from kvloom.integrations.transformers.positions import room_behind
+    from kvloom.measuring.compare import attention_for, compare
     from kvloom.models import corpus_files
 
     source = next(file for file in corpus_files("heldout") if len(file.read()) > 4 * _DEMO_PROMPT_CHARACTERS)

@@ -18,8 +18,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaFor
 import kvloom
 from kvloom.cli import main
 from kvloom.errors import ArgumentError
-from kvloom.integrations import quality
 from kvloom.integrations.transformers import KVCache, KVPool, continuous_batching, enable
+from kvloom.measuring import quality
 from kvloom.models import bundled_model_path
 
 DIMS = pytest.mark.parametrize("head_dim", [32, 40, 64, 72, 80, 96, 112, 128, 256])

@@ -14,7 +14,6 @@ from oracles.language_models import make_model, short_model
 import kvloom
 from kvloom.cli import main
 from kvloom.errors import ArgumentError
-from kvloom.integrations.compare import compare
 from kvloom.integrations.transformers.positions import expect_positions, positions_of, room_behind
 
 
@@ -54,15 +53,6 @@ def test_room_is_what_is_left_behind_the_text() -> None:
     model.config.max_position_embeddings = -1
     assert room_behind("text", model, 10**6, 4) == 4
     expect_positions("text", model, 10**6)
-
-
-def test_what_is_compared_fits_the_model() -> None:
-    model = make_model()
-    model.config.max_position_embeddings = 10
-    ids = torch.ones(1, 6, dtype=torch.int64)
-    assert compare(model, ids, ["int8"], max_new_tokens=4, num_runs=1)[1].num_tokens <= 4
-    with pytest.raises(ArgumentError, match=r"^input_ids and max_new_tokens must be at most 10 tokens"):
-        compare(model, ids, ["int8"], max_new_tokens=5, num_runs=1)
 
 
 def test_texts_are_no_longer_than_the_model_has_positions() -> None:

@@ -11,9 +11,7 @@ from oracles.language_models import NEW_TOKENS, generate, make_model, make_promp
 
 from kvloom.core.spelling import CODE_BITS
 from kvloom.errors import ArgumentError, KVError, OutOfPages
-from kvloom.integrations.compare import compare
 from kvloom.integrations.transformers import STORAGE, KVCache, KVPool, enable, load_model
-from kvloom.integrations.transformers.cache_argument import given_cache
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
@@ -64,36 +62,6 @@ def test_cache_takes_the_bytes_it_promises(kv: str, nbytes_per_token: int) -> No
     assert cache.nbytes_per_token == nbytes_per_token
     num_tokens = 2 * (9 + NEW_TOKENS - 1)
     assert num_tokens * nbytes_per_token <= cache.nbytes <= 3 * num_tokens * nbytes_per_token
-
-
-@pytest.mark.parametrize(
-    ("kv", "limit"), [("float16", 1e-5), ("bfloat16", 1e-3), ("int8", 1e-2), ("int4,recent=0", 3)]
-)
-def test_smaller_kinds_stay_near_the_stock_logits(kv: str, limit: float) -> None:
-    torch.manual_seed(0)
-    rows = compare(make_model(), make_prompts([20])["input_ids"], [kv], max_new_tokens=12, num_runs=1)
-    assert [row.kind for row in rows] == ["DynamicCache", kv]
-    assert rows[0].mean_kl == 0
-    assert rows[0].num_same == rows[0].num_tokens
-    assert 0 < rows[1].mean_kl < limit
-    assert rows[1].nbytes_per_token < rows[0].nbytes_per_token
-
-
-def test_in_place_only_a_kvcache_meets_the_attention_that_reads_it_so() -> None:
-    model, seen = make_model("sdpa"), set()
-
-    def see(model: torch.nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
-        seen.add((type(given_cache(kwargs)).__name__, model.config._attn_implementation))
-
-    model.register_forward_pre_hook(see, with_kwargs=True)
-    ids = make_prompts([20])["input_ids"]
-    for in_place, attention in ((True, "kvloom"), (False, "sdpa")):
-        rows = compare(model, ids, ["float32"], max_new_tokens=4, num_runs=1, in_place=in_place)
-        assert rows[1].num_same == rows[1].num_agreed == rows[1].num_tokens == 4
-        found = {x for x in seen if x[0] != "NoneType"}
-        assert found == {("DynamicCache", "sdpa"), ("KVCache", attention)}
-        assert model.config._attn_implementation == "sdpa"
-        seen.clear()
 
 
 def test_continuing_from_a_filled_cache_equals_one_long_prompt() -> None:

@@ -1,1 +1,1 @@
-"""Doors to other libraries, one file for each."""
+"""Doors to other libraries, a folder for each."""

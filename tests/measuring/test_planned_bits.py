@@ -15,10 +15,10 @@ from oracles.language_models import make_model
 import kvloom
 from kvloom.core.specs import QuantSpec
 from kvloom.errors import ArgumentError
-from kvloom.integrations import planned_bits
-from kvloom.integrations.planned_bits import plan_bits
 from kvloom.integrations.transformers import KVCache, KVPool, enable
 from kvloom.integrations.transformers.bit_plan import BitPlan, config_digest
+from kvloom.measuring import planned_bits
+from kvloom.measuring.planned_bits import plan_bits
 
 KINDS = ("int2:g16", "int4:g16", "int8:g16", "auto")
 

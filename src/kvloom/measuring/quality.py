@@ -17,12 +17,12 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from kvloom.core.checks import INDEX_DTYPES
 from kvloom.core.spelling import expect_kv
 from kvloom.errors import ArgumentError, UnsupportedError
-from kvloom.integrations.compare import STOCK, cache_of
-from kvloom.integrations.head_errors import HeadErrors
 from kvloom.integrations.transformers import KVCache
 from kvloom.integrations.transformers.build import StatefulLayer, text_config_of
 from kvloom.integrations.transformers.cache_argument import as_argument
 from kvloom.integrations.transformers.positions import expect_positions
+from kvloom.measuring.compare import STOCK, cache_of
+from kvloom.measuring.head_errors import HeadErrors
 
 WINDOW: Final = 512
 """Tokens of a text that ``windows_of`` cuts."""

@@ -12,8 +12,6 @@ from kvloom.caches.format import kept_as
 from kvloom.core.checks import expect_range
 from kvloom.core.spelling import RECENT, group_for, parse_kind
 from kvloom.errors import ArgumentError
-from kvloom.integrations.head_errors import HeadErrors
-from kvloom.integrations.quality import ROWS, expect_decoder
 from kvloom.integrations.transformers import KVCache
 from kvloom.integrations.transformers.bit_plan import BitPlan, config_digest
 from kvloom.integrations.transformers.build import text_config_of
@@ -21,6 +19,8 @@ from kvloom.integrations.transformers.cache_argument import as_argument
 from kvloom.integrations.transformers.layers import KVCacheLayer
 from kvloom.integrations.transformers.loading import head_dim_of, head_dims_of
 from kvloom.integrations.transformers.positions import expect_positions
+from kvloom.measuring.head_errors import HeadErrors
+from kvloom.measuring.quality import ROWS, expect_decoder
 
 KINDS: Final = (
     "int2,rotate=keys",

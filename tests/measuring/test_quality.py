@@ -22,8 +22,8 @@ from transformers.cache_utils import DynamicLayer
 import kvloom
 from kvloom.cli import main
 from kvloom.errors import ArgumentError, UnsupportedError
-from kvloom.integrations.quality import Peer, windows_of
-from kvloom.integrations.quality_plot import Point, as_svg
+from kvloom.measuring.chart import Point, as_svg
+from kvloom.measuring.quality import Peer, windows_of
 
 CHUNK = 8
 

@@ -13,7 +13,7 @@ from kvloom.errors import ArgumentError
 from kvloom.models import check_model_folder, iter_texts
 
 if TYPE_CHECKING:
-    from kvloom.integrations.quality import Peer, Quality
+    from kvloom.measuring.quality import Peer, Quality
 
 _KINDS: Final = ["float16", "int8", "int4"]
 _NUM_TOKENS: Final = 4096
@@ -77,7 +77,7 @@ def run(args: argparse.Namespace) -> None:
     from rich.console import Console
     from rich.progress import Progress
 
-    from kvloom.integrations.quality import quality, windows_of
+    from kvloom.measuring.quality import quality, windows_of
 
     model, tokenizer = args.load(args.model)
     window = _within_positions(model, args.window)
@@ -104,7 +104,7 @@ def run(args: argparse.Namespace) -> None:
     else:
         _print_table(rows, num_ours=len(kinds))
     if args.plot is not None:
-        from kvloom.integrations.quality_plot import Point, as_svg
+        from kvloom.measuring.chart import Point, as_svg
 
         points = [
             Point(_name(n, row, len(kinds)), row.nbytes_per_token, row.mean_kl, n > len(kinds))
@@ -141,8 +141,8 @@ def _expect_plan(args: argparse.Namespace) -> None:
 
 def _save_plan(args: argparse.Namespace, model: Any, tokenizer: Any) -> None:
     """Choose bits on the text of ``--calibrate``, and write them."""
-    from kvloom.integrations.planned_bits import plan_bits
-    from kvloom.integrations.quality import windows_of
+    from kvloom.measuring.planned_bits import plan_bits
+    from kvloom.measuring.quality import windows_of
 
     texts = iter_texts("train") if args.calibrate is None else [_read(args.calibrate, "--calibrate")]
     windows = windows_of(tokenizer, texts, _CALIBRATED, "--calibrate", _within_positions(model, None))
@@ -160,7 +160,7 @@ def _installed_peers(model: Any) -> "list[Peer]":
     """transformers' int4 caches of installed libraries, which keep the newest 128 tokens as they are."""
     from transformers.cache_utils import QuantizedCache
 
-    from kvloom.integrations.quality import Peer
+    from kvloom.measuring.quality import Peer
 
     def peer(backend: str, axis: int) -> "Peer":
         return Peer(
