@@ -1,17 +1,18 @@
 """Small pictures of layouts: four tokens, two heads and four elements, in the order of memory."""
 
-import re
+import math
 from collections.abc import Iterator
-from html import escape
 from itertools import product
 from typing import Final, NamedTuple
 
 from kvloom.core.layouts import CacheLayout
+from kvloom.graphics.svg import COLORS, Picture
 from kvloom.layouts.catalog import NamedLayout
 
 _EXTENTS: Final = {"L": 1, "2": 2, "T": 4, "B": 2, "S": 2, "H": 2, "D": 4}
 _CELL: Final = 14  # pixels
-_TOKENS: Final = ("#4c78a8", "#f58518", "#54a24b", "#b279a2")
+_COLUMNS: Final = 32
+_STYLE: Final = "text{font:11px ui-monospace,monospace}.t{fill:#888}.e{text-anchor:middle}.v{fill:#222}"
 
 
 class Cell(NamedTuple):
@@ -70,31 +71,23 @@ def as_text(layout: NamedLayout) -> str:
 
 def as_svg(layout: NamedLayout) -> str:
     """The picture as SVG: a color for each token, lighter for the second head, the element in its cell."""
-    parts: list[str] = []
-    y = 4
-    width = 0
-    for title, strip in strips(layout):
-        parts.append(f'<text x="0" y="{y + 10}" class="t">{escape(title)}</text>')
-        y += 16
-        for at in range(0, len(strip), 32):
-            for column, cell in enumerate(strip[at : at + 32]):
+    drawn = list(strips(layout))
+    width = _CELL * max(min(len(strip), _COLUMNS) for _, strip in drawn)
+    height = 4 + sum(20 + 22 * math.ceil(len(strip) / _COLUMNS) for _, strip in drawn)
+    label = layout.axes.replace("|", "and")
+    picture = Picture(width, height, _STYLE, role="img", aria_label=label)
+    top = 4
+    for title, strip in drawn:
+        picture.text(0, top + 10, title, class_="t")
+        top += 16
+        for at in range(0, len(strip), _COLUMNS):
+            for column, cell in enumerate(strip[at : at + _COLUMNS]):
                 x = column * _CELL
-                opacity, text = (1, "#fff") if cell.head == 0 else (0.45, "#222")
-                parts.append(
-                    f'<rect x="{x}" y="{y}" width="{_CELL - 1}" height="18" fill="{_TOKENS[cell.token]}" '
-                    f'fill-opacity="{opacity}"/>'
-                    f'<text x="{x + 6.5}" y="{y + 13}" class="e" fill="{text}">{cell.element}</text>'
-                )
-                width = max(width, x + _CELL)
+                opacity, color = (1, "#fff") if cell.head == 0 else (0.45, "#222")
+                picture.rect(x, top, _CELL - 1, 18, fill=COLORS[cell.token], fill_opacity=opacity)
+                picture.text(x + 6.5, top + 13, str(cell.element), class_="e", fill=color)
                 if cell.side == "V":
-                    parts.append(f'<rect x="{x}" y="{y + 15}" width="{_CELL - 1}" height="3" class="v"/>')
-            y += 22
-        y += 4
-    body = "\n".join(parts)
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {y}" width="{width}" height="{y}" '
-        f'role="img" aria-label="{escape(re.sub(r"[|]", "and", layout.axes))}">\n'
-        "<style>text{font:11px ui-monospace,monospace}.t{fill:#888}.e{text-anchor:middle}"
-        ".v{fill:#222}</style>\n"
-        f"{body}\n</svg>\n"
-    )
+                    picture.rect(x, top + 15, _CELL - 1, 3, class_="v")
+            top += 22
+        top += 4
+    return str(picture)

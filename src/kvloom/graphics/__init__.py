@@ -1,0 +1,1 @@
+"""Pictures that are written by hand, as SVG. Imports no torch."""
