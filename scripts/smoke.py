@@ -1,13 +1,13 @@
 """What an installed kvloom must do, wherever it was installed from: python scripts/smoke.py"""
 
 import sys
-from importlib.resources import files
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import kvloom
 from kvloom import Batch, CacheIndex, KVSpec, KVView, ops
+from kvloom.graphics.html import read_page
 from kvloom.integrations.transformers import KVCache
 from kvloom.models import bundled_model_path
 from kvloom.ops import cpu_kernels
@@ -17,7 +17,7 @@ sys.stdout.write(
 )
 assert cpu_kernels() in ("baseline", "avx2", "avx512", "amx"), cpu_kernels()
 assert "site-packages" in kvloom.__path__[0], kvloom.__path__
-assert files("kvloom.serving").joinpath("dashboard.html").is_file()
+assert "function element(" in read_page("kvloom.serving", "dashboard.html")
 
 spec = KVSpec(layers=1, heads=2, head_dim=16, dtype=torch.float32)
 kv = KVView.joint(spec.axes, spec.empty(num_tokens=8)[0])

@@ -1,1 +1,1 @@
-"""Pictures that are written by hand, as SVG. Imports no torch."""
+"""Pictures and pages that are written by hand: SVG, and what the pages of HTML share. Imports no torch."""

@@ -3,9 +3,9 @@
 import hashlib
 import secrets
 from dataclasses import asdict
-from importlib.resources import files
 from typing import Any, Final
 
+from kvloom.graphics.html import read_page
 from kvloom.serving.session import Session
 
 HEADERS: Final = {
@@ -22,7 +22,7 @@ _SECRET: Final = secrets.token_bytes(16)
 
 def page() -> str:
     """The page, in HTML."""
-    return files("kvloom.serving").joinpath("dashboard.html").read_text(encoding="utf-8")
+    return read_page("kvloom.serving", "dashboard.html")
 
 
 def state_of(session: Session, name: str) -> dict[str, Any]:

@@ -2,9 +2,10 @@
 
 import json
 from collections.abc import Iterable
-from importlib.resources import files
 from pathlib import Path
 from typing import Any, Final
+
+from kvloom.graphics.html import read_page
 
 _PLACE: Final = "/*recording*/null"
 _ESCAPED: Final = {ord("<"): "\\u003c", ord(">"): "\\u003e", ord("&"): "\\u0026"}
@@ -26,7 +27,7 @@ def page_of(lines: Iterable[dict[str, Any]]) -> str:
     ]
     data = json.dumps({"head": head, "nodes": nodes, "events": events}, separators=(",", ":"))
     # Nothing in a string can end the script: what HTML could read is escaped, as JSON allows.
-    text = files("kvloom.tracing").joinpath("view.html").read_text(encoding="utf-8")
+    text = read_page("kvloom.tracing", "view.html")
     return text.replace(_PLACE, data.translate(_ESCAPED), 1)
 
 
