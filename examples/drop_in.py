@@ -14,7 +14,7 @@ Needs transformers. Prints a text that was generated from int8 keys and values, 
 
 import torch
 
-from kvloom.integrations.transformers import enable, load_model
+from kvloom import enable, load_model
 from kvloom.models import bundled_model_path
 
 model, tokenizer = load_model(bundled_model_path(), dtype=torch.float32, progress=False)

@@ -16,7 +16,7 @@ Needs transformers. Prints what the model reads in the first steps, and the two 
 
 import torch
 
-from kvloom.integrations.transformers import KVCache, load_model
+from kvloom import KVCache, load_model
 from kvloom.models import bundled_model_path
 
 PROMPTS = ["import os\n\ndef main():\n", "class Reader:\n    def __init__(self, "]

@@ -13,8 +13,7 @@ Needs transformers. Prints what the tuple holds, and a text continued from it an
 import torch
 from torch import Tensor
 
-from kvloom.caches import Cache
-from kvloom.integrations.transformers import KVCache, load_model
+from kvloom import Cache, KVCache, load_model
 from kvloom.models import bundled_model_path
 
 PROMPT = "import os\n\ndef main():\n"

@@ -14,10 +14,9 @@ then what was computed:
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from kvloom import ops
+from kvloom import load_model, ops
 from kvloom.caches import CacheFormat, PrefixCache
 from kvloom.core.indexing import CacheIndex
-from kvloom.integrations.transformers import load_model
 from kvloom.models import bundled_model_path
 
 SYSTEM = '"""Utilities for reading and writing files."""\n\nimport os\nimport sys\n\n'

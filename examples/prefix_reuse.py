@@ -13,8 +13,8 @@ Needs transformers. Prints each question with its answer, then what became of th
 
 import torch
 
+from kvloom import KVCache, load_model
 from kvloom.errors import StateError
-from kvloom.integrations.transformers import KVCache, load_model
 from kvloom.models import bundled_model_path
 
 SYSTEM = '"""Utilities for reading and writing files."""\n\nimport os\nimport sys\n\n'

@@ -6,9 +6,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import kvloom
-from kvloom import Batch, CacheIndex, KVSpec, KVView, ops
+from kvloom import Batch, CacheIndex, KVCache, KVSpec, KVView, ops
 from kvloom.graphics.html import read_page
-from kvloom.integrations.transformers import KVCache
 from kvloom.models import bundled_model_path
 from kvloom.ops import cpu_kernels
 

@@ -1,6 +1,7 @@
 """kvloom: a KV cache for transformer inference. One storage for every published layout and operator standard.
 
-Names load on first use, so that ``import kvloom`` is instant and imports no torch.
+Names load on first use, so that ``import kvloom`` is instant and imports no torch. Those for models of
+Hugging Face, such as ``enable`` and ``KVCache``, need transformers.
 """
 
 from importlib import import_module
@@ -8,17 +9,24 @@ from typing import Any
 
 _HOME = {
     "Batch": "kvloom.ops",
+    "Cache": "kvloom.caches",
     "CacheIndex": "kvloom.core.indexing",
     "CacheLayout": "kvloom.core.layouts",
+    "KVCache": "kvloom.integrations.transformers",
     "KVError": "kvloom.errors",
+    "KVPool": "kvloom.integrations.transformers",
     "KVSpec": "kvloom.core.specs",
     "KVTensors": "kvloom.layouts",
     "KVView": "kvloom.core.views",
     "Placement": "kvloom.layouts",
     "QuantSpec": "kvloom.core.specs",
     "Scores": "kvloom.ops",
+    "continuous_batching": "kvloom.integrations.transformers",
     "convert": "kvloom.layouts",
     "debug": "kvloom.core.checks",
+    "disable": "kvloom.integrations.transformers",
+    "enable": "kvloom.integrations.transformers",
+    "load_model": "kvloom.integrations.transformers",
     "ops": "kvloom",
     "plan": "kvloom.planning.plan",
     "plan_bits": "kvloom.measuring.planned_bits",

@@ -20,6 +20,28 @@ def test_import_kvloom_imports_no_torch() -> None:
     assert loaded == "False"
 
 
+def test_import_kvloom_imports_its_own_file_and_no_package() -> None:
+    code = "import sys\nbefore = set(sys.modules)\nimport kvloom\ndir(kvloom), kvloom.__all__\n"
+    code += (
+        "print({x for x in set(sys.modules) - before if x.partition('.')[0] not in sys.stdlib_module_names})"
+    )
+    assert run_python(code) == "{'kvloom'}"
+
+
+def test_a_name_for_transformers_imports_it_and_is_that_of_its_door() -> None:
+    code = """
+import sys
+from kvloom import Cache
+print("transformers" in sys.modules)
+from kvloom import KVCache, KVPool, continuous_batching, disable, enable, load_model
+from kvloom import caches
+from kvloom.integrations import transformers as door
+print(KVCache is door.KVCache, KVPool is door.KVPool, continuous_batching is door.continuous_batching)
+print(disable is door.disable, enable is door.enable, load_model is door.load_model, Cache is caches.Cache)
+"""
+    assert run_python(code).split() == ["False", *["True"] * 7]
+
+
 def test_command_line_help_imports_no_torch() -> None:
     code = "import sys\nfrom kvloom.cli import main\ntry: main(['--help'])\nexcept SystemExit: pass\n"
     assert run_python(code + "print('torch' in sys.modules)").endswith("False")
