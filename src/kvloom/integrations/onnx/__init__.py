@@ -1,4 +1,4 @@
-"""PMX operators in ONNX. The only folder that imports onnx, onnxscript and onnxruntime."""
+"""PMX operators in ONNX. The only folder that imports onnx and onnxruntime."""
 
 from kvloom.integrations.onnx.cache_views import group_query_cache, row_batch, standard_cache, write_slots
 from kvloom.integrations.onnx.checks import check, problems

@@ -35,34 +35,34 @@ def attend(
     rows, columns = b.size(query, 0), b.size(key, 0)
     # One matrix product per key/value head, for all query heads that share it. The reshapes also keep ONNX
     # Runtime from fusing the transpositions into the product, which then divides by zero without tokens.
-    q_HRqD = b.op("Transpose", b.reshape(query, rows, kv_heads, repeat, head_dim), perm=[1, 2, 0, 3])
-    shared = b.op("Mul", rows, b.int_vector(repeat))
+    q_HRqD = b.Transpose(b.reshape(query, rows, kv_heads, repeat, head_dim), perm=[1, 2, 0, 3])
+    shared = b.Mul(rows, [repeat])
     q_HqD = b.reshape(q_HRqD, kv_heads, shared, head_dim)
-    k_HDk = b.reshape(b.op("Transpose", key, perm=[1, 2, 0]), kv_heads, head_dim, columns)
-    v_HkD = b.reshape(b.op("Transpose", value, perm=[1, 0, 2]), kv_heads, columns, head_dim)
-    scores = b.op("Mul", b.op("MatMul", q_HqD, k_HDk), b.float_scalar(1.0 / math.sqrt(head_dim)))
+    k_HDk = b.reshape(b.Transpose(key, perm=[1, 2, 0]), kv_heads, head_dim, columns)
+    v_HkD = b.reshape(b.Transpose(value, perm=[1, 0, 2]), kv_heads, columns, head_dim)
+    scores = b.Mul(b.MatMul(q_HqD, k_HDk), 1.0 / math.sqrt(head_dim))
     scores = b.reshape(scores, kv_heads, repeat, rows, columns)
     if mask_rank:
         mask = _mask(b, mask_rank, rows, columns)
         if mask_rank == 3:
             mask = b.reshape(mask, kv_heads, repeat, rows, columns)
-        scores = b.op("Add", scores, mask)
+        scores = b.Add(scores, mask)
     (q_sequence, q_position), (k_sequence, k_position) = (
         tuple(b.unsqueeze(x, axis) for x in pair) for pair, axis in ((queries, 1), (keys, 0))
     )
-    distance = b.op("Sub", k_position, q_position)
-    later = b.op("Greater", distance, b.int_scalar(0))
-    hidden = b.op("Not", b.op("Equal", q_sequence, k_sequence))
+    distance = b.Sub(k_position, q_position)
+    later = b.Greater(distance, 0)
+    hidden = b.Not(b.Equal(q_sequence, k_sequence))
     if attributes["is_alibi"]:
         slopes = b.tensor(alibi_slopes(heads).tolist(), [kv_heads, repeat, 1, 1])
-        scores = b.op("Add", scores, b.op("Mul", slopes, b.cast(distance, FLOAT)))
-        hidden = b.op("Or", hidden, later)
+        scores = b.Add(scores, b.Mul(slopes, b.cast(distance, FLOAT)))
+        hidden = b.Or(hidden, later)
     elif attributes["is_causal"]:
-        masked = b.op("GreaterOrEqual", q_sequence, b.as_scalar("decoding_batches"))
-        hidden = b.op("Or", hidden, b.op("And", later, masked))
-    probs = _softmax(b, b.op("Where", hidden, b.float_scalar(-math.inf), scores))
+        masked = b.GreaterOrEqual(q_sequence, b.as_scalar("decoding_batches"))
+        hidden = b.Or(hidden, b.And(later, masked))
+    probs = _softmax(b, b.Where(hidden, -math.inf, scores))
     out = _weighted_sum(b, b.reshape(probs, kv_heads, shared, columns), v_HkD)
-    out = b.op("Transpose", b.reshape(out, kv_heads, repeat, rows, head_dim), perm=[2, 0, 1, 3])
+    out = b.Transpose(b.reshape(out, kv_heads, repeat, rows, head_dim), perm=[2, 0, 1, 3])
     return b.reshape(out, rows, heads, head_dim)
 
 
@@ -71,31 +71,29 @@ def _mask(b: Builder, rank: int, rows: str, columns: str) -> str:
     lead = [b.size("query", 1)] if rank == 3 else []
 
     def zeros(inner: Builder) -> str:
-        return inner.op("ConstantOfShape", inner.shape(*lead, rows, columns))
+        return inner.ConstantOfShape(inner.shape(*lead, rows, columns))
 
     def sliced(inner: Builder) -> str:
-        used = inner.op("Slice", "attn_mask", inner.int_vector(0), columns, inner.int_vector(-1))
+        used = inner.Slice("attn_mask", [0], columns, [-1])
         return inner.cast(used, FLOAT)
 
-    is_empty = b.op("Equal", b.op("Size", "attn_mask"), b.int_scalar(0))
+    is_empty = b.Equal(b.Size("attn_mask"), 0)
     return b.if_else(is_empty, zeros, sliced)
 
 
 def _softmax(b: Builder, scores: str) -> str:
     """Softmax over the last axis; a row of -inf only gives zeros."""
-    last = b.int_vector(3)  # not -1, which ONNX Runtime does not understand where there are no elements
-    top = b.op("ReduceMax", scores, last, keepdims=1)
-    top = b.op("Where", b.op("IsInf", top, detect_positive=0), b.float_scalar(0.0), top)
-    weights = b.op("Exp", b.op("Sub", scores, top))
-    total = b.op("ReduceSum", weights, last, keepdims=1)
-    return b.op(
-        "Div", weights, b.op("Where", b.op("Equal", total, b.float_scalar(0.0)), b.float_scalar(1.0), total)
-    )
+    last = [3]  # not -1, which ONNX Runtime does not understand where there are no elements
+    top = b.ReduceMax(scores, last, keepdims=1)
+    top = b.Where(b.IsInf(top, detect_positive=0), 0.0, top)
+    weights = b.Exp(b.Sub(scores, top))
+    total = b.ReduceSum(weights, last, keepdims=1)
+    return b.Div(weights, b.Where(b.Equal(total, 0.0), 1.0, total))
 
 
 def _weighted_sum(b: Builder, probs: str, value: str) -> str:
     """``probs @ value``, but a weight of 0 hides even NaN. A row that sees a NaN or an infinity is NaN."""
     nonfinite = b.is_nonfinite(value)
-    out = b.op("MatMul", probs, b.op("Where", nonfinite, b.float_scalar(0.0), value))
-    counted = b.op("MatMul", b.cast(b.cast(probs, BOOL), FLOAT), b.cast(nonfinite, FLOAT))
-    return b.op("Where", b.op("Greater", counted, b.float_scalar(0.0)), b.float_scalar(math.nan), out)
+    out = b.MatMul(probs, b.Where(nonfinite, 0.0, value))
+    counted = b.MatMul(b.cast(b.cast(probs, BOOL), FLOAT), b.cast(nonfinite, FLOAT))
+    return b.Where(b.Greater(counted, 0.0), math.nan, out)

@@ -12,7 +12,7 @@ from onnx import TensorProto, helper
 
 from kvloom.core.layouts import CacheLayout
 from kvloom.integrations.onnx.attention import attend
-from kvloom.integrations.onnx.builder import FLOAT, INT64, Builder
+from kvloom.integrations.onnx.builder import FLOAT, INT64, Builder, Operand
 from kvloom.integrations.onnx.operators import ATTENTION, STATIC, Operator
 from kvloom.integrations.onnx.quantization import dequantize, quantize
 
@@ -91,47 +91,45 @@ class _Positions(NamedTuple):
 
 def _static(b: Builder, variant: Variant) -> None:
     batch, num_new = b.size("current_key", 0), b.size("current_key", 1)
-    start = b.op("Reshape", "start_pos", b.int_vector(1))
-    end = b.op("Add", start, num_new)
+    start = b.Reshape("start_pos", [1])
+    end = b.Add(start, num_new)
 
-    def grid(first: str, count: str) -> _Positions:
+    def grid(first: Operand, count: str) -> _Positions:
         rows = b.unsqueeze(b.arange(batch), 1)
-        columns = b.unsqueeze(b.op("Add", b.arange(count), first), 0)
+        columns = b.unsqueeze(b.Add(b.arange(count), first), 0)
         shape = b.shape(batch, count)
-        flat = b.op("Mul", batch, count)
-        axes = {"B": b.op("Expand", rows, shape), "S": b.op("Expand", columns, shape)}
+        flat = b.Mul(batch, count)
+        axes = {"B": b.Expand(rows, shape), "S": b.Expand(columns, shape)}
         return _Positions({axis: b.reshape(x, flat) for axis, x in axes.items()})
 
     heads, dim = b.size("current_key", 2), b.size("current_key", 3)
-    flat = [b.reshape(x, b.op("Mul", batch, num_new), heads, dim) for x in ("current_key", "current_value")]
-    stored = _update(b, variant, flat, heads, grid(start, num_new), grid(b.int_vector(0), end))
+    flat = [b.reshape(x, b.Mul(batch, num_new), heads, dim) for x in ("current_key", "current_value")]
+    stored = _update(b, variant, flat, heads, grid(start, num_new), grid([0], end))
     for side, name in enumerate(("key", "value")):
-        x = _repeated(
-            b, b.op("Gather", stored, b.int_scalar(side), axis=0), variant.attributes["num_repeat"], heads
-        )
-        repeated = b.op("Mul", heads, b.int_vector(variant.attributes["num_repeat"]))
+        x = _repeated(b, b.Gather(stored, side, axis=0), variant.attributes["num_repeat"], heads)
+        repeated = b.Mul(heads, [variant.attributes["num_repeat"]])
         b.reshape(x, batch, end, repeated, dim, into=name)
 
 
 def _ragged(b: Builder, variant: Variant) -> None:
     a = variant.attributes
     new_sequence, new_offset = _tokens(b, "seqstarts")
-    new_position = b.op("Add", new_offset, b.op("Gather", "start_pos", new_sequence))
+    new_position = b.Add(new_offset, b.Gather("start_pos", new_sequence))
     sequence, position = _tokens(b, "kvstarts")
     heads = b.size("current_key", 1)
     new_at = _Positions({"T": _slots(b, variant, new_sequence, new_position)})
     all_at = _Positions({"T": _slots(b, variant, sequence, position)})
     stored = _update(b, variant, ["current_key", "current_value"], heads, new_at, all_at)
-    key, value = (b.op("Gather", stored, b.int_scalar(side), axis=0) for side in (0, 1))
+    key, value = (b.Gather(stored, side, axis=0) for side in (0, 1))
     if variant.operator is not ATTENTION:
         for name, x in (("key", key), ("value", value)):
-            b.op("Identity", _repeated(b, x, a["num_repeat"], heads), into=name)
+            b.Identity(_repeated(b, x, a["num_repeat"], heads), into=name)
         return
-    new_kvlen = b.op("Sub", b.op("Gather", "kvstarts", b.op("Add", new_sequence, b.int_scalar(1))),
-                     b.op("Gather", "kvstarts", new_sequence))  # fmt: skip
-    new_seqlen = b.op("Sub", b.op("Gather", "seqstarts", b.op("Add", new_sequence, b.int_scalar(1))),
-                      b.op("Gather", "seqstarts", new_sequence))  # fmt: skip
-    query_position = b.op("Add", new_offset, b.op("Sub", new_kvlen, new_seqlen))
+    after = b.Add(new_sequence, 1)
+    new_kvlen, new_seqlen = (
+        b.Sub(b.Gather(starts, after), b.Gather(starts, new_sequence)) for starts in ("kvstarts", "seqstarts")
+    )
+    query_position = b.Add(new_offset, b.Sub(new_kvlen, new_seqlen))
     queries, keys = (new_sequence, query_position), (sequence, position)
     out = attend(b, a, (b.cast("query", FLOAT), b.cast(key, FLOAT), b.cast(value, FLOAT)), queries, keys,
                  variant.mask_rank)  # fmt: skip
@@ -140,23 +138,23 @@ def _ragged(b: Builder, variant: Variant) -> None:
 
 def _tokens(b: Builder, starts: str) -> tuple[str, str]:
     """Sequence and position in it of each token of a ragged batch, from the prefix sums of lengths."""
-    token = b.arange(b.op("Gather", starts, b.int_vector(-1), axis=0))
-    ends = b.op("Slice", starts, b.int_vector(1), b.int_vector(2**62), b.int_vector(0))
-    ended = b.op("LessOrEqual", b.unsqueeze(ends, 0), b.unsqueeze(token, 1))
-    sequence = b.op("ReduceSum", b.cast(ended, INT64), b.int_vector(1), keepdims=0)
-    return sequence, b.op("Sub", token, b.op("Gather", starts, sequence))
+    token = b.arange(b.Gather(starts, [-1], axis=0))
+    ends = b.Slice(starts, [1], [2**62], [0])
+    ended = b.LessOrEqual(b.unsqueeze(ends, 0), b.unsqueeze(token, 1))
+    sequence = b.ReduceSum(b.cast(ended, INT64), [1], keepdims=0)
+    return sequence, b.Sub(token, b.Gather(starts, sequence))
 
 
 def _slots(b: Builder, variant: Variant, sequence: str, position: str) -> str:
     a = variant.attributes
     if a["cache_mode"] == 0:
-        return b.op("Add", b.op("Gather", "cachestarts", sequence), position)
+        return b.Add(b.Gather("cachestarts", sequence), position)
     if variant.table_rank == 1:
-        return b.op("Gather", "cachestarts", b.op("Add", b.op("Gather", "kvstarts", sequence), position))
-    size = b.int_scalar(a["page_size"])
-    page = b.op("Div", position, size)
-    entry = b.op("Concat", b.unsqueeze(sequence, 1), b.unsqueeze(page, 1), axis=1)
-    return b.op("Add", b.op("GatherND", "cachestarts", entry), b.op("Sub", position, b.op("Mul", page, size)))
+        return b.Gather("cachestarts", b.Add(b.Gather("kvstarts", sequence), position))
+    size = a["page_size"]
+    page = b.Div(position, size)
+    entry = b.Concat(b.unsqueeze(sequence, 1), b.unsqueeze(page, 1), axis=1)
+    return b.Add(b.GatherND("cachestarts", entry), b.Sub(position, b.Mul(page, size)))
 
 
 def _update(
@@ -165,7 +163,7 @@ def _update(
     """Write ``new`` at ``new_at``, then read ``all_at``: ``[2, M, H, D]`` in the dtype of the inputs."""
     a = variant.attributes
     bits, group = a["quant_bit"], a["quant_group"]
-    x = b.op("Concat", *(b.unsqueeze(side, 0) for side in new), axis=0)
+    x = b.Concat(*(b.unsqueeze(side, 0) for side in new), axis=0)
     axes = variant.layout.axes.split()
     indexed = axes[: max(i for i, axis in enumerate(axes) if axis in "LTBS") + 1]
     inner = [axis for axis in axes if axis in ("2", "H")]
@@ -176,10 +174,10 @@ def _update(
     back = [order.index(i) for i in range(4)]
 
     def scatter(cache: str, rows: str, into: str) -> str:
-        return b.op("ScatterND", cache, write_index, b.op("Transpose", rows, perm=order), into=into)
+        return b.ScatterND(cache, write_index, b.Transpose(rows, perm=order), into=into)
 
     def gather(cache: str) -> str:
-        return b.op("Transpose", b.op("GatherND", cache, read_index), perm=back)
+        return b.Transpose(b.GatherND(cache, read_index), perm=back)
 
     if not bits:
         same = variant.dtype == variant.cache_dtype
@@ -196,7 +194,7 @@ def _index(b: Builder, indexed: list[str], at: _Positions, heads: str) -> str:
     """``[N, (2), (H), axes]`` int64: coordinates of the rows of all tokens, in the order of the layout."""
     inner = [axis for axis in indexed if axis in ("2", "H")]
     tokens = next(iter(at.coordinates.values()))
-    extents = {"2": b.int_vector(2), "H": heads}
+    extents: dict[str, Operand] = {"2": [2], "H": heads}
     shape = b.shape(b.size(tokens, 0), *(extents[axis] for axis in inner))
     rank = 1 + len(inner)
     parts = []
@@ -204,18 +202,18 @@ def _index(b: Builder, indexed: list[str], at: _Positions, heads: str) -> str:
         if axis in at.coordinates:
             x, dim = at.coordinates[axis], 0
         elif axis == "L":
-            x, dim = b.op("Reshape", b.attribute("layer_idx"), b.int_vector(1)), 0
+            x, dim = b.Reshape(b.attribute("layer_idx"), [1]), 0
         else:
             x, dim = b.arange(extents[axis]), 1 + inner.index(axis)
         others = [i for i in range(rank) if i != dim]
         x = b.unsqueeze(x, *others) if others else x
-        parts.append(b.unsqueeze(b.op("Expand", x, shape), rank))
-    return b.op("Concat", *parts, axis=rank)
+        parts.append(b.unsqueeze(b.Expand(x, shape), rank))
+    return b.Concat(*parts, axis=rank)
 
 
 def _repeated(b: Builder, x: str, num_repeat: int, heads: str) -> str:
     """``[M, H, D]`` with each head repeated ``num_repeat`` times in a row."""
     if num_repeat == 1:
         return x
-    repeated = b.arange(b.op("Mul", heads, b.int_vector(num_repeat)))
-    return b.op("Gather", x, b.op("Div", repeated, b.int_scalar(num_repeat)), axis=1)
+    repeated = b.arange(b.Mul(heads, [num_repeat]))
+    return b.Gather(x, b.Div(repeated, num_repeat), axis=1)

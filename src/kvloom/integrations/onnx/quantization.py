@@ -40,28 +40,27 @@ def saturated(b: Builder, x: str, dtype: int, of: int) -> str:
 def quantize(b: Builder, x: str, dtype: int, bits: int, group: int, scale_dtype: int) -> tuple[str, str]:
     """Codes ``[2, N, H, D]`` (4 bits: ``D / 2``) and scales ``[2, N, H, D / group]`` of ``x``."""
     sides, tokens, heads, dim = (b.size(x, axis) for axis in range(4))
-    groups = b.op("Div", dim, b.int_vector(group))
+    groups = b.Div(dim, [group])
     x = b.reshape(b.cast(x, FLOAT), sides, tokens, heads, groups, group)
-    last = b.int_vector(4)  # not -1, which ONNX Runtime does not understand where there are no elements
-    nonfinite = b.op("ReduceMax", b.cast(b.is_nonfinite(x), INT32), last, keepdims=1)
+    last = [4]  # not -1, which ONNX Runtime does not understand where there are no elements
+    nonfinite = b.ReduceMax(b.cast(b.is_nonfinite(x), INT32), last, keepdims=1)
     nonfinite = b.cast(nonfinite, BOOL)
-    x = b.op("Where", nonfinite, b.float_scalar(0.0), x)
+    x = b.Where(nonfinite, 0.0, x)
+    largest_code = float(QMAX[bits])
     eps = float(np.asarray(EPS, dtype=_NUMPY[dtype]))
-    amax = b.op("ReduceMax", b.op("Abs", x), last, keepdims=1)
-    scale = b.op("Max", rounded(b, b.op("Div", amax, b.float_scalar(QMAX[bits])), dtype), b.float_scalar(eps))
-    quotient = rounded(b, b.op("Div", x, scale), dtype)
-    codes = b.clip(b.op("Round", quotient), QMAX[bits])
+    amax = b.ReduceMax(b.Abs(x), last, keepdims=1)
+    scale = b.Max(rounded(b, b.Div(amax, largest_code), dtype), eps)
+    quotient = rounded(b, b.Div(x, scale), dtype)
+    codes = b.clip(b.Round(quotient), largest_code)
     stored = b.clip(scale, largest(scale_dtype)) if largest(dtype) > largest(scale_dtype) else scale
-    stored = b.op("Where", nonfinite, b.float_scalar(float("nan")), stored)
+    stored = b.Where(nonfinite, float("nan"), stored)
     stored = b.reshape(b.cast(stored, scale_dtype), sides, tokens, heads, groups)
     if bits == 8:
         return b.reshape(b.cast(codes, TensorProto.INT8), sides, tokens, heads, dim), stored
-    pairs = b.reshape(codes, sides, tokens, heads, b.op("Div", dim, b.int_vector(2)), 2)
-    nibbles = b.op(
-        "Where", b.op("Less", pairs, b.float_scalar(0.0)), b.op("Add", pairs, b.float_scalar(16.0)), pairs
-    )
+    pairs = b.reshape(codes, sides, tokens, heads, b.Div(dim, [2]), 2)
+    nibbles = b.Where(b.Less(pairs, 0.0), b.Add(pairs, 16.0), pairs)
     weights = b.tensor([1.0, 16.0], [2])
-    packed = b.op("ReduceSum", b.op("Mul", nibbles, weights), last, keepdims=0)
+    packed = b.ReduceSum(b.Mul(nibbles, weights), last, keepdims=0)
     return b.cast(packed, TensorProto.UINT8), stored
 
 
@@ -73,13 +72,13 @@ def dequantize(
     x = b.cast(codes, FLOAT)
     if bits == 4:
         x = b.unsqueeze(x, -1)
-        high = b.op("Floor", b.op("Div", x, b.float_scalar(16.0)))
-        low = b.op("Sub", x, b.op("Mul", high, b.float_scalar(16.0)))
-        x = b.op("Concat", low, high, axis=-1)
-        negative = b.op("Greater", x, b.float_scalar(7.0))
-        x = b.op("Where", negative, b.op("Sub", x, b.float_scalar(16.0)), x)
+        high = b.Floor(b.Div(x, 16.0))
+        low = b.Sub(x, b.Mul(high, 16.0))
+        x = b.Concat(low, high, axis=-1)
+        negative = b.Greater(x, 7.0)
+        x = b.Where(negative, b.Sub(x, 16.0), x)
     x = b.reshape(x, sides, tokens, heads, groups, group)
-    product = rounded(b, b.op("Mul", x, b.unsqueeze(b.cast(scale, FLOAT), -1)), scale_dtype)
+    product = rounded(b, b.Mul(x, b.unsqueeze(b.cast(scale, FLOAT), -1)), scale_dtype)
     product = b.clip(product, largest(scale_dtype))
-    dim = b.op("Mul", groups, b.int_vector(group))
+    dim = b.Mul(groups, [group])
     return saturated(b, b.reshape(product, sides, tokens, heads, dim), dtype, scale_dtype)
