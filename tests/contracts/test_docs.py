@@ -1,5 +1,6 @@
 """Every Python snippet of the documentation runs, in order, one namespace for each page."""
 
+import ast
 import re
 from pathlib import Path
 
@@ -40,10 +41,26 @@ def test_nobody_is_sent_to_an_index_that_has_no_kvloom(path: Path) -> None:
     assert not re.search(r"install '?kvloom|kvloom\[", path.read_text(encoding="utf-8"))
 
 
-def test_the_architecture_names_every_file() -> None:
+SOURCES = ROOT / "src" / "kvloom"
+MODULES = sorted(path for path in SOURCES.rglob("*.py") if path.read_text(encoding="utf-8").strip())
+
+
+def test_the_architecture_names_every_folder() -> None:
     text = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
-    names = {path.name for path in (ROOT / "src" / "kvloom").rglob("*.py")} - {"__init__.py"}
-    assert {name for name in names if name not in text} == set()
+    folders = {str(path.parent.relative_to(SOURCES)) for path in MODULES} - {"."}
+    assert {name for name in folders if f"{name}/" not in text} == set()
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(SOURCES)))
+def test_every_module_says_what_it_is(path: Path) -> None:
+    said = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
+    assert said and re.match(r"[^\n]{15,}[.:]( |\n|$)", said), f"{path} must begin with a sentence"
+
+
+def test_every_header_says_what_it_is() -> None:
+    headers = sorted((ROOT / "csrc").rglob("*.h"))
+    assert headers
+    assert [path for path in headers if not path.read_text(encoding="utf-8").startswith("// ")] == []
 
 
 def test_the_invariants_count_the_planted_bugs() -> None:
