@@ -5,6 +5,7 @@ from typing import Any, Final
 
 from kvloom.caches import PrefixCache
 from kvloom.caches.pages import Pages
+from kvloom.caches.residual import Residuals
 from kvloom.caches.storage import Storage
 from kvloom.errors import ArgumentError
 from kvloom.paging import Miss, PageRef, PrefixTree
@@ -14,6 +15,7 @@ from kvloom.store.fingerprint import Fingerprint
 from kvloom.store.format import page_bytes
 from kvloom.store.limits import evictions
 from kvloom.store.probe import Probe
+from kvloom.store.residuals import pack_residual, residual_fingerprint, unpack_residual
 from kvloom.store.store import KVStore, open_store
 from kvloom.store.survey import Verdict, look
 from kvloom.store.tier import Piece
@@ -37,6 +39,7 @@ class StoreBelow:
         storages: Empty tensors of each layer as the pool has them, to read into before the first update.
         seconds_per_token: How long computing takes; ``None`` reads whatever there is.
         probe: Of the model; ``None`` believes the fingerprint.
+        residuals: Of the pool, where its format has a residual window.
     """
 
     def __init__(
@@ -48,9 +51,10 @@ class StoreBelow:
         storages: dict[int, Storage],
         seconds_per_token: float | None,
         probe: Probe | None = None,
+        residuals: Residuals | None = None,
     ) -> None:
         self.store = store
-        self._pages, self._tree = pages, tree
+        self._pages, self._tree, self._residuals = pages, tree, residuals
         self.become(fingerprint, storages, seconds_per_token, probe)
         store.watch(fingerprint, _OPENING_SECONDS)
 
@@ -64,14 +68,19 @@ class StoreBelow:
         """Go on with another model, or with the same one as it is now; arguments are those of the class."""
         self.fingerprint, self._storages = fingerprint, storages
         self._seconds_per_token = seconds_per_token
-        if probe is not None:
-            self.store.expect(fingerprint, probe)
-        self.store.watch(fingerprint)
+        self._of_residuals = None
+        if self._residuals is not None and fingerprint.recent > 1:
+            self._of_residuals = residual_fingerprint(fingerprint, storages)
+        for each in (fingerprint, self._of_residuals):
+            if each is not None and probe is not None:
+                self.store.expect(each, probe)
+            if each is not None:
+                self.store.watch(each)
 
     def fetch(
         self, tokens: Sequence[int], found: list[PageRef], salt: str, scope: str | None = None
     ) -> list[PageRef]:
-        """Read what follows the pages that the pool has.
+        """Read what follows the pages that the pool has, and the residual tokens in front of the end.
 
         Args:
             tokens: Ids from the start of the text, all of which may be read.
@@ -82,6 +91,34 @@ class StoreBelow:
         Returns:
             ``found`` and the pages behind them, held by the caller.
         """
+        refs = self._fetch_pages(tokens, found, salt, scope)
+        if refs and self._of_residuals is not None:
+            self._fetch_residual(self._of_residuals, tokens, refs, salt)
+        return refs
+
+    def _fetch_residual(
+        self, fingerprint: Fingerprint, tokens: Sequence[int], refs: Sequence[PageRef], salt: str
+    ) -> None:
+        """Read the residual tokens in front of the end of some pages, if a stored text ended there."""
+        end = len(refs) * self._pages.format.page_size
+        count = min(self.fingerprint.recent - 1, end)
+        if self._residuals is None or self._residuals.find(refs[-1]) is not None:
+            return
+        seconds = self._seconds_per_token  # who reads them need not compute all of the text
+        pieces = self.store.load(
+            fingerprint,
+            salt,
+            tokens[:end],
+            end - count,
+            seconds_per_token=None if seconds is None else seconds * end / count,
+        )
+        found = unpack_residual(pieces, end - count, end, self._pages.storages)
+        if found is not None:
+            self._residuals.keep(refs[-1], found)
+
+    def _fetch_pages(
+        self, tokens: Sequence[int], found: list[PageRef], salt: str, scope: str | None
+    ) -> list[PageRef]:
         size, pool = self._pages.format.page_size, self._pages.pool
         start = len(found) * size
         wanted = tokens[: len(tokens) // size * size]
@@ -137,6 +174,19 @@ class StoreBelow:
             data = pack(self._pages, [refs[i].id for i in run], self.fingerprint)
             text = tokens[: run.stop * size]
             self.store.save(self.fingerprint, salt, text, run.start * size, size, data)
+        if self._of_residuals is not None:
+            self._keep_residual(self._of_residuals, tokens[: num_pages * size], refs[num_pages - 1], salt)
+
+    def _keep_residual(
+        self, fingerprint: Fingerprint, tokens: Sequence[int], last: PageRef, salt: str
+    ) -> None:
+        """Save the residual tokens in front of the end of a text, if the pool has them and the store not."""
+        found = None if self._residuals is None else self._residuals.find(last)
+        if found is None or self.store.find(fingerprint, salt, tokens, found.first) == len(tokens):
+            return
+        data = pack_residual(found, fingerprint)
+        if data is not None and self.store.has_room(len(data)):
+            self.store.save(fingerprint, salt, tokens, found.first, 1, data)
 
     def _num_damaged(self) -> int:
         return sum(tier.counts["damaged"] for tier in self.store.tiers)

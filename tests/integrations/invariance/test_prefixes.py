@@ -79,6 +79,40 @@ def test_a_text_goes_on_behind_its_residual_window(kv: str, page_size: int) -> N
     assert (pool.report()["residual_bytes"] > 0) == (kv != "int4,recent=1")
 
 
+@pytest.mark.parametrize("kv", ["int4", "int4,recent=16", "int8,recent=40"])
+def test_a_text_goes_on_behind_its_residual_window_in_another_process(kv: str, tmp_path: Path) -> None:
+    """Pools that never saw the text, one with pages of another size, read it from the store."""
+    model = model_of("Llama", torch.float32)
+    enable(model, batch_invariant=True)
+    ids = torch.randint(3, 99, (1, 300), generator=torch.Generator().manual_seed(5))
+    options: dict[str, Any] = {"kv": kv, "max_tokens": 40_000}
+    cold = asked(model, KVPool.for_model(model, **options), ids, 0, 0)
+    for cuts, length, found, size in ((1, 40, 0, 16), (2, 150, 32, 16), (3, 300, 144, 8), (4, 300, 296, 8)):
+        with KVStore(f"file://{tmp_path}", read="always") as store:
+            pool = KVPool.for_model(model, **options, page_size=size, store=store)
+            assert torch.equal(asked(model, pool, ids[:, :length], cuts, found), cold[:, found:length])
+            assert (
+                pool.begin(ids[:, : length + 1]).get_seq_length() == (length - (length == 300)) // size * size
+            )
+
+
+@torch.no_grad()
+def test_damaged_residual_tokens_are_read_as_codes(tmp_path: Path) -> None:
+    model = model_of("Llama", torch.float32)
+    options: dict[str, Any] = {"kv": "int4", "page_size": 8, "max_tokens": 40_000}
+    with KVStore(f"file://{tmp_path}", read="always") as store:
+        asked(model, KVPool.for_model(model, **options, store=store), PROMPT, 1, 0)
+    runs = sorted(tmp_path.rglob("*.safetensors"), key=lambda path: path.stat().st_size)
+    assert len(runs) == 2
+    data = bytearray(runs[1].read_bytes())  # unquantized, the larger one
+    data[-9] ^= 1
+    runs[1].write_bytes(data)
+    with KVStore(f"file://{tmp_path}", read="always") as store:
+        pool = KVPool.for_model(model, **options, store=store)
+        assert asked(model, pool, PROMPT, 1, 88).shape[1] == 2
+        assert sum(tier.counts["damaged"] for tier in store.tiers) == 1
+
+
 @torch.no_grad()
 def test_rows_go_on_behind_their_residual_windows() -> None:
     """Rows that ended in texts of different lengths; and one that no text ended with, which reads codes."""

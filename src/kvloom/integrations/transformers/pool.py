@@ -77,7 +77,8 @@ class KVPool(Recorder):
         if store is not None:
             from kvloom.store import below
 
-            self._below = below.StoreBelow(store, pages, self._tree, *self._model.identity(pages.format))
+            identity = self._model.identity(pages.format)
+            self._below = below.StoreBelow(store, pages, self._tree, *identity, residuals=self._residuals)
 
     def __enter__(self) -> "KVPool":  # noqa: PYI034 (Self is not in Python 3.10)
         return self
