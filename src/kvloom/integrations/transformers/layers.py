@@ -5,6 +5,7 @@ Letters: B sequences, Q new tokens of each, N tokens that are returned, H key/va
 
 import copy
 import inspect
+import weakref
 from dataclasses import replace
 from typing import Any, Final, cast
 
@@ -13,9 +14,9 @@ from torch import Tensor
 from transformers import cache_utils
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from kvloom.caches import FixedLayer, PagedLayer, Sequences
+from kvloom.caches import FixedLayer, PagedLayer, Sequences, TokenIndex
 from kvloom.caches.assigning import SIDES
-from kvloom.caches.read_only import ReadOnly
+from kvloom.caches.read_only import ReadOnly, WrittenBack
 from kvloom.core.checks import FLOAT_DTYPES, expect
 from kvloom.errors import ArgumentError, StateError, UnsupportedError
 from kvloom.integrations.transformers.attention import IMPLEMENTATION, LazyStates, refuse_gradient
@@ -46,6 +47,7 @@ class KVCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         self.is_sliding = isinstance(pages, PagedLayer) and pages.window is not None
         self.is_frozen = False
         self.is_used = True  # by the model, whose configuration may name more layers
+        self.num_assigned = [0, 0]  # how often keys and values were
         self._config = config
         self._dtype: torch.dtype | None = None  # in which attention computes, from the first update on
 
@@ -142,7 +144,7 @@ class KVCacheLayer(CacheLayerMixin):  # type: ignore[misc]
             pages = PagedLayer(self.pages.sequences.format, sequences, self.pages.index)
             pages.num_tokens = self.pages.num_tokens
         other = type(self)(pages, self._config)
-        other.is_used = self.is_used
+        other.is_used, other.num_assigned = self.is_used, [*self.num_assigned]
         if self._dtype is not None:
             other._dtype = other.dtype = self._dtype
             other.device, other.is_initialized = self.device, True
@@ -150,7 +152,10 @@ class KVCacheLayer(CacheLayerMixin):  # type: ignore[misc]
 
     @property
     def keys(self) -> Tensor | None:
-        """Keys that the next token sees, ``[B, H, N, D]``, gathered at each access, read-only.
+        """Keys that the next token sees, ``[B, H, N, D]``, gathered at each access.
+
+        Changing them in place changes the cache, until it is changed in another way; then that raises. Those
+        of a static cache are read-only.
 
         Assigning replaces all of them, quantized if the cache is. Without a window, and if it is not static,
         a layer also takes another number of tokens. ``values`` must then be assigned as many; until then
@@ -191,13 +196,18 @@ class KVCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         if waiting is not None:
             return waiting
         pair = self.gathered()
-        return None if pair is None else ReadOnly.of(pair[side])
+        if pair is None:
+            return None
+        if isinstance(self.pages, FixedLayer):
+            return ReadOnly.of(pair[side])
+        return WrittenBack.read(pair[side], _Reading(self, side, pair[side]))
 
     def _assign(self, side: int, x: Tensor | None) -> None:
         if x is None and "is_frozen" not in vars(self):
             return  # the base class begins with ``None``
         self._expect_thawed()
         expect(SIDES[side], cast(Tensor, x), "B H N D", dtype=self._dtype or FLOAT_DTYPES)
+        self.num_assigned[side] += 1
         setattr(self.pages, SIDES[side], x)
         if self._dtype is None and self.pages.storage is not None:
             KVCacheLayer.lazy_initialization(self, cast(Tensor, x))
@@ -210,6 +220,39 @@ class KVCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         raise UnsupportedError("a layer of a KVCache shares its rows with the others: call the cache")
 
     reorder_cache = batch_repeat_interleave = batch_select_indices = offload = prefetch = _refuse
+
+
+class _Reading:
+    """Keys (0) or values (1) as they were read from a layer in pages, as ``read_only.Reading``."""
+
+    def __init__(self, layer: KVCacheLayer, side: int, x: Tensor) -> None:
+        self._layer, self._side, self._x = weakref.ref(layer), side, x
+        self._state = _state_of(layer, side)
+
+    def expect_current(self) -> None:
+        """Raise UnsupportedError if the layer no longer holds them, StateError if it cannot be changed."""
+        layer = self._layer()
+        if layer is None:
+            return
+        layer.expect_changeable()
+        if self._state != _state_of(layer, self._side):
+            raise UnsupportedError(
+                f"{SIDES[self._side]} that were gathered before their cache changed cannot be changed in "
+                f"place: read layer.{SIDES[self._side]} again"
+            )
+
+    def write(self) -> None:
+        """Let the layer hold what they are now."""
+        layer = self._layer()
+        if layer is not None:
+            setattr(layer, SIDES[self._side], self._x)
+            self._state = _state_of(layer, self._side)
+
+
+def _state_of(layer: KVCacheLayer, side: int) -> tuple[int, TokenIndex | None]:
+    """How often a side was assigned, and where its tokens are: the same object until that changes."""
+    pages = layer.pages
+    return layer.num_assigned[side], None if pages.storage is None else pages.stored().index
 
 
 class StaticKVCacheLayer(KVCacheLayer):

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from kvloom.caches.pages import Pages
 from kvloom.errors import ArgumentError, StateError
 from kvloom.integrations.transformers.cache import KVCache
 from kvloom.integrations.transformers.cache_argument import given_cache
@@ -20,6 +21,7 @@ from kvloom.integrations.transformers.watch import ModelWatch
 
 _OF_A_STATE: Final = re.compile("\0s[0-9]+:")
 _CHANGED: Final = "the model changed while they were computed"
+_ASSIGNED: Final = "keys or values were assigned, or changed in place"
 
 
 def scope_of(salt: str, content: str = "", frequencies: str = "", state: str = "") -> str:
@@ -157,6 +159,19 @@ class PoolCache(KVCache):
 
     origin: Origin | None = None
 
+    def is_of(self, pages: Pages) -> bool:
+        """Whether a pool with these pages began it, of which layers may have left them since."""
+        return self.is_assigned or [sequences.pages for sequences in self.sequences] == [pages]
+
+    def refuses(self) -> str:
+        """Why its pages cannot be shared; ``""`` if they can."""
+        return _ASSIGNED if self.is_assigned else "" if self.origin is None else self.origin.refuses()
+
+    @property
+    def is_assigned(self) -> bool:
+        """Whether a layer has other keys or values than the model computed, which nobody else will find."""
+        return any(any(layer.num_assigned) for layer in self._own_layers)
+
     def __getstate__(self) -> dict[str, Any]:
         """To be saved: without the model, and so no longer of the pool."""
         return {name: value for name, value in vars(self).items() if name != "origin"}
@@ -194,7 +209,8 @@ class _BeforeForward:
         inputs, cache = _inputs_of(module, args, kwargs)
         if cache is not None and cache.origin is not None:
             try:
-                cache.origin.before_forward(module, inputs, int(cache.get_seq_length()))
+                if not cache.is_assigned:
+                    cache.origin.before_forward(module, inputs, int(cache.get_seq_length()))
             finally:
                 cache.origin.depth += 1
 

@@ -246,8 +246,8 @@ class KVPool(Recorder):
     def commit(self, cache: KVCache, input_ids: Tensor, salt: str | None = None) -> None:
         """Let later caches find the full pages of this one, under the salt and content with which it began.
 
-        Pages of a cache whose tokens were not all computed in one state of the model, or in training mode,
-        stay unknown, which is logged once.
+        Pages of a cache whose tokens were not all computed in one state of the model, in training mode, or
+        were assigned, stay unknown, which is logged once.
 
         Args:
             cache: One that ``begin`` made.
@@ -263,13 +263,18 @@ class KVPool(Recorder):
                 those after it stay unknown.
         """
         origin = cache.origin if isinstance(cache, PoolCache) else None
-        if origin is None or [sequences.pages for sequences in cache.sequences] != [self._pages]:
+        if origin is None or not cache.is_of(self._pages):
             raise ArgumentError("cache must be one that this pool began, got another's")
         if salt is not None and salt != origin.salt:
             raise ArgumentError(
                 f"salt must be that with which the cache began, {origin.salt!r}, got {salt!r}"
             )
         cache.expect_whole()
+        if refusal := cache.refuses():
+            if refusal not in self._logged:
+                self._logged.add(refusal)
+                _LOG.warning("pages of a cache are not shared: %s", refusal)
+            return
         sequences = cache.sequences[0]
         num_tokens = sequences.num_positions
         sizes = expect("input_ids", input_ids, "B T", dtype=INDEX_DTYPES, B=sequences.size)
@@ -277,11 +282,6 @@ class KVPool(Recorder):
             raise ArgumentError(
                 f"input_ids must be the {num_tokens} tokens of the cache, or one more, got {sizes['T']}"
             )
-        if refusal := origin.refuses():
-            if refusal not in self._logged:
-                self._logged.add(refusal)
-                _LOG.warning("pages of a cache are not shared: %s", refusal)
-            return
         rows = input_ids[:, :num_tokens].tolist()
         sequences.commit(self._tree, rows, origin.scopes())
         self._residuals.keep_ends(sequences)
