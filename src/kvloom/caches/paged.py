@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kvloom import ops
 from kvloom.caches.format import CacheFormat
+from kvloom.caches.groups import Groups
 from kvloom.caches.layer import Layer
 from kvloom.caches.pages import Run
 from kvloom.caches.read_only import ReadOnly
@@ -37,14 +38,21 @@ class PagedLayer(Layer):
         format: How tokens are kept.
         sequences: Those of a cache, shared with its other layers; sequences of its own if ``None``.
         index: Number of this layer among those that share ``sequences``.
+
+    Attributes:
+        num_removed: How many tokens fewer it holds than it has seen, since others were assigned; negative if
+            more were assigned.
+        groups: Those of its cache, through which layers of one number of tokens share sequences.
     """
 
     num_tokens: int = 0
+    num_removed: int = 0
 
     def __init__(self, format: CacheFormat, sequences: Sequences | None = None, index: int = 0) -> None:
         super().__init__()
         self.sequences = Sequences(format) if sequences is None else sequences
         self.index = index
+        self.groups = Groups()
 
     @property
     def size(self) -> int:
@@ -180,7 +188,8 @@ class PagedLayer(Layer):
     def replace(self, new: Mapping[int, Tensor]) -> None:
         """Hold these keys (0), values (1) or both, ``[B, H, n, D]``, instead of ``keys`` and ``values``.
 
-        Without a window n may be another number; then both must be given. Other layers keep theirs.
+        Without a window n may be another number; then both must be given, and the layer goes to sequences of
+        that length, whose pages are not those of the other layers. These keep theirs.
 
         Raises:
             OutOfPages: ``max_tokens`` is reached; no token was lost.
@@ -188,21 +197,34 @@ class PagedLayer(Layer):
         """
         if self._holding() is not self.sequences:
             raise StateError("keys and values cannot be assigned within a step that other layers have made")
-        num_new = next(iter(new.values())).shape[2]
-        if self.storage is None:
-            self._append(new[0], new[1])
-            return
         storage = self.storage
-        start = self.num_tokens - self.num_columns
-        end = start + num_new
-        self.sequences.pages.num_writes += 1
-        self.sequences.own_pages()
-        with self.sequences.reserving(self.sequences.size, end):
-            self.sequences.pages.fit(storage)
-            storage.replace(new, self.sequences.place(start, end, storage).own_slots())
-        self.num_tokens = end
-        if self.sequences.recent is not None:
-            self.sequences.recent.forget(self.sequences.size, end)
+        if storage is None:
+            self._append(new[0], new[1])
+        elif next(iter(new.values())).shape[2] != self.num_columns:
+            self._move(new[0], new[1], storage.like(storage.page_size))
+        else:
+            start = self.num_tokens - self.num_columns
+            self.sequences.pages.num_writes += 1
+            self.sequences.own_pages()
+            storage.replace(new, self.sequences.place(start, self.num_tokens, storage).own_slots())
+            if self.sequences.recent is not None:
+                self.sequences.recent.forget(self.sequences.size, self.num_tokens)
+
+    def _move(self, key: Tensor, value: Tensor, storage: Storage) -> None:
+        """Hold these tokens alone, in a storage that is empty and in the sequences of as many tokens."""
+        old, end = self.sequences, key.shape[2]
+        num_removed = self.num_removed + self.num_tokens - end
+        new = self.groups.find(old, self.index, end, num_removed)
+        is_first = not new.size
+        with new.reserving(old.size, end):
+            new.pages.num_writes += 1
+            new.pages.fit(storage)
+            storage.store(key, value, new.place(0, end, storage).slots)
+        if is_first and new.recent is not None:
+            new.recent.forget(new.size, end)
+        new.storages[self.index] = storage
+        self.groups.move(old, new, self.index, end, num_removed)
+        self.sequences, self.num_tokens, self.num_removed = new, end, num_removed
 
     def stored(self) -> Tokens:
         """What ``keys`` and ``values`` have, where it is.
@@ -256,12 +278,13 @@ class PagedLayer(Layer):
     def _reset(self) -> None:
         """The memory is given back; the next tokens may be of other shapes."""
         self.dtype = None
-        self.num_tokens = 0
+        self.num_tokens = self.num_removed = 0
         self.sequences.is_recording = False
         self.sequences.clear()
 
     def _hold_alone(self) -> None:
         self.sequences = self.sequences.fork()
+        self.groups = Groups()
 
     def _holding(self) -> Sequences:
         """The sequences with the tokens of this layer: as they were before a step that others have made."""

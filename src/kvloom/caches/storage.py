@@ -76,8 +76,9 @@ class Storage:
         return cls(*specs, page_size, key.device, format.layout, is_gathered=is_gathered)
 
     def like(self, page_size: int) -> "Storage":
-        """An empty one for the same keys and values, in pages of another size that a layout may not fit."""
-        layout = "auto" if self.layout == "native" else self.layout
+        """An empty one for the same keys and values, in pages of a size that a layout may not fit."""
+        is_native = self.layout == "native" and page_size != self.page_size
+        layout = "auto" if is_native else self.layout
         return Storage(*self.specs, page_size, self.device, layout, is_gathered=self.is_gathered)
 
     @property

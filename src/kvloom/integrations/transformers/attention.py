@@ -48,6 +48,7 @@ class LazyStates(LazyTensor):
     untrained: Tensor | None
     _key_states: "LazyStates | None" = None  # the keys that belong to these values
     _gathered: tuple[Tensor, Tensor] | None = None
+    is_written: bool = False  # of keys: what is gathered of them or the values differs from the tokens
 
     @property
     def device(self) -> torch.device:
@@ -81,6 +82,14 @@ class LazyStates(LazyTensor):
             keys._gathered = self.tokens.gather(keys.dtype)
         return refuse_gradient(keys._gathered[0 if keys is self else 1], self.untrained)
 
+    def __setitem__(self, where: Any, x: Any) -> None:
+        """Write a copy, which attention then reads; the cache keeps what it has."""
+        keys = self if self._key_states is None else self._key_states
+        if not keys.is_written:
+            keys._gathered = replace(self.tokens, rows=None).gather(keys.dtype)
+            keys.is_written = True
+        self.gather()[where] = x
+
 
 class _NoGradient(torch.autograd.Function):
     """Passes a result on; ``backward`` raises, since stored tokens have lost their gradient."""
@@ -111,8 +120,8 @@ def attention(
     key: Any,
     value: Any,
     attention_mask: Tensor | CompactMask | None,
-    scaling: float | None = None,
     dropout: float = 0.0,
+    scaling: float | None = None,
     is_causal: bool | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
@@ -128,8 +137,8 @@ def attention(
         value: ``[B, H, N, Dv]``, as ``key``.
         attention_mask: What ``masks.attention_mask`` made, or any mask ``[B or 1, Hq or 1, Q or 1, N]``, bool
             or float, which is added to the scores.
-        scaling: Of the dot product; ``1 / sqrt(Dk)`` if ``None``.
         dropout: Must be 0.
+        scaling: Of the dot product; ``1 / sqrt(Dk)`` if ``None``.
         is_causal: Without a mask, whether a query sees no later key.
         softcap: ``softcap * tanh(score / softcap)``.
         s_aux: ``[Hq]``, a sink of each head.
@@ -146,7 +155,8 @@ def attention(
     """
     if dropout > 0 or not _ASKED.isdisjoint(kwargs):
         _expect_served(dropout, kwargs)
-    if isinstance(key, LazyStates) and isinstance(value, LazyStates) and key.tokens is value.tokens:
+    are_lazy = isinstance(key, LazyStates) and isinstance(value, LazyStates)
+    if are_lazy and key.tokens is value.tokens and not key.is_written:
         tokens = key.tokens
     else:
         key, value = (x.gather() if isinstance(x, LazyStates) else x for x in (key, value))
@@ -154,7 +164,11 @@ def attention(
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     first = mask = None
     if isinstance(attention_mask, CompactMask):
-        _expect_sizes(attention_mask, query, tokens)
+        # One mask serves all layers, which may have different lengths.
+        is_any_length = (
+            isinstance(key, LazyStates) and tokens.window is None and attention_mask.is_causal_only
+        )
+        _expect_sizes(attention_mask, query, tokens, is_any_length)
         causal, first = True, attention_mask.first
         if tokens.window is None and attention_mask.window is not None:
             tokens = replace(tokens, window=attention_mask.window)
@@ -194,13 +208,16 @@ def _whole(mask: Tensor, query: Tensor, tokens: Tokens) -> Tensor:
     return mask[..., : tokens.index.num_columns].expand(-1, -1, query.shape[2], -1)
 
 
-def _expect_sizes(mask: Tensor | CompactMask, query: Tensor, tokens: Tokens) -> None:
-    """Raise ArgumentError unless a mask is ``[B or 1, Hq or 1, Q or 1, N]``."""
+def _expect_sizes(
+    mask: Tensor | CompactMask, query: Tensor, tokens: Tokens, is_any_length: bool = False
+) -> None:
+    """Raise ArgumentError unless a mask is ``[B or 1, Hq or 1, Q or 1, N]``, or of any N."""
     sizes, num_columns = list(mask.shape), tokens.index.num_columns
     # A cache of fixed length may have fewer columns than a mask; those of a window may not be the first.
     origins = tokens.index.origins
     is_exact = isinstance(mask, CompactMask) or (tokens.window is not None and origins is not None)
-    if len(sizes) != 4 or sizes[3] < num_columns or (is_exact and sizes[3] > num_columns):
+    fits = is_any_length or sizes[-1] == num_columns or (sizes[-1] > num_columns and not is_exact)
+    if len(sizes) != 4 or not fits:
         raise ArgumentError(f"attention_mask must have 4 axes and {num_columns} columns, got {sizes}")
     rows, heads, num_new, _ = query.shape
     if any(n not in (1, m) for n, m in zip(sizes, (rows, heads, num_new), strict=False)):

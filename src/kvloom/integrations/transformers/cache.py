@@ -15,6 +15,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import Cache
 
 from kvloom.caches import FixedLayer, PagedLayer, Sequences
+from kvloom.caches.groups import Groups
 from kvloom.caches.memory import too_long_for
 from kvloom.caches.recent import copied_recent
 from kvloom.errors import ArgumentError, OutOfPages, StateError, UnsupportedError
@@ -25,13 +26,15 @@ from kvloom.integrations.transformers.build import (
     make_layers,
     text_config_of,
 )
-from kvloom.integrations.transformers.changes import changes_of_length, changes_of_rows, expect_pages
-from kvloom.integrations.transformers.layers import (
-    KVCacheLayer,
-    States,
-    num_kept,
+from kvloom.integrations.transformers.changes import (
+    changes_of_length,
+    changes_of_rows,
+    expect_pages,
+    plan_of_crop,
 )
-from kvloom.integrations.transformers.legacy import expect_pairs, plain_layers
+from kvloom.integrations.transformers.layers import KVCacheLayer, States
+from kvloom.integrations.transformers.legacy import expect_pairs, legacy_pairs, plain_layers
+from kvloom.integrations.transformers.lengths import counts_of_rows, expect_maskable, lengths_of
 
 _LOG: Final = logging.getLogger("kvloom")
 
@@ -50,10 +53,24 @@ class KVCache(DynamicCache):  # type: ignore[misc]
         self.is_frozen = False
         self._is_torn = False  # layers have different rows
         self._own_layers = [layer for layer in self.layers if isinstance(layer, KVCacheLayer)]
-        found = (x.pages.sequences for x in self._own_layers if isinstance(x.pages, PagedLayer))
-        # That of full attention comes first: it takes the most pages, so it is the first to have too few.
-        self.sequences = sorted(dict.fromkeys(found), key=lambda sequences: sequences.window is not None)
-        """The sequences, once for each window: layers of one window share their pages."""
+        self._paged = [x.pages for x in self._own_layers if isinstance(x.pages, PagedLayer)]
+        self._groups = Groups()
+        for pages in self._paged:
+            pages.groups = self._groups
+        self._find_groups()
+
+    @property
+    def sequences(self) -> list[Sequences]:
+        """Those of each group of layers that share pages: of one window and one number of tokens."""
+        if self._groups.num_changes != self._num_changes:
+            self._find_groups()
+        return self._sequences
+
+    def _find_groups(self) -> None:
+        self._removed = {pages.sequences: pages.num_removed for pages in self._paged}
+        # Those of full attention come first: they take the most pages, so they are the first to have too few.
+        self._sequences = sorted(self._removed, key=lambda sequences: sequences.window is not None)
+        self._num_changes = self._groups.num_changes
 
     @classmethod
     def for_model(
@@ -151,11 +168,7 @@ class KVCache(DynamicCache):  # type: ignore[misc]
         Raises:
             UnsupportedError: a layer has no keys and values of its own.
         """
-        if len(self._own_layers) < len(self.layers):
-            raise UnsupportedError("the legacy format has keys and values of every layer, this model has not")
-        length = int(self.get_seq_length())
-        pairs = [layer.gathered() for layer in self._own_layers]
-        return tuple((key[:, :, :length], value[:, :, :length]) for key, value in filter(None, pairs))
+        return legacy_pairs(self.layers)
 
     @property
     def nbytes(self) -> int:
@@ -190,8 +203,7 @@ class KVCache(DynamicCache):  # type: ignore[misc]
             self._expect_usable()
         if not 0 <= layer_idx < len(self.layers):
             raise ArgumentError(
-                f"layer_idx must be in [0, {len(self.layers)}), got {layer_idx}: this cache was made for a "
-                "model of fewer layers"
+                f"layer_idx must be in [0, {len(self.layers)}), got {layer_idx}: of a model of fewer layers"
             )
         layer = self.layers[layer_idx]
         if not isinstance(layer, KVCacheLayer):
@@ -204,12 +216,14 @@ class KVCache(DynamicCache):  # type: ignore[misc]
             except OutOfPages as error:
                 layers = [x.pages for x in self._own_layers if isinstance(x.pages, FixedLayer)]
                 raise too_long_for(layers, key_states, value_states) from error
+        groups = self._sequences if self._groups.num_changes == self._num_changes else self.sequences
         end = pages.num_tokens + key_states.shape[2]
-        if len(self.sequences) == 1 or all(sequences.num_positions >= end for sequences in self.sequences):
+        if len(groups) == 1 or pages.sequences.num_positions >= end:
             return layer.update(key_states, value_states)
-        with ExitStack() as stack:  # room in the pages of every window, or in none
-            for sequences in self.sequences:
-                stack.enter_context(sequences.reserving(key_states.shape[0], end))
+        with ExitStack() as stack:  # room in the pages of every group, or in none
+            for sequences in groups:
+                own_end = end + pages.num_removed - self._removed[sequences]
+                stack.enter_context(sequences.reserving(key_states.shape[0], own_end))
             return layer.update(key_states, value_states)
 
     def update_conv_state(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -229,9 +243,12 @@ class KVCache(DynamicCache):  # type: ignore[misc]
 
         Raises:
             StateError: as ``expect_whole``.
+            UnsupportedError: layers have different lengths, for which there is no mask.
         """
         self.expect_whole()
         length, offset = super().get_mask_sizes(*args, **kwargs)
+        if len(self.sequences) > 1:
+            expect_maskable(self, length, kwargs.get("layer_idx", args[-1]))
         return length, offset
 
     def expect_whole(self) -> None:
@@ -246,7 +263,7 @@ class KVCache(DynamicCache):  # type: ignore[misc]
                 layer.pages.expect_settled()
         if torch.compiler.is_compiling():  # lengths are tensors
             return
-        lengths = self._trim() | {sequences.num_positions for sequences in self.sequences}
+        lengths = lengths_of(self._own_layers) | {x.num_positions + self._removed[x] for x in self.sequences}
         if len(lengths) > 1:
             unused = [i for i, x in enumerate(self.layers) if not getattr(x, "is_initialized", True)]
             why = f", or the model has no layers {unused}, which the cache has" if unused else ""
@@ -306,32 +323,37 @@ class KVCache(DynamicCache):  # type: ignore[misc]
             ArgumentError: a number is positive (as said above), or there is not one for each row.
             StateError: the cache is frozen, or the next token would see what a window has evicted.
             UnsupportedError: a layer cannot go back: one with a recurrent state, or, row by row, one that
-                is static. Nothing was changed in any of these cases.
+                is static or has another length than others. Nothing was changed in any of these cases.
         """
         self._expect_usable()
-        self._trim()
         if isinstance(tokens_to_remove, SupportsIndex) and not getattr(tokens_to_remove, "shape", ()):
             tokens_to_remove = operator.index(tokens_to_remove)
-            longest = max((sequences.num_positions for sequences in self.sequences), default=0)
-            kept = num_kept(tokens_to_remove, longest)
-            plan = [(x, [max(x.num_positions - kept, 0)] * x.size) for x in self.sequences]
+            plan = plan_of_crop(self.sequences, self._removed, tokens_to_remove)
         else:
-            counts = self._expect_counts(torch.as_tensor(tokens_to_remove).tolist())
-            plan = [(x, counts) for x in self.sequences]
-        for sequences, removed in plan:
-            sequences.expect_removable(removed)
-        longest, removes = max(self._lengths(), default=0), any(any(removed) for _, removed in plan)
+            self.expect_whole()
+            counts = counts_of_rows(tokens_to_remove, self.num_rows, self._removed.values())
+            expect_pages(self.layers)
+            plan = plan_of_crop(self.sequences, self._removed, counts)
+        longest, removes = (
+            max(lengths_of(self._own_layers), default=0),
+            any(any(removed) for removed, _ in plan.values()),
+        )
         self._run(*changes_of_length(self.layers, tokens_to_remove, longest, removes))
-        for sequences, removed in plan:
+        for sequences, (removed, _) in plan.items():
             sequences.remove(removed)
-        for layer in self._own_layers:
-            if isinstance(layer.pages, PagedLayer):
-                layer.pages.num_tokens = min(layer.pages.num_tokens, layer.pages.sequences.num_positions)
+        for pages in self._paged:
+            pages.num_tokens = min(pages.num_tokens, pages.sequences.num_positions)
+            pages.num_removed = plan[pages.sequences][1]
+        self._find_groups()
 
     def reset(self) -> None:
         """Forget all tokens; the next ones may be of another batch size."""
         self._expect_thawed()
         super().reset()
+        whole = [pages for pages in self._paged if pages.window is None]
+        for pages in whole:  # of one length again
+            pages.sequences = whole[0].sequences
+        self._find_groups()
         self._is_torn = False
 
     def _select(self, rows: Sequence[int]) -> None:
@@ -353,37 +375,6 @@ class KVCache(DynamicCache):  # type: ignore[misc]
             self._is_torn = i > 0 or i >= len(own)  # if this one raises
             change()
         self._is_torn = False
-
-    def _lengths(self) -> set[int]:
-        """Tokens of the layers that the model uses; waits for an accelerator once if they are tensors."""
-        pages = [x.pages for x in self._own_layers if x.is_used]
-        found = {x.num_tokens for x in pages if isinstance(x, PagedLayer)}
-        lengths = [x.length for x in pages if isinstance(x, FixedLayer)]
-        return found | set(torch.stack(lengths).tolist() if lengths else ())
-
-    def _trim(self) -> set[int]:
-        """Give back the pages behind the last token of all layers, as after they were assigned fewer tokens.
-
-        Returns:
-            As ``_lengths``.
-        """
-        lengths = self._lengths()
-        for sequences in self.sequences:
-            excess = sequences.num_positions - min(lengths)
-            if excess > 0 and len(lengths) == 1:
-                sequences.remove([excess] * sequences.size)
-        return lengths
-
-    def _expect_counts(self, tokens_to_remove: Sequence[int]) -> list[int]:
-        """Tokens to remove of each row, positive."""
-        self.expect_whole()
-        if len(tokens_to_remove) != self.num_rows or any(n > 0 for n in tokens_to_remove):
-            raise ArgumentError(
-                f"tokens_to_remove must be one number of at most 0 for each of {self.num_rows} rows, got "
-                f"{list(tokens_to_remove)}"
-            )
-        expect_pages(self.layers)
-        return [-n for n in tokens_to_remove]
 
     def _expect_usable(self) -> None:
         self._expect_thawed()

@@ -4,13 +4,13 @@ A change is planned for all layers before the first one is made. Ours change as 
 of transformers, or a recurrent state, may be left half changed when it raises.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeAlias
 
 import torch
 
-from kvloom.caches import FixedLayer, PagedLayer
+from kvloom.caches import FixedLayer, PagedLayer, Sequences
 from kvloom.errors import UnsupportedError
 from kvloom.integrations.transformers.build import DummyLayer, StatefulLayer
 from kvloom.integrations.transformers.layers import HybridKVCacheLayer, KVCacheLayer, num_kept
@@ -71,6 +71,39 @@ def changes_of_length(
         elif not isinstance(layer, DummyLayer):
             others.append(partial(layer.crop, tokens_to_remove))
     return own, others
+
+
+def plan_of_crop(
+    groups: Sequence[Sequences], removed: Mapping[Sequences, int], tokens_to_remove: int | Sequence[int]
+) -> dict[Sequences, tuple[list[int], int]]:
+    """What a crop removes from the pages of each group of layers.
+
+    Args:
+        groups: Their sequences.
+        removed: Of each, tokens that its layers have seen and no longer hold.
+        tokens_to_remove: As ``KVCache.crop``, or for each row the number of tokens, positive.
+
+    Returns:
+        Of each group, tokens to remove from each row, and what ``removed`` is afterwards.
+
+    Raises:
+        StateError: tokens that follow would see some that a window has evicted.
+    """
+    longest = max((x.num_positions + removed[x] for x in groups), default=0)
+    kept, counts = {}, {}
+    for x in groups:
+        # Tokens that it would have, were there no forward that broke off before its layers.
+        whole = longest - removed[x]
+        if isinstance(tokens_to_remove, int):
+            kept[x] = num_kept(tokens_to_remove, whole)
+            counts[x] = [max(x.num_positions - kept[x], 0)] * x.size
+        else:
+            kept[x] = max(whole - min(tokens_to_remove, default=0), 0)
+            counts[x] = list(tokens_to_remove)
+    for x, num_removed in counts.items():
+        x.expect_removable(num_removed)
+    most = max(kept.values(), default=0)
+    return {x: (counts[x], most - kept[x]) for x in groups}
 
 
 def expect_pages(layers: Iterable[Any]) -> None:

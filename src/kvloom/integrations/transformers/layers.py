@@ -74,7 +74,7 @@ class KVCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         """Store ``[B, H, Q, D]`` and return everything that their attention reads, ``[B, H, N, D]``."""
         if self.is_frozen:
             self._expect_thawed()
-        if self._is_in_place:
+        if self.is_in_place:
             tokens = self.pages.append(key_states, value_states)
             pair: tuple[States, States] = LazyStates.pair(tokens, key_states, value_states)
         else:
@@ -85,12 +85,17 @@ class KVCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         return pair
 
     @property
-    def _is_in_place(self) -> bool:
+    def is_in_place(self) -> bool:
         """Whether attention reads the cache itself."""
         found = None
         if not torch.compiler.is_compiling():  # without the hooks of a configuration, which are slow
             found = object.__getattribute__(self._config, "__dict__").get("_attn_implementation_internal")
         return bool((self._config._attn_implementation if found is None else found) == IMPLEMENTATION)
+
+    @property
+    def attn_implementation(self) -> str:
+        """Name of the attention that reads this layer."""
+        return str(self._config._attn_implementation)
 
     def get_seq_length(self) -> int | Tensor:
         """Tokens seen, evicted ones included; of fixed storage a new 0-d int64 tensor."""
@@ -142,7 +147,7 @@ class KVCacheLayer(CacheLayerMixin):  # type: ignore[misc]
             pages: PagedLayer | FixedLayer = self.pages.fork()
         else:
             pages = PagedLayer(self.pages.sequences.format, sequences, self.pages.index)
-            pages.num_tokens = self.pages.num_tokens
+            pages.num_tokens, pages.num_removed = self.pages.num_tokens, self.pages.num_removed
         other = type(self)(pages, self._config)
         other.is_used, other.num_assigned = self.is_used, [*self.num_assigned]
         if self._dtype is not None:
@@ -264,7 +269,7 @@ class StaticKVCacheLayer(KVCacheLayer):
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor | None = None) -> None:
         """Take the memory."""
         value_states = key_states if value_states is None else value_states
-        self.pages.allocate_for(key_states, value_states, is_gathered=not self._is_in_place)
+        self.pages.allocate_for(key_states, value_states, is_gathered=not self.is_in_place)
         super().lazy_initialization(key_states, value_states)
 
 

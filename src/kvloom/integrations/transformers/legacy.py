@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from kvloom.caches import PagedLayer, Sequences
-from kvloom.errors import ArgumentError
+from kvloom.errors import ArgumentError, UnsupportedError
 from kvloom.integrations.transformers.build import cache_format
 from kvloom.integrations.transformers.layers import KVCacheLayer
 
@@ -44,3 +44,17 @@ def plain_layers(pairs: Sequence[tuple[Tensor, Tensor]], **options: Any) -> list
     config = SimpleNamespace(_attn_implementation="sdpa", kv_lora_rank=None)
     sequences = Sequences(cache_format(config, **options))
     return [KVCacheLayer(PagedLayer(sequences.format, sequences, i), config) for i in range(len(pairs))]
+
+
+def legacy_pairs(layers: Sequence[Any]) -> tuple[tuple[Tensor, Tensor], ...]:
+    """Keys and values ``[B, H, N, D]`` of each layer, gathered; of a window only what is still seen.
+
+    Raises:
+        UnsupportedError: a layer has no keys and values of its own.
+    """
+    if not all(isinstance(layer, KVCacheLayer) for layer in layers):
+        raise UnsupportedError("the legacy format has keys and values of every layer, this model has not")
+    lengths = [int(layer.get_seq_length()) for layer in layers]
+    pairs = [layer.gathered() for layer in layers]
+    found = [(pair, n) for pair, n in zip(pairs, lengths, strict=True) if pair is not None]
+    return tuple((key[:, :, :n], value[:, :, :n]) for (key, value), n in found)

@@ -47,6 +47,11 @@ class CompactMask(LazyTensor):
         return torch.Size(self.sizes)
 
     @property
+    def is_causal_only(self) -> bool:
+        """Whether it hides what comes behind a query and nothing else, in any number of columns."""
+        return self.first is None and self.taken is None and self.window is None
+
+    @property
     def lengths(self) -> Tensor:
         """``[B]`` int64, columns that hold tokens."""
         rows, _, _, num_columns = self.sizes

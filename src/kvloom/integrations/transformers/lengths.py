@@ -1,0 +1,79 @@
+"""Layers of different lengths, as after a press has evicted other numbers of tokens from some of them."""
+
+from collections.abc import Iterable
+from typing import Any, Final
+
+import torch
+from transformers.cache_utils import Cache
+
+from kvloom.caches import FixedLayer, PagedLayer
+from kvloom.errors import ArgumentError, UnsupportedError
+from kvloom.integrations.transformers.attention import IMPLEMENTATION
+from kvloom.integrations.transformers.layers import KVCacheLayer
+
+_OFFSET_IS_OF_A_LAYER: Final = hasattr(Cache, "get_query_offset")
+
+
+def lengths_of(layers: Iterable[KVCacheLayer]) -> set[int]:
+    """Tokens that layers which the model uses have seen; waits for an accelerator if they are tensors."""
+    pages = [layer.pages for layer in layers if layer.is_used]
+    found = {x.num_tokens + x.num_removed for x in pages if isinstance(x, PagedLayer)}
+    lengths = [x.length for x in pages if isinstance(x, FixedLayer)]
+    return found | set(torch.stack(lengths).tolist() if lengths else ())
+
+
+def counts_of_rows(tokens_to_remove: Any, num_rows: int, removed: Iterable[int]) -> list[int]:
+    """Tokens to remove of each row, positive, of what ``KVCache.crop`` was given.
+
+    Args:
+        tokens_to_remove: A number of at most 0 for each row.
+        num_rows: How many there are.
+        removed: Tokens that the layers have lost so far.
+
+    Raises:
+        ArgumentError: there is not one number for each row, or one is positive.
+        UnsupportedError: layers have lost other numbers of tokens, and rows shall.
+    """
+    counts = torch.as_tensor(tokens_to_remove).tolist()
+    if len(counts) != num_rows or any(n > 0 for n in counts):
+        raise ArgumentError(
+            f"tokens_to_remove must be one number of at most 0 for each of {num_rows} rows, got {counts}"
+        )
+    if len(set(counts)) > 1 and len(set(removed)) > 1:
+        raise UnsupportedError(
+            f"tokens_to_remove must be one number for all rows where layers have different lengths, got "
+            f"{counts}"
+        )
+    return [-n for n in counts]
+
+
+def expect_maskable(cache: Any, num_columns: int, layer_idx: int) -> None:
+    """Check that the mask of one layer is right for every layer without a window.
+
+    A model makes one mask for all of them, from the length of the first. Attention in place takes a mask that
+    hides no token from those behind it for any number of columns. sdpa and flash attention get no mask for a
+    single token without padding; any other mask is a tensor of the columns of one layer.
+
+    Args:
+        cache: A ``KVCache``.
+        num_columns: Of the mask, new tokens included.
+        layer_idx: The layer that was asked for its sizes.
+
+    Raises:
+        UnsupportedError: it is not; nothing was changed.
+    """
+    layers = [x for x in cache.layers if isinstance(x, KVCacheLayer) and x.is_used and not x.is_sliding]
+    asked = cache.layers[layer_idx]
+    if not any(x is asked for x in layers) or asked.is_in_place:
+        return
+    length = int(asked.get_seq_length())
+    lengths = {int(x.get_seq_length()) for x in layers}
+    offset = length if _OFFSET_IS_OF_A_LAYER else int(cache.get_seq_length())
+    name, num_new = asked.attn_implementation, num_columns - length
+    is_without_mask = num_new == 1 and (name == "sdpa" or name.startswith("flash_attention"))
+    if len(lengths | {offset}) > 1 and not is_without_mask:
+        raise UnsupportedError(
+            f"attn_implementation must be {IMPLEMENTATION!r}, or with 'sdpa' input_ids one token at a time, "
+            f"for layers of different lengths {sorted(lengths)}, got {name!r} with {num_new} tokens: the "
+            "mask of one layer fits no other"
+        )
