@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
 import subprocess
 import sys
+import textwrap
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -125,8 +127,52 @@ def check_packed_loop(text: str) -> None:
     )
 
 
+def check_eviction(text: str) -> None:
+    kept, *rows = text.splitlines()
+    counts = [432, 366, 300, 234, 168]
+    assert kept == f"of 480 tokens layers keep {counts}"
+    # Of a token 2 heads of 64, keys and values: 4 bytes an element, or codes and a scale of 2 bytes.
+    nbytes = {"float32": 2 * 2 * 64 * 4, "int8": 2 * 2 * (64 + 2), "int4,recent=0": 2 * 2 * (32 + 2)}
+    losses = {}
+    for (kv, size), row in zip(nbytes.items(), rows, strict=True):
+        found = re.fullmatch(
+            r"(\S+) +all tokens: +(\S+) bytes, loss (\S+)  evicted: +(\S+) bytes, loss (\S+)", row
+        )
+        assert found is not None
+        name, whole, loss, evicted, evicted_loss = found.groups()
+        assert (name, whole) == (kv, f"{5 * 480 * size:,}")
+        assert evicted == f"{sum(-(-n // 16) * 16 for n in counts) * size:,}"  # in whole pages
+        losses[kv] = float(loss), float(evicted_loss)
+    assert max(max(pair) for pair in losses.values()) < losses["float32"][0] + 0.3
+    assert losses["float32"] == pytest.approx(stock_losses(counts), abs=0.006)
+
+
+def stock_losses(counts: list[int]) -> tuple[float, float]:
+    """What the example prints of a ``DynamicCache``, and of one of which each layer keeps so many tokens."""
+    from transformers import DynamicCache
+
+    model, tokenizer = bundled()
+    ids = tokenizer(inspect.getsource(textwrap), return_tensors="pt").input_ids[:, : 480 + 64]
+    found = []
+    for is_evicted in (False, True):
+        past, logits = DynamicCache(config=model.config), []
+        with torch.no_grad():
+            model(ids[:, :480], past_key_values=past)
+            for layer, count in zip(past.layers, counts if is_evicted else (), strict=is_evicted):
+                norms = layer.keys.norm(dim=-1)
+                norms[:, :, -32:] = 0
+                where = norms.argsort(dim=-1)[:, :, :count, None].expand(-1, -1, -1, 64)
+                layer.keys, layer.values = layer.keys.gather(2, where), layer.values.gather(2, where)
+            for i in range(480, 480 + 63):
+                position = torch.tensor([[i]])
+                logits.append(model(ids[:, i : i + 1], position_ids=position, past_key_values=past).logits[0])
+        found.append(float(torch.nn.functional.cross_entropy(torch.cat(logits), ids[0, 481:])))
+    return found[0], found[1]
+
+
 CHECKS: dict[str, Callable[[str], None]] = {
     "drop_in": check_drop_in,
+    "eviction": check_eviction,
     "generation_loop": check_generation_loop,
     "legacy_format": check_legacy_format,
     "packed_loop": check_packed_loop,
