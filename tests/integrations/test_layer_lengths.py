@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from oracles.allocations import Refusing
 from oracles.language_models import make_model
 from oracles.presses import (
     LENGTH,
@@ -155,6 +156,33 @@ def test_rows_of_different_lengths_are_refused() -> None:
     assert lengths(cache) == [32, 20, 8]
     cache.crop([-2, -2])
     assert lengths(cache) == [30, 18, 6]
+
+
+@pytest.mark.parametrize("kv", ["auto", "int4:g16"])
+@pytest.mark.parametrize("count", [30, 20])
+def test_an_assignment_that_finds_no_memory_changes_nothing(count: int, kv: str) -> None:
+    model = make_model("kvloom")
+    whole = filled(model, keep(1.0), kv=kv)
+    kept = [(layer.keys[:, :, -count:], layer.values[:, :, -count:]) for layer in whole.layers]
+    for fail_at in range(1, 100):
+        cache = whole.fork()
+        cache.layers[0].keys, cache.layers[0].values = (
+            x[:, :, -20:] for x in kept[0]
+        )  # of the same number, too
+        before = [layer.pages.gather(torch.float32) for layer in cache.layers]
+        try:
+            with Refusing(fail_at):
+                cache.layers[1].keys, cache.layers[1].values = kept[1]
+            break
+        except torch.OutOfMemoryError:
+            after = [layer.pages.gather(torch.float32) for layer in cache.layers]
+            for pairs in zip(after, before, strict=True):
+                assert all(torch.equal(*x) for x in zip(*pairs, strict=True))
+            assert [x.num_positions for x in cache.sequences] == [20, LENGTH]
+        cache.layers[1].keys, cache.layers[1].values = kept[1]
+        assert lengths(cache) == [20, count, LENGTH]
+        assert greedy(model, cache, 2)[0].shape == (1, 3)
+    assert fail_at > 5
 
 
 def test_more_tokens_than_there_is_room_for_change_nothing() -> None:
