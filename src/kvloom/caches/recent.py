@@ -115,6 +115,7 @@ class Recent:
         self.num_tokens = num_newest if window is None else min(num_newest, window)
         self.rings: dict[int, RecentRing] = {}
         self._known: list[int] = []  # of each sequence, the position from which on tokens are in the rings
+        self._is_exact: list[bool] = []  # of each sequence, whether no query read a newest token as a code
         self._end = 0  # behind the last position that was written in any ring
         self._tables: dict[tuple[int, int, torch.device], CacheIndex] = {}
 
@@ -126,12 +127,14 @@ class Recent:
     def begin(self, rows: int, start: int, end: int, device: torch.device) -> RecentStep:
         """The step of ``rows`` sequences that stores positions ``start .. end``, which may be none."""
         if len(self._known) != rows:
-            self._known = [start] * rows
+            self._known, self._is_exact = [start] * rows, [True] * rows
         first, size = max(start - self.num_tokens + 1, 0), self.num_slots
         base, is_ring = first // PARTIAL * PARTIAL, end - first <= size
         stored, count = end - base, min(end - start, size)
         newest = [p % size for p in range(end - count, end)]
         known = [max(position - first, 0) for position in self._known]
+        if any(known) and end > start:
+            self._is_exact = [was and not unknown for was, unknown in zip(self._is_exact, known, strict=True)]
         numbers = [*range(0, (rows + 1) * stored, stored)] if stored else [0] * (rows + 1)
         numbers += [stored] * rows + [first - base] * rows + known
         numbers += [row * size + slot for row in range(rows) for slot in newest]
@@ -185,12 +188,21 @@ class Recent:
 
     def forget(self, rows: int, end: int) -> None:
         """Know none of the tokens before ``end`` of so many sequences."""
-        self._known, self._end = [end] * rows, end
+        self._known, self._is_exact, self._end = [end] * rows, [True] * rows, end
+
+    def distrust(self, row: int) -> None:
+        """The codes of a sequence are those of another that had the same tokens."""
+        self._is_exact[row] = False
 
     def residual(self, row: int, end: int) -> ResidualTokens | None:
-        """What a query at ``end`` of a sequence reads unquantized, if it is all here and not nothing."""
+        """What a query at ``end`` of a sequence reads unquantized, if it is all here and not nothing.
+
+        ``None`` also where the sequence itself read codes in the place of such tokens.
+        """
         first = max(end - self.num_tokens + 1, 0)
         if max(self._known[row], self._end - self.num_slots) > first or first == end:
+            return None
+        if not self._is_exact[row]:
             return None
         layers = {}
         for layer, ring in self.rings.items():
@@ -201,7 +213,8 @@ class Recent:
 
     def restore(self, rows: Sequence[ResidualTokens | None], end: int) -> None:
         """Begin at position ``end`` of as many sequences, of which those in front are known, if given."""
-        self.rings, self._known, self._end = {}, [end if x is None else x.first for x in rows], end
+        self.rings, self._is_exact, self._end = {}, [True] * len(rows), end
+        self._known = [end if x is None else x.first for x in rows]
         for row, tokens in enumerate(rows):
             for layer, pair in () if tokens is None else tokens.layers.items():
                 if layer not in self.rings:
@@ -242,6 +255,7 @@ class Recent:
         other = self.cleared()
         if self._known:
             other._known = [self._known[row] for row in rows]
+            other._is_exact = [self._is_exact[row] for row in rows]
         other._end = self._end
         other.rings = {layer: ring.selected(rows) for layer, ring in self.rings.items()}
         return other

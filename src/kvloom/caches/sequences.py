@@ -274,9 +274,12 @@ class Sequences:
         """
         if any(self._first):
             raise ArgumentError("cache must hold whole sequences of one length to be found again")
-        for table, row, salt in zip(self._tables, tokens, salts, strict=True):
+        for b, (table, row, salt) in enumerate(zip(self._tables, tokens, salts, strict=True)):
             table.claim()
-            table.replace(tree.insert(row, table.pages, salt))
+            refs = tree.insert(row, table.pages, salt)
+            if self.recent is not None and refs != [*table.pages]:
+                self.recent.distrust(b)
+            table.replace(refs)
         self._changed()
 
     def select(self, indices: Sequence[int], recent: Recent | None = None) -> None:
@@ -360,12 +363,9 @@ class Sequences:
 
     def _reaches_previous(self, counts: Sequence[int]) -> bool:
         """Whether a removal goes back to before this step, where everything still is."""
-        previous = self.previous
-        return (
-            previous is not None
-            and previous.size > 0
-            and (max(self.num_positions - count for count in counts) <= previous.num_positions)
-        )
+        if self.previous is None or not self.previous.size:
+            return False
+        return max(self.num_positions - count for count in counts) <= self.previous.num_positions
 
     def _restore_previous(self) -> None:
         previous, self.previous = self.previous, None

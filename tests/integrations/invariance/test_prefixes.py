@@ -79,6 +79,32 @@ def test_a_text_goes_on_behind_its_residual_window(kv: str, page_size: int) -> N
     assert (pool.report()["residual_bytes"] > 0) == (kv != "int4,recent=1")
 
 
+@torch.no_grad()
+def test_what_read_codes_leaves_no_residual_window() -> None:
+    """A text that parts from a known one within it, its heirs, and one that was cropped far."""
+    model = model_of("Llama", torch.float32)
+    pool = KVPool.for_model(model, "int4", 8, max_tokens=40_000)
+    ids = torch.randint(3, 99, (4, 200), generator=torch.Generator().manual_seed(6))
+    ids[1, :100] = ids[0, :100]
+    asked(model, pool, ids[:1, :150], 1, 0)
+    kept = pool.report()["residual_bytes"]
+    asked(model, pool, ids[1:2, :160], 2, 96)
+    asked(model, pool, ids[1:2], 3, 160)
+    cache = pool.begin(ids[2:3])
+    model(ids[2:3], past_key_values=cache)
+    cache.crop(-60)
+    model(ids[2:3, 140:], past_key_values=cache)
+    pool.commit(cache, ids[2:3])
+    twins = [pool.begin(ids[3:]) for _ in range(2)]
+    for cache in twins:
+        model(ids[3:], past_key_values=cache)
+    pool.commit(twins[0], ids[3:])
+    assert pool.report()["residual_bytes"] == 2 * kept > 0
+    twins[1].crop(-8)
+    pool.commit(twins[1], ids[3:, :192])  # whose pages are those of the first
+    assert pool.report()["residual_bytes"] == 2 * kept
+
+
 @pytest.mark.parametrize("kv", ["int4", "int4,recent=16", "int8,recent=40"])
 def test_a_text_goes_on_behind_its_residual_window_in_another_process(kv: str, tmp_path: Path) -> None:
     """Pools that never saw the text, one with pages of another size, read it from the store."""

@@ -35,11 +35,13 @@ class Span:
         known: Position from which on tokens were kept; those before are codes alone.
         first: The first page is that of position ``16 * first``.
         pages: In order.
+        is_exact: Whether no query of the request read a newest token as a code.
     """
 
     known: int = 0
     first: int = 0
     pages: list[int] = field(default_factory=list)
+    is_exact: bool = True
 
 
 class NewestStep(NamedTuple):
@@ -107,7 +109,7 @@ class Newest:
         Raises:
             OutOfPages: there is no memory for them; nothing was taken.
         """
-        other = Span(span.known, span.first, self._take(len(span.pages)))
+        other = Span(span.known, span.first, self._take(len(span.pages)), span.is_exact)
         within = torch.arange(BLOCK)
         source, target = (
             (torch.tensor(x.pages, dtype=torch.int64).unsqueeze(1) * BLOCK + within).flatten()
@@ -119,9 +121,12 @@ class Newest:
         return other
 
     def residual(self, span: Span, end: int) -> ResidualTokens | None:
-        """What a query at ``end`` of a request reads unquantized, if it is all here and not nothing."""
+        """What a query at ``end`` of a request reads unquantized, if it is all here and not nothing.
+
+        ``None`` also where the request itself read codes in the place of such tokens.
+        """
         first = max(end - self.num_tokens + 1, 0)
-        if max(span.known, span.first * BLOCK) > first or first == end:
+        if max(span.known, span.first * BLOCK) > first or first == end or not span.is_exact:
             return None
         slots, layers = self._slots(span, first, end), {}
         for layer, storage in self.storages.items():
@@ -162,6 +167,7 @@ class Newest:
         for span, (past, new) in zip(spans, lengths, strict=True):
             first = max(past - self.num_tokens + 1, 0)
             base = first // PARTIAL * PARTIAL
+            span.is_exact = span.is_exact and span.known <= first
             slots = [page * BLOCK for page in span.pages]
             before = span.first - base // BLOCK
             rows.append([slots[0]] * before + slots[max(-before, 0) :])  # in front, any page: it is hidden

@@ -92,5 +92,6 @@ class SessionPrefixes:
         held.table.claim()
         refs = self._tree.insert(tokens, held.table.pages, self.scope(held.salt))
         if refs != [*held.table.pages]:
+            held.span.is_exact = False  # the pages of another, which may have read codes
             held.table.replace(refs)
             held.first_slots = None
