@@ -1,6 +1,6 @@
 """Assignment to ``keys`` and ``values`` of a layer, one after the other as code that has two tensors does.
 
-Letters: B sequences, H key/value heads, N tokens, D head dim.
+Shapes: B sequences, H key/value heads, N tokens, D head dim.
 """
 
 from typing import Final

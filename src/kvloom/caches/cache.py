@@ -1,6 +1,6 @@
 """A cache as a list of layers.
 
-Letters: B sequences of one length, H key/value heads, Q new tokens of each sequence, N stored ones, Dk and Dv
+Shapes: B sequences of one length, H key/value heads, Q new tokens of each sequence, N stored ones, Dk and Dv
 head dims.
 """
 

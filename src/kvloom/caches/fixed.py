@@ -1,6 +1,6 @@
 """A layer of fixed storage in any format, for which a decode step compiles once: its length is a tensor.
 
-Letters: B sequences, Q new tokens of each, H heads, Dk and Dv head dims.
+Shapes: B sequences, Q new tokens of each, H heads, Dk and Dv head dims.
 """
 
 from collections.abc import Callable, Mapping, Sequence

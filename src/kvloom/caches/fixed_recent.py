@@ -2,7 +2,7 @@
 
 Shapes follow from the number of new tokens alone, so that a step compiles once and waits for nothing.
 
-Letters: B sequences of one length, Q new tokens of each, H heads, D head dim, C slots of a ring, R newest
+Shapes: B sequences of one length, Q new tokens of each, H heads, D head dim, C slots of a ring, R newest
 tokens that a query reads unquantized.
 """
 
@@ -60,7 +60,7 @@ class FixedRecent:
         return cls(num_newest, num_tokens, max_tokens, RecentRing.of(key, value, ring_slots(num_tokens)))
 
     def keep(self, key: Tensor, value: Tensor, start: Tensor, column: Tensor | int) -> Exact:
-        """Keep new tokens ``[B, H, Q, D]``; what their attention reads as it was computed.
+        """Keep new tokens ``[B, H, Q, D]``; what their attention reads unquantized.
 
         Args:
             key: ``[B, H, Q, Dk]``.
@@ -166,7 +166,7 @@ def with_recent(
     column: Tensor | int,
     new: tuple[Tensor, Tensor] | None = None,
 ) -> Tokens:
-    """``tokens``, of which the newest are read as they were computed, where they are kept so.
+    """``tokens``, of which the newest are read unquantized, where they are kept so.
 
     Args:
         recent: Where they are kept; ``None`` if they are not.

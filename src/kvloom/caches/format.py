@@ -38,7 +38,7 @@ class CacheFormat:
             codes in the order of integer dot products, and HND where nothing is quantized. ``"auto"`` is what
             serves the attention that reads the first tokens: rows, if it reads tensors; else, with compiled
             CPU kernels, native where that fits and pays, and HND where not; and NHD without them.
-        recent: Newest tokens of a sequence that each token attends to as they were computed, itself included,
+        recent: Newest tokens of a sequence that each token attends to unquantized, itself included,
             in layers whose keys or values are codes; all others it attends to as codes. Beside the codes of
             all tokens such a layer keeps about as many in the model's dtype.
         layers: How each layer is kept, if not all alike: of these ``dtype``, ``quant`` and ``values`` count.
@@ -69,7 +69,7 @@ class CacheFormat:
 
     @property
     def has_codes(self) -> bool:
-        """Whether keys or values are codes, of which the newest tokens can be kept as they were computed."""
+        """Whether keys or values are codes, of which the newest tokens can be kept unquantized."""
         return self.quant is not None or (self.values is not None and self.values.quant is not None)
 
     def of_layer(self, index: int) -> "CacheFormat":

@@ -1,6 +1,6 @@
 """One layer of a cache: takes keys and values of new tokens, returns those that attention reads.
 
-Letters: B sequences of one length, H key/value heads, Q new tokens of each sequence, N stored ones, Dk and Dv
+Shapes: B sequences of one length, H key/value heads, Q new tokens of each sequence, N stored ones, Dk and Dv
 head dims. Layers are for inference: nothing they return carries a gradient.
 """
 
@@ -144,12 +144,12 @@ class Layer(ABC):
 
     @property
     def nbytes(self) -> int:
-        """Bytes allocated, scales and tokens that are kept as they were computed included."""
+        """Bytes allocated, scales and tokens that are kept unquantized included."""
         return (0 if self.storage is None else self.storage.nbytes) + self.nbytes_recent
 
     @property
     def nbytes_recent(self) -> int:
-        """Of ``nbytes``, those of the newest tokens that are kept as they were computed, beside codes."""
+        """Of ``nbytes``, those of the newest tokens that are kept unquantized, beside codes."""
         return 0
 
     @property

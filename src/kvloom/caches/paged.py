@@ -1,6 +1,6 @@
 """Keys and values of one attention layer in pages that are taken as sequences grow.
 
-Letters: B sequences, Q new tokens of each, N columns of stored ones, H heads, Dk and Dv head dims.
+Shapes: B sequences, Q new tokens of each, N columns of stored ones, H heads, Dk and Dv head dims.
 """
 
 from collections.abc import Callable, Mapping
@@ -18,7 +18,7 @@ from kvloom.caches.pages import Run
 from kvloom.caches.read_only import ReadOnly
 from kvloom.caches.recent import RecentStep, begin_recent
 from kvloom.caches.sequences import Sequences
-from kvloom.caches.storage import TURNED_AT_ONCE, Storage
+from kvloom.caches.storage import ROTATED_AT_ONCE, Storage
 from kvloom.caches.tokens import BLOCK, PARTIAL, TokenIndex, Tokens
 from kvloom.core.indexing import CacheIndex
 from kvloom.errors import StateError
@@ -112,9 +112,9 @@ class PagedLayer(Layer):
             return None
         rotation, stored = storage.rotation, (key, value)
         if rotation is not None:
-            if step.slots.numel() > TURNED_AT_ONCE:
+            if step.slots.numel() > ROTATED_AT_ONCE:
                 return None  # in pieces
-            stored = rotation.turned(key, value)
+            stored = rotation.rotated(key, value)
         sequences.pages.num_writes += 1
         if not store_plain(*stored, step.slots, storage.view):
             return None
@@ -244,7 +244,7 @@ class PagedLayer(Layer):
 
     @property
     def nbytes_recent(self) -> int:
-        """Bytes of tokens that are kept as they were computed, beside their codes."""
+        """Bytes of tokens that are kept unquantized, beside their codes."""
         recent = self.sequences.recent
         return 0 if recent is None else recent.nbytes_of(self.index)
 

@@ -1,6 +1,6 @@
 """Ragged sequences in one pool of pages, sharing every full page that begins with the same tokens.
 
-Letters: T new tokens, H key/value heads, Hq query heads, Dk and Dv head dims.
+Shapes: T new tokens, H key/value heads, Hq query heads, Dk and Dv head dims.
 """
 
 from collections.abc import Iterable, Sequence

@@ -1,6 +1,6 @@
 """A layer that keeps codes of 8, 4 or 2 bits, and the most recent tokens as they are.
 
-Letters: B sequences, H heads, N stored tokens, Dk and Dv head dims.
+Shapes: B sequences, H heads, N stored tokens, Dk and Dv head dims.
 """
 
 from collections.abc import Mapping

@@ -1,8 +1,8 @@
-"""The newest tokens of a cache of codes as they were computed, beside the codes of all tokens.
+"""The newest tokens of a cache of codes unquantized, beside the codes of all tokens.
 
 Position p of a sequence lies in slot ``p % C`` of a ring of C slots.
 
-Letters: B sequences, Q new tokens of each, H heads, D head dim, C slots of a ring.
+Shapes: B sequences, Q new tokens of each, H heads, D head dim, C slots of a ring.
 """
 
 from collections.abc import Container, Sequence
@@ -26,7 +26,7 @@ ROLLBACK: Final = 16
 
 
 def ring_slots(num_tokens: int, rollback: int = ROLLBACK) -> int:
-    """C, where each query reads its ``num_tokens`` newest tokens as they were computed."""
+    """C, where each query reads its ``num_tokens`` newest tokens unquantized."""
     return -(-num_tokens // BLOCK) * BLOCK + -(-rollback // BLOCK) * BLOCK
 
 
@@ -37,7 +37,7 @@ def ring_nbytes(num_tokens: int, key: Tensor, value: Tensor) -> int:
 
 
 class RecentStep(NamedTuple):
-    """New tokens of a batch and those before them that their attention reads as they were computed.
+    """New tokens of a batch and those before them that their attention reads unquantized.
 
     Attributes:
         start: Position of the first new token.
@@ -155,7 +155,7 @@ class Recent:
         )
 
     def keep(self, layer: int, key: Tensor, value: Tensor, step: RecentStep) -> Exact | None:
-        """Keep new tokens ``[B, H, Q, D]`` of a layer; what its attention reads as it was computed."""
+        """Keep new tokens ``[B, H, Q, D]`` of a layer; what its attention reads unquantized."""
         if key.requires_grad or value.requires_grad:
             key, value = detached(key), detached(value)
         ring = self.rings.get(layer)

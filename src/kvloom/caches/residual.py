@@ -4,7 +4,7 @@ With ``CacheFormat.recent`` a query reads its newest tokens unquantized and all 
 that pages hold. What follows a prefix that is found is what follows a computed one, if the tokens in front of
 its end are found unquantized, too.
 
-Letters: H key/value heads, N tokens, D head dim.
+Shapes: H key/value heads, N tokens, D head dim.
 """
 
 from collections import OrderedDict

@@ -1,6 +1,6 @@
 """Keys and values that are rotated before they are quantized, and what that asks of those who read them.
 
-Letters: T tokens, H heads, Hq query heads, D head dim.
+Shapes: T tokens, H heads, Hq query heads, D head dim.
 """
 
 from typing import NamedTuple
@@ -32,7 +32,7 @@ class Rotation(NamedTuple):
         rotation = cls(*blocks)
         return rotation if any(rotation) else None
 
-    def turned(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    def rotated(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values ``[..., T, D]`` or ``[T, H, D]`` as they are stored, or back as they were."""
         return self.side(0, key) if self.key else key, self.side(1, value) if self.value else value
 
@@ -47,5 +47,5 @@ class Rotation(NamedTuple):
         return ops.rotate(query, self.key) if self.key else query
 
     def output(self, out: Tensor) -> Tensor:
-        """Attention's result ``[T, Hq, D]``, turned back."""
+        """Attention's result ``[T, Hq, D]``, unrotated."""
         return self.side(1, out) if self.value else out

@@ -285,7 +285,7 @@ class Sequences:
     def select(self, indices: Sequence[int], recent: Recent | None = None) -> None:
         """Make sequence i what sequence ``indices[i]`` was; moves tables and no keys or values.
 
-        Those that are kept as they were computed are copied, unless ``recent`` is the copy.
+        Those that are kept unquantized are copied, unless ``recent`` is the copy.
 
         Raises:
             IndexError: there is no such sequence; nothing was changed.

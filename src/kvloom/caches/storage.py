@@ -1,6 +1,6 @@
 """The tensors of one layer: keys, values and their scales, in pages that lie in extents.
 
-Letters: B sequences, Q new tokens of each, H heads, D head dim.
+Shapes: B sequences, Q new tokens of each, H heads, D head dim.
 """
 
 from collections.abc import Mapping
@@ -23,7 +23,7 @@ Tensors: TypeAlias = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
 """Keys, values, scales of keys, scales of values."""
 
 
-TURNED_AT_ONCE = 256
+ROTATED_AT_ONCE = 256
 """Tokens that are rotated and stored before the next ones, in memory that stays in a processor's cache."""
 
 
@@ -142,20 +142,20 @@ class Storage:
         """Some of the tokens that are kept here; arguments as ``Tokens``."""
         return Tokens(self.view, index, window, rows, self.rotation)
 
-    def turned(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    def rotated(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values ``[B, H, Q, D]`` as the view takes them."""
-        return (key, value) if self.rotation is None else self.rotation.turned(key, value)
+        return (key, value) if self.rotation is None else self.rotation.rotated(key, value)
 
     def store(self, key: Tensor, value: Tensor, slots: Tensor) -> None:
         """Write ``[B, H, Q, D]`` to slots ``[B, Q]``, or ``[T, H, D]`` to ``[T]``."""
-        if self.rotation is None or slots.numel() <= TURNED_AT_ONCE:
-            ops.store(*self.turned(key, value), slots, self.view)
+        if self.rotation is None or slots.numel() <= ROTATED_AT_ONCE:
+            ops.store(*self.rotated(key, value), slots, self.view)
             return
-        axis, count = slots.dim() - 1, max(TURNED_AT_ONCE * slots.shape[-1] // slots.numel(), 1)
+        axis, count = slots.dim() - 1, max(ROTATED_AT_ONCE * slots.shape[-1] // slots.numel(), 1)
         for x, y, where in zip(
             key.split(count, 2 * axis), value.split(count, 2 * axis), slots.split(count, axis), strict=True
         ):
-            ops.store(*self.turned(x, y), where.contiguous(), self.view)
+            ops.store(*self.rotated(x, y), where.contiguous(), self.view)
 
     def attend(self, query: Tensor, batch: ops.Batch, scores: ops.Scores) -> Tensor:
         """Attention over what is kept here; as ``ops.attend``."""

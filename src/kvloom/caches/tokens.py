@@ -1,6 +1,6 @@
 """Stored tokens of a batch where they lie: attended to in place, or gathered.
 
-Letters: B sequences, N columns, Q new tokens of each sequence, H key/value heads, Hq query heads, Dk and Dv
+Shapes: B sequences, N columns, Q new tokens of each sequence, H key/value heads, Hq query heads, Dk and Dv
 head dims. A column is one token of every sequence, as in ``[B, H, N, D]``; a shorter sequence ends with the
 others and has columns in front that hold nothing.
 """
@@ -120,7 +120,7 @@ class TokenIndex:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Exact:
-    """Some columns of tokens as they were computed, where the tokens themselves are codes.
+    """Some columns of tokens unquantized, where the tokens themselves are codes.
 
     Attributes:
         tokens: These columns, the last of the tokens.
@@ -174,7 +174,7 @@ class Step(NamedTuple):
         stride: Pages in an extent of the storages.
         slots: ``[B, end - start]``.
         visible: What their attention reads.
-        recent: The same new tokens as they were computed, if they are kept so, too.
+        recent: The same new tokens unquantized, if they are kept so, too.
     """
 
     start: int
@@ -195,7 +195,7 @@ class Tokens:
         window: Tokens that a token sees, itself included; ``None`` for all before it.
         rows: Keys and values ``[B, H, N, D]`` as views of the cache, if they can be.
         rotation: How the view's keys and values are rotated; ``None`` if they are not.
-        exact: The last columns as they were computed, if they are kept so beside codes.
+        exact: The last columns unquantized, if they are kept so beside codes.
     """
 
     view: KVView
@@ -208,14 +208,14 @@ class Tokens:
     def gather(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Keys ``[B, H, N, Dk]`` and values ``[B, H, N, Dv]``: dequantized copies, or views.
 
-        Columns that are kept as they were computed are returned so: the new ones, and those before that the
+        Columns that are kept unquantized are returned so: the new ones, and those before that the
         first of the new ones reads so.
         """
         if self.rows is not None and self.rows[0].dtype == self.rows[1].dtype == dtype:
             return self.rows
         found: tuple[Tensor, Tensor] = ops.load(self.index.slots, self.view, dtype=dtype)
         if self.rotation is not None:
-            found = self.rotation.turned(*found)
+            found = self.rotation.rotated(*found)
         if self.exact is not None:
             self.exact.put_into(found)
         return found
@@ -262,7 +262,7 @@ class Tokens:
         first: Tensor | None,
         mask: Tensor | None = None,
     ) -> Tensor:
-        """Of queries ``[B * Q, Hq, Dk]`` over the tokens, some of which may be kept as they were computed."""
+        """Of queries ``[B * Q, Hq, Dk]`` over the tokens, some of which may be kept unquantized."""
         batch, exact = self.index.batch(num_new, first), self.exact
         if mask is not None:
             scores = replace(scores, mask=_shifted(mask, self.index.origins))
@@ -301,7 +301,7 @@ class Tokens:
 
 
 def scores_of_newest(scores: ops.Scores, num_newest: int) -> ops.Scores:
-    """Those of attention to the newest tokens alone, as they were computed; sinks are with the others."""
+    """Those of attention to the newest tokens alone, unquantized; sinks are with the others."""
     window = num_newest if scores.window is None else min(scores.window, num_newest)
     return replace(scores, window=window, sinks=None)
 
@@ -317,7 +317,7 @@ def attend_behind(
     skip: int,
     skip_from: Tensor | None,
 ) -> Tensor:
-    """Attention to all tokens, of which the newest of each query are read as they were computed.
+    """Attention to all tokens, of which the newest of each query are read unquantized.
 
     Args:
         part: Attention to these.
@@ -326,7 +326,7 @@ def attend_behind(
         batch: Where they lie.
         scores: Of them.
         rotation: How the codes are rotated, ``None`` if they are not.
-        skip: How many are read as they were computed, as of ``ops.attend_part``.
+        skip: How many are read unquantized, as of ``ops.attend_part``.
         skip_from: The same.
 
     Returns:

@@ -1,6 +1,6 @@
 """Axis orders of a cache tensor. The only permutation code in the library.
 
-Letters: L layers, 2 key|value, T token slots, B blocks (a page, or a batch row), S slots in a block, H heads,
+Shapes: L layers, 2 key|value, T token slots, B blocks (a page, or a batch row), S slots in a block, H heads,
 D head dim. T is B and S in one: a single block of T slots.
 """
 

@@ -29,7 +29,7 @@ ROTATIONS: Final = ("none", "keys", "values", "both")
 ROTATED: Final = {"int4": "keys", "int2": "keys"}
 """Which are rotated of a kind that does not say so."""
 RECENT: Final = {"int4": 64, "int2": 64}
-"""Newest tokens that each token reads as they were computed, of a kind that does not say so."""
+"""Newest tokens that each token reads unquantized, of a kind that does not say so."""
 
 _SPELLING: Final = re.compile(r"([a-z0-9]+)(?::g([1-9][0-9]{0,17}))?((?:,[a-z]+=[a-z0-9]+)*)")
 
@@ -56,7 +56,7 @@ class Kind:
         name: One of ``STORAGE``.
         group: Elements that share a scale; ``None`` if nothing is said.
         rotate: One of ``ROTATIONS``.
-        recent: Newest tokens that each token attends to as they were computed; ``None`` if nothing is said.
+        recent: Newest tokens that each token attends to unquantized; ``None`` if nothing is said.
     """
 
     name: str
@@ -104,7 +104,7 @@ _OPTIONS: Final[dict[str, tuple[str, Callable[[str], Any]]]] = {
 
 
 def recent_of(keys: Kind, values: Kind) -> int:
-    """Newest tokens that each token attends to as they were computed, where either side is codes."""
+    """Newest tokens that each token attends to unquantized, where either side is codes."""
     said = [kind.recent for kind in (keys, values) if kind.recent is not None]
     return max(said or [RECENT.get(kind.name, 0) for kind in (keys, values)])
 

@@ -3,7 +3,7 @@
 While a model reads with its own cache, each layer's new keys and values also go through a cache of each kind,
 and attention is computed again with what comes back.
 
-Letters: B texts, Q new tokens, N tokens, H key/value heads, Hq query heads, D head dim.
+Shapes: B texts, Q new tokens, N tokens, H key/value heads, Hq query heads, D head dim.
 """
 
 import sys

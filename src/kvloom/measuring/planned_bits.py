@@ -59,7 +59,7 @@ def plan_bits(
         bits: Bits of an element on average, scales included.
         budget: Bytes of a token in all layers, scales included, instead of ``bits``.
         kinds: What each side may become; codes whose group does not divide the head dim are left out.
-        recent: Newest tokens that each token attends to as they were computed, where a layer keeps codes.
+        recent: Newest tokens that each token attends to unquantized, where a layer keeps codes.
             They take room beside the budget.
         chunk: Tokens that are fed at a time.
         on_step: Called with the steps that are done and all steps, after each.

@@ -1,6 +1,6 @@
 """What kinds of caches cost in quality: how far the predictions of a model move, for how many bytes.
 
-Letters: N texts, W tokens of each, B of them read together, Q tokens fed at a time, V words of the model.
+Shapes: N texts, W tokens of each, B of them read together, Q tokens fed at a time, V words of the model.
 """
 
 import math
@@ -54,7 +54,7 @@ class Quality:
     Attributes:
         kind: ``"DynamicCache"``, a kind as ``KVCache.for_model`` takes it as ``kv``, or a peer's name.
         nbytes_per_token: Cache bytes of one token in all layers, scales included, in a text of 8,192 tokens:
-            what is kept of the newest ones as they were computed is spread over as many.
+            what is kept of the newest ones unquantized is spread over as many.
         perplexity: Exponential of the mean loss of the next tokens.
         mean_kl: Mean of KL(DynamicCache || kind) of the next-token distributions, in nats.
         agreed: Share of the positions at which the same next token is chosen, from 0 to 1.

@@ -1,6 +1,6 @@
 """Which sealed page holds which tokens behind which prefix. Token ids are compared, never only their hashes.
 
-Letters: S tokens in a page.
+Shapes: S tokens in a page.
 """
 
 import struct

@@ -1,6 +1,6 @@
 """A run of pages as a safetensors file: docs/store-format.md. Whatever the bytes are, a run or an error.
 
-Letters: N pages, S tokens in a page, R heads that can be read one by one (or 1 for all heads together).
+Shapes: N pages, S tokens in a page, R heads that can be read one by one (or 1 for all heads together).
 """
 
 import json

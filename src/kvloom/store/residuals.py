@@ -1,6 +1,6 @@
 """Residual tokens in a store: runs with pages of one token, under a fingerprint of their own.
 
-Letters: N tokens in front of an end, H heads of a layer, D head dim.
+Shapes: N tokens in front of an end, H heads of a layer, D head dim.
 """
 
 from collections.abc import Mapping, Sequence

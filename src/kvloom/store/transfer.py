@@ -1,6 +1,6 @@
 """Pages of a pool to the bytes of a run and back, from any layout and page size to any, codes as they are.
 
-Letters: N pages of S tokens, R heads that can be read one by one, H heads of a layer, D head dim.
+Shapes: N pages of S tokens, R heads that can be read one by one, H heads of a layer, D head dim.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

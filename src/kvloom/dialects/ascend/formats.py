@@ -1,6 +1,6 @@
 """Cache formats of the Ascend operators, as kvloom layouts.
 
-Letters: nb blocks, bs slots in a block, H heads, D head size, last elements in 32 bytes.
+Shapes: nb blocks, bs slots in a block, H heads, D head size, last elements in 32 bytes.
 """
 
 from typing import Final

@@ -1,6 +1,6 @@
 """Where the compressing scenarios put each token: one run of consecutive slots for each (sequence, head).
 
-Letters: B sequences, H heads, T source tokens (padding included), L real length of a sequence, ``win`` its
+Shapes: B sequences, H heads, T source tokens (padding included), L real length of a sequence, ``win`` its
 ``compress_lens`` and ``off`` its ``compress_seq_offset``; run ``p = b * H + h``.
 
 =========  ======================================================  =================

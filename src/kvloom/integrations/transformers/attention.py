@@ -1,6 +1,6 @@
 """``attn_implementation="kvloom"``: attention that reads a ``KVCache`` where it lies.
 
-Letters: B sequences, Q queries of each, N tokens of keys and values, H key/value heads, Hq query heads, Dk
+Shapes: B sequences, Q queries of each, N tokens of keys and values, H key/value heads, Hq query heads, Dk
 and Dv head dims.
 """
 

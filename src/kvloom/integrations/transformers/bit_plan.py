@@ -28,7 +28,7 @@ class BitPlan:
         nbytes_per_token: Cache bytes of one token in all layers, scales included.
         error: Root mean square of the errors of attention's output over all heads, as they were measured one
             side of one layer at a time; the squares are added.
-        recent: Newest tokens that each token attends to as they were computed, in layers that keep codes;
+        recent: Newest tokens that each token attends to unquantized, in layers that keep codes;
             they take room beside ``nbytes_per_token``.
     """
 

@@ -182,7 +182,7 @@ class KVCache(DynamicCache):  # type: ignore[misc]
 
     @property
     def nbytes_recent(self) -> int:
-        """Of ``nbytes``, those of the newest tokens that are kept as they were computed, beside codes."""
+        """Of ``nbytes``, those of the newest tokens that are kept unquantized, beside codes."""
         return sum(layer.pages.nbytes_recent for layer in self._own_layers)
 
     @property

@@ -1,6 +1,6 @@
 """One layer of a ``KVCache``, as transformers 4.57 to 5.24 call it.
 
-Letters: B sequences, Q new tokens of each, N tokens that are returned, H key/value heads, D head dim.
+Shapes: B sequences, Q new tokens of each, N tokens that are returned, H key/value heads, D head dim.
 """
 
 import copy

@@ -1,6 +1,6 @@
 """The legacy format: a tuple of keys and values for each layer.
 
-Letters: B sequences, H key/value heads, N tokens, D head dim.
+Shapes: B sequences, H key/value heads, N tokens, D head dim.
 """
 
 from collections.abc import Iterable, Sequence

@@ -1,6 +1,6 @@
 """Masks for ``attn_implementation="kvloom"``: a few numbers if lengths and a window suffice, else the mask.
 
-Letters: B sequences, Q queries of each, N columns of keys.
+Shapes: B sequences, Q queries of each, N columns of keys.
 """
 
 from collections.abc import Callable

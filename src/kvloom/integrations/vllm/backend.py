@@ -2,7 +2,7 @@
 
 Every class here is a child of vLLM's own and does what that does, for a layer that is not kvloom's.
 
-Letters: T new tokens of all requests, H key/value heads, Hq query heads, B blocks, S tokens of a block,
+Shapes: T new tokens of all requests, H key/value heads, Hq query heads, B blocks, S tokens of a block,
 D head dim, C elements of a token of a head.
 """
 

@@ -3,7 +3,7 @@
 Layers whose blocks are given out together are a *group*. Groups may differ in tokens per block; one with a
 window has the null block where its window has passed.
 
-Letters: N pages of S tokens, H key/value heads of one rank.
+Shapes: N pages of S tokens, H key/value heads of one rank.
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,6 +1,6 @@
 """Where the tokens of a step lie: made once, for all layers of a group.
 
-Letters: T new tokens of all requests, R requests, P blocks of a request.
+Shapes: T new tokens of all requests, R requests, P blocks of a request.
 """
 
 from dataclasses import dataclass

@@ -4,7 +4,7 @@ vLLM allocates pages ``[B, H, S, C]`` and copies, zeroes and sends whole blocks;
 in a block are free to be used. They are the keys of its tokens, the values, and where these are codes the
 scales of the keys and those of the values, each in the axis order that attention reads best.
 
-Letters: B blocks, H key/value heads, S tokens of a block, D head dim, C elements of a token of a head.
+Shapes: B blocks, H key/value heads, S tokens of a block, D head dim, C elements of a token of a head.
 """
 
 from dataclasses import replace

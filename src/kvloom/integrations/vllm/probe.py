@@ -1,6 +1,6 @@
 """Whether this machine attends to float pages faster by kvloom's kernels than by vLLM's: a second at start.
 
-Letters: R requests, H key/value heads, Hq query heads, D head dim.
+Shapes: R requests, H key/value heads, Hq query heads, D head dim.
 """
 
 import time

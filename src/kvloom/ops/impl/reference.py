@@ -1,6 +1,6 @@
 """The readable backend: plain torch on any device, and the specification that others are compared with.
 
-Letters: T tokens, H key/value heads, R query heads for each of them, D head dim; q query and k key positions.
+Shapes: T tokens, H key/value heads, R query heads for each of them, D head dim; q query and k key positions.
 Caches are canonical views ``[B, S/s, s, H, D/d, d]``. Values of slots are checked on the CPU, where reading
 them is free.
 """

@@ -3,7 +3,7 @@
 It has a name of its own because its masks are ``None``, as those of any name that has no mask function:
 lengths say all, and a bool mask of all new tokens of a step would be made for nothing.
 
-Letters: T new tokens of all requests, H key/value heads, Hq query heads, D head dim.
+Shapes: T new tokens of all requests, H key/value heads, Hq query heads, D head dim.
 """
 
 from typing import Any, Final

@@ -1,6 +1,6 @@
 """The cache that transformers' scheduler asks for pages, on the pages of this library.
 
-Letters: T new tokens of all requests of a step, P pages of a request, H key/value heads, Hq query
+Shapes: T new tokens of all requests of a step, P pages of a request, H key/value heads, Hq query
 heads, D head dim.
 """
 

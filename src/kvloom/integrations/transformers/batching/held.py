@@ -1,6 +1,6 @@
 """What each request of a session holds.
 
-Letters: P pages of a request.
+Shapes: P pages of a request.
 """
 
 from collections import Counter
@@ -28,7 +28,7 @@ class Held:
         num_prompt: Tokens of its prompt.
         num_found: Those of them whose pages were found.
         state: Of the model when it began, as of ``ModelWatch``.
-        span: Where its newest tokens are, as they were computed.
+        span: Where its newest tokens are, unquantized.
         first_slots: ``[P]``, where its pages begin, made when that is needed.
     """
 

@@ -1,9 +1,9 @@
-"""The newest tokens of each request as they were computed, beside the codes of all tokens.
+"""The newest tokens of each request unquantized, beside the codes of all tokens.
 
 The positions of a request lie in pages of 16 slots, the same in every layer, that it takes as it grows and
 gives back when no query reads them any more.
 
-Letters: T new tokens of all requests, B requests.
+Shapes: T new tokens of all requests, B requests.
 """
 
 from collections.abc import Iterable, Sequence
@@ -49,7 +49,7 @@ class NewestStep(NamedTuple):
 
     Attributes:
         slots: ``[T]``, where the new tokens go.
-        batch: The tokens that queries read as they were computed, among others that the window hides.
+        batch: The tokens that queries read unquantized, among others that the window hides.
         known: ``[B]``, position from which on tokens of a request were kept.
     """
 
@@ -62,7 +62,7 @@ class Newest:
     """Pages of all requests, in every layer that keeps codes.
 
     Args:
-        format: How tokens are kept, ``recent`` of each as they were computed, too.
+        format: How tokens are kept, ``recent`` of each unquantized, too.
         config: Of the model.
         dtype: That it computes in.
         device: Where.
@@ -217,5 +217,5 @@ def newest_bytes(
 
 
 def _layers(format: CacheFormat, config: Any) -> list[int]:
-    """Those that keep newest tokens as they were computed."""
+    """Those that keep newest tokens unquantized."""
     return [layer for layer in range(config.num_hidden_layers) if format.of_layer(layer).recent]

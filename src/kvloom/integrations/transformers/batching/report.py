@@ -46,7 +46,7 @@ class BatchReport:
         tokens_found: Those of them that were found, and needed no compute.
         steps: Forwards of the model.
         tokens_computed: Tokens that went through the model.
-        recent_bytes: Of the newest tokens as they were computed, beside the pages, of running requests and at
+        recent_bytes: Of the newest tokens unquantized, beside the pages, of running requests and at
             the ends of others; 0 without ``recent``.
         batch_invariant: Whether a request has the bits that it has alone, in all layers of the model.
         packed_bytes: Of the packed weights of linear layers.

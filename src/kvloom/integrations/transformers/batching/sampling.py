@@ -1,6 +1,6 @@
 """Each request of a session chooses its tokens by itself: temperature, top_p, top_k, seed, log probabilities.
 
-transformers' sessions have one generator and one configuration for all requests. Letters: V tokens that the
+transformers' sessions have one generator and one configuration for all requests. Shapes: V tokens that the
 model knows.
 """
 

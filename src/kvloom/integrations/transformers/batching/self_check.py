@@ -3,7 +3,7 @@
 transformers cannot tell which families its continuous batching serves. Some have attention of their own that
 never asks for the session's, others need a mask that a session has not.
 
-Letters: K rows of logits of a request, V words of the model.
+Shapes: K rows of logits of a request, V words of the model.
 """
 
 import inspect

@@ -1,6 +1,6 @@
 """A step of a session: where its tokens lie, made once, and attention over them in every layer.
 
-Letters: T new tokens of all requests, B requests, P pages of a request, H key/value heads, Hq query
+Shapes: T new tokens of all requests, B requests, P pages of a request, H key/value heads, Hq query
 heads, D head dim.
 """
 
@@ -26,7 +26,7 @@ class Step:
     Attributes:
         slots: ``[T]``, where the new tokens go.
         batch: Where all tokens lie.
-        newest: The same for those that are kept as they were computed, too.
+        newest: The same for those that are kept unquantized, too.
     """
 
     slots: Tensor
@@ -48,7 +48,7 @@ class Step:
             lengths: Stored and new tokens of each.
             tables: First slots ``[P]`` of the pages of each.
             page_size: Tokens in a page.
-            newest: Where new tokens are kept as they were computed, too.
+            newest: Where new tokens are kept unquantized, too.
             spans: Of each request there.
         """
         device = tables[0].device
@@ -69,7 +69,7 @@ class StepAttention:
     Args:
         storages: Of each layer.
         windows: The same, ``None`` for no window.
-        newest: Tokens that are read as they were computed, if there are such.
+        newest: Tokens that are read unquantized, if there are such.
     """
 
     def __init__(

@@ -1,6 +1,6 @@
 """Attend: plan, attention of each item, merge. Four launches at most; the host waits for none of them.
 
-Letters: B sequences, Tq new tokens, H key/value heads, Hq query heads, Dk and Dv head dims.
+Shapes: B sequences, Tq new tokens, H key/value heads, Hq query heads, Dk and Dv head dims.
 """
 
 from typing import Any, Final

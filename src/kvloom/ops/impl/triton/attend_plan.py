@@ -7,7 +7,7 @@ tokens: row r of a key/value head is its query head ``r % R`` of new token ``r /
   ``MAX_SPLITS`` runs of equal length, each an item, and the partial results are merged in order.
 * One with more is not: each tile of its rows is one item.
 
-Both follow from the sequence's own lengths, so its bits do not depend on the batch. Letters: B sequences, H
+Both follow from the sequence's own lengths, so its bits do not depend on the batch. Shapes: B sequences, H
 key/value heads, R query heads for each of them.
 """
 

@@ -4,7 +4,7 @@ A row keeps the largest score so far, the sum of its weights and the weighted va
 rescales them when a larger score comes. Codes of a cache stay integers in the products where that loses
 nothing: the scale of a group of keys multiplies scores, that of values multiplies weights.
 
-Letters: M rows of a tile, N tokens of a tile. What a head vector stores is read in chunks ``[N, width]``; a
+Shapes: M rows of a tile, N tokens of a tile. What a head vector stores is read in chunks ``[N, width]``; a
 chunk of bytes of several codes has as many planes; of two codes the even numbers and the odd.
 """
 

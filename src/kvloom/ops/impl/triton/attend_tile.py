@@ -1,6 +1,6 @@
 """Attention of a tile of query rows over a run of stored tokens: the item of a plan, from queries to result.
 
-Letters: M rows of a tile, N tokens of a tile, Dv head dim of values. A row is a query head of a new token.
+Shapes: M rows of a tile, N tokens of a tile, Dv head dim of values. A row is a query head of a new token.
 """
 
 from dataclasses import dataclass

@@ -1,6 +1,6 @@
 """Load: keys and values from their slots, dequantized, each head repeated, in one launch.
 
-Letters: T tokens, H heads, D head dim, R repeats of a head.
+Shapes: T tokens, H heads, D head dim, R repeats of a head.
 """
 
 import torch

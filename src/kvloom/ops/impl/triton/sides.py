@@ -1,7 +1,7 @@
 """What store and load share: one side of a cache, keys or values, cut into rows of one group each.
 
 Row r is group ``r % G`` of head ``r // G % H`` of token ``r // (G * H)``. A side without scales has one
-group, the head vector. Letters: H heads, G groups of a head vector.
+group, the head vector. Shapes: H heads, G groups of a head vector.
 """
 
 from dataclasses import dataclass

@@ -1,6 +1,6 @@
 """Store: new keys and values into their slots, quantized on the way, in one launch.
 
-Letters: T tokens, H heads, D head dim.
+Shapes: T tokens, H heads, D head dim.
 """
 
 from typing import Any, NamedTuple
