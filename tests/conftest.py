@@ -6,6 +6,9 @@ import functools
 import os
 from collections.abc import Iterator
 
+# Read when torch is loaded. Threads that spin while they wait take the cores from the other test processes.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
