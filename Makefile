@@ -28,6 +28,8 @@ KERNELS := tests/ops tests/quant
 # What is the same with each instruction set: Triton's kernels, what is refused, what torch is told of operators.
 SAME := '*/test_triton_*' '*/test_bad_*' '*/test_opcheck*' '*/test_compile.py'
 TESTS := tests/integrations/vllm
+# What `make test` does with all pairs of its parameters; kernels are in test-isa.
+PRODUCTS := tests/integrations/onnx tests/integrations/test_families.py
 # What meets torch, without the kernels of Triton, whose own version decides, and torch's slow checks of schemas.
 TORCH_TESTS ?= tests/ops tests/caches
 NOT_TORCH := '*/test_triton_*' '*/test_opcheck*'
@@ -62,14 +64,15 @@ test: $(READY)
 mutants: $(READY)
 	PYTHONPATH=tests $(BIN)/python -m mutants.run --jobs $(WORKERS) $(ARGS)
 
-# What moves, quantizes and attends, with each instruction set that this machine has; all have the baseline.
+# What moves, quantizes and attends, with each instruction set that this machine has; all have the baseline. Whole
+# products of parameters, of which `make test` has all pairs.
 test-isa: $(READY)
 	@KVLOOM_ISA=baseline $(BIN)/python -c 'import sys; from kvloom.ops import cpu_kernels as k; sys.exit(k() != "baseline" and str(k()))'
 	@set -e; for isa in $(ISAS); do \
 	    echo "KVLOOM_ISA=$$isa"; \
 	    if KVLOOM_ISA=$$isa $(BIN)/python -c 'import kvloom.ops' 2>/dev/null; then \
 	        tests='$(KERNELS)'; test $$isa != amx-emulated || tests='$(TILES)'; \
-	        KVLOOM_ISA=$$isa $(BIN)/python -m pytest --quiet --numprocesses $(WORKERS) --dist worksteal \
+	        KVLOOM_PRODUCTS=1 KVLOOM_ISA=$$isa $(BIN)/python -m pytest --quiet --numprocesses $(WORKERS) --dist worksteal \
 	            $(SAME:%=--ignore-glob=%) $$tests; \
 	    else echo 'not on this machine'; fi; \
 	done
@@ -96,8 +99,9 @@ asan-hostile: asan-library
 slow: asan-library test-vllm
 	KVLOOM_FAILURES=1 $(BIN)/python -m pytest --quiet --numprocesses $(WORKERS) --dist worksteal \
 	    tests/caches/test_failed_allocations.py tests/integrations/test_failed_allocations.py
-	KVLOOM_REQUESTS=70 KVLOOM_SESSIONS=500 $(BIN)/python -m pytest --quiet --numprocesses $(WORKERS) \
-	    --dist worksteal tests/integrations/batching
+	KVLOOM_PRODUCTS=1 KVLOOM_REQUESTS=70 KVLOOM_SESSIONS=500 $(BIN)/python -m pytest --quiet \
+	    --numprocesses $(WORKERS) --dist worksteal tests/integrations/batching
+	KVLOOM_PRODUCTS=1 $(BIN)/python -m pytest --quiet --numprocesses $(WORKERS) --dist worksteal $(PRODUCTS)
 	KVLOOM_SIGNALS=1 KVLOOM_OVERLOAD_SECONDS=60 $(BIN)/python -m pytest --quiet --numprocesses $(WORKERS) \
 	    tests/serving/test_process.py tests/serving/test_clients.py
 	KVLOOM_DAMAGED=1000000 KVLOOM_KILLS=500 KVLOOM_LOOKUPS=25000 KVLOOM_SALTS=1000000 $(BIN)/python -m pytest \

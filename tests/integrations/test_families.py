@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from oracles.pairs import pairwise
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
@@ -155,9 +156,9 @@ def continued(model: Any, cache: Any, **options: Any) -> Any:
     return model.generate(**padded_prompts(), past_key_values=cache, **options)
 
 
-@pytest.mark.parametrize("attention", ["stock", "kvloom"])
-@pytest.mark.parametrize("mode", list(MODES))
-@pytest.mark.parametrize("name", list(FAMILIES))
+@pytest.mark.parametrize(
+    ("name", "mode", "attention"), pairwise(list(FAMILIES), list(MODES), ["stock", "kvloom"])
+)
 def test_family_gives_the_stock_tokens_and_logits(name: str, mode: str, attention: str) -> None:
     model = family(name, STOCK.get(name))
     stock = continued(model, DynamicCache(config=model.config), **MODES[mode])

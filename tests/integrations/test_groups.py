@@ -22,7 +22,8 @@ from kvloom.integrations.transformers import KVCache, KVPool, continuous_batchin
 from kvloom.measuring import quality
 from kvloom.models import bundled_model_path
 
-DIMS = pytest.mark.parametrize("head_dim", [32, 40, 64, 72, 80, 96, 112, 128, 256])
+HEAD_DIMS = [32, 40, 64, 72, 80, 96, 112, 128, 256]
+DIMS = pytest.mark.parametrize("head_dim", HEAD_DIMS)
 KINDS = pytest.mark.parametrize("kv", ["int8", "int4", "int2"])
 BITS = {"int8": 8, "int4": 4, "int2": 2}
 
@@ -78,8 +79,9 @@ def test_pools_say_the_group(kv: str, head_dim: int) -> None:
 
 
 @pytest.mark.skipif(not HAS_SESSIONS, reason="this transformers has no sessions")
-@DIMS
-@KINDS
+@pytest.mark.parametrize(
+    ("kv", "head_dim"), [(kv, dim) for i, kv in enumerate(BITS) for dim in HEAD_DIMS[i::3]]
+)
 def test_sessions_say_the_group(kv: str, head_dim: int) -> None:
     model, said = model_of(head_dim), f"{kv}:g{gcd(64, head_dim)}"
     ids = make_prompts([40])["input_ids"]

@@ -77,8 +77,11 @@ def assert_equal_to_eager(compiled: Callable[..., Result], *sizes: tuple[int, in
 QUANTS = [None, QuantSpec(8, 4), QuantSpec(4, 2, torch.float32)]
 
 
-@pytest.mark.parametrize("quant", QUANTS, ids=["plain", "int8", "int4"])
-@pytest.mark.parametrize("axes", ["L 2 T H D", "B 2 H S D", "2 B H S/2 D S%2"])
+@pytest.mark.parametrize(
+    ("axes", "quant"),
+    [("L 2 T H D", QUANTS[0]), ("B 2 H S D", QUANTS[1]), ("2 B H S/2 D S%2", QUANTS[2])],
+    ids=["plain", "int8", "int4"],
+)
 def test_compiled_step_equals_eager(axes: str, quant: QuantSpec | None) -> None:
     compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
     assert_equal_to_eager(compiled, (24, 3), axes=axes, quant=quant)

@@ -12,6 +12,7 @@ from ops.cases import alone, codes, fewest_tokens_in_tiles, golden, options
 from ops.pools import INT8, PLAIN, Kind
 from oracles.attention import assert_as_good_as_plain
 from oracles.bits import FLOATS, assert_same_bits, generator
+from oracles.pairs import pairwise
 from torch import Tensor
 
 from kvloom import ops
@@ -46,24 +47,27 @@ def test_the_golden_of_this_file_is_that_of_the_others() -> None:
 # --- numbers ------------------------------------------------------------------------------------------------
 
 WIDTHS = [(64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256), (24, 24), (576, 512)]
+each_width = pytest.mark.parametrize(
+    ("widths", "kind", "dtype"),
+    pairwise(WIDTHS, [*map(Kind, FLOATS), codes(8, 8), codes(4, 8), codes(2, 8)], FLOATS),
+    ids=str,
+)
 
 
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("kind", [*map(Kind, FLOATS), codes(8, 8), codes(4, 8), codes(2, 8)], ids=str)
-@pytest.mark.parametrize(("head_dim", "value_dim"), WIDTHS)
-def test_head_dims(head_dim: int, value_dim: int, kind: Kind, dtype: torch.dtype) -> None:
+@each_width
+def test_head_dims(widths: tuple[int, int], kind: Kind, dtype: torch.dtype) -> None:
+    head_dim, value_dim = widths
     assert_right(make_case([3, 1], [70, 131], axes="B S H D", kind=kind, dtype=dtype, head_dim=head_dim,
                            value_dim=value_dim, page_size=16, block_size=16))  # fmt: skip
 
 
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("kind", [*map(Kind, FLOATS), codes(8, 8), codes(4, 8), codes(2, 8)], ids=str)
-@pytest.mark.parametrize(("head_dim", "value_dim"), WIDTHS)
-def test_head_dims_of_prompts(head_dim: int, value_dim: int, kind: Kind, dtype: torch.dtype) -> None:
+@each_width
+def test_head_dims_of_prompts(widths: tuple[int, int], kind: Kind, dtype: torch.dtype) -> None:
     """Many rows meet keys and values by other kernels than a few; the bits are the same.
 
     In tiles they are those of another number of tokens that is in tiles.
     """
+    head_dim, value_dim = widths
     case = make_case([37, 70], [90, 70], axes="B S H D", kind=kind, dtype=dtype, head_dim=head_dim,
                      value_dim=value_dim, page_size=16, block_size=16)  # fmt: skip
     parts = assert_right(case).split(case.new)
@@ -75,14 +79,12 @@ def test_head_dims_of_prompts(head_dim: int, value_dim: int, kind: Kind, dtype: 
             assert_same_bits(few[-1], parts[b][row], f"sequence {b}, row {row}")
 
 
-@pytest.mark.parametrize("scale_dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("bits", [8, 4, 2])
-@pytest.mark.parametrize("group", [2, 4, 8, 16, 32, 64, 128])
-def test_groups(group: int, bits: int, dtype: torch.dtype, scale_dtype: torch.dtype) -> None:
-    if group * bits % 8:
-        pytest.skip("a group is whole bytes")
-    kind = codes(bits, group, scale_dtype)
+GROUPS = [(bits, 2**i) for bits in (8, 4, 2) for i in range(1, 8) if bits << i >= 8]
+
+
+@pytest.mark.parametrize(("group", "dtype", "scale_dtype"), pairwise(GROUPS, FLOATS, FLOATS), ids=str)
+def test_groups(group: tuple[int, int], dtype: torch.dtype, scale_dtype: torch.dtype) -> None:
+    kind = codes(*group, scale_dtype)
     assert_right(make_case([2, 1], [66, 90], kind=kind, dtype=dtype, head_dim=128, page_size=8, block_size=8))
 
 

@@ -217,6 +217,16 @@ def test_scales_may_lie_in_another_order_than_their_codes(order: tuple[int, ...]
         assert_same_bits(got, want, what)
 
 
+LARGE_AXES = ["B S H D", "B H S D", "B (H D/16) S D%16", "T H D", "B H S/2 D S%2"]
+LARGE_KINDS = [
+    Kind(torch.float32),
+    Kind(torch.bfloat16),
+    Kind(torch.int8, 8, 64),
+    Kind(torch.uint8, 4, 8),
+    Kind(torch.bits2x4, 2, 16),
+]
+
+
 @given(st.data())
 def test_any_call_is_done_alike(data: st.DataObject) -> None:
     kind = data.draw(st.sampled_from(KINDS), label="kind")
@@ -254,16 +264,9 @@ def test_any_call_is_done_alike(data: st.DataObject) -> None:
     assert_twins(mine, other, any_nan=dtype != kind.dtype)
 
 
-@pytest.mark.parametrize("axes", ["B S H D", "B H S D", "B (H D/16) S D%16", "T H D", "B H S/2 D S%2"])
 @pytest.mark.parametrize(
-    "kind",
-    [
-        Kind(torch.float32),
-        Kind(torch.bfloat16),
-        Kind(torch.int8, 8, 64),
-        Kind(torch.uint8, 4, 8),
-        Kind(torch.bits2x4, 2, 16),
-    ],
+    ("axes", "kind"),
+    [(axes, LARGE_KINDS[(i + j) % 5]) for i, axes in enumerate(LARGE_AXES) for j in (0, 1)],
     ids=str,
 )
 def test_many_tokens_by_several_threads_and_past_the_caches(axes: str, kind: Kind) -> None:

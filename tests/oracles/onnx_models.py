@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kvloom.conform.oracles import pmx as pmx_golden
 from oracles import bits
+from oracles.pairs import pairwise
 from oracles.pmx_cases import (
     Call,
     Numerics,
@@ -110,16 +111,18 @@ def in_torch(case: Case, operator: Callable[..., Any]) -> dict[str, Tensor]:
 
 # --- the grid -----------------------------------------------------------------------------------------------
 
+PLAIN = [how for inputs in (*bits.FLOATS, torch.int8) for how in plain_numerics(inputs)]
+CODES = ((8, torch.int8), (4, torch.uint8))
+
 
 def static_cases() -> Iterator[Case]:
     """Every layout, repetition, dtype and quantizer."""
-    for layout, num_repeat in itertools.product((0, 1), (1, 3)):
-        for inputs in (*bits.FLOATS, torch.int8):
-            for seed, how in enumerate(plain_numerics(inputs)):
-                yield Case("static", static_call(how, layout, num_repeat, bits.generator(seed)))
-        for inputs, bit in itertools.product(bits.FLOATS, (8, 4)):
-            for seed, how in enumerate(quantized_numerics(inputs, bit, groups=(2, 8, 16, 32))):
-                yield Case("static", static_call(how, layout, num_repeat, bits.generator(seed), num_new=2))
+    for seed, (layout, num_repeat, how) in enumerate(pairwise((0, 1), (1, 3), PLAIN)):
+        yield Case("static", static_call(how, layout, num_repeat, bits.generator(seed)))
+    every = pairwise((0, 1), (1, 3), bits.FLOATS, bits.FLOATS, CODES, (2, 8, 16, 32))
+    for seed, (layout, num_repeat, inputs, scale, (bit, cache), group) in enumerate(every):
+        how = Numerics(inputs, cache, scale, bit, group)
+        yield Case("static", static_call(how, layout, num_repeat, bits.generator(seed), num_new=2))
     for how in (
         Numerics(torch.float32, torch.float32),
         Numerics(torch.float32, torch.int8, torch.float16, 8),
@@ -130,15 +133,14 @@ def static_cases() -> Iterator[Case]:
 
 def dynamic_cases() -> Iterator[Case]:
     """Every spelling of the index, layout, dtype and quantizer, then ragged shapes at their edges."""
-    for (form, page_size), layout in itertools.product(FORMS, range(4)):
-        numerics = [how for dtype in (*bits.FLOATS, torch.int8) for how in plain_numerics(dtype)]
-        groups = itertools.cycle([(8,), (16,), (2,)])
-        for bit, dtype in itertools.product((8, 4), bits.FLOATS):
-            numerics += quantized_numerics(dtype, bit, next(groups))
-        for seed, how in enumerate(numerics):
-            batch = random_batch(form, page_size, (2, 0, 1), (3, 2, 0), random.Random(seed))
-            call = dynamic_call(batch, how, pmx_golden.DYNAMIC_AXES[layout], bits.generator(seed))
-            yield Case("dynamic", {**call, "cache_layout": layout, "num_repeat": 1 + 2 * (seed % 2)})
+    every = pairwise(FORMS, range(4), (1, 3), PLAIN)
+    quantized = pairwise(FORMS, range(4), (1, 3), bits.FLOATS, bits.FLOATS, CODES, (2, 8, 16))
+    for form, layout, num_repeat, inputs, scale, (bit, cache), group in quantized:
+        every.append((form, layout, num_repeat, Numerics(inputs, cache, scale, bit, group)))
+    for seed, ((form, page_size), layout, num_repeat, how) in enumerate(every):
+        batch = random_batch(form, page_size, (2, 0, 1), (3, 2, 0), random.Random(seed))
+        call = dynamic_call(batch, how, pmx_golden.DYNAMIC_AXES[layout], bits.generator(seed))
+        yield Case("dynamic", {**call, "cache_layout": layout, "num_repeat": num_repeat})
     shapes: list[tuple[tuple[int, ...], tuple[int, ...]]] = [
         ((), ()),
         ((0,), (0,)),
@@ -157,21 +159,28 @@ def dynamic_cases() -> Iterator[Case]:
 def attention_cases() -> Iterator[Case]:
     """Dtypes, head groups, causality, both documents' layouts, quantizers, masks, ALiBi, empty batches."""
     seqlens, start_pos = (1, 4, 3, 0, 2), (6, 0, 2, 3, 0)
-    for dtype, ratio, form in itertools.product(bits.FLOATS, (1, 2, 4), ("offset", "token", "page")):
+    forms, specs = ("offset", "token", "page"), ("pmx", "opmx")
+    for dtype, ratio, form, is_causal, more in pairwise(
+        bits.FLOATS, (1, 2, 4), forms, (False, True), ({}, {"is_alibi": True})
+    ):
         batch = random_batch(form, 3, seqlens, start_pos, random.Random(ratio))
-        for is_causal, more in itertools.product((False, True), ({}, {"is_alibi": True})):
-            how = Numerics(dtype, dtype)
-            options = {"is_causal": is_causal, "decoding_batches": 1, **more}
-            yield _attention(attention_call(batch, how, bits.generator(ratio), ratio=ratio, **options))
-    for spec, layout, bit, dtype in itertools.product(("pmx", "opmx"), range(4), (0, 8, 4), bits.FLOATS):
-        numerics = (
-            quantized_numerics(dtype, bit, (8, 16)) if bit else [Numerics(dtype, c) for c in bits.FLOATS]
+        options = {"is_causal": is_causal, "decoding_batches": 1, **more}
+        how = Numerics(dtype, dtype)
+        yield _attention(attention_call(batch, how, bits.generator(ratio), ratio=ratio, **options))
+    every = [
+        (form, spec, layout, Numerics(inputs, cache))
+        for form, spec, layout, inputs, cache in pairwise(forms, specs, range(4), bits.FLOATS, bits.FLOATS)
+    ]
+    every += [
+        (form, spec, layout, Numerics(inputs, cache, scale, bit, group))
+        for form, spec, layout, inputs, scale, (bit, cache), group in pairwise(
+            forms, specs, range(4), bits.FLOATS, bits.FLOATS, CODES, (8, 16)
         )
-        for seed, how in enumerate(numerics):
-            form = ("offset", "page", "token")[seed % 3]
-            batch = random_batch(form, 4, (1, 3, 0), (4, 1, 2), random.Random(seed))
-            options = {"layout": layout, "spec": spec, "kv_heads": 3}
-            yield _attention(attention_call(batch, how, bits.generator(seed), **options))
+    ]
+    for seed, (form, spec, layout, how) in enumerate(every):
+        batch = random_batch(form, 4, (1, 3, 0), (4, 1, 2), random.Random(seed))
+        options = {"layout": layout, "spec": spec, "kv_heads": 3}
+        yield _attention(attention_call(batch, how, bits.generator(seed), **options))
     for shape, wide in itertools.product(((10, 21), (4, 10, 21), (0,), (10, 0)), (0, 3)):
         batch = random_batch("page", 3, seqlens, start_pos, random.Random(0))
         call = attention_call(batch, Numerics(torch.float32, torch.float32), bits.generator(0), ratio=2)

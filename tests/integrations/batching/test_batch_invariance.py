@@ -14,6 +14,7 @@ import pytest
 import torch
 from integrations.test_families import SMALL
 from oracles.batching import random_requests, session
+from oracles.pairs import pairwise
 from oracles.threads import num_threads
 from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, Qwen3MoeConfig
 
@@ -51,11 +52,11 @@ def answers(model: Any, requests: Sequence[list[int]], seed: int = 0, **options:
     return [(x.generated_tokens, list(x.logprobs)) for x in outputs]
 
 
-@pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("pack", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kv", KINDS)
-@pytest.mark.parametrize("name", list(MODELS))
+@pytest.mark.parametrize(
+    ("name", "kv", "dtype", "pack", "threads"),
+    pairwise(list(MODELS), KINDS, [torch.float32, torch.bfloat16], [False, True], [1, 2]),
+    ids=str,
+)
 def test_a_request_has_the_bits_that_it_has_alone(
     name: str, kv: str, dtype: torch.dtype, pack: bool, threads: int
 ) -> None:

@@ -68,7 +68,7 @@ def flat(inputs: dict[str, Any]) -> dict[str, Tensor]:
     return feeds | {f"{name}_{i}": x for name, xs in lists.items() for i, x in enumerate(xs)}
 
 
-@pytest.mark.parametrize("quant_bit", [0, 8, 4], ids=["float", "int8", "int4"])
+@pytest.mark.parametrize("quant_bit", [0, 4], ids=["float", "int4"])
 def test_64_greedy_tokens_are_those_of_pytorch(bundled: tuple[Any, Any], quant_bit: int) -> None:
     model, tokenizer = bundled
     step = kvonnx.DecoderStep(model, quant_bit=quant_bit)

@@ -56,20 +56,18 @@ def by_standard_operators(model: ModelProto, feeds: dict[str, Tensor]) -> dict[s
 
 
 @GRID
-@pytest.mark.parametrize("part", range(6))
-def test_onnx_runtime_agrees_with_pytorch(cases: Cases, part: int) -> None:
-    for number, case in enumerate(cases()):
-        if number % 6 == part:
-            feeds = case.feeds()
-            outputs = kvonnx.run(model_of(case), feeds, backend="onnxruntime")
-            assert_outputs(case, outputs, in_torch(case, OPERATORS[case.kind]))
-            assert outputs["cache"] is feeds["cache"]
+def test_onnx_runtime_agrees_with_pytorch(cases: Cases) -> None:
+    for case in cases():
+        feeds = case.feeds()
+        outputs = kvonnx.run(model_of(case), feeds, backend="onnxruntime")
+        assert_outputs(case, outputs, in_torch(case, OPERATORS[case.kind]))
+        assert outputs["cache"] is feeds["cache"]
 
 
 @GRID
 def test_standard_operators_agree_in_onnx_reference(cases: Cases) -> None:
     for number, case in enumerate(cases()):
-        if number % 7 == 3:
+        if number % 2:
             outputs = by_standard_operators(kvonnx.portable(model_of(case)), case.feeds())
             expected = in_torch(case, OPERATORS[case.kind])
             renamed = {name.removesuffix("_out"): x for name, x in outputs.items()}
@@ -78,7 +76,7 @@ def test_standard_operators_agree_in_onnx_reference(cases: Cases) -> None:
 
 def test_the_functional_form_agrees_in_onnx_reference_with_kvlooms_operators() -> None:
     for number, case in enumerate(dynamic_cases()):
-        if number % 40 == 0:
+        if number % 10 == 0:
             outputs = kvonnx.run(kvonnx.portable(model_of(case)), case.feeds())
             assert_outputs(case, outputs, in_torch(case, OPERATORS[case.kind]))
 
