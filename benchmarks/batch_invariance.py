@@ -26,6 +26,7 @@ WAYS: Final[dict[str, dict[str, Any]]] = {
     "packed": {"batch_invariant": True, "pack": True},
 }
 NEW: Final = 64
+LONGEST: Final = 512
 
 
 def make_model(dtype: torch.dtype, layers: int, hidden: int) -> Any:
@@ -77,13 +78,13 @@ def steps(model: Any, rounds: int, count: int = 24) -> dict[str, float]:
     return over_stock(times)
 
 
-def session(model: Any, prompts: list[list[int]]) -> list[list[int]]:
+def session(model: Any, prompts: list[list[int]], new: int) -> list[list[int]]:
     """Greedy tokens of requests in one session."""
-    pages = sum(-(-(len(x) + NEW) // 16) for x in prompts) + 64
+    pages = sum(-(-(len(x) + new) // 16) for x in prompts) + 64
     out = model.generate_batch(
         prompts,
         generation_config=GenerationConfig(
-            max_new_tokens=NEW, do_sample=False, eos_token_id=-1, pad_token_id=0
+            max_new_tokens=new, do_sample=False, eos_token_id=-1, pad_token_id=0
         ),
         continuous_batching_config=ContinuousBatchingConfig(
             page_size=16, num_blocks=pages, max_batch_tokens=2048, max_requests_per_batch=64
@@ -92,18 +93,21 @@ def session(model: Any, prompts: list[list[int]]) -> list[list[int]]:
     return [x.generated_tokens for x in out.values()]
 
 
-def sessions(model: Any, count: int, rounds: int) -> dict[str, Any]:
+def sessions(model: Any, count: int, rounds: int, longest: int, new: int) -> dict[str, Any]:
     """Requests without a shared prefix."""
     draw = random.Random(1)
-    prompts = [[draw.randrange(10, 4096) for _ in range(draw.randrange(64, 513))] for _ in range(count)]
+    prompts = [
+        [draw.randrange(10, 4096) for _ in range(draw.randrange(longest // 8, longest + 1))]
+        for _ in range(count)
+    ]
     times: dict[str, list[float]] = {way: [] for way in WAYS}
     texts: dict[str, list[list[int]]] = {}
     for _ in range(rounds):
         for way, options in WAYS.items():
             continuous_batching(model, **options)
-            session(model, prompts[:2])
+            session(model, prompts[:2], new)
             began = time.perf_counter()
-            texts[way] = session(model, prompts)
+            texts[way] = session(model, prompts, new)
             times[way].append(time.perf_counter() - began)
             continuous_batching(model, None)
     same = {way: sum(a == b for a, b in zip(x, texts["stock"], strict=True)) for way, x in texts.items()}
@@ -134,12 +138,15 @@ def main() -> None:
     args = parser.parse_args()
     if args.quick:
         args.requests, args.layers, args.hidden, args.rounds = 5, 1, 128, 1
+    longest, new = (64, 4) if args.quick else (LONGEST, NEW)
     torch.set_num_threads(args.threads)
     rows = []
     for dtype in (torch.float32, torch.bfloat16):
         model = make_model(dtype, args.layers, args.hidden)
         row: dict[str, Any] = {"dtype": str(dtype).removeprefix("torch."), "step": steps(model, args.rounds)}
-        row["sessions"] = [sessions(model, n, max(1, args.rounds // 2)) for n in (4, args.requests)]
+        row["sessions"] = [
+            sessions(model, n, max(1, args.rounds // 2), longest, new) for n in (4, args.requests)
+        ]
         del model
         gc.collect()
         large = make_model(dtype, 2 if args.quick else 32, args.hidden)

@@ -67,10 +67,15 @@ def make_model(name: str) -> Any:
     return model
 
 
-def make_prompts(workload: str, vocab: int, count: int) -> tuple[list[list[int]], int]:
+def make_prompts(
+    workload: str, vocab: int, count: int, *, quick: bool = False
+) -> tuple[list[list[int]], int]:
     """Prompts, and the new tokens of each."""
     draw = random.Random(1)
     tokens = partial(draw.choices, range(10, vocab))
+    if quick:
+        prefix = tokens(k=64) if workload == "shared" else []
+        return [prefix + tokens(k=draw.randrange(8, 32)) for _ in range(count)], 4
     if workload == "shared":
         prefix = tokens(k=512)
         return [prefix + tokens(k=draw.randrange(8, 32)) for _ in range(count)], 32
@@ -107,18 +112,19 @@ def padded(model: Any, prompts: list[list[int]], new: int) -> float:
 
 
 def measure(
-    model: Any, name: str, workload: str, threads: int, count: int, rounds: int, ways: list[str]
+    model: Any, name: str, workload: str, threads: int, args: argparse.Namespace
 ) -> list[dict[str, Any]]:
     """A row for each way."""
     torch.set_num_threads(threads)
-    prompts, new = make_prompts(workload, model.config.vocab_size, count)
+    ways, count = args.ways, args.count
+    prompts, new = make_prompts(workload, model.config.vocab_size, count, quick=args.quick)
     calls: dict[str, Callable[[], float]] = {}
     for way in ways:
         if way == PADDED:
             calls[way] = partial(padded, model, prompts, new)
         else:
             calls[way] = partial(together, model, prompts, new, OURS.get(way))
-    times = in_turn(calls, rounds, 0)
+    times = in_turn(calls, args.rounds, 0)
     speeds = {way: count * new / median(times[way]) for way in ways}
     rows = []
     for way in ways:
@@ -181,7 +187,7 @@ def main() -> None:
         gc.freeze()  # a session that ends collects garbage, which need not be looked for in all modules
         for workload in args.workloads:
             for threads in args.threads:
-                rows += measure(model, name, workload, threads, args.count, args.rounds, args.ways)
+                rows += measure(model, name, workload, threads, args)
     memory = {} if args.quick or args.no_memory else {way: peak_of(way) for way in WAYS if way != PADDED}
     result = {
         "figure": "serving",

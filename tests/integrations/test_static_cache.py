@@ -10,6 +10,7 @@ import torch
 from integrations.test_attention import MODERN
 from integrations.test_families import FAMILIES, STOCK, continued, family
 from oracles.language_models import generate, make_model, make_prompts
+from oracles.pairs import pairwise
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 from transformers import CompileConfig, DynamicCache, StaticCache
@@ -18,17 +19,15 @@ from kvloom import ops
 from kvloom.errors import ArgumentError, StateError, UnsupportedError
 from kvloom.integrations.transformers import KVCache
 
-KINDS = pytest.mark.parametrize(
-    "kv",
-    [
-        "auto",
-        "int8:g16",
-        "int4:g16,recent=0",
-        "int4:g16,rotate=both,recent=0",
-        "int4:g16,recent=5",
-        "int2:g16",
-    ],
-)
+ALL_KINDS = [
+    "auto",
+    "int8:g16",
+    "int4:g16,recent=0",
+    "int4:g16,rotate=both,recent=0",
+    "int4:g16,recent=5",
+    "int2:g16",
+]
+KINDS = pytest.mark.parametrize("kv", ALL_KINDS)
 ATTENTIONS = pytest.mark.parametrize("attention", ["sdpa", "kvloom"])
 
 
@@ -65,9 +64,15 @@ def test_static_cache_gives_the_tokens_of_a_growing_one(attention: str, kv: str,
         torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("mode", [{}, {"num_beams": 3}, {"prefill_chunk_size": 5}], ids=str)
-@ATTENTIONS
-@pytest.mark.parametrize("name", [name for name in FAMILIES if name not in ("Falcon-H1", "DeepSeek-V3")])
+@pytest.mark.parametrize(
+    ("name", "attention", "mode"),
+    pairwise(
+        [name for name in FAMILIES if name not in ("Falcon-H1", "DeepSeek-V3")],
+        ["sdpa", "kvloom"],
+        [{}, {"num_beams": 3}, {"prefill_chunk_size": 5}],
+    ),
+    ids=str,
+)
 def test_family_gives_the_stock_tokens(name: str, attention: str, mode: dict[str, Any]) -> None:
     model = family(name, STOCK.get(name))
     expected = continued(model, DynamicCache(config=model.config), **mode)
@@ -81,8 +86,10 @@ def test_family_gives_the_stock_tokens(name: str, attention: str, mode: dict[str
     assert torch.equal(continued(model, ours, **mode).sequences, expected.sequences)
 
 
-@KINDS
-@ATTENTIONS
+@pytest.mark.parametrize(
+    ("attention", "kv"),
+    [*(("kvloom", kv) for kv in ALL_KINDS), ("sdpa", "auto"), ("sdpa", "int4:g16,recent=5")],
+)
 def test_every_decode_step_is_one_graph(attention: str, kv: str) -> None:
     model, prompt = make_model(attention), make_prompts([9])["input_ids"]
     ours, growing = static(model, kv), KVCache.for_model(model, kv=kv)
@@ -103,8 +110,7 @@ def test_every_decode_step_is_one_graph(attention: str, kv: str) -> None:
     assert int(ours.get_seq_length()) == 15
 
 
-@pytest.mark.parametrize("ours", [True, False])
-@pytest.mark.parametrize("name", ["Llama", "Gemma2"])
+@pytest.mark.parametrize(("name", "ours"), [("Llama", True), ("Gemma2", True), ("Gemma2", False)])
 def test_generate_compiles_steps_whose_masks_it_made_ahead(name: str, ours: bool) -> None:
     """In place, of this library's static cache and of transformers' own."""
     model = family(name, "kvloom")

@@ -1,6 +1,6 @@
 """Calls of every operator on tensors that end, or begin, where memory begins that nobody may read.
 
-    python -m ops.fenced behind|before "B S H D"
+    python -m ops.fenced "B S H D" "B H S D"
 
 A call that reads or writes there ends the process; the line before says which it was.
 """
@@ -71,7 +71,7 @@ def call_all(side: str, axes: str) -> None:
     mask, heads = fence(torch.zeros(2 * HEADS, NEW, STORED)), fence(torch.ones(2 * HEADS))
     biased = Scores(mask=mask, alibi_slopes=heads, sinks=heads, window=30)
     for dtype, bits, head_dim in product(FLOATS, (0, 8, 4, 2), (8, 24, 40, 64)):
-        sys.stdout.write(f"{dtype} {bits} {head_dim}\n")
+        sys.stdout.write(f"{side} {axes}: {dtype} {bits} {head_dim}\n")
         sys.stdout.flush()
         kv = cache(bits, torch.float16 if bits else dtype, axes, head_dim, fence)
         key, value = (fence(torch.randn(STORED, HEADS, head_dim).to(dtype)) for _ in range(2))
@@ -88,4 +88,5 @@ def call_all(side: str, axes: str) -> None:
 
 
 if __name__ == "__main__":
-    call_all(*sys.argv[1:])
+    for each in product(("behind", "before"), sys.argv[1:]):
+        call_all(*each)

@@ -61,30 +61,34 @@ def test_every_machine_can_be_told_to_use_the_baseline() -> None:
 
 
 @compiled
-def test_unknown_instruction_set_is_a_clear_error() -> None:
-    done = run("import kvloom.ops", KVLOOM_ISA="sse9")
-    assert done.returncode != 0
-    assert (
-        "ConfigError: KVLOOM_ISA must be baseline, avx2, avx512, amx or amx-emulated, got 'sse9'"
-        in done.stderr
-    )
+def test_unknown_instruction_set_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVLOOM_ISA", "sse9")
+    known = "baseline, avx2, avx512, amx or amx-emulated"
+    with pytest.raises(ConfigError, match=f"KVLOOM_ISA must be {known}, got 'sse9'"):
+        cpu.load_library()
 
 
 @compiled
 @pytest.mark.parametrize("prefetch", cpu.PREFETCHES)
-def test_the_environment_says_where_attention_prefetches(prefetch: str) -> None:
-    done = run(
-        "from kvloom.ops.impl import cpu\nprint(cpu.PREFETCH, cpu._HANDLE.kvloom_prefetch_to_l2(-1))",
-        KVLOOM_PREFETCH=prefetch,
-    )
-    assert done.stdout.split() == [prefetch, str(cpu.PREFETCHES.index(prefetch))], done.stderr
+def test_the_environment_says_where_attention_prefetches(
+    prefetch: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert cpu.PREFETCH is not None
+    monkeypatch.setenv("KVLOOM_PREFETCH", prefetch)
+    try:
+        library = cpu.load_library()
+        assert library.handle is not None
+        assert library.prefetch == prefetch
+        assert library.handle.kvloom_prefetch_to_l2(-1) == cpu.PREFETCHES.index(prefetch)
+    finally:
+        cpu.choose_prefetch(cpu.PREFETCH)
 
 
 @compiled
-def test_unknown_cache_to_prefetch_to_is_a_clear_error() -> None:
-    done = run("import kvloom.ops", KVLOOM_PREFETCH="l3")
-    assert done.returncode != 0
-    assert "ConfigError: KVLOOM_PREFETCH must be l1 or l2, got 'l3'" in done.stderr
+def test_unknown_cache_to_prefetch_to_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVLOOM_PREFETCH", "l3")
+    with pytest.raises(ConfigError, match="KVLOOM_PREFETCH must be l1 or l2, got 'l3'"):
+        cpu.load_library()
     with pytest.raises(ConfigError, match="prefetch must be l1 or l2, got 'l3'"):
         cpu.choose_prefetch("l3")
 
@@ -113,22 +117,19 @@ def test_bits_do_not_depend_on_where_attention_prefetches(quant: QuantSpec | Non
     assert torch.equal(*found) and found[0].isfinite().all()
 
 
-def test_without_a_library_a_warning_says_so_once_and_everything_works() -> None:
-    code = f"{STORE}\nimport kvloom.dialects.pmx, kvloom.ops.impl.cpu as cpu\nassert cpu.ISA is None"
-    done = run(code, KVLOOM_LIBRARY="/nowhere/libkvloom_cpu.so", KVLOOM_ISA="")
-    assert done.returncode == 0, done.stderr
-    assert done.stderr.count("store, load, copy and attend run in plain torch") == 1
-    assert "pip install --force-reinstall --no-deps ." in done.stderr
-
-
-def test_without_a_library_the_named_backend_says_why_not() -> None:
+def test_without_a_library_a_warning_says_so_once_and_all_but_the_named_backend_works() -> None:
     code = f"""{STORE}
+import kvloom.dialects.pmx, kvloom.ops.impl.cpu as cpu
+assert cpu.ISA is None
 try:
     ops.store(x, x, torch.tensor([2]), kv, backend="cpu")
 except NotImplementedError as error:
     print(type(error).__name__, error)
 """
     done = run(code, KVLOOM_LIBRARY="/nowhere/libkvloom_cpu.so", KVLOOM_ISA="")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("store, load, copy and attend run in plain torch") == 1
+    assert "pip install --force-reinstall --no-deps ." in done.stderr
     assert done.stdout.startswith(
         "UnsupportedError backend 'cpu' cannot run: the compiled kernels do not load"
     ), done

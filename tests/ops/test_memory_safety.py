@@ -138,11 +138,9 @@ print(-attend(1024) + attend(1 << 19))
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no mprotect")
-@pytest.mark.parametrize("axes", ["B S H D", "B H S D", "B H D/2 S D%2"])
-@pytest.mark.parametrize("side", ["behind", "before"])
-def test_no_kernel_touches_what_is_beside_a_tensor(side: str, axes: str) -> None:
+def test_no_kernel_touches_what_is_beside_a_tensor() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "ops.fenced", side, axes],
+        [sys.executable, "-m", "ops.fenced", "B S H D", "B H S D", "B H D/2 S D%2"],
         env=os.environ | {"PYTHONPATH": os.pathsep.join([TESTS, os.environ.get("PYTHONPATH", "")])},
         capture_output=True,
         text=True,
