@@ -29,7 +29,8 @@ KERNELS := tests/ops tests/quant
 SAME := '*/test_triton_*' '*/test_bad_*' '*/test_opcheck*' '*/test_compile.py'
 TESTS := tests/integrations/vllm
 # What `make test` does with all pairs of its parameters; kernels are in test-isa.
-PRODUCTS := tests/integrations/onnx tests/integrations/test_families.py
+PRODUCTS := tests/integrations/onnx tests/integrations/invariance tests/integrations/test_families.py \
+    tests/integrations/test_static_cache.py
 # What meets torch, without the kernels of Triton, whose own version decides, and torch's slow checks of schemas.
 TORCH_TESTS ?= tests/ops tests/caches
 NOT_TORCH := '*/test_triton_*' '*/test_opcheck*'

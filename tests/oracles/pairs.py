@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import os
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,15 +15,23 @@ from typing import Any
 def pairwise(*parameters: Sequence[Any]) -> list[tuple[Any, ...]]:
     """The cases of ``itertools.product(*parameters)`` that are needed for every pair of values, in its order.
 
-    Chosen greedily, always the first that has most new pairs: the same ones each time.
+    Chosen greedily, always one that has most new pairs, of these one whose pairs were met least: the same
+    ones each time.
     """
     if os.environ.get("KVLOOM_PRODUCTS", "0") != "0":
         return list(itertools.product(*parameters))
     every = list(itertools.product(*(range(len(values)) for values in parameters)))
     pairs = {case: set(itertools.combinations(enumerate(case), 2)) for case in every}
-    missing, chosen = set().union(*pairs.values()), []
+    missing: set[Any] = set().union(*pairs.values())
+    met: Counter[Any] = Counter()
+    chosen = []
     while missing:
-        best = max(every, key=lambda case: len(pairs[case] & missing))
+        most = max(len(pairs[case] & missing) for case in every)
+        best = min(
+            (case for case in every if len(pairs[case] & missing) == most),
+            key=lambda case: sum(met[pair] for pair in pairs[case]),
+        )
         chosen.append(best)
         missing -= pairs[best]
+        met.update(pairs[best])
     return [tuple(values[i] for values, i in zip(parameters, case, strict=True)) for case in sorted(chosen)]

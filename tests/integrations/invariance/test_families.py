@@ -10,6 +10,7 @@ import torch
 import transformers
 from integrations.test_families import EXPERTS, FAMILIES, LATENT, SMALL
 from integrations.test_unchanged_families import FAMILIES as OTHERS
+from oracles.pairs import pairwise
 from oracles.threads import num_threads
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -52,7 +53,8 @@ EXCEPTIONS = {
 }
 NAMES = [name for name, (config, _) in ALL.items() if hasattr(transformers, config)]
 HELD = [name for name in NAMES if name not in EXCEPTIONS]
-TOKENS, ROWS = 40, 4
+TOKENS, ROWS = 27, 4
+DTYPES = [torch.float32, torch.bfloat16]
 
 
 def model_of(name: str, dtype: torch.dtype) -> Any:
@@ -86,17 +88,15 @@ def logits(model: Any, ids: Tensor, cuts: int | None, kv: str = "auto", pad: int
     return torch.cat(parts, 1)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", HELD)
-def test_every_batch_and_cut_has_the_same_bits(name: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("name", "dtype", "kv"), pairwise(HELD, DTYPES, ["auto", "int8"]), ids=str)
+def test_every_batch_and_cut_has_the_same_bits(name: str, dtype: torch.dtype, kv: str) -> None:
     model, ids = model_of(name, dtype), texts()
     enable(model, batch_invariant=True)
-    for kv in ("auto", "int8"):
-        alone = torch.cat([logits(model, row[None], None, kv) for row in ids])
-        for cuts in (0, 1):
-            assert torch.equal(logits(model, ids[:1], cuts, kv), alone[:1])
-        for cuts in (None, 0, 2):
-            assert torch.equal(logits(model, ids, cuts, kv), alone)
+    alone = torch.cat([logits(model, row[None], None, kv) for row in ids])
+    for cuts in (0, 1):
+        assert torch.equal(logits(model, ids[:1], cuts, kv), alone[:1])
+    for cuts in (None, 0, 2):
+        assert torch.equal(logits(model, ids, cuts, kv), alone)
     assert report_layers(model).not_invariant == {}
 
 
@@ -119,9 +119,11 @@ def test_threads_do_not_count(name: str) -> None:
     assert all(torch.equal(x, found[0]) for x in found)
 
 
-@pytest.mark.parametrize("pack", [True, "only"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", ["Llama", "Qwen2-MoE", "GPT-2", "Gemma2", "Phi"])
+@pytest.mark.parametrize(
+    ("name", "dtype", "pack"),
+    pairwise(["Llama", "Qwen2-MoE", "GPT-2", "Gemma2", "Phi"], DTYPES, [True, "only"]),
+    ids=str,
+)
 def test_packed_layers_have_the_same_bits(name: str, dtype: torch.dtype, pack: bool | str) -> None:
     model, ids = model_of(name, dtype), texts()
     plain = logits(model, ids, None)
