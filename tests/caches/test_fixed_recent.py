@@ -6,7 +6,7 @@ import pickle
 
 import pytest
 import torch
-from caches.test_recent import HEADS, INT4, RECENT, mixed, tokens
+from caches.test_recent import DIM, HEADS, INT4, RECENT, mixed, tokens
 from hypothesis import given
 from hypothesis import strategies as st
 from oracles.bits import assert_same_bits
@@ -15,7 +15,7 @@ from torch._dynamo.testing import CompileCounter
 
 from kvloom import ops
 from kvloom.caches import CacheFormat, FixedLayer, PagedLayer
-from kvloom.caches.recent import ROLLBACK, ring_slots
+from kvloom.caches.fixed_recent import ROLLBACK, ring_slots
 from kvloom.core.specs import QuantSpec
 from kvloom.ops.impl import cpu
 
@@ -37,7 +37,8 @@ def test_fixed_storage_has_the_bits_of_pages(recent: int, quant: QuantSpec) -> N
         assert_same_bits(fixed.append(key, -key).attend(query), paged.append(key, -key).attend(query), "out")
         for got, want in zip(fixed.gather(torch.float32), paged.gather(torch.float32), strict=True):
             assert_same_bits(got[:, :, : paged.num_tokens], want, "held")
-    assert fixed.nbytes_recent == paged.nbytes_recent
+    assert fixed.nbytes_recent == 2 * 2 * HEADS * ring_slots(recent) * DIM * 4
+    assert fixed.nbytes_recent <= paged.nbytes_recent <= 3 * fixed.nbytes_recent
 
 
 @pytest.mark.parametrize("recent", [1, 9, 40])

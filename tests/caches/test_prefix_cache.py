@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import random
 import zlib
 
@@ -235,3 +236,87 @@ def test_random_programs_keep_every_sequence_its_own(seed: int, quant: QuantSpec
             assert_own(cache, sequence, quant)
         cache.check()
     assert hits > 10
+
+
+WINDOWED = [3, None, 6]
+
+
+def windowed(recent: int = 0, num_pages: int = 64) -> PrefixCache:
+    quant = QuantSpec(4, group=8) if recent else None
+    form = CacheFormat(quant=quant, page_size=PAGE, max_tokens=num_pages * PAGE, recent=recent)
+    return PrefixCache(form, num_layers=3, heads=HEADS, head_dim=DIM, dtype=torch.float32, windows=WINDOWED)
+
+
+def attended(cache: PrefixCache, sequence: PrefixSequence, cuts: list[int]) -> list[Tensor]:
+    """What each layer gives to the last tokens of each cut, of what the sequence lacks."""
+    outs = []
+    for count in cuts:
+        start = sequence.stored[0]
+        for layer in range(3):
+            key = content(sequence, layer, start, start + count)
+            cache.append(sequence, layer, key, -key)
+            query = content(sequence, layer + 3, start, start + count)
+            outs.append(cache.attend(query, [sequence], layer))
+        cache.commit(sequence)
+    return [torch.cat(outs[layer::3]) for layer in range(3)]
+
+
+@pytest.mark.parametrize("recent", [0, 5])
+def test_windows_and_residual_windows_have_the_bits_that_they_have_alone(recent: int) -> None:
+    rng = random.Random(recent)
+    cache, num_found, texts = windowed(recent), 0, [rng.choices(range(9), k=60)]
+    for _ in range(12):
+        text = rng.choice(texts)[: rng.randrange(1, 60)] + rng.choices(range(9), k=rng.randrange(1, 30))
+        texts.append(text)
+        alone = windowed(recent)
+        whole = attended(alone, alone.begin(text), [len(text)])
+        sequence = cache.begin(text)
+        found, left = sequence.num_cached, sequence.num_pending
+        cuts = [left] if rng.random() < 0.5 else [1] * left
+        for one, other in zip(attended(cache, sequence, cuts), whole, strict=True):
+            assert torch.equal(one, other[found:])
+        cache.check()
+        if rng.random() < 0.5:
+            cache.end(sequence)
+        num_found += found
+    assert num_found > 100
+
+
+def test_what_a_window_has_passed_is_refused() -> None:
+    cache = windowed()
+    sequence = cache.begin(list(range(40)))
+    attended(cache, sequence, [40])
+    with pytest.raises(StateError, match=r"a token at position 10 must have the \d tokens of its window"):
+        cache.truncate(sequence, 10)
+    assert sequence.num_pending == 0
+    cache.truncate(sequence, 39)
+    with pytest.raises(ArgumentError, match="windows must be of 2 layers, got 3"):
+        PrefixCache(CacheFormat(max_tokens=64), num_layers=2, heads=1, head_dim=8, windows=WINDOWED)
+
+
+def test_sequences_give_up_what_their_windows_passed_for_others() -> None:
+    cache = windowed(num_pages=24)
+    sequences = [cache.begin([seed, *range(39)]) for seed in range(2)]
+    for sequence in sequences:
+        for layer in range(3):
+            key = content(sequence, layer, 0, 40)
+            cache.append(sequence, layer, key, -key)
+    group = cache.prefixes.groups[1]  # of the window of 3, which needs a page of each
+    third = cache.begin([7] * 16)
+    attended(cache, third, [16])
+    assert group.pages.pool.num_active <= 24
+    cache.check()
+
+
+def test_a_saved_cache_with_windows_goes_on() -> None:
+    cache = windowed(5)
+    first = cache.begin(list(range(30)))
+    attended(cache, first, [30])
+    again = pickle.loads(pickle.dumps(cache))  # noqa: S301 (our own)
+    found = again.begin([*range(28), 90, 91])
+    assert found.num_cached == 28
+    alone = windowed(5)
+    whole = attended(alone, alone.begin(found.tokens), [30])
+    for one, other in zip(attended(again, found, [2]), whole, strict=True):
+        assert torch.equal(one, other[28:])
+    again.check()

@@ -14,8 +14,9 @@ from oracles.bits import assert_same_bits, generator
 from torch import Tensor
 
 from kvloom import ops
-from kvloom.caches import CacheFormat, FixedLayer, PagedLayer, PrefixCache, Sequences
-from kvloom.caches.recent import ROLLBACK, ring_slots
+from kvloom.caches import CacheFormat, FixedLayer, PagedLayer, Sequences
+from kvloom.caches.fixed_recent import ring_slots
+from kvloom.caches.sequences import RESIDUAL_ROLLBACK
 from kvloom.caches.tokens import Tokens
 from kvloom.core.specs import QuantSpec
 from kvloom.errors import ConfigError
@@ -198,13 +199,17 @@ class Program:
                 torch.testing.assert_close(out[b], want, rtol=1e-4, atol=1e-5)
 
     def remove(self, counts: list[int]) -> None:
-        end = max(row.key.shape[1] for row in self.rows)
+        lengths = [row.key.shape[1] for row in self.rows]
         for row, count in zip(self.rows, counts, strict=True):
-            before = end - row.key.shape[1]  # positions in front that hold nothing
-            row.known = max(row.known, end - ring_slots(RECENT) - before)
             row.key = row.key[:, : max(row.key.shape[1] - count, 0)]
-            row.known = min(row.known, row.key.shape[1])  # what follows is known
         self.sequences.remove(counts)
+        residual = self.sequences.residual
+        assert residual is not None
+        held = zip(residual.first_held(0), residual.begins, strict=True)
+        for row, length, (first, begin) in zip(self.rows, lengths, held, strict=True):
+            least = min(max(row.known, length - RECENT + 1 - RESIDUAL_ROLLBACK), row.key.shape[1])
+            row.known = first - begin  # what follows is known
+            assert row.known <= least
         for layer in self.layers:
             layer.num_tokens = self.sequences.num_positions
 
@@ -250,8 +255,8 @@ def test_programs_of_rows_that_are_cut_copied_and_removed(data: st.DataObject) -
 def test_few_removed_tokens_leave_the_newest_exact() -> None:
     program = Program(1)
     program.append(100)
-    program.remove([ROLLBACK])
-    assert program.rows[0].known <= 100 - ROLLBACK - RECENT + 1
+    program.remove([RESIDUAL_ROLLBACK])
+    assert program.rows[0].known <= 100 - RESIDUAL_ROLLBACK - RECENT + 1
     program.append(1)
 
 
@@ -286,18 +291,19 @@ def test_padding_in_front_shows_no_overwritten_tokens(placement: str) -> None:
     layer, first = layer_in(placement, RECENT), torch.tensor([0, 45])
     key, query = tokens(2, 100, 1), tokens(2, 1, 2, 4)
     layer.append(key, -key)
-    layer.truncate(60)  # which leaves tokens from 52 on
+    layer.truncate(70)
+    known = {"fixed": 100 - ring_slots(RECENT), "paged": 64}[placement]  # a page, or what is not overwritten
     new = tokens(2, 1, 3)
     out = layer.append(new, -new).attend(query, first=first)
     for b in range(2):
-        own = torch.cat((key[b, :, :60], new[b]), 1)
-        shown = (torch.arange(61) >= first[b]).unsqueeze(0)
-        want = mixed(query[b], own, -own, RECENT, 100 - ring_slots(RECENT), shown=shown)
+        own = torch.cat((key[b, :, :70], new[b]), 1)
+        shown = (torch.arange(71) >= first[b]).unsqueeze(0)
+        want = mixed(query[b], own, -own, RECENT, known, shown=shown)
         torch.testing.assert_close(out[b], want, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("placement", ["paged", "fixed"])
-def test_tokens_that_a_failed_step_overwrote_are_read_as_codes(
+def test_a_failed_step_leaves_what_it_has_not_overwritten(
     placement: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     layer = layer_in(placement, RECENT)
@@ -313,7 +319,8 @@ def test_tokens_that_a_failed_step_overwrote_are_read_as_codes(
     new = tokens(1, 1, 4)
     out = layer.append(new, -new).attend(query)
     own = torch.cat((key[0], new[0]), 1)
-    want = mixed(query[0], own, -own, RECENT, 100 - ring_slots(RECENT))
+    known = {"fixed": 100 - ring_slots(RECENT), "paged": 0}[placement]
+    want = mixed(query[0], own, -own, RECENT, known)
     torch.testing.assert_close(out[0], want, rtol=1e-4, atol=1e-5)
 
 
@@ -331,11 +338,13 @@ def test_prefix_that_was_adopted_is_read_as_codes() -> None:
         other.append(count)
 
 
-def test_bytes_are_those_of_the_rings() -> None:
-    plain, layer = layer_of(0), layer_of(RECENT)
-    for x in (plain, layer):
-        x.append(tokens(2, 40, 1), tokens(2, 40, 2))
-    assert layer.nbytes - plain.nbytes == 2 * 2 * HEADS * ring_slots(RECENT) * DIM * 4
+def test_bytes_are_those_of_a_few_pages() -> None:
+    layer = layer_of(RECENT)
+    layer.append(tokens(2, 300, 1), tokens(2, 300, 2))
+    for i in range(100):
+        layer.append(tokens(2, 1, i), tokens(2, 1, i + 1))
+    most = 2 * (RECENT + RESIDUAL_ROLLBACK + 2 * 16) * 1.5  # of two sequences, and what storage grows by
+    assert 0 < layer.nbytes_recent <= 2 * most * HEADS * DIM * 4
     layer.reset()
     assert layer.nbytes == 0
     layer.append(tokens(3, 4, 1), tokens(3, 4, 2))
@@ -360,9 +369,6 @@ def test_recent_must_be_a_number(recent: object) -> None:
         CacheFormat(quant=INT4, recent=recent)
 
 
-def test_what_keeps_no_recent_tokens_refuses_them() -> None:
+def test_what_keeps_no_codes_has_no_residual_window() -> None:
     with pytest.raises(ConfigError, match="recent must be 0 where keys and values are no codes"):
         CacheFormat(recent=4)
-    format = CacheFormat(quant=INT4, recent=4, max_tokens=64)
-    with pytest.raises(ConfigError, match="format must have recent 0"):
-        PrefixCache(format, num_layers=1, heads=2, head_dim=32)

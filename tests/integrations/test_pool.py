@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from integrations.test_families import family
 from oracles.language_models import make_model
 from torch import Tensor
 
-from kvloom.errors import ArgumentError, KVError, OutOfPages, UnsupportedError
+from kvloom.errors import ArgumentError, KVError, OutOfPages
 from kvloom.integrations.transformers import KVCache, KVPool
 
 ATTENTIONS = pytest.mark.parametrize("attention", ["sdpa", "kvloom"])
@@ -214,12 +213,6 @@ def test_a_cache_whose_pages_another_one_had_first_reads_those() -> None:
     assert torch.equal(second.layers[2].keys, keys)
     assert torch.equal(first.layers[2].keys, keys)
     pool.check()
-
-
-@pytest.mark.parametrize("name", ["Mistral", "Gemma2"])
-def test_models_with_windows_are_refused(name: str) -> None:
-    with pytest.raises(UnsupportedError, match="model must attend to the whole sequence in every layer"):
-        make_pool(family(name))
 
 
 @pytest.mark.parametrize(

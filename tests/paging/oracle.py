@@ -165,6 +165,7 @@ class Oracle(World):
         pool, tree = self.pool, self.tree
         return (
             [list(part) for part in (pool._refs, pool._counts, pool._free, pool._evictable)],
-            [dict(part) for part in (pool._parents, tree._keys, tree._refs)],
+            [dict(part) for part in (pool._parents, tree._nodes, tree._pages)],
+            [(node.page, node.num_children) for node in tree._nodes.values()],
             [(request.table.pages, request.table.num_tokens) for request in self.requests],
         )

@@ -9,6 +9,7 @@ from paging.world import append
 
 from kvloom.errors import StateError
 from kvloom.paging import PagePool, PageRef, PageTable, PrefixTree, check
+from kvloom.paging.prefix import Node
 
 
 class Scene:
@@ -48,10 +49,20 @@ def add_count(scene: Scene, page: int, more: int) -> None:
     scene.pool._counts[page] += more
 
 
-def rekey(scene: Scene, page: int, salt: str, parent: PageRef | None, tokens: bytes) -> None:
-    del scene.tree._refs[scene.tree._keys[page]]
-    scene.tree._keys[page] = key = (salt, parent, tokens)
-    scene.tree._refs[key] = scene.pool._refs[page]
+def rekey(scene: Scene, page: int, salt: str, parent: Node | None, tokens: bytes) -> None:
+    tree = scene.tree
+    node = tree._pages[page]
+    del tree._nodes[node.key]
+    for above, change in ((node.key[1], -1), (parent, 1)):
+        if above is not None:
+            above.num_children += change
+    node.key = (salt, parent, tokens)
+    tree._nodes[node.key] = node
+
+
+def add_node(scene: Scene, page: PageRef | None, parent: Node | None = None) -> None:
+    node = scene.tree._add(("other", parent, TWO))
+    node.page = page
 
 
 TWO = b"12345678" * 2
@@ -67,16 +78,19 @@ DAMAGE: dict[str, Callable[[Scene], object]] = {
     r"evictable are \[3\], listed \[1, 3\]": lambda s: s.pool._evictable.update({1: None}),
     r"sealed are \[0, 1, 2, 3\], in the tree": lambda s: s.pool._parents.update({2: 1}),
     r"sealed are \[0, 1\], in the tree": lambda s: s.pool._parents.pop(3),
-    r"sealed are \[0, 1, 3\], in the tree \[.*id=0.*id=0": lambda s: s.tree._refs.update(
-        {("", None, TWO): s.pool._refs[0]}
+    r"sealed are \[0, 1, 3\], in the tree \[.*id=0.*id=0": lambda s: add_node(s, s.pool._refs[0]),
+    "a node of 0 children has no page": lambda s: add_node(s, None),
+    "has 2 children, and counts 3": lambda s: setattr(s.tree._pages[0], "num_children", 3),
+    "preferred are .*, of which some": lambda s: s.pool._preferred.add(7),
+    r"the key of .*id=1.* leads to .*id=3": lambda s: s.tree._pages.update(
+        {3: s.tree._pages[1], 1: s.tree._pages[3]}
     ),
-    r"the key of .*id=3.* leads to .*id=1": lambda s: s.tree._refs.update({s.tree._keys[3]: s.pool._refs[1]}),
-    "page 3 is found by 3 bytes of tokens": lambda s: rekey(s, 3, "", s.pool._refs[0], b"odd"),
+    "id=3.* is found by 3 bytes of tokens": lambda s: rekey(s, 3, "", s.tree._pages[0], b"odd"),
     "the parent of page 3 is None, but it holds 0": lambda s: rekey(s, 3, "", None, TWO),
-    "page 3 is sealed under .*generation=9.*, which is not in the tree": lambda s: rekey(
-        s, 3, "", PageRef(0, 9), TWO
+    "id=3.* is sealed under .*, which is not in the tree": lambda s: rekey(
+        s, 3, "", Node(("", None, TWO)), TWO
     ),
-    "page 3 and its parent 0 have two salts": lambda s: rekey(s, 3, "other", s.pool._refs[0], TWO),
+    "id=3.* and its parent .*id=0.* have two salts": lambda s: rekey(s, 3, "other", s.tree._pages[0], TWO),
     "a reference is to page 8 of 8": lambda s: s.table._held().__setitem__(2, PageRef(8, 0)),
     "generation=1.* is held and stale": lambda s: s.table._held().__setitem__(2, PageRef(2, 1)),
     "table 0 has 7 tokens in 3 pages of 2": lambda s: setattr(s.table, "_num_tokens", 7),
@@ -109,7 +123,7 @@ def test_parent_listed_before_its_child_is_reported() -> None:
 def test_page_that_is_its_own_ancestor_is_reported() -> None:
     scene = Scene()
     scene.pool._parents[0] = 1
-    rekey(scene, 0, "", scene.pool._refs[1], TWO)
-    rekey(scene, 1, "", scene.pool._refs[0], TWO)
+    rekey(scene, 0, "", scene.tree._pages[1], TWO)
+    rekey(scene, 1, "", scene.tree._pages[0], TWO)
     with pytest.raises(StateError, match="is its own ancestor"):
         scene.check()

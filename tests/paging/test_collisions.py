@@ -14,8 +14,7 @@ import pytest
 from paging.world import World
 
 from kvloom.paging import prefix
-from kvloom.paging.pool import PageRef
-from kvloom.paging.prefix import Key
+from kvloom.paging.prefix import Node
 
 NUM_LOOKUPS = int(os.environ.get("KVLOOM_WALK_STEPS", "100000"))
 SALTS = [f"tenant {i}" for i in range(8)]
@@ -39,16 +38,19 @@ class SameHashBytes(bytes):
         return 0
 
 
-class OneBucket(dict[Key, PageRef]):
+Key = tuple[str, Node | None, bytes]
+
+
+class OneBucket(dict[Key, Node]):
     """A dict in which nothing can be found by its hash alone."""
 
-    def __setitem__(self, key: Key, ref: PageRef) -> None:
-        super().__setitem__(SameHash(key), ref)
+    def __setitem__(self, key: Key, node: Node) -> None:
+        super().__setitem__(SameHash(key), node)
 
     def __delitem__(self, key: Key) -> None:
         super().__delitem__(SameHash(key))
 
-    def get(self, key: Key, default: PageRef | None = None) -> PageRef | None:  # type: ignore[override]
+    def get(self, key: Key, default: Node | None = None) -> Node | None:  # type: ignore[override]
         return super().get(SameHash(key), default)
 
 
@@ -74,7 +76,7 @@ def test_equal_hashes_find_no_wrong_page(page_size: int, monkeypatch: pytest.Mon
     monkeypatch.setattr(prefix, "struct", SimpleNamespace(pack=pack, error=struct.error))
     rng = random.Random(page_size)
     world = World(24, page_size)
-    world.tree._refs = OneBucket()
+    world.tree._nodes = OneBucket()
     num_found = 0
     for _ in range(NUM_LOOKUPS // 100):
         request = world.begin(rng.choice(SALTS[:2]), rng.choices(range(2), k=6))
@@ -83,7 +85,7 @@ def test_equal_hashes_find_no_wrong_page(page_size: int, monkeypatch: pytest.Mon
         world.end(request)
         num_found += look_up(world, rng, SALTS[:2], 100)
     assert 0 < num_found < NUM_LOOKUPS * 6 // page_size
-    assert {hash(key) for key in world.tree._refs} == {0}
+    assert {hash(key) for key in world.tree._nodes} == {0}
 
 
 @pytest.mark.parametrize(("one", "other"), [(-1, -2), (0, 2**61 - 1), (1, 2**61)])

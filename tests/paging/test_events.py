@@ -54,7 +54,7 @@ def test_states_by_events_are_those_of_the_pool(seed: int, capacity: int) -> Non
         state = state_by_events(events)
         held = Counter(ref.id for request in world.requests for ref in request.table.pages)
         assert {page: counts.total() for page, counts in state.holders.items()} == held
-        assert state.nodes.keys() == world.tree._keys.keys()
+        assert state.nodes.keys() == world.tree._pages.keys()
         assert state.num_pages == world.pool.num_pages and len(events) <= capacity
         walk.run(20)
 

@@ -261,18 +261,29 @@ def test_some_of_the_answers_are_checked(server: Served, capsys: pytest.CaptureF
         assert bench(server, capsys, *CHECKED, "--check-answers", asked)["answers"]["checked"] == checked
 
 
-def test_what_follows_a_found_prefix_of_codes_is_told_apart(capsys: pytest.CaptureFixture[str]) -> None:
-    """With a residual window; a prompt of which nothing was found has the bits that it has alone."""
+def test_what_follows_a_found_prefix_has_the_bits_that_it_has_alone(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """With a residual window, too."""
     answers = {}
     with served(api_keys=("secret",), kv="int4", max_answers=8) as other:
         url = f"http://127.0.0.1:{other.port}/v1"
         for system in ("0", "64"):
             options = ["--requests", "6", "--system", system, "--words", "24", "--new-tokens", "6"]
             main(["bench", "serve", "--url", url, "--json", *options, "--check-answers"])
-            answers[system] = json.loads(capsys.readouterr().out)["answers"]
-    assert answers["0"]["checked"] == 6 and answers["0"]["other_logprobs"] == 0
-    assert answers["64"]["other_logprobs"] == answers["64"]["other_behind_found"] > 0
-    assert " of these follow a prefix that was found" in answers["64"]["says"]
+            report = json.loads(capsys.readouterr().out)
+            assert (report["hit_rate"] > 0.3) == (system == "64")
+            answers[system] = report["answers"]
+    for found in answers.values():
+        assert found["checked"] == 6 and found["other_logprobs"] == 0
+
+
+def test_what_differs_behind_a_found_prefix_is_told_apart() -> None:
+    check, alone = AnswerCheck(), Answer("a", 1, ["b"], [-1.0])
+    for num_found, logprob in ((0, -1.5), (16, -1.25), (16, -1.0)):
+        check.compare(Answer("a", 1, ["b"], [logprob], num_found), alone)
+    assert (check.other_logprobs, check.other_behind_found, check.largest) == (2, 1, 0.5)
+    assert "1 of these follow a prefix that was found" in str(check)
 
 
 @pytest.mark.parametrize("company", [0.0, None])

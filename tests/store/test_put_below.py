@@ -117,9 +117,11 @@ def test_a_pool_of_a_model_and_a_cache_share_a_store(tmp_path: Path) -> None:
     assert sequence.num_cached == 12
     found = pool.begin(torch.cat([tokens, text(1)], dim=1))
     for i, storage in enumerate(cache.layers):
-        theirs = pool._pages.storages[i]
+        theirs = pool._prefixes.main.pages.storages[i]
         mine_at = cache.pages.slots([x.id for x in sequence.table.pages], storage)
-        theirs_at = pool._pages.slots([x.id for x in found.sequences[0].tables[0].pages], theirs)
+        theirs_at = pool._prefixes.main.pages.slots(
+            [x.id for x in found.sequences[0].tables[0].pages], theirs
+        )
         expected = ops.load(theirs_at, theirs.view, dtype=torch.float32)
         for mine, other in zip(ops.load(mine_at, storage.view, dtype=torch.float32), expected, strict=True):
             assert torch.equal(mine, other)

@@ -10,12 +10,11 @@ import torch
 from torch import Tensor
 
 from kvloom import ops
-from kvloom.caches.fixed_recent import FixedRecent, with_recent
+from kvloom.caches.fixed_recent import FixedRecent, ring_nbytes, with_recent
 from kvloom.caches.format import CacheFormat
 from kvloom.caches.layer import Layer
 from kvloom.caches.memory import counted, outside_inference_mode, too_long_for
 from kvloom.caches.read_only import ReadOnly
-from kvloom.caches.recent import ring_nbytes
 from kvloom.caches.ring import Ring
 from kvloom.caches.saving import SavedStorage
 from kvloom.caches.sequences import ROLLBACK

@@ -1,6 +1,7 @@
-"""The newest tokens beside codes in fixed storage: as ``recent.py``, with positions that are tensors.
+"""The residual window of fixed storage: the newest tokens unquantized, beside the codes of all.
 
-Shapes follow from the number of new tokens alone, so that a step compiles once and waits for nothing.
+Position p of a sequence lies in slot ``p % C`` of a ring of C slots. Positions are tensors, and shapes follow
+from the number of new tokens alone, so that a step compiles once and waits for nothing.
 
 Shapes: B sequences of one length, Q new tokens of each, H heads, D head dim, C slots of a ring, R newest
 tokens that a query reads unquantized.
@@ -8,16 +9,72 @@ tokens that a query reads unquantized.
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from kvloom import ops
 from kvloom.caches.memory import outside_inference_mode
-from kvloom.caches.recent import RecentRing, ring_slots
 from kvloom.caches.tokens import BLOCK, PARTIAL, Exact, TokenIndex, Tokens
 from kvloom.core.indexing import CacheIndex
+from kvloom.core.layouts import CacheLayout
+from kvloom.core.views import KVView
+
+_LAYOUT: Final = CacheLayout("B H S D")
+ROLLBACK: Final = 16
+"""Tokens kept beyond the newest, so that as many can be removed and those before are still exact."""
+
+
+def ring_slots(num_tokens: int, rollback: int = ROLLBACK) -> int:
+    """C, where each query reads its ``num_tokens`` newest tokens unquantized."""
+    return -(-num_tokens // BLOCK) * BLOCK + -(-rollback // BLOCK) * BLOCK
+
+
+def ring_nbytes(num_tokens: int, key: Tensor, value: Tensor) -> int:
+    """Bytes of a ring for keys and values such as these, ``[B, H, any, D]``; 0 for no tokens."""
+    elements = sum(x.shape[0] * x.shape[1] * x.shape[3] for x in (key, value))
+    return elements * ring_slots(num_tokens) * key.element_size() if num_tokens else 0
+
+
+class RecentRing:
+    """Keys and values ``[B, H, C, D]`` of one layer."""
+
+    def __init__(self, tensors: tuple[Tensor, Tensor]) -> None:
+        self.tensors = tensors
+        self.view = KVView.split(_LAYOUT, *tensors)
+
+    @classmethod
+    def of(cls, key: Tensor, value: Tensor, num_slots: int) -> "RecentRing":
+        """An empty one for keys and values such as these, ``[B, H, any, D]``."""
+        with outside_inference_mode():
+            a, b = (x.new_zeros((*x.shape[:2], num_slots, x.shape[3])) for x in (key, value))
+        return cls((a, b))
+
+    def __reduce__(self) -> Any:
+        return RecentRing, (self.tensors,)
+
+    @property
+    def size(self) -> int:
+        """B."""
+        return self.tensors[0].shape[0]
+
+    @property
+    def num_slots(self) -> int:
+        """C."""
+        return self.tensors[0].shape[2]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated."""
+        return sum(x.nbytes for x in self.tensors)
+
+    def selected(self, rows: Sequence[int]) -> "RecentRing":
+        """Another one, in which sequence i is what sequence ``rows[i]`` was."""
+        with outside_inference_mode():
+            where = torch.tensor(list(rows), device=self.tensors[0].device)
+            key, value = (x.index_select(0, where) for x in self.tensors)
+        return RecentRing((key, value))
 
 
 class FixedRecent:

@@ -54,8 +54,8 @@ class Groups:
         self.num_changes += 1
         if _is_alone(old) and not old.pages.is_kept:
             old.storages.pop(layer, None)
-            if old.recent is not None:
-                old.recent.keep_only(old.storages)
+            if old.residual is not None:
+                old.residual.storages.pop(layer, None)
 
 
 def _is_alone(sequences: Sequences) -> bool:

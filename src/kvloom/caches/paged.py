@@ -16,11 +16,11 @@ from kvloom.caches.groups import Groups
 from kvloom.caches.layer import Layer
 from kvloom.caches.pages import Run
 from kvloom.caches.read_only import ReadOnly
-from kvloom.caches.recent import RecentStep, begin_recent
 from kvloom.caches.sequences import Sequences
 from kvloom.caches.storage import ROTATED_AT_ONCE, Storage
-from kvloom.caches.tokens import BLOCK, PARTIAL, TokenIndex, Tokens
+from kvloom.caches.tokens import BLOCK, PARTIAL, Exact, Step, TokenIndex, Tokens
 from kvloom.core.indexing import CacheIndex
+from kvloom.core.views import detached
 from kvloom.errors import StateError
 from kvloom.ops.plain import store_plain
 
@@ -86,15 +86,11 @@ class PagedLayer(Layer):
         self.num_tokens += key.shape[2]
         return tokens
 
-    def _tokens(
-        self, storage: Storage, visible: TokenIndex, key: Tensor, value: Tensor, step: RecentStep | None
-    ) -> Tokens:
-        """What attention reads, new tokens included, which may be kept as they are beside their codes."""
-        recent, window = self.sequences.recent, self.sequences.window
-        if recent is None or step is None or not storage.has_codes:
-            return storage.tokens(visible, window)
-        exact = recent.keep(self.index, key, value, step)
-        return Tokens(storage.view, visible, window, rotation=storage.rotation, exact=exact)
+    @property
+    def _residual_storage(self) -> Storage | None:
+        """Where the newest tokens are unquantized, beside their codes; ``None`` if they are not."""
+        residual = self.sequences.residual
+        return None if residual is None else residual.storages.get(self.index)
 
     def _append_at_once(self, key: Tensor, value: Tensor) -> Tokens | None:
         """Store the usual new tokens of a step that another layer began, and return what attention reads.
@@ -110,6 +106,11 @@ class PagedLayer(Layer):
             return None
         if not isinstance(key, Tensor) or key.dtype != self.dtype:
             return None
+        residual, newest, exact = sequences.residual, None, None
+        if residual is not None and storage.has_codes:
+            newest, exact = residual.step, residual.pages.storages.get(self.index)
+            if newest is None or exact is None or newest.stride != exact.stride or newest[:2] != step[:2]:
+                return None
         rotation, stored = storage.rotation, (key, value)
         if rotation is not None:
             if step.slots.numel() > ROTATED_AT_ONCE:
@@ -118,9 +119,8 @@ class PagedLayer(Layer):
         sequences.pages.num_writes += 1
         if not store_plain(*stored, step.slots, storage.view):
             return None
-        if step.recent is not None:
-            return self._tokens(storage, step.visible, key, value, step.recent)
-        return Tokens(storage.view, step.visible, sequences.window, None, rotation)
+        read = None if newest is None or exact is None else self._store_exact(exact, key, value, newest)
+        return Tokens(storage.view, step.visible, sequences.window, None, rotation, read)
 
     def _append(self, key: Tensor, value: Tensor) -> Tokens:
         return self._extend(key, value, self._store, is_gathered=False)
@@ -136,33 +136,65 @@ class PagedLayer(Layer):
         if storage is None:
             format = sequences.format.of_layer(self.index)
             storage = Storage.of(format, key, value, format.page_size, is_gathered=is_gathered)
+        residual, exact = sequences.residual, self._residual_storage
+        if residual is not None and exact is None and storage.has_codes:
+            exact = Storage.of(residual.format, key, value, residual.format.page_size)
         end, size, positions = self.num_tokens + key.shape[2], sequences.size, sequences.num_positions
         sequences.reserve(key.shape[0], end)
         try:
             sequences.pages.num_writes += 1
             sequences.pages.fit(storage)
-            result = store(storage, key, value)
+            if residual is not None and exact is not None:
+                residual.pages.fit(exact)
+            result = store(storage, exact, key, value)
         except BaseException:
             sequences.take_back(size, positions)
             raise
         sequences.storages[self.index] = storage
+        if residual is not None and exact is not None:
+            residual.storages[self.index] = exact
         self.num_tokens = end
         return result
 
-    def _store(self, storage: Storage, key: Tensor, value: Tensor) -> Tokens:
+    def _store(self, storage: Storage, exact: Storage | None, key: Tensor, value: Tensor) -> Tokens:
+        """Store new tokens, unquantized in ``exact``, too; returns what attention reads."""
         sequences, start, end = self.sequences, self.num_tokens, self.num_tokens + key.shape[2]
         if sequences.previous is not None and end > start:
-            return self._store_beyond_window(key, value, storage, sequences.previous)
-        visible = sequences.place(start - self._num_visible, end, storage)
-        step = sequences.begin(start, end, storage, visible)
-        storage.store(key, value, step.slots)
-        return self._tokens(storage, visible, key, value, step.recent)
+            source, visible = self._store_beyond_window(key, value, storage, sequences)
+        else:
+            source, visible = storage, sequences.place(start - self._num_visible, end, storage)
+            storage.store(key, value, sequences.begin(start, end, storage, visible).slots)
+        residual = sequences.residual
+        read = None if residual is None or exact is None else self._store_newest(residual, exact, key, value)
+        return Tokens(source.view, visible, sequences.window, None, storage.rotation, read)
 
-    def _store_and_gather(self, storage: Storage, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    def _store_newest(self, residual: Sequences, exact: Storage, key: Tensor, value: Tensor) -> Exact:
+        """Store new tokens unquantized; what attention reads so."""
+        start, end = self.num_tokens, self.num_tokens + key.shape[2]
+        if residual.previous is not None and end > start:
+            known = residual.previous.known(start, exact.device, is_read=True)
+            residual.is_exact = [*residual.previous.is_exact] or residual.is_exact
+            newest, columns = self._store_beyond_window(key, value, exact, residual)
+            return Exact(Tokens(newest.view, columns), self.sequences.format.recent, known)
+        columns = residual.place(max(start - (residual.window or 0) + 1, 0), end, exact)
+        return self._store_exact(exact, key, value, residual.begin(start, end, exact, columns))
+
+    def _store_exact(self, exact: Storage, key: Tensor, value: Tensor, step: Step) -> Exact:
+        """Store new tokens of a step unquantized; what attention reads so."""
+        if key.requires_grad or value.requires_grad:
+            key, value = detached(key), detached(value)
+        if not store_plain(key, value, step.slots, exact.view):
+            exact.store(key, value, step.slots)
+        num_newest = self.sequences.pages.format.recent
+        return Exact(Tokens(exact.view, step.visible), num_newest, step.known)
+
+    def _store_and_gather(
+        self, storage: Storage, exact: Storage | None, key: Tensor, value: Tensor
+    ) -> tuple[Tensor, Tensor]:
         run = self.sequences.run()
         rows = None if run is None else self._rows(run, storage, key.dtype)
         if run is None or rows is None:
-            return self._store(storage, key, value).gather(key.dtype)
+            return self._store(storage, exact, key, value).gather(key.dtype)
         start, end = self.num_tokens, self.num_tokens + key.shape[2]
         for target, new in zip(rows, (key, value), strict=True):
             target.narrow(2, start - run.first, end - start).copy_(new)
@@ -195,7 +227,7 @@ class PagedLayer(Layer):
             OutOfPages: ``max_tokens`` is reached; no token was lost.
             StateError: others have tokens of a step that takes this one's out of the window.
         """
-        if self._holding() is not self.sequences:
+        if self._holding(self.sequences) is not self.sequences:
             raise StateError("keys and values cannot be assigned within a step that other layers have made")
         storage = self.storage
         if storage is None:
@@ -207,21 +239,18 @@ class PagedLayer(Layer):
             self.sequences.pages.num_writes += 1
             self.sequences.own_pages()
             storage.replace(new, self.sequences.place(start, self.num_tokens, storage).own_slots())
-            if self.sequences.recent is not None:
-                self.sequences.recent.forget(self.sequences.size, self.num_tokens)
+            self.sequences.forget_residual()
 
     def _move(self, key: Tensor, value: Tensor, storage: Storage) -> None:
         """Hold these tokens alone, in a storage that is empty and in the sequences of as many tokens."""
         old, end = self.sequences, key.shape[2]
         num_removed = self.num_removed + self.num_tokens - end
         new = self.groups.find(old, self.index, end, num_removed)
-        is_first = not new.size
         with new.reserving(old.size, end):
             new.pages.num_writes += 1
             new.pages.fit(storage)
             storage.store(key, value, new.place(0, end, storage).slots)
-        if is_first and new.recent is not None:
-            new.recent.forget(new.size, end)
+        new.forget_residual()
         new.storages[self.index] = storage
         self.groups.move(old, new, self.index, end, num_removed)
         self.sequences, self.num_tokens, self.num_removed = new, end, num_removed
@@ -236,17 +265,24 @@ class PagedLayer(Layer):
         if storage is None:
             raise StateError("gather needs a cache to which tokens were appended")
         start = self.num_tokens - self.num_columns
-        index = self._holding().place(start, self.num_tokens, storage)
-        recent, end = self.sequences.recent, self.num_tokens
-        step = begin_recent(recent, self.size, end, end, storage.device)
-        exact = None if recent is None or step is None else recent.held(self.index, step)
-        return replace(storage.tokens(index, self.sequences.window), exact=exact)
+        index = self._holding(self.sequences).place(start, self.num_tokens, storage)
+        found, residual = storage.tokens(index, self.sequences.window), self.sequences.residual
+        exact, end = self._residual_storage, self.num_tokens
+        if residual is None or exact is None:
+            return found
+        holding = self._holding(residual)
+        first = max(end - (residual.window or 0) + 1, 0)
+        if first < end:
+            known = holding.known(end, exact.device, is_read=False)
+            columns = Tokens(exact.view, holding.place(first, end, exact))
+            return replace(found, exact=Exact(columns, self.sequences.format.recent, known))
+        return found
 
     @property
     def nbytes_recent(self) -> int:
         """Bytes of tokens that are kept unquantized, beside their codes."""
-        recent = self.sequences.recent
-        return 0 if recent is None else recent.nbytes_of(self.index)
+        exact = self._residual_storage
+        return 0 if exact is None else exact.nbytes
 
     @property
     def _dtypes(self) -> torch.dtype | tuple[torch.dtype, ...]:
@@ -286,22 +322,27 @@ class PagedLayer(Layer):
         self.sequences = self.sequences.fork()
         self.groups = Groups()
 
-    def _holding(self) -> Sequences:
-        """The sequences with the tokens of this layer: as they were before a step that others have made."""
-        previous = self.sequences.previous
+    def _holding(self, sequences: Sequences) -> Sequences:
+        """Those with the tokens of this layer: as they were before a step that others have made."""
+        previous = sequences.previous
         is_behind = previous is not None and previous.size and self.num_tokens <= previous.num_positions
-        return previous if previous is not None and is_behind else self.sequences
+        return previous if previous is not None and is_behind else sequences
 
     def _store_beyond_window(
-        self, key: Tensor, value: Tensor, storage: Storage, previous: Sequences
-    ) -> Tokens:
-        """New tokens fill the window alone: all lie in a storage of this step, the last ones in pages too."""
+        self, key: Tensor, value: Tensor, storage: Storage, sequences: Sequences
+    ) -> tuple[Storage, TokenIndex]:
+        """New tokens fill a window alone: all lie in a storage of this step, the last ones in pages too.
+
+        Returns:
+            That storage, and where what attention reads lies in it.
+        """
+        previous = sequences.previous or sequences
         rows, num_new, device = key.shape[0], key.shape[2], key.device
         start, end = self.num_tokens, self.num_tokens + num_new
-        first = max(start - (self.sequences.window or 0) + 1, 0)
+        first = max(start - (sequences.window or 0) + 1, 0)
         # Numbers of tokens in their sequences, of which the first is the one in column 0, and negative where
         # that holds nothing. Blocks of a sequence begin at multiples of BLOCK.
-        token = first - torch.tensor(self.sequences.begins, device=device).unsqueeze(1)
+        token = first - torch.tensor(sequences.begins, device=device).unsqueeze(1)
         block = token // BLOCK * BLOCK
         size = -(-(end - first + BLOCK - 1) // BLOCK) * BLOCK
         step = storage.like(size)
@@ -312,13 +353,11 @@ class PagedLayer(Layer):
             old = previous.place(first, start, storage).slots
             ops.copy(storage.view, old.flatten(), step.view, slots[:, : start - first].flatten())
         step.store(key, value, slots[:, start - first :].contiguous())
-        for b, column in enumerate(self.sequences.first_held(first)):
-            target = self.sequences.place(column, end, storage).slots[b]
+        for b, column in enumerate(sequences.first_held(first)):
+            target = sequences.place(column, end, storage).slots[b]
             ops.copy(step.view, slots[b, column - first :].contiguous(), storage.view, target)
         base = token.clamp(min=0) // PARTIAL * PARTIAL
         blocks = base - block + torch.arange(0, PARTIAL + end - first, BLOCK, device=device)
         index = CacheIndex(row_starts + blocks.clamp(0, size - BLOCK), None, BLOCK)
         origins = (token - base).squeeze(1)
-        found = TokenIndex(index, origins + end - first, end - first, origins)
-        recent = begin_recent(self.sequences.recent, rows, start, end, device)
-        return self._tokens(step, found, key, value, recent)
+        return step, TokenIndex(index, origins + end - first, end - first, origins)

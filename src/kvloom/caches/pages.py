@@ -13,13 +13,18 @@ from torch import Tensor
 from kvloom import ops
 from kvloom.caches.format import CacheFormat
 from kvloom.caches.memory import counted
-from kvloom.caches.recent import ROLLBACK, Recent
 from kvloom.caches.storage import Storage
 from kvloom.errors import OutOfPages
 from kvloom.paging import Copy, Growth, PagePool, PageTable
 
 _DOUBLED: Final = 128
 """Tokens of a sequence up to which its storage doubles."""
+_RESIDUAL: Final = 16
+"""Tokens in a page of a residual window, where it is not found again."""
+_SHARE: Final = 32
+"""Tokens that are kept as codes for one that is also kept unquantized, to be found again."""
+_ENDS: Final = 8
+"""Ends of texts whose residual windows are kept at least."""
 
 
 class _User(Protocol):
@@ -30,6 +35,8 @@ class _User(Protocol):
 
     @property
     def tables(self) -> tuple[PageTable, ...]: ...
+
+    def give_up_passed(self) -> None: ...
 
 
 class Run(NamedTuple):
@@ -58,10 +65,18 @@ class Pages:
         is_kept: Have all ``max_tokens`` from the beginning and never give them back, since pages that no
             table holds can be found again.
         policy: By which these go when others need room, as of ``PagePool``.
+
+    Attributes:
+        residual: Those of the residual window, if the format has one: the newest tokens unquantized, in the
+            layers that keep codes.
     """
 
     def __init__(self, format: CacheFormat, is_kept: bool = False, policy: str = "lru") -> None:
         self.format = format
+        self.is_window: bool = False  # sequences hold a few pages each: no more are made than are needed
+        self.residual = Pages(_residual_format(format, is_kept)) if format.recent else None
+        if self.residual is not None:
+            self.residual.is_window = True
         self.is_kept = False
         self.policy = policy
         self.pool = PagePool(0, policy)
@@ -74,20 +89,21 @@ class Pages:
 
     def __reduce__(self) -> Any:
         """To be saved: no pages, which come with those who hold them."""
-        return Pages, (self.format, False, self.policy)
+        return (
+            Pages,
+            (self.format, False, self.policy),
+            {"residual": self.residual, "is_window": self.is_window},
+        )
 
     @property
     def stride(self) -> int:
         """Pages in the longest extent."""
         return -(-self.pool.num_pages // self.pool.num_extents)
 
-    def new_recent(self, window: int | None) -> Recent | None:
-        """Where sequences keep their newest tokens unquantized; ``None`` if they keep none.
-
-        Where pages are found again, those in front of the end of the last page are among them.
-        """
-        rollback = self.format.page_size if self.is_kept else ROLLBACK
-        return Recent(self.format.recent, window, rollback) if self.format.recent else None
+    @property
+    def num_spare(self) -> int:
+        """Pages that are free, or that a window has passed."""
+        return self.pool.num_free + self.pool.num_passed
 
     def kind(self, *head_dims: int) -> str:
         """``format.kind`` of layers that have tokens, and of ``head_dims`` before the first one has."""
@@ -95,9 +111,31 @@ class Pages:
         return self.format.kind(*(head_dims if found is None else (spec.head_dim for spec in found.specs)))
 
     def keep(self) -> None:
-        """Have all ``max_tokens`` from now on, as if ``is_kept``."""
+        """Have all ``max_tokens`` from now on, as if ``is_kept``, and a share of them unquantized."""
+        size, num_tokens = self.format.page_size, self.format.max_tokens or 0
+        self._keep(num_tokens // size)
+        if self.residual is not None:
+            end = -(-self.format.recent // size) + 1
+            self.residual._keep(max(num_tokens // _SHARE // size, _ENDS * end))
+
+    def _keep(self, num_pages: int) -> None:
         self.is_kept = True
-        self.pool.grow(max((self.format.max_tokens or 0) // self.format.page_size - self.pool.num_pages, 0))
+        self.pool.grow(max(num_pages - self.pool.num_pages, 0))
+
+    def add_layers(
+        self,
+        layers: Iterable[int],
+        heads: int,
+        head_dims: tuple[int, int],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        """Make the tensors of some layers, with keys and values of these sizes."""
+        for i in layers:
+            own = self.format.of_layer(i)
+            specs = own.spec(heads, head_dims[0], dtype), (own.values or own).spec(heads, head_dims[1], dtype)
+            self.storages[i] = Storage(*specs, self.format.page_size, device, self.format.layout)
+            self.fit(self.storages[i])
 
     def fit(self, storage: Storage) -> None:
         """Let a storage have every page of the pool."""
@@ -203,6 +241,10 @@ class Pages:
             return None
         return Run(slice(extents[0], end, step), indices.pop() * self.format.page_size)
 
+    def all_tables(self) -> list[PageTable]:
+        """Those of all sequences."""
+        return [table for user in self.users for table in user.tables]
+
     def give_back(self) -> None:
         """Free the tensors if nobody is left who could use them."""
         if not self.is_kept and not any(user.size for user in self.users):
@@ -243,7 +285,7 @@ class Pages:
         # By a quarter: little is held in vain, and each token moves about four times in all. The first
         # tokens double, or a short text would move at every page.
         doubled = min(have, _DOUBLED // size * max(self.pool.num_extents, 1))
-        wanted = have + max(have // 4, doubled, missing)
+        wanted = have + (missing if self.is_window else max(have // 4, doubled, missing))
         if max_tokens is None:
             return wanted
         limit = max_tokens // size
@@ -254,3 +296,8 @@ class Pages:
                 f"got {max_tokens} with {self.pool.num_active} of {counted(limit, 'page')} taken"
             )
         return min(wanted, limit)
+
+
+def _residual_format(format: CacheFormat, is_kept: bool) -> CacheFormat:
+    """How the newest tokens are kept unquantized; pages that are found again are those of codes in size."""
+    return CacheFormat(page_size=format.page_size if is_kept else _RESIDUAL, layout="HND")

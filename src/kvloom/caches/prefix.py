@@ -4,8 +4,9 @@ Shapes: T new tokens, H key/value heads, Hq query heads, Dk and Dv head dims.
 """
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,22 +14,13 @@ from torch import Tensor
 from kvloom import ops
 from kvloom.caches.format import CacheFormat
 from kvloom.caches.pages import Pages
+from kvloom.caches.prefixes import Below, GroupTable, Prefixes, PrefixGroup
 from kvloom.caches.saving import SavedStorage
 from kvloom.caches.storage import Storage
+from kvloom.caches.tokens import attend_behind, scores_of_newest
 from kvloom.core.checks import expect_range
-from kvloom.core.indexing import CacheIndex
 from kvloom.errors import ArgumentError, ConfigError, StateError
-from kvloom.paging import PageRef, PageTable, PrefixTree, check
-
-
-class Below(Protocol):
-    """What lies below the pages of a cache, such as a store; ``salt`` is as in ``PrefixCache.begin``."""
-
-    def fetch(self, tokens: Sequence[int], found: list[PageRef], salt: str) -> list[PageRef]:
-        """The pages ``found`` of the first tokens, and those that could be read behind them, held."""
-
-    def keep(self, tokens: Sequence[int], refs: Sequence[PageRef], salt: str) -> None:
-        """Take the full pages of a text that were sealed."""
+from kvloom.paging import PageTable, PrefixTree, check
 
 
 class PrefixSequence:
@@ -37,17 +29,25 @@ class PrefixSequence:
     Attributes:
         tokens: Token ids, those included whose keys and values are still to come.
         salt: Only sequences of one salt share pages.
+        groups: Its pages in each group of layers.
         num_cached: Tokens whose keys and values were found when it began, and need no compute.
+        stored: Tokens that each layer has.
     """
 
-    __slots__ = ("num_cached", "salt", "stored", "table", "tokens")
+    __slots__ = ("groups", "num_cached", "num_shared", "salt", "stored", "tokens")
 
-    def __init__(self, tokens: list[int], salt: str, table: PageTable, num_layers: int) -> None:
+    def __init__(self, tokens: list[int], salt: str, groups: list[GroupTable], num_layers: int) -> None:
         self.tokens = tokens
         self.salt = salt
-        self.table = table
-        self.num_cached = table.num_tokens
-        self.stored = [table.num_tokens] * num_layers
+        self.groups = groups
+        self.num_cached = groups[0].num_tokens
+        self.num_shared = 0  # pages of tokens that another sequence had, too
+        self.stored = [self.num_cached] * num_layers
+
+    @property
+    def table(self) -> PageTable:
+        """Its pages in the first group."""
+        return self.groups[0].table
 
     @property
     def num_pending(self) -> int:
@@ -63,6 +63,9 @@ class PrefixCache:
     its holders writes it. When the pool is full, pages that nobody holds are given up, least recently used
     first if ``policy`` says no other.
 
+    Layers of one window have pages of their own, ``max_tokens`` too, and so have the residual windows of
+    codes: of a sequence they hold what later tokens see, and a prefix is found with that alone.
+
     Args:
         format: How tokens are kept, ``max_tokens`` of them in each layer.
         num_layers: Attention layers.
@@ -71,14 +74,16 @@ class PrefixCache:
         value_dim: Elements of a head vector of the values.
         dtype: That the model computes in: of unquantized tokens, unless ``format`` says another.
         device: Where the tensors live.
-        policy: Which pages are given up, as of ``PagePool``.
+        policy: Which pages are given up, as of ``PagePool``, in layers without a window.
+        windows: Of each layer the tokens that a token sees, itself included; ``None`` for all before it.
 
     Attributes:
-        below: Where sealed pages go and missing ones come from; ``kvloom.store.put_below`` sets it.
+        prefixes: The groups of layers: those without a window, then those of each window, then residual
+            windows in the same order. ``pages`` and ``tree`` are those of the first.
 
     Raises:
         ConfigError: ``format`` has no ``max_tokens``.
-        ArgumentError: there is no such policy.
+        ArgumentError: there is no such policy, or not one window for each layer.
     """
 
     def __init__(
@@ -92,44 +97,80 @@ class PrefixCache:
         dtype: torch.dtype = torch.float16,
         device: torch.device | str = "cpu",
         policy: str = "lru",
+        windows: Sequence[int | None] | None = None,
     ) -> None:
         if format.max_tokens is None:
             raise ConfigError("format must have max_tokens, got None")
-        if format.recent:
-            raise ConfigError(f"format must have recent 0, as pages hold no others, got {format.recent}")
         expect_range("num_layers", num_layers, 1)
-        self.pages = Pages(format, is_kept=True, policy=policy)
-        self.tree = PrefixTree(self.pages.pool, format.page_size)
-        key = format.spec(heads, head_dim, dtype)
-        value = (format.values or format).spec(heads, head_dim if value_dim is None else value_dim, dtype)
-        device = torch.device(device)
-        for i in range(num_layers):
-            storage = Storage(key, value, format.page_size, device, format.layout)
-            self.pages.fit(storage)
-            self.pages.storages[i] = storage
-        self.below: Below | None = None
+        windows = [None] * num_layers if windows is None else list(windows)
+        if len(windows) != num_layers:
+            raise ArgumentError(f"windows must be of {num_layers} layers, got {len(windows)}")
+        for window in windows:
+            if window is not None:
+                expect_range("windows", window, 1)
+        self.windows, self.num_recent = windows, format.recent
+        dims, device = (head_dim, head_dim if value_dim is None else value_dim), torch.device(device)
+        groups, residuals = list[PrefixGroup](), list[PrefixGroup]()
+        self._codes: list[int] = [0] * num_layers  # of each layer, its group
+        self._residuals: list[int] = []  # and that of its residual window
+        for window in sorted(set(windows), key=lambda x: x or 0):
+            layers = [i for i, own in enumerate(windows) if own == window]
+            pages = Pages(format, is_kept=True, policy=policy if window is None else "lru")
+            pages.add_layers(layers, heads, dims, dtype, device)
+            for i in layers:
+                self._codes[i] = len(groups)
+            groups.append(PrefixGroup(pages, window))
+            if pages.residual is not None:
+                newest = format.recent if window is None else min(format.recent, window)
+                pages.residual.add_layers(layers, heads, dims, dtype, device)
+                residuals.append(PrefixGroup(pages.residual, newest))
+        if residuals:
+            self._residuals = [len(groups) + i for i in self._codes]
+        self.prefixes = Prefixes(groups + residuals)
         self._sequences: list[PrefixSequence] = []
 
     def __getstate__(self) -> dict[str, Any]:
         """To be saved: the pages that hold something, and nothing below them."""
-        pool = self.pages.pool
-        pages = [page for page in range(pool.num_pages) if not pool.is_free(page)]
-        saved = [SavedStorage.of(x, self.pages.slots(pages, x)) for x in self.layers]
-        return vars(self) | {"_pool": pool, "_held": pages, "_saved": saved, "below": None}
+        saved = []
+        for group in self.prefixes.groups:
+            pool, pages = group.pages.pool, group.pages
+            held = [page for page in range(pool.num_pages) if not pool.is_free(page)]
+            layers = {i: SavedStorage.of(x, pages.slots(held, x)) for i, x in group.storages.items()}
+            saved.append((pool, held, layers, group.tree))
+        return vars(self) | {"prefixes": [group.pages for group in self.prefixes.groups], "_saved": saved}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        pool, pages, saved = (state.pop(name) for name in ("_pool", "_held", "_saved"))
-        vars(self).update(state)
-        self.pages.pool = pool
-        for i, layer in enumerate(saved):
-            self.pages.storages[i] = storage = layer.storage()
-            self.pages.fit(storage)
-            layer.write(storage, self.pages.slots(pages, storage))
+        every, saved = (state.pop(name) for name in ("prefixes", "_saved"))
+        groups = []
+        for pages, (pool, held, layers, tree) in zip(every, saved, strict=True):
+            pages.pool, pages.is_kept = pool, True
+            for i, layer in layers.items():
+                pages.storages[i] = storage = layer.storage()
+                pages.fit(storage)
+                layer.write(storage, pages.slots(held, storage))
+            groups.append(PrefixGroup.__new__(PrefixGroup))
+            vars(groups[-1]).update(pages=pages, tree=tree, below=None)
+        vars(self).update(state, prefixes=Prefixes(groups))
+
+    @property
+    def pages(self) -> Pages:
+        """Those of the first group."""
+        return self.prefixes.main.pages
+
+    @property
+    def tree(self) -> PrefixTree:
+        """That of the first group."""
+        return self.prefixes.main.tree
+
+    @property
+    def below(self) -> Below | None:
+        """Where sealed pages go and missing ones come from; ``kvloom.store.put_below`` sets it."""
+        return self.prefixes.main.below
 
     @property
     def layers(self) -> list[Storage]:
-        """The tensors of each layer."""
-        return list(self.pages.storages.values())
+        """The tensors of each layer; those of residual windows are not among them."""
+        return [self.prefixes.groups[n].storages[i] for i, n in enumerate(self._codes)]
 
     def __enter__(self) -> "PrefixCache":  # noqa: PYI034 (Self is not in Python 3.10)
         return self
@@ -142,8 +183,8 @@ class PrefixCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes allocated in all layers, scales included."""
-        return sum(layer.nbytes for layer in self.layers)
+        """Bytes allocated in all layers, scales and residual windows included."""
+        return sum(x.nbytes for group in self.prefixes.groups for x in group.storages.values())
 
     def begin(self, tokens: Iterable[int], salt: str = "") -> PrefixSequence:
         """A sequence of ``tokens``, of which the longest known prefix in whole pages is already cached.
@@ -156,10 +197,14 @@ class PrefixCache:
         ids = list(tokens)
         if not ids:
             raise ArgumentError("tokens must hold at least one token, got none")
-        found = self.tree.match(ids, salt, max_tokens=len(ids) - 1)
-        table = PageTable(self.pages.pool, self.pages.format.page_size)
-        table.adopt(found if self.below is None else self.below.fetch(ids[:-1], found, salt))
-        return self._keep(PrefixSequence(ids, salt, table, len(self.pages.storages)))
+        prefixes, text = self.prefixes, ids[:-1]
+        held = prefixes.look_up(text, salt)
+        events, num_pages = self.pages.pool.events, prefixes.num_known(text, salt)
+        tables = prefixes.hold(text, salt, num_pages, held, 0 if events is None else events.request)
+        groups = [GroupTable(table, num_pages - table.num_pages) for table in tables]
+        sequence = self._keep(PrefixSequence(ids, salt, groups, len(self.windows)))
+        sequence.num_shared = prefixes.num_same(text, salt)
+        return sequence
 
     def extend(self, sequence: PrefixSequence, tokens: Iterable[int]) -> None:
         """Add tokens whose keys and values come next."""
@@ -181,7 +226,7 @@ class PrefixCache:
             ShapeError: as ``ops.store``.
         """
         self._expect_live(sequence)
-        expect_range("layer", layer, 0, len(self.pages.storages))
+        expect_range("layer", layer, 0, len(self.windows))
         start = sequence.stored[layer]
         end = start + key.shape[0]
         if end > len(sequence.tokens):
@@ -189,12 +234,13 @@ class PrefixCache:
                 f"key must have at most the {len(sequence.tokens) - start} tokens that are pending in layer "
                 f"{layer}, got {key.shape[0]}"
             )
-        if end > sequence.table.num_tokens:
-            self.pages.append([sequence.table], [end - sequence.table.num_tokens])
-        storage = self.pages.storages[layer]
-        position = torch.arange(start, end, device=storage.device)
-        slots = self._index([sequence], storage).slots(torch.zeros_like(position), position)
-        storage.store(key, value, slots)
+        for number in self._groups_of(layer):
+            self._reserve(sequence, number, end)
+        for number in self._groups_of(layer):
+            storage = self.prefixes.groups[number].storages[layer]
+            position = torch.arange(start, end, device=storage.device)
+            index, [base] = self.prefixes.groups[number].index_of([sequence.groups[number]], storage)
+            storage.store(key, value, index.slots(torch.zeros_like(position), position - base))
         sequence.stored[layer] = end
 
     def commit(self, sequence: PrefixSequence) -> None:
@@ -204,11 +250,17 @@ class PrefixCache:
             StateError: layers differ in the tokens they have.
         """
         self._settle(sequence)
-        known = sequence.tokens[: sequence.table.num_tokens]
-        sequence.table.claim()
-        sequence.table.replace(self.tree.insert(known, sequence.table.pages, sequence.salt))
-        if self.below is not None:
-            self.below.keep(known, sequence.table.pages, sequence.salt)
+        known = sequence.tokens[: sequence.groups[0].num_tokens]
+        for group, own in zip(self.prefixes.groups, sequence.groups, strict=True):
+            own.table.claim()
+            own.replace(group.tree.insert(known, own.table.pages, sequence.salt, own.first))
+            if group.below is not None:
+                group.below.keep(known, own.table.pages, sequence.salt, own.first)
+        if 0 < sequence.num_shared * self.prefixes.page_size <= len(known):
+            tables, firsts = [x.table for x in sequence.groups], [x.first for x in sequence.groups]
+            self.prefixes.prefer(tables, firsts, sequence.num_shared)
+        for group, own in zip(self.prefixes.groups, sequence.groups, strict=True):
+            group.release_passed(own, len(known))
 
     def attend(
         self,
@@ -223,15 +275,16 @@ class PrefixCache:
             queries: ``[sum of new tokens, Hq, Dk]``, the same number for each sequence.
             sequences: Live sequences with at least one token in this layer.
             layer: Index of the layer.
-            scores: Masks and biases; causal if ``None``.
+            scores: Masks and biases, without the window, which is the layer's; causal if ``None``.
 
         Returns:
             ``[sum of new tokens, Hq, Dv]``.
 
         Raises:
             ArgumentError: the queries are not the same number for each sequence, or more than it has tokens.
+            StateError: they would see what a window has passed.
         """
-        expect_range("layer", layer, 0, len(self.pages.storages))
+        expect_range("layer", layer, 0, len(self.windows))
         for sequence in sequences:
             self._expect_live(sequence)
         if not sequences or queries.shape[0] % len(sequences):
@@ -242,13 +295,16 @@ class PrefixCache:
         lengths = [sequence.stored[layer] for sequence in sequences]
         if min(lengths) < max(num_new, 1):
             raise ArgumentError(f"queries must be at most {min(lengths)} for each sequence, got {num_new}")
-        storage, where = self.pages.storages[layer], queries.device
-        batch = ops.Batch(
-            self._index(sequences, storage),
-            torch.arange(len(sequences) + 1, device=where) * num_new,
-            torch.tensor([0, *lengths], device=where).cumsum(0),
-        )
-        return storage.attend(queries, batch, ops.Scores() if scores is None else scores)
+        scores = ops.Scores() if scores is None else scores
+        if self.windows[layer] is not None:
+            scores = replace(scores, window=self.windows[layer])
+        storage, batch = self._batch(sequences, self._codes[layer], layer, lengths, num_new)
+        if not self._residuals:
+            return storage.attend(queries, batch, scores)
+        exact, newest = self._batch(sequences, self._residuals[layer], layer, lengths, num_new)
+        part = ops.attend_part(queries, exact.view, newest, scores_of_newest(scores, self.num_recent))
+        tokens = storage.view, batch, scores, storage.rotation
+        return attend_behind(part, queries, *tokens, skip=self.num_recent, skip_from=None)
 
     def fork(self, sequence: PrefixSequence) -> PrefixSequence:
         """Another sequence of the same tokens on the same pages.
@@ -257,9 +313,9 @@ class PrefixCache:
             StateError: layers differ in the tokens they have.
         """
         self._settle(sequence)
-        other = PrefixSequence(
-            sequence.tokens.copy(), sequence.salt, sequence.table.fork(), len(self.pages.storages)
-        )
+        groups = [own.fork() for own in sequence.groups]
+        other = PrefixSequence(sequence.tokens.copy(), sequence.salt, groups, len(self.windows))
+        other.num_shared = sequence.num_shared
         other.stored = sequence.stored.copy()
         return self._keep(other)
 
@@ -268,32 +324,32 @@ class PrefixCache:
 
         Raises:
             ArgumentError: there are fewer.
+            StateError: a window has passed what the next token would see; nothing was changed.
         """
         self._expect_live(sequence)
         expect_range("num_tokens", num_tokens, 0, len(sequence.tokens) + 1)
+        for group, own in zip(self.prefixes.groups, sequence.groups, strict=True):
+            group.expect_seen(own, min(num_tokens, *sequence.stored))
         del sequence.tokens[num_tokens:]
         sequence.stored = [min(n, num_tokens) for n in sequence.stored]
-        sequence.table.truncate(min(num_tokens, sequence.table.num_tokens))
+        for own in sequence.groups:
+            own.truncate(num_tokens)
 
     def end(self, sequence: PrefixSequence) -> None:
         """Give up a sequence; its sealed pages stay findable until the pool needs them."""
         self._expect_live(sequence)
         self._sequences.remove(sequence)
-        sequence.table.release()
+        for own in sequence.groups:
+            own.table.release()
 
     def check(self) -> None:
         """Recompute every invariant of the pages; raises ``StateError`` on the first that does not hold."""
-        check(self.pages.pool, self.tree, [sequence.table for sequence in self._sequences])
+        for i, group in enumerate(self.prefixes.groups):
+            check(group.pages.pool, group.tree, [x.groups[i].table for x in self._sequences])
 
     def report(self) -> dict[str, int]:
         """Sequences, and pages free, held and findable; the pages sum to ``num_pages``."""
-        return {
-            "sequences": len(self._sequences),
-            "num_pages": self.pages.pool.num_pages,
-            "free": self.pages.pool.num_free,
-            "active": self.pages.pool.num_active,
-            "evictable": self.pages.pool.num_evictable,
-        }
+        return {"sequences": len(self._sequences), **self.pages.pool.report()}
 
     def _keep(self, sequence: PrefixSequence) -> PrefixSequence:
         self._sequences.append(sequence)
@@ -308,9 +364,33 @@ class PrefixCache:
         self._expect_live(sequence)
         if len(set(sequence.stored)) != 1:
             raise StateError(f"every layer must have the same tokens, got {sequence.stored}")
-        sequence.table.truncate(sequence.stored[0])
+        for own in sequence.groups:
+            own.truncate(sequence.stored[0])
 
-    def _index(self, sequences: Sequence[PrefixSequence], storage: Storage) -> CacheIndex:
-        """Slots of the tokens of some sequences."""
-        table = self.pages.table([x.table for x in sequences], storage)
-        return CacheIndex.pages(table, storage.page_size)
+    def _groups_of(self, layer: int) -> list[int]:
+        """Numbers of the groups that keep the tokens of a layer."""
+        return [self._codes[layer], *self._residuals[layer : layer + 1]]
+
+    def _reserve(self, sequence: PrefixSequence, number: int, end: int) -> None:
+        """Have room for the tokens before ``end`` in a group; gives up what windows have passed for it."""
+        group, own = self.prefixes.groups[number], sequence.groups[number]
+        new = end - own.num_tokens
+        if new <= 0 or own.fill(new):
+            return
+        if group.window is not None and group.num_missing(own, end) > group.pages.num_spare:
+            for other in self._sequences:
+                group.release_passed(other.groups[number], min(other.stored))
+        group.append(own, new)
+
+    def _batch(
+        self, sequences: Sequence[PrefixSequence], number: int, layer: int, lengths: list[int], num_new: int
+    ) -> tuple[Storage, ops.Batch]:
+        """Where the tokens of some sequences are in a group."""
+        group = self.prefixes.groups[number]
+        for sequence, length in zip(sequences, lengths, strict=True):
+            group.expect_seen(sequence.groups[number], length - num_new)
+        storage = group.storages[layer]
+        index, bases = group.index_of([sequence.groups[number] for sequence in sequences], storage)
+        starts = [0, *(length - base for length, base in zip(lengths, bases, strict=True))]
+        seqstarts = torch.arange(len(sequences) + 1, device=storage.device) * num_new
+        return storage, ops.Batch(index, seqstarts, torch.tensor(starts, device=storage.device).cumsum(0))

@@ -139,8 +139,8 @@ class QuantizedLayer(Layer):
     def _update(self, key: Tensor, value: Tensor) -> _Pair:
         old, recent = self._sealed_and_recent(key, value)
 
-        def store(storage: Storage, key: Tensor, value: Tensor) -> _Pair:
-            return _joined(self._codes._store_and_gather(storage, key, value), recent)
+        def store(storage: Storage, exact: None, key: Tensor, value: Tensor) -> _Pair:
+            return _joined(self._codes._store_and_gather(storage, None, key, value), recent)
 
         result = self._codes._extend(*old, store, is_gathered=True)
         self._recent = recent

@@ -1,36 +1,24 @@
-"""The sequences of a cache: the pages they hold, shared by its layers and, copy-on-write, by its forks.
-
-A position is one token of every sequence, as in ``[B, H, N, D]``. Sequences end together: one that is
-shorter, as after a crop of single rows, has positions in front that hold nothing.
-"""
+"""The sequences of a cache: the pages they hold, shared by its layers and, copy-on-write, by its forks."""
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from math import lcm
-from typing import Any, Literal
-
-import torch
+from typing import Any
 
 from kvloom.caches.format import CacheFormat
-from kvloom.caches.pages import Pages, Run
-from kvloom.caches.recent import Recent, begin_recent, copied_recent
-from kvloom.caches.residual import ResidualTokens
+from kvloom.caches.pages import Pages
+from kvloom.caches.placement import Placement
 from kvloom.caches.saving import Place, load_tables, save_tables
-from kvloom.caches.storage import Storage
-from kvloom.caches.tokens import PARTIAL, Step, TokenIndex
-from kvloom.core.indexing import CacheIndex
 from kvloom.errors import ArgumentError, ShapeError, StateError
 from kvloom.paging import Copy, PageTable, PrefixTree, release_all
 
-_FEW = 64
-"""Slots that are faster looked up one by one than by operators of torch."""
-
 ROLLBACK = 32
 """Tokens kept behind a window, so that as many of the newest can be removed."""
+RESIDUAL_ROLLBACK = 16
+"""The same behind a residual window."""
 
 
-class Sequences:
+class Sequences(Placement):
     """B sequences that share pages.
 
     With a ``window``, pages that no later token can see are given back at the next step. When the new tokens
@@ -41,69 +29,64 @@ class Sequences:
         pages: Where they lie; a ``CacheFormat`` makes new ones.
         window: Tokens that a token sees, itself included; ``None`` keeps all.
         rollback: Tokens kept behind the window, so that as many of the newest can be removed.
+        is_required: Whether all that a window shows must be there. Otherwise ``Step.known`` says what is.
+
+    Attributes:
+        residual: The same sequences in their residual window: the newest tokens unquantized, where others are
+            codes. ``None`` without one.
     """
 
     def __init__(
-        self, pages: Pages | CacheFormat, window: int | None = None, rollback: int = ROLLBACK
+        self,
+        pages: Pages | CacheFormat,
+        window: int | None = None,
+        rollback: int = ROLLBACK,
+        *,
+        is_required: bool = True,
     ) -> None:
-        self.pages = Pages(pages) if isinstance(pages, CacheFormat) else pages
-        self.window = window
+        pages = Pages(pages) if isinstance(pages, CacheFormat) else pages
+        super().__init__(pages, window, is_required=is_required)
         self.rollback = rollback
+        self.residual: Sequences | None = None
+        if self.pages.residual is not None:
+            newest = self.format.recent if window is None else min(self.format.recent, window)
+            self.residual = Sequences(self.pages.residual, newest, RESIDUAL_ROLLBACK, is_required=False)
         self.requests: list[int] = []  # to events, whose new sequences are
         self.is_recording = False  # keep what the window evicts until the next ``remove``
         self.previous: Sequences | None = None
-        self._tables: list[PageTable] = []
-        self.begins: list[int] = []  # of each sequence, the position of its first token,
-        self._first: list[int] = []  # and of the first one that is still held
-        self._indices: dict[tuple[int, torch.device], CacheIndex] = {}
-        self._tokens: dict[tuple[int, int, int, torch.device], TokenIndex] = {}
-        self.step: Step | None = None
-        self._run: Run | Literal["unknown"] | None = "unknown"
-        self.recent = self.pages.new_recent(window)
         weakref.finalize(self, release_all, self._tables)
         self.pages.users.add(self)
 
     def __reduce__(self) -> Any:
         """To be saved: pages that are held, each once, also with other sequences that hold them."""
         places = save_tables(self.pages, self._tables)
-        attributes = self.is_recording, self.previous, self.recent
-        return _load, ((self.pages, self.window, self.rollback), attributes, places, self.begins, self._first)
+        made_of = self.pages, self.window, self.rollback, self.is_required
+        attributes = self.is_recording, self.previous, self.residual, self.is_exact
+        return _load, (made_of, attributes, places, self.begins, self._first)
 
     @property
-    def format(self) -> CacheFormat:
-        """How tokens are kept."""
-        return self.pages.format
+    def residual_bytes(self) -> int:
+        """Bytes allocated for residual windows, those of other sequences on the same pages included."""
+        residual = self.pages.residual
+        return 0 if residual is None else sum(storage.nbytes for storage in residual.storages.values())
 
-    @property
-    def storages(self) -> dict[int, Storage]:
-        """The tensors of each layer."""
-        return self.pages.storages
+    def adopt(self, tables: Sequence[PageTable], first: int = 0) -> None:
+        """Hold these sequences of one length, whose pages are filled; a residual window knows none of them.
 
-    @property
-    def size(self) -> int:
-        """B; 0 before the first ``reserve``."""
-        return len(self._tables)
+        Args:
+            tables: Their pages.
+            first: Position of the first token in a page; a window needs none before it.
+        """
+        self._replace(list(tables), [0] * len(tables), [first] * len(tables))
+        self.is_exact = [True] * len(tables)
+        self.forget_residual()
 
-    @property
-    def num_positions(self) -> int:
-        """Positions so far, those included that the window has evicted."""
-        return self._first[0] + self._tables[0].num_tokens if self._tables else 0
-
-    @property
-    def num_pages_held(self) -> int:
-        """Pages that hold tokens of these sequences or their forks; a shared page counts once."""
-        return self.pages.pool.num_active
-
-    @property
-    def tables(self) -> tuple[PageTable, ...]:
-        """The pages of each sequence."""
-        return tuple(self._tables)
-
-    def adopt(self, tables: Sequence[PageTable], residuals: Sequence[ResidualTokens | None] = ()) -> None:
-        """Hold these sequences of one length, whose pages are filled, and what is unquantized of them."""
-        self._replace(list(tables), [0] * len(tables), [0] * len(tables))
-        if self.recent is not None:
-            self.recent.restore(residuals or [None] * len(tables), self.num_positions)
+    def forget_residual(self) -> None:
+        """Know none of the tokens so far unquantized."""
+        residual, end = self.residual, self.num_positions
+        if residual is not None:
+            residual._replace(residual._new_tables(self.size), self.begins, [end] * self.size)
+            residual.is_exact = [True] * self.size
 
     def reserve(self, batch: int, end: int) -> None:
         """Give each of ``batch`` sequences room for the positions before ``end``; nothing to do where it has.
@@ -117,12 +100,22 @@ class Sequences:
         """
         if self._tables and len(self._tables) != batch:
             raise ShapeError(f"key must have the {len(self._tables)} sequences of this cache, got {batch}")
-        start = self.num_positions
+        start, size = self.num_positions, self.size
         if self._tables and end <= start:
             return
+        self._reserve(batch, start, end)
+        if self.residual is not None:
+            try:
+                self.residual.reserve(batch, end)
+            except BaseException:
+                self._take_back(size, start)
+                raise
+
+    def _reserve(self, batch: int, start: int, end: int) -> None:
         self._forget_previous()
+        self.is_exact = self.is_exact or [True] * batch
         begin, first = self.begins or [0] * batch, self._first or [0] * batch
-        if self.window is not None and not self.is_recording:
+        if self.window is not None and not self.is_recording and not self._can_keep(batch, end - start):
             self._drop_front(start)
             last = [x + n for x, n in zip(first, self._num_evicted(end, first), strict=True)]
             if min(last, default=0) > start:
@@ -131,7 +124,8 @@ class Sequences:
                 self.previous = self._twin(self._tables)
                 self._hold(new, begin, last)
                 return
-            run = self.run() if start and any(x.is_gathered for x in self.storages.values()) else None
+            is_gathered = self.is_required and any(x.is_gathered for x in self.storages.values())
+            run = self.run() if start and is_gathered else None
             if run is not None and self.has_own_pages:
                 if self.pages.continue_run(self._tables, run, end - start):
                     self._changed()
@@ -154,50 +148,6 @@ class Sequences:
             self.take_back(size, start)
             raise
 
-    def place(self, start: int, end: int, storage: Storage) -> TokenIndex:
-        """Where positions ``start .. end`` are in a storage; the same object until something changes."""
-        stride, device = storage.stride, storage.device
-        found = self._tokens.get((start, end, stride, device))
-        if found is None:
-            before = [self._num_before(b) for b in range(self.size)]
-            if (stride, device) not in self._indices:
-                table = self.pages.table(self._tables, storage, before)
-                self._indices[stride, device] = CacheIndex(table, None, self.format.page_size)
-            bases = [first - n * self.format.page_size for first, n in zip(self._first, before, strict=True)]
-            found = TokenIndex.of(self._indices[stride, device], bases, start, end)
-            self._tokens[start, end, stride, device] = found
-        return found
-
-    def begin(self, start: int, end: int, storage: Storage, visible: TokenIndex) -> Step:
-        """The step that stores positions ``start .. end``, and whose attention reads ``visible``."""
-        step = self.step
-        if step is None or step[:3] != (start, end, storage.stride) or step.visible is not visible:
-            if (end - start) * len(self._tables) > _FEW:
-                slots = self.place(start, end, storage).slots
-            else:
-                found = [
-                    [self.pages.slot(table, position - first, storage) for position in range(start, end)]
-                    for table, first in zip(self._tables, self._first, strict=True)
-                ]
-                slots = torch.tensor(found, dtype=torch.int64, device=storage.device)
-            recent = begin_recent(self.recent, self.size, start, end, storage.device)
-            self.step = step = Step(start, end, storage.stride, slots, visible, recent)
-        return step
-
-    def run(self) -> Run | None:
-        """Where all tokens lie one behind the other, with the sequences in extents of one distance."""
-        if self._run == "unknown":
-            # Sequences that begin together, and of which the window has evicted as many tokens.
-            is_even = not any(self.begins) and len(set(self._first)) <= 1 and self.previous is None
-            run = self.pages.run(self._tables) if is_even else None
-            self._run = None if run is None or not self._first else run._replace(first=self._first[0])
-        return self._run
-
-    @property
-    def has_own_pages(self) -> bool:
-        """Whether no other sequence holds a page of these."""
-        return all(self.pages.pool.is_writable(ref) for table in self._tables for ref in table.pages)
-
     def own_pages(self) -> None:
         """Hold every page alone, so that stored tokens can be written again; others keep what they have.
 
@@ -216,15 +166,6 @@ class Sequences:
             raise
         self._replace(new, self.begins, self._first)
 
-    def _num_before(self, b: int) -> int:
-        """Evicted pages of sequence b that an index counts, to begin at a multiple of ``PARTIAL`` tokens."""
-        size = self.format.page_size
-        return (self._first[b] - self.begins[b]) % lcm(PARTIAL, size) // size
-
-    def first_held(self, position: int) -> list[int]:
-        """Of each sequence, the first position at or behind ``position`` that is held."""
-        return [max(first, position) for first in self._first]
-
     def remove(self, counts: Sequence[int]) -> None:
         """Remove the last ``counts[b]`` tokens of each sequence, at most all; then sequences end together.
 
@@ -232,6 +173,7 @@ class Sequences:
             StateError: as ``expect_removable``; nothing was changed.
         """
         self.expect_removable(counts)
+        removed = counts
         if self._reaches_previous(counts):
             end = self.num_positions
             self._restore_previous()
@@ -242,8 +184,6 @@ class Sequences:
         lengths = [kept - begin for begin, kept in zip(self.begins, ends, strict=True)]
         # The longest sequence begins in position 0, the others as many positions later as they are shorter.
         longest = max(lengths, default=0)
-        if self.recent is not None:
-            self.recent.removed(longest, [longest - kept for kept in ends])
         for b, length in enumerate(lengths):
             evicted = min(self._first[b] - self.begins[b], length)
             self._tables[b].truncate(length - evicted)
@@ -252,10 +192,12 @@ class Sequences:
         if self.is_recording:
             self._drop_front(longest)
         self._changed()
+        if self.residual is not None:
+            self.residual.remove(removed)
 
     def expect_removable(self, counts: Sequence[int]) -> None:
         """Raise StateError if tokens that follow such a ``remove`` would see some that are gone."""
-        if self.window is None or self._reaches_previous(counts):
+        if self.window is None or not self.is_required or self._reaches_previous(counts):
             return
         for b, (begin, first, count) in enumerate(zip(self.begins, self._first, counts, strict=True)):
             kept = max(self.num_positions - count, begin)
@@ -268,61 +210,87 @@ class Sequences:
     def commit(self, tree: PrefixTree, tokens: Sequence[Sequence[int]], salts: Sequence[str]) -> None:
         """Let ``tree`` find the full pages of sequences whose tokens these are, each under its salt.
 
+        What a window has passed is given up.
+
         Raises:
-            ArgumentError: sequences are not of one length, or a window has evicted tokens.
+            ArgumentError: sequences are not of one length.
             StateError: a page is known under other tokens; that sequence and those after it stay unknown.
         """
-        if any(self._first):
+        if any(self.begins):
             raise ArgumentError("cache must hold whole sequences of one length to be found again")
         for b, (table, row, salt) in enumerate(zip(self._tables, tokens, salts, strict=True)):
             table.claim()
-            refs = tree.insert(row, table.pages, salt)
-            if self.recent is not None and refs != [*table.pages]:
-                self.recent.distrust(b)
-            table.replace(refs)
+            table.replace(tree.insert(row, table.pages, salt, self.first_pages[b]))
         self._changed()
 
-    def select(self, indices: Sequence[int], recent: Recent | None = None) -> None:
-        """Make sequence i what sequence ``indices[i]`` was; moves tables and no keys or values.
+    def give_up_passed(self) -> None:
+        """Release the pages that no later token sees."""
+        if not self.is_recording:
+            self._drop_front(self.num_positions)
 
-        Those that are kept unquantized are copied, unless ``recent`` is the copy.
+    def select(self, indices: Sequence[int]) -> None:
+        """Make sequence i what sequence ``indices[i]`` was; moves tables and no keys or values.
 
         Raises:
             IndexError: there is no such sequence; nothing was changed.
         """
         tables = [self._tables[i] for i in indices]
         begin, first = ([x[i] for i in indices] for x in (self.begins, self._first))
-        recent = recent or copied_recent(self.recent, indices)
         self._replace([table.fork() for table in tables], begin, first)
-        self.recent = recent
+        self.is_exact = [self.is_exact[i] for i in indices]
+        if self.residual is not None:
+            self.residual.select(indices)
 
     def fork(self) -> "Sequences":
         """Other sequences of the same tokens on the same pages."""
         other = self._twin([table.fork() for table in self._tables])
-        other.recent = copied_recent(self.recent, range(self.size))
+        if self.residual is not None:
+            other.residual = self.residual.fork()
         return other
 
     def clear(self) -> None:
         """Forget all sequences; the memory is freed if no fork uses it, and the next tokens may be any."""
         self._replace([], [], [])
-        self.recent = self.recent and self.recent.cleared()
+        self.is_exact = []
         self.pages.give_back()
+        if self.residual is not None:
+            self.residual.clear()
 
     def take_back(self, size: int, num_positions: int) -> None:
         """Undo the last ``reserve``, before which there were ``size`` sequences of ``num_positions``."""
         if not size:
             self.clear()
             return
+        self._take_back(size, num_positions)
+        if self.residual is not None:
+            self.residual._take_back(size, num_positions)
+
+    def _take_back(self, size: int, num_positions: int) -> None:
+        if not size:
+            self._replace([], [], [])
+            self.pages.give_back()
+            return
         added = self.num_positions - num_positions
-        if self.recent is not None:
-            self.recent.removed(num_positions, [0] * size)
-            self.recent.keep_only(self.storages)
         if added and self.previous is not None:
             self._restore_previous()
         elif added:
             for table in self._tables:
                 table.truncate(table.num_tokens - added)
             self._changed()
+
+    def _can_keep(self, batch: int, num_new: int) -> bool:
+        """Whether pages that are found again have room for new tokens beside all that the window passed.
+
+        Nothing is evicted for it but what other windows passed.
+        """
+        if not self.pages.is_kept:
+            return False
+        missing = batch * (-(-num_new // self.format.page_size) + 1)
+        if missing > self.pages.num_spare:
+            for user in self.pages.users:
+                if user is not self:
+                    user.give_up_passed()
+        return missing <= self.pages.num_spare
 
     def _num_evicted(self, end: int, first: Sequence[int]) -> list[int]:
         """Tokens in whole pages that neither the window nor the rollback behind it has at ``end``."""
@@ -347,8 +315,8 @@ class Sequences:
 
     def _twin(self, tables: Sequence[PageTable]) -> "Sequences":
         """Sequences of the same state that hold ``tables``."""
-        other = Sequences(self.pages, self.window, self.rollback)
-        other.is_recording = self.is_recording
+        other = Sequences(self.pages, self.window, self.rollback, is_required=self.is_required)
+        other.is_recording, other.is_exact = self.is_recording, [*self.is_exact]
         other._hold(tables, self.begins, self._first)
         return other
 
@@ -356,10 +324,6 @@ class Sequences:
         self._forget_previous()
         release_all(self._tables)
         self._hold(tables, begin, first)
-
-    def _hold(self, tables: Sequence[PageTable], begin: Sequence[int], first: Sequence[int]) -> None:
-        self._tables[:], self.begins, self._first = tables, list(begin), list(first)
-        self._changed()
 
     def _reaches_previous(self, counts: Sequence[int]) -> bool:
         """Whether a removal goes back to before this step, where everything still is."""
@@ -381,20 +345,20 @@ class Sequences:
             self.previous = None
             self._run = "unknown"
 
-    def _changed(self) -> None:
-        self._indices.clear()
-        self._tokens.clear()
-        self.step = None
-        self._run = "unknown"
+
+def with_residuals(groups: Iterable[Sequences]) -> list[Sequences]:
+    """Groups of sequences, and behind them those of their residual windows."""
+    groups = list(groups)
+    return groups + [group.residual for group in groups if group.residual is not None]
 
 
 def _load(
-    made_of: tuple[Pages, int | None, int],
-    attributes: tuple[bool, Sequences | None, Recent | None],
+    made_of: tuple[Pages, int | None, int, bool],
+    attributes: tuple[bool, Sequences | None, Sequences | None, list[bool]],
     tables: list[tuple[int, list[Place]]],
     *positions: list[int],
 ) -> Sequences:
-    sequences = Sequences(*made_of)
-    sequences.is_recording, sequences.previous, sequences.recent = attributes
+    sequences = Sequences(*made_of[:3], is_required=made_of[3])
+    sequences.is_recording, sequences.previous, sequences.residual, sequences.is_exact = attributes
     sequences._hold(load_tables(made_of[0], tables), *positions)
     return sequences

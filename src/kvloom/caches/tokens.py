@@ -8,7 +8,7 @@ others and has columns in front that hold nothing.
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,9 +17,6 @@ from kvloom import ops
 from kvloom.caches.rotation import Rotation
 from kvloom.core.indexing import CacheIndex, prefix_sums
 from kvloom.core.views import KVView
-
-if TYPE_CHECKING:
-    from kvloom.caches.recent import RecentStep
 
 PARTIAL: Final = 512
 """Stored tokens of a partial result of attention. An index whose first token is not the first of its sequence
@@ -174,7 +171,8 @@ class Step(NamedTuple):
         stride: Pages in an extent of the storages.
         slots: ``[B, end - start]``.
         visible: What their attention reads.
-        recent: The same new tokens unquantized, if they are kept so, too.
+        known: ``[B]``, the first column of ``visible`` that is there, where earlier tokens may be missing;
+            ``None`` if all are there.
     """
 
     start: int
@@ -182,7 +180,7 @@ class Step(NamedTuple):
     stride: int
     slots: Tensor
     visible: TokenIndex
-    recent: "RecentStep | None" = None
+    known: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -55,22 +55,33 @@ def _check_table(i: int, table: PageTable, size: int) -> None:
 
 
 def _check_tree(pool: PagePool, tree: PrefixTree) -> None:
-    """Each sealed page has one key, and its parents lead to a root under one salt."""
-    keys, parents = tree._keys, pool._parents
-    if keys.keys() != parents.keys() or len(tree._refs) != len(keys):
-        raise StateError(f"sealed are {sorted(parents)}, in the tree {sorted(tree._refs.values())}")
-    for page, key in keys.items():
+    """Each sealed page has one node, and its parents lead to a root under one salt."""
+    pages, parents, is_chain = tree._pages, pool._parents, tree.window is None
+    there = sorted(node.page for node in tree._nodes.values() if node.page is not None)
+    if pages.keys() != parents.keys() or len(there) != len(pages):
+        raise StateError(f"sealed are {sorted(parents)}, in the tree {there}")
+    for key, node in tree._nodes.items():
         salt, parent, tokens = key
-        if tree._refs.get(key) != pool._refs[page]:
-            raise StateError(f"the key of {pool._refs[page]} leads to {tree._refs.get(key)}")
+        if node.key != key:
+            raise StateError(f"the key of {node.page} is {node.key[2]!r}, and it is found by {tokens!r}")
         if len(tokens) != 8 * tree.page_size:
-            raise StateError(f"page {page} is found by {len(tokens)} bytes of tokens")
-        if parents[page] != (None if parent is None else parent.id):
-            raise StateError(f"the parent of page {page} is {parent}, but it holds {parents[page]}")
-        if parent is not None and (parent.id not in keys or pool._refs[parent.id] != parent):
-            raise StateError(f"page {page} is sealed under {parent}, which is not in the tree")
-        if parent is not None and keys[parent.id][0] != salt:
-            raise StateError(f"page {page} and its parent {parent.id} have two salts")
+            raise StateError(f"{node.page} is found by {len(tokens)} bytes of tokens")
+        if parent is not None and tree._nodes.get(parent.key) is not parent:
+            raise StateError(f"{node.page} is sealed under {parent.page}, which is not in the tree")
+        if parent is not None and parent.key[0] != salt:
+            raise StateError(f"{node.page} and its parent {parent.page} have two salts")
+        if node.page is None and (is_chain or not node.num_children):
+            raise StateError(f"a node of {node.num_children} children has no page")
+    children = Counter(id(node.key[1]) for node in tree._nodes.values())
+    for node in tree._nodes.values():
+        if node.num_children != children[id(node)]:
+            raise StateError(f"{node.page} has {children[id(node)]} children, and counts {node.num_children}")
+    for page, node in pages.items():
+        if node.page != pool._refs[page] or tree._nodes.get(node.key) is not node:
+            raise StateError(f"the key of {pool._refs[page]} leads to {node.page}")
+        above = node.key[1].page if is_chain and node.key[1] is not None else None
+        if parents[page] != (None if above is None else above.id):
+            raise StateError(f"the parent of page {page} is {above}, but it holds {parents[page]}")
     rooted: set[int] = set()
     for page in parents:
         path: set[int] = set()
@@ -105,10 +116,15 @@ def _check_states(pool: PagePool, counts: Counter[int]) -> None:
     idle = {page for page in range(pool.num_pages) if not counts[page]}
     if sorted(pool._free) != sorted(idle - sealed.keys()):
         raise StateError(f"free are {sorted(idle - sealed.keys())}, listed as free {sorted(pool._free)}")
-    if pool._evictable.keys() != idle & sealed.keys():
-        raise StateError(f"evictable are {sorted(idle & sealed.keys())}, listed {sorted(pool._evictable)}")
+    listed = [*pool._passed, *pool._evictable]
+    if sorted(listed) != sorted(idle & sealed.keys()):
+        raise StateError(f"evictable are {sorted(idle & sealed.keys())}, listed {sorted(listed)}")
+    if not pool._preferred <= sealed.keys() or pool._preferred & pool._passed.keys():
+        raise StateError(
+            f"preferred are {sorted(pool._preferred)}, of which some have been passed or are gone"
+        )
     visited: set[int | None] = set()
-    for page in pool._evictable:
+    for page in listed:
         visited.add(page)
         if sealed[page] in visited:
             raise StateError(f"page {page} would be evicted after its parent {sealed[page]}")
@@ -127,7 +143,7 @@ def _check_worth(pool: PagePool, worth: WorthOrder) -> None:
                 f"page {page} has parent {sealed[page]} and {children[page]} children, ranked as page "
                 f"{text.page} with parent {text.parent} and {text.children}"
             )
-        if (text.rest is not None) != (page in pool._evictable):
+        if (text.rest is not None) != (page in pool._evictable or page in pool._passed):
             raise StateError(f"page {page} is ranked as if it were {'not ' * (text.rest is None)}evictable")
         if text.rest is not None and not text.children and id(text.rest) not in listed:
             raise StateError(f"page {page} has no children, and can never go")

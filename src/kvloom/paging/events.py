@@ -120,7 +120,7 @@ class Events:
     # From the tree
 
     def look_up(
-        self, salt: str, num_tokens: int, asked: list[bytes], found: list[int], num_pages: int
+        self, salt: str, num_tokens: int, asked: list[bytes], found: list[int], num_pages: int, first: int = 0
     ) -> None:
         """A request begins.
 
@@ -128,19 +128,21 @@ class Events:
             salt: Under which it looks.
             num_tokens: Of its text.
             asked: The tokens of each page that could be found.
-            found: The first of these pages, which are.
+            found: Of these pages those that are, one behind the other.
             num_pages: Of the pool.
+            first: The first that is; a window does not reach those in front.
         """
         nodes = self.causes.nodes_of(salt, asked)
         ids = [node.id for node in nodes]
         self.begin(salt, num_tokens, ids)
+        end = first + len(found)
         if found:
-            self.note("hit", found, nodes=ids[: len(found)])
-        for miss in self.causes.explain(nodes, len(found), num_pages):
+            self.note("hit", found, nodes=ids[first:end])
+        for miss in self.causes.explain(nodes, end, num_pages):
             if miss.cause == "tokens differ" and miss.at is not None:
                 miss = miss._replace(at=miss.at * self.scale)
             self.note("miss", [], **{name: x for name, x in miss._asdict().items() if x is not None})
-        self.causes.ask(self.request, nodes, len(found))
+        self.causes.ask(self.request, nodes, end)
 
     def begin(self, salt: str, num_tokens: int, nodes: Sequence[int] = ()) -> None:
         """A request begins; one that is forked asks for no pages."""

@@ -1,8 +1,8 @@
 """Which page is free, and how many references the others have. Integers only; imports no torch."""
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
-from itertools import islice, takewhile
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain, islice, takewhile
 from typing import Final, NamedTuple
 
 from kvloom.errors import ArgumentError, OutOfPages, StateError
@@ -77,11 +77,12 @@ class PagePool:
     # active itself. So a parent becomes evictable after its last child, and the order in which pages became
     # evictable, kept here, is both least recently used first and leaves before parents. The tree evicts in
     # that order, or in that of ``worth``: ``take`` calls the function that the tree gave to ``attach``, which
-    # calls ``reclaim``.
+    # calls ``reclaim``. Pages that are no chain, as where layers have a window, are idle one by one: first go
+    # those that a window passed, unless a lookup has found them.
 
     __slots__ = (
-        "_counts", "_evict", "_evictable", "_extents", "_free", "_parents", "_places", "_refs", "events",
-        "worth",
+        "_counts", "_evict", "_evictable", "_extents", "_free", "_parents", "_passed", "_places",
+        "_preferred", "_refs", "events", "worth",
     )  # fmt: skip
 
     def __init__(self, num_pages: int, policy: str = "lru") -> None:
@@ -95,6 +96,8 @@ class PagePool:
         self._places: list[tuple[int, int]] = []  # of each page, its extent and its index there
         self._parents: dict[int, int | None] = {}  # of each sealed page; None begins a sequence
         self._evictable: OrderedDict[int, None] = OrderedDict()  # longest idle first
+        self._passed: dict[int, None] = {}  # evictable ones, too, that a window passed and nobody found
+        self._preferred: set[int] = set()  # that are not among these when a window passes them
         self._evict: Callable[[int], object] | None = None
         self.grow(num_pages)
 
@@ -116,7 +119,21 @@ class PagePool:
     @property
     def num_evictable(self) -> int:
         """Pages without references that the tree can find; ``take`` may evict all of them."""
-        return len(self._evictable)
+        return len(self._evictable) + len(self._passed)
+
+    @property
+    def num_passed(self) -> int:
+        """Those of them that a window passed, and that go first."""
+        return len(self._passed)
+
+    def report(self) -> dict[str, int]:
+        """Pages by state, and ``num_pages``, to which they sum."""
+        return {
+            "num_pages": self.num_pages,
+            "free": self.num_free,
+            "active": self.num_active,
+            "evictable": self.num_evictable,
+        }
 
     @property
     def num_extents(self) -> int:
@@ -213,15 +230,22 @@ class PagePool:
             self._counts[page] += 1
             if self._counts[page] > 1:
                 break
-            del self._evictable[page]
+            if page in self._passed:
+                del self._passed[page]
+            else:
+                del self._evictable[page]
             if self.events is not None:
                 self.events.causes.wake(page)
             if self.worth is not None:
                 self.worth.wake(page)
             page = self._parents[page]
 
-    def release(self, ref: PageRef) -> None:
+    def release(self, ref: PageRef, *, is_passed: bool = False) -> None:
         """Remove one reference. The last one makes a sealed page evictable, and any other free.
+
+        Args:
+            ref: An active page.
+            is_passed: A window has left it behind: it goes before others, unless it is preferred.
 
         Raises:
             StateError: ``ref`` is stale, or nobody holds the page; nothing was changed.
@@ -241,7 +265,10 @@ class PagePool:
                 if events is not None:
                     events.causes.free(page)
                 break
-            self._evictable[page] = None
+            if is_passed and page not in self._preferred and self.worth is None:
+                self._passed[page] = None
+            else:
+                self._evictable[page] = None
             if events is not None:
                 events.causes.idle(page)
             if self.worth is not None:
@@ -274,8 +301,22 @@ class PagePool:
             raise StateError("a pool has one prefix tree, and this one has it already")
         self._evict = evict
 
-    def seal(self, refs: Sequence[PageRef], parent: PageRef | None) -> None:
+    def prefer(self, refs: Iterable[PageRef]) -> None:
+        """Evict these sealed pages no sooner than others when a window passes them: they are of use."""
+        for page in map(self._page, refs):
+            self._preferred.add(page)
+            if page in self._passed:
+                del self._passed[page]
+                self._evictable[page] = None
+
+    def seal(self, refs: Sequence[PageRef], parent: PageRef | None, *, is_chain: bool = True) -> None:
         """For the tree: make active pages read-only, each under the one before, the first under ``parent``.
+
+        Args:
+            refs: The pages.
+            parent: A sealed page.
+            is_chain: Whether an active page holds the one before it. Otherwise each page is by itself, under
+                none.
 
         Raises:
             StateError: a page is stale, sealed already or given twice, ``parent`` is not sealed, or no tree
@@ -296,8 +337,8 @@ class PagePool:
         above = None if parent is None else parent.id
         for page in pages:
             self._parents[page] = above
-            above = page
-        for page in pages[:-1]:
+            above = page if is_chain else None
+        for page in pages[:-1] if is_chain else ():
             self._counts[page] += 1  # the reference of its child
 
     def victims(self, num_pages: int) -> list[PageRef]:
@@ -317,14 +358,17 @@ class PagePool:
             if self._counts[page]:
                 raise StateError(f"page {page} must be evictable, got {self._counts[page]} references to it")
         for page in pages:
-            del self._evictable[page], self._parents[page]
+            del self._parents[page]
+            if self._passed.pop(page, self) is self:
+                del self._evictable[page]
+            self._preferred.discard(page)
             self._end(page)
             if self.events is not None:
                 self.events.evict(page)
 
     def evictable(self) -> Iterator[PageRef]:
         """Evictable pages, longest idle first, each after its children. Valid until the pool changes."""
-        return (self._refs[page] for page in self._evictable)
+        return (self._refs[page] for page in chain(self._passed, self._evictable))
 
     def _end(self, page: int) -> None:
         self._refs[page] = PageRef(page, self._refs[page].generation + 1)

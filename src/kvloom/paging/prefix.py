@@ -3,63 +3,104 @@
 Shapes: S tokens in a page.
 """
 
+from __future__ import annotations
+
 import struct
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TypeAlias
+from itertools import groupby
 
 from kvloom.errors import ArgumentError, StateError
 from kvloom.paging.events import Events
 from kvloom.paging.pool import PagePool, PageRef, expect_page_size
 
-Key: TypeAlias = tuple[str, PageRef | None, bytes]
-"""Salt, parent page, and the page's S token ids as int64.
 
-A reference names one generation of a page, which is sealed under one key only; so a key stands for all tokens
-from the start of the sequence. Python hashes bytes with a secret of the process, and compares them when their
-hashes are equal.
-"""
+class Node:
+    """The tokens of one page behind those of its parent, whether the page is there or not.
+
+    Attributes:
+        key: Salt, parent, and the S token ids as int64. So it stands for all tokens from the start of the
+            sequence. Python hashes bytes with a secret of the process, and compares them when their hashes
+            are equal; a parent is compared by identity.
+        page: That holds their keys and values.
+        num_children: Nodes behind this one.
+    """
+
+    __slots__ = ("key", "num_children", "page")
+
+    def __init__(self, key: tuple[str, Node | None, bytes]) -> None:
+        self.key = key
+        self.page: PageRef | None = None
+        self.num_children = 0
+
+    def path(self) -> list[Node]:
+        """From the start of the sequence to this node."""
+        path, step = [self], self.key[1]
+        while step is not None:
+            path.append(step)
+            step = step.key[1]
+        return path[::-1]
 
 
 class PrefixTree:
     """Finds the sealed pages whose tokens begin a sequence; a page is found only under its own salt.
 
     The keys and values of a token depend on all tokens before it. So a page is found by its own tokens *and*
-    its parent, which is a page of the same tree, or ``None`` at the start of a sequence.
+    its parent, which is a node of the same tree, or ``None`` at the start of a sequence.
+
+    A prefix is found in whole pages: all of them, or those that the token behind it sees through a window.
+    Without a window pages go from the end of a sequence on; with one, those that windows have left behind go
+    first.
 
     Args:
         pool: Pool of the pages; a pool has one tree.
         page_size: S, tokens in a page.
+        window: Tokens that a token sees, itself included; ``None`` for all before it.
     """
 
-    __slots__ = ("_format", "_keys", "_pool", "_refs", "page_size")
+    __slots__ = ("_format", "_nodes", "_pages", "_pool", "page_size", "window")
 
-    def __init__(self, pool: PagePool, page_size: int) -> None:
+    def __init__(self, pool: PagePool, page_size: int, window: int | None = None) -> None:
         expect_page_size(page_size)
-        self.page_size = page_size
+        self.page_size, self.window = page_size, window
         self._pool = pool
         self._format = f"={page_size}q"
-        self._refs: dict[Key, PageRef] = {}
-        self._keys: dict[int, Key] = {}  # of each page in the tree
+        self._nodes: dict[tuple[str, Node | None, bytes], Node] = {}
+        self._pages: dict[int, Node] = {}  # of each sealed page
         pool.attach(self.evict)
 
     @property
     def num_pages(self) -> int:
         """Pages that can be found: the evictable ones, and those that are held and sealed."""
-        return len(self._refs)
+        return len(self._pages)
 
-    def match(self, tokens: Sequence[int], salt: str = "", *, max_tokens: int | None = None) -> list[PageRef]:
-        """Retain the longest chain of pages that holds the first tokens of a sequence.
+    def first_needed(self, num_pages: int) -> int:
+        """The first of ``num_pages`` pages of a prefix that the token behind it sees."""
+        if self.window is None:
+            return 0
+        return min(max(num_pages * self.page_size - self.window + 1, 0) // self.page_size, num_pages)
+
+    def match(
+        self,
+        tokens: Sequence[int],
+        salt: str = "",
+        *,
+        max_tokens: int | None = None,
+        num_pages: int | None = None,
+    ) -> list[PageRef]:
+        """Retain the pages of the longest prefix of a sequence that can be found.
 
         Args:
             tokens: Ids from the start of the sequence, signed 64-bit.
             salt: Only pages inserted under the same salt are found.
             max_tokens: Match no more tokens than this: ``len(tokens) - 1`` for a caller that must compute the
                 last token to have its logits.
+            num_pages: What ``num_known`` returned, or fewer pages of a prefix that is whole, where others
+                have no more.
 
         Returns:
-            Pages in order, S tokens each. The caller holds one reference to each: valid until released, by
-            itself or by the table that adopts them.
+            Pages in order, S tokens each, those in front of a window left out. The caller holds one reference
+            to each: valid until released, by itself or by the table that adopts them.
 
         Raises:
             ArgumentError: a token is not a signed 64-bit integer; nothing was changed.
@@ -69,21 +110,58 @@ class PrefixTree:
         events = self._pool.events
         if events is not None:
             pages = list(pages)
-        found = self._find(pages, salt)
+        path = self._find(pages, salt)
+        end = self._num_whole(path) if num_pages is None else num_pages
+        first = self.first_needed(end)
+        found = [node.page for node in path[first:end] if node.page is not None]
         if events is not None:
-            events.look_up(salt, len(tokens), list(pages), [ref.id for ref in found], self._pool.num_pages)
+            ids = [ref.id for ref in found]
+            events.look_up(salt, len(tokens), list(pages), ids, self._pool.num_pages, first)
         for ref in found:
             self._pool.hold(ref.id)
+        if self.window is not None:
+            self._pool.prefer(found)
         return found
 
     def num_known(self, tokens: Sequence[int], salt: str = "", *, max_tokens: int | None = None) -> int:
-        """How many pages ``match`` would find; nothing is retained, and no event is made.
+        """Pages of the prefix that ``match`` would find; nothing is retained, and no event is made.
 
         Raises:
             ArgumentError: as ``match``.
         """
         limit = len(tokens) if max_tokens is None else min(max_tokens, len(tokens))
-        return len(self._find(self.packed(tokens, limit // self.page_size), salt))
+        return self._num_whole(self._find(self.packed(tokens, limit // self.page_size), salt))
+
+    def known(self, tokens: Sequence[int], salt: str = "") -> list[bool]:
+        """Of each full page of a sequence, whether it is there, be the prefix that it ends whole or not."""
+        pages = list(self.packed(tokens))
+        path = self._find(pages, salt)
+        return [node.page is not None for node in path] + [False] * (len(pages) - len(path))
+
+    def whole(self, is_there: Sequence[bool]) -> list[bool]:
+        """Of each page of a sequence, whether the prefix that it ends is whole: all is there that is needed.
+
+        Args:
+            is_there: Of each page.
+        """
+        found, first_there = list[bool](), 0  # the first of the pages up to this one without a gap
+        for i, there in enumerate(is_there):
+            first_there = first_there if there else i + 1
+            found.append(self.first_needed(i + 1) >= first_there)
+        return found
+
+    def num_same(self, tokens: Sequence[int], salt: str = "") -> int:
+        """Pages of a sequence that it has in common with one that is known, be they there or not."""
+        return len(self._find(self.packed(tokens), salt))
+
+    def pages_from(self, tokens: Sequence[int], salt: str, first: int) -> list[PageRef]:
+        """The full pages of a sequence from one on, up to the first that is not there; none is retained."""
+        found: list[PageRef] = []
+        for node in self._find(self.packed(tokens), salt)[first:]:
+            if node.page is None:
+                break
+            found.append(node.page)
+        return found
 
     def record(
         self,
@@ -103,23 +181,15 @@ class PrefixTree:
             The events, which begin with the present state; ``pool.events``.
         """
         pool = self._pool
-        events = Events(
-            self.page_size, capacity, max_remembered=max_remembered, clock=clock, is_lru=pool.worth is None
-        )
+        is_lru = pool.worth is None and self.window is None
+        events = Events(self.page_size, capacity, max_remembered=max_remembered, clock=clock, is_lru=is_lru)
         events.note("grow", [], num_pages=pool.num_pages)
         idle = [ref.id for ref in pool.evictable()]
         free = {page for page in range(pool.num_pages) if pool.is_free(page)}
         events.take([page for page in range(pool.num_pages) if page not in free])
-        texts: dict[int, list[bytes]] = {}
-        for page in [page for page in self._keys if page not in texts]:
-            path = [page]
-            while (parent := self._keys[path[-1]][1]) is not None and parent.id not in texts:
-                path.append(parent.id)
-            text = [] if parent is None else texts[parent.id]
-            for page in reversed(path):
-                salt, _, tokens = self._keys[page]
-                texts[page] = text = [*text, tokens]
-                events.seal(salt, text, [page])
+        for node in self._in_order():
+            if node.page is not None:
+                events.seal(node.key[0], [step.key[2] for step in node.path()], [node.page.id])
         for page, number in self._holders().items():
             for _ in range(1, number):
                 events.add("share", page)
@@ -130,7 +200,9 @@ class PrefixTree:
         pool.events = events
         return events
 
-    def insert(self, tokens: Sequence[int], refs: Sequence[PageRef], salt: str = "") -> list[PageRef]:
+    def insert(
+        self, tokens: Sequence[int], refs: Sequence[PageRef], salt: str = "", first: int = 0
+    ) -> list[PageRef]:
         """Seal the full pages of a sequence, so that ``match`` finds them.
 
         Where the tree has a page of the same tokens already, that one stays: the caller's reference moves to
@@ -141,39 +213,53 @@ class PrefixTree:
             refs: Pages of the sequence, one reference to each held by the caller. Those past the last full
                 page are left alone.
             salt: Who may find the pages.
+            first: Number of the first of ``refs`` in the sequence, if a window has left others behind.
 
         Returns:
             As many references as ``refs``, to be held in their place: ``table.replace(tree.insert(...))``.
 
         Raises:
-            ArgumentError: there are fewer ``refs`` than full pages, or one twice, or a token is not a signed
-                64-bit integer; nothing was changed.
+            ArgumentError: there are fewer ``refs`` than full pages, or one twice, a token is not a signed
+                64-bit integer, or pages are left out without a window; nothing was changed.
             StateError: a page is stale, not held, or sealed under other tokens; nothing was changed.
         """
         pages = list(self.packed(tokens))
-        if len(refs) < len(pages) or len(set(refs)) < len(refs):
-            raise ArgumentError(f"refs must be at least {len(pages)} distinct pages, got {list(refs)}")
-        found = self._find(pages, salt)
-        for i, ref in enumerate(refs[: len(pages)]):
+        count = max(len(pages) - first, 0)
+        if len(refs) < count or len(set(refs)) < len(refs):
+            raise ArgumentError(f"refs must be at least {count} distinct pages, got {list(refs)}")
+        if first and self.window is None:
+            raise ArgumentError(f"first must be 0 in a tree without a window, got {first}")
+        path = self._find(pages, salt)
+        known = [node.page for node in path[first:]]
+        known += [None] * (count - len(known))
+        for have, ref in zip(known, refs, strict=False):
             if not self._pool.count(ref):
                 raise StateError(f"page {ref.id} of generation {ref.generation} must be held by the caller")
-            if ref.id in self._keys and ref not in found[i : i + 1]:
+            if ref.id in self._pages and have != ref:
                 raise StateError(f"page {ref.id} of generation {ref.generation} is sealed under other tokens")
-        for have, ref in zip(found, refs, strict=False):
-            if have != ref:
+        for have, ref in zip(known, refs, strict=False):
+            if have is not None and have != ref:
                 self._pool.retain(have)
                 self._pool.release(ref)
-        parent = found[-1] if found else None
-        self._pool.seal(refs[len(found) : len(pages)], parent)
-        worth = self._pool.worth
-        for page, ref in zip(pages[len(found) :], refs[len(found) :], strict=False):
-            if worth is not None:
-                worth.seal(ref.id, None if parent is None else parent.id, (salt, page))
-            self._keys[ref.id] = key = (salt, parent, page)
-            self._refs[key] = parent = ref
-        if self._pool.events is not None and len(found) < len(pages):
-            self._pool.events.seal(salt, pages, [ref.id for ref in refs[len(found) : len(pages)]])
-        return found + list(refs[len(found) :])
+        new = [i for i, have in enumerate(known) if have is None]
+        parent = path[-1].page if path and self.window is None else None
+        self._pool.seal([refs[i] for i in new], parent, is_chain=self.window is None)
+        for page in pages[len(path) :] if count else ():
+            path.append(self._add((salt, path[-1] if path else None, page)))
+        for i in new:
+            path[first + i].page = ref = refs[i]
+            self._pages[ref.id] = node = path[first + i]
+            if self._pool.worth is not None:
+                above = node.key[1]
+                before = None if above is None or above.page is None else above.page.id
+                self._pool.worth.seal(ref.id, before, (salt, node.key[2]))
+        if self._pool.events is not None:
+            for _, run in groupby(enumerate(new), lambda pair: pair[1] - pair[0]):
+                ids = [i for _, i in run]
+                self._pool.events.seal(salt, pages[: first + ids[-1] + 1], [refs[i].id for i in ids])
+        return [ref if have is None else have for have, ref in zip(known, refs, strict=False)] + list(
+            refs[count:]
+        )
 
     def evict(self, num_pages: int) -> int:
         """Free ``num_pages`` evictable pages, first those that the pool's policy names, or all there are.
@@ -186,42 +272,19 @@ class PrefixTree:
         return self._forget(self._pool.victims(num_pages))
 
     def sequences(self) -> Iterator[tuple[str, list[int], list[PageRef]]]:
-        """Salt, tokens and pages of the longest sequences that can be found; all others begin them."""
-        parents = {parent for _, parent, _ in self._refs}
-        for ref in [ref for ref in self._refs.values() if ref not in parents]:
-            pages, tokens = [], b""
-            step: PageRef | None = ref
-            while step is not None:
-                pages.append(step)
-                salt, step, page = self._keys[step.id]
-                tokens = page + tokens
-            yield salt, list(struct.unpack(f"={len(tokens) // 8}q", tokens)), pages[::-1]
+        """Salt, tokens and last pages of the longest sequences that can be found; all others begin them.
 
-    def _holders(self) -> dict[int, int]:
-        """How often each page is held, references of pages under it left out."""
-        pool = self._pool
-        held = {page: number for page, number in enumerate(pool._counts) if not pool.is_free(page)}
-        for page, (_, parent, _) in self._keys.items():
-            if parent is not None and pool._counts[page]:
-                held[parent.id] -= 1
-        return held
-
-    def _forget(self, refs: list[PageRef]) -> int:
-        self._pool.reclaim(refs)
-        for ref in refs:
-            del self._refs[self._keys.pop(ref.id)]
-        return len(refs)
-
-    def _find(self, pages: Iterable[bytes], salt: str) -> list[PageRef]:
-        """The longest chain from the root; nothing is retained."""
-        found: list[PageRef] = []
-        ref: PageRef | None = None
-        for page in pages:
-            ref = self._refs.get((salt, ref, page))
-            if ref is None:
-                break
-            found.append(ref)
-        return found
+        Pages are all of a sequence, or those behind the last one that is gone.
+        """
+        parents = {node.key[1] for node in self._pages.values()}
+        for node in [node for node in self._pages.values() if node not in parents]:
+            path, pages = node.path(), list[PageRef]()
+            for step in reversed(path):
+                if step.page is None:
+                    break
+                pages.append(step.page)
+            tokens = b"".join(step.key[2] for step in path)
+            yield node.key[0], list(struct.unpack(f"={len(tokens) // 8}q", tokens)), pages[::-1]
 
     def packed(self, tokens: Sequence[int], num_pages: int | None = None) -> Iterator[bytes]:
         """Token ids of each of the first ``num_pages`` pages as int64, all full ones if ``None``."""
@@ -232,3 +295,53 @@ class PrefixTree:
                 yield struct.pack(self._format, *tokens[start : start + size])
         except struct.error as problem:
             raise ArgumentError(f"tokens must be signed 64-bit integers: {problem}") from None
+
+    def _holders(self) -> dict[int, int]:
+        """How often each page is held, references of pages under it left out."""
+        pool = self._pool
+        held = {page: number for page, number in enumerate(pool._counts) if not pool.is_free(page)}
+        for page, parent in pool._parents.items():
+            if parent is not None and pool._counts[page]:
+                held[parent] -= 1
+        return held
+
+    def _in_order(self) -> Iterator[Node]:
+        """All nodes, each behind its parent: a node is made after it."""
+        return iter(self._nodes.values())
+
+    def _add(self, key: tuple[str, Node | None, bytes]) -> Node:
+        self._nodes[key] = node = Node(key)
+        if key[1] is not None:
+            key[1].num_children += 1
+        return node
+
+    def _forget(self, refs: list[PageRef]) -> int:
+        self._pool.reclaim(refs)
+        for ref in refs:
+            node = self._pages.pop(ref.id)
+            node.page = None
+            step: Node | None = node
+            while step is not None and step.page is None and not step.num_children:
+                del self._nodes[step.key]
+                step = step.key[1]
+                if step is not None:
+                    step.num_children -= 1
+        return len(refs)
+
+    def _find(self, pages: Iterable[bytes], salt: str) -> list[Node]:
+        """The longest path from the root; nothing is retained."""
+        path: list[Node] = []
+        node: Node | None = None
+        for page in pages:
+            node = self._nodes.get((salt, node, page))
+            if node is None:
+                break
+            path.append(node)
+        return path
+
+    def _num_whole(self, path: Sequence[Node]) -> int:
+        """Pages of the longest prefix of a path that is whole."""
+        if self.window is None:
+            return len(path)
+        is_whole = self.whole([node.page is not None for node in path])
+        return max((i + 1 for i, x in enumerate(is_whole) if x), default=0)

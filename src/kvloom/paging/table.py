@@ -103,7 +103,7 @@ class PageTable:
         if self._pool.events is not None:
             self._pool.events.drop([ref.id for ref in pages[:num_pages]])
         for ref in pages[:num_pages]:
-            self._pool.release(ref)
+            self._pool.release(ref, is_passed=True)
         del pages[:num_pages]
         self._num_tokens -= num_pages * self.page_size
 

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any, Final
 
 from kvloom.caches import CacheFormat, Sequences
-from kvloom.caches.recent import ring_slots
 from kvloom.core.specs import KVSpec
 from kvloom.core.spelling import CODE_BITS, STORAGE, expect_pack, group_for
 from kvloom.errors import ArgumentError, ConfigError
@@ -148,7 +147,7 @@ class Plan:
             context=context,
             batch=batch,
             layers=tuple(
-                _layer(layer, format.of_layer(i), batch, *held.get(layer.window, (0, 0)))
+                _layer(layer, format.of_layer(i), batch, *held.get(layer.window, (0, 0)), context, is_peak)
                 for i, layer in enumerate(self.shape.layers)
             ),
             tables=sum(8 * batch * num_pages for num_pages, _ in held.values()),
@@ -210,12 +209,25 @@ def _held(context: int, window: int | None, page_size: int, is_peak: bool) -> tu
     """Pages and tokens of one sequence after a prompt of ``context`` tokens, or the most up to there."""
     if window is None or not context:
         return -(-context // page_size), context
-    sequences = Sequences(CacheFormat(page_size=page_size), window)
-    sequences.reserve(1, min(context, window + sequences.rollback + page_size - 2) if is_peak else context)
+    return _in_window(Sequences(CacheFormat(page_size=page_size), window), context, is_peak)
+
+
+def _in_window(sequences: Sequences, context: int, is_peak: bool) -> tuple[int, int]:
+    """The same of empty sequences with a window."""
+    longest = (sequences.window or 0) + sequences.rollback + sequences.format.page_size - 2
+    sequences.reserve(1, min(context, longest) if is_peak else context)
     return sequences.pages.pool.num_pages, sequences.tables[0].num_tokens
 
 
-def _layer(layer: LayerShape, format: CacheFormat, batch: int, num_pages: int, num_tokens: int) -> LayerPlan:
+def _layer(
+    layer: LayerShape,
+    format: CacheFormat,
+    batch: int,
+    num_pages: int,
+    num_tokens: int,
+    context: int,
+    is_peak: bool,
+) -> LayerPlan:
     states = batch * layer.state_nbytes
     if not layer.heads:
         return LayerPlan(layer.kind, states=states)
@@ -227,9 +239,9 @@ def _layer(layer: LayerShape, format: CacheFormat, batch: int, num_pages: int, n
     cache, scales = sum(x for x, _ in slot), sum(x for _, x in slot)
     num_slots = batch * num_pages * format.page_size
     empty = num_slots - batch * num_tokens
-    recent = 0
-    if format.recent and num_tokens:
-        newest = ring_slots(format.recent if layer.window is None else min(format.recent, layer.window))
+    recent, residual = 0, Sequences(format, layer.window).residual
+    if residual is not None and num_tokens:
+        newest = _in_window(residual, context, is_peak)[0] * residual.format.page_size
         recent = batch * newest * layer.heads * (layer.key_dim + layer.value_dim) * layer.dtype.itemsize
     waste = (cache + scales) * empty
     return LayerPlan(layer.kind, cache * num_slots + recent, scales * num_slots, states, waste)

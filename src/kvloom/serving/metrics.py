@@ -69,8 +69,9 @@ class _SessionCollector(Collector):
         yield requests
         for name, help, value in (
             ("kvloom_pages_limit", "Pages that there can be.", report.max_pages),
-            ("kvloom_page_bytes", "Bytes of a page in all layers.", report.page_bytes),
-            ("kvloom_recent_bytes", "Allocated for newest tokens beside the pages.", report.recent_bytes),
+            ("kvloom_page_bytes", "Bytes of a page in all its layers.", report.page_bytes),
+            ("kvloom_window_bytes", "Allocated for windows beside the pages.", report.window_bytes),
+            ("kvloom_recent_bytes", "Allocated for residual windows beside the pages.", report.recent_bytes),
             ("kvloom_page_tokens", "Tokens in a page.", report.page_size),
             (
                 "kvloom_packed_bytes",

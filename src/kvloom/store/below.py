@@ -5,7 +5,6 @@ from typing import Any, Final
 
 from kvloom.caches import PrefixCache
 from kvloom.caches.pages import Pages
-from kvloom.caches.residual import Residuals
 from kvloom.caches.storage import Storage
 from kvloom.errors import ArgumentError
 from kvloom.paging import Miss, PageRef, PrefixTree
@@ -15,7 +14,6 @@ from kvloom.store.fingerprint import Fingerprint
 from kvloom.store.format import page_bytes
 from kvloom.store.limits import evictions
 from kvloom.store.probe import Probe
-from kvloom.store.residuals import pack_residual, residual_fingerprint, unpack_residual
 from kvloom.store.store import KVStore, open_store
 from kvloom.store.survey import Verdict, look
 from kvloom.store.tier import Piece
@@ -39,7 +37,6 @@ class StoreBelow:
         storages: Empty tensors of each layer as the pool has them, to read into before the first update.
         seconds_per_token: How long computing takes; ``None`` reads whatever there is.
         probe: Of the model; ``None`` believes the fingerprint.
-        residuals: Of the pool, where its format has a residual window.
     """
 
     def __init__(
@@ -51,10 +48,9 @@ class StoreBelow:
         storages: dict[int, Storage],
         seconds_per_token: float | None,
         probe: Probe | None = None,
-        residuals: Residuals | None = None,
     ) -> None:
         self.store = store
-        self._pages, self._tree, self._residuals = pages, tree, residuals
+        self._pages, self._tree = pages, tree
         self.become(fingerprint, storages, seconds_per_token, probe)
         store.watch(fingerprint, _OPENING_SECONDS)
 
@@ -68,59 +64,49 @@ class StoreBelow:
         """Go on with another model, or with the same one as it is now; arguments are those of the class."""
         self.fingerprint, self._storages = fingerprint, storages
         self._seconds_per_token = seconds_per_token
-        self._of_residuals = None
-        if self._residuals is not None and fingerprint.recent > 1:
-            self._of_residuals = residual_fingerprint(fingerprint, storages)
-        for each in (fingerprint, self._of_residuals):
-            if each is not None and probe is not None:
-                self.store.expect(each, probe)
-            if each is not None:
-                self.store.watch(each)
+        if probe is not None:
+            self.store.expect(fingerprint, probe)
+        self.store.watch(fingerprint)
+
+    def known(self, tokens: Sequence[int], salt: str) -> list[bool]:
+        """Of each full page of a text, whether the store is known to have it; nothing is asked of it."""
+        size = self._pages.format.page_size
+        ends = range(size, len(tokens) // size * size + 1, size)
+        if not ends:
+            return []
+        prefixes = self.store.prefixes(self.fingerprint, salt, tokens)
+        known = set[int]().union(
+            *(x.catalog.known(self.fingerprint, prefixes, ends) for x in self.store.tiers)
+        )
+        found = [end in known for end in ends]
+        for i in range(len(found)):  # where a store has pages of another size, what is beside a known one
+            if not found[i] and any(found[max(i - 1, 0) : i + 2]):
+                end = (i + 1) * size
+                found[i] = self.store.find(self.fingerprint, salt, tokens[:end], i * size) >= end
+        return found
 
     def fetch(
-        self, tokens: Sequence[int], found: list[PageRef], salt: str, scope: str | None = None
+        self,
+        tokens: Sequence[int],
+        found: list[PageRef],
+        salt: str,
+        scope: str | None = None,
+        first: int = 0,
     ) -> list[PageRef]:
-        """Read what follows the pages that the pool has, and the residual tokens in front of the end.
+        """Read what follows the pages that the pool has.
 
         Args:
             tokens: Ids from the start of the text, all of which may be read.
             found: Pages of the first tokens, held by the caller.
             salt: Who may find them.
             scope: The salt of the tree, if that is another.
+            first: Number of the first page, if a window needs none in front of it.
 
         Returns:
             ``found`` and the pages behind them, held by the caller.
         """
-        refs = self._fetch_pages(tokens, found, salt, scope)
-        if refs and self._of_residuals is not None:
-            self._fetch_residual(self._of_residuals, tokens, refs, salt)
-        return refs
-
-    def _fetch_residual(
-        self, fingerprint: Fingerprint, tokens: Sequence[int], refs: Sequence[PageRef], salt: str
-    ) -> None:
-        """Read the residual tokens in front of the end of some pages, if a stored text ended there."""
-        end = len(refs) * self._pages.format.page_size
-        count = min(self.fingerprint.recent - 1, end)
-        if self._residuals is None or self._residuals.find(refs[-1]) is not None:
-            return
-        seconds = self._seconds_per_token  # who reads them need not compute all of the text
-        pieces = self.store.load(
-            fingerprint,
-            salt,
-            tokens[:end],
-            end - count,
-            seconds_per_token=None if seconds is None else seconds * end / count,
-        )
-        found = unpack_residual(pieces, end - count, end, self._pages.storages)
-        if found is not None:
-            self._residuals.keep(refs[-1], found)
-
-    def _fetch_pages(
-        self, tokens: Sequence[int], found: list[PageRef], salt: str, scope: str | None
-    ) -> list[PageRef]:
         size, pool = self._pages.format.page_size, self._pages.pool
-        start = len(found) * size
+        start = (first + len(found)) * size
         wanted = tokens[: len(tokens) // size * size]
         room = pool.num_free + pool.num_evictable
         wanted = wanted[: start + room * size]
@@ -144,49 +130,37 @@ class StoreBelow:
                 self._write(piece, [ref.id for ref in refs], start, end)
             self._pages.num_writes += 1
             if pool.events is not None:
-                pool.events.note("read", [ref.id for ref in refs], first=len(found))
-            return self._tree.insert(wanted[:end], found + refs, salt if scope is None else scope)
+                pool.events.note("read", [ref.id for ref in refs], first=first + len(found))
+            return self._tree.insert(wanted[:end], found + refs, salt if scope is None else scope, first)
         except BaseException:
             for ref in refs:
                 pool.release(ref)
             raise
 
-    def keep(self, tokens: Sequence[int], refs: Sequence[PageRef], salt: str) -> None:
+    def keep(self, tokens: Sequence[int], refs: Sequence[PageRef], salt: str, first: int = 0) -> None:
         """Save the full pages of a text that the store does not have.
 
         Args:
             tokens: Ids from the start of the text.
             refs: Its sealed pages.
             salt: Who may find them.
+            first: Number of the first of ``refs`` in the text.
         """
         size = self._pages.format.page_size
-        num_pages = min(len(tokens) // size, len(refs))
-        if not num_pages or not self._keeps_alike():
+        num_pages = min(len(tokens) // size, first + len(refs))
+        if num_pages <= first or not self._keeps_alike():
             return
         prefixes = self.store.prefixes(self.fingerprint, salt, tokens)
         nbytes = self.fingerprint.num_heads * page_bytes(self.fingerprint, size)
-        ends = range(size, num_pages * size + 1, size)
+        ends = range((first + 1) * size, num_pages * size + 1, size)
         new = [end // size - 1 for end in self.store.missing(self.fingerprint, prefixes, ends)]
         for run in runs_of(new, max(1, RUN_BYTES // nbytes)):
             if not self.store.has_room(nbytes * len(run)):
                 self.store.counts["runs_dropped"] += 1
                 continue
-            data = pack(self._pages, [refs[i].id for i in run], self.fingerprint)
+            data = pack(self._pages, [refs[i - first].id for i in run], self.fingerprint)
             text = tokens[: run.stop * size]
             self.store.save(self.fingerprint, salt, text, run.start * size, size, data)
-        if self._of_residuals is not None:
-            self._keep_residual(self._of_residuals, tokens[: num_pages * size], refs[num_pages - 1], salt)
-
-    def _keep_residual(
-        self, fingerprint: Fingerprint, tokens: Sequence[int], last: PageRef, salt: str
-    ) -> None:
-        """Save the residual tokens in front of the end of a text, if the pool has them and the store not."""
-        found = None if self._residuals is None else self._residuals.find(last)
-        if found is None or self.store.find(fingerprint, salt, tokens, found.first) == len(tokens):
-            return
-        data = pack_residual(found, fingerprint)
-        if data is not None and self.store.has_room(len(data)):
-            self.store.save(fingerprint, salt, tokens, found.first, 1, data)
 
     def _num_damaged(self) -> int:
         return sum(tier.counts["damaged"] for tier in self.store.tiers)
@@ -238,7 +212,8 @@ class StoreBelow:
         storages = self._pages.storages
         if not storages:
             for i, x in self._storages.items():
-                storages[i] = Storage(*x.specs, x.page_size, x.device, x.layout, is_gathered=x.is_gathered)
+                size = self._pages.format.page_size
+                storages[i] = Storage(*x.specs, size, x.device, x.layout, is_gathered=x.is_gathered)
                 self._pages.fit(storages[i])
         return self._keeps_alike()
 
@@ -257,7 +232,7 @@ class StoreBelow:
 def put_below(
     cache: PrefixCache,
     store: KVStore | str | Sequence[str],
-    fingerprint: Fingerprint,
+    fingerprint: Fingerprint | Sequence[Fingerprint],
     seconds_per_token: float | None = None,
 ) -> StoreBelow:
     """Put a store below a cache: ``begin`` reads from it what the cache lacks, ``commit`` writes behind.
@@ -266,27 +241,38 @@ def put_below(
         cache: One without sequences.
         store: A ``KVStore``, or URLs as it takes them.
         fingerprint: Whose keys and values; its layers are ``layers_of(cache.pages.storages)``, its rotation
-            is ``rotation_of`` them.
+            is ``rotation_of`` them. Of a cache with windows one for each of ``cache.prefixes.groups``.
         seconds_per_token: How long computing takes; ``None`` reads whatever there is.
 
     Returns:
-        What was put there. ``store.flush()`` waits until everything is written, ``report()`` counts.
+        What was put below the first group. ``store.flush()`` waits until everything is written, ``report()``
+        counts.
 
     Raises:
-        ArgumentError: ``fingerprint`` says that layers keep their tokens otherwise, or ``store`` is no URL of
-            a store.
+        ArgumentError: ``fingerprint`` says that layers keep their tokens otherwise, or there is not one for
+            each group; or ``store`` is no URL of a store.
         UnsupportedError: as ``rotation_of``.
         ModuleNotFoundError: a library that the store needs is not installed.
     """
-    layers = layers_of(cache.pages.storages)
-    if fingerprint.layers != layers:
-        raise ArgumentError(f"fingerprint must have layers {layers}, got {fingerprint.layers}")
-    rotation = rotation_of(cache.pages.storages)
-    if fingerprint.rotation != rotation:
-        raise ArgumentError(f"fingerprint must have rotation {rotation!r}, got {fingerprint.rotation!r}")
-    below = StoreBelow(open_store(store), cache.pages, cache.tree, fingerprint, {}, seconds_per_token)
-    cache.below = below
-    return below
+    groups = cache.prefixes.groups
+    given = [fingerprint] if isinstance(fingerprint, Fingerprint) else list(fingerprint)
+    if len(given) != len(groups):
+        raise ArgumentError(f"fingerprint must be one for each of {len(groups)} groups, got {len(given)}")
+    for own, group in zip(given, groups, strict=True):
+        layers = layers_of(group.storages)
+        if own.layers != layers:
+            raise ArgumentError(f"fingerprint must have layers {layers}, got {own.layers}")
+        rotation = rotation_of(group.storages)
+        if own.rotation != rotation:
+            raise ArgumentError(f"fingerprint must have rotation {rotation!r}, got {own.rotation!r}")
+    store = open_store(store)
+    below = [
+        StoreBelow(store, x.pages, x.tree, own, {}, seconds_per_token)
+        for own, x in zip(given, groups, strict=True)
+    ]
+    for group, own_below in zip(groups, below, strict=True):
+        group.below = own_below
+    return below[0]
 
 
 def runs_of(numbers: Sequence[int], longest: int) -> list[range]:

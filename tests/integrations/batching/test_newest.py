@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from integrations.batching.test_programs import NEW, REQUESTS, SESSIONS, Program
-from integrations.batching.test_sharing import PROMPT, ask
+from integrations.batching.test_sharing import PROMPT
 from integrations.test_families import family
 from oracles.batching import GREEDY, alone, random_requests, session
 from oracles.bits import assert_same_bits, generator
@@ -24,7 +24,7 @@ from kvloom.core.specs import QuantSpec
 from kvloom.integrations.transformers import KVCache, KVPool, continuous_batching
 from kvloom.integrations.transformers.batching import manager
 from kvloom.integrations.transformers.batching.cache import BatchCache
-from kvloom.integrations.transformers.batching.newest import newest_bytes
+from kvloom.integrations.transformers.batching.groups import Limits
 from kvloom.ops.impl import cpu
 
 HEADS, DIM, RECENT = 2, 32, 20
@@ -111,7 +111,7 @@ def test_layers_without_codes_keep_nothing_beside() -> None:
     quant = QuantSpec(4, 16)
     layers = (CacheFormat(quant=quant, recent=RECENT), CacheFormat())
     cache = cache_of(CacheFormat(quant=quant, recent=RECENT, layers=layers), None, num_layers=2)
-    assert cache.newest is not None and [*cache.newest.storages] == [0]
+    assert [[*group.storages] for group in cache.residuals] == [[0]]
     request = Alone("a", CacheFormat(), None)
     for count in (40, 1):
         query, key, value = (torch.randn(1, n, count, DIM, generator=generator(n)) for n in (4, 2, 2))
@@ -175,39 +175,29 @@ def test_forks_have_the_tokens_of_the_request() -> None:
     assert [x.generated_tokens for x in running.outputs.values()] == [expected] * 3
 
 
-def test_a_prefix_that_is_found_is_read_as_codes_until_it_is_old() -> None:
+def test_what_follows_a_prefix_that_is_found_is_what_follows_a_computed_one() -> None:
+    """In a pool, in a session, and of requests that are forked there."""
     model, ids = make_model("kvloom"), torch.tensor([PROMPT])
+    cold = alone(model, PROMPT, 30, KVCache.for_model(model, KV))
     pool = KVPool.for_model(model, KV, max_tokens=400)
-    found = []
-    for _ in range(2):
+    for found in (0, len(PROMPT) // 16 * 16):
         cache = pool.begin(ids)
+        assert cache.get_seq_length() == found
         out = model.generate(
             ids, past_key_values=cache, max_new_tokens=30, **{**GREEDY, "eos_token_id": None}
         )
-        found.append(out[0, len(PROMPT) :].tolist())
+        assert out[0, len(PROMPT) :].tolist() == cold
         pool.commit(cache, out)
-        del cache
-    cold, warm = found
-    assert cold != warm
-    continuous_batching(model, KV)
-    with session(model, {"max_new_tokens": 30}) as running:
-        assert [ask(running, PROMPT).generated_tokens for _ in range(3)] == [cold, warm, warm]
-
-
-def test_a_fork_reads_a_prefix_that_was_found_as_its_parent_does() -> None:
-    model = make_model("kvloom")
-    continuous_batching(model, KV)
-    with session(model, {"max_new_tokens": 30, "do_sample": True, "top_k": 1}) as running:
-        cold, warm = (ask(running, PROMPT).generated_tokens for _ in range(2))
-    assert cold != warm
-    continuous_batching(model, KV)
-    generation = {"max_new_tokens": 30, "do_sample": True, "top_k": 1, "num_return_sequences": 3}
-    with session(model, generation) as running:
-        for expected in (cold, warm):
-            running.outputs.clear()
-            running.manager.add_request(PROMPT)
-            running.run()
-            assert [x.generated_tokens for x in running.outputs.values()] == [expected] * 3
+    for forks in (1, 3):
+        continuous_batching(model, KV)
+        options = {"max_new_tokens": 30, "do_sample": True, "top_k": 1, "num_return_sequences": forks}
+        with session(model, options) as running:
+            for turn in range(2):
+                running.outputs.clear()
+                running.manager.add_request(PROMPT)
+                running.run()
+                assert [x.generated_tokens for x in running.outputs.values()] == [cold] * forks
+                assert (running.manager.report().tokens_found > 0) == (turn > 0)
 
 
 def test_memory_that_does_not_come_is_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -217,12 +207,11 @@ def test_memory_that_does_not_come_is_a_limit(monkeypatch: pytest.MonkeyPatch) -
     with session(model, {"max_new_tokens": NEW}, max_batch_tokens=64) as running:
         names = running.manager.add_requests(REQUESTS)
         running.step()
-        newest = running.cache.newest
-        newest._take(0)
+        [residual] = running.cache.residuals
         reserve = Storage.reserve
 
         def refuse(self: Storage, *args: Any) -> None:
-            if self is newest.storages[2]:
+            if self is residual.storages[2]:
                 raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
             reserve(self, *args)
 
@@ -240,10 +229,10 @@ def test_newest_tokens_are_of_the_memory_that_is_there(free: int, monkeypatch: p
     made.record()  # makes its pages
     report, config = made.report(), made.continuous_batching_config
     count = config.max_requests_per_batch
-    newest = newest_bytes(CODES, model.config, model.dtype, count, 2048)
-    total = newest + report.max_pages * report.page_bytes * 9 / 8  # and what is kept at the ends of requests
-    assert 0 <= free * config.max_memory_percent - total <= 2 * report.page_bytes
-    assert count == 1024 or newest <= free * config.max_memory_percent / 2
+    limits = Limits(model.config, CODES, model.dtype, count, 2048)
+    room = free * config.max_memory_percent
+    assert limits.nbytes(report.max_pages) <= room < limits.nbytes(report.max_pages + 1)
+    assert count == 1024 or limits.residual_bytes <= room / 2
     made.switch_to_cb_friendly_attn(model)
 
 
@@ -253,4 +242,4 @@ def test_no_more_is_taken_than_planned() -> None:
         running.manager.add_requests(REQUESTS * 4)
         running.run()
         taken = running.manager.report().recent_bytes
-    assert 0 < taken <= newest_bytes(CODES, model.config, model.dtype, 2 * len(REQUESTS * 4), 128)
+    assert 0 < taken <= Limits(model.config, CODES, model.dtype, 2 * len(REQUESTS * 4), 128).residual_bytes

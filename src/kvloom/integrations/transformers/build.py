@@ -8,7 +8,7 @@ import transformers
 from transformers import DynamicCache, PretrainedConfig, cache_utils
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from kvloom.caches import CacheFormat, FixedLayer, PagedLayer, Sequences
+from kvloom.caches import CacheFormat, FixedLayer, PagedLayer, Pages, Sequences
 from kvloom.caches.format import kept_as
 from kvloom.core.specs import QuantSpec
 from kvloom.core.spelling import LEAST_GROUP, is_plan, parse_kind, recent_of
@@ -102,11 +102,18 @@ def _expect_divides(name: str, text: Any, quant: QuantSpec, head_dim: int) -> No
 
 
 def make_layers(
-    model: Any, format: CacheFormat, static: bool = False, sequences: Sequences | None = None
+    model: Any, format: CacheFormat, static: bool = False, *, is_kept: bool = False, policy: str = "lru"
 ) -> list[Any]:
     """A layer for each of the model's, ours wherever there are keys and values.
 
-    Layers of one window share new sequences; those without one share ``sequences``, if they are given.
+    Layers of one window share new sequences, and so do those without one.
+
+    Args:
+        model: A ``PreTrainedModel``.
+        format: How tokens are kept.
+        static: In fixed storage.
+        is_kept: As of ``Pages``.
+        policy: As of ``Pages``, for layers without a window.
 
     Raises:
         UnsupportedError: what this version of transformers says of the model cannot be right, or a static
@@ -120,7 +127,7 @@ def make_layers(
     kinds = getattr(config, "layer_types", None) or [None] * len(theirs)
     if getattr(model, "_is_stateful", False) and not any(isinstance(x, StatefulLayer) for x in theirs):
         kinds = ["recurrent"] * len(theirs)
-    by_window: dict[int | None, Sequences] = {} if sequences is None else {None: sequences}
+    by_window: dict[int | None, Sequences] = {}
     layers: list[Any] = []
     for index, (layer, kind) in enumerate(zip(theirs, kinds, strict=False)):
         hybrid = type(layer) is TheirHybridLayer
@@ -137,8 +144,9 @@ def make_layers(
             layers.append(StaticKVCacheLayer(FixedLayer(format.of_layer(index), window), live))
         else:
             if window not in by_window:
-                by_window[window] = Sequences(format, window)
-            pages = PagedLayer(format, by_window[window], index)
-            layers.append(HybridKVCacheLayer(pages, live) if hybrid else KVCacheLayer(pages, live))
+                pages = Pages(format, is_kept, policy if window is None else "lru")
+                by_window[window] = Sequences(pages, window)
+            paged = PagedLayer(format, by_window[window], index)
+            layers.append(HybridKVCacheLayer(paged, live) if hybrid else KVCacheLayer(paged, live))
         layers[-1].is_used = used is None or index in used
     return [*layers, *theirs[len(layers) :]]

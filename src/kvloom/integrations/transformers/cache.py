@@ -17,7 +17,6 @@ from transformers.cache_utils import Cache
 from kvloom.caches import FixedLayer, PagedLayer, Sequences
 from kvloom.caches.groups import Groups
 from kvloom.caches.memory import too_long_for
-from kvloom.caches.recent import copied_recent
 from kvloom.errors import ArgumentError, OutOfPages, StateError, UnsupportedError
 from kvloom.integrations.transformers.build import (
     DummyLayer,
@@ -364,10 +363,9 @@ class KVCache(DynamicCache):  # type: ignore[misc]
         for row in rows:
             if not 0 <= row < self.num_rows:
                 raise ArgumentError(f"rows must be in [0, {self.num_rows}), got {row}")
-        copies = [copied_recent(sequences.recent, rows) for sequences in self.sequences]
         self._run(*changes_of_rows(self.layers, rows))
-        for sequences, recent in zip(self.sequences, copies, strict=True):  # tables alone, which cannot fail
-            sequences.select(rows, recent)
+        for sequences in self.sequences:  # tables alone, which cannot fail
+            sequences.select(rows)
 
     def _run(self, own: Sequence[Callable[[], Any]], others: Sequence[Callable[[], Any]]) -> None:
         """Change layers one after the other, each of ours as a whole or not at all."""

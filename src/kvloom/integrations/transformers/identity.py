@@ -14,6 +14,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from kvloom.caches import CacheFormat
+from kvloom.caches.sequences import with_residuals
 from kvloom.caches.storage import Storage
 from kvloom.core.specs import dtype_name
 from kvloom.errors import UnsupportedError
@@ -48,14 +49,15 @@ class Identity(NamedTuple):
     """A model in its present state, as far as a store goes.
 
     Attributes:
-        fingerprint: Whose keys and values.
-        storages: Of each layer, with the tensors that it keeps.
+        fingerprints: Of each group of layers, whose keys and values: first of the layers that attend to all
+            tokens, then of those of each window, and behind them of their residual windows.
+        storages: Of each group, by layer, with the tensors that it keeps.
         seconds_per_token: How long a token takes to compute among others.
         probe: Keys and values of a few tokens.
     """
 
-    fingerprint: Fingerprint
-    storages: dict[int, Storage]
+    fingerprints: list[Fingerprint]
+    storages: list[dict[int, Storage]]
     seconds_per_token: float
     probe: Probe
 
@@ -64,7 +66,7 @@ def identify(model: Any, format: CacheFormat) -> Identity:
     """Run the model on a few tokens, and read its weights once.
 
     Args:
-        model: A ``PreTrainedModel`` all of whose layers attend to the whole sequence.
+        model: A ``PreTrainedModel`` all of whose layers keep their tokens in pages.
         format: How its keys and values are kept.
 
     Raises:
@@ -74,12 +76,20 @@ def identify(model: Any, format: CacheFormat) -> Identity:
     began = time.perf_counter()
     cache = _run(model, format, _TIMED)
     seconds = (time.perf_counter() - began) / _TIMED
-    storages = cache.sequences[0].storages
-    layers, rotation = layers_of(storages), rotation_of(storages)
-    fingerprint = fingerprint_with(
-        model, weights_digest(model.state_dict()), "full", layers, rotation, format.recent or 0
-    )
-    return Identity(fingerprint, storages, seconds, probe_of(model))
+    weights, fingerprints = weights_digest(model.state_dict()), []
+    for group in cache.sequences:
+        attention = "full" if group.window is None else f"window of {group.window}"
+        layers, rotation = layers_of(group.storages), rotation_of(group.storages)
+        fingerprints.append(fingerprint_with(model, weights, attention, layers, rotation, format.recent or 0))
+    for group, fingerprint in zip(cache.sequences, [*fingerprints], strict=True):
+        if group.residual is not None:
+            attention = f"residual tokens of {fingerprint.digest.hex()}"
+            layers = layers_of(group.residual.storages)
+            fingerprints.append(
+                replace(fingerprint, attention=attention, rotation="none", layers=layers, recent=0)
+            )
+    storages = [group.storages for group in with_residuals(cache.sequences)]
+    return Identity(fingerprints, storages, seconds, probe_of(model))
 
 
 def probe_of(model: Any) -> Probe:
@@ -165,10 +175,12 @@ def fingerprint_with(
 def fingerprint_of(model: Any, kv: str = "auto", values: str | None = None) -> Fingerprint:
     """Whose keys and values a pool of this model has; the arguments are those of ``KVPool.for_model``.
 
+    Of a model with windows: those of the layers without one, or of the first window.
+
     Raises:
         UnsupportedError: as ``identify``.
     """
-    return identify(model, cache_format(text_config_of(model), kv, values=values)).fingerprint
+    return identify(model, cache_format(text_config_of(model), kv, values=values)).fingerprints[0]
 
 
 def weights_digest(weights: Mapping[str, Any]) -> str:

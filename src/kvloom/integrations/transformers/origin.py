@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from kvloom.caches.pages import Pages
+from kvloom.caches.sequences import with_residuals
 from kvloom.errors import ArgumentError, StateError
 from kvloom.integrations.transformers.cache import KVCache
 from kvloom.integrations.transformers.cache_argument import given_cache
@@ -21,6 +22,7 @@ from kvloom.integrations.transformers.watch import ModelWatch
 
 _OF_A_STATE: Final = re.compile("\0s[0-9]+:")
 _CHANGED: Final = "the model changed while they were computed"
+_READ_CODES: Final = "tokens read codes of others that a removal had left no longer unquantized"
 _ASSIGNED: Final = "keys or values were assigned, or changed in place"
 
 
@@ -57,6 +59,7 @@ class Origin:
         state: Of the model, when the tokens were found or computed.
         frequencies: Of all its tokens.
         num_found: Tokens of each row that were found.
+        num_shared: Pages of each row that it has in common with a text that was known.
         refusal: Why nobody may find its pages; empty if they may.
 
     Args:
@@ -81,6 +84,7 @@ class Origin:
         self.salt, self.contents = salt, list(contents)
         self.state, self.frequencies = state, ""
         self.num_found = 0
+        self.num_shared = [0] * len(contents)
         self.refusal = ""
         self.depth = 0  # of the modules whose forward runs
 
@@ -100,6 +104,7 @@ class Origin:
         """That of a cache of other rows."""
         other = copy.copy(self)
         other.contents = [self.contents[row] for row in rows]
+        other.num_shared = [self.num_shared[row] for row in rows]
         return other
 
     def before_forward(self, module: nn.Module, inputs: Mapping[str, Any], past: int) -> None:
@@ -159,13 +164,24 @@ class PoolCache(KVCache):
 
     origin: Origin | None = None
 
-    def is_of(self, pages: Pages) -> bool:
+    def is_of(self, pages: Sequence[Pages]) -> bool:
         """Whether a pool with these pages began it, of which layers may have left them since."""
-        return self.is_assigned or [sequences.pages for sequences in self.sequences] == [pages]
+        return self.is_assigned or [x.pages for x in with_residuals(self.sequences)] == pages
+
+    def begin_behind(self, num_tokens: int, states: Tensor) -> None:
+        """Let layers have tokens whose pages were found; ``states`` are no keys, in their dtype."""
+        for pages in self._paged:
+            pages.num_tokens = num_tokens
+        for layer in self._own_layers:
+            layer.lazy_initialization(states)
 
     def refuses(self) -> str:
         """Why its pages cannot be shared; ``""`` if they can."""
-        return _ASSIGNED if self.is_assigned else "" if self.origin is None else self.origin.refuses()
+        if self.is_assigned:
+            return _ASSIGNED
+        if any(not all(x.is_exact) for x in with_residuals(self.sequences)):
+            return _READ_CODES
+        return "" if self.origin is None else self.origin.refuses()
 
     @property
     def is_assigned(self) -> bool:

@@ -1,19 +1,19 @@
 """Prefixes that the caches of one model share, found by their tokens."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from torch import Tensor
 
-from kvloom.caches import Pages, Sequences
-from kvloom.caches.residual import Residuals
-from kvloom.caches.saving import hold, save_pages
+from kvloom.caches.prefixes import Prefixes, PrefixGroup
+from kvloom.caches.sequences import with_residuals
 from kvloom.core.checks import INDEX_DTYPES, expect
 from kvloom.errors import ArgumentError, StateError, UnsupportedError
-from kvloom.integrations.transformers.build import cache_format, make_layers, text_config_of
+from kvloom.integrations.transformers.build import DummyLayer, cache_format, make_layers, text_config_of
 from kvloom.integrations.transformers.cache import KVCache
 from kvloom.integrations.transformers.content import is_within
 from kvloom.integrations.transformers.invariance import NO_WISH, Wish, expect_wish
@@ -21,12 +21,11 @@ from kvloom.integrations.transformers.layers import KVCacheLayer
 from kvloom.integrations.transformers.loading import head_dims_of
 from kvloom.integrations.transformers.origin import PoolCache, scope_in
 from kvloom.integrations.transformers.pool_model import PoolModel, expect_prefixes
-from kvloom.paging import Miss, PageRef, PageTable, PrefixTree, check
+from kvloom.paging import Miss
 from kvloom.tracing.recorder import Recorded, Recorder
 
 if TYPE_CHECKING:
     from kvloom.store import KVStore
-    from kvloom.store.below import StoreBelow
 
 _LOG: Final = logging.getLogger("kvloom")
 
@@ -53,32 +52,31 @@ class KVPool(Recorder):
     A pool and the caches that it began belong to one thread at a time.
 
     Args:
-        model: A ``PreTrainedModel`` all of whose layers attend to the whole sequence.
-        pages: Where they keep their tokens.
+        model: A ``PreTrainedModel`` all of whose layers keep their tokens in pages.
+        layers: Those of an empty cache for it, in pages that are kept.
         store: What lies below the pages.
         wish: What the layers of the model are until the pool is closed.
     """
 
     def __init__(
-        self, model: Any, pages: Pages, store: "KVStore | None" = None, wish: Wish = NO_WISH
+        self, model: Any, layers: list[Any], store: "KVStore | None" = None, wish: Wish = NO_WISH
     ) -> None:
         self._wish = wish
-        self._empty = PoolCache(make_layers(model, pages.format, sequences=Sequences(pages)))
+        self._empty = PoolCache(layers)
         self._model: PoolModel | None = PoolModel(model, wish)
         self._saved_digest = ""
-        self._pages = pages
+        groups = with_residuals(self._empty.sequences)
+        self._prefixes = Prefixes([PrefixGroup(x.pages, x.window) for x in groups])
         self._head_dims = head_dims_of(text_config_of(model)) or ()
-        self._tree = PrefixTree(pages.pool, pages.format.page_size)
-        self._residuals = Residuals(pages)
         self._num_asked = self._num_found = 0
         self._logged: set[str] = set()
-        self._below: StoreBelow | None = None
+        self._store = store
         self._stored_state = ""
         if store is not None:
-            from kvloom.store import below
+            from kvloom.store.below import StoreBelow
 
-            identity = self._model.identity(pages.format)
-            self._below = below.StoreBelow(store, pages, self._tree, *identity, residuals=self._residuals)
+            for group, identity in zip(self._prefixes.groups, self._identities(), strict=True):
+                group.below = StoreBelow(store, group.pages, group.tree, *identity)
 
     def __enter__(self) -> "KVPool":  # noqa: PYI034 (Self is not in Python 3.10)
         return self
@@ -88,27 +86,20 @@ class KVPool(Recorder):
 
     def __getstate__(self) -> dict[str, Any]:
         """To be saved: the pages that can be found now, what tells their model from others, and no store."""
-        model, digest = self._model, self._saved_digest
-        known = [*self._tree.sequences()]
-        if model is not None:
-            state, digest = model.watch.state(), model.digest()
-            scopes = [(scope_in(salt, state), tokens, refs) for salt, tokens, refs in known]
-            known = [(salt, tokens, refs) for salt, tokens, refs in scopes if salt is not None]
-        places = save_pages(self._pages, (ref for *_, refs in known for ref in refs))
-        saved = [(salt, tokens, [places[ref] for ref in refs]) for salt, tokens, refs in known]
-        gone = {"_model": None, "_below": None, "_stored_state": "", "_residuals": None}
-        return vars(self) | gone | {"_tree": saved, "_saved_digest": digest}
+        digest, rename = self._saved_digest, None
+        if self._model is not None:
+            digest, rename = self._model.digest(), partial(scope_in, state=self._model.watch.state())
+        gone = {"_model": None, "_store": None, "_stored_state": ""}
+        return vars(self) | gone | {"_prefixes": self._prefixes.saved(rename), "_saved_digest": digest}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        saved = state.pop("_tree")
+        saved = state.pop("_prefixes")
         self.__dict__.update(state)
-        pages = self._pages
-        pages.keep()
-        self._tree = PrefixTree(pages.pool, pages.format.page_size)
-        self._residuals = Residuals(pages)
-        for salt, tokens, places in saved:
-            for ref in self._tree.insert(tokens, hold(pages, places), salt):
-                pages.pool.release(ref)
+        for sequences in self._empty.sequences:
+            sequences.pages.keep()
+        groups = with_residuals(self._empty.sequences)
+        self._prefixes = Prefixes([PrefixGroup(x.pages, x.window) for x in groups])
+        self._prefixes.load(saved)
 
     def bind(self, model: Any) -> "KVPool":
         """Let a pool that was loaded go on with its model.
@@ -164,7 +155,8 @@ class KVPool(Recorder):
             store: A ``KVStore``, or URLs as it takes them, such as ``"file:///var/cache/kvloom"``. The model
                 then computes 128 tokens, and its weights are read once.
             policy: Which pages are given up: ``"lru"``, those that no cache held for longest, or ``"ours"``,
-                those that are worth least by how pages were used so far.
+                those that are worth least by how pages were used so far. Layers with a window always give up
+                first what their window has passed, and then by ``"lru"``.
             batch_invariant: As of ``enable``, until the pool is closed: what follows a prefix that is found
                 has the bits of what follows one that is computed.
             pack: The same.
@@ -172,25 +164,25 @@ class KVPool(Recorder):
         Raises:
             ArgumentError: as ``KVCache.for_model``, ``store`` is no URL of a store, or ``policy`` is none.
             ModuleNotFoundError: a library that the store needs is not installed.
-            UnsupportedError: a layer has a window or a recurrent state, which a prefix of pages cannot give;
-                the model has an encoder, or attends to later tokens, too; or there is a store, and the
-                weights are not in memory.
+            UnsupportedError: a layer has a recurrent state, which a prefix of pages cannot give; the model
+                has an encoder, or attends to later tokens, too; or there is a store, and the weights are not
+                in memory.
         """
         config, wish = text_config_of(model), expect_wish(model, batch_invariant, pack)
         expect_prefixes(model)
         format = cache_format(config, kv, page_size, max_tokens, values, layout)
-        pages = Pages(format, is_kept=True, policy=policy)
-        for layer in make_layers(model, format):
-            if type(layer) is not KVCacheLayer or layer.is_sliding:
+        layers = make_layers(model, format, is_kept=True, policy=policy)
+        for layer in layers:
+            if type(layer) not in (KVCacheLayer, DummyLayer):
                 raise UnsupportedError(
-                    f"model must attend to the whole sequence in every layer, got {type(layer).__name__} in "
+                    f"model must attend to keys and values in every layer, got {type(layer).__name__} in "
                     f"{type(model).__name__}"
                 )
         if store is not None:
             from kvloom.store.store import open_store
 
             store = open_store(store)
-        return cls(model, pages, store, wish)
+        return cls(model, layers, store, wish)
 
     def begin(
         self, input_ids: Tensor, salt: str = "", content: str | Sequence[str] | None = None
@@ -215,32 +207,35 @@ class KVPool(Recorder):
         expect("input_ids", input_ids, "B T", dtype=INDEX_DTYPES)
         if not input_ids.numel():
             raise ArgumentError(f"input_ids must hold at least one token, got {list(input_ids.shape)}")
-        rows, model, size = input_ids.tolist(), self._bound(), self._pages.format.page_size
+        rows, model, size = input_ids.tolist(), self._bound(), self._prefixes.page_size
         origin = model.origin(rows, salt, content)
         cache = self._empty.fork()
         cache.origin = origin
-        if origin.refusal:
-            found: list[list[PageRef]] = [[] for _ in rows]
-        else:
-            below = self._store_of(origin.state)
-            scopes = zip(rows, origin.scopes(), origin.stored_scopes(), strict=True)
-            found = [self._find(row[:-1], below, *scope) for row, *scope in scopes]
-        num_pages = min(map(len, found))
-        while any(is_within(model.placeholders, row, num_pages * size) for row in rows):
-            num_pages -= 1
-        last = 0 if self.events is None else self.events.num_requests
-        requests = cache.sequences[0].requests = [max(last - i, 0) for i in range(len(found))][::-1]
-        tables = [self._table(*x, num_pages) for x in zip(found, requests, strict=True)]
         self._num_asked += input_ids.numel()
+        if origin.refusal:
+            return cache
+        self._follow_state(origin.state)
+        prefixes, texts = self._prefixes, [row[:-1] for row in rows]
+        scopes, held, requests = [*zip(texts, origin.scopes(), strict=True)], [], []
+        for (text, scope), stored in zip(scopes, origin.stored_scopes(), strict=True):
+            held.append(prefixes.look_up(text, scope, stored))
+            requests.append(0 if (events := self.events) is None else events.num_requests)
+        num_pages = self._num_known(scopes)
+        while any(is_within(model.placeholders, row, num_pages * size) for row in rows):
+            num_pages = self._num_known(scopes, (num_pages - 1) * size)
+        origin.num_shared = [prefixes.num_same(*scope) for scope in scopes]
+        tables = [
+            prefixes.hold(*scope, num_pages, refs, request)
+            for scope, refs, request in zip(scopes, held, requests, strict=True)
+        ]
+        cache.sequences[0].requests = requests
         if num_pages == 0:
             return cache
-        sequences = cache.sequences[0]
-        sequences.adopt(tables, [self._residuals.find(table.pages[-1]) for table in tables])
-        for layer in cache.layers:
-            layer.pages.num_tokens = sequences.num_positions
-            layer.lazy_initialization(model.states)
-        origin.num_found = sequences.num_positions
-        self._num_found += sequences.num_positions * sequences.size
+        for sequences, own in zip(with_residuals(cache.sequences), zip(*tables, strict=True), strict=True):
+            sequences.adopt(own, (num_pages - own[0].num_pages) * size)
+        cache.begin_behind(num_pages * size, model.states)
+        origin.num_found = num_pages * size
+        self._num_found += num_pages * size * len(rows)
         return cache
 
     def commit(self, cache: KVCache, input_ids: Tensor, salt: str | None = None) -> None:
@@ -263,7 +258,7 @@ class KVPool(Recorder):
                 those after it stay unknown.
         """
         origin = cache.origin if isinstance(cache, PoolCache) else None
-        if origin is None or not cache.is_of(self._pages):
+        if origin is None or not cache.is_of([group.pages for group in self._prefixes.groups]):
             raise ArgumentError("cache must be one that this pool began, got another's")
         if salt is not None and salt != origin.salt:
             raise ArgumentError(
@@ -275,20 +270,26 @@ class KVPool(Recorder):
                 self._logged.add(refusal)
                 _LOG.warning("pages of a cache are not shared: %s", refusal)
             return
-        sequences = cache.sequences[0]
-        num_tokens = sequences.num_positions
-        sizes = expect("input_ids", input_ids, "B T", dtype=INDEX_DTYPES, B=sequences.size)
+        groups = [*zip(with_residuals(cache.sequences), self._prefixes.groups, strict=True)]
+        num_tokens = cache.sequences[0].num_positions
+        sizes = expect("input_ids", input_ids, "B T", dtype=INDEX_DTYPES, B=cache.sequences[0].size)
         if not num_tokens <= sizes["T"] <= num_tokens + 1:
             raise ArgumentError(
                 f"input_ids must be the {num_tokens} tokens of the cache, or one more, got {sizes['T']}"
             )
         rows = input_ids[:, :num_tokens].tolist()
-        sequences.commit(self._tree, rows, origin.scopes())
-        self._residuals.keep_ends(sequences)
-        below = self._store_of(origin.state)
-        if below is not None:
-            for row, table, scope in zip(rows, sequences.tables, origin.stored_scopes(), strict=True):
-                below.keep(row, table.pages, scope)
+        for sequences, group in groups:
+            sequences.commit(group.tree, rows, origin.scopes())
+        self._follow_state(origin.state)
+        for row, num_shared in enumerate(origin.num_shared):
+            tables = [sequences.tables[row] for sequences, _ in groups]
+            firsts = [sequences.first_pages[row] for sequences, _ in groups]
+            self._prefixes.prefer(tables, firsts, num_shared)
+            for (_, group), table, first in zip(groups, tables, firsts, strict=True):
+                if group.below is not None:
+                    group.below.keep(rows[row], table.pages, origin.stored_scopes()[row], first)
+        for sequences, _ in groups:
+            sequences.give_up_passed()
 
     def flush(self, timeout: float | None = None) -> bool:
         """Wait until everything committed is in the store, or could not be written.
@@ -299,15 +300,15 @@ class KVPool(Recorder):
         Returns:
             Whether nothing is left to write.
         """
-        return self._below is None or self._below.store.flush(timeout)
+        return self._store is None or self._store.flush(timeout)
 
     def close(self) -> None:
         """``flush``, and write nothing more to the store; other pools of one ``KVStore`` neither.
 
         The layers of the model are as they were before the pool.
         """
-        if self._below is not None:
-            self._below.store.close()
+        if self._store is not None:
+            self._store.close()
         if self._model is not None:
             self._model.release()
 
@@ -330,71 +331,70 @@ class KVPool(Recorder):
         """
         expect("input_ids", input_ids, "B T", dtype=INDEX_DTYPES, B=1)
         origin = self._bound().origin(input_ids.tolist(), salt, content)
-        tokens = input_ids[0, :-1].tolist()
-        misses = self._why(tokens, *origin.scopes())
-        below = self._store_of(origin.state)
+        self._follow_state(origin.state)
+        tokens, [scope] = input_ids[0, :-1].tolist(), origin.scopes()
+        misses, main = self._why(tokens, scope), self._prefixes.main
+        first, end = self._prefixes.num_known(tokens, scope), main.tree.num_known(tokens, scope)
+        if first < end:
+            misses.insert(0, Miss("window passed", first, end - first))
+        below: Any = main.below
         if below is None or not misses:
             return misses
-        return below.misses(misses, tokens, *origin.stored_scopes())
+        return list(below.misses(misses, tokens, *origin.stored_scopes()))
 
     def check(self) -> None:
         """Recompute the invariants of pages and prefixes; raises ``StateError`` on the first that fails."""
-        check(self._pages.pool, self._tree, self._tables())
+        self._prefixes.check()
 
     def report(self) -> dict[str, Any]:
         """Pages by state, and how many of the tokens that ``begin`` looked up were found; and the store's.
 
-        ``kv`` is how keys and values are kept, with the group of their scales, such as ``"int8:g32"``, and
-        ``residual_bytes`` what is kept unquantized for the ends of committed texts. ``layers`` is a
-        ``LayerReport`` with numbers in the place of names, as a dictionary.
+        ``kv`` is how keys and values are kept, with the group of their scales, such as ``"int8:g32"``.
+        Pages are those of the layers without a window, if there are such; ``windows`` has those of the
+        others, by their windows, and ``residual_bytes`` is what residual windows take beside codes, of caches
+        and of committed texts. ``layers`` is a ``LayerReport`` with numbers in the place of names, as a
+        dictionary.
         """
-        pool = self._pages.pool
+        main = self._prefixes.main
+        store: Any = main.below
         return {
-            "kv": self._pages.kind(*self._head_dims),
-            "num_pages": pool.num_pages,
-            "free": pool.num_free,
-            "active": pool.num_active,
-            "evictable": pool.num_evictable,
+            "kv": main.pages.kind(*self._head_dims),
+            **main.pages.pool.report(),
+            "windows": {x.window: x.pages.pool.report() for x in self._empty.sequences if x.window},
             "tokens_asked": self._num_asked,
             "tokens_found": self._num_found,
-            "residual_bytes": self._residuals.nbytes,
+            "residual_bytes": sum(sequences.residual_bytes for sequences in self._empty.sequences),
             "layers": None if self._model is None else self._model.layers(),
-        } | ({} if self._below is None else {"store": self._below.report()})
-
-    def _tables(self) -> list[PageTable]:
-        """Those of all caches."""
-        return [table for sequences in self._pages.users for table in sequences.tables]
+        } | ({} if store is None else {"store": store.report()})
 
     def _recorded(self) -> Recorded:
-        pages = self._pages
+        pages, tree = self._prefixes.main.pages, self._prefixes.main.tree
         nbytes = round(pages.format.page_size * sum(x.nbytes_per_token for x in pages.storages.values()))
-        return Recorded(pages.pool, self._tree, self._tables, nbytes, nullcontext())
+        return Recorded(pages.pool, tree, pages.all_tables, nbytes, nullcontext())
 
     def _bound(self) -> PoolModel:
         if self._model is None:
             raise StateError("a pool that was loaded must have its model: pool.bind(model)")
         return self._model
 
-    def _store_of(self, state: str) -> "StoreBelow | None":
-        """The store below, under the fingerprint of the model in its present state."""
-        if self._below is not None and state != self._stored_state:
-            self._below.become(*self._bound().identity(self._pages.format))
+    def _identities(self) -> Iterator[tuple[Any, ...]]:
+        """Of each group of layers, the arguments of ``StoreBelow.become`` for the present model."""
+        identity = self._bound().identity(self._prefixes.main.pages.format)
+        for fingerprint, storages in zip(identity.fingerprints, identity.storages, strict=True):
+            yield fingerprint, storages, identity.seconds_per_token, identity.probe
+
+    def _follow_state(self, state: str) -> None:
+        """Let the stores below go on with the model in its present state."""
+        if self._store is not None and state != self._stored_state:
+            for group, identity in zip(self._prefixes.groups, self._identities(), strict=True):
+                below: Any = group.below
+                below.become(*identity)
             self._stored_state = state
-        return self._below
 
-    def _find(
-        self, tokens: Sequence[int], below: "StoreBelow | None", scope: str, stored_scope: str
-    ) -> list[PageRef]:
-        """Pages of the first tokens, in the pool or from the store, with one reference to each."""
-        found = self._tree.match(tokens, scope)
-        return found if below is None else below.fetch(tokens, found, stored_scope, scope)
-
-    def _table(self, refs: Sequence[PageRef], request: int, num_pages: int) -> PageTable:
-        """A table of a request that begins with the first of some pages; the others are released."""
-        table = PageTable(self._pages.pool, self._pages.format.page_size)
-        table.request = request
-        table.claim()
-        for ref in refs[num_pages:]:
-            self._pages.pool.release(ref)
-        table.adopt(refs[:num_pages])
-        return table
+    def _num_known(self, texts: Sequence[tuple[Sequence[int], str]], max_tokens: int | None = None) -> int:
+        """Pages that are known of each text, under its scope."""
+        while True:
+            found = [self._prefixes.num_known(*text, max_tokens) for text in texts]
+            if min(found) == max(found):
+                return found[0]
+            max_tokens = min(found) * self._prefixes.page_size

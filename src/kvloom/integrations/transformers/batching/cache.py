@@ -13,21 +13,17 @@ import torch
 from torch import Tensor
 
 from kvloom import ops
-from kvloom.caches import CacheFormat, Pages
-from kvloom.caches.storage import Storage
-from kvloom.errors import OutOfPages
-from kvloom.integrations.transformers.batching.growing import GrowingPages
+from kvloom.caches import CacheFormat
+from kvloom.integrations.transformers.batching.groups import Limits, make_groups
 from kvloom.integrations.transformers.batching.held import Held, page_map_of, salt_of
-from kvloom.integrations.transformers.batching.newest import Newest, Span
 from kvloom.integrations.transformers.batching.prefixes import SessionPrefixes
 from kvloom.integrations.transformers.batching.report import PageMap
-from kvloom.integrations.transformers.batching.sizes import page_bytes, specs_of, windows_of
 from kvloom.integrations.transformers.batching.step import Step, StepAttention
 from kvloom.integrations.transformers.watch import ModelWatch
-from kvloom.paging import Growth, PageTable, PrefixTree, check
+from kvloom.paging import PageTable, check
 
 KIND: Final = "full_attention"
-"""What all layers are to the scheduler: those with a window keep all tokens too, and hide the old ones."""
+"""What all layers are to the scheduler, which counts pages of the first group."""
 
 
 class _NoSectors:
@@ -41,7 +37,8 @@ class BatchCache:
     """Pages of all requests of a session, found again by their tokens, and attention over them.
 
     To transformers' scheduler this is its ``PagedAttentionCache`` and the only allocator of it, of which it
-    has every name that continuous batching uses. A block of theirs is a page here, in every layer.
+    has every name that continuous batching uses. A block of theirs is a page here, in every layer of the
+    first group; groups with windows have pages of their own, of which a request holds those of its window.
 
     Pages are allocated when they are needed, up to ``max_pages``. When all are taken, those that no request
     holds are given up, as ``policy`` says. Methods may be called from any thread.
@@ -51,11 +48,12 @@ class BatchCache:
         format: How tokens are kept.
         dtype: That the model computes in.
         device: Where.
-        max_pages: Pages that there can be.
+        max_pages: Pages that there can be in the first group.
         max_batch_tokens: Tokens that go through the model in one step.
         share: Whether requests find pages of others.
         policy: Which pages are given up first, as of ``PagePool``.
         watch: Of the model's state; ``None`` for a model that never changes.
+        num_requests: Most requests in a step.
     """
 
     index = 0
@@ -79,26 +77,25 @@ class BatchCache:
         share: bool,
         policy: str = "lru",
         watch: ModelWatch | None = None,
+        num_requests: int = 1024,
     ) -> None:
         size = format.page_size
         self.tokens_per_page, self.max_pages, self.max_batch_tokens = size, max_pages, max_batch_tokens
+        self._num_positions = int(getattr(config, "max_position_embeddings", None) or 0)
         self.device, self.use_prefix_sharing, self.pool = device, share, _NoSectors()
         self.cache_allocators = {KIND: self}
-        self.pages = Pages(replace(format, max_tokens=max_pages * size), policy=policy)
-        self.growing = GrowingPages(self.pages, max_pages)
-        self.tree = PrefixTree(self.pages.pool, size)
-        for layer in range(config.num_hidden_layers):
-            self.pages.storages[layer] = Storage(
-                *specs_of(config, format.of_layer(layer), dtype), size, device, format.layout
-            )
-        self.bytes_per_sector = page_bytes(config, format, dtype)
+        limits = Limits(config, format, dtype, num_requests, max_batch_tokens).pages(max_pages)
+        self.codes, self.residuals = make_groups(config, format, dtype, device, limits, policy)
+        self.groups = [*self.codes, *self.residuals]
+        main = self.groups[0]
+        self.pages, self.growing, self.tree = main.pages, main.growing, main.tree
+        self.bytes_per_sector = round(size * sum(x.nbytes_per_token for x in main.storages.values()))
         self.num_asked = self.num_found = self.num_preempted = self.num_finished = 0
         self.num_steps = self.num_computed = 0
         self.candidate: Any = None
         """The request whose prompt is looked up next: the scheduler tells its id, and not its salt."""
-        self.newest = Newest(format, config, dtype, device) if format.recent else None
-        self.prefixes = SessionPrefixes(self.pages, self.tree, self.newest, watch)
-        self._attention = StepAttention(self.pages.storages, windows_of(config), self.newest)
+        self.prefixes = SessionPrefixes(self.groups, watch)
+        self._attention = StepAttention(self.codes, self.residuals, format.recent)
         self._held: dict[str, Held] = {}
         self._plan: list[tuple[str, int, int]] = []  # request, stored tokens, new tokens
         self._step: Step | None = None
@@ -111,6 +108,12 @@ class BatchCache:
             return {name: [ref.id for ref in held.table.pages] for name, held in self._held.items()}
 
     @property
+    def most_tokens(self) -> int:
+        """Tokens that one request can have by its pages; all positions of the model, if windows free them."""
+        most = self.max_pages * self.tokens_per_page
+        return most if self.groups[0].window is None else max(most, self._num_positions)
+
+    @property
     def num_room(self) -> int:
         """Pages that requests can still take."""
         return self.growing.num_room
@@ -120,7 +123,10 @@ class BatchCache:
     def num_known(self, tokens: Sequence[int], salt: str, max_tokens: int) -> int:
         """Tokens at the beginning, at most ``max_tokens``, whose pages would be found."""
         with self.lock:
-            return self.prefixes.num_known(tokens, salt, max_tokens) * self.tokens_per_page
+            return self._num_known(tokens, salt, max_tokens) * self.tokens_per_page
+
+    def _num_known(self, tokens: Sequence[int], salt: str, max_tokens: int) -> int:
+        return self.prefixes.num_known(tokens, self.prefixes.scope(salt), max_tokens)
 
     def search_prefix_match(self, request_id: str, prompt_ids: list[int]) -> int:
         """Let ``candidate`` begin with the pages that are known of its prompt.
@@ -133,7 +139,7 @@ class BatchCache:
             return 0
         with self.lock:
             limit = self._num_findable(state)
-            if not self.prefixes.num_known(prompt_ids, salt_of(state), limit):
+            if not self._num_known(prompt_ids, salt_of(state), limit):
                 return 0  # it is looked up when it gets pages, and until then perhaps in every step
             held = self._begin(state)
             self._hold(state, held)
@@ -166,25 +172,13 @@ class BatchCache:
             return True
 
     def _extend(self, held: Held, past: int, end: int) -> bool:
-        """Have room for the tokens of a request from ``past`` to ``end``, if there is."""
-        table, new = held.table, end - held.table.num_tokens
+        """Have room for the tokens of a request from ``past`` to ``end`` in every group, if there is."""
         try:
-            if self.newest is not None:
-                self.newest.reserve(held.span, past, end)
-            if new <= 0:
-                return True
-            if table.has_room(new):
-                table.fill(new)
-                return True
-            missing = Growth([table], [new]).num_pages
-            self.growing.grow(missing)
-            if missing > self.num_room:
-                return False
-            self.pages.append([table], [new])
+            return all(
+                group.extend(own, past, end) for group, own in zip(self.groups, held.groups, strict=True)
+            )
         except (MemoryError, torch.OutOfMemoryError):  # OutOfPages among them; nothing was taken
             return False
-        held.first_slots = None
-        return True
 
     def free_blocks(self, request_id: str, no_cache: bool = False) -> None:
         """Give up the pages of a request, of which those that can be found again are evicted last.
@@ -208,7 +202,8 @@ class BatchCache:
             if clear_ledgers:
                 if self.pages.pool.events is not None:
                     self.pages.pool.events.request = 0
-                self.tree.evict(self.pages.pool.num_evictable)
+                for group in self.groups:
+                    group.tree.evict(group.pages.pool.num_evictable)
             self._plan, self._step = [], None
 
     def reset(self) -> None:
@@ -234,25 +229,17 @@ class BatchCache:
         """
         with self.lock:
             parent = self._held[src_state.request_id]
-            parent.table.truncate(src_state.current_len())  # room for a token is given up, which all write
-            parent.first_slots = None
+            for own in parent.groups:  # room for a token is given up, which all write
+                own.truncate(src_state.current_len())
             events = self.pages.pool.events
             for request_id in dst_req_ids:
                 if events is not None:
-                    events.begin(parent.salt, parent.table.num_tokens)
+                    events.begin(parent.salt, src_state.current_len())
                     events.name(request_id)
-                table = parent.table.fork(None if events is None else events.request)
-                self._held[request_id] = replace(parent, table=table, span=self._forked(parent))
+                number = None if events is None else events.request
+                groups = [own.fork(number) for own in parent.groups]
+                self._held[request_id] = replace(parent, groups=groups)
         return dst_req_ids
-
-    def _forked(self, parent: Held) -> Span:
-        """Where a request that is forked has its newest tokens."""
-        if self.newest is not None:
-            try:
-                return self.newest.copied(parent.span)
-            except OutOfPages:
-                pass  # it reads those before as codes
-        return Span(known=parent.table.num_tokens)
 
     def perform_cache_copy(self, copy_src_and_dst: Any) -> None:
         """Nothing to do: pages are copied when they are written."""
@@ -262,15 +249,22 @@ class BatchCache:
         self.num_asked += held.num_prompt
 
     def _release(self, held: Held) -> None:
-        self.prefixes.keep_residual(held)
-        held.table.release()
-        if self.newest is not None:
-            self.newest.release(held.span)
+        for own in held.groups:
+            own.table.release()
 
     def _begin(self, state: Any) -> Held:
-        """What a request holds that begins."""
-        table = self._look_up(state)
-        return Held.of(state, table, self.prefixes.state, self.prefixes.span_behind(table))
+        """What a request holds that begins, with the pages that it finds."""
+        tokens, salt = state.remaining_prefill_tokens, salt_of(state)
+        num_pages, found = self.prefixes.find(tokens, salt, self._num_findable(state))
+        if (events := self.pages.pool.events) is not None:
+            events.name(state.request_id)
+        groups = [group.new_table() for group in self.groups]
+        for own, refs in zip(groups, found, strict=True):
+            own.table.adopt(refs)
+            own.first = num_pages - len(refs)
+        size, prompt = self.tokens_per_page, len(state.initial_tokens)
+        num_shared = self.prefixes.num_same(tokens, self.prefixes.scope(salt))
+        return Held(groups, salt, prompt, num_pages * size, self.prefixes.state, num_shared)
 
     def _num_findable(self, state: Any) -> int:
         """Tokens at the beginning of a prompt that may be found.
@@ -282,16 +276,6 @@ class BatchCache:
             return 0
         return max(len(state.remaining_prefill_tokens) - (2 if state.num_children else 1), 0)
 
-    def _look_up(self, state: Any) -> PageTable:
-        """The table of a request that begins, with the pages that it finds."""
-        tokens, salt = state.remaining_prefill_tokens, salt_of(state)
-        found = self.prefixes.match(tokens, salt, self._num_findable(state))
-        if (events := self.pages.pool.events) is not None:
-            events.name(state.request_id)
-        table = PageTable(self.pages.pool, self.tokens_per_page)
-        table.adopt(found)
-        return table
-
     # What the scheduler counts
 
     def needs_new_blocks(self, request_id: str, past_length: int, query_length: int) -> int:
@@ -301,7 +285,7 @@ class BatchCache:
             total = past_length + query_length
             if held is None:
                 return -(-total // self.tokens_per_page)
-            return Growth([held.table], [max(total - held.table.num_tokens, 0)]).num_pages
+            return self.groups[0].num_missing(held.groups[0], total)
 
     def count_storable_requests(self, list_blocks_needed: list[dict[str, int]]) -> int:
         """How many of some requests, from the first on, have room one beside the other."""
@@ -359,20 +343,12 @@ class BatchCache:
 
     def _make_step(self) -> Step:
         with self.lock:
-            held = [self._held[name] for name, *_ in self._plan]
-            tables, spans = [self._first_slots(x) for x in held], [x.span for x in held]
+            held = [self._held[name].groups for name, *_ in self._plan]
         lengths = [(past, new) for _, past, new in self._plan]
-        step = Step.of(lengths, tables, self.tokens_per_page, self.newest, spans)
+        step = Step(lengths, self.groups, [*zip(*held, strict=True)])
         self.num_steps += 1
-        self.num_computed += step.slots.shape[0]
+        self.num_computed += step.num_tokens
         return step
-
-    def _first_slots(self, held: Held) -> Tensor:
-        """``[P]`` of a request, in the only extent."""
-        if held.first_slots is None:
-            pages = [ref.id for ref in held.table.pages]
-            held.first_slots = torch.tensor(pages, device=self.device) * self.tokens_per_page
-        return held.first_slots
 
     # Reports
 
@@ -388,9 +364,9 @@ class BatchCache:
     def check(self) -> None:
         """Recompute every invariant of the pages; raises ``StateError`` on the first that does not hold."""
         with self.lock:
-            check(self.pages.pool, self.tree, self.tables())
-            if self.newest is not None:
-                self.newest.check(held.span for held in self._held.values())
+            for i, group in enumerate(self.groups):
+                tables = [held.groups[i].table for held in self._held.values()]
+                check(group.pages.pool, group.tree, tables)
 
     def tables(self) -> list[PageTable]:
         """Of all requests that hold pages."""

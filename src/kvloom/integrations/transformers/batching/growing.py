@@ -42,9 +42,12 @@ class GrowingPages:
         return self.num_room / max(self.limit, 1)
 
     def grow(self, num_pages: int) -> None:
-        """Allocate before anything that can be found is given up: by half, or just ``num_pages``."""
+        """Allocate before anything that can be found is given up: by half, or just ``num_pages``.
+
+        What a window has passed is given up before.
+        """
         pool = self._pages.pool
-        have, short = pool.num_pages, num_pages - pool.num_free
+        have, short = pool.num_pages, num_pages - self._pages.num_spare
         room = self.max_pages - have
         if short <= 0 or room <= 0:
             return

@@ -1,16 +1,11 @@
-"""What each request of a session holds.
-
-Shapes: P pages of a request.
-"""
+"""What each request of a session holds."""
 
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from torch import Tensor
-
-from kvloom.integrations.transformers.batching.newest import Span
+from kvloom.caches.prefixes import GroupTable
 from kvloom.integrations.transformers.batching.report import PageMap, RequestPages
 from kvloom.paging import PagePool, PageTable
 
@@ -23,27 +18,30 @@ class Held:
     """What one request holds.
 
     Attributes:
-        table: Its pages.
+        groups: Its pages in each group of layers.
         salt: Under which it finds others.
         num_prompt: Tokens of its prompt.
         num_found: Those of them whose pages were found.
         state: Of the model when it began, as of ``ModelWatch``.
-        span: Where its newest tokens are, unquantized.
-        first_slots: ``[P]``, where its pages begin, made when that is needed.
+        num_shared: Pages that its prompt has in common with a text that was known; 0 once that is noted.
     """
 
-    table: PageTable
+    groups: list[GroupTable]
     salt: str
     num_prompt: int
     num_found: int
     state: str
-    span: Span
-    first_slots: Tensor | None = None
+    num_shared: int = 0
 
-    @classmethod
-    def of(cls, state: Any, table: PageTable, model_state: str, span: Span) -> "Held":
-        """Of a request that begins with the pages that it found, and newest tokens in front of their end."""
-        return cls(table, salt_of(state), len(state.initial_tokens), table.num_tokens, model_state, span)
+    @property
+    def table(self) -> PageTable:
+        """Its pages in the first group."""
+        return self.groups[0].table
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that have their place."""
+        return self.groups[0].num_tokens
 
 
 def salt_of(state: Any) -> str:
@@ -60,7 +58,7 @@ def page_map_of(pool: PagePool, held: Mapping[str, Held]) -> PageMap:
     """
     requests = tuple(
         RequestPages(
-            name, x.salt, x.num_prompt, x.table.num_tokens, x.num_found, tuple(y.id for y in x.table.pages)
+            name, x.salt, x.num_prompt, x.num_tokens, x.num_found, tuple(y.id for y in x.table.pages)
         )
         for name, x in held.items()
     )

@@ -13,15 +13,14 @@ from transformers.generation.continuous_batching.continuous_api import (
 )
 
 from kvloom.caches.memory import free_bytes
-from kvloom.caches.residual import SHARE
 from kvloom.errors import ArgumentError, UnsupportedError
 from kvloom.integrations.transformers.batching.attention import IMPLEMENTATION
 from kvloom.integrations.transformers.batching.cache import BatchCache
+from kvloom.integrations.transformers.batching.groups import Limits
 from kvloom.integrations.transformers.batching.held import SALT
-from kvloom.integrations.transformers.batching.newest import newest_bytes
 from kvloom.integrations.transformers.batching.report import BatchReport, PageMap
 from kvloom.integrations.transformers.batching.scheduler import scheduler_class
-from kvloom.integrations.transformers.batching.sizes import page_bytes, windows_of
+from kvloom.integrations.transformers.batching.sizes import windows_of
 from kvloom.integrations.transformers.build import cache_format, text_config_of
 from kvloom.integrations.transformers.invariance import (
     NO_WISH,
@@ -207,7 +206,8 @@ class BatchingManager(Recorder, ContinuousBatchingManager):  # type: ignore[misc
                 tokens_found=cache.num_found,
                 steps=cache.num_steps,
                 tokens_computed=cache.num_computed,
-                recent_bytes=(cache.newest.nbytes if cache.newest else 0) + cache.prefixes.residual_bytes,
+                window_bytes=sum(group.nbytes for group in cache.codes[1:]),
+                recent_bytes=sum(group.nbytes for group in cache.residuals),
                 **of_layers,
             )
 
@@ -295,11 +295,7 @@ class BatchingManager(Recorder, ContinuousBatchingManager):  # type: ignore[misc
             longest = getattr(text, "max_position_embeddings", None) or 4096
             max_pages = 64 * -(-longest // config.page_size)
             if free is not None:
-                room = int(free * share)
-                room -= self._plan_newest(room // 2, max_batch_tokens)
-                if self._format.recent:
-                    room = room * SHARE // (SHARE + 1)
-                max_pages = max(1, room // page_bytes(text, self._format, model.dtype))
+                max_pages = self._plan_pages(int(free * share), max_batch_tokens)
         return BatchCache(
             text,
             self._format,
@@ -310,17 +306,21 @@ class BatchingManager(Recorder, ContinuousBatchingManager):  # type: ignore[misc
             share=self._share and config.allow_block_sharing,
             policy=self._policy,
             watch=ModelWatch(model),
+            num_requests=min(config.max_requests_per_batch, max_batch_tokens),
         )
 
-    def _plan_newest(self, room: int, max_batch_tokens: int) -> int:
-        """Bytes of the newest tokens of all requests, of which there are as many in a step as have room."""
+    def _plan_pages(self, room: int, max_batch_tokens: int) -> int:
+        """The most pages of the first group that fit into ``room`` bytes with those of all others.
+
+        There are as many requests in a step as have their residual windows in half of it.
+        """
         config, model, text = self.continuous_batching_config, self.model, text_config_of(self.model)
         count = min(config.max_requests_per_batch, max_batch_tokens)
         while True:
-            size = newest_bytes(self._format, text, model.dtype, count, max_batch_tokens)
-            if size <= room or count == 1:
+            limits = Limits(text, self._format, model.dtype, count, max_batch_tokens)
+            if limits.residual_bytes <= room // 2 or count == 1:
                 config.max_requests_per_batch = count
-                return size
+                return limits.most(room)
             count //= 2
 
 

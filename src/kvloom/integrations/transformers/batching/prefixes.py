@@ -2,17 +2,15 @@
 
 from collections.abc import Sequence
 
-from kvloom.caches import Pages
-from kvloom.caches.residual import Residuals
-from kvloom.errors import OutOfPages
+from kvloom.caches.prefixes import Prefixes
+from kvloom.integrations.transformers.batching.groups import SessionGroup
 from kvloom.integrations.transformers.batching.held import Held
-from kvloom.integrations.transformers.batching.newest import Newest, Span
 from kvloom.integrations.transformers.origin import scope_of
 from kvloom.integrations.transformers.watch import ModelWatch
-from kvloom.paging import PageRef, PageTable, PrefixTree
+from kvloom.paging import PageRef
 
 
-class SessionPrefixes:
+class SessionPrefixes(Prefixes):
     """Finds and publishes pages of a session.
 
     A model may change while a session is paused. Requests that begin afterwards find no pages of before, and
@@ -22,17 +20,13 @@ class SessionPrefixes:
         state: Of the model when the present step began.
 
     Args:
-        pages: Of all requests.
-        tree: Of these pages.
-        newest: Where requests have their newest tokens unquantized, if they have.
+        groups: Those of the session.
         watch: Of the model; ``None`` for one that never changes.
     """
 
-    def __init__(
-        self, pages: Pages, tree: PrefixTree, newest: Newest | None = None, watch: ModelWatch | None = None
-    ) -> None:
-        self._pages, self._tree, self._newest, self._watch = pages, tree, newest, watch
-        self._residuals = Residuals(pages)
+    def __init__(self, groups: Sequence[SessionGroup], watch: ModelWatch | None = None) -> None:
+        super().__init__(groups)
+        self._watch = watch
         self.state = ""
 
     def refresh(self, is_thorough: bool = False) -> None:
@@ -41,57 +35,38 @@ class SessionPrefixes:
             self.state = self._watch.state() if is_thorough else self._watch.quick_state()
 
     def scope(self, salt: str) -> str:
-        """Where the tree has the pages of a salt now."""
+        """Where the trees have the pages of a salt now."""
         return scope_of(salt, state=self.state)
 
-    def num_known(self, tokens: Sequence[int], salt: str, max_tokens: int) -> int:
-        """Pages that would be found of some tokens."""
-        return self._tree.num_known(tokens, self.scope(salt), max_tokens=max_tokens)
+    def find(self, tokens: Sequence[int], salt: str, max_tokens: int) -> tuple[int, list[list[PageRef]]]:
+        """Retain the pages of the longest prefix that is known.
 
-    def match(self, tokens: Sequence[int], salt: str, max_tokens: int) -> list[PageRef]:
-        """Those pages, held by the caller."""
-        self.refresh(is_thorough=True)
-        return self._tree.match(tokens, self.scope(salt), max_tokens=max_tokens)
+        Args:
+            tokens: Of the prompt.
+            salt: Under which they are known.
+            max_tokens: Of the prefix.
 
-    def span_behind(self, table: PageTable) -> Span:
-        """Where a request that begins with found pages has the unquantized tokens in front of their end."""
-        tokens = self._residuals.find(table.pages[-1]) if table.num_pages else None
-        if self._newest is not None and tokens is not None:
-            try:
-                return self._newest.restored(tokens, table.num_tokens)
-            except OutOfPages:
-                pass  # it reads them as codes
-        return Span(known=table.num_tokens)
-
-    def keep_residual(self, held: Held) -> None:
-        """Let who finds the last full page of a request read what is in front of its end unquantized.
-
-        Without memory for it nothing is kept.
+        Returns:
+            Pages of the prefix, and those of each group that it needs, held by the caller.
         """
-        pages = held.table.pages
-        num_sealed = sum(map(self._pages.pool.is_sealed, pages))
-        if self._newest is None or not num_sealed:
-            return
-        try:
-            tokens = self._newest.residual(held.span, num_sealed * held.table.page_size)
-        except (MemoryError, RuntimeError):
-            return
-        if tokens is not None:
-            self._residuals.keep(pages[num_sealed - 1], tokens)
-
-    @property
-    def residual_bytes(self) -> int:
-        """Bytes of what is kept so."""
-        return self._residuals.nbytes
+        self.refresh(is_thorough=True)
+        scope = self.scope(salt)
+        num_pages = self.num_known(tokens, scope, max_tokens)
+        return num_pages, [
+            group.tree.match(tokens, scope, max_tokens=max_tokens, num_pages=num_pages)
+            for group in self.groups
+        ]
 
     def publish(self, held: Held, tokens: Sequence[int]) -> None:
         """Let others find the full pages of a request that began in the present state."""
         self.refresh(is_thorough=True)
         if held.state != self.state:
             return
-        held.table.claim()
-        refs = self._tree.insert(tokens, held.table.pages, self.scope(held.salt))
-        if refs != [*held.table.pages]:
-            held.span.is_exact = False  # the pages of another, which may have read codes
-            held.table.replace(refs)
-            held.first_slots = None
+        scope = self.scope(held.salt)
+        for group, own in zip(self.groups, held.groups, strict=True):
+            own.table.claim()
+            own.replace(group.tree.insert(tokens, own.table.pages, scope, own.first))
+        if 0 < held.num_shared * self.page_size <= len(tokens):
+            tables, firsts = [own.table for own in held.groups], [own.first for own in held.groups]
+            self.prefer(tables, firsts, held.num_shared)
+            held.num_shared = 0

@@ -31,7 +31,8 @@ class BatchReport:
     Attributes:
         kv: How keys and values are kept, such as ``"int8:g32"``, as of ``CacheFormat.kind``.
         page_size: Tokens in a page.
-        page_bytes: Bytes of a page in all layers, scales included.
+        page_bytes: Bytes of a page in the layers that attend to all tokens, or of the shortest window if
+            there are none; scales included. Pages here are those of these layers.
         max_pages: Pages that there can be.
         num_pages: Pages that are allocated; they grow on demand.
         free: Allocated pages that hold nothing.
@@ -46,8 +47,9 @@ class BatchReport:
         tokens_found: Those of them that were found, and needed no compute.
         steps: Forwards of the model.
         tokens_computed: Tokens that went through the model.
-        recent_bytes: Of the newest tokens unquantized, beside the pages, of running requests and at
-            the ends of others; 0 without ``recent``.
+        window_bytes: Allocated for the layers of other windows, beside these pages.
+        recent_bytes: Allocated for residual windows, of running requests and of texts that can be found; 0
+            without ``recent``.
         batch_invariant: Whether a request has the bits that it has alone, in all layers of the model.
         packed_bytes: Of the packed weights of linear layers.
         not_invariant: Numbers of layers whose rows may differ, by the reason.
@@ -71,6 +73,7 @@ class BatchReport:
     tokens_found: int = 0
     steps: int = 0
     tokens_computed: int = 0
+    window_bytes: int = 0
     recent_bytes: int = 0
     batch_invariant: bool = False
     packed_bytes: int = 0

@@ -34,7 +34,7 @@ class SharingScheduler(Scheduler):  # type: ignore[misc]
         """
         if state.request_id in self.active_requests or state.request_id in self.waiting_requests:
             raise ArgumentError(f"request_id must be new, got {state.request_id!r}, which has not ended")
-        room, why = self.cache.max_pages * self.cache.tokens_per_page, "all pages hold"
+        room, why = self.cache.most_tokens, "all pages hold"
         if self.most_positions is not None and self.most_positions < room:
             room, why = self.most_positions, "have the rotary embedding of a short text"
         asked = len(state.initial_tokens)

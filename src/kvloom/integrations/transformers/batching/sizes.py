@@ -1,5 +1,6 @@
 """What a model's configuration says of its layers: heads, bytes, windows."""
 
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -21,10 +22,13 @@ def specs_of(config: Any, format: CacheFormat, dtype: torch.dtype) -> tuple[Any,
     return format.spec(heads, head_dim, dtype), (format.values or format).spec(heads, head_dim, dtype)
 
 
-def page_bytes(config: Any, format: CacheFormat, dtype: torch.dtype) -> int:
-    """Bytes of a page in all layers, scales included."""
+def page_bytes(
+    config: Any, format: CacheFormat, dtype: torch.dtype, layers_of_page: Iterable[int] | None = None
+) -> int:
+    """Bytes of a page in some layers, or in all, scales included."""
     size = format.page_size
-    layers = [specs_of(config, format.of_layer(i), dtype) for i in range(config.num_hidden_layers)]
+    numbers = range(config.num_hidden_layers) if layers_of_page is None else layers_of_page
+    layers = [specs_of(config, format.of_layer(i), dtype) for i in numbers]
     specs = [replace(spec, layout="B S H D") for sides in layers for spec in sides]
     return int(sum(spec.nbytes(size, size) for spec in specs))
 

@@ -4,78 +4,86 @@ Shapes: T new tokens of all requests, B requests, P pages of a request, H key/va
 heads, D head dim.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from kvloom import ops
-from kvloom.caches.storage import Storage
+from kvloom.caches.prefixes import GroupTable
 from kvloom.caches.tokens import attend_behind, scores_of_newest
-from kvloom.core.indexing import CacheIndex
 from kvloom.errors import StateError
-from kvloom.integrations.transformers.batching.newest import Newest, NewestStep, Span
+from kvloom.integrations.transformers.batching.groups import SessionGroup
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Step:
-    """What all layers of a forward share.
+class GroupStep(NamedTuple):
+    """Of one group of layers.
 
     Attributes:
         slots: ``[T]``, where the new tokens go.
-        batch: Where all tokens lie.
-        newest: The same for those that are kept unquantized, too.
+        batch: What their attention reads.
     """
 
     slots: Tensor
     batch: ops.Batch
-    newest: NewestStep | None = None
 
-    @classmethod
-    def of(
-        cls,
+
+class Step:
+    """Attention metadata of one forward pass, shared by all layers.
+
+    Args:
+        lengths: Stored and new tokens of each request.
+        groups: Of layers.
+        tables: Of each group, the pages of each request.
+
+    Attributes:
+        groups: Of each group.
+        num_tokens: T.
+    """
+
+    def __init__(
+        self,
         lengths: Sequence[tuple[int, int]],
-        tables: Sequence[Tensor],
-        page_size: int,
-        newest: Newest | None = None,
-        spans: Sequence[Span] = (),
-    ) -> "Step":
-        """The step of some requests.
-
-        Args:
-            lengths: Stored and new tokens of each.
-            tables: First slots ``[P]`` of the pages of each.
-            page_size: Tokens in a page.
-            newest: Where new tokens are kept unquantized, too.
-            spans: Of each request there.
-        """
-        device = tables[0].device
+        groups: Sequence[SessionGroup],
+        tables: Sequence[Sequence[GroupTable]],
+    ) -> None:
+        storages = [next(iter(group.storages.values())) for group in groups]
+        device = storages[0].device
         stored, new = torch.tensor(lengths, device=device).unbind(1)
-        starts = torch.zeros(2, len(lengths) + 1, dtype=torch.int64, device=device)
-        torch.cumsum(torch.stack((new, stored + new)), 1, out=starts[:, 1:])
-        seqstarts, kvstarts = starts
-        index = CacheIndex.pages(pad_sequence(list(tables), True, -1.0), page_size)
+        seqstarts = _starts(new)
         sequence = torch.repeat_interleave(new)
         position = torch.arange(len(sequence), device=device) + (stored - seqstarts[:-1])[sequence]
-        exact = None if newest is None else newest.step(spans, lengths, sequence, position, seqstarts)
-        return cls(index.slots(sequence, position), ops.Batch(index, seqstarts, kvstarts), exact)
+        self.num_tokens = len(sequence)
+        self.groups: list[GroupStep] = []
+        for group, held, storage in zip(groups, tables, storages, strict=True):
+            index, begins = group.index_of(held, storage)
+            ends, own = stored + new, position
+            if any(begins):
+                bases = torch.tensor(begins, device=device)
+                ends, own = ends - bases, position - bases[sequence]
+            batch = ops.Batch(index, seqstarts, _starts(ends))
+            self.groups.append(GroupStep(index.slots(sequence, own), batch))
 
 
 class StepAttention:
     """Stores the new tokens of a step in a layer and attends to all of its requests.
 
     Args:
-        storages: Of each layer.
-        windows: The same, ``None`` for no window.
-        newest: Tokens that are read unquantized, if there are such.
+        groups: Of all layers.
+        residuals: Of those that keep tokens unquantized beside codes.
+        num_newest: Newest tokens that each token reads so.
     """
 
     def __init__(
-        self, storages: Mapping[int, Storage], windows: Sequence[int | None], newest: Newest | None
+        self, groups: Sequence[SessionGroup], residuals: Sequence[SessionGroup], num_newest: int
     ) -> None:
-        self._storages, self._windows, self._newest = storages, windows, newest
+        self._num_newest = num_newest
+        self._groups = {i: (n, group) for n, group in enumerate(groups) for i in group.storages}
+        self._residuals = {
+            i: (len(groups) + n, group) for n, group in enumerate(residuals) for i in group.storages
+        }
 
     def __call__(
         self, step: Step, layer: int, query: Tensor, key: Tensor, value: Tensor, scores: ops.Scores
@@ -96,20 +104,28 @@ class StepAttention:
         Raises:
             StateError: T is not that of the step.
         """
-        storage, newest = self._storages[layer], step.newest
-        if query.shape[2] != step.slots.shape[0]:
+        if query.shape[2] != step.num_tokens:
             raise StateError(
-                f"query must have the {step.slots.shape[0]} tokens of the step, got {query.shape[2]}"
+                f"query must have the {step.num_tokens} tokens of the step, got {query.shape[2]}"
             )
+        number, group = self._groups[layer]
+        storage, (slots, batch) = group.storages[layer], step.groups[number]
         key, value, query = (x[0].transpose(0, 1) for x in (key, value, query))
-        storage.store(key, value, step.slots)
-        window = self._windows[layer]
-        if window:
-            scores = replace(scores, window=window)
-        if newest is None or self._newest is None or layer not in self._newest.storages:
-            return storage.attend(query, step.batch, scores)[None]
-        exact, count = self._newest.storages[layer], self._newest.num_tokens
+        storage.store(key, value, slots)
+        if group.window is not None:
+            scores = replace(scores, window=group.window)
+        if layer not in self._residuals:
+            return storage.attend(query, batch, scores)[None]
+        number, residual = self._residuals[layer]
+        exact, newest, count = residual.storages[layer], step.groups[number], self._num_newest
         exact.store(key, value, newest.slots)
         part = ops.attend_part(query, exact.view, newest.batch, scores_of_newest(scores, count))
-        tokens = storage.view, step.batch, scores, storage.rotation
-        return attend_behind(part, query, *tokens, skip=count, skip_from=newest.known)[None]
+        tokens = storage.view, batch, scores, storage.rotation
+        return attend_behind(part, query, *tokens, skip=count, skip_from=None)[None]
+
+
+def _starts(lengths: Tensor) -> Tensor:
+    """``[B + 1]``, sums of ``lengths``."""
+    starts = lengths.new_zeros(len(lengths) + 1)
+    torch.cumsum(lengths, 0, out=starts[1:])
+    return starts

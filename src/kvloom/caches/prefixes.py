@@ -1,0 +1,318 @@
+"""Prefixes of texts in pages of several groups of layers: found in all of them, or not at all.
+
+Layers that attend to the same tokens are a group: those that attend to all, and those of each window. Tokens
+that are kept unquantized beside codes, for a residual window, are another. A group has a pool of pages and a
+tree, which tells what a prefix needs there: all pages, or those that the token behind the prefix sees.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import lcm
+from typing import Any, Protocol
+
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from kvloom.caches.pages import Pages
+from kvloom.caches.saving import hold, save_pages
+from kvloom.caches.storage import Storage
+from kvloom.caches.tokens import PARTIAL
+from kvloom.core.indexing import CacheIndex
+from kvloom.errors import StateError
+from kvloom.paging import Growth, PageRef, PageTable, PrefixTree, check
+
+
+class Below(Protocol):
+    """What lies below the pages of a group, such as a store; ``salt`` is as in ``PrefixCache.begin``."""
+
+    def known(self, tokens: Sequence[int], salt: str) -> list[bool]:
+        """Of each full page of a text, whether it might be read."""
+
+    def fetch(
+        self,
+        tokens: Sequence[int],
+        found: list[PageRef],
+        salt: str,
+        scope: str | None = None,
+        first: int = 0,
+    ) -> list[PageRef]:
+        """The pages ``found`` of a text from ``first`` on, and those that could be read behind them, held."""
+
+    def keep(self, tokens: Sequence[int], refs: Sequence[PageRef], salt: str, first: int = 0) -> None:
+        """Take the full pages of a text from ``first`` on, which were sealed."""
+
+
+@dataclass(slots=True, eq=False)
+class GroupTable:
+    """The pages that one text holds in a group.
+
+    Attributes:
+        table: Its pages.
+        first: Number of the first of them in the text.
+        place: First slots ``[P]`` of these pages, behind others that stand for earlier ones; and the position
+            at which they begin. Made when that is needed.
+    """
+
+    table: PageTable
+    first: int = 0
+    place: tuple[Tensor, int] | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the text that have their place, or had it."""
+        return self.first * self.table.page_size + self.table.num_tokens
+
+    def fill(self, num_tokens: int) -> bool:
+        """Add tokens to the last page if it has room for them, and say whether it has."""
+        has_room = self.table.has_room(num_tokens)
+        if has_room:
+            self.table.fill(num_tokens)
+        return has_room
+
+    def fork(self, request: int | None = None) -> "GroupTable":
+        """The same tokens, for another text; ``request`` as of ``PageTable.fork``."""
+        return GroupTable(self.table.fork(request), self.first)
+
+    def truncate(self, num_tokens: int) -> None:
+        """Keep the first tokens of the text, of which a window may have passed some."""
+        size = self.table.page_size
+        self.first = min(self.first, -(-num_tokens // size))
+        self.table.truncate(max(min(num_tokens, self.num_tokens) - self.first * size, 0))
+        self.place = None
+
+    def replace(self, refs: Sequence[PageRef]) -> None:
+        """Hold what ``PrefixTree.insert`` returned."""
+        if refs != [*self.table.pages]:
+            self.table.replace(refs)
+            self.place = None
+
+
+class PrefixGroup:
+    """The pages of one group of layers.
+
+    Args:
+        pages: Where they keep their tokens.
+        window: Tokens that a token sees, itself included; ``None`` for all.
+
+    Attributes:
+        pages: As above.
+        tree: Finds these pages.
+        below: What lies below the pages; ``None`` for nothing.
+    """
+
+    def __init__(self, pages: Pages, window: int | None = None) -> None:
+        self.pages = pages
+        self.tree = PrefixTree(pages.pool, pages.format.page_size, window)
+        self.below: Below | None = None
+
+    @property
+    def window(self) -> int | None:
+        """Tokens that a token sees, itself included; ``None`` for all."""
+        return self.tree.window
+
+    @property
+    def storages(self) -> dict[int, Storage]:
+        """Of each layer."""
+        return self.pages.storages
+
+    def new_table(self) -> GroupTable:
+        """Of a text that begins."""
+        return GroupTable(PageTable(self.pages.pool, self.pages.format.page_size))
+
+    def num_missing(self, held: GroupTable, end: int) -> int:
+        """Pages that a text lacks for its tokens before ``end``, copies among them."""
+        return Growth([held.table], [max(end - held.num_tokens, 0)]).num_pages
+
+    def append(self, held: GroupTable, num_tokens: int) -> None:
+        """Room for more tokens of a text; raises as ``Pages.append``."""
+        if self.pages.append([held.table], [num_tokens]):
+            held.place = None
+
+    def release_passed(self, held: GroupTable, start: int) -> None:
+        """Release the pages that no token from position ``start`` on sees."""
+        if self.window is not None:
+            count = (start - self.window + 1) // held.table.page_size - held.first
+            if count > 0:
+                held.table.drop_front(count)
+                held.first += count
+                held.place = None
+
+    def place_of(self, held: GroupTable, storage: Storage) -> tuple[Tensor, int]:
+        """``GroupTable.place`` in a storage; it begins at a multiple of ``PARTIAL`` tokens."""
+        if held.place is None:
+            before = held.first % (lcm(PARTIAL, storage.page_size) // storage.page_size)
+            [slots] = self.pages.table([held.table], storage, [before])
+            held.place = slots, (held.first - before) * storage.page_size
+        return held.place
+
+    def index_of(self, held: Sequence[GroupTable], storage: Storage) -> tuple[CacheIndex, list[int]]:
+        """Slots of the tokens of some texts in a storage, and the positions at which they begin."""
+        places = [self.place_of(own, storage) for own in held]
+        table = pad_sequence([slots for slots, _ in places], True, -1.0)
+        return CacheIndex.pages(table, storage.page_size), [base for _, base in places]
+
+    def expect_seen(self, held: GroupTable, start: int) -> None:
+        """Raise StateError unless a token at position ``start`` of a text has all that its window shows."""
+        first = held.first * held.table.page_size
+        if self.window is not None and start > 0 and max(start - self.window + 1, 0) < first:
+            raise StateError(
+                f"a token at position {start} must have the {self.window} tokens of its window, got those "
+                f"from {first} on"
+            )
+
+
+class Prefixes:
+    """Finds prefixes in all groups of the layers of a model.
+
+    Args:
+        groups: In pages of one size. The first one's events are recorded; it is that of the layers that
+            attend to all tokens, if there are such.
+    """
+
+    def __init__(self, groups: Sequence[PrefixGroup]) -> None:
+        self.groups = list(groups)
+        self.page_size = groups[0].pages.format.page_size
+
+    @property
+    def main(self) -> PrefixGroup:
+        """The first group."""
+        return self.groups[0]
+
+    def num_known(self, tokens: Sequence[int], scope: str, max_tokens: int | None = None) -> int:
+        """Pages of the longest prefix that is whole in every group, of at most ``max_tokens`` tokens."""
+        if len(self.groups) == 1:
+            return self.main.tree.num_known(tokens, scope, max_tokens=max_tokens)
+        tokens = tokens[:max_tokens]
+        return self._longest([group.tree.known(tokens, scope) for group in self.groups])
+
+    def num_same(self, tokens: Sequence[int], scope: str) -> int:
+        """Pages of a text that it has in common with a known one, whether or not they are there."""
+        return self.main.tree.num_same(tokens, scope)
+
+    def look_up(self, tokens: Sequence[int], scope: str, salt: str | None = None) -> list[list[PageRef]]:
+        """Retain what is known of a text; read from stores what makes a longer prefix whole.
+
+        Args:
+            tokens: Ids from the start of the text, all of which may be found.
+            scope: Under which the trees have it.
+            salt: Under which the stores have it; ``scope`` if ``None``.
+
+        Returns:
+            Pages of each group, held by the caller until ``hold`` or ``release`` takes them.
+        """
+        num_known = self.num_known(tokens, scope)
+        held = [group.tree.match(tokens, scope, num_pages=num_known) for group in self.groups]
+        end = self._num_stored(tokens, scope, scope if salt is None else salt)
+        if end > num_known:
+            for group, refs in zip(self.groups, held, strict=True):
+                first = group.tree.first_needed(end)
+                found = group.tree.pages_from(tokens[: end * self.page_size], scope, first)
+                for ref in found:
+                    group.pages.pool.retain(ref)
+                if group.below is not None:
+                    text = tokens[: end * self.page_size]
+                    found = group.below.fetch(text, found, scope if salt is None else salt, scope, first)
+                refs += found
+        return held
+
+    def hold(
+        self, tokens: Sequence[int], scope: str, num_pages: int, held: list[list[PageRef]], request: int
+    ) -> list[PageTable]:
+        """Tables that begin with a prefix of which ``num_known`` said that it is whole.
+
+        Args:
+            tokens: Of the text.
+            scope: Under which it is known.
+            num_pages: Of the prefix.
+            held: What ``look_up`` returned; what is not needed is released.
+            request: Whose the tables are, to events.
+
+        Returns:
+            A table of each group, with the last pages of the prefix that it needs.
+        """
+        tables = []
+        for group, refs in zip(self.groups, held, strict=True):
+            pool = group.pages.pool
+            table = PageTable(pool, self.page_size)
+            table.request = request
+            table.claim()
+            first = group.tree.first_needed(num_pages)
+            found = group.tree.pages_from(tokens[: num_pages * self.page_size], scope, first)
+            rest = Counter(refs)
+            for ref in found:
+                if rest[ref]:
+                    rest[ref] -= 1
+                else:
+                    pool.retain(ref)
+            for ref in reversed([*rest.elements()]):
+                pool.release(ref)
+            table.adopt(found)
+            tables.append(table)
+        return tables
+
+    def prefer(self, tables: Sequence[PageTable], firsts: Sequence[int], num_pages: int) -> None:
+        """Evict no sooner than others what makes a prefix of sealed pages whole: another text had it, too.
+
+        Args:
+            tables: Of each group.
+            firsts: Of each table, the number of its first page in the text.
+            num_pages: Of the prefix.
+        """
+        for group, table, first in zip(self.groups, tables, firsts, strict=True):
+            needed = group.tree.first_needed(num_pages)
+            if group.tree.window is not None and needed >= first and table.num_pages >= num_pages - first:
+                refs = table.pages[needed - first : num_pages - first]
+                group.pages.pool.prefer([ref for ref in refs if group.pages.pool.is_sealed(ref)])
+
+    def saved(self, rename: Callable[[str], str | None] | None = None) -> list[list[Any]]:
+        """What can be found in each group, to be pickled: scopes, tokens, and where their pages are saved.
+
+        Args:
+            rename: Of a scope, what it is in the process that loads it; ``None`` leaves it out.
+        """
+        every = []
+        for group in self.groups:
+            known = [*group.tree.sequences()]
+            if rename is not None:
+                scopes = [(rename(scope), tokens, refs) for scope, tokens, refs in known]
+                known = [(scope, tokens, refs) for scope, tokens, refs in scopes if scope is not None]
+            places = save_pages(group.pages, (ref for *_, refs in known for ref in refs))
+            every.append([(scope, tokens, [places[ref] for ref in refs]) for scope, tokens, refs in known])
+        return every
+
+    def load(self, saved: Sequence[Sequence[Any]]) -> None:
+        """Find what ``saved`` has, in groups that are empty."""
+        for group, known in zip(self.groups, saved, strict=True):
+            for scope, tokens, places in known:
+                refs = hold(group.pages, places)
+                first = len(tokens) // self.page_size - len(refs)
+                for ref in group.tree.insert(tokens, refs, scope, first):
+                    group.pages.pool.release(ref)
+
+    def check(self) -> None:
+        """Recompute the invariants of pages and trees.
+
+        Raises:
+            StateError: on the first that does not hold.
+        """
+        for group in self.groups:
+            check(group.pages.pool, group.tree, group.pages.all_tables())
+
+    def _num_stored(self, tokens: Sequence[int], scope: str, salt: str) -> int:
+        """Pages of the longest prefix that pools and stores may make whole; 0 without stores."""
+        if self.main.below is None:
+            return 0
+        if len(self.groups) == 1 and self.main.tree.window is None:
+            return len(tokens) // self.page_size  # it reads as far as it goes
+        there = []
+        for group in self.groups:
+            known = group.tree.known(tokens, scope)
+            stored = known if group.below is None else group.below.known(tokens, salt)
+            there.append([a or b for a, b in zip(known, stored, strict=True)])
+        return self._longest(there)
+
+    def _longest(self, there: Sequence[Sequence[bool]]) -> int:
+        """Pages of the longest prefix that is whole in every group, by what each has of every page."""
+        whole = zip(*(g.tree.whole(x) for g, x in zip(self.groups, there, strict=True)), strict=True)
+        return max((i + 1 for i, x in enumerate(whole) if all(x)), default=0)

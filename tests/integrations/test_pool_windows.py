@@ -1,0 +1,180 @@
+"""Pools and stores of models with windows: a prefix needs the pages of the last window only, to the bit."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from integrations.test_families import family
+from torch import Tensor
+from transformers import Gemma3ForCausalLM, Gemma3TextConfig, MistralConfig, MistralForCausalLM
+
+from kvloom.integrations.transformers import KVCache, KVPool, enable
+from kvloom.store import KVStore
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 99,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 1024,
+    "eos_token_id": None,
+    "bos_token_id": None,
+    "pad_token_id": 0,
+}
+FAMILIES = ["Mistral", "Gemma2", "Gemma3", "gpt-oss", "Llama4"]
+
+
+def model_of(name: str, window: int = 40) -> Any:
+    """All layers have a window, or all but one."""
+    torch.manual_seed(0)
+    if name == "Mistral":
+        model: Any = MistralForCausalLM(MistralConfig(**SIZES, sliding_window=window))
+    else:
+        kinds = ["sliding_attention", "full_attention", "sliding_attention"]
+        model = Gemma3ForCausalLM(Gemma3TextConfig(**SIZES, sliding_window=window, layer_types=kinds))
+    model.eval().set_attn_implementation("kvloom")
+    enable(model, batch_invariant=True)
+    return model
+
+
+def text(length: int, seed: int = 0) -> Tensor:
+    return torch.randint(3, 99, (1, length), generator=torch.Generator().manual_seed(seed))
+
+
+@torch.no_grad()
+def cold(model: Any, kv: str, ids: Tensor) -> Tensor:
+    logits: Tensor = model(ids, past_key_values=KVCache.for_model(model, kv)).logits
+    return logits
+
+
+@torch.no_grad()
+def asked(model: Any, pool: KVPool, ids: Tensor) -> tuple[int, Tensor]:
+    """Tokens that are found, and the logits of the others; the text is committed."""
+    cache = pool.begin(ids)
+    found = cache.get_seq_length()
+    logits = model(ids[:, found:], past_key_values=cache).logits
+    pool.commit(cache, ids)
+    pool.check()
+    return found, logits
+
+
+@pytest.mark.parametrize("page_size", [4, 16, 24])
+@pytest.mark.parametrize("kv", ["auto", "int8", "int4:g8"])
+@pytest.mark.parametrize("name", ["Mistral", "Gemma3"])
+def test_random_texts_have_the_bits_that_they_have_cold(name: str, kv: str, page_size: int) -> None:
+    model, draw = model_of(name), random.Random(page_size)
+    pool = KVPool.for_model(model, kv, page_size, max_tokens=1200)
+    texts, num_found = [text(300)], 0
+    for seed in range(14):
+        ids = draw.choice(texts)[:, : draw.randrange(1, 301)]
+        if draw.random() < 0.6:
+            ids = torch.cat([ids, text(draw.randrange(1, 120), seed)], 1)
+        found, logits = asked(model, pool, ids)
+        assert torch.equal(logits, cold(model, kv, ids)[:, found:])
+        texts.append(ids)
+        num_found += found
+    assert num_found > 500
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["Mistral", "Gemma3"])
+def test_tokens_are_generated_behind_a_prefix(name: str) -> None:
+    """One by one, further than the window, and in turns."""
+    model, ids = model_of(name), text(70)
+    pool = KVPool.for_model(model, "int8", 8, max_tokens=800)
+    options: dict[str, Any] = {"max_new_tokens": 60, "do_sample": False}
+    for _ in range(3):
+        options["attention_mask"] = torch.ones_like(ids)
+        wanted = model.generate(ids, past_key_values=KVCache.for_model(model, "int8"), **options)
+        cache = pool.begin(ids)
+        out = model.generate(ids, past_key_values=cache, **options)
+        assert torch.equal(out, wanted)
+        pool.commit(cache, out)
+        ids = torch.cat([out, text(9, out.shape[1])], 1)
+        assert pool.begin(ids).get_seq_length() == (out.shape[1] - 1) // 8 * 8
+
+
+def test_a_window_of_live_caches_is_all_that_they_need() -> None:
+    """What a window passed is given up when another cache needs the room."""
+    model = model_of("Mistral")
+    pool = KVPool.for_model(model, "auto", 8, max_tokens=8 * 24)
+    caches, texts = [], [text(150, seed) for seed in range(2)]
+    with torch.no_grad():
+        for ids in texts:
+            caches.append(pool.begin(ids[:, :100]))
+            model(ids[:, :100], past_key_values=caches[-1])
+        for ids, cache in zip(texts, caches, strict=True):
+            for i in range(100, 150):
+                logits = model(ids[:, i : i + 1], past_key_values=cache).logits
+            assert torch.equal(logits[:, -1], cold(model, "auto", ids)[:, -1])
+    pool.check()
+
+
+def test_why_names_a_window() -> None:
+    model = model_of("Gemma3")
+    pool = KVPool.for_model(model, "auto", 8, max_tokens=1600)
+    pool.record()
+    ids = text(201)
+    asked(model, pool, ids)
+    windowed = pool._prefixes.groups[1].tree
+    windowed.evict(windowed._pool.num_passed)
+    [miss] = pool.why(ids[:, :101])
+    assert (miss.cause, miss.first, miss.num_pages) == ("window passed", 0, 12)
+    assert pool.why(ids) == []
+
+
+@pytest.mark.parametrize("name", ["Mistral", "Gemma3"])
+def test_what_two_texts_begin_with_is_kept_for_a_third(name: str) -> None:
+    model, ids = model_of(name), text(160)
+    pool, found = KVPool.for_model(model, "int4:g8", 8, max_tokens=1600), []
+    for seed in range(4):
+        own = torch.cat([ids, text(100, seed)], 1)
+        found.append(asked(model, pool, own)[0])
+        for group in pool._prefixes.groups:
+            group.tree.evict(group.pages.pool.num_passed)
+    assert found == [0, 0, 160, 160]
+
+
+@pytest.mark.parametrize("kv", ["auto", "int8", "int4:g8"])
+@pytest.mark.parametrize("name", ["Mistral", "Gemma3"])
+def test_another_process_reads_windows_from_a_store(name: str, kv: str, tmp_path: Path) -> None:
+    """With pages of its own size, in turns that go on behind what was written."""
+    model, ids = model_of(name), text(300)
+    wanted = cold(model, kv, ids)
+    for length, size, before in ((150, 16, 0), (220, 16, 144), (300, 8, 208), (300, 8, 296)):
+        with KVStore(f"file://{tmp_path}", read="always") as store:
+            pool = KVPool.for_model(model, kv, size, max_tokens=1200, store=store)
+            found, logits = asked(model, pool, ids[:, :length])
+            assert found == before
+            assert torch.equal(logits, wanted[:, found:length])
+            assert pool.why(ids[:, :length]) == [] if pool.events else True
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", FAMILIES)
+def test_families_with_windows(name: str) -> None:
+    model, ids = family(name, "kvloom"), text(60)
+    enable(model, batch_invariant=True)
+    pool = KVPool.for_model(model, page_size=4, max_tokens=400)
+    found = [asked(model, pool, ids[:, :length]) for length in (40, 60)]
+    assert [n for n, _ in found] == [0, 40]
+    assert torch.equal(found[1][1], cold(model, "auto", ids)[:, 40:])
+    layers = {layer.window for layer in pool.begin(ids).layers}
+    assert any(layers)
+
+
+def test_a_loaded_pool_finds_what_it_found(tmp_path: Path) -> None:
+    model, ids = model_of("Gemma3"), text(200)
+    pool = KVPool.for_model(model, "int4:g8", 8, max_tokens=800)
+    asked(model, pool, ids)
+    torch.save(pool, tmp_path / "pool")
+    loaded = torch.load(tmp_path / "pool", weights_only=False).bind(model)
+    found, logits = asked(model, loaded, ids)
+    assert found == 192 and torch.equal(logits, cold(model, "int4:g8", ids)[:, 192:])
