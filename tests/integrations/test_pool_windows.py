@@ -1,7 +1,11 @@
-"""Pools and stores of models with windows: a prefix needs the pages of the last window only, to the bit."""
+"""Pools and stores of models with windows: a prefix needs the pages of the last window only, to the bit.
+
+``KVLOOM_SCHEDULES`` is how many random pools each case has; ``make slow`` has more.
+"""
 
 from __future__ import annotations
 
+import os
 import random
 from pathlib import Path
 from typing import Any
@@ -10,7 +14,14 @@ import pytest
 import torch
 from integrations.test_families import family
 from torch import Tensor
-from transformers import Gemma3ForCausalLM, Gemma3TextConfig, MistralConfig, MistralForCausalLM
+from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+)
 
 from kvloom.integrations.transformers import KVCache, KVPool, enable
 from kvloom.store import KVStore
@@ -31,11 +42,16 @@ SIZES: dict[str, Any] = {
 FAMILIES = ["Mistral", "Gemma2", "Gemma3", "gpt-oss", "Llama4"]
 
 
+SCHEDULES = int(os.environ.get("KVLOOM_SCHEDULES", "1"))
+
+
 def model_of(name: str, window: int = 40) -> Any:
-    """All layers have a window, or all but one."""
+    """No layer has a window, all have one, or all but one."""
     torch.manual_seed(0)
-    if name == "Mistral":
-        model: Any = MistralForCausalLM(MistralConfig(**SIZES, sliding_window=window))
+    if name == "Llama":
+        model: Any = LlamaForCausalLM(LlamaConfig(**SIZES))
+    elif name == "Mistral":
+        model = MistralForCausalLM(MistralConfig(**SIZES, sliding_window=window))
     else:
         kinds = ["sliding_attention", "full_attention", "sliding_attention"]
         model = Gemma3ForCausalLM(Gemma3TextConfig(**SIZES, sliding_window=window, layer_types=kinds))
@@ -65,22 +81,38 @@ def asked(model: Any, pool: KVPool, ids: Tensor) -> tuple[int, Tensor]:
     return found, logits
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("seed", range(SCHEDULES))
 @pytest.mark.parametrize("page_size", [4, 16, 24])
 @pytest.mark.parametrize("kv", ["auto", "int8", "int4:g8"])
-@pytest.mark.parametrize("name", ["Mistral", "Gemma3"])
-def test_random_texts_have_the_bits_that_they_have_cold(name: str, kv: str, page_size: int) -> None:
-    model, draw = model_of(name), random.Random(page_size)
-    pool = KVPool.for_model(model, kv, page_size, max_tokens=1200)
-    texts, num_found = [text(300)], 0
-    for seed in range(14):
+@pytest.mark.parametrize("name", ["Llama", "Mistral", "Gemma3"])
+def test_random_texts_have_the_bits_that_they_have_cold(
+    name: str, kv: str, page_size: int, seed: int
+) -> None:
+    """Texts that begin with others, in random cuts, with removals and without room for all of them."""
+    model, draw = model_of(name), random.Random(10_000 * page_size + seed)
+    pool = KVPool.for_model(model, kv, page_size, max_tokens=draw.choice([800, 1200, 4000]))
+    texts, num_found, live = [text(300, seed)], 0, list[Any]()
+    for _ in range(14):
         ids = draw.choice(texts)[:, : draw.randrange(1, 301)]
         if draw.random() < 0.6:
-            ids = torch.cat([ids, text(draw.randrange(1, 120), seed)], 1)
-        found, logits = asked(model, pool, ids)
-        assert torch.equal(logits, cold(model, kv, ids)[:, found:])
+            ids = torch.cat([ids, text(draw.randrange(1, 120), draw.randrange(1 << 30))], 1)
+        cache, wanted = pool.begin(ids), cold(model, kv, ids)
+        at = found = cache.get_seq_length()
+        while at < ids.shape[1]:
+            size = draw.choice([1, 2, 5, 30, 300])
+            logits = model(ids[:, at : at + size], past_key_values=cache).logits
+            assert torch.equal(logits, wanted[:, at : at + size])
+            at = min(at + size, ids.shape[1])
+            if draw.random() < 0.1 and at > found + 12:
+                cache.crop(-draw.randrange(12))
+                at = cache.get_seq_length()
+        pool.commit(cache, ids)
+        pool.check()
         texts.append(ids)
+        live[:] = [cache] if draw.random() < 0.3 else []  # which holds its pages
         num_found += found
-    assert num_found > 500
+    assert num_found > 300
 
 
 @torch.no_grad()

@@ -28,7 +28,7 @@ MODELS: dict[str, Any] = {
     "Qwen3-MoE": Qwen3MoeConfig(**WIDE, num_experts=6, num_experts_per_tok=2, moe_intermediate_size=40),
     "Gemma2": Gemma2Config(**WIDE, sliding_window=24),
 }
-KINDS = ("auto", "int8:g32", "int4:g32,recent=0")
+KINDS = ("auto", "int8:g32", "int4:g32", "int4:g32,recent=0")
 Answer = tuple[list[int], list[float]]
 
 
