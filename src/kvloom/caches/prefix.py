@@ -203,7 +203,7 @@ class PrefixCache:
         tables = prefixes.hold(text, salt, num_pages, held, 0 if events is None else events.request)
         groups = [GroupTable(table, num_pages - table.num_pages) for table in tables]
         sequence = self._keep(PrefixSequence(ids, salt, groups, len(self.windows)))
-        sequence.num_shared = prefixes.num_same(text, salt)
+        sequence.num_shared = prefixes.num_shared(text, salt)
         return sequence
 
     def extend(self, sequence: PrefixSequence, tokens: Iterable[int]) -> None:

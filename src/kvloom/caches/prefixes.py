@@ -183,12 +183,17 @@ class Prefixes:
         """Pages of the longest prefix that is whole in every group, of at most ``max_tokens`` tokens."""
         if len(self.groups) == 1:
             return self.main.tree.num_known(tokens, scope, max_tokens=max_tokens)
-        tokens = tokens[:max_tokens]
-        return self._longest([group.tree.known(tokens, scope) for group in self.groups])
+        limit = len(tokens) if max_tokens is None else min(max_tokens, len(tokens))
+        pages, there = list(self.main.tree.packed(tokens, limit // self.page_size)), list[list[bool]]()
+        for group in self.groups:
+            there.append(group.tree.are_there(pages, scope))
+            del pages[len(there[-1]) :]
+        return self._longest([x[: len(pages)] for x in there])
 
-    def num_same(self, tokens: Sequence[int], scope: str) -> int:
-        """Pages of a text that it has in common with a known one, whether or not they are there."""
-        return self.main.tree.num_same(tokens, scope)
+    def num_shared(self, tokens: Sequence[int], scope: str) -> int:
+        """Pages that a text has in common with a known one, for ``prefer``; 0 if no group has a window."""
+        has_windows = any(group.window is not None for group in self.groups)
+        return self.main.tree.num_same(tokens, scope) if has_windows else 0
 
     def look_up(self, tokens: Sequence[int], scope: str, salt: str | None = None) -> list[list[PageRef]]:
         """Retain what is known of a text; read from stores what makes a longer prefix whole.

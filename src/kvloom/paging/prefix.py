@@ -135,8 +135,12 @@ class PrefixTree:
     def known(self, tokens: Sequence[int], salt: str = "") -> list[bool]:
         """Of each full page of a sequence, whether it is there, be the prefix that it ends whole or not."""
         pages = list(self.packed(tokens))
-        path = self._find(pages, salt)
-        return [node.page is not None for node in path] + [False] * (len(pages) - len(path))
+        found = self.are_there(pages, salt)
+        return found + [False] * (len(pages) - len(found))
+
+    def are_there(self, pages: Iterable[bytes], salt: str) -> list[bool]:
+        """``known`` of pages from ``packed``, up to the first whose text is not known."""
+        return [node.page is not None for node in self._find(pages, salt)]
 
     def whole(self, is_there: Sequence[bool]) -> list[bool]:
         """Of each page of a sequence, whether the prefix that it ends is whole: all is there that is needed.

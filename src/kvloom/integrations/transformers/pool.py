@@ -223,7 +223,7 @@ class KVPool(Recorder):
         num_pages = self._num_known(scopes)
         while any(is_within(model.placeholders, row, num_pages * size) for row in rows):
             num_pages = self._num_known(scopes, (num_pages - 1) * size)
-        origin.num_shared = [prefixes.num_same(*scope) for scope in scopes]
+        origin.num_shared = [prefixes.num_shared(*scope) for scope in scopes]
         tables = [
             prefixes.hold(*scope, num_pages, refs, request)
             for scope, refs, request in zip(scopes, held, requests, strict=True)

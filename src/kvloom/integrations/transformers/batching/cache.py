@@ -263,7 +263,7 @@ class BatchCache:
             own.table.adopt(refs)
             own.first = num_pages - len(refs)
         size, prompt = self.tokens_per_page, len(state.initial_tokens)
-        num_shared = self.prefixes.num_same(tokens, self.prefixes.scope(salt))
+        num_shared = self.prefixes.num_shared(tokens, self.prefixes.scope(salt))
         return Held(groups, salt, prompt, num_pages * size, self.prefixes.state, num_shared)
 
     def _num_findable(self, state: Any) -> int:
