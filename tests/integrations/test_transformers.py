@@ -9,7 +9,7 @@ import torch
 from core.spellings import BAD, ODD
 from oracles.language_models import NEW_TOKENS, generate, make_model, make_prompts
 
-from kvloom.core.spelling import CODE_BITS
+from kvloom.core.entries import CODES
 from kvloom.errors import ArgumentError, KVError, OutOfPages
 from kvloom.integrations.transformers import STORAGE, KVCache, KVPool, enable, load_model
 
@@ -172,7 +172,7 @@ def test_each_side_has_a_group_of_its_own() -> None:
 def test_every_storage_kind_is_accepted() -> None:
     model = make_model()
     for kv in STORAGE:
-        assert len(KVCache.for_model(model, kv=f"{kv}:g16" if kv in CODE_BITS else kv)) == 3
+        assert len(KVCache.for_model(model, kv=f"{kv}:g16" if kv in CODES else kv)) == 3
 
 
 def test_loading_a_missing_folder_names_it() -> None:

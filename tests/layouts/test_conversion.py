@@ -203,7 +203,7 @@ def test_what_cannot_be_lossless_is_refused(
         ({"key": HALF, "layers.0.key": HALF}, "ascend", "one name each"),
         ({"key": HALF, "value": HALF[:1]}, "ascend", "value must have key's blocks"),
         ({"shards.0.key": HALF, "shards.1.key": HALF[:, :, :2]}, "ascend", "the same pages, slots, heads"),
-        ({"key": HALF, "key_scale": HALF}, "ascend", "must be int8, "),
+        ({"key": HALF, "key_scale": HALF}, "ascend", "must be int8 "),
         ({"key": [1]}, "ascend", "key must be a tensor"),
         ({"key": HALF.flatten(2)}, "onnx", "heads must be given"),
     ],

@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 
 from kvloom import ops
+from kvloom.core.entries import OF_BITS, ROTATIONS, Entry, SideFormat
 from kvloom.core.layouts import NATIVE_KEYS, NATIVE_VALUES, CacheLayout
-from kvloom.core.specs import KVSpec, QuantSpec, dtype_name
-from kvloom.core.spelling import ROTATED, ROTATIONS, Kind, parse_kind, recent_of
+from kvloom.core.specs import KVSpec, QuantSpec, dtype_name, entry_of
+from kvloom.core.spelling import Kind, parse_kind, recent_of
 from kvloom.errors import ConfigError
 
 PAGE_LAYOUTS: Final = ("auto", "rows", "NHD", "HND", "native")
@@ -105,7 +106,8 @@ class CacheFormat:
         if self.quant is None:
             return Kind("auto" if self.dtype is None else dtype_name(self.dtype))
         quant = self.quant if head_dim is None else self.quant.for_head_dim(head_dim)
-        usual = Kind(f"int{quant.bits}", quant.group, ROTATED.get(f"int{quant.bits}", "none"))
+        codes = OF_BITS[quant.bits]
+        usual = Kind(codes.name, quant.group, codes.rotate)
         if usual.rotates(side) == quant.rotated:
             return usual
         return replace(usual, rotate=side if quant.rotated else "none")
@@ -121,8 +123,17 @@ class CacheFormat:
 
     def nbytes(self, key: Tensor, value: Tensor, num_slots: int) -> int:
         """Bytes of ``num_slots`` token slots of keys and values such as these, scales included."""
-        specs = (replace(spec, layout=_NHD) for spec in self.specs_of(key, value))
-        return sum(spec.nbytes(num_slots, num_slots) for spec in specs)
+        return num_slots * self.entry(entry_of(key, value)).nbytes
+
+    def entry(self, computed: Entry) -> Entry:
+        """How one layer keeps the keys and values that its model computes so, unquantized."""
+        value = None if computed.value is None else (self.values or self)._kept(computed.value)
+        return Entry(computed.heads, self._kept(computed.key), value)
+
+    def _kept(self, computed: SideFormat) -> SideFormat:
+        if self.quant is not None:
+            return self.quant.side(computed.head_dim, computed.dtype)
+        return computed if self.dtype is None else replace(computed, dtype=dtype_name(self.dtype))
 
 
 def kept_as(

@@ -1,4 +1,4 @@
-"""A layer that keeps codes of 8, 4 or 2 bits, and the most recent tokens as they are.
+"""A layer that keeps codes, and the most recent tokens as they are.
 
 Shapes: B sequences, H heads, N stored tokens, Dk and Dv head dims.
 """
@@ -97,7 +97,7 @@ class QuantizedLayer(Layer):
         """Codes and scales of the sealed tokens: keys, values, scales of keys, scales of values.
 
         Returns:
-            Copies ``[B, sealed, H, D * bits / 8]``, int8, (4 bits) uint8 or (2 bits) bits2x4, and
+            Copies ``[B, sealed, H, D * bits / 8]``, of the dtype of their kind (``kvloom.core.entries``), and
             ``[B, sealed, H, D / group]``.
 
         Raises:

@@ -16,6 +16,7 @@ from kvloom.caches.memory import outside_inference_mode, zeros
 from kvloom.caches.rotation import Rotation
 from kvloom.caches.tokens import TokenIndex, Tokens
 from kvloom.core.checks import FLOAT_DTYPES
+from kvloom.core.entries import Entry
 from kvloom.core.specs import KVSpec
 from kvloom.core.views import KVView
 
@@ -40,6 +41,7 @@ class Storage:
 
     Attributes:
         rotation: How keys and values are rotated before they are quantized; ``None`` if they are not.
+        entry: What is kept of a token.
         has_codes: Whether keys or values are codes.
     """
 
@@ -60,7 +62,8 @@ class Storage:
             replace(value, layout=page_layout(layout, "value", value, page_size, device, is_gathered)),
         )
         self.rotation = Rotation.of(key, value)
-        self.has_codes = key.quant is not None or value.quant is not None
+        self.entry = Entry(key.heads, key.side, value.side)
+        self.has_codes = self.entry.has_codes
         self.page_size = page_size
         self.device = torch.empty(0, device=device).device  # with its index
         self.num_extents = self.stride = 0
@@ -94,7 +97,7 @@ class Storage:
     @property
     def nbytes_per_token(self) -> float:
         """Bytes that one token of one sequence takes, scales included."""
-        return sum(spec.nbytes(self.page_size, self.page_size) for spec in self.specs) / self.page_size
+        return float(self.entry.nbytes)
 
     def rows(self) -> tuple[Tensor, Tensor] | None:
         """Views of keys and values ``[extents, H, slots, D]``, ``None`` if the tensors have no such view."""
@@ -222,11 +225,8 @@ def _allocate_side(
     spec: KVSpec, num_slots: int, block_size: int, device: torch.device
 ) -> tuple[Tensor, Tensor | None]:
     """As ``spec.empty``."""
-    cache, scale = spec.shapes(num_slots, block_size)
-    codes = zeros(cache, spec.cache_dtype, device)
-    if scale is None or spec.quant is None:
-        return codes, None
-    return codes, zeros(scale, spec.quant.scale_dtype, device)
+    cache, *scale = (zeros(*x, device) for x in spec.tensors(num_slots, block_size))
+    return cache, scale[0] if scale else None
 
 
 def _canonical(view: KVView) -> list[Tensor]:

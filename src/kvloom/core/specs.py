@@ -3,18 +3,30 @@
 import hashlib
 import json
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Final
 
 import torch
 from torch import Tensor
 
 from kvloom.core.checks import FLOAT_DTYPES
+from kvloom.core.entries import (
+    CODES,
+    LEAST_GROUP,
+    OF_BITS,
+    Entry,
+    Part,
+    SideFormat,
+    choice,
+    group_for,
+    parts_of_codes,
+)
 from kvloom.core.layouts import CacheLayout, as_layout
-from kvloom.core.spelling import CODE_BITS, LEAST_GROUP, Kind, group_for, parse_kind, per_byte
+from kvloom.core.spelling import Kind, parse_kind
 from kvloom.errors import ArgumentError, ConfigError
 
-CODE_DTYPE: Final = {8: torch.int8, 4: torch.uint8, 2: torch.bits2x4}
-"""How codes of each number of bits are stored; 4-bit codes stand two to a byte, 2-bit codes four."""
+CODE_DTYPE: Final[dict[int, torch.dtype]] = {bits: getattr(torch, x.dtype) for bits, x in OF_BITS.items()}
+"""How codes of each number of bits are stored."""
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -31,7 +43,7 @@ class QuantSpec:
     Without a group these are codes of any head dim that is a multiple of 8; a ``KVSpec`` of them has one.
 
     Attributes:
-        bits: 8 (stored as int8), 4 (two to a uint8) or 2 (four to a ``torch.bits2x4``, which is a byte).
+        bits: Of one of ``CODES`` (``kvloom.core.entries``): 8, 4 or 2.
         group: Elements that share a scale; ``None`` for the greatest common divisor of 64 and the head dim.
             64 costs 1.03 bytes an element at 8 bits and float16 scales, 8 (the default of the PMX documents)
             1.25.
@@ -45,9 +57,9 @@ class QuantSpec:
     rotated: bool = False
 
     def __post_init__(self) -> None:
-        if self.bits not in CODE_DTYPE:
-            raise ConfigError(f"bits must be 8, 4 or 2, got {self.bits!r}")
-        group, multiple = self.group, per_byte(self.bits)
+        if self.bits not in OF_BITS:
+            raise ConfigError(f"bits must be {choice([*OF_BITS])}, got {self.bits!r}")
+        group, multiple = self.group, OF_BITS[self.bits].per_byte
         if group is not None and (isinstance(group, bool) or not isinstance(group, int) or group < 1):
             raise ConfigError(f"group must be a positive int, got {group!r}")
         if group is not None and group % multiple:
@@ -59,9 +71,9 @@ class QuantSpec:
 
     @classmethod
     def parse(cls, text: str, name: str = "text", side: str = "keys") -> "QuantSpec":
-        """The codes that ``"int8"``, ``"int4"`` or ``"int2"``, ``"int8:g32"`` and the like spell.
+        """The codes that ``"int8"``, ``"int4:g32"`` and the like spell.
 
-        Scales are float16. Keys of 4 and 2 bits are rotated unless the text says otherwise.
+        Scales are float16. Keys are rotated if their ``Codes.rotate`` says so and the text not otherwise.
 
         Args:
             text: The spelling.
@@ -71,7 +83,7 @@ class QuantSpec:
         Raises:
             ArgumentError: ``text`` spells no codes.
         """
-        kind = parse_kind(name, text, tuple(CODE_BITS))
+        kind = parse_kind(name, text, tuple(CODES))
         if kind.recent:
             raise ArgumentError(f"{name} must spell codes alone, without recent, got {text!r}")
         return cls(kind.bits, kind.group, rotated=kind.rotates(side))
@@ -91,8 +103,14 @@ class QuantSpec:
             raise ConfigError(f"head_dim must be a multiple of group {group}, got {head_dim}")
         return self if group == self.group else replace(self, group=group)
 
+    def side(self, head_dim: int, dtype: str) -> SideFormat:
+        """Vectors of ``head_dim`` elements as these codes; ``dtype`` is what they are without."""
+        codes = self.for_head_dim(head_dim)
+        scale_dtype = dtype_name(codes.scale_dtype)
+        return SideFormat(head_dim, dtype, codes.bits, codes.group or 0, scale_dtype, codes.rotated)
+
     def __str__(self) -> str:
-        return str(Kind(f"int{self.bits}", self.group, "both" if self.rotated else "none"))
+        return str(Kind(OF_BITS[self.bits].name, self.group, "both" if self.rotated else "none"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +151,7 @@ class KVSpec:
             object.__setattr__(self, "quant", self.quant.for_head_dim(self.head_dim))
         if self.quant is not None and self.quant.rotated and self.head_dim % 2:
             raise ConfigError(f"head_dim must be even to be rotated, got {self.head_dim}")
-        chunk = self.axes.chunk("D") * (self.head_dim // self._stored_dim)
+        chunk = self.axes.chunk("D") * (self.head_dim // self.parts[0].width)
         if self.head_dim % chunk:
             raise ConfigError(
                 f"head_dim must be a multiple of {chunk} for layout {self.axes.axes!r}, got {self.head_dim}"
@@ -155,14 +173,26 @@ class KVSpec:
         return 0 if self.quant is None or self.quant.group is None else self.quant.group
 
     @property
-    def _stored_dim(self) -> int:
-        """Elements of the cache tensor in a head vector."""
-        return self.head_dim if self.quant is None else self.head_dim // per_byte(self.quant.bits)
+    def side(self) -> SideFormat:
+        """Keys or values of one layer.
 
-    def shapes(
+        Raises:
+            ConfigError: ``dtype`` is none of ``FLOATS``.
+        """
+        name = dtype_name(self.dtype)
+        return SideFormat(self.head_dim, name) if self.quant is None else self.quant.side(self.head_dim, name)
+
+    @property
+    def parts(self) -> list[Part]:
+        """As ``SideFormat.parts``, of any dtype."""
+        if self.quant is None:
+            return [Part(dtype_name(self.dtype), self.dtype.itemsize, self.head_dim)]
+        return parts_of_codes(self.head_dim, self.quant.bits, self.group, dtype_name(self.quant.scale_dtype))
+
+    def tensors(
         self, num_tokens: int, block_size: int | None = None
-    ) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
-        """Shapes of cache and scale (``None`` if not quantized) for ``num_tokens`` token slots.
+    ) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        """Shape and dtype of each tensor for ``num_tokens`` token slots, in the order of ``parts``.
 
         Args:
             num_tokens: Token slots in all.
@@ -190,28 +220,27 @@ class KVSpec:
                 raise ArgumentError(
                     f"{name} must be a multiple of {chunk} for layout {self.axes.axes!r}, got {sizes[axis]}"
                 )
-        cache = self.axes.shape(D=self._stored_dim, **sizes)
-        if self.quant is None:
-            return cache, None
-        return cache, self.axes.for_scale().shape(D=self.head_dim // self.group, **sizes)
+        first, *others = self.parts
+        layouts = [(self.axes, first), *((self.axes.for_scale(), part) for part in others)]
+        return [(axes.shape(D=part.width, **sizes), getattr(torch, part.dtype)) for axes, part in layouts]
+
+    def shapes(
+        self, num_tokens: int, block_size: int | None = None
+    ) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
+        """Shapes of cache and scale (``None`` if not quantized); arguments and errors as of ``tensors``."""
+        cache, *scale = (shape for shape, _ in self.tensors(num_tokens, block_size))
+        return cache, scale[0] if scale else None
 
     def nbytes(self, num_tokens: int, block_size: int | None = None) -> int:
         """Bytes that ``empty`` allocates, scales included."""
-        cache, scale = self.shapes(num_tokens, block_size)
-        total = _product(cache) * self.cache_dtype.itemsize
-        if scale is not None and self.quant is not None:
-            total += _product(scale) * self.quant.scale_dtype.itemsize
-        return total
+        return sum(prod(shape) * dtype.itemsize for shape, dtype in self.tensors(num_tokens, block_size))
 
     def empty(
         self, num_tokens: int, block_size: int | None = None, *, device: torch.device | str | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """Allocate ``(cache, scale)``, zeroed; you own them. ``scale`` is ``None`` if not quantized."""
-        cache, scale = self.shapes(num_tokens, block_size)
-        if scale is None or self.quant is None:
-            return torch.zeros(cache, dtype=self.dtype, device=device), None
-        codes = torch.zeros(cache, dtype=torch.uint8, device=device)  # torch fills no bits2x4
-        return codes.view(self.cache_dtype), torch.zeros(scale, dtype=self.quant.scale_dtype, device=device)
+        cache, *scale = (_zeros(*x, device) for x in self.tensors(num_tokens, block_size))
+        return cache, scale[0] if scale else None
 
     def fingerprint(self) -> str:
         """A digest of every field (64 hex digits): equal if and only if the bytes mean the same."""
@@ -233,8 +262,15 @@ class KVSpec:
         return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
 
 
-def _product(shape: tuple[int, ...]) -> int:
-    result = 1
-    for extent in shape:
-        result *= extent
-    return result
+def entry_of(key: Tensor, value: Tensor) -> Entry:
+    """Keys and values such as these, ``[B, H, Q, D]``, unquantized."""
+    sides = (SideFormat(x.shape[3], dtype_name(key.dtype)) for x in (key, value))
+    return Entry(key.shape[1], *sides)
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str | None) -> Tensor:
+    if dtype.itemsize > 1:
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return torch.zeros(shape, dtype=torch.uint8, device=device).view(
+        dtype
+    )  # torch may fill no dtype of codes

@@ -1,7 +1,7 @@
 """How keys and values are kept, spelled ``KIND[:gGROUP][,OPTION=VALUE...]``.
 
-Such as ``"float16"``, ``"int8"``, ``"int4:g32"``, ``"int4,rotate=keys"``. Codes that name no group have the
-one that ``group_for`` chooses for a head dim.
+Such as ``"float16"``, ``"int8"``, ``"int4:g32"``, ``"int4,rotate=keys"``; kinds are named in ``FLOATS`` and
+``CODES``. Codes that name no group have the one that ``group_for`` chooses for a head dim.
 
 Without torch, so that a command line can be checked at once.
 """
@@ -9,43 +9,16 @@ Without torch, so that a command line can be checked at once.
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from math import gcd
 from pathlib import Path
 from typing import Any, Final
 
+from kvloom.core.entries import CODES, FLOATS, ROTATIONS, Codes, choice
 from kvloom.errors import ArgumentError
 
-STORAGE: Final = ("auto", "float32", "float16", "bfloat16", "int8", "int4", "int2")
-"""Kinds: the model's own dtype, a float dtype, or codes."""
-CODE_BITS: Final = {"int8": 8, "int4": 4, "int2": 2}
-"""Bits of the kinds that are codes; they may have a group and options."""
-GROUP: Final = 64
-"""Most elements along the head dim that share a scale, if no group is given."""
-LEAST_GROUP: Final = 8
-"""Fewest elements that share a scale, if no group is given: fewer take more bytes than they save."""
-ROTATIONS: Final = ("none", "keys", "values", "both")
-"""Of which of the two a head vector is rotated before it is quantized."""
-
-ROTATED: Final = {"int4": "keys", "int2": "keys"}
-"""Which are rotated of a kind that does not say so."""
-RECENT: Final = {"int4": 64, "int2": 64}
-"""Newest tokens that each token reads unquantized, of a kind that does not say so."""
+STORAGE: Final = ("auto", *FLOATS, *CODES)
+"""Kinds: the model's own dtype, a float dtype, or codes, which may have a group and options."""
 
 _SPELLING: Final = re.compile(r"([a-z0-9]+)(?::g([1-9][0-9]{0,17}))?((?:,[a-z]+=[a-z0-9]+)*)")
-
-
-def per_byte(bits: int) -> int:
-    """Codes of so many bits that stand in a byte; a group has a multiple of as many."""
-    return 8 // bits
-
-
-def group_for(head_dim: int) -> int | None:
-    """Elements that share a scale, if no group is given: the greatest common divisor of 64 and ``head_dim``.
-
-    ``None`` for head dims that are no multiple of 8.
-    """
-    group = gcd(GROUP, head_dim)
-    return group if group >= LEAST_GROUP else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +38,20 @@ class Kind:
     recent: int | None = None
 
     @property
+    def codes(self) -> Codes | None:
+        """Its codes; ``None`` for a kind that is none."""
+        return CODES.get(self.name)
+
+    @property
     def bits(self) -> int:
         """Of codes; 0 for a kind that is none."""
-        return CODE_BITS.get(self.name, 0)
+        return self.codes.bits if self.codes else 0
+
+    @property
+    def usual(self) -> "Kind":
+        """What this kind and group are if nothing else is said."""
+        rotate, recent = (self.codes.rotate, self.codes.recent) if self.codes else ("none", 0)
+        return Kind(self.name, self.group, rotate, recent)
 
     def rotates(self, side: str) -> bool:
         """Whether ``"keys"`` or ``"values"`` are rotated."""
@@ -75,9 +59,10 @@ class Kind:
 
     def __str__(self) -> str:
         """The shortest spelling."""
+        usual = self.usual
         group = "" if self.group is None else f":g{self.group}"
-        rotate = "" if self.rotate == ROTATED.get(self.name, "none") else f",rotate={self.rotate}"
-        recent = "" if self.recent in (None, RECENT.get(self.name, 0)) else f",recent={self.recent}"
+        rotate = "" if self.rotate == usual.rotate else f",rotate={self.rotate}"
+        recent = "" if self.recent in (None, usual.recent) else f",recent={self.recent}"
         return f"{self.name}{group}{rotate}{recent}"
 
 
@@ -106,7 +91,7 @@ _OPTIONS: Final[dict[str, tuple[str, Callable[[str], Any]]]] = {
 def recent_of(keys: Kind, values: Kind) -> int:
     """Newest tokens that each token attends to unquantized, where either side is codes."""
     said = [kind.recent for kind in (keys, values) if kind.recent is not None]
-    return max(said or [RECENT.get(kind.name, 0) for kind in (keys, values)])
+    return max(said or [kind.usual.recent or 0 for kind in (keys, values)])
 
 
 def is_plan(kv: object) -> bool:
@@ -134,21 +119,20 @@ def parse_kind(name: str, text: object, kinds: tuple[str, ...] = STORAGE) -> Kin
     """
     found = _SPELLING.fullmatch(text) if isinstance(text, str) else None
     kind, digits, options = found.groups() if found else ("", None, "")
-    if kind not in kinds or ((digits or options) and kind not in CODE_BITS):
+    codes = CODES.get(kind)
+    if kind not in kinds or ((digits or options) and codes is None):
         raise ArgumentError(
-            f"{name} must be one of {', '.join(kinds[:-1])} or {kinds[-1]}, codes also with a group such as "
-            f"int8:g32 or an option such as int4,rotate=keys, got {text!r}"
+            f"{name} must be one of {choice(kinds)}, codes also with a group such as int8:g32 or an option "
+            f"such as int4,rotate=keys, got {text!r}"
         )
-    if kind not in CODE_BITS:
+    if codes is None:
         return Kind(kind)
     group = int(digits) if digits else None
-    bits = CODE_BITS[kind]
-    if group is not None and group % per_byte(bits):
+    if group is not None and group % codes.per_byte:
         raise ArgumentError(
-            f"{name} must have a group of a multiple of {per_byte(bits)} for {bits} bits, got {text!r}"
+            f"{name} must have a group of a multiple of {codes.per_byte} for {codes.bits} bits, got {text!r}"
         )
-    default = {"rotate": ROTATED.get(kind, "none")}
-    return Kind(kind, group, **default | _parse_options(name, text, options))
+    return Kind(kind, group, **{"rotate": codes.rotate} | _parse_options(name, text, options))
 
 
 def _parse_options(name: str, text: object, options: str) -> dict[str, Any]:

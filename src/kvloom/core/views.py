@@ -8,23 +8,23 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from kvloom.core.checks import FLOAT_DTYPES, expect, expect_range
+from kvloom.core.entries import OF_BITS, choice
 from kvloom.core.layouts import CacheLayout, as_layout
 from kvloom.core.memory import overlaps_itself, reach_of, shares_memory, span_of
 from kvloom.core.specs import CODE_DTYPE
-from kvloom.core.spelling import per_byte
 from kvloom.errors import ArgumentError, ShapeError
 
 _INTEGER = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _INDEXABLE = {*FLOAT_DTYPES, *_INTEGER.values(), torch.uint8, torch.bool}
-_BITS_OF_CODES = {dtype: bits for bits, dtype in CODE_DTYPE.items()}
+_CODES = {dtype: OF_BITS[bits] for bits, dtype in CODE_DTYPE.items()}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Side:
     """Keys or values of one layer, both tensors ``[B, S/s, s, H, D/d, d]`` with any strides.
 
-    A side with a scale is quantized: to 8 bits if its cache is int8, to 4 (two to a byte) if it is uint8, and
-    to 2 (four to a byte) if it is ``torch.bits2x4``. Its group is D divided by the scale's last two axes.
+    A side with a scale is quantized, to those of ``CODES`` that have the dtype of its cache: 8 bits if it is
+    int8, 4 (two to a byte) if uint8. Its group is D divided by the scale's last two axes.
 
     Raises:
         ShapeError: the tensors are no canonical views, or do not fit each other.
@@ -53,7 +53,7 @@ class Side:
         if scale is not None:
             _expect_canonical("scale", scale)
             _expect_scale("cache", cache, "scale", scale, (cache, scale))
-            bits, head_dim = _BITS_OF_CODES[cache.dtype], head_dim_of(cache, scale)
+            bits, head_dim = _CODES[cache.dtype].bits, head_dim_of(cache, scale)
             group = head_dim // (scale.shape[4] * scale.shape[5])
         holds_floats = scale is not None or cache.dtype in FLOAT_DTYPES
         object.__setattr__(self, "bits", bits)
@@ -271,7 +271,7 @@ def detached(x: Tensor) -> Tensor:
 def head_dim_of(cache: Tensor, scale: Tensor | None) -> int:
     """Elements in a head vector of a canonical view (a byte of codes may hold several)."""
     stored = cache.shape[-2] * cache.shape[-1]
-    return stored if scale is None else stored * per_byte(_BITS_OF_CODES[cache.dtype])
+    return stored if scale is None else stored * _CODES[cache.dtype].per_byte
 
 
 def slot_stride(x: Tensor) -> int | None:
@@ -297,11 +297,9 @@ def _expect_scale(
     name: str, cache: Tensor, scale_name: str, scale: Tensor, given: tuple[Tensor, Tensor]
 ) -> None:
     """Check that canonical views of a cache and its scale fit; errors show the shapes of those ``given``."""
-    if cache.dtype not in _BITS_OF_CODES:
-        raise ShapeError(
-            f"{name} must be int8, (4 bits) uint8 or (2 bits) torch.bits2x4 where it has a scale, "
-            f"got {cache.dtype}"
-        )
+    if cache.dtype not in _CODES:
+        kinds = choice([f"{x.dtype} ({x.bits} bits)" for x in OF_BITS.values()])
+        raise ShapeError(f"{name} must be {kinds} where it has a scale, got {cache.dtype}")
     if scale.dtype not in FLOAT_DTYPES:
         raise ShapeError(f"{scale_name} must be one of {FLOAT_DTYPES}, got {scale.dtype}")
     if scale.device != cache.device:
@@ -312,10 +310,10 @@ def _expect_scale(
             f"{scale_name} must have the axes of {name} {list(given[0].shape)} with D / group last, "
             f"got {list(given[1].shape)}"
         )
-    bits = _BITS_OF_CODES[cache.dtype]
-    if head_dim // groups % per_byte(bits):
+    codes = _CODES[cache.dtype]
+    if head_dim // groups % codes.per_byte:
         raise ShapeError(
-            f"{scale_name} must have a group of a multiple of {per_byte(bits)} for {bits} bits, "
+            f"{scale_name} must have a group of a multiple of {codes.per_byte} for {codes.bits} bits, "
             f"got {head_dim // groups}"
         )
 

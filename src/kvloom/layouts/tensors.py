@@ -28,8 +28,8 @@ class KVTensors:
     no axis L, and the shard, where the heads are spread over several: ``layers.3.shards.0.key``.
 
     Attributes:
-        tensors: By name. Quantized ones are int8, uint8 with two 4-bit codes in a byte, or bits2x4 with four
-            2-bit codes, which safetensors has no name for.
+        tensors: By name. Quantized ones have the dtype of their codes (``kvloom.core.entries``), such as
+            uint8 with two 4-bit codes in a byte; safetensors may have no name for it.
         layout: A name of ``kvloom.layouts.LAYOUTS``, or axes.
         heads: Key/value heads of all shards together; needed only where the layout merges H with D.
 

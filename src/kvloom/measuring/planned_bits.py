@@ -8,9 +8,10 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from kvloom.caches.format import kept_as
+from kvloom.caches.format import CacheFormat, kept_as
 from kvloom.core.checks import expect_range
-from kvloom.core.spelling import RECENT, group_for, parse_kind
+from kvloom.core.entries import CODES, Entry, group_for
+from kvloom.core.spelling import parse_kind
 from kvloom.errors import ArgumentError
 from kvloom.integrations.transformers import KVCache
 from kvloom.integrations.transformers.bit_plan import BitPlan, config_digest
@@ -43,7 +44,7 @@ def plan_bits(
     bits: float | None = None,
     budget: float | None = None,
     kinds: Sequence[str] = KINDS,
-    recent: int = RECENT["int4"],
+    recent: int = CODES["int4"].recent,
     chunk: int = 32,
     on_step: Callable[[int, int], None] | None = None,
 ) -> BitPlan:
@@ -157,23 +158,16 @@ def _costs(model: Any, kinds: Sequence[str]) -> tuple[dict[_Side, list[int]], in
         )
     costs: dict[_Side, list[int]] = {}
     elements = 0
+    formats = [CacheFormat(*kept_as("kinds", kind)) for kind in kinds]
     for index, layer in enumerate(cache.layers):
         storage = layer.pages.storage if isinstance(layer, KVCacheLayer) else None
         if storage is None:
             continue
-        for side, spec in enumerate(storage.specs):
-            elements += spec.heads * spec.head_dim
-            costs[index, side] = [_nbytes(spec, kind, side) for kind in kinds]
+        for number, side in enumerate(storage.entry.sides):
+            computed = Entry(storage.entry.heads, side, None)
+            elements += computed.heads * side.head_dim
+            costs[index, number] = [format.entry(computed).nbytes for format in formats]
     return costs, elements
-
-
-def _nbytes(spec: Any, kind: str, side: int) -> int:
-    """Bytes of a token, of keys (0) or values (1) that are kept as a kind."""
-    dtype, quant = kept_as("kinds", kind, ("keys", "values")[side])
-    size = spec.heads * spec.head_dim
-    if quant is None:
-        return int(size * (dtype or spec.dtype).itemsize)
-    return int(replace(spec, layout="T H D", quant=quant).nbytes(1))
 
 
 def _cheapest_errors(items: Sequence[tuple[list[int], list[float]]], limit: float) -> list[int] | None:

@@ -14,6 +14,8 @@ from torch import Tensor
 from transformers import AutoConfig, DynamicCache, PretrainedConfig
 
 from kvloom.caches import CacheFormat
+from kvloom.core.entries import Entry
+from kvloom.core.specs import entry_of
 from kvloom.errors import ArgumentError, UnsupportedError
 from kvloom.integrations.transformers import summary_of
 from kvloom.integrations.transformers.build import DummyLayer, StatefulLayer, make_layers
@@ -32,19 +34,13 @@ class LayerShape:
 
     Attributes:
         kind: Of the layer.
-        heads: Key/value heads; 0 without keys.
-        key_dim: Elements of a key.
-        value_dim: Elements of a value.
-        dtype: In which keys and values are computed.
+        entry: Keys and values as they are computed; ``None`` without keys.
         window: Tokens that a token sees, itself included; ``None`` for all.
         state_nbytes: Bytes of the recurrent state of one sequence.
     """
 
     kind: Kind
-    heads: int
-    key_dim: int
-    value_dim: int
-    dtype: torch.dtype
+    entry: Entry | None
     window: int | None
     state_nbytes: int
 
@@ -197,13 +193,13 @@ def _shape(name: str, layer: Any, cache: _Watched, index: int, is_latent: bool) 
                 f"config must be of a model that keeps recurrent states in its cache, got {name} with others"
             )
     if index not in cache.seen:
-        return LayerShape("recurrent" if state else "none", 0, 0, 0, torch.float32, None, state)
+        return LayerShape("recurrent" if state else "none", None, None, state)
     key, value = cache.seen[index]
     window = layer.pages.sequences.window
     kind: Kind = "hybrid" if state else "full" if window is None else "window"
     if kind == "full" and is_latent:
         kind = "latent"
-    return LayerShape(kind, key.shape[1], key.shape[3], value.shape[3], key.dtype, window, state)
+    return LayerShape(kind, entry_of(key, value), window, state)
 
 
 def _tensors(found: dict[Any, Any]) -> list[tuple[Any, Tensor]]:

@@ -2,13 +2,12 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from math import prod
 from pathlib import Path
 from typing import Any, Final
 
 from kvloom.caches import CacheFormat, Sequences
-from kvloom.core.specs import KVSpec
-from kvloom.core.spelling import CODE_BITS, STORAGE, expect_pack, group_for
+from kvloom.core.entries import CODES, group_for
+from kvloom.core.spelling import STORAGE, expect_pack
 from kvloom.errors import ArgumentError, ConfigError
 from kvloom.integrations.transformers.build import cache_format
 from kvloom.integrations.transformers.positions import positions_of
@@ -140,7 +139,7 @@ class Plan:
 
     def _with(self, context: int, batch: int, *, is_peak: bool = False) -> "Plan":
         format = cache_format(self.shape.config, self.kv, self.page_size, values=self.values)
-        windows = dict.fromkeys(layer.window for layer in self.shape.layers if layer.heads)
+        windows = dict.fromkeys(layer.window for layer in self.shape.layers if layer.entry)
         held = {window: _held(context, window, self.page_size, is_peak) for window in windows}
         return replace(
             self,
@@ -201,8 +200,8 @@ def plan(
 
 def kinds_for(shape: ModelShape) -> list[str]:
     """Every ``kv`` that a model can have: codes, if they find a group for its head dims."""
-    dims = {dim for layer in shape.layers if layer.heads for dim in (layer.key_dim, layer.value_dim)}
-    return [kind for kind in STORAGE if kind not in CODE_BITS or all(map(group_for, dims))]
+    dims = {side.head_dim for layer in shape.layers if layer.entry for side in layer.entry.sides}
+    return [kind for kind in STORAGE if kind not in CODES or all(map(group_for, dims))]
 
 
 def _held(context: int, window: int | None, page_size: int, is_peak: bool) -> tuple[int, int]:
@@ -229,29 +228,18 @@ def _layer(
     is_peak: bool,
 ) -> LayerPlan:
     states = batch * layer.state_nbytes
-    if not layer.heads:
+    if layer.entry is None:
         return LayerPlan(layer.kind, states=states)
-    sides = [
-        x.spec(layer.heads, dim, layer.dtype)
-        for x, dim in ((format, layer.key_dim), (format.values or format, layer.value_dim))
-    ]
-    slot = [_slot(spec) for spec in sides]
-    cache, scales = sum(x for x, _ in slot), sum(x for _, x in slot)
+    entry = format.entry(layer.entry)
     num_slots = batch * num_pages * format.page_size
     empty = num_slots - batch * num_tokens
     recent, residual = 0, Sequences(format, layer.window).residual
     if residual is not None and num_tokens:
         newest = _in_window(residual, context, is_peak)[0] * residual.format.page_size
-        recent = batch * newest * layer.heads * (layer.key_dim + layer.value_dim) * layer.dtype.itemsize
-    waste = (cache + scales) * empty
-    return LayerPlan(layer.kind, cache * num_slots + recent, scales * num_slots, states, waste)
-
-
-def _slot(spec: KVSpec) -> tuple[int, int]:
-    """Bytes of keys or values of a token, and of their scales."""
-    cache, scale = replace(spec, layout="T H D").shapes(1)
-    scales = 0 if scale is None or spec.quant is None else prod(scale) * spec.quant.scale_dtype.itemsize
-    return prod(cache) * spec.cache_dtype.itemsize, scales
+        recent = batch * newest * layer.entry.nbytes
+    scales = entry.nbytes_scales
+    cache = (entry.nbytes - scales) * num_slots + recent
+    return LayerPlan(layer.kind, cache, scales * num_slots, states, entry.nbytes * empty)
 
 
 def _most(fits: Callable[[int], bool]) -> int | None:

@@ -1,1 +1,1 @@
-"""What int8, int4 and int2 mean: scales, codes and their bytes."""
+"""What codes mean: scales, numbers and bytes."""

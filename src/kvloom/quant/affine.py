@@ -34,12 +34,11 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from kvloom.core.entries import OF_BITS
 from kvloom.core.specs import CODE_DTYPE
 from kvloom.quant.packing import pack, unpack
 
 EPS: Final = 1e-5
-QMAX: Final = {8: 127, 4: 7, 2: 4}
-"""The largest magnitude of a group in scales; of 8 and 4 bits that is the largest code."""
 
 
 def quantize(x: Tensor, bits: int, group: int, scale_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -54,10 +53,9 @@ def quantize(x: Tensor, bits: int, group: int, scale_dtype: torch.dtype) -> tupl
         scale_dtype: float32, float16 or bfloat16.
 
     Returns:
-        Codes, int8 ``[..., D]``, (4 bits) uint8 ``[..., D / 2]`` or (2 bits) bits2x4 ``[..., D / 4]``, and
-        scales ``[..., D / group]``.
+        Codes ``[..., D * bits / 8]`` of ``CODE_DTYPE``, and scales ``[..., D / group]``.
     """
-    qmax = QMAX[bits]
+    qmax = OF_BITS[bits].largest
     groups = x.unflatten(-1, (-1, group))
     amax = groups.abs().amax(-1, keepdim=True)
     finite = amax.isfinite()  # a maximum with a NaN is NaN, so this covers the whole group

@@ -6,7 +6,7 @@ Four bits are the even element in the low nibble, as ONNX INT4; two bits are as 
 import torch
 from torch import Tensor
 
-from kvloom.core.spelling import per_byte
+from kvloom.core.entries import OF_BITS
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:
@@ -19,7 +19,7 @@ def pack(codes: Tensor, bits: int) -> Tensor:
     Returns:
         uint8 ``[..., D * bits / 8]``.
     """
-    count, lowest = per_byte(bits), (1 << bits) - 1
+    count, lowest = OF_BITS[bits].per_byte, (1 << bits) - 1
     fields = codes.view(torch.uint8) & lowest
     packed = fields[..., ::count]
     for i in range(1, count):

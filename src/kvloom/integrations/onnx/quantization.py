@@ -10,8 +10,9 @@ import ml_dtypes
 import numpy as np
 from onnx import TensorProto
 
+from kvloom.core.entries import OF_BITS
 from kvloom.integrations.onnx.builder import BOOL, FLOAT, INT32, Builder
-from kvloom.quant.affine import EPS, QMAX
+from kvloom.quant.affine import EPS
 
 _NUMPY: Final = {
     TensorProto.FLOAT: np.float32,
@@ -46,7 +47,7 @@ def quantize(b: Builder, x: str, dtype: int, bits: int, group: int, scale_dtype:
     nonfinite = b.ReduceMax(b.cast(b.is_nonfinite(x), INT32), last, keepdims=1)
     nonfinite = b.cast(nonfinite, BOOL)
     x = b.Where(nonfinite, 0.0, x)
-    largest_code = float(QMAX[bits])
+    largest_code = float(OF_BITS[bits].largest)
     eps = float(np.asarray(EPS, dtype=_NUMPY[dtype]))
     amax = b.ReduceMax(b.Abs(x), last, keepdims=1)
     scale = b.Max(rounded(b, b.Div(amax, largest_code), dtype), eps)

@@ -10,8 +10,9 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from kvloom.caches import CacheFormat, FixedLayer, PagedLayer, Pages, Sequences
 from kvloom.caches.format import kept_as
+from kvloom.core.entries import LEAST_GROUP
 from kvloom.core.specs import QuantSpec
-from kvloom.core.spelling import LEAST_GROUP, is_plan, parse_kind, recent_of
+from kvloom.core.spelling import is_plan, parse_kind, recent_of
 from kvloom.errors import ArgumentError, ConfigError, UnsupportedError
 from kvloom.integrations.transformers.bit_plan import BitPlan, config_digest
 from kvloom.integrations.transformers.layers import (

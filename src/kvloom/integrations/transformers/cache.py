@@ -92,9 +92,9 @@ class KVCache(DynamicCache):  # type: ignore[misc]
                 model this is the decoder's own half, for ``EncoderDecoderCache``.
             kv: How keys and values are kept, one of ``STORAGE``. ``"int8:g32"`` has float16 scales of 32
                 elements along the head dim, ``"int8"`` of 64, or of what 64 and the head dim have in common;
-                so have int4 and int2, with keys rotated first unless it is ``"int4,rotate=none"``. By
+                so have codes of fewer bits, with keys rotated first unless it is ``"int4,rotate=none"``. By
                 ``"int8,recent=32"`` tokens attend to their newest 32, themselves included, unquantized; with
-                int4 and int2 to 64, unless the text says another number, 0 for none. Or the path of a plan.
+                fewer bits to 64, unless the text says another number, 0 for none. Or the path of a plan.
             page_size: Tokens in a page.
             max_tokens: Token slots of each layer, all sequences together; ``None`` grows on demand.
             values: How the values are kept, as ``kv``, if otherwise than the keys.

@@ -58,10 +58,8 @@ def view(pages: Tensor, head_dim: int, dtype: torch.dtype, quant: QuantSpec | No
     runs = pages.view(torch.uint8).flatten(2)
     spec = KVSpec(1, heads, head_dim, dtype, quant=quant)
     key, value = (replace(spec, layout=_layout(side, spec, size)) for side in ("key", "value"))
-    (keys, key_scales), (values, value_scales) = (side.shapes(blocks * size, size) for side in (key, value))
-    parts = [(keys, spec.cache_dtype), (values, spec.cache_dtype)]
-    if quant is not None and key_scales is not None and value_scales is not None:
-        parts += [(key_scales, quant.scale_dtype), (value_scales, quant.scale_dtype)]
+    both = zip(*(side.tensors(blocks * size, size) for side in (key, value)), strict=True)
+    parts = [part for pair in both for part in pair]
     lengths = [prod(shape[2:]) * dtype.itemsize for shape, dtype in parts]
     planes = [
         run.view(dtype).unflatten(-1, shape[2:])

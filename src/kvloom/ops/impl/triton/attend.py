@@ -10,8 +10,8 @@ import triton
 from torch import Tensor
 
 from kvloom.core.checks import can_read
+from kvloom.core.entries import OF_BITS
 from kvloom.core.indexing import ENDLESS, CacheIndex, check_index, check_new, check_starts
-from kvloom.core.spelling import per_byte
 from kvloom.core.views import Side, head_dim_of
 from kvloom.errors import ArgumentError, ShapeError
 from kvloom.ops.impl.triton.attend_merge import merge_kernel
@@ -228,7 +228,7 @@ def _arguments(side: Side, dtype: torch.dtype, *, of_values: bool) -> tuple[Side
     cache, scale, bits = side.cache, side.scale, side.bits
     view, shape = describe(cache, bits=bits > 0)
     dim = cache.shape[-2] * cache.shape[-1]
-    planes = per_byte(bits) if bits else 1
+    planes = OF_BITS[bits].per_byte if bits else 1
     if scale is None:
         form = SideForm(0, dim, _width(dim), 1, 1, 1, dim, False, shape, shape, 0.0)
         return SideViews(view, None), form
@@ -236,8 +236,8 @@ def _arguments(side: Side, dtype: torch.dtype, *, of_values: bool) -> tuple[Side
     groups = scale.shape[-2] * scale.shape[-1]
     group = dim // groups
     is_coarse = dtype == torch.bfloat16 or (dtype == scale.dtype == torch.float16 and not of_values)
-    # Four planes for each group would spill registers, so codes of 2 bits are dequantized one by one.
-    is_whole = group == _width(group) and bits > 2
+    # Four planes for each group would spill registers, so codes of more than two are dequantized one by one.
+    is_whole = group == _width(group) and planes <= 2
     scales_products = is_coarse and groups <= MAX_CHUNKS and is_whole
     chunks, width = (groups, group) if scales_products else (1, _width(dim))
     form = SideForm(

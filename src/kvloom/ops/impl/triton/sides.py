@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvloom.core.spelling import per_byte
+from kvloom.core.entries import OF_BITS
 from kvloom.core.views import Side
 from kvloom.ops.impl.triton.numerics import LARGEST
 from kvloom.ops.impl.triton.places import Shape, View, describe
@@ -57,7 +57,7 @@ def arguments_of(side: Side | None, *, as_bits: bool) -> tuple[SideViews, Form]:
     group = cache.shape[-2] * cache.shape[-1] // groups
     width = triton.next_power_of_2(group)
     largest = 0.0 if scale is None else LARGEST[scale.dtype]
-    per_element, rows = per_byte(bits) if bits else 1, max(TILE_ELEMENTS // width, 1)
+    per_element, rows = OF_BITS[bits].per_byte if bits else 1, max(TILE_ELEMENTS // width, 1)
     form = Form(bits, per_element, group, groups, shape, scale_shape, largest, rows, width)
     return SideViews(view, scale_view), form
 

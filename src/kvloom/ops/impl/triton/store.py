@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvloom.core.checks import can_read
+from kvloom.core.entries import OF_BITS
 from kvloom.core.indexing import check_slots
 from kvloom.core.views import Side, sides_of
 from kvloom.ops.impl.triton import sides
@@ -25,7 +26,6 @@ from kvloom.ops.impl.triton.sides import (
     numbers_of,
     rows_of,
 )
-from kvloom.quant.affine import QMAX
 
 
 class New(NamedTuple):
@@ -70,8 +70,8 @@ def store(
             LEAST_SCALE.get(key.dtype, 0.0),
             KEY=key_form,
             VALUE=value_form,
-            KEY_QMAX=QMAX.get(key_form.bits, 0),
-            VALUE_QMAX=QMAX.get(value_form.bits, 0),
+            KEY_QMAX=_qmax(key_form),
+            VALUE_QMAX=_qmax(value_form),
             num_warps=4,
             enable_fp_fusion=False,
             debug=True,  # keeps the assertion that a slot is in the cache
@@ -98,6 +98,11 @@ def _arguments(x: Tensor | None, side: Side | None) -> tuple[New | None, SideVie
         return None, *arguments_of(None, as_bits=True)
     keeps = side.scale is None and x.dtype == side.cache.dtype
     return New(as_bits(x) if keeps else x, *x.stride()), *arguments_of(side, as_bits=keeps)
+
+
+def _qmax(form: Form) -> int:
+    """The largest magnitude of a group in scales; 0 without codes."""
+    return OF_BITS[form.bits].largest if form.bits else 0
 
 
 @triton.jit
