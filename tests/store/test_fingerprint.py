@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from store.runs import CODES, PLAIN, fingerprint
 
-from kvloom.errors import ConfigError
-from kvloom.store.fingerprint import Fingerprint, LayerFormat, SideFormat
+from kvloom.errors import ConfigError, UnsupportedError
+from kvloom.store.fingerprint import Fingerprint, LayerFormat, SideFormat, rotation_in
 from kvloom.store.prefixes import Prefixes, salt_digest
 
 WHOSE = fingerprint(LayerFormat(2, CODES, CODES))
@@ -36,6 +36,8 @@ def changed(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     """The value with one field changed, each of them."""
     for field in fields(value):
         name, old = field.name, getattr(value, field.name)
+        if name == "rotated":  # follows from the fingerprint's own rotation
+            continue
         if is_dataclass(old):
             for inner, new in changed(old, f"{path}{name}."):
                 yield inner, replace(value, **{name: new})
@@ -60,7 +62,67 @@ def test_each_field_changes_the_digest_and_every_name(name: str, other: Fingerpr
 
 def test_every_field_is_changed_here() -> None:
     names = {x.name for kind in (Fingerprint, LayerFormat, SideFormat) for x in fields(kind)}
-    assert names == OTHERS.keys() | {"layers", "key", "value"}
+    assert names == OTHERS.keys() | {"layers", "key", "value", "rotated"}
+
+
+ROTATED = replace(CODES, rotated=True)
+
+
+def test_layers_are_rotated_as_the_fingerprint_says() -> None:
+    mine = fingerprint(LayerFormat(2, ROTATED, CODES), rotation="keys")
+    theirs = fingerprint(LayerFormat(2, CODES, CODES), rotation="keys")
+    assert mine.layers == theirs.layers == Fingerprint.from_json(mine.to_json()).layers
+    assert mine.digest == theirs.digest
+    assert "rotated" not in mine.to_json()
+    assert rotation_in(mine.layers) == "keys"
+    assert mine.layers[0].key.rotated
+
+
+@pytest.mark.parametrize("rotation", ["none", "values", "both"])
+def test_a_rotation_that_layers_do_not_have_is_refused(rotation: str) -> None:
+    with pytest.raises(ConfigError, match=f"^rotation must be that of the layers, 'keys', got '{rotation}'$"):
+        fingerprint(LayerFormat(2, ROTATED, CODES), rotation=rotation)
+
+
+def test_layers_that_are_rotated_differently_have_no_fingerprint() -> None:
+    layers = LayerFormat(2, PLAIN, ROTATED), LayerFormat(2, PLAIN, CODES)
+    with pytest.raises(UnsupportedError, match=r"^values must be rotated in every layer or in none"):
+        replace(WHOSE, layers=layers)
+
+
+def test_an_entry_without_values_is_read_as_it_is_spelled() -> None:
+    keys = replace(WHOSE, layers=(LayerFormat(1, CODES, None), LayerFormat(1, PLAIN, None)))
+    assert Fingerprint.from_json(keys.to_json()).layers == keys.layers
+    assert '"value":null' in keys.to_json()
+
+
+@pytest.mark.parametrize("value", ["0", "{}", "[]", '""', "false"])
+def test_values_that_are_none_are_null(value: str) -> None:
+    text = replace(WHOSE, layers=(LayerFormat(1, CODES, None),)).to_json()
+    with pytest.raises(ConfigError):
+        Fingerprint.from_json(text.replace("null", value))
+
+
+OF = {"head_dim": 64, "dtype": "bfloat16"}
+FOUR = SideFormat(**OF, bits=4, group=32, scale_dtype="float16")  # type: ignore[arg-type]
+TWO = SideFormat(**OF, bits=2, group=64, scale_dtype="bfloat16")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("rotation", "layers", "recent", "digest"),
+    [
+        ("none", [(8, SideFormat(64, "bfloat16"), SideFormat(64, "bfloat16"))] * 2, 0,
+         "769ac9dfb2367f8a322e1f130c26143eb910ce12944c46ac60b78ccbb30f85c8"),
+        ("keys", [(8, FOUR, TWO)] * 3, 64,
+         "0fe1f391c6722b957c6473beb033d2721d778c544a28a1435bebf5556ed872fd"),
+    ],
+)  # fmt: skip
+def test_digests_are_those_of_files_that_were_written(
+    rotation: str, layers: list[Any], recent: int, digest: str
+) -> None:
+    of = tuple(LayerFormat(*layer) for layer in layers)
+    whose = Fingerprint("c", "w", "bfloat16", "{}", "full", rotation, of, recent=recent)
+    assert whose.digest.hex() == digest
 
 
 def test_salts_and_lengths_have_names_of_their_own() -> None:

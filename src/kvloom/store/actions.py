@@ -10,7 +10,6 @@ from typing import Any
 from kvloom.errors import ArgumentError
 from kvloom.store import survey
 from kvloom.store.backends import Backend, Stored, connect, expect_own, store_url
-from kvloom.store.fingerprint import SideFormat
 from kvloom.store.format import Run
 from kvloom.store.limits import evict, evictions, too_many
 from kvloom.store.names import Kind, kind_of
@@ -155,11 +154,7 @@ def _described(x: Found) -> dict[str, Any]:
 def _kept(run: Run) -> str:
     """How the first layer keeps its keys and, if otherwise, its values."""
     layer = run.fingerprint.layers[0]
-    return " ".join(dict.fromkeys((_kind(layer.key), _kind(layer.value))))
-
-
-def _kind(side: SideFormat) -> str:
-    return f"int{side.bits}:g{side.group}" if side.bits else side.dtype
+    return " ".join(dict.fromkeys(side.kind for side in layer.sides))
 
 
 def _age(x: Stored) -> str:

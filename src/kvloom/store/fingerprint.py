@@ -2,81 +2,19 @@
 
 import hashlib
 import json
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from typing import Any, Final
 
-from kvloom.errors import ConfigError
+from kvloom.core.entries import ROTATIONS, Entry, SideFormat
+from kvloom.errors import ConfigError, UnsupportedError
 
-ROTATIONS: Final = ("none", "keys", "values", "both")
-"""Which of keys and values that are codes are rotated before they are quantized."""
+__all__ = ["Fingerprint", "LayerFormat", "SideFormat", "rotation_in"]
+
 _TEXTS: Final = ("config", "weights", "dtype", "rope", "attention", "rotation", "behavior")
-_DTYPES: Final = {"float32": 4, "float16": 2, "bfloat16": 2}
-_CODES: Final = {8: "int8", 4: "uint8", 2: "bits2x4"}
-
-
-@dataclass(frozen=True, slots=True)
-class SideFormat:
-    """Keys or values of one layer.
-
-    Attributes:
-        head_dim: Elements of a head vector.
-        dtype: Of vectors that are not quantized: ``"float32"``, ``"float16"`` or ``"bfloat16"``.
-        bits: Of a code; 0 if not quantized.
-        group: Elements that share a scale; 0 if not quantized.
-        scale_dtype: Of the scales; empty if not quantized.
-
-    Raises:
-        ConfigError: a field is no such value, or does not fit the others.
-    """
-
-    head_dim: int
-    dtype: str
-    bits: int = 0
-    group: int = 0
-    scale_dtype: str = ""
-
-    def __post_init__(self) -> None:
-        _expect_count("head_dim", self.head_dim)
-        if self.dtype not in _DTYPES:
-            raise ConfigError(f"dtype must be one of {tuple(_DTYPES)}, got {self.dtype!r}")
-        if type(self.bits) is not int or self.bits not in (0, *_CODES):
-            raise ConfigError(f"bits must be 0, 8, 4 or 2, got {self.bits!r}")
-        if not self.bits:
-            if (self.group, self.scale_dtype) != (0, ""):
-                raise ConfigError(f"group must be 0 without codes, got {self.group!r} {self.scale_dtype!r}")
-            return
-        _expect_count("group", self.group)
-        if self.head_dim % self.group or self.group * self.bits % 8:
-            raise ConfigError(f"group must divide head_dim {self.head_dim} in bytes, got {self.group}")
-        if self.scale_dtype not in _DTYPES:
-            raise ConfigError(f"scale_dtype must be one of {tuple(_DTYPES)}, got {self.scale_dtype!r}")
-
-    @property
-    def parts(self) -> list[tuple[str, int, int]]:
-        """Of codes and then scales, or of vectors: dtype, bytes of an element, elements of a head vector."""
-        if not self.bits:
-            return [(self.dtype, _DTYPES[self.dtype], self.head_dim)]
-        codes = (_CODES[self.bits], 1, self.head_dim * self.bits // 8)
-        return [codes, (self.scale_dtype, _DTYPES[self.scale_dtype], self.head_dim // self.group)]
-
-
-@dataclass(frozen=True, slots=True)
-class LayerFormat:
-    """Keys and values of one layer.
-
-    Attributes:
-        heads: Key/value heads.
-        key: How the keys are kept.
-        value: How the values are kept.
-    """
-
-    heads: int
-    key: SideFormat
-    value: SideFormat
-
-    def __post_init__(self) -> None:
-        _expect_count("heads", self.heads)
+LayerFormat = Entry
+"""How a layer keeps its tokens."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,7 +28,7 @@ class Fingerprint:
         rope: How positions are encoded, as the configuration says it.
         attention: Which tokens a token sees: ``"full"``.
         rotation: One of ``ROTATIONS``.
-        layers: How each layer keeps its tokens.
+        layers: What each layer keeps of a token. Where none says that it is rotated, ``rotation`` does.
         behavior: Digest of what the model's modules do with its weights: classes, attributes, hooks. Empty
             where nothing says it, as in files before it was there.
         recent: Residual window: to how many of the newest tokens each token attends unquantized.
@@ -105,7 +43,7 @@ class Fingerprint:
     rope: str
     attention: str
     rotation: str
-    layers: tuple[LayerFormat, ...]
+    layers: tuple[Entry, ...]
     behavior: str = ""
     recent: int = 0
 
@@ -120,6 +58,12 @@ class Fingerprint:
             raise ConfigError(f"rotation must be one of {ROTATIONS}, got {self.rotation!r}")
         if not self.layers:
             raise ConfigError("layers must hold at least one layer, got none")
+        rotation = rotation_in(self.layers)
+        if rotation not in ("none", self.rotation):
+            raise ConfigError(f"rotation must be that of the layers, {rotation!r}, got {self.rotation!r}")
+        if rotation != self.rotation:
+            layers = tuple(layer.rotated_as(self.rotation) for layer in self.layers)
+            object.__setattr__(self, "layers", layers)
 
     def __eq__(self, other: object) -> bool:
         """Whether every field is the same, by the digest of all."""
@@ -146,7 +90,7 @@ class Fingerprint:
         for name in ("behavior", "recent"):  # which earlier files do not have
             if not named[name]:
                 del named[name]
-        named["layers"] = [[count, asdict(layer)] for count, layer in runs]
+        named["layers"] = [[count, _saved(layer)] for count, layer in runs]
         return json.dumps(named, sort_keys=True, separators=(",", ":"))
 
     @classmethod
@@ -189,15 +133,36 @@ class Fingerprint:
         return ""
 
 
-def _layer(saved: dict[str, Any]) -> LayerFormat:
-    return LayerFormat(**{**saved, **{side: SideFormat(**saved[side]) for side in ("key", "value")}})
+def rotation_in(layers: Iterable[Entry]) -> str:
+    """Which of keys and values are rotated in every layer that has codes of them, one of ``ROTATIONS``.
+
+    Raises:
+        UnsupportedError: layers differ.
+    """
+    rotated: dict[str, set[bool]] = {"keys": set(), "values": set()}
+    for layer in layers:
+        for name, side in zip(rotated, layer.sides, strict=False):
+            rotated[name] |= {side.rotated} if side.bits else set()
+    for name, found in rotated.items():
+        if len(found) > 1:
+            raise UnsupportedError(f"{name} must be rotated in every layer or in none to be stored, got both")
+    keys, values = (found == {True} for found in rotated.values())
+    return ROTATIONS[keys + 2 * values]
+
+
+def _saved(layer: Entry) -> dict[str, Any]:
+    """Its fields as files have them, in which ``Fingerprint.rotation`` says what is rotated."""
+    saved = asdict(layer)
+    for side in filter(None, (saved["key"], saved["value"])):
+        del side["rotated"]
+    return saved
+
+
+def _layer(saved: dict[str, Any]) -> Entry:
+    sides = {name: saved[name] and SideFormat(**saved[name]) for name in ("key", "value")}
+    return Entry(**{**saved, **sides})
 
 
 def _short(value: object) -> str:
     text = str(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
-
-
-def _expect_count(name: str, value: object) -> None:
-    if type(value) is not int or not 1 <= value < 2**31:
-        raise ConfigError(f"{name} must be a positive int, got {value!r}")

@@ -5,11 +5,11 @@ Shapes: N pages, S tokens in a page, R heads that can be read one by one (or 1 f
 
 import json
 import struct
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, Final, NoReturn
 
+from kvloom.core.entries import Part
 from kvloom.errors import ConfigError, KVError
 from kvloom.store.fingerprint import Fingerprint
 from kvloom.store.names import run_name
@@ -172,21 +172,21 @@ def ranges_of(pages: range, heads: range, num_pages: int, nbytes: int, start: in
 
 @lru_cache(maxsize=64)
 def page_bytes(fingerprint: Fingerprint, page_size: int) -> int:
-    """Bytes of a page of one of the R heads; each part is padded to 8 bytes."""
-    return sum(size for *_, size in parts(fingerprint, page_size))
+    """Bytes of a page of one of the R heads.
 
-
-def parts(fingerprint: Fingerprint, page_size: int) -> Iterator[tuple[str, int, int, int]]:
-    """Of each tensor in a page, in order: dtype, bytes of an element, elements of a vector, bytes.
-
-    Layers in order, of each the keys before the values, of each the codes before the scales. A part has the
-    vectors ``[R heads or all, S]``.
+    Layers in order, of each the keys before the values, of each the codes before the scales.
     """
-    for layer in fingerprint.layers:
-        for side in (layer.key, layer.value):
-            for dtype, item, width in side.parts:
-                nbytes = layer.heads // fingerprint.num_heads * page_size * width * item
-                yield dtype, item, width, -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+    return sum(
+        part_bytes(part, layer.heads // fingerprint.num_heads * page_size)
+        for layer in fingerprint.layers
+        for side in layer.sides
+        for part in side.parts
+    )
+
+
+def part_bytes(part: Part, num_vectors: int) -> int:
+    """Bytes of so many head vectors of a tensor in a page, padded to 8."""
+    return -(-num_vectors * part.nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
 @dataclass(frozen=True, slots=True)

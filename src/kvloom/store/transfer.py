@@ -11,37 +11,21 @@ from torch import Tensor
 from kvloom import ops
 from kvloom.caches.pages import Pages
 from kvloom.caches.storage import Storage
-from kvloom.core.specs import KVSpec, dtype_name
+from kvloom.core.entries import Entry
 from kvloom.core.views import KVView, Side
-from kvloom.errors import UnsupportedError
-from kvloom.store.fingerprint import Fingerprint, LayerFormat, SideFormat
-from kvloom.store.format import page_bytes, parts
+from kvloom.store.fingerprint import Fingerprint, rotation_in
+from kvloom.store.format import page_bytes, part_bytes
 from kvloom.store.tier import Piece
 
 
-def layers_of(storages: Mapping[int, Storage]) -> tuple[LayerFormat, ...]:
-    """How each layer keeps its tokens."""
-    formats = []
-    for _, storage in sorted(storages.items()):
-        key, value = storage.specs
-        formats.append(LayerFormat(key.heads, side_of(key), side_of(value)))
-    return tuple(formats)
+def layers_of(storages: Mapping[int, Storage]) -> tuple[Entry, ...]:
+    """What each layer keeps of a token."""
+    return tuple(storage.entry for _, storage in sorted(storages.items()))
 
 
 def rotation_of(storages: Mapping[int, Storage]) -> str:
-    """Which of keys and values are rotated in every layer that has codes of them, one of ``ROTATIONS``.
-
-    Raises:
-        UnsupportedError: layers differ.
-    """
-    found = []
-    for side, name in enumerate(("keys", "values")):
-        quants = (storage.specs[side].quant for storage in storages.values())
-        rotated = {quant.rotated for quant in quants if quant is not None}
-        if len(rotated) > 1:
-            raise UnsupportedError(f"{name} must be rotated in every layer or in none to be stored, got both")
-        found += [name] if rotated == {True} else []
-    return "both" if len(found) == 2 else found[0] if found else "none"
+    """As ``rotation_in`` of ``layers_of``."""
+    return rotation_in(layers_of(storages))
 
 
 def pack(pages: Pages, ids: Sequence[int], fingerprint: Fingerprint) -> bytearray:
@@ -84,29 +68,19 @@ def unpack(piece: Piece, tokens: range, pages: Pages, ids: Sequence[int], start:
 def views(data: Tensor, fingerprint: Fingerprint, page_size: int, num_pages: int) -> Iterator[KVView]:
     """Each layer of packed pages."""
     row, at = num_pages * page_bytes(fingerprint, page_size), 0
-    tensors = []
-    # A layer has as many heads in a part as R does not tell apart.
-    heads = [
-        layer.heads for layer in fingerprint.layers for side in (layer.key, layer.value) for _ in side.parts
-    ]
-    for (dtype, item, width, nbytes), count in zip(parts(fingerprint, page_size), heads, strict=True):
-        head = row if fingerprint.num_heads > 1 else page_size * width * item
-        shape = (num_pages, page_size, 1, count, 1, width)
-        strides = (row // num_pages // item, width, width, head // item, width, 1)
-        tensors.append(data.view(getattr(torch, dtype)).as_strided(shape, strides, at // item))
-        at += nbytes
-    found = iter(tensors)
     for layer in fingerprint.layers:
-        key, value = (
-            Side(next(found), next(found) if side.bits else None) for side in (layer.key, layer.value)
-        )
-        yield KVView(key, value)
-
-
-def side_of(spec: KVSpec) -> SideFormat:
-    """How keys or values of one layer are kept."""
-    name = dtype_name(spec.dtype)
-    if spec.quant is None:
-        return SideFormat(spec.head_dim, name)
-    scale = dtype_name(spec.quant.scale_dtype)
-    return SideFormat(spec.head_dim, name, spec.quant.bits, spec.group, scale)
+        vectors = layer.heads // fingerprint.num_heads * page_size
+        sides = []
+        for side in layer.sides:
+            tensors = []
+            for part in side.parts:
+                # A layer has as many heads in a part as R does not tell apart.
+                head = row if fingerprint.num_heads > 1 else page_size * part.nbytes
+                shape = (num_pages, page_size, 1, layer.heads, 1, part.width)
+                strides = (row // num_pages, part.nbytes, part.nbytes, head, part.nbytes, part.itemsize)
+                typed = data.view(getattr(torch, part.dtype))
+                elements = [stride // part.itemsize for stride in strides]
+                tensors.append(typed.as_strided(shape, elements, at // part.itemsize))
+                at += part_bytes(part, vectors)
+            sides.append(Side(*tensors))
+        yield KVView(sides[0], sides[1] if len(sides) > 1 else None)

@@ -152,7 +152,7 @@ def _load(path: Path, fingerprint: Fingerprint, tokens: Sequence[int]) -> _Pairs
     if ids is not None and ids.tolist() != [list(tokens[:count])]:
         raise ArgumentError("SOURCE must have the input_ids of the text, got others")
     for layer, pair, named in zip(fingerprint.layers, pairs, names, strict=True):
-        for side, x, name in zip((layer.key, layer.value), pair, named, strict=True):
+        for side, x, name in zip(layer.sides, pair, named, strict=True):
             wanted = [1, layer.heads, count, side.head_dim]
             if list(x.shape) != wanted or dtype_name(x.dtype) != fingerprint.dtype:
                 raise ArgumentError(

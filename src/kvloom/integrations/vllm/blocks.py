@@ -21,7 +21,7 @@ from kvloom.errors import UnsupportedError
 from kvloom.store.fingerprint import Fingerprint, LayerFormat
 from kvloom.store.format import page_bytes
 from kvloom.store.tier import Piece
-from kvloom.store.transfer import side_of, views
+from kvloom.store.transfer import views
 
 NULL_BLOCK: Final = 0
 
@@ -66,7 +66,7 @@ def layer_format(heads: int, head_dim: int, dtype: torch.dtype, quant: QuantSpec
         dtype: That the model computes in.
         quant: How they are quantized; ``None`` if they are not.
     """
-    side = side_of(KVSpec(1, heads, head_dim, dtype, quant=quant))
+    side = KVSpec(1, heads, head_dim, dtype, quant=quant).side
     return LayerFormat(heads, side, side)
 
 
