@@ -168,7 +168,7 @@ inline View view_of(const Tensor& x, const void* data, bool has_scale) {
   }
   if (has_scale) {
     view.dtype = codes_of(dtype_of(x));
-    require(is_quantized(view.dtype), "codes must be int8, uint8 or bits2x4");
+    require(is_quantized(view.dtype), "codes must have a dtype of codes");
   }
   return view;
 }

@@ -15,15 +15,28 @@ using Byte = unsigned char;
 // bits. `bits` are moved as they are.
 enum class DType : int32_t { f32, f16, bf16, int8, int4, int2, bits };
 
-// Whether elements are codes, which have scales.
-KVLOOM_INLINE constexpr bool is_quantized(DType dtype) {
-  return dtype == DType::int8 || dtype == DType::int4 || dtype == DType::int2;
+// Bits of a code; 0 for elements that are no codes.
+KVLOOM_INLINE constexpr int bits_of(DType dtype) {
+  return dtype == DType::int8 ? 8 : dtype == DType::int4 ? 4 : dtype == DType::int2 ? 2 : 0;
 }
 
-// Numbers in an element: codes in a byte, or one.
-KVLOOM_INLINE constexpr Index numbers_in(DType dtype) {
-  return dtype == DType::int2 ? 4 : dtype == DType::int4 ? 2 : 1;
+template <int kBits>
+struct Bits {
+  static constexpr int value = kBits;
+};
+
+// Calls f(Bits<kBits>{}) for elements that are codes.
+template <class F>
+KVLOOM_INLINE auto for_codes(DType dtype, F f) {
+  const int bits = bits_of(dtype);
+  return bits == 8 ? f(Bits<8>{}) : bits == 4 ? f(Bits<4>{}) : f(Bits<2>{});
 }
+
+// Whether elements are codes, which have scales.
+KVLOOM_INLINE constexpr bool is_quantized(DType dtype) { return bits_of(dtype) != 0; }
+
+// Numbers in an element: codes in a byte, or one.
+KVLOOM_INLINE constexpr Index numbers_in(DType dtype) { return is_quantized(dtype) ? 8 / bits_of(dtype) : 1; }
 
 KVLOOM_INLINE constexpr Index min(Index a, Index b) { return a < b ? a : b; }
 KVLOOM_INLINE constexpr Index max(Index a, Index b) { return a > b ? a : b; }

@@ -73,11 +73,6 @@ void dequantize_row(const Row& row) {
 
 // --- which of them -----------------------------------------------------------------------------------------
 
-template <int kBits>
-struct Bits {
-  static constexpr int value = kBits;
-};
-
 // The conversion between the rows of a move, `nullptr` where the bits stay as they are.
 inline Convert find_convert(DType from, DType to, DType scale) {
   if (from == to) return nullptr;
@@ -95,12 +90,8 @@ inline Convert find_convert(DType from, DType to, DType scale) {
       });
     });
   };
-  if (to == DType::int8) return quantizing(Bits<8>{});
-  if (to == DType::int4) return quantizing(Bits<4>{});
-  if (to == DType::int2) return quantizing(Bits<2>{});
-  if (from == DType::int8) return dequantizing(Bits<8>{});
-  if (from == DType::int4) return dequantizing(Bits<4>{});
-  if (from == DType::int2) return dequantizing(Bits<2>{});
+  if (is_quantized(to)) return for_codes(to, quantizing);
+  if (is_quantized(from)) return for_codes(from, dequantizing);
   return for_float(from, [=](auto in) {
     return for_float(to, [=](auto out) -> Convert { return cast_row<decltype(in), decltype(out)>; });
   });
