@@ -14,6 +14,8 @@ from core.spellings import BAD
 
 import kvloom
 from kvloom.cli import main
+from kvloom.core.entries import choice
+from kvloom.core.spelling import STORAGE
 from kvloom.integrations import vllm
 from kvloom.models import bundled_model_path
 from kvloom.ops import cpu_kernels, cuda_kernels, why_unavailable
@@ -177,7 +179,7 @@ def test_generate_reads_a_prompt_file(tmp_path: Path, capsys: pytest.CaptureFixt
         *(
             (
                 ["--prompt", "x", "--kv", text],
-                "--kv must be one of auto, float32, float16, bfloat16, int8, int4 or int2, codes also with a "
+                f"--kv must be one of {choice(STORAGE)}, codes also with a "
                 f"group such as int8:g32 or an option such as int4,rotate=keys, got {text!r}",
             )
             for text in BAD

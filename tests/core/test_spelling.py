@@ -8,6 +8,7 @@ import pytest
 import torch
 from core.spellings import BAD, ODD
 
+from kvloom.core.entries import OF_BITS
 from kvloom.core.specs import KVSpec, QuantSpec
 from kvloom.core.spelling import STORAGE, Kind, parse_kind, recent_of
 from kvloom.errors import ArgumentError, ConfigError
@@ -163,7 +164,7 @@ def test_scales_that_are_not_said_are_float16(bits: int) -> None:
     ("head_dim", "group"),
     [(8, 8), (32, 32), (40, 8), (64, 64), (72, 8), (80, 16), (96, 32), (112, 16), (128, 64), (192, 64)],
 )
-@pytest.mark.parametrize("bits", [8, 4, 2])
+@pytest.mark.parametrize("bits", OF_BITS)
 def test_a_group_that_is_not_said_divides_the_head_dim(bits: int, head_dim: int, group: int) -> None:
     assert KVSpec(1, 2, head_dim, quant=QuantSpec(bits)).quant == QuantSpec(bits, group)
     assert KVSpec(1, 2, head_dim, quant=QuantSpec(bits, 4)).quant == QuantSpec(bits, 4)

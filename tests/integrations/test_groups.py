@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaFor
 
 import kvloom
 from kvloom.cli import main
+from kvloom.core.entries import CODES
 from kvloom.errors import ArgumentError
 from kvloom.integrations.transformers import KVCache, KVPool, continuous_batching, enable
 from kvloom.measuring import quality
@@ -24,8 +25,7 @@ from kvloom.models import bundled_model_path
 
 HEAD_DIMS = [32, 40, 64, 72, 80, 96, 112, 128, 256]
 DIMS = pytest.mark.parametrize("head_dim", HEAD_DIMS)
-KINDS = pytest.mark.parametrize("kv", ["int8", "int4", "int2"])
-BITS = {"int8": 8, "int4": 4, "int2": 2}
+KINDS = pytest.mark.parametrize("kv", CODES)
 
 
 def model_of(head_dim: int, attention: str = "kvloom") -> Any:
@@ -49,7 +49,7 @@ def model_of(head_dim: int, attention: str = "kvloom") -> Any:
 
 def fake(model: Any, kv: str, group: int) -> FakeQuantCache:
     """transformers' own cache of what codes of this group mean."""
-    kind = type("Fake", (FakeQuantCache,), {"bits": BITS[kv], "group": group})
+    kind = type("Fake", (FakeQuantCache,), {"bits": CODES[kv].bits, "group": group})
     return kind(config=model.config)
 
 
@@ -80,7 +80,7 @@ def test_pools_say_the_group(kv: str, head_dim: int) -> None:
 
 @pytest.mark.skipif(not HAS_SESSIONS, reason="this transformers has no sessions")
 @pytest.mark.parametrize(
-    ("kv", "head_dim"), [(kv, dim) for i, kv in enumerate(BITS) for dim in HEAD_DIMS[i::3]]
+    ("kv", "head_dim"), [(kv, dim) for i, kv in enumerate(CODES) for dim in HEAD_DIMS[i::3]]
 )
 def test_sessions_say_the_group(kv: str, head_dim: int) -> None:
     model, said = model_of(head_dim), f"{kv}:g{gcd(64, head_dim)}"

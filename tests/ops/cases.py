@@ -10,14 +10,13 @@ from ops.pools import Kind
 from oracles.bits import generator
 from torch import Tensor
 
+from kvloom.core.specs import CODE_DTYPE
 from kvloom.ops import Scores, alibi_slopes
 from kvloom.ops.impl import cpu
 
-CODES = {8: torch.int8, 4: torch.uint8, 2: torch.bits2x4}
-
 
 def codes(bits: int, group: int, scale_dtype: torch.dtype = torch.float16) -> Kind:
-    return Kind(CODES[bits], bits, group, scale_dtype)
+    return Kind(CODE_DTYPE[bits], bits, group, scale_dtype)
 
 
 def golden(case: Case, scores: Scores) -> Tensor:

@@ -19,11 +19,11 @@ from torch import Tensor
 from kvloom import ops
 from kvloom.core.indexing import CacheIndex
 from kvloom.core.layouts import CacheLayout
+from kvloom.core.specs import CODE_DTYPE
 from kvloom.core.views import KVView
 from kvloom.ops import Batch, Scores
 
 HEADS, STORED, NEW = 2, 37, 3
-CODES = {8: torch.int8, 4: torch.uint8, 2: torch.bits2x4}
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _KEPT: list[mmap.mmap] = []
@@ -51,7 +51,7 @@ def cache(
     """As many slots as are used; ``dtype`` is that of numbers, or of scales."""
     layout, sizes = CacheLayout(axes), {"B": 1, "S": STORED, "H": HEADS}
     zeros = torch.zeros(layout.shape(D=head_dim * (bits or 8) // 8, **sizes), dtype=torch.uint8)
-    sides = [fence(zeros.view(CODES[bits]) if bits else zeros.to(dtype)) for _ in range(2)]
+    sides = [fence(zeros.view(CODE_DTYPE[bits]) if bits else zeros.to(dtype)) for _ in range(2)]
     if not bits:
         return KVView.split(layout, *sides)
     ones = torch.ones(layout.for_scale().shape(D=head_dim // 8, **sizes), dtype=dtype)
@@ -70,7 +70,7 @@ def call_all(side: str, axes: str) -> None:
     slots = fence(torch.arange(STORED))
     mask, heads = fence(torch.zeros(2 * HEADS, NEW, STORED)), fence(torch.ones(2 * HEADS))
     biased = Scores(mask=mask, alibi_slopes=heads, sinks=heads, window=30)
-    for dtype, bits, head_dim in product(FLOATS, (0, 8, 4, 2), (8, 24, 40, 64)):
+    for dtype, bits, head_dim in product(FLOATS, (0, *CODE_DTYPE), (8, 24, 40, 64)):
         sys.stdout.write(f"{side} {axes}: {dtype} {bits} {head_dim}\n")
         sys.stdout.flush()
         kv = cache(bits, torch.float16 if bits else dtype, axes, head_dim, fence)

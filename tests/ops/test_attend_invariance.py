@@ -16,6 +16,7 @@ from oracles.bits import assert_same_bits
 from torch import Tensor
 
 from kvloom import ops
+from kvloom.core.entries import OF_BITS
 from kvloom.ops import Scores, alibi_slopes
 
 pytestmark = pytest.mark.usefixtures("each_backend")
@@ -119,7 +120,7 @@ def test_every_page_and_block_size_gives_the_same_bits(kind: Kind, dtype: torch.
 
 @pytest.mark.parametrize("each_backend", ["auto"], indirect=True)  # the reference reads no blocks
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("bits", [8, 4, 2])
+@pytest.mark.parametrize("bits", OF_BITS)
 @pytest.mark.parametrize("group", [8, 32, 64])
 def test_every_grid_of_blocks_and_pages_of_codes_gives_the_same_bits(
     group: int, bits: int, dtype: torch.dtype

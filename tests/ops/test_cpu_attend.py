@@ -16,6 +16,7 @@ from oracles.pairs import pairwise
 from torch import Tensor
 
 from kvloom import ops
+from kvloom.core.entries import OF_BITS
 from kvloom.core.indexing import CacheIndex
 from kvloom.core.layouts import CacheLayout
 from kvloom.core.views import KVView, Side
@@ -79,7 +80,7 @@ def test_head_dims_of_prompts(widths: tuple[int, int], kind: Kind, dtype: torch.
             assert_same_bits(few[-1], parts[b][row], f"sequence {b}, row {row}")
 
 
-GROUPS = [(bits, 2**i) for bits in (8, 4, 2) for i in range(1, 8) if bits << i >= 8]
+GROUPS = [(bits, 2**i) for bits in OF_BITS for i in range(1, 8) if bits << i >= 8]
 
 
 @pytest.mark.parametrize(("group", "dtype", "scale_dtype"), pairwise(GROUPS, FLOATS, FLOATS), ids=str)

@@ -14,6 +14,7 @@ from oracles.bits import FLOATS, assert_same_bits, generator, poison
 from torch import Tensor
 
 from kvloom import KVSpec, KVView, QuantSpec, ops
+from kvloom.core.entries import OF_BITS
 from kvloom.ops import schemas
 from kvloom.ops.impl import cpu
 
@@ -71,7 +72,7 @@ def test_codes_of_every_group(bits: int, width: int, dtype: torch.dtype, scale_d
 
 @pytest.mark.parametrize("scale_dtype", FLOATS)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("bits", [8, 4, 2])
+@pytest.mark.parametrize("bits", OF_BITS)
 def test_every_16_bit_pattern_as_the_largest_of_its_group(
     bits: int, dtype: torch.dtype, scale_dtype: torch.dtype
 ) -> None:
@@ -83,7 +84,7 @@ def test_every_16_bit_pattern_as_the_largest_of_its_group(
         quantize_both(x.view(1 << 12, 16, 16), bits, group, scale_dtype)
 
 
-@pytest.mark.parametrize("bits", [8, 4, 2])
+@pytest.mark.parametrize("bits", OF_BITS)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_every_number_beside_every_largest_of_a_binade(dtype: torch.dtype, bits: int) -> None:
     """All mantissas that meet in a quotient, so that none may differ from a division's."""
@@ -100,7 +101,7 @@ def test_every_number_beside_every_largest_of_a_binade(dtype: torch.dtype, bits:
     assert_same_bits(got[1], want[1], "scales")
 
 
-@pytest.mark.parametrize("bits", [8, 4, 2])
+@pytest.mark.parametrize("bits", OF_BITS)
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_special_values_beside_each_other(dtype: torch.dtype, bits: int) -> None:
     pairs = torch.tensor(list(itertools.product(SPECIAL, SPECIAL)))
@@ -109,7 +110,7 @@ def test_special_values_beside_each_other(dtype: torch.dtype, bits: int) -> None
         quantize_both(x.unsqueeze(1), bits, group, scale_dtype)
 
 
-@pytest.mark.parametrize("bits", [8, 4, 2])
+@pytest.mark.parametrize("bits", OF_BITS)
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_codes_beside_a_nan_of_any_bits_are_0(dtype: torch.dtype, bits: int) -> None:
     wide = torch.finfo(dtype).bits
@@ -122,7 +123,7 @@ def test_codes_beside_a_nan_of_any_bits_are_0(dtype: torch.dtype, bits: int) -> 
 
 
 @pytest.mark.parametrize("scale_dtype", FLOATS)
-@pytest.mark.parametrize("bits", [8, 4, 2])
+@pytest.mark.parametrize("bits", OF_BITS)
 @pytest.mark.parametrize("group", [4, 8, 24])
 def test_any_scale_and_code_is_read_alike(bits: int, scale_dtype: torch.dtype, group: int) -> None:
     heads, width = 256, 24

@@ -16,10 +16,10 @@ from torch import Tensor
 from kvloom import ops
 from kvloom.core.indexing import CacheIndex
 from kvloom.core.layouts import NATIVE_KEYS, NATIVE_VALUES, CacheLayout
+from kvloom.core.specs import CODE_DTYPE
 from kvloom.core.views import KVView
 from kvloom.ops import Batch, Scores
 
-CODES = {8: torch.int8, 4: torch.uint8, 2: torch.bits2x4}
 GROUPS = [
     (64, torch.float16),
     (8, torch.float32),
@@ -27,7 +27,7 @@ GROUPS = [
     (8, torch.float16),
     (16, torch.bfloat16),
 ]
-KINDS = [Kind(CODES[bits], bits, group, dtype) for bits in (8, 4, 2) for group, dtype in GROUPS]
+KINDS = [Kind(codes, bits, group, dtype) for bits, codes in CODE_DTYPE.items() for group, dtype in GROUPS]
 
 
 def in_native_order(case: Case, block_size: int = 32) -> Case:

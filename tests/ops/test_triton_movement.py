@@ -17,6 +17,7 @@ from oracles.bits import FLOATS, assert_same_bits, generator, poison
 from torch import Tensor
 
 from kvloom import KVSpec, KVView, QuantSpec, ops
+from kvloom.core.entries import OF_BITS
 
 pytestmark = kernels.pytestmark
 
@@ -81,7 +82,7 @@ def test_codes_of_every_group(bits: int, width: int, dtype: torch.dtype, scale_d
 
 @pytest.mark.parametrize("scale_dtype", FLOATS)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("bits", [8, 4, 2])
+@pytest.mark.parametrize("bits", OF_BITS)
 def test_every_16_bit_pattern_as_the_largest_of_its_group(
     bits: int, dtype: torch.dtype, scale_dtype: torch.dtype
 ) -> None:
@@ -92,7 +93,7 @@ def test_every_16_bit_pattern_as_the_largest_of_its_group(
     quantize_both(x.view(1 << 12, 16, 8), bits, 8, scale_dtype)
 
 
-@pytest.mark.parametrize("bits", [8, 4, 2])
+@pytest.mark.parametrize("bits", OF_BITS)
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_special_values_beside_each_other(dtype: torch.dtype, bits: int) -> None:
     pairs = torch.tensor(list(itertools.product(SPECIAL, SPECIAL)))
@@ -111,7 +112,7 @@ def test_ties_are_divided_and_go_to_even(bits: int, qmax: int) -> None:
 
 
 @pytest.mark.parametrize("scale_dtype", FLOATS)
-@pytest.mark.parametrize("bits", [8, 4, 2])
+@pytest.mark.parametrize("bits", OF_BITS)
 @pytest.mark.parametrize("group", [4, 24])
 def test_any_scale_and_code_is_read_alike(bits: int, scale_dtype: torch.dtype, group: int) -> None:
     heads, width = 64, 24
