@@ -28,7 +28,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from kvloom.caches.recent import ring_slots
-from kvloom.core.entries import CODES
+from kvloom.core.entries import CODES, Entry, SideFormat
 from kvloom.integrations.transformers import KVCache, load_model
 from kvloom.measuring.planned_bits import plan_bits
 from kvloom.measuring.quality import LONG, ROWS, WINDOW, Peer, Quality, quality, windows_of
@@ -222,8 +222,9 @@ def contenders(model: Any) -> tuple[dict[str, Peer], list[str]]:
 def planned(model: Any, tokenizer: Any, path: Path) -> Peer:
     """A cache by a plan of bits for the model, made on text that it is not measured on."""
     config = model.config
-    heads = config.num_hidden_layers * config.num_key_value_heads
-    of_newest = 2 * heads * config.head_dim * 4 * ring_slots(CODES["int4"].recent) / LONG
+    side = SideFormat(config.head_dim, "float32")
+    entry = Entry(config.num_hidden_layers * config.num_key_value_heads, side, side)
+    of_newest = entry.nbytes * ring_slots(CODES["int4"].recent) / LONG
     text = windows_of(tokenizer, iter_texts("train"), 2 * WINDOW)
     plan_bits(model, text, budget=PLANNED - of_newest).save(path)
     return Peer(f"planned, {PLANNED:,} bytes", lambda model: KVCache.for_model(model, path))

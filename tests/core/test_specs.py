@@ -143,7 +143,7 @@ def test_fingerprint_is_stable() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"bits": 5}, "bits must be 8, 4 or 2, got 5"),
+        ({"bits": 5}, "bits must be 8, .*, got 5"),
         ({"bits": 0}, "bits must be"),
         ({"bits": None}, "bits must be"),
         ({"group": 0}, "group must be a positive int, got 0"),

@@ -167,7 +167,7 @@ def test_scales_that_are_not_said_are_float16(bits: int) -> None:
 @pytest.mark.parametrize("bits", OF_BITS)
 def test_a_group_that_is_not_said_divides_the_head_dim(bits: int, head_dim: int, group: int) -> None:
     assert KVSpec(1, 2, head_dim, quant=QuantSpec(bits)).quant == QuantSpec(bits, group)
-    assert KVSpec(1, 2, head_dim, quant=QuantSpec(bits, 4)).quant == QuantSpec(bits, 4)
+    assert KVSpec(1, 2, head_dim, quant=QuantSpec(bits, 8)).quant == QuantSpec(bits, 8)
 
 
 @pytest.mark.parametrize("head_dim", [4, 20, 36, 100])
