@@ -10,8 +10,8 @@ from oracles.batching import HAS_SESSIONS
 from oracles.changes import adapted_model
 from oracles.language_models import make_model
 
+from kvloom.caches.prefixes import Prefixes
 from kvloom.cli import main
-from kvloom.integrations.transformers import KVPool
 from kvloom.integrations.transformers.isolation import check_isolation
 from kvloom.integrations.transformers.origin import Origin
 from kvloom.integrations.transformers.watch import ModelWatch
@@ -56,7 +56,7 @@ def test_salts_and_content_that_are_not_told_apart_are_found(monkeypatch: pytest
 
 
 def test_a_pool_that_shares_nothing_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(KVPool, "_find", lambda self, *args: [])
+    monkeypatch.setattr(Prefixes, "num_known", lambda self, *args: 0)
     assert {"the same text", "the same content", "a store that has the text"} <= problems(make_model())
 
 
@@ -67,6 +67,6 @@ def test_the_command_prints_what_was_tried(
     told = json.loads(capsys.readouterr().out)
     assert told["is_isolated"]
     assert {"name": "the same text", "expected": 20, "actual": 20, "problem": ""} in told["checks"]
-    monkeypatch.setattr(KVPool, "_find", lambda self, *args: [])
+    monkeypatch.setattr(Prefixes, "num_known", lambda self, *args: 0)
     assert main(["isolation"]) == 1
     assert "0 tokens were found" in capsys.readouterr().out

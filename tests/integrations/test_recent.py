@@ -80,7 +80,7 @@ def test_recent_tokens_bring_codes_nearer_to_the_model() -> None:
 
 
 @torch.no_grad()
-def test_a_prefix_of_a_pool_is_codes_and_what_follows_is_exact() -> None:
+def test_a_prefix_of_a_pool_has_its_residual_window() -> None:
     model, ids = make_model("kvloom"), make_prompts([70])["input_ids"]
     pool = KVPool.for_model(model, kv=ALL, max_tokens=400)
     cold = pool.begin(ids)
@@ -88,13 +88,13 @@ def test_a_prefix_of_a_pool_is_codes_and_what_follows_is_exact() -> None:
     pool.commit(cold, ids)
     warm = pool.begin(ids)
     assert warm.get_seq_length() == 64
-    plain = KVCache.for_model(model, kv="int4:g8,recent=0")
-    model(ids[:, :64], past_key_values=plain)
-    for layer, other in zip(warm.layers, cold.layers, strict=True):
-        assert not torch.equal(layer.keys, other.keys[:, :, :64])
+    half = pool.begin(ids)
+    model(ids[:, :64], past_key_values=(alone := KVCache.for_model(model, kv=ALL)))
+    for layer, other in zip(half.layers, alone.layers, strict=True):
+        assert torch.equal(layer.keys, other.keys) and torch.equal(layer.values, other.values)
     model(ids[:, 64:], past_key_values=warm)
-    for layer, other in zip(warm.layers[:1], cold.layers, strict=False):
-        assert torch.equal(layer.keys[:, :, 64:], other.keys[:, :, 64:])
+    for layer, other in zip(warm.layers, cold.layers, strict=True):
+        assert torch.equal(layer.keys, other.keys) and torch.equal(layer.values, other.values)
     pool.check()
 
 

@@ -126,7 +126,8 @@ def test_what_was_found_is_kept_as_long_as_others() -> None:
     text = [9, 8, 7, 6, 5, 4, 3, 2]
     committed(scene, text)
     scene.drop(0, 3)
-    scene.begin("", text[:4])  # another text parts here
+    scene.begin("", [*text[:4], 1, 1])  # another text parts here, and goes on
+    scene.drop(1, 1)
     scene.tables.pop()[2].release()
     assert scene.tree.known(text) == [True] * 4 and scene.pool.num_passed == 2
     scene.tree.evict(2)

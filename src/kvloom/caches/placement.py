@@ -43,6 +43,7 @@ class Placement:
         self.step: Step | None = None
         self._tables: list[PageTable] = []
         self._first: list[int] = []  # of each sequence, the position of the first token that is held
+        self._unknown = 0  # positions whose tokens a residual window holds, and that are others now
         self._indices: dict[tuple[int, torch.device], CacheIndex] = {}
         self._tokens: dict[tuple[int, int, int, torch.device], TokenIndex] = {}
         self._run: Run | Literal["unknown"] | None = "unknown"
@@ -119,14 +120,15 @@ class Placement:
             ``[B]`` int64; ``None`` if all are there.
         """
         column = max(start - (self.window or start) + 1, 0)
+        firsts = [max(first, self._unknown) for first in self._first]
         missing = [
-            max(first - max(column, begin), 0) for begin, first in zip(self.begins, self._first, strict=True)
+            max(first - max(column, begin), 0) for begin, first in zip(self.begins, firsts, strict=True)
         ]
         if not any(missing):
             return None
         if is_read:
             self.is_exact = [was and not x for was, x in zip(self.is_exact, missing, strict=True)]
-        return torch.tensor([max(first - column, 0) for first in self._first], device=device)
+        return torch.tensor([max(first - column, 0) for first in firsts], device=device)
 
     def run(self) -> Run | None:
         """Where all tokens lie one behind the other, with the sequences in extents of one distance."""

@@ -61,7 +61,7 @@ class Sequences(Placement):
         """To be saved: pages that are held, each once, also with other sequences that hold them."""
         places = save_tables(self.pages, self._tables)
         made_of = self.pages, self.window, self.rollback, self.is_required
-        attributes = self.is_recording, self.previous, self.residual, self.is_exact
+        attributes = self.is_recording, self.previous, self.residual, self.is_exact, self._unknown
         return _load, (made_of, attributes, places, self.begins, self._first)
 
     @property
@@ -79,14 +79,16 @@ class Sequences(Placement):
         """
         self._replace(list(tables), [0] * len(tables), [first] * len(tables))
         self.is_exact = [True] * len(tables)
-        self.forget_residual()
-
-    def forget_residual(self) -> None:
-        """Know none of the tokens so far unquantized."""
         residual, end = self.residual, self.num_positions
         if residual is not None:
             residual._replace(residual._new_tables(self.size), self.begins, [end] * self.size)
             residual.is_exact = [True] * self.size
+
+    def forget_residual(self) -> None:
+        """Read all tokens so far as codes: they are no longer those that a residual window has."""
+        if self.residual is not None:
+            self.residual._unknown = self.num_positions
+            self.residual.step = None
 
     def reserve(self, batch: int, end: int) -> None:
         """Give each of ``batch`` sequences room for the positions before ``end``; nothing to do where it has.
@@ -184,6 +186,9 @@ class Sequences(Placement):
         lengths = [kept - begin for begin, kept in zip(self.begins, ends, strict=True)]
         # The longest sequence begins in position 0, the others as many positions later as they are shorter.
         longest = max(lengths, default=0)
+        if self._unknown:  # of the sequence that moves furthest; what follows is known
+            shift = max(longest - n - begin for n, begin in zip(lengths, self.begins, strict=True))
+            self._unknown = min(self._unknown + max(shift, 0), longest)
         for b, length in enumerate(lengths):
             evicted = min(self._first[b] - self.begins[b], length)
             self._tables[b].truncate(length - evicted)
@@ -251,7 +256,7 @@ class Sequences(Placement):
     def clear(self) -> None:
         """Forget all sequences; the memory is freed if no fork uses it, and the next tokens may be any."""
         self._replace([], [], [])
-        self.is_exact = []
+        self.is_exact, self._unknown = [], 0
         self.pages.give_back()
         if self.residual is not None:
             self.residual.clear()
@@ -317,6 +322,7 @@ class Sequences(Placement):
         """Sequences of the same state that hold ``tables``."""
         other = Sequences(self.pages, self.window, self.rollback, is_required=self.is_required)
         other.is_recording, other.is_exact = self.is_recording, [*self.is_exact]
+        other._unknown = self._unknown
         other._hold(tables, self.begins, self._first)
         return other
 
@@ -354,11 +360,12 @@ def with_residuals(groups: Iterable[Sequences]) -> list[Sequences]:
 
 def _load(
     made_of: tuple[Pages, int | None, int, bool],
-    attributes: tuple[bool, Sequences | None, Sequences | None, list[bool]],
+    attributes: tuple[bool, Sequences | None, Sequences | None, list[bool], int],
     tables: list[tuple[int, list[Place]]],
     *positions: list[int],
 ) -> Sequences:
     sequences = Sequences(*made_of[:3], is_required=made_of[3])
-    sequences.is_recording, sequences.previous, sequences.residual, sequences.is_exact = attributes
+    sequences.is_recording, sequences.previous, sequences.residual = attributes[:3]
+    sequences.is_exact, sequences._unknown = attributes[3:]
     sequences._hold(load_tables(made_of[0], tables), *positions)
     return sequences

@@ -14,12 +14,14 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
+from kvloom.caches import FixedLayer, PagedLayer, Sequences
 from kvloom.core.checks import INDEX_DTYPES
 from kvloom.core.spelling import expect_kv
 from kvloom.errors import ArgumentError, UnsupportedError
 from kvloom.integrations.transformers import KVCache
 from kvloom.integrations.transformers.build import StatefulLayer, text_config_of
 from kvloom.integrations.transformers.cache_argument import as_argument
+from kvloom.integrations.transformers.layers import KVCacheLayer
 from kvloom.integrations.transformers.positions import expect_positions
 from kvloom.measuring.compare import STOCK, cache_of
 from kvloom.measuring.head_errors import HeadErrors
@@ -242,10 +244,24 @@ class _Entrant:
         )
 
 
+def _nbytes_recent(pages: PagedLayer | FixedLayer, num_rows: int) -> float:
+    """Bytes of the residual window of a sequence of ``LONG`` tokens."""
+    if not isinstance(pages, PagedLayer) or not pages.nbytes_recent:
+        return pages.nbytes_recent / num_rows
+    residual = Sequences(pages.sequences.format, pages.window).residual
+    exact = pages.sequences.residual
+    if residual is None or exact is None:
+        return 0.0
+    residual.reserve(1, LONG)
+    num_slots = residual.pages.pool.num_pages * residual.format.page_size
+    return num_slots * exact.storages[pages.index].nbytes_per_token
+
+
 def _nbytes_per_token(cache: Any, num_rows: int) -> float:
     """Bytes of one of ``LONG`` tokens in the layers that hold it; other states do not count."""
     if isinstance(cache, KVCache):
-        return cache.nbytes_per_token + cache.nbytes_recent / (num_rows * LONG)
+        pages = [layer.pages for layer in cache.layers if isinstance(layer, KVCacheLayer)]
+        return cache.nbytes_per_token + sum(_nbytes_recent(x, num_rows) for x in pages) / LONG
     total = 0.0
     for layer in cache.layers:
         keys: Any = getattr(layer, "keys", None)

@@ -83,7 +83,7 @@ def identify(model: Any, format: CacheFormat) -> Identity:
         fingerprints.append(fingerprint_with(model, weights, attention, layers, rotation, format.recent or 0))
     for group, fingerprint in zip(cache.sequences, [*fingerprints], strict=True):
         if group.residual is not None:
-            attention = f"residual tokens of {fingerprint.digest.hex()}"
+            attention = f"residual window of {fingerprint.digest.hex()}"
             layers = layers_of(group.residual.storages)
             fingerprints.append(
                 replace(fingerprint, attention=attention, rotation="none", layers=layers, recent=0)
