@@ -69,7 +69,7 @@ def _fail(message: str, status: int = 2) -> int:
 
 
 def _give_up_output() -> None:
-    """What standard output could not take is not tried again when Python exits."""
+    """Discard output that standard output could not take, so that Python does not try again when it exits."""
     try:
         if sys.stdout is not None:
             sys.stdout.flush()
@@ -302,7 +302,7 @@ def _load_folder(path: Path | None) -> tuple[Any, Any]:
 
 
 def _demo_folder() -> Path:
-    """Where demos keep keys and values, a few hundred kilobytes; the next one reads its prompt from there."""
+    """The store of demos, a few hundred kilobytes; the next demo reads its prompt from it."""
     caches = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(caches) / "kvloom" / "demo"
 

@@ -60,7 +60,7 @@ def probe_isas() -> dict[str, dict[str, float]]:
 
 
 def probe_prefetches() -> dict[str, dict[str, float]]:
-    """As ``probe_isas``, of ``LONG_CASES`` by the cache into which attention prefetches.
+    """The same as ``probe_isas``, for ``LONG_CASES`` by the cache into which attention prefetches.
 
     Raises:
         UnsupportedError: there are no compiled kernels.

@@ -137,5 +137,5 @@ def test_what_cannot_keep_them_says_so() -> None:
         KVCache.for_model(model, kv="int8:g8,recent=0", values="int4:g8,recent=8")
     with pytest.raises(ArgumentError, match="kv must have as recent a number of at least 0"):
         KVCache.for_model(model, kv="int4:g8,recent=x")
-    with pytest.raises(ArgumentError, match="kv must spell codes alone, without recent"):
+    with pytest.raises(ArgumentError, match="kv must be codes alone, without recent"):
         Cache.quantized(KV)

@@ -203,7 +203,7 @@ def test_the_model_is_listed_and_another_is_not_found(client: openai.OpenAI) -> 
         ({"max_tokens": 100_000}, "max_tokens must be at most 4096"),
         ({"presence_penalty": 0.5}, "presence_penalty must be left out"),
         ({"logprobs": 6}, "logprobs must be an integer of at least 0 and at most 5"),
-        ({"nonsense": 1}, "'nonsense' is no field that is served"),
+        ({"nonsense": 1}, "'nonsense' is no field that is supported"),
         ({"cache_salt": 3}, "cache_salt must be a string"),
         ({"stream_options": {"x": 1}}, "stream_options must be an object with include_usage"),
         ({"prompt": ""}, "the prompt must be at least one token"),

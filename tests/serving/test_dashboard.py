@@ -129,7 +129,7 @@ def test_a_browser_shows_the_session_live(browser: Any, busy: Served, output: Pa
     button = alone.find_element(By.TAG_NAME, "button")
     button.send_keys(Keys.ENTER)
     wait(lambda: "Request #" in text("detail"))
-    assert "nobody computed them yet" in text("detail") and "Behind a missed page" in text("detail")
+    assert "nobody computed them yet" in text("detail") and "After a missed page" in text("detail")
     assert "Generated." in text("detail")
     assert button.get_attribute("aria-pressed") == "true"
     time.sleep(1.2)

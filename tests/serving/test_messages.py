@@ -93,7 +93,7 @@ def test_what_the_template_or_the_answer_would_leave_out_is_named(
         ({"role": "assistant", "tool_calls": []}, "messages[0].content must be a text"),
         (
             {**USER, "image_url": {"url": "x"}},
-            "messages[0] must have fields that are served, got 'image_url'",
+            "messages[0] must have fields that are supported, got 'image_url'",
         ),
         ({**USER, "input_audio": {"data": ""}}, "got 'input_audio'"),
         ({**USER, "refusal": "no"}, "got 'refusal'"),
@@ -151,7 +151,7 @@ def test_a_message_that_is_none_is_named_with_its_place(
         ({"tools": [{**TOOL, "function": {}}]}, "tools[0] must have type 'function'"),
         (
             {"tools": [{"type": "function", "function": {"name": "ls", "strict": True}}]},
-            "tools[0].function.strict must be left out, as it is not served, got True",
+            "tools[0].function.strict must be left out, as it is not supported, got True",
         ),
         ({"chat_template_kwargs": {"enable_thinking": "no"}}, "chat_template_kwargs must be an object with"),
         ({"chat_template_kwargs": {"documents": []}}, "chat_template_kwargs must be an object with"),

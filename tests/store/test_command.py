@@ -147,7 +147,7 @@ def test_why_says_what_differs(folder: Path) -> None:
     assert reasons(folder, TOKENS[:4], "tenant") == ["another salt"] * 2
     assert reasons(folder, TOKENS[:2], weights="x") == ["another model: weights is wwwwwwww, not x"]
     paths(folder)[0].unlink()
-    assert reasons(folder, TOKENS[:12])[4:] == ["stored, behind pages that are not"] * 2
+    assert reasons(folder, TOKENS[:12])[4:] == ["stored, after pages that are not"] * 2
 
 
 def test_why_says_what_is_damaged(folder: Path) -> None:

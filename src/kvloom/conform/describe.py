@@ -135,7 +135,7 @@ class Operator:
 
 
 def problems(operator: Operator, call: Call) -> list[tuple[str, str]]:
-    """What is wrong with ``call``, as (argument, sentence)."""
+    """The problems of ``call``, as (argument, sentence)."""
     call = operator.complete(call)
     found, symbols = _argument_problems(operator, call)
     if found:
@@ -161,7 +161,7 @@ def result_shape(operator: Operator, result: str, call: Call) -> list[int] | Non
 
 
 def _argument_problems(operator: Operator, call: Call) -> tuple[list[tuple[str, str]], dict[str, int]]:
-    """What is wrong with single arguments, and the sizes that symbols stand for."""
+    """The problems of single arguments, and the sizes that symbols stand for."""
     known = {a.name for a in operator.arguments}
     found = [(name, "is no argument of this operator") for name in call if name not in known]
     symbols: dict[str, int] = {}
@@ -179,7 +179,7 @@ def _argument_problems(operator: Operator, call: Call) -> tuple[list[tuple[str, 
 
 
 def _scope(operator: Operator, call: Call, symbols: dict[str, int]) -> dict[str, Any]:
-    """What rules and axes may name."""
+    """The names that rules and axes may use, with their values."""
     values = {
         name: x.tolist() if isinstance(x, Tensor) and not x.is_floating_point() and x.numel() < 4096 else x
         for name, x in call.items()

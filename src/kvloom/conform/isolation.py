@@ -22,7 +22,7 @@ _SAID: Final = {kind.__name__: kind for kind in (ArgumentError, NoAnswer, Refuse
 
 @contextmanager
 def isolated(text: str, timeout: float = TIMEOUT) -> Iterator[Target]:
-    """The target that ``text`` spells, in a process of its own; another one is started where that ends.
+    """The target that ``text`` names, in a process of its own; another one is started where that ends.
 
     Args:
         text: As ``open_target`` takes it. A Python callable is imported by the process.

@@ -1,4 +1,4 @@
-"""What the oracles say of a legal call: results by name, the call left as it was."""
+"""Expected results of a legal call, by name, from the oracles; the call is left as it was."""
 
 from collections.abc import Callable
 from typing import Any

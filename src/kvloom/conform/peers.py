@@ -157,7 +157,7 @@ def paged_attention(
     past_seqlens: Tensor,
     block_table: Tensor,
 ) -> None:
-    """What ONNX Runtime's ``PagedAttention`` writes, by ``ops.store``."""
+    """The cache update of ONNX Runtime's ``PagedAttention``, by ``ops.store``."""
     kv = KVView.split("B S H D", key_cache, value_cache)
     sizes = expect("block_table", block_table, "B C", dtype=torch.int32)
     batch = sizes["B"]

@@ -21,7 +21,7 @@ _TRIED: Final = 12
 
 @dataclass(slots=True, eq=False)
 class Outcome:
-    """What a target did with a vector.
+    """The outcome of one vector: passed, failed or skipped, and why.
 
     Attributes:
         vector: The vector.

@@ -1,4 +1,4 @@
-"""What is judged: a Python callable, an ONNX model, a custom-operator library, a C function, or a command."""
+"""Targets to judge: Python callables, ONNX models, custom-operator libraries, C functions, and commands."""
 
 import ctypes
 import importlib
@@ -46,7 +46,7 @@ TIMEOUT: Final = 60.0
 
 
 def open_target(text: str, timeout: float = TIMEOUT) -> Target:
-    """The target that ``text`` spells, in this process; ``isolation`` has the same in one of its own.
+    """The target that ``text`` names, in this process; ``isolation`` has the same in one of its own.
 
     ``package.module:function``; ``onnxruntime`` or ``onnx.reference``; ``model.onnx``; ``library.so``, custom
     operators of ONNX Runtime; ``library.so:function``, a C function, see ``conform.h``; or ``command:PROGRAM

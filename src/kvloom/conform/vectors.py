@@ -140,7 +140,7 @@ def _entry(vector: Vector, tensors: dict[str, Tensor]) -> dict[str, Any]:
 
 
 def _written(key: str, x: Any, tensors: dict[str, Tensor]) -> Any:
-    """What the manifest says of an argument; a view is written as the memory that it is a view of."""
+    """The manifest's entry of an argument; a view is written as the memory that it is a view of."""
     if isinstance(x, list) and x and isinstance(x[0], Tensor):
         return [_written(f"{key}.{i}", each, tensors) for i, each in enumerate(x)]
     if not isinstance(x, Tensor):

@@ -1,1 +1,1 @@
-"""What a cache is: axis orders, indices into slots, specifications, canonical views."""
+"""Definitions of a cache: axis orders, indices into slots, specifications, canonical views."""

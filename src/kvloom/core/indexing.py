@@ -1,7 +1,7 @@
-"""In which slot does token t of sequence b live? Five published spellings, one answer.
+"""In which slot does token t of sequence b live? Five published index formats, one answer.
 
 =============  ==========================  =======================================
-spelling       tensor                      slot(b, t)
+format         tensor                      slot(b, t)
 =============  ==========================  =======================================
 offset         starts ``[B]``              ``starts[b] + t``
 page table     first slots ``[B, P]``      ``table[b, t // size] + t % size``

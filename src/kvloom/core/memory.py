@@ -24,7 +24,7 @@ def overlaps_itself(x: Tensor) -> bool:
 
 
 def reach_of(x: Tensor) -> int:
-    """Bytes from the first of ``x`` to the one behind its last."""
+    """Bytes from the first of ``x`` to the one after its last."""
     if x.numel() == 0:
         return 0
     last = sum(stride * (extent - 1) for stride, extent in zip(x.stride(), x.shape, strict=True))
@@ -32,7 +32,7 @@ def reach_of(x: Tensor) -> int:
 
 
 def span_of(x: Tensor) -> tuple[int, int]:
-    """Address of the first byte of ``x``, and of the one behind its last."""
+    """Address of the first byte of ``x``, and of the one after its last."""
     start = x.data_ptr()
     return start, start + (x.nbytes if x.is_contiguous() else reach_of(x))
 
@@ -104,7 +104,7 @@ def expect_memory(what: str, nbytes: int, device: torch.device) -> None:
 
 
 def refused_memory(what: str, error: Exception) -> OutOfMemory | None:
-    """What torch's allocator of the CPU said of memory that it did not get, ``None`` of every other error."""
+    """The message of torch's CPU allocator about memory it did not get; ``None`` for every other error."""
     said = re.search(r"DefaultCPUAllocator: .* you tried to allocate (\d+) bytes", str(error))
     return said and OutOfMemory(f"{what} must fit memory, got {said[1]} bytes")
 

@@ -137,7 +137,7 @@ class KVView:
         increment_version(versioned)
 
     def lies_apart_from(self, *others: Tensor) -> bool:
-        """Whether all of ``others`` lie before or behind each tensor; interleaved ones may share no byte."""
+        """Whether all of ``others`` lie before or after each tensor; interleaved ones may share no byte."""
         if self._reaches is None:
             return False
         for other in others:

@@ -38,7 +38,7 @@ class Axis(NamedTuple):
         return self.start + share * (self.end - self.start)
 
     def decades(self, digits: Iterable[int] = (1,)) -> list[float]:
-        """Numbers with these first digits, and zeros behind, within a logarithmic axis."""
+        """Numbers with these first digits, and zeros at the end, within a logarithmic axis."""
         powers = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
         found = (digit * 10.0**power for power in powers for digit in digits)
         return [x for x in found if self.low * 0.999 <= x <= self.high * 1.001]

@@ -36,7 +36,7 @@ class NamedLayout:
 
     @property
     def axes(self) -> str:
-        """The axes of keys and, where they differ, of values behind a ``|``."""
+        """The axes of keys and, where they differ, of values after a ``|``."""
         return f"{self.key} | {self.value}" if self.value else self.key
 
     def of(self, side: str, itemsize: int) -> CacheLayout:
@@ -103,7 +103,7 @@ LAYOUTS: Final = {
 
 
 def find_layout(name: str, layout: NamedLayout | CacheLayout | str) -> NamedLayout:
-    """The layout that ``layout`` names or spells.
+    """The layout with this name, or with these axes.
 
     Args:
         name: What an error calls it.

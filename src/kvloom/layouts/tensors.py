@@ -90,7 +90,7 @@ class KVTensors:
 
 
 def prefix(layer: int, shard: int, num_layers: int, num_shards: int) -> str:
-    """What stands in front of the name of a tensor of this layer and shard."""
+    """The prefix of the names of tensors of this layer and shard."""
     return (f"layers.{layer}." if num_layers > 1 else "") + (f"shards.{shard}." if num_shards > 1 else "")
 
 
@@ -129,7 +129,7 @@ def _by_part(tensors: Mapping[str, Tensor], layout: NamedLayout) -> dict[tuple[i
 
 
 def _views(roles: dict[str, Tensor], layout: NamedLayout, heads: int | None, front: str) -> list[KVView]:
-    """Of each layer that the tensors hold."""
+    """The views of all layers that the tensors hold."""
     first = "cache" if layout.is_joint else "key"
     if first not in roles:
         raise ArgumentError(f"tensors must have {front}{first} in layout {layout.name!r}, got {[*roles]}")

@@ -1,4 +1,4 @@
-"""What a cache kind costs and changes: bytes, speed, tokens and logits against transformers' own cache."""
+"""Kinds of caches compared with transformers' own: bytes, speed, tokens and logits."""
 
 import time
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""What the keys and values of one layer cost each head, where all else is exact.
+"""Errors of the heads of each layer when its keys and values alone are quantized.
 
 While a model reads with its own cache, each layer's new keys and values also go through a cache of each kind,
 and attention is computed again with what comes back.
@@ -40,7 +40,7 @@ class HeadErrors:
 
     @contextmanager
     def measured(self, *, is_first: bool) -> Iterator[None]:
-        """Within this context what the model reads counts, behind what it read before or as the first."""
+        """Within this context what the model reads counts, after what it read before or as the first."""
         if is_first:
             self._caches = [make() for make in self._makers]
         self._model.set_attn_implementation(_IMPLEMENTATION)
@@ -69,7 +69,7 @@ class HeadErrors:
         return result
 
     def result(self) -> list[dict[int, tuple[float, ...]]]:
-        """Of each kind, by layer: of each query head the norm of the error by the norm of the output."""
+        """Errors by kind and layer: for each query head, the norm of the error by that of the output."""
         return [
             {n: tuple((error / self._outputs[n]).sqrt().tolist()) for n, error in errors.items()}
             for errors in self._errors
@@ -86,7 +86,7 @@ def _add(sums: dict[int, Tensor], layer: int, x: Tensor) -> None:
 
 
 def _own_attention(module: Any, implementation: str) -> Callable[..., Any]:
-    """What a module of transformers would have called: its file may have functions of its own."""
+    """The attention function that a module would call: its file may have functions of its own."""
     home = vars(sys.modules[type(module).__module__])
     functions = home.get("ALL_ATTENTION_FUNCTIONS", ALL_ATTENTION_FUNCTIONS)
     found: Callable[..., Any] = functions.get(implementation, home.get("eager_attention_forward"))

@@ -60,7 +60,7 @@ def plan_bits(
         bits: Bits of an element on average, scales included.
         budget: Bytes of a token in all layers, scales included, instead of ``bits``.
         kinds: What each side may become; codes whose group does not divide the head dim are left out.
-        recent: Newest tokens that each token attends to unquantized, where a layer keeps codes.
+        recent: Residual window: newest tokens that each token attends to unquantized, in layers of codes.
             They take room beside the budget.
         chunk: Tokens that are fed at a time.
         on_step: Called with the steps that are done and all steps, after each.
@@ -171,7 +171,7 @@ def _costs(model: Any, kinds: Sequence[str]) -> tuple[dict[_Side, list[int]], in
 
 
 def _cheapest_errors(items: Sequence[tuple[list[int], list[float]]], limit: float) -> list[int] | None:
-    """Of each item's choices ``(costs, errors)``, those of the least sum of errors within a limit of costs.
+    """One choice of each item's ``(costs, errors)``: the least sum of errors within a limit of costs.
 
     Every sum of costs that can be reached is kept with the least error that reaches it, unless one costs less
     and errs less. Of equal ones the cheaper, then the one whose choices come first.

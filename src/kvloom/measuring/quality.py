@@ -1,4 +1,4 @@
-"""What kinds of caches cost in quality: how far the predictions of a model move, for how many bytes.
+"""The quality of kinds of caches: how far the predictions of a model move, for how many bytes.
 
 Shapes: N texts, W tokens of each, B of them read together, Q tokens fed at a time, V words of the model.
 """
@@ -31,7 +31,7 @@ WINDOW: Final = 512
 ROWS: Final = 8
 """Most texts that are read together."""
 LONG: Final = 8192
-"""Tokens of a text of which bytes are told: its newest, where they are kept as they are, weigh little."""
+"""Tokens of a text of which bytes are told: long, so that a residual window weighs little."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class Quality:
     Attributes:
         kind: ``"DynamicCache"``, a kind as ``KVCache.for_model`` takes it as ``kv``, or a peer's name.
         nbytes_per_token: Cache bytes of one token in all layers, scales included, in a text of 8,192 tokens:
-            what is kept of the newest ones unquantized is spread over as many.
+            those of a residual window are spread over as many.
         perplexity: Exponential of the mean loss of the next tokens.
         mean_kl: Mean of KL(DynamicCache || kind) of the next-token distributions, in nats.
         agreed: Share of the positions at which the same next token is chosen, from 0 to 1.
@@ -103,7 +103,7 @@ def quality(
         input_ids: ``[N, W]`` int64 or int32, W of at least 2 and at most the positions of the model.
         kv: Kinds of caches, as ``KVCache.for_model`` takes them, files of plans among them, and peers.
         chunk: Tokens that are fed at a time.
-        after: Predictions behind at most so many tokens of a text are not counted; errors of heads are.
+        after: Predictions after at most so many tokens of a text are not counted; errors of heads are.
         on_step: Called with the steps that are done and all steps, after each.
 
     Returns:
@@ -162,7 +162,7 @@ def expect_decoder(model: Any) -> None:
 def windows_of(
     tokenizer: Any, texts: Iterable[str], num_tokens: int, name: str = "texts", window: int = WINDOW
 ) -> Tensor:
-    """Tokens of texts, one behind the other, as ``[N, W]`` windows; what does not fill the last is left out.
+    """Tokens of texts, one after the other, as ``[N, W]`` windows; what does not fill the last is left out.
 
     Args:
         tokenizer: Of the model.
@@ -271,7 +271,7 @@ def _nbytes_per_token(cache: Any, num_rows: int) -> float:
             total += (keys.nbytes + layer.values.nbytes) / (num_rows * keys.shape[-2])
         elif isinstance(keys, Tensor):
             held, num_tokens, num_exact, exact = _nbytes_of(vars(layer)), int(layer.get_seq_length()), 0, 0
-            if hasattr(layer, "_quantized_keys") and keys.dim() == 4:  # the newest tokens, as they are
+            if hasattr(layer, "_quantized_keys") and keys.dim() == 4:  # its residual window
                 num_exact, exact = keys.shape[-2], keys.nbytes + layer.values.nbytes
             of_code = (held - exact) / (num_tokens - num_exact)
             total += (of_code * (LONG - num_exact) + exact) / (num_rows * LONG)

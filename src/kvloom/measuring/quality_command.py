@@ -157,7 +157,7 @@ def _read(path: Path, name: str = "--text") -> str:
 
 
 def _installed_peers(model: Any) -> "list[Peer]":
-    """transformers' int4 caches of installed libraries, which keep the newest 128 tokens as they are."""
+    """transformers' int4 caches of installed libraries, with a residual window of 128 tokens."""
     from transformers.cache_utils import QuantizedCache
 
     from kvloom.measuring.quality import Peer
@@ -180,7 +180,7 @@ def _installed_peers(model: Any) -> "list[Peer]":
 
 
 def _name(n: int, row: "Quality", num_ours: int) -> str:
-    """Of row n: DynamicCache, then kvloom's kinds, then peers."""
+    """The name of row n: DynamicCache, then kvloom's kinds, then peers."""
     return f"kvloom {row.kind}" if 1 <= n <= num_ours else row.kind
 
 

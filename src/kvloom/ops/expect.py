@@ -20,7 +20,7 @@ def expect_store(key: Tensor, value: Tensor | None, slots: Tensor, kv: KVView) -
     """Check everything that ``store`` promises to refuse but the values of ``slots``.
 
     Returns:
-        Whether keys and values lie before or behind the cache, and not between its rows.
+        Whether keys and values lie before or after the cache, and not between its rows.
     """
     tokens = expect_rows("key", key, kv.key)
     if (value is None) != (kv.value is None):

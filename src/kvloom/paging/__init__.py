@@ -1,4 +1,4 @@
-"""Who holds which page of a paged cache: pool, prefix tree, page tables. Integers only; imports no torch."""
+"""Pages and their holders: pool, prefix tree, page tables. Integers only; imports no torch."""
 
 from kvloom.paging.causes import CAUSES, Miss
 from kvloom.paging.check import check

@@ -19,13 +19,13 @@ _MOST_ASKED: Final = 1024
 
 
 class Miss(NamedTuple):
-    """Why some pages of a text, one behind the other, are not found.
+    """Why some pages of a text, one after the other, are not found.
 
     Attributes:
         cause: One of ``CAUSES``.
         first: The first of the pages, counted from the front.
         num_pages: How many.
-        at: ``below``: the missed page that they are behind; ``tokens differ``: the first such token.
+        at: ``below``: the missed page that they are after; ``tokens differ``: the first such token.
         time: ``evicted``: when.
         by: ``evicted``: the request that needed the room.
         more: ``evicted``: with so many pages more it would have been kept, and with fewer not; ``None``
@@ -84,15 +84,15 @@ class Node(Item):
 
 
 class Causes:
-    """What a pool and its tree had and gave up, and so why a page is missed.
+    """The history of a pool and its tree, from which the cause of a missed page follows.
 
-    How many pages more would have kept a page is exact for a pool that gives up what is idle for longest, by
+    How many pages more would have kept a page is exact for a pool that evicts what is idle for longest, by
     the distance of its uses: a larger pool would have found what was evicted of a text when it was asked for,
     and computed only the rest. Of other pools nobody knows it.
 
     Args:
         page_size: Tokens in a page.
-        is_lru: Whether the pool gives up what is idle for longest.
+        is_lru: Whether the pool evicts what is idle for longest.
         max_remembered: Pages that are remembered; of more, those that were not used for longest are forgotten
             and taken for ``never stored``.
     """
@@ -104,7 +104,7 @@ class Causes:
         self._num_texts = 0
         self._num_ids = 0
         self.nodes: dict[tuple[str, int], Node] = {}
-        self._following: dict[tuple[str, int], list[bytes]] = {}  # sealed pages behind a text, sorted
+        self._following: dict[tuple[str, int], list[bytes]] = {}  # sealed pages after a text, sorted
         self._salts: Counter[int] = Counter()  # of each text, under how many salts it is sealed
         self._order = Recency()
         self._pages: dict[int, Node] = {}  # sealed pages
@@ -137,7 +137,7 @@ class Causes:
         return found
 
     def explain(self, nodes: Sequence[Node], num_found: int, num_pages: int) -> list[Miss]:
-        """Of each page of a text behind the first ``num_found``, why it is missed.
+        """Why each page of a text after the first ``num_found`` is missed.
 
         Args:
             nodes: Of the text.

@@ -1,4 +1,4 @@
-"""What happens to pages, in a ring: who takes, shares, finds, misses and evicts which. Imports no torch."""
+"""Events of pages, in a ring: who takes, shares, finds, misses and evicts which. Imports no torch."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Events:
         capacity: Events that are kept.
         max_remembered: Pages of texts that are remembered.
         clock: Seconds from some moment on.
-        is_lru: Whether the pool gives up what is idle for longest, so that a miss knows ``more``.
+        is_lru: Whether the pool evicts what is idle for longest, so that a miss knows ``more``.
 
     Attributes:
         causes: Why pages are missed.
@@ -152,7 +152,7 @@ class Events:
         self.note("begin", [], tenant=tenant, tokens=num_tokens * self.scale, nodes=list(nodes))
 
     def explain(self, salt: str, asked: list[bytes], num_found: int, num_pages: int) -> list[Miss]:
-        """Why the pages of a text behind the first ``num_found`` would be missed now."""
+        """Why the pages of a text after the first ``num_found`` would be missed now."""
         return self.causes.explain(self.causes.nodes_of(salt, asked), num_found, num_pages)
 
     def seal(self, salt: str, text: list[bytes], pages: list[int]) -> None:
@@ -175,11 +175,11 @@ class Events:
         self.causes.drop(self.request, pages)
 
     def name(self, name: str) -> None:
-        """What the request is called."""
+        """Name the request."""
         self.note("name", [], name=name)
 
     def tenant(self, salt: str) -> str:
-        """What stands for a salt, which may be a secret."""
+        """A name for a salt, which may be a secret."""
         name = salt.encode("utf-8", "surrogatepass")
         return blake2b(name, key=self._secret, digest_size=3).hexdigest() if salt else ""
 

@@ -14,7 +14,7 @@ kind as of all. That alone is least recently used, for an age lasts the longer t
 
 
 class Odds:
-    """What became of pages.
+    """Counts of idle pages by age and kind, and of those that were used again.
 
     Attributes:
         entered: Of each kind, how many pages were idle up to each age, fading.

@@ -10,7 +10,7 @@ from kvloom.paging.events import Events
 from kvloom.paging.worth import WorthOrder
 
 POLICIES: Final = ("lru", "ours")
-"""By which evictable pages go first."""
+"""Orders of eviction."""
 
 
 def expect_policy(policy: str) -> None:
@@ -58,12 +58,12 @@ class PagePool:
     Pages are handed out last freed first, so that a busy pool touches few of them; pages that were never used
     come last, lowest id first.
 
-    Pages lie one behind the other in extents, of which a sequence can have one to grow in: ``next_free`` says
+    Pages lie one after the other in extents, of which a sequence can have one to grow in: ``next_free`` says
     which pages follow another.
 
     Args:
         num_pages: Pages to begin with, in one extent; ``grow`` adds more.
-        policy: Which evictable pages go first: ``"lru"``, those that are idle for longest, or ``"ours"``,
+        policy: Which pages are evicted first: ``"lru"``, those that are idle for longest, or ``"ours"``,
             those that are worth least by what the pool has seen (``WorthOrder``).
 
     Attributes:
@@ -342,7 +342,7 @@ class PagePool:
             self._counts[page] += 1  # the reference of its child
 
     def victims(self, num_pages: int) -> list[PageRef]:
-        """For the tree, which must ``reclaim`` them: the pages that go first, or all if there are fewer."""
+        """For the tree, which must ``reclaim`` them: the pages to evict first, or all if there are fewer."""
         if self.worth is None:
             return list(islice(self.evictable(), num_pages))
         return [self._refs[page] for page in self.worth.evict(num_pages)]

@@ -1,4 +1,4 @@
-"""What pages hold by the events of a recording. Integers only; imports no torch."""
+"""States of pages by the events of a recording. Integers only; imports no torch."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ name                                                   ``name`` of the request
 
 
 class PageStates:
-    """Who holds each page, and which page of which text it is, after some events.
+    """The holders of each page, and which page of which text it is, after some events.
 
     Attributes:
         num_pages: Of the pool.
@@ -46,7 +46,7 @@ class PageStates:
         self.nodes: dict[int, int] = {}
 
     def apply(self, event: Event) -> None:
-        """What an event changes."""
+        """Change the states by an event."""
         _, kind, request, pages, more = event
         match kind:
             case "allocate" | "hit" | "share":
@@ -64,7 +64,7 @@ class PageStates:
                 self.num_pages = more["num_pages"]
 
     def events(self, time: float) -> list[Event]:
-        """What brings a new pool here."""
+        """Events that bring a new pool to these states."""
         made: list[Event] = [(time, "grow", 0, [], {"num_pages": self.num_pages})]
         for page, counts in self.holders.items():
             for request, count in counts.items():

@@ -64,7 +64,7 @@ class PageTable:
         return 0 < used <= self.page_size - num_tokens and self._pool.is_writable(self._held()[-1])
 
     def num_missing(self, num_tokens: int) -> int:
-        """Pages that ``num_tokens`` more tokens take behind the last one."""
+        """Pages that ``num_tokens`` more tokens take after the last one."""
         return self._pages_for(self._num_tokens + num_tokens) - len(self._held())
 
     def fill(self, num_tokens: int) -> None:
@@ -90,7 +90,7 @@ class PageTable:
         self._num_tokens = num_tokens
 
     def drop_front(self, num_pages: int) -> None:
-        """Release the first ``num_pages`` pages, all full; the token behind them becomes token 0.
+        """Release the first ``num_pages`` pages, all full; the token after them becomes token 0.
 
         Raises:
             ArgumentError: there are fewer full pages; nothing was changed.
@@ -234,7 +234,7 @@ class Growth:
         self.num_pages = sum(num_pages for *_, num_pages in self._plan)
 
     def _following(self) -> list[list[int]]:
-        """For each table the free pages behind its last one, as many as it takes, each for one table."""
+        """For each table the free pages after its last one, as many as it takes, each for one table."""
         claimed: set[int] = set()
         wanted = []
         for table, _, moves, num_pages in self._plan:
@@ -301,6 +301,6 @@ class Growth:
 
 
 def release_all(tables: Iterable[PageTable]) -> None:
-    """Give back the pages of all of these."""
+    """Release the pages of all of these."""
     for table in tables:
         table.release()

@@ -1,4 +1,4 @@
-"""Which idle pages go, by what is seen of the use of pages. Integers only; imports no torch.
+"""Which idle pages are evicted, by what is seen of the use of pages. Integers only; imports no torch.
 
 What is worth keeping differs: conversations come back after a while, instructions again and again, most
 tails never. No order of pages by one number suits all, so the odds are counted as the pool runs. A page that
@@ -148,7 +148,7 @@ class WorthOrder:
         self._used(text)
 
     def evict(self, num_pages: int) -> list[int]:
-        """Give up ``num_pages`` idle pages, or all if there are fewer; each comes after its children."""
+        """Evict ``num_pages`` idle pages, or all if there are fewer; each comes after its children."""
         self._open = None
         if not num_pages or not self._sealed:
             return []
@@ -177,7 +177,7 @@ class WorthOrder:
         return gone
 
     def _empty(self, rest: _Rest, num_pages: int, gone: list[int]) -> None:
-        """Give up pages of a rest until there are enough in ``gone``, or none of it can go for now."""
+        """Evict pages of a rest until there are enough in ``gone``, or none of it can go for now."""
         while rest.first < len(rest.texts):
             text = rest.texts[rest.first]
             page, parent = text.page, text.parent

@@ -1,1 +1,1 @@
-"""What a model and its cache take, before anything is allocated; from a configuration alone."""
+"""Memory of a model and its cache, from a configuration alone, before anything is allocated."""

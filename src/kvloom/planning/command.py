@@ -44,10 +44,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def parse_bytes(name: str, text: str) -> int:
-    """Bytes that ``"24GB"`` (10^9), ``"1.5GiB"`` (2^30) or a plain number spells.
+    """Parse a size: ``"24GB"`` (10^9), ``"1.5GiB"`` (2^30) or a plain number of bytes.
 
     Raises:
-        ArgumentError: ``text`` spells none; ``name`` is what the error calls it.
+        ArgumentError: ``text`` is no size; ``name`` is what the error calls it.
     """
     found = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,9})?) ?([KMGT]i?B)?", text)
     if found is None:

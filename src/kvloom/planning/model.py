@@ -1,4 +1,4 @@
-"""What a model would keep: its weights, and what each layer keeps of a token; needs no memory for them."""
+"""The size of a model's weights, and the shapes of its layers, found without memory for them."""
 
 import logging
 from contextlib import nullcontext
@@ -30,7 +30,7 @@ nothing of its own."""
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """What one layer keeps.
+    """The kind of one layer, and the sizes of its keys, values and states.
 
     Attributes:
         kind: Of the layer.
@@ -47,7 +47,7 @@ class LayerShape:
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """What a model keeps.
+    """The size of a model's weights, and the shapes of its layers.
 
     Attributes:
         config: Of the part that generates text.
@@ -130,7 +130,7 @@ class _Watched(DynamicCache):  # type: ignore[misc]
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> Any:
-        """As of ``DynamicCache``."""
+        """The same as ``DynamicCache.update``, noting which layers are called."""
         self.seen[layer_idx] = key_states, value_states
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 

@@ -43,7 +43,7 @@ class LayerPlan:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a model takes when a ``KVCache`` has ``batch`` sequences of ``context`` tokens each.
+    """Bytes of a model and its ``KVCache`` with ``batch`` sequences of ``context`` tokens each.
 
     ``cache + scales`` is ``KVCache.nbytes`` after prompts of that length, and the bytes of a ``KVPool`` of as
     many token slots in whole pages; ``tables`` are the page tables that attention reads.
@@ -106,7 +106,7 @@ class Plan:
         return self.weights + self.packed + self.cache + self.scales + self.states + self.tables
 
     def by_kind(self) -> dict[Kind, tuple[int, LayerPlan]]:
-        """Of each kind of layer, how many there are and the sum of their bytes."""
+        """The number of layers of each kind, and the sum of their bytes."""
         found: dict[Kind, tuple[int, LayerPlan]] = {}
         for layer in self.layers:
             count, x = found.get(layer.kind, (0, LayerPlan(layer.kind)))
@@ -163,7 +163,7 @@ def plan(
     values: str | None = None,
     pack: bool | str = False,
 ) -> Plan:
-    """What a model and its cache will take, to the byte; needs no weights and allocates nothing.
+    """Bytes of a model and its cache, exactly; needs no weights and allocates nothing.
 
     Args:
         config: A ``PretrainedConfig``, a ``config.json``, a folder with one, or a ``ModelShape``.

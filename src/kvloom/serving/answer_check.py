@@ -12,7 +12,7 @@ from kvloom.errors import UnsupportedError
 
 @dataclass(slots=True)
 class Answer:
-    """What a server answered to a request.
+    """A server's answer to a request.
 
     Attributes:
         prompt: Of the request.
@@ -52,7 +52,7 @@ class AnswerCheck:
         other_tokens: Those of them that have other tokens.
         other_logprobs: Those that have other log probabilities, those with other tokens among them.
         other_behind_found: Those of them whose prompts began with what was found.
-        largest: Difference of log probabilities of the same tokens behind the same tokens.
+        largest: Difference of log probabilities of the same tokens after the same tokens.
     """
 
     checked: int = 0

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What came of one answer since its last piece.
+    """A piece of one answer: tokens and text since the last one.
 
     Attributes:
         index: Of the answer, from 0.
@@ -106,7 +106,7 @@ class Answers:
         self._changed.set()
 
     async def pieces(self) -> AsyncIterator[Piece]:
-        """What comes of all answers, until all have ended; whatever ends it ends them.
+        """Pieces of all answers, until all have ended; whatever ends this ends them.
 
         Raises:
             Refused: a request failed, or takes too long.
@@ -141,7 +141,7 @@ class Answers:
             self.close()
 
     def close(self) -> None:
-        """Give up whatever has not ended; its pages are free before the next step."""
+        """Cancel whatever has not ended; its pages are free before the next step."""
         for name in self._answers:
             self._leave(name, ended=False)
 
@@ -159,7 +159,7 @@ class _Answer:
         self._index, self._text, self._num_read = index, text, 0
 
     def read(self, output: Any, end_tokens: frozenset[int]) -> Piece:
-        """What is new in an output."""
+        """The new part of an output."""
         start, tokens = self._num_read, output.generated_tokens
         text = self._text.feed(tokens[start:])
         if output.is_finished():

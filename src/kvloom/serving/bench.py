@@ -83,7 +83,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def conversations_of(args: argparse.Namespace, seed: int) -> list[Conversation]:
-    """What the options ask for.
+    """The conversations that the options ask for.
 
     Raises:
         ArgumentError: an option has no such value.
@@ -100,7 +100,7 @@ def conversations_of(args: argparse.Namespace, seed: int) -> list[Conversation]:
 
 
 def base_url(text: str) -> str:
-    """Where the API of a server is: at ``/v1`` if a URL names no path.
+    """The URL of a server's API: its ``/v1`` if the URL has no path.
 
     Raises:
         ArgumentError: it is no URL of a server.

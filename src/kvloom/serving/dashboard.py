@@ -26,7 +26,7 @@ def page() -> str:
 
 
 def state_of(session: Session, name: str) -> dict[str, Any]:
-    """What the page draws: counts, and which page holds what. No text, no tokens, no salts.
+    """The state that the page draws: counts, and the pages of each request. No text, no tokens, no salts.
 
     Args:
         session: Whose.

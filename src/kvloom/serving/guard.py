@@ -1,4 +1,4 @@
-"""What stands before every request: keys, sizes, time, and whether anybody still listens."""
+"""Checks before every request: keys, sizes, time, and whether the client is still there."""
 
 import asyncio
 import binascii
@@ -42,7 +42,7 @@ class Guard:
         self._keys = [hashlib.sha256(key.encode()).digest() for key in settings.api_keys]
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """As of ASGI."""
+        """The ASGI application."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -80,7 +80,7 @@ class Guard:
         await reply(scope, receive, send)
 
     def _tenant(self, headers: Headers, browsed: bool) -> str | None:
-        """What tells keys apart without being one; empty where there are none, ``None`` without a key."""
+        """A name for the key; empty if the server has no keys, ``None`` if the request has none of them."""
         if not self._keys:
             return ""
         kind, _, key = headers.get("authorization", "").partition(" ")
@@ -152,7 +152,7 @@ async def _disconnected(receive: Any) -> None:
 
 
 def _password(credentials: str) -> str:
-    """Of Basic authentication; empty if there is none."""
+    """The password of Basic authentication; empty if there is none."""
     try:
         return binascii.a2b_base64(credentials).decode().partition(":")[2]
     except ValueError:

@@ -19,7 +19,7 @@ Observer = Callable[["Measured"], None]
 
 @dataclass(slots=True)
 class Measured:
-    """What clients have seen.
+    """Measurements of clients.
 
     Attributes:
         ended: Requests that were answered.

@@ -18,7 +18,7 @@ class Counted(logging.Filter):
         self._last: dict[tuple[str, int], tuple[float, int]] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """As of ``logging``; the time is the record's."""
+        """The same as ``logging.Filter.filter``; the time is the record's."""
         place = record.pathname, record.lineno
         shown, count = self._last.get(place, (-SECONDS, 0))
         if record.created - shown < SECONDS:

@@ -27,7 +27,7 @@ _REASONING: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Chat:
-    """What a request gives a chat template.
+    """The arguments of a request for a chat template.
 
     Attributes:
         messages: With the fields that were given; the content of each is one text, and the arguments of its
@@ -146,7 +146,7 @@ def _compiled(template: str) -> Any:
 
 @lru_cache(maxsize=8)
 def _variables(template: str) -> set[str]:
-    """What a template reads beside what it sets by itself."""
+    """Variables that a template reads and does not set by itself."""
     return set(jinja2.meta.find_undeclared_variables(_compiled(template).environment.parse(template)))
 
 
@@ -156,7 +156,7 @@ def _message(name: str, message: Any) -> dict[str, Any]:
     given = {field: value for field, value in message.items() if value not in (None, [])}
     for field in given:
         if field not in _FIELDS:
-            raise ArgumentError(f"{name} must have fields that are served, got {shown(field)}")
+            raise ArgumentError(f"{name} must have fields that are supported, got {shown(field)}")
     for field in ("name", "tool_call_id", "reasoning_content"):
         if not isinstance(given.get(field, ""), str):
             raise ArgumentError(f"{name}.{field} must be a string, got {shown(given[field])}")
@@ -224,7 +224,7 @@ def _tools(tools: Any) -> list[dict[str, Any]]:
             )
         if function.get("strict") not in (None, False):
             raise ArgumentError(
-                f"tools[{i}].function.strict must be left out, as it is not served, got "
+                f"tools[{i}].function.strict must be left out, as it is not supported, got "
                 f"{shown(function['strict'])}"
             )
     return tools

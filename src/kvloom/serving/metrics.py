@@ -33,7 +33,7 @@ class Metrics:
         )
 
     def text(self) -> bytes:
-        """What Prometheus reads."""
+        """The metrics in Prometheus' text format."""
         return generate_latest(self._registry)
 
     def counted(self, app: Any) -> Any:
@@ -51,7 +51,7 @@ class Metrics:
 
 
 class _SessionCollector(Collector):
-    """What a session counts, read when it is asked for."""
+    """Counters of a session, read when Prometheus asks."""
 
     def __init__(self, session: Session) -> None:
         self._session = session

@@ -1,4 +1,4 @@
-"""Prompts to tokens: in threads, none that cannot fit, and no small one behind large ones."""
+"""Prompts to tokens: in threads, none that cannot fit, and no small one waits for large ones."""
 
 import asyncio
 import json
@@ -138,7 +138,7 @@ def most_bytes_per_token(tokenizer: Any) -> int | None:
 
 
 def _steps(step: Any, name: str) -> Iterator[dict[str, Any]]:
-    """What a normalizer or a pre-tokenizer consists of."""
+    """The steps of a normalizer or a pre-tokenizer."""
     if step is not None:
         state = json.loads(step.__getstate__())
         yield from _flat(state, name)

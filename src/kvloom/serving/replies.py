@@ -14,7 +14,7 @@ _KINDS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_
 
 
 def error_body(status: int, message: str) -> dict[str, Any]:
-    """What every error has."""
+    """The body of an error."""
     kind = _KINDS.get(status, "invalid_request_error" if status < 500 else "server_error")
     return {"error": {"message": message, "type": kind, "param": None, "code": None}}
 
@@ -36,7 +36,7 @@ class EventStream:
         self._events, self._close = events, close
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """As of ASGI."""
+        """The ASGI application."""
         headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-store")]
         try:
             await send({"type": "http.response.start", "status": 200, "headers": headers})

@@ -88,7 +88,7 @@ async def _refuse(request: Request, error: Exception) -> Response:
 
 
 def _what_there_is(request: Request, error: HTTPException) -> str:
-    """Of a path or a method that there is not: which there are."""
+    """The paths and methods that exist, for a request to one that does not."""
     path = request.url.path[:100]
     if error.status_code == 405:
         return f"{path} must be asked by {(error.headers or {}).get('Allow')}, got {request.method[:20]}"
@@ -105,18 +105,18 @@ async def _fail(request: Request, error: Exception) -> Response:
 class TimelyProtocol(H11Protocol):
     """HTTP as uvicorn speaks it; a connection is closed unless whole headers come in time.
 
-    uvicorn's own timer begins behind the first answer, and ends with the next byte.
+    uvicorn's own timer begins after the first answer, and ends with the next byte.
     """
 
     def connection_made(self, transport: Any) -> None:
-        """As theirs, and starts the timer."""
+        """The same as uvicorn's, and starts the timer."""
         super().connection_made(transport)
         self.timeout_keep_alive_task = self.loop.call_later(
             self.timeout_keep_alive, self.timeout_keep_alive_handler
         )
 
     def data_received(self, data: bytes) -> None:
-        """As theirs; the timer runs on until a request has come."""
+        """The same as uvicorn's; the timer runs until a request has come."""
         timer, self.timeout_keep_alive_task = self.timeout_keep_alive_task, None
         last = self.cycle
         super().data_received(data)
@@ -133,7 +133,7 @@ def listener_of(settings: Settings) -> socket.socket:
 
 
 def server_of(app: Any, settings: Settings) -> uvicorn.Server:
-    """What serves an application on a listener: ``server.run(sockets=[listener])``."""
+    """A server of an application on a listener: ``server.run(sockets=[listener])``."""
     config = uvicorn.Config(
         app,
         http=TimelyProtocol,

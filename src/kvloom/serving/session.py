@@ -1,4 +1,4 @@
-"""The session behind a server: answers to requests, piece by piece, from one model."""
+"""The session of a server: answers to requests, piece by piece, from one model."""
 
 import asyncio
 import logging
@@ -122,7 +122,7 @@ class Session:
         self._supervisor = asyncio.create_task(self._supervise())
 
     async def stop(self) -> None:
-        """Give up what is running, and end; the layers of the model are as they were before."""
+        """Cancel what is running, and end; the layers of the model are as they were before."""
         if self._supervisor is not None:
             self._supervisor.cancel()
             await asyncio.wait({self._supervisor})
@@ -195,7 +195,7 @@ class Session:
 
     @property
     def max_body_bytes(self) -> int:
-        """Of a request whose prompt could have room."""
+        """The most bytes of a body whose prompt could fit."""
         return min(self.settings.max_body_bytes, _FIELD_BYTES + _TOKEN_BYTES * self.room)
 
     def expect_alive(self) -> None:

@@ -1,4 +1,4 @@
-"""What a server is started with."""
+"""Settings of a server."""
 
 import os
 import re
@@ -23,7 +23,7 @@ _ORIGIN: Final = re.compile(r"https?://(?:[a-z0-9._-]+|\[[0-9a-f:.]+\])(?::[0-9]
 
 @dataclass(frozen=True)
 class Settings:
-    """What a server is started with, beside its model.
+    """Settings of a server, beside its model.
 
     Attributes:
         host: Address that it listens on.

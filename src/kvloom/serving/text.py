@@ -31,7 +31,7 @@ class TextStream:
         """Characters of the text, a stop included, before each token that was read."""
 
     def feed(self, tokens: Sequence[int]) -> str:
-        """The text that is certain now, after some more tokens; none is read behind a stop."""
+        """The text that is certain now, after some more tokens; none is read after a stop."""
         given = ""
         for token in tokens:
             if self.stopped:

@@ -1,4 +1,4 @@
-"""What one request asks for, read from its JSON and checked before anything is computed."""
+"""The parameters of one request, read from its JSON and checked before anything is computed."""
 
 import math
 from collections.abc import Collection, Mapping
@@ -50,7 +50,7 @@ _FIELDS: Final[Mapping[str, Collection[str]]] = {
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What one request asks for, beside its text.
+    """The parameters of one request, beside its text.
 
     Attributes:
         max_tokens: New tokens; ``None`` if not said.
@@ -88,7 +88,7 @@ class Wanted:
             defaults: The model's ``GenerationConfig``.
 
         Raises:
-            ArgumentError: a field is unknown, not served, or has no such value.
+            ArgumentError: a field is unknown, not supported, or has no such value.
         """
         if not isinstance(body, dict):
             raise ArgumentError(f"the request must be a JSON object, got {type(body).__name__}")
@@ -96,9 +96,11 @@ class Wanted:
         for name, value in given.items():
             if name in _NEUTRAL:
                 if value not in _NEUTRAL[name]:
-                    raise ArgumentError(f"{name} must be left out, as it is not served, got {shown(value)}")
+                    raise ArgumentError(
+                        f"{name} must be left out, as it is not supported, got {shown(value)}"
+                    )
             elif name not in _FIELDS[kind]:
-                raise ArgumentError(f"{shown(name)} is no field that is served")
+                raise ArgumentError(f"{shown(name)} is no field that is supported")
         sampled = bool(getattr(defaults, "do_sample", False)) or any(
             name in given for name in ("temperature", "top_p", "top_k")
         )
@@ -182,7 +184,7 @@ def _usage(body: Mapping[str, Any]) -> bool:
         raise ArgumentError(f"stream_options must be left out where stream is not true, got {shown(options)}")
     if _flag(options, "include_obfuscation"):
         raise ArgumentError(
-            "stream_options.include_obfuscation must be left out, as it is not served, got True"
+            "stream_options.include_obfuscation must be left out, as it is not supported, got True"
         )
     return _flag(options, "include_usage")
 

@@ -15,10 +15,10 @@ _WORDS: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What one request adds to a conversation.
+    """One request of a conversation: the texts that it adds, and how many tokens it asks for.
 
     Attributes:
-        pieces: Texts, one behind the other, behind all that was said before.
+        pieces: Texts, one after the other, after all that was said before.
         new_tokens: That are asked for.
     """
 

@@ -41,10 +41,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def parse_tokens(text: str, name: str = "capacity") -> int:
-    """Tokens that ``"3M"`` (3 * 10^6), ``"1.5k"`` or a plain number spells.
+    """Parse a number of tokens: ``"3M"`` (3 * 10^6), ``"1.5k"`` or a plain number.
 
     Raises:
-        ArgumentError: ``text`` spells none.
+        ArgumentError: ``text`` is no such number.
     """
     found = re.fullmatch(r"([0-9]{1,12}(?:\.[0-9]{1,9})?)([kMG]?)", text)
     if found is None:

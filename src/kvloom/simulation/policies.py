@@ -14,7 +14,7 @@ Blocks: TypeAlias = "OrderedDict[int, None]"
 
 
 class Policy(ABC):
-    """A cache of so many blocks, which decides by itself which of them it gives up."""
+    """A cache of so many blocks, which decides by itself which of them it evicts."""
 
     @abstractmethod
     def __contains__(self, block: object) -> bool:
@@ -30,7 +30,7 @@ class Policy(ABC):
 
 
 class Fifo(Policy):
-    """The block goes that came first.
+    """Evicts the block that came first.
 
     Args:
         capacity: Blocks.
@@ -51,7 +51,7 @@ class Fifo(Policy):
 
 
 class Ranked(Policy):
-    """The block of the smallest rank goes, be it one that was just used.
+    """Evicts the block of the smallest rank, be it one that was just used.
 
     Args:
         capacity: Blocks.
@@ -74,7 +74,7 @@ class Ranked(Policy):
         heappush(self._heap, (rank, block))
 
     def use(self, blocks: Iterable[int]) -> None:
-        """As of ``Policy``; blocks go when all of them have been used."""
+        """The same as ``Policy.use``; blocks are evicted once all of the request's have been used."""
         super().use(blocks)
         while len(self._ranks) > self._capacity:
             rank, last = heappop(self._heap)
@@ -83,7 +83,7 @@ class Ranked(Policy):
 
 
 def lfu(capacity: int) -> Ranked:
-    """The block goes that was used least often; of several, the one that was not used for longest."""
+    """Evicts the block that was used least often; of several, the one that was not used for longest."""
     counts: Counter[int] = Counter()
 
     def rank(block: int, number: int) -> tuple[float, int]:
@@ -94,7 +94,7 @@ def lfu(capacity: int) -> Ranked:
 
 
 def optimum(capacity: int, requests: Iterable[Request]) -> Ranked:
-    """The block goes whose next use is farthest (Belady 1966), which takes knowing the requests to come."""
+    """Evicts the block whose next use is farthest (Belady 1966), which takes knowing the requests to come."""
     later: dict[int, list[int]] = {}
     for number, request in enumerate(requests):
         for block in request.hash_ids:
@@ -142,16 +142,16 @@ class Slru(Policy):
 
     @property
     def next(self) -> int:
-        """The block that goes next."""
+        """The block to evict next."""
         return next(iter(self._new or self._protected))
 
     def evict(self) -> int:
-        """Give it up; returns it."""
+        """Evict it, and return it."""
         return (self._new or self._protected).popitem(last=False)[0]
 
 
 class Arc(Policy):
-    """Adaptive replacement: as many blocks used once as those that it just gave up ask for (Megiddo 2003).
+    """Adaptive replacement: as many blocks used once as those that it just evicted ask for (Megiddo 2003).
 
     Args:
         capacity: Blocks.

@@ -16,7 +16,7 @@ POLICIES: Final = (*paging.POLICIES, *GENERAL, "opt")
 
 @dataclass(frozen=True, slots=True)
 class Hits:
-    """What a replay found. A block, or page, counts as found where all before it are found.
+    """Hits of a replay. A block, or page, counts as found where all before it are found.
 
     Attributes:
         blocks: Blocks found, or pages, where these have another size.
@@ -63,8 +63,8 @@ def replay(
         capacity: Tokens.
         policy: One of ``POLICIES``.
         page_size: Tokens in a page; see ``paged``.
-        below: Tokens of a store below, which has what every request left and gives up what is unused for
-            longest. What it has of a prompt behind what the cache has is found below.
+        below: Tokens of a store below, which has what every request left and evicts what is unused for
+            longest. What it has of a prompt after what the cache has is found below.
 
     Raises:
         ArgumentError: there is no such policy, no room for a page, or no such page.

@@ -19,7 +19,7 @@ class Request(NamedTuple):
         timestamp: Milliseconds from the beginning.
         input_length: Tokens of the prompt.
         output_length: Tokens of the answer.
-        hash_ids: Of the blocks of the prompt, the last one partly filled; equal ids are equal blocks behind
+        hash_ids: Of the blocks of the prompt, the last one partly filled; equal ids are equal blocks after
             equal blocks.
     """
 

@@ -1,4 +1,4 @@
-"""What outlives the process: pages of keys and values in files and elsewhere, verified on every read.
+"""Stores of keys and values that outlive the process, in files and elsewhere, verified on every read.
 
 Names load on first use. Nothing here needs torch but ``transfer`` and ``below``, which move pages.
 """

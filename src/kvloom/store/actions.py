@@ -1,4 +1,4 @@
-"""What ``kvloom store`` does: each function is one of its actions."""
+"""Actions of ``kvloom store``, a function each."""
 
 import argparse
 import json

@@ -103,7 +103,7 @@ class StoreBelow:
             first: Number of the first page, if a window needs none in front of it.
 
         Returns:
-            ``found`` and the pages behind them, held by the caller.
+            ``found`` and the pages after them, held by the caller.
         """
         size, pool = self._pages.format.page_size, self._pages.pool
         start = (first + len(found)) * size
@@ -166,7 +166,7 @@ class StoreBelow:
         return sum(tier.counts["damaged"] for tier in self.store.tiers)
 
     def misses(self, misses: Sequence[Miss], tokens: Sequence[int], salt: str) -> list[Miss]:
-        """What is missed of a text in the pool and here.
+        """The pages of a text that are missed in the pool and here, and why.
 
         Reads the heads of all runs of the first store.
 
@@ -198,7 +198,7 @@ class StoreBelow:
         return self.store.report() | {"seconds_per_token": self._seconds_per_token}
 
     def _why(self, tokens: Sequence[int], salt: str) -> list[Verdict]:
-        """Of each full page of a text, what the first store says of it."""
+        """The reason of the first store for each full page of a text."""
         tier = self.store.tiers[0]
         backend = connect(tier.url, _TIMEOUT)
         objects = sorted(backend.list_stored())
@@ -235,7 +235,7 @@ def put_below(
     fingerprint: Fingerprint | Sequence[Fingerprint],
     seconds_per_token: float | None = None,
 ) -> StoreBelow:
-    """Put a store below a cache: ``begin`` reads from it what the cache lacks, ``commit`` writes behind.
+    """Put a store below a cache: ``begin`` reads what the cache lacks, ``commit`` writes in the background.
 
     Args:
         cache: One without sequences.

@@ -32,17 +32,17 @@ _AT_ONCE: Final = 64
 
 
 class Store(Protocol):
-    """What a catalog needs of the store that it is of."""
+    """The part of a store that its catalog needs."""
 
     sums: Sums
     speed: Speed
     readers: Readers
 
     def connected(self) -> Backend:
-        """Where its objects lie."""
+        """The backend that has its objects."""
 
     def attempt(self, way: str, call: Callable[[], bool], default: bool, folder: str = "") -> bool:
-        """What a call gives, or ``default`` if the store does not do it, or may not in this folder."""
+        """The result of a call, or ``default`` if the store fails, or may not do it in this folder."""
 
     def agrees(self, folder: str) -> bool:
         """Whether a folder is used."""
@@ -109,7 +109,7 @@ class Catalog:
     def find(
         self, fingerprint: Fingerprint, prefixes: Prefixes, start: int, num_tokens: int, wait: float | None
     ) -> list[Segment]:
-        """As ``Index.find``, over what the store has.
+        """The same as ``Index.find``, over all runs of the store.
 
         Args:
             fingerprint: Whose runs.
@@ -356,7 +356,7 @@ class Catalog:
     def _entries(
         self, folder: _Folder, some: Sequence[Stored], doubtful: dict[Stored, str]
     ) -> Iterator[Entry]:
-        """What the heads of runs say, of those that can be read; what is wrong with others is noted."""
+        """Entries from the heads of runs that can be read; problems of the others are noted."""
         backend = self._store.connected()
         calls = [(x, self._store.readers.submit(partial(self._head, backend, x))) for x in some]
         failures = 0

@@ -56,7 +56,7 @@ def add_parser(
 
 
 def _add_question(action: Any) -> None:
-    """Whose keys and values of which text."""
+    """Add the options that name a model and a text."""
     action.add_argument("prompt_file", metavar="PROMPT-FILE", help="file with the text")
     action.add_argument("--model", metavar="PATH", help="local Hugging Face causal model folder")
     action.add_argument("--kv", default="auto", metavar="KIND[:gGROUP]", help="how the cache is kept")

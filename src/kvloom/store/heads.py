@@ -24,7 +24,7 @@ class Heads:
         self._lock = threading.Lock()
 
     def keep(self, head: bytes, run: Run) -> None:
-        """Remember a run that ``read_head`` found in ``head``, which has nothing behind it."""
+        """Remember a run that ``read_head`` found in ``head``, which has nothing after it."""
         with self._lock:
             self._remove(run.name)
             self._kept[run.name] = head, run
@@ -33,7 +33,7 @@ class Heads:
                 self._remove(next(iter(self._kept)))
 
     def read(self, name: str, head: bytes, file_size: int) -> Run:
-        """The run of this name that ``head``, which has nothing behind it, says a file to hold.
+        """The run of this name that ``head``, which has nothing after it, says a file to hold.
 
         Raises:
             DamagedRun: it says no run, or one of another name.
@@ -65,7 +65,7 @@ def head_of(backend: Backend, x: Stored, sums: Sums = PLAIN) -> tuple[Run, int]:
 
 
 def head_from(data: bytes, backend: Backend, x: Stored, sums: Sums) -> tuple[Run, int]:
-    """As ``head_of``, by its first bytes.
+    """The same as ``head_of``, from the first bytes of a file.
 
     Raises:
         DamagedRun: as ``head_of``.

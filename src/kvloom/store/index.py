@@ -29,7 +29,7 @@ class Entry(NamedTuple):
 
     @classmethod
     def of(cls, run: Run, head_size: int) -> "Entry":
-        """Of a run, by what its head says."""
+        """The entry of a run, from its head."""
         size = head_size + run.data_bytes
         return cls(run.name, size, head_size, run.first, run.page_size, run.digests)
 
@@ -48,7 +48,7 @@ class Segment(NamedTuple):
 
     @property
     def pages(self) -> range:
-        """Of the run."""
+        """Pages of the run, by number."""
         first, size = self.entry.first, self.entry.page_size
         return range((self.start - first) // size, (self.end - first) // size)
 
@@ -87,7 +87,7 @@ class Index:
                 self._ends[digest] = others
 
     def find(self, prefixes: Prefixes, start: int, num_tokens: int) -> list[Segment]:
-        """Segments one behind the other that reach furthest from ``start``, the fewest that do.
+        """Segments one after the other that reach furthest from ``start``, the fewest that do.
 
         Args:
             prefixes: Of the text.
@@ -133,7 +133,7 @@ class Index:
 
 
 def _digests(prefixes: Prefixes, sizes: list[int], start: int, num_tokens: int) -> Sequence[bytes]:
-    """Of the ends behind ``start`` of pages of any of these sizes, in ascending order."""
+    """Digests of prefixes that end after ``start`` with a page of any of these sizes, ascending."""
     if len(sizes) == 1:
         return prefixes.pages(sizes[0], start // sizes[0] * sizes[0], num_tokens)
     ends = {end for size in sizes for end in range(size, num_tokens + 1, size) if end > start}

@@ -29,12 +29,12 @@ _RUN: Final = struct.Struct("<QIIQI")
 
 
 class Store(Protocol):
-    """What index objects need of the store that they are in."""
+    """The part of a store that its index objects need."""
 
     sums: Sums
 
     def connected(self) -> Backend:
-        """Where its objects lie."""
+        """The backend that has its objects."""
 
     def damaged(self, name: str, why: str) -> None:
         """Put an object aside."""

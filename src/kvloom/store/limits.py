@@ -1,4 +1,4 @@
-"""What a store gives up when it is full, and what it remembers of that."""
+"""Eviction from a full store, and marks of evicted runs."""
 
 from collections.abc import Collection, Iterable
 from contextlib import suppress
@@ -16,7 +16,7 @@ _LAST: Final = {Kind.PROBE: 2, Kind.INDEX: 1, Kind.QUARANTINED: -1}
 
 
 class Eviction(NamedTuple):
-    """What is known of a run that was evicted.
+    """A mark of an evicted run.
 
     Attributes:
         time: Seconds since 1970.
@@ -30,12 +30,12 @@ class Eviction(NamedTuple):
 def too_many(
     objects: Collection[Stored], now: float, max_bytes: int | None, max_age: float | None
 ) -> list[Stored]:
-    """What must go so that limits hold. What kvloom did not name neither counts nor goes.
+    """Objects to remove so that limits hold, counting those only that kvloom named.
 
     Args:
         objects: All of a store.
         now: Seconds since 1970.
-        max_bytes: Of all; what is unused for longest goes first.
+        max_bytes: Of all; the least recently used are evicted first.
         max_age: Seconds that one may be unused.
     """
     kinds = {x: kind for x in objects if (kind := kind_of(x.name)) is not None}
@@ -88,7 +88,7 @@ def quarantine(backend: Backend, name: str) -> None:
 
 
 def evictions(backend: Backend, objects: Iterable[Stored], folder: str) -> list[Eviction]:
-    """What is remembered of the runs of one fingerprint.
+    """Marks of the evicted runs of one fingerprint.
 
     Args:
         backend: Of the store.
@@ -106,7 +106,7 @@ def evictions(backend: Backend, objects: Iterable[Stored], folder: str) -> list[
 
 
 def _worth(x: Stored, kind: Kind) -> tuple[int, float, int]:
-    """What goes first: the quarantine, then what is unused for longest, then what stands last in a text.
+    """The order of eviction: the quarantine, then the least recently used, then the last pages of a text.
 
     Indexes, which only save time, go after all runs and marks, and probes, by which the runs of a model are
     known, after all.

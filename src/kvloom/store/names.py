@@ -1,4 +1,4 @@
-"""What the objects of a store are called: nothing else that lies beside them is ever read or removed."""
+"""Names of the objects of a store: nothing else beside them is ever read or removed."""
 
 import re
 from enum import Enum
@@ -6,7 +6,7 @@ from typing import Final
 
 
 class Kind(Enum):
-    """What an object is, by its name."""
+    """Kinds of objects, by their names."""
 
     RUN = "run"
     """Pages, in the folder of their fingerprint."""
@@ -32,7 +32,7 @@ _NAMES: Final = {
 
 
 def kind_of(name: str) -> Kind | None:
-    """What an object is; ``None`` if kvloom gives nothing such a name."""
+    """The kind of an object; ``None`` if kvloom gives nothing such a name."""
     return next((kind for kind, names in _NAMES.items() if names.fullmatch(name)), None)
 
 
@@ -47,7 +47,7 @@ def folder_of(name: str) -> str:
 
 
 def run_name(folder: str, digest: bytes, first: int, page_size: int) -> str:
-    """Of a run.
+    """The name of a run.
 
     Args:
         folder: Of its fingerprint.
@@ -59,17 +59,17 @@ def run_name(folder: str, digest: bytes, first: int, page_size: int) -> str:
 
 
 def probe_name(folder: str) -> str:
-    """Of the probe of a folder."""
+    """The name of the probe of a folder."""
     return f"{folder}/probe"
 
 
 def index_name(folder: str, digest: bytes) -> str:
-    """Of an index of a folder, whose content has this digest of 16 bytes."""
+    """The name of an index of a folder, whose content has this digest of 16 bytes."""
     return f"{folder}/index-{digest.hex()}"
 
 
 def mark_name(run: str) -> str:
-    """Of what is left of a run."""
+    """The name of the mark of an evicted run."""
     return f"evicted/{_flat(run.removesuffix('.safetensors'))}"
 
 

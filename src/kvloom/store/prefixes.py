@@ -46,7 +46,7 @@ class Prefixes:
         self._pages: dict[int, tuple[bytes, ...]] = {}
 
     def digests(self, ends: Iterable[int]) -> list[bytes]:
-        """Of the first ``end`` tokens, for each of ``ends``, which ascend; 32 bytes each."""
+        """Digests of the first ``end`` tokens for each of ``ends``, which ascend; 32 bytes each."""
         known, wanted = self._known, list(ends)
         with suppress(KeyError):
             return [known[end] for end in wanted]
@@ -94,7 +94,7 @@ class LastTexts:
         self._kept: deque[Prefixes] = deque(maxlen=max_texts)
 
     def prefixes(self, fingerprint: bytes, salt: bytes, tokens: Sequence[int]) -> Prefixes:
-        """As ``Prefixes``.
+        """The same as ``Prefixes``.
 
         Raises:
             ArgumentError: as ``token_bytes``.

@@ -1,4 +1,4 @@
-"""What a model computes, kept beside its runs, to be compared by whoever opens them with their own model."""
+"""Probes: results of a model, kept beside its runs and compared with those of whoever opens them."""
 
 from collections.abc import Callable
 from typing import NamedTuple

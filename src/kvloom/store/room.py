@@ -1,4 +1,4 @@
-"""How much a store may hold: what is least worth goes before something is written."""
+"""Limits of a store: the objects of least worth are evicted before something is written."""
 
 import errno
 import threading
@@ -28,9 +28,9 @@ class Room:
     Args:
         connected: Where its objects lie.
         max_bytes: That they may have in all.
-        max_age: Seconds after which one that is not used goes.
+        max_age: Seconds after which an unused one is evicted.
         sums: How runs are summed.
-        on_evicted: Is told the name of each object before it goes.
+        on_evicted: Is told the name of each object before it is evicted.
     """
 
     def __init__(

@@ -52,7 +52,7 @@ class Speed:
 
         Args:
             nbytes: Of all requests.
-            num_rounds: Requests one behind the other.
+            num_rounds: Requests one after the other.
         """
         rate = self.seconds_per_byte
         return (self.latency or 0.0) * num_rounds + nbytes * (_FASTEST if rate is None else rate)

@@ -1,4 +1,4 @@
-"""Stores in a row below pools of pages: read in order, written behind."""
+"""Stores in a row below pools of pages: read in order, written in the background."""
 
 import os
 import time
@@ -29,18 +29,18 @@ _LISTING_SECONDS: Final = 6.0
 class KVStore:
     """Keys and values that outlive the process.
 
-    Pages that are sealed are written behind, in a thread; ``flush`` and ``close`` wait for it, and so does
-    the end of the process. A prefix is looked for in the first store, and what it lacks in the next; what a
-    later store gave is written to those before it. Several pools, threads and processes may share a store. A
-    child that ``os.fork`` made goes on with an empty queue; local folders and Redis know it as they know
-    their parent, object stores do not work in it.
+    Pages that are sealed are written in the background, by a thread; ``flush`` and ``close`` wait for it, and
+    so does the end of the process. A prefix is looked for in the first store, and what it lacks in the next;
+    what a later store gave is written to those before it. Several pools, threads and processes may share a
+    store. A child that ``os.fork`` made goes on with an empty queue; local folders and Redis know it as they
+    know their parent, object stores do not work in it.
 
     Whatever a store does wrong is a missing prefix and one warning, never an error of those who use it.
 
     Args:
         urls: ``file:///absolute/path``, ``s3://``, ``gs://``, ``az://``, ``redis://`` or ``memory://name``.
-        max_bytes: Bytes that each store may hold; the least recently used go first.
-        max_age: Seconds after which what is not used goes.
+        max_bytes: Bytes that each store may hold; the least recently used are evicted first.
+        max_age: Seconds after which an unused run is evicted.
         keep_text: Whether token ids are written. Without them a run has digests of its text alone, and is
             found and checked by these.
         read: ``"cheaper"`` reads a prefix if that takes less than half of computing it, ``"always"`` always.
@@ -191,7 +191,7 @@ class KVStore:
             seconds_per_token: How long computing takes; ``None`` reads whatever there is.
 
         Returns:
-            Pieces one behind the other, the first of which has token ``start``.
+            Pieces one after the other, the first of which has token ``start``.
 
         Raises:
             ArgumentError: a token is not a signed 64-bit integer.
@@ -281,7 +281,7 @@ class KVStore:
         page_size: int,
         data: bytearray,
     ) -> bool:
-        """Write pages behind.
+        """Write pages in the background.
 
         Args:
             fingerprint: Whose keys and values.

@@ -39,22 +39,22 @@ class Sums:
 
     @property
     def format(self) -> str:
-        """Of a run that is summed so."""
+        """The format of a run with these checksums."""
         return "kvloom-run/1" if self.key is None else "kvloom-run/1+blake2b"
 
     def checksum(self, data: Any) -> bytes:
-        """Of a buffer: XXH3-128, or with a key BLAKE2b of 16 bytes."""
+        """The checksum of a buffer: XXH3-128, or with a key BLAKE2b of 16 bytes."""
         if self.key is None:
             return checksum(data)
         return hashlib.blake2b(data, digest_size=SUM_BYTES, key=self.key).digest()
 
     def checksums(self, data: memoryview, size: int) -> bytes:
-        """Of each ``size`` bytes, the last of which may be fewer, ``checksum``, one behind the other."""
+        """The ``checksum`` of each ``size`` bytes, the last of which may be fewer, one after the other."""
         digest = xxhash.xxh3_128_digest if self.key is None else self.checksum  # called once a page
         return b"".join([digest(data[i : i + size]) for i in range(0, len(data), size)])
 
     def folder(self, fingerprint: bytes) -> str:
-        """Of the runs of a fingerprint, by its digest. Those of each key have one of their own."""
+        """The folder of the runs of a fingerprint, by its digest; each key has a folder of its own."""
         if self.key is None:
             return fingerprint.hex()[:16]
         return hashlib.blake2b(b"kvloom folder\0" + fingerprint, digest_size=8, key=self.key).hexdigest()

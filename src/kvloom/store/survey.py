@@ -1,4 +1,4 @@
-"""What a store holds, for people: its runs, what is wrong with them, and why a text is found or not."""
+"""Surveys of a store for people: its runs, their problems, and why a text is found or not."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime, timezone
@@ -88,7 +88,7 @@ def why(
     tokens: Sequence[int],
     page_size: int,
 ) -> Iterator[Verdict]:
-    """Of each full page of a text, whether it is found, and the closest reason if not.
+    """Whether each full page of a text is found, and the closest reason if not.
 
     Args:
         runs: All of a store, the quarantine included.
@@ -133,7 +133,7 @@ def _reason(
             return "damaged, in the quarantine"
     runs = [x.run for x in known if x.run is not None]
     if any(digest in run.digests for run in runs):
-        return "stored, behind pages that are not"
+        return "stored, after pages that are not"
     if digest in evicted:
         return f"evicted {datetime.fromtimestamp(evicted[digest], timezone.utc):%Y-%m-%d %H:%M:%S} UTC"
     reasons = []

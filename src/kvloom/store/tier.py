@@ -1,4 +1,4 @@
-"""One store behind others: what it has, what is wrong with it, and how much it may hold."""
+"""One store of several in a row: what it has, what is wrong with it, and how much it may hold."""
 
 import logging
 import time
@@ -56,9 +56,9 @@ class Tier:
     Args:
         url: Of the store.
         timeout: Seconds after which one request gives up.
-        max_bytes: Bytes that it may hold; the least recently used runs go first, later ones of a text before
-            earlier ones.
-        max_age: Seconds after which a run that is not used goes.
+        max_bytes: Bytes that it may hold; the least recently used runs are evicted first, and later ones
+            of a text before earlier ones.
+        max_age: Seconds after which a run that is not used is evicted.
         retry: Seconds.
         mode: Permissions of files in a local folder.
         sums: How runs are summed.
@@ -193,7 +193,7 @@ class Tier:
         return True
 
     def connected(self) -> Backend:
-        """Where the objects lie.
+        """The backend that has the objects.
 
         Raises:
             OSError: it does not let itself be opened.
@@ -246,7 +246,7 @@ class Tier:
         self._warn(f"left out {type(why)}", "%s has objects that are not used: %s: %s", self.name, name, why)
 
     def attempt(self, way: str, call: Callable[[], _Result], default: _Result, folder: str = "") -> _Result:
-        """What a call gives, or ``default`` if the store does not do it.
+        """The result of a call, or ``default`` if the store fails.
 
         What may not be done in a ``folder``, if one is named, is left alone there, and done in others.
         """

@@ -1,4 +1,4 @@
-"""The thread that writes runs behind."""
+"""The thread that writes runs in the background."""
 
 import logging
 import os

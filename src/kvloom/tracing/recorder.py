@@ -12,7 +12,7 @@ from kvloom.tracing.page import write_page
 
 
 class Recorded(NamedTuple):
-    """What is recorded.
+    """A pool of pages and its tree, which are recorded.
 
     Attributes:
         pool: The pages.
@@ -38,7 +38,7 @@ class Recorder:
 
     @property
     def events(self) -> Events | None:
-        """What ``record`` records, ``None`` before. It changes while pages do, with whoever changes them."""
+        """The events that ``record`` records, ``None`` before. They change while pages do."""
         recorded = self._recorded()
         events = recorded.pool.events
         if events is not None:

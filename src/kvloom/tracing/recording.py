@@ -13,7 +13,7 @@ from kvloom.paging.events import FORMAT
 
 @dataclass(slots=True)
 class Asked:
-    """What became of the full pages that a request asked for.
+    """The lookup of a request: which of its full pages were found, read or missed.
 
     Attributes:
         tenant: That stands for its salt.
@@ -51,7 +51,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def requests_of(lines: Iterable[dict[str, Any]]) -> dict[int, Asked]:
-    """What became of each request, by its number; those whose lookup is not in the recording are left out."""
+    """The lookup of each request, by its number; those that are not in the recording are left out."""
     made: dict[int, Asked] = {}
     for line in lines:
         kind, request = line.get("kind"), made.get(line.get("request", 0))

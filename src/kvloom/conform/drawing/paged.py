@@ -216,7 +216,7 @@ def draw_append(draw: Draw) -> tuple[str, Call]:
 
 
 def draw_paged_write(draw: Draw) -> tuple[str, Call]:
-    """What ONNX Runtime's ``PagedAttention`` writes."""
+    """A call of ONNX Runtime's ``PagedAttention``, of which the updated cache counts."""
     dtype = draw.one([torch.float16, torch.bfloat16])
     batch, heads, size, dim = draw.integer(1, 3), draw.integer(1, 2), draw.one([2, 4]), 8
     new = [draw.integer(0, 3) for _ in range(batch)]

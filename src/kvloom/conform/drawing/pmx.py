@@ -221,7 +221,7 @@ def _shared(draw: Draw, count: list[int], can: Callable[[int, int], bool]) -> Sh
 
 
 def _offsets(draw: Draw, count: list[int], past: list[int], shared: Shared) -> tuple[Tensor, int, str]:
-    """Entries in any order, with gaps; one may go on behind the tokens of another."""
+    """Entries in any order, with gaps; one may go on after the tokens of another."""
     where, at = [0] * len(count), draw.integer(0, 2)
     reader, writer = shared or (-1, -1)
     for b in draw.distinct(len(count), len(count)):

@@ -84,7 +84,7 @@ def _last_blocks(call: Call) -> Iterator[tuple[int, int]]:
 
 
 def _pmx_tail_zeroed(operator: Operator, call: Call, results: Results) -> Results | None:
-    """Slots behind the last token of each row, or of its last page."""
+    """Slots after the last token of each row, or of its last page."""
     axes = TABLES[operator.name][call["cache_layout"]]
     found = {name: x.clone() for name, x in results.items()}
     places: list[dict[str, int]] = []

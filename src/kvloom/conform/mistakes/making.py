@@ -1,4 +1,4 @@
-"""What a known mistake is, and two short ways to make one."""
+"""The class of known mistakes, and two short ways to make one."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

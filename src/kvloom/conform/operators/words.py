@@ -1,4 +1,4 @@
-"""What descriptions of operators have in common: dtypes, and calls that break a rule."""
+"""Parts that descriptions of operators have in common: dtypes, and calls that break a rule."""
 
 from typing import Final
 

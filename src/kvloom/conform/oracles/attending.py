@@ -101,7 +101,7 @@ def group_query_attention(
     v_quant_type: str = "NONE",
     kv_cache_bit_width: int = 0,
 ) -> dict[str, Tensor]:
-    """Row b has ``seqlens_k[b] + 1`` tokens, the new ones last; what lies behind them stays, or is 0."""
+    """Row b has ``seqlens_k[b] + 1`` tokens, the new ones last; what lies after them stays, or is 0."""
     batch, count = query.shape[:2]
     dim = query.shape[2] // num_heads
     lengths = [n + 1 for n in seqlens_k.tolist()]

@@ -13,8 +13,8 @@ def cache_update(
 ) -> dict[str, Tensor]:
     """The keys and values that each update returns, ``keys.0`` and so on.
 
-    ``dynamic`` returns everything so far, ``static`` storage of ``max_length`` with zeros behind, ``sliding``
-    the last ``max_length - 1`` tokens of before and the new ones.
+    ``dynamic`` returns everything so far, ``static`` storage of ``max_length``, zeros at the end,
+    ``sliding`` the last ``max_length - 1`` tokens of before and the new ones.
     """
     found = {}
     for name, states in (("keys", key_states), ("values", value_states)):

@@ -20,7 +20,7 @@ FUSED_AXES = {"pmx": {0: "TLKHD", 1: "LTKHD", 2: "LHTKD", 3: "KLHTD"}, "opmx": D
 
 
 class Stored(NamedTuple):
-    """What ``key_value_cache`` returns, and the cache and scale that it leaves behind."""
+    """The result of ``key_value_cache``, and the updated cache and scale."""
 
     key: Tensor
     value: Tensor
@@ -175,7 +175,7 @@ def key_value_cache(
 def slot_of(
     b: int, t: int, cachestarts: list[Any], kvstarts: list[int], cache_mode: int, page_size: int
 ) -> int:
-    """Where token ``t`` of entry ``b`` lives; reads exactly one element of ``cachestarts``."""
+    """The slot of token ``t`` of entry ``b``; reads exactly one element of ``cachestarts``."""
     if cache_mode == 0:
         return int(cachestarts[b] + t)
     is_token_table = not (cachestarts and isinstance(cachestarts[0], list))

@@ -32,7 +32,7 @@ def gather_pa_kv_cache(
 ) -> None:
     """Copy the tokens of every sequence into ``key`` and ``value``, packed in batch order, in place.
 
-    Rows behind the last token are left alone; tokens that do not fit are left out. A token whose block is not
+    Rows after the last token are left alone; tokens that do not fit are left out. A token whose block is not
     in the table or not in the cache reads as zero.
 
     Args:
@@ -86,7 +86,7 @@ def gather_pa_kv_cache(
         _check_values(seq_lens, seq_offset, is_seq_lens_cumsum)
     if sizes["B"] == 0 or num_rows == 0:
         return
-    # Tokens behind the last row are left out, so no length need be longer than the rows, nor a sum overflow.
+    # Tokens after the last row are left out, so no length need be longer than the rows, nor a sum overflow.
     starts = seq_lens.long() if is_seq_lens_cumsum else prefix_sums(seq_lens.clamp(max=num_rows))
     slots = _slots(caches[0], block_tables, starts, seq_offset, num_rows)
     rows = (_load(caches[0], slots), None if caches[1] is None else _load(caches[1], slots))

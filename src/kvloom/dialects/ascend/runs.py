@@ -1,4 +1,4 @@
-"""Where the compressing scenarios put each token: one run of consecutive slots for each (sequence, head).
+"""Slots of tokens in the compressing scenarios: one run of consecutive slots for each (sequence, head).
 
 Shapes: B sequences, H heads, T source tokens (padding included), L real length of a sequence, ``win`` its
 ``compress_lens`` and ``off`` its ``compress_seq_offset``; run ``p = b * H + h``.
@@ -73,7 +73,7 @@ class Runs(NamedTuple):
             )
 
     def places(self, sequence: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
-        """Where each source token goes.
+        """The target slot of each source token.
 
         Args:
             sequence: ``[T]`` int64.
@@ -177,7 +177,7 @@ def run_lengths(
 
 
 def plan_slots(lengths: Tensor, block_size: int = 1, start: int = 0) -> tuple[Tensor, int]:
-    """Lay runs one behind the other, each from the first slot of a block.
+    """Lay runs one after the other, each from the first slot of a block.
 
     Args:
         lengths: Slots of each run, any shape, as from ``run_lengths``.
@@ -186,7 +186,7 @@ def plan_slots(lengths: Tensor, block_size: int = 1, start: int = 0) -> tuple[Te
 
     Returns:
         ``(slot_mapping, end)``: the first slot of each run, int64 in the shape of ``lengths``, and the slot
-        behind the last block taken.
+        after the last block taken.
 
     Raises:
         ArgumentError: a length or ``start`` is negative, ``block_size`` is not positive, or a slot would be
@@ -225,7 +225,7 @@ def slot_mapping(block_table: Tensor, positions_start: Tensor, lengths: Tensor, 
 
     Raises:
         ShapeError: rank, size or dtype does not fit.
-        ArgumentError: a token lies behind the last column of its row, or its slot would be none of int64.
+        ArgumentError: a token lies after the last column of its row, or its slot would be none of int64.
     """
     sizes = expect("block_table", block_table, "B M", dtype=INDEX_DTYPES)
     for name, x in (("positions_start", positions_start), ("lengths", lengths)):

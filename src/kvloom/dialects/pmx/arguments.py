@@ -156,7 +156,7 @@ def expect_lengths(seqstarts: Tensor, kvstarts: Tensor, num_tokens: int, device:
 def open_index(
     kv: KVView, cachestarts: Tensor, kvstarts: Tensor, *, batch: int, cache_mode: int, page_size: int
 ) -> CacheIndex:
-    """The spelling of ``cache_mode``, every token inside the cache.
+    """The index in the format of ``cache_mode``, every token inside the cache.
 
     In mode 1 the rank tells a page table (2-D) from a token table (1-D).
     """

@@ -1,4 +1,4 @@
-"""Where an exporter learns of a call as a whole, before it falls apart into stores and loads."""
+"""A hook by which an exporter sees a call as a whole, before it falls apart into stores and loads."""
 
 import functools
 import inspect

@@ -32,7 +32,7 @@ def check(model: Model) -> None:
 
 
 def problems(model: Model) -> list[str]:
-    """What ``check`` would say, as a list that is empty for a good model.
+    """The problems that ``check`` would raise, as a list that is empty for a valid model.
 
     Raises:
         ModelError: ``model`` cannot be read at all.

@@ -124,7 +124,7 @@ def _leaf_names(name: str, value: Any) -> list[str]:
 
 
 def _axis_names(dynamic: Mapping[str, Any] | None, name: str, value: Any) -> list[Mapping[int, Any]]:
-    """What ``dynamic`` says of each tensor of an argument."""
+    """The names in ``dynamic`` for the axes of each tensor of an argument."""
     wanted = (dynamic or {}).get(name)
     count = len(pytree.tree_leaves(value))
     if isinstance(value, Tensor):
@@ -160,7 +160,7 @@ def _shapes(wanted: Any, dims: dict[str, Any]) -> Any:
 
 
 class _Trace:
-    """What a module returned and updated. ``torch.export`` would restore attributes of the module itself."""
+    """Tensors that a module returned and updated; ``torch.export`` would restore the module's attributes."""
 
     def __init__(self) -> None:
         self.num_outputs = 0
@@ -192,7 +192,7 @@ class _Recorder(torch.nn.Module):
         return (*outputs, *latest.values())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """As a tracer ``(name, arguments)``, as a module otherwise."""
+        """Called as a tracer ``(name, arguments)``, or as a module."""
         if args and isinstance(args[0], str):
             return self._record(args[0], args[1])
         return super().__call__(*args, **kwargs)

@@ -26,7 +26,7 @@ _SHORT = {
 
 
 class Variant(NamedTuple):
-    """What a body depends on. ``scale_dtype`` and the ranks are 0 where there is no such input."""
+    """Everything that a body depends on. ``scale_dtype`` and the ranks are 0 where there is no such input."""
 
     operator: Operator
     domain: str
@@ -84,7 +84,7 @@ def make_function(variant: Variant, opset: int) -> onnx.FunctionProto:
 
 
 class _Positions(NamedTuple):
-    """Where tokens are stored: ``[N]`` int64 for axis T, or for axes B and S."""
+    """Coordinates of stored tokens: ``[N]`` int64 for axis T, or for axes B and S."""
 
     coordinates: dict[str, str]
 

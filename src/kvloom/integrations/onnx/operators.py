@@ -21,7 +21,7 @@ class Attribute:
     only: Collection[int] = ()
 
     def problem(self, value: object) -> str | None:
-        """What is wrong with ``value``, as the end of a sentence."""
+        """The problem of ``value``, as the end of a sentence."""
         if isinstance(value, bool):
             value = int(value)
         if not isinstance(value, int):
@@ -69,7 +69,7 @@ class Operator:
         return {**defaults, **{name: int(value) for name, value in given.items()}}
 
     def problems(self, given: Mapping[str, object]) -> list[str]:
-        """What is wrong with the attributes ``given``, one sentence each."""
+        """The problems of the attributes ``given``, one sentence each."""
         found = [
             f"attribute {name} is unknown, {self.name} has {', '.join(self.attributes)}"
             for name in given

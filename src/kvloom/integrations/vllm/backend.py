@@ -49,12 +49,12 @@ class KvloomBackend(GuardedBackend):
 
     @staticmethod
     def get_impl_cls() -> type["KvloomImpl"]:
-        """What attends in a layer."""
+        """The class that attends in a layer."""
         return KvloomImpl
 
     @staticmethod
     def get_builder_cls() -> type["KvloomBuilder"]:
-        """What says where the tokens of a step lie."""
+        """The class that builds the attention metadata of a step."""
         return KvloomBuilder
 
     @classmethod
@@ -118,7 +118,7 @@ class KvloomImpl(GuardedImpl):
 
         Args:
             layer: The layer of vLLM's.
-            key: ``[T, H, D]``, perhaps with padding behind.
+            key: ``[T, H, D]``, perhaps padded at the end.
             value: As ``key``.
             kv_cache: ``[B, H, S, C]``.
             slot_mapping: ``[T]`` int64; -1 skips a token.
@@ -145,7 +145,7 @@ class KvloomImpl(GuardedImpl):
 
         Args:
             layer: The layer of vLLM's.
-            query: ``[T, Hq, D]``, perhaps with padding behind, as ``output``.
+            query: ``[T, Hq, D]``, perhaps padded at the end, as ``output``.
             key: Stored already.
             value: As ``key``.
             kv_cache: ``[B, H, S, C]``.

@@ -161,7 +161,7 @@ class Blocks:
             ops.copy(source, (positions - first)[here], view, target[here])
 
     def _slots(self, blocks: BlockIds, positions: Tensor) -> list[Tensor]:
-        """Of each group, where tokens lie."""
+        """Slots of the tokens, one tensor per group."""
         found = []
         for group, ids in zip(self._groups, blocks, strict=True):
             block = torch.tensor(ids, dtype=torch.int64)[positions // group.block_size]

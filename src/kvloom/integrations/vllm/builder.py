@@ -1,4 +1,4 @@
-"""Where the tokens of a step lie: made once, for all layers of a group.
+"""Attention metadata of a step: slots and batch, made once for all layers of a group.
 
 Shapes: T new tokens of all requests, R requests, P blocks of a request.
 """
@@ -13,10 +13,10 @@ from kvloom.core.indexing import CacheIndex, prefix_sums
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Step:
-    """What all layers of a forward share.
+    """Attention metadata of one forward pass, shared by all layers.
 
     Attributes:
-        num_tokens: T; what a model's tensors have behind them is padding.
+        num_tokens: T; what a model's tensors have after them is padding.
         batch: Where all tokens lie.
     """
 

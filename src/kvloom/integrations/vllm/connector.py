@@ -42,13 +42,13 @@ _GUESSES: Final = ("ngram", "ngram_gpu", "suffix")
 
 @dataclass(slots=True)
 class _Metadata(KVConnectorMetadata):  # type: ignore[misc]
-    """What the scheduler's connector tells those of the workers."""
+    """A message from the scheduler's connector to those of the workers."""
 
     plan: Plan = field(default_factory=Plan)
 
 
 class _Aside(KVConnectorWorkerMetadata):  # type: ignore[misc]
-    """What a worker's connector tells that of the scheduler once its model is another."""
+    """A message from a worker's connector to the scheduler's: its model is another."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "_Aside":
         """The same of several ranks."""
@@ -56,7 +56,7 @@ class _Aside(KVConnectorWorkerMetadata):  # type: ignore[misc]
 
 
 class KvloomConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
-    """Reads prefixes from a store while other requests are computed, and writes what is computed behind.
+    """Reads prefixes from a store while other requests are computed, and writes new ones in the background.
 
     Its options (``kv_connector_extra_config``) are ``store``, a URL, a folder or a list of such, and the
     arguments of ``KVStore``.
@@ -109,7 +109,7 @@ class KvloomConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     # In the process that schedules.
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Tokens that a store has behind those of this process."""
+        """Tokens that a store has after those of this process."""
         found = self._planner.match(request, num_computed_tokens)
         return found, bool(found)
 
@@ -118,7 +118,7 @@ class KvloomConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._planner.allocated(request, blocks.get_block_ids(), num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
-        """What moves in this step."""
+        """The plan of this step: pages to read and to write."""
         scheduled = scheduler_output.num_scheduled_tokens
         return _Metadata(self._planner.plan(scheduled, self._kv_cache_manager.get_block_ids))
 
@@ -145,7 +145,7 @@ class KvloomConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """As ``request_finished``."""
+        """The same as ``request_finished``, for several groups."""
         return self.request_finished(request, [])
 
     # In each worker.
@@ -191,12 +191,12 @@ class KvloomConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Nothing: layers are saved together."""
 
     def wait_for_save(self) -> None:
-        """Copy what this step computed, to be written behind."""
+        """Copy what this step computed, to be written in the background."""
         if self._mover is not None:
             self._mover.save(self._plan)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """What was read since, and what could not be."""
+        """Requests that were read since, and those of them that were not read whole."""
         if self._mover is None:
             return KVConnectorTransferResults()
         done, failed = self._mover.finished(self._plan.is_idle)
@@ -303,7 +303,7 @@ def _quant(config: Any, mode: Any, head_dim: int) -> Any:
 
 
 def _number(name: str) -> int:
-    """Of a layer, as in ``model.layers.3.self_attn.attn``."""
+    """The number of a layer in a name such as ``model.layers.3.self_attn.attn``."""
     found = re.findall(r"(?<=\.)\d+(?=\.)", name)
     if len(found) != 1:
         raise UnsupportedError(f"layers must have one number in their names for a store, got {name!r}")

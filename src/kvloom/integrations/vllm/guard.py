@@ -19,7 +19,7 @@ def refuse_unknown(kind: str, kinds: Sequence[str]) -> None:
 
     Args:
         kind: The value of ``--kv-cache-dtype``.
-        kinds: Those that are served, besides the name of the dtype that the layer computes in.
+        kinds: Those that are supported, besides the name of the dtype that the layer computes in.
 
     Raises:
         UnsupportedError: ``kind`` is another.
@@ -52,5 +52,5 @@ class GuardedBackend(CPUAttentionBackend):  # type: ignore[misc]
 
     @staticmethod
     def get_impl_cls() -> type[GuardedImpl]:
-        """What attends in a layer."""
+        """The class that attends in a layer."""
         return GuardedImpl

@@ -31,18 +31,18 @@ class _AmxImpl(_Guarded, AMXMLAImpl):  # type: ignore[misc]
 
 
 class GuardedCpuBackend(CPUMLABackend):  # type: ignore[misc]
-    """Where there is no AMX."""
+    """vLLM's backend of latent attention without AMX, guarded."""
 
     @staticmethod
     def get_impl_cls() -> type[_CpuImpl]:
-        """What attends in a layer."""
+        """The class that attends in a layer."""
         return _CpuImpl
 
 
 class GuardedAmxBackend(AMXMLABackend):  # type: ignore[misc]
-    """Where there is."""
+    """vLLM's backend of latent attention with AMX, guarded."""
 
     @staticmethod
     def get_impl_cls() -> type[_AmxImpl]:
-        """What attends in a layer."""
+        """The class that attends in a layer."""
         return _AmxImpl

@@ -1,4 +1,4 @@
-"""Whose keys and values a vLLM engine computes: the fingerprint that transformers gives the same model."""
+"""The fingerprint of a vLLM engine's model, equal to that of the same model in transformers."""
 
 import json
 from collections.abc import Iterator, Mapping

@@ -1,4 +1,4 @@
-"""What a connector counts, in vLLM's log and in its server's ``/metrics``."""
+"""Counters of a connector, in vLLM's log and in its server's ``/metrics``."""
 
 from collections import Counter
 from typing import Any, Final
@@ -31,7 +31,7 @@ class Stats(KVConnectorStats):  # type: ignore[misc]
         return Stats(dict(Counter(self.data) + Counter(other.data)))
 
     def reduce(self) -> dict[str, int | float]:
-        """What is logged."""
+        """The counters to log."""
         return {name: value for name, value in self.data.items() if value}
 
     def is_empty(self) -> bool:

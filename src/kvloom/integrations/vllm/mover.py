@@ -20,7 +20,7 @@ _PATIENCE: Final = 0.02
 
 
 class Mover:
-    """Reads behind the steps that others compute, and writes what a step computed.
+    """Reads while steps of others are computed, and writes what a step computed.
 
     Args:
         store: Where to.
@@ -68,7 +68,7 @@ class Mover:
         return done, failed
 
     def save(self, plan: Plan) -> None:
-        """Copy what the stores lack, and write it behind. Every rank comes here with the same plan."""
+        """Copy what the stores lack, to be written in the background. All ranks have the same plan."""
         if plan.saves and self._ranks is not None:  # of which each has seen a part of the model
             aside = torch.tensor(self.is_aside, dtype=torch.uint8)
             torch.distributed.all_reduce(aside, torch.distributed.ReduceOp.MAX, group=self._ranks.cpu_group)

@@ -1,4 +1,4 @@
-"""What ``--additional-config '{"kvloom": {...}}'`` says."""
+"""Options in ``--additional-config '{"kvloom": {...}}'``."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields

@@ -1,4 +1,4 @@
-"""What an engine reads from a store and what it writes there: the half of the connector that schedules.
+"""Plans of reads from a store and writes to it: the half of the connector in vLLM's scheduler.
 
 It knows requests by what vLLM's ``Request`` has, and imports no vLLM.
 """
@@ -38,7 +38,7 @@ class Transfer:
 
 @dataclass(slots=True)
 class Plan:
-    """What moves in a step.
+    """Pages to read and to write in one step.
 
     Attributes:
         loads: To be read.
@@ -85,7 +85,7 @@ class Planner:
         self._is_stale = self._is_doubted = False
 
     def match(self, request: Any, computed: int) -> int | None:
-        """Tokens behind the first ``computed`` that can be read; ``None`` if it takes longer to find out."""
+        """Tokens after the first ``computed`` that can be read; ``None`` if it takes longer to find out."""
         last = (request.num_tokens - 1) // self._size * self._size  # one token at least is computed
         if not self._reads or last <= computed or not is_text(request):
             return 0
@@ -112,7 +112,7 @@ class Planner:
             self._loads.append(Transfer(name, request.cache_salt or "", tokens, start, blocks))
 
     def plan(self, scheduled: dict[str, int], blocks_of: Any) -> Plan:
-        """What moves in a step.
+        """Pages to read and to write in one step.
 
         Args:
             scheduled: New tokens of each request.

@@ -102,7 +102,7 @@ if WHY_NOT is not None:
 
 
 def refused(error: Exception) -> KVError | None:
-    """What a kernel said of a call that it refused, ``None`` of every other error.
+    """The error of a call that a kernel refused; ``None`` for every other exception.
 
     The text of the error tells, see ``csrc/refusals.h``: the class is another in each version of torch.
     """

@@ -1,4 +1,4 @@
-"""Where bytes lie, by URL. A new kind of store is one file with the eight methods of ``Backend``."""
+"""Backends of stores, by URL. A new kind of store is one file with the eight methods of ``Backend``."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -36,7 +36,7 @@ class Backend(Protocol):
         """Whether there is such an object."""
 
     def get_ranges(self, name: str, ranges: list[tuple[int, int]]) -> memoryview:
-        """The bytes from each start to each end, one behind the other; fewer if the object ends before.
+        """The bytes from each start to each end, one after the other; fewer if the object ends before.
 
         They are the caller's, who may write them.
         """

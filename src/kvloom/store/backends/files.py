@@ -173,7 +173,7 @@ class Files:
 
 
 def _entries(folder: Path) -> Iterator["os.DirEntry[str]"]:
-    """What is in a folder, nothing if it is gone or may not be read."""
+    """Entries of a folder, none if it is gone or may not be read."""
     with suppress(FileNotFoundError, PermissionError, NotADirectoryError), os.scandir(folder) as entries:
         yield from entries
 

@@ -38,7 +38,7 @@ _STEP: tl.constexpr = tl.constexpr(128)
 
 
 class Lengths(NamedTuple):
-    """What tells which stored tokens rows see, as kernels take it. Tensors are contiguous."""
+    """Lengths and windows, by which kernels know the stored tokens that rows see. Tensors are contiguous."""
 
     seqstarts: Any
     kvstarts: Any

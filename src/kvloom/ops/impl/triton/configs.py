@@ -30,7 +30,7 @@ class Config(NamedTuple):
 
 
 class Case(NamedTuple):
-    """What a configuration is pinned or tuned for.
+    """A kind of call, for which a configuration is pinned or tuned.
 
     Attributes:
         is_split: Few new tokens, or many.
@@ -95,7 +95,7 @@ def write_tuned(path: Path, device: str, table: Tuned) -> None:
 
 
 def read_tuned(path: Path, device: str) -> dict[Case, Config]:
-    """What ``write_tuned`` kept for the device of that name; empty if nothing."""
+    """Configurations that ``write_tuned`` kept for the device of that name; empty if there are none."""
     rows = json.loads(path.read_text(encoding="utf-8")).get(device, [])
     size = len(Case._fields)
     return {Case(*row[:size]): Config(*row[size:]) for row in rows}

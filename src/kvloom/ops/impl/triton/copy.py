@@ -11,7 +11,7 @@ from kvloom.ops.impl.triton.store import store
 
 
 def copy(sources: list[Tensor], source_slots: Tensor, targets: list[Tensor], target_slots: Tensor) -> None:
-    """As the reference: source and target may be one cache."""
+    """The same as the reference: source and target may be one cache."""
     for name, slots, caches in (
         ("source_slots", source_slots, sources),
         ("target_slots", target_slots, targets),

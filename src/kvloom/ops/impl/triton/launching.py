@@ -24,7 +24,7 @@ def on_device(x: Tensor) -> AbstractContextManager[object]:
 
 @cache
 def num_multiprocessors(device: torch.device) -> int:
-    """Of the device; 2 where kernels are interpreted."""
+    """The number of multiprocessors of the device; 2 where kernels are interpreted."""
     if device.type != "cuda":
         return 2
     return torch.cuda.get_device_properties(device).multi_processor_count

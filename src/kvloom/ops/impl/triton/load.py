@@ -35,7 +35,7 @@ def load(
     dtype: torch.dtype,
     num_repeat: int,
 ) -> tuple[Tensor, Tensor]:
-    """As the reference. Slots are checked where that is free; elsewhere the kernel stops at one outside."""
+    """The same as the reference. Slots are checked where that is free, or the kernel stops at one outside."""
     if can_read(slots):
         check_slots("slots", slots, key_cache.shape[:3].numel())
     tokens, heads = slots.shape[0], key_cache.shape[3]

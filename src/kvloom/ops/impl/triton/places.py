@@ -1,4 +1,4 @@
-"""Where an element of a canonical view ``[B, S/s, s, H, D/d, d]`` lies: what every kernel shares.
+"""Addresses of elements of a canonical view ``[B, S/s, s, H, D/d, d]``, for all kernels.
 
 Letters as in ``core/views.py``. Places are int64 before they meet a stride.
 """

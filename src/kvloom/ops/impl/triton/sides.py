@@ -1,4 +1,4 @@
-"""What store and load share: one side of a cache, keys or values, cut into rows of one group each.
+"""One side of a cache, keys or values, cut into rows of one group each, for store and load.
 
 Row r is group ``r % G`` of head ``r // G % H`` of token ``r // (G * H)``. A side without scales has one
 group, the head vector. Shapes: H heads, G groups of a head vector.
@@ -33,7 +33,7 @@ class SideViews(NamedTuple):
 
 @dataclass(frozen=True)
 class Form:
-    """What is compiled in about a side. Sizes are in stored elements."""
+    """Compile-time constants of a side. Sizes are in stored elements."""
 
     bits: int
     per_element: int  # numbers: of codes those in a byte
@@ -98,7 +98,7 @@ def elements_of(group, FORM: tl.constexpr):
 
 @triton.jit
 def numbers_of(group, FORM: tl.constexpr):
-    """As ``elements_of``, of the numbers ``[rows, width * per_element]`` that are in the elements."""
+    """The same as ``elements_of``, for the numbers ``[rows, width * per_element]`` in the elements."""
     WIDTH: tl.constexpr = FORM.width * FORM.per_element
     within = tl.arange(0, WIDTH)[None, :]
     return group * (FORM.group * FORM.per_element) + within, within < FORM.group * FORM.per_element

@@ -46,7 +46,7 @@ def store(
     key_scale: Tensor | None,
     value_scale: Tensor | None,
 ) -> None:
-    """As the reference. Slots are checked where that is free; elsewhere the kernel stops at one outside."""
+    """The same as the reference. Slots are checked where that is free, or the kernel stops at one outside."""
     if can_read(slots):
         check_slots("slots", slots, key_cache.shape[:3].numel(), skip_negative=True)
     tokens, heads = key.shape[:2]
