@@ -8,6 +8,7 @@
 #include <string>
 #include <tuple>
 
+#include "attend_bias.h"
 #include "attend_index.h"
 #include "kernels.h"
 #include "tensors.h"
@@ -147,13 +148,20 @@ const float* prior_of(const Tensor& x, std::initializer_list<int64_t> sizes, con
   return static_cast<const float*>(x.const_data_ptr());
 }
 
+// What only an attention with a positional bias has.
+struct Positional {
+  const Tensor &coefficients, &frequencies;
+  const MaybeTensor& first_position;
+};
+
 // The result is `given`, if there is one, else new.
-Tensor attend(const MaybeTensor& given, Part* part, const Tensor& query, const Tensor& key_cache,
-              const Tensor& value_cache, const MaybeTensor& key_scale, const MaybeTensor& value_scale,
-              const Tensor& table, const MaybeTensor& row_starts, int64_t page_size, const Tensor& seqstarts,
-              const Tensor& kvstarts, int64_t decoding_batches, const MaybeTensor& first_visible,
-              double scale, bool is_causal, const MaybeTensor& mask, const MaybeTensor& alibi_slopes,
-              std::optional<int64_t> window, std::optional<double> softcap, const MaybeTensor& sinks) {
+Tensor attend(const MaybeTensor& given, Part* part, const Positional* positional, const Tensor& query,
+              const Tensor& key_cache, const Tensor& value_cache, const MaybeTensor& key_scale,
+              const MaybeTensor& value_scale, const Tensor& table, const MaybeTensor& row_starts,
+              int64_t page_size, const Tensor& seqstarts, const Tensor& kvstarts, int64_t decoding_batches,
+              const MaybeTensor& first_visible, double scale, bool is_causal, const MaybeTensor& mask,
+              const MaybeTensor& alibi_slopes, std::optional<int64_t> window, std::optional<double> softcap,
+              const MaybeTensor& sinks) {
   AttendArgs args{};
   require(query.dim() == 3, "query must have 3 dimensions");
   const int64_t num_rows = query.size(0);
@@ -232,6 +240,16 @@ Tensor attend(const MaybeTensor& given, Part* part, const Tensor& query, const T
     part->lse = empty_heads(num_rows, args.num_heads, out_dtype);
     args.lse = static_cast<float*>(part->lse->mutable_data_ptr());
   }
+  AttendBias bias;
+  if (positional) {
+    const Tensor& x = positional->coefficients;
+    bias.copy(positional->frequencies, positional->first_position, key.num_heads(), args.num_sequences);
+    require(x.dim() == 3 && x.size(0) == num_rows && x.size(1) == args.num_heads &&
+                x.size(2) == 2 * bias.num_pairs(),
+            "coefficients must be [Tq, Hq, 2K]");
+    bias.assign_to(args.bias);
+    args.bias.coefficients = floats_of(x, "coefficients must be of floats");
+  }
   if (num_rows * args.num_heads * value_dim == 0) return out;
   args.out = out.mutable_data_ptr();
   args.prefetches_to_l2 = prefetches_to_l2();
@@ -255,18 +273,44 @@ template <class Function>
 struct Overloads;
 
 template <class... Arguments>
-struct Overloads<Tensor (*)(const MaybeTensor& given, Part* part, Arguments...)> {
-  static Tensor functional(Arguments... arguments) { return attend(std::nullopt, nullptr, arguments...); }
+struct Overloads<Tensor (*)(const MaybeTensor& given, Part* part, const Positional* positional,
+                            Arguments...)> {
+  static Tensor functional(Arguments... arguments) {
+    return attend(std::nullopt, nullptr, nullptr, arguments...);
+  }
+  static Tensor biased(Arguments... arguments, const Tensor& coefficients, const Tensor& frequencies,
+                       const MaybeTensor& first_position) {
+    const Positional positional{coefficients, frequencies, first_position};
+    return attend(std::nullopt, nullptr, &positional, arguments...);
+  }
   static void out(Arguments... arguments, const Tensor& out) {
     const Span span(out);
     (expect_apart(span, arguments), ...);
-    attend(out, nullptr, arguments...);
+    attend(out, nullptr, nullptr, arguments...);
+  }
+  static void biased_out(Arguments... arguments, const Tensor& coefficients, const Tensor& frequencies,
+                         const MaybeTensor& first_position, const Tensor& out) {
+    const Span span(out);
+    (expect_apart(span, arguments), ...);
+    expect_apart(span, coefficients), expect_apart(span, frequencies), expect_apart(span, first_position);
+    const Positional positional{coefficients, frequencies, first_position};
+    attend(out, nullptr, &positional, arguments...);
   }
   static std::tuple<Tensor, Tensor> part(Arguments... arguments, std::optional<int64_t> skip,
                                          const MaybeTensor& skip_from, const MaybeTensor& prior,
                                          const MaybeTensor& prior_lse) {
     Part part{skip, skip_from, prior, prior_lse, std::nullopt};
-    Tensor out = attend(std::nullopt, &part, arguments...);
+    Tensor out = attend(std::nullopt, &part, nullptr, arguments...);
+    return {out, *part.lse};
+  }
+  static std::tuple<Tensor, Tensor> biased_part(Arguments... arguments, std::optional<int64_t> skip,
+                                                const MaybeTensor& skip_from, const MaybeTensor& prior,
+                                                const MaybeTensor& prior_lse, const Tensor& coefficients,
+                                                const Tensor& frequencies,
+                                                const MaybeTensor& first_position) {
+    const Positional positional{coefficients, frequencies, first_position};
+    Part part{skip, skip_from, prior, prior_lse, std::nullopt};
+    Tensor out = attend(std::nullopt, &part, &positional, arguments...);
     return {out, *part.lse};
   }
 };
@@ -276,8 +320,11 @@ using Attend = Overloads<decltype(&attend)>;
 
 STABLE_TORCH_LIBRARY_IMPL(kvloom, CPU, m) {
   m.impl("attend", KVLOOM_BOX(&Attend::functional));
+  m.impl("attend.biased", KVLOOM_BOX(&Attend::biased));
   m.impl("attend.out", KVLOOM_BOX(&Attend::out));
+  m.impl("attend.biased_out", KVLOOM_BOX(&Attend::biased_out));
   m.impl("attend_part", KVLOOM_BOX(&Attend::part));
+  m.impl("attend_part.biased", KVLOOM_BOX(&Attend::biased_part));
 }
 
 }  // namespace kvloom

@@ -112,23 +112,38 @@ def attend_arguments(rng: random.Random) -> dict[str, Any]:
     return given | {"softcap": 2.0, "sinks": floats(2 * H)}
 
 
+def positional(rng: random.Random) -> dict[str, Any]:
+    """A positional bias, or none."""
+    if rng.random() < 0.5:
+        return {}
+    frequencies = floats(H, 3).to(rng.choice((torch.float64, torch.float32)))
+    coefficients = floats(3, 2 * H, 6, dtype=rng.choice(FLOATS))
+    first = rng.choice((None, ints(0, 9)))
+    return {"coefficients": coefficients, "frequencies": frequencies, "first_position": first}
+
+
 def bare_attend(rng: random.Random) -> Call:
-    return torch.ops.kvloom.attend.default, attend_arguments(rng)
+    bias, attend = positional(rng), torch.ops.kvloom.attend
+    return attend.biased if bias else attend.default, attend_arguments(rng) | bias
 
 
 def bare_attend_out(rng: random.Random) -> Call:
-    given = attend_arguments(rng)
-    return torch.ops.kvloom.attend.out, given | {"out": torch.zeros_like(given["query"])}
+    bias, attend, given = positional(rng), torch.ops.kvloom.attend, attend_arguments(rng)
+    out = {"out": torch.zeros_like(given["query"])}
+    return attend.biased_out if bias else attend.out, given | bias | out
 
 
 def part_arguments(rng: random.Random) -> dict[str, Any]:
     prior = {"prior_out": floats(3, 2 * H, D), "prior_lse": floats(3, 2 * H)} if rng.random() < 0.7 else {}
-    return attend_arguments(rng) | {"skip": rng.choice((None, 1, 3)), "skip_from": ints(2, 0)} | prior
+    given = attend_arguments(rng) | positional(rng)
+    return given | {"skip": rng.choice((None, 1, 3)), "skip_from": ints(2, 0)} | prior
 
 
 def bare_attend_part(rng: random.Random) -> Call:
     def call(prior_out: Any = None, prior_lse: Any = None, **given: Any) -> None:
-        torch.ops.kvloom.attend_part.default(**given, prior=prior_out, prior_lse=prior_lse)
+        part = torch.ops.kvloom.attend_part
+        operator = part.biased if "coefficients" in given else part.default
+        operator(**given, prior=prior_out, prior_lse=prior_lse)
 
     return call, part_arguments(rng)
 
@@ -186,11 +201,15 @@ def over_stored(given: dict[str, Any]) -> tuple[Tensor, KVView, ops.Batch, ops.S
         index, *(given[x] for x in ("seqstarts", "kvstarts", "decoding_batches", "first_visible"))
     )
     names = ("scale", "is_causal", "mask", "alibi_slopes", "window", "softcap", "sinks")
-    return given["query"], kv, batch, ops.Scores(*(given[x] for x in names))
+    bias = None
+    if "coefficients" in given:
+        bias = ops.PositionalBias(*(given[x] for x in ("coefficients", "frequencies", "first_position")))
+    scores = ops.Scores(*(given[x] for x in names), positional_bias=bias)
+    return given["query"], kv, batch, scores
 
 
 def attend(rng: random.Random) -> Call:
-    backend, arguments = rng.choice(("auto", "reference")), attend_arguments(rng)
+    backend, arguments = rng.choice(("auto", "reference")), attend_arguments(rng) | positional(rng)
     if rng.random() < 0.5:
         arguments["out"] = torch.zeros_like(arguments["query"])
 

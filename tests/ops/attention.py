@@ -14,7 +14,7 @@ from torch import Tensor
 from kvloom import ops
 from kvloom.core.indexing import CacheIndex
 from kvloom.core.views import KVView
-from kvloom.ops import Batch, Scores
+from kvloom.ops import Batch, PositionalBias, Scores
 
 
 @dataclass
@@ -153,7 +153,16 @@ def exact(case: Case, scores: Scores) -> Tensor:
             row = first_row + i
             for g, query in enumerate(case.query[row].double().tolist()):
                 logits = [
-                    _logit(scores, query, keys[j][g // ratio], g, row, first_column + j, j - position)
+                    _logit(
+                        scores,
+                        query,
+                        keys[j][g // ratio],
+                        g,
+                        row,
+                        first_column + j,
+                        j - position,
+                        positional_bias(scores, b, row, g, g // ratio, j),
+                    )
                     if case.sees(scores, b, position, j)
                     else -math.inf
                     for j in range(case.stored[b])
@@ -171,12 +180,30 @@ def exact(case: Case, scores: Scores) -> Tensor:
     return torch.stack(rows).view(shape) if rows else torch.zeros(shape, dtype=torch.float64)
 
 
+def positional_bias(scores: Scores, b: int, row: int, g: int, h: int, j: int) -> float:
+    """Of the product of query row ``row`` and head g with token j of sequence b, by key/value head h."""
+    bias = scores.positional_bias
+    if bias is None:
+        return 0.0
+    position = j + (0 if bias.first_position is None else int(bias.first_position[b]))
+    angles = [frequency * position for frequency in bias.frequencies[h].tolist()]
+    waves = [math.cos(angle) for angle in angles] + [math.sin(angle) for angle in angles]
+    return sum(a * wave for a, wave in zip(bias.coefficients[row, g].tolist(), waves, strict=True))
+
+
 def _logit(
-    scores: Scores, query: list[float], key: list[float], g: int, row: int, column: int, distance: int
+    scores: Scores,
+    query: list[float],
+    key: list[float],
+    g: int,
+    row: int,
+    column: int,
+    distance: int,
+    bias: float,
 ) -> float:
-    """softcap(q.k * scale) + mask + alibi."""
+    """softcap((q.k + bias) * scale) + mask + alibi."""
     scale = 1 / math.sqrt(len(query)) if scores.scale is None else scores.scale
-    logit = sum(a * b for a, b in zip(query, key, strict=True)) * scale
+    logit = (sum(a * b for a, b in zip(query, key, strict=True)) + bias) * scale
     if scores.softcap is not None:
         logit = scores.softcap * math.tanh(logit / scores.softcap)
     if scores.mask is not None:
@@ -220,7 +247,7 @@ def float32_error(case: Case, scores: Scores) -> float:
         out = x.weights @ x.value
         products = (x.query.square() @ x.key.square().mT).sqrt()
         logits = torch.where(x.weights > 0, x.logits.abs(), 0.0)
-        sums = torch.maximum(products, (x.query @ x.key.mT).abs())
+        sums = torch.maximum(products, (x.query @ x.key.mT).abs()) + x.waves
         of_score = math.sqrt(x.query.shape[-1]) * x.scale * sums + 2 * logits + 2
         # [Hq, Q, N, Dv] is small in tests
         moved = (x.weights * of_score).unsqueeze(-1) * (x.value.unsqueeze(1) - out.unsqueeze(2))
@@ -229,6 +256,16 @@ def float32_error(case: Case, scores: Scores) -> float:
         error = (moved.square().sum(2) + of_sum.square()).sqrt()
         worst = max(worst, 2 * unit * float(error.max()))
     return worst
+
+
+def bias_terms(bias: PositionalBias, b: int, first: int, last: int, stored: int, ratio: int) -> Tensor:
+    """What makes up the bias of rows ``first:last``, ``[Hq, Q, stored, 2K]`` float64."""
+    position = torch.arange(stored, dtype=torch.float64)
+    if bias.first_position is not None:
+        position += float(bias.first_position[b])
+    angle = bias.frequencies.double().unsqueeze(1) * position.unsqueeze(1)
+    waves = torch.cat((angle.cos(), angle.sin()), dim=-1).repeat_interleave(ratio, dim=0)
+    return bias.coefficients[first:last].double().transpose(0, 1).unsqueeze(2) * waves.unsqueeze(1)
 
 
 @dataclass
@@ -241,6 +278,7 @@ class _Sequence:
     scale: float
     logits: Tensor
     weights: Tensor
+    waves: Tensor | float  # what the terms of a positional bias add up to at most
 
 
 def _in_plain_torch(case: Case, scores: Scores) -> Iterator[_Sequence]:
@@ -251,7 +289,11 @@ def _in_plain_torch(case: Case, scores: Scores) -> Iterator[_Sequence]:
         ratio = query.shape[0] // key.shape[1]
         key, value = (x.repeat_interleave(ratio, dim=1).transpose(0, 1) for x in (key, value))
         scale = 1 / math.sqrt(query.shape[-1]) if scores.scale is None else scores.scale
-        logits = (query @ key.mT) * scale
+        products, waves = query @ key.mT, 0.0
+        if scores.positional_bias is not None:
+            terms = bias_terms(scores.positional_bias, b, rows[b], rows[b + 1], case.stored[b], ratio)
+            products, waves = products + terms.sum(-1).to(dtype), terms.abs().sum(-1)
+        logits = products * scale
         if scores.softcap is not None:
             logits = scores.softcap * torch.tanh(logits / scores.softcap)
         block = (slice(rows[b], rows[b + 1]), slice(columns[b], columns[b + 1]))
@@ -271,4 +313,4 @@ def _in_plain_torch(case: Case, scores: Scores) -> Iterator[_Sequence]:
             sink = scores.sinks.to(dtype).view(-1, 1, 1).expand(-1, case.new[b], 1)
             everything = torch.cat((logits, sink), dim=-1)
         weights = everything.softmax(-1).nan_to_num(0.0)[..., : case.stored[b]]
-        yield _Sequence(query, key, value, scale, logits, weights)
+        yield _Sequence(query, key, value, scale, logits, weights, waves)

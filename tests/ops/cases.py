@@ -11,7 +11,7 @@ from oracles.bits import generator
 from torch import Tensor
 
 from kvloom.core.specs import CODE_DTYPE
-from kvloom.ops import Scores, alibi_slopes
+from kvloom.ops import KeyOffset, PositionalBias, Scores, alibi_slopes
 from kvloom.ops.impl import cpu
 
 
@@ -52,6 +52,28 @@ def alone(case: Case, b: int, new: int | None = None, last: int | None = None) -
     return Case(query, case.kv, [count], [stop], [case.slots[b][:stop]], case.page_size)
 
 
+def waves(rows: int, heads: int, pairs: int, kv_heads: int = 2) -> PositionalBias:
+    """A bias with frequencies as RoPE has them, from 1 on."""
+    rng = generator(17)
+    coefficients = 3 * torch.randn(rows, heads, 2 * pairs, generator=rng)
+    exponent = torch.rand(kv_heads, pairs, generator=rng, dtype=torch.float64)
+    exponent[0, 0] = 0
+    return PositionalBias(coefficients, 10000.0**-exponent)
+
+
+def offset_of(size: float = 30.0, pairs: int = 3, heads: int = 2, head_dim: int = 16) -> KeyOffset:
+    """Pairs as in Llama, of channels i and D/2 + i."""
+    rng = generator(3)
+    first = torch.stack([torch.randperm(head_dim // 2, generator=rng)[:pairs] for _ in range(heads)])
+    mean = size * torch.randn(heads, pairs, 2, generator=rng)
+    return KeyOffset(
+        mean,
+        torch.stack((first, first + head_dim // 2), -1),
+        10000.0 ** (-2.0 * first.double() / head_dim),
+        head_dim,
+    )
+
+
 def options(heads: int, rows: int, columns: int) -> dict[str, Scores]:
     rng = generator(5)
     mask = torch.randn(rows, columns, generator=rng).masked_fill_(
@@ -67,7 +89,15 @@ def options(heads: int, rows: int, columns: int) -> dict[str, Scores]:
         "mask": Scores(mask=mask),
         "mask of each head": Scores(mask=torch.stack([mask * (1 + h) for h in range(heads)]).bfloat16()),
         "not causal": Scores(is_causal=False),
+        "positional bias": Scores(positional_bias=waves(rows, heads, 3)),
         "all": Scores(
-            mask=mask, alibi_slopes=slopes, sinks=sinks, window=100, softcap=5.0, scale=0.2, is_causal=False
+            mask=mask,
+            alibi_slopes=slopes,
+            sinks=sinks,
+            window=100,
+            softcap=5.0,
+            scale=0.2,
+            is_causal=False,
+            positional_bias=waves(rows, heads, 17),
         ),
     }

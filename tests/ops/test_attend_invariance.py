@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from ops.attention import Case, make_case
-from ops.cases import codes
+from ops.cases import codes, waves
 from ops.pools import ALL_AXES, INT2, INT4, INT8, PLAIN, Kind
 from oracles.bits import assert_same_bits
 from torch import Tensor
@@ -27,6 +28,7 @@ SOME_SCORES = {
     "default": Scores(),
     "alibi and sinks": Scores(alibi_slopes=alibi_slopes(4), sinks=torch.ones(4)),
     "window and softcap": Scores(window=3, softcap=5.0),
+    "positional bias": Scores(positional_bias=waves(sum(NEW), 4, 2)),
 }
 some_scores = pytest.mark.parametrize("scores", SOME_SCORES.values(), ids=SOME_SCORES)
 
@@ -44,6 +46,15 @@ def alone(case: Case, b: int) -> Case:
     return Case(query, case.kv, [case.new[b]], [case.stored[b]], [case.slots[b]], case.page_size)
 
 
+def of_sequence(scores: Scores, b: int) -> Scores:
+    """The scores of sequence b."""
+    bias, first = scores.positional_bias, sum(NEW[:b])
+    if bias is None:
+        return scores
+    bias = replace(bias, coefficients=bias.coefficients[first : first + NEW[b]])
+    return replace(scores, positional_bias=bias)
+
+
 # --- batch --------------------------------------------------------------------------------------------------
 
 
@@ -52,7 +63,7 @@ def alone(case: Case, b: int) -> Case:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_sequence_alone_has_the_bits_of_the_batch(kind: Kind, dtype: torch.dtype, scores: Scores) -> None:
     case = make_case(NEW, STORED, kind=kind, dtype=dtype)
-    parts = torch.cat([attend(alone(case, b), scores) for b in range(len(NEW))])
+    parts = torch.cat([attend(alone(case, b), of_sequence(scores, b)) for b in range(len(NEW))])
     assert_same_bits(parts, attend(case, scores), "output")
 
 

@@ -8,13 +8,14 @@ from dataclasses import replace
 import pytest
 import torch
 from ops.attention import Case, make_case
+from ops.cases import waves
 from ops.pools import INT8, PLAIN, Kind
 from oracles.bits import assert_same_bits
 from torch import Tensor
 
 from kvloom import ops
 from kvloom.errors import ArgumentError, KVError, ShapeError
-from kvloom.ops import Scores
+from kvloom.ops import PositionalBias, Scores
 
 BACKENDS = ["auto", "reference"]
 
@@ -41,6 +42,10 @@ def test_given_tensor_gets_the_bits_of_a_new_one(
     assert ops.attend(case.query, case.kv, case.batch(), out=out, backend=backend) is out
     assert_same_bits(out, expected, "given")
     assert bool((whole[0] == 7).all() and (whole[-1] == 7).all())
+    scores = Scores(positional_bias=waves(sum(new), 4, 2))
+    expected = ops.attend(case.query, case.kv, case.batch(), scores, backend=backend)
+    ops.attend(case.query, case.kv, case.batch(), scores, out=out, backend=backend)
+    assert_same_bits(out, expected, "given with a positional bias")
 
 
 def strided(case: Case) -> Tensor:
@@ -89,6 +94,15 @@ def test_mask_is_not_written(backend: str) -> None:
             out=memory.view(rows, heads, dim), backend=backend,
         )  # fmt: skip
     assert not memory.any()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_coefficients_are_not_written(backend: str) -> None:
+    case = make_case([1, 3], [5, 6])
+    out = torch.zeros_like(case.query)
+    bias = PositionalBias(out, torch.ones(2, case.query.shape[2] // 2))
+    with pytest.raises(ShapeError, match=r"out must not overlap positional_bias\.coefficients"):
+        ops.attend(case.query, case.kv, case.batch(), Scores(positional_bias=bias), out=out, backend=backend)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

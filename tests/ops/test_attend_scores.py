@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from ops.attention import Case, exact, float32_error, make_case, plain
+from ops.cases import waves
 from ops.pools import INT4, INT8, PLAIN, Kind
 from oracles.attention import assert_as_good_as_plain
 from oracles.bits import FLOATS, assert_same_bits, generator
@@ -55,12 +56,15 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "softcap": {"softcap": 0.5},
     "softcap with mask": {"softcap": 0.5, "mask": 4 * uniform(ROWS, COLUMNS)},
     "softcap with alibi": {"softcap": 0.3, "alibi_slopes": alibi_slopes(HEADS)},
+    "positional bias": {"positional_bias": waves(ROWS, HEADS, 2)},
+    "positional bias not causal": {"positional_bias": waves(ROWS, HEADS, 17), "is_causal": False},
+    "softcap with positional bias": {"softcap": 0.5, "positional_bias": waves(ROWS, HEADS, 1), "scale": -0.8},
     "sinks": {"sinks": 2 * uniform(HEADS)},
     "sinks with scale": {"sinks": 2 * uniform(HEADS), "scale": 0.1},
     "sinks with holes": {"sinks": uniform(HEADS), "mask": holes(ROWS, COLUMNS)},
     "sink of -inf": {"sinks": torch.tensor([-math.inf, 0.0, -math.inf, 1.0]), "mask": holes(ROWS, COLUMNS)},
     "all": {"scale": 0.6, "mask": holes(HEADS, ROWS, COLUMNS), "alibi_slopes": alibi_slopes(HEADS),
-            "window": 4, "softcap": 1.5, "sinks": uniform(HEADS)},
+            "window": 4, "softcap": 1.5, "sinks": uniform(HEADS), "positional_bias": waves(ROWS, HEADS, 5)},
 }  # fmt: skip
 
 
@@ -102,6 +106,7 @@ def test_any_options_together_equal_the_loop(data: st.DataObject) -> None:
         "window": data.draw(st.sampled_from([None, 1, 2, 5])),
         "softcap": data.draw(st.sampled_from([None, 0.8, 30.0])),
         "sinks": data.draw(st.sampled_from([None, uniform(heads)])),
+        "positional_bias": data.draw(st.sampled_from([None, waves(rows, heads, 3, kv_heads)])),
     }
     case = make_case(new, stored, kind=kind, dtype=dtype, kv_heads=kv_heads, ratio=ratio,
                      page_size=data.draw(st.integers(1, 3)), seed=data.draw(st.integers(0, 9)))  # fmt: skip

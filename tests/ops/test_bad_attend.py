@@ -28,7 +28,7 @@ from kvloom import ops
 from kvloom.core.indexing import CacheIndex
 from kvloom.core.views import KVView
 from kvloom.errors import ArgumentError, ShapeError
-from kvloom.ops import Scores, alibi_slopes
+from kvloom.ops import PositionalBias, Scores, alibi_slopes
 
 NEW, STORED = [3, 1], [7, 6]
 
@@ -36,8 +36,9 @@ NEW, STORED = [3, 1], [7, 6]
 def good_call(kind: Kind = PLAIN, spelling: str = "pages") -> Call:
     """4 query rows with 4 heads over 13 stored tokens with 2 heads, with every option."""
     case = make_case(NEW, STORED, kind=kind, contiguous=spelling == "offset")
+    bias = PositionalBias(torch.zeros(4, 4, 6), torch.ones(2, 3), torch.tensor([0, 5]))
     scores = Scores(mask=torch.zeros(4, 4, 13), alibi_slopes=alibi_slopes(4), sinks=torch.zeros(4), window=5,
-                    softcap=9.0)  # fmt: skip
+                    softcap=9.0, positional_bias=bias)  # fmt: skip
     return {"query": case.query, "kv": case.kv, "batch": case.batch(spelling), "scores": scores}
 
 
@@ -85,6 +86,14 @@ def table_entry(at: tuple[int, ...], value: int) -> Change:
 
 def scored(**changes: object) -> Change:
     return lambda call: part(call, "scores", **changes)
+
+
+def biased(**changes: object) -> Change:
+    def change(call: Call) -> Call:
+        return part(call, "scores", **part({"positional_bias": call["scores"].positional_bias},
+                                           "positional_bias", **changes))  # fmt: skip
+
+    return change
 
 
 def queried(how: Callable[[Tensor], Tensor | None]) -> Change:
@@ -139,6 +148,24 @@ BAD = [
     *(Bad(f"{name} {what}", ShapeError, name, scored(**{name: how})) for name in ("alibi_slopes", "sinks")
       for what, how in {"of the key heads": lambda x: x[:2], "2-D": lambda x: x[None], "on meta": on_meta,
                         "of integers": as_dtype(torch.int64), "list": [0.0] * 4}.items()),
+    Bad("positional_bias of a tensor", ArgumentError, "positional_bias",
+        scored(positional_bias=torch.zeros(4, 4, 6))),
+    *(Bad(f"{name} {what}", ShapeError, f"positional_bias.{name}", biased(**{name: how}))
+      for name in ("coefficients", "frequencies", "first_position")
+      for what, how in {"a row short": lambda x: x[:-1], "of one dimension more": lambda x: x[None],
+                        "on meta": on_meta, "of booleans": as_dtype(torch.bool), "list": [0.0] * 4}.items()),
+    Bad("coefficients of other pairs", ShapeError, "coefficients", biased(coefficients=lambda x: x[..., :4])),
+    Bad("coefficients of the key heads", ShapeError, "coefficients", biased(coefficients=lambda x: x[:, :2])),
+    Bad("coefficients of float64", ShapeError, "coefficients", biased(coefficients=as_dtype(torch.float64))),
+    Bad("coefficients None", ShapeError, "coefficients", biased(coefficients=None)),
+    Bad("positional_bias of nothing", ShapeError, "frequencies",
+        scored(positional_bias=PositionalBias(None, None))),
+    Bad("frequencies None", ShapeError, "frequencies", biased(frequencies=None)),
+    Bad("frequencies of the query heads", ShapeError, "frequencies", biased(frequencies=torch.ones(4, 3))),
+    Bad("frequencies of no pair", ShapeError, "frequencies", biased(frequencies=torch.ones(2, 0))),
+    Bad("frequencies of 65 pairs", ShapeError, "frequencies",
+        biased(frequencies=torch.ones(2, 65), coefficients=torch.zeros(4, 4, 130))),
+    Bad("frequencies of float16", ShapeError, "frequencies", biased(frequencies=as_dtype(torch.float16))),
     *(Bad(f"window {n!r}", ArgumentError, "window", scored(window=n)) for n in (0, -1, True, 2.0, "3")),
     *(Bad(f"softcap {x!r}", ArgumentError, "softcap", scored(softcap=x)) for x in (0.0, -1.0, float("nan"))),
 ]  # fmt: skip

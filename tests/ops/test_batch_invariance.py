@@ -6,6 +6,7 @@ import copy
 import gc
 import pickle
 from collections.abc import Iterator
+from dataclasses import replace
 from threading import Event, Thread
 
 import pytest
@@ -42,10 +43,11 @@ def attend(case: Case, scores: Scores) -> Tensor:
 
 def cut(scores: Scores, first: int, last: int, stored: int) -> Scores:
     """Those of new tokens ``[first, last)``, which see ``stored`` tokens."""
-    if scores.mask is None:
-        return scores
-    mask = scores.mask[..., first:last, :stored]
-    return Scores(mask=mask, **{x: getattr(scores, x) for x in Scores.__slots__ if x != "mask"})
+    mask, bias = scores.mask, scores.positional_bias
+    if bias is not None:
+        bias = replace(bias, coefficients=bias.coefficients[first:last])
+    mask = None if mask is None else mask[..., first:last, :stored]
+    return replace(scores, mask=mask, positional_bias=bias)
 
 
 def in_pieces(case: Case, sizes: list[int], scores: Scores) -> Tensor:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from ops.cases import offset_of
 from oracles.bits import assert_same_bits, generator
 from torch import Tensor
 
@@ -16,7 +17,7 @@ from kvloom.core.layouts import CacheLayout
 from kvloom.core.specs import KVSpec, QuantSpec
 from kvloom.core.views import KVView
 from kvloom.errors import ShapeError
-from kvloom.ops import Batch, Scores
+from kvloom.ops import Batch, KeyOffset, Scores
 
 Arguments = dict[str, Any]
 Result = tuple[Tensor, ...]
@@ -127,6 +128,29 @@ def test_compiled_attention_by_the_reference_equals_eager(head_dim: int, backend
     expected = attend_offset(query, cache, "reference")
     compiled = torch.compile(attend_offset, backend="aot_eager", fullgraph=True)
     assert_same_bits(compiled(query, cache, backend), expected, "output")
+
+
+def without_offset(query: Tensor, key: Tensor, cache: Tensor, offset: KeyOffset) -> Result:
+    """Keys stored without their offset, attended over, and gathered."""
+    kv = KVView.joint(CacheLayout("2 T H D"), cache)
+    slots = torch.arange(key.shape[0]) + 3
+    ops.store(key - offset.at(slots - 3), key, slots, kv)
+    batch = Batch(CacheIndex.offset(torch.tensor([3])), torch.tensor([0, 2]), torch.tensor([0, 9]))
+    out = ops.attend(query, kv, batch, Scores(positional_bias=offset.bias(query)))
+    part = ops.attend_part(query, kv, batch, Scores(positional_bias=offset.bias(query)))
+    return out, *part, ops.load(slots, kv, offset=offset, positions=slots - 3)[0]
+
+
+def test_keys_without_their_offset_compiled_equal_eager() -> None:
+    rng = generator(3)
+    query, key = torch.randn(2, 4, 16, generator=rng), torch.randn(9, 2, 16, generator=rng)
+    offset = offset_of()
+    expected = without_offset(query, key, torch.zeros(2, 16, 2, 16), offset)
+    compiled = torch.compile(without_offset, backend="aot_eager", fullgraph=True)
+    for number, (got, want) in enumerate(
+        zip(compiled(query, key, torch.zeros(2, 16, 2, 16), offset), expected, strict=True)
+    ):
+        assert_same_bits(got, want, f"output {number}")
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # torch's own imports

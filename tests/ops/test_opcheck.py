@@ -194,6 +194,41 @@ def test_attend_into_a_given_tensor(options: dict[str, object], kind: Kind) -> N
     assert_passes(schemas.attend_out, *arguments, torch.zeros(4, 4, 8))
 
 
+def waves(
+    dtype: torch.dtype = torch.float32,
+    of_frequencies: torch.dtype = torch.float64,
+    first: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """A positional bias of three pairs."""
+    coefficients = torch.randn(4, 4, 6, generator=generator(6)).to(dtype)
+    return coefficients, torch.rand(2, 3, generator=generator(7)).to(of_frequencies), first
+
+
+BIASES = {
+    "float32": waves(),
+    "bfloat16": waves(torch.bfloat16, torch.float32),
+    "first position": waves(first=torch.tensor([7, 100])),
+}
+
+
+@pytest.mark.parametrize("options", [{}, OPTIONS["all"]], ids=["plain", "all"])
+@pytest.mark.parametrize("bias", BIASES.values(), ids=BIASES)
+def test_attend_with_a_positional_bias(
+    bias: tuple[Tensor, Tensor, Tensor | None], options: dict[str, object]
+) -> None:
+    arguments = (*attend_arguments(poisoned("B 2 S H D", INT8), **options), *bias)
+    assert_passes(schemas.attend_biased, *arguments)
+    assert_passes(schemas.attend_biased_reference, *arguments)
+    assert_passes(schemas.attend_biased_out, *arguments, torch.zeros(4, 4, 8))
+
+
+@pytest.mark.parametrize("bias", BIASES.values(), ids=BIASES)
+def test_attend_part_with_a_positional_bias(bias: tuple[Tensor, Tensor, Tensor | None]) -> None:
+    prior = torch.randn(4, 4, 8, generator=generator(8)), torch.randn(4, 4, generator=generator(9))
+    own = attend_arguments(poisoned("B 2 S H D", INT8))
+    assert_passes(schemas.attend_part_biased, *own, 2, torch.tensor([1, 0]), *prior, *bias)
+
+
 NO_QUERY = torch.empty(0, 4, 8)
 STARTS = {"seqstarts": torch.tensor([0, 1, 4]), "kvstarts": torch.tensor([0, 4, 9])}
 NO_BATCH = {"seqstarts": torch.tensor([0]), "kvstarts": torch.tensor([0]), "query": NO_QUERY}

@@ -9,7 +9,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from ops.attention import Case, float32_error, make_case, plain, starts_of
+from ops.attention import Case, bias_terms, float32_error, make_case, plain, starts_of
 from ops.cases import codes, fewest_tokens_in_tiles, golden, options
 from ops.pools import INT4, INT8, PLAIN, Kind
 from oracles.attention import assert_as_good_as_plain
@@ -36,7 +36,10 @@ def logits(case: Case, scores: Scores, skip: int, skip_from: list[int]) -> list[
     for b, (key, _) in enumerate(case.keys_and_values()):
         query = case.query[rows[b] : rows[b + 1]].double().transpose(0, 1)
         key = key.double().transpose(0, 1).repeat_interleave(query.shape[0] // key.shape[1], 0)
-        x = query @ key.mT * (1 / math.sqrt(query.shape[2]) if scores.scale is None else scores.scale)
+        x = query @ key.mT
+        if scores.positional_bias is not None:
+            x = x + bias_terms(scores.positional_bias, b, rows[b], rows[b + 1], case.stored[b], 2).sum(-1)
+        x = x * (1 / math.sqrt(query.shape[2]) if scores.scale is None else scores.scale)
         if scores.softcap is not None:
             x = scores.softcap * torch.tanh(x / scores.softcap)
         if scores.mask is not None:

@@ -9,6 +9,8 @@
 namespace kvloom {
 
 constexpr Index kMaxHeadDim = 576;  // bounds what the kernels keep on the stack
+constexpr Index kMaxPairs = 64;     // of a positional bias, as well
+constexpr Index kTurnsBehind = 64;  // what may be read behind the last frequency of it
 
 // Keys or values: x = code * scale where there are scales, whose group is D / (their last two sizes).
 struct CacheSide {
@@ -21,6 +23,16 @@ struct FloatArray {
   const void* data;
   Index stride[3];
   DType dtype;
+};
+
+// A bias of each product of a query and a key: K cosines and K sines of the position of the key, whose
+// frequencies are those of the key/value head.
+struct PositionalBias {
+  FloatArray coefficients;      // [Tq, Hq, 2K], of the cosines, then of the sines
+  Index num_pairs;              // K
+  const double* frequencies;    // [H, K], radians from one position to the next
+  const uint64_t* turns;        // [H, K], the same in 2^-64 of a turn, and kTurnsBehind more numbers
+  const Index* first_position;  // of token 0 of each sequence; 0 if null
 };
 
 struct AttendArgs {
@@ -48,6 +60,7 @@ struct AttendArgs {
   FloatArray mask;          // [Hq, Tq, Tkv], stride 0 over heads where it has none
   FloatArray alibi_slopes;  // [Hq]
   FloatArray sinks;         // [Hq]
+  PositionalBias bias;      // of no coefficients for none
 
   // A part of an attention: the logarithms of the sums of its weights, and an earlier part that is merged in.
   float* lse;              // [Tq, Hq], null of a whole attention

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "plan.h"
+#include "positional.h"
 #include "softmax.h"
 #include "two_bits.h"
 #include "wide.h"
@@ -16,11 +17,13 @@ class NonFiniteRow {
         plan_(plan),
         key_(args.key, NativeOrder::none),
         value_(args.value, NativeOrder::none),
-        slots_(args.table, b) {}
+        slots_(args.table, b),
+        sequence_(b) {}
 
   void compute(Index new_token, Index query_head, const ScoreRow& row) {
     const Index query_row = plan_.first_row + new_token,
                 head = query_head / (args_.num_heads / key_.cache.num_heads());
+    query_row_ = query_row, query_head_ = query_head;
     const Index stride = args_.query_stride[2];
     const Index first = query_row * args_.query_stride[0] + query_head * args_.query_stride[1];
     read_floats(args_.query, args_.query_dtype, first, stride, query_, key_.dim);
@@ -69,6 +72,8 @@ class NonFiniteRow {
     read_row(key_, t, head, row_);
     float x = 0.0f;
     for (Index d = 0; d < key_.dim; ++d) x += query_[d] * row_[d];
+    if (has_bias(args_))
+      x += bias_of(args_.bias, query_row_, query_head_, head, position_of(args_.bias, sequence_, t));
     x *= args_.scale;
     if (args_.softcap > 0.0f) x = args_.softcap * std::tanh(x / args_.softcap);
     if (args_.mask.data)
@@ -91,6 +96,7 @@ class NonFiniteRow {
   const SequencePlan& plan_;
   SideLayout key_, value_;
   TokenSlots slots_;
+  Index sequence_, query_row_ = 0, query_head_ = 0;
   float query_[kMaxHeadDim], row_[kMaxHeadDim];
   alignas(4) Byte cells_[4 * kMaxHeadDim], scales_[4 * kMaxHeadDim], expanded_[kMaxHeadDim];
   double total_[kMaxHeadDim];

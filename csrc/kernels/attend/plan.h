@@ -33,6 +33,11 @@ inline Index partial_floats(const AttendArgs& args) {
   return kPartial + round_up(head_dim(args.value), kBlock);
 }
 
+// Waves of a positional bias, at the end of the workspace.
+inline Index wave_floats(const AttendArgs& args) {
+  return args.bias.coefficients.data ? args.key.cache.num_heads() * args.bias.num_pairs * 2 * kChunk : 0;
+}
+
 // Sizes of one sequence and the number of its parts.
 struct SequencePlan {
   SequencePlan(const AttendArgs& args, Index b) {
@@ -110,7 +115,7 @@ inline AttendPlan attend_plan(const AttendArgs& args, WorkOffsets* offsets = nul
   }
   if (offsets) offsets[args.num_sequences] = sum;
   const Index head = round_up((args.num_sequences + 1) * static_cast<Index>(sizeof(WorkOffsets)), 64);
-  const Index floats = sum.partials * partial_floats(args);
+  const Index floats = sum.partials * partial_floats(args) + wave_floats(args);
   return {sum.items, sum.merges, static_cast<size_t>(head + 4 * floats)};
 }
 
@@ -138,6 +143,11 @@ class Workspace {
   float* partial(const SequencePlan& plan, Index b, Index split, Index new_token, Index head) const {
     const Index at = offsets_[b].partials + (split * plan.num_new + new_token) * args_.num_heads + head;
     return partials_ + at * partial_floats(args_);
+  }
+
+  // Behind all partial results.
+  float* wave_tables() const {
+    return partials_ + offsets_[args_.num_sequences].partials * partial_floats(args_);
   }
 
   const WorkOffsets& offsets(Index b) const { return offsets_[b]; }

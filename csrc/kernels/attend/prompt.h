@@ -14,6 +14,7 @@
 #pragma once
 
 #include "nonfinite.h"
+#include "positional.h"
 #include "softmax.h"
 #include "tile_rows.h"
 #include "tile_vectors.h"
@@ -49,10 +50,11 @@ class PromptItem {
  public:
   using Space = PromptSpace<kDims>;
 
-  PromptItem(Tiles& tiles, const AttendArgs& args, const SideLayout& key, const SideLayout& value,
-             Space& space)
+  PromptItem(Tiles& tiles, const AttendArgs& args, const Workspace& workspace, const SideLayout& key,
+             const SideLayout& value, Space& space)
       : tiles_(tiles),
         args_(args),
+        workspace_(workspace),
         space_(space),
         key_(key),
         value_(value),
@@ -71,6 +73,7 @@ class PromptItem {
            const TokenSlots& slots) {
     plan_ = &plan;
     item_ = item;
+    sequence_ = sequence;
     const auto chunk_at = [&](Index first) {
       return Tokens{max(tokens.begin, first), min(tokens.end, first + kPromptChunk)};
     };
@@ -84,7 +87,7 @@ class PromptItem {
       run_chunk();
       is_first_ = false;
     }
-    write(sequence);
+    write();
   }
 
  private:
@@ -202,7 +205,7 @@ class PromptItem {
   // All rows of the item meet the chunk, in blocks of 32.
   void run_chunk() {
     if constexpr (kStepsInTurn > 0)
-      if (!is_adjusted_ && all_see_chunk()) return run_whole_chunk();
+      if (!is_adjusted_ && !has_bias(args_) && all_see_chunk()) return run_whole_chunk();
     for (Index b = 0; b < num_blocks(); ++b) {
       prefetch_next(b);
       // Later rows see later tokens.
@@ -340,6 +343,7 @@ class PromptItem {
   // Hides what a row does not see, and does what else the call asks of scores.
   void adjust(Index b, Index step) {
     const Index first = chunk_ + kStep * step;
+    if (has_bias(args_)) bias_products(b, step);
     // By all rows.
     const Tokens seen{space_.rows[32 * b + 31].visible.begin, space_.rows[32 * b].visible.end};
     if (!is_adjusted_ && seen.begin <= first && seen.end >= first + kStep) return;
@@ -355,6 +359,19 @@ class PromptItem {
       const uint32_t seen = bits_below(end) & ~bits_below(begin);
       hide(scores, static_cast<__mmask16>(seen));
       hide(scores + 16, static_cast<__mmask16>(seen >> 16));
+    }
+  }
+
+  [[gnu::noinline]] void bias_products(Index b, Index step) {
+    const PositionalBias& bias = args_.bias;
+    ChunkWaves waves;
+    waves.find(bias, item_.first_head, 1, position_of(bias, sequence_, chunk_ + kStep * step));
+    const float* table = workspace_.wave_tables() + item_.first_head * bias.num_pairs * 2 * kChunk;
+    for (Index i = 0; i < 32; ++i) {
+      const auto [new_token, head] = token_head(32 * b + i);
+      BiasRow row;
+      row.read(bias, plan_->first_row + new_token, head);
+      add_bias<1, kStep>(&row, bias.num_pairs, waves.cos, waves.sin, table, scores_of(step)[i]);
     }
   }
 
@@ -508,7 +525,7 @@ class PromptItem {
 
   // --- results -------------------------------------------------------------------------------------------
 
-  void write(Index sequence) {
+  void write() {
     for (Index r = 0; r < item_.num_rows; ++r) {
       const auto [new_token, head] = token_head(r);
       const ScoreRow& row = space_.rows[r];
@@ -519,7 +536,7 @@ class PromptItem {
       const bool is_finite = args_.lse ? write_part(r, head, softmax, to) : write_row(r, head, softmax, to);
       // Without a sum, scores may be as far below zero as those that hide tokens.
       const bool is_certain = is_adjusted_ || softmax.sum > 0.0f || row.visible.begin >= row.visible.end;
-      if (!is_finite || !is_certain) NonFiniteRow(args_, *plan_, sequence).compute(new_token, head, row);
+      if (!is_finite || !is_certain) NonFiniteRow(args_, *plan_, sequence_).compute(new_token, head, row);
     }
   }
 
@@ -553,6 +570,7 @@ class PromptItem {
 
   Tiles& tiles_;
   const AttendArgs& args_;
+  const Workspace& workspace_;
   Space& space_;
   const SideLayout &key_, &value_;
   TileRows key_rows_, value_rows_;
@@ -561,7 +579,7 @@ class PromptItem {
   const bool is_adjusted_;
   const SequencePlan* plan_ = nullptr;
   Item item_{};
-  Index chunk_ = 0;
+  Index sequence_ = 0, chunk_ = 0;
   bool is_first_ = true;  // no chunk was added yet
 };
 

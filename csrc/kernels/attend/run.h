@@ -6,6 +6,7 @@
 
 #include "kernels.h"
 #include "plan.h"
+#include "positional.h"
 #include "nonfinite.h"
 #include "softmax.h"
 #include "two_bits.h"
@@ -77,7 +78,7 @@ class ItemRunner {
 #ifdef KVLOOM_HAS_TILES
     for_prompt_dims(max(key_.dim, value_.dim), [&]<int kDims>() {
       PromptSpace<kDims> space;
-      PromptItem<KVLOOM_TILES, kDims> item(tiles_, args_, key_, value_, space);
+      PromptItem<KVLOOM_TILES, kDims> item(tiles_, args_, workspace_, key_, value_, space);
       item.run(job.plan, job.b, job.item, job.tokens, job.slots);
     });
 #else
@@ -143,7 +144,15 @@ class ItemRunner {
       for (Index d = key_.dim; d < key_width_; ++d) to[d] = 0.0f;
       score_rows_[r] = score_row(args_, job.plan, row.new_token, row.head);
     }
+    if (has_bias(args_)) load_coefficients(job);
     score_kernel_.pack(key_, query_, num_rows(job), key_width_, packed_);
+  }
+
+  [[gnu::noinline]] void load_coefficients(const Job& job) {
+    for (Index r = 0; r < num_rows(job); ++r) {
+      const TileRow row = tile_row(job, r);
+      bias_rows_[r].read(args_.bias, job.plan.first_row + row.new_token, row.head);
+    }
   }
 
   // Prefetches queries of the next item and result rows of this one, which are written at its end: a share
@@ -181,7 +190,7 @@ class ItemRunner {
     next_->value.find(owner.slots, value_, owner.item.first_head, chunk.begin, chunk.end - chunk.begin);
   }
 
-  void run_chunk(const Job& job, Tokens chunk) {
+  KVLOOM_INLINE void run_chunk(const Job& job, Tokens chunk) {
     const Index first = chunk.begin / kChunk * kChunk;
     const RowRange seen = rows_that_see(chunk, job.item.num_rows);
     ChunkRows &keys = key_rows_, &values = value_rows_;
@@ -190,11 +199,13 @@ class ItemRunner {
     keys.num_heads = values.num_heads = job.item.num_heads;
     keys.next_scale = next_->key.scale, values.next_scale = next_->value.scale;
     list_rows(job.item.num_heads);
+    if (has_bias(args_)) find_waves(job, first);
     for (Index h = 0; h < job.item.num_heads; ++h) {
       const Index r0 = h * job.item.num_rows + seen.first;
       set_rows(keys, current_->key, 2 * h);
       score_kernel_.run(keys,
                         {query_ + r0 * key_width_, packed_, r0, seen.count, key_width_, scores_, &tiles_});
+      if (has_bias(args_)) bias_products(job, h, r0, seen.count);
       for_rows(seen.count, [&]<int R>(Index r) {
         update_softmax<R>(args_, score_rows_ + r0 + r, first, job.plan.num_stored, scores_ + r * kChunk,
                           softmax_, r0 + r, factors_ + r);
@@ -203,6 +214,21 @@ class ItemRunner {
       value_kernel_(
           values, {scores_, factors_, seen.count, value_width_, accumulators_ + r0 * value_width_, &tiles_});
     }
+  }
+
+  // What a bias takes stays out of line: without one the compiler makes of all else what it did before.
+  [[gnu::noinline]] void find_waves(const Job& job, Index first) {
+    waves_.find(args_.bias, job.item.first_head, job.item.num_heads, position_of(args_.bias, job.b, first));
+  }
+
+  // Adds the bias of some rows of the h-th head to their products with the chunk.
+  [[gnu::noinline]] void bias_products(const Job& job, Index h, Index first_row, Index num_rows) {
+    const Index pairs = args_.bias.num_pairs, at = h * pairs;
+    const float* table = workspace_.wave_tables() + (job.item.first_head + h) * pairs * 2 * kChunk;
+    for_rows(num_rows, [&]<int R>(Index r) {
+      add_bias<R>(bias_rows_ + first_row + r, pairs, waves_.cos + at, waves_.sin + at, table,
+                  scores_ + r * kChunk);
+    });
   }
 
   struct RowRange {
@@ -330,6 +356,8 @@ class ItemRunner {
   alignas(64) float merged_[kTileFloats];
   alignas(64) Byte gathered_[kChunk * kMaxHeadDim * 4];
   alignas(64) Byte gathered_scales_[kChunk * kMaxHeadDim * 4];
+  BiasRow bias_rows_[kTileRows];  // behind what every call uses
+  ChunkWaves waves_;
 };
 
 // Whether this call has prompts, and they run in tiles.
@@ -350,6 +378,7 @@ inline AttendPlan attend_plan_of(const AttendArgs& args) { return attend_plan(ar
 
 inline void attend_prepare(const AttendArgs& args, void* workspace) {
   attend_plan(args, static_cast<WorkOffsets*>(workspace));
+  if (has_bias(args)) fill_wave_tables(args, Workspace(args, workspace).wave_tables());
 }
 
 // Items [first, last) of the plan. The workspace was prepared.

@@ -1,16 +1,20 @@
 """The kernels behind every dialect and cache: store, load, attend, copy, and rotate."""
 
 from kvloom.ops.alibi import alibi_slopes
-from kvloom.ops.api import Batch, Scores, attend, copy, load, store
+from kvloom.ops.api import attend, copy, load, store
 from kvloom.ops.choice import cpu_kernels, cuda_kernels, why_unavailable
 from kvloom.ops.invariance import BatchInvariance
+from kvloom.ops.offsets import KeyOffset
 from kvloom.ops.parts import Part, attend_part
 from kvloom.ops.rotation import rotate
+from kvloom.ops.scores import Batch, PositionalBias, Scores
 
 __all__ = [
     "Batch",
     "BatchInvariance",
+    "KeyOffset",
     "Part",
+    "PositionalBias",
     "Scores",
     "alibi_slopes",
     "attend",

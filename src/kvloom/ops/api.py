@@ -1,8 +1,7 @@
 """Public operators: check, choose, call. Values of slots are checked where that costs no synchronization."""
 
 import math
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -16,7 +15,7 @@ from kvloom.core.checks import (
     expect_range,
     expect_tensor,
 )
-from kvloom.core.indexing import CacheIndex, check_distinct, expect_slots
+from kvloom.core.indexing import check_distinct, expect_slots
 from kvloom.core.memory import expect_disjoint, expect_writable
 from kvloom.core.views import KVView, detached
 from kvloom.errors import ArgumentError, ShapeError
@@ -31,61 +30,9 @@ from kvloom.ops.expect import (
     expect_writable_view,
     loaded_bytes,
 )
+from kvloom.ops.offsets import KeyOffset, expect_offset, load_with_offset
 from kvloom.ops.plain import COMPILED, is_plain, store_plain
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Batch:
-    """A ragged batch of B sequences: which tokens are new, how many are stored, and where.
-
-    Attributes:
-        index: Slots of every stored token, the new ones included.
-        seqstarts: ``[B + 1]``, new tokens of sequence b are rows ``seqstarts[b]:seqstarts[b + 1]``.
-        kvstarts: ``[B + 1]``, sequence b has ``kvstarts[b + 1] - kvstarts[b]`` tokens, its new ones last.
-        decoding_batches: Number of sequences at the front that get no causal mask.
-        first_visible: ``[B]`` int64 or int32, stored tokens of sequence b before this one are hidden, as left
-            padding or what a window has evicted; ``None`` for 0.
-    """
-
-    index: CacheIndex
-    seqstarts: Tensor
-    kvstarts: Tensor
-    decoding_batches: int = 0
-    first_visible: Tensor | None = None
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Scores:
-    """How scores are formed and hidden: ``softcap(q.k * scale) + mask + alibi``, then causal and window.
-
-    The last new token has the position of the last stored one (bottom-right alignment). The query at position
-    p sees the key at position j if
-
-    * ``j <= p``, where causal or ALiBi,
-    * ``j > p - window``, where there is a window,
-    * ``j >= first_visible[b]``, where the batch says so.
-
-    Attributes:
-        scale: Factor of the dot product, ``1 / sqrt(D)`` if ``None``.
-        is_causal: Hide later keys, except from the first ``decoding_batches`` sequences.
-        mask: Added to the scores, ``[Tq, >= Tkv]`` or ``[Hq, Tq, >= Tkv]``, of which the blocks of rows
-            ``seqstarts[b]:`` and columns ``kvstarts[b]:`` are read.
-        alibi_slopes: ``[Hq]``, adds ``slope * (j - p)`` and hides later keys from every sequence.
-        window: Keys that a query sees, itself included.
-        softcap: ``softcap * tanh(score / softcap)``, before the mask.
-        sinks: ``[Hq]``, a logit of each head that takes part in the softmax and has no value.
-    """
-
-    scale: float | None = None
-    is_causal: bool = True
-    mask: Tensor | None = None
-    alibi_slopes: Tensor | None = None
-    window: int | None = None
-    softcap: float | None = None
-    sinks: Tensor | None = None
-
-
-CAUSAL = Scores()
+from kvloom.ops.scores import CAUSAL, MAX_PAIRS, Batch, PositionalBias, Scores
 
 
 def store(key: Tensor, value: Tensor | None, slots: Tensor, kv: KVView, *, backend: str = "auto") -> None:
@@ -133,7 +80,14 @@ def _packed(key: Tensor, value: Tensor | None, slots: Tensor) -> tuple[Tensor, T
 
 
 def load(
-    slots: Tensor, kv: KVView, *, dtype: torch.dtype | None = None, num_repeat: int = 1, backend: str = "auto"
+    slots: Tensor,
+    kv: KVView,
+    *,
+    dtype: torch.dtype | None = None,
+    num_repeat: int = 1,
+    offset: KeyOffset | None = None,
+    positions: Tensor | None = None,
+    backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
     """Read keys and values from their slots, dequantized.
 
@@ -142,6 +96,9 @@ def load(
         kv: Where to read.
         dtype: Of the result; the dtype of the cache or, where it is quantized, of its scales if ``None``.
         num_repeat: Times that each head is repeated in a row (for attention without grouped queries).
+        offset: What was subtracted from the keys before they were stored; it is added in float32, before they
+            are rounded to ``dtype``.
+        positions: Position of each slot's token, int64 or int32, of the shape of ``slots``; with ``offset``.
         backend: ``"auto"`` (by device), ``"reference"``, ``"cpu"`` or ``"triton"``.
 
     Returns:
@@ -164,7 +121,10 @@ def load(
         expect_dtype("dtype of the loaded value", dtype, kv.value)
     if num_repeat > 1 and not torch.compiler.is_compiling():
         loaded_bytes(slots.numel(), kv, dtype, num_repeat)
+    given = expect_offset(offset, positions, slots, kv)
     try:
+        if given is not None:
+            return load_with_offset(slots, kv, dtype, num_repeat, *given, backend)
         key, value = run(backend, "load", kv.device, slots, *kv.tensors, dtype, num_repeat)
     except (RuntimeError, MemoryError, ShapeError):  # of what does not fit
         expect_loadable(slots.numel(), kv, dtype, num_repeat)
@@ -257,18 +217,24 @@ def attend(
     """
     plain = plain_arguments(query, kv, batch, scores, out) if backend in COMPILED else None
     if plain is not None:
+        operator, into = schemas.attend, schemas.attend_out
+        if scores.positional_bias is not None:
+            plain = (*plain, *bias_arguments(scores))
+            operator, into = schemas.attend_biased, schemas.attend_biased_out
         try:
             if out is not None:
-                schemas.attend_out(*plain, out)
+                into(*plain, out)
                 return out
-            attended: Tensor = schemas.attend(*plain)
+            attended: Tensor = operator(*plain)
             return attended
         except (ValueError, IndexError, RuntimeError, ArithmeticError):
             pass  # the checks in Python have the better message
     sizes = expect_attend(query, kv, batch, scores)
-    arguments = attend_arguments(query, kv, batch, scores, sizes["Dk"])
+    bias = bias_arguments(scores)
+    arguments = (*attend_arguments(query, kv, batch, scores, sizes["Dk"]), *bias)
+    overload = "attend.biased" if bias else "attend"
     if out is None:
-        result: Tensor = schemas.without_gradient("attend", run, backend, "attend", kv.device, *arguments)
+        result: Tensor = schemas.without_gradient("attend", run, backend, overload, kv.device, *arguments)
         return result
     expect("out", out, "Tq Hq Dv", dtype=(query.dtype,), device=kv.device,
            **{name: sizes[name] for name in ("Tq", "Hq", "Dv")})  # fmt: skip
@@ -278,10 +244,11 @@ def attend(
         raise ArgumentError("query must not require a gradient where out is given: what is written has none")
     expect_writable("out", out)
     for name, x in (("query", query), *zip(PARTS, kv.tensors, strict=True), ("mask", scores.mask),
-                    ("alibi_slopes", scores.alibi_slopes), ("sinks", scores.sinks)):  # fmt: skip
+                    ("alibi_slopes", scores.alibi_slopes), ("sinks", scores.sinks),
+                    *zip(_OF_BIAS, bias, strict=False)):  # fmt: skip
         if x is not None:
             expect_disjoint("out", out, name, x)
-    return out.copy_(run(backend, "attend", kv.device, *arguments))
+    return out.copy_(run(backend, overload, kv.device, *arguments))
 
 
 def plain_arguments(
@@ -291,6 +258,10 @@ def plain_arguments(
     index, window = batch.index, scores.window
     tensors = (query, *kv.tensors, index.table, index.row_starts, batch.seqstarts, batch.kvstarts,
                batch.first_visible, scores.mask, scores.alibi_slopes, scores.sinks, *more)  # fmt: skip
+    if (bias := scores.positional_bias) is not None:
+        if not isinstance(bias, PositionalBias) or bias.coefficients is None or bias.frequencies is None:
+            return None
+        tensors = (*tensors, *bias_arguments(scores))
     if query is None or kv.value is None or not is_plain(tensors):
         return None
     if type(batch.decoding_batches) is not int or type(index.page_size) is not int:
@@ -324,6 +295,15 @@ def attend_arguments(
     )
 
 
+_OF_BIAS: Final = tuple(f"positional_bias.{x}" for x in ("coefficients", "frequencies", "first_position"))
+
+
+def bias_arguments(scores: Scores) -> tuple[Tensor | None, ...]:
+    """What overloads with a positional bias take behind all else, nothing without one."""
+    bias = scores.positional_bias
+    return () if bias is None else (bias.coefficients, bias.frequencies, bias.first_position)
+
+
 def expect_attend(query: Tensor, kv: KVView, batch: Batch, scores: Scores) -> dict[str, int]:
     """Check the arguments of ``attend``; the sizes Tq, Hq, Dk and Dv."""
     if kv.value is None:
@@ -338,6 +318,9 @@ def expect_attend(query: Tensor, kv: KVView, batch: Batch, scores: Scores) -> di
         expect_dtype(f"query (for the {name} cache)", query.dtype, side)
     _expect_batch(batch, kv.device)
     _expect_scores(scores, sizes, kv.device)
+    if scores.positional_bias is not None:
+        sequences = batch.kvstarts.shape[0] - 1
+        _expect_bias(scores.positional_bias, sizes | {"H": kv.num_heads, "B": sequences}, kv.device)
     return sizes | {"Dv": kv.value.head_dim}
 
 
@@ -385,3 +368,17 @@ def _expect_scores(scores: Scores, sizes: dict[str, int], device: torch.device) 
             raise ArgumentError(f"{name} must be a number, got {x!r}")
     if scores.softcap is not None and not 0 < scores.softcap < math.inf:
         raise ArgumentError(f"softcap must be positive and finite, got {scores.softcap}")
+
+
+def _expect_bias(bias: PositionalBias, sizes: dict[str, int], device: torch.device) -> None:
+    if not isinstance(bias, PositionalBias):
+        raise ArgumentError(f"positional_bias must be a PositionalBias, got {type(bias).__name__}")
+    of_coefficients, of_frequencies, of_position = _OF_BIAS
+    dtypes = (torch.float64, torch.float32)
+    pairs = expect(of_frequencies, bias.frequencies, "H K", dtype=dtypes, device=device, H=sizes["H"])["K"]
+    if not 1 <= pairs <= MAX_PAIRS:
+        raise ShapeError(f"{of_frequencies} must be [H, K] with K from 1 to {MAX_PAIRS}, got K={pairs}")
+    known = {"Tq": sizes["Tq"], "Hq": sizes["Hq"], "2K": 2 * pairs}
+    expect(of_coefficients, bias.coefficients, "Tq Hq 2K", dtype=FLOAT_DTYPES, device=device, **known)
+    if bias.first_position is not None:
+        expect(of_position, bias.first_position, "B", dtype=INDEX_DTYPES, device=device, B=sizes["B"])

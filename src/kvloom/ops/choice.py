@@ -29,21 +29,25 @@ _DISPATCHED: dict[str, Callable[..., Any]] = {
     "load": schemas.load,
     "copy": schemas.copy,
     "attend": schemas.attend,
+    "attend.biased": schemas.attend_biased,
     "rotate": schemas.rotate,
     "attend_part": schemas.attend_part,
+    "attend_part.biased": schemas.attend_part_biased,
 }
 _REFERENCE: dict[str, Callable[..., Any]] = {
     "store": reference.store,
     "load": reference.load,
     "copy": reference.copy,
     "attend": schemas.attend_reference,
+    "attend.biased": schemas.attend_biased_reference,
     "rotate": reference.rotate,
     "attend_part": reference.attend_part,
+    "attend_part.biased": reference.attend_part,
 }
 
 
 def run(backend: str, name: str, device: torch.device, *args: Any) -> Any:
-    """Call the operator on a backend; ``args`` are those of its schema."""
+    """Call the operator, or an overload of it, on a backend; ``args`` are those of its schema."""
     try:
         return _choose(backend, name, device, args)(*args)
     except Exception as error:
@@ -85,12 +89,13 @@ def why_unavailable(what: str) -> str | None:
             return triton.why_not_installed()
 
 
-def _choose(backend: str, name: str, device: torch.device, args: tuple[Any, ...]) -> Callable[..., Any]:
+def _choose(backend: str, overload: str, device: torch.device, args: tuple[Any, ...]) -> Callable[..., Any]:
+    name = overload.partition(".")[0]
     match backend:
         case "auto":
-            return _DISPATCHED[name] if _why_not_cpu(name, device, args) is None else _REFERENCE[name]
+            return (_DISPATCHED if _why_not_cpu(name, device, args) is None else _REFERENCE)[overload]
         case "reference":
-            return _REFERENCE[name]
+            return _REFERENCE[overload]
         case "cpu":
             if cpu.WHY_NOT is not None:
                 raise UnsupportedError(f"backend 'cpu' cannot run: {cpu.WHY_NOT}")
@@ -100,7 +105,7 @@ def _choose(backend: str, name: str, device: torch.device, args: tuple[Any, ...]
                 raise UnsupportedError(f"backend 'cpu' needs tensors on the CPU, got {device}")
             if (refused := _why_not_cpu(name, device, args)) is not None:
                 raise UnsupportedError(f"backend 'cpu' {refused}; use 'auto' or 'reference'")
-            return _DISPATCHED[name]
+            return _DISPATCHED[overload]
         case "triton":
             if name not in triton.OPERATORS:
                 raise UnsupportedError(f"backend 'triton' has no {name} yet; use 'auto' or 'reference'")

@@ -13,9 +13,10 @@ from kvloom.core.checks import INDEX_DTYPES, INT64_END, expect, expect_range
 from kvloom.core.views import KVView
 from kvloom.errors import ArgumentError, ShapeError
 from kvloom.ops import schemas
-from kvloom.ops.api import CAUSAL, Batch, Scores, attend_arguments, expect_attend, plain_arguments
+from kvloom.ops.api import attend_arguments, bias_arguments, expect_attend, plain_arguments
 from kvloom.ops.choice import run
 from kvloom.ops.plain import COMPILED
+from kvloom.ops.scores import CAUSAL, Batch, Scores
 
 
 class Part(NamedTuple):
@@ -72,8 +73,10 @@ def attend_part(
         and (prior is None or prior.out is not None)  # which the kernel would take for no prior
         and (own := plain_arguments(query, kv, batch, scores, skip_from, *before)) is not None
     ):
+        bias = bias_arguments(scores)
+        operator = schemas.attend_part_biased if bias else schemas.attend_part
         try:
-            return Part(*schemas.attend_part(*own, skip, skip_from, *before))
+            return Part(*operator(*own, skip, skip_from, *before, *bias))
         except (ValueError, IndexError, RuntimeError, ArithmeticError):
             pass  # the checks in Python have the better message
     sizes = expect_attend(query, kv, batch, scores)
@@ -87,8 +90,10 @@ def attend_part(
     if prior is not None:
         _expect_part(prior, sizes, kv.device)
     own = attend_arguments(query, kv, batch, scores, sizes["Dk"])
-    own = (*own, skip, skip_from, *before)
-    return Part(*schemas.without_gradient("attend_part", run, backend, "attend_part", kv.device, *own))
+    bias = bias_arguments(scores)
+    own = (*own, skip, skip_from, *before, *bias)
+    name = "attend_part.biased" if bias else "attend_part"
+    return Part(*schemas.without_gradient("attend_part", run, backend, name, kv.device, *own))
 
 
 def _expect_part(prior: Part, sizes: dict[str, int], device: torch.device) -> None:

@@ -25,36 +25,47 @@ LIB.define(
 LIB.define("copy(Tensor[] sources, Tensor source_slots, Tensor(a!)[] targets, Tensor target_slots) -> ()")
 LIB.define("rotate(Tensor x, int block) -> Tensor")
 # One schema: the kernel of the device, the same into a given tensor, the reference by name, which no compiler
-# can trace, and a part of an attention.
-for _name, _out, _returns in (
+# can trace, and a part of an attention; each also with a positional bias, whose arguments would cost calls
+# without one.
+_PART = ", int? skip, Tensor? skip_from, Tensor? prior, Tensor? prior_lse"
+_BIAS = ", Tensor coefficients, Tensor frequencies, Tensor? first_position"
+_OUT = ", Tensor(a!) out"
+for _name, _more, _returns in (
     ("attend", "", "Tensor"),
-    ("attend.out", ", Tensor(a!) out", "()"),
+    ("attend.biased", _BIAS, "Tensor"),
+    ("attend.out", _OUT, "()"),
+    ("attend.biased_out", _BIAS + _OUT, "()"),
     ("attend.reference", "", "Tensor"),
-    (
-        "attend_part",
-        ", int? skip, Tensor? skip_from, Tensor? prior, Tensor? prior_lse",
-        "(Tensor out, Tensor lse)",
-    ),
+    ("attend.biased_reference", _BIAS, "Tensor"),
+    ("attend_part", _PART, "(Tensor out, Tensor lse)"),
+    ("attend_part.biased", _PART + _BIAS, "(Tensor out, Tensor lse)"),
 ):
     LIB.define(
         f"{_name}(Tensor query, Tensor key_cache, Tensor value_cache, Tensor? key_scale, Tensor? value_scale,"
         " Tensor table, Tensor? row_starts, int page_size, Tensor seqstarts, Tensor kvstarts,"
         " int decoding_batches, Tensor? first_visible, float scale, bool is_causal, Tensor? mask,"
-        f" Tensor? alibi_slopes, int? window, float? softcap, Tensor? sinks{_out}) -> {_returns}"
+        f" Tensor? alibi_slopes, int? window, float? softcap, Tensor? sinks{_more}) -> {_returns}"
     )
 
 # The reference serves every device; a faster backend takes over its own dispatch key, as the compiled kernels
 # have done for the CPU if they are there.
 for _name in ("store", "load", "copy", "attend", "attend_part", "rotate"):
     LIB.impl(_name, getattr(reference, _name), "CompositeExplicitAutograd")
-LIB.impl("attend.reference", reference.attend, "CompositeExplicitAutograd")
+for _name in ("attend.biased", "attend.reference", "attend.biased_reference"):
+    LIB.impl(_name, reference.attend, "CompositeExplicitAutograd")
+LIB.impl("attend_part.biased", reference.attend_part, "CompositeExplicitAutograd")
 
 
 def _attend_out(*args: Any) -> None:
     args[-1].copy_(torch.ops.kvloom.attend.default(*args[:-1]))
 
 
+def _attend_biased_out(*args: Any) -> None:
+    args[-1].copy_(torch.ops.kvloom.attend.biased(*args[:-1]))
+
+
 LIB.impl("attend.out", _attend_out, "CompositeExplicitAutograd")
+LIB.impl("attend.biased_out", _attend_biased_out, "CompositeExplicitAutograd")
 
 
 def _on_cuda(name: str) -> Callable[..., Any]:
@@ -78,6 +89,8 @@ def _say_once(name: str, refused: str) -> None:
 
 for _name in triton.OPERATORS:
     LIB.impl(_name, _on_cuda(_name), "CUDA")
+    if _name.startswith("attend"):
+        LIB.impl(f"{_name}.biased", _on_cuda(_name), "CUDA")
 
 
 def _writes_only(*args: object) -> None:
@@ -158,16 +171,22 @@ torch.library.register_fake("kvloom::store", _writes_only, lib=LIB)
 torch.library.register_fake("kvloom::copy", _writes_only, lib=LIB)
 torch.library.register_fake("kvloom::load", _load_fake, lib=LIB)
 torch.library.register_fake("kvloom::rotate", _rotate_fake, lib=LIB)
-torch.library.register_fake("kvloom::attend", _attend_fake, lib=LIB)
-torch.library.register_fake("kvloom::attend.out", _writes_only, lib=LIB)
-torch.library.register_fake("kvloom::attend.reference", _attend_fake, lib=LIB)
-torch.library.register_fake("kvloom::attend_part", _attend_part_fake, lib=LIB)
+for _name in ("attend", "attend.biased", "attend.reference", "attend.biased_reference"):
+    torch.library.register_fake(f"kvloom::{_name}", _attend_fake, lib=LIB)
+for _name in ("attend.out", "attend.biased_out"):
+    torch.library.register_fake(f"kvloom::{_name}", _writes_only, lib=LIB)
+for _name in ("attend_part", "attend_part.biased"):
+    torch.library.register_fake(f"kvloom::{_name}", _attend_part_fake, lib=LIB)
 
 store = torch.ops.kvloom.store.default
 load = torch.ops.kvloom.load.default
 copy = torch.ops.kvloom.copy.default
 rotate = torch.ops.kvloom.rotate.default
 attend = torch.ops.kvloom.attend.default
+attend_biased = torch.ops.kvloom.attend.biased
 attend_out = torch.ops.kvloom.attend.out
+attend_biased_out = torch.ops.kvloom.attend.biased_out
 attend_reference = torch.ops.kvloom.attend.reference
+attend_biased_reference = torch.ops.kvloom.attend.biased_reference
 attend_part = torch.ops.kvloom.attend_part.default
+attend_part_biased = torch.ops.kvloom.attend_part.biased

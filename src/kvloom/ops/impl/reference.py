@@ -1,12 +1,14 @@
 """The readable backend: plain torch on any device, and the specification that others are compared with.
 
-Shapes: T tokens, H key/value heads, R query heads for each of them, D head dim; q query and k key positions.
+Shapes: T tokens, H key/value heads, R query heads for each of them, D head dim; q query and k key positions;
+G query heads and F cosines and sines of a positional bias, K of each.
 Caches are canonical views ``[B, S/s, s, H, D/d, d]``. Values of slots are checked on the CPU, where reading
 them is free.
 """
 
+from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -19,6 +21,8 @@ from kvloom.ops.impl import by_sequence
 from kvloom.quant import rotation
 from kvloom.quant.affine import dequantize, quantize
 
+NUM_SHARED: Final = 18
+"""Arguments behind the query that every attention has."""
 _FLOAT32 = torch.finfo(torch.float32)
 
 
@@ -82,13 +86,14 @@ def rotate(x: Tensor, block: int) -> Tensor:
 
 def attend(query: Tensor, *arguments: Any) -> Tensor:
     """Softmax attention of each sequence's new tokens over its stored ones, float32 inside."""
-    return _attend(query, *arguments)[0].to(query.dtype)
+    own, bias = arguments[:NUM_SHARED], arguments[NUM_SHARED:]
+    return _attend(query, *own, bias=bias)[0].to(query.dtype)
 
 
-def attend_part(*arguments: Any) -> tuple[Tensor, Tensor]:
+def attend_part(query: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
     """``attend`` over some of the stored tokens, in float32, merged with a part before."""
-    *own, prior, prior_lse = arguments
-    out, lse = _attend(*own)
+    own, (skip, skip_from, prior, prior_lse, *bias) = arguments[:NUM_SHARED], arguments[NUM_SHARED:]
+    out, lse = _attend(query, *own, skip=skip, skip_from=skip_from, bias=bias)
     if prior is None or prior_lse is None:
         return out, lse
     top = torch.maximum(lse, prior_lse)
@@ -121,8 +126,10 @@ def _attend(
     window: int | None,
     softcap: float | None,
     sinks: Tensor | None,
+    *,
     skip: int | None = None,
     skip_from: Tensor | None = None,
+    bias: Sequence[Any],
 ) -> tuple[Tensor, Tensor]:
     """The result of ``attend`` in float32, ``[Tq, Hq, Dv]``, and the logarithm of each sum, ``[Tq, Hq]``."""
     index = CacheIndex(table, row_starts, page_size)
@@ -154,7 +161,12 @@ def _attend(
         num_kv_heads = key.shape[1]
         q_HRqD = query[rows].float().unflatten(1, (num_kv_heads, -1)).permute(1, 2, 0, 3)
         k_HkD, v_HkD = key.float().transpose(0, 1), value.float().transpose(0, 1)
-        scores_HRqk = torch.matmul(q_HRqD.flatten(1, 2), k_HkD.mT).unflatten(1, (-1, num_new)) * scale
+        scores_HRqk = torch.matmul(q_HRqD.flatten(1, 2), k_HkD.mT).unflatten(1, (-1, num_new))
+        if bias:
+            coefficients, frequencies, first_position = bias
+            position_k = k_pos if first_position is None else k_pos + first_position[b]
+            scores_HRqk = scores_HRqk + _positional_bias(coefficients[rows], frequencies, position_k)
+        scores_HRqk = scores_HRqk * scale
         if softcap is not None:
             scores_HRqk = softcap * torch.tanh(scores_HRqk / softcap)
         q_pos = torch.arange(num_stored - num_new, num_stored, device=query.device)
@@ -178,6 +190,14 @@ def _attend(
         out[rows] = out_HRqD.permute(2, 0, 1, 3).flatten(1, 2)
         lse[rows] = lse_HRq.flatten(0, 1).mT
     return out, lse
+
+
+def _positional_bias(coefficients_qGF: Tensor, frequencies_HK: Tensor, position_k: Tensor) -> Tensor:
+    """``[H, R, q, k]``: coefficients of K cosines and K sines times those of the angles at each position."""
+    angle_HkK = frequencies_HK.double().unsqueeze(1) * position_k.double().unsqueeze(1)
+    waves_HkF = torch.cat((angle_HkK.cos(), angle_HkK.sin()), dim=-1).float()
+    by_head_HRqF = coefficients_qGF.float().unflatten(1, (frequencies_HK.shape[0], -1)).permute(1, 2, 0, 3)
+    return torch.matmul(by_head_HRqF, waves_HkF.mT.unsqueeze(1))
 
 
 def _softmax(scores_HRqk: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:

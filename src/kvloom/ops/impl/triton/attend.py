@@ -3,6 +3,7 @@
 Shapes: B sequences, Tq new tokens, H key/value heads, Hq query heads, Dk and Dv head dims.
 """
 
+from collections.abc import Sequence
 from typing import Any, Final
 
 import torch
@@ -32,6 +33,9 @@ from kvloom.ops.impl.triton.numerics import LARGEST
 from kvloom.ops.impl.triton.places import describe
 from kvloom.ops.impl.triton.sides import SideViews
 
+NUM_SHARED: Final = 18
+"""Arguments behind the query that every attention has."""
+
 MAX_HEAD_DIM: Final = 256
 """A tile of keys and one of values have to fit in the memory of a multiprocessor, several times."""
 
@@ -58,7 +62,7 @@ def why_not(
 
 def attend(query: Tensor, *arguments: Any) -> Tensor:
     """As the reference. The values of lengths and tables are checked where that is free."""
-    return launch_attend(query, *arguments)[0]
+    return launch_attend(query, *arguments[:NUM_SHARED], positional=arguments[NUM_SHARED:])[0]
 
 
 def launch_attend(
@@ -86,6 +90,7 @@ def launch_attend(
     prior: Tensor | None = None,
     prior_lse: Tensor | None = None,
     *,
+    positional: Sequence[Any] = (),
     is_part: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """The result, and of a part, whose result is float32, the logarithms of its sums ``[Tq, Hq]``."""
@@ -116,7 +121,8 @@ def launch_attend(
     row_stride, page_stride = (0, table.stride(0)) if table.ndim == 1 else table.stride()
     ragged = None if row_starts is None else row_starts.contiguous()
     places = Table(table, ragged, row_stride, page_stride, num_slots)
-    bias = _bias(mask, alibi_slopes, sinks)
+    bias = _bias(mask, alibi_slopes, sinks, *(positional or (None, None, None)))
+    pairs = positional[1].shape[1] if positional else 0
     ratio = query_heads // heads
     key, key_form = _arguments(Side(key_cache, key_scale), query.dtype, of_values=False)
     value, value_form = _arguments(Side(value_cache, value_scale), query.dtype, of_values=True)
@@ -131,7 +137,7 @@ def launch_attend(
 
     def launch(config: Config, is_split: bool) -> None:
         form = Form(
-            key_form, value_form, heads, ratio, page_size, is_causal, softcap is not None, is_split,
+            key_form, value_form, heads, ratio, page_size, is_causal, softcap is not None, pairs, is_split,
             config.rows, config.tokens, config.num_stages, LARGEST[query.dtype],
         )  # fmt: skip
         attend_kernel[(config.programs * num_multiprocessors(query.device),)](
@@ -209,13 +215,25 @@ def _most_stored(table: Tensor, page_size: int, num_slots: int) -> int:
     return num_slots if page_size >= ENDLESS else table.shape[1] * page_size
 
 
-def _bias(mask: Tensor | None, alibi_slopes: Tensor | None, sinks: Tensor | None) -> Bias:
-    """Arguments for what is added to scores."""
+def _bias(
+    mask: Tensor | None,
+    alibi_slopes: Tensor | None,
+    sinks: Tensor | None,
+    coefficients: Tensor | None,
+    frequencies: Tensor | None,
+    first_position: Tensor | None,
+) -> Bias:
+    """Arguments for what is added to products and scores."""
     head, row, column = (
         (0, 0, 0) if mask is None else (0, *mask.stride()) if mask.ndim == 2 else mask.stride()
     )
-    slopes, logits = (None if x is None else x.contiguous() for x in (alibi_slopes, sinks))
-    return Bias(mask, head, row, column, slopes, logits)
+    slopes, logits, radians, first = (
+        None if x is None else x.contiguous() for x in (alibi_slopes, sinks, frequencies, first_position)
+    )
+    of_token, of_head, of_wave = (0, 0, 0) if coefficients is None else coefficients.stride()
+    return Bias(
+        mask, head, row, column, slopes, logits, coefficients, of_token, of_head, of_wave, radians, first
+    )
 
 
 def _arguments(side: Side, dtype: torch.dtype, *, of_values: bool) -> tuple[SideViews, SideForm]:

@@ -4,11 +4,12 @@ from typing import Any
 
 from torch import Tensor
 
-from kvloom.ops.impl.triton.attend import launch_attend, why_not
+from kvloom.ops.impl.triton.attend import NUM_SHARED, launch_attend, why_not
 
 __all__ = ["attend_part", "why_not"]
 
 
 def attend_part(query: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
     """As the reference. The values of lengths and tables are checked where that is free."""
-    return launch_attend(query, *arguments, is_part=True)
+    end = NUM_SHARED + 4
+    return launch_attend(query, *arguments[:end], positional=arguments[end:], is_part=True)

@@ -20,7 +20,8 @@ _INT32_MAX: tl.constexpr = tl.constexpr((1 << 31) - 1)
 @triton.jit
 def online_softmax(
     q, keys, values, head, table, page_row, begin, end, low, high, position,
-    bias, mask_at, slopes, scale, softcap, FORM: tl.constexpr, CAREFUL: tl.constexpr,
+    bias, mask_at, slopes, waves_at, first_position, scale, softcap,
+    FORM: tl.constexpr, CAREFUL: tl.constexpr,
 ):  # fmt: skip
     """Largest score, sum of weights and weighted values of each row over the tokens ``begin:end``.
 
@@ -45,7 +46,10 @@ def online_softmax(
         slot = first_slot + within
         is_stored = (first_slot >= 0) & (slot < table.num_slots)
 
-        scores = _products(q, keys, slot, head, is_stored, KEY, FORM.largest) * scale
+        scores = _products(q, keys, slot, head, is_stored, KEY, FORM.largest)
+        if FORM.pairs > 0:
+            scores += _positional_bias(bias, head, waves_at, first_position + token, FORM)
+        scores = scores * scale
         if FORM.has_softcap:
             scores = softcap * _tanh(scores / softcap)
         is_seen = (token[None, :] >= low[:, None]) & (token[None, :] < high[:, None])
@@ -98,6 +102,29 @@ def _products(q, side, slot, head, is_stored, FORM: tl.constexpr, LARGEST: tl.co
                 part = tl.dot(q[c * PLANES + plane], number, part, input_precision="ieee")
         scores += part
     return scores
+
+
+@triton.jit
+def _positional_bias(bias, head, waves_at, position, FORM: tl.constexpr):
+    """``[M, N]``: coefficients of cosines and sines, by those of the angles at the positions ``[N]``, int64.
+
+    Angles are in 2^-64 of a turn, whose multiples wrap where turns do.
+    """
+    PAIRS: tl.constexpr = FORM.pairs
+    found = tl.zeros((waves_at.shape[0], position.shape[0]), tl.float32)
+    for i in tl.static_range(PAIRS):
+        radians = tl.load(bias.frequencies + head * PAIRS + i).to(tl.float64)
+        turns = radians * tl.full((), 0.15915494309189535, tl.float64)
+        part = turns - tl.floor(turns + tl.full((), 0.5, tl.float64))
+        broken = (part - part).to(tl.float32)  # NaN of a frequency that is not finite
+        unit = tl.where(part == part, part * tl.full((), 2.0**63, tl.float64), 0.0).to(tl.int64) * 2
+        angle = ((unit * position) >> 32).to(tl.float32) * 1.4629180792671596e-9 + broken
+        at = bias.coefficients + waves_at + i * bias.of_wave
+        of_cos = tl.load(at).to(tl.float32)
+        of_sin = tl.load(at + PAIRS * bias.of_wave).to(tl.float32)
+        found += of_cos[:, None] * tl.cos(angle)[None, :]
+        found += of_sin[:, None] * tl.sin(angle)[None, :]
+    return found
 
 
 @triton.jit

@@ -35,7 +35,10 @@ class Table(NamedTuple):
 
 
 class Bias(NamedTuple):
-    """What is added to scores, and the sinks. The mask is ``[Hq, Tq, columns]`` by strides."""
+    """What is added to scores, and the sinks. The mask is ``[Hq, Tq, columns]`` by strides.
+
+    A positional bias of products is as ``attend`` takes it, its coefficients ``[Tq, Hq, 2K]`` by strides.
+    """
 
     mask: Any
     head: int
@@ -43,6 +46,12 @@ class Bias(NamedTuple):
     column: int
     alibi_slopes: Any
     sinks: Any
+    coefficients: Any
+    of_token: int
+    of_head: int
+    of_wave: int
+    frequencies: Any
+    first_position: Any
 
 
 class Joint(NamedTuple):
@@ -90,6 +99,7 @@ class Form:
     page_size: int
     is_causal: bool
     has_softcap: bool
+    pairs: int  # K, 0 without a positional bias
     is_split: bool
     rows: int  # M
     tokens: int  # N
@@ -154,10 +164,12 @@ def attend_kernel(
         q = _query_parts(query, rows_at, is_there, KEY)
         page_row = _page_row(table, b)
         mask_at, slopes = _bias_of_rows(bias, lengths, b, first_new + new, query_head, is_there)
+        waves_at = tl.where(is_there, (first_new + new) * bias.of_token + query_head * bias.of_head, 0)
+        first_position = _first_position(bias, b)
 
         top, weight_sum, weighted = online_softmax(
             q, keys, values, head, table, page_row, begin, end, low, high, position,
-            bias, mask_at, slopes, scale, softcap, FORM, False,
+            bias, mask_at, slopes, waves_at, first_position, scale, softcap, FORM, False,
         )  # fmt: skip
         # A value that is not finite makes NaN of a weight of 0, too. That is rare: look again, with care.
         finite = tl.full((), 1, tl.int32)
@@ -166,7 +178,7 @@ def attend_kernel(
         if finite == 0:
             top, weight_sum, weighted = online_softmax(
                 q, keys, values, head, table, page_row, begin, end, low, high, position,
-                bias, mask_at, slopes, scale, softcap, FORM, True,
+                bias, mask_at, slopes, waves_at, first_position, scale, softcap, FORM, True,
             )  # fmt: skip
 
         query_heads: tl.constexpr = FORM.heads * FORM.ratio
@@ -271,6 +283,14 @@ def _bias_of_rows(bias, lengths, b, new_token, query_head, is_there):
     if bias.alibi_slopes is not None:
         slopes = tl.load(bias.alibi_slopes + query_head, mask=is_there, other=0.0).to(tl.float32)
     return mask_at, slopes
+
+
+@triton.jit
+def _first_position(bias, b):
+    """Position of token 0 of sequence b."""
+    if bias.first_position is not None:
+        return tl.load(bias.first_position + b).to(tl.int64)
+    return tl.zeros_like(b)
 
 
 @triton.jit

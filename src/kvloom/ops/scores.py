@@ -1,0 +1,93 @@
+"""What attention is told: which tokens of a batch are new and stored, and how their scores are formed."""
+
+from dataclasses import dataclass
+from typing import Final
+
+from torch import Tensor
+
+from kvloom.core.indexing import CacheIndex
+
+MAX_PAIRS: Final = 64
+"""Cosines of a positional bias, and as many sines."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Batch:
+    """A ragged batch of B sequences: which tokens are new, how many are stored, and where.
+
+    Attributes:
+        index: Slots of every stored token, the new ones included.
+        seqstarts: ``[B + 1]``, new tokens of sequence b are rows ``seqstarts[b]:seqstarts[b + 1]``.
+        kvstarts: ``[B + 1]``, sequence b has ``kvstarts[b + 1] - kvstarts[b]`` tokens, its new ones last.
+        decoding_batches: Number of sequences at the front that get no causal mask.
+        first_visible: ``[B]`` int64 or int32, stored tokens of sequence b before this one are hidden, as left
+            padding or what a window has evicted; ``None`` for 0.
+    """
+
+    index: CacheIndex
+    seqstarts: Tensor
+    kvstarts: Tensor
+    decoding_batches: int = 0
+    first_visible: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PositionalBias:
+    """A bias of rank 2K of the products of queries and keys, in the position of the key.
+
+    The product of query row t and head g with token j of sequence b, of key/value head h, gets
+
+        ``sum over i of coefficients[t, g, i] * cos(frequencies[h, i] * p)
+        + coefficients[t, g, K + i] * sin(frequencies[h, i] * p)`` with ``p = first_position[b] + j``.
+
+    It is part of the product: the scale multiplies it and the soft cap bounds it. Keys from which an offset
+    was subtracted that turns as RoPE does get their products back by it: ``KeyOffset.bias``. A bias that is
+    linear in the position, of rank 1, is ``Scores.alibi_slopes``.
+
+    Attributes:
+        coefficients: ``[Tq, Hq, 2K]`` float32, float16 or bfloat16, those of K cosines, then of K sines; K
+            is at most 64.
+        frequencies: ``[H, K]`` float64 or float32, radians from one position to the next.
+        first_position: ``[B]`` int64 or int32, position of token 0 of each sequence, as the index counts
+            them, where that is not the first of its text; ``None`` for 0.
+    """
+
+    coefficients: Tensor
+    frequencies: Tensor
+    first_position: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Scores:
+    """How scores are formed: ``softcap((q.k + bias) * scale) + mask + alibi``, then causal and window.
+
+    The last new token has the position of the last stored one (bottom-right alignment). The query at position
+    p sees the key at position j if
+
+    * ``j <= p``, where causal or ALiBi,
+    * ``j > p - window``, where there is a window,
+    * ``j >= first_visible[b]``, where the batch says so.
+
+    Attributes:
+        scale: Factor of the dot product, ``1 / sqrt(D)`` if ``None``.
+        is_causal: Hide later keys, except from the first ``decoding_batches`` sequences.
+        mask: Added to the scores, ``[Tq, >= Tkv]`` or ``[Hq, Tq, >= Tkv]``, of which the blocks of rows
+            ``seqstarts[b]:`` and columns ``kvstarts[b]:`` are read.
+        alibi_slopes: ``[Hq]``, adds ``slope * (j - p)`` and hides later keys from every sequence.
+        window: Keys that a query sees, itself included.
+        softcap: ``softcap * tanh(score / softcap)``, before the mask.
+        sinks: ``[Hq]``, a logit of each head that takes part in the softmax and has no value.
+        positional_bias: The ``bias`` of each product ``q.k``, by the position of the key.
+    """
+
+    scale: float | None = None
+    is_causal: bool = True
+    mask: Tensor | None = None
+    alibi_slopes: Tensor | None = None
+    window: int | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = None
+    positional_bias: PositionalBias | None = None
+
+
+CAUSAL = Scores()
