@@ -35,7 +35,7 @@ inline Index partial_floats(const AttendArgs& args) {
 
 // Waves of a positional bias, at the end of the workspace.
 inline Index wave_floats(const AttendArgs& args) {
-  return args.bias.coefficients.data ? args.key.cache.num_heads() * args.bias.num_pairs * 2 * kChunk : 0;
+  return args.bias.coefficients.data ? args.key.cache.num_heads() * args.bias.num_pairs * kChunk : 0;
 }
 
 // Sizes of one sequence and the number of its parts.

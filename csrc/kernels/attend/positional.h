@@ -1,9 +1,11 @@
 // A positional bias: products of queries and keys get K cosines and K sines of the key's position.
 //
-//   a cos(f p) + b sin(f p) = a' cos(f j) + b' sin(f j),  where p is the j-th position of a chunk,
+//   a cos(f p) + b sin(f p) = a' cos(f m) + b' sin(f m),  where p lies m behind the middle of a chunk,
 //
-// and (a', b') is (a, b) turned by the angle of the chunk's first one. So a row turns its coefficients once a
-// chunk, and cosines and sines of f j come from a table that serves all chunks, rows and sequences.
+// and (a', b') is (a, b) turned by the angle of the middle. So a row turns its coefficients once a chunk;
+// cosines and sines of f m come from a table that serves all chunks, rows and sequences, and serve the token
+// m before the middle, too, whose sines have the other sign. The middle of an even number of tokens is
+// between two: m is 1/2, 3/2, 5/2 and so on.
 #pragma once
 
 #include <cmath>
@@ -37,38 +39,30 @@ inline Waves waves_of(Words angle) {
           as<Vec>(as<Words>(sin) ^ ((quarter & 2) << 30))};
 }
 
-// Waves of an angle and of another one together.
-inline Waves turned(const Waves& x, const Waves& by) {
-  return {multiply_add(x.cos, by.cos, -(x.sin * by.sin)), multiply_add(x.sin, by.cos, x.cos * by.sin)};
-}
-
-// Waves of kLanes pairs at some position.
-inline Waves waves_at(const uint64_t* turns, uint64_t position) {
+// Waves of kLanes pairs half a position behind some position.
+inline Waves waves_behind(const uint64_t* turns, uint64_t position) {
   using Half = VectorOf<uint64_t, kLanes / 2>::type;
-  const auto multiples = [&](Index i) { return as<Words>(bit_copy<Half>(turns + i) * position); };
-  return waves_of(odd_lanes(multiples(0), multiples(kLanes / 2)));  // the upper half of each
+  const auto angles = [&](Index i) {
+    const Half x = bit_copy<Half>(turns + i);
+    return as<Words>(x * position + (x >> 1));
+  };
+  return waves_of(odd_lanes(angles(0), angles(kLanes / 2)));  // the upper half of each
 }
 
-// Waves of all pairs at the positions of a chunk that begins with 0, [H, K, 2, kChunk]. A frequency that is
-// not finite makes NaN of its bias.
+constexpr Index kWaves = kChunk / 2;
+
+// Waves of all pairs at the distances 1/2, 3/2, ..., [H, K, 2, kWaves]. A frequency that is not finite makes
+// NaN of its bias.
 inline void fill_wave_tables(const AttendArgs& args, float* to) {
-  constexpr int kVectors = kChunk / kLanes;
   const PositionalBias& bias = args.bias;
-  const Index count = args.key.cache.num_heads() * bias.num_pairs;
-  for (Index first = 0; first < count; first += kLanes) {
-    Waves shift[kVectors];  // of a lane's pair, by the number of vectors
-    for (int n = 1; n < kVectors; ++n) shift[n] = waves_at(bias.turns + first, n * kLanes);
-    for (Index i = first; i < min(first + kLanes, count); ++i, to += 2 * kChunk) {
-      const auto step = static_cast<uint32_t>((bias.turns[i] + (uint64_t{1} << 31)) >> 32);
-      Waves waves = waves_of(as<Words>(lane_numbers()) * step);
-      const float broken = static_cast<float>(bias.frequencies[i] - bias.frequencies[i]);
-      waves.cos += broken, waves.sin += broken;
-      store(to, waves.cos), store(to + kChunk, waves.sin);
-      for (int n = 1; n < kVectors; ++n) {
-        const Waves by{splat(shift[n].cos[i - first]), splat(shift[n].sin[i - first])};
-        const Waves later = turned(waves, by);
-        store(to + n * kLanes, later.cos), store(to + kChunk + n * kLanes, later.sin);
-      }
+  for (Index i = 0; i < args.key.cache.num_heads() * bias.num_pairs; ++i, to += 2 * kWaves) {
+    const auto step = static_cast<uint32_t>((bias.turns[i] + (uint64_t{1} << 31)) >> 32);
+    const auto half = static_cast<uint32_t>(bias.turns[i] >> 33);
+    const float broken = static_cast<float>(bias.frequencies[i] - bias.frequencies[i]);
+    for (Index n = 0; n < kWaves; n += kLanes) {
+      const Waves waves = waves_of((as<Words>(lane_numbers()) + static_cast<uint32_t>(n)) * step + half);
+      store(to + n, waves.cos + broken);
+      store(to + kWaves + n, waves.sin + broken);
     }
   }
 }
@@ -83,71 +77,83 @@ inline Index coefficients_at(const PositionalBias& bias, Index query_row, Index 
   return query_row * bias.coefficients.stride[0] + query_head * bias.coefficients.stride[1];
 }
 
-// The coefficients of a row; those behind the last pair are 0.
-struct BiasRow {
-  alignas(64) float cos[kMaxPairs], sin[kMaxPairs];
+// A few pairs at once: there are seldom as many as lanes.
+constexpr int kFew = 4;
+using Few = VectorOf<float, kFew>::type;
 
-  void read(const PositionalBias& bias, Index query_row, Index query_head) {
-    const FloatArray& from = bias.coefficients;
-    const Index at = coefficients_at(bias, query_row, query_head), stride = from.stride[2];
-    read_floats(from.data, from.dtype, at, stride, cos, bias.num_pairs);
-    read_floats(from.data, from.dtype, at + bias.num_pairs * stride, stride, sin, bias.num_pairs);
-    for (Index i = bias.num_pairs; i < round_up(bias.num_pairs, kLanes); ++i) cos[i] = sin[i] = 0.0f;
+// Floats of the coefficients of a row: cosines, sines, each filled up with zeros.
+inline Index padded_pairs(const PositionalBias& bias) { return round_up(bias.num_pairs, kFew); }
+
+inline void read_coefficients(const PositionalBias& bias, Index query_row, Index query_head, float* to) {
+  const FloatArray& from = bias.coefficients;
+  const Index at = coefficients_at(bias, query_row, query_head), stride = from.stride[2];
+  const Index pairs = bias.num_pairs, padded = padded_pairs(bias);
+  std::memset(to, 0, 2 * padded * sizeof(float));
+  if (from.dtype == DType::f32) {  // one by one: vectors of so few wait for their own stores
+    const float* data = static_cast<const float*>(from.data) + at;
+    for (Index i = 0; i < pairs; ++i) to[i] = data[i * stride], to[padded + i] = data[(pairs + i) * stride];
+    return;
   }
-};
+  read_floats(from.data, from.dtype, at, stride, to, pairs);
+  read_floats(from.data, from.dtype, at + pairs * stride, stride, to + padded, pairs);
+}
 
-// The waves of the pairs of some heads at one position, head by head; kLanes may be read from any pair on.
-struct ChunkWaves {
+// The waves of the pairs of some heads in the middle of a chunk, head by head; kLanes may be read from any
+// pair on.
+struct MiddleWaves {
   alignas(64) float cos[(kTileHeads + 1) * kMaxPairs], sin[(kTileHeads + 1) * kMaxPairs];
 
-  void find(const PositionalBias& bias, Index first_head, Index num_heads, uint64_t position) {
+  void find(const PositionalBias& bias, Index first_head, Index num_heads, uint64_t first, Index count) {
     const uint64_t* turns = bias.turns + first_head * bias.num_pairs;
     for (Index i = 0; i < num_heads * bias.num_pairs + kLanes; i += kLanes) {
-      const Waves waves = waves_at(turns + i, position);
+      const Waves waves = waves_behind(turns + i, first + count / 2 - 1);
       store(cos + i, waves.cos);
       store(sin + i, waves.sin);
     }
   }
 };
 
-// Adds the bias of R rows to their products with kCount tokens: `cos` and `sin` are the waves of the head at
-// the first one, `table` those of the others from there.
+// What the products of some rows of a head with a chunk get.
+struct ChunkBias {
+  const float* rows;  // their coefficients
+  Index num_pairs, padded;
+  const float *cos, *sin;  // the waves of the head in the middle of the chunk
+  const float* table;      // and of the head at all distances from there
+};
+
+// Adds the bias of R rows to their products with kCount tokens.
 template <int R, Index kCount = kChunk>
-inline void add_bias(const BiasRow* rows, Index num_pairs, const float* first_cos, const float* first_sin,
-                     const float* table, float* scores) {
-  constexpr int kVectors = kCount / kLanes, N = R == 4 || kVectors < 4 ? 2 : 4;
-  alignas(64) float by_row[R][2][kMaxPairs];  // turned coefficients
+inline void add_bias(const ChunkBias& bias, float* products) {
+  constexpr Index kMiddle = kCount / 2;
+  alignas(64) float turned[R][2][kMaxPairs];
   for (int r = 0; r < R; ++r)
-    for (Index i = 0; i < num_pairs; i += kLanes) {
-      const Vec a = load(rows[r].cos + i), b = load(rows[r].sin + i);
-      const Vec cos = load(first_cos + i), sin = load(first_sin + i);
-      store(by_row[r][0] + i, multiply_add(a, cos, b * sin));
-      store(by_row[r][1] + i, multiply_add(b, cos, -(a * sin)));
+    for (Index i = 0; i < bias.num_pairs; i += kFew) {
+      const float* row = bias.rows + 2 * r * bias.padded + i;
+      const auto a = bit_copy<Few>(row), b = bit_copy<Few>(row + bias.padded);
+      const auto cos = bit_copy<Few>(bias.cos + i), sin = bit_copy<Few>(bias.sin + i);
+      const Few of_cos = a * cos + b * sin, of_sin = b * cos - a * sin;
+      std::memcpy(turned[r][0] + i, &of_cos, sizeof of_cos);
+      std::memcpy(turned[r][1] + i, &of_sin, sizeof of_sin);
     }
-  for (Index t = 0; t < kCount; t += N * kLanes) {
-    Vec sums[R][N];
+  for (Index n = 0; n < kMiddle; n += kLanes) {
+    Vec even[R], odd[R];  // sums of cosines, and of sines, which change sign before the middle
     KVLOOM_UNROLL(4)
-    for (int r = 0; r < R; ++r) {
+    for (int r = 0; r < R; ++r) even[r] = odd[r] = Vec{};
+    for (Index i = 0; i < bias.num_pairs; ++i) {
+      const float* from = bias.table + 2 * i * kWaves + n;
+      const Vec cos = load(from), sin = load(from + kWaves);
       KVLOOM_UNROLL(4)
-      for (int n = 0; n < N; ++n) sums[r][n] = load(scores + r * kCount + t + n * kLanes);
-    }
-    for (Index i = 0; i < num_pairs; ++i) {
-      KVLOOM_UNROLL(2)
-      for (int wave = 0; wave < 2; ++wave) {
-        const float* from = table + (2 * i + wave) * kChunk + t;
-        KVLOOM_UNROLL(4)
-        for (int r = 0; r < R; ++r) {
-          const Vec coefficient = splat(by_row[r][wave][i]);
-          KVLOOM_UNROLL(4)
-          for (int n = 0; n < N; ++n)
-            sums[r][n] = multiply_add(load(from + n * kLanes), coefficient, sums[r][n]);
-        }
+      for (int r = 0; r < R; ++r) {
+        even[r] = multiply_add(cos, turned[r][0][i], even[r]);
+        odd[r] = multiply_add(sin, turned[r][1][i], odd[r]);
       }
     }
     KVLOOM_UNROLL(4)
     for (int r = 0; r < R; ++r) {
-      KVLOOM_UNROLL(4)
-      for (int n = 0; n < N; ++n) store(scores + r * kCount + t + n * kLanes, sums[r][n]);
+      const Vec before = even[r] - odd[r];
+      float *low = products + r * kCount + kMiddle - kLanes - n, *high = products + r * kCount + kMiddle + n;
+      store(low, load(low) + shuffle(before, before, [](int lane) { return kLanes - 1 - lane; }));
+      store(high, load(high) + (even[r] + odd[r]));
     }
   }
 }

@@ -364,14 +364,15 @@ class PromptItem {
 
   [[gnu::noinline]] void bias_products(Index b, Index step) {
     const PositionalBias& bias = args_.bias;
-    ChunkWaves waves;
-    waves.find(bias, item_.first_head, 1, position_of(bias, sequence_, chunk_ + kStep * step));
-    const float* table = workspace_.wave_tables() + item_.first_head * bias.num_pairs * 2 * kChunk;
+    MiddleWaves waves;
+    waves.find(bias, item_.first_head, 1, position_of(bias, sequence_, chunk_ + kStep * step), kStep);
+    const float* table = workspace_.wave_tables() + item_.first_head * bias.num_pairs * 2 * kWaves;
+    alignas(64) float row[2 * kMaxPairs];
     for (Index i = 0; i < 32; ++i) {
       const auto [new_token, head] = token_head(32 * b + i);
-      BiasRow row;
-      row.read(bias, plan_->first_row + new_token, head);
-      add_bias<1, kStep>(&row, bias.num_pairs, waves.cos, waves.sin, table, scores_of(step)[i]);
+      read_coefficients(bias, plan_->first_row + new_token, head, row);
+      add_bias<1, kStep>({row, bias.num_pairs, padded_pairs(bias), waves.cos, waves.sin, table},
+                         scores_of(step)[i]);
     }
   }
 

@@ -149,9 +149,11 @@ class ItemRunner {
   }
 
   [[gnu::noinline]] void load_coefficients(const Job& job) {
+    const Index row_floats = 2 * padded_pairs(args_.bias);
     for (Index r = 0; r < num_rows(job); ++r) {
       const TileRow row = tile_row(job, r);
-      bias_rows_[r].read(args_.bias, job.plan.first_row + row.new_token, row.head);
+      read_coefficients(args_.bias, job.plan.first_row + row.new_token, row.head,
+                        coefficients_ + r * row_floats);
     }
   }
 
@@ -218,16 +220,17 @@ class ItemRunner {
 
   // What a bias takes stays out of line: without one the compiler makes of all else what it did before.
   [[gnu::noinline]] void find_waves(const Job& job, Index first) {
-    waves_.find(args_.bias, job.item.first_head, job.item.num_heads, position_of(args_.bias, job.b, first));
+    waves_.find(args_.bias, job.item.first_head, job.item.num_heads, position_of(args_.bias, job.b, first),
+                kChunk);
   }
 
   // Adds the bias of some rows of the h-th head to their products with the chunk.
   [[gnu::noinline]] void bias_products(const Job& job, Index h, Index first_row, Index num_rows) {
-    const Index pairs = args_.bias.num_pairs, at = h * pairs;
-    const float* table = workspace_.wave_tables() + (job.item.first_head + h) * pairs * 2 * kChunk;
+    const Index pairs = args_.bias.num_pairs, padded = padded_pairs(args_.bias), at = h * pairs;
+    const float* table = workspace_.wave_tables() + (job.item.first_head + h) * pairs * 2 * kWaves;
     for_rows(num_rows, [&]<int R>(Index r) {
-      add_bias<R>(bias_rows_ + first_row + r, pairs, waves_.cos + at, waves_.sin + at, table,
-                  scores_ + r * kChunk);
+      const float* rows = coefficients_ + (first_row + r) * 2 * padded;
+      add_bias<R>({rows, pairs, padded, waves_.cos + at, waves_.sin + at, table}, scores_ + r * kChunk);
     });
   }
 
@@ -356,8 +359,9 @@ class ItemRunner {
   alignas(64) float merged_[kTileFloats];
   alignas(64) Byte gathered_[kChunk * kMaxHeadDim * 4];
   alignas(64) Byte gathered_scales_[kChunk * kMaxHeadDim * 4];
-  BiasRow bias_rows_[kTileRows];  // behind what every call uses
-  ChunkWaves waves_;
+  // Of a positional bias.
+  alignas(64) float coefficients_[kTileRows * 2 * kMaxPairs];
+  MiddleWaves waves_;
 };
 
 // Whether this call has prompts, and they run in tiles.
