@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kvloom import ops
 from kvloom.core.entries import OF_BITS
-from kvloom.ops import Scores, alibi_slopes
+from kvloom.ops import PositionalBias, Scores, alibi_slopes
 
 pytestmark = pytest.mark.usefixtures("each_backend")
 
@@ -122,11 +122,13 @@ def test_every_layout_gives_the_same_bits(kind: Kind, scores: Scores) -> None:
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-def test_every_page_and_block_size_gives_the_same_bits(kind: Kind, dtype: torch.dtype) -> None:
-    expected = attend(make_case(NEW, STORED, kind=kind, dtype=dtype))
+@pytest.mark.parametrize("name", ["default", "positional bias"])
+def test_every_page_and_block_size_gives_the_same_bits(name: str, kind: Kind, dtype: torch.dtype) -> None:
+    scores = SOME_SCORES[name]
+    expected = attend(make_case(NEW, STORED, kind=kind, dtype=dtype), scores)
     for page_size, block_size in ((1, 4), (2, 1), (3, 2), (5, 4), (16, 8), (4, 16)):
         case = make_case(NEW, STORED, kind=kind, dtype=dtype, page_size=page_size, block_size=block_size)
-        assert_same_bits(attend(case), expected, f"pages of {page_size} in blocks of {block_size}")
+        assert_same_bits(attend(case, scores), expected, f"pages of {page_size} in blocks of {block_size}")
 
 
 @pytest.mark.parametrize("each_backend", ["auto"], indirect=True)  # the reference reads no blocks
@@ -200,12 +202,14 @@ def any_threads() -> Iterator[None]:
 
 @pytest.mark.usefixtures("any_threads")
 @pytest.mark.parametrize("kind", [PLAIN, Kind(torch.bfloat16), INT8], ids=str)
-def test_number_of_threads_does_not_matter(kind: Kind) -> None:
+@pytest.mark.parametrize("bias", [None, waves(39, 8, 5, kv_heads=4)], ids=["", "positional bias"])
+def test_number_of_threads_does_not_matter(bias: PositionalBias | None, kind: Kind) -> None:
+    scores = Scores(positional_bias=bias)
     case = make_case(
         [33, 1, 5], [140, 257, 64], kind=kind, kv_heads=4, head_dim=64, page_size=16, block_size=16
     )
-    expected = attend(case)
+    expected = attend(case, scores)
     for threads in (1, 2, 3, 7):
         torch.set_num_threads(threads)
         for _ in range(5):
-            assert_same_bits(attend(case), expected, f"{threads} threads")
+            assert_same_bits(attend(case, scores), expected, f"{threads} threads")
