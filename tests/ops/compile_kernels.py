@@ -12,6 +12,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from triton.runtime.jit import JITFunction
 
 from kvloom import Batch, CacheIndex, CacheLayout, KVSpec, KVView, QuantSpec, Scores
 from kvloom.core import checks
-from kvloom.ops import alibi_slopes, api
+from kvloom.ops import PositionalBias, alibi_slopes, api
 from kvloom.ops.impl.triton import attend, load, store
 
 PAGE = 16
@@ -89,6 +90,7 @@ def main() -> None:
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--value-dim", type=int)
     parser.add_argument("--ratio", type=int, default=4)
+    parser.add_argument("--pairs", type=int, default=0, help="of a positional bias")
     parser.add_argument("--layout", default="B S H D")
     parser.add_argument("--everything", action="store_true", help="masks, biases, windows and sinks")
     compiled = compile_instead_of_launching()
@@ -117,8 +119,15 @@ def compile_case(args: argparse.Namespace) -> None:
     if args.everything:
         ones = torch.ones(query_heads)
         scores = Scores(None, True, torch.zeros(64, 400), alibi_slopes(query_heads), 100, 5.0, ones)
+    if args.pairs:
+        coefficients, frequencies = (
+            torch.zeros(64, query_heads, 2 * args.pairs),
+            torch.ones(heads, args.pairs),
+        )
+        bias = PositionalBias(coefficients, frequencies.double(), torch.zeros(4, dtype=torch.int64))
+        scores = replace(scores, positional_bias=bias)
     query = torch.zeros(64, query_heads, dims[0], dtype=dtype)
-    attend.attend(*api.attend_arguments(query, kv, batch, scores, dims[0]))
+    attend.attend(*api.attend_arguments(query, kv, batch, scores, dims[0]), *api.bias_arguments(scores))
 
 
 if __name__ == "__main__":

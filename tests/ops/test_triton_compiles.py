@@ -35,7 +35,10 @@ CASES = {
     "256": "--head-dim 256",
     "256 float32": "--head-dim 256 --dtype float32",
     "groups of 8": "--kind int8_g8",
-    "everything": "--everything",
+    "everything": "--everything --pairs 4",
+    "positional bias": "--pairs 4",
+    "positional bias int4": "--pairs 4 --kind int4",
+    "positional bias of 17 pairs": "--pairs 17 --kind int8",
     "split heads and blocks": "--layout B_(H_D/16)_S_D%16",
 }
 
@@ -78,5 +81,6 @@ def test_kernels_compile(case: str, compiled: Compile) -> None:
         assert all(x["tensor_cores"] for x in kernels[3:5])
 
 
-def test_a_decode_step_of_bfloat16_spills_no_registers(compiled: Compile) -> None:
-    assert compiled(CASES["Llama-3-8B"])[4]["stack"] == 0
+@pytest.mark.parametrize("case", ["Llama-3-8B", "positional bias", "positional bias int4"])
+def test_a_decode_step_of_bfloat16_spills_no_registers(case: str, compiled: Compile) -> None:
+    assert compiled(CASES[case])[4]["stack"] == 0

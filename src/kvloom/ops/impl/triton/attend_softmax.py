@@ -118,13 +118,31 @@ def _positional_bias(bias, head, waves_at, position, FORM: tl.constexpr):
         part = turns - tl.floor(turns + tl.full((), 0.5, tl.float64))
         broken = (part - part).to(tl.float32)  # NaN of a frequency that is not finite
         unit = tl.where(part == part, part * tl.full((), 2.0**63, tl.float64), 0.0).to(tl.int64) * 2
-        angle = ((unit * position) >> 32).to(tl.float32) * 1.4629180792671596e-9 + broken
+        cos, sin = _waves(((unit * position) >> 32).to(tl.int32), broken)
         at = bias.coefficients + waves_at + i * bias.of_wave
         of_cos = tl.load(at).to(tl.float32)
         of_sin = tl.load(at + PAIRS * bias.of_wave).to(tl.float32)
-        found += of_cos[:, None] * tl.cos(angle)[None, :]
-        found += of_sin[:, None] * tl.sin(angle)[None, :]
+        found += of_cos[:, None] * cos[None, :]
+        found += of_sin[:, None] * sin[None, :]
     return found
+
+
+@triton.jit
+def _waves(angle, broken):
+    """Cosines and sines of angles in 2^-32 of a turn, int32, to about 2^-24; NaN where ``broken`` is.
+
+    CUDA's own take angles of any size, and memory of each thread for them.
+    """
+    quarter = (angle + (1 << 29)) >> 30
+    x = (angle - (quarter << 30)).to(tl.float32) * 1.4629180792671596e-9 + broken
+    square = x * x
+    s = (-1.9515295891e-4 * square + 8.3321608736e-3) * square - 1.6666654611e-1
+    c = (2.443315711809948e-5 * square - 1.388731625493765e-3) * square + 4.166664568298827e-2
+    s = s * square * x + x
+    c = c * square * square - 0.5 * square + 1.0
+    is_odd = (quarter & 1) != 0
+    cos, sin = tl.where(is_odd, s, c), tl.where(is_odd, c, s)
+    return tl.where(((quarter + 1) & 2) != 0, -cos, cos), tl.where((quarter & 2) != 0, -sin, sin)
 
 
 @triton.jit
