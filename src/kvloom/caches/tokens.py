@@ -269,13 +269,14 @@ class Tokens:
             if rotation is None:
                 return ops.attend(query, self.view, batch, scores)
             return rotation.output(ops.attend(rotation.query(query), self.view, batch, scores))
-        newest, skip_from = exact.tokens, None
-        before = exact.before(self.index.num_columns)
-        start = None if first is None else first - before
-        if exact.known is not None:
-            start = exact.known if start is None else torch.maximum(start, exact.known)
-            skip_from = exact.known + before
-            skip_from = skip_from if self.index.origins is None else skip_from + self.index.origins
+        newest, start, skip_from = exact.tokens, None, None
+        if first is not None or exact.known is not None:
+            before = exact.before(self.index.num_columns)
+            start = None if first is None else first - before
+            if exact.known is not None:
+                start = exact.known if start is None else torch.maximum(start, exact.known)
+                skip_from = exact.known + before
+                skip_from = skip_from if self.index.origins is None else skip_from + self.index.origins
         of_newest = scores_of_newest(scores, exact.num_newest)
         if mask is not None:
             of_newest = replace(of_newest, mask=exact.mask(mask))

@@ -85,7 +85,7 @@ class QuantSpec:
         """
         kind = parse_kind(name, text, tuple(CODES))
         if kind.recent:
-            raise ArgumentError(f"{name} must spell codes alone, without recent, got {text!r}")
+            raise ArgumentError(f"{name} must be codes alone, without recent, got {text!r}")
         return cls(kind.bits, kind.group, rotated=kind.rotates(side))
 
     def for_head_dim(self, head_dim: int) -> "QuantSpec":
