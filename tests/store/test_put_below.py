@@ -95,6 +95,13 @@ def test_a_fingerprint_of_another_rotation_is_refused(rotated: bool, other: str,
     put_below(cache, f"file://{tmp_path}", whose(cache, rotation="both" if rotated else "none"))
 
 
+def test_a_fingerprint_with_a_rotation_of_a_cache_without_codes_is_refused(tmp_path: Path) -> None:
+    cache = make()
+    with pytest.raises(ArgumentError, match="fingerprint must have rotation 'none', got 'keys'"):
+        put_below(cache, f"file://{tmp_path}", whose(cache, rotation="keys"))
+    assert cache.below is None
+
+
 def test_a_pool_of_a_model_and_a_cache_share_a_store(tmp_path: Path) -> None:
     """What ``KVPool`` wrote a loop of one's own begins with."""
     model, tokens = make_model("kvloom"), text(12)

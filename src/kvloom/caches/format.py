@@ -121,6 +121,14 @@ class CacheFormat:
         key_spec = self.spec(key.shape[1], key.shape[3], key.dtype)
         return key_spec, (self.values or self).spec(value.shape[1], value.shape[3], key.dtype)
 
+    def residual_window(self, window: int | None) -> int:
+        """Newest tokens that a later one reads unquantized, in layers with a window or without one."""
+        return self.recent if window is None else min(self.recent, window)
+
+    def residual(self, page_size: int) -> "CacheFormat":
+        """How tokens are kept unquantized beside their codes, in pages of so many."""
+        return CacheFormat(page_size=page_size, layout="HND")
+
     def nbytes(self, key: Tensor, value: Tensor, num_slots: int) -> int:
         """Bytes of ``num_slots`` token slots of keys and values such as these, scales included."""
         return num_slots * self.entry(entry_of(key, value)).nbytes

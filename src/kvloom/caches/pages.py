@@ -74,8 +74,9 @@ class Pages:
     def __init__(self, format: CacheFormat, is_kept: bool = False, policy: str = "lru") -> None:
         self.format = format
         self.is_window: bool = False  # sequences hold a few pages each: no more are made than are needed
-        self.residual = Pages(_residual_format(format, is_kept)) if format.recent else None
-        if self.residual is not None:
+        self.residual: Pages | None = None
+        if format.recent:  # pages that are found again are those of codes in size
+            self.residual = Pages(format.residual(format.page_size if is_kept else _RESIDUAL))
             self.residual.is_window = True
         self.is_kept = False
         self.policy = policy
@@ -296,8 +297,3 @@ class Pages:
                 f"got {max_tokens} with {self.pool.num_active} of {counted(limit, 'page')} taken"
             )
         return min(wanted, limit)
-
-
-def _residual_format(format: CacheFormat, is_kept: bool) -> CacheFormat:
-    """How the newest tokens are kept unquantized; pages that are found again are those of codes in size."""
-    return CacheFormat(page_size=format.page_size if is_kept else _RESIDUAL, layout="HND")

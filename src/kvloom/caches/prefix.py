@@ -17,7 +17,6 @@ from kvloom.caches.pages import Pages
 from kvloom.caches.prefixes import Below, GroupTable, Prefixes, PrefixGroup
 from kvloom.caches.saving import SavedStorage
 from kvloom.caches.storage import Storage
-from kvloom.caches.tokens import attend_behind, scores_of_newest
 from kvloom.core.checks import expect_range
 from kvloom.errors import ArgumentError, ConfigError, StateError
 from kvloom.paging import PageTable, PrefixTree, check
@@ -121,9 +120,8 @@ class PrefixCache:
                 self._codes[i] = len(groups)
             groups.append(PrefixGroup(pages, window))
             if pages.residual is not None:
-                newest = format.recent if window is None else min(format.recent, window)
                 pages.residual.add_layers(layers, heads, dims, dtype, device)
-                residuals.append(PrefixGroup(pages.residual, newest))
+                residuals.append(PrefixGroup(pages.residual, format.residual_window(window)))
         if residuals:
             self._residuals = [len(groups) + i for i in self._codes]
         self.prefixes = Prefixes(groups + residuals)
@@ -148,8 +146,7 @@ class PrefixCache:
                 pages.storages[i] = storage = layer.storage()
                 pages.fit(storage)
                 layer.write(storage, pages.slots(held, storage))
-            groups.append(PrefixGroup.__new__(PrefixGroup))
-            vars(groups[-1]).update(pages=pages, tree=tree, below=None)
+            groups.append(PrefixGroup(pages, tree=tree))
         vars(self).update(state, prefixes=Prefixes(groups))
 
     @property
@@ -251,15 +248,10 @@ class PrefixCache:
         """
         self._settle(sequence)
         known = sequence.tokens[: sequence.groups[0].num_tokens]
+        self.prefixes.seal(sequence.groups, known, sequence.salt, sequence.num_shared)
         for group, own in zip(self.prefixes.groups, sequence.groups, strict=True):
-            own.table.claim()
-            own.replace(group.tree.insert(known, own.table.pages, sequence.salt, own.first))
             if group.below is not None:
                 group.below.keep(known, own.table.pages, sequence.salt, own.first)
-        if 0 < sequence.num_shared * self.prefixes.page_size <= len(known):
-            tables, firsts = [x.table for x in sequence.groups], [x.first for x in sequence.groups]
-            self.prefixes.prefer(tables, firsts, sequence.num_shared)
-        for group, own in zip(self.prefixes.groups, sequence.groups, strict=True):
             group.release_passed(own, len(known))
 
     def attend(
@@ -301,10 +293,8 @@ class PrefixCache:
         storage, batch = self._batch(sequences, self._codes[layer], layer, lengths, num_new)
         if not self._residuals:
             return storage.attend(queries, batch, scores)
-        exact, newest = self._batch(sequences, self._residuals[layer], layer, lengths, num_new)
-        part = ops.attend_part(queries, exact.view, newest, scores_of_newest(scores, self.num_recent))
-        tokens = storage.view, batch, scores, storage.rotation
-        return attend_behind(part, queries, *tokens, skip=self.num_recent, skip_from=None)
+        newest = self._batch(sequences, self._residuals[layer], layer, lengths, num_new)
+        return storage.attend_beside(queries, batch, scores, *newest, self.num_recent)
 
     def fork(self, sequence: PrefixSequence) -> PrefixSequence:
         """Another sequence of the same tokens on the same pages.

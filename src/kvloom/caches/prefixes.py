@@ -94,6 +94,7 @@ class PrefixGroup:
     Args:
         pages: Where they keep their tokens.
         window: Tokens that a token sees, itself included; ``None`` for all.
+        tree: Of their pool, one that was loaded; a new one if ``None``.
 
     Attributes:
         pages: As above.
@@ -101,9 +102,9 @@ class PrefixGroup:
         below: What lies below the pages; ``None`` for nothing.
     """
 
-    def __init__(self, pages: Pages, window: int | None = None) -> None:
+    def __init__(self, pages: Pages, window: int | None = None, tree: PrefixTree | None = None) -> None:
         self.pages = pages
-        self.tree = PrefixTree(pages.pool, pages.format.page_size, window)
+        self.tree = PrefixTree(pages.pool, pages.format.page_size, window) if tree is None else tree
         self.below: Below | None = None
 
     @property
@@ -206,18 +207,18 @@ class Prefixes:
         Returns:
             Pages of each group, held by the caller until ``hold`` or ``release`` takes them.
         """
-        num_known = self.num_known(tokens, scope)
+        salt, num_known = scope if salt is None else salt, self.num_known(tokens, scope)
         held = [group.tree.match(tokens, scope, num_pages=num_known) for group in self.groups]
-        end = self._num_stored(tokens, scope, scope if salt is None else salt)
+        end = self._num_stored(tokens, scope, salt)
         if end > num_known:
+            text = tokens[: end * self.page_size]
             for group, refs in zip(self.groups, held, strict=True):
                 first = group.tree.first_needed(end)
-                found = group.tree.pages_from(tokens[: end * self.page_size], scope, first)
+                found = group.tree.pages_from(text, scope, first)
                 for ref in found:
                     group.pages.pool.retain(ref)
                 if group.below is not None:
-                    text = tokens[: end * self.page_size]
-                    found = group.below.fetch(text, found, scope if salt is None else salt, scope, first)
+                    found = group.below.fetch(text, found, salt, scope, first)
                 refs += found
         return held
 
@@ -256,19 +257,36 @@ class Prefixes:
             tables.append(table)
         return tables
 
-    def prefer(self, tables: Sequence[PageTable], firsts: Sequence[int], num_pages: int) -> None:
+    def seal(self, held: Sequence[GroupTable], tokens: Sequence[int], scope: str, num_shared: int) -> None:
+        """Let others find the full pages of a text, and ``prefer`` those that it shares.
+
+        Args:
+            held: Its pages in each group.
+            tokens: All that are computed.
+            scope: Under which they are found.
+            num_shared: What ``num_shared`` said when it began.
+
+        Raises:
+            StateError: as ``PrefixTree.insert``; groups before have their pages sealed.
+        """
+        for group, own in zip(self.groups, held, strict=True):
+            own.table.claim()
+            own.replace(group.tree.insert(tokens, own.table.pages, scope, own.first))
+        if 0 < num_shared * self.page_size <= len(tokens):
+            self.prefer(held, num_shared)
+
+    def prefer(self, held: Sequence[GroupTable], num_pages: int) -> None:
         """Evict no sooner than others what makes a prefix of sealed pages whole: another text had it, too.
 
         Args:
-            tables: Of each group.
-            firsts: Of each table, the number of its first page in the text.
+            held: Pages of a text in each group.
             num_pages: Of the prefix.
         """
-        for group, table, first in zip(self.groups, tables, firsts, strict=True):
-            needed = group.tree.first_needed(num_pages)
-            if group.tree.window is not None and needed >= first and table.num_pages >= num_pages - first:
-                refs = table.pages[needed - first : num_pages - first]
-                group.pages.pool.prefer([ref for ref in refs if group.pages.pool.is_sealed(ref)])
+        for group, own in zip(self.groups, held, strict=True):
+            needed, first, pool = group.tree.first_needed(num_pages), own.first, group.pages.pool
+            if group.window is not None and needed >= first and own.table.num_pages >= num_pages - first:
+                refs = own.table.pages[needed - first : num_pages - first]
+                pool.prefer([ref for ref in refs if pool.is_sealed(ref)])
 
     def saved(self, rename: Callable[[str], str | None] | None = None) -> list[list[Any]]:
         """What can be found in each group, to be pickled: scopes, tokens, and where their pages are saved.

@@ -49,7 +49,7 @@ class Sequences(Placement):
         self.rollback = rollback
         self.residual: Sequences | None = None
         if self.pages.residual is not None:
-            newest = self.format.recent if window is None else min(self.format.recent, window)
+            newest = self.format.residual_window(window)
             self.residual = Sequences(self.pages.residual, newest, RESIDUAL_ROLLBACK, is_required=False)
         self.requests: list[int] = []  # to events, whose new sequences are
         self.is_recording = False  # keep what the window evicts until the next ``remove``

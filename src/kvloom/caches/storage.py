@@ -14,7 +14,7 @@ from kvloom import ops
 from kvloom.caches.format import CacheFormat, is_in_rows, page_layout
 from kvloom.caches.memory import outside_inference_mode, zeros
 from kvloom.caches.rotation import Rotation
-from kvloom.caches.tokens import TokenIndex, Tokens
+from kvloom.caches.tokens import TokenIndex, Tokens, attend_behind, scores_of_newest
 from kvloom.core.checks import FLOAT_DTYPES
 from kvloom.core.entries import Entry
 from kvloom.core.specs import KVSpec
@@ -166,6 +166,29 @@ class Storage:
         if rotation is None:
             return ops.attend(query, self.view, batch, scores)
         return rotation.output(ops.attend(rotation.query(query), self.view, batch, scores))
+
+    def attend_beside(
+        self,
+        query: Tensor,
+        batch: ops.Batch,
+        scores: ops.Scores,
+        exact: "Storage",
+        newest: ops.Batch,
+        num_newest: int,
+    ) -> Tensor:
+        """``attend``, where each query reads its ``num_newest`` newest tokens unquantized.
+
+        Args:
+            query: As of ``ops.attend``.
+            batch: The same.
+            scores: The same.
+            exact: Where these tokens are unquantized.
+            newest: Where they lie there.
+            num_newest: How many a query reads so, itself included.
+        """
+        part = ops.attend_part(query, exact.view, newest, scores_of_newest(scores, num_newest))
+        codes = self.view, batch, scores, self.rotation
+        return attend_behind(part, query, *codes, skip=num_newest, skip_from=None)
 
     def replace(self, new: Mapping[int, Tensor], slots: Tensor) -> None:
         """``store`` keys (0), values (1) or both; a negative slot skips a token."""

@@ -153,7 +153,7 @@ class Causes:
                     node.more = max(more, node.more or 1)  # what was too few before was not sealed since
                 misses.append(Miss("evicted", i, time=node.time, by=node.by, more=node.more))
                 continue
-            if node.state == "kept":  # and not what a window in front of its end has
+            if node.state == "kept":  # it is there; what is missing is another page of the window
                 continue
             misses.append(self._first_miss(node, i))
             if i + 1 < len(nodes):

@@ -191,7 +191,7 @@ class PrefixTree:
         idle = [ref.id for ref in pool.evictable()]
         free = {page for page in range(pool.num_pages) if pool.is_free(page)}
         events.take([page for page in range(pool.num_pages) if page not in free])
-        for node in self._in_order():
+        for node in self._nodes.values():  # each behind its parent, as they were made
             if node.page is not None:
                 events.seal(node.key[0], [step.key[2] for step in node.path()], [node.page.id])
         for page, number in self._holders().items():
@@ -308,10 +308,6 @@ class PrefixTree:
             if parent is not None and pool._counts[page]:
                 held[parent] -= 1
         return held
-
-    def _in_order(self) -> Iterator[Node]:
-        """All nodes, each behind its parent: a node is made after it."""
-        return iter(self._nodes.values())
 
     def _add(self, key: tuple[str, Node | None, bytes]) -> Node:
         self._nodes[key] = node = Node(key)

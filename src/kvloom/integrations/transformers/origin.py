@@ -22,7 +22,7 @@ from kvloom.integrations.transformers.watch import ModelWatch
 
 _OF_A_STATE: Final = re.compile("\0s[0-9]+:")
 _CHANGED: Final = "the model changed while they were computed"
-_READ_CODES: Final = "tokens read codes of others that a removal had left no longer unquantized"
+_READ_CODES: Final = "after a removal tokens read codes where a residual window has unquantized ones"
 _ASSIGNED: Final = "keys or values were assigned, or changed in place"
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from torch import Tensor
 
-from kvloom.caches.prefixes import Prefixes, PrefixGroup
+from kvloom.caches.prefixes import GroupTable, Prefixes, PrefixGroup
 from kvloom.caches.sequences import with_residuals
 from kvloom.core.checks import INDEX_DTYPES, expect
 from kvloom.errors import ArgumentError, StateError, UnsupportedError
@@ -282,12 +282,11 @@ class KVPool(Recorder):
             sequences.commit(group.tree, rows, origin.scopes())
         self._follow_state(origin.state)
         for row, num_shared in enumerate(origin.num_shared):
-            tables = [sequences.tables[row] for sequences, _ in groups]
-            firsts = [sequences.first_pages[row] for sequences, _ in groups]
-            self._prefixes.prefer(tables, firsts, num_shared)
-            for (_, group), table, first in zip(groups, tables, firsts, strict=True):
+            held = [GroupTable(x.tables[row], x.first_pages[row]) for x, _ in groups]
+            self._prefixes.prefer(held, num_shared)
+            for (_, group), own in zip(groups, held, strict=True):
                 if group.below is not None:
-                    group.below.keep(rows[row], table.pages, origin.stored_scopes()[row], first)
+                    group.below.keep(rows[row], own.table.pages, origin.stored_scopes()[row], own.first)
         for sequences, _ in groups:
             sequences.give_up_passed()
 

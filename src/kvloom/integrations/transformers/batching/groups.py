@@ -87,7 +87,7 @@ def make_groups(
     """
     size, codes, residuals = format.page_size, list[SessionGroup](), list[SessionGroup]()
     by_layer, windows = windows_of(config), group_windows(config)
-    exact = residual_format(format)
+    exact = format.residual(size)
     limit = iter(limits)
     for window in windows:
         storages = {
@@ -107,15 +107,10 @@ def make_groups(
         }
         if storages:
             max_pages = next(limit)
-            newest = format.recent if group.window is None else min(format.recent, group.window)
             pages = Pages(replace(exact, max_tokens=max_pages * size))
+            newest = format.residual_window(group.window)
             residuals.append(SessionGroup(pages, newest, storages, max_pages))
     return codes, residuals
-
-
-def residual_format(format: CacheFormat) -> CacheFormat:
-    """How tokens of residual windows are kept."""
-    return CacheFormat(page_size=format.page_size, layout="HND")
 
 
 def group_windows(config: Any) -> list[int | None]:
@@ -143,12 +138,11 @@ class Limits:
             members = [i for i, own in enumerate(layers) if own == window]
             self._bytes.append(page_bytes(config, format, dtype, members))
         self._num_codes = len(self._windows)
-        exact = residual_format(format)
         for window in list(self._windows):
             members = [i for i, own in enumerate(layers) if own == window and format.of_layer(i).recent]
             if members:
-                self._windows.append(format.recent if window is None else min(format.recent, window))
-                self._bytes.append(page_bytes(config, exact, dtype, members))
+                self._windows.append(format.residual_window(window))
+                self._bytes.append(page_bytes(config, format.residual(size), dtype, members))
         for window in self._windows:
             each = 0 if window is None else -(-window // size) + 2
             self._needed.append(num_requests * each + -(-max_batch_tokens // size))

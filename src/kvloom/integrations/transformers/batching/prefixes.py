@@ -62,11 +62,6 @@ class SessionPrefixes(Prefixes):
         self.refresh(is_thorough=True)
         if held.state != self.state:
             return
-        scope = self.scope(held.salt)
-        for group, own in zip(self.groups, held.groups, strict=True):
-            own.table.claim()
-            own.replace(group.tree.insert(tokens, own.table.pages, scope, own.first))
-        if 0 < held.num_shared * self.page_size <= len(tokens):
-            tables, firsts = [own.table for own in held.groups], [own.first for own in held.groups]
-            self.prefer(tables, firsts, held.num_shared)
+        self.seal(held.groups, tokens, self.scope(held.salt), held.num_shared)
+        if held.num_shared * self.page_size <= len(tokens):
             held.num_shared = 0

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from kvloom import ops
 from kvloom.caches.prefixes import GroupTable
-from kvloom.caches.tokens import attend_behind, scores_of_newest
 from kvloom.errors import StateError
 from kvloom.integrations.transformers.batching.groups import SessionGroup
 
@@ -117,11 +116,9 @@ class StepAttention:
         if layer not in self._residuals:
             return storage.attend(query, batch, scores)[None]
         number, residual = self._residuals[layer]
-        exact, newest, count = residual.storages[layer], step.groups[number], self._num_newest
-        exact.store(key, value, newest.slots)
-        part = ops.attend_part(query, exact.view, newest.batch, scores_of_newest(scores, count))
-        tokens = storage.view, batch, scores, storage.rotation
-        return attend_behind(part, query, *tokens, skip=count, skip_from=None)[None]
+        exact, (slots, newest) = residual.storages[layer], step.groups[number]
+        exact.store(key, value, slots)
+        return storage.attend_beside(query, batch, scores, exact, newest, self._num_newest)[None]
 
 
 def _starts(lengths: Tensor) -> Tensor:
