@@ -330,7 +330,7 @@ def test_prefix_that_was_adopted_is_read_as_codes() -> None:
     other = Program(1)
     other.sequences = Sequences(program.sequences.pages)
     other.layers = [PagedLayer(other.sequences.format, other.sequences, i) for i in range(2)]
-    other.sequences.adopt([table.fork() for table in program.sequences.tables])
+    other.sequences.adopt([table.fork() for table in program.sequences.tables], [0], 64)
     other.rows, other.seed = [Row(program.rows[0].key, 64)], 500
     for layer in other.layers:
         layer.num_tokens, layer.dtype = 64, torch.float32

@@ -9,10 +9,13 @@ from typing import Any
 import pytest
 import torch
 from integrations.test_families import family
+from integrations.test_pool_rows import MODELS, expect_rows, forward, padded
+from integrations.test_pool_windows import model_of, text
 from oracles.allocations import STRIDE, Refusing, Run, every_failure, same
 from oracles.language_models import make_model
 from torch import Tensor
 
+from kvloom.caches import Pages
 from kvloom.errors import OutOfPages, StateError
 from kvloom.integrations.transformers import KVCache, KVPool
 from kvloom.paging import PrefixTree, check
@@ -215,3 +218,32 @@ def test_every_allocation_of_a_pool_can_fail() -> None:
         return run
 
     assert every_failure(program) > 20 // STRIDE
+
+
+@pytest.mark.parametrize("kv", ["auto", "int8", "int4:g8"])
+@MODELS
+def test_a_first_forward_of_padded_rows_that_finds_no_memory_is_taken_back(
+    name: str, kv: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Cold, and behind what was found of two rows, one of them within a page."""
+    model, texts = model_of(name), [text(60), text(3, 1), text(70, 2)]
+    pool = KVPool.for_model(model, kv, 8, max_tokens=1200)
+    ids, mask = padded(texts)
+    for start in (0, 64):
+        cache = pool.begin(ids, attention_mask=mask)
+        assert cache.get_seq_length() == start
+        active = pool.report()["active"]
+        for target in ("fit", "append"):
+            with monkeypatch.context() as patch:
+                patch.setattr(Pages, target, _refuse)
+                with pytest.raises(MemoryError):
+                    forward(model, cache, ids, mask)
+            assert (cache.get_seq_length(), cache.begins) == (start, [10, 67, 0])
+            assert pool.report()["active"] == active
+        pool.check()
+        expect_rows(model, kv, texts, forward(model, cache, ids, mask))
+        pool.commit(cache, ids)
+
+
+def _refuse(*args: Any) -> None:
+    raise MemoryError("no memory")

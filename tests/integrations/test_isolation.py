@@ -56,7 +56,7 @@ def test_salts_and_content_that_are_not_told_apart_are_found(monkeypatch: pytest
 
 
 def test_a_pool_that_shares_nothing_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Prefixes, "num_known", lambda self, *args: 0)
+    monkeypatch.setattr(Prefixes, "_num_columns", lambda self, texts, begins, is_within: min(begins))
     assert {"the same text", "the same content", "a store that has the text"} <= problems(make_model())
 
 
@@ -67,6 +67,6 @@ def test_the_command_prints_what_was_tried(
     told = json.loads(capsys.readouterr().out)
     assert told["is_isolated"]
     assert {"name": "the same text", "expected": 20, "actual": 20, "problem": ""} in told["checks"]
-    monkeypatch.setattr(Prefixes, "num_known", lambda self, *args: 0)
+    monkeypatch.setattr(Prefixes, "_num_columns", lambda self, texts, begins, is_within: min(begins))
     assert main(["isolation"]) == 1
     assert "0 tokens were found" in capsys.readouterr().out

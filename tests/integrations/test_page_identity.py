@@ -274,6 +274,33 @@ def test_texts_share_within_one_set_of_frequencies(make: Any) -> None:
     assert pool.begin(longer).get_seq_length() == (68 if make is phi3 else 0)
 
 
+@pytest.mark.parametrize("make", [phi3, dynamic])
+def test_rows_share_within_the_frequencies_of_their_batch(make: Any) -> None:
+    """The longest row decides for all of them, padding apart."""
+    model, ids = make(), torch.cat((text(60), text(60, 1)))
+    mask = torch.ones_like(ids)
+    mask[1, :40] = 0
+    pool = pool_of(model)
+    for tokens, shown, is_shared in ((ids, mask, make is phi3), (ids[:, 29:], mask[:, 29:], True)):
+        position = (shown.cumsum(1) - 1).clamp(min=0)
+        with torch.no_grad():
+            expected = make()(tokens, attention_mask=shown, position_ids=position).logits
+            for is_known in (False, True):
+                cache = pool.begin(tokens, attention_mask=shown)
+                columns = slice(int(cache.get_seq_length()), None)
+                assert (columns.start > 0) == (is_known and is_shared)
+                logits = model(
+                    tokens[:, columns],
+                    attention_mask=shown,
+                    position_ids=position[:, columns],
+                    past_key_values=cache,
+                ).logits
+                for own, want, row in zip(logits, expected[:, columns], shown[:, columns], strict=True):
+                    torch.testing.assert_close(own[row > 0], want[row > 0], rtol=1e-4, atol=1e-4)
+                pool.commit(cache, tokens)
+    assert pool.begin(ids[1:, 40:]).get_seq_length() == 16
+
+
 def opened(tmp_path: Path) -> KVStore:
     return KVStore(f"file://{tmp_path}", read="always")
 

@@ -85,6 +85,26 @@ def test_rows_have_content_of_their_own() -> None:
     assert pool.begin(ids.flip(0), content=contents[::-1]).get_seq_length() == 24
 
 
+def test_rows_with_pictures_have_lengths_of_their_own() -> None:
+    model = vision_model("Llava")
+    pool = KVPool.for_model(model, page_size=4, max_tokens=400)
+    inputs = prompts("Llava", model, 2)  # the second row is padded
+    ids, mask, pictures = (inputs[name] for name in ("input_ids", "attention_mask", "pixel_values"))
+    contents = [content_of({"pixel_values": x[None]}) for x in pictures]
+    alone = answer(model, inputs, KVCache.for_model(model, page_size=4))
+    for found in (0, 21):  # of 24 tokens of the second row 20
+        cache = pool.begin(ids, content=contents, attention_mask=mask)
+        assert cache.get_seq_length() == found
+        given = inputs if found == 0 else {"input_ids": ids, "attention_mask": mask}
+        out = answer(model, given, cache)
+        assert torch.equal(out, alone)
+        pool.commit(cache, out)
+    own = pool.begin(ids[1:, 1:], content=contents[1])
+    assert own.get_seq_length() == 20
+    with torch.no_grad(), pytest.raises(ArgumentError, match=r"^attention_mask must be \[2, 25\]"):
+        model(ids, pixel_values=pictures, past_key_values=pool.begin(ids, "b", contents, mask))
+
+
 def test_a_picture_is_found_as_a_whole() -> None:
     model = vision_model("Llava")
     pool = KVPool.for_model(model, page_size=4, max_tokens=400)

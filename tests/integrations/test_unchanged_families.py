@@ -57,6 +57,28 @@ def test_a_family_finds_its_text_and_nothing_else(name: str, tmp_path: Path) -> 
     assert [x for x in check_isolation(model) if x.problem] == []
 
 
+@pytest.mark.parametrize("name", [x for x in FAMILIES if x != "Bloom"])  # which takes no positions
+def test_a_family_finds_the_texts_of_padded_rows(name: str) -> None:
+    """Each row is answered as alone, cold and warm, and its text is found alone."""
+    config, differs = FAMILIES[name]
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(getattr(transformers, config)(**SMALL | differs)).eval()
+    ids = torch.randint(3, 99, (3, 22), generator=torch.Generator().manual_seed(1))
+    padding = [0, 9, 20]
+    mask = (torch.arange(22) >= torch.tensor(padding).unsqueeze(1)).long()
+    options = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False}
+    rows = [own[None, first:] for own, first in zip(ids, padding, strict=True)]
+    alone = [model.generate(row, attention_mask=torch.ones_like(row), **options)[0, -6:] for row in rows]
+    pool = KVPool.for_model(model, page_size=4, max_tokens=400)
+    for found in (0, 20):
+        cache = pool.begin(ids, attention_mask=mask)
+        assert cache.get_seq_length() == found
+        out = model.generate(ids, attention_mask=mask, past_key_values=cache, **options)
+        assert torch.equal(out[:, -6:], torch.stack(alone))
+        pool.commit(cache, out)
+    assert [pool.begin(row).get_seq_length() for row in rows] == [20, 12, 0]
+
+
 def test_the_bundled_model_is_isolated() -> None:
     model, _ = load_model(bundled_model_path())
     checks = check_isolation(model, "int8")

@@ -162,7 +162,8 @@ class PagedLayer(Layer):
         if sequences.previous is not None and end > start:
             source, visible = self._store_beyond_window(key, value, storage, sequences)
         else:
-            source, visible = storage, sequences.place(start - self._num_visible, end, storage)
+            first = start - self._num_visible
+            source, visible = storage, sequences.place(first, end, storage, end - start)
             storage.store(key, value, sequences.begin(start, end, storage, visible).slots)
         residual = sequences.residual
         read = None if residual is None or exact is None else self._store_newest(residual, exact, key, value)
@@ -176,7 +177,8 @@ class PagedLayer(Layer):
             residual.is_exact = [*residual.previous.is_exact] or residual.is_exact
             newest, columns = self._store_beyond_window(key, value, exact, residual)
             return Exact(Tokens(newest.view, columns), self.sequences.format.recent, known)
-        columns = residual.place(max(start - (residual.window or 0) + 1, 0), end, exact)
+        first = max(start - (residual.window or 0) + 1, 0)
+        columns = residual.place(first, end, exact, end - start)
         return self._store_exact(exact, key, value, residual.begin(start, end, exact, columns))
 
     def _store_exact(self, exact: Storage, key: Tensor, value: Tensor, step: Step) -> Exact:
@@ -354,10 +356,13 @@ class PagedLayer(Layer):
             ops.copy(storage.view, old.flatten(), step.view, slots[:, : start - first].flatten())
         step.store(key, value, slots[:, start - first :].contiguous())
         for b, column in enumerate(sequences.first_held(first)):
-            target = sequences.place(column, end, storage).slots[b]
-            ops.copy(step.view, slots[b, column - first :].contiguous(), storage.view, target)
-        base = token.clamp(min=0) // PARTIAL * PARTIAL
+            if column < end:
+                target = sequences.place(column, end, storage).slots[b]
+                ops.copy(step.view, slots[b, column - first :].contiguous(), storage.view, target)
+        # A sequence that begins among the new tokens has some in front that stand for nothing.
+        base = torch.minimum(token.clamp(min=0), token + start - first) // PARTIAL * PARTIAL
         blocks = base - block + torch.arange(0, PARTIAL + end - first, BLOCK, device=device)
         index = CacheIndex(row_starts + blocks.clamp(0, size - BLOCK), None, BLOCK)
         origins = (token - base).squeeze(1)
-        return step, TokenIndex(index, origins + end - first, end - first, origins)
+        begins = -token.clamp(max=0).squeeze(1) if max(sequences.begins) > start else None
+        return step, TokenIndex(index, origins + end - first, end - first, origins, begins=begins)

@@ -1,10 +1,11 @@
 """Where the tokens of a batch of sequences lie: pages, positions, and slots.
 
 A position is one token of every sequence, as in ``[B, H, N, D]``. Sequences end together: one that is
-shorter, as after a crop of single rows, has positions in front that hold nothing.
+shorter, as after a crop of single rows or behind padding, has positions in front that hold nothing. One whose
+padding ends later than the others' tokens so far has not begun.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from math import lcm
 from typing import Literal
 
@@ -16,10 +17,16 @@ from kvloom.caches.pages import Pages, Run
 from kvloom.caches.storage import Storage
 from kvloom.caches.tokens import PARTIAL, Step, TokenIndex
 from kvloom.core.indexing import CacheIndex
+from kvloom.errors import StateError
 from kvloom.paging import PageTable
 
 _FEW = 64
 """Slots that are faster looked up one by one than by operators of torch."""
+
+
+def num_new(begins: Iterable[int], start: int, end: int) -> list[int]:
+    """Tokens of sequences in positions ``start .. end``; one that begins among them has fewer."""
+    return [max(end - max(start, begin), 0) for begin in begins]
 
 
 class Placement:
@@ -31,7 +38,8 @@ class Placement:
         is_required: Whether all that a window shows must be there. Otherwise ``Step.known`` says what is.
         is_exact: Of each sequence of a residual window, whether each of its tokens read what it should there.
         previous: The sequences before a step whose tokens alone fill the window.
-        begins: Of each sequence, the position of its first token.
+        begins: Of each sequence, the position of its first token, behind the last one if it has not begun.
+        num_positions: Positions so far, those included that the window has evicted.
         step: The step of the last tokens.
     """
 
@@ -40,12 +48,13 @@ class Placement:
         self.is_exact: list[bool] = []
         self.previous: Placement | None = None
         self.begins: list[int] = []
+        self.num_positions = 0
         self.step: Step | None = None
         self._tables: list[PageTable] = []
         self._first: list[int] = []  # of each sequence, the position of the first token that is held
         self._unknown = 0  # positions whose tokens a residual window holds, and that are others now
-        self._indices: dict[tuple[int, torch.device], CacheIndex] = {}
-        self._tokens: dict[tuple[int, int, int, torch.device], TokenIndex] = {}
+        self._indices: dict[tuple[int, torch.device], tuple[list[int], CacheIndex]] = {}
+        self._tokens: dict[tuple[int, int, int, int, torch.device], TokenIndex] = {}
         self._run: Run | Literal["unknown"] | None = "unknown"
 
     @property
@@ -64,11 +73,6 @@ class Placement:
         return len(self._tables)
 
     @property
-    def num_positions(self) -> int:
-        """Positions so far, those included that the window has evicted."""
-        return self._first[0] + self._tables[0].num_tokens if self._tables else 0
-
-    @property
     def num_pages_held(self) -> int:
         """Pages that hold tokens of these sequences or their forks; a shared page counts once."""
         return self.pages.pool.num_active
@@ -78,18 +82,27 @@ class Placement:
         """The pages of each sequence."""
         return tuple(self._tables)
 
-    def place(self, start: int, end: int, storage: Storage) -> TokenIndex:
-        """Where positions ``start .. end`` are in a storage; the same object until something changes."""
-        stride, device = storage.stride, storage.device
-        found = self._tokens.get((start, end, stride, device))
+    def place(self, start: int, end: int, storage: Storage, num_new: int = 0) -> TokenIndex:
+        """Where positions ``start .. end`` are in a storage; the same object until something changes.
+
+        Args:
+            start: As above.
+            end: As above.
+            storage: The tensors.
+            num_new: How many of the last positions are queries. Attention takes no sequence of fewer tokens,
+                so one that begins among them has pages in front that stand for nothing.
+        """
+        stride, device, size = storage.stride, storage.device, self.format.page_size
+        found = self._tokens.get((start, end, num_new, stride, device))
         if found is None:
-            before = [self._num_before(b) for b in range(self.size)]
-            if (stride, device) not in self._indices:
-                table = self.pages.table(self._tables, storage, before)
-                self._indices[stride, device] = CacheIndex(table, None, self.format.page_size)
-            bases = [first - n * self.format.page_size for first, n in zip(self._first, before, strict=True)]
-            found = TokenIndex.of(self._indices[stride, device], bases, start, end)
-            self._tokens[start, end, stride, device] = found
+            before = [self._num_before(b, end - num_new) for b in range(self.size)]
+            known, index = self._indices.get((stride, device), (None, None))
+            if index is None or known != before:
+                index = CacheIndex(self.pages.table(self._tables, storage, before), None, size)
+                self._indices[stride, device] = before, index
+            bases = [first - n * size for first, n in zip(self._first, before, strict=True)]
+            found = TokenIndex.of(index, bases, start, end, self._first)
+            self._tokens[start, end, num_new, stride, device] = found
         return found
 
     def begin(self, start: int, end: int, storage: Storage, visible: TokenIndex) -> Step:
@@ -97,10 +110,13 @@ class Placement:
         step = self.step
         if step is None or step[:3] != (start, end, storage.stride) or step.visible is not visible:
             if (end - start) * len(self._tables) > _FEW:
-                slots = self.place(start, end, storage).slots
+                slots = self.place(start, end, storage, end - start).own_slots()
             else:
                 found = [
-                    [self.pages.slot(table, position - first, storage) for position in range(start, end)]
+                    [
+                        self.pages.slot(table, position - first, storage) if position >= first else -1
+                        for position in range(start, end)
+                    ]
                     for table, first in zip(self._tables, self._first, strict=True)
                 ]
                 slots = torch.tensor(found, dtype=torch.int64, device=storage.device)
@@ -144,10 +160,25 @@ class Placement:
         """Whether no other sequence holds a page of these."""
         return all(self.pages.pool.is_writable(ref) for table in self._tables for ref in table.pages)
 
-    def _num_before(self, b: int) -> int:
-        """Evicted pages of sequence b that an index counts, to begin at a multiple of ``PARTIAL`` tokens."""
+    def expect_begun(self, counts: Sequence[int]) -> None:
+        """Raise StateError unless all sequences have begun, of which ``counts`` tokens shall be removed."""
+        if max(self.begins, default=0) > self.num_positions:
+            b = self.begins.index(max(self.begins))
+            raise StateError(
+                f"counts must be one number for all while sequence {b} has not begun, with padding of "
+                f"{self.begins[b]} in {self.num_positions} columns, got {list(counts)}"
+            )
+
+    def _num_before(self, b: int, position: int) -> int:
+        """Pages in front of those of sequence b that an index counts, to begin at ``position`` or before.
+
+        Evicted ones, so that it begins at a multiple of ``PARTIAL`` tokens; and as many tokens more.
+        """
         size = self.format.page_size
-        return (self._first[b] - self.begins[b]) % lcm(PARTIAL, size) // size
+        aligned = lcm(PARTIAL, size)
+        evicted = (self._first[b] - self.begins[b]) % aligned
+        missing = max(self._first[b] - evicted - position, 0)
+        return (evicted + -(-missing // aligned) * aligned) // size
 
     def first_held(self, position: int) -> list[int]:
         """Of each sequence, the first position at or behind ``position`` that is held."""
@@ -155,11 +186,15 @@ class Placement:
 
     @property
     def first_pages(self) -> list[int]:
-        """Of each sequence that begins in position 0, the number of its first page."""
-        return [first // self.format.page_size for first in self._first]
+        """Of each sequence, the number of the first page that it has."""
+        size = self.format.page_size
+        return [(first - begin) // size for begin, first in zip(self.begins, self._first, strict=True)]
 
-    def _hold(self, tables: Sequence[PageTable], begin: Sequence[int], first: Sequence[int]) -> None:
+    def _hold(
+        self, tables: Sequence[PageTable], begin: Sequence[int], first: Sequence[int], num_positions: int
+    ) -> None:
         self._tables[:], self.begins, self._first = tables, list(begin), list(first)
+        self.num_positions = num_positions
         self._changed()
 
     def _changed(self) -> None:

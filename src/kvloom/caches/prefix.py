@@ -197,7 +197,8 @@ class PrefixCache:
         prefixes, text = self.prefixes, ids[:-1]
         held = prefixes.look_up(text, salt)
         events, num_pages = self.pages.pool.events, prefixes.num_known(text, salt)
-        tables = prefixes.hold(text, salt, num_pages, held, 0 if events is None else events.request)
+        num_tokens, request = num_pages * prefixes.page_size, 0 if events is None else events.request
+        tables = prefixes.hold(text, salt, num_tokens, held, request)
         groups = [GroupTable(table, num_pages - table.num_pages) for table in tables]
         sequence = self._keep(PrefixSequence(ids, salt, groups, len(self.windows)))
         sequence.num_shared = prefixes.num_shared(text, salt)

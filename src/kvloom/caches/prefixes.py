@@ -65,8 +65,7 @@ class GroupTable:
 
     def fill(self, num_tokens: int) -> bool:
         """Add tokens to the last page if it has room for them, and say whether it has."""
-        has_room = self.table.has_room(num_tokens)
-        if has_room:
+        if has_room := self.table.has_room(num_tokens):
             self.table.fill(num_tokens)
         return has_room
 
@@ -184,66 +183,120 @@ class Prefixes:
         """Pages of the longest prefix that is whole in every group, of at most ``max_tokens`` tokens."""
         if len(self.groups) == 1:
             return self.main.tree.num_known(tokens, scope, max_tokens=max_tokens)
-        limit = len(tokens) if max_tokens is None else min(max_tokens, len(tokens))
-        pages, there = list(self.main.tree.packed(tokens, limit // self.page_size)), list[list[bool]]()
-        for group in self.groups:
-            there.append(group.tree.are_there(pages, scope))
-            del pages[len(there[-1]) :]
-        return self._longest([x[: len(pages)] for x in there])
+        return self._longest(self._are_there(tokens[:max_tokens], scope))
+
+    def begin(
+        self,
+        texts: Sequence[tuple[Sequence[int], str, str]],
+        begins: Sequence[int],
+        is_within: Callable[[int, int], bool],
+    ) -> tuple[int, list[list[PageTable]]]:
+        """The most columns that a batch can begin with: in each row a prefix that is whole in every group.
+
+        Args:
+            texts: Of each row, its tokens that may be found, its scope in trees and its salt in stores.
+            begins: Of each row, the column of its first token; all rows end in one column.
+            is_within: Whether so many tokens of a row, by its number, must not be a prefix.
+
+        Returns:
+            Columns, and what ``hold`` returns for each row: pages of as many tokens less than its ``begins``,
+            the last one perhaps in part.
+        """
+        held, requests, events = [], [], self.main.pages.pool.events
+        wanted = 0 if self.main.below is None else self._num_columns(texts, begins, is_within)
+        for text, begin in zip(texts, begins, strict=True):
+            held.append(self.look_up(*text, max(wanted - begin, 0)))
+            requests.append(0 if events is None else events.num_requests)
+        end = self._num_columns([(*text[:2], None) for text in texts], begins, is_within)
+        rows = zip(texts, begins, held, requests, strict=True)
+        return end, [
+            self.hold(*x[:2], max(end - begin, 0), refs, request) for x, begin, refs, request in rows
+        ]
+
+    def _num_columns(
+        self,
+        texts: Sequence[tuple[Sequence[int], str, str | None]],
+        begins: Sequence[int],
+        is_within: Callable[[int, int], bool],
+    ) -> int:
+        """As ``begin``; of rows with a salt, what stores may have counts, too."""
+        fewest = []
+        for text in texts:
+            there = zip(self.groups, self._are_there(*text), strict=True)
+            of_groups = [group.tree.fewest(pages) for group, pages in there]
+            fewest.append([max(page) for page in zip(*of_groups, strict=True)])
+        num_columns, before = begins[0] + len(texts[0][0]), -1
+        while num_columns != before:
+            before = num_columns
+            for row, begin in enumerate(begins):
+                num_tokens = num_columns - begin
+                while num_tokens > 0:
+                    page = (num_tokens - 1) // self.page_size
+                    is_whole = page < len(fewest[row]) and num_tokens >= fewest[row][page]
+                    if is_whole and not is_within(row, num_tokens):
+                        break
+                    num_tokens = page * self.page_size
+                num_columns = begin + num_tokens
+        return num_columns
 
     def num_shared(self, tokens: Sequence[int], scope: str) -> int:
         """Pages that a text has in common with a known one, for ``prefer``; 0 if no group has a window."""
         has_windows = any(group.window is not None for group in self.groups)
         return self.main.tree.num_same(tokens, scope) if has_windows else 0
 
-    def look_up(self, tokens: Sequence[int], scope: str, salt: str | None = None) -> list[list[PageRef]]:
-        """Retain what is known of a text; read from stores what makes a longer prefix whole.
+    def look_up(
+        self, tokens: Sequence[int], scope: str, salt: str | None = None, num_tokens: int | None = None
+    ) -> list[list[PageRef]]:
+        """Retain what is known of a text; read from stores what a longer prefix lacks to be whole.
 
         Args:
             tokens: Ids from the start of the text, all of which may be found.
             scope: Under which the trees have it.
             salt: Under which the stores have it; ``scope`` if ``None``.
+            num_tokens: Of the prefix that is wanted; the longest if ``None``.
 
         Returns:
             Pages of each group, held by the caller until ``hold`` or ``release`` takes them.
         """
-        salt, num_known = scope if salt is None else salt, self.num_known(tokens, scope)
+        num_known, salt = self.num_known(tokens, scope), scope if salt is None else salt
         held = [group.tree.match(tokens, scope, num_pages=num_known) for group in self.groups]
-        end = self._num_stored(tokens, scope, salt)
-        if end > num_known:
-            text = tokens[: end * self.page_size]
-            for group, refs in zip(self.groups, held, strict=True):
-                first = group.tree.first_needed(end)
-                found = group.tree.pages_from(text, scope, first)
-                for ref in found:
-                    group.pages.pool.retain(ref)
-                if group.below is not None:
-                    found = group.below.fetch(text, found, salt, scope, first)
-                refs += found
+        if self.main.below is None:
+            return held
+        if num_tokens is None:
+            num_tokens = self._longest(self._are_there(tokens, scope, salt)) * self.page_size
+        end = -(-num_tokens // self.page_size)
+        text = tokens[: end * self.page_size]
+        for group, refs in zip(self.groups, held, strict=True):
+            first = group.tree.first_seen(num_tokens)
+            found = group.tree.pages_from(text, scope, first)
+            for ref in found:
+                group.pages.pool.retain(ref)
+            if group.below is not None and len(found) < end - first:
+                found = group.below.fetch(text, found, salt, scope, first)
+            refs += found
         return held
 
     def hold(
-        self, tokens: Sequence[int], scope: str, num_pages: int, held: list[list[PageRef]], request: int
+        self, tokens: Sequence[int], scope: str, num_tokens: int, held: list[list[PageRef]], request: int
     ) -> list[PageTable]:
-        """Tables that begin with a prefix of which ``num_known`` said that it is whole.
+        """Tables that begin with a prefix that is whole, as ``num_known`` says.
 
         Args:
             tokens: Of the text.
             scope: Under which it is known.
-            num_pages: Of the prefix.
+            num_tokens: Of the prefix, which may end within a page.
             held: What ``look_up`` returned; what is not needed is released.
             request: Whose the tables are, to events.
 
         Returns:
             A table of each group, with the last pages of the prefix that it needs.
         """
-        tables = []
+        tables, num_pages = [], -(-num_tokens // self.page_size)
         for group, refs in zip(self.groups, held, strict=True):
-            pool = group.pages.pool
-            table = PageTable(pool, self.page_size)
+            pool, table = group.pages.pool, group.new_table().table
             table.request = request
             table.claim()
-            first = group.tree.first_needed(num_pages)
+            first = group.tree.first_seen(num_tokens)
             found = group.tree.pages_from(tokens[: num_pages * self.page_size], scope, first)
             rest = Counter(refs)
             for ref in found:
@@ -254,6 +307,7 @@ class Prefixes:
             for ref in reversed([*rest.elements()]):
                 pool.release(ref)
             table.adopt(found)
+            table.truncate(num_tokens - first * self.page_size if found else 0)
             tables.append(table)
         return tables
 
@@ -276,12 +330,7 @@ class Prefixes:
             self.prefer(held, num_shared)
 
     def prefer(self, held: Sequence[GroupTable], num_pages: int) -> None:
-        """Evict no sooner than others what makes a prefix of sealed pages whole: another text had it, too.
-
-        Args:
-            held: Pages of a text in each group.
-            num_pages: Of the prefix.
-        """
+        """Evict later what makes a prefix of ``num_pages`` sealed pages whole: another text had it, too."""
         for group, own in zip(self.groups, held, strict=True):
             needed, first, pool = group.tree.first_needed(num_pages), own.first, group.pages.pool
             if group.window is not None and needed >= first and own.table.num_pages >= num_pages - first:
@@ -322,18 +371,25 @@ class Prefixes:
         for group in self.groups:
             check(group.pages.pool, group.tree, group.pages.all_tables())
 
-    def _num_stored(self, tokens: Sequence[int], scope: str, salt: str) -> int:
-        """Pages of the longest prefix that pools and stores may make whole; 0 without stores."""
-        if self.main.below is None:
-            return 0
+    def _are_there(self, tokens: Sequence[int], scope: str, salt: str | None = None) -> list[list[bool]]:
+        """Of each group, which pages of a text are there, as far as all groups know the text.
+
+        With a ``salt``, of all its pages: those that stores may have under it are there, too.
+        """
+        if salt is None or self.main.below is None:
+            pages, there = list(self.main.tree.packed(tokens)), list[list[bool]]()
+            for group in self.groups:
+                there.append(group.tree.are_there(pages, scope))
+                del pages[len(there[-1]) :]
+            return [x[: len(pages)] for x in there]
         if len(self.groups) == 1 and self.main.tree.window is None:
-            return len(tokens) // self.page_size  # it reads as far as it goes
+            return [[True] * (len(tokens) // self.page_size)]  # it reads as far as it goes
         there = []
         for group in self.groups:
             known = group.tree.known(tokens, scope)
             stored = known if group.below is None else group.below.known(tokens, salt)
             there.append([a or b for a, b in zip(known, stored, strict=True)])
-        return self._longest(there)
+        return there
 
     def _longest(self, there: Sequence[Sequence[bool]]) -> int:
         """Pages of the longest prefix that is whole in every group, by what each has of every page."""

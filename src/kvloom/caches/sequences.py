@@ -7,7 +7,7 @@ from typing import Any
 
 from kvloom.caches.format import CacheFormat
 from kvloom.caches.pages import Pages
-from kvloom.caches.placement import Placement
+from kvloom.caches.placement import Placement, num_new
 from kvloom.caches.saving import Place, load_tables, save_tables
 from kvloom.errors import ArgumentError, ShapeError, StateError
 from kvloom.paging import Copy, PageTable, PrefixTree, release_all
@@ -34,6 +34,7 @@ class Sequences(Placement):
     Attributes:
         residual: The same sequences in their residual window: the newest tokens unquantized, where others are
             codes. ``None`` without one.
+        is_padded: Whether ``begins`` are those of a padded batch, which removals from all alike keep.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class Sequences(Placement):
             self.residual = Sequences(self.pages.residual, newest, RESIDUAL_ROLLBACK, is_required=False)
         self.requests: list[int] = []  # to events, whose new sequences are
         self.is_recording = False  # keep what the window evicts until the next ``remove``
+        self.is_padded = False
         self.previous: Sequences | None = None
         weakref.finalize(self, release_all, self._tables)
         self.pages.users.add(self)
@@ -61,8 +63,9 @@ class Sequences(Placement):
         """To be saved: pages that are held, each once, also with other sequences that hold them."""
         places = save_tables(self.pages, self._tables)
         made_of = self.pages, self.window, self.rollback, self.is_required
-        attributes = self.is_recording, self.previous, self.residual, self.is_exact, self._unknown
-        return _load, (made_of, attributes, places, self.begins, self._first)
+        attributes = self.is_recording, self.previous, self.residual, self.is_exact
+        positions = self.begins, self._first, self.num_positions
+        return _load, (made_of, (*attributes, self._unknown, self.is_padded), places, *positions)
 
     @property
     def residual_bytes(self) -> int:
@@ -70,19 +73,24 @@ class Sequences(Placement):
         residual = self.pages.residual
         return 0 if residual is None else sum(storage.nbytes for storage in residual.storages.values())
 
-    def adopt(self, tables: Sequence[PageTable], first: int = 0) -> None:
-        """Hold these sequences of one length, whose pages are filled; a residual window knows none of them.
+    def adopt(self, tables: Sequence[PageTable], begins: Sequence[int], end: int) -> None:
+        """Hold these sequences, whose pages are filled; a residual window knows none of them.
 
         Args:
-            tables: Their pages.
-            first: Position of the first token in a page; a window needs none before it.
+            tables: Their pages, of a window only the last ones.
+            begins: Of each, the position of its first token: the padding in front of it.
+            end: Position behind the last tokens.
         """
-        self._replace(list(tables), [0] * len(tables), [first] * len(tables))
-        self.is_exact = [True] * len(tables)
-        residual, end = self.residual, self.num_positions
-        if residual is not None:
-            residual._replace(residual._new_tables(self.size), self.begins, [end] * self.size)
-            residual.is_exact = [True] * self.size
+        size, firsts = self.format.page_size, []
+        for table, begin in zip(tables, begins, strict=True):
+            num_pages = -(-max(end - begin, 0) // size)
+            firsts.append(begin + (num_pages - table.num_pages) * size)
+        self._replace(list(tables), begins, firsts, end)
+        self.is_exact, self.is_padded = [True] * len(tables), any(begins)
+        if (residual := self.residual) is not None:
+            firsts = [max(begin, end) for begin in self.begins]
+            residual._replace(residual._new_tables(self.size), self.begins, firsts, end)
+            residual.is_exact, residual.is_padded = [True] * self.size, self.is_padded
 
     def forget_residual(self) -> None:
         """Read all tokens so far as codes: they are no longer those that a residual window has."""
@@ -122,9 +130,9 @@ class Sequences(Placement):
             last = [x + n for x, n in zip(first, self._num_evicted(end, first), strict=True)]
             if min(last, default=0) > start:
                 new = self._new_tables(batch)
-                self.pages.append(new, [end - x for x in last])
+                self.pages.append(new, [max(end - x, 0) for x in last])
                 self.previous = self._twin(self._tables)
-                self._hold(new, begin, last)
+                self._hold(new, begin, last, end)
                 return
             is_gathered = self.is_required and any(x.is_gathered for x in self.storages.values())
             run = self.run() if start and is_gathered else None
@@ -132,12 +140,13 @@ class Sequences(Placement):
                 if self.pages.continue_run(self._tables, run, end - start):
                     self._changed()
         tables = self._tables or self._new_tables(batch)
-        if self.pages.append(tables, [end - start] * batch):
+        if self.pages.append(tables, num_new(begin, start, end)):
             self._indices.clear()
             self._run = "unknown"
         self._tokens.clear()
         self.step = None
         self._tables[:], self.begins[:], self._first[:] = tables, begin, first
+        self.num_positions = end
 
     @contextmanager
     def reserving(self, batch: int, end: int) -> Iterator[None]:
@@ -166,10 +175,12 @@ class Sequences(Placement):
         except BaseException:
             release_all(new)
             raise
-        self._replace(new, self.begins, self._first)
+        self._replace(new, self.begins, self._first, self.num_positions)
 
     def remove(self, counts: Sequence[int]) -> None:
         """Remove the last ``counts[b]`` tokens of each sequence, at most all; then sequences end together.
+
+        Padded sequences keep their padding if as many positions are removed from each.
 
         Raises:
             StateError: as ``expect_removable``; nothing was changed.
@@ -182,26 +193,32 @@ class Sequences(Placement):
             counts = [count - end + self.num_positions for count in counts]
         self._forget_previous()
         end = self.num_positions
-        ends = [max(end - count, begin) for begin, count in zip(self.begins, counts, strict=True)]
-        lengths = [kept - begin for begin, kept in zip(self.begins, ends, strict=True)]
+        lengths = [max(end - count - begin, 0) for begin, count in zip(self.begins, counts, strict=True)]
         # The longest sequence begins in position 0, the others as many positions later as they are shorter.
-        longest = max(lengths, default=0)
-        if self._unknown:  # of the sequence that moves furthest; what follows is known
-            shift = max(longest - n - begin for n, begin in zip(lengths, self.begins, strict=True))
-            self._unknown = min(self._unknown + max(shift, 0), longest)
+        self.num_positions = max(lengths, default=0)
+        self.is_padded = self.is_padded and len(set(counts)) == 1
+        if self.is_padded:
+            self.num_positions = max(end - counts[0], 0)
+        elif self._unknown:  # of the sequence that moves furthest; what follows is known
+            moved = (self.num_positions - n - begin for n, begin in zip(lengths, self.begins, strict=True))
+            self._unknown += max(*moved, 0)
+        self._unknown = min(self._unknown, self.num_positions)
         for b, length in enumerate(lengths):
             evicted = min(self._first[b] - self.begins[b], length)
             self._tables[b].truncate(length - evicted)
-            self.begins[b] = longest - length
+            if not self.is_padded:
+                self.begins[b] = self.num_positions - length
             self._first[b] = self.begins[b] + evicted
         if self.is_recording:
-            self._drop_front(longest)
+            self._drop_front(self.num_positions)
         self._changed()
         if self.residual is not None:
             self.residual.remove(removed)
 
     def expect_removable(self, counts: Sequence[int]) -> None:
-        """Raise StateError if tokens that follow such a ``remove`` would see some that are gone."""
+        """Raise StateError if what follows such a ``remove`` would see gone tokens; also ``expect_begun``."""
+        if len(set(counts)) > 1:
+            self.expect_begun(counts)
         if self.window is None or not self.is_required or self._reaches_previous(counts):
             return
         for b, (begin, first, count) in enumerate(zip(self.begins, self._first, counts, strict=True)):
@@ -213,16 +230,22 @@ class Sequences(Placement):
                 )
 
     def commit(self, tree: PrefixTree, tokens: Sequence[Sequence[int]], salts: Sequence[str]) -> None:
-        """Let ``tree`` find the full pages of sequences whose tokens these are, each under its salt.
+        """Let ``tree`` find the full pages of sequences, each under its salt.
 
-        What a window has passed is given up.
+        Args:
+            tree: Of these pages.
+            tokens: Of each sequence, from its first one on.
+            salts: As above.
 
         Raises:
-            ArgumentError: sequences are not of one length.
+            ArgumentError: sequences were cropped apart.
             StateError: a page is known under other tokens; that sequence and those after it stay unknown.
         """
-        if any(self.begins):
-            raise ArgumentError("cache must hold whole sequences of one length to be found again")
+        if any(self.begins) and not self.is_padded:
+            raise ArgumentError(
+                "cache must hold whole sequences of one length, or as they were padded when it began, to be "
+                "found again"
+            )
         for b, (table, row, salt) in enumerate(zip(self._tables, tokens, salts, strict=True)):
             table.claim()
             table.replace(tree.insert(row, table.pages, salt, self.first_pages[b]))
@@ -241,7 +264,7 @@ class Sequences(Placement):
         """
         tables = [self._tables[i] for i in indices]
         begin, first = ([x[i] for i in indices] for x in (self.begins, self._first))
-        self._replace([table.fork() for table in tables], begin, first)
+        self._replace([table.fork() for table in tables], begin, first, self.num_positions)
         self.is_exact = [self.is_exact[i] for i in indices]
         if self.residual is not None:
             self.residual.select(indices)
@@ -255,8 +278,8 @@ class Sequences(Placement):
 
     def clear(self) -> None:
         """Forget all sequences; the memory is freed if no fork uses it, and the next tokens may be any."""
-        self._replace([], [], [])
-        self.is_exact, self._unknown = [], 0
+        self._replace([], [], [], 0)
+        self.is_exact, self.is_padded, self._unknown = [], False, 0
         self.pages.give_back()
         if self.residual is not None:
             self.residual.clear()
@@ -272,15 +295,16 @@ class Sequences(Placement):
 
     def _take_back(self, size: int, num_positions: int) -> None:
         if not size:
-            self._replace([], [], [])
+            self._replace([], [], [], 0)
             self.pages.give_back()
             return
         added = self.num_positions - num_positions
         if added and self.previous is not None:
             self._restore_previous()
         elif added:
-            for table in self._tables:
-                table.truncate(table.num_tokens - added)
+            for table in self._tables:  # one that began among them has fewer
+                table.truncate(max(table.num_tokens - added, 0))
+            self.num_positions = num_positions
             self._changed()
 
     def _can_keep(self, batch: int, num_new: int) -> bool:
@@ -322,14 +346,16 @@ class Sequences(Placement):
         """Sequences of the same state that hold ``tables``."""
         other = Sequences(self.pages, self.window, self.rollback, is_required=self.is_required)
         other.is_recording, other.is_exact = self.is_recording, [*self.is_exact]
-        other._unknown = self._unknown
-        other._hold(tables, self.begins, self._first)
+        other.is_padded, other._unknown = self.is_padded, self._unknown
+        other._hold(tables, self.begins, self._first, self.num_positions)
         return other
 
-    def _replace(self, tables: Sequence[PageTable], begin: Sequence[int], first: Sequence[int]) -> None:
+    def _replace(
+        self, tables: Sequence[PageTable], begin: Sequence[int], first: Sequence[int], num_positions: int
+    ) -> None:
         self._forget_previous()
         release_all(self._tables)
-        self._hold(tables, begin, first)
+        self._hold(tables, begin, first, num_positions)
 
     def _reaches_previous(self, counts: Sequence[int]) -> bool:
         """Whether a removal goes back to before this step, where everything still is."""
@@ -343,11 +369,11 @@ class Sequences(Placement):
             tables = previous.tables
             previous._tables.clear()
             release_all(self._tables)
-            self._hold(tables, previous.begins, previous._first)
+            self._hold(tables, previous.begins, previous._first, previous.num_positions)
 
     def _forget_previous(self) -> None:
         if self.previous is not None:
-            self.previous._replace([], [], [])
+            self.previous._replace([], [], [], 0)
             self.previous = None
             self._run = "unknown"
 
@@ -360,12 +386,12 @@ def with_residuals(groups: Iterable[Sequences]) -> list[Sequences]:
 
 def _load(
     made_of: tuple[Pages, int | None, int, bool],
-    attributes: tuple[bool, Sequences | None, Sequences | None, list[bool], int],
+    attributes: tuple[Any, ...],
     tables: list[tuple[int, list[Place]]],
-    *positions: list[int],
+    *positions: Any,
 ) -> Sequences:
     sequences = Sequences(*made_of[:3], is_required=made_of[3])
     sequences.is_recording, sequences.previous, sequences.residual = attributes[:3]
-    sequences.is_exact, sequences._unknown = attributes[3:]
+    sequences.is_exact, sequences._unknown, sequences.is_padded = attributes[3:]
     sequences._hold(load_tables(made_of[0], tables), *positions)
     return sequences

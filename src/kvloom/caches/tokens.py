@@ -38,6 +38,8 @@ class TokenIndex:
         origins: ``[B]`` int64, which stored token stands in column 0; negative where columns in front hold
             nothing; ``None`` for 0.
         kvstarts: ``[B + 1]`` int64, sums of ``lengths``, if they are known.
+        begins: ``[B]`` int64, the first column of each sequence that holds a token, where pages stand in the
+            place of those before it, such as those of a sequence that begins among new tokens.
     """
 
     index: CacheIndex
@@ -45,15 +47,24 @@ class TokenIndex:
     num_columns: int
     origins: Tensor | None = None
     kvstarts: Tensor | None = None
+    begins: Tensor | None = None
     # Made once for all layers, by hand: ``cached_property`` takes a lock, which does not compile.
     _slots: Tensor | None = field(default=None, init=False, repr=False)
     _batches: dict[int, ops.Batch] = field(default_factory=dict, init=False, repr=False)
 
     @classmethod
-    def of(cls, index: CacheIndex, bases: Sequence[int], start: int, end: int) -> "TokenIndex":
-        """Columns of positions ``start .. end``; token 0 of sequence b is that at position ``bases[b]``."""
+    def of(
+        cls, index: CacheIndex, bases: Sequence[int], start: int, end: int, firsts: Sequence[int]
+    ) -> "TokenIndex":
+        """Columns of positions ``start .. end``.
+
+        Token 0 of sequence b in the index is that at position ``bases[b]``, and the first one that is held
+        that at ``firsts[b]``.
+        """
         counts, origins = ([position - base for base in bases] for position in (end, start))
         device, rows = index.table.device, len(bases)
+        stand_in = any(first > max(start, base) for base, first in zip(bases, firsts, strict=True))
+        begins = [max(first - start, 0) for first in firsts] if stand_in else None
         both = torch.tensor([*counts, 0, *accumulate(counts)], device=device)  # copied there at once
         return cls(
             index,
@@ -61,6 +72,7 @@ class TokenIndex:
             num_columns=end - start,
             origins=torch.tensor(origins, device=device) if any(origins) else None,
             kvstarts=both.narrow(0, rows, rows + 1),
+            begins=None if begins is None else torch.tensor(begins, device=device),
         )
 
     @property
@@ -72,10 +84,10 @@ class TokenIndex:
 
     def own_slots(self) -> Tensor:
         """``slots``, with -1 where a column holds nothing."""
-        if self.origins is None:
-            return self.slots
-        column = torch.arange(self.num_columns, device=self.origins.device)
-        return torch.where(column + self.origins.unsqueeze(1) < 0, -1, self.slots)
+        slots, column = self.slots, torch.arange(self.num_columns, device=self.lengths.device)
+        if self.origins is not None:
+            slots = torch.where(column + self.origins.unsqueeze(1) < 0, -1, slots)
+        return slots if self.begins is None else torch.where(column < self.begins.unsqueeze(1), -1, slots)
 
     def batch(self, num_new: int, first: Tensor | None = None) -> ops.Batch:
         """The last ``num_new`` tokens of each sequence are queries; columns before ``first`` ``[B]`` hide."""
@@ -86,6 +98,8 @@ class TokenIndex:
             kvstarts = prefix_sums(self.lengths) if self.kvstarts is None else self.kvstarts
             self._batches[num_new] = ops.Batch(self.index, seqstarts, kvstarts, first_visible=self.origins)
         batch = self._batches[num_new]
+        if self.begins is not None:
+            first = self.begins if first is None else torch.maximum(first, self.begins)
         if first is None:
             return batch
         return replace(batch, first_visible=first if self.origins is None else first + self.origins)
@@ -97,8 +111,8 @@ class TokenIndex:
             table=self.index.table[b : b + 1] if self.index.row_starts is None else self.index.table,
             row_starts=None if self.index.row_starts is None else self.index.row_starts[b : b + 2],
         )
-        origins = None if self.origins is None else self.origins[b : b + 1]
-        return TokenIndex(index, self.lengths[b : b + 1], self.num_columns, origins)
+        origins, begins = (None if x is None else x[b : b + 1] for x in (self.origins, self.begins))
+        return TokenIndex(index, self.lengths[b : b + 1], self.num_columns, origins, begins=begins)
 
     def _find_slots(self) -> Tensor:
         rows, device, index = len(self.lengths), self.lengths.device, self.index
@@ -207,7 +221,7 @@ class Tokens:
         """Keys ``[B, H, N, Dk]`` and values ``[B, H, N, Dv]``: dequantized copies, or views.
 
         Columns that are kept unquantized are returned so: the new ones, and those before that the
-        first of the new ones reads so.
+        first of the new ones reads so. Columns for which pages of others stand are zeros.
         """
         if self.rows is not None and self.rows[0].dtype == self.rows[1].dtype == dtype:
             return self.rows
@@ -216,6 +230,10 @@ class Tokens:
             found = self.rotation.rotated(*found)
         if self.exact is not None:
             self.exact.put_into(found)
+        if self.index.begins is not None:
+            column = torch.arange(self.index.num_columns, device=self.view.device)
+            is_other = (column < self.index.begins.unsqueeze(1))[:, None, :, None]
+            found = found[0].masked_fill(is_other, 0), found[1].masked_fill(is_other, 0)
         return found
 
     def attend(

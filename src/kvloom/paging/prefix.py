@@ -76,9 +76,13 @@ class PrefixTree:
 
     def first_needed(self, num_pages: int) -> int:
         """The first of ``num_pages`` pages of a prefix that the token behind it sees."""
+        return self.first_seen(num_pages * self.page_size)
+
+    def first_seen(self, num_tokens: int) -> int:
+        """The first page of ``num_tokens`` tokens that the token behind them sees."""
         if self.window is None:
             return 0
-        return min(max(num_pages * self.page_size - self.window + 1, 0) // self.page_size, num_pages)
+        return min(max(num_tokens - self.window + 1, 0) // self.page_size, -(-num_tokens // self.page_size))
 
     def match(
         self,
@@ -148,10 +152,27 @@ class PrefixTree:
         Args:
             is_there: Of each page.
         """
-        found, first_there = list[bool](), 0  # the first of the pages up to this one without a gap
+        size = self.page_size
+        return [num_tokens <= (i + 1) * size for i, num_tokens in enumerate(self.fewest(is_there))]
+
+    def fewest(self, is_there: Sequence[bool]) -> list[int]:
+        """Of each page of a sequence, the fewest tokens of a whole prefix that ends in that page.
+
+        From as many on, up to the end of the page, prefixes are whole; if none is, they are more than that.
+
+        Args:
+            is_there: Of each page.
+        """
+        found, size = list[int](), self.page_size
+        first_there = 0  # the first of the pages up to this one without a gap
         for i, there in enumerate(is_there):
             first_there = first_there if there else i + 1
-            found.append(self.first_needed(i + 1) >= first_there)
+            if first_there == 0:
+                found.append(i * size + 1)
+            elif self.window is None:
+                found.append((i + 1) * size + 1)
+            else:
+                found.append(max(first_there * size + self.window - 1, i * size + 1))
         return found
 
     def num_same(self, tokens: Sequence[int], salt: str = "") -> int:

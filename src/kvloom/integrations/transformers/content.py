@@ -135,12 +135,15 @@ def is_within(placeholders: Mapping[int, str], tokens: Sequence[int], end: int) 
     return 0 < end < len(tokens) and tokens[end - 1] in placeholders and tokens[end] in placeholders
 
 
-def input_beside_tokens(inputs: Mapping[str, Any], past: int, has_placeholders: bool) -> str | None:
+def input_beside_tokens(
+    inputs: Mapping[str, Any], past: int, begins: Sequence[int], has_placeholders: bool
+) -> str | None:
     """Which input of a forward changes keys and values beside its tokens; ``None`` if none does.
 
     Args:
         inputs: Arguments of ``forward`` by their names.
-        past: Tokens in the cache.
+        past: Columns in the cache.
+        begins: Of each row, the column of its first token; the mask of padding is right.
         has_placeholders: Whether the model reads pictures or audio, so that types of tokens tell which are of
             these, and zeros are as none.
     """
@@ -150,17 +153,29 @@ def input_beside_tokens(inputs: Mapping[str, Any], past: int, has_placeholders: 
         if name in _TYPES and has_placeholders and isinstance(value, Tensor) and not bool(value.any()):
             continue
         return name
-    if not _hides_nothing(inputs.get("attention_mask")):
+    if not any(begins) and not _hides_nothing(inputs.get("attention_mask")):
         return "attention_mask"
-    return None if positions_are_default(inputs.get("position_ids"), past) else "position_ids"
+    return None if positions_are_default(inputs.get("position_ids"), past, begins) else "position_ids"
 
 
-def positions_are_default(positions: Any, past: int) -> bool:
-    """Whether positions, ``[..., T]``, count on from the tokens in a cache."""
+def positions_are_default(positions: Any, past: int, begins: Sequence[int]) -> bool:
+    """Whether positions, ``[..., T]``, count on from the tokens in a cache.
+
+    Args:
+        positions: Of new tokens; those of padding may be any.
+        past: Columns in the cache.
+        begins: Of each row, the column of its first token, which has position 0. If one is not 0, positions
+            must be said.
+    """
     if not isinstance(positions, Tensor):
-        return positions is None
+        return positions is None and not any(begins)
     expected = torch.arange(past, past + positions.shape[-1], device=positions.device)
-    return bool((positions == expected).all())
+    if not any(begins):
+        return bool((positions == expected).all())
+    expected = expected - torch.tensor(begins, device=positions.device).unsqueeze(1)
+    if positions.ndim > 1 and positions.shape[-2] not in (1, len(begins)):
+        return False
+    return bool(((positions == expected) | (expected < 0)).all())
 
 
 def _hides_nothing(mask: Any) -> bool:

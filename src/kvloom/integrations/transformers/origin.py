@@ -17,8 +17,10 @@ from kvloom.errors import ArgumentError, StateError
 from kvloom.integrations.transformers.cache import KVCache
 from kvloom.integrations.transformers.cache_argument import given_cache
 from kvloom.integrations.transformers.content import input_beside_tokens, positions_are_default
+from kvloom.integrations.transformers.padding import expect_mask_of_padding
 from kvloom.integrations.transformers.rope import DynamicRope
 from kvloom.integrations.transformers.watch import ModelWatch
+from kvloom.paging import PageTable
 
 _OF_A_STATE: Final = re.compile("\0s[0-9]+:")
 _CHANGED: Final = "the model changed while they were computed"
@@ -58,7 +60,7 @@ class Origin:
         contents: Of each row, digests of what stands behind placeholder tokens; empty for tokens alone.
         state: Of the model, when the tokens were found or computed.
         frequencies: Of all its tokens.
-        num_found: Tokens of each row that were found.
+        num_found: Columns of the tokens that were found, padding in front of them included.
         num_shared: Pages of each row that it has in common with a text that was known.
         refusal: Why nobody may find its pages; empty if they may.
 
@@ -107,26 +109,33 @@ class Origin:
         other.num_shared = [self.num_shared[row] for row in rows]
         return other
 
-    def before_forward(self, module: nn.Module, inputs: Mapping[str, Any], past: int) -> None:
+    def before_forward(
+        self, module: nn.Module, inputs: Mapping[str, Any], past: int, begins: Sequence[int]
+    ) -> None:
         """Check what a forward computes.
 
         Args:
             module: The model, or a part of it that takes the cache.
             inputs: Arguments of its ``forward`` by their names.
-            past: Tokens in the cache.
+            past: Columns in the cache.
+            begins: Of each row, the column of its first token.
 
         Raises:
-            ArgumentError: an input changes keys and values, and no content was given.
+            ArgumentError: an input changes keys and values, and no content was given; or the mask is not that
+                of the padding.
             StateError: the model changed after tokens were found.
         """
-        is_outermost = self.depth == 0
+        is_outermost, end = self.depth == 0, past + _num_tokens(inputs)
+        if is_outermost and any(begins):
+            expect_mask_of_padding(inputs.get("attention_mask"), begins, end)
         if not all(self.contents):
-            self._expect_tokens_alone(inputs, past, is_outermost)
+            self._expect_tokens_alone(inputs, past, begins, is_outermost)
         if not is_outermost:
             return
+        padding = min(begins, default=0)
         state = self._watch.quick_state()
         if state != self.state:
-            if past == 0:
+            if past <= padding:
                 self.state = state
             elif past <= self.num_found:
                 raise StateError(
@@ -138,13 +147,21 @@ class Origin:
         if module.training:
             self.refusal = "they were computed in training mode"
         if self._rope is not None:
-            self._note_frequencies(past, self._rope.frequencies(past + _num_tokens(inputs)))
+            self._note_frequencies(past <= padding, self._rope.frequencies(end - padding))
 
-    def _expect_tokens_alone(self, inputs: Mapping[str, Any], past: int, is_outermost: bool) -> None:
+    def _expect_tokens_alone(
+        self, inputs: Mapping[str, Any], past: int, begins: Sequence[int], is_outermost: bool
+    ) -> None:
         if is_outermost:
-            name = input_beside_tokens(inputs, past, self._has_placeholders)
+            name = input_beside_tokens(inputs, past, begins, self._has_placeholders)
         else:
-            name = None if positions_are_default(inputs.get("position_ids"), past) else "position_ids"
+            is_default = positions_are_default(inputs.get("position_ids"), past, begins)
+            name = None if is_default else "position_ids"
+        if name == "position_ids" and any(begins):
+            raise ArgumentError(
+                f"position_ids must count the tokens of each row behind its padding, from 0 in columns "
+                f"{list(begins)}, as generate makes them of the mask, got {inputs.get('position_ids')}"
+            )
         if name is not None:
             raise ArgumentError(
                 f"{name} must be left out, or change nothing, with a cache that a pool began by tokens "
@@ -152,8 +169,8 @@ class Origin:
                 f"content=content_of(inputs), or use a KVCache of its own"
             )
 
-    def _note_frequencies(self, past: int, frequencies: str | None) -> None:
-        if past == 0 and frequencies is not None:
+    def _note_frequencies(self, is_empty: bool, frequencies: str | None) -> None:
+        if is_empty and frequencies is not None:
             self.frequencies = frequencies
         elif frequencies != self.frequencies:
             self.refusal = "frequencies of RoPE changed with the length of the text"
@@ -168,10 +185,28 @@ class PoolCache(KVCache):
         """Whether a pool with these pages began it, of which layers may have left them since."""
         return self.is_assigned or [x.pages for x in with_residuals(self.sequences)] == pages
 
-    def begin_behind(self, num_tokens: int, states: Tensor) -> None:
-        """Let layers have tokens whose pages were found; ``states`` are no keys, in their dtype."""
+    @property
+    def begins(self) -> list[int]:
+        """Of each row, the column of its first token; empty before there are rows."""
+        return self.sequences[0].begins
+
+    def begin_behind(
+        self, tables: Sequence[Sequence[PageTable]], begins: Sequence[int], end: int, states: Tensor
+    ) -> None:
+        """Let layers have tokens whose pages were found; nothing to do without any, and without padding.
+
+        Args:
+            tables: Of each row, its pages in each group of layers.
+            begins: Of each row, the column of its first token.
+            end: Columns up to which rows have their tokens.
+            states: No keys, in the dtype of keys.
+        """
+        if end == 0 and not any(begins):
+            return
+        for sequences, own in zip(with_residuals(self.sequences), zip(*tables, strict=True), strict=True):
+            sequences.adopt(own, begins, end)
         for pages in self._paged:
-            pages.num_tokens = num_tokens
+            pages.num_tokens = end
         for layer in self._own_layers:
             layer.lazy_initialization(states)
 
@@ -226,7 +261,7 @@ class _BeforeForward:
         if cache is not None and cache.origin is not None:
             try:
                 if not cache.is_assigned:
-                    cache.origin.before_forward(module, inputs, int(cache.get_seq_length()))
+                    cache.origin.before_forward(module, inputs, int(cache.get_seq_length()), cache.begins)
             finally:
                 cache.origin.depth += 1
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from torch import Tensor
 
+from kvloom.caches.placement import num_new
 from kvloom.caches.prefixes import GroupTable, Prefixes, PrefixGroup
 from kvloom.caches.sequences import with_residuals
 from kvloom.core.checks import INDEX_DTYPES, expect
@@ -185,57 +186,56 @@ class KVPool(Recorder):
         return cls(model, layers, store, wish)
 
     def begin(
-        self, input_ids: Tensor, salt: str = "", content: str | Sequence[str] | None = None
+        self,
+        input_ids: Tensor,
+        salt: str = "",
+        content: str | Sequence[str] | None = None,
+        attention_mask: Tensor | None = None,
     ) -> PoolCache:
-        """A cache that holds the longest first part of every row that is known, in whole pages.
+        """A cache that holds the longest first part of the batch that is known.
 
-        The last token is always left to compute. Rows are of one length, so the shortest match counts. What
-        stands for one picture is found as a whole or not at all: of what ``generate`` is given beside tokens,
-        leave out what belongs to placeholders that were found.
+        Of each row its longest prefix counts, in whole pages; its last token is always left to compute. Rows
+        end together, so all compute as many columns as the row with the most tokens to compute. What stands
+        for one picture is found as a whole or not at all: of what ``generate`` is given beside tokens, leave
+        out what belongs to placeholders that were found.
 
         Args:
-            input_ids: ``[B, T]`` int64 or int32 without padding.
+            input_ids: ``[B, T]`` int64 or int32, rows of different lengths padded on the left.
             salt: Only caches of one salt share pages. The cache remembers it.
             content: A digest of what decides keys and values beside tokens: pictures, audio, embeddings,
                 other positions or masks, as ``content_of`` makes it; or one for each row. Only caches of one
                 content share pages. Without it a forward of the cache takes tokens alone.
+            attention_mask: ``[B, T]`` as a tokenizer makes it, 0 where a row is padded; ``None`` for no
+                padding. It is no part of ``content``. Forwards are given it, too, and positions that count
+                from the first token of each row, as ``generate`` makes them.
 
         Raises:
-            ArgumentError: ``input_ids`` has a placeholder token of the model and there is no ``content``.
+            ArgumentError: ``input_ids`` has a placeholder token of the model and there is no ``content``; or
+                ``attention_mask`` says something else than padding on the left.
             StateError: the pool was loaded and has no model yet.
+            UnsupportedError: there is padding, and the model takes no ``position_ids``.
         """
-        expect("input_ids", input_ids, "B T", dtype=INDEX_DTYPES)
-        if not input_ids.numel():
-            raise ArgumentError(f"input_ids must hold at least one token, got {list(input_ids.shape)}")
-        rows, model, size = input_ids.tolist(), self._bound(), self._prefixes.page_size
+        model, prefixes = self._bound(), self._prefixes
+        rows, begins = model.rows(input_ids, attention_mask)
         origin = model.origin(rows, salt, content)
         cache = self._empty.fork()
         cache.origin = origin
-        self._num_asked += input_ids.numel()
+        self._num_asked += sum(map(len, rows))
         if origin.refusal:
+            tables = [prefixes.hold([], "", 0, [[] for _ in prefixes.groups], 0) for _ in rows]
+            cache.begin_behind(tables, begins, min(begins), model.states)
             return cache
         self._follow_state(origin.state)
-        prefixes, texts = self._prefixes, [row[:-1] for row in rows]
-        scopes, held, requests = [*zip(texts, origin.scopes(), strict=True)], [], []
-        for (text, scope), stored in zip(scopes, origin.stored_scopes(), strict=True):
-            held.append(prefixes.look_up(text, scope, stored))
-            requests.append(0 if (events := self.events) is None else events.num_requests)
-        num_pages = self._num_known(scopes)
-        while any(is_within(model.placeholders, row, num_pages * size) for row in rows):
-            num_pages = self._num_known(scopes, (num_pages - 1) * size)
-        origin.num_shared = [prefixes.num_shared(*scope) for scope in scopes]
-        tables = [
-            prefixes.hold(*scope, num_pages, refs, request)
-            for scope, refs, request in zip(scopes, held, requests, strict=True)
-        ]
-        cache.sequences[0].requests = requests
-        if num_pages == 0:
-            return cache
-        for sequences, own in zip(with_residuals(cache.sequences), zip(*tables, strict=True), strict=True):
-            sequences.adopt(own, (num_pages - own[0].num_pages) * size)
-        cache.begin_behind(num_pages * size, model.states)
-        origin.num_found = num_pages * size
-        self._num_found += num_pages * size * len(rows)
+        texts = [*zip((row[:-1] for row in rows), origin.scopes(), origin.stored_scopes(), strict=True)]
+        end, tables = prefixes.begin(
+            texts, begins, lambda row, num_tokens: is_within(model.placeholders, rows[row], num_tokens)
+        )
+        origin.num_shared = [prefixes.num_shared(*text[:2]) for text in texts]
+        cache.sequences[0].requests = [own[0].request for own in tables]
+        cache.begin_behind(tables, begins, end, model.states)
+        found = num_new(begins, 0, end)
+        origin.num_found = end if any(found) else 0
+        self._num_found += sum(found)
         return cache
 
     def commit(self, cache: KVCache, input_ids: Tensor, salt: str | None = None) -> None:
@@ -246,14 +246,14 @@ class KVPool(Recorder):
 
         Args:
             cache: One that ``begin`` made.
-            input_ids: ``[B, T]``, row by row the tokens that the cache holds, such as what ``generate``
-                returned; the last one, which was sampled and not computed, may be among them. After beam
-                search rows are no longer the cache's.
+            input_ids: ``[B, T]``, row by row the tokens that the cache holds, behind as much padding as it
+                began with, such as what ``generate`` returned; the last one, which was sampled and not
+                computed, may be among them. After beam search rows are no longer the cache's.
             salt: That of ``begin``, which the cache remembers.
 
         Raises:
-            ArgumentError: the cache is of another pool, began under another salt, or holds other numbers of
-                rows or tokens.
+            ArgumentError: the cache is of another pool, began under another salt, holds other numbers of
+                rows or tokens, or its rows were cropped apart.
             StateError: an update broke off; or pages of a row are known under other tokens, then that row and
                 those after it stay unknown.
         """
@@ -277,7 +277,7 @@ class KVPool(Recorder):
             raise ArgumentError(
                 f"input_ids must be the {num_tokens} tokens of the cache, or one more, got {sizes['T']}"
             )
-        rows = input_ids[:, :num_tokens].tolist()
+        rows = [row[begin:num_tokens] for row, begin in zip(input_ids.tolist(), cache.begins, strict=True)]
         for sequences, group in groups:
             sequences.commit(group.tree, rows, origin.scopes())
         self._follow_state(origin.state)
@@ -389,11 +389,3 @@ class KVPool(Recorder):
                 below: Any = group.below
                 below.become(*identity)
             self._stored_state = state
-
-    def _num_known(self, texts: Sequence[tuple[Sequence[int], str]], max_tokens: int | None = None) -> int:
-        """Pages that are known of each text, under its scope."""
-        while True:
-            found = [self._prefixes.num_known(*text, max_tokens) for text in texts]
-            if min(found) == max(found):
-                return found[0]
-            max_tokens = min(found) * self._prefixes.page_size

@@ -1,13 +1,16 @@
 """The model of a pool, in whatever state it is: what a cache that begins now is computed from."""
 
 from collections.abc import Sequence
+from inspect import signature
 from typing import TYPE_CHECKING, Any, Final
 from weakref import finalize
 
 import torch
+from torch import Tensor
 
 from kvloom.caches import CacheFormat
-from kvloom.errors import UnsupportedError
+from kvloom.core.checks import INDEX_DTYPES, expect
+from kvloom.errors import ArgumentError, UnsupportedError
 from kvloom.integrations.transformers.build import text_config_of
 from kvloom.integrations.transformers.content import expect_content, placeholders_of
 from kvloom.integrations.transformers.invariance import (
@@ -17,6 +20,7 @@ from kvloom.integrations.transformers.invariance import (
     report_layers,
 )
 from kvloom.integrations.transformers.origin import Origin, watch_inputs
+from kvloom.integrations.transformers.padding import padding_of
 from kvloom.integrations.transformers.rope import dynamic_rope
 from kvloom.integrations.transformers.watch import ModelWatch
 
@@ -51,6 +55,21 @@ class PoolModel:
         self.placeholders = placeholders_of(model.config) | placeholders_of(text_config_of(model))
         self._identities: dict[str, Identity] = {}
 
+    def rows(self, input_ids: Tensor, attention_mask: Tensor | None) -> tuple[list[list[int]], list[int]]:
+        """The tokens of each row, and in which column they begin; arguments are those of ``KVPool.begin``.
+
+        Raises:
+            ArgumentError: as ``KVPool.begin``.
+            UnsupportedError: the same.
+        """
+        expect("input_ids", input_ids, "B T", dtype=INDEX_DTYPES)
+        if not input_ids.numel():
+            raise ArgumentError(f"input_ids must hold at least one token, got {list(input_ids.shape)}")
+        begins, kind = padding_of(attention_mask, *input_ids.shape), type(self.watch.model)
+        if any(begins) and "position_ids" not in signature(kind.forward).parameters:
+            raise UnsupportedError(f"model must take position_ids for rows with padding, got {kind.__name__}")
+        return [row[begin:] for row, begin in zip(input_ids.tolist(), begins, strict=True)], begins
+
     def origin(self, rows: Sequence[Sequence[int]], salt: str, content: str | Sequence[str] | None) -> Origin:
         """That of a cache that begins now; arguments are those of ``KVPool.begin``.
 
@@ -59,7 +78,7 @@ class PoolModel:
         """
         contents = expect_content(self.placeholders, rows, content)
         origin = Origin(self.watch, self._rope, bool(self.placeholders), salt, contents, self.watch.state())
-        frequencies = "" if self._rope is None else self._rope.frequencies(len(rows[0]))
+        frequencies = "" if self._rope is None else self._rope.frequencies(max(map(len, rows)))
         if frequencies is None:
             origin.refusal = "frequencies of RoPE are those of this length of text alone"
         else:
