@@ -1,4 +1,4 @@
-"""What a cache costs and how to make one: shapes, dtypes, bytes, and a fingerprint."""
+"""Specifications of a cache: shapes, dtypes, bytes, and a fingerprint."""
 
 import hashlib
 import json
@@ -38,7 +38,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 class QuantSpec:
     """Symmetric quantization of groups along the head dim.
 
-    ``str`` spells it as ``parse`` reads it, such as ``"int8:g64"``; ``scale_dtype`` is left out.
+    ``str`` is the format string that ``parse`` reads, such as ``"int8:g64"``, without ``scale_dtype``.
 
     Without a group these are codes of any head dim that is a multiple of 8; a ``KVSpec`` of them has one.
 
@@ -71,17 +71,17 @@ class QuantSpec:
 
     @classmethod
     def parse(cls, text: str, name: str = "text", side: str = "keys") -> "QuantSpec":
-        """The codes that ``"int8"``, ``"int4:g32"`` and the like spell.
+        """Parse a format string of codes: ``"int8"``, ``"int4:g32"`` and the like.
 
         Scales are float16. Keys are rotated if their ``Codes.rotate`` says so and the text not otherwise.
 
         Args:
-            text: The spelling.
+            text: The format string.
             name: What an error calls it.
-            side: ``"keys"`` or ``"values"``, which is rotated if the spelling says so of it or of both.
+            side: ``"keys"`` or ``"values"``, which is rotated if the format string says so of it or of both.
 
         Raises:
-            ArgumentError: ``text`` spells no codes.
+            ArgumentError: ``text`` is no format string of codes.
         """
         kind = parse_kind(name, text, tuple(CODES))
         if kind.recent:

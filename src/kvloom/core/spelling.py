@@ -1,4 +1,4 @@
-"""How keys and values are kept, spelled ``KIND[:gGROUP][,OPTION=VALUE...]``.
+"""Format strings of keys and values, ``KIND[:gGROUP][,OPTION=VALUE...]``.
 
 Such as ``"float16"``, ``"int8"``, ``"int4:g32"``, ``"int4,rotate=keys"``; kinds are named in ``FLOATS`` and
 ``CODES``. Codes that name no group have the one that ``group_for`` chooses for a head dim.
@@ -23,13 +23,13 @@ _SPELLING: Final = re.compile(r"([a-z0-9]+)(?::g([1-9][0-9]{0,17}))?((?:,[a-z]+=
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """What a spelling says.
+    """A parsed format string, such as ``"int8:g32,rotate=keys"``.
 
     Attributes:
         name: One of ``STORAGE``.
         group: Elements that share a scale; ``None`` if nothing is said.
         rotate: One of ``ROTATIONS``.
-        recent: Newest tokens that each token attends to unquantized; ``None`` if nothing is said.
+        recent: Residual window: newest tokens that each token attends to unquantized; ``None`` if not said.
     """
 
     name: str
@@ -39,12 +39,12 @@ class Kind:
 
     @property
     def codes(self) -> Codes | None:
-        """Its codes; ``None`` for a kind that is none."""
+        """Its codes; ``None`` for a kind that is not quantized."""
         return CODES.get(self.name)
 
     @property
     def bits(self) -> int:
-        """Of codes; 0 for a kind that is none."""
+        """Bits of a code; 0 for a kind that is not quantized."""
         return self.codes.bits if self.codes else 0
 
     @property
@@ -58,7 +58,7 @@ class Kind:
         return self.rotate in (side, "both")
 
     def __str__(self) -> str:
-        """The shortest spelling."""
+        """The shortest format string."""
         usual = self.usual
         group = "" if self.group is None else f":g{self.group}"
         rotate = "" if self.rotate == usual.rotate else f",rotate={self.rotate}"
@@ -67,12 +67,12 @@ class Kind:
 
 
 def _one_of(*words: str) -> tuple[str, Callable[[str], str | None]]:
-    """What an option must be, in words, and what it says; ``None`` if it is no such value."""
+    """The allowed values of an option, in words, and its parsed value; ``None`` if it is not one of them."""
     return f"one of {', '.join(words)}", lambda text: text if text in words else None
 
 
 def _count(low: int = 0) -> tuple[str, Callable[[str], int | None]]:
-    """As ``_one_of``, of a number of at least ``low``."""
+    """The same as ``_one_of``, for a number of at least ``low``."""
 
     def read(text: str) -> int | None:
         is_number = text.isascii() and text.isdigit() and len(text) <= 18 and str(int(text)) == text
@@ -89,7 +89,7 @@ _OPTIONS: Final[dict[str, tuple[str, Callable[[str], Any]]]] = {
 
 
 def recent_of(keys: Kind, values: Kind) -> int:
-    """Newest tokens that each token attends to unquantized, where either side is codes."""
+    """The residual window of a layer, either side of which is codes."""
     said = [kind.recent for kind in (keys, values) if kind.recent is not None]
     return max(said or [kind.usual.recent or 0 for kind in (keys, values)])
 
@@ -106,16 +106,16 @@ def expect_kv(name: str, text: str) -> None:
 
 
 def parse_kind(name: str, text: object, kinds: tuple[str, ...] = STORAGE) -> Kind:
-    """What ``text`` spells.
+    """Parse a format string.
 
     Args:
         name: The caller's argument, for the error.
-        text: One of ``kinds``; codes may have a group behind it, of at least 1 and without zeros in
+        text: One of ``kinds``; codes may have a group after it, of at least 1 and without zeros in
             front, and then options, each at most once.
         kinds: Those that are allowed.
 
     Raises:
-        ArgumentError: ``text`` is no such spelling, or a group of codes is no whole bytes.
+        ArgumentError: ``text`` is no such format string, or a group of codes is no whole bytes.
     """
     found = _SPELLING.fullmatch(text) if isinstance(text, str) else None
     kind, digits, options = found.groups() if found else ("", None, "")

@@ -1,1 +1,1 @@
-"""What codes mean: scales, numbers and bytes."""
+"""Quantization codes: scales, numbers and bytes."""

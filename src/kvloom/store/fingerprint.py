@@ -1,4 +1,4 @@
-"""What stored bytes mean: the model that computed them, and how they are kept. Imports no torch."""
+"""Fingerprints of stored bytes: the model that computed them, and their format. Imports no torch."""
 
 import hashlib
 import json
@@ -19,7 +19,7 @@ LayerFormat = Entry
 
 @dataclass(frozen=True, eq=False)
 class Fingerprint:
-    """Whose keys and values these are. Pages of another fingerprint are never used.
+    """The identity of keys and values: model and format. Pages of another fingerprint are never used.
 
     Attributes:
         config: Digest of the model's configuration.
@@ -79,7 +79,7 @@ class Fingerprint:
         return heads.pop() if len(heads) == 1 else 1
 
     def to_json(self) -> str:
-        """One spelling of every field; layers that are alike one behind the other are counted."""
+        """All fields as JSON of one form; layers that are alike one after the other are counted."""
         runs: list[list[Any]] = []
         for layer in self.layers:
             if runs and runs[-1][1] == layer:
@@ -95,7 +95,7 @@ class Fingerprint:
 
     @classmethod
     def from_json(cls, text: str, max_layers: int = 10_000) -> "Fingerprint":
-        """What ``to_json`` spelled.
+        """The fingerprint that ``to_json`` wrote.
 
         Raises:
             ConfigError: ``text`` is something else, or has more layers than ``max_layers``.
@@ -109,9 +109,9 @@ class Fingerprint:
             layers = [layer for count, saved in runs for layer in [_layer(saved)] * count]
             found = cls(**named, layers=tuple(layers))
         except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
-            raise ConfigError(f"text must spell a fingerprint: {error}") from None
+            raise ConfigError(f"text must be a fingerprint: {error}") from None
         if found.to_json() != text:
-            raise ConfigError("text must spell a fingerprint as to_json does, got another spelling")
+            raise ConfigError("text must be a fingerprint as to_json writes it, got it written otherwise")
         return found
 
     @cached_property
@@ -121,7 +121,7 @@ class Fingerprint:
 
     @property
     def folder(self) -> str:
-        """Of its runs in a store."""
+        """The folder of its runs in a store."""
         return self.digest.hex()[:16]
 
     def difference(self, other: "Fingerprint") -> str:

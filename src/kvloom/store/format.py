@@ -38,7 +38,7 @@ class OtherFormat(DamagedRun):
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What the head of a file says.
+    """The head of a file: which tokens of which model it has.
 
     Attributes:
         fingerprint: Whose keys and values.
@@ -69,12 +69,12 @@ class Run:
 
     @property
     def end(self) -> int:
-        """Position behind the last token."""
+        """Position after the last token."""
         return self.first + self.num_pages * self.page_size
 
     @property
     def name(self) -> str:
-        """Of its file, under the folder of its fingerprint; equal for equal runs."""
+        """The name of its file, in the folder of its fingerprint; equal for equal runs."""
         folder = self.sums.folder(self.fingerprint.digest)
         return run_name(folder, self.digests[-1], self.first, self.page_size)
 
@@ -85,7 +85,7 @@ class Run:
 
     @property
     def data_bytes(self) -> int:
-        """Bytes behind the head."""
+        """Bytes after the head."""
         return self.fingerprint.num_heads * self.num_pages * self.page_bytes
 
     def head(self) -> bytes:
@@ -191,7 +191,7 @@ def part_bytes(part: Part, num_vectors: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Header:
-    """What the JSON of a file says, and how many bytes its head has."""
+    """The JSON of a file, and the size of its head in bytes."""
 
     fingerprint: Fingerprint
     salt: bytes
@@ -305,7 +305,7 @@ def _checked_header(data: bytes, file_size: int, sums: Sums) -> _Header:
         (heads, size),
     )
     if again != data[:start]:
-        raise DamagedRun("the header is not spelled as this format spells it")
+        raise DamagedRun("the header is not written as this format writes it")
     salt, before = (_digest_of(saved[name]) for name in ("salt", "before"))
     found = _Header(fingerprint, salt, before, first, page_size, start, lengths)
     if found.head_size > MAX_HEAD:
