@@ -139,10 +139,12 @@ def test_info_times_nothing_without_kernels(
     assert "no compiled kernels to time: no compiler" in capsys.readouterr().err
 
 
-def test_generate_continues_the_prompt_the_same_in_a_float32_cache_and_without_one() -> None:
+def test_generate_continues_the_prompt_the_same_in_a_float32_cache_and_without_one(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     prompt = "def load(path):\n    "
-    done = run("generate", "--prompt", prompt, "--kv", "float32", "--max-new-tokens", "12")
-    assert done.returncode == 0, done.stderr
+    assert main(["generate", "--prompt", prompt, "--kv", "float32", "--max-new-tokens", "12"]) == 0
+    captured = capsys.readouterr()
     import torch
 
     from kvloom.integrations.transformers import load_model
@@ -150,8 +152,8 @@ def test_generate_continues_the_prompt_the_same_in_a_float32_cache_and_without_o
     model, tokenizer = load_model(bundled_model_path(), torch.float32)
     inputs = tokenizer(prompt, return_tensors="pt")
     tokens = model.generate(**inputs, max_new_tokens=12, do_sample=False)[0]
-    assert done.stdout == tokenizer.decode(tokens, skip_special_tokens=True) + "\n"
-    assert "12 tokens in" in done.stderr
+    assert captured.out == tokenizer.decode(tokens, skip_special_tokens=True) + "\n"
+    assert "12 tokens in" in captured.err
 
 
 def test_generate_reads_a_prompt_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -269,7 +271,7 @@ def test_what_the_terminals_encoding_lacks_is_escaped(monkeypatch: pytest.Monkey
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
 def test_output_that_cannot_be_written_is_one_line() -> None:
-    code = "import sys; from kvloom.cli import main; sys.exit(main(['info']))"
+    code = "import sys; from kvloom.cli import main; sys.exit(main(['conform', 'list']))"
     with Path("/dev/full").open("w") as full:
         done = subprocess.run(
             [sys.executable, "-E", "-c", code], stdout=full, stderr=subprocess.PIPE, text=True, check=False
@@ -281,7 +283,7 @@ def test_output_that_cannot_be_written_is_one_line() -> None:
 def test_a_reader_that_has_gone_is_one_line() -> None:
     reading, writing = os.pipe()
     os.close(reading)
-    code = "import sys; from kvloom.cli import main; sys.exit(main(['info']))"
+    code = "import sys; from kvloom.cli import main; sys.exit(main(['conform', 'list']))"
     done = subprocess.run(
         [sys.executable, "-E", "-c", code], stdout=writing, stderr=subprocess.PIPE, text=True, check=False
     )
@@ -298,12 +300,15 @@ def test_closed_output_is_one_line(
     assert capsys.readouterr().err == "kvloom: standard output must be open, got a closed one\n"
 
 
-def test_demo_prints_a_row_for_each_cache_kind_and_reads_its_prompt_the_second_time(tmp_path: Path) -> None:
+def test_demo_prints_a_row_for_each_cache_kind_and_reads_its_prompt_the_second_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     for expected in ("no prompt tokens were in", "prompt tokens read from"):
-        done = run("demo", "--max-new-tokens", "6", "--runs", "1", XDG_CACHE_HOME=str(tmp_path))
-        assert done.returncode == 0, done.stderr
+        assert main(["demo", "--max-new-tokens", "6", "--runs", "1"]) == 0
+        captured = capsys.readouterr()
         for kind in ("DynamicCache", "kvloom float32", "kvloom int8", "kvloom int4"):
-            assert kind in done.stdout
-        assert "6 of 6" in done.stdout
-        assert expected in done.stderr
+            assert kind in captured.out
+        assert "6 of 6" in captured.out
+        assert expected in captured.err
     assert list((tmp_path / "kvloom" / "demo").rglob("*.safetensors"))

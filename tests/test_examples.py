@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+import io
 import os
 import re
+import runpy
 import subprocess
 import sys
 import textwrap
@@ -21,9 +24,8 @@ SCRIPTS = sorted(EXAMPLES.glob("*.py"))
 PROMPT = "import os\n\ndef main():\n"
 
 
-@cache
-def printed(path: Path) -> str:
-    """Standard output of an example, in which no warning is let pass."""
+def printed_by_itself(path: Path) -> str:
+    """Standard output of an example in a process of its own, in which no warning is let pass."""
     done = subprocess.run(
         [sys.executable, "-W", "error", str(path)],
         capture_output=True,
@@ -190,7 +192,14 @@ def test_every_example_has_a_check() -> None:
 def test_example_prints_what_it_should(path: Path) -> None:
     if path.stem not in NEEDS_TORCH_ONLY:
         bundled()
-    CHECKS[path.stem](printed(path))
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        runpy.run_path(str(path), run_name="__main__")
+    CHECKS[path.stem](out.getvalue())
+
+
+def test_an_example_runs_by_itself() -> None:
+    bundled()
+    check_drop_in(printed_by_itself(EXAMPLES / "drop_in.py"))
 
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda p: p.stem)

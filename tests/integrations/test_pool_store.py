@@ -62,11 +62,12 @@ def found(model: Any, url: str, tokens: Tensor, salt: str = "", **options: Any) 
 def test_cold_is_warm(kv: str, attention: str, tmp_path: Path) -> None:
     """Computed, in memory, and from a store under other page sizes and layouts; each length."""
     model, url = make_model(attention), f"file://{tmp_path}"
-    for length in range(3 * PAGE + 2):
-        prefix, rest = text(length, seed=1), text(5, seed=length)
-        tokens = torch.cat([prefix, rest], dim=1)
-        with opened(url) as store:
-            pool = make_pool(model, store, kv)
+    cases = []
+    with opened(url) as store:
+        pool = make_pool(model, store, kv)
+        for length in range(3 * PAGE + 2):
+            prefix, rest = text(length, seed=1), text(5, seed=length)
+            tokens = torch.cat([prefix, rest], dim=1)
             if length:
                 commit(model, pool, prefix, str(length))
             warm = pool.begin(tokens, str(length))
@@ -79,10 +80,12 @@ def test_cold_is_warm(kv: str, attention: str, tmp_path: Path) -> None:
                 computed.crop(num_found - length)
             expected = finish(model, computed, tokens)
             assert torch.equal(finish(model, warm, tokens), expected)
-        for page_size, layout in ((PAGE, "auto"), (PAGE, "NHD"), (2, "HND"), (1, "auto"), (8, "rows")):
-            with opened(url) as store:
-                pool = make_pool(model, store, kv, page_size, layout=layout)
-                cache = pool.begin(tokens, str(length))
+            cases.append((str(length), tokens, num_found, expected))
+    for page_size, layout in ((PAGE, "auto"), (PAGE, "NHD"), (2, "HND"), (1, "auto"), (8, "rows")):
+        with opened(url) as store:
+            pool = make_pool(model, store, kv, page_size, layout=layout)
+            for salt, tokens, num_found, expected in cases:
+                cache = pool.begin(tokens, salt)
                 again = int(cache.get_seq_length())
                 assert again == num_found // page_size * page_size
                 if again == num_found:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from typing import Any
 
 import pytest
-from integrations.batching.test_programs import NEW, REQUESTS, Program
+from integrations.batching.test_programs import NEW, REQUESTS, SESSIONS, Program
 from integrations.test_pool_windows import SIZES, model_of
 from oracles.batching import alone, session
 from transformers import MistralConfig, MistralForCausalLM
@@ -48,16 +49,22 @@ def test_requests_have_the_tokens_of_generate_and_find_what_they_share(name: str
     assert found == [4 * (len(system) // 16 * 16), whole]
 
 
-@pytest.mark.parametrize("seed", range(6))
+@functools.cache
+def model_and_tokens(name: str, kv: str) -> tuple[Any, list[list[int]]]:
+    model = model_of(name, window=24)
+    enable(model, batch_invariant=True)
+    wanted = [alone(model, x, NEW, KVCache.for_model(model, kv)) for x in REQUESTS]
+    return continuous_batching(model, kv), wanted
+
+
+@pytest.mark.parametrize("seed", range(-(-SESSIONS // 6)))
 @pytest.mark.parametrize("kv", KINDS)
 @pytest.mark.parametrize("name", ["Mistral", "Gemma3"])
 def test_random_sessions(name: str, kv: str, seed: int) -> None:
     """With preemption, cancellation and few pages."""
-    draw, model = random.Random(seed), model_of(name, window=24)
-    enable(model, batch_invariant=True)
-    program = Program(seed)
-    wanted = [alone(model, x, NEW, KVCache.for_model(model, kv)) for x in REQUESTS]
-    continuous_batching(model, kv)
+    draw = random.Random(f"{name} {kv} {seed}")
+    program = Program(draw.randrange(1 << 30))
+    model, wanted = model_and_tokens(name, kv)
     options = {"num_blocks": draw.choice([10, 16, 200]), "max_batch_tokens": draw.choice([16, 64, 128])}
     with session(model, {"max_new_tokens": NEW}, **options) as running:
         program.run(running)
