@@ -109,6 +109,8 @@ slow: asan-library test-vllm
 	    tests/serving/test_process.py tests/serving/test_clients.py
 	KVLOOM_DAMAGED=1000000 KVLOOM_KILLS=500 KVLOOM_LOOKUPS=25000 KVLOOM_SALTS=1000000 $(BIN)/python -m pytest \
 	    --quiet --numprocesses $(WORKERS) --dist worksteal tests/store
+	KVLOOM_SCENARIOS=2000 KVLOOM_TEST_EXAMPLES=10000 KVLOOM_WALK_STEPS=1000000 $(BIN)/python -m pytest --quiet \
+	    --numprocesses $(WORKERS) --dist worksteal tests/paging
 	KVLOOM_HOSTILE=15000 $(ASAN) $(BIN)/python -m pytest --quiet --numprocesses $(WORKERS) --dist worksteal tests/hostile
 
 asan-library: $(READY)

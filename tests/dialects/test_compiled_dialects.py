@@ -6,7 +6,6 @@ Eager calls are compared with the documents elsewhere; here compiled ones are co
 from __future__ import annotations
 
 import inspect
-import itertools
 import random
 from collections.abc import Callable, Iterator
 from types import ModuleType
@@ -27,6 +26,7 @@ from oracles.ascend_cases import (
     standard_plan,
     token_call,
 )
+from oracles.pairs import in_turn, pairwise
 from oracles.pmx_attention import unfused_call
 from oracles.pmx_cases import (
     Call,
@@ -79,13 +79,10 @@ def scatters() -> dict[str, Callable[[torch.Generator], Call]]:
         f"{'3' if dims == 4 else '4' if rule == 'Alibi' else '5'} {rule} {dims}-D": (
             lambda r, rule=rule, dims=dims: plan_call(standard_plan(rule), dims, F16, I64, r)
         )
-        for rule, dims in itertools.product(("Alibi", "Rope", "Omni"), (3, 4))
+        for rule, dims in (("Alibi", 4), ("Alibi", 3), ("Rope", 3), ("Omni", 4))
     }
     implied = {
-        f"3 {rule} implied": (
-            lambda r, rule=rule: plan_call(standard_plan(rule), 4, F16, I64, r, scatter_mode="None")
-        )
-        for rule in ("Alibi", "Rope")
+        "3 Rope implied": lambda r: plan_call(standard_plan("Rope"), 4, F16, I64, r, scatter_mode="None")
     }
     return {**tokens, **runs, **implied}
 
@@ -99,7 +96,7 @@ def behind_others(call: Call) -> Call:
 
 
 def gathers() -> dict[str, Callable[[torch.Generator], Call]]:
-    modes = itertools.product(("Norm", "PA_NZ"), (False, True))
+    modes = (("Norm", False), ("PA_NZ", True))
     plain = {
         f"{mode}{' cumulative' if cumulative else ''}": (
             lambda r, mode=mode, cumulative=cumulative: gather_call(
@@ -168,14 +165,13 @@ def cases() -> Iterator[tuple[str, Case]]:
     yield "nz_to_nd", (ascend.nz_to_nd, lambda r: {"cache": bits.poison((3, 4, 5, 16), F16, r), **fractal})
 
     rope = lambda r: plan_call(standard_plan("Rope"), 4, F16, I64, r, scatter_mode=None)  # noqa: E731
-    for name in ("npu_scatter_pa_kv_cache", "npu_scatter_pa_kv_cache_functional"):
-        yield f"{name} PA_NZ", (getattr(torch_npu, name), lambda r: nz_call((F16, F16), I64, r))
-        yield f"{name} Norm", (getattr(torch_npu, name), lambda r: {**of_npu(rope(r)), "cache_mode": "Norm"})
+    norm = lambda r: {**of_npu(rope(r)), "cache_mode": "Norm"}  # noqa: E731
+    nz = lambda r: nz_call((F16, F16), I64, r)  # noqa: E731
+    yield "npu_scatter_pa_kv_cache Norm", (torch_npu.npu_scatter_pa_kv_cache, norm)
+    yield "npu_scatter_pa_kv_cache_functional PA_NZ", (torch_npu.npu_scatter_pa_kv_cache_functional, nz)
     keys = lambda r: without(token_call(F16, I64, r), "value", "value_cache")  # noqa: E731
     yield "npu_scatter_pa_cache", (torch_npu.npu_scatter_pa_cache, keys)
-    for name, mode in itertools.product(
-        ("npu_gather_pa_kv_cache", "npu_gather_pa_kv_cache_functional"), ("Norm", "PA_NZ")
-    ):
+    for name, mode in (("npu_gather_pa_kv_cache", "PA_NZ"), ("npu_gather_pa_kv_cache_functional", "Norm")):
         yield (
             f"{name} {mode}",
             (
@@ -184,7 +180,7 @@ def cases() -> Iterator[tuple[str, Case]]:
             ),
         )
 
-    for (name, how), layout in itertools.product(NUMERICS.items(), (0, 1)):
+    for (name, how), layout in in_turn([*NUMERICS.items()], (0, 1)):
         yield (
             f"key_value_cache {name} {layout}",
             (
@@ -192,23 +188,17 @@ def cases() -> Iterator[tuple[str, Case]]:
                 lambda r, how=how, layout=layout: static_call(how, layout, 2, r),
             ),
         )
-    for (name, how), (i, form) in itertools.product(NUMERICS.items(), enumerate(FORMS)):
-        yield (
-            f"dynamic_batching.key_value_cache {name} {form}",
-            (
-                pmx.dynamic_batching.key_value_cache,
-                lambda r, how=how, form=form, i=i: dynamic(form, how, i, r),
+    stored, attended = "key_value_cache", "multi_head_cache_attention"
+    for (name, how), (i, form), which in pairwise(
+        [*NUMERICS.items()], [*enumerate(FORMS)], (stored, attended)
+    ):
+        make = {
+            stored: lambda r, how=how, form=form, i=i: dynamic(form, how, i, r),
+            attended: lambda r, how=how, form=form, i=i: attention_call(
+                ragged(form), how, r, layout=i + 1, ratio=2, decoding_batches=1
             ),
-        )
-        yield (
-            f"dynamic_batching.multi_head_cache_attention {name} {form}",
-            (
-                pmx.dynamic_batching.multi_head_cache_attention,
-                lambda r, how=how, form=form, i=i: attention_call(
-                    ragged(form), how, r, layout=i + 1, ratio=2, decoding_batches=1
-                ),
-            ),
-        )
+        }[which]
+        yield f"dynamic_batching.{which} {name} {form}", (getattr(pmx.dynamic_batching, which), make)
     for name, more in {"causal": {}, "alibi": {"is_alibi": True}, "free": {"is_causal": False},
                        "mask": {"attn_mask": torch.randn(6, 13)}}.items():  # fmt: skip
         yield (

@@ -131,12 +131,12 @@ if not hasattr(cache_utils, "LinearAttentionLayer"):
     del FAMILIES["Qwen3-Next"], FAMILIES["Falcon-H1"]
 
 
-def family(name: str, attention: str | None = None) -> Any:
-    """A random model of the family."""
+def family(name: str, attention: str | None = None, **options: Any) -> Any:
+    """A random model of the family; ``options`` are of its configuration."""
     config, differs, *_ = FAMILIES[name]
     torch.manual_seed(0)
     return AutoModelForCausalLM.from_config(
-        getattr(transformers, config)(**SMALL | differs), attn_implementation=attention
+        getattr(transformers, config)(**SMALL | differs | options), attn_implementation=attention
     ).eval()
 
 

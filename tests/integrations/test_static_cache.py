@@ -10,7 +10,7 @@ import torch
 from integrations.test_attention import MODERN
 from integrations.test_families import FAMILIES, STOCK, continued, family
 from oracles.language_models import generate, make_model, make_prompts
-from oracles.pairs import pairwise
+from oracles.pairs import in_turn, pairwise
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 from transformers import CompileConfig, DynamicCache, StaticCache
@@ -28,7 +28,6 @@ ALL_KINDS = [
     "int2:g16",
 ]
 KINDS = pytest.mark.parametrize("kv", ALL_KINDS)
-ATTENTIONS = pytest.mark.parametrize("attention", ["sdpa", "kvloom"])
 
 
 @pytest.fixture(autouse=True)
@@ -51,9 +50,9 @@ def addresses(cache: KVCache) -> list[int]:
     return [x.data_ptr() for layer in cache.layers for x in layer.pages.storage.tensors if x is not None]
 
 
-@KINDS
-@ATTENTIONS
-@pytest.mark.parametrize("lengths", [[9], [5, 12, 1]], ids=str)
+@pytest.mark.parametrize(
+    ("attention", "kv", "lengths"), pairwise(["sdpa", "kvloom"], ALL_KINDS, [[9], [5, 12, 1]]), ids=str
+)
 def test_static_cache_gives_the_tokens_of_a_growing_one(attention: str, kv: str, lengths: list[int]) -> None:
     model, inputs = make_model(attention), make_prompts(lengths)
     growing = generate(model, inputs, KVCache.for_model(model, kv=kv))
@@ -66,7 +65,7 @@ def test_static_cache_gives_the_tokens_of_a_growing_one(attention: str, kv: str,
 
 @pytest.mark.parametrize(
     ("name", "attention", "mode"),
-    pairwise(
+    in_turn(
         [name for name in FAMILIES if name not in ("Falcon-H1", "DeepSeek-V3")],
         ["sdpa", "kvloom"],
         [{}, {"num_beams": 3}, {"prefill_chunk_size": 5}],
@@ -91,7 +90,7 @@ def test_family_gives_the_stock_tokens(name: str, attention: str, mode: dict[str
     [*(("kvloom", kv) for kv in ALL_KINDS), ("sdpa", "auto"), ("sdpa", "int4:g16,recent=5")],
 )
 def test_every_decode_step_is_one_graph(attention: str, kv: str) -> None:
-    model, prompt = make_model(attention), make_prompts([9])["input_ids"]
+    model, prompt = make_model(attention, num_layers=1), make_prompts([9])["input_ids"]
     ours, growing = static(model, kv), KVCache.for_model(model, kv=kv)
     counter = CompileCounter()
     step = torch.compile(model, fullgraph=True, backend=counter)
@@ -113,7 +112,7 @@ def test_every_decode_step_is_one_graph(attention: str, kv: str) -> None:
 @pytest.mark.parametrize(("name", "ours"), [("Llama", True), ("Gemma2", True), ("Gemma2", False)])
 def test_generate_compiles_steps_whose_masks_it_made_ahead(name: str, ours: bool) -> None:
     """In place, of this library's static cache and of transformers' own."""
-    model = family(name, "kvloom")
+    model = family(name, "kvloom", num_hidden_layers=2)
     expected = continued(model, KVCache.for_model(model)).sequences
     cache = static(model) if ours else StaticCache(config=model.config, max_cache_len=64)
     compilation = CompileConfig(backend="aot_eager", fullgraph=True, mode=None)

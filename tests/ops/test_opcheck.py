@@ -10,6 +10,7 @@ import pytest
 import torch
 from ops.pools import ALL_AXES, INT4, INT8, Kind, Pool, make_pool
 from oracles.bits import FLOATS, generator
+from oracles.pairs import in_turn
 from torch import Tensor
 
 from kvloom.core.indexing import ENDLESS
@@ -77,9 +78,13 @@ def test_store_of_every_dtype(kind: Kind, dtype: torch.dtype) -> None:
     assert_passes(schemas.store, x, x + 1, torch.tensor([5, 7, 0], dtype=torch.int32), *caches(pool))
 
 
-@pytest.mark.parametrize("kind", [Kind(torch.float16), INT8, INT4], ids=str)
 @pytest.mark.parametrize(
-    "how", ["no tokens", "all skipped", "keys only", "strided tokens", "strided cache", "wide values"]
+    ("how", "kind"),
+    in_turn(
+        ["no tokens", "all skipped", "keys only", "strided tokens", "strided cache", "wide values"],
+        [INT4, Kind(torch.float16), INT8],
+    ),
+    ids=str,
 )
 def test_store_with_other_arguments(kind: Kind, how: str) -> None:
     wide = {"value_dim": 16} if how == "wide values" else {}
@@ -110,8 +115,11 @@ def test_load_as_every_dtype(kind: Kind, dtype: torch.dtype) -> None:
     assert_passes(schemas.load, slots, *caches(poisoned("B 2 H S D", kind)), dtype, 2)
 
 
-@pytest.mark.parametrize("kind", [Kind(torch.float16), INT8], ids=str)
-@pytest.mark.parametrize("how", ["no tokens", "keys only", "strided cache", "wide values"])
+@pytest.mark.parametrize(
+    ("how", "kind"),
+    in_turn(["no tokens", "keys only", "strided cache", "wide values"], [Kind(torch.float16), INT8]),
+    ids=str,
+)
 def test_load_with_other_arguments(kind: Kind, how: str) -> None:
     wide = {"value_dim": 16} if how == "wide values" else {}
     pool = poisoned("B H S/2 D S%2", kind, strided=how == "strided cache", **wide)
@@ -132,8 +140,9 @@ def test_copy_to_layouts(axes: str, kind: Kind) -> None:
     assert_passes(schemas.copy, sources, torch.tensor([4, 4, 0]), targets, torch.tensor([1, 7, 2]))
 
 
-@pytest.mark.parametrize("kind", [*FLOAT_KINDS, Kind(torch.int8), Kind(torch.float64)], ids=str)
-@pytest.mark.parametrize("count", [0, 3])
+@pytest.mark.parametrize(
+    ("kind", "count"), in_turn([*FLOAT_KINDS, Kind(torch.int8), Kind(torch.float64)], [3, 0]), ids=str
+)
 def test_copy_of_every_dtype(kind: Kind, count: int) -> None:
     sources = [x for x in caches(poisoned("B S H D", kind, seed=1, strided=True)) if x is not None]
     targets = [x for x in caches(poisoned("B H S D", kind, seed=2, strided=True)) if x is not None]
@@ -187,10 +196,9 @@ def test_attend_with_every_option(options: dict[str, object]) -> None:
     assert_passes(schemas.attend, *attend_arguments(poisoned("B 2 S H D", INT4), **options))
 
 
-@pytest.mark.parametrize("options", [{}, OPTIONS["all"]], ids=["plain", "all"])
-@pytest.mark.parametrize("kind", KINDS, ids=str)
-def test_attend_into_a_given_tensor(options: dict[str, object], kind: Kind) -> None:
-    arguments = attend_arguments(poisoned("2 B S H D", kind), **options)
+@pytest.mark.parametrize(("kind", "options"), in_turn(KINDS, ["alibi", "all"]), ids=str)
+def test_attend_into_a_given_tensor(kind: Kind, options: str) -> None:
+    arguments = attend_arguments(poisoned("2 B S H D", kind), **OPTIONS[options])
     assert_passes(schemas.attend_out, *arguments, torch.zeros(4, 4, 8))
 
 
@@ -211,12 +219,9 @@ BIASES = {
 }
 
 
-@pytest.mark.parametrize("options", [{}, OPTIONS["all"]], ids=["plain", "all"])
-@pytest.mark.parametrize("bias", BIASES.values(), ids=BIASES)
-def test_attend_with_a_positional_bias(
-    bias: tuple[Tensor, Tensor, Tensor | None], options: dict[str, object]
-) -> None:
-    arguments = (*attend_arguments(poisoned("B 2 S H D", INT8), **options), *bias)
+@pytest.mark.parametrize(("bias", "options"), in_turn([*BIASES], ["scale", "all"]), ids=str)
+def test_attend_with_a_positional_bias(bias: str, options: str) -> None:
+    arguments = (*attend_arguments(poisoned("B 2 S H D", INT8), **OPTIONS[options]), *BIASES[bias])
     assert_passes(schemas.attend_biased, *arguments)
     assert_passes(schemas.attend_biased_reference, *arguments)
     assert_passes(schemas.attend_biased_out, *arguments, torch.zeros(4, 4, 8))
@@ -255,7 +260,7 @@ def test_attend_with_wide_values() -> None:
     assert_passes(schemas.attend, *attend_arguments(poisoned("B H S D", INT8, value_dim=16)))
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=str)
-@pytest.mark.parametrize("options", [{}, OPTIONS["all"], INDEXES["tokens"]], ids=["plain", "all", "tokens"])
-def test_attend_by_the_reference(options: dict[str, object], kind: Kind) -> None:
-    assert_passes(schemas.attend_reference, *attend_arguments(poisoned("L 2 H T D", kind), **options))
+@pytest.mark.parametrize(("kind", "options"), in_turn(KINDS, ["scale", "all", "tokens"]), ids=str)
+def test_attend_by_the_reference(kind: Kind, options: str) -> None:
+    given = attend_arguments(poisoned("L 2 H T D", kind), **(OPTIONS | INDEXES)[options])
+    assert_passes(schemas.attend_reference, *given)

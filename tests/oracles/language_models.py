@@ -17,14 +17,16 @@ from kvloom.quant.affine import dequantize, quantize
 NEW_TOKENS = 24
 
 
-def make_model(attention: str = "sdpa", dtype: torch.dtype = torch.float32) -> LlamaForCausalLM:
+def make_model(
+    attention: str = "sdpa", dtype: torch.dtype = torch.float32, num_layers: int = 3
+) -> LlamaForCausalLM:
     """A random Llama whose weights are wide enough that greedy tokens do not repeat."""
     torch.manual_seed(7)
     config = LlamaConfig(
         vocab_size=199,
         hidden_size=64,
         intermediate_size=112,
-        num_hidden_layers=3,
+        num_hidden_layers=num_layers,
         num_attention_heads=8,
         num_key_value_heads=2,
         head_dim=16,

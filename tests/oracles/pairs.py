@@ -1,4 +1,4 @@
-"""All-pairs testing: a few cases in which any two values of any two parameters meet.
+"""All-pairs testing: a few cases in which any two values of any two parameters meet, or each value of one.
 
 ``KVLOOM_PRODUCTS=1`` has all cases instead, as `make test-isa` and `make slow` do.
 """
@@ -35,3 +35,10 @@ def pairwise(*parameters: Sequence[Any]) -> list[tuple[Any, ...]]:
         missing -= pairs[best]
         met.update(pairs[best])
     return [tuple(values[i] for values, i in zip(parameters, case, strict=True)) for case in sorted(chosen)]
+
+
+def in_turn(values: Sequence[Any], *others: Sequence[Any]) -> list[tuple[Any, ...]]:
+    """Each value once, with the cases of the product of ``others`` in turn."""
+    if os.environ.get("KVLOOM_PRODUCTS", "0") != "0":
+        return list(itertools.product(values, *others))
+    return [(value, *rest) for value, rest in zip(values, itertools.cycle(itertools.product(*others)))]

@@ -16,7 +16,7 @@ from paging.world import World
 from kvloom.paging import prefix
 from kvloom.paging.prefix import Node
 
-NUM_LOOKUPS = int(os.environ.get("KVLOOM_WALK_STEPS", "100000"))
+NUM_LOOKUPS = int(os.environ.get("KVLOOM_WALK_STEPS", "30000"))
 SALTS = [f"tenant {i}" for i in range(8)]
 
 

@@ -94,5 +94,5 @@ class BlocksMachine(RuleBasedStateMachine):
 
 class TestBlocks(BlocksMachine.TestCase):
     settings = settings(
-        max_examples=max(1000, int(os.environ.get("KVLOOM_TEST_EXAMPLES", "0"))), stateful_step_count=50
+        max_examples=max(200, int(os.environ.get("KVLOOM_TEST_EXAMPLES", "0"))), stateful_step_count=50
     )

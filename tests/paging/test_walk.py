@@ -11,7 +11,7 @@ import pytest
 from paging.oracle import Oracle
 from paging.world import Walk, World
 
-NUM_STEPS = int(os.environ.get("KVLOOM_WALK_STEPS", "100000"))
+NUM_STEPS = int(os.environ.get("KVLOOM_WALK_STEPS", "30000"))
 SEED = int(os.environ.get("KVLOOM_WALK_SEED", "1"))
 
 

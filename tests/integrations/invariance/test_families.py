@@ -10,7 +10,7 @@ import torch
 import transformers
 from integrations.test_families import EXPERTS, FAMILIES, LATENT, SMALL
 from integrations.test_unchanged_families import FAMILIES as OTHERS
-from oracles.pairs import pairwise
+from oracles.pairs import in_turn, pairwise
 from oracles.threads import num_threads
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -88,7 +88,7 @@ def logits(model: Any, ids: Tensor, cuts: int | None, kv: str = "auto", pad: int
     return torch.cat(parts, 1)
 
 
-@pytest.mark.parametrize(("name", "dtype", "kv"), pairwise(HELD, DTYPES, ["auto", "int8"]), ids=str)
+@pytest.mark.parametrize(("name", "dtype", "kv"), in_turn(HELD, DTYPES, ["auto", "int8"]), ids=str)
 def test_every_batch_and_cut_has_the_same_bits(name: str, dtype: torch.dtype, kv: str) -> None:
     model, ids = model_of(name, dtype), texts()
     enable(model, batch_invariant=True)
