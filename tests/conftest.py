@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import os
 from collections.abc import Iterator
 
@@ -23,6 +24,17 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("pr")
+
+
+def pytest_collection_finish() -> None:
+    """Modules and tests stay: who collects garbage, as sessions of transformers do, need not look at them."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    """Libraries see their objects go."""
+    gc.unfreeze()
 
 
 @pytest.fixture(scope="module", autouse=True)

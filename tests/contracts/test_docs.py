@@ -1,6 +1,5 @@
 """Every Python snippet of the documentation runs, in order, one namespace for each page."""
 
-import ast
 import re
 from pathlib import Path
 
@@ -36,9 +35,10 @@ TELLS = [
 ]
 
 
-@pytest.mark.parametrize("path", TELLS, ids=lambda p: str(p.relative_to(ROOT)))
-def test_nobody_is_sent_to_an_index_that_has_no_kvloom(path: Path) -> None:
-    assert not re.search(r"install '?kvloom|kvloom\[", path.read_text(encoding="utf-8"))
+def test_nobody_is_sent_to_an_index_that_has_no_kvloom() -> None:
+    wrong = re.compile(r"install '?kvloom|kvloom\[")
+    assert len(TELLS) > 300
+    assert [str(path) for path in TELLS if wrong.search(path.read_text(encoding="utf-8"))] == []
 
 
 SOURCES = ROOT / "src" / "kvloom"
@@ -51,10 +51,11 @@ def test_the_architecture_names_every_folder() -> None:
     assert {name for name in folders if f"{name}/" not in text} == set()
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(SOURCES)))
-def test_every_module_says_what_it_is(path: Path) -> None:
-    said = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
-    assert said and re.match(r"[^\n]{15,}[.:]( |\n|$)", said), f"{path} must begin with a sentence"
+def test_every_module_says_what_it_is() -> None:
+    """In its first line, which is a docstring."""
+    begins = re.compile(r'"""[^\n]{15,}[.:]( |\n|""")')
+    assert len(MODULES) > 200
+    assert [str(path) for path in MODULES if not begins.match(path.read_text(encoding="utf-8"))] == []
 
 
 def test_every_header_says_what_it_is() -> None:

@@ -3,8 +3,6 @@
 import re
 from pathlib import Path
 
-import pytest
-
 TESTS = Path(__file__).parents[1]
 LIMIT = re.compile(r"\btimeout\s*=|\bdeadline\s*=(?!\s*None)")
 # A planted bug may hang for ever, so what runs them has an end; so has a target that is judged.
@@ -12,6 +10,6 @@ EXEMPT = (Path(__file__), TESTS / "mutants" / "run.py", TESTS / "conform" / "tes
 SOURCES = sorted(path for path in TESTS.rglob("*.py") if path not in EXEMPT)
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(TESTS)))
-def test_no_wall_clock_limit(path: Path) -> None:
-    assert not LIMIT.search(path.read_text(encoding="utf-8"))
+def test_no_wall_clock_limit() -> None:
+    assert len(SOURCES) > 200
+    assert [str(path) for path in SOURCES if LIMIT.search(path.read_text(encoding="utf-8"))] == []

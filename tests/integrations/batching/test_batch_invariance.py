@@ -14,7 +14,7 @@ import pytest
 import torch
 from integrations.test_families import SMALL
 from oracles.batching import random_requests, session
-from oracles.pairs import pairwise
+from oracles.pairs import in_turn, pairwise
 from oracles.threads import num_threads
 from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, Qwen3MoeConfig
 
@@ -84,8 +84,10 @@ def test_a_residual_window_has_the_bits_that_it_has_alone() -> None:
     assert answers(model, requests, seed=2, max_batch_tokens=64) == alone
 
 
-@pytest.mark.parametrize("page_size", [8, 16, 32])
-@pytest.mark.parametrize("kv", ["int4:g32", "int4:g32,recent=24", "int8:g32,recent=1"])
+@pytest.mark.parametrize(
+    ("kv", "page_size"),
+    in_turn(["int4:g32", "int4:g32,recent=24", "int8:g32,recent=1", "int4:g32,recent=24"], [8, 32, 16]),
+)
 def test_turns_go_on_behind_their_residual_windows(kv: str, page_size: int) -> None:
     """Requests that begin with an earlier one and its answer have the bits of those that find nothing."""
     model = model_of("Llama", torch.float32)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from types import SimpleNamespace
 from typing import Any
@@ -132,10 +133,15 @@ def test_tokens_of_each_family(name: str) -> None:
     assert [running.outputs[name].generated_tokens for name in names] == expected
 
 
+@functools.cache
+def model_and_tokens() -> tuple[Any, list[list[int]]]:
+    model = make_model("kvloom")
+    return model, [alone(model, x, NEW, KVCache.for_model(model, KV)) for x in REQUESTS]
+
+
 @pytest.mark.parametrize("seed", range(SESSIONS // 2))
 def test_a_random_session(seed: int) -> None:
-    draw, model = random.Random(seed), make_model("kvloom")
-    expected = [alone(model, x, NEW, KVCache.for_model(model, KV)) for x in REQUESTS]
+    draw, (model, expected) = random.Random(seed), model_and_tokens()
     continuous_batching(model, KV, share=False)
     program = Program(seed)
     options = {"num_blocks": draw.choice([8, 16, 200]), "max_batch_tokens": draw.choice([16, 64, 300])}
@@ -201,8 +207,7 @@ def test_what_follows_a_prefix_that_is_found_is_what_follows_a_computed_one() ->
 
 
 def test_memory_that_does_not_come_is_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = make_model("kvloom")
-    expected = [alone(model, x, NEW, KVCache.for_model(model, KV)) for x in REQUESTS]
+    model, expected = model_and_tokens()
     continuous_batching(model, KV, share=False)
     with session(model, {"max_new_tokens": NEW}, max_batch_tokens=64) as running:
         names = running.manager.add_requests(REQUESTS)

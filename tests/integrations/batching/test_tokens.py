@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import random
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 from integrations.test_families import STOCK, family
 from oracles.batching import alone, batched, random_requests, session
 from oracles.language_models import make_model
+from oracles.pairs import in_turn
 
 from kvloom.integrations.transformers import KVCache, continuous_batching
 
@@ -28,26 +30,32 @@ CASES: dict[str, dict[str, int]] = {
 }
 
 
+@functools.cache
+def model_and_tokens(name: str) -> tuple[Any, list[list[int]], list[list[int]]]:
+    model, requests = family(name, STOCK.get(name)), random_requests(REQUESTS, seed=len(name))
+    return model, requests, [alone(model, x, NEW) for x in requests]
+
+
 @pytest.mark.parametrize("case", list(CASES))
 @pytest.mark.parametrize("name", MODELS)
 def test_tokens_of_each_family(name: str, case: str) -> None:
-    model = family(name, STOCK.get(name))
-    requests = random_requests(REQUESTS, seed=len(name + case))
-    expected = [alone(model, x, NEW) for x in requests]
+    model, requests, expected = model_and_tokens(name)
     assert batched(model, requests, NEW, **CASES[case]) == expected
 
 
-@pytest.mark.parametrize("layout", ["auto", "NHD"])
 @pytest.mark.parametrize(
-    "kv",
-    [
-        "int8:g16",
-        "int4:g16,recent=0",
-        "int8:g8",
-        "int4:g16,rotate=both,recent=0",
-        "int2:g16,recent=0",
-        "float16",
-    ],
+    ("kv", "layout"),
+    in_turn(
+        [
+            "int8:g16",
+            "int4:g16,recent=0",
+            "int8:g8",
+            "int4:g16,rotate=both,recent=0",
+            "float16",
+            "int2:g16,recent=0",
+        ],
+        ["auto", "NHD"],
+    ),
 )
 def test_tokens_of_each_kind(kv: str, layout: str) -> None:
     model, requests = make_model("kvloom"), random_requests(REQUESTS, seed=5)
