@@ -102,7 +102,7 @@ slow: asan-library test-vllm
 	    tests/caches/test_failed_allocations.py tests/integrations/test_failed_allocations.py
 	KVLOOM_PRODUCTS=1 KVLOOM_REQUESTS=70 KVLOOM_SESSIONS=500 $(BIN)/python -m pytest --quiet \
 	    --numprocesses $(WORKERS) --dist worksteal tests/integrations/batching
-	KVLOOM_SCHEDULES=27 $(BIN)/python -m pytest --quiet --numprocesses $(WORKERS) --dist worksteal \
+	KVLOOM_PRODUCTS=1 KVLOOM_SCHEDULES=27 $(BIN)/python -m pytest --quiet --numprocesses $(WORKERS) --dist worksteal \
 	    tests/integrations/test_pool_windows.py
 	KVLOOM_PRODUCTS=1 $(BIN)/python -m pytest --quiet --numprocesses $(WORKERS) --dist worksteal $(PRODUCTS)
 	KVLOOM_SIGNALS=1 KVLOOM_OVERLOAD_SECONDS=60 $(BIN)/python -m pytest --quiet --numprocesses $(WORKERS) \

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import random
-from itertools import pairwise
 
 import pytest
 import torch
+from oracles.pairs import pairwise
 from torch import Tensor
 
 from kvloom import ops
@@ -14,8 +16,8 @@ from kvloom.caches import CacheFormat, FixedLayer, PagedLayer, Sequences
 from kvloom.caches.format import kept_as
 
 NUM_TOKENS = 1400
-KINDS = pytest.mark.parametrize("kind", ["float32", "int8:g32", "int4:g32 with a residual window"])
-WINDOWS = pytest.mark.parametrize("window", [1, 64, 600])
+KINDS = ["float32", "int8:g32", "int4:g32 with a residual window"]
+WINDOWS = [1, 64, 600]
 CUTS = [(1, 40), (2, 900)]
 """Seeds, and most tokens of a piece: pieces that do not fit beside those that they see, too."""
 
@@ -25,6 +27,7 @@ def format_of(kind: str, page_size: int, max_tokens: int | None = None) -> Cache
     return CacheFormat(dtype, quant, page_size, max_tokens, recent=48 if "residual" in kind else 0)
 
 
+@functools.cache
 def text() -> tuple[Tensor, Tensor, Tensor]:
     """Queries, keys and values ``[B, H, N, D]``."""
     torch.manual_seed(0)
@@ -38,7 +41,7 @@ def cuts(seed: int, most: int) -> list[tuple[int, int]]:
     while ends[-1] < NUM_TOKENS:
         size = 1 if chooser.random() < 0.8 else chooser.randint(2, most)
         ends.append(min(ends[-1] + size, NUM_TOKENS))
-    return [*pairwise(ends)]
+    return [*itertools.pairwise(ends)]
 
 
 def attended(layer: PagedLayer | FixedLayer, pieces: list[tuple[int, int]]) -> Tensor:
@@ -48,15 +51,16 @@ def attended(layer: PagedLayer | FixedLayer, pieces: list[tuple[int, int]]) -> T
     return torch.cat([layer.append(new, values).attend(asking) for asking, new, values in each], 1)
 
 
+@functools.cache
 def expected(kind: str, window: int) -> Tensor:
     """The same of tokens that are all kept, where attention alone knows of the window."""
     query, key, value = text()
     return PagedLayer(format_of(kind, 16)).append(key, value).attend(query, ops.Scores(window=window))
 
 
-@KINDS
-@WINDOWS
-@pytest.mark.parametrize("page_size", [1, 7, 16, 24, 32, 128])
+@pytest.mark.parametrize(
+    ("page_size", "window", "kind"), pairwise([1, 7, 16, 24, 32, 128], WINDOWS, KINDS), ids=str
+)
 def test_pages_of_any_size(page_size: int, window: int, kind: str) -> None:
     format = format_of(kind, page_size)
     for seed, most in CUTS:
@@ -65,9 +69,9 @@ def test_pages_of_any_size(page_size: int, window: int, kind: str) -> None:
         assert layer.sequences.tables[0].num_tokens < NUM_TOKENS  # others were evicted
 
 
-@KINDS
-@WINDOWS
-@pytest.mark.parametrize("max_tokens", [None, NUM_TOKENS])
+@pytest.mark.parametrize(
+    ("window", "kind", "max_tokens"), pairwise(WINDOWS, KINDS, [None, NUM_TOKENS]), ids=str
+)
 def test_fixed_storage(window: int, max_tokens: int | None, kind: str) -> None:
     for seed, most in CUTS:
         layer = FixedLayer(format_of(kind, 1, max_tokens), window)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from oracles import bits
 from oracles.attention import assert_as_good_as_plain, plain_attention
+from oracles.pairs import pairwise
 from oracles.pmx_attention import check_fused, check_unfused, random_unfused_call, unfused_call
 from oracles.pmx_cases import (
     Batch,
@@ -47,14 +48,13 @@ def mixed_call(how: Numerics = F32, seed: int = 0, **more: Any) -> Call:
 # --- the grid -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", bits.FLOATS)
-@pytest.mark.parametrize("ratio", [1, 2, 4])
-@pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize(("form", "page_size"), [("offset", 128), ("token", 128), ("page", 3)])
-def test_fused_equals_float64(
-    dtype: torch.dtype, ratio: int, is_causal: bool, form: str, page_size: int
-) -> None:
-    batch = mixed_batch(form, page_size, seed=ratio)
+@pytest.mark.parametrize(
+    ("dtype", "ratio", "is_causal", "form"),
+    pairwise(bits.FLOATS, [1, 2, 4], [False, True], ["offset", "token", "page"]),
+    ids=str,
+)
+def test_fused_equals_float64(dtype: torch.dtype, ratio: int, is_causal: bool, form: str) -> None:
+    batch = mixed_batch(form, 3 if form == "page" else 128, seed=ratio)
     check_fused(
         fused,
         attention_call(
@@ -68,10 +68,11 @@ def test_fused_equals_float64(
     )
 
 
-@pytest.mark.parametrize("spec", ["pmx", "opmx"])
-@pytest.mark.parametrize("layout", [0, 1, 2, 3])
-@pytest.mark.parametrize("bit", [0, 8, 4])
-@pytest.mark.parametrize("dtype", bits.FLOATS)
+@pytest.mark.parametrize(
+    ("spec", "layout", "bit", "dtype"),
+    pairwise(["pmx", "opmx"], [0, 1, 2, 3], [0, 8, 4], bits.FLOATS),
+    ids=str,
+)
 def test_every_layout_of_both_documents(spec: str, layout: int, bit: int, dtype: torch.dtype) -> None:
     numerics = (
         quantized_numerics(dtype, bit, (8, 16)) if bit else [Numerics(dtype, cache) for cache in bits.FLOATS]
@@ -175,9 +176,11 @@ def shaped_inputs(call: Call, family: str) -> Call:
     return call
 
 
-@pytest.mark.parametrize("family", ["equal", "one-hot", "growing", "outliers", "zero"])
-@pytest.mark.parametrize("dtype", bits.FLOATS)
-@pytest.mark.parametrize("bit", [0, 8])
+@pytest.mark.parametrize(
+    ("family", "dtype", "bit"),
+    pairwise(["equal", "one-hot", "growing", "outliers", "zero"], bits.FLOATS, [0, 8]),
+    ids=str,
+)
 def test_input_families(family: str, dtype: torch.dtype, bit: int) -> None:
     how = quantized_numerics(dtype, bit, (8,))[0] if bit else Numerics(dtype, dtype)
     check_fused(fused, shaped_inputs(mixed_call(how, ratio=2), family))
@@ -209,9 +212,7 @@ def test_num_kv_heads_zero_means_num_heads() -> None:
 # --- fused and unfused --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("bit", [0, 8, 4])
-@pytest.mark.parametrize("layout", [0, 1, 2, 3])
-@pytest.mark.parametrize("dtype", bits.FLOATS)
+@pytest.mark.parametrize(("bit", "layout", "dtype"), pairwise([0, 8, 4], [0, 1, 2, 3], bits.FLOATS), ids=str)
 def test_fused_is_store_and_load_then_attention(bit: int, layout: int, dtype: torch.dtype) -> None:
     how = quantized_numerics(dtype, bit, (16,))[1] if bit else Numerics(dtype, torch.float16)
     call = mixed_call(how, layout=layout, spec="opmx", ratio=2, decoding_batches=1)
@@ -247,9 +248,9 @@ def test_layouts_two_and_three_differ_between_the_documents(layout: int) -> None
     bits.assert_same_bits(outputs[0][1], outputs[1][1], "cache")
 
 
-@pytest.mark.parametrize("dtype", bits.FLOATS)
-@pytest.mark.parametrize("ratio", [1, 2, 4])
-@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "ratio", "is_causal"), pairwise(bits.FLOATS, [1, 2, 4], [False, True]), ids=str
+)
 def test_unfused_equals_float64(dtype: torch.dtype, ratio: int, is_causal: bool) -> None:
     check_unfused(
         unfused,

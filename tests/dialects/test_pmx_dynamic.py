@@ -8,6 +8,7 @@ import random
 import pytest
 import torch
 from oracles import bits
+from oracles.pairs import pairwise
 from oracles.pmx_cases import (
     Call,
     Numerics,
@@ -45,14 +46,12 @@ def test_unquantized_grid(form: str, page_size: int, layout: int, inputs: torch.
         matches_golden(grid_call(form, page_size, layout, how, 1 + 2 * (seed % 2), seed))
 
 
-@pytest.mark.parametrize(("form", "page_size"), FORMS)
-@pytest.mark.parametrize("layout", [0, 1, 2, 3])
-@pytest.mark.parametrize("bit", [8, 4])
-def test_quantized_grid(form: str, page_size: int, layout: int, bit: int) -> None:
+@pytest.mark.parametrize(("paging", "layout", "bit"), pairwise(FORMS, [0, 1, 2, 3], [8, 4]), ids=str)
+def test_quantized_grid(paging: tuple[str, int], layout: int, bit: int) -> None:
     groups = itertools.cycle([(8,), (16,), (2,)])
     for inputs in bits.FLOATS:
         for seed, how in enumerate(quantized_numerics(inputs, bit, next(groups))):
-            matches_golden(grid_call(form, page_size, layout, how, 1 + 2 * (seed % 2), seed))
+            matches_golden(grid_call(*paging, layout, how, 1 + 2 * (seed % 2), seed))
 
 
 @pytest.mark.parametrize("bit", [0, 8, 4])

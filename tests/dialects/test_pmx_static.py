@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from oracles import bits
+from oracles.pairs import pairwise
 from oracles.pmx_cases import (
     Call,
     Numerics,
@@ -34,10 +35,9 @@ def test_unquantized_grid(layout: int, num_repeat: int, inputs: torch.dtype) -> 
         matches_golden(static_call(how, layout, num_repeat, bits.generator(seed)))
 
 
-@pytest.mark.parametrize("layout", [0, 1])
-@pytest.mark.parametrize("num_repeat", [1, 3])
-@pytest.mark.parametrize("inputs", bits.FLOATS)
-@pytest.mark.parametrize("bit", [8, 4])
+@pytest.mark.parametrize(
+    ("layout", "num_repeat", "inputs", "bit"), pairwise([0, 1], [1, 3], bits.FLOATS, [8, 4]), ids=str
+)
 def test_quantized_grid(layout: int, num_repeat: int, inputs: torch.dtype, bit: int) -> None:
     for seed, how in enumerate(quantized_numerics(inputs, bit, groups=(2, 8, 16, 32))):
         matches_golden(static_call(how, layout, num_repeat, bits.generator(seed), num_new=2))

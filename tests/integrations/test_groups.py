@@ -13,6 +13,7 @@ import transformers
 from integrations.test_families import FAMILIES, SMALL
 from oracles.batching import HAS_SESSIONS, alone, batched
 from oracles.language_models import FakeQuantCache, make_prompts
+from oracles.pairs import in_turn
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import kvloom
@@ -24,8 +25,6 @@ from kvloom.measuring import quality
 from kvloom.models import bundled_model_path
 
 HEAD_DIMS = [32, 40, 64, 72, 80, 96, 112, 128, 256]
-DIMS = pytest.mark.parametrize("head_dim", HEAD_DIMS)
-KINDS = pytest.mark.parametrize("kv", CODES)
 
 
 def model_of(head_dim: int, attention: str = "kvloom") -> Any:
@@ -53,8 +52,7 @@ def fake(model: Any, kv: str, group: int) -> FakeQuantCache:
     return kind(config=model.config)
 
 
-@DIMS
-@KINDS
+@pytest.mark.parametrize(("head_dim", "kv"), in_turn(HEAD_DIMS, [*CODES]))
 def test_generate_is_right_for_every_head_dim(kv: str, head_dim: int) -> None:
     model, group = model_of(head_dim), gcd(64, head_dim)
     request = make_prompts([70])["input_ids"][0].tolist()
@@ -67,8 +65,8 @@ def test_generate_is_right_for_every_head_dim(kv: str, head_dim: int) -> None:
     assert alone(model, request, 8) == default
 
 
-@DIMS
-@KINDS
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("kv", CODES)
 def test_pools_say_the_group(kv: str, head_dim: int) -> None:
     model, said = model_of(head_dim), f"{kv}:g{gcd(64, head_dim)}"
     pool = KVPool.for_model(model, kv, max_tokens=128)
@@ -79,9 +77,7 @@ def test_pools_say_the_group(kv: str, head_dim: int) -> None:
 
 
 @pytest.mark.skipif(not HAS_SESSIONS, reason="this transformers has no sessions")
-@pytest.mark.parametrize(
-    ("kv", "head_dim"), [(kv, dim) for i, kv in enumerate(CODES) for dim in HEAD_DIMS[i::3]]
-)
+@pytest.mark.parametrize(("kv", "head_dim"), in_turn([*CODES], [40, 96, 256]))
 def test_sessions_say_the_group(kv: str, head_dim: int) -> None:
     model, said = model_of(head_dim), f"{kv}:g{gcd(64, head_dim)}"
     ids = make_prompts([40])["input_ids"]

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from integrations.test_families import family
+from oracles.pairs import pairwise
 from torch import Tensor
 from transformers import (
     Gemma3ForCausalLM,
@@ -88,9 +89,10 @@ def asked(model: Any, pool: KVPool, ids: Tensor) -> tuple[int, Tensor]:
 
 @torch.no_grad()
 @pytest.mark.parametrize("seed", range(SCHEDULES))
-@pytest.mark.parametrize("page_size", [4, 16, 24])
-@pytest.mark.parametrize("kv", ["auto", "int8", "int4:g8"])
-@pytest.mark.parametrize("name", ["Llama", "Mistral", "Gemma3"])
+@pytest.mark.parametrize(
+    ("name", "kv", "page_size"),
+    pairwise(["Llama", "Mistral", "Gemma3"], ["auto", "int8", "int4:g8"], [4, 16, 24]),
+)
 def test_random_texts_have_the_bits_that_they_have_cold(
     name: str, kv: str, page_size: int, seed: int
 ) -> None:

@@ -94,10 +94,9 @@ def test_compiled_step_takes_other_sizes() -> None:
     assert_equal_to_eager(compiled, (24, 3), (24, 5), (32, 2), axes="L 2 T H D", quant=None)
 
 
-@pytest.mark.parametrize("quant", QUANTS[:2], ids=["plain", "int8"])
-def test_step_compiled_with_dynamic_sizes_equals_eager(quant: QuantSpec | None) -> None:
+def test_step_compiled_with_dynamic_sizes_equals_eager() -> None:
     compiled = torch.compile(step, backend="aot_eager", fullgraph=True, dynamic=True)
-    assert_equal_to_eager(compiled, (24, 3), (32, 5), axes="L 2 T H D", quant=quant)
+    assert_equal_to_eager(compiled, (24, 3), (32, 5), axes="L 2 T H D", quant=QUANTS[1])
 
 
 def test_a_view_that_compiled_code_made_is_checked_outside() -> None:

@@ -11,7 +11,7 @@ from kvloom.paging import worth
 from kvloom.simulation.replay import replay
 from kvloom.simulation.trace import BLOCK_TOKENS, Request
 
-NUM_BLOCKS = max(12_000, int(os.environ.get("KVLOOM_TRACE_BLOCKS", "0")))
+NUM_BLOCKS = max(6_000, int(os.environ.get("KVLOOM_TRACE_BLOCKS", "0")))
 MIXED = ("chats+in_turn", "agents+few_shot", "lately+at_random")
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from oracles.pairs import pairwise
 from oracles.threads import num_threads
 from torch import Tensor
 from torch.nn import functional as F
@@ -30,15 +31,14 @@ def test_a_rule_holds_for_every_shape_number_and_place(
         assert dtype_is_named(why_not, dtype)
         return
     with num_threads(threads):
-        for outputs in OUTPUTS:
-            for inputs in INPUTS:
-                weight, rows = torch.randn(outputs, inputs).to(dtype), torch.randn(64, inputs).to(dtype)
-                for bias in (None, torch.randn(outputs).to(dtype)):
-                    rule, product = rule_of(weight, bias, prepare), prepare(weight, bias)
-                    alone = torch.cat([rule.apply(product, row[None]) for row in rows])
-                    for count in COUNTS:
-                        chosen = torch.randperm(64)[:count]
-                        assert torch.equal(rule.apply(product, rows[chosen]), alone[chosen])
+        for outputs, inputs, has_bias in pairwise(OUTPUTS, INPUTS, (False, True)):
+            weight, rows = torch.randn(outputs, inputs).to(dtype), torch.randn(64, inputs).to(dtype)
+            bias = torch.randn(outputs).to(dtype) if has_bias else None
+            rule, product = rule_of(weight, bias, prepare), prepare(weight, bias)
+            alone = torch.cat([rule.apply(product, row[None]) for row in rows])
+            for count in COUNTS:
+                chosen = torch.randperm(64)[:count]
+                assert torch.equal(rule.apply(product, rows[chosen]), alone[chosen])
 
 
 def dtype_is_named(sentence: str, dtype: torch.dtype) -> bool:
