@@ -98,7 +98,7 @@ asan-hostile: asan-library
 	$(ASAN) $(BIN)/python -m pytest --quiet --numprocesses $(WORKERS) tests/hostile
 
 slow: asan-library test-vllm
-	KVLOOM_FAILURES=1 $(BIN)/python -m pytest --quiet --numprocesses $(WORKERS) --dist worksteal \
+	KVLOOM_PRODUCTS=1 KVLOOM_FAILURES=1 $(BIN)/python -m pytest --quiet --numprocesses $(WORKERS) --dist worksteal \
 	    tests/caches/test_failed_allocations.py tests/integrations/test_failed_allocations.py
 	KVLOOM_PRODUCTS=1 KVLOOM_REQUESTS=70 KVLOOM_SESSIONS=500 $(BIN)/python -m pytest --quiet \
 	    --numprocesses $(WORKERS) --dist worksteal tests/integrations/batching
@@ -109,6 +109,9 @@ slow: asan-library test-vllm
 	    tests/serving/test_process.py tests/serving/test_clients.py
 	KVLOOM_DAMAGED=1000000 KVLOOM_KILLS=500 KVLOOM_LOOKUPS=25000 KVLOOM_SALTS=1000000 $(BIN)/python -m pytest \
 	    --quiet --numprocesses $(WORKERS) --dist worksteal tests/store
+	KVLOOM_TEST_EXAMPLES=1000 $(BIN)/python -m pytest --quiet --numprocesses $(WORKERS) --dist worksteal \
+	    tests/caches tests/core tests/dialects tests/layouts
+	KVLOOM_OFFERED=100000 $(BIN)/python -m pytest --quiet tests/integrations/vllm/test_mover.py
 	KVLOOM_SCENARIOS=2000 KVLOOM_TEST_EXAMPLES=10000 KVLOOM_WALK_STEPS=1000000 $(BIN)/python -m pytest --quiet \
 	    --numprocesses $(WORKERS) --dist worksteal tests/paging
 	KVLOOM_HOSTILE=15000 $(ASAN) $(BIN)/python -m pytest --quiet --numprocesses $(WORKERS) --dist worksteal tests/hostile

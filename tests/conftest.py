@@ -19,7 +19,7 @@ from kvloom import ops
 settings.register_profile(
     "pr",
     derandomize=True,
-    max_examples=max(100, int(os.environ.get("KVLOOM_TEST_EXAMPLES", "0"))),
+    max_examples=max(50, int(os.environ.get("KVLOOM_TEST_EXAMPLES", "0"))),
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],
 )

@@ -210,7 +210,7 @@ def test_bad_arguments_are_named(call: object, name: str) -> None:
 def test_random_programs_keep_every_sequence_its_own(seed: int, quant: QuantSpec | None, policy: str) -> None:
     rng, cache, live = random.Random(seed), make(20, quant, policy), []
     hits = 0
-    for _ in range(250):
+    for _ in range(150):
         verb = rng.choice(["begin", "begin", "extend", "extend", "fork", "truncate", "end", "end"])
         chosen = rng.choice(live) if live else None
         try:

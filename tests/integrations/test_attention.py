@@ -10,9 +10,10 @@ import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 from integrations.test_families import FAMILIES, STOCK, continued, family, padded_prompts
-from integrations.test_generate_modes import KINDS, MODES, ONE_ROW, continue_with, ours
+from integrations.test_generate_modes import KINDS, MODES, NAMES, ONE_ROW, continue_with, ours
 from oracles.bits import generator
 from oracles.language_models import generate, make_model, make_prompts
+from oracles.pairs import in_turn
 from torch import Tensor
 from transformers import DynamicCache, StaticCache
 from transformers.masking_utils import (
@@ -59,8 +60,7 @@ def test_other_attention_gathers_what_must_be_dequantized(gathers: list[Tokens],
     assert len(gathers) == count
 
 
-@KINDS
-@pytest.mark.parametrize("mode", list(MODES))
+@pytest.mark.parametrize(("mode", "kv"), in_turn([*MODES], NAMES[::-1]))
 def test_mode_gives_the_tokens_of_gathered_keys_and_values(mode: str, kv: str) -> None:
     model = make_model()
     inputs = make_prompts([17] if mode in ONE_ROW else [11, 5, 14])

@@ -13,6 +13,7 @@ from integrations.test_pool_rows import MODELS, expect_rows, forward, padded
 from integrations.test_pool_windows import model_of, text
 from oracles.allocations import STRIDE, Refusing, Run, every_failure, same
 from oracles.language_models import make_model
+from oracles.pairs import pairwise
 from torch import Tensor
 
 from kvloom.caches import Pages
@@ -96,11 +97,15 @@ def seen(layer: Any, x: Tensor, count: int) -> Tensor:
     return x[:, :, first:end]
 
 
-@KINDS
 @pytest.mark.parametrize(
-    "options", [{"page_size": 4}, {"page_size": 1}, {"static": True, "max_tokens": 160}], ids=str
+    ("name", "options", "kv"),
+    pairwise(
+        ["Llama", "Gemma2"],
+        [{"page_size": 4}, {"page_size": 1}, {"static": True, "max_tokens": 160}],
+        ["auto", "int8:g8"],
+    ),
+    ids=str,
 )
-@pytest.mark.parametrize("name", ["Llama", "Gemma2"])
 def test_every_allocation_of_a_cache_can_fail(name: str, options: dict[str, Any], kv: str) -> None:
     model = family(name)
 

@@ -15,6 +15,7 @@ from oracles.language_models import (
     make_model,
     make_prompts,
 )
+from oracles.pairs import in_turn
 from torch import Tensor
 from transformers import DynamicCache
 
@@ -27,7 +28,8 @@ STOCK: dict[str, Any] = {
     "int4:g16,rotate=none,recent=0": FakeQuantCache4,
     "int2:g16,rotate=none,recent=0": FakeQuantCache2,
 }
-KINDS = pytest.mark.parametrize("kv", list(STOCK))
+NAMES = list(STOCK)
+KINDS = pytest.mark.parametrize("kv", NAMES)
 
 MODES: dict[str, dict[str, Any]] = {
     "greedy": {},
@@ -61,8 +63,7 @@ def prefill(model: Any, inputs: dict[str, Tensor], cache: Any) -> Any:
     return cache
 
 
-@KINDS
-@pytest.mark.parametrize("mode", list(MODES))
+@pytest.mark.parametrize(("mode", "kv"), in_turn([*MODES], NAMES))
 def test_mode_gives_the_stock_tokens(mode: str, kv: str) -> None:
     model = make_model()
     inputs = make_prompts([17] if mode in ONE_ROW else [11, 5, 14])

@@ -10,6 +10,7 @@ from ops.attention import Case, exact, float32_error, make_case, normal, plain
 from ops.pools import INT4, INT8, PLAIN, Kind
 from oracles.attention import assert_as_good_as_plain
 from oracles.bits import FLOATS, generator
+from oracles.pairs import pairwise
 from torch import Tensor
 
 from kvloom import ops
@@ -79,9 +80,11 @@ def worst_ratio(actual: Tensor, golden: Tensor, reference: Tensor) -> float:
     return error / allowed if error else 0.0
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("kind", [PLAIN, Kind(torch.float16), Kind(torch.bfloat16), INT8, INT4], ids=str)
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize(
+    ("family", "kind", "dtype"),
+    pairwise([*FAMILIES], [PLAIN, Kind(torch.float16), Kind(torch.bfloat16), INT8, INT4], FLOATS),
+    ids=str,
+)
 def test_error_is_at_most_twice_that_of_plain_torch(
     dtype: torch.dtype, kind: Kind, family: str, record_property: Callable[[str, object], None]
 ) -> None:

@@ -26,7 +26,7 @@ from kvloom.store import Fingerprint, KVStore
 from kvloom.store.backends.memory import Memory
 from kvloom.store.format import Run
 
-NUM_OFFERED = int(os.environ.get("KVLOOM_OFFERED", "10000"))
+NUM_OFFERED = int(os.environ.get("KVLOOM_OFFERED", "1000"))
 PAGE, HEADS, DIM, QUANT, AT_ONCE = 32, 2, 32, QuantSpec(8, 32), 20
 GROUPS = [Group((0,), PAGE)]
 LAYER = blocks.layer_format(HEADS, DIM, torch.float32, QUANT)
