@@ -109,7 +109,7 @@ slow: asan-library test-vllm
 	    tests/serving/test_process.py tests/serving/test_clients.py
 	KVLOOM_DAMAGED=1000000 KVLOOM_KILLS=500 KVLOOM_LOOKUPS=25000 KVLOOM_SALTS=1000000 $(BIN)/python -m pytest \
 	    --quiet --numprocesses $(WORKERS) --dist worksteal tests/store
-	KVLOOM_TEST_EXAMPLES=1000 $(BIN)/python -m pytest --quiet --numprocesses $(WORKERS) --dist worksteal \
+	KVLOOM_PRODUCTS=1 KVLOOM_LAYER_PROGRAMS=50 KVLOOM_TEST_EXAMPLES=1000 $(BIN)/python -m pytest --quiet --numprocesses $(WORKERS) --dist worksteal \
 	    tests/caches tests/core tests/dialects tests/layouts
 	KVLOOM_OFFERED=100000 $(BIN)/python -m pytest --quiet tests/integrations/vllm/test_mover.py
 	KVLOOM_SCENARIOS=2000 KVLOOM_TEST_EXAMPLES=10000 KVLOOM_WALK_STEPS=1000000 $(BIN)/python -m pytest --quiet \

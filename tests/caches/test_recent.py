@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import pytest
 import torch
+from caches.mixed import DIM, HEADS, INT4, RECENT, as_codes, mixed, tokens
 from hypothesis import given
 from hypothesis import strategies as st
 from oracles.bits import assert_same_bits, generator
@@ -22,51 +21,11 @@ from kvloom.core.specs import QuantSpec
 from kvloom.errors import ConfigError
 from kvloom.ops.impl import cpu
 
-HEADS, DIM, RECENT = 2, 32, 20
-INT4 = QuantSpec(4, 16)
-
 
 def layer_of(recent: int, window: int | None = None, quant: QuantSpec = INT4) -> PagedLayer:
     return PagedLayer(
         CacheFormat(quant=quant, recent=recent), Sequences(CacheFormat(quant=quant, recent=recent), window)
     )
-
-
-def tokens(rows: int, count: int, seed: int, heads: int = HEADS) -> Tensor:
-    return torch.randn(rows, heads, count, DIM, generator=generator(seed))
-
-
-def as_codes(x: Tensor, quant: QuantSpec = INT4) -> Tensor:
-    """A round trip through codes."""
-    return PagedLayer(CacheFormat(quant=quant)).update(x, x)[0]
-
-
-def mixed(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    recent: int,
-    known: int = 0,
-    window: int | None = None,
-    quant: QuantSpec = INT4,
-    shown: Tensor | None = None,
-) -> Tensor:
-    """What one row ``[H, N, D]`` should give: the newest tokens of each query exact, as far as known."""
-    new, stored = query.shape[1], key.shape[1]
-    position, token = torch.arange(stored - new, stored).unsqueeze(1), torch.arange(stored)
-    is_exact = (token > position - recent) & (token >= known)
-    key_codes, value_codes = (as_codes(x[None], quant)[0] for x in (key, value))
-    ratio = query.shape[0] // key.shape[0]
-    key, key_codes, value, value_codes = (
-        x.repeat_interleave(ratio, 0) for x in (key, key_codes, value, value_codes)
-    )
-    scores = torch.where(is_exact, query @ key.mT, query @ key_codes.mT) / DIM**0.5
-    hidden = token > position
-    if window is not None:
-        hidden = hidden | (token <= position - window)
-    hidden = hidden if shown is None else ~shown
-    weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
-    return ((weights * is_exact) @ value + (weights * ~is_exact) @ value_codes).transpose(0, 1)
 
 
 def read(layer: PagedLayer, cuts: list[int], key: Tensor, value: Tensor, query: Tensor) -> Tensor:
@@ -78,18 +37,6 @@ def read(layer: PagedLayer, cuts: list[int], key: Tensor, value: Tensor, query: 
         found.append(stored.attend(query[:, :, piece]))
         start += count
     return torch.cat(found, 1)
-
-
-@pytest.mark.parametrize("quant", [INT4, QuantSpec(8, 32), QuantSpec(4, 32, rotated=True)], ids=str)
-@pytest.mark.parametrize("window", [None, 9, 50])
-@pytest.mark.parametrize("recent", [1, 16, 40])
-def test_each_token_reads_its_newest_as_they_were(recent: int, window: int | None, quant: QuantSpec) -> None:
-    count = 130
-    key, value, query = tokens(2, count, 1), tokens(2, count, 2), tokens(2, count, 3, 4)
-    out = read(layer_of(recent, window, quant), [70, 1, 5, 30, 1, 1, 22], key, value, query)
-    for b in range(2):
-        want = mixed(query[b], key[b], value[b], recent, 0, window, quant)
-        torch.testing.assert_close(out[b], want, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.skipif(cpu.ISA is None, reason="a matrix product of torch has bits of its own for each size")
@@ -165,121 +112,6 @@ def test_a_mask_may_show_more_than_the_window(placement: str, recent: int) -> No
             torch.testing.assert_close(out[b], want, rtol=1e-4, atol=1e-5)
 
 
-@dataclass
-class Row:
-    """One sequence: every token, and the first that is still known as it was computed."""
-
-    key: Tensor = field(default_factory=lambda: torch.zeros(HEADS, 0, DIM))
-    known: int = 0
-
-
-class Program:
-    """Two layers, and what they should hold."""
-
-    def __init__(self, rows: int) -> None:
-        self.sequences = Sequences(CacheFormat(quant=INT4, recent=RECENT))
-        self.layers = [PagedLayer(self.sequences.format, self.sequences, i) for i in range(2)]
-        self.rows = [Row() for _ in range(rows)]
-        self.seed = 0
-
-    def append(self, count: int) -> None:
-        self.seed += 10
-        for number, layer in enumerate(self.layers):
-            key, query = (
-                tokens(len(self.rows), count, self.seed),
-                tokens(len(self.rows), count, self.seed + 1, 4),
-            )
-            key = key * (number + 1)
-            out = layer.append(key, -key).attend(query)
-            for b, row in enumerate(self.rows):
-                if number == 0:
-                    row.key = torch.cat((row.key, key[b]), 1)
-                own = row.key * (number + 1)
-                want = mixed(query[b], own, -own, RECENT, row.known)
-                torch.testing.assert_close(out[b], want, rtol=1e-4, atol=1e-5)
-
-    def remove(self, counts: list[int]) -> None:
-        lengths = [row.key.shape[1] for row in self.rows]
-        for row, count in zip(self.rows, counts, strict=True):
-            row.key = row.key[:, : max(row.key.shape[1] - count, 0)]
-        self.sequences.remove(counts)
-        residual = self.sequences.residual
-        assert residual is not None
-        held = zip(residual.first_held(0), residual.begins, strict=True)
-        for row, length, (first, begin) in zip(self.rows, lengths, held, strict=True):
-            least = min(max(row.known, length - RECENT + 1 - RESIDUAL_ROLLBACK), row.key.shape[1])
-            row.known = first - begin  # what follows is known
-            assert row.known <= least
-        for layer in self.layers:
-            layer.num_tokens = self.sequences.num_positions
-
-    def select(self, rows: list[int]) -> None:
-        self.rows = [copy.copy(self.rows[i]) for i in rows]
-        self.sequences.select(rows)
-
-
-@given(st.data())
-def test_programs_of_rows_that_are_cut_copied_and_removed(data: st.DataObject) -> None:
-    programs = [Program(data.draw(st.integers(1, 3)))]
-    programs[0].append(data.draw(st.integers(1, 60)))
-    for _ in range(data.draw(st.integers(1, 6))):
-        program = data.draw(st.sampled_from(programs))
-        match data.draw(st.sampled_from(["append", "append", "long", "remove", "select", "fork", "save"])):
-            case "append":
-                program.append(data.draw(st.integers(1, 4)))
-            case "long":
-                program.append(data.draw(st.integers(5, 70)))
-            case "remove":
-                count = st.integers(0, 40)
-                program.remove(
-                    data.draw(st.lists(count, min_size=len(program.rows), max_size=len(program.rows)))
-                )
-            case "select":
-                row = st.integers(0, len(program.rows) - 1)
-                program.select(data.draw(st.lists(row, min_size=1, max_size=3)))
-            case "fork":
-                other = copy.copy(program)
-                other.sequences = program.sequences.fork()
-                other.layers = [PagedLayer(other.sequences.format, other.sequences, i) for i in range(2)]
-                for new, old in zip(other.layers, program.layers, strict=True):
-                    new.num_tokens, new.dtype = old.num_tokens, old.dtype
-                other.rows = [copy.copy(row) for row in program.rows]
-                programs.append(other)
-            case "save":
-                program.layers = pickle.loads(pickle.dumps(program.layers))  # noqa: S301 (our own)
-                program.sequences = program.layers[0].sequences
-    for program in programs:
-        program.append(1)
-
-
-def test_few_removed_tokens_leave_the_newest_exact() -> None:
-    program = Program(1)
-    program.append(100)
-    program.remove([RESIDUAL_ROLLBACK])
-    assert program.rows[0].known <= 100 - RESIDUAL_ROLLBACK - RECENT + 1
-    program.append(1)
-
-
-@pytest.mark.parametrize("removed", [17, 40, 99])
-def test_overwritten_tokens_are_read_as_codes(removed: int) -> None:
-    program = Program(2)
-    program.append(100)
-    program.remove([removed, removed - 10])
-    for count in (1, 3, 30):
-        program.append(count)
-
-
-def test_what_a_later_removal_leaves_is_still_exact() -> None:
-    """Positions of before a removal say nothing about what is written behind it."""
-    program = Program(1)
-    program.append(100)
-    program.remove([60])
-    program.append(30)
-    program.remove([1])
-    assert program.rows[0].known == 40
-    program.append(1)
-
-
 def layer_in(placement: str, recent: int) -> PagedLayer | FixedLayer:
     if placement == "paged":
         return layer_of(recent)
@@ -324,20 +156,6 @@ def test_a_failed_step_leaves_what_it_has_not_overwritten(
     torch.testing.assert_close(out[0], want, rtol=1e-4, atol=1e-5)
 
 
-def test_prefix_that_was_adopted_is_read_as_codes() -> None:
-    program = Program(1)
-    program.append(64)
-    other = Program(1)
-    other.sequences = Sequences(program.sequences.pages)
-    other.layers = [PagedLayer(other.sequences.format, other.sequences, i) for i in range(2)]
-    other.sequences.adopt([table.fork() for table in program.sequences.tables], [0], 64)
-    other.rows, other.seed = [Row(program.rows[0].key, 64)], 500
-    for layer in other.layers:
-        layer.num_tokens, layer.dtype = 64, torch.float32
-    for count in (1, 3, 30):
-        other.append(count)
-
-
 def test_bytes_are_those_of_a_few_pages() -> None:
     layer = layer_of(RECENT)
     layer.append(tokens(2, 300, 1), tokens(2, 300, 2))
@@ -350,16 +168,17 @@ def test_bytes_are_those_of_a_few_pages() -> None:
     layer.append(tokens(3, 4, 1), tokens(3, 4, 2))
 
 
-def test_assigned_keys_are_read_as_codes() -> None:
-    key, layer = tokens(1, 60, 1), layer_of(RECENT)
+@pytest.mark.parametrize("placement", ["paged", "fixed"])
+def test_assigned_keys_are_read_as_codes(placement: str) -> None:
+    key, layer = tokens(1, 60, 1), layer_in(placement, RECENT)
     layer.append(key, key)
-    new = tokens(1, 60, 5)
+    new = tokens(1, layer.keys.shape[2], 5)
     layer.keys = new
     assert torch.equal(layer.keys, as_codes(new))
-    assert torch.equal(layer.values, as_codes(key))
+    assert torch.equal(layer.values[:, :, :60], as_codes(key))
     query, last = tokens(1, 1, 6, 4), tokens(1, 1, 7)
     out = layer.append(last, last).attend(query)
-    keys, values = (torch.cat((x[0], last[0]), 1) for x in (new, key))
+    keys, values = (torch.cat((x[0, :, :60], last[0]), 1) for x in (new, key))
     torch.testing.assert_close(out[0], mixed(query[0], keys, values, RECENT, 60), rtol=1e-4, atol=1e-5)
 
 
