@@ -8,11 +8,13 @@ from kvloom.ops.offsets import KeyOffset
 from kvloom.ops.parts import Part, attend_part
 from kvloom.ops.rotation import rotate
 from kvloom.ops.scores import Batch, PositionalBias, Scores
+from kvloom.ops.smoothing import KeySmoothing
 
 __all__ = [
     "Batch",
     "BatchInvariance",
     "KeyOffset",
+    "KeySmoothing",
     "Part",
     "PositionalBias",
     "Scores",
