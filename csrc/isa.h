@@ -7,6 +7,7 @@
 #include "kernels/attend/run.h"
 #include "kernels/move/move.h"
 #include "kernels/move/rotate.h"
+#include "kernels/move/smooth.h"
 
 #define KVLOOM_JOIN_(a, b) a##b
 #define KVLOOM_JOIN(a, b) KVLOOM_JOIN_(a, b)
@@ -24,6 +25,7 @@ const Kernels KVLOOM_JOIN(kernels_, KVLOOM_ISA) = {
     .name = KVLOOM_NAME,
     .move = KVLOOM_ISA::rows::move,
     .rotate = KVLOOM_ISA::rotate,
+    .smooth = KVLOOM_ISA::smooth,
     .attend_supports = KVLOOM_ISA::attend_supports,
     .attend_in_tiles = KVLOOM_ISA::attend_in_tiles,
     .attend_plan = KVLOOM_ISA::attend_plan_of,

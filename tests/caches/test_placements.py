@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from caches.mixed import DIM, HEADS, INT4, RECENT, mixed, tokens
+from caches.mixed import DIM, HEADS, INT4, RECENT, mixed, smoothing, tokens
 from oracles.pairs import pairwise
 from torch import Tensor
 
@@ -34,6 +34,10 @@ KINDS = {
     "int4, newest": CacheFormat(quant=INT4, recent=1),
     "int4, 20 newest": CacheFormat(quant=INT4, recent=RECENT),
     "int4 rotated, 40 newest": CacheFormat(quant=QuantSpec(4, 32, rotated=True), recent=40),
+    "int8 smoothed": CacheFormat(quant=QuantSpec(8, 32), smoothing=smoothing()),
+    "int4 rotated, smoothed, 20 newest": CacheFormat(
+        quant=QuantSpec(4, 32, rotated=True), recent=RECENT, smoothing=smoothing()
+    ),
 }
 
 
@@ -135,10 +139,11 @@ class Program:
         self.format, self.window = KINDS[kind], window
         self.place = PLACEMENTS[placement](self.format, window)
         self.rows = [Row(torch.zeros(HEADS, 0, DIM)) for _ in range(rows)]
-        self.seed = 0
+        self.seed = self.num_removed = 0
 
     def append(self, count: int) -> None:
         """A step: both layers get their tokens, each attends when it has them."""
+        self.num_removed = max(self.num_removed - count, 0)  # what a window can go back by grows
         self.seed += 10
         for number, layer in enumerate(self.place.layers):
             new, query = (
@@ -151,8 +156,16 @@ class Program:
                 if number == 0:
                     row.key = torch.cat((row.key, new[b]), 1)
                 own = row.key * (number + 1)
+                kept = self.format
                 want = mixed(
-                    query[b], own, -own, self.format.recent, row.known, self.window, self.format.quant
+                    query[b],
+                    own,
+                    -own,
+                    kept.recent,
+                    row.known,
+                    self.window,
+                    kept.quant,
+                    smooth=kept.smoothing,
                 )
                 torch.testing.assert_close(out[b], want, rtol=1e-4, atol=1e-5)
 
@@ -160,8 +173,9 @@ class Program:
         """Of a window only what it can go back by; then nothing changes."""
         try:
             self.place.remove(counts, self.rows)
+            self.num_removed += max(counts)
         except StateError:
-            assert self.window is not None and max(counts) > 15
+            assert self.window is not None and self.num_removed + max(counts) > 15
 
     def select(self, rows: list[int]) -> None:
         self.rows = [copy.copy(self.rows[i]) for i in rows]

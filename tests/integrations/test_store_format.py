@@ -13,6 +13,7 @@ from oracles.language_models import make_model
 
 from kvloom.integrations.transformers.identity import fingerprint_of
 from kvloom.integrations.transformers.module_reader import behavior_digest
+from kvloom.integrations.transformers.smoothing import smoothing_of
 
 UNUSED = {"_name_or_path", "dtype", "torch_dtype", "transformers_version", "use_cache", "return_dict"}
 ROPE = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor")
@@ -25,7 +26,7 @@ def spelled(value: Any) -> str:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_digests_of_a_model_are_those_of_the_document(dtype: torch.dtype) -> None:
     model = make_model().to(dtype)
-    found = fingerprint_of(model, "int8")
+    found = fingerprint_of(model, "int8,smooth=none")
     config = {name: x for name, x in model.config.to_dict().items() if name not in UNUSED}
     assert found.config == hashlib.sha256(spelled(config).encode()).hexdigest()
     rope = {name: getattr(model.config, name, None) for name in ROPE}
@@ -55,3 +56,19 @@ def test_digests_of_a_model_are_those_of_the_document(dtype: torch.dtype) -> Non
     }
     text = spelled(fields | {"layers": [[len(found.layers), layer]]})
     assert found.digest == hashlib.sha256(b"kvloom fingerprint\0" + text.encode()).digest()
+
+
+def test_the_digest_of_smoothing_is_that_of_the_document() -> None:
+    model = make_model("kvloom")
+    words = []
+    for layer in smoothing_of(model):
+        own, offset = layer.smoothing, layer.smoothing.offset
+        arrays = (
+            [own.gain] if offset is None else [own.gain, offset.mean, offset.channels, offset.frequencies]
+        )
+        data = b"".join(str(tuple(x.shape)).encode() + x.numpy().tobytes() for x in arrays)
+        words.append(hashlib.sha256(data).hexdigest()[:32])
+    assert (
+        fingerprint_of(model, "int8").smoothing == hashlib.sha256(" ".join(words).encode()).hexdigest()[:32]
+    )
+    assert not fingerprint_of(model).smoothing

@@ -22,6 +22,7 @@ OTHERS: dict[str, Any] = {
     "attention": "other",
     "rotation": "keys",
     "behavior": "other",
+    "smoothing": "other",
     "recent": 64,
     "head_dim": 8,
     "bits": 4,

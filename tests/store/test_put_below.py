@@ -17,7 +17,9 @@ from store.runs import fingerprint
 from kvloom import QuantSpec, ops
 from kvloom.caches import CacheFormat, PrefixCache
 from kvloom.errors import ArgumentError
+from kvloom.integrations.transformers.build import cache_format
 from kvloom.integrations.transformers.identity import fingerprint_of
+from kvloom.integrations.transformers.smoothing import smoothing_for
 from kvloom.store import Fingerprint, KVStore, layers_of, put_below
 
 TOKENS = list(range(20, 36))
@@ -110,7 +112,7 @@ def test_a_pool_of_a_model_and_a_cache_share_a_store(tmp_path: Path) -> None:
         compute_in_pool(model, pool, tokens)
     identity = fingerprint_of(model, "int8:g16")
     layer = identity.layers[0]
-    form = CacheFormat(quant=QuantSpec.parse("int8:g16"), page_size=PAGE, max_tokens=64)
+    form = cache_format(model.config, "int8:g16", PAGE, 64, smoothing=smoothing_for(model, "int8:g16"))
     cache = PrefixCache(
         form,
         num_layers=len(identity.layers),

@@ -41,40 +41,46 @@ KVLOOM_INLINE Vec rotated(Vec sum, Vec root) {
 }
 
 // `count` vectors, a power of two, in registers if their number is known.
-template <class T, class Count>
-KVLOOM_INLINE void rotate_vectors(const T* from, T* to, Vec* x, Count count, Vec part, Vec root) {
+template <class From, class T, class Count>
+KVLOOM_INLINE void rotate_vectors(const From* from, T* to, Vec* x, Count count, Vec part, Vec root) {
   for (Index i = 0; i < count; ++i) x[i] = butterflies_within(load(from + i * kLanes) * part);
   butterflies_between(x, count);
   for (Index i = 0; i < count; ++i) store(to + i * kLanes, rotated<T>(x[i], root));
 }
 
 // A block that is shorter than a vector.
-template <class T>
-KVLOOM_INLINE void rotate_few(const T* from, T* to, Index block, Vec part, Vec root) {
+template <class From, class T>
+KVLOOM_INLINE void rotate_few(const From* from, T* to, Index block, Vec part, Vec root) {
   float x[kLanes] = {};
   store(x, load_partial(from, block) * part);
   butterflies_between(x, block);
   store_partial(to, rotated<T>(load(x), root), block);
 }
 
+// A row, block by block. A block may take the place of what it is made from.
+template <class From, class T>
+KVLOOM_INLINE void rotate_row(const From* from, T* to, Index head_dim, Index block, float root_of_block) {
+  alignas(64) Vec x[kMaxRotated / kLanes];
+  const Index count = block / kLanes;
+  const Vec part = splat(1.0f / block), root = splat(root_of_block);
+  for (Index i = 0; i < head_dim; i += block) {
+    switch (count) {
+      case 0: rotate_few(from + i, to + i, block, part, root); break;
+      case 4: rotate_vectors(from + i, to + i, x, 4, part, root); break;
+      case 8: rotate_vectors(from + i, to + i, x, 8, part, root); break;
+      default: rotate_vectors(from + i, to + i, x, count, part, root);
+    }
+  }
+}
+
 template <class T>
 void rotate_rows(const RotateArgs& args, Index begin, Index end) {
-  alignas(64) Vec x[kMaxRotated / kLanes];
-  const Index block = args.block, count = block / kLanes;
-  const Vec part = splat(1.0f / block), root = splat(args.root);
   for (Index row = begin; row < end; ++row) {
     const Index inner = row % args.size[2], outer = row / args.size[2];
     const T* from = reinterpret_cast<const T*>(args.from) + inner * args.stride[2] +
                     outer % args.size[1] * args.stride[1] + outer / args.size[1] * args.stride[0];
     T* to = reinterpret_cast<T*>(args.to) + row * args.head_dim;
-    for (Index i = 0; i < args.head_dim; i += block) {
-      switch (count) {
-        case 0: rotate_few(from + i, to + i, block, part, root); break;
-        case 4: rotate_vectors(from + i, to + i, x, 4, part, root); break;
-        case 8: rotate_vectors(from + i, to + i, x, 8, part, root); break;
-        default: rotate_vectors(from + i, to + i, x, count, part, root);
-      }
-    }
+    rotate_row(from, to, args.head_dim, args.block, args.root);
   }
 }
 

@@ -218,7 +218,7 @@ class FixedLayer(Layer):
         storage = self._allocated()
         first = (self._reach - self._most_held).clamp(min=0)
         position = first + torch.arange(self.num_columns, device=storage.device)
-        storage.replace(new, self._ring.slots(position))
+        storage.replace(new, self._ring.slots(position), position.expand(self.size, -1))
         if self._recent is not None:
             self._recent.forget(self.length)
 
@@ -264,7 +264,7 @@ class FixedLayer(Layer):
         needed = before if torch.compiler.is_compiling() else self._most_held
         if self.num_slots == self.max_tokens or num_new <= self.num_slots - needed:
             tokens = self._tokens(storage, self._ring, first, end, count)
-            storage.store(key, value, self._ring.slots(position))
+            storage.store(key, value, self._ring.slots(position), position.expand(self.size, -1))
             result = read(self._with_recent(tokens, first, (key, value)))
         else:
             step, ring = self._step(key, value, storage, position)
@@ -362,7 +362,7 @@ class FixedLayer(Layer):
         # Where there are fewer tokens than a window, slots are copied that stand for none.
         old = self.length + torch.arange(-before, 0, device=key.device)
         ops.copy(storage.view, self._ring.slots(old).flatten(), step.view, ring.slots(old).flatten())
-        step.store(key, value, ring.slots(position))
+        step.store(key, value, ring.slots(position), position.expand(self.size, -1))
         return step, ring
 
     def _copy_rows(self, rows: Sequence[int], target: Storage) -> None:

@@ -12,6 +12,7 @@ from kvloom.core.layouts import NATIVE_KEYS, NATIVE_VALUES, CacheLayout
 from kvloom.core.specs import KVSpec, QuantSpec, dtype_name, entry_of
 from kvloom.core.spelling import Kind, parse_kind, recent_of
 from kvloom.errors import ConfigError
+from kvloom.ops import KeySmoothing
 
 PAGE_LAYOUTS: Final = ("auto", "rows", "NHD", "HND", "native")
 """Names of ``CacheFormat.layout``."""
@@ -19,6 +20,7 @@ PAGE_LAYOUTS: Final = ("auto", "rows", "NHD", "HND", "native")
 _NHD: Final = CacheLayout("B S H D")
 _HND: Final = CacheLayout("B H S D")
 _BLOCK: Final = 16
+_OF_LAYERS: Final = ("dtype", "quant", "values", "smoothing")
 _DIGITS_FROM: Final = 32
 """Elements of a group, or a multiple, from which on codes meet a bfloat16 query as integers."""
 
@@ -42,7 +44,9 @@ class CacheFormat:
         recent: Newest tokens of a sequence that each token attends to unquantized, itself included,
             in layers whose keys or values are codes; all others it attends to as codes. Beside the codes of
             all tokens such a layer keeps about as many in the model's dtype.
-        layers: How each layer is kept, if not all alike: of these ``dtype``, ``quant`` and ``values`` count.
+        layers: How each layer is kept, if not all alike: of these ``dtype``, ``quant``, ``values`` and
+            ``smoothing`` count.
+        smoothing: Of keys that are codes; ``None`` for none.
     """
 
     dtype: torch.dtype | None = None
@@ -53,6 +57,7 @@ class CacheFormat:
     layout: str = "auto"
     recent: int = 0
     layers: "tuple[CacheFormat, ...] | None" = None
+    smoothing: KeySmoothing | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.page_size, bool) or not isinstance(self.page_size, int) or self.page_size < 1:
@@ -73,6 +78,11 @@ class CacheFormat:
         """Whether keys or values are codes, of which the newest tokens can be kept unquantized."""
         return self.quant is not None or (self.values is not None and self.values.quant is not None)
 
+    @property
+    def needs_positions(self) -> bool:
+        """Whether stored keys depend on where they stand in their text, in a layer that is kept so."""
+        return self.quant is not None and self.smoothing is not None and self.smoothing.offset is not None
+
     def of_layer(self, index: int) -> "CacheFormat":
         """The format of one layer.
 
@@ -85,7 +95,8 @@ class CacheFormat:
             raise ConfigError(f"layers must have a format of layer {index}, got {len(self.layers)}")
         own = self.layers[index]
         recent = self.recent if own.has_codes else 0
-        return replace(self, dtype=own.dtype, quant=own.quant, values=own.values, recent=recent, layers=None)
+        kept = {name: getattr(own, name) for name in _OF_LAYERS}
+        return replace(self, **kept, recent=recent, layers=None)
 
     def kind(self, key_dim: int | None = None, value_dim: int | None = None) -> str:
         """How keys and values of these head dims are kept, such as ``"int8:g32"``, as ``kept_as`` reads it.
@@ -93,14 +104,20 @@ class CacheFormat:
         ``"int8:g32/int4:g32"`` where values are kept otherwise, ``"plan"`` where layers are.
         """
         if self.layers is not None:
-            return "plan"
+            kinds_of_layers = {replace(x, smoothing=None) for x in self.layers}
+            if len(kinds_of_layers) > 1:
+                return "plan"
+            smoothing = next((x.smoothing for x in self.layers if x.smoothing is not None), None)
+            own = replace(self.of_layer(0), smoothing=smoothing)
+            return own.kind(key_dim, value_dim)
         kinds = [self._side("keys", key_dim), (self.values or self)._side("values", value_dim)]
         names = {(kind.name, kind.group) for kind in kinds}
         if len(names) == 1:
             rotated = kinds[0].rotates("keys") + 2 * kinds[1].rotates("values")
             kinds = [Kind(*names.pop(), ROTATIONS[rotated])]
         recent = "" if self.recent == recent_of(kinds[0], kinds[-1]) else f",recent={self.recent}"
-        return "/".join(map(str, kinds)) + recent
+        smooth = "" if self.quant is None or self.smoothing is not None else ",smooth=none"
+        return "/".join(map(str, kinds)) + recent + smooth
 
     def _side(self, side: Literal["keys", "values"], head_dim: int | None) -> Kind:
         if self.quant is None:

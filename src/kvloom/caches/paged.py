@@ -17,7 +17,7 @@ from kvloom.caches.layer import Layer
 from kvloom.caches.pages import Run
 from kvloom.caches.read_only import ReadOnly
 from kvloom.caches.sequences import Sequences
-from kvloom.caches.storage import ROTATED_AT_ONCE, Storage
+from kvloom.caches.storage import TRANSFORMED_AT_ONCE, Storage
 from kvloom.caches.tokens import BLOCK, PARTIAL, Exact, Step, TokenIndex, Tokens
 from kvloom.core.indexing import CacheIndex
 from kvloom.core.views import detached
@@ -111,16 +111,18 @@ class PagedLayer(Layer):
             newest, exact = residual.step, residual.pages.storages.get(self.index)
             if newest is None or exact is None or newest.stride != exact.stride or newest[:2] != step[:2]:
                 return None
-        rotation, stored = storage.rotation, (key, value)
-        if rotation is not None:
-            if step.slots.numel() > ROTATED_AT_ONCE:
-                return None  # in pieces
-            stored = rotation.rotated(key, value)
+        transform, stored = storage.transform, (key, value)
+        if transform is not None:
+            if step.slots.numel() > TRANSFORMED_AT_ONCE or (
+                storage.needs_positions and step.positions is None
+            ):
+                return None
+            stored = transform.stored(key, value, step.positions)
         sequences.pages.num_writes += 1
         if not store_plain(*stored, step.slots, storage.view):
             return None
         read = None if newest is None or exact is None else self._store_exact(exact, key, value, newest)
-        return Tokens(storage.view, step.visible, sequences.window, None, rotation, read)
+        return Tokens(storage.view, step.visible, sequences.window, None, transform, read)
 
     def _append(self, key: Tensor, value: Tensor) -> Tokens:
         return self._extend(key, value, self._store, is_gathered=False)
@@ -164,10 +166,11 @@ class PagedLayer(Layer):
         else:
             first = start - self._num_visible
             source, visible = storage, sequences.place(first, end, storage, end - start)
-            storage.store(key, value, sequences.begin(start, end, storage, visible).slots)
+            step = sequences.begin(start, end, storage, visible)
+            storage.store(key, value, step.slots, step.positions)
         residual = sequences.residual
         read = None if residual is None or exact is None else self._store_newest(residual, exact, key, value)
-        return Tokens(source.view, visible, sequences.window, None, storage.rotation, read)
+        return Tokens(source.view, visible, sequences.window, None, storage.transform, read)
 
     def _store_newest(self, residual: Sequences, exact: Storage, key: Tensor, value: Tensor) -> Exact:
         """Store new tokens unquantized; what attention reads so."""
@@ -240,7 +243,8 @@ class PagedLayer(Layer):
             start = self.num_tokens - self.num_columns
             self.sequences.pages.num_writes += 1
             self.sequences.own_pages()
-            storage.replace(new, self.sequences.place(start, self.num_tokens, storage).own_slots())
+            index = self.sequences.place(start, self.num_tokens, storage)
+            storage.replace(new, index.own_slots(), index.positions())
             self.sequences.forget_residual()
 
     def _move(self, key: Tensor, value: Tensor, storage: Storage) -> None:
@@ -251,7 +255,8 @@ class PagedLayer(Layer):
         with new.reserving(old.size, end):
             new.pages.num_writes += 1
             new.pages.fit(storage)
-            storage.store(key, value, new.place(0, end, storage).slots)
+            index = new.place(0, end, storage)
+            storage.store(key, value, index.slots, index.positions())
         new.forget_residual()
         new.storages[self.index] = storage
         self.groups.move(old, new, self.index, end, num_removed)
@@ -354,7 +359,8 @@ class PagedLayer(Layer):
         if start > first:
             old = previous.place(first, start, storage).slots
             ops.copy(storage.view, old.flatten(), step.view, slots[:, : start - first].flatten())
-        step.store(key, value, slots[:, start - first :].contiguous())
+        positions = token + torch.arange(end - first, device=device)
+        step.store(key, value, *(x[:, start - first :].contiguous() for x in (slots, positions)))
         for b, column in enumerate(sequences.first_held(first)):
             if column < end:
                 target = sequences.place(column, end, storage).slots[b]
@@ -365,4 +371,5 @@ class PagedLayer(Layer):
         index = CacheIndex(row_starts + blocks.clamp(0, size - BLOCK), None, BLOCK)
         origins = (token - base).squeeze(1)
         begins = -token.clamp(max=0).squeeze(1) if max(sequences.begins) > start else None
-        return step, TokenIndex(index, origins + end - first, end - first, origins, begins=begins)
+        lengths, position = origins + end - first, base.squeeze(1)
+        return step, TokenIndex(index, lengths, end - first, origins, begins=begins, first_position=position)

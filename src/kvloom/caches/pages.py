@@ -67,12 +67,14 @@ class Pages:
         policy: By which these go when others need room, as of ``PagePool``.
 
     Attributes:
+        needs_positions: Whether a layer stores keys that depend on where they stand in their text.
         residual: Those of the residual window, if the format has one: the newest tokens unquantized, in the
             layers that keep codes.
     """
 
     def __init__(self, format: CacheFormat, is_kept: bool = False, policy: str = "lru") -> None:
         self.format = format
+        self.needs_positions = any(x.needs_positions for x in format.layers or (format,))
         self.is_window: bool = False  # sequences hold a few pages each: no more are made than are needed
         self.residual: Pages | None = None
         if format.recent:  # pages that are found again are those of codes in size
@@ -135,7 +137,9 @@ class Pages:
         for i in layers:
             own = self.format.of_layer(i)
             specs = own.spec(heads, head_dims[0], dtype), (own.values or own).spec(heads, head_dims[1], dtype)
-            self.storages[i] = Storage(*specs, self.format.page_size, device, self.format.layout)
+            self.storages[i] = Storage(
+                *specs, self.format.page_size, device, self.format.layout, smoothing=own.smoothing
+            )
             self.fit(self.storages[i])
 
     def fit(self, storage: Storage) -> None:

@@ -101,7 +101,7 @@ class Placement:
                 index = CacheIndex(self.pages.table(self._tables, storage, before), None, size)
                 self._indices[stride, device] = before, index
             bases = [first - n * size for first, n in zip(self._first, before, strict=True)]
-            found = TokenIndex.of(index, bases, start, end, self._first)
+            found = TokenIndex.of(index, bases, start, end, self._first, self.begins)
             self._tokens[start, end, num_new, stride, device] = found
         return found
 
@@ -121,8 +121,16 @@ class Placement:
                 ]
                 slots = torch.tensor(found, dtype=torch.int64, device=storage.device)
             known = None if self.is_required else self.known(start, storage.device, is_read=end > start)
-            self.step = step = Step(start, end, storage.stride, slots, visible, known)
+            positions = self._positions(start, end, storage)
+            self.step = step = Step(start, end, storage.stride, slots, positions, visible, known)
         return step
+
+    def _positions(self, start: int, end: int, storage: Storage) -> Tensor | None:
+        """Of tokens in their texts, ``[B, end - start]``; ``None`` if no layer needs them."""
+        if not (storage.needs_positions or self.pages.needs_positions):
+            return None
+        first = torch.tensor([start - begin for begin in self.begins], device=storage.device)
+        return first.unsqueeze(1) + torch.arange(end - start, device=storage.device)
 
     def known(self, start: int, device: torch.device, *, is_read: bool) -> Tensor | None:
         """Of each sequence the first column that is there, of those that a token at ``start`` sees before it.

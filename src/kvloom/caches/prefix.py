@@ -238,7 +238,7 @@ class PrefixCache:
             storage = self.prefixes.groups[number].storages[layer]
             position = torch.arange(start, end, device=storage.device)
             index, [base] = self.prefixes.groups[number].index_of([sequence.groups[number]], storage)
-            storage.store(key, value, index.slots(torch.zeros_like(position), position - base))
+            storage.store(key, value, index.slots(torch.zeros_like(position), position - base), position)
         sequence.stored[layer] = end
 
     def commit(self, sequence: PrefixSequence) -> None:
@@ -291,11 +291,11 @@ class PrefixCache:
         scores = ops.Scores() if scores is None else scores
         if self.windows[layer] is not None:
             scores = replace(scores, window=self.windows[layer])
-        storage, batch = self._batch(sequences, self._codes[layer], layer, lengths, num_new)
+        storage, batch, first = self._batch(sequences, self._codes[layer], layer, lengths, num_new)
         if not self._residuals:
-            return storage.attend(queries, batch, scores)
-        newest = self._batch(sequences, self._residuals[layer], layer, lengths, num_new)
-        return storage.attend_beside(queries, batch, scores, *newest, self.num_recent)
+            return storage.attend(queries, batch, scores, first)
+        exact, newest, _ = self._batch(sequences, self._residuals[layer], layer, lengths, num_new)
+        return storage.attend_beside(queries, batch, scores, exact, newest, self.num_recent, first)
 
     def fork(self, sequence: PrefixSequence) -> PrefixSequence:
         """Another sequence of the same tokens on the same pages.
@@ -375,8 +375,8 @@ class PrefixCache:
 
     def _batch(
         self, sequences: Sequence[PrefixSequence], number: int, layer: int, lengths: list[int], num_new: int
-    ) -> tuple[Storage, ops.Batch]:
-        """Where the tokens of some sequences are in a group."""
+    ) -> tuple[Storage, ops.Batch, Tensor]:
+        """Where tokens of some sequences are in a group, and at which position its index begins of each."""
         group = self.prefixes.groups[number]
         for sequence, length in zip(sequences, lengths, strict=True):
             group.expect_seen(sequence.groups[number], length - num_new)
@@ -384,4 +384,5 @@ class PrefixCache:
         index, bases = group.index_of([sequence.groups[number] for sequence in sequences], storage)
         starts = [0, *(length - base for length, base in zip(lengths, bases, strict=True))]
         seqstarts = torch.arange(len(sequences) + 1, device=storage.device) * num_new
-        return storage, ops.Batch(index, seqstarts, torch.tensor(starts, device=storage.device).cumsum(0))
+        batch = ops.Batch(index, seqstarts, torch.tensor(starts, device=storage.device).cumsum(0))
+        return storage, batch, torch.tensor(bases, device=storage.device)

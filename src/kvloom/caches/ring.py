@@ -40,4 +40,5 @@ class Ring:
         base = first // PARTIAL * PARTIAL
         blocks = base + torch.arange(0, PARTIAL + num_columns, BLOCK, device=first.device)
         index = CacheIndex(self.starts + blocks % self.num_slots, None, BLOCK)
-        return TokenIndex(index, (end - base).expand(rows), num_columns, (first - base).expand(rows))
+        lengths, origins = (end - base).expand(rows), (first - base).expand(rows)
+        return TokenIndex(index, lengths, num_columns, origins, first_position=base.expand(rows))

@@ -17,6 +17,7 @@ from kvloom.caches.pages import Pages
 from kvloom.caches.storage import Storage
 from kvloom.core.specs import KVSpec
 from kvloom.core.views import KVView, raw
+from kvloom.ops import KeySmoothing
 from kvloom.paging import PageRef, PageTable
 
 Place: TypeAlias = "tuple[SavedPages, int]"
@@ -33,6 +34,7 @@ class SavedStorage:
         layout: The name that the axis order was chosen by.
         is_gathered: Whether attention read gathered tensors.
         tensors: As those of a ``Storage``; what pickle has no dtype for, as integers.
+        smoothing: Of its keys; ``None`` if they are not smoothed.
     """
 
     specs: tuple[KVSpec, KVSpec]
@@ -40,6 +42,7 @@ class SavedStorage:
     layout: str
     is_gathered: bool
     tensors: tuple[Tensor, Tensor, Tensor | None, Tensor | None]
+    smoothing: KeySmoothing | None = None
 
     @classmethod
     def of(cls, storage: Storage, slots: Tensor) -> "SavedStorage":
@@ -50,7 +53,9 @@ class SavedStorage:
         ops.copy(storage.view, slots.to(storage.device), held.view, where)
         key, value, *scales = held.tensors
         tensors = raw(key), raw(value), scales[0], scales[1]
-        return cls(held.specs, held.page_size, storage.layout, storage.is_gathered, tensors)
+        return cls(
+            held.specs, held.page_size, storage.layout, storage.is_gathered, tensors, storage.smoothing
+        )
 
     @property
     def view(self) -> KVView:
@@ -63,7 +68,10 @@ class SavedStorage:
         """An empty storage for the same keys and values."""
         size = self.page_size if page_size is None else page_size
         device = self.tensors[0].device
-        return Storage(*self.specs, size, device, self.layout, is_gathered=self.is_gathered)
+        smoothing = None if self.smoothing is None else self.smoothing.to(device)
+        return Storage(
+            *self.specs, size, device, self.layout, is_gathered=self.is_gathered, smoothing=smoothing
+        )
 
     def write(self, storage: Storage, slots: Tensor) -> None:
         """Copy them to as many slots of a storage."""

@@ -13,19 +13,20 @@ from torch import Tensor
 from kvloom import ops
 from kvloom.caches.format import CacheFormat, is_in_rows, page_layout
 from kvloom.caches.memory import outside_inference_mode, zeros
-from kvloom.caches.rotation import Rotation
 from kvloom.caches.tokens import TokenIndex, Tokens, attend_behind, scores_of_newest
+from kvloom.caches.transform import Transform
 from kvloom.core.checks import FLOAT_DTYPES
 from kvloom.core.entries import Entry
 from kvloom.core.specs import KVSpec
 from kvloom.core.views import KVView
+from kvloom.ops import KeySmoothing
 
 Tensors: TypeAlias = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
 """Keys, values, scales of keys, scales of values."""
 
 
-ROTATED_AT_ONCE = 256
-"""Tokens that are rotated and stored before the next ones, in memory that stays in a processor's cache."""
+TRANSFORMED_AT_ONCE = 256
+"""Tokens that are transformed and stored at once, in memory that stays in a processor's cache."""
 
 
 class Storage:
@@ -38,9 +39,11 @@ class Storage:
         device: Where the tensors live.
         layout: As ``CacheFormat.layout``.
         is_gathered: Whether attention reads gathered tensors, which decides what ``"auto"`` is.
+        smoothing: Of keys that are codes; others are not smoothed.
 
     Attributes:
-        rotation: How keys and values are rotated before they are quantized; ``None`` if they are not.
+        transform: What is done to keys and values before they are quantized; ``None`` for nothing.
+        needs_positions: Whether stored keys depend on where they stand in their text.
         entry: What is kept of a token.
         has_codes: Whether keys or values are codes.
     """
@@ -54,6 +57,7 @@ class Storage:
         layout: str = "auto",
         *,
         is_gathered: bool = False,
+        smoothing: KeySmoothing | None = None,
     ) -> None:
         self.layout, self.is_gathered = layout, is_gathered
         self._is_in_rows = is_in_rows(layout, is_gathered)
@@ -61,11 +65,13 @@ class Storage:
             replace(key, layout=page_layout(layout, "key", key, page_size, device, is_gathered)),
             replace(value, layout=page_layout(layout, "value", value, page_size, device, is_gathered)),
         )
-        self.rotation = Rotation.of(key, value)
+        device = torch.empty(0, device=device).device  # with its index
+        self.transform = Transform.of(key, value, None if smoothing is None else smoothing.to(device))
+        self.needs_positions = self.transform is not None and self.transform.needs_positions
         self.entry = Entry(key.heads, key.side, value.side)
         self.has_codes = self.entry.has_codes
         self.page_size = page_size
-        self.device = torch.empty(0, device=device).device  # with its index
+        self.device = device
         self.num_extents = self.stride = 0
         self._found: tuple[tuple[slice, int], tuple[Tensor, Tensor] | None] | None = None
         self._hold(self._allocate(0, 0))
@@ -76,13 +82,32 @@ class Storage:
     ) -> "Storage":
         """For keys and values such as these, ``[B, H, Q, D]``."""
         specs = format.specs_of(key, value)
-        return cls(*specs, page_size, key.device, format.layout, is_gathered=is_gathered)
+        return cls(
+            *specs,
+            page_size,
+            key.device,
+            format.layout,
+            is_gathered=is_gathered,
+            smoothing=format.smoothing,
+        )
 
     def like(self, page_size: int) -> "Storage":
         """An empty one for the same keys and values, in pages of a size that a layout may not fit."""
         is_native = self.layout == "native" and page_size != self.page_size
         layout = "auto" if is_native else self.layout
-        return Storage(*self.specs, page_size, self.device, layout, is_gathered=self.is_gathered)
+        return Storage(
+            *self.specs,
+            page_size,
+            self.device,
+            layout,
+            is_gathered=self.is_gathered,
+            smoothing=self.smoothing,
+        )
+
+    @property
+    def smoothing(self) -> KeySmoothing | None:
+        """Of its keys; ``None`` if they are not smoothed."""
+        return None if self.transform is None else self.transform.smoothing
 
     @property
     def num_pages(self) -> int:
@@ -143,29 +168,51 @@ class Storage:
         self, index: TokenIndex, window: int | None = None, rows: tuple[Tensor, Tensor] | None = None
     ) -> Tokens:
         """Some of the tokens that are kept here; arguments as ``Tokens``."""
-        return Tokens(self.view, index, window, rows, self.rotation)
+        return Tokens(self.view, index, window, rows, self.transform)
 
-    def rotated(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values ``[B, H, Q, D]`` as the view takes them."""
-        return (key, value) if self.rotation is None else self.rotation.rotated(key, value)
+    def store(self, key: Tensor, value: Tensor, slots: Tensor, positions: Tensor | None = None) -> None:
+        """Write ``[B, H, Q, D]`` to slots ``[B, Q]``, or ``[T, H, D]`` to ``[T]``.
 
-    def store(self, key: Tensor, value: Tensor, slots: Tensor) -> None:
-        """Write ``[B, H, Q, D]`` to slots ``[B, Q]``, or ``[T, H, D]`` to ``[T]``."""
-        if self.rotation is None or slots.numel() <= ROTATED_AT_ONCE:
-            ops.store(*self.rotated(key, value), slots, self.view)
+        Args:
+            key: As above.
+            value: As above.
+            slots: As above.
+            positions: Of the tokens in their texts, as ``slots``, int64; read if ``needs_positions``.
+        """
+        transform = self.transform
+        if transform is None:
+            ops.store(key, value, slots, self.view)
             return
-        axis, count = slots.dim() - 1, max(ROTATED_AT_ONCE * slots.shape[-1] // slots.numel(), 1)
-        for x, y, where in zip(
-            key.split(count, 2 * axis), value.split(count, 2 * axis), slots.split(count, axis), strict=True
+        if not self.needs_positions:
+            positions = None
+        if slots.numel() <= TRANSFORMED_AT_ONCE:
+            ops.store(*transform.stored(key, value, positions), slots, self.view)
+            return
+        axis, count = slots.dim() - 1, max(TRANSFORMED_AT_ONCE * slots.shape[-1] // slots.numel(), 1)
+        where = slots.split(count, axis)
+        for i, (x, y) in enumerate(
+            zip(key.split(count, 2 * axis), value.split(count, 2 * axis), strict=True)
         ):
-            ops.store(*self.rotated(x, y), where.contiguous(), self.view)
+            at = None if positions is None else positions.narrow(axis, i * count, where[i].shape[axis])
+            ops.store(*transform.stored(x, y, at), where[i].contiguous(), self.view)
 
-    def attend(self, query: Tensor, batch: ops.Batch, scores: ops.Scores) -> Tensor:
-        """Attention over what is kept here; as ``ops.attend``."""
-        rotation = self.rotation
-        if rotation is None:
+    def attend(
+        self, query: Tensor, batch: ops.Batch, scores: ops.Scores, first_position: Tensor | None = None
+    ) -> Tensor:
+        """Attention over what is kept here; as ``ops.attend``.
+
+        Args:
+            query: As of ``ops.attend``.
+            batch: The same.
+            scores: The same, without a positional bias.
+            first_position: ``[B]``, position in its text of token 0 of each sequence of the index; ``None``
+                for 0.
+        """
+        transform = self.transform
+        if transform is None:
             return ops.attend(query, self.view, batch, scores)
-        return rotation.output(ops.attend(rotation.query(query), self.view, batch, scores))
+        query, scores = transform.query(query, scores, first_position)
+        return transform.output(ops.attend(query, self.view, batch, scores))
 
     def attend_beside(
         self,
@@ -175,30 +222,32 @@ class Storage:
         exact: "Storage",
         newest: ops.Batch,
         num_newest: int,
+        first_position: Tensor | None = None,
     ) -> Tensor:
         """``attend``, where each query reads its ``num_newest`` newest tokens unquantized.
 
         Args:
-            query: As of ``ops.attend``.
+            query: As of ``attend``.
             batch: The same.
             scores: The same.
             exact: Where these tokens are unquantized.
             newest: Where they lie there.
             num_newest: How many a query reads so, itself included.
+            first_position: As of ``attend``.
         """
         part = ops.attend_part(query, exact.view, newest, scores_of_newest(scores, num_newest))
-        codes = self.view, batch, scores, self.rotation
+        codes = self.view, batch, scores, self.transform, first_position
         return attend_behind(part, query, *codes, skip=num_newest, skip_from=None)
 
-    def replace(self, new: Mapping[int, Tensor], slots: Tensor) -> None:
+    def replace(self, new: Mapping[int, Tensor], slots: Tensor, positions: Tensor | None = None) -> None:
         """``store`` keys (0), values (1) or both; a negative slot skips a token."""
         if len(new) == 2:
-            self.store(new[0], new[1], slots)
+            self.store(new[0], new[1], slots, positions)
             return
         key, value, key_scale, value_scale = self.tensors
         for side, x in new.items():  # as a cache of keys only
             tensor, scale = ((key, key_scale), (value, value_scale))[side]
-            x = x if self.rotation is None else self.rotation.side(side, x)
+            x = x if self.transform is None else self.transform.side(side, x, positions)
             ops.store(x, None, slots, KVView.split(self.specs[side].axes, tensor, None, scale))
 
     def reserve(self, num_extents: int, stride: int) -> None:

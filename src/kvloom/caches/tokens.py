@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kvloom import ops
-from kvloom.caches.rotation import Rotation
+from kvloom.caches.transform import Transform
 from kvloom.core.indexing import CacheIndex, prefix_sums
 from kvloom.core.views import KVView
 
@@ -40,6 +40,8 @@ class TokenIndex:
         kvstarts: ``[B + 1]`` int64, sums of ``lengths``, if they are known.
         begins: ``[B]`` int64, the first column of each sequence that holds a token, where pages stand in the
             place of those before it, such as those of a sequence that begins among new tokens.
+        first_position: ``[B]`` int64, position in its text of token 0 of each sequence of the index, which is
+            negative where the sequence begins behind it; ``None`` for 0.
     """
 
     index: CacheIndex
@@ -48,23 +50,31 @@ class TokenIndex:
     origins: Tensor | None = None
     kvstarts: Tensor | None = None
     begins: Tensor | None = None
+    first_position: Tensor | None = None
     # Made once for all layers, by hand: ``cached_property`` takes a lock, which does not compile.
     _slots: Tensor | None = field(default=None, init=False, repr=False)
     _batches: dict[int, ops.Batch] = field(default_factory=dict, init=False, repr=False)
 
     @classmethod
     def of(
-        cls, index: CacheIndex, bases: Sequence[int], start: int, end: int, firsts: Sequence[int]
+        cls,
+        index: CacheIndex,
+        bases: Sequence[int],
+        start: int,
+        end: int,
+        firsts: Sequence[int],
+        texts: Sequence[int],
     ) -> "TokenIndex":
-        """Columns of positions ``start .. end``.
+        """Columns ``start .. end`` of a batch.
 
-        Token 0 of sequence b in the index is that at position ``bases[b]``, and the first one that is held
-        that at ``firsts[b]``.
+        Token 0 of sequence b in the index is in column ``bases[b]`` of the batch, the first one that is held
+        in column ``firsts[b]``, and the first one of its text in column ``texts[b]``.
         """
         counts, origins = ([position - base for base in bases] for position in (end, start))
         device, rows = index.table.device, len(bases)
         stand_in = any(first > max(start, base) for base, first in zip(bases, firsts, strict=True))
         begins = [max(first - start, 0) for first in firsts] if stand_in else None
+        positions = [base - text for base, text in zip(bases, texts, strict=True)]
         both = torch.tensor([*counts, 0, *accumulate(counts)], device=device)  # copied there at once
         return cls(
             index,
@@ -73,6 +83,7 @@ class TokenIndex:
             origins=torch.tensor(origins, device=device) if any(origins) else None,
             kvstarts=both.narrow(0, rows, rows + 1),
             begins=None if begins is None else torch.tensor(begins, device=device),
+            first_position=torch.tensor(positions, device=device) if any(positions) else None,
         )
 
     @property
@@ -81,6 +92,13 @@ class TokenIndex:
         if self._slots is None:
             self._slots = self._find_slots()
         return self._slots
+
+    def positions(self) -> Tensor:
+        """Position of the token of each column in its text, ``[B, N]`` int64; any where there is none."""
+        column = torch.arange(self.num_columns, device=self.lengths.device).expand(len(self.lengths), -1)
+        for first in (self.origins, self.first_position):
+            column = column if first is None else column + first.unsqueeze(1)
+        return column
 
     def own_slots(self) -> Tensor:
         """``slots``, with -1 where a column holds nothing."""
@@ -111,8 +129,11 @@ class TokenIndex:
             table=self.index.table[b : b + 1] if self.index.row_starts is None else self.index.table,
             row_starts=None if self.index.row_starts is None else self.index.row_starts[b : b + 2],
         )
-        origins, begins = (None if x is None else x[b : b + 1] for x in (self.origins, self.begins))
-        return TokenIndex(index, self.lengths[b : b + 1], self.num_columns, origins, begins=begins)
+        origins, begins, first = (
+            None if x is None else x[b : b + 1] for x in (self.origins, self.begins, self.first_position)
+        )
+        lengths = self.lengths[b : b + 1]
+        return TokenIndex(index, lengths, self.num_columns, origins, begins=begins, first_position=first)
 
     def _find_slots(self) -> Tensor:
         rows, device, index = len(self.lengths), self.lengths.device, self.index
@@ -184,6 +205,7 @@ class Step(NamedTuple):
         end: Position behind the last.
         stride: Pages in an extent of the storages.
         slots: ``[B, end - start]``.
+        positions: Of these tokens in their texts, as ``slots``; ``None`` if nothing that is kept needs them.
         visible: What their attention reads.
         known: ``[B]``, the first column of ``visible`` that is there, where earlier tokens may be missing;
             ``None`` if all are there.
@@ -193,6 +215,7 @@ class Step(NamedTuple):
     end: int
     stride: int
     slots: Tensor
+    positions: Tensor | None
     visible: TokenIndex
     known: Tensor | None = None
 
@@ -206,7 +229,7 @@ class Tokens:
         index: Where the columns lie in it.
         window: Tokens that a token sees, itself included; ``None`` for all before it.
         rows: Keys and values ``[B, H, N, D]`` as views of the cache, if they can be.
-        rotation: How the view's keys and values are rotated; ``None`` if they are not.
+        transform: What was done to the view's keys and values; ``None`` for nothing.
         exact: The last columns unquantized, if they are kept so beside codes.
     """
 
@@ -214,7 +237,7 @@ class Tokens:
     index: TokenIndex
     window: int | None = None
     rows: tuple[Tensor, Tensor] | None = None
-    rotation: Rotation | None = None
+    transform: Transform | None = None
     exact: Exact | None = None
 
     def gather(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -226,8 +249,9 @@ class Tokens:
         if self.rows is not None and self.rows[0].dtype == self.rows[1].dtype == dtype:
             return self.rows
         found: tuple[Tensor, Tensor] = ops.load(self.index.slots, self.view, dtype=dtype)
-        if self.rotation is not None:
-            found = self.rotation.rotated(*found)
+        if self.transform is not None:
+            positions = self.index.positions() if self.transform.needs_positions else None
+            found = self.transform.restored(*found, positions)
         if self.exact is not None:
             self.exact.put_into(found)
         if self.index.begins is not None:
@@ -283,10 +307,12 @@ class Tokens:
         if mask is not None:
             scores = replace(scores, mask=_shifted(mask, self.index.origins))
         if exact is None:
-            rotation = self.rotation
-            if rotation is None:
+            transform = self.transform
+            if transform is None:
                 return ops.attend(query, self.view, batch, scores)
-            return rotation.output(ops.attend(rotation.query(query), self.view, batch, scores))
+            query, scores = transform.query(query, scores, self.index.first_position)
+            out = ops.attend(query, self.view, batch, scores)
+            return transform.output(out) if transform.value else out
         newest, start, skip_from = exact.tokens, None, None
         if first is not None or exact.known is not None:
             before = exact.before(self.index.num_columns)
@@ -299,7 +325,7 @@ class Tokens:
         if mask is not None:
             of_newest = replace(of_newest, mask=exact.mask(mask))
         part = ops.attend_part(query, newest.view, newest.index.batch(num_new, start), of_newest)
-        codes = self.view, batch, scores, self.rotation
+        codes = self.view, batch, scores, self.transform, self.index.first_position
         return attend_behind(part, query, *codes, skip=exact.num_newest, skip_from=skip_from)
 
     def _attend_row(
@@ -329,7 +355,8 @@ def attend_behind(
     view: KVView,
     batch: ops.Batch,
     scores: ops.Scores,
-    rotation: Rotation | None,
+    transform: Transform | None,
+    first_position: Tensor | None,
     *,
     skip: int,
     skip_from: Tensor | None,
@@ -342,7 +369,8 @@ def attend_behind(
         view: The codes of all tokens.
         batch: Where they lie.
         scores: Of them.
-        rotation: How the codes are rotated, ``None`` if they are not.
+        transform: What was done to them before they became codes, ``None`` for nothing.
+        first_position: As ``TokenIndex.first_position``.
         skip: How many are read unquantized, as of ``ops.attend_part``.
         skip_from: The same.
 
@@ -350,12 +378,12 @@ def attend_behind(
         ``[T, Hq, Dv]``.
     """
     dtype = query.dtype
-    if rotation is not None:
-        query = rotation.query(query)
-        if rotation.value:  # values that are kept unquantized are not rotated
-            part = part._replace(out=rotation.output(part.out))
+    if transform is not None:
+        query, scores = transform.query(query, scores, first_position)
+        if transform.value:  # values that are kept unquantized are not rotated
+            part = part._replace(out=transform.output(part.out))
     out = ops.attend_part(query, view, batch, scores, skip=skip, skip_from=skip_from, prior=part).out
-    return (rotation.output(out) if rotation is not None and rotation.value else out).to(dtype)
+    return (transform.output(out) if transform is not None and transform.value else out).to(dtype)
 
 
 def _shifted(mask: Tensor, origins: Tensor | None) -> Tensor:

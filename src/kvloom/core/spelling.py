@@ -18,6 +18,9 @@ from kvloom.errors import ArgumentError
 STORAGE: Final = ("auto", *FLOATS, *CODES)
 """Kinds: the model's own dtype, a float dtype, or codes, which may have a group and options."""
 
+SMOOTHED: Final = ("keys", "none")
+"""What is smoothed before it is quantized."""
+
 _SPELLING: Final = re.compile(r"([a-z0-9]+)(?::g([1-9][0-9]{0,17}))?((?:,[a-z]+=[a-z0-9]+)*)")
 
 
@@ -30,12 +33,14 @@ class Kind:
         group: Elements that share a scale; ``None`` if nothing is said.
         rotate: One of ``ROTATIONS``.
         recent: Residual window: newest tokens that each token attends to unquantized; ``None`` if not said.
+        smooth: One of ``SMOOTHED``: whether keys that are codes are smoothed, where a model says how.
     """
 
     name: str
     group: int | None = None
     rotate: str = "none"
     recent: int | None = None
+    smooth: str = "keys"
 
     @property
     def codes(self) -> Codes | None:
@@ -63,7 +68,8 @@ class Kind:
         group = "" if self.group is None else f":g{self.group}"
         rotate = "" if self.rotate == usual.rotate else f",rotate={self.rotate}"
         recent = "" if self.recent in (None, usual.recent) else f",recent={self.recent}"
-        return f"{self.name}{group}{rotate}{recent}"
+        smooth = "" if self.smooth == usual.smooth else f",smooth={self.smooth}"
+        return f"{self.name}{group}{rotate}{recent}{smooth}"
 
 
 def _one_of(*words: str) -> tuple[str, Callable[[str], str | None]]:
@@ -84,6 +90,7 @@ def _count(low: int = 0) -> tuple[str, Callable[[str], int | None]]:
 _OPTIONS: Final[dict[str, tuple[str, Callable[[str], Any]]]] = {
     "rotate": _one_of(*ROTATIONS),
     "recent": _count(),
+    "smooth": _one_of(*SMOOTHED),
 }
 """Of codes, by their names, each a field of ``Kind``."""
 

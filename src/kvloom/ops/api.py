@@ -261,7 +261,7 @@ def plain_arguments(
     if (bias := scores.positional_bias) is not None:
         if not isinstance(bias, PositionalBias) or bias.coefficients is None or bias.frequencies is None:
             return None
-        tensors = (*tensors, *bias_arguments(scores))
+        tensors = (*tensors, bias.coefficients, bias.frequencies, bias.first_position)
     if query is None or kv.value is None or not is_plain(tensors):
         return None
     if type(batch.decoding_batches) is not int or type(index.page_size) is not int:

@@ -13,6 +13,7 @@ from kvloom.core.views import KVView
 from kvloom.errors import ArgumentError, ShapeError
 from kvloom.ops.choice import run
 from kvloom.ops.scores import MAX_PAIRS, PositionalBias
+from kvloom.quant.smoothing import coefficients_of, offset_at
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -71,12 +72,7 @@ class KeyOffset:
 
         A vector's bits depend on its position alone.
         """
-        angle = positions.double()[..., None, None] * self.frequencies.double()
-        cos, sin = angle.cos().float(), angle.sin().float()
-        x, y = self.mean.unbind(-1)
-        pairs = torch.stack((x * cos - y * sin, x * sin + y * cos), dim=-1).flatten(-2)
-        vectors = pairs.new_zeros((*pairs.shape[:-1], self.head_dim))
-        return vectors.scatter(-1, self.channels.flatten(1).expand_as(pairs), pairs)
+        return offset_at(positions, self.mean, self.channels, self.frequencies, self.head_dim)
 
     def bias(self, query: Tensor, first_position: Tensor | None = None) -> PositionalBias:
         """What the products of queries with stored keys lack.
@@ -94,12 +90,8 @@ class KeyOffset:
         )
         if sizes["Hq"] % heads:
             raise ShapeError(f"query must have a multiple of {heads} heads, got {sizes['Hq']}")
-        by_head = query.unflatten(1, (heads, -1))
-        channels = self.channels.flatten(1).unsqueeze(1).expand(*by_head.shape[:3], -1)
-        x, y = by_head.gather(-1, channels).float().unflatten(-1, (-1, 2)).unbind(-1)
-        of_x, of_y = self.mean.unsqueeze(1).unbind(-1)
-        coefficients = torch.cat((x * of_x + y * of_y, y * of_x - x * of_y), dim=-1)
-        return PositionalBias(coefficients.flatten(1, 2), self.frequencies, first_position)
+        coefficients = coefficients_of(query.unflatten(1, (heads, -1)), self.mean, self.channels)
+        return PositionalBias(coefficients, self.frequencies, first_position)
 
 
 def expect_offset(

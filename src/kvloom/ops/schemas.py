@@ -24,6 +24,14 @@ LIB.define(
 )
 LIB.define("copy(Tensor[] sources, Tensor source_slots, Tensor(a!)[] targets, Tensor target_slots) -> ()")
 LIB.define("rotate(Tensor x, int block) -> Tensor")
+LIB.define(
+    "smooth(Tensor key, Tensor? positions, Tensor factor, Tensor? mean, Tensor? channels,"
+    " Tensor? frequencies, int block, bool is_restored) -> Tensor"
+)
+LIB.define(
+    "smooth_query(Tensor query, Tensor gain, Tensor? mean, Tensor? channels, int block)"
+    " -> (Tensor query, Tensor coefficients)"
+)
 # One schema: the kernel of the device, the same into a given tensor, the reference by name, which no compiler
 # can trace, and a part of an attention; each also with a positional bias, whose arguments would cost calls
 # without one.
@@ -49,7 +57,7 @@ for _name, _more, _returns in (
 
 # The reference serves every device; a faster backend takes over its own dispatch key, as the compiled kernels
 # have done for the CPU if they are there.
-for _name in ("store", "load", "copy", "attend", "attend_part", "rotate"):
+for _name in ("store", "load", "copy", "attend", "attend_part", "rotate", "smooth", "smooth_query"):
     LIB.impl(_name, getattr(reference, _name), "CompositeExplicitAutograd")
 for _name in ("attend.biased", "attend.reference", "attend.biased_reference"):
     LIB.impl(_name, reference.attend, "CompositeExplicitAutograd")
@@ -130,6 +138,20 @@ def _rotate_fake(x: Tensor, block: int) -> Tensor:
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
+def _smooth_fake(key: Tensor, *rest: object) -> Tensor:
+    if reference.is_by_token(key):
+        return key.new_empty(key.transpose(1, 2).shape).transpose(1, 2)
+    return key.new_empty(key.shape)
+
+
+def _smooth_query_fake(
+    query: Tensor, gain: Tensor, mean: Tensor | None, *rest: object
+) -> tuple[Tensor, Tensor]:
+    num_pairs = 0 if mean is None else mean.shape[1]
+    coefficients = query.new_empty((*query.shape[:2], 2 * num_pairs), dtype=torch.float32)
+    return query.new_empty(query.shape), coefficients
+
+
 def _attend_part_fake(
     query: Tensor,
     key_cache: Tensor,
@@ -171,6 +193,8 @@ torch.library.register_fake("kvloom::store", _writes_only, lib=LIB)
 torch.library.register_fake("kvloom::copy", _writes_only, lib=LIB)
 torch.library.register_fake("kvloom::load", _load_fake, lib=LIB)
 torch.library.register_fake("kvloom::rotate", _rotate_fake, lib=LIB)
+torch.library.register_fake("kvloom::smooth", _smooth_fake, lib=LIB)
+torch.library.register_fake("kvloom::smooth_query", _smooth_query_fake, lib=LIB)
 for _name in ("attend", "attend.biased", "attend.reference", "attend.biased_reference"):
     torch.library.register_fake(f"kvloom::{_name}", _attend_fake, lib=LIB)
 for _name in ("attend.out", "attend.biased_out"):
@@ -182,6 +206,8 @@ store = torch.ops.kvloom.store.default
 load = torch.ops.kvloom.load.default
 copy = torch.ops.kvloom.copy.default
 rotate = torch.ops.kvloom.rotate.default
+smooth = torch.ops.kvloom.smooth.default
+smooth_query = torch.ops.kvloom.smooth_query.default
 attend = torch.ops.kvloom.attend.default
 attend_biased = torch.ops.kvloom.attend.biased
 attend_out = torch.ops.kvloom.attend.out

@@ -1,30 +1,32 @@
-"""Key smoothing: keys of one layer are stored without what they have in common and divided by gains.
+"""Key smoothing: keys of one layer are stored without what they have in common, and divided by gains.
 
-A group of codes has one scale, so that a channel which is many times larger than the others takes their bits.
-What a model does is not changed: queries are multiplied by the gains, and what was subtracted is a bias of the
-products.
+A group of codes has one scale, so that a channel which is many times larger than the others takes their
+bits. What attention computes stays the same: queries are multiplied by the gains, and what was subtracted is
+a bias of the products.
 
 Shapes: B sequences, N tokens of each, H key/value heads, Hq query heads, D head dim; T tokens of all.
 """
 
 import hashlib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from kvloom.core.checks import can_read, expect
+from kvloom.core.checks import FLOAT_DTYPES, can_read, expect
+from kvloom.core.views import detached
 from kvloom.errors import ArgumentError, ShapeError
+from kvloom.ops import schemas
 from kvloom.ops.offsets import KeyOffset
-from kvloom.ops.scores import Scores
+from kvloom.ops.scores import PositionalBias
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KeySmoothing:
     """How the keys of a layer are smoothed: ``(key - offset at its position) / gain``.
 
-    Scores and keys that are read come back, up to the rounding of codes, whatever these numbers are; good ones
-    make all channels of a head alike in what they contribute to scores.
+    Scores and keys that are read come back, up to the rounding of codes, whatever these numbers are; good
+    ones make all channels of a head alike in what they contribute to scores.
 
     Attributes:
         gain: ``[H, D]`` float32, positive and finite.
@@ -32,68 +34,114 @@ class KeySmoothing:
 
     Raises:
         ShapeError: ``gain`` is no such tensor, or ``offset`` is of other heads.
-        ArgumentError: a gain is not positive and finite.
+        ArgumentError: a gain is not positive, or a number is not finite.
     """
 
     gain: Tensor
     offset: KeyOffset | None = None
+    _inverse: Tensor = field(init=False, repr=False)
+    _arrays: tuple[Tensor | None, Tensor | None, Tensor | None] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         sizes = expect("gain", self.gain, "H D", dtype=torch.float32)
-        if self.offset is not None:
-            found = self.offset.mean.shape[0], self.offset.head_dim
+        arrays: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None)
+        if (offset := self.offset) is not None:
+            found = offset.mean.shape[0], offset.head_dim
             if found != (sizes["H"], sizes["D"]):
                 raise ShapeError(
-                    f"offset must have {sizes['H']} heads of {sizes['D']} as gain, got {found[0]} of {found[1]}"
+                    f"offset must have {sizes['H']} heads of {sizes['D']} as gain, "
+                    f"got {found[0]} of {found[1]}"
                 )
-            if self.offset.mean.device != self.gain.device:
-                raise ShapeError(
-                    f"offset must be on {self.gain.device} as gain, got {self.offset.mean.device}"
-                )
-        if can_read(self.gain) and not bool(((self.gain > 0) & self.gain.isfinite()).all()):
-            got = float(self.gain[~((self.gain > 0) & self.gain.isfinite())][0])
-            raise ArgumentError(f"gain must be positive and finite, got {got}")
+            if offset.mean.device != self.gain.device:
+                raise ShapeError(f"offset must be on {self.gain.device} as gain, got {offset.mean.device}")
+            arrays = offset.mean.contiguous(), offset.channels.contiguous(), offset.frequencies
+        if can_read(self.gain):
+            is_good = (self.gain > 0) & self.gain.isfinite()
+            if not bool(is_good.all()):
+                got = float(self.gain[~is_good][0])
+                raise ArgumentError(f"gain must be positive and finite, got {got}")
+            for name in ("mean", "frequencies"):
+                x = None if offset is None else getattr(offset, name)
+                if x is not None and not bool(x.isfinite().all()):
+                    raise ArgumentError(f"offset must have finite {name}, got {float(x[~x.isfinite()][0])}")
+        object.__setattr__(self, "gain", self.gain.contiguous())
+        object.__setattr__(self, "_inverse", 1 / self.gain)
+        object.__setattr__(self, "_arrays", arrays)
 
-    def smoothed(self, key: Tensor, positions: Tensor | None) -> Tensor:
-        """Keys as they are stored, in their dtype; computed in float32.
+    def smoothed(
+        self, key: Tensor, positions: Tensor | None, block: int = 0, *, is_restored: bool = False
+    ) -> Tensor:
+        """Keys as they are stored, in their dtype; a finite key gives a finite one.
 
         Args:
-            key: ``[T, H, D]`` or ``[B, H, N, D]``.
-            positions: ``[T]`` or ``[B, N]`` int64; not read without an offset.
-        """
-        gain = self._like(key)
-        if self.offset is None:
-            return (key.float() / gain).to(key.dtype)
-        return ((key.float() - self._offset(key, positions)) / gain).to(key.dtype)
+            key: ``[T, H, D]`` or ``[B, H, N, D]`` float32, float16 or bfloat16; its gradient is lost.
+            positions: ``[T]`` or ``[B, N]`` int64 or int32; not read without an offset.
+            block: Elements that are then rotated together, as of ``ops.rotate``; 0 for none.
+            is_restored: As ``restored``.
 
-    def restored(self, key: Tensor, positions: Tensor | None) -> Tensor:
+        Raises:
+            ShapeError: these do not fit.
+        """
+        sizes, gain = key.shape, self.gain
+        tokens = sizes[:1] if len(sizes) == 3 else (sizes[0], sizes[-2])
+        is_placed = self.offset is None or (positions is not None and positions.shape == tokens)
+        if len(sizes) not in (3, 4) or (sizes[1], sizes[-1]) != gain.shape or not is_placed:
+            heads, head_dim = gain.shape
+            raise ShapeError(
+                f"key must be [T, {heads}, {head_dim}] or [B, {heads}, N, {head_dim}] with a position for "
+                f"each token, got {list(sizes)} with {None if positions is None else list(positions.shape)}"
+            )
+        if key.device != gain.device or key.dtype not in FLOAT_DTYPES:
+            raise ShapeError(
+                f"key must be one of {FLOAT_DTYPES} on {gain.device}, got {key.dtype} on {key.device}"
+            )
+        key = detached(key) if key.requires_grad else key
+        key = key if key.stride(-1) == 1 else key.contiguous()
+        positions = None if self.offset is None else positions
+        factor = gain if is_restored else self._inverse
+        result: Tensor = schemas.smooth(key, positions, factor, *self._arrays, block, is_restored)
+        return result
+
+    def restored(self, key: Tensor, positions: Tensor | None, block: int = 0) -> Tensor:
         """Keys as they were; arguments as of ``smoothed``."""
-        whole = key.float() * self._like(key)
-        return (whole if self.offset is None else whole + self._offset(key, positions)).to(key.dtype)
+        return self.smoothed(key, positions, block, is_restored=True)
 
-    def query(self, query: Tensor) -> Tensor:
-        """Queries ``[T, Hq, D]`` for keys as they are stored, in their dtype."""
-        gain = self.gain.repeat_interleave(query.shape[-2] // self.gain.shape[0], 0)
-        return (query.float() * gain).to(query.dtype)
-
-    def scores(self, query: Tensor, scores: Scores, first_position: Tensor | None) -> Scores:
-        """``scores`` of queries with stored keys, with what their products lack.
+    def query(
+        self, query: Tensor, first_position: Tensor | None = None, block: int = 0
+    ) -> tuple[Tensor, PositionalBias | None]:
+        """Queries for keys as they are stored, and what their products lack, if there is an offset.
 
         Args:
-            query: ``[T, Hq, D]``, those of the model.
-            scores: Without a positional bias.
+            query: ``[T, Hq, D]`` float32, float16 or bfloat16; Hq is a multiple of H.
             first_position: ``[B]``, position of token 0 of each sequence in the index; ``None`` for 0.
+            block: As of ``smoothed``.
+
+        Raises:
+            ShapeError: ``query`` does not fit.
         """
-        if self.offset is None:
-            return scores
-        return replace(scores, positional_bias=self.offset.bias(query, first_position))
+        heads, head_dim = self.gain.shape
+        if query.dim() != 3 or query.shape[2] != head_dim or query.shape[1] % heads:
+            raise ShapeError(
+                f"query must be [T, Hq, {head_dim}] with a multiple of {heads} heads, got {list(query.shape)}"
+            )
+        mean, channels, frequencies = self._arrays
+        query = detached(query) if query.requires_grad else query
+        query = query if query.stride(-1) == 1 else query.contiguous()
+        query, coefficients = schemas.smooth_query(query, self.gain, mean, channels, block)
+        if frequencies is None:
+            return query, None
+        return query, PositionalBias(coefficients, frequencies, first_position)
 
     def to(self, device: torch.device) -> "KeySmoothing":
         """The same on a device."""
+        if self.gain.device == device:
+            return self
         offset = self.offset
         if offset is not None:
-            moved = (x.to(device) for x in (offset.mean, offset.channels, offset.frequencies))
-            offset = KeyOffset(*moved, offset.head_dim)
+            mean, channels, frequencies = (
+                x.to(device) for x in (offset.mean, offset.channels, offset.frequencies)
+            )
+            offset = KeyOffset(mean, channels, frequencies, offset.head_dim)
         return KeySmoothing(self.gain.to(device), offset)
 
     @property
@@ -107,11 +155,8 @@ class KeySmoothing:
             found.update(x.detach().cpu().contiguous().numpy().tobytes())
         return found.hexdigest()[:32]
 
-    def _like(self, key: Tensor) -> Tensor:
-        return self.gain if key.dim() == 3 else self.gain.unsqueeze(1)
+    def __reduce__(self) -> tuple[object, ...]:
+        return KeySmoothing, (self.gain, self.offset)
 
-    def _offset(self, key: Tensor, positions: Tensor | None) -> Tensor:
-        if self.offset is None or positions is None:
-            raise ArgumentError("positions must be given of keys with an offset, got None")
-        vectors = self.offset.at(positions)
-        return vectors if key.dim() == 3 else vectors.transpose(1, 2)
+    def __deepcopy__(self, memo: dict[int, object]) -> "KeySmoothing":
+        return self

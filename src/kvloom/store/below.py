@@ -17,7 +17,7 @@ from kvloom.store.probe import Probe
 from kvloom.store.store import KVStore, open_store
 from kvloom.store.survey import Verdict, look
 from kvloom.store.tier import Piece
-from kvloom.store.transfer import layers_of, pack, rotation_of, unpack
+from kvloom.store.transfer import layers_of, pack, rotation_of, smoothing_of, unpack
 
 _TIMEOUT: Final = 30.0
 _OPENING_SECONDS: Final = 1.0
@@ -213,13 +213,16 @@ class StoreBelow:
         if not storages:
             for i, x in self._storages.items():
                 size = self._pages.format.page_size
-                storages[i] = Storage(*x.specs, size, x.device, x.layout, is_gathered=x.is_gathered)
+                storages[i] = Storage(
+                    *x.specs, size, x.device, x.layout, is_gathered=x.is_gathered, smoothing=x.smoothing
+                )
                 self._pages.fit(storages[i])
         return self._keeps_alike()
 
     def _keeps_alike(self) -> bool:
         storages, wanted = self._pages.storages, self.fingerprint
-        return layers_of(storages) == wanted.layers and rotation_of(storages) == wanted.rotation
+        kept = layers_of(storages), rotation_of(storages), smoothing_of(storages)
+        return kept == (wanted.layers, wanted.rotation, wanted.smoothing)
 
     def _write(self, piece: Piece, ids: Sequence[int], start: int, end: int) -> None:
         segment, run = piece.segment, piece.run
@@ -241,7 +244,8 @@ def put_below(
         cache: One without sequences.
         store: A ``KVStore``, or URLs as it takes them.
         fingerprint: Whose keys and values; its layers are ``layers_of(cache.pages.storages)``, its rotation
-            is ``rotation_of`` them. Of a cache with windows one for each of ``cache.prefixes.groups``.
+            and its smoothing ``rotation_of`` and ``smoothing_of`` them. Of a cache with windows one for each
+            of ``cache.prefixes.groups``.
         seconds_per_token: How long computing takes; ``None`` reads whatever there is.
 
     Returns:
@@ -265,6 +269,9 @@ def put_below(
         rotation = rotation_of(group.storages)
         if own.rotation != rotation:
             raise ArgumentError(f"fingerprint must have rotation {rotation!r}, got {own.rotation!r}")
+        smoothing = smoothing_of(group.storages)
+        if own.smoothing != smoothing:
+            raise ArgumentError(f"fingerprint must have smoothing {smoothing!r}, got {own.smoothing!r}")
     store = open_store(store)
     below = [
         StoreBelow(store, x.pages, x.tree, own, {}, seconds_per_token)

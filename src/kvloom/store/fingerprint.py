@@ -12,7 +12,8 @@ from kvloom.errors import ConfigError, UnsupportedError
 
 __all__ = ["Fingerprint", "LayerFormat", "SideFormat", "rotation_in"]
 
-_TEXTS: Final = ("config", "weights", "dtype", "rope", "attention", "rotation", "behavior")
+_TEXTS: Final = ("config", "weights", "dtype", "rope", "attention", "rotation", "behavior", "smoothing")
+_LATER: Final = ("behavior", "recent", "smoothing")
 LayerFormat = Entry
 """How a layer keeps its tokens."""
 
@@ -32,6 +33,7 @@ class Fingerprint:
         behavior: Digest of what the model's modules do with its weights: classes, attributes, hooks. Empty
             where nothing says it, as in files before it was there.
         recent: Residual window: to how many of the newest tokens each token attends unquantized.
+        smoothing: Digest of how keys were smoothed before they became codes. Empty where they were not.
 
     Raises:
         ConfigError: a field is missing or no such value.
@@ -46,11 +48,12 @@ class Fingerprint:
     layers: tuple[Entry, ...]
     behavior: str = ""
     recent: int = 0
+    smoothing: str = ""
 
     def __post_init__(self) -> None:
         for name in _TEXTS:
             value = getattr(self, name)
-            if not isinstance(value, str) or not (value or name == "behavior"):
+            if not isinstance(value, str) or not (value or name in _LATER):
                 raise ConfigError(f"{name} must be a text that is not empty, got {value!r}")
         if type(self.recent) is not int or not 0 <= self.recent < 2**31:
             raise ConfigError(f"recent must be an int of at least 0, got {self.recent!r}")
@@ -87,7 +90,7 @@ class Fingerprint:
             else:
                 runs.append([1, layer])
         named = {field.name: getattr(self, field.name) for field in fields(self)}
-        for name in ("behavior", "recent"):  # which earlier files do not have
+        for name in _LATER:  # which earlier files do not have
             if not named[name]:
                 del named[name]
         named["layers"] = [[count, _saved(layer)] for count, layer in runs]

@@ -3,6 +3,7 @@
 Shapes: N pages of S tokens, R heads that can be read one by one, H heads of a layer, D head dim.
 """
 
+import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
@@ -26,6 +27,15 @@ def layers_of(storages: Mapping[int, Storage]) -> tuple[Entry, ...]:
 def rotation_of(storages: Mapping[int, Storage]) -> str:
     """As ``rotation_in`` of ``layers_of``."""
     return rotation_in(layers_of(storages))
+
+
+def smoothing_of(storages: Mapping[int, Storage]) -> str:
+    """Digest of how the keys of each layer are smoothed; empty if none are."""
+    found = [x.smoothing for _, x in sorted(storages.items())]
+    if not any(x is not None for x in found):
+        return ""
+    text = " ".join("none" if x is None else x.digest for x in found)
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 def pack(pages: Pages, ids: Sequence[int], fingerprint: Fingerprint) -> bytearray:

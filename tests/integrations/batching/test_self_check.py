@@ -118,7 +118,7 @@ def test_words_that_are_never_said_hide_no_difference() -> None:
 def test_a_model_is_checked_once() -> None:
     model = continuous_batching(make_model())
     seen = count_forwards(model)
-    continuous_batching(model, "int8:g16")
+    continuous_batching(model, "int8:g16,smooth=none")
     model.init_continuous_batching(GenerationConfig(**GREEDY), batching_config())
     assert not seen
 

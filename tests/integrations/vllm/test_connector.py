@@ -139,10 +139,10 @@ def test_a_pool_of_transformers_has_the_codes_of_vllm(stock: list[list[int]], tm
     with closing(Engine(**on(tmp_path))) as engine:
         engine.run(prompts()[1:2], 1)
     wanted = (tokens.shape[1] - 1) // BLOCK * BLOCK
-    fingerprint = fingerprint_of(model, "int8")
+    fingerprint = fingerprint_of(model, "int8,smooth=none")
     with KVStore(f"file://{tmp_path}") as store:
         (piece,) = store.load(fingerprint, "", tokens[0, :wanted].tolist())
-    arguments = {"kv": "int8", "max_tokens": 4096, "page_size": BLOCK}
+    arguments = {"kv": "int8,smooth=none", "max_tokens": 4096, "page_size": BLOCK}
     with KVPool.for_model(model, **arguments, store=f"file://{tmp_path}") as pool:
         cache = pool.begin(tokens)
         assert cache.get_seq_length() == wanted
@@ -158,7 +158,7 @@ def test_vllm_reads_what_a_pool_of_transformers_computed(stock: list[list[int]],
     from kvloom.integrations.transformers import KVPool, load_model
 
     model, tokenizer = load_model(bundled_model_path(), torch.float32, progress=False)
-    with KVPool.for_model(model, kv="int8", max_tokens=16384, store=f"file://{tmp_path}") as pool:
+    with KVPool.for_model(model, kv="int8,smooth=none", max_tokens=16384, store=f"file://{tmp_path}") as pool:
         for text in prompts():
             tokens = tokenizer(text, return_tensors="pt").input_ids
             cache = pool.begin(tokens)

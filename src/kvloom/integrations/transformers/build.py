@@ -1,8 +1,9 @@
 """From a model's configuration to the layers that keep its keys and values."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import transformers
 from transformers import DynamicCache, PretrainedConfig, cache_utils
@@ -22,6 +23,9 @@ from kvloom.integrations.transformers.layers import (
     TheirHybridLayer,
 )
 from kvloom.integrations.transformers.loading import head_dims_of
+
+if TYPE_CHECKING:
+    from kvloom.integrations.transformers.smoothing import LayerSmoothing
 
 # Kinds of layers that this library keeps, where a configuration names them.
 _KINDS: Final = (None, "full_attention", "sliding_attention", "chunked_attention", "hybrid")
@@ -63,8 +67,12 @@ def cache_format(
     max_tokens: int | None = None,
     values: str | None = None,
     layout: str = "auto",
+    smoothing: "Sequence[LayerSmoothing]" = (),
 ) -> CacheFormat:
-    """The format that arguments of ``KVCache.for_model`` name; raises as that does."""
+    """The format that arguments of ``KVCache.for_model`` name; raises as that does.
+
+    ``smoothing`` is that of each layer, as ``smoothing_for`` has it.
+    """
     if is_plan(kv):
         if values is not None:
             raise ArgumentError(f"values must be None beside a plan, got {values!r}")
@@ -72,7 +80,8 @@ def cache_format(
         if plan.config != config_digest(config):
             raise ArgumentError(f"kv must be a plan that was made for this model, got {str(kv)!r} of another")
         base = CacheFormat(None, None, page_size, max_tokens, layout=layout)
-        return plan.format("kv", base)
+        format = plan.format("kv", base)
+        return _smoothed(format, smoothing, [parse_kind("kv", keys).smooth for keys, _ in plan.layers])
     formats, kinds = [], []
     sides: tuple[tuple[str, Any, Literal["keys", "values"]], ...] = (
         ("kv", kv, "keys"),
@@ -88,7 +97,22 @@ def cache_format(
     if None not in said and said[0] != said[1]:
         raise ArgumentError(f"values must keep as many recent tokens as kv, {said[0]}, got {values!r}")
     recent = recent_of(*kinds)
-    return replace(formats[0], values=formats[1], recent=recent)
+    return _smoothed(replace(formats[0], values=formats[1], recent=recent), smoothing, [kinds[0].smooth])
+
+
+def _smoothed(
+    format: CacheFormat, smoothing: "Sequence[LayerSmoothing]", smooth: Sequence[str]
+) -> CacheFormat:
+    """``format`` with smoothing of each layer, where ``smooth`` says so: of each, or of all."""
+    if not smoothing:
+        return format
+    own = format.layers or (format,) * len(smoothing)
+    smooth = smooth if format.layers else [*smooth] * len(smoothing)
+    layers = (
+        replace(x, smoothing=layer.smoothing if y != "none" and x.quant is not None else None, layers=None)
+        for x, y, layer in zip(own, smooth, smoothing, strict=True)
+    )
+    return replace(format, layers=tuple(layers))
 
 
 def _expect_divides(name: str, text: Any, quant: QuantSpec, head_dim: int) -> None:

@@ -34,6 +34,7 @@ from kvloom.integrations.transformers.changes import (
 from kvloom.integrations.transformers.layers import KVCacheLayer, States
 from kvloom.integrations.transformers.legacy import expect_pairs, legacy_pairs, plain_layers
 from kvloom.integrations.transformers.lengths import counts_of_rows, expect_maskable, lengths_of
+from kvloom.integrations.transformers.smoothing import smoothing_for
 
 _LOG: Final = logging.getLogger("kvloom")
 
@@ -112,7 +113,9 @@ class KVCache(DynamicCache):  # type: ignore[misc]
         config = text_config_of(model)
         if static and max_tokens is None:
             raise ArgumentError("max_tokens must be given for a static cache, got None")
-        format = cache_format(config, kv, 1 if static else page_size, max_tokens, values, layout)
+        size = 1 if static else page_size
+        smoothing = smoothing_for(model, kv)
+        format = cache_format(config, kv, size, max_tokens, values, layout, smoothing)
         layers = make_layers(model, format, static)
         known = (KVCacheLayer, DummyLayer, StatefulLayer)
         others = Counter(type(x).__name__ for x in layers if not isinstance(x, known))

@@ -22,10 +22,11 @@ from kvloom.integrations.transformers.build import cache_format, make_layers, te
 from kvloom.integrations.transformers.cache import KVCache
 from kvloom.integrations.transformers.cache_argument import as_argument
 from kvloom.integrations.transformers.module_reader import behavior_digest
+from kvloom.integrations.transformers.smoothing import smoothing_for
 from kvloom.store.fingerprint import Fingerprint, LayerFormat
 from kvloom.store.probe import Probe
 from kvloom.store.sums import checksum
-from kvloom.store.transfer import layers_of, rotation_of
+from kvloom.store.transfer import layers_of, rotation_of, smoothing_of
 
 _TIMED: Final = 64
 """Tokens that a model computes to tell what it keeps of them, and how long that takes."""
@@ -79,15 +80,15 @@ def identify(model: Any, format: CacheFormat) -> Identity:
     weights, fingerprints = weights_digest(model.state_dict()), []
     for group in cache.sequences:
         attention = "full" if group.window is None else f"window of {group.window}"
-        layers, rotation = layers_of(group.storages), rotation_of(group.storages)
-        fingerprints.append(fingerprint_with(model, weights, attention, layers, rotation, format.recent or 0))
+        kept = layers_of(group.storages), rotation_of(group.storages)
+        recent, smoothing = format.recent or 0, smoothing_of(group.storages)
+        fingerprints.append(fingerprint_with(model, weights, attention, *kept, recent, smoothing))
     for group, fingerprint in zip(cache.sequences, [*fingerprints], strict=True):
         if group.residual is not None:
             attention = f"residual window of {fingerprint.digest.hex()}"
             layers = layers_of(group.residual.storages)
-            fingerprints.append(
-                replace(fingerprint, attention=attention, rotation="none", layers=layers, recent=0)
-            )
+            exact = replace(fingerprint, rotation="none", layers=layers, recent=0, smoothing="")
+            fingerprints.append(replace(exact, attention=attention))
     storages = [group.storages for group in with_residuals(cache.sequences)]
     return Identity(fingerprints, storages, seconds, probe_of(model))
 
@@ -146,6 +147,7 @@ def fingerprint_with(
     layers: tuple[LayerFormat, ...],
     rotation: str = "none",
     recent: int = 0,
+    smoothing: str = "",
 ) -> Fingerprint:
     """The fingerprint of a model, which may have no weights in memory.
 
@@ -156,6 +158,7 @@ def fingerprint_with(
         layers: How each layer keeps its tokens.
         rotation: Which of keys and values are rotated, one of ``ROTATIONS``.
         recent: Residual window.
+        smoothing: Digest of how keys are smoothed.
     """
     config = text_config_of(model)
     rope = {name: getattr(config, name) for name in _ROPE if getattr(config, name, None) is not None}
@@ -169,6 +172,7 @@ def fingerprint_with(
         layers=layers,
         behavior=behavior_digest(model),
         recent=recent,
+        smoothing=smoothing,
     )
 
 
@@ -180,7 +184,9 @@ def fingerprint_of(model: Any, kv: str = "auto", values: str | None = None) -> F
     Raises:
         UnsupportedError: as ``identify``.
     """
-    return identify(model, cache_format(text_config_of(model), kv, values=values)).fingerprints[0]
+    return identify(
+        model, cache_format(text_config_of(model), kv, values=values, smoothing=smoothing_for(model, kv))
+    ).fingerprints[0]
 
 
 def weights_digest(weights: Mapping[str, Any]) -> str:

@@ -22,6 +22,7 @@ from kvloom.integrations.transformers.layers import KVCacheLayer
 from kvloom.integrations.transformers.loading import head_dims_of
 from kvloom.integrations.transformers.origin import PoolCache, scope_in
 from kvloom.integrations.transformers.pool_model import PoolModel, expect_prefixes
+from kvloom.integrations.transformers.smoothing import smoothing_for, smoothing_report
 from kvloom.paging import Miss
 from kvloom.tracing.recorder import Recorded, Recorder
 
@@ -60,9 +61,15 @@ class KVPool(Recorder):
     """
 
     def __init__(
-        self, model: Any, layers: list[Any], store: "KVStore | None" = None, wish: Wish = NO_WISH
+        self,
+        model: Any,
+        layers: list[Any],
+        store: "KVStore | None" = None,
+        wish: Wish = NO_WISH,
+        smoothing: dict[str, list[int]] | None = None,
     ) -> None:
         self._wish = wish
+        self._smoothing = smoothing or {}
         self._empty = PoolCache(layers)
         self._model: PoolModel | None = PoolModel(model, wish)
         self._saved_digest = ""
@@ -171,7 +178,8 @@ class KVPool(Recorder):
         """
         config, wish = text_config_of(model), expect_wish(model, batch_invariant, pack)
         expect_prefixes(model)
-        format = cache_format(config, kv, page_size, max_tokens, values, layout)
+        smoothing = smoothing_for(model, kv)
+        format = cache_format(config, kv, page_size, max_tokens, values, layout, smoothing)
         layers = make_layers(model, format, is_kept=True, policy=policy)
         for layer in layers:
             if type(layer) not in (KVCacheLayer, DummyLayer):
@@ -183,7 +191,7 @@ class KVPool(Recorder):
             from kvloom.store.store import open_store
 
             store = open_store(store)
-        return cls(model, layers, store, wish)
+        return cls(model, layers, store, wish, smoothing_report(format, smoothing))
 
     def begin(
         self,
@@ -352,7 +360,7 @@ class KVPool(Recorder):
         Pages are those of the layers without a window, if there are such; ``windows`` has those of the
         others, by their windows, and ``residual_bytes`` is what residual windows take beside codes, of caches
         and of committed texts. ``layers`` is a ``LayerReport`` with numbers in the place of names, as a
-        dictionary.
+        dictionary, and ``smoothing`` what was done to smooth the keys of which layers, and why not more.
         """
         main = self._prefixes.main
         store: Any = main.below
@@ -363,6 +371,7 @@ class KVPool(Recorder):
             "tokens_asked": self._num_asked,
             "tokens_found": self._num_found,
             "residual_bytes": sum(sequences.residual_bytes for sequences in self._empty.sequences),
+            "smoothing": self._smoothing,
             "layers": None if self._model is None else self._model.layers(),
         } | ({} if store is None else {"store": store.report()})
 

@@ -17,7 +17,7 @@ import torch
 
 from kvloom.errors import ArgumentError, ConfigError, KVError, OutOfMemory, ShapeError
 
-COMPILED: Final = ("store", "load", "copy", "attend", "attend_part", "rotate")
+COMPILED: Final = ("store", "load", "copy", "attend", "attend_part", "rotate", "smooth", "smooth_query")
 """The operators that have a compiled kernel."""
 ISAS: Final = ("baseline", "avx2", "avx512", "amx", "amx-emulated")
 """Values of ``KVLOOM_ISA``. The last one, for tests, computes in plain C++ what AMX does; of the others the

@@ -18,7 +18,7 @@ from kvloom.core.indexing import CacheIndex, check_index, check_new, check_slots
 from kvloom.core.views import Side, raw, sides_of, slot_stride
 from kvloom.errors import ArgumentError, ShapeError
 from kvloom.ops.impl import by_sequence
-from kvloom.quant import rotation
+from kvloom.quant import rotation, smoothing
 from kvloom.quant.affine import dequantize, quantize
 
 NUM_SHARED: Final = 18
@@ -79,9 +79,28 @@ def copy(sources: list[Tensor], source_slots: Tensor, targets: list[Tensor], tar
         _scatter(target, target_slots, row.flatten(2))
 
 
+def is_by_token(x: Tensor) -> bool:
+    """Whether the heads of a token lie side by side in ``[B, H, N, D]``, as they come from a model."""
+    return x.dim() == 4 and x.shape[2] > 1 and x.stride(1) < x.stride(2)
+
+
 def rotate(x: Tensor, block: int) -> Tensor:
     """Multiply blocks of head vectors by a Hadamard matrix."""
     return rotation.rotate(x, block)
+
+
+def smooth(key: Tensor, *arguments: Any) -> Tensor:
+    """Keys as they are stored, or as they were; heads and tokens lie in the order of ``key``."""
+    result: Tensor = smoothing.smooth(key, *arguments)
+    if is_by_token(key):
+        return result.transpose(1, 2).contiguous().transpose(1, 2)
+    return result.contiguous()
+
+
+def smooth_query(query: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+    """Queries for keys that are stored so, and the coefficients of their positional bias."""
+    found: tuple[Tensor, Tensor] = smoothing.smooth_query(query, *arguments)
+    return found
 
 
 def attend(query: Tensor, *arguments: Any) -> Tensor:

@@ -91,7 +91,13 @@ def make_groups(
     limit = iter(limits)
     for window in windows:
         storages = {
-            i: Storage(*specs_of(config, format.of_layer(i), dtype), size, device, format.layout)
+            i: Storage(
+                *specs_of(config, format.of_layer(i), dtype),
+                size,
+                device,
+                format.layout,
+                smoothing=format.of_layer(i).smoothing,
+            )
             for i, own in enumerate(by_layer)
             if own == window
         }

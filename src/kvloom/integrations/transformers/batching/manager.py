@@ -21,7 +21,10 @@ from kvloom.integrations.transformers.batching.held import SALT
 from kvloom.integrations.transformers.batching.report import BatchReport, PageMap
 from kvloom.integrations.transformers.batching.scheduler import scheduler_class
 from kvloom.integrations.transformers.batching.sizes import windows_of
-from kvloom.integrations.transformers.build import cache_format, text_config_of
+from kvloom.integrations.transformers.build import (
+    cache_format,
+    text_config_of,
+)
 from kvloom.integrations.transformers.invariance import (
     NO_WISH,
     Wish,
@@ -31,6 +34,7 @@ from kvloom.integrations.transformers.invariance import (
 )
 from kvloom.integrations.transformers.loading import head_dims_of
 from kvloom.integrations.transformers.rope import dynamic_rope
+from kvloom.integrations.transformers.smoothing import smoothing_for, smoothing_report
 from kvloom.integrations.transformers.watch import ModelWatch
 from kvloom.paging import Miss, expect_policy
 from kvloom.tracing.recorder import Recorded, Recorder
@@ -103,7 +107,9 @@ class BatchingManager(Recorder, ContinuousBatchingManager):  # type: ignore[misc
         config = continuous_batching_config or ContinuousBatchingConfig(page_size=PAGE_SIZE)
         _expect_config(config)
         text = text_config_of(model)
-        self._format = cache_format(text, kv, config.page_size, None, values, layout)
+        smoothing = smoothing_for(model, kv)
+        self._format = cache_format(text, kv, config.page_size, None, values, layout, smoothing)
+        self._smoothing = smoothing_report(self._format, smoothing)
         self._kv = self._format.kind(*(head_dims_of(text) or ()))
         self._share, self._policy = share, policy
         windows_of(text)  # refuses a model whose windows have no size
@@ -182,6 +188,7 @@ class BatchingManager(Recorder, ContinuousBatchingManager):  # type: ignore[misc
         of_layers = {
             name: layers[name] for name in ("batch_invariant", "packed_bytes", "not_invariant", "not_packed")
         }
+        of_layers["smoothing"] = self._smoothing
         if cache is None:
             return BatchReport(self._kv, self._format.page_size, **of_layers)
         scheduler = None if processor is None else processor.scheduler

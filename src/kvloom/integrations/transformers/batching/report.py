@@ -54,6 +54,7 @@ class BatchReport:
         packed_bytes: Of the packed weights of linear layers.
         not_invariant: Numbers of layers whose rows may differ, by the reason.
         not_packed: Numbers of linear layers that could not be packed, by the reason.
+        smoothing: Layers by what was done to smooth their keys, and why not more.
     """
 
     kv: str
@@ -79,6 +80,7 @@ class BatchReport:
     packed_bytes: int = 0
     not_invariant: dict[str, int] = field(default_factory=dict)
     not_packed: dict[str, int] = field(default_factory=dict)
+    smoothing: dict[str, list[int]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,10 +23,13 @@ class GroupStep(NamedTuple):
     Attributes:
         slots: ``[T]``, where the new tokens go.
         batch: What their attention reads.
+        first_position: ``[B]``, position of the first token of each request that its index has; ``None`` for
+            0.
     """
 
     slots: Tensor
     batch: ops.Batch
+    first_position: Tensor | None
 
 
 class Step:
@@ -40,6 +43,7 @@ class Step:
     Attributes:
         groups: Of each group.
         num_tokens: T.
+        positions: ``[T]``, of the new tokens in their texts.
     """
 
     def __init__(
@@ -54,16 +58,17 @@ class Step:
         seqstarts = _starts(new)
         sequence = torch.repeat_interleave(new)
         position = torch.arange(len(sequence), device=device) + (stored - seqstarts[:-1])[sequence]
+        self.positions = position
         self.num_tokens = len(sequence)
         self.groups: list[GroupStep] = []
         for group, held, storage in zip(groups, tables, storages, strict=True):
             index, begins = group.index_of(held, storage)
-            ends, own = stored + new, position
+            ends, own, bases = stored + new, position, None
             if any(begins):
                 bases = torch.tensor(begins, device=device)
                 ends, own = ends - bases, position - bases[sequence]
             batch = ops.Batch(index, seqstarts, _starts(ends))
-            self.groups.append(GroupStep(index.slots(sequence, own), batch))
+            self.groups.append(GroupStep(index.slots(sequence, own), batch, bases))
 
 
 class StepAttention:
@@ -108,17 +113,17 @@ class StepAttention:
                 f"query must have the {step.num_tokens} tokens of the step, got {query.shape[2]}"
             )
         number, group = self._groups[layer]
-        storage, (slots, batch) = group.storages[layer], step.groups[number]
+        storage, (slots, batch, first) = group.storages[layer], step.groups[number]
         key, value, query = (x[0].transpose(0, 1) for x in (key, value, query))
-        storage.store(key, value, slots)
+        storage.store(key, value, slots, step.positions)
         if group.window is not None:
             scores = replace(scores, window=group.window)
         if layer not in self._residuals:
-            return storage.attend(query, batch, scores)[None]
+            return storage.attend(query, batch, scores, first)[None]
         number, residual = self._residuals[layer]
-        exact, (slots, newest) = residual.storages[layer], step.groups[number]
+        exact, (slots, newest, _) = residual.storages[layer], step.groups[number]
         exact.store(key, value, slots)
-        return storage.attend_beside(query, batch, scores, exact, newest, self._num_newest)[None]
+        return storage.attend_beside(query, batch, scores, exact, newest, self._num_newest, first)[None]
 
 
 def _starts(lengths: Tensor) -> Tensor:

@@ -1,0 +1,175 @@
+"""A model reads pseudo-random tokens, and what its attention gets decides how its keys are smoothed."""
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache, EncoderDecoderCache
+
+from kvloom.errors import UnsupportedError
+from kvloom.integrations.transformers.cache_argument import as_argument
+from kvloom.integrations.transformers.loading import summary_of
+from kvloom.integrations.transformers.rope import dynamic_rope
+from kvloom.integrations.transformers.smoothing.fitting import LayerSmoothing, fit
+from kvloom.integrations.transformers.smoothing.recording import Recorder, recorded
+from kvloom.integrations.transformers.smoothing.rotations import frequencies_of, names_rope
+
+_TOKENS: Final = 256
+_FEWEST: Final = 16
+_SHIFT: Final = 1000
+"""How much further on in a text the second row is, where a model has as many positions."""
+_SEED: Final = 20
+
+
+def calibrate(model: Any) -> tuple[LayerSmoothing, ...]:
+    """The smoothing of each layer of a model in its present state.
+
+    A model with RoPE reads the tokens in two rows, at other positions: a key of the second row is that of the
+    first, turned by the shift. This tells which channels are pairs, and by which frequencies they turn.
+    """
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    num_layers = _num_layers(base)
+    try:
+        with _undisturbed(model):
+            recorder, shift = _read(model, base)
+            turns = frequencies_of(base) if shift else []
+            # Without a second row it is known of a model without RoPE alone how its keys turn.
+            still = not shift and not names_rope(base)
+            return tuple(_layer(base, recorder, layer, turns, shift, still) for layer in range(num_layers))
+    except Exception as error:  # whatever a model raises on tokens that are no text
+        reason = f"calibration failed: {summary_of(error)}"
+        return (LayerSmoothing(None, reason),) * num_layers
+
+
+def _read(model: Any, base: Any) -> tuple[Recorder, int]:
+    """What attention got in a forward, and the shift of positions."""
+    inputs, shift = _inputs_of(base)
+    recorder = Recorder()
+    own = recorder.cache(_text_config(base))
+    cache = EncoderDecoderCache(own, DynamicCache()) if base.config.is_encoder_decoder else own
+    with recorded(base, recorder):
+        model(**inputs, use_cache=True, **as_argument(model, cache))
+    return recorder, shift
+
+
+def _layer(
+    model: Any, recorder: Recorder, layer: int, turns: list[Tensor], shift: int, still: bool
+) -> LayerSmoothing:
+    key, power = recorder.keys.get(layer), recorder.query_power(layer)
+    if key is None:
+        return LayerSmoothing(None, _why_no_keys(model, layer))
+    if key.dim() != 4:
+        return LayerSmoothing(None, f"its keys are {list(key.shape)}, not [B, H, T, D]")
+    if key.device.type == "meta":
+        return LayerSmoothing(None, "its weights have no data: they are on the meta device")
+    if power is None:
+        return LayerSmoothing(None, recorder.why_no_queries(layer))
+    return fit(key, power, turns, shift, still)
+
+
+def _inputs_of(model: Any) -> tuple[dict[str, Any], int]:
+    """Arguments of ``forward``, and the shift of the second row's positions, 0 for no such row."""
+    parameters = inspect.signature(model.forward).parameters
+    decoder = "decoder_" if model.config.is_encoder_decoder else ""
+    longest = _longest(model)
+    num_tokens, shift = min(_TOKENS, longest), 0
+    if frequencies_of(model) and f"{decoder}position_ids" in parameters:
+        num_tokens = min(_TOKENS, longest * 3 // 4)
+        shift = min(_SHIFT, longest - num_tokens)
+    if num_tokens < _FEWEST:
+        raise UnsupportedError(f"model must have positions for {_FEWEST} tokens, got {longest}")
+    ids = _token_ids(model, num_tokens)[None].to(_device_of(model))
+    inputs: dict[str, Any] = {"input_ids": ids}
+    if shift:
+        first = torch.arange(num_tokens, device=ids.device)
+        inputs["input_ids"] = ids.expand(2, -1)
+        inputs[f"{decoder}position_ids"] = torch.stack((first, first + shift))
+    if decoder:
+        inputs["decoder_input_ids"] = inputs["input_ids"]
+    if "logits_to_keep" in parameters:
+        inputs["logits_to_keep"] = 1
+    return inputs, shift
+
+
+def _longest(model: Any) -> int:
+    """Tokens up to which a model reads with the frequencies that short texts have."""
+    longest = getattr(_text_config(model), "max_position_embeddings", None)
+    longest = longest if isinstance(longest, int) and longest > 0 else _TOKENS + _SHIFT
+    dynamic = dynamic_rope(model)
+    return longest if dynamic is None else min(longest, dynamic.limit)
+
+
+def _token_ids(model: Any, num_tokens: int) -> Tensor:
+    """``[T]`` int64, the same for all models of a vocabulary, none of them with a meaning of its own."""
+    config = _text_config(model)
+    size = min(x for x in (_num_embeddings(model), getattr(config, "vocab_size", None)) if x)
+    is_plain = torch.ones(size, dtype=torch.bool)
+    for holder in (model.config, config, getattr(model, "generation_config", None)):
+        for name, value in vars(holder).items() if holder is not None else ():
+            if name.endswith(("_token_id", "_token_index", "_token_ids")):
+                for x in value if isinstance(value, (list, tuple)) else [value]:
+                    if isinstance(x, int) and 0 <= x < size:
+                        is_plain[x] = False
+    plain = is_plain.nonzero()[:, 0]
+    return plain[torch.randint(len(plain), (num_tokens,), generator=torch.Generator().manual_seed(_SEED))]
+
+
+def _num_embeddings(model: Any) -> int | None:
+    embedding = model.get_input_embeddings()
+    found = getattr(embedding, "num_embeddings", None)
+    return found if isinstance(found, int) else None
+
+
+def _device_of(model: Any) -> torch.device:
+    device: torch.device = getattr(model.get_input_embeddings(), "weight", torch.empty(0)).device
+    return device
+
+
+def _num_layers(model: Any) -> int:
+    """Layers of the model's cache."""
+    used = {getattr(module, "layer_idx", None) for module in _decoder_of(model).modules()}
+    named = len(DynamicCache(config=_text_config(model)).layers)
+    numbers = [x for x in used if isinstance(x, int)]
+    return min(named, max(numbers) + 1) if numbers and named else named or len(numbers)
+
+
+def _decoder_of(model: Any) -> nn.Module:
+    decoder: nn.Module | None = model.get_decoder() if hasattr(model, "get_decoder") else None
+    return model if decoder is None else decoder
+
+
+def _text_config(model: Any) -> Any:
+    return model.config.get_text_config(decoder=True)
+
+
+def _why_no_keys(model: Any, layer: int) -> str:
+    """Why a forward stored no keys of a layer."""
+    modules = [x for x in _decoder_of(model).modules() if getattr(x, "layer_idx", None) == layer]
+    if any("Cross" in type(x).__name__ for x in modules):
+        return "cross attention"
+    if any(getattr(x, "is_kv_shared_layer", False) for x in modules):
+        return "it reads the keys of another layer"
+    return "it keeps no keys"
+
+
+@contextmanager
+def _undisturbed(model: nn.Module) -> Iterator[None]:
+    """Within this context modules are in evaluation mode and nothing is compiled; then all is as before."""
+    was_training = [module for module in model.modules() if module.training]
+    devices = {x.device.index for x in model.parameters() if x.device.type == "cuda"}
+    for module in was_training:
+        module.training = False
+    try:
+        with (
+            torch.random.fork_rng(sorted(devices)),
+            torch.compiler.set_stance("force_eager"),
+            torch.inference_mode(False),
+            torch.no_grad(),
+        ):
+            yield
+    finally:
+        for module in was_training:
+            module.training = True

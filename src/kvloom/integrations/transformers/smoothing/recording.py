@@ -1,0 +1,153 @@
+"""What a model's cache gets and what its attention reads, recorded during one forward.
+
+Shapes: B rows, T tokens, H key/value heads, Hq query heads, D head dim.
+"""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, PretrainedConfig
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+_IMPLEMENTATION: Final = "kvloom_smoothing"
+_INTERNAL: Final = "_attn_implementation_internal"
+
+
+class Recorder:
+    """Keys as they are stored, and how large the queries are that read them.
+
+    Attributes:
+        keys: By layer, ``[B, H, T, D]``.
+    """
+
+    def __init__(self) -> None:
+        self.keys: dict[int, Tensor] = {}
+        self._squares: dict[int, list[Tensor]] = {}
+        self._returned: list[Tensor] = []  # kept, so that no other tensor gets their addresses
+        self._layer_of: dict[int, int] = {}
+        self._called: set[int | None] = set()
+
+    def cache(self, config: Any) -> DynamicCache:
+        """An empty cache whose updates are recorded."""
+        return _RecordingCache(config, self)
+
+    def query_power(self, layer: int) -> Tensor | None:
+        """``[Hq, D]`` float32, mean squares of the queries that read the keys of a layer."""
+        squares = self._squares.get(layer)
+        return torch.stack(squares).mean(0) if squares else None
+
+    def why_no_queries(self, layer: int) -> str:
+        """Why ``query_power`` is ``None``."""
+        if layer in self._called:
+            return "attention reads other keys than the cache keeps"
+        return "attention is not called through transformers' interface"
+
+    def stored(self, layer: int, key: Tensor, returned: Tensor) -> None:
+        """A cache kept ``key``, and returned what attention reads."""
+        self.keys.setdefault(layer, key.detach())
+        self._returned.append(returned)
+        self._layer_of[returned.data_ptr()] = layer
+
+    def read(self, module: nn.Module, query: Tensor, key: Tensor) -> None:
+        """Attention was called; keys of one layer may be read by several, or changed before they are read."""
+        number = getattr(module, "layer_idx", None)
+        self._called.add(number)
+        layer = self._layer_of.get(key.data_ptr())
+        if layer is None and number in self.keys and _is_copy(key, self.keys[number]):
+            layer = number
+        if layer is None:
+            return
+        stored = self.keys[layer]
+        if query.shape[-1] == stored.shape[-1] and query.shape[1] % stored.shape[1] == 0:
+            self._squares.setdefault(layer, []).append(query[0].detach().float().square().mean(1))
+
+
+def _is_copy(key: Tensor, stored: Tensor) -> bool:
+    """Whether keys are stored ones, which may be repeated for each query head."""
+    repeats, rest = divmod(key.shape[1], stored.shape[1])
+    if rest or key.shape[2:] != stored.shape[2:] or not repeats:
+        return False
+    return torch.equal(key[0, ::repeats].to(stored.dtype), stored[0])
+
+
+class _RecordingCache(DynamicCache):  # type: ignore[misc]
+    """A cache that tells a recorder what it keeps."""
+
+    def __init__(self, config: Any, recorder: Recorder) -> None:
+        super().__init__(config=config)
+        self._recorder = recorder
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """As of any cache."""
+        keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        self._recorder.stored(layer_idx, key_states, keys)
+        return keys, values
+
+
+_RECORDER: Final[ContextVar[Recorder]] = ContextVar("kvloom_smoothing")
+_OWN: Final[dict[int, str]] = {}
+"""The attention implementations of configurations that now name the one which records, by their ids."""
+
+
+@contextmanager
+def recorded(model: nn.Module, recorder: Recorder) -> Iterator[None]:
+    """Within this context the recorder sees what attention of the model gets.
+
+    Attention computes as the model's own does, also in threads that use the model meanwhile.
+    """
+    configs: dict[int, Any] = {}
+    for module in model.modules():
+        config = vars(module).get("config")
+        if isinstance(config, PretrainedConfig) and isinstance(vars(config).get(_INTERNAL), str):
+            configs[id(config)] = config
+    own = {number: vars(config)[_INTERNAL] for number, config in configs.items()}
+    _OWN.update(own)
+    token = _RECORDER.set(recorder)
+    try:
+        for config in configs.values():
+            setattr(config, _INTERNAL, _IMPLEMENTATION)
+        yield
+    finally:
+        for number, config in configs.items():
+            setattr(config, _INTERNAL, own[number])
+        _RECORDER.reset(token)
+
+
+def _own_name(config: Any) -> str:
+    return _OWN.get(id(config), "sdpa")
+
+
+def _own_attention(module: nn.Module) -> Callable[..., Any]:
+    """The function that a module would call; eager attention is in the file of its class."""
+    name = _own_name(vars(module).get("config"))
+    homes = [vars(sys.modules[kind.__module__]) for kind in type(module).__mro__]
+    functions = next((x["ALL_ATTENTION_FUNCTIONS"] for x in homes if "ALL_ATTENTION_FUNCTIONS" in x), None)
+    functions = ALL_ATTENTION_FUNCTIONS if functions is None else functions
+    eager = next((x["eager_attention_forward"] for x in homes if "eager_attention_forward" in x), None)
+    found: Callable[..., Any] = functions.get(name, eager)
+    return functions["sdpa"] if found is None else found
+
+
+def _attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **options: Any
+) -> Any:
+    recorder = _RECORDER.get(None)
+    if recorder is not None:
+        recorder.read(module, query, key)
+    return _own_attention(module)(module, query, key, value, *args, **options)
+
+
+def _mask(*args: Any, **options: Any) -> Any:
+    return ALL_MASK_ATTENTION_FUNCTIONS[_own_name(options.get("config"))](*args, **options)
+
+
+AttentionInterface.register(_IMPLEMENTATION, _attention)
+AttentionMaskInterface.register(_IMPLEMENTATION, _mask)
