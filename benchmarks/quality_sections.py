@@ -25,6 +25,29 @@ def quality_section(result: dict[str, Any]) -> str:
     )
 
 
+def quality_length_section(result: dict[str, Any]) -> str:
+    """Long texts, other texts, and other keys."""
+    names = list(dict.fromkeys(row["contender"] for row in result["rows"]))[1:]
+    cases: dict[tuple[str, ...], dict[str, dict[str, Any]]] = {}
+    for row in result["rows"]:
+        case = row["keys"], row["text"], f"{row['window']:,}"
+        cases.setdefault(case, {})[row["contender"]] = row
+    rows = [
+        [*case, f"{next(iter(found.values()))['perplexity']:.2f}"]
+        + [
+            f"{found[name]['mean_kl']:.1e}, {found[name]['agreed']:.1%}, {found[name]['change']:+.1%}"
+            for name in names
+        ]
+        for case, found in cases.items()
+    ]
+    return (
+        "The bundled model decodes, token by token behind a prompt of half of each text. KL in nats, share "
+        "of the same choices, change of perplexity. *Perplexity*: of DynamicCache with the same keys, with "
+        f"which others are compared.{left_out(result)}\n\n"
+        + table(["keys", "text", "tokens", "perplexity", *names], rows)
+    )
+
+
 def formats_section(result: dict[str, Any]) -> str:
     """Changes of a 4-bit format."""
     rows = [

@@ -217,6 +217,19 @@ def test_quality_loses_more_with_fewer_bits(quick: Callable[..., Any]) -> None:
     assert rows["kvloom int8/int4"]["nbytes_per_token"] == rows["kvloom int4/int8"]["nbytes_per_token"]
 
 
+def test_quality_at_length_loses_most_where_keys_stick_out(quick: Callable[..., Any]) -> None:
+    rows = {(x["keys"], x["contender"]): x for x in quick("quality_length")["rows"]}
+    assert {keys for keys, _ in rows} == {"plain", "outliers", "biases", "both"}
+    for contender in ("kvloom int8", "kvloom int4"):
+        plain, *others = (
+            rows[keys, contender]["mean_kl"] for keys in ("plain", "outliers", "biases", "both")
+        )
+        assert 0 < 3 * plain < min(others)
+    stock, same = (rows[keys, "DynamicCache"]["perplexity"] for keys in ("plain", "outliers"))
+    assert stock == pytest.approx(same, rel=1e-3)
+    assert {x["tokens"] for x in rows.values()} == {49}
+
+
 PLAIN = "int4,rotate=none,recent=0"
 
 

@@ -1,13 +1,10 @@
-"""What a kind of cache costs in quality, in Python and on the command line.
+"""What a kind of cache costs in quality.
 
 Expected figures come from transformers' own cache, a softmax in loops and hooks on the output projections.
 """
 
-import json
 import math
-import xml.etree.ElementTree as ET
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,9 +17,8 @@ from transformers import DynamicCache, MistralConfig, MistralForCausalLM
 from transformers.cache_utils import DynamicLayer
 
 import kvloom
-from kvloom.cli import main
+from kvloom import KVCache
 from kvloom.errors import ArgumentError, UnsupportedError
-from kvloom.measuring.chart import Point, as_svg
 from kvloom.measuring.quality import Peer, windows_of
 
 CHUNK = 8
@@ -247,6 +243,45 @@ def test_only_what_is_predicted_behind_enough_tokens_counts() -> None:
     assert last.mean_kl > 0
 
 
+@torch.no_grad()
+def decoded(model: Any, texts: Tensor, cache: Any, prompt: int) -> Tensor:
+    """``[N, C, V]`` probabilities of what follows each token behind a prompt, fed one by one."""
+    if prompt:
+        model(texts[:, :prompt], past_key_values=cache, use_cache=True)
+    steps = texts[:, prompt:-1].split(1, dim=1)
+    logits = [model(x, past_key_values=cache, use_cache=True).logits for x in steps]
+    return torch.cat(logits, dim=1).double().softmax(-1)
+
+
+@pytest.mark.parametrize("prompt", [0, 1, 20, 28])
+@pytest.mark.parametrize("kind", ["int4:g16,recent=0", "int8:g16,recent=8"])
+def test_decoding_is_a_prompt_and_one_token_at_a_time(kind: str, prompt: int) -> None:
+    model, texts = make_model(), texts_of(2, 30)
+    p = decoded(model, texts, DynamicCache(config=model.config), prompt)
+    q = decoded(model, texts, KVCache.for_model(model, kind), prompt)
+    stock, row = kvloom.quality(model, texts, [kind], after=prompt, decode=True)
+    loss = -p.gather(-1, texts[:, prompt + 1 :].unsqueeze(-1)).log().mean()
+    assert stock.perplexity == pytest.approx(float(loss.exp()), rel=1e-5)
+    assert row.num_tokens == 2 * (29 - prompt)
+    assert row.mean_kl == pytest.approx(float((p * (p / q).log()).sum(-1).mean()), rel=1e-3)
+    assert row.agreed == pytest.approx(float((p.argmax(-1) == q.argmax(-1)).double().mean()))
+
+
+def test_nothing_of_a_prompt_counts_and_its_logits_are_not_computed() -> None:
+    model, texts = make_model(), texts_of(2, 30)
+    sizes: list[int] = []
+    handle = model.lm_head.register_forward_hook(lambda _, args, out: sizes.append(out.shape[1]))
+    _, short = kvloom.quality(model, texts, ["int4:g16,recent=0"], after=20, decode=True)
+    handle.remove()
+    assert set(sizes) == {1}
+    exact = [outputs_of(model, texts, DynamicCache(config=model.config), 0)[:, 20:]]
+    exact += [outputs_of(model, texts, FakeQuantCache4(config=model.config), 0)[:, 20:] - exact[0]]
+    output, error = (x.square().sum((0, 1, 3)) for x in exact)
+    plain = kvloom.quality(model, texts, ["int4:g16,rotate=none,recent=0"], after=20, decode=True)[1]
+    assert plain.head_errors[0] == pytest.approx((error / output).sqrt().tolist(), rel=1e-3)
+    assert short.head_errors.keys() == plain.head_errors.keys()
+
+
 @pytest.mark.parametrize("after", [-1, 3])
 def test_nothing_that_counts_is_named(after: int) -> None:
     with pytest.raises(ArgumentError, match=rf"^after must be from 0 to 2, got {after}"):
@@ -299,97 +334,3 @@ def test_windows_are_full(texts: list[str], num_tokens: int, shape: tuple[int, i
 def test_too_short_a_text_is_named() -> None:
     with pytest.raises(ArgumentError, match=r"^--text must hold at least 2 tokens, got 1"):
         windows_of(Letters(), ["a"], 100, "--text")
-
-
-def test_command_prints_a_row_of_each_kind(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "text.txt"
-    file.write_text("def load(path):\n    return open(path).read()\n" * 9, encoding="utf-8")
-    arguments = ["quality", "--text", str(file), "--kv", "int8", "--kv", "int4:g32,recent=8"]
-    assert main(arguments) == 0
-    table = capsys.readouterr().out
-    for word in ("DynamicCache", "5,120", "kvloom int8", "kvloom int4:g32,recent=8", "perplexity"):
-        assert word in table
-    plot = tmp_path / "plot.svg"
-    assert main([*arguments, "--json", "--tokens", "40", "--plot", str(plot)]) == 0
-    rows = json.loads(capsys.readouterr().out)
-    assert [row["kind"] for row in rows] == ["DynamicCache", "int8", "int4:g32,recent=8"]
-    assert [row["nbytes_per_token"] for row in rows] == [5120, 1320, 720 + 32 * 5120 / 8192]
-    assert rows[0]["num_tokens"] == 39
-    assert rows[0]["worst_head"] is None
-    assert rows[2]["worst_head"]["error"] > rows[1]["worst_head"]["error"] > 0.0
-    assert [len(heads) for heads in rows[1]["head_errors"].values()] == [4] * 5
-    assert main([*arguments, "--json", "--tokens", "60", "--window", "20", "--after", "10"]) == 0
-    assert json.loads(capsys.readouterr().out)[1]["num_tokens"] == 3 * 9
-    assert ">kvloom int4:g32,recent=8</text>" in plot.read_text(encoding="utf-8")
-
-
-def test_command_makes_a_plan_and_measures_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    text, plan = tmp_path / "text.txt", str(tmp_path / "plan.json")
-    text.write_text("def load(path):\n    return open(path).read()\n" * 9, encoding="utf-8")
-    arguments = ["quality", "--text", str(text), "--calibrate", str(text), "--kv", "int8", "--tokens", "60"]
-    assert main([*arguments, "--plan", plan, "--budget", "1000", "--json"]) == 0
-    rows = json.loads(capsys.readouterr().out)
-    assert [row["kind"] for row in rows] == ["DynamicCache", "int8", plan]
-    assert 950 < rows[2]["nbytes_per_token"] <= 1000 + 80 * 5120 / 8192
-    assert main(["generate", "--prompt", "def f(", "--kv", plan, "--max-new-tokens", "2"]) == 0
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--kv", "int5"], "--kv must be one of"),
-        (["--kv", "int8:g48"], "--kv must have a group"),
-        (["--tokens", "1"], "--tokens must be at least 2, got 1"),
-        (["--window", "1"], "--window must be at least 2, got 1"),
-        (["--after", "511"], "--after must be from 0 to 510, got 511"),
-        (["--text", "/nowhere/at/all"], "--text must be text in UTF-8"),
-        (["--model", "/nowhere/at/all"], "--model must be"),
-        (["--plan", "x.json"], "--plan must have --bits or --budget beside it"),
-        (["--plan", "x.txt", "--bits", "5"], "--plan must be a file that ends in .json, got x.txt"),
-        (["--bits", "5"], "--plan must name the file of the plan"),
-        (["--calibrate", "/nowhere"], "--plan must name the file of the plan"),
-        (["--plan", "x.json", "--bits", "5", "--calibrate", "/nowhere"], "--calibrate must be text in UTF-8"),
-    ],
-)
-def test_command_names_the_option_that_is_wrong(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["quality", *arguments]) == 2
-    assert message in capsys.readouterr().err
-
-
-def test_command_leaves_out_peers_that_are_not_installed(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    import transformers.cache_utils
-
-    def missing(backend: str, *args: Any, **kwargs: Any) -> None:
-        if backend == "hqq":
-            raise ImportError("You need to install `HQQ`\nin order to use it")
-        return FakeQuantCache4()
-
-    monkeypatch.setattr(transformers.cache_utils, "QuantizedCache", missing)
-    file = tmp_path / "text.txt"
-    file.write_text("def load(path):\n    return open(path).read()\n" * 9, encoding="utf-8")
-    assert main(["quality", "--text", str(file), "--kv", "int8", "--peers", "--json", "--tokens", "20"]) == 0
-    out, err = capsys.readouterr()
-    assert [row["kind"] for row in json.loads(out)] == ["DynamicCache", "int8", "quanto int4"]
-    assert err == "kvloom: left out hqq int4: You need to install `HQQ`\n"
-
-
-def test_plot_has_a_point_of_each_kind_with_less_error_lower() -> None:
-    points = [Point("float", 2560, 0.0), Point("a<b", 1320, 5e-5), Point("peer", 800, 1e-2, is_peer=True)]
-    root = ET.fromstring(as_svg(points))
-    circles = [x for x in root if x.tag.endswith("circle")]
-    texts = [x.text for x in root.iter() if x.tag.endswith("text")]
-    assert len(circles) == 2
-    assert "a<b" in texts
-    assert "float" not in texts  # an error of 0 has no place on a logarithmic axis
-    ours, theirs = ({name: x.get(name) for name in ("cx", "cy", "fill")} for x in circles)
-    assert float(ours["cx"]) > float(theirs["cx"])
-    assert float(ours["cy"]) > float(theirs["cy"])
-    assert ours["fill"] != theirs["fill"]
-
-
-def test_plot_without_points_is_an_empty_one() -> None:
-    assert ET.fromstring(as_svg([])).tag.endswith("svg")

@@ -33,16 +33,23 @@ class HeadErrors:
         self._model, self._makers = model, makers
         self._config = model.config.get_text_config(decoder=True)
         self._caches: list[Any] = []
+        self._counts = True
         self._outputs: dict[int, Tensor] = {}
         self._errors: list[dict[int, Tensor]] = [{} for _ in makers]
         self.implementation: str = self._config._attn_implementation
         """Of the model's own attention."""
 
     @contextmanager
-    def measured(self, *, is_first: bool) -> Iterator[None]:
-        """Within this context what the model reads counts, after what it read before or as the first."""
+    def measured(self, *, is_first: bool, counts: bool = True) -> Iterator[None]:
+        """Within this context what the model reads counts, after what it read before or as the first.
+
+        Args:
+            is_first: Whether it is the first of some texts, for which caches are empty.
+            counts: Whether errors are added up, or the caches are only filled.
+        """
         if is_first:
             self._caches = [make() for make in self._makers]
+        self._counts = counts
         self._model.set_attn_implementation(_IMPLEMENTATION)
         token = _MEASURING.set(self)
         try:
@@ -61,11 +68,13 @@ class HeadErrors:
         if layer is None or getattr(module, "is_kv_shared_layer", False):  # it has no keys of its own
             return result
         out = result[0].double()
-        _add(self._outputs, layer, out)
+        if self._counts:
+            _add(self._outputs, layer, out)
         new = slice(-query.shape[2], None)
         for cache, errors in zip(self._caches, self._errors, strict=True):
             kept = cache.update(key[:, :, new], value[:, :, new], layer)
-            _add(errors, layer, own(module, query, *kept, mask, **options)[0] - out)
+            if self._counts:
+                _add(errors, layer, own(module, query, *kept, mask, **options)[0] - out)
         return result
 
     def result(self) -> list[dict[int, tuple[float, ...]]]:

@@ -7,6 +7,8 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from inspect import signature
+from itertools import accumulate
 from typing import Any, Final
 
 import torch
@@ -91,12 +93,13 @@ def quality(
     *,
     chunk: int = 32,
     after: int = 0,
+    decode: bool = False,
     on_step: Callable[[int, int], None] | None = None,
 ) -> list[Quality]:
     """Feed texts through a ``DynamicCache`` and through each kind of cache, and compare what is predicted.
 
-    A text is fed in chunks, so that attention reads what the cache made of the tokens before, as it does in
-    decoding. The attention is the model's own.
+    A text is fed in chunks, so that attention reads what the cache made of the tokens before, much as in
+    decoding; or exactly as in decoding, which takes longer. The attention is the model's own.
 
     Args:
         model: A ``PreTrainedModel`` that generates.
@@ -104,6 +107,8 @@ def quality(
         kv: Kinds of caches, as ``KVCache.for_model`` takes them, files of plans among them, and peers.
         chunk: Tokens that are fed at a time.
         after: Predictions after at most so many tokens of a text are not counted; errors of heads are.
+        decode: Whether the first ``after`` tokens are fed at once, as a prompt of which nothing counts, and
+            all others one by one, as ``generate`` does; ``chunk`` is of no account then.
         on_step: Called with the steps that are done and all steps, after each.
 
     Returns:
@@ -130,24 +135,37 @@ def quality(
     expect_positions("input_ids", model, input_ids.shape[1])
     stock = _Entrant(model, Peer(STOCK, lambda model: DynamicCache(config=model.config)))
     entrants = [stock, *(_Entrant(model, kind) for kind in kv)]
-    width = input_ids.shape[1] - 1
-    steps = [(rows, i) for rows in input_ids.to(model.device).split(ROWS) for i in range(0, width, chunk)]
+    sizes = _sizes(input_ids.shape[1] - 1, chunk, after if decode else None)
+    starts = [0, *accumulate(sizes[:-1])]
+    steps = [
+        (rows, *piece)
+        for rows in input_ids.to(model.device).split(ROWS)
+        for piece in zip(starts, sizes, strict=True)
+    ]
     errors = HeadErrors(model, [entrant.empty for entrant in entrants[1:]])
-    for done, (rows, start) in enumerate(steps, 1):
-        tokens, targets = rows[:, :-1][:, start : start + chunk], rows[:, 1:][:, start : start + chunk]
+    for done, (rows, start, size) in enumerate(steps, 1):
+        tokens, targets = rows[:, start : start + size], rows[:, start + 1 : start + size + 1]
+        num_counted = min(max(start + size - after, 0), size)
         expected = None
         for entrant in entrants:
-            with errors.measured(is_first=start == 0) if entrant is stock else nullcontext():
-                log_probs = entrant.read(tokens, is_first=start == 0)
+            is_measured = errors.measured(is_first=start == 0, counts=not decode or num_counted > 0)
+            with is_measured if entrant is stock else nullcontext():
+                log_probs = entrant.read(tokens, is_first=start == 0, num_counted=num_counted)
             if expected is None:
                 entrant.expect_kept()
                 expected = log_probs
-            skipped = min(max(after - start, 0), targets.shape[1])
-            entrant.judge(log_probs[:, skipped:], expected[:, skipped:], targets[:, skipped:])
+            entrant.judge(log_probs, expected, targets[:, size - num_counted :])
         if on_step is not None:
             on_step(done, len(steps))
     found = [{}, *errors.result()]
     return [entrant.result(each) for entrant, each in zip(entrants, found, strict=True)]
+
+
+def _sizes(num_tokens: int, chunk: int, prompt: int | None) -> list[int]:
+    """Tokens that are fed at a time: a prompt, if any, and then one by one; or, if it is ``None``, chunks."""
+    if prompt is None:
+        return [min(chunk, num_tokens - i) for i in range(0, num_tokens, chunk)]
+    return [*([prompt] if prompt else []), *[1] * (num_tokens - prompt)]
 
 
 def expect_decoder(model: Any) -> None:
@@ -203,15 +221,17 @@ class _Entrant:
         return kind.make(self._model) if isinstance(kind, Peer) else cache_of(self._model, kind)
 
     @torch.no_grad()
-    def read(self, tokens: Tensor, *, is_first: bool) -> Tensor:
-        """Log probabilities ``[B, Q, V]`` of what follows each of the tokens ``[B, Q]``, float64."""
+    def read(self, tokens: Tensor, *, is_first: bool, num_counted: int) -> Tensor:
+        """Log probabilities ``[B, C, V]`` of what follows each of the last C tokens, of ``[B, Q]``."""
         if is_first:
             self._cache = self.empty()
         pieces = tokens.split(self._chunk or tokens.shape[1], dim=1)
-        cache = as_argument(self._model, self._cache)
-        logits = [self._model(x, use_cache=True, **cache).logits for x in pieces]
+        arguments = as_argument(self._model, self._cache)
+        if num_counted == 0 and "logits_to_keep" in signature(self._model.forward).parameters:
+            arguments["logits_to_keep"] = 1  # those of a long prompt take gigabytes
+        logits = torch.cat([self._model(x, use_cache=True, **arguments).logits for x in pieces], dim=1)
         self._nbytes.append(_nbytes_per_token(self._cache, len(tokens)))
-        return torch.cat(logits, dim=1).double().log_softmax(-1)
+        return logits[:, logits.shape[1] - num_counted :].double().log_softmax(-1)
 
     def expect_kept(self) -> None:
         """Raise UnsupportedError unless what was read is in the cache, where other readers leave it alone."""

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from kvloom.core.spelling import expect_kv, is_plan
 from kvloom.errors import ArgumentError
+from kvloom.measuring.key_statistics import STATISTICS, parse_statistics
+from kvloom.measuring.texts import HELD_OUT, PACKAGES, read_text, texts_named
 from kvloom.models import check_model_folder, iter_texts
 
 if TYPE_CHECKING:
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
 _KINDS: Final = ["float16", "int8", "int4"]
 _NUM_TOKENS: Final = 4096
 _WINDOW: Final = 512
+_LONGEST: Final = "max"
 _CALIBRATED: Final = 1024
 """Tokens that a plan is made by."""
 _PEERS: Final = (("quanto", 0), ("hqq", 1))
@@ -35,17 +38,25 @@ def add_parser(commands: Any, load: Callable[[Path | None], tuple[Any, Any]]) ->
         "quality", help="what kinds of caches cost in quality, and in bytes"
     )
     parser.add_argument("--model", type=Path, metavar="PATH", help="local Hugging Face causal model folder")
-    parser.add_argument("--text", type=Path, metavar="FILE", help="text to read (default: held-out text)")
+    parser.add_argument("--text", default=HELD_OUT, metavar="TEXT",
+                        help=f"a file, {HELD_OUT} (default), {' or '.join(PACKAGES)}: sources")  # fmt: skip
     parser.add_argument("--kv", action="append", metavar="KIND[:gGROUP]",
                         help=f"a kind of cache, may be repeated (default: {', '.join(_KINDS)})")  # fmt: skip
     parser.add_argument("--peers", action="store_true",
                         help="transformers' int4 caches beside, if quanto or hqq is installed")  # fmt: skip
     parser.add_argument("--tokens", type=int, default=_NUM_TOKENS, metavar="N",
                         help=f"most tokens to read (default: {_NUM_TOKENS})")  # fmt: skip
-    parser.add_argument("--window", type=int, metavar="N",
-                        help=f"tokens of each text (default: {_WINDOW}, or all positions)")  # fmt: skip
-    parser.add_argument("--after", type=int, default=0, metavar="N",
-                        help="count what is predicted behind more tokens of a text (default: 0)")  # fmt: skip
+    parser.add_argument("--window", type=_tokens, metavar="N",
+                        help=f"tokens of each text, {_LONGEST} for as many as the model has positions for "
+                        f"(default: {_WINDOW}, or all positions)")  # fmt: skip
+    parser.add_argument("--after", type=int, metavar="N",
+                        help="count what is predicted behind more tokens of a text (default: 0, with "
+                        "--decode half of a text)")  # fmt: skip
+    parser.add_argument("--decode", action="store_true",
+                        help="read as generation does: --after tokens at once, then one by one")  # fmt: skip
+    parser.add_argument("--keys", default="plain", metavar="KEYS[:N]",
+                        help=f"build statistics of real keys into the model: {', '.join(STATISTICS)} "
+                        "(biases:30: of 30 standard deviations, 100 if not said)")  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print JSON and no table")
     parser.add_argument("--plan", type=Path, metavar="FILE.json",
                         help="choose bits for each layer, write them, and measure them")  # fmt: skip
@@ -67,16 +78,19 @@ def run(args: argparse.Namespace) -> None:
     _expect_plan(args)
     if args.tokens < 2:
         raise ArgumentError(f"--tokens must be at least 2, got {args.tokens}")
-    window = _WINDOW if args.window is None else args.window
-    if window < 2:
-        raise ArgumentError(f"--window must be at least 2, got {window}")
-    _expect_after(args.after, window)
-    texts = iter_texts("heldout") if args.text is None else [_read(args.text)]
+    statistics = parse_statistics("--keys", args.keys)
+    if args.window != _LONGEST:
+        window = _WINDOW if args.window is None else args.window
+        if window < 2:
+            raise ArgumentError(f"--window must be at least 2, got {window}")
+        _expect_after(args.after, window)
+    texts = texts_named(args.text)
     if args.model is not None:
         check_model_folder(args.model)  # before imports that take seconds
     from rich.console import Console
     from rich.progress import Progress
 
+    from kvloom.measuring.changed_keys import changed_keys
     from kvloom.measuring.quality import quality, windows_of
 
     model, tokenizer = args.load(args.model)
@@ -85,24 +99,32 @@ def run(args: argparse.Namespace) -> None:
         sys.stderr.write(f"kvloom: windows of {window} tokens, not {_WINDOW}, by the model's positions\n")
     _expect_after(args.after, window)
     windows = windows_of(tokenizer, texts, args.tokens, "--text", window)
-    if args.plan is not None:
-        _save_plan(args, model, tokenizer)
-        kinds = [*kinds, str(args.plan)]
-    peers = _installed_peers(model) if args.peers else []
+    prompt = min(windows.shape[1] // 2, windows.shape[1] - 2) if args.decode else 0
+    after = prompt if args.after is None else args.after
     console = Console(stderr=True)
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+    with (
+        changed_keys(model, statistics),
+        Progress(console=console, transient=True, disable=not console.is_terminal) as bar,
+    ):
+        if args.plan is not None:
+            _save_plan(args, model, tokenizer)
+            kinds = [*kinds, str(args.plan)]
+        peers = _installed_peers(model) if args.peers else []
         task = bar.add_task(f"{windows.numel():,} tokens", total=None)
         rows = quality(
             model,
             windows,
             [*kinds, *peers],
-            after=args.after,
+            after=after,
+            decode=args.decode,
             on_step=lambda done, total: bar.update(task, completed=done, total=total),
         )
     if args.json:
         sys.stdout.write(json.dumps([_as_json(row) for row in rows], indent=2) + "\n")
     else:
-        _print_table(rows, num_ours=len(kinds))
+        how = f"decoded behind {after:,} of {windows.shape[1]:,}" if args.decode else "fed in chunks"
+        keys = "" if args.keys == "plain" else f", keys with {args.keys}"
+        _print_table(rows, len(kinds), f"{rows[0].num_tokens:,} tokens of {args.text}, {how}{keys}")
     if args.plot is not None:
         from kvloom.measuring.chart import Point, as_svg
 
@@ -113,17 +135,27 @@ def run(args: argparse.Namespace) -> None:
         args.plot.write_text(as_svg(points), encoding="utf-8")
 
 
-def _expect_after(after: int, window: int) -> None:
-    if not 0 <= after < window - 1:
+def _tokens(text: str) -> int | str:
+    """A number of tokens, or ``_LONGEST``."""
+    return text if text == _LONGEST else int(text)
+
+
+def _expect_after(after: int | None, window: int) -> None:
+    if after is not None and not 0 <= after < window - 1:
         raise ArgumentError(f"--after must be from 0 to {window - 2}, got {after}")
 
 
-def _within_positions(model: Any, window: int | None) -> int:
+def _within_positions(model: Any, window: int | str | None) -> int:
     """The window that was said, or one of ``_WINDOW`` tokens if the model has as many positions."""
     from kvloom.integrations.transformers.positions import expect_positions, positions_of
 
+    longest = positions_of(model)
     if window is None:
-        return min(_WINDOW, positions_of(model) or _WINDOW)
+        return min(_WINDOW, longest or _WINDOW)
+    if not isinstance(window, int):
+        if longest is None:
+            raise ArgumentError("--window must be a number, for the model's configuration names no positions")
+        return longest
     expect_positions("--window", model, window)
     return window
 
@@ -144,16 +176,9 @@ def _save_plan(args: argparse.Namespace, model: Any, tokenizer: Any) -> None:
     from kvloom.measuring.planned_bits import plan_bits
     from kvloom.measuring.quality import windows_of
 
-    texts = iter_texts("train") if args.calibrate is None else [_read(args.calibrate, "--calibrate")]
+    texts = iter_texts("train") if args.calibrate is None else [read_text(args.calibrate, "--calibrate")]
     windows = windows_of(tokenizer, texts, _CALIBRATED, "--calibrate", _within_positions(model, None))
     plan_bits(model, windows, bits=args.bits, budget=args.budget).save(args.plan)
-
-
-def _read(path: Path, name: str = "--text") -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        raise ArgumentError(f"{name} must be text in UTF-8: {error}") from error
 
 
 def _installed_peers(model: Any) -> "list[Peer]":
@@ -189,11 +214,11 @@ def _as_json(row: "Quality") -> dict[str, Any]:
     return asdict(row) | {"worst_head": worst and dict(zip(("layer", "head", "error"), worst, strict=True))}
 
 
-def _print_table(rows: "list[Quality]", num_ours: int) -> None:
+def _print_table(rows: "list[Quality]", num_ours: int, title: str) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title=f"{rows[0].num_tokens:,} tokens, fed in chunks through each cache")
+    table = Table(title=title)
     for heading in ("cache", "bytes", "perplexity", "KL", "agree", "worst head"):
         table.add_column(heading, justify="left" if heading == "cache" else "right", no_wrap=True)
     for n, row in enumerate(rows):

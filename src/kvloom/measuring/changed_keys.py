@@ -1,0 +1,203 @@
+"""Builds statistics of real keys into any model with RoPE, for as long as it is measured.
+
+Before RoPE, hooks scale and shift what projections of keys and queries give, or the norms behind them.
+
+Shapes: W channels of what a module gives for a token, of H heads with D channels each; R of D are rotated.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from math import pi
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from kvloom.errors import UnsupportedError
+from kvloom.integrations.transformers.build import text_config_of
+from kvloom.integrations.transformers.loading import head_dim_of
+from kvloom.integrations.transformers.positions import positions_of
+from kvloom.measuring.key_statistics import KeyStatistics
+from kvloom.measuring.quality import expect_decoder
+
+_TOKENS: Final = 256
+"""Pseudo-random tokens that keys are measured by."""
+_EXACT: Final = 16.0
+"""A power of two, which scales without rounding."""
+
+
+@contextmanager
+def changed_keys(model: Any, statistics: KeyStatistics) -> Iterator[None]:
+    """Within this context the keys of all layers have such statistics, the same ones each time.
+
+    Outliers keep the model's function, up to rounding: queries are divided by what keys are multiplied by.
+    Biases do not: they add a function of the distance to the scores, as those of real models do, of about the
+    size of what the pair added before, which is lost: its queries are divided by the bias's standard
+    deviations.
+
+    Args:
+        model: A ``PreTrainedModel`` whose attentions have ``q_proj`` and ``k_proj``, with or without norms
+            behind them, and RoPE which pairs the first half of what it rotates with the second.
+        statistics: What sticks out.
+
+    Raises:
+        UnsupportedError: the model is another one, or none that generates by a decoder alone.
+    """
+    if not (statistics.outliers or statistics.biases):
+        yield
+        return
+    expect_decoder(model)
+    sources = _sources(model)
+    tokens = torch.randint(
+        model.config.get_text_config(decoder=True).vocab_size,
+        (1, min(_TOKENS, positions_of(model) or _TOKENS)),
+        generator=torch.Generator().manual_seed(1),
+    ).to(model.device)
+    seen, expected = _seen(model, sources, tokens)
+    with _changed(sources, [_probe(source, each) for source, each in zip(sources, seen, strict=True)]):
+        with torch.no_grad():
+            found = model(tokens, use_cache=False).logits
+    if not torch.allclose(found, expected, rtol=1e-3, atol=1e-3 * float(expected.abs().amax())):
+        raise _unsupported(model)
+    generator = torch.Generator().manual_seed(1)
+    changes = [
+        _change(source, each, statistics, generator) for source, each in zip(sources, seen, strict=True)
+    ]
+    with _changed(sources, changes):
+        yield
+
+
+class _Source(NamedTuple):
+    """Modules that give the keys and the queries of a layer, and the channels of a head."""
+
+    key: nn.Module
+    query: nn.Module
+    head_dim: int
+    rotated: int
+
+
+class _Seen(NamedTuple):
+    """Of a layer: ``[H]`` standard deviations of the keys that a module gives, and the heads of queries."""
+
+    deviation: Tensor
+    query_heads: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Change:
+    """Of a layer: ``keys * scale + bias``, all ``[H, D]``, and ``queries / divisor``, ``[Hq, D]``."""
+
+    scale: Tensor
+    bias: Tensor
+    divisor: Tensor
+
+    def key(self, x: Tensor) -> Tensor:
+        """``[..., H * D]`` changed; ``[..., H, D]`` of whatever order where all heads are alike."""
+        return (x.float() * self.scale.flatten() + self.bias.flatten()).to(x.dtype)
+
+    def query(self, x: Tensor) -> Tensor:
+        """As ``key``."""
+        return (x.float() / self.divisor.flatten()).to(x.dtype)
+
+
+def _unsupported(model: Any) -> UnsupportedError:
+    return UnsupportedError(
+        "model must have q_proj and k_proj in all of its attentions, and RoPE that pairs the first half of "
+        f"a head's channels with the second, to be given other keys, got {type(model).__name__}"
+    )
+
+
+def _sources(model: Any) -> list[_Source]:
+    """Where keys and queries of each layer come from."""
+    config = text_config_of(model)
+    parameters = getattr(config, "rope_parameters", None) or {}
+    share = getattr(config, "partial_rotary_factor", None) or parameters.get("partial_rotary_factor", 1.0)
+    found = []
+    for module in model.modules():
+        ends = [_last(module, side) for side in "kq"]
+        if getattr(module, "layer_idx", None) is not None and ends[0] is not None and ends[1] is not None:
+            head_dim = getattr(module, "head_dim", None) or head_dim_of(config)
+            found.append(_Source(ends[0], ends[1], head_dim, int(head_dim * share)))
+    if not found:
+        raise _unsupported(model)
+    return found
+
+
+def _last(attention: nn.Module, side: str) -> nn.Module | None:
+    """What gives keys (``"k"``) or queries of a layer: a projection, or the norm behind it."""
+    if not isinstance(getattr(attention, f"{side}_proj", None), nn.Module):
+        return None
+    named = [getattr(attention, f"{side}_{x}", None) for x in ("norm", "layernorm", "proj")]
+    return next(x for x in named if isinstance(x, nn.Module))
+
+
+def _seen(model: Any, sources: list[_Source], tokens: Tensor) -> tuple[list[_Seen], Tensor]:
+    """What the modules give, and the logits of the model."""
+    given: dict[nn.Module, Tensor] = {}
+    with ExitStack() as stack, torch.no_grad():
+        for source in sources:
+            for module in source[:2]:
+                _hook(stack, module, partial(_noted, given, module))
+        logits = model(tokens, use_cache=False).logits
+    found = []
+    for source in sources:
+        widths = [given[x].shape[-1] if x in given else 1 for x in source[:2]]
+        heads, query_heads = (width // source.head_dim for width in widths)
+        if any(width % source.head_dim for width in widths) or query_heads % heads:
+            raise _unsupported(model)
+        keys = given[source.key].float().reshape(-1, heads, source.head_dim)
+        found.append(_Seen(keys.std(0).mean(-1), query_heads))
+    return found, logits
+
+
+def _probe(source: _Source, seen: _Seen) -> _Change:
+    """Scales every other pair, which any model's function survives to the bit if these are its pairs."""
+    scale = torch.ones(len(seen.deviation), source.head_dim, device=seen.deviation.device)
+    scale[:, : source.rotated // 2 : 2] = scale[:, source.rotated // 2 : source.rotated : 2] = _EXACT
+    return _Change(scale, torch.zeros_like(scale), _of_queries(scale, seen.query_heads))
+
+
+def _change(source: _Source, seen: _Seen, statistics: KeyStatistics, generator: torch.Generator) -> _Change:
+    """What makes a layer's keys such; pairs of outliers and angles of biases are drawn for each head."""
+    half = source.rotated // 2
+    shape = len(seen.deviation), source.head_dim
+    scale, bias, divisor = torch.ones(shape), torch.zeros(shape), torch.ones(shape)
+    biased = sorted({int(place * half) for place in statistics.biases})
+    for head, deviation in enumerate(seen.deviation.tolist()):
+        free = [x for x in torch.randperm(half, generator=generator).tolist() if x not in biased]
+        for pair in free[: statistics.outliers]:
+            scale[head, [pair, pair + half]] = statistics.scale
+        angles = 2 * pi * torch.rand(len(biased), generator=generator)
+        norm = statistics.sigmas * deviation
+        for pair, angle in zip(biased, angles, strict=True):
+            bias[head, pair], bias[head, pair + half] = norm * angle.cos(), norm * angle.sin()
+            divisor[head, [pair, pair + half]] = statistics.sigmas
+    divisor = _of_queries(scale * divisor, seen.query_heads)
+    return _Change(*(x.to(seen.deviation.device) for x in (scale, bias, divisor)))
+
+
+def _of_queries(x: Tensor, query_heads: int) -> Tensor:
+    """``[Hq, D]`` of ``[H, D]``."""
+    return x.repeat_interleave(query_heads // len(x), 0)
+
+
+@contextmanager
+def _changed(sources: list[_Source], changes: list[_Change]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for source, change in zip(sources, changes, strict=True):
+            _hook(stack, source.key, change.key)
+            _hook(stack, source.query, change.query)
+        yield
+
+
+def _noted(given: dict[nn.Module, Tensor], module: nn.Module, x: Tensor) -> Tensor:
+    """``x``, which is from now on what a module has given."""
+    given[module] = x
+    return x
+
+
+def _hook(stack: ExitStack, module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
+    """Changes what a module gives until the stack is left."""
+    stack.callback(module.register_forward_hook(lambda _, args, out: change(out)).remove)

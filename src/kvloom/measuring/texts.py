@@ -1,0 +1,60 @@
+"""Texts that are measured on: held-out text of the bundled model, sources of installed packages, or a file.
+
+Imports no torch and no package whose sources it reads.
+"""
+
+import hashlib
+from collections.abc import Iterable, Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Final
+
+from kvloom.errors import ArgumentError
+from kvloom.models import iter_texts
+
+HELD_OUT: Final = "held-out"
+PACKAGES: Final = ("torch", "transformers")
+"""Of which the bundled model has seen nothing."""
+_LEAST, _MOST = 2000, 100_000
+"""Characters of a file that is read: no stub, and no table that would be all of a text."""
+
+
+def texts_named(name: str, option: str = "--text") -> Iterable[str]:
+    """Texts one after the other.
+
+    Args:
+        name: ``"held-out"``, a package of ``PACKAGES`` for its sources, or a file.
+        option: What an error calls ``name``.
+
+    Raises:
+        ArgumentError: there is no such package or file, or the file is not in UTF-8.
+    """
+    if name == HELD_OUT:
+        return iter_texts("heldout")
+    if name in PACKAGES:
+        return _sources(_folder(name, option))
+    return [read_text(Path(name), option)]
+
+
+def read_text(path: Path, option: str) -> str:
+    """The text of a file; ArgumentError names the option that named it."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise ArgumentError(f"{option} must be text in UTF-8: {error}") from error
+
+
+def _folder(package: str, option: str) -> Path:
+    spec = find_spec(package)
+    if spec is None or not spec.submodule_search_locations:
+        raise ArgumentError(f"{option} must be an installed package, got {package!r}")
+    return Path(next(iter(spec.submodule_search_locations)))
+
+
+def _sources(folder: Path) -> Iterator[str]:
+    """Files of ordinary length, ordered by a hash of their names: neighbors have little in common."""
+    names = (path.relative_to(folder).as_posix() for path in folder.rglob("*.py"))
+    for name in sorted(names, key=lambda name: hashlib.sha256(name.encode()).digest()):
+        text = (folder / name).read_text(encoding="utf-8", errors="replace")
+        if _LEAST <= len(text) <= _MOST:
+            yield text

@@ -1,0 +1,136 @@
+"""``kvloom quality``: its options, its table, and its plot."""
+
+import json
+import xml.etree.ElementTree as ET
+from pathlib import Path
+from typing import Any
+
+import pytest
+from oracles.language_models import FakeQuantCache4
+
+from kvloom.cli import main
+from kvloom.measuring.chart import Point, as_svg
+
+
+def test_command_prints_a_row_of_each_kind(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "text.txt"
+    file.write_text("def load(path):\n    return open(path).read()\n" * 9, encoding="utf-8")
+    arguments = ["quality", "--text", str(file), "--kv", "int8", "--kv", "int4:g32,recent=8"]
+    assert main(arguments) == 0
+    table = capsys.readouterr().out
+    for word in ("DynamicCache", "5,120", "kvloom int8", "kvloom int4:g32,recent=8", "perplexity"):
+        assert word in table
+    plot = tmp_path / "plot.svg"
+    assert main([*arguments, "--json", "--tokens", "40", "--plot", str(plot)]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert [row["kind"] for row in rows] == ["DynamicCache", "int8", "int4:g32,recent=8"]
+    assert [row["nbytes_per_token"] for row in rows] == [5120, 1320, 720 + 32 * 5120 / 8192]
+    assert rows[0]["num_tokens"] == 39
+    assert rows[0]["worst_head"] is None
+    assert rows[2]["worst_head"]["error"] > rows[1]["worst_head"]["error"] > 0.0
+    assert [len(heads) for heads in rows[1]["head_errors"].values()] == [4] * 5
+    assert main([*arguments, "--json", "--tokens", "60", "--window", "20", "--after", "10"]) == 0
+    assert json.loads(capsys.readouterr().out)[1]["num_tokens"] == 3 * 9
+    assert ">kvloom int4:g32,recent=8</text>" in plot.read_text(encoding="utf-8")
+
+
+def test_command_decodes_other_texts_with_other_keys(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["quality", "--text", "torch", "--kv", "int8,smooth=none"]
+    arguments += ["--tokens", "40", "--window", "20", "--decode"]
+    found = {}
+    for keys in ("plain", "outliers", "biases-high:30"):
+        assert main([*arguments, "--keys", keys, "--json"]) == 0
+        found[keys] = json.loads(capsys.readouterr().out)
+        assert [row["num_tokens"] for row in found[keys]] == [2 * 9] * 2
+    stock, outliers = (found[x][0]["perplexity"] for x in ("plain", "outliers"))
+    assert outliers == pytest.approx(stock, rel=1e-3)
+    for keys in ("outliers", "biases-high:30"):
+        assert found[keys][1]["mean_kl"] > 3 * found["plain"][1]["mean_kl"]
+    assert main([*arguments, "--after", "17", "--keys", "both"]) == 0
+    assert "4 tokens of torch, decoded behind 17 of 20, keys with both" in capsys.readouterr().out
+
+
+def test_command_reads_as_long_a_text_as_the_model_has_positions(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["quality", "--kv", "int8", "--json", "--window", "max", "--tokens", "30"]
+    monkeypatch.setattr("kvloom.integrations.transformers.positions.positions_of", lambda model: 10)
+    assert main(arguments) == 0
+    assert {row["num_tokens"] for row in json.loads(capsys.readouterr().out)} == {3 * 9}
+    monkeypatch.setattr("kvloom.integrations.transformers.positions.positions_of", lambda model: None)
+    assert main(arguments) == 2
+    assert "--window must be a number, for the model's configuration" in capsys.readouterr().err
+
+
+def test_command_makes_a_plan_and_measures_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text, plan = tmp_path / "text.txt", str(tmp_path / "plan.json")
+    text.write_text("def load(path):\n    return open(path).read()\n" * 9, encoding="utf-8")
+    arguments = ["quality", "--text", str(text), "--calibrate", str(text), "--kv", "int8", "--tokens", "60"]
+    assert main([*arguments, "--plan", plan, "--budget", "1000", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert [row["kind"] for row in rows] == ["DynamicCache", "int8", plan]
+    assert 950 < rows[2]["nbytes_per_token"] <= 1000 + 80 * 5120 / 8192
+    assert main(["generate", "--prompt", "def f(", "--kv", plan, "--max-new-tokens", "2"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--kv", "int5"], "--kv must be one of"),
+        (["--kv", "int8:g48"], "--kv must have a group"),
+        (["--tokens", "1"], "--tokens must be at least 2, got 1"),
+        (["--window", "1"], "--window must be at least 2, got 1"),
+        (["--after", "511"], "--after must be from 0 to 510, got 511"),
+        (["--decode", "--after", "511"], "--after must be from 0 to 510, got 511"),
+        (["--keys", "real"], "--keys must be one of plain, outliers"),
+        (["--text", "/nowhere/at/all"], "--text must be text in UTF-8"),
+        (["--model", "/nowhere/at/all"], "--model must be"),
+        (["--plan", "x.json"], "--plan must have --bits or --budget beside it"),
+        (["--plan", "x.txt", "--bits", "5"], "--plan must be a file that ends in .json, got x.txt"),
+        (["--bits", "5"], "--plan must name the file of the plan"),
+        (["--calibrate", "/nowhere"], "--plan must name the file of the plan"),
+        (["--plan", "x.json", "--bits", "5", "--calibrate", "/nowhere"], "--calibrate must be text in UTF-8"),
+    ],
+)
+def test_command_names_the_option_that_is_wrong(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["quality", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_command_leaves_out_peers_that_are_not_installed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import transformers.cache_utils
+
+    def missing(backend: str, *args: Any, **kwargs: Any) -> None:
+        if backend == "hqq":
+            raise ImportError("You need to install `HQQ`\nin order to use it")
+        return FakeQuantCache4()
+
+    monkeypatch.setattr(transformers.cache_utils, "QuantizedCache", missing)
+    file = tmp_path / "text.txt"
+    file.write_text("def load(path):\n    return open(path).read()\n" * 9, encoding="utf-8")
+    assert main(["quality", "--text", str(file), "--kv", "int8", "--peers", "--json", "--tokens", "20"]) == 0
+    out, err = capsys.readouterr()
+    assert [row["kind"] for row in json.loads(out)] == ["DynamicCache", "int8", "quanto int4"]
+    assert err == "kvloom: left out hqq int4: You need to install `HQQ`\n"
+
+
+def test_plot_has_a_point_of_each_kind_with_less_error_lower() -> None:
+    points = [Point("float", 2560, 0.0), Point("a<b", 1320, 5e-5), Point("peer", 800, 1e-2, is_peer=True)]
+    root = ET.fromstring(as_svg(points))
+    circles = [x for x in root if x.tag.endswith("circle")]
+    texts = [x.text for x in root.iter() if x.tag.endswith("text")]
+    assert len(circles) == 2
+    assert "a<b" in texts
+    assert "float" not in texts  # an error of 0 has no place on a logarithmic axis
+    ours, theirs = ({name: x.get(name) for name in ("cx", "cy", "fill")} for x in circles)
+    assert float(ours["cx"]) > float(theirs["cx"])
+    assert float(ours["cy"]) > float(theirs["cy"])
+    assert ours["fill"] != theirs["fill"]
+
+
+def test_plot_without_points_is_an_empty_one() -> None:
+    assert ET.fromstring(as_svg([])).tag.endswith("svg")
