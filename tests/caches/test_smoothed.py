@@ -92,3 +92,17 @@ def test_keys_of_other_heads_are_refused_before_anything_is_written() -> None:
     with pytest.raises(ShapeError, match=r"key must be \[T, 3, 32\]"):
         layer.append(tokens(1, 4, 9), tokens(1, 4, 9))
     assert layer.num_tokens == 0
+
+
+@pytest.mark.parametrize("make", [KINDS["window"], KINDS["fixed window"]], ids=["paged", "fixed"])
+def test_attention_behind_a_long_text_knows_the_positions_in_a_window(make: Callable[[], Layer]) -> None:
+    """An index that leaves out what a window has passed begins at a later position."""
+    layer, every = make(), tokens(2, 1300, 10)
+    for start, end in ((0, 500), (500, 530), (530, 1290), (1290, 1299), (1299, 1300)):
+        new, query = every[:, :, start:end], tokens(2, 1, end)
+        stored = layer.append(new, new)
+        found = stored.attend(query.expand(-1, -1, end - start, -1))[:, -1]
+        first = max(end - 12, 0)
+        key, value = kept(every[:, :, first:end], first), as_codes(every[:, :, first:end], INT8)
+        want = torch.nn.functional.scaled_dot_product_attention(query, key, value)[:, :, 0]
+        torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-5)

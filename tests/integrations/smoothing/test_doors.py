@@ -9,7 +9,7 @@ import pytest
 import torch
 from oracles.language_models import make_model, make_prompts
 from torch import Tensor
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
 
 from kvloom import KVCache, KVPool, continuous_batching
 from kvloom.integrations.transformers.bit_plan import BitPlan, config_digest
@@ -20,13 +20,13 @@ TOKENS = torch.randint(3, 199, (2, 90), generator=torch.Generator().manual_seed(
 BIAS = 60.0
 
 
-def biased() -> Qwen2ForCausalLM:
+def biased(**options: Any) -> Qwen2ForCausalLM:
     """A Qwen2 whose keys have biases in two pairs of channels, to which queries are small."""
     torch.manual_seed(3)
     config = Qwen2Config(
         vocab_size=199, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, initializer_range=0.2, max_position_embeddings=2048,
-        attn_implementation="kvloom",
+        attn_implementation="kvloom", **options,
     )  # fmt: skip
     model = Qwen2ForCausalLM(config).eval()
     with torch.no_grad():
@@ -122,3 +122,14 @@ def test_rows_behind_padding_are_as_exact_as_others() -> None:
         cache = KVCache.for_model(model, "int8")
         found = model(**inputs, use_cache=True, **as_argument(model, cache)).logits
     assert (found - want)[inputs["attention_mask"] == 1].norm() < 0.1 * want.norm()
+
+
+def test_requests_behind_a_window_know_the_positions_of_what_they_see() -> None:
+    window = {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 0}
+    model = biased(eos_token_id=None, pad_token_id=0, **window)
+    prompts = torch.randint(3, 199, (2, 560), generator=torch.Generator().manual_seed(6))
+    options = {"max_new_tokens": 6, "do_sample": False}
+    want = model.generate(prompts, attention_mask=torch.ones_like(prompts), **options)[:, 560:]
+    continuous_batching(model, "int8")
+    found = model.generate_batch(prompts.tolist(), GenerationConfig(**options), progress_bar=False)
+    assert [output.generated_tokens for output in found.values()] == want.tolist()
