@@ -11,6 +11,7 @@ from transformers import DynamicCache
 
 import kvloom
 from kvloom.errors import ArgumentError, UnsupportedError
+from kvloom.integrations.transformers.smoothing import smoothing_of
 from kvloom.measuring.changed_keys import changed_keys
 from kvloom.measuring.key_statistics import STATISTICS, KeyStatistics, parse_statistics
 
@@ -114,6 +115,14 @@ def test_a_group_of_codes_suffers_and_the_model_itself_does_not() -> None:
     assert int8.mean_kl > 5 * plain_int8.mean_kl
     with changed_keys(model, STATISTICS["plain"]):
         assert kvloom.quality(model, TEXTS, ["int8:g16,smooth=none"])[1].mean_kl == plain_int8.mean_kl
+
+
+def test_caches_are_made_for_the_keys_as_they_are_now() -> None:
+    model, found = make_model(), []
+    for name in ("outliers", "biases", "plain", "outliers"):
+        with changed_keys(model, STATISTICS[name]):
+            found.append(tuple(x.smoothing.digest for x in smoothing_of(model)))
+    assert len(set(found)) == 3 and found[0] == found[3]
 
 
 def test_a_model_is_as_before_after_an_error() -> None:

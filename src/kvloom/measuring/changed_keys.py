@@ -85,7 +85,7 @@ class _Seen(NamedTuple):
     query_heads: int
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class _Change:
     """Of a layer: ``keys * scale + bias``, all ``[H, D]``, and ``queries / divisor``, ``[Hq, D]``."""
 

@@ -1,4 +1,4 @@
-"""Caches, pools and sessions of a model smooth its keys where they are codes, and say what was done."""
+"""Caches and pools of a model smooth its keys where they are codes, and say what was done."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import pytest
 import torch
 from oracles.language_models import make_model, make_prompts
 from torch import Tensor
-from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
+from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from kvloom import KVCache, KVPool, continuous_batching
+from kvloom import KVCache, KVPool
 from kvloom.integrations.transformers.bit_plan import BitPlan, config_digest
 from kvloom.integrations.transformers.cache_argument import as_argument
 from kvloom.integrations.transformers.smoothing import smoothing_of
@@ -98,7 +98,7 @@ def test_no_model_is_asked_for_what_is_not_wanted() -> None:
     handle.remove()
 
 
-def test_pools_and_sessions_say_what_was_done_in_each_layer() -> None:
+def test_pools_say_what_was_done_in_each_layer() -> None:
     model = biased()
     said = {layer.reason: [] for layer in smoothing_of(model)}
     for i, layer in enumerate(smoothing_of(model)):
@@ -108,9 +108,6 @@ def test_pools_and_sessions_say_what_was_done_in_each_layer() -> None:
         assert (pool.report()["kv"], pool.report()["smoothing"]) == ("int8:g16", said)
     with KVPool.for_model(model, "int8,smooth=none", max_tokens=64) as pool:
         assert (pool.report()["kv"], pool.report()["smoothing"]) == ("int8:g16,smooth=none", {})
-    continuous_batching(model, "int4")
-    report = model.init_continuous_batching().report()
-    assert (report.kv, report.smoothing) == ("int4:g16", said)
 
 
 def test_rows_behind_padding_are_as_exact_as_others() -> None:
@@ -122,14 +119,3 @@ def test_rows_behind_padding_are_as_exact_as_others() -> None:
         cache = KVCache.for_model(model, "int8")
         found = model(**inputs, use_cache=True, **as_argument(model, cache)).logits
     assert (found - want)[inputs["attention_mask"] == 1].norm() < 0.1 * want.norm()
-
-
-def test_requests_behind_a_window_know_the_positions_of_what_they_see() -> None:
-    window = {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 0}
-    model = biased(eos_token_id=None, pad_token_id=0, **window)
-    prompts = torch.randint(3, 199, (2, 560), generator=torch.Generator().manual_seed(6))
-    options = {"max_new_tokens": 6, "do_sample": False}
-    want = model.generate(prompts, attention_mask=torch.ones_like(prompts), **options)[:, 560:]
-    continuous_batching(model, "int8")
-    found = model.generate_batch(prompts.tolist(), GenerationConfig(**options), progress_bar=False)
-    assert [output.generated_tokens for output in found.values()] == want.tolist()

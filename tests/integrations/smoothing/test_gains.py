@@ -125,7 +125,14 @@ SINKS = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8}
     [
         ("GptOssConfig", SINKS, {}),
         ("Gemma2Config", {"sliding_window": 8}, {}),
-        ("Gemma3nTextConfig", SHARED, {3: "it reads the keys of another layer"}),
+        pytest.param(
+            "Gemma3nTextConfig",
+            SHARED,
+            {3: "it reads the keys of another layer"},
+            marks=pytest.mark.skipif(
+                transformers.__version__ < "5", reason="caches have no layers for those that share"
+            ),
+        ),
         (
             "BloomConfig",
             {},

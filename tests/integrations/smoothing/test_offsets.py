@@ -34,6 +34,7 @@ LONG = {
     "original_max_position_embeddings": 512,
     "rope_scaling": {"type": "longrope", "short_factor": [1.0, 1.5, 2.0, 3.0], "long_factor": [9.0] * 4},
 }
+ROPE = {"rope_theta": 500000.0}
 YARN = {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}}
 GLOBAL = ["full_attention", "sliding_attention"] * 2
 
@@ -68,7 +69,7 @@ FAMILIES = {
     "lowest frequency": Family("LlamaConfig", (3, 7), frequency=0.001),
     "biases of its own": Family("Qwen2Config", (0, 4), frequency=1.0),
     "norms of keys": Family("Qwen3Config", (1, 5), frequency=0.1),
-    "neighbors": Family("CohereConfig", (4, 5), frequency=500000**-0.5),
+    "neighbors": Family("CohereConfig", (4, 5), ROPE, frequency=500000**-0.5),
     "neighbors, partial": Family("GlmConfig", (2, 3), frequency=0.01),
     "partial": Family("PhiConfig", (1, 3), frequency=0.01),
     "what does not turn beside it": Family("PhiConfig", (6, 7), frequency=0.0),
@@ -151,6 +152,8 @@ def offset_of(found: LayerSmoothing) -> KeyOffset:
 @pytest.mark.parametrize("name", list(FAMILIES))
 def test_a_planted_mean_is_found_and_holds_at_other_positions(name: str) -> None:
     family = FAMILIES[name]
+    if family.config == "GPTJConfig" and transformers.__version__ < "5":
+        pytest.skip("its attention is not called through transformers' interface")
     model = model_of(family.config, family.options)
     plant(model, family)
     found = smoothing_of(model)[family.layer]

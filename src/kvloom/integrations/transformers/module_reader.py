@@ -45,6 +45,8 @@ _UNWATCHED: Final = frozenset(
 )
 _INERT: Final = ("kvloom.", "transformers.generation.")
 """Packages of classes whose objects do not decide what a model computes that has them."""
+_CHANGING: Final = "kvloom.measuring."
+"""A package of theirs whose hooks do."""
 _PUBLISHED: Final = ("transformers.", "torch.")
 """Modules whose functions are known by their names."""
 _EXACT_ATTENTION: Final = re.compile(r"(paged\|)?(eager|sdpa|flash_|flex_|flashinfer|kvloom)")
@@ -263,7 +265,8 @@ def _one(known: Mapping[str, Any], name: str) -> tuple[Any]:
 
 
 def _is_inert(value: Any) -> bool:
-    return f"{type(value).__module__}.".startswith(_INERT)
+    home = f"{type(value).__module__}."
+    return home.startswith(_INERT) and not home.startswith(_CHANGING)
 
 
 def _module_of(value: Any) -> str:
