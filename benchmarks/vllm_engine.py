@@ -3,7 +3,8 @@
 ``attend`` times one layer in vLLM's pages, with AMX and without; ``generate`` tokens behind a long context;
 ``prefix`` requests that share one. Contenders take turns in one process, and figures are medians of the
 processor time of one thread. ``store`` reads a prefix that another process computed: contenders take turns in
-processes of their own, by the clock. For the environment of ``make test-vllm``.
+processes of their own, by the clock. ``quality`` compares distributions of next tokens. For the environment
+of ``make test-vllm``.
 """
 
 import argparse
@@ -27,6 +28,7 @@ os.environ.update(
 
 import processor
 import torch
+import vllm_quality
 from rounds import in_turn, ratio, turns_for
 from vllm import LLM, SamplingParams, TokensPrompt
 from vllm import _custom_ops as kernels
@@ -308,17 +310,37 @@ def first_token(text: list[int]) -> tuple[float, int]:
     return time.perf_counter() - start, request.num_cached_tokens or 0
 
 
+def quality(rounds: int) -> None:
+    """Distributions over prompts of 500 tokens of the bundled model; ``rounds`` is not read."""
+    int4 = ENGINES["kvloom int4"]
+    kinds = {
+        "kvloom int8": ENGINES["kvloom int8"],
+        "kvloom int4": int4,
+        "kvloom int4, recent 0": {**int4, "additional_config": {"kvloom": {"recent": 0}}},
+    }
+    found = vllm_quality.differences(kinds, "float32")
+    table(
+        "Next tokens of 500-token prompts beside float pages, float32",
+        ["", *found],
+        [
+            ["KL", *(f"{x.mean_kl:.1e}" for x in found.values())],
+            ["same choices", *(f"{x.same:.1%}" for x in found.values())],
+        ],
+    )
+
+
 def main() -> None:
     """Measure the sections that are named."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("sections", nargs="*", default=["attend", "generate", "prefix", "store"])
+    parser.add_argument("sections", nargs="*", default=["attend", "generate", "prefix", "store", "quality"])
     parser.add_argument("--rounds", type=int, default=21)
     args = parser.parse_args()
     current_platform.import_kernels()
     torch.set_num_threads(1)
     torch.manual_seed(0)
     for name in args.sections:
-        {"attend": attend, "generate": generate, "prefix": prefix, "store": store}[name](args.rounds)
+        sections = {"attend": attend, "generate": generate, "prefix": prefix, "store": store}
+        {**sections, "quality": quality}[name](args.rounds)
 
 
 if __name__ == "__main__":

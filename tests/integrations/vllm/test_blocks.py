@@ -132,3 +132,11 @@ def test_layers_with_different_heads_are_for_one_rank() -> None:
     layers = (*mixed.layers[:2], replace(mixed.layers[2], heads=2))
     with pytest.raises(UnsupportedError, match="equal heads for a store on several ranks"):
         Blocks(replace(mixed, layers=layers), range(1), FULL, {})
+
+
+def test_a_layer_says_which_of_its_codes_are_rotated() -> None:
+    kept = blocks.layer_format(2, 64, torch.float32, QuantSpec(4), "keys")
+    assert kept.key.rotated and kept.value is not None and not kept.value.rotated
+    assert blocks.layer_format(2, 64, torch.float32, None, "keys") == blocks.layer_format(
+        2, 64, torch.float32, None
+    )

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from integrations.vllm.engines import (
+    INT4,
     INT8,
     Engine,
     needs_vllm,
@@ -126,7 +127,14 @@ def test_two_ranks_read_what_one_computed_and_the_other_way_round(
         assert sum(request.num_cached_tokens for request in found) == whole_pages(prompts(), engine)
 
 
-def test_a_pool_of_transformers_has_the_codes_of_vllm(stock: list[list[int]], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "kv", "options"),
+    [(INT8, "int8,smooth=none", {}), (INT4, "int4,recent=0,smooth=none", {"kvloom": {"recent": 0}})],
+    ids=["int8", "int4"],
+)
+def test_a_pool_of_transformers_has_the_codes_of_vllm(
+    kind: str, kv: str, options: dict[str, Any], stock: list[list[int]], tmp_path: Path
+) -> None:
     import torch
 
     from kvloom.integrations.transformers import KVPool, load_model
@@ -136,14 +144,15 @@ def test_a_pool_of_transformers_has_the_codes_of_vllm(stock: list[list[int]], tm
 
     model, tokenizer = load_model(bundled_model_path(), torch.float32, progress=False)
     tokens = tokenizer(prompts()[1], return_tensors="pt").input_ids
-    with closing(Engine(**on(tmp_path))) as engine:
+    arguments = {**on(tmp_path), "kv_cache_dtype": kind, "additional_config": options}
+    with closing(Engine(**arguments)) as engine:
         engine.run(prompts()[1:2], 1)
     wanted = (tokens.shape[1] - 1) // BLOCK * BLOCK
-    fingerprint = fingerprint_of(model, "int8,smooth=none")
+    fingerprint = fingerprint_of(model, kv)
     with KVStore(f"file://{tmp_path}") as store:
         (piece,) = store.load(fingerprint, "", tokens[0, :wanted].tolist())
-    arguments = {"kv": "int8,smooth=none", "max_tokens": 4096, "page_size": BLOCK}
-    with KVPool.for_model(model, **arguments, store=f"file://{tmp_path}") as pool:
+    sizes = {"kv": kv, "max_tokens": 4096, "page_size": BLOCK}
+    with KVPool.for_model(model, **sizes, store=f"file://{tmp_path}") as pool:
         cache = pool.begin(tokens)
         assert cache.get_seq_length() == wanted
         ids = [ref.id for ref in cache.sequences[0].tables[0].pages]
@@ -246,8 +255,13 @@ def test_windows_and_groups_of_layers(kind: Any, tmp_path: Path) -> None:
             r"speculative_config\.method must be one of .* with a store, got 'draft_model'",
         ),
         ({"load_format": "dummy"}, UnsupportedError, "load_format must be one of .* got 'dummy'"),
+        (
+            {"kv_cache_dtype": INT4},
+            UnsupportedError,
+            r"kvloom\.recent must be 0 with a store, got 64",
+        ),
     ],
-    ids=["float", "option", "url", "draft", "dummy"],
+    ids=["float", "option", "url", "draft", "dummy", "residual"],
 )
 def test_what_cannot_be_stored_is_refused_at_start(
     arguments: dict[str, Any], error: type[Exception], message: str, tmp_path: Path

@@ -94,7 +94,7 @@ def test_the_probe_times_both() -> None:
         (
             {"additional_config": {"kvloom": {"bits": 8}}},
             ConfigError,
-            "options group and float only, got 'bits'",
+            "options group, float, recent only, got 'bits'",
         ),
         (
             {"kv_cache_dtype": "fp8_per_token_head"},

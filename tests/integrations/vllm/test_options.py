@@ -32,11 +32,13 @@ def test_options_are_read(given: Any, expected: Options) -> None:
     ("given", "message"),
     [
         ({"kvloom": 3}, "kvloom must be a mapping of options, got 3"),
-        ({"kvloom": {"groups": 3}}, "kvloom must have options group and float only, got 'groups'"),
+        ({"kvloom": {"groups": 3}}, "kvloom must have options group, float, recent only, got 'groups'"),
         ({"kvloom": {"group": 0}}, "kvloom.group must be a positive int, got 0"),
         ({"kvloom": {"group": True}}, "kvloom.group must be a positive int, got True"),
         ({"kvloom": {"float": 1}}, "kvloom.float must be true, false or 'auto', got 1"),
         ({"kvloom": {"float": "yes"}}, "kvloom.float must be true, false or 'auto', got 'yes'"),
+        ({"kvloom": {"recent": -1}}, "kvloom.recent must be an int of at least 0, got -1"),
+        ({"kvloom": {"recent": True}}, "kvloom.recent must be an int of at least 0, got True"),
     ],
 )
 def test_a_wrong_option_is_a_sentence(given: Any, message: str) -> None:
@@ -49,6 +51,22 @@ def test_a_wrong_option_is_a_sentence(given: Any, message: str) -> None:
 )
 def test_a_group_that_was_not_given_divides_the_head(head_dim: int, group: int) -> None:
     assert Options().quant(8, head_dim) == QuantSpec(8, group)
+
+
+@pytest.mark.parametrize(
+    ("options", "bits", "expected"),
+    [
+        (Options(), 8, "int8:g64,smooth=none"),
+        (Options(), 4, "int4:g64,smooth=none"),
+        (Options(recent=0), 4, "int4:g64,recent=0,smooth=none"),
+        (Options(32, recent=16), 8, "int8:g32,recent=16,smooth=none"),
+    ],
+    ids=str,
+)
+def test_a_layer_is_named_as_that_of_a_pool(options: Options, bits: int, expected: str) -> None:
+    kind = options.kind(bits, 64)
+    assert str(kind) == expected
+    assert kind.rotates("keys") == (bits == 4) and not kind.rotates("values")
 
 
 def test_a_group_that_was_given_is_kept_or_refused() -> None:

@@ -106,6 +106,13 @@ def widths(quant: QuantSpec | None, dtype: torch.dtype) -> list[tuple[Tensor, in
     return [(code, DIM * quant.bits // 8)] * 2 + [(scale, DIM // (quant.group or 64))] * 2
 
 
+@pytest.mark.parametrize(
+    ("tokens", "most", "expected"), [(128, 34, 32), (32, 8, 8), (96, 25, 24), (32, 100, 32), (32, 0, 1)]
+)
+def test_a_block_of_more_bytes_a_token_has_fewer_tokens(tokens: int, most: int, expected: int) -> None:
+    assert pages.largest_block(tokens, most) == expected
+
+
 def test_pages_of_another_size_are_refused() -> None:
     _, kept = allocate(QuantSpec(8), torch.bfloat16)
     with pytest.raises(ShapeError, match="pages must have 136 bytes a token, got 132"):

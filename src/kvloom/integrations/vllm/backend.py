@@ -21,13 +21,16 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVQuantMode, SlidingWi
 
 import kvloom
 from kvloom import ops
+from kvloom.caches.transform import Transform
 from kvloom.core.specs import QuantSpec, dtype_name
-from kvloom.core.views import KVView
+from kvloom.core.spelling import Kind
 from kvloom.errors import UnsupportedError
-from kvloom.integrations.vllm import pages
-from kvloom.integrations.vllm.builder import Step
+from kvloom.integrations.vllm import layer as paged
+from kvloom.integrations.vllm import pages, residual
+from kvloom.integrations.vllm.builder import step_of
 from kvloom.integrations.vllm.guard import KINDS, GuardedBackend, GuardedImpl
 from kvloom.integrations.vllm.options import Options
+from kvloom.quant.rotation import block_of
 
 BITS: Final = {KVQuantMode.INT8_PER_TOKEN_HEAD: 8, KVQuantMode.INT4_PER_TOKEN_HEAD: 4}
 """Of the codes that each of vLLM's names stands for."""
@@ -90,11 +93,13 @@ class KvloomImpl(GuardedImpl):
         config = get_current_vllm_config()
         self.asked = config.cache_config.cache_dtype
         KvloomBackend.options = options = Options.of(config.additional_config)
-        self._dtype = torch.get_default_dtype()  # in which vLLM makes the model
+        self.dtype = torch.get_default_dtype()  # in which vLLM makes the model
+        self._kind: Kind | None = None
         self._quant: QuantSpec | None = None
         bits = BITS.get(self.kv_quant_mode)
         if bits is not None:
             self._quant = options.quant(bits, self.head_size)
+            self._kind = options.kind(bits, self.head_size)
         self.is_kvloom = self._is_served(config, options)
         if not self.is_kvloom:
             return
@@ -105,11 +110,24 @@ class KvloomImpl(GuardedImpl):
             softcap=self.logits_soft_cap or None,
             sinks=self.sinks,
         )
-        self._pages: Tensor | None = None
-        kept = str(self._quant) if self._quant else dtype_name(self._dtype)
+        self._paged = paged.Paged(self.head_size, self.dtype, self._quant)
+        is_rotated = self._kind is not None and self._kind.rotates("keys")
+        self._transform = Transform(key=block_of(self.head_size)) if is_rotated else None
+        self._layers = config.compilation_config.static_forward_context
+        self._residual: str | None = None
+        kept = str(self._kind) if self._kind else dtype_name(self.dtype)
         _logger.info_once(
             "kvloom %s attends to pages of %s, kernels: %s.", kvloom.__version__, kept, ops.cpu_kernels()
         )
+
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        """Have pages for a residual window; vLLM asks for those of all layers when the model is loaded."""
+        super().process_weights_after_loading(act_dtype)
+        if self.is_kvloom and self._kind is not None and self._kind.recent and self._residual is None:
+            window = self._kind.recent
+            window = min(window, self._scores.window) if self._scores.window else window
+            code_bytes = pages.content_bytes(self.head_size, self.dtype, self._quant)
+            self._residual = residual.beside(self, self._layers, window, code_bytes)
 
     def do_kv_cache_update(
         self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
@@ -126,8 +144,10 @@ class KvloomImpl(GuardedImpl):
         if not self.is_kvloom:
             super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
             return
-        num_tokens = slot_mapping.shape[0]
-        ops.store(key[:num_tokens], value[:num_tokens], slot_mapping, self._view(kv_cache))
+        paged.store(key, value, slot_mapping, self._paged.view(kv_cache), self._transform)
+        if self._residual is not None:
+            cache = self._layers[self._residual]
+            cache.store(key, value, self._residual)
 
     def forward(
         self,
@@ -149,7 +169,7 @@ class KvloomImpl(GuardedImpl):
             key: Stored already.
             value: As ``key``.
             kv_cache: ``[B, H, S, C]``.
-            attn_metadata: The ``Step``; ``None`` while vLLM warms up.
+            attn_metadata: The ``Step``, ``None`` while vLLM warms up.
             output: ``[T, Hq, D]``, written.
             output_scale: ``None``.
             output_block_scale: ``None``.
@@ -164,22 +184,12 @@ class KvloomImpl(GuardedImpl):
             return output
         if output_scale is not None or output_block_scale is not None:
             raise UnsupportedError("output must have the model's dtype, got a fused quantization of it")
-        step: Step = attn_metadata
-        ops.attend(
-            query[: step.num_tokens],
-            self._view(kv_cache),
-            step.batch,
-            self._scores,
-            out=output[: step.num_tokens],
-        )
+        newest = None
+        if self._residual is not None:
+            newest = self._layers[self._residual].newest(self._residual)
+        view = self._paged.view(kv_cache)
+        paged.attend(query, view, attn_metadata, self._scores, output, self._transform, newest)
         return output
-
-    def _view(self, kv_cache: Tensor) -> KVView:
-        """The pages of this layer, which vLLM replaces once, after it has measured memory."""
-        if self._pages is not kv_cache:
-            self._kv = pages.view(kv_cache, self.head_size, self._dtype, self._quant)
-            self._pages = kv_cache
-        return self._kv
 
     def _is_served(self, config: Any, options: Options) -> bool:
         """Whether the pages of this layer are kvloom's.
@@ -200,7 +210,7 @@ class KvloomImpl(GuardedImpl):
         from kvloom.integrations.vllm import probe
 
         queries = self.num_heads // self.num_kv_heads
-        return probe.is_faster(self.num_kv_heads, queries, self.head_size, self._dtype)
+        return probe.is_faster(self.num_kv_heads, queries, self.head_size, self.dtype)
 
     def _why_not(self, config: Any) -> str | None:
         """Why kvloom cannot serve this layer, ``None`` if it can."""
@@ -239,17 +249,7 @@ class KvloomBuilder(CPUAttentionMetadataBuilder):  # type: ignore[misc]
         """
         if not self._is_kvloom:
             return super().build(common_prefix_len, common_attn_metadata, fast_build)
-        m = common_attn_metadata
-        if m.causal is not True:
-            raise UnsupportedError(f"pages of kvloom must be attended to causally, got causal={m.causal}")
-        return Step.of(
-            m.query_start_loc[: m.num_reqs + 1],
-            m.seq_lens[: m.num_reqs],
-            m.block_table_tensor[: m.num_reqs],
-            self.kv_cache_spec.block_size,
-            num_tokens=m.num_actual_tokens,
-            max_length=m.max_seq_len,
-        )
+        return step_of(common_attn_metadata, self.kv_cache_spec.block_size)
 
 
 def _refuse_untold(name: str, layer: Any, skipped: list[str]) -> None:

@@ -57,7 +57,9 @@ def attention(groups: Sequence[Group]) -> str:
     return "windows " + " ".join(str(windows[layer]) for layer in sorted(windows))
 
 
-def layer_format(heads: int, head_dim: int, dtype: torch.dtype, quant: QuantSpec | None) -> LayerFormat:
+def layer_format(
+    heads: int, head_dim: int, dtype: torch.dtype, quant: QuantSpec | None, rotation: str = "none"
+) -> LayerFormat:
     """How a layer keeps its tokens, all heads of all ranks.
 
     Args:
@@ -65,9 +67,10 @@ def layer_format(heads: int, head_dim: int, dtype: torch.dtype, quant: QuantSpec
         head_dim: Elements of a head vector.
         dtype: That the model computes in.
         quant: How they are quantized; ``None`` if they are not.
+        rotation: Which of keys and values are rotated before, one of ``ROTATIONS``.
     """
     side = KVSpec(1, heads, head_dim, dtype, quant=quant).side
-    return LayerFormat(heads, side, side)
+    return LayerFormat(heads, side, side).rotated_as(rotation)
 
 
 def heads_of(heads: int, rank: int, ranks: int) -> range:

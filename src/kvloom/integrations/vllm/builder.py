@@ -4,11 +4,13 @@ Shapes: T new tokens of all requests, R requests, P blocks of a request.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
 from kvloom import ops
 from kvloom.core.indexing import CacheIndex, prefix_sums
+from kvloom.errors import UnsupportedError
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -47,3 +49,26 @@ class Step:
         used = block_table[:, : -(-max_length // block_size)]
         index = CacheIndex.blocks(used, block_size)
         return cls(num_tokens, ops.Batch(index, query_starts.long(), prefix_sums(lengths)))
+
+
+def step_of(metadata: Any, block_size: int) -> Step:
+    """The step of a group.
+
+    Args:
+        metadata: vLLM's ``CommonAttentionMetadata`` of it.
+        block_size: Tokens in its blocks.
+
+    Raises:
+        UnsupportedError: it does not attend causally.
+    """
+    m = metadata
+    if m.causal is not True:
+        raise UnsupportedError(f"pages of kvloom must be attended to causally, got causal={m.causal}")
+    return Step.of(
+        m.query_start_loc[: m.num_reqs + 1],
+        m.seq_lens[: m.num_reqs],
+        m.block_table_tensor[: m.num_reqs],
+        block_size,
+        num_tokens=m.num_actual_tokens,
+        max_length=m.max_seq_len,
+    )

@@ -21,6 +21,8 @@ from vllm.distributed.parallel_state import get_tp_group
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, SlidingWindowSpec
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
+from kvloom.core.specs import QuantSpec
+from kvloom.core.spelling import Kind
 from kvloom.errors import ConfigError, UnsupportedError
 from kvloom.integrations.vllm import blocks, pages
 from kvloom.integrations.vllm.backend import BITS
@@ -30,6 +32,7 @@ from kvloom.integrations.vllm.metrics import COUNTS, Metrics, Stats
 from kvloom.integrations.vllm.mover import Mover
 from kvloom.integrations.vllm.options import Options
 from kvloom.integrations.vllm.planner import Plan, Planner
+from kvloom.integrations.vllm.residual import SUFFIX
 from kvloom.integrations.vllm.watch import WeightWatch, model_of
 from kvloom.store import Fingerprint, KVStore
 from kvloom.store.backends import store_url
@@ -84,6 +87,7 @@ class KvloomConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 f"speculative_config.method must be one of {_GUESSES} with a store, got "
                 f"{speculation.method!r}"
             )
+        _refuse_residuals(kv_cache_config)
         self._groups = [_group(group) for group in kv_cache_config.kv_cache_groups]
         self._fingerprint = _fingerprint(vllm_config, kv_cache_config, self._groups)
         self._reported: dict[str, int] = {}
@@ -162,7 +166,7 @@ class KvloomConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             impl = known[name].impl
             if not getattr(impl, "is_kvloom", False):
                 raise UnsupportedError(f"pages must be kvloom's in all layers for a store, {name} has vLLM's")
-            quant = _quant(config, impl.kv_quant_mode, impl.head_size)
+            _, quant = _kept(config, impl.kv_quant_mode, impl.head_size)
             layers[_number(name)] = pages.view(memory, impl.head_size, config.model_config.dtype, quant)
         ranks = get_tp_group()
         mine = None
@@ -266,12 +270,13 @@ def _fingerprint(config: Any, kv_cache_config: Any, groups: list[Group]) -> Fing
     for group in kv_cache_config.kv_cache_groups:
         for name in group.layer_names:
             spec = _spec(group, name)
-            quant = _quant(config, spec.kv_quant_mode, spec.head_size)
+            kind, quant = _kept(config, spec.kv_quant_mode, spec.head_size)
             heads = total if max(1, total // ranks) == spec.num_kv_heads else spec.num_kv_heads * ranks
             number = _number(name)
             if number in layers:
                 raise UnsupportedError(f"layers must have a number each for a store, got {number} twice")
-            layers[number] = blocks.layer_format(heads, spec.head_size, model.dtype, quant)
+            rotation = "none" if kind is None else kind.rotate
+            layers[number] = blocks.layer_format(heads, spec.head_size, model.dtype, quant, rotation)
     if sorted(layers) != list(range(len(layers))):
         raise UnsupportedError(
             f"all layers must have keys and values for a store, got layers {sorted(layers)}"
@@ -297,9 +302,25 @@ def _spec(group: Any, name: str) -> Any:
     return getattr(spec, "kv_cache_specs", {}).get(name, spec)
 
 
-def _quant(config: Any, mode: Any, head_dim: int) -> Any:
+def _kept(config: Any, mode: Any, head_dim: int) -> tuple[Kind | None, QuantSpec | None]:
+    """How a layer with quantized pages is kept, and its codes."""
     bits = BITS.get(mode)
-    return None if bits is None else Options.of(config.additional_config).quant(bits, head_dim)
+    if bits is None:
+        return None, None
+    options = Options.of(config.additional_config)
+    return options.kind(bits, head_dim), options.quant(bits, head_dim)
+
+
+def _refuse_residuals(kv_cache_config: Any) -> None:
+    """Refuse residual windows, which are not in a store: what is read would lack its newest tokens.
+
+    Raises:
+        UnsupportedError: there is one.
+    """
+    for group in kv_cache_config.kv_cache_groups:
+        if any(name.endswith(SUFFIX) for name in group.layer_names):
+            window = _spec(group, group.layer_names[0]).sliding_window
+            raise UnsupportedError(f"kvloom.recent must be 0 with a store, got {window}")
 
 
 def _number(name: str) -> int:

@@ -16,7 +16,7 @@ from vllm.transformers_utils.config import get_config, iter_rope_parameters
 
 from kvloom.errors import UnsupportedError
 from kvloom.integrations.transformers.identity import fingerprint_with, weights_digest
-from kvloom.store.fingerprint import Fingerprint, LayerFormat
+from kvloom.store.fingerprint import Fingerprint, LayerFormat, rotation_in
 
 _FORMATS: Final = ("auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "runai_streamer")
 """How vLLM loads the weights that are in a model's safetensors."""
@@ -57,7 +57,8 @@ def identify(engine: Any, attention: str, layers: tuple[LayerFormat, ...]) -> Fi
                     f"weights must be in one file each for a store, got two of {min(twice)}"
                 )
             saved |= dict.fromkeys(opened.keys(), opened)
-        found = fingerprint_with(shapes, weights_digest(_Weights(shapes, saved)), attention, layers)
+        digest = weights_digest(_Weights(shapes, saved))
+        found = fingerprint_with(shapes, digest, attention, layers, rotation_in(layers))
     return replace(found, rope=found.rope + _frequencies(effective.get_text_config(), model.max_model_len))
 
 

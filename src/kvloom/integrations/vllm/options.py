@@ -4,7 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from kvloom.core.entries import OF_BITS
 from kvloom.core.specs import QuantSpec
+from kvloom.core.spelling import Kind
 from kvloom.errors import ConfigError
 
 
@@ -17,16 +19,21 @@ class Options:
             common divisor of 64 and the head dim, which must be a multiple of 8.
         float: Whether float pages are kvloom's too: ``True``, ``False``, or ``"auto"`` if a probe at start
             finds them faster.
+        recent: Residual window: newest tokens that each token attends to unquantized, where pages are
+            quantized. ``None``: 64 for int4, 0 for int8.
     """
 
     group: int | None = None
     float: bool | str = False
+    recent: int | None = None
 
     def __post_init__(self) -> None:
         if self.group is not None and (type(self.group) is not int or self.group < 1):
             raise ConfigError(f"kvloom.group must be a positive int, got {self.group!r}")
         if type(self.float) is not bool and self.float != "auto":
             raise ConfigError(f"kvloom.float must be true, false or 'auto', got {self.float!r}")
+        if self.recent is not None and (type(self.recent) is not int or not 0 <= self.recent < 2**31):
+            raise ConfigError(f"kvloom.recent must be an int of at least 0, got {self.recent!r}")
 
     @classmethod
     def of(cls, additional_config: object) -> "Options":
@@ -44,11 +51,23 @@ class Options:
         names = [field.name for field in fields(cls)]
         for name in given:
             if name not in names:
-                raise ConfigError(f"kvloom must have options {' and '.join(names)} only, got {name!r}")
+                raise ConfigError(f"kvloom must have options {', '.join(names)} only, got {name!r}")
         return cls(**given)
 
+    def kind(self, bits: int, head_dim: int) -> Kind:
+        """How a layer is kept, as the format string of a ``KVPool`` with the same pages says it.
+
+        Keys are rotated as ``Codes.rotate`` says, and not smoothed.
+
+        Raises:
+            ConfigError: as ``quant``.
+        """
+        codes = OF_BITS[bits]
+        recent = codes.recent if self.recent is None else self.recent
+        return Kind(codes.name, self.quant(bits, head_dim).group, codes.rotate, recent, smooth="none")
+
     def quant(self, bits: int, head_dim: int) -> QuantSpec:
-        """How a layer is quantized.
+        """The codes of a layer, which say nothing of what is done to keys before.
 
         Raises:
             ConfigError: the group does not divide ``head_dim``, or is odd where two codes share a byte.

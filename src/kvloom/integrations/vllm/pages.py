@@ -36,6 +36,11 @@ def content_bytes(head_dim: int, dtype: torch.dtype, quant: QuantSpec | None) ->
     return 2 * KVSpec(1, 1, head_dim, dtype, "T H D", quant).nbytes(1)
 
 
+def largest_block(tokens: int, most: int) -> int:
+    """Tokens of a block in the place of one of ``tokens``: the largest divisor up to ``most``, at least 1."""
+    return next((size for size in range(min(tokens, most), 1, -1) if tokens % size == 0), 1)
+
+
 def view(pages: Tensor, head_dim: int, dtype: torch.dtype, quant: QuantSpec | None) -> KVView:
     """Keys, values and scales in the pages of one layer; writing through the view writes the pages.
 
