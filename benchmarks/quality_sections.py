@@ -48,6 +48,24 @@ def quality_length_section(result: dict[str, Any]) -> str:
     )
 
 
+def retrieval_section(result: dict[str, Any]) -> str:
+    """Answers from far back."""
+    rows = [
+        [
+            row["keys"], row["contender"], f"{row['nbytes_per_token']:,.0f}", f"{row['exact']:.1%}",
+            *("" if share is None else f"{share:.1%}" for share in row["by_distance"]),
+        ]
+        for row in result["rows"]
+    ]  # fmt: skip
+    return (
+        f"A small model trained on key-value recall answers {result['questions']:,} questions in texts of "
+        f"{result['tokens']:,} tokens, decoding: share of answers of which all symbols are right, of all and "
+        "by the tokens between a record and its question. Each *keys* is a model of its own, to be compared "
+        f"with its {result['stock']}.{left_out(result)}\n\n"
+        + table(["keys", "cache", "bytes/token", "exact", *(f"from {x}" for x in result["farther"])], rows)
+    )
+
+
 def formats_section(result: dict[str, Any]) -> str:
     """Changes of a 4-bit format."""
     rows = [

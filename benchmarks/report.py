@@ -23,7 +23,7 @@ from cpu_sections import (
     vllm_cpu_section,
 )
 from plots import link, place
-from quality_sections import formats_section, quality_length_section, quality_section
+from quality_sections import formats_section, quality_length_section, quality_section, retrieval_section
 from rounds import needs_compiled_backend
 from serving_sections import serving_http_section, serving_section
 from store_sections import slow_store_section, store_section
@@ -258,6 +258,7 @@ SECTIONS = {
     "memory": Section("Memory", memory_section, QUANTIZED, of_processor=False),
     "quality": Section("Quality", quality_section, QUANTIZED, of_processor=False),
     "quality_length": Section("Quality at length", quality_length_section, QUANTIZED, of_processor=False),
+    "retrieval": Section("Answers from far back", retrieval_section, QUANTIZED, of_processor=False),
     "formats": Section("Formats of 4 bits", formats_section, (*QUANTIZED, "gguf"), of_processor=False),
     "growth": Section("What a cache is for", growth_section, OURS),
     "sharing": Section("Sharing pages", sharing_section, QUANTIZED),
