@@ -2,7 +2,7 @@
 
 Formats are simulated in plain torch: a DynamicCache whose tokens are rounded as the format would round them,
 measured by ``kvloom.quality``. The first is int4 as kvloom's kernels quantize it, and has the figures of
-``"int4,rotate=none,recent=0"``. Behind them stand caches as they are: kvloom's by their spelling and by a
+``PLAIN``. Behind them stand caches as they are: kvloom's by their spelling and by a
 plan of bits that another text gave, quanto and hqq in transformers' cache, which leave the newest 128 tokens
 as they are, or the newest one, and llama.cpp's q4_0 by its own codec, of keys and values that a Hadamard
 matrix rotates as llama.cpp does.
@@ -36,10 +36,10 @@ from kvloom.models import bundled_model_path, iter_texts
 from kvloom.quant.affine import dequantize, quantize
 
 OUTLIER, OUTLIER_AT_THE_ENDS = 10.0, 30.0
-PLAIN = "int4,rotate=none,recent=0"
+PLAIN, ROTATED = "int4,rotate=none,recent=0,smooth=none", "int4,recent=0,smooth=none"
 STORED = (
     "int8", "int8,rotate=keys", "int4", "int4,recent=32", "int4,recent=128", "int4:g32", "int4:g16",
-    PLAIN, "int4,recent=0", "int4,rotate=values,recent=0", "int4,rotate=both,recent=0",
+    PLAIN, ROTATED, "int4,recent=0", "int4,rotate=values,recent=0", "int4,rotate=both,recent=0",
     "int4:g32,rotate=none,recent=0", "int4:g32,recent=0", "int4:g32,rotate=both,recent=0",
     "int4:g16,rotate=none,recent=0", "int4:g16,recent=0", "int4:g16,rotate=both,recent=0",
 )  # fmt: skip
@@ -252,7 +252,7 @@ def main() -> None:
     formats = [x for x in FORMATS if not args.quick or x.name in QUICK]
     simulated = [Peer(x.name, x.cache) for x in formats]
     theirs, missing = ({}, []) if args.quick else contenders(plain)
-    kinds = [*simulated, *((PLAIN, "int4,recent=0") if args.quick else STORED), *theirs.values()]
+    kinds = [*simulated, *((PLAIN, ROTATED) if args.quick else STORED), *theirs.values()]
     changed = with_outliers(plain)
     with TemporaryDirectory() as folder:
         plans = [planned(x, tokenizer, Path(folder) / f"{i}.json") for i, x in enumerate((plain, changed))]

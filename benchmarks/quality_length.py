@@ -5,10 +5,11 @@ Texts are as long as those of quality.py and as the model has positions for: hel
 packages of which the model saw nothing. On those of torch the model also has statistics of real keys: two
 outlier pairs of RoPE in each head, biases before RoPE in five, or both.
 
-Prediction: int8 costs nothing at any length while keys are benign, and int4 more behind more tokens, for the
-newest 64, which it keeps unquantized, are a smaller part of what is read. Outliers and biases take bits from
-the channels that share a scale with them: two digits of KL with int8. Rotation spreads outliers over a group,
-and biases of a hundred standard deviations over all of it, so that int4 has no bits left for what differs.
+Prediction: int8 costs nothing at any length, and int4 more behind more tokens, for the newest 64, which it
+keeps unquantized, are a smaller part of what is read. Where keys are not smoothed, outliers and biases take
+bits from the channels that share a scale with them: two digits of KL with int8. Rotation spreads outliers
+over a group, and biases of a hundred standard deviations over all of it, so that int4 has no bits left for
+what differs. Smoothed keys cost what benign ones do.
 """
 
 import argparse
@@ -16,9 +17,9 @@ import json
 from typing import Any
 
 import torch
-from peers import Contender, installed, kvloom, quantized
+from peers import Contender, installed, quantized
 
-from kvloom.integrations.transformers import load_model
+from kvloom.integrations.transformers import KVCache, load_model
 from kvloom.integrations.transformers.positions import positions_of
 from kvloom.measuring.changed_keys import changed_keys
 from kvloom.measuring.key_statistics import STATISTICS
@@ -31,8 +32,13 @@ CHANGED = ("outliers", "biases", "both")
 
 def contenders() -> list[Contender]:
     """All but DynamicCache."""
-    ours = [kvloom("int8", group=64), kvloom("int4", group=64, recent=64)]
-    return [*ours, kvloom("int4", "int2", group=64, recent=64), quantized("quanto", 4), quantized("hqq", 4)]
+    ours = [_kvloom(kv, smooth=smooth) for kv in ("int8", "int4") for smooth in ("keys", "none")]
+    return [*ours, _kvloom("int4", "int2"), quantized("quanto", 4), quantized("hqq", 4)]
+
+
+def _kvloom(kv: str, values: str | None = None, smooth: str = "keys") -> Contender:
+    name = f"kvloom {kv}{f'/{values}' if values else ''}{'' if smooth == 'keys' else ', not smoothed'}"
+    return Contender(name, lambda model, _: KVCache.for_model(model, f"{kv},smooth={smooth}", values=values))
 
 
 def main() -> None:

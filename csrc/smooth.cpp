@@ -114,9 +114,9 @@ Tensor empty_as(const Tensor& x, SmoothArgs& args) {
   const int64_t three[3] = {size[0], size[1], width}, three_strides[3] = {size[1] * width, width, 1};
   AtenTensorHandle handle = nullptr;
   const bool is_batch = x.dim() == 4;
-  const bool is_made = aoti_torch_empty_strided(is_batch ? 4 : 3, is_batch ? sizes : three,
-                                                is_batch ? strides : three_strides, dtype,
-                                                aoti_torch_device_type_cpu(), 0, &handle) == TORCH_SUCCESS;
+  const bool is_made =
+      aoti_torch_empty_strided(is_batch ? 4 : 3, is_batch ? sizes : three, is_batch ? strides : three_strides,
+                               dtype, aoti_torch_device_type_cpu(), 0, &handle) == TORCH_SUCCESS;
   if (!is_made) throw std::bad_alloc();
   return Tensor(handle);
 }

@@ -27,9 +27,9 @@ struct Frequencies {
   void copy(const Tensor& from, int64_t num_heads) {
     const int32_t dtype = dtype_of(from);
     const bool is_double = dtype == aoti_torch_dtype_float64();
-    require(from.dim() == 2 && from.size(0) == num_heads &&
-                (is_double || dtype == aoti_torch_dtype_float32()),
-            "frequencies must be float64 or float32, [H, K]");
+    require(
+        from.dim() == 2 && from.size(0) == num_heads && (is_double || dtype == aoti_torch_dtype_float32()),
+        "frequencies must be float64 or float32, [H, K]");
     num_pairs = from.size(1);
     require(num_pairs > 0 && num_pairs <= kMaxPairs, "frequencies must be of 1 to 64 pairs");
     radians.resize(num_heads * num_pairs);

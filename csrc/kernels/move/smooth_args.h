@@ -19,13 +19,13 @@ struct SmoothArgs {
   Byte* to = nullptr;
   Index size[3] = {1, 1, 1}, stride[3] = {}, to_stride[3] = {};  // in elements
   Index head_dim = 0, head_axis = 1, heads_per_head = 1;         // query heads of a head
-  Index block = 0;                      // the power of two that is rotated together; 0 for no rotation
-  float root = 1;                       // of block
+  Index block = 0;  // the power of two that is rotated together; 0 for no rotation
+  float root = 1;   // of block
   DType dtype = DType::f32;
-  bool is_restored = false;             // keys as they were
-  const float* factor = nullptr;        // [H, D]
-  const int64_t* positions = nullptr;   // of the rows of one head, in order; of keys
-  float* coefficients = nullptr;        // of queries: [rows, 2K]
+  bool is_restored = false;            // keys as they were
+  const float* factor = nullptr;       // [H, D]
+  const int64_t* positions = nullptr;  // of the rows of one head, in order; of keys
+  float* coefficients = nullptr;       // of queries: [rows, 2K]
   KeyOffset offset;
 };
 
