@@ -139,7 +139,7 @@ def test_keys_and_values_of_two_sizes_have_a_group_each() -> None:
     specs = cache.layers[0].pages.storage.specs  # of latent vectors, or of what they are expanded to
     assert len({spec.head_dim for spec in specs}) == 2
     assert [spec.group for spec in specs] == [gcd(64, spec.head_dim) for spec in specs]
-    pool = KVPool.for_model(model, "int8", max_tokens=64)
+    pool = KVPool.for_model(model, "int8,smooth=none", max_tokens=64)
     with torch.no_grad():
         model(torch.ones(1, 5, dtype=torch.int64), past_key_values=pool.begin(torch.ones(1, 5).long()))
     assert pool.report()["kv"] == "/".join(str(spec.quant) for spec in specs) + ",smooth=none"
