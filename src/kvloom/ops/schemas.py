@@ -29,8 +29,7 @@ LIB.define(
     " Tensor? frequencies, int block, bool is_restored) -> Tensor"
 )
 LIB.define(
-    "smooth_query(Tensor query, Tensor gain, Tensor? mean, Tensor? channels, int block)"
-    " -> (Tensor query, Tensor coefficients)"
+    "smooth_query(Tensor query, Tensor gain, Tensor? mean, Tensor? channels, int block) -> (Tensor, Tensor)"
 )
 # One schema: the kernel of the device, the same into a given tensor, the reference by name, which no compiler
 # can trace, and a part of an attention; each also with a positional bias, whose arguments would cost calls
