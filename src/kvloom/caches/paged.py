@@ -359,8 +359,8 @@ class PagedLayer(Layer):
         if start > first:
             old = previous.place(first, start, storage).slots
             ops.copy(storage.view, old.flatten(), step.view, slots[:, : start - first].flatten())
-        positions = token + torch.arange(end - first, device=device)
-        step.store(key, value, *(x[:, start - first :].contiguous() for x in (slots, positions)))
+        positions = token + torch.arange(start - first, end - first, device=device)
+        step.store(key, value, slots[:, start - first :].contiguous(), positions)
         for b, column in enumerate(sequences.first_held(first)):
             if column < end:
                 target = sequences.place(column, end, storage).slots[b]

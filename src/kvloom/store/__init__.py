@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from kvloom.store.fingerprint import Fingerprint, LayerFormat, SideFormat
     from kvloom.store.format import DamagedRun, Run, read_head
     from kvloom.store.store import KVStore
-    from kvloom.store.transfer import layers_of, rotation_of, smoothing_of
+    from kvloom.store.transfer import layers_of, rotation_of, smoothing_digest
 
 _HOME = {
     "DamagedRun": "format",
@@ -23,7 +23,7 @@ _HOME = {
     "layers_of": "transfer",
     "put_below": "below",
     "rotation_of": "transfer",
-    "smoothing_of": "transfer",
+    "smoothing_digest": "transfer",
     "read_head": "format",
 }
 
@@ -38,7 +38,7 @@ __all__ = [
     "put_below",
     "read_head",
     "rotation_of",
-    "smoothing_of",
+    "smoothing_digest",
 ]
 
 

@@ -17,7 +17,7 @@ from kvloom.store.probe import Probe
 from kvloom.store.store import KVStore, open_store
 from kvloom.store.survey import Verdict, look
 from kvloom.store.tier import Piece
-from kvloom.store.transfer import layers_of, pack, rotation_of, smoothing_of, unpack
+from kvloom.store.transfer import layers_of, pack, rotation_of, smoothing_digest, unpack
 
 _TIMEOUT: Final = 30.0
 _OPENING_SECONDS: Final = 1.0
@@ -212,16 +212,13 @@ class StoreBelow:
         storages = self._pages.storages
         if not storages:
             for i, x in self._storages.items():
-                size = self._pages.format.page_size
-                storages[i] = Storage(
-                    *x.specs, size, x.device, x.layout, is_gathered=x.is_gathered, smoothing=x.smoothing
-                )
+                storages[i] = x.like(self._pages.format.page_size)
                 self._pages.fit(storages[i])
         return self._keeps_alike()
 
     def _keeps_alike(self) -> bool:
         storages, wanted = self._pages.storages, self.fingerprint
-        kept = layers_of(storages), rotation_of(storages), smoothing_of(storages)
+        kept = layers_of(storages), rotation_of(storages), smoothing_digest(storages)
         return kept == (wanted.layers, wanted.rotation, wanted.smoothing)
 
     def _write(self, piece: Piece, ids: Sequence[int], start: int, end: int) -> None:
@@ -244,8 +241,8 @@ def put_below(
         cache: One without sequences.
         store: A ``KVStore``, or URLs as it takes them.
         fingerprint: Whose keys and values; its layers are ``layers_of(cache.pages.storages)``, its rotation
-            and its smoothing ``rotation_of`` and ``smoothing_of`` them. Of a cache with windows one for each
-            of ``cache.prefixes.groups``.
+            is ``rotation_of`` them and its smoothing ``smoothing_digest``. Of a cache with windows one for
+            each of ``cache.prefixes.groups``.
         seconds_per_token: How long computing takes; ``None`` reads whatever there is.
 
     Returns:
@@ -269,7 +266,7 @@ def put_below(
         rotation = rotation_of(group.storages)
         if own.rotation != rotation:
             raise ArgumentError(f"fingerprint must have rotation {rotation!r}, got {own.rotation!r}")
-        smoothing = smoothing_of(group.storages)
+        smoothing = smoothing_digest(group.storages)
         if own.smoothing != smoothing:
             raise ArgumentError(f"fingerprint must have smoothing {smoothing!r}, got {own.smoothing!r}")
     store = open_store(store)

@@ -29,7 +29,7 @@ def rotation_of(storages: Mapping[int, Storage]) -> str:
     return rotation_in(layers_of(storages))
 
 
-def smoothing_of(storages: Mapping[int, Storage]) -> str:
+def smoothing_digest(storages: Mapping[int, Storage]) -> str:
     """Digest of how the keys of each layer are smoothed; empty if none are."""
     found = [x.smoothing for _, x in sorted(storages.items())]
     if not any(x is not None for x in found):

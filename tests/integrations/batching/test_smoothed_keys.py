@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import torch
-from integrations.smoothing.test_doors import biased
+from integrations.smoothing.test_doors import biased, said_of
 from transformers import GenerationConfig
 
 from kvloom import continuous_batching
-from kvloom.integrations.transformers.smoothing import smoothing_of
 
 
 def test_sessions_say_what_was_done_in_each_layer() -> None:
     model = biased()
-    said: dict[str, list[int]] = {}
-    for i, layer in enumerate(smoothing_of(model)):
-        said.setdefault(layer.reason, []).append(i)
+    said = said_of(model)
     continuous_batching(model, "int4")
     report = model.init_continuous_batching().report()
     assert (report.kv, report.smoothing) == ("int4:g16", said)

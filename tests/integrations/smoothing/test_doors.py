@@ -67,14 +67,20 @@ def test_keys_with_biases_cost_hardly_more_than_others(kv: str, attention: str, 
     assert smoothed < 0.25 * plain
 
 
+def said_of(model: Any) -> dict[str, list[int]]:
+    """Numbers of layers by what was done to smooth their keys."""
+    said: dict[str, list[int]] = {}
+    for i, layer in enumerate(smoothing_of(model)):
+        said.setdefault(layer.reason, []).append(i)
+    return said
+
+
 def storages(cache: KVCache) -> list[Any]:
     return [layer.pages.storage for layer in cache.layers]
 
 
 def test_only_codes_of_keys_are_smoothed_unless_asked_otherwise(tmp_path: Path) -> None:
     model = make_model("kvloom")
-    forwards = []
-    model.register_forward_hook(lambda *args: forwards.append(1))
     for kv in ("auto", "float16", "int8,smooth=none", "int4:g8,recent=0,smooth=none"):
         cache = KVCache.for_model(model, kv, values="int8")
         logits(model, cache)
@@ -100,9 +106,7 @@ def test_no_model_is_asked_for_what_is_not_wanted() -> None:
 
 def test_pools_say_what_was_done_in_each_layer() -> None:
     model = biased()
-    said = {layer.reason: [] for layer in smoothing_of(model)}
-    for i, layer in enumerate(smoothing_of(model)):
-        said[layer.reason].append(i)
+    said = said_of(model)
     assert all(reason.startswith("offsets of ") for reason in said)
     with KVPool.for_model(model, "int8", max_tokens=64) as pool:
         assert (pool.report()["kv"], pool.report()["smoothing"]) == ("int8:g16", said)

@@ -7,23 +7,12 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from integrations.smoothing.test_offsets import model_of
 from oracles.language_models import make_model
-from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, cache_utils
+from packaging.version import Version
+from transformers import AutoModelForSeq2SeqLM, cache_utils
 
 from kvloom.integrations.transformers.smoothing import LayerSmoothing, smoothing_of
-
-SMALL = {
-    "vocab_size": 99,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
 
 
 def gain_of(found: LayerSmoothing) -> torch.Tensor:
@@ -77,12 +66,6 @@ def test_dead_channels_have_bounded_gains() -> None:
     assert gain.isfinite().all() and (gain >= 1 / 64).all() and (gain <= 64).all()
 
 
-def model_of(config: str, options: dict[str, Any]) -> Any:
-    """A random model of a family."""
-    torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(getattr(transformers, config)(**SMALL | options)).eval()
-
-
 LATENT = {
     "q_lora_rank": 16,
     "kv_lora_rank": 16,
@@ -130,7 +113,8 @@ SINKS = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8}
             SHARED,
             {3: "it reads the keys of another layer"},
             marks=pytest.mark.skipif(
-                transformers.__version__ < "5", reason="caches have no layers for those that share"
+                Version(transformers.__version__) < Version("5"),
+                reason="caches have no layers for those that share",
             ),
         ),
         (

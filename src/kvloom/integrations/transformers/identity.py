@@ -26,7 +26,7 @@ from kvloom.integrations.transformers.smoothing import smoothing_for
 from kvloom.store.fingerprint import Fingerprint, LayerFormat
 from kvloom.store.probe import Probe
 from kvloom.store.sums import checksum
-from kvloom.store.transfer import layers_of, rotation_of, smoothing_of
+from kvloom.store.transfer import layers_of, rotation_of, smoothing_digest
 
 _TIMED: Final = 64
 """Tokens that a model computes to tell what it keeps of them, and how long that takes."""
@@ -81,7 +81,7 @@ def identify(model: Any, format: CacheFormat) -> Identity:
     for group in cache.sequences:
         attention = "full" if group.window is None else f"window of {group.window}"
         kept = layers_of(group.storages), rotation_of(group.storages)
-        recent, smoothing = format.recent or 0, smoothing_of(group.storages)
+        recent, smoothing = format.recent or 0, smoothing_digest(group.storages)
         fingerprints.append(fingerprint_with(model, weights, attention, *kept, recent, smoothing))
     for group, fingerprint in zip(cache.sequences, [*fingerprints], strict=True):
         if group.residual is not None:
