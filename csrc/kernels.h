@@ -15,7 +15,7 @@ struct Kernels {
   void (*move)(const MoveArgs& args, int64_t begin, int64_t end, Byte* scratch);
   // Rows `[begin, end)` times a Hadamard matrix.
   void (*rotate)(const RotateArgs& args, int64_t begin, int64_t end);
-  // Rows `[begin, end)` of smoothed keys, or of queries for them.
+  // Tokens `[begin, end)` of smoothed keys, or of queries for them.
   void (*smooth)(const SmoothArgs& args, int64_t begin, int64_t end);
   // Attention: whether head dims fit, whether prompts run in tiles, the plan of a call, the start of the
   // workspace, items, and then merges.

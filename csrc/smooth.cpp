@@ -11,6 +11,7 @@ namespace {
 
 constexpr int64_t kBytesPerThread = 64 << 10;  // less is not worth waking a thread
 constexpr int64_t kMaxElements = 4096;         // of a head vector
+constexpr int64_t kMaxHeads = 1 << 30;         // which of an empty tensor may be any number
 
 // Contiguous numbers of a type, of so many heads.
 const void* data_of(const Tensor& x, int64_t num_heads, int64_t count, int32_t dtype, const char* message) {
@@ -21,7 +22,8 @@ const void* data_of(const Tensor& x, int64_t num_heads, int64_t count, int32_t d
   return x.const_data_ptr();
 }
 
-// What keys and queries have in common; keeps copies as long as it lives.
+// What keys and queries have in common; keeps copies as long as it lives. Positions may be any numbers, also
+// if another thread changes them, so they are not copied.
 class Smoothing {
  public:
   SmoothArgs args;
@@ -31,17 +33,18 @@ class Smoothing {
     const int64_t rank = x.dim();
     require(rank == 3 || rank == 4, "key must have 3 or 4 dimensions");
     args.head_dim = sizes[rank - 1], args.dtype = type_of(x), args.block = block;
-    require(args.head_dim <= 1 || strides[rank - 1] == 1, "key must be contiguous along the last dimension");
-    require(args.dtype != DType::bits, "key must be float32, float16 or bfloat16");
-    require(args.head_dim <= kMaxElements, "key must have head vectors of at most 4096 elements");
+    require(args.head_dim <= 1 || strides[rank - 1] == 1,
+            "key or query must be contiguous along the last dimension");
+    require(args.dtype != DType::bits, "key or query must be float32, float16 or bfloat16");
+    require(args.head_dim <= kMaxElements, "key or query must have head vectors of at most 4096 elements");
     require(block == 0 || (block >= 1 && block <= kMaxRotated && (block & (block - 1)) == 0 &&
                            args.head_dim % block == 0),
             "block must be 0, or a power of two of at most 1024 that divides the last dimension");
     args.root = static_cast<float>(std::sqrt(static_cast<double>(block)));
     for (int64_t i = 0; i + 1 < rank; ++i) args.size[i] = sizes[i], args.stride[i] = strides[i];
-    num_heads_ = factor.size(0);
-    require(factor.dim() == 2 && num_heads_ > 0, "factor must be [H, D]");
-    const char* message = "factor must be float32 [H, D], contiguous";
+    num_heads_ = factor.dim() ? factor.size(0) : 0;
+    const char* message = "factor or gain must be float32 [H, D], contiguous";
+    require(factor.dim() == 2 && num_heads_ > 0 && num_heads_ <= kMaxHeads, message);
     args.factor = static_cast<const float*>(
         data_of(factor, num_heads_, args.head_dim, aoti_torch_dtype_float32(), message));
     args.from = static_cast<const Byte*>(x.const_data_ptr());
@@ -51,52 +54,64 @@ class Smoothing {
     const char* message = "mean and channels must be float32 and int64 [H, K, 2], contiguous";
     require(num_pairs > 0 && num_pairs <= kMaxPairs, "mean must be of 1 to 64 pairs");
     args.offset.num_pairs = num_pairs;
-    args.offset.mean = static_cast<const float*>(
+    const auto* numbers = static_cast<const float*>(
         data_of(mean, num_heads_, 2 * num_pairs, aoti_torch_dtype_float32(), message));
     const auto* from = static_cast<const int64_t*>(
         data_of(channels, num_heads_, 2 * num_pairs, aoti_torch_dtype_int64(), message));
-    channels_.assign(from, from + num_heads_ * 2 * num_pairs);
+    const int64_t count = num_heads_ * num_pairs;
+    channels_.assign(from, from + 2 * count);
     for (const int64_t channel : channels_)
       require(channel >= 0 && channel < args.head_dim, "channels must be in the head dim");
     args.offset.channels = channels_.data();
+    numbers_.resize(2 * (count + kTurnsBehind));
+    float *first = numbers_.data(), *second = first + count + kTurnsBehind;
+    for (int64_t i = 0; i < count; ++i) first[i] = numbers[2 * i], second[i] = numbers[2 * i + 1];
+    args.offset.first = first, args.offset.second = second;
+  }
+
+  // Where pairs are, by channels; after `set_offset`.
+  void set_places() {
+    const int64_t num_pairs = args.offset.num_pairs;
+    if (num_pairs > kSecondPlace) return;  // no vector holds so many
+    places_.assign(num_heads_ * args.head_dim, -1);
+    for (int64_t i = 0; i < num_heads_ * num_pairs; ++i) {
+      int32_t* of_head = places_.data() + i / num_pairs * args.head_dim;
+      of_head[channels_[2 * i]] = static_cast<int32_t>(i % num_pairs);
+      of_head[channels_[2 * i + 1]] = static_cast<int32_t>(i % num_pairs) + kSecondPlace;
+    }
+    args.offset.places = places_.data();
   }
 
   void set_positions(const Tensor& positions, const Tensor& frequencies, int64_t rank) {
     frequencies_.copy(frequencies, num_heads_);
     args.offset.turns = frequencies_.turns.data();
-    const Integers rows = integers_of(positions, rank, "positions must be integers, [B, N] or [T]");
+    const Integers tokens = integers_of(positions, rank, "positions must be int64 or int32, [B, N] or [T]");
     require(positions.size(0) == args.size[0] && (rank == 1 || positions.size(1) == args.size[2]),
             "positions must be one for each token");
-    const int64_t count = args.size[2], row_stride = positions.stride(0);
-    positions_.resize(args.size[0] * count);
-    for (int64_t b = 0, i = 0; b < args.size[0]; ++b) {
-      for (int64_t n = 0; n < count; ++n, ++i) {
-        const int64_t at = b * row_stride + n * rows.stride;
-        positions_[i] = rows.is_64 ? static_cast<const int64_t*>(rows.data)[at]
-                                   : static_cast<const int32_t*>(rows.data)[at];
-      }
-    }
-    args.positions = positions_.data();
+    args.positions = {tokens.data, {positions.stride(0), tokens.stride}, tokens.is_64};
   }
 
   int64_t num_heads() const { return num_heads_; }
   int64_t num_pairs() const { return frequencies_.num_pairs; }
 
   void run() const {
-    const int64_t rows = args.size[0] * args.size[1] * args.size[2];
-    const int64_t bytes = args.head_dim * (args.dtype == DType::f32 ? 4 : 2);
+    if (args.head_dim == 0 || std::count(args.size, args.size + 3, 0)) return;
+    const int64_t tokens = args.size[0] * args.size[2];
+    const int64_t bytes = args.size[1] * args.head_dim * (args.dtype == DType::f32 ? 4 : 2);
     const auto work = [&](int64_t begin, int64_t end) { kernels().smooth(args, begin, end); };
-    if (bytes * rows > kBytesPerThread) {
-      torch::stable::parallel_for(0, rows, std::max<int64_t>(1, kBytesPerThread / bytes), work);
-    } else if (bytes * rows > 0) {
-      work(0, rows);
+    if (bytes * tokens > kBytesPerThread) {
+      torch::stable::parallel_for(0, tokens, std::max<int64_t>(1, kBytesPerThread / bytes), work);
+    } else {
+      work(0, tokens);
     }
   }
 
  private:
   int64_t num_heads_ = 0;
   Frequencies frequencies_;
-  std::vector<int64_t> channels_, positions_;
+  std::vector<int64_t> channels_;
+  std::vector<float> numbers_;
+  std::vector<int32_t> places_;
 };
 
 // The result has heads and tokens in the order of `x`.
@@ -131,6 +146,7 @@ Tensor smooth(const Tensor& key, const MaybeTensor& positions, const Tensor& fac
     require(mean && channels && frequencies, "mean, channels and frequencies must be there with positions");
     smoothing.set_positions(*positions, *frequencies, key.dim() - 2);
     smoothing.set_offset(*mean, *channels, smoothing.num_pairs());
+    smoothing.set_places();
   }
   args.is_restored = is_restored;
   Tensor out = empty_as(key, args);

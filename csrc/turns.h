@@ -13,7 +13,10 @@ namespace kvloom {
 // An angle in 2^-64 of a turn; 0 of what is not finite.
 inline uint64_t turns_of(double radians) {
   const double turns = radians * 0.15915494309189535;
-  const double part = turns - std::nearbyint(turns);  // in [-1/2, 1/2]
+  // Adding 1.5 * 2^52 leaves the nearest integer, where turns are few enough.
+  const bool is_small = std::fabs(turns) < 0x1p51;
+  const double part =
+      turns - (is_small ? turns + 0x1.8p52 - 0x1.8p52 : std::nearbyint(turns));  // in [-1/2, 1/2]
   if (!std::isfinite(part)) return 0;
   return static_cast<uint64_t>(static_cast<int64_t>(part * 0x1p63)) << 1;
 }

@@ -153,6 +153,32 @@ def bare_rotate(rng: random.Random) -> Call:
     return torch.ops.kvloom.rotate.default, {"x": floats(*shape, dtype=rng.choice(FLOATS)), "block": 8}
 
 
+def smoothing(rng: random.Random) -> dict[str, Any]:
+    """What smooths keys of 2 heads, with an offset or without."""
+    frequencies, channels = floats(H, 3).to(rng.choice((torch.float64, torch.float32))), torch.arange(6)
+    given: dict[str, Any] = {"mean": floats(H, 3, 2), "channels": channels.view(3, 2).repeat(H, 1, 1)}
+    given |= {"frequencies": frequencies}
+    return given if rng.random() < 0.8 else dict.fromkeys(given)
+
+
+def bare_smooth(rng: random.Random) -> Call:
+    is_batch, head_dim = rng.random() < 0.5, rng.choice((D, D + 4))
+    x = floats(*((2, H, 3) if is_batch else (3, H)), head_dim, dtype=rng.choice(FLOATS))
+    given: dict[str, Any] = {"key": x, "factor": floats(H, head_dim)} | smoothing(rng)
+    positions = torch.arange(
+        x.shape[0] * (3 if is_batch else 1), dtype=rng.choice((torch.int64, torch.int32))
+    )
+    given["positions"] = None if given["mean"] is None else positions.view(2, 3) if is_batch else positions
+    given |= {"block": rng.choice((0, 4)), "is_restored": rng.random() < 0.5}
+    return torch.ops.kvloom.smooth.default, given
+
+
+def bare_smooth_query(rng: random.Random) -> Call:
+    given = {"query": floats(3, 2 * H, D, dtype=rng.choice(FLOATS)), "gain": floats(H, D)} | smoothing(rng)
+    del given["frequencies"]
+    return torch.ops.kvloom.smooth_query.default, given | {"block": rng.choice((0, 8))}
+
+
 # --- public operators ---------------------------------------------------------------------------------------
 
 
@@ -234,6 +260,23 @@ def attend_part(rng: random.Random) -> Call:
 def rotate(rng: random.Random) -> Call:
     _, given = bare_rotate(rng)
     return ops.rotate, given | {"backend": rng.choice(("auto", "reference"))}
+
+
+def smooth(rng: random.Random) -> Call:
+    def call(**given: Any) -> None:
+        names = ("mean", "channels", "frequencies")
+        mean, channels, frequencies = (given.get(name) for name in names)
+        offset = None if mean is None else ops.KeyOffset(mean, channels, frequencies, given["head_dim"])
+        found = ops.KeySmoothing(given["gain"], offset)
+        found.smoothed(given["key"], given["positions"], given["block"])
+        found.restored(given["key"], given["positions"], given["block"])
+        found.query(given["query"], None, given["block"])
+
+    _, given = bare_smooth(rng)
+    heads, head_dim = given.pop("factor").shape
+    del given["is_restored"]
+    more: dict[str, Any] = {"gain": torch.ones(heads, head_dim), "query": floats(3, 2 * heads, head_dim)}
+    return call, given | more | {"head_dim": head_dim}
 
 
 # --- dialects -----------------------------------------------------------------------------------------------
@@ -341,6 +384,7 @@ def ascend_gather(rng: random.Random) -> Call:
     return ascend.gather_pa_kv_cache, given | {"seq_offset": ints(0, 0), "cache_mode": "Norm"}
 
 
-BARE = (bare_store, bare_load, bare_copy, bare_attend, bare_attend_out, bare_attend_part, bare_rotate)
-PUBLIC = (store, load, copy, attend, attend_part, rotate, pmx_static, pmx_dynamic, pmx_attention,
+BARE = (bare_store, bare_load, bare_copy, bare_attend, bare_attend_out, bare_attend_part, bare_rotate,
+        bare_smooth, bare_smooth_query)  # fmt: skip
+PUBLIC = (store, load, copy, attend, attend_part, rotate, smooth, pmx_static, pmx_dynamic, pmx_attention,
           ascend_scatter, ascend_runs, ascend_gather)  # fmt: skip

@@ -95,6 +95,18 @@ KVLOOM_INLINE void store_normal(T* to, Vec x) {
   store(to, x);
 }
 
+// Whether `store_normal` of these lanes, which may be anything, has the bits of `store` and is faster.
+template <class T>
+KVLOOM_INLINE bool rounds_simply(Vec x) {
+#if defined(__AVX512BF16__)
+  constexpr int kSubnormal = 0x20, kInfinite = 0x08 | 0x10, kNan = 0x01 | 0x80;
+  if constexpr (std::is_same_v<T, BFloat>)
+    return !_mm512_fpclass_ps_mask(as<__m512>(x), kSubnormal | kInfinite | kNan);
+#endif
+  static_cast<void>(x);
+  return false;
+}
+
 // The nearest value that a T holds, or something larger than the largest. NaN stays NaN if it came from a T
 // or from arithmetic, since its low bits are 0 then.
 template <class T>

@@ -40,12 +40,34 @@ KVLOOM_INLINE Vec rotated(Vec sum, Vec root) {
   return sum - sum == 0 ? saturate<T>(sum * root) : splat(__builtin_nanf(""));
 }
 
+// Writes `rotated` numbers.
+template <class T>
+KVLOOM_INLINE void store_rotated(T* to, Vec sum, Vec root) {
+  if (Vec x = sum * root; rounds_simply<T>(x)) return store_normal(to, saturate<T>(x));
+  store(to, rotated<T>(sum, root));
+}
+
 // `count` vectors, a power of two, in registers if their number is known.
-template <class From, class T, class Count>
-KVLOOM_INLINE void rotate_vectors(const From* from, T* to, Vec* x, Count count, Vec part, Vec root) {
-  for (Index i = 0; i < count; ++i) x[i] = butterflies_within(load(from + i * kLanes) * part);
+template <class Load, class Store, class Count>
+KVLOOM_INLINE void rotate_vectors(Index first, Vec* x, Count count, Vec part, Load load, Store store) {
+  for (Index i = 0; i < count; ++i) x[i] = butterflies_within(load(first + i * kLanes) * part);
   butterflies_between(x, count);
-  for (Index i = 0; i < count; ++i) store(to + i * kLanes, rotated<T>(x[i], root));
+  for (Index i = 0; i < count; ++i) store(first + i * kLanes, x[i]);
+}
+
+// Blocks of whole vectors, which `load` gives and whose sums `store` takes, both by their first element.
+template <class Load, class Store>
+KVLOOM_INLINE void rotate_blocks(Index head_dim, Index block, Load load, Store store) {
+  alignas(64) Vec x[kMaxRotated / kLanes];
+  const Index count = block / kLanes;
+  const Vec part = splat(1.0f / block);
+  for (Index i = 0; i < head_dim; i += block) {
+    switch (count) {
+      case 4: rotate_vectors(i, x, 4, part, load, store); break;
+      case 8: rotate_vectors(i, x, 8, part, load, store); break;
+      default: rotate_vectors(i, x, count, part, load, store);
+    }
+  }
 }
 
 // A block that is shorter than a vector.
@@ -60,17 +82,14 @@ KVLOOM_INLINE void rotate_few(const From* from, T* to, Index block, Vec part, Ve
 // A row, block by block. A block may take the place of what it is made from.
 template <class From, class T>
 KVLOOM_INLINE void rotate_row(const From* from, T* to, Index head_dim, Index block, float root_of_block) {
-  alignas(64) Vec x[kMaxRotated / kLanes];
-  const Index count = block / kLanes;
   const Vec part = splat(1.0f / block), root = splat(root_of_block);
-  for (Index i = 0; i < head_dim; i += block) {
-    switch (count) {
-      case 0: rotate_few(from + i, to + i, block, part, root); break;
-      case 4: rotate_vectors(from + i, to + i, x, 4, part, root); break;
-      case 8: rotate_vectors(from + i, to + i, x, 8, part, root); break;
-      default: rotate_vectors(from + i, to + i, x, count, part, root);
-    }
+  if (block < kLanes) {
+    for (Index i = 0; i < head_dim; i += block) rotate_few(from + i, to + i, block, part, root);
+    return;
   }
+  rotate_blocks(
+      head_dim, block, [=](Index i) KVLOOM_INLINE_LAMBDA { return load(from + i); },
+      [=](Index i, Vec sum) KVLOOM_INLINE_LAMBDA { store_rotated(to + i, sum, root); });
 }
 
 template <class T>

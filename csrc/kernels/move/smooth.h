@@ -9,44 +9,53 @@
 namespace kvloom::KVLOOM_ISA {
 
 constexpr Index kMaxSmoothed = 4096;  // elements of a row
-constexpr Index kMaxSmoothedPairs = 64;
+constexpr Index kPairsAtOnce = 1024;  // pairs whose waves are kept
+constexpr Index kTokensAtOnce = 32;
 
-// Adds `sign` times the offset at a position.
-inline void add_offset(const KeyOffset& offset, Index head, int64_t position, float sign, float* x) {
-  alignas(64) float cos[kMaxSmoothedPairs], sin[kMaxSmoothedPairs];
-  const Index pairs = offset.num_pairs;
-  for (Index i = 0; i < pairs; i += kLanes) {
-    const Waves waves = waves_at(offset.turns + head * pairs + i, static_cast<uint64_t>(position));
-    store(cos + i, waves.cos);
-    store(sin + i, waves.sin);
-  }
-  const float* mean = offset.mean + 2 * head * pairs;
-  const int64_t* channels = offset.channels + 2 * head * pairs;
-  for (Index i = 0; i < pairs; ++i) {
-    const float a = mean[2 * i], b = mean[2 * i + 1];
-    x[channels[2 * i]] += sign * (a * cos[i] - b * sin[i]);
-    x[channels[2 * i + 1]] += sign * (a * sin[i] + b * cos[i]);
+// --- the offset --------------------------------------------------------------------------------------------
+
+// What is subtracted from the pairs of some heads at some positions.
+struct TurnedPairs {
+  alignas(64) float first[kPairsAtOnce + kLanes], second[kPairsAtOnce + kLanes];
+};
+
+// `count` pairs from `from` on turn to a position; `sign` is 1, or -1 where the offset is to be added.
+inline void turn_pairs(const KeyOffset& offset, Index from, Index count, int64_t position, float sign,
+                       float* first, float* second) {
+  for (Index i = 0; i < count; i += kLanes) {
+    const Waves waves = waves_at(offset.turns + from + i, static_cast<uint64_t>(position));
+    const Vec a = load(offset.first + from + i), b = load(offset.second + from + i);
+    store(first + i, (a * waves.cos - b * waves.sin) * sign);
+    store(second + i, (a * waves.sin + b * waves.cos) * sign);
   }
 }
 
+// Lanes of two vectors in their places, at most kLanes pairs; 0 where there is none.
+KVLOOM_INLINE Vec placed(Vec first, Vec second, IntVec place) {
+#if defined(__AVX512F__)
+  const Vec x = as<Vec>(_mm512_permutex2var_ps(as<__m512>(first), as<__m512i>(place), as<__m512>(second)));
+#else
+  const IntVec lane = place & (kLanes - 1);
+  const Vec x = (place & kSecondPlace) != 0 ? permute(second, lane) : permute(first, lane);
+#endif
+  return place < 0 ? Vec{} : x;
+}
+
 // Of a query, what its products with stored keys lack: coefficients of cosines, then of sines.
-inline void find_coefficients(const KeyOffset& offset, Index head, const float* x, float* to) {
-  const Index pairs = offset.num_pairs;
-  const float* mean = offset.mean + 2 * head * pairs;
-  const int64_t* channels = offset.channels + 2 * head * pairs;
+template <class T>
+void find_coefficients(const KeyOffset& offset, Index head, const T* x, float* to) {
+  const Index pairs = offset.num_pairs, from = head * pairs;
+  const int64_t* channels = offset.channels + 2 * from;
   for (Index i = 0; i < pairs; ++i) {
-    const float a = mean[2 * i], b = mean[2 * i + 1];
-    const float first = x[channels[2 * i]], second = x[channels[2 * i + 1]];
+    const float a = offset.first[from + i], b = offset.second[from + i];
+    const float first = load_partial(x + channels[2 * i], 1)[0];
+    const float second = load_partial(x + channels[2 * i + 1], 1)[0];
     to[i] = first * a + second * b;
     to[pairs + i] = second * a - first * b;
   }
 }
 
-inline void multiply(float* x, const float* factor, Index count) {
-  Index i = 0;
-  for (; i + kLanes <= count; i += kLanes) store(x + i, load(x + i) * load(factor + i));
-  for (; i < count; ++i) x[i] *= factor[i];
-}
+// --- a row -------------------------------------------------------------------------------------------------
 
 // Rounded to T: what is finite stays finite.
 template <class T>
@@ -54,44 +63,147 @@ KVLOOM_INLINE Vec finished(Vec x) {
   return x - x == 0 ? saturate<T>(x) : x;
 }
 template <class T>
-inline void finish(const float* x, T* to, Index count) {
-  Index i = 0;
-  for (; i + kLanes <= count; i += kLanes) store(to + i, finished<T>(load(x + i)));
-  if (i < count) store_partial(to + i, finished<T>(load_partial(x + i, count - i)), count - i);
+KVLOOM_INLINE void store_finished(T* to, Vec x) {
+  if (rounds_simply<T>(x)) return store_normal(to, saturate<T>(x));
+  store(to, finished<T>(x));
 }
 
+// A row of one head, and what it is made with.
 template <class T>
-void smooth_rows(const SmoothArgs& args, Index begin, Index end) {
-  alignas(64) float x[kMaxSmoothed];
-  const KeyOffset& offset = args.offset;
+struct SmoothRow {
+  const T* from;
+  T* to;
+  const float* factor;
+  Index head;
+  const float *first, *second;  // of each pair of the head, to be subtracted
+};
+
+// Of whole vectors, in registers.
+template <bool kIsRestored, bool kHasOffset, class T>
+KVLOOM_INLINE void smooth_vectors(const SmoothArgs& args, const SmoothRow<T>& row) {
+  const Vec first = kHasOffset ? load(row.first) : Vec{}, second = kHasOffset ? load(row.second) : Vec{};
+  const Vec root = splat(args.root);
   const Index count = args.head_dim;
-  for (Index row = begin; row < end; ++row) {
-    const Index at[3] = {row / args.size[2] / args.size[1], row / args.size[2] % args.size[1],
-                         row % args.size[2]};
-    Index from = 0, to = 0;
-    for (int i = 0; i < 3; ++i) from += at[i] * args.stride[i], to += at[i] * args.to_stride[i];
-    const Index head = at[args.head_axis] / args.heads_per_head;
-    const float* factor = args.factor + head * count;
-    T* result = reinterpret_cast<T*>(args.to) + to;
-    cast(reinterpret_cast<const T*>(args.from) + from, x, count);
-    if (args.is_restored && args.block) rotate_row(x, x, count, args.block, args.root);
-    if (args.coefficients) find_coefficients(offset, head, x, args.coefficients + row * 2 * offset.num_pairs);
-    const int64_t position = args.positions ? args.positions[at[0] * args.size[2] + at[2]] : 0;
-    const bool has_offset = args.positions && offset.num_pairs;
-    if (has_offset && !args.is_restored) add_offset(offset, head, position, -1.0f, x);
-    multiply(x, factor, count);
-    if (has_offset && args.is_restored) add_offset(offset, head, position, 1.0f, x);
-    if (!args.is_restored && args.block) {
-      rotate_row(x, result, count, args.block, args.root);
+  const int32_t* places = kHasOffset ? args.offset.places + row.head * count : nullptr;
+  const auto at = [=](Index i) KVLOOM_INLINE_LAMBDA { return load(row.from + i); };
+  const auto without_offset = [=](Vec x, Index i) KVLOOM_INLINE_LAMBDA {
+    return kHasOffset ? x - placed(first, second, bit_copy<IntVec>(places + i)) : x;
+  };
+  const auto smoothed = [=](Index i)
+                            KVLOOM_INLINE_LAMBDA { return without_offset(at(i), i) * load(row.factor + i); };
+  const auto store_restored = [=](Index i, Vec x) KVLOOM_INLINE_LAMBDA {
+    store_finished(row.to + i, without_offset(x * load(row.factor + i), i));
+  };
+  if constexpr (kIsRestored) {
+    if (args.block) {
+      rotate_blocks(count, args.block, at, [=](Index i, Vec sum) KVLOOM_INLINE_LAMBDA {
+        store_restored(i, rotated<float>(sum, root));
+      });
     } else {
-      finish(x, result, count);
+      for (Index i = 0; i < count; i += kLanes) store_restored(i, at(i));
+    }
+  } else if (args.block) {
+    rotate_blocks(count, args.block, smoothed,
+                  [=](Index i, Vec sum) KVLOOM_INLINE_LAMBDA { store_rotated(row.to + i, sum, root); });
+  } else {
+    for (Index i = 0; i < count; i += kLanes) store_finished(row.to + i, smoothed(i));
+  }
+}
+
+// Of any number of elements and pairs.
+template <class T>
+void smooth_any(const SmoothArgs& args, const SmoothRow<T>& row) {
+  alignas(64) float x[kMaxSmoothed];
+  const Index count = args.head_dim, pairs = row.first ? args.offset.num_pairs : 0;
+  const int64_t* channels = args.offset.channels + 2 * row.head * pairs;
+  const auto subtract_offset = [&] {
+    for (Index i = 0; i < pairs; ++i) {
+      x[channels[2 * i]] -= row.first[i];
+      x[channels[2 * i + 1]] -= row.second[i];
+    }
+  };
+  cast(row.from, x, count);
+  if (args.is_restored && args.block) rotate_row(x, x, count, args.block, args.root);
+  if (!args.is_restored) subtract_offset();
+  for (Index i = 0; i < count; ++i) x[i] *= row.factor[i];
+  if (args.is_restored) subtract_offset();
+  if (!args.is_restored && args.block) return rotate_row(x, row.to, count, args.block, args.root);
+  Index i = 0;
+  for (; i + kLanes <= count; i += kLanes) store_finished(row.to + i, load(x + i));
+  if (i < count) store_partial(row.to + i, finished<T>(load_partial(x + i, count - i)), count - i);
+}
+
+// --- all of them -------------------------------------------------------------------------------------------
+
+// Tokens `[begin, end)` of all sequences. The waves of some tokens, of as many heads as they have room for,
+// then these rows in the order in which they are read.
+template <class T, class SmoothOne>
+void smooth_tokens(const SmoothArgs& args, Index begin, Index end, SmoothOne smooth_one) {
+  const bool has_offset = args.positions.data != nullptr;
+  const Index heads = args.size[1], pairs = has_offset ? args.offset.num_pairs : 0;
+  const Index heads_at_once = pairs ? min(heads, kPairsAtOnce / pairs) : heads;
+  const Index pairs_of_token = round_up(heads_at_once * pairs, kLanes);
+  const Index tokens_at_once =
+      pairs ? max(1, min(kTokensAtOnce, kPairsAtOnce / pairs_of_token)) : kTokensAtOnce;
+  const bool is_by_head = args.stride[1] > args.stride[2];
+  const float sign = args.is_restored ? -1.0f : 1.0f;
+  TurnedPairs turned;
+  for (Index token = begin; token < end; token += tokens_at_once) {
+    const Index count = min(end - token, tokens_at_once);
+    Index from[kTokensAtOnce], to[kTokensAtOnce];
+    int64_t positions[kTokensAtOnce];
+    for (Index t = 0; t < count; ++t) {
+      const Index b = (token + t) / args.size[2], n = (token + t) % args.size[2];
+      from[t] = b * args.stride[0] + n * args.stride[2];
+      to[t] = b * args.to_stride[0] + n * args.to_stride[2];
+      positions[t] = has_offset ? args.positions.at(b, n) : 0;
+    }
+    for (Index head = 0; head < heads; head += heads_at_once) {
+      const Index num_heads = min(heads - head, heads_at_once);
+      for (Index t = 0; t < count && pairs; ++t) {
+        turn_pairs(args.offset, head * pairs, num_heads * pairs, positions[t], sign,
+                   turned.first + t * pairs_of_token, turned.second + t * pairs_of_token);
+      }
+      const auto smooth_at = [&](Index t, Index h) KVLOOM_INLINE_LAMBDA {
+        const Index of_keys = (head + h) / args.heads_per_head;
+        const Index place = t * pairs_of_token + h * pairs;
+        const T* row = reinterpret_cast<const T*>(args.from) + from[t] + (head + h) * args.stride[1];
+        if (args.coefficients) {
+          find_coefficients(args.offset, of_keys, row,
+                            args.coefficients + ((token + t) * heads + head + h) * 2 * args.offset.num_pairs);
+        }
+        smooth_one(SmoothRow<T>{row, reinterpret_cast<T*>(args.to) + to[t] + (head + h) * args.to_stride[1],
+                                args.factor + of_keys * args.head_dim, of_keys,
+                                has_offset ? turned.first + place : nullptr, turned.second + place});
+      };
+      if (is_by_head) {
+        for (Index h = 0; h < num_heads; ++h)
+          for (Index t = 0; t < count; ++t) smooth_at(t, h);
+      } else {
+        for (Index t = 0; t < count; ++t)
+          for (Index h = 0; h < num_heads; ++h) smooth_at(t, h);
+      }
     }
   }
 }
 
-// Rows `[begin, end)`.
+// Tokens `[begin, end)` of all sequences.
 inline void smooth(const SmoothArgs& args, Index begin, Index end) {
-  for_float(args.dtype, [&]<class T>(T) { smooth_rows<T>(args, begin, end); });
+  const bool has_offset = args.positions.data != nullptr;
+  const bool is_whole = args.head_dim % kLanes == 0 && args.block % kLanes == 0 &&
+                        (!has_offset || args.offset.num_pairs <= kLanes);
+  for_float(args.dtype, [&]<class T>(T) {
+    const auto with = [&](auto smooth_one) { smooth_tokens<T>(args, begin, end, smooth_one); };
+    const auto whole = [&]<bool kIsRestored, bool kHasOffset>() {
+      with([&](const SmoothRow<T>& row)
+               KVLOOM_INLINE_LAMBDA { smooth_vectors<kIsRestored, kHasOffset>(args, row); });
+    };
+    if (!is_whole) return with([&](const SmoothRow<T>& row) { smooth_any(args, row); });
+    if (args.is_restored) {
+      return has_offset ? whole.template operator()<true, true>() : whole.template operator()<true, false>();
+    }
+    return has_offset ? whole.template operator()<false, true>() : whole.template operator()<false, false>();
+  });
 }
 
 }  // namespace kvloom::KVLOOM_ISA

@@ -25,7 +25,7 @@ Tensors: TypeAlias = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
 """Keys, values, scales of keys, scales of values."""
 
 
-TRANSFORMED_AT_ONCE = 256
+TRANSFORMED_AT_ONCE = 1024
 """Tokens that are transformed and stored at once, in memory that stays in a processor's cache."""
 
 

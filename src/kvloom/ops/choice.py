@@ -33,6 +33,8 @@ _DISPATCHED: dict[str, Callable[..., Any]] = {
     "rotate": schemas.rotate,
     "attend_part": schemas.attend_part,
     "attend_part.biased": schemas.attend_part_biased,
+    "smooth": schemas.smooth,
+    "smooth_query": schemas.smooth_query,
 }
 _REFERENCE: dict[str, Callable[..., Any]] = {
     "store": reference.store,
@@ -43,6 +45,8 @@ _REFERENCE: dict[str, Callable[..., Any]] = {
     "rotate": reference.rotate,
     "attend_part": reference.attend_part,
     "attend_part.biased": reference.attend_part,
+    "smooth": reference.smooth,
+    "smooth_query": reference.smooth_query,
 }
 
 
@@ -118,7 +122,11 @@ def _choose(backend: str, overload: str, device: torch.device, args: tuple[Any, 
 
 def _why_not_cpu(name: str, device: torch.device, args: tuple[Any, ...]) -> str | None:
     """Why the compiled kernels cannot run these arguments, or ``None``."""
-    if name not in ("attend", "attend_part") or device.type != "cpu" or cpu.WHY_NOT is not None:
+    if device.type != "cpu" or cpu.WHY_NOT is not None:
+        return None
+    if name in ("smooth", "smooth_query") and (head_dim := args[0].shape[-1]) > cpu.MAX_SMOOTHED:
+        return f"smooths head dims up to {cpu.MAX_SMOOTHED}, got {head_dim}"
+    if name not in ("attend", "attend_part"):
         return None
     _, key, value, key_scale, value_scale, *_ = args
     head_dim = max(head_dim_of(key, key_scale), head_dim_of(value, value_scale))

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvloom.core.checks import FLOAT_DTYPES, INDEX_DTYPES, can_read, expect, expect_range
+from kvloom.core.checks import FLOAT_DTYPES, INDEX_DTYPES, INT64_END, can_read, expect, expect_range
+from kvloom.core.memory import refused_memory
 from kvloom.core.views import KVView
 from kvloom.errors import ArgumentError, ShapeError
 from kvloom.ops.choice import run
@@ -44,18 +45,25 @@ class KeyOffset:
     head_dim: int
 
     def __post_init__(self) -> None:
-        """Raises ShapeError or ArgumentError: an attribute does not fit the others."""
+        """Raises ShapeError or ArgumentError: an attribute does not fit the others; OutOfMemory."""
         sizes = expect("mean", self.mean, "H K 2", dtype=torch.float32)
         pairs, device = sizes["K"], self.mean.device
         if not 1 <= pairs <= MAX_PAIRS:
             raise ShapeError(f"mean must be [H, K, 2] with K from 1 to {MAX_PAIRS}, got K={pairs}")
-        expect_range("head_dim", self.head_dim, 2 * pairs)
+        expect_range("head_dim", self.head_dim, 2 * pairs, INT64_END)
         known = {name: sizes[name] for name in ("H", "K")}
         expect("channels", self.channels, "H K 2", dtype=torch.int64, device=device, **known)
         dtypes = (torch.float64, torch.float32)
         expect("frequencies", self.frequencies, "H K", dtype=dtypes, device=device, **known)
         if not can_read(self.channels):
             return
+        try:
+            self._check_channels()
+        except RuntimeError as error:
+            raise refused_memory("the order of channels", error) or error from None
+
+    def _check_channels(self) -> None:
+        """Within the head dim, and distinct."""
         found = self.channels.flatten(1)
         outside = (found < 0) | (found >= self.head_dim)
         if bool(outside.any()):

@@ -9,16 +9,24 @@ Shapes: B sequences, N tokens of each, H key/value heads, Hq query heads, D head
 
 import hashlib
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
-from kvloom.core.checks import FLOAT_DTYPES, can_read, expect
+from kvloom.core.checks import FLOAT_DTYPES, INDEX_DTYPES, can_read, expect, expect_range, expect_tensor
+from kvloom.core.memory import refused_memory
 from kvloom.core.views import detached
 from kvloom.errors import ArgumentError, ShapeError
 from kvloom.ops import schemas
+from kvloom.ops.choice import run
 from kvloom.ops.offsets import KeyOffset
+from kvloom.ops.plain import COMPILED
 from kvloom.ops.scores import PositionalBias
+from kvloom.quant.rotation import LARGEST
+
+_REFUSED = (ValueError, IndexError, RuntimeError, ArithmeticError, TypeError)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -29,12 +37,13 @@ class KeySmoothing:
     ones make all channels of a head alike in what they contribute to scores.
 
     Attributes:
-        gain: ``[H, D]`` float32, positive and finite.
+        gain: ``[H, D]`` float32, positive and finite, as its inverse.
         offset: What is subtracted; ``None`` for nothing.
 
     Raises:
         ShapeError: ``gain`` is no such tensor, or ``offset`` is of other heads.
-        ArgumentError: a gain is not positive, or a number is not finite.
+        ArgumentError: a gain is no such number, or another number is not finite.
+        OutOfMemory: there is no memory for contiguous copies.
     """
 
     gain: Tensor
@@ -44,7 +53,6 @@ class KeySmoothing:
 
     def __post_init__(self) -> None:
         sizes = expect("gain", self.gain, "H D", dtype=torch.float32)
-        arrays: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None)
         if (offset := self.offset) is not None:
             found = offset.mean.shape[0], offset.head_dim
             if found != (sizes["H"], sizes["D"]):
@@ -54,24 +62,41 @@ class KeySmoothing:
                 )
             if offset.mean.device != self.gain.device:
                 raise ShapeError(f"offset must be on {self.gain.device} as gain, got {offset.mean.device}")
-            arrays = offset.mean.contiguous(), offset.channels.contiguous(), offset.frequencies
+        try:
+            self._prepare()
+        except RuntimeError as error:
+            raise refused_memory("copies of gain and offset", error) or error from None
+
+    def _prepare(self) -> None:
+        """Check numbers, and keep what operators take."""
+        offset = self.offset
+        arrays: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None)
         if can_read(self.gain):
-            is_good = (self.gain > 0) & self.gain.isfinite()
+            is_good = (self.gain > 0) & self.gain.isfinite() & (1 / self.gain).isfinite()
             if not bool(is_good.all()):
                 got = float(self.gain[~is_good][0])
-                raise ArgumentError(f"gain must be positive and finite, got {got}")
+                raise ArgumentError(f"gain must be positive and finite, as its inverse, got {got}")
             for name in ("mean", "frequencies"):
                 x = None if offset is None else getattr(offset, name)
                 if x is not None and not bool(x.isfinite().all()):
                     raise ArgumentError(f"offset must have finite {name}, got {float(x[~x.isfinite()][0])}")
-        object.__setattr__(self, "gain", self.gain.contiguous())
+        if offset is not None:
+            arrays = (
+                detached(offset.mean).contiguous(),
+                offset.channels.contiguous(),
+                detached(offset.frequencies),
+            )
+        object.__setattr__(self, "gain", detached(self.gain).contiguous())
         object.__setattr__(self, "_inverse", 1 / self.gain)
         object.__setattr__(self, "_arrays", arrays)
 
     def smoothed(
         self, key: Tensor, positions: Tensor | None, block: int = 0, *, is_restored: bool = False
     ) -> Tensor:
-        """Keys as they are stored, in their dtype; a finite key gives a finite one.
+        """Keys as they are stored, in their dtype; what is beyond it becomes its largest number.
+
+        The bits of a vector depend on the vector, its head and its position alone. Numbers that are not
+        finite stay so, as do those whose product with a gain is beyond float32.
 
         Args:
             key: ``[T, H, D]`` or ``[B, H, N, D]`` float32, float16 or bfloat16; its gradient is lost.
@@ -81,25 +106,34 @@ class KeySmoothing:
 
         Raises:
             ShapeError: these do not fit.
+            ArgumentError: ``block`` is no such number.
+            OutOfMemory: there is no memory for the result.
         """
-        sizes, gain = key.shape, self.gain
-        tokens = sizes[:1] if len(sizes) == 3 else (sizes[0], sizes[-2])
-        is_placed = self.offset is None or (positions is not None and positions.shape == tokens)
-        if len(sizes) not in (3, 4) or (sizes[1], sizes[-1]) != gain.shape or not is_placed:
+        gain, at = self.gain, None if self.offset is None else positions
+        factor = gain if is_restored else self._inverse
+        is_plain = isinstance(key, Tensor) and key.is_cpu and not key.requires_grad
+        is_placed = self.offset is None or (isinstance(at, Tensor) and at.is_cpu)
+        if COMPILED and is_plain and is_placed and not is_compiling():
+            try:
+                found: Tensor = schemas.smooth(key, at, factor, *self._arrays, block, is_restored)
+                return found
+            except _REFUSED:
+                pass  # below it is done, or refused in our words
+        expect_tensor("key", key)
+        sizes = key.shape
+        if len(sizes) not in (3, 4) or (sizes[1], sizes[-1]) != gain.shape:
             heads, head_dim = gain.shape
             raise ShapeError(
-                f"key must be [T, {heads}, {head_dim}] or [B, {heads}, N, {head_dim}] with a position for "
-                f"each token, got {list(sizes)} with {None if positions is None else list(positions.shape)}"
+                f"key must be [T, {heads}, {head_dim}] or [B, {heads}, N, {head_dim}], got {list(sizes)}"
             )
         if key.device != gain.device or key.dtype not in FLOAT_DTYPES:
             raise ShapeError(
                 f"key must be one of {FLOAT_DTYPES} on {gain.device}, got {key.dtype} on {key.device}"
             )
-        key = detached(key) if key.requires_grad else key
-        key = key if key.stride(-1) == 1 else key.contiguous()
-        positions = None if self.offset is None else positions
-        factor = gain if is_restored else self._inverse
-        result: Tensor = schemas.smooth(key, positions, factor, *self._arrays, block, is_restored)
+        if self.offset is not None:
+            _expect_positions(at, sizes[:1] if len(sizes) == 3 else (sizes[0], sizes[2]), key.device)
+        key = _in_rows("key", key, block)
+        result: Tensor = _run("smooth", key, at, factor, *self._arrays, block, is_restored)
         return result
 
     def restored(self, key: Tensor, positions: Tensor | None, block: int = 0) -> Tensor:
@@ -118,19 +152,34 @@ class KeySmoothing:
 
         Raises:
             ShapeError: ``query`` does not fit.
+            ArgumentError: ``block`` is no such number.
+            OutOfMemory: there is no memory for the result.
         """
+        mean, channels, frequencies = self._arrays
+        is_plain = isinstance(query, Tensor) and query.is_cpu and not query.requires_grad
+        if COMPILED and is_plain and not is_compiling():
+            try:
+                query, coefficients = schemas.smooth_query(query, self.gain, mean, channels, block)
+            except _REFUSED:
+                pass  # as above
+            else:
+                if frequencies is None:
+                    return query, None
+                return query, PositionalBias(coefficients, frequencies, first_position)
+        expect_tensor("query", query)
         heads, head_dim = self.gain.shape
         if query.dim() != 3 or query.shape[2] != head_dim or query.shape[1] % heads:
             raise ShapeError(
                 f"query must be [T, Hq, {head_dim}] with a multiple of {heads} heads, got {list(query.shape)}"
             )
-        mean, channels, frequencies = self._arrays
-        query = detached(query) if query.requires_grad else query
-        query = query if query.stride(-1) == 1 else query.contiguous()
-        query, coefficients = schemas.smooth_query(query, self.gain, mean, channels, block)
-        if frequencies is None:
-            return query, None
-        return query, PositionalBias(coefficients, frequencies, first_position)
+        if query.device != self.gain.device or query.dtype not in FLOAT_DTYPES:
+            raise ShapeError(
+                f"query must be one of {FLOAT_DTYPES} on {self.gain.device}, "
+                f"got {query.dtype} on {query.device}"
+            )
+        query = _in_rows("query", query, block)
+        query, coefficients = _run("smooth_query", query, self.gain, mean, channels, block)
+        return query, _bias(coefficients, frequencies, first_position)
 
     def to(self, device: torch.device) -> "KeySmoothing":
         """The same on a device."""
@@ -160,3 +209,47 @@ class KeySmoothing:
 
     def __deepcopy__(self, memo: dict[int, object]) -> "KeySmoothing":
         return self
+
+
+def _expect_positions(positions: Tensor | None, tokens: tuple[int, ...], device: torch.device) -> None:
+    """One for each token."""
+    if not isinstance(positions, Tensor):
+        raise ShapeError(f"positions must be a tensor, got {type(positions).__name__}")
+    if positions.shape != tokens:
+        raise ShapeError(f"positions must be {list(tokens)}, as tokens of key, got {list(positions.shape)}")
+    if positions.dtype not in INDEX_DTYPES or positions.device != device:
+        raise ShapeError(
+            f"positions must be one of {INDEX_DTYPES} on {device}, "
+            f"got {positions.dtype} on {positions.device}"
+        )
+
+
+def _in_rows(name: str, x: Tensor, block: int) -> Tensor:
+    """Without its gradient, and its head vectors contiguous, which ``block`` must fit."""
+    head_dim = x.shape[-1]
+    if type(block) is not int or not 0 <= block <= LARGEST:
+        block = expect_range("block", block, 0, LARGEST + 1)
+    if block and (block & (block - 1) or head_dim % block):
+        raise ArgumentError(
+            f"block must be 0, or a power of two that divides the head dim {head_dim}, got {block}"
+        )
+    x = detached(x)
+    if x.stride(-1) == 1:
+        return x
+    try:
+        return x.clone(memory_format=torch.contiguous_format)
+    except RuntimeError as error:
+        raise refused_memory(f"a copy of {name}", error) or error from None
+
+
+def _run(name: str, x: Tensor, *arguments: Any) -> Any:
+    """Call an operator, of which errors are raised in our words."""
+    with torch.no_grad():
+        return run("auto", name, x.device, x, *arguments)
+
+
+def _bias(
+    coefficients: Tensor, frequencies: Tensor | None, first_position: Tensor | None
+) -> PositionalBias | None:
+    """Of queries, ``None`` without an offset."""
+    return None if frequencies is None else PositionalBias(coefficients, frequencies, first_position)
