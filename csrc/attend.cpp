@@ -88,7 +88,8 @@ class WorkspaceBuffer {
 
 // The number of threads that the work of the call pays for.
 int64_t num_threads_for(const AttendArgs& args, int64_t products_per_pair) {
-  const int64_t bytes = token_bytes(args.key.cache) + token_bytes(args.value.cache);
+  const View& second = args.rope.cache.data ? args.rope.cache : args.value.cache;
+  const int64_t bytes = token_bytes(args.key.cache) + token_bytes(second);
   double work = 0;
   for (int64_t b = 0; b < args.num_sequences; ++b) {
     const int64_t stored = args.kvstarts[b + 1] - args.kvstarts[b];
@@ -154,14 +155,23 @@ struct Positional {
   const MaybeTensor& first_position;
 };
 
+// What an overload asks for.
+struct Variant {
+  Part* part = nullptr;
+  const Positional* positional = nullptr;
+  bool is_latent =
+      false;  // keys are the latents and then the rope keys, which come as values; values are latents
+};
+
 // The result is `given`, if there is one, else new.
-Tensor attend(const MaybeTensor& given, Part* part, const Positional* positional, const Tensor& query,
-              const Tensor& key_cache, const Tensor& value_cache, const MaybeTensor& key_scale,
-              const MaybeTensor& value_scale, const Tensor& table, const MaybeTensor& row_starts,
-              int64_t page_size, const Tensor& seqstarts, const Tensor& kvstarts, int64_t decoding_batches,
-              const MaybeTensor& first_visible, double scale, bool is_causal, const MaybeTensor& mask,
-              const MaybeTensor& alibi_slopes, std::optional<int64_t> window, std::optional<double> softcap,
-              const MaybeTensor& sinks) {
+Tensor attend(const MaybeTensor& given, const Variant& variant, const Tensor& query, const Tensor& key_cache,
+              const Tensor& value_cache, const MaybeTensor& key_scale, const MaybeTensor& value_scale,
+              const Tensor& table, const MaybeTensor& row_starts, int64_t page_size, const Tensor& seqstarts,
+              const Tensor& kvstarts, int64_t decoding_batches, const MaybeTensor& first_visible,
+              double scale, bool is_causal, const MaybeTensor& mask, const MaybeTensor& alibi_slopes,
+              std::optional<int64_t> window, std::optional<double> softcap, const MaybeTensor& sinks) {
+  Part* part = variant.part;
+  const Positional* positional = variant.positional;
   AttendArgs args{};
   require(query.dim() == 3, "query must have 3 dimensions");
   const int64_t num_rows = query.size(0);
@@ -174,8 +184,15 @@ Tensor attend(const MaybeTensor& given, Part* part, const Positional* positional
   const View &key = args.key.cache, &value = args.value.cache;
   require(key.num_slots() == value.num_slots() && key.num_heads() == value.num_heads(),
           "keys and values must have the same slots and heads");
-  const int64_t key_dim = key.head_dim(), value_dim = value.head_dim();
+  int64_t key_dim = key.head_dim();
   require(key_dim > 0, "keys must have a head dim of at least 1");
+  if (variant.is_latent) {
+    require(key.num_heads() == 1 && value.head_dim() > 0, "latents and rope keys must be of one head");
+    key_dim += value.head_dim();
+    args.rope = args.value;
+    args.value = args.key;
+  }
+  const int64_t value_dim = value.head_dim();
   require(query.size(2) == key_dim &&
               (key.num_heads() > 0 ? args.num_heads % key.num_heads() : args.num_heads) == 0,
           "query must have the head dim of the keys and a multiple of their heads");
@@ -273,20 +290,20 @@ template <class Function>
 struct Overloads;
 
 template <class... Arguments>
-struct Overloads<Tensor (*)(const MaybeTensor& given, Part* part, const Positional* positional,
-                            Arguments...)> {
-  static Tensor functional(Arguments... arguments) {
-    return attend(std::nullopt, nullptr, nullptr, arguments...);
+struct Overloads<Tensor (*)(const MaybeTensor& given, const Variant& variant, Arguments...)> {
+  static Tensor functional(Arguments... arguments) { return attend(std::nullopt, {}, arguments...); }
+  static Tensor latent(Arguments... arguments) {
+    return attend(std::nullopt, {.is_latent = true}, arguments...);
   }
   static Tensor biased(Arguments... arguments, const Tensor& coefficients, const Tensor& frequencies,
                        const MaybeTensor& first_position) {
     const Positional positional{coefficients, frequencies, first_position};
-    return attend(std::nullopt, nullptr, &positional, arguments...);
+    return attend(std::nullopt, {.positional = &positional}, arguments...);
   }
   static void out(Arguments... arguments, const Tensor& out) {
     const Span span(out);
     (expect_apart(span, arguments), ...);
-    attend(out, nullptr, nullptr, arguments...);
+    attend(out, {}, arguments...);
   }
   static void biased_out(Arguments... arguments, const Tensor& coefficients, const Tensor& frequencies,
                          const MaybeTensor& first_position, const Tensor& out) {
@@ -294,13 +311,20 @@ struct Overloads<Tensor (*)(const MaybeTensor& given, Part* part, const Position
     (expect_apart(span, arguments), ...);
     expect_apart(span, coefficients), expect_apart(span, frequencies), expect_apart(span, first_position);
     const Positional positional{coefficients, frequencies, first_position};
-    attend(out, nullptr, &positional, arguments...);
+    attend(out, {.positional = &positional}, arguments...);
   }
   static std::tuple<Tensor, Tensor> part(Arguments... arguments, std::optional<int64_t> skip,
                                          const MaybeTensor& skip_from, const MaybeTensor& prior,
                                          const MaybeTensor& prior_lse) {
     Part part{skip, skip_from, prior, prior_lse, std::nullopt};
-    Tensor out = attend(std::nullopt, &part, nullptr, arguments...);
+    Tensor out = attend(std::nullopt, {.part = &part}, arguments...);
+    return {out, *part.lse};
+  }
+  static std::tuple<Tensor, Tensor> latent_part(Arguments... arguments, std::optional<int64_t> skip,
+                                                const MaybeTensor& skip_from, const MaybeTensor& prior,
+                                                const MaybeTensor& prior_lse) {
+    Part part{skip, skip_from, prior, prior_lse, std::nullopt};
+    Tensor out = attend(std::nullopt, {.part = &part, .is_latent = true}, arguments...);
     return {out, *part.lse};
   }
   static std::tuple<Tensor, Tensor> biased_part(Arguments... arguments, std::optional<int64_t> skip,
@@ -310,7 +334,7 @@ struct Overloads<Tensor (*)(const MaybeTensor& given, Part* part, const Position
                                                 const MaybeTensor& first_position) {
     const Positional positional{coefficients, frequencies, first_position};
     Part part{skip, skip_from, prior, prior_lse, std::nullopt};
-    Tensor out = attend(std::nullopt, &part, &positional, arguments...);
+    Tensor out = attend(std::nullopt, {.part = &part, .positional = &positional}, arguments...);
     return {out, *part.lse};
   }
 };
@@ -320,10 +344,12 @@ using Attend = Overloads<decltype(&attend)>;
 
 STABLE_TORCH_LIBRARY_IMPL(kvloom, CPU, m) {
   m.impl("attend", KVLOOM_BOX(&Attend::functional));
+  m.impl("attend.latent", KVLOOM_BOX(&Attend::latent));
   m.impl("attend.biased", KVLOOM_BOX(&Attend::biased));
   m.impl("attend.out", KVLOOM_BOX(&Attend::out));
   m.impl("attend.biased_out", KVLOOM_BOX(&Attend::biased_out));
   m.impl("attend_part", KVLOOM_BOX(&Attend::part));
+  m.impl("attend_part.latent", KVLOOM_BOX(&Attend::latent_part));
   m.impl("attend_part.biased", KVLOOM_BOX(&Attend::biased_part));
 }
 

@@ -133,6 +133,28 @@ def bare_attend_out(rng: random.Random) -> Call:
     return attend.biased_out if bias else attend.out, given | bias | out
 
 
+_OF_BIAS = ("coefficients", "frequencies", "first_position")
+
+
+def of_one_head(given: dict[str, Any]) -> dict[str, Any]:
+    """The same of latents and rope keys, which have one head."""
+    caches = {name: x[:, :, :, :1] for name, x in given.items() if "cache" in name or name.endswith("_scale")
+              if x is not None}  # fmt: skip
+    return given | caches | {"query": torch.cat((given["query"], given["query"]), -1)}
+
+
+def bare_attend_latent(rng: random.Random) -> Call:
+    return torch.ops.kvloom.attend.latent, of_one_head(attend_arguments(rng))
+
+
+def bare_attend_latent_part(rng: random.Random) -> Call:
+    def call(prior_out: Any = None, prior_lse: Any = None, **given: Any) -> None:
+        torch.ops.kvloom.attend_part.latent(**given, prior=prior_out, prior_lse=prior_lse)
+
+    given = {name: x for name, x in part_arguments(rng).items() if name not in _OF_BIAS}
+    return call, of_one_head(given)
+
+
 def part_arguments(rng: random.Random) -> dict[str, Any]:
     prior = {"prior_out": floats(3, 2 * H, D), "prior_lse": floats(3, 2 * H)} if rng.random() < 0.7 else {}
     given = attend_arguments(rng) | positional(rng)
@@ -241,6 +263,15 @@ def attend(rng: random.Random) -> Call:
 
     def call(**given: Any) -> None:
         ops.attend(*over_stored(given), out=given.get("out"), backend=backend)
+
+    return call, arguments
+
+
+def attend_latent(rng: random.Random) -> Call:
+    backend, arguments = rng.choice(("auto", "reference")), of_one_head(attend_arguments(rng))
+
+    def call(**given: Any) -> None:
+        ops.attend(*over_stored(given), is_latent=True, backend=backend)
 
     return call, arguments
 
@@ -385,6 +416,6 @@ def ascend_gather(rng: random.Random) -> Call:
 
 
 BARE = (bare_store, bare_load, bare_copy, bare_attend, bare_attend_out, bare_attend_part, bare_rotate,
-        bare_smooth, bare_smooth_query)  # fmt: skip
-PUBLIC = (store, load, copy, attend, attend_part, rotate, smooth, pmx_static, pmx_dynamic, pmx_attention,
-          ascend_scatter, ascend_runs, ascend_gather)  # fmt: skip
+        bare_smooth, bare_smooth_query, bare_attend_latent, bare_attend_latent_part)  # fmt: skip
+PUBLIC = (store, load, copy, attend, attend_latent, attend_part, rotate, smooth, pmx_static, pmx_dynamic,
+          pmx_attention, ascend_scatter, ascend_runs, ascend_gather)  # fmt: skip

@@ -25,7 +25,8 @@ from transformers.masking_utils import (
 from kvloom.caches import CacheFormat, PagedLayer, Tokens
 from kvloom.errors import ArgumentError, UnsupportedError
 from kvloom.integrations.transformers import KVCache
-from kvloom.integrations.transformers.attention import LazyStates, attention
+from kvloom.integrations.transformers.attention import attention
+from kvloom.integrations.transformers.lazy_states import LazyStates
 from kvloom.integrations.transformers.masks import CompactMask, attention_mask
 
 MODERN = "cache_position" not in ALL_MASK_ATTENTION_FUNCTIONS["sdpa"].__code__.co_varnames

@@ -23,7 +23,8 @@ from transformers import (
 from kvloom.caches import CacheFormat, PagedLayer
 from kvloom.errors import ArgumentError, ShapeError
 from kvloom.integrations.transformers import KVCache
-from kvloom.integrations.transformers.attention import LazyStates, attention
+from kvloom.integrations.transformers.attention import attention
+from kvloom.integrations.transformers.lazy_states import LazyStates
 from kvloom.integrations.transformers.masks import CompactMask, attention_mask
 
 CPU = torch.device("cpu")

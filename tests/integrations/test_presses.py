@@ -28,7 +28,8 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from kvloom.integrations.transformers import KVCache
-from kvloom.integrations.transformers.attention import LazyStates, attention
+from kvloom.integrations.transformers.attention import attention
+from kvloom.integrations.transformers.lazy_states import LazyStates
 from kvloom.quant.affine import dequantize, quantize
 
 KINDS: dict[str, type[DynamicCache]] = {

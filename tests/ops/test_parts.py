@@ -273,6 +273,6 @@ def test_compiled() -> None:
 
 
 def _arguments(case: Case) -> tuple[object, ...]:
-    from kvloom.ops.api import attend_arguments
+    from kvloom.ops.attend_arguments import attend_arguments
 
     return attend_arguments(case.query, case.kv, case.batch(), Scores(alibi_slopes=alibi_slopes(4)), 8)

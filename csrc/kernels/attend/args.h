@@ -45,6 +45,7 @@ struct AttendArgs {
 
   CacheSide key;
   CacheSide value;
+  CacheSide rope;  // what the keys have behind those of `key`, where these are latents; of no data for none
   PageTable table;
 
   Index num_sequences;

@@ -17,6 +17,7 @@ class NonFiniteRow {
         plan_(plan),
         key_(args.key, NativeOrder::none),
         value_(args.value, NativeOrder::none),
+        rope_(has_rope(args) ? args.rope : args.key, NativeOrder::none),
         slots_(args.table, b),
         sequence_(b) {}
 
@@ -26,7 +27,8 @@ class NonFiniteRow {
     query_row_ = query_row, query_head_ = query_head;
     const Index stride = args_.query_stride[2];
     const Index first = query_row * args_.query_stride[0] + query_head * args_.query_stride[1];
-    read_floats(args_.query, args_.query_dtype, first, stride, query_, key_.dim);
+    read_floats(args_.query, args_.query_dtype, first, stride, query_,
+                key_.dim + (has_rope(args_) ? rope_.dim : 0));
     float max_score =
         args_.sinks.data ? read_float(args_.sinks.data, args_.sinks.dtype, query_head * args_.sinks.stride[0])
                          : -INFINITY;
@@ -72,6 +74,10 @@ class NonFiniteRow {
     read_row(key_, t, head, row_);
     float x = 0.0f;
     for (Index d = 0; d < key_.dim; ++d) x += query_[d] * row_[d];
+    if (has_rope(args_)) {
+      read_row(rope_, t, head, row_);
+      for (Index d = 0; d < rope_.dim; ++d) x += query_[key_.dim + d] * row_[d];
+    }
     if (has_bias(args_))
       x += bias_of(args_.bias, query_row_, query_head_, head, position_of(args_.bias, sequence_, t));
     x *= args_.scale;
@@ -94,10 +100,10 @@ class NonFiniteRow {
 
   const AttendArgs& args_;
   const SequencePlan& plan_;
-  SideLayout key_, value_;
+  SideLayout key_, value_, rope_;
   TokenSlots slots_;
   Index sequence_, query_row_ = 0, query_head_ = 0;
-  float query_[kMaxHeadDim], row_[kMaxHeadDim];
+  float query_[2 * kMaxHeadDim], row_[kMaxHeadDim];
   alignas(4) Byte cells_[4 * kMaxHeadDim], scales_[4 * kMaxHeadDim], expanded_[kMaxHeadDim];
   double total_[kMaxHeadDim];
   bool is_nan_[kMaxHeadDim];

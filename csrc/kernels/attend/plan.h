@@ -29,6 +29,9 @@ struct Tokens {
 // Rows of an item that runs in tiles.
 constexpr Index prompt_rows(Index width) { return kPromptFloats / (width <= 128 ? 128 : 256); }
 
+// Whether keys are latents, which are the values, too, and have a rest with positions.
+inline bool has_rope(const AttendArgs& args) { return args.rope.cache.data; }
+
 inline Index partial_floats(const AttendArgs& args) {
   return kPartial + round_up(head_dim(args.value), kBlock);
 }
@@ -51,7 +54,8 @@ struct SequencePlan {
     hides_later = (args.is_causal && b >= args.decoding_batches) || args.alibi_slopes.data;
 
     const Index group = args.num_heads / heads, rows = num_new * group;
-    const Index width = round_up(max(head_dim(args.key), head_dim(args.value)), kBlock);
+    const Index of_rope = has_rope(args) ? head_dim(args.rope) : 0;
+    const Index width = round_up(max(max(head_dim(args.key), head_dim(args.value)), of_rope), kBlock);
     is_prompt = args.in_tiles && num_new > kMaxNewTokensToSplit;
     const Index room = is_prompt ? prompt_rows(width) : max(min(kTileFloats / width, kTileRows), 1);
     tile_rows = max(min(rows, room), 1);

@@ -4,6 +4,8 @@
 // a unit that defines KVLOOM_ISA.
 #pragma once
 
+#include <optional>
+
 #include "kernels.h"
 #include "plan.h"
 #include "positional.h"
@@ -19,8 +21,26 @@ namespace kvloom::KVLOOM_ISA {
 
 // Whether head dims are within what the kernels keep on the stack.
 inline bool attend_supports(const AttendArgs& args) {
-  return head_dim(args.key) <= kMaxHeadDim && head_dim(args.value) <= kMaxHeadDim;
+  return head_dim(args.key) <= kMaxHeadDim && head_dim(args.value) <= kMaxHeadDim &&
+         (!has_rope(args) || head_dim(args.rope) <= kMaxHeadDim);
 }
+
+// What keys have behind their latents: products of their own with queries of their own.
+struct RopeKeys {
+  RopeKeys(const AttendArgs& args)
+      : side(args.rope, NativeOrder::columns),
+        kernel(choose_score(side, args.query_dtype)),
+        width(round_up(side.dim, kBlock)) {
+    rows.side = &side, rows.query_dtype = args.query_dtype, rows.uses_code_kernels = uses_code_kernels(side);
+  }
+  const SideLayout side;
+  const ScoreKernel kernel;
+  const Index width;
+  ChunkRows rows;
+  alignas(64) float query[kTileFloats];
+  alignas(64) Byte packed[kTileRows * kPackedRow];
+  alignas(64) float scores[kTileRows * kChunk];
+};
 
 // Runs work items one after another. While it computes a chunk, it prefetches the next one.
 class ItemRunner {
@@ -39,6 +59,7 @@ class ItemRunner {
     key_rows_.query_dtype = value_rows_.query_dtype = args.query_dtype;
     key_rows_.uses_code_kernels = uses_code_kernels(key_);
     value_rows_.uses_code_kernels = uses_code_kernels(value_);
+    if (has_rope(args)) rope_.emplace(args);
   }
 
   void run(Index first, Index last) {
@@ -52,6 +73,10 @@ class ItemRunner {
   }
 
  private:
+  struct Addresses {
+    ChunkAddresses key, value, rope;
+  };
+
   // An item and the data of its sequence.
   struct Job {
     Job(const ItemRunner& runner, Index i, const Job* before)
@@ -97,11 +122,7 @@ class ItemRunner {
     const Index rows = num_rows(job);
     start_split(rows);
     bool is_first_split = true;
-    if (job.tokens.begin < job.tokens.end) {
-      const Tokens chunk = chunk_at(job, job.tokens.begin);
-      current_->key.find(job.slots, key_, job.item.first_head, chunk.begin, chunk.end - chunk.begin);
-      current_->value.find(job.slots, value_, job.item.first_head, chunk.begin, chunk.end - chunk.begin);
-    }
+    if (job.tokens.begin < job.tokens.end) find_rows(job, chunk_at(job, job.tokens.begin), *current_);
     for (Index token = job.tokens.begin; token < job.tokens.end;) {
       const Tokens chunk = chunk_at(job, token);
       find_next(job, chunk.end, next);
@@ -145,6 +166,7 @@ class ItemRunner {
       score_rows_[r] = score_row(args_, job.plan, row.new_token, row.head);
     }
     if (has_bias(args_)) load_coefficients(job);
+    if (rope_) load_rope_queries(job);
     score_kernel_.pack(key_, query_, num_rows(job), key_width_, packed_);
   }
 
@@ -155,6 +177,17 @@ class ItemRunner {
       read_coefficients(args_.bias, job.plan.first_row + row.new_token, row.head,
                         coefficients_ + r * row_floats);
     }
+  }
+
+  [[gnu::noinline]] void load_rope_queries(const Job& job) {
+    RopeKeys& rope = *rope_;
+    for (Index r = 0; r < num_rows(job); ++r) {
+      float* to = rope.query + r * rope.width;
+      const Index from = query_at(job, tile_row(job, r)) + key_.dim * args_.query_stride[2];
+      read_floats(args_.query, args_.query_dtype, from, args_.query_stride[2], to, rope.side.dim);
+      for (Index d = rope.side.dim; d < rope.width; ++d) to[d] = 0.0f;
+    }
+    rope.kernel.pack(rope.side, rope.query, num_rows(job), rope.width, rope.packed);
   }
 
   // Prefetches queries of the next item and result rows of this one, which are written at its end: a share
@@ -185,11 +218,17 @@ class ItemRunner {
     if (first >= owner.tokens.end) {
       next_->key.repeat(current_->key);
       next_->value.repeat(current_->value);
+      if (rope_) next_->rope.repeat(current_->rope);
       return;
     }
-    const Tokens chunk = chunk_at(owner, first);
-    next_->key.find(owner.slots, key_, owner.item.first_head, chunk.begin, chunk.end - chunk.begin);
-    next_->value.find(owner.slots, value_, owner.item.first_head, chunk.begin, chunk.end - chunk.begin);
+    find_rows(owner, chunk_at(owner, first), *next_);
+  }
+
+  void find_rows(const Job& job, Tokens chunk, Addresses& to) const {
+    const Index head = job.item.first_head, count = chunk.end - chunk.begin;
+    to.key.find(job.slots, key_, head, chunk.begin, count);
+    to.value.find(job.slots, value_, head, chunk.begin, count);
+    if (rope_) to.rope.find(job.slots, rope_->side, head, chunk.begin, count);
   }
 
   KVLOOM_INLINE void run_chunk(const Job& job, Tokens chunk) {
@@ -208,11 +247,16 @@ class ItemRunner {
       score_kernel_.run(keys,
                         {query_ + r0 * key_width_, packed_, r0, seen.count, key_width_, scores_, &tiles_});
       if (has_bias(args_)) bias_products(job, h, r0, seen.count);
+      if (rope_) add_rope_products(r0, seen.count);
       for_rows(seen.count, [&]<int R>(Index r) {
         update_softmax<R>(args_, score_rows_ + r0 + r, first, job.plan.num_stored, scores_ + r * kChunk,
                           softmax_, r0 + r, factors_ + r);
       });
-      set_rows(values, current_->value, 2 * h + 1);
+      if (rope_) {  // the values are the keys
+        place_rows(values, current_->value, rows_[0]);
+      } else {
+        set_rows(values, current_->value, 2 * h + 1);
+      }
       value_kernel_(
           values, {scores_, factors_, seen.count, value_width_, accumulators_ + r0 * value_width_, &tiles_});
     }
@@ -232,6 +276,19 @@ class ItemRunner {
       const float* rows = coefficients_ + (first_row + r) * 2 * padded;
       add_bias<R>({rows, pairs, padded, waves_.cos + at, waves_.sin + at, table}, scores_ + r * kChunk);
     });
+  }
+
+  // Adds the products with what keys have behind their latents.
+  [[gnu::noinline]] void add_rope_products(Index first_row, Index num_rows) {
+    RopeKeys& rope = *rope_;
+    rope.rows.begin = key_rows_.begin, rope.rows.end = key_rows_.end, rope.rows.num_heads = 1;
+    rope.rows.next_scale = next_->rope.scale;
+    place_rows(rope.rows, current_->rope, current_->rope.row);
+    rope.rows.head = 0;
+    const float* query = rope.query + first_row * rope.width;
+    rope.kernel.run(rope.rows, {query, rope.packed, first_row, num_rows, rope.width, rope.scores, &tiles_});
+    for (Index i = 0; i < num_rows * kChunk; i += kLanes)
+      store(scores_ + i, load(scores_ + i) + load(rope.scores + i));
   }
 
   struct RowRange {
@@ -255,6 +312,7 @@ class ItemRunner {
     }
     shift_rows(next_->key.row, 0, rows_[2 * heads]);
     shift_rows(next_->value.row, 0, rows_[2 * heads + 1]);
+    if (rope_) shift_rows(next_->key.row, 0, rows_[1]);  // the values are the keys, which come next
     if (key_.heads_are_contiguous) list_by_address(next_->key.row, heads, key_, far_rows_[0][0]);
     if (value_.heads_are_contiguous) list_by_address(next_->value.row, heads, value_, far_rows_[1][0]);
   }
@@ -277,6 +335,13 @@ class ItemRunner {
     const Index distance = RowPrefetcher::distance(side.cache.itemsize);
     chunk.prefetcher = {rows, side.heads_are_contiguous ? far_rows_[i % 2][i / 2] : rows + distance,
                         args_.prefetches_to_l2};
+    chunk.head = i / 2;
+    if (side.scale.data && i >= 2) shift_rows(addresses.scale, side.scale_head_bytes(), addresses.scale);
+    place_rows(chunk, addresses, rows);
+  }
+
+  void place_rows(ChunkRows& chunk, ChunkAddresses& addresses, const Byte* const* rows) {
+    const SideLayout& side = *chunk.side;
     chunk.in_blocks = addresses.in_blocks;
     chunk.is_native = addresses.in_blocks && side.order != NativeOrder::none && chunk.uses_code_kernels;
     chunk.row = rows;
@@ -286,10 +351,7 @@ class ItemRunner {
     else if (!side.is_contiguous && !chunk.is_native)
       chunk.row = copy_rows(rows, addresses.begin, addresses.end, side.cache, gathered_, copied_rows_);
     chunk.scale = addresses.scale;
-    if (!side.scale.data) return;
-    chunk.head = i / 2;
-    if (i >= 2) shift_rows(addresses.scale, side.scale_head_bytes(), addresses.scale);
-    if (!side.scale_is_contiguous)
+    if (side.scale.data && !side.scale_is_contiguous)
       chunk.scale = copy_rows(addresses.scale, addresses.begin, addresses.end, side.scale, gathered_scales_,
                               copied_scales_);
   }
@@ -342,11 +404,8 @@ class ItemRunner {
   [[no_unique_address]] KVLOOM_TILES tiles_;
   ChunkRows key_rows_, value_rows_;
   const Byte *rows_[2 * (kTileHeads + 1)][kChunk], *far_rows_[2][kTileHeads][kChunk];
-  struct KeyValueAddresses {
-    ChunkAddresses key, value;
-  };
-  KeyValueAddresses both_[2];
-  KeyValueAddresses *current_ = both_, *next_ = both_ + 1;
+  Addresses both_[2];
+  Addresses *current_ = both_, *next_ = both_ + 1;
   ScoreRow score_rows_[kTileRows];
   SoftmaxRows softmax_;
   OnlineSoftmax merged_softmax_[kTileRows];
@@ -362,12 +421,14 @@ class ItemRunner {
   // Of a positional bias.
   alignas(64) float coefficients_[kTileRows * 2 * kMaxPairs];
   MiddleWaves waves_;
+  std::optional<RopeKeys> rope_;
 };
 
 // Whether this call has prompts, and they run in tiles.
 inline bool attend_in_tiles(const AttendArgs& args) {
 #ifdef KVLOOM_HAS_TILES
   bool has_prompts = false;
+  if (has_rope(args)) return false;
   for (Index b = 0; b < args.num_sequences; ++b)
     has_prompts |= args.seqstarts[b + 1] - args.seqstarts[b] > kMaxNewTokensToSplit;
   if (!has_prompts) return false;

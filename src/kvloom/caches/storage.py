@@ -197,7 +197,12 @@ class Storage:
             ops.store(*transform.stored(x, y, at), where[i].contiguous(), self.view)
 
     def attend(
-        self, query: Tensor, batch: ops.Batch, scores: ops.Scores, first_position: Tensor | None = None
+        self,
+        query: Tensor,
+        batch: ops.Batch,
+        scores: ops.Scores,
+        first_position: Tensor | None = None,
+        is_latent: bool = False,
     ) -> Tensor:
         """Attention over what is kept here; as ``ops.attend``.
 
@@ -207,12 +212,14 @@ class Storage:
             scores: The same, without a positional bias.
             first_position: ``[B]``, position in its text of token 0 of each sequence of the index; ``None``
                 for 0.
+            is_latent: As of ``ops.attend``.
         """
         transform = self.transform
         if transform is None:
-            return ops.attend(query, self.view, batch, scores)
-        query, scores = transform.query(query, scores, first_position)
-        return transform.output(ops.attend(query, self.view, batch, scores))
+            return ops.attend(query, self.view, batch, scores, is_latent=is_latent)
+        rank = self.view.key.head_dim if is_latent else 0
+        query, scores = transform.query(query, scores, first_position, rank)
+        return transform.output(ops.attend(query, self.view, batch, scores, is_latent=is_latent), rank)
 
     def attend_beside(
         self,
@@ -223,6 +230,7 @@ class Storage:
         newest: ops.Batch,
         num_newest: int,
         first_position: Tensor | None = None,
+        is_latent: bool = False,
     ) -> Tensor:
         """``attend``, where each query reads its ``num_newest`` newest tokens unquantized.
 
@@ -234,9 +242,11 @@ class Storage:
             newest: Where they lie there.
             num_newest: How many a query reads so, itself included.
             first_position: As of ``attend``.
+            is_latent: The same.
         """
-        part = ops.attend_part(query, exact.view, newest, scores_of_newest(scores, num_newest))
-        codes = self.view, batch, scores, self.transform, first_position
+        of_newest = scores_of_newest(scores, num_newest)
+        part = ops.attend_part(query, exact.view, newest, of_newest, is_latent=is_latent)
+        codes = self.view, batch, scores, self.transform, first_position, is_latent
         return attend_behind(part, query, *codes, skip=num_newest, skip_from=None)
 
     def replace(self, new: Mapping[int, Tensor], slots: Tensor, positions: Tensor | None = None) -> None:

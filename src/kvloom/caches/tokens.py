@@ -231,6 +231,7 @@ class Tokens:
         rows: Keys and values ``[B, H, N, D]`` as views of the cache, if they can be.
         transform: What was done to the view's keys and values; ``None`` for nothing.
         exact: The last columns unquantized, if they are kept so beside codes.
+        is_latent: Whether attention is to latents, the keys, with rope keys, the values: as ``ops.attend``.
     """
 
     view: KVView
@@ -239,6 +240,7 @@ class Tokens:
     rows: tuple[Tensor, Tensor] | None = None
     transform: Transform | None = None
     exact: Exact | None = None
+    is_latent: bool = False
 
     def gather(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Keys ``[B, H, N, Dk]`` and values ``[B, H, N, Dv]``: dequantized copies, or views.
@@ -307,12 +309,13 @@ class Tokens:
         if mask is not None:
             scores = replace(scores, mask=_shifted(mask, self.index.origins))
         if exact is None:
-            transform = self.transform
+            transform, is_latent = self.transform, self.is_latent
             if transform is None:
-                return ops.attend(query, self.view, batch, scores)
-            query, scores = transform.query(query, scores, self.index.first_position)
-            out = ops.attend(query, self.view, batch, scores)
-            return transform.output(out) if transform.value else out
+                return ops.attend(query, self.view, batch, scores, is_latent=is_latent)
+            rank = self.view.key.head_dim if is_latent else 0
+            query, scores = transform.query(query, scores, self.index.first_position, rank)
+            out = ops.attend(query, self.view, batch, scores, is_latent=is_latent)
+            return transform.output(out, rank) if rank or transform.value else out
         newest, start, skip_from = exact.tokens, None, None
         if first is not None or exact.known is not None:
             before = exact.before(self.index.num_columns)
@@ -324,8 +327,9 @@ class Tokens:
         of_newest = scores_of_newest(scores, exact.num_newest)
         if mask is not None:
             of_newest = replace(of_newest, mask=exact.mask(mask))
-        part = ops.attend_part(query, newest.view, newest.index.batch(num_new, start), of_newest)
-        codes = self.view, batch, scores, self.transform, self.index.first_position
+        own, is_latent = newest.index.batch(num_new, start), self.is_latent
+        part = ops.attend_part(query, newest.view, own, of_newest, is_latent=is_latent)
+        codes = self.view, batch, scores, self.transform, self.index.first_position, is_latent
         return attend_behind(part, query, *codes, skip=exact.num_newest, skip_from=skip_from)
 
     def _attend_row(
@@ -357,6 +361,7 @@ def attend_behind(
     scores: ops.Scores,
     transform: Transform | None,
     first_position: Tensor | None,
+    is_latent: bool = False,
     *,
     skip: int,
     skip_from: Tensor | None,
@@ -371,19 +376,23 @@ def attend_behind(
         scores: Of them.
         transform: What was done to them before they became codes, ``None`` for nothing.
         first_position: As ``TokenIndex.first_position``.
+        is_latent: As ``ops.attend``.
         skip: How many are read unquantized, as of ``ops.attend_part``.
         skip_from: The same.
 
     Returns:
         ``[T, Hq, Dv]``.
     """
-    dtype = query.dtype
+    dtype, rank = query.dtype, view.key.head_dim if is_latent else 0
+    is_changed = transform is not None and bool(rank or transform.value)
     if transform is not None:
-        query, scores = transform.query(query, scores, first_position)
-        if transform.value:  # values that are kept unquantized are not rotated
-            part = part._replace(out=transform.output(part.out))
-    out = ops.attend_part(query, view, batch, scores, skip=skip, skip_from=skip_from, prior=part).out
-    return (transform.output(out) if transform is not None and transform.value else out).to(dtype)
+        query, scores = transform.query(query, scores, first_position, rank)
+        if is_changed:  # what is kept unquantized is not
+            part = part._replace(out=transform.attended(part.out, rank))
+    out = ops.attend_part(
+        query, view, batch, scores, is_latent=is_latent, skip=skip, skip_from=skip_from, prior=part
+    ).out
+    return (transform.output(out, rank) if transform is not None and is_changed else out).to(dtype)
 
 
 def _shifted(mask: Tensor, origins: Tensor | None) -> Tensor:

@@ -6,6 +6,7 @@ Shapes: B sequences, N tokens of each, T tokens of all, H heads, Hq query heads,
 from dataclasses import replace
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from kvloom import ops
@@ -75,7 +76,7 @@ class Transform(NamedTuple):
         return key, self.output(value)
 
     def query(
-        self, query: Tensor, scores: ops.Scores, first_position: Tensor | None
+        self, query: Tensor, scores: ops.Scores, first_position: Tensor | None, rank: int = 0
     ) -> tuple[Tensor, ops.Scores]:
         """Queries ``[T, Hq, D]`` for keys as they are stored, and how their scores are formed.
 
@@ -84,15 +85,39 @@ class Transform(NamedTuple):
             scores: Of the model, without a positional bias.
             first_position: ``[B]``, positions of the first token of each sequence in the index; ``None``
                 for 0.
+            rank: Elements of the keys that are latents, behind which a query has what is for the values, the
+                rope keys; 0 where keys are no latents.
         """
+        if rank:
+            latent, rope = query[..., :rank], query[..., rank:]
+            if self.smoothing is not None:
+                latent = self.smoothing.query(latent, None, self.key)[0]
+            elif self.key:
+                latent = ops.rotate(latent, self.key)
+            return torch.cat((latent, ops.rotate(rope, self.value) if self.value else rope), -1), scores
         if self.smoothing is None:
             return ops.rotate(query, self.key) if self.key else query, scores
         query, bias = self.smoothing.query(query, first_position, self.key)
         return query, scores if bias is None else replace(scores, positional_bias=bias)
 
-    def output(self, out: Tensor) -> Tensor:
-        """Attention's result ``[T, Hq, D]``, unrotated, or values that were read."""
+    def output(self, out: Tensor, rank: int = 0) -> Tensor:
+        """Attention's result ``[T, Hq, D]``, unrotated, or values that were read.
+
+        Of latents, of which ``rank`` says how many elements they have, it is made of keys.
+        """
+        if rank:
+            if self.smoothing is None:
+                return ops.rotate(out, self.key) if self.key else out
+            return self.smoothing.restored(out.reshape(-1, 1, rank), None, self.key).view(out.shape)
         return ops.rotate(out, self.value) if self.value else out
+
+    def attended(self, out: Tensor, rank: int = 0) -> Tensor:
+        """A result of attention to what is not transformed as if it were; arguments as of ``output``."""
+        if not rank:
+            return self.output(out)
+        if self.smoothing is None:
+            return ops.rotate(out, self.key) if self.key else out
+        return self.smoothing.smoothed(out.reshape(-1, 1, rank), None, self.key).view(out.shape)
 
 
 def _rotated(x: Tensor, block: int) -> Tensor:

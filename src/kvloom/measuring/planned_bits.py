@@ -15,11 +15,10 @@ from kvloom.core.spelling import parse_kind
 from kvloom.errors import ArgumentError
 from kvloom.integrations.transformers import KVCache
 from kvloom.integrations.transformers.bit_plan import BitPlan, config_digest
-from kvloom.integrations.transformers.build import text_config_of
 from kvloom.integrations.transformers.cache_argument import as_argument
 from kvloom.integrations.transformers.layers import KVCacheLayer
-from kvloom.integrations.transformers.loading import head_dim_of, head_dims_of
 from kvloom.integrations.transformers.positions import expect_positions
+from kvloom.integrations.transformers.text_config import head_dim_of, head_dims_of, text_config_of
 from kvloom.measuring.head_errors import HeadErrors
 from kvloom.measuring.quality import ROWS, expect_decoder
 

@@ -1,25 +1,27 @@
 """Public operators: check, choose, call. Values of slots are checked where that costs no synchronization."""
 
-import math
-from typing import Any, Final
-
 import torch
 from torch import Tensor
 
 from kvloom.core.checks import (
-    FLOAT_DTYPES,
     INDEX_DTYPES,
     INT64_END,
     debugging,
     expect,
     expect_range,
-    expect_tensor,
 )
 from kvloom.core.indexing import check_distinct, expect_slots
 from kvloom.core.memory import expect_disjoint, expect_writable
 from kvloom.core.views import KVView, detached
 from kvloom.errors import ArgumentError, ShapeError
 from kvloom.ops import schemas
+from kvloom.ops.attend_arguments import (
+    OF_BIAS,
+    attend_arguments,
+    bias_arguments,
+    expect_attend,
+    plain_arguments,
+)
 from kvloom.ops.choice import run
 from kvloom.ops.expect import (
     PARTS,
@@ -31,8 +33,8 @@ from kvloom.ops.expect import (
     loaded_bytes,
 )
 from kvloom.ops.offsets import KeyOffset, expect_offset, load_with_offset
-from kvloom.ops.plain import COMPILED, is_plain, store_plain
-from kvloom.ops.scores import CAUSAL, MAX_PAIRS, Batch, PositionalBias, Scores
+from kvloom.ops.plain import COMPILED, store_plain
+from kvloom.ops.scores import CAUSAL, Batch, Scores
 
 
 def store(key: Tensor, value: Tensor | None, slots: Tensor, kv: KVView, *, backend: str = "auto") -> None:
@@ -181,6 +183,7 @@ def attend(
     batch: Batch,
     scores: Scores = CAUSAL,
     *,
+    is_latent: bool = False,
     out: Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor:
@@ -202,6 +205,10 @@ def attend(
         kv: Keys and values, dequantized to the dtype of ``query``.
         batch: Ragged lengths and slots.
         scores: Scale, masks and biases; causal by default.
+        is_latent: Whether ``kv`` has latents as keys and rope keys as values, of one head, as multi-head
+            latent attention (MLA) caches them. A key is then the latent with the rope key behind it, and its
+            value is the latent; ``query`` is ``[Tq, Hq, Dk + Dv]``, the result ``[Tq, Hq, Dk]``, and the
+            default scale that of ``Dk + Dv``.
         out: Where the result goes, ``[Tq, Hq, Dv]``, contiguous, dtype of ``query``; new if ``None``. It
             shares no memory with what is read, and gets no gradient.
         backend: ``"auto"`` (by device), ``"reference"``, ``"cpu"`` or ``"triton"``.
@@ -216,7 +223,13 @@ def attend(
         UnsupportedError: on ``backward``: there is no gradient.
     """
     plain = plain_arguments(query, kv, batch, scores, out) if backend in COMPILED else None
-    if plain is not None:
+    if plain is not None and is_latent and out is None and scores.positional_bias is None:
+        try:
+            found: Tensor = schemas.attend_latent(*plain)
+            return found
+        except (ValueError, IndexError, RuntimeError, ArithmeticError):
+            pass  # the checks in Python have the better message
+    elif plain is not None and not is_latent:
         operator, into = schemas.attend, schemas.attend_out
         if scores.positional_bias is not None:
             plain = (*plain, *bias_arguments(scores))
@@ -229,10 +242,10 @@ def attend(
             return attended
         except (ValueError, IndexError, RuntimeError, ArithmeticError):
             pass  # the checks in Python have the better message
-    sizes = expect_attend(query, kv, batch, scores)
+    sizes = expect_attend(query, kv, batch, scores, is_latent)
     bias = bias_arguments(scores)
-    arguments = (*attend_arguments(query, kv, batch, scores, sizes["Dk"]), *bias)
-    overload = "attend.biased" if bias else "attend"
+    arguments = (*attend_arguments(query, kv, batch, scores, query.shape[2]), *bias)
+    overload = "attend.latent" if is_latent else "attend.biased" if bias else "attend"
     if out is None:
         result: Tensor = schemas.without_gradient("attend", run, backend, overload, kv.device, *arguments)
         return result
@@ -245,140 +258,7 @@ def attend(
     expect_writable("out", out)
     for name, x in (("query", query), *zip(PARTS, kv.tensors, strict=True), ("mask", scores.mask),
                     ("alibi_slopes", scores.alibi_slopes), ("sinks", scores.sinks),
-                    *zip(_OF_BIAS, bias, strict=False)):  # fmt: skip
+                    *zip(OF_BIAS, bias, strict=False)):  # fmt: skip
         if x is not None:
             expect_disjoint("out", out, name, x)
     return out.copy_(run(backend, overload, kv.device, *arguments))
-
-
-def plain_arguments(
-    query: Tensor, kv: KVView, batch: Batch, scores: Scores, *more: Tensor | None
-) -> tuple[Any, ...] | None:
-    """``attend_arguments`` if the compiled kernel can check them by itself, and ``more`` tensors."""
-    index, window = batch.index, scores.window
-    tensors = (query, *kv.tensors, index.table, index.row_starts, batch.seqstarts, batch.kvstarts,
-               batch.first_visible, scores.mask, scores.alibi_slopes, scores.sinks, *more)  # fmt: skip
-    if (bias := scores.positional_bias) is not None:
-        if not isinstance(bias, PositionalBias) or bias.coefficients is None or bias.frequencies is None:
-            return None
-        tensors = (*tensors, bias.coefficients, bias.frequencies, bias.first_position)
-    if query is None or kv.value is None or not is_plain(tensors):
-        return None
-    if type(batch.decoding_batches) is not int or type(index.page_size) is not int:
-        return None
-    if (window is not None and type(window) is not int) or query.ndim != 3 or not query.shape[2]:
-        return None
-    return attend_arguments(query, kv, batch, scores, query.shape[2])
-
-
-def attend_arguments(
-    query: Tensor, kv: KVView, batch: Batch, scores: Scores, head_dim: int
-) -> tuple[Any, ...]:
-    """What the operator takes."""
-    return (
-        query,
-        *kv.tensors,
-        batch.index.table,
-        batch.index.row_starts,
-        batch.index.page_size,
-        batch.seqstarts,
-        batch.kvstarts,
-        batch.decoding_batches,
-        batch.first_visible,
-        1.0 / math.sqrt(head_dim) if scores.scale is None else scores.scale,
-        scores.is_causal,
-        scores.mask,
-        scores.alibi_slopes,
-        scores.window,
-        scores.softcap,
-        scores.sinks,
-    )
-
-
-_OF_BIAS: Final = tuple(f"positional_bias.{x}" for x in ("coefficients", "frequencies", "first_position"))
-
-
-def bias_arguments(scores: Scores) -> tuple[Tensor | None, ...]:
-    """What overloads with a positional bias take behind all else, nothing without one."""
-    bias = scores.positional_bias
-    return () if bias is None else (bias.coefficients, bias.frequencies, bias.first_position)
-
-
-def expect_attend(query: Tensor, kv: KVView, batch: Batch, scores: Scores) -> dict[str, int]:
-    """Check the arguments of ``attend``; the sizes Tq, Hq, Dk and Dv."""
-    if kv.value is None:
-        raise ArgumentError("kv must have values, got a cache of keys only")
-    head_dim = kv.key.head_dim
-    if head_dim == 0:
-        raise ShapeError(f"kv must have keys of a head dim of at least 1, got {list(kv.key.cache.shape)}")
-    sizes = expect("query", query, "Tq Hq Dk", dtype=FLOAT_DTYPES, device=kv.device, Dk=head_dim)
-    if sizes["Hq"] % kv.num_heads:
-        raise ShapeError(f"query must have a multiple of {kv.num_heads} heads, got {sizes['Hq']}")
-    for name, side in (("key", kv.key), ("value", kv.value)):
-        expect_dtype(f"query (for the {name} cache)", query.dtype, side)
-    _expect_batch(batch, kv.device)
-    _expect_scores(scores, sizes, kv.device)
-    if scores.positional_bias is not None:
-        sequences = batch.kvstarts.shape[0] - 1
-        _expect_bias(scores.positional_bias, sizes | {"H": kv.num_heads, "B": sequences}, kv.device)
-    return sizes | {"Dv": kv.value.head_dim}
-
-
-def _expect_batch(batch: Batch, device: torch.device) -> None:
-    expect("seqstarts", batch.seqstarts, "B+1", dtype=INDEX_DTYPES, device=device)
-    sizes = expect("kvstarts", batch.kvstarts, "B+1", dtype=INDEX_DTYPES, device=device)
-    if batch.seqstarts.shape != batch.kvstarts.shape or sizes["B+1"] == 0:
-        raise ShapeError(
-            f"kvstarts must be {list(batch.seqstarts.shape)} as seqstarts, got {list(batch.kvstarts.shape)}"
-        )
-    index = batch.index
-    expect(
-        "index", index.table, "B P" if index.row_starts is None else "N", dtype=INDEX_DTYPES, device=device
-    )
-    if index.row_starts is not None:
-        expect("row_starts", index.row_starts, "B", dtype=INDEX_DTYPES, device=device)
-    expect_range("page_size", index.page_size, 1, INT64_END)
-    rows = index.table if index.row_starts is None else index.row_starts
-    if rows.shape[0] < sizes["B+1"] - 1:
-        raise ShapeError(
-            f"index must have a row for each of {sizes['B+1'] - 1} sequences, got {rows.shape[0]}"
-        )
-    expect_range("decoding_batches", batch.decoding_batches, 0, INT64_END)
-    if batch.first_visible is not None:
-        expect(
-            "first_visible", batch.first_visible, "B", dtype=INDEX_DTYPES, device=device, B=sizes["B+1"] - 1
-        )
-
-
-def _expect_scores(scores: Scores, sizes: dict[str, int], device: torch.device) -> None:
-    heads, rows = sizes["Hq"], sizes["Tq"]
-    if scores.mask is not None:
-        expect_tensor("mask", scores.mask)
-        axes = "Hq Tq Tkv" if scores.mask.ndim == 3 else "Tq Tkv"
-        expect("mask", scores.mask, axes, dtype=FLOAT_DTYPES, device=device, Hq=heads, Tq=rows)
-    for name in ("alibi_slopes", "sinks"):
-        x = getattr(scores, name)
-        if x is not None:
-            expect(name, x, "Hq", dtype=FLOAT_DTYPES, device=device, Hq=heads)
-    if scores.window is not None:
-        expect_range("window", scores.window, 1, INT64_END)
-    for name in ("scale", "softcap"):
-        x = getattr(scores, name)
-        if x is not None and not isinstance(x, int | float):
-            raise ArgumentError(f"{name} must be a number, got {x!r}")
-    if scores.softcap is not None and not 0 < scores.softcap < math.inf:
-        raise ArgumentError(f"softcap must be positive and finite, got {scores.softcap}")
-
-
-def _expect_bias(bias: PositionalBias, sizes: dict[str, int], device: torch.device) -> None:
-    if not isinstance(bias, PositionalBias):
-        raise ArgumentError(f"positional_bias must be a PositionalBias, got {type(bias).__name__}")
-    of_coefficients, of_frequencies, of_position = _OF_BIAS
-    dtypes = (torch.float64, torch.float32)
-    pairs = expect(of_frequencies, bias.frequencies, "H K", dtype=dtypes, device=device, H=sizes["H"])["K"]
-    if not 1 <= pairs <= MAX_PAIRS:
-        raise ShapeError(f"{of_frequencies} must be [H, K] with K from 1 to {MAX_PAIRS}, got K={pairs}")
-    known = {"Tq": sizes["Tq"], "Hq": sizes["Hq"], "2K": 2 * pairs}
-    expect(of_coefficients, bias.coefficients, "Tq Hq 2K", dtype=FLOAT_DTYPES, device=device, **known)
-    if bias.first_position is not None:
-        expect(of_position, bias.first_position, "B", dtype=INDEX_DTYPES, device=device, B=sizes["B"])

@@ -30,9 +30,11 @@ _DISPATCHED: dict[str, Callable[..., Any]] = {
     "copy": schemas.copy,
     "attend": schemas.attend,
     "attend.biased": schemas.attend_biased,
+    "attend.latent": schemas.attend_latent,
     "rotate": schemas.rotate,
     "attend_part": schemas.attend_part,
     "attend_part.biased": schemas.attend_part_biased,
+    "attend_part.latent": schemas.attend_latent_part,
     "smooth": schemas.smooth,
     "smooth_query": schemas.smooth_query,
 }
@@ -42,9 +44,11 @@ _REFERENCE: dict[str, Callable[..., Any]] = {
     "copy": reference.copy,
     "attend": schemas.attend_reference,
     "attend.biased": schemas.attend_biased_reference,
+    "attend.latent": schemas.attend_latent_reference,
     "rotate": reference.rotate,
     "attend_part": reference.attend_part,
     "attend_part.biased": reference.attend_part,
+    "attend_part.latent": reference.attend_latent_part,
     "smooth": reference.smooth,
     "smooth_query": reference.smooth_query,
 }
@@ -113,6 +117,10 @@ def _choose(backend: str, overload: str, device: torch.device, args: tuple[Any, 
         case "triton":
             if name not in triton.OPERATORS:
                 raise UnsupportedError(f"backend 'triton' has no {name} yet; use 'auto' or 'reference'")
+            if overload.endswith(".latent"):
+                raise UnsupportedError(
+                    "backend 'triton' attends to no latents yet; use 'auto' or 'reference'"
+                )
             if (refused := triton.why_not(name, device, *args)) is not None:
                 raise UnsupportedError(f"backend 'triton' {refused}; use 'auto' or 'reference'")
             return triton.operator(name)

@@ -2,9 +2,9 @@
 
 from weakref import finalize
 
-from kvloom.ops.impl.cpu import hold_batch_invariance, why_not_batch_invariant
+from kvloom.ops.impl.cpu import hold_batch_invariance, is_batch_invariant, why_not_batch_invariant
 
-__all__ = ["BatchInvariance", "why_not_batch_invariant"]
+__all__ = ["BatchInvariance", "is_batch_invariant", "why_not_batch_invariant"]
 
 
 class BatchInvariance:

@@ -13,7 +13,7 @@ from kvloom.core.checks import INDEX_DTYPES, INT64_END, expect, expect_range
 from kvloom.core.views import KVView
 from kvloom.errors import ArgumentError, ShapeError
 from kvloom.ops import schemas
-from kvloom.ops.api import attend_arguments, bias_arguments, expect_attend, plain_arguments
+from kvloom.ops.attend_arguments import attend_arguments, bias_arguments, expect_attend, plain_arguments
 from kvloom.ops.choice import run
 from kvloom.ops.plain import COMPILED
 from kvloom.ops.scores import CAUSAL, Batch, Scores
@@ -38,6 +38,7 @@ def attend_part(
     batch: Batch,
     scores: Scores = CAUSAL,
     *,
+    is_latent: bool = False,
     skip: int | None = None,
     skip_from: Tensor | None = None,
     prior: Part | None = None,
@@ -53,6 +54,7 @@ def attend_part(
         kv: As ``attend``; values have a head dim of at least 1.
         batch: As ``attend``.
         scores: As ``attend``; sinks must be those of one part only.
+        is_latent: As ``attend``.
         skip: Newest tokens that a query leaves out, itself included, of at least 1; ``None`` for none.
         skip_from: ``[B]`` int64 or int32, the first stored token that may be left out; 0 if ``None``.
         prior: The part that is merged with this one, of the same queries, contiguous.
@@ -70,16 +72,20 @@ def attend_part(
     if (
         backend in COMPILED
         and (skip is None or type(skip) is int)
+        and not (is_latent and scores.positional_bias is not None)
         and (prior is None or prior.out is not None)  # which the kernel would take for no prior
         and (own := plain_arguments(query, kv, batch, scores, skip_from, *before)) is not None
     ):
         bias = bias_arguments(scores)
-        operator = schemas.attend_part_biased if bias else schemas.attend_part
+        if is_latent:
+            operator = schemas.attend_latent_part
+        else:
+            operator = schemas.attend_part_biased if bias else schemas.attend_part
         try:
             return Part(*operator(*own, skip, skip_from, *before, *bias))
         except (ValueError, IndexError, RuntimeError, ArithmeticError):
             pass  # the checks in Python have the better message
-    sizes = expect_attend(query, kv, batch, scores)
+    sizes = expect_attend(query, kv, batch, scores, is_latent)
     if not sizes["Dv"]:
         raise ShapeError("kv must have values of a head dim of at least 1, got 0")
     if skip is not None:
@@ -89,10 +95,10 @@ def attend_part(
         expect("skip_from", skip_from, "B", dtype=INDEX_DTYPES, device=kv.device, B=num_sequences)
     if prior is not None:
         _expect_part(prior, sizes, kv.device)
-    own = attend_arguments(query, kv, batch, scores, sizes["Dk"])
+    own = attend_arguments(query, kv, batch, scores, query.shape[2])
     bias = bias_arguments(scores)
     own = (*own, skip, skip_from, *before, *bias)
-    name = "attend_part.biased" if bias else "attend_part"
+    name = "attend_part.latent" if is_latent else "attend_part.biased" if bias else "attend_part"
     return Part(*schemas.without_gradient("attend_part", run, backend, name, kv.device, *own))
 
 

@@ -33,7 +33,7 @@ LIB.define(
 )
 # One schema: the kernel of the device, the same into a given tensor, the reference by name, which no compiler
 # can trace, and a part of an attention; each also with a positional bias, whose arguments would cost calls
-# without one.
+# without one, and of latents, whose values are their keys.
 _PART = ", int? skip, Tensor? skip_from, Tensor? prior, Tensor? prior_lse"
 _BIAS = ", Tensor coefficients, Tensor frequencies, Tensor? first_position"
 _OUT = ", Tensor(a!) out"
@@ -46,6 +46,9 @@ for _name, _more, _returns in (
     ("attend.biased_reference", _BIAS, "Tensor"),
     ("attend_part", _PART, "(Tensor out, Tensor lse)"),
     ("attend_part.biased", _PART + _BIAS, "(Tensor out, Tensor lse)"),
+    ("attend.latent", "", "Tensor"),
+    ("attend.latent_reference", "", "Tensor"),
+    ("attend_part.latent", _PART, "(Tensor out, Tensor lse)"),
 ):
     LIB.define(
         f"{_name}(Tensor query, Tensor key_cache, Tensor value_cache, Tensor? key_scale, Tensor? value_scale,"
@@ -61,6 +64,9 @@ for _name in ("store", "load", "copy", "attend", "attend_part", "rotate", "smoot
 for _name in ("attend.biased", "attend.reference", "attend.biased_reference"):
     LIB.impl(_name, reference.attend, "CompositeExplicitAutograd")
 LIB.impl("attend_part.biased", reference.attend_part, "CompositeExplicitAutograd")
+for _name in ("attend.latent", "attend.latent_reference"):
+    LIB.impl(_name, reference.attend_latent, "CompositeExplicitAutograd")
+LIB.impl("attend_part.latent", reference.attend_latent_part, "CompositeExplicitAutograd")
 
 
 def _attend_out(*args: Any) -> None:
@@ -163,6 +169,22 @@ def _attend_part_fake(
     return query.new_empty(sizes, dtype=torch.float32), query.new_empty(sizes[:2], dtype=torch.float32)
 
 
+def _attend_latent_fake(
+    query: Tensor,
+    latent_cache: Tensor,
+    rope_cache: Tensor,
+    latent_scale: Tensor | None,
+    rope_scale: Tensor | None,
+    *rest: object,
+) -> Tensor:
+    return query.new_empty((*query.shape[:2], head_dim_of(latent_cache, latent_scale)))
+
+
+def _attend_latent_part_fake(*args: Any) -> tuple[Tensor, Tensor]:
+    out = _attend_latent_fake(*args).float()
+    return out, out.new_empty(out.shape[:2])
+
+
 class _WithoutGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, what: str, function: Callable[..., Any], *args: Any) -> Any:
@@ -196,6 +218,9 @@ torch.library.register_fake("kvloom::smooth", _smooth_fake, lib=LIB)
 torch.library.register_fake("kvloom::smooth_query", _smooth_query_fake, lib=LIB)
 for _name in ("attend", "attend.biased", "attend.reference", "attend.biased_reference"):
     torch.library.register_fake(f"kvloom::{_name}", _attend_fake, lib=LIB)
+for _name in ("attend.latent", "attend.latent_reference"):
+    torch.library.register_fake(f"kvloom::{_name}", _attend_latent_fake, lib=LIB)
+torch.library.register_fake("kvloom::attend_part.latent", _attend_latent_part_fake, lib=LIB)
 for _name in ("attend.out", "attend.biased_out"):
     torch.library.register_fake(f"kvloom::{_name}", _writes_only, lib=LIB)
 for _name in ("attend_part", "attend_part.biased"):
@@ -213,5 +238,8 @@ attend_out = torch.ops.kvloom.attend.out
 attend_biased_out = torch.ops.kvloom.attend.biased_out
 attend_reference = torch.ops.kvloom.attend.reference
 attend_biased_reference = torch.ops.kvloom.attend.biased_reference
+attend_latent = torch.ops.kvloom.attend.latent
+attend_latent_reference = torch.ops.kvloom.attend.latent_reference
+attend_latent_part = torch.ops.kvloom.attend_part.latent
 attend_part = torch.ops.kvloom.attend_part.default
 attend_part_biased = torch.ops.kvloom.attend_part.biased

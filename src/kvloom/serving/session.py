@@ -14,7 +14,7 @@ from kvloom.integrations.transformers import continuous_batching, summary_of
 from kvloom.integrations.transformers.batching.manager import expect_known
 from kvloom.integrations.transformers.batching.report import BatchReport
 from kvloom.integrations.transformers.batching.sampling import choose_by_request
-from kvloom.integrations.transformers.build import text_config_of
+from kvloom.integrations.transformers.text_config import text_config_of
 from kvloom.serving import Refused
 from kvloom.serving.answers import Answers
 from kvloom.serving.prompts import Prompts, expect_room

@@ -13,9 +13,10 @@ from kvloom.integrations.transformers.content import content_of
 from kvloom.integrations.transformers.enabling import disable, enable
 from kvloom.integrations.transformers.invariance import LayerReport, report_layers
 from kvloom.integrations.transformers.layers import KVCacheLayer
-from kvloom.integrations.transformers.loading import Streamer, head_dim_of, load_model, summary_of
+from kvloom.integrations.transformers.loading import Streamer, load_model, summary_of
 from kvloom.integrations.transformers.masks import attention_mask
 from kvloom.integrations.transformers.pool import KVPool
+from kvloom.integrations.transformers.text_config import head_dim_of
 
 AttentionInterface.register(IMPLEMENTATION, attention)
 AttentionMaskInterface.register(IMPLEMENTATION, attention_mask)

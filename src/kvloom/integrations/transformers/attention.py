@@ -4,7 +4,7 @@ Shapes: B sequences, Q queries of each, N tokens of keys and values, H key/value
 and Dv head dims.
 """
 
-from collections.abc import Callable
+import math
 from dataclasses import replace
 from typing import Any, Final
 
@@ -18,6 +18,8 @@ from kvloom.core.indexing import CacheIndex
 from kvloom.core.layouts import CacheLayout
 from kvloom.core.views import KVView
 from kvloom.errors import ArgumentError, ShapeError, UnsupportedError
+from kvloom.integrations.transformers.latents import Absorbed, ExpandedStates
+from kvloom.integrations.transformers.lazy_states import LazyStates, refuse_gradient
 from kvloom.integrations.transformers.lazy_tensor import LazyTensor
 from kvloom.integrations.transformers.masks import CompactMask, visible
 
@@ -30,88 +32,6 @@ _REFUSED: Final = ("head_mask", "indices", "block_indices", "sinks", "cache")
 _ASKED: Final = frozenset((*_REFUSED, "output_attentions"))
 
 _DENSE: Final = CacheLayout("B H S D")
-
-
-class LazyStates(LazyTensor):
-    """Keys or values ``[B, H, N, D]`` of a layer, left where they lie.
-
-    Attention gets nothing of a cache but what ``update`` returned, so ``update`` returns these, a pair.
-
-    Attributes:
-        tokens: The tokens of the layer.
-        dtype: That attention computes in, of the keys or values that were stored last.
-        untrained: These, whose gradient was lost when they were stored; ``None`` if they have none.
-    """
-
-    tokens: Tokens
-    dtype: torch.dtype
-    untrained: Tensor | None
-    _key_states: "LazyStates | None" = None  # the keys that belong to these values
-    _gathered: tuple[Tensor, Tensor] | None = None
-    is_written: bool = False  # of keys: what is gathered of them or the values differs from the tokens
-
-    @property
-    def device(self) -> torch.device:
-        """Where the tokens are."""
-        return self.tokens.view.device
-
-    @classmethod
-    def pair(cls, tokens: Tokens, key: Tensor, value: Tensor) -> tuple["LazyStates", "LazyStates"]:
-        """Keys and values, of which ``key`` and ``value`` were stored last."""
-        pair = cls(), cls()  # without calls of ``__init__``, of which each layer would pay for two
-        for states, newest in zip(pair, (key, value), strict=True):
-            states.tokens, states.dtype = tokens, newest.dtype
-            states.untrained = newest if newest.requires_grad else None
-        pair[1]._key_states = pair[0]
-        return pair
-
-    @property
-    def shape(self) -> torch.Size:
-        """``[B, H, N, D]``."""
-        view, index = self.tokens.view, self.tokens.index
-        if self._key_states is None:
-            head_dim = view.key.head_dim
-        else:
-            head_dim = 0 if view.value is None else view.value.head_dim
-        return torch.Size((len(index.lengths), view.num_heads, index.num_columns, head_dim))
-
-    def gather(self) -> Tensor:
-        """The tensor, dequantized; keys and values are gathered together, once."""
-        keys = self if self._key_states is None else self._key_states
-        if keys._gathered is None:
-            keys._gathered = self.tokens.gather(keys.dtype)
-        return refuse_gradient(keys._gathered[0 if keys is self else 1], self.untrained)
-
-    def __setitem__(self, where: Any, x: Any) -> None:
-        """Write a copy, which attention then reads; the cache keeps what it has."""
-        keys = self if self._key_states is None else self._key_states
-        if not keys.is_written:
-            keys._gathered = replace(self.tokens, rows=None).gather(keys.dtype)
-            keys.is_written = True
-        self.gather()[where] = x
-
-
-class _NoGradient(torch.autograd.Function):
-    """Passes a result on; ``backward`` raises, since stored tokens have lost their gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, computed: Tensor, *untrained: Tensor) -> Tensor:
-        return computed.view_as(computed)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> None:
-        raise UnsupportedError(
-            "a KVCache stores keys and values without their gradient: train with use_cache=False"
-        )
-
-
-def refuse_gradient(computed: Tensor, *untrained: Tensor | None) -> Tensor:
-    """``computed``, of which ``backward`` raises UnsupportedError if it should reach ``untrained``."""
-    if not torch.is_grad_enabled() or torch.compiler.is_compiling():  # a compiler would trace the backward
-        return computed
-    refuse: Callable[..., Tensor] = _NoGradient.apply
-    lost = [x for x in untrained if x is not None and x.requires_grad]
-    return refuse(computed, *lost) if lost else computed
 
 
 def attention(
@@ -155,11 +75,17 @@ def attention(
     """
     if dropout > 0 or not _ASKED.isdisjoint(kwargs):
         _expect_served(dropout, kwargs)
+    absorbed: Absorbed | None = None
+    if isinstance(key, ExpandedStates) and isinstance(value, ExpandedStates):
+        absorbed = key.absorbed(value, query)
+        if absorbed is not None:
+            scaling = 1.0 / math.sqrt(query.shape[3]) if scaling is None else scaling
+            key, value, query = key.latents, key.rope, absorbed.query
     are_lazy = isinstance(key, LazyStates) and isinstance(value, LazyStates)
     if are_lazy and key.tokens is value.tokens and not key.is_written:
-        tokens = key.tokens
+        tokens = key.tokens if absorbed is None else replace(key.tokens, is_latent=True)
     else:
-        key, value = (x.gather() if isinstance(x, LazyStates) else x for x in (key, value))
+        key, value = (x.gather() if isinstance(x, LazyTensor) else x for x in (key, value))
         tokens = _dense(key, value, attention_mask)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     first = mask = None
@@ -183,6 +109,8 @@ def attention(
         mask = mask + position_bias
     scores = ops.Scores(scaling, bool(causal), softcap=softcap, sinks=s_aux)
     out = tokens.attend(query, scores, first=first, mask=mask)
+    if absorbed is not None:
+        out = absorbed.values(out)
     if torch.is_grad_enabled():
         out = refuse_gradient(out, *(x.untrained for x in (key, value) if isinstance(x, LazyStates)))
     return out, None

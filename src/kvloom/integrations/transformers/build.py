@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 import transformers
-from transformers import DynamicCache, PretrainedConfig, cache_utils
+from transformers import DynamicCache, cache_utils
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from kvloom.caches import CacheFormat, FixedLayer, PagedLayer, Pages, Sequences
@@ -16,13 +16,14 @@ from kvloom.core.specs import QuantSpec
 from kvloom.core.spelling import is_plan, parse_kind, recent_of
 from kvloom.errors import ArgumentError, ConfigError, UnsupportedError
 from kvloom.integrations.transformers.bit_plan import BitPlan, config_digest
+from kvloom.integrations.transformers.latents import answer_latents, has_latents
 from kvloom.integrations.transformers.layers import (
     HybridKVCacheLayer,
     KVCacheLayer,
     StaticKVCacheLayer,
     TheirHybridLayer,
 )
-from kvloom.integrations.transformers.loading import head_dims_of
+from kvloom.integrations.transformers.text_config import head_dims_of, text_config_of
 
 if TYPE_CHECKING:
     from kvloom.integrations.transformers.smoothing import LayerSmoothing
@@ -30,26 +31,11 @@ if TYPE_CHECKING:
 # Kinds of layers that this library keeps, where a configuration names them.
 _KINDS: Final = (None, "full_attention", "sliding_attention", "chunked_attention", "hybrid")
 
+_BITS_OF_ROPE_KEYS: Final = 8
+
 # Layers without keys of their own, and with recurrent states, in transformers that have them.
 DummyLayer: Final = getattr(cache_utils, "DummyLayer", type(None))
 StatefulLayer: Final = getattr(cache_utils, "LinearAttentionCacheLayerMixin", type(None))
-
-
-def text_config_of(model: Any) -> Any:
-    """The configuration of the part that generates text.
-
-    Raises:
-        ArgumentError: ``model`` is none.
-    """
-    config = getattr(model, "config", None)
-    if not isinstance(config, PretrainedConfig):
-        got = (
-            f"the configuration {type(model).__name__}"
-            if isinstance(model, PretrainedConfig)
-            else repr(model)
-        )
-        raise ArgumentError(f"model must be a PreTrainedModel, got {got}")
-    return config.get_text_config(decoder=True)
 
 
 def layers_used(model: Any) -> set[int] | None:
@@ -73,6 +59,8 @@ def cache_format(
 
     ``smoothing`` is that of each layer, as ``smoothing_for`` has it.
     """
+    if layout == "auto" and has_latents(config):
+        layout = "HND"  # that of values, which latents are, too
     if is_plan(kv):
         if values is not None:
             raise ArgumentError(f"values must be None beside a plan, got {values!r}")
@@ -89,6 +77,8 @@ def cache_format(
     )
     for (name, text, side), head_dim in zip(sides, head_dims_of(config) or (None, None), strict=True):
         dtype, quant = kept_as(name, text, side)
+        if side == "values" and values is None and has_latents(config):
+            quant = _of_rope_keys(quant)
         if quant is not None and head_dim is not None:
             _expect_divides(name, text, quant, head_dim)
         formats.append(CacheFormat(dtype, quant, page_size, max_tokens, layout=layout))
@@ -98,6 +88,13 @@ def cache_format(
         raise ArgumentError(f"values must keep as many recent tokens as kv, {said[0]}, got {values!r}")
     recent = recent_of(*kinds)
     return _smoothed(replace(formats[0], values=formats[1], recent=recent), smoothing, [kinds[0].smooth])
+
+
+def _of_rope_keys(quant: QuantSpec | None) -> QuantSpec | None:
+    """How rope keys are kept beside latents that are kept so: a few channels with the positions of all."""
+    if quant is None or quant.bits >= _BITS_OF_ROPE_KEYS:
+        return quant
+    return QuantSpec(_BITS_OF_ROPE_KEYS)
 
 
 def _smoothed(
@@ -145,6 +142,8 @@ def make_layers(
             layer is wanted beside recurrent states.
     """
     config = text_config_of(model)
+    if has_latents(config):
+        answer_latents(model)
     # The one that says how attention computes: of an old encoder-decoder model, ``config`` is a copy.
     live = model.config if type(config) is type(model.config) else config
     theirs, used = DynamicCache(config=config).layers, layers_used(model)

@@ -18,13 +18,7 @@ from kvloom.caches import FixedLayer, PagedLayer, Sequences
 from kvloom.caches.groups import Groups
 from kvloom.caches.memory import too_long_for
 from kvloom.errors import ArgumentError, OutOfPages, StateError, UnsupportedError
-from kvloom.integrations.transformers.build import (
-    DummyLayer,
-    StatefulLayer,
-    cache_format,
-    make_layers,
-    text_config_of,
-)
+from kvloom.integrations.transformers.build import DummyLayer, StatefulLayer, cache_format, make_layers
 from kvloom.integrations.transformers.changes import (
     changes_of_length,
     changes_of_rows,
@@ -35,6 +29,7 @@ from kvloom.integrations.transformers.layers import KVCacheLayer, States
 from kvloom.integrations.transformers.legacy import expect_pairs, legacy_pairs, plain_layers
 from kvloom.integrations.transformers.lengths import counts_of_rows, expect_maskable, lengths_of
 from kvloom.integrations.transformers.smoothing import smoothing_for
+from kvloom.integrations.transformers.text_config import text_config_of
 
 _LOG: Final = logging.getLogger("kvloom")
 

@@ -9,7 +9,6 @@ from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 
 from kvloom.errors import ArgumentError, UnsupportedError
 from kvloom.integrations.transformers.attention import IMPLEMENTATION
-from kvloom.integrations.transformers.build import text_config_of
 from kvloom.integrations.transformers.cache import KVCache
 from kvloom.integrations.transformers.cache_argument import (
     CACHE_ARGUMENT,
@@ -19,6 +18,7 @@ from kvloom.integrations.transformers.cache_argument import (
     given_cache,
 )
 from kvloom.integrations.transformers.invariance import expect_wish, hold_layers, release_layers
+from kvloom.integrations.transformers.text_config import text_config_of
 
 _LOG: Final = logging.getLogger("kvloom")
 _ENABLED: Final = "_kvloom_enabled"

@@ -18,11 +18,12 @@ from kvloom.caches.sequences import with_residuals
 from kvloom.caches.storage import Storage
 from kvloom.core.specs import dtype_name
 from kvloom.errors import UnsupportedError
-from kvloom.integrations.transformers.build import cache_format, make_layers, text_config_of
+from kvloom.integrations.transformers.build import cache_format, make_layers
 from kvloom.integrations.transformers.cache import KVCache
 from kvloom.integrations.transformers.cache_argument import as_argument
 from kvloom.integrations.transformers.module_reader import behavior_digest
 from kvloom.integrations.transformers.smoothing import smoothing_for
+from kvloom.integrations.transformers.text_config import text_config_of
 from kvloom.store.fingerprint import Fingerprint, LayerFormat
 from kvloom.store.probe import Probe
 from kvloom.store.sums import checksum

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from transformers import GenerationConfig
 
 from kvloom.errors import ArgumentError, UnsupportedError
-from kvloom.integrations.transformers.build import text_config_of
 from kvloom.integrations.transformers.cache import KVCache
 from kvloom.integrations.transformers.cache_argument import as_argument
 from kvloom.integrations.transformers.content import placeholders_of
 from kvloom.integrations.transformers.pool import KVPool
+from kvloom.integrations.transformers.text_config import text_config_of
 
 _PAGE: Final = 4
 _FOUND: Final = 20

@@ -19,7 +19,8 @@ from kvloom.caches.assigning import SIDES
 from kvloom.caches.read_only import ReadOnly, WrittenBack
 from kvloom.core.checks import FLOAT_DTYPES, expect
 from kvloom.errors import ArgumentError, StateError, UnsupportedError
-from kvloom.integrations.transformers.attention import IMPLEMENTATION, LazyStates, refuse_gradient
+from kvloom.integrations.transformers.attention import IMPLEMENTATION
+from kvloom.integrations.transformers.lazy_states import LazyStates, refuse_gradient
 
 # Until transformers 5.12 ``crop(n)`` kept n tokens; since then ``crop(-n)`` removes n.
 _CROP_KEEPS: Final = "tokens_to_remove" not in inspect.signature(Cache.crop).parameters

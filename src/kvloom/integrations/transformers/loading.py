@@ -17,23 +17,6 @@ from kvloom.errors import ArgumentError
 from kvloom.models import check_model_folder
 
 
-def head_dim_of(config: Any) -> int:
-    """Elements of a head vector of a text model, which not every configuration states."""
-    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
-
-
-def head_dims_of(config: Any) -> tuple[int, int] | None:
-    """Elements of a head vector of the keys and of the values that a cache gets.
-
-    ``None`` without attention, and with latent vectors: whether they are cached as they are or expanded,
-    transformers' version says.
-    """
-    has_heads = getattr(config, "head_dim", None) or getattr(config, "num_attention_heads", None)
-    if hasattr(config, "kv_lora_rank") or not has_heads:
-        return None
-    return head_dim_of(config), head_dim_of(config)
-
-
 def load_model(
     path: str | Path, dtype: torch.dtype | None = None, *, progress: bool = True
 ) -> tuple[Any, Any]:

@@ -14,15 +14,15 @@ from kvloom.caches.prefixes import GroupTable, Prefixes, PrefixGroup
 from kvloom.caches.sequences import with_residuals
 from kvloom.core.checks import INDEX_DTYPES, expect
 from kvloom.errors import ArgumentError, StateError, UnsupportedError
-from kvloom.integrations.transformers.build import DummyLayer, cache_format, make_layers, text_config_of
+from kvloom.integrations.transformers.build import DummyLayer, cache_format, make_layers
 from kvloom.integrations.transformers.cache import KVCache
 from kvloom.integrations.transformers.content import is_within
 from kvloom.integrations.transformers.invariance import NO_WISH, Wish, expect_wish
 from kvloom.integrations.transformers.layers import KVCacheLayer
-from kvloom.integrations.transformers.loading import head_dims_of
 from kvloom.integrations.transformers.origin import PoolCache, scope_in
 from kvloom.integrations.transformers.pool_model import PoolModel, expect_prefixes
 from kvloom.integrations.transformers.smoothing import smoothing_for, smoothing_report
+from kvloom.integrations.transformers.text_config import head_dims_of, text_config_of
 from kvloom.paging import Miss
 from kvloom.tracing.recorder import Recorded, Recorder
 

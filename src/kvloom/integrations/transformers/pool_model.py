@@ -11,7 +11,6 @@ from torch import Tensor
 from kvloom.caches import CacheFormat
 from kvloom.core.checks import INDEX_DTYPES, expect
 from kvloom.errors import ArgumentError, UnsupportedError
-from kvloom.integrations.transformers.build import text_config_of
 from kvloom.integrations.transformers.content import expect_content, placeholders_of
 from kvloom.integrations.transformers.invariance import (
     Wish,
@@ -22,6 +21,7 @@ from kvloom.integrations.transformers.invariance import (
 from kvloom.integrations.transformers.origin import Origin, watch_inputs
 from kvloom.integrations.transformers.padding import padding_of
 from kvloom.integrations.transformers.rope import dynamic_rope
+from kvloom.integrations.transformers.text_config import text_config_of
 from kvloom.integrations.transformers.watch import ModelWatch
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from kvloom.errors import ArgumentError
-from kvloom.integrations.transformers.build import text_config_of
+from kvloom.integrations.transformers.text_config import text_config_of
 
 
 def positions_of(model: Any) -> int | None:

@@ -11,6 +11,7 @@ import re
 import sys
 from collections.abc import Iterable
 from pathlib import Path
+from threading import Lock
 from typing import Final, NamedTuple
 
 import torch
@@ -134,8 +135,19 @@ def choose_prefetch(prefetch: str) -> None:
 
 def hold_batch_invariance(change: int) -> None:
     """Add to the number of those who want attention to be batch invariant; from any thread, at any time."""
+    with _HOLDING:
+        _NUM_HOLDERS[0] += change
     if _HANDLE is not None:
         _HANDLE.kvloom_hold_batch_invariance(change)
+
+
+def is_batch_invariant() -> bool:
+    """Whether somebody wants attention to be batch invariant."""
+    return _NUM_HOLDERS[0] > 0
+
+
+_HOLDING: Final = Lock()
+_NUM_HOLDERS: Final = [0]
 
 
 def why_not_batch_invariant(dtype: torch.dtype) -> str | None:

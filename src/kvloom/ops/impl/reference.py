@@ -113,6 +113,24 @@ def attend_part(query: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
     """``attend`` over some of the stored tokens, in float32, merged with a part before."""
     own, (skip, skip_from, prior, prior_lse, *bias) = arguments[:NUM_SHARED], arguments[NUM_SHARED:]
     out, lse = _attend(query, *own, skip=skip, skip_from=skip_from, bias=bias)
+    return _merged(out, lse, prior, prior_lse)
+
+
+def attend_latent(query: Tensor, *arguments: Any) -> Tensor:
+    """``attend`` to latents and rope keys: a key is both, one behind the other, and its value the latent."""
+    return _attend(query, *arguments, bias=(), is_latent=True)[0].to(query.dtype)
+
+
+def attend_latent_part(query: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+    """``attend_part`` to latents and rope keys."""
+    own, (skip, skip_from, prior, prior_lse) = arguments[:NUM_SHARED], arguments[NUM_SHARED:]
+    out, lse = _attend(query, *own, skip=skip, skip_from=skip_from, bias=(), is_latent=True)
+    return _merged(out, lse, prior, prior_lse)
+
+
+def _merged(
+    out: Tensor, lse: Tensor, prior: Tensor | None, prior_lse: Tensor | None
+) -> tuple[Tensor, Tensor]:
     if prior is None or prior_lse is None:
         return out, lse
     top = torch.maximum(lse, prior_lse)
@@ -149,6 +167,7 @@ def _attend(
     skip: int | None = None,
     skip_from: Tensor | None = None,
     bias: Sequence[Any],
+    is_latent: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """The result of ``attend`` in float32, ``[Tq, Hq, Dv]``, and the logarithm of each sum, ``[Tq, Hq]``."""
     index = CacheIndex(table, row_starts, page_size)
@@ -168,7 +187,8 @@ def _attend(
     if can_read(kvstarts):
         check_index("index", index, kvstarts.diff(), key_cache.shape[:3].numel())
     keys, values = Side(key_cache, key_scale), Side(value_cache, value_scale)
-    out = query.new_empty((*query.shape[:2], values.head_dim), dtype=torch.float32)
+    value_dim = (keys if is_latent else values).head_dim
+    out = query.new_empty((*query.shape[:2], value_dim), dtype=torch.float32)
     lse = out.new_empty(query.shape[:2])
     for b, (num_new, num_stored) in enumerate(zip(new, stored, strict=True)):
         rows, columns = slice(seq[b], seq[b + 1]), slice(kv[b], kv[b + 1])
@@ -177,6 +197,8 @@ def _attend(
         k_pos = torch.arange(num_stored, device=query.device)
         slots = _checked(index.slots(torch.full_like(k_pos, b), k_pos), key_cache, "index")
         key, value = (_load_side(slots, side, query.dtype) for side in (keys, values))
+        if is_latent:
+            key, value = torch.cat((key, value), dim=-1), key
         num_kv_heads = key.shape[1]
         q_HRqD = query[rows].float().unflatten(1, (num_kv_heads, -1)).permute(1, 2, 0, 3)
         k_HkD, v_HkD = key.float().transpose(0, 1), value.float().transpose(0, 1)

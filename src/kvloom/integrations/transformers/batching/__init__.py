@@ -11,9 +11,10 @@ from transformers import PreTrainedModel
 
 from kvloom.errors import ArgumentError, StateError, UnsupportedError
 from kvloom.integrations.transformers.batching.report import BatchReport, PageMap, RequestPages
-from kvloom.integrations.transformers.build import cache_format, text_config_of
+from kvloom.integrations.transformers.build import cache_format
 from kvloom.integrations.transformers.invariance import expect_wish, hold_layers, release_layers
 from kvloom.integrations.transformers.pool_model import expect_prefixes
+from kvloom.integrations.transformers.text_config import text_config_of
 from kvloom.paging import expect_policy
 
 __all__ = ["OLDEST", "BatchReport", "PageMap", "RequestPages", "continuous_batching"]

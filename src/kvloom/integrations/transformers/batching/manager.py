@@ -21,10 +21,7 @@ from kvloom.integrations.transformers.batching.held import SALT
 from kvloom.integrations.transformers.batching.report import BatchReport, PageMap
 from kvloom.integrations.transformers.batching.scheduler import scheduler_class
 from kvloom.integrations.transformers.batching.sizes import windows_of
-from kvloom.integrations.transformers.build import (
-    cache_format,
-    text_config_of,
-)
+from kvloom.integrations.transformers.build import cache_format
 from kvloom.integrations.transformers.invariance import (
     NO_WISH,
     Wish,
@@ -32,9 +29,9 @@ from kvloom.integrations.transformers.invariance import (
     release_layers,
     report_layers,
 )
-from kvloom.integrations.transformers.loading import head_dims_of
 from kvloom.integrations.transformers.rope import dynamic_rope
 from kvloom.integrations.transformers.smoothing import smoothing_for, smoothing_report
+from kvloom.integrations.transformers.text_config import head_dims_of, text_config_of
 from kvloom.integrations.transformers.watch import ModelWatch
 from kvloom.paging import Miss, expect_policy
 from kvloom.tracing.recorder import Recorded, Recorder

@@ -22,9 +22,9 @@ from kvloom.errors import StateError, UnsupportedError
 from kvloom.integrations.transformers.batching.attention import IMPLEMENTATION
 from kvloom.integrations.transformers.batching.manager import BatchingManager
 from kvloom.integrations.transformers.bit_plan import config_digest
-from kvloom.integrations.transformers.build import text_config_of
 from kvloom.integrations.transformers.loading import summary_of
 from kvloom.integrations.transformers.rope import dynamic_rope
+from kvloom.integrations.transformers.text_config import text_config_of
 
 _LOG: Final = logging.getLogger("kvloom")
 _LENGTHS: Final = (40, 23, 5)

@@ -8,7 +8,7 @@ import torch
 
 from kvloom.caches import CacheFormat
 from kvloom.errors import UnsupportedError
-from kvloom.integrations.transformers.loading import head_dim_of
+from kvloom.integrations.transformers.text_config import head_dim_of
 
 
 def heads_of(config: Any) -> int:

@@ -13,7 +13,6 @@ from torch import nn
 
 from kvloom.core.spelling import expect_pack
 from kvloom.errors import ArgumentError, UnsupportedError
-from kvloom.integrations.transformers.build import text_config_of
 from kvloom.integrations.transformers.invariance.layers import (
     LINEAR,
     Invariant,
@@ -35,6 +34,7 @@ from kvloom.integrations.transformers.invariance.packing import (
     why_not_packable,
 )
 from kvloom.integrations.transformers.invariance.rules import NONE, rule_of
+from kvloom.integrations.transformers.text_config import text_config_of
 from kvloom.ops.invariance import BatchInvariance, why_not_batch_invariant
 
 _CHANGES: Final = "_kvloom_layers"

@@ -1,0 +1,260 @@
+"""Multi-head latent attention (MLA), whose caches hold latents: attention reads them where they lie.
+
+In each forward a model expands all of its cached latents to keys and values of all heads: ``expand_kv``, by
+the weight of ``kv_b_proj``. With the weight W of one head in two parts, of keys and of values, and latents c,
+
+    q . (W_k c) = (q W_k) . c        and        sum of p (W_v c) = W_v (sum of p c).
+
+So a few queries are multiplied by the weight instead of all tokens ("absorbed"), and attention has one
+key/value head: latents with rope keys behind them, of which the values are the latents.
+
+Shapes: B sequences, Q queries of each, N tokens, H heads; ``nope`` and ``rope`` elements of a query without
+and with positions, ``v`` of a value, ``rank`` of a latent.
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property, partial
+from importlib import import_module
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from kvloom.core.checks import FLOAT_DTYPES
+from kvloom.integrations.transformers.invariance.layers import InvariantRows
+from kvloom.integrations.transformers.invariance.packed_only import PackedOnly
+from kvloom.integrations.transformers.invariance.rules import NONE, Product, rule_of
+from kvloom.integrations.transformers.lazy_states import LazyStates
+from kvloom.integrations.transformers.lazy_tensor import LazyTensor
+from kvloom.integrations.transformers.text_config import names_rank
+from kvloom.ops.invariance import is_batch_invariant
+
+_EXPAND: Final = "expand_kv"
+_ORIGINAL: Final = "_kvloom_original"
+_IS_LINEAR: Final = "_kvloom_expands_linearly"
+
+
+def answer_latents(model: nn.Module) -> None:
+    """Let ``expand_kv`` of a model's layers answer latents in a cache with what stands for the result.
+
+    It is done once for each class of layers, and tensors are expanded as ever.
+    """
+    for module in model.modules():
+        owner = next((x for x in type(module).__mro__ if _EXPAND in vars(x)), None)
+        if owner is None:
+            continue
+        if not hasattr(vars(owner)[_EXPAND], _ORIGINAL):
+            setattr(owner, _EXPAND, _answering(vars(owner)[_EXPAND]))
+        if _IS_LINEAR not in vars(owner) and why_expanded(module) is None and not _is_meta(module):
+            setattr(owner, _IS_LINEAR, _expands_linearly(module))
+
+
+def has_latents(config: Any) -> bool:
+    """Whether models of a configuration cache latents, in this version of transformers."""
+    return names_rank(config) and _has_expanding_class(type(config).__module__)
+
+
+@functools.cache
+def _has_expanding_class(configuration: str) -> bool:
+    try:
+        module = import_module(configuration.replace(".configuration_", ".modeling_"))
+    except ImportError:
+        return False
+    return any(hasattr(x, _EXPAND) for x in vars(module).values() if isinstance(x, type))
+
+
+def why_expanded(module: nn.Module) -> str | None:
+    """Why a layer's queries cannot be multiplied by its weight in the place of its latents, or ``None``."""
+    projection = getattr(module, "kv_b_proj", None)
+    if not isinstance(projection, nn.Linear) or isinstance(projection, PackedOnly):
+        return f"kv_b_proj is a {type(projection).__name__}"
+    if type(projection) is not nn.Linear and not isinstance(projection, InvariantRows):
+        return f"kv_b_proj is a {type(projection).__name__}"
+    if projection._forward_hooks or projection._forward_pre_hooks or "forward" in vars(projection):
+        return "kv_b_proj has hooks"
+    weight = projection.weight
+    if projection.bias is not None or type(weight) is not nn.Parameter or weight.dtype not in FLOAT_DTYPES:
+        return f"kv_b_proj has a bias or a weight of {weight.dtype}"
+    return None
+
+
+def _is_meta(module: Any) -> bool:
+    return bool(module.kv_b_proj.weight.is_meta)
+
+
+def _expands_linearly(module: Any) -> bool:
+    """Whether a layer's ``expand_kv`` is what is said above, tried with two latents."""
+    weight = module.kv_b_proj.weight
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        latents, rope = (
+            torch.randn(1, 1, 2, n, generator=generator).to(weight)
+            for n in (weight.shape[1], module.qk_rope_head_dim)
+        )
+        found = module.expand_kv(latents, rope)
+        of_keys, of_values = _parts_of(module)
+        key = torch.cat((latents @ of_keys.mT, rope.expand(-1, len(of_keys), -1, -1)), -1)
+        wanted = key, latents @ of_values.mT
+    bound = 16 * torch.finfo(weight.dtype).eps
+    return all(
+        a.shape == b.shape and bool((a - b).float().abs().max() <= bound * b.float().abs().max())
+        for a, b in zip(found, wanted, strict=True)
+    )
+
+
+def _parts_of(module: Any) -> tuple[Tensor, Tensor]:
+    """The weight of keys ``[H, nope, rank]`` and that of values ``[H, v, rank]``, views."""
+    nope = module.qk_nope_head_dim
+    heads: Tensor = module.kv_b_proj.weight.unflatten(0, (-1, nope + module.v_head_dim))
+    return heads[:, :nope], heads[:, nope:]
+
+
+def _answering(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def expand_kv(self: Any, kv_nope: Any, k_rot: Any) -> Any:
+        are_lazy = isinstance(kv_nope, LazyStates) and isinstance(k_rot, LazyStates)
+        if are_lazy and kv_nope.tokens is k_rot.tokens and not kv_nope.is_written:
+            source = _Source(self, original, kv_nope, k_rot)
+            return ExpandedStates(source, 0), ExpandedStates(source, 1)
+        return original(self, kv_nope, k_rot)
+
+    setattr(expand_kv, _ORIGINAL, original)
+    return expand_kv
+
+
+@dataclass(eq=False)
+class _Source:
+    """Latents and rope keys of a layer's cache, and how the layer expands them."""
+
+    module: Any
+    expand: Callable[..., tuple[Tensor, Tensor]]
+    latents: LazyStates
+    rope: LazyStates
+
+    @cached_property
+    def expanded(self) -> tuple[Tensor, Tensor]:
+        """Keys ``[B, H, N, nope + rope]`` and values ``[B, H, N, v]``."""
+        return self.expand(self.module, self.latents.gather(), self.rope.gather())
+
+
+@dataclass(frozen=True)
+class Absorbed:
+    """Queries that were multiplied by the weight of keys.
+
+    Attributes:
+        query: ``[B, H, Q, rank + rope]``.
+        weight: Of values, ``[H, v, rank]``.
+        is_invariant: Whether a query has the same bits among any others.
+    """
+
+    query: Tensor
+    weight: Tensor
+    is_invariant: bool
+
+    def values(self, out: Tensor) -> Tensor:
+        """``[B, Q, H, v]`` of sums of latents ``[B, Q, H, rank]``."""
+        found: Tensor = _by_head(out.flatten(0, 1), self.weight, self.is_invariant)
+        return found.view(*out.shape[:3], -1)
+
+
+class ExpandedStates(LazyTensor):
+    """Keys or values ``[B, H, N, D]`` that a layer makes of latents, where nobody needs them so."""
+
+    def __init__(self, source: _Source, side: int) -> None:
+        self._source, self._side = source, side
+
+    @property
+    def latents(self) -> LazyStates:
+        """``[B, 1, N, rank]``."""
+        return self._source.latents
+
+    @property
+    def rope(self) -> LazyStates:
+        """``[B, 1, N, rope]``."""
+        return self._source.rope
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That the model computes in."""
+        return self._source.latents.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where the latents are."""
+        return self._source.latents.device
+
+    def gather(self) -> Tensor:
+        """The tensor; keys and values are expanded together, once."""
+        return self._source.expanded[self._side]
+
+    def absorbed(self, values: "ExpandedStates", query: Tensor) -> Absorbed | None:
+        """Queries ``[B, H, Q, nope + rope]`` for the latents, or ``None`` where these are to be expanded.
+
+        They are where the layer's weight is not there to be used, where keys and values are not of one
+        source, and where that takes less time: in a text's first forward, and of many queries at once. So a
+        query's bits depend on the number of tokens in its forward, unless ``ops.BatchInvariance`` is wanted.
+        """
+        module = self._source.module
+        if values._source is not self._source or why_expanded(module) is not None:
+            return None
+        of_keys, of_values = _parts_of(module)
+        if query.dtype != of_keys.dtype or query.shape[1] != len(of_keys):
+            return None
+        if not getattr(type(module), _IS_LINEAR, False):
+            return None
+        nope, rank = of_keys.shape[1:]
+        rope = query.shape[3] - nope
+        if not is_batch_invariant() and _is_faster_expanded(
+            query.shape[2], self.latents.shape[2], nope, rope, of_values.shape[1], rank
+        ):
+            return None
+        is_invariant = isinstance(module.kv_b_proj, InvariantRows) and not torch.compiler.is_compiling()
+        rows = query.transpose(1, 2).flatten(0, 1)  # [B * Q, H, nope + rope]
+        latent = _by_head(rows[..., :nope], of_keys.mT, is_invariant)
+        whole = torch.cat((latent, rows[..., nope:]), dim=-1).unflatten(0, (len(query), -1))
+        return Absorbed(whole.transpose(1, 2), of_values, is_invariant)
+
+
+def _is_faster_expanded(num_new: int, num_tokens: int, nope: int, rope: int, v: int, rank: int) -> bool:
+    """Whether it takes fewer multiplications to expand the latents.
+
+    A token then costs its expansion, once for all queries, and each pair of a query and a token less. Where
+    no token is older than the queries, the queries' own products cost what the expansion does.
+    """
+    if num_new == num_tokens:
+        return num_new > 1
+    spared = (2 * rank + rope) - (nope + rope + v)
+    return num_new * spared > rank * (nope + v)
+
+
+def _by_head(rows: Tensor, weight: Tensor, is_invariant: bool) -> Tensor:
+    """Rows ``[M, H, K]``, of each head times its weight ``[H, N, K]``: ``[M, H, N]``."""
+    # Of a bfloat16 matrix that is to be transposed oneDNN makes a copy each time; and of any that is not.
+    products = _Products(len(weight), weight.dtype == torch.bfloat16 and weight.stride(-1) == 1)
+    rule = rule_of(weight[0], None, products) if is_invariant else NONE
+    return rule.apply(partial(products.multiply, weight), rows)
+
+
+@dataclass(frozen=True)
+class _Products:
+    """How as many matrices are multiplied at once; called with one of them, as ``rule_of`` tries it."""
+
+    heads: int
+    is_second: bool
+
+    def multiply(self, weight: Tensor, rows: Tensor) -> Tensor:
+        """As ``_by_head``; ``is_second`` is whether rows are the second factor."""
+        if self.is_second:
+            return torch.bmm(weight, rows.permute(1, 2, 0)).permute(2, 0, 1)
+        return torch.bmm(rows.transpose(0, 1), weight.mT).transpose(0, 1)
+
+    def __call__(self, weight: Tensor, bias: Tensor | None) -> Product:
+        """The product by ``weight`` ``[N, K]`` of the last head."""
+
+        def product(rows: Tensor) -> Tensor:
+            several = weight.expand(self.heads, -1, -1), rows.unsqueeze(1).expand(-1, self.heads, -1)
+            return self.multiply(*several)[:, -1]
+
+        return product

@@ -1,0 +1,285 @@
+"""Latents of multi-head latent attention where they lie: the stock tokens, in every way to get them."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import inspect
+import pkgutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from integrations.test_families import EXPERTS, LATENT, MODES, SMALL, padded_prompts
+from oracles.pairs import pairwise
+from torch import Tensor, nn
+from transformers import models as families_of_transformers
+
+from kvloom.integrations.transformers import KVCache, KVPool, disable, enable
+from kvloom.integrations.transformers.latents import ExpandedStates, has_latents, why_expanded
+
+SIZES = (
+    SMALL
+    | LATENT
+    | EXPERTS
+    | {
+        "num_key_value_heads": 4,
+        "n_routed_experts": 4,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 4,
+        "moe_intermediate_size": 16,
+        "moe_topk": 2,
+        "ffn_hidden_size": 48,
+        "expert_ffn_hidden_size": 16,
+        "zero_expert_num": 2,
+        "num_layers": 2,
+        "max_position_embeddings": 256,
+    }
+)
+"""Sizes of a small model, of which a configuration takes those that it has."""
+
+OTHERS: dict[str, dict[str, Any]] = {
+    "longcat_flash": {"head_dim": 8},
+    "kimi_linear": {
+        "layer_types": ["linear_attention", "full_attention"] * 2,
+        "mlp_layer_types": ["dense"] * 4,
+        "linear_head_dim": 8,
+        "linear_num_heads": 4,
+    },
+    "bailing_hybrid": {
+        "layer_types": ["linear_attention", "full_attention"] * 2,
+        "mlp_layer_types": ["dense"] * 4,
+        "q_lora_rank": None,
+    },
+}
+"""What a family's configuration needs besides."""
+INDEXED = (
+    "axk2",
+    "deepseek_v32",
+    "dots3_note",
+    "glm5_next",
+    "glm_moe_dsa",
+    "hy_v4",
+    "hy_v4_vl",
+    "mistral_large4",
+)
+"""Families whose layers also cache keys of an index."""
+
+
+def families() -> list[str]:
+    """Folders of transformers whose attention expands latents."""
+    folder = families_of_transformers.__path__[0]
+    found = []
+    for module in pkgutil.iter_modules([folder]):
+        code = Path(folder, module.name, f"modeling_{module.name}.py")
+        if code.exists() and "def expand_kv(" in code.read_text():
+            found.append(module.name)
+    return found
+
+
+FAMILIES = families()
+ATTENDED = [name for name in FAMILIES if name not in INDEXED]
+pytestmark = pytest.mark.skipif(not FAMILIES, reason="this version of transformers caches no latents")
+
+
+def family(name: str, **options: Any) -> Any:
+    """A small random model of a folder."""
+    module = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
+    kind = next(
+        x
+        for key, x in vars(module).items()
+        if key.endswith("ForCausalLM") and x.__module__ == module.__name__
+    )
+    fields = inspect.signature(kind.config_class.__init__).parameters
+    sizes = {key: x for key, x in (SIZES | OTHERS.get(name, {}) | options).items() if key in fields}
+    torch.manual_seed(0)
+    return kind(kind.config_class(**sizes)).eval()
+
+
+@pytest.fixture
+def absorbed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Numbers of queries that were absorbed, one for each call of attention."""
+    counts: list[int] = []
+    absorb = ExpandedStates.absorbed
+
+    def counted(self: Any, values: Any, query: Tensor) -> Any:
+        result = absorb(self, values, query)
+        if result is not None:
+            counts.append(query.shape[2])
+        return result
+
+    monkeypatch.setattr(ExpandedStates, "absorbed", counted)
+    return counts
+
+
+@pytest.mark.parametrize(("name", "mode"), pairwise(ATTENDED, [*MODES, "lookup"]))
+def test_every_family_gives_the_stock_tokens(name: str, mode: str, absorbed: list[int]) -> None:
+    model = family(name)
+    options = {"prompt_lookup_num_tokens": 3} if mode == "lookup" else MODES[mode]
+    if mode == "lookup" and model._is_stateful:
+        pytest.skip("models with recurrent states have no prompt lookup")
+    if mode == "lookup":
+        options |= {"input_ids": padded_prompts()["input_ids"][1:], "attention_mask": None}
+    stock = generated(model, **options)
+    assert not absorbed
+    enable(model)
+    ours = generated(model, **options)
+    assert absorbed
+    assert isinstance(ours.past_key_values, KVCache)
+    assert torch.equal(ours.sequences, stock.sequences)
+    for expected, actual in zip(stock.logits, ours.logits, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=2e-4, atol=2e-4)
+
+
+def generated(model: Any, **options: Any) -> Any:
+    """What ``generate`` returns, with the logits of every step."""
+    torch.manual_seed(1)
+    options = padded_prompts() | {"do_sample": False, "max_new_tokens": 12, "min_new_tokens": 12} | options
+    return model.generate(**options, return_dict_in_generate=True, output_logits=True)
+
+
+@pytest.mark.parametrize("kv", ["auto", "float16", "int8", "int4", "int4,recent=0", "int2"])
+def test_latents_of_every_kind_are_read_in_place(kv: str, absorbed: list[int]) -> None:
+    """As the stock attention computes with the cache's own latents, dequantized.
+
+    Of one layer: behind it roundings differ, and a number between two codes moves by a scale.
+    """
+    model = family("deepseek_v3", kv_lora_rank=64, qk_rope_head_dim=16, num_hidden_layers=1)
+    ids = torch.randint(3, 99, (2, 90), generator=torch.Generator().manual_seed(1))
+    logits = []
+    for attention in ("kvloom", "sdpa"):
+        model.set_attn_implementation(attention)
+        cache = KVCache.for_model(model, kv, page_size=16)
+        with torch.no_grad():
+            model(ids[:, :80], past_key_values=cache)
+            logits.append(model(ids[:, 80:81], past_key_values=cache).logits)
+    assert absorbed == [1]
+    bound = 1e-3 if kv != "float16" else 2e-2
+    torch.testing.assert_close(*logits, rtol=bound, atol=bound)
+
+
+def test_rope_keys_keep_eight_bits_beside_latents_of_fewer() -> None:
+    model = family("deepseek_v3")
+    enable(model, "int4")
+    cache = generated(model).past_key_values
+    latents, rope = cache.layers[0].pages.storage.specs
+    assert (latents.quant.bits, latents.quant.rotated, rope.quant.bits, rope.quant.rotated) == (
+        4,
+        True,
+        8,
+        False,
+    )
+
+
+@pytest.mark.parametrize("change", ["adapter", "hook", "forward", "bias", "meta"])
+def test_what_is_no_plain_product_is_expanded(change: str, absorbed: list[int]) -> None:
+    model = family("deepseek_v3")
+    for layer in model.model.layers:
+        projection = layer.self_attn.kv_b_proj
+        if change == "adapter":
+            layer.self_attn.kv_b_proj = nn.Sequential(projection, nn.Identity())
+        elif change == "hook":
+            projection.register_forward_hook(lambda module, args, out: 2 * out)
+        elif change == "forward":
+            projection.forward = lambda x, own=projection: 2 * nn.functional.linear(x, own.weight)
+        elif change == "bias":
+            projection.bias = nn.Parameter(torch.ones(projection.out_features))
+        else:
+            layer.self_attn.kv_b_proj = copy.deepcopy(projection).to("meta")
+    if change == "meta":
+        assert KVCache.for_model(model).num_rows == 0
+        return
+    stock = generated(model)
+    enable(model)
+    ours = generated(model)
+    assert not absorbed
+    assert torch.equal(ours.sequences, stock.sequences)
+
+
+def test_a_weight_that_changes_in_place_is_seen(absorbed: list[int]) -> None:
+    model = family("deepseek_v3")
+    enable(model)
+    generated(model)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.kv_b_proj.weight.mul_(1.5)
+    ours = generated(model)
+    disable(model)
+    assert torch.equal(ours.sequences, generated(model).sequences)
+    assert absorbed
+
+
+def test_a_module_that_expands_otherwise_is_not_absorbed(
+    monkeypatch: pytest.MonkeyPatch, absorbed: list[int]
+) -> None:
+    model = family("deepseek_v3")
+    kind = type(model.model.layers[0].self_attn)
+
+    class Doubled(kind):  # type: ignore[misc, valid-type]
+        def expand_kv(self, kv_nope: Tensor, k_rot: Tensor) -> tuple[Tensor, Tensor]:
+            key, value = kind.expand_kv(self, kv_nope, k_rot)
+            return key, 2 * value
+
+    for layer in model.model.layers:
+        layer.self_attn.__class__ = Doubled
+    stock = generated(model)
+    enable(model)
+    assert torch.equal(generated(model).sequences, stock.sequences)
+    assert not absorbed
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_with_batch_invariance_a_token_has_the_same_bits_in_any_forward(dtype: torch.dtype) -> None:
+    model = family("deepseek_v3").to(dtype)
+    enable(model, batch_invariant=True)
+    ids = torch.randint(3, 99, (3, 30), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        whole = model(ids, use_cache=True).logits
+        for cuts in ([30], [1] * 30, [7, 20, 3]):
+            cache = KVCache.for_model(model)
+            rows = [model(x, past_key_values=cache).logits for x in ids[1:2].split(cuts, 1)]
+            assert torch.equal(torch.cat(rows, 1), whole[1:2])
+    disable(model)
+
+
+@pytest.mark.parametrize("kv", ["auto", "int8", "int4"])
+def test_a_pool_finds_what_it_kept(kv: str, absorbed: list[int]) -> None:
+    model = family("deepseek_v3")
+    model.set_attn_implementation("kvloom")
+    pool = KVPool.for_model(model, kv, max_tokens=512, page_size=8)
+    ids = torch.randint(3, 99, (1, 40), generator=torch.Generator().manual_seed(1))
+    logits = []
+    for _ in range(2):
+        cache = pool.begin(ids)
+        with torch.no_grad():
+            logits.append(model(ids[:, cache.get_seq_length() :], past_key_values=cache).logits[:, -1])
+        pool.commit(cache, ids)
+    assert pool.report()["tokens_found"] == 32
+    torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-4)
+    assert absorbed
+
+
+@pytest.mark.parametrize("attention", ["kvloom", "sdpa"])
+def test_a_static_cache_gives_the_stock_tokens(attention: str, absorbed: list[int]) -> None:
+    model = family("deepseek_v3")
+    stock = generated(model)
+    model.set_attn_implementation(attention)
+    ours = generated(model, past_key_values=KVCache.for_model(model, static=True, max_tokens=40))
+    assert torch.equal(ours.sequences, stock.sequences)
+    assert bool(absorbed) == (attention == "kvloom")
+
+
+def test_why_a_layer_is_expanded_is_said() -> None:
+    model = family("deepseek_v3")
+    layer = model.model.layers[0].self_attn
+    assert why_expanded(layer) is None
+    layer.kv_b_proj = nn.Identity()
+    assert why_expanded(layer) == "kv_b_proj is a Identity"
+
+
+def test_other_models_have_no_latents() -> None:
+    assert has_latents(family("deepseek_v3").config)
+    assert not has_latents(transformers.LlamaConfig())
