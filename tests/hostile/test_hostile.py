@@ -15,6 +15,7 @@ import pytest
 import torch
 from hostile.arguments import hostile
 from hostile.calls import BARE, PUBLIC, Call
+from hostile.dialect_calls import DIALECTS
 from torch import Tensor
 
 from kvloom.errors import KVError
@@ -70,13 +71,13 @@ def test_bare_operators_stay_within_their_tensors(make: Callable[[random.Random]
     assert 0 < refused < NUM_CALLS
 
 
-@pytest.mark.parametrize("make", PUBLIC, ids=lambda make: make.__name__)
+@pytest.mark.parametrize("make", (*PUBLIC, *DIALECTS), ids=lambda make: make.__name__)
 def test_public_functions_refuse_in_our_words(make: Callable[[random.Random], Call]) -> None:
     refused = sum(attack(make, seed, (KVError,)) for seed in range(NUM_CALLS))
     assert 0 < refused < NUM_CALLS
 
 
-@pytest.mark.parametrize("make", (*BARE, *PUBLIC), ids=lambda make: make.__name__)
+@pytest.mark.parametrize("make", (*BARE, *PUBLIC, *DIALECTS), ids=lambda make: make.__name__)
 def test_calls_are_good_before_they_are_spoiled(make: Callable[[random.Random], Call]) -> None:
     for seed in range(20):
         function, given = make(random.Random(seed))

@@ -73,7 +73,7 @@ struct ChunkRows {
   const Byte* const* row;         // [kChunk]
   const Byte* const* scale;       // [kChunk]
   const Byte* const* next_scale;  // [kChunk], of the item's first head
-  Index head, num_heads;          // of the item's heads
+  Index head = 0, num_heads = 1;  // of the item's heads
   RowPrefetcher prefetcher;
   DType query_dtype;
   bool in_blocks;                     // as that of ChunkAddresses

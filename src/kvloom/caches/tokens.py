@@ -282,9 +282,7 @@ class Tokens:
         Returns:
             ``[B, Q, Hq, Dv]``.
         """
-        if (
-            scores is None
-        ):  # a default that is an object is what Dynamo of torch 2.10 cannot trace in a method
+        if scores is None:  # as a default, an object cannot be traced in a method by Dynamo of torch 2.10
             scores = _CAUSAL
         if mask is not None:
             rows = range(query.shape[0])
@@ -389,9 +387,8 @@ def attend_behind(
         query, scores = transform.query(query, scores, first_position, rank)
         if is_changed:  # what is kept unquantized is not
             part = part._replace(out=transform.attended(part.out, rank))
-    out = ops.attend_part(
-        query, view, batch, scores, is_latent=is_latent, skip=skip, skip_from=skip_from, prior=part
-    ).out
+    own = query, view, batch, scores
+    out = ops.attend_part(*own, is_latent=is_latent, skip=skip, skip_from=skip_from, prior=part).out
     return (transform.output(out, rank) if transform is not None and is_changed else out).to(dtype)
 
 
