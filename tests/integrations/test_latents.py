@@ -177,6 +177,7 @@ def test_rope_keys_keep_eight_bits_beside_latents_of_fewer() -> None:
 @pytest.mark.parametrize("change", ["adapter", "hook", "forward", "bias", "meta"])
 def test_what_is_no_plain_product_is_expanded(change: str, absorbed: list[int]) -> None:
     model = family("deepseek_v3")
+    KVCache.for_model(model)  # which finds that the class expands as it should
     for layer in model.model.layers:
         projection = layer.self_attn.kv_b_proj
         if change == "adapter":
