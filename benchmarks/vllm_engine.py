@@ -312,21 +312,19 @@ def first_token(text: list[int]) -> tuple[float, int]:
 
 def quality(rounds: int) -> None:
     """Distributions over prompts of 500 tokens of the bundled model; ``rounds`` is not read."""
-    int4 = ENGINES["kvloom int4"]
-    kinds = {
-        "kvloom int8": ENGINES["kvloom int8"],
-        "kvloom int4": int4,
-        "kvloom int4, recent 0": {**int4, "additional_config": {"kvloom": {"recent": 0}}},
-    }
-    found = vllm_quality.differences(kinds, "float32")
-    table(
-        "Next tokens of 500-token prompts beside float pages, float32",
-        ["", *found],
-        [
-            ["KL", *(f"{x.mean_kl:.1e}" for x in found.values())],
-            ["same choices", *(f"{x.same:.1%}" for x in found.values())],
-        ],
-    )
+    asked: list[tuple[str, dict[str, Any]]] = [("int8", {}), ("int8", {"smooth": "none"})]
+    asked += [("int4", {}), ("int4", {"smooth": "none"}), ("int4", {"recent": 0})]
+    kinds, rows = {}, []
+    for kind, options in asked:
+        name = " ".join([f"kvloom {kind}", *(f"{x} {y}" for x, y in options.items())])
+        kinds[name] = {**ENGINES[f"kvloom {kind}"], "additional_config": {"kvloom": options}}
+    with tempfile.TemporaryDirectory() as folder:
+        for keys in ("plain", "outliers", "biases"):
+            model = None if keys == "plain" else vllm_quality.changed(Path(folder, keys), keys)
+            found = vllm_quality.differences(kinds, "float32", model)
+            rows.append([f"{keys} keys: KL", *(f"{x.mean_kl:.1e}" for x in found.values())])
+            rows.append(["same choices", *(f"{x.same:.1%}" for x in found.values())])
+    table("Next tokens of 500-token prompts beside float pages, float32", ["", *kinds], rows)
 
 
 def main() -> None:

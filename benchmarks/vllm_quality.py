@@ -1,14 +1,22 @@
-"""How far quantized pages are from float pages in vLLM, by its own ``prompt_logprobs``."""
+"""How far quantized pages are from float pages in vLLM, by its own ``prompt_logprobs``.
 
+Models with outliers and biases in their keys are the bundled one, saved with such weights.
+"""
+
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import islice
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
 from vllm import LLM, SamplingParams, TokensPrompt
 
+from kvloom.measuring.changed_keys import changed_keys
+from kvloom.measuring.key_statistics import parse_statistics
 from kvloom.models import bundled_model_path
 from kvloom.models.corpus import iter_texts
 
@@ -27,11 +35,29 @@ class Difference(NamedTuple):
     same: float
 
 
+def changed(folder: Path, keys: str) -> Path:
+    """The bundled model in a folder, with keys of such statistics (as ``kvloom quality --keys``)."""
+    shutil.copytree(bundled_model_path(), folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    weights = model.state_dict()
+    with changed_keys(model, parse_statistics("keys", keys)), torch.no_grad():
+        for name, module in model.named_modules():
+            if name.endswith("_proj") and "self_attn" in name:
+                bias = module(torch.zeros(1, module.in_features))
+                weights[f"{name}.weight"] = (module(torch.eye(module.in_features)) - bias).T.contiguous()
+                weights[f"{name}.bias"] = bias[0]
+    model.config.attention_bias = True
+    with_biases: nn.Module = AutoModelForCausalLM.from_config(model.config)
+    with_biases.load_state_dict(weights)
+    with_biases.save_pretrained(folder)
+    return folder
+
+
 @contextmanager
-def engine(**arguments: Any) -> Iterator[LLM]:
-    """An engine of the bundled model, which lives for this context."""
+def engine(model: Path, **arguments: Any) -> Iterator[LLM]:
+    """An engine of a model, which lives for this context."""
     common = {"enforce_eager": True, "kv_cache_memory_bytes": 1 << 28, "max_model_len": 1024}
-    llm = LLM(model=str(bundled_model_path()), max_logprobs=-1, **common, **arguments)
+    llm = LLM(model=str(model), max_logprobs=-1, **common, **arguments)
     try:
         yield llm
     finally:
@@ -58,13 +84,16 @@ def log_probs(llm: LLM) -> Tensor:
     return torch.stack(rows)
 
 
-def differences(kinds: dict[str, dict[str, Any]], dtype: str) -> dict[str, Difference]:
-    """Of engines by their arguments, from one with float pages of vLLM's."""
-    with engine(dtype=dtype) as llm:
+def differences(
+    kinds: dict[str, dict[str, Any]], dtype: str, model: Path | None = None
+) -> dict[str, Difference]:
+    """Of engines of a model, the bundled one by default, from one with float pages of vLLM's."""
+    model = model or bundled_model_path()
+    with engine(model, dtype=dtype) as llm:
         expected = log_probs(llm)
     found = {}
     for name, arguments in kinds.items():
-        with engine(dtype=dtype, **arguments) as llm:
+        with engine(model, dtype=dtype, **arguments) as llm:
             log = log_probs(llm)
         kl = (expected.exp() * (expected - log)).sum(1).mean()
         same = (expected.argmax(1) == log.argmax(1)).double().mean()

@@ -14,6 +14,7 @@ from kvloom.caches.pages import Pages
 from kvloom.caches.storage import Storage
 from kvloom.core.entries import Entry
 from kvloom.core.views import KVView, Side
+from kvloom.ops import KeySmoothing
 from kvloom.store.fingerprint import Fingerprint, rotation_in
 from kvloom.store.format import page_bytes, part_bytes
 from kvloom.store.tier import Piece
@@ -31,7 +32,11 @@ def rotation_of(storages: Mapping[int, Storage]) -> str:
 
 def smoothing_digest(storages: Mapping[int, Storage]) -> str:
     """Digest of how the keys of each layer are smoothed; empty if none are."""
-    found = [x.smoothing for _, x in sorted(storages.items())]
+    return digest_of([x.smoothing for _, x in sorted(storages.items())])
+
+
+def digest_of(found: Sequence[KeySmoothing | None]) -> str:
+    """Digest of the smoothing of all layers in order; empty if there is none."""
     if not any(x is not None for x in found):
         return ""
     text = " ".join("none" if x is None else x.digest for x in found)

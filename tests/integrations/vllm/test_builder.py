@@ -30,6 +30,14 @@ def test_new_and_stored_tokens_are_counted() -> None:
     assert step.batch.kvstarts.tolist() == [0, 9, 12, 20]
 
 
+def test_positions_are_the_places_of_new_tokens_in_their_requests() -> None:
+    step, buffers = make()
+    for buffer in buffers:
+        buffer.fill_(-3)
+    assert step.positions.tolist() == [8, 0, 1, 2, 6, 7]
+    assert step.positions is step.positions
+
+
 def test_the_table_ends_with_the_longest_request() -> None:
     step, _ = make()
     assert step.batch.index.table.shape == (3, 3)

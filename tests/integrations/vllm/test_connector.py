@@ -34,8 +34,8 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4}
 
 
 @pytest.fixture(scope="module")
-def stock() -> list[list[int]]:
-    return tokens_of()
+def int8() -> list[list[int]]:
+    return tokens_of(kv_cache_dtype=INT8)
 
 
 def on(folder: Path | str, role: str = "kv_both", **options: Any) -> dict[str, Any]:
@@ -75,18 +75,18 @@ def whole_pages(texts: list[str], engine: Engine, page_size: int = BLOCK) -> int
     return sum((len(tokenizer(text).input_ids) - 1) // page_size * page_size for text in texts)
 
 
-def test_the_next_engine_reads_what_one_computed(stock: list[list[int]], tmp_path: Path) -> None:
+def test_the_next_engine_reads_what_one_computed(int8: list[list[int]], tmp_path: Path) -> None:
     with closing(Engine(**on(tmp_path))) as engine:
-        assert engine.tokens(prompts()) == stock
+        assert engine.tokens(prompts()) == int8
     with closing(Engine(**on(tmp_path))) as engine:
         found = engine.run(prompts())
-        assert [list(request.outputs[0].token_ids) for request in found] == stock
+        assert [list(request.outputs[0].token_ids) for request in found] == int8
         assert sum(request.num_cached_tokens for request in found) == whole_pages(prompts(), engine)
         assert counts(engine)["tokens_loaded"] > 0 and counts(engine)["tokens_failed"] == 0
 
 
 def test_a_damaged_run_is_computed_told_and_rewritten(
-    stock: list[list[int]], tmp_path: Path, caplog: pytest.LogCaptureFixture
+    int8: list[list[int]], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with closing(Engine(**on(tmp_path))) as engine:
         engine.run(prompts(), 1)
@@ -98,20 +98,20 @@ def test_a_damaged_run_is_computed_told_and_rewritten(
     cut.write_bytes(cut.read_bytes()[:-1])
     foreign.write_bytes(other.read_bytes())
     with closing(Engine(**on(tmp_path))) as engine:
-        assert engine.tokens(prompts()) == stock
+        assert engine.tokens(prompts()) == int8
         assert counts(engine)["damaged"] == 3 and counts(engine)["tokens_failed"] > 0
     assert "damaged run, which is not used" in caplog.text
     assert len(list((tmp_path / "quarantine").iterdir())) == 3
     assert {file.name for file in files} <= {file.name for file in tmp_path.glob("*/*.safetensors")}
     with closing(Engine(**on(tmp_path))) as engine:
         found = engine.run(prompts())
-        assert [list(request.outputs[0].token_ids) for request in found] == stock
+        assert [list(request.outputs[0].token_ids) for request in found] == int8
         assert sum(request.num_cached_tokens for request in found) == whole_pages(prompts(), engine)
 
 
 @pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="one core")
 def test_two_ranks_read_what_one_computed_and_the_other_way_round(
-    stock: list[list[int]], tmp_path: Path
+    int8: list[list[int]], tmp_path: Path
 ) -> None:
     with closing(Engine(**on(tmp_path / "store"))) as engine:
         engine.run(prompts()[:6], 1)
@@ -119,21 +119,25 @@ def test_two_ranks_read_what_one_computed_and_the_other_way_round(
     for file in files:
         os.utime(file, (1, 1))
     ranks = {"tensor_parallel_size": 2, **on(tmp_path / "store")}
-    assert tokens_of_child(ranks, tmp_path, VLLM_CPU_OMP_THREADS_BIND="0|1") == stock
+    assert tokens_of_child(ranks, tmp_path, VLLM_CPU_OMP_THREADS_BIND="0|1") == int8
     assert files and all(file.stat().st_mtime > 1 for file in files)  # which are read are touched
     with closing(Engine(**on(tmp_path / "store"))) as engine:
         found = engine.run(prompts())
-        assert [list(request.outputs[0].token_ids) for request in found] == stock
+        assert [list(request.outputs[0].token_ids) for request in found] == int8
         assert sum(request.num_cached_tokens for request in found) == whole_pages(prompts(), engine)
 
 
 @pytest.mark.parametrize(
     ("kind", "kv", "options"),
-    [(INT8, "int8,smooth=none", {}), (INT4, "int4,recent=0,smooth=none", {"kvloom": {"recent": 0}})],
-    ids=["int8", "int4"],
+    [
+        (INT8, "int8", {}),
+        (INT8, "int8,smooth=none", {"kvloom": {"smooth": "none"}}),
+        (INT4, "int4,recent=0", {"kvloom": {"recent": 0}}),
+    ],
+    ids=["int8", "unsmoothed", "int4"],
 )
 def test_a_pool_of_transformers_has_the_codes_of_vllm(
-    kind: str, kv: str, options: dict[str, Any], stock: list[list[int]], tmp_path: Path
+    kind: str, kv: str, options: dict[str, Any], int8: list[list[int]], tmp_path: Path
 ) -> None:
     import torch
 
@@ -158,16 +162,16 @@ def test_a_pool_of_transformers_has_the_codes_of_vllm(
         ids = [ref.id for ref in cache.sequences[0].tables[0].pages]
         assert pack(cache.sequences[0].pages, ids, fingerprint) == piece.data[piece.start :]
         logits = model(tokens[:, wanted:], past_key_values=cache).logits[0, -1]
-    assert int(logits.argmax()) == stock[1][0]
+    assert int(logits.argmax()) == int8[1][0]
 
 
-def test_vllm_reads_what_a_pool_of_transformers_computed(stock: list[list[int]], tmp_path: Path) -> None:
+def test_vllm_reads_what_a_pool_of_transformers_computed(int8: list[list[int]], tmp_path: Path) -> None:
     import torch
 
     from kvloom.integrations.transformers import KVPool, load_model
 
     model, tokenizer = load_model(bundled_model_path(), torch.float32, progress=False)
-    with KVPool.for_model(model, kv="int8,smooth=none", max_tokens=16384, store=f"file://{tmp_path}") as pool:
+    with KVPool.for_model(model, kv="int8", max_tokens=16384, store=f"file://{tmp_path}") as pool:
         for text in prompts():
             tokens = tokenizer(text, return_tensors="pt").input_ids
             cache = pool.begin(tokens)
@@ -176,42 +180,52 @@ def test_vllm_reads_what_a_pool_of_transformers_computed(stock: list[list[int]],
             )
     with closing(Engine(**on(tmp_path))) as engine:
         found = engine.run(prompts())
-        assert [list(request.outputs[0].token_ids) for request in found] == stock
+        assert [list(request.outputs[0].token_ids) for request in found] == int8
         assert sum(request.num_cached_tokens for request in found) == whole_pages(prompts(), engine)
 
 
-def test_a_producer_writes_and_a_consumer_reads(stock: list[list[int]], tmp_path: Path) -> None:
+def test_pages_of_other_smoothing_are_not_found(tmp_path: Path) -> None:
+    loaded = []
+    for smooth in ("none", "keys", "none"):
+        config = {"kvloom": {"smooth": smooth}}
+        with closing(Engine(**on(tmp_path), additional_config=config)) as engine:
+            engine.run(prompts()[1:4], 1)
+            loaded.append(counts(engine)["tokens_loaded"])
+    assert loaded[:2] == [0, 0] and loaded[2] > 0
+
+
+def test_a_producer_writes_and_a_consumer_reads(int8: list[list[int]], tmp_path: Path) -> None:
     texts = prompts()[:6]
     for _ in range(2):
         with closing(Engine(**on(tmp_path, "kv_producer"))) as engine:
-            assert engine.tokens(texts, 1) == [tokens[:1] for tokens in stock[:6]]
+            assert engine.tokens(texts, 1) == [tokens[:1] for tokens in int8[:6]]
             assert counts(engine)["tokens_loaded"] == 0
     files = set(tmp_path.glob("*/*.safetensors"))
     assert files
     with closing(Engine(**on(tmp_path, "kv_consumer"))) as engine:
-        assert engine.tokens(prompts()) == stock
+        assert engine.tokens(prompts()) == int8
         assert counts(engine)["tokens_loaded"] == whole_pages(texts, engine)
         assert counts(engine)["tokens_saved"] == 0
     assert set(tmp_path.glob("*/*.safetensors")) == files
 
 
-def test_guesses_from_the_text_change_nothing(stock: list[list[int]], tmp_path: Path) -> None:
+def test_guesses_from_the_text_change_nothing(int8: list[list[int]], tmp_path: Path) -> None:
     arguments = {**on(tmp_path / "store"), "speculative_config": NGRAM}
-    assert tokens_of_child(arguments, tmp_path) == stock
+    assert tokens_of_child(arguments, tmp_path) == int8
     files = list((tmp_path / "store").glob("*/*.safetensors"))
     for file in files:
         os.utime(file, (1, 1))
-    assert tokens_of_child(arguments, tmp_path) == stock
+    assert tokens_of_child(arguments, tmp_path) == int8
     assert any(file.stat().st_mtime > 1 for file in files)  # which are read are touched
 
 
 def test_an_engine_with_overrides_finds_pages_of_its_own_function(
-    stock: list[list[int]], tmp_path: Path
+    int8: list[list[int]], tmp_path: Path
 ) -> None:
     changes = {"hf_overrides": {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}}
     texts = prompts()[1:4]
     expected = tokens_of(texts=texts, kv_cache_dtype=INT8, **changes)
-    assert expected != stock[1:4]
+    assert expected != int8[1:4]
     with closing(Engine(**on(tmp_path))) as engine:
         engine.run(texts, 1)
     loaded = []

@@ -21,33 +21,40 @@ def stock() -> list[list[int]]:
     return tokens_of()
 
 
+@pytest.fixture(scope="module")
+def int8() -> list[list[int]]:
+    return tokens_of(kv_cache_dtype=INT8)
+
+
 def metric(engine: Engine, name: str) -> int:
     return sum(metric.value for metric in engine.llm.get_metrics() if metric.name == f"vllm:{name}")
 
 
-def test_prompts_in_pieces_change_nothing(stock: list[list[int]]) -> None:
-    assert tokens_of(kv_cache_dtype=INT8, max_num_batched_tokens=128) == stock
+def test_prompts_in_pieces_change_nothing(int8: list[list[int]]) -> None:
+    assert tokens_of(kv_cache_dtype=INT8, max_num_batched_tokens=128) == int8
 
 
 @pytest.mark.parametrize("group", [16, 32])
 def test_a_group_of_ones_own(group: int, stock: list[list[int]], caplog: pytest.LogCaptureFixture) -> None:
-    found = tokens_of(kv_cache_dtype=INT8, block_size=64, additional_config={"kvloom": {"group": group}})
+    config = {"kvloom": {"group": group, "smooth": "none"}}
+    found = tokens_of(kv_cache_dtype=INT8, block_size=64, additional_config=config)
     assert f"pages of int8:g{group}," in caplog.text
     assert sum(a == b for a, b in zip(found, stock, strict=True)) >= 10  # texts; the last bits are others
 
 
-def test_found_prefixes_and_preempted_requests_change_nothing(stock: list[list[int]]) -> None:
+def test_found_prefixes_and_preempted_requests_change_nothing(int8: list[list[int]]) -> None:
     arguments = {"kv_cache_dtype": INT8, "block_size": BLOCK, "disable_log_stats": False}
     with closing(Engine(**arguments, num_gpu_blocks_override=110)) as engine:
-        assert engine.tokens(prompts()) == stock
+        assert engine.tokens(prompts()) == int8
         assert metric(engine, "num_preemptions") > 0
         again = engine.run(prompts()[-2:])
         assert sum(request.num_cached_tokens for request in again) >= BLOCK
-        assert [list(request.outputs[0].token_ids) for request in again] == stock[-2:]
+        assert [list(request.outputs[0].token_ids) for request in again] == int8[-2:]
 
 
 def test_layers_may_keep_their_floats(stock: list[list[int]]) -> None:
-    arguments = {"kv_cache_dtype": INT8, "kv_cache_dtype_skip_layers": ["0"]}
+    plain = {"kvloom": {"smooth": "none"}}
+    arguments = {"kv_cache_dtype": INT8, "kv_cache_dtype_skip_layers": ["0"], "additional_config": plain}
     with closing(Engine(**arguments)) as engine:
         assert engine.kinds() == {"kvloom", "vLLM"}
         assert engine.tokens(prompts()) == stock
@@ -94,7 +101,7 @@ def test_the_probe_times_both() -> None:
         (
             {"additional_config": {"kvloom": {"bits": 8}}},
             ConfigError,
-            "options group, float, recent only, got 'bits'",
+            "options group, float, recent, smooth only, got 'bits'",
         ),
         (
             {"kv_cache_dtype": "fp8_per_token_head"},

@@ -21,6 +21,7 @@ from kvloom.integrations.vllm.options import Options
         ({"kvloom": {"group": 32}}, Options(32, False)),
         ({"kvloom": {"float": "auto"}}, Options(None, "auto")),
         ({"kvloom": {"float": True}}, Options(None, True)),
+        ({"kvloom": {"smooth": "none"}}, Options(smooth="none")),
         (object(), Options(None, False)),
     ],
 )
@@ -32,12 +33,17 @@ def test_options_are_read(given: Any, expected: Options) -> None:
     ("given", "message"),
     [
         ({"kvloom": 3}, "kvloom must be a mapping of options, got 3"),
-        ({"kvloom": {"groups": 3}}, "kvloom must have options group, float, recent only, got 'groups'"),
+        (
+            {"kvloom": {"groups": 3}},
+            "kvloom must have options group, float, recent, smooth only, got 'groups'",
+        ),
         ({"kvloom": {"group": 0}}, "kvloom.group must be a positive int, got 0"),
         ({"kvloom": {"group": True}}, "kvloom.group must be a positive int, got True"),
         ({"kvloom": {"float": 1}}, "kvloom.float must be true, false or 'auto', got 1"),
         ({"kvloom": {"float": "yes"}}, "kvloom.float must be true, false or 'auto', got 'yes'"),
         ({"kvloom": {"recent": -1}}, "kvloom.recent must be an int of at least 0, got -1"),
+        ({"kvloom": {"smooth": "values"}}, "kvloom.smooth must be one of keys, none, got 'values'"),
+        ({"kvloom": {"smooth": None}}, "kvloom.smooth must be one of keys, none, got None"),
         ({"kvloom": {"recent": True}}, "kvloom.recent must be an int of at least 0, got True"),
     ],
 )
@@ -56,10 +62,10 @@ def test_a_group_that_was_not_given_divides_the_head(head_dim: int, group: int) 
 @pytest.mark.parametrize(
     ("options", "bits", "expected"),
     [
-        (Options(), 8, "int8:g64,smooth=none"),
-        (Options(), 4, "int4:g64,smooth=none"),
-        (Options(recent=0), 4, "int4:g64,recent=0,smooth=none"),
-        (Options(32, recent=16), 8, "int8:g32,recent=16,smooth=none"),
+        (Options(), 8, "int8:g64"),
+        (Options(), 4, "int4:g64"),
+        (Options(recent=0), 4, "int4:g64,recent=0"),
+        (Options(32, recent=16, smooth="none"), 8, "int8:g32,recent=16,smooth=none"),
     ],
     ids=str,
 )

@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -161,6 +161,13 @@ def test_a_role_reads_or_writes(store: KVStore, reads: bool, writes: bool) -> No
         assert planner.match(request, 0) == (96 if reads else 0)
         planner.allocated(request, BLOCKS, 0)
         assert len(planner.plan({"a": 200}, lambda name: BLOCKS).saves) == writes
+
+
+def test_pages_are_those_of_the_fingerprint_that_is_known_last(planner: Planner) -> None:
+    planner.know(replace(FINGERPRINT, smoothing="other"))
+    assert planner.match(Request("a", list(range(200))), 0) == 0
+    planner.know(FINGERPRINT)
+    assert planner.match(Request("b", list(range(200))), 0) == 96
 
 
 def test_what_is_set_aside_is_neither_read_nor_written(planner: Planner) -> None:

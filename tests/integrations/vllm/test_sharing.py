@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from integrations.vllm.engines import needs_vllm, tokens_of
+from integrations.vllm.engines import INT8, needs_vllm, tokens_of
 from integrations.vllm.servers import server, with_store
 
 needs_vllm()
@@ -18,8 +18,8 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 @pytest.fixture(scope="module")
-def stock() -> list[list[int]]:
-    return tokens_of()
+def int8() -> list[list[int]]:
+    return tokens_of(kv_cache_dtype=INT8)
 
 
 @pytest.fixture(params=["folder", "s3"])
@@ -37,14 +37,14 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
 
 @pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="one core")
 def test_a_second_server_finds_what_the_first_one_computed(
-    stock: list[list[int]], url: str, tmp_path: Path
+    int8: list[list[int]], url: str, tmp_path: Path
 ) -> None:
     options = with_store(url)
     with server(tmp_path / "1.txt", *options) as first, server(tmp_path / "2.txt", *options) as second:
         tokens, num_prompt = first.answers()
-        assert tokens == stock
+        assert tokens == int8
         time.sleep(3)  # it is written behind, and found within two seconds
-        assert second.answers() == (stock, num_prompt)
+        assert second.answers() == (int8, num_prompt)
         assert second.count("external_prefix_cache_hits") >= 0.95 * num_prompt
         assert second.count("kvloom_tokens_loaded") == second.count("external_prefix_cache_hits")
         assert second.count("kvloom_tokens_failed") == second.count("kvloom_damaged") == 0

@@ -14,6 +14,7 @@ from torch import Tensor
 from vllm.config import get_current_vllm_config, get_layers_from_vllm_config
 from vllm.logger import init_logger
 from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.attention.attention import get_attention_context
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.attention.backend import AttentionMetadataBuilder, AttentionType
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionMetadataBuilder
@@ -25,11 +26,15 @@ from kvloom.caches.transform import Transform
 from kvloom.core.specs import QuantSpec, dtype_name
 from kvloom.core.spelling import Kind
 from kvloom.errors import UnsupportedError
+from kvloom.integrations.transformers.smoothing.fitting import LayerSmoothing
 from kvloom.integrations.vllm import layer as paged
-from kvloom.integrations.vllm import pages, residual
+from kvloom.integrations.vllm import pages, residual, smoothing
 from kvloom.integrations.vllm.builder import step_of
 from kvloom.integrations.vllm.guard import KINDS, GuardedBackend, GuardedImpl
 from kvloom.integrations.vllm.options import Options
+from kvloom.integrations.vllm.recording import Recording
+from kvloom.integrations.vllm.watch import model_of
+from kvloom.ops import KeySmoothing
 from kvloom.quant.rotation import block_of
 
 BITS: Final = {KVQuantMode.INT8_PER_TOKEN_HEAD: 8, KVQuantMode.INT4_PER_TOKEN_HEAD: 4}
@@ -90,10 +95,13 @@ class KvloomImpl(GuardedImpl):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        config = get_current_vllm_config()
+        self._config = config = get_current_vllm_config()
+        self._layers = config.compilation_config.static_forward_context
         self.asked = config.cache_config.cache_dtype
         KvloomBackend.options = options = Options.of(config.additional_config)
         self.dtype = torch.get_default_dtype()  # in which vLLM makes the model
+        self.smoothed: LayerSmoothing | None = None
+        self.is_loaded = False
         self._kind: Kind | None = None
         self._quant: QuantSpec | None = None
         bits = BITS.get(self.kv_quant_mode)
@@ -103,17 +111,10 @@ class KvloomImpl(GuardedImpl):
         self.is_kvloom = self._is_served(config, options)
         if not self.is_kvloom:
             return
-        self._scores = ops.Scores(
-            scale=self.scale,
-            alibi_slopes=self.alibi_slopes,
-            window=self.sliding_window if self.sliding_window > 0 else None,
-            softcap=self.logits_soft_cap or None,
-            sinks=self.sinks,
-        )
+        self._scores = self._scores_of_model()
         self._paged = paged.Paged(self.head_size, self.dtype, self._quant)
         is_rotated = self._kind is not None and self._kind.rotates("keys")
         self._transform = Transform(key=block_of(self.head_size)) if is_rotated else None
-        self._layers = config.compilation_config.static_forward_context
         self._residual: str | None = None
         kept = str(self._kind) if self._kind else dtype_name(self.dtype)
         _logger.info_once(
@@ -121,13 +122,36 @@ class KvloomImpl(GuardedImpl):
         )
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
-        """Have pages for a residual window; vLLM asks for those of all layers when the model is loaded."""
+        """Have pages for a residual window; vLLM asks for those of all layers when the model is loaded.
+
+        The last layer of a model has it asked how its keys are to be smoothed.
+        """
         super().process_weights_after_loading(act_dtype)
         if self.is_kvloom and self._kind is not None and self._kind.recent and self._residual is None:
             window = self._kind.recent
             window = min(window, self._scores.window) if self._scores.window else window
             code_bytes = pages.content_bytes(self.head_size, self.dtype, self._quant)
             self._residual = residual.beside(self, self._layers, window, code_bytes)
+        self.is_loaded = True
+        if self.smoothed is None:
+            _smooth(self._config, self._layers)
+
+    @property
+    def is_smoothable(self) -> bool:
+        """Whether keys of this layer are to be smoothed."""
+        return self.is_kvloom and self._kind is not None and self._kind.smooth != "none"
+
+    @property
+    def smoothing(self) -> KeySmoothing | None:
+        """That of the keys in its pages, all heads of all ranks."""
+        return self.smoothed.smoothing if self.smoothed is not None and self.is_smoothable else None
+
+    def smooth(self, found: LayerSmoothing) -> None:
+        """Smooth keys from now on, if they are to be."""
+        self.smoothed = found
+        if self.smoothing is not None:
+            rotated = 0 if self._transform is None else self._transform.key
+            self._transform = Transform(rotated, smoothing=smoothing.of_rank(self.smoothing))
 
     def do_kv_cache_update(
         self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
@@ -144,7 +168,13 @@ class KvloomImpl(GuardedImpl):
         if not self.is_kvloom:
             super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
             return
-        paged.store(key, value, slot_mapping, self._paged.view(kv_cache), self._transform)
+        positions = None
+        if self._transform is not None and self._transform.needs_positions:
+            step = get_attention_context(layer.layer_name)[0]
+            if step is None:  # vLLM warms up: nobody will read this
+                return
+            positions = step.positions
+        paged.store(key, value, slot_mapping, self._paged.view(kv_cache), self._transform, positions)
         if self._residual is not None:
             cache = self._layers[self._residual]
             cache.store(key, value, self._residual)
@@ -169,7 +199,7 @@ class KvloomImpl(GuardedImpl):
             key: Stored already.
             value: As ``key``.
             kv_cache: ``[B, H, S, C]``.
-            attn_metadata: The ``Step``, ``None`` while vLLM warms up.
+            attn_metadata: The ``Step``, ``None`` while vLLM warms up, or a ``Recording``.
             output: ``[T, Hq, D]``, written.
             output_scale: ``None``.
             output_block_scale: ``None``.
@@ -177,6 +207,10 @@ class KvloomImpl(GuardedImpl):
         Returns:
             ``output``.
         """
+        if isinstance(attn_metadata, Recording):
+            owner = self.kv_sharing_target_layer_name or layer.layer_name
+            attn_metadata.attend(owner, self._scores_of_model(), query, key, value, output)
+            return output
         if not self.is_kvloom or attn_metadata is None:
             super().forward(
                 layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale
@@ -190,6 +224,15 @@ class KvloomImpl(GuardedImpl):
         view = self._paged.view(kv_cache)
         paged.attend(query, view, attn_metadata, self._scores, output, self._transform, newest)
         return output
+
+    def _scores_of_model(self) -> ops.Scores:
+        return ops.Scores(
+            scale=self.scale,
+            alibi_slopes=self.alibi_slopes,
+            window=self.sliding_window if self.sliding_window > 0 else None,
+            softcap=self.logits_soft_cap or None,
+            sinks=self.sinks,
+        )
 
     def _is_served(self, config: Any, options: Options) -> bool:
         """Whether the pages of this layer are kvloom's.
@@ -250,6 +293,28 @@ class KvloomBuilder(CPUAttentionMetadataBuilder):  # type: ignore[misc]
         if not self._is_kvloom:
             return super().build(common_prefix_len, common_attn_metadata, fast_build)
         return step_of(common_attn_metadata, self.kv_cache_spec.block_size)
+
+
+def _smooth(config: Any, layers: dict[str, Any]) -> None:
+    """Ask a model how its keys are to be smoothed, if all of its layers have their weights.
+
+    Args:
+        config: Of the model.
+        layers: vLLM's ``static_forward_context``; layers of a model that was asked before know.
+    """
+    impls = {name: x.impl for name, x in layers.items() if isinstance(getattr(x, "impl", None), KvloomImpl)}
+    impls = {name: impl for name, impl in impls.items() if impl.smoothed is None}
+    if not all(impl.is_loaded for impl in impls.values()):
+        return
+    if any(impl.is_smoothable for impl in impls.values()):
+        owners = {name: impl.kv_sharing_target_layer_name or name for name, impl in impls.items()}
+        found = smoothing.calibrate(config, model_of(layers[next(iter(impls))]), owners)
+        said = {name: layer for name, layer in found.items() if impls[name].is_smoothable}
+        _logger.info_once("kvloom smooths keys: %s.", smoothing.said_of(said))
+    else:
+        found = dict.fromkeys(impls, LayerSmoothing(None, "not asked for"))
+    for name, impl in impls.items():
+        impl.smooth(found[name])
 
 
 def _refuse_untold(name: str, layer: Any, skipped: list[str]) -> None:

@@ -3,9 +3,10 @@
 Shapes: T new tokens of all requests, R requests, P blocks of a request.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from kvloom import ops
@@ -24,6 +25,17 @@ class Step:
 
     num_tokens: int
     batch: ops.Batch
+    _positions: list[Tensor] = field(default_factory=list, init=False, repr=False)
+
+    @property
+    def positions(self) -> Tensor:
+        """``[T]`` int64: the place of each new token in its request; found once for all layers."""
+        if not self._positions:
+            starts, ends = self.batch.seqstarts, self.batch.kvstarts.diff()
+            first = ends - starts[1:]  # of each request, before its new tokens are counted
+            behind = first.repeat_interleave(starts.diff(), output_size=self.num_tokens)
+            self._positions.append(behind + torch.arange(self.num_tokens))
+        return self._positions[0]
 
     @classmethod
     def of(

@@ -4,12 +4,13 @@ vLLM makes one in the process that schedules and one in each worker, and calls i
 """
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorTransferResults,
@@ -37,6 +38,7 @@ from kvloom.integrations.vllm.watch import WeightWatch, model_of
 from kvloom.store import Fingerprint, KVStore
 from kvloom.store.backends import store_url
 from kvloom.store.sums import read_sums
+from kvloom.store.transfer import digest_of
 
 _OPTIONS: Final = ("store", "max_bytes", "max_age", "keep_text", "timeout", "max_queued", "mode", "key_file")
 _GUESSES: Final = ("ngram", "ngram_gpu", "suffix")
@@ -48,6 +50,13 @@ class _Metadata(KVConnectorMetadata):  # type: ignore[misc]
     """A message from the scheduler's connector to those of the workers."""
 
     plan: Plan = field(default_factory=Plan)
+
+
+@dataclass(slots=True)
+class _Smoothed(KVConnectorHandshakeMetadata):  # type: ignore[misc]
+    """A message from a worker's connector to the scheduler's: how its keys are smoothed."""
+
+    digest: str
 
 
 class _Aside(KVConnectorWorkerMetadata):  # type: ignore[misc]
@@ -152,6 +161,12 @@ class KvloomConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """The same as ``request_finished``, for several groups."""
         return self.request_finished(request, [])
 
+    def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
+        """Learn how keys are smoothed, which workers found when they had their model."""
+        for said in metadata.values():
+            if isinstance(said, _Smoothed):
+                self._planner.know(replace(self._fingerprint, smoothing=said.digest))
+
     # In each worker.
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
@@ -161,13 +176,16 @@ class KvloomConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             UnsupportedError: some are not kvloom's.
         """
         config = self._vllm_config
-        known, layers = config.compilation_config.static_forward_context, {}
+        known, layers, smoothed = config.compilation_config.static_forward_context, {}, {}
         for name, memory in kv_caches.items():
             impl = known[name].impl
             if not getattr(impl, "is_kvloom", False):
                 raise UnsupportedError(f"pages must be kvloom's in all layers for a store, {name} has vLLM's")
             _, quant = _kept(config, impl.kv_quant_mode, impl.head_size)
             layers[_number(name)] = pages.view(memory, impl.head_size, config.model_config.dtype, quant)
+            smoothed[_number(name)] = impl.smoothing
+        digest = digest_of([smoothing for _, smoothing in sorted(smoothed.items())])
+        self._fingerprint = replace(self._fingerprint, smoothing=digest)
         ranks = get_tp_group()
         mine = None
         heads = self._fingerprint.layers[0].heads
@@ -182,6 +200,10 @@ class KvloomConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             ranks if ranks.world_size > 1 else None,
             WeightWatch(model_of(known[next(iter(kv_caches))])).is_changed,
         )
+
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        """How keys are smoothed."""
+        return _Smoothed(self._fingerprint.smoothing)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Begin to read."""

@@ -53,7 +53,12 @@ class Newest:
 
 
 def store(
-    key: Tensor, value: Tensor, slots: Tensor, view: KVView, transform: Transform | None = None
+    key: Tensor,
+    value: Tensor,
+    slots: Tensor,
+    view: KVView,
+    transform: Transform | None = None,
+    positions: Tensor | None = None,
 ) -> None:
     """Store new tokens.
 
@@ -63,10 +68,14 @@ def store(
         slots: ``[T]`` int64; -1 skips a token.
         view: The pages of the layer.
         transform: What is done to keys and values before; ``None`` for nothing.
+        positions: ``[T]`` int64, the places of tokens in their requests, where ``transform`` needs them;
+            what follows them is padding.
     """
+    if positions is not None:
+        slots = slots[: positions.shape[0]]
     key, value = key[: slots.shape[0]], value[: slots.shape[0]]
     if transform is not None:
-        key, value = transform.stored(key, value, None)
+        key, value = transform.stored(key, value, positions)
     ops.store(key, value, slots, view)
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from kvloom.core.entries import OF_BITS
 from kvloom.core.specs import QuantSpec
-from kvloom.core.spelling import Kind
+from kvloom.core.spelling import SMOOTHED, Kind
 from kvloom.errors import ConfigError
 
 
@@ -21,11 +21,13 @@ class Options:
             finds them faster.
         recent: Residual window: newest tokens that each token attends to unquantized, where pages are
             quantized. ``None``: 64 for int4, 0 for int8.
+        smooth: One of ``SMOOTHED``: whether keys are smoothed, where pages are quantized.
     """
 
     group: int | None = None
     float: bool | str = False
     recent: int | None = None
+    smooth: str = "keys"
 
     def __post_init__(self) -> None:
         if self.group is not None and (type(self.group) is not int or self.group < 1):
@@ -34,6 +36,8 @@ class Options:
             raise ConfigError(f"kvloom.float must be true, false or 'auto', got {self.float!r}")
         if self.recent is not None and (type(self.recent) is not int or not 0 <= self.recent < 2**31):
             raise ConfigError(f"kvloom.recent must be an int of at least 0, got {self.recent!r}")
+        if self.smooth not in SMOOTHED:
+            raise ConfigError(f"kvloom.smooth must be one of {', '.join(SMOOTHED)}, got {self.smooth!r}")
 
     @classmethod
     def of(cls, additional_config: object) -> "Options":
@@ -57,14 +61,14 @@ class Options:
     def kind(self, bits: int, head_dim: int) -> Kind:
         """How a layer is kept, as the format string of a ``KVPool`` with the same pages says it.
 
-        Keys are rotated as ``Codes.rotate`` says, and not smoothed.
+        Keys are rotated as ``Codes.rotate`` says.
 
         Raises:
             ConfigError: as ``quant``.
         """
         codes = OF_BITS[bits]
         recent = codes.recent if self.recent is None else self.recent
-        return Kind(codes.name, self.quant(bits, head_dim).group, codes.rotate, recent, smooth="none")
+        return Kind(codes.name, self.quant(bits, head_dim).group, codes.rotate, recent, self.smooth)
 
     def quant(self, bits: int, head_dim: int) -> QuantSpec:
         """The codes of a layer, which say nothing of what is done to keys before.

@@ -133,6 +133,10 @@ class Planner:
             self._offered[name] = max(start, end)
         return plan
 
+    def know(self, fingerprint: Fingerprint) -> None:
+        """Look for pages of a fingerprint from now on, before there is a request."""
+        self._fingerprint = fingerprint
+
     def failed(self, names: set[str]) -> None:
         """Note that reading failed for some requests, which are looked up once more."""
         self._failures.update(names)

@@ -3,25 +3,19 @@
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, EncoderDecoderCache
 
-from kvloom.errors import UnsupportedError
 from kvloom.integrations.transformers.cache_argument import as_argument
 from kvloom.integrations.transformers.loading import summary_of
 from kvloom.integrations.transformers.rope import dynamic_rope
 from kvloom.integrations.transformers.smoothing.fitting import LayerSmoothing, fit
+from kvloom.integrations.transformers.smoothing.inputs import longest_of, rows, token_ids
 from kvloom.integrations.transformers.smoothing.recording import Recorder, recorded
 from kvloom.integrations.transformers.smoothing.rotations import frequencies_of, names_rope
-
-_TOKENS: Final = 256
-_FEWEST: Final = 16
-_SHIFT: Final = 1000
-"""How much further on in a text the second row is, where a model has as many positions."""
-_SEED: Final = 20
 
 
 def calibrate(model: Any) -> tuple[LayerSmoothing, ...]:
@@ -74,13 +68,8 @@ def _inputs_of(model: Any) -> tuple[dict[str, Any], int]:
     """Arguments of ``forward``, and the shift of the second row's positions, 0 for no such row."""
     parameters = inspect.signature(model.forward).parameters
     decoder = "decoder_" if model.config.is_encoder_decoder else ""
-    longest = _longest(model)
-    num_tokens, shift = min(_TOKENS, longest), 0
-    if frequencies_of(model) and f"{decoder}position_ids" in parameters:
-        num_tokens = min(_TOKENS, longest * 3 // 4)
-        shift = min(_SHIFT, longest - num_tokens)
-    if num_tokens < _FEWEST:
-        raise UnsupportedError(f"model must have positions for {_FEWEST} tokens, got {longest}")
+    is_placed = f"{decoder}position_ids" in parameters
+    num_tokens, shift = rows(_longest(model), is_placed and bool(frequencies_of(model)))
     ids = _token_ids(model, num_tokens)[None].to(_device_of(model))
     inputs: dict[str, Any] = {"input_ids": ids}
     if shift:
@@ -96,25 +85,15 @@ def _inputs_of(model: Any) -> tuple[dict[str, Any], int]:
 
 def _longest(model: Any) -> int:
     """Tokens up to which a model reads with the frequencies that short texts have."""
-    longest = getattr(_text_config(model), "max_position_embeddings", None)
-    longest = longest if isinstance(longest, int) and longest > 0 else _TOKENS + _SHIFT
+    longest = longest_of(_text_config(model))
     dynamic = dynamic_rope(model)
     return longest if dynamic is None else min(longest, dynamic.limit)
 
 
 def _token_ids(model: Any, num_tokens: int) -> Tensor:
-    """``[T]`` int64, the same for all models of a vocabulary, none of them with a meaning of its own."""
     config = _text_config(model)
     size = min(x for x in (_num_embeddings(model), getattr(config, "vocab_size", None)) if x)
-    is_plain = torch.ones(size, dtype=torch.bool)
-    for holder in (model.config, config, getattr(model, "generation_config", None)):
-        for name, value in vars(holder).items() if holder is not None else ():
-            if name.endswith(("_token_id", "_token_index", "_token_ids")):
-                for x in value if isinstance(value, (list, tuple)) else [value]:
-                    if isinstance(x, int) and 0 <= x < size:
-                        is_plain[x] = False
-    plain = is_plain.nonzero()[:, 0]
-    return plain[torch.randint(len(plain), (num_tokens,), generator=torch.Generator().manual_seed(_SEED))]
+    return token_ids(size, (model.config, config, getattr(model, "generation_config", None)), num_tokens)
 
 
 def _num_embeddings(model: Any) -> int | None:
