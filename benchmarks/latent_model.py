@@ -1,10 +1,11 @@
 """A small model with latent attention (MLA), trained in minutes on two slow cores and kept for the next time.
 
-DeepSeek V2's attention without experts, with the bundled model's tokenizer and training text, so that held-out
-text and statistics of latents are a trained model's.
+DeepSeek V3's attention without experts, with the bundled model's tokenizer and training text, so that latents
+have the statistics of a trained model's.
 """
 
 import hashlib
+import itertools
 import os
 import random
 import sys
@@ -18,21 +19,21 @@ from transformers import AutoTokenizer, DeepseekV3Config, DeepseekV3ForCausalLM
 from kvloom.models import bundled_model_path, iter_texts
 
 LENGTH: Final = 512
-_ROWS: Final = 4
-_STEPS: Final = 700
+_ROWS: Final = 2
+_STEPS: Final = 1000
 _WARMUP: Final = 40
 _SEED: Final = 0
 _SOURCE: Final = Path(__file__).read_bytes()
 """What decides the weights."""
 
 
-def untrained_model(layers: int = 4, **sizes: Any) -> Any:
+def untrained_model(layers: int = 3, **sizes: Any) -> Any:
     """The model with random weights, the same ones each time; ``sizes`` are of its configuration."""
     torch.manual_seed(_SEED)
     chosen = {
         "vocab_size": 2048,
-        "hidden_size": 256,
-        "intermediate_size": 512,
+        "hidden_size": 128,
+        "intermediate_size": 256,
         "num_hidden_layers": layers,
         "first_k_dense_replace": layers,
         "num_attention_heads": 4,
@@ -63,10 +64,10 @@ def trained_model() -> Any:
 
 
 def train(model: Any, steps: int = _STEPS) -> None:
-    """Train in place on windows of the corpus; progress goes to stderr. Muon takes the matrices, AdamW the rest."""
+    """Train in place on pieces of the corpus, matrices with Muon; progress goes to stderr."""
     tokenizer = AutoTokenizer.from_pretrained(bundled_model_path(), local_files_only=True)
-    text = "".join(iter_texts("train"))[: 12 << 20]
-    ids = torch.cat([torch.tensor(tokenizer(text[i : i + (1 << 20)])["input_ids"]) for i in range(0, len(text), 1 << 20)])
+    texts = itertools.islice(iter_texts("train"), 400)
+    ids = torch.cat([torch.tensor(tokenizer(text)["input_ids"]) for text in texts])
     matrices = [x for x in model.model.layers.parameters() if x.dim() == 2]
     others = [x for x in model.parameters() if x.dim() == 1] + [model.get_input_embeddings().weight]
     muon = torch.optim.Muon(matrices, lr=0.02, momentum=0.95, weight_decay=0.01, adjust_lr_fn="original")
@@ -85,5 +86,5 @@ def train(model: Any, steps: int = _STEPS) -> None:
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-        if step % 50 == 0 or step + 1 == steps:
+        if step % 100 == 0 or step + 1 == steps:
             sys.stderr.write(f"step {step}: loss {loss.item():.3f}\n")

@@ -22,6 +22,7 @@ from cpu_sections import (
     threads_cpu_section,
     vllm_cpu_section,
 )
+from latent_sections import latents_section
 from plots import link, place
 from quality_sections import formats_section, quality_length_section, quality_section, retrieval_section
 from rounds import needs_compiled_backend
@@ -259,6 +260,7 @@ SECTIONS = {
     "quality": Section("Quality", quality_section, QUANTIZED, of_processor=False),
     "quality_length": Section("Quality at length", quality_length_section, QUANTIZED, of_processor=False),
     "retrieval": Section("Answers from far back", retrieval_section, QUANTIZED, of_processor=False),
+    "latents": Section("Latent attention", latents_section, OURS),
     "formats": Section("Formats of 4 bits", formats_section, (*QUANTIZED, "gguf"), of_processor=False),
     "growth": Section("What a cache is for", growth_section, OURS),
     "sharing": Section("Sharing pages", sharing_section, QUANTIZED),
