@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from transformers import models as families_of_transformers
 
 from kvloom.integrations.transformers import KVCache, KVPool, disable, enable
-from kvloom.integrations.transformers.latents import ExpandedStates, has_latents, why_expanded
+from kvloom.integrations.transformers.latents import ExpandedStates, why_expanded
+from kvloom.integrations.transformers.text_config import has_latents
 
 SIZES = (
     SMALL

@@ -58,12 +58,18 @@ class Served:
             time.sleep(0.005)
 
 
-def make_session(kv: str, config: dict[str, Any] | None, settings: Settings, **layers: Any) -> Session:
-    """A session of the bundled model that has not begun; ``layers`` are ``batch_invariant`` and ``pack``."""
-    model, tokenizer = load_model(bundled_model_path(), progress=False)
+def make_session(
+    kv: str, config: dict[str, Any] | None, settings: Settings, model: Any = None, **layers: Any
+) -> Session:
+    """A session that has not begun, of the bundled model or of another with its tokens.
+
+    ``layers`` are ``batch_invariant`` and ``pack``.
+    """
+    bundled, tokenizer = load_model(bundled_model_path(), progress=False)
     tokenizer.chat_template = TEMPLATE
     cb_config = ContinuousBatchingConfig(**{"page_size": 16, "num_blocks": 256, **(config or {})})
-    return Session(model.float(), tokenizer, settings, cb_config, kv=kv, **layers)
+    model = bundled.float() if model is None else model
+    return Session(model, tokenizer, settings, cb_config, kv=kv, **layers)
 
 
 @contextmanager
@@ -72,11 +78,12 @@ def served(
     config: dict[str, Any] | None = None,
     batch_invariant: bool | None = None,
     pack: bool | str = False,
+    model: Any = None,
     **options: Any,
 ) -> Iterator[Served]:
-    """The bundled model on a port of loopback; ``options`` are of ``Settings``."""
+    """A server of the bundled model, or of another with its tokens; ``options`` are of ``Settings``."""
     settings = Settings(port=0, **options)
-    session = make_session(kv, config, settings, batch_invariant=batch_invariant, pack=pack)
+    session = make_session(kv, config, settings, model, batch_invariant=batch_invariant, pack=pack)
     with listener_of(settings) as listener:
         server = server_of(application(session, ("bundled",), settings), settings)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})

@@ -18,6 +18,7 @@ NEEDS_PACKAGES = [
     "test_dashboard.py",
     "test_guard.py",
     "test_hostile.py",
+    "test_latent_models.py",
     "test_log.py",
     "test_logprobs.py",
     "test_messages.py",

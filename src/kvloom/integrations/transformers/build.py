@@ -16,14 +16,14 @@ from kvloom.core.specs import QuantSpec
 from kvloom.core.spelling import is_plan, parse_kind, recent_of
 from kvloom.errors import ArgumentError, ConfigError, UnsupportedError
 from kvloom.integrations.transformers.bit_plan import BitPlan, config_digest
-from kvloom.integrations.transformers.latents import answer_latents, has_latents
+from kvloom.integrations.transformers.latents import answer_latents
 from kvloom.integrations.transformers.layers import (
     HybridKVCacheLayer,
     KVCacheLayer,
     StaticKVCacheLayer,
     TheirHybridLayer,
 )
-from kvloom.integrations.transformers.text_config import head_dims_of, text_config_of
+from kvloom.integrations.transformers.text_config import has_latents, head_dims_of, text_config_of
 
 if TYPE_CHECKING:
     from kvloom.integrations.transformers.smoothing import LayerSmoothing

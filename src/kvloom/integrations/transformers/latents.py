@@ -16,22 +16,24 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
-from importlib import import_module
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 
 from kvloom.core.checks import FLOAT_DTYPES
+from kvloom.errors import UnsupportedError
 from kvloom.integrations.transformers.invariance.layers import InvariantRows
 from kvloom.integrations.transformers.invariance.packed_only import PackedOnly
 from kvloom.integrations.transformers.invariance.rules import NONE, Product, rule_of
 from kvloom.integrations.transformers.lazy_states import LazyStates
 from kvloom.integrations.transformers.lazy_tensor import LazyTensor
-from kvloom.integrations.transformers.text_config import names_rank
+from kvloom.integrations.transformers.text_config import EXPAND
 from kvloom.ops.invariance import is_batch_invariant
 
-_EXPAND: Final = "expand_kv"
+SESSION_ATTENTION: Final = "kvloom_paged"
+"""Attention of sessions of continuous batching, which stores the latents that layers give it."""
+
 _ORIGINAL: Final = "_kvloom_original"
 _IS_LINEAR: Final = "_kvloom_expands_linearly"
 
@@ -39,39 +41,29 @@ _IS_LINEAR: Final = "_kvloom_expands_linearly"
 def answer_latents(model: nn.Module) -> None:
     """Let ``expand_kv`` of a model's layers answer latents in a cache with what stands for the result.
 
-    It is done once for each class of layers, and tensors are expanded as ever.
+    In sessions it answers those of new tokens so, too. It is done once for each class of layers, and other
+    tensors are expanded as ever.
     """
     for module in model.modules():
-        owner = next((x for x in type(module).__mro__ if _EXPAND in vars(x)), None)
+        owner = next((x for x in type(module).__mro__ if EXPAND in vars(x)), None)
         if owner is None:
             continue
-        if not hasattr(vars(owner)[_EXPAND], _ORIGINAL):
-            setattr(owner, _EXPAND, _answering(vars(owner)[_EXPAND]))
+        if not hasattr(vars(owner)[EXPAND], _ORIGINAL):
+            setattr(owner, EXPAND, _answering(vars(owner)[EXPAND]))
         if _IS_LINEAR not in vars(owner) and why_expanded(module) is None and not _is_meta(module):
-            setattr(owner, _IS_LINEAR, _expands_linearly(module))
-
-
-def has_latents(config: Any) -> bool:
-    """Whether models of a configuration cache latents, in this version of transformers."""
-    return names_rank(config) and _has_expanding_class(type(config).__module__)
-
-
-@functools.cache
-def _has_expanding_class(configuration: str) -> bool:
-    try:
-        module = import_module(configuration.replace(".configuration_", ".modeling_"))
-    except ImportError:
-        return False
-    return any(hasattr(x, _EXPAND) for x in vars(module).values() if isinstance(x, type))
+            is_linear = _expands_linearly(module)
+            if is_linear is not None:
+                setattr(owner, _IS_LINEAR, is_linear)
 
 
 def why_expanded(module: nn.Module) -> str | None:
     """Why a layer's queries cannot be multiplied by its weight in the place of its latents, or ``None``."""
     projection = getattr(module, "kv_b_proj", None)
-    if not isinstance(projection, nn.Linear) or isinstance(projection, PackedOnly):
-        return f"kv_b_proj is a {type(projection).__name__}"
-    if type(projection) is not nn.Linear and not isinstance(projection, InvariantRows):
-        return f"kv_b_proj is a {type(projection).__name__}"
+    kind = type(projection)
+    is_plain = kind is nn.Linear or isinstance(projection, InvariantRows)
+    if not isinstance(projection, nn.Linear) or not is_plain or isinstance(projection, PackedOnly):
+        is_of_torch = kind.__module__.startswith("torch.")  # others may be called Linear, too
+        return f"kv_b_proj is a {kind.__name__ if is_of_torch else f'{kind.__module__}.{kind.__name__}'}"
     if projection._forward_hooks or projection._forward_pre_hooks or "forward" in vars(projection):
         return "kv_b_proj has hooks"
     weight = projection.weight
@@ -80,12 +72,39 @@ def why_expanded(module: nn.Module) -> str | None:
     return None
 
 
+def why_not_absorbed(module: nn.Module) -> str | None:
+    """As ``why_expanded``, or that ``expand_kv`` is not what is said above, of a class that answers."""
+    reason = why_expanded(module)
+    if reason is None and not getattr(type(module), _IS_LINEAR, False):
+        reason = "expand_kv is not known to be a product by kv_b_proj"
+    return reason
+
+
+def expect_absorbed(model: nn.Module) -> None:
+    """Answer latents as ``answer_latents`` does, for a session, which expands none.
+
+    Raises:
+        UnsupportedError: the latents of a layer must be expanded. A layer without data is not looked at.
+    """
+    answer_latents(model)
+    for name, module in model.named_modules():
+        reason = why_not_absorbed(module) if hasattr(type(module), EXPAND) else None
+        if reason is not None and (why_expanded(module) is not None or not _is_meta(module)):
+            raise UnsupportedError(
+                f"model must have layers whose latents can be attended to where they lie, got {name} of "
+                f"{type(model).__name__}: {reason}"
+            )
+
+
 def _is_meta(module: Any) -> bool:
     return bool(module.kv_b_proj.weight.is_meta)
 
 
-def _expands_linearly(module: Any) -> bool:
-    """Whether a layer's ``expand_kv`` is what is said above, tried with two latents."""
+def _expands_linearly(module: Any) -> bool | None:
+    """Whether a layer's ``expand_kv`` is what is said above, tried with two latents.
+
+    ``None`` where its weights do not tell, as they are not finite.
+    """
     weight = module.kv_b_proj.weight
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -97,6 +116,8 @@ def _expands_linearly(module: Any) -> bool:
         of_keys, of_values = _parts_of(module)
         key = torch.cat((latents @ of_keys.mT, rope.expand(-1, len(of_keys), -1, -1)), -1)
         wanted = key, latents @ of_values.mT
+    if not all(bool(x.isfinite().all()) for x in wanted):
+        return None
     bound = 16 * torch.finfo(weight.dtype).eps
     return all(
         a.shape == b.shape and bool((a - b).float().abs().max() <= bound * b.float().abs().max())
@@ -115,7 +136,8 @@ def _answering(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def expand_kv(self: Any, kv_nope: Any, k_rot: Any) -> Any:
         are_lazy = isinstance(kv_nope, LazyStates) and isinstance(k_rot, LazyStates)
-        if are_lazy and kv_nope.tokens is k_rot.tokens and not kv_nope.is_written:
+        are_cached = are_lazy and kv_nope.tokens is k_rot.tokens and not kv_nope.is_written
+        if are_cached or self.config._attn_implementation == SESSION_ATTENTION:
             source = _Source(self, original, kv_nope, k_rot)
             return ExpandedStates(source, 0), ExpandedStates(source, 1)
         return original(self, kv_nope, k_rot)
@@ -126,17 +148,18 @@ def _answering(original: Callable[..., Any]) -> Callable[..., Any]:
 
 @dataclass(eq=False)
 class _Source:
-    """Latents and rope keys of a layer's cache, and how the layer expands them."""
+    """Latents and rope keys of a layer's cache, or of its new tokens, and how the layer expands them."""
 
     module: Any
     expand: Callable[..., tuple[Tensor, Tensor]]
-    latents: LazyStates
-    rope: LazyStates
+    latents: LazyStates | Tensor
+    rope: LazyStates | Tensor
 
     @cached_property
     def expanded(self) -> tuple[Tensor, Tensor]:
         """Keys ``[B, H, N, nope + rope]`` and values ``[B, H, N, v]``."""
-        return self.expand(self.module, self.latents.gather(), self.rope.gather())
+        given = (x.gather() if isinstance(x, LazyTensor) else x for x in (self.latents, self.rope))
+        return self.expand(self.module, *given)
 
 
 @dataclass(frozen=True)
@@ -166,13 +189,13 @@ class ExpandedStates(LazyTensor):
         self._source, self._side = source, side
 
     @property
-    def latents(self) -> LazyStates:
-        """``[B, 1, N, rank]``."""
+    def latents(self) -> Any:
+        """``[B, 1, N, rank]``: ``LazyStates``, or a tensor of new tokens."""
         return self._source.latents
 
     @property
-    def rope(self) -> LazyStates:
-        """``[B, 1, N, rope]``."""
+    def rope(self) -> Any:
+        """``[B, 1, N, rope]``, as ``latents``."""
         return self._source.rope
 
     @property
@@ -194,19 +217,19 @@ class ExpandedStates(LazyTensor):
 
         They are where the layer's weight is not there to be used, where keys and values are not of one
         source, and where that takes less time: in a text's first forward, and of many queries at once. So a
-        query's bits depend on the number of tokens in its forward, unless ``ops.BatchInvariance`` is wanted.
+        query's bits depend on the number of tokens in its forward, unless ``ops.BatchInvariance`` is wanted,
+        or in a session, which absorbs all queries.
         """
         module = self._source.module
-        if values._source is not self._source or why_expanded(module) is not None:
+        if values._source is not self._source or why_not_absorbed(module) is not None:
             return None
         of_keys, of_values = _parts_of(module)
         if query.dtype != of_keys.dtype or query.shape[1] != len(of_keys):
             return None
-        if not getattr(type(module), _IS_LINEAR, False):
-            return None
         nope, rank = of_keys.shape[1:]
         rope = query.shape[3] - nope
-        if not is_batch_invariant() and _is_faster_expanded(
+        is_always = isinstance(self.latents, Tensor) or is_batch_invariant()
+        if not is_always and _is_faster_expanded(
             query.shape[2], self.latents.shape[2], nope, rope, of_values.shape[1], rank
         ):
             return None

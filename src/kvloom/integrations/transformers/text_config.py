@@ -1,10 +1,15 @@
 """What a model's configuration says of its text."""
 
-from typing import Any
+import functools
+from importlib import import_module
+from typing import Any, Final
 
 from transformers import PretrainedConfig
 
 from kvloom.errors import ArgumentError
+
+EXPAND: Final = "expand_kv"
+"""A method of layers that cache latents, which makes keys and values of them."""
 
 
 def text_config_of(model: Any) -> Any:
@@ -30,11 +35,14 @@ def head_dim_of(config: Any) -> int:
 
 
 def head_dims_of(config: Any) -> tuple[int, int] | None:
-    """Elements of a head vector of the keys and of the values that a cache gets.
+    """Elements of a head vector of the keys and of the values that a cache gets; of a latent and a rope key.
 
-    ``None`` without attention, and with latent vectors: whether they are cached as they are or expanded,
-    transformers' version says.
+    ``None`` without attention, with latents that are expanded before they are cached, and where these differ
+    by layers.
     """
+    if has_latents(config):
+        sizes = [vars(config).get(name) for name in ("kv_lora_rank", "qk_rope_head_dim")]
+        return None if None in sizes else (int(sizes[0]), int(sizes[1]))
     has_heads = getattr(config, "head_dim", None) or getattr(config, "num_attention_heads", None)
     if names_rank(config) or not has_heads:
         return None
@@ -44,3 +52,17 @@ def head_dims_of(config: Any) -> tuple[int, int] | None:
 def names_rank(config: Any) -> bool:
     """Whether a configuration is of latent attention; some refuse to name the rank of all layers."""
     return "kv_lora_rank" in vars(config) or hasattr(type(config), "kv_lora_rank")
+
+
+def has_latents(config: Any) -> bool:
+    """Whether models of a configuration cache latents, in this version of transformers."""
+    return names_rank(config) and _has_expanding_class(type(config).__module__)
+
+
+@functools.cache
+def _has_expanding_class(configuration: str) -> bool:
+    try:
+        module = import_module(configuration.replace(".configuration_", ".modeling_"))
+    except ImportError:
+        return False
+    return any(hasattr(x, EXPAND) for x in vars(module).values() if isinstance(x, type))

@@ -13,8 +13,9 @@ from kvloom.errors import ArgumentError, StateError, UnsupportedError
 from kvloom.integrations.transformers.batching.report import BatchReport, PageMap, RequestPages
 from kvloom.integrations.transformers.build import cache_format
 from kvloom.integrations.transformers.invariance import expect_wish, hold_layers, release_layers
+from kvloom.integrations.transformers.latents import expect_absorbed
 from kvloom.integrations.transformers.pool_model import expect_prefixes
-from kvloom.integrations.transformers.text_config import text_config_of
+from kvloom.integrations.transformers.text_config import has_latents, names_rank, text_config_of
 from kvloom.paging import expect_policy
 
 __all__ = ["OLDEST", "BatchReport", "PageMap", "RequestPages", "continuous_batching"]
@@ -138,11 +139,17 @@ def _expect_served(model: PreTrainedModel) -> None:
     if kinds or getattr(model, "_is_stateful", False):
         got = ", ".join(sorted(kinds)) or "a recurrent state"
         raise UnsupportedError(f"model must have layers of {' and '.join(_KINDS)} only, got {got} in {name}")
-    for field in ("kv_lora_rank", "num_kv_shared_layers"):
-        if getattr(config, field, None):
-            raise UnsupportedError(
-                f"model must store keys and values of its own in every layer, got {field} in {name}"
-            )
+    if getattr(config, "num_kv_shared_layers", None):
+        raise UnsupportedError(
+            f"model must store keys and values of its own in every layer, got num_kv_shared_layers in {name}"
+        )
+    if has_latents(config):
+        expect_absorbed(model)
+    elif names_rank(config) and config.kv_lora_rank:
+        raise UnsupportedError(
+            f"model must cache its latents, which {name} of transformers {transformers.__version__} expands "
+            "before"
+        )
     if not model._can_set_attn_implementation():
         raise UnsupportedError(
             f"model must take its attention from AttentionInterface, which {name} does not"

@@ -6,6 +6,7 @@ lengths say all, and a bool mask of all new tokens of a step would be made for n
 Shapes: T new tokens of all requests, H key/value heads, Hq query heads, D head dim.
 """
 
+import math
 from typing import Any, Final
 
 import torch
@@ -15,8 +16,13 @@ from transformers import AttentionInterface
 from kvloom import ops
 from kvloom.errors import StateError, UnsupportedError
 from kvloom.integrations.transformers.batching.cache import BatchCache
+from kvloom.integrations.transformers.latents import (
+    SESSION_ATTENTION,
+    ExpandedStates,
+    why_not_absorbed,
+)
 
-IMPLEMENTATION: Final = "kvloom_paged"
+IMPLEMENTATION: Final = SESSION_ATTENTION
 
 # Arguments that other implementations of transformers use.
 _REFUSED: Final = ("head_mask", "indices", "block_indices", "sinks", "position_bias", "output_attentions")
@@ -25,8 +31,8 @@ _REFUSED: Final = ("head_mask", "indices", "block_indices", "sinks", "position_b
 def attention(
     module: torch.nn.Module,
     query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    key: Any,
+    value: Any,
     attention_mask: Tensor | None,
     scaling: float | None = None,
     dropout: float = 0.0,
@@ -40,7 +46,7 @@ def attention(
     Args:
         module: The attention layer, with its ``layer_idx``.
         query: ``[1, Hq, T, D]``.
-        key: ``[1, H, T, D]``.
+        key: ``[1, H, T, D]``, or what ``expand_kv`` answered for latents, which are stored as they are.
         value: As ``key``.
         attention_mask: ``None``.
         scaling: Of the dot product; ``1 / sqrt(D)`` if ``None``.
@@ -67,7 +73,19 @@ def attention(
         name = "dropout" if dropout > 0 else (refused or ["attention_mask"])[0]
         raise UnsupportedError(f"attn_implementation '{IMPLEMENTATION}' has no {name}")
     layer: Any = module.layer_idx
-    return cache.attend(layer, query, key, value, ops.Scores(scaling, softcap=softcap, sinks=s_aux)), None
+    if not isinstance(key, ExpandedStates):
+        scores = ops.Scores(scaling, softcap=softcap, sinks=s_aux)
+        return cache.attend(layer, query, key, value, scores), None
+    absorbed = key.absorbed(value, query) if isinstance(value, ExpandedStates) else None
+    if absorbed is None:
+        raise UnsupportedError(
+            f"sessions must attend to latents where they lie, which layer {layer} does not let them: "
+            f"{why_not_absorbed(module) or 'its keys, values and queries are not of one product'}"
+        )
+    scaling = 1.0 / math.sqrt(query.shape[3]) if scaling is None else scaling
+    scores = ops.Scores(scaling, softcap=softcap, sinks=s_aux)
+    out = cache.attend(layer, absorbed.query, key.latents, key.rope, scores, is_latent=True)
+    return absorbed.values(out), None
 
 
 AttentionInterface.register(IMPLEMENTATION, attention)

@@ -335,11 +335,19 @@ class BatchCache:
         """0: a step says at which positions its tokens are; models that count them fit in no session."""
         return 0
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scores: ops.Scores) -> Tensor:
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scores: ops.Scores,
+        is_latent: bool = False,
+    ) -> Tensor:
         """Store the tokens of the step in a layer, and attend, as ``StepAttention``."""
         if self._step is None:
             self._step = self._make_step()
-        return self._attention(self._step, layer, query, key, value, scores)
+        return self._attention(self._step, layer, query, key, value, scores, is_latent)
 
     def _make_step(self) -> Step:
         with self.lock:

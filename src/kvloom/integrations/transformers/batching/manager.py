@@ -29,9 +29,10 @@ from kvloom.integrations.transformers.invariance import (
     release_layers,
     report_layers,
 )
+from kvloom.integrations.transformers.latents import expect_absorbed
 from kvloom.integrations.transformers.rope import dynamic_rope
 from kvloom.integrations.transformers.smoothing import smoothing_for, smoothing_report
-from kvloom.integrations.transformers.text_config import head_dims_of, text_config_of
+from kvloom.integrations.transformers.text_config import has_latents, head_dims_of, text_config_of
 from kvloom.integrations.transformers.watch import ModelWatch
 from kvloom.paging import Miss, expect_policy
 from kvloom.tracing.recorder import Recorded, Recorder
@@ -82,7 +83,8 @@ class BatchingManager(Recorder, ContinuousBatchingManager):  # type: ignore[misc
 
     Raises:
         ArgumentError: an argument, or a field of a configuration, has no such value; nothing was changed.
-        UnsupportedError: a field asks for what there is not; nothing was changed.
+        UnsupportedError: a field asks for what there is not, or latents of the model must be expanded;
+            nothing was changed.
     """
 
     def __init__(
@@ -104,6 +106,8 @@ class BatchingManager(Recorder, ContinuousBatchingManager):  # type: ignore[misc
         config = continuous_batching_config or ContinuousBatchingConfig(page_size=PAGE_SIZE)
         _expect_config(config)
         text = text_config_of(model)
+        if has_latents(text):
+            expect_absorbed(model)
         smoothing = smoothing_for(model, kv)
         self._format = cache_format(text, kv, config.page_size, None, values, layout, smoothing)
         self._smoothing = smoothing_report(self._format, smoothing)

@@ -1,4 +1,4 @@
-"""What a model's configuration says of its layers: heads, bytes, windows."""
+"""What a model's configuration says of what its layers keep: heads, head dims, bytes, windows."""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -8,18 +8,20 @@ import torch
 
 from kvloom.caches import CacheFormat
 from kvloom.errors import UnsupportedError
-from kvloom.integrations.transformers.text_config import head_dim_of
+from kvloom.integrations.transformers.text_config import has_latents, head_dim_of, head_dims_of
 
 
 def heads_of(config: Any) -> int:
-    """Key/value heads, which not every configuration states."""
+    """Heads that are kept, which not every configuration states; latents are one."""
+    if has_latents(config):
+        return 1
     return int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
 
 
 def specs_of(config: Any, format: CacheFormat, dtype: torch.dtype) -> tuple[Any, Any]:
     """Keys and values of one layer."""
-    heads, head_dim = heads_of(config), head_dim_of(config)
-    return format.spec(heads, head_dim, dtype), (format.values or format).spec(heads, head_dim, dtype)
+    heads, (key_dim, value_dim) = heads_of(config), head_dims_of(config) or (head_dim_of(config),) * 2
+    return format.spec(heads, key_dim, dtype), (format.values or format).spec(heads, value_dim, dtype)
 
 
 def page_bytes(

@@ -1,7 +1,7 @@
 """A step of a session: where its tokens lie, made once, and attention over them in every layer.
 
 Shapes: T new tokens of all requests, B requests, P pages of a request, H key/value heads, Hq query
-heads, D head dim.
+heads, D head dim of keys, Dv of values.
 """
 
 from collections.abc import Sequence
@@ -90,20 +90,28 @@ class StepAttention:
         }
 
     def __call__(
-        self, step: Step, layer: int, query: Tensor, key: Tensor, value: Tensor, scores: ops.Scores
+        self,
+        step: Step,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scores: ops.Scores,
+        is_latent: bool = False,
     ) -> Tensor:
         """Attention of a layer.
 
         Args:
             step: The step.
             layer: Index of the layer.
-            query: ``[1, Hq, T, D]``.
+            query: ``[1, Hq, T, D]``, of latents ``[1, Hq, T, D + Dv]``.
             key: ``[1, H, T, D]``.
-            value: As ``key``.
+            value: ``[1, H, T, Dv]``.
             scores: Without a window, which is the layer's.
+            is_latent: As of ``ops.attend``.
 
         Returns:
-            ``[1, T, Hq, D]``.
+            ``[1, T, Hq, Dv]``, or of latents ``[1, T, Hq, D]``.
 
         Raises:
             StateError: T is not that of the step.
@@ -119,11 +127,12 @@ class StepAttention:
         if group.window is not None:
             scores = replace(scores, window=group.window)
         if layer not in self._residuals:
-            return storage.attend(query, batch, scores, first)[None]
+            return storage.attend(query, batch, scores, first, is_latent)[None]
         number, residual = self._residuals[layer]
         exact, (slots, newest, _) = residual.storages[layer], step.groups[number]
         exact.store(key, value, slots)
-        return storage.attend_beside(query, batch, scores, exact, newest, self._num_newest, first)[None]
+        beside = exact, newest, self._num_newest, first, is_latent
+        return storage.attend_beside(query, batch, scores, *beside)[None]
 
 
 def _starts(lengths: Tensor) -> Tensor:

@@ -34,7 +34,7 @@ from kvloom.integrations.transformers.invariance.packing import (
     why_not_packable,
 )
 from kvloom.integrations.transformers.invariance.rules import NONE, rule_of
-from kvloom.integrations.transformers.text_config import text_config_of
+from kvloom.integrations.transformers.text_config import EXPAND, text_config_of
 from kvloom.ops.invariance import BatchInvariance, why_not_batch_invariant
 
 _CHANGES: Final = "_kvloom_layers"
@@ -223,6 +223,8 @@ class _Changes:
         report = LayerReport(batch_invariant=wish.batch_invariant)
         self.conditions = conditions_of(model)
         reasons = why_not_separate(model)
+        if wish.pack == "only":
+            reasons = {**_read_by_attention(model), **reasons}
         for name, layer in model.named_modules():
             if kind_of(layer) in LINEAR:
                 why_not = reasons.get(name, "")
@@ -291,6 +293,12 @@ def why_not_separate(model: nn.Module) -> dict[str, str]:
         elif kind_of(layer) in LINEAR and owners[id(layer._parameters.get("weight"))] > 1:
             reasons[name] = "tied"
     return reasons
+
+
+def _read_by_attention(model: nn.Module) -> dict[str, str]:
+    """Names of linear layers whose weights attention reads, in the usual order: of latents of MLA."""
+    owners = (name for name, module in model.named_modules() if hasattr(type(module), EXPAND))
+    return dict.fromkeys((f"{name}.kv_b_proj" for name in owners), "attention reads the weight")
 
 
 def packable_bytes(model: nn.Module) -> int:
