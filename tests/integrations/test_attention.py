@@ -294,7 +294,7 @@ def test_attention_gathers_states_that_do_not_belong_together(gathers: list[Toke
     "options",
     [
         {"dropout": 0.1}, {"output_attentions": True}, {"head_mask": torch.ones(4)},
-        {"indices": torch.zeros(1, 3, 2)}, {"block_indices": torch.zeros(1, 3, 2)},
+        {"block_indices": torch.zeros(1, 3, 2)},
         {"sinks": torch.zeros(1, 4, 3, 1)}, {"cache": object()},
     ],
     ids=lambda options: next(iter(options)),

@@ -38,6 +38,9 @@ SIZES = (
         "zero_expert_num": 2,
         "num_layers": 2,
         "max_position_embeddings": 256,
+        "index_topk": 6,
+        "index_head_dim": 16,
+        "index_n_heads": 4,
     }
 )
 """Sizes of a small model, of which a configuration takes those that it has."""
@@ -55,19 +58,46 @@ OTHERS: dict[str, dict[str, Any]] = {
         "mlp_layer_types": ["dense"] * 4,
         "q_lora_rank": None,
     },
+    "glm5_next": {"qk_rope_head_dim": 0, "index_kpool": 2, "linear_head_dim": 8, "linear_num_heads": 4},
+    "qwen4_exp": {
+        "indexer_n_heads": 4,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 16,
+        "indexer_budget": 8,
+        "indexer_compress_ratio": 2,
+        "head_dim": 8,
+        "num_experts": 4,
+        "shared_expert_intermediate_size": 16,
+        "linear_num_value_heads": 4,
+        "linear_num_key_heads": 2,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+    },
+    "hy_v4_vl": {
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
+    },
+    # Layers without positions, with the keys of another layer, and with the choice of another.
+    "mistral_large4": {
+        "kv_source_layers": [0, 0, 2, 2],
+        "no_rope_layers": [1, 1, 0, 0],
+        "indexer_types": ["full", "shared", "full", "full"],
+    },
 }
 """What a family's configuration needs besides."""
-INDEXED = (
-    "axk2",
-    "deepseek_v32",
-    "dots3_note",
-    "glm5_next",
-    "glm_moe_dsa",
-    "hy_v4",
-    "hy_v4_vl",
-    "mistral_large4",
-)
-"""Families whose layers also cache keys of an index."""
+VISION: dict[str, dict[str, Any]] = {
+    "text_config": {},
+    "vision_config": {
+        "depth": 1,
+        "num_hidden_layers": 1,
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_heads": 2,
+        "num_attention_heads": 2,
+        "out_hidden_size": 32,
+        "projection_intermediate_size": 16,
+    },
+}
+"""Sizes of what sees pictures, which no test has."""
 
 
 def families() -> list[str]:
@@ -82,22 +112,30 @@ def families() -> list[str]:
 
 
 FAMILIES = families()
-ATTENDED = [name for name in FAMILIES if name not in INDEXED]
 pytestmark = pytest.mark.skipif(not FAMILIES, reason="this version of transformers caches no latents")
 
 
 def family(name: str, **options: Any) -> Any:
     """A small random model of a folder."""
     module = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
-    kind = next(
-        x
-        for key, x in vars(module).items()
-        if key.endswith("ForCausalLM") and x.__module__ == module.__name__
+    kinds = [x for x in vars(module).values() if getattr(x, "__module__", "") == module.__name__]
+    kind = min(
+        (x for x in kinds if x.__name__.endswith(("ForCausalLM", "ForConditionalGeneration"))),
+        key=lambda x: x.__name__,
     )
-    fields = inspect.signature(kind.config_class.__init__).parameters
-    sizes = {key: x for key, x in (SIZES | OTHERS.get(name, {}) | options).items() if key in fields}
+    parts = {key: x for key, x in kind.config_class.sub_configs.items() if key in VISION}
+    sizes = SIZES | OTHERS.get(name, {}) | options
     torch.manual_seed(0)
-    return kind(kind.config_class(**sizes)).eval()
+    if "text_config" not in parts:
+        return kind(kind.config_class(**of_fields(kind.config_class, sizes))).eval()
+    text = of_fields(parts["text_config"], sizes)
+    return kind(kind.config_class(text_config=text, vision_config=VISION["vision_config"])).eval()
+
+
+def of_fields(config: type, sizes: dict[str, Any]) -> dict[str, Any]:
+    """Of sizes those that a configuration takes."""
+    fields = inspect.signature(config.__init__).parameters
+    return {key: x for key, x in sizes.items() if key in fields}
 
 
 @pytest.fixture
@@ -106,8 +144,8 @@ def absorbed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     counts: list[int] = []
     absorb = ExpandedStates.absorbed
 
-    def counted(self: Any, values: Any, query: Tensor) -> Any:
-        result = absorb(self, values, query)
+    def counted(self: Any, values: Any, query: Tensor, *more: Any) -> Any:
+        result = absorb(self, values, query, *more)
         if result is not None:
             counts.append(query.shape[2])
         return result
@@ -116,7 +154,7 @@ def absorbed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return counts
 
 
-@pytest.mark.parametrize(("name", "mode"), pairwise(ATTENDED, [*MODES, "lookup"]))
+@pytest.mark.parametrize(("name", "mode"), pairwise(FAMILIES, [*MODES, "lookup"]))
 def test_every_family_gives_the_stock_tokens(name: str, mode: str, absorbed: list[int]) -> None:
     model = family(name)
     options = {"prompt_lookup_num_tokens": 3} if mode == "lookup" else MODES[mode]

@@ -42,7 +42,8 @@ class RecentRing:
 
     def __init__(self, tensors: tuple[Tensor, Tensor]) -> None:
         self.tensors = tensors
-        self.view = KVView.split(_LAYOUT, *tensors)
+        key, value = tensors
+        self.view = KVView.split(_LAYOUT, key, value if value.shape[3] else None)
 
     @classmethod
     def of(cls, key: Tensor, value: Tensor, num_slots: int) -> "RecentRing":
@@ -133,10 +134,11 @@ class FixedRecent:
             tokens = self._in_one_piece(key, value, start)
         exact = self._exact(tokens, start, known, column)
         newest = min(count, num_slots)
+        new = key[:, :, count - newest :], value[:, :, count - newest :] if value.shape[3] else None
         slots = self._starts + (end - newest + torch.arange(newest, device=key.device)) % num_slots
         self._known.copy_(known)
         self._end.copy_(end)
-        ops.store(key[:, :, count - newest :], value[:, :, count - newest :], slots, self.ring.view)
+        ops.store(*new, slots, self.ring.view)
         return exact
 
     def held(self, end: Tensor, column: Tensor | int) -> Exact | None:

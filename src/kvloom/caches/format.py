@@ -133,10 +133,12 @@ class CacheFormat:
         """Keys of one layer whose model computes in ``dtype``; ``values.spec`` is that of its values."""
         return KVSpec(1, heads, head_dim, self.dtype or dtype, quant=self.quant)
 
-    def specs_of(self, key: Tensor, value: Tensor) -> tuple[KVSpec, KVSpec]:
-        """Of keys and values of one layer such as these, ``[B, H, Q, D]``."""
-        key_spec = self.spec(key.shape[1], key.shape[3], key.dtype)
-        return key_spec, (self.values or self).spec(value.shape[1], value.shape[3], key.dtype)
+    def specs_of(self, key: Tensor, value: Tensor) -> tuple[KVSpec, KVSpec | None]:
+        """Of keys and values of one layer such as these, ``[B, H, Q, D]``; ``None`` of values with D = 0."""
+        spec = self.spec(key.shape[1], key.shape[3], key.dtype)
+        if not value.shape[3]:
+            return spec, None
+        return spec, (self.values or self).spec(value.shape[1], value.shape[3], key.dtype)
 
     def residual_window(self, window: int | None) -> int:
         """Newest tokens that a later one reads unquantized, in layers with a window or without one."""

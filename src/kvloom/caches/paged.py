@@ -43,10 +43,12 @@ class PagedLayer(Layer):
         num_removed: How many tokens fewer it holds than it has seen, since others were assigned; negative if
             more were assigned.
         groups: Those of its cache, through which layers of one number of tokens share sequences.
+        is_indexed: Whether there are index keys of its tokens, so that no other number can be assigned.
     """
 
     num_tokens: int = 0
     num_removed: int = 0
+    is_indexed: bool = False
 
     def __init__(self, format: CacheFormat, sequences: Sequences | None = None, index: int = 0) -> None:
         super().__init__()
@@ -63,6 +65,11 @@ class PagedLayer(Layer):
     def window(self) -> int | None:
         """Tokens that a token sees, itself included; ``None`` for all before it."""
         return self.sequences.window
+
+    @property
+    def format(self) -> CacheFormat:
+        """How tokens of this layer are kept."""
+        return self.sequences.format.of_layer(self.index)
 
     @property
     def storage(self) -> Storage | None:
@@ -111,7 +118,8 @@ class PagedLayer(Layer):
             newest, exact = residual.step, residual.pages.storages.get(self.index)
             if newest is None or exact is None or newest.stride != exact.stride or newest[:2] != step[:2]:
                 return None
-        transform, stored = storage.transform, (key, value)
+        transform = storage.transform
+        stored: tuple[Tensor, Tensor | None] = (key, value)
         if transform is not None:
             if step.slots.numel() > TRANSFORMED_AT_ONCE or (
                 storage.needs_positions and step.positions is None
@@ -119,6 +127,8 @@ class PagedLayer(Layer):
                 return None
             stored = transform.stored(key, value, step.positions)
         sequences.pages.num_writes += 1
+        if not storage.has_values:
+            stored = stored[0], None
         if not store_plain(*stored, step.slots, storage.view):
             return None
         read = None if newest is None or exact is None else self._store_exact(exact, key, value, newest)
@@ -136,7 +146,7 @@ class PagedLayer(Layer):
         """What ``store`` returns of the storage and the new tokens; if it raises, nothing remains of them."""
         storage, sequences = self.storage, self.sequences
         if storage is None:
-            format = sequences.format.of_layer(self.index)
+            format = self.format
             storage = Storage.of(format, key, value, format.page_size, is_gathered=is_gathered)
         residual, exact = sequences.residual, self._residual_storage
         if residual is not None and exact is None and storage.has_codes:
@@ -188,7 +198,7 @@ class PagedLayer(Layer):
         """Store new tokens of a step unquantized; what attention reads so."""
         if key.requires_grad or value.requires_grad:
             key, value = detached(key), detached(value)
-        if not store_plain(key, value, step.slots, exact.view):
+        if not store_plain(key, value if exact.has_values else None, step.slots, exact.view):
             exact.store(key, value, step.slots)
         num_newest = self.sequences.pages.format.recent
         return Exact(Tokens(exact.view, step.visible), num_newest, step.known)
@@ -295,7 +305,7 @@ class PagedLayer(Layer):
     def _dtypes(self) -> torch.dtype | tuple[torch.dtype, ...]:
         """As of ``Layer``: where other sequences share the storage, the dtype of their tokens."""
         storage = self.storage
-        if self.dtype is None and storage and self.sequences.format.of_layer(self.index).dtype is None:
+        if self.dtype is None and storage and self.format.dtype is None:
             return storage.specs[0].dtype
         return super()._dtypes
 
@@ -309,6 +319,10 @@ class PagedLayer(Layer):
                 return key, value
         key, value = self.gather(dtype)
         return ReadOnly.of(key), ReadOnly.of(value)
+
+    @property
+    def _num_fixed(self) -> str | None:
+        return "those that have index keys" if self.is_indexed else super()._num_fixed
 
     def _truncate(self, num_tokens: int) -> None:
         if self.sequences.size and self.sequences.num_positions > num_tokens:

@@ -110,8 +110,10 @@ class Pages:
 
     def kind(self, *head_dims: int) -> str:
         """``format.kind`` of layers that have tokens, and of ``head_dims`` before the first one has."""
-        found = next(iter(self.storages.values()), None)
-        return self.format.kind(*(head_dims if found is None else (spec.head_dim for spec in found.specs)))
+        if self.storages:
+            specs = self.storages[min(self.storages)].specs
+            return self.format.kind(*(None if spec is None else spec.head_dim for spec in specs))
+        return self.format.kind(*head_dims)
 
     def keep(self) -> None:
         """Have all ``max_tokens`` from now on, as if ``is_kept``, and a share of them unquantized."""

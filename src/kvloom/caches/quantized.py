@@ -112,8 +112,8 @@ class QuantizedLayer(Layer):
         if count:
             ops.copy(storage.view, slots, copied.view, torch.arange(len(slots), device=storage.device))
         key, value, *scales = copied.tensors
-        a, b = (None if x is None else x[:, :count] for x in scales)
-        return key[:, :count], value[:, :count], a, b
+        value, a, b = (None if x is None else x[:, :count] for x in (value, *scales))
+        return key[:, :count], value, a, b
 
     def stored(self) -> Tokens:
         """What ``keys`` and ``values`` have, where it is; raises UnsupportedError beside recent tokens."""

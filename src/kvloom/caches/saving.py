@@ -37,11 +37,11 @@ class SavedStorage:
         smoothing: Of its keys; ``None`` if they are not smoothed.
     """
 
-    specs: tuple[KVSpec, KVSpec]
+    specs: tuple[KVSpec, KVSpec | None]
     page_size: int
     layout: str
     is_gathered: bool
-    tensors: tuple[Tensor, Tensor, Tensor | None, Tensor | None]
+    tensors: tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
     smoothing: KeySmoothing | None = None
 
     @classmethod
@@ -52,7 +52,7 @@ class SavedStorage:
         where = torch.arange(len(slots), device=storage.device)
         ops.copy(storage.view, slots.to(storage.device), held.view, where)
         key, value, *scales = held.tensors
-        tensors = raw(key), raw(value), scales[0], scales[1]
+        tensors = raw(key), None if value is None else raw(value), scales[0], scales[1]
         return cls(
             held.specs, held.page_size, storage.layout, storage.is_gathered, tensors, storage.smoothing
         )
@@ -61,8 +61,11 @@ class SavedStorage:
     def view(self) -> KVView:
         """All pages."""
         (key, value), (codes, others, *scales) = self.specs, self.tensors
-        caches = codes.view(key.cache_dtype), others.view(value.cache_dtype)
-        return KVView.split(key.axes, *caches, scales[0], scales[1], value_layout=value.axes)
+        codes = codes.view(key.cache_dtype)
+        if value is None or others is None:
+            return KVView.split(key.axes, codes, None, scales[0])
+        others = others.view(value.cache_dtype)
+        return KVView.split(key.axes, codes, others, scales[0], scales[1], value_layout=value.axes)
 
     def storage(self, page_size: int | None = None) -> Storage:
         """An empty storage for the same keys and values."""

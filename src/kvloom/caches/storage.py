@@ -1,5 +1,7 @@
 """The tensors of one layer: keys, values and their scales, in pages that lie in extents.
 
+Values of a head dim of 0 are not kept: a storage of keys only takes and gives them.
+
 Shapes: B sequences, Q new tokens of each, H heads, D head dim.
 """
 
@@ -21,7 +23,7 @@ from kvloom.core.specs import KVSpec
 from kvloom.core.views import KVView
 from kvloom.ops import KeySmoothing
 
-Tensors: TypeAlias = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
+Tensors: TypeAlias = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
 """Keys, values, scales of keys, scales of values."""
 
 
@@ -34,7 +36,7 @@ class Storage:
 
     Args:
         key: Spec of the keys, of which the layout does not count.
-        value: Spec of the values.
+        value: Spec of the values; ``None`` without any.
         page_size: Token slots in a page.
         device: Where the tensors live.
         layout: As ``CacheFormat.layout``.
@@ -46,12 +48,13 @@ class Storage:
         needs_positions: Whether stored keys depend on where they stand in their text.
         entry: What is kept of a token.
         has_codes: Whether keys or values are codes.
+        has_values: Whether values are kept.
     """
 
     def __init__(
         self,
         key: KVSpec,
-        value: KVSpec,
+        value: KVSpec | None,
         page_size: int,
         device: torch.device,
         layout: str = "auto",
@@ -61,15 +64,19 @@ class Storage:
     ) -> None:
         self.layout, self.is_gathered = layout, is_gathered
         self._is_in_rows = is_in_rows(layout, is_gathered)
-        self.specs = (
-            replace(key, layout=page_layout(layout, "key", key, page_size, device, is_gathered)),
-            replace(value, layout=page_layout(layout, "value", value, page_size, device, is_gathered)),
-        )
+        of_value = None
+        if value is not None:
+            of_value = replace(
+                value, layout=page_layout(layout, "value", value, page_size, device, is_gathered)
+            )
+        of_key = replace(key, layout=page_layout(layout, "key", key, page_size, device, is_gathered))
+        self.specs = of_key, of_value
         device = torch.empty(0, device=device).device  # with its index
         self.transform = Transform.of(key, value, None if smoothing is None else smoothing.to(device))
         self.needs_positions = self.transform is not None and self.transform.needs_positions
-        self.entry = Entry(key.heads, key.side, value.side)
+        self.entry = Entry(key.heads, key.side, None if value is None else value.side)
         self.has_codes = self.entry.has_codes
+        self.has_values = value is not None
         self.page_size = page_size
         self.device = device
         self.num_extents = self.stride = 0
@@ -130,11 +137,11 @@ class Storage:
             return None
         if not (self._is_in_rows or self.stride == 1 or self.specs[0].axes.axes == "B S H D"):
             return None
-        key, value = (
+        key, *values = (
             x.squeeze((2, 4)).view(self.num_extents, -1, x.shape[3], x.shape[5]).transpose(1, 2)
             for x in _canonical(self.view)
         )
-        return key, value
+        return key, values[0] if values else key[..., :0]
 
     def rows_of(self, extents: slice, start: int) -> tuple[Tensor, Tensor] | None:
         """``rows`` of some extents from slot ``start`` on; the same tensors as long as nothing changes."""
@@ -148,7 +155,7 @@ class Storage:
     def sizes(self) -> dict[str, int]:
         """Heads and head dims of what is kept here."""
         key, value = self.specs
-        return {"H": key.heads, "Dk": key.head_dim, "Dv": value.head_dim}
+        return {"H": key.heads, "Dk": key.head_dim, "Dv": 0 if value is None else value.head_dim}
 
     def serves(self, key: Tensor, value: Tensor, batch: int) -> bool:
         """Whether ``[batch, H, Q, D]`` fits what is kept here, in one dtype."""
@@ -158,7 +165,7 @@ class Storage:
             and key.shape[0] == value.shape[0] == batch
             and key.shape[1] == value.shape[1] == a.heads
             and key.shape[2] == value.shape[2]
-            and (key.shape[3], value.shape[3]) == (a.head_dim, b.head_dim)
+            and (key.shape[3], value.shape[3]) == (a.head_dim, 0 if b is None else b.head_dim)
             and key.dtype == value.dtype
             and key.dtype in FLOAT_DTYPES
             and key.device == value.device == self.device
@@ -181,12 +188,13 @@ class Storage:
         """
         transform = self.transform
         if transform is None:
-            ops.store(key, value, slots, self.view)
+            ops.store(key, self.kept(value), slots, self.view)
             return
         if not self.needs_positions:
             positions = None
         if slots.numel() <= TRANSFORMED_AT_ONCE:
-            ops.store(*transform.stored(key, value, positions), slots, self.view)
+            key, value = transform.stored(key, value, positions)
+            ops.store(key, self.kept(value), slots, self.view)
             return
         axis, count = slots.dim() - 1, max(TRANSFORMED_AT_ONCE * slots.shape[-1] // slots.numel(), 1)
         where = slots.split(count, axis)
@@ -194,7 +202,12 @@ class Storage:
             zip(key.split(count, 2 * axis), value.split(count, 2 * axis), strict=True)
         ):
             at = None if positions is None else positions.narrow(axis, i * count, where[i].shape[axis])
-            ops.store(*transform.stored(x, y, at), where[i].contiguous(), self.view)
+            x, y = transform.stored(x, y, at)
+            ops.store(x, self.kept(y), where[i].contiguous(), self.view)
+
+    def kept(self, value: Tensor) -> Tensor | None:
+        """Of values, what is stored: ``None`` in a storage of keys only."""
+        return value if self.has_values else None
 
     def attend(
         self,
@@ -254,11 +267,12 @@ class Storage:
         if len(new) == 2:
             self.store(new[0], new[1], slots, positions)
             return
-        key, value, key_scale, value_scale = self.tensors
         for side, x in new.items():  # as a cache of keys only
-            tensor, scale = ((key, key_scale), (value, value_scale))[side]
+            spec, tensor, scale = self.specs[side], self.tensors[side], self.tensors[side + 2]
+            if spec is None or tensor is None:
+                continue
             x = x if self.transform is None else self.transform.side(side, x, positions)
-            ops.store(x, None, slots, KVView.split(self.specs[side].axes, tensor, None, scale))
+            ops.store(x, None, slots, KVView.split(spec.axes, tensor, None, scale))
 
     def reserve(self, num_extents: int, stride: int) -> None:
         """Hold extents of at least ``stride`` pages; tokens stay where they are in theirs, at other slots.
@@ -290,16 +304,17 @@ class Storage:
         self._found = None
 
     def _view(self, tensors: Tensors) -> KVView:
-        key, value = (spec.axes for spec in self.specs)
-        return KVView.split(key, *tensors, value_layout=value)
+        key, value = self.specs
+        return KVView.split(key.axes, *tensors, value_layout=None if value is None else value.axes)
 
     def _allocate(self, num_extents: int, stride: int) -> Tensors:
         num_slots = num_extents * stride * self.page_size
         block_size = self.page_size * (stride if self._is_in_rows and stride else 1)
         with outside_inference_mode():
-            (key, key_scale), (value, value_scale) = (
-                _allocate_side(spec, num_slots, block_size, self.device) for spec in self.specs
-            )
+            key, key_scale = _allocate_side(self.specs[0], num_slots, block_size, self.device)
+            value, value_scale = None, None
+            if self.specs[1] is not None:
+                value, value_scale = _allocate_side(self.specs[1], num_slots, block_size, self.device)
         return key, value, key_scale, value_scale
 
 

@@ -259,7 +259,7 @@ class Tokens:
         if self.index.begins is not None:
             column = torch.arange(self.index.num_columns, device=self.view.device)
             is_other = (column < self.index.begins.unsqueeze(1))[:, None, :, None]
-            found = found[0].masked_fill(is_other, 0), found[1].masked_fill(is_other, 0)
+            return found[0].masked_fill(is_other, 0), found[1].masked_fill(is_other, 0)
         return found
 
     def attend(
@@ -282,8 +282,7 @@ class Tokens:
         Returns:
             ``[B, Q, Hq, Dv]``.
         """
-        if scores is None:  # as a default, an object cannot be traced in a method by Dynamo of torch 2.10
-            scores = _CAUSAL
+        scores = _CAUSAL if scores is None else scores  # Dynamo of torch 2.10 traces no object as a default
         if mask is not None:
             rows = range(query.shape[0])
             return torch.cat([self._attend_row(query[b : b + 1], scores, first, mask, b) for b in rows])
@@ -361,7 +360,7 @@ def attend_behind(
     first_position: Tensor | None,
     is_latent: bool = False,
     *,
-    skip: int,
+    skip: int | None,
     skip_from: Tensor | None,
 ) -> Tensor:
     """Attention to all tokens, of which the newest of each query are read unquantized.

@@ -34,10 +34,13 @@ class Transform(NamedTuple):
     smoothing: KeySmoothing | None = None
 
     @classmethod
-    def of(cls, key: KVSpec, value: KVSpec, smoothing: KeySmoothing | None = None) -> "Transform | None":
+    def of(
+        cls, key: KVSpec, value: KVSpec | None, smoothing: KeySmoothing | None = None
+    ) -> "Transform | None":
         """That of keys and values which are kept so; ``None`` if they are stored as they are."""
         of_key, of_value = (
-            block_of(x.head_dim) if x.quant is not None and x.quant.rotated else 0 for x in (key, value)
+            block_of(x.head_dim) if x is not None and x.quant is not None and x.quant.rotated else 0
+            for x in (key, value)
         )
         smoothing = smoothing if key.quant is not None else None
         return cls(of_key, of_value, smoothing) if of_key or of_value or smoothing is not None else None

@@ -263,9 +263,10 @@ class KVSpec:
 
 
 def entry_of(key: Tensor, value: Tensor) -> Entry:
-    """Keys and values such as these, ``[B, H, Q, D]``, unquantized."""
-    sides = (SideFormat(x.shape[3], dtype_name(key.dtype)) for x in (key, value))
-    return Entry(key.shape[1], *sides)
+    """Keys and values such as these, ``[B, H, Q, D]``, unquantized; keys only where Dv is 0."""
+    dtype = dtype_name(key.dtype)
+    of_value = SideFormat(value.shape[3], dtype) if value.shape[3] else None
+    return Entry(key.shape[1], SideFormat(key.shape[3], dtype), of_value)
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str | None) -> Tensor:

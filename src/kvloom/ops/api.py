@@ -20,6 +20,7 @@ from kvloom.ops.attend_arguments import (
     attend_arguments,
     bias_arguments,
     expect_attend,
+    latent_view,
     plain_arguments,
 )
 from kvloom.ops.choice import run
@@ -208,7 +209,7 @@ def attend(
         is_latent: Whether ``kv`` has latents as keys and rope keys as values, of one head, as multi-head
             latent attention (MLA) caches them. A key is then the latent with the rope key behind it, and its
             value is the latent; ``query`` is ``[Tq, Hq, Dk + Dv]``, the result ``[Tq, Hq, Dk]``, and the
-            default scale that of ``Dk + Dv``.
+            default scale that of ``Dk + Dv``. Without values there are no rope keys.
         out: Where the result goes, ``[Tq, Hq, Dv]``, contiguous, dtype of ``query``; new if ``None``. It
             shares no memory with what is read, and gets no gradient.
         backend: ``"auto"`` (by device), ``"reference"``, ``"cpu"`` or ``"triton"``.
@@ -222,6 +223,8 @@ def attend(
             was not written.
         UnsupportedError: on ``backward``: there is no gradient.
     """
+    if is_latent:
+        kv, is_latent = latent_view(kv)
     plain = plain_arguments(query, kv, batch, scores, out) if backend in COMPILED else None
     if plain is not None and is_latent and out is None and scores.positional_bias is None:
         try:

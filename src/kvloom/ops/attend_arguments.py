@@ -37,6 +37,12 @@ def plain_arguments(
     return attend_arguments(query, kv, batch, scores, query.shape[2])
 
 
+def latent_view(kv: KVView) -> tuple[KVView, bool]:
+    """Latents as ``attend`` reads them, and whether with rope keys: without these, keys are the values."""
+    has_rope = kv.value is not None and kv.value.head_dim > 0
+    return (kv, True) if has_rope else (KVView(kv.key, kv.key), False)
+
+
 def attend_arguments(
     query: Tensor, kv: KVView, batch: Batch, scores: Scores, head_dim: int
 ) -> tuple[Any, ...]:

@@ -13,7 +13,13 @@ from kvloom.core.checks import INDEX_DTYPES, INT64_END, expect, expect_range
 from kvloom.core.views import KVView
 from kvloom.errors import ArgumentError, ShapeError
 from kvloom.ops import schemas
-from kvloom.ops.attend_arguments import attend_arguments, bias_arguments, expect_attend, plain_arguments
+from kvloom.ops.attend_arguments import (
+    attend_arguments,
+    bias_arguments,
+    expect_attend,
+    latent_view,
+    plain_arguments,
+)
 from kvloom.ops.choice import run
 from kvloom.ops.plain import COMPILED
 from kvloom.ops.scores import CAUSAL, Batch, Scores
@@ -68,6 +74,8 @@ def attend_part(
     """
     if prior is not None and not isinstance(prior, Part):
         raise ArgumentError(f"prior must be a Part, got {type(prior).__name__}")
+    if is_latent:
+        kv, is_latent = latent_view(kv)
     before = (None, None) if prior is None else tuple(prior)
     if (
         backend in COMPILED

@@ -33,14 +33,17 @@ def store_plain(key: Tensor, value: Tensor | None, slots: Tensor, kv: KVView) ->
         Whether it did; if not, nothing was written, and ``ops.store`` does it or says why not.
     """
     side = kv.value
-    if key is None or value is None or slots is None or side is None or not kv.is_writable:
+    if key is None or slots is None or (value is None) != (side is None) or not kv.is_writable:
         return False
     if not is_plain((key, value, slots, kv.key.cache)) or DEBUG.get():
         return False
-    if key.dtype not in kv.key.dtypes or value.dtype not in side.dtypes or key.dtype != value.dtype:
+    if key.dtype not in kv.key.dtypes or key.ndim != slots.ndim + 2:
         return False
-    if not key.ndim == value.ndim == slots.ndim + 2 or key.shape[:-1] != value.shape[:-1]:
-        return False
+    if value is not None and side is not None:
+        if value.dtype not in side.dtypes or key.dtype != value.dtype:
+            return False
+        if key.ndim != value.ndim or key.shape[:-1] != value.shape[:-1]:
+            return False
     try:
         schemas.store(key, value, slots, *kv.tensors)
     except (ValueError, IndexError, RuntimeError, ArithmeticError):

@@ -22,6 +22,7 @@ from kvloom.integrations.transformers.build import DummyLayer, StatefulLayer, ma
 from kvloom.integrations.transformers.cache_argument import as_argument
 from kvloom.integrations.transformers.invariance import packable_bytes
 from kvloom.integrations.transformers.layers import KVCacheLayer
+from kvloom.integrations.transformers.text_config import names_rank
 
 Kind: TypeAlias = Literal["full", "window", "latent", "hybrid", "recurrent", "none"]
 """Attention to all tokens, to a window, by latent vectors; attention beside a recurrent state, a state alone;
@@ -37,12 +38,14 @@ class LayerShape:
         entry: Keys and values as they are computed; ``None`` without keys.
         window: Tokens that a token sees, itself included; ``None`` for all.
         state_nbytes: Bytes of the recurrent state of one sequence.
+        index: Keys of an index, which are never quantized; ``None`` without one.
     """
 
     kind: Kind
     entry: Entry | None
     window: int | None
     state_nbytes: int
+    index: Entry | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +99,7 @@ class ModelShape:
             text,
             sum(x.nbytes for x in tensors),
             tuple(
-                _shape(type(config).__name__, layer, seen, i, hasattr(text, "kv_lora_rank"))
+                _shape(type(config).__name__, layer, seen, i, names_rank(text))
                 for i, layer in enumerate(layers)
             ),
             packable_bytes(model),
@@ -126,6 +129,7 @@ class _Watched(DynamicCache):  # type: ignore[misc]
     def __init__(self, config: Any) -> None:
         super().__init__(config=config)
         self.seen: dict[int, tuple[Tensor, Tensor]] = {}
+        self.indexed: dict[int, Tensor] = {}
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -133,6 +137,11 @@ class _Watched(DynamicCache):  # type: ignore[misc]
         """The same as ``DynamicCache.update``, noting which layers are called."""
         self.seen[layer_idx] = key_states, value_states
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    def update_indexer(self, indexer_key_states: Tensor, layer_idx: int) -> Any:
+        """The same as ``DynamicCache.update_indexer``, noting which layers are called."""
+        self.indexed[layer_idx] = indexer_key_states
+        return super().update_indexer(indexer_key_states, layer_idx)
 
 
 _AUTO_CLASSES: Final = [
@@ -192,14 +201,16 @@ def _shape(name: str, layer: Any, cache: _Watched, index: int, is_latent: bool) 
             raise UnsupportedError(
                 f"config must be of a model that keeps recurrent states in its cache, got {name} with others"
             )
+    keys = cache.indexed.get(index)
+    of_index = None if keys is None else entry_of(keys.unsqueeze(1), keys.unsqueeze(1)[..., :0])
     if index not in cache.seen:
-        return LayerShape("recurrent" if state else "none", None, None, state)
+        return LayerShape("recurrent" if state else "none", None, None, state, of_index)
     key, value = cache.seen[index]
     window = layer.pages.sequences.window
     kind: Kind = "hybrid" if state else "full" if window is None else "window"
     if kind == "full" and is_latent:
         kind = "latent"
-    return LayerShape(kind, entry_of(key, value), window, state)
+    return LayerShape(kind, entry_of(key, value), window, state, of_index)
 
 
 def _tensors(found: dict[Any, Any]) -> list[tuple[Any, Tensor]]:

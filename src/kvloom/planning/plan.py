@@ -139,7 +139,7 @@ class Plan:
 
     def _with(self, context: int, batch: int, *, is_peak: bool = False) -> "Plan":
         format = cache_format(self.shape.config, self.kv, self.page_size, values=self.values)
-        windows = dict.fromkeys(layer.window for layer in self.shape.layers if layer.entry)
+        windows = dict.fromkeys(layer.window for layer in self.shape.layers if layer.entry or layer.index)
         held = {window: _held(context, window, self.page_size, is_peak) for window in windows}
         return replace(
             self,
@@ -228,18 +228,18 @@ def _layer(
     is_peak: bool,
 ) -> LayerPlan:
     states = batch * layer.state_nbytes
-    if layer.entry is None:
-        return LayerPlan(layer.kind, states=states)
-    entry = format.entry(layer.entry)
     num_slots = batch * num_pages * format.page_size
-    empty = num_slots - batch * num_tokens
+    empty, of_index = num_slots - batch * num_tokens, layer.index.nbytes if layer.index else 0
+    if layer.entry is None:
+        return LayerPlan(layer.kind, of_index * num_slots, states=states, waste=of_index * empty)
+    entry = format.entry(layer.entry)
     recent, residual = 0, Sequences(format, layer.window).residual
     if residual is not None and num_tokens:
         newest = _in_window(residual, context, is_peak)[0] * residual.format.page_size
         recent = batch * newest * layer.entry.nbytes
     scales = entry.nbytes_scales
-    cache = (entry.nbytes - scales) * num_slots + recent
-    return LayerPlan(layer.kind, cache, scales * num_slots, states, entry.nbytes * empty)
+    cache = (entry.nbytes - scales + of_index) * num_slots + recent
+    return LayerPlan(layer.kind, cache, scales * num_slots, states, (entry.nbytes + of_index) * empty)
 
 
 def _most(fits: Callable[[int], bool]) -> int | None:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kvloom import ops
 from kvloom.caches import TokenIndex, Tokens
+from kvloom.caches.chosen import attend_chosen
 from kvloom.core.checks import FLOAT_DTYPES
 from kvloom.core.indexing import CacheIndex
 from kvloom.core.layouts import CacheLayout
@@ -25,9 +26,9 @@ from kvloom.integrations.transformers.masks import CompactMask, visible
 
 IMPLEMENTATION: Final = "kvloom"
 
-# Arguments that other implementations of transformers use: chosen keys, sinks of each query, pages of
-# continuous batching.
-_REFUSED: Final = ("head_mask", "indices", "block_indices", "sinks", "cache")
+# Arguments that other implementations of transformers use: chosen blocks of keys, sinks of each query, pages
+# of continuous batching.
+_REFUSED: Final = ("head_mask", "block_indices", "sinks", "cache")
 
 _ASKED: Final = frozenset((*_REFUSED, "output_attentions"))
 
@@ -46,6 +47,7 @@ def attention(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     position_bias: Tensor | None = None,
+    indices: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attention as transformers calls it.
@@ -63,6 +65,8 @@ def attention(
         softcap: ``softcap * tanh(score / softcap)``.
         s_aux: ``[Hq]``, a sink of each head.
         position_bias: ``[B or 1, Hq, Q, N]``, added to the scores.
+        indices: ``[B, Q, K]`` int32, of each query the distinct keys that were chosen for it; all if
+            ``None``. It sees none but those of them that it would see otherwise.
         kwargs: Of other implementations, ignored.
 
     Returns:
@@ -75,13 +79,16 @@ def attention(
     """
     if dropout > 0 or not _ASKED.isdisjoint(kwargs):
         _expect_served(dropout, kwargs)
+    if indices is not None and indices.shape[2] >= _num_columns(key):
+        indices = None
     absorbed: Absorbed | None = None
     if isinstance(key, ExpandedStates) and isinstance(value, ExpandedStates):
-        absorbed = key.absorbed(value, query)
+        absorbed = key.absorbed(value, query, None if indices is None else indices.shape[2])
         if absorbed is not None:
             scaling = 1.0 / math.sqrt(query.shape[3]) if scaling is None else scaling
             key, value, query = key.latents, key.rope, absorbed.query
     are_lazy = isinstance(key, LazyStates) and isinstance(value, LazyStates)
+    are_lazy = are_lazy and (indices is None or absorbed is not None)
     if are_lazy and key.tokens is value.tokens and not key.is_written:
         tokens = key.tokens if absorbed is None else replace(key.tokens, is_latent=True)
     else:
@@ -100,15 +107,21 @@ def attention(
             tokens = replace(tokens, window=attention_mask.window)
     elif attention_mask is not None:
         causal, mask = False, _whole(attention_mask, query, tokens)
-    if position_bias is not None:
-        if mask is None:
+    is_causal = mask is None and position_bias is None and tokens.window is None and bool(causal)
+    if indices is not None and absorbed is not None and is_causal:
+        out = attend_chosen(tokens, query, indices, ops.Scores(scaling, softcap=softcap, sinks=s_aux), first)
+    else:
+        if mask is None and (position_bias is not None or indices is not None):
             mask = _visible(first, bool(causal), query.shape[2], tokens)
             causal, first = False, None
-        if mask.dtype == torch.bool:
-            mask = torch.zeros(mask.shape, device=mask.device).masked_fill(~mask, float("-inf"))
-        mask = mask + position_bias
-    scores = ops.Scores(scaling, bool(causal), softcap=softcap, sinks=s_aux)
-    out = tokens.attend(query, scores, first=first, mask=mask)
+        if indices is not None and mask is not None:
+            mask = _of_chosen(mask, indices)
+        if position_bias is not None and mask is not None:
+            if mask.dtype == torch.bool:
+                mask = torch.zeros(mask.shape, device=mask.device).masked_fill(~mask, float("-inf"))
+            mask = mask + position_bias
+        scores = ops.Scores(scaling, bool(causal), softcap=softcap, sinks=s_aux)
+        out = tokens.attend(query, scores, first=first, mask=mask)
     if absorbed is not None:
         out = absorbed.values(out)
     if torch.is_grad_enabled():
@@ -126,6 +139,20 @@ def _expect_served(dropout: float, options: dict[str, Any]) -> None:
         if not (dropout > 0 or options.get("output_attentions")):
             return
     raise UnsupportedError(f"attn_implementation 'kvloom' has no {name}: use 'eager'")
+
+
+def _num_columns(key: Any) -> int:
+    """N of keys ``[B, H, N, Dk]``, which are not expanded for it."""
+    return int((key.latents if isinstance(key, ExpandedStates) else key).shape[2])
+
+
+def _of_chosen(mask: Tensor, indices: Tensor) -> Tensor:
+    """A mask ``[B or 1, Hq or 1, Q, N]`` that hides all keys but those that were chosen, ``[B, Q, K]``."""
+    rows, num_new, num_columns = *indices.shape[:2], mask.shape[-1]
+    chosen = torch.zeros(rows, num_new, num_columns + 1, dtype=torch.bool, device=mask.device)
+    where = indices.long().masked_fill(indices < 0, num_columns)  # a column for what is none
+    chosen = chosen.scatter(2, where, value=True)[..., :num_columns].unsqueeze(1)
+    return mask & chosen if mask.dtype == torch.bool else mask.masked_fill(~chosen, float("-inf"))
 
 
 def _whole(mask: Tensor, query: Tensor, tokens: Tokens) -> Tensor:

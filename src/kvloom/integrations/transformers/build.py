@@ -16,6 +16,7 @@ from kvloom.core.specs import QuantSpec
 from kvloom.core.spelling import is_plan, parse_kind, recent_of
 from kvloom.errors import ArgumentError, ConfigError, UnsupportedError
 from kvloom.integrations.transformers.bit_plan import BitPlan, config_digest
+from kvloom.integrations.transformers.indexed_layers import IndexedKVCacheLayer, StaticIndexedKVCacheLayer
 from kvloom.integrations.transformers.latents import answer_latents
 from kvloom.integrations.transformers.layers import (
     HybridKVCacheLayer,
@@ -29,11 +30,20 @@ if TYPE_CHECKING:
     from kvloom.integrations.transformers.smoothing import LayerSmoothing
 
 # Kinds of layers that this library keeps, where a configuration names them.
-_KINDS: Final = (None, "full_attention", "sliding_attention", "chunked_attention", "hybrid")
+_KINDS: Final = (
+    None,
+    "full_attention",
+    "sliding_attention",
+    "chunked_attention",
+    "indexed_attention",
+    "hybrid",
+)
 
 _BITS_OF_ROPE_KEYS: Final = 8
 
-# Layers without keys of their own, and with recurrent states, in transformers that have them.
+# Layers with keys of an index, without keys of their own, and with recurrent states, in transformers that
+# have them.
+TheirIndexedLayer: Final = getattr(cache_utils, "DynamicIndexedLayer", type(None))
 DummyLayer: Final = getattr(cache_utils, "DummyLayer", type(None))
 StatefulLayer: Final = getattr(cache_utils, "LinearAttentionCacheLayerMixin", type(None))
 
@@ -123,6 +133,20 @@ def _expect_divides(name: str, text: Any, quant: QuantSpec, head_dim: int) -> No
         ) from None
 
 
+def has_index(config: Any) -> bool:
+    """Whether layers keep keys of an index, too."""
+    return "indexed_attention" in (getattr(config, "layer_types", None) or ())
+
+
+def _own_streams(config: Any, index: int) -> dict[str, bool]:
+    """What a layer that chooses tokens has of its own, as ``IndexedKVCacheLayer.keep`` takes it."""
+    sharing, indexers = getattr(config, "kv_sharing_modes", None), getattr(config, "indexer_types", None)
+    return {
+        "has_keys": sharing is None or sharing[index] != "reuse_but_indexer",
+        "has_index": indexers is None or indexers[index] != "shared",
+    }
+
+
 def make_layers(
     model: Any, format: CacheFormat, static: bool = False, *, is_kept: bool = False, policy: str = "lru"
 ) -> list[Any]:
@@ -155,7 +179,8 @@ def make_layers(
     layers: list[Any] = []
     for index, (layer, kind) in enumerate(zip(theirs, kinds, strict=False)):
         hybrid = type(layer) is TheirHybridLayer
-        if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer) and not hybrid:
+        indexed = type(layer) is TheirIndexedLayer
+        if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer) and not (hybrid or indexed):
             layers.append(layer)
             continue
         if kind not in _KINDS or (static and hybrid):
@@ -165,12 +190,16 @@ def make_layers(
             )
         window = getattr(layer, "sliding_window", None)
         if static:
-            layers.append(StaticKVCacheLayer(FixedLayer(format.of_layer(index), window), live))
+            fixed = FixedLayer(format.of_layer(index), window)
+            layers.append((StaticIndexedKVCacheLayer if indexed else StaticKVCacheLayer)(fixed, live))
         else:
             if window not in by_window:
                 pages = Pages(format, is_kept, policy if window is None else "lru")
                 by_window[window] = Sequences(pages, window)
             paged = PagedLayer(format, by_window[window], index)
-            layers.append(HybridKVCacheLayer(paged, live) if hybrid else KVCacheLayer(paged, live))
+            own = HybridKVCacheLayer if hybrid else IndexedKVCacheLayer if indexed else KVCacheLayer
+            layers.append(own(paged, live))
         layers[-1].is_used = used is None or index in used
+        if indexed:
+            layers[-1].keep(**_own_streams(config, index))
     return [*layers, *theirs[len(layers) :]]

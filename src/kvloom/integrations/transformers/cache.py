@@ -4,8 +4,8 @@ import copy
 import logging
 import operator
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Final, SupportsIndex
 
@@ -48,7 +48,8 @@ class KVCache(DynamicCache):  # type: ignore[misc]
         self.is_frozen = False
         self._is_torn = False  # layers have different rows
         self._own_layers = [layer for layer in self.layers if isinstance(layer, KVCacheLayer)]
-        self._paged = [x.pages for x in self._own_layers if isinstance(x.pages, PagedLayer)]
+        streams = [stream for layer in self._own_layers for stream in layer.streams]
+        self._paged = [stream for stream in streams if isinstance(stream, PagedLayer)]
         self._groups = Groups()
         for pages in self._paged:
             pages.groups = self._groups
@@ -147,10 +148,8 @@ class KVCache(DynamicCache):  # type: ignore[misc]
             ArgumentError: these are no pairs of one length for the layers of ``model``, or as ``for_model``.
         """
         pairs = expect_pairs(past_key_values or ())
-        if model is not None:
-            cache = cls.for_model(model, **options)
-        else:
-            cache = cls(plain_layers(pairs, **options))
+        is_known = model is not None
+        cache = cls.for_model(model, **options) if is_known else cls(plain_layers(pairs, **options))
         if len(pairs) > len(cache.layers):
             raise ArgumentError(
                 f"past_key_values must be of the {len(cache.layers)} layers of model, got {len(pairs)}"
@@ -170,12 +169,12 @@ class KVCache(DynamicCache):  # type: ignore[misc]
     @property
     def nbytes(self) -> int:
         """Bytes allocated for keys and values, scales included."""
-        return sum(layer.pages.nbytes for layer in self._own_layers)
+        return sum(x.nbytes for layer in self._own_layers for x in layer.streams)
 
     @property
     def nbytes_per_token(self) -> float:
         """Bytes of one token in the layers that hold it, ``nbytes_recent`` apart; 0 before the first."""
-        return sum(layer.pages.nbytes_per_token for layer in self._own_layers)
+        return sum(x.nbytes_per_token for layer in self._own_layers for x in layer.streams)
 
     @property
     def nbytes_recent(self) -> int:
@@ -217,11 +216,27 @@ class KVCache(DynamicCache):  # type: ignore[misc]
         end = pages.num_tokens + key_states.shape[2]
         if len(groups) == 1 or pages.sequences.num_positions >= end:
             return layer.update(key_states, value_states)
-        with ExitStack() as stack:  # room in the pages of every group, or in none
-            for sequences in groups:
-                own_end = end + pages.num_removed - self._removed[sequences]
-                stack.enter_context(sequences.reserving(key_states.shape[0], own_end))
+        with self._reserving(pages, key_states.shape[0], end):
             return layer.update(key_states, value_states)
+
+    def update_indexer(self, indexer_key_states: Tensor, layer_idx: int) -> Tensor:
+        """Store index keys ``[B, Q, D]`` of a layer and return all of them, ``[B, N, D]``."""
+        self._expect_usable()
+        update: Callable[[Tensor], Tensor] = self.layers[layer_idx].update_indexer
+        index = getattr(self.layers[layer_idx], "index_keys", None)
+        if not isinstance(index, PagedLayer):
+            return update(indexer_key_states)
+        with self._reserving(index, len(indexer_key_states), index.num_tokens + indexer_key_states.shape[1]):
+            return update(indexer_key_states)
+
+    @contextmanager
+    def _reserving(self, pages: PagedLayer, rows: int, end: int) -> Iterator[None]:
+        """Room for the first ``end`` tokens of a layer in the pages of every group, or in none."""
+        with ExitStack() as stack:
+            for sequences in self.sequences:
+                own_end = end + pages.num_removed - self._removed[sequences]
+                stack.enter_context(sequences.reserving(rows, own_end))
+            yield
 
     def update_conv_state(self, *args: Any, **kwargs: Any) -> Tensor:
         """As transformers', but not of a frozen cache."""
@@ -331,10 +346,8 @@ class KVCache(DynamicCache):  # type: ignore[misc]
             counts = counts_of_rows(tokens_to_remove, self.num_rows, self._removed.values())
             expect_pages(self.layers)
             plan = plan_of_crop(self.sequences, self._removed, counts)
-        longest, removes = (
-            max(lengths_of(self._own_layers), default=0),
-            any(any(removed) for removed, _ in plan.values()),
-        )
+        longest = max(lengths_of(self._own_layers), default=0)
+        removes = any(any(removed) for removed, _ in plan.values())
         self._run(*changes_of_length(self.layers, tokens_to_remove, longest, removes))
         for sequences, (removed, _) in plan.items():
             sequences.remove(removed)

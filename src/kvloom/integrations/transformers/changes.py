@@ -13,6 +13,7 @@ import torch
 from kvloom.caches import FixedLayer, PagedLayer, Sequences
 from kvloom.errors import UnsupportedError
 from kvloom.integrations.transformers.build import DummyLayer, StatefulLayer
+from kvloom.integrations.transformers.indexed_layers import IndexedKVCacheLayer
 from kvloom.integrations.transformers.layers import HybridKVCacheLayer, KVCacheLayer, num_kept
 
 Changes: TypeAlias = list[Callable[[], Any]]
@@ -29,8 +30,10 @@ def changes_of_rows(layers: Iterable[Any], rows: Sequence[int]) -> tuple[Changes
     for layer in layers:
         if isinstance(layer, KVCacheLayer):
             layer.expect_changeable()
-            if isinstance(layer.pages, FixedLayer):
-                own.append(partial(layer.pages.select, torch.tensor(rows)))
+            fixed = [x for x in layer.streams if isinstance(x, FixedLayer)]
+            own += [partial(x.select, torch.tensor(rows)) for x in fixed]
+        if isinstance(layer, IndexedKVCacheLayer):
+            own.append(partial(layer.select_positions, torch.tensor(rows)))
         if isinstance(layer, HybridKVCacheLayer):
             others.append(partial(layer.select_states, torch.tensor(rows)))
         elif not isinstance(layer, KVCacheLayer | DummyLayer):
@@ -63,11 +66,16 @@ def changes_of_length(
             others.append(partial(layer.crop_states, tokens_to_remove))
         elif isinstance(layer, KVCacheLayer):
             layer.expect_changeable()
-            if isinstance(layer.pages, FixedLayer):
-                length = layer.pages.num_tokens
-                kept = min(num_kept(tokens_to_remove, longest), length)
-                layer.pages.expect_truncatable(kept)
-                own.append(partial(layer.pages.truncate, kept))
+            for stream in layer.streams:
+                if isinstance(stream, FixedLayer):
+                    length = stream.num_tokens
+                    kept = min(num_kept(tokens_to_remove, longest), length)
+                    stream.expect_truncatable(kept)
+                    own.append(partial(stream.truncate, kept))
+            if isinstance(layer, IndexedKVCacheLayer) and isinstance(tokens_to_remove, int):
+                own.append(partial(layer.crop_positions, num_kept(tokens_to_remove, longest)))
+            elif isinstance(layer, IndexedKVCacheLayer):
+                layer.expect_croppable_by_row()
         elif not isinstance(layer, DummyLayer):
             others.append(partial(layer.crop, tokens_to_remove))
     return own, others

@@ -14,10 +14,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from kvloom.core.specs import dtype_name
-from kvloom.errors import ArgumentError
+from kvloom.errors import ArgumentError, UnsupportedError
+from kvloom.integrations.transformers.build import has_index
 from kvloom.integrations.transformers.identity import fingerprint_of
 from kvloom.integrations.transformers.legacy import expect_pairs
 from kvloom.integrations.transformers.pool import KVPool
+from kvloom.integrations.transformers.text_config import text_config_of
 from kvloom.store.backends import connect, store_url
 from kvloom.store.fingerprint import Fingerprint
 from kvloom.store.store import KVStore
@@ -57,8 +59,14 @@ def exchange(
     Raises:
         ArgumentError: not one of the two is a file; the file is of another kind, model or text; or the store
             has no page of the text, or cannot be written.
-        UnsupportedError: as ``KVPool.for_model``.
+        UnsupportedError: as ``KVPool.for_model``; or layers keep index keys, too, for which the file has no
+            place.
     """
+    if has_index(text_config_of(model)):
+        raise UnsupportedError(
+            f"model must keep keys and values of its tokens and nothing else, got index keys of "
+            f"{type(model).__name__}"
+        )
     if source.endswith(_SUFFIX) == target.endswith(_SUFFIX):
         raise ArgumentError(
             f"SOURCE or TARGET must be a file {_SUFFIX}, and the other a store, got {source!r}, {target!r}"

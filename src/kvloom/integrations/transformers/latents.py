@@ -212,13 +212,20 @@ class ExpandedStates(LazyTensor):
         """The tensor; keys and values are expanded together, once."""
         return self._source.expanded[self._side]
 
-    def absorbed(self, values: "ExpandedStates", query: Tensor) -> Absorbed | None:
+    def absorbed(
+        self, values: "ExpandedStates", query: Tensor, num_read: int | None = None
+    ) -> Absorbed | None:
         """Queries ``[B, H, Q, nope + rope]`` for the latents, or ``None`` where these are to be expanded.
 
         They are where the layer's weight is not there to be used, where keys and values are not of one
         source, and where that takes less time: in a text's first forward, and of many queries at once. So a
         query's bits depend on the number of tokens in its forward, unless ``ops.BatchInvariance`` is wanted,
         or in a session, which absorbs all queries.
+
+        Args:
+            values: As above.
+            query: The same.
+            num_read: Latents that each query reads, as they are chosen for it; ``None`` for all.
         """
         module = self._source.module
         if values._source is not self._source or why_not_absorbed(module) is not None:
@@ -229,9 +236,8 @@ class ExpandedStates(LazyTensor):
         nope, rank = of_keys.shape[1:]
         rope = query.shape[3] - nope
         is_always = isinstance(self.latents, Tensor) or is_batch_invariant()
-        if not is_always and _is_faster_expanded(
-            query.shape[2], self.latents.shape[2], nope, rope, of_values.shape[1], rank
-        ):
+        counts = query.shape[2], self.latents.shape[2], num_read
+        if not is_always and _is_faster_expanded(*counts, nope, rope, of_values.shape[1], rank):
             return None
         is_invariant = isinstance(module.kv_b_proj, InvariantRows) and not torch.compiler.is_compiling()
         rows = query.transpose(1, 2).flatten(0, 1)  # [B * Q, H, nope + rope]
@@ -240,12 +246,18 @@ class ExpandedStates(LazyTensor):
         return Absorbed(whole.transpose(1, 2), of_values, is_invariant)
 
 
-def _is_faster_expanded(num_new: int, num_tokens: int, nope: int, rope: int, v: int, rank: int) -> bool:
+def _is_faster_expanded(
+    num_new: int, num_tokens: int, num_read: int | None, nope: int, rope: int, v: int, rank: int
+) -> bool:
     """Whether it takes fewer multiplications to expand the latents.
 
     A token then costs its expansion, once for all queries, and each pair of a query and a token less. Where
-    no token is older than the queries, the queries' own products cost what the expansion does.
+    no token is older than the queries, the queries' own products cost what the expansion does. Of expanded
+    tokens all are multiplied, also where fewer are read as latents.
     """
+    if num_read is not None and num_read < num_tokens:
+        of_latents = num_new * (rank * (nope + v) + num_read * (2 * rank + rope))
+        return num_tokens * (rank * (nope + v) + num_new * (nope + rope + v)) < of_latents
     if num_new == num_tokens:
         return num_new > 1
     spared = (2 * rank + rope) - (nope + rope + v)

@@ -7,7 +7,7 @@ import copy
 import inspect
 import weakref
 from dataclasses import replace
-from typing import Any, Final, cast
+from typing import Any, Final, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -26,6 +26,8 @@ from kvloom.integrations.transformers.lazy_states import LazyStates, refuse_grad
 _CROP_KEEPS: Final = "tokens_to_remove" not in inspect.signature(Cache.crop).parameters
 
 States = Tensor | LazyStates
+_Layer = TypeVar("_Layer", bound="KVCacheLayer")
+_Hybrid = TypeVar("_Hybrid", bound="HybridKVCacheLayer")
 
 
 class KVCacheLayer(CacheLayerMixin):  # type: ignore[misc]
@@ -36,6 +38,9 @@ class KVCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         config: Of the model. At each update its attention implementation decides what ``update`` returns:
             tensors, or what stands for them until kvloom's attention reads them in place.
         kwargs: For the next class.
+
+    Attributes:
+        streams: All that is kept of its tokens: keys and values, and what there is beside them.
     """
 
     is_compileable = False
@@ -43,6 +48,7 @@ class KVCacheLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def __init__(self, pages: PagedLayer | FixedLayer, config: Any, **kwargs: Any) -> None:
         self.pages = pages
+        self.streams: tuple[PagedLayer | FixedLayer, ...] = (pages,)
         super().__init__(**kwargs)
         # Whether ``update`` returns no more than the window; of fixed storage the mask hides what is more.
         self.is_sliding = isinstance(pages, PagedLayer) and pages.window is not None
@@ -141,7 +147,7 @@ class KVCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         if isinstance(self.pages, PagedLayer):
             self.pages.sequences.is_recording = wanted
 
-    def fork(self, sequences: Sequences | None) -> "KVCacheLayer":
+    def fork(self: _Layer, sequences: Sequences | None) -> _Layer:  # noqa: PYI019 (not in Python 3.10)
         """This layer over ``sequences``, a fork of its own."""
         self.pages.expect_settled()
         if isinstance(self.pages, FixedLayer):
@@ -314,7 +320,7 @@ if TheirHybridLayer is not None:
             """Make the states of row i those of row ``rows[i]``."""
             cache_utils.LinearAttentionLayer.reorder_cache(self, rows)
 
-        def fork(self, sequences: Sequences | None) -> "HybridKVCacheLayer":
+        def fork(self: _Hybrid, sequences: Sequences | None) -> _Hybrid:  # noqa: PYI019 (as above)
             """This layer over ``sequences``, with states of its own."""
             other = super().fork(sequences)
             for name in vars(self).keys() & _STATES:  # not every version has all

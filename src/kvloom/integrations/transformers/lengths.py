@@ -16,7 +16,7 @@ _OFFSET_IS_OF_A_LAYER: Final = hasattr(Cache, "get_query_offset")
 
 def lengths_of(layers: Iterable[KVCacheLayer]) -> set[int]:
     """Tokens that layers which the model uses have seen; waits for an accelerator if they are tensors."""
-    pages = [layer.pages for layer in layers if layer.is_used]
+    pages = [x for layer in layers if layer.is_used for x in layer.streams]
     found = {x.num_tokens + x.num_removed for x in pages if isinstance(x, PagedLayer)}
     lengths = [x.length for x in pages if isinstance(x, FixedLayer)]
     return found | set(torch.stack(lengths).tolist() if lengths else ())

@@ -13,14 +13,13 @@ from kvloom.caches.placement import num_new
 from kvloom.caches.prefixes import GroupTable, Prefixes, PrefixGroup
 from kvloom.caches.sequences import with_residuals
 from kvloom.core.checks import INDEX_DTYPES, expect
-from kvloom.errors import ArgumentError, StateError, UnsupportedError
-from kvloom.integrations.transformers.build import DummyLayer, cache_format, make_layers
+from kvloom.errors import ArgumentError, StateError
+from kvloom.integrations.transformers.build import cache_format, make_layers
 from kvloom.integrations.transformers.cache import KVCache
 from kvloom.integrations.transformers.content import is_within
 from kvloom.integrations.transformers.invariance import NO_WISH, Wish, expect_wish
-from kvloom.integrations.transformers.layers import KVCacheLayer
 from kvloom.integrations.transformers.origin import PoolCache, scope_in
-from kvloom.integrations.transformers.pool_model import PoolModel, expect_prefixes
+from kvloom.integrations.transformers.pool_model import PoolModel, expect_pages_alone, expect_prefixes
 from kvloom.integrations.transformers.smoothing import smoothing_for, smoothing_report
 from kvloom.integrations.transformers.text_config import head_dims_of, text_config_of
 from kvloom.paging import Miss
@@ -73,8 +72,7 @@ class KVPool(Recorder):
         self._empty = PoolCache(layers)
         self._model: PoolModel | None = PoolModel(model, wish)
         self._saved_digest = ""
-        groups = with_residuals(self._empty.sequences)
-        self._prefixes = Prefixes([PrefixGroup(x.pages, x.window) for x in groups])
+        self._prefixes = _prefixes_of(self._empty)
         self._head_dims = head_dims_of(text_config_of(model)) or ()
         self._num_asked = self._num_found = 0
         self._logged: set[str] = set()
@@ -105,8 +103,7 @@ class KVPool(Recorder):
         self.__dict__.update(state)
         for sequences in self._empty.sequences:
             sequences.pages.keep()
-        groups = with_residuals(self._empty.sequences)
-        self._prefixes = Prefixes([PrefixGroup(x.pages, x.window) for x in groups])
+        self._prefixes = _prefixes_of(self._empty)
         self._prefixes.load(saved)
 
     def bind(self, model: Any) -> "KVPool":
@@ -181,12 +178,7 @@ class KVPool(Recorder):
         smoothing = smoothing_for(model, kv)
         format = cache_format(config, kv, page_size, max_tokens, values, layout, smoothing)
         layers = make_layers(model, format, is_kept=True, policy=policy)
-        for layer in layers:
-            if type(layer) not in (KVCacheLayer, DummyLayer):
-                raise UnsupportedError(
-                    f"model must attend to keys and values in every layer, got {type(layer).__name__} in "
-                    f"{type(model).__name__}"
-                )
+        expect_pages_alone(model, layers)
         if store is not None:
             from kvloom.store.store import open_store
 
@@ -398,3 +390,7 @@ class KVPool(Recorder):
                 below: Any = group.below
                 below.become(*identity)
             self._stored_state = state
+
+
+def _prefixes_of(cache: PoolCache) -> Prefixes:
+    return Prefixes([PrefixGroup(x.pages, x.window) for x in with_residuals(cache.sequences)])

@@ -1,6 +1,6 @@
 """The model of a pool, in whatever state it is: what a cache that begins now is computed from."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from inspect import signature
 from typing import TYPE_CHECKING, Any, Final
 from weakref import finalize
@@ -11,13 +11,16 @@ from torch import Tensor
 from kvloom.caches import CacheFormat
 from kvloom.core.checks import INDEX_DTYPES, expect
 from kvloom.errors import ArgumentError, UnsupportedError
+from kvloom.integrations.transformers.build import DummyLayer
 from kvloom.integrations.transformers.content import expect_content, placeholders_of
+from kvloom.integrations.transformers.indexed_layers import IndexedKVCacheLayer
 from kvloom.integrations.transformers.invariance import (
     Wish,
     hold_layers,
     release_layers,
     report_layers,
 )
+from kvloom.integrations.transformers.layers import KVCacheLayer
 from kvloom.integrations.transformers.origin import Origin, watch_inputs
 from kvloom.integrations.transformers.padding import padding_of
 from kvloom.integrations.transformers.rope import dynamic_rope
@@ -128,3 +131,13 @@ def expect_prefixes(model: Any) -> None:
         raise UnsupportedError(
             f"model must attend to earlier tokens alone, or a prefix depends on what follows it, got {name}"
         )
+
+
+def expect_pages_alone(model: Any, layers: Iterable[Any]) -> None:
+    """Raise UnsupportedError unless all that the layers of a cache for a model keep lies in pages."""
+    for layer in layers:
+        if type(layer) not in (KVCacheLayer, IndexedKVCacheLayer, DummyLayer):
+            raise UnsupportedError(
+                f"model must attend to keys and values in every layer, got {type(layer).__name__} in "
+                f"{type(model).__name__}"
+            )

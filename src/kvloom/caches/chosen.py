@@ -1,0 +1,76 @@
+"""Attention of each query to tokens that were chosen for it, reading the cache in place.
+
+Shapes: B sequences, N columns, Q new tokens of each, K chosen columns, Hq query heads, Dk and Dv head dims.
+"""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from kvloom import ops
+from kvloom.caches.tokens import TokenIndex, Tokens, attend_behind
+from kvloom.core.indexing import CacheIndex, prefix_sums
+
+
+def attend_chosen(
+    tokens: Tokens, query: Tensor, chosen: Tensor, scores: ops.Scores, first: Tensor | None = None
+) -> Tensor:
+    """Attention of the last Q columns, each to its chosen ones of those that it sees.
+
+    Each query is a sequence of its own, of which a table has the slots; so it costs what it reads.
+
+    Args:
+        tokens: Without a window, and without keys whose smoothing depends on positions.
+        query: ``[B, Hq, Q, Dk]``.
+        chosen: ``[B, Q, K]`` int32 or int64, distinct columns of each query. Those that are hidden from it,
+            as they come behind it or hold nothing, and negative ones count as not chosen.
+        scores: As ``ops.attend``, without window, mask and ALiBi.
+        first: ``[B]``, the first visible column of each sequence; all if ``None``.
+
+    Returns:
+        ``[B, Q, Hq, Dv]``; 0 where a query sees nothing.
+    """
+    index, exact, transform = tokens.index, tokens.exact, tokens.transform
+    num_new, device = query.shape[2], query.device
+    last = index.lengths if index.origins is None else index.lengths - index.origins
+    position = (last - num_new).unsqueeze(1) + torch.arange(num_new, device=device)  # [B, Q]
+    chosen, position = chosen.long(), position.unsqueeze(2)
+    seen = (chosen >= 0) & (chosen <= position)
+    if first is not None:
+        seen &= chosen >= first.view(-1, 1, 1)
+    scores = replace(scores, is_causal=False)  # a query may see nothing
+    packed = query.transpose(1, 2).flatten(0, 1)  # [B * Q, Hq, Dk]
+    is_latent, rank = tokens.is_latent, tokens.view.key.head_dim if tokens.is_latent else 0
+    if exact is None:
+        batch = _batch(index, chosen, seen)
+        if transform is not None:
+            packed, scores = transform.query(packed, scores, None, rank)
+        out = ops.attend(packed, tokens.view, batch, scores, is_latent=is_latent)
+        out = out if transform is None else transform.output(out, rank)
+    else:
+        column = chosen - exact.before(index.num_columns)
+        newest = seen & (column >= 0) & (chosen > position - exact.num_newest)
+        if exact.known is not None:
+            newest &= column >= exact.known.view(-1, 1, 1)
+        own = _batch(exact.tokens.index, column, newest)
+        part = ops.attend_part(
+            packed, exact.tokens.view, own, replace(scores, sinks=None), is_latent=is_latent
+        )
+        batch = _batch(index, chosen, seen & ~newest)
+        codes = tokens.view, batch, scores, transform, None, is_latent
+        out = attend_behind(part, packed, *codes, skip=None, skip_from=None)
+    return out.view(len(query), num_new, *out.shape[1:])
+
+
+def _batch(index: TokenIndex, columns: Tensor, seen: Tensor) -> ops.Batch:
+    """Each query ``[B, Q]`` as a sequence of the ``columns`` ``[B, Q, K]`` that it has ``seen``, in order."""
+    rows, num_new, count = columns.shape
+    slots = index.own_slots()
+    inside = columns.clamp(0, index.num_columns - 1)
+    seen = seen & (slots.gather(1, inside.flatten(1)).view_as(columns) >= 0)
+    ordered = inside.masked_fill(~seen, index.num_columns).sort(-1).values
+    where = ordered.clamp(max=index.num_columns - 1).flatten(1)
+    table = slots.gather(1, where).view(rows * num_new, count)
+    starts = torch.arange(rows * num_new + 1, device=columns.device)
+    return ops.Batch(CacheIndex.pages(table, 1), starts, prefix_sums(seen.sum(-1).flatten()))
