@@ -119,7 +119,7 @@ class PagedLayer(Layer):
                 return None
             stored = transform.stored(key, value, step.positions)
         sequences.pages.num_writes += 1
-        if not store_plain(*stored, step.slots, storage.view):
+        if not store_plain(*stored, step.slots, storage.view, storage.full_range):
             return None
         read = None if newest is None or exact is None else self._store_exact(exact, key, value, newest)
         return Tokens(storage.view, step.visible, sequences.window, None, transform, read)
@@ -188,7 +188,7 @@ class PagedLayer(Layer):
         """Store new tokens of a step unquantized; what attention reads so."""
         if key.requires_grad or value.requires_grad:
             key, value = detached(key), detached(value)
-        if not store_plain(key, value, step.slots, exact.view):
+        if not store_plain(key, value, step.slots, exact.view, full_range=False):
             exact.store(key, value, step.slots)
         num_newest = self.sequences.pages.format.recent
         return Exact(Tokens(exact.view, step.visible), num_newest, step.known)

@@ -46,6 +46,7 @@ class Storage:
         needs_positions: Whether stored keys depend on where they stand in their text.
         entry: What is kept of a token.
         has_codes: Whether keys or values are codes.
+        full_range: Whether those of 4 bits have all sixteen numbers.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class Storage:
         self.needs_positions = self.transform is not None and self.transform.needs_positions
         self.entry = Entry(key.heads, key.side, value.side)
         self.has_codes = self.entry.has_codes
+        self.full_range = any(side.full_range for side in self.entry.sides)
         self.page_size = page_size
         self.device = device
         self.num_extents = self.stride = 0
@@ -181,12 +183,12 @@ class Storage:
         """
         transform = self.transform
         if transform is None:
-            ops.store(key, value, slots, self.view)
+            self._store(key, value, slots)
             return
         if not self.needs_positions:
             positions = None
         if slots.numel() <= TRANSFORMED_AT_ONCE:
-            ops.store(*transform.stored(key, value, positions), slots, self.view)
+            self._store(*transform.stored(key, value, positions), slots)
             return
         axis, count = slots.dim() - 1, max(TRANSFORMED_AT_ONCE * slots.shape[-1] // slots.numel(), 1)
         where = slots.split(count, axis)
@@ -194,7 +196,10 @@ class Storage:
             zip(key.split(count, 2 * axis), value.split(count, 2 * axis), strict=True)
         ):
             at = None if positions is None else positions.narrow(axis, i * count, where[i].shape[axis])
-            ops.store(*transform.stored(x, y, at), where[i].contiguous(), self.view)
+            self._store(*transform.stored(x, y, at), where[i].contiguous())
+
+    def _store(self, key: Tensor, value: Tensor, slots: Tensor) -> None:
+        ops.store(key, value, slots, self.view, full_range=self.full_range)
 
     def attend(
         self, query: Tensor, batch: ops.Batch, scores: ops.Scores, first_position: Tensor | None = None
@@ -248,7 +253,8 @@ class Storage:
         for side, x in new.items():  # as a cache of keys only
             tensor, scale = ((key, key_scale), (value, value_scale))[side]
             x = x if self.transform is None else self.transform.side(side, x, positions)
-            ops.store(x, None, slots, KVView.split(self.specs[side].axes, tensor, None, scale))
+            view = KVView.split(self.specs[side].axes, tensor, None, scale)
+            ops.store(x, None, slots, view, full_range=self.full_range)
 
     def reserve(self, num_extents: int, stride: int) -> None:
         """Hold extents of at least ``stride`` pages; tokens stay where they are in theirs, at other slots.

@@ -15,11 +15,12 @@ from kvloom.core.specs import QuantSpec
 from kvloom.integrations.vllm import layer, pages
 from kvloom.integrations.vllm.builder import Step
 from kvloom.integrations.vllm.layer import Newest, Paged
+from kvloom.quant.affine import dequantize, quantize
 
 HEADS, QUERIES, DIM, TOKENS, RECENT = 2, 4, 64, 150, 16
 CAUSAL = ops.Scores()
 ROTATED = Transform(key=DIM)
-INT4 = QuantSpec(4)
+INT4 = QuantSpec(4, full_range=True)
 
 
 def memory_of(blocks: int, size: int, quant: QuantSpec | None) -> Tensor:
@@ -54,7 +55,8 @@ class Layer:
         self.transform = transform
         self.view = Paged(DIM, torch.float32, INT4).view(memory_of(5, 32, INT4))
         self.newest = Paged(DIM, torch.float32, None).view(memory_of(10, 16, None))
-        layer.store(self.key, self.value, slots_in(self.codes, 32), self.view, transform)
+        slots = slots_in(self.codes, 32)
+        layer.store(self.key, self.value, slots, self.view, transform, full_range=INT4.full_range)
         layer.store(self.key, self.value, slots_in(self.exact, 16), self.newest)
 
     def attend(self, new: int = TOKENS, scores: ops.Scores = CAUSAL, recent: int | None = RECENT) -> Tensor:
@@ -116,6 +118,13 @@ def test_a_layer_with_a_window_reads_no_further(window: int) -> None:
     found = one.attend(scores=scores, recent=min(window, RECENT))
     expected = one.expected(min(window, RECENT), window, sinks)
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_codes_are_in_full_range() -> None:
+    one = Layer(None)
+    codes, scales = quantize(one.key, 4, 64, torch.float16, full_range=True)
+    key, _ = ops.load(slots_in(one.codes, 32), one.view, dtype=torch.float32)
+    assert torch.equal(key, dequantize(codes, scales, 4, torch.float32))
 
 
 def test_rotated_keys_with_a_large_channel_lose_less() -> None:

@@ -144,7 +144,8 @@ class KvloomImpl(GuardedImpl):
         if not self.is_kvloom:
             super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
             return
-        paged.store(key, value, slot_mapping, self._paged.view(kv_cache), self._transform)
+        full_range = self._quant is not None and self._quant.full_range
+        paged.store(key, value, slot_mapping, self._paged.view(kv_cache), self._transform, full_range)
         if self._residual is not None:
             cache = self._layers[self._residual]
             cache.store(key, value, self._residual)

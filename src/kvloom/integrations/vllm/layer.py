@@ -53,7 +53,12 @@ class Newest:
 
 
 def store(
-    key: Tensor, value: Tensor, slots: Tensor, view: KVView, transform: Transform | None = None
+    key: Tensor,
+    value: Tensor,
+    slots: Tensor,
+    view: KVView,
+    transform: Transform | None = None,
+    full_range: bool = False,
 ) -> None:
     """Store new tokens.
 
@@ -63,11 +68,12 @@ def store(
         slots: ``[T]`` int64; -1 skips a token.
         view: The pages of the layer.
         transform: What is done to keys and values before; ``None`` for nothing.
+        full_range: As of ``ops.store``.
     """
     key, value = key[: slots.shape[0]], value[: slots.shape[0]]
     if transform is not None:
         key, value = transform.stored(key, value, None)
-    ops.store(key, value, slots, view)
+    ops.store(key, value, slots, view, full_range=full_range)
 
 
 def attend(
