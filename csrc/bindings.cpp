@@ -161,8 +161,9 @@ void run(MoveArgs& args, int64_t count, int64_t bytes_to_stream) {
 // --- store -------------------------------------------------------------------------------------------------
 
 // Keys or values of new tokens, `[T, H, D]` or `[B, H, N, D]`, into their cache.
-Move store_side(const Tensor& x, const Tensor& cache, const MaybeTensor& scale) {
+Move store_side(const Tensor& x, const Tensor& cache, const MaybeTensor& scale, bool full_range) {
   Move move;
+  move.full_range = full_range;
   move.from = token_view(x, x.const_data_ptr());
   move.to = target_view(cache, scale.has_value());
   if (scale) move.to_scale = target_view(*scale);
@@ -171,16 +172,17 @@ Move store_side(const Tensor& x, const Tensor& cache, const MaybeTensor& scale) 
 }
 
 void store(const Tensor& key, const MaybeTensor& value, const Tensor& slots, const Tensor& key_cache,
-           const MaybeTensor& value_cache, const MaybeTensor& key_scale, const MaybeTensor& value_scale) {
+           const MaybeTensor& value_cache, const MaybeTensor& key_scale, const MaybeTensor& value_scale,
+           bool full_range) {
   MoveArgs args;
-  Move moves[2] = {store_side(key, key_cache, key_scale)};
+  Move moves[2] = {store_side(key, key_cache, key_scale, full_range)};
   const int64_t count = moves[0].from.num_slots();
   require(slots.dim() == key.dim() - 2 && slots.size(0) == key.size(0),
           "there must be slots for each sequence");
   args.moves = moves;
   args.num_moves = 1;
   if (value && value_cache) {
-    moves[args.num_moves++] = store_side(*value, *value_cache, value_scale);
+    moves[args.num_moves++] = store_side(*value, *value_cache, value_scale, full_range);
     require(moves[1].from.num_slots() == count, "there must be as many values as keys");
     require(moves[0].to.num_slots() == moves[1].to.num_slots(), "keys and values must have the same slots");
   }

@@ -69,8 +69,9 @@ def test_auto_keeps_heads_apart_where_native_does_not_fit(
         ("float16", torch.float16, None),
         ("bfloat16", torch.bfloat16, None),
         ("int8", None, QuantSpec(8)),
-        ("int4:g32", None, replace(INT4, rotated=True)),
-        ("int4:g32,rotate=none", None, INT4),
+        ("int4:g32", None, replace(INT4, rotated=True, full_range=True)),
+        ("int4:g32,rotate=none", None, replace(INT4, full_range=True)),
+        ("int4:g32,rotate=none,range=symmetric", None, INT4),
     ],
 )
 def test_a_text_says_how_tokens_are_kept(

@@ -19,6 +19,7 @@ FOREIGN = {
     "docs/conformance.md": {"call.json", "call.safetensors", "result.safetensors"},
     "docs/decisions/0006-compiled-kernels-behind-the-stable-abi.md": {"Python.h", "torch/extension.h"},
     "docs/decisions/0028-keys-are-rotated.md": {"llama.cpp"},
+    "docs/decisions/0043-four-bits-have-sixteen-numbers.md": {"llama.cpp"},
     "docs/planning.md": {"path/to/model"},
     "docs/quality.md": {"llama.cpp", "notes.txt", "plan.json", "quality.svg"},
     "docs/store-format.md": {"kvloom-run/1", "kvloom-index/1"},

@@ -111,17 +111,19 @@ OTHER = {
     "group": 64,
     "scale_dtype": torch.float32,
     "rotated": True,
+    "full_range": True,
 }
 
 
 @pytest.mark.parametrize("name", [f.name for kind in (KVSpec, QuantSpec) for f in dataclasses.fields(kind)])
 def test_every_field_is_in_the_fingerprint(name: str) -> None:
+    base = dataclasses.replace(BASE, quant=QuantSpec(4, 32)) if name == "full_range" else BASE
     if name in {f.name for f in dataclasses.fields(KVSpec)}:
-        changed = dataclasses.replace(BASE, **{name: OTHER[name]})
+        changed = dataclasses.replace(base, **{name: OTHER[name]})
     else:
-        changed = dataclasses.replace(BASE, quant=dataclasses.replace(BASE.quant, **{name: OTHER[name]}))
-    assert changed != BASE
-    assert changed.fingerprint() != BASE.fingerprint()
+        changed = dataclasses.replace(base, quant=dataclasses.replace(base.quant, **{name: OTHER[name]}))
+    assert changed != base
+    assert changed.fingerprint() != base.fingerprint()
 
 
 def test_equal_specs_have_one_fingerprint_of_64_hex_digits() -> None:

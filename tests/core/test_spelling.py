@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
+import pickle
 
 import pytest
 import torch
 from core.spellings import BAD, ODD
 
-from kvloom.core.entries import OF_BITS
+from kvloom.core.entries import OF_BITS, SideFormat
 from kvloom.core.specs import KVSpec, QuantSpec
 from kvloom.core.spelling import STORAGE, Kind, parse_kind, recent_of
 from kvloom.errors import ArgumentError, ConfigError
@@ -33,7 +35,8 @@ from kvloom.errors import ArgumentError, ConfigError
     ],
 )
 def test_kind_and_group_of_a_text(text: str, kind: str, group: int | None) -> None:
-    assert parse_kind("kv", text) == Kind(kind, group, "keys" if kind in ("int4", "int2") else "none")
+    rotate, range = "keys" if kind in ("int4", "int2") else "none", "full" if kind == "int4" else ""
+    assert parse_kind("kv", text) == Kind(kind, group, rotate, range=range)
 
 
 @pytest.mark.parametrize(
@@ -83,10 +86,12 @@ def test_what_spells_no_codes_is_refused(text: object) -> None:
     ("text", "kind"),
     [
         ("int8,rotate=none", Kind("int8")),
-        ("int4:g32,rotate=none", Kind("int4", 32)),
-        ("int4,rotate=keys", Kind("int4", None, "keys")),
+        ("int4:g32,rotate=none", Kind("int4", 32, range="full")),
+        ("int4,rotate=keys", Kind("int4", None, "keys", range="full")),
+        ("int4,range=full", Kind("int4", None, "keys", range="full")),
+        ("int4,range=symmetric", Kind("int4", None, "keys", range="symmetric")),
         ("int8:g8,rotate=values", Kind("int8", 8, "values")),
-        ("int4:g16,rotate=both", Kind("int4", 16, "both")),
+        ("int4:g16,rotate=both", Kind("int4", 16, "both", range="full")),
     ],
 )
 def test_options_stand_behind_the_group(text: str, kind: Kind) -> None:
@@ -104,6 +109,12 @@ def test_an_option_that_is_unknown_or_there_twice_is_refused(text: str) -> None:
 def test_a_value_that_an_option_does_not_have_is_refused() -> None:
     with pytest.raises(ArgumentError, match=r"^kv must have as rotate one of .*, got 'int4,rotate=all'$"):
         parse_kind("kv", "int4,rotate=all")
+
+
+@pytest.mark.parametrize("text", ["int8,range=full", "int8:g32,range=symmetric", "int2,range=full"])
+def test_codes_without_a_choice_of_ranges_have_no_such_option(text: str) -> None:
+    with pytest.raises(ArgumentError, match=rf"^kv must have no range for {text[3]} bits, got '{text}'$"):
+        parse_kind("kv", text)
 
 
 @pytest.mark.parametrize(
@@ -130,7 +141,8 @@ def test_a_group_that_is_no_whole_bytes_is_refused(text: str) -> None:
 )
 def test_a_text_is_read_as_it_is_spelled(bits: int, group: int) -> None:
     spec = QuantSpec(bits, group)
-    assert str(spec) == f"int{bits}:g{group}{',rotate=none' if bits < 8 else ''}"
+    options = {8: "", 4: ",rotate=none,range=symmetric", 2: ",rotate=none"}[bits]
+    assert str(spec) == f"int{bits}:g{group}{options}"
     assert QuantSpec.parse(str(spec)) == spec
     assert str(QuantSpec(bits, group, torch.bfloat16)) == str(spec)  # the dtype of scales is not spelled
 
@@ -141,23 +153,22 @@ def test_a_text_is_read_as_it_is_spelled(bits: int, group: int) -> None:
 )
 def test_a_side_is_rotated_where_the_text_says_so(rotate: str, keys: bool, values: bool) -> None:
     text = f"int4:g32,rotate={rotate}"
-    assert QuantSpec.parse(text, side="keys") == QuantSpec(4, 32, rotated=keys)
-    assert QuantSpec.parse(text, side="values") == QuantSpec(4, 32, rotated=values)
+    assert QuantSpec.parse(text, side="keys") == QuantSpec(4, 32, rotated=keys, full_range=True)
+    assert QuantSpec.parse(text, side="values") == QuantSpec(4, 32, rotated=values, full_range=True)
 
 
 @pytest.mark.parametrize("side", ["keys", "values"])
-def test_rotated_codes_are_read_as_they_are_spelled(side: str) -> None:
-    spec = QuantSpec(4, 32, rotated=True)
+@pytest.mark.parametrize("full_range", [True, False])
+def test_rotated_codes_are_read_as_they_are_spelled(side: str, full_range: bool) -> None:
+    spec = QuantSpec(4, 32, rotated=True, full_range=full_range)
     assert QuantSpec.parse(str(spec), side=side) == spec
 
 
 @pytest.mark.parametrize("bits", [8, 4])
 def test_scales_that_are_not_said_are_float16(bits: int) -> None:
-    assert (
-        QuantSpec.parse(f"int{bits}", side="values")
-        == QuantSpec(bits)
-        == QuantSpec(bits, None, torch.float16)
-    )
+    spec = QuantSpec(bits, None, torch.float16, full_range=bits == 4)
+    assert QuantSpec.parse(f"int{bits}", side="values") == spec
+    assert QuantSpec(bits).scale_dtype == torch.float16
 
 
 @pytest.mark.parametrize(
@@ -179,11 +190,42 @@ def test_a_head_dim_that_is_no_multiple_of_8_needs_a_group(head_dim: int) -> Non
 
 @pytest.mark.parametrize(
     "text",
-    [*STORAGE, "int8:g32", "int4:g16,rotate=both", "int8,recent=32", "int4,rotate=none,recent=0"],
+    [
+        *STORAGE,
+        "int8:g32",
+        "int4:g16,rotate=both",
+        "int8,recent=32",
+        "int4,rotate=none,recent=0",
+        "int4:g8,range=symmetric,recent=0,smooth=none",
+    ],
 )
 def test_a_kind_is_spelled_as_it_is_read(text: str) -> None:
     kind = parse_kind("kv", text)
     assert (str(kind), parse_kind("kv", str(kind))) == (text, kind)
+
+
+def test_4_bits_are_in_full_range_where_a_text_makes_them_and_says_nothing_else() -> None:
+    assert QuantSpec.parse("int4").full_range
+    assert QuantSpec.parse("int4,range=full") == QuantSpec.parse("int4")
+    assert not QuantSpec.parse("int4,range=symmetric").full_range
+    assert not QuantSpec(4).full_range
+
+
+@pytest.mark.parametrize(("bits", "value"), [(8, True), (2, True), (4, 1), (4, "full"), (4, None)])
+def test_a_range_that_codes_do_not_have_is_refused(bits: int, value: object) -> None:
+    with pytest.raises(ConfigError, match=r"^full_range must be "):
+        QuantSpec(bits, full_range=value)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"^full_range must be "):
+        SideFormat(64, "float32", bits, 32, "float16", full_range=value)  # type: ignore[arg-type]
+
+
+def test_what_earlier_releases_pickled_is_symmetric() -> None:
+    state = QuantSpec(4, 32, torch.bfloat16, rotated=True).__getstate__()[:4]
+    spec = QuantSpec.__new__(QuantSpec)
+    spec.__setstate__(state)
+    assert spec == QuantSpec(4, 32, torch.bfloat16, rotated=True, full_range=False)
+    full = QuantSpec(4, 32, full_range=True)
+    assert pickle.loads(pickle.dumps(full)) == copy.deepcopy(full) == full  # noqa: S301 (our own)
 
 
 def test_keys_of_4_bits_are_rotated_unless_the_text_says_otherwise() -> None:

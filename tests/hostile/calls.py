@@ -72,7 +72,7 @@ def bare_store(rng: random.Random) -> Call:
         "value": floats(3, H, D, dtype=dtype),
         "slots": slots(rng, 3),
     }
-    return torch.ops.kvloom.store.default, {**given, **caches(rng)}
+    return torch.ops.kvloom.store.default, {**given, **caches(rng), "full_range": rng.random() < 0.5}
 
 
 def bare_load(rng: random.Random) -> Call:

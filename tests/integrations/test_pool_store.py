@@ -17,6 +17,7 @@ from torch import Tensor
 
 from kvloom.errors import ArgumentError
 from kvloom.integrations.transformers import KVCache, KVPool
+from kvloom.integrations.transformers.identity import fingerprint_of
 from kvloom.store import KVStore, read_head
 
 PAGE = 4
@@ -180,6 +181,22 @@ def test_another_format_finds_nothing(tmp_path: Path) -> None:
         "int2:g16,recent=0",
     ):
         assert found(model, url, text(20), kv=kv) == 0
+
+
+@pytest.mark.parametrize("values", [None, "int8:g16"])
+def test_symmetric_codes_are_found_as_such_alone(values: str | None, tmp_path: Path) -> None:
+    """Files of before there were ranges say nothing of them, and neither do these."""
+    model, url = make_model(), f"file://{tmp_path}"
+    symmetric, full = "int4:g16,recent=0,range=symmetric", "int4:g16,recent=0"
+    with opened(url) as store:
+        commit(model, make_pool(model, store, symmetric, values=values), text(20))
+    assert "full_range" not in fingerprint_of(model, symmetric, values).to_json()
+    assert found(model, url, text(20), kv=symmetric, values=values) == 16
+    assert found(model, url, text(20), kv=full, values=values) == 0
+    with opened(url) as store:
+        commit(model, make_pool(model, store, full, values=values), text(20))
+    assert found(model, url, text(20), kv=full, values=values) == 16
+    assert found(model, url, text(20), kv=symmetric, values=values) == 16
 
 
 def damage_the_run(folder: Path) -> None:

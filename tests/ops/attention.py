@@ -136,7 +136,7 @@ def make_case(
     for b, row in enumerate(slots):
         key = fill((len(row), kv_heads, head_dim), 10 * seed + 100 * b + 1).to(dtype)
         value = fill((len(row), kv_heads, value_dim), 10 * seed + 100 * b + 2).to(dtype)
-        ops.store(key, value, torch.tensor(row, dtype=torch.int64), kv)
+        ops.store(key, value, torch.tensor(row, dtype=torch.int64), kv, full_range=kind.full_range)
     query = fill((sum(new), kv_heads * ratio, head_dim), 10 * seed + 3).to(dtype)
     return Case(query, kv, new, stored, slots, page_size)
 

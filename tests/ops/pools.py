@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 from core.addresses import address_table, extents
-from oracles import two_bits
+from oracles import full_range, two_bits
 from oracles.bits import assert_same_bits, generator, poison
 from torch import Tensor
 
@@ -24,20 +24,27 @@ ALL_AXES = JOINT_AXES + SPLIT_AXES
 
 @dataclass(frozen=True)
 class Kind:
-    """What a cache holds: values of ``dtype``, or codes of ``bits`` with a scale for each ``group``."""
+    """What a cache holds: values of ``dtype``, or codes of ``bits`` with a scale for each ``group``.
+
+    With ``full_range`` codes of 4 bits are stored so.
+    """
 
     dtype: torch.dtype
     bits: int = 0
     group: int = 4
     scale_dtype: torch.dtype = torch.float16
+    full_range: bool = False
 
     def __str__(self) -> str:
-        name = str(self.dtype).removeprefix("torch.")
-        return f"int{self.bits}-{str(self.scale_dtype).removeprefix('torch.')}" if self.bits else name
+        if not self.bits:
+            return str(self.dtype).removeprefix("torch.")
+        range = "full-" if self.full_range else ""
+        return f"int{self.bits}-{range}{str(self.scale_dtype).removeprefix('torch.')}"
 
 
 INT8 = Kind(torch.int8, 8)
 INT4 = Kind(torch.uint8, 4, 2, torch.float32)
+FULL4 = Kind(torch.uint8, 4, 2, torch.float32, full_range=True)
 INT2 = Kind(torch.bits2x4, 2, 8, torch.float32)
 PLAIN = Kind(torch.float32)
 
@@ -99,6 +106,8 @@ class Pool:
         for h, vector in enumerate(row):
             if self.kind.bits == 2:
                 two_bits.store_vector(vector, codes, scales, h, self.kind.group)
+            elif self.kind.full_range:
+                full_range.store_vector(vector, codes, scales, h, self.kind.group)
             else:
                 pmx_golden.store_vector(vector, codes, scales, (h,), self.kind.bits, self.kind.group)
         self.rows[part, slot], self.rows[f"{part}_scale", slot] = codes, scales

@@ -105,6 +105,7 @@ STORE = [
     Bad("value narrower", ShapeError, "value", lambda c: {"value": c["value"][..., :4]}),
     Bad("value of another dtype", ShapeError, "value", lambda c: {"value": c["value"].half()}),
     Bad("value on meta", ShapeError, "value", lambda c: {"value": on_meta(c["value"])}),
+    *(Bad(f"range {x!r}", ArgumentError, "full_range", replaced(full_range=x)) for x in (None, 1, "all")),
     Bad("value for a cache of keys", ArgumentError, "value",
         lambda c: {"kv": KVView(c["kv"].key, None)}),
     *(Bad(f"kv with a {side} that overlaps itself", ShapeError, rf"kv\.{side}",

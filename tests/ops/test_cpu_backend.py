@@ -23,9 +23,13 @@ pytestmark = pytest.mark.skipif(cpu.ISA is None, reason=f"no compiled backend: {
 KINDS = [
     *map(Kind, (*FLOATS, torch.int8, torch.int64, torch.float8_e5m2)),
     *(Kind(torch.int8, 8, 4, dtype) for dtype in FLOATS),
-    *(Kind(torch.uint8, 4, 2, dtype) for dtype in FLOATS),
+    *(Kind(torch.uint8, 4, 2, dtype, full) for dtype in FLOATS for full in (False, True)),
     *(Kind(torch.bits2x4, 2, 4, dtype) for dtype in FLOATS),
 ]
+
+OF_QUANT = pytest.mark.parametrize(
+    ("bits", "full_range"), [(8, False), (4, False), (4, True), (2, False)], ids=["8", "4", "4-full", "2"]
+)
 
 
 def guarded(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -35,16 +39,16 @@ def guarded(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor]
     return base, base[64:-64].view(shape)
 
 
-def quantize_both(x: Tensor, bits: int, group: int, scale_dtype: torch.dtype) -> None:
+def quantize_both(x: Tensor, quant: QuantSpec) -> None:
     """Store ``x``, ``[T, H, D]``, by both backends: the same codes, scales and values, bit for bit."""
-    spec = KVSpec(1, x.shape[1], x.shape[2], layout="B S H D", quant=QuantSpec(bits, group, scale_dtype))
+    spec = KVSpec(1, x.shape[1], x.shape[2], layout="B S H D", quant=quant)
     slots = torch.arange(x.shape[0])
     shapes = spec.shapes(x.shape[0], 1)
     stored = {}
     for backend in ("cpu", "reference"):
-        (all_codes, cache), (all_scales, scale) = map(guarded, shapes, (spec.cache_dtype, scale_dtype))
+        (all_codes, cache), (all_scales, scale) = map(guarded, shapes, (spec.cache_dtype, quant.scale_dtype))
         view = KVView.split(spec.axes, cache, None, scale)
-        ops.store(x, None, slots, view, backend=backend)
+        ops.store(x, None, slots, view, full_range=quant.full_range, backend=backend)
         stored[backend] = (all_codes, all_scales, view)
     assert_same_bits(stored["cpu"][0], stored["reference"][0], "codes")
     assert_same_bits(as_integers(stored["cpu"][1]), as_integers(stored["reference"][1]), "scales")
@@ -60,33 +64,37 @@ def quantize_both(x: Tensor, bits: int, group: int, scale_dtype: torch.dtype) ->
 
 @pytest.mark.parametrize("scale_dtype", FLOATS)
 @pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize(("bits", "width"), [(8, 24), (8, 33), (8, 80), (8, 128), (4, 24), (4, 80), (4, 128),
-                                             (2, 24), (2, 80), (2, 128)])  # fmt: skip
-def test_codes_of_every_group(bits: int, width: int, dtype: torch.dtype, scale_dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("width", [24, 33, 80, 128, 256])
+@OF_QUANT
+def test_codes_of_every_group(
+    bits: int, full_range: bool, width: int, dtype: torch.dtype, scale_dtype: torch.dtype
+) -> None:
     rng = generator(width)
     x = torch.randn(5, 3, width, generator=rng) * 10.0 ** (torch.rand(5, 3, 1, generator=rng) * 12 - 7)
     x[0, 0] = 0.0
     for group in (g for g in range(1, width + 1) if width % g == 0 and g * bits % 8 == 0):
-        quantize_both(x.to(dtype), bits, group, scale_dtype)
+        quantize_both(x.to(dtype), QuantSpec(bits, group, scale_dtype, full_range=full_range))
 
 
 @pytest.mark.parametrize("scale_dtype", FLOATS)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("bits", OF_BITS)
+@OF_QUANT
 def test_every_16_bit_pattern_as_the_largest_of_its_group(
-    bits: int, dtype: torch.dtype, scale_dtype: torch.dtype
+    bits: int, full_range: bool, dtype: torch.dtype, scale_dtype: torch.dtype
 ) -> None:
     pattern = torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(dtype)
     parts = torch.linspace(-1, 1, 16).to(torch.float32)
     x = (pattern.float().unsqueeze(1) * parts).to(dtype)
     x[:, 3] = pattern
     for group in (8, 16):
-        quantize_both(x.view(1 << 12, 16, 16), bits, group, scale_dtype)
+        quantize_both(x.view(1 << 12, 16, 16), QuantSpec(bits, group, scale_dtype, full_range=full_range))
 
 
-@pytest.mark.parametrize("bits", OF_BITS)
+@OF_QUANT
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_every_number_beside_every_largest_of_a_binade(dtype: torch.dtype, bits: int) -> None:
+def test_every_number_beside_every_largest_of_a_binade(
+    dtype: torch.dtype, bits: int, full_range: bool
+) -> None:
     """All mantissas that meet in a quotient, so that none may differ from a division's."""
     mantissas = round(1 / torch.finfo(dtype).eps)
     largest = torch.ones((), dtype=dtype).view(torch.int16).int() + torch.arange(mantissas)
@@ -96,30 +104,43 @@ def test_every_number_beside_every_largest_of_a_binade(dtype: torch.dtype, bits:
     got, want = (spec.empty(mantissas, 1) for _ in range(2))
     for (cache, scale), backend in ((got, "cpu"), (want, "reference")):
         view = KVView.split(spec.axes, cache, None, scale)
-        ops.store(x.unsqueeze(1), None, torch.arange(mantissas), view, backend=backend)
+        slots = torch.arange(mantissas)
+        ops.store(x.unsqueeze(1), None, slots, view, full_range=full_range, backend=backend)
     assert_same_bits(got[0], want[0], "codes")
     assert_same_bits(got[1], want[1], "scales")
 
 
-@pytest.mark.parametrize("bits", OF_BITS)
+@OF_QUANT
 @pytest.mark.parametrize("dtype", FLOATS)
-def test_special_values_beside_each_other(dtype: torch.dtype, bits: int) -> None:
+def test_special_values_beside_each_other(dtype: torch.dtype, bits: int, full_range: bool) -> None:
     pairs = torch.tensor(list(itertools.product(SPECIAL, SPECIAL)))
     x = torch.cat((pairs, pairs.new_full((len(pairs), 6), 1e-3)), dim=1).to(dtype)
     for group, scale_dtype in itertools.product((2, 4, 8) if bits > 2 else (4, 8), FLOATS):
-        quantize_both(x.unsqueeze(1), bits, group, scale_dtype)
+        quantize_both(x.unsqueeze(1), QuantSpec(bits, group, scale_dtype, full_range=full_range))
 
 
-@pytest.mark.parametrize("bits", OF_BITS)
+@OF_QUANT
 @pytest.mark.parametrize("dtype", FLOATS)
-def test_codes_beside_a_nan_of_any_bits_are_0(dtype: torch.dtype, bits: int) -> None:
+def test_codes_beside_a_nan_of_any_bits_are_0(dtype: torch.dtype, bits: int, full_range: bool) -> None:
     wide = torch.finfo(dtype).bits
     nan = torch.tensor(float("nan"), dtype=dtype).view(torch.int32 if wide == 32 else torch.int16)
     x = torch.randn(256, 1, 32, generator=generator(5)).to(dtype)
     x[:, 0, 3] = (nan | torch.arange(256).to(nan.dtype) % 128).view(dtype)
     x[::2, 0, 3] *= -1
     for group in (8, 32):
-        quantize_both(x, bits, group, torch.float32)
+        quantize_both(x, QuantSpec(bits, group, torch.float32, full_range=full_range))
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_of_two_largest_the_positive_one_decides_wherever_they_are(dtype: torch.dtype) -> None:
+    """Registers, lanes and halves of a lane: every pair of places in a group."""
+    for group in (2, 8, 24, 32, 64, 128):
+        first, second = torch.triu_indices(group, group, 1)
+        x = torch.randn(len(first), 1, group, generator=generator(group)).clamp(-0.9, 0.9)
+        rows = torch.arange(len(first))
+        x[rows, 0, first], x[rows, 0, second] = 1.0, -1.0
+        x[::2] *= -1
+        quantize_both(x.to(dtype), QuantSpec(4, group, dtype, full_range=True))
 
 
 @pytest.mark.parametrize("scale_dtype", FLOATS)
@@ -183,7 +204,7 @@ def test_layouts_are_written_read_and_copied_alike(axes: str, kind: Kind) -> Non
     slots = torch.tensor([9, -1, 0, 4, 5, 11], dtype=torch.int32)
     between = torch.tensor([4, 9, 0]), torch.tensor([0, 2, 9])
     for pool, backend in ((ours, "cpu"), (theirs, "reference")):
-        ops.store(key, value, slots, pool.view(), backend=backend)
+        ops.store(key, value, slots, pool.view(), full_range=kind.full_range, backend=backend)
         ops.copy(pool.view(), between[0], pool.view(), between[1], backend=backend)
     assert_twins(ours, theirs, any_nan=dtype != kind.dtype)
     everything = torch.arange(12)
@@ -223,7 +244,7 @@ LARGE_KINDS = [
     Kind(torch.float32),
     Kind(torch.bfloat16),
     Kind(torch.int8, 8, 64),
-    Kind(torch.uint8, 4, 8),
+    Kind(torch.uint8, 4, 8, full_range=True),
     Kind(torch.bits2x4, 2, 16),
 ]
 
@@ -258,7 +279,7 @@ def test_any_call_is_done_alike(data: st.DataObject) -> None:
         for i, part in enumerate(("key", "value"))
     )
     for pool, target, backend in ((ours, mine, "cpu"), (theirs, other, "reference")):
-        ops.store(key, value, slots, pool.view(), backend=backend)
+        ops.store(key, value, slots, pool.view(), full_range=kind.full_range, backend=backend)
         kept = slots[slots >= 0]
         ops.copy(pool.view(), kept, target.view(), kept.flip(0), backend=backend)
     assert_twins(ours, theirs, any_nan=dtype != kind.dtype)
@@ -276,7 +297,7 @@ def test_many_tokens_by_several_threads_and_past_the_caches(axes: str, kind: Kin
     x = torch.randn(4000, 8, 64, generator=generator(0)).bfloat16()
     slots = torch.randperm(4096, generator=generator(1))[:4000]
     for pool, backend in ((ours, "cpu"), (theirs, "reference")):
-        ops.store(x, x, slots, pool.view(), backend=backend)
+        ops.store(x, x, slots, pool.view(), full_range=kind.full_range, backend=backend)
         ops.copy(pool.view(), slots, pool.view(), slots.roll(1), backend=backend)
     assert_twins(ours, theirs)
     loaded = [ops.load(slots, ours.view(), dtype=torch.float32, backend=b)[0] for b in ("cpu", "reference")]

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from ops.pools import ALL_AXES, INT4, INT8, PLAIN, Kind, Pool, as_integers, make_pool, new_tokens
+from ops.pools import ALL_AXES, FULL4, INT4, INT8, PLAIN, Kind, Pool, as_integers, make_pool, new_tokens
 from oracles.bits import FLOATS, assert_same_bits, generator, poison
 
 from kvloom import KVView, ops
 from kvloom.errors import ArgumentError, ShapeError
 
-KINDS = [PLAIN, Kind(torch.float16), INT8, INT4]
+KINDS = [PLAIN, Kind(torch.float16), INT8, INT4, FULL4]
 ANY_DTYPE = [
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
     *(
@@ -36,7 +36,7 @@ def store(
     key, value = (
         new_tokens(len(slots), pool, dtype, seed + i, part) for i, part in enumerate(("key", "value"))
     )
-    ops.store(key, value, torch.tensor(slots, dtype=index), pool.view())
+    ops.store(key, value, torch.tensor(slots, dtype=index), pool.view(), full_range=pool.kind.full_range)
     for token, slot in enumerate(slots):
         if slot >= 0:
             pool.remember("key", slot, key[token])
@@ -161,7 +161,7 @@ def test_new_tokens_may_have_any_strides(kind: Kind) -> None:
     heads_first = new_tokens(4, pool, torch.float32, 1).transpose(0, 1).contiguous().transpose(0, 1)
     expanded = new_tokens(1, pool, torch.float32, 2).expand(4, -1, -1)
     slots = torch.tensor([9, 3, 0, 4, 1, 2, 5])[::2]
-    ops.store(heads_first, expanded, slots, pool.view())
+    ops.store(heads_first, expanded, slots, pool.view(), full_range=kind.full_range)
     for token, slot in enumerate((9, 0, 1, 5)):
         pool.remember("key", slot, heads_first[token])
         pool.remember("value", slot, expanded[token])
@@ -209,7 +209,7 @@ def test_cache_of_keys_only(kind: Kind) -> None:
     for name in ("value", "value_scale"):
         pool.raw.pop(name, None)
     key = new_tokens(2, pool, torch.float32, 1)
-    ops.store(key, None, torch.tensor([6, 1]), pool.view())
+    ops.store(key, None, torch.tensor([6, 1]), pool.view(), full_range=kind.full_range)
     pool.remember("key", 6, key[0]), pool.remember("key", 1, key[1])
     loaded, none = ops.load(torch.tensor([1]), pool.view(), dtype=torch.float32, num_repeat=2)
     assert none.shape == (1, 4, 0)

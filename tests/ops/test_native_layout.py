@@ -8,6 +8,7 @@ import math
 import pytest
 import torch
 from ops.attention import Case, make_case, starts_of
+from ops.cases import codes
 from ops.native import native
 from ops.pools import Kind
 from oracles.bits import assert_same_bits, generator
@@ -27,7 +28,7 @@ GROUPS = [
     (8, torch.float16),
     (16, torch.bfloat16),
 ]
-KINDS = [Kind(codes, bits, group, dtype) for bits, codes in CODE_DTYPE.items() for group, dtype in GROUPS]
+KINDS = [codes(bits, group, dtype) for bits in CODE_DTYPE for group, dtype in GROUPS]
 
 
 def in_native_order(case: Case, block_size: int = 32) -> Case:
@@ -65,7 +66,7 @@ def test_store_and_load(kind: Kind, backend: str) -> None:
     slots = torch.tensor([3, 18, -1, 31, 0, 47, 12, 5, 29])
     held = slots[slots >= 0]
     for view in (kv, case.kv):
-        ops.store(new, 2 * new, slots, view, backend=backend)
+        ops.store(new, 2 * new, slots, view, full_range=kind.full_range, backend=backend)
     found, expected = ops.load(held, kv, backend=backend), ops.load(held, case.kv, backend="reference")
     for name, x, y in zip(("key", "value"), found, expected, strict=True):
         assert_same_bits(x, y, name)
@@ -149,7 +150,7 @@ def test_hidden_tokens_inside_a_block(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("value", [math.nan, -2.0], ids=["nan", "negative"])
 def test_scales_that_no_store_makes(dtype: torch.dtype, value: float) -> None:
-    """A NaN shows to those who see it; a negative scale has no unsigned digits and is right all the same."""
+    """A NaN shows to those who see it; a negative scale of int8 is right all the same."""
     kind = Kind(torch.int8, 8, 32, torch.float32)
     case = make_case([1, 1], [40, 37], axes="B S H D", kind=kind, dtype=dtype, head_dim=64,
                      page_size=16, block_size=16)  # fmt: skip

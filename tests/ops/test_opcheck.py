@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from ops.pools import ALL_AXES, INT4, INT8, Kind, Pool, make_pool
+from ops.pools import ALL_AXES, FULL4, INT4, INT8, Kind, Pool, make_pool
 from oracles.bits import FLOATS, generator
 from oracles.pairs import in_turn
 from torch import Tensor
@@ -17,7 +17,13 @@ from kvloom.core.indexing import ENDLESS
 from kvloom.ops import schemas
 
 FLOAT_KINDS = [Kind(dtype) for dtype in FLOATS]
-CODE_KINDS = [INT8, INT4, Kind(torch.int8, 8, 8, torch.bfloat16), Kind(torch.uint8, 4, 4, torch.float16)]
+CODE_KINDS = [
+    INT8,
+    INT4,
+    FULL4,
+    Kind(torch.int8, 8, 8, torch.bfloat16),
+    Kind(torch.uint8, 4, 4, torch.float16),
+]
 KINDS = FLOAT_KINDS + CODE_KINDS
 # In turn: how kinds, dtypes and layouts meet in a kernel is for the tests of kernels.
 DTYPES = [(kind, FLOATS[i % 3]) for i, kind in enumerate(KINDS)]
@@ -75,7 +81,8 @@ def test_store_in_layouts(axes: str, kind: Kind) -> None:
 def test_store_of_every_dtype(kind: Kind, dtype: torch.dtype) -> None:
     pool = poisoned("L 2 H T D", kind)
     x = tokens(3, dtype)
-    assert_passes(schemas.store, x, x + 1, torch.tensor([5, 7, 0], dtype=torch.int32), *caches(pool))
+    slots = torch.tensor([5, 7, 0], dtype=torch.int32)
+    assert_passes(schemas.store, x, x + 1, slots, *caches(pool), kind.full_range)
 
 
 @pytest.mark.parametrize(

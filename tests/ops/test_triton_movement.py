@@ -25,16 +25,23 @@ KINDS = [
     *map(Kind, (torch.float32, torch.bfloat16, torch.int64, torch.float8_e5m2)),
     Kind(torch.int8, 8, 4, torch.float16),
     Kind(torch.uint8, 4, 2, torch.bfloat16),
+    Kind(torch.uint8, 4, 2, torch.bfloat16, full_range=True),
     Kind(torch.bits2x4, 2, 4, torch.float16),
 ]
 
+OF_QUANT = pytest.mark.parametrize(
+    ("bits", "full_range"), [(8, False), (4, False), (4, True), (2, False)], ids=["8", "4", "4-full", "2"]
+)
 
-def store(backend: str, key: Tensor, value: Tensor | None, slots: Tensor, kv: KVView) -> None:
+
+def store(
+    backend: str, key: Tensor, value: Tensor | None, slots: Tensor, kv: KVView, full_range: bool = False
+) -> None:
     if backend == "reference":
-        ops.store(key, value, slots, kv, backend=backend)
+        ops.store(key, value, slots, kv, full_range=full_range, backend=backend)
         return
     with there(key, value, slots, kv) as moved:
-        ops.store(*moved, backend=backend)
+        ops.store(*moved, full_range=full_range, backend=backend)
 
 
 def load(backend: str, slots: Tensor, kv: KVView, **how: Any) -> tuple[Tensor, ...]:
@@ -49,16 +56,16 @@ def copy(backend: str, source: KVView, source_slots: Tensor, target: KVView, tar
         ops.copy(*moved, backend=backend)
 
 
-def quantize_both(x: Tensor, bits: int, group: int, scale_dtype: torch.dtype) -> None:
+def quantize_both(x: Tensor, quant: QuantSpec) -> None:
     """Store ``x``, ``[T, H, D]``, by both backends: the same codes, scales and values, bit for bit."""
-    spec = KVSpec(1, x.shape[1], x.shape[2], layout="B S H D", quant=QuantSpec(bits, group, scale_dtype))
+    spec = KVSpec(1, x.shape[1], x.shape[2], layout="B S H D", quant=quant)
     slots = torch.arange(x.shape[0])
     stored = {}
     for backend in ("triton", "reference"):
         cache, scale = spec.empty(x.shape[0], 1)
         assert scale is not None
         view = KVView.split(spec.axes, cache, None, scale)
-        store(backend, x, None, slots, view)
+        store(backend, x, None, slots, view, quant.full_range)
         stored[backend] = (cache, scale, view)
     assert_same_bits(stored["triton"][0], stored["reference"][0], "codes")
     assert_same_bits(as_integers(stored["triton"][1]), as_integers(stored["reference"][1]), "scales")
@@ -71,44 +78,47 @@ def quantize_both(x: Tensor, bits: int, group: int, scale_dtype: torch.dtype) ->
 
 @pytest.mark.parametrize("scale_dtype", FLOATS)
 @pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize(("bits", "width"), [(8, 33), (8, 48), (4, 24), (4, 128), (2, 24), (2, 128)])
-def test_codes_of_every_group(bits: int, width: int, dtype: torch.dtype, scale_dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("width", [24, 33, 128])
+@OF_QUANT
+def test_codes_of_every_group(
+    bits: int, full_range: bool, width: int, dtype: torch.dtype, scale_dtype: torch.dtype
+) -> None:
     rng = generator(width)
     x = torch.randn(5, 3, width, generator=rng) * 10.0 ** (torch.rand(5, 3, 1, generator=rng) * 12 - 7)
     x[0, 0] = 0.0
     for group in (g for g in range(1, width + 1) if width % g == 0 and g * bits % 8 == 0):
-        quantize_both(x.to(dtype), bits, group, scale_dtype)
+        quantize_both(x.to(dtype), QuantSpec(bits, group, scale_dtype, full_range=full_range))
 
 
 @pytest.mark.parametrize("scale_dtype", FLOATS)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("bits", OF_BITS)
+@OF_QUANT
 def test_every_16_bit_pattern_as_the_largest_of_its_group(
-    bits: int, dtype: torch.dtype, scale_dtype: torch.dtype
+    bits: int, full_range: bool, dtype: torch.dtype, scale_dtype: torch.dtype
 ) -> None:
     pattern = torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(dtype)
     parts = torch.linspace(-1, 1, 8).to(torch.float32)
     x = (pattern.float().unsqueeze(1) * parts).to(dtype)
     x[:, 3] = pattern
-    quantize_both(x.view(1 << 12, 16, 8), bits, 8, scale_dtype)
+    quantize_both(x.view(1 << 12, 16, 8), QuantSpec(bits, 8, scale_dtype, full_range=full_range))
 
 
-@pytest.mark.parametrize("bits", OF_BITS)
+@OF_QUANT
 @pytest.mark.parametrize("dtype", FLOATS)
-def test_special_values_beside_each_other(dtype: torch.dtype, bits: int) -> None:
+def test_special_values_beside_each_other(dtype: torch.dtype, bits: int, full_range: bool) -> None:
     pairs = torch.tensor(list(itertools.product(SPECIAL, SPECIAL)))
     x = torch.cat((pairs, pairs.new_full((len(pairs), 6), 1e-3)), dim=1).to(dtype)
     for group, scale_dtype in itertools.product((2, 4, 8) if bits > 2 else (4, 8), FLOATS):
-        quantize_both(x.unsqueeze(1), bits, group, scale_dtype)
+        quantize_both(x.unsqueeze(1), QuantSpec(bits, group, scale_dtype, full_range=full_range))
 
 
-@pytest.mark.parametrize(("bits", "qmax"), [(8, 127), (4, 7)])
-def test_ties_are_divided_and_go_to_even(bits: int, qmax: int) -> None:
+@pytest.mark.parametrize(("bits", "qmax", "full_range"), [(8, 127, False), (4, 7, False), (4, 8, True)])
+def test_ties_are_divided_and_go_to_even(bits: int, qmax: int, full_range: bool) -> None:
     """``(k + 1/2) * scale`` over ``scale``, which no reciprocal gets right for every scale."""
     scale = torch.arange(3, 1003, 2).float().view(-1, 1, 1)
     ties = (torch.arange(qmax) + 0.5) * scale
     x = torch.cat((scale * qmax, ties, -ties, -scale), dim=-1)
-    quantize_both(x, bits, x.shape[-1], torch.float32)
+    quantize_both(x, QuantSpec(bits, x.shape[-1], torch.float32, full_range=full_range))
 
 
 @pytest.mark.parametrize("scale_dtype", FLOATS)
@@ -156,7 +166,7 @@ def test_layouts_are_written_read_and_copied_alike(axes: str, kind: Kind) -> Non
     slots = torch.tensor([9, -1, 0, 4, 5, 11], dtype=torch.int32)
     between = torch.tensor([4, 9, 0]), torch.tensor([0, 2, 9])
     for pool, backend in ((ours, "triton"), (theirs, "reference")):
-        store(backend, key, value, slots, pool.view())
+        store(backend, key, value, slots, pool.view(), kind.full_range)
         copy(backend, pool.view(), between[0], pool.view(), between[1])
     assert_twins(ours, theirs, any_nan=dtype != kind.dtype)
     everything = torch.arange(12)
@@ -202,7 +212,7 @@ def test_any_call_is_done_alike(data: st.DataObject) -> None:
         for i, part in enumerate(("key", "value"))
     )
     for pool, target, backend in ((ours, mine, "triton"), (theirs, other, "reference")):
-        store(backend, key, value, slots, pool.view())
+        store(backend, key, value, slots, pool.view(), kind.full_range)
         kept = slots[slots >= 0]
         copy(backend, pool.view(), kept, target.view(), kept.flip(0))
     assert_twins(ours, theirs, any_nan=dtype != kind.dtype)

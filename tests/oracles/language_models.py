@@ -75,11 +75,12 @@ class FakeQuantCache(DynamicCache):
         self, key: Tensor, value: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Round both, then store them as they are."""
-        key, value = (
-            dequantize(*quantize(x, self.bits, self.group, torch.float16), self.bits, x.dtype)
-            for x in (key, value)
-        )
-        return super().update(key, value, layer_idx, *args, **kwargs)
+        return super().update(self.rounded(key), self.rounded(value), layer_idx, *args, **kwargs)
+
+    def rounded(self, x: Tensor) -> Tensor:
+        """What comes back of ``x``, of 4 bits in full range."""
+        codes, scale = quantize(x, self.bits, self.group, torch.float16, full_range=True)
+        return dequantize(codes, scale, self.bits, x.dtype)
 
 
 class FakeQuantCache4(FakeQuantCache):

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from kvloom.integrations.transformers import KVCache
 from kvloom.integrations.transformers.cache_argument import given_cache
-from kvloom.quant.affine import dequantize, quantize
 from oracles.language_models import FakeQuantCache
 
 LENGTH = 40
@@ -59,7 +58,7 @@ def press(model: Any, compress: Compress, layers: Sequence[int] = (0, 1, 2)) -> 
         layer = cache.layers[module.layer_idx]
         keys, values = compress(module, layer.keys, layer.values)
         if isinstance(cache, FakeQuantCache):  # as a cache of codes keeps what is assigned
-            keys, values = (rounded(x, cache) for x in (keys, values))
+            keys, values = map(cache.rounded, (keys, values))
         layer.keys = keys
         layer.values = values
 
@@ -70,10 +69,6 @@ def press(model: Any, compress: Compress, layers: Sequence[int] = (0, 1, 2)) -> 
     finally:
         for x in hooks:
             x.remove()
-
-
-def rounded(x: Tensor, cache: FakeQuantCache) -> Tensor:
-    return dequantize(*quantize(x, cache.bits, cache.group, torch.float16), cache.bits, x.dtype)
 
 
 def pressed(model: Any, cache: Any, compress: Compress = pyramid, rows: int = 1, **options: Any) -> Any:

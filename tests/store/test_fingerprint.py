@@ -37,7 +37,7 @@ def changed(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     """The value with one field changed, each of them."""
     for field in fields(value):
         name, old = field.name, getattr(value, field.name)
-        if name == "rotated":  # follows from the fingerprint's own rotation
+        if name in ("rotated", "full_range"):  # follows from the fingerprint's own rotation; of 4 bits only
             continue
         if is_dataclass(old):
             for inner, new in changed(old, f"{path}{name}."):
@@ -63,7 +63,7 @@ def test_each_field_changes_the_digest_and_every_name(name: str, other: Fingerpr
 
 def test_every_field_is_changed_here() -> None:
     names = {x.name for kind in (Fingerprint, LayerFormat, SideFormat) for x in fields(kind)}
-    assert names == OTHERS.keys() | {"layers", "key", "value", "rotated"}
+    assert names == OTHERS.keys() | {"layers", "key", "value", "rotated", "full_range"}
 
 
 ROTATED = replace(CODES, rotated=True)
@@ -89,6 +89,28 @@ def test_layers_that_are_rotated_differently_have_no_fingerprint() -> None:
     layers = LayerFormat(2, PLAIN, ROTATED), LayerFormat(2, PLAIN, CODES)
     with pytest.raises(UnsupportedError, match=r"^values must be rotated in every layer or in none"):
         replace(WHOSE, layers=layers)
+
+
+def test_a_full_range_is_said_and_a_symmetric_one_is_not() -> None:
+    """So files that were written before there were ranges are of symmetric codes, and have their names."""
+    symmetric, full = (
+        fingerprint(LayerFormat(2, side, PLAIN)) for side in (FOUR, replace(FOUR, full_range=True))
+    )
+    assert "full_range" not in symmetric.to_json()
+    assert full.to_json() == symmetric.to_json().replace(
+        '"dtype":"bfloat16",', '"dtype":"bfloat16","full_range":true,'
+    )
+    assert full.digest != symmetric.digest
+    for each in (symmetric, full):
+        assert Fingerprint.from_json(each.to_json()).layers == each.layers
+    assert symmetric.difference(full).startswith("layers is ")
+
+
+@pytest.mark.parametrize("value", ["false", "1", "null"])
+def test_a_range_that_no_file_has_is_refused(value: str) -> None:
+    text = fingerprint(LayerFormat(2, replace(FOUR, full_range=True), PLAIN)).to_json()
+    with pytest.raises(ConfigError):
+        Fingerprint.from_json(text.replace('"full_range":true', f'"full_range":{value}'))
 
 
 def test_an_entry_without_values_is_read_as_it_is_spelled() -> None:

@@ -1,9 +1,9 @@
 // Integer products of int8 and int4 codes, as AVX-512 VNNI has them.
 //
 // Codes are multiplied by integer digits, so that a product costs no conversion. A 16-bit query is split into
-// two signed digits of 7 and 8 bits (15 bits of the row's largest element), weights times value scales into
-// two unsigned ones (16 bits of the chunk's largest). Both are finer than the query's own type; a float32
-// query is not served here.
+// two signed digits of 7 and 8 bits (15 bits of the row's largest element), weights times magnitudes of value
+// scales into two unsigned ones (16 bits of the chunk's largest); the sign of a scale goes to the codes. Both
+// are finer than the query's own type; a float32 query is not served here.
 #pragma once
 
 #include "code_keys.h"
@@ -151,13 +151,14 @@ inline void score_digits(const ChunkRows& chunk, const ScoreTask& task) {
 
 // --- values ------------------------------------------------------------------------------------------------
 
-// Rows' weights times value scales as two unsigned digits, four tokens to a dword: quad i of block b is dword
-// 4 * i + b, as packing leaves them.
+// A byte for each token of a chunk, four tokens to a dword: quad i of block b is dword 4 * i + b, as packing
+// leaves them.
+constexpr Index dword_offset(Index block, Index quad) { return 4 * (4 * quad + block); }
+
+// Rows' weights times the magnitudes of value scales as two unsigned digits.
 struct WeightDigits {
   alignas(64) Byte digit[4][2][kMaxGroups][kChunk];  // [row, which, group, dword]
   float step[4][kMaxGroups];
-
-  static constexpr Index dword_offset(Index block, Index quad) { return 4 * (4 * quad + block); }
 
   void read(const float* weights, Index num_rows, const float (*scales)[kChunk], Index num_groups) {
     for (Index r = 0; r < num_rows; ++r)
@@ -169,7 +170,7 @@ struct WeightDigits {
           const __m512 weight = _mm512_loadu_ps(weights + r * kChunk + 16 * i);
           // A weight of 0 hides the scale, whatever it is.
           const __mmask16 seen = _mm512_cmp_ps_mask(weight, _mm512_setzero_ps(), _CMP_NEQ_UQ);
-          w[i] = _mm512_maskz_mul_ps(seen, weight, _mm512_load_ps(scales[g] + 16 * i));
+          w[i] = _mm512_maskz_mul_ps(seen, weight, _mm512_abs_ps(_mm512_load_ps(scales[g] + 16 * i)));
           is_nan |= _mm512_cmp_ps_mask(w[i], w[i], _CMP_UNORD_Q);
           lane_max = _mm512_max_ps(w[i], lane_max);
         }
@@ -190,17 +191,35 @@ struct WeightDigits {
   }
 };
 
-// Four codes of each lane, two in a byte, as bytes: the even or the odd elements.
-inline __m512i sign_extend(__m512i nibbles) {
-  const __m128i values = _mm_setr_epi8(0, 1, 2, 3, 4, 5, 6, 7, -8, -7, -6, -5, -4, -3, -2, -1);
-  return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(values),
-                             _mm512_and_si512(nibbles, _mm512_set1_epi8(0x0f)));
+// What makes numbers of the nibbles of each token, by the sign of its scale: (nibble ^ x) - x is the code
+// where x is 8, and the code negated where it is -9.
+struct CodeSigns {
+  alignas(64) Byte x[kMaxGroups][kChunk];  // [group, dword]
+
+  void read(const float (*scales)[kChunk], Index num_groups) {
+    for (Index g = 0; g < num_groups; ++g) {
+      __m512i of_token[4];
+      KVLOOM_UNROLL(4)
+      for (int i = 0; i < 4; ++i)
+        of_token[i] = _mm512_mask_mov_epi32(_mm512_set1_epi32(8),
+                                            _mm512_movepi32_mask(as<__m512i>(load(scales[g] + 16 * i))),
+                                            _mm512_set1_epi32(0xf7));
+      _mm512_store_si512(x[g], _mm512_packus_epi16(_mm512_packus_epi32(of_token[0], of_token[1]),
+                                                   _mm512_packus_epi32(of_token[2], of_token[3])));
+    }
+  }
+};
+
+// Four codes of each lane, two in a byte, as bytes: the even or the odd elements, with the signs of scales.
+inline __m512i signed_codes(__m512i nibbles, __m512i x) {
+  constexpr int kAndThenXor = 0x6a;
+  return _mm512_sub_epi8(_mm512_ternarylogic_epi32(nibbles, _mm512_set1_epi8(0x0f), x, kAndThenXor), x);
 }
 
 // R rows by V vectors of 16 bytes of one group, over all quads of the chunk.
 template <int R, bool is_int4, int V>
-inline void add_digits(const ValueBlocks& values, const WeightDigits& weights, float* accumulators,
-                       Index width, Index byte, const RowPrefetcher& prefetcher) {
+inline void add_digits(const ValueBlocks& values, const WeightDigits& weights, const CodeSigns& signs,
+                       float* accumulators, Index width, Index byte, const RowPrefetcher& prefetcher) {
   constexpr int N = is_int4 ? 2 * V : V;  // of int4 the even and the odd elements
   constexpr Index kDigit = kMaxGroups * kChunk;
   const Index group = values.side.group_of_byte[byte];
@@ -212,19 +231,21 @@ inline void add_digits(const ValueBlocks& values, const WeightDigits& weights, f
   }
   for (Index b = values.begin; b < values.end; ++b) {
     const Byte* at = values.block[b] + 4 * byte;
-    const Byte* digits = weights.digit[0][0][group] + WeightDigits::dword_offset(b, 0);
+    const Byte* digits = weights.digit[0][0][group] + dword_offset(b, 0);
+    const Byte* sign = signs.x[group] + dword_offset(b, 0);
     const BlockPrefetcher block_prefetcher(prefetcher, values.chunk, b * kBlock);
     KVLOOM_UNROLL(1)
     for (Index quad = 0; quad < kBlock / 4;
-         ++quad, at += 4 * values.side.row_bytes, digits += WeightDigits::dword_offset(0, 1)) {
+         ++quad, at += 4 * values.side.row_bytes, digits += dword_offset(0, 1), sign += dword_offset(0, 1)) {
       __m512i x[N];
       KVLOOM_UNROLL(2)
       for (int v = 0; v < V; ++v) {
         block_prefetcher.prefetch_line((at - values.block[b]) / 64 + v);
         const __m512i codes = _mm512_loadu_si512(at + 64 * v);
         if constexpr (is_int4) {
-          x[2 * v] = sign_extend(codes);
-          x[2 * v + 1] = sign_extend(_mm512_srli_epi32(codes, 4));
+          const __m512i of_tokens = broadcast_dword(sign);
+          x[2 * v] = signed_codes(codes, of_tokens);
+          x[2 * v + 1] = signed_codes(_mm512_srli_epi32(codes, 4), of_tokens);
         } else {
           x[v] = codes;
         }
@@ -269,10 +290,12 @@ inline void value_digits(const ChunkRows& chunk, const ValueTask& task) {
   const SideLayout& value = *chunk.side;
   alignas(64) float scales[kMaxGroups][kChunk];
   read_scales(chunk, scales);
-  // Digits are unsigned.
-  if (has_negative(scales, value.num_groups)) return value_codes<is_int4, Unrounded>(chunk, task);
+  // Codes of 8 bits have no room for the sign of a scale, which no store makes.
+  if (!is_int4 && has_negative(scales, value.num_groups)) return value_codes<is_int4, Unrounded>(chunk, task);
   const ValueBlocks blocks(chunk);
   WeightDigits weights;
+  CodeSigns signs;
+  if constexpr (is_int4) signs.read(scales, value.num_groups);
   rescale_accumulators(task);
   chunk.prefetch_scales();
   for_rows(task.num_rows, [&]<int R>(Index first) {
@@ -282,9 +305,9 @@ inline void value_digits(const ChunkRows& chunk, const ValueTask& task) {
     constexpr int V = is_int4 ? 1 : 2;
     Index byte = 0;
     for (; byte + 16 * V <= value.row_bytes; byte += 16 * V)
-      add_digits<R, is_int4, V>(blocks, weights, accumulators, task.width, byte, prefetcher);
+      add_digits<R, is_int4, V>(blocks, weights, signs, accumulators, task.width, byte, prefetcher);
     for (; byte < value.row_bytes; byte += 16)
-      add_digits<R, is_int4, 1>(blocks, weights, accumulators, task.width, byte, prefetcher);
+      add_digits<R, is_int4, 1>(blocks, weights, signs, accumulators, task.width, byte, prefetcher);
   });
 }
 

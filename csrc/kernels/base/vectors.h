@@ -32,11 +32,11 @@ struct VectorOf {
 };
 using Vec = VectorOf<float>::type;
 using IntVec = VectorOf<int32_t>::type;
-using Words = VectorOf<uint32_t>::type;                  // bits that may carry over
-using Shorts = VectorOf<uint16_t>::type;                 // as many 16-bit floats
-using Magnitudes = VectorOf<int16_t, kLanes * 2>::type;  // a register of those, without their sign
-using Bytes = VectorOf<int8_t>::type;                    // as many 8-bit codes
-using Nibbles = VectorOf<uint8_t, kLanes / 2>::type;     // as many 4-bit codes, two to a byte
+using Words = VectorOf<uint32_t>::type;               // bits that may carry over
+using Shorts = VectorOf<uint16_t>::type;              // as many 16-bit floats
+using Halves = VectorOf<int16_t, kLanes * 2>::type;   // a register of integers of that width
+using Bytes = VectorOf<int8_t>::type;                 // as many 8-bit codes
+using Nibbles = VectorOf<uint8_t, kLanes / 2>::type;  // as many 4-bit codes, two to a byte
 
 // What lies at an address, aligned or not.
 template <class T>
@@ -114,8 +114,8 @@ KVLOOM_INLINE Vec minimum(Vec a, Vec b) { return as<Vec>(_mm512_min_ps(as<__m512
 KVLOOM_INLINE IntVec maximum(IntVec a, IntVec b) {
   return as<IntVec>(_mm512_max_epi32(as<__m512i>(a), as<__m512i>(b)));
 }
-KVLOOM_INLINE Magnitudes maximum(Magnitudes a, Magnitudes b) {
-  return as<Magnitudes>(_mm512_max_epi16(as<__m512i>(a), as<__m512i>(b)));
+KVLOOM_INLINE Halves maximum(Halves a, Halves b) {
+  return as<Halves>(_mm512_max_epi16(as<__m512i>(a), as<__m512i>(b)));
 }
 KVLOOM_INLINE Vec permute(Vec x, IntVec index) {
   return as<Vec>(_mm512_permutexvar_ps(as<__m512i>(index), as<__m512>(x)));
@@ -132,8 +132,8 @@ KVLOOM_INLINE Vec minimum(Vec a, Vec b) { return as<Vec>(_mm256_min_ps(as<__m256
 KVLOOM_INLINE IntVec maximum(IntVec a, IntVec b) {
   return as<IntVec>(_mm256_max_epi32(as<__m256i>(a), as<__m256i>(b)));
 }
-KVLOOM_INLINE Magnitudes maximum(Magnitudes a, Magnitudes b) {
-  return as<Magnitudes>(_mm256_max_epi16(as<__m256i>(a), as<__m256i>(b)));
+KVLOOM_INLINE Halves maximum(Halves a, Halves b) {
+  return as<Halves>(_mm256_max_epi16(as<__m256i>(a), as<__m256i>(b)));
 }
 KVLOOM_INLINE Vec permute(Vec x, IntVec index) {
   return as<Vec>(_mm256_permutevar8x32_ps(as<__m256>(x), as<__m256i>(index)));
@@ -155,7 +155,7 @@ KVLOOM_INLINE Bytes low_bytes(IntVec x) {
 KVLOOM_INLINE Vec maximum(Vec a, Vec b) { return a > b ? a : b; }
 KVLOOM_INLINE Vec minimum(Vec a, Vec b) { return a < b ? a : b; }
 KVLOOM_INLINE IntVec maximum(IntVec a, IntVec b) { return a > b ? a : b; }
-KVLOOM_INLINE Magnitudes maximum(Magnitudes a, Magnitudes b) { return a > b ? a : b; }
+KVLOOM_INLINE Halves maximum(Halves a, Halves b) { return a > b ? a : b; }
 KVLOOM_INLINE Vec look_up(const float* from, IntVec index) {
   Vec found{};
   for (int i = 0; i < kLanes; ++i) found[i] = from[index[i]];
@@ -198,6 +198,15 @@ KVLOOM_INLINE Bytes low_bytes(IntVec x) { return __builtin_convertvector(x, Byte
 #if defined(__AVX2__)
 KVLOOM_INLINE Vec look_up(const float* from, IntVec index) { return permute(bit_copy<Vec>(from), index); }
 #endif
+
+// Not a comparison, of which the compiler makes two instructions.
+KVLOOM_INLINE Bytes minimum(Bytes a, Bytes b) {
+#if defined(__AVX2__)
+  return as<Bytes>(_mm_min_epi8(as<__m128i>(a), as<__m128i>(b)));
+#else
+  return a < b ? a : b;
+#endif
+}
 
 // --- two 4-bit codes in a byte, the even one low -----------------------------------------------------------
 

@@ -10,7 +10,8 @@ namespace kvloom {
 struct Move {
   View from, from_scale;
   View to, to_scale;
-  Index repeat = 1;  // how many times in a row each head is written
+  Index repeat = 1;         // how many times in a row each head is written
+  bool full_range = false;  // whether 4-bit codes that are written reach -8
 };
 
 // Sides of keys, values and their scales.

@@ -48,8 +48,9 @@ inline Plan plan_of(const Move& move) {
   plan.has_to_scale = is_quantized(move.to.dtype);
   plan.rows = move.from.num_heads();
   plan.count = move.from.head_dim();
-  plan.convert = find_convert(move.from.dtype, move.to.dtype,
-                              plan.has_to_scale ? move.to_scale.dtype : move.from_scale.dtype);
+  plan.convert =
+      find_convert(move.from.dtype, move.to.dtype,
+                   plan.has_to_scale ? move.to_scale.dtype : move.from_scale.dtype, move.full_range);
   if (plan.has_from_scale) {
     plan.from_scale = row_layout_of(move.from_scale);
     plan.group = plan.count / move.from_scale.width();

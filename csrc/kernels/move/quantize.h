@@ -1,5 +1,5 @@
-// Rows of numbers into codes and scales: the largest magnitude of each group, a vector of groups at a time,
-// their scales, then the codes. The numerics of docs/decisions/0003.
+// Rows of numbers into codes and scales: the largest of each group, a vector of groups at a time, their
+// scales, then the codes. The numerics of docs/decisions/0003 and, of codes in full range, 0043.
 #pragma once
 
 #include "../base/codes.h"
@@ -16,43 +16,55 @@ struct Row {
   Index prefetch_bytes;  // distance from what is read to what is prefetched
 };
 
-// --- the largest magnitude of each group -------------------------------------------------------------------
+// --- the largest of each group -----------------------------------------------------------------------------
 
-// Bits without a sign are ordered as the floats are, and NaN comes last. Two 16-bit ones share a lane.
+// Keys are integers in the order of magnitudes, with NaN last. They are the bits without a sign or, for codes
+// in full range, the bits turned left so that the sign is last, of two alike that of the positive number
+// larger. Two keys of 16 bits share a lane.
+
+constexpr uint32_t kTurned = 1u << 31 | 1;  // makes signed integers of turned bits, and positive ones larger
 
 // Numbers in a register.
 template <class In>
 constexpr Index kWidth = kLanes * 4 / sizeof(In);
 
 template <class In>
-using MagnitudesOf = std::conditional_t<sizeof(In) == 2, Magnitudes, IntVec>;
+using KeysOf = std::conditional_t<sizeof(In) == 2, Halves, IntVec>;
 
-template <class In>
-KVLOOM_INLINE MagnitudesOf<In> load_magnitudes(const In* x) {
-  if constexpr (sizeof(In) == 2)
-    return bit_copy<Magnitudes>(x) & int16_t{0x7fff};
-  else
-    return bit_copy<IntVec>(x) & 0x7fffffff;
+template <bool kFull>
+KVLOOM_INLINE IntVec keys_of(Words bits) {
+  return as<IntVec>(kFull ? (bits << 1 | bits >> 31) ^ kTurned : bits & 0x7fffffff);
 }
 
-// The maximum of the numbers that share a lane.
+template <class In, bool kFull>
+KVLOOM_INLINE KeysOf<In> load_keys(const In* x) {
+  if constexpr (sizeof(In) == 4) return keys_of<kFull>(bit_copy<Words>(x));
+  using Bits = VectorOf<uint16_t, kLanes * 2>::type;
+  const Bits bits = bit_copy<Bits>(x);
+  return as<KeysOf<In>>(kFull ? (bits << 1 | bits >> 15) ^ uint16_t(kTurned >> 16 | 1) : bits & 0x7fff);
+}
+
+// The maximum of the keys that share a lane, in its upper half.
 KVLOOM_INLINE IntVec reduce_in_lane(IntVec x) { return x; }
-KVLOOM_INLINE IntVec reduce_in_lane(Magnitudes x) {
-  return maximum(as<IntVec>(x) & 0xffff, as<IntVec>(as<Words>(x) >> 16));
+KVLOOM_INLINE IntVec reduce_in_lane(Halves x) {
+  return maximum(as<IntVec>(x) << 16, as<IntVec>(x) & splat(INT32_MIN >> 15));
 }
 
-// The bits of magnitudes as those of float32.
-template <class In>
-KVLOOM_INLINE IntVec float_bits(IntVec magnitude) {
-  if constexpr (std::is_same_v<In, Half>) {
-    return as<IntVec>(widen(low_halves(as<Words>(magnitude)), Half{}));
-  } else {
-    return magnitude << (std::is_same_v<In, BFloat> ? 16 : 0);
+// The numbers that have these keys.
+template <class In, bool kFull>
+KVLOOM_INLINE Vec number_of(IntVec keys) {
+  constexpr bool is_half = sizeof(In) == 2;
+  Words bits = as<Words>(keys);
+  if constexpr (kFull) {
+    bits ^= is_half ? kTurned << 16 | 1u << 31 : kTurned;
+    bits = (bits >> 1 | bits << (is_half ? 15 : 31)) & (is_half ? 0xffff0000u : ~0u);
   }
+  if constexpr (std::is_same_v<In, Half>) return widen(low_halves(bits >> 16), Half{});
+  return as<Vec>(bits);
 }
 
 // Reduces `kCount` vectors to one: each lane is the maximum of `kCount` neighbors, in order. From `count` on,
-// vectors count as 0.
+// vectors are any.
 template <int kCount, class Nth>
 KVLOOM_INLINE IntVec reduce_pairs(Index first, Index count, Nth nth) {
   if constexpr (kCount == 1) {
@@ -66,50 +78,52 @@ KVLOOM_INLINE IntVec reduce_pairs(Index first, Index count, Nth nth) {
 }
 
 // Of `count` groups, in a lane each, where a group is whole registers or a register whole groups.
-template <class In>
-inline IntVec largest_of_groups(const In* x, Index group, Index count) {
+template <class In, bool kFull>
+inline Vec largest_of_groups(const In* x, Index group, Index count) {
   const Index step = group < kWidth<In> ? kWidth<In> : group;
   const auto nth = [=](Index n) KVLOOM_INLINE_LAMBDA {
-    auto largest = load_magnitudes(x + n * step);
+    auto largest = load_keys<In, kFull>(x + n * step);
     for (Index i = kWidth<In>; i < group; i += kWidth<In>) {
-      largest = maximum(largest, load_magnitudes(x + n * step + i));
+      largest = maximum(largest, load_keys<In, kFull>(x + n * step + i));
     }
     return reduce_in_lane(largest);
   };
   const Index registers = group < kWidth<In> ? count * group / kWidth<In> : count;
+  const auto number = number_of<In, kFull>;
   switch (group * kLanes / kWidth<In>) {  // lanes of a group
-    case 1: return reduce_pairs<1>(0, registers, nth);
-    case 2: return reduce_pairs<2>(0, registers, nth);
-    case 4: return reduce_pairs<4>(0, registers, nth);
-    case 8: return reduce_pairs<(kLanes < 8 ? kLanes : 8)>(0, registers, nth);
-    default: return reduce_pairs<kLanes>(0, registers, nth);
+    case 1: return number(reduce_pairs<1>(0, registers, nth));
+    case 2: return number(reduce_pairs<2>(0, registers, nth));
+    case 4: return number(reduce_pairs<4>(0, registers, nth));
+    case 8: return number(reduce_pairs<(kLanes < 8 ? kLanes : 8)>(0, registers, nth));
+    default: return number(reduce_pairs<kLanes>(0, registers, nth));
   }
 }
 
 // Of `count` groups of any size.
-template <class In>
-[[gnu::noinline]] IntVec largest_of_any_groups(const In* x, Index group, Index count) {
-  IntVec all{};
+template <class In, bool kFull>
+[[gnu::noinline]] Vec largest_of_any_groups(const In* x, Index group, Index count) {
+  IntVec all = splat(INT32_MIN);
   for (Index g = 0; g < count; ++g, x += group) {
-    IntVec largest{};
+    IntVec largest = splat(INT32_MIN);
     for (Index i = 0; i < group; i += kLanes) {
       const Vec some = i + kLanes <= group ? load(x + i) : load_partial(x + i, group - i);
-      largest = maximum(largest, as<IntVec>(some) & 0x7fffffff);
+      largest = maximum(largest, keys_of<kFull>(as<Words>(some)));
     }
     for (int i = 0; i < kLanes; ++i) all[g] = largest[i] > all[g] ? largest[i] : all[g];
   }
-  return all;
+  return number_of<float, kFull>(all);
 }
 
 // --- its scale ---------------------------------------------------------------------------------------------
 
-// Scale of the group whose largest magnitude has the bits `amax`, as the type of the input rounds it; NaN if
-// that is no finite number.
-template <class In, int kBits>
-KVLOOM_INLINE Vec scale_of(IntVec amax) {
-  const Vec scale = round_to<In>(as<Vec>(amax) / float(kMaxScales<kBits>));
+// Scale of the group with this largest number, as the type of the input rounds it; NaN if that is not finite.
+template <class In, int kBits, bool kFull>
+KVLOOM_INLINE Vec scale_of(Vec largest) {
+  const Vec scale = round_to<In>(largest / (kFull ? -8.0f : float(kMaxScales<kBits>)));
   const Vec least = round_to<In>(splat(1e-5f));
-  return amax < 0x7f800000 ? maximum(scale, least) : as<Vec>(splat(0x7fc00000));
+  const IntVec no_sign = splat(INT32_MAX);
+  const Vec raised = as<Vec>(as<IntVec>(scale) & no_sign) < least ? least : scale;
+  return (as<IntVec>(largest) & no_sign) < 0x7f800000 ? raised : as<Vec>(splat(0x7fc00000));
 }
 
 // --- its codes ---------------------------------------------------------------------------------------------
@@ -137,7 +151,7 @@ KVLOOM_INLINE Vec quotient_of(Vec x, Vec factor) {
 }
 
 // Codes, in the low bits of each lane; 0 where the quotient is NaN.
-template <class In, int kBits>
+template <class In, int kBits, bool kFull>
 KVLOOM_INLINE IntVec codes_of(Vec x, Vec factor) {
   if constexpr (kBits == 2) {
     const IntVec bits = as<IntVec>(x), is_large = as<Vec>(bits & 0x7fffffff) >= factor;
@@ -145,7 +159,9 @@ KVLOOM_INLINE IntVec codes_of(Vec x, Vec factor) {
     return factor == factor ? codes : IntVec{};
   }
   Vec quotient = quotient_of<In>(x, factor);
-  if constexpr (std::is_same_v<In, BFloat>) {  // which rounds to 127.5, and that to 128; the others never do
+  if constexpr (kFull) {
+    if constexpr (std::is_same_v<In, BFloat>) quotient = minimum(splat(7.0f), quotient);  // 8 is no code
+  } else if constexpr (std::is_same_v<In, BFloat>) {  // rounds to 127.5, and that to 128; the others never do
     const Vec most = splat(float(kMaxScales<kBits>));
     quotient = maximum(-most, minimum(most, quotient));
   }
@@ -155,44 +171,57 @@ KVLOOM_INLINE IntVec codes_of(Vec x, Vec factor) {
   return quotient == quotient ? codes : IntVec{};
 }
 
+// Writes the codes of `count` lanes. In full range a quotient of 8 has the code 7, cut off in bytes since
+// that is cheaper than in floats.
+template <int kBits, bool kFull>
+KVLOOM_INLINE void write_codes(Byte* to, IntVec codes, Index count) {
+  if constexpr (kFull) {
+    const Nibbles packed = pack_nibbles(minimum(low_bytes(codes), Bytes{} + int8_t{7}));
+    std::memcpy(to, &packed, count / 2);
+  } else {
+    store_codes<kBits>(to, codes, count);
+  }
+}
+
 // Numbers whose codes are written together. Those of bfloat16 are taken apart into even and odd ones: that
 // is cheaper than to widen them in order, and so is packing two codes that share a lane.
 template <class In>
 constexpr Index kStep = std::is_same_v<In, BFloat> ? 2 * kLanes : kLanes;
 
 // Writes the codes of `kStep` numbers, each lane with its own factor, and prefetches.
-template <class In, int kBits>
+template <class In, int kBits, bool kFull>
 KVLOOM_INLINE void quantize_step(const In* x, Byte* to, Vec factor, Index prefetch_bytes) {
   __builtin_prefetch(reinterpret_cast<const Byte*>(x) + prefetch_bytes, 0, 2);
   if constexpr (std::is_same_v<In, BFloat>) {
     const Words both = bit_copy<Words>(x);
-    const IntVec even = codes_of<In, kBits>(as<Vec>(both << 16), factor);
-    const IntVec odd = codes_of<In, kBits>(as<Vec>(both & 0xffff0000), factor);
+    const IntVec even = codes_of<In, kBits, kFull>(as<Vec>(both << 16), factor);
+    const IntVec odd = codes_of<In, kBits, kFull>(as<Vec>(both & 0xffff0000), factor);
     store_pairs<kBits>(to, even, odd);
   } else {
-    store_codes<kBits>(to, codes_of<In, kBits>(load(x), factor), kLanes);
+    write_codes<kBits, kFull>(to, codes_of<In, kBits, kFull>(load(x), factor), kLanes);
   }
 }
 
 // Writes the codes of one group.
-template <class In, int kBits>
+template <class In, int kBits, bool kFull>
 KVLOOM_INLINE void quantize_group(const In* x, Byte* to, Vec factor, Index group, Index prefetch_bytes) {
   Index i = 0;
   for (; i + kStep<In> <= group; i += kStep<In>) {
-    quantize_step<In, kBits>(x + i, to + i * kBits / 8, factor, prefetch_bytes);
+    quantize_step<In, kBits, kFull>(x + i, to + i * kBits / 8, factor, prefetch_bytes);
   }
   for (; i < group; i += kLanes) {
     const Index count = group - i < kLanes ? group - i : kLanes;
-    store_codes<kBits>(to + i * kBits / 8, codes_of<In, kBits>(load_partial(x + i, count), factor), count);
+    const IntVec codes = codes_of<In, kBits, kFull>(load_partial(x + i, count), factor);
+    write_codes<kBits, kFull>(to + i * kBits / 8, codes, count);
   }
 }
 
 // Writes the scales of `count` groups, up to a vector of them, and returns the factors of their codes.
-template <class In, int kBits, class Scale>
+template <class In, int kBits, bool kFull, class Scale>
 KVLOOM_INLINE Vec quantize_scales(const In* x, Scale* to, Index group, Index count, bool fits_registers) {
-  const IntVec amax = fits_registers ? float_bits<In>(largest_of_groups(x, group, count))
-                                     : largest_of_any_groups(x, group, count);
-  const Vec scale = scale_of<In, kBits>(amax), stored = saturate<Scale>(scale);
+  const Vec largest = fits_registers ? largest_of_groups<In, kFull>(x, group, count)
+                                     : largest_of_any_groups<In, kFull>(x, group, count);
+  const Vec scale = scale_of<In, kBits, kFull>(largest), stored = saturate<Scale>(scale);
   if (count == kLanes) {
     store(to, stored);
   } else {
@@ -201,7 +230,7 @@ KVLOOM_INLINE Vec quantize_scales(const In* x, Scale* to, Index group, Index cou
   return factor_of<In, kBits>(scale);
 }
 
-template <class In, int kBits, class Scale>
+template <class In, int kBits, class Scale, bool kFull>
 void quantize_row(const Row& row) {
   constexpr Index kMaxGroupsAtOnce = 8 * kLanes;   // groups whose factors are kept
   constexpr Index kTogether = kStep<In> / kLanes;  // numbers that share a lane
@@ -223,16 +252,18 @@ void quantize_row(const Row& row) {
     alignas(64) float factors[kMaxGroupsAtOnce];
     for (Index g = 0; g < count; g += kLanes) {
       const Index some = count - g < kLanes ? count - g : kLanes;
-      store(factors + g, quantize_scales<In, kBits>(x + g * group, scales + g, group, some, fits_registers));
+      store(factors + g,
+            quantize_scales<In, kBits, kFull>(x + g * group, scales + g, group, some, fits_registers));
     }
     Index g = 0;
     for (; shares_steps && g + groups_in_step <= count; g += groups_in_step) {
       const Vec each = permute(load(factors + g / kLanes * kLanes), group_of_lane + int32_t(g % kLanes));
-      quantize_step<In, kBits>(x + g * group, codes + g * group_bytes, each, row.prefetch_bytes);
+      quantize_step<In, kBits, kFull>(x + g * group, codes + g * group_bytes, each, row.prefetch_bytes);
     }
     for (; g < count; ++g) {
       const Vec factor = splat(factors[g]);
-      quantize_group<In, kBits>(x + g * group, codes + g * group_bytes, factor, group, row.prefetch_bytes);
+      quantize_group<In, kBits, kFull>(x + g * group, codes + g * group_bytes, factor, group,
+                                       row.prefetch_bytes);
     }
   }
 }

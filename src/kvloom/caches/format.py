@@ -70,6 +70,9 @@ class CacheFormat:
             raise ConfigError(f"layout must be one of {PAGE_LAYOUTS}, got {self.layout!r}")
         if isinstance(self.recent, bool) or not isinstance(self.recent, int) or self.recent < 0:
             raise ConfigError(f"recent must be an int of at least 0, got {self.recent!r}")
+        others = self.values.quant if self.values is not None else None
+        if self.quant and others and self.quant.range and others.range not in ("", self.quant.range):
+            raise ConfigError(f"values must have the range of keys, {self.quant.range}, got {others.range}")
         if self.recent and not any(x.has_codes for x in self.layers or (self,)):
             raise ConfigError(f"recent must be 0 where keys and values are no codes, got {self.recent}")
 
@@ -111,10 +114,10 @@ class CacheFormat:
             own = replace(self.of_layer(0), smoothing=smoothing)
             return own.kind(key_dim, value_dim)
         kinds = [self._side("keys", key_dim), (self.values or self)._side("values", value_dim)]
-        names = {(kind.name, kind.group) for kind in kinds}
+        names = {(kind.name, kind.group, kind.range) for kind in kinds}
         if len(names) == 1:
             rotated = kinds[0].rotates("keys") + 2 * kinds[1].rotates("values")
-            kinds = [Kind(*names.pop(), ROTATIONS[rotated])]
+            kinds = [replace(kinds[0], rotate=ROTATIONS[rotated])]
         recent = "" if self.recent == recent_of(kinds[0], kinds[-1]) else f",recent={self.recent}"
         smooth = "" if self.quant is None or self.smoothing is not None else ",smooth=none"
         return "/".join(map(str, kinds)) + recent + smooth
@@ -124,7 +127,7 @@ class CacheFormat:
             return Kind("auto" if self.dtype is None else dtype_name(self.dtype))
         quant = self.quant if head_dim is None else self.quant.for_head_dim(head_dim)
         codes = OF_BITS[quant.bits]
-        usual = Kind(codes.name, quant.group, codes.rotate)
+        usual = Kind(codes.name, quant.group, codes.rotate, range=quant.range)
         if usual.rotates(side) == quant.rotated:
             return usual
         return replace(usual, rotate=side if quant.rotated else "none")
@@ -178,7 +181,7 @@ def kept_as(
     """
     kind = parse_kind(name, text)
     if kind.bits:
-        return None, QuantSpec(kind.bits, kind.group, rotated=kind.rotates(side))
+        return None, QuantSpec.of(kind, side)
     return None if kind.name == "auto" else getattr(torch, kind.name), None
 
 

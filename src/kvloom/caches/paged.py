@@ -129,7 +129,7 @@ class PagedLayer(Layer):
         sequences.pages.num_writes += 1
         if not storage.has_values:
             stored = stored[0], None
-        if not store_plain(*stored, step.slots, storage.view):
+        if not store_plain(*stored, step.slots, storage.view, storage.full_range):
             return None
         read = None if newest is None or exact is None else self._store_exact(exact, key, value, newest)
         return Tokens(storage.view, step.visible, sequences.window, None, transform, read)
@@ -198,7 +198,8 @@ class PagedLayer(Layer):
         """Store new tokens of a step unquantized; what attention reads so."""
         if key.requires_grad or value.requires_grad:
             key, value = detached(key), detached(value)
-        if not store_plain(key, value if exact.has_values else None, step.slots, exact.view):
+        kept = value if exact.has_values else None
+        if not store_plain(key, kept, step.slots, exact.view, full_range=False):
             exact.store(key, value, step.slots)
         num_newest = self.sequences.pages.format.recent
         return Exact(Tokens(exact.view, step.visible), num_newest, step.known)

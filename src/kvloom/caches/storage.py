@@ -48,6 +48,7 @@ class Storage:
         needs_positions: Whether stored keys depend on where they stand in their text.
         entry: What is kept of a token.
         has_codes: Whether keys or values are codes.
+        full_range: Whether those of 4 bits have all sixteen numbers.
         has_values: Whether values are kept.
     """
 
@@ -77,6 +78,7 @@ class Storage:
         self.entry = Entry(key.heads, key.side, None if value is None else value.side)
         self.has_codes = self.entry.has_codes
         self.has_values = value is not None
+        self.full_range = any(side.full_range for side in self.entry.sides)
         self.page_size = page_size
         self.device = device
         self.num_extents = self.stride = 0
@@ -188,13 +190,12 @@ class Storage:
         """
         transform = self.transform
         if transform is None:
-            ops.store(key, self.kept(value), slots, self.view)
+            self._store(key, value, slots)
             return
         if not self.needs_positions:
             positions = None
         if slots.numel() <= TRANSFORMED_AT_ONCE:
-            key, value = transform.stored(key, value, positions)
-            ops.store(key, self.kept(value), slots, self.view)
+            self._store(*transform.stored(key, value, positions), slots)
             return
         axis, count = slots.dim() - 1, max(TRANSFORMED_AT_ONCE * slots.shape[-1] // slots.numel(), 1)
         where = slots.split(count, axis)
@@ -202,12 +203,14 @@ class Storage:
             zip(key.split(count, 2 * axis), value.split(count, 2 * axis), strict=True)
         ):
             at = None if positions is None else positions.narrow(axis, i * count, where[i].shape[axis])
-            x, y = transform.stored(x, y, at)
-            ops.store(x, self.kept(y), where[i].contiguous(), self.view)
+            self._store(*transform.stored(x, y, at), where[i].contiguous())
 
     def kept(self, value: Tensor) -> Tensor | None:
         """Of values, what is stored: ``None`` in a storage of keys only."""
         return value if self.has_values else None
+
+    def _store(self, key: Tensor, value: Tensor, slots: Tensor) -> None:
+        ops.store(key, self.kept(value), slots, self.view, full_range=self.full_range)
 
     def attend(
         self,
@@ -272,7 +275,8 @@ class Storage:
             if spec is None or tensor is None:
                 continue
             x = x if self.transform is None else self.transform.side(side, x, positions)
-            ops.store(x, None, slots, KVView.split(spec.axes, tensor, None, scale))
+            view = KVView.split(spec.axes, tensor, None, scale)
+            ops.store(x, None, slots, view, full_range=self.full_range)
 
     def reserve(self, num_extents: int, stride: int) -> None:
         """Hold extents of at least ``stride`` pages; tokens stay where they are in theirs, at other slots.

@@ -28,6 +28,7 @@ class Codes(NamedTuple):
         largest: The largest magnitude of a group, in scales.
         rotate: One of ``ROTATIONS``: what is rotated where a format string does not say.
         recent: Residual window where a format string does not say.
+        range: One of ``RANGES`` where a format string does not say; empty where codes have no choice.
     """
 
     name: str
@@ -36,6 +37,7 @@ class Codes(NamedTuple):
     largest: int
     rotate: str = "none"
     recent: int = 0
+    range: str = ""
 
     @property
     def per_byte(self) -> int:
@@ -47,7 +49,7 @@ CODES: Final = {
     codes.name: codes
     for codes in (
         Codes("int8", 8, "int8", 127),
-        Codes("int4", 4, "uint8", 7, rotate="keys", recent=64),
+        Codes("int4", 4, "uint8", 7, rotate="keys", recent=64, range="full"),
         Codes("int2", 2, "bits2x4", 4, rotate="keys", recent=64),
     )
 }
@@ -56,6 +58,8 @@ OF_BITS: Final = {codes.bits: codes for codes in CODES.values()}
 """The kinds of codes by bits."""
 ROTATIONS: Final = ("none", "keys", "values", "both")
 """Which of keys and values that are codes are rotated before they are quantized."""
+RANGES: Final = ("full", "symmetric")
+"""Which numbers codes have: all that their bits hold, or none without its opposite."""
 
 
 def group_for(head_dim: int) -> int | None:
@@ -112,6 +116,7 @@ class SideFormat:
         group: Elements that share a scale; 0 if not quantized.
         scale_dtype: Of the scales, one of ``FLOATS``; empty if not quantized.
         rotated: Whether head vectors are rotated before they are quantized.
+        full_range: Whether codes of 4 bits have all sixteen numbers.
 
     Raises:
         ConfigError: a field is no such value, or does not fit the others.
@@ -123,6 +128,7 @@ class SideFormat:
     group: int = 0
     scale_dtype: str = ""
     rotated: bool = False
+    full_range: bool = False
 
     def __post_init__(self) -> None:
         _expect_count("head_dim", self.head_dim)
@@ -132,6 +138,7 @@ class SideFormat:
             raise ConfigError(f"bits must be {choice([0, *OF_BITS])}, got {self.bits!r}")
         if type(self.rotated) is not bool:
             raise ConfigError(f"rotated must be a bool, got {self.rotated!r}")
+        expect_full_range(self.bits, self.full_range)
         if not self.bits:
             if (self.group, self.scale_dtype, self.rotated) != (0, "", False):
                 raise ConfigError(
@@ -214,6 +221,14 @@ class Entry:
         if value is not None and value.bits:
             value = replace(value, rotated=rotation in ("values", "both"))
         return replace(self, key=key, value=value)
+
+
+def expect_full_range(bits: int, full_range: object) -> None:
+    """Raise ConfigError unless codes of so many bits, 0 for none, have such a range."""
+    if type(full_range) is not bool:
+        raise ConfigError(f"full_range must be a bool, got {full_range!r}")
+    if full_range and not (bits and OF_BITS[bits].range):
+        raise ConfigError(f"full_range must be False for {bits} bits, got True")
 
 
 def _expect_count(name: str, value: object) -> None:

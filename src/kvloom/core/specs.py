@@ -2,9 +2,9 @@
 
 import hashlib
 import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from math import prod
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from kvloom.core.entries import (
     Part,
     SideFormat,
     choice,
+    expect_full_range,
     group_for,
     parts_of_codes,
 )
@@ -36,7 +37,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 @dataclass(frozen=True, slots=True)
 class QuantSpec:
-    """Symmetric quantization of groups along the head dim.
+    """Quantization of groups along the head dim.
 
     ``str`` is the format string that ``parse`` reads, such as ``"int8:g64"``, without ``scale_dtype``.
 
@@ -49,12 +50,15 @@ class QuantSpec:
             1.25.
         scale_dtype: float32, float16 or bfloat16.
         rotated: Whether head vectors are rotated before they are quantized, see ``kvloom.quant.rotation``.
+        full_range: Whether codes of 4 bits have all sixteen numbers and signed scales, see
+            ``kvloom.quant.affine``; if not, or of other bits, they are symmetric.
     """
 
     bits: int
     group: int | None = None
     scale_dtype: torch.dtype = torch.float16
     rotated: bool = False
+    full_range: bool = False
 
     def __post_init__(self) -> None:
         if self.bits not in OF_BITS:
@@ -68,12 +72,14 @@ class QuantSpec:
             raise ConfigError(f"scale_dtype must be one of {FLOAT_DTYPES}, got {self.scale_dtype!r}")
         if not isinstance(self.rotated, bool):
             raise ConfigError(f"rotated must be a bool, got {self.rotated!r}")
+        expect_full_range(self.bits, self.full_range)
 
     @classmethod
     def parse(cls, text: str, name: str = "text", side: str = "keys") -> "QuantSpec":
         """Parse a format string of codes: ``"int8"``, ``"int4:g32"`` and the like.
 
-        Scales are float16. Keys are rotated if their ``Codes.rotate`` says so and the text not otherwise.
+        Scales are float16. Keys are rotated, and codes have the range, that their ``Codes`` say if the text
+        says nothing else.
 
         Args:
             text: The format string.
@@ -86,7 +92,12 @@ class QuantSpec:
         kind = parse_kind(name, text, tuple(CODES))
         if kind.recent:
             raise ArgumentError(f"{name} must be codes alone, without recent, got {text!r}")
-        return cls(kind.bits, kind.group, rotated=kind.rotates(side))
+        return cls.of(kind, side)
+
+    @classmethod
+    def of(cls, kind: Kind, side: str) -> "QuantSpec":
+        """The codes of a kind, of ``"keys"`` or ``"values"``."""
+        return cls(kind.bits, kind.group, rotated=kind.rotates(side), full_range=kind.range == "full")
 
     def for_head_dim(self, head_dim: int) -> "QuantSpec":
         """These codes of vectors of ``head_dim`` elements: with a group that divides them.
@@ -107,10 +118,27 @@ class QuantSpec:
         """Vectors of ``head_dim`` elements as these codes; ``dtype`` is what they are without."""
         codes = self.for_head_dim(head_dim)
         scale_dtype = dtype_name(codes.scale_dtype)
-        return SideFormat(head_dim, dtype, codes.bits, codes.group or 0, scale_dtype, codes.rotated)
+        return SideFormat(
+            head_dim, dtype, codes.bits, codes.group or 0, scale_dtype, codes.rotated, codes.full_range
+        )
+
+    @property
+    def range(self) -> str:
+        """One of ``RANGES``; empty for bits that have no choice."""
+        return OF_BITS[self.bits].range and ("full" if self.full_range else "symmetric")
 
     def __str__(self) -> str:
-        return str(Kind(OF_BITS[self.bits].name, self.group, "both" if self.rotated else "none"))
+        rotate = "both" if self.rotated else "none"
+        return str(Kind(OF_BITS[self.bits].name, self.group, rotate, range=self.range))
+
+
+def _restore(self: QuantSpec, state: list[Any]) -> None:
+    """What pickle kept; of earlier releases, which had no ranges, symmetric codes."""
+    for field, value in zip(fields(self), [*state, False], strict=False):
+        object.__setattr__(self, field.name, value)
+
+
+QuantSpec.__setstate__ = _restore  # type: ignore[attr-defined]  # dataclass of Python 3.10 replaces one of a class
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,6 +285,7 @@ class KVSpec:
                 self.group,
                 str(self.quant.scale_dtype),
                 *(["rotated"] if self.quant.rotated else []),
+                *(["full range"] if self.quant.full_range else []),
             ],
         }
         return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from kvloom.core.entries import CODES, FLOATS, ROTATIONS, Codes, choice
+from kvloom.core.entries import CODES, FLOATS, RANGES, ROTATIONS, Codes, choice
 from kvloom.errors import ArgumentError
 
 STORAGE: Final = ("auto", *FLOATS, *CODES)
@@ -34,6 +34,7 @@ class Kind:
         rotate: One of ``ROTATIONS``.
         recent: Residual window: newest tokens that each token attends to unquantized; ``None`` if not said.
         smooth: One of ``SMOOTHED``: whether keys that are codes are smoothed, where a model says how.
+        range: One of ``RANGES``; empty for kinds that have no choice.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Kind:
     rotate: str = "none"
     recent: int | None = None
     smooth: str = "keys"
+    range: str = ""
 
     @property
     def codes(self) -> Codes | None:
@@ -55,8 +57,9 @@ class Kind:
     @property
     def usual(self) -> "Kind":
         """What this kind and group are if nothing else is said."""
-        rotate, recent = (self.codes.rotate, self.codes.recent) if self.codes else ("none", 0)
-        return Kind(self.name, self.group, rotate, recent)
+        if self.codes is None:
+            return Kind(self.name, self.group, "none", 0)
+        return Kind(self.name, self.group, self.codes.rotate, self.codes.recent, range=self.codes.range)
 
     def rotates(self, side: str) -> bool:
         """Whether ``"keys"`` or ``"values"`` are rotated."""
@@ -69,7 +72,8 @@ class Kind:
         rotate = "" if self.rotate == usual.rotate else f",rotate={self.rotate}"
         recent = "" if self.recent in (None, usual.recent) else f",recent={self.recent}"
         smooth = "" if self.smooth == usual.smooth else f",smooth={self.smooth}"
-        return f"{self.name}{group}{rotate}{recent}{smooth}"
+        range = "" if self.range == usual.range else f",range={self.range}"
+        return f"{self.name}{group}{rotate}{range}{recent}{smooth}"
 
 
 def _one_of(*words: str) -> tuple[str, Callable[[str], str | None]]:
@@ -91,6 +95,7 @@ _OPTIONS: Final[dict[str, tuple[str, Callable[[str], Any]]]] = {
     "rotate": _one_of(*ROTATIONS),
     "recent": _count(),
     "smooth": _one_of(*SMOOTHED),
+    "range": _one_of(*RANGES),
 }
 """Of codes, by their names, each a field of ``Kind``."""
 
@@ -122,7 +127,8 @@ def parse_kind(name: str, text: object, kinds: tuple[str, ...] = STORAGE) -> Kin
         kinds: Those that are allowed.
 
     Raises:
-        ArgumentError: ``text`` is no such format string, or a group of codes is no whole bytes.
+        ArgumentError: ``text`` is no such format string, a group of codes is no whole bytes, or codes have
+            no choice of their range.
     """
     found = _SPELLING.fullmatch(text) if isinstance(text, str) else None
     kind, digits, options = found.groups() if found else ("", None, "")
@@ -139,7 +145,10 @@ def parse_kind(name: str, text: object, kinds: tuple[str, ...] = STORAGE) -> Kin
         raise ArgumentError(
             f"{name} must have a group of a multiple of {codes.per_byte} for {codes.bits} bits, got {text!r}"
         )
-    return Kind(kind, group, **{"rotate": codes.rotate} | _parse_options(name, text, options))
+    said = _parse_options(name, text, options)
+    if "range" in said and not codes.range:
+        raise ArgumentError(f"{name} must have no range for {codes.bits} bits, got {text!r}")
+    return Kind(kind, group, **{"rotate": codes.rotate, "range": codes.range} | said)
 
 
 def _parse_options(name: str, text: object, options: str) -> dict[str, Any]:

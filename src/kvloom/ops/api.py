@@ -38,7 +38,15 @@ from kvloom.ops.plain import COMPILED, store_plain
 from kvloom.ops.scores import CAUSAL, Batch, Scores
 
 
-def store(key: Tensor, value: Tensor | None, slots: Tensor, kv: KVView, *, backend: str = "auto") -> None:
+def store(
+    key: Tensor,
+    value: Tensor | None,
+    slots: Tensor,
+    kv: KVView,
+    *,
+    full_range: bool = False,
+    backend: str = "auto",
+) -> None:
     """Write new keys and values into their slots, in place, quantized if ``kv`` is.
 
     Args:
@@ -48,14 +56,18 @@ def store(key: Tensor, value: Tensor | None, slots: Tensor, kv: KVView, *, backe
         value: ``[T, H, Dv]`` or ``[B, H, N, Dv]``, dtype of ``key``; ``None`` in a cache of keys only.
         slots: ``[T]`` or ``[B, N]`` int64 or int32, distinct. A negative slot skips its token.
         kv: Where to write. It must not overlap ``key`` or ``value``, which are stored without their gradient.
+        full_range: Whether 4-bit codes have all sixteen numbers and signed scales, see
+            ``kvloom.quant.affine``, or are symmetric as standards define them. They are read alike.
         backend: ``"auto"`` (by device), ``"reference"``, ``"cpu"`` or ``"triton"``.
 
     Raises:
         ShapeError: an argument does not fit; nothing was written.
-        ArgumentError: a slot is outside the cache (CPU; on other devices the kernel stops); nothing was
-            written.
+        ArgumentError: a slot is outside the cache (CPU; on other devices the kernel stops), or
+            ``full_range`` is no bool; nothing was written.
     """
-    if backend in COMPILED and store_plain(key, value, slots, kv):
+    if type(full_range) is not bool:
+        raise ArgumentError(f"full_range must be a bool, got {full_range!r}")
+    if backend in COMPILED and store_plain(key, value, slots, kv, full_range):
         return
     if isinstance(key, Tensor) and isinstance(slots, Tensor) and (key.ndim, slots.ndim) == (4, 2):
         key, value, slots = _packed(key, value, slots)
@@ -67,7 +79,7 @@ def store(key: Tensor, value: Tensor | None, slots: Tensor, kv: KVView, *, backe
         key, value = key.clone(), None if value is None else value.clone()
     if debugging():
         check_distinct("slots", slots)
-    run(backend, "store", kv.device, key, value, slots, *kv.tensors)
+    run(backend, "store", kv.device, key, value, slots, *kv.tensors, full_range)
     kv.mark_changed()
 
 

@@ -26,7 +26,7 @@ def is_plain(tensors: Iterable[Tensor | None]) -> bool:
     return True
 
 
-def store_plain(key: Tensor, value: Tensor | None, slots: Tensor, kv: KVView) -> bool:
+def store_plain(key: Tensor, value: Tensor | None, slots: Tensor, kv: KVView, full_range: bool) -> bool:
     """Store where the compiled kernel alone can check everything that ``ops.store`` promises.
 
     Returns:
@@ -45,7 +45,7 @@ def store_plain(key: Tensor, value: Tensor | None, slots: Tensor, kv: KVView) ->
         if key.ndim != value.ndim or key.shape[:-1] != value.shape[:-1]:
             return False
     try:
-        schemas.store(key, value, slots, *kv.tensors)
+        schemas.store(key, value, slots, *kv.tensors, full_range)
     except (ValueError, IndexError, RuntimeError, ArithmeticError):
         return False  # nothing was written; the checks in Python have the better message
     kv.mark_changed()

@@ -16,7 +16,7 @@ LIB = torch.library.Library("kvloom", "DEF")
 
 LIB.define(
     "store(Tensor key, Tensor? value, Tensor slots, Tensor(a!) key_cache, Tensor(b!)? value_cache,"
-    " Tensor(c!)? key_scale, Tensor(d!)? value_scale) -> ()"
+    " Tensor(c!)? key_scale, Tensor(d!)? value_scale, bool full_range=False) -> ()"
 )
 LIB.define(
     "load(Tensor slots, Tensor key_cache, Tensor? value_cache, Tensor? key_scale, Tensor? value_scale,"

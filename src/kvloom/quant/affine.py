@@ -1,29 +1,39 @@
-"""Symmetric group quantization: ``x ~ number * scale``, of 8 and 4 bits as PMX defines it.
+"""Group quantization: ``x ~ number * scale``, of 8 and 4 bits as PMX defines it, of 4 also in full range.
 
 One scale serves ``group`` consecutive elements along D. Every operation is rounded to the dtype of the input,
 because the codes are part of the standard.
 
-====  =====================  ======================================  ==================
-bits  scale                  code                                    number
-====  =====================  ======================================  ==================
-8     ``max|x| / 127``       ``x / scale``, ties to even             the code
-4     ``max|x| / 7``         ``x / scale``, ties to even             the code
-2     ``max|x| / 4``         0 below ``2 scale``, else 1; of a       ``2 code + 1``: -3,
-                             negative x its complement, -1 or -2     -1, 1 or 3
-====  =====================  ======================================  ==================
+=======  =====================  ======================================  ==================
+bits     scale                  code                                    number
+=======  =====================  ======================================  ==================
+8        ``max|x| / 127``       ``x / scale``, ties to even             the code
+4        ``max|x| / 7``         ``x / scale``, ties to even             the code
+4, full  ``e / -8``             ``x / scale``, ties to even, 7 for 8    the code
+2        ``max|x| / 4``         0 below ``2 scale``, else 1; of a       ``2 code + 1``: -3,
+                                negative x its complement, -1 or -2     -1, 1 or 3
+=======  =====================  ======================================  ==================
 
-So two bits are the middles of four equal parts of what lies between the largest magnitude and its negative;
-the sign of an x is its sign bit. Special values:
+In full range e is the element of the largest magnitude, of two of different signs the positive one. Its code
+is -8, the one that has no opposite, and a positive e makes the scale negative. So a step is an eighth of the
+largest magnitude and not a seventh, and only what is nearer to ``-e`` than to 7 steps errs by more than half
+a step, by a whole one at most.
+
+Two bits are the middles of four equal parts of what lies between the largest magnitude and its negative; the
+sign of an x is its sign bit. Special values:
 
 ====================================  =======================  ==============  =================
 input group                           stored scale             codes           dequantized
 ====================================  =======================  ==============  =================
-all zero, -0.0 or scale below eps     eps = 1e-5               as the formula  about x, never -0
+all zero, -0.0 or scale below eps     eps = 1e-5, positive     as the formula  about x, never -0
 largest finite input                  as the formula           as the formula  saturates, finite
 product beyond the scale dtype        as the formula           as the formula  its largest finite
-scale beyond the scale dtype          its largest finite       as the formula  saturates, finite
+scale beyond the scale dtype          its largest finite, of   as the formula  saturates, finite
+                                      the sign of the scale
 any NaN or infinity in the group      NaN                      0               NaN, whole group
+code 0 of a negative scale            as the formula           0               -0
 ====================================  =======================  ==============  =================
+
+A scale is below eps if its magnitude is.
 
 A finite input never becomes infinite: the formula alone would turn float16 65504 into inf. A group that
 cannot be represented is NaN as a whole, so that the error is visible and not rounded to zero.
@@ -41,8 +51,10 @@ from kvloom.quant.packing import pack, unpack
 EPS: Final = 1e-5
 
 
-def quantize(x: Tensor, bits: int, group: int, scale_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Quantize along the last axis; scales are ``max(max|x| / qmax, eps)``.
+def quantize(
+    x: Tensor, bits: int, group: int, scale_dtype: torch.dtype, full_range: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Quantize along the last axis, by scales of a magnitude of at least eps.
 
     The codes come from the scale before it is stored as ``scale_dtype``.
 
@@ -51,6 +63,7 @@ def quantize(x: Tensor, bits: int, group: int, scale_dtype: torch.dtype) -> tupl
         bits: 8, 4 or 2.
         group: Elements that share a scale.
         scale_dtype: float32, float16 or bfloat16.
+        full_range: Whether codes of 4 bits have all sixteen numbers; of no meaning for others.
 
     Returns:
         Codes ``[..., D * bits / 8]`` of ``CODE_DTYPE``, and scales ``[..., D / group]``.
@@ -61,7 +74,13 @@ def quantize(x: Tensor, bits: int, group: int, scale_dtype: torch.dtype) -> tupl
     finite = amax.isfinite()  # a maximum with a NaN is NaN, so this covers the whole group
     # A tensor divisor: with a Python number CUDA multiplies by its reciprocal, which changes codes.
     scale = (amax / amax.new_full((), qmax)).clamp_min(EPS)
-    if bits == 2:
+    if full_range and bits == 4:
+        top, bottom = groups.amax(-1, keepdim=True), groups.amin(-1, keepdim=True)
+        scale = top.where(top >= -bottom, bottom) / amax.new_full((), -8)
+        eps = scale.new_full((), EPS)
+        scale = scale.where(scale.abs() >= eps, eps)
+        codes = (groups / scale).round().clamp(-8, 7)
+    elif bits == 2:
         codes = (groups.abs() >= 2 * scale).to(torch.int8) ^ -groups.signbit().to(torch.int8)
     else:
         codes = (groups / scale).round().clamp(-qmax, qmax)

@@ -158,6 +158,8 @@ def _saved(layer: Entry) -> dict[str, Any]:
     saved = asdict(layer)
     for side in filter(None, (saved["key"], saved["value"])):
         del side["rotated"]
+        if not side["full_range"]:  # as earlier files have it
+            del side["full_range"]
     return saved
 
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 from integrations.batching.test_batch_invariance import answers
 from integrations.test_families import SMALL
-from integrations.test_latents import ATTENDED, FAMILIES, family
+from integrations.test_indexed import INDEXED
+from integrations.test_latents import FAMILIES, family
 from oracles.batching import alone, batched, batching_config, random_requests, session
 from oracles.pairs import in_turn, pairwise
 from oracles.threads import num_threads
@@ -20,7 +21,7 @@ from kvloom.integrations.transformers.batching import self_check
 
 NEW = 12
 RECURRENT = ("kimi_linear", "bailing_hybrid")
-SERVED = [name for name in ATTENDED if name not in RECURRENT]
+SERVED = [name for name in FAMILIES if name not in (*RECURRENT, *INDEXED)]
 CASES: dict[str, dict[str, int]] = {
     "short-steps": {"max_batch_tokens": 48},
     "few-pages": {"num_blocks": 14, "max_batch_tokens": 64},

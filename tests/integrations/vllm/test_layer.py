@@ -16,6 +16,7 @@ from kvloom.integrations.vllm import layer, pages
 from kvloom.integrations.vllm.builder import Step
 from kvloom.integrations.vllm.layer import Newest, Paged
 from kvloom.ops import KeyOffset, KeySmoothing
+from kvloom.quant.affine import dequantize, quantize
 
 HEADS, QUERIES, DIM, TOKENS, RECENT = 2, 4, 64, 150, 16
 CAUSAL = ops.Scores()
@@ -33,7 +34,7 @@ def smoothing() -> KeySmoothing:
 
 
 SMOOTHED = Transform(key=DIM, smoothing=smoothing())
-INT4 = QuantSpec(4)
+INT4 = QuantSpec(4, full_range=True)
 
 
 def memory_of(blocks: int, size: int, quant: QuantSpec | None) -> Tensor:
@@ -74,7 +75,7 @@ class Layer:
             at = None if self.positions is None else self.positions[part]
             padded = torch.cat([slots[part], torch.full((2,), -1)])
             kept = (torch.cat([x[part], torch.zeros(2, HEADS, DIM)]) for x in (self.key, self.value))
-            layer.store(*kept, padded, self.view, transform, at)
+            layer.store(*kept, padded, self.view, transform, at, full_range=INT4.full_range)
         layer.store(self.key, self.value, slots_in(self.exact, 16), self.newest)
 
     def attend(self, new: int = TOKENS, scores: ops.Scores = CAUSAL, recent: int | None = RECENT) -> Tensor:
@@ -142,6 +143,13 @@ def test_a_layer_with_a_window_reads_no_further(window: int, transform: Transfor
     found = one.attend(scores=scores, recent=min(window, RECENT))
     expected = one.expected(min(window, RECENT), window, sinks)
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_codes_are_in_full_range() -> None:
+    one = Layer(None)
+    codes, scales = quantize(one.key, 4, 64, torch.float16, full_range=True)
+    key, _ = ops.load(slots_in(one.codes, 32), one.view, dtype=torch.float32)
+    assert torch.equal(key, dequantize(codes, scales, 4, torch.float32))
 
 
 def test_rotated_keys_with_a_large_channel_lose_less() -> None:

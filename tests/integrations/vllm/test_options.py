@@ -76,7 +76,7 @@ def test_a_layer_is_named_as_that_of_a_pool(options: Options, bits: int, expecte
 
 
 def test_a_group_that_was_given_is_kept_or_refused() -> None:
-    assert Options(group=32).quant(4, 128) == QuantSpec(4, 32)
+    assert Options(group=32).quant(4, 128) == QuantSpec(4, 32, full_range=True)
     with pytest.raises(ConfigError, match=r"kvloom\.group must divide the head dim 80, got 32"):
         Options(group=32).quant(8, 80)
 

@@ -174,7 +174,9 @@ class KvloomImpl(GuardedImpl):
             if step is None:  # vLLM warms up: nobody will read this
                 return
             positions = step.positions
-        paged.store(key, value, slot_mapping, self._paged.view(kv_cache), self._transform, positions)
+        full_range = self._quant is not None and self._quant.full_range
+        view = self._paged.view(kv_cache)
+        paged.store(key, value, slot_mapping, view, self._transform, positions, full_range)
         if self._residual is not None:
             cache = self._layers[self._residual]
             cache.store(key, value, self._residual)

@@ -59,6 +59,7 @@ def store(
     view: KVView,
     transform: Transform | None = None,
     positions: Tensor | None = None,
+    full_range: bool = False,
 ) -> None:
     """Store new tokens.
 
@@ -70,13 +71,14 @@ def store(
         transform: What is done to keys and values before; ``None`` for nothing.
         positions: ``[T]`` int64, the places of tokens in their requests, where ``transform`` needs them;
             what follows them is padding.
+        full_range: As of ``ops.store``.
     """
     if positions is not None:
         slots = slots[: positions.shape[0]]
     key, value = key[: slots.shape[0]], value[: slots.shape[0]]
     if transform is not None:
         key, value = transform.stored(key, value, positions)
-    ops.store(key, value, slots, view)
+    ops.store(key, value, slots, view, full_range=full_range)
 
 
 def attend(

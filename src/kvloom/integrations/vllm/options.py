@@ -68,14 +68,16 @@ class Options:
         """
         codes = OF_BITS[bits]
         recent = codes.recent if self.recent is None else self.recent
-        return Kind(codes.name, self.quant(bits, head_dim).group, codes.rotate, recent, self.smooth)
+        quant = self.quant(bits, head_dim)
+        return Kind(codes.name, quant.group, codes.rotate, recent, smooth=self.smooth, range=quant.range)
 
     def quant(self, bits: int, head_dim: int) -> QuantSpec:
-        """The codes of a layer, which say nothing of what is done to keys before.
+        """The codes of a layer, in the range of a format string; what is done to keys before is not in them.
 
         Raises:
             ConfigError: the group does not divide ``head_dim``, or is odd where two codes share a byte.
         """
         if self.group is not None and head_dim % self.group:
             raise ConfigError(f"kvloom.group must divide the head dim {head_dim}, got {self.group}")
-        return QuantSpec(bits, self.group).for_head_dim(head_dim)
+        full_range = OF_BITS[bits].range == "full"
+        return QuantSpec(bits, self.group, full_range=full_range).for_head_dim(head_dim)

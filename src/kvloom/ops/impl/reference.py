@@ -34,6 +34,7 @@ def store(
     value_cache: Tensor | None,
     key_scale: Tensor | None,
     value_scale: Tensor | None,
+    full_range: bool = False,
 ) -> None:
     """Write row t of ``key`` and ``value`` to slot ``slots[t]``; a negative slot skips the row."""
     keys, values = sides_of(key_cache, value_cache, key_scale, value_scale)
@@ -42,9 +43,9 @@ def store(
         keep = (slots >= 0).nonzero().squeeze(1)
         slots, key = slots[keep], raw(key)[keep].view(key.dtype)
         value = None if value is None else raw(value)[keep].view(value.dtype)
-    _store_side(key, slots, keys)
+    _store_side(key, slots, keys, full_range)
     if value is not None and values is not None:
-        _store_side(value, slots, values)
+        _store_side(value, slots, values, full_range)
 
 
 @by_sequence
@@ -270,11 +271,11 @@ def _weigh(probs_HqK: Tensor, v_HKD: Tensor) -> Tensor:
     return out.masked_fill(seen, float("nan"))
 
 
-def _store_side(x: Tensor, slots: Tensor, side: Side) -> None:
+def _store_side(x: Tensor, slots: Tensor, side: Side, full_range: bool) -> None:
     if side.scale is None:
         _scatter(side.cache, slots, x.to(side.cache.dtype))
         return
-    codes, scales = quantize(x, side.bits, side.group, side.scale.dtype)
+    codes, scales = quantize(x, side.bits, side.group, side.scale.dtype, full_range)
     _scatter(side.cache, slots, codes)
     _scatter(side.scale, slots, scales)
 

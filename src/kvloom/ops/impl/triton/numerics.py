@@ -41,10 +41,20 @@ def clamped(x, LARGEST: tl.constexpr):
 
 
 @triton.jit
-def scale_of(amax, dtype: tl.constexpr, QMAX: tl.constexpr, LEAST: tl.constexpr):
-    """Scale of groups with the largest magnitude ``amax``, in the dtype of the input, as float32."""
-    quotient = tl.div_rn(amax, tl.full(amax.shape, QMAX, tl.float32))
-    return tl.maximum(rounded(quotient, dtype), LEAST)
+def largest_of(x, QMAX: tl.constexpr):
+    """The largest magnitude of each row of finite ``x``; with a negative QMAX the element that has it."""
+    if QMAX > 0:
+        return tl.max(tl.abs(x), axis=1, keep_dims=True)
+    top, bottom = tl.max(x, axis=1, keep_dims=True), tl.min(x, axis=1, keep_dims=True)
+    return tl.where(top >= -bottom, top, bottom)
+
+
+@triton.jit
+def scale_of(largest, dtype: tl.constexpr, QMAX: tl.constexpr, LEAST: tl.constexpr):
+    """Scale of groups with these largest elements, in the dtype of the input, as float32."""
+    quotient = tl.div_rn(largest, tl.full(largest.shape, QMAX, tl.float32))
+    scale = rounded(quotient, dtype)
+    return tl.where(tl.abs(scale) < LEAST, LEAST, scale)
 
 
 @triton.jit
@@ -54,14 +64,15 @@ def code_of(x, scale, finite, dtype: tl.constexpr, QMAX: tl.constexpr, BITS: tl.
         code = (tl.abs(x) >= 2 * scale).to(tl.int32) ^ (x.to(tl.int32, bitcast=True) >> 31)
         return tl.where(finite, code, 0)
     quotient = rounded(tl.div_rn(x, tl.broadcast_to(scale, x.shape)), dtype)
-    code = tl.where(finite, clamped(quotient, QMAX), 0.0)
+    quotient = tl.minimum(quotient, 7.0) if QMAX < 0 else clamped(quotient, QMAX)
+    code = tl.where(finite, quotient, 0.0)
     return ((code + _ROUNDER) - _ROUNDER).to(tl.int32)
 
 
 @triton.jit
 def stored_scale(scale, finite, dtype: tl.constexpr, LARGEST: tl.constexpr):
     """A scale as the cache keeps it: saturated, and NaN where its group is not finite."""
-    kept = tl.minimum(scale, LARGEST).to(dtype)
+    kept = clamped(scale, LARGEST).to(dtype)
     return tl.where(finite, kept, tl.full(kept.shape, float("nan"), dtype))
 
 

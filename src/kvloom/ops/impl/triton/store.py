@@ -15,7 +15,15 @@ from kvloom.core.indexing import check_slots
 from kvloom.core.views import Side, sides_of
 from kvloom.ops.impl.triton import sides
 from kvloom.ops.impl.triton.launching import on_device
-from kvloom.ops.impl.triton.numerics import LEAST_SCALE, code_of, is_finite, packed, scale_of, stored_scale
+from kvloom.ops.impl.triton.numerics import (
+    LEAST_SCALE,
+    code_of,
+    is_finite,
+    largest_of,
+    packed,
+    scale_of,
+    stored_scale,
+)
 from kvloom.ops.impl.triton.places import as_bits, place_of_element, place_of_slot
 from kvloom.ops.impl.triton.sides import (
     Form,
@@ -45,6 +53,7 @@ def store(
     value_cache: Tensor | None,
     key_scale: Tensor | None,
     value_scale: Tensor | None,
+    full_range: bool = False,
 ) -> None:
     """The same as the reference. Slots are checked where that is free, or the kernel stops at one outside."""
     if can_read(slots):
@@ -70,8 +79,8 @@ def store(
             LEAST_SCALE.get(key.dtype, 0.0),
             KEY=key_form,
             VALUE=value_form,
-            KEY_QMAX=_qmax(key_form),
-            VALUE_QMAX=_qmax(value_form),
+            KEY_QMAX=_qmax(key_form, full_range),
+            VALUE_QMAX=_qmax(value_form, full_range),
             num_warps=4,
             enable_fp_fusion=False,
             debug=True,  # keeps the assertion that a slot is in the cache
@@ -87,6 +96,7 @@ def why_not(
     value_cache: Tensor | None,
     key_scale: Tensor | None,
     value_scale: Tensor | None,
+    full_range: bool = False,
 ) -> str | None:
     """Why these caches cannot be written here, or ``None``."""
     return sides.why_not(key_cache, key_scale) or sides.why_not(value_cache, value_scale)
@@ -100,8 +110,10 @@ def _arguments(x: Tensor | None, side: Side | None) -> tuple[New | None, SideVie
     return New(as_bits(x) if keeps else x, *x.stride()), *arguments_of(side, as_bits=keeps)
 
 
-def _qmax(form: Form) -> int:
-    """The largest magnitude of a group in scales; 0 without codes."""
+def _qmax(form: Form, full_range: bool) -> int:
+    """The largest element of a group in scales, -8 of codes in full range; 0 without codes."""
+    if full_range and form.bits == 4:
+        return -8
     return OF_BITS[form.bits].largest if form.bits else 0
 
 
@@ -165,8 +177,7 @@ def _store_rows(
         number, is_there = numbers_of(group, FORM)
         x = tl.load(source + number * new.element, mask=kept & is_there, other=0.0).to(tl.float32)
         finite = tl.max((~is_finite(x)).to(tl.int32), axis=1, keep_dims=True) == 0
-        amax = tl.max(tl.where(is_finite(x), tl.abs(x), 0.0), axis=1, keep_dims=True)
-        scale = scale_of(amax, dtype, QMAX, least_scale)
+        scale = scale_of(largest_of(tl.where(is_finite(x), x, 0.0), QMAX), dtype, QMAX, least_scale)
         code = code_of(x, scale, finite, dtype, QMAX, FORM.bits)
         tl.store(target, packed(code, FORM.bits), mask=kept & in_group)
         scale_place = place_of_slot(side.scale, slot, SCALE) + head * side.scale.head
