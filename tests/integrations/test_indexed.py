@@ -176,9 +176,9 @@ def test_rows_that_were_cropped_apart_go_on(name: str) -> None:
     torch.testing.assert_close(found, torch.cat(wanted), rtol=2e-4, atol=2e-4)
 
 
-@ATTENTIONS
-def test_two_turns_are_those_of_the_stock_cache(name: str) -> None:
-    model = family("glm_moe_dsa")
+@pytest.mark.parametrize(("name", "is_in_place"), pairwise(INDEXED, [False, True]))
+def test_two_turns_are_those_of_the_stock_cache(name: str, is_in_place: bool) -> None:
+    model = family(name)
 
     def turns(cache: Any) -> Tensor:
         first = generated(model, input_ids=text(14), attention_mask=None, past_key_values=cache).sequences
@@ -186,7 +186,8 @@ def test_two_turns_are_those_of_the_stock_cache(name: str) -> None:
         return generated(model, input_ids=second, attention_mask=None, past_key_values=cache).sequences
 
     stock = turns(DynamicCache(config=model.config))
-    model.set_attn_implementation(name)
+    if is_in_place:
+        model.set_attn_implementation("kvloom")
     assert torch.equal(turns(KVCache.for_model(model, page_size=4)), stock)
 
 

@@ -133,6 +133,16 @@ def test_out_is_written() -> None:
     assert_same_bits(out, ops.attend(case.query, case.kv, case.batch(), is_latent=True), "out")
 
 
+@pytest.mark.parametrize("kind", [PLAIN, codes(4, 8)], ids=str)
+def test_without_values_there_are_no_rope_keys(kind: Kind) -> None:
+    case = latent_case(kind=kind)
+    query, alone = case.query[..., :64].contiguous(), KVView(case.kv.key, None)
+    expected = ops.attend(query, KVView(case.kv.key, case.kv.key), case.batch())
+    assert_same_bits(ops.attend(query, alone, case.batch(), is_latent=True), expected, "out")
+    part = ops.attend_part(query, alone, case.batch(), is_latent=True)
+    torch.testing.assert_close(part.out, expected)
+
+
 def test_what_does_not_fit_is_refused_by_name() -> None:
     case = latent_case()
     batch = case.batch()
@@ -141,8 +151,10 @@ def test_what_does_not_fit_is_refused_by_name() -> None:
         ops.attend(case.query, several.kv, several.batch(), is_latent=True)
     with pytest.raises(ShapeError, match=r"query must be .*Dk=96.*got \[24, 4, 64\]"):
         ops.attend(case.query[..., :64], case.kv, batch, is_latent=True)
-    with pytest.raises(ArgumentError, match="kv must have values"):
+    with pytest.raises(ShapeError, match=r"query must be .*Dk=64.*got \[24, 4, 96\]"):
         ops.attend(case.query, KVView(case.kv.key, None), batch, is_latent=True)
+    with pytest.raises(ArgumentError, match="kv must have values"):
+        ops.attend(case.query, KVView(several.kv.key, None), several.batch(), is_latent=True)
     biased = Scores(positional_bias=waves(sum(NEW), HEADS, 3, kv_heads=1))
     for attend in (ops.attend, ops.attend_part):
         with pytest.raises(UnsupportedError, match="no positional_bias"):

@@ -40,7 +40,7 @@ def plain_arguments(
 def latent_view(kv: KVView) -> tuple[KVView, bool]:
     """Latents as ``attend`` reads them, and whether with rope keys: without these, keys are the values."""
     has_rope = kv.value is not None and kv.value.head_dim > 0
-    return (kv, True) if has_rope else (KVView(kv.key, kv.key), False)
+    return (kv, True) if has_rope or kv.num_heads != 1 else (KVView(kv.key, kv.key), False)
 
 
 def attend_arguments(
