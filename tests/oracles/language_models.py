@@ -75,9 +75,9 @@ class FakeQuantCache(DynamicCache):
         self, key: Tensor, value: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Round both, then store them as they are."""
-        return super().update(self.rounded(key), self.rounded(value), layer_idx, *args, **kwargs)
+        return super().update(self.round_trip(key), self.round_trip(value), layer_idx, *args, **kwargs)
 
-    def rounded(self, x: Tensor) -> Tensor:
+    def round_trip(self, x: Tensor) -> Tensor:
         """What comes back of ``x``, of 4 bits in full range."""
         codes, scale = quantize(x, self.bits, self.group, torch.float16, full_range=True)
         return dequantize(codes, scale, self.bits, x.dtype)

@@ -58,7 +58,7 @@ def press(model: Any, compress: Compress, layers: Sequence[int] = (0, 1, 2)) -> 
         layer = cache.layers[module.layer_idx]
         keys, values = compress(module, layer.keys, layer.values)
         if isinstance(cache, FakeQuantCache):  # as a cache of codes keeps what is assigned
-            keys, values = map(cache.rounded, (keys, values))
+            keys, values = map(cache.round_trip, (keys, values))
         layer.keys = keys
         layer.values = values
 
