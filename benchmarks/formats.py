@@ -50,8 +50,9 @@ CHUNK = 32
 
 
 def largest(groups: Tensor) -> Tensor:
-    """The scale is the largest magnitude by 7, codes are from -7 to 7."""
-    return dequantize(*quantize(groups, 4, groups.shape[-1], torch.float16), 4, groups.dtype)
+    """The element of largest magnitude is -8 scales, codes are from -8 to 7."""
+    codes = quantize(groups, 4, groups.shape[-1], torch.float16, full_range=True)
+    return dequantize(*codes, 4, groups.dtype)
 
 
 def all_levels(groups: Tensor) -> Tensor:

@@ -148,7 +148,7 @@ def test_calling_again_replaces_the_arguments() -> None:
     assert not hasattr(model, "_cached_continuous_batching_manager")
     with session(model) as running:
         key, value = running.cache.pages.storages[0].specs
-        assert (key.quant, value.quant) == (QuantSpec(8, 16), QuantSpec(4, 16))
+        assert (key.quant, value.quant) == (QuantSpec(8, 16), QuantSpec(4, 16, full_range=True))
         assert running.manager is not kept
 
 
