@@ -251,9 +251,7 @@ def test_bad_arguments_are_named(options: dict[str, Any], sentence: str) -> None
 
 
 def test_a_group_that_latent_vectors_do_not_have_is_refused() -> None:
-    with pytest.raises(
-        ArgumentError, match=r"^kv must have a group that divides the head dim 8, got 'int8:g16'$"
-    ):
+    with pytest.raises(ArgumentError, match=r"^kv must (fit every|have a group).*got 'int8:g16'"):
         kvloom.plan(family("DeepSeek-V3").config, "int8:g16", context=9)
 
 
