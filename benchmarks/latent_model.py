@@ -4,15 +4,13 @@ DeepSeek V3's attention without experts, with the bundled model's tokenizer and 
 have the statistics of a trained model's.
 """
 
-import hashlib
 import itertools
-import os
 import random
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any, Final
 
+import kept_model as kept
 import torch
 from transformers import AutoTokenizer, DeepseekV3Config, DeepseekV3ForCausalLM
 
@@ -23,7 +21,7 @@ _ROWS: Final = 2
 _STEPS: Final = 1000
 _WARMUP: Final = 40
 _SEED: Final = 0
-_SOURCE: Final = Path(__file__).read_bytes()
+_SOURCES: Final = b"".join(Path(str(x)).read_bytes() for x in (__file__, kept.__file__))
 """What decides the weights."""
 
 
@@ -50,32 +48,20 @@ def untrained_model(layers: int = 3, **sizes: Any) -> Any:
 
 
 def trained_model() -> Any:
-    """The trained model: that of the last time, if this file is as it was then."""
-    caches = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    folder = Path(caches) / "kvloom" / f"latents-{hashlib.sha256(_SOURCE).hexdigest()[:16]}"
-    if not folder.exists():
-        model = untrained_model()
-        train(model)
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = tempfile.mkdtemp(dir=folder.parent)
-        model.save_pretrained(unfinished)
-        Path(unfinished).rename(folder)
-    return DeepseekV3ForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    """The trained model: that of the last time, if what decides its weights is as it was then."""
+    return kept.kept_model("latents", _SOURCES, untrained_model, train)
 
 
-def train(model: Any, steps: int = _STEPS) -> None:
+def train(model: Any) -> None:
     """Train in place on pieces of the corpus, matrices with Muon; progress goes to stderr."""
     tokenizer = AutoTokenizer.from_pretrained(bundled_model_path(), local_files_only=True)
     texts = itertools.islice(iter_texts("train"), 400)
     ids = torch.cat([torch.tensor(tokenizer(text)["input_ids"]) for text in texts])
-    matrices = [x for x in model.model.layers.parameters() if x.dim() == 2]
-    others = [x for x in model.parameters() if x.dim() == 1] + [model.get_input_embeddings().weight]
-    muon = torch.optim.Muon(matrices, lr=0.02, momentum=0.95, weight_decay=0.01, adjust_lr_fn="original")
-    optimizers = [muon, torch.optim.AdamW(others, lr=3e-3, betas=(0.9, 0.95), weight_decay=0.01)]
+    optimizers = kept.optimizers_of(model)
     peaks = [x.param_groups[0]["lr"] for x in optimizers]
     rng = random.Random(_SEED)
-    for step in range(steps):
-        factor = min(1.0, (step + 1) / _WARMUP, (steps - step) / steps * 2)
+    for step in range(_STEPS):
+        factor = min(1.0, (step + 1) / _WARMUP, (_STEPS - step) / _STEPS * 2)
         for optimizer, peak in zip(optimizers, peaks, strict=True):
             optimizer.param_groups[0]["lr"] = peak * factor
         first = (rng.randrange(len(ids) - LENGTH) for _ in range(_ROWS))
@@ -86,5 +72,5 @@ def train(model: Any, steps: int = _STEPS) -> None:
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-        if step % 100 == 0 or step + 1 == steps:
+        if step % 100 == 0 or step + 1 == _STEPS:
             sys.stderr.write(f"step {step}: loss {loss.item():.3f}\n")

@@ -5,14 +5,12 @@ finds what is read by that. Texts are short at first, so that it learns to find,
 does from far back; they grow when most answers are right. Muon trains the matrices, AdamW the rest.
 """
 
-import hashlib
-import os
 import random
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any, Final
 
+import kept_model as kept
 import recall_task
 import torch
 from recall_task import MOST_RECORDS, RECORD, Texts, answers, expected_answers, make_texts
@@ -33,7 +31,8 @@ _MOST: Final = 2500
 """Steps of shorter ones; whoever needs more learns nothing."""
 _WARMUP: Final = 30
 _SEED: Final = 0
-_SOURCES: Final = b"".join(Path(str(x)).read_bytes() for x in (__file__, recall_task.__file__))
+_FILES: Final = (__file__, kept.__file__, recall_task.__file__)
+_SOURCES: Final = b"".join(Path(str(x)).read_bytes() for x in _FILES)
 """What decides the weights."""
 
 
@@ -57,26 +56,13 @@ def untrained_model() -> Any:
 
 def trained_model() -> Any:
     """The trained model: that of the last time, if the task and the training are as they were then."""
-    folder = _folder()
-    if not folder.exists():
-        model = untrained_model()
-        train(model)
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = tempfile.mkdtemp(dir=folder.parent)
-        model.save_pretrained(unfinished)
-        Path(unfinished).rename(folder)
-    return LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-
-
-def _folder() -> Path:
-    caches = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(caches) / "kvloom" / f"recall-{hashlib.sha256(_SOURCES).hexdigest()[:16]}"
+    return kept.kept_model("recall", _SOURCES, untrained_model, train)
 
 
 def train(model: Any) -> None:
     """Train in place until the longest texts have been read; progress goes to stderr."""
     rng = random.Random(_SEED)
-    optimizers = _optimizers(model)
+    optimizers = kept.optimizers_of(model)
     peaks = [x.param_groups[0]["lr"] for x in optimizers]
     lengths = iter(_LENGTHS)
     length, right, left = next(lengths), 0.0, _LAST
@@ -100,13 +86,6 @@ def train(model: Any) -> None:
         if right > _ENOUGH and not is_last:
             length, right = next(lengths), 0.0
     raise RuntimeError(f"training must reach texts of {LENGTH} tokens, got stuck at {length}")
-
-
-def _optimizers(model: Any) -> list[Any]:
-    matrices = [x for x in model.model.layers.parameters() if x.dim() == 2]
-    others = [x for x in model.parameters() if x.dim() == 1] + [model.get_input_embeddings().weight]
-    muon = torch.optim.Muon(matrices, lr=0.02, momentum=0.95, weight_decay=0.01, adjust_lr_fn="original")
-    return [muon, torch.optim.AdamW(others, lr=3e-3, betas=(0.9, 0.95), weight_decay=0.01)]
 
 
 def _texts(rng: random.Random, length: int) -> Texts:
