@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kvloom import ops
 from kvloom.caches.tokens import TokenIndex, Tokens, attend_behind
+from kvloom.caches.transform import attend
 from kvloom.core.indexing import CacheIndex, prefix_sums
 
 
@@ -41,13 +42,10 @@ def attend_chosen(
         seen &= chosen >= first.view(-1, 1, 1)
     scores = replace(scores, is_causal=False)  # a query may see nothing
     packed = query.transpose(1, 2).flatten(0, 1)  # [B * Q, Hq, Dk]
-    is_latent, rank = tokens.is_latent, tokens.view.key.head_dim if tokens.is_latent else 0
+    is_latent = tokens.is_latent
     if exact is None:
         batch = _batch(index, chosen, seen)
-        if transform is not None:
-            packed, scores = transform.query(packed, scores, None, rank)
-        out = ops.attend(packed, tokens.view, batch, scores, is_latent=is_latent)
-        out = out if transform is None else transform.output(out, rank)
+        out = attend(packed, tokens.view, batch, scores, transform, None, is_latent)
     else:
         column = chosen - exact.before(index.num_columns)
         newest = seen & (column >= 0) & (chosen > position - exact.num_newest)

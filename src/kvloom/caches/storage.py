@@ -16,7 +16,7 @@ from kvloom import ops
 from kvloom.caches.format import CacheFormat, is_in_rows, page_layout
 from kvloom.caches.memory import outside_inference_mode, zeros
 from kvloom.caches.tokens import TokenIndex, Tokens, attend_behind, scores_of_newest
-from kvloom.caches.transform import Transform
+from kvloom.caches.transform import Transform, attend
 from kvloom.core.checks import FLOAT_DTYPES
 from kvloom.core.entries import Entry
 from kvloom.core.specs import KVSpec
@@ -230,12 +230,7 @@ class Storage:
                 for 0.
             is_latent: As of ``ops.attend``.
         """
-        transform = self.transform
-        if transform is None:
-            return ops.attend(query, self.view, batch, scores, is_latent=is_latent)
-        rank = self.view.key.head_dim if is_latent else 0
-        query, scores = transform.query(query, scores, first_position, rank)
-        return transform.output(ops.attend(query, self.view, batch, scores, is_latent=is_latent), rank)
+        return attend(query, self.view, batch, scores, self.transform, first_position, is_latent)
 
     def attend_beside(
         self,

@@ -12,6 +12,7 @@ from torch import Tensor
 from kvloom import ops
 from kvloom.core.checks import FLOAT_DTYPES
 from kvloom.core.specs import KVSpec
+from kvloom.core.views import KVView
 from kvloom.ops import KeySmoothing
 from kvloom.quant.rotation import block_of
 
@@ -109,18 +110,46 @@ class Transform(NamedTuple):
         Of latents, of which ``rank`` says how many elements they have, it is made of keys.
         """
         if rank:
-            if self.smoothing is None:
-                return ops.rotate(out, self.key) if self.key else out
-            return self.smoothing.restored(out.reshape(-1, 1, rank), None, self.key).view(out.shape)
+            return self._latents(out, rank, is_restored=True)
         return ops.rotate(out, self.value) if self.value else out
 
     def attended(self, out: Tensor, rank: int = 0) -> Tensor:
         """A result of attention to what is not transformed as if it were; arguments as of ``output``."""
-        if not rank:
-            return self.output(out)
+        return self._latents(out, rank, is_restored=False) if rank else self.output(out)
+
+    def _latents(self, out: Tensor, rank: int, *, is_restored: bool) -> Tensor:
+        """Sums of latents ``[T, Hq, D]`` as latents are stored, or of stored ones as they were."""
         if self.smoothing is None:
             return ops.rotate(out, self.key) if self.key else out
-        return self.smoothing.smoothed(out.reshape(-1, 1, rank), None, self.key).view(out.shape)
+        rows = out.reshape(-1, 1, rank)
+        return self.smoothing.smoothed(rows, None, self.key, is_restored=is_restored).view(out.shape)
+
+
+def attend(
+    query: Tensor,
+    view: KVView,
+    batch: ops.Batch,
+    scores: ops.Scores,
+    transform: Transform | None,
+    first_position: Tensor | None = None,
+    is_latent: bool = False,
+) -> Tensor:
+    """``ops.attend`` to what was transformed before it was stored.
+
+    Args:
+        query: As of ``ops.attend``.
+        view: The same.
+        batch: The same.
+        scores: The same, without a positional bias.
+        transform: What was done; ``None`` for nothing.
+        first_position: As of ``Transform.query``.
+        is_latent: As of ``ops.attend``.
+    """
+    if transform is None:
+        return ops.attend(query, view, batch, scores, is_latent=is_latent)
+    rank = view.key.head_dim if is_latent else 0
+    query, scores = transform.query(query, scores, first_position, rank)
+    return transform.output(ops.attend(query, view, batch, scores, is_latent=is_latent), rank)
 
 
 def _rotated(x: Tensor, block: int) -> Tensor:
