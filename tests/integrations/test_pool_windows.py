@@ -25,6 +25,7 @@ from transformers import (
 )
 
 from kvloom.integrations.transformers import KVCache, KVPool, enable
+from kvloom.integrations.transformers.bit_plan import BitPlan, config_digest
 from kvloom.ops.impl import cpu
 from kvloom.store import KVStore
 
@@ -194,6 +195,24 @@ def test_another_process_reads_windows_from_a_store(name: str, kv: str, tmp_path
             assert found == before
             assert torch.equal(logits, wanted[:, found:length])
             assert pool.why(ids[:, :length]) == [] if pool.events else True
+
+
+def test_pages_of_a_window_are_of_one_plan_for_all_layers(tmp_path: Path) -> None:
+    """Keys of a layer follow from what the layers before it read, which may be kept otherwise."""
+    model, ids = model_of("Gemma3"), text(150)
+    config = config_digest(model.config)
+    for name, full in (("first", "int4:g8"), ("second", "int8")):
+        layers = tuple((kind, kind) for kind in ("int8", full, "int8"))
+        BitPlan(config, layers, 1.0, 0.0).save(tmp_path / f"{name}.json")
+    url, plans = f"file://{tmp_path}/store", ["first", "second", "second"]
+    for plan in plans:
+        kv = str(tmp_path / f"{plan}.json")
+        with KVStore(url, read="always") as store:
+            pool = KVPool.for_model(model, kv, 8, max_tokens=800, store=store)
+            found, logits = asked(model, pool, ids)
+            assert torch.equal(logits, cold(model, kv, ids)[:, found:])
+            assert pool.flush()
+    assert found == 144
 
 
 @torch.no_grad()

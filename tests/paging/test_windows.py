@@ -34,6 +34,7 @@ class Scene:
         for count in range(len(tokens) // self.size, 0, -1):
             end = count * self.size
             seen = {token // self.size for token in range(max(end - self.window + 1, 0), end)}
+            seen = seen if self.window else {count - 1}  # the state behind the last token
             is_known = any(
                 content[0] == salt and list(content[1][:end]) == tokens[:end]
                 for ref, content in self.contents.items()
@@ -77,7 +78,7 @@ class Scene:
 
 
 @pytest.mark.parametrize("page_size", [1, 2, 3])
-@pytest.mark.parametrize("window", [1, 2, 4, 7, 100])
+@pytest.mark.parametrize("window", [0, 1, 2, 4, 7, 100])
 def test_random_texts_find_what_their_windows_show(page_size: int, window: int) -> None:
     rng = random.Random(10 * page_size + window)
     scene = Scene(14, page_size, window)
@@ -133,6 +134,26 @@ def test_what_was_found_is_kept_as_long_as_others() -> None:
     scene.tree.evict(2)
     assert scene.tree.known(text) == [False, True, False, True]
     scene.check()
+
+
+def test_a_state_is_found_at_the_end_of_its_page_alone() -> None:
+    scene = Scene(8, 2, 0)
+    committed(scene, [1, 2, 3, 4, 5, 6])
+    scene.tables.pop()[2].release()
+    assert scene.tree.fewest([True, False, True]) == [2, 5, 6]
+    assert [scene.tree.first_seen(n) for n in range(7)] == [0, 0, 0, 1, 1, 2, 2]
+    [found] = scene.tree.match([1, 2, 3, 4, 9])
+    scene.pool.release(found, is_passed=True)
+    assert scene.pool.num_passed == 1  # a state that one text went on from is not of more use for it
+
+
+def test_where_two_texts_part() -> None:
+    scene = Scene(8, 2, 0)
+    committed(scene, [1, 2, 3, 4, 5, 6])
+    assert scene.tree.num_parted([1, 2, 3, 4, 9, 9]) == 2
+    assert scene.tree.num_parted([1, 2, 3, 4, 5, 6, 7, 8]) == 0  # it goes on itself
+    assert scene.tree.num_parted([1, 2, 3]) == 1
+    assert scene.tree.num_parted([9, 9]) == scene.tree.num_parted([1, 2, 3, 4], "other") == 0
 
 
 def test_a_tree_without_a_window_has_all_pages_of_a_text() -> None:

@@ -331,7 +331,7 @@ class Prefixes:
 
     def prefer(self, held: Sequence[GroupTable], num_pages: int) -> None:
         """Evict later what makes a prefix of ``num_pages`` sealed pages whole: another text had it, too."""
-        for group, own in zip(self.groups, held, strict=True):
+        for group, own in zip(self.groups, held, strict=False):
             needed, first, pool = group.tree.first_needed(num_pages), own.first, group.pages.pool
             if group.window is not None and needed >= first and own.table.num_pages >= num_pages - first:
                 refs = own.table.pages[needed - first : num_pages - first]

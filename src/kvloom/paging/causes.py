@@ -10,10 +10,10 @@ from typing import Final, NamedTuple
 from kvloom.paging.recency import Item, Recency
 
 CAUSES: Final = (
-    "below", "evicted", "other salt", "tokens differ", "never stored", "window passed", "damaged",
-    "other format",
+    "below", "evicted", "other salt", "tokens differ", "never stored", "window passed", "no states",
+    "damaged", "other format",
 )  # fmt: skip
-"""All that a missed page can have; the last two are told by a store."""
+"""All that a missed page can have; the last two are told by a store, ``no states`` by a pool."""
 
 _MOST_ASKED: Final = 1024
 

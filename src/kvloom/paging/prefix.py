@@ -48,14 +48,16 @@ class PrefixTree:
     The keys and values of a token depend on all tokens before it. So a page is found by its own tokens *and*
     its parent, which is a node of the same tree, or ``None`` at the start of a sequence.
 
-    A prefix is found in whole pages: all of them, or those that the token behind it sees through a window.
+    A prefix is found in whole pages: all of them, or those that the token behind it sees through a window,
+    or, where pages are copies of recurrent states, the last one, which must end where the prefix does.
     Without a window pages go from the end of a sequence on; with one, those that windows have left behind go
     first.
 
     Args:
         pool: Pool of the pages; a pool has one tree.
         page_size: S, tokens in a page.
-        window: Tokens that a token sees, itself included; ``None`` for all before it.
+        window: Tokens that a token sees, itself included; ``None`` for all before it, 0 for the state behind
+            the last token alone.
     """
 
     __slots__ = ("_format", "_nodes", "_pages", "_pool", "page_size", "window")
@@ -80,9 +82,12 @@ class PrefixTree:
 
     def first_seen(self, num_tokens: int) -> int:
         """The first page of ``num_tokens`` tokens that the token behind them sees."""
+        end = -(-num_tokens // self.page_size)
         if self.window is None:
             return 0
-        return min(max(num_tokens - self.window + 1, 0) // self.page_size, -(-num_tokens // self.page_size))
+        if self.window == 0:
+            return max(end - 1, 0)
+        return min(max(num_tokens - self.window + 1, 0) // self.page_size, end)
 
     def match(
         self,
@@ -123,7 +128,7 @@ class PrefixTree:
             events.look_up(salt, len(tokens), list(pages), ids, self._pool.num_pages, first)
         for ref in found:
             self._pool.hold(ref.id)
-        if self.window is not None:
+        if self.window:
             self._pool.prefer(found)
         return found
 
@@ -167,7 +172,9 @@ class PrefixTree:
         first_there = 0  # the first of the pages up to this one without a gap
         for i, there in enumerate(is_there):
             first_there = first_there if there else i + 1
-            if first_there == 0:
+            if self.window == 0:
+                found.append((i + 1) * size + (not there))
+            elif first_there == 0:
                 found.append(i * size + 1)
             elif self.window is None:
                 found.append((i + 1) * size + 1)
@@ -178,6 +185,12 @@ class PrefixTree:
     def num_same(self, tokens: Sequence[int], salt: str = "") -> int:
         """Pages of a sequence that it has in common with one that is known, be they there or not."""
         return len(self._find(self.packed(tokens), salt))
+
+    def num_parted(self, tokens: Sequence[int], salt: str = "") -> int:
+        """Pages up to where a sequence parts from one that is known and goes on otherwise; 0 if none does."""
+        path = self._find(self.packed(tokens), salt)
+        goes_on = bool(path) and path[-1].num_children > 0
+        return len(path) if goes_on else 0
 
     def pages_from(self, tokens: Sequence[int], salt: str, first: int) -> list[PageRef]:
         """The full pages of a sequence from one on, up to the first that is not there; none is retained."""

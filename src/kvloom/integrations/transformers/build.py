@@ -19,10 +19,10 @@ from kvloom.integrations.transformers.bit_plan import BitPlan, config_digest
 from kvloom.integrations.transformers.indexed_layers import IndexedKVCacheLayer, StaticIndexedKVCacheLayer
 from kvloom.integrations.transformers.latents import answer_latents
 from kvloom.integrations.transformers.layers import (
+    THEIR_HYBRID_LAYERS,
     HybridKVCacheLayer,
     KVCacheLayer,
     StaticKVCacheLayer,
-    TheirHybridLayer,
 )
 from kvloom.integrations.transformers.text_config import has_latents, head_dims_of, text_config_of
 
@@ -37,14 +37,16 @@ _KINDS: Final = (
     "chunked_attention",
     "indexed_attention",
     "hybrid",
+    "hybrid_sliding",
 )
 
 _BITS_OF_ROPE_KEYS: Final = 8
 
-# Layers with keys of an index, without keys of their own, and with recurrent states, in transformers that
-# have them.
+# Layers with keys of an index, without keys of their own, with recurrent states alone, and with any such
+# states, in transformers that have them.
 TheirIndexedLayer: Final = getattr(cache_utils, "DynamicIndexedLayer", type(None))
 DummyLayer: Final = getattr(cache_utils, "DummyLayer", type(None))
+TheirStatefulLayer: Final = getattr(cache_utils, "LinearAttentionLayer", type(None))
 StatefulLayer: Final = getattr(cache_utils, "LinearAttentionCacheLayerMixin", type(None))
 
 
@@ -178,7 +180,7 @@ def make_layers(
     by_window: dict[int | None, Sequences] = {}
     layers: list[Any] = []
     for index, (layer, kind) in enumerate(zip(theirs, kinds, strict=False)):
-        hybrid = type(layer) is TheirHybridLayer
+        hybrid = type(layer) in THEIR_HYBRID_LAYERS
         indexed = type(layer) is TheirIndexedLayer
         if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer) and not (hybrid or indexed):
             layers.append(layer)
@@ -198,7 +200,8 @@ def make_layers(
                 by_window[window] = Sequences(pages, window)
             paged = PagedLayer(format, by_window[window], index)
             own = HybridKVCacheLayer if hybrid else IndexedKVCacheLayer if indexed else KVCacheLayer
-            layers.append(own(paged, live))
+            states = {"number_of_states": layer.number_of_states} if hybrid else {}
+            layers.append(own(paged, live, **states))
         layers[-1].is_used = used is None or index in used
         if indexed:
             layers[-1].keep(**_own_streams(config, index))

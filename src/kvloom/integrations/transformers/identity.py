@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 from safetensors import SafetensorError
@@ -21,13 +21,19 @@ from kvloom.errors import UnsupportedError
 from kvloom.integrations.transformers.build import cache_format, make_layers
 from kvloom.integrations.transformers.cache import KVCache
 from kvloom.integrations.transformers.cache_argument import as_argument
+from kvloom.integrations.transformers.layers import KVCacheLayer
+from kvloom.integrations.transformers.legacy import legacy_pairs
 from kvloom.integrations.transformers.module_reader import behavior_digest
 from kvloom.integrations.transformers.smoothing import smoothing_for
+from kvloom.integrations.transformers.states import specs_of, states_of
 from kvloom.integrations.transformers.text_config import text_config_of
 from kvloom.store.fingerprint import Fingerprint, LayerFormat
 from kvloom.store.probe import Probe
 from kvloom.store.sums import checksum
 from kvloom.store.transfer import layers_of, rotation_of, smoothing_digest
+
+if TYPE_CHECKING:
+    from kvloom.integrations.transformers.pool_states import PoolStates
 
 _TIMED: Final = 64
 """Tokens that a model computes to tell what it keeps of them, and how long that takes."""
@@ -52,7 +58,7 @@ class Identity(NamedTuple):
 
     Attributes:
         fingerprints: Of each group of layers, whose keys and values: first of the layers that attend to all
-            tokens, then of those of each window, and behind them of their residual windows.
+            tokens, then of those of each window, and behind them of their residual windows and of states.
         storages: Of each group, by layer, with the tensors that it keeps.
         seconds_per_token: How long a token takes to compute among others.
         probe: Keys and values of a few tokens.
@@ -64,12 +70,13 @@ class Identity(NamedTuple):
     probe: Probe
 
 
-def identify(model: Any, format: CacheFormat) -> Identity:
+def identify(model: Any, format: CacheFormat, states: "PoolStates | None" = None) -> Identity:
     """Run the model on a few tokens, and read its weights once.
 
     Args:
-        model: A ``PreTrainedModel`` all of whose layers keep their tokens in pages.
+        model: A ``PreTrainedModel`` whose layers keep tokens in pages, or recurrent states.
         format: How its keys and values are kept.
+        states: What keeps its recurrent states, if a prefix is found with them.
 
     Raises:
         UnsupportedError: its weights are no tensors in memory.
@@ -79,8 +86,10 @@ def identify(model: Any, format: CacheFormat) -> Identity:
     cache = _run(model, format, _TIMED)
     seconds = (time.perf_counter() - began) / _TIMED
     weights, fingerprints = weights_digest(model.state_dict()), []
+    others = _differing_layers(format, cache) if len(cache.sequences) > 1 else ""
     for group in cache.sequences:
-        attention = "full" if group.window is None else f"window of {group.window}"
+        attention = ("full" if group.window is None else f"window of {group.window}") + others
+        attention += "" if states is None else f", in pieces of {states.interval} tokens"
         kept = layers_of(group.storages), rotation_of(group.storages)
         recent, smoothing = format.recent or 0, smoothing_digest(group.storages)
         fingerprints.append(fingerprint_with(model, weights, attention, *kept, recent, smoothing))
@@ -91,13 +100,41 @@ def identify(model: Any, format: CacheFormat) -> Identity:
             exact = replace(fingerprint, rotation="none", layers=layers, recent=0, smoothing="")
             fingerprints.append(replace(exact, attention=attention))
     storages = [group.storages for group in with_residuals(cache.sequences)]
+    if states is not None:
+        behind = hashlib.sha256(b"".join(x.digest for x in fingerprints)).hexdigest()
+        layers = layers_of(own := states.pages.new_storages())
+        exact = replace(fingerprints[0], rotation="none", layers=layers, recent=0, smoothing="")
+        fingerprints.append(replace(exact, attention=f"states behind {behind}"))
+        storages.append(own)
     return Identity(fingerprints, storages, seconds, probe_of(model))
 
 
+def _differing_layers(format: CacheFormat, cache: KVCache) -> str:
+    """Of a plan whose layers differ, how all are kept: what one keeps follows from what those before it read.
+
+    Layers of one group are in its fingerprint; where all are kept alike, so are those of the other groups.
+    """
+    if len({(replace(x, smoothing=None), x.smoothing is None) for x in format.layers or ()}) < 2:
+        return ""
+    storages = {i: x for group in cache.sequences for i, x in group.storages.items()}
+    text = f"{layers_of(storages)} {smoothing_digest(storages)}"
+    return f", among {hashlib.sha256(text.encode()).hexdigest()}"
+
+
 def probe_of(model: Any) -> Probe:
-    """Keys and values of a few fixed tokens in all layers, as the model computes them now."""
-    pairs = _run(model, CacheFormat(), _PROBED).to_legacy_cache()
-    tensors = {f"{name}.{i}": x for i, pair in enumerate(pairs) for name, x in zip(_SIDES, pair, strict=True)}
+    """Keys, values and states of a few fixed tokens in all layers, as the model computes them now."""
+    layers = _run(model, CacheFormat(), _PROBED).layers
+    paged = [(i, layer) for i, layer in enumerate(layers) if isinstance(layer, KVCacheLayer)]
+    pairs = legacy_pairs([layer for _, layer in paged])
+    tensors = {
+        f"{name}.{i}": x
+        for (i, _), pair in zip(paged, pairs, strict=True)
+        for name, x in zip(_SIDES, pair, strict=True)
+    }
+    specs = specs_of(layers)
+    for i, states in states_of(layers, specs).items():
+        for spec, x in zip(specs[i], states, strict=True):
+            tensors[f"{spec.name}{spec.number}.{i}"] = x
     mine = {name: x.cpu().contiguous() for name, x in tensors.items()}
     return Probe(save(mine), partial(_difference, mine))
 
@@ -112,7 +149,7 @@ def _difference(mine: Mapping[str, Tensor], theirs: bytes) -> str:
     except SafetensorError as error:
         return f"the probe is damaged: {error}"
     if others.keys() != mine.keys():
-        return f"the probe has {len(others) // 2} layers, not {len(mine) // 2}"
+        return f"the probe has {len(others)} tensors, not {len(mine)}"
     for name, x in mine.items():
         y = others[name]
         if (x.shape, x.dtype) != (y.shape, y.dtype):

@@ -282,6 +282,11 @@ class StaticKVCacheLayer(KVCacheLayer):
 
 # Before transformers 5.4 such models brought caches of their own.
 TheirHybridLayer: Any = getattr(cache_utils, "LinearAttentionAndFullAttentionLayer", None)
+THEIR_HYBRID_LAYERS: Final = {
+    TheirHybridLayer,
+    getattr(cache_utils, "LinearAttentionAndSlidingWindowAttentionLayer", None),
+} - {None}
+"""Tokens beside recurrent states, with a window or without one."""
 
 _STATES: Final = {
     "number_of_states",

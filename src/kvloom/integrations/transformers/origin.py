@@ -5,6 +5,7 @@ import inspect
 import re
 from collections.abc import Mapping, Sequence
 from functools import cache
+from itertools import pairwise
 from typing import Any, Final
 
 import torch
@@ -17,6 +18,7 @@ from kvloom.errors import ArgumentError, StateError
 from kvloom.integrations.transformers.cache import KVCache
 from kvloom.integrations.transformers.cache_argument import given_cache
 from kvloom.integrations.transformers.content import input_beside_tokens, positions_are_default
+from kvloom.integrations.transformers.grid import Grid, joined, piece_of, why_uncut
 from kvloom.integrations.transformers.padding import expect_mask_of_padding
 from kvloom.integrations.transformers.rope import DynamicRope
 from kvloom.integrations.transformers.watch import ModelWatch
@@ -180,10 +182,12 @@ class PoolCache(KVCache):
     """A ``KVCache`` that a ``KVPool`` began, which knows what its tokens are computed from."""
 
     origin: Origin | None = None
+    grid: Grid | None = None  # of a model with recurrent states
 
     def is_of(self, pages: Sequence[Pages]) -> bool:
-        """Whether a pool with these pages began it, of which layers may have left them since."""
-        return self.is_assigned or [x.pages for x in with_residuals(self.sequences)] == pages
+        """Whether a pool whose first pages are these began it, which layers may have left since."""
+        own = [x.pages for x in with_residuals(self.sequences)]
+        return self.is_assigned or own == [*pages[: len(own)]]
 
     @property
     def begins(self) -> list[int]:
@@ -230,18 +234,29 @@ class PoolCache(KVCache):
     def fork(self) -> "PoolCache":
         """As of ``KVCache``."""
         fork = super().fork()
-        fork.origin = copy.copy(self.origin)
+        fork.origin, fork.grid = copy.copy(self.origin), copy.copy(self.grid)
         return fork
 
     def reset(self) -> None:
         """As of ``KVCache``; what is computed then is computed from tokens alone."""
         super().reset()
-        self.origin = None
+        self.origin = self.grid = None
+
+    def crop(self, tokens_to_remove: int | Tensor | Sequence[int]) -> None:
+        """As of ``KVCache``."""
+        super().crop(tokens_to_remove)
+        if self.grid is not None:
+            self.grid.truncate(int(self.get_seq_length()))
 
     def _select(self, rows: Sequence[int]) -> None:
         super()._select(rows)
         if self.origin is not None and self.num_rows:
             self.origin = self.origin.of_rows(rows)
+        if self.grid is not None:
+            copies = {end: copy.fork() for end, copy in self.grid.copies.items()}
+            for other in copies.values():
+                other._select(rows)
+            self.grid.copies = copies
 
 
 def watch_inputs(model: nn.Module) -> None:
@@ -254,25 +269,66 @@ def watch_inputs(model: nn.Module) -> None:
 
 
 class _BeforeForward:
-    """Lets the cache of a pool check the inputs."""
+    """Lets the cache of a pool check the inputs, and feeds all pieces of them but the last."""
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def __call__(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         inputs, cache = _inputs_of(module, args, kwargs)
-        if cache is not None and cache.origin is not None:
-            try:
-                if not cache.is_assigned:
-                    cache.origin.before_forward(module, inputs, int(cache.get_seq_length()), cache.begins)
-            finally:
-                cache.origin.depth += 1
+        if cache is None or cache.origin is None:
+            return None
+        last, origin = None, cache.origin
+        try:
+            if not cache.is_assigned:
+                past = int(cache.get_seq_length())
+                origin.before_forward(module, inputs, past, cache.begins)
+                if cache.grid is not None and origin.depth == 0:
+                    last = _feed_pieces(module, inputs, origin, cache.grid, past)
+        finally:
+            origin.depth += 1
+        return None if last is None else ((), last)
 
 
 class _AfterForward:
-    """Notes that a forward ended, also by an error."""
+    """Notes that a forward ended, also by an error, and joins what its pieces returned."""
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        _, cache = _inputs_of(module, args, kwargs)
-        if cache is not None and cache.origin is not None:
-            cache.origin.depth -= 1
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        inputs, cache = _inputs_of(module, args, kwargs)
+        if cache is None or cache.origin is None:
+            return None
+        cache.origin.depth -= 1
+        if cache.grid is None or cache.origin.depth:
+            return None
+        outputs, cache.grid.outputs = cache.grid.outputs, []
+        if output is None:  # it raised
+            return None
+        end = int(cache.get_seq_length())
+        if cache.grid.is_kept(end - _num_tokens(inputs), end):
+            copy = cache.fork()
+            copy.grid = None
+            cache.grid.keep(end, copy)
+        return joined([*outputs, output], inputs.get("logits_to_keep") or 0) if outputs else None
+
+
+def _feed_pieces(
+    module: nn.Module, inputs: Mapping[str, Any], origin: Origin, grid: Grid, past: int
+) -> dict[str, Any] | None:
+    """Feed all pieces of a forward but the last, and return its arguments; ``None`` if it is one piece."""
+    num_tokens = _num_tokens(inputs)
+    cuts = [end - past for end in grid.cuts(past, past + num_tokens)]
+    if not cuts:
+        return None
+    if name := why_uncut(module, inputs, num_tokens):
+        origin.refusal = (
+            f"they were not fed in pieces of {grid.interval} tokens, into which {name} cannot be cut"
+        )
+        return None
+    outputs = []
+    with grid.feeding(past + num_tokens):
+        for start, end in pairwise((0, *cuts)):
+            outputs.append(module(**piece_of(inputs, start, end, num_tokens)))
+    grid.outputs = outputs
+    return piece_of(inputs, cuts[-1], num_tokens, num_tokens)
 
 
 def _inputs_of(

@@ -5,13 +5,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, cast
 
 from torch import Tensor
 
 from kvloom.caches.placement import num_new
-from kvloom.caches.prefixes import GroupTable, Prefixes, PrefixGroup
-from kvloom.caches.sequences import with_residuals
 from kvloom.core.checks import INDEX_DTYPES, expect
 from kvloom.errors import ArgumentError, StateError
 from kvloom.integrations.transformers.build import cache_format, make_layers
@@ -20,6 +18,14 @@ from kvloom.integrations.transformers.content import is_within
 from kvloom.integrations.transformers.invariance import NO_WISH, Wish, expect_wish
 from kvloom.integrations.transformers.origin import PoolCache, scope_in
 from kvloom.integrations.transformers.pool_model import PoolModel, expect_pages_alone, expect_prefixes
+from kvloom.integrations.transformers.pool_prefixes import (
+    commit,
+    num_shared,
+    prefixes_of,
+    rows_of,
+    tables_of_none,
+)
+from kvloom.integrations.transformers.pool_states import PADDED, PoolStates, states_for
 from kvloom.integrations.transformers.smoothing import smoothing_for, smoothing_report
 from kvloom.integrations.transformers.text_config import head_dims_of, text_config_of
 from kvloom.paging import Miss
@@ -57,6 +63,8 @@ class KVPool(Recorder):
         layers: Those of an empty cache for it, in pages that are kept.
         store: What lies below the pages.
         wish: What the layers of the model are until the pool is closed.
+        smoothing: What is reported of the smoothing of keys.
+        states: What keeps recurrent states; ``None`` if the model has none.
     """
 
     def __init__(
@@ -66,13 +74,14 @@ class KVPool(Recorder):
         store: "KVStore | None" = None,
         wish: Wish = NO_WISH,
         smoothing: dict[str, list[int]] | None = None,
+        states: PoolStates | None = None,
     ) -> None:
-        self._wish = wish
+        self._wish, self._states = wish, states
         self._smoothing = smoothing or {}
         self._empty = PoolCache(layers)
         self._model: PoolModel | None = PoolModel(model, wish)
         self._saved_digest = ""
-        self._prefixes = _prefixes_of(self._empty)
+        self._prefixes = prefixes_of(self._empty, self._states)
         self._head_dims = head_dims_of(text_config_of(model)) or ()
         self._num_asked = self._num_found = 0
         self._logged: set[str] = set()
@@ -103,7 +112,7 @@ class KVPool(Recorder):
         self.__dict__.update(state)
         for sequences in self._empty.sequences:
             sequences.pages.keep()
-        self._prefixes = _prefixes_of(self._empty)
+        self._prefixes = prefixes_of(self._empty, self._states)
         self._prefixes.load(saved)
 
     def bind(self, model: Any) -> "KVPool":
@@ -146,8 +155,13 @@ class KVPool(Recorder):
         policy: str = "lru",
         batch_invariant: bool | None = None,
         pack: bool | str = False,
+        state_interval: int | None = None,
+        max_state_bytes: int | None = None,
     ) -> "KVPool":
         """An empty pool of ``max_tokens`` token slots in each layer, taken at the first update.
+
+        Texts of a model with recurrent states are fed in pieces of ``state_interval`` tokens, and found where
+        a piece ended, last in a committed text or where two part: what follows has the bits that it has cold.
 
         The other arguments are those of ``KVCache.for_model``.
 
@@ -155,7 +169,7 @@ class KVPool(Recorder):
             model: As above.
             kv: As above. With a residual window, which int4 has by default, what follows a prefix that is
                 found is what follows a computed one where a text that was committed ended there.
-            page_size, values, layout: As above.
+            page_size, values, layout: The same.
             max_tokens: Token slots of each layer.
             store: A ``KVStore``, or URLs as it takes them, such as ``"file:///var/cache/kvloom"``. The model
                 then computes 128 tokens, and its weights are read once.
@@ -165,13 +179,17 @@ class KVPool(Recorder):
             batch_invariant: As of ``enable``, until the pool is closed: what follows a prefix that is found
                 has the bits of what follows one that is computed.
             pack: The same.
+            state_interval: As above, a multiple of ``page_size``; ``None`` for 256, or the next multiple.
+            max_state_bytes: That recurrent states may take, at least those behind one text; ``None`` for as
+                many as the pages of keys and values, and eight texts.
 
         Raises:
-            ArgumentError: as ``KVCache.for_model``, ``store`` is no URL of a store, or ``policy`` is none.
+            ArgumentError: as ``KVCache.for_model``, ``store`` is no URL of a store, ``policy`` is none, or
+                ``state_interval`` or ``max_state_bytes`` is not as said.
             ModuleNotFoundError: a library that the store needs is not installed.
-            UnsupportedError: a layer has a recurrent state, which a prefix of pages cannot give; the model
-                has an encoder, or attends to later tokens, too; or there is a store, and the weights are not
-                in memory.
+            UnsupportedError: the model computes a text in pieces otherwise than as a whole; it has an
+                encoder, or attends to later tokens, too; or there is a store, and the weights are not in
+                memory.
         """
         config, wish = text_config_of(model), expect_wish(model, batch_invariant, pack)
         expect_prefixes(model)
@@ -179,11 +197,12 @@ class KVPool(Recorder):
         format = cache_format(config, kv, page_size, max_tokens, values, layout, smoothing)
         layers = make_layers(model, format, is_kept=True, policy=policy)
         expect_pages_alone(model, layers)
+        states = states_for(model, layers, format, state_interval, max_state_bytes)
         if store is not None:
             from kvloom.store.store import open_store
 
             store = open_store(store)
-        return cls(model, layers, store, wish, smoothing_report(format, smoothing))
+        return cls(model, layers, store, wish, smoothing_report(format, smoothing), states)
 
     def begin(
         self,
@@ -221,18 +240,22 @@ class KVPool(Recorder):
         cache = self._empty.fork()
         cache.origin = origin
         self._num_asked += sum(map(len, rows))
+        if self._states is not None and any(begins):
+            origin.refusal = PADDED
         if origin.refusal:
-            tables = [prefixes.hold([], "", 0, [[] for _ in prefixes.groups], 0) for _ in rows]
-            cache.begin_behind(tables, begins, min(begins), model.states)
+            cache.begin_behind(tables_of_none(prefixes, cache, rows), begins, min(begins), model.states)
             return cache
         self._follow_state(origin.state)
         texts = [*zip((row[:-1] for row in rows), origin.scopes(), origin.stored_scopes(), strict=True)]
         end, tables = prefixes.begin(
             texts, begins, lambda row, num_tokens: is_within(model.placeholders, rows[row], num_tokens)
         )
-        origin.num_shared = [prefixes.num_shared(*text[:2]) for text in texts]
+        origin.num_shared = [num_shared(prefixes, self._states, *text[:2]) for text in texts]
         cache.sequences[0].requests = [own[0].request for own in tables]
+        states = [] if self._states is None else [own.pop() for own in tables]
         cache.begin_behind(tables, begins, end, model.states)
+        if self._states is not None:
+            self._states.begin(cache, states, end, origin.num_shared)
         found = num_new(begins, 0, end)
         origin.num_found = end if any(found) else 0
         self._num_found += sum(found)
@@ -270,25 +293,9 @@ class KVPool(Recorder):
                 self._logged.add(refusal)
                 _LOG.warning("pages of a cache are not shared: %s", refusal)
             return
-        groups = [*zip(with_residuals(cache.sequences), self._prefixes.groups, strict=True)]
-        num_tokens = cache.sequences[0].num_positions
-        sizes = expect("input_ids", input_ids, "B T", dtype=INDEX_DTYPES, B=cache.sequences[0].size)
-        if not num_tokens <= sizes["T"] <= num_tokens + 1:
-            raise ArgumentError(
-                f"input_ids must be the {num_tokens} tokens of the cache, or one more, got {sizes['T']}"
-            )
-        rows = [row[begin:num_tokens] for row, begin in zip(input_ids.tolist(), cache.begins, strict=True)]
-        for sequences, group in groups:
-            sequences.commit(group.tree, rows, origin.scopes())
+        rows = rows_of(cache, input_ids)
         self._follow_state(origin.state)
-        for row, num_shared in enumerate(origin.num_shared):
-            held = [GroupTable(x.tables[row], x.first_pages[row]) for x, _ in groups]
-            self._prefixes.prefer(held, num_shared)
-            for (_, group), own in zip(groups, held, strict=True):
-                if group.below is not None:
-                    group.below.keep(rows[row], own.table.pages, origin.stored_scopes()[row], own.first)
-        for sequences, _ in groups:
-            sequences.give_up_passed()
+        commit(cache, rows, origin, self._prefixes, self._states)
 
     def flush(self, timeout: float | None = None) -> bool:
         """Wait until everything committed is in the store, or could not be written.
@@ -302,9 +309,9 @@ class KVPool(Recorder):
         return self._store is None or self._store.flush(timeout)
 
     def close(self) -> None:
-        """``flush``, and write nothing more to the store; other pools of one ``KVStore`` neither.
+        """``flush``, write nothing more to the store, and leave the model's layers as they were before.
 
-        The layers of the model are as they were before the pool.
+        Other pools of one ``KVStore`` write nothing more, either.
         """
         if self._store is not None:
             self._store.close()
@@ -321,8 +328,7 @@ class KVPool(Recorder):
 
         Args:
             input_ids: ``[1, T]``, as of ``begin``.
-            salt: As of ``begin``.
-            content: As of ``begin``.
+            salt, content: The same.
 
         Raises:
             ArgumentError: as of ``begin``.
@@ -335,7 +341,8 @@ class KVPool(Recorder):
         misses, main = self._why(tokens, scope), self._prefixes.main
         first, end = self._prefixes.num_known(tokens, scope), main.tree.num_known(tokens, scope)
         if first < end:
-            misses.insert(0, Miss("window passed", first, end - first))
+            cause = "window passed" if self._states is None else "no states"
+            misses.insert(0, Miss(cause, first, end - first))
         below: Any = main.below
         if below is None or not misses:
             return misses
@@ -350,12 +357,12 @@ class KVPool(Recorder):
 
         ``kv`` is how keys and values are kept, with the group of their scales, such as ``"int8:g32"``.
         Pages are those of the layers without a window, if there are such; ``windows`` has those of the
-        others, by their windows, and ``residual_bytes`` is what residual windows take beside codes, of caches
-        and of committed texts. ``layers`` is a ``LayerReport`` with numbers in the place of names, as a
-        dictionary, and ``smoothing`` what was done to smooth the keys of which layers, and why not more.
+        others, by their windows, ``states`` those of recurrent states, and ``residual_bytes`` is what
+        residual windows take beside codes, of caches and of committed texts. ``layers`` is a ``LayerReport``
+        with numbers in the place of names, as a dictionary, and ``smoothing`` what was done to smooth the
+        keys of which layers, and why not more.
         """
-        main = self._prefixes.main
-        store: Any = main.below
+        main, store = self._prefixes.main, cast(Any, self._prefixes.main.below)
         return {
             "kv": main.pages.kind(*self._head_dims),
             **main.pages.pool.report(),
@@ -363,6 +370,7 @@ class KVPool(Recorder):
             "tokens_asked": self._num_asked,
             "tokens_found": self._num_found,
             "residual_bytes": sum(sequences.residual_bytes for sequences in self._empty.sequences),
+            "states": None if self._states is None else self._states.report(),
             "smoothing": self._smoothing,
             "layers": None if self._model is None else self._model.layers(),
         } | ({} if store is None else {"store": store.report()})
@@ -379,7 +387,7 @@ class KVPool(Recorder):
 
     def _identities(self) -> Iterator[tuple[Any, ...]]:
         """Of each group of layers, the arguments of ``StoreBelow.become`` for the present model."""
-        identity = self._bound().identity(self._prefixes.main.pages.format)
+        identity = self._bound().identity(self._prefixes.main.pages.format, self._states)
         for fingerprint, storages in zip(identity.fingerprints, identity.storages, strict=True):
             yield fingerprint, storages, identity.seconds_per_token, identity.probe
 
@@ -390,7 +398,3 @@ class KVPool(Recorder):
                 below: Any = group.below
                 below.become(*identity)
             self._stored_state = state
-
-
-def _prefixes_of(cache: PoolCache) -> Prefixes:
-    return Prefixes([PrefixGroup(x.pages, x.window) for x in with_residuals(cache.sequences)])

@@ -11,7 +11,7 @@ from torch import Tensor
 from kvloom.caches import CacheFormat
 from kvloom.core.checks import INDEX_DTYPES, expect
 from kvloom.errors import ArgumentError, UnsupportedError
-from kvloom.integrations.transformers.build import DummyLayer
+from kvloom.integrations.transformers.build import DummyLayer, TheirStatefulLayer
 from kvloom.integrations.transformers.content import expect_content, placeholders_of
 from kvloom.integrations.transformers.indexed_layers import IndexedKVCacheLayer
 from kvloom.integrations.transformers.invariance import (
@@ -20,7 +20,7 @@ from kvloom.integrations.transformers.invariance import (
     release_layers,
     report_layers,
 )
-from kvloom.integrations.transformers.layers import KVCacheLayer
+from kvloom.integrations.transformers.layers import HybridKVCacheLayer, KVCacheLayer
 from kvloom.integrations.transformers.origin import Origin, watch_inputs
 from kvloom.integrations.transformers.padding import padding_of
 from kvloom.integrations.transformers.rope import dynamic_rope
@@ -29,7 +29,9 @@ from kvloom.integrations.transformers.watch import ModelWatch
 
 if TYPE_CHECKING:
     from kvloom.integrations.transformers.identity import Identity
+    from kvloom.integrations.transformers.pool_states import PoolStates
 
+_KEPT_LAYERS: Final = (KVCacheLayer, IndexedKVCacheLayer, HybridKVCacheLayer, DummyLayer, TheirStatefulLayer)
 _KEPT: Final = 15
 """States whose fingerprints are not computed again when the model returns to them."""
 
@@ -88,8 +90,12 @@ class PoolModel:
             origin.frequencies = frequencies
         return origin
 
-    def identity(self, format: CacheFormat) -> "Identity":
+    def identity(self, format: CacheFormat, states: "PoolStates | None" = None) -> "Identity":
         """That of the present state; computed once for each.
+
+        Args:
+            format: How keys and values are kept.
+            states: What keeps recurrent states.
 
         Raises:
             UnsupportedError: weights are not in memory.
@@ -99,7 +105,7 @@ class PoolModel:
         state = self.watch.state()
         if state not in self._identities:
             self._identities = dict([*self._identities.items()][-_KEPT:])
-            self._identities[state] = identify(self.watch.model, format)
+            self._identities[state] = identify(self.watch.model, format, states)
         return self._identities[state]
 
     def layers(self) -> dict[str, Any]:
@@ -134,10 +140,15 @@ def expect_prefixes(model: Any) -> None:
 
 
 def expect_pages_alone(model: Any, layers: Iterable[Any]) -> None:
-    """Raise UnsupportedError unless all that the layers of a cache for a model keep lies in pages."""
+    """Raise UnsupportedError unless all that the layers of a cache for a model keep can be found again."""
+    layers = [*layers]
     for layer in layers:
-        if type(layer) not in (KVCacheLayer, IndexedKVCacheLayer, DummyLayer):
+        if type(layer) not in _KEPT_LAYERS:
             raise UnsupportedError(
-                f"model must attend to keys and values in every layer, got {type(layer).__name__} in "
+                f"model must keep tokens or recurrent states in every layer, got {type(layer).__name__} in "
                 f"{type(model).__name__}"
             )
+    if not any(isinstance(layer, KVCacheLayer) for layer in layers):
+        raise UnsupportedError(
+            f"model must attend to keys and values in a layer, got {type(model).__name__} without any"
+        )

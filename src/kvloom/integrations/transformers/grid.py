@@ -1,0 +1,142 @@
+"""Texts fed in pieces that end at multiples of a grid, so that recurrent states have the same bits each time.
+
+The bits of a recurrent state depend on the pieces in which its text was fed. So a model with such states is
+fed each text in the same pieces: at each multiple of the grid one ends and the next begins. A text that was
+fed otherwise, such as token by token while it was generated, is not in whole pieces from there on.
+
+Shapes: B rows, T new tokens of each.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from kvloom.integrations.transformers.cache_argument import CACHE_ARGUMENTS
+
+_AXES: Final = {
+    "input_ids": (-1, 2),
+    "inputs_embeds": (1, 3),
+    "attention_mask": (1, 2),
+    "position_ids": (-1, 0),
+    "cache_position": (-1, 1),
+    "token_type_ids": (-1, 2),
+    "mm_token_type_ids": (-1, 2),
+}
+"""Of arguments with tokens, the axis of these, and how many axes there are; 0 for any number."""
+_WHOLE: Final = {
+    "return_dict": False,
+    "output_attentions": True,
+    "output_hidden_states": True,
+    "output_router_logits": True,
+}
+"""Values with which outputs cannot be joined."""
+_OUTPUTS: Final = ("logits", "last_hidden_state")
+
+
+class Grid:
+    """How far a cache was fed in whole pieces, with copies of it where pieces ended.
+
+    Attributes:
+        interval: Tokens between two multiples of the grid.
+        end: Tokens that were fed in whole pieces.
+        found: Tokens whose states others know, and the text went on from.
+        wanted: Where copies are to be made, beside the last whole piece of each forward.
+        copies: By the number of their tokens.
+        outputs: Of the first pieces of a forward whose last one runs now.
+    """
+
+    def __init__(self, interval: int, end: int = 0) -> None:
+        self.interval = interval
+        self.end = self.found = end
+        self.wanted: set[int] = set()
+        self.copies: dict[int, Any] = {}
+        self.outputs: list[Any] = []
+        self._last: int | None = None
+
+    def __copy__(self) -> "Grid":
+        other = Grid(self.interval, self.end)
+        other.found, other.wanted, other.copies = self.found, {*self.wanted}, {**self.copies}
+        return other
+
+    def cuts(self, past: int, end: int) -> list[int]:
+        """Where pieces of a forward of the tokens from ``past`` to ``end`` end, the last one left out."""
+        if past != self.end:
+            return []
+        return [*range(past + self.interval, end, self.interval)]
+
+    @contextmanager
+    def feeding(self, last: int) -> Iterator[None]:
+        """Pieces of a forward up to token ``last`` are fed within the block."""
+        self._last = last
+        try:
+            yield
+        finally:
+            self._last = None
+
+    def is_kept(self, past: int, end: int) -> bool:
+        """Note that the tokens from ``past`` to ``end`` were fed; whether to ``keep`` a copy of the cache."""
+        is_whole = past == self.end and end - past == self.interval
+        if is_whole:
+            self.end = end
+        last = end if self._last is None else self._last
+        if end + self.interval == last:  # the text again, whose last token is always computed, begins here
+            self.wanted.add(end)
+        return is_whole and (end in self.wanted or end + self.interval > last)
+
+    def keep(self, end: int, copy: Any) -> None:
+        """Have a copy of the cache behind ``end`` tokens, in the place of one that is not wanted any more."""
+        self.copies = {at: x for at, x in self.copies.items() if at in self.wanted} | {end: copy}
+
+    def truncate(self, end: int) -> None:
+        """Forget all pieces behind the first ``end`` tokens."""
+        self.end = min(self.end, end // self.interval * self.interval)
+        self.copies = {at: x for at, x in self.copies.items() if at <= end}
+
+
+def why_uncut(module: Any, inputs: Mapping[str, Any], num_tokens: int) -> str:
+    """The argument of a forward of ``num_tokens`` tokens that cannot be cut into pieces; empty if all can."""
+    if inputs.get("return_dict") is None and not getattr(module.config, "return_dict", True):
+        return "return_dict"
+    for name, value in inputs.items():
+        if value is None or name in CACHE_ARGUMENTS:
+            continue
+        if isinstance(value, Tensor):
+            axis, ndim = _AXES.get(name, (-1, 0))
+            is_cut = name in _AXES and (name == "attention_mask" or value.shape[axis] == num_tokens)
+            if not is_cut or value.ndim != (ndim or value.ndim):
+                return name
+        elif not isinstance(value, (bool, int, float, str)) or value == _WHOLE.get(name):
+            return name
+    return ""
+
+
+def piece_of(inputs: Mapping[str, Any], start: int, end: int, num_tokens: int) -> dict[str, Any]:
+    """Arguments of a forward of its new tokens ``start`` to ``end`` alone, of ``num_tokens``."""
+    piece = dict(inputs)
+    for name, value in inputs.items():
+        if isinstance(value, Tensor) and name == "attention_mask":  # of stored tokens, too, or of new ones
+            piece[name] = value[:, : value.shape[1] - num_tokens + end]
+        elif isinstance(value, Tensor):
+            piece[name] = value.narrow(_AXES[name][0], start, end - start)
+    if keep := inputs.get("logits_to_keep"):
+        piece["logits_to_keep"] = max(keep - (num_tokens - end), 1)
+    return piece
+
+
+def joined(outputs: list[Any], keep: int) -> Any:
+    """The output of a forward whose pieces had these.
+
+    Args:
+        outputs: Of all pieces.
+        keep: Its ``logits_to_keep``; 0 for all.
+    """
+    last = outputs[-1]
+    for name in _OUTPUTS:
+        found = [x for x in (getattr(x, name, None) for x in outputs) if isinstance(x, Tensor)]
+        if len(found) == len(outputs):
+            whole = torch.cat(found, 1)
+            last[name] = whole[:, -keep:] if keep else whole
+    return last

@@ -1,0 +1,109 @@
+"""How a pool finds what its caches keep: in pages of each group of layers, and in recurrent states."""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from kvloom.caches.prefixes import GroupTable, Prefixes, PrefixGroup
+from kvloom.caches.sequences import with_residuals
+from kvloom.core.checks import INDEX_DTYPES, expect
+from kvloom.errors import ArgumentError
+from kvloom.integrations.transformers.origin import Origin, PoolCache
+from kvloom.integrations.transformers.pool_states import PoolStates
+from kvloom.paging import PageTable
+
+
+def prefixes_of(empty: PoolCache, states: PoolStates | None) -> Prefixes:
+    """Those of the pages of an empty cache, and behind them of its states."""
+    groups = [PrefixGroup(x.pages, x.window) for x in with_residuals(empty.sequences)]
+    return Prefixes(groups if states is None else [*groups, states.group])
+
+
+def num_shared(prefixes: Prefixes, states: PoolStates | None, tokens: Sequence[int], scope: str) -> int:
+    """Pages that a text has in common with a known one, for ``Prefixes.prefer``.
+
+    If there are states, up to where it parts from a text that goes on, on the grid: there a third text finds
+    both. Where it goes on itself, what it began with is of no more use than what it ends with.
+    """
+    if states is None:
+        return prefixes.num_shared(tokens, scope)
+    step = states.interval // prefixes.page_size
+    return prefixes.main.tree.num_parted(tokens, scope) // step * step
+
+
+def tables_of_none(prefixes: Prefixes, cache: PoolCache, rows: Sequence[object]) -> list[list[PageTable]]:
+    """Of each row, a table without pages in each group of layers."""
+    groups = prefixes.groups[: len(with_residuals(cache.sequences))]
+    return [[group.new_table().table for group in groups] for _ in rows]
+
+
+def rows_of(cache: PoolCache, input_ids: Tensor) -> list[list[int]]:
+    """The tokens of each row that a cache holds, padding left out; ``input_ids`` are as of ``commit``.
+
+    Raises:
+        ArgumentError: as ``KVPool.commit``.
+    """
+    num_tokens = cache.sequences[0].num_positions
+    sizes = expect("input_ids", input_ids, "B T", dtype=INDEX_DTYPES, B=cache.sequences[0].size)
+    if not num_tokens <= sizes["T"] <= num_tokens + 1:
+        raise ArgumentError(
+            f"input_ids must be the {num_tokens} tokens of the cache, or one more, got {sizes['T']}"
+        )
+    return [row[begin:num_tokens] for row, begin in zip(input_ids.tolist(), cache.begins, strict=True)]
+
+
+def commit_rows(
+    cache: PoolCache,
+    rows: Sequence[Sequence[int]],
+    origin: Origin,
+    prefixes: Prefixes,
+    states: PoolStates | None = None,
+    found: int = 0,
+) -> None:
+    """Let others find the full pages of a cache, and its states if they are kept.
+
+    Args:
+        cache: What holds them.
+        rows: The tokens of each row.
+        origin: What they were computed from.
+        prefixes: Of the pool.
+        states: What keeps the states; of a model that has some, ``rows`` end on the grid.
+        found: Tokens whose states the text went on from; 0 for none.
+
+    Raises:
+        ArgumentError, StateError: as ``Sequences.commit``.
+    """
+    groups = [*zip(with_residuals(cache.sequences), prefixes.groups, strict=False)]
+    for sequences, group in groups:
+        sequences.commit(group.tree, rows, origin.scopes())
+    scopes = zip(origin.scopes(), origin.stored_scopes(), origin.num_shared, strict=True)
+    for row, (scope, stored_scope, shared) in enumerate(scopes):
+        held = [GroupTable(x.tables[row], x.first_pages[row]) for x, _ in groups]
+        kept = None if states is None else states.write(cache, row, rows[row], scope, found)
+        held += [] if kept is None else [kept]
+        prefixes.prefer(held, shared)
+        for group, own in zip(prefixes.groups, held, strict=False):
+            if group.below is not None:
+                group.below.keep(rows[row], own.table.pages, stored_scope, own.first)
+        if kept is not None:
+            kept.table.release()
+    for sequences, _ in groups:
+        sequences.give_up_passed()
+
+
+def commit(
+    cache: PoolCache,
+    rows: Sequence[Sequence[int]],
+    origin: Origin,
+    prefixes: Prefixes,
+    states: PoolStates | None,
+) -> None:
+    """``commit_rows`` of a cache, or of its copies behind pieces of its text, which are forgotten."""
+    grid = cache.grid
+    if grid is None or states is None:
+        commit_rows(cache, rows, origin, prefixes)
+        return
+    for end in sorted(grid.copies):
+        commit_rows(grid.copies[end], [row[:end] for row in rows], origin, prefixes, states, grid.found)
+        grid.found = end
+        del grid.copies[end]

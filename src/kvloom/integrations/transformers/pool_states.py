@@ -1,0 +1,155 @@
+"""Recurrent states of a pool: found where a cache begins, and kept where pieces of its text ended.
+
+A prefix is found where it is whole in all pages and its states are kept, which is at multiples of the grid:
+behind the last whole piece of a text that was committed, and where two texts parted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Final
+
+import torch
+
+from kvloom.caches import CacheFormat
+from kvloom.caches.prefixes import GroupTable, PrefixGroup
+from kvloom.caches.states import StatePages, StateSpec
+from kvloom.core.checks import expect_range
+from kvloom.errors import ArgumentError
+from kvloom.integrations.transformers.build import make_layers
+from kvloom.integrations.transformers.cache import KVCache
+from kvloom.integrations.transformers.grid import Grid
+from kvloom.integrations.transformers.origin import PoolCache
+from kvloom.integrations.transformers.states import (
+    restore_states,
+    specs_of,
+    stateful_layers,
+    states_of,
+    try_states,
+)
+from kvloom.paging import PageTable
+
+PADDED: Final = "recurrent states depend on the padding of their row"
+"""Why nobody finds the states of padded rows."""
+_INTERVAL: Final = 256
+_LEAST: Final = 8
+"""Texts whose states are kept at least, where nobody says how many bytes."""
+
+
+class PoolStates:
+    """The states of the caches of one pool.
+
+    Args:
+        specs: Of each layer.
+        page_size: Tokens in a page.
+        interval: Tokens of the grid.
+        max_bytes: That states may take.
+        device: Where they are.
+
+    Attributes:
+        pages: Where they are kept.
+        interval: As above.
+        max_bytes: As above.
+    """
+
+    def __init__(
+        self,
+        specs: Mapping[int, Sequence[StateSpec]],
+        page_size: int,
+        interval: int,
+        max_bytes: int,
+        device: torch.device,
+    ) -> None:
+        self.interval, self.max_bytes = interval, max_bytes
+        self.pages = StatePages(specs, page_size, max_bytes, device)
+
+    @property
+    def group(self) -> PrefixGroup:
+        """Finds the pages."""
+        return self.pages.group
+
+    def begin(self, cache: PoolCache, held: Sequence[PageTable], end: int, num_shared: Sequence[int]) -> None:
+        """Let a cache go on from states that were found, and note where copies of it are wanted.
+
+        Args:
+            cache: One that holds the pages of ``end`` tokens.
+            held: The page of each row, which is released.
+            end: As above.
+            num_shared: Pages of each row that another text has, too, up to a multiple of the grid.
+        """
+        cache.grid = Grid(self.interval, end)
+        cache.grid.wanted = {count * self.pages.page_size for count in num_shared} - {0, end}
+        if end:
+            states = self.pages.read([GroupTable(table) for table in held])
+            restore_states(cache.layers, self.pages.specs, states)
+        for table in held:
+            table.release()
+
+    def write(
+        self, cache: PoolCache, row: int, tokens: Sequence[int], scope: str, found: int
+    ) -> GroupTable | None:
+        """Let others find the states of a row of a cache, and evict first those that it went on from.
+
+        Args:
+            cache: A copy of a cache behind a piece of its text.
+            row: Which of its rows.
+            tokens: All of the row.
+            scope: Under which they are found.
+            found: Tokens whose states the text went on from; 0 for none.
+
+        Returns:
+            Their page, held by the caller; ``None`` if none could be had.
+        """
+        held = self.pages.write(states_of(cache.layers, self.pages.specs), row, tokens, scope)
+        if held is not None and 0 < found < len(tokens):
+            tree, pool = self.group.tree, self.group.pages.pool
+            for ref in tree.pages_from(tokens[:found], scope, found // self.pages.page_size - 1):
+                pool.retain(ref)
+                pool.release(ref, is_passed=True)
+        return held
+
+    def report(self) -> dict[str, Any]:
+        """Pages by state, the bytes of one and of all that there may be, and the tokens of the grid."""
+        return {
+            **self.group.pages.pool.report(),
+            "nbytes": self.pages.nbytes,
+            "max_bytes": self.max_bytes,
+            "interval": self.interval,
+        }
+
+
+def states_for(
+    model: Any, layers: Sequence[Any], format: CacheFormat, interval: int | None, max_bytes: int | None
+) -> PoolStates | None:
+    """What keeps the states of a model's caches, ``None`` if it has none; it computes a short text.
+
+    Args:
+        model: A ``PreTrainedModel``.
+        layers: Those of an empty cache for it.
+        format: How its keys and values are kept.
+        interval: Tokens of the grid, a multiple of the page size; ``None`` for 256, or the next one.
+        max_bytes: That states may take; ``None`` for as many as the pages take, and at least eight texts.
+
+    Raises:
+        ArgumentError: ``state_interval`` is no multiple of ``page_size``, or ``max_state_bytes`` is less than
+            the states of one text.
+        UnsupportedError: as ``try_states``, or ``StatePages``.
+    """
+    page_size, max_tokens = format.page_size, format.max_tokens or 0
+    if not stateful_layers(layers):
+        return None
+    if interval is None:
+        interval = -(-_INTERVAL // page_size) * page_size
+    expect_range("state_interval", interval, 1)
+    if interval % page_size:
+        raise ArgumentError(f"state_interval must be a multiple of page_size {page_size}, got {interval}")
+    new_format = replace(format, max_tokens=None)
+    cache = try_states(model, lambda: KVCache(make_layers(model, new_format)))
+    specs = specs_of(cache.layers)
+    if not specs:
+        return None
+    if max_bytes is None:
+        least = _LEAST * StatePages.nbytes_of(specs, page_size)
+        max_bytes = max(round(cache.nbytes_per_token * max_tokens), least)
+    return PoolStates(specs, page_size, interval, max_bytes, model.device)
