@@ -37,10 +37,11 @@ from oracles.pmx_cases import (
     random_batch,
     static_call,
 )
+from oracles.recurrent_cases import Sizes, linear_call
 from torch import Tensor
 
 from kvloom.conform.oracles import pmx as pmx_golden
-from kvloom.dialects import ascend, pmx
+from kvloom.dialects import ascend, onnx, pmx
 from kvloom.dialects.ascend import torch_npu
 from kvloom.dialects.pmx import static
 
@@ -208,6 +209,18 @@ def cases() -> Iterator[tuple[str, Case]]:
                 lambda r, more=more: unfused(r, **more),
             ),
         )
+    for rule in ("linear", "gated", "delta", "gated_delta"):
+        yield (
+            f"linear_attention {rule}",
+            (onnx.linear_attention, lambda r, rule=rule: linear_call(rule, r, Sizes(T=6), chunk_size=4)),
+        )
+    conv = {"input": torch.randn(2, 3, 5), "weight": torch.randn(3, 1, 4), "bias": torch.randn(3)}
+    for activation in ("silu", "none"):
+        more = {"past_state": torch.randn(2, 3, 3), "activation": activation}
+        yield (
+            f"causal_conv_with_state {activation}",
+            (onnx.causal_conv_with_state, lambda r, more=more: {**conv, **more}),
+        )
 
 
 CASES = dict(cases())
@@ -236,7 +249,7 @@ def assert_same_results(actual: Any, expected: Any) -> None:
 
 
 def test_every_public_function_is_compiled() -> None:
-    public = {*ascend.__all__, *functions_of(torch_npu), *functions_of(static)}
+    public = {*ascend.__all__, *functions_of(torch_npu), *functions_of(static), *onnx.__all__}
     public |= {f"dynamic_batching.{name}" for name in functions_of(pmx.dynamic_batching)}
     assert {name.split()[0] for name in CASES} == public
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from hostile.calls import BLOCK, SLOTS, Call, D, H, floats, ints, ragged, slots
 
-from kvloom.dialects import ascend, pmx
+from kvloom.dialects import ascend, onnx, pmx
 
 
 def quantizer(rng: random.Random, *lead: int) -> dict[str, Any]:
@@ -113,4 +113,24 @@ def ascend_gather(rng: random.Random) -> Call:
     return ascend.gather_pa_kv_cache, given | {"seq_offset": ints(0, 0), "cache_mode": "Norm"}
 
 
-DIALECTS = (pmx_static, pmx_dynamic, pmx_attention, ascend_scatter, ascend_runs, ascend_gather)
+def onnx_attention(rng: random.Random) -> Call:
+    """Three tokens of one sequence, by any rule."""
+    rule, width = rng.choice(("linear", "gated", "delta", "gated_delta")), rng.choice((H, H * D))
+    given = {"query": floats(1, 3, 2 * H * D), "key": floats(1, 3, H * D), "value": floats(1, 3, H * 2)}
+    given |= {
+        "past_state": rng.choice((None, floats(1, H, D, 2))),
+        "decay": -floats(1, 3, width).abs() if "gated" in rule else None,
+        "beta": floats(1, 3, rng.choice((H, 1))) if "delta" in rule else None,
+    }
+    given |= {"q_num_heads": 2 * H, "kv_num_heads": H, "scale": 0.5, "update_rule": rule}
+    return onnx.linear_attention, given | {"chunk_size": rng.choice((1, 2, 64))}
+
+
+def onnx_conv(rng: random.Random) -> Call:
+    given = {"input": floats(2, 3, 5), "weight": floats(3, 1, 4), "activation": rng.choice(("silu", "none"))}
+    optional = {"bias": floats(3), "past_state": floats(2, 3, 3)}
+    return onnx.causal_conv_with_state, given | {n: rng.choice((None, x)) for n, x in optional.items()}
+
+
+DIALECTS = (pmx_static, pmx_dynamic, pmx_attention, ascend_scatter, ascend_runs, ascend_gather,
+            onnx_attention, onnx_conv)  # fmt: skip
