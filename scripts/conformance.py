@@ -24,11 +24,17 @@ RUNS = (
     ("kvloom", "vllm.copy_blocks", f"{OURS}copy_blocks"),
     ("kvloom", "flashinfer.append_paged_kv_cache", f"{OURS}append_paged_kv_cache"),
     ("kvloom", "transformers.cache_update", f"{OURS}kvloom_cache_update"),
+    ("kvloom", "onnx.linear_attention", f"{OURS}linear_attention"),
+    ("kvloom", "onnx.causal_conv_with_state", f"{OURS}causal_conv_with_state"),
     ("onnxruntime", "onnx.tensor_scatter", "onnxruntime"),
     ("onnxruntime", "onnx.attention", "onnxruntime"),
     ("onnxruntime", "microsoft.group_query_attention", "onnxruntime"),
+    ("onnxruntime", "onnx.linear_attention", "onnxruntime"),
+    ("onnxruntime", "onnx.causal_conv_with_state", "onnxruntime"),
     ("onnx", "onnx.tensor_scatter", "onnx.reference"),
     ("onnx", "onnx.attention", "onnx.reference"),
+    ("onnx", "onnx.linear_attention", "onnx.reference"),
+    ("onnx", "onnx.causal_conv_with_state", "onnx.reference"),
     ("transformers", "transformers.cache_update", f"{OURS}cache_update"),
 )
 

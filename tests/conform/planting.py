@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from conform import faulty
+from conform import faulty, faulty_recurrent
 
 from kvloom.conform import peers
 from kvloom.conform.describe import Call, Operator, Results
@@ -26,6 +26,7 @@ PAGED, APPEND, UPDATE = (
     "flashinfer.append_paged_kv_cache",
     "transformers.cache_update",
 )
+LINEAR, CONV = "onnx.linear_attention", "onnx.causal_conv_with_state"
 RESHAPE, FLASH, COPY = "vllm.reshape_and_cache", "vllm.reshape_and_cache_flash", "vllm.copy_blocks"
 
 RIGHT: dict[str, Callable[..., Any] | str] = {
@@ -41,6 +42,8 @@ RIGHT: dict[str, Callable[..., Any] | str] = {
     APPEND: peers.append_paged_kv_cache,
     PAGED: peers.paged_attention,
     UPDATE: peers.kvloom_cache_update,
+    LINEAR: peers.linear_attention,
+    CONV: peers.causal_conv_with_state,
     TENSOR: "onnxruntime",
     ATTENTION: "onnxruntime",
     GQA: "onnxruntime",
@@ -97,6 +100,21 @@ def answered(dialect: str, cause: str, change: Callable[[Call, Results, Call], R
 
 def static(cause: str, bug: str) -> Planted:
     return Planted(STATIC, cause, lambda: python_target(functools.partial(faulty.key_value_cache, bug)))
+
+
+def recurrent(dialect: str, cause: str, bug: str) -> Planted:
+    """A recurrent operator with a bug; what must be refused is refused by the right one."""
+
+    def target() -> Target:
+        inner = right(dialect)
+        wrong = python_target(functools.partial(getattr(faulty_recurrent, dialect.partition(".")[2]), bug))
+
+        def run(operator: Operator, vector: Vector, call: Call) -> Results:
+            return (inner if vector.expected is None else wrong)(operator, vector, call)
+
+        return run
+
+    return Planted(dialect, cause, target)
 
 
 def swap(a: str, b: str) -> Callable[[Call], Call]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from onnx import TensorProto, helper
 
 import kvloom.conform
 from kvloom.cli import main
+from kvloom.conform.describe import Call, Operator, Results
 from kvloom.conform.operators import OPERATORS
 from kvloom.conform.running import run
 from kvloom.conform.targets import Refused, open_target
@@ -37,6 +39,8 @@ PEERS = {
     "vllm.copy_blocks": "copy_blocks",
     "flashinfer.append_paged_kv_cache": "append_paged_kv_cache",
     "transformers.cache_update": "kvloom_cache_update",
+    "onnx.linear_attention": "linear_attention",
+    "onnx.causal_conv_with_state": "causal_conv_with_state",
 }
 
 
@@ -59,7 +63,7 @@ def test_kvloom_conforms(dialect: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "dialect", ["onnx.tensor_scatter", "onnx.attention", "microsoft.group_query_attention"]
+    "dialect", [name for name, each in OPERATORS.items() if each.domain in ("", "com.microsoft")]
 )
 @pytest.mark.parametrize("target", ["onnxruntime", "onnx.reference"])
 def test_onnx_agrees_with_the_oracles_on_every_legal_call_it_runs(dialect: str, target: str) -> None:
@@ -67,6 +71,43 @@ def test_onnx_agrees_with_the_oracles_on_every_legal_call_it_runs(dialect: str, 
     report = run(open_target(target), legal)
     assert [outcome.message for outcome in report.failures] == []
     assert report.passed or (target, dialect[:9]) == ("onnx.reference", "microsoft")
+
+
+@pytest.mark.parametrize("dialect", ["onnx.linear_attention", "onnx.causal_conv_with_state"])
+def test_kernels_of_onnx_runtime_agree_with_the_oracles_of_operators_that_it_had_before(dialect: str) -> None:
+    """``com.microsoft`` has kernels of these names; those of ONNX are bodies of standard operators there."""
+    inner, twin = open_target("onnxruntime"), replace(OPERATORS[dialect], domain="com.microsoft")
+    legal = [vector for vector in read(PUBLISHED, dialect) if vector.expected is not None]
+    report = run(lambda operator, vector, call: inner(twin, vector, call), legal)
+    assert [outcome.message for outcome in report.failures] == []
+    assert report.count("passed") > len(legal) / 2
+    assert {outcome.message.split()[0] for outcome in report.outcomes if outcome.status == "skipped"} == {
+        "bfloat16"
+    }
+
+
+def test_a_state_in_another_dtype_than_it_came_in_is_wrong() -> None:
+    inner = open_target("kvloom.conform.peers:linear_attention")
+
+    def halved(operator: Operator, vector: Vector, call: Call) -> Results:
+        results = inner(operator, vector, call)
+        return {**results, "present_state": results["present_state"].to(call["query"].dtype)}
+
+    legal = [vector for vector in read(PUBLISHED, "onnx.linear_attention") if vector.expected is not None]
+    report = run(halved, legal)
+    mixed = [v for v in legal if v.expected and v.expected["present_state"].dtype != v.call["query"].dtype]
+    assert len(mixed) > 20 and [outcome.vector for outcome in report.failures] == mixed
+    assert all(o.message.startswith("present_state must be float32 [") for o in report.failures)
+
+
+def test_an_onnx_runtime_that_is_older_than_the_operator_skips_it() -> None:
+    later = replace(OPERATORS["onnx.causal_conv_with_state"], opset=99)
+    inner = open_target("onnxruntime")
+    legal = [vector for vector in read(PUBLISHED, later.name) if vector.expected is not None]
+    vectors = [vector for vector in legal if vector.call["input"].dtype == torch.float32][:3]
+    report = run(lambda operator, vector, call: inner(later, vector, call), vectors)
+    assert {outcome.message for outcome in report.outcomes} == {"this ONNX Runtime has no opset 99"}
+    assert report.count("skipped") == 3 and not report.passed
 
 
 def test_transformers_agrees_with_the_oracle() -> None:

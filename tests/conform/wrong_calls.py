@@ -130,3 +130,15 @@ def coded(codes: Callable[[torch.Tensor], torch.Tensor], lowest: int = 0) -> Cal
 
 def cleared(*names: str) -> Callable[[Call], Call]:
     return lambda c: {n: torch.zeros_like(c[n]) for n in names if n in c}
+
+
+def first_decay(call: Call) -> Call:
+    """The decay of the first element of each key for all of its elements."""
+    if "decay" not in call:
+        return {}
+    decay = call["decay"].unflatten(2, (call["kv_num_heads"], -1))
+    return {"decay": decay[..., 0]}
+
+
+def swap_of_one_shape(a: str, b: str) -> Callable[[Call], Call]:
+    return lambda c: {a: c[b], b: c[a]} if c[a].shape == c[b].shape else {}

@@ -82,3 +82,7 @@ def unsigned(before: Call, results: Results, call: Call) -> Results:
         before["v_scale"].view(1, 1, 1, 1).expand(1, kv_heads, 1, out.shape[3]))  # fmt: skip
     more = 8 * scale[0, :, 0].repeat_interleave(heads // kv_heads, dim=0)
     return {**results, "output": (out + more).flatten(2)}
+
+
+def put_back_state(before: Call, results: Results, call: Call) -> Results:
+    return {**results, "present_state": before["past_state"]} if "past_state" in before else results

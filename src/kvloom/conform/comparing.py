@@ -12,7 +12,7 @@ from kvloom.conform.vectors import Vector, describe_tensor
 
 _WORD: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _TOLERANCE: Final = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
-"""Of ``close``, times the largest of 1 and what is expected."""
+"""Of ``close`` and ``rounded``, times the largest of 1 and what is expected."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,8 @@ def differing(expected: Tensor, got: Tensor, how: str, padding: Tensor | None = 
         wrong = (words(expected) != words(got)) & ~(nan(expected) & nan(got))
     else:
         limit = _TOLERANCE.get(got.dtype, 2e-5) * expected.abs().double().clamp(min=1.0)
-        wrong = ~((expected.double() - got.double()).abs() <= limit)
+        near = (expected.double() - got.double()).abs() <= limit
+        wrong = ~torch.where(expected.isfinite(), near, (expected == got) | (nan(expected) & nan(got)))
     return wrong if padding is None else wrong & ~(padding & (words(got) == 0))
 
 

@@ -19,6 +19,7 @@ COMPARED: Final = {
     "padded": "by bits; where a row has no token, 0 is right, too",
     "values": "by bits, where every NaN is NaN",
     "close": "within a tolerance",
+    "rounded": "within a tolerance, in its dtype",
 }
 """How a result is compared, and what that means."""
 Spoil = Callable[[Call, Draw], Call]
@@ -92,6 +93,7 @@ class Operator:
         count: Vectors in the published set.
         domain: Of its ONNX node, ``None`` where it is none.
         node_inputs: Inputs of that node, ``""`` for those not used here; in the order of arguments if empty.
+        opset: Of its ONNX model.
     """
 
     name: str
@@ -105,6 +107,7 @@ class Operator:
     count: int = 100
     domain: str | None = None
     node_inputs: tuple[str, ...] = ()
+    opset: int = 24
     compared: Mapping[str, str] = field(default_factory=dict)
     """How an updated argument is compared, ``bits`` if not said."""
 

@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from kvloom.conform.describe import Call, Results
-from kvloom.conform.oracles import ascend, attending, caches, paged, pmx
+from kvloom.conform.oracles import ascend, attending, caches, paged, pmx, recurrent
 
 
 def copied(call: Call) -> Call:
@@ -94,6 +94,8 @@ paged_written = in_place(paged.paged_attention_write, "key_cache", "value_cache"
 onnx_attended = returning(attending.onnx_attention)
 group_attended = returning(attending.group_query_attention)
 updated = returning(caches.cache_update)
+attended_linearly = returning(recurrent.linear_attention)
+convolved = returning(recurrent.causal_conv_with_state)
 
 
 def tensor_scattered(call: Call) -> Results:

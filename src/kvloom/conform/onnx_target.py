@@ -27,7 +27,6 @@ _TYPES: Final = {
 }
 _UPDATED: Final = "_updated"
 """Behind the name of what a node updates, since no output may have the name of an input."""
-_OPSET: Final = 24
 _IR: Final = 11
 
 
@@ -87,7 +86,7 @@ def model_of(operator: Operator, vector: Vector, call: Call) -> Any:
             for n in outputs
         ],
     )
-    domains = [helper.make_opsetid("", _OPSET)]
+    domains = [helper.make_opsetid("", operator.opset)]
     if operator.domain:
         domains.append(helper.make_opsetid(operator.domain, 1))
     return helper.make_model(graph, opset_imports=domains, ir_version=_IR)
@@ -129,6 +128,8 @@ class OnnxOperators:
         except Exception as error:  # ONNX Runtime has no common base
             if "NOT_IMPLEMENTED" in str(error) or "NotImplemented" in type(error).__name__:
                 raise Unsupported(str(error).splitlines()[0][:200]) from error
+            if "ValidateOpset" in str(error):
+                raise Unsupported(f"this ONNX Runtime has no opset {operator.opset}") from error
             raise Refused(str(error).splitlines()[0][:300]) from error
 
 

@@ -9,12 +9,14 @@ from kvloom import ops
 from kvloom.core.checks import expect, expect_range
 from kvloom.core.layouts import CacheLayout
 from kvloom.core.views import KVView
-from kvloom.dialects import ascend, pmx
+from kvloom.dialects import ascend, onnx, pmx
 from kvloom.errors import ArgumentError
 
 key_value_cache = pmx.key_value_cache
 dynamic_key_value_cache = pmx.dynamic_batching.key_value_cache
 gather_pa_kv_cache = ascend.gather_pa_kv_cache
+linear_attention = onnx.linear_attention
+causal_conv_with_state = onnx.causal_conv_with_state
 
 
 def scatter_pa_kv_cache(**call: Any) -> None:

@@ -2,7 +2,17 @@
 
 from typing import Final
 
-from kvloom.conform.mistakes import ascend, attention, codes, entries, leaving, others, sides, storing
+from kvloom.conform.mistakes import (
+    ascend,
+    attention,
+    codes,
+    entries,
+    leaving,
+    others,
+    recurrent,
+    sides,
+    storing,
+)
 from kvloom.conform.mistakes.making import Mistake
 
 MISTAKES: Final[tuple[Mistake, ...]] = (
@@ -14,6 +24,7 @@ MISTAKES: Final[tuple[Mistake, ...]] = (
     *attention.MISTAKES,
     *ascend.MISTAKES,
     *others.MISTAKES,
+    *recurrent.MISTAKES,
 )
 """In no order; diagnosis tries them all."""
 

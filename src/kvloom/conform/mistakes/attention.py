@@ -25,7 +25,8 @@ def _heads_modulo(operator: Operator, call: Call, results: Results) -> Results |
         name, out, axis, x = "query", "attn_output", 1, call["query"]
         heads, kv_heads = call["num_heads"], call["num_kv_heads"] or call["num_heads"]
     elif "kv_num_heads" in call:
-        name, out, axis, heads, kv_heads = "query", "output", 2, call["num_heads"], call["kv_num_heads"]
+        name, out, axis, kv_heads = "query", "output", 2, call["kv_num_heads"]
+        heads = call["q_num_heads"] if "q_num_heads" in call else call["num_heads"]
         x = call["query"].unflatten(2, (heads, -1))
     else:
         return None

@@ -26,6 +26,8 @@ def _not_updated(operator: Operator, call: Call, results: Results) -> Results | 
     if "past_key" in before and "present_key" in results:
         past = {f"present_{side}": before[f"past_{side}"] for side in ("key", "value")}
         return {**results, **past} if past["present_key"].shape == results["present_key"].shape else None
+    if "past_state" in before:
+        return {**results, "present_state": before["past_state"]}
     changed = {name: before[name] for name in results if name.split(".")[0] in operator.updated}
     return {**results, **changed} if changed else None
 

@@ -8,13 +8,14 @@ from unittest import mock
 from torch import Tensor
 
 from kvloom.conform.describe import Call, Operator, Results
-from kvloom.conform.oracles import ascend, attending, pmx
+from kvloom.conform.oracles import ascend, attending, pmx, recurrent
 
 Change = Callable[[Call], Call | None]
 _JUDGED_BY: Final[dict[Any, tuple[str, ...]]] = {
     pmx: ("pmx.", "opmx."),
     ascend: ("ascend.",),
     attending: ("onnx.attention", "microsoft.group_query"),
+    recurrent: ("onnx.linear_attention", "onnx.causal_conv"),
 }
 """The dialects of each oracle that mistakes take apart."""
 

@@ -2,7 +2,8 @@
 
 from typing import Final
 
-from kvloom.conform.operators import pages, pmx, rows
+from kvloom.conform.operators import pages, pmx, recurrent, rows
 
-OPERATORS: Final = {each.name: each for each in (*pmx.OPERATORS, *pages.OPERATORS, *rows.OPERATORS)}
+_ALL: Final = (*pmx.OPERATORS, *pages.OPERATORS, *rows.OPERATORS, *recurrent.OPERATORS)
+OPERATORS: Final = {each.name: each for each in _ALL}
 """By dialect."""
