@@ -203,3 +203,18 @@ def test_gradients_reach_every_input() -> None:
     (output.sum() + state.sum()).backward()
     for name in inputs:
         torch.testing.assert_close(call[name].grad, single[name].grad, rtol=1e-4, atol=1e-4)
+
+
+def test_layers_of_qwen_3_next_compute_a_gated_delta() -> None:
+    modeling = pytest.importorskip("transformers.models.qwen3_next.modeling_qwen3_next")
+    call = linear_call(
+        "gated_delta", bits.generator(14), Sizes(T=70, R=1, K=8, V=8), is_by_element=False, chunk_size=16
+    )
+    expected, bound = recurrent.linear_attention(**call), rounding_bounds(call, 64)
+    given = [call[name].unflatten(2, (2, -1)) for name in ("query", "key", "value")]
+    state = {"initial_state": call["past_state"], "output_final_state": True}
+    for function in (modeling.torch_chunk_gated_delta_rule, modeling.torch_recurrent_gated_delta_rule):
+        output, present = function(*given, g=call["decay"], beta=call["beta"], **state)
+        assert_within(output.flatten(2), expected["output"], 2 * bound.output, "output")
+        assert_within(present, expected["present_state"], 2 * bound.state, "present_state")
+    assert_right(call)
