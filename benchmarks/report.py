@@ -27,6 +27,7 @@ from plots import link, place
 from quality_sections import formats_section, quality_length_section, quality_section, retrieval_section
 from rounds import needs_compiled_backend
 from serving_sections import serving_http_section, serving_section
+from states_sections import states_section
 from store_sections import slow_store_section, store_section
 from tables import cell, left_out, pivot, table
 from trace_sections import causes_section, events_section, knowledge_section, simulate_section
@@ -261,6 +262,7 @@ SECTIONS = {
     "quality_length": Section("Quality at length", quality_length_section, QUANTIZED, of_processor=False),
     "retrieval": Section("Answers from far back", retrieval_section, QUANTIZED, of_processor=False),
     "latents": Section("Latent attention", latents_section, OURS),
+    "states": Section("Recurrent states in pools", states_section, OURS),
     "formats": Section("Formats of 4 bits", formats_section, (*QUANTIZED, "gguf"), of_processor=False),
     "growth": Section("What a cache is for", growth_section, OURS),
     "sharing": Section("Sharing pages", sharing_section, QUANTIZED),
