@@ -21,6 +21,7 @@ from oracles.pairs import pairwise
 from oracles.stateful_models import WRONG, folders, stateful_model
 from torch import Tensor
 
+import kvloom
 from kvloom.errors import ArgumentError, UnsupportedError
 from kvloom.integrations.transformers import KVPool
 from kvloom.integrations.transformers.build import StatefulLayer
@@ -318,6 +319,13 @@ def test_why_names_states_that_nobody_kept() -> None:
     assert pool.why(ids) == []
     [miss] = pool.why(torch.cat([ids[:, : 2 * GRID + 3], text(GRID, 9)], 1))[:1]
     assert (miss.cause, miss.first, miss.num_pages) == ("no states", 0, 2 * GRID // 8)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_bytes_of_states_are_planned(name: str) -> None:
+    model = stateful_model(name)
+    planned = kvloom.plan(model.config, context=64, page_size=8)
+    assert planned.state_page == pool_of(model).report()["states"]["nbytes"]
 
 
 def test_bad_arguments_are_named() -> None:

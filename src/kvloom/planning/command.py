@@ -91,6 +91,7 @@ def _as_json(plan: "Plan", memory: int | None) -> dict[str, Any]:
     found: dict[str, Any] = {
         name: getattr(plan, name) for name in ("kv", "context", "batch", "page_size", *_PARTS)
     }
+    found["state_page"] = plan.state_page
     found["layers"] = [
         {"kind": x.kind} | {name: getattr(x, name) for name in ("cache", "scales", "states", "waste")}
         for x in plan.layers
@@ -134,6 +135,10 @@ def _print(plans: list["Plan"], memory: int | None) -> None:
         layers.add_row(f"{count} {kind}", *(f"{getattr(total, name):,}" for name in names))
     console.print(f"by kind of layer, kv {first.kv}:")
     console.print(layers)
+    if first.state_page:
+        console.print(
+            f"a KVPool keeps the states behind a text in {first.state_page:,} bytes of its max_state_bytes"
+        )
     if memory is not None:
         console.print(
             f"longest: tokens of each of {first.batch} in {memory:,} bytes; batch: sequences of "

@@ -39,6 +39,7 @@ class LayerShape:
         window: Tokens that a token sees, itself included; ``None`` for all.
         state_nbytes: Bytes of the recurrent state of one sequence.
         index: Keys of an index, which are never quantized; ``None`` without one.
+        state_numel: Elements of the recurrent state of one sequence.
     """
 
     kind: Kind
@@ -46,6 +47,7 @@ class LayerShape:
     window: int | None
     state_nbytes: int
     index: Entry | None = None
+    state_numel: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,9 +196,11 @@ def _run_without_data(config: Any) -> tuple[Any, _Watched]:
 
 def _shape(name: str, layer: Any, cache: _Watched, index: int, is_latent: bool) -> LayerShape:
     theirs = cache.layers[index]
-    state = 0
+    state = numel = 0
     if isinstance(theirs, StatefulLayer):
-        state = sum(x.nbytes for field, x in _tensors(vars(theirs)) if field not in ("keys", "values"))
+        of_kinds = [getattr(theirs, field) for field in ("conv_states", "recurrent_states")]
+        kept = [x for states in of_kinds for x in states.values() if x is not None]
+        state, numel = sum(x.nbytes for x in kept), sum(x.numel() for x in kept)
         if not state and index not in cache.seen:
             raise UnsupportedError(
                 f"config must be of a model that keeps recurrent states in its cache, got {name} with others"
@@ -204,16 +208,10 @@ def _shape(name: str, layer: Any, cache: _Watched, index: int, is_latent: bool) 
     keys = cache.indexed.get(index)
     of_index = None if keys is None else entry_of(keys.unsqueeze(1), keys.unsqueeze(1)[..., :0])
     if index not in cache.seen:
-        return LayerShape("recurrent" if state else "none", None, None, state, of_index)
+        return LayerShape("recurrent" if state else "none", None, None, state, of_index, numel)
     key, value = cache.seen[index]
     window = layer.pages.sequences.window
     kind: Kind = "hybrid" if state else "full" if window is None else "window"
     if kind == "full" and is_latent:
         kind = "latent"
-    return LayerShape(kind, entry_of(key, value), window, state, of_index)
-
-
-def _tensors(found: dict[Any, Any]) -> list[tuple[Any, Tensor]]:
-    """Tensors of a mapping and of those within it, by name."""
-    nested = [pair for x in found.values() if isinstance(x, dict) for pair in _tensors(x)]
-    return nested + [(name, x) for name, x in found.items() if isinstance(x, Tensor)]
+    return LayerShape(kind, entry_of(key, value), window, state, of_index, numel)

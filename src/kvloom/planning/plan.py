@@ -96,6 +96,12 @@ class Plan:
         return sum(layer.states for layer in self.layers)
 
     @property
+    def state_page(self) -> int:
+        """Bytes in which a ``KVPool`` keeps the states behind one text, as float32 in a page."""
+        size = self.page_size
+        return sum(-(-layer.state_numel // size) * size * 4 for layer in self.shape.layers)
+
+    @property
     def waste(self) -> int:
         """Bytes of slots without a token, which are among ``cache`` and ``scales``."""
         return sum(layer.waste for layer in self.layers)
