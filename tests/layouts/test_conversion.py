@@ -244,3 +244,12 @@ def test_a_target_that_overlaps_is_left_as_it_was() -> None:
     with pytest.raises(ShapeError):
         convert(cache(key=pages), cache(key=pages.flip(0).flip(0)[:1]))
     assert torch.equal(pages, before)
+
+
+def test_latents_and_rope_keys_are_keys_and_values_of_one_head() -> None:
+    ckv, kpe = torch.randn(3, 16, 512), torch.randn(3, 16, 64)
+    source = KVTensors({"key": ckv, "value": kpe}, "flashinfer_mla", heads=1)
+    target = convert(source, "hugging_face").tensors
+    assert torch.equal(target["key"], ckv.unsqueeze(1)) and torch.equal(target["value"], kpe.unsqueeze(1))
+    back = convert(KVTensors(target, "hugging_face"), "flashinfer_mla").tensors
+    assert torch.equal(back["key"], ckv) and torch.equal(back["value"], kpe)

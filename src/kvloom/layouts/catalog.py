@@ -86,6 +86,13 @@ LAYOUTS: Final = {
         ),
         NamedLayout("flashinfer", "B 2 S H D", "", "FlashInfer", "KV-Cache Layout: paged, NHD"),
         NamedLayout("flashinfer_hnd", "B 2 H S D", "", "FlashInfer", "KV-Cache Layout: paged, HND"),
+        NamedLayout(
+            "flashinfer_mla",
+            "B S (H D)",
+            "",
+            "FlashInfer",
+            "MLA Page Layout: ckv_cache as keys, kpe_cache as values",
+        ),
         NamedLayout("sglang", "T H D", "", "SGLang", "MHATokenToKVPool: k_buffer, v_buffer of a layer"),
         NamedLayout("lmcache", "2 L T (H D)", "", "LMCache", "MemoryFormat.KV_2LTD"),
         NamedLayout("onnx", "B S (H D)", "", "ONNX", "Attention-24, TensorScatter-24: 3-D inputs"),
