@@ -11,8 +11,9 @@ from torch import Tensor
 
 from kvloom.core.specs import QuantSpec
 from kvloom.errors import UnsupportedError
-from kvloom.integrations.vllm import blocks, pages
+from kvloom.integrations.vllm import blocks
 from kvloom.integrations.vllm.blocks import Blocks, Group
+from kvloom.integrations.vllm.pages import PageFormat
 from kvloom.store import Fingerprint, KVStore
 
 pytest.importorskip("xxhash")
@@ -39,7 +40,7 @@ def rank(
     groups: Sequence[Group], quant: QuantSpec | None, heads: range = range(HEADS), seed: int | None = None
 ) -> tuple[Blocks, list[Tensor]]:
     """Pages of some heads, random or empty, and the memory that they lie in."""
-    content = pages.content_bytes(DIM, torch.float32, quant)
+    content = PageFormat.heads(DIM, torch.float32, quant).content_bytes
     sizes = {layer: group.block_size for group in groups for layer in group.layers}
     draw = torch.Generator().manual_seed(seed or 0)
     memory = []
@@ -47,7 +48,7 @@ def rank(
         shape = (NUM_BLOCKS, HEADS, sizes[layer], content)
         drawn = torch.randint(0, 256, shape, dtype=torch.uint8, generator=draw)
         memory.append((drawn if seed is not None else torch.zeros_like(drawn))[:, heads.start : heads.stop])
-    views = {i: pages.view(x, DIM, torch.float32, quant) for i, x in enumerate(memory)}
+    views = {i: PageFormat.heads(DIM, torch.float32, quant).view(x) for i, x in enumerate(memory)}
     return Blocks(fingerprint(groups, quant), heads, groups, views), memory
 
 

@@ -12,9 +12,10 @@ from torch import Tensor
 from kvloom import ops
 from kvloom.caches.transform import Transform
 from kvloom.core.specs import QuantSpec
-from kvloom.integrations.vllm import layer, pages
+from kvloom.integrations.vllm import layer
 from kvloom.integrations.vllm.builder import Step
 from kvloom.integrations.vllm.layer import Newest, Paged
+from kvloom.integrations.vllm.pages import PageFormat
 from kvloom.ops import KeyOffset, KeySmoothing
 from kvloom.quant.affine import dequantize, quantize
 
@@ -39,7 +40,7 @@ INT4 = QuantSpec(4, full_range=True)
 
 def memory_of(blocks: int, size: int, quant: QuantSpec | None) -> Tensor:
     """Pages that hold what others left, NaN among floats."""
-    content = pages.content_bytes(DIM, torch.float32, quant)
+    content = PageFormat.heads(DIM, torch.float32, quant).content_bytes
     return torch.full((blocks, HEADS, size, content), 0xFF, dtype=torch.uint8)
 
 
@@ -67,8 +68,8 @@ class Layer:
         self.query = torch.randn(TOKENS, QUERIES, DIM, generator=generator)
         self.query[..., 3] /= 20
         self.transform = transform
-        self.view = Paged(DIM, torch.float32, INT4).view(memory_of(5, 32, INT4))
-        self.newest = Paged(DIM, torch.float32, None).view(memory_of(10, 16, None))
+        self.view = Paged(PageFormat.heads(DIM, torch.float32, INT4)).view(memory_of(5, 32, INT4))
+        self.newest = Paged(PageFormat.heads(DIM, torch.float32, None)).view(memory_of(10, 16, None))
         self.positions = torch.arange(TOKENS) if transform is not None and transform.needs_positions else None
         slots = slots_in(self.codes, 32)
         for part in (slice(0, 70), slice(70, TOKENS)):  # as vLLM cuts a prompt, and pads what it has
@@ -160,7 +161,7 @@ def test_rotated_keys_with_a_large_channel_lose_less() -> None:
 
 
 def test_pages_that_vllm_replaces_are_viewed_anew() -> None:
-    kept = Paged(DIM, torch.float32, INT4)
+    kept = Paged(PageFormat.heads(DIM, torch.float32, INT4))
     first, second = memory_of(1, 32, INT4), memory_of(2, 32, INT4)
     assert kept.view(first) is kept.view(first)
     assert kept.view(second).tensors[0].data_ptr() != kept.view(first).tensors[0].data_ptr()

@@ -18,9 +18,10 @@ pytest.importorskip("xxhash")
 from store.runs import damaged, make_run
 
 from kvloom.core.specs import QuantSpec
-from kvloom.integrations.vllm import blocks, pages
+from kvloom.integrations.vllm import blocks
 from kvloom.integrations.vllm.blocks import Blocks, Group
 from kvloom.integrations.vllm.mover import Mover
+from kvloom.integrations.vllm.pages import PageFormat
 from kvloom.integrations.vllm.planner import Plan, Transfer
 from kvloom.store import Fingerprint, KVStore
 from kvloom.store.backends.memory import Memory
@@ -40,9 +41,9 @@ OTHERS = [
 
 def empty_blocks(num_blocks: int) -> tuple[Blocks, Tensor]:
     """Blocks of one layer, and the memory that they lie in."""
-    content = pages.content_bytes(DIM, torch.float32, QUANT)
+    content = PageFormat.heads(DIM, torch.float32, QUANT).content_bytes
     memory = torch.zeros(num_blocks, HEADS, PAGE, content, dtype=torch.uint8)
-    views = {0: pages.view(memory, DIM, torch.float32, QUANT)}
+    views = {0: PageFormat.heads(DIM, torch.float32, QUANT).view(memory)}
     return Blocks(FINGERPRINT, range(HEADS), GROUPS, views), memory
 
 

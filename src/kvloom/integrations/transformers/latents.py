@@ -21,6 +21,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
+from kvloom.caches.absorption import LatentSizes, is_faster_expanded
 from kvloom.core.checks import FLOAT_DTYPES
 from kvloom.errors import UnsupportedError
 from kvloom.integrations.transformers.invariance.layers import InvariantRows
@@ -236,32 +237,15 @@ class ExpandedStates(LazyTensor):
         nope, rank = of_keys.shape[1:]
         rope = query.shape[3] - nope
         is_always = isinstance(self.latents, Tensor) or is_batch_invariant()
-        counts = query.shape[2], self.latents.shape[2], num_read
-        if not is_always and _is_faster_expanded(*counts, nope, rope, of_values.shape[1], rank):
+        counts = query.shape[2], self.latents.shape[2]
+        sizes = LatentSizes(rank, nope, rope, of_values.shape[1])
+        if not is_always and is_faster_expanded(*counts, sizes, num_read):
             return None
         is_invariant = isinstance(module.kv_b_proj, InvariantRows) and not torch.compiler.is_compiling()
         rows = query.transpose(1, 2).flatten(0, 1)  # [B * Q, H, nope + rope]
         latent = _by_head(rows[..., :nope], of_keys.mT, is_invariant)
         whole = torch.cat((latent, rows[..., nope:]), dim=-1).unflatten(0, (len(query), -1))
         return Absorbed(whole.transpose(1, 2), of_values, is_invariant)
-
-
-def _is_faster_expanded(
-    num_new: int, num_tokens: int, num_read: int | None, nope: int, rope: int, v: int, rank: int
-) -> bool:
-    """Whether it takes fewer multiplications to expand the latents.
-
-    A token then costs its expansion, once for all queries, and each pair of a query and a token less. Where
-    no token is older than the queries, the queries' own products cost what the expansion does. Of expanded
-    tokens all are multiplied, also where fewer are read as latents.
-    """
-    if num_read is not None and num_read < num_tokens:
-        of_latents = num_new * (rank * (nope + v) + num_read * (2 * rank + rope))
-        return num_tokens * (rank * (nope + v) + num_new * (nope + rope + v)) < of_latents
-    if num_new == num_tokens:
-        return num_new > 1
-    spared = (2 * rank + rope) - (nope + rope + v)
-    return num_new * spared > rank * (nope + v)
 
 
 def _by_head(rows: Tensor, weight: Tensor, is_invariant: bool) -> Tensor:

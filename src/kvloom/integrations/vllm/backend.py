@@ -28,18 +28,18 @@ from kvloom.core.spelling import Kind
 from kvloom.errors import UnsupportedError
 from kvloom.integrations.transformers.smoothing.fitting import LayerSmoothing
 from kvloom.integrations.vllm import layer as paged
-from kvloom.integrations.vllm import pages, residual, smoothing
+from kvloom.integrations.vllm import residual, smoothing
 from kvloom.integrations.vllm.builder import step_of
 from kvloom.integrations.vllm.guard import KINDS, GuardedBackend, GuardedImpl
-from kvloom.integrations.vllm.options import Options
+from kvloom.integrations.vllm.options import CODES, Options
+from kvloom.integrations.vllm.pages import PageFormat
 from kvloom.integrations.vllm.recording import Recording
 from kvloom.integrations.vllm.watch import model_of
 from kvloom.ops import KeySmoothing
 from kvloom.quant.rotation import block_of
 
-BITS: Final = {KVQuantMode.INT8_PER_TOKEN_HEAD: 8, KVQuantMode.INT4_PER_TOKEN_HEAD: 4}
-"""Of the codes that each of vLLM's names stands for."""
-_CODES: Final = tuple(mode.name.lower() for mode in BITS)
+BITS: Final = {KVQuantMode[name.upper()]: bits for name, bits in CODES.items()}
+"""Of the codes that each of vLLM's modes stands for."""
 
 # A name below vLLM's own, whose handlers then show what is said.
 _logger = init_logger("vllm.kvloom")
@@ -50,7 +50,7 @@ class KvloomBackend(GuardedBackend):
 
     supported_kv_cache_dtypes: ClassVar[list[Any]] = [
         *GuardedBackend.supported_kv_cache_dtypes,
-        *_CODES,
+        *CODES,
     ]
     options: ClassVar[Options] = Options()
     """Of the engine that this process loaded last; ``customize_spec`` is called without its configuration."""
@@ -85,13 +85,13 @@ class KvloomBackend(GuardedBackend):
                 f"values in quantized pages must have the keys' {head_dim} elements, got {spec.head_size_v}"
             )
         quant = cls.options.quant(bits, head_dim)
-        return replace(spec, state_content_bytes=pages.content_bytes(head_dim, spec.dtype, quant))
+        return replace(spec, state_content_bytes=PageFormat.heads(head_dim, spec.dtype, quant).content_bytes)
 
 
 class KvloomImpl(GuardedImpl):
     """Stores and attends in one layer."""
 
-    kinds = (*KINDS, *_CODES)
+    kinds = (*KINDS, *CODES)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -112,7 +112,8 @@ class KvloomImpl(GuardedImpl):
         if not self.is_kvloom:
             return
         self._scores = self._scores_of_model()
-        self._paged = paged.Paged(self.head_size, self.dtype, self._quant)
+        self._format = PageFormat.heads(self.head_size, self.dtype, self._quant)
+        self._paged = paged.Paged(self._format)
         is_rotated = self._kind is not None and self._kind.rotates("keys")
         self._transform = Transform(key=block_of(self.head_size)) if is_rotated else None
         self._residual: str | None = None
@@ -130,8 +131,7 @@ class KvloomImpl(GuardedImpl):
         if self.is_kvloom and self._kind is not None and self._kind.recent and self._residual is None:
             window = self._kind.recent
             window = min(window, self._scores.window) if self._scores.window else window
-            code_bytes = pages.content_bytes(self.head_size, self.dtype, self._quant)
-            self._residual = residual.beside(self, self._layers, window, code_bytes)
+            self._residual = residual.beside(self, self._layers, window, self._format)
         self.is_loaded = True
         if self.smoothed is None:
             _smooth(self._config, self._layers)
@@ -326,7 +326,7 @@ def _refuse_untold(name: str, layer: Any, skipped: list[str]) -> None:
         UnsupportedError: codes were asked for, and its pages would be floats.
     """
     asked = getattr(layer.impl, "asked", "auto")
-    if asked not in _CODES or layer.kv_cache_dtype != "auto":
+    if asked not in CODES or layer.kv_cache_dtype != "auto":
         return
     is_skipped = "sliding_window" in skipped and layer.sliding_window is not None
     if not is_skipped and str(extract_layer_index(name)) not in skipped:

@@ -3,7 +3,7 @@
 Shapes: T new tokens of all requests, R requests, P blocks of a request.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -36,6 +36,12 @@ class Step:
             behind = first.repeat_interleave(starts.diff(), output_size=self.num_tokens)
             self._positions.append(behind + torch.arange(self.num_tokens))
         return self._positions[0]
+
+    def of_first(self, num_requests: int, num_tokens: int) -> "Step":
+        """The step of the first requests alone, which have ``num_tokens`` new tokens."""
+        batch, end = self.batch, num_requests + 1
+        index = replace(batch.index, table=batch.index.table[:num_requests])
+        return Step(num_tokens, ops.Batch(index, batch.seqstarts[:end], batch.kvstarts[:end]))
 
     @classmethod
     def of(

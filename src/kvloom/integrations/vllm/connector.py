@@ -19,19 +19,20 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 from vllm.distributed.parallel_state import get_tp_group
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, MLAAttentionSpec, SlidingWindowSpec
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvloom.core.specs import QuantSpec
 from kvloom.core.spelling import Kind
 from kvloom.errors import ConfigError, UnsupportedError
-from kvloom.integrations.vllm import blocks, pages
+from kvloom.integrations.vllm import blocks
 from kvloom.integrations.vllm.backend import BITS
 from kvloom.integrations.vllm.blocks import Blocks, Group
 from kvloom.integrations.vllm.identity import identify
 from kvloom.integrations.vllm.metrics import COUNTS, Metrics, Stats
 from kvloom.integrations.vllm.mover import Mover
 from kvloom.integrations.vllm.options import Options
+from kvloom.integrations.vllm.pages import PageFormat
 from kvloom.integrations.vllm.planner import Plan, Planner
 from kvloom.integrations.vllm.residual import SUFFIX
 from kvloom.integrations.vllm.watch import WeightWatch, model_of
@@ -182,7 +183,9 @@ class KvloomConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             if not getattr(impl, "is_kvloom", False):
                 raise UnsupportedError(f"pages must be kvloom's in all layers for a store, {name} has vLLM's")
             _, quant = _kept(config, impl.kv_quant_mode, impl.head_size)
-            layers[_number(name)] = pages.view(memory, impl.head_size, config.model_config.dtype, quant)
+            layers[_number(name)] = PageFormat.heads(impl.head_size, config.model_config.dtype, quant).view(
+                memory
+            )
             smoothed[_number(name)] = impl.smoothing
         digest = digest_of([smoothing for _, smoothing in sorted(smoothed.items())])
         self._fingerprint = replace(self._fingerprint, smoothing=digest)
@@ -310,6 +313,10 @@ def _fingerprint(config: Any, kv_cache_config: Any, groups: list[Group]) -> Fing
 def _group(group: Any) -> Group:
     specs = [_spec(group, name) for name in group.layer_names]
     for spec in specs:
+        if isinstance(spec, MLAAttentionSpec):
+            raise UnsupportedError(
+                "pages must be keys and values for a store: a store has no latents of vLLM's"
+            )
         if type(spec) not in (FullAttentionSpec, SlidingWindowSpec):
             raise UnsupportedError(
                 f"pages must be of decoder attention for a store, got {type(spec).__name__}"

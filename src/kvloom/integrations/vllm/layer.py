@@ -6,35 +6,32 @@ dim, C elements of a token of a head.
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from kvloom import ops
 from kvloom.caches.tokens import attend_behind, scores_of_newest
 from kvloom.caches.transform import Transform
-from kvloom.core.specs import QuantSpec
+from kvloom.caches.transform import attend as transformed
 from kvloom.core.views import KVView
-from kvloom.integrations.vllm import pages
 from kvloom.integrations.vllm.builder import Step
+from kvloom.integrations.vllm.pages import PageFormat
 
 
 class Paged:
     """Views of pages, which vLLM replaces once, after it has measured memory.
 
     Args:
-        head_dim: D.
-        dtype: What the model computes in.
-        quant: How tokens are quantized; ``None`` if they are not.
+        format: What they hold.
     """
 
-    def __init__(self, head_dim: int, dtype: torch.dtype, quant: QuantSpec | None) -> None:
-        self._how = head_dim, dtype, quant
+    def __init__(self, format: PageFormat) -> None:
+        self._format = format
         self._memory: Tensor | None = None
 
     def view(self, memory: Tensor) -> KVView:
         """Keys and values in ``memory``, ``[B, H, S, C]``."""
         if self._memory is not memory:
-            self._view = pages.view(memory, *self._how)
+            self._view = self._format.view(memory)
             self._memory = memory
         return self._view
 
@@ -79,6 +76,37 @@ def store(
     if transform is not None:
         key, value = transform.stored(key, value, positions)
     ops.store(key, value, slots, view, full_range=full_range)
+
+
+def attend_latents(
+    query: Tensor,
+    view: KVView,
+    step: Step,
+    scores: ops.Scores,
+    transform: Transform | None = None,
+    newest: tuple[Newest, Step] | None = None,
+) -> Tensor:
+    """Attend to latents (MLA) that are stored, as ``ops.attend`` with ``is_latent``.
+
+    Args:
+        query: ``[T, Hq, rank + rope]``.
+        view: The pages of the layer: latents as keys, rope keys as values.
+        step: As of ``attend``.
+        scores: The same.
+        transform: The same.
+        newest: The same.
+
+    Returns:
+        ``[T, Hq, rank]``.
+    """
+    if newest is None:
+        return transformed(query, view, step.batch, scores, transform, is_latent=True)
+    pages, where = newest
+    part = ops.attend_part(
+        query, pages.view, where.batch, scores_of_newest(scores, pages.recent), is_latent=True
+    )
+    codes = view, step.batch, scores, transform, None, True
+    return attend_behind(part, query, *codes, skip=pages.recent, skip_from=None)
 
 
 def attend(

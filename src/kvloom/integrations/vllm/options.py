@@ -2,12 +2,15 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, Final
 
 from kvloom.core.entries import OF_BITS
 from kvloom.core.specs import QuantSpec
 from kvloom.core.spelling import SMOOTHED, Kind
 from kvloom.errors import ConfigError
+
+CODES: Final = {"int8_per_token_head": 8, "int4_per_token_head": 4}
+"""Bits of the codes in pages of kvloom's, by the values of ``--kv-cache-dtype`` that stand for them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,73 +7,122 @@ scales of the keys and those of the values, each in the axis order that attentio
 Shapes: B blocks, H key/value heads, S tokens of a block, D head dim, C elements of a token of a head.
 """
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import prod
-from typing import Literal
+from typing import Final, Literal
 
 import torch
 from torch import Tensor
 
 from kvloom import ops
 from kvloom.caches.format import page_layout
-from kvloom.core.layouts import CacheLayout
 from kvloom.core.specs import KVSpec, QuantSpec
 from kvloom.core.views import KVView
 from kvloom.errors import ShapeError
 
+BITS_OF_ROPE_KEYS: Final = 8
+"""At least, beside latents that are codes."""
 
-def content_bytes(head_dim: int, dtype: torch.dtype, quant: QuantSpec | None) -> int:
-    """Bytes of a token of a head, key and value, scales included.
 
-    Args:
-        head_dim: D, a multiple of the group.
-        dtype: Of keys and values where they are not quantized.
-        quant: How they are quantized; ``None`` if they are not.
+@dataclass(frozen=True, slots=True)
+class PageFormat:
+    """How a page keeps the tokens of a head.
 
-    Raises:
-        ConfigError: the group does not divide ``head_dim``.
+    Attributes:
+        key: Keys, or latents; its layout is not read.
+        value: Values, or rope keys.
+        is_latent: Whether these are latents and rope keys of one head. Where they are not quantized, both of
+            a token lie side by side then, as in vLLM's own pages.
     """
-    return 2 * KVSpec(1, 1, head_dim, dtype, "T H D", quant).nbytes(1)
+
+    key: KVSpec
+    value: KVSpec
+    is_latent: bool = False
+
+    @classmethod
+    def heads(cls, head_dim: int, dtype: torch.dtype, quant: QuantSpec | None) -> "PageFormat":
+        """Keys and values.
+
+        Args:
+            head_dim: D, a multiple of the group.
+            dtype: What the model computes in, and of keys and values where they are not quantized.
+            quant: How they are quantized; ``None`` if they are not.
+
+        Raises:
+            ConfigError: the group does not divide ``head_dim``.
+        """
+        spec = KVSpec(1, 1, head_dim, dtype, "T H D", quant)
+        return cls(spec, spec)
+
+    @classmethod
+    def latents(cls, rank: int, rope: int, dtype: torch.dtype, quant: QuantSpec | None) -> "PageFormat":
+        """Latents of ``rank`` elements and rope keys of ``rope``, which have 8 bits where latents have fewer.
+
+        Rope keys are few channels with the positions of all tokens.
+
+        Args:
+            rank: Elements of a latent.
+            rope: Elements of a rope key.
+            dtype: As of ``heads``.
+            quant: Of latents, and of rope keys where these have as many bits; ``None`` if neither is
+                quantized.
+
+        Raises:
+            ConfigError: the group does not divide ``rank`` or ``rope``.
+        """
+        of_rope = quant if quant is None or quant.bits >= BITS_OF_ROPE_KEYS else QuantSpec(BITS_OF_ROPE_KEYS)
+        key, value = (KVSpec(1, 1, n, dtype, "T H D", x) for n, x in ((rank, quant), (rope, of_rope)))
+        return cls(key, value, is_latent=True)
+
+    @property
+    def unquantized(self) -> "PageFormat":
+        """The same without codes."""
+        key, value = (replace(spec, quant=None) for spec in (self.key, self.value))
+        return replace(self, key=key, value=value)
+
+    @property
+    def content_bytes(self) -> int:
+        """Bytes of a token of a head, both sides, scales included."""
+        return self.key.nbytes(1) + self.value.nbytes(1)
+
+    def view(self, pages: Tensor) -> KVView:
+        """Both sides and their scales in the pages of one layer; writing through the view writes the pages.
+
+        Args:
+            pages: ``[B, H, S, C]``, or ``[B, S, C]`` of one head, of any dtype, dense in the last two axes;
+                blocks and heads may lie apart.
+
+        Raises:
+            ShapeError: ``pages`` are not dense, or not of ``content_bytes``.
+        """
+        pages = pages.unsqueeze(1) if pages.ndim == 3 else pages
+        blocks, heads, size, content = pages.shape
+        if pages.stride()[2:] != (content, 1):
+            raise ShapeError(f"pages must be dense in tokens and content, got strides {pages.stride()}")
+        if content * pages.itemsize != self.content_bytes:
+            raise ShapeError(
+                f"pages must have {self.content_bytes} bytes a token, got {content * pages.itemsize}"
+            )
+        if self.is_latent and self.key.quant is None:
+            rows = pages.view(self.key.dtype)
+            return KVView.split("B H S D", *rows.split((self.key.head_dim, self.value.head_dim), dim=-1))
+        sides: tuple[tuple[Literal["key", "value"], KVSpec], ...] = ("key", self.key), ("value", self.value)
+        name = "auto" if ops.cpu_kernels() and not self.is_latent else "HND"
+        key, value = (
+            replace(spec, heads=heads, layout=page_layout(name, side, spec, size, torch.device("cpu")))
+            for side, spec in sides
+        )
+        both = zip(*(spec.tensors(blocks * size, size) for spec in (key, value)), strict=True)
+        parts = [part for pair in both for part in pair]
+        lengths = [prod(shape[2:]) * dtype.itemsize for shape, dtype in parts]
+        runs = pages.view(torch.uint8).flatten(2)
+        planes = [
+            run.view(dtype).unflatten(-1, shape[2:])
+            for run, (shape, dtype) in zip(runs.split(lengths, dim=-1), parts, strict=True)
+        ]
+        return KVView.split(key.axes, *planes, value_layout=value.axes)
 
 
 def largest_block(tokens: int, most: int) -> int:
     """Tokens of a block in the place of one of ``tokens``: the largest divisor up to ``most``, at least 1."""
     return next((size for size in range(min(tokens, most), 1, -1) if tokens % size == 0), 1)
-
-
-def view(pages: Tensor, head_dim: int, dtype: torch.dtype, quant: QuantSpec | None) -> KVView:
-    """Keys, values and scales in the pages of one layer; writing through the view writes the pages.
-
-    Args:
-        pages: ``[B, H, S, C]`` of any dtype, dense in the last two axes; blocks and heads may lie apart.
-        head_dim: D.
-        dtype: What the model computes in, and of keys and values where they are not quantized.
-        quant: As of ``content_bytes``.
-
-    Raises:
-        ShapeError: ``pages`` are not dense, or not of ``content_bytes``.
-        ConfigError: the group does not divide ``head_dim``.
-    """
-    blocks, heads, size, content = pages.shape
-    if pages.stride()[2:] != (content, 1):
-        raise ShapeError(f"pages must be dense in tokens and content, got strides {pages.stride()}")
-    wanted = content_bytes(head_dim, dtype, quant)
-    if content * pages.itemsize != wanted:
-        raise ShapeError(f"pages must have {wanted} bytes a token, got {content * pages.itemsize}")
-    runs = pages.view(torch.uint8).flatten(2)
-    spec = KVSpec(1, heads, head_dim, dtype, quant=quant)
-    key, value = (replace(spec, layout=_layout(side, spec, size)) for side in ("key", "value"))
-    both = zip(*(side.tensors(blocks * size, size) for side in (key, value)), strict=True)
-    parts = [part for pair in both for part in pair]
-    lengths = [prod(shape[2:]) * dtype.itemsize for shape, dtype in parts]
-    planes = [
-        run.view(dtype).unflatten(-1, shape[2:])
-        for run, (shape, dtype) in zip(runs.split(lengths, dim=-1), parts, strict=True)
-    ]
-    return KVView.split(key.axes, *planes, value_layout=value.axes)
-
-
-def _layout(side: Literal["key", "value"], spec: KVSpec, block_size: int) -> CacheLayout:
-    """One in which a head of a block is one run of bytes."""
-    name = "auto" if ops.cpu_kernels() else "HND"
-    return page_layout(name, side, spec, block_size, torch.device("cpu"))

@@ -14,8 +14,8 @@ from vllm import _custom_ops as kernels
 from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
 from kvloom import ops
-from kvloom.integrations.vllm import pages
 from kvloom.integrations.vllm.builder import Step
+from kvloom.integrations.vllm.pages import PageFormat
 
 CASES: Final = ((4, 1, 1024), (1, 256, 256))
 """Requests, new tokens and stored ones of each: steps of decoding, and a prompt."""
@@ -65,7 +65,7 @@ def _calls(
     starts = torch.arange(requests + 1, dtype=torch.int32) * new
     lengths = torch.full((requests,), stored, dtype=torch.int32)
     step = Step.of(starts, lengths, table, _PAGE, num_tokens=len(query), max_length=stored)
-    kv = pages.view(memory, head_dim, dtype, None)
+    kv = PageFormat.heads(head_dim, dtype, None).view(memory)
     keys, values = memory.view(len(memory), heads, 2 * _PAGE, head_dim).chunk(2, dim=2)
     plan = kernels.cpu_attn_get_scheduler_metadata(
         num_reqs=requests, num_heads=query_heads, num_kv_heads=heads, head_dim=head_dim, seq_lens=lengths,

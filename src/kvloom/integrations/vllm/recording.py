@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from kvloom import ops
-from kvloom.integrations.vllm import layer, pages
+from kvloom.integrations.vllm import layer
 from kvloom.integrations.vllm.builder import Step
+from kvloom.integrations.vllm.pages import PageFormat
 
 
 class Recording:
@@ -63,7 +64,7 @@ class Recording:
         self._squares.setdefault(name, []).append(of_first.mean(0))
         key, value = self.keys[name], self._values[name]
         memory = torch.zeros(*key.shape[:3], 2 * key.shape[3], dtype=key.dtype)
-        view = pages.view(memory, key.shape[3], key.dtype, None)
+        view = PageFormat.heads(key.shape[3], key.dtype, None).view(memory)
         slots = torch.arange(self._rows * self._num_tokens)
         in_rows = [x.transpose(1, 2).flatten(0, 1) for x in (key, value)]
         layer.store(in_rows[0], in_rows[1], slots, view)

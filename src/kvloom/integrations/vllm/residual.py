@@ -19,6 +19,7 @@ from kvloom.errors import UnsupportedError
 from kvloom.integrations.vllm import layer, pages
 from kvloom.integrations.vllm.builder import Step, step_of
 from kvloom.integrations.vllm.layer import Newest, Paged
+from kvloom.integrations.vllm.pages import PageFormat
 
 SUFFIX: Final = ".residual"
 """Behind the name of a layer, in that of its residual window."""
@@ -54,20 +55,21 @@ class ResidualCache(nn.Module, AttentionLayerBase):  # type: ignore[misc]
 
     Args:
         heads: Key/value heads of this rank.
-        head_dim: Elements of a head vector.
-        dtype: What the model computes in.
+        format: How it keeps tokens, unquantized.
         window: Newest tokens that each token reads.
         code_bytes: Of a token of a head in the layer whose window it is.
     """
 
-    def __init__(self, heads: int, head_dim: int, dtype: torch.dtype, window: int, code_bytes: int) -> None:
+    def __init__(self, heads: int, format: PageFormat, window: int, code_bytes: int) -> None:
         super().__init__()
         self.kv_cache = torch.tensor([])
         self.window = window
         self._heads, self._code_bytes = heads, code_bytes
-        self._token_bytes = pages.content_bytes(head_dim, dtype, None)
-        self._shape = {"num_kv_heads": heads, "head_size": head_dim, "dtype": dtype}
-        self._paged = Paged(head_dim, dtype, None)
+        self._token_bytes = format.content_bytes
+        key, value = format.key, format.value
+        widths = {"head_size": key.head_dim, "head_size_v": value.head_dim}
+        self._shape = {"num_kv_heads": heads, "dtype": key.dtype, **widths}
+        self._paged = Paged(format)
 
     def get_attn_backend(self) -> type[ResidualBackend]:
         """Whose builder makes metadata."""
@@ -105,22 +107,22 @@ class ResidualCache(nn.Module, AttentionLayerBase):  # type: ignore[misc]
         return Newest(self._paged.view(self.kv_cache), self.window), step
 
 
-def beside(impl: Any, layers: dict[str, Any], window: int, code_bytes: int) -> str:
+def beside(impl: Any, layers: dict[str, Any], window: int, format: PageFormat) -> str:
     """Make the residual window of a layer known to vLLM.
 
     Args:
         impl: Of the layer, which attends in it.
         layers: vLLM's ``static_forward_context``.
         window: Newest tokens that each token reads.
-        code_bytes: Of a token of a head in its pages.
+        format: Of the codes in its pages.
 
     Returns:
         The name of the residual window in ``layers``: that of another layer, whose keys and values this one
         reads, where it has none of its own.
     """
-    owner: str | None = impl.kv_sharing_target_layer_name
+    owner: str | None = getattr(impl, "kv_sharing_target_layer_name", None)
     if owner is not None:
         return owner + SUFFIX
     name = next(name for name, x in layers.items() if getattr(x, "impl", None) is impl) + SUFFIX
-    layers[name] = ResidualCache(impl.num_kv_heads, impl.head_size, impl.dtype, window, code_bytes)
+    layers[name] = ResidualCache(impl.num_kv_heads, format.unquantized, window, format.content_bytes)
     return name
