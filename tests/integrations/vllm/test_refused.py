@@ -55,28 +55,3 @@ def test_layers_that_are_told_of_no_kind_are_refused(tmp_path: Path) -> None:
         UnsupportedError, match=r"kv_cache_dtype must be auto for .* got 'int8_per_token_head'"
     ):
         Engine(model, kv_cache_dtype=INT8)
-
-
-def test_codes_of_latent_attention_are_refused(tmp_path: Path) -> None:
-    from transformers import DeepseekV2Config
-
-    small = {name: value for name, value in SMALL.items() if name not in ("num_key_value_heads", "head_dim")}
-    config = DeepseekV2Config(
-        **{**small, "num_hidden_layers": 2},
-        kv_lora_rank=512,
-        qk_rope_head_dim=64,
-        qk_nope_head_dim=32,
-        v_head_dim=32,
-        q_lora_rank=None,
-        first_k_dense_replace=2,
-        n_routed_experts=4,
-        num_experts_per_tok=2,
-        moe_intermediate_size=64,
-    )
-    model = random_model(tmp_path, config)
-    with pytest.raises(
-        UnsupportedError, match=r"kv_cache_dtype must be auto or .* on a CPU, got 'int8_per_token_head'"
-    ):
-        Engine(model, kv_cache_dtype=INT8)
-    with closing(Engine(model)) as engine:
-        assert len(engine.tokens(prompts()[:1], 4)[0]) == 4

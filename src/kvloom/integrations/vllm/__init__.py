@@ -10,6 +10,8 @@ import os
 from importlib.metadata import PackageNotFoundError, entry_points, version
 from typing import Final
 
+from kvloom.integrations.vllm.mla_config import give_back
+
 __all__ = ["TESTED", "register", "vllm_version", "why_not_registered"]
 
 TESTED: Final = ("0.32.0",)
@@ -36,13 +38,14 @@ def register() -> None:
         if not current_platform.is_cpu():
             return
         if refused is None:
-            name = "backend.KvloomBackend"
+            names = "backend.KvloomBackend", "mla.KvloomCpuBackend", "mla.KvloomAmxBackend"
+            give_back(type(current_platform))
         else:
-            name = "guard.GuardedBackend"
+            names = "guard.GuardedBackend", "guard_mla.GuardedCpuBackend", "guard_mla.GuardedAmxBackend"
             logger.warning("kvloom is not active: %s", refused)
-        register_backend(AttentionBackendEnum.CPU_ATTN, f"{__name__}.{name}")
-        register_backend(AttentionBackendEnum.CPU_MLA, f"{__name__}.guard_mla.GuardedCpuBackend")
-        register_backend(AttentionBackendEnum.AMX_MLA, f"{__name__}.guard_mla.GuardedAmxBackend")
+        kinds = AttentionBackendEnum.CPU_ATTN, AttentionBackendEnum.CPU_MLA, AttentionBackendEnum.AMX_MLA
+        for kind, name in zip(kinds, names, strict=True):
+            register_backend(kind, f"{__name__}.{name}")
     except (ImportError, AttributeError):
         if refused is None:
             raise

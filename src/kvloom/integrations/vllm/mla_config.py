@@ -1,0 +1,59 @@
+"""What vLLM's CPU platform takes from models with latent attention (MLA), given back where kvloom attends.
+
+Its own kernel without AMX has blocks of 16 tokens, and reads no context of a prompt. So the platform sets the
+block size, and turns prefix caching and prompts in pieces off, before a backend is asked. There is no hook
+behind that, so this one method is wrapped.
+"""
+
+import functools
+from typing import Any, Final
+
+_MARK: Final = "_kvloom_gives_back"
+_DEFAULT_BLOCK: Final = 128
+"""Of vLLM's CPU platform, for all other attention."""
+
+
+def give_back(platform: Any) -> None:
+    """Wrap ``check_and_update_config`` of a class of platforms, once.
+
+    Args:
+        platform: ``CpuPlatform`` of vLLM's, or a child of it.
+    """
+    original = platform.check_and_update_config.__func__
+    if hasattr(original, _MARK):
+        return
+
+    @functools.wraps(original)
+    def check_and_update_config(cls: Any, vllm_config: Any) -> None:
+        scheduler, cache = vllm_config.scheduler_config, vllm_config.cache_config
+        asked = scheduler.enable_chunked_prefill, scheduler.max_num_batched_tokens
+        prefixes, size = cache.enable_prefix_caching, cache.block_size
+        original(cls, vllm_config)
+        if not are_kvloom(vllm_config):
+            return
+        scheduler.enable_chunked_prefill, scheduler.max_num_batched_tokens = asked
+        cache.enable_prefix_caching = prefixes
+        cache.block_size = size if cache.user_specified_block_size else _DEFAULT_BLOCK
+
+    setattr(check_and_update_config, _MARK, True)
+    platform.check_and_update_config = classmethod(check_and_update_config)
+
+
+def are_kvloom(vllm_config: Any) -> bool:
+    """Whether an engine has latents in pages of kvloom's.
+
+    Args:
+        vllm_config: Of the engine.
+
+    Raises:
+        ConfigError: its options of kvloom are none.
+    """
+    from kvloom.core.entries import FLOATS
+    from kvloom.integrations.vllm.options import CODES, Options
+
+    model, kind = vllm_config.model_config, vllm_config.cache_config.cache_dtype
+    if model is None or not model.use_mla or getattr(model.hf_config, "model_type", "") == "deepseek_v4":
+        return False
+    is_float = kind in ("auto", *FLOATS)
+    asked = Options.of(vllm_config.additional_config)
+    return kind in CODES or (is_float and asked.float is True)
