@@ -257,6 +257,11 @@ def test_two_ranks_and_speculation_change_nothing(
             r"kvloom\.group must divide the head dim 512, got 48",
         ),
         (
+            {"kv_cache_dtype": INT8, "additional_config": {"kvloom": {"group": 128}}},
+            ConfigError,
+            r"kvloom\.group must divide the head dim 64, got 128",
+        ),
+        (
             {"kv_cache_dtype": INT4, "disable_hybrid_kv_cache_manager": True},
             UnsupportedError,
             r"kvloom\.recent must be 0 with disable_hybrid_kv_cache_manager",
@@ -275,7 +280,7 @@ def test_two_ranks_and_speculation_change_nothing(
             "a store has no latents",
         ),
     ],
-    ids=["fp8", "skipped", "group", "hybrid", "store"],
+    ids=["fp8", "skipped", "group", "group of rope keys", "hybrid", "store"],
 )
 def test_what_cannot_be_served_is_refused_at_start(
     arguments: dict[str, Any], error: type[Exception], message: str, model: Path

@@ -31,7 +31,7 @@ from kvloom.integrations.vllm.backend import BITS
 from kvloom.integrations.vllm.guard import refuse_unknown
 from kvloom.integrations.vllm.latents import LatentStep, attend_expanded, latent_step_of
 from kvloom.integrations.vllm.options import CODES, Options
-from kvloom.integrations.vllm.pages import PageFormat
+from kvloom.integrations.vllm.pages import BITS_OF_ROPE_KEYS, PageFormat
 from kvloom.quant.rotation import block_of
 
 # A name below vLLM's own, whose handlers then show what is said.
@@ -74,6 +74,8 @@ class LatentImpl:
         )
         rank, rope = self.kv_lora_rank, self.qk_rope_head_dim
         quant = None if bits is None else options.quant(bits, rank)
+        if bits == BITS_OF_ROPE_KEYS:
+            options.quant(bits, rope)  # refuses a group that does not divide these
         kind = None if bits is None else replace(options.kind(bits, rank), smooth="none")
         self.recent = 0 if kind is None else kind.recent or 0
         self._full_range = quant is not None and quant.full_range
