@@ -341,12 +341,10 @@ def test_bad_arguments_are_named() -> None:
     assert pool_of(family("Llama"), state_interval=12).report()["states"] is None
 
 
-def _second(name: str, kv: str, url: str, results: Any) -> None:
-    model, ids = stateful_model(name), text(3 * GRID + 5)
+def _second(name: str, kv: str, url: str, path: Path) -> None:
     with KVStore(url, read="always") as store:
-        results.put(asked(model, pool_of(model, kv, store=store), ids)[0])
-        found, logits = asked(model, pool_of(model, kv, store=store), ids)
-        results.put((found, logits.numpy()))
+        model, ids = stateful_model(name), text(3 * GRID + 5)
+        torch.save(asked(model, pool_of(model, kv, store=store), ids), path)
 
 
 @pytest.mark.parametrize(("name", "kv"), [*zip(FAMILIES[1::5], KINDS, strict=False)])
@@ -356,20 +354,26 @@ def test_another_process_finds_a_prefix_in_a_store(name: str, kv: str, tmp_path:
         pool = pool_of(model, kv, store=store)
         asked(model, pool, ids)
         assert pool.flush()
-    results = (context := multiprocessing.get_context("spawn")).Queue()
-    process = context.Process(target=_second, args=(name, kv, url, results))
+    args = name, kv, url, tmp_path / "result"
+    process = multiprocessing.get_context("spawn").Process(target=_second, args=args)
     process.start()
-    first, (found, logits) = results.get(timeout=300), results.get(timeout=300)
     process.join()
-    assert first == found == 3 * GRID
-    assert torch.equal(torch.from_numpy(logits), cold(model, ids, kv)[:, found:])
+    found, logits = torch.load(tmp_path / "result")
+    assert found == 3 * GRID
+    assert torch.equal(logits, cold(model, ids, kv)[:, found:])
 
 
 def test_a_store_gives_states_of_the_same_grid_and_kind_only(tmp_path: Path) -> None:
     model, ids = stateful_model("falcon_h1"), text(4 * GRID + 5)
+    options: dict[str, Any]
     with KVStore(f"file://{tmp_path}", read="always") as store:
         asked(model, pool := pool_of(model, store=store), ids)
         assert pool.flush()
         assert pool_of(model, store=store).begin(ids).get_seq_length() == 4 * GRID
         for options in ({"state_interval": 2 * GRID}, {"kv": "int8"}, {"page_size": 16}):
-            assert pool_of(model, store=store, **options).begin(ids).get_seq_length() == 0
+            pool = pool_of(model, store=store, **options)
+            assert asked(model, pool, ids)[0] == 0
+            assert pool.flush()
+            found, logits = asked(model, pool_of(model, store=store, **options), ids)
+            assert found == 4 * GRID
+            assert torch.equal(logits, cold(model, ids, **options)[:, found:])
