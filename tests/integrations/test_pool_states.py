@@ -300,6 +300,28 @@ def test_a_fork_or_a_removal_changes_what_is_committed() -> None:
         torch.testing.assert_close(logits, wanted, rtol=1e-4, atol=1e-4)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("is_new", [False, True])
+def test_states_that_the_caller_changed_are_not_shared(
+    is_new: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, ids = stateful_model("falcon_h1"), text(2 * GRID + 5)
+    pool = pool_of(model)
+    for end in (GRID, 2 * GRID):  # the states are the model's own in between
+        cache = pool.begin(ids)
+        logits_of(model, cache, ids[:, :end])
+        states = cache.layers[1].recurrent_states
+        if is_new:
+            states[0] = states[0] * 2
+        else:
+            states[0].mul_(2)
+        logits_of(model, cache, ids)
+        with caplog.at_level(logging.WARNING, "kvloom"):
+            pool.commit(cache, ids)
+        assert "keys, values or states were assigned, or changed in place" in caplog.text
+        assert pool.begin(ids).get_seq_length() == 0
+
+
 def test_another_state_of_the_model_finds_nothing() -> None:
     model, ids = stateful_model("qwen3_next" if "qwen3_next" in FAMILIES else "lfm2"), text(GRID + 5)
     pool = pool_of(model)

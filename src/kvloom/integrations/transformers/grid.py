@@ -7,7 +7,7 @@ fed otherwise, such as token by token while it was generated, is not in whole pi
 Shapes: B rows, T new tokens of each.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -46,6 +46,7 @@ class Grid:
         wanted: Where copies are to be made, beside the last whole piece of each forward.
         copies: By the number of their tokens.
         outputs: Of the first pieces of a forward whose last one runs now.
+        versions: Of the states, as the last forward left them; ``None`` where that is not known.
     """
 
     def __init__(self, interval: int, end: int = 0) -> None:
@@ -54,6 +55,7 @@ class Grid:
         self.wanted: set[int] = set()
         self.copies: dict[int, Any] = {}
         self.outputs: list[Any] = []
+        self.versions: Any = None
         self._last: int | None = None
 
     def __copy__(self) -> "Grid":
@@ -94,6 +96,18 @@ class Grid:
         """Forget all pieces behind the first ``end`` tokens."""
         self.end = min(self.end, end // self.interval * self.interval)
         self.copies = {at: x for at, x in self.copies.items() if at <= end}
+
+
+def versions_of(layers: Sequence[Any]) -> list[tuple[int, int]]:
+    """Which tensors the states of layers are, and how often each was written."""
+    states = (
+        x
+        for layer in layers
+        for kind in ("conv_states", "recurrent_states")
+        for x in getattr(layer, kind, {}).values()
+        if x is not None
+    )
+    return [(id(x), 0 if x.is_inference() else x._version) for x in states]
 
 
 def why_uncut(module: Any, inputs: Mapping[str, Any], num_tokens: int) -> str:

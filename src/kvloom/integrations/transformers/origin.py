@@ -18,7 +18,7 @@ from kvloom.errors import ArgumentError, StateError
 from kvloom.integrations.transformers.cache import KVCache
 from kvloom.integrations.transformers.cache_argument import given_cache
 from kvloom.integrations.transformers.content import input_beside_tokens, positions_are_default
-from kvloom.integrations.transformers.grid import Grid, joined, piece_of, why_uncut
+from kvloom.integrations.transformers.grid import Grid, joined, piece_of, versions_of, why_uncut
 from kvloom.integrations.transformers.padding import expect_mask_of_padding
 from kvloom.integrations.transformers.rope import DynamicRope
 from kvloom.integrations.transformers.watch import ModelWatch
@@ -27,7 +27,7 @@ from kvloom.paging import PageTable
 _OF_A_STATE: Final = re.compile("\0s[0-9]+:")
 _CHANGED: Final = "the model changed while they were computed"
 _READ_CODES: Final = "after a removal tokens read codes where a residual window has unquantized ones"
-_ASSIGNED: Final = "keys or values were assigned, or changed in place"
+_ASSIGNED: Final = "keys, values or states were assigned, or changed in place"
 
 
 def scope_of(salt: str, content: str = "", frequencies: str = "", state: str = "") -> str:
@@ -246,6 +246,7 @@ class PoolCache(KVCache):
         """As of ``KVCache``."""
         super().crop(tokens_to_remove)
         if self.grid is not None:
+            self.grid.versions = None
             self.grid.truncate(int(self.get_seq_length()))
 
     def _select(self, rows: Sequence[int]) -> None:
@@ -256,7 +257,7 @@ class PoolCache(KVCache):
             copies = {end: copy.fork() for end, copy in self.grid.copies.items()}
             for other in copies.values():
                 other._select(rows)
-            self.grid.copies = copies
+            self.grid.copies, self.grid.versions = copies, None
 
 
 def watch_inputs(model: nn.Module) -> None:
@@ -283,6 +284,8 @@ class _BeforeForward:
                 past = int(cache.get_seq_length())
                 origin.before_forward(module, inputs, past, cache.begins)
                 if cache.grid is not None and origin.depth == 0:
+                    if cache.grid.versions not in (None, versions_of(cache.layers)):
+                        origin.refusal = _ASSIGNED
                     last = _feed_pieces(module, inputs, origin, cache.grid, past)
         finally:
             origin.depth += 1
@@ -300,6 +303,7 @@ class _AfterForward:
         if cache.grid is None or cache.origin.depth:
             return None
         outputs, cache.grid.outputs = cache.grid.outputs, []
+        cache.grid.versions = versions_of(cache.layers)
         if output is None:  # it raised
             return None
         end = int(cache.get_seq_length())
