@@ -200,7 +200,9 @@ def make_layers(
                 by_window[window] = Sequences(pages, window)
             paged = PagedLayer(format, by_window[window], index)
             own = HybridKVCacheLayer if hybrid else IndexedKVCacheLayer if indexed else KVCacheLayer
-            states = {"number_of_states": layer.number_of_states} if hybrid else {}
+            # Of which some versions of transformers have one.
+            numbered = hybrid and hasattr(layer, "number_of_states")
+            states = {"number_of_states": layer.number_of_states} if numbered else {}
             layers.append(own(paged, live, **states))
         layers[-1].is_used = used is None or index in used
         if indexed:

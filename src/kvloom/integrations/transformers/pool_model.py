@@ -6,12 +6,13 @@ from typing import TYPE_CHECKING, Any, Final
 from weakref import finalize
 
 import torch
+import transformers
 from torch import Tensor
 
 from kvloom.caches import CacheFormat
 from kvloom.core.checks import INDEX_DTYPES, expect
 from kvloom.errors import ArgumentError, UnsupportedError
-from kvloom.integrations.transformers.build import DummyLayer, TheirStatefulLayer
+from kvloom.integrations.transformers.build import DummyLayer, StatefulLayer, TheirStatefulLayer
 from kvloom.integrations.transformers.content import expect_content, placeholders_of
 from kvloom.integrations.transformers.indexed_layers import IndexedKVCacheLayer
 from kvloom.integrations.transformers.invariance import (
@@ -147,6 +148,10 @@ def expect_pages_alone(model: Any, layers: Iterable[Any]) -> None:
             raise UnsupportedError(
                 f"model must keep tokens or recurrent states in every layer, got {type(layer).__name__} in "
                 f"{type(model).__name__}"
+            )
+        if isinstance(layer, StatefulLayer) and not isinstance(getattr(layer, "conv_states", None), dict):
+            raise UnsupportedError(
+                f"transformers must keep recurrent states as 5.24 does, got {transformers.__version__}"
             )
     if not any(isinstance(layer, KVCacheLayer) for layer in layers):
         raise UnsupportedError(
