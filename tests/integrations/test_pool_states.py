@@ -373,8 +373,7 @@ def _second(name: str, kv: str, url: str, path: Path) -> None:
 def test_another_process_finds_a_prefix_in_a_store(name: str, kv: str, tmp_path: Path) -> None:
     model, ids, url = stateful_model(name), text(3 * GRID + 5), f"file://{tmp_path}"
     with KVStore(url, read="always") as store:
-        pool = pool_of(model, kv, store=store)
-        asked(model, pool, ids)
+        asked(model, pool := pool_of(model, kv, store=store), ids)
         assert pool.flush()
     args = name, kv, url, tmp_path / "result"
     process = multiprocessing.get_context("spawn").Process(target=_second, args=args)
