@@ -22,8 +22,8 @@ def movement_section(result: dict[str, Any]) -> str:
         f"Share of the speed of the fastest copy of the same bytes: {result['heads']} heads of "
         f"{result['head_dim']} in random pages of {result['page']}, {result['isa']}, {result['threads']} "
         "threads; medians of pairs. Quantized from and to bfloat16; copies count the bytes as stored. The "
-        "last column is how many times a store's time `index_copy_` takes for the same tokens, into rows "
-        "that stay as they are."
+        "last columns are how many times a store's time `index_copy_` takes for the same tokens, into rows "
+        "that stay as they are, and a store of smoothed keys."
     ]
     for tokens in dict.fromkeys(row["tokens"] for row in result["rows"]):
         rows = [
@@ -32,13 +32,14 @@ def movement_section(result: dict[str, Any]) -> str:
                 row["layout"],
                 *(f"{row[x]:.0%}" for x in ("store_ratio", "load_ratio", "copy_ratio")),
                 f"{row['index_copy_over_store']:.2f}",
+                f"{row['smoothed_over_not']:.2f}" if "smoothed_over_not" in row else "",
             ]
             for row in result["rows"]
             if row["tokens"] == tokens
         ]
         parts += [
             f"{tokens:,} tokens:",
-            table(["cache", "layout", "store", "load", "copy", "index_copy_"], rows),
+            table(["cache", "layout", "store", "load", "copy", "index_copy_", "smoothed store"], rows),
         ]
     calls = ", ".join(f"{name} {us:.1f}" for name, us in result["call_us"].items())
     return "\n\n".join((*parts, f"Microseconds of a whole call for one token: {calls}."))

@@ -3,7 +3,8 @@
 Each round times every contender and the probe one after the other on memory that no cache holds; the figures
 are medians of the ratios in a round. Probes follow each other: threads of an operator that wait for the next
 one would take the processor of a probe's. Bytes are those of keys and values as numbers (of ``copy``: as
-stored). ``index_copy_`` is torch's way to write tokens into rows, which stay as they are.
+stored). ``index_copy_`` is torch's way to write tokens into rows, which stay as they are. Smoothed keys have
+an offset in as many pairs of channels of each head as kvloom gives keys of a model at most.
 """
 
 import argparse
@@ -17,9 +18,10 @@ from rounds import Probes, in_turn, microseconds, needs_compiled_backend, ratio,
 from torch import Tensor
 
 from kvloom import KVSpec, KVView, ops
+from kvloom.ops import KeyOffset, KeySmoothing
 from kvloom.ops.impl import cpu
 
-HEADS, HEAD_DIM, PAGE = 8, 128, 16
+HEADS, HEAD_DIM, PAGE, PAIRS = 8, 128, 16, 8
 CASES = ((2048, PAGE), (64, 1))
 """Tokens, and tokens in a page: a prompt, and a decode step of 64 sequences."""
 WARMUP = 2
@@ -55,6 +57,9 @@ def measure(kind: str, axes: str, case: tuple[int, int], rounds: int, probes: Pr
         "load": lambda i: ops.load(slots, views[i], dtype=dtype),
         "copy": lambda i: ops.copy(views[i], slots, other[i], slots),
     }
+    how: dict[str, Any] = {"smoothing": smoothing(), "positions": torch.arange(tokens)}
+    if quant is not None:
+        calls["smoothed store"] = lambda i: ops.store(new[i][0], new[i][1], slots, views[i], **how)
     times = in_turn({name: timed(call, turns) for name, call in calls.items()}, rounds, WARMUP)
     best = [min(a, b) for a, b in zip(times["probe"], times["torch"], strict=True)]
     row: dict[str, Any] = {"kind": kind, "layout": axes, "tokens": tokens}
@@ -63,7 +68,21 @@ def measure(kind: str, axes: str, case: tuple[int, int], rounds: int, probes: Pr
         row[f"{name}_ratio"] = ratio(times["probe, stored bytes"] if name == "copy" else best, times[name])
         row[f"{name}_us"] = microseconds(times[name])
     row["index_copy_over_store"] = ratio(times["index_copy_"], times["store"])
+    if quant is not None:
+        row["smoothed_over_not"] = ratio(times["smoothed store"], times["store"])
     return row
+
+
+def smoothing() -> KeySmoothing:
+    """Gains and offsets of pairs as in Llama, of channels i and D/2 + i."""
+    rng = torch.Generator().manual_seed(1)
+    first = torch.stack([torch.randperm(HEAD_DIM // 2, generator=rng)[:PAIRS] for _ in range(HEADS)])
+    mean, frequencies = (
+        torch.randn(HEADS, PAIRS, 2, generator=rng),
+        10000.0 ** (-2.0 * first.double() / HEAD_DIM),
+    )
+    offset = KeyOffset(mean, torch.stack((first, first + HEAD_DIM // 2), -1), frequencies, HEAD_DIM)
+    return KeySmoothing(2.0 ** torch.randint(-2, 3, (HEADS, HEAD_DIM), generator=rng), offset)
 
 
 def call_us(rounds: int = 5000) -> dict[str, float]:

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "kernels.h"
+#include "smoothing.h"
 #include "tensors.h"
 
 namespace kvloom {
@@ -136,6 +137,7 @@ void run(MoveArgs& args, int64_t count, int64_t bytes_to_stream) {
     for (const View* view : {&move.from, &move.from_scale, &move.to, &move.to_scale}) {
       row_bytes += aligned(token_bytes(*view));
     }
+    if (move.smooth) row_bytes += smoothed_bytes(move.from);
     scratch_bytes = std::max(scratch_bytes, row_bytes);
   }
   args.stream = double(bytes) * count >= bytes_to_stream;
@@ -143,12 +145,13 @@ void run(MoveArgs& args, int64_t count, int64_t bytes_to_stream) {
   const bool is_parallel = count > grain;
   // Allocated before anything is written, since it may fail.
   const int64_t pieces = is_parallel ? torch::stable::get_num_threads() : 1;
-  std::vector<Byte> large(scratch_bytes > kSmallScratch ? scratch_bytes * pieces + kLine : 0);
+  std::unique_ptr<Byte[]> large;
+  if (scratch_bytes > kSmallScratch) large.reset(new Byte[scratch_bytes * pieces + kLine]);
   std::atomic<int64_t> taken{0};
   const auto work = [&](int64_t begin, int64_t end) {
     alignas(kLine) Byte small[kSmallScratch];
     Byte* scratch = small;
-    if (!large.empty()) scratch = aligned_up(large.data()) + taken.fetch_add(1) % pieces * scratch_bytes;
+    if (large) scratch = aligned_up(large.get()) + taken.fetch_add(1) % pieces * scratch_bytes;
     kernels().move(args, begin, end, scratch);
   };
   if (is_parallel) {
@@ -161,8 +164,10 @@ void run(MoveArgs& args, int64_t count, int64_t bytes_to_stream) {
 // --- store -------------------------------------------------------------------------------------------------
 
 // Keys or values of new tokens, `[T, H, D]` or `[B, H, N, D]`, into their cache.
-Move store_side(const Tensor& x, const Tensor& cache, const MaybeTensor& scale, bool full_range) {
+Move store_side(const Tensor& x, const Tensor& cache, const MaybeTensor& scale, bool full_range,
+                const SmoothArgs& smoothing) {
   Move move;
+  if (smoothing.factor) move.smooth = &smoothing;
   move.full_range = full_range;
   move.from = token_view(x, x.const_data_ptr());
   move.to = target_view(cache, scale.has_value());
@@ -171,18 +176,19 @@ Move store_side(const Tensor& x, const Tensor& cache, const MaybeTensor& scale, 
   return move;
 }
 
-void store(const Tensor& key, const MaybeTensor& value, const Tensor& slots, const Tensor& key_cache,
-           const MaybeTensor& value_cache, const MaybeTensor& key_scale, const MaybeTensor& value_scale,
-           bool full_range) {
+// `of_key` and `of_value` say what is done to rows before, if their factors are there.
+void store_sides(const Tensor& key, const MaybeTensor& value, const Tensor& slots, const Tensor& key_cache,
+                 const MaybeTensor& value_cache, const MaybeTensor& key_scale, const MaybeTensor& value_scale,
+                 bool full_range, const SmoothArgs& of_key, const SmoothArgs& of_value) {
   MoveArgs args;
-  Move moves[2] = {store_side(key, key_cache, key_scale, full_range)};
+  Move moves[2] = {store_side(key, key_cache, key_scale, full_range, of_key)};
   const int64_t count = moves[0].from.num_slots();
   require(slots.dim() == key.dim() - 2 && slots.size(0) == key.size(0),
           "there must be slots for each sequence");
   args.moves = moves;
   args.num_moves = 1;
   if (value && value_cache) {
-    moves[args.num_moves++] = store_side(*value, *value_cache, value_scale, full_range);
+    moves[args.num_moves++] = store_side(*value, *value_cache, value_scale, full_range, of_value);
     require(moves[1].from.num_slots() == count, "there must be as many values as keys");
     require(moves[0].to.num_slots() == moves[1].to.num_slots(), "keys and values must have the same slots");
   }
@@ -196,6 +202,30 @@ void store(const Tensor& key, const MaybeTensor& value, const Tensor& slots, con
   }
   args.to_slots = to.get();
   run(args, count, kBytesToStream);
+}
+
+void store(const Tensor& key, const MaybeTensor& value, const Tensor& slots, const Tensor& key_cache,
+           const MaybeTensor& value_cache, const MaybeTensor& key_scale, const MaybeTensor& value_scale,
+           bool full_range) {
+  store_sides(key, value, slots, key_cache, value_cache, key_scale, value_scale, full_range, {}, {});
+}
+
+void store_transformed(const Tensor& key, const MaybeTensor& value, const Tensor& slots,
+                       const Tensor& key_cache, const MaybeTensor& value_cache, const MaybeTensor& key_scale,
+                       const MaybeTensor& value_scale, bool full_range, int64_t key_block,
+                       int64_t value_block, const MaybeTensor& positions, const MaybeTensor& factor,
+                       const MaybeTensor& mean, const MaybeTensor& channels, const MaybeTensor& frequencies) {
+  Smoothing of_key, of_value;
+  require(factor || !positions, "factor must be there with positions");
+  require(positions || !mean, "positions must be there with mean");
+  if (factor) {
+    of_key.set_keys(key, positions, *factor, mean, channels, frequencies, key_block);
+  } else if (key_block) {
+    of_key.set_rotated(key, key_block);
+  }
+  if (value && value_block) of_value.set_rotated(*value, value_block);
+  store_sides(key, value, slots, key_cache, value_cache, key_scale, value_scale, full_range, of_key.args,
+              of_value.args);
 }
 
 // --- load --------------------------------------------------------------------------------------------------
@@ -353,6 +383,7 @@ void copy(const std::vector<Tensor>& sources, const Tensor& source_slots, const 
 
 STABLE_TORCH_LIBRARY_IMPL(kvloom, CPU, m) {
   m.impl("store", KVLOOM_BOX(&store));
+  m.impl("store.transformed", KVLOOM_BOX(&store_transformed));
   m.impl("load", KVLOOM_BOX(&load));
   m.impl("copy", KVLOOM_BOX(&copy));
 }

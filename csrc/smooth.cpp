@@ -1,118 +1,25 @@
 // Smoothing as torch calls it: tensors into plain arguments, work spread over threads.
-#include <cmath>
 #include <tuple>
 
 #include "kernels.h"
-#include "tensors.h"
-#include "turns.h"
+#include "smoothing.h"
 
 namespace kvloom {
 namespace {
 
 constexpr int64_t kBytesPerThread = 64 << 10;  // less is not worth waking a thread
-constexpr int64_t kMaxElements = 4096;         // of a head vector
-constexpr int64_t kMaxHeads = 1 << 30;         // which of an empty tensor may be any number
 
-// Contiguous numbers of a type, of so many heads.
-const void* data_of(const Tensor& x, int64_t num_heads, int64_t count, int32_t dtype, const char* message) {
-  require(dtype_of(x) == dtype && x.size(0) == num_heads && x.is_contiguous(), message);
-  int64_t size = 1;
-  for (const int64_t n : x.sizes()) size *= n;
-  require(size == num_heads * count, message);
-  return x.const_data_ptr();
+void run(const SmoothArgs& args) {
+  if (args.head_dim == 0 || std::count(args.size, args.size + 3, 0)) return;
+  const int64_t tokens = args.size[0] * args.size[2];
+  const int64_t bytes = args.size[1] * args.head_dim * (args.dtype == DType::f32 ? 4 : 2);
+  const auto work = [&](int64_t begin, int64_t end) { kernels().smooth(args, begin, end); };
+  if (bytes * tokens > kBytesPerThread) {
+    torch::stable::parallel_for(0, tokens, std::max<int64_t>(1, kBytesPerThread / bytes), work);
+  } else {
+    work(0, tokens);
+  }
 }
-
-// What keys and queries have in common; keeps copies as long as it lives. Positions may be any numbers, also
-// if another thread changes them, so they are not copied.
-class Smoothing {
- public:
-  SmoothArgs args;
-
-  void set_rows(const Tensor& x, const Tensor& factor, int64_t block) {
-    const auto sizes = x.sizes(), strides = x.strides();
-    const int64_t rank = x.dim();
-    require(rank == 3 || rank == 4, "key must have 3 or 4 dimensions");
-    args.head_dim = sizes[rank - 1], args.dtype = type_of(x), args.block = block;
-    require(args.head_dim <= 1 || strides[rank - 1] == 1,
-            "key or query must be contiguous along the last dimension");
-    require(args.dtype != DType::bits, "key or query must be float32, float16 or bfloat16");
-    require(args.head_dim <= kMaxElements, "key or query must have head vectors of at most 4096 elements");
-    require(block == 0 || (block >= 1 && block <= kMaxRotated && (block & (block - 1)) == 0 &&
-                           args.head_dim % block == 0),
-            "block must be 0, or a power of two of at most 1024 that divides the last dimension");
-    args.root = static_cast<float>(std::sqrt(static_cast<double>(block)));
-    for (int64_t i = 0; i + 1 < rank; ++i) args.size[i] = sizes[i], args.stride[i] = strides[i];
-    num_heads_ = factor.dim() ? factor.size(0) : 0;
-    const char* message = "factor or gain must be float32 [H, D], contiguous";
-    require(factor.dim() == 2 && num_heads_ > 0 && num_heads_ <= kMaxHeads, message);
-    args.factor = static_cast<const float*>(
-        data_of(factor, num_heads_, args.head_dim, aoti_torch_dtype_float32(), message));
-    args.from = static_cast<const Byte*>(x.const_data_ptr());
-  }
-
-  void set_offset(const Tensor& mean, const Tensor& channels, int64_t num_pairs) {
-    const char* message = "mean and channels must be float32 and int64 [H, K, 2], contiguous";
-    require(num_pairs > 0 && num_pairs <= kMaxPairs, "mean must be of 1 to 64 pairs");
-    args.offset.num_pairs = num_pairs;
-    const auto* numbers = static_cast<const float*>(
-        data_of(mean, num_heads_, 2 * num_pairs, aoti_torch_dtype_float32(), message));
-    const auto* from = static_cast<const int64_t*>(
-        data_of(channels, num_heads_, 2 * num_pairs, aoti_torch_dtype_int64(), message));
-    const int64_t count = num_heads_ * num_pairs;
-    channels_.assign(from, from + 2 * count);
-    for (const int64_t channel : channels_)
-      require(channel >= 0 && channel < args.head_dim, "channels must be in the head dim");
-    args.offset.channels = channels_.data();
-    numbers_.resize(2 * (count + kTurnsBehind));
-    float *first = numbers_.data(), *second = first + count + kTurnsBehind;
-    for (int64_t i = 0; i < count; ++i) first[i] = numbers[2 * i], second[i] = numbers[2 * i + 1];
-    args.offset.first = first, args.offset.second = second;
-  }
-
-  // Where pairs are, by channels; after `set_offset`.
-  void set_places() {
-    const int64_t num_pairs = args.offset.num_pairs;
-    if (num_pairs > kSecondPlace) return;  // no vector holds so many
-    places_.assign(num_heads_ * args.head_dim, -1);
-    for (int64_t i = 0; i < num_heads_ * num_pairs; ++i) {
-      int32_t* of_head = places_.data() + i / num_pairs * args.head_dim;
-      of_head[channels_[2 * i]] = static_cast<int32_t>(i % num_pairs);
-      of_head[channels_[2 * i + 1]] = static_cast<int32_t>(i % num_pairs) + kSecondPlace;
-    }
-    args.offset.places = places_.data();
-  }
-
-  void set_positions(const Tensor& positions, const Tensor& frequencies, int64_t rank) {
-    frequencies_.copy(frequencies, num_heads_);
-    args.offset.turns = frequencies_.turns.data();
-    const Integers tokens = integers_of(positions, rank, "positions must be int64 or int32, [B, N] or [T]");
-    require(positions.size(0) == args.size[0] && (rank == 1 || positions.size(1) == args.size[2]),
-            "positions must be one for each token");
-    args.positions = {tokens.data, {positions.stride(0), tokens.stride}, tokens.is_64};
-  }
-
-  int64_t num_heads() const { return num_heads_; }
-  int64_t num_pairs() const { return frequencies_.num_pairs; }
-
-  void run() const {
-    if (args.head_dim == 0 || std::count(args.size, args.size + 3, 0)) return;
-    const int64_t tokens = args.size[0] * args.size[2];
-    const int64_t bytes = args.size[1] * args.head_dim * (args.dtype == DType::f32 ? 4 : 2);
-    const auto work = [&](int64_t begin, int64_t end) { kernels().smooth(args, begin, end); };
-    if (bytes * tokens > kBytesPerThread) {
-      torch::stable::parallel_for(0, tokens, std::max<int64_t>(1, kBytesPerThread / bytes), work);
-    } else {
-      work(0, tokens);
-    }
-  }
-
- private:
-  int64_t num_heads_ = 0;
-  Frequencies frequencies_;
-  std::vector<int64_t> channels_;
-  std::vector<float> numbers_;
-  std::vector<int32_t> places_;
-};
 
 // The result has heads and tokens in the order of `x`.
 Tensor empty_as(const Tensor& x, SmoothArgs& args) {
@@ -140,18 +47,11 @@ Tensor smooth(const Tensor& key, const MaybeTensor& positions, const Tensor& fac
               const MaybeTensor& channels, const MaybeTensor& frequencies, int64_t block, bool is_restored) {
   Smoothing smoothing;
   SmoothArgs& args = smoothing.args;
-  smoothing.set_rows(key, factor, block);
-  require(args.size[1] == smoothing.num_heads(), "key must have the heads of factor");
-  if (positions) {
-    require(mean && channels && frequencies, "mean, channels and frequencies must be there with positions");
-    smoothing.set_positions(*positions, *frequencies, key.dim() - 2);
-    smoothing.set_offset(*mean, *channels, smoothing.num_pairs());
-    smoothing.set_places();
-  }
+  smoothing.set_keys(key, positions, factor, mean, channels, frequencies, block);
   args.is_restored = is_restored;
   Tensor out = empty_as(key, args);
   args.to = static_cast<Byte*>(out.mutable_data_ptr());
-  smoothing.run();
+  run(args);
   return out;
 }
 
@@ -174,7 +74,7 @@ std::tuple<Tensor, Tensor> smooth_query(const Tensor& query, const Tensor& gain,
   Tensor coefficients = empty_tokens(args.size[0], args.size[1], 2 * num_pairs, aoti_torch_dtype_float32());
   args.to = static_cast<Byte*>(out.mutable_data_ptr());
   if (num_pairs) args.coefficients = static_cast<float*>(coefficients.mutable_data_ptr());
-  smoothing.run();
+  run(args);
   return {out, coefficients};
 }
 

@@ -185,7 +185,4 @@ inline void check_scale(const View& codes, const View& scale) {
           "scales must have the axes of their cache, floats, and groups of whole bytes");
 }
 
-// Bytes of all heads of a token.
-inline int64_t token_bytes(const View& view) { return view.num_heads() * view.width() * view.itemsize; }
-
 }  // namespace kvloom

@@ -95,6 +95,26 @@ KVLOOM_INLINE void store_normal(T* to, Vec x) {
   store(to, x);
 }
 
+// Whether `rounds_simply` ever says so.
+template <class T>
+constexpr bool kRoundsSimply = false;
+#if defined(__AVX512BF16__)
+template <>
+inline constexpr bool kRoundsSimply<BFloat> = true;
+#endif
+
+// As `store`, where no lane is NaN.
+template <class T>
+KVLOOM_INLINE void store_finite(T* to, Vec x) {
+  if constexpr (std::is_same_v<T, BFloat>) {
+    const Words bits = as<Words>(x);
+    const Shorts narrowed = low_halves((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+    std::memcpy(to, &narrowed, sizeof narrowed);
+  } else {
+    store(to, x);
+  }
+}
+
 // Whether `store_normal` of these lanes, which may be anything, has the bits of `store` and is faster.
 template <class T>
 KVLOOM_INLINE bool rounds_simply(Vec x) {

@@ -72,6 +72,19 @@ KVLOOM_INLINE IntVec lane_numbers() {
   return numbers;
 }
 
+// Whether a lane is not 0.
+KVLOOM_INLINE bool has_any(IntVec x) {
+#if defined(__AVX512F__)
+  return _mm512_test_epi32_mask(as<__m512i>(x), as<__m512i>(x)) != 0;
+#elif defined(__AVX2__)
+  return !_mm256_testz_si256(as<__m256i>(x), as<__m256i>(x));
+#endif
+  const auto words = as<VectorOf<uint64_t, kLanes / 2>::type>(x);
+  uint64_t any = 0;
+  for (int i = 0; i < kLanes / 2; ++i) any |= words[i];
+  return any != 0;
+}
+
 template <class V>
 constexpr int kLanesOf = sizeof(V) / sizeof(V{}[0]);
 

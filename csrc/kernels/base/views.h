@@ -23,6 +23,9 @@ struct View {
   KVLOOM_INLINE Index head_bytes() const { return stride[3] * itemsize; }  // from one head to the next
 };
 
+// Bytes of all heads of a token.
+KVLOOM_INLINE Index token_bytes(const View& view) { return view.num_heads() * view.width() * view.itemsize; }
+
 // The offset of each slot of a view in bytes: three slot axes, merged where one stride serves two of them.
 class SlotOffsets {
  public:

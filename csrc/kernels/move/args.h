@@ -3,6 +3,7 @@
 
 #include "../base/slots.h"
 #include "../base/views.h"
+#include "smooth_args.h"
 
 namespace kvloom {
 
@@ -10,8 +11,9 @@ namespace kvloom {
 struct Move {
   View from, from_scale;
   View to, to_scale;
-  Index repeat = 1;         // how many times in a row each head is written
-  bool full_range = false;  // whether 4-bit codes that are written reach -8
+  Index repeat = 1;                    // how many times in a row each head is written
+  bool full_range = false;             // whether 4-bit codes that are written reach -8
+  const SmoothArgs* smooth = nullptr;  // of rows that are smoothed before they are converted
 };
 
 // Sides of keys, values and their scales.
@@ -19,6 +21,19 @@ constexpr int kMaxMoves = 4;
 
 // Bytes up to the next cache line.
 KVLOOM_INLINE constexpr Index aligned(Index bytes) { return round_up(bytes, 64); }
+
+// Tokens whose addresses are computed together.
+constexpr Index kTile = 16;
+
+// How many of them are smoothed at once: their rows stay in a first-level cache until they are converted.
+constexpr Index kSmoothedBytes = 16 << 10;
+KVLOOM_INLINE Index smoothed_at_once(const View& from) {
+  return max(1, min(kTile, kSmoothedBytes / max(1, token_bytes(from))));
+}
+// Scratch for these rows.
+KVLOOM_INLINE Index smoothed_bytes(const View& from) {
+  return aligned(smoothed_at_once(from) * token_bytes(from));
+}
 
 // to[to_slots[t]] = from[from_slots[t]]; a token with a negative target is skipped.
 struct MoveArgs {

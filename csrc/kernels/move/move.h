@@ -4,6 +4,7 @@
 #include "args.h"
 #include "convert.h"
 #include "rows.h"
+#include "smooth.h"
 
 namespace kvloom::KVLOOM_ISA::rows {
 
@@ -118,9 +119,6 @@ KVLOOM_INLINE void move_row(const Plan& plan, const RowPointers& at, Byte* scrat
   for (Index r = 0; r < plan.repeat; ++r) write_row(plan.to, at.to + r * plan.repeat_stride, out, stream);
 }
 
-// Tokens whose addresses are computed together.
-constexpr int kTile = 16;
-
 // Prefetches the row of the next head, which no hardware prefetcher predicts.
 KVLOOM_INLINE void prefetch_row(const Plan& plan, const RowPointers& at, bool stream) {
   const Index from_bytes = plan.from.row_bytes(), to_bytes = plan.to.row_bytes();
@@ -171,24 +169,65 @@ inline void move_tile(const Plan& plan, RowPointers* pointers, int num_tokens, B
   }
 }
 
+// --- rows that are smoothed first
+// ---------------------------------------------------------------------------
+
+// The same move, of smoothed rows [kTile, H, D] in a buffer.
+inline Move from_buffer(const Move& move, Byte* buffer) {
+  const Index heads = move.from.num_heads(), width = move.from.width();
+  const Index size[6] = {kTile, 1, 1, heads, 1, width}, stride[6] = {heads * width, 0, 0, width, 0, 1};
+  Move result = move;
+  result.from.data = buffer;
+  for (int i = 0; i < 6; ++i) result.from.size[i] = size[i], result.from.stride[i] = stride[i];
+  return result;
+}
+
+// Smooths tokens `[begin, end)` into the buffer. The next ones are prefetched: they are read all at once,
+// too.
+inline void smooth_tile(SmoothArgs args, Index begin, Index end, Byte* buffer) {
+  const Index row = args.size[1] * args.head_dim;
+  args.to = buffer;
+  args.to_first = begin * row;
+  args.to_stride[0] = args.size[2] * row, args.to_stride[1] = args.head_dim, args.to_stride[2] = row;
+  args.prefetch = (end - begin) * args.token_stride();
+  smooth(args, begin, end);
+}
+
+// --- all of them -------------------------------------------------------------------------------------------
+
 // Tokens `[begin, end)` of a store, a load or a copy.
 inline void move(const MoveArgs& args, Index begin, Index end, Byte* scratch) {
   Plan plans[kMaxMoves];
-  for (int m = 0; m < args.num_moves; ++m) plans[m] = plan_of(args.moves[m]);
-  for (Index first = begin; first < end; first += kTile) {
-    Index from[kTile], to[kTile];
+  Index tile = kTile;
+  for (int m = 0; m < args.num_moves; ++m) {
+    const Move& move = args.moves[m];
+    plans[m] = plan_of(move.smooth ? from_buffer(move, scratch) : move);
+    if (!move.smooth) continue;
+    plans[m].prefetch_bytes = 0;
+    tile = min(tile, smoothed_at_once(move.from));
+  }
+  for (Index first = begin, last; first < end; first = last) {
+    last = min(end, first + tile);
+    Index tokens[kTile], to[kTile];
     int num_tokens = 0;
-    for (Index t = first; t < end && t < first + kTile; ++t) {
-      const Index target = args.to_slots[t];
-      if (target < 0) continue;
-      from[num_tokens] = args.from_slots[t];
-      to[num_tokens++] = target;
+    for (Index t = first; t < last; ++t) {
+      if (args.to_slots[t] < 0) continue;
+      tokens[num_tokens] = t;
+      to[num_tokens++] = args.to_slots[t];
     }
-    for (int m = 0; m < args.num_moves; ++m) {
-      const Plan& plan = plans[m];
+    for (int m = 0; m < args.num_moves && num_tokens; ++m) {
+      const SmoothArgs* smoothing = args.moves[m].smooth;
+      Byte* unused = scratch;
+      if (smoothing) {
+        smooth_tile(*smoothing, first, last, scratch);
+        unused += smoothed_bytes(args.moves[m].from);
+      }
       RowPointers pointers[kTile];
-      for (int i = 0; i < num_tokens; ++i) pointers[i] = plan.pointers(from[i], to[i]);
-      move_tile(plan, pointers, num_tokens, scratch, args.stream);
+      for (int i = 0; i < num_tokens; ++i) {
+        const Index from = smoothing ? tokens[i] - first : args.from_slots[tokens[i]];
+        pointers[i] = plans[m].pointers(from, to[i]);
+      }
+      move_tile(plans[m], pointers, num_tokens, unused, args.stream);
     }
   }
   if (args.stream) stream_fence();

@@ -30,15 +30,17 @@ inline void turn_pairs(const KeyOffset& offset, Index from, Index count, int64_t
   }
 }
 
-// Lanes of two vectors in their places, at most kLanes pairs; 0 where there is none.
-KVLOOM_INLINE Vec placed(Vec first, Vec second, IntVec place) {
+// Lanes of two vectors in their places, at most kLanes pairs; 0 where the mask is.
+KVLOOM_INLINE Vec placed(Vec first, Vec second, IntVec place, IntVec mask) {
 #if defined(__AVX512F__)
   const Vec x = as<Vec>(_mm512_permutex2var_ps(as<__m512>(first), as<__m512i>(place), as<__m512>(second)));
+#elif defined(__AVX2__)  // which reads three bits of a lane's index
+  const Vec x = place < 0 ? permute(second, place) : permute(first, place);
 #else
   const IntVec lane = place & (kLanes - 1);
-  const Vec x = (place & kSecondPlace) != 0 ? permute(second, lane) : permute(first, lane);
+  const Vec x = place < 0 ? permute(second, lane) : permute(first, lane);
 #endif
-  return place < 0 ? Vec{} : x;
+  return as<Vec>(as<IntVec>(x) & mask);
 }
 
 // Of a query, what its products with stored keys lack: coefficients of cosines, then of sines.
@@ -60,12 +62,31 @@ void find_coefficients(const KeyOffset& offset, Index head, const T* x, float* t
 // Rounded to T: what is finite stays finite.
 template <class T>
 KVLOOM_INLINE Vec finished(Vec x) {
+  if constexpr (std::is_same_v<T, float>) return x;
   return x - x == 0 ? saturate<T>(x) : x;
 }
 template <class T>
 KVLOOM_INLINE void store_finished(T* to, Vec x) {
   if (rounds_simply<T>(x)) return store_normal(to, saturate<T>(x));
   store(to, finished<T>(x));
+}
+
+// Writes `count` elements, whole vectors that `at` gives: what is finite stays finite. Beyond the largest T
+// is hardly ever one, so a row is asked at once.
+template <class T, class At>
+KVLOOM_INLINE void store_row(T* to, Index count, At at) {
+  if constexpr (std::is_same_v<T, float> || kRoundsSimply<T>) {
+    for (Index i = 0; i < count; i += kLanes) store_finished(to + i, at(i));
+  } else {
+    IntVec largest{};
+    for (Index i = 0; i < count; i += kLanes) {
+      const Vec x = at(i);
+      largest = maximum(largest, as<IntVec>(x) & 0x7fffffff);
+      store_finite(to + i, x);
+    }
+    if (!has_any(largest > bit_copy<int32_t>(&kLargest<T>))) return;
+    for (Index i = 0; i < count; i += kLanes) store_finished(to + i, at(i));
+  }
 }
 
 // A row of one head, and what it is made with.
@@ -78,35 +99,44 @@ struct SmoothRow {
   const float *first, *second;  // of each pair of the head, to be subtracted
 };
 
+// Prefetches what lies a distance behind the row.
+template <class T>
+KVLOOM_INLINE void prefetch_row(const SmoothRow<T>& row, Index count, Index distance) {
+  const Byte* at = reinterpret_cast<const Byte*>(row.from + distance);
+  for (Index i = 0; i < count * Index(sizeof(T)); i += 64) __builtin_prefetch(at + i, 0, 2);
+}
+
 // Of whole vectors, in registers.
 template <bool kIsRestored, bool kHasOffset, class T>
 KVLOOM_INLINE void smooth_vectors(const SmoothArgs& args, const SmoothRow<T>& row) {
   const Vec first = kHasOffset ? load(row.first) : Vec{}, second = kHasOffset ? load(row.second) : Vec{};
   const Vec root = splat(args.root);
   const Index count = args.head_dim;
-  const int32_t* places = kHasOffset ? args.offset.places + row.head * count : nullptr;
+  const Index of_head = row.head * count;
   const auto at = [=](Index i) KVLOOM_INLINE_LAMBDA { return load(row.from + i); };
-  const auto without_offset = [=](Vec x, Index i) KVLOOM_INLINE_LAMBDA {
-    return kHasOffset ? x - placed(first, second, bit_copy<IntVec>(places + i)) : x;
+  const auto without_offset = [=, &args](Vec x, Index i) KVLOOM_INLINE_LAMBDA {
+    if constexpr (!kHasOffset) return x;
+    const auto mask = bit_copy<IntVec>(args.offset.masks + of_head + i);
+    if (!has_any(mask)) return x;
+    return x - placed(first, second, bit_copy<IntVec>(args.offset.places + of_head + i), mask);
   };
   const auto smoothed = [=](Index i)
                             KVLOOM_INLINE_LAMBDA { return without_offset(at(i), i) * load(row.factor + i); };
-  const auto store_restored = [=](Index i, Vec x) KVLOOM_INLINE_LAMBDA {
-    store_finished(row.to + i, without_offset(x * load(row.factor + i), i));
-  };
+  const auto restored = [=](Vec x, Index i)
+                            KVLOOM_INLINE_LAMBDA { return without_offset(x * load(row.factor + i), i); };
   if constexpr (kIsRestored) {
     if (args.block) {
       rotate_blocks(count, args.block, at, [=](Index i, Vec sum) KVLOOM_INLINE_LAMBDA {
-        store_restored(i, rotated<float>(sum, root));
+        store_finished(row.to + i, restored(rotated<float>(sum, root), i));
       });
     } else {
-      for (Index i = 0; i < count; i += kLanes) store_restored(i, at(i));
+      store_row(row.to, count, [=](Index i) KVLOOM_INLINE_LAMBDA { return restored(at(i), i); });
     }
   } else if (args.block) {
     rotate_blocks(count, args.block, smoothed,
                   [=](Index i, Vec sum) KVLOOM_INLINE_LAMBDA { store_rotated(row.to + i, sum, root); });
   } else {
-    for (Index i = 0; i < count; i += kLanes) store_finished(row.to + i, smoothed(i));
+    store_row(row.to, count, smoothed);
   }
 }
 
@@ -145,7 +175,7 @@ void smooth_tokens(const SmoothArgs& args, Index begin, Index end, SmoothOne smo
   const Index pairs_of_token = round_up(heads_at_once * pairs, kLanes);
   const Index tokens_at_once =
       pairs ? max(1, min(kTokensAtOnce, kPairsAtOnce / pairs_of_token)) : kTokensAtOnce;
-  const bool is_by_head = args.stride[1] > args.stride[2];
+  const bool is_by_head = args.stride[1] > args.token_stride();
   const float sign = args.is_restored ? -1.0f : 1.0f;
   TurnedPairs turned;
   for (Index token = begin; token < end; token += tokens_at_once) {
@@ -155,7 +185,7 @@ void smooth_tokens(const SmoothArgs& args, Index begin, Index end, SmoothOne smo
     for (Index t = 0; t < count; ++t) {
       const Index b = (token + t) / args.size[2], n = (token + t) % args.size[2];
       from[t] = b * args.stride[0] + n * args.stride[2];
-      to[t] = b * args.to_stride[0] + n * args.to_stride[2];
+      to[t] = b * args.to_stride[0] + n * args.to_stride[2] - args.to_first;
       positions[t] = has_offset ? args.positions.at(b, n) : 0;
     }
     for (Index head = 0; head < heads; head += heads_at_once) {
@@ -165,16 +195,21 @@ void smooth_tokens(const SmoothArgs& args, Index begin, Index end, SmoothOne smo
                    turned.first + t * pairs_of_token, turned.second + t * pairs_of_token);
       }
       const auto smooth_at = [&](Index t, Index h) KVLOOM_INLINE_LAMBDA {
-        const Index of_keys = (head + h) / args.heads_per_head;
+        const Index of_keys = args.heads_per_head == 1 ? head + h : (head + h) / args.heads_per_head;
         const Index place = t * pairs_of_token + h * pairs;
         const T* row = reinterpret_cast<const T*>(args.from) + from[t] + (head + h) * args.stride[1];
         if (args.coefficients) {
           find_coefficients(args.offset, of_keys, row,
                             args.coefficients + ((token + t) * heads + head + h) * 2 * args.offset.num_pairs);
         }
-        smooth_one(SmoothRow<T>{row, reinterpret_cast<T*>(args.to) + to[t] + (head + h) * args.to_stride[1],
-                                args.factor + of_keys * args.head_dim, of_keys,
-                                has_offset ? turned.first + place : nullptr, turned.second + place});
+        const SmoothRow<T> of_row{row,
+                                  reinterpret_cast<T*>(args.to) + to[t] + (head + h) * args.to_stride[1],
+                                  args.factor + of_keys * args.factor_stride,
+                                  of_keys,
+                                  has_offset ? turned.first + place : nullptr,
+                                  turned.second + place};
+        if (args.prefetch) prefetch_row(of_row, args.head_dim, args.prefetch);
+        smooth_one(of_row);
       };
       if (is_by_head) {
         for (Index h = 0; h < num_heads; ++h)

@@ -5,7 +5,8 @@
 
 namespace kvloom {
 
-constexpr int32_t kSecondPlace = 16;  // from which on a place is that of a second channel
+constexpr Index kMaxPlaces = 16;                  // pairs of a head that have places
+constexpr int32_t kSecondPlace = INT32_MIN | 16;  // in the place of a second channel
 
 // A vector of each head that turns with the position in some pairs of channels; no pairs for none. Arrays
 // [H, K] have kTurnsBehind more numbers.
@@ -14,7 +15,8 @@ struct KeyOffset {
   const float *first = nullptr, *second = nullptr;  // [H, K], the vector at position 0 in each pair
   const int64_t* channels = nullptr;                // [H, K, 2]
   const uint64_t* turns = nullptr;                  // [H, K] in 2^-64 of a turn
-  const int32_t* places = nullptr;  // [H, D], the pair of a channel, kSecondPlace more of a second one; or -1
+  const int32_t* places = nullptr;  // [H, D], the pair of a channel, of a second one with kSecondPlace
+  const int32_t* masks = nullptr;   // [H, D], -1 of a channel that is in a pair, otherwise 0
 };
 
 // A position of each token, int64 or int32; none for keys without an offset.
@@ -34,15 +36,21 @@ struct SmoothArgs {
   const Byte* from = nullptr;
   Byte* to = nullptr;
   Index size[3] = {1, 1, 1}, stride[3] = {}, to_stride[3] = {};  // in elements
-  Index head_dim = 0, heads_per_head = 1;                        // query heads of a head
-  Index block = 0;  // the power of two that is rotated together; 0 for no rotation
-  float root = 1;   // of block
+  Index to_first = 0;                                            // which element of the result lies at `to`
+  Index prefetch = 0;                      // elements from what is read to what is prefetched; 0 for nothing
+  Index head_dim = 0, heads_per_head = 1;  // query heads of a head
+  Index block = 0;                         // the power of two that is rotated together; 0 for no rotation
+  float root = 1;                          // of block
   DType dtype = DType::f32;
   bool is_restored = false;       // keys as they were
-  const float* factor = nullptr;  // [H, D]
+  const float* factor = nullptr;  // [H, D], of which heads lie so far apart
+  Index factor_stride = 0;
   Positions positions;
   float* coefficients = nullptr;  // of queries: [T, Hq, 2K]
   KeyOffset offset;
+
+  // From a token to the next one, of other sequences where each has one.
+  KVLOOM_INLINE Index token_stride() const { return stride[size[2] > 1 ? 2 : 0]; }
 };
 
 }  // namespace kvloom

@@ -17,7 +17,7 @@ from kvloom.caches.layer import Layer
 from kvloom.caches.pages import Run
 from kvloom.caches.read_only import ReadOnly
 from kvloom.caches.sequences import Sequences
-from kvloom.caches.storage import TRANSFORMED_AT_ONCE, Storage
+from kvloom.caches.storage import Storage
 from kvloom.caches.tokens import BLOCK, PARTIAL, Exact, Step, TokenIndex, Tokens
 from kvloom.core.indexing import CacheIndex
 from kvloom.core.views import detached
@@ -118,18 +118,12 @@ class PagedLayer(Layer):
             newest, exact = residual.step, residual.pages.storages.get(self.index)
             if newest is None or exact is None or newest.stride != exact.stride or newest[:2] != step[:2]:
                 return None
-        transform = storage.transform
-        stored: tuple[Tensor, Tensor | None] = (key, value)
+        transform, how = storage.transform, ()
         if transform is not None:
-            if step.slots.numel() > TRANSFORMED_AT_ONCE or (
-                storage.needs_positions and step.positions is None
-            ):
-                return None
-            stored = transform.stored(key, value, step.positions)
+            how = transform.arguments(step.positions)
         sequences.pages.num_writes += 1
-        if not storage.has_values:
-            stored = stored[0], None
-        if not store_plain(*stored, step.slots, storage.view, storage.full_range):
+        kept = value if storage.has_values else None
+        if not store_plain(key, kept, step.slots, storage.view, storage.full_range, how):
             return None
         read = None if newest is None or exact is None else self._store_exact(exact, key, value, newest)
         return Tokens(storage.view, step.visible, sequences.window, None, transform, read)

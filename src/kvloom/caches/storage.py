@@ -16,7 +16,7 @@ from kvloom import ops
 from kvloom.caches.format import CacheFormat, is_in_rows, page_layout
 from kvloom.caches.memory import outside_inference_mode, zeros
 from kvloom.caches.tokens import TokenIndex, Tokens, attend_behind, scores_of_newest
-from kvloom.caches.transform import Transform, attend
+from kvloom.caches.transform import Transform, attend, store_transformed
 from kvloom.core.checks import FLOAT_DTYPES
 from kvloom.core.entries import Entry
 from kvloom.core.specs import KVSpec
@@ -25,10 +25,6 @@ from kvloom.ops import KeySmoothing
 
 Tensors: TypeAlias = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
 """Keys, values, scales of keys, scales of values."""
-
-
-TRANSFORMED_AT_ONCE = 1024
-"""Tokens that are transformed and stored at once, in memory that stays in a processor's cache."""
 
 
 class Storage:
@@ -188,29 +184,12 @@ class Storage:
             slots: As above.
             positions: Of the tokens in their texts, as ``slots``, int64; read if ``needs_positions``.
         """
-        transform = self.transform
-        if transform is None:
-            self._store(key, value, slots)
-            return
-        if not self.needs_positions:
-            positions = None
-        if slots.numel() <= TRANSFORMED_AT_ONCE:
-            self._store(*transform.stored(key, value, positions), slots)
-            return
-        axis, count = slots.dim() - 1, max(TRANSFORMED_AT_ONCE * slots.shape[-1] // slots.numel(), 1)
-        where = slots.split(count, axis)
-        for i, (x, y) in enumerate(
-            zip(key.split(count, 2 * axis), value.split(count, 2 * axis), strict=True)
-        ):
-            at = None if positions is None else positions.narrow(axis, i * count, where[i].shape[axis])
-            self._store(*transform.stored(x, y, at), where[i].contiguous())
+        how = self.transform, positions
+        store_transformed(key, self.kept(value), slots, self.view, *how, full_range=self.full_range)
 
     def kept(self, value: Tensor) -> Tensor | None:
         """Of values, what is stored: ``None`` in a storage of keys only."""
         return value if self.has_values else None
-
-    def _store(self, key: Tensor, value: Tensor, slots: Tensor) -> None:
-        ops.store(key, self.kept(value), slots, self.view, full_range=self.full_range)
 
     def attend(
         self,
@@ -269,9 +248,9 @@ class Storage:
             spec, tensor, scale = self.specs[side], self.tensors[side], self.tensors[side + 2]
             if spec is None or tensor is None:
                 continue
-            x = x if self.transform is None else self.transform.side(side, x, positions)
+            how = None if self.transform is None else self.transform.side(side)
             view = KVView.split(spec.axes, tensor, None, scale)
-            ops.store(x, None, slots, view, full_range=self.full_range)
+            store_transformed(x, None, slots, view, how, positions, full_range=self.full_range)
 
     def reserve(self, num_extents: int, stride: int) -> None:
         """Hold extents of at least ``stride`` pages; tokens stay where they are in theirs, at other slots.

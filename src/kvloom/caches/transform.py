@@ -4,13 +4,12 @@ Shapes: B sequences, N tokens of each, T tokens of all, H heads, Hq query heads,
 """
 
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from kvloom import ops
-from kvloom.core.checks import FLOAT_DTYPES
 from kvloom.core.specs import KVSpec
 from kvloom.core.views import KVView
 from kvloom.ops import KeySmoothing
@@ -51,25 +50,14 @@ class Transform(NamedTuple):
         """Whether stored keys depend on where they stand in their text."""
         return self.smoothing is not None and self.smoothing.offset is not None
 
-    def stored(self, key: Tensor, value: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Keys and values ``[B, H, N, D]`` or ``[T, H, D]`` as they are stored.
+    def side(self, side: int) -> "Transform":
+        """That of keys (0) or values (1), where they are stored as keys alone."""
+        return Transform(self.value) if side else Transform(self.key, 0, self.smoothing)
 
-        Raises:
-            ShapeError: keys that are smoothed do not fit.
-        """
-        if self.smoothing is not None:
-            key = self.smoothing.smoothed(key, positions, self.key)
-        elif self.key:
-            key = _rotated(key, self.key)
-        return key, _rotated(value, self.value) if self.value else value
-
-    def side(self, side: int, x: Tensor, positions: Tensor | None) -> Tensor:
-        """Keys (0) or values (1) as they are stored; raises as ``stored``."""
-        if side:
-            return _rotated(x, self.value) if self.value else x
-        if self.smoothing is not None:
-            return self.smoothing.smoothed(x, positions, self.key)
-        return _rotated(x, self.key) if self.key else x
+    def arguments(self, positions: Tensor | None) -> tuple[Any, ...]:
+        """What ``ops.plain.store_plain`` takes."""
+        numbers = (None,) * 5 if self.smoothing is None else self.smoothing.arguments(positions)
+        return self.key, self.value, *numbers
 
     def restored(self, key: Tensor, value: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor]:
         """Keys and values as they were, of those that were read."""
@@ -125,6 +113,42 @@ class Transform(NamedTuple):
         return self.smoothing.smoothed(rows, None, self.key, is_restored=is_restored).view(out.shape)
 
 
+def store_transformed(
+    key: Tensor,
+    value: Tensor | None,
+    slots: Tensor,
+    view: KVView,
+    transform: Transform | None,
+    positions: Tensor | None = None,
+    *,
+    full_range: bool = False,
+) -> None:
+    """``ops.store`` of what is transformed before.
+
+    Args:
+        key: As of ``ops.store``.
+        value: The same.
+        slots: The same.
+        view: The same.
+        transform: What is done; ``None`` for nothing.
+        positions: As of ``ops.store``.
+        full_range: The same.
+    """
+    if transform is None:
+        ops.store(key, value, slots, view, full_range=full_range)
+        return
+    ops.store(
+        key,
+        value,
+        slots,
+        view,
+        full_range=full_range,
+        smoothing=transform.smoothing,
+        positions=positions,
+        blocks=(transform.key, transform.value),
+    )
+
+
 def attend(
     query: Tensor,
     view: KVView,
@@ -150,10 +174,3 @@ def attend(
     rank = view.key.head_dim if is_latent else 0
     query, scores = transform.query(query, scores, first_position, rank)
     return transform.output(ops.attend(query, view, batch, scores, is_latent=is_latent), rank)
-
-
-def _rotated(x: Tensor, block: int) -> Tensor:
-    """What is rotated before it is stored; what cannot be stored is left to be refused."""
-    if not isinstance(x, Tensor) or x.dim() not in (3, 4) or x.dtype not in FLOAT_DTYPES:
-        return x
-    return x if x.shape[-1] % block else ops.rotate(x, block)

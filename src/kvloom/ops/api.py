@@ -1,5 +1,7 @@
 """Public operators: check, choose, call. Values of slots are checked where that costs no synchronization."""
 
+from typing import Any, Final
+
 import torch
 from torch import Tensor
 
@@ -36,6 +38,9 @@ from kvloom.ops.expect import (
 from kvloom.ops.offsets import KeyOffset, expect_offset, load_with_offset
 from kvloom.ops.plain import COMPILED, store_plain
 from kvloom.ops.scores import CAUSAL, Batch, Scores
+from kvloom.ops.smoothing import KeySmoothing, in_rows
+
+_NO_BLOCKS: Final = (0, 0)
 
 
 def store(
@@ -45,9 +50,15 @@ def store(
     kv: KVView,
     *,
     full_range: bool = False,
+    smoothing: KeySmoothing | None = None,
+    positions: Tensor | None = None,
+    blocks: tuple[int, int] = _NO_BLOCKS,
     backend: str = "auto",
 ) -> None:
     """Write new keys and values into their slots, in place, quantized if ``kv`` is.
+
+    What is smoothed or rotated before has the bits of ``smoothing.smoothed`` and of ``ops.rotate``. The
+    compiled kernel does it to a few tokens at a time, which stay in a cache of the processor.
 
     Args:
         key: ``[T, H, Dk]`` or ``[B, H, N, Dk]``, any strides. float32, float16 or bfloat16 where the cache is
@@ -58,29 +69,61 @@ def store(
         kv: Where to write. It must not overlap ``key`` or ``value``, which are stored without their gradient.
         full_range: Whether 4-bit codes have all sixteen numbers and signed scales, see
             ``kvloom.quant.affine``, or are symmetric as standards define them. They are read alike.
-        backend: ``"auto"`` (by device), ``"reference"``, ``"cpu"`` or ``"triton"``.
+        smoothing: How keys are smoothed before they are stored; ``None`` if they are not. Then keys are of a
+            float dtype.
+        positions: Of the tokens in their texts, int64 or int32, of the shape of ``slots``; read where
+            ``smoothing`` has an offset.
+        blocks: Elements of keys and of values that are rotated together before they are stored, as of
+            ``ops.rotate``; 0 for none.
+        backend: ``"auto"`` (by device), ``"reference"``, ``"cpu"`` or ``"triton"``, which smooths and rotates
+            nothing.
 
     Raises:
         ShapeError: an argument does not fit; nothing was written.
-        ArgumentError: a slot is outside the cache (CPU; on other devices the kernel stops), or
-            ``full_range`` is no bool; nothing was written.
+        ArgumentError: a slot is outside the cache (CPU; on other devices the kernel stops),
+            ``full_range`` is no bool, or ``blocks`` are no such numbers; nothing was written.
+        UnsupportedError: the backend cannot run it.
     """
     if type(full_range) is not bool:
         raise ArgumentError(f"full_range must be a bool, got {full_range!r}")
-    if backend in COMPILED and store_plain(key, value, slots, kv, full_range):
+    transform = _transform(smoothing, positions, blocks)
+    if backend in COMPILED and store_plain(key, value, slots, kv, full_range, transform):
         return
+    if smoothing is not None:
+        smoothing.expect_keys(key, positions)
     if isinstance(key, Tensor) and isinstance(slots, Tensor) and (key.ndim, slots.ndim) == (4, 2):
         key, value, slots = _packed(key, value, slots)
+        if smoothing is not None and smoothing.offset is not None and positions is not None:
+            transform = _transform(smoothing, positions.flatten(), blocks)
     is_apart = expect_store(key, value, slots, kv)
     slots = apart_from(kv, slots)
     # Detached, or autograd would make the cache require a gradient and keep every step alive.
     key, value = detached(key), None if value is None else detached(value)
     if not is_apart:  # they share no byte with the cache, but lie between its rows, which kernels refuse
         key, value = key.clone(), None if value is None else value.clone()
+    if transform:
+        key = in_rows("key", key, blocks[0])
+        value = None if value is None else in_rows("value", value, blocks[1])
     if debugging():
         check_distinct("slots", slots)
-    run(backend, "store", kv.device, key, value, slots, *kv.tensors, full_range)
+    name = "store.transformed" if transform else "store"
+    run(backend, name, kv.device, key, value, slots, *kv.tensors, full_range, *transform)
     kv.mark_changed()
+
+
+def _transform(
+    smoothing: KeySmoothing | None, positions: Tensor | None, blocks: tuple[int, int]
+) -> tuple[Any, ...]:
+    """What operators take of what is done before keys and values are stored; empty for nothing."""
+    if smoothing is None and blocks is _NO_BLOCKS:
+        return ()
+    if not isinstance(smoothing, KeySmoothing | None):
+        raise ArgumentError(f"smoothing must be a KeySmoothing or None, got {type(smoothing).__name__}")
+    if not isinstance(blocks, tuple) or [type(x) for x in blocks] != [int, int]:
+        raise ArgumentError(f"blocks must be two numbers of elements, got {blocks!r}")
+    if smoothing is None and blocks == _NO_BLOCKS:
+        return ()
+    return *blocks, *((None,) * 5 if smoothing is None else smoothing.arguments(positions))
 
 
 def _packed(key: Tensor, value: Tensor | None, slots: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:

@@ -26,6 +26,7 @@ __all__ = [
 
 _DISPATCHED: dict[str, Callable[..., Any]] = {
     "store": schemas.store,
+    "store.transformed": schemas.store_transformed,
     "load": schemas.load,
     "copy": schemas.copy,
     "attend": schemas.attend,
@@ -40,6 +41,7 @@ _DISPATCHED: dict[str, Callable[..., Any]] = {
 }
 _REFERENCE: dict[str, Callable[..., Any]] = {
     "store": reference.store,
+    "store.transformed": reference.store_transformed,
     "load": reference.load,
     "copy": reference.copy,
     "attend": schemas.attend_reference,
@@ -101,7 +103,7 @@ def _choose(backend: str, overload: str, device: torch.device, args: tuple[Any, 
     name = overload.partition(".")[0]
     match backend:
         case "auto":
-            return (_DISPATCHED if _why_not_cpu(name, device, args) is None else _REFERENCE)[overload]
+            return (_DISPATCHED if _why_not_cpu(overload, device, args) is None else _REFERENCE)[overload]
         case "reference":
             return _REFERENCE[overload]
         case "cpu":
@@ -111,7 +113,7 @@ def _choose(backend: str, overload: str, device: torch.device, args: tuple[Any, 
                 raise UnsupportedError(f"backend 'cpu' has no {name} yet; use 'auto' or 'reference'")
             if device.type != "cpu":
                 raise UnsupportedError(f"backend 'cpu' needs tensors on the CPU, got {device}")
-            if (refused := _why_not_cpu(name, device, args)) is not None:
+            if (refused := _why_not_cpu(overload, device, args)) is not None:
                 raise UnsupportedError(f"backend 'cpu' {refused}; use 'auto' or 'reference'")
             return _DISPATCHED[overload]
         case "triton":
@@ -121,6 +123,10 @@ def _choose(backend: str, overload: str, device: torch.device, args: tuple[Any, 
                 raise UnsupportedError(
                     "backend 'triton' attends to no latents yet; use 'auto' or 'reference'"
                 )
+            if overload == "store.transformed":
+                raise UnsupportedError(
+                    "backend 'triton' smooths and rotates nothing yet; use 'auto' or 'reference'"
+                )
             if (refused := triton.why_not(name, device, *args)) is not None:
                 raise UnsupportedError(f"backend 'triton' {refused}; use 'auto' or 'reference'")
             return triton.operator(name)
@@ -128,13 +134,16 @@ def _choose(backend: str, overload: str, device: torch.device, args: tuple[Any, 
             raise ArgumentError(f"backend must be 'auto', 'reference', 'cpu' or 'triton', got {backend!r}")
 
 
-def _why_not_cpu(name: str, device: torch.device, args: tuple[Any, ...]) -> str | None:
+def _why_not_cpu(overload: str, device: torch.device, args: tuple[Any, ...]) -> str | None:
     """Why the compiled kernels cannot run these arguments, or ``None``."""
     if device.type != "cpu" or cpu.WHY_NOT is not None:
         return None
-    if name in ("smooth", "smooth_query") and (head_dim := args[0].shape[-1]) > cpu.MAX_SMOOTHED:
-        return f"smooths head dims up to {cpu.MAX_SMOOTHED}, got {head_dim}"
-    if name not in ("attend", "attend_part"):
+    if overload in ("smooth", "smooth_query", "store.transformed"):
+        rows = args[:2] if overload == "store.transformed" else args[:1]
+        head_dim = max(x.shape[-1] for x in rows if x is not None)
+        if head_dim > cpu.MAX_SMOOTHED:
+            return f"smooths head dims up to {cpu.MAX_SMOOTHED}, got {head_dim}"
+    if overload.partition(".")[0] not in ("attend", "attend_part"):
         return None
     _, key, value, key_scale, value_scale, *_ = args
     head_dim = max(head_dim_of(key, key_scale), head_dim_of(value, value_scale))

@@ -14,9 +14,14 @@ from kvloom.ops.impl import reference, triton
 
 LIB = torch.library.Library("kvloom", "DEF")
 
-LIB.define(
-    "store(Tensor key, Tensor? value, Tensor slots, Tensor(a!) key_cache, Tensor(b!)? value_cache,"
-    " Tensor(c!)? key_scale, Tensor(d!)? value_scale, bool full_range=False) -> ()"
+_STORE = (
+    "(Tensor key, Tensor? value, Tensor slots, Tensor(a!) key_cache, Tensor(b!)? value_cache,"
+    " Tensor(c!)? key_scale, Tensor(d!)? value_scale, bool full_range"
+)
+LIB.define(f"store{_STORE}=False) -> ()")
+LIB.define(  # of keys that are smoothed, and of keys and values that are rotated, before
+    f"store.transformed{_STORE}, int key_block, int value_block, Tensor? positions, Tensor? factor,"
+    " Tensor? mean, Tensor? channels, Tensor? frequencies) -> ()"
 )
 LIB.define(
     "load(Tensor slots, Tensor key_cache, Tensor? value_cache, Tensor? key_scale, Tensor? value_scale,"
@@ -67,6 +72,15 @@ LIB.impl("attend_part.biased", reference.attend_part, "CompositeExplicitAutograd
 for _name in ("attend.latent", "attend.latent_reference"):
     LIB.impl(_name, reference.attend_latent, "CompositeExplicitAutograd")
 LIB.impl("attend_part.latent", reference.attend_latent_part, "CompositeExplicitAutograd")
+
+
+def _store_transformed(key: Tensor, value: Tensor | None, slots: Tensor, *args: Any) -> None:
+    """In two steps, of which the second one has the kernel of its device."""
+    key, value = reference.transformed(key, value, *args[5:])
+    torch.ops.kvloom.store.default(key, value, slots, *args[:5])
+
+
+LIB.impl("store.transformed", _store_transformed, "CompositeExplicitAutograd")
 
 
 def _attend_out(*args: Any) -> None:
@@ -211,6 +225,7 @@ def without_gradient(what: str, function: Callable[..., Any], *args: Any) -> Any
 
 
 torch.library.register_fake("kvloom::store", _writes_only, lib=LIB)
+torch.library.register_fake("kvloom::store.transformed", _writes_only, lib=LIB)
 torch.library.register_fake("kvloom::copy", _writes_only, lib=LIB)
 torch.library.register_fake("kvloom::load", _load_fake, lib=LIB)
 torch.library.register_fake("kvloom::rotate", _rotate_fake, lib=LIB)
@@ -227,6 +242,7 @@ for _name in ("attend_part", "attend_part.biased"):
     torch.library.register_fake(f"kvloom::{_name}", _attend_part_fake, lib=LIB)
 
 store = torch.ops.kvloom.store.default
+store_transformed = torch.ops.kvloom.store.transformed
 load = torch.ops.kvloom.load.default
 copy = torch.ops.kvloom.copy.default
 rotate = torch.ops.kvloom.rotate.default

@@ -119,6 +119,18 @@ class KeySmoothing:
                 return found
             except _REFUSED:
                 pass  # below it is done, or refused in our words
+        self.expect_keys(key, positions)
+        key = in_rows("key", key, block)
+        result: Tensor = _run("smooth", key, at, factor, *self._arrays, block, is_restored)
+        return result
+
+    def arguments(self, positions: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Positions, factor, mean, channels and frequencies, as operators take them to smooth keys."""
+        return None if self.offset is None else positions, self._inverse, *self._arrays
+
+    def expect_keys(self, key: Tensor, positions: Tensor | None) -> None:
+        """Check keys and positions; arguments and errors of ``smoothed``."""
+        gain = self.gain
         expect_tensor("key", key)
         sizes = key.shape
         if len(sizes) not in (3, 4) or (sizes[1], sizes[-1]) != gain.shape:
@@ -131,10 +143,7 @@ class KeySmoothing:
                 f"key must be one of {FLOAT_DTYPES} on {gain.device}, got {key.dtype} on {key.device}"
             )
         if self.offset is not None:
-            _expect_positions(at, sizes[:1] if len(sizes) == 3 else (sizes[0], sizes[2]), key.device)
-        key = _in_rows("key", key, block)
-        result: Tensor = _run("smooth", key, at, factor, *self._arrays, block, is_restored)
-        return result
+            _expect_positions(positions, sizes[:1] if len(sizes) == 3 else (sizes[0], sizes[2]), key.device)
 
     def restored(self, key: Tensor, positions: Tensor | None, block: int = 0) -> Tensor:
         """Keys as they were; arguments as of ``smoothed``."""
@@ -177,7 +186,7 @@ class KeySmoothing:
                 f"query must be one of {FLOAT_DTYPES} on {self.gain.device}, "
                 f"got {query.dtype} on {query.device}"
             )
-        query = _in_rows("query", query, block)
+        query = in_rows("query", query, block)
         query, coefficients = _run("smooth_query", query, self.gain, mean, channels, block)
         return query, _bias(coefficients, frequencies, first_position)
 
@@ -224,8 +233,13 @@ def _expect_positions(positions: Tensor | None, tokens: tuple[int, ...], device:
         )
 
 
-def _in_rows(name: str, x: Tensor, block: int) -> Tensor:
-    """Without its gradient, and its head vectors contiguous, which ``block`` must fit."""
+def in_rows(name: str, x: Tensor, block: int) -> Tensor:
+    """``x`` without its gradient, and its head vectors contiguous, which ``block`` must fit.
+
+    Raises:
+        ArgumentError: ``block`` is neither 0 nor a power of two of up to 1,024 that divides them.
+        OutOfMemory: there is no memory for a copy.
+    """
     head_dim = x.shape[-1]
     if type(block) is not int or not 0 <= block <= LARGEST:
         block = expect_range("block", block, 0, LARGEST + 1)

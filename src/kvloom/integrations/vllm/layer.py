@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvloom import ops
 from kvloom.caches.tokens import attend_behind, scores_of_newest
-from kvloom.caches.transform import Transform
+from kvloom.caches.transform import Transform, store_transformed
 from kvloom.caches.transform import attend as transformed
 from kvloom.core.views import KVView
 from kvloom.integrations.vllm.builder import Step
@@ -73,9 +73,7 @@ def store(
     if positions is not None:
         slots = slots[: positions.shape[0]]
     key, value = key[: slots.shape[0]], value[: slots.shape[0]]
-    if transform is not None:
-        key, value = transform.stored(key, value, positions)
-    ops.store(key, value, slots, view, full_range=full_range)
+    store_transformed(key, value, slots, view, transform, positions, full_range=full_range)
 
 
 def attend_latents(

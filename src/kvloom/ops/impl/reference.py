@@ -48,6 +48,31 @@ def store(
         _store_side(value, slots, values, full_range)
 
 
+def store_transformed(key: Tensor, value: Tensor | None, slots: Tensor, *args: Any) -> None:
+    """``store`` of ``transformed`` keys and values, whose arguments follow those of ``store``."""
+    key, value = transformed(key, value, *args[5:])
+    store(key, value, slots, *args[:5])
+
+
+def transformed(
+    key: Tensor,
+    value: Tensor | None,
+    key_block: int,
+    value_block: int,
+    positions: Tensor | None,
+    factor: Tensor | None,
+    mean: Tensor | None,
+    channels: Tensor | None,
+    frequencies: Tensor | None,
+) -> tuple[Tensor, Tensor | None]:
+    """Keys that are smoothed, if there is a factor, and rotated in blocks, and values that are rotated."""
+    if factor is not None:
+        key = smooth(key, positions, factor, mean, channels, frequencies, key_block, False)
+    elif key_block:
+        key = rotate(key, key_block)
+    return key, rotate(value, value_block) if value is not None and value_block else value
+
+
 @by_sequence
 def load(
     slots: Tensor,
