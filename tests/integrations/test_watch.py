@@ -100,7 +100,7 @@ def test_a_change_has_another_name(name: str, caplog: pytest.LogCaptureFixture) 
     assert changed
     assert [watch.state(), watch.quick_state()] == [changed, changed]
     (line,) = caplog.messages
-    assert line.startswith("Sequential changed, and from now on finds pages of this state alone: ")
+    assert line.startswith("Sequential changed, and what it computes from now on is kept apart: ")
 
 
 def test_what_is_undone_has_its_name_again() -> None:

@@ -24,6 +24,7 @@ from kvloom.integrations.transformers.layers import (
     KVCacheLayer,
     StaticKVCacheLayer,
 )
+from kvloom.integrations.transformers.mixers import watch_mixers
 from kvloom.integrations.transformers.text_config import has_latents, head_dims_of, text_config_of
 
 if TYPE_CHECKING:
@@ -174,6 +175,8 @@ def make_layers(
     live = model.config if type(config) is type(model.config) else config
     theirs, used = DynamicCache(config=config).layers, layers_used(model)
     theirs = theirs if used is None else theirs[: max(used) + 1]
+    if any(isinstance(x, StatefulLayer) for x in theirs):
+        watch_mixers(model)
     kinds = getattr(config, "layer_types", None) or [None] * len(theirs)
     if getattr(model, "_is_stateful", False) and not any(isinstance(x, StatefulLayer) for x in theirs):
         kinds = ["recurrent"] * len(theirs)

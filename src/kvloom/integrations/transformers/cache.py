@@ -11,8 +11,6 @@ from typing import Any, Final, SupportsIndex
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache
-from transformers.cache_utils import Cache
 
 from kvloom.caches import FixedLayer, PagedLayer, Sequences
 from kvloom.caches.groups import Groups
@@ -25,16 +23,22 @@ from kvloom.integrations.transformers.changes import (
     expect_pages,
     plan_of_crop,
 )
-from kvloom.integrations.transformers.layers import KVCacheLayer, States
+from kvloom.integrations.transformers.layers import KVCacheLayer, States, num_kept
 from kvloom.integrations.transformers.legacy import expect_pairs, legacy_pairs, plain_layers
-from kvloom.integrations.transformers.lengths import counts_of_rows, expect_maskable, lengths_of
+from kvloom.integrations.transformers.lengths import (
+    counts_of_rows,
+    expect_maskable,
+    expect_one_length,
+    lengths_of,
+)
 from kvloom.integrations.transformers.smoothing import smoothing_for
+from kvloom.integrations.transformers.stateful_cache import StatefulCache
 from kvloom.integrations.transformers.text_config import text_config_of
 
 _LOG: Final = logging.getLogger("kvloom")
 
 
-class KVCache(DynamicCache):  # type: ignore[misc]
+class KVCache(StatefulCache):
     """A cache for ``generate(past_key_values=...)`` and ``model(past_key_values=...)`` kept in kvloom pages.
 
     With ``attn_implementation="kvloom"`` attention reads the pages in place; any other one receives the same
@@ -44,7 +48,7 @@ class KVCache(DynamicCache):  # type: ignore[misc]
     """
 
     def __init__(self, layers: list[Any]) -> None:
-        Cache.__init__(self, layers=layers)
+        super().__init__(layers)
         self.is_frozen = False
         self._is_torn = False  # layers have different rows
         self._own_layers = [layer for layer in self.layers if isinstance(layer, KVCacheLayer)]
@@ -79,6 +83,7 @@ class KVCache(DynamicCache):  # type: ignore[misc]
         values: str | None = None,
         layout: str = "auto",
         static: bool = False,
+        rollback: int = 0,
     ) -> "KVCache":
         """An empty cache for ``model``.
 
@@ -99,10 +104,14 @@ class KVCache(DynamicCache):  # type: ignore[misc]
                 ``"kvloom"`` when the first tokens are stored.
             static: Take all memory at the first update and keep lengths in tensors, so that a decode step
                 compiles once; ``max_tokens`` is then the longest that each sequence gets.
+            rollback: Tokens that ``crop`` can take back from recurrent states, which keeps up to four copies
+                of them and what their layers were given since; the model is tried with a short text once.
+                Without such states it takes back any number.
 
         Raises:
             ArgumentError: ``model`` is none, ``kv`` or ``values`` is unknown, its group does not divide the
-                head dim, it has none where that is no multiple of 8, or ``static`` without ``max_tokens``.
+                head dim, it has none where that is no multiple of 8, ``static`` without ``max_tokens``, or
+                ``rollback`` is negative.
             ConfigError: ``layout`` is unknown.
             UnsupportedError: no layer of the model has keys and values that could be kept.
         """
@@ -127,7 +136,12 @@ class KVCache(DynamicCache):  # type: ignore[misc]
                 len(layers),
                 dict(others),
             )
-        return cls(layers)
+        cache = cls(layers)
+        if rollback:
+            from kvloom.integrations.transformers.states import record_past
+
+            record_past(model, cache, rollback)
+        return cache
 
     @classmethod
     def from_legacy_cache(
@@ -238,18 +252,6 @@ class KVCache(DynamicCache):  # type: ignore[misc]
                 stack.enter_context(sequences.reserving(rows, own_end))
             yield
 
-    def update_conv_state(self, *args: Any, **kwargs: Any) -> Tensor:
-        """As transformers', but not of a frozen cache."""
-        self._expect_thawed()
-        state: Tensor = super().update_conv_state(*args, **kwargs)
-        return state
-
-    def update_recurrent_state(self, *args: Any, **kwargs: Any) -> Tensor:
-        """As transformers', but not of a frozen cache."""
-        self._expect_thawed()
-        state: Tensor = super().update_recurrent_state(*args, **kwargs)
-        return state
-
     def get_mask_sizes(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
         """Tokens that a layer will return, and the position of the first; called before every forward.
 
@@ -275,14 +277,7 @@ class KVCache(DynamicCache):  # type: ignore[misc]
                 layer.pages.expect_settled()
         if torch.compiler.is_compiling():  # lengths are tensors
             return
-        lengths = lengths_of(self._own_layers) | {x.num_positions + self._removed[x] for x in self.sequences}
-        if len(lengths) > 1:
-            unused = [i for i, x in enumerate(self.layers) if not getattr(x, "is_initialized", True)]
-            why = f", or the model has no layers {unused}, which the cache has" if unused else ""
-            raise StateError(
-                f"layers must have one length, got {sorted(lengths)}: an earlier forward broke off (crop or "
-                f"reset the cache){why}"
-            )
+        expect_one_length(self.layers, {x.num_positions + self._removed[x] for x in self.sequences})
 
     def fork(self) -> "KVCache":
         """A cache of the same tokens on the same pages, not frozen; neither sees what the other stores."""
@@ -290,7 +285,7 @@ class KVCache(DynamicCache):  # type: ignore[misc]
         forks: dict[Sequences | None, Sequences | None] = {
             sequences: sequences.fork() for sequences in self.sequences
         }
-        return type(self)(
+        fork = type(self)(
             [
                 x.fork(forks.get(getattr(x.pages, "sequences", None)))
                 if isinstance(x, KVCacheLayer)
@@ -298,16 +293,11 @@ class KVCache(DynamicCache):  # type: ignore[misc]
                 for x in self.layers
             ]
         )
+        fork.follow(self)
+        return fork
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "KVCache":
         return self.fork()
-
-    def freeze(self) -> "KVCache":
-        """Refuse every change from now on, so that forks start from the same tokens; returns the cache."""
-        self.is_frozen = True
-        for layer in self._own_layers:
-            layer.is_frozen = True
-        return self
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Make row i what row ``beam_idx[i]`` was."""
@@ -333,33 +323,43 @@ class KVCache(DynamicCache):  # type: ignore[misc]
 
         Raises:
             ArgumentError: a number is positive (as said above), or there is not one for each row.
-            StateError: the cache is frozen, or the next token would see what a window has evicted.
-            UnsupportedError: a layer cannot go back: one with a recurrent state, or, row by row, one that
-                is static or has another length than others. Nothing was changed in any of these cases.
+            StateError: the cache is frozen, the next token would see what a window has evicted, or recurrent
+                states are not kept that far back.
+            UnsupportedError: a layer cannot go back: one with a recurrent state and no ``rollback``, or, row
+                by row, one that is static or has another length than others. Nothing was changed in any of
+                these cases.
         """
         self._expect_usable()
+        longest = max(self._longest, *(x.num_positions + self._removed[x] for x in self.sequences), 0)
         if isinstance(tokens_to_remove, SupportsIndex) and not getattr(tokens_to_remove, "shape", ()):
             tokens_to_remove = operator.index(tokens_to_remove)
-            plan = plan_of_crop(self.sequences, self._removed, tokens_to_remove)
+            ends = [num_kept(tokens_to_remove, longest)]
+            plan = plan_of_crop(self.sequences, self._removed, tokens_to_remove, longest)
         else:
             self.expect_whole()
             counts = counts_of_rows(tokens_to_remove, self.num_rows, self._removed.values())
             expect_pages(self.layers)
-            plan = plan_of_crop(self.sequences, self._removed, counts)
-        longest = max(lengths_of(self._own_layers), default=0)
-        removes = any(any(removed) for removed, _ in plan.values())
-        self._run(*changes_of_length(self.layers, tokens_to_remove, longest, removes))
+            ends = [longest - n for n in counts]
+            plan = plan_of_crop(self.sequences, self._removed, counts, longest)
+        changes = changes_of_length(
+            self.layers, tokens_to_remove, max(lengths_of(self._own_layers), default=0)
+        )
+        past = self._past(ends)
+        self._run(*changes)
         for sequences, (removed, _) in plan.items():
             sequences.remove(removed)
         for pages in self._paged:
             pages.num_tokens = min(pages.num_tokens, pages.sequences.num_positions)
             pages.num_removed = plan[pages.sequences][1]
         self._find_groups()
+        self._return_to(past)
 
     def reset(self) -> None:
         """Forget all tokens; the next ones may be of another batch size."""
         self._expect_thawed()
         super().reset()
+        if self._rollback is not None:
+            self._rollback.restart(0)
         whole = [pages for pages in self._paged if pages.window is None]
         for pages in whole:  # of one length again
             pages.sequences = whole[0].sequences
@@ -377,6 +377,8 @@ class KVCache(DynamicCache):  # type: ignore[misc]
         self._run(*changes_of_rows(self.layers, rows))
         for sequences in self.sequences:  # tables alone, which cannot fail
             sequences.select(rows)
+        if self._rollback is not None:
+            self._rollback.select(rows)
 
     def _run(self, own: Sequence[Callable[[], Any]], others: Sequence[Callable[[], Any]]) -> None:
         """Change layers one after the other, each of ours as a whole or not at all."""
@@ -394,7 +396,3 @@ class KVCache(DynamicCache):  # type: ignore[misc]
             raise StateError(
                 "layers must have the same rows, but a change of them broke off: reset the cache"
             )
-
-    def _expect_thawed(self) -> None:
-        if self.is_frozen:
-            raise StateError("this cache is frozen: use a fork of it, cache.fork()")

@@ -41,30 +41,21 @@ def changes_of_rows(layers: Iterable[Any], rows: Sequence[int]) -> tuple[Changes
     return own, others
 
 
-def changes_of_length(
-    layers: Sequence[Any], tokens_to_remove: Any, longest: int, removes: bool
-) -> tuple[Changes, Changes]:
-    """What removes the last tokens: in our layers, and in others.
+def changes_of_length(layers: Sequence[Any], tokens_to_remove: Any, longest: int) -> tuple[Changes, Changes]:
+    """What removes the last tokens: in our layers, and in others; not in recurrent states.
 
     Args:
         layers: All layers.
         tokens_to_remove: As ``KVCache.crop``.
         longest: Tokens of the longest layer; one that has fewer loses fewer.
-        removes: Whether any token is to be removed from pages.
 
     Raises:
-        UnsupportedError: a layer has a recurrent state.
         StateError: a layer cannot be changed now, or the next token would see what a window has evicted.
     """
     own: Changes = []
     others: Changes = []
     for layer in layers:
-        if removes and isinstance(layer, StatefulLayer) and not getattr(layer, "is_croppable", False):
-            raise UnsupportedError(f"{type(layer).__name__} has a recurrent state, which cannot go back")
-    for layer in layers:
-        if isinstance(layer, HybridKVCacheLayer):
-            others.append(partial(layer.crop_states, tokens_to_remove))
-        elif isinstance(layer, KVCacheLayer):
+        if isinstance(layer, KVCacheLayer):
             layer.expect_changeable()
             for stream in layer.streams:
                 if isinstance(stream, FixedLayer):
@@ -76,13 +67,16 @@ def changes_of_length(
                 own.append(partial(layer.crop_positions, num_kept(tokens_to_remove, longest)))
             elif isinstance(layer, IndexedKVCacheLayer):
                 layer.expect_croppable_by_row()
-        elif not isinstance(layer, DummyLayer):
+        elif not isinstance(layer, DummyLayer | StatefulLayer):
             others.append(partial(layer.crop, tokens_to_remove))
     return own, others
 
 
 def plan_of_crop(
-    groups: Sequence[Sequences], removed: Mapping[Sequences, int], tokens_to_remove: int | Sequence[int]
+    groups: Sequence[Sequences],
+    removed: Mapping[Sequences, int],
+    tokens_to_remove: int | Sequence[int],
+    longest: int,
 ) -> dict[Sequences, tuple[list[int], int]]:
     """What a crop removes from the pages of each group of layers.
 
@@ -90,6 +84,7 @@ def plan_of_crop(
         groups: Their sequences.
         removed: Of each, tokens that its layers have seen and no longer hold.
         tokens_to_remove: As ``KVCache.crop``, or for each row the number of tokens, positive.
+        longest: Tokens of the longest layer, those included that a forward had begun when it broke off.
 
     Returns:
         Of each group, tokens to remove from each row, and what ``removed`` is afterwards.
@@ -97,7 +92,6 @@ def plan_of_crop(
     Raises:
         StateError: tokens that follow would see some that a window has evicted.
     """
-    longest = max((x.num_positions + removed[x] for x in groups), default=0)
     kept, counts = {}, {}
     for x in groups:
         # Tokens that it would have, were there no forward that broke off before its layers.
@@ -118,5 +112,5 @@ def expect_pages(layers: Iterable[Any]) -> None:
     """Raise UnsupportedError if a layer has tokens elsewhere than in pages."""
     for layer in layers:
         is_paged = isinstance(layer, KVCacheLayer) and isinstance(layer.pages, PagedLayer)
-        if not (is_paged or isinstance(layer, DummyLayer)):
+        if not (is_paged or isinstance(layer, DummyLayer | StatefulLayer)):
             raise UnsupportedError(f"{type(layer).__name__} cannot be cropped row by row")

@@ -8,6 +8,7 @@ from typing import Any, Final
 from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 
 from kvloom.errors import ArgumentError, UnsupportedError
+from kvloom.integrations.transformers.assisted import VALIDATE, ValidateMode, prepare_drafts
 from kvloom.integrations.transformers.attention import IMPLEMENTATION
 from kvloom.integrations.transformers.cache import KVCache
 from kvloom.integrations.transformers.cache_argument import (
@@ -109,12 +110,13 @@ class _Enabled:
         self._hook = model.register_forward_pre_hook(_ForwardHook(self), with_kwargs=True)
         if hasattr(type(model), _PREPARE):
             setattr(model, _PREPARE, _PrepareCache(model, self))
+            setattr(model, VALIDATE, ValidateMode(model))
 
     def remove(self, model: PreTrainedModel) -> None:
         """Undo it."""
         self._hook.remove()
-        if _PREPARE in vars(model):
-            delattr(model, _PREPARE)
+        for name in vars(model).keys() & {_PREPARE, VALIDATE}:
+            delattr(model, name)
         if text_config_of(model)._attn_implementation == IMPLEMENTATION:
             self._set_attention(model, self._attention)
 
@@ -173,11 +175,10 @@ class _PrepareCache:
         result = getattr(type(model), _PREPARE)(model, generation_config, model_kwargs, *args, **kwargs)
         made = model_kwargs.get(CACHE_ARGUMENT)
         is_default = (generation_config.cache_implementation or "dynamic").startswith("dynamic")
-        if made is None or is_given or not is_default:
-            return result
-        cache = self._enabled.cache(model)
-        # Drafts of an assistant may be removed further back than a window keeps; not in every version.
-        if generation_config.is_assistant and hasattr(cache, "activate_past_recording"):
-            cache.activate_past_recording()
-        model_kwargs[CACHE_ARGUMENT] = cache
+        if made is not None and not is_given and is_default:
+            model_kwargs[CACHE_ARGUMENT] = cache = self._enabled.cache(model)
+            # Drafts of an assistant may be removed further back than a window keeps; not in every version.
+            if generation_config.is_assistant and hasattr(cache, "activate_past_recording"):
+                cache.activate_past_recording()
+        prepare_drafts(model, given_cache(model_kwargs), generation_config, (*args, *kwargs.values()))
         return result

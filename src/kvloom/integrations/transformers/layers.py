@@ -303,8 +303,6 @@ if TheirHybridLayer is not None:
     class HybridKVCacheLayer(KVCacheLayer, TheirHybridLayer):  # type: ignore[misc]
         """Keys and values in pages, beside the recurrent states of the layer as transformers keeps them."""
 
-        is_croppable = getattr(TheirHybridLayer, "is_croppable", False)
-
         def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
             """Called with keys and values, or with states by name."""
             if args:
@@ -317,9 +315,15 @@ if TheirHybridLayer is not None:
             cache_utils.LinearAttentionLayer.reset(self)
             KVCacheLayer.reset(self)
 
-        def crop_states(self, tokens_to_remove: int) -> None:
-            """Let the states go back, as far as they can."""
-            cache_utils.LinearAttentionLayer.crop(self, tokens_to_remove)
+        @property
+        def record_past(self) -> bool:
+            """Of the states: they go back otherwise, so columns of convolutions need not be kept."""
+            return False
+
+        @record_past.setter
+        def record_past(self, wanted: bool) -> None:
+            if isinstance(self.pages, PagedLayer):  # of the window
+                self.pages.sequences.is_recording = wanted
 
         def select_states(self, rows: Tensor) -> None:
             """Make the states of row i those of row ``rows[i]``."""
@@ -327,7 +331,9 @@ if TheirHybridLayer is not None:
 
         def fork(self: _Hybrid, sequences: Sequences | None) -> _Hybrid:  # noqa: PYI019 (as above)
             """This layer over ``sequences``, with states of its own."""
+            is_recording = sequences is not None and sequences.is_recording
             other = super().fork(sequences)
+            other.record_past = is_recording
             for name in vars(self).keys() & _STATES:  # not every version has all
                 setattr(other, name, copy.deepcopy(getattr(self, name)))
             return other

@@ -1,13 +1,13 @@
 """Layers of different lengths, as after a press has evicted other numbers of tokens from some of them."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 import torch
 from transformers.cache_utils import Cache
 
 from kvloom.caches import FixedLayer, PagedLayer
-from kvloom.errors import ArgumentError, UnsupportedError
+from kvloom.errors import ArgumentError, StateError, UnsupportedError
 from kvloom.integrations.transformers.attention import IMPLEMENTATION
 from kvloom.integrations.transformers.layers import KVCacheLayer
 
@@ -20,6 +20,18 @@ def lengths_of(layers: Iterable[KVCacheLayer]) -> set[int]:
     found = {x.num_tokens + x.num_removed for x in pages if isinstance(x, PagedLayer)}
     lengths = [x.length for x in pages if isinstance(x, FixedLayer)]
     return found | set(torch.stack(lengths).tolist() if lengths else ())
+
+
+def expect_one_length(layers: Sequence[Any], lengths: set[int]) -> None:
+    """Raise StateError unless the layers of a cache, and what holds their tokens, have one length."""
+    lengths = lengths_of(x for x in layers if isinstance(x, KVCacheLayer)) | lengths
+    if len(lengths) > 1:
+        unused = [i for i, x in enumerate(layers) if not getattr(x, "is_initialized", True)]
+        why = f", or the model has no layers {unused}, which the cache has" if unused else ""
+        raise StateError(
+            f"layers must have one length, got {sorted(lengths)}: an earlier forward broke off (crop or "
+            f"reset the cache){why}"
+        )
 
 
 def counts_of_rows(tokens_to_remove: Any, num_rows: int, removed: Iterable[int]) -> list[int]:

@@ -6,6 +6,7 @@ piece of a text is computed wrongly, here as with transformers' own caches. So a
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -28,6 +29,7 @@ Measured are 20 at most where experts are chosen, whose choice a rounding may ch
 _OF_HALVES: Final = 4
 """The same where the model computes in fewer bits; sums are in float32 there."""
 _KINDS: Final = ("conv", "recurrent")
+_REFUSALS: Final[WeakKeyDictionary[Any, str]] = WeakKeyDictionary()
 
 
 def stateful_layers(layers: Sequence[Any]) -> dict[int, Any]:
@@ -65,6 +67,24 @@ def restore_states(
             layer.lazy_initialization(**{f"{spec.name}_states": x, "state_idx": spec.number})
             getattr(layer, f"{spec.name}_states")[spec.number] = x
             layer.has_previous_state[spec.number] = True
+
+
+def why_wrong_in_pieces(model: Any) -> str:
+    """Why a model cannot be fed a text in pieces; empty if it can. It is tried once."""
+    if model not in _REFUSALS:
+        try:
+            try_states(model, lambda: KVCache.for_model(model))
+            _REFUSALS[model] = ""
+        except UnsupportedError as error:
+            _REFUSALS[model] = str(error)
+    return _REFUSALS[model]
+
+
+def record_past(model: Any, cache: KVCache, num_tokens: int) -> None:
+    """Let a cache of a model go back by so many tokens, and keep no more of a long step if that is right."""
+    cache.rollback = num_tokens
+    if cache.recording is not None:
+        cache.recording.cuts_steps = not why_wrong_in_pieces(model)
 
 
 def try_states(model: Any, new_cache: Callable[[], KVCache]) -> KVCache:

@@ -89,7 +89,7 @@ class ModelWatch:
         name = self._names.setdefault(digest, "" if is_first else digest)
         if name != self._current:
             _LOG.info(
-                "%s changed, and from now on finds pages of this state alone: %s",
+                "%s changed, and what it computes from now on is kept apart: %s",
                 type(self.model).__name__,
                 _difference(self._lines, lines) or "its weights were written",
             )

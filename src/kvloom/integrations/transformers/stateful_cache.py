@@ -1,0 +1,195 @@
+"""A cache with recurrent states, which go back by the calls that changed them, if it records those."""
+
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+from torch import Tensor
+from transformers import DynamicCache
+from transformers.cache_utils import Cache
+
+from kvloom.core.checks import expect_range
+from kvloom.errors import ArgumentError, StateError, UnsupportedError
+from kvloom.integrations.transformers.build import StatefulLayer
+from kvloom.integrations.transformers.layers import KVCacheLayer
+from kvloom.integrations.transformers.lengths import lengths_of
+from kvloom.integrations.transformers.rollback import RECORDED, Past, Rollback
+from kvloom.integrations.transformers.state_logs import Key
+
+_Cache = TypeVar("_Cache", bound="StatefulCache")
+
+
+class StatefulCache(DynamicCache):  # type: ignore[misc]
+    """What a ``KVCache`` does with recurrent states, if its layers have any.
+
+    Attributes:
+        is_frozen: Whether it refuses changes.
+    """
+
+    layers: list[Any]
+
+    def __init__(self, layers: list[Any]) -> None:
+        Cache.__init__(self, layers=layers)
+        self.is_frozen = False
+        self._rollback: Rollback | None = None
+        self._kin: object = object()  # what it has in common with its forks alone
+
+    def follow(self, cache: "StatefulCache") -> None:
+        """Have what a cache of which this is a fork has, beside its layers."""
+        self._kin = cache._kin
+        self._rollback = None if cache._rollback is None else cache._rollback.fork()
+
+    def freeze(self: _Cache) -> _Cache:  # noqa: PYI019 (not in Python 3.10)
+        """Refuse every change from now on, so that forks start from the same tokens; returns the cache."""
+        self.is_frozen = True
+        for layer in self.layers:
+            if isinstance(layer, KVCacheLayer):
+                layer.is_frozen = True
+        return self
+
+    def snapshot(self: _Cache) -> _Cache:  # noqa: PYI019 (as above)
+        """The cache as it is now, frozen: recurrent states are copied, pages are shared until they change."""
+        frozen: _Cache = self.fork().freeze()
+        return frozen
+
+    def restore(self, snapshot: "StatefulCache") -> None:
+        """Hold again what the cache held then; a snapshot can be restored any number of times.
+
+        Raises:
+            ArgumentError: ``snapshot`` is none of this cache, or of a fork of it.
+            StateError: the cache is frozen.
+        """
+        self._expect_thawed()
+        if getattr(snapshot, "_kin", None) is not self._kin:
+            raise ArgumentError(f"snapshot must be one of this cache, got another {type(snapshot).__name__}")
+        fork = snapshot.fork()
+        self.__dict__ = vars(fork)
+
+    @property
+    def rollback(self) -> int:
+        """Tokens by which ``crop`` can take back recurrent states; 0 for none, or where there are none.
+
+        Setting it begins to record, from the tokens on that the cache holds now; 0 ends it.
+        """
+        return 0 if self._rollback is None else self._rollback.num_tokens
+
+    @rollback.setter
+    def rollback(self, num_tokens: int) -> None:
+        expect_range("rollback", num_tokens, 0)
+        if num_tokens == 0 or not self._has_states:
+            self._rollback = None
+        elif self._rollback is None:
+            self._rollback = Rollback(num_tokens, self._longest)
+        else:
+            self._rollback.num_tokens = num_tokens
+        if self._rollback is not None:  # so that windows can go back as far
+            groups = [getattr(x.pages, "sequences", None) for x in self.layers if isinstance(x, KVCacheLayer)]
+            for sequences in filter(None, groups):
+                sequences.rollback = max(sequences.rollback, num_tokens)
+
+    @property
+    def nbytes_rollback(self) -> int:
+        """Bytes that are kept to go back in recurrent states, beside ``nbytes``."""
+        return 0 if self._rollback is None else self._rollback.nbytes
+
+    @property
+    def recording(self) -> Rollback | None:
+        """What records the calls of mixers now; ``None`` if nothing does."""
+        return None if self.is_frozen else self._rollback
+
+    @property
+    def is_croppable(self) -> bool:
+        """Whether ``crop`` can take back the last step."""
+        is_recorded = self._rollback is not None and not self._rollback.refusal
+        others = (x for x in self.layers if not isinstance(x, StatefulLayer))
+        return (is_recorded or not self._has_states) and all(
+            getattr(x, "is_croppable", False) for x in others
+        )
+
+    def activate_past_recording(self) -> None:
+        """Keep what is needed to take back drafts, as assisted decoding does: of windows and of states."""
+        for layer in self.layers:
+            is_theirs = isinstance(layer, StatefulLayer) and not isinstance(layer, KVCacheLayer)
+            if hasattr(layer, "activate_past_recording") and not is_theirs:
+                layer.activate_past_recording()
+        self.rollback = max(self.rollback, RECORDED)
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        """As transformers'; of a frozen cache a copy, as mixers write to it."""
+        self._touch(layer_idx, "conv", state_idx)
+        return self._state(super().get_conv_state(layer_idx, state_idx))
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        """As transformers'; of a frozen cache a copy, as mixers write to it."""
+        self._touch(layer_idx, "recurrent", state_idx)
+        return self._state(super().get_recurrent_state(layer_idx, state_idx))
+
+    def update_conv_state(
+        self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
+    ) -> Tensor:
+        """As transformers', but not of a frozen cache."""
+        self._expect_thawed()
+        self._touch(layer_idx, "conv", state_idx)
+        state: Tensor = super().update_conv_state(conv_states, layer_idx, state_idx=state_idx, **kwargs)
+        return state
+
+    def update_recurrent_state(
+        self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
+    ) -> Tensor:
+        """As transformers', but not of a frozen cache."""
+        self._expect_thawed()
+        self._touch(layer_idx, "recurrent", state_idx)
+        state: Tensor = super().update_recurrent_state(
+            recurrent_states, layer_idx, state_idx=state_idx, **kwargs
+        )
+        return state
+
+    @property
+    def _has_states(self) -> bool:
+        return any(isinstance(x, StatefulLayer) for x in self.layers)
+
+    @property
+    def _longest(self) -> int:
+        """Tokens that the longest layer has seen, also in a forward that broke off."""
+        own = [x for x in self.layers if isinstance(x, KVCacheLayer)]
+        longest = max(lengths_of(own), default=0)
+        if self._rollback is None or any(any(x.num_assigned) for x in own):
+            return longest
+        return max(longest, self._rollback.end)
+
+    def _past(self, ends: Sequence[int]) -> Past | None:
+        """States of the first ``ends[b]`` tokens of each row; ``None`` if they are those of now.
+
+        Raises:
+            StateError: nothing is kept from which they can be had; nothing was changed.
+            UnsupportedError: they cannot go back; nothing was changed.
+        """
+        layer = next((x for x in self.layers if isinstance(x, StatefulLayer)), None)
+        longest = self._longest
+        if layer is None or all(end == longest for end in ends):
+            return None
+        if self._rollback is None:
+            raise UnsupportedError(
+                f"{type(layer).__name__} has a recurrent state, which cannot go back: make the cache with "
+                f"rollback, or set it before the tokens that are to be removed"
+            )
+        assigned = self._rollback.end - longest  # tokens that layers were assigned fewer than they had
+        return self._rollback.past(self.layers, [end + assigned for end in ends])
+
+    def _return_to(self, past: Past | None) -> None:
+        """Let layers have earlier states, after the tokens behind them were removed."""
+        if past is not None and self._rollback is not None:
+            own = lengths_of(x for x in self.layers if isinstance(x, KVCacheLayer))
+            self._rollback.return_to(self.layers, past, max(own, default=0))
+
+    def _touch(self, layer_idx: int, kind: str, state_idx: int) -> None:
+        if self._rollback is not None and not self.is_frozen:
+            layer = self.layers[layer_idx]
+            if isinstance(layer, StatefulLayer):
+                self._rollback.touch(layer, Key(layer_idx, kind, state_idx))
+
+    def _state(self, state: Tensor | None) -> Tensor | None:
+        return state.clone() if self.is_frozen and state is not None else state
+
+    def _expect_thawed(self) -> None:
+        if self.is_frozen:
+            raise StateError("this cache is frozen: use a fork of it, cache.fork()")
