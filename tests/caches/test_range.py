@@ -1,4 +1,4 @@
-"""Of which numbers 4-bit codes are: what each door of a cache writes follows the format."""
+"""Of which range codes of 4 and 2 bits are: what each door of a cache writes follows the format."""
 
 from __future__ import annotations
 
@@ -29,12 +29,13 @@ DOORS: dict[str, Callable[[CacheFormat], Layer]] = {
     "ring": lambda format: FixedLayer(replace(format, page_size=1, max_tokens=64), WINDOW),
 }
 every_door = pytest.mark.parametrize("make", DOORS.values(), ids=DOORS)
-every_range = pytest.mark.parametrize("range", ["full", "symmetric"])
+KINDS = ["int4:g16,range=full", "int4:g16,range=symmetric", "int2:g16,range=full", "int2:g16,range=symmetric"]
+every_range = pytest.mark.parametrize("kind", KINDS)
 
 
-def format_of(range: str, **options: Any) -> CacheFormat:
+def format_of(kind: str, **options: Any) -> CacheFormat:
     """Codes of both sides that are not rotated."""
-    _, quant = kept_as("kv", f"int4:g16,rotate=none,range={range}")
+    _, quant = kept_as("kv", f"{kind},rotate=none")
     return CacheFormat(quant=quant, **options)
 
 
@@ -42,38 +43,41 @@ def tokens(count: int, seed: int) -> Tensor:
     return torch.randn(2, 2, count, DIM, generator=generator(seed))
 
 
-def as_codes(x: Tensor, range: str) -> Tensor:
-    codes, scales = quantize(x, 4, 16, torch.float16, full_range=range == "full")
-    return dequantize(codes, scales, 4, x.dtype)
+def quantized(x: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+    return quantize(x, int(kind[3]), 16, torch.float16, full_range=kind.endswith("full"))
+
+
+def as_codes(x: Tensor, kind: str) -> Tensor:
+    return dequantize(*quantized(x, kind), int(kind[3]), x.dtype)
 
 
 @every_range
 @every_door
-def test_new_tokens(make: Callable[[CacheFormat], Layer], range: str) -> None:
-    layer = make(format_of(range))
+def test_new_tokens(make: Callable[[CacheFormat], Layer], kind: str) -> None:
+    layer = make(format_of(kind))
     for step in (20, 1, 9):
         key, value = tokens(step, step), tokens(step, step + 1)
         found = layer.update(key, value)
     for got, x in zip(found, (key, value), strict=True):
         end = min(got.shape[2], 30)  # fixed storage has all its positions
-        assert torch.equal(got[:, :, end - 9 : end], as_codes(x, range))
+        assert torch.equal(got[:, :, end - 9 : end], as_codes(x, kind))
 
 
 @every_range
 @pytest.mark.parametrize("door", ["pages", "pages of a window", "fixed"])
-def test_assigned_tokens(door: str, range: str) -> None:
-    layer = DOORS[door](format_of(range))
+def test_assigned_tokens(door: str, kind: str) -> None:
+    layer = DOORS[door](format_of(kind))
     layer.update(tokens(20, 1), tokens(20, 2))
     new = tokens(layer.keys.shape[2], 7)
     layer.values = new  # one side alone, beside keys that stay
-    assert torch.equal(layer.values[:, :, :20], as_codes(new, range)[:, :, :20])
-    assert torch.equal(layer.keys[:, :, :20], as_codes(tokens(20, 1), range)[:, :, -layer.keys.shape[2] :])
+    assert torch.equal(layer.values[:, :, :20], as_codes(new, kind)[:, :, :20])
+    assert torch.equal(layer.keys[:, :, :20], as_codes(tokens(20, 1), kind)[:, :, -layer.keys.shape[2] :])
 
 
 @every_range
 @pytest.mark.parametrize("recent", [0, 4])
-def test_steps_that_later_layers_share(recent: int, range: str) -> None:
-    format = format_of(range, recent=recent)
+def test_steps_that_later_layers_share(recent: int, kind: str) -> None:
+    format = format_of(kind, recent=recent)
     sequences = Sequences(format)
     layers = [PagedLayer(format, sequences, i) for i in builtins.range(3)]
     for step in (6, 1, 1, 5):
@@ -87,57 +91,57 @@ def test_steps_that_later_layers_share(recent: int, range: str) -> None:
         assert storage is not None
         slots = sequences.place(0, 13, storage).slots
         for found, x in zip(ops.load(slots, storage.view, dtype=torch.float32), (key, value), strict=True):
-            assert torch.equal(found, as_codes(x, range))
+            assert torch.equal(found, as_codes(x, kind))
 
 
 @every_range
-def test_tokens_that_a_residual_window_has_passed(range: str) -> None:
-    layer = PagedLayer(format_of(range, recent=4))
+def test_tokens_that_a_residual_window_has_passed(kind: str) -> None:
+    layer = PagedLayer(format_of(kind, recent=4))
     layer.update(tokens(20, 1), tokens(20, 2))
     key, _ = layer.update(tokens(6, 3), tokens(6, 4))
-    assert torch.equal(key[:, :, :17], as_codes(tokens(20, 1)[:, :, :17], range))
+    assert torch.equal(key[:, :, :17], as_codes(tokens(20, 1)[:, :, :17], kind))
     assert torch.equal(key[:, :, 17:20], tokens(20, 1)[:, :, 17:])
 
 
 @every_range
-def test_tokens_that_are_sealed(range: str) -> None:
-    layer = QuantizedLayer(f"int4:g16,rotate=none,range={range}", recent=3)
+def test_tokens_that_are_sealed(kind: str) -> None:
+    layer = QuantizedLayer(f"{kind},rotate=none", recent=3)
     layer.update(tokens(20, 1), tokens(20, 2))
     key, value, key_scale, value_scale = layer.codes()
     for codes, scale, seed in ((key, key_scale, 1), (value, value_scale, 2)):
         x = tokens(20, seed)[:, :, :17].transpose(1, 2)
-        want, want_scale = quantize(x, 4, 16, torch.float16, full_range=range == "full")
-        assert torch.equal(codes, want)
+        want, want_scale = quantized(x, kind)
+        assert torch.equal(codes.view(torch.uint8), want.view(torch.uint8))
         assert torch.equal(scale, want_scale)
 
 
 @every_range
-def test_many_tokens_that_are_rotated_a_piece_at_a_time(range: str) -> None:
-    _, quant = kept_as("kv", f"int4:g16,rotate=both,range={range}")
+def test_many_tokens_that_are_rotated_a_piece_at_a_time(kind: str) -> None:
+    _, quant = kept_as("kv", f"{kind},rotate=both")
     layer, x = PagedLayer(CacheFormat(quant=quant)), tokens(1300, 1)
     key, _ = layer.update(x, x)
-    assert torch.equal(key, ops.rotate(as_codes(ops.rotate(x, DIM), range), DIM))
+    assert torch.equal(key, ops.rotate(as_codes(ops.rotate(x, DIM), kind), DIM))
 
 
 @every_range
-def test_a_prefix_cache(range: str) -> None:
-    format = format_of(range, page_size=4, max_tokens=64)
+def test_a_prefix_cache(kind: str) -> None:
+    format = format_of(kind, page_size=4, max_tokens=64)
     cache = PrefixCache(format, num_layers=1, heads=2, head_dim=DIM, dtype=torch.float32)
     sequence = cache.begin([*builtins.range(10)])
     x = torch.randn(10, 2, DIM, generator=generator(5))
     cache.append(sequence, 0, x, x)
     slots = cache.pages.slots([ref.id for ref in sequence.table.pages], cache.layers[0])[:10]
-    assert torch.equal(ops.load(slots, cache.layers[0].view, dtype=torch.float32)[0], as_codes(x, range))
+    assert torch.equal(ops.load(slots, cache.layers[0].view, dtype=torch.float32)[0], as_codes(x, kind))
 
 
 @every_range
 @every_way
-def test_a_cache_that_is_loaded_goes_on_as_it_was(again: Callable[[Any], Any], range: str) -> None:
-    layer = PagedLayer(format_of(range))
+def test_a_cache_that_is_loaded_goes_on_as_it_was(again: Callable[[Any], Any], kind: str) -> None:
+    layer = PagedLayer(format_of(kind))
     layer.update(tokens(9, 1), tokens(9, 1))
     loaded = again(layer)
     key, _ = loaded.update(tokens(5, 2), tokens(5, 2))
-    assert torch.equal(key, as_codes(torch.cat([tokens(9, 1), tokens(5, 2)], 2), range))
+    assert torch.equal(key, as_codes(torch.cat([tokens(9, 1), tokens(5, 2)], 2), kind))
 
 
 def test_a_cache_that_an_earlier_release_saved_goes_on_in_symmetric_codes(
@@ -152,7 +156,7 @@ def test_a_cache_that_an_earlier_release_saved_goes_on_in_symmetric_codes(
     loaded = pickle.loads(saved)  # noqa: S301 (our own)
     assert loaded.storage.specs[0].quant == QuantSpec(4, 16)
     key, _ = loaded.update(tokens(5, 2), tokens(5, 2))
-    assert torch.equal(key, as_codes(torch.cat([tokens(9, 1), tokens(5, 2)], 2), "symmetric"))
+    assert torch.equal(key, as_codes(torch.cat([tokens(9, 1), tokens(5, 2)], 2), "int4:g16,range=symmetric"))
 
 
 @pytest.mark.parametrize(
@@ -170,13 +174,15 @@ def test_a_format_is_named_as_it_is_spelled(keys: str, values: str, kind: str) -
 
 
 def test_keys_and_values_of_two_ranges_are_refused() -> None:
-    full, symmetric = (format_of(range) for range in ("full", "symmetric"))
+    full, symmetric = (format_of(kind) for kind in KINDS[:2])
     for one, other in ((full, symmetric), (symmetric, full)):
         with pytest.raises(ConfigError, match=r"^values must have the range of keys, "):
             replace(one, values=other)
     with pytest.raises(ConfigError, match=r"^values must have the range of keys, full, got symmetric$"):
         QuantizedLayer("int4", values="int4,range=symmetric")
-    replace(symmetric, values=CacheFormat(quant=QuantSpec(2, 16)))  # two bits have none
+    with pytest.raises(ConfigError, match=r"^values must have the range of keys, symmetric, got full$"):
+        QuantizedLayer("int4,range=symmetric", values="int2")
+    replace(symmetric, values=CacheFormat(quant=QuantSpec(2, 16)))  # which is symmetric
 
 
 def test_codes_of_other_bits_have_no_such_option() -> None:

@@ -16,6 +16,7 @@ from kvloom.core.spelling import STORAGE, parse_kind
 from kvloom.errors import ConfigError
 
 PLAIN = SideFormat(64, "bfloat16")
+FULL, SYMMETRIC = (SideFormat(8, "float32", bits, 8, "float16", full_range=bits == 4) for bits in (4, 2))
 KINDS = ["auto", "float32", "float16", "int8", "int8:g16", "int4", "int4:g32,rotate=none", "int2", "int2:g4"]
 
 
@@ -91,6 +92,8 @@ def test_codes_alone_are_rotated(rotation: str) -> None:
         (lambda: SideFormat(4, "float32", 8, 2), "scale_dtype must be one of .*, got ''"),
         (lambda: Entry(1, None, PLAIN), "key must be a SideFormat, got None"),  # type: ignore[arg-type]
         (lambda: Entry(1, PLAIN, 0), "value must be a SideFormat, got 0"),  # type: ignore[arg-type]
+        (lambda: Entry(1, FULL, SYMMETRIC), "full_range must be that of the keys, True, for values, too"),
+        (lambda: Entry(1, SYMMETRIC, FULL), "full_range must be that of the keys, False, for values, too"),
         (lambda: KVSpec(1, 1, 4, torch.float64).side, "dtype must be one of .*, got 'float64'"),
     ],
 )

@@ -35,7 +35,7 @@ from kvloom.errors import ArgumentError, ConfigError
     ],
 )
 def test_kind_and_group_of_a_text(text: str, kind: str, group: int | None) -> None:
-    rotate, range = "keys" if kind in ("int4", "int2") else "none", "full" if kind == "int4" else ""
+    rotate, range = ("keys", "full") if kind in ("int4", "int2") else ("none", "")
     assert parse_kind("kv", text) == Kind(kind, group, rotate, range=range)
 
 
@@ -111,7 +111,7 @@ def test_a_value_that_an_option_does_not_have_is_refused() -> None:
         parse_kind("kv", "int4,rotate=all")
 
 
-@pytest.mark.parametrize("text", ["int8,range=full", "int8:g32,range=symmetric", "int2,range=full"])
+@pytest.mark.parametrize("text", ["int8,range=full", "int8:g32,range=symmetric"])
 def test_codes_without_a_choice_of_ranges_have_no_such_option(text: str) -> None:
     with pytest.raises(ArgumentError, match=rf"^kv must have no range for {text[3]} bits, got '{text}'$"):
         parse_kind("kv", text)
@@ -141,7 +141,7 @@ def test_a_group_that_is_no_whole_bytes_is_refused(text: str) -> None:
 )
 def test_a_text_is_read_as_it_is_spelled(bits: int, group: int) -> None:
     spec = QuantSpec(bits, group)
-    options = {8: "", 4: ",rotate=none,range=symmetric", 2: ",rotate=none"}[bits]
+    options = {8: "", 4: ",rotate=none,range=symmetric", 2: ",rotate=none,range=symmetric"}[bits]
     assert str(spec) == f"int{bits}:g{group}{options}"
     assert QuantSpec.parse(str(spec)) == spec
     assert str(QuantSpec(bits, group, torch.bfloat16)) == str(spec)  # the dtype of scales is not spelled
@@ -164,9 +164,9 @@ def test_rotated_codes_are_read_as_they_are_spelled(side: str, full_range: bool)
     assert QuantSpec.parse(str(spec), side=side) == spec
 
 
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("bits", [8, 4, 2])
 def test_scales_that_are_not_said_are_float16(bits: int) -> None:
-    spec = QuantSpec(bits, None, torch.float16, full_range=bits == 4)
+    spec = QuantSpec(bits, None, torch.float16, full_range=bits < 8)
     assert QuantSpec.parse(f"int{bits}", side="values") == spec
     assert QuantSpec(bits).scale_dtype == torch.float16
 
@@ -204,14 +204,15 @@ def test_a_kind_is_spelled_as_it_is_read(text: str) -> None:
     assert (str(kind), parse_kind("kv", str(kind))) == (text, kind)
 
 
-def test_4_bits_are_in_full_range_where_a_text_makes_them_and_says_nothing_else() -> None:
-    assert QuantSpec.parse("int4").full_range
-    assert QuantSpec.parse("int4,range=full") == QuantSpec.parse("int4")
-    assert not QuantSpec.parse("int4,range=symmetric").full_range
-    assert not QuantSpec(4).full_range
+@pytest.mark.parametrize("bits", [4, 2])
+def test_codes_are_in_full_range_where_a_text_makes_them_and_says_nothing_else(bits: int) -> None:
+    assert QuantSpec.parse(f"int{bits}").full_range
+    assert QuantSpec.parse(f"int{bits},range=full") == QuantSpec.parse(f"int{bits}")
+    assert not QuantSpec.parse(f"int{bits},range=symmetric").full_range
+    assert not QuantSpec(bits).full_range
 
 
-@pytest.mark.parametrize(("bits", "value"), [(8, True), (2, True), (4, 1), (4, "full"), (4, None)])
+@pytest.mark.parametrize(("bits", "value"), [(8, True), (2, 1), (4, 1), (4, "full"), (4, None)])
 def test_a_range_that_codes_do_not_have_is_refused(bits: int, value: object) -> None:
     with pytest.raises(ConfigError, match=r"^full_range must be "):
         QuantSpec(bits, full_range=value)  # type: ignore[arg-type]

@@ -16,8 +16,8 @@ from kvloom.ops.impl import cpu
 
 
 def codes(bits: int, group: int, scale_dtype: torch.dtype = torch.float16) -> Kind:
-    """Of 4 bits in full range, of which scales have both signs and codes all numbers."""
-    return Kind(CODE_DTYPE[bits], bits, group, scale_dtype, full_range=bits == 4)
+    """Of 4 and 2 bits in full range, of which scales of 4 have both signs and codes all numbers."""
+    return Kind(CODE_DTYPE[bits], bits, group, scale_dtype, full_range=bits < 8)
 
 
 def golden(case: Case, scores: Scores) -> Tensor:

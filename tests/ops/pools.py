@@ -26,7 +26,7 @@ ALL_AXES = JOINT_AXES + SPLIT_AXES
 class Kind:
     """What a cache holds: values of ``dtype``, or codes of ``bits`` with a scale for each ``group``.
 
-    With ``full_range`` codes of 4 bits are stored so.
+    With ``full_range`` codes of 4 and 2 bits are stored so.
     """
 
     dtype: torch.dtype
@@ -46,6 +46,7 @@ INT8 = Kind(torch.int8, 8)
 INT4 = Kind(torch.uint8, 4, 2, torch.float32)
 FULL4 = Kind(torch.uint8, 4, 2, torch.float32, full_range=True)
 INT2 = Kind(torch.bits2x4, 2, 8, torch.float32)
+FULL2 = Kind(torch.bits2x4, 2, 8, torch.float32, full_range=True)
 PLAIN = Kind(torch.float32)
 
 
@@ -105,7 +106,7 @@ class Pool:
         scales = torch.empty(len(row), self.width(f"{part}_scale"), dtype=self.kind.scale_dtype)
         for h, vector in enumerate(row):
             if self.kind.bits == 2:
-                two_bits.store_vector(vector, codes, scales, h, self.kind.group)
+                two_bits.store_vector(vector, codes, scales, h, self.kind.group, self.kind.full_range)
             elif self.kind.full_range:
                 full_range.store_vector(vector, codes, scales, h, self.kind.group)
             else:

@@ -24,11 +24,13 @@ KINDS = [
     *map(Kind, (*FLOATS, torch.int8, torch.int64, torch.float8_e5m2)),
     *(Kind(torch.int8, 8, 4, dtype) for dtype in FLOATS),
     *(Kind(torch.uint8, 4, 2, dtype, full) for dtype in FLOATS for full in (False, True)),
-    *(Kind(torch.bits2x4, 2, 4, dtype) for dtype in FLOATS),
+    *(Kind(torch.bits2x4, 2, 4, dtype, full) for dtype in FLOATS for full in (False, True)),
 ]
 
 OF_QUANT = pytest.mark.parametrize(
-    ("bits", "full_range"), [(8, False), (4, False), (4, True), (2, False)], ids=["8", "4", "4-full", "2"]
+    ("bits", "full_range"),
+    [(8, False), (4, False), (4, True), (2, False), (2, True)],
+    ids=["8", "4", "4-full", "2", "2-full"],
 )
 
 
@@ -245,7 +247,7 @@ LARGE_KINDS = [
     Kind(torch.bfloat16),
     Kind(torch.int8, 8, 64),
     Kind(torch.uint8, 4, 8, full_range=True),
-    Kind(torch.bits2x4, 2, 16),
+    Kind(torch.bits2x4, 2, 16, full_range=True),
 ]
 
 

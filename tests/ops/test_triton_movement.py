@@ -27,10 +27,13 @@ KINDS = [
     Kind(torch.uint8, 4, 2, torch.bfloat16),
     Kind(torch.uint8, 4, 2, torch.bfloat16, full_range=True),
     Kind(torch.bits2x4, 2, 4, torch.float16),
+    Kind(torch.bits2x4, 2, 4, torch.float16, full_range=True),
 ]
 
 OF_QUANT = pytest.mark.parametrize(
-    ("bits", "full_range"), [(8, False), (4, False), (4, True), (2, False)], ids=["8", "4", "4-full", "2"]
+    ("bits", "full_range"),
+    [(8, False), (4, False), (4, True), (2, False), (2, True)],
+    ids=["8", "4", "4-full", "2", "2-full"],
 )
 
 

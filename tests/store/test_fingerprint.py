@@ -37,7 +37,10 @@ def changed(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     """The value with one field changed, each of them."""
     for field in fields(value):
         name, old = field.name, getattr(value, field.name)
-        if name in ("rotated", "full_range"):  # follows from the fingerprint's own rotation; of 4 bits only
+        if name in (
+            "rotated",
+            "full_range",
+        ):  # follows from the fingerprint's own rotation; of 4 and 2 bits only
             continue
         if is_dataclass(old):
             for inner, new in changed(old, f"{path}{name}."):

@@ -12,7 +12,7 @@ struct Move {
   View from, from_scale;
   View to, to_scale;
   Index repeat = 1;                    // how many times in a row each head is written
-  bool full_range = false;             // whether 4-bit codes that are written reach -8
+  bool full_range = false;             // of codes of 4 and 2 bits that are written
   const SmoothArgs* smooth = nullptr;  // of rows that are smoothed before they are converted
 };
 

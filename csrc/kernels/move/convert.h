@@ -74,14 +74,14 @@ void dequantize_row(const Row& row) {
 // --- which of them -----------------------------------------------------------------------------------------
 
 // The conversion between the rows of a move, `nullptr` where the bits stay as they are. Of codes that are
-// written those of 4 bits may be in full range.
+// written those of 4 and 2 bits may be in full range.
 inline Convert find_convert(DType from, DType to, DType scale, bool full_range) {
   if (from == to) return nullptr;
   const auto quantizing = [=](auto bits) {
     return for_float(from, [=](auto in) {
       return for_float(scale, [=](auto s) -> Convert {
         constexpr int kBits = decltype(bits)::value;
-        if (kBits == 4 && full_range) return quantize_row<decltype(in), kBits, decltype(s), kBits == 4>;
+        if (kBits < 8 && full_range) return quantize_row<decltype(in), kBits, decltype(s), (kBits < 8)>;
         return quantize_row<decltype(in), kBits, decltype(s), false>;
       });
     });

@@ -1,5 +1,5 @@
 // Rows of numbers into codes and scales: the largest of each group, a vector of groups at a time, their
-// scales, then the codes. The numerics of docs/decisions/0003 and, of codes in full range, 0043.
+// scales, then the codes. The numerics of docs/decisions/0003 and, of codes in full range, 0043 and 0052.
 #pragma once
 
 #include "../base/codes.h"
@@ -126,6 +126,33 @@ KVLOOM_INLINE Vec scale_of(Vec largest) {
   return (as<IntVec>(largest) & no_sign) < 0x7f800000 ? raised : as<Vec>(splat(0x7fc00000));
 }
 
+// Of `count` groups with these largest magnitudes and scales, the scale with which codes of 2 bits keep the
+// length of a group. Sums are of integers, 255 for the largest, and so the same in any order.
+template <class In>
+inline Vec length_kept(const In* x, Index group, Index count, Vec largest, Vec scale) {
+  const Vec parts_of = 255.0f / largest, least_large = scale + scale;
+  Vec ratio{};
+  for (Index g = 0; g < count; ++g, x += group) {
+    Words squares{}, products{};
+    for (Index first = 0; first < group; first += kLanes) {
+      const Index rest = group - first;
+      const Vec some = rest >= kLanes ? load(x + first) : load_partial(x + first, rest);
+      const Vec magnitude = as<Vec>(as<IntVec>(some) & INT32_MAX);
+      const Words part = as<Words>(magnitude * parts_of[g] + 12582912.0f) & 0xff;
+      squares += part * part;
+      products += part * as<Words>(1 + ((magnitude >= splat(least_large[g])) & 2));
+    }
+    uint32_t sum_of_squares = 0, sum_of_products = 0;
+    for (int i = 0; i < kLanes; ++i) {
+      sum_of_squares += squares[i];
+      sum_of_products += products[i];
+    }
+    ratio[g] = float(sum_of_squares) / float(sum_of_products);
+  }
+  const Vec kept = largest / 255.0f * ratio, least = splat(1e-5f);
+  return scale > round_to<In>(least) ? maximum(kept, least) : scale;
+}
+
 // --- its codes ---------------------------------------------------------------------------------------------
 
 // What codes are made with: the factor that `quotient_of` takes, which is the scale or its reciprocal; for 2
@@ -175,7 +202,7 @@ KVLOOM_INLINE IntVec codes_of(Vec x, Vec factor) {
 // that is cheaper than in floats.
 template <int kBits, bool kFull>
 KVLOOM_INLINE void write_codes(Byte* to, IntVec codes, Index count) {
-  if constexpr (kFull) {
+  if constexpr (kFull && kBits == 4) {
     const Nibbles packed = pack_nibbles(minimum(low_bytes(codes), Bytes{} + int8_t{7}));
     std::memcpy(to, &packed, count / 2);
   } else {
@@ -219,9 +246,13 @@ KVLOOM_INLINE void quantize_group(const In* x, Byte* to, Vec factor, Index group
 // Writes the scales of `count` groups, up to a vector of them, and returns the factors of their codes.
 template <class In, int kBits, bool kFull, class Scale>
 KVLOOM_INLINE Vec quantize_scales(const In* x, Scale* to, Index group, Index count, bool fits_registers) {
-  const Vec largest = fits_registers ? largest_of_groups<In, kFull>(x, group, count)
-                                     : largest_of_any_groups<In, kFull>(x, group, count);
-  const Vec scale = scale_of<In, kBits, kFull>(largest), stored = saturate<Scale>(scale);
+  constexpr bool kSigned = kFull && kBits == 4;
+  const Vec largest = fits_registers ? largest_of_groups<In, kSigned>(x, group, count)
+                                     : largest_of_any_groups<In, kSigned>(x, group, count);
+  const Vec scale = scale_of<In, kBits, kSigned>(largest);
+  Vec kept = scale;
+  if constexpr (kFull && kBits == 2) kept = length_kept<In>(x, group, count, largest, scale);
+  const Vec stored = saturate<Scale>(kept);
   if (count == kLanes) {
     store(to, stored);
   } else {

@@ -44,7 +44,7 @@ class Storage:
         needs_positions: Whether stored keys depend on where they stand in their text.
         entry: What is kept of a token.
         has_codes: Whether keys or values are codes.
-        full_range: Whether those of 4 bits have all sixteen numbers.
+        full_range: Whether those of 4 and 2 bits are in full range.
         has_values: Whether values are kept.
     """
 

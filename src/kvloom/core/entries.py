@@ -50,7 +50,7 @@ CODES: Final = {
     for codes in (
         Codes("int8", 8, "int8", 127),
         Codes("int4", 4, "uint8", 7, rotate="keys", recent=64, range="full"),
-        Codes("int2", 2, "bits2x4", 4, rotate="keys", recent=64),
+        Codes("int2", 2, "bits2x4", 4, rotate="keys", recent=64, range="full"),
     )
 }
 """The kinds of codes by name. What the codes mean is in ``quant/affine.py``."""
@@ -59,7 +59,7 @@ OF_BITS: Final = {codes.bits: codes for codes in CODES.values()}
 ROTATIONS: Final = ("none", "keys", "values", "both")
 """Which of keys and values that are codes are rotated before they are quantized."""
 RANGES: Final = ("full", "symmetric")
-"""Which numbers codes have: all that their bits hold, or none without its opposite."""
+"""Which scales and codes are written, see ``quant/affine.py``; symmetric ones are those of standards."""
 
 
 def group_for(head_dim: int) -> int | None:
@@ -116,7 +116,7 @@ class SideFormat:
         group: Elements that share a scale; 0 if not quantized.
         scale_dtype: Of the scales, one of ``FLOATS``; empty if not quantized.
         rotated: Whether head vectors are rotated before they are quantized.
-        full_range: Whether codes of 4 bits have all sixteen numbers.
+        full_range: Of codes of 4 and 2 bits, see ``quant/affine.py``.
 
     Raises:
         ConfigError: a field is no such value, or does not fit the others.
@@ -180,7 +180,8 @@ class Entry:
         value: How the values are kept; ``None`` in a cache of keys only.
 
     Raises:
-        ConfigError: ``heads`` is no positive int, or a side none.
+        ConfigError: ``heads`` is no positive int, a side none, or codes of one side are in full range and
+            those of the other not.
     """
 
     heads: int
@@ -192,6 +193,8 @@ class Entry:
         for name, side in (("key", self.key), ("value", self.value)):
             if not isinstance(side, SideFormat) and (side is not None or name == "key"):
                 raise ConfigError(f"{name} must be a SideFormat, got {side!r}")
+        if len({side.full_range for side in self.sides if side.bits and OF_BITS[side.bits].range}) > 1:
+            raise ConfigError(f"full_range must be that of the keys, {self.key.full_range}, for values, too")
 
     @property
     def sides(self) -> tuple[SideFormat, ...]:

@@ -50,8 +50,8 @@ class QuantSpec:
             1.25.
         scale_dtype: float32, float16 or bfloat16.
         rotated: Whether head vectors are rotated before they are quantized, see ``kvloom.quant.rotation``.
-        full_range: Whether codes of 4 bits have all sixteen numbers and signed scales, see
-            ``kvloom.quant.affine``; if not, or of other bits, they are symmetric.
+        full_range: Whether codes of 4 or 2 bits are in full range, see ``kvloom.quant.affine``; if not, or of
+            8 bits, they are symmetric.
     """
 
     bits: int

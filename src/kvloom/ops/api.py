@@ -67,8 +67,8 @@ def store(
         value: ``[T, H, Dv]`` or ``[B, H, N, Dv]``, dtype of ``key``; ``None`` in a cache of keys only.
         slots: ``[T]`` or ``[B, N]`` int64 or int32, distinct. A negative slot skips its token.
         kv: Where to write. It must not overlap ``key`` or ``value``, which are stored without their gradient.
-        full_range: Whether 4-bit codes have all sixteen numbers and signed scales, see
-            ``kvloom.quant.affine``, or are symmetric as standards define them. They are read alike.
+        full_range: Whether codes of 4 and 2 bits are in full range, see ``kvloom.quant.affine``, or symmetric
+            as standards define those of 4. They are read alike.
         smoothing: How keys are smoothed before they are stored; ``None`` if they are not. Then keys are of a
             float dtype.
         positions: Of the tokens in their texts, int64 or int32, of the shape of ``slots``; read where

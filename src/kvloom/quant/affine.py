@@ -1,4 +1,4 @@
-"""Group quantization: ``x ~ number * scale``, of 8 and 4 bits as PMX defines it, of 4 also in full range.
+"""Group quantization: ``x ~ number * scale``, of 8 and 4 bits as PMX defines it, and kvloom's own ways.
 
 One scale serves ``group`` consecutive elements along D. Every operation is rounded to the dtype of the input,
 because the codes are part of the standard.
@@ -11,15 +11,21 @@ bits     scale                  code                                    number
 4, full  ``e / -8``             ``x / scale``, ties to even, 7 for 8    the code
 2        ``max|x| / 4``         0 below ``2 scale``, else 1; of a       ``2 code + 1``: -3,
                                 negative x its complement, -1 or -2     -1, 1 or 3
+2, full  ``sum x x / sum x n``  the same, by ``max|x| / 4``             n, the same
 =======  =====================  ======================================  ==================
 
-In full range e is the element of the largest magnitude, of two of different signs the positive one. Its code
-is -8, the one that has no opposite, and a positive e makes the scale negative. So a step is an eighth of the
-largest magnitude and not a seventh, and only what is nearer to ``-e`` than to 7 steps errs by more than half
-a step, by a whole one at most.
+In full range of 4 bits e is the element of the largest magnitude, of two of different signs the positive one.
+Its code is -8, the one that has no opposite, and a positive e makes the scale negative. So a step is an
+eighth of the largest magnitude and not a seventh, and only what is nearer to ``-e`` than to 7 steps errs by
+more than half a step, by a whole one at most.
 
 Two bits are the middles of four equal parts of what lies between the largest magnitude and its negative; the
-sign of an x is its sign bit. Special values:
+sign of an x is its sign bit. In full range the scale is the one with which the product of the group and of
+what comes back is the sum of squares of the group: noise averages out over the tokens that attention reads,
+and numbers that are too small do not. Both sums are of magnitudes as integers, 255 for the largest, and so
+the same in any order. The scale, ``max|x| / 255`` by their quotient, is of float32.
+
+Special values:
 
 ====================================  =======================  ==============  =================
 input group                           stored scale             codes           dequantized
@@ -63,7 +69,8 @@ def quantize(
         bits: 8, 4 or 2.
         group: Elements that share a scale.
         scale_dtype: float32, float16 or bfloat16.
-        full_range: Whether codes of 4 bits have all sixteen numbers; of no meaning for others.
+        full_range: Whether codes of 4 bits have all sixteen numbers, and a scale of codes of 2 bits keeps the
+            length of its group; of no meaning for 8.
 
     Returns:
         Codes ``[..., D * bits / 8]`` of ``CODE_DTYPE``, and scales ``[..., D / group]``.
@@ -81,12 +88,25 @@ def quantize(
         scale = scale.where(scale.abs() >= eps, eps)
         codes = (groups / scale).round().clamp(-8, 7)
     elif bits == 2:
-        codes = (groups.abs() >= 2 * scale).to(torch.int8) ^ -groups.signbit().to(torch.int8)
+        is_large = groups.abs() >= 2 * scale
+        codes = is_large.to(torch.int8) ^ -groups.signbit().to(torch.int8)
+        if full_range:
+            scale = _length_kept(groups, amax, is_large).where(scale > scale.new_full((), EPS), scale.float())
     else:
         codes = (groups / scale).round().clamp(-qmax, qmax)
     codes = codes.where(finite, 0).to(torch.int8).flatten(-2)
     stored = saturate(scale, scale_dtype).where(finite, float("nan")).squeeze(-1)
     return codes if bits == 8 else pack(codes, bits).view(CODE_DTYPE[bits]), stored
+
+
+def _length_kept(groups: Tensor, amax: Tensor, is_large: Tensor) -> Tensor:
+    """The float32 scale with which codes of 2 bits keep the length of a group, at least eps."""
+    largest = amax.float()
+    parts = (groups.float().abs() * (largest.new_full((), 255) / largest)).round()
+    parts = parts.where(parts.isfinite(), 0).long()
+    squares = (parts * parts).sum(-1, keepdim=True).float()
+    products = (parts * (1 + 2 * is_large)).sum(-1, keepdim=True).float()
+    return (largest / largest.new_full((), 255) * (squares / products)).clamp_min(EPS)
 
 
 def dequantize(codes: Tensor, scale: Tensor, bits: int, dtype: torch.dtype) -> Tensor:

@@ -14,6 +14,7 @@ from kvloom.quant.affine import EPS
 # Adding and taking away 1.5 * 2^23 leaves an integer, ties to even, of what is smaller than 2^22.
 _ROUNDER: tl.constexpr = tl.constexpr(12582912.0)
 _INF: tl.constexpr = tl.constexpr(float("inf"))
+_EPS: tl.constexpr = tl.constexpr(EPS)
 
 LARGEST: Final = {x: torch.finfo(x).max for x in (torch.float32, torch.float16, torch.bfloat16)}
 """Largest finite value of a dtype."""
@@ -55,6 +56,22 @@ def scale_of(largest, dtype: tl.constexpr, QMAX: tl.constexpr, LEAST: tl.constex
     quotient = tl.div_rn(largest, tl.full(largest.shape, QMAX, tl.float32))
     scale = rounded(quotient, dtype)
     return tl.where(tl.abs(scale) < LEAST, LEAST, scale)
+
+
+@triton.jit
+def length_kept(x, largest, scale, finite, LEAST: tl.constexpr):
+    """The float32 scale with which codes of 2 bits keep the length of each row of ``x``."""
+    is_scaled = finite & (scale > LEAST)
+    largest = tl.where(is_scaled, largest, 1.0)
+    magnitude = tl.where(is_scaled, tl.abs(x), 0.0)
+    by = tl.div_rn(tl.full(largest.shape, 255.0, tl.float32), largest)
+    part = ((magnitude * by + _ROUNDER) - _ROUNDER).to(tl.int32)
+    number = tl.where(magnitude >= 2 * scale, 3, 1)
+    squares = tl.sum(part * part, axis=1, keep_dims=True).to(tl.float32)
+    products = tl.sum(part * number, axis=1, keep_dims=True).to(tl.float32)
+    quotient = tl.div_rn(squares, tl.where(is_scaled, products, 1.0))
+    kept = tl.div_rn(largest, tl.full(largest.shape, 255.0, tl.float32)) * quotient
+    return tl.where(is_scaled, tl.maximum(kept, _EPS), scale)
 
 
 @triton.jit

@@ -20,6 +20,7 @@ from kvloom.ops.impl.triton.numerics import (
     code_of,
     is_finite,
     largest_of,
+    length_kept,
     packed,
     scale_of,
     stored_scale,
@@ -81,6 +82,7 @@ def store(
             VALUE=value_form,
             KEY_QMAX=_qmax(key_form, full_range),
             VALUE_QMAX=_qmax(value_form, full_range),
+            FULL_RANGE=full_range,
             num_warps=4,
             enable_fp_fusion=False,
             debug=True,  # keeps the assertion that a slot is in the cache
@@ -133,12 +135,27 @@ def _store_kernel(
     VALUE: tl.constexpr,
     KEY_QMAX: tl.constexpr,
     VALUE_QMAX: tl.constexpr,
+    FULL_RANGE: tl.constexpr,
 ):
     if tl.program_id(1) == 0:
-        _store_rows(slots, slots_stride, tokens, heads, num_slots, key, keys, least_scale, KEY, KEY_QMAX)
-    elif value is not None:
+        new, side = key, keys
         _store_rows(
-            slots, slots_stride, tokens, heads, num_slots, value, values, least_scale, VALUE, VALUE_QMAX
+            slots, slots_stride, tokens, heads, num_slots, new, side, least_scale, KEY, KEY_QMAX, FULL_RANGE
+        )
+    elif value is not None:
+        new, side = value, values
+        _store_rows(
+            slots,
+            slots_stride,
+            tokens,
+            heads,
+            num_slots,
+            new,
+            side,
+            least_scale,
+            VALUE,
+            VALUE_QMAX,
+            FULL_RANGE,
         )
 
 
@@ -154,6 +171,7 @@ def _store_rows(
     least_scale,
     FORM: tl.constexpr,
     QMAX: tl.constexpr,
+    FULL_RANGE: tl.constexpr,
 ):
     """The rows of one program: read, quantize, write."""
     CACHE: tl.constexpr = FORM.cache
@@ -177,8 +195,11 @@ def _store_rows(
         number, is_there = numbers_of(group, FORM)
         x = tl.load(source + number * new.element, mask=kept & is_there, other=0.0).to(tl.float32)
         finite = tl.max((~is_finite(x)).to(tl.int32), axis=1, keep_dims=True) == 0
-        scale = scale_of(largest_of(tl.where(is_finite(x), x, 0.0), QMAX), dtype, QMAX, least_scale)
+        largest = largest_of(tl.where(is_finite(x), x, 0.0), QMAX)
+        scale = scale_of(largest, dtype, QMAX, least_scale)
         code = code_of(x, scale, finite, dtype, QMAX, FORM.bits)
+        if FORM.bits == 2 and FULL_RANGE:
+            scale = length_kept(x, largest, scale, finite, least_scale)
         tl.store(target, packed(code, FORM.bits), mask=kept & in_group)
         scale_place = place_of_slot(side.scale, slot, SCALE) + head * side.scale.head
         scale_target = side.scale.data + scale_place + place_of_element(side.scale, group, SCALE)
