@@ -42,6 +42,11 @@ class StateSpec(NamedTuple):
     shape: tuple[int, ...]
     dtype: torch.dtype
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes for one text."""
+        return prod(self.shape) * self.dtype.itemsize
+
 
 class StatePages:
     """The pages of recurrent states, and the tree that finds them.

@@ -20,8 +20,7 @@ from kvloom.integrations.transformers import batching, continuous_batching, disa
 from kvloom.integrations.transformers.batching import self_check
 
 NEW = 12
-RECURRENT = ("kimi_linear", "bailing_hybrid")
-SERVED = [name for name in FAMILIES if name not in (*RECURRENT, *INDEXED)]
+SERVED = [name for name in FAMILIES if name not in INDEXED]
 CASES: dict[str, dict[str, int]] = {
     "short-steps": {"max_batch_tokens": 48},
     "few-pages": {"num_blocks": 14, "max_batch_tokens": 64},
@@ -38,9 +37,9 @@ def test_requests_of_every_family_have_the_stock_tokens(name: str, case: str) ->
     assert batched(model, requests, NEW, **CASES[case]) == expected
 
 
-@pytest.mark.parametrize("name", [x for x in FAMILIES if x in (*RECURRENT, "deepseek_v32", "glm_moe_dsa")])
-def test_families_with_recurrent_states_or_keys_of_an_index_are_refused(name: str) -> None:
-    with pytest.raises(UnsupportedError, match=r"^model must have layers of full_attention and slid"):
+@pytest.mark.parametrize("name", [x for x in FAMILIES if x in ("deepseek_v32", "glm_moe_dsa")])
+def test_families_with_keys_of_an_index_are_refused(name: str) -> None:
+    with pytest.raises(UnsupportedError, match=r"^model must have layers of .* only, got indexed_attention"):
         continuous_batching(family(name))
 
 

@@ -4,7 +4,7 @@ Shapes: B rows, T new tokens of each.
 """
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from functools import cache as cached
 from typing import Any, Final, NamedTuple
 
@@ -22,6 +22,15 @@ _STATES: Final = {"conv_states", "recurrent_states"}
 _TOKENS: Final = {"position_ids": -1, "cache_position": 0}
 """Axis of the tokens of arguments where it is not the second."""
 _HIDDEN: Final = "hidden_states"
+
+
+class CacheOfMixers:
+    """A cache of this library that transformers' classes do not know, and whose mixers' calls are seen."""
+
+    @property
+    def recording(self) -> Any:
+        """What is told of each call, by ``before`` and ``after``; ``None`` for nothing."""
+        raise NotImplementedError
 
 
 class _Cache:
@@ -56,7 +65,7 @@ class Inputs(NamedTuple):
         if not isinstance(hidden, Tensor) or hidden.ndim != 3:
             raise UnsupportedError(f"{type(module).__name__} must be given {_HIDDEN} [B, T, C] first")
         inputs = cls(type(module).__name__, args, kwargs, hidden.shape[1], hidden.device.type)
-        return inputs._mapped(lambda _, x: _Cache() if isinstance(x, Cache) else x)
+        return inputs._mapped(lambda _, x: _Cache() if isinstance(x, (Cache, CacheOfMixers)) else x)
 
     def copied(self) -> "Inputs":
         """Copies that no forward changes."""
@@ -76,6 +85,22 @@ class Inputs(NamedTuple):
             return self.cut(0, num_first), self.cut(num_first, self.num_tokens)
         except UnsupportedError:
             return None
+
+    def rows(self, index: Tensor) -> "Inputs":
+        """Those of some tokens of one row, as if they were of several.
+
+        Args:
+            index: ``[B, N]``, the N tokens of each of B rows.
+
+        Raises:
+            UnsupportedError: an argument cannot be cut.
+        """
+        picked = self._mapped(lambda name, x: self._picked(name, x, index))
+        return picked._replace(num_tokens=index.shape[1])
+
+    def without(self, names: Collection[str]) -> "Inputs":
+        """Those of other names."""
+        return self._replace(kwargs={name: x for name, x in self.kwargs.items() if name not in names})
 
     def given(self, cache: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Arguments with a cache among them."""
@@ -101,8 +126,22 @@ class Inputs(NamedTuple):
         axis = _TOKENS.get(name, 1)
         if isinstance(x, Tensor) and abs(axis) < x.ndim <= 3 and x.shape[axis] == self.num_tokens:
             return x.narrow(axis, start, end - start)
+        raise self._uncut(name, x)
+
+    def _picked(self, name: str, x: Any, index: Tensor) -> Any:
+        if x is None or isinstance(x, (bool, int, float, str, _Cache)):
+            return x
+        axis = _TOKENS.get(name, 1)
+        if not isinstance(x, Tensor) or not 1 < x.ndim <= 3 or axis == 0:
+            raise self._uncut(name, x)
+        axis %= x.ndim
+        if x.shape[axis - 1 : axis + 1] != (1, self.num_tokens):
+            raise self._uncut(name, x)
+        return x.index_select(axis, index.flatten()).squeeze(axis - 1).unflatten(axis - 1, index.shape)
+
+    def _uncut(self, name: str, x: Any) -> UnsupportedError:
         what = f"{list(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
-        raise UnsupportedError(
+        return UnsupportedError(
             f"{self.name} was given {name} {what}, which cannot be cut to fewer than {self.num_tokens} tokens"
         )
 
@@ -164,7 +203,7 @@ def _names_in(kind: Any) -> Iterator[str]:
 
 def cache_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The cache among arguments; ``None`` if there is none."""
-    return next((x for x in (*kwargs.values(), *args) if isinstance(x, Cache)), None)
+    return next((x for x in (*kwargs.values(), *args) if isinstance(x, (Cache, CacheOfMixers))), None)
 
 
 class _BeforeMixer:

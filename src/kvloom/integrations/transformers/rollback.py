@@ -170,7 +170,7 @@ class Rollback:
         self._logs = past.logs or {}
 
     def _states(self, layers: Sequence[Any], end: int) -> States:
-        cache = _empty_cache(layers)
+        cache = empty_cache(layers)
         with torch.no_grad():
             for log in self._logs.values():
                 log.compute(end, cache)
@@ -183,7 +183,7 @@ class Rollback:
                 f"at least {self._position} tokens must stay, before which no recurrent states are kept"
             )
         known = {key for log in self._logs.values() for key in log.keys}
-        unknown = next((key for key in _keys_of(layers) if key not in known), None)
+        unknown = next((key for key in keys_of(layers) if key not in known), None)
         if refusal := self.refusal or (unknown and _unseen(unknown)):
             raise UnsupportedError(f"recurrent states cannot go back: {refusal}")
 
@@ -192,7 +192,7 @@ def _unseen(key: Key) -> str:
     return f"{key.kind} state {key.number} of layer {key.layer} was changed by no mixer that is known"
 
 
-def _keys_of(layers: Sequence[Any]) -> Iterator[Key]:
+def keys_of(layers: Sequence[Any]) -> Iterator[Key]:
     """All states that layers have."""
     for i, layer in enumerate(layers):
         for kind in ("conv", "recurrent") if isinstance(layer, StatefulLayer) else ():
@@ -210,7 +210,7 @@ def _joined(states: Sequence[State]) -> State:
     return State(torch.stack(rows), True)
 
 
-def _empty_cache(layers: Sequence[Any]) -> Cache:
+def empty_cache(layers: Sequence[Any]) -> Cache:
     """One for states alone, of the same layers."""
     dummy, stateful = cast(Any, DummyLayer), cast(Any, TheirStatefulLayer)
     own = []

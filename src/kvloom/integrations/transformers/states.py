@@ -5,7 +5,7 @@ piece of a text is computed wrongly, here as with transformers' own caches. So a
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 from weakref import WeakKeyDictionary
 
 import torch
@@ -28,8 +28,11 @@ Measured are 20 at most where experts are chosen, whose choice a rounding may ch
 """
 _OF_HALVES: Final = 4
 """The same where the model computes in fewer bits; sums are in float32 there."""
+Specs: TypeAlias = dict[int, tuple[StateSpec, ...]]
+"""Of each layer by its number, its states."""
 _KINDS: Final = ("conv", "recurrent")
-_REFUSALS: Final[WeakKeyDictionary[Any, str]] = WeakKeyDictionary()
+_TRIED: "Final[WeakKeyDictionary[Any, tuple[Specs, str]]]" = WeakKeyDictionary()
+"""Of models that were tried, their states and why they are refused."""
 
 
 def stateful_layers(layers: Sequence[Any]) -> dict[int, Any]:
@@ -37,9 +40,9 @@ def stateful_layers(layers: Sequence[Any]) -> dict[int, Any]:
     return {i: layer for i, layer in enumerate(layers) if isinstance(layer, StatefulLayer)}
 
 
-def specs_of(layers: Sequence[Any]) -> dict[int, tuple[StateSpec, ...]]:
+def specs_of(layers: Sequence[Any]) -> Specs:
     """The states of each layer that has been fed tokens and has any."""
-    found = {}
+    found: Specs = {}
     for i, layer in stateful_layers(layers).items():
         own = tuple(
             StateSpec(kind, number, tuple(x.shape[1:]), x.dtype)
@@ -71,13 +74,21 @@ def restore_states(
 
 def why_wrong_in_pieces(model: Any) -> str:
     """Why a model cannot be fed a text in pieces; empty if it can. It is tried once."""
-    if model not in _REFUSALS:
+    return _tried(model)[1]
+
+
+def specs_for(model: Any) -> Specs:
+    """The states of each layer of a model; none if it is wrong in pieces. It is tried once."""
+    return _tried(model)[0]
+
+
+def _tried(model: Any) -> tuple[Specs, str]:
+    if model not in _TRIED:
         try:
-            try_states(model, lambda: KVCache.for_model(model))
-            _REFUSALS[model] = ""
+            _TRIED[model] = specs_of(try_states(model, lambda: KVCache.for_model(model)).layers), ""
         except UnsupportedError as error:
-            _REFUSALS[model] = str(error)
-    return _REFUSALS[model]
+            _TRIED[model] = {}, str(error)
+    return _TRIED[model]
 
 
 def record_past(model: Any, cache: KVCache, num_tokens: int) -> None:

@@ -11,10 +11,12 @@ from transformers import PreTrainedModel
 
 from kvloom.errors import ArgumentError, StateError, UnsupportedError
 from kvloom.integrations.transformers.batching.report import BatchReport, PageMap, RequestPages
+from kvloom.integrations.transformers.batching.sizes import EMPTY, KINDS, STATEFUL, stateful_layers_of
 from kvloom.integrations.transformers.build import cache_format
 from kvloom.integrations.transformers.invariance import expect_wish, hold_layers, release_layers
 from kvloom.integrations.transformers.latents import expect_absorbed
 from kvloom.integrations.transformers.pool_model import expect_prefixes
+from kvloom.integrations.transformers.states import why_wrong_in_pieces
 from kvloom.integrations.transformers.text_config import has_latents, names_rank, text_config_of
 from kvloom.paging import expect_policy
 
@@ -25,7 +27,6 @@ OLDEST: Final = "5.19.0"
 
 _INIT: Final = "init_continuous_batching"
 _MANAGER: Final = "_cached_continuous_batching_manager"
-_KINDS: Final = ("full_attention", "sliding_attention")
 
 
 def continuous_batching(
@@ -135,10 +136,7 @@ def _expect_served(model: PreTrainedModel) -> None:
     if not hasattr(type(model), _INIT):
         raise UnsupportedError(f"model must have continuous batching, which {name} has not")
     expect_prefixes(model)
-    kinds = set(getattr(config, "layer_types", None) or _KINDS[:1]) - set(_KINDS)
-    if kinds or getattr(model, "_is_stateful", False):
-        got = ", ".join(sorted(kinds)) or "a recurrent state"
-        raise UnsupportedError(f"model must have layers of {' and '.join(_KINDS)} only, got {got} in {name}")
+    _expect_kinds(model)
     if getattr(config, "num_kv_shared_layers", None):
         raise UnsupportedError(
             f"model must store keys and values of its own in every layer, got num_kv_shared_layers in {name}"
@@ -156,6 +154,21 @@ def _expect_served(model: PreTrainedModel) -> None:
         )
     if getattr(model, "_device_mesh", None) is not None or getattr(model, "tp_size", None) not in (None, 1):
         raise UnsupportedError(f"model must lie on one device, got tensor parallelism in {name}")
+
+
+def _expect_kinds(model: PreTrainedModel) -> None:
+    """Raise UnsupportedError for layers that keep what a session does not."""
+    name, known = type(model).__name__, dict.fromkeys((*KINDS, *STATEFUL, *EMPTY))
+    kinds = {*(getattr(text_config_of(model), "layer_types", None) or KINDS[:1])}
+    if others := ", ".join(sorted(kinds - {*known})):
+        raise UnsupportedError(f"model must have layers of {', '.join(known)} only, got {others} in {name}")
+    if not kinds & {*KINDS}:
+        raise UnsupportedError(f"model must keep keys and values in a layer, which {name} does in none")
+    is_stateful = stateful_layers_of(model) is not None
+    if getattr(model, "_is_stateful", False) and not is_stateful:
+        raise UnsupportedError(f"model must keep its recurrent states in a cache, which {name} does not")
+    if is_stateful and (why := why_wrong_in_pieces(model)):
+        raise UnsupportedError(why)
 
 
 def _forget_session(model: PreTrainedModel) -> None:

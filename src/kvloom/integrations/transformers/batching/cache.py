@@ -16,9 +16,12 @@ from kvloom import ops
 from kvloom.caches import CacheFormat
 from kvloom.integrations.transformers.batching.groups import Limits, make_groups
 from kvloom.integrations.transformers.batching.held import Held, page_map_of, salt_of
+from kvloom.integrations.transformers.batching.plan import Begun, StepPlan
 from kvloom.integrations.transformers.batching.prefixes import SessionPrefixes
+from kvloom.integrations.transformers.batching.recurrent import MixerCalls, copied, expect_apart, nbytes_of
 from kvloom.integrations.transformers.batching.report import PageMap
-from kvloom.integrations.transformers.batching.step import Step, StepAttention
+from kvloom.integrations.transformers.batching.step import StepAttention
+from kvloom.integrations.transformers.mixers import CacheOfMixers
 from kvloom.integrations.transformers.watch import ModelWatch
 from kvloom.paging import PageTable, check
 
@@ -33,7 +36,7 @@ class _NoSectors:
         """Nothing to do."""
 
 
-class BatchCache:
+class BatchCache(CacheOfMixers):
     """Pages of all requests of a session, found again by their tokens, and attention over them.
 
     To transformers' scheduler this is its ``PagedAttentionCache`` and the only allocator of it, of which it
@@ -54,6 +57,7 @@ class BatchCache:
         policy: Which pages are given up first, as of ``PagePool``.
         watch: Of the model's state; ``None`` for a model that never changes.
         num_requests: Most requests in a step.
+        stateful: The layers of any cache for a model with recurrent states; ``None`` for other models.
     """
 
     index = 0
@@ -78,6 +82,7 @@ class BatchCache:
         policy: str = "lru",
         watch: ModelWatch | None = None,
         num_requests: int = 1024,
+        stateful: Sequence[Any] | None = None,
     ) -> None:
         size = format.page_size
         self.tokens_per_page, self.max_pages, self.max_batch_tokens = size, max_pages, max_batch_tokens
@@ -91,14 +96,13 @@ class BatchCache:
         self.pages, self.growing, self.tree = main.pages, main.growing, main.tree
         self.bytes_per_sector = round(size * sum(x.nbytes_per_token for x in main.storages.values()))
         self.num_asked = self.num_found = self.num_preempted = self.num_finished = 0
-        self.num_steps = self.num_computed = 0
         self.candidate: Any = None
         """The request whose prompt is looked up next: the scheduler tells its id, and not its salt."""
         self.prefixes = SessionPrefixes(self.groups, watch)
         self._attention = StepAttention(self.codes, self.residuals, format.recent)
         self._held: dict[str, Held] = {}
-        self._plan: list[tuple[str, int, int]] = []  # request, stored tokens, new tokens
-        self._step: Step | None = None
+        self._is_stateful = stateful is not None
+        self._plan = StepPlan(self.groups, stateful, device)
         self.lock = RLock()
 
     @property
@@ -204,7 +208,7 @@ class BatchCache:
                     self.pages.pool.events.request = 0
                 for group in self.groups:
                     group.tree.evict(group.pages.pool.num_evictable)
-            self._plan, self._step = [], None
+            self._plan.clear()
 
     def reset(self) -> None:
         """Hold nothing."""
@@ -238,7 +242,8 @@ class BatchCache:
                     events.name(request_id)
                 number = None if events is None else events.request
                 groups = [own.fork(number) for own in parent.groups]
-                self._held[request_id] = replace(parent, groups=groups)
+                states = None if parent.states is None else copied(parent.states)
+                self._held[request_id] = replace(parent, groups=groups, states=states)
         return dst_req_ids
 
     def perform_cache_copy(self, copy_src_and_dst: Any) -> None:
@@ -320,9 +325,7 @@ class BatchCache:
         self, request_id: str, past_length: int, query_length: int, read_index: Any, write_index: Any
     ) -> None:
         """Add a request to the next step."""
-        if self._step is not None:
-            self._plan, self._step = [], None
-        self._plan.append((request_id, past_length, query_length))
+        self._plan.add(request_id, past_length, query_length)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, kwargs: dict[str, Any]
@@ -345,20 +348,34 @@ class BatchCache:
         is_latent: bool = False,
     ) -> Tensor:
         """Store the tokens of the step in a layer, and attend, as ``StepAttention``."""
-        if self._step is None:
-            self._step = self._make_step()
-        return self._attention(self._step, layer, query, key, value, scores, is_latent)
+        return self._attention(self._begin_step().step, layer, query, key, value, scores, is_latent)
 
-    def _make_step(self) -> Step:
+    @property
+    def recording(self) -> MixerCalls | None:
+        """The calls of mixers in this step; ``None`` for a model without recurrent states."""
+        return self._begin_step().calls if self._is_stateful else None
+
+    def _begin_step(self) -> Begun:
         with self.lock:
-            held = [self._held[name].groups for name, *_ in self._plan]
-        lengths = [(past, new) for _, past, new in self._plan]
-        step = Step(lengths, self.groups, [*zip(*held, strict=True)])
-        self.num_steps += 1
-        self.num_computed += step.num_tokens
-        return step
+            return self._plan.begin(self._held)
 
     # Reports
+
+    @property
+    def num_steps(self) -> int:
+        """Forwards of the model."""
+        return self._plan.num_steps
+
+    @property
+    def num_computed(self) -> int:
+        """Tokens that went through it."""
+        return self._plan.num_tokens
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the recurrent states of all requests."""
+        with self.lock:
+            return nbytes_of([*self._held.values()])
 
     def tokens_found(self, request_id: str) -> int:
         """Tokens of the prompt of a request whose pages were found; 0 if it holds none."""
@@ -375,6 +392,7 @@ class BatchCache:
             for i, group in enumerate(self.groups):
                 tables = [held.groups[i].table for held in self._held.values()]
                 check(group.pages.pool, group.tree, tables)
+            expect_apart([*self._held.values()])
 
     def tables(self) -> list[PageTable]:
         """Of all requests that hold pages."""

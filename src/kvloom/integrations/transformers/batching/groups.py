@@ -98,7 +98,7 @@ def make_groups(
                 format.layout,
                 smoothing=format.of_layer(i).smoothing,
             )
-            for i, own in enumerate(by_layer)
+            for i, own in by_layer.items()
             if own == window
         }
         max_pages = next(limit)
@@ -121,7 +121,7 @@ def make_groups(
 
 def group_windows(config: Any) -> list[int | None]:
     """The window of each group of layers, ``None`` first."""
-    return sorted(set(windows_of(config)), key=lambda window: window or 0)
+    return sorted(set(windows_of(config).values()), key=lambda window: window or 0)
 
 
 class Limits:
@@ -141,11 +141,11 @@ class Limits:
         size, layers = format.page_size, windows_of(config)
         self._windows, self._needed, self._bytes = group_windows(config), list[int](), list[int]()
         for window in self._windows:
-            members = [i for i, own in enumerate(layers) if own == window]
+            members = [i for i, own in layers.items() if own == window]
             self._bytes.append(page_bytes(config, format, dtype, members))
         self._num_codes = len(self._windows)
         for window in list(self._windows):
-            members = [i for i, own in enumerate(layers) if own == window and format.of_layer(i).recent]
+            members = [i for i, own in layers.items() if own == window and format.of_layer(i).recent]
             if members:
                 self._windows.append(format.residual_window(window))
                 self._bytes.append(page_bytes(config, format.residual(size), dtype, members))

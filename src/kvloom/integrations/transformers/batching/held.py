@@ -3,7 +3,9 @@
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
+
+from transformers.cache_utils import Cache
 
 from kvloom.caches.prefixes import GroupTable
 from kvloom.integrations.transformers.batching.report import PageMap, RequestPages
@@ -11,6 +13,20 @@ from kvloom.paging import PagePool, PageTable
 
 SALT: Final = "cache_salt"
 """Where a request has its salt, among the arguments of its logits processors: those outlive a preemption."""
+
+
+class RequestStates(NamedTuple):
+    """The recurrent states of one request.
+
+    Attributes:
+        cache: Where they are, perhaps beside those of others.
+        row: Which of its rows they are.
+        num_tokens: Tokens of which they know.
+    """
+
+    cache: Cache
+    row: int
+    num_tokens: int
 
 
 @dataclass(slots=True, eq=False)
@@ -24,6 +40,7 @@ class Held:
         num_found: Those of them whose pages were found.
         state: Of the model when it began, as of ``ModelWatch``.
         num_shared: Pages that its prompt has in common with a text that was known; 0 once that is noted.
+        states: Its recurrent states; ``None`` before it has any.
     """
 
     groups: list[GroupTable]
@@ -32,6 +49,7 @@ class Held:
     num_found: int
     state: str
     num_shared: int = 0
+    states: RequestStates | None = None
 
     @property
     def table(self) -> PageTable:

@@ -14,13 +14,14 @@ from transformers.generation.continuous_batching.continuous_api import (
 
 from kvloom.caches.memory import free_bytes
 from kvloom.errors import ArgumentError, UnsupportedError
+from kvloom.integrations.transformers.batching.attending import Attending
 from kvloom.integrations.transformers.batching.attention import IMPLEMENTATION
 from kvloom.integrations.transformers.batching.cache import BatchCache
 from kvloom.integrations.transformers.batching.groups import Limits
 from kvloom.integrations.transformers.batching.held import SALT
 from kvloom.integrations.transformers.batching.report import BatchReport, PageMap
 from kvloom.integrations.transformers.batching.scheduler import scheduler_class
-from kvloom.integrations.transformers.batching.sizes import windows_of
+from kvloom.integrations.transformers.batching.sizes import stateful_layers_of, windows_of
 from kvloom.integrations.transformers.build import cache_format
 from kvloom.integrations.transformers.invariance import (
     NO_WISH,
@@ -30,8 +31,10 @@ from kvloom.integrations.transformers.invariance import (
     report_layers,
 )
 from kvloom.integrations.transformers.latents import expect_absorbed
+from kvloom.integrations.transformers.mixers import watch_mixers
 from kvloom.integrations.transformers.rope import dynamic_rope
 from kvloom.integrations.transformers.smoothing import smoothing_for, smoothing_report
+from kvloom.integrations.transformers.states import specs_for
 from kvloom.integrations.transformers.text_config import has_latents, head_dims_of, text_config_of
 from kvloom.integrations.transformers.watch import ModelWatch
 from kvloom.paging import Miss, expect_policy
@@ -41,6 +44,9 @@ PAGE_SIZE: Final = 16
 """Tokens in a page where no ``ContinuousBatchingConfig`` is given."""
 MAX_BATCH_TOKENS: Final = 2048
 """Tokens of a step where none are given."""
+
+_COPIES: Final = 2
+"""Copies of the recurrent states of all requests, while those that take part in steps change."""
 
 # Fields of a ContinuousBatchingConfig that ask for what there is not, unless they are None, False or 0.
 _REFUSED: Final = (
@@ -122,16 +128,22 @@ class BatchingManager(Recorder, ContinuousBatchingManager):  # type: ignore[misc
         self._cache: BatchCache | None = None
         self._has_begun = False  # with this cache
         self._making = RLock()
+        self._stateful = stateful_layers_of(model)
+        if self._stateful is not None:
+            watch_mixers(model)
+            self._share = False
         super().__init__(
-            model=model,
+            model=Attending(model) if self._stateful is not None else model,
             generation_config=generation,
             continuous_batching_config=replace(config, max_blocks_per_request=0),
             workload_hints=workload_hints,
         )
+        self.model = model
         self.logit_processor.supported_keys[SALT] = str
 
     def switch_to_cb_friendly_attn(self, model: Any, auto_switch_to_flash: bool = True) -> None:
         """Set the attention that knows these pages; ``stop`` sets the one that was there before."""
+        model = model.attending if isinstance(model, Attending) else model
         hold_layers(model, self._holder, self._wish)
         before = model.config._attn_implementation
         if before != IMPLEMENTATION:
@@ -216,6 +228,7 @@ class BatchingManager(Recorder, ContinuousBatchingManager):  # type: ignore[misc
                 tokens_computed=cache.num_computed,
                 window_bytes=sum(group.nbytes for group in cache.codes[1:]),
                 recent_bytes=sum(group.nbytes for group in cache.residuals),
+                state_bytes=cache.state_bytes,
                 **of_layers,
             )
 
@@ -315,20 +328,24 @@ class BatchingManager(Recorder, ContinuousBatchingManager):  # type: ignore[misc
             policy=self._policy,
             watch=ModelWatch(model),
             num_requests=min(config.max_requests_per_batch, max_batch_tokens),
+            stateful=self._stateful,
         )
 
     def _plan_pages(self, room: int, max_batch_tokens: int) -> int:
         """The most pages of the first group that fit into ``room`` bytes with those of all others.
 
-        There are as many requests in a step as have their residual windows in half of it.
+        There are as many requests in a step as have their residual windows and recurrent states in half of
+        it.
         """
         config, model, text = self.continuous_batching_config, self.model, text_config_of(self.model)
         count = min(config.max_requests_per_batch, max_batch_tokens)
+        specs = [x for own in specs_for(model).values() for x in own] if self._stateful else []
         while True:
             limits = Limits(text, self._format, model.dtype, count, max_batch_tokens)
-            if limits.residual_bytes <= room // 2 or count == 1:
+            states = count * _COPIES * sum(x.nbytes for x in specs)
+            if limits.residual_bytes + states <= room // 2 or count == 1:
                 config.max_requests_per_batch = count
-                return limits.most(room)
+                return limits.most(room - states)
             count //= 2
 
 

@@ -50,6 +50,7 @@ class BatchReport:
         window_bytes: Allocated for the layers of other windows, beside these pages.
         recent_bytes: Allocated for residual windows, of running requests and of texts that can be found; 0
             without ``recent``.
+        state_bytes: Of the recurrent states of running requests.
         batch_invariant: Whether a request has the bits that it has alone, in all layers of the model.
         packed_bytes: Of the packed weights of linear layers.
         not_invariant: Numbers of layers whose rows may differ, by the reason.
@@ -76,6 +77,7 @@ class BatchReport:
     tokens_computed: int = 0
     window_bytes: int = 0
     recent_bytes: int = 0
+    state_bytes: int = 0
     batch_invariant: bool = False
     packed_bytes: int = 0
     not_invariant: dict[str, int] = field(default_factory=dict)

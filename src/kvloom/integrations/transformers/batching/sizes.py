@@ -2,13 +2,20 @@
 
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any
+from typing import Any, Final, cast
 
 import torch
+from transformers import DynamicCache
 
 from kvloom.caches import CacheFormat
 from kvloom.errors import UnsupportedError
-from kvloom.integrations.transformers.text_config import has_latents, head_dim_of, head_dims_of
+from kvloom.integrations.transformers.build import StatefulLayer
+from kvloom.integrations.transformers.text_config import (
+    has_latents,
+    head_dim_of,
+    head_dims_of,
+    text_config_of,
+)
 
 
 def heads_of(config: Any) -> int:
@@ -35,8 +42,17 @@ def page_bytes(
     return int(sum(spec.nbytes(size, size) for spec in specs))
 
 
-def windows_of(config: Any) -> list[int | None]:
-    """The window of each layer.
+_WINDOWS: Final = ("sliding_attention", "hybrid_sliding")
+KINDS: Final = ("full_attention", "hybrid", *_WINDOWS)
+"""Kinds of layers that keep keys and values."""
+STATEFUL: Final = ("linear_attention", "conv", "hybrid", "hybrid_sliding")
+"""Those that keep recurrent states."""
+EMPTY: Final = ("mlp", "moe")
+"""Those that keep nothing."""
+
+
+def windows_of(config: Any) -> dict[int, int | None]:
+    """The window of each layer that keeps keys and values, by its number.
 
     Raises:
         UnsupportedError: a layer has a window of no size.
@@ -44,6 +60,12 @@ def windows_of(config: Any) -> list[int | None]:
     window = getattr(config, "sliding_window", None)
     kind = "full_attention" if window is None else "sliding_attention"
     kinds = getattr(config, "layer_types", None) or [kind] * config.num_hidden_layers
-    if "sliding_attention" in kinds and not (isinstance(window, int) and window > 0):
+    if {*_WINDOWS} & {*kinds} and not (isinstance(window, int) and window > 0):
         raise UnsupportedError(f"model must have a sliding_window above 0, got {window!r}")
-    return [window if kind == "sliding_attention" else None for kind in kinds]
+    return {i: window if kind in _WINDOWS else None for i, kind in enumerate(kinds) if kind in KINDS}
+
+
+def stateful_layers_of(model: Any) -> list[Any] | None:
+    """The layers of an empty cache of transformers for a model; ``None`` if none has recurrent states."""
+    layers: list[Any] = DynamicCache(config=text_config_of(model)).layers
+    return layers if any(isinstance(x, cast(Any, StatefulLayer)) for x in layers) else None

@@ -1,0 +1,74 @@
+"""The requests of a step, and what is made of them when its forward begins."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from kvloom.integrations.transformers.batching.groups import SessionGroup
+from kvloom.integrations.transformers.batching.held import Held
+from kvloom.integrations.transformers.batching.recurrent import Feed, MixerCalls
+from kvloom.integrations.transformers.batching.step import Step
+
+
+class Begun(NamedTuple):
+    """A step whose forward has begun.
+
+    Attributes:
+        step: Where its tokens lie.
+        calls: Of mixers; ``None`` for a model without recurrent states.
+    """
+
+    step: Step
+    calls: MixerCalls | None
+
+
+class StepPlan:
+    """Which requests the next step feeds.
+
+    Args:
+        groups: Of layers.
+        stateful: The layers of any cache for a model with recurrent states; ``None`` for other models.
+        device: Where the model is.
+
+    Attributes:
+        num_steps: Steps that have begun.
+        num_tokens: Tokens in them.
+    """
+
+    def __init__(
+        self, groups: Sequence[SessionGroup], stateful: Sequence[Any] | None, device: torch.device
+    ) -> None:
+        self._groups, self._stateful, self._device = groups, stateful, device
+        self.num_steps = self.num_tokens = 0
+        self.clear()
+
+    def clear(self) -> None:
+        """Feed nobody."""
+        self._feeds: list[tuple[str, int, int]] = []
+        self._begun: Begun | None = None
+
+    def add(self, request_id: str, past: int, new: int) -> None:
+        """Feed a request ``new`` tokens behind ``past`` stored ones, in a step that has not begun."""
+        if self._begun is not None:
+            self.clear()
+        self._feeds.append((request_id, past, new))
+
+    def begin(self, held: Mapping[str, Held]) -> Begun:
+        """The step, made once.
+
+        Args:
+            held: What each request holds.
+
+        Raises:
+            StateError: as ``MixerCalls``.
+        """
+        if self._begun is None:
+            feeds = [Feed(held[name], past, new) for name, past, new in self._feeds]
+            lengths = [(x.past, x.new) for x in feeds]
+            step = Step(lengths, self._groups, [*zip(*(x.held.groups for x in feeds), strict=True)])
+            calls = None if self._stateful is None else MixerCalls(self._stateful, feeds, self._device)
+            self._begun = Begun(step, calls)
+            self.num_steps += 1
+            self.num_tokens += step.num_tokens
+        return self._begun
