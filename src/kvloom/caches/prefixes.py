@@ -315,7 +315,7 @@ class Prefixes:
         """Let others find the full pages of a text, and ``prefer`` those that it shares.
 
         Args:
-            held: Its pages in each group.
+            held: Its pages in each group, or in the first ones.
             tokens: All that are computed.
             scope: Under which they are found.
             num_shared: What ``num_shared`` said when it began.
@@ -323,7 +323,7 @@ class Prefixes:
         Raises:
             StateError: as ``PrefixTree.insert``; groups before have their pages sealed.
         """
-        for group, own in zip(self.groups, held, strict=True):
+        for group, own in zip(self.groups, held, strict=False):
             own.table.claim()
             own.replace(group.tree.insert(tokens, own.table.pages, scope, own.first))
         if 0 < num_shared * self.page_size <= len(tokens):

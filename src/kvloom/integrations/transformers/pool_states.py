@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 import torch
+from transformers.cache_utils import Cache
 
 from kvloom.caches import CacheFormat
 from kvloom.caches.prefixes import GroupTable, PrefixGroup
@@ -87,7 +88,7 @@ class PoolStates:
             table.release()
 
     def write(
-        self, cache: PoolCache, row: int, tokens: Sequence[int], scope: str, found: int
+        self, cache: Cache, row: int, tokens: Sequence[int], scope: str, found: int
     ) -> GroupTable | None:
         """Let others find the states of a row of a cache, and evict first those that it went on from.
 
@@ -108,6 +109,11 @@ class PoolStates:
                 pool.retain(ref)
                 pool.release(ref, is_passed=True)
         return held
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated."""
+        return sum(x.nbytes for x in self.pages.group.storages.values())
 
     def report(self) -> dict[str, Any]:
         """Pages by state, the bytes of one and of all that there may be, and the tokens of the grid."""
@@ -139,17 +145,31 @@ def states_for(
     page_size, max_tokens = format.page_size, format.max_tokens or 0
     if not stateful_layers(layers):
         return None
-    if interval is None:
-        interval = -(-_INTERVAL // page_size) * page_size
-    expect_range("state_interval", interval, 1)
-    if interval % page_size:
-        raise ArgumentError(f"state_interval must be a multiple of page_size {page_size}, got {interval}")
+    interval = expect_interval(interval, page_size)
     new_format = replace(format, max_tokens=None)
     cache = try_states(model, lambda: KVCache(make_layers(model, new_format)))
     specs = specs_of(cache.layers)
     if not specs:
         return None
     if max_bytes is None:
-        least = _LEAST * StatePages.nbytes_of(specs, page_size)
-        max_bytes = max(round(cache.nbytes_per_token * max_tokens), least)
+        max_bytes = max(round(cache.nbytes_per_token * max_tokens), least_bytes(specs, page_size))
     return PoolStates(specs, page_size, interval, max_bytes, model.device)
+
+
+def expect_interval(interval: int | None, page_size: int) -> int:
+    """Tokens of the grid; ``None`` for 256, or the next multiple of the page size.
+
+    Raises:
+        ArgumentError: ``state_interval`` is no multiple of ``page_size``.
+    """
+    if interval is None:
+        return -(-_INTERVAL // page_size) * page_size
+    expect_range("state_interval", interval, 1)
+    if interval % page_size:
+        raise ArgumentError(f"state_interval must be a multiple of page_size {page_size}, got {interval}")
+    return interval
+
+
+def least_bytes(specs: Mapping[int, Sequence[StateSpec]], page_size: int) -> int:
+    """That states may take where nobody says how many, and pages take less: those of eight texts."""
+    return _LEAST * StatePages.nbytes_of(specs, page_size)

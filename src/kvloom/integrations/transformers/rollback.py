@@ -170,7 +170,7 @@ class Rollback:
         self._logs = past.logs or {}
 
     def _states(self, layers: Sequence[Any], end: int) -> States:
-        cache = empty_cache(layers)
+        cache = Cache(layers=empty_layers(layers))
         with torch.no_grad():
             for log in self._logs.values():
                 log.compute(end, cache)
@@ -210,8 +210,8 @@ def _joined(states: Sequence[State]) -> State:
     return State(torch.stack(rows), True)
 
 
-def empty_cache(layers: Sequence[Any]) -> Cache:
-    """One for states alone, of the same layers."""
+def empty_layers(layers: Sequence[Any]) -> list[Any]:
+    """Layers of a cache for states alone, of the same kinds."""
     dummy, stateful = cast(Any, DummyLayer), cast(Any, TheirStatefulLayer)
     own = []
     for layer in layers:
@@ -220,4 +220,4 @@ def empty_cache(layers: Sequence[Any]) -> Cache:
             own[-1] = stateful(number_of_states=layer.number_of_states)
             own[-1].conv_kernel_size = {**layer.conv_kernel_size}
             own[-1].device, own[-1].dtype = layer.device, layer.dtype
-    return Cache(layers=own)
+    return own

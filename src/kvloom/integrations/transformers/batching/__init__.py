@@ -9,6 +9,7 @@ import transformers
 from packaging.version import Version
 from transformers import PreTrainedModel
 
+from kvloom.core.checks import expect_range
 from kvloom.errors import ArgumentError, StateError, UnsupportedError
 from kvloom.integrations.transformers.batching.report import BatchReport, PageMap, RequestPages
 from kvloom.integrations.transformers.batching.sizes import EMPTY, KINDS, STATEFUL, stateful_layers_of
@@ -39,6 +40,7 @@ def continuous_batching(
     policy: str = "lru",
     batch_invariant: bool | None = None,
     pack: bool | str = False,
+    state_interval: int | None = None,
 ) -> Any:
     """Let the continuous batching of a model keep its tokens in pages and attend to them where they lie.
 
@@ -61,6 +63,9 @@ def continuous_batching(
             is there; ``None`` is wherever the model is on a CPU, as steps of several tokens take no more
             time for it, but not for attention in bfloat16 on processors with AMX.
         pack: Whether linear layers have packed weights, as of ``enable``, until ``kv=None``.
+        state_interval: In a model with recurrent states, prefixes are found at multiples of so many tokens,
+            behind the end of a prompt and where two prompts part. A multiple of the page size; ``None`` for
+            256, or the next one.
 
     Returns:
         ``model``.
@@ -81,6 +86,8 @@ def continuous_batching(
     if not isinstance(share, bool):
         raise ArgumentError(f"share must be True or False, got {share!r}")
     expect_policy(policy)
+    if state_interval is not None:
+        expect_range("state_interval", state_interval, 1)
     wish = expect_wish(model, batch_invariant, pack, is_free=True)
     _expect_served(model)
     cache_format(text_config_of(model), kv, values=values, layout=layout)  # refuses what it cannot be
@@ -92,8 +99,8 @@ def continuous_batching(
         hold_layers(model, _INIT, wish)
     else:
         release_layers(model, _INIT)
-    options = {"kv": kv, "values": values, "layout": layout, "share": share, "policy": policy, "wish": wish}
-    model.init_continuous_batching = _Init(model, options)
+    options = {"kv": kv, "values": values, "layout": layout, "share": share, "policy": policy}
+    model.init_continuous_batching = _Init(model, {**options, "wish": wish, "state_interval": state_interval})
     return model
 
 

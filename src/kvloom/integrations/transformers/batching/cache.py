@@ -15,25 +15,20 @@ from torch import Tensor
 from kvloom import ops
 from kvloom.caches import CacheFormat
 from kvloom.integrations.transformers.batching.groups import Limits, make_groups
-from kvloom.integrations.transformers.batching.held import Held, page_map_of, salt_of
+from kvloom.integrations.transformers.batching.held import Held, RequestStates, page_map_of, salt_of
 from kvloom.integrations.transformers.batching.plan import Begun, StepPlan
 from kvloom.integrations.transformers.batching.prefixes import SessionPrefixes
-from kvloom.integrations.transformers.batching.recurrent import MixerCalls, copied, expect_apart, nbytes_of
+from kvloom.integrations.transformers.batching.recurrent import MixerCalls, StateRows, copied, expect_apart
 from kvloom.integrations.transformers.batching.report import PageMap
+from kvloom.integrations.transformers.batching.stand_ins import NoSectors
 from kvloom.integrations.transformers.batching.step import StepAttention
 from kvloom.integrations.transformers.mixers import CacheOfMixers
+from kvloom.integrations.transformers.pool_states import PoolStates
 from kvloom.integrations.transformers.watch import ModelWatch
 from kvloom.paging import PageTable, check
 
 KIND: Final = "full_attention"
 """What all layers are to the scheduler, which counts pages of the first group."""
-
-
-class _NoSectors:
-    """In the place of transformers' pool of sectors, into which these pages are not grouped."""
-
-    def try_to_free_sectors(self) -> None:
-        """Nothing to do."""
 
 
 class BatchCache(CacheOfMixers):
@@ -58,6 +53,7 @@ class BatchCache(CacheOfMixers):
         watch: Of the model's state; ``None`` for a model that never changes.
         num_requests: Most requests in a step.
         stateful: The layers of any cache for a model with recurrent states; ``None`` for other models.
+        states: What keeps states that requests find; ``None`` where none share.
     """
 
     index = 0
@@ -83,11 +79,12 @@ class BatchCache(CacheOfMixers):
         watch: ModelWatch | None = None,
         num_requests: int = 1024,
         stateful: Sequence[Any] | None = None,
+        states: PoolStates | None = None,
     ) -> None:
         size = format.page_size
         self.tokens_per_page, self.max_pages, self.max_batch_tokens = size, max_pages, max_batch_tokens
         self._num_positions = int(getattr(config, "max_position_embeddings", None) or 0)
-        self.device, self.use_prefix_sharing, self.pool = device, share, _NoSectors()
+        self.device, self.use_prefix_sharing, self.pool = device, share, NoSectors()
         self.cache_allocators = {KIND: self}
         limits = Limits(config, format, dtype, num_requests, max_batch_tokens).pages(max_pages)
         self.codes, self.residuals = make_groups(config, format, dtype, device, limits, policy)
@@ -98,10 +95,10 @@ class BatchCache(CacheOfMixers):
         self.num_asked = self.num_found = self.num_preempted = self.num_finished = 0
         self.candidate: Any = None
         """The request whose prompt is looked up next: the scheduler tells its id, and not its salt."""
-        self.prefixes = SessionPrefixes(self.groups, watch)
+        self.prefixes = SessionPrefixes(self.groups, watch, states)
         self._attention = StepAttention(self.codes, self.residuals, format.recent)
         self._held: dict[str, Held] = {}
-        self._is_stateful = stateful is not None
+        self._stateful = stateful
         self._plan = StepPlan(self.groups, stateful, device)
         self.lock = RLock()
 
@@ -142,8 +139,7 @@ class BatchCache(CacheOfMixers):
         if state is None or state.request_id != request_id or not self.use_prefix_sharing:
             return 0
         with self.lock:
-            limit = self._num_findable(state)
-            if not self._num_known(prompt_ids, salt_of(state), limit):
+            if not self._num_known(prompt_ids, salt_of(state), self._num_findable(state)):
                 return 0  # it is looked up when it gets pages, and until then perhaps in every step
             held = self._begin(state)
             self._hold(state, held)
@@ -242,8 +238,9 @@ class BatchCache(CacheOfMixers):
                     events.name(request_id)
                 number = None if events is None else events.request
                 groups = [own.fork(number) for own in parent.groups]
-                states = None if parent.states is None else copied(parent.states)
-                self._held[request_id] = replace(parent, groups=groups, states=states)
+                child = replace(parent, groups=groups, wanted=frozenset(), kept={})
+                child.states = None if parent.states is None else copied(parent.states)
+                self._held[request_id] = child
         return dst_req_ids
 
     def perform_cache_copy(self, copy_src_and_dst: Any) -> None:
@@ -264,12 +261,18 @@ class BatchCache(CacheOfMixers):
         if (events := self.pages.pool.events) is not None:
             events.name(state.request_id)
         groups = [group.new_table() for group in self.groups]
-        for own, refs in zip(groups, found, strict=True):
+        for own, refs in zip(groups, found, strict=False):
             own.table.adopt(refs)
             own.first = num_pages - len(refs)
-        size, prompt = self.tokens_per_page, len(state.initial_tokens)
-        num_shared = self.prefixes.num_shared(tokens, self.prefixes.scope(salt))
-        return Held(groups, salt, prompt, num_pages * size, self.prefixes.state, num_shared)
+        num_found, prompt = num_pages * self.tokens_per_page, len(state.initial_tokens)
+        num_shared = self.prefixes.num_parted(tokens, self.prefixes.scope(salt))
+        held = Held(groups, salt, prompt, num_found, self.prefixes.state, num_shared)
+        if self._stateful is not None and self.use_prefix_sharing:
+            held.wanted, held.went_on = self.prefixes.wanted(len(tokens), num_found, num_shared), num_found
+            if num_found:
+                held.states = RequestStates(StateRows(self._stateful), 0, num_found)
+                self.prefixes.read_states(found[-1], held.states.cache)
+        return held
 
     def _num_findable(self, state: Any) -> int:
         """Tokens at the beginning of a prompt that may be found.
@@ -353,7 +356,7 @@ class BatchCache(CacheOfMixers):
     @property
     def recording(self) -> MixerCalls | None:
         """The calls of mixers in this step; ``None`` for a model without recurrent states."""
-        return self._begin_step().calls if self._is_stateful else None
+        return self._begin_step().calls if self._stateful is not None else None
 
     def _begin_step(self) -> Begun:
         with self.lock:
@@ -371,12 +374,6 @@ class BatchCache(CacheOfMixers):
         """Tokens that went through it."""
         return self._plan.num_tokens
 
-    @property
-    def state_bytes(self) -> int:
-        """Bytes of the recurrent states of all requests."""
-        with self.lock:
-            return nbytes_of([*self._held.values()])
-
     def tokens_found(self, request_id: str) -> int:
         """Tokens of the prompt of a request whose pages were found; 0 if it holds none."""
         return self._held[request_id].num_found if request_id in self._held else 0
@@ -392,8 +389,12 @@ class BatchCache(CacheOfMixers):
             for i, group in enumerate(self.groups):
                 tables = [held.groups[i].table for held in self._held.values()]
                 check(group.pages.pool, group.tree, tables)
-            expect_apart([*self._held.values()])
+            expect_apart(self.held())
+
+    def held(self) -> list[Held]:
+        """What all requests hold."""
+        return [*self._held.values()]
 
     def tables(self) -> list[PageTable]:
         """Of all requests that hold pages."""
-        return [held.table for held in self._held.values()]
+        return [held.table for held in self.held()]

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
 from transformers.cache_utils import Cache
@@ -19,12 +19,12 @@ class RequestStates(NamedTuple):
     """The recurrent states of one request.
 
     Attributes:
-        cache: Where they are, perhaps beside those of others.
+        cache: ``StateRows`` where they are, perhaps beside those of others.
         row: Which of its rows they are.
         num_tokens: Tokens of which they know.
     """
 
-    cache: Cache
+    cache: Any
     row: int
     num_tokens: int
 
@@ -41,6 +41,9 @@ class Held:
         state: Of the model when it began, as of ``ModelWatch``.
         num_shared: Pages that its prompt has in common with a text that was known; 0 once that is noted.
         states: Its recurrent states; ``None`` before it has any.
+        wanted: Numbers of its first tokens behind which copies of its states are kept for others.
+        kept: Those copies, by these numbers, until others can find them.
+        went_on: Tokens behind the states that others find and it went on from; 0 for none.
     """
 
     groups: list[GroupTable]
@@ -50,6 +53,9 @@ class Held:
     state: str
     num_shared: int = 0
     states: RequestStates | None = None
+    wanted: frozenset[int] = frozenset()
+    kept: dict[int, Cache] = field(default_factory=dict)
+    went_on: int = 0
 
     @property
     def table(self) -> PageTable:

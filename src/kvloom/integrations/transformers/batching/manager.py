@@ -14,14 +14,16 @@ from transformers.generation.continuous_batching.continuous_api import (
 
 from kvloom.caches.memory import free_bytes
 from kvloom.errors import ArgumentError, UnsupportedError
-from kvloom.integrations.transformers.batching.attending import Attending
 from kvloom.integrations.transformers.batching.attention import IMPLEMENTATION
 from kvloom.integrations.transformers.batching.cache import BatchCache
+from kvloom.integrations.transformers.batching.config import expect_config
 from kvloom.integrations.transformers.batching.groups import Limits
 from kvloom.integrations.transformers.batching.held import SALT
+from kvloom.integrations.transformers.batching.recurrent import nbytes_of
 from kvloom.integrations.transformers.batching.report import BatchReport, PageMap
 from kvloom.integrations.transformers.batching.scheduler import scheduler_class
-from kvloom.integrations.transformers.batching.sizes import stateful_layers_of, windows_of
+from kvloom.integrations.transformers.batching.sizes import page_bytes, stateful_layers_of, windows_of
+from kvloom.integrations.transformers.batching.stand_ins import Attending
 from kvloom.integrations.transformers.build import cache_format
 from kvloom.integrations.transformers.invariance import (
     NO_WISH,
@@ -32,6 +34,7 @@ from kvloom.integrations.transformers.invariance import (
 )
 from kvloom.integrations.transformers.latents import expect_absorbed
 from kvloom.integrations.transformers.mixers import watch_mixers
+from kvloom.integrations.transformers.pool_states import PoolStates, expect_interval, least_bytes
 from kvloom.integrations.transformers.rope import dynamic_rope
 from kvloom.integrations.transformers.smoothing import smoothing_for, smoothing_report
 from kvloom.integrations.transformers.states import specs_for
@@ -48,17 +51,8 @@ MAX_BATCH_TOKENS: Final = 2048
 _COPIES: Final = 2
 """Copies of the recurrent states of all requests, while those that take part in steps change."""
 
-# Fields of a ContinuousBatchingConfig that ask for what there is not, unless they are None, False or 0.
-_REFUSED: Final = (
-    "cpu_offload_space",
-    "use_cuda_graph",
-    "use_async_batching",
-    "q_padding_interval_size",
-    "kv_padding_interval_size",
-    "varlen_compile_config",
-    "decode_compile_config",
-    "default_compile_level",
-)
+_SHARE: Final = 2
+"""Bytes of pages for one of recurrent states that can be found."""
 
 
 class BatchingManager(Recorder, ContinuousBatchingManager):  # type: ignore[misc]
@@ -86,6 +80,8 @@ class BatchingManager(Recorder, ContinuousBatchingManager):  # type: ignore[misc
         share: Whether requests find pages of others.
         policy: Which pages are given up when others need room, as of ``KVPool.for_model``.
         wish: What the layers of the model are while this manager has it.
+        state_interval: At which multiples prefixes are found in a model with recurrent states, as of
+            ``continuous_batching``.
 
     Raises:
         ArgumentError: an argument, or a field of a configuration, has no such value; nothing was changed.
@@ -106,11 +102,12 @@ class BatchingManager(Recorder, ContinuousBatchingManager):  # type: ignore[misc
         share: bool = True,
         policy: str = "lru",
         wish: Wish = NO_WISH,
+        state_interval: int | None = None,
     ) -> None:
         expect_policy(policy)
         self._wish = wish
         config = continuous_batching_config or ContinuousBatchingConfig(page_size=PAGE_SIZE)
-        _expect_config(config)
+        expect_config(config)
         text = text_config_of(model)
         if has_latents(text):
             expect_absorbed(model)
@@ -119,6 +116,7 @@ class BatchingManager(Recorder, ContinuousBatchingManager):  # type: ignore[misc
         self._smoothing = smoothing_report(self._format, smoothing)
         self._kv = self._format.kind(*(head_dims_of(text) or ()))
         self._share, self._policy = share, policy
+        self._interval = expect_interval(state_interval, config.page_size)
         windows_of(text)  # refuses a model whose windows have no size
         if getattr(text, "compile_config", None) is not None:
             raise UnsupportedError("model must have no compile_config, as steps differ in their tokens")
@@ -131,7 +129,6 @@ class BatchingManager(Recorder, ContinuousBatchingManager):  # type: ignore[misc
         self._stateful = stateful_layers_of(model)
         if self._stateful is not None:
             watch_mixers(model)
-            self._share = False
         super().__init__(
             model=Attending(model) if self._stateful is not None else model,
             generation_config=generation,
@@ -228,7 +225,8 @@ class BatchingManager(Recorder, ContinuousBatchingManager):  # type: ignore[misc
                 tokens_computed=cache.num_computed,
                 window_bytes=sum(group.nbytes for group in cache.codes[1:]),
                 recent_bytes=sum(group.nbytes for group in cache.residuals),
-                state_bytes=cache.state_bytes,
+                state_bytes=nbytes_of(cache.held()),
+                found_state_bytes=0 if cache.prefixes.states is None else cache.prefixes.states.nbytes,
                 **of_layers,
             )
 
@@ -317,6 +315,9 @@ class BatchingManager(Recorder, ContinuousBatchingManager):  # type: ignore[misc
             max_pages = 64 * -(-longest // config.page_size)
             if free is not None:
                 max_pages = self._plan_pages(int(free * share), max_batch_tokens)
+        states = None
+        if self._stateful is not None and self._share and config.allow_block_sharing:
+            states = self._make_states(max_pages)
         return BatchCache(
             text,
             self._format,
@@ -329,7 +330,15 @@ class BatchingManager(Recorder, ContinuousBatchingManager):  # type: ignore[misc
             watch=ModelWatch(model),
             num_requests=min(config.max_requests_per_batch, max_batch_tokens),
             stateful=self._stateful,
+            states=states,
         )
+
+    def _make_states(self, max_pages: int) -> PoolStates:
+        """What keeps recurrent states that are found, in as many bytes as pages, or those of eight texts."""
+        model, size, specs = self.model, self._format.page_size, specs_for(self.model)
+        pages = max_pages * page_bytes(text_config_of(model), self._format, model.dtype)
+        least = least_bytes(specs, size)
+        return PoolStates(specs, size, self._interval, max(pages // _SHARE, least), model.device)
 
     def _plan_pages(self, room: int, max_batch_tokens: int) -> int:
         """The most pages of the first group that fit into ``room`` bytes with those of all others.
@@ -345,7 +354,8 @@ class BatchingManager(Recorder, ContinuousBatchingManager):  # type: ignore[misc
             states = count * _COPIES * sum(x.nbytes for x in specs)
             if limits.residual_bytes + states <= room // 2 or count == 1:
                 config.max_requests_per_batch = count
-                return limits.most(room - states)
+                room -= states
+                return limits.most(room if self._stateful is None else room * _SHARE // (_SHARE + 1))
             count //= 2
 
 
@@ -359,26 +369,3 @@ def expect_known(name: str, tokens: Sequence[int], model: Any) -> None:
                 f"{name} must be token ids from 0 to {num_rows - 1}, as the model's embedding has {num_rows} "
                 f"rows, got {token}"
             )
-
-
-def _expect_config(config: Any) -> None:
-    """Raise ArgumentError or UnsupportedError for a configuration that cannot be served."""
-    if not isinstance(config, ContinuousBatchingConfig):
-        raise ArgumentError(
-            f"continuous_batching_config must be a ContinuousBatchingConfig, got {type(config).__name__}"
-        )
-    for name in ("page_size", "num_blocks", "max_batch_tokens", "max_requests_per_batch"):
-        _expect_positive(name, getattr(config, name))
-    scheduler_class(config.scheduler_type)
-    for name in _REFUSED:
-        value = getattr(config, name, None)
-        if value is None and name == "cpu_offload_space":
-            value = "None, which is as much as there is"
-        if value and value != (False, False):
-            raise UnsupportedError(f"{name} must be left at its default, as there is none here, got {value}")
-
-
-def _expect_positive(name: str, value: Any) -> None:
-    """Raise ArgumentError unless ``value`` is a positive int or ``None``."""
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-        raise ArgumentError(f"{name} must be a positive int, got {value!r}")

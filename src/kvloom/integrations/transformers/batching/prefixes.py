@@ -2,10 +2,15 @@
 
 from collections.abc import Sequence
 
+from transformers.cache_utils import Cache
+
 from kvloom.caches.prefixes import Prefixes
 from kvloom.integrations.transformers.batching.groups import SessionGroup
 from kvloom.integrations.transformers.batching.held import Held
 from kvloom.integrations.transformers.origin import scope_of
+from kvloom.integrations.transformers.pool_prefixes import num_shared
+from kvloom.integrations.transformers.pool_states import PoolStates
+from kvloom.integrations.transformers.states import restore_states
 from kvloom.integrations.transformers.watch import ModelWatch
 from kvloom.paging import PageRef
 
@@ -18,15 +23,22 @@ class SessionPrefixes(Prefixes):
 
     Attributes:
         state: Of the model when the present step began.
+        states: As below.
 
     Args:
         groups: Those of the session.
         watch: Of the model; ``None`` for one that never changes.
+        states: What keeps recurrent states of its texts; ``None`` for nothing.
     """
 
-    def __init__(self, groups: Sequence[SessionGroup], watch: ModelWatch | None = None) -> None:
-        super().__init__(groups)
-        self._watch = watch
+    def __init__(
+        self,
+        groups: Sequence[SessionGroup],
+        watch: ModelWatch | None = None,
+        states: PoolStates | None = None,
+    ) -> None:
+        super().__init__(groups if states is None else [*groups, states.group])
+        self._watch, self.states = watch, states
         self.state = ""
 
     def refresh(self, is_thorough: bool = False) -> None:
@@ -61,7 +73,55 @@ class SessionPrefixes(Prefixes):
         """Let others find the full pages of a request that began in the present state."""
         self.refresh(is_thorough=True)
         if held.state != self.state:
+            held.kept.clear()
             return
-        self.seal(held.groups, tokens, self.scope(held.salt), held.num_shared)
+        scope = self.scope(held.salt)
+        self.seal(held.groups, tokens, scope, held.num_shared)
+        for end in sorted(held.kept):
+            self._publish_states(held, tokens[:end], scope)
         if held.num_shared * self.page_size <= len(tokens):
             held.num_shared = 0
+
+    @property
+    def interval(self) -> int:
+        """Tokens between two ends of a prefix that can be found."""
+        return self.page_size if self.states is None else self.states.interval
+
+    def num_parted(self, tokens: Sequence[int], scope: str) -> int:
+        """Pages that a text shares with a known one, which are evicted later, as ``num_shared``."""
+        return num_shared(self, self.states, tokens, scope)
+
+    def wanted(self, num_tokens: int, num_found: int, num_shared: int) -> frozenset[int]:
+        """Behind how many tokens of a prompt its states are kept: at its end, and where it parts from others.
+
+        Args:
+            num_tokens: Of the prompt, whose last one is always computed by whoever finds it.
+            num_found: Tokens that were found.
+            num_shared: As ``num_parted`` said.
+        """
+        if self.states is None:
+            return frozenset()
+        size = self.states.interval
+        ends = {(num_tokens - 1) // size * size, num_tokens // size * size, num_shared * self.page_size}
+        return frozenset(end for end in ends if end > num_found)
+
+    def read_states(self, refs: Sequence[PageRef], cache: Cache) -> None:
+        """Let a cache have the states in the page that ``find`` found, which is released."""
+        if self.states is None:
+            return
+        table = self.states.group.new_table()
+        table.table.adopt([*refs])
+        pages = self.states.pages
+        restore_states(cache.layers, pages.specs, pages.read([table]))
+        table.table.release()
+
+    def _publish_states(self, held: Held, tokens: Sequence[int], scope: str) -> None:
+        copy = held.kept.pop(len(tokens))
+        if self.states is None:
+            return
+        page = self.states.write(copy, 0, tokens, scope, held.went_on)
+        held.went_on = len(tokens)
+        if page is not None:
+            if held.num_shared * self.page_size == len(tokens):
+                self.states.pages.group.pages.pool.prefer([*page.table.pages])
+            page.table.release()

@@ -6,8 +6,9 @@ for all requests that have as many new tokens, with a row for each: once in a st
 Shapes: T new tokens of a step, B requests of a call, N new tokens of each.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -17,8 +18,8 @@ from transformers.cache_utils import Cache
 from kvloom.errors import StateError, UnsupportedError
 from kvloom.integrations.transformers.batching.held import Held, RequestStates
 from kvloom.integrations.transformers.mixers import Inputs
-from kvloom.integrations.transformers.rollback import empty_cache, keys_of
-from kvloom.integrations.transformers.state_logs import State
+from kvloom.integrations.transformers.rollback import empty_layers, keys_of
+from kvloom.integrations.transformers.state_logs import Key, State
 
 _OF_STEP: Final = (
     "cu_seq_lens_q",
@@ -48,25 +49,93 @@ class Feed(NamedTuple):
     past: int
     new: int
 
+    @property
+    def pieces(self) -> tuple[int, ...]:
+        """In which pieces mixers get the new tokens: one ends where a copy of the states is wanted."""
+        end = self.past + self.new
+        ends = [self.past, *sorted(x for x in self.held.wanted if self.past < x < end), end]
+        return tuple(b - a for a, b in pairwise(ends))
+
+
+class StateRows(Cache):  # type: ignore[misc]
+    """States of B requests, a row for each.
+
+    Attributes:
+        touched: Those that a mixer asked for since this was cleared.
+        recording: What is told of the calls of mixers with it; ``None`` for nothing.
+
+    Args:
+        layers: Of any cache for the model, whose kinds and numbers of states count.
+    """
+
+    recording: Any = None
+
+    def __init__(self, layers: Sequence[Any]) -> None:
+        super().__init__(layers=empty_layers(layers))
+        self.touched: set[Key] = set()
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Any:
+        """As transformers'."""
+        self.touched.add(Key(layer_idx, "conv", state_idx))
+        return super().get_conv_state(layer_idx, state_idx)
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Any:
+        """As transformers'."""
+        self.touched.add(Key(layer_idx, "recurrent", state_idx))
+        return super().get_recurrent_state(layer_idx, state_idx)
+
+    def update_conv_state(
+        self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
+    ) -> Any:
+        """As transformers'."""
+        self.touched.add(Key(layer_idx, "conv", state_idx))
+        return super().update_conv_state(conv_states, layer_idx, state_idx=state_idx, **kwargs)
+
+    def update_recurrent_state(
+        self, states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
+    ) -> Any:
+        """As transformers'."""
+        self.touched.add(Key(layer_idx, "recurrent", state_idx))
+        return super().update_recurrent_state(states, layer_idx, state_idx=state_idx, **kwargs)
+
+    @property
+    def num_rows(self) -> int:
+        """B; 0 before any state was computed."""
+        return next((len(x) for x in self.tensors().values()), 0)
+
+    def tensors(self) -> dict[Key, Tensor]:
+        """All states ``[B, ...]``."""
+        found = {key: State.of(self.layers[key.layer], key).tensor for key in keys_of(self.layers)}
+        return {key: x for key, x in found.items() if x is not None}
+
+    def copy_row(self, row: int, keys: Iterable[Key], other: Cache) -> None:
+        """Let another cache have some states of one request, in a row of its own."""
+        tensors = self.tensors()
+        for key in keys:
+            if key in tensors:
+                State(tensors[key][row : row + 1], True).copied().put(other.layers[key.layer], key)
+
 
 @dataclass(frozen=True)
 class _Call:
-    """Requests that a mixer is called for at once.
+    """Requests that a mixer is called for at once, with some of their tokens.
 
     Attributes:
-        index: ``[B, N]``, where their tokens are among those of the step.
+        index: ``[B, N]``, where these are among those of the step.
         cache: Their states.
+        copies: Rows of which copies are wanted behind these tokens, and where they go.
     """
 
     index: Tensor
-    cache: Cache
+    cache: StateRows
+    copies: list[tuple[int, Cache]]
 
 
 class MixerCalls:
     """The calls of mixers in one step.
 
     Args:
-        layers: Of any cache for the model, whose kinds and numbers of states count.
+        layers: As of ``StateRows``.
         feeds: Of the requests, in the order of their tokens.
         device: Where the model is.
 
@@ -75,7 +144,7 @@ class MixerCalls:
     """
 
     def __init__(self, layers: Sequence[Any], feeds: Sequence[Feed], device: torch.device) -> None:
-        by_size: dict[tuple[bool, int], list[tuple[int, Feed]]] = {}
+        alike: dict[tuple[bool, tuple[int, ...]], list[tuple[int, Feed]]] = {}
         start = 0
         for feed in feeds:
             states = feed.held.states
@@ -84,16 +153,25 @@ class MixerCalls:
                     f"recurrent states must be those behind {feed.past} tokens, got "
                     f"{0 if states is None else states.num_tokens}"
                 )
-            by_size.setdefault((states is None, feed.new), []).append((start, feed))
+            alike.setdefault((states is None, feed.pieces), []).append((start, feed))
             start += feed.new
         self._num_tokens, self._calls = start, list[_Call]()
-        for (is_first, new), own in by_size.items():
+        for (is_first, pieces), own in alike.items():
             old = [feed.held.states for _, feed in own]
-            cache = empty_cache(layers) if is_first else side_by_side([x for x in old if x is not None])
+            cache = StateRows(layers) if is_first else side_by_side([x for x in old if x is not None])
+            starts = torch.tensor([at for at, _ in own], device=device)
+            done = 0
+            for size in pieces:
+                index = (starts + done)[:, None] + torch.arange(size, device=device)
+                done += size
+                copies = list[tuple[int, Cache]]()
+                for row, (_, feed) in enumerate(own):
+                    if feed.past + done in feed.held.wanted:
+                        copies.append((row, StateRows(layers)))
+                        feed.held.kept[feed.past + done] = copies[-1][1]
+                self._calls.append(_Call(index, cache, copies))
             for row, (_, feed) in enumerate(own):
                 feed.held.states = RequestStates(cache, row, feed.past + feed.new)
-            starts = torch.tensor([at for at, _ in own], device=device)
-            self._calls.append(_Call(starts[:, None] + torch.arange(new, device=device), cache))
         self._order = torch.cat([call.index.flatten() for call in self._calls]).argsort()
         self._outputs = list[Any]()
         self._depth = 0  # of mixers that are called for the last requests
@@ -122,8 +200,11 @@ class MixerCalls:
         self._outputs = []
         *first, last = self._calls
         for call in first:
+            call.cache.touched.clear()
             own, names = inputs.rows(call.index).given(call.cache)
             self._outputs.append(module(*own, **names))
+            self._keep(call)
+        last.cache.touched.clear()
         last.cache.recording = self  # so that the end of this call is seen
         return inputs.rows(last.index).given(last.cache)
 
@@ -132,10 +213,16 @@ class MixerCalls:
         self._depth -= 1
         if self._depth:
             return None
-        self._calls[-1].cache.recording = None
+        last = self._calls[-1]
+        last.cache.recording = None
         if output is None:
             return None
+        self._keep(last)
         return self._joined([*self._outputs, output])
+
+    def _keep(self, call: _Call) -> None:
+        for row, copy in call.copies:
+            call.cache.copy_row(row, call.cache.touched, copy)
 
     def _joined(self, outputs: Sequence[Any]) -> Any:
         kind = type(outputs[0])
@@ -148,46 +235,30 @@ class MixerCalls:
         return torch.cat([x.flatten(0, 1) for x in outputs]).index_select(0, self._order)[None]
 
 
-def side_by_side(states: Sequence[RequestStates]) -> Cache:
+def side_by_side(states: Sequence[RequestStates]) -> StateRows:
     """States of B requests in one cache: the one that they are in, if they are all of it in this order."""
-    first = states[0].cache
+    first: StateRows = states[0].cache
     is_all = all(x.cache is first and x.row == i for i, x in enumerate(states))
-    if is_all and num_rows(first) == len(states):
+    if is_all and first.num_rows == len(states):
         return first
-    new = empty_cache(first.layers)
-    for key in [*keys_of(first.layers)]:
-        rows = [State.of(x.cache.layers[key.layer], key).tensor for x in states]
-        own = [x[y.row] for x, y in zip(rows, states, strict=True) if x is not None]
-        State(torch.stack(own), True).put(new.layers[key.layer], key)
+    new, known = StateRows(first.layers), {id(x.cache): x.cache.tensors() for x in states}
+    for key in known[id(first)]:
+        rows = torch.stack([known[id(x.cache)][key][x.row] for x in states])
+        State(rows, True).put(new.layers[key.layer], key)
     return new
 
 
 def copied(states: RequestStates) -> RequestStates:
     """States of one request that no other request changes."""
-    cache = empty_cache(states.cache.layers)
-    for key in [*keys_of(states.cache.layers)]:
-        tensor = State.of(states.cache.layers[key.layer], key).tensor
-        if tensor is not None:
-            own = State(tensor[states.row : states.row + 1], True).copied()
-            own.put(cache.layers[key.layer], key)
+    cache = StateRows(states.cache.layers)
+    states.cache.copy_row(states.row, states.cache.tensors(), cache)
     return states._replace(cache=cache, row=0)
-
-
-def num_rows(cache: Cache) -> int:
-    """Requests whose states are in a cache; 0 before any was computed."""
-    tensors = (State.of(cache.layers[key.layer], key).tensor for key in keys_of(cache.layers))
-    return next((len(x) for x in tensors if x is not None), 0)
 
 
 def nbytes_of(held: Sequence[Held]) -> int:
     """Bytes of the states of requests, and of rows beside them that no request has any more."""
     caches = {id(x.states.cache): x.states.cache for x in held if x.states is not None}
-    tensors = (
-        State.of(cache.layers[key.layer], key).tensor
-        for cache in caches.values()
-        for key in keys_of(cache.layers)
-    )
-    return sum(x.nbytes for x in tensors if x is not None)
+    return sum(x.nbytes for cache in caches.values() for x in cache.tensors().values())
 
 
 def expect_apart(held: Sequence[Held]) -> None:

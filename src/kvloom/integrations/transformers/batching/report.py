@@ -51,6 +51,7 @@ class BatchReport:
         recent_bytes: Allocated for residual windows, of running requests and of texts that can be found; 0
             without ``recent``.
         state_bytes: Of the recurrent states of running requests.
+        found_state_bytes: Allocated for states that requests can find.
         batch_invariant: Whether a request has the bits that it has alone, in all layers of the model.
         packed_bytes: Of the packed weights of linear layers.
         not_invariant: Numbers of layers whose rows may differ, by the reason.
@@ -78,6 +79,7 @@ class BatchReport:
     window_bytes: int = 0
     recent_bytes: int = 0
     state_bytes: int = 0
+    found_state_bytes: int = 0
     batch_invariant: bool = False
     packed_bytes: int = 0
     not_invariant: dict[str, int] = field(default_factory=dict)

@@ -81,7 +81,7 @@ class SharingScheduler(Scheduler):  # type: ignore[misc]
         waiting: list[Any] = super()._get_waiting_candidates()
         if not cache.use_prefix_sharing:
             return waiting
-        busy = _Busy(cache.tokens_per_page)
+        busy = _Busy(cache.prefixes.interval)
         for state in self.active_requests.values():
             if state.status == RequestStatus.PREFILLING:
                 busy.add(state, state.current_len())
@@ -101,14 +101,14 @@ class SharingScheduler(Scheduler):  # type: ignore[misc]
 
 
 class _Busy:
-    """Pages that are being computed: each by all tokens from the beginning of the sequence to its end."""
+    """What is being computed: pieces that can be found, by all tokens from the beginning to their end."""
 
     def __init__(self, page_size: int) -> None:
         self._size = page_size
         self._prefixes: dict[int, set[tuple[str, tuple[int, ...]]]] = {}
 
     def add(self, state: Any, num_stored: int) -> None:
-        """The next page of a request that has ``num_stored`` tokens, if its prompt fills one."""
+        """The next piece of a request that has ``num_stored`` tokens, if its prompt fills one."""
         end = (num_stored // self._size + 1) * self._size
         if end <= len(state.initial_tokens):
             self._prefixes.setdefault(end, set()).add(_key(state, end))

@@ -36,7 +36,7 @@ def page_bytes(
 ) -> int:
     """Bytes of a page in some layers, or in all, scales included."""
     size = format.page_size
-    numbers = range(config.num_hidden_layers) if layers_of_page is None else layers_of_page
+    numbers = windows_of(config) if layers_of_page is None else layers_of_page
     layers = [specs_of(config, format.of_layer(i), dtype) for i in numbers]
     specs = [replace(spec, layout="B S H D") for sides in layers for spec in sides]
     return int(sum(spec.nbytes(size, size) for spec in specs))

@@ -1,10 +1,17 @@
-"""What transformers' manager is given in the place of a model that has recurrent states, while it is made."""
+"""What transformers is given in the place of what it asks for."""
 
 from typing import Any
 
 
+class NoSectors:
+    """In the place of transformers' pool of sectors, into which these pages are not grouped."""
+
+    def try_to_free_sectors(self) -> None:
+        """Nothing to do."""
+
+
 class Attending:
-    """In the place of a model or its configuration, for a moment: all layers attend to all tokens.
+    """In the place of a model or its configuration while a manager is made: all layers attend to all tokens.
 
     transformers asks which kind each layer is to choose between ways of its own to attend, none of which is
     taken here, and refuses kinds that it does not know.

@@ -1,0 +1,43 @@
+"""Which configurations of continuous batching can be served."""
+
+from typing import Any, Final
+
+from transformers import ContinuousBatchingConfig
+
+from kvloom.errors import ArgumentError, UnsupportedError
+from kvloom.integrations.transformers.batching.scheduler import scheduler_class
+
+# Fields of a ContinuousBatchingConfig that ask for what there is not, unless they are None, False or 0.
+_REFUSED: Final = (
+    "cpu_offload_space",
+    "use_cuda_graph",
+    "use_async_batching",
+    "q_padding_interval_size",
+    "kv_padding_interval_size",
+    "varlen_compile_config",
+    "decode_compile_config",
+    "default_compile_level",
+)
+
+
+def expect_config(config: Any) -> None:
+    """Raise ArgumentError or UnsupportedError for a configuration that cannot be served."""
+    if not isinstance(config, ContinuousBatchingConfig):
+        raise ArgumentError(
+            f"continuous_batching_config must be a ContinuousBatchingConfig, got {type(config).__name__}"
+        )
+    for name in ("page_size", "num_blocks", "max_batch_tokens", "max_requests_per_batch"):
+        _expect_positive(name, getattr(config, name))
+    scheduler_class(config.scheduler_type)
+    for name in _REFUSED:
+        value = getattr(config, name, None)
+        if value is None and name == "cpu_offload_space":
+            value = "None, which is as much as there is"
+        if value and value != (False, False):
+            raise UnsupportedError(f"{name} must be left at its default, as there is none here, got {value}")
+
+
+def _expect_positive(name: str, value: Any) -> None:
+    """Raise ArgumentError unless ``value`` is a positive int or ``None``."""
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+        raise ArgumentError(f"{name} must be a positive int, got {value!r}")

@@ -1,0 +1,109 @@
+"""Prefixes in sessions of models with recurrent states: found where states are kept."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from integrations.batching.test_session_states import FAMILIES, PROMPT, STEP
+from oracles.batching import GREEDY, alone, batching_config, session
+from oracles.stateful_models import stateful_model
+from transformers import GenerationConfig
+
+from kvloom.errors import ArgumentError
+from kvloom.integrations.transformers import continuous_batching
+
+pytestmark = pytest.mark.skipif(not FAMILIES, reason="this version of transformers has no such model")
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return continuous_batching(stateful_model("qwen3_next"), state_interval=STEP)
+
+
+def found(running: Any, prompt: list[int], **options: Any) -> tuple[list[int], int]:
+    """Tokens of one more request, and how many of its prompt it found."""
+    before, name = running.manager.report().tokens_found, running.manager.add_request(prompt, **options)
+    running.run()
+    return running.outputs[name].generated_tokens, running.manager.report().tokens_found - before
+
+
+@pytest.mark.parametrize(
+    "name", [x for x in FAMILIES if x in ("qwen3_next", "lara_mini", "falcon_h1", "lfm2", "kimi_linear")]
+)
+def test_prefixes_are_found_where_states_are_kept(name: str) -> None:
+    model = continuous_batching(stateful_model(name), state_interval=STEP)
+    parted = [[*PROMPT[:50], *[x] * 18] for x in (4, 5)]
+    prompts = {  # and the tokens that each finds
+        "the first": (PROMPT, 0),
+        "the same, whose last token is computed": (PROMPT, 64),
+        "one that parts from it": (parted[0], 0),
+        "another one, where the first has left its states": (parted[1], 32),
+        "one that goes on": ([*PROMPT, *PROMPT], 64),
+        "the same with the end of that": ([*PROMPT, *PROMPT, 7], 128),
+        "one that ends on the grid": (PROMPT[:64], 32),
+    }
+    expected = {why: (alone(model, x, 8), count) for why, (x, count) in prompts.items()}
+    with session(model) as running:
+        assert {why: found(running, x) for why, (x, _) in prompts.items()} == expected
+        assert found(running, PROMPT, cache_salt="a") == (expected["the first"][0], 0)
+        assert running.manager.report().found_state_bytes > 0
+
+
+@pytest.mark.parametrize("max_batch_tokens", [7, 31, 32, 50])
+def test_states_of_a_prompt_are_found_however_it_was_cut(model: Any, max_batch_tokens: int) -> None:
+    expected = alone(model, PROMPT, 8)
+    with session(model, max_batch_tokens=max_batch_tokens) as running:
+        assert found(running, PROMPT) == (expected, 0)
+        assert found(running, PROMPT) == (expected, 64)
+
+
+def test_requests_that_come_together_compute_their_prefix_once(model: Any) -> None:
+    requests = [[*PROMPT, 3 + i] for i in range(5)]
+    expected = [alone(model, x, 8) for x in requests]
+    with session(model) as running:
+        names = running.manager.add_requests(requests)
+        running.run()
+        report = running.manager.report()
+    assert [running.outputs[x].generated_tokens for x in names] == expected
+    assert report.tokens_found == 4 * 64 and report.steps == 1 + 8
+
+
+def test_forks_of_a_prefix_that_is_found(model: Any) -> None:
+    generation = {"num_return_sequences": 3, "do_sample": True, "top_k": 1}  # the likeliest
+    expected = alone(model, PROMPT, 8)
+    with session(model, generation) as running:
+        for _ in range(2):
+            running.manager.add_request(PROMPT)
+            running.run()
+        report = running.manager.report()
+    assert [x.generated_tokens for x in running.outputs.values()] == [expected] * 6
+    assert report.tokens_found == 64
+
+
+def test_without_sharing_no_states_are_kept() -> None:
+    model = continuous_batching(stateful_model("qwen3_next"), state_interval=STEP, share=False)
+    expected = alone(model, PROMPT, 8)
+    with session(model) as running:
+        assert [found(running, PROMPT) for _ in range(2)] == [(expected, 0)] * 2
+        assert running.manager.report().found_state_bytes == 0
+
+
+def test_states_of_a_model_that_changed_are_not_found() -> None:
+    model = continuous_batching(stateful_model("qwen3_next"), state_interval=STEP)
+    with session(model) as running:
+        found(running, PROMPT)
+        with torch.no_grad():
+            model.model.layers[0].linear_attn.out_proj.weight.mul_(-1)
+        tokens, count = found(running, PROMPT)
+        again = found(running, PROMPT)
+    assert count == 0 and again == (tokens, 64) and tokens == alone(model, PROMPT, 8)
+
+
+@pytest.mark.parametrize("interval", [0, 24, -16, "a"])
+def test_intervals_that_are_refused(interval: Any) -> None:
+    model = stateful_model("qwen3_next")
+    with pytest.raises(ArgumentError, match=r"^state_interval must be"):
+        continuous_batching(model, state_interval=interval)
+        model.init_continuous_batching(GenerationConfig(**GREEDY), batching_config())
