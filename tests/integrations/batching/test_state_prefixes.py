@@ -70,6 +70,20 @@ def test_requests_that_come_together_compute_their_prefix_once(model: Any) -> No
     assert report.tokens_found == 4 * 64 and report.steps == 1 + 8
 
 
+def test_those_who_cannot_find_more_do_not_wait(model: Any) -> None:
+    """All begin with 50 tokens, of which 32 are found; the page behind them nobody waits for."""
+    requests = [[*PROMPT[:50], *[x] * 10] for x in range(3, 9)]
+    expected = [alone(model, x, 8) for x in requests]
+    with session(model) as running:
+        found(running, PROMPT[:40])
+        names = running.manager.add_requests(requests)
+        before = running.manager.report().steps
+        running.run()
+        report = running.manager.report()
+    assert [running.outputs[x].generated_tokens for x in names] == expected
+    assert report.tokens_found == 6 * 32 and report.steps == before + 8
+
+
 def test_forks_of_a_prefix_that_is_found(model: Any) -> None:
     generation = {"num_return_sequences": 3, "do_sample": True, "top_k": 1}  # the likeliest
     expected = alone(model, PROMPT, 8)

@@ -1,0 +1,120 @@
+"""Hybrids in continuous batching over padded ``generate``, which transformers has for them. Prints one JSON line.
+
+Requests have prompts and answers of random lengths, with and without a prefix that all share, in a Granite 4
+of four layers with random weights, on one thread, in alternating rounds. Padded ``generate`` gets them sorted
+by their lengths, in batches of several sizes, of which the fastest counts; each batch computes as many tokens
+as its longest answer has.
+
+Prediction: without a shared prefix what is won is padding, of prompts and of answers, twofold where lengths
+differ so. With one it is the prefix, too, which one request computes of 64.
+"""
+
+import argparse
+import json
+import random
+import statistics
+import time
+from typing import Any, Final
+
+import torch
+from states import hybrid
+from transformers import ContinuousBatchingConfig, GenerationConfig
+
+from kvloom.integrations.transformers import continuous_batching
+
+BATCHES: Final = (16, 64)
+"""Requests in a batch of padded ``generate``."""
+
+
+def requests(count: int, prefix: int, seed: int) -> list[tuple[list[int], int]]:
+    """Prompts, and how many tokens each is to get."""
+    draw = random.Random(seed)
+    shared = [draw.randrange(3, 4096) for _ in range(prefix)]
+    made = []
+    for _ in range(count):
+        own = [draw.randrange(3, 4096) for _ in range(round(16 * 2 ** draw.uniform(0, 5)))]
+        made.append((shared + own, round(4 * 2 ** draw.uniform(0, 4))))
+    return made
+
+
+def padded(model: Any, made: list[tuple[list[int], int]], size: int) -> list[list[int]]:
+    """Tokens by ``generate`` in batches of requests that are about as long."""
+    order = sorted(range(len(made)), key=lambda i: (made[i][1], len(made[i][0])))
+    found: list[list[int]] = [[]] * len(made)
+    for at in range(0, len(made), size):
+        part = order[at : at + size]
+        longest = max(len(made[i][0]) for i in part)
+        rows = [[0] * (longest - len(made[i][0])) + made[i][0] for i in part]
+        mask = [[0] * (longest - len(made[i][0])) + [1] * len(made[i][0]) for i in part]
+        new = max(made[i][1] for i in part)
+        out = model.generate(
+            torch.tensor(rows),
+            attention_mask=torch.tensor(mask),
+            max_new_tokens=new,
+            min_new_tokens=new,
+            do_sample=False,
+            pad_token_id=0,
+        )
+        for i, row in zip(part, out.tolist(), strict=True):
+            found[i] = row[longest : longest + made[i][1]]
+    return found
+
+
+def batched(model: Any, made: list[tuple[list[int], int]]) -> list[list[int]]:
+    """Tokens by a session."""
+    continuous_batching(model)
+    generation = GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0)
+    config = ContinuousBatchingConfig(page_size=16, num_blocks=16384, max_batch_tokens=4096)
+    with model.continuous_batching_context_manager(generation, continuous_batching_config=config) as manager:
+        names = [manager.add_request(prompt, max_new_tokens=new) for prompt, new in made]
+        found: dict[str, list[int]] = {}
+        while len(found) < len(made):
+            output = manager.get_result(timeout=1)
+            if output is not None and output.is_finished():
+                found[output.request_id] = output.generated_tokens
+    return [found[name] for name in names]
+
+
+@torch.no_grad()
+def compare(model: Any, count: int, prefix: int, rounds: int) -> dict[str, Any]:
+    """The median of the fastest padded ``generate`` over a session, and how many requests agree."""
+    times: dict[str, list[float]] = {}
+    for round_number in range(rounds):
+        made = requests(count, prefix, round_number)
+        ways = {f"padded_{size}": lambda size=size: padded(model, made, size) for size in BATCHES}
+        tokens = {}
+        for name, way in [*ways.items(), ("session", lambda: batched(model, made))]:
+            start = time.process_time()
+            tokens[name] = way()
+            times.setdefault(name, []).append(time.process_time() - start)
+    medians = {name: statistics.median(own) for name, own in times.items()}
+    best = min((name for name in medians if name != "session"), key=lambda name: medians[name])
+    ratios = [a / b for a, b in zip(times[best], times["session"], strict=True)]
+    return {
+        "prefix": prefix,
+        "seconds": {name: round(x, 2) for name, x in medians.items()},
+        "session_over_padded": round(statistics.median(ratios), 2),
+        "from": round(min(ratios), 2),
+        "to": round(max(ratios), 2),
+        "same_tokens_in_last_round": sum(
+            a == b for a, b in zip(tokens[best], tokens["session"], strict=True)
+        ),
+    }
+
+
+def main() -> None:
+    """Both cases."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--requests", type=int, default=64)
+    parser.add_argument("--prefix", type=int, default=1024)
+    parser.add_argument("--hidden", type=int, default=256)
+    parser.add_argument("--rounds", type=int, default=3)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    model = hybrid(args.hidden, 4)
+    cases = [compare(model, args.requests, prefix, args.rounds) for prefix in (0, args.prefix)]
+    print(json.dumps({"requests": args.requests, "hidden": args.hidden, "cases": cases}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,40 @@
+"""A server of a model with recurrent states."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from oracles.serving import PROMPT, served
+from oracles.stateful_models import folders, stateful_model
+
+from kvloom.integrations.transformers import load_model
+from kvloom.models import bundled_model_path
+
+
+@pytest.mark.skipif(not folders(), reason="this version of transformers has no such model")
+def test_answers_are_those_of_generate() -> None:
+    _, tokenizer = load_model(bundled_model_path(), progress=False)
+    model = stateful_model("qwen3_next", vocab_size=len(tokenizer))
+    prompts = [PROMPT, PROMPT + " files", "import"]
+
+    def generated(prompt: str) -> str:
+        ids = tokenizer(prompt, return_tensors="pt").input_ids
+        out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=6, do_sample=False)
+        return str(tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True))
+
+    expected = [generated(prompt) for prompt in prompts]
+    with served("auto", model=model) as server, server.client() as client:
+
+        def answer(prompt: str) -> Any:
+            return client.completions.create(model="bundled", prompt=prompt, max_tokens=6, temperature=0)
+
+        for _ in range(2):
+            with ThreadPoolExecutor(3) as threads:
+                answers = [x.choices[0].text for x in threads.map(answer, prompts)]
+            assert answers == expected
+        report = server.session.report()
+    assert report.finished == 6 and report.running == 0 == report.state_bytes
+    assert not report.batch_invariant and report.not_invariant
