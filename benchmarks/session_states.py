@@ -1,9 +1,10 @@
-"""Hybrids in continuous batching over padded ``generate``, which transformers has for them. Prints one JSON line.
+"""Hybrids in continuous batching over padded ``generate``, all that transformers has. Prints one JSON line.
 
 Requests have prompts and answers of random lengths, with and without a prefix that all share, in a Granite 4
-of four layers with random weights, on one thread, in alternating rounds. Padded ``generate`` gets them sorted
+of four layers with random weights, on one thread, in alternating rounds. Seconds are those of the processor,
+whatever else runs beside. Padded ``generate`` gets them sorted
 by their lengths, in batches of several sizes, of which the fastest counts; each batch computes as many tokens
-as its longest answer has.
+as its longest answer has. The first session is not counted, in which the model is tried.
 
 Prediction: without a shared prefix what is won is padding, of prompts and of answers, twofold where lengths
 differ so. With one it is the prefix, too, which one request computes of 64.
@@ -14,16 +15,13 @@ import json
 import random
 import statistics
 import time
-from typing import Any, Final
+from typing import Any
 
 import torch
 from states import hybrid
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
 from kvloom.integrations.transformers import continuous_batching
-
-BATCHES: Final = (16, 64)
-"""Requests in a batch of padded ``generate``."""
 
 
 def requests(count: int, prefix: int, seed: int) -> list[tuple[list[int], int]]:
@@ -76,16 +74,16 @@ def batched(model: Any, made: list[tuple[list[int], int]]) -> list[list[int]]:
 
 
 @torch.no_grad()
-def compare(model: Any, count: int, prefix: int, rounds: int) -> dict[str, Any]:
+def compare(model: Any, count: int, prefix: int, rounds: int, sizes: list[int]) -> dict[str, Any]:
     """The median of the fastest padded ``generate`` over a session, and how many requests agree."""
     times: dict[str, list[float]] = {}
+    batched(model, requests(2, 0, 0))
     for round_number in range(rounds):
         made = requests(count, prefix, round_number)
-        ways = {f"padded_{size}": lambda size=size: padded(model, made, size) for size in BATCHES}
         tokens = {}
-        for name, way in [*ways.items(), ("session", lambda: batched(model, made))]:
-            start = time.process_time()
-            tokens[name] = way()
+        for size in (*sizes, 0):
+            name, start = f"padded_{size}" if size else "session", time.process_time()
+            tokens[name] = padded(model, made, size) if size else batched(model, made)
             times.setdefault(name, []).append(time.process_time() - start)
     medians = {name: statistics.median(own) for name, own in times.items()}
     best = min((name for name in medians if name != "session"), key=lambda name: medians[name])
@@ -108,11 +106,12 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--prefix", type=int, default=1024)
     parser.add_argument("--hidden", type=int, default=256)
+    parser.add_argument("--batches", type=int, nargs="+", default=[8, 16, 64])
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
     torch.set_num_threads(1)
     model = hybrid(args.hidden, 4)
-    cases = [compare(model, args.requests, prefix, args.rounds) for prefix in (0, args.prefix)]
+    cases = [compare(model, args.requests, prefix, args.rounds, args.batches) for prefix in (0, args.prefix)]
     print(json.dumps({"requests": args.requests, "hidden": args.hidden, "cases": cases}))
 
 
