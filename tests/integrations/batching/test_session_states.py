@@ -196,6 +196,8 @@ def test_requests_with_as_many_tokens_are_computed_at_once(
 ) -> None:
     continuous_batching(model, share=False)
     calls, before = list[int](), MixerCalls.before
+    requests = [PROMPT, PROMPT[:60], PROMPT[::-1]]  # the first and the last are called together
+    expected = [alone(model, x, 8) for x in requests]
 
     def counted(self: Any, *args: Any) -> Any:
         calls.append(len(self._calls))
@@ -203,9 +205,10 @@ def test_requests_with_as_many_tokens_are_computed_at_once(
 
     monkeypatch.setattr(MixerCalls, "before", counted)
     with session(model) as running:
-        running.manager.add_requests([PROMPT, PROMPT[::-1], PROMPT[:60]])
+        names = running.manager.add_requests(requests)
         running.step()
         assert {*calls} == {2}
         calls.clear()
         running.run()
         assert {*calls} == {1}
+    assert [running.outputs[x].generated_tokens for x in names] == expected

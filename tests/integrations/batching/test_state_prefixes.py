@@ -115,6 +115,22 @@ def test_states_of_a_model_that_changed_are_not_found() -> None:
     assert count == 0 and again == (tokens, 64) and tokens == alone(model, PROMPT, 8)
 
 
+def test_a_model_in_another_dtype_goes_on_from_states_of_that() -> None:
+    model = continuous_batching(stateful_model("qwen3_next"), state_interval=STEP)
+    model.to(torch.bfloat16)
+    with session(model, return_logprobs=True) as running:
+        first, second = found(running, PROMPT), found(running, PROMPT)
+        pages = running.cache.prefixes.states.pages
+    assert (first[1], second[1]) == (0, 64) and second[0][0] == first[0][0]
+    assert torch.bfloat16 in {x.dtype for own in pages.specs.values() for x in own}
+
+
+def test_a_model_without_weights_is_tried_when_it_has_some() -> None:
+    with torch.device("meta"):
+        model = stateful_model("lfm2")
+    assert "init_continuous_batching" in vars(continuous_batching(model))
+
+
 @pytest.mark.parametrize("interval", [0, 24, -16, "a"])
 def test_intervals_that_are_refused(interval: Any) -> None:
     model = stateful_model("qwen3_next")

@@ -31,8 +31,8 @@ _OF_HALVES: Final = 4
 Specs: TypeAlias = dict[int, tuple[StateSpec, ...]]
 """Of each layer by its number, its states."""
 _KINDS: Final = ("conv", "recurrent")
-_TRIED: "Final[WeakKeyDictionary[Any, tuple[Specs, str]]]" = WeakKeyDictionary()
-"""Of models that were tried, their states and why they are refused."""
+_TRIED: "Final[WeakKeyDictionary[Any, tuple[torch.dtype, Specs, str]]]" = WeakKeyDictionary()
+"""Of models that were tried, the dtype in which they were, their states and why they are refused."""
 
 
 def stateful_layers(layers: Sequence[Any]) -> dict[int, Any]:
@@ -73,7 +73,7 @@ def restore_states(
 
 
 def why_wrong_in_pieces(model: Any) -> str:
-    """Why a model cannot be fed a text in pieces; empty if it can. It is tried once."""
+    """Why a model cannot be fed a text in pieces; empty if it can. It is tried once in each dtype."""
     return _tried(model)[1]
 
 
@@ -83,12 +83,14 @@ def specs_for(model: Any) -> Specs:
 
 
 def _tried(model: Any) -> tuple[Specs, str]:
-    if model not in _TRIED:
+    known = _TRIED.get(model)
+    if known is None or known[0] != model.dtype:
         try:
-            _TRIED[model] = specs_of(try_states(model, lambda: KVCache.for_model(model)).layers), ""
+            specs, why = specs_of(try_states(model, lambda: KVCache.for_model(model)).layers), ""
         except UnsupportedError as error:
-            _TRIED[model] = {}, str(error)
-    return _TRIED[model]
+            specs, why = {}, str(error)
+        known = _TRIED[model] = model.dtype, specs, why
+    return known[1:]
 
 
 def record_past(model: Any, cache: KVCache, num_tokens: int) -> None:

@@ -174,7 +174,8 @@ def _expect_kinds(model: PreTrainedModel) -> None:
     is_stateful = stateful_layers_of(model) is not None
     if getattr(model, "_is_stateful", False) and not is_stateful:
         raise UnsupportedError(f"model must keep its recurrent states in a cache, which {name} does not")
-    if is_stateful and (why := why_wrong_in_pieces(model)):
+    is_loaded = all(x.device.type != "meta" for x in model.parameters())
+    if is_stateful and is_loaded and (why := why_wrong_in_pieces(model)):
         raise UnsupportedError(why)
 
 

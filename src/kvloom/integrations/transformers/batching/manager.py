@@ -37,7 +37,7 @@ from kvloom.integrations.transformers.mixers import watch_mixers
 from kvloom.integrations.transformers.pool_states import PoolStates, expect_interval, least_bytes
 from kvloom.integrations.transformers.rope import dynamic_rope
 from kvloom.integrations.transformers.smoothing import smoothing_for, smoothing_report
-from kvloom.integrations.transformers.states import specs_for
+from kvloom.integrations.transformers.states import Specs, specs_for, why_wrong_in_pieces
 from kvloom.integrations.transformers.text_config import has_latents, head_dims_of, text_config_of
 from kvloom.integrations.transformers.watch import ModelWatch
 from kvloom.paging import Miss, expect_policy
@@ -85,8 +85,8 @@ class BatchingManager(Recorder, ContinuousBatchingManager):  # type: ignore[misc
 
     Raises:
         ArgumentError: an argument, or a field of a configuration, has no such value; nothing was changed.
-        UnsupportedError: a field asks for what there is not, or latents of the model must be expanded;
-            nothing was changed.
+        UnsupportedError: a field asks for what there is not, latents of the model must be expanded, or it is
+            wrong in pieces; nothing was changed.
     """
 
     def __init__(
@@ -127,7 +127,11 @@ class BatchingManager(Recorder, ContinuousBatchingManager):  # type: ignore[misc
         self._has_begun = False  # with this cache
         self._making = RLock()
         self._stateful = stateful_layers_of(model)
+        self._specs: Specs = {}
         if self._stateful is not None:
+            if why := why_wrong_in_pieces(model):
+                raise UnsupportedError(why)
+            self._specs = specs_for(model)  # before the model has the attention of a session
             watch_mixers(model)
         super().__init__(
             model=Attending(model) if self._stateful is not None else model,
@@ -335,7 +339,7 @@ class BatchingManager(Recorder, ContinuousBatchingManager):  # type: ignore[misc
 
     def _make_states(self, max_pages: int) -> PoolStates:
         """What keeps recurrent states that are found, in as many bytes as pages, or those of eight texts."""
-        model, size, specs = self.model, self._format.page_size, specs_for(self.model)
+        model, size, specs = self.model, self._format.page_size, self._specs
         pages = max_pages * page_bytes(text_config_of(model), self._format, model.dtype)
         least = least_bytes(specs, size)
         return PoolStates(specs, size, self._interval, max(pages // _SHARE, least), model.device)
@@ -348,7 +352,7 @@ class BatchingManager(Recorder, ContinuousBatchingManager):  # type: ignore[misc
         """
         config, model, text = self.continuous_batching_config, self.model, text_config_of(self.model)
         count = min(config.max_requests_per_batch, max_batch_tokens)
-        specs = [x for own in specs_for(model).values() for x in own] if self._stateful else []
+        specs = [x for own in self._specs.values() for x in own]
         while True:
             limits = Limits(text, self._format, model.dtype, count, max_batch_tokens)
             states = count * _COPIES * sum(x.nbytes for x in specs)
