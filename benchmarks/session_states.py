@@ -75,7 +75,7 @@ def batched(model: Any, made: list[tuple[list[int], int]]) -> list[list[int]]:
 
 @torch.no_grad()
 def compare(model: Any, count: int, prefix: int, rounds: int, sizes: list[int]) -> dict[str, Any]:
-    """The median of the fastest padded ``generate`` over a session, and how many requests agree."""
+    """Medians of seconds, of padded ``generate`` over a session, and how many requests agree."""
     times: dict[str, list[float]] = {}
     batched(model, requests(2, 0, 0))
     for round_number in range(rounds):
@@ -91,7 +91,7 @@ def compare(model: Any, count: int, prefix: int, rounds: int, sizes: list[int]) 
     return {
         "prefix": prefix,
         "seconds": {name: round(x, 2) for name, x in medians.items()},
-        "session_over_padded": round(statistics.median(ratios), 2),
+        "padded_over_session": round(statistics.median(ratios), 2),
         "from": round(min(ratios), 2),
         "to": round(max(ratios), 2),
         "same_tokens_in_last_round": sum(
