@@ -28,7 +28,12 @@ from kvloom.tracing.command import add_parsers as add_tracing
 
 _DEMO_KINDS = ["float32", "int8", "int4"]
 _DEMO_PROMPT_CHARACTERS = 2200
-_OPTIONS = {"api_keys": "--api-key", "allowed_origins": "--allow-origin", "config": "--model"}
+_OPTIONS = {
+    "api_keys": "--api-key",
+    "allowed_origins": "--allow-origin",
+    "config": "--model",
+    "max_states": "--states",
+}
 _INSTALLED = {
     "transformers": "transformers rich",
     "safetensors": "transformers rich",
@@ -136,7 +141,9 @@ def _parser() -> argparse.ArgumentParser:
 
     simulate = commands.add_parser("simulate", help="what other sizes of a cache would have found of a trace")
     simulation.add_options(simulate)
-    simulate.set_defaults(run=_options_named("capacity|policy|page_size|below")(simulation.run))
+    simulate.set_defaults(
+        run=_options_named("capacity|policy|page_size|below|states|max_states|state_interval")(simulation.run)
+    )
 
     add_tracing(commands, lambda args: _options_named("kv|model")(record_command.run)(args, _load_folder))
 

@@ -103,6 +103,22 @@ def test_recurrent_states_are_counted(name: str) -> None:
     assert kvloom.plan(model.config, context=7, batch=3).states == sum(x.nbytes for x in states) > 0
 
 
+@pytest.mark.skipif("Falcon-H1" not in FAMILIES, reason="this transformers has no Falcon-H1")
+def test_what_texts_with_states_take_in_a_pool_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = family("Falcon-H1")
+    model.config.save_pretrained(tmp_path)
+    options = ["--kv", "int8:g8", "--context", "100", "--batch", "7", "--page-size", "16"]
+    assert main(["plan", "--model", str(tmp_path), *options]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    pool = KVPool.for_model(model, "int8:g8", max_tokens=7 * 112)
+    cache = filled(model, pool.begin(torch.ones(7, 100, dtype=torch.int64)), 7, 100)
+    nbytes = pool.report()["states"]["nbytes"]
+    assert f"in {nbytes:,} bytes of its max_state_bytes: {7 * nbytes:,} behind 7, " in shown
+    assert f"beside {cache.nbytes:,} of pages with their 700 tokens" in shown
+
+
 @pytest.mark.parametrize("name", VISION)
 def test_a_model_that_sees_is_planned_with_its_tower(name: str) -> None:
     model = vision_model(name)

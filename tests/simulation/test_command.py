@@ -121,6 +121,46 @@ def test_pages_of_another_size_are_counted(trace: Path, capsys: pytest.CaptureFi
     assert "--below must be tokens such as 500k or 3M, got 'x'" in capsys.readouterr().err
 
 
+def test_states_are_rows_of_their_own_and_all_of_them_the_last(
+    trace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of a text of 1000 tokens states are kept behind 768, and behind 512, where the second one parts."""
+    options = ["--capacity", "10k", "--page-size", "256", "--states", "1,2"]
+    assert main(["simulate", str(trace), *options]) == 0
+    shown = capsys.readouterr().out
+    assert "15 pages of 256 and 5,000 tokens" in shown and "states are there at the end" in shown
+    assert " lru, 1 states " in shown and " lru, all states " in shown and " opt" not in shown
+    assert main(["simulate", str(trace), *options, "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    # Of two, those of the second text and then those behind 512 go; the third finds 512, the fifth 768.
+    assert [(x["states"], x["tokens"], x["states_kept"], x["states_evicted"]) for x in rows] == [
+        (1, 0, 1, 5), (2, 512 + 768, 2, 3), ("all", 768 + 768, 4, 0),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (["--states", "0"], "--states must be at least 1, got 0"),
+        (["--states", "3,x"], "--states must be texts such as 500k or 3M, got 'x'"),
+        (["--states", "3", "--below", "3k"], "--below must be 0 with states, got '3k'"),
+        (["--states", "3", "--policy", "lru,opt"], "--policy must be one of lru, ours with recurrent states"),
+        (
+            ["--states", "3", "--state-interval", "500"],
+            "--state-interval must be a multiple of page_size 512",
+        ),
+        (["--states", "3", "--capacity", "5"], "--capacity must be at least 512 tokens, got 5"),
+        (["--state-interval", "512"], "--state-interval must be given with states, got 512 alone"),
+    ],
+    ids=str,
+)
+def test_bad_options_of_states_are_named(
+    options: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["simulate", "/nowhere", *options]) == 2
+    assert sentence in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("tokens", "text"), [(3_000_000, "3M"), (1500, "1.5k"), (500_000, "500k"), (512, "512")]
 )

@@ -4,17 +4,44 @@ import argparse
 import json
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, TypeAlias
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple, TypeAlias
 
 from kvloom.errors import ArgumentError
 
 if TYPE_CHECKING:
     from kvloom.simulation.replay import Hits
+    from kvloom.simulation.trace import Request
 
-Results: TypeAlias = "dict[tuple[str, int], dict[int, Hits]]"
-"""By policy and tokens of the store below, then by capacity."""
+Results: TypeAlias = "dict[Cache, dict[int, Hits]]"
+"""By what holds pages, then by its capacity."""
+States: TypeAlias = int | Literal["all"] | None
 _UNITS: Final = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9}
+
+
+class Cache(NamedTuple):
+    """What the requests are replayed through, at every capacity.
+
+    Attributes:
+        policy: By which pages are evicted.
+        below: Tokens of the store below.
+        states: Texts behind which recurrent states are kept; ``None`` for a model without.
+    """
+
+    policy: str
+    below: int = 0
+    states: "States" = None
+
+    @property
+    def name(self) -> str:
+        """As rows and curves are named."""
+        from kvloom.simulation.chart import spell
+
+        name = f"{self.policy} + {spell(self.below)}" if self.below else self.policy
+        if self.states is None:
+            return name
+        return f"{name}, {'all' if self.states == 'all' else spell(self.states)} states"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -25,9 +52,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--policy",
-        default="lru,opt",
         metavar="NAME,...",
-        help="lru, ours, fifo, lfu, slru, arc, s3-fifo, w-tinylfu, opt, or all (default: lru,opt)",
+        help="lru, ours, fifo, lfu, slru, arc, s3-fifo, w-tinylfu, opt, or all (default: lru,opt; with "
+        "--states lru, and ours is the other)",
     )
     parser.add_argument(
         "--page-size", type=int, default=512, metavar="N",
@@ -36,11 +63,20 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--below", default="0", metavar="N,...", help="tokens of a store below, 0 for none (default: 0)"
     )
+    parser.add_argument(
+        "--states",
+        metavar="N,...",
+        help="of a model with recurrent states: behind how many texts they are kept, beside all of them",
+    )
+    parser.add_argument(
+        "--state-interval", type=int, metavar="N",
+        help="tokens of the grid on which states are kept (default: 256, or the next multiple of a page)",
+    )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="machine-readable output")
     parser.add_argument("--svg", type=Path, metavar="FILE", help="write a plot")
 
 
-def parse_tokens(text: str, name: str = "capacity") -> int:
+def parse_tokens(text: str, name: str = "capacity", unit: str = "tokens") -> int:
     """Parse a number of tokens: ``"3M"`` (3 * 10^6), ``"1.5k"`` or a plain number.
 
     Raises:
@@ -48,56 +84,76 @@ def parse_tokens(text: str, name: str = "capacity") -> int:
     """
     found = re.fullmatch(r"([0-9]{1,12}(?:\.[0-9]{1,9})?)([kMG]?)", text)
     if found is None:
-        raise ArgumentError(f"{name} must be tokens such as 500k or 3M, got {text!r}")
+        raise ArgumentError(f"{name} must be {unit} such as 500k or 3M, got {text!r}")
     return round(float(found[1]) * _UNITS[found[2]])
 
 
 def run(args: argparse.Namespace) -> None:
     """Replay the trace, and print what each cache found."""
-    from kvloom.simulation.replay import POLICIES, replay
+    from kvloom.simulation.replay import POLICIES
     from kvloom.simulation.trace import read_trace
 
     capacities = [parse_tokens(text) for text in args.capacity.split(",")]
     stores = [parse_tokens(text, "below") for text in args.below.split(",")]
-    policies = POLICIES if args.policy == "all" else args.policy.split(",")
-    for policy in policies:  # before work that takes seconds
-        for below in stores:
-            replay([], min(capacities), policy, page_size=args.page_size, below=below)
+    names = args.policy or ("lru,opt" if args.states is None else "lru")
+    policies = POLICIES if names == "all" else names.split(",")
+    caches = [
+        Cache(policy, below, states) for policy in policies for below in stores for states in _states(args)
+    ]
+    for cache in caches:  # before work that takes seconds
+        _replay([], min(capacities), cache, args)
     requests = list(read_trace(args.trace))
     results: Results = {
-        (policy, below): {
-            capacity: replay(requests, capacity, policy, page_size=args.page_size, below=below)
-            for capacity in capacities
-        }
-        for policy in policies
-        for below in stores
+        cache: {capacity: _replay(requests, capacity, cache, args) for capacity in capacities}
+        for cache in caches
     }
     if args.json:
         json.dump(_as_json(results, args.page_size), sys.stdout, indent=1)
         sys.stdout.write("\n")
     else:
-        _print(_named(results), args.page_size)
+        _print(results, args.page_size)
     if args.svg is not None:
         from kvloom.simulation.chart import chart
 
-        args.svg.write_text(chart(_named(results)), encoding="utf-8")
+        args.svg.write_text(chart({cache.name: hits for cache, hits in results.items()}), encoding="utf-8")
 
 
-def _named(results: Results) -> dict[str, dict[int, "Hits"]]:
-    from kvloom.simulation.chart import spell
+def _states(args: argparse.Namespace) -> list[States]:
+    """Texts behind which states are kept, all of them last; ``None`` alone if nobody asks for states."""
+    if args.states is None:
+        if args.state_interval is not None:
+            raise ArgumentError(f"state_interval must be given with states, got {args.state_interval} alone")
+        return [None]
+    if args.below != "0":
+        raise ArgumentError(f"below must be 0 with states, got {args.below!r}")
+    counts = [parse_tokens(text, "states", "texts") for text in args.states.split(",") if text != "all"]
+    return [*counts, "all"]
 
-    return {
-        f"{policy} + {spell(below)}" if below else policy: hits for (policy, below), hits in results.items()
-    }
+
+def _replay(requests: "list[Request]", capacity: int, cache: Cache, args: argparse.Namespace) -> "Hits":
+    from kvloom.simulation.replay import replay
+    from kvloom.simulation.states import replay_states
+
+    policy, below, states = cache
+    if states is None:
+        return replay(requests, capacity, policy, page_size=args.page_size, below=below)
+    return replay_states(
+        requests,
+        capacity,
+        policy,
+        page_size=args.page_size,
+        max_states=None if states == "all" else states,
+        state_interval=args.state_interval,
+    )
 
 
 def _as_json(results: Results, page_size: int) -> list[dict[str, object]]:
     return [
         {
-            "policy": policy,
+            "policy": cache.policy,
             "capacity": capacity,
             "page_size": page_size,
-            "below": below,
+            "below": cache.below,
             "blocks": x.blocks,
             "tokens": x.tokens,
             "blocks_below": x.blocks_below,
@@ -105,17 +161,30 @@ def _as_json(results: Results, page_size: int) -> list[dict[str, object]]:
             "block_rate": x.block_rate,
             "token_rate": x.token_rate,
         }
-        for (policy, below), hits in results.items()
+        | ({} if cache.states is None else _states_as_json(cache.states, x))
+        for cache, hits in results.items()
         for capacity, x in hits.items()
     ]
 
 
-def _print(results: dict[str, dict[int, "Hits"]], page_size: int) -> None:
+def _states_as_json(states: States, x: "Hits") -> dict[str, object]:
+    return {"states": states, "states_kept": x.states_kept, "states_evicted": x.states_evicted}
+
+
+def _print(results: Results, page_size: int) -> None:
     from rich.console import Console
     from rich.table import Table
 
     from kvloom.simulation.chart import spell
     from kvloom.simulation.trace import BLOCK_TOKENS
+
+    def print_table(cell: Callable[["Hits"], str]) -> None:
+        table = Table("policy")
+        for capacity in first:
+            table.add_column(spell(capacity), justify="right", no_wrap=True)
+        for cache, hits in results.items():
+            table.add_row(cache.name, *map(cell, hits.values()))
+        console.print(table)
 
     first = next(iter(results.values()))
     unit = "blocks" if page_size == BLOCK_TOKENS else f"pages of {page_size}"
@@ -125,12 +194,10 @@ def _print(results: dict[str, dict[int, "Hits"]], page_size: int) -> None:
         f"{hits.blocks_asked:,} {unit} and {hits.tokens_asked:,} tokens of prompts; found, in % of the "
         f"{unit} / of the tokens, + what is found below:"
     )
-    table = Table("policy")
-    for capacity in first:
-        table.add_column(spell(capacity), justify="right", no_wrap=True)
-    for policy, by_capacity in results.items():
-        table.add_row(policy, *(_cell(x) for x in by_capacity.values()))
-    console.print(table)
+    print_table(_cell)
+    if any(cache.states for cache in results):
+        console.print("texts behind which states are there at the end / were evicted:")
+        print_table(lambda x: f"{x.states_kept:,} / {x.states_evicted:,}")
 
 
 def _cell(x: "Hits") -> str:

@@ -25,6 +25,8 @@ class Hits:
         tokens_asked: Tokens of all prompts.
         blocks_below: Blocks that were not found, but below.
         tokens_below: Tokens of these.
+        states_kept: Texts behind which recurrent states are there at the end; 0 of other models.
+        states_evicted: Texts whose states were evicted.
     """
 
     blocks: int
@@ -33,6 +35,8 @@ class Hits:
     tokens_asked: int
     blocks_below: int = 0
     tokens_below: int = 0
+    states_kept: int = 0
+    states_evicted: int = 0
 
     @property
     def block_rate(self) -> float:

@@ -1,0 +1,155 @@
+"""Requests replayed through a pool of a model with recurrent states: found where states and all pages are.
+
+The pools and trees are those that serve. Which states a text leaves is the rule of ``KVPool``: behind its
+last whole piece, a piece earlier if the text ends there, and where it parts from a known one.
+"""
+
+from collections.abc import Sequence
+from typing import Final
+
+from kvloom import paging
+from kvloom.errors import ArgumentError
+from kvloom.paging import PagePool, PageRef, PrefixTree
+from kvloom.simulation.replay import Hits
+from kvloom.simulation.trace import BLOCK_TOKENS, Request, paged
+
+_INTERVAL: Final = 256
+_MOST: Final = 3  # texts behind which one request leaves states
+
+
+def replay_states(
+    requests: Sequence[Request],
+    capacity: int,
+    policy: str = "lru",
+    *,
+    page_size: int = BLOCK_TOKENS,
+    max_states: int | None = None,
+    state_interval: int | None = None,
+) -> Hits:
+    """Let one request after the other find, compute and leave its pages and states, as in a ``KVPool``.
+
+    Only full pages count, and the last token of a prompt is always computed. Of a prompt that is larger than
+    the capacity, the pool keeps the beginning.
+
+    Args:
+        requests: In order; their times do not matter.
+        capacity: Tokens, as ``max_tokens`` of the pool.
+        policy: ``"lru"`` or ``"ours"``.
+        page_size: Tokens in a page; see ``paged``.
+        max_states: Texts behind which states are kept, which is ``max_state_bytes`` of the pool by the bytes
+            behind one text that ``kvloom plan`` says; ``None`` for as many as there are.
+        state_interval: Tokens of the grid, a multiple of ``page_size``; ``None`` for 256, or the next one.
+
+    Raises:
+        ArgumentError: an argument is none of these, or there is no room for a page or for states.
+    """
+    if policy not in paging.POLICIES:
+        raise ArgumentError(
+            f"policy must be one of {', '.join(paging.POLICIES)} with recurrent states, got {policy!r}"
+        )
+    if capacity < page_size:
+        raise ArgumentError(f"capacity must be at least {page_size} tokens, got {capacity}")
+    if max_states is not None and max_states < 1:
+        raise ArgumentError(f"max_states must be at least 1, got {max_states}")
+    if page_size != BLOCK_TOKENS:
+        requests = paged(requests, page_size)
+    if state_interval is None:
+        state_interval = -(-_INTERVAL // page_size) * page_size
+    if state_interval < 1 or state_interval % page_size:
+        raise ArgumentError(
+            f"state_interval must be a multiple of page_size {page_size}, got {state_interval}"
+        )
+    most = _MOST * len(requests)
+    num_states = most if max_states is None else min(max_states, most)
+    pool = StatefulPool(capacity // page_size, num_states, page_size, state_interval, policy)
+    found = sum(pool.ask(x.hash_ids, x.input_length) for x in requests)
+    return Hits(
+        found,
+        found * page_size,
+        sum(x.input_length // page_size for x in requests),
+        sum(x.input_length for x in requests),
+        states_kept=pool.num_kept,
+        states_evicted=pool.num_written - pool.num_kept,
+    )
+
+
+class StatefulPool:
+    """Pages of keys and values, and states behind some of the texts in them; one request after the other.
+
+    Args:
+        num_pages: Pages of keys and values.
+        num_states: Texts behind which there are states.
+        page_size: Tokens in a page.
+        interval: Tokens of the grid, a multiple of the page size.
+        policy: Of the pages of keys and values; states go by ``"lru"``.
+
+    Attributes:
+        num_written: Texts behind which states were kept, be they there or not.
+    """
+
+    def __init__(self, num_pages: int, num_states: int, page_size: int, interval: int, policy: str) -> None:
+        self._page_size, self._step = page_size, interval // page_size
+        self._pages, self._states = PagePool(num_pages, policy), PagePool(num_states)
+        self._tree = PrefixTree(self._pages, 1)  # the id of a page stands for its tokens
+        self._states_tree = PrefixTree(self._states, 1, window=0)
+        self.num_written = 0
+
+    @property
+    def num_kept(self) -> int:
+        """Texts behind which there are states."""
+        return self._states_tree.num_pages
+
+    def ask(self, ids: Sequence[int], num_tokens: int) -> int:
+        """Let a request find, compute and leave its pages and states.
+
+        Args:
+            ids: Of its pages, the last one perhaps partly filled.
+            num_tokens: Of its prompt; of one that is larger than all pages, those that they hold.
+
+        Returns:
+            Pages found. The last token of a prompt is always computed.
+        """
+        size, step = self._page_size, self._step
+        num_tokens = min(num_tokens, self._pages.num_pages * size)
+        findable = ids[: (num_tokens - 1) // size]
+        there = self._states_tree.known(findable)[: self._tree.num_known(findable)]
+        found = max((i for i, is_there in enumerate(there, 1) if is_there), default=0)
+        held = self._tree.match(findable, num_pages=found)
+        for ref in self._states_tree.match(findable, num_pages=found):
+            self._states.release(ref)
+        parted = self._tree.num_parted(findable) // step * step
+        num_pages = -(-num_tokens // size)
+        for start in range(found, num_pages, step):  # as the text is fed
+            held += self._pages.take(min(step, num_pages - start))
+        last = num_tokens // (size * step) * step
+        ends = {parted, last}
+        if num_tokens == last * size:
+            ends.add(last - step)
+        before = found
+        for end in sorted(end for end in ends if end > found):
+            self._keep(ids[:end], held[:end], before, is_parted=end == parted)
+            before = end
+        for ref in held:
+            self._pages.release(ref)
+        return found
+
+    def _keep(self, ids: Sequence[int], refs: Sequence[PageRef], before: int, *, is_parted: bool) -> None:
+        """Let others find a text and the states behind it; it went on from those behind ``before`` pages."""
+        for ref in refs:
+            self._pages.retain(ref)
+        refs = self._tree.insert(ids, refs)
+        first = len(ids) - 1
+        new = self._states_tree.pages_from(ids, "", first)
+        if new:
+            self._states.retain(new[0])
+        else:
+            new = self._states_tree.insert(ids, self._states.take(1), first=first)
+            self.num_written += 1
+        for ref in self._states_tree.pages_from(ids[:before], "", before - 1) if before else ():
+            self._states.retain(ref)
+            self._states.release(ref, is_passed=True)
+        if is_parted:
+            self._states.prefer(new)
+        self._states.release(new[0])
+        for ref in refs:
+            self._pages.release(ref)
