@@ -106,6 +106,8 @@ slow: asan-library test-vllm
 	    tests/integrations/test_pool_windows.py
 	KVLOOM_PRODUCTS=1 KVLOOM_SCHEDULES=8 $(BIN)/python -m pytest --quiet --numprocesses $(WORKERS) --dist worksteal \
 	    tests/integrations/test_pool_states.py
+	KVLOOM_OFFERED_STATES=50000 $(BIN)/python -m pytest --quiet --numprocesses $(WORKERS) --dist worksteal \
+	    tests/integrations/test_offered_states.py
 	KVLOOM_PRODUCTS=1 $(BIN)/python -m pytest --quiet --numprocesses $(WORKERS) --dist worksteal $(PRODUCTS)
 	KVLOOM_SIGNALS=1 KVLOOM_OVERLOAD_SECONDS=60 $(BIN)/python -m pytest --quiet --numprocesses $(WORKERS) \
 	    tests/serving/test_process.py tests/serving/test_clients.py
