@@ -201,6 +201,15 @@ class PrefixTree:
             found.append(node.page)
         return found
 
+    def sealed(self) -> dict[PageRef, None]:
+        """The pages that can be found, those that are longest there first."""
+        return {node.page: None for node in self._pages.values() if node.page is not None}
+
+    def text_of(self, ref: PageRef) -> tuple[str, list[bytes]]:
+        """Salt and packed tokens of each page of the text that a page of ``sealed`` ends."""
+        path = self._pages[ref.id].path()
+        return path[-1].key[0], [node.key[2] for node in path]
+
     def record(
         self,
         capacity: int = 100_000,

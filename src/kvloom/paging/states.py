@@ -24,6 +24,9 @@ seal        found by their tokens from now on          ``nodes``
 release     that the request holds once less
 evict       that nobody held, for the request
 damage                                                 ``name`` of a stored run and ``reason``
+states                                                 recurrent states behind the last of each of some
+                                                       texts, ``nodes``: ``what`` became of them, ``kept``,
+                                                       ``read``, ``found`` or ``evicted``
 name                                                   ``name`` of the request
 ==========  =========================================  ====================================================
 """
@@ -36,14 +39,16 @@ class PageStates:
         num_pages: Of the pool.
         holders: Of each page that is held, how often by which request.
         nodes: Of each page that is found, what it holds.
+        states: Last pages of the texts behind which recurrent states are kept.
     """
 
-    __slots__ = ("holders", "nodes", "num_pages")
+    __slots__ = ("holders", "nodes", "num_pages", "states")
 
     def __init__(self) -> None:
         self.num_pages = 0
         self.holders: dict[int, Counter[int]] = {}
         self.nodes: dict[int, int] = {}
+        self.states: dict[int, None] = {}
 
     def apply(self, event: Event) -> None:
         """Change the states by an event."""
@@ -60,6 +65,11 @@ class PageStates:
             case "evict":
                 for page in pages:
                     self.nodes.pop(page, None)
+            case "states" if more["what"] == "evicted":
+                for node in more["nodes"]:
+                    self.states.pop(node, None)
+            case "states":
+                self.states.update(dict.fromkeys(more["nodes"]))
             case "grow":
                 self.num_pages = more["num_pages"]
 
@@ -71,6 +81,8 @@ class PageStates:
                 made += [(time, "share", request, [page], {})] * count
         if self.nodes:
             made.append((time, "seal", 0, [*self.nodes], {"nodes": [*self.nodes.values()]}))
+        if self.states:
+            made.append((time, "states", 0, [], {"what": "kept", "nodes": [*self.states]}))
         return made
 
     def _release(self, page: int, request: int) -> None:

@@ -20,6 +20,7 @@ class Recorded(NamedTuple):
         tables: Gives those that hold pages now.
         page_bytes: Bytes of a page in all layers, 0 if that is not known yet.
         lock: Held by whoever changes or reads any of it.
+        record: Is told of the events when they begin, to add what becomes of other things than pages.
     """
 
     pool: PagePool
@@ -27,6 +28,7 @@ class Recorded(NamedTuple):
     tables: Callable[[], Sequence[PageTable]]
     page_bytes: int
     lock: AbstractContextManager[Any]
+    record: Callable[[Events], None] | None = None
 
 
 class Recorder:
@@ -61,6 +63,8 @@ class Recorder:
             events = recorded.tree.record(capacity)
             for table in recorded.tables():
                 table.request = 0
+            if recorded.record is not None:
+                recorded.record(events)
             return events
 
     def view(self, path: str | Path = "pages.html", decode: Callable[[list[int]], str] | None = None) -> Path:
@@ -89,7 +93,7 @@ class Recorder:
 
     def _why(self, tokens: Sequence[int], salt: str) -> list[Miss]:
         """Why the full pages of ``tokens`` would be missed now; those that would be found have none."""
-        pool, tree, _, _, lock = self._recorded()
+        pool, tree, _, _, lock, _ = self._recorded()
         with lock:
             events, found = self._expect_events(), tree.num_known(tokens, salt)
             return events.explain(salt, list(tree.packed(tokens)), found, pool.num_pages)

@@ -77,6 +77,7 @@ _NEEDED: Final[dict[str, tuple[str, ...]]] = {
     "miss": ("cause", "first", "num_pages"),
     "read": ("first",),
     "seal": ("nodes",),
+    "states": ("what", "nodes"),
     "grow": ("num_pages",),
 }
 _SAID: Final = ("cause", "at", "time", "by", "more", "what")

@@ -236,9 +236,8 @@ class KVPool(Recorder):
         """
         model, prefixes = self._bound(), self._prefixes
         rows, begins = model.rows(input_ids, attention_mask)
-        origin = model.origin(rows, salt, content)
         cache = self._empty.fork()
-        cache.origin = origin
+        cache.origin = origin = model.origin(rows, salt, content)
         self._num_asked += sum(map(len, rows))
         if self._states is not None and any(begins):
             origin.refusal = PADDED
@@ -377,8 +376,9 @@ class KVPool(Recorder):
 
     def _recorded(self) -> Recorded:
         pages, tree = self._prefixes.main.pages, self._prefixes.main.tree
-        nbytes = round(pages.format.page_size * sum(x.nbytes_per_token for x in pages.storages.values()))
-        return Recorded(pages.pool, tree, pages.all_tables, nbytes, nullcontext())
+        nbytes = round(self._prefixes.page_size * sum(x.nbytes_per_token for x in pages.storages.values()))
+        record = self._states.record if self._states else None
+        return Recorded(pages.pool, tree, pages.all_tables, nbytes, nullcontext(), record)
 
     def _bound(self) -> PoolModel:
         if self._model is None:

@@ -29,7 +29,8 @@ from kvloom.integrations.transformers.states import (
     states_of,
     try_states,
 )
-from kvloom.paging import PageTable
+from kvloom.paging import Events, PageTable
+from kvloom.tracing.states import StateEvents
 
 PADDED: Final = "recurrent states depend on the padding of their row"
 """Why nobody finds the states of padded rows."""
@@ -64,11 +65,16 @@ class PoolStates:
     ) -> None:
         self.interval, self.max_bytes = interval, max_bytes
         self.pages = StatePages(specs, page_size, max_bytes, device)
+        self._events = StateEvents()
 
     @property
     def group(self) -> PrefixGroup:
         """Finds the pages."""
         return self.pages.group
+
+    def record(self, events: Events) -> None:
+        """Note what becomes of states among the events of pages."""
+        self._events.record(events, self.group.tree)
 
     def begin(self, cache: PoolCache, held: Sequence[PageTable], end: int, num_shared: Sequence[int]) -> None:
         """Let a cache go on from states that were found, and note where copies of it are wanted.
@@ -84,7 +90,9 @@ class PoolStates:
         if end:
             states = self.pages.read([GroupTable(table) for table in held])
             restore_states(cache.layers, self.pages.specs, states)
+        events = cache.sequences[0].pages.pool.events
         for table in held:
+            self._events.note(events, self.group.tree, "read", table.request, table.pages)
             table.release()
 
     def write(
@@ -108,6 +116,8 @@ class PoolStates:
             for ref in tree.pages_from(tokens[:found], scope, found // self.pages.page_size - 1):
                 pool.retain(ref)
                 pool.release(ref, is_passed=True)
+        table = cache.sequences[0].tables[row]
+        self._events.note(cache.sequences[0].pages.pool.events, self.group.tree, "kept", table.request)
         return held
 
     @property
