@@ -43,7 +43,7 @@ def pages_of(ids: Tensor, numbers: dict[tuple[int, ...], int]) -> list[int]:
 @pytest.mark.parametrize(
     ("num_pages", "num_states", "interval", "policy"),
     [
-        (400, 400, GRID, "lru"), (400, 3, GRID, "ours"), (24, 400, GRID, "ours"), (24, 5, GRID, "lru"),
+        (400, 400, GRID, "lru"), (400, 3, GRID, "ours"), (32, 400, GRID, "ours"), (24, 5, GRID, "lru"),
         (30, 1, GRID, "lru"), (30, 6, 2 * PAGE, "lru"),
     ],
 )  # fmt: skip
