@@ -1,5 +1,5 @@
 // Rows of numbers into codes and scales: the largest of each group, a vector of groups at a time, their
-// scales, then the codes. The numerics of docs/decisions/0003 and, of codes in full range, 0043 and 0052.
+// scales, then the codes. The numerics of docs/decisions/0003 and, of codes in full range, 0043 and 0051.
 #pragma once
 
 #include "../base/codes.h"
