@@ -52,6 +52,7 @@ def test_metrics_count_what_was_asked(server: Served) -> None:
     assert after["kvloom_preemptions_total", ""] == 0 and after["kvloom_steps_total", ""] == report.steps
     assert after["kvloom_pages_limit", ""] == 256 and after["kvloom_page_tokens", ""] == 16
     assert after["kvloom_recent_bytes", ""] == report.recent_bytes > 0
+    assert after["kvloom_state_bytes", ""] == after["kvloom_found_state_bytes", ""] == 0
     assert (after["kvloom_batch_invariant", ""], after["kvloom_packed_bytes", ""]) == (1, 0)
     pages = {state: after["kvloom_pages", state] for state in ("free", "active", "evictable")}
     assert pages == {"free": report.free, "active": 0, "evictable": report.evictable}

@@ -9,6 +9,7 @@ import pytest
 import torch
 from oracles.serving import PROMPT, served
 from oracles.stateful_models import folders, stateful_model
+from serving.test_metrics import read
 
 from kvloom.integrations.transformers import load_model
 from kvloom.models import bundled_model_path
@@ -18,7 +19,7 @@ from kvloom.models import bundled_model_path
 def test_answers_are_those_of_generate() -> None:
     _, tokenizer = load_model(bundled_model_path(), progress=False)
     model = stateful_model("qwen3_next", vocab_size=len(tokenizer))
-    prompts = [PROMPT, PROMPT + " files", "import"]
+    prompts = [PROMPT, " ".join([PROMPT] * 60), "import"]  # of the second one states are kept
 
     def generated(prompt: str) -> str:
         ids = tokenizer(prompt, return_tensors="pt").input_ids
@@ -35,6 +36,8 @@ def test_answers_are_those_of_generate() -> None:
             with ThreadPoolExecutor(3) as threads:
                 answers = [x.choices[0].text for x in threads.map(answer, prompts)]
             assert answers == expected
-        report = server.session.report()
+        report, metrics = server.session.report(), read(server)
     assert report.finished == 6 and report.running == 0 == report.state_bytes
+    assert metrics["kvloom_state_bytes", ""] == 0
+    assert metrics["kvloom_found_state_bytes", ""] == report.found_state_bytes > 0
     assert not report.batch_invariant and report.not_invariant

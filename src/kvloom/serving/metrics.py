@@ -72,6 +72,8 @@ class _SessionCollector(Collector):
             ("kvloom_page_bytes", "Bytes of a page in all its layers.", report.page_bytes),
             ("kvloom_window_bytes", "Allocated for windows beside the pages.", report.window_bytes),
             ("kvloom_recent_bytes", "Allocated for residual windows beside the pages.", report.recent_bytes),
+            ("kvloom_state_bytes", "Recurrent states of running requests.", report.state_bytes),
+            ("kvloom_found_state_bytes", "Allocated for states that are found.", report.found_state_bytes),
             ("kvloom_page_tokens", "Tokens in a page.", report.page_size),
             (
                 "kvloom_packed_bytes",

@@ -80,6 +80,8 @@ def commit_rows(
     for row, (scope, stored_scope, shared) in enumerate(scopes):
         held = [GroupTable(x.tables[row], x.first_pages[row]) for x, _ in groups]
         kept = None if states is None else states.write(cache, row, rows[row], scope, found)
+        if states is not None:
+            states.note(cache.sequences[0].pages.pool.events, "kept", held[0].table.request)
         held += [] if kept is None else [kept]
         prefixes.prefer(held, shared)
         for group, own in zip(prefixes.groups, held, strict=False):

@@ -29,7 +29,7 @@ from kvloom.integrations.transformers.states import (
     states_of,
     try_states,
 )
-from kvloom.paging import Events, PageTable
+from kvloom.paging import Events, PageRef, PageTable
 from kvloom.tracing.states import StateEvents
 
 PADDED: Final = "recurrent states depend on the padding of their row"
@@ -76,6 +76,10 @@ class PoolStates:
         """Note what becomes of states among the events of pages."""
         self._events.record(events, self.group.tree)
 
+    def note(self, events: Events | None, what: str, request: int, found: Sequence[PageRef] = ()) -> None:
+        """Note which states came and went, as ``StateEvents.note``."""
+        self._events.note(events, self.group.tree, what, request, found)
+
     def begin(self, cache: PoolCache, held: Sequence[PageTable], end: int, num_shared: Sequence[int]) -> None:
         """Let a cache go on from states that were found, and note where copies of it are wanted.
 
@@ -92,7 +96,7 @@ class PoolStates:
             restore_states(cache.layers, self.pages.specs, states)
         events = cache.sequences[0].pages.pool.events
         for table in held:
-            self._events.note(events, self.group.tree, "read", table.request, table.pages)
+            self.note(events, "read", table.request, table.pages)
             table.release()
 
     def write(
@@ -116,8 +120,6 @@ class PoolStates:
             for ref in tree.pages_from(tokens[:found], scope, found // self.pages.page_size - 1):
                 pool.retain(ref)
                 pool.release(ref, is_passed=True)
-        table = cache.sequences[0].tables[row]
-        self._events.note(cache.sequences[0].pages.pool.events, self.group.tree, "kept", table.request)
         return held
 
     @property

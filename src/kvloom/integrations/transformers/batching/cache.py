@@ -271,7 +271,7 @@ class BatchCache(CacheOfMixers):
             held.wanted, held.went_on = self.prefixes.wanted(len(tokens), num_found, num_shared), num_found
             if num_found:
                 held.states = RequestStates(StateRows(self._stateful), 0, num_found)
-                self.prefixes.read_states(found[-1], held.states.cache)
+                self.prefixes.read_states(found[-1], held.states.cache, held.table.request)
         return held
 
     def _num_findable(self, state: Any) -> int:

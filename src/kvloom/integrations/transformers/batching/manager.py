@@ -262,7 +262,9 @@ class BatchingManager(Recorder, ContinuousBatchingManager):  # type: ignore[misc
 
     def _recorded(self) -> Recorded:
         cache = self._cache_to_record()
-        return Recorded(cache.pages.pool, cache.tree, cache.tables, cache.bytes_per_sector, cache.lock)
+        pages, states = cache.pages.pool, cache.prefixes.states
+        record = None if states is None else states.record
+        return Recorded(pages, cache.tree, cache.tables, cache.bytes_per_sector, cache.lock, record)
 
     def _cache_to_record(self) -> BatchCache:
         """The cache of the session, made now if it has not begun."""

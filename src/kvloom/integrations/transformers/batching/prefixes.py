@@ -105,14 +105,15 @@ class SessionPrefixes(Prefixes):
         ends = {(num_tokens - 1) // size * size, num_tokens // size * size, num_shared * self.page_size}
         return frozenset(end for end in ends if end > num_found)
 
-    def read_states(self, refs: Sequence[PageRef], cache: Cache) -> None:
-        """Let a cache have the states in the page that ``find`` found, which is released."""
+    def read_states(self, refs: Sequence[PageRef], cache: Cache, request: int) -> None:
+        """Let the cache of a request have the states in the page that ``find`` found, which is released."""
         if self.states is None:
             return
         table = self.states.group.new_table()
         table.table.adopt([*refs])
         pages = self.states.pages
         restore_states(cache.layers, pages.specs, pages.read([table]))
+        self.states.note(self.groups[0].pages.pool.events, "read", request, refs)
         table.table.release()
 
     def _publish_states(self, held: Held, tokens: Sequence[int], scope: str) -> None:
@@ -120,6 +121,7 @@ class SessionPrefixes(Prefixes):
         if self.states is None:
             return
         page = self.states.write(copy, 0, tokens, scope, held.went_on)
+        self.states.note(self.groups[0].pages.pool.events, "kept", held.table.request)
         held.went_on = len(tokens)
         if page is not None:
             if held.num_shared * self.page_size == len(tokens):
