@@ -42,9 +42,9 @@ def quality_length_section(result: dict[str, Any]) -> str:
     ]
     return (
         "The bundled model decodes, token by token behind a prompt of half of each text. KL in nats, share "
-        "of the same choices, change of perplexity. *Perplexity*: of DynamicCache with the same keys, with "
-        f"which others are compared.{left_out(result)}\n\n"
-        + table(["keys", "text", "tokens", "perplexity", *names], rows)
+        f"of the same choices, change of perplexity, of {result['rows'][0]['tokens']:,} tokens or some more. "
+        "*Perplexity*: of DynamicCache with the same keys, with which others are compared."
+        f"{left_out(result)}\n\n" + table(["keys", "text", "tokens", "perplexity", *names], rows)
     )
 
 

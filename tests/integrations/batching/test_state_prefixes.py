@@ -59,6 +59,16 @@ def test_states_of_a_prompt_are_found_however_it_was_cut(model: Any, max_batch_t
         assert found(running, PROMPT) == (expected, 64)
 
 
+def test_a_recording_says_which_request_keeps_states_and_which_finds_them(model: Any) -> None:
+    with session(model) as running:
+        events = running.manager.record()
+        for _ in range(2):
+            found(running, PROMPT)
+        told = [(x["what"], x["request"]) for x in events.lines() if x.get("kind") == "states"]
+    assert [what for what, _ in told] == ["kept", "found"]
+    assert 0 < told[0][1] < told[1][1]
+
+
 def test_requests_that_come_together_compute_their_prefix_once(model: Any) -> None:
     requests = [[*PROMPT, 3 + i] for i in range(5)]
     expected = [alone(model, x, 8) for x in requests]
