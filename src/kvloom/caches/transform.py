@@ -56,8 +56,11 @@ class Transform(NamedTuple):
 
     def arguments(self, positions: Tensor | None) -> tuple[Any, ...]:
         """What ``ops.plain.store_plain`` takes."""
-        numbers = (None,) * 5 if self.smoothing is None else self.smoothing.arguments(positions)
-        return self.key, self.value, *numbers
+        smoothing = self.smoothing
+        if smoothing is None:
+            return self.key, self.value, *(None,) * 5
+        at = None if smoothing.offset is None else positions
+        return self.key, self.value, at, *smoothing.numbers
 
     def restored(self, key: Tensor, value: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor]:
         """Keys and values as they were, of those that were read."""

@@ -39,6 +39,7 @@ class KeySmoothing:
     Attributes:
         gain: ``[H, D]`` float32, positive and finite, as its inverse.
         offset: What is subtracted; ``None`` for nothing.
+        numbers: Factor, mean, channels and frequencies, as operators take them to smooth keys.
 
     Raises:
         ShapeError: ``gain`` is no such tensor, or ``offset`` is of other heads.
@@ -48,6 +49,7 @@ class KeySmoothing:
 
     gain: Tensor
     offset: KeyOffset | None = None
+    numbers: tuple[Tensor | None, ...] = field(init=False, repr=False)
     _inverse: Tensor = field(init=False, repr=False)
     _arrays: tuple[Tensor | None, Tensor | None, Tensor | None] = field(init=False, repr=False)
 
@@ -89,6 +91,7 @@ class KeySmoothing:
         object.__setattr__(self, "gain", detached(self.gain).contiguous())
         object.__setattr__(self, "_inverse", 1 / self.gain)
         object.__setattr__(self, "_arrays", arrays)
+        object.__setattr__(self, "numbers", (self._inverse, *arrays))
 
     def smoothed(
         self, key: Tensor, positions: Tensor | None, block: int = 0, *, is_restored: bool = False
@@ -125,8 +128,8 @@ class KeySmoothing:
         return result
 
     def arguments(self, positions: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Positions, factor, mean, channels and frequencies, as operators take them to smooth keys."""
-        return None if self.offset is None else positions, self._inverse, *self._arrays
+        """Positions and ``numbers``, as operators take them to smooth keys."""
+        return None if self.offset is None else positions, *self.numbers
 
     def expect_keys(self, key: Tensor, positions: Tensor | None) -> None:
         """Check keys and positions; arguments and errors of ``smoothed``."""
