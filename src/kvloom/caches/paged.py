@@ -23,6 +23,7 @@ from kvloom.core.indexing import CacheIndex
 from kvloom.core.views import detached
 from kvloom.errors import StateError
 from kvloom.ops.plain import store_plain
+from kvloom.ops.smoothing import transform_arguments
 
 _Result = TypeVar("_Result")
 
@@ -120,7 +121,7 @@ class PagedLayer(Layer):
                 return None
         transform, how = storage.transform, ()
         if transform is not None:
-            how = transform.arguments(step.positions)
+            how = transform_arguments(transform[:2], transform.smoothing, step.positions)
         sequences.pages.num_writes += 1
         kept = value if storage.has_values else None
         if not store_plain(key, kept, step.slots, storage.view, storage.full_range, how):

@@ -4,7 +4,7 @@ Shapes: B sequences, N tokens of each, T tokens of all, H heads, Hq query heads,
 """
 
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -53,14 +53,6 @@ class Transform(NamedTuple):
     def side(self, side: int) -> "Transform":
         """That of keys (0) or values (1), where they are stored as keys alone."""
         return Transform(self.value) if side else Transform(self.key, 0, self.smoothing)
-
-    def arguments(self, positions: Tensor | None) -> tuple[Any, ...]:
-        """What ``ops.plain.store_plain`` takes."""
-        smoothing = self.smoothing
-        if smoothing is None:
-            return self.key, self.value, *(None,) * 5
-        at = None if smoothing.offset is None else positions
-        return self.key, self.value, at, *smoothing.numbers
 
     def restored(self, key: Tensor, value: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor]:
         """Keys and values as they were, of those that were read."""

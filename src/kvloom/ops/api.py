@@ -38,7 +38,7 @@ from kvloom.ops.expect import (
 from kvloom.ops.offsets import KeyOffset, expect_offset, load_with_offset
 from kvloom.ops.plain import COMPILED, store_plain
 from kvloom.ops.scores import CAUSAL, Batch, Scores
-from kvloom.ops.smoothing import KeySmoothing, in_rows
+from kvloom.ops.smoothing import KeySmoothing, in_rows, transform_arguments
 
 _NO_BLOCKS: Final = (0, 0)
 
@@ -123,7 +123,7 @@ def _transform(
         raise ArgumentError(f"blocks must be two numbers of elements, got {blocks!r}")
     if smoothing is None and blocks == _NO_BLOCKS:
         return ()
-    return *blocks, *((None,) * 5 if smoothing is None else smoothing.arguments(positions))
+    return transform_arguments(blocks, smoothing, positions)
 
 
 def _packed(key: Tensor, value: Tensor | None, slots: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:

@@ -49,9 +49,7 @@ class KeySmoothing:
 
     gain: Tensor
     offset: KeyOffset | None = None
-    numbers: tuple[Tensor | None, ...] = field(init=False, repr=False)
-    _inverse: Tensor = field(init=False, repr=False)
-    _arrays: tuple[Tensor | None, Tensor | None, Tensor | None] = field(init=False, repr=False)
+    numbers: tuple[Tensor, Tensor | None, Tensor | None, Tensor | None] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         sizes = expect("gain", self.gain, "H D", dtype=torch.float32)
@@ -89,9 +87,7 @@ class KeySmoothing:
                 detached(offset.frequencies),
             )
         object.__setattr__(self, "gain", detached(self.gain).contiguous())
-        object.__setattr__(self, "_inverse", 1 / self.gain)
-        object.__setattr__(self, "_arrays", arrays)
-        object.__setattr__(self, "numbers", (self._inverse, *arrays))
+        object.__setattr__(self, "numbers", (1 / self.gain, *arrays))
 
     def smoothed(
         self, key: Tensor, positions: Tensor | None, block: int = 0, *, is_restored: bool = False
@@ -112,24 +108,21 @@ class KeySmoothing:
             ArgumentError: ``block`` is no such number.
             OutOfMemory: there is no memory for the result.
         """
-        gain, at = self.gain, None if self.offset is None else positions
-        factor = gain if is_restored else self._inverse
+        at = None if self.offset is None else positions
+        inverse, *arrays = self.numbers
+        factor = self.gain if is_restored else inverse
         is_plain = isinstance(key, Tensor) and key.is_cpu and not key.requires_grad
         is_placed = self.offset is None or (isinstance(at, Tensor) and at.is_cpu)
         if COMPILED and is_plain and is_placed and not is_compiling():
             try:
-                found: Tensor = schemas.smooth(key, at, factor, *self._arrays, block, is_restored)
+                found: Tensor = schemas.smooth(key, at, factor, *arrays, block, is_restored)
                 return found
             except _REFUSED:
                 pass  # below it is done, or refused in our words
         self.expect_keys(key, positions)
         key = in_rows("key", key, block)
-        result: Tensor = _run("smooth", key, at, factor, *self._arrays, block, is_restored)
+        result: Tensor = _run("smooth", key, at, factor, *arrays, block, is_restored)
         return result
-
-    def arguments(self, positions: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Positions and ``numbers``, as operators take them to smooth keys."""
-        return None if self.offset is None else positions, *self.numbers
 
     def expect_keys(self, key: Tensor, positions: Tensor | None) -> None:
         """Check keys and positions; arguments and errors of ``smoothed``."""
@@ -167,7 +160,7 @@ class KeySmoothing:
             ArgumentError: ``block`` is no such number.
             OutOfMemory: there is no memory for the result.
         """
-        mean, channels, frequencies = self._arrays
+        _, mean, channels, frequencies = self.numbers
         is_plain = isinstance(query, Tensor) and query.is_cpu and not query.requires_grad
         if COMPILED and is_plain and not is_compiling():
             try:
@@ -221,6 +214,21 @@ class KeySmoothing:
 
     def __deepcopy__(self, memo: dict[int, object]) -> "KeySmoothing":
         return self
+
+
+def transform_arguments(
+    blocks: tuple[int, int], smoothing: KeySmoothing | None, positions: Tensor | None
+) -> tuple[Any, ...]:
+    """What ``kvloom::store.transformed`` takes behind the arguments of a store.
+
+    Args:
+        blocks: Elements of keys and of values that are rotated together; 0 for none.
+        smoothing: Of keys; ``None`` if they are not smoothed.
+        positions: Of the tokens; read where ``smoothing`` has an offset.
+    """
+    if smoothing is None:
+        return *blocks, *(None,) * 5
+    return *blocks, None if smoothing.offset is None else positions, *smoothing.numbers
 
 
 def _expect_positions(positions: Tensor | None, tokens: tuple[int, ...], device: torch.device) -> None:
