@@ -10,10 +10,10 @@ from typing import Final
 from kvloom import paging
 from kvloom.errors import ArgumentError
 from kvloom.paging import PagePool, PageRef, PrefixTree
+from kvloom.paging.grid import grid_interval
 from kvloom.simulation.replay import Hits
 from kvloom.simulation.trace import BLOCK_TOKENS, Request, paged
 
-_INTERVAL: Final = 256
 _MOST: Final = 3  # texts behind which one request leaves states
 
 
@@ -53,15 +53,10 @@ def replay_states(
         raise ArgumentError(f"max_states must be at least 1, got {max_states}")
     if page_size != BLOCK_TOKENS:
         requests = paged(requests, page_size)
-    if state_interval is None:
-        state_interval = -(-_INTERVAL // page_size) * page_size
-    if state_interval < 1 or state_interval % page_size:
-        raise ArgumentError(
-            f"state_interval must be a multiple of page_size {page_size}, got {state_interval}"
-        )
+    interval = grid_interval(state_interval, page_size)
     most = _MOST * len(requests)
     num_states = most if max_states is None else min(max_states, most)
-    pool = StatefulPool(capacity // page_size, num_states, page_size, state_interval, policy)
+    pool = StatefulPool(capacity // page_size, num_states, page_size, interval, policy)
     found = sum(pool.ask(x.hash_ids, x.input_length) for x in requests)
     return Hits(
         found,

@@ -17,7 +17,6 @@ from kvloom.caches import CacheFormat
 from kvloom.caches.prefixes import GroupTable, PrefixGroup
 from kvloom.caches.states import StatePages, StateSpec
 from kvloom.core.checks import expect_range
-from kvloom.errors import ArgumentError
 from kvloom.integrations.transformers.build import make_layers
 from kvloom.integrations.transformers.cache import KVCache
 from kvloom.integrations.transformers.grid import Grid
@@ -30,11 +29,11 @@ from kvloom.integrations.transformers.states import (
     try_states,
 )
 from kvloom.paging import Events, PageRef, PageTable
+from kvloom.paging.grid import grid_interval
 from kvloom.tracing.states import StateEvents
 
 PADDED: Final = "recurrent states depend on the padding of their row"
 """Why nobody finds the states of padded rows."""
-_INTERVAL: Final = 256
 _LEAST: Final = 8
 """Texts whose states are kept at least, where nobody says how many bytes."""
 
@@ -174,12 +173,9 @@ def expect_interval(interval: int | None, page_size: int) -> int:
     Raises:
         ArgumentError: ``state_interval`` is no multiple of ``page_size``.
     """
-    if interval is None:
-        return -(-_INTERVAL // page_size) * page_size
-    expect_range("state_interval", interval, 1)
-    if interval % page_size:
-        raise ArgumentError(f"state_interval must be a multiple of page_size {page_size}, got {interval}")
-    return interval
+    if interval is not None:
+        expect_range("state_interval", interval, 1)
+    return grid_interval(interval, page_size)
 
 
 def least_bytes(specs: Mapping[int, Sequence[StateSpec]], page_size: int) -> int:

@@ -1,0 +1,20 @@
+"""The grid of texts: at multiples of how many tokens recurrent states are kept."""
+
+from typing import Final
+
+from kvloom.errors import ArgumentError
+
+_INTERVAL: Final = 256
+
+
+def grid_interval(interval: int | None, page_size: int) -> int:
+    """Tokens of the grid, a multiple of ``page_size``; ``None`` for 256, or the next one.
+
+    Raises:
+        ArgumentError: ``state_interval`` is no such number.
+    """
+    if interval is None:
+        return -(-_INTERVAL // page_size) * page_size
+    if interval < 1 or interval % page_size:
+        raise ArgumentError(f"state_interval must be a multiple of page_size {page_size}, got {interval}")
+    return interval
