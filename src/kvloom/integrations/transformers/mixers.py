@@ -4,6 +4,7 @@ Shapes: B rows, T new tokens of each.
 """
 
 import inspect
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator
 from functools import cache as cached
 from typing import Any, Final, NamedTuple
@@ -24,13 +25,13 @@ _TOKENS: Final = {"position_ids": -1, "cache_position": 0}
 _HIDDEN: Final = "hidden_states"
 
 
-class CacheOfMixers:
+class CacheOfMixers(ABC):
     """A cache of this library that transformers' classes do not know, and whose mixers' calls are seen."""
 
     @property
+    @abstractmethod
     def recording(self) -> Any:
         """What is told of each call, by ``before`` and ``after``; ``None`` for nothing."""
-        raise NotImplementedError
 
 
 class _Cache:

@@ -261,7 +261,7 @@ class BatchCache(CacheOfMixers):
         if (events := self.pages.pool.events) is not None:
             events.name(state.request_id)
         groups = [group.new_table() for group in self.groups]
-        for own, refs in zip(groups, found, strict=False):
+        for own, refs in zip(groups, found[: len(groups)], strict=True):
             own.table.adopt(refs)
             own.first = num_pages - len(refs)
         num_found, prompt = num_pages * self.tokens_per_page, len(state.initial_tokens)
@@ -359,8 +359,7 @@ class BatchCache(CacheOfMixers):
         return self._begin_step().calls if self._stateful is not None else None
 
     def _begin_step(self) -> Begun:
-        with self.lock:
-            return self._plan.begin(self._held)
+        return self._plan.begin(self._held, self.lock)
 
     # Reports
 

@@ -1,6 +1,7 @@
 """The requests of a step, and what is made of them when its forward begins."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
@@ -54,21 +55,26 @@ class StepPlan:
             self.clear()
         self._feeds.append((request_id, past, new))
 
-    def begin(self, held: Mapping[str, Held]) -> Begun:
+    def begin(self, held: Mapping[str, Held], lock: AbstractContextManager[Any]) -> Begun:
         """The step, made once.
 
         Args:
             held: What each request holds.
+            lock: Held while it is made, and by whoever changes what requests hold.
 
         Raises:
             StateError: as ``MixerCalls``.
         """
         if self._begun is None:
-            feeds = [Feed(held[name], past, new) for name, past, new in self._feeds]
-            lengths = [(x.past, x.new) for x in feeds]
-            step = Step(lengths, self._groups, [*zip(*(x.held.groups for x in feeds), strict=True)])
-            calls = None if self._stateful is None else MixerCalls(self._stateful, feeds, self._device)
-            self._begun = Begun(step, calls)
-            self.num_steps += 1
-            self.num_tokens += step.num_tokens
+            with lock:
+                self._begun = self._made(held)
         return self._begun
+
+    def _made(self, held: Mapping[str, Held]) -> Begun:
+        feeds = [Feed(held[name], past, new) for name, past, new in self._feeds]
+        lengths = [(x.past, x.new) for x in feeds]
+        step = Step(lengths, self._groups, [*zip(*(x.held.groups for x in feeds), strict=True)])
+        calls = None if self._stateful is None else MixerCalls(self._stateful, feeds, self._device)
+        self.num_steps += 1
+        self.num_tokens += step.num_tokens
+        return Begun(step, calls)
