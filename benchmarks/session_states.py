@@ -2,9 +2,9 @@
 
 Requests have prompts and answers of random lengths, with and without a prefix that all share, in a Granite 4
 of four layers with random weights, on one thread, in alternating rounds. Seconds are those of the processor,
-whatever else runs beside. Padded ``generate`` gets them sorted
-by their lengths, in batches of several sizes, of which the fastest counts; each batch computes as many tokens
-as its longest answer has. The first session is not counted, in which the model is tried.
+whatever else runs beside. Padded ``generate`` gets them sorted by their lengths, in batches of several sizes,
+of which the fastest counts; each batch computes as many tokens as its longest answer has. The first session
+is not counted, in which the model is tried.
 
 Prediction: without a shared prefix what is won is padding, of prompts and of answers, twofold where lengths
 differ so. With one it is the prefix, too, which one request computes of 64.

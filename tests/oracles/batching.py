@@ -34,6 +34,19 @@ def random_requests(count: int, seed: int, vocab: int = 99, longest: int = 90) -
     return requests
 
 
+def add_between_steps(
+    running: Any, requests: Sequence[list[int]], draw: random.Random
+) -> dict[str, list[int]]:
+    """Let requests come while others run, and run to the end; the requests by their names."""
+    names: dict[str, list[int]] = {}
+    for request in requests:
+        names[running.manager.add_request(request)] = request
+        for _ in range(draw.randrange(6)):
+            running.step()
+    running.run()
+    return names
+
+
 def alone(model: Any, request: Sequence[int], new_tokens: int, cache: Any = None) -> list[int]:
     """Greedy tokens of one request by ``generate``."""
     ids, options = torch.tensor([list(request)]), {**GREEDY, "eos_token_id": None}

@@ -169,8 +169,7 @@ inline void move_tile(const Plan& plan, RowPointers* pointers, int num_tokens, B
   }
 }
 
-// --- rows that are smoothed first
-// ---------------------------------------------------------------------------
+// --- rows that are smoothed first --------------------------------------------------------------------------
 
 // The same move, of smoothed rows [kTile, H, D] in a buffer.
 inline Move from_buffer(const Move& move, Byte* buffer) {
@@ -182,8 +181,7 @@ inline Move from_buffer(const Move& move, Byte* buffer) {
   return result;
 }
 
-// Smooths tokens `[begin, end)` into the buffer. The next ones are prefetched: they are read all at once,
-// too.
+// Smooths tokens `[begin, end)` into the buffer, and prefetches the next ones, which are read at once, too.
 inline void smooth_tile(SmoothArgs args, Index begin, Index end, Byte* buffer) {
   const Index row = args.size[1] * args.head_dim;
   args.to = buffer;

@@ -12,7 +12,15 @@ from typing import Any
 import pytest
 import torch
 from integrations.batching.test_tokens import NEW
-from oracles.batching import GREEDY, alone, batched, batching_config, random_requests, session
+from oracles.batching import (
+    GREEDY,
+    add_between_steps,
+    alone,
+    batched,
+    batching_config,
+    random_requests,
+    session,
+)
 from oracles.pairs import in_turn
 from oracles.stateful_models import WRONG, folders, stateful_model
 from transformers import GenerationConfig
@@ -56,14 +64,9 @@ def test_requests_of_every_family_have_the_tokens_of_generate(name: str, case: s
 def test_order_and_arrival_do_not_count(model: Any, seed: int) -> None:
     requests, draw = random_requests(REQUESTS, seed=seed), random.Random(seed)
     expected = {tuple(x): alone(model, x, NEW) for x in requests}
-    names: dict[str, list[int]] = {}
     scheduler = draw.choice(["fifo", "prefill_first"])
     with session(model, {"max_new_tokens": NEW}, max_batch_tokens=48, scheduler_type=scheduler) as running:
-        for request in requests:
-            names[running.manager.add_request(request)] = request
-            for _ in range(draw.randrange(6)):
-                running.step()
-        running.run()
+        names = add_between_steps(running, requests, draw)
     assert {name: expected[tuple(x)] for name, x in names.items()} == {
         name: output.generated_tokens for name, output in running.outputs.items()
     }

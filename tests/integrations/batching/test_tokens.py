@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from integrations.test_families import STOCK, family
-from oracles.batching import alone, batched, random_requests, session
+from oracles.batching import add_between_steps, alone, batched, random_requests, session
 from oracles.language_models import make_model
 from oracles.pairs import in_turn
 
@@ -86,15 +86,10 @@ def test_order_and_arrival_do_not_count(seed: int) -> None:
     expected = {tuple(x): alone(model, x, NEW) for x in requests}
     draw = random.Random(seed)
     draw.shuffle(requests)
-    names: dict[str, list[int]] = {}
     with session(
         model, {"max_new_tokens": NEW}, max_batch_tokens=48, scheduler_type=scheduler(draw)
     ) as running:
-        for request in requests:
-            names[running.manager.add_request(request)] = request
-            for _ in range(draw.randrange(6)):
-                running.step()
-        running.run()
+        names = add_between_steps(running, requests, draw)
     assert {name: expected[tuple(x)] for name, x in names.items()} == {
         name: output.generated_tokens for name, output in running.outputs.items()
     }

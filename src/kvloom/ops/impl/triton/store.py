@@ -138,20 +138,18 @@ def _store_kernel(
     FULL_RANGE: tl.constexpr,
 ):
     if tl.program_id(1) == 0:
-        new, side = key, keys
         _store_rows(
-            slots, slots_stride, tokens, heads, num_slots, new, side, least_scale, KEY, KEY_QMAX, FULL_RANGE
+            slots, slots_stride, tokens, heads, num_slots, key, keys, least_scale, KEY, KEY_QMAX, FULL_RANGE
         )
     elif value is not None:
-        new, side = value, values
         _store_rows(
             slots,
             slots_stride,
             tokens,
             heads,
             num_slots,
-            new,
-            side,
+            value,
+            values,
             least_scale,
             VALUE,
             VALUE_QMAX,
