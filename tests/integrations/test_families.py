@@ -81,6 +81,21 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], int, int]] = {
         3,
         2,
     ),
+    "Gemma4": (  # whose full layers have other heads
+        "Gemma4TextConfig",
+        WINDOW
+        | {
+            "num_kv_shared_layers": 1,
+            "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": 99,
+            "global_head_dim": 16,
+            "num_global_key_value_heads": 1,
+            "attention_k_eq_v": True,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+        },
+        3,
+        2,
+    ),
     "Qwen3-Next": (
         "Qwen3NextConfig",
         LINEAR
@@ -129,6 +144,8 @@ MODES: dict[str, dict[str, Any]] = {
 # Before its caches were one class, a model with recurrent layers brought its own.
 if not hasattr(cache_utils, "LinearAttentionLayer"):
     del FAMILIES["Qwen3-Next"], FAMILIES["Falcon-H1"]
+if not hasattr(transformers, "Gemma4TextConfig"):
+    del FAMILIES["Gemma4"]
 
 
 def family(name: str, attention: str | None = None, **options: Any) -> Any:

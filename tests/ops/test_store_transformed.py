@@ -94,7 +94,7 @@ def test_bytes_are_those_of_the_steps(
 
 @pytest.mark.parametrize(("axes", "kind", "block_size"), in_turn(ALL_AXES, KINDS, (6, 12)), ids=str)
 def test_bytes_are_those_of_the_steps_in_every_layout(axes: str, kind: Kind, block_size: int) -> None:
-    head_dim = 16 if kind.bits == 2 else 24  # whole groups of 4 stored elements, by which some layouts split them
+    head_dim = 16 if kind.bits == 2 else 24  # of a multiple of 4 stored elements
     pools = twins(axes, kind, heads=HEADS, head_dim=head_dim, blocks=36 // block_size, block_size=block_size)
     dtype = kind.dtype if kind.dtype.is_floating_point else torch.bfloat16
     key, value = tokens("by token", head_dim, dtype, 1), tokens("by head", head_dim, dtype, 2)

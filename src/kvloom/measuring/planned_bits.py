@@ -18,7 +18,12 @@ from kvloom.integrations.transformers.bit_plan import BitPlan, config_digest
 from kvloom.integrations.transformers.cache_argument import as_argument
 from kvloom.integrations.transformers.layers import KVCacheLayer
 from kvloom.integrations.transformers.positions import expect_positions
-from kvloom.integrations.transformers.text_config import head_dim_of, head_dims_of, text_config_of
+from kvloom.integrations.transformers.text_config import (
+    head_dim_of,
+    head_dims_of,
+    layer_configs,
+    text_config_of,
+)
 from kvloom.measuring.head_errors import HeadErrors
 from kvloom.measuring.quality import ROWS, expect_decoder
 
@@ -81,7 +86,8 @@ def plan_bits(
     expect_decoder(model)
     expect_positions("input_ids", model, input_ids.shape[1])
     config = text_config_of(model)
-    head_dim = gcd(*(head_dims_of(config) or (head_dim_of(config),)))
+    dims = [dim for own in head_dims_of(config) for dim in own]
+    head_dim = gcd(*(dims or map(head_dim_of, layer_configs(config))))
     kinds = [*dict.fromkeys(filter(None, (_with_group(kind, head_dim) for kind in kinds)))]
     errors = _measure(model, input_ids, kinds, recent, chunk, on_step)
     costs, elements = _costs(model, kinds)

@@ -121,7 +121,7 @@ def test_layers_without_codes_keep_nothing_beside() -> None:
         compare(cache.attend(1, query, key, value, ops.Scores()), want)
 
 
-@pytest.mark.parametrize("name", ["Llama", "Mistral", "Gemma3", "gpt-oss"])
+@pytest.mark.parametrize("name", ["Llama", "Mistral", "Gemma3", "gpt-oss", "Gemma3n", "Gemma4"])
 def test_tokens_of_each_family(name: str) -> None:
     model, kv = family(name, "kvloom"), "int4:g2,recent=9"
     requests = random_requests(6, seed=len(name))

@@ -28,7 +28,8 @@ REFUSED = {
     "Bart": LOGITS,  # and the decoders like it, which number the tokens of a step, not of a text
     "Doge": STEP + "UnsupportedError: attn_implementation 'kvloom_paged' has no attention_mask",
 }
-SERVED = ["Llama", "Qwen2", "Qwen3", "Phi", "Mistral", "Gemma2", "Gemma3", "gpt-oss", "Mixtral", "OPT"]
+SERVED = ["Llama", "Qwen2", "Qwen3", "Phi", "Mistral", "Gemma2", "Gemma3", "gpt-oss", "Gemma3n", "Gemma4"]
+SERVED += ["Mixtral", "OPT"]
 SERVED += ["StableLm", "Nemotron"] if HANDS_CACHES_ON else []
 HALF = {"is_decoder": True, "is_encoder_decoder": False, "decoder_start_token_id": 1}
 MORE: dict[str, tuple[str, dict[str, Any]]] = {

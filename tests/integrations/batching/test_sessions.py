@@ -207,9 +207,8 @@ def test_what_is_refused_in_a_configuration(model: Any, case: str) -> None:
     assert model.config._attn_implementation == "sdpa"
 
 
-@pytest.mark.parametrize("name", ["Gemma3n", "Llama4"])
-def test_models_that_are_refused(name: str) -> None:
-    model = family(name)
+def test_a_model_with_chunks_is_refused() -> None:
+    model = family("Llama4")
     with pytest.raises(UnsupportedError, match="model must"):
         continuous_batching(model)
     assert "init_continuous_batching" not in vars(model)

@@ -21,7 +21,7 @@ from kvloom.integrations.transformers import KVCache, continuous_batching
 
 REQUESTS = int(os.environ.get("KVLOOM_REQUESTS", "6"))
 NEW = 12
-MODELS = ["Llama", "Mistral", "Gemma2", "Gemma3", "gpt-oss"]
+MODELS = ["Llama", "Mistral", "Gemma2", "Gemma3", "gpt-oss", "Gemma3n", "Gemma4"]
 CASES: dict[str, dict[str, int]] = {
     "pages-of-16": {},
     "pages-of-32": {"page_size": 32},

@@ -88,12 +88,14 @@ def cache_format(
         ("kv", kv, "keys"),
         ("kv", kv, "values") if values is None else ("values", values, "values"),
     )
-    for (name, text, side), head_dim in zip(sides, head_dims_of(config) or (None, None), strict=True):
+    dims = head_dims_of(config)
+    for number, (name, text, side) in enumerate(sides):
         dtype, quant = kept_as(name, text, side)
         if side == "values" and values is None and has_latents(config):
             quant = _of_rope_keys(quant)
-        if quant is not None and head_dim is not None:
-            _expect_divides(name, text, quant, head_dim)
+        if quant is not None:
+            for head_dim in sorted({own[number] for own in dims}):
+                _expect_divides(name, text, quant, head_dim)
         formats.append(CacheFormat(dtype, quant, page_size, max_tokens, layout=layout))
         kinds.append(parse_kind(name, text))
     said = [kind.recent for kind in kinds]

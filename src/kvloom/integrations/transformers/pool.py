@@ -27,7 +27,7 @@ from kvloom.integrations.transformers.pool_prefixes import (
 )
 from kvloom.integrations.transformers.pool_states import PADDED, PoolStates, states_for
 from kvloom.integrations.transformers.smoothing import smoothing_for, smoothing_report
-from kvloom.integrations.transformers.text_config import head_dims_of, text_config_of
+from kvloom.integrations.transformers.text_config import only_head_dims, text_config_of
 from kvloom.paging import Miss
 from kvloom.tracing.recorder import Recorded, Recorder
 
@@ -82,7 +82,7 @@ class KVPool(Recorder):
         self._model: PoolModel | None = PoolModel(model, wish)
         self._saved_digest = ""
         self._prefixes = prefixes_of(self._empty, self._states)
-        self._head_dims = head_dims_of(text_config_of(model)) or ()
+        self._head_dims = only_head_dims(text_config_of(model))
         self._num_asked = self._num_found = 0
         self._logged: set[str] = set()
         self._store = store

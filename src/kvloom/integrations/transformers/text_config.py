@@ -29,17 +29,47 @@ def text_config_of(model: Any) -> Any:
     return config.get_text_config(decoder=True)
 
 
+def layer_config(config: Any, index: int) -> Any:
+    """The configuration of one layer, where layers of a text model differ in more than their kind."""
+    return config.per_layer_config[index] if _is_heterogeneous(config) else config
+
+
+def layer_configs(config: Any) -> list[Any]:
+    """Of all layers, or a single one of which all are."""
+    if not _is_heterogeneous(config):
+        return [config]
+    return [layer_config(config, index) for index in range(config.num_hidden_layers)]
+
+
+def _is_heterogeneous(config: Any) -> bool:
+    return bool(getattr(config, "is_heterogeneous", False))
+
+
 def head_dim_of(config: Any) -> int:
-    """Elements of a head vector of a text model, which not every configuration states."""
+    """Elements of a head vector of a layer, which not every configuration states.
+
+    Args:
+        config: Of one layer, as ``layer_config``.
+    """
     return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
-def head_dims_of(config: Any) -> tuple[int, int] | None:
-    """Elements of a head vector of the keys and of the values that a cache gets; of a latent and a rope key.
+def head_dims_of(config: Any) -> list[tuple[int, int]]:
+    """Elements of head vectors of the keys and of the values that a cache gets; of latents and rope keys.
 
-    ``None`` without attention, with latents that are expanded before they are cached, and where these differ
-    by layers.
+    Those of any layer, once each: none without attention, and with latents that are expanded before they are
+    cached.
     """
+    return [*dict.fromkeys(filter(None, map(_head_dims_of_layer, layer_configs(config))))]
+
+
+def only_head_dims(config: Any) -> tuple[int, int] | tuple[()]:
+    """Those of all layers, as ``head_dims_of``; nothing where there are none or they differ by layers."""
+    found = head_dims_of(config)
+    return found[0] if len(found) == 1 else ()
+
+
+def _head_dims_of_layer(config: Any) -> tuple[int, int] | None:
     if has_latents(config):
         sizes = [vars(config).get(name) for name in ("kv_lora_rank", "qk_rope_head_dim")]
         return None if None in sizes else (int(sizes[0]), int(sizes[1]))

@@ -144,10 +144,6 @@ def _expect_served(model: PreTrainedModel) -> None:
         raise UnsupportedError(f"model must have continuous batching, which {name} has not")
     expect_prefixes(model)
     _expect_kinds(model)
-    if getattr(config, "num_kv_shared_layers", None):
-        raise UnsupportedError(
-            f"model must store keys and values of its own in every layer, got num_kv_shared_layers in {name}"
-        )
     if has_latents(config):
         expect_absorbed(model)
     elif names_rank(config) and config.kv_lora_rank:

@@ -16,6 +16,7 @@ from transformers import AttentionInterface
 from kvloom import ops
 from kvloom.errors import StateError, UnsupportedError
 from kvloom.integrations.transformers.batching.cache import BatchCache
+from kvloom.integrations.transformers.batching.step import SharedKeys
 from kvloom.integrations.transformers.latents import (
     SESSION_ATTENTION,
     ExpandedStates,
@@ -46,7 +47,8 @@ def attention(
     Args:
         module: The attention layer, with its ``layer_idx``.
         query: ``[1, Hq, T, D]``.
-        key: ``[1, H, T, D]``, or what ``expand_kv`` answered for latents, which are stored as they are.
+        key: ``[1, H, T, D]``, those of another layer, or what ``expand_kv`` answered for latents, which are
+            stored as they are.
         value: As ``key``.
         attention_mask: ``None``.
         scaling: Of the dot product; ``1 / sqrt(D)`` if ``None``.
@@ -63,6 +65,8 @@ def attention(
         StateError: there is no cache, as in a forward that is not the session's.
         UnsupportedError: for what it would get wrong.
     """
+    if isinstance(key, SharedKeys):
+        cache = key.cache
     if not isinstance(cache, BatchCache):
         raise StateError(
             "a session of continuous batching holds this model, and a forward of yours would see no mask: "

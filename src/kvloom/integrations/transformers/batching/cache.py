@@ -20,8 +20,9 @@ from kvloom.integrations.transformers.batching.plan import Begun, StepPlan
 from kvloom.integrations.transformers.batching.prefixes import SessionPrefixes
 from kvloom.integrations.transformers.batching.recurrent import MixerCalls, StateRows, copied, expect_apart
 from kvloom.integrations.transformers.batching.report import PageMap
+from kvloom.integrations.transformers.batching.sizes import sources_of
 from kvloom.integrations.transformers.batching.stand_ins import NoSectors
-from kvloom.integrations.transformers.batching.step import StepAttention
+from kvloom.integrations.transformers.batching.step import SharedKeys, StepAttention
 from kvloom.integrations.transformers.mixers import CacheOfMixers
 from kvloom.integrations.transformers.pool_states import PoolStates
 from kvloom.integrations.transformers.watch import ModelWatch
@@ -96,7 +97,7 @@ class BatchCache(CacheOfMixers):
         self.candidate: Any = None
         """The request whose prompt is looked up next: the scheduler tells its id, and not its salt."""
         self.prefixes = SessionPrefixes(self.groups, watch, states)
-        self._attention = StepAttention(self.codes, self.residuals, format.recent)
+        self._attention = StepAttention(self.codes, self.residuals, format.recent, sources_of(config))
         self._held: dict[str, Held] = {}
         self._stateful = stateful
         self._plan = StepPlan(self.groups, stateful, device)
@@ -332,10 +333,10 @@ class BatchCache(CacheOfMixers):
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, kwargs: dict[str, Any]
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Any, Tensor]:
         """Leave new tokens to attention; since transformers 5.24 layers call this before it."""
         kwargs["cache"] = self
-        return key_states, value_states
+        return self._attention.handed_on(self, layer_idx, key_states), value_states
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """0: a step says at which positions its tokens are; models that count them fit in no session."""
@@ -345,7 +346,7 @@ class BatchCache(CacheOfMixers):
         self,
         layer: int,
         query: Tensor,
-        key: Tensor,
+        key: Tensor | SharedKeys,
         value: Tensor,
         scores: ops.Scores,
         is_latent: bool = False,

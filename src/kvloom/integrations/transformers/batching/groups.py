@@ -92,7 +92,7 @@ def make_groups(
     for window in windows:
         storages = {
             i: Storage(
-                *specs_of(config, format.of_layer(i), dtype),
+                *specs_of(config, i, format, dtype),
                 size,
                 device,
                 format.layout,
@@ -107,7 +107,7 @@ def make_groups(
         codes.append(SessionGroup(pages, window, storages, max_pages))
     for group in codes:
         storages = {
-            i: Storage(*specs_of(config, exact, dtype), size, device, exact.layout)
+            i: Storage(*specs_of(config, i, exact, dtype), size, device, exact.layout)
             for i in group.storages
             if format.of_layer(i).recent
         }

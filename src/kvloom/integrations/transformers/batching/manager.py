@@ -38,7 +38,7 @@ from kvloom.integrations.transformers.pool_states import PoolStates, expect_inte
 from kvloom.integrations.transformers.rope import dynamic_rope
 from kvloom.integrations.transformers.smoothing import smoothing_for, smoothing_report
 from kvloom.integrations.transformers.states import Specs, specs_for, why_wrong_in_pieces
-from kvloom.integrations.transformers.text_config import has_latents, head_dims_of, text_config_of
+from kvloom.integrations.transformers.text_config import has_latents, only_head_dims, text_config_of
 from kvloom.integrations.transformers.watch import ModelWatch
 from kvloom.paging import Miss, expect_policy
 from kvloom.tracing.recorder import Recorded, Recorder
@@ -114,7 +114,7 @@ class BatchingManager(Recorder, ContinuousBatchingManager):  # type: ignore[misc
         smoothing = smoothing_for(model, kv)
         self._format = cache_format(text, kv, config.page_size, None, values, layout, smoothing)
         self._smoothing = smoothing_report(self._format, smoothing)
-        self._kv = self._format.kind(*(head_dims_of(text) or ()))
+        self._kv = self._format.kind(*only_head_dims(text))
         self._share, self._policy = share, policy
         self._interval = expect_interval(state_interval, config.page_size)
         windows_of(text)  # refuses a model whose windows have no size

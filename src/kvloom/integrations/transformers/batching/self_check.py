@@ -21,6 +21,7 @@ from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedM
 from kvloom.errors import StateError, UnsupportedError
 from kvloom.integrations.transformers.batching.attention import IMPLEMENTATION
 from kvloom.integrations.transformers.batching.manager import BatchingManager
+from kvloom.integrations.transformers.batching.sizes import windows_of
 from kvloom.integrations.transformers.bit_plan import config_digest
 from kvloom.integrations.transformers.loading import summary_of
 from kvloom.integrations.transformers.rope import dynamic_rope
@@ -96,7 +97,7 @@ def expect_same_logits(model: PreTrainedModel) -> None:
 def _prompts(model: Any) -> list[list[int]]:
     """Prompts of words without a meaning of their own, such as padding or a picture."""
     config, rope = text_config_of(model), dynamic_rope(model)
-    window = getattr(config, "sliding_window", None) or 0
+    window = max((x for x in windows_of(config).values() if x is not None), default=0)
     lengths = (max(_LENGTHS[0], min(window + 16, _LONGEST)), *_LENGTHS[1:])
     ends = (rope and rope.limit, getattr(config, "max_position_embeddings", None))
     most = min([n - _NEW for n in ends if isinstance(n, int) and n > _NEW], default=_LONGEST)

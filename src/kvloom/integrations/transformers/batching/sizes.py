@@ -13,21 +13,23 @@ from kvloom.integrations.transformers.build import StatefulLayer
 from kvloom.integrations.transformers.text_config import (
     has_latents,
     head_dim_of,
-    head_dims_of,
+    layer_config,
+    only_head_dims,
     text_config_of,
 )
 
 
 def heads_of(config: Any) -> int:
-    """Heads that are kept, which not every configuration states; latents are one."""
+    """Heads that a layer keeps, which not every configuration states; latents are one."""
     if has_latents(config):
         return 1
     return int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
 
 
-def specs_of(config: Any, format: CacheFormat, dtype: torch.dtype) -> tuple[Any, Any]:
-    """Keys and values of one layer."""
-    heads, (key_dim, value_dim) = heads_of(config), head_dims_of(config) or (head_dim_of(config),) * 2
+def specs_of(config: Any, index: int, format: CacheFormat, dtype: torch.dtype) -> tuple[Any, Any]:
+    """Keys and values of the layer ``index``, kept as ``format`` says of all."""
+    own, format = layer_config(config, index), format.of_layer(index)
+    heads, (key_dim, value_dim) = heads_of(own), only_head_dims(own) or (head_dim_of(own),) * 2
     return format.spec(heads, key_dim, dtype), (format.values or format).spec(heads, value_dim, dtype)
 
 
@@ -37,7 +39,7 @@ def page_bytes(
     """Bytes of a page in some layers, or in all, scales included."""
     size = format.page_size
     numbers = windows_of(config) if layers_of_page is None else layers_of_page
-    layers = [specs_of(config, format.of_layer(i), dtype) for i in numbers]
+    layers = [specs_of(config, i, format, dtype) for i in numbers]
     specs = [replace(spec, layout="B S H D") for sides in layers for spec in sides]
     return int(sum(spec.nbytes(size, size) for spec in specs))
 
@@ -52,17 +54,34 @@ EMPTY: Final = ("mlp", "moe")
 
 
 def windows_of(config: Any) -> dict[int, int | None]:
-    """The window of each layer that keeps keys and values, by its number.
+    """The window of each layer that keeps keys and values of its own, by its number.
 
     Raises:
         UnsupportedError: a layer has a window of no size.
     """
-    window = getattr(config, "sliding_window", None)
-    kind = "full_attention" if window is None else "sliding_attention"
-    kinds = getattr(config, "layer_types", None) or [kind] * config.num_hidden_layers
-    if {*_WINDOWS} & {*kinds} and not (isinstance(window, int) and window > 0):
-        raise UnsupportedError(f"model must have a sliding_window above 0, got {window!r}")
-    return {i: window if kind in _WINDOWS else None for i, kind in enumerate(kinds) if kind in KINDS}
+    kinds = getattr(config, "layer_types", None) or [None] * config.num_hidden_layers
+    windows, sources = dict[int, int | None](), sources_of(config)
+    for i, kind in enumerate(kinds):
+        window = getattr(layer_config(config, i), "sliding_window", None)
+        if kind is None:
+            kind = "full_attention" if window is None else "sliding_attention"
+        if kind in _WINDOWS and not (isinstance(window, int) and window > 0):
+            raise UnsupportedError(f"model must have a sliding_window above 0, got {window!r}")
+        if kind in KINDS and i not in sources:
+            windows[i] = window if kind in _WINDOWS else None
+    return windows
+
+
+def sources_of(config: Any) -> dict[int, int]:
+    """The layers that attend to keys and values of an earlier one, and of each the number of that one.
+
+    It is the last of the same kind among those that keep their own, as Gemma 3n and 4 have it.
+    """
+    num_shared = getattr(config, "num_kv_shared_layers", None) or 0
+    own = config.num_hidden_layers - num_shared
+    kinds = config.layer_types if num_shared else []
+    last = {kind: i for i, kind in enumerate(kinds[:own])}
+    return {i: last[kind] for i, kind in enumerate(kinds) if i >= own}
 
 
 def stateful_layers_of(model: Any) -> list[Any] | None:

@@ -4,16 +4,16 @@ Shapes: T new tokens of all requests, B requests, P pages of a request, H key/va
 heads, D head dim of keys, Dv of values.
 """
 
-from collections.abc import Sequence
-from dataclasses import replace
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from kvloom import ops
 from kvloom.caches.prefixes import GroupTable
-from kvloom.errors import StateError
+from kvloom.errors import StateError, UnsupportedError
 from kvloom.integrations.transformers.batching.groups import SessionGroup
 
 
@@ -71,35 +71,59 @@ class Step:
             self.groups.append(GroupStep(index.slots(sequence, own), batch, bases))
 
 
+@dataclass(frozen=True)
+class SharedKeys:
+    """New keys of a layer that later ones attend to as well: a model hands them on from one to the others.
+
+    Attributes:
+        cache: That stores them.
+        layer: Index of the layer.
+        keys: ``[1, H, T, D]``.
+    """
+
+    cache: Any
+    layer: int
+    keys: Tensor
+
+
 class StepAttention:
     """Stores the new tokens of a step in a layer and attends to all of its requests.
 
     Args:
-        groups: Of all layers.
+        groups: Of all layers that keep keys and values.
         residuals: Of those that keep tokens unquantized beside codes.
         num_newest: Newest tokens that each token reads so.
+        sources: Of each layer that attends to those of another, its index.
     """
 
     def __init__(
-        self, groups: Sequence[SessionGroup], residuals: Sequence[SessionGroup], num_newest: int
+        self,
+        groups: Sequence[SessionGroup],
+        residuals: Sequence[SessionGroup],
+        num_newest: int,
+        sources: Mapping[int, int],
     ) -> None:
-        self._num_newest = num_newest
+        self._num_newest, self._sources, self._shared = num_newest, sources, {*sources.values()}
         self._groups = {i: (n, group) for n, group in enumerate(groups) for i in group.storages}
         self._residuals = {
             i: (len(groups) + n, group) for n, group in enumerate(residuals) for i in group.storages
         }
+
+    def handed_on(self, cache: Any, layer: int, key: Tensor) -> Tensor | SharedKeys:
+        """The new keys of a layer of a session's ``cache``, as the model gives them to later ones."""
+        return SharedKeys(cache, layer, key) if layer in self._shared else key
 
     def __call__(
         self,
         step: Step,
         layer: int,
         query: Tensor,
-        key: Tensor,
+        key: Tensor | SharedKeys,
         value: Tensor,
         scores: ops.Scores,
         is_latent: bool = False,
     ) -> Tensor:
-        """Attention of a layer.
+        """Attention of a layer. One that has a source stores nothing.
 
         Args:
             step: The step.
@@ -115,22 +139,30 @@ class StepAttention:
 
         Raises:
             StateError: T is not that of the step.
+            UnsupportedError: ``key`` is not of the layer that it should be.
         """
+        source = self._sources.get(layer, layer)
+        if isinstance(key, SharedKeys):
+            if key.layer != source:
+                raise UnsupportedError(f"layer {layer} must get the keys of layer {source}, got {key.layer}")
+            key = key.keys
         if query.shape[2] != step.num_tokens:
             raise StateError(
                 f"query must have the {step.num_tokens} tokens of the step, got {query.shape[2]}"
             )
-        number, group = self._groups[layer]
-        storage, (slots, batch, first) = group.storages[layer], step.groups[number]
+        number, group = self._groups[source]
+        storage, (slots, batch, first) = group.storages[source], step.groups[number]
         key, value, query = (x[0].transpose(0, 1) for x in (key, value, query))
-        storage.store(key, value, slots, step.positions)
+        if source == layer:
+            storage.store(key, value, slots, step.positions)
         if group.window is not None:
             scores = replace(scores, window=group.window)
-        if layer not in self._residuals:
+        if source not in self._residuals:
             return storage.attend(query, batch, scores, first, is_latent)[None]
-        number, residual = self._residuals[layer]
-        exact, (slots, newest, _) = residual.storages[layer], step.groups[number]
-        exact.store(key, value, slots)
+        number, residual = self._residuals[source]
+        exact, (slots, newest, _) = residual.storages[source], step.groups[number]
+        if source == layer:
+            exact.store(key, value, slots)
         beside = exact, newest, self._num_newest, first, is_latent
         return storage.attend_beside(query, batch, scores, *beside)[None]
 
