@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvloom.caches.prefixes import GroupTable
+from kvloom.caches.prefix_group import GroupTable
 from kvloom.caches.states import StatePages, StateSpec
 from kvloom.errors import ArgumentError, UnsupportedError
 from kvloom.paging import check

@@ -59,17 +59,17 @@ class Served:
 
 
 def make_session(
-    kv: str, config: dict[str, Any] | None, settings: Settings, model: Any = None, **layers: Any
+    kv: str, config: dict[str, Any] | None, settings: Settings, model: Any = None, **options: Any
 ) -> Session:
     """A session that has not begun, of the bundled model or of another with its tokens.
 
-    ``layers`` are ``batch_invariant`` and ``pack``.
+    ``options`` are ``batch_invariant``, ``pack`` and ``store``.
     """
     bundled, tokenizer = load_model(bundled_model_path(), progress=False)
     tokenizer.chat_template = TEMPLATE
     cb_config = ContinuousBatchingConfig(**{"page_size": 16, "num_blocks": 256, **(config or {})})
     model = bundled.float() if model is None else model
-    return Session(model, tokenizer, settings, cb_config, kv=kv, **layers)
+    return Session(model, tokenizer, settings, cb_config, kv=kv, **options)
 
 
 @contextmanager
@@ -79,11 +79,13 @@ def served(
     batch_invariant: bool | None = None,
     pack: bool | str = False,
     model: Any = None,
+    store: Any = None,
     **options: Any,
 ) -> Iterator[Served]:
     """A server of the bundled model, or of another with its tokens; ``options`` are of ``Settings``."""
     settings = Settings(port=0, **options)
-    session = make_session(kv, config, settings, model, batch_invariant=batch_invariant, pack=pack)
+    how = {"batch_invariant": batch_invariant, "pack": pack, "store": store}
+    session = make_session(kv, config, settings, model, **how)
     with listener_of(settings) as listener:
         server = server_of(application(session, ("bundled",), settings), settings)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})

@@ -14,7 +14,8 @@ from torch import Tensor
 from kvloom import ops
 from kvloom.caches.format import CacheFormat
 from kvloom.caches.pages import Pages
-from kvloom.caches.prefixes import Below, GroupTable, Prefixes, PrefixGroup
+from kvloom.caches.prefix_group import Below, GroupTable, PrefixGroup
+from kvloom.caches.prefixes import Prefixes
 from kvloom.caches.saving import SavedStorage
 from kvloom.caches.storage import Storage
 from kvloom.core.checks import expect_range

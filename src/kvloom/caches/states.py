@@ -19,7 +19,7 @@ from torch import Tensor
 from kvloom import ops
 from kvloom.caches.format import CacheFormat
 from kvloom.caches.pages import Pages
-from kvloom.caches.prefixes import GroupTable, PrefixGroup
+from kvloom.caches.prefix_group import GroupTable, PrefixGroup
 from kvloom.caches.storage import Storage
 from kvloom.errors import ArgumentError, OutOfPages, UnsupportedError
 

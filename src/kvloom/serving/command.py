@@ -52,6 +52,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         action=argparse.BooleanOptionalAction,
         help="the same bits for a request alone and in company; on if not said",
     )
+    parser.add_argument(
+        "--store",
+        action="append",
+        metavar="URL",
+        help="below the pages, such as file:///var/cache/kvloom: what was computed before this server began, "
+        "or elsewhere; may be repeated, the quickest first",
+    )
     parser.add_argument("--max-batch-tokens", type=int, metavar="N", help="tokens of one step")
     parser.add_argument("--host", default=Settings.host, help="beyond loopback there must be an API key")
     parser.add_argument("--port", type=int, default=Settings.port, metavar="N")
@@ -138,6 +145,7 @@ def run(args: argparse.Namespace, load: Callable[[Path | None], tuple[Any, Any]]
         policy=args.policy,
         batch_invariant=args.batch_invariant,
         pack=PACKS[args.pack],
+        store=args.store,
     )
     if args.record is not None:
         session.manager.record()

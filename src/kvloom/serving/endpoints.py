@@ -69,7 +69,9 @@ class Endpoint:
                 place.widen(wanted.count)
                 tokens, parsers = await read(self._prompt, body, wanted.count)
                 del body
-            salt = json.dumps([request.scope.get(TENANT, ""), wanted.salt])
+            tenant = request.scope.get(TENANT, "")
+            # Who names nobody finds in a store what pools and sessions without a salt wrote.
+            salt = json.dumps([tenant, wanted.salt]) if tenant or wanted.salt else ""
             name = f"{'chatcmpl' if self._kind == 'chat' else 'cmpl'}-{uuid.uuid4().hex}"
             answers = session.ask(
                 name,

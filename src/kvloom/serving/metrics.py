@@ -83,9 +83,13 @@ class _SessionCollector(Collector):
             ("kvloom_batch_invariant", "1 if company changes no bit of an answer.", report.batch_invariant),
         ):
             yield GaugeMetricFamily(name, help, value)
+        stored = report.store
         for name, help, value in (
             ("kvloom_prompt_tokens", "Tokens of prompts that were looked up.", report.tokens_asked),
             ("kvloom_prompt_tokens_found", "Those that were found in pages.", report.tokens_found),
+            ("kvloom_store_tokens_read", "Tokens that were read from a store.", stored.get("tokens_read", 0)),
+            ("kvloom_store_runs_saved", "Runs of pages given to a store.", stored.get("runs_saved", 0)),
+            ("kvloom_store_runs_dropped", "Runs that it was too slow for.", stored.get("runs_dropped", 0)),
             ("kvloom_generated_tokens", "New tokens of all answers.", self._session.num_new),
             ("kvloom_computed_tokens", "Tokens that went through the model.", report.tokens_computed),
             ("kvloom_steps", "Forwards of the model.", report.steps),

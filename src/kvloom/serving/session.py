@@ -11,7 +11,7 @@ from transformers.generation.continuous_batching.continuous_api import OutputRou
 
 from kvloom.errors import ArgumentError, StateError
 from kvloom.integrations.transformers import continuous_batching, summary_of
-from kvloom.integrations.transformers.batching.manager import expect_known
+from kvloom.integrations.transformers.batching.config import expect_known
 from kvloom.integrations.transformers.batching.report import BatchReport
 from kvloom.integrations.transformers.batching.sampling import choose_by_request
 from kvloom.integrations.transformers.text_config import text_config_of
@@ -20,6 +20,7 @@ from kvloom.serving.answers import Answers
 from kvloom.serving.prompts import Prompts, expect_room
 from kvloom.serving.settings import Settings
 from kvloom.serving.wanted import Wanted
+from kvloom.store.store import KVStore, open_store
 
 _LOG: Final = logging.getLogger("kvloom")
 
@@ -49,6 +50,7 @@ class Session:
         policy: The same.
         batch_invariant: The same.
         pack: The same.
+        store: The same.
 
     Raises:
         KVError: the model, an option or the configuration cannot be served.
@@ -66,6 +68,7 @@ class Session:
         policy: str = "lru",
         batch_invariant: bool | None = None,
         pack: bool | str = False,
+        store: KVStore | Sequence[str] | None = None,
     ) -> None:
         if getattr(tokenizer, "backend_tokenizer", None) is None:
             raise ArgumentError(f"model must have a fast tokenizer, got {type(tokenizer).__name__}")
@@ -74,7 +77,9 @@ class Session:
         self.prompts = Prompts(tokenizer)
         self.on_first_token = on_first_token
         self._batch_invariant = batch_invariant
-        continuous_batching(model, kv, policy=policy, batch_invariant=batch_invariant, pack=pack)
+        self.store = None if store is None else open_store(store)
+        options: dict[str, Any] = {"policy": policy, "batch_invariant": batch_invariant, "pack": pack}
+        continuous_batching(model, kv, **options, store=self.store)
         eos = model.generation_config.eos_token_id
         ends = [] if eos is None else eos if isinstance(eos, list) else [eos]
         self.end_tokens = frozenset(ends)
@@ -132,6 +137,8 @@ class Session:
         await asyncio.to_thread(self.manager.stop, hard_stop=True)
         if not self.manager.is_running():
             await asyncio.to_thread(continuous_batching, self.model, None)
+        if self.store is not None:
+            await asyncio.to_thread(self.store.close)
 
     def _tell_what_layers_are_not(self) -> None:
         """Log which layers are not what was asked for; a warning where that is said, and none is."""

@@ -113,9 +113,7 @@ class StoreBelow:
         if len(wanted) == start:
             return found
         num_damaged = self._num_damaged()
-        pieces = self.store.load(
-            self.fingerprint, salt, wanted, start, seconds_per_token=self._seconds_per_token
-        )
+        pieces = self.load(wanted, start, salt)
         if pool.events is not None and self._num_damaged() > num_damaged:
             page = (pieces[-1].segment.end if pieces else start) // size
             what = next(reversed([x for tier in self.store.tiers for x in tier.damages]), "")
@@ -136,6 +134,12 @@ class StoreBelow:
             for ref in refs:
                 pool.release(ref)
             raise
+
+    def load(self, tokens: Sequence[int], start: int, salt: str) -> list[Piece]:
+        """What follows the first ``start`` tokens of a text, from any thread; the pool is not asked."""
+        return self.store.load(
+            self.fingerprint, salt, tokens, start, seconds_per_token=self._seconds_per_token
+        )
 
     def keep(self, tokens: Sequence[int], refs: Sequence[PageRef], salt: str, first: int = 0) -> None:
         """Save the full pages of a text that the store does not have.

@@ -14,7 +14,7 @@ import torch
 from transformers.cache_utils import Cache
 
 from kvloom.caches import CacheFormat
-from kvloom.caches.prefixes import GroupTable, PrefixGroup
+from kvloom.caches.prefix_group import GroupTable, PrefixGroup
 from kvloom.caches.states import StatePages, StateSpec
 from kvloom.core.checks import expect_range
 from kvloom.integrations.transformers.build import make_layers

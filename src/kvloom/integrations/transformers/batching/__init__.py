@@ -3,7 +3,8 @@
 Only ``continuous_batching`` is imported with this package; the rest needs a transformers that has it.
 """
 
-from typing import Any, Final
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Final
 
 import transformers
 from packaging.version import Version
@@ -20,6 +21,9 @@ from kvloom.integrations.transformers.pool_model import expect_prefixes
 from kvloom.integrations.transformers.states import why_wrong_in_pieces
 from kvloom.integrations.transformers.text_config import has_latents, names_rank, text_config_of
 from kvloom.paging import expect_policy
+
+if TYPE_CHECKING:
+    from kvloom.store import KVStore
 
 __all__ = ["OLDEST", "BatchReport", "PageMap", "RequestPages", "continuous_batching"]
 
@@ -41,6 +45,7 @@ def continuous_batching(
     batch_invariant: bool | None = None,
     pack: bool | str = False,
     state_interval: int | None = None,
+    store: "KVStore | str | Sequence[str] | None" = None,
 ) -> Any:
     """Let the continuous batching of a model keep its tokens in pages and attend to them where they lie.
 
@@ -66,12 +71,18 @@ def continuous_batching(
         state_interval: In a model with recurrent states, prefixes are found at multiples of so many tokens,
             behind the end of a prompt and where two prompts part. A multiple of the page size; ``None`` for
             256, or the next one.
+        store: A ``KVStore``, or URLs as it takes them, such as ``"file:///var/cache/kvloom"``: prompts begin
+            with what others computed, in this process or another, also with a ``KVPool`` of this model and
+            ``kv``. It is read while other requests are computed, and written in the background. The model
+            computes 128 tokens before a session, and its weights are read once.
 
     Returns:
         ``model``.
 
     Raises:
-        ArgumentError: ``model`` is none, or as ``KVCache.for_model``; nothing was changed.
+        ArgumentError: ``model`` is none, ``store`` is no URL of a store or there is no ``share``, or as
+            ``KVCache.for_model``; nothing was changed.
+        ModuleNotFoundError: a library that the store needs is not installed; nothing was changed.
         UnsupportedError: the model, or this version of transformers, cannot be served, or a few tokens in a
             session have other logits than in a plain forward; nothing was changed.
         StateError: a session of the model is running; nothing was changed.
@@ -85,12 +96,22 @@ def continuous_batching(
         return model
     if not isinstance(share, bool):
         raise ArgumentError(f"share must be True or False, got {share!r}")
+    if store is not None and not share:
+        raise ArgumentError("share must be True with a store, got False")
     expect_policy(policy)
     if state_interval is not None:
         expect_range("state_interval", state_interval, 1)
     wish = expect_wish(model, batch_invariant, pack, is_free=True)
     _expect_served(model)
     cache_format(text_config_of(model), kv, values=values, layout=layout)  # refuses what it cannot be
+    if store is not None:
+        if stateful_layers_of(model) is not None:
+            raise UnsupportedError(
+                f"store must be None for a model with recurrent states, got {type(model).__name__}"
+            )
+        from kvloom.store.store import open_store
+
+        store = open_store(store)
     from kvloom.integrations.transformers.batching.self_check import expect_same_logits
 
     expect_same_logits(model)
@@ -99,8 +120,9 @@ def continuous_batching(
         hold_layers(model, _INIT, wish)
     else:
         release_layers(model, _INIT)
-    options = {"kv": kv, "values": values, "layout": layout, "share": share, "policy": policy}
-    model.init_continuous_batching = _Init(model, {**options, "wish": wish, "state_interval": state_interval})
+    options: dict[str, Any] = {"kv": kv, "values": values, "layout": layout, "share": share, "policy": policy}
+    options |= {"wish": wish, "state_interval": state_interval, "store": store}
+    model.init_continuous_batching = _Init(model, options)
     return model
 
 

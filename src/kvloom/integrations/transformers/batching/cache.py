@@ -100,7 +100,7 @@ class BatchCache(CacheOfMixers):
         self._attention = StepAttention(self.codes, self.residuals, format.recent, sources_of(config))
         self._held: dict[str, Held] = {}
         self._stateful = stateful
-        self._plan = StepPlan(self.groups, stateful, device)
+        self.plan = StepPlan(self.groups, stateful, device)
         self.lock = RLock()
 
     @property
@@ -140,7 +140,8 @@ class BatchCache(CacheOfMixers):
         if state is None or state.request_id != request_id or not self.use_prefix_sharing:
             return 0
         with self.lock:
-            if not self._num_known(prompt_ids, salt_of(state), self._num_findable(state)):
+            is_read = self.prefixes.has_read(request_id)
+            if not is_read and not self._num_known(prompt_ids, salt_of(state), self._num_findable(state)):
                 return 0  # it is looked up when it gets pages, and until then perhaps in every step
             held = self._begin(state)
             self._hold(state, held)
@@ -191,6 +192,7 @@ class BatchCache(CacheOfMixers):
         with self.lock:
             held = self._held.pop(request_id, None)
             if held is not None:
+                self.prefixes.store(held)
                 self._release(held)
                 self.num_preempted += no_cache
                 self.num_finished += not no_cache
@@ -205,7 +207,7 @@ class BatchCache(CacheOfMixers):
                     self.pages.pool.events.request = 0
                 for group in self.groups:
                     group.tree.evict(group.pages.pool.num_evictable)
-            self._plan.clear()
+            self.plan.clear()
 
     def reset(self) -> None:
         """Hold nothing."""
@@ -258,7 +260,7 @@ class BatchCache(CacheOfMixers):
     def _begin(self, state: Any) -> Held:
         """What a request holds that begins, with the pages that it finds."""
         tokens, salt = state.remaining_prefill_tokens, salt_of(state)
-        num_pages, found = self.prefixes.find(tokens, salt, self._num_findable(state))
+        num_pages, found = self.prefixes.find(state.request_id, tokens, salt, self._num_findable(state))
         if (events := self.pages.pool.events) is not None:
             events.name(state.request_id)
         groups = [group.new_table() for group in self.groups]
@@ -267,7 +269,7 @@ class BatchCache(CacheOfMixers):
             own.first = num_pages - len(refs)
         num_found, prompt = num_pages * self.tokens_per_page, len(state.initial_tokens)
         num_shared = self.prefixes.num_parted(tokens, self.prefixes.scope(salt))
-        held = Held(groups, salt, prompt, num_found, self.prefixes.state, num_shared)
+        held = Held(groups, salt, prompt, num_found, self.prefixes.state, num_shared, num_stored=num_found)
         if self._stateful is not None and self.use_prefix_sharing:
             held.wanted, held.went_on = self.prefixes.wanted(len(tokens), num_found, num_shared), num_found
             if num_found:
@@ -329,7 +331,7 @@ class BatchCache(CacheOfMixers):
         self, request_id: str, past_length: int, query_length: int, read_index: Any, write_index: Any
     ) -> None:
         """Add a request to the next step."""
-        self._plan.add(request_id, past_length, query_length)
+        self.plan.add(request_id, past_length, query_length)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, kwargs: dict[str, Any]
@@ -360,19 +362,9 @@ class BatchCache(CacheOfMixers):
         return self._begin_step().calls if self._stateful is not None else None
 
     def _begin_step(self) -> Begun:
-        return self._plan.begin(self._held, self.lock)
+        return self.plan.begin(self._held, self.lock)
 
     # Reports
-
-    @property
-    def num_steps(self) -> int:
-        """Forwards of the model."""
-        return self._plan.num_steps
-
-    @property
-    def num_computed(self) -> int:
-        """Tokens that went through it."""
-        return self._plan.num_tokens
 
     def tokens_found(self, request_id: str) -> int:
         """Tokens of the prompt of a request whose pages were found; 0 if it holds none."""

@@ -1,5 +1,6 @@
-"""Which configurations of continuous batching can be served."""
+"""Which configurations of continuous batching can be served, and which tokens."""
 
+from collections.abc import Sequence
 from typing import Any, Final
 
 from transformers import ContinuousBatchingConfig
@@ -41,3 +42,15 @@ def _expect_positive(name: str, value: Any) -> None:
     """Raise ArgumentError unless ``value`` is a positive int or ``None``."""
     if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
         raise ArgumentError(f"{name} must be a positive int, got {value!r}")
+
+
+def expect_known(name: str, tokens: Sequence[int], model: Any) -> None:
+    """Raise ArgumentError, naming the tokens ``name``, for one that the model's embedding has no row for."""
+    embedding = model.get_input_embeddings()
+    num_rows = getattr(embedding, "weight", embedding).shape[0]
+    for token in {min(tokens), max(tokens)}:
+        if not 0 <= token < num_rows:
+            raise ArgumentError(
+                f"{name} must be token ids from 0 to {num_rows - 1}, as the model's embedding has {num_rows} "
+                f"rows, got {token}"
+            )

@@ -11,7 +11,7 @@ from typing import Any, Final
 import torch
 
 from kvloom.caches import CacheFormat, Pages
-from kvloom.caches.prefixes import GroupTable, PrefixGroup
+from kvloom.caches.prefix_group import GroupTable, PrefixGroup
 from kvloom.caches.storage import Storage
 from kvloom.integrations.transformers.batching.growing import GrowingPages
 from kvloom.integrations.transformers.batching.sizes import page_bytes, specs_of, windows_of

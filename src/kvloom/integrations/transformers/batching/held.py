@@ -1,13 +1,13 @@
 """What each request of a session holds."""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
 from transformers.cache_utils import Cache
 
-from kvloom.caches.prefixes import GroupTable
+from kvloom.caches.prefix_group import GroupTable
 from kvloom.integrations.transformers.batching.report import PageMap, RequestPages
 from kvloom.paging import PagePool, PageTable
 
@@ -44,6 +44,8 @@ class Held:
         wanted: Numbers of its first tokens behind which copies of its states are kept for others.
         kept: Those copies, by these numbers, until others can find them.
         went_on: Tokens behind the states that others find and it went on from; 0 for none.
+        published: Its tokens as far as others find their pages.
+        num_stored: Those of them that a store below was given, or had.
     """
 
     groups: list[GroupTable]
@@ -56,6 +58,8 @@ class Held:
     wanted: frozenset[int] = frozenset()
     kept: dict[int, Cache] = field(default_factory=dict)
     went_on: int = 0
+    published: Sequence[int] = ()
+    num_stored: int = 0
 
     @property
     def table(self) -> PageTable:

@@ -16,7 +16,7 @@ from kvloom.caches.memory import free_bytes
 from kvloom.errors import ArgumentError, UnsupportedError
 from kvloom.integrations.transformers.batching.attention import IMPLEMENTATION
 from kvloom.integrations.transformers.batching.cache import BatchCache
-from kvloom.integrations.transformers.batching.config import expect_config
+from kvloom.integrations.transformers.batching.config import expect_config, expect_known
 from kvloom.integrations.transformers.batching.groups import Limits
 from kvloom.integrations.transformers.batching.held import SALT
 from kvloom.integrations.transformers.batching.recurrent import nbytes_of
@@ -34,6 +34,7 @@ from kvloom.integrations.transformers.invariance import (
 )
 from kvloom.integrations.transformers.latents import expect_absorbed
 from kvloom.integrations.transformers.mixers import watch_mixers
+from kvloom.integrations.transformers.origin import scope_of
 from kvloom.integrations.transformers.pool_states import PoolStates, expect_interval, least_bytes
 from kvloom.integrations.transformers.rope import dynamic_rope
 from kvloom.integrations.transformers.smoothing import smoothing_for, smoothing_report
@@ -41,6 +42,7 @@ from kvloom.integrations.transformers.states import Specs, specs_for, why_wrong_
 from kvloom.integrations.transformers.text_config import has_latents, only_head_dims, text_config_of
 from kvloom.integrations.transformers.watch import ModelWatch
 from kvloom.paging import Miss, expect_policy
+from kvloom.store.store import KVStore
 from kvloom.tracing.recorder import Recorded, Recorder
 
 PAGE_SIZE: Final = 16
@@ -82,6 +84,7 @@ class BatchingManager(Recorder, ContinuousBatchingManager):  # type: ignore[misc
         wish: What the layers of the model are while this manager has it.
         state_interval: At which multiples prefixes are found in a model with recurrent states, as of
             ``continuous_batching``.
+        store: Below the pages.
 
     Raises:
         ArgumentError: an argument, or a field of a configuration, has no such value; nothing was changed.
@@ -103,9 +106,11 @@ class BatchingManager(Recorder, ContinuousBatchingManager):  # type: ignore[misc
         policy: str = "lru",
         wish: Wish = NO_WISH,
         state_interval: int | None = None,
+        store: KVStore | None = None,
     ) -> None:
         expect_policy(policy)
-        self._wish = wish
+        self._wish, self._store, self._watch = wish, store, ModelWatch(model)
+        self._identity: tuple[str, Any] | None = None
         config = continuous_batching_config or ContinuousBatchingConfig(page_size=PAGE_SIZE)
         expect_config(config)
         text = text_config_of(model)
@@ -148,8 +153,28 @@ class BatchingManager(Recorder, ContinuousBatchingManager):  # type: ignore[misc
         hold_layers(model, self._holder, self._wish)
         before = model.config._attn_implementation
         if before != IMPLEMENTATION:
+            self._identify(model)
             model.set_attn_implementation(IMPLEMENTATION)
             self._original_attn_impl = before
+
+    def _identify(self, model: Any) -> None:
+        """Learn whose keys and values a store gets, of a model that has the attention of its forwards."""
+        state = self._watch.state()
+        if self._store is not None and (self._identity is None or self._identity[0] != state):
+            from kvloom.integrations.transformers.identity import identify
+
+            self._identity = state, identify(model, self._format)
+            self._put_below(self._cache)
+
+    def _put_below(self, cache: BatchCache | None) -> None:
+        """Put the store below the pages of a cache."""
+        if cache is not None and self._store is not None and self._identity is not None:
+            from kvloom.integrations.transformers.batching.store_reads import StoreReads
+
+            state, identity = self._identity
+            own = self._store, cache.groups, identity, state, self._wake_up_loop.set
+            with cache.lock:
+                cache.prefixes.reads = StoreReads(*own)
 
     def stop(self, *args: Any, **kwargs: Any) -> None:
         """As theirs; the layers of the model are as they were before the session, too."""
@@ -225,12 +250,13 @@ class BatchingManager(Recorder, ContinuousBatchingManager):  # type: ignore[misc
                 preemptions=cache.num_preempted,
                 tokens_asked=cache.num_asked,
                 tokens_found=cache.num_found,
-                steps=cache.num_steps,
-                tokens_computed=cache.num_computed,
+                steps=cache.plan.num_steps,
+                tokens_computed=cache.plan.num_tokens,
                 window_bytes=sum(group.nbytes for group in cache.codes[1:]),
                 recent_bytes=sum(group.nbytes for group in cache.residuals),
                 state_bytes=nbytes_of(cache.held()),
                 found_state_bytes=0 if cache.prefixes.states is None else cache.prefixes.states.nbytes,
+                store={} if cache.prefixes.reads is None else cache.prefixes.reads.report(),
                 **of_layers,
             )
 
@@ -251,6 +277,8 @@ class BatchingManager(Recorder, ContinuousBatchingManager):  # type: ignore[misc
     def why(self, input_ids: Sequence[int], salt: str = "") -> list[Miss]:
         """Why a request would not find the full pages of a text now; there is none for those it would find.
 
+        A store below is asked, too, as by ``KVPool.why``.
+
         Args:
             input_ids: Tokens of the prompt, of which the last is always computed.
             salt: Its ``cache_salt``.
@@ -258,7 +286,10 @@ class BatchingManager(Recorder, ContinuousBatchingManager):  # type: ignore[misc
         Raises:
             StateError: events are not recorded.
         """
-        return self._why(input_ids[:-1], self._cache_to_record().prefixes.scope(salt))
+        prefixes = self._cache_to_record().prefixes
+        misses = self._why(input_ids[:-1], prefixes.scope(salt))
+        below: Any = prefixes.main.below
+        return list(below.misses(misses, input_ids[:-1], scope_of(salt))) if misses and below else misses
 
     def _recorded(self) -> Recorded:
         cache = self._cache_to_record()
@@ -324,7 +355,7 @@ class BatchingManager(Recorder, ContinuousBatchingManager):  # type: ignore[misc
         states = None
         if self._stateful is not None and self._share and config.allow_block_sharing:
             states = self._make_states(max_pages)
-        return BatchCache(
+        cache = BatchCache(
             text,
             self._format,
             model.dtype,
@@ -333,11 +364,13 @@ class BatchingManager(Recorder, ContinuousBatchingManager):  # type: ignore[misc
             max_batch_tokens=max_batch_tokens,
             share=self._share and config.allow_block_sharing,
             policy=self._policy,
-            watch=ModelWatch(model),
+            watch=self._watch,
             num_requests=min(config.max_requests_per_batch, max_batch_tokens),
             stateful=self._stateful,
             states=states,
         )
+        self._put_below(cache)
+        return cache
 
     def _make_states(self, max_pages: int) -> PoolStates:
         """What keeps recurrent states that are found, in as many bytes as pages, or those of eight texts."""
@@ -363,15 +396,3 @@ class BatchingManager(Recorder, ContinuousBatchingManager):  # type: ignore[misc
                 room -= states
                 return limits.most(room if self._stateful is None else room * _SHARE // (_SHARE + 1))
             count //= 2
-
-
-def expect_known(name: str, tokens: Sequence[int], model: Any) -> None:
-    """Raise ArgumentError, naming the tokens ``name``, for one that the model's embedding has no row for."""
-    embedding = model.get_input_embeddings()
-    num_rows = getattr(embedding, "weight", embedding).shape[0]
-    for token in {min(tokens), max(tokens)}:
-        if not 0 <= token < num_rows:
-            raise ArgumentError(
-                f"{name} must be token ids from 0 to {num_rows - 1}, as the model's embedding has {num_rows} "
-                f"rows, got {token}"
-            )

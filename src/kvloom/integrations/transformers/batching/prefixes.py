@@ -7,6 +7,7 @@ from transformers.cache_utils import Cache
 from kvloom.caches.prefixes import Prefixes
 from kvloom.integrations.transformers.batching.groups import SessionGroup
 from kvloom.integrations.transformers.batching.held import Held
+from kvloom.integrations.transformers.batching.store_reads import StoreReads
 from kvloom.integrations.transformers.origin import scope_of
 from kvloom.integrations.transformers.pool_prefixes import num_shared
 from kvloom.integrations.transformers.pool_states import PoolStates
@@ -24,6 +25,7 @@ class SessionPrefixes(Prefixes):
     Attributes:
         state: Of the model when the present step began.
         states: As below.
+        reads: What is read from a store below; ``None`` without one.
 
     Args:
         groups: Those of the session.
@@ -40,6 +42,7 @@ class SessionPrefixes(Prefixes):
         super().__init__(groups if states is None else [*groups, states.group])
         self._watch, self.states = watch, states
         self.state = ""
+        self.reads: StoreReads | None = None
 
     def refresh(self, is_thorough: bool = False) -> None:
         """Learn the state of the model: before each step, and thoroughly before pages are found."""
@@ -50,10 +53,27 @@ class SessionPrefixes(Prefixes):
         """Where the trees have the pages of a salt now."""
         return scope_of(salt, state=self.state)
 
-    def find(self, tokens: Sequence[int], salt: str, max_tokens: int) -> tuple[int, list[list[PageRef]]]:
-        """Retain the pages of the longest prefix that is known.
+    def is_read(self, request_id: str, tokens: Sequence[int], salt: str) -> bool:
+        """Whether a request may begin, since what stores have of its prompt is read; begins to read it.
 
         Args:
+            request_id: Of the request.
+            tokens: Of its prompt, those that may be found.
+            salt: Under which they are known.
+        """
+        reads = self.reads
+        if reads is None or reads.state != self.state:
+            return True
+        stored = scope_of(salt)
+        return reads.is_read(request_id, lambda: self.needed(tokens, self.scope(salt), stored), stored)
+
+    def find(
+        self, request_id: str, tokens: Sequence[int], salt: str, max_tokens: int
+    ) -> tuple[int, list[list[PageRef]]]:
+        """Retain the pages of the longest prefix that is known, with those that were read for the request.
+
+        Args:
+            request_id: Of the request.
             tokens: Of the prompt.
             salt: Under which they are known.
             max_tokens: Of the prefix.
@@ -63,11 +83,36 @@ class SessionPrefixes(Prefixes):
         """
         self.refresh(is_thorough=True)
         scope = self.scope(salt)
+        read = self._take(request_id, tokens[: max(max_tokens, 0)], salt)
         num_pages = self.num_known(tokens, scope, max_tokens)
-        return num_pages, [
+        found = [
             group.tree.match(tokens, scope, max_tokens=max_tokens, num_pages=num_pages)
             for group in self.groups
         ]
+        for group, refs in zip(self.groups, read, strict=False):
+            for ref in reversed(refs):
+                group.pages.pool.release(ref)
+        return num_pages, found
+
+    def has_read(self, request_id: str) -> bool:
+        """Whether something was read for a request."""
+        return self.reads is not None and self.reads.has(request_id)
+
+    def _take(self, request_id: str, tokens: Sequence[int], salt: str) -> list[list[PageRef]]:
+        """Let the trees have what was read for a request; the pages are held by the caller."""
+        reads = self.reads
+        if reads is None:
+            return []
+        try:
+            if reads.state != self.state or not reads.has(request_id):
+                return []
+            scope, stored = self.scope(salt), scope_of(salt)
+            for group, own in zip(self.groups, self.needed(tokens, scope, stored), strict=True):
+                if isinstance(group, SessionGroup):
+                    group.growing.grow(own.num_missing)
+            return self.look_up(tokens, scope, stored)
+        finally:
+            reads.drop(request_id)
 
     def publish(self, held: Held, tokens: Sequence[int]) -> None:
         """Let others find the full pages of a request that began in the present state."""
@@ -77,10 +122,23 @@ class SessionPrefixes(Prefixes):
             return
         scope = self.scope(held.salt)
         self.seal(held.groups, tokens, scope, held.num_shared)
+        held.published = tokens
+        if held.num_stored < held.num_prompt:
+            self.store(held)
         for end in sorted(held.kept):
             self._publish_states(held, tokens[:end], scope)
         if held.num_shared * self.page_size <= len(tokens):
             held.num_shared = 0
+
+    def store(self, held: Held) -> None:
+        """Give the store below what a request published since it did so last."""
+        tokens, reads = held.published, self.reads
+        if reads is None or reads.state != held.state or len(tokens) <= held.num_stored:
+            return
+        for group, own in zip(self.groups, held.groups, strict=False):
+            if group.below is not None:
+                group.below.keep(tokens, own.table.pages, scope_of(held.salt), own.first)
+        held.num_stored = len(tokens)
 
     @property
     def interval(self) -> int:

@@ -1,6 +1,7 @@
 """What a session of continuous batching says of its pages, for metrics and maps."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +58,7 @@ class BatchReport:
         not_invariant: Numbers of layers whose rows may differ, by the reason.
         not_packed: Numbers of linear layers that could not be packed, by the reason.
         smoothing: Layers by what was done to smooth their keys, and why not more.
+        store: That of the store below the pages, as of ``KVStore.report``.
     """
 
     kv: str
@@ -85,6 +87,7 @@ class BatchReport:
     not_invariant: dict[str, int] = field(default_factory=dict)
     not_packed: dict[str, int] = field(default_factory=dict)
     smoothing: dict[str, list[int]] = field(default_factory=dict)
+    store: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """transformers' schedulers, with prefixes that are computed once and requests that fail alone."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from transformers.generation.continuous_batching.requests import RequestStatus
@@ -58,7 +58,7 @@ class SharingScheduler(Scheduler):  # type: ignore[misc]
             made = super().schedule_batch(token_budget, sys.maxsize)
             if made[0] is not None or len(self.active_requests) > 1:
                 return made
-            alone = [*self.active_requests.values(), *self.waiting_requests.values()][0]
+            alone = [*self.active_requests.values(), *self._may_begin()][0]
             if alone is not asked_for and self.cache.growing.ask_again():
                 asked_for = alone  # no request fails for memory that was refused to another
                 continue
@@ -69,6 +69,11 @@ class SharingScheduler(Scheduler):  # type: ignore[misc]
             if not self.has_pending_requests():
                 return [], False, 0, 0
 
+    def _may_begin(self) -> Iterator[Any]:
+        """The requests that wait for pages, and for no store."""
+        reads = self.cache.prefixes.reads
+        return (x for x in self.waiting_requests.values() if reads is None or reads.is_done(x.request_id))
+
     def _infer_request_tokens(self, state: Any, request_ids_to_remove_from_waiting: set[str]) -> list[int]:
         """As theirs: ``search_prefix_match`` is not told whose prompt it is."""
         self.cache.candidate = state
@@ -76,11 +81,13 @@ class SharingScheduler(Scheduler):  # type: ignore[misc]
         return tokens
 
     def _get_waiting_candidates(self) -> list[Any]:
-        """Theirs without those that wait for a page, and no more than a step can compute."""
+        """Theirs without those that wait for a page or for a store, and no more than a step can compute."""
         cache = self.cache
         waiting: list[Any] = super()._get_waiting_candidates()
         if not cache.use_prefix_sharing:
             return waiting
+        if cache.prefixes.reads is not None:
+            cache.prefixes.reads.keep_only(self.waiting_requests)
         busy = _Busy(cache.prefixes.interval)
         for state in self.active_requests.values():
             if state.status == RequestStatus.PREFILLING:
@@ -93,6 +100,12 @@ class SharingScheduler(Scheduler):  # type: ignore[misc]
             tokens = state.initial_tokens
             known = cache.num_known(tokens, salt_of(state), len(tokens) - 1)
             if busy.has(state, known):
+                continue
+            with cache.lock:
+                findable = tokens[: -2 if state.num_children else -1]
+                is_read = cache.prefixes.is_read(state.request_id, findable, salt_of(state))
+            if not is_read:
+                busy.add(state, known)
                 continue
             chosen.append(state)
             busy.add(state, known)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kvloom import ops
-from kvloom.caches.prefixes import GroupTable
+from kvloom.caches.prefix_group import GroupTable
 from kvloom.errors import StateError, UnsupportedError
 from kvloom.integrations.transformers.batching.groups import SessionGroup
 

@@ -1,0 +1,46 @@
+"""A server with a store: prompts begin with what was computed before it began, for whoever may find that."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from oracles.serving import PROMPT, Served, served
+from serving.test_metrics import read
+
+from kvloom.store import KVStore
+
+LONG = "\n".join([PROMPT] * 8)
+
+
+def answer(server: Served, key: str = "none", **fields: str) -> tuple[str, int]:
+    """The text, and the tokens of the prompt that were found."""
+    with server.client(key) as client:
+        done = client.completions.create(
+            model="bundled", prompt=LONG, max_tokens=12, temperature=0, extra_body=fields
+        )
+    assert done.usage is not None and done.usage.prompt_tokens_details is not None
+    return done.choices[0].text, done.usage.prompt_tokens_details.cached_tokens or 0
+
+
+def opened(folder: Path) -> KVStore:
+    return KVStore(f"file://{folder}/store", read="always")
+
+
+def test_a_server_that_begins_again_finds_what_it_computed(tmp_path: Path) -> None:
+    with served(store=opened(tmp_path)) as server:
+        text, found = answer(server)
+        assert found == 0
+    with served(store=opened(tmp_path)) as server:
+        again = answer(server)
+        assert again[0] == text and again == answer(server)
+        metrics = read(server)
+    assert metrics["kvloom_store_tokens_read_total", ""] == again[1] > 300
+
+
+def test_keys_and_salts_keep_their_pages_apart(tmp_path: Path) -> None:
+    keys = ("first", "second")
+    with served(store=opened(tmp_path), api_keys=keys) as server:
+        answer(server, "first", cache_salt="a")
+    with served(store=opened(tmp_path), api_keys=keys) as server:
+        found = [answer(server, key, cache_salt=salt)[1] for key in keys for salt in ("a", "b")]
+    assert found[0] > 0 and found[1:] == [0, 0, 0]
