@@ -26,8 +26,8 @@ from latent_sections import latents_section
 from plots import link, place
 from quality_sections import formats_section, quality_length_section, quality_section, retrieval_section
 from rounds import needs_compiled_backend
-from serving_sections import serving_http_section, serving_section
-from states_sections import states_section
+from serving_sections import restart_section, serving_http_section, serving_section
+from states_sections import drafts_section, session_states_section, states_section
 from store_sections import slow_store_section, store_section
 from tables import cell, left_out, pivot, table
 from trace_sections import causes_section, events_section, knowledge_section, simulate_section
@@ -263,12 +263,15 @@ SECTIONS = {
     "retrieval": Section("Answers from far back", retrieval_section, QUANTIZED, of_processor=False),
     "latents": Section("Latent attention", latents_section, OURS),
     "states": Section("Recurrent states in pools", states_section, OURS),
+    "drafts": Section("Drafts of hybrids", drafts_section, OURS),
+    "session_states": Section("Hybrids in sessions", session_states_section, OURS),
     "formats": Section("Formats of 4 bits", formats_section, (*QUANTIZED, "gguf"), of_processor=False),
     "growth": Section("What a cache is for", growth_section, OURS),
     "sharing": Section("Sharing pages", sharing_section, QUANTIZED),
     "prefix": Section("A known prefix", prefix_section, OURS),
     "serving": Section("Many requests at once", serving_section, OURS),
     "serving_http": Section("Many clients of a server", serving_http_section, OURS),
+    "restart": Section("A session that begins again", restart_section, (*OURS, "xxhash")),
     "store": Section("A prefix from a store", store_section, (*OURS, "xxhash")),
     "slow_store": Section("Stores that are slow or hold much", slow_store_section, (*OURS, "xxhash")),
     "simulate": Section("What caches find of traces", simulate_section, (), of_processor=False),

@@ -48,3 +48,26 @@ def serving_http_section(result: dict[str, Any]) -> str:
         f"{result['rounds']} rounds, each with a prefix of its own. *Same*: answers that are the first "
         "server's.\n\n" + table(["", "CPU time of the server", "until the last answer", "same"], rows)
     )
+
+
+def restart_section(result: dict[str, Any]) -> str:
+    """The first token of a long conversation in a new process."""
+    head = ["pages", "tokens", "found", "computed", "with the store", "of it", "bytes in the store"]
+    rows = [
+        [
+            row["kv"],
+            f"{row['tokens']:,}",
+            f"{row['found']:,}",
+            f"{row['cold']:.1f} s",
+            f"{row['warm']:.2f} s",
+            f"{row['share']:.2%}",
+            f"{row['megabytes']:.0f} MB",
+        ]
+        for row in result["rows"]
+    ]
+    same = "the same" if all(row["same"] for row in result["rows"]) else "other"
+    return (
+        "Seconds to the first token of the next turn of a conversation in a session of a new process, "
+        "without a store and with one in a folder: a Llama of six layers with 8 query and 2 key/value heads of 64, "
+        f"float32, {same} tokens behind it.\n\n" + table(head, rows)
+    )

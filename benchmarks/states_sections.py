@@ -1,4 +1,4 @@
-"""The section of results.md about recurrent states in pools."""
+"""The sections of results.md about recurrent states."""
 
 from typing import Any
 
@@ -21,4 +21,41 @@ def states_section(result: dict[str, Any]) -> str:
         f"and {chats['chats']} chats of {chats['turns']} turns with one system prompt, all chats in turn, "
         "with an eighth of the bytes that the states of every 256 tokens would take.\n\n"
         + table(["", "kvloom"], rows)
+    )
+
+
+def drafts_section(result: dict[str, Any]) -> str:
+    """Prompt lookup over greedy decoding."""
+    head = ["model", "cache", "greedy over lookup", "forwards of greedy", "forwards with drafts"]
+    rows, figures = [], {name: x for name, x in result.items() if name != "figure"}
+    for name, own in figures.items():
+        model, _, kv = name.rpartition(" ")
+        forwards = own["forwards"]
+        rows.append([
+            model, kv, f"{own['greedy_over_lookup']:.2f}", str(forwards["greedy"]), str(forwards["lookup"])
+        ])  # fmt: skip
+    count = next(iter(figures.values()))["new_tokens"]
+    return (
+        "Times of greedy decoding by those of prompt lookup, which takes back recurrent states, where a "
+        f"text is copied with edits: {count} new tokens, the same ones, one thread.\n\n" + table(head, rows)
+    )
+
+
+def session_states_section(result: dict[str, Any]) -> str:
+    """Hybrids in continuous batching."""
+    head = ["prefix that all share", "padded over session", "from", "to", "answers that are the same"]
+    rows = [
+        [
+            f"{case['prefix']:,}",
+            f"{case['padded_over_session']:.2f}",
+            f"{case['from']:.2f}",
+            f"{case['to']:.2f}",
+            f"{case['same_tokens_in_last_round']} of {result['requests']}",
+        ]
+        for case in result["cases"]
+    ]
+    return (
+        "Processor time of padded `generate`, in the fastest of several sizes of batches, by that of a session: "
+        f"{result['requests']} requests of random lengths to a hybrid of four layers, of Granite 4's kinds "
+        f"with a hidden size of {result['hidden']}, one thread.\n\n" + table(head, rows)
     )
