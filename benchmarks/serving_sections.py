@@ -68,6 +68,6 @@ def restart_section(result: dict[str, Any]) -> str:
     same = "the same" if all(row["same"] for row in result["rows"]) else "other"
     return (
         "Seconds to the first token of the next turn of a conversation in a session of a new process, "
-        "without a store and with one in a folder: a Llama of six layers with 8 query and 2 key/value heads of 64, "
-        f"float32, {same} tokens behind it.\n\n" + table(head, rows)
+        "without a store and with one in a folder: a Llama of six layers with 8 query and 2 key/value heads "
+        f"of 64, float32, {same} tokens behind it.\n\n" + table(head, rows)
     )

@@ -55,7 +55,7 @@ def session_states_section(result: dict[str, Any]) -> str:
         for case in result["cases"]
     ]
     return (
-        "Processor time of padded `generate`, in the fastest of several sizes of batches, by that of a session: "
-        f"{result['requests']} requests of random lengths to a hybrid of four layers, of Granite 4's kinds "
-        f"with a hidden size of {result['hidden']}, one thread.\n\n" + table(head, rows)
+        "Processor time of padded `generate`, in the fastest of several sizes of batches, by that of a "
+        f"session: {result['requests']} requests of random lengths to a hybrid of four layers, of Granite 4's "
+        f"kinds with a hidden size of {result['hidden']}, one thread.\n\n" + table(head, rows)
     )
