@@ -14,6 +14,7 @@ MISSING = [name for name in (*PACKAGES, "openai") if find_spec(name) is None]
 NEEDS_PACKAGES = [
     "test_answers.py",
     "test_bench.py",
+    "test_choosing.py",
     "test_clients.py",
     "test_dashboard.py",
     "test_guard.py",

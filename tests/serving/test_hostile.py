@@ -43,6 +43,13 @@ FIELDS = [
     "stream_options",
     "logprobs",
     "logit_bias",
+    "presence_penalty",
+    "repetition_penalty",
+    "min_p",
+    "min_tokens",
+    "stop_token_ids",
+    "ignore_eos",
+    "echo",
     "response_format",
     "prompt",
 ]
@@ -132,8 +139,8 @@ def test_hostile_requests_are_refused_and_leave_nothing() -> None:
     assert memory[2] - memory[1] < 8 << 20, memory
 
 
-@pytest.mark.parametrize("field", ["penalty_of_nobody", "frequency_penalty", "logit_bias"])
+@pytest.mark.parametrize("field", ["penalty_of_nobody", "best_of", "suffix"])
 def test_a_field_that_is_not_served_is_named(field: str) -> None:
     """What the test above adds to each request is what refuses it, and nothing else of the request."""
     with pytest.raises(ArgumentError, match=field):
-        Wanted.of({"prompt": "x", field: 1}, "text", None)
+        Wanted.of({"prompt": "x", field: 2}, "text", None)

@@ -1,7 +1,6 @@
-"""The answers to one prompt, read piece by piece from a session."""
+"""The answers to the prompts of one request, read piece by piece from a session."""
 
 import asyncio
-import random
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
@@ -38,14 +37,14 @@ class Piece:
 
 
 class Answers:
-    """The answers to one prompt.
+    """The answers to the prompts of one request.
 
     Args:
         session: Whose.
         name: By which the first answer is known.
-        tokens: Of the prompt.
+        prompts: Tokens of each prompt.
         wanted: What was asked for.
-        max_tokens: New tokens of each.
+        max_tokens: New tokens of each answer to each prompt.
         salt: Only requests of one salt share pages.
         keep_special: Whether special tokens are text.
     """
@@ -54,33 +53,39 @@ class Answers:
         self,
         session: "Session",
         name: str,
-        tokens: Sequence[int],
+        prompts: Sequence[Sequence[int]],
         wanted: Wanted,
-        max_tokens: int,
+        max_tokens: Sequence[int],
         salt: str,
         keep_special: bool,
     ) -> None:
-        self._session, self._max_tokens = session, max_tokens
+        self._session, self._count = session, wanted.count
         self._began, self._first = time.monotonic(), True
         self._latest: dict[str, Any] = {}
         self._failure: str | None = None
         self._changed = asyncio.Event()
-        self.num_asked, self.num_new = len(tokens), 0
+        self.num_asked, self.num_new = sum(map(len, prompts)), 0
         self._answers: dict[str, _Answer] = {}
-        seed = random.getrandbits(63) if wanted.seed is None else wanted.seed
-        for index in range(wanted.count):
-            choice = Choice(wanted.temperature, wanted.top_p, wanted.top_k, seed + index, wanted.logprobs)
-            text = TextStream(session.tokenizer, wanted.stop, not keep_special)
-            request_id = f"{name}-{index}" if index else name
-            self._answers[request_id] = _Answer(index, choice, text)
-            session.readers[request_id] = self
+        sampling = wanted.sampling
+        ends = sampling.ends(session.end_tokens)
+        for tokens in prompts:
+            for choice in sampling.choices(
+                wanted.count, len(tokens), session.end_tokens, wanted.logprobs, session.model.device
+            ):
+                index = len(self._answers)
+                text = TextStream(session.tokenizer, wanted.stop, not keep_special, sampling.min_tokens)
+                request_id = f"{name}-{index}" if index else name
+                self._answers[request_id] = _Answer(index, choice, text, ends)
+                session.readers[request_id] = self
         try:
             for request_id, answer in self._answers.items():
+                number = answer.index // wanted.count
                 added = session.manager.add_request(
-                    list(tokens),
+                    list(prompts[number]),
                     request_id=request_id,
-                    max_new_tokens=max_tokens,
+                    max_new_tokens=max_tokens[number],
                     streaming=True,
+                    eos_token_id=sorted(ends) or -1,
                     cache_salt=salt,
                     **{CHOICE: answer.choice},
                 )
@@ -92,8 +97,9 @@ class Answers:
 
     @property
     def num_found(self) -> int:
-        """Tokens of the prompt whose pages were found by the first answer."""
-        return next(iter(self._answers.values())).choice.num_found or 0
+        """Tokens of the prompts whose pages were found by the first answer to each."""
+        firsts = [*self._answers.values()][:: self._count]
+        return sum(answer.choice.num_found or 0 for answer in firsts)
 
     def take(self, output: Any) -> None:
         """An output that replaces the one before it."""
@@ -131,7 +137,7 @@ class Answers:
                         session.on_first_token(time.monotonic() - self._began)
                     answer = self._answers[name]
                     if answer.finish_reason is None:
-                        piece = answer.read(output, session.end_tokens)
+                        piece = answer.read(output)
                         self.num_new += len(piece.tokens)
                         session.note_new_tokens(len(piece.tokens))
                         if piece.finish_reason is not None:
@@ -153,18 +159,18 @@ class Answers:
 class _Answer:
     """One answer while it comes."""
 
-    def __init__(self, index: int, choice: Choice, text: TextStream) -> None:
-        self.choice = choice
+    def __init__(self, index: int, choice: Choice, text: TextStream, ends: frozenset[int]) -> None:
+        self.index, self.choice = index, choice
         self.finish_reason: str | None = None
-        self._index, self._text, self._num_read = index, text, 0
+        self._text, self._ends, self._num_read = text, ends, 0
 
-    def read(self, output: Any, end_tokens: frozenset[int]) -> Piece:
+    def read(self, output: Any) -> Piece:
         """The new part of an output."""
         start, tokens = self._num_read, output.generated_tokens
         text = self._text.feed(tokens[start:])
         if output.is_finished():
             text += self._text.end(tokens)
-        if self._text.stopped or (output.is_finished() and tokens[-1] in end_tokens):
+        if self._text.stopped or (output.is_finished() and tokens[-1] in self._ends):
             self.finish_reason = "stop"
         elif output.is_finished():
             self.finish_reason = "length"
@@ -172,4 +178,4 @@ class _Answer:
         new = slice(start, len(offsets))
         self._num_read = len(offsets)
         logprobs = tuple(self.choice.logprobs[new])
-        return Piece(self._index, text, tuple(tokens[new]), tuple(offsets[new]), logprobs, self.finish_reason)
+        return Piece(self.index, text, tuple(tokens[new]), tuple(offsets[new]), logprobs, self.finish_reason)

@@ -10,30 +10,30 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import aclosing, closing, contextmanager
+from dataclasses import dataclass
 from typing import Any, Final
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse
-from transformers.cli.serving.utils import (
-    ReasoningText,
-    ToolCall,
-    build_response_parser,
-    response_events_to_chunks,
-)
+from transformers.cli.serving.utils import build_response_parser
 
 from kvloom.errors import ArgumentError
 from kvloom.integrations.transformers import summary_of
+from kvloom.integrations.transformers.batching.config import expect_known
 from kvloom.serving import Refused
-from kvloom.serving.answers import Answers, Piece
+from kvloom.serving.answers import Answers
 from kvloom.serving.guard import TENANT
 from kvloom.serving.messages import Chat
 from kvloom.serving.prompts import expect_room
-from kvloom.serving.replies import EventStream, chat_logprobs, error_body, text_logprobs, usage
+from kvloom.serving.replies import EventStream, error_body, usage
 from kvloom.serving.session import Place, Session
+from kvloom.serving.shapes import Shape
 from kvloom.serving.wanted import Wanted
 
 _USUAL_TOKENS: Final[Mapping[str, int | None]] = {"chat": None, "text": 16}
 """New tokens where a request does not say how many, as of OpenAI's: as many as there may be in a chat."""
+
+_PROMPTS: Final = "prompt must be a text, a list of token ids, or a list of those"
 
 _HALF_PAIR: Final = re.compile(rb"\\u[dD][89a-fA-F]")
 """What a text may have that cannot be encoded."""
@@ -66,22 +66,23 @@ class Endpoint:
                 wanted = Wanted.of(body, self._kind, session.model.generation_config)
                 if body.get("model") not in (None, *self._names):
                     raise Refused(404, f"model must be {self._names[0]!r}, got {str(body['model'])[:100]!r}")
-                place.widen(wanted.count)
-                tokens, parsers = await read(self._prompt, body, wanted.count)
-                del body
+                prompts = [body] if self._kind == "chat" else _texts(body.get("prompt"))
+                place.widen(wanted.count * len(prompts))
+                asked = [await read(self._asked, prompt, wanted) for prompt in prompts]
+                del body, prompts
             tenant = request.scope.get(TENANT, "")
             # Who names nobody finds in a store what pools and sessions without a salt wrote.
             salt = json.dumps([tenant, wanted.salt]) if tenant or wanted.salt else ""
             name = f"{'chatcmpl' if self._kind == 'chat' else 'cmpl'}-{uuid.uuid4().hex}"
             answers = session.ask(
                 name,
-                tokens,
+                [x.tokens for x in asked],
                 wanted,
                 salt,
-                keep_special=parsers[0] is not None,
+                keep_special=asked[0].shapes[0].reads_special,
                 usual_tokens=_USUAL_TOKENS[self._kind],
             )
-        shapes = [_Shape(self._kind, parser) for parser in parsers]
+        shapes = [shape for x in asked for shape in x.shapes]
         head = {
             "id": name,
             "created": int(time.time()),
@@ -91,12 +92,27 @@ class Endpoint:
             return EventStream(self._events(head, answers, wanted, shapes), answers.close)
         return JSONResponse(await self._whole(head, answers, wanted, shapes))
 
-    def _prompt(self, body: dict[str, Any], count: int) -> tuple[list[int], list[Any]]:
-        """Tokens of the prompt, and a parser of each answer, ``None`` without tools and reasoning."""
+    def _asked(self, prompt: Any, wanted: Wanted) -> "_Asked":
+        """One prompt of a request, or the body of a chat, as tokens."""
+        if self._kind == "chat":
+            return self._chat(prompt, wanted)
+        session = self._session
+        tokens = prompt
+        if isinstance(prompt, str):
+            tokens = session.prompts.tokens_of(prompt, session.room)
+        else:
+            expect_room(session.room, len(prompt))
+            if not all(type(token) is int for token in prompt):
+                raise ArgumentError(_PROMPTS)
+        echo = prompt if isinstance(prompt, str) else ""
+        if wanted.echo and tokens and not echo:
+            expect_known("the prompt", tokens, session.model)
+            echo = session.tokenizer.decode(tokens)
+        return _Asked(tokens, [Shape("text", echo=echo if wanted.echo else "") for _ in range(wanted.count)])
+
+    def _chat(self, body: dict[str, Any], wanted: Wanted) -> "_Asked":
         session = self._session
         tokenizer, model = session.tokenizer, session.model
-        if self._kind == "text":
-            return self._text_tokens(body.get("prompt")), [None] * count
         if tokenizer.chat_template is None:
             raise ArgumentError(
                 "messages need a chat template, which the model lacks: serve --chat-template F"
@@ -108,28 +124,17 @@ class Endpoint:
                 chat.messages, add_generation_prompt=True, tools=chat.tools, tokenize=False, **chat.options
             )
             tokens = session.prompts.tokens_of(text, session.room, add_special_tokens=False)
-            return tokens, [build_response_parser(tokenizer, model, tokens) for _ in range(count)]
+            parsers = [build_response_parser(tokenizer, model, tokens) for _ in range(wanted.count)]
         except ArgumentError:
             raise
         except Exception as error:  # whatever messages make a template, or what reads them, raise
             raise ArgumentError(
                 f"messages must be what the model's chat template takes: {summary_of(error)}"
             ) from error
-
-    def _text_tokens(self, prompt: Any) -> list[int]:
-        session = self._session
-        if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
-            prompt = prompt[0]
-        if isinstance(prompt, str):
-            return session.prompts.tokens_of(prompt, session.room)
-        if isinstance(prompt, list) and all(type(token) is int for token in prompt[:1]):
-            expect_room(session.room, len(prompt))
-            if all(type(token) is int for token in prompt):
-                return prompt
-        raise ArgumentError("prompt must be one text, or a list of token ids")
+        return _Asked(tokens, [Shape("chat", parser) for parser in parsers])
 
     async def _whole(
-        self, head: dict[str, Any], answers: Answers, wanted: Wanted, shapes: list["_Shape"]
+        self, head: dict[str, Any], answers: Answers, wanted: Wanted, shapes: list[Shape]
     ) -> dict[str, Any]:
         async with aclosing(answers.pieces()) as pieces:  # type: ignore[type-var]
             async for piece in pieces:
@@ -143,13 +148,13 @@ class Endpoint:
         }
 
     async def _events(
-        self, head: dict[str, Any], answers: Answers, wanted: Wanted, shapes: list["_Shape"]
+        self, head: dict[str, Any], answers: Answers, wanted: Wanted, shapes: list[Shape]
     ) -> AsyncGenerator[dict[str, Any], None]:
         head["object"] = "chat.completion.chunk" if self._kind == "chat" else "text_completion"
         try:
             async with aclosing(answers.pieces()) as pieces:  # type: ignore[type-var]
                 if self._kind == "chat":
-                    for index in range(wanted.count):
+                    for index in range(len(shapes)):
                         delta = {"role": "assistant", "content": ""}
                         yield {**head, "choices": [{"index": index, "delta": delta, "finish_reason": None}]}
                 async for piece in pieces:
@@ -163,91 +168,21 @@ class Endpoint:
             yield {**head, "choices": [], "usage": counts}
 
 
-class _Shape:
-    """One answer as JSON: text, tool calls and reasoning, whole or in pieces."""
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """Tokens of a prompt, and what the answers to it become."""
 
-    def __init__(self, kind: str, parser: Any) -> None:
-        self._kind, self._parser = kind, parser
-        self._content, self._reasoning, self._calls = "", "", list[dict[str, Any]]()
-        self._tokens: list[int] = []
-        self._offsets: list[int] = []
-        self._logprobs: list[Any] = []
-        self._finish: str | None = None
-        self._pending = [] if parser is None else response_events_to_chunks(parser.initial_events)
+    tokens: list[int]
+    shapes: list[Shape]
 
-    def add(self, piece: Piece) -> list[dict[str, Any]]:
-        """Take a piece; returns the deltas that it brings."""
-        if piece.finish_reason is not None:
-            self._finish = piece.finish_reason
-        self._tokens += piece.tokens
-        self._offsets += piece.offsets
-        self._logprobs += piece.logprobs
-        items: list[Any] = [piece.text] if piece.text else []
-        if self._parser is not None:
-            items = self._pending + (
-                response_events_to_chunks(self._parser.feed(piece.text)) if piece.text else []
-            )
-            self._pending = []
-            if piece.finish_reason is not None:
-                try:
-                    items += response_events_to_chunks(self._parser.finalize()[1])
-                except (ValueError, RuntimeError):
-                    pass  # it ended within a tool call
-        return [self._delta(item) for item in items]
 
-    def _delta(self, item: Any) -> dict[str, Any]:
-        if isinstance(item, ToolCall):
-            call = {
-                "id": f"call_{uuid.uuid4().hex[:24]}",
-                "type": "function",
-                "function": {"name": item.name, "arguments": item.arguments},
-            }
-            self._calls.append(call)
-            return {"tool_calls": [{"index": len(self._calls) - 1, **call}]}
-        if isinstance(item, ReasoningText):
-            self._reasoning += item
-            return {"reasoning_content": str(item)}
-        self._content += item
-        return {"content": item}
-
-    def whole(self, index: int, tokenizer: Any, wanted: Wanted) -> dict[str, Any]:
-        """The choice of an answer that has ended."""
-        choice: dict[str, Any] = {"index": index, "finish_reason": self._reason(), "logprobs": None}
-        if wanted.logprobs is not None:
-            choice["logprobs"] = self._as_logprobs(tokenizer, self._tokens, self._logprobs, self._offsets)
-        if self._kind == "text":
-            return {**choice, "text": self._content}
-        message: dict[str, Any] = {"role": "assistant", "content": self._content}
-        if self._calls:
-            message["tool_calls"] = self._calls
-        if self._reasoning:
-            message["reasoning_content"] = self._reasoning
-        return {**choice, "message": message}
-
-    def events(self, piece: Piece, tokenizer: Any, wanted: Wanted) -> list[dict[str, Any]]:
-        """Choices of the chunks for a piece."""
-        deltas = self.add(piece)
-        empty: dict[str, Any] = {} if self._kind == "chat" else {"content": ""}
-        if piece.finish_reason is not None or (wanted.logprobs is not None and not deltas):
-            deltas.append(empty)
-        choices: list[dict[str, Any]] = [
-            {"index": piece.index, "finish_reason": None, "logprobs": None}
-            | ({"delta": delta} if self._kind == "chat" else {"text": delta["content"]})
-            for delta in deltas
-        ]
-        if choices and wanted.logprobs is not None:
-            choices[0]["logprobs"] = self._as_logprobs(tokenizer, piece.tokens, piece.logprobs, piece.offsets)
-        if piece.finish_reason is not None:
-            choices[-1]["finish_reason"] = self._reason()
-        return choices
-
-    def _reason(self) -> str | None:
-        return "tool_calls" if self._calls else self._finish
-
-    def _as_logprobs(self, tokenizer: Any, tokens: Any, logprobs: Any, offsets: Any) -> dict[str, Any]:
-        if self._kind == "chat":
-            return chat_logprobs(tokenizer, tokens, logprobs)
-        return text_logprobs(tokenizer, tokens, logprobs, offsets)
+def _texts(prompt: Any) -> list[Any]:
+    """The prompts of a completion, each a text or what may be a list of token ids."""
+    if isinstance(prompt, str) or (isinstance(prompt, list) and type(next(iter(prompt), None)) is int):
+        return [prompt]
+    if isinstance(prompt, list) and prompt and all(isinstance(x, str | list) for x in prompt):
+        return prompt
+    raise ArgumentError(_PROMPTS)
 
 
 @contextmanager

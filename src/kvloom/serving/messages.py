@@ -10,7 +10,7 @@ import jinja2.meta
 from transformers.utils import chat_template_utils
 
 from kvloom.errors import ArgumentError
-from kvloom.serving.wanted import shown
+from kvloom.serving.fields import shown
 
 _FIELDS: Final = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content")
 _OPTIONS: Final = ("enable_thinking",)

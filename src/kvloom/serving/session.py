@@ -213,18 +213,18 @@ class Session:
     def ask(
         self,
         name: str,
-        tokens: Sequence[int],
+        prompts: Sequence[Sequence[int]],
         wanted: Wanted,
         salt: str,
         *,
         keep_special: bool = False,
         usual_tokens: int | None = None,
     ) -> Answers:
-        """Begin the answers to a prompt, in a ``Place``; whoever asks reads ``pieces`` or calls ``close``.
+        """Begin the answers to prompts, in a ``Place``; whoever asks reads ``pieces`` or calls ``close``.
 
         Args:
             name: By which the first answer is known, a new one; ``-1`` and so on are added for the others.
-            tokens: Of the prompt.
+            prompts: Tokens of each.
             wanted: What was asked for.
             salt: Only requests of one salt share pages.
             keep_special: Whether special tokens are text.
@@ -232,16 +232,23 @@ class Session:
                 ``None``.
 
         Raises:
-            ArgumentError: the prompt is empty, or it is too long, alone or with the new tokens, or has a
-                token that the model does not know.
+            ArgumentError: a prompt is empty, or it is too long, alone or with the new tokens, or it or
+                another field has a token that the model does not know.
             Refused: there is no session.
         """
         self.expect_alive()
+        for field, named in wanted.sampling.named_tokens().items():
+            expect_known(field, named, self.model)
+        counts = [self._num_new_tokens(tokens, wanted, usual_tokens) for tokens in prompts]
+        return Answers(self, name, prompts, wanted, counts, salt, keep_special)
+
+    def _num_new_tokens(self, tokens: Sequence[int], wanted: Wanted, usual_tokens: int | None) -> int:
+        """The most new tokens for a prompt."""
         if not tokens:
             raise ArgumentError("the prompt must be at least one token, got none")
         expect_room(self.room, len(tokens))
         expect_known("the prompt", tokens, self.model)
-        room, count = self.room - len(tokens), wanted.max_tokens
+        room, count, least = self.room - len(tokens), wanted.max_tokens, wanted.sampling.min_tokens
         if count is None:
             count = min(usual_tokens or room, self.settings.max_tokens, room)
         if count > self.settings.max_tokens:
@@ -251,7 +258,9 @@ class Session:
                 f"the prompt and max_tokens must be at most {self.room} tokens together, "
                 f"got {len(tokens)} and {count}"
             )
-        return Answers(self, name, tokens, wanted, count, salt, keep_special)
+        if least > count:
+            raise ArgumentError(f"min_tokens must be at most max_tokens, which are {count}, got {least}")
+        return count
 
 
 class Place:
@@ -270,8 +279,12 @@ class Place:
         self.widen(1)
 
     def widen(self, count: int) -> None:
-        """Have ``count`` places; raises Refused if there are not so many."""
+        """Have ``count`` places; raises Refused if there are not so many now, ArgumentError if never."""
         session, more = self._session, count - self._count
+        if count > session.settings.max_answers:
+            raise ArgumentError(
+                f"the answers to all prompts must be at most {session.settings.max_answers}, got {count}"
+            )
         taken = len(session.readers) + session.num_placed
         if taken + more > session.settings.max_answers:
             raise Refused(429, f"{taken - self._count} answers are being computed, try again later")

@@ -18,9 +18,13 @@ class TextStream:
         tokenizer: With a ``backend_tokenizer``.
         stops: Texts before which the answer ends; none of them is given out.
         skip_special_tokens: Leave out the tokens that are no text.
+        min_tokens: A stop that is whole before there are more tokens is text.
     """
 
-    def __init__(self, tokenizer: Any, stops: Sequence[str], skip_special_tokens: bool = True) -> None:
+    def __init__(
+        self, tokenizer: Any, stops: Sequence[str], skip_special_tokens: bool = True, min_tokens: int = 0
+    ) -> None:
+        self._min_tokens = min_tokens
         self._tokenizer, self._stops, self._skip = tokenizer, stops, skip_special_tokens
         self._decode = DecodeStream([], skip_special_tokens=skip_special_tokens)
         self._decoded = ""
@@ -55,9 +59,9 @@ class TextStream:
         if self.stopped:
             return ""
         text, end = self._decoded, len(self._decoded)
-        longest = max(map(len, self._stops), default=1)
-        begin = max(0, start - longest + 1)
-        found = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop, begin)) >= 0]
+        stops = self._stops if len(self.offsets) > self._min_tokens else ()
+        begins = [(stop, max(0, start - len(stop) + 1)) for stop in stops]  # where one ends behind start
+        found = [(at + len(stop), at) for stop, begin in begins if (at := text.find(stop, begin)) >= 0]
         if found:  # the one that is whole first, however many tokens come at once
             end, self.stopped = min(found)[1], True
         elif hold:

@@ -1,11 +1,12 @@
 """The parameters of one request, read from its JSON and checked before anything is computed."""
 
-import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
 from kvloom.errors import ArgumentError
+from kvloom.serving.fields import flag, shown, text, whole
+from kvloom.serving.sampling import SAMPLING_FIELDS, Sampling
 
 _MOST_ANSWERS: Final = 16
 _MOST_STOPS: Final = 4
@@ -14,12 +15,8 @@ _MOST_LOGPROBS: Final = {"chat": 20, "text": 5}
 # Fields that ask for nothing where they have these values.
 _NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = {
     "best_of": (1,),
-    "echo": (False,),
-    "frequency_penalty": (0,),
-    "logit_bias": ({},),
     "modalities": (["text"],),
     "parallel_tool_calls": (True,),
-    "presence_penalty": (0,),
     "response_format": ({"type": "text"},),
     "service_tier": ("auto", "default"),
     "store": (False,),
@@ -29,10 +26,7 @@ _NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = {
 _COMMON: Final = (
     "model",
     "max_tokens",
-    "temperature",
-    "top_p",
-    "top_k",
-    "seed",
+    *SAMPLING_FIELDS,
     "stop",
     "n",
     "stream",
@@ -44,7 +38,7 @@ _COMMON: Final = (
 )
 _FIELDS: Final[Mapping[str, Collection[str]]] = {
     "chat": {*_COMMON, "messages", "max_completion_tokens", "top_logprobs", "tools", "chat_template_kwargs"},
-    "text": {*_COMMON, "prompt"},
+    "text": {*_COMMON, "prompt", "echo"},
 }
 
 
@@ -54,29 +48,25 @@ class Wanted:
 
     Attributes:
         max_tokens: New tokens; ``None`` if not said.
-        temperature: 0 takes the likeliest token.
-        top_p: As of ``Choice``.
-        top_k: As of ``Choice``.
-        seed: ``None`` if not said.
+        sampling: How tokens are chosen.
         stop: Texts before which an answer ends.
-        count: Answers.
+        count: Answers to each prompt.
         stream: Whether they come in pieces.
         usage: Whether a stream ends with the number of its tokens.
         logprobs: Likeliest tokens of each step; ``None`` for no log probabilities.
         salt: Only requests of one salt share pages.
+        echo: Whether an answer begins with its prompt.
     """
 
     max_tokens: int | None
-    temperature: float
-    top_p: float
-    top_k: int
-    seed: int | None
+    sampling: Sampling
     stop: tuple[str, ...]
     count: int
     stream: bool
     usage: bool
     logprobs: int | None
     salt: str
+    echo: bool
 
     @classmethod
     def of(cls, body: Any, kind: str, defaults: Any) -> "Wanted":
@@ -101,74 +91,22 @@ class Wanted:
                     )
             elif name not in _FIELDS[kind]:
                 raise ArgumentError(f"{shown(name)} is no field that is supported")
-        sampled = bool(getattr(defaults, "do_sample", False)) or any(
-            name in given for name in ("temperature", "top_p", "top_k")
-        )
-        usual = defaults if getattr(defaults, "do_sample", False) else None
         return cls(
             max_tokens=_max_tokens(given),
-            temperature=_number(given, "temperature", 0, 2, _usual(usual, "temperature", 1.0))
-            if sampled
-            else 0.0,
-            top_p=_number(given, "top_p", 0, 1, _usual(usual, "top_p", 1.0)),
-            top_k=_whole(given, "top_k", 0, default=int(_usual(usual, "top_k", 0))) or 0,
-            seed=_whole(given, "seed", -(2**63), 2**64),
+            sampling=Sampling.of(given, defaults),
             stop=_stops(given.get("stop", [])),
-            count=_whole(given, "n", 1, _MOST_ANSWERS) or 1,
-            stream=_flag(given, "stream"),
+            count=whole(given, "n", 1, _MOST_ANSWERS) or 1,
+            stream=flag(given, "stream"),
             usage=_usage(given),
             logprobs=_logprobs(given, kind),
-            salt=_text(given, "cache_salt"),
+            salt=text(given, "cache_salt"),
+            echo=_echo(given),
         )
-
-
-def shown(value: Any) -> str:
-    """A value as errors show it."""
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
-
-
-def _usual(config: Any, name: str, default: float) -> float:
-    value = getattr(config, name, None)
-    return default if value is None else float(value)
-
-
-def _number(body: Mapping[str, Any], name: str, low: float, high: float, default: float) -> float:
-    value = body.get(name, default)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
-        raise ArgumentError(f"{name} must be a number from {low} to {high}, got {shown(value)}")
-    return float(value)
-
-
-def _whole(
-    body: Mapping[str, Any], name: str, low: int, high: float = math.inf, default: int | None = None
-) -> int | None:
-    value = body.get(name, default)
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        most = "" if high == math.inf else f" and at most {high}"
-        raise ArgumentError(f"{name} must be an integer of at least {low}{most}, got {shown(value)}")
-    return value
-
-
-def _flag(body: Mapping[str, Any], name: str) -> bool:
-    value = body.get(name, False)
-    if not isinstance(value, bool):
-        raise ArgumentError(f"{name} must be true or false, got {shown(value)}")
-    return value
-
-
-def _text(body: Mapping[str, Any], name: str) -> str:
-    value = body.get(name, "")
-    if not isinstance(value, str):
-        raise ArgumentError(f"{name} must be a string, got {shown(value)}")
-    return value
 
 
 def _max_tokens(body: Mapping[str, Any]) -> int | None:
     """By either name; a request may have both if they say the same."""
-    newer, older = (_whole(body, name, 1) for name in ("max_completion_tokens", "max_tokens"))
+    newer, older = (whole(body, name, 1) for name in ("max_completion_tokens", "max_tokens"))
     if None not in (newer, older) and newer != older:
         raise ArgumentError(
             f"max_tokens must be left out beside max_completion_tokens of {newer}, got {shown(older)}"
@@ -180,13 +118,13 @@ def _usage(body: Mapping[str, Any]) -> bool:
     options = body.get("stream_options", {})
     if not isinstance(options, dict) or options.keys() - {"include_usage", "include_obfuscation"}:
         raise ArgumentError(f"stream_options must be an object with include_usage, got {shown(options)}")
-    if "stream_options" in body and not _flag(body, "stream"):
+    if "stream_options" in body and not flag(body, "stream"):
         raise ArgumentError(f"stream_options must be left out where stream is not true, got {shown(options)}")
-    if _flag(options, "include_obfuscation"):
+    if flag(options, "include_obfuscation"):
         raise ArgumentError(
             "stream_options.include_obfuscation must be left out, as it is not supported, got True"
         )
-    return _flag(options, "include_usage")
+    return flag(options, "include_usage")
 
 
 def _stops(value: Any) -> tuple[str, ...]:
@@ -200,10 +138,18 @@ def _stops(value: Any) -> tuple[str, ...]:
 
 def _logprobs(body: Mapping[str, Any], kind: str) -> int | None:
     if kind == "text":
-        return _whole(body, "logprobs", 0, _MOST_LOGPROBS[kind])
-    most = _whole(body, "top_logprobs", 0, _MOST_LOGPROBS[kind])
-    if not _flag(body, "logprobs"):
+        return whole(body, "logprobs", 0, _MOST_LOGPROBS[kind])
+    most = whole(body, "top_logprobs", 0, _MOST_LOGPROBS[kind])
+    if not flag(body, "logprobs"):
         if most:
             raise ArgumentError("logprobs must be true where there are top_logprobs")
         return None
     return most or 0
+
+
+def _echo(body: Mapping[str, Any]) -> bool:
+    if flag(body, "echo") and body.get("logprobs") is not None:
+        raise ArgumentError(
+            "echo must be left out beside logprobs, as those of prompts are not computed, got True"
+        )
+    return flag(body, "echo")

@@ -1,7 +1,7 @@
-"""Each request of a session chooses its tokens by itself: temperature, top_p, top_k, seed, log probabilities.
+"""Each request of a session chooses its tokens by itself: temperature, top_p, top_k, min_p, seed, processors.
 
-transformers' sessions have one generator and one configuration for all requests. Shapes: V tokens that the
-model knows.
+transformers' sessions have one generator and one configuration for all requests. Shapes: N tokens of a
+request so far, V tokens that the model knows.
 """
 
 import random
@@ -25,7 +25,7 @@ CHOICE: Final = "choice"
 
 @dataclass(frozen=True, slots=True)
 class LogProb:
-    """Natural logarithms of probabilities, as the model gives them, before temperature, top_k and top_p.
+    """Natural logarithms of probabilities, as the model gives them, before processors and temperature.
 
     Attributes:
         chosen: Of the token that was chosen.
@@ -49,8 +49,12 @@ class Choice:
         temperature: 0, and what is below 1e-5, takes the likeliest token.
         top_p: Of the likeliest tokens, as few as have this probability together; 1 is all.
         top_k: Of the likeliest tokens, this many; 0 is all.
+        min_p: Of the tokens, those that have this share of the likeliest one's probability; 0 is all.
+        processors: ``LogitsProcessor`` of transformers, called in order with ``input_ids`` ``[1, N]`` and
+            ``scores`` ``[1, V]`` of this request alone before its token is chosen.
         seed: Of the numbers that are drawn, one for each token.
         num_logprobs: Likeliest tokens in each of ``logprobs``; ``None`` makes none.
+        tokens: The new tokens, in order.
         logprobs: One for each new token, in order.
         num_found: Tokens of the prompt whose pages were found; ``None`` before the first new token.
     """
@@ -60,29 +64,61 @@ class Choice:
     top_k: int = 0
     seed: int = 0
     num_logprobs: int | None = None
+    min_p: float = 0.0
+    processors: Sequence[Any] = ()
+    tokens: list[int] = field(default_factory=list)
     logprobs: list[LogProb] = field(default_factory=list)
     num_found: int | None = None
+    _prompt: Tensor | None = None
 
     def __deepcopy__(self, memo: Any) -> "Choice":
         """Itself: a preemption copies the arguments of a request, which stays the same request."""
         return self
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether the likeliest token is taken, and nothing else is asked."""
+        return self.temperature == 0 and self.num_logprobs is None and not self.processors
+
+    def choose(self, logits: Tensor, prompt: Sequence[int], position: int) -> int:
+        """The next token.
+
+        Args:
+            logits: ``[V]``, of the model.
+            prompt: What was there before the first new token; read when that is chosen.
+            position: Of the new token in the text.
+        """
+        changed = logits
+        if self.processors:
+            if self._prompt is None:
+                self._prompt = torch.tensor(prompt, device=logits.device)
+            new = torch.tensor(self.tokens, dtype=torch.int64, device=logits.device)
+            input_ids = torch.cat([self._prompt, new])[None]
+            for process in self.processors:
+                changed = process(input_ids, changed.reshape(1, -1))[0]
+        token = self.next_token(changed, position)
+        self.tokens.append(token)
+        self._note(logits, token)
+        return token
+
     def next_token(self, logits: Tensor, position: int) -> int:
-        """The token for ``logits`` ``[V]`` at a position of the text."""
+        """The token for ``logits`` ``[V]``, which processors have changed, at a position of the text."""
         if self.temperature < 1e-5:
             return int(logits.argmax())
         values, tokens = logits, None
-        if self.top_k or self.top_p < 1:
+        if self.top_k or self.top_p < 1 or self.min_p:
             values, tokens = logits.topk(min(self.top_k or len(logits), len(logits)))
         probabilities = (values.double() / self.temperature).softmax(0)
         total = probabilities.cumsum(0)
         if self.top_p < 1:  # a token stays if those before it have less than top_p
             total = total[: max(1, int((total - probabilities < self.top_p).sum()))]
+        if self.min_p:
+            total = total[: int((probabilities >= self.min_p * probabilities[0]).sum())]
         draw = random.Random(f"{self.seed}:{position}").random() * total[-1]
         index = min(int(torch.searchsorted(total, draw, right=True)), len(total) - 1)
         return index if tokens is None else int(tokens[index])
 
-    def note(self, logits: Tensor, token: int) -> None:
+    def _note(self, logits: Tensor, token: int) -> None:
         """Keep the log probabilities of a step, of ``logits`` ``[V]``."""
         if self.num_logprobs is not None:
             logprobs = logits.float().log_softmax(0)
@@ -122,12 +158,10 @@ class Sampler(ContinuousBatchingLogitsProcessor):  # type: ignore[misc]
         """Choose for each request; ``scores`` are ``[requests, V]``."""
         for row, state in enumerate(self._states):
             choice = state.logit_processor_kwargs.get(CHOICE)
-            if choice is None or (choice.temperature == 0 and choice.num_logprobs is None):
-                continue
-            position = len(state.initial_tokens) + len(state.generated_tokens)
-            token = choice.next_token(scores[row], position)
-            choice.note(scores[row], token)
-            scores[row, token] = torch.inf
+            if choice is not None and not choice.is_plain:
+                position = len(state.initial_tokens) + len(state.generated_tokens)
+                token = choice.choose(scores[row], state.initial_tokens, position)
+                scores[row, token] = torch.inf
         return scores
 
 

@@ -1,0 +1,109 @@
+"""One answer as OpenAI's clients read it: text, tool calls and reasoning, whole or in pieces."""
+
+import uuid
+from typing import Any
+
+from transformers.cli.serving.utils import ReasoningText, ToolCall, response_events_to_chunks
+
+from kvloom.serving.answers import Piece
+from kvloom.serving.replies import chat_logprobs, text_logprobs
+from kvloom.serving.wanted import Wanted
+
+
+class Shape:
+    """One answer as JSON: text, tool calls and reasoning, whole or in pieces.
+
+    Args:
+        kind: ``"chat"`` or ``"text"``.
+        parser: What reads tool calls and reasoning from the text; ``None`` where there are none.
+        echo: Text before the answer.
+    """
+
+    def __init__(self, kind: str, parser: Any = None, echo: str = "") -> None:
+        self._kind, self._parser = kind, parser
+        self._content, self._reasoning, self._calls = "", "", list[dict[str, Any]]()
+        self._tokens: list[int] = []
+        self._offsets: list[int] = []
+        self._logprobs: list[Any] = []
+        self._finish: str | None = None
+        self._pending: list[Any] = [echo] if echo else []
+        if parser is not None:
+            self._pending += response_events_to_chunks(parser.initial_events)
+
+    @property
+    def reads_special(self) -> bool:
+        """Whether special tokens must be in the text."""
+        return self._parser is not None
+
+    def add(self, piece: Piece) -> list[dict[str, Any]]:
+        """Take a piece; returns the deltas that it brings."""
+        if piece.finish_reason is not None:
+            self._finish = piece.finish_reason
+        self._tokens += piece.tokens
+        self._offsets += piece.offsets
+        self._logprobs += piece.logprobs
+        items, self._pending = self._pending, []
+        if self._parser is None:
+            items += [piece.text] if piece.text else []
+        else:
+            items += response_events_to_chunks(self._parser.feed(piece.text)) if piece.text else []
+            if piece.finish_reason is not None:
+                try:
+                    items += response_events_to_chunks(self._parser.finalize()[1])
+                except (ValueError, RuntimeError):
+                    pass  # it ended within a tool call
+        return [self._delta(item) for item in items]
+
+    def _delta(self, item: Any) -> dict[str, Any]:
+        if isinstance(item, ToolCall):
+            call = {
+                "id": f"call_{uuid.uuid4().hex[:24]}",
+                "type": "function",
+                "function": {"name": item.name, "arguments": item.arguments},
+            }
+            self._calls.append(call)
+            return {"tool_calls": [{"index": len(self._calls) - 1, **call}]}
+        if isinstance(item, ReasoningText):
+            self._reasoning += item
+            return {"reasoning_content": str(item)}
+        self._content += item
+        return {"content": item}
+
+    def whole(self, index: int, tokenizer: Any, wanted: Wanted) -> dict[str, Any]:
+        """The choice of an answer that has ended."""
+        choice: dict[str, Any] = {"index": index, "finish_reason": self._reason(), "logprobs": None}
+        if wanted.logprobs is not None:
+            choice["logprobs"] = self._as_logprobs(tokenizer, self._tokens, self._logprobs, self._offsets)
+        if self._kind == "text":
+            return {**choice, "text": self._content}
+        message: dict[str, Any] = {"role": "assistant", "content": self._content}
+        if self._calls:
+            message["tool_calls"] = self._calls
+        if self._reasoning:
+            message["reasoning_content"] = self._reasoning
+        return {**choice, "message": message}
+
+    def events(self, piece: Piece, tokenizer: Any, wanted: Wanted) -> list[dict[str, Any]]:
+        """Choices of the chunks for a piece."""
+        deltas = self.add(piece)
+        empty: dict[str, Any] = {} if self._kind == "chat" else {"content": ""}
+        if piece.finish_reason is not None or (wanted.logprobs is not None and not deltas):
+            deltas.append(empty)
+        choices: list[dict[str, Any]] = [
+            {"index": piece.index, "finish_reason": None, "logprobs": None}
+            | ({"delta": delta} if self._kind == "chat" else {"text": delta["content"]})
+            for delta in deltas
+        ]
+        if choices and wanted.logprobs is not None:
+            choices[0]["logprobs"] = self._as_logprobs(tokenizer, piece.tokens, piece.logprobs, piece.offsets)
+        if piece.finish_reason is not None:
+            choices[-1]["finish_reason"] = self._reason()
+        return choices
+
+    def _reason(self) -> str | None:
+        return "tool_calls" if self._calls else self._finish
+
+    def _as_logprobs(self, tokenizer: Any, tokens: Any, logprobs: Any, offsets: Any) -> dict[str, Any]:
+        if self._kind == "chat":
+            return chat_logprobs(tokenizer, tokens, logprobs)
+        return text_logprobs(tokenizer, tokens, logprobs, offsets)
