@@ -10,7 +10,7 @@ from packaging.version import Version
 from kvloom.integrations.transformers.batching import OLDEST
 from kvloom.serving import PACKAGES
 
-MISSING = [name for name in (*PACKAGES, "openai") if find_spec(name) is None]
+MISSING = [name for name in (*PACKAGES, "openai", "llguidance") if find_spec(name) is None]
 NEEDS_PACKAGES = [
     "test_answers.py",
     "test_bench.py",
@@ -29,6 +29,7 @@ NEEDS_PACKAGES = [
     "test_prompts.py",
     "test_restarts.py",
     "test_sampling.py",
+    "test_structured.py",
 ]
 
 if MISSING or Version(transformers.__version__) < Version(OLDEST):

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvloom.integrations.transformers.batching.sampling import CHOICE, Choice, LogProb
 from kvloom.serving import Refused
+from kvloom.serving.structured import Grammar
 from kvloom.serving.text import TextStream
 from kvloom.serving.wanted import Wanted
 
@@ -47,6 +48,10 @@ class Answers:
         max_tokens: New tokens of each answer to each prompt.
         salt: Only requests of one salt share pages.
         keep_special: Whether special tokens are text.
+        matcher: Of ``Grammars``, if an answer has a structure.
+
+    Raises:
+        Refused: the session takes no requests.
     """
 
     def __init__(
@@ -58,6 +63,7 @@ class Answers:
         max_tokens: Sequence[int],
         salt: str,
         keep_special: bool,
+        matcher: Any = None,
     ) -> None:
         self._session, self._count = session, wanted.count
         self._began, self._first = time.monotonic(), True
@@ -72,10 +78,13 @@ class Answers:
             for choice in sampling.choices(
                 wanted.count, len(tokens), session.end_tokens, wanted.logprobs, session.model.device
             ):
-                index = len(self._answers)
+                index, grammar = len(self._answers), None
+                if wanted.structure is not None:
+                    grammar = Grammar(wanted.structure, matcher.deep_copy(), len(tokens), session.end_tokens)
+                    choice.processors = (*choice.processors, grammar)
                 text = TextStream(session.tokenizer, wanted.stop, not keep_special, sampling.min_tokens)
                 request_id = f"{name}-{index}" if index else name
-                self._answers[request_id] = _Answer(index, choice, text, ends)
+                self._answers[request_id] = _Answer(index, choice, text, ends, grammar)
                 session.readers[request_id] = self
         try:
             for request_id, answer in self._answers.items():
@@ -159,13 +168,17 @@ class Answers:
 class _Answer:
     """One answer while it comes."""
 
-    def __init__(self, index: int, choice: Choice, text: TextStream, ends: frozenset[int]) -> None:
+    def __init__(
+        self, index: int, choice: Choice, text: TextStream, ends: frozenset[int], grammar: Grammar | None
+    ) -> None:
         self.index, self.choice = index, choice
         self.finish_reason: str | None = None
-        self._text, self._ends, self._num_read = text, ends, 0
+        self._text, self._ends, self._grammar, self._num_read = text, ends, grammar, 0
 
     def read(self, output: Any) -> Piece:
-        """The new part of an output."""
+        """The new part of an output; raises Refused if a grammar could not be followed to its end."""
+        if self._grammar is not None and self._grammar.failure is not None:
+            raise Refused(400, self._grammar.failure)
         start, tokens = self._num_read, output.generated_tokens
         text = self._text.feed(tokens[start:])
         if output.is_finished():

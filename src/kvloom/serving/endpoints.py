@@ -25,6 +25,7 @@ from kvloom.serving.answers import Answers
 from kvloom.serving.guard import TENANT
 from kvloom.serving.messages import Chat
 from kvloom.serving.prompts import expect_room
+from kvloom.serving.readers import ParsedText, PlainText, Reader
 from kvloom.serving.replies import EventStream, error_body, usage
 from kvloom.serving.session import Place, Session
 from kvloom.serving.shapes import Shape
@@ -69,6 +70,9 @@ class Endpoint:
                 prompts = [body] if self._kind == "chat" else _texts(body.get("prompt"))
                 place.widen(wanted.count * len(prompts))
                 asked = [await read(self._asked, prompt, wanted) for prompt in prompts]
+                matcher = None
+                if wanted.structure is not None:
+                    matcher = await read(session.grammars.matcher, wanted.structure)
                 del body, prompts
             tenant = request.scope.get(TENANT, "")
             # Who names nobody finds in a store what pools and sessions without a salt wrote.
@@ -79,8 +83,9 @@ class Endpoint:
                 [x.tokens for x in asked],
                 wanted,
                 salt,
-                keep_special=asked[0].shapes[0].reads_special,
+                keep_special=asked[0].shapes[0].reader.keeps_special,
                 usual_tokens=_USUAL_TOKENS[self._kind],
+                matcher=matcher,
             )
         shapes = [shape for x in asked for shape in x.shapes]
         head = {
@@ -104,11 +109,11 @@ class Endpoint:
             expect_room(session.room, len(prompt))
             if not all(type(token) is int for token in prompt):
                 raise ArgumentError(_PROMPTS)
-        echo = prompt if isinstance(prompt, str) else ""
-        if wanted.echo and tokens and not echo:
+        echo = ""
+        if wanted.echo and tokens:
             expect_known("the prompt", tokens, session.model)
-            echo = session.tokenizer.decode(tokens)
-        return _Asked(tokens, [Shape("text", echo=echo if wanted.echo else "") for _ in range(wanted.count)])
+            echo = prompt if isinstance(prompt, str) else session.tokenizer.decode(tokens)
+        return _Asked(tokens, [Shape("text", PlainText(echo)) for _ in range(wanted.count)])
 
     def _chat(self, body: dict[str, Any], wanted: Wanted) -> "_Asked":
         session = self._session
@@ -124,14 +129,17 @@ class Endpoint:
                 chat.messages, add_generation_prompt=True, tools=chat.tools, tokenize=False, **chat.options
             )
             tokens = session.prompts.tokens_of(text, session.room, add_special_tokens=False)
-            parsers = [build_response_parser(tokenizer, model, tokens) for _ in range(wanted.count)]
+            shapes = [
+                Shape("chat", _reader(wanted, build_response_parser(tokenizer, model, tokens)))
+                for _ in range(wanted.count)
+            ]
         except ArgumentError:
             raise
         except Exception as error:  # whatever messages make a template, or what reads them, raise
             raise ArgumentError(
                 f"messages must be what the model's chat template takes: {summary_of(error)}"
             ) from error
-        return _Asked(tokens, [Shape("chat", parser) for parser in parsers])
+        return _Asked(tokens, shapes)
 
     async def _whole(
         self, head: dict[str, Any], answers: Answers, wanted: Wanted, shapes: list[Shape]
@@ -174,6 +182,11 @@ class _Asked:
 
     tokens: list[int]
     shapes: list[Shape]
+
+
+def _reader(wanted: Wanted, parser: Any) -> Reader:
+    """Of a chat; an answer with a structure is text from its first letter on."""
+    return PlainText() if parser is None or wanted.structure is not None else ParsedText(parser)
 
 
 def _texts(prompt: Any) -> list[Any]:

@@ -19,6 +19,7 @@ from kvloom.serving import Refused
 from kvloom.serving.answers import Answers
 from kvloom.serving.prompts import Prompts, expect_room
 from kvloom.serving.settings import Settings
+from kvloom.serving.structured import Grammars
 from kvloom.serving.wanted import Wanted
 from kvloom.store.store import KVStore, open_store
 
@@ -84,6 +85,7 @@ class Session:
         ends = [] if eos is None else eos if isinstance(eos, list) else [eos]
         self.end_tokens = frozenset(ends)
         greedy = GenerationConfig(do_sample=False, eos_token_id=ends or -1)  # what each request overrides
+        self.grammars = Grammars(tokenizer, ends, _num_logits(model))
         self.manager = model.init_continuous_batching(greedy, config)
         choose_by_request(self.manager)
         self.readers: dict[str, Answers] = {}
@@ -219,6 +221,7 @@ class Session:
         *,
         keep_special: bool = False,
         usual_tokens: int | None = None,
+        matcher: Any = None,
     ) -> Answers:
         """Begin the answers to prompts, in a ``Place``; whoever asks reads ``pieces`` or calls ``close``.
 
@@ -230,6 +233,7 @@ class Session:
             keep_special: Whether special tokens are text.
             usual_tokens: New tokens where the request does not say how many; as many as there may be if
                 ``None``.
+            matcher: Of ``grammars``, if an answer has a structure.
 
         Raises:
             ArgumentError: a prompt is empty, or it is too long, alone or with the new tokens, or it or
@@ -240,7 +244,7 @@ class Session:
         for field, named in wanted.sampling.named_tokens().items():
             expect_known(field, named, self.model)
         counts = [self._num_new_tokens(tokens, wanted, usual_tokens) for tokens in prompts]
-        return Answers(self, name, prompts, wanted, counts, salt, keep_special)
+        return Answers(self, name, prompts, wanted, counts, salt, keep_special, matcher)
 
     def _num_new_tokens(self, tokens: Sequence[int], wanted: Wanted, usual_tokens: int | None) -> int:
         """The most new tokens for a prompt."""
@@ -294,6 +298,12 @@ class Place:
     def close(self) -> None:
         """Give the places back."""
         self._session.num_placed -= self._count
+
+
+def _num_logits(model: Any) -> int:
+    head = model.get_output_embeddings()
+    weight = getattr(head, "weight", None)
+    return int(text_config_of(model).vocab_size if weight is None else weight.shape[0])
 
 
 def _listed(counts: dict[str, int]) -> str:

@@ -3,9 +3,8 @@
 import uuid
 from typing import Any
 
-from transformers.cli.serving.utils import ReasoningText, ToolCall, response_events_to_chunks
-
 from kvloom.serving.answers import Piece
+from kvloom.serving.readers import Reader, ReasoningText, ToolCall
 from kvloom.serving.replies import chat_logprobs, text_logprobs
 from kvloom.serving.wanted import Wanted
 
@@ -15,43 +14,26 @@ class Shape:
 
     Args:
         kind: ``"chat"`` or ``"text"``.
-        parser: What reads tool calls and reasoning from the text; ``None`` where there are none.
-        echo: Text before the answer.
+        reader: What reads tool calls and reasoning from the text.
     """
 
-    def __init__(self, kind: str, parser: Any = None, echo: str = "") -> None:
-        self._kind, self._parser = kind, parser
+    def __init__(self, kind: str, reader: Reader) -> None:
+        self._kind, self.reader = kind, reader
         self._content, self._reasoning, self._calls = "", "", list[dict[str, Any]]()
         self._tokens: list[int] = []
         self._offsets: list[int] = []
         self._logprobs: list[Any] = []
         self._finish: str | None = None
-        self._pending: list[Any] = [echo] if echo else []
-        if parser is not None:
-            self._pending += response_events_to_chunks(parser.initial_events)
-
-    @property
-    def reads_special(self) -> bool:
-        """Whether special tokens must be in the text."""
-        return self._parser is not None
 
     def add(self, piece: Piece) -> list[dict[str, Any]]:
         """Take a piece; returns the deltas that it brings."""
-        if piece.finish_reason is not None:
-            self._finish = piece.finish_reason
         self._tokens += piece.tokens
         self._offsets += piece.offsets
         self._logprobs += piece.logprobs
-        items, self._pending = self._pending, []
-        if self._parser is None:
-            items += [piece.text] if piece.text else []
-        else:
-            items += response_events_to_chunks(self._parser.feed(piece.text)) if piece.text else []
-            if piece.finish_reason is not None:
-                try:
-                    items += response_events_to_chunks(self._parser.finalize()[1])
-                except (ValueError, RuntimeError):
-                    pass  # it ended within a tool call
+        items = self.reader.feed(piece.text)
+        if piece.finish_reason is not None:
+            self._finish = piece.finish_reason
+            items += self.reader.end()
         return [self._delta(item) for item in items]
 
     def _delta(self, item: Any) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from typing import Any, Final
 from kvloom.errors import ArgumentError
 from kvloom.serving.fields import flag, shown, text, whole
 from kvloom.serving.sampling import SAMPLING_FIELDS, Sampling
+from kvloom.serving.structured import Structure
 
 _MOST_ANSWERS: Final = 16
 _MOST_STOPS: Final = 4
@@ -17,7 +18,6 @@ _NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = {
     "best_of": (1,),
     "modalities": (["text"],),
     "parallel_tool_calls": (True,),
-    "response_format": ({"type": "text"},),
     "service_tier": ("auto", "default"),
     "store": (False,),
     "suffix": ("",),
@@ -32,6 +32,8 @@ _COMMON: Final = (
     "stream",
     "stream_options",
     "logprobs",
+    "response_format",
+    "structured_outputs",
     "cache_salt",
     "user",
     "metadata",
@@ -56,6 +58,7 @@ class Wanted:
         logprobs: Likeliest tokens of each step; ``None`` for no log probabilities.
         salt: Only requests of one salt share pages.
         echo: Whether an answer begins with its prompt.
+        structure: Which texts an answer may be; ``None`` for any.
     """
 
     max_tokens: int | None
@@ -67,6 +70,7 @@ class Wanted:
     logprobs: int | None
     salt: str
     echo: bool
+    structure: Structure | None
 
     @classmethod
     def of(cls, body: Any, kind: str, defaults: Any) -> "Wanted":
@@ -101,6 +105,7 @@ class Wanted:
             logprobs=_logprobs(given, kind),
             salt=text(given, "cache_salt"),
             echo=_echo(given),
+            structure=Structure.of(given),
         )
 
 
