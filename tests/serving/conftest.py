@@ -30,6 +30,7 @@ NEEDS_PACKAGES = [
     "test_restarts.py",
     "test_sampling.py",
     "test_structured.py",
+    "test_tools.py",
 ]
 
 if MISSING or Version(transformers.__version__) < Version(OLDEST):

@@ -151,7 +151,7 @@ def test_a_message_that_is_none_is_named_with_its_place(
         ({"tools": [{**TOOL, "function": {}}]}, "tools[0] must have type 'function'"),
         (
             {"tools": [{"type": "function", "function": {"name": "ls", "strict": True}}]},
-            "tools[0].function.strict must be left out, as it is not supported, got True",
+            "tools[0].function.strict must be left out unless tool_choice is 'required' or",
         ),
         ({"chat_template_kwargs": {"enable_thinking": "no"}}, "chat_template_kwargs must be an object with"),
         ({"chat_template_kwargs": {"documents": []}}, "chat_template_kwargs must be an object with"),

@@ -29,6 +29,7 @@ from kvloom.serving.readers import ParsedText, PlainText, Reader
 from kvloom.serving.replies import EventStream, error_body, usage
 from kvloom.serving.session import Place, Session
 from kvloom.serving.shapes import Shape
+from kvloom.serving.tools import CallsText
 from kvloom.serving.wanted import Wanted
 
 _USUAL_TOKENS: Final[Mapping[str, int | None]] = {"chat": None, "text": 16}
@@ -185,7 +186,9 @@ class _Asked:
 
 
 def _reader(wanted: Wanted, parser: Any) -> Reader:
-    """Of a chat; an answer with a structure is text from its first letter on."""
+    """Of a chat; an answer with a structure has it from its first letter on."""
+    if wanted.calls is not None:
+        return CallsText(wanted.calls)
     return PlainText() if parser is None or wanted.structure is not None else ParsedText(parser)
 
 

@@ -11,6 +11,7 @@ from transformers.utils import chat_template_utils
 
 from kvloom.errors import ArgumentError
 from kvloom.serving.fields import shown
+from kvloom.serving.tools import tools_of
 
 _FIELDS: Final = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content")
 _OPTIONS: Final = ("enable_thinking",)
@@ -62,10 +63,11 @@ class Chat:
             raise ArgumentError(
                 "chat_template_kwargs must be an object with enable_thinking alone, true or false"
             )
-        tools = _tools(body.get("tools") or [])
+        choice = body.get("tool_choice") or "auto"
+        tools = tools_of(body, choice not in ("auto", "none"))
         return cls(
             [_message(f"messages[{i}]", message) for i, message in enumerate(messages)],
-            tools if tools and body.get("tool_choice") != "none" else None,
+            tools if tools and choice != "none" else None,
             options,
         )
 
@@ -207,24 +209,3 @@ def _calls(name: str, calls: Any) -> list[dict[str, Any]]:
             )
         made.append({**call, "function": {**function, "arguments": arguments}})
     return made
-
-
-def _tools(tools: Any) -> list[dict[str, Any]]:
-    if not isinstance(tools, list):
-        raise ArgumentError(f"tools must be a list, got {shown(tools)}")
-    for i, tool in enumerate(tools):
-        function = tool.get("function") if isinstance(tool, dict) else None
-        if (
-            not isinstance(function, dict)
-            or not isinstance(function.get("name"), str)
-            or tool.get("type") != "function"
-        ):
-            raise ArgumentError(
-                f"tools[{i}] must have type 'function' and a function with a name, got {shown(tool)}"
-            )
-        if function.get("strict") not in (None, False):
-            raise ArgumentError(
-                f"tools[{i}].function.strict must be left out, as it is not supported, got "
-                f"{shown(function['strict'])}"
-            )
-    return tools

@@ -58,7 +58,8 @@ class Shape:
             choice["logprobs"] = self._as_logprobs(tokenizer, self._tokens, self._logprobs, self._offsets)
         if self._kind == "text":
             return {**choice, "text": self._content}
-        message: dict[str, Any] = {"role": "assistant", "content": self._content}
+        content = self._content or (None if self._calls else "")
+        message: dict[str, Any] = {"role": "assistant", "content": content}
         if self._calls:
             message["tool_calls"] = self._calls
         if self._reasoning:
@@ -83,7 +84,7 @@ class Shape:
         return choices
 
     def _reason(self) -> str | None:
-        return "tool_calls" if self._calls else self._finish
+        return "tool_calls" if self._calls and self._finish == "stop" else self._finish
 
     def _as_logprobs(self, tokenizer: Any, tokens: Any, logprobs: Any, offsets: Any) -> dict[str, Any]:
         if self._kind == "chat":

@@ -5,6 +5,7 @@ Shapes: N tokens of a request so far, V tokens that the model knows.
 """
 
 import json
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from threading import Lock
@@ -20,11 +21,13 @@ from kvloom.serving.fields import shown
 
 PACKAGE: Final = "llguidance"
 
-_JSON_OPTIONS: Final = {
+JSON_OPTIONS: Final = {
     "lenient": False,  # a keyword that is not supported is no keyword to ignore
     "whitespace_flexible": True,
     "whitespace_pattern": r" ?|\n[ \t]{0,20}",  # a small model would write spaces for ever
 }
+"""How llguidance reads a schema."""
+
 _BITS: Final = torch.arange(8, dtype=torch.uint8)
 
 
@@ -147,7 +150,7 @@ def json_grammar(field: str, schema: Mapping[str, Any]) -> Structure:
     from llguidance import LLMatcher
 
     try:
-        grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=_JSON_OPTIONS)
+        grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=JSON_OPTIONS)
     except (ValueError, RecursionError) as error:
         raise ArgumentError(f"{field} must be a JSON schema, got one that is not: {error}") from error
     return Structure(field, grammar)
@@ -212,4 +215,7 @@ def _is_text(value: Any) -> bool:
 
 
 def _reason(matcher: Any) -> str:
-    return " ".join(str(matcher.get_error()).replace("<non-verbose/>", "").split())[:300]
+    error = re.split(r"\n *\d+ \| ", str(matcher.get_error()))[
+        0
+    ]  # without the grammar, which nobody asked for
+    return " ".join(error.replace("<non-verbose/>", "").split())[:300]

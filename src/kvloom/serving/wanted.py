@@ -8,6 +8,7 @@ from kvloom.errors import ArgumentError
 from kvloom.serving.fields import flag, shown, text, whole
 from kvloom.serving.sampling import SAMPLING_FIELDS, Sampling
 from kvloom.serving.structured import Structure
+from kvloom.serving.tools import ForcedCalls
 
 _MOST_ANSWERS: Final = 16
 _MOST_STOPS: Final = 4
@@ -17,11 +18,9 @@ _MOST_LOGPROBS: Final = {"chat": 20, "text": 5}
 _NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = {
     "best_of": (1,),
     "modalities": (["text"],),
-    "parallel_tool_calls": (True,),
     "service_tier": ("auto", "default"),
     "store": (False,),
     "suffix": ("",),
-    "tool_choice": ("auto", "none"),
 }
 _COMMON: Final = (
     "model",
@@ -39,7 +38,16 @@ _COMMON: Final = (
     "metadata",
 )
 _FIELDS: Final[Mapping[str, Collection[str]]] = {
-    "chat": {*_COMMON, "messages", "max_completion_tokens", "top_logprobs", "tools", "chat_template_kwargs"},
+    "chat": {
+        *_COMMON,
+        "messages",
+        "max_completion_tokens",
+        "top_logprobs",
+        "tools",
+        "tool_choice",
+        "parallel_tool_calls",
+        "chat_template_kwargs",
+    },
     "text": {*_COMMON, "prompt", "echo"},
 }
 
@@ -59,6 +67,7 @@ class Wanted:
         salt: Only requests of one salt share pages.
         echo: Whether an answer begins with its prompt.
         structure: Which texts an answer may be; ``None`` for any.
+        calls: Which calls of tools it must be; ``None`` where it may be a text.
     """
 
     max_tokens: int | None
@@ -71,6 +80,7 @@ class Wanted:
     salt: str
     echo: bool
     structure: Structure | None
+    calls: ForcedCalls | None
 
     @classmethod
     def of(cls, body: Any, kind: str, defaults: Any) -> "Wanted":
@@ -95,6 +105,7 @@ class Wanted:
                     )
             elif name not in _FIELDS[kind]:
                 raise ArgumentError(f"{shown(name)} is no field that is supported")
+        calls = ForcedCalls.of(given)
         return cls(
             max_tokens=_max_tokens(given),
             sampling=Sampling.of(given, defaults),
@@ -105,7 +116,8 @@ class Wanted:
             logprobs=_logprobs(given, kind),
             salt=text(given, "cache_salt"),
             echo=_echo(given),
-            structure=Structure.of(given),
+            structure=Structure.of(given) if calls is None else calls.structure,
+            calls=calls,
         )
 
 

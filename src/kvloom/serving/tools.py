@@ -1,0 +1,163 @@
+"""Tools of a chat, and answers that must be calls of them."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from kvloom.errors import ArgumentError
+from kvloom.serving import expect_installed
+from kvloom.serving.fields import flag, shown
+from kvloom.serving.readers import ToolCall
+from kvloom.serving.structured import JSON_OPTIONS, PACKAGE, Structure, json_grammar
+
+_MOST_CALLS: Final = 16
+"""In one answer: a small model would call for ever."""
+
+
+@dataclass(frozen=True, slots=True)
+class ForcedCalls:
+    """What ``tool_choice`` asks beside leaving it to the model.
+
+    Attributes:
+        name: Of the one function whose arguments the answer is; ``None`` where it is a list of calls of any.
+        structure: Which texts that are.
+    """
+
+    name: str | None
+    structure: Structure
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> "ForcedCalls | None":
+        """Read ``tool_choice``; ``None`` where the model decides.
+
+        Args:
+            given: Fields of a request that are not null.
+
+        Raises:
+            ArgumentError: there is no such choice, or no such tool.
+            UnsupportedError: llguidance is not installed.
+        """
+        choice, parallel = given.get("tool_choice", "auto"), flag(given, "parallel_tool_calls", True)
+        forced = choice not in ("auto", "none")
+        tools = tools_of(given, forced)
+        if not forced:
+            if not parallel and tools:
+                raise ArgumentError(
+                    "parallel_tool_calls must be left out unless tool_choice is 'required' or a function, "
+                    "got False"
+                )
+            return None
+        name = _named(choice)
+        if not tools:
+            raise ArgumentError(f"tool_choice must be left out without tools, got {shown(choice)}")
+        for field in ("response_format", "structured_outputs", "min_tokens", "ignore_eos"):
+            if given.get(field) not in (None, 0, {"type": "text"}):
+                raise ArgumentError(f"{field} must be left out where tool_choice is {shown(choice)}")
+        if name is None:
+            return cls(None, _calls(tools, _MOST_CALLS if parallel else 1))
+        for i, tool in enumerate(tools):
+            if tool["function"]["name"] == name:
+                return cls(name, json_grammar(f"tools[{i}].function.parameters", _parameters(tool)))
+        known = ", ".join(tool["function"]["name"][:40] for tool in tools[:10])
+        raise ArgumentError(f"tool_choice must name one of the tools, {known}, got {name[:40]!r}")
+
+
+class CallsText:
+    """Reads an answer that must be calls, which it tells when the answer has ended.
+
+    Args:
+        calls: What was asked.
+    """
+
+    keeps_special = False
+
+    def __init__(self, calls: ForcedCalls) -> None:
+        self._name, self._text = calls.name, ""
+
+    def feed(self, text: str) -> list[Any]:
+        """As of ``Reader``."""
+        self._text += text
+        return []
+
+    def end(self) -> list[Any]:
+        """As of ``Reader``; arguments that were cut are given as they are, a list that was cut is text."""
+        if self._name is not None:
+            return [ToolCall(self._name, self._text)]
+        try:
+            calls = json.loads(self._text)
+        except ValueError:
+            return [self._text]
+        return [ToolCall(x["name"], json.dumps(x["parameters"], ensure_ascii=False)) for x in calls]
+
+
+def tools_of(body: Mapping[str, Any], forced: bool) -> list[dict[str, Any]]:
+    """The tools of a request.
+
+    Args:
+        body: JSON.
+        forced: Whether the answer must be calls of them, whose arguments are then of their schemas.
+
+    Raises:
+        ArgumentError: one is no function, or asks for what there is not.
+    """
+    tools = body.get("tools") or []
+    if not isinstance(tools, list):
+        raise ArgumentError(f"tools must be a list, got {shown(tools)}")
+    for i, tool in enumerate(tools):
+        function = tool.get("function") if isinstance(tool, dict) else None
+        if (
+            not isinstance(function, dict)
+            or not isinstance(function.get("name"), str)
+            or tool.get("type") != "function"
+        ):
+            raise ArgumentError(
+                f"tools[{i}] must have type 'function' and a function with a name, got {shown(tool)}"
+            )
+        if function.get("strict") not in (None, False) and not forced:
+            raise ArgumentError(
+                f"tools[{i}].function.strict must be left out unless tool_choice is 'required' or a "
+                f"function, got {shown(function['strict'])}"
+            )
+        if not isinstance(function.get("parameters") or {}, dict):
+            raise ArgumentError(
+                f"tools[{i}].function.parameters must be an object, got {shown(function['parameters'])}"
+            )
+    return tools
+
+
+def _named(choice: Any) -> str | None:
+    if choice == "required":
+        return None
+    function = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else 0
+    if isinstance(function, dict) and isinstance(function.get("name"), str):
+        return str(function["name"])
+    raise ArgumentError(
+        "tool_choice must be 'none', 'auto', 'required', or a function with its name, got " + shown(choice)
+    )
+
+
+def _parameters(tool: dict[str, Any]) -> dict[str, Any]:
+    """The schema of a tool's arguments, which are an object."""
+    given = tool["function"].get("parameters")
+    if not given:
+        return {"type": "object", "properties": {}, "additionalProperties": False}
+    return {"type": "object", **given}
+
+
+def _calls(tools: list[dict[str, Any]], most: int) -> Structure:
+    """A list of calls; each schema is read by itself, with its own definitions."""
+    expect_installed((PACKAGE,))
+    from llguidance import LLMatcher
+
+    more = f'(", " call){{0,{most - 1}}} ' if most > 1 else ""
+    lines = [f'start: "[" call {more}"]"']
+    lines.append("call: " + " | ".join(f"call_{i}" for i in range(len(tools))))
+    for i, tool in enumerate(tools):
+        head = f'{{"name": {json.dumps(tool["function"]["name"])}, "parameters": '
+        try:
+            schema = json.dumps({**_parameters(tool), "x-guidance": JSON_OPTIONS})
+        except RecursionError as error:
+            raise ArgumentError(f"tools[{i}].function.parameters must be a JSON schema: {error}") from error
+        lines += [f'call_{i}: {json.dumps(head)} json_{i} "}}"', f"json_{i}: %json {schema}"]
+    return Structure("tools", LLMatcher.grammar_from_lark("\n".join(lines)))
