@@ -30,6 +30,7 @@ NEEDS_PACKAGES = [
     "test_restarts.py",
     "test_sampling.py",
     "test_structured.py",
+    "test_tokens.py",
     "test_tools.py",
 ]
 

@@ -27,6 +27,9 @@ from kvloom.serving.session import Session
 PATHS = [
     "/v1/chat/completions",
     "/v1/completions",
+    "/v1/embeddings",
+    "/tokenize",
+    "/detokenize",
     "/v1/models",
     "/metrics",
     "/dashboard",
@@ -67,7 +70,7 @@ def test_everything_but_health_needs_a_key(server: Served, method: str, path: st
 
 def test_the_paths_above_are_all_there_are() -> None:
     routes = re.findall(r'Route\("([^"]+)"', inspect.getsource(server_module))
-    assert len(routes) >= 7 and {*routes} <= {*PATHS, "/health"}
+    assert len(routes) >= 10 and {*routes} <= {*PATHS, "/health"}
 
 
 @pytest.mark.parametrize(
@@ -178,7 +181,7 @@ def test_a_body_that_ends_in_two_places_closes_the_connection(
     assert b"connection: close" in answered.lower() and b"Content-Length or by Transfer-Encoding" in answered
 
 
-@pytest.mark.parametrize("path", ["/v1", "/docs", "/v1/" + "x" * 500, "/v1/embeddings"])
+@pytest.mark.parametrize("path", ["/v1", "/docs", "/v1/" + "x" * 500, "/v1/audio/speech"])
 def test_a_path_that_there_is_not_says_which_there_are(server: Served, path: str) -> None:
     status, answer = server.send("POST", path, body(), "one")
     error = json.loads(answer)["error"]

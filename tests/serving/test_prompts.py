@@ -24,7 +24,7 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from kvloom.errors import ArgumentError
 from kvloom.integrations.transformers import load_model
 from kvloom.models import bundled_model_path
-from kvloom.serving import endpoints
+from kvloom.serving import asking
 from kvloom.serving.prompts import Prompts, most_bytes_per_token
 
 TOKENIZER = load_model(bundled_model_path(), progress=False)[1]
@@ -157,8 +157,8 @@ def test_a_large_request_waits_as_bytes(server: Served, held: Held, monkeypatch:
             num_read += 1
         return made(data)
 
-    made = endpoints._read
-    monkeypatch.setattr(endpoints, "_read", read)
+    made = asking.read_object
+    monkeypatch.setattr(asking, "read_object", read)
     with ThreadPoolExecutor(5) as pool, closing(held):
         large = [pool.submit(post, server, "/v1/completions", {"prompt": LARGE}) for _ in range(5)]
         while server.session.num_placed < 5 or not held.num_inside:
@@ -181,7 +181,7 @@ def test_nobody_waits_for_a_search_for_cycles_while_a_request_is_read(end: bytes
     gc.callbacks.append(note)
     try:
         with nullcontext() if end.endswith(b"}") else pytest.raises(ArgumentError):
-            endpoints._read(b'{"prompt": [' + b"[]," * 200_000 + end)
+            asking.read_object(b'{"prompt": [' + b"[]," * 200_000 + end)
     finally:
         gc.callbacks.remove(note)
     assert started.count("start") < 5 and gc.isenabled()

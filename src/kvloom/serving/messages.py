@@ -10,6 +10,7 @@ import jinja2.meta
 from transformers.utils import chat_template_utils
 
 from kvloom.errors import ArgumentError
+from kvloom.integrations.transformers import summary_of
 from kvloom.serving.fields import shown
 from kvloom.serving.tools import tools_of
 
@@ -70,6 +71,37 @@ class Chat:
             tools if tools and choice != "none" else None,
             options,
         )
+
+    def text(self, tokenizer: Any, add_generation_prompt: bool = True) -> str:
+        """What the tokenizer's chat template makes of the chat.
+
+        Args:
+            tokenizer: With a template.
+            add_generation_prompt: Whether an answer is to follow.
+
+        Raises:
+            ArgumentError: there is no template, or it does not take or leaves out what was asked.
+        """
+        if tokenizer.chat_template is None:
+            raise ArgumentError(
+                "messages need a chat template, which the model lacks: serve --chat-template F"
+            )
+        try:
+            self.expect_read(tokenizer)
+            text = tokenizer.apply_chat_template(
+                self.messages,
+                add_generation_prompt=add_generation_prompt,
+                tools=self.tools,
+                tokenize=False,
+                **self.options,
+            )
+        except ArgumentError:
+            raise
+        except Exception as error:  # whatever messages make a template raise
+            raise ArgumentError(
+                f"messages must be what the model's chat template takes: {summary_of(error)}"
+            ) from error
+        return str(text)
 
     def expect_read(self, tokenizer: Any) -> None:
         """Raise ArgumentError if the tokenizer's chat template leaves out what was asked.

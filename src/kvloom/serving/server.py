@@ -25,6 +25,7 @@ from kvloom.serving.origins import readable
 from kvloom.serving.replies import error_reply
 from kvloom.serving.session import Session
 from kvloom.serving.settings import Settings
+from kvloom.serving.tokens import Tokens
 
 
 def application(session: Session, names: tuple[str, ...], settings: Settings) -> Any:
@@ -37,6 +38,8 @@ def application(session: Session, names: tuple[str, ...], settings: Settings) ->
     """
     metrics = Metrics(session)
     session.on_first_token = metrics.first_token.observe
+
+    tokens = Tokens(session, names)
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -54,6 +57,11 @@ def application(session: Session, names: tuple[str, ...], settings: Settings) ->
         data = [{"id": name, "object": "model", "created": 0, "owned_by": "kvloom"} for name in names[:1]]
         return JSONResponse({"object": "list", "data": data})
 
+    async def embeddings(request: Request) -> Response:
+        return error_reply(
+            400, f"the model {names[0]} generates text, and there are no embeddings of it here"
+        )
+
     async def show_metrics(request: Request) -> Response:
         return Response(metrics.text(), media_type="text/plain; version=0.0.4")
 
@@ -67,6 +75,9 @@ def application(session: Session, names: tuple[str, ...], settings: Settings) ->
         routes=[
             Route("/v1/chat/completions", Endpoint(session, names, "chat").answer, methods=["POST"]),
             Route("/v1/completions", Endpoint(session, names, "text").answer, methods=["POST"]),
+            Route("/v1/embeddings", embeddings, methods=["POST"]),
+            Route("/tokenize", tokens.tokenize, methods=["POST"]),
+            Route("/detokenize", tokens.detokenize, methods=["POST"]),
             Route("/v1/models", models),
             Route("/health", health),
             Route("/metrics", show_metrics),

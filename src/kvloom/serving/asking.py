@@ -1,0 +1,165 @@
+"""From the body of a request to answers that have begun: tokens in threads, a place, and what reads the text.
+
+Chat templates, and what reads tool calls and reasoning from answers, are transformers' own.
+"""
+
+import json
+import uuid
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple
+
+from starlette.requests import Request
+from transformers.cli.serving.utils import build_response_parser
+
+from kvloom.errors import ArgumentError
+from kvloom.integrations.transformers import summary_of
+from kvloom.integrations.transformers.batching.config import expect_known
+from kvloom.serving import Refused
+from kvloom.serving.answers import Answers
+from kvloom.serving.bodies import expect_model, read_object
+from kvloom.serving.guard import TENANT
+from kvloom.serving.messages import Chat
+from kvloom.serving.prompts import expect_room
+from kvloom.serving.readers import ParsedText, PlainText, Reader
+from kvloom.serving.session import Place, Session
+from kvloom.serving.tools import CallsText
+from kvloom.serving.wanted import Wanted
+
+_USUAL_TOKENS: Final = 16
+"""New tokens of a completion that does not say how many, as of OpenAI's; a chat has all that there may be."""
+
+_PROMPTS: Final = "prompt must be a text, a list of token ids, or a list of those"
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """Answers that have begun.
+
+    Attributes:
+        name: Of the first answer, and of all of them for the client.
+        wanted: What was asked for.
+        answers: To be read or closed.
+        readers: One for each answer.
+    """
+
+    name: str
+    wanted: Wanted
+    answers: Answers
+    readers: list[Reader]
+
+
+class Asking:
+    """Begins the answers to requests of one kind.
+
+    Args:
+        session: That answers.
+        names: Of the model.
+        kind: ``"chat"`` or ``"text"``.
+        prefix: With which names of answers begin.
+    """
+
+    def __init__(self, session: Session, names: tuple[str, ...], kind: str, prefix: str) -> None:
+        self._session, self._names, self._kind, self._prefix = session, names, kind, prefix
+
+    async def begin(
+        self, request: Request, translate: Callable[[dict[str, Any]], dict[str, Any]] = lambda body: body
+    ) -> Begun:
+        """Begin the answers to a request.
+
+        Args:
+            request: Whose body has not been read.
+            translate: What makes a body of this kind from the request's, in a thread.
+
+        Raises:
+            KVError: what the request asks is wrong, or there is no room for it.
+        """
+        session, data = self._session, await request.body()
+        if len(data) > session.max_body_bytes:
+            raise Refused(
+                413,
+                f"the body must be at most {session.max_body_bytes} bytes, as the prompt must be at most "
+                f"{session.room - 1} tokens, got {len(data)}",
+            )
+        with closing(Place(session)) as place:
+            async with session.prompts.turn(len(data)) as read:
+                body = translate(await read(read_object, data))
+                wanted = Wanted.of(body, self._kind, session.model.generation_config)
+                expect_model(body, self._names)
+                prompts = [body] if self._kind == "chat" else _texts(body.get("prompt"))
+                place.widen(wanted.count * len(prompts))
+                asked: list[_Asked] = [await read(self._asked, prompt, wanted) for prompt in prompts]
+                matcher = None
+                if wanted.structure is not None:
+                    matcher = await read(session.grammars.matcher, wanted.structure)
+                del body, prompts
+            tenant = request.scope.get(TENANT, "")
+            # Who names nobody finds in a store what pools and sessions without a salt wrote.
+            salt = json.dumps([tenant, wanted.salt]) if tenant or wanted.salt else ""
+            name = f"{self._prefix}-{uuid.uuid4().hex}"
+            readers = [reader for x in asked for reader in x.readers]
+            answers = session.ask(
+                name,
+                [x.tokens for x in asked],
+                wanted,
+                salt,
+                keep_special=readers[0].keeps_special,
+                usual_tokens=None if self._kind == "chat" else _USUAL_TOKENS,
+                matcher=matcher,
+            )
+        return Begun(name, wanted, answers, readers)
+
+    def _asked(self, prompt: Any, wanted: Wanted) -> "_Asked":
+        """One prompt of a completion, or the body of a chat."""
+        if self._kind == "chat":
+            return self._chat(prompt, wanted)
+        session = self._session
+        tokens = prompt
+        if isinstance(prompt, str):
+            tokens = session.prompts.tokens_of(prompt, session.room)
+        else:
+            expect_room(session.room, len(prompt))
+            if not all(type(token) is int for token in prompt):
+                raise ArgumentError(_PROMPTS)
+        echo = ""
+        if wanted.echo and tokens:
+            expect_known("the prompt", tokens, session.model)
+            echo = prompt if isinstance(prompt, str) else session.tokenizer.decode(tokens)
+        return _Asked(tokens, [PlainText(echo) for _ in range(wanted.count)])
+
+    def _chat(self, body: dict[str, Any], wanted: Wanted) -> "_Asked":
+        session = self._session
+        text = Chat.of(body).text(session.tokenizer)
+        tokens = session.prompts.tokens_of(text, session.room, add_special_tokens=False)
+        return _Asked(tokens, [self._reader(wanted, tokens) for _ in range(wanted.count)])
+
+    def _reader(self, wanted: Wanted, tokens: list[int]) -> Reader:
+        """Of an answer to a chat; one with a structure has it from its first letter on."""
+        if wanted.calls is not None:
+            return CallsText(wanted.calls)
+        if wanted.structure is not None:
+            return PlainText()
+        try:
+            parser = build_response_parser(self._session.tokenizer, self._session.model, tokens)
+        except Exception as error:  # whatever a response template raises
+            raise ArgumentError(
+                f"messages must be what the model's response template reads: {summary_of(error)}"
+            ) from error
+        return PlainText() if parser is None else ParsedText(parser)
+
+
+class _Asked(NamedTuple):
+    """Tokens of a prompt, and what reads the answers to it."""
+
+    tokens: list[int]
+    readers: list[Reader]
+
+
+def _texts(prompt: Any) -> list[Any]:
+    """The prompts of a completion, each a text or what may be a list of token ids."""
+    if isinstance(prompt, str) or (isinstance(prompt, list) and type(next(iter(prompt), None)) is int):
+        return [prompt]
+    if isinstance(prompt, list) and prompt and all(isinstance(x, str | list) for x in prompt):
+        return prompt
+    raise ArgumentError(_PROMPTS)

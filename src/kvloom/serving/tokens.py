@@ -1,0 +1,83 @@
+"""``/tokenize`` and ``/detokenize`` of vLLM's server: tokens of a text or a chat, and the text of tokens."""
+
+from collections.abc import Callable, Collection
+from typing import Any, Final
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+
+from kvloom.errors import ArgumentError
+from kvloom.integrations.transformers.batching.config import expect_known
+from kvloom.serving.bodies import expect_model, read_object
+from kvloom.serving.fields import flag, shown
+from kvloom.serving.messages import Chat
+from kvloom.serving.session import Session
+from kvloom.serving.settings import MOST
+from kvloom.serving.text import text_of
+
+_COMMON: Final = ("model", "add_special_tokens", "return_token_strs")
+_TEXT: Final = (*_COMMON, "prompt")
+_CHAT: Final = (*_COMMON, "messages", "tools", "chat_template_kwargs", "add_generation_prompt")
+
+
+class Tokens:
+    """Both endpoints, in the threads that read prompts; a text may be longer than the model can read.
+
+    Args:
+        session: Whose tokenizer.
+        names: Of the model.
+    """
+
+    def __init__(self, session: Session, names: tuple[str, ...]) -> None:
+        self._session, self._names = session, names
+
+    async def tokenize(self, request: Request) -> JSONResponse:
+        """Answer ``/tokenize``; raises KVError for what it asks wrongly."""
+        return await self._answer(request, self._tokens_of)
+
+    async def detokenize(self, request: Request) -> JSONResponse:
+        """Answer ``/detokenize``; raises KVError for what it asks wrongly."""
+        return await self._answer(request, self._text_of)
+
+    async def _answer(
+        self, request: Request, made: Callable[[dict[str, Any]], dict[str, Any]]
+    ) -> JSONResponse:
+        data = await request.body()
+        async with self._session.prompts.turn(len(data)) as read:
+            return JSONResponse(await read(self._made, data, made))
+
+    def _made(self, data: bytes, made: Callable[[dict[str, Any]], dict[str, Any]]) -> dict[str, Any]:
+        body = {name: value for name, value in read_object(data).items() if value is not None}
+        expect_model(body, self._names)
+        return made(body)
+
+    def _tokens_of(self, body: dict[str, Any]) -> dict[str, Any]:
+        session, is_chat = self._session, "messages" in body
+        _expect_fields(body, _CHAT if is_chat else _TEXT)
+        if is_chat:
+            text = Chat.of(body).text(session.tokenizer, flag(body, "add_generation_prompt", True))
+        elif isinstance(body.get("prompt"), str):
+            text = body["prompt"]
+        else:
+            raise ArgumentError(f"prompt must be a text, got {shown(body.get('prompt'))}")
+        special = flag(body, "add_special_tokens", not is_chat)
+        tokens = session.prompts.tokens_of(text, MOST, add_special_tokens=special)
+        strings = {}
+        if flag(body, "return_token_strs"):
+            strings = {"token_strs": [text_of(session.tokenizer, token) for token in tokens]}
+        return {"count": len(tokens), "max_model_len": session.room, "tokens": tokens, **strings}
+
+    def _text_of(self, body: dict[str, Any]) -> dict[str, Any]:
+        _expect_fields(body, ("model", "tokens"))
+        tokens = body.get("tokens")
+        if not isinstance(tokens, list) or not all(type(token) is int for token in tokens):
+            raise ArgumentError(f"tokens must be a list of token ids, got {shown(tokens)}")
+        if tokens:
+            expect_known("tokens", tokens, self._session.model)
+        return {"prompt": self._session.tokenizer.decode(tokens)}
+
+
+def _expect_fields(body: dict[str, Any], names: Collection[str]) -> None:
+    for name in body:
+        if name not in names:
+            raise ArgumentError(f"{shown(name)} is no field that is supported")
