@@ -27,6 +27,7 @@ NEEDS_PACKAGES = [
     "test_origins.py",
     "test_process.py",
     "test_prompts.py",
+    "test_responses.py",
     "test_restarts.py",
     "test_sampling.py",
     "test_structured.py",

@@ -28,6 +28,7 @@ PATHS = [
     "/v1/chat/completions",
     "/v1/completions",
     "/v1/embeddings",
+    "/v1/responses",
     "/tokenize",
     "/detokenize",
     "/v1/models",

@@ -84,7 +84,7 @@ class Asking:
             )
         with closing(Place(session)) as place:
             async with session.prompts.turn(len(data)) as read:
-                body = translate(await read(read_object, data))
+                body = await read(lambda: translate(read_object(data)))
                 wanted = Wanted.of(body, self._kind, session.model.generation_config)
                 expect_model(body, self._names)
                 prompts = [body] if self._kind == "chat" else _texts(body.get("prompt"))

@@ -28,12 +28,18 @@ class EventStream:
     """An answer of server-sent events, whose source is closed whatever ends it.
 
     Args:
-        events: JSON objects.
+        events: JSON objects; one with a ``type`` has that as the name of the event, too.
         close: What closes their source, which a generator that never began does not.
+        end: What is sent behind them.
     """
 
-    def __init__(self, events: AsyncGenerator[dict[str, Any], None], close: Callable[[], None]) -> None:
-        self._events, self._close = events, close
+    def __init__(
+        self,
+        events: AsyncGenerator[dict[str, Any], None],
+        close: Callable[[], None],
+        end: bytes = b"data: [DONE]\n\n",
+    ) -> None:
+        self._events, self._close, self._end = events, close, end
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """The ASGI application."""
@@ -42,11 +48,12 @@ class EventStream:
             await send({"type": "http.response.start", "status": 200, "headers": headers})
             async with aclosing(self._events) as events:
                 async for event in events:
-                    data = f"data: {json.dumps(event, separators=(',', ':'))}\n\n".encode()
+                    name = f"event: {event['type']}\n" if "type" in event else ""
+                    data = f"{name}data: {json.dumps(event, separators=(',', ':'))}\n\n".encode()
                     await send({"type": "http.response.body", "body": data, "more_body": True})
         finally:
             self._close()
-        await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
+        await send({"type": "http.response.body", "body": self._end, "more_body": False})
 
 
 def usage(num_asked: int, num_new: int, num_found: int) -> dict[str, Any]:

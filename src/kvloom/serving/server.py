@@ -23,6 +23,7 @@ from kvloom.serving.log import count_repeats
 from kvloom.serving.metrics import Metrics
 from kvloom.serving.origins import readable
 from kvloom.serving.replies import error_reply
+from kvloom.serving.responses import Responses
 from kvloom.serving.session import Session
 from kvloom.serving.settings import Settings
 from kvloom.serving.tokens import Tokens
@@ -75,6 +76,7 @@ def application(session: Session, names: tuple[str, ...], settings: Settings) ->
         routes=[
             Route("/v1/chat/completions", Endpoint(session, names, "chat").answer, methods=["POST"]),
             Route("/v1/completions", Endpoint(session, names, "text").answer, methods=["POST"]),
+            Route("/v1/responses", Responses(session, names).answer, methods=["POST"]),
             Route("/v1/embeddings", embeddings, methods=["POST"]),
             Route("/tokenize", tokens.tokenize, methods=["POST"]),
             Route("/detokenize", tokens.detokenize, methods=["POST"]),

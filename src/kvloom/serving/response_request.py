@@ -1,0 +1,140 @@
+"""A request of ``/v1/responses``, as the chat that it asks for."""
+
+import re
+from collections.abc import Mapping
+from typing import Any, Final
+
+from kvloom.errors import ArgumentError
+from kvloom.serving.fields import shown, text
+from kvloom.serving.sampling import SAMPLING_FIELDS
+
+_SAME: Final = (
+    *SAMPLING_FIELDS,
+    "model",
+    "stream",
+    "metadata",
+    "user",
+    "cache_salt",
+    "chat_template_kwargs",
+)
+_OTHERS: Final = ("input", "instructions", "max_output_tokens", "text", *_SAME)
+
+# Fields that ask for nothing where they have these values. OpenAI's server stores where nothing is said.
+_NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = {
+    "background": (False,),
+    "include": ([],),
+    "parallel_tool_calls": (True, False),
+    "reasoning": ({},),
+    "service_tier": ("auto", "default"),
+    "store": (False,),
+    "stream_options": ({}, {"include_obfuscation": False}),
+    "tool_choice": ("auto", "none"),
+    "tools": ([],),
+    "top_logprobs": (0,),
+    "truncation": ("disabled",),
+}
+_OWN_NAMES: Final = {
+    "response_format.json_schema": "text.format",
+    "response_format": "text.format",
+    "max_tokens": "max_output_tokens",
+}
+_PARTS: Final = ("input_text", "output_text", "text")
+_MESSAGE: Final = ("type", "role", "content", "id", "status")
+
+
+def chat_of(body: Mapping[str, Any]) -> dict[str, Any]:
+    """The body of a chat for a request of ``/v1/responses``.
+
+    Args:
+        body: JSON.
+
+    Raises:
+        ArgumentError: a field is unknown, is not supported, or has no such value.
+    """
+    given = {name: value for name, value in body.items() if value is not None}
+    for name, value in given.items():
+        if name in _NEUTRAL:
+            if value not in _NEUTRAL[name]:
+                raise ArgumentError(f"{name} must be left out, as it is not supported, got {shown(value)}")
+        elif name not in _OTHERS:
+            raise ArgumentError(f"{shown(name)} is no field that is supported")
+    chat: dict[str, Any] = {name: given[name] for name in _SAME if name in given}
+    chat["messages"] = _messages(given)
+    if "max_output_tokens" in given:
+        chat["max_tokens"] = given["max_output_tokens"]
+    asked = given.get("text", {})
+    if not isinstance(asked, dict) or asked.keys() - {"format"}:
+        raise ArgumentError(f"text must be an object with a format alone, got {shown(asked)}")
+    if asked.get("format") is not None:
+        chat["response_format"] = _format(asked["format"])
+    return chat
+
+
+def own_names(message: str) -> str:
+    """An error of a chat, with the names that fields have in a request of ``/v1/responses``."""
+    for name, own in _OWN_NAMES.items():
+        message = re.sub(rf"(?<!['\w]){re.escape(name)}(?!\w)", own, message)
+    return message
+
+
+def _format(value: Any) -> Any:
+    """``response_format`` for ``text.format``, in which a schema is not apart."""
+    if isinstance(value, dict) and value.get("type") == "json_schema":
+        return {"type": "json_schema", "json_schema": {k: v for k, v in value.items() if k != "type"}}
+    return value
+
+
+def _messages(given: Mapping[str, Any]) -> list[dict[str, Any]]:
+    asked = given.get("input")
+    if isinstance(asked, str):
+        asked = [{"role": "user", "content": asked}]
+    if not isinstance(asked, list) or not asked:
+        raise ArgumentError(
+            f"input must be a text, or a list of at least one message, got {shown(given.get('input'))}"
+        )
+    messages: list[dict[str, Any]] = []
+    if text(given, "instructions"):
+        messages.append({"role": "system", "content": given["instructions"]})
+    reasoning = ""
+    for i, item in enumerate(asked):
+        kind = item.get("type", "message") if isinstance(item, dict) else type(item).__name__
+        if kind == "reasoning":
+            reasoning += "".join(x["text"] for x in _parts(f"input[{i}]", item, ("reasoning_text",)))
+        elif kind == "message":
+            message = _message(f"input[{i}]", item)
+            if reasoning and message["role"] == "assistant":
+                message["reasoning_content"], reasoning = reasoning, ""
+            messages.append(message)
+        else:
+            raise ArgumentError(
+                f"input[{i}] must be a message, or the reasoning before one, got {shown(kind)}"
+            )
+    if reasoning:
+        raise ArgumentError("input must have a message of the assistant behind its reasoning, got none")
+    return messages
+
+
+def _message(name: str, item: dict[str, Any]) -> dict[str, Any]:
+    for field, value in item.items():
+        if field not in _MESSAGE and value is not None:
+            raise ArgumentError(f"{name} must have fields that are supported, got {shown(field)}")
+    if not isinstance(item.get("role"), str):
+        raise ArgumentError(f"{name} must have a role, got {shown(item.get('role'))}")
+    if isinstance(item.get("content"), str):
+        return {"role": item["role"], "content": item["content"]}
+    return {"role": item["role"], "content": _parts(name, item, _PARTS)}
+
+
+def _parts(name: str, item: dict[str, Any], kinds: tuple[str, ...]) -> list[dict[str, str]]:
+    """Parts of text, as a chat has them."""
+    content = item.get("content") or []
+    if not isinstance(content, list):
+        raise ArgumentError(f"{name}.content must be a text or a list of parts, got {shown(content)}")
+    for j, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, dict) else part
+        if kind not in kinds:
+            known = " or ".join(map(repr, kinds))
+            raise ArgumentError(f"{name}.content[{j}] must be a part of type {known}, got {shown(kind)}")
+        if not isinstance(part.get("text"), str):
+            raise ArgumentError(f"{name}.content[{j}].text must be a string, got {shown(part.get('text'))}")
+    return [{"type": "text", "text": part["text"]} for part in content]
