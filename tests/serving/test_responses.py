@@ -225,7 +225,7 @@ def test_an_answer_that_fails_says_so(stream: bool) -> None:
         ({"input": [{"type": "reasoning", "content": []}, USER]}, None),
         (
             {"input": [USER, {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "hm"}]}]},
-            "input must have a message of the assistant behind its reasoning",
+            "input must have a message of the assistant after its reasoning",
         ),
         ({"text": {"verbosity": "low"}}, "text must be an object with a format alone"),
         ({"text": {"format": {"type": "grammar"}}}, "text.format must have type 'text', 'json_object', or"),

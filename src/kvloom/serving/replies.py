@@ -30,7 +30,7 @@ class EventStream:
     Args:
         events: JSON objects; one with a ``type`` has that as the name of the event, too.
         close: What closes their source, which a generator that never began does not.
-        end: What is sent behind them.
+        end: What is sent after them.
     """
 
     def __init__(

@@ -110,7 +110,7 @@ def _messages(given: Mapping[str, Any]) -> list[dict[str, Any]]:
                 f"input[{i}] must be a message, or the reasoning before one, got {shown(kind)}"
             )
     if reasoning:
-        raise ArgumentError("input must have a message of the assistant behind its reasoning, got none")
+        raise ArgumentError("input must have a message of the assistant after its reasoning, got none")
     return messages
 
 

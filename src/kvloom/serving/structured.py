@@ -128,7 +128,7 @@ class Grammar(LogitsProcessor):  # type: ignore[misc]
         self.failure: str | None = None
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """``scores`` ``[1, V]`` behind ``input_ids`` ``[1, N]``, ``-inf`` where a token is not allowed."""
+        """``scores`` ``[1, V]`` after ``input_ids`` ``[1, N]``, ``-inf`` where a token is not allowed."""
         new = input_ids[0, self._num_read :].tolist()
         self._num_read = input_ids.shape[1]
         self._matcher.consume_tokens(new)

@@ -60,7 +60,7 @@ class TextStream:
             return ""
         text, end = self._decoded, len(self._decoded)
         stops = self._stops if len(self.offsets) > self._min_tokens else ()
-        begins = [(stop, max(0, start - len(stop) + 1)) for stop in stops]  # where one ends behind start
+        begins = [(stop, max(0, start - len(stop) + 1)) for stop in stops]  # where one ends after start
         found = [(at + len(stop), at) for stop, begin in begins if (at := text.find(stop, begin)) >= 0]
         if found:  # the one that is whole first, however many tokens come at once
             end, self.stopped = min(found)[1], True

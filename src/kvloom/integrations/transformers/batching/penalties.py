@@ -26,7 +26,7 @@ class CountPenalties(LogitsProcessor):  # type: ignore[misc]
         self._num_prompt, self._presence, self._frequency = num_prompt, presence, frequency
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """The changed ``scores`` ``[1, V]`` behind ``input_ids`` ``[1, N]``."""
+        """The changed ``scores`` ``[1, V]`` after ``input_ids`` ``[1, N]``."""
         new = input_ids[0, self._num_prompt :]
         counts = torch.bincount(new, minlength=scores.shape[-1]).to(scores.dtype)
         return scores - counts * self._frequency - (counts > 0) * self._presence
