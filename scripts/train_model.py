@@ -57,7 +57,7 @@ def train_tokenizer(texts: list[str], vocab_size: int) -> Tokenizer:
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
-    """Write the two files that `AutoTokenizer` reads."""
+    """Write the files that `AutoTokenizer` reads; the chat template is the shipped one, written by hand."""
     tokenizer.save(str(folder / "tokenizer.json"))
     settings = {
         # The generic class, a name that both transformers 4 and 5 load without rebuilding the tokenizer.
@@ -70,6 +70,8 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
         "model_input_names": ["input_ids", "attention_mask"],
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+    template = "chat_template.jinja"
+    (folder / template).write_bytes((bundled_model_path() / template).read_bytes())
 
 
 def encode_files(tokenizer: Tokenizer, texts: list[str]) -> list[Tensor]:

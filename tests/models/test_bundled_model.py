@@ -98,6 +98,18 @@ def test_the_tokenizer_pads_left_and_adds_nothing(tokenizer: Any) -> None:
     assert len({tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id}) == 3
 
 
+def test_a_chat_is_source_that_goes_on(tokenizer: Any) -> None:
+    """An answer that is sent back follows the prompt that it answered, so that its prefix is found."""
+    asked = [{"role": "system", "content": "Files.\n"}, {"role": "user", "content": "Count\nlines"}]
+    first = tokenizer.apply_chat_template(asked, add_generation_prompt=True, tokenize=False)
+    assert first == "<|bos|>import os\nimport sys\n\n\n# Files.\n# Count\n# lines\ndef"
+    said = {"role": "assistant", "content": " count(path):\n    return 1\n"}
+    again = [*asked, said, {"role": "user", "content": "Write"}]
+    second = tokenizer.apply_chat_template(again, add_generation_prompt=True, tokenize=False)
+    assert second == f"{first} count(path):\n    return 1\n\n\n# Write\ndef"
+    assert tokenizer.apply_chat_template([*asked, said], tokenize=False) == second[: -len("# Write\ndef")]
+
+
 def test_the_split_is_by_name_disjoint_and_whole() -> None:
     train, heldout = corpus_files("train"), corpus_files("heldout")
     assert sorted(f.name for f in train + heldout) == [f.name for f in corpus_files()]

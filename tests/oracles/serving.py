@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import http.client
+import os
+import re
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -97,3 +101,20 @@ def served(
         finally:
             server.should_exit = True
             thread.join()
+
+
+@contextmanager
+def started(*options: str, **environment: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    """``kvloom serve`` as a process, and the URL that it says; it is killed unless it has ended."""
+    code = "import sys; from kvloom.cli import main; sys.exit(main())"
+    command = [sys.executable, "-c", code, "serve", "--port", "0", *options]
+    variables = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=variables) as process:
+        try:
+            assert process.stderr is not None
+            line = process.stderr.readline()
+            found = re.fullmatch(r"kvloom: \S+ at (https?://127\.0\.0\.1:\d+/v1)\n", line)
+            assert found, line
+            yield found[1], process
+        finally:
+            process.kill()
