@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import http.client
 import json
+import threading
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
 from typing import Any
 
 import pytest
+from browsers import NEEDS_BROWSER, opened
 from oracles.serving import PROMPT, Served, served
 
 from kvloom.serving.origins import may_ask
@@ -114,9 +118,11 @@ def test_an_allowed_page_may_read_the_answer_if_it_has_the_key(shared: Served) -
     question = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
     status, headers = answer_to(shared, "OPTIONS", Origin=ALLOWED, **question)
     assert status == 200 and headers["access-control-allow-origin"] == ALLOWED
+    assert "Origin" in headers["vary"].split(", ")  # what a cache has for one page is none of another's
     assert "authorization" in headers["access-control-allow-headers"].lower()
     status, headers = answer_to(shared, "POST", Origin=ALLOWED, Authorization="Bearer secret")
     assert status == 200 and headers["access-control-allow-origin"] == ALLOWED
+    assert headers["vary"] == "Origin"
     assert answer_to(shared, "POST", Origin=ALLOWED)[0] == 401
 
 
@@ -129,3 +135,66 @@ def test_no_other_page_may(shared: Served, server: Served) -> None:
         assert "access-control-allow-origin" not in headers
         status, headers = answer_to(server, "OPTIONS", Origin=origin, **question)
         assert status == 403 and "access-control-allow-origin" not in headers
+
+
+class Page(BaseHTTPRequestHandler):
+    """A page without anything."""
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.send_header("Content-Type", "text/html")
+        self.end_headers()
+        self.wfile.write(b"<!doctype html><title>page</title>")
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+@contextmanager
+def pages() -> Iterator[str]:
+    """The origin of a server of pages."""
+    with HTTPServer(("127.0.0.1", 0), Page) as running:
+        thread = threading.Thread(target=running.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{running.server_port}"
+        finally:
+            running.shutdown()
+            thread.join()
+
+
+FETCH = """
+const [url, key, body, done] = arguments;
+const named = {"Authorization": `Bearer ${key}`, "Content-Type": "application/json"};
+const headers = {...named, "X-Stainless-Lang": "js"};  // as OpenAI's client for browsers sends, too
+fetch(url, {method: "POST", headers, body})
+    .then(async answer => done([answer.status, await answer.json()]), error => done([0, String(error)]));
+"""
+
+
+@NEEDS_BROWSER
+@pytest.mark.parametrize("keys", [(), ("secret",)])
+def test_in_a_browser_the_allowed_page_reads_answers_and_another_none(
+    keys: tuple[str, ...], tmp_path: Path
+) -> None:
+    with (
+        pages() as allowed,
+        pages() as other,
+        served(api_keys=keys, allowed_origins=(allowed,)) as server,
+        opened(tmp_path) as browser,
+    ):
+
+        def ask(origin: str, key: str) -> Any:
+            browser.get(origin)
+            url = f"http://127.0.0.1:{server.port}/v1/completions"
+            return browser.execute_async_script(FETCH, url, key, BODY.decode())
+
+        status, answer = ask(allowed, "secret")
+        assert status == 200 and answer["usage"]["completion_tokens"] == 1
+        if keys:
+            status, answer = ask(allowed, "wrong")
+            assert status == 401 and "Authorization" in answer["error"]["message"]
+        steps = server.session.report().steps
+        status, answer = ask(other, "secret")
+        assert status == 0 and "TypeError" in answer
+        assert server.session.report().steps == steps
