@@ -21,7 +21,7 @@ from kvloom.layouts.command import add_layouts
 from kvloom.measuring import continuation, isolation_command, quality_command, record_command
 from kvloom.models import bundled_model_path, check_model_folder
 from kvloom.planning import command as planning
-from kvloom.serving import bench, command
+from kvloom.serving import bench, command, options
 from kvloom.simulation import command as simulation
 from kvloom.store.command import add_parser as add_store_parser
 from kvloom.tracing.command import add_parsers as add_tracing
@@ -120,7 +120,7 @@ def _parser() -> argparse.ArgumentParser:
     isolation.set_defaults(run=_options_named("kv|model")(isolation_command.run))
 
     serve = commands.add_parser("serve", help="a server for OpenAI's clients, many requests at once")
-    command.add_options(serve)
+    options.add_options(serve)
     serve.set_defaults(run=_serve)
 
     benches = commands.add_parser("bench", help="time a running server").add_subparsers(
@@ -298,14 +298,15 @@ def _demo(args: argparse.Namespace) -> None:
 
 def _serve(args: argparse.Namespace) -> int:
     with _options_named(
-        "kv|pack|batch_invariant|host|port|page_size|max_\\w+|drain_seconds|api_keys|allowed_origins"
+        "kv|values|pack|batch_invariant|host|port|page_size|max_\\w+|(?:body|header|drain)_seconds|api_keys|"
+        "allowed_origins|tls_certificate"
     ):
         return command.run(args, _load_folder)
 
 
-def _load_folder(path: Path | None) -> tuple[Any, Any]:
+def _load_folder(path: Path | None, dtype: str = "auto") -> tuple[Any, Any]:
     with _somebodys_folder(path) if path is not None else nullcontext():
-        return _load(path)
+        return _load(path, dtype)
 
 
 def _demo_folder() -> Path:
@@ -320,7 +321,7 @@ def _info(args: argparse.Namespace) -> None:
     print_info(args.probe)
 
 
-def _load(path: Path | None) -> tuple[Any, Any]:
+def _load(path: Path | None, dtype: str = "auto") -> tuple[Any, Any]:
     """Model and tokenizer on the best device; the bundled ones by default."""
     import torch
 
@@ -328,9 +329,11 @@ def _load(path: Path | None) -> tuple[Any, Any]:
 
     # No progress bar for a file of a few megabytes, nor where nobody sees it.
     model, tokenizer = load_model(
-        path or bundled_model_path(), progress=path is not None and sys.stderr.isatty()
+        path or bundled_model_path(),
+        None if dtype == "auto" else getattr(torch, dtype),
+        progress=path is not None and sys.stderr.isatty(),
     )
     if torch.cuda.is_available():
         return model.to("cuda"), tokenizer
     # CPUs multiply float16 slowly, and round each step.
-    return (model.float() if model.dtype == torch.float16 else model), tokenizer
+    return (model.float() if (dtype, model.dtype) == ("auto", torch.float16) else model), tokenizer

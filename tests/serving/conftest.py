@@ -12,6 +12,7 @@ from kvloom.serving import PACKAGES
 
 MISSING = [name for name in (*PACKAGES, "openai", "llguidance") if find_spec(name) is None]
 NEEDS_PACKAGES = [
+    "test_access_log.py",
     "test_answers.py",
     "test_bench.py",
     "test_choosing.py",
@@ -31,6 +32,7 @@ NEEDS_PACKAGES = [
     "test_restarts.py",
     "test_sampling.py",
     "test_structured.py",
+    "test_tls.py",
     "test_tokens.py",
     "test_tools.py",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -52,6 +53,12 @@ def test_missing_packages_are_named_with_the_command_that_helps() -> None:
     [
         (["/nowhere"], "model must be a local folder with a config.json"),
         (["--kv", "int9"], "--kv must be one of auto"),
+        (["--values", "int9"], "--values must be one of auto"),
+        (["--tls-key", "key.pem"], "--tls-certificate must be given with its key, got one of the two"),
+        (
+            ["--tls-certificate", "/nowhere", "--tls-key", "/nowhere"],
+            "--tls-certificate must be a file in PEM, and so its key, without a password, got '/nowhere'",
+        ),
         (["--host", "0.0.0.0"], "--host must be a loopback address without an API key, got '0.0.0.0'"),
         (["--host", "\xe4..b", "--api-key", "k"], "--host must be a name or an address, got '\xe4..b'"),
         (["--chat-template", "/nowhere"], "--chat-template must be text in UTF-8"),
@@ -86,6 +93,8 @@ def test_bad_options_are_one_line_and_status_2(
         ("--max-batch-tokens", "0"),
         ("--max-tokens", "0"),
         ("--max-answers", "0"),
+        ("--max-body-bytes", "0"),
+        ("--max-header-bytes", "0"),
         *[
             (option, value)
             for option in (
@@ -95,6 +104,8 @@ def test_bad_options_are_one_line_and_status_2(
                 "--port",
                 "--max-tokens",
                 "--max-answers",
+                "--max-body-bytes",
+                "--max-header-bytes",
             )
             for value in ("-1", "1" + "0" * 30)
         ],
@@ -109,13 +120,22 @@ def test_a_number_that_cannot_be_is_refused_by_its_option(
 
 
 @pytest.mark.parametrize("value", ["0", "-1", "nan", "inf", "-inf", "1e300"])
-@pytest.mark.parametrize("option", ["--max-seconds", "--drain-seconds"])
+@pytest.mark.parametrize("option", ["--max-seconds", "--body-seconds", "--header-seconds", "--drain-seconds"])
 def test_seconds_that_cannot_be_are_refused_by_their_option(
     option: str, value: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["serve", f"{option}={value}", "/nowhere"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"kvloom: {option} must be from 0.01 to 31,536,000, got ")
+
+
+def test_the_page_of_documentation_has_every_option(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["serve", "--help"])
+    told = {*re.findall(r"^  (--[a-z-]+)", capsys.readouterr().out, re.MULTILINE)}
+    page = (Path(__file__).parents[2] / "docs" / "serving.md").read_text(encoding="utf-8")
+    assert {"--max-body-bytes", "--tls-key", "--kv"} <= told
+    assert sorted(told - {*re.findall(r"--[a-z-]+", page)}) == []
 
 
 @pytest.mark.parametrize(

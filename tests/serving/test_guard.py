@@ -321,3 +321,20 @@ def test_too_few_pages_for_all_change_no_answer() -> None:
             openai.BadRequestError, match="the prompt and max_tokens must be at most 128 tokens"
         ):
             client.completions.create(model="bundled", prompt=PROMPT, max_tokens=128)
+
+
+@pytest.mark.parametrize(("value", "count"), [("x" * 99_999, 1), ("", 100_000)])
+def test_headers_may_be_as_large_as_the_limit(value: str, count: int) -> None:
+    with served(max_header_bytes=100_100) as running:
+        for more, status in ((0, b"200"), (100, b"431")):
+            lines = [
+                "GET /health HTTP/1.1",
+                "Host: localhost",
+                *[f"X: {value}"] * count,
+                *["Y: "] * more,
+                "",
+                "",
+            ]
+            with socket.create_connection(("127.0.0.1", running.port)) as connection:
+                connection.sendall("\r\n".join(lines).encode())
+                assert connection.recv(12) == b"HTTP/1.1 " + status

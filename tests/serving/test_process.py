@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import http.client
+import json
 import os
 import re
 import signal
+import socket
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 from urllib.request import Request, urlopen
@@ -58,3 +62,57 @@ def test_a_server_of_the_bundled_model_answers_a_chat() -> None:
         assert (
             usage.prompt_tokens_details.cached_tokens == 32
         )  # the full pages of the first prompt and its answer
+
+
+def test_a_server_computes_and_keeps_as_its_options_say() -> None:
+    states = []
+    for options in ([], ["--dtype", "bfloat16"], ["--dtype", "float16", "--kv", "int8", "--values", "int4"]):
+        with started(*options) as (url, process):
+            body = json.dumps({"prompt": PROMPT, "max_tokens": 2}).encode()
+            answer = json.load(urlopen(Request(f"{url}/completions", body)))
+            assert answer["usage"]["completion_tokens"] == 2
+            states.append(json.load(urlopen(f"{url[:-3]}/dashboard/state")))
+            process.terminate()
+            assert process.wait() == 0
+    assert [state["kv"] for state in states] == ["auto", "auto", "int8:g64/int4:g64"]
+    sizes = [state["report"]["page_bytes"] for state in states]
+    assert sizes[0] == 2 * sizes[1]
+    scales = 2 * 16 * 5 * 2 * 2  # of keys and values: 16 tokens, 5 layers, 2 heads, one of 2 bytes
+    assert sizes[2] == sizes[1] * 3 // 8 + scales
+
+
+def test_limits_are_as_the_options_say_and_requests_are_lines() -> None:
+    options = ["--max-body-bytes", "1000", "--max-header-bytes", "900", "--max-tokens", "3", "--access-log"]
+    seconds = [
+        "--header-seconds",
+        "0.3",
+        "--body-seconds",
+        "0.4",
+        "--max-seconds",
+        "9",
+        "--drain-seconds",
+        "2",
+    ]
+    with started(*options, *seconds) as (url, process):
+
+        def status(body: bytes, **headers: str) -> int:
+            with closing(http.client.HTTPConnection(url.split("/")[2])) as connection:
+                connection.request("POST", "/v1/completions?key=value", body, headers)
+                return connection.getresponse().status
+
+        prompt = {"prompt": "import os", "max_tokens": 3}
+        assert status(json.dumps(prompt).encode()) == 200
+        assert status(json.dumps({**prompt, "max_tokens": 4}).encode()) == 400
+        assert status(b" " * 1001) == 413
+        assert status(b"", X=900 * "x") == 431
+        assert status(b"", **{"Content-Length": "9"}) == 408
+        host, port = url.split("/")[2].split(":")
+        with socket.create_connection((host, int(port))) as connection:
+            assert connection.recv(1) == b""  # closed without a byte
+        process.terminate()
+        assert process.wait() == 0
+        assert process.stderr is not None
+        lines = process.stderr.read().splitlines()
+    told = [re.fullmatch(r"[-\d]+ [\d:,]+ POST /v1/completions (\d+) [\d.]+ ms(.*)", line) for line in lines]
+    assert [x[1] for x in told if x] == ["200", "400", "413", "431", "408"] and len(told) == 5
+    assert told[0] is not None and told[0][2] == " prompt=2 found=0 new=3"

@@ -17,6 +17,7 @@ from kvloom.errors import ArgumentError
 from kvloom.integrations.transformers import summary_of
 from kvloom.integrations.transformers.batching.config import expect_known
 from kvloom.serving import Refused
+from kvloom.serving.access_log import ENTRY, Entry
 from kvloom.serving.answers import Answers
 from kvloom.serving.bodies import expect_model, read_object
 from kvloom.serving.guard import TENANT
@@ -108,6 +109,7 @@ class Asking:
                 usual_tokens=None if self._kind == "chat" else _USUAL_TOKENS,
                 matcher=matcher,
             )
+        request.scope.get(ENTRY, Entry()).answers = answers
         return Begun(name, wanted, answers, readers)
 
     def _asked(self, prompt: Any, wanted: Wanted) -> "_Asked":

@@ -1,4 +1,4 @@
-"""``kvloom serve``: its options, and what they start."""
+"""What ``kvloom serve`` does with its options: it checks them, loads the model and starts the server."""
 
 import argparse
 import os
@@ -6,12 +6,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
-from kvloom.core.spelling import PACKS, STORAGE, expect_kv
+from kvloom.core.spelling import PACKS, expect_kv
 from kvloom.errors import ArgumentError
 from kvloom.models import bundled_model_path, check_model_folder
-from kvloom.paging import POLICIES
 from kvloom.serving import expect_installed
-from kvloom.serving.settings import KEYS_VARIABLE, MOST, Settings, expect_within, keys_from
+from kvloom.serving.options import LIMITS
+from kvloom.serving.settings import MOST, Settings, expect_within, keys_from
 
 _LEAST_PAGE_SIZE: Final = 4
 """Of transformers' sessions."""
@@ -20,97 +20,29 @@ _MOST_STEP: Final = 1 << 20
 """Tokens of a page, or of a step, whose tensors are made at the beginning."""
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """The options of ``kvloom serve``."""
-    parser.add_argument(
-        "model", nargs="?", type=Path, metavar="MODEL", help="local Hugging Face causal model folder"
-    )
-    parser.add_argument(
-        "--kv",
-        default="auto",
-        metavar="KIND[:gGROUP]",
-        help=f"how pages are kept: {', '.join(STORAGE)}, codes also as int8:g32",
-    )
-    parser.add_argument("--name", metavar="NAME", help="of the model, to clients; the folder's if not said")
-    parser.add_argument("--chat-template", type=Path, metavar="F", help="Jinja file, if the model has none")
-    parser.add_argument("--pages", type=int, metavar="N", help="at most; as memory is free if not said")
-    parser.add_argument("--page-size", type=int, default=16, metavar="N", help="tokens in a page")
-    parser.add_argument(
-        "--policy",
-        choices=POLICIES,
-        default="lru",
-        help="which pages give way: those idle for longest, or those worth least by how pages were used",
-    )
-    parser.add_argument(
-        "--pack",
-        choices=tuple(PACKS),
-        default="no",
-        help="weights of linear layers in oneDNN's order, which is faster: beside the others, or only so",
-    )
-    parser.add_argument(
-        "--batch-invariant",
-        action=argparse.BooleanOptionalAction,
-        help="the same bits for a request alone and in company; on if not said",
-    )
-    parser.add_argument(
-        "--store",
-        action="append",
-        metavar="URL",
-        help="below the pages, such as file:///var/cache/kvloom: what was computed before this server began, "
-        "or elsewhere; may be repeated, the quickest first",
-    )
-    parser.add_argument("--max-batch-tokens", type=int, metavar="N", help="tokens of one step")
-    parser.add_argument("--host", default=Settings.host, help="beyond loopback there must be an API key")
-    parser.add_argument("--port", type=int, default=Settings.port, metavar="N")
-    parser.add_argument(
-        "--api-key",
-        action="append",
-        default=[],
-        metavar="KEY",
-        help=f"may be repeated; {KEYS_VARIABLE} is seen by fewer, commas between keys",
-    )
-    parser.add_argument(
-        "--allow-origin",
-        action="append",
-        default=[],
-        metavar="ORIGIN",
-        help="of a page in a browser that may ask, such as http://localhost:3000; may be repeated",
-    )
-    parser.add_argument("--max-tokens", type=int, default=Settings.max_tokens, metavar="N", help="new tokens")
-    parser.add_argument(
-        "--max-answers", type=int, default=Settings.max_answers, metavar="N", help="at a time; then 429"
-    )
-    parser.add_argument("--max-seconds", type=float, default=Settings.max_seconds, metavar="S")
-    parser.add_argument(
-        "--record", type=Path, metavar="F", help="write what happened to pages at the end, for kvloom view"
-    )
-    parser.add_argument(
-        "--record-text", action="store_true", help="with the token ids and the text of all requests"
-    )
-    parser.add_argument("--drain-seconds", type=float, default=Settings.drain_seconds, metavar="S")
-
-
-def run(args: argparse.Namespace, load: Callable[[Path | None], tuple[Any, Any]]) -> int:
+def run(args: argparse.Namespace, load: Callable[[Path | None, str], tuple[Any, Any]]) -> int:
     """Serve until Ctrl-C or SIGTERM.
 
     Args:
         args: The options.
-        load: Gives the model and the tokenizer of a folder, or the bundled ones.
+        load: Gives the model and the tokenizer of a folder, or the bundled ones, in a dtype or ``"auto"``.
 
     Returns:
         The exit status.
     """
     expect_installed()
     expect_kv("--kv", args.kv)
+    if args.values is not None:
+        expect_kv("--values", args.values)
     settings = Settings(
         host=args.host,
         port=args.port,
         api_keys=keys_from(args.api_key),
         allowed_origins=tuple(args.allow_origin),
-        max_tokens=args.max_tokens,
-        max_answers=args.max_answers,
-        max_seconds=args.max_seconds,
-        drain_seconds=args.drain_seconds,
+        tls_certificate=args.tls_certificate,
+        tls_key=args.tls_key,
+        access_log=args.access_log,
+        **{name: getattr(args, name) for name in LIMITS},
     )
     expect_within("--page-size", args.page_size, _LEAST_PAGE_SIZE, _MOST_STEP)
     if args.pages is not None:
@@ -125,7 +57,7 @@ def run(args: argparse.Namespace, load: Callable[[Path | None], tuple[Any, Any]]
     path = args.model or bundled_model_path()
     check_model_folder(path)  # before imports that take seconds
     os.environ["HF_HUB_OFFLINE"] = "1"  # read once, when it is imported
-    model, tokenizer = load(args.model)
+    model, tokenizer = load(args.model, args.dtype)
     tokenizer.chat_template = template or tokenizer.chat_template
 
     from transformers import ContinuousBatchingConfig
@@ -142,6 +74,7 @@ def run(args: argparse.Namespace, load: Callable[[Path | None], tuple[Any, Any]]
         settings,
         config,
         kv=args.kv,
+        values=args.values,
         policy=args.policy,
         batch_invariant=args.batch_invariant,
         pack=PACKS[args.pack],

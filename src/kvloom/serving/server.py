@@ -5,7 +5,7 @@ import socket
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, Final
 
 import uvicorn
 from starlette.applications import Starlette
@@ -17,6 +17,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from kvloom.errors import KVError
 from kvloom.serving import Refused, dashboard
+from kvloom.serving.access_log import logged
 from kvloom.serving.endpoints import Endpoint
 from kvloom.serving.guard import Guard
 from kvloom.serving.log import count_repeats
@@ -27,6 +28,12 @@ from kvloom.serving.responses import Responses
 from kvloom.serving.session import Session
 from kvloom.serving.settings import Settings
 from kvloom.serving.tokens import Tokens
+
+_HEAD_BYTES: Final = 64 << 10
+"""Of a request's first line, and of headers that are a little too large, so that they are told."""
+
+_LINE_BYTES: Final = 5
+"""Of a header's line for each byte of its name and value, at most: ``a: `` and the end of the line."""
 
 
 def application(session: Session, names: tuple[str, ...], settings: Settings) -> Any:
@@ -89,7 +96,8 @@ def application(session: Session, names: tuple[str, ...], settings: Settings) ->
         exception_handlers={KVError: _refuse, HTTPException: _refuse, 500: _fail},
         lifespan=lifespan,
     )
-    return metrics.counted(readable(Guard(app, settings), settings.allowed_origins))
+    guarded = metrics.counted(readable(Guard(app, settings), settings.allowed_origins))
+    return logged(guarded) if settings.access_log else guarded
 
 
 async def _refuse(request: Request, error: Exception) -> Response:
@@ -158,6 +166,9 @@ def server_of(app: Any, settings: Settings) -> uvicorn.Server:
         server_header=False,
         timeout_keep_alive=settings.header_seconds,  # type: ignore[arg-type]  # any number of seconds will do
         timeout_graceful_shutdown=max(1, round(settings.drain_seconds)),
+        h11_max_incomplete_event_size=_HEAD_BYTES + _LINE_BYTES * settings.max_header_bytes,
+        ssl_certfile=settings.tls_certificate,
+        ssl_keyfile=settings.tls_key,
     )
     count_repeats()
     return uvicorn.Server(config)
@@ -173,8 +184,7 @@ def run(session: Session, names: tuple[str, ...], settings: Settings) -> int:
         OSError: the address is taken.
     """
     with listener_of(settings) as listener:
-        host = f"[{settings.host}]" if ":" in settings.host else settings.host
-        sys.stderr.write(f"kvloom: {names[0]} at http://{host}:{listener.getsockname()[1]}/v1\n")
+        sys.stderr.write(f"kvloom: {names[0]} at {settings.url}:{listener.getsockname()[1]}/v1\n")
         sys.stderr.flush()
         for number in (signal.SIGINT, signal.SIGTERM):  # uvicorn raises them again when it has drained
             signal.signal(number, lambda *_: None)

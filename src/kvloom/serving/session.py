@@ -48,6 +48,7 @@ class Session:
         config: A ``ContinuousBatchingConfig``.
         on_first_token: Called with the seconds from a request to its first new token.
         kv: As of ``continuous_batching``.
+        values: The same.
         policy: The same.
         batch_invariant: The same.
         pack: The same.
@@ -66,6 +67,7 @@ class Session:
         *,
         on_first_token: Callable[[float], None] = lambda seconds: None,
         kv: str = "auto",
+        values: str | None = None,
         policy: str = "lru",
         batch_invariant: bool | None = None,
         pack: bool | str = False,
@@ -79,8 +81,8 @@ class Session:
         self.on_first_token = on_first_token
         self._batch_invariant = batch_invariant
         self.store = None if store is None else open_store(store)
-        options: dict[str, Any] = {"policy": policy, "batch_invariant": batch_invariant, "pack": pack}
-        continuous_batching(model, kv, **options, store=self.store)
+        layers: dict[str, Any] = {"batch_invariant": batch_invariant, "pack": pack}
+        continuous_batching(model, kv, values=values, policy=policy, **layers, store=self.store)
         eos = model.generation_config.eos_token_id
         ends = [] if eos is None else eos if isinstance(eos, list) else [eos]
         self.end_tokens = frozenset(ends)

@@ -2,9 +2,11 @@
 
 import os
 import re
+import ssl
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from ipaddress import ip_address
+from pathlib import Path
 from typing import Final
 
 from kvloom.errors import ArgumentError
@@ -30,6 +32,10 @@ class Settings:
         port: Port; 0 is any that is free.
         api_keys: Keys that a request may have; with none, every request is answered.
         allowed_origins: Of pages in a browser, beside the server's own, that may ask it.
+        tls_certificate: PEM file of the server's certificate, and of those that lead to a known one; ``None``
+            for HTTP without TLS.
+        tls_key: PEM file of its key, without a password.
+        access_log: Whether each request is a line of the log.
         max_tokens: New tokens of one answer, at most.
         max_answers: Answers that are computed or wait at one time, at most.
         max_seconds: For one request, from its last byte to the last byte of its answer.
@@ -44,6 +50,9 @@ class Settings:
     port: int = 8000
     api_keys: tuple[str, ...] = ()
     allowed_origins: tuple[str, ...] = ()
+    tls_certificate: Path | None = None
+    tls_key: Path | None = None
+    access_log: bool = False
     max_tokens: int = 4096
     max_answers: int = 128
     max_seconds: float = 600.0
@@ -72,10 +81,31 @@ class Settings:
             raise ArgumentError(
                 "api_keys must be printable ASCII without spaces around it, got one that is not"
             )
+        self._check_tls()
         if not self.api_keys and not is_loopback(self.host):
             raise ArgumentError(
                 f"host must be a loopback address without an API key, got {self.host!r}: set {KEYS_VARIABLE}"
             )
+
+    def _check_tls(self) -> None:
+        """Raise ArgumentError unless there is neither a certificate nor a key, or both, of each other."""
+        if (self.tls_certificate is None) != (self.tls_key is None):
+            raise ArgumentError("tls_certificate must be given with its key, got one of the two")
+        if self.tls_certificate is not None and self.tls_key is not None:
+            try:
+                context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+                context.load_cert_chain(self.tls_certificate, self.tls_key, password="")
+            except (OSError, ValueError) as error:
+                raise ArgumentError(
+                    f"tls_certificate must be a file in PEM, and so its key, without a password, got "
+                    f"{str(self.tls_certificate)!r} and {str(self.tls_key)!r}: {error}"
+                ) from error
+
+    @property
+    def url(self) -> str:
+        """The beginning of the server's URLs, without a port."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{'http' if self.tls_certificate is None else 'https'}://{host}"
 
 
 def expect_within(name: str, value: float, low: float, high: float) -> None:
