@@ -19,6 +19,7 @@ from transformers import ContinuousBatchingConfig
 
 from kvloom.integrations.transformers import load_model
 from kvloom.models import bundled_model_path
+from kvloom.serving.models import Model
 from kvloom.serving.server import application, listener_of, server_of
 from kvloom.serving.session import Session
 from kvloom.serving.settings import Settings
@@ -90,14 +91,21 @@ def served(
     settings = Settings(port=0, **options)
     how = {"batch_invariant": batch_invariant, "pack": pack, "store": store}
     session = make_session(kv, config, settings, model, **how)
+    with running([Model(("bundled",), session)], settings) as port:
+        yield Served(session, port, settings)
+
+
+@contextmanager
+def running(models: list[Model], settings: Settings) -> Iterator[int]:
+    """The port of a server of these models, in a thread."""
     with listener_of(settings) as listener:
-        server = server_of(application(session, ("bundled",), settings), settings)
+        server = server_of(application(models, settings), settings)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
         thread.start()
         while not server.started and thread.is_alive():
             time.sleep(0.005)
         try:
-            yield Served(session, listener.getsockname()[1], settings)
+            yield listener.getsockname()[1]
         finally:
             server.should_exit = True
             thread.join()
@@ -113,7 +121,7 @@ def started(*options: str, **environment: str) -> Iterator[tuple[str, subprocess
         try:
             assert process.stderr is not None
             line = process.stderr.readline()
-            found = re.fullmatch(r"kvloom: \S+ at (https?://127\.0\.0\.1:\d+/v1)\n", line)
+            found = re.fullmatch(r"kvloom: .+ at (https?://127\.0\.0\.1:\d+/v1)\n", line)
             assert found, line
             yield found[1], process
         finally:

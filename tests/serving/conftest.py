@@ -25,6 +25,7 @@ NEEDS_PACKAGES = [
     "test_logprobs.py",
     "test_messages.py",
     "test_metrics.py",
+    "test_models.py",
     "test_origins.py",
     "test_process.py",
     "test_prompts.py",

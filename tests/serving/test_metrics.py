@@ -20,7 +20,7 @@ def read(server: Served) -> dict[tuple[str, str], float]:
     status, text = server.send("GET", "/metrics")
     assert status == 200
     return {
-        (sample.name, "".join(sample.labels.values())): sample.value
+        (sample.name, "".join(x for name, x in sample.labels.items() if name != "model")): sample.value
         for family in text_string_to_metric_families(text.decode())
         for sample in family.samples
     }

@@ -35,8 +35,8 @@ def test_a_server_that_is_stopped_gives_the_answer_that_has_begun(
         chunks = [next(stream)]
         asked = Request(f"{url[:-3]}/metrics", headers={"Authorization": "Bearer secret"})
         metrics = urlopen(asked).read().decode()
-        assert "kvloom_batch_invariant 1.0" in metrics
-        assert int(float(re.search(r"^kvloom_packed_bytes (\S+)$", metrics, re.MULTILINE)[1])) > 1 << 20  # type: ignore[index]
+        assert 'kvloom_batch_invariant{model="small"} 1.0' in metrics
+        assert int(float(re.search(r"^kvloom_packed_bytes\{.*\} (\S+)$", metrics, re.MULTILINE)[1])) > 1 << 20  # type: ignore[index]
         process.send_signal(number)
         chunks += list(stream)
         assert chunks[-1].choices[0].finish_reason == "length"

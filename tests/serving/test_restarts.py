@@ -84,7 +84,10 @@ def test_a_session_that_dies_begins_again(server: Served, error: BaseException, 
             until_restarted(server, count)
             assert client.completions.create(**OPTIONS).choices[0].text == text
         assert server.send("GET", "/health")[0] == 200
-        assert b"kvloom_session_restarts_total %d.0" % times in server.send("GET", "/metrics")[1]
+        assert (
+            b'kvloom_session_restarts_total{model="bundled"} %d.0' % times
+            in server.send("GET", "/metrics")[1]
+        )
     report = server.session.report()
     assert (report.running, report.waiting, report.active, report.max_pages) == (0, 0, 0, 256)
     assert server.session.readers == {} and server.session.manager.events is not None

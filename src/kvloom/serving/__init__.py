@@ -20,11 +20,12 @@ class Refused(KVError):
     Args:
         status: Of HTTP.
         message: One sentence.
+        code: By which clients tell it from others of its status, if there is one.
     """
 
-    def __init__(self, status: int, message: str) -> None:
+    def __init__(self, status: int, message: str, code: str | None = None) -> None:
         super().__init__(message)
-        self.status = status
+        self.status, self.code = status, code
 
 
 def expect_installed(names: tuple[str, ...] = PACKAGES) -> None:

@@ -43,4 +43,5 @@ def read_object(body: bytes) -> dict[str, Any]:
 def expect_model(body: Mapping[str, Any], names: tuple[str, ...]) -> None:
     """Raise Refused unless a request is for the model that has these names, or says nothing of it."""
     if body.get("model") not in (None, *names):
-        raise Refused(404, f"model must be {names[0]!r}, got {str(body['model'])[:100]!r}")
+        told = f"model must be {names[0]!r}, got {str(body['model'])[:100]!r}"
+        raise Refused(404, told, "model_not_found")

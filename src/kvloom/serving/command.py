@@ -4,7 +4,7 @@ import argparse
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from kvloom.core.spelling import PACKS, expect_kv
 from kvloom.errors import ArgumentError
@@ -13,11 +13,17 @@ from kvloom.serving import expect_installed
 from kvloom.serving.options import LIMITS
 from kvloom.serving.settings import MOST, Settings, expect_within, keys_from
 
+if TYPE_CHECKING:
+    from kvloom.serving.models import Model
+
 _LEAST_PAGE_SIZE: Final = 4
 """Of transformers' sessions."""
 
 _MOST_STEP: Final = 1 << 20
 """Tokens of a page, or of a step, whose tensors are made at the beginning."""
+
+_MEMORY_SHARE: Final = 0.8
+"""Of the free memory, what pages of several models take at most, each as much as another."""
 
 
 def run(args: argparse.Namespace, load: Callable[[Path | None, str], tuple[Any, Any]]) -> int:
@@ -49,25 +55,67 @@ def run(args: argparse.Namespace, load: Callable[[Path | None, str], tuple[Any, 
         expect_within("--pages", args.pages, 1, MOST)
     if args.max_batch_tokens is not None:
         expect_within("--max-batch-tokens", args.max_batch_tokens, 1, _MOST_STEP)
+    paths = _paths(args)
     template = _read_template(args.chat_template)
     if args.record_text and args.record is None:
         raise ArgumentError("--record-text must be given with --record, got it alone")
     if args.record is not None:
         _expect_writable(args.record)
-    path = args.model or bundled_model_path()
-    check_model_folder(path)  # before imports that take seconds
+    for path in paths.values():
+        check_model_folder(path or bundled_model_path())  # before imports that take seconds
     os.environ["HF_HUB_OFFLINE"] = "1"  # read once, when it is imported
-    model, tokenizer = load(args.model, args.dtype)
-    tokenizer.chat_template = template or tokenizer.chat_template
+    from kvloom.serving import server
 
+    models = [
+        _model_of(name, path, len(paths), template, args, settings, load) for name, path in paths.items()
+    ]
+    if args.record is None:
+        return server.run(models, settings)
+    session = models[0].session
+    session.manager.record()
+    status = server.run(models, settings)
+    session.manager.save_events(args.record, session.tokenizer.decode if args.record_text else None)
+    return status
+
+
+def _paths(args: argparse.Namespace) -> dict[str, Path | None]:
+    """Folders of models by their names; ``None`` is the bundled one."""
+    if not args.models:
+        return {args.name or (args.model or bundled_model_path()).resolve().name: args.model}
+    if args.model is not None or args.name is not None:
+        raise ArgumentError("--model must be given without MODEL and --name, got both")
+    found: dict[str, Path | None] = {}
+    for text in args.models:
+        name, _, path = text.partition("=")
+        if not name or not path or name in found:
+            raise ArgumentError(f"--model must be NAME=FOLDER, each with a name of its own, got {text!r}")
+        found[name] = Path(path)
+    if len(found) > 1 and (args.record is not None or args.chat_template is not None):
+        raise ArgumentError("--record and --chat-template must be given with one model, got several")
+    return found
+
+
+def _model_of(
+    name: str,
+    path: Path | None,
+    num_models: int,
+    template: str | None,
+    args: argparse.Namespace,
+    settings: Settings,
+    load: Callable[[Path | None, str], tuple[Any, Any]],
+) -> "Model":
     from transformers import ContinuousBatchingConfig
 
-    from kvloom.serving import server
+    from kvloom.serving.models import Model
     from kvloom.serving.session import Session
 
+    model, tokenizer = load(path, args.dtype)
+    tokenizer.chat_template = template or tokenizer.chat_template
     config = ContinuousBatchingConfig(
         page_size=args.page_size, num_blocks=args.pages, max_batch_tokens=args.max_batch_tokens
     )
+    if num_models > 1:
+        config.max_memory_percent = _MEMORY_SHARE / num_models
     session = Session(
         model,
         tokenizer,
@@ -80,12 +128,7 @@ def run(args: argparse.Namespace, load: Callable[[Path | None, str], tuple[Any, 
         pack=PACKS[args.pack],
         store=args.store,
     )
-    if args.record is not None:
-        session.manager.record()
-    status = server.run(session, (args.name or path.resolve().name, str(path)), settings)
-    if args.record is not None:
-        session.manager.save_events(args.record, tokenizer.decode if args.record_text else None)
-    return status
+    return Model((name, str(path or bundled_model_path())), session)
 
 
 def _read_template(path: Path | None) -> str | None:

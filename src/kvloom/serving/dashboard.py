@@ -2,11 +2,12 @@
 
 import hashlib
 import secrets
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any, Final
 
 from kvloom.graphics.html import read_page
-from kvloom.serving.session import Session
+from kvloom.serving.models import Model
 
 HEADERS: Final = {
     "Cache-Control": "no-store",
@@ -25,22 +26,25 @@ def page() -> str:
     return read_page("kvloom.serving", "dashboard.html")
 
 
-def state_of(session: Session, name: str) -> dict[str, Any]:
+def state_of(model: Model, models: Sequence[Model]) -> dict[str, Any]:
     """The state that the page draws: counts, and the pages of each request. No text, no tokens, no salts.
 
     Args:
-        session: Whose.
-        name: Of the model.
+        model: Whose.
+        models: All of the server.
 
     Returns:
-        JSON: ``model``, ``kv``, ``alive``; ``generated`` tokens; ``report``, a ``BatchReport``; ``pages``,
-        one letter for each (free, active, shared, evictable); and ``requests``, each with its ``id``, its
-        ``group``, which those of one salt have in common, its ``pages``, and ``runs`` as of ``runs_of``.
+        JSON: ``model``, and ``models``, by their names; ``kv``, ``alive``; ``generated`` tokens; ``report``,
+        a ``BatchReport``; ``pages``, one letter for each (free, active, shared, evictable); and ``requests``,
+        each with its ``id``, its ``group``, which those of one salt have in common, its ``pages``, and
+        ``runs`` as of ``runs_of``.
     """
+    session = model.session
     found = session.manager.page_map()
     report = session.report()
     return {
-        "model": name,
+        "model": model.name,
+        "models": [other.name for other in models],
         "kv": report.kv,
         "alive": session.alive,
         "generated": session.num_new,

@@ -72,7 +72,7 @@ class Endpoint:
                     for choice in shapes[piece.index].events(piece, self._session.tokenizer, wanted):
                         yield {**head, "choices": [choice]}
         except Refused as error:
-            yield error_body(error.status, str(error))
+            yield error_body(error.status, str(error), error.code)
             return
         if wanted.usage:
             counts = usage(answers.num_asked, answers.num_new, answers.num_found)

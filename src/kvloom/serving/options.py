@@ -13,7 +13,7 @@ DTYPES: Final = ("auto", "float32", "bfloat16", "float16")
 
 LIMITS: Final = {
     "max_tokens": "new tokens of an answer",
-    "max_answers": "answers that are computed or wait at a time; then 429",
+    "max_answers": "answers of a model that are computed or wait at a time; then 429",
     "max_seconds": "from the last byte of a request to the last one of its answer; then 408",
     "max_body_bytes": "of a request; then 413",
     "max_header_bytes": "of a request, names and values; then 431",
@@ -28,6 +28,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Add all of them."""
     parser.add_argument(
         "model", nargs="?", type=Path, metavar="MODEL", help="local Hugging Face causal model folder"
+    )
+    parser.add_argument(
+        "--model",
+        dest="models",
+        action="append",
+        default=[],
+        metavar="NAME=FOLDER",
+        help="one of several models, each with pages of its own; a request names it; may be repeated",
     )
     parser.add_argument("--name", metavar="NAME", help="of the model, to clients; the folder's if not said")
     parser.add_argument(
@@ -60,7 +68,9 @@ def _add_pages(group: argparse._ArgumentGroup) -> None:
         help=f"how pages are kept: {', '.join(STORAGE)}, codes also as int8:g32",
     )
     group.add_argument("--values", metavar="KIND", help="how values alone are kept; as --kv if not said")
-    group.add_argument("--pages", type=int, metavar="N", help="at most; as memory is free if not said")
+    group.add_argument(
+        "--pages", type=int, metavar="N", help="of each model, at most; as memory is free if not said"
+    )
     group.add_argument(
         "--page-size", type=int, default=16, metavar="N", help="tokens in a page (%(default)s)"
     )

@@ -13,15 +13,16 @@ from kvloom.serving.text import bytes_of, text_of
 _KINDS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
-def error_body(status: int, message: str) -> dict[str, Any]:
+def error_body(status: int, message: str, code: str | None = None) -> dict[str, Any]:
     """The body of an error."""
     kind = _KINDS.get(status, "invalid_request_error" if status < 500 else "server_error")
-    return {"error": {"message": message, "type": kind, "param": None, "code": None}}
+    return {"error": {"message": message, "type": kind, "param": None, "code": code}}
 
 
-def error_reply(status: int, message: str) -> JSONResponse:
+def error_reply(status: int, message: str, code: str | None = None) -> JSONResponse:
     """An error as a whole answer."""
-    return JSONResponse(error_body(status, message), status, {"Retry-After": "1"} if status == 429 else None)
+    later = {"Retry-After": "1"} if status == 429 else None
+    return JSONResponse(error_body(status, message, code), status, later)
 
 
 class EventStream:

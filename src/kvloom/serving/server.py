@@ -3,8 +3,8 @@
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any, Final
 
 import uvicorn
@@ -18,10 +18,10 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from kvloom.errors import KVError
 from kvloom.serving import Refused, dashboard
 from kvloom.serving.access_log import logged
-from kvloom.serving.endpoints import Endpoint
 from kvloom.serving.guard import Guard
 from kvloom.serving.log import count_repeats
 from kvloom.serving.metrics import Metrics
+from kvloom.serving.models import Answer, Model, answer_of, chosen
 from kvloom.serving.origins import readable
 from kvloom.serving.replies import error_reply
 from kvloom.serving.responses import Responses
@@ -36,39 +36,39 @@ _LINE_BYTES: Final = 5
 """Of a header's line for each byte of its name and value, at most: ``a: `` and the end of the line."""
 
 
-def application(session: Session, names: tuple[str, ...], settings: Settings) -> Any:
-    """The ASGI application of a session; the session runs from its startup to its shutdown.
+def application(models: Sequence[Model], settings: Settings) -> Any:
+    """The ASGI application of models; their sessions run from its startup to its shutdown.
 
     Args:
-        session: That answers.
-        names: Of the model, the first of which is given out.
+        models: At least one.
         settings: Of the server.
     """
-    metrics = Metrics(session)
-    session.on_first_token = metrics.first_token.observe
+    metrics = Metrics(models)
+    for model in models:
+        model.session.on_first_token = metrics.first_token.labels(model.name).observe
 
-    tokens = Tokens(session, names)
+    def post(path: str, make: Callable[[Session, tuple[str, ...]], Answer]) -> Route:
+        return Route(path, answer_of(models, make), methods=["POST"])
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        await session.start()
-        try:
+        async with AsyncExitStack() as stack:
+            for model in models:
+                await model.session.start()
+                stack.push_async_callback(model.session.stop)
             yield
-        finally:
-            await session.stop()
 
     async def health(request: Request) -> Response:
-        status, code = ("ok", 200) if session.alive else ("unhealthy", 503)
+        alive = all(model.session.alive for model in models)
+        status, code = ("ok", 200) if alive else ("unhealthy", 503)
         return JSONResponse({"status": status}, code)
 
-    async def models(request: Request) -> Response:
-        data = [{"id": name, "object": "model", "created": 0, "owned_by": "kvloom"} for name in names[:1]]
+    async def list_models(request: Request) -> Response:
+        data = [{"id": x.name, "object": "model", "created": 0, "owned_by": "kvloom"} for x in models]
         return JSONResponse({"object": "list", "data": data})
 
     async def embeddings(request: Request) -> Response:
-        return error_reply(
-            400, f"the model {names[0]} generates text, and there are no embeddings of it here"
-        )
+        return error_reply(400, "models generate text here, and there are no embeddings of it")
 
     async def show_metrics(request: Request) -> Response:
         return Response(metrics.text(), media_type="text/plain; version=0.0.4")
@@ -77,17 +77,18 @@ def application(session: Session, names: tuple[str, ...], settings: Settings) ->
         return HTMLResponse(dashboard.page(), headers=dashboard.HEADERS)
 
     async def show_state(request: Request) -> Response:
-        return JSONResponse(dashboard.state_of(session, names[0]), headers={"Cache-Control": "no-store"})
+        model = chosen(request.query_params.get("model", models[0].name), models)
+        return JSONResponse(dashboard.state_of(model, models), headers={"Cache-Control": "no-store"})
 
     app = Starlette(
         routes=[
-            Route("/v1/chat/completions", Endpoint(session, names, "chat").answer, methods=["POST"]),
-            Route("/v1/completions", Endpoint(session, names, "text").answer, methods=["POST"]),
-            Route("/v1/responses", Responses(session, names).answer, methods=["POST"]),
+            post("/v1/chat/completions", lambda *model: Endpoint(*model, "chat").answer),
+            post("/v1/completions", lambda *model: Endpoint(*model, "text").answer),
+            post("/v1/responses", lambda *model: Responses(*model).answer),
+            post("/tokenize", lambda *model: Tokens(*model).tokenize),
+            post("/detokenize", lambda *model: Tokens(*model).detokenize),
             Route("/v1/embeddings", embeddings, methods=["POST"]),
-            Route("/tokenize", tokens.tokenize, methods=["POST"]),
-            Route("/detokenize", tokens.detokenize, methods=["POST"]),
-            Route("/v1/models", models),
+            Route("/v1/models", list_models),
             Route("/health", health),
             Route("/metrics", show_metrics),
             Route("/dashboard", show_dashboard),
@@ -105,7 +106,9 @@ async def _refuse(request: Request, error: Exception) -> Response:
         reply = error_reply(error.status_code, _what_there_is(request, error))
         reply.headers.update(error.headers or {})
         return reply
-    return error_reply(error.status if isinstance(error, Refused) else 400, str(error))
+    if isinstance(error, Refused):
+        return error_reply(error.status, str(error), error.code)
+    return error_reply(400, str(error))
 
 
 def _what_there_is(request: Request, error: HTTPException) -> str:
@@ -174,32 +177,39 @@ def server_of(app: Any, settings: Settings) -> uvicorn.Server:
     return uvicorn.Server(config)
 
 
-def run(session: Session, names: tuple[str, ...], settings: Settings) -> int:
+def run(models: Sequence[Model], settings: Settings) -> int:
     """Serve until Ctrl-C or SIGTERM; answers that have begun are given for ``drain_seconds`` then.
 
     Returns:
-        The exit status: 1 if the session ended by itself, and 0 else.
+        The exit status: 1 if a session ended by itself, and 0 else.
 
     Raises:
         OSError: the address is taken.
     """
     with listener_of(settings) as listener:
-        sys.stderr.write(f"kvloom: {names[0]} at {settings.url}:{listener.getsockname()[1]}/v1\n")
+        names = ", ".join(model.name for model in models)
+        sys.stderr.write(f"kvloom: {names} at {settings.url}:{listener.getsockname()[1]}/v1\n")
         sys.stderr.flush()
         for number in (signal.SIGINT, signal.SIGTERM):  # uvicorn raises them again when it has drained
             signal.signal(number, lambda *_: None)
-        server = server_of(application(session, names, settings), settings)
+        server = server_of(application(models, settings), settings)
 
         def end() -> None:
             server.should_exit = True
 
-        session.on_failure = end
+        for model in models:
+            model.session.on_failure = end
         try:
             server.run(sockets=[listener])
-        except SystemExit:  # uvicorn's, where the session cannot begin
-            if session.failure is None:
+        except SystemExit:  # uvicorn's, where a session cannot begin
+            if not _failures(models):
                 raise
-    if session.failure is None:
-        return 0
-    sys.stderr.write(f"kvloom: {session.failure}\n")
-    return 1
+    for failure in _failures(models):
+        sys.stderr.write(f"kvloom: {failure}\n")
+    return int(bool(_failures(models)))
+
+
+def _failures(models: Sequence[Model]) -> list[str]:
+    """Why sessions ended by themselves, with the name of the model where there are several."""
+    told = [(model.name, model.session.failure) for model in models if model.session.failure is not None]
+    return [failure if len(models) == 1 else f"{name}: {failure}" for name, failure in told]

@@ -111,6 +111,11 @@ class Session:
         """Whether steps are computed."""
         return bool(self.manager.is_running() and self.manager.background_thread_status.fatal_error is None)
 
+    @property
+    def num_taken(self) -> int:
+        """Places of answers that are computed, wait, or whose prompts are being read."""
+        return len(self.readers) + self.num_placed
+
     def report(self) -> BatchReport:
         """Pages and counts of this moment."""
         report: BatchReport = self.manager.report()
@@ -291,7 +296,7 @@ class Place:
             raise ArgumentError(
                 f"the answers to all prompts must be at most {session.settings.max_answers}, got {count}"
             )
-        taken = len(session.readers) + session.num_placed
+        taken = session.num_taken
         if taken + more > session.settings.max_answers:
             raise Refused(429, f"{taken - self._count} answers are being computed, try again later")
         session.num_placed += more
