@@ -130,7 +130,9 @@ def _parser() -> argparse.ArgumentParser:
         "serve", help="many clients at once, of any server that OpenAI's client can ask"
     )
     bench.add_options(served)
-    names = "requests|clients|system|words|new_tokens|turns|scale|speed|trace|url|check_answers"
+    names = (
+        "requests|clients|system|words|new_tokens|turns|scale|speed|trace|url|check_answers|rate|plot|against"
+    )
     served.set_defaults(run=_options_named(names)(bench.run))
 
     add_store_parser(commands, _question, _exchange)

@@ -16,6 +16,7 @@ NEEDS_PACKAGES = [
     "test_answers.py",
     "test_bench.py",
     "test_choosing.py",
+    "test_bench_against.py",
     "test_clients.py",
     "test_dashboard.py",
     "test_guard.py",

@@ -1,26 +1,33 @@
-"""``kvloom bench serve``: how fast a server answers many clients."""
+"""``kvloom bench serve``: how fast a server answers many clients, or two servers the same ones."""
 
 import argparse
 import asyncio
 import json
-import os
 import secrets
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import urlsplit
 
 from kvloom.errors import ArgumentError, KVError
 from kvloom.serving import expect_installed
+from kvloom.serving.bench_report import show
+from kvloom.serving.chart import chart
 from kvloom.serving.settings import KEYS_VARIABLE, Settings, expect_within, keys_from
-from kvloom.serving.workloads import Conversation, chats, repeated, replay
+from kvloom.serving.workloads import Conversation, arriving, chats, repeated, replay
 from kvloom.simulation.trace import BLOCK_TOKENS
 
 if TYPE_CHECKING:
     from kvloom.serving.answer_check import Answer
 
 SCENARIOS: Final = ("shared", "chat", "trace")
+
+CLIENTS: Final = 8
+"""At a time, if not said."""
+
+RATES: Final = (0.001, 100_000.0)
+"""Least and most requests in a second."""
 
 BOUNDS: Final = {
     "requests": (1, 1_000_000),
@@ -59,7 +66,23 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="one system prompt; conversations of several turns; or the requests of --trace",
     )
     parser.add_argument("--requests", type=int, default=64, metavar="N")
-    parser.add_argument("--clients", type=int, default=8, metavar="N", help="requests at a time")
+    parser.add_argument(
+        "--clients", type=int, metavar="N", help=f"requests at a time, each after another ({CLIENTS})"
+    )
+    parser.add_argument(
+        "--rate",
+        metavar="R1,R2,...",
+        help="instead of clients: requests, or conversations, that begin in a second, at random times; a run "
+        "for each",
+    )
+    parser.add_argument("--plot", type=Path, metavar="F", help="draw tokens per second over times, as SVG")
+    parser.add_argument(
+        "--against",
+        metavar="URL",
+        help="another server, that is asked the same at the same times, afterwards",
+    )
+    parser.add_argument("--against-key", metavar="KEY", help="of the other server, if it needs one")
+    parser.add_argument("--against-model", metavar="NAME", help="the other server's first if not said")
     parser.add_argument("--system", type=int, default=256, metavar="N", help="words of the system prompt")
     parser.add_argument("--words", type=int, default=32, metavar="N", help="of each request behind it")
     parser.add_argument("--new-tokens", type=int, default=32, metavar="N")
@@ -99,8 +122,27 @@ def conversations_of(args: argparse.Namespace, seed: int) -> list[Conversation]:
     return chats(args.requests, turns, args.system, args.words, args.new_tokens, seed)
 
 
-def base_url(text: str) -> str:
+@dataclass(frozen=True, slots=True)
+class Server:
+    """A server that is asked.
+
+    Attributes:
+        url: Of its API.
+        key: Any text if it needs none.
+        model: By its name there; the first that it lists if ``None``.
+    """
+
+    url: str
+    key: str
+    model: str | None
+
+
+def base_url(name: str, text: str) -> str:
     """The URL of a server's API: its ``/v1`` if the URL has no path.
+
+    Args:
+        name: Of the option.
+        text: The URL.
 
     Raises:
         ArgumentError: it is no URL of a server.
@@ -111,8 +153,29 @@ def base_url(text: str) -> str:
     except ValueError:
         is_url = False
     if not is_url or url.query or url.fragment:
-        raise ArgumentError(f"url must be such as http://127.0.0.1:8000/v1, got {text!r}")
+        raise ArgumentError(f"{name} must be such as http://127.0.0.1:8000/v1, got {text!r}")
     return text if url.path.strip("/") else f"{text.rstrip('/')}/v1"
+
+
+def rates_of(args: argparse.Namespace) -> list[float] | None:
+    """The rates of ``--rate``; ``None`` if it is not given.
+
+    Raises:
+        ArgumentError: they are no such numbers, or another option says when requests come.
+    """
+    if args.rate is None:
+        if args.plot is not None:
+            raise ArgumentError("plot must be given with --rate, got it alone")
+        return None
+    if args.clients is not None or args.scenario == "trace":
+        raise ArgumentError("rate must be given without --clients and a trace, which say when requests come")
+    try:
+        rates = [float(text) for text in args.rate.split(",")]
+    except ValueError:
+        raise ArgumentError(f"rate must be numbers with commas between them, got {args.rate!r}") from None
+    for rate in rates:
+        expect_within("rate", rate, *RATES)
+    return rates
 
 
 def run(args: argparse.Namespace) -> int:
@@ -125,17 +188,54 @@ def run(args: argparse.Namespace) -> int:
         KVError: an option has no such value, nobody answers, or no request was answered.
     """
     seed = secrets.randbelow(1 << 32) if args.seed is None else args.seed
-    args.url = base_url(args.url)
-    conversations = conversations_of(args, seed)
+    servers = servers_of(args)
+    rates = rates_of(args)
+    all_conversations = [conversations_of(args, seed + i) for i in range(len(rates or (None,)))]
+    if args.plot is not None:
+        _expect_writable(args.plot)
     expect_installed(("openai", "rich"))
-    summary = asyncio.run(_measure(args, conversations))
-    summary |= {"seed": seed, "repeat_rate": repeated(conversations)}
-    summary["note"] = _note(summary, args)
+    runs = []
+    for i, conversations in enumerate(
+        all_conversations
+    ):  # texts of their own: no rate finds those of another
+        rate = None if rates is None else rates[i]
+        if rate is not None:
+            conversations = arriving(conversations, rate, seed + i)
+        for server in servers:
+            summary = asyncio.run(_measure(args, server, conversations, rate))
+            summary |= {"seed": seed, "repeat_rate": repeated(conversations)}
+            runs.append({**summary, "note": _note(summary, args)})
+    if args.plot is not None:
+        args.plot.write_text(chart(runs), encoding="utf-8")
     if args.json:
-        sys.stdout.write(json.dumps(summary) + "\n")
+        sys.stdout.write(json.dumps(runs[0] if len(runs) == 1 else {"runs": runs}) + "\n")
     else:
-        _print(summary)
-    return int(bool(summary.get("answers", {}).get("other_logprobs")))
+        show(runs)
+    return int(any(run.get("answers", {}).get("other_logprobs") for run in runs))
+
+
+def servers_of(args: argparse.Namespace) -> list["Server"]:
+    """Whom the options name: one server, or two.
+
+    Raises:
+        ArgumentError: a URL is none, or an option of the second server is given without it.
+    """
+    servers = [
+        Server(base_url("url", args.url), args.api_key or next(iter(keys_from(())), "none"), args.model)
+    ]
+    if args.against is not None:
+        url = base_url("against", args.against)
+        servers.append(Server(url, args.against_key or "none", args.against_model))
+    elif args.against_key is not None or args.against_model is not None:
+        raise ArgumentError("against must be given with --against-key and --against-model, got these alone")
+    return servers
+
+
+def _expect_writable(path: Path) -> None:
+    try:
+        path.open("a").close()
+    except OSError as error:
+        raise ArgumentError(f"plot must be a file that can be written: {error}") from error
 
 
 def _note(summary: dict[str, Any], args: argparse.Namespace) -> str | None:
@@ -154,7 +254,9 @@ def _note(summary: dict[str, Any], args: argparse.Namespace) -> str | None:
     return "less was found than this run repeats: the server keeps no pages, or too few, or longer ones"
 
 
-async def _measure(args: argparse.Namespace, conversations: list[Conversation]) -> dict[str, Any]:
+async def _measure(
+    args: argparse.Namespace, server: Server, conversations: list[Conversation], rate: float | None
+) -> dict[str, Any]:
     import openai
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -162,16 +264,19 @@ async def _measure(args: argparse.Namespace, conversations: list[Conversation]) 
     from kvloom.serving.answer_check import check_answers
     from kvloom.serving.load import Measured, measure
 
-    key = args.api_key or next(iter(keys_from(())), "none")
-    async with openai.AsyncOpenAI(base_url=args.url, api_key=key, max_retries=0) as client:
+    num_clients = len(conversations) if rate is not None else args.clients or CLIENTS
+    async with openai.AsyncOpenAI(base_url=server.url, api_key=server.key, max_retries=0) as client:
         try:
-            model = args.model or (await client.models.list()).data[0].id
+            model = server.model or (await client.models.list()).data[0].id
         except openai.APIError as error:
-            raise KVError(f"no server answers at {args.url}: {error}") from error
+            raise KVError(f"no server answers at {server.url}: {error}") from error
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         with Progress(*columns, TextColumn("{task.fields[rate]}"), console=Console(stderr=True)) as progress:
             total = sum(len(conversation.turns) for conversation in conversations)
-            task = progress.add_task(args.scenario, total=total, rate="")
+            asked = args.scenario if rate is None else f"{args.scenario} at {rate:g}/s"
+            task = progress.add_task(
+                asked if args.against is None else f"{model}: {asked}", total=total, rate=""
+            )
 
             def observe(measured: Measured) -> None:
                 done = measured.ended + measured.refused + len(measured.errors)
@@ -182,14 +287,15 @@ async def _measure(args: argparse.Namespace, conversations: list[Conversation]) 
                 client,
                 model,
                 conversations,
-                args.clients,
+                num_clients,
                 observe,
                 keep_answers=args.check_answers is not None,
             )
             if not measured.ended:
                 reason = measured.errors[0] if measured.errors else "the server refused all of them"
                 raise KVError(f"no request was answered: {reason}")
-            summary = {"scenario": args.scenario, "model": model, "clients": args.clients}
+            summary: dict[str, Any] = {"url": server.url, "model": model, "scenario": args.scenario}
+            summary |= {"rate": rate, "clients": None if rate is not None else num_clients}
             summary |= measured.summary()
             if measured.answers is not None:
                 answers = _some(measured.answers, args.check_answers)
@@ -211,27 +317,3 @@ def _some(answers: "list[Answer]", count: int) -> "list[Answer]":
     """At most ``count`` of all answers, as far from each other as can be."""
     count = min(count, len(answers))
     return [answers[i * len(answers) // count] for i in range(count)]
-
-
-def _print(summary: dict[str, Any]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    title = f"{summary['model']}: {summary['scenario']}, {summary['clients']} clients"
-    table = Table(title=title, show_header=False)
-    table.add_column()
-    table.add_column(justify="right")
-    ended = f"{summary['ended']} ended, {summary['refused']} refused, {summary['failed']} failed"
-    table.add_row("requests", f"{ended} in {summary['seconds']:.1f} s")
-    table.add_row("new tokens per second", f"{summary['new_tokens_per_s']:,.1f}")
-    table.add_row("requests per second", f"{summary['requests_per_s']:,.2f}")
-    table.add_row("prompt tokens found", f"{summary['hit_rate']:.1%} of {summary['prompt_tokens']:,}")
-    table.add_row("prompt words repeated", f"{summary['repeat_rate']:.1%} with --seed {summary['seed']}")
-    for name, title in (("first_token_ms", "to the first token"), ("between_tokens_ms", "between tokens")):
-        shown = ", ".join(f"{p} {value:,.1f}" for p, value in summary[name].items())
-        table.add_row(f"{title}, ms", shown)
-    console = Console(width=int(os.environ.get("COLUMNS", "80")))
-    console.print(table)
-    for text in (summary.get("answers", {}).get("says"), summary["note"]):
-        if text is not None:
-            console.print(text)

@@ -1,7 +1,8 @@
 """Conversations to ask a server for, made up or after a trace: texts of words, each of about one token."""
 
 import random
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
@@ -90,6 +91,21 @@ def replay(path: Path, count: int, scale: float, speed: float, seed: int) -> lis
         ]
         turn = Turn(tuple(pieces), max(1, round(request.output_length / scale)))
         made.append(Conversation((turn,), request.timestamp / 1000 / speed))
+    return made
+
+
+def arriving(conversations: Sequence[Conversation], rate: float, seed: int) -> list[Conversation]:
+    """The same conversations, which begin at the times of a Poisson process.
+
+    Args:
+        conversations: In their order.
+        rate: How many begin in a second, on average.
+        seed: Of the times.
+    """
+    draw, seconds, made = random.Random(repr((seed, "arrivals"))), 0.0, []
+    for conversation in conversations:
+        seconds += draw.expovariate(rate)
+        made.append(replace(conversation, seconds=seconds))
     return made
 
 
