@@ -56,6 +56,6 @@ def session_states_section(result: dict[str, Any]) -> str:
     ]
     return (
         "Processor time of padded `generate`, in the fastest of several sizes of batches, by that of a "
-        f"session: {result['requests']} requests of random lengths to a hybrid of four layers, of Granite 4's "
-        f"kinds with a hidden size of {result['hidden']}, one thread.\n\n" + table(head, rows)
+        f"session: {result['requests']} requests of random lengths to a hybrid of four layers, of Granite "
+        f"4's kinds with a hidden size of {result['hidden']}, one thread.\n\n" + table(head, rows)
     )

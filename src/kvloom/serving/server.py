@@ -18,6 +18,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from kvloom.errors import KVError
 from kvloom.serving import Refused, dashboard
 from kvloom.serving.access_log import logged
+from kvloom.serving.endpoints import Endpoint
 from kvloom.serving.guard import Guard
 from kvloom.serving.log import count_repeats
 from kvloom.serving.metrics import Metrics

@@ -109,7 +109,7 @@ class BatchingManager(Recorder, ContinuousBatchingManager):  # type: ignore[misc
         store: KVStore | None = None,
     ) -> None:
         expect_policy(policy)
-        self._wish, self._store, self._watch = wish, store, ModelWatch(model)
+        self._wish, self._store = wish, store
         self._identity: tuple[str, Any] | None = None
         config = continuous_batching_config or ContinuousBatchingConfig(page_size=PAGE_SIZE)
         expect_config(config)
@@ -151,6 +151,8 @@ class BatchingManager(Recorder, ContinuousBatchingManager):  # type: ignore[misc
         """Set the attention that knows these pages; ``stop`` sets the one that was there before."""
         model = model.attending if isinstance(model, Attending) else model
         hold_layers(model, self._holder, self._wish)
+        if not hasattr(self, "_watch"):
+            self._watch = ModelWatch(model)  # with the layers that it has in a session
         before = model.config._attn_implementation
         if before != IMPLEMENTATION:
             self._identify(model)
