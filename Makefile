@@ -28,9 +28,10 @@ KERNELS := tests/ops tests/quant
 # What is the same with each instruction set: Triton's kernels, what is refused, what torch is told of operators.
 SAME := '*/test_triton_*' '*/test_bad_*' '*/test_opcheck*' '*/test_compile.py'
 TESTS := tests/integrations/vllm
-# What `make test` does with all pairs of its parameters; kernels are in test-isa.
-PRODUCTS := tests/integrations/onnx tests/integrations/invariance tests/integrations/test_families.py \
-    tests/integrations/test_static_cache.py
+# What `make test` does with some cases of the products of its parameters; kernels are in test-isa.
+PRODUCTS := tests/integrations/onnx tests/integrations/invariance $(addprefix tests/integrations/test_, \
+    $(addsuffix .py,assisted_states families indexed latents pool pool_rows rollback rollback_refused \
+    snapshots static_cache windows_and_rows))
 # What meets torch, without the kernels of Triton, whose own version decides, and torch's slow checks of schemas.
 TORCH_TESTS ?= tests/ops tests/caches
 NOT_TORCH := '*/test_triton_*' '*/test_opcheck*'

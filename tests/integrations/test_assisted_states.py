@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from integrations.test_families import family
-from oracles.pairs import pairwise
+from oracles.pairs import pairs_in_turn
 from oracles.stateful_models import WRONG, folders, stateful_model
 from torch import Tensor
 from transformers import DynamicCache
@@ -23,8 +23,7 @@ from kvloom.integrations.transformers.states import why_wrong_in_pieces
 pytestmark = pytest.mark.skipif(
     not hasattr(Cache, "get_conv_state"), reason="mixers of this transformers change states unseen"
 )
-# The random head of Inkling 2 draws tokens that it has no embeddings of.
-FAMILIES = [x for x in folders() if x != "inkling2"]
+FAMILIES = [x for x in folders() if x != "inkling2"]  # which gives attention sinks of each query
 STATEFUL = [x for x in FAMILIES if not x.startswith("lfm")]
 NEW = {"max_new_tokens": 30, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 LOOKUP: dict[str, Any] = {"prompt_lookup_num_tokens": 8}
@@ -48,7 +47,7 @@ def prompt() -> Tensor:
 
 @pytest.mark.parametrize(
     ("name", "kv", "attention", "drafts"),
-    pairwise(FAMILIES, ["float32", "int8"], ["kvloom", "stock"], ["lookup", "llama", "hybrid"]),
+    pairs_in_turn(FAMILIES, ["float32", "int8"], ["kvloom", "stock"], ["lookup", "llama", "hybrid"]),
 )
 def test_drafts_leave_the_greedy_tokens(
     name: str, kv: str, attention: str, drafts: str, monkeypatch: pytest.MonkeyPatch

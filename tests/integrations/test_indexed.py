@@ -12,7 +12,7 @@ import pytest
 import torch
 import transformers
 from integrations.test_latents import FAMILIES, family, generated
-from oracles.pairs import pairwise
+from oracles.pairs import in_turn
 from oracles.round_trips import every_way
 from torch import Tensor
 from transformers import DynamicCache, StaticCache, cache_utils
@@ -68,7 +68,7 @@ def continued(model: Any, cache: Any, tokens: Tensor, **options: Any) -> Tensor:
     return model(tokens, past_key_values=cache, **options).logits
 
 
-@pytest.mark.parametrize(("name", "topk"), pairwise(INDEXED, [6, 64]))
+@pytest.mark.parametrize(("name", "topk"), in_turn(INDEXED, [6, 64]))
 def test_stock_attention_gives_the_stock_tokens(name: str, topk: int) -> None:
     model = family(name, index_topk=topk)
     stock = generated(model, num_beams=2)
@@ -179,7 +179,7 @@ def test_rows_that_were_cropped_apart_go_on(name: str) -> None:
     torch.testing.assert_close(found, torch.cat(wanted), rtol=2e-4, atol=2e-4)
 
 
-@pytest.mark.parametrize(("name", "is_in_place"), pairwise(INDEXED, [False, True]))
+@pytest.mark.parametrize(("name", "is_in_place"), in_turn(INDEXED, [True, False]))
 def test_two_turns_are_those_of_the_stock_cache(name: str, is_in_place: bool) -> None:
     model = family(name)
 
@@ -271,8 +271,10 @@ def test_with_batch_invariance_a_token_has_the_same_bits_in_any_forward(dtype: t
     disable(model)
 
 
-@pytest.mark.parametrize("kv", ["auto", "int4"])
-@pytest.mark.parametrize("name", [x for x in INDEXED if x != "glm5_next"])  # which shows its data
+@pytest.mark.parametrize(
+    ("name", "kv"),
+    in_turn([x for x in INDEXED if x != "glm5_next"], ["auto", "int4"]),  # which shows its data
+)
 def test_index_keys_are_planned(name: str, kv: str) -> None:
     model = family(name)
     cache = KVCache.for_model(model, kv, page_size=4)

@@ -34,7 +34,7 @@ from kvloom.store.prefixes import salt_digest
 pytestmark = pytest.mark.skipif(
     StatefulLayer is type(None), reason="this transformers has no recurrent states in its caches"
 )
-NUM_OFFERED = int(os.environ.get("KVLOOM_OFFERED_STATES", "150"))
+NUM_OFFERED = int(os.environ.get("KVLOOM_OFFERED_STATES", "60"))
 ENDS = [GRID, 2 * GRID, 3 * GRID]
 TEXT = text(3 * GRID + 9)
 PIECES = [TEXT[:, : end + 1] for end in ENDS]

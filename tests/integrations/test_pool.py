@@ -8,15 +8,14 @@ from typing import Any
 import pytest
 import torch
 from oracles.language_models import make_model
+from oracles.pairs import in_turn
 from torch import Tensor
 
 from kvloom.errors import ArgumentError, KVError, OutOfPages
 from kvloom.integrations.transformers import KVCache, KVPool
 
-ATTENTIONS = pytest.mark.parametrize("attention", ["sdpa", "kvloom"])
-KINDS = pytest.mark.parametrize(
-    "kv", ["auto", "int8:g16", "int4:g16,recent=0", "int4:g16,rotate=both,recent=0", "int2:g16,recent=0"]
-)
+ALL_KINDS = ["auto", "int8:g16", "int4:g16,recent=0", "int4:g16,rotate=both,recent=0", "int2:g16,recent=0"]
+KINDS = pytest.mark.parametrize("kv", ALL_KINDS)
 
 
 def make_pool(model: Any, kv: str = "auto", max_tokens: int = 400) -> KVPool:
@@ -43,8 +42,7 @@ def ask(pool: KVPool, model: Any, tokens: Tensor, salt: str = "") -> tuple[Tenso
     return output, found
 
 
-@ATTENTIONS
-@KINDS
+@pytest.mark.parametrize(("kv", "attention"), in_turn(ALL_KINDS, ["sdpa", "kvloom"]))
 def test_a_known_prefix_is_found_and_changes_no_token(kv: str, attention: str) -> None:
     model = make_model(attention)
     pool = make_pool(model, kv)
@@ -115,17 +113,17 @@ def test_pages_that_nobody_holds_make_room() -> None:
 def test_the_policy_of_a_full_pool_changes_no_token(kv: str) -> None:
     model = make_model()
     pool = KVPool.for_model(model, kv=kv, page_size=4, max_tokens=64, policy="ours")
-    asked = [text(20, seed) for seed in (0, 1, 0, 2, 3, 0, 4, 5, 6, 0)]
+    texts = [text(20, seed) for seed in range(7)]
+    alone = [generate(model, tokens, make_pool(model, kv).begin(tokens)) for tokens in texts]
     found = 0
-    for tokens in asked:
-        output, there = ask(pool, model, tokens)
+    for seed in (0, 1, 0, 2, 3, 0, 4, 5, 6, 0):
+        output, there = ask(pool, model, texts[seed])
         found += there
-        expected = generate(model, tokens, make_pool(model, kv).begin(tokens))
-        assert torch.equal(output, expected)
+        assert torch.equal(output, alone[seed])
     assert 0 < found <= 3 * 16
     saved = pickle.loads(pickle.dumps(pool)).bind(model)  # noqa: S301
     saved.check()
-    assert ask(saved, model, asked[-1])[1] == 16
+    assert ask(saved, model, texts[0])[1] == 16
     report = saved.report()
     assert report["active"] == 0 and report["free"] + report["evictable"] == report["num_pages"] == 16
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from integrations.test_families import family
 from integrations.test_pool_windows import FAMILIES, cold, model_of, text
+from oracles.pairs import pairwise
 from torch import Tensor
 from transformers import AutoModelForCausalLM, BloomConfig
 
@@ -19,8 +20,8 @@ from kvloom.errors import ArgumentError, KVError, StateError, UnsupportedError
 from kvloom.integrations.transformers import KVCache, KVPool, enable
 from kvloom.store import KVStore
 
-MODELS = pytest.mark.parametrize("name", ["Llama", "Mistral", "Gemma3"])
-KINDS = pytest.mark.parametrize("kv", ["auto", "int8", "int4:g8"])
+NAMES, ALL_KINDS = ["Llama", "Mistral", "Gemma3"], ["auto", "int8", "int4:g8"]
+MODELS, KINDS = pytest.mark.parametrize("name", NAMES), pytest.mark.parametrize("kv", ALL_KINDS)
 
 
 def padded(texts: Sequence[Tensor], more: int = 0) -> tuple[Tensor, Tensor]:
@@ -55,9 +56,7 @@ def expect_rows(model: Any, kv: str, texts: Sequence[Tensor], logits: Tensor) ->
         assert torch.equal(own[-count:], cold(model, kv, row)[0, -count:])
 
 
-@pytest.mark.parametrize("page_size", [4, 16])
-@KINDS
-@MODELS
+@pytest.mark.parametrize(("name", "kv", "page_size"), pairwise(NAMES, ALL_KINDS, [4, 16]))
 def test_random_batches_have_the_bits_of_their_rows(name: str, kv: str, page_size: int) -> None:
     model, draw = model_of(name), random.Random(page_size)
     pool = KVPool.for_model(model, kv, page_size, max_tokens=draw.choice([1200, 2400]))
@@ -131,9 +130,7 @@ def generated(model: Any, cache: Any, ids: Tensor, mask: Tensor, new: int = 12) 
     return out
 
 
-@pytest.mark.parametrize("attention", ["kvloom", "sdpa", "eager"])
-@KINDS
-@MODELS
+@pytest.mark.parametrize(("name", "kv", "attention"), pairwise(NAMES, ALL_KINDS, ["kvloom", "sdpa", "eager"]))
 def test_generate_continues_each_row_as_alone_in_turns(name: str, kv: str, attention: str) -> None:
     """Questions of other lengths, of which rows find other parts, behind answers of the turn before."""
     model = model_of(name)

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from integrations.test_families import family
-from oracles.pairs import pairwise
+from oracles.pairs import pairs_in_turn, pairwise
 from oracles.stateful_models import WRONG, folders, stateful_model
 from torch import Tensor
 
@@ -79,7 +79,7 @@ def cold(model: Any, ids: Tensor, kv: str = "auto", **options: Any) -> Tensor:
 
 @pytest.mark.parametrize(
     ("name", "kv", "rows", "attention", "dtype"),
-    pairwise(FAMILIES, ["auto", "int8", "int4:g8"], [1, 2], ["stock", "kvloom"], ["float32", "bfloat16"]),
+    pairs_in_turn(FAMILIES, KINDS, [1, 2], ["stock", "kvloom"], ["float32", "bfloat16"]),
 )
 def test_what_follows_a_prefix_has_the_bits_that_it_has_cold(
     name: str, kv: str, rows: int, attention: str, dtype: str

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from oracles.pairs import pairwise
+from oracles.pairs import in_turn, pairs_in_turn
 from oracles.stateful_models import folders, stateful_model
 from torch import Tensor
 from transformers.cache_utils import Cache
@@ -79,7 +79,7 @@ def tolerance(logits: Tensor, layers: int = 4) -> float:
 
 @pytest.mark.parametrize(
     ("name", "kv", "rows", "attention", "dtype"),
-    pairwise(FAMILIES, KINDS, [1, 3], ["stock", "kvloom"], ["float32", "bfloat16"]),
+    pairs_in_turn(FAMILIES, KINDS, [1, 3], ["stock", "kvloom"], ["float32", "bfloat16"]),
 )
 def test_steps_that_are_taken_back_leave_the_bits_of_those_before(
     name: str, kv: str, rows: int, attention: str, dtype: str
@@ -105,7 +105,7 @@ def test_steps_that_are_taken_back_leave_the_bits_of_those_before(
 
 
 @pytest.mark.parametrize(
-    ("name", "kv", "rows", "kept"), pairwise(FAMILIES, ["auto", "int8"], [1, 3], [2, 3, 7])
+    ("name", "kv", "rows", "kept"), pairs_in_turn(FAMILIES, ["auto", "int8"], [1, 3], [2, 3, 7])
 )
 def test_a_crop_within_a_step_leaves_the_shorter_step(name: str, kv: str, rows: int, kept: int) -> None:
     model, ids = model_of(name), text(40, rows)
@@ -134,7 +134,7 @@ def test_a_batch_invariant_step_has_the_bits_of_the_shorter_one(name: str, kept:
     assert are_same(cache, twin)
 
 
-@pytest.mark.parametrize(("name", "kv"), pairwise(FAMILIES, ["auto", "int8"]))
+@pytest.mark.parametrize(("name", "kv"), in_turn(FAMILIES, ["auto", "int8"]))
 def test_rows_go_back_apart(name: str, kv: str) -> None:
     model, ids = model_of(name), text(40, 3)
     cache = KVCache.for_model(model, kv, rollback=16)
@@ -157,7 +157,7 @@ def test_rows_go_back_apart(name: str, kv: str) -> None:
         cache.crop(-1)  # rows went back apart, and nothing was recorded since
 
 
-@pytest.mark.parametrize(("name", "rows"), pairwise(FAMILIES, [[2, 0, 0], [1], [0, 1, 2, 2, 1]]))
+@pytest.mark.parametrize(("name", "rows"), in_turn(FAMILIES, [[2, 0, 0], [1], [0, 1, 2, 2, 1]]))
 def test_rows_that_were_selected_go_back(name: str, rows: list[int]) -> None:
     model, ids = model_of(name), text(60, 3)
     cache, twin = (KVCache.for_model(model, rollback=16) for _ in range(2))

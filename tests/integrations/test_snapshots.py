@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from integrations.test_rollback import FAMILIES, KINDS, are_same, content, feed, model_of, needs, text
-from oracles.pairs import pairwise
+from oracles.pairs import in_turn
 
 from kvloom import KVCache
 from kvloom.errors import ArgumentError, StateError
@@ -13,7 +13,7 @@ from kvloom.errors import ArgumentError, StateError
 pytestmark = needs
 
 
-@pytest.mark.parametrize(("name", "kv"), pairwise(FAMILIES, KINDS))
+@pytest.mark.parametrize(("name", "kv"), in_turn(FAMILIES, KINDS))
 def test_a_snapshot_is_restored_any_number_of_times(name: str, kv: str) -> None:
     model, ids = model_of(name), text(60, 2)
     cache = KVCache.for_model(model, kv, rollback=8)

@@ -113,17 +113,18 @@ def test_every_decode_step_is_one_graph(attention: str, kv: str) -> None:
 def test_generate_compiles_steps_whose_masks_it_made_ahead(name: str, ours: bool) -> None:
     """In place, of this library's static cache and of transformers' own."""
     model = family(name, "kvloom", num_hidden_layers=2)
-    expected = continued(model, KVCache.for_model(model)).sequences
+    new = {"max_new_tokens": 6, "min_new_tokens": 6}
+    expected = continued(model, KVCache.for_model(model), **new).sequences
     cache = static(model) if ours else StaticCache(config=model.config, max_cache_len=64)
     compilation = CompileConfig(backend="aot_eager", fullgraph=True, mode=None)
     compilation._compile_all_devices = True
     torch._dynamo.utils.counters.clear()
-    assert torch.equal(continued(model, cache, compile_config=compilation).sequences, expected)
+    assert torch.equal(continued(model, cache, compile_config=compilation, **new).sequences, expected)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
 
 
 def test_compiled_step_that_does_not_fit_writes_to_no_other_row() -> None:
-    model = make_model("kvloom")
+    model = make_model("kvloom", num_layers=1)
     cache = static(model, max_tokens=8)
     step = torch.compile(model, fullgraph=True, backend="eager")
     with torch.no_grad():

@@ -42,3 +42,8 @@ def in_turn(values: Sequence[Any], *others: Sequence[Any]) -> list[tuple[Any, ..
     if os.environ.get("KVLOOM_PRODUCTS", "0") != "0":
         return list(itertools.product(values, *others))
     return [(value, *rest) for value, rest in zip(values, itertools.cycle(itertools.product(*others)))]
+
+
+def pairs_in_turn(values: Sequence[Any], *others: Sequence[Any]) -> list[tuple[Any, ...]]:
+    """Each value once, with cases of ``others`` in turn in which any two of their values meet."""
+    return [(value, *rest) for value, rest in in_turn(values, pairwise(*others))]

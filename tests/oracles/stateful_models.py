@@ -64,7 +64,12 @@ OTHERS: dict[str, dict[str, Any]] = {
     "bailing_hybrid": DENSE | {"q_lora_rank": None},
     "falcon_h1": {},
     "granitemoehybrid": {"layer_types": ["mamba", "attention"] * 2},
-    "inkling2": {},
+    "inkling2": {
+        "unpadded_vocab_size": 99,
+        "swa_num_attention_heads": 4,
+        "swa_num_key_value_heads": 2,
+        "swa_head_dim": 8,
+    },
     "kimi_linear": DENSE,
     "lara_mini": {},
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2},

@@ -72,11 +72,12 @@ def test_order_and_arrival_do_not_count(model: Any, seed: int) -> None:
     }
 
 
-@pytest.mark.parametrize("kv", ["int8:g8", "int4:g8,recent=16"])
-@pytest.mark.parametrize("name", ["falcon_h1", "lara_mini", "qwen3_next"])
+@pytest.mark.parametrize(
+    ("name", "kv"), in_turn(["falcon_h1", "lara_mini", "qwen3_next"], ["int8:g8", "int4:g8,recent=16"])
+)
 def test_codes_beside_states(name: str, kv: str) -> None:
     """Alone in a session, as rounding may choose another code in a step of several requests."""
-    model, requests = stateful_model(name), random_requests(REQUESTS, seed=5)
+    model, requests = stateful_model(name), random_requests(REQUESTS // 2, seed=5)
     model.set_attn_implementation("kvloom")
     expected = [alone(model, x, NEW, KVCache.for_model(model, kv)) for x in requests]
     assert [batched(model, [x], NEW, kv)[0] for x in requests] == expected
