@@ -83,11 +83,11 @@ def application(models: Sequence[Model], settings: Settings) -> Any:
 
     app = Starlette(
         routes=[
-            post("/v1/chat/completions", lambda *model: Endpoint(*model, "chat").answer),
-            post("/v1/completions", lambda *model: Endpoint(*model, "text").answer),
-            post("/v1/responses", lambda *model: Responses(*model).answer),
-            post("/tokenize", lambda *model: Tokens(*model).tokenize),
-            post("/detokenize", lambda *model: Tokens(*model).detokenize),
+            post("/v1/chat/completions", lambda session, names: Endpoint(session, names, "chat").answer),
+            post("/v1/completions", lambda session, names: Endpoint(session, names, "text").answer),
+            post("/v1/responses", lambda session, names: Responses(session, names).answer),
+            post("/tokenize", lambda session, names: Tokens(session, names).tokenize),
+            post("/detokenize", lambda session, names: Tokens(session, names).detokenize),
             Route("/v1/embeddings", embeddings, methods=["POST"]),
             Route("/v1/models", list_models),
             Route("/health", health),
