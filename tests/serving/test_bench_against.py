@@ -102,7 +102,7 @@ def test_each_rate_is_a_run_with_texts_and_times_of_its_own(
         assert run["seconds"] >= times[-1]
         assert run["note"] is None  # no run finds the texts of another
     first, second = (sorted(asked[x.session], key=str) for x in (server, other))
-    assert first == second and len({tuple(tokens) for tokens in first}) == 10
+    assert first == second and len({tuple(tokens) for prompts in first for tokens in prompts}) == 10
     texts = set(ElementTree.parse(tmp_path / "plot.svg").getroot().itertext())
     assert {f"127.0.0.1:{x.port}" for x in (server, other)} | {"10/s", "40/s"} <= texts
 

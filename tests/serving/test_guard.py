@@ -70,7 +70,7 @@ def test_everything_but_health_needs_a_key(server: Served, method: str, path: st
 
 
 def test_the_paths_above_are_all_there_are() -> None:
-    routes = re.findall(r'Route\("([^"]+)"', inspect.getsource(server_module))
+    routes = re.findall(r'(?:Route|post)\("([^"]+)"', inspect.getsource(server_module))
     assert len(routes) >= 10 and {*routes} <= {*PATHS, "/health"}
 
 

@@ -134,11 +134,11 @@ PROCESS = """
 import sys
 from kvloom.serving import server
 run = server.run
-def run_broken(session, *arguments):
+def run_broken(models, *arguments):
     def fail(*_):
         raise RuntimeError("every forward is broken")
-    session.model.register_forward_pre_hook(fail)
-    return run(session, *arguments)
+    models[0].session.model.register_forward_pre_hook(fail)
+    return run(models, *arguments)
 server.run = run_broken
 from kvloom.cli import main
 sys.exit(main())

@@ -119,7 +119,7 @@ def test_a_process_serves_what_cannot_be_packed_and_says_why(tmp_path: Path) -> 
     assert answer.usage is not None and answer.usage.completion_tokens == 3
     metrics = urlopen(f"{found[0][:-3]}/metrics").read().decode()
     for name in ("kvloom_batch_invariant", "kvloom_packed_bytes"):
-        assert f'{name}{{model="bundled"}} 0.0' in metrics
+        assert f'{name}{{model="half"}} 0.0' in metrics
     process.send_signal(signal.SIGTERM)
     assert process.wait() == 0
     assert process.stderr.read() == (

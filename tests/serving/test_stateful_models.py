@@ -36,6 +36,7 @@ def test_answers_are_those_of_generate() -> None:
             with ThreadPoolExecutor(3) as threads:
                 answers = [x.choices[0].text for x in threads.map(answer, prompts)]
             assert answers == expected
+        server.until(finished=6, running=0)
         report, metrics = server.session.report(), read(server)
     assert report.finished == 6 and report.running == 0 == report.state_bytes
     assert metrics["kvloom_state_bytes", ""] == 0
