@@ -63,7 +63,7 @@ def test_a_pool_that_shares_nothing_is_found(monkeypatch: pytest.MonkeyPatch) ->
 def test_the_command_prints_what_was_tried(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert main(["isolation", "--json"]) == 0
+    assert main(["isolation", "--json", "--kv", "int8"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["is_isolated"]
     assert {"name": "the same text", "expected": 20, "actual": 20, "problem": ""} in told["checks"]

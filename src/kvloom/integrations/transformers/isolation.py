@@ -4,6 +4,7 @@ import contextlib
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any, Final, NamedTuple
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from transformers import GenerationConfig
 
 from kvloom.errors import ArgumentError, UnsupportedError
+from kvloom.integrations.transformers.build import make_layers
 from kvloom.integrations.transformers.cache import KVCache
 from kvloom.integrations.transformers.cache_argument import as_argument
 from kvloom.integrations.transformers.content import placeholders_of
@@ -118,7 +120,8 @@ class _Tried:
         cache = pool.begin(self._tokens, salt, content)
         found = int(cache.get_seq_length())
         logits = self._last_logits(cache, found)
-        alone = KVCache.for_model(self._model, self._kv, page_size=_PAGE)
+        smoothed_alike = replace(cache.sequences[0].pages.format, max_tokens=None)
+        alone = KVCache(make_layers(self._model, smoothed_alike))
         if found:  # cut as it is cut when it is found
             self._forward(self._tokens[:, :found], alone)
         expected_logits = self._last_logits(alone, found)
