@@ -251,9 +251,8 @@ class PrefixCache:
         self._settle(sequence)
         known = sequence.tokens[: sequence.groups[0].num_tokens]
         self.prefixes.seal(sequence.groups, known, sequence.salt, sequence.num_shared)
+        self.prefixes.keep(sequence.groups, known, sequence.salt)
         for group, own in zip(self.prefixes.groups, sequence.groups, strict=True):
-            if group.below is not None:
-                group.below.keep(known, own.table.pages, sequence.salt, own.first)
             group.release_passed(own, len(known))
 
     def attend(

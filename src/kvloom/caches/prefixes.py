@@ -215,6 +215,18 @@ class Prefixes:
         if 0 < num_shared * self.page_size <= len(tokens):
             self.prefer(held, num_shared)
 
+    def keep(self, held: Sequence[GroupTable], tokens: Sequence[int], salt: str) -> None:
+        """Give what lies below each group the full pages of a text.
+
+        Args:
+            held: Its sealed pages in each group, or in the first ones.
+            tokens: All that are computed.
+            salt: Under which stores have them.
+        """
+        for group, own in zip(self.groups, held, strict=False):
+            if group.below is not None:
+                group.below.keep(tokens, own.table.pages, salt, own.first)
+
     def prefer(self, held: Sequence[GroupTable], num_pages: int) -> None:
         """Evict later what makes a prefix of ``num_pages`` sealed pages whole: another text had it, too."""
         for group, own in zip(self.groups, held, strict=False):

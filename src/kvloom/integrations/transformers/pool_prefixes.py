@@ -85,9 +85,7 @@ def commit_rows(
             states.note(cache.sequences[0].pages.pool.events, "kept", held[0].table.request)
         held += [] if kept is None else [kept]
         prefixes.prefer(held, shared)
-        for group, own in zip(prefixes.groups, held, strict=False):
-            if group.below is not None:
-                group.below.keep(rows[row], own.table.pages, stored_scope, own.first)
+        prefixes.keep(held, rows[row], stored_scope)
         if kept is not None:
             kept.table.release()
     for sequences, _ in groups:

@@ -135,9 +135,7 @@ class SessionPrefixes(Prefixes):
         tokens, reads = held.published, self.reads
         if reads is None or reads.state != held.state or len(tokens) <= held.num_stored:
             return
-        for group, own in zip(self.groups, held.groups, strict=False):
-            if group.below is not None:
-                group.below.keep(tokens, own.table.pages, scope_of(held.salt), own.first)
+        self.keep(held.groups, tokens, scope_of(held.salt))
         held.num_stored = len(tokens)
 
     @property
