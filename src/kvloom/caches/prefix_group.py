@@ -121,6 +121,9 @@ class PrefixGroup:
         """Pages that a text lacks for its tokens before ``end``, copies among them."""
         return Growth([held.table], [max(end - held.num_tokens, 0)]).num_pages
 
+    def make_room(self, num_pages: int) -> None:
+        """Have so many pages to read into, if there can be more than there are."""
+
     def append(self, held: GroupTable, num_tokens: int) -> None:
         """Room for more tokens of a text; raises as ``Pages.append``."""
         if self.pages.append([held.table], [num_tokens]):

@@ -145,6 +145,7 @@ class Prefixes:
             for ref in found:
                 group.pages.pool.retain(ref)
             if group.below is not None and own.num_missing:
+                group.make_room(own.num_missing)
                 found = group.below.fetch(own.tokens, found, salt, scope, own.first)
             refs += found
         return held

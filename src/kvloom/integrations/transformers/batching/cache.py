@@ -15,7 +15,13 @@ from torch import Tensor
 from kvloom import ops
 from kvloom.caches import CacheFormat
 from kvloom.integrations.transformers.batching.groups import Limits, make_groups
-from kvloom.integrations.transformers.batching.held import Held, RequestStates, page_map_of, salt_of
+from kvloom.integrations.transformers.batching.held import (
+    Held,
+    RequestStates,
+    most_findable,
+    page_map_of,
+    salt_of,
+)
 from kvloom.integrations.transformers.batching.plan import Begun, StepPlan
 from kvloom.integrations.transformers.batching.prefixes import SessionPrefixes
 from kvloom.integrations.transformers.batching.recurrent import MixerCalls, StateRows, copied, expect_apart
@@ -129,6 +135,12 @@ class BatchCache(CacheOfMixers):
 
     def _num_known(self, tokens: Sequence[int], salt: str, max_tokens: int) -> int:
         return self.prefixes.num_known(tokens, self.prefixes.scope(salt), max_tokens)
+
+    def is_read(self, state: Any) -> bool:
+        """Whether a request that waits may begin: nothing is read of its prompt. Begins to read it."""
+        most = most_findable(state, state.initial_tokens)
+        with self.lock:
+            return self.prefixes.is_read(state.request_id, state.initial_tokens, salt_of(state), most)
 
     def search_prefix_match(self, request_id: str, prompt_ids: list[int]) -> int:
         """Let ``candidate`` begin with the pages that are known of its prompt.
@@ -278,14 +290,10 @@ class BatchCache(CacheOfMixers):
         return held
 
     def _num_findable(self, state: Any) -> int:
-        """Tokens at the beginning of a prompt that may be found.
-
-        The last one is left to compute, and so is the one before it if the request is to be forked, which
-        happens between the two.
-        """
+        """Tokens at the beginning of the prompt of a request that may be found when it begins."""
         if not self.use_prefix_sharing or state is not self.candidate:
             return 0
-        return max(len(state.remaining_prefill_tokens) - (2 if state.num_children else 1), 0)
+        return most_findable(state, state.remaining_prefill_tokens)
 
     # What the scheduler counts
 

@@ -45,6 +45,10 @@ class SessionGroup(PrefixGroup):
         """Bytes allocated."""
         return sum(storage.nbytes for storage in self.storages.values())
 
+    def make_room(self, num_pages: int) -> None:
+        """Allocate pages before those that can be found are given up."""
+        self.growing.grow(num_pages)
+
     def extend(self, held: GroupTable, past: int, end: int) -> bool:
         """Have room for the tokens of a request from ``past`` to ``end``, if there is.
 

@@ -77,6 +77,15 @@ def salt_of(state: Any) -> str:
     return str(state.logit_processor_kwargs.get(SALT, ""))
 
 
+def most_findable(state: Any, tokens: Sequence[int]) -> int:
+    """Tokens at the beginning of a prompt that may be found.
+
+    The last one is left to compute, and so is the one before it if the request is to be forked, which happens
+    between the two.
+    """
+    return max(len(tokens) - (2 if state.num_children else 1), 0)
+
+
 def page_map_of(pool: PagePool, held: Mapping[str, Held]) -> PageMap:
     """Which page holds what.
 

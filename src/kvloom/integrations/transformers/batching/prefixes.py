@@ -53,19 +53,18 @@ class SessionPrefixes(Prefixes):
         """Where the trees have the pages of a salt now."""
         return scope_of(salt, state=self.state)
 
-    def is_read(self, request_id: str, tokens: Sequence[int], salt: str) -> bool:
+    def is_read(self, request_id: str, tokens: Sequence[int], salt: str, max_tokens: int) -> bool:
         """Whether a request may begin, since what stores have of its prompt is read; begins to read it.
 
-        Args:
-            request_id: Of the request.
-            tokens: Of its prompt, those that may be found.
-            salt: Under which they are known.
+        The arguments are those of ``find``.
         """
         reads = self.reads
         if reads is None or reads.state != self.state:
             return True
         stored = scope_of(salt)
-        return reads.is_read(request_id, lambda: self.needed(tokens, self.scope(salt), stored), stored)
+        return reads.is_read(
+            request_id, lambda: self.needed(tokens[:max_tokens], self.scope(salt), stored), stored
+        )
 
     def find(
         self, request_id: str, tokens: Sequence[int], salt: str, max_tokens: int
@@ -83,7 +82,7 @@ class SessionPrefixes(Prefixes):
         """
         self.refresh(is_thorough=True)
         scope = self.scope(salt)
-        read = self._take(request_id, tokens[: max(max_tokens, 0)], salt)
+        read = self._take(request_id, tokens, salt, max_tokens)
         num_pages = self.num_known(tokens, scope, max_tokens)
         found = [
             group.tree.match(tokens, scope, max_tokens=max_tokens, num_pages=num_pages)
@@ -98,7 +97,9 @@ class SessionPrefixes(Prefixes):
         """Whether something was read for a request."""
         return self.reads is not None and self.reads.has(request_id)
 
-    def _take(self, request_id: str, tokens: Sequence[int], salt: str) -> list[list[PageRef]]:
+    def _take(
+        self, request_id: str, tokens: Sequence[int], salt: str, max_tokens: int
+    ) -> list[list[PageRef]]:
         """Let the trees have what was read for a request; the pages are held by the caller."""
         reads = self.reads
         if reads is None:
@@ -106,11 +107,7 @@ class SessionPrefixes(Prefixes):
         try:
             if reads.state != self.state or not reads.has(request_id):
                 return []
-            scope, stored = self.scope(salt), scope_of(salt)
-            for group, own in zip(self.groups, self.needed(tokens, scope, stored), strict=True):
-                if isinstance(group, SessionGroup):
-                    group.growing.grow(own.num_missing)
-            return self.look_up(tokens, scope, stored)
+            return self.look_up(tokens[:max_tokens], self.scope(salt), scope_of(salt))
         finally:
             reads.drop(request_id)
 

@@ -101,10 +101,7 @@ class SharingScheduler(Scheduler):  # type: ignore[misc]
             known = cache.num_known(tokens, salt_of(state), len(tokens) - 1)
             if busy.has(state, known):
                 continue
-            with cache.lock:
-                findable = tokens[: -2 if state.num_children else -1]
-                is_read = cache.prefixes.is_read(state.request_id, findable, salt_of(state))
-            if not is_read:
+            if not cache.is_read(state):
                 busy.add(state, known)
                 continue
             chosen.append(state)
