@@ -1,14 +1,21 @@
-"""Nothing here is collected where a server's packages are missing."""
+"""A server and a client; nothing here is collected where a server's packages are missing."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
+import pytest
 import transformers
 from packaging.version import Version
 
 from kvloom.integrations.transformers.batching import OLDEST
 from kvloom.serving import PACKAGES
+
+if TYPE_CHECKING:
+    import openai
+    from oracles.serving import Served
 
 MISSING = [name for name in (*PACKAGES, "openai", "llguidance") if find_spec(name) is None]
 NEEDS_PACKAGES = [
@@ -41,3 +48,19 @@ NEEDS_PACKAGES = [
 
 if MISSING or Version(transformers.__version__) < Version(OLDEST):
     collect_ignore = NEEDS_PACKAGES
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Served]:
+    """A server of the bundled model; modules that need other settings have their own."""
+    from oracles.serving import served
+
+    with served() as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(server: Served) -> Iterator[openai.OpenAI]:
+    """OpenAI's client of the server."""
+    with server.client() as client:
+        yield client

@@ -3,29 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import openai
 import pytest
 from oracles.batching import alone
-from oracles.serving import PROMPT, Served, served
+from oracles.serving import PROMPT, Served
 
 from kvloom.integrations.transformers import KVCache, load_model
 from kvloom.models import bundled_model_path
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Served]:
-    with served() as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def client(server: Served) -> Iterator[openai.OpenAI]:
-    with server.client() as client:
-        yield client
 
 
 def expected(text: str, new_tokens: int) -> str:

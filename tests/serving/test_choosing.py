@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -23,18 +22,6 @@ OPTIONS: dict[str, Any] = {"model": "bundled", "prompt": PROMPT, "max_tokens": 2
 MODEL, TOKENIZER = load_model(bundled_model_path(), progress=False)
 MODEL.float()
 EOS = 1
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Served]:
-    with served() as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def client(server: Served) -> Iterator[openai.OpenAI]:
-    with server.client() as client:
-        yield client
 
 
 def text_of(client: openai.OpenAI, **fields: Any) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +10,7 @@ import openai
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from oracles.serving import PROMPT, Served, served
+from oracles.serving import PROMPT, Served
 from tokenizers import Tokenizer, decoders
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
@@ -24,18 +23,6 @@ from kvloom.serving.text import TextStream
 
 TOKENIZER = load_model(bundled_model_path(), progress=False)[1]
 OPTIONS: dict[str, Any] = {"model": "bundled", "prompt": PROMPT, "max_tokens": 40, "logprobs": 2}
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Served]:
-    with served() as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def client(server: Served) -> Iterator[openai.OpenAI]:
-    with server.client() as client:
-        yield client
 
 
 def ask(client: openai.OpenAI, stream: bool, **options: Any) -> SimpleNamespace:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import openai
 import pytest
-from oracles.serving import TEMPLATE, Served, served
+from oracles.serving import TEMPLATE, Served
 
 from kvloom.errors import ArgumentError
 from kvloom.serving.messages import Chat
@@ -31,12 +30,6 @@ DROPS_OTHER_ROLES = (
 USER = {"role": "user", "content": "list files"}
 CALL = {"id": "call_1", "type": "function", "function": {"name": "ls", "arguments": '{"path": "/tmp"}'}}
 TOOL = {"type": "function", "function": {"name": "ls", "parameters": {"type": "object", "properties": {}}}}
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Served]:
-    with served() as running:
-        yield running
 
 
 def ask(server: Served, **fields: Any) -> tuple[int, str]:

@@ -22,12 +22,6 @@ BODY = json.dumps({"prompt": PROMPT, "max_tokens": 1}).encode()
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Served]:
-    with served() as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
 def shared() -> Iterator[Served]:
     """A server with a key and an origin that may ask it."""
     with served(api_keys=("secret",), allowed_origins=(ALLOWED,)) as running:

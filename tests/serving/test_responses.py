@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any, Literal
 
 import openai
@@ -29,18 +28,6 @@ THINKING = {
         "content": {"content": "text"},
     },
 }
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Served]:
-    with served() as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def client(server: Served) -> Iterator[openai.OpenAI]:
-    with server.client() as client:
-        yield client
 
 
 def chat_text(client: openai.OpenAI, messages: list[Any], **fields: Any) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal
 
@@ -50,18 +49,6 @@ TREE = {
 DATE = {"type": "string", "pattern": "^20[0-9]{2}-(0[1-9]|1[0-2])$"}
 CONST = {"type": "array", "prefixItems": [{"const": 'say "no"\n€'}, {"type": "null"}], "items": False}
 SCHEMAS = [PERSON, TREE, DATE, {**CONST, "minItems": 2}]
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Served]:
-    with served() as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def client(server: Served) -> Iterator[openai.OpenAI]:
-    with server.client() as client:
-        yield client
 
 
 def format_of(schema: dict[str, Any]) -> dict[str, Any]:

@@ -65,12 +65,6 @@ def server() -> Iterator[Served]:
         yield running
 
 
-@pytest.fixture(scope="module")
-def client(server: Served) -> Iterator[openai.OpenAI]:
-    with server.client() as client:
-        yield client
-
-
 def ask(client: openai.OpenAI, stream: bool = False, **fields: Any) -> tuple[str, str, list[tuple[str, str]]]:
     """Text, reason of the end, and calls of an answer."""
     answer = client.chat.completions.create(**{**OPTIONS, **fields}, stream=stream)
