@@ -14,7 +14,7 @@ from kvloom.errors import ArgumentError, KVError
 from kvloom.serving import expect_installed
 from kvloom.serving.bench_report import show
 from kvloom.serving.chart import chart
-from kvloom.serving.settings import KEYS_VARIABLE, Settings, expect_within, keys_from
+from kvloom.serving.settings import KEYS_VARIABLE, Settings, expect_within, expect_writable, keys_from
 from kvloom.serving.workloads import Conversation, arriving, chats, repeated, replay
 from kvloom.simulation.trace import BLOCK_TOKENS
 
@@ -192,7 +192,7 @@ def run(args: argparse.Namespace) -> int:
     rates = rates_of(args)
     all_conversations = [conversations_of(args, seed + i) for i in range(len(rates or (None,)))]
     if args.plot is not None:
-        _expect_writable(args.plot)
+        expect_writable("plot", args.plot)
     expect_installed(("openai", "rich"))
     runs = []
     for i, conversations in enumerate(
@@ -229,13 +229,6 @@ def servers_of(args: argparse.Namespace) -> list["Server"]:
     elif args.against_key is not None or args.against_model is not None:
         raise ArgumentError("against must be given with --against-key and --against-model, got these alone")
     return servers
-
-
-def _expect_writable(path: Path) -> None:
-    try:
-        path.open("a").close()
-    except OSError as error:
-        raise ArgumentError(f"plot must be a file that can be written: {error}") from error
 
 
 def _note(summary: dict[str, Any], args: argparse.Namespace) -> str | None:

@@ -11,7 +11,7 @@ from kvloom.errors import ArgumentError
 from kvloom.models import bundled_model_path, check_model_folder
 from kvloom.serving import expect_installed
 from kvloom.serving.options import LIMITS
-from kvloom.serving.settings import MOST, Settings, expect_within, keys_from
+from kvloom.serving.settings import MOST, Settings, expect_within, expect_writable, keys_from
 
 if TYPE_CHECKING:
     from kvloom.serving.models import Model
@@ -60,7 +60,7 @@ def run(args: argparse.Namespace, load: Callable[[Path | None, str], tuple[Any, 
     if args.record_text and args.record is None:
         raise ArgumentError("--record-text must be given with --record, got it alone")
     if args.record is not None:
-        _expect_writable(args.record)
+        expect_writable("--record", args.record)
     for path in paths.values():
         check_model_folder(path or bundled_model_path())  # before imports that take seconds
     os.environ["HF_HUB_OFFLINE"] = "1"  # read once, when it is imported
@@ -136,11 +136,3 @@ def _read_template(path: Path | None) -> str | None:
         return None if path is None else path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         raise ArgumentError(f"--chat-template must be text in UTF-8: {error}") from error
-
-
-def _expect_writable(path: Path) -> None:
-    """Before hours are recorded; what the file holds stays until it is written."""
-    try:
-        path.open("a").close()
-    except OSError as error:
-        raise ArgumentError(f"--record must be a file that can be written: {error}") from error

@@ -114,6 +114,14 @@ def expect_within(name: str, value: float, low: float, high: float) -> None:
         raise ArgumentError(f"{name} must be from {low:,} to {high:,}, got {value}")
 
 
+def expect_writable(name: str, path: Path) -> None:
+    """Raise ArgumentError unless a file can be written; what it holds stays until it is."""
+    try:
+        path.open("a").close()
+    except OSError as error:
+        raise ArgumentError(f"{name} must be a file that can be written: {error}") from error
+
+
 def is_loopback(host: str) -> bool:
     """Whether only this machine can reach an address; a name other than localhost is not looked up."""
     try:

@@ -144,13 +144,19 @@ class Grammar(LogitsProcessor):  # type: ignore[misc]
         return scores.masked_fill(~allowed.to(scores.device), -torch.inf)
 
 
-def json_grammar(field: str, schema: Mapping[str, Any]) -> Structure:
-    """JSON of a schema; raises UnsupportedError where llguidance is not installed."""
+def ll_matcher() -> Any:
+    """llguidance's ``LLMatcher``, which makes grammars; raises UnsupportedError where it is not installed."""
     expect_installed((PACKAGE,))
     from llguidance import LLMatcher
 
+    return LLMatcher
+
+
+def json_grammar(field: str, schema: Mapping[str, Any]) -> Structure:
+    """JSON of a schema; raises UnsupportedError where llguidance is not installed."""
+    matcher = ll_matcher()
     try:
-        grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=JSON_OPTIONS)
+        grammar = matcher.grammar_from_json_schema(json.dumps(schema), overrides=JSON_OPTIONS)
     except (ValueError, RecursionError) as error:
         raise ArgumentError(f"{field} must be a JSON schema, got one that is not: {error}") from error
     return Structure(field, grammar)
@@ -181,29 +187,18 @@ def _outputs(given: Mapping[str, Any]) -> Structure | None:
     if value is None:
         return None
     asked = {name: x for name, x in value.items() if x is not None} if isinstance(value, dict) else {}
-    name, inner = next(iter(asked.items()), ("", None))
-    field = f"structured_outputs.{name}"
-    if len(asked) == 1 and name == "json" and isinstance(inner, dict):
-        return json_grammar(field, inner)
-    if len(asked) == 1 and name == "json_object" and inner is True:
-        return json_grammar(field, {"type": "object"})
-    if len(asked) == 1 and name == "regex" and isinstance(inner, str):
-        expect_installed((PACKAGE,))
-        from llguidance import LLMatcher
-
-        return Structure(field, LLMatcher.grammar_from_regex(inner))
-    if (
-        len(asked) == 1
-        and name == "choice"
-        and isinstance(inner, list)
-        and inner
-        and all(map(_is_text, inner))
-    ):
-        expect_installed((PACKAGE,))
-        from llguidance import LLMatcher
-
-        lark = "start: " + " | ".join(json.dumps(text) for text in inner)
-        return Structure(field, LLMatcher.grammar_from_lark(lark))
+    if len(asked) == 1:
+        [(name, inner)] = asked.items()
+        field = f"structured_outputs.{name}"
+        if name == "json" and isinstance(inner, dict):
+            return json_grammar(field, inner)
+        if name == "json_object" and inner is True:
+            return json_grammar(field, {"type": "object"})
+        if name == "regex" and isinstance(inner, str):
+            return Structure(field, ll_matcher().grammar_from_regex(inner))
+        if name == "choice" and isinstance(inner, list) and inner and all(map(_is_text, inner)):
+            lark = "start: " + " | ".join(json.dumps(text) for text in inner)
+            return Structure(field, ll_matcher().grammar_from_lark(lark))
     raise ArgumentError(
         "structured_outputs must have one of json (a schema), json_object (true), regex (a text) and choice "
         f"(a list of texts), got {shown(value)}"
@@ -215,7 +210,6 @@ def _is_text(value: Any) -> bool:
 
 
 def _reason(matcher: Any) -> str:
-    error = re.split(r"\n *\d+ \| ", str(matcher.get_error()))[
-        0
-    ]  # without the grammar, which nobody asked for
+    # Without the grammar, which nobody asked for.
+    error, *_ = re.split(r"\n *\d+ \| ", str(matcher.get_error()))
     return " ".join(error.replace("<non-verbose/>", "").split())[:300]

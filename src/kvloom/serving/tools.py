@@ -6,10 +6,9 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from kvloom.errors import ArgumentError
-from kvloom.serving import expect_installed
 from kvloom.serving.fields import flag, shown
 from kvloom.serving.readers import ToolCall
-from kvloom.serving.structured import JSON_OPTIONS, PACKAGE, Structure, json_grammar
+from kvloom.serving.structured import JSON_OPTIONS, Structure, json_grammar, ll_matcher
 
 _MOST_CALLS: Final = 16
 """In one answer: a small model would call for ever."""
@@ -147,9 +146,7 @@ def _parameters(tool: dict[str, Any]) -> dict[str, Any]:
 
 def _calls(tools: list[dict[str, Any]], most: int) -> Structure:
     """A list of calls; each schema is read by itself, with its own definitions."""
-    expect_installed((PACKAGE,))
-    from llguidance import LLMatcher
-
+    matcher = ll_matcher()
     more = f'(", " call){{0,{most - 1}}} ' if most > 1 else ""
     lines = [f'start: "[" call {more}"]"']
     lines.append("call: " + " | ".join(f"call_{i}" for i in range(len(tools))))
@@ -160,4 +157,4 @@ def _calls(tools: list[dict[str, Any]], most: int) -> Structure:
         except RecursionError as error:
             raise ArgumentError(f"tools[{i}].function.parameters must be a JSON schema: {error}") from error
         lines += [f'call_{i}: {json.dumps(head)} json_{i} "}}"', f"json_{i}: %json {schema}"]
-    return Structure("tools", LLMatcher.grammar_from_lark("\n".join(lines)))
+    return Structure("tools", matcher.grammar_from_lark("\n".join(lines)))
