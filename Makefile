@@ -52,7 +52,7 @@ LIBRARY = $(abspath $(wildcard $(BIN)/../lib/python*/site-packages/kvloom/ops/im
 CPP = $(shell find csrc tests benchmarks -name '*.h' -o -name '*.cpp')
 NO_CUDA := 'import torch; print(int(not torch.cuda.is_available()))'
 
-.PHONY: demo test mutants test-isa test-triton test-vllm asan asan-library asan-hostile slow tsan test-matrix \
+.PHONY: demo test mutants test-isa test-triton test-vllm test-lmcache asan asan-library asan-hostile slow tsan test-matrix \
     test-torch wheel test-install test-pythons check format bench bench-gpu bench-vllm clean
 
 demo: $(READY)
@@ -87,6 +87,15 @@ test-triton: $(WITH_TRITON)
 # Real vLLM, in an environment of its own; TESTS=tests/integrations/vllm/test_smoke.py takes two minutes.
 test-vllm: $(READY) .venv-vllm/.ready
 	KVLOOM_LIBRARY=$(LIBRARY) .venv-vllm/bin/python -m pytest --quiet $(TESTS) $(ARGS)
+
+# LMCache's own Python reads what is made for it; what it serves with is not installed.
+test-lmcache: $(READY) build/lmcache/.ready
+	PYTHONPATH=build/lmcache $(BIN)/python -m pytest --quiet tests/layouts/test_lmcache_itself.py $(ARGS)
+
+build/lmcache/.ready: Makefile
+	$(BIN)/python $(PIP) install --upgrade --target build/lmcache --no-deps lmcache==0.5.6 numba llvmlite
+	$(BIN)/python $(PIP) install --upgrade --target build/lmcache cachetools py-cpuinfo aiohttp
+	@touch $@
 
 # The compiled kernels' tests with every read and write watched; compiling torch beside that takes too long.
 asan: asan-library
