@@ -26,7 +26,7 @@ from latent_sections import latents_section
 from plots import link, place
 from quality_sections import formats_section, quality_length_section, quality_section, retrieval_section
 from rounds import needs_compiled_backend
-from serving_sections import restart_section, serving_http_section, serving_section
+from serving_sections import agents_section, restart_section, serving_http_section, serving_section
 from states_sections import drafts_section, session_states_section, states_section
 from store_sections import slow_store_section, store_section
 from tables import cell, left_out, pivot, table
@@ -271,6 +271,7 @@ SECTIONS = {
     "prefix": Section("A known prefix", prefix_section, OURS),
     "serving": Section("Many requests at once", serving_section, OURS),
     "serving_http": Section("Many clients of a server", serving_http_section, OURS),
+    "agents": Section("Agents that come back", agents_section, OURS),
     "restart": Section("A session that begins again", restart_section, (*OURS, "xxhash")),
     "store": Section("A prefix from a store", store_section, (*OURS, "xxhash")),
     "slow_store": Section("Stores that are slow or hold much", slow_store_section, (*OURS, "xxhash")),

@@ -71,3 +71,26 @@ def restart_section(result: dict[str, Any]) -> str:
         "without a store and with one in a folder: a Llama of six layers with 8 query and 2 key/value heads "
         f"of 64, float32, {same} tokens behind it.\n\n" + table(head, rows)
     )
+
+
+def agents_section(result: dict[str, Any]) -> str:
+    """Turns of agents with sessions and without."""
+    head = ["pages", "found without", "found with sessions", "first token without", "with", "of it"]
+    rows = [
+        [
+            row["kv"],
+            f"{row['without']['found']:.0%}",
+            f"{row['with']['found']:.0%}",
+            f"{row['without']['seconds']:.3f} s",
+            f"{row['with']['seconds']:.3f} s",
+            f"{row['with']['seconds'] / row['without']['seconds']:.2f}",
+        ]
+        for row in result["rows"]
+    ]
+    same = "the same" if all(row["same"] for row in result["rows"]) else "other"
+    return (
+        f"Eight agents take {result['turns']} turns of 64 new tokens each behind prompts of 512, and others "
+        "ask between them with more tokens than there are pages for. Of the tokens of earlier turns, those "
+        "that were found; medians of the seconds to the first token of a turn; a Llama of six layers in "
+        f"float32, {same} tokens with sessions of agents and without.\n\n" + table(head, rows)
+    )

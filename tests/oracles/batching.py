@@ -84,9 +84,12 @@ class Session:
         outputs: Newest output of each request that has one.
     """
 
-    def __init__(self, model: Any, generation: dict[str, Any] | None = None, **options: Any) -> None:
+    def __init__(
+        self, model: Any, generation: dict[str, Any] | None = None, agents: Any = None, **options: Any
+    ) -> None:
         config = GenerationConfig(**{"max_new_tokens": 8, **GREEDY, **(generation or {})})
         self.manager = model.init_continuous_batching(config, batching_config(**options))
+        self.manager.agents = agents or self.manager.agents
         self.processor = self.manager.batch_processor = self.manager._create_batch_processor()
         self.outputs: dict[str, Any] = {}
 

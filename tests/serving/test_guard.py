@@ -32,6 +32,8 @@ PATHS = [
     "/tokenize",
     "/detokenize",
     "/v1/models",
+    "/v1/sessions",
+    "/v1/sessions/{id}",
     "/metrics",
     "/dashboard",
     "/dashboard/state",
@@ -188,7 +190,7 @@ def test_a_path_that_there_is_not_says_which_there_are(server: Served, path: str
     error = json.loads(answer)["error"]
     assert status == 404 and error["type"] == "not_found_error" and len(error["message"]) < 400
     assert error["message"].startswith(f"there is no {path[:100]} here, but POST /v1/chat/completions, POST ")
-    assert "GET /v1/models, GET /health" in error["message"]
+    assert "GET /v1/models, GET /v1/sessions" in error["message"]
 
 
 def test_a_method_that_there_is_not_says_which_there_are(server: Served) -> None:

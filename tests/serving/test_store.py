@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from oracles.serving import PROMPT, Served, served
 from serving.test_metrics import read
@@ -35,6 +36,33 @@ def test_a_server_that_begins_again_finds_what_it_computed(tmp_path: Path) -> No
         assert again[0] == text and again == answer(server)
         metrics = read(server)
     assert metrics["kvloom_store_tokens_read_total", ""] == again[1] > 300
+
+
+def test_a_server_that_begins_again_restores_sessions_of_agents(tmp_path: Path) -> None:
+    def ask(server: Served, prompt: str) -> Any:
+        with server.client() as client:
+            headers = {"X-Session-Id": "agent"}
+            return client.completions.create(
+                model="bundled", prompt=prompt, max_tokens=12, extra_headers=headers
+            )
+
+    with served(store=opened(tmp_path)) as server:
+        first = ask(server, LONG)
+    prompt = LONG + first.choices[0].text + "\n"
+    with served() as server:
+        expected = ask(server, prompt).choices[0].text
+    with served(store=opened(tmp_path)) as server:
+        second = ask(server, prompt)
+    known = first.usage.total_tokens - 1
+    assert known % 16
+    assert second.choices[0].text == expected
+    assert second.usage.session == {
+        "id": "agent",
+        "restored": True,
+        "kept_tokens": known,
+        "restored_tokens": known,
+        "reason": None,
+    }
 
 
 def test_keys_and_salts_keep_their_pages_apart(tmp_path: Path) -> None:

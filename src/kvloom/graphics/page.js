@@ -54,17 +54,18 @@ function prepared(canvas, width, height) {
 const KINDS = ["free", "evictable", "active", "shared"];
 
 // A cell of the map; returns its size without the gap. Each kind has a shape of its own: a border, a border with
-// a small square, a square, a square in two colors with a hole.
+// a small square (kept: a larger one), a square, a square in two colors with a hole.
 function drawCell(ink, x, y, size, kind, color, other) {
   const s = size - (size > 6 ? 2 : size > 3 ? 1 : 0);
-  if (kind === "free" || kind === "evictable") {
+  if (kind === "free" || kind === "kept" || kind === "evictable") {
     ink.strokeStyle = palette.line;
     ink.strokeRect(x + .5, y + .5, s - 1, s - 1);
   }
   if (kind === "free") return s;
   ink.fillStyle = color;
-  if (kind === "evictable") {
-    ink.fillRect(x + s / 3, y + s / 3, Math.ceil(s / 3), Math.ceil(s / 3));
+  if (kind === "kept" || kind === "evictable") {
+    const edge = kind === "kept" ? s / 6 : s / 3;
+    ink.fillRect(x + edge, y + edge, Math.ceil(s - 2 * edge), Math.ceil(s - 2 * edge));
     return s;
   }
   ink.fillRect(x, y, s, s);
@@ -81,12 +82,12 @@ function drawCell(ink, x, y, size, kind, color, other) {
   return s;
 }
 
-// What each kind looks like, with room for its count: the element "count-KIND".
-function drawLegend(evictable) {
-  at("legend").replaceChildren(...KINDS.map(kind => {
+// What each kind looks like, with room for its count: the element "count-KIND". Pages that no request holds are idle.
+function drawLegend(idle, kinds = KINDS) {
+  at("legend").replaceChildren(...kinds.map(kind => {
     const item = element("span"), canvas = element("canvas"), text = element("span", kind);
     text.id = `count-${kind}`;
-    drawCell(prepared(canvas, 14, 14), 0, 0, 14, kind, kind === "evictable" ? evictable : colorOf(1), colorOf(2));
+    drawCell(prepared(canvas, 14, 14), 0, 0, 14, kind, kind === "kept" || kind === "evictable" ? idle : colorOf(1), colorOf(2));
     item.append(canvas, text);
     return item;
   }));

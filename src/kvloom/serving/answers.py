@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from kvloom.integrations.transformers.batching.agent_sessions import AgentTurn
 from kvloom.integrations.transformers.batching.sampling import CHOICE, Choice, LogProb
 from kvloom.serving import Refused
 from kvloom.serving.structured import Grammar
@@ -49,6 +50,7 @@ class Answers:
         salt: Only requests of one salt share pages.
         keep_special: Whether special tokens are text.
         matcher: Of ``Grammars``, if an answer has a structure.
+        turn: Of the session of an agent, if the request is of one.
 
     Raises:
         Refused: the session takes no requests.
@@ -64,8 +66,9 @@ class Answers:
         salt: str,
         keep_special: bool,
         matcher: Any = None,
+        turn: AgentTurn | None = None,
     ) -> None:
-        self._session, self._count = session, wanted.count
+        self._session, self._count, self.turn = session, wanted.count, turn
         self._began, self._first = time.monotonic(), True
         self._latest: dict[str, Any] = {}
         self._failure: str | None = None
@@ -96,6 +99,7 @@ class Answers:
                     streaming=True,
                     eos_token_id=sorted(ends) or -1,
                     cache_salt=salt,
+                    agent_turn=turn,
                     **{CHOICE: answer.choice},
                 )
                 if added is None:

@@ -18,6 +18,7 @@ from kvloom.integrations.transformers import summary_of
 from kvloom.integrations.transformers.batching.config import expect_known
 from kvloom.serving import Refused
 from kvloom.serving.access_log import ENTRY, Entry
+from kvloom.serving.agents import turn_of
 from kvloom.serving.answers import Answers
 from kvloom.serving.bodies import expect_model, read_object
 from kvloom.serving.guard import TENANT
@@ -89,6 +90,7 @@ class Asking:
                 wanted = Wanted.of(body, self._kind, session.model.generation_config)
                 expect_model(body, self._names)
                 prompts = [body] if self._kind == "chat" else _texts(body.get("prompt"))
+                turn = turn_of(request, wanted.count * len(prompts))
                 place.widen(wanted.count * len(prompts))
                 asked: list[_Asked] = [await read(self._asked, prompt, wanted) for prompt in prompts]
                 matcher = None
@@ -108,6 +110,7 @@ class Asking:
                 keep_special=readers[0].keeps_special,
                 usual_tokens=None if self._kind == "chat" else _USUAL_TOKENS,
                 matcher=matcher,
+                turn=turn,
             )
         request.scope.get(ENTRY, Entry()).answers = answers
         return Begun(name, wanted, answers, readers)

@@ -35,9 +35,9 @@ def state_of(model: Model, models: Sequence[Model]) -> dict[str, Any]:
 
     Returns:
         JSON: ``model``, and ``models``, by their names; ``kv``, ``alive``; ``generated`` tokens; ``report``,
-        a ``BatchReport``; ``pages``, one letter for each (free, active, shared, evictable); and ``requests``,
-        each with its ``id``, its ``group``, which those of one salt have in common, its ``pages``, and
-        ``runs`` as of ``runs_of``.
+        a ``BatchReport``; ``pages``, one letter for each (free, active, shared, kept by the session of an
+        agent, evictable); and ``requests``, each with its ``id``, its ``group``, which those of one salt have
+        in common, its ``pages``, and ``runs`` as of ``runs_of``.
     """
     session = model.session
     found = session.manager.page_map()

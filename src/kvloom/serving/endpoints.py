@@ -55,7 +55,7 @@ class Endpoint:
             **head,
             "object": "chat.completion" if self._kind == "chat" else "text_completion",
             "choices": [shape.whole(i, tokenizer, wanted) for i, shape in enumerate(shapes)],
-            "usage": usage(answers.num_asked, answers.num_new, answers.num_found),
+            "usage": usage(answers),
         }
 
     async def _events(
@@ -75,5 +75,4 @@ class Endpoint:
             yield error_body(error.status, str(error), error.code)
             return
         if wanted.usage:
-            counts = usage(answers.num_asked, answers.num_new, answers.num_found)
-            yield {**head, "choices": [], "usage": counts}
+            yield {**head, "choices": [], "usage": usage(answers)}

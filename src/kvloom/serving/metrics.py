@@ -20,6 +20,7 @@ _BY_STATE: Final = (
 
 _GAUGES: Final = (
     ("kvloom_pages_limit", "Pages that there can be.", "max_pages"),
+    ("kvloom_kept_pages", "Pages that sessions of agents hold, and no request does.", "kept"),
     ("kvloom_page_bytes", "Bytes of a page in all its layers.", "page_bytes"),
     ("kvloom_window_bytes", "Allocated for windows beside the pages.", "window_bytes"),
     ("kvloom_recent_bytes", "Allocated for residual windows beside the pages.", "recent_bytes"),

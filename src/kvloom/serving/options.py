@@ -20,6 +20,8 @@ LIMITS: Final = {
     "body_seconds": "in which the body of a request must have come; then 408",
     "header_seconds": "in which headers must have come on a connection; then it is closed",
     "drain_seconds": "that a server which is stopped gives the answers that have begun",
+    "session_share": "of all pages, what sessions of agents may hold, each key as much as another",
+    "session_seconds": "after which a session of an agent that is not used is forgotten",
 }
 """Fields of ``Settings`` that limit requests, each an option of that name, and what it says."""
 

@@ -34,7 +34,9 @@ def readable(app: Any, allowed: Sequence[str]) -> Any:
     """
     if not allowed:
         return app
-    shared = CORSMiddleware(app, allow_origins=allowed, allow_methods=["GET", "POST"], allow_headers=["*"])
+    shared = CORSMiddleware(
+        app, allow_origins=allowed, allow_methods=["GET", "POST", "DELETE"], allow_headers=["*"]
+    )
 
     async def choose(scope: Any, receive: Any, send: Any) -> None:
         asks = scope["type"] == "http" and Headers(scope=scope).get("origin") in allowed

@@ -7,7 +7,9 @@ from typing import Any
 
 from starlette.responses import JSONResponse
 
+from kvloom.integrations.transformers.batching.agent_sessions import AgentTurn
 from kvloom.integrations.transformers.batching.sampling import LogProb
+from kvloom.serving.answers import Answers
 from kvloom.serving.text import bytes_of, text_of
 
 _KINDS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
@@ -57,13 +59,26 @@ class EventStream:
         await send({"type": "http.response.body", "body": self._end, "more_body": False})
 
 
-def usage(num_asked: int, num_new: int, num_found: int) -> dict[str, Any]:
-    """Counts of tokens."""
+def usage(answers: Answers) -> dict[str, Any]:
+    """Counts of tokens, and what became of the session of an agent."""
     return {
-        "prompt_tokens": num_asked,
-        "completion_tokens": num_new,
-        "total_tokens": num_asked + num_new,
-        "prompt_tokens_details": {"cached_tokens": num_found},
+        "prompt_tokens": answers.num_asked,
+        "completion_tokens": answers.num_new,
+        "total_tokens": answers.num_asked + answers.num_new,
+        "prompt_tokens_details": {"cached_tokens": answers.num_found},
+        **({} if answers.turn is None else {"session": restored(answers.turn)}),
+    }
+
+
+def restored(turn: AgentTurn) -> dict[str, Any]:
+    """What ``usage`` says of a session: whether all of it was restored, and why not."""
+    kept = turn.num_kept or 0
+    return {
+        "id": turn.name,
+        "restored": 0 < kept == turn.num_restored,
+        "kept_tokens": kept,
+        "restored_tokens": turn.num_restored,
+        "reason": turn.reason or None,
     }
 
 

@@ -11,7 +11,7 @@ from starlette.responses import JSONResponse
 from kvloom.errors import ArgumentError
 from kvloom.serving import Refused
 from kvloom.serving.asking import Asking, Begun
-from kvloom.serving.replies import EventStream
+from kvloom.serving.replies import EventStream, restored
 from kvloom.serving.response_items import Output
 from kvloom.serving.response_request import chat_of, own_names
 from kvloom.serving.session import Session
@@ -114,6 +114,7 @@ class _Response:
             "output_tokens": answers.num_new,
             "output_tokens_details": {"reasoning_tokens": self._num_reasoning},
             "total_tokens": answers.num_asked + answers.num_new,
+            **({} if answers.turn is None else {"session": restored(answers.turn)}),
         }
         response = {
             "id": self._begun.name,

@@ -18,6 +18,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from kvloom.errors import KVError
 from kvloom.serving import Refused, dashboard
 from kvloom.serving.access_log import logged
+from kvloom.serving.agents import Agents
 from kvloom.serving.endpoints import Endpoint
 from kvloom.serving.guard import Guard
 from kvloom.serving.log import count_repeats
@@ -44,7 +45,7 @@ def application(models: Sequence[Model], settings: Settings) -> Any:
         models: At least one.
         settings: Of the server.
     """
-    metrics = Metrics(models)
+    metrics, agents = Metrics(models), Agents(models)
     for model in models:
         model.session.on_first_token = metrics.first_token.labels(model.name).observe
 
@@ -90,6 +91,8 @@ def application(models: Sequence[Model], settings: Settings) -> Any:
             post("/detokenize", lambda session, names: Tokens(session, names).detokenize),
             Route("/v1/embeddings", embeddings, methods=["POST"]),
             Route("/v1/models", list_models),
+            Route("/v1/sessions", agents.every),
+            Route("/v1/sessions/{id}", agents.one, methods=["GET", "DELETE"]),
             Route("/health", health),
             Route("/metrics", show_metrics),
             Route("/dashboard", show_dashboard),

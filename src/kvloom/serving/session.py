@@ -11,6 +11,7 @@ from transformers.generation.continuous_batching.continuous_api import OutputRou
 
 from kvloom.errors import ArgumentError, StateError
 from kvloom.integrations.transformers import continuous_batching, summary_of
+from kvloom.integrations.transformers.batching.agent_sessions import AgentSessions, AgentTurn
 from kvloom.integrations.transformers.batching.config import expect_known
 from kvloom.integrations.transformers.batching.report import BatchReport
 from kvloom.integrations.transformers.batching.sampling import choose_by_request
@@ -89,6 +90,9 @@ class Session:
         greedy = GenerationConfig(do_sample=False, eos_token_id=ends or -1)  # what each request overrides
         self.grammars = Grammars(tokenizer, ends, _num_logits(model))
         self.manager = model.init_continuous_batching(greedy, config)
+        self.manager.agents = AgentSessions(
+            settings.session_share, max(len({*settings.api_keys}), 1), settings.session_seconds
+        )
         choose_by_request(self.manager)
         self.readers: dict[str, Answers] = {}
         self.num_new = 0
@@ -229,6 +233,7 @@ class Session:
         keep_special: bool = False,
         usual_tokens: int | None = None,
         matcher: Any = None,
+        turn: AgentTurn | None = None,
     ) -> Answers:
         """Begin the answers to prompts, in a ``Place``; whoever asks reads ``pieces`` or calls ``close``.
 
@@ -241,6 +246,7 @@ class Session:
             usual_tokens: New tokens where the request does not say how many; as many as there may be if
                 ``None``.
             matcher: Of ``grammars``, if an answer has a structure.
+            turn: Of the session of an agent, if the request is of one.
 
         Raises:
             ArgumentError: a prompt is empty, or it is too long, alone or with the new tokens, or it or
@@ -251,7 +257,7 @@ class Session:
         for field, named in wanted.sampling.named_tokens().items():
             expect_known(field, named, self.model)
         counts = [self._num_new_tokens(tokens, wanted, usual_tokens) for tokens in prompts]
-        return Answers(self, name, prompts, wanted, counts, salt, keep_special, matcher)
+        return Answers(self, name, prompts, wanted, counts, salt, keep_special, matcher, turn)
 
     def _num_new_tokens(self, tokens: Sequence[int], wanted: Wanted, usual_tokens: int | None) -> int:
         """The most new tokens for a prompt."""

@@ -44,6 +44,8 @@ class Settings:
         header_seconds: In which the next request's headers must have come on a connection.
         body_seconds: In which the body of a request must have come.
         drain_seconds: That a server which is stopped gives the answers that have begun.
+        session_share: Of all pages, what sessions of agents may hold, each key as much as another.
+        session_seconds: After which a session of an agent that is not used is forgotten.
     """
 
     host: str = "127.0.0.1"
@@ -61,12 +63,15 @@ class Settings:
     header_seconds: float = 10.0
     body_seconds: float = 30.0
     drain_seconds: float = 30.0
+    session_share: float = 0.5
+    session_seconds: float = 3600.0
 
     def __post_init__(self) -> None:
         for name in ("max_tokens", "max_answers", "max_body_bytes", "max_header_bytes"):
             expect_within(name, getattr(self, name), 1, MOST)
-        for name in ("max_seconds", "header_seconds", "body_seconds", "drain_seconds"):
+        for name in ("max_seconds", "header_seconds", "body_seconds", "drain_seconds", "session_seconds"):
             expect_within(name, getattr(self, name), 0.01, _MOST_SECONDS)
+        expect_within("session_share", self.session_share, 0, 1)
         expect_within("port", self.port, 0, 65535)
         try:
             self.host.encode("idna")

@@ -120,7 +120,7 @@ class StoreBelow:
             pool.events.note("damage", [], reason=what)
             pool.events.note("miss", [], cause="damaged", first=page, num_pages=1, what=what)
         end = pieces[-1].segment.end // size * size if pieces else start
-        if end <= start or not self._has_storages():
+        if end <= start or not self.has_storages():
             return found
         refs = pool.take((end - start) // size)
         try:
@@ -165,6 +165,39 @@ class StoreBelow:
             data = pack(self._pages, [refs[i - first].id for i in run], self.fingerprint)
             text = tokens[: run.stop * size]
             self.store.save(self.fingerprint, salt, text, run.start * size, size, data)
+
+    def keep_part(self, tokens: Sequence[int], ref: PageRef, salt: str) -> None:
+        """Save the last page of a text, which its tokens fill in part, as pages of one token.
+
+        Args:
+            tokens: Ids from the start of the text.
+            ref: The page.
+            salt: Who may find it.
+        """
+        end = len(tokens)
+        count = end % self._pages.format.page_size
+        prefixes = self.store.prefixes(self.fingerprint, salt, tokens)
+        nbytes = self.fingerprint.num_heads * count * page_bytes(self.fingerprint, 1)
+        if not self._keeps_alike() or not self.store.missing(self.fingerprint, prefixes, range(end, end + 1)):
+            return
+        if not self.store.has_room(nbytes):
+            self.store.counts["runs_dropped"] += 1
+            return
+        data = pack(self._pages, [ref.id], self.fingerprint, count)
+        self.store.save(self.fingerprint, salt, tokens, end - count, 1, data)
+
+    def write_part(self, pieces: Sequence[Piece], ref: PageRef, start: int, end: int) -> None:
+        """Write tokens that were read to a page that they fill in part.
+
+        Args:
+            pieces: That have the tokens.
+            ref: The page, which nobody else holds.
+            start: Position of its first token.
+            end: Position behind the last one.
+        """
+        for piece in pieces:
+            self._write(piece, [ref.id], start, end)
+        self._pages.num_writes += 1
 
     def _num_damaged(self) -> int:
         return sum(tier.counts["damaged"] for tier in self.store.tiers)
@@ -211,7 +244,7 @@ class StoreBelow:
         size = self._pages.format.page_size
         return list(survey.why(found, evicted, self.fingerprint, salt, tokens, size))
 
-    def _has_storages(self) -> bool:
+    def has_storages(self) -> bool:
         """Whether the pool keeps its tokens as the store does; makes its tensors if there are none."""
         storages = self._pages.storages
         if not storages:
@@ -228,9 +261,10 @@ class StoreBelow:
     def _write(self, piece: Piece, ids: Sequence[int], start: int, end: int) -> None:
         segment, run = piece.segment, piece.run
         at = run.first + segment.pages.start * run.page_size  # of the first token that was read
-        tokens = range(segment.start - at, min(segment.end, end) - at)
+        first = max(segment.start, start)
+        tokens = range(first - at, min(segment.end, end) - at)
         if len(tokens):
-            unpack(piece, tokens, self._pages, ids, segment.start - start)
+            unpack(piece, tokens, self._pages, ids, first - start)
 
 
 def put_below(

@@ -1,5 +1,6 @@
 """Which runs of a store continue which text: the digests of their pages, as their heads list them."""
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -60,6 +61,7 @@ class Index:
         self.entries: dict[str, Entry] = {}
         self._ends: dict[bytes, tuple[tuple[str, int], ...]] = {}  # of each digest, which runs have it, where
         self._page_sizes: dict[int, int] = {}
+        self._single = Counter[int]()  # ends of pages of one token, which are few and end texts
 
     def __contains__(self, digest: bytes) -> bool:
         """Whether a page ends with this digest."""
@@ -71,6 +73,7 @@ class Index:
             return
         self.entries[entry.name] = entry
         self._page_sizes[entry.page_size] = self._page_sizes.get(entry.page_size, 0) + 1
+        self._single.update(_single_ends(entry))
         for i, digest in enumerate(entry.digests, 1):
             place = (entry.name, entry.first + i * entry.page_size)
             self._ends[digest] = (*self._ends.get(digest, ()), place)
@@ -81,6 +84,7 @@ class Index:
         if entry is None:
             return
         self._page_sizes[entry.page_size] -= 1
+        self._single -= Counter(_single_ends(entry))
         for digest in entry.digests:
             others = tuple(place for place in self._ends.pop(digest, ()) if place[0] != name)
             if others:
@@ -94,7 +98,7 @@ class Index:
             start: Tokens that are there already.
             num_tokens: Tokens of the text.
         """
-        sizes = [size for size, count in self._page_sizes.items() if count]
+        sizes = [size for size, count in self._page_sizes.items() if count and size != 1]
         reached: dict[str, int] = {}  # by each run that has a page of this text
         digests, i = _digests(prefixes, sizes, start, num_tokens), 0
         while i < len(digests):
@@ -105,6 +109,8 @@ class Index:
             i += 1
             if len(runs) == len(sizes) == 1:
                 i += self._follow(reached, runs[0][0], digests, i)
+        for digest in prefixes.digests(sorted(end for end in self._single if start < end <= num_tokens)):
+            reached.update(self._ends.get(digest, ()))
         at = start
         found: list[Segment] = []
         while True:
@@ -130,6 +136,11 @@ class Index:
             return 0
         reached[name] = entry.first + len(entry.digests) * entry.page_size
         return len(rest)
+
+
+def _single_ends(entry: Entry) -> range:
+    """Ends of the pages of a run, if these have one token."""
+    return range(entry.first + 1, entry.first + len(entry.digests) + 1 if entry.page_size == 1 else 0)
 
 
 def _digests(prefixes: Prefixes, sizes: list[int], start: int, num_tokens: int) -> Sequence[bytes]:

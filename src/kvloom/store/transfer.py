@@ -43,17 +43,26 @@ def digest_of(found: Sequence[KeySmoothing | None]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
-def pack(pages: Pages, ids: Sequence[int], fingerprint: Fingerprint) -> bytearray:
-    """A copy of some pages: R * N pages of ``page_bytes``, heads outermost."""
-    size = pages.format.page_size
-    packed = bytearray(fingerprint.num_heads * len(ids) * page_bytes(fingerprint, size))
+def pack(
+    pages: Pages, ids: Sequence[int], fingerprint: Fingerprint, num_tokens: int | None = None
+) -> bytearray:
+    """A copy of some pages: R * N pages of ``page_bytes``, heads outermost.
+
+    Args:
+        pages: Where they are.
+        ids: Of the pages.
+        fingerprint: Whose keys and values.
+        num_tokens: Of one page, its first tokens, each as a page of its own; whole pages if ``None``.
+    """
+    size, count = (pages.format.page_size, len(ids)) if num_tokens is None else (1, num_tokens)
+    packed = bytearray(fingerprint.num_heads * count * page_bytes(fingerprint, size))
     data = torch.frombuffer(packed, dtype=torch.uint8)
     device = next(iter(pages.storages.values())).device
     moved = data if device.type == "cpu" else data.to(device)
     for (_, storage), view in zip(
-        sorted(pages.storages.items()), views(moved, fingerprint, size, len(ids)), strict=True
+        sorted(pages.storages.items()), views(moved, fingerprint, size, count), strict=True
     ):
-        slots = pages.slots(ids, storage).to(device)
+        slots = pages.slots(ids, storage)[: size * count].to(device)
         ops.copy(storage.view, slots, view, torch.arange(len(slots), device=device))
     if moved is not data:
         data.copy_(moved)

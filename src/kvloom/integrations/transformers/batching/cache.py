@@ -6,7 +6,6 @@ heads, D head dim.
 
 from collections.abc import Sequence
 from dataclasses import replace
-from threading import RLock
 from typing import Any, Final
 
 import torch
@@ -14,17 +13,12 @@ from torch import Tensor
 
 from kvloom import ops
 from kvloom.caches import CacheFormat
+from kvloom.integrations.transformers.batching.agent_sessions import AgentSessions, turn_of
 from kvloom.integrations.transformers.batching.groups import Limits, make_groups
-from kvloom.integrations.transformers.batching.held import (
-    Held,
-    RequestStates,
-    most_findable,
-    page_map_of,
-    salt_of,
-)
+from kvloom.integrations.transformers.batching.held import Held, most_findable, page_map_of, salt_of
 from kvloom.integrations.transformers.batching.plan import Begun, StepPlan
 from kvloom.integrations.transformers.batching.prefixes import SessionPrefixes
-from kvloom.integrations.transformers.batching.recurrent import MixerCalls, StateRows, copied, expect_apart
+from kvloom.integrations.transformers.batching.recurrent import MixerCalls, copied, expect_apart
 from kvloom.integrations.transformers.batching.report import PageMap
 from kvloom.integrations.transformers.batching.sizes import sources_of
 from kvloom.integrations.transformers.batching.stand_ins import NoSectors
@@ -61,6 +55,7 @@ class BatchCache(CacheOfMixers):
         num_requests: Most requests in a step.
         stateful: The layers of any cache for a model with recurrent states; ``None`` for other models.
         states: What keeps states that requests find; ``None`` where none share.
+        agents: Sessions of agents, which hold pages; ``None`` for new ones.
     """
 
     index = 0
@@ -87,6 +82,7 @@ class BatchCache(CacheOfMixers):
         num_requests: int = 1024,
         stateful: Sequence[Any] | None = None,
         states: PoolStates | None = None,
+        agents: AgentSessions | None = None,
     ) -> None:
         size = format.page_size
         self.tokens_per_page, self.max_pages, self.max_batch_tokens = size, max_pages, max_batch_tokens
@@ -102,12 +98,12 @@ class BatchCache(CacheOfMixers):
         self.num_asked = self.num_found = self.num_preempted = self.num_finished = 0
         self.candidate: Any = None
         """The request whose prompt is looked up next: the scheduler tells its id, and not its salt."""
-        self.prefixes = SessionPrefixes(self.groups, watch, states)
+        self.prefixes = SessionPrefixes(self.groups, watch, states, stateful, agents)
         self._attention = StepAttention(self.codes, self.residuals, format.recent, sources_of(config))
         self._held: dict[str, Held] = {}
         self._stateful = stateful
         self.plan = StepPlan(self.groups, stateful, device)
-        self.lock = RLock()
+        self.lock = self.prefixes.agents.lock
 
     @property
     def block_table(self) -> dict[str, list[int]]:
@@ -140,7 +136,8 @@ class BatchCache(CacheOfMixers):
         """Whether a request that waits may begin: nothing is read of its prompt. Begins to read it."""
         most = most_findable(state, state.initial_tokens)
         with self.lock:
-            return self.prefixes.is_read(state.request_id, state.initial_tokens, salt_of(state), most)
+            own = state.initial_tokens, salt_of(state), most, turn_of(state)
+            return self.prefixes.is_read(state.request_id, *own)
 
     def search_prefix_match(self, request_id: str, prompt_ids: list[int]) -> int:
         """Let ``candidate`` begin with the pages that are known of its prompt.
@@ -152,8 +149,9 @@ class BatchCache(CacheOfMixers):
         if state is None or state.request_id != request_id or not self.use_prefix_sharing:
             return 0
         with self.lock:
-            is_read = self.prefixes.has_read(request_id)
-            if not is_read and not self._num_known(prompt_ids, salt_of(state), self._num_findable(state)):
+            own = prompt_ids, salt_of(state), self._num_findable(state)
+            is_read = self.prefixes.has_read(request_id) or self._num_known(*own)
+            if not is_read and not self.prefixes.find_part(turn_of(state), *own[:2], 0, own[2])[1]:
                 return 0  # it is looked up when it gets pages, and until then perhaps in every step
             held = self._begin(state)
             self._hold(state, held)
@@ -209,12 +207,23 @@ class BatchCache(CacheOfMixers):
                 self.num_preempted += no_cache
                 self.num_finished += not no_cache
 
+    def keep_turn(self, state: Any) -> None:
+        """Let the session of an agent, if a request is of one, hold its pages when it ends."""
+        turn = turn_of(state)
+        with self.lock:
+            held = self._held.get(state.request_id)
+            if turn is None or held is None or not self.use_prefix_sharing or not state.generated_tokens:
+                return
+            tokens = (state.initial_tokens + state.generated_tokens)[: state.current_len()]
+            self.prefixes.keep_turn(turn, held, tokens)  # all but the last one, which was not computed
+
     def free_all_requests(self, clear_ledgers: bool = False) -> None:
         """Give up the pages of all requests, and forget what could be found if ``clear_ledgers``."""
         with self.lock:
             for request_id in [*self._held]:
                 self.free_blocks(request_id)
             if clear_ledgers:
+                self.prefixes.agents.give_up_all("the server gave up all pages")
                 if self.pages.pool.events is not None:
                     self.pages.pool.events.request = 0
                 for group in self.groups:
@@ -271,23 +280,9 @@ class BatchCache(CacheOfMixers):
 
     def _begin(self, state: Any) -> Held:
         """What a request holds that begins, with the pages that it finds."""
-        tokens, salt = state.remaining_prefill_tokens, salt_of(state)
-        num_pages, found = self.prefixes.find(state.request_id, tokens, salt, self._num_findable(state))
-        if (events := self.pages.pool.events) is not None:
-            events.name(state.request_id)
-        groups = [group.new_table() for group in self.groups]
-        for own, refs in zip(groups, found[: len(groups)], strict=True):
-            own.table.adopt(refs)
-            own.first = num_pages - len(refs)
-        num_found, prompt = num_pages * self.tokens_per_page, len(state.initial_tokens)
-        num_shared = self.prefixes.num_parted(tokens, self.prefixes.scope(salt))
-        held = Held(groups, salt, prompt, num_found, self.prefixes.state, num_shared, num_stored=num_found)
-        if self._stateful is not None and self.use_prefix_sharing:
-            held.wanted, held.went_on = self.prefixes.wanted(len(tokens), num_found, num_shared), num_found
-            if num_found:
-                held.states = RequestStates(StateRows(self._stateful), 0, num_found)
-                self.prefixes.read_states(found[-1], held.states.cache, held.table.request)
-        return held
+        tokens, most = state.remaining_prefill_tokens, self._num_findable(state)
+        own = len(state.initial_tokens), salt_of(state), most, turn_of(state)
+        return self.prefixes.begin_request(state.request_id, tokens, *own)
 
     def _num_findable(self, state: Any) -> int:
         """Tokens at the beginning of the prompt of a request that may be found when it begins."""
@@ -381,13 +376,14 @@ class BatchCache(CacheOfMixers):
     def page_map(self) -> PageMap:
         """Which page holds what."""
         with self.lock:
-            return page_map_of(self.pages.pool, self._held)
+            return page_map_of(self.pages.pool, self._held, self.prefixes.agents.tables(0))
 
     def check(self) -> None:
         """Recompute every invariant of the pages; raises ``StateError`` on the first that does not hold."""
         with self.lock:
             for i, group in enumerate(self.groups):
                 tables = [held.groups[i].table for held in self._held.values()]
+                tables += self.prefixes.agents.tables(i)
                 check(group.pages.pool, group.tree, tables)
             expect_apart(self.held())
 

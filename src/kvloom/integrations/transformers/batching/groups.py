@@ -12,9 +12,16 @@ import torch
 
 from kvloom.caches import CacheFormat, Pages
 from kvloom.caches.prefix_group import GroupTable, PrefixGroup
+from kvloom.caches.states import StateSpec
 from kvloom.caches.storage import Storage
 from kvloom.integrations.transformers.batching.growing import GrowingPages
 from kvloom.integrations.transformers.batching.sizes import page_bytes, specs_of, windows_of
+
+STATES_SHARE: Final = 2
+"""Bytes of pages for one of recurrent states that can be found."""
+
+_COPIES: Final = 2
+"""Copies of the recurrent states of all requests, while those that take part in steps change."""
 
 _SHARE: Final = 32
 """Pages of codes for one of a residual window that is kept at the ends of requests."""
@@ -179,3 +186,36 @@ class Limits:
         """Bytes that residual windows need of all requests at once."""
         first = self._num_codes
         return sum(n * size for n, size in zip(self._needed[first:], self._bytes[first:], strict=True))
+
+
+def plan_pages(
+    config: Any,
+    format: CacheFormat,
+    dtype: torch.dtype,
+    room: int,
+    num_requests: int,
+    max_batch_tokens: int,
+    specs: Sequence[StateSpec],
+) -> tuple[int, int]:
+    """The most pages of the first group that fit into ``room`` bytes with those of all others.
+
+    Args:
+        config: Of the model.
+        format: How tokens are kept.
+        dtype: That the model computes in.
+        room: Bytes.
+        num_requests: Most requests in a step.
+        max_batch_tokens: Most tokens in a step.
+        specs: Recurrent states of a request; none for models without.
+
+    Returns:
+        Pages, and how many requests there are in a step so that their residual windows and recurrent states
+        have room in half of it.
+    """
+    while True:
+        limits = Limits(config, format, dtype, num_requests, max_batch_tokens)
+        states = num_requests * _COPIES * sum(x.nbytes for x in specs)
+        if limits.residual_bytes + states <= room // 2 or num_requests == 1:
+            room -= states
+            return limits.most(room * STATES_SHARE // (STATES_SHARE + 1) if specs else room), num_requests
+        num_requests //= 2

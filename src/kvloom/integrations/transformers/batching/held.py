@@ -86,12 +86,13 @@ def most_findable(state: Any, tokens: Sequence[int]) -> int:
     return max(len(tokens) - (2 if state.num_children else 1), 0)
 
 
-def page_map_of(pool: PagePool, held: Mapping[str, Held]) -> PageMap:
+def page_map_of(pool: PagePool, held: Mapping[str, Held], kept: Sequence[PageTable] = ()) -> PageMap:
     """Which page holds what.
 
     Args:
         pool: The pages.
         held: What each request holds, by its id.
+        kept: What sessions of agents hold.
     """
     requests = tuple(
         RequestPages(
@@ -102,6 +103,9 @@ def page_map_of(pool: PagePool, held: Mapping[str, Held]) -> PageMap:
     states = ["free"] * pool.num_pages
     for ref in pool.evictable():
         states[ref.id] = "evictable"
+    for table in kept:
+        for ref in table.pages:
+            states[ref.id] = "kept"
     for page, count in Counter(page for request in requests for page in request.pages).items():
         states[page] = "shared" if count > 1 else "active"
     return PageMap(tuple(states), requests)

@@ -14,10 +14,11 @@ from transformers.generation.continuous_batching.continuous_api import (
 
 from kvloom.caches.memory import free_bytes
 from kvloom.errors import ArgumentError, UnsupportedError
+from kvloom.integrations.transformers.batching.agent_sessions import TURN, AgentSessions, AgentTurn
 from kvloom.integrations.transformers.batching.attention import IMPLEMENTATION
 from kvloom.integrations.transformers.batching.cache import BatchCache
 from kvloom.integrations.transformers.batching.config import expect_config, expect_known
-from kvloom.integrations.transformers.batching.groups import Limits
+from kvloom.integrations.transformers.batching.groups import STATES_SHARE, plan_pages
 from kvloom.integrations.transformers.batching.held import SALT
 from kvloom.integrations.transformers.batching.recurrent import nbytes_of
 from kvloom.integrations.transformers.batching.report import BatchReport, PageMap
@@ -49,12 +50,6 @@ PAGE_SIZE: Final = 16
 """Tokens in a page where no ``ContinuousBatchingConfig`` is given."""
 MAX_BATCH_TOKENS: Final = 2048
 """Tokens of a step where none are given."""
-
-_COPIES: Final = 2
-"""Copies of the recurrent states of all requests, while those that take part in steps change."""
-
-_SHARE: Final = 2
-"""Bytes of pages for one of recurrent states that can be found."""
 
 
 class BatchingManager(Recorder, ContinuousBatchingManager):  # type: ignore[misc]
@@ -129,6 +124,8 @@ class BatchingManager(Recorder, ContinuousBatchingManager):  # type: ignore[misc
         if generation.eos_token_id is None:
             generation.eos_token_id = -1
         self._cache: BatchCache | None = None
+        self.agents = AgentSessions()
+        """Of agents; replaced before a session begins for other limits."""
         self._has_begun = False  # with this cache
         self._making = RLock()
         self._stateful = stateful_layers_of(model)
@@ -145,7 +142,7 @@ class BatchingManager(Recorder, ContinuousBatchingManager):  # type: ignore[misc
             workload_hints=workload_hints,
         )
         self.model = model
-        self.logit_processor.supported_keys[SALT] = str
+        self.logit_processor.supported_keys.update({SALT: str, TURN: AgentTurn})
 
     def switch_to_cb_friendly_attn(self, model: Any, auto_switch_to_flash: bool = True) -> None:
         """Set the attention that knows these pages; ``stop`` sets the one that was there before."""
@@ -193,19 +190,25 @@ class BatchingManager(Recorder, ContinuousBatchingManager):  # type: ignore[misc
         return f"session {id(self)}"
 
     def add_request(
-        self, input_ids: list[int], *args: Any, cache_salt: str = "", **kwargs: Any
+        self,
+        input_ids: list[int],
+        *args: Any,
+        cache_salt: str = "",
+        agent_turn: AgentTurn | None = None,
+        **kwargs: Any,
     ) -> str | None:
-        """As transformers' own, with a salt.
+        """As transformers' own, with a salt and perhaps the session of an agent.
 
         Args:
             input_ids: Tokens of the prompt.
             args: As theirs.
             cache_salt: Only requests of one salt share pages.
+            agent_turn: A new one, with the session that keeps the pages of the request when it has ended.
             kwargs: As theirs.
 
         Raises:
             ArgumentError: there are no ``input_ids``, one alone where ``num_return_sequences`` is above 1, or
-                one that the model's embedding has no row for; or the salt is no string.
+                one that the model's embedding has no row for; or the salt is no string, or the turn no turn.
         """
         least = 2 if self.num_return_sequences > 1 else 1
         if len(input_ids) < least:
@@ -213,8 +216,12 @@ class BatchingManager(Recorder, ContinuousBatchingManager):  # type: ignore[misc
         expect_known("input_ids", input_ids, self.model)
         if not isinstance(cache_salt, str):
             raise ArgumentError(f"cache_salt must be a string, got {cache_salt!r}")
+        if agent_turn is not None and not isinstance(agent_turn, AgentTurn):
+            raise ArgumentError(f"agent_turn must be an AgentTurn, got {agent_turn!r}")
         if cache_salt:
             kwargs[SALT] = cache_salt
+        if agent_turn is not None:
+            kwargs[TURN] = agent_turn
         name: str | None = super().add_request(input_ids, *args, **kwargs)
         return name
 
@@ -245,6 +252,7 @@ class BatchingManager(Recorder, ContinuousBatchingManager):  # type: ignore[misc
                 free=pool.num_free,
                 active=pool.num_active,
                 shared=states.count("shared"),
+                kept=states.count("kept"),
                 evictable=pool.num_evictable,
                 waiting=0 if scheduler is None else len(scheduler.waiting_requests),
                 running=0 if scheduler is None else len(scheduler.active_requests),
@@ -344,6 +352,7 @@ class BatchingManager(Recorder, ContinuousBatchingManager):  # type: ignore[misc
         return processor
 
     def _make_cache(self) -> BatchCache:
+        self.agents.lose_all("the session of the server began again")
         config, model, text = self.continuous_batching_config, self.model, text_config_of(self.model)
         max_pages, max_batch_tokens = config.num_blocks, config.max_batch_tokens or MAX_BATCH_TOKENS
         if max_pages is None:
@@ -353,7 +362,11 @@ class BatchingManager(Recorder, ContinuousBatchingManager):  # type: ignore[misc
             longest = getattr(text, "max_position_embeddings", None) or 4096
             max_pages = 64 * -(-longest // config.page_size)
             if free is not None:
-                max_pages = self._plan_pages(int(free * share), max_batch_tokens)
+                count = min(config.max_requests_per_batch, max_batch_tokens)
+                specs = [x for own in self._specs.values() for x in own]
+                room = int(free * share)
+                plan = plan_pages(text, self._format, model.dtype, room, count, max_batch_tokens, specs)
+                max_pages, config.max_requests_per_batch = plan
         states = None
         if self._stateful is not None and self._share and config.allow_block_sharing:
             states = self._make_states(max_pages)
@@ -370,6 +383,7 @@ class BatchingManager(Recorder, ContinuousBatchingManager):  # type: ignore[misc
             num_requests=min(config.max_requests_per_batch, max_batch_tokens),
             stateful=self._stateful,
             states=states,
+            agents=self.agents,
         )
         self._put_below(cache)
         return cache
@@ -379,22 +393,4 @@ class BatchingManager(Recorder, ContinuousBatchingManager):  # type: ignore[misc
         model, size, specs = self.model, self._format.page_size, self._specs
         pages = max_pages * page_bytes(text_config_of(model), self._format, model.dtype)
         least = least_bytes(specs, size)
-        return PoolStates(specs, size, self._interval, max(pages // _SHARE, least), model.device)
-
-    def _plan_pages(self, room: int, max_batch_tokens: int) -> int:
-        """The most pages of the first group that fit into ``room`` bytes with those of all others.
-
-        There are as many requests in a step as have their residual windows and recurrent states in half of
-        it.
-        """
-        config, model, text = self.continuous_batching_config, self.model, text_config_of(self.model)
-        count = min(config.max_requests_per_batch, max_batch_tokens)
-        specs = [x for own in self._specs.values() for x in own]
-        while True:
-            limits = Limits(text, self._format, model.dtype, count, max_batch_tokens)
-            states = count * _COPIES * sum(x.nbytes for x in specs)
-            if limits.residual_bytes + states <= room // 2 or count == 1:
-                config.max_requests_per_batch = count
-                room -= states
-                return limits.most(room if self._stateful is None else room * _SHARE // (_SHARE + 1))
-            count //= 2
+        return PoolStates(specs, size, self._interval, max(pages // STATES_SHARE, least), model.device)

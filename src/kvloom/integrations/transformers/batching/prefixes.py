@@ -1,12 +1,15 @@
 """Prefixes that the requests of a session share, under their salts and in one state of the model."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from transformers.cache_utils import Cache
 
-from kvloom.caches.prefixes import Prefixes
+from kvloom.caches.prefixes import Needed, Prefixes
+from kvloom.integrations.transformers.batching.agent_sessions import AgentSessions, AgentTurn, num_common
 from kvloom.integrations.transformers.batching.groups import SessionGroup
-from kvloom.integrations.transformers.batching.held import Held
+from kvloom.integrations.transformers.batching.held import Held, RequestStates
+from kvloom.integrations.transformers.batching.recurrent import StateRows
 from kvloom.integrations.transformers.batching.store_reads import StoreReads
 from kvloom.integrations.transformers.origin import scope_of
 from kvloom.integrations.transformers.pool_prefixes import num_shared
@@ -31,6 +34,8 @@ class SessionPrefixes(Prefixes):
         groups: Those of the session.
         watch: Of the model; ``None`` for one that never changes.
         states: What keeps recurrent states of its texts; ``None`` for nothing.
+        stateful: The layers of any cache for a model with recurrent states; ``None`` for other models.
+        agents: Sessions of agents, whose pages are of ``groups``.
     """
 
     def __init__(
@@ -38,9 +43,12 @@ class SessionPrefixes(Prefixes):
         groups: Sequence[SessionGroup],
         watch: ModelWatch | None = None,
         states: PoolStates | None = None,
+        stateful: Sequence[Any] | None = None,
+        agents: AgentSessions | None = None,
     ) -> None:
         super().__init__(groups if states is None else [*groups, states.group])
-        self._watch, self.states = watch, states
+        self._layers, self._watch, self.states, self._stateful = groups, watch, states, stateful
+        self.agents = AgentSessions() if agents is None else agents
         self.state = ""
         self.reads: StoreReads | None = None
 
@@ -53,18 +61,97 @@ class SessionPrefixes(Prefixes):
         """Where the trees have the pages of a salt now."""
         return scope_of(salt, state=self.state)
 
-    def is_read(self, request_id: str, tokens: Sequence[int], salt: str, max_tokens: int) -> bool:
+    def is_read(
+        self, request_id: str, tokens: Sequence[int], salt: str, max_tokens: int, turn: AgentTurn | None
+    ) -> bool:
         """Whether a request may begin, since what stores have of its prompt is read; begins to read it.
 
-        The arguments are those of ``find``.
+        The arguments are those of ``begin_request``.
         """
         reads = self.reads
         if reads is None or reads.state != self.state:
             return True
-        stored = scope_of(salt)
-        return reads.is_read(
-            request_id, lambda: self.needed(tokens[:max_tokens], self.scope(salt), stored), stored
-        )
+        text, stored = tokens[:max_tokens], scope_of(salt)
+        # The end of a session's text is read where nobody here has it.
+        rest = self.page_size - 1 if turn and not self.agents.usable(turn, tokens, salt, self.state) else 0
+
+        def needed() -> list[tuple[Needed, Sequence[int]]]:
+            every = self.needed(text, self.scope(salt), stored)
+            return [(own, text[len(own.tokens) :][:rest]) for own in every]
+
+        return reads.is_read(request_id, needed, stored)
+
+    def begin_request(
+        self,
+        request_id: str,
+        tokens: Sequence[int],
+        num_prompt: int,
+        salt: str,
+        max_tokens: int,
+        turn: AgentTurn | None,
+    ) -> Held:
+        """What a request holds that begins, with what is known of its prompt.
+
+        Args:
+            request_id: Of the request.
+            tokens: Of the prompt.
+            num_prompt: All tokens of it.
+            salt: Under which they are known.
+            max_tokens: That may be found.
+            turn: Of an agent's session; ``None`` if it is of none.
+        """
+        try:
+            num_pages, found = self.find(request_id, tokens, salt, max_tokens)
+            if (events := self.main.pages.pool.events) is not None:
+                events.name(request_id)
+            num_known = num_pages * self.page_size
+            num_found, part = self.find_part(turn, tokens, salt, num_pages, max_tokens)
+            for group, ref in zip(self._layers, part, strict=False):
+                group.pages.pool.retain(ref)
+            is_end = False
+            if not part and turn is not None and self.reads is not None:
+                num_found, part, is_end = self.reads.take_part(num_known, max_tokens)
+        finally:
+            if self.reads is not None:
+                self.reads.drop(request_id)
+        groups = [group.new_table() for group in self._layers]
+        for i, (own, refs) in enumerate(zip(groups, found, strict=False)):
+            own.first = num_pages - len(refs)
+            own.table.adopt([*refs, *part[i : i + 1]])
+            own.truncate(num_found)
+        if turn is not None:
+            self.agents.note(turn, tokens, salt, self.state, num_found, is_end)
+        num_shared = self.num_parted(tokens, self.scope(salt))
+        held = Held(groups, salt, num_prompt, num_found, self.state, num_shared, num_stored=num_known)
+        if self._stateful is not None and self.states is not None:
+            held.wanted, held.went_on = self.wanted(len(tokens), num_found, num_shared), num_found
+            if num_found:
+                held.states = RequestStates(StateRows(self._stateful), 0, num_found)
+                self.read_states(found[-1], held.states.cache, held.table.request)
+        return held
+
+    def find_part(
+        self, turn: AgentTurn | None, tokens: Sequence[int], salt: str, num_pages: int, max_tokens: int
+    ) -> tuple[int, list[PageRef]]:
+        """The page behind the full ones that the session of an agent has in part; arguments as of ``begin``.
+
+        Args:
+            num_pages: That are known of the prompt.
+
+        Returns:
+            Tokens that are known with it, and the page of each group, which nobody holds for the caller; none
+            if it adds nothing.
+        """
+        num_known = num_pages * self.page_size
+        session = self.agents.usable(turn, tokens, salt, self.state)
+        if (
+            session is None
+            or self._stateful is not None
+            or len(session.tokens) // self.page_size != num_pages
+        ):
+            return num_known, []
+        end = min(num_common(session.tokens, tokens), max_tokens)
+        return (end, [own.table.pages[-1] for own in session.groups]) if end > num_known else (num_known, [])
 
     def find(
         self, request_id: str, tokens: Sequence[int], salt: str, max_tokens: int
@@ -102,14 +189,10 @@ class SessionPrefixes(Prefixes):
     ) -> list[list[PageRef]]:
         """Let the trees have what was read for a request; the pages are held by the caller."""
         reads = self.reads
-        if reads is None:
+        if reads is None or reads.state != self.state or not reads.has(request_id):
             return []
-        try:
-            if reads.state != self.state or not reads.has(request_id):
-                return []
-            return self.look_up(tokens[:max_tokens], self.scope(salt), scope_of(salt))
-        finally:
-            reads.drop(request_id)
+        reads.begin(request_id)
+        return self.look_up(tokens[:max_tokens], self.scope(salt), scope_of(salt))
 
     def publish(self, held: Held, tokens: Sequence[int]) -> None:
         """Let others find the full pages of a request that began in the present state."""
@@ -126,6 +209,34 @@ class SessionPrefixes(Prefixes):
             self._publish_states(held, tokens[:end], scope)
         if held.num_shared * self.page_size <= len(tokens):
             held.num_shared = 0
+
+    def keep_turn(self, turn: AgentTurn, held: Held, tokens: Sequence[int]) -> None:
+        """Let the session of an agent hold the pages of a request that ends, unless the model has changed.
+
+        Args:
+            turn: Of the request.
+            held: What the request holds.
+            tokens: Its own, all computed, whose full pages are published.
+        """
+        if held.state != self.state:
+            return
+        groups, limits = [], []
+        for group, own in zip(self._layers, held.groups, strict=True):
+            groups.append(own.fork(0))
+            groups[-1].truncate(len(tokens))
+            limits.append(group.growing.max_pages)
+        if self.states is not None:
+            num_pages, scope = self.num_known(tokens, self.scope(held.salt)), self.scope(held.salt)
+            states = self.states.group
+            refs = states.tree.pages_from(tokens[: num_pages * self.page_size], scope, max(num_pages - 1, 0))
+            groups.append(states.new_table())
+            for ref in refs:
+                states.pages.pool.retain(ref)
+            groups[-1].table.adopt(refs)
+            limits.append(self.states.max_bytes // self.states.pages.nbytes)
+        if self.reads is not None and self.reads.state == self.state and len(tokens) % self.page_size:
+            self.reads.keep_part(tokens, [own.table.pages[-1] for own in groups], scope_of(held.salt))
+        self.agents.keep(turn, tokens, held.salt, held.state, groups, limits)
 
     def store(self, held: Held) -> None:
         """Give the store below what a request published since it did so last."""

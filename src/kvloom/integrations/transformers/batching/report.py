@@ -37,8 +37,9 @@ class BatchReport:
         max_pages: Pages that there can be.
         num_pages: Pages that are allocated; they grow on demand.
         free: Allocated pages that hold nothing.
-        active: Pages that requests hold.
+        active: Pages that requests or sessions of agents hold.
         shared: Those of them that two requests or more hold.
+        kept: Those of them that sessions of agents hold, and no request does.
         evictable: Pages that nobody holds and that can be found again; given up when others need them.
         waiting: Requests that hold no pages yet.
         running: Requests that take part in steps.
@@ -69,6 +70,7 @@ class BatchReport:
     free: int = 0
     active: int = 0
     shared: int = 0
+    kept: int = 0
     evictable: int = 0
     waiting: int = 0
     running: int = 0
@@ -95,7 +97,8 @@ class PageMap:
     """Which page holds what, at one moment.
 
     Attributes:
-        states: Of each allocated page, ``"free"``, ``"active"``, ``"shared"`` or ``"evictable"``.
+        states: Of each allocated page, ``"free"``, ``"active"``, ``"shared"``, ``"kept"`` for a session of an
+            agent, or ``"evictable"``.
         requests: Those that hold pages.
     """
 

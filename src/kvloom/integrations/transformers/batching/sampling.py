@@ -17,6 +17,7 @@ from transformers.generation.continuous_batching.cb_logits_processors import (
 )
 from transformers.generation.logits_process import LogitsProcessorList
 
+from kvloom.integrations.transformers.batching.agent_sessions import TURN, AgentTurn
 from kvloom.integrations.transformers.batching.held import SALT
 
 CHOICE: Final = "choice"
@@ -135,7 +136,11 @@ class Sampler(ContinuousBatchingLogitsProcessor):  # type: ignore[misc]
         num_found: Tokens of the prompt of a request, by its id, whose pages were found.
     """
 
-    supported_kwargs: dict[str, type] = {CHOICE: Choice, SALT: str}  # noqa: RUF012  # the base has it so
+    supported_kwargs: dict[str, type] = {  # noqa: RUF012  # the base has it so
+        CHOICE: Choice,
+        SALT: str,
+        TURN: AgentTurn,
+    }
     ignored_kwargs: tuple[str, ...] = ()
 
     def __init__(self, num_found: Callable[[str], int]) -> None:

@@ -51,6 +51,7 @@ class SharingScheduler(Scheduler):  # type: ignore[misc]
         """As theirs, without a limit of tokens that are read: none is gathered."""
         with self.cache.lock:
             self.cache.prefixes.refresh()
+            self.cache.prefixes.agents.expire()
         if not self.active_requests:  # theirs waits for an end that a cancelled request never has
             self.block_new_requests = False
         asked_for = None
@@ -62,12 +63,33 @@ class SharingScheduler(Scheduler):  # type: ignore[misc]
             if alone is not asked_for and self.cache.growing.ask_again():
                 asked_for = alone  # no request fails for memory that was refused to another
                 continue
+            with self.cache.lock:
+                if self.cache.prefixes.agents.give_way():
+                    continue
             self.fail(OutOfPages(f"no memory for more tokens of request {alone.request_id}"), alone)
             self.finish_request(alone.request_id)
             if self.waiting_requests.pop(alone.request_id, None) is not None:
                 self.waiting_requests_order.remove(alone.request_id)
             if not self.has_pending_requests():
                 return [], False, 0, 0
+
+    def finish_request(self, request_id: str) -> None:
+        """As theirs; the session of an agent has the pages of its request from then on."""
+        state = self.active_requests.get(request_id)
+        if state is not None and state.error is None:
+            self.cache.keep_turn(state)
+        super().finish_request(request_id)
+
+    def clear_cancelled_requests(self) -> list[Any]:
+        """The same for requests that are cancelled."""
+        with self._cancellation_lock:
+            cancelled = [
+                self.active_requests[x] for x in self._requests_to_cancel if x in self.active_requests
+            ]
+        for state in cancelled:
+            self.cache.keep_turn(state)
+        states: list[Any] = super().clear_cancelled_requests()
+        return states
 
     def _may_begin(self) -> Iterator[Any]:
         """The requests that wait for pages, and for no store."""

@@ -1,0 +1,333 @@
+"""Sessions of agents: texts whose pages stay from one request to the next, within a budget of their owner."""
+
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from threading import RLock
+from typing import Any, Final, NamedTuple
+
+from kvloom.caches.prefix_group import GroupTable
+from kvloom.errors import ArgumentError
+from kvloom.paging import PageRef, PageTable
+
+TURN: Final = "agent_turn"
+"""The argument of ``add_request`` that takes an ``AgentTurn``."""
+
+_MOST: Final = 1024
+"""Sessions of one owner that are remembered, with pages or without."""
+
+_NEW: Final = "no session of this id is known"
+
+
+@dataclass(slots=True)
+class AgentTurn:
+    """One request of an agent's session, and what it found of the session when it began.
+
+    Attributes:
+        owner: Who has a budget and names of its own.
+        name: Of the session.
+        num_kept: Tokens of the session then; ``None`` before the request has begun.
+        num_restored: Those of them that needed no compute.
+        reason: Why not all of them; empty if all.
+    """
+
+    owner: str
+    name: str
+    num_kept: int | None = None
+    num_restored: int = 0
+    reason: str = ""
+
+    def __deepcopy__(self, memo: Any) -> "AgentTurn":
+        """Itself: a preemption copies the arguments of a request, which stays the same request."""
+        return self
+
+
+@dataclass(slots=True, eq=False)
+class AgentSession:
+    """What is known of one session.
+
+    Attributes:
+        owner: Whose it is.
+        name: By which its requests know it.
+        salt: Under which its pages are found.
+        state: Of the model that computed them.
+        tokens: Prompt and answer of its last request, as far as they were computed.
+        groups: Its pages in each group of layers; empty if they were given up.
+        reason: Why they were.
+        began: When it began, in seconds of ``time.time``.
+        used: When its last request ended.
+    """
+
+    owner: str
+    name: str
+    salt: str
+    state: str
+    tokens: Sequence[int]
+    groups: list[GroupTable]
+    began: float
+    used: float
+    reason: str = ""
+
+
+class AgentReport(NamedTuple):
+    """A session of an agent at one moment.
+
+    Attributes:
+        name: By which its requests know it.
+        num_tokens: Prompt and answer of its last request, as far as they were computed.
+        is_held: Whether it holds their pages.
+        reason: Why not; empty if it does.
+        began: When it began, in seconds of ``time.time``.
+        used: When its last request ended.
+        expires: When it is forgotten if it is not used.
+    """
+
+    name: str
+    num_tokens: int
+    is_held: bool
+    reason: str
+    began: float
+    used: float
+    expires: float
+
+
+@dataclass(slots=True)
+class _Owner:
+    """The sessions of one owner, the longest unused first, and how many of them hold each page of a group."""
+
+    sessions: OrderedDict[str, AgentSession] = field(default_factory=OrderedDict)
+    holders: list[Counter[PageRef]] = field(default_factory=list)
+
+
+class AgentSessions:
+    """The sessions of all owners. Whoever calls holds ``lock``, as for the pages; two methods take it.
+
+    A session holds the pages of its last request, the last one perhaps in part, until it is used again. It
+    gives them up when its owner's sessions hold more than their budget, the longest unused first; when a
+    request could not run otherwise; and when it was not used for a time, after which it is forgotten.
+
+    Args:
+        share: Of all pages, what sessions may hold, each owner as much as another; 0 holds none.
+        num_owners: Who share that.
+        seconds: After which an unused session is forgotten.
+        clock: Seconds; ``time.time``.
+
+    Attributes:
+        seconds: As above.
+        lock: That of the ``BatchCache`` whose pages they are.
+
+    Raises:
+        ArgumentError: ``share`` is not from 0 to 1, there are no owners, or ``seconds`` is below 0.
+    """
+
+    def __init__(
+        self,
+        share: float = 0.5,
+        num_owners: int = 1,
+        seconds: float = 3600.0,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        if not 0 <= share <= 1:
+            raise ArgumentError(f"share must be from 0 to 1, got {share}")
+        if num_owners < 1:
+            raise ArgumentError(f"num_owners must be at least 1, got {num_owners}")
+        if not seconds >= 0:
+            raise ArgumentError(f"seconds must be at least 0, got {seconds}")
+        self.seconds, self.lock = seconds, RLock()
+        self._share, self._clock = share / num_owners, clock
+        self._owners: dict[str, _Owner] = {}
+
+    def __iter__(self) -> Iterator[AgentSession]:
+        """All of them."""
+        return (x for owner in self._owners.values() for x in owner.sessions.values())
+
+    def report(self, owner: str) -> list[AgentReport]:
+        """The sessions of an owner, the longest unused first."""
+        self.expire()
+        sessions = self._owners[owner].sessions.values() if owner in self._owners else ()
+        return [
+            AgentReport(
+                x.name, len(x.tokens), bool(x.groups), x.reason, x.began, x.used, x.used + self.seconds
+            )
+            for x in sessions
+        ]
+
+    def usable(
+        self, turn: AgentTurn | None, tokens: Sequence[int], salt: str, state: str
+    ) -> AgentSession | None:
+        """The session of a request, if it has pages of this salt and state and the prompt begins as it does.
+
+        Args:
+            turn: Of the request; ``None`` if it is of no session.
+            tokens: Of its prompt.
+            salt: Under which it finds pages.
+            state: Of the model.
+        """
+        session = None if turn is None else self._find(turn.owner, turn.name)
+        if session is None or not session.groups or (session.salt, session.state) != (salt, state):
+            return None
+        return session if tokens[:1] == session.tokens[:1] else None
+
+    def note(
+        self,
+        turn: AgentTurn,
+        tokens: Sequence[int],
+        salt: str,
+        state: str,
+        num_found: int,
+        is_end: bool = False,
+    ) -> None:
+        """Tell a request that begins what it found of its session, once.
+
+        Args:
+            turn: As of ``usable``, as are the next three.
+            tokens: The same.
+            salt: The same.
+            state: The same.
+            num_found: Tokens of the prompt that need no compute.
+            is_end: Whether a store knew that the text of a session ended behind so many tokens.
+        """
+        if turn.num_kept is not None:
+            return
+        session = self._find(turn.owner, turn.name)
+        if session is None:
+            turn.num_kept = turn.num_restored = num_found if is_end else 0
+            turn.reason = "" if is_end else _NEW
+            return
+        turn.num_kept = kept = len(session.tokens)
+        num_same = num_common(session.tokens, tokens)
+        turn.num_restored = min(num_found, num_same)
+        if session.groups and session.state != state:
+            self._give_up(session, "the model has changed")
+        if turn.num_restored == kept:
+            turn.reason = ""
+        elif session.salt != salt:
+            turn.reason = "the session has another cache_salt"
+        elif not session.groups:
+            turn.reason = session.reason
+        elif num_same < kept:
+            turn.reason = f"the prompt has the first {num_same} of the session's {kept} tokens"
+        elif len(tokens) == kept:
+            turn.reason = "the last token of a prompt is always computed"
+        else:
+            turn.reason = "recurrent states are found at some tokens only"
+
+    def keep(
+        self,
+        turn: AgentTurn,
+        tokens: Sequence[int],
+        salt: str,
+        state: str,
+        groups: Sequence[GroupTable],
+        limits: Sequence[int],
+    ) -> None:
+        """Let the session of a request that has ended hold its pages, instead of those that it held.
+
+        Args:
+            turn: Of the request.
+            tokens: That are computed.
+            salt: Under which the full pages are found.
+            state: Of the model.
+            groups: What is held of ``tokens`` in each group, the session's from now on.
+            limits: Pages that there can be in each group.
+        """
+        owner = self._owners.setdefault(turn.owner, _Owner())
+        owner.holders = owner.holders or [Counter() for _ in groups]
+        before = self._find(turn.owner, turn.name)
+        now = self._clock()
+        session = AgentSession(
+            turn.owner,
+            turn.name,
+            salt,
+            state,
+            tokens,
+            [*groups],
+            now if before is None else before.began,
+            now,
+        )
+        if before is not None:
+            self._give_up(before, "")
+        owner.sessions[turn.name] = session
+        owner.sessions.move_to_end(turn.name)
+        for holders, own in zip(owner.holders, groups, strict=True):
+            holders.update(own.table.pages)
+        self._fit(owner, [int(self._share * limit) for limit in limits])
+        while len(owner.sessions) > _MOST:
+            self.forget(turn.owner, next(iter(owner.sessions)))
+
+    def _fit(self, owner: _Owner, budgets: Sequence[int]) -> None:
+        """Give up pages of an owner until its sessions hold no more than ``budgets`` in each group."""
+        for session in [x for x in owner.sessions.values() if x.groups]:
+            over = [len(x) > budget for x, budget in zip(owner.holders, budgets, strict=True)]
+            if not any(over):
+                return
+            self._give_up(session, "the pages were more than sessions may hold")
+
+    def give_way(self) -> bool:
+        """Give up the pages of the longest unused session of all; returns whether there was one."""
+        holding = [x for x in self if x.groups]
+        if holding:
+            self._give_up(min(holding, key=lambda x: x.used), "a request needed the pages")
+        return bool(holding)
+
+    def give_up_all(self, reason: str) -> None:
+        """Give up the pages of all sessions."""
+        for session in self:
+            self._give_up(session, reason)
+
+    def lose_all(self, reason: str) -> None:
+        """Forget the pages of all sessions, which are of a ``BatchCache`` that is no more."""
+        for session in self:
+            session.groups, session.reason = [], reason
+        for owner in self._owners.values():
+            owner.holders = []
+
+    def expire(self) -> None:
+        """Forget the sessions that were not used for ``seconds``."""
+        oldest = self._clock() - self.seconds
+        for name, owner in self._owners.items():
+            while owner.sessions and next(iter(owner.sessions.values())).used <= oldest:
+                self.forget(name, next(iter(owner.sessions)))
+
+    def forget(self, owner: str, name: str) -> bool:
+        """Give up the pages of a session and what is known of it, from any thread; returns whether it was."""
+        with self.lock:
+            session = self._find(owner, name)
+            if session is not None:
+                self._give_up(session, "")
+                del self._owners[owner].sessions[name]
+            return session is not None
+
+    def tables(self, group: int) -> list[PageTable]:
+        """What sessions hold in a group."""
+        return [session.groups[group].table for session in self if session.groups]
+
+    def _find(self, owner: str, name: str) -> AgentSession | None:
+        return self._owners[owner].sessions.get(name) if owner in self._owners else None
+
+    def _give_up(self, session: AgentSession, reason: str) -> None:
+        if session.groups:
+            session.reason = reason
+            for holders, own in zip(self._owners[session.owner].holders, session.groups, strict=True):
+                for ref in own.table.pages:
+                    holders[ref] -= 1
+                    if not holders[ref]:
+                        del holders[ref]
+                own.table.release()
+            session.groups = []
+
+
+def num_common(one: Sequence[int], other: Sequence[int]) -> int:
+    """Tokens with which both texts begin."""
+    low, high = 0, min(len(one), len(other))
+    while low < high:  # slices are compared many times as fast as tokens one by one
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if one[:middle] == other[:middle] else (low, middle - 1)
+    return low
+
+
+def turn_of(state: Any) -> AgentTurn | None:
+    """The turn of a request, if it is of an agent's session."""
+    turn: AgentTurn | None = state.logit_processor_kwargs.get(TURN)
+    return turn

@@ -1,0 +1,93 @@
+"""Sessions of agents over HTTP: a request names its own in a header, and clients list and delete them."""
+
+import re
+from collections.abc import Sequence
+from typing import Any, Final
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+
+from kvloom.errors import ArgumentError
+from kvloom.integrations.transformers.batching.agent_sessions import AgentReport, AgentTurn
+from kvloom.serving import Refused
+from kvloom.serving.guard import TENANT
+from kvloom.serving.models import Model
+
+HEADER: Final = "X-Session-Id"
+
+_ID: Final = re.compile(r"[A-Za-z0-9._~:-]{1,128}")
+
+
+def turn_of(request: Request, num_answers: int) -> AgentTurn | None:
+    """The turn of a request in the session that it names; ``None`` if it names none.
+
+    Args:
+        request: Whose headers are read.
+        num_answers: To all its prompts.
+
+    Raises:
+        ArgumentError: the name is none, or there are several answers.
+    """
+    names = request.headers.getlist(HEADER)
+    if not names:
+        return None
+    if len(names) > 1 or _ID.fullmatch(names[0]) is None:
+        raise ArgumentError(
+            f"{HEADER} must be one id of 1 to 128 ASCII letters, digits and any of ._~:-, "
+            f"got {', '.join(names)[:200]!r}"
+        )
+    if num_answers != 1:
+        raise ArgumentError(f"n and prompt must be for one answer with {HEADER}, got {num_answers}")
+    return AgentTurn(request.scope.get(TENANT, ""), names[0])
+
+
+class Agents:
+    """``/v1/sessions``: the sessions of the agents of one key, in all models.
+
+    Args:
+        models: Of the server.
+    """
+
+    def __init__(self, models: Sequence[Model]) -> None:
+        self._models = models
+
+    async def every(self, request: Request) -> JSONResponse:
+        """All of them, the longest unused first."""
+        found = self._found(request)
+        data = [_described(model, report) for model, report in sorted(found, key=lambda x: x[1].used)]
+        return JSONResponse({"object": "list", "data": data})
+
+    async def one(self, request: Request) -> JSONResponse:
+        """The one that the path names, deleted if that is asked: it holds no pages then, and is forgotten.
+
+        With several models there may be one in each: the newest is shown, and all are deleted.
+        """
+        name, owner = request.path_params["id"], request.scope.get(TENANT, "")
+        found = [x for x in self._found(request) if x[1].name == name]
+        if not found:
+            raise Refused(404, f"there is no session {name[:128]!r}", "session_not_found")
+        if request.method != "DELETE":
+            return JSONResponse(_described(*max(found, key=lambda x: x[1].used)))
+        for model, _ in found:
+            model.session.manager.agents.forget(owner, name)
+        return JSONResponse({"id": name, "object": "session.deleted", "deleted": True})
+
+    def _found(self, request: Request) -> list[tuple[Model, AgentReport]]:
+        owner = request.scope.get(TENANT, "")
+        return [
+            (model, report) for model in self._models for report in model.session.manager.agents.report(owner)
+        ]
+
+
+def _described(model: Model, report: AgentReport) -> dict[str, Any]:
+    return {
+        "id": report.name,
+        "object": "session",
+        "model": model.name,
+        "tokens": report.num_tokens,
+        "held": report.is_held,
+        "reason": report.reason or None,
+        "created_at": int(report.began),
+        "used_at": int(report.used),
+        "expires_at": int(report.expires),
+    }
