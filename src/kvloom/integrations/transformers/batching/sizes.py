@@ -75,13 +75,28 @@ def windows_of(config: Any) -> dict[int, int | None]:
 def sources_of(config: Any) -> dict[int, int]:
     """The layers that attend to keys and values of an earlier one, and of each the number of that one.
 
-    It is the last of the same kind among those that keep their own, as Gemma 3n and 4 have it.
+    It is the last of the same kind among those before that keep their own, as Gemma 3n and 4 have it. Where a
+    configuration has ``kv_sharing_modes``, they tell which layers these are, and elsewhere their number.
+
+    Raises:
+        UnsupportedError: there is none before, as in models that read the keys of another model.
     """
-    num_shared = getattr(config, "num_kv_shared_layers", None) or 0
-    own = config.num_hidden_layers - num_shared
-    kinds = config.layer_types if num_shared else []
-    last = {kind: i for i, kind in enumerate(kinds[:own])}
-    return {i: last[kind] for i, kind in enumerate(kinds) if i >= own}
+    modes = getattr(config, "kv_sharing_modes", None)
+    if modes is None:
+        num_shared = getattr(config, "num_kv_shared_layers", None) or 0
+        modes = [None] * (config.num_hidden_layers - num_shared) + ["reuse"] * num_shared
+    sources, last = dict[int, int](), dict[str, int]()
+    if "reuse" in modes:
+        for i, (kind, mode) in enumerate(zip(config.layer_types, modes, strict=True)):
+            if mode != "reuse":
+                last[kind] = i
+            elif kind not in last:
+                raise UnsupportedError(
+                    f"model must have the keys that its layers read, got layer {i}, which has none before it"
+                )
+            else:
+                sources[i] = last[kind]
+    return sources
 
 
 def stateful_layers_of(model: Any) -> list[Any] | None:
