@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,19 +20,21 @@ def pairwise(*parameters: Sequence[Any]) -> list[tuple[Any, ...]]:
     if os.environ.get("KVLOOM_PRODUCTS", "0") != "0":
         return list(itertools.product(*parameters))
     every = list(itertools.product(*(range(len(values)) for values in parameters)))
-    pairs = {case: set(itertools.combinations(enumerate(case), 2)) for case in every}
-    missing: set[Any] = set().union(*pairs.values())
-    met: Counter[Any] = Counter()
+    bits: dict[Any, int] = {}  # of a pair
+    pairs = [[bits.setdefault(x, len(bits)) for x in itertools.combinations(enumerate(y), 2)] for y in every]
+    sets = [sum(1 << bit for bit in each) for each in pairs]
+    missing, met = (1 << len(bits)) - 1, [0] * len(bits)
     chosen = []
     while missing:
-        most = max(len(pairs[case] & missing) for case in every)
+        found = [(each & missing).bit_count() for each in sets]
+        most = max(found)
         best = min(
-            (case for case in every if len(pairs[case] & missing) == most),
-            key=lambda case: sum(met[pair] for pair in pairs[case]),
+            (i for i, count in enumerate(found) if count == most), key=lambda i: sum(met[x] for x in pairs[i])
         )
-        chosen.append(best)
-        missing -= pairs[best]
-        met.update(pairs[best])
+        chosen.append(every[best])
+        missing &= ~sets[best]
+        for x in pairs[best]:
+            met[x] += 1
     return [tuple(values[i] for values, i in zip(parameters, case, strict=True)) for case in sorted(chosen)]
 
 
