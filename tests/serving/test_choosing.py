@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -42,6 +43,12 @@ def generated(prompt: str = PROMPT, new_tokens: int = 24, **options: Any) -> str
     return str(TOKENIZER.decode(out[0, ids.shape[1] :], skip_special_tokens=True))
 
 
+@functools.cache
+def plain() -> str:
+    """The text of ``OPTIONS`` alone."""
+    return generated()
+
+
 class Counted(LogitsProcessor):  # type: ignore[misc]
     """OpenAI's two penalties, token by token."""
 
@@ -67,12 +74,12 @@ class Counted(LogitsProcessor):  # type: ignore[misc]
 def test_penalties_of_what_was_generated_are_openais(
     client: openai.OpenAI, presence: float, frequency: float, added: float
 ) -> None:
-    plain = TOKENIZER(generated(), add_special_tokens=False).input_ids
-    bias = {plain[3]: added} if added else {}
+    tokens = TOKENIZER(plain(), add_special_tokens=False).input_ids
+    bias = {tokens[3]: added} if added else {}
     oracle = Counted(presence, frequency, bias)
     fields = {"presence_penalty": presence, "frequency_penalty": frequency, "logit_bias": bias}
     text = text_of(client, **fields)
-    assert text == generated(logits_processor=LogitsProcessorList([oracle])) != generated()
+    assert text == generated(logits_processor=LogitsProcessorList([oracle])) != plain()
 
 
 @pytest.mark.parametrize("penalty", [0.7, 1.4])
@@ -80,22 +87,21 @@ def test_a_repetition_penalty_is_that_of_generate_whatever_runs_beside_it(
     client: openai.OpenAI, penalty: float
 ) -> None:
     expected = generated(repetition_penalty=penalty)
-    plain = generated()
     with ThreadPoolExecutor(6) as pool:
         asked = [pool.submit(text_of, client, repetition_penalty=penalty) for _ in range(3)]
         free = [pool.submit(text_of, client) for _ in range(3)]
-    assert {x.result() for x in asked} == {expected} and {x.result() for x in free} == {plain}
-    assert expected != plain
+    assert {x.result() for x in asked} == {expected} and {x.result() for x in free} == {plain()}
+    assert expected != plain()
 
 
 def test_penalties_outlive_a_preemption() -> None:
     """A request that is preempted comes back with its answer as a part of its prompt."""
-    fields = {"frequency_penalty": 1.2, "presence_penalty": 0.5, "max_tokens": 60}
-    prompts = [f"# {number}\n{PROMPT}" for number in range(6)]
+    fields = {"frequency_penalty": 1.2, "presence_penalty": 0.5, "max_tokens": 40}
+    prompts = [f"# {number}\n{PROMPT}" for number in range(4)]
     with served() as roomy, roomy.client() as client:
         apart = [text_of(client, prompt=prompt, **fields) for prompt in prompts]
-    with served(config={"num_blocks": 16}) as narrow, narrow.client() as client:
-        with ThreadPoolExecutor(6) as pool:
+    with served(config={"num_blocks": 10}) as narrow, narrow.client() as client:
+        with ThreadPoolExecutor(4) as pool:
             together = [pool.submit(text_of, client, prompt=prompt, **fields) for prompt in prompts]
         assert [x.result() for x in together] == apart
         assert narrow.session.report().preemptions > 0
@@ -159,7 +165,7 @@ def test_the_models_end_token_ends_an_answer_unless_it_is_to_be_ignored(client: 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_stop_token_ends_an_answer_and_is_a_part_of_it(client: openai.OpenAI, stream: bool) -> None:
-    tokens = TOKENIZER(generated(), add_special_tokens=False).input_ids
+    tokens = TOKENIZER(plain(), add_special_tokens=False).input_ids
     stop = next(token for i, token in enumerate(tokens) if i > 4 and token not in tokens[:i])
     expected = TOKENIZER.decode(tokens[: tokens.index(stop) + 1])
     answer = client.completions.create(**OPTIONS, stream=stream, extra_body={"stop_token_ids": [stop]})

@@ -20,6 +20,8 @@ from oracles.serving import PROMPT, started
 from kvloom.tracing.recording import causes_of, read_lines, requests_of
 
 # A process imports for seconds; `make slow` sends the other signal, too.
+NUMBERS = 2 * 16 * 5 * 2 * 64
+"""In a page: keys and values of 16 tokens in 5 layers with 2 heads of 64."""
 SIGNALS = [signal.SIGTERM, signal.SIGINT] if "KVLOOM_SIGNALS" in os.environ else [signal.SIGTERM]
 
 
@@ -62,23 +64,24 @@ def test_a_server_of_the_bundled_model_answers_a_chat() -> None:
         assert (
             usage.prompt_tokens_details.cached_tokens == 32
         )  # the full pages of the first prompt and its answer
+        assert kept(url) == ("auto", 4 * NUMBERS)
+
+
+def kept(url: str) -> tuple[str, int]:
+    """The kind of a server's pages, and the bytes of one."""
+    state = json.load(urlopen(f"{url[:-3]}/dashboard/state"))
+    return state["kv"], state["report"]["page_bytes"]
 
 
 def test_a_server_computes_and_keeps_as_its_options_say() -> None:
-    states = []
-    for options in ([], ["--dtype", "bfloat16"], ["--dtype", "float16", "--kv", "int8", "--values", "int4"]):
-        with started(*options) as (url, process):
-            body = json.dumps({"prompt": PROMPT, "max_tokens": 2}).encode()
-            answer = json.load(urlopen(Request(f"{url}/completions", body)))
-            assert answer["usage"]["completion_tokens"] == 2
-            states.append(json.load(urlopen(f"{url[:-3]}/dashboard/state")))
-            process.terminate()
-            assert process.wait() == 0
-    assert [state["kv"] for state in states] == ["auto", "auto", "int8:g64/int4:g64"]
-    sizes = [state["report"]["page_bytes"] for state in states]
-    assert sizes[0] == 2 * sizes[1]
-    scales = 2 * 16 * 5 * 2 * 2  # of keys and values: 16 tokens, 5 layers, 2 heads, one of 2 bytes
-    assert sizes[2] == sizes[1] * 3 // 8 + scales
+    with started("--dtype", "float16", "--kv", "int8", "--values", "int4") as (url, process):
+        body = json.dumps({"prompt": PROMPT, "max_tokens": 2}).encode()
+        answer = json.load(urlopen(Request(f"{url}/completions", body)))
+        assert answer["usage"]["completion_tokens"] == 2
+        scales = NUMBERS // 64  # of 2 bytes
+        assert kept(url) == ("int8:g64/int4:g64", NUMBERS * 3 // 4 + 2 * scales)
+        process.terminate()
+        assert process.wait() == 0
 
 
 def test_limits_are_as_the_options_say_and_requests_are_lines() -> None:
@@ -93,7 +96,8 @@ def test_limits_are_as_the_options_say_and_requests_are_lines() -> None:
         "--drain-seconds",
         "2",
     ]
-    with started(*options, *seconds) as (url, process):
+    with started(*options, *seconds, "--dtype", "bfloat16") as (url, process):
+        assert kept(url) == ("auto", 2 * NUMBERS)
 
         def status(body: bytes, **headers: str) -> int:
             with closing(http.client.HTTPConnection(url.split("/")[2])) as connection:
@@ -112,7 +116,8 @@ def test_limits_are_as_the_options_say_and_requests_are_lines() -> None:
         process.terminate()
         assert process.wait() == 0
         assert process.stderr is not None
-        lines = process.stderr.read().splitlines()
+        first, *lines = process.stderr.read().splitlines()
+    assert " GET /dashboard/state 200 " in first
     told = [re.fullmatch(r"[-\d]+ [\d:,]+ POST /v1/completions (\d+) [\d.]+ ms(.*)", line) for line in lines]
     assert [x[1] for x in told if x] == ["200", "400", "413", "431", "408"] and len(told) == 5
     assert told[0] is not None and told[0][2] == " prompt=2 found=0 new=3"
