@@ -24,7 +24,7 @@ FLASH = "vllm.reshape_and_cache_flash"
 LEGAL = [vector for vector in read(PUBLISHED, FLASH) if vector.expected is not None]
 TWO = [vector for vector in LEGAL if len(vector.call["slot_mapping"]) == 2]
 OTHERS = [vector for vector in LEGAL if len(vector.call["slot_mapping"]) > 2]
-MIXED = [OTHERS[0], TWO[0], OTHERS[1], TWO[1], OTHERS[2]]
+MIXED = [OTHERS[0], TWO[0], OTHERS[1]]
 ENGINE = """
 import os, sys, threading, time
 from kvloom.conform import peers
@@ -76,9 +76,9 @@ def numbers(vectors: list[Vector]) -> list[str]:
 def test_a_crash_is_a_failure_of_its_vector(tmp_path: Path) -> None:
     with isolated(f"{compiled(tmp_path)}:crashes") as target:
         report = run(target, MIXED)
-    assert [o.status for o in report.outcomes] == ["passed", "failed", "passed", "failed", "passed"]
+    assert [o.status for o in report.outcomes] == ["passed", "failed", "passed"]
     assert [o.message for o in report.failures] == [
-        f"crashed at vector {number} (SIGSEGV)" for number in numbers(TWO[:2])
+        f"crashed at vector {number} (SIGSEGV)" for number in numbers(TWO[:1])
     ]
     assert report.cause is None
 
@@ -86,7 +86,7 @@ def test_a_crash_is_a_failure_of_its_vector(tmp_path: Path) -> None:
 @needs_cc
 def test_a_call_that_does_not_end_is_a_failure_of_its_vector(tmp_path: Path) -> None:
     with isolated(f"{compiled(tmp_path)}:hangs", timeout=3) as target:
-        report = run(target, MIXED[:3])
+        report = run(target, MIXED)
     assert [o.status for o in report.outcomes] == ["passed", "failed", "passed"]
     assert report.failures[0].message == f"no answer within 3 s at vector {numbers(TWO)[0]}"
 

@@ -35,7 +35,7 @@ def explain(
         if mistake.name in found or (names is not None and mistake.name not in names):
             continue
         wrong = _result_of(mistake, operator, vector)
-        if wrong is not None and not _is_right(operator, vector, wrong) and agrees(operator, wrong, got):
+        if wrong is not None and agrees(operator, wrong, got) and not _is_right(operator, vector, wrong):
             found[mistake.name] = Cause(mistake.name, mistake.text)
     return list(found.values())
 
