@@ -13,6 +13,7 @@ import pytest
 import torch
 from integrations.test_pool import generate, text
 from oracles.language_models import make_model
+from oracles.pairs import in_turn
 from torch import Tensor
 
 from kvloom.errors import ArgumentError
@@ -21,10 +22,7 @@ from kvloom.integrations.transformers.identity import fingerprint_of
 from kvloom.store import KVStore, read_head
 
 PAGE = 4
-ATTENTIONS = pytest.mark.parametrize("attention", ["sdpa", "kvloom"])
-KINDS = pytest.mark.parametrize(
-    "kv", ["auto", "int8:g16", "int4:g16,recent=0", "int4:g16,rotate=both,recent=0", "int2:g16,recent=0"]
-)
+KINDS = ["auto", "int8:g16", "int4:g16,recent=0", "int4:g16,rotate=both,recent=0", "int2:g16,recent=0"]
 
 
 def opened(url: str, **options: Any) -> KVStore:
@@ -58,15 +56,14 @@ def found(model: Any, url: str, tokens: Tensor, salt: str = "", **options: Any) 
         return int(make_pool(model, store, **options).begin(tokens, salt).get_seq_length())
 
 
-@ATTENTIONS
-@KINDS
+@pytest.mark.parametrize(("kv", "attention"), in_turn(KINDS, ["sdpa", "kvloom"]))
 def test_cold_is_warm(kv: str, attention: str, tmp_path: Path) -> None:
     """Computed, in memory, and from a store under other page sizes and layouts; each length."""
     model, url = make_model(attention), f"file://{tmp_path}"
     cases = []
     with opened(url) as store:
         pool = make_pool(model, store, kv)
-        for length in range(3 * PAGE + 2):
+        for length in range(2 * PAGE + 2):
             prefix, rest = text(length, seed=1), text(5, seed=length)
             tokens = torch.cat([prefix, rest], dim=1)
             if length:

@@ -64,13 +64,20 @@ def assert_passes(op: object, *arguments: object) -> None:
     assert set(results.values()) == {"SUCCESS"}
 
 
+def assert_described(op: object, *arguments: object) -> None:
+    """The same without tracing of dynamic shapes, which knows no layout and no kind of codes."""
+    checks = ("test_schema", "test_autograd_registration", "test_faketensor")
+    results = torch.library.opcheck(op, arguments, test_utils=checks)
+    assert set(results.values()) == {"SUCCESS"}
+
+
 # --- store --------------------------------------------------------------------------------------------------
 
 
 @some_layouts(0)
 def test_store_in_layouts(axes: str, kind: Kind) -> None:
     x = tokens(3, torch.float32)
-    assert_passes(schemas.store, x, x + 1, torch.tensor([5, -1, 0]), *caches(poisoned(axes, kind)))
+    assert_described(schemas.store, x, x + 1, torch.tensor([5, -1, 0]), *caches(poisoned(axes, kind)))
 
 
 @pytest.mark.parametrize(
@@ -82,7 +89,7 @@ def test_store_of_every_dtype(kind: Kind, dtype: torch.dtype) -> None:
     pool = poisoned("L 2 H T D", kind)
     x = tokens(3, dtype)
     slots = torch.tensor([5, 7, 0], dtype=torch.int32)
-    assert_passes(schemas.store, x, x + 1, slots, *caches(pool), kind.full_range)
+    assert_described(schemas.store, x, x + 1, slots, *caches(pool), kind.full_range)
 
 
 @pytest.mark.parametrize(
@@ -113,13 +120,13 @@ def test_store_with_other_arguments(kind: Kind, how: str) -> None:
 @some_layouts(1)
 def test_load_from_layouts(axes: str, kind: Kind) -> None:
     slots = torch.tensor([5, 5, 0])
-    assert_passes(schemas.load, slots, *caches(poisoned(axes, kind)), torch.float32, 1)
+    assert_described(schemas.load, slots, *caches(poisoned(axes, kind)), torch.float32, 1)
 
 
 @each_dtype
 def test_load_as_every_dtype(kind: Kind, dtype: torch.dtype) -> None:
     slots = torch.tensor([5, 5, 0], dtype=torch.int32)
-    assert_passes(schemas.load, slots, *caches(poisoned("B 2 H S D", kind)), dtype, 2)
+    assert_described(schemas.load, slots, *caches(poisoned("B 2 H S D", kind)), dtype, 2)
 
 
 @pytest.mark.parametrize(
@@ -144,7 +151,7 @@ def test_load_with_other_arguments(kind: Kind, how: str) -> None:
 def test_copy_to_layouts(axes: str, kind: Kind) -> None:
     sources = [x for x in caches(poisoned("L 2 H T D", kind, seed=1)) if x is not None]
     targets = [x for x in caches(poisoned(axes, kind, seed=2)) if x is not None]
-    assert_passes(schemas.copy, sources, torch.tensor([4, 4, 0]), targets, torch.tensor([1, 7, 2]))
+    assert_described(schemas.copy, sources, torch.tensor([4, 4, 0]), targets, torch.tensor([1, 7, 2]))
 
 
 @pytest.mark.parametrize(
@@ -154,7 +161,8 @@ def test_copy_of_every_dtype(kind: Kind, count: int) -> None:
     sources = [x for x in caches(poisoned("B S H D", kind, seed=1, strided=True)) if x is not None]
     targets = [x for x in caches(poisoned("B H S D", kind, seed=2, strided=True)) if x is not None]
     slots = torch.arange(count, dtype=torch.int32)
-    assert_passes(schemas.copy, sources, slots, targets, slots + 5)
+    check = assert_passes if kind == FLOAT_KINDS[0] else assert_described
+    check(schemas.copy, sources, slots, targets, slots + 5)
 
 
 # --- attend -------------------------------------------------------------------------------------------------
@@ -190,20 +198,21 @@ def attend_arguments(pool: Pool, dtype: torch.dtype = torch.float32, **options: 
 
 @some_layouts(3)
 def test_attend_over_layouts(axes: str, kind: Kind) -> None:
-    assert_passes(schemas.attend, *attend_arguments(poisoned(axes, kind)))
+    assert_described(schemas.attend, *attend_arguments(poisoned(axes, kind)))
 
 
 @each_dtype
 def test_attend_in_every_dtype(kind: Kind, dtype: torch.dtype) -> None:
-    assert_passes(schemas.attend, *attend_arguments(poisoned("2 B S H D", kind), dtype))
+    assert_described(schemas.attend, *attend_arguments(poisoned("2 B S H D", kind), dtype))
 
 
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_attend_with_every_option(options: dict[str, object]) -> None:
-    assert_passes(schemas.attend, *attend_arguments(poisoned("B 2 S H D", INT4), **options))
+@pytest.mark.parametrize("name", OPTIONS)
+def test_attend_with_every_option(name: str) -> None:
+    check = assert_passes if name in ("first visible", "mask", "all") else assert_described
+    check(schemas.attend, *attend_arguments(poisoned("B 2 S H D", INT4), **OPTIONS[name]))
 
 
-@pytest.mark.parametrize(("kind", "options"), in_turn(KINDS, ["alibi", "all"]), ids=str)
+@pytest.mark.parametrize(("kind", "options"), in_turn(KINDS[::3], ["alibi", "all"]), ids=str)
 def test_attend_into_a_given_tensor(kind: Kind, options: str) -> None:
     arguments = attend_arguments(poisoned("2 B S H D", kind), **OPTIONS[options])
     assert_passes(schemas.attend_out, *arguments, torch.zeros(4, 4, 8))
@@ -229,16 +238,18 @@ BIASES = {
 @pytest.mark.parametrize(("bias", "options"), in_turn([*BIASES], ["scale", "all"]), ids=str)
 def test_attend_with_a_positional_bias(bias: str, options: str) -> None:
     arguments = (*attend_arguments(poisoned("B 2 S H D", INT8), **OPTIONS[options]), *BIASES[bias])
-    assert_passes(schemas.attend_biased, *arguments)
-    assert_passes(schemas.attend_biased_reference, *arguments)
-    assert_passes(schemas.attend_biased_out, *arguments, torch.zeros(4, 4, 8))
+    check = assert_passes if bias == "first position" else assert_described
+    check(schemas.attend_biased, *arguments)
+    check(schemas.attend_biased_reference, *arguments)
+    check(schemas.attend_biased_out, *arguments, torch.zeros(4, 4, 8))
 
 
-@pytest.mark.parametrize("bias", BIASES.values(), ids=BIASES)
-def test_attend_part_with_a_positional_bias(bias: tuple[Tensor, Tensor, Tensor | None]) -> None:
+@pytest.mark.parametrize("bias", BIASES)
+def test_attend_part_with_a_positional_bias(bias: str) -> None:
     prior = torch.randn(4, 4, 8, generator=generator(8)), torch.randn(4, 4, generator=generator(9))
     own = attend_arguments(poisoned("B 2 S H D", INT8))
-    assert_passes(schemas.attend_part_biased, *own, 2, torch.tensor([1, 0]), *prior, *bias)
+    check = assert_passes if bias == "first position" else assert_described
+    check(schemas.attend_part_biased, *own, 2, torch.tensor([1, 0]), *prior, *BIASES[bias])
 
 
 NO_QUERY = torch.empty(0, 4, 8)
@@ -267,7 +278,7 @@ def test_attend_with_wide_values() -> None:
     assert_passes(schemas.attend, *attend_arguments(poisoned("B H S D", INT8, value_dim=16)))
 
 
-@pytest.mark.parametrize(("kind", "options"), in_turn(KINDS, ["scale", "all", "tokens"]), ids=str)
+@pytest.mark.parametrize(("kind", "options"), in_turn(KINDS[1::3], ["scale", "all", "tokens"]), ids=str)
 def test_attend_by_the_reference(kind: Kind, options: str) -> None:
     given = attend_arguments(poisoned("L 2 H T D", kind), **(OPTIONS | INDEXES)[options])
     assert_passes(schemas.attend_reference, *given)
