@@ -26,12 +26,13 @@ WITH_TRITON := .venv/.triton
 ISAS := baseline avx2 avx512 amx amx-emulated
 KERNELS := tests/ops tests/quant
 # What is the same with each instruction set: Triton's kernels, what is refused, what torch is told of operators.
-SAME := '*/test_triton_*' '*/test_bad_*' '*/test_opcheck*' '*/test_compile.py'
+SAME := '*/test_triton_*' '*/test_bad_*' '*/test_opcheck*' '*/test_compile.py' '*/test_gradients.py'
 TESTS := tests/integrations/vllm
+MATRIX_TESTS ?= tests/integrations tests/measuring
 # What `make test` does with some cases of the products of its parameters; kernels are in test-isa.
 PRODUCTS := tests/integrations/onnx tests/integrations/invariance $(addprefix tests/integrations/test_, \
-    $(addsuffix .py,assisted_states families indexed latents pool pool_rows rollback rollback_refused \
-    snapshots static_cache windows_and_rows))
+    $(addsuffix .py,assisted_states families indexed latents pool pool_rows pool_store rollback rollback_refused \
+    snapshots static_cache unchanged_families windows_and_rows)) tests/conform/test_vectors.py
 # What meets torch, without the kernels of Triton, whose own version decides, and torch's slow checks of schemas.
 TORCH_TESTS ?= tests/ops tests/caches
 NOT_TORCH := '*/test_triton_*' '*/test_opcheck*'
@@ -75,7 +76,7 @@ test-isa: $(READY)
 	    if KVLOOM_ISA=$$isa $(BIN)/python -c 'import kvloom.ops' 2>/dev/null; then \
 	        tests='$(KERNELS)'; test $$isa != amx-emulated || tests='$(TILES)'; \
 	        KVLOOM_PRODUCTS=1 KVLOOM_ISA=$$isa $(BIN)/python -m pytest --quiet --numprocesses $(WORKERS) --dist worksteal \
-	            $(SAME:%=--ignore-glob=%) $$tests; \
+	            $(SAME:%=--ignore-glob=%) -k 'not opcheck and not compiled' $$tests; \
 	    else echo 'not on this machine'; fi; \
 	done
 
@@ -148,7 +149,7 @@ test-matrix: $(addprefix .venv-transformers-,$(MATRIX))
 	@set -e; for version in $(MATRIX); do \
 	    echo "transformers $$version"; \
 	    KVLOOM_LIBRARY=$(LIBRARY) .venv-transformers-$$version/bin/python -m pytest --quiet --numprocesses $(WORKERS) \
-	        --dist worksteal tests/integrations tests/measuring; \
+	        --dist worksteal $(MATRIX_TESTS); \
 	done
 
 .venv-transformers-%: $(READY)
