@@ -31,16 +31,17 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--quick", action="store_true", help="one prompt and few tokens, to see that it runs")
     args = parser.parse_args()
+    characters = PROMPT_CHARACTERS
     if args.quick:
         args.prompts = args.windows = args.runs = 1
-        args.max_new_tokens = 4
+        args.max_new_tokens, characters = 4, 200
 
     model, tokenizer = load_model(bundled_model_path(), torch.float32)
     texts = [
         text
         for _, text in zip(range(args.prompts), iter_texts("heldout", 4 * PROMPT_CHARACTERS), strict=False)
     ]
-    prompts = [tokenizer(text[:PROMPT_CHARACTERS], return_tensors="pt").input_ids for text in texts]
+    prompts = [tokenizer(text[:characters], return_tensors="pt").input_ids for text in texts]
     windows = windows_of(tokenizer, iter_texts("heldout"), args.windows * WINDOW)
     kinds, in_place = (
         measure(model, prompts, windows, args.max_new_tokens, args.runs, in_place=in_place)

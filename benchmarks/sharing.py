@@ -69,14 +69,16 @@ def beam_step(model: LlamaForCausalLM, contender: Contender, cache: Any) -> floa
     return timed(lambda: cache.reorder_cache(beams)) + step(model, contender, cache, rows=ROWS)
 
 
-def beam_rows(model: LlamaForCausalLM, found: list[Contender], num_tokens: int) -> list[dict[str, Any]]:
+def beam_rows(
+    model: LlamaForCausalLM, found: list[Contender], num_tokens: int, repeats: int
+) -> list[dict[str, Any]]:
     """A row for each contender."""
-    caches = {x.name: x.make(model, num_tokens + REPEATS + 2) for x in found}
+    caches = {x.name: x.make(model, num_tokens + repeats + 2) for x in found}
     steps: dict[str, Callable[[], float]] = {}
     for contender in found:
         cache = filled(caches[contender.name], model, ROWS, num_tokens, contender.attention)
         steps[contender.name] = partial(beam_step, model, contender, cache)
-    times = in_turn(steps, REPEATS, warmup=2)
+    times = in_turn(steps, repeats, warmup=2)
     return [
         {
             "contender": name,
@@ -93,13 +95,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="a short length, to see that it runs")
     quick = parser.parse_args().quick
+    repeats = 1 if quick else REPEATS
 
     torch.set_num_threads(1)
     model = llama(8)
     rows = []
     for num_tokens in (32,) if quick else LENGTHS:
         for name, (theirs, mine) in cases(model, num_tokens).items():
-            pairs = [(timed(theirs), timed(mine)) for _ in range(REPEATS)]
+            pairs = [(timed(theirs), timed(mine)) for _ in range(repeats)]
             rows.append(
                 {
                     "case": name,
@@ -111,7 +114,7 @@ def main() -> None:
             )
     ours = [kvloom(kv, in_place=in_place) for in_place in (False, True) for kv in ("float32", "int8", "int4")]
     found, missing = installed([stock(), static(), quantized("quanto", 4), *ours], model)
-    beams = [row for n in ((32,) if quick else BEAM_LENGTHS) for row in beam_rows(model, found, n)]
+    beams = [row for n in ((32,) if quick else BEAM_LENGTHS) for row in beam_rows(model, found, n, repeats)]
     print(json.dumps({"figure": "sharing", "missing": missing, "rows": rows, "beams": beams}))
 
 
