@@ -168,7 +168,7 @@ def padded_prompts() -> dict[str, Tensor]:
 def continued(model: Any, cache: Any, **options: Any) -> Any:
     """What ``generate`` returns, with the logits of every step."""
     torch.manual_seed(1)
-    options = {"do_sample": False, "max_new_tokens": 16, "min_new_tokens": 16} | options
+    options = {"do_sample": False, "max_new_tokens": 10, "min_new_tokens": 10} | options
     options |= {"return_dict_in_generate": True, "output_logits": True}
     return model.generate(**padded_prompts(), past_key_values=cache, **options)
 

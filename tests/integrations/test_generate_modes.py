@@ -50,7 +50,7 @@ def ours(model: Any, kv: str, page_size: int = 4) -> KVCache:
 
 def continue_with(model: Any, inputs: dict[str, Tensor], cache: Any, **options: Any) -> list[list[int]]:
     """New tokens of ``generate`` with a fixed seed."""
-    options = {"max_new_tokens": 20, "do_sample": False} | options
+    options = {"max_new_tokens": 12, "do_sample": False} | options
     if options.get("assistant_model") == "small":
         options["assistant_model"] = make_model()
     torch.manual_seed(3)

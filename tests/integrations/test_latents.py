@@ -192,7 +192,7 @@ def test_every_family_gives_the_stock_tokens(name: str, mode: str, absorbed: lis
 def generated(model: Any, **options: Any) -> Any:
     """What ``generate`` returns, with the logits of every step."""
     torch.manual_seed(1)
-    options = padded_prompts() | {"do_sample": False, "max_new_tokens": 12, "min_new_tokens": 12} | options
+    options = padded_prompts() | {"do_sample": False, "max_new_tokens": 8, "min_new_tokens": 8} | options
     return model.generate(**options, return_dict_in_generate=True, output_logits=True)
 
 

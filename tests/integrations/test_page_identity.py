@@ -20,7 +20,7 @@ from kvloom.integrations.transformers import KVCache, KVPool
 from kvloom.store import KVStore
 
 TEXT, OTHER = text(22), text(22, seed=9)
-NEW = 5
+NEW = 3
 
 
 def pool_of(model: Any, kv: str = "auto", store: Any = None) -> KVPool:

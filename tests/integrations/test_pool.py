@@ -109,7 +109,7 @@ def test_pages_that_nobody_holds_make_room() -> None:
     assert report["free"] + report["evictable"] == report["num_pages"] == 16
 
 
-@KINDS
+@pytest.mark.parametrize("kv", ["auto", "int4:g16,recent=0"])
 def test_the_policy_of_a_full_pool_changes_no_token(kv: str) -> None:
     model = make_model()
     pool = KVPool.for_model(model, kv=kv, page_size=4, max_tokens=64, policy="ours")

@@ -10,17 +10,17 @@ from typing import Any
 import pytest
 import torch
 from oracles.pairs import in_turn, pairs_in_turn
-from oracles.stateful_models import folders, stateful_model
+from oracles.stateful_models import folders, mixers, stateful_model
 from torch import Tensor
 from transformers.cache_utils import Cache
 
 from kvloom import KVCache, KVPool, disable, enable
 from kvloom.errors import StateError
-from kvloom.integrations.transformers import mixers
 from kvloom.integrations.transformers.build import StatefulLayer
+from kvloom.integrations.transformers.mixers import is_mixer
 from kvloom.ops.impl import cpu
 
-FAMILIES = folders()
+FAMILIES, MIXERS = folders(), mixers()
 needs = [
     pytest.mark.skipif(
         not hasattr(Cache, "get_conv_state"), reason="mixers of this transformers change states unseen"
@@ -105,7 +105,7 @@ def test_steps_that_are_taken_back_leave_the_bits_of_those_before(
 
 
 @pytest.mark.parametrize(
-    ("name", "kv", "rows", "kept"), pairs_in_turn(FAMILIES, ["auto", "int8"], [1, 3], [2, 3, 7])
+    ("name", "kv", "rows", "kept"), pairs_in_turn(MIXERS, ["auto", "int8"], [1, 3], [2, 3, 7])
 )
 def test_a_crop_within_a_step_leaves_the_shorter_step(name: str, kv: str, rows: int, kept: int) -> None:
     model, ids = model_of(name), text(40, rows)
@@ -134,7 +134,7 @@ def test_a_batch_invariant_step_has_the_bits_of_the_shorter_one(name: str, kept:
     assert are_same(cache, twin)
 
 
-@pytest.mark.parametrize(("name", "kv"), in_turn(FAMILIES, ["auto", "int8"]))
+@pytest.mark.parametrize(("name", "kv"), in_turn(MIXERS, ["auto", "int8"]))
 def test_rows_go_back_apart(name: str, kv: str) -> None:
     model, ids = model_of(name), text(40, 3)
     cache = KVCache.for_model(model, kv, rollback=16)
@@ -157,7 +157,7 @@ def test_rows_go_back_apart(name: str, kv: str) -> None:
         cache.crop(-1)  # rows went back apart, and nothing was recorded since
 
 
-@pytest.mark.parametrize(("name", "rows"), in_turn(FAMILIES, [[2, 0, 0], [1], [0, 1, 2, 2, 1]]))
+@pytest.mark.parametrize(("name", "rows"), in_turn(MIXERS, [[2, 0, 0], [1], [0, 1, 2, 2, 1]]))
 def test_rows_that_were_selected_go_back(name: str, rows: list[int]) -> None:
     model, ids = model_of(name), text(60, 3)
     cache, twin = (KVCache.for_model(model, rollback=16) for _ in range(2))
@@ -226,7 +226,7 @@ def test_a_forward_that_broke_off_is_taken_back(name: str, broken: str) -> None:
     cache = KVCache.for_model(model, rollback=16)
     feed(model, cache, ids, [20, 1])
     before = content(cache)
-    mixer = [x for x in model.modules() if mixers.is_mixer(type(x))]
+    mixer = [x for x in model.modules() if is_mixer(type(x))]
     attention = [x for x in model.modules() if type(x).__name__.endswith("Attention")]
     module = {"norm": list(model.modules())[-1], "linear": mixer[-1], "attention": attention[0]}[broken]
     if broken == "linear":
@@ -246,7 +246,7 @@ def test_a_forward_that_broke_off_is_taken_back(name: str, broken: str) -> None:
     assert torch.equal(feed(model, cache, ids[:, 21:], [1, 3]), feed(model, twin, ids[:, 21:], [1, 3]))
 
 
-@pytest.mark.parametrize("name", [x for x in FAMILIES if x != "inkling2"])
+@pytest.mark.parametrize("name", [x for x in MIXERS if x != "inkling2"])
 def test_of_a_long_step_the_last_tokens_are_kept(name: str) -> None:
     model, ids = model_of(name), text(620, 2)
     mask = torch.ones_like(ids)
@@ -293,7 +293,7 @@ def test_what_mixers_were_given_may_be_changed_afterwards() -> None:
         kwargs["hidden_states"].zero_()
 
     for module in model.modules():
-        if mixers.is_mixer(type(module)):
+        if is_mixer(type(module)):
             module.register_forward_hook(overwrite, with_kwargs=True)
     feed(model, cache, ids, [20, 1, 1, 1])
     feed(model, twin, ids, [20, 1])
@@ -329,7 +329,7 @@ def test_models_are_watched_once_and_are_what_they_were() -> None:
     pool.commit(cache, ids)
     for _ in range(2):
         KVCache.for_model(model, rollback=16)
-    hooks = [len(x._forward_pre_hooks) for x in model.modules() if mixers.is_mixer(type(x))]
+    hooks = [len(x._forward_pre_hooks) for x in model.modules() if is_mixer(type(x))]
     assert hooks == [1] * 2
     cache = pool.begin(ids)
     assert cache.get_seq_length() == 48

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from integrations.test_families import family
-from integrations.test_rollback import FAMILIES, are_same, content, feed, model_of, needs, text
+from integrations.test_rollback import MIXERS, are_same, content, feed, model_of, needs, text
 from oracles.pairs import in_turn
 
 from kvloom import KVCache
@@ -15,7 +15,7 @@ from kvloom.integrations.transformers.mixers import is_mixer
 pytestmark = needs
 
 
-@pytest.mark.parametrize(("name", "rows"), in_turn(FAMILIES, [2, 1]))
+@pytest.mark.parametrize(("name", "rows"), in_turn(MIXERS, [2, 1]))
 def test_more_than_is_kept_is_refused_before_anything_changes(name: str, rows: int) -> None:
     model, ids = model_of(name), text(100, rows)
     cache = KVCache.for_model(model, rollback=4)
@@ -31,7 +31,7 @@ def test_more_than_is_kept_is_refused_before_anything_changes(name: str, rows: i
     assert are_same(cache, twin)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", MIXERS)
 def test_without_rollback_a_crop_is_refused_before_anything_changes(name: str) -> None:
     model, ids = model_of(name), text(30)
     cache = KVCache.for_model(model)
@@ -99,7 +99,7 @@ def test_an_argument_that_cannot_be_cut_is_named() -> None:
     cache.crop(-4)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", MIXERS)
 def test_a_mixer_that_changed_since_does_not_compute_what_another_did(name: str) -> None:
     model, ids = model_of(name), text(40)
     cache = KVCache.for_model(model, rollback=16)

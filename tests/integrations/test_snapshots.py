@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from integrations.test_rollback import FAMILIES, KINDS, are_same, content, feed, model_of, needs, text
+from integrations.test_rollback import KINDS, MIXERS, are_same, content, feed, model_of, needs, text
 from oracles.pairs import in_turn
 
 from kvloom import KVCache
@@ -13,7 +13,7 @@ from kvloom.errors import ArgumentError, StateError
 pytestmark = needs
 
 
-@pytest.mark.parametrize(("name", "kv"), in_turn(FAMILIES, KINDS))
+@pytest.mark.parametrize(("name", "kv"), in_turn(MIXERS, KINDS))
 def test_a_snapshot_is_restored_any_number_of_times(name: str, kv: str) -> None:
     model, ids = model_of(name), text(60, 2)
     cache = KVCache.for_model(model, kv, rollback=8)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import os
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +94,10 @@ WRONG: dict[str, dict[str, Any]] = {
 """Those that do not."""
 
 
+TWINS = {"lfm3": "lfm2", "olmo_hybrid": "qwen3_next", "qwen3_5": "qwen3_next", "qwen3_5_moe": "qwen3_next"}
+"""Families with the mixer of another."""
+
+
 def stateful_model(name: str, **options: Any) -> Any:
     """A small random model of a folder; ``options`` are of its configuration."""
     module = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
@@ -111,3 +116,8 @@ def stateful_model(name: str, **options: Any) -> Any:
 def folders() -> list[str]:
     """Of ``OTHERS`` those that the installed transformers has."""
     return [x for x in OTHERS if Path(families_of_transformers.__path__[0], x).is_dir()]
+
+
+def mixers() -> list[str]:
+    """Of ``folders`` one for each mixer; ``KVLOOM_PRODUCTS=1`` has all, as `make slow` does."""
+    return [x for x in folders() if x not in TWINS or os.environ.get("KVLOOM_PRODUCTS", "0") != "0"]

@@ -22,7 +22,7 @@ from oracles.batching import (
     session,
 )
 from oracles.pairs import in_turn
-from oracles.stateful_models import WRONG, folders, stateful_model
+from oracles.stateful_models import WRONG, mixers, stateful_model
 from transformers import GenerationConfig
 
 from kvloom.errors import StateError, UnsupportedError
@@ -30,7 +30,7 @@ from kvloom.integrations.transformers import KVCache, continuous_batching
 from kvloom.integrations.transformers.batching.recurrent import MixerCalls
 
 REQUESTS = int(os.environ.get("KVLOOM_REQUESTS", "6"))
-FAMILIES = [x for x in folders() if x != "inkling2"]  # which attends to masks of its own
+FAMILIES = [x for x in mixers() if x != "inkling2"]  # which attends to masks of its own
 CASES: dict[str, dict[str, int]] = {
     "long-steps": {},
     "short-steps": {"max_batch_tokens": 48},
@@ -111,11 +111,11 @@ def test_sampled_forks_part(model: Any) -> None:
 
 def test_those_that_lose_their_pages_compute_their_states_again(model: Any) -> None:
     requests = [PROMPT[i:] for i in range(4)]
-    with session(model, {"max_new_tokens": 40}, num_blocks=9, max_batch_tokens=64) as running:
+    with session(model, {"max_new_tokens": 20}, num_blocks=9, max_batch_tokens=64) as running:
         names = running.manager.add_requests(requests)
         running.run()
         assert running.manager.report().preemptions > 0
-    assert [running.outputs[x].generated_tokens for x in names] == [alone(model, x, 40) for x in requests]
+    assert [running.outputs[x].generated_tokens for x in names] == [alone(model, x, 20) for x in requests]
 
 
 def test_a_request_that_ends_takes_no_states_of_others_along(model: Any) -> None:

@@ -53,7 +53,7 @@ EXCEPTIONS = {
 }
 NAMES = [name for name, (config, _) in ALL.items() if hasattr(transformers, config)]
 HELD = [name for name in NAMES if name not in EXCEPTIONS]
-TOKENS, ROWS = 27, 4
+TOKENS, ROWS = 20, 3
 DTYPES = [torch.float32, torch.bfloat16]
 
 
