@@ -3,8 +3,11 @@
 #include <cstring>
 
 #if defined(__linux__)
+#include <sys/auxv.h>
 #include <sys/syscall.h>
 #include <unistd.h>
+#elif defined(__APPLE__)
+#include <sys/sysctl.h>
 #endif
 
 #include "kernels.h"
@@ -59,6 +62,23 @@ const Candidate candidates[] = {
     {&kernels_amx_emulated, why_not_avx512()},
 #endif
 };
+#elif defined(KVLOOM_ARM)
+// The baseline has NEON, as all of 64 bits; dot products came with Armv8.2.
+const char* why_not_neon() {
+#if defined(__linux__)
+  constexpr unsigned long kDotProducts = 1ul << 20;  // HWCAP_ASIMDDP
+  const bool runs = (getauxval(AT_HWCAP) & kDotProducts) != 0;
+#elif defined(__APPLE__)
+  int found = 0;
+  size_t size = sizeof found;
+  const bool runs = sysctlbyname("hw.optional.arm.FEAT_DotProd", &found, &size, nullptr, 0) == 0 && found;
+#else
+  const bool runs = false;
+#endif
+  return runs ? nullptr : "the processor lacks dot products, or does not say that it has them";
+}
+
+const Candidate candidates[] = {{&kernels_neon, why_not_neon()}, {&kernels_baseline, nullptr}};
 #else
 const Candidate candidates[] = {{&kernels_baseline, nullptr}};
 #endif

@@ -34,6 +34,9 @@ extern const Kernels kernels_avx512;
 extern const Kernels kernels_amx;
 extern const Kernels kernels_amx_emulated;
 #endif
+#ifdef KVLOOM_ARM
+extern const Kernels kernels_neon;
+#endif
 
 // The chosen table: the best that this machine runs, unless told otherwise.
 const Kernels& kernels();

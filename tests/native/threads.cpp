@@ -252,7 +252,7 @@ int compare(const char* isa, const Kind& kind, bool race) {
 
 int main_with(bool race) {
   int wrong = 0;
-  for (const char* isa : {"baseline", "avx2", "avx512", "amx", "amx-emulated"}) {
+  for (const char* isa : {"baseline", "neon", "avx2", "avx512", "amx", "amx-emulated"}) {
     if (kvloom_choose_isa(isa) != 0) {
       std::printf("%s: not on this machine\n", isa);
       continue;

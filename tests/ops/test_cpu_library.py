@@ -63,7 +63,7 @@ def test_every_machine_can_be_told_to_use_the_baseline() -> None:
 @compiled
 def test_unknown_instruction_set_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVLOOM_ISA", "sse9")
-    known = "baseline, avx2, avx512, amx or amx-emulated"
+    known = "baseline, neon, avx2, avx512, amx or amx-emulated"
     with pytest.raises(ConfigError, match=f"KVLOOM_ISA must be {known}, got 'sse9'"):
         cpu.load_library()
 

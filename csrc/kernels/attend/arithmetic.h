@@ -12,7 +12,9 @@ inline Vec multiply_add(Vec x, Vec y, Vec z) {
   return as<Vec>(_mm512_fmadd_ps(as<__m512>(x), as<__m512>(y), as<__m512>(z)));
 #elif defined(__FMA__)
   return as<Vec>(_mm256_fmadd_ps(as<__m256>(x), as<__m256>(y), as<__m256>(z)));
-#elif defined(__FP_FAST_FMAF)  // ARM
+#elif defined(__aarch64__)
+  return as<Vec>(vfmaq_f32(as<float32x4_t>(z), as<float32x4_t>(x), as<float32x4_t>(y)));
+#elif defined(__FP_FAST_FMAF)
   for (int i = 0; i < kLanes; ++i) z[i] = __builtin_fmaf(x[i], y[i], z[i]);
   return z;
 #else

@@ -7,10 +7,14 @@
 #if defined(__AVX512BF16__) && defined(__AVX512VNNI__)
 #include "bf16_codes.h"
 #include "digits.h"
-#define KVLOOM_HAS_DOT_PRODUCTS 1
+#define KVLOOM_HAS_BF16 1
+#define KVLOOM_HAS_DIGITS 1
 #ifdef KVLOOM_HAS_TILES
 #include "tile_chunk.h"
 #endif
+#elif defined(__ARM_FEATURE_DOTPROD)
+#include "neon_digits.h"
+#define KVLOOM_HAS_DIGITS 1
 #endif
 
 namespace kvloom::KVLOOM_ISA {
@@ -48,7 +52,7 @@ inline auto choose_codes(const SideLayout& side, DType query_dtype, Choice choic
   return side.scale.dtype == DType::f16 ? choose(RoundedTo<Half>{}) : choose(RoundedTo<BFloat>{});
 }
 
-#ifdef KVLOOM_HAS_DOT_PRODUCTS
+#ifdef KVLOOM_HAS_BF16
 // Whether codes are dequantized to bfloat16: digits of weights, and scaling sums, pay only for long groups.
 inline bool uses_bf16_code_kernels(const SideLayout& side, DType query_dtype) {
   return uses_code_kernels(side) && query_dtype == DType::bf16 && side.group % 32 != 0 && side.dim % 64 == 0;
@@ -72,7 +76,9 @@ constexpr ScoreKernel kScoreBf16{pack_bf16, score_bf16};
 constexpr ValueKernel kValueBf16 = value_bf16;
 constexpr Index kValueBf16Dims = 64;
 #endif
+#endif
 
+#ifdef KVLOOM_HAS_DIGITS
 // Integer digits are finer than a 16-bit query.
 inline bool uses_digit_kernels(const SideLayout& side, DType query_dtype) {
   return uses_code_kernels(side) && query_dtype != DType::f32 && !is_coarser(side.scale.dtype, query_dtype);
@@ -80,12 +86,14 @@ inline bool uses_digit_kernels(const SideLayout& side, DType query_dtype) {
 #endif
 
 inline ScoreKernel choose_score(const SideLayout& key, DType query_dtype) {
-#ifdef KVLOOM_HAS_DOT_PRODUCTS
+#ifdef KVLOOM_HAS_BF16
   if (uses_bf16_code_kernels(key, query_dtype))
     return key.dtype == DType::int4 ? kScoreCodes<true> : kScoreCodes<false>;
+  if (is_direct(key, query_dtype) && query_dtype == DType::bf16 && key.dim % 32 == 0) return kScoreBf16;
+#endif
+#ifdef KVLOOM_HAS_DIGITS
   if (uses_digit_kernels(key, query_dtype))
     return {pack_digits, key.dtype == DType::int4 ? score_digits<true> : score_digits<false>};
-  if (is_direct(key, query_dtype) && query_dtype == DType::bf16 && key.dim % 32 == 0) return kScoreBf16;
 #endif
   if (uses_code_kernels(key))
     return choose_codes(key, query_dtype, []<bool is_int4, class Rounded>() {
@@ -96,11 +104,13 @@ inline ScoreKernel choose_score(const SideLayout& key, DType query_dtype) {
 }
 
 inline ValueKernel choose_value(const SideLayout& value, DType query_dtype) {
-#ifdef KVLOOM_HAS_DOT_PRODUCTS
+#ifdef KVLOOM_HAS_BF16
   if (is_direct(value, query_dtype) && query_dtype == DType::bf16 && value.dim % kValueBf16Dims == 0)
     return kValueBf16;
   if (uses_bf16_code_kernels(value, query_dtype))
     return value.dtype == DType::int4 ? kValueCodes<true> : kValueCodes<false>;
+#endif
+#ifdef KVLOOM_HAS_DIGITS
   if (uses_digit_kernels(value, query_dtype) && value.group % 32 == 0)
     return value.dtype == DType::int4 ? value_digits<true> : value_digits<false>;
 #endif

@@ -23,6 +23,8 @@ KVLOOM_INLINE Vec widen(Shorts x, Half) {
   return as<Vec>(_mm512_cvtph_ps(as<__m256i>(x)));
 #elif defined(__F16C__) && defined(__AVX2__)
   return as<Vec>(_mm256_cvtph_ps(as<__m128i>(x)));
+#elif defined(__aarch64__)
+  return as<Vec>(vcvt_f32_f16(as<float16x4_t>(x)));
 #else
   const IntVec bits = as<IntVec>(zero_extend(x)), magnitude = bits & 0x7fff;
   // 2^112 moves the exponent from one bias to the other, subnormals included.
@@ -38,6 +40,8 @@ KVLOOM_INLINE Shorts narrow(Vec x, Half) {
   return as<Shorts>(_mm512_cvtps_ph(as<__m512>(x), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
 #elif defined(__F16C__) && defined(__AVX2__)
   return as<Shorts>(_mm256_cvtps_ph(as<__m256>(x), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+#elif defined(__aarch64__)
+  return as<Shorts>(vcvt_f16_f32(as<float32x4_t>(x)));
 #else
   const IntVec bits = as<IntVec>(x), magnitude = bits & 0x7fffffff;
   const IntVec odd = (magnitude >> 13) & 1;
@@ -137,7 +141,7 @@ KVLOOM_INLINE Vec round_to(Vec x) {
     const Words bits = as<Words>(x);
     return as<Vec>((bits + 0x7fff + ((bits >> 16) & 1)) & 0xffff0000);
   } else {
-#if defined(__F16C__) || defined(__AVX512F__)
+#if defined(__F16C__) || defined(__AVX512F__) || defined(__aarch64__)
     return widen(narrow(x, T{}), T{});
 #else
     const Words bits = as<Words>(x), magnitude = bits & 0x7fffffff;

@@ -7,6 +7,8 @@
 
 #if defined(__x86_64__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 #include "types.h"
@@ -78,6 +80,8 @@ KVLOOM_INLINE bool has_any(IntVec x) {
   return _mm512_test_epi32_mask(as<__m512i>(x), as<__m512i>(x)) != 0;
 #elif defined(__AVX2__)
   return !_mm256_testz_si256(as<__m256i>(x), as<__m256i>(x));
+#elif defined(__aarch64__)
+  return vmaxvq_u32(as<uint32x4_t>(x)) != 0;
 #endif
   const auto words = as<VectorOf<uint64_t, kLanes / 2>::type>(x);
   uint64_t any = 0;
@@ -169,6 +173,16 @@ KVLOOM_INLINE Vec maximum(Vec a, Vec b) { return a > b ? a : b; }
 KVLOOM_INLINE Vec minimum(Vec a, Vec b) { return a < b ? a : b; }
 KVLOOM_INLINE IntVec maximum(IntVec a, IntVec b) { return a > b ? a : b; }
 KVLOOM_INLINE Halves maximum(Halves a, Halves b) { return a > b ? a : b; }
+
+#if defined(__aarch64__)
+
+KVLOOM_INLINE Vec permute(Vec x, IntVec index) {
+  const IntVec bytes = index * 0x04040404 + 0x03020100;  // of each lane
+  return as<Vec>(vqtbl1q_u8(as<uint8x16_t>(x), as<uint8x16_t>(bytes)));
+}
+
+#else
+
 KVLOOM_INLINE Vec look_up(const float* from, IntVec index) {
   Vec found{};
   for (int i = 0; i < kLanes; ++i) found[i] = from[index[i]];
@@ -179,6 +193,8 @@ KVLOOM_INLINE Vec permute(Vec x, IntVec index) {
   std::memcpy(lanes, &x, sizeof x);
   return look_up(lanes, index);
 }
+
+#endif
 
 #if defined(__SSE2__)
 
@@ -198,6 +214,18 @@ KVLOOM_INLINE Bytes low_bytes(IntVec x) {
   return as<Bytes>(_mm_packus_epi16(halves, halves));
 }
 
+#elif defined(__aarch64__)
+
+KVLOOM_INLINE Words zero_extend(Shorts x) { return as<Words>(vmovl_u16(as<uint16x4_t>(x))); }
+KVLOOM_INLINE IntVec sign_extend(Bytes x) {
+  return as<IntVec>(vmovl_s16(vget_low_s16(vmovl_s8(as<int8x8_t>(x)))));
+}
+KVLOOM_INLINE Shorts low_halves(Words x) { return as<Shorts>(vmovn_u32(as<uint32x4_t>(x))); }
+KVLOOM_INLINE Bytes low_bytes(IntVec x) {
+  const uint16x4_t halves = vmovn_u32(as<uint32x4_t>(x));
+  return as<Bytes>(vmovn_u16(vcombine_u16(halves, halves)));
+}
+
 #else
 
 KVLOOM_INLINE Words zero_extend(Shorts x) { return __builtin_convertvector(x, Words); }
@@ -208,7 +236,7 @@ KVLOOM_INLINE Bytes low_bytes(IntVec x) { return __builtin_convertvector(x, Byte
 #endif
 #endif
 
-#if defined(__AVX2__)
+#if defined(__AVX2__) || defined(__aarch64__)
 KVLOOM_INLINE Vec look_up(const float* from, IntVec index) { return permute(bit_copy<Vec>(from), index); }
 #endif
 
@@ -216,6 +244,8 @@ KVLOOM_INLINE Vec look_up(const float* from, IntVec index) { return permute(bit_
 KVLOOM_INLINE Bytes minimum(Bytes a, Bytes b) {
 #if defined(__AVX2__)
   return as<Bytes>(_mm_min_epi8(as<__m128i>(a), as<__m128i>(b)));
+#elif defined(__aarch64__)
+  return as<Bytes>(vmin_s8(as<int8x8_t>(a), as<int8x8_t>(b)));
 #else
   return a < b ? a : b;
 #endif
@@ -229,6 +259,10 @@ KVLOOM_INLINE Nibbles pack_nibbles(Bytes codes) {
   const __m128i even = _mm_and_si128(pairs, _mm_set1_epi16(0x0f));
   const __m128i odd = _mm_and_si128(_mm_srli_epi16(pairs, 4), _mm_set1_epi16(0xf0));
   return as<Nibbles>(_mm_packus_epi16(_mm_or_si128(even, odd), _mm_setzero_si128()));
+#elif defined(__aarch64__)  // four codes, in a register of integers
+  uint32_t pairs = as<uint32_t>(codes) & 0x0f0f0f0f;
+  pairs |= pairs >> 4;
+  return as<Nibbles>(static_cast<uint16_t>((pairs & 0xff) | (pairs >> 8 & 0xff00)));
 #else
   Nibbles packed{};
   for (int i = 0; i < kLanes / 2; ++i) packed[i] = (codes[2 * i] & 0xf) | codes[2 * i + 1] << 4;
@@ -253,6 +287,9 @@ KVLOOM_INLINE IntVec sign_extend(Nibbles packed) {
   const __m128i odd = _mm_slli_epi16(_mm_and_si128(wide, _mm_set1_epi16(0xf0)), 4);
   const __m128i bits = _mm_xor_si128(_mm_or_si128(even, odd), _mm_set1_epi8(8));
   return sign_extend(as<Bytes>(_mm_sub_epi8(bits, _mm_set1_epi8(8))));
+#elif defined(__aarch64__)
+  const IntVec above = 28 - lane_numbers() * 4;  // bits above the nibble of a lane
+  return splat(int32_t{as<uint16_t>(packed)}) << above >> 28;
 #else
   IntVec codes{};
   for (int i = 0; i < kLanes / 2; ++i) {

@@ -22,7 +22,7 @@ COMPILED: Final = ("store", "load", "copy", "attend", "attend_part", "rotate", "
 """The operators that have a compiled kernel."""
 MAX_SMOOTHED: Final = 4096
 """The largest head dim whose vectors they smooth."""
-ISAS: Final = ("baseline", "avx2", "avx512", "amx", "amx-emulated")
+ISAS: Final = ("baseline", "neon", "avx2", "avx512", "amx", "amx-emulated")
 """Values of ``KVLOOM_ISA``. The last one, for tests, computes in plain C++ what AMX does; of the others the
 library chooses the last one that runs."""
 PREFETCHES: Final = ("l1", "l2")

@@ -1,0 +1,2 @@
+#define KVLOOM_ISA neon
+#include "isa.h"
