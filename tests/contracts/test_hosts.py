@@ -1,0 +1,55 @@
+"""What the page of tested versions takes from what ``make`` prints."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
+
+import hosts
+
+
+@pytest.mark.parametrize(
+    ("label", "printed", "expected"),
+    [
+        (
+            "torch ",
+            [
+                "torch 2.10.0",
+                "....  [100%]",
+                "24 passed, 3 skipped in 9.1s",
+                "torch 2.15.0",
+                "1 failed, 2 passed in 3s",
+            ],
+            {"2.10.0": "24 passed, 3 skipped", "2.15.0": "1 failed, 2 passed"},
+        ),
+        (
+            "Python ",
+            ["no python3.12 on this machine", "Python 3.13", "7 passed in 0.1s"],
+            {"3.12": "not here", "3.13": "7 passed"},
+        ),
+        ("KVLOOM_ISA=", ["KVLOOM_ISA=amx", "not on this machine"], {"amx": "not here"}),
+        ("", ["24 passed in 3.05s"], {"": "24 passed"}),
+    ],
+)
+def test_versions_and_their_results(label: str, printed: list[str], expected: dict[str, str]) -> None:
+    assert dict(hosts.results_of(printed, label)) == expected
+
+
+def test_the_page_is_read_as_it_is_written() -> None:
+    rows = [
+        hosts.Row("LMCache", "1", "x", "3 passed", "today"),
+        hosts.Row("torch", "2", "y", "1 failed", "now"),
+    ]
+    page = hosts.write(rows)
+    assert hosts.write(hosts.read(page).values()) == page
+    assert page.index("torch | 2") < page.index("LMCache | 1")
+
+
+def test_hosts_are_targets_of_make() -> None:
+    makefile = (hosts.ROOT / "Makefile").read_text(encoding="utf-8")
+    assert [host.target for host in hosts.HOSTS.values() if f"\n{host.target}:" not in makefile] == []
+    assert hosts.variable("LMCACHE") in makefile
