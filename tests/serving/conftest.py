@@ -46,8 +46,12 @@ NEEDS_PACKAGES = [
     "test_tools.py",
 ]
 
+NEEDS_PILLOW = ["test_picture_requests.py", "test_pictures.py"]
+
 if MISSING or Version(transformers.__version__) < Version(OLDEST):
-    collect_ignore = NEEDS_PACKAGES
+    collect_ignore = [*NEEDS_PACKAGES, *NEEDS_PILLOW]
+elif find_spec("PIL") is None:
+    collect_ignore = NEEDS_PILLOW
 
 
 @pytest.fixture(scope="module")

@@ -51,6 +51,7 @@ class Answers:
         keep_special: Whether special tokens are text.
         matcher: Of ``Grammars``, if an answer has a structure.
         turn: Of the session of an agent, if the request is of one.
+        manager: What computes them; the session's own if ``None``.
 
     Raises:
         Refused: the session takes no requests.
@@ -67,8 +68,10 @@ class Answers:
         keep_special: bool,
         matcher: Any = None,
         turn: AgentTurn | None = None,
+        manager: Any = None,
     ) -> None:
         self._session, self._count, self.turn = session, wanted.count, turn
+        self._manager = session.manager if manager is None else manager
         self._began, self._first = time.monotonic(), True
         self._latest: dict[str, Any] = {}
         self._failure: str | None = None
@@ -92,7 +95,7 @@ class Answers:
         try:
             for request_id, answer in self._answers.items():
                 number = answer.index // wanted.count
-                added = session.manager.add_request(
+                added = self._manager.add_request(
                     list(prompts[number]),
                     request_id=request_id,
                     max_new_tokens=max_tokens[number],
@@ -152,7 +155,7 @@ class Answers:
                     if answer.finish_reason is None:
                         piece = answer.read(output)
                         self.num_new += len(piece.tokens)
-                        session.note_new_tokens(len(piece.tokens))
+                        session.note_new_tokens(len(piece.tokens), lives=self._manager is session.manager)
                         if piece.finish_reason is not None:
                             self._leave(name, ended=output.is_finished())
                         yield piece
@@ -166,7 +169,7 @@ class Answers:
 
     def _leave(self, name: str, ended: bool) -> None:
         if self._session.readers.pop(name, None) is not None and not ended:
-            self._session.manager.cancel_request(name)
+            self._manager.cancel_request(name)
 
 
 class _Answer:

@@ -18,15 +18,17 @@ from kvloom.integrations.transformers import summary_of
 from kvloom.integrations.transformers.batching.config import expect_known
 from kvloom.serving import Refused
 from kvloom.serving.access_log import ENTRY, Entry
-from kvloom.serving.agents import turn_of
+from kvloom.serving.agents import HEADER, turn_of
 from kvloom.serving.answers import Answers
 from kvloom.serving.bodies import expect_model, read_object
 from kvloom.serving.guard import TENANT
 from kvloom.serving.messages import Chat
+from kvloom.serving.pictures import decoded
 from kvloom.serving.prompts import expect_room
 from kvloom.serving.readers import ParsedText, PlainText, Reader
 from kvloom.serving.session import Place, Session
 from kvloom.serving.tools import CallsText
+from kvloom.serving.vision import PicturePrompt
 from kvloom.serving.wanted import Wanted
 
 _USUAL_TOKENS: Final = 16
@@ -93,6 +95,10 @@ class Asking:
                 turn = turn_of(request, wanted.count * len(prompts))
                 place.widen(wanted.count * len(prompts))
                 asked: list[_Asked] = [await read(self._asked, prompt, wanted) for prompt in prompts]
+                if turn is not None and asked[0].pictures is not None:
+                    raise ArgumentError(
+                        f"{HEADER} must be left out in a chat with pictures, which no session keeps"
+                    )
                 matcher = None
                 if wanted.structure is not None:
                     matcher = await read(session.grammars.matcher, wanted.structure)
@@ -111,6 +117,7 @@ class Asking:
                 usual_tokens=None if self._kind == "chat" else _USUAL_TOKENS,
                 matcher=matcher,
                 turn=turn,
+                pictures=asked[0].pictures,
             )
         request.scope.get(ENTRY, Entry()).answers = answers
         return Begun(name, wanted, answers, readers)
@@ -135,9 +142,15 @@ class Asking:
 
     def _chat(self, body: dict[str, Any], wanted: Wanted) -> "_Asked":
         session = self._session
-        text = Chat.of(body).text(session.tokenizer)
-        tokens = session.prompts.tokens_of(text, session.room, add_special_tokens=False)
-        return _Asked(tokens, [self._reader(wanted, tokens) for _ in range(wanted.count)])
+        sees = session.pictures
+        chat = Chat.of(body, sees is not None)
+        text, pictures = chat.text(session.tokenizer), None
+        room = sees.room if sees is not None and chat.pictures else session.room
+        tokens = session.prompts.tokens_of(text, room, add_special_tokens=False)
+        if sees is not None and chat.pictures:
+            pictures = sees.vision.prompt_of(text, chat.messages, decoded(chat.pictures))
+            tokens = pictures.tokens
+        return _Asked(tokens, [self._reader(wanted, tokens) for _ in range(wanted.count)], pictures)
 
     def _reader(self, wanted: Wanted, tokens: list[int]) -> Reader:
         """Of an answer to a chat; one with a structure has it from its first letter on."""
@@ -155,10 +168,11 @@ class Asking:
 
 
 class _Asked(NamedTuple):
-    """Tokens of a prompt, and what reads the answers to it."""
+    """Tokens of a prompt, what reads the answers to it, and the prompt itself if it has pictures."""
 
     tokens: list[int]
     readers: list[Reader]
+    pictures: PicturePrompt | None = None
 
 
 def _texts(prompt: Any) -> list[Any]:

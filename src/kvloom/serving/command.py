@@ -53,6 +53,7 @@ def run(args: argparse.Namespace, load: Callable[[Path | None, str], tuple[Any, 
     expect_within("--page-size", args.page_size, _LEAST_PAGE_SIZE, _MOST_STEP)
     if args.pages is not None:
         expect_within("--pages", args.pages, 1, MOST)
+    expect_within("--picture-tokens", args.picture_tokens, args.page_size, MOST)
     if args.max_batch_tokens is not None:
         expect_within("--max-batch-tokens", args.max_batch_tokens, 1, _MOST_STEP)
     paths = _paths(args)
@@ -108,9 +109,12 @@ def _model_of(
 
     from kvloom.serving.models import Model
     from kvloom.serving.session import Session
+    from kvloom.serving.vision import processor_of
 
     model, tokenizer = load(path, args.dtype)
-    tokenizer.chat_template = template or tokenizer.chat_template
+    processor = None if path is None else processor_of(model, path)
+    usual = tokenizer.chat_template or getattr(processor, "chat_template", None)
+    tokenizer.chat_template = template or usual
     config = ContinuousBatchingConfig(
         page_size=args.page_size, num_blocks=args.pages, max_batch_tokens=args.max_batch_tokens
     )
@@ -127,6 +131,8 @@ def _model_of(
         batch_invariant=args.batch_invariant,
         pack=PACKS[args.pack],
         store=args.store,
+        processor=processor,
+        picture_tokens=args.picture_tokens,
     )
     return Model((name, str(path or bundled_model_path())), session)
 

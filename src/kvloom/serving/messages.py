@@ -1,7 +1,7 @@
 """The messages and tools of a chat, read from JSON, and whether the model's chat template reads them, too."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Final
@@ -12,6 +12,7 @@ from transformers.utils import chat_template_utils
 from kvloom.errors import ArgumentError
 from kvloom.integrations.transformers import summary_of
 from kvloom.serving.fields import shown
+from kvloom.serving.pictures import Picture, picture_of
 from kvloom.serving.tools import tools_of
 
 _FIELDS: Final = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content")
@@ -32,22 +33,25 @@ class Chat:
     """The arguments of a request for a chat template.
 
     Attributes:
-        messages: With the fields that were given; the content of each is one text, and the arguments of its
-            tool calls are objects.
+        messages: With the fields that were given; the content of each is one text, or parts for a model that
+            sees, and the arguments of its tool calls are objects.
         tools: ``None`` for none.
         options: Variables of the template.
+        pictures: Of all messages, in their order.
     """
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None
     options: dict[str, bool]
+    pictures: Sequence[Picture] = ()
 
     @classmethod
-    def of(cls, body: dict[str, Any]) -> "Chat":
+    def of(cls, body: dict[str, Any], sees: bool = False) -> "Chat":
         """Read a request.
 
         Args:
             body: JSON.
+            sees: Whether the model takes pictures.
 
         Raises:
             ArgumentError: a field is missing, unknown, or has no such value.
@@ -66,10 +70,12 @@ class Chat:
             )
         choice = body.get("tool_choice") or "auto"
         tools = tools_of(body, choice not in ("auto", "none"))
+        pictures: list[Picture] = []
         return cls(
-            [_message(f"messages[{i}]", message) for i, message in enumerate(messages)],
+            [_message(f"messages[{i}]", x, pictures if sees else None) for i, x in enumerate(messages)],
             tools if tools and choice != "none" else None,
             options,
+            pictures,
         )
 
     def text(self, tokenizer: Any, add_generation_prompt: bool = True) -> str:
@@ -184,7 +190,8 @@ def _variables(template: str) -> set[str]:
     return set(jinja2.meta.find_undeclared_variables(_compiled(template).environment.parse(template)))
 
 
-def _message(name: str, message: Any) -> dict[str, Any]:
+def _message(name: str, message: Any, pictures: list[Picture] | None) -> dict[str, Any]:
+    """A message for a template; ``pictures`` gets those of a model that sees, and is ``None`` for another."""
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise ArgumentError(f"{name} must be an object with a role, got {shown(message)}")
     given = {field: value for field, value in message.items() if value not in (None, [])}
@@ -200,24 +207,31 @@ def _message(name: str, message: Any) -> dict[str, Any]:
     if "tool_calls" in given:
         given["tool_calls"] = _calls(f"{name}.tool_calls", given["tool_calls"])
     if "content" in given:
-        given["content"] = _content(f"{name}.content", given["content"])
+        given["content"] = _content(f"{name}.content", given["content"], pictures)
     elif "tool_calls" not in given:
         raise ArgumentError(f"{name}.content must be a text, or parts of type 'text', got none")
-    return {"content": "", **given}
+    return {"content": "" if pictures is None else [], **given}
 
 
-def _content(name: str, content: Any) -> str:
+def _content(name: str, content: Any, pictures: list[Picture] | None) -> str | list[dict[str, str]]:
     if isinstance(content, str):
-        return content
+        return content if pictures is None else [{"type": "text", "text": content}]
+    kinds = "'text'" if pictures is None else "'text' or 'image_url'"
     if not isinstance(content, list):
-        raise ArgumentError(f"{name} must be a text, or parts of type 'text', got {shown(content)}")
+        raise ArgumentError(f"{name} must be a text, or parts of type {kinds}, got {shown(content)}")
+    parts = []
     for i, part in enumerate(content):
         kind = part.get("type") if isinstance(part, dict) else part
-        if kind != "text":
-            raise ArgumentError(f"{name}[{i}] must be a part of type 'text', got {shown(kind)}")
-        if part.keys() != {"type", "text"} or not isinstance(part["text"], str):
+        if kind == "image_url" and pictures is not None:
+            pictures.append(picture_of(f"{name}[{i}]", part))
+            parts.append({"type": "image"})
+        elif kind != "text":
+            raise ArgumentError(f"{name}[{i}] must be a part of type {kinds}, got {shown(kind)}")
+        elif part.keys() != {"type", "text"} or not isinstance(part["text"], str):
             raise ArgumentError(f"{name}[{i}] must have a type and a text alone, got {shown(part)}")
-    return " ".join(part["text"] for part in content)
+        else:
+            parts.append({"type": "text", "text": part["text"]})
+    return " ".join(part["text"] for part in parts) if pictures is None else parts
 
 
 def _calls(name: str, calls: Any) -> list[dict[str, Any]]:

@@ -6,7 +6,7 @@ from typing import Final
 
 from kvloom.core.spelling import PACKS, STORAGE
 from kvloom.paging import POLICIES
-from kvloom.serving.settings import KEYS_VARIABLE, Settings
+from kvloom.serving.settings import KEYS_VARIABLE, PICTURE_TOKENS, Settings
 
 DTYPES: Final = ("auto", "float32", "bfloat16", "float16")
 """Of weights and of what is computed: that of the file, or another one."""
@@ -75,6 +75,13 @@ def _add_pages(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--page-size", type=int, default=16, metavar="N", help="tokens in a page (%(default)s)"
+    )
+    group.add_argument(
+        "--picture-tokens",
+        type=int,
+        default=PICTURE_TOKENS,
+        metavar="N",
+        help="of chats with pictures that are kept at a time, beside the pages (%(default)s)",
     )
     group.add_argument(
         "--policy",

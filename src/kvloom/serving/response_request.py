@@ -39,14 +39,16 @@ _OWN_NAMES: Final = {
     "max_tokens": "max_output_tokens",
 }
 _PARTS: Final = ("input_text", "output_text", "text")
+_IMAGE: Final = "input_image"
 _MESSAGE: Final = ("type", "role", "content", "id", "status")
 
 
-def chat_of(body: Mapping[str, Any]) -> dict[str, Any]:
+def chat_of(body: Mapping[str, Any], sees: bool = False) -> dict[str, Any]:
     """The body of a chat for a request of ``/v1/responses``.
 
     Args:
         body: JSON.
+        sees: Whether the model takes pictures.
 
     Raises:
         ArgumentError: a field is unknown, is not supported, or has no such value.
@@ -59,7 +61,7 @@ def chat_of(body: Mapping[str, Any]) -> dict[str, Any]:
         elif name not in _OTHERS:
             raise ArgumentError(f"{shown(name)} is no field that is supported")
     chat: dict[str, Any] = {name: given[name] for name in _SAME if name in given}
-    chat["messages"] = _messages(given)
+    chat["messages"] = _messages(given, (*_PARTS, _IMAGE) if sees else _PARTS)
     if "max_output_tokens" in given:
         chat["max_tokens"] = given["max_output_tokens"]
     asked = given.get("text", {})
@@ -84,7 +86,8 @@ def _format(value: Any) -> Any:
     return value
 
 
-def _messages(given: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _messages(given: Mapping[str, Any], kinds: tuple[str, ...]) -> list[dict[str, Any]]:
+    """Messages of a chat; ``kinds`` are those of their parts."""
     asked = given.get("input")
     if isinstance(asked, str):
         asked = [{"role": "user", "content": asked}]
@@ -101,7 +104,7 @@ def _messages(given: Mapping[str, Any]) -> list[dict[str, Any]]:
         if kind == "reasoning":
             reasoning += "".join(x["text"] for x in _parts(f"input[{i}]", item, ("reasoning_text",)))
         elif kind == "message":
-            message = _message(f"input[{i}]", item)
+            message = _message(f"input[{i}]", item, kinds)
             if reasoning and message["role"] == "assistant":
                 message["reasoning_content"], reasoning = reasoning, ""
             messages.append(message)
@@ -114,7 +117,7 @@ def _messages(given: Mapping[str, Any]) -> list[dict[str, Any]]:
     return messages
 
 
-def _message(name: str, item: dict[str, Any]) -> dict[str, Any]:
+def _message(name: str, item: dict[str, Any], kinds: tuple[str, ...]) -> dict[str, Any]:
     for field, value in item.items():
         if field not in _MESSAGE and value is not None:
             raise ArgumentError(f"{name} must have fields that are supported, got {shown(field)}")
@@ -122,19 +125,32 @@ def _message(name: str, item: dict[str, Any]) -> dict[str, Any]:
         raise ArgumentError(f"{name} must have a role, got {shown(item.get('role'))}")
     if isinstance(item.get("content"), str):
         return {"role": item["role"], "content": item["content"]}
-    return {"role": item["role"], "content": _parts(name, item, _PARTS)}
+    return {"role": item["role"], "content": _parts(name, item, kinds)}
 
 
-def _parts(name: str, item: dict[str, Any], kinds: tuple[str, ...]) -> list[dict[str, str]]:
-    """Parts of text, as a chat has them."""
+def _parts(name: str, item: dict[str, Any], kinds: tuple[str, ...]) -> list[dict[str, Any]]:
+    """Parts as a chat has them."""
     content = item.get("content") or []
     if not isinstance(content, list):
         raise ArgumentError(f"{name}.content must be a text or a list of parts, got {shown(content)}")
+    parts: list[dict[str, Any]] = []
     for j, part in enumerate(content):
         kind = part.get("type") if isinstance(part, dict) else part
         if kind not in kinds:
             known = " or ".join(map(repr, kinds))
             raise ArgumentError(f"{name}.content[{j}] must be a part of type {known}, got {shown(kind)}")
-        if not isinstance(part.get("text"), str):
+        if kind == _IMAGE:
+            parts.append(_image(f"{name}.content[{j}]", part))
+        elif isinstance(part.get("text"), str):
+            parts.append({"type": "text", "text": part["text"]})
+        else:
             raise ArgumentError(f"{name}.content[{j}].text must be a string, got {shown(part.get('text'))}")
-    return [{"type": "text", "text": part["text"]} for part in content]
+    return parts
+
+
+def _image(name: str, part: dict[str, Any]) -> dict[str, Any]:
+    given = {field: value for field, value in part.items() if value is not None}
+    if given.keys() - {"detail"} != {"type", "image_url"}:
+        raise ArgumentError(f"{name} must have a type, an image_url and a detail alone, got {shown(part)}")
+    image = {"url": given["image_url"], "detail": given.get("detail", "auto")}
+    return {"type": "image_url", "image_url": image}

@@ -1,4 +1,4 @@
-"""``/v1/responses``: a chat in OpenAI's newer shape, of text alone, and nothing is stored."""
+"""``/v1/responses``: a chat in OpenAI's newer shape, and nothing is stored."""
 
 import time
 from collections.abc import AsyncGenerator
@@ -26,7 +26,7 @@ class Responses:
     """
 
     def __init__(self, session: Session, names: tuple[str, ...]) -> None:
-        self._names = names
+        self._session, self._names = session, names
         self._asking = Asking(session, names, "chat", "resp")
 
     async def answer(self, request: Request) -> Any:
@@ -34,7 +34,7 @@ class Responses:
         said: dict[str, Any] = {}
 
         def translated(body: dict[str, Any]) -> dict[str, Any]:
-            chat = chat_of(body)
+            chat = chat_of(body, self._session.pictures is not None)
             said.update((name, body.get(name)) for name in ("instructions", "metadata", "text", "user"))
             return chat
 

@@ -18,9 +18,11 @@ from kvloom.integrations.transformers.batching.sampling import choose_by_request
 from kvloom.integrations.transformers.text_config import text_config_of
 from kvloom.serving import Refused
 from kvloom.serving.answers import Answers
+from kvloom.serving.picture_chats import PictureChats, picture_chats
 from kvloom.serving.prompts import Prompts, expect_room
-from kvloom.serving.settings import Settings
+from kvloom.serving.settings import PICTURE_TOKENS, Settings
 from kvloom.serving.structured import Grammars
+from kvloom.serving.vision import PicturePrompt
 from kvloom.serving.wanted import Wanted
 from kvloom.store.store import KVStore, open_store
 
@@ -54,6 +56,8 @@ class Session:
         batch_invariant: The same.
         pack: The same.
         store: The same.
+        processor: That makes what the model sees of pictures; ``None`` for text alone.
+        picture_tokens: Of chats with pictures that are kept at a time.
 
     Raises:
         KVError: the model, an option or the configuration cannot be served.
@@ -73,6 +77,8 @@ class Session:
         batch_invariant: bool | None = None,
         pack: bool | str = False,
         store: KVStore | Sequence[str] | None = None,
+        processor: Any = None,
+        picture_tokens: int = PICTURE_TOKENS,
     ) -> None:
         if getattr(tokenizer, "backend_tokenizer", None) is None:
             raise ArgumentError(f"model must have a fast tokenizer, got {type(tokenizer).__name__}")
@@ -82,6 +88,14 @@ class Session:
         self.on_first_token = on_first_token
         self._batch_invariant = batch_invariant
         self.store = None if store is None else open_store(store)
+        self.pictures: PictureChats | None = None
+        """What answers chats with pictures; ``None`` where the model answers text alone."""
+        if processor is not None:
+            if pack == "only":
+                raise ArgumentError("pack must be another than 'only' for a model that sees, got 'only'")
+            how: dict[str, Any] = {"kv": kv, "values": values, "policy": policy}
+            args = (model, tokenizer, processor, picture_tokens)
+            self.pictures = picture_chats(*args, **how, batch_invariant=batch_invariant)
         layers: dict[str, Any] = {"batch_invariant": batch_invariant, "pack": pack}
         continuous_batching(model, kv, values=values, policy=policy, **layers, store=self.store)
         eos = model.generation_config.eos_token_id
@@ -132,6 +146,8 @@ class Session:
             StateError: it ended at once.
         """
         self.manager.output_router = _Router(self, asyncio.get_running_loop())
+        if self.pictures is not None:
+            self.pictures.start(self.readers)
         await self._begin()
         if not self.alive:
             self.failure = f"the session could not begin: {self._why_it_died()}"
@@ -147,6 +163,8 @@ class Session:
         self.prompts.close()
         for answers in set(self.readers.values()):
             answers.close()
+        if self.pictures is not None:
+            await asyncio.to_thread(self.pictures.close)
         await asyncio.to_thread(self.manager.stop, hard_stop=True)
         if not self.manager.is_running():
             await asyncio.to_thread(continuous_batching, self.model, None)
@@ -208,14 +226,16 @@ class Session:
         error = self.manager.background_thread_status.fatal_error
         return "its thread ended" if error is None else summary_of(error)
 
-    def note_new_tokens(self, count: int) -> None:
-        """Count what was read: it lives."""
+    def note_new_tokens(self, count: int, lives: bool) -> None:
+        """Count what was read; ``lives`` is whether the session computed it."""
         self.num_new += count
-        self._num_deaths = 0
+        self._num_deaths = 0 if lives else self._num_deaths
 
     @property
     def max_body_bytes(self) -> int:
-        """The most bytes of a body whose prompt could fit."""
+        """The most bytes of a body whose prompt could fit, or which may have pictures."""
+        if self.pictures is not None:
+            return self.settings.max_body_bytes
         return min(self.settings.max_body_bytes, _FIELD_BYTES + _TOKEN_BYTES * self.room)
 
     def expect_alive(self) -> None:
@@ -234,6 +254,7 @@ class Session:
         usual_tokens: int | None = None,
         matcher: Any = None,
         turn: AgentTurn | None = None,
+        pictures: PicturePrompt | None = None,
     ) -> Answers:
         """Begin the answers to prompts, in a ``Place``; whoever asks reads ``pieces`` or calls ``close``.
 
@@ -247,6 +268,7 @@ class Session:
                 ``None``.
             matcher: Of ``grammars``, if an answer has a structure.
             turn: Of the session of an agent, if the request is of one.
+            pictures: The only prompt, if it has pictures.
 
         Raises:
             ArgumentError: a prompt is empty, or it is too long, alone or with the new tokens, or it or
@@ -256,23 +278,28 @@ class Session:
         self.expect_alive()
         for field, named in wanted.sampling.named_tokens().items():
             expect_known(field, named, self.model)
-        counts = [self._num_new_tokens(tokens, wanted, usual_tokens) for tokens in prompts]
-        return Answers(self, name, prompts, wanted, counts, salt, keep_special, matcher, turn)
+        room, manager = self.room, self.manager
+        if pictures is not None and self.pictures is not None:
+            room, manager = self.pictures.room, self.pictures.of(pictures)
+        counts = [self._num_new_tokens(tokens, wanted, usual_tokens, room) for tokens in prompts]
+        return Answers(self, name, prompts, wanted, counts, salt, keep_special, matcher, turn, manager)
 
-    def _num_new_tokens(self, tokens: Sequence[int], wanted: Wanted, usual_tokens: int | None) -> int:
-        """The most new tokens for a prompt."""
+    def _num_new_tokens(
+        self, tokens: Sequence[int], wanted: Wanted, usual_tokens: int | None, most: int
+    ) -> int:
+        """The most new tokens for a prompt, of ``most`` together with it."""
         if not tokens:
             raise ArgumentError("the prompt must be at least one token, got none")
-        expect_room(self.room, len(tokens))
+        expect_room(most, len(tokens))
         expect_known("the prompt", tokens, self.model)
-        room, count, least = self.room - len(tokens), wanted.max_tokens, wanted.sampling.min_tokens
+        room, count, least = most - len(tokens), wanted.max_tokens, wanted.sampling.min_tokens
         if count is None:
             count = min(usual_tokens or room, self.settings.max_tokens, room)
         if count > self.settings.max_tokens:
             raise ArgumentError(f"max_tokens must be at most {self.settings.max_tokens}, got {count}")
         if count > room:
             raise ArgumentError(
-                f"the prompt and max_tokens must be at most {self.room} tokens together, "
+                f"the prompt and max_tokens must be at most {most} tokens together, "
                 f"got {len(tokens)} and {count}"
             )
         if least > count:

@@ -17,6 +17,9 @@ KEYS_VARIABLE: Final = "KVLOOM_API_KEY"
 MOST: Final = 2**31 - 1
 """Of whatever is counted in tokens, pages, requests or bytes."""
 
+PICTURE_TOKENS: Final = 16384
+"""Of chats with pictures that are kept at a time, where nothing is said."""
+
 _MOST_SECONDS: Final = 31_536_000
 """A year."""
 

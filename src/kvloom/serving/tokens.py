@@ -55,7 +55,12 @@ class Tokens:
         session, is_chat = self._session, "messages" in body
         _expect_fields(body, _CHAT if is_chat else _TEXT)
         if is_chat:
-            text = Chat.of(body).text(session.tokenizer, flag(body, "add_generation_prompt", True))
+            chat = Chat.of(body, session.pictures is not None)
+            if chat.pictures:
+                raise ArgumentError(
+                    f"{chat.pictures[0].name} must be left out here, where text alone is read"
+                )
+            text = chat.text(session.tokenizer, flag(body, "add_generation_prompt", True))
         elif isinstance(body.get("prompt"), str):
             text = body["prompt"]
         else:

@@ -6,7 +6,14 @@ from textwrap import shorten
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+    TextStreamer,
+)
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 from transformers.utils.logging import (
     disable_progress_bar,
     enable_progress_bar,
@@ -20,7 +27,7 @@ from kvloom.models import check_model_folder
 def load_model(
     path: str | Path, dtype: torch.dtype | None = None, *, progress: bool = True
 ) -> tuple[Any, Any]:
-    """Load ``(model, tokenizer)`` of a causal language model from a local folder.
+    """Load ``(model, tokenizer)`` of a causal language model, one that sees or not, from a local folder.
 
     Never downloads, never unpickles, never runs code of the folder, and never asks whether to.
 
@@ -40,7 +47,8 @@ def load_model(
         disable_progress_bar()
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, **only)
-        model, report = AutoModelForCausalLM.from_pretrained(
+        sees = is_seeing(AutoConfig.from_pretrained(path, **only))
+        model, report = (AutoModelForImageTextToText if sees else AutoModelForCausalLM).from_pretrained(
             path, use_safetensors=True, dtype=dtype or "auto", output_loading_info=True, **only
         )
     except Exception as error:  # whatever a damaged folder makes transformers raise
@@ -56,6 +64,11 @@ def load_model(
             f"model must have all its weights, got none for {shorten(missing, 120)} in {str(path)!r}"
         )
     return model.eval(), tokenizer
+
+
+def is_seeing(config: Any) -> bool:
+    """Whether a configuration is of models that continue texts with pictures."""
+    return type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
 
 def summary_of(error: BaseException) -> str:

@@ -1,0 +1,167 @@
+"""What a model that sees is given for a chat with pictures, and the numbers by which its pages are found."""
+
+import logging
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import cycle
+from pathlib import Path
+from typing import Any, Final
+
+from torch import Tensor
+from transformers import AutoProcessor
+
+from kvloom.errors import ArgumentError, UnsupportedError
+from kvloom.integrations.transformers import content_of, summary_of
+from kvloom.integrations.transformers.content import placeholders_of
+from kvloom.integrations.transformers.loading import is_seeing
+from kvloom.integrations.transformers.text_config import text_config_of
+
+_LOG: Final = logging.getLogger("kvloom")
+
+_NO_TOKEN: Final = 1 << 62
+"""From here on no number is a token's id."""
+
+
+@dataclass(frozen=True, slots=True)
+class PicturePrompt:
+    """A chat with pictures, as a model takes it; T tokens.
+
+    Attributes:
+        tokens: T token ids, placeholders of pictures among them.
+        known_as: T numbers by which pages are found: tokens, and for placeholders parts of a digest of all
+            pictures.
+        first: Where the first placeholder is.
+        last: Where the last one is.
+        inputs: Of the model's forward beside tokens, on the CPU.
+    """
+
+    tokens: list[int]
+    known_as: list[int]
+    first: int
+    last: int
+    inputs: Mapping[str, Any]
+
+    def inputs_behind(self, num_found: int) -> dict[str, Any]:
+        """Those for a cache that has ``num_found`` tokens, no picture in part.
+
+        Where it has all pictures, what remains are types of tokens, and the grids that positions are made of.
+        """
+        if num_found <= self.first:
+            return dict(self.inputs)
+        return {
+            name: x for name, x in self.inputs.items() if _is_of_types(name) or name.endswith("_grid_thw")
+        }
+
+
+def processor_of(model: Any, path: Path) -> Any:
+    """The processor of a model that sees; ``None`` for another, or if it does not load, which is logged.
+
+    Args:
+        model: What ``load_model`` returned.
+        path: Its folder.
+    """
+    if not is_seeing(model.config):
+        return None
+    try:
+        return AutoProcessor.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # whatever a damaged folder, or a library that is missing, makes it raise
+        _LOG.warning("the model answers chats of text alone, without pictures: %s", summary_of(error))
+        return None
+
+
+class Vision:
+    """Makes prompts of chats with pictures by a model's processor; threads may share it.
+
+    Args:
+        model: That sees.
+        processor: Its processor.
+        tokenizer: With the tokens of the processor's.
+
+    Raises:
+        UnsupportedError: they do not fit, or have no token for a picture.
+    """
+
+    def __init__(self, model: Any, processor: Any, tokenizer: Any) -> None:
+        self._processor, self._lock = processor, threading.Lock()
+        own = getattr(processor, "tokenizer", None)
+        if own is None or own.get_vocab() != tokenizer.get_vocab():
+            raise UnsupportedError("the processor must have the tokens of the tokenizer, got others")
+        placeholders = {**placeholders_of(model.config), **placeholders_of(text_config_of(model))}
+        self._placeholders = frozenset(placeholders)
+        mark = getattr(processor, "image_token", None)
+        if not placeholders or not isinstance(mark, str):
+            raise UnsupportedError("model and processor must name the token for a picture, got none")
+        self._mark = mark
+        known = [own.convert_ids_to_tokens(x) for x in placeholders if x < len(own)]
+        self._marks = {self._mark, *filter(None, known)}
+
+    def prompt_of(
+        self, text: str, messages: Iterable[Mapping[str, Any]], images: Sequence[Any]
+    ) -> PicturePrompt:
+        """The prompt of a chat.
+
+        Args:
+            text: What the chat template made of it.
+            messages: Of the chat.
+            images: As of ``decoded``, in the order of the text.
+
+        Raises:
+            ArgumentError: a text has what stands for a picture, the template leaves a picture out, or the
+                processor does not take one.
+        """
+        self._expect_no_mark(messages)
+        if (count := text.count(self._mark)) != len(images):
+            raise ArgumentError(
+                f"messages must have pictures where the model's chat template reads them, got {count} of "
+                f"{len(images)} read"
+            )
+        try:
+            with self._lock:
+                made = self._processor(
+                    text=[text], images=[*images], add_special_tokens=False, return_tensors="pt"
+                )
+        except Exception as error:  # whatever pictures make a processor raise
+            raise ArgumentError(
+                f"messages must have pictures that the model's processor takes: {summary_of(error)}"
+            ) from error
+        inputs = {name: x for name, x in made.items() if name not in ("input_ids", "attention_mask")}
+        tokens = made["input_ids"][0].tolist()
+        digest = _digest_of(inputs, tokens)
+        where = [i for i, token in enumerate(tokens) if token in self._placeholders]
+        if not where or not digest:
+            raise ArgumentError(
+                "messages must have pictures that the model's processor takes: it left them out"
+            )
+        parts = cycle(_NO_TOKEN | int(digest[k : k + 16], 16) >> 2 for k in range(0, len(digest), 16))
+        known_as = [next(parts) if token in self._placeholders else token for token in tokens]
+        return PicturePrompt(tokens, known_as, where[0], where[-1], inputs)
+
+    def _expect_no_mark(self, messages: Iterable[Mapping[str, Any]]) -> None:
+        for i, message in enumerate(messages):
+            for j, part in enumerate(message["content"]):
+                for mark in self._marks:
+                    if mark in part.get("text", ""):
+                        raise ArgumentError(
+                            f"messages[{i}].content[{j}].text must be without {mark!r}, which stands "
+                            f"for what the model sees"
+                        )
+
+
+def _digest_of(inputs: Mapping[str, Any], tokens: Sequence[int]) -> str:
+    """Of what a model is given beside tokens, as ``content_of``, whatever the length of the text."""
+    return content_of(
+        {name: x for name, x in inputs.items() if not (_is_of_types(name) and _is_of_tokens(x, tokens))}
+    )
+
+
+def _is_of_types(name: str) -> bool:
+    return name.endswith("token_type_ids")
+
+
+def _is_of_tokens(types: Any, tokens: Sequence[int]) -> bool:
+    """Whether types ``[1, T]`` say no more than the tokens: tokens of one id have one type."""
+    if not isinstance(types, Tensor) or types.shape != (1, len(tokens)):
+        return False
+    pairs = {*zip(tokens, types[0].tolist(), strict=True)}
+    return len(pairs) == len({*tokens})
