@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ from integrations.test_families import family
 from oracles.pairs import in_turn
 
 from kvloom.integrations.transformers.batching.agent_sessions import AgentTurn
+from kvloom.integrations.transformers.batching.store_reads import Read
+from kvloom.store.tier import Piece
 
 
 @pytest.mark.parametrize(("name", "page_size"), in_turn(list(KINDS), [16, 32]))
@@ -81,3 +84,25 @@ def test_only_requests_of_sessions_read_pages_in_part(tmp_path: Path) -> None:
     with sessions(model, store=store_in(tmp_path)) as running:
         ask(running, [*prompt, *answer, 2], None)
         assert running.manager.report().tokens_found == 64
+
+
+def test_a_page_in_part_has_all_of_its_tokens(tmp_path: Path) -> None:
+    """What was read of one group of layers may begin behind what is known of all."""
+    model, prompt = family("Gemma3"), stem(60)
+    with sessions(model, store=store_in(tmp_path)) as running:
+        answer, _ = ask(running, prompt)
+    text = (prompt + answer)[:-1]
+    with sessions(model, store=store_in(tmp_path)) as running:
+        reads = running.cache.prefixes.reads
+        taken = []
+        for starts in ((0, 32), (48, 48), (0, 64)):
+            for below, start in zip(reads._below, starts, strict=True):
+                pieces = Future[list[Piece]]()
+                pieces.set_result(below.store.load(below.fingerprint, "", text, start))
+                below.now = Read(("", start, text), pieces)
+                assert pieces.result()
+            part = reads.take_part(48, 60)
+            taken.append((part.end, len(part.refs), part.is_end))
+            for group, ref in zip(running.cache.groups, part.refs, strict=False):
+                group.pages.pool.release(ref)
+        assert taken == [(60, 2, False), (60, 2, False), (48, 0, False)]

@@ -143,15 +143,16 @@ class AgentSessions:
         return (x for owner in self._owners.values() for x in owner.sessions.values())
 
     def report(self, owner: str) -> list[AgentReport]:
-        """The sessions of an owner, the longest unused first."""
-        self.expire()
-        sessions = self._owners[owner].sessions.values() if owner in self._owners else ()
-        return [
-            AgentReport(
-                x.name, len(x.tokens), bool(x.groups), x.reason, x.began, x.used, x.used + self.seconds
-            )
-            for x in sessions
-        ]
+        """The sessions of an owner, the longest unused first; from any thread."""
+        with self.lock:
+            self.expire()
+            sessions = self._owners[owner].sessions.values() if owner in self._owners else ()
+            return [
+                AgentReport(
+                    x.name, len(x.tokens), bool(x.groups), x.reason, x.began, x.used, x.used + self.seconds
+                )
+                for x in sessions
+            ]
 
     def usable(
         self, turn: AgentTurn | None, tokens: Sequence[int], salt: str, state: str

@@ -174,7 +174,8 @@ class StoreReads:
         for below in self._below:
             read = below.now
             pieces = [] if read is None or read.pieces.cancelled() else read.pieces.result()
-            found.append([piece for piece in pieces if piece.segment.end > num_tokens])
+            behind = [piece for piece in pieces if piece.segment.end > num_tokens]
+            found.append(behind if behind and behind[0].segment.start <= num_tokens else [])
         end = min([most, *(pieces[-1].segment.end if pieces else 0 for pieces in found)])
         refs: list[PageRef] = []
         size = self._groups[0].pages.format.page_size
