@@ -6,6 +6,7 @@ page is replaced when its host was run; what cannot run here is printed, and its
 
 import argparse
 import re
+import runpy
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
@@ -15,9 +16,6 @@ from typing import Final, NamedTuple
 
 ROOT: Final = Path(__file__).parents[1]
 PAGE: Final = ROOT / "docs" / "versions.md"
-sys.path.insert(0, str(ROOT / "benchmarks"))
-
-import processor  # noqa: E402  # of benchmarks
 
 
 class Host(NamedTuple):
@@ -106,7 +104,7 @@ def run(name: str, when: str) -> list[Row]:
     results = dict(results_of(lines, host.label))
     if not results or (process.returncode and not any(map(has_failed, results.values()))):
         results[""] = f"{_NOT_HERE}: make {host.target} ended with {process.returncode}"
-    where = f"{when}, {processor.name()}"
+    where = f"{when}, {runpy.run_path(str(ROOT / 'benchmarks' / 'processor.py'))['name']()}"
     return [
         Row(host.what, version or variable(host.version), host.tests, result, where)
         for version, result in results.items()
