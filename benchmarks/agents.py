@@ -12,10 +12,9 @@ import argparse
 import json
 import random
 import statistics
-import time
 from typing import Any, Final
 
-from restart import make_model
+from restart import ask, make_model
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
 from kvloom.integrations.transformers import continuous_batching
@@ -45,27 +44,18 @@ def run(kv: str, num_turns: int, has_sessions: bool) -> dict[str, Any]:
         return [draw.randrange(3, 4096) for _ in range(count)]
 
     with model.continuous_batching_context_manager(generation, continuous_batching_config=config) as manager:
-
-        def ask(prompt: list[int], turn: AgentTurn | None) -> tuple[float, list[int]]:
-            began, first = time.perf_counter(), 0.0
-            name = manager.add_request(prompt, streaming=True, agent_turn=turn)
-            for output in manager.request_id_iter(name):
-                first = first or time.perf_counter() - began
-                if output.is_finished():
-                    break
-            return first, output.generated_tokens
-
         for number in range(num_turns):
             for agent, text in enumerate(texts):
                 prompt, before = text + tokens(MORE if number else FIRST), manager.report().tokens_found
-                first, answer = ask(prompt, AgentTurn("", str(agent)) if has_sessions else None)
+                turn = AgentTurn("", str(agent)) if has_sessions else None
+                first, answer = ask(manager, prompt, agent_turn=turn)
                 if number:
                     seconds.append(first)
                     known += len(text) - 1  # the last token of an answer is computed with what follows
                     found += manager.report().tokens_found - before
                 texts[agent] = prompt + answer
                 for _ in range(OTHERS):
-                    ask(tokens(FIRST), None)
+                    ask(manager, tokens(FIRST))
     continuous_batching(model, None)
     return {"seconds": statistics.median(seconds), "found": found / known, "texts": texts}
 

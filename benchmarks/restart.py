@@ -43,6 +43,18 @@ def make_model() -> Any:
     return LlamaForCausalLM(config).eval()
 
 
+def ask(manager: Any, prompt: list[int], **options: Any) -> tuple[float, list[int]]:
+    """Seconds to the first new token of a request, and all of its new tokens."""
+    began, seconds, tokens = time.perf_counter(), 0.0, list[int]()
+    name = manager.add_request(prompt, streaming=True, **options)
+    for output in manager.request_id_iter(name):
+        seconds = seconds or time.perf_counter() - began
+        tokens = output.generated_tokens
+        if output.is_finished():
+            break
+    return seconds, tokens
+
+
 def first_token(prompt: list[int], url: str | None, kv: str) -> dict[str, Any]:
     """Seconds until it, its text, and how many tokens of the prompt were found."""
     model = make_model()
@@ -53,13 +65,7 @@ def first_token(prompt: list[int], url: str | None, kv: str) -> dict[str, Any]:
     with model.continuous_batching_context_manager(generation, continuous_batching_config=config) as manager:
         manager.add_request(prompt[:32], max_new_tokens=2)  # threads and pages are made
         manager.get_result()
-        began, seconds = time.perf_counter(), 0.0
-        name = manager.add_request(prompt, max_new_tokens=NEW, streaming=True)
-        for output in manager.request_id_iter(name):
-            seconds = seconds or time.perf_counter() - began
-            tokens = output.generated_tokens
-            if output.is_finished():
-                break
+        seconds, tokens = ask(manager, prompt)
         found = manager.report().tokens_found
     nbytes = sum(f.stat().st_size for f in Path(url[7:]).rglob("*") if f.is_file()) if url else 0
     continuous_batching(model, None)

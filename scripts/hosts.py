@@ -58,9 +58,7 @@ class Row(NamedTuple):
     where: str
 
 
-_SUMMARY: Final = re.compile(
-    r"^(?:=+ )?((?:\d+ (?:passed|failed|skipped|error|errors|deselected|xfailed),? ?)+)in "
-)
+_SUMMARY: Final = re.compile(r"^(?:=+ )?(\d+ \w+(?:, \d+ \w+)*) in ")
 _NOT_HERE: Final = "not here"
 _ABSENT: Final = re.compile(r"^(?:no (\S+)|not) on this machine")
 
@@ -82,7 +80,7 @@ def results_of(lines: Iterable[str], label: str) -> Iterator[tuple[str, str]]:
         elif found := _ABSENT.match(line):
             yield (found[1] or version).removeprefix("python"), _NOT_HERE
         elif found := _SUMMARY.match(line):
-            yield version, found[1].strip()
+            yield version, found[1]
 
 
 def has_failed(result: str) -> bool:

@@ -51,19 +51,20 @@ function prepared(canvas, width, height) {
   return ink;
 }
 
+const isIdle = kind => kind === "kept" || kind === "evictable";  // what a page has that no request holds
 const KINDS = ["free", "evictable", "active", "shared"];
 
 // A cell of the map; returns its size without the gap. Each kind has a shape of its own: a border, a border with
 // a small square (kept: a larger one), a square, a square in two colors with a hole.
 function drawCell(ink, x, y, size, kind, color, other) {
   const s = size - (size > 6 ? 2 : size > 3 ? 1 : 0);
-  if (kind === "free" || kind === "kept" || kind === "evictable") {
+  if (kind === "free" || isIdle(kind)) {
     ink.strokeStyle = palette.line;
     ink.strokeRect(x + .5, y + .5, s - 1, s - 1);
   }
   if (kind === "free") return s;
   ink.fillStyle = color;
-  if (kind === "kept" || kind === "evictable") {
+  if (isIdle(kind)) {
     const edge = kind === "kept" ? s / 6 : s / 3;
     ink.fillRect(x + edge, y + edge, Math.ceil(s - 2 * edge), Math.ceil(s - 2 * edge));
     return s;
@@ -87,7 +88,7 @@ function drawLegend(idle, kinds = KINDS) {
   at("legend").replaceChildren(...kinds.map(kind => {
     const item = element("span"), canvas = element("canvas"), text = element("span", kind);
     text.id = `count-${kind}`;
-    drawCell(prepared(canvas, 14, 14), 0, 0, 14, kind, kind === "kept" || kind === "evictable" ? idle : colorOf(1), colorOf(2));
+    drawCell(prepared(canvas, 14, 14), 0, 0, 14, kind, isIdle(kind) ? idle : colorOf(1), colorOf(2));
     item.append(canvas, text);
     return item;
   }));

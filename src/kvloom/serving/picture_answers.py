@@ -13,6 +13,7 @@ from transformers.generation import StoppingCriteriaList
 from kvloom.errors import UnsupportedError
 from kvloom.integrations.transformers import KVPool
 from kvloom.integrations.transformers.batching.sampling import Choice
+from kvloom.integrations.transformers.batching.self_check import distance_of
 from kvloom.integrations.transformers.cache_argument import CACHE_ARGUMENT
 from kvloom.serving.vision import PicturePrompt
 
@@ -150,7 +151,7 @@ class _Steps(StoppingCriteria):  # type: ignore[misc]
 def expect_same_logits(model: Any, prompts: Sequence[PicturePrompt], empty_cache: Any) -> None:
     """Raise unless a model has behind prefixes that were found the logits that it has without.
 
-    Distances and what is allowed are those of ``batching.self_check``: half of the digits are the same.
+    Distances are those of ``batching.self_check``; allowed is the root of the dtype's epsilon.
 
     Args:
         model: A copy that ``twin_of`` made.
@@ -186,7 +187,7 @@ def expect_same_logits(model: Any, prompts: Sequence[PicturePrompt], empty_cache
         ("behind a picture that was found", again, cold),
         ("behind a text that was found", behind, alone),
     ):
-        measured = _distance(found, expected)
+        measured = distance_of([found[None]], [expected[None]])
         if not measured <= allowed:  # nor if it is NaN
             raise UnsupportedError(
                 f"logits {name} must be those without, got ones that differ by {measured:.1e} of their norm, "
@@ -201,10 +202,3 @@ def _logits(model: Any, prompt: PicturePrompt, cache: Any) -> Tensor:
     )
     logits: Tensor = made.logits[0][0]
     return logits
-
-
-def _distance(one: Tensor, other: Tensor) -> float:
-    is_said = other > -1e9
-    one, other = (x[is_said].double() for x in (one, other))
-    one, other = (x - x.mean() for x in (one, other))
-    return float((one - other).norm() / other.norm().clamp(min=1e-30))

@@ -66,20 +66,23 @@ def usage(answers: Answers) -> dict[str, Any]:
         "completion_tokens": answers.num_new,
         "total_tokens": answers.num_asked + answers.num_new,
         "prompt_tokens_details": {"cached_tokens": answers.num_found},
-        **({} if answers.turn is None else {"session": restored(answers.turn)}),
+        **restored(answers.turn),
     }
 
 
-def restored(turn: AgentTurn) -> dict[str, Any]:
-    """What ``usage`` says of a session: whether all of it was restored, and why not."""
+def restored(turn: AgentTurn | None) -> dict[str, Any]:
+    """What ``usage`` says of the session of an agent: whether all of it was restored, and why not."""
+    if turn is None:
+        return {}
     kept = turn.num_kept or 0
-    return {
+    session = {
         "id": turn.name,
         "restored": 0 < kept == turn.num_restored,
         "kept_tokens": kept,
         "restored_tokens": turn.num_restored,
         "reason": turn.reason or None,
     }
+    return {"session": session}
 
 
 def chat_logprobs(tokenizer: Any, tokens: Sequence[int], logprobs: Sequence[LogProb]) -> dict[str, Any]:

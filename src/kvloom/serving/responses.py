@@ -114,7 +114,7 @@ class _Response:
             "output_tokens": answers.num_new,
             "output_tokens_details": {"reasoning_tokens": self._num_reasoning},
             "total_tokens": answers.num_asked + answers.num_new,
-            **({} if answers.turn is None else {"session": restored(answers.turn)}),
+            **restored(answers.turn),
         }
         response = {
             "id": self._begun.name,

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from integrations.batching.test_stores import KINDS, NEW, stem, url_of
 from integrations.test_families import family
 from oracles.batching import Session, session
 from oracles.pairs import in_turn
@@ -18,15 +19,6 @@ from kvloom.errors import ArgumentError
 from kvloom.integrations.transformers import continuous_batching
 from kvloom.integrations.transformers.batching.agent_sessions import AgentSessions, AgentTurn, num_common
 from kvloom.store import KVStore
-
-NEW = 8
-KINDS = {"Llama": "auto", "Gemma3": "int8:g4", "Mistral": "int4:g2,recent=20", "Gemma4": "float16"}
-KINDS |= {"DeepSeek-V3": "auto", "gpt-oss": "int4:g2,recent=0"}
-
-
-def stem(length: int, seed: int = 1) -> list[int]:
-    draw = random.Random(seed)
-    return [draw.randrange(3, 99) for _ in range(length)]
 
 
 @contextmanager
@@ -53,7 +45,7 @@ def ask(
 
 
 def store_in(folder: Path) -> KVStore:
-    return KVStore(f"file://{folder}/store", read="always")
+    return KVStore(url_of(folder), read="always")
 
 
 def outcome(turn: AgentTurn) -> tuple[int | None, int, str]:

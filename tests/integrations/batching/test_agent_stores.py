@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from integrations.batching.test_agent_sessions import KINDS, NEW, ask, outcome, sessions, stem, store_in
+from integrations.batching.test_agent_sessions import ask, outcome, sessions, store_in
+from integrations.batching.test_stores import KINDS, NEW, stem
 from integrations.test_families import family
 from oracles.pairs import in_turn
 

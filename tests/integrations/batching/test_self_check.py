@@ -112,8 +112,8 @@ def test_words_that_are_never_said_hide_no_difference() -> None:
     one, other = (torch.randn(2, 50, generator=draw) for _ in range(2))
     for never in (-torch.inf, torch.finfo(torch.float32).min):
         one[:, 7] = other[:, 7] = never
-        assert self_check._distance([one], [other]) > 1
-        assert self_check._distance([one], [one]) == 0
+        assert self_check.distance_of([one], [other]) > 1
+        assert self_check.distance_of([one], [one]) == 0
 
 
 def test_a_model_is_checked_once() -> None:

@@ -151,7 +151,7 @@ class BatchCache(CacheOfMixers):
         with self.lock:
             own = prompt_ids, salt_of(state), self._num_findable(state)
             is_read = self.prefixes.has_read(request_id) or self._num_known(*own)
-            if not is_read and not self.prefixes.find_part(turn_of(state), *own[:2], 0, own[2])[1]:
+            if not is_read and not self.prefixes.find_part(turn_of(state), *own, 0)[1]:
                 return 0  # it is looked up when it gets pages, and until then perhaps in every step
             held = self._begin(state)
             self._hold(state, held)

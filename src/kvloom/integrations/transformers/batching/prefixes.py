@@ -105,7 +105,7 @@ class SessionPrefixes(Prefixes):
             if (events := self.main.pages.pool.events) is not None:
                 events.name(request_id)
             num_known = num_pages * self.page_size
-            num_found, part = self.find_part(turn, tokens, salt, num_pages, max_tokens)
+            num_found, part = self.find_part(turn, tokens, salt, max_tokens, num_pages)
             for group, ref in zip(self._layers, part, strict=False):
                 group.pages.pool.retain(ref)
             is_end = False
@@ -131,9 +131,9 @@ class SessionPrefixes(Prefixes):
         return held
 
     def find_part(
-        self, turn: AgentTurn | None, tokens: Sequence[int], salt: str, num_pages: int, max_tokens: int
+        self, turn: AgentTurn | None, tokens: Sequence[int], salt: str, max_tokens: int, num_pages: int
     ) -> tuple[int, list[PageRef]]:
-        """The page behind the full ones that the session of an agent has in part; arguments as of ``begin``.
+        """The page behind the full ones that an agent's session has in part; as of ``begin_request``.
 
         Args:
             num_pages: That are known of the prompt.
@@ -226,8 +226,8 @@ class SessionPrefixes(Prefixes):
             groups[-1].truncate(len(tokens))
             limits.append(group.growing.max_pages)
         if self.states is not None:
-            num_pages, scope = self.num_known(tokens, self.scope(held.salt)), self.scope(held.salt)
-            states = self.states.group
+            states, scope = self.states.group, self.scope(held.salt)
+            num_pages = self.num_known(tokens, scope)
             refs = states.tree.pages_from(tokens[: num_pages * self.page_size], scope, max(num_pages - 1, 0))
             groups.append(states.new_table())
             for ref in refs:

@@ -81,11 +81,11 @@ def expect_same_logits(model: PreTrainedModel) -> None:
         if not all(_is_defined(rows) for rows in plain):
             _LOG.info("sessions of %s are not checked: its logits are not finite", name)
             return
-        measured, allowed = _distance(found, plain), _epsilon(model.dtype) ** 0.5
+        measured, allowed = distance_of(found, plain), _epsilon(model.dtype) ** 0.5
         if not measured <= allowed:
             with _changed_embeddings(model):
                 changed = [_alone(model, text) for text in texts]
-            allowed = max(allowed, _ROUNDINGS * _distance(changed, plain))
+            allowed = max(allowed, _ROUNDINGS * distance_of(changed, plain))
         if not measured <= allowed:  # nor if it is NaN
             raise UnsupportedError(
                 f"model must have the same logits in continuous batching as in a plain forward, got {name} "
@@ -174,7 +174,7 @@ def _is_defined(logits: Tensor) -> bool:
     return not bool((logits.isnan() | logits.isposinf()).any())
 
 
-def _distance(found: Sequence[Tensor], plain: Sequence[Tensor]) -> float:
+def distance_of(found: Sequence[Tensor], plain: Sequence[Tensor]) -> float:
     """Of the k-th rows of all requests the median, and of these the largest."""
     distances = []
     for one, other in zip(found, plain, strict=True):
