@@ -57,6 +57,7 @@ def compile_instead_of_launching() -> list[dict[str, Any]]:
             {
                 "kernel": self.fn.__name__,
                 "shared": kernel.metadata.shared,
+                "hash": kernel.hash,
                 **resources(kernel.asm["cubin"]),
                 "tensor_cores": bool(re.search(r"wgmma\.mma_async|mma\.sync", ptx)),
                 "wide_loads": bool(re.search(r"ld\.global\.v4|cp\.async\.cg", ptx)),
@@ -91,6 +92,9 @@ def main() -> None:
     parser.add_argument("--value-dim", type=int)
     parser.add_argument("--ratio", type=int, default=4)
     parser.add_argument("--pairs", type=int, default=0, help="of a positional bias")
+    parser.add_argument("--sequences", type=int, default=4)
+    parser.add_argument("--pages", type=int, default=256, help="of a row of the table")
+    parser.add_argument("--tokens", type=int, default=64, help="to store and load")
     parser.add_argument("--layout", default="B S H D")
     parser.add_argument("--everything", action="store_true", help="masks, biases, windows and sinks")
     compiled = compile_instead_of_launching()
@@ -108,25 +112,36 @@ def compile_case(args: argparse.Namespace) -> None:
     dims = (args.head_dim, args.value_dim or args.head_dim)
     sides = [KVSpec(1, heads, dim, dtype, args.layout, quant).empty(64, PAGE) for dim in dims]
     kv = KVView.split(CacheLayout(args.layout), *(x[0] for x in sides), *(x[1] for x in sides), heads=heads)
-    key, value = (torch.zeros(64, heads, dim, dtype=dtype) for dim in dims)
-    slots, query_heads = torch.arange(64), heads * args.ratio
+    key, value = (torch.zeros(args.tokens, heads, dim, dtype=dtype) for dim in dims)
+    slots, query_heads = torch.arange(args.tokens), heads * args.ratio
     sides = kv.tensors
     store.store(key, value, slots, *sides)
     load.load(slots, *sides, dtype, 1)
-    starts = torch.arange(5)
-    batch = Batch(CacheIndex.pages(torch.zeros(4, 256, dtype=torch.int64), PAGE), starts * 16, starts * 99)
+    starts = torch.arange(args.sequences + 1)
+    pages = torch.zeros(args.sequences, args.pages, dtype=torch.int64)
+    batch = Batch(CacheIndex.pages(pages, PAGE), starts * 16, starts * 99)
     scores = Scores()
     if args.everything:
         ones = torch.ones(query_heads)
-        scores = Scores(None, True, torch.zeros(64, 400), alibi_slopes(query_heads), 100, 5.0, ones)
+        scores = Scores(
+            None,
+            True,
+            torch.zeros(16 * args.sequences, 99 * args.sequences + 4),
+            alibi_slopes(query_heads),
+            100,
+            5.0,
+            ones,
+        )
     if args.pairs:
         coefficients, frequencies = (
-            torch.zeros(64, query_heads, 2 * args.pairs),
+            torch.zeros(16 * args.sequences, query_heads, 2 * args.pairs),
             torch.ones(heads, args.pairs),
         )
-        bias = PositionalBias(coefficients, frequencies.double(), torch.zeros(4, dtype=torch.int64))
+        bias = PositionalBias(
+            coefficients, frequencies.double(), torch.zeros(args.sequences, dtype=torch.int64)
+        )
         scores = replace(scores, positional_bias=bias)
-    query = torch.zeros(64, query_heads, dims[0], dtype=dtype)
+    query = torch.zeros(16 * args.sequences, query_heads, dims[0], dtype=dtype)
     attend.attend(*api.attend_arguments(query, kv, batch, scores, dims[0]), *api.bias_arguments(scores))
 
 

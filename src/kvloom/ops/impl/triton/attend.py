@@ -39,6 +39,9 @@ NUM_SHARED: Final = 18
 MAX_HEAD_DIM: Final = 256
 """A tile of keys and one of values have to fit in the memory of a multiprocessor, several times."""
 
+LEAST_WIDTH: Final = 16
+"""Elements that a product on tensor cores takes at least."""
+
 MAX_CHUNKS: Final = 8
 """Groups of a head vector up to which each is a product of its own, so that its scale may multiply scores."""
 
@@ -112,38 +115,39 @@ def launch_attend(
         seqstarts.contiguous(),
         kvstarts.contiguous(),
         None if first_visible is None else first_visible.contiguous(),
-        sequences,
-        decoding_batches,
         ENDLESS if window is None else min(window, ENDLESS),
         None if skip is None else min(skip, ENDLESS),
         None if skip_from is None else skip_from.contiguous(),
     )
     row_stride, page_stride = (0, table.stride(0)) if table.ndim == 1 else table.stride()
     ragged = None if row_starts is None else row_starts.contiguous()
-    places = Table(table, ragged, row_stride, page_stride, num_slots)
+    places = Table(table, ragged, page_stride, num_slots)
+    mask_row = 0 if mask is None else mask.stride(-2)
+    mask_head = 0 if mask is None or mask.ndim == 2 else mask.stride(0)
     bias = _bias(mask, alibi_slopes, sinks, *(positional or (None, None, None)))
     pairs = positional[1].shape[1] if positional else 0
     ratio = query_heads // heads
-    key, key_form = _arguments(Side(key_cache, key_scale), query.dtype, of_values=False)
-    value, value_form = _arguments(Side(value_cache, value_scale), query.dtype, of_values=True)
-
+    key, value = Side(key_cache, key_scale), Side(value_cache, value_scale)
     width = triton.next_power_of_2(max(query.shape[2], out.shape[2]))
     few, many = (
-        config_for(Case(is_split, query.itemsize, key_form.bits or value_form.bits, width, ratio))
+        config_for(Case(is_split, query.itemsize, key.bits or value.bits, width, ratio))
         for is_split in (True, False)
     )
     splits = most_splits(_most_stored(table, page_size, num_slots))
     rows = most_rows(num_new, sequences)
 
     def launch(config: Config, is_split: bool) -> None:
+        keys, key_form = _arguments(key, query.dtype, of_values=False, is_split=is_split)
+        values, value_form = _arguments(value, query.dtype, of_values=True, is_split=is_split)
+        is_wide = any(x.is_wide for form in (key_form, value_form) for x in (form.cache, form.scale))
         form = Form(
             key_form, value_form, heads, ratio, page_size, is_causal, softcap is not None, pairs, is_split,
-            config.rows, config.tokens, config.num_stages, LARGEST[query.dtype],
+            config.rows, config.tokens, config.num_stages, is_wide, LARGEST[query.dtype],
         )  # fmt: skip
         attend_kernel[(config.programs * num_multiprocessors(query.device),)](
             Query(query, *query.stride()),
-            key,
-            value,
+            keys,
+            values,
             places,
             lengths,
             plan.few if is_split else plan.many,
@@ -154,6 +158,11 @@ def launch_attend(
             partial,
             joint,
             out,
+            splits,
+            row_stride,
+            decoding_batches,
+            mask_head,
+            mask_row,
             FORM=form,
             num_warps=config.num_warps,
             num_stages=config.num_stages,
@@ -161,15 +170,15 @@ def launch_attend(
         )
 
     with on_device(query):
-        plan = make_plan(lengths, num_new, ratio, splits, (few.rows, many.rows), query.device)
-        partial = Partial(None, None, None, 0)
+        plan = make_plan(lengths, sequences, num_new, ratio, splits, (few.rows, many.rows), query.device)
+        partial = Partial(None, None, None)
         if num_new > FEW:
             launch(many, is_split=False)
         if sequences > 1 or num_new <= FEW:
             shape = (rows, query_heads, splits)
             top, weight_sum = query.new_empty((2, *shape), dtype=torch.float32)
             weighted = query.new_empty((*shape, out.shape[2]), dtype=torch.float32)
-            partial = Partial(top, weight_sum, weighted, splits)
+            partial = Partial(top, weight_sum, weighted)
             launch(few, is_split=True)
             merge_kernel[(rows, query_heads)](
                 partial,
@@ -178,6 +187,7 @@ def launch_attend(
                 joint,
                 out,
                 query_heads,
+                splits,
                 DIM=out.shape[2],
                 WIDTH=_width(out.shape[2]),
                 num_warps=4,
@@ -224,48 +234,75 @@ def _bias(
     first_position: Tensor | None,
 ) -> Bias:
     """Arguments for what is added to products and scores."""
-    head, row, column = (
-        (0, 0, 0) if mask is None else (0, *mask.stride()) if mask.ndim == 2 else mask.stride()
-    )
     slopes, logits, radians, first = (
         None if x is None else x.contiguous() for x in (alibi_slopes, sinks, frequencies, first_position)
     )
     of_token, of_head, of_wave = (0, 0, 0) if coefficients is None else coefficients.stride()
     return Bias(
-        mask, head, row, column, slopes, logits, coefficients, of_token, of_head, of_wave, radians, first
+        mask,
+        0 if mask is None else mask.stride(-1),
+        slopes,
+        logits,
+        coefficients,
+        of_token,
+        of_head,
+        of_wave,
+        radians,
+        first,
     )
 
 
-def _arguments(side: Side, dtype: torch.dtype, *, of_values: bool) -> tuple[SideViews, SideForm]:
-    """Arguments for keys or values.
+def _arguments(
+    side: Side, dtype: torch.dtype, *, of_values: bool, is_split: bool
+) -> tuple[SideViews, SideForm]:
+    """Arguments for keys or values, and what their scales multiply.
 
-    Scales multiply products if rounding each number first would change no more than the query's dtype does
-    anyway: for bfloat16 always; for float16 with scales of float16 for keys, but not for values, since
-    weights times scales leave its range.
+    Products, if that rounds no more than the query's dtype does anyway: chunks of a group each, which tiles
+    of few rows read from where they are. Numbers, of values that many rows share: in the dtype of the scales,
+    as the reference rounds them. Or else codes are dequantized one by one, as the reference does.
     """
     cache, scale, bits = side.cache, side.scale, side.bits
-    view, shape = describe(cache, bits=bits > 0)
     dim = cache.shape[-2] * cache.shape[-1]
-    planes = OF_BITS[bits].per_byte if bits else 1
     if scale is None:
-        form = SideForm(0, dim, _width(dim), 1, 1, 1, dim, False, shape, shape, 0.0)
+        view, shape = describe(cache)
+        form = SideForm(0, dim, _width(dim), 1, 1, 1, dim, "", shape, shape, 1, False, 0.0)
         return SideViews(view, None), form
-    scale_view, scale_shape = describe(scale)
     groups = scale.shape[-2] * scale.shape[-1]
-    group = dim // groups
-    is_coarse = dtype == torch.bfloat16 or (dtype == scale.dtype == torch.float16 and not of_values)
-    # Four planes for each group would spill registers, so codes of more than two are dequantized one by one.
-    is_whole = group == _width(group) and planes <= 2
-    scales_products = is_coarse and groups <= MAX_CHUNKS and is_whole
-    chunks, width = (groups, group) if scales_products else (1, _width(dim))
+    planes, group = OF_BITS[bits].per_byte, dim // groups
+    words = _words_of(cache, torch.int16) if bits > 2 and group % (2 * LEAST_WIDTH) == 0 else None
+    scaling = "one by one"
+    if groups <= MAX_CHUNKS and dtype != torch.float32:
+        # Weights times scales leave the range of float16.
+        is_coarse = dtype == torch.bfloat16 or (dtype == scale.dtype and not of_values)
+        is_exact = words is not None and of_values and scale.dtype in (dtype, torch.float16)
+        if is_exact and not (is_split and is_coarse):
+            scaling = "numbers"
+        # Four planes of bytes for each group would spill registers.
+        elif is_coarse and group == _width(group) and planes <= 2:
+            scaling = "products"
+    if words is not None and scaling != "one by one":
+        cache, dim, group, planes = words, dim // 2, group // 2, planes * 2
+    two = _words_of(scale, torch.int32) if scale.itemsize == 2 and scaling != "one by one" else None
+    view, shape = describe(cache, bits=True)
+    scale_view, scale_shape = describe(scale if two is None else two)
+    chunks, width = (groups, group) if scaling == "products" else (1, _width(dim))
     form = SideForm(
-        bits, dim, width, chunks, planes, chunks * planes, group, scales_products,
-        shape, scale_shape, LARGEST[scale.dtype],
+        bits, dim, width, chunks, planes, chunks * planes, group, scaling,
+        shape, scale_shape, 1 if two is None else 2, scale.dtype == torch.float16, LARGEST[scale.dtype],
     )  # fmt: skip
     return SideViews(view, scale_view), form
+
+
+def _words_of(x: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """Two neighbors of head vectors at once, as integers; ``None`` if they are apart."""
+    chunks = x.transpose(-1, -2) if x.shape[-1] == 1 else x
+    is_even = all(n % 2 == 0 for n in (chunks.shape[-1], *chunks.stride()[:-1]))
+    if chunks.stride(-1) != 1 or not is_even or x.data_ptr() % dtype.itemsize:
+        return None
+    return chunks.view(dtype)
 
 
 def _width(dim: int) -> int:
     """The power of two that ``dim`` fits in, at least what a product takes."""
     width: int = triton.next_power_of_2(dim)
-    return max(width, 16)
+    return max(width, LEAST_WIDTH)

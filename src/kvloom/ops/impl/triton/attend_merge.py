@@ -12,14 +12,16 @@ from kvloom.ops.impl.triton.attend_softmax import exp_below
 _MAX_SPLITS: tl.constexpr = tl.constexpr(MAX_SPLITS)
 
 
-@triton.jit
-def merge_kernel(partial, plan, sinks, joint, out, query_heads, DIM: tl.constexpr, WIDTH: tl.constexpr):
+@triton.jit(do_not_specialize=["splits"])
+def merge_kernel(
+    partial, plan, sinks, joint, out, query_heads, splits, DIM: tl.constexpr, WIDTH: tl.constexpr
+):
     """One query head of one new token; ``WIDTH`` is the power of two that ``DIM`` fits in."""
     row, head = tl.program_id(0), tl.program_id(1)
     if row < tl.load(plan.num_rows):
         split = tl.arange(0, _MAX_SPLITS)
         is_there = split < tl.load(plan.row_splits + row)
-        at = (row.to(tl.int64) * query_heads + head) * partial.splits + split
+        at = (row.to(tl.int64) * query_heads + head) * splits + split
         tops = tl.load(partial.top + at, mask=is_there, other=float("-inf"))
         weight_sums = tl.load(partial.weight_sum + at, mask=is_there, other=0.0)
         element = tl.arange(0, WIDTH)

@@ -29,6 +29,9 @@ MIN_RUN: Final = 256
 RUN_UNIT: Final = 64
 """Runs are multiples of this, as tiles of tokens are its divisors."""
 
+_ALIGNED: Final = 4
+"""Numbers of 16 bytes: Triton compiles pointers that are not aligned to those once more."""
+
 # Kernels read globals only if they are constexpr.
 _FEW: tl.constexpr = tl.constexpr(FEW)
 _MAX_SPLITS: tl.constexpr = tl.constexpr(MAX_SPLITS)
@@ -43,8 +46,6 @@ class Lengths(NamedTuple):
     seqstarts: Any
     kvstarts: Any
     first_visible: Any
-    num_sequences: int
-    decoding_batches: int
     window: int  # ENDLESS for none
     skip: int | None = None  # newest tokens that a row leaves out, of those from skip_from on
     skip_from: Any = None
@@ -80,6 +81,7 @@ class Plan(NamedTuple):
 
 def make_plan(
     lengths: Lengths,
+    sequences: int,
     num_new: int,
     ratio: int,
     max_splits: int,
@@ -90,18 +92,19 @@ def make_plan(
 
     Args:
         lengths: Of the batch.
+        sequences: B.
         num_new: New tokens of all sequences.
         ratio: R.
         max_splits: No sequence is cut into more runs, as ``most_splits`` says.
         tile_rows: Rows of a tile for few and for many new tokens.
         device: Of the batch.
     """
-    sequences = lengths.num_sequences
     rows = most_rows(num_new, sequences)
     few = (rows * ratio // tile_rows[0] + sequences) * max_splits
     many = num_new * ratio // tile_rows[1] + sequences
     sizes = [few, few, 1, many, many, 1, rows, rows, sequences, 1]
-    parts = torch.empty(sum(sizes), dtype=torch.int32, device=device).split(sizes)
+    aligned = [-(-size // _ALIGNED) * _ALIGNED for size in sizes]
+    parts = torch.empty(sum(aligned), dtype=torch.int32, device=device).split(aligned)
     plan = Plan(Items(*parts[:3]), Items(*parts[3:6]), *parts[6:])
     _plan_kernel[(sequences,)](
         lengths, plan, RATIO=ratio, FEW_TILE=tile_rows[0], MANY_TILE=tile_rows[1], num_warps=4
@@ -182,7 +185,7 @@ def _plan_kernel(lengths, plan, RATIO: tl.constexpr, FEW_TILE: tl.constexpr, MAN
     tl.store(plan.row_query + rows_before + new, first_new + new, mask=new < rows)
     tl.store(plan.row_splits + rows_before + new, splits, mask=new < rows)
     tl.store(plan.first_row + b, rows_before)
-    if b == lengths.num_sequences - 1:
+    if b == tl.num_programs(0) - 1:
         tl.store(plan.few.count, few_before + few)
         tl.store(plan.many.count, many_before + many)
         tl.store(plan.num_rows, rows_before + rows)

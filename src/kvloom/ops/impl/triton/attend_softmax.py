@@ -11,20 +11,27 @@ chunk of bytes of several codes has as many planes; of two codes the even number
 import triton
 import triton.language as tl
 
-from kvloom.ops.impl.triton.numerics import dequantized, is_finite, number_in
-from kvloom.ops.impl.triton.places import place_of_element, place_of_slot
+from kvloom.ops.impl.triton.numerics import (
+    dequantized,
+    exp,
+    is_finite,
+    number_in,
+    number_of_word,
+)
+from kvloom.ops.impl.triton.places import place_of_element, place_of_vector
 
 _INT32_MAX: tl.constexpr = tl.constexpr((1 << 31) - 1)
 
 
 @triton.jit
 def online_softmax(
-    q, keys, values, head, table, page_row, begin, end, low, high, position,
+    q, keys, values, head, table, page_row, begin, first_seen, end, low, high, position,
     bias, mask_at, slopes, waves_at, first_position, scale, softcap,
     FORM: tl.constexpr, CAREFUL: tl.constexpr,
 ):  # fmt: skip
     """Largest score, sum of weights and weighted values of each row over the tokens ``begin:end``.
 
+    Tokens of a tile that are not in ``first_seen:end`` are read as the nearest that is: their weights are 0.
     With ``CAREFUL`` a weight of 0 hides NaN and infinity; a row that sees them is NaN.
     """
     KEY: tl.constexpr = FORM.key_side
@@ -42,11 +49,9 @@ def online_softmax(
     STAGES: tl.constexpr = 1 if CAREFUL else FORM.stages
     for start in tl.range(begin, end, TOKENS, num_stages=STAGES):
         token = start + tl.arange(0, TOKENS)
-        first_slot, within = _page_of(table, page_row, token, token < end, FORM.page_size)
-        slot = first_slot + within
-        is_stored = (first_slot >= 0) & (slot < table.num_slots)
+        slot = _slot_of(table, page_row, tl.minimum(tl.maximum(token, first_seen), end - 1), FORM)
 
-        scores = _products(q, keys, slot, head, is_stored, KEY, FORM.largest)
+        scores = _products(q, keys, slot, head, KEY, FORM.largest)
         if FORM.pairs > 0:
             scores += _positional_bias(bias, head, waves_at, first_position + token, FORM)
         scores = scores * scale
@@ -65,34 +70,34 @@ def online_softmax(
         weights = exp_below(scores, new_top[:, None])
         weight_sum = weight_sum * rescale + tl.sum(weights, axis=1)
         weighted = _add_values(
-            weighted, rescale, weights, values, slot, head, is_stored, dtype, VALUE, FORM.largest, CAREFUL
+            weighted, rescale, weights, values, slot, head, dtype, VALUE, FORM.largest, CAREFUL
         )
         top = new_top
     return top, weight_sum, weighted
 
 
 @triton.jit
-def _products(q, side, slot, head, is_stored, FORM: tl.constexpr, LARGEST: tl.constexpr):
+def _products(q, side, slot, head, FORM: tl.constexpr, LARGEST: tl.constexpr):
     """Dot products ``[M, N]`` of the rows with the keys in ``slot``."""
     CACHE: tl.constexpr = FORM.cache
     CHUNKS: tl.constexpr = FORM.chunks
     PLANES: tl.constexpr = FORM.planes
     WIDTH: tl.constexpr = FORM.width
-    at = place_of_slot(side.cache, slot, CACHE) + head * side.cache.head
+    at = place_of_vector(side.cache, slot, head, CACHE)
     scores = tl.zeros((q[0].shape[0], slot.shape[0]), tl.float32)
     for c in tl.static_range(CHUNKS):
         element = c * WIDTH + tl.arange(0, WIDTH)
-        is_in = (element < FORM.dim)[:, None] & is_stored[None, :]
+        is_in = (element < FORM.dim)[:, None]
         within = place_of_element(side.cache, element, CACHE)
-        stored = tl.load(side.cache.data + within[:, None] + at[None, :], mask=is_in, other=0)
+        stored = _load(side.cache.data + (within[:, None] + at[None, :]), is_in, FORM)
         part = tl.zeros_like(scores)
         if FORM.bits == 0:
             part = tl.dot(q[c], _cast(stored, q[0].dtype), part, input_precision="ieee")
-        elif FORM.scales_products:
+        elif FORM.scaling == "products":
             for plane in tl.static_range(PLANES):
-                code = _code(stored, plane, FORM).to(q[0].dtype)
+                code = _code_as(stored, plane, q[0].dtype, FORM)
                 part = tl.dot(q[c * PLANES + plane], code, part, input_precision="ieee")
-            part *= _group_scale(side, slot, head, is_stored, c, FORM)[None, :].to(tl.float32)
+            part *= _group_scale(side, slot, head, c, FORM)[None, :].to(tl.float32)
         else:
             factor = _scales(side, slot[None, :], head, is_in, element[:, None], FORM)
             for plane in tl.static_range(PLANES):
@@ -147,7 +152,7 @@ def _waves(angle, broken):
 
 @triton.jit
 def _add_values(
-    weighted, rescale, weights, side, slot, head, is_stored, dtype: tl.constexpr,
+    weighted, rescale, weights, side, slot, head, dtype: tl.constexpr,
     FORM: tl.constexpr, LARGEST: tl.constexpr, CAREFUL: tl.constexpr,
 ):  # fmt: skip
     """Rescale the sums so far, and add the values in ``slot`` by their weights ``[M, N]``."""
@@ -155,28 +160,32 @@ def _add_values(
     CHUNKS: tl.constexpr = FORM.chunks
     PLANES: tl.constexpr = FORM.planes
     WIDTH: tl.constexpr = FORM.width
-    at = place_of_slot(side.cache, slot, CACHE) + head * side.cache.head
+    at = place_of_vector(side.cache, slot, head, CACHE)
     result = ()
     for c in tl.static_range(CHUNKS):
         element = c * WIDTH + tl.arange(0, WIDTH)
-        is_in = is_stored[:, None] & (element < FORM.dim)[None, :]
+        is_in = (element < FORM.dim)[None, :]
         within = place_of_element(side.cache, element, CACHE)
-        stored = tl.load(side.cache.data + at[:, None] + within[None, :], mask=is_in, other=0)
+        stored = _load(side.cache.data + (at[:, None] + within[None, :]), is_in, FORM)
+        if FORM.scaling == "products":
+            factor = _group_scale(side, slot, head, c, FORM)[:, None]
+        elif FORM.scaling == "numbers":
+            factor = _scales_of_groups(side, slot, head, element[None, :], FORM)
+        elif FORM.scaling == "one by one":
+            factor = _scales(side, slot[:, None], head, is_in, element[None, :], FORM)
         for plane in tl.static_range(PLANES):
             before = weighted[c * PLANES + plane]
-            if FORM.bits > 0 and FORM.scales_products and not CAREFUL:
-                code = _code(stored, plane, FORM).to(dtype)
-                factor = _group_scale(side, slot, head, is_stored, c, FORM)
-                scaled = weights * factor[None, :].to(tl.float32)
+            if FORM.scaling == "products" and not CAREFUL:
+                code = _code_as(stored, plane, dtype, FORM)
+                scale = _group_scale(side, slot, head, c, FORM)
+                scaled = weights * scale[None, :].to(tl.float32)
                 after = tl.dot(scaled.to(dtype), code, before * rescale[:, None], input_precision="ieee")
             else:
                 if FORM.bits == 0:
                     number = _cast(stored, dtype)
+                elif FORM.scaling == "numbers" and not CAREFUL:
+                    number = _code_as(stored, plane, factor.dtype, FORM) * factor
                 else:
-                    if FORM.scales_products:
-                        factor = _group_scale(side, slot, head, is_stored, c, FORM)[:, None]
-                    else:
-                        factor = _scales(side, slot[:, None], head, is_in, element[None, :], FORM)
                     number = dequantized(
                         _code(stored, plane, FORM), factor, dtype, FORM.largest_scale, LARGEST
                     )
@@ -189,33 +198,45 @@ def _add_values(
                     after = tl.where(sees, float("nan"), after)
                 else:
                     after = tl.dot(
-                        weights.to(dtype), number, before * rescale[:, None], input_precision="ieee"
+                        weights.to(number.dtype), number, before * rescale[:, None], input_precision="ieee"
                     )
             result += (after,)
     return result
 
 
 @triton.jit
-def _page_of(table, page_row, token, is_there, PAGE: tl.constexpr):
-    """First slot of the page of each token, int64, -1 for none, and the token's place in it."""
-    if PAGE > _INT32_MAX:
+def _slot_of(table, page_row, token, FORM: tl.constexpr):
+    """Slots of tokens. What a broken table says is brought into the cache: nothing outside is read."""
+    last = table.num_slots - 1
+    token = token.to(tl.uint32)
+    if FORM.page_size > _INT32_MAX:
         page, within = tl.zeros_like(token), token
     else:
-        page, within = token // PAGE, token % PAGE
-    first = tl.load(table.data + page_row + page.to(tl.int64) * table.page, mask=is_there, other=-1)
-    return first.to(tl.int64), within
+        page, within = token // FORM.page_size, token % FORM.page_size
+    first = tl.load(table.data + page_row + page.to(tl.int64) * table.page)
+    if FORM.is_wide:
+        return tl.minimum(first.to(tl.uint64) + within, last.to(tl.uint64)).to(tl.int64)
+    return tl.minimum(first.to(tl.uint32) + within, last.to(tl.uint32)).to(tl.int32)
+
+
+@triton.jit
+def _load(at, is_in, FORM: tl.constexpr):
+    """Stored elements, 0 behind the last of a head vector."""
+    if FORM.dim == FORM.chunks * FORM.width:
+        return tl.load(at)
+    return tl.load(at, mask=is_in, other=0)
 
 
 @triton.jit
 def exp_below(x, top):
     """``exp(x - top)``, and 0 where there is nothing to exceed: then both are -inf."""
-    return tl.exp(x - tl.where(top == float("-inf"), 0.0, top))
+    return exp(x - tl.where(top == float("-inf"), 0.0, top))
 
 
 @triton.jit
 def _tanh(x):
     """Hyperbolic tangent by an exponential that cannot overflow."""
-    decay = tl.exp(-2.0 * tl.abs(x))
+    decay = exp(-2.0 * tl.abs(x))
     magnitude = (1.0 - decay) / (1.0 + decay)
     return tl.where(x < 0, -magnitude, magnitude)
 
@@ -227,24 +248,47 @@ def _code(stored, plane: tl.constexpr, FORM: tl.constexpr):
 
 
 @triton.jit
+def _code_as(stored, plane: tl.constexpr, dtype: tl.constexpr, FORM: tl.constexpr):
+    """The numbers that the codes of one plane stand for, in ``dtype``."""
+    if stored.dtype == tl.int16:
+        return number_of_word(stored, plane, FORM.bits, dtype)
+    return _code(stored, plane, FORM).to(dtype)
+
+
+@triton.jit
 def _cast(x, dtype: tl.constexpr):
     """Stored numbers in the dtype of the query."""
     return x if x.dtype == dtype else x.to(tl.float32).to(dtype)
 
 
 @triton.jit
-def _group_scale(side, slot, head, is_stored, group: tl.constexpr, FORM: tl.constexpr):
+def _group_scale(side, slot, head, group: tl.constexpr, FORM: tl.constexpr):
     """The scale ``[N]`` of one group, as it is stored."""
     SCALE: tl.constexpr = FORM.scale
-    at = place_of_slot(side.scale, slot, SCALE) + head * side.scale.head
-    at += place_of_element(side.scale, tl.full((), group, tl.int64), SCALE)
-    return tl.load(side.scale.data + at, mask=is_stored, other=0.0)
+    at = place_of_vector(side.scale, slot, head, SCALE)
+    word = tl.full((), group // FORM.scales_in_word, tl.int32)
+    stored = tl.load(side.scale.data + (at + place_of_element(side.scale, word, SCALE)))
+    if FORM.scales_in_word == 1:
+        scale = stored
+    else:
+        dtype: tl.constexpr = tl.float16 if FORM.is_scale_float16 else tl.bfloat16
+        scale = (stored >> (16 * (group % 2))).to(tl.int16).to(dtype, bitcast=True)
+    return scale
+
+
+@triton.jit
+def _scales_of_groups(side, slot, head, element, FORM: tl.constexpr):
+    """The scale ``[N, width]`` of each stored element, each group's read once."""
+    factor = _group_scale(side, slot, head, 0, FORM)[:, None]
+    for g in tl.static_range(1, FORM.dim // FORM.group):
+        factor = tl.where(element < g * FORM.group, factor, _group_scale(side, slot, head, g, FORM)[:, None])
+    return factor
 
 
 @triton.jit
 def _scales(side, slot, head, is_in, element, FORM: tl.constexpr):
-    """The scale of each stored element, of the shape of ``is_in``, as it is stored."""
+    """The scale of each stored element, of the shape of slot and element, as it is stored."""
     SCALE: tl.constexpr = FORM.scale
-    at = place_of_slot(side.scale, slot, SCALE) + head * side.scale.head
+    at = place_of_vector(side.scale, slot, head, SCALE)
     within = place_of_element(side.scale, element // FORM.group, SCALE)
-    return tl.load(side.scale.data + at + within, mask=is_in, other=0.0)
+    return _load(side.scale.data + (at + within), is_in, FORM)

@@ -4,7 +4,7 @@ Shapes: M rows of a tile, N tokens of a tile, Dv head dim of values. A row is a 
 """
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import triton
 import triton.language as tl
@@ -13,6 +13,9 @@ from kvloom.ops.impl.triton.attend_plan import runs_of, sequence_lengths
 from kvloom.ops.impl.triton.attend_softmax import exp_below, online_softmax
 from kvloom.ops.impl.triton.numerics import is_finite
 from kvloom.ops.impl.triton.places import Shape
+
+CHANGING: Final = ["splits", "table_row", "decoding_batches", "mask_head", "mask_row"]
+"""Integers that change from step to step: compiling for 1 and multiples of 16, too, would stop a server."""
 
 
 class Query(NamedTuple):
@@ -25,24 +28,21 @@ class Query(NamedTuple):
 
 
 class Table(NamedTuple):
-    """First slot of each page of each sequence; row_starts where rows are ragged. Strides in elements."""
+    """First slot of each page of each sequence; row_starts where rows are ragged. ``page`` is a stride."""
 
     data: Any
     row_starts: Any
-    row: int
     page: int
     num_slots: int
 
 
 class Bias(NamedTuple):
-    """What is added to scores, and the sinks. The mask is ``[Hq, Tq, columns]`` by strides.
+    """What is added to scores, and the sinks. The mask is ``[Hq, Tq, columns]``; ``column`` is a stride.
 
     A positional bias of products is as ``attend`` takes it, its coefficients ``[Tq, Hq, 2K]`` by strides.
     """
 
     mask: Any
-    head: int
-    row: int
     column: int
     alibi_slopes: Any
     sinks: Any
@@ -68,7 +68,6 @@ class Partial(NamedTuple):
     top: Any
     weight_sum: Any
     weighted: Any
-    splits: int
 
 
 @dataclass(frozen=True)
@@ -82,9 +81,11 @@ class SideForm:
     planes: int
     parts: int  # chunks of all planes
     group: int  # that share a scale
-    scales_products: bool  # or else numbers are dequantized one by one, as the reference does
+    scaling: str  # what scales multiply: "products", "numbers" in 16 bits, or "one by one", as the reference
     cache: Shape
     scale: Shape
+    scales_in_word: int  # 2 where two are read at once
+    is_scale_float16: bool
     largest_scale: float
 
 
@@ -104,10 +105,11 @@ class Form:
     rows: int  # M
     tokens: int  # N
     stages: int  # tiles of tokens that are on their way at once
+    is_wide: bool  # whether some offset in the cache takes 64 bits
     largest: float  # finite value of the query's dtype
 
 
-@triton.jit
+@triton.jit(do_not_specialize=CHANGING)
 def attend_kernel(
     query,
     keys,
@@ -122,6 +124,11 @@ def attend_kernel(
     partial,
     joint,
     out,
+    splits,
+    table_row,
+    decoding_batches,
+    mask_head,
+    mask_row,
     FORM: tl.constexpr,
 ):
     """Every n-th item of all heads, of n programs; heads are neighbors in memory and so done together."""
@@ -146,29 +153,35 @@ def attend_kernel(
         if bias.alibi_slopes is not None:
             high = tl.minimum(high, position + 1)
         elif FORM.is_causal:
-            high = tl.where(b >= lengths.decoding_batches, tl.minimum(high, position + 1), high)
+            high = tl.where(b >= decoding_batches, tl.minimum(high, position + 1), high)
         if lengths.skip is not None:
             kept = position - lengths.skip + 1
             if lengths.skip_from is not None:
                 kept = tl.maximum(kept, tl.load(lengths.skip_from + b).to(tl.int64))
             high = tl.minimum(high, tl.maximum(kept, 0))
         # Tokens that no row of the tile sees are not visited; tiles of tokens begin at multiples of N.
-        begin = tl.maximum(begin, tl.min(low)) // FORM.tokens * FORM.tokens
+        first_seen = tl.maximum(begin, tl.min(low))
+        begin = first_seen // FORM.tokens * FORM.tokens
         high = tl.where(is_there, high, 0)
         end = tl.minimum(end, tl.max(high))
+        if table.num_slots == 0:
+            end = tl.zeros_like(end)
         # Tokens are few enough for int32; slots may not be.
-        begin, end, position = begin.to(tl.int32), end.to(tl.int32), position.to(tl.int32)
+        begin, first_seen, end = begin.to(tl.int32), first_seen.to(tl.int32), end.to(tl.int32)
+        position = position.to(tl.int32)
         low, high = tl.minimum(low, end).to(tl.int32), high.to(tl.int32)
 
         rows_at = query.data + (first_new + new) * query.token + query_head * query.head
         q = _query_parts(query, rows_at, is_there, KEY)
-        page_row = _page_row(table, b)
-        mask_at, slopes = _bias_of_rows(bias, lengths, b, first_new + new, query_head, is_there)
+        page_row = _page_row(table, table_row, b)
+        mask_at, slopes = _bias_of_rows(
+            bias, mask_head, mask_row, lengths, b, first_new + new, query_head, is_there
+        )
         waves_at = tl.where(is_there, (first_new + new) * bias.of_token + query_head * bias.of_head, 0)
         first_position = _first_position(bias, b)
 
         top, weight_sum, weighted = online_softmax(
-            q, keys, values, head, table, page_row, begin, end, low, high, position,
+            q, keys, values, head, table, page_row, begin, first_seen, end, low, high, position,
             bias, mask_at, slopes, waves_at, first_position, scale, softcap, FORM, False,
         )  # fmt: skip
         # A value that is not finite makes NaN of a weight of 0, too. That is rare: look again, with care.
@@ -177,14 +190,14 @@ def attend_kernel(
             finite &= tl.min(is_finite(weighted[i]).to(tl.int32))
         if finite == 0:
             top, weight_sum, weighted = online_softmax(
-                q, keys, values, head, table, page_row, begin, end, low, high, position,
+                q, keys, values, head, table, page_row, begin, first_seen, end, low, high, position,
                 bias, mask_at, slopes, waves_at, first_position, scale, softcap, FORM, True,
             )  # fmt: skip
 
         query_heads: tl.constexpr = FORM.heads * FORM.ratio
         if FORM.is_split:
             partial_row = tl.load(first_rows + b).to(tl.int64) + new
-            at = (partial_row * query_heads + query_head) * partial.splits + split
+            at = (partial_row * query_heads + query_head) * splits + split
             tl.store(partial.top + at, top, mask=is_there)
             tl.store(partial.weight_sum + at, weight_sum, mask=is_there)
             _write(partial.weighted, at, weighted, is_there, VALUE)
@@ -265,20 +278,20 @@ def _query_parts(query, rows_at, is_there, FORM: tl.constexpr):
 
 
 @triton.jit
-def _page_row(table, b):
+def _page_row(table, table_row, b):
     """Where the pages of sequence b begin in the table."""
     if table.row_starts is not None:
         return tl.load(table.row_starts + b).to(tl.int64) * table.page
-    return b * table.row
+    return b * table_row
 
 
 @triton.jit
-def _bias_of_rows(bias, lengths, b, new_token, query_head, is_there):
+def _bias_of_rows(bias, mask_head, mask_row, lengths, b, new_token, query_head, is_there):
     """Where the mask of each row begins, and its slope."""
     mask_at = tl.zeros_like(new_token)
     slopes = tl.zeros(new_token.shape, tl.float32)
     if bias.mask is not None:
-        mask_at = query_head * bias.head + new_token * bias.row
+        mask_at = query_head * mask_head + new_token * mask_row
         mask_at += tl.load(lengths.kvstarts + b).to(tl.int64) * bias.column
     if bias.alibi_slopes is not None:
         slopes = tl.load(bias.alibi_slopes + query_head, mask=is_there, other=0.0).to(tl.float32)

@@ -30,6 +30,7 @@ def _is_bfloat16(x: Any) -> bool:
 def install() -> None:
     """Replace the interpreter's casts and products by ones that know bfloat16."""
     cast, product = InterpreterBuilder.cast_impl, InterpreterBuilder.create_dot
+    multiply = InterpreterBuilder.create_fmul
 
     def cast_impl(self: Any, source: Any, dtype: Any) -> Any:
         with np.errstate(all="ignore"):
@@ -47,6 +48,12 @@ def install() -> None:
         a, b = (TensorHandle(to_float32(x.data), tl.float32) if _is_bfloat16(x) else x for x in (a, b))
         return product(self, a, b, *how)
 
+    def create_fmul(self: Any, a: Any, b: Any) -> Any:
+        if not _is_bfloat16(a):
+            return multiply(self, a, b)
+        wide = to_float32(a.data) * to_float32(b.data)
+        return TensorHandle(to_bfloat16(wide), tl.bfloat16)
+
     def get_bf16(self: Any, value: float) -> Any:
         return TensorHandle(to_bfloat16(np.array([value], dtype=np.float32)), tl.bfloat16)
 
@@ -54,3 +61,4 @@ def install() -> None:
     InterpreterBuilder.cast_impl = cast_impl
     InterpreterBuilder.create_fp_to_fp = create_fp_to_fp
     InterpreterBuilder.create_dot = create_dot
+    InterpreterBuilder.create_fmul = create_fmul

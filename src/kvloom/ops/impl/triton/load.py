@@ -15,7 +15,7 @@ from kvloom.ops.impl import by_sequence
 from kvloom.ops.impl.triton import sides
 from kvloom.ops.impl.triton.launching import on_device
 from kvloom.ops.impl.triton.numerics import LARGEST, dequantized, unpacked
-from kvloom.ops.impl.triton.places import as_bits, place_of_element, place_of_slot
+from kvloom.ops.impl.triton.places import as_bits, place_of_element, place_of_vector
 from kvloom.ops.impl.triton.sides import (
     arguments_of,
     elements_of,
@@ -86,7 +86,7 @@ def why_not(
     return sides.why_not(key_cache, key_scale) or sides.why_not(value_cache, value_scale)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _load_kernel(
     slots,
     slots_stride,
@@ -130,7 +130,7 @@ def _load_rows(
     tl.device_assert(in_cache, "slots must be in the cache")
     kept = exists & in_cache
     element, in_group = elements_of(group, FORM)
-    place = place_of_slot(side.cache, slot, CACHE) + head * side.cache.head
+    place = place_of_vector(side.cache, slot, head, CACHE)
     source = side.cache.data + place + place_of_element(side.cache, element, CACHE)
     stored = tl.load(source, mask=kept & in_group)
     dtype: tl.constexpr = out.dtype.element_ty
@@ -138,7 +138,7 @@ def _load_rows(
         x = stored if stored.dtype == dtype else stored.to(tl.float32).to(dtype)
     else:
         SCALE: tl.constexpr = FORM.scale
-        scale_place = place_of_slot(side.scale, slot, SCALE) + head * side.scale.head
+        scale_place = place_of_vector(side.scale, slot, head, SCALE)
         scale_place += place_of_element(side.scale, group, SCALE)
         scale = tl.load(side.scale.data + scale_place, mask=kept)
         x = dequantized(unpacked(stored, FORM.bits), scale, dtype, FORM.largest_scale, LARGEST)

@@ -9,12 +9,47 @@ import torch
 import triton
 import triton.language as tl
 
+from kvloom.ops.impl.triton.launching import INTERPRETED
 from kvloom.quant.affine import EPS
 
 # Adding and taking away 1.5 * 2^23 leaves an integer, ties to even, of what is smaller than 2^22.
 _ROUNDER: tl.constexpr = tl.constexpr(12582912.0)
 _INF: tl.constexpr = tl.constexpr(float("inf"))
+_LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 _EPS: tl.constexpr = tl.constexpr(EPS)
+
+# PTX is assembly for NVIDIA's GPUs; elsewhere kernels say the same in Triton.
+_HAS_PTX: tl.constexpr = tl.constexpr(not INTERPRETED and torch.version.hip is None)
+
+
+@triton.constexpr_function
+def _ptx_of_word(dtype: str, bits: int, plane: int) -> str:
+    """PTX for ``number_of_word`` of two words: a code below a power of two, less the offset of both."""
+    name, power, one = ("bf16", 0x4300, "0x3f803f80") if dtype == "bf16" else ("f16", 0x6400, "0x3c003c00")
+
+    def twice(x: int) -> str:
+        return f"0x{x << 16 | x:08x}"
+
+    word = f"shr.u32 x, $1, {bits * plane};"
+    if name == "bf16" and bits == 8:
+        return f"""{{
+            .reg .b32 x, low, high, minus;
+            {word}
+            lop3.b32 low, x, {twice(0x7F)}, {twice(power)}, 0xea;
+            lop3.b32 high, x, {twice(0x80)}, {twice(power)}, 0xea;
+            mov.b32 minus, 0xbf80bf80;
+            fma.rn.bf16x2 $0, high, minus, low;
+        }}"""
+    offset = power | 1 << (bits - 1)
+    return f"""{{
+        .reg .b32 x, one, offset;
+        {word}
+        lop3.b32 x, x, {twice((1 << bits) - 1)}, {twice(offset)}, 0x6a;
+        mov.b32 one, {one};
+        mov.b32 offset, {twice(offset | 0x8000)};
+        fma.rn.{name}x2 $0, x, one, offset;
+    }}"""
+
 
 LARGEST: Final = {x: torch.finfo(x).max for x in (torch.float32, torch.float16, torch.bfloat16)}
 """Largest finite value of a dtype."""
@@ -33,6 +68,18 @@ def rounded(x, dtype: tl.constexpr):
 def is_finite(x):
     """Neither infinite nor NaN."""
     return tl.abs(x) < _INF
+
+
+@triton.jit
+def exp(x):
+    """Exponential of float32; results below the smallest normal number may be 0."""
+    if _HAS_PTX:
+        power = tl.inline_asm_elementwise(
+            "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x * _LOG2_E], tl.float32, is_pure=True, pack=1
+        )
+    else:
+        power = tl.exp(x)
+    return power
 
 
 @triton.jit
@@ -102,10 +149,28 @@ def dequantized(number, scale, dtype: tl.constexpr, LARGEST_SCALE: tl.constexpr,
 
 
 @triton.jit
-def number_in(byte, plane: tl.constexpr, BITS: tl.constexpr):
-    """The number that the code of one plane in each int8 ``byte`` stands for, the lowest of plane 0; int8."""
-    code = (byte << (8 - BITS * (plane + 1))) >> (8 - BITS)
+def number_in(stored, plane: tl.constexpr, BITS: tl.constexpr):
+    """The number that the code of one plane in each int8 or int16 stands for, the lowest of plane 0."""
+    WIDTH: tl.constexpr = stored.dtype.primitive_bitwidth
+    code = (stored << (WIDTH - BITS * (plane + 1))) >> (WIDTH - BITS)
     return code * 2 + 1 if BITS == 2 else code
+
+
+@triton.jit
+def number_of_word(word, plane: tl.constexpr, BITS: tl.constexpr, dtype: tl.constexpr):
+    """As ``number_in``, of codes of 4 or 8 bits in each int16 ``word``, in a dtype of 16 bits.
+
+    A code is the last bits of a number of ``dtype`` from which its offset is taken away, exactly: no integer
+    is converted. Those are 1024 and 10 bits behind it in float16, in bfloat16 128 and 7 bits, or 256 and 7
+    bits of a negative code.
+    """
+    if _HAS_PTX:
+        asm: tl.constexpr = _ptx_of_word(dtype.name, BITS, plane)
+        bits = tl.inline_asm_elementwise(asm, "=r,r", [word], tl.int16, is_pure=True, pack=2)
+        number = bits.to(dtype, bitcast=True)
+    else:
+        number = number_in(word, plane, BITS).to(dtype)
+    return number
 
 
 @triton.jit

@@ -1,6 +1,6 @@
 """Addresses of elements of a canonical view ``[B, S/s, s, H, D/d, d]``, for all kernels.
 
-Letters as in ``core/views.py``. Places are int64 before they meet a stride.
+Letters as in ``core/views.py``. Places are int64 before they meet a stride, or int32 if all offsets are.
 """
 
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ class View(NamedTuple):
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a view that are compiled in, since they divide: ``S/s``, ``s`` and ``d``.
+    """What is compiled in about a view: sizes that divide, ``S/s``, ``s`` and ``d``, and how far it reaches.
 
     A view whose blocks and slots have one stride counts as blocks of one slot: nothing is divided then.
     """
@@ -36,6 +36,7 @@ class Shape:
     outer: int
     inner: int
     chunk: int  # 0 where a head vector has one stride
+    is_wide: bool = True  # whether some offset takes 64 bits
 
 
 def as_bits(x: Tensor) -> Tensor:
@@ -48,6 +49,7 @@ def describe(x: Tensor | None, bits: bool = False) -> tuple[View | None, Shape]:
     """Arguments for a canonical view; ``bits`` to move its elements as they are."""
     if x is None:
         return None, Shape(1, 1, 0)
+    is_wide = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True)) >= 1 << 31
     _, outer, inner, _, chunks, chunk = x.shape
     block_stride, outer_stride, inner_stride, head_stride, chunk_stride, stride = x.stride()
     if chunk == 1:
@@ -57,22 +59,29 @@ def describe(x: Tensor | None, bits: bool = False) -> tuple[View | None, Shape]:
     if (one_stride := slot_stride(x)) is not None:
         outer, inner, block_stride, outer_stride, inner_stride = 1, 1, one_stride, 0, 0
     strides = (block_stride, outer_stride, inner_stride, head_stride, chunk_stride, stride)
-    return View(as_bits(x) if bits else x, *strides), Shape(outer, inner, chunk)
+    return View(as_bits(x) if bits else x, *strides), Shape(outer, inner, chunk, is_wide)
 
 
 @triton.jit
-def place_of_slot(view, slot, SHAPE: tl.constexpr):
-    """Offset of a slot, int64."""
-    slot = slot.to(tl.int64)
+def place_of_vector(view, slot, head, SHAPE: tl.constexpr):
+    """Offset of a head vector."""
+    slot, head = _of_offsets(slot, SHAPE), _of_offsets(head, SHAPE)
     within = slot % (SHAPE.outer * SHAPE.inner)
     block = slot // (SHAPE.outer * SHAPE.inner)
-    return block * view.block + within // SHAPE.inner * view.outer + within % SHAPE.inner * view.inner
+    in_block = within // SHAPE.inner * view.outer + within % SHAPE.inner * view.inner
+    return block * view.block + in_block + head * view.head
 
 
 @triton.jit
 def place_of_element(view, element, SHAPE: tl.constexpr):
-    """Offset within a head vector, int64."""
-    element = element.to(tl.int64)
+    """Offset within a head vector."""
+    element = _of_offsets(element, SHAPE)
     if SHAPE.chunk == 0:
         return element * view.element
     return element // SHAPE.chunk * view.chunk + element % SHAPE.chunk * view.element
+
+
+@triton.jit
+def _of_offsets(place, SHAPE: tl.constexpr):
+    """In the integers that offsets are computed in."""
+    return place.to(tl.int64) if SHAPE.is_wide else place.to(tl.int32)

@@ -25,7 +25,7 @@ from kvloom.ops.impl.triton.numerics import (
     scale_of,
     stored_scale,
 )
-from kvloom.ops.impl.triton.places import as_bits, place_of_element, place_of_slot
+from kvloom.ops.impl.triton.places import as_bits, place_of_element, place_of_vector
 from kvloom.ops.impl.triton.sides import (
     Form,
     SideViews,
@@ -119,7 +119,7 @@ def _qmax(form: Form, full_range: bool) -> int:
     return OF_BITS[form.bits].largest if form.bits else 0
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _store_kernel(
     slots,
     slots_stride,
@@ -180,7 +180,7 @@ def _store_rows(
     kept = exists & (slot >= 0) & (slot < num_slots)
     element, in_group = elements_of(group, FORM)
     source = new.data + token * new.token + head * new.head
-    place = place_of_slot(side.cache, slot, CACHE) + head * side.cache.head
+    place = place_of_vector(side.cache, slot, head, CACHE)
     target = side.cache.data + place + place_of_element(side.cache, element, CACHE)
     if FORM.bits == 0:
         x = tl.load(source + element * new.element, mask=kept & in_group)
@@ -199,7 +199,7 @@ def _store_rows(
         if FORM.bits == 2 and FULL_RANGE:
             scale = length_kept(x, largest, scale, finite, least_scale)
         tl.store(target, packed(code, FORM.bits), mask=kept & in_group)
-        scale_place = place_of_slot(side.scale, slot, SCALE) + head * side.scale.head
+        scale_place = place_of_vector(side.scale, slot, head, SCALE)
         scale_target = side.scale.data + scale_place + place_of_element(side.scale, group, SCALE)
         stored = stored_scale(scale, finite, scale_target.dtype.element_ty, FORM.largest_scale)
         tl.store(scale_target, stored, mask=kept)
