@@ -18,8 +18,10 @@ from gpu import seconds
 
 def candidates(is_split: bool) -> Iterator[tuple[int, ...]]:
     """Rows, tokens, warps, stages and programs worth a look."""
-    rows = (16, 32) if is_split else (64, 128)
-    yield from itertools.product(rows, (32, 64), (4, 8), (2, 3, 4), (2, 4))
+    if is_split:
+        yield from itertools.product((16,), (16, 32, 64), (1, 2, 4), (3, 5), (4, 8))
+    else:
+        yield from itertools.product((64, 128), (32, 64), (4, 8), (2, 3), (1, 2))
 
 
 def main() -> None:
