@@ -126,8 +126,8 @@ slow: asan-library test-vllm
 	    --numprocesses $(WORKERS) --dist worksteal tests/integrations/batching
 	KVLOOM_PRODUCTS=1 KVLOOM_SCHEDULES=27 $(BIN)/python -m pytest --quiet --numprocesses $(WORKERS) --dist worksteal \
 	    tests/integrations/test_pool_windows.py
-	KVLOOM_PRODUCTS=1 KVLOOM_SCHEDULES=8 $(BIN)/python -m pytest --quiet --numprocesses $(WORKERS) --dist worksteal \
-	    tests/integrations/test_pool_states.py
+	KVLOOM_PRODUCTS=1 KVLOOM_SCHEDULES=86 $(BIN)/python -m pytest --quiet --numprocesses $(WORKERS) --dist worksteal \
+	    tests/integrations/test_pool_states.py tests/integrations/test_state_schedules.py
 	KVLOOM_OFFERED_STATES=50000 $(BIN)/python -m pytest --quiet --numprocesses $(WORKERS) --dist worksteal \
 	    tests/integrations/test_offered_states.py
 	KVLOOM_PRODUCTS=1 $(BIN)/python -m pytest --quiet --numprocesses $(WORKERS) --dist worksteal $(PRODUCTS)

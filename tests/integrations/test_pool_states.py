@@ -1,24 +1,17 @@
-"""Pools and stores of models with recurrent states: what follows a prefix that is found follows it cold, too.
-
-``KVLOOM_SCHEDULES`` is how many random pools each case has; ``make slow`` has more.
-"""
+"""Pools and stores of models with recurrent states: a prefix that is found goes on as it does cold."""
 
 from __future__ import annotations
 
-import itertools
 import logging
 import multiprocessing
-import os
-import pickle
-import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from integrations.test_families import family
-from oracles.pairs import pairs_in_turn, pairwise
-from oracles.stateful_models import WRONG, folders, mixers, stateful_model
+from oracles.pairs import pairs_in_turn
+from oracles.stateful_models import WRONG, folders, stateful_model
 from torch import Tensor
 
 import kvloom
@@ -36,14 +29,8 @@ pytestmark = [
     ),
     pytest.mark.skipif(cpu.ISA is None, reason="a matrix product of torch has bits of its own for each size"),
 ]
-SCHEDULES = int(os.environ.get("KVLOOM_SCHEDULES", "1"))
 GRID = 32
-KINDS, ROOMS = ["auto", "int8", "int4:g8"], ["all", "pages", "states"]
-SCHEDULED = (
-    pairwise(FAMILIES, KINDS, ROOMS)
-    if SCHEDULES > 1
-    else [*zip(mixers(), itertools.cycle(KINDS), itertools.cycle(ROOMS[::-1] + ROOMS[:1]), strict=False)]
-)
+KINDS = ["auto", "int8", "int4:g8"]
 
 
 def text(length: int, seed: int = 0, rows: int = 1) -> Tensor:
@@ -100,58 +87,6 @@ def test_what_follows_a_prefix_has_the_bits_that_it_has_cold(
     found, logits = asked(model, pool, longer)
     assert found == 3 * GRID
     assert torch.equal(logits, logits_of(model, empty.begin(longer), longer)[:, found:])
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("seed", range(SCHEDULES))
-@pytest.mark.parametrize(("name", "kv", "room"), SCHEDULED)
-def test_random_schedules_have_the_bits_that_they_have_cold(
-    name: str, kv: str, room: str, seed: int, tmp_path: Path
-) -> None:
-    """Texts that begin with others, go on, are forked, committed, saved, loaded, and read from a store."""
-    model, draw = stateful_model(name), random.Random(seed)
-    store = f"file://{tmp_path}" if draw.random() < 0.5 else None
-    empty = pool_of(model, kv)  # in which nothing is ever committed
-    state_bytes = empty.report()["states"]["nbytes"]
-    options: dict[str, Any] = {"max_tokens": 400 if room == "pages" else 4000}
-    options["max_state_bytes"] = state_bytes * (2 if room == "states" else 100)
-    stores = [] if store is None else [KVStore(store, read="always")]
-    pool = pool_of(model, kv, store=stores[0] if stores else None, **options)
-    texts, num_found, live = [text(5 * GRID, seed)], 0, list[Any]()
-    for _ in range(8):
-        ids = draw.choice(texts)[:, : draw.randrange(1, 5 * GRID + 1)]
-        if draw.random() < 0.6:
-            ids = torch.cat([ids, text(draw.randrange(1, 2 * GRID), draw.randrange(1 << 30))], 1)
-        salt = draw.choice(["", "", "other"])
-        wanted, cache = logits_of(model, empty.begin(ids), ids), pool.begin(ids, salt)
-        found = int(cache.get_seq_length())
-        assert found % GRID == 0
-        assert torch.equal(logits_of(model, cache, ids), wanted[:, found:])
-        for _ in range(draw.choice([0, 0, 3, GRID])):  # which are fed one by one, and not on the grid
-            ids = torch.cat([ids, text(1, draw.randrange(1 << 30))], 1)
-            logits_of(model, cache, ids)
-        if draw.random() < 0.2:
-            fork = cache.fork()
-            logits_of(model, fork, torch.cat([ids, text(GRID)], 1))
-        if draw.random() < 0.2:
-            cache.batch_repeat_interleave(2)
-            cache.batch_select_indices(torch.tensor([1]))
-        if draw.random() < 0.8:
-            pool.commit(cache, ids)
-            pool.check()
-        if draw.random() < 0.1:
-            if stores:
-                pool.flush()
-                stores.append(KVStore(str(store), read="always"))
-                pool = pool_of(model, kv, store=stores[-1], **options)
-            else:
-                pool = pickle.loads(pickle.dumps(pool)).bind(model)  # noqa: S301 (our own)
-        texts.append(ids)
-        live[:] = [cache] if draw.random() < 0.3 else []  # which holds its pages
-        num_found += found
-    assert num_found > 0
-    for opened in stores:
-        opened.close()
 
 
 @torch.no_grad()

@@ -113,6 +113,14 @@ def stateful_model(name: str, **options: Any) -> Any:
     return kind(config).eval()
 
 
+def small_model(name: str) -> Any:
+    """One with as few layers as have all kinds of them: states, keys and values, and a window if any has."""
+    count = {"lara_mini": 4, "lfm3": 3}.get(name, 2)
+    patterns = ("layer_types", "mlp_layer_types", "layers_block_type")
+    fewer = {key: OTHERS[name][key][:count] for key in patterns if key in OTHERS[name]}
+    return stateful_model(name, num_hidden_layers=count, **fewer)
+
+
 def folders() -> list[str]:
     """Of ``OTHERS`` those that the installed transformers has."""
     return [x for x in OTHERS if Path(families_of_transformers.__path__[0], x).is_dir()]
