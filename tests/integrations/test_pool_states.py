@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import multiprocessing
 from pathlib import Path
@@ -16,9 +17,10 @@ from torch import Tensor
 
 import kvloom
 from kvloom.errors import ArgumentError, UnsupportedError
-from kvloom.integrations.transformers import KVPool
+from kvloom.integrations.transformers import KVCache, KVPool, states
 from kvloom.integrations.transformers.build import StatefulLayer
 from kvloom.integrations.transformers.grid import Grid
+from kvloom.integrations.transformers.states import try_states
 from kvloom.ops.impl import cpu
 from kvloom.store import KVStore
 
@@ -149,6 +151,40 @@ def test_a_family_that_is_wrong_in_pieces_is_refused_with_what_was_measured(name
         cache = getattr(first, "cache", None) or first.past_key_values
         pieces = model(text(60)[:, 40:], past_key_values=cache).logits
     assert (pieces - whole[:, 40:]).abs().max() > 1e-3
+
+
+def test_a_model_is_tried_once_in_each_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By pools of every kind, sessions and drafts together; a model that was changed is tried anew."""
+    model, tried = stateful_model("lfm2"), list[Any]()
+    monkeypatch.setattr(states, "try_states", lambda x: (tried.append(x), try_states(x))[1])
+    pool_of(model)
+    pool_of(model, "bfloat16", page_size=16)
+    assert states.why_wrong_in_pieces(model) == ""
+    assert tried == [model]
+    weight = model.lm_head.weight.detach().clone()
+    with torch.no_grad():
+        model.lm_head.weight.fill_(float("nan"))
+    for _ in range(2):
+        with pytest.raises(UnsupportedError, match=r"^model must compute a text in two pieces as in one"):
+            pool_of(model)
+    assert tried == [model] * 2
+    with torch.no_grad():
+        model.lm_head.weight.copy_(weight)
+    pool_of(model)
+    pool_of(model.to(torch.bfloat16))
+    twin = copy.deepcopy(model)
+    pool_of(twin)
+    assert tried == [*[model] * 4, twin]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_states_may_take_what_keys_and_values_of_all_tokens_take(name: str) -> None:
+    model, num_tokens = stateful_model(name), 100_000
+    for kv in KINDS:
+        cache = KVCache.for_model(model, kv)
+        logits_of(model, cache, text(5))
+        report = pool_of(model, kv, max_tokens=num_tokens).report()
+        assert report["states"]["max_bytes"] == cache.nbytes_per_token * num_tokens
 
 
 def test_padded_rows_are_computed_and_not_shared(caplog: pytest.LogCaptureFixture) -> None:

@@ -7,7 +7,6 @@ behind the last whole piece of a text that was committed, and where two texts pa
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any, Final
 
 import torch
@@ -17,16 +16,14 @@ from kvloom.caches import CacheFormat
 from kvloom.caches.prefix_group import GroupTable, PrefixGroup
 from kvloom.caches.states import StatePages, StateSpec
 from kvloom.core.checks import expect_range
-from kvloom.integrations.transformers.build import make_layers
-from kvloom.integrations.transformers.cache import KVCache
+from kvloom.errors import UnsupportedError
 from kvloom.integrations.transformers.grid import Grid
 from kvloom.integrations.transformers.origin import PoolCache
 from kvloom.integrations.transformers.states import (
     restore_states,
-    specs_of,
     stateful_layers,
     states_of,
-    try_states,
+    trial_of,
 )
 from kvloom.paging import Events, PageRef, PageTable
 from kvloom.paging.grid import grid_interval
@@ -139,7 +136,7 @@ class PoolStates:
 def states_for(
     model: Any, layers: Sequence[Any], format: CacheFormat, interval: int | None, max_bytes: int | None
 ) -> PoolStates | None:
-    """What keeps the states of a model's caches, ``None`` if it has none; it computes a short text.
+    """What keeps the states of a model's caches, ``None`` if it has none; see ``trial_of``.
 
     Args:
         model: A ``PreTrainedModel``.
@@ -151,19 +148,21 @@ def states_for(
     Raises:
         ArgumentError: ``state_interval`` is no multiple of ``page_size``, or ``max_state_bytes`` is less than
             the states of one text.
-        UnsupportedError: as ``try_states``, or ``StatePages``.
+        UnsupportedError: the model is wrong in pieces; or as ``StatePages``.
     """
     page_size, max_tokens = format.page_size, format.max_tokens or 0
     if not stateful_layers(layers):
         return None
     interval = expect_interval(interval, page_size)
-    new_format = replace(format, max_tokens=None)
-    cache = try_states(model, lambda: KVCache(make_layers(model, new_format)))
-    specs = specs_of(cache.layers)
+    why_wrong, specs, entries = trial_of(model)
+    if why_wrong:
+        raise UnsupportedError(why_wrong)
     if not specs:
         return None
     if max_bytes is None:
-        max_bytes = max(round(cache.nbytes_per_token * max_tokens), least_bytes(specs, page_size))
+        streams = ((x, y) for i, own in entries.items() for x, y in zip(layers[i].streams, own, strict=False))
+        nbytes = sum(stream.format.entry(entry).nbytes for stream, entry in streams)
+        max_bytes = max(round(nbytes * max_tokens), least_bytes(specs, page_size))
     return PoolStates(specs, page_size, interval, max_bytes, model.device)
 
 

@@ -4,18 +4,20 @@ Some families ignore the state that they are given when several tokens follow st
 piece of a text is computed wrongly, here as with transformers' own caches. So a model is tried first.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, TypeAlias
-from weakref import WeakKeyDictionary
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from kvloom.caches.states import StateSpec
+from kvloom.core.entries import Entry
 from kvloom.errors import UnsupportedError
 from kvloom.integrations.transformers.build import StatefulLayer
 from kvloom.integrations.transformers.cache import KVCache
 from kvloom.integrations.transformers.cache_argument import as_argument
+from kvloom.integrations.transformers.layers import KVCacheLayer
+from kvloom.integrations.transformers.per_state import once_per_state
 
 _FIRST: Final = 40
 """Tokens of the first of two pieces in which a model is tried."""
@@ -31,8 +33,20 @@ _OF_HALVES: Final = 4
 Specs: TypeAlias = dict[int, tuple[StateSpec, ...]]
 """Of each layer by its number, its states."""
 _KINDS: Final = ("conv", "recurrent")
-_TRIED: "Final[WeakKeyDictionary[Any, tuple[torch.dtype, Specs, str]]]" = WeakKeyDictionary()
-"""Of models that were tried, the dtype in which they were, their states and why they are refused."""
+
+
+class Trial(NamedTuple):
+    """What a short text says of a model.
+
+    Attributes:
+        why_wrong: Why the model cannot be fed a text in pieces; empty if it can.
+        specs: The states of each layer; none if it cannot.
+        entries: Of each layer with keys and values, what it keeps of a token, unquantized; none if it cannot.
+    """
+
+    why_wrong: str
+    specs: Specs
+    entries: dict[int, tuple[Entry, ...]]
 
 
 def stateful_layers(layers: Sequence[Any]) -> dict[int, Any]:
@@ -72,25 +86,27 @@ def restore_states(
             layer.has_previous_state[spec.number] = True
 
 
+def trial_of(model: Any) -> Trial:
+    """What a short text says of a model, which reads it once for each of its last states."""
+    return once_per_state(model, _tried)
+
+
 def why_wrong_in_pieces(model: Any) -> str:
-    """Why a model cannot be fed a text in pieces; empty if it can. It is tried once in each dtype."""
-    return _tried(model)[1]
+    """Why a model cannot be fed a text in pieces; empty if it can."""
+    return trial_of(model).why_wrong
 
 
-def specs_for(model: Any) -> Specs:
-    """The states of each layer of a model; none if it is wrong in pieces. It is tried once."""
-    return _tried(model)[0]
-
-
-def _tried(model: Any) -> tuple[Specs, str]:
-    known = _TRIED.get(model)
-    if known is None or known[0] != model.dtype:
-        try:
-            specs, why = specs_of(try_states(model, lambda: KVCache.for_model(model)).layers), ""
-        except UnsupportedError as error:
-            specs, why = {}, str(error)
-        known = _TRIED[model] = model.dtype, specs, why
-    return known[1:]
+def _tried(model: Any) -> Trial:
+    try:
+        layers = try_states(model).layers
+    except UnsupportedError as error:
+        return Trial(str(error), {}, {})
+    entries = {
+        i: tuple(x.storage.entry for x in layer.streams if x.storage is not None)
+        for i, layer in enumerate(layers)
+        if isinstance(layer, KVCacheLayer)
+    }
+    return Trial("", specs_of(layers), entries)
 
 
 def record_past(model: Any, cache: KVCache, num_tokens: int) -> None:
@@ -100,12 +116,8 @@ def record_past(model: Any, cache: KVCache, num_tokens: int) -> None:
         cache.recording.cuts_steps = not why_wrong_in_pieces(model)
 
 
-def try_states(model: Any, new_cache: Callable[[], KVCache]) -> KVCache:
-    """Feed a model a text whole and in two pieces, and return the cache of the pieces.
-
-    Args:
-        model: A ``PreTrainedModel``.
-        new_cache: Makes an empty cache for it.
+def try_states(model: Any) -> KVCache:
+    """Feed a ``PreTrainedModel`` a text whole and in two pieces, and return the cache of the pieces.
 
     Raises:
         UnsupportedError: what follows does not depend on the states, or differs by more than rounding.
@@ -116,8 +128,8 @@ def try_states(model: Any, new_cache: Callable[[], KVCache]) -> KVCache:
     model.eval()  # or it would draw random numbers
     try:
         with torch.no_grad():
-            whole = _logits(model, tokens, new_cache())
-            cache, blank = new_cache(), new_cache()
+            cache, blank, at_once = (KVCache.for_model(model) for _ in range(3))
+            whole = _logits(model, tokens, at_once)
             _logits(model, tokens[:, :_FIRST], cache)
             _logits(model, tokens[:, :_FIRST], blank)
             for layer in stateful_layers(blank.layers).values():

@@ -39,7 +39,7 @@ from kvloom.integrations.transformers.origin import scope_of
 from kvloom.integrations.transformers.pool_states import PoolStates, expect_interval, least_bytes
 from kvloom.integrations.transformers.rope import dynamic_rope
 from kvloom.integrations.transformers.smoothing import smoothing_for, smoothing_report
-from kvloom.integrations.transformers.states import Specs, specs_for, why_wrong_in_pieces
+from kvloom.integrations.transformers.states import Specs, trial_of
 from kvloom.integrations.transformers.text_config import has_latents, only_head_dims, text_config_of
 from kvloom.integrations.transformers.watch import ModelWatch
 from kvloom.paging import Miss, expect_policy
@@ -131,9 +131,10 @@ class BatchingManager(Recorder, ContinuousBatchingManager):  # type: ignore[misc
         self._stateful = stateful_layers_of(model)
         self._specs: Specs = {}
         if self._stateful is not None:
-            if why := why_wrong_in_pieces(model):
-                raise UnsupportedError(why)
-            self._specs = specs_for(model)  # before the model has the attention of a session
+            trial = trial_of(model)  # before the model has the attention of a session
+            if trial.why_wrong:
+                raise UnsupportedError(trial.why_wrong)
+            self._specs = trial.specs
             watch_mixers(model)
         super().__init__(
             model=Attending(model) if self._stateful is not None else model,
