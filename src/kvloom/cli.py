@@ -144,7 +144,9 @@ def _parser() -> argparse.ArgumentParser:
     simulate = commands.add_parser("simulate", help="what other sizes of a cache would have found of a trace")
     simulation.add_options(simulate)
     simulate.set_defaults(
-        run=_options_named("capacity|policy|page_size|below|states|max_states|state_interval")(simulation.run)
+        run=_options_named("capacity|policy|page_size|below|states|max_states|state_interval|state_tokens")(
+            simulation.run
+        )
     )
 
     add_tracing(commands, lambda args: _options_named("kv|model")(record_command.run)(args, _load_folder))

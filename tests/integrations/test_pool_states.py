@@ -318,7 +318,9 @@ def test_why_names_states_that_nobody_kept() -> None:
 def test_the_bytes_of_states_are_planned(name: str) -> None:
     model = stateful_model(name)
     planned = kvloom.plan(model.config, context=64, page_size=8)
-    assert planned.state_page == pool_of(model).report()["states"]["nbytes"]
+    states = pool_of(model, max_tokens=100_000).report()["states"]
+    assert planned.state_page == states["nbytes"]
+    assert planned.state_tokens == -(-states["nbytes"] * 100_000 // states["max_bytes"])
 
 
 def test_bad_arguments_are_named() -> None:

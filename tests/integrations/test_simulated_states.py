@@ -12,7 +12,9 @@ from oracles.stateful_models import stateful_model
 from torch import Tensor
 
 from kvloom.integrations.transformers.build import StatefulLayer
+from kvloom.simulation.below import Below
 from kvloom.simulation.states import StatefulPool
+from kvloom.store import KVStore
 
 pytestmark = pytest.mark.skipif(
     StatefulLayer is type(None), reason="this transformers has no recurrent states in its caches"
@@ -40,6 +42,7 @@ def pages_of(ids: Tensor, numbers: dict[tuple[int, ...], int]) -> list[int]:
     return [numbers.setdefault(tuple(tokens[:end]), len(numbers)) for end in ends]
 
 
+@pytest.mark.parametrize("has_store", [False, True])
 @pytest.mark.parametrize(
     ("num_pages", "num_states", "interval", "policy"),
     [
@@ -48,17 +51,25 @@ def pages_of(ids: Tensor, numbers: dict[tuple[int, ...], int]) -> list[int]:
     ],
 )  # fmt: skip
 def test_a_replay_finds_and_keeps_what_a_pool_does(
-    num_pages: int, num_states: int, interval: int, policy: str
+    num_pages: int, num_states: int, interval: int, policy: str, has_store: bool
 ) -> None:
+    """With a store that has room for all, too; what memory lacks is read from there."""
     model: Any = stateful_model("lfm2" if "lfm2" in FAMILIES else FAMILIES[0])
     nbytes = pool_of(model).report()["states"]["nbytes"]
     room: dict[str, Any] = {"max_tokens": num_pages * PAGE, "max_state_bytes": num_states * nbytes}
+    if has_store:
+        url = f"memory://replayed-{num_pages}-{num_states}-{interval}"
+        room["store"] = KVStore(url, read="always")
     pool = pool_of(model, page_size=PAGE, state_interval=interval, policy=policy, **room)
-    replayed = StatefulPool(num_pages, num_states, PAGE, interval, policy)
+    below = Below(10**9, PAGE, 1) if has_store else None
+    replayed = StatefulPool(num_pages, num_states, PAGE, interval, policy, below)
     numbers: dict[tuple[int, ...], int] = {}
     for ids in texts(num_pages + num_states, 25, 5 * GRID):
         found, _ = asked(model, pool, ids)
+        assert pool.flush()
         assert replayed.ask(pages_of(ids, numbers), ids.shape[1]) * PAGE == found
         states = pool.report()["states"]
         assert replayed.num_kept == states["evictable"] and states["active"] == 0
     assert (replayed.num_written > replayed.num_kept) == (num_states < 400)
+    assert (replayed.num_read > 0) == (has_store and min(num_pages, num_states) < 400)
+    pool.close()

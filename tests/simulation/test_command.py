@@ -138,12 +138,35 @@ def test_states_are_rows_of_their_own_and_all_of_them_the_last(
     ]  # fmt: skip
 
 
+def test_a_store_below_has_states_too(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Memory has the four pages of the last text, so the third finds the two that it shares with the second.
+
+    A store for 20 pages, of which states take 4, has the third one of the third text, and its states. Those
+    of the fourth are in the place of the first pages, so the fifth finds all three in a larger store alone.
+    """
+    options = ["--capacity", "1024", "--page-size", "256", "--states", "all", "--state-tokens", "1024"]
+    assert main(["simulate", str(trace), *options, "--below", "0,5120,100k"]) == 0
+    shown = capsys.readouterr().out
+    assert all(f" {name} " in shown for name in ("lru, all states", "lru + 5120, all states"))
+    assert main(["simulate", str(trace), *options, "--below", "0,5120,100k", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert [(x["below"], x["tokens"], x["tokens_below"]) for x in rows] == [
+        (0, 512, 0), (5120, 512, 256), (100_000, 512, 256 + 768),
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
         (["--states", "0"], "--states must be at least 1, got 0"),
         (["--states", "3,x"], "--states must be texts such as 500k or 3M, got 'x'"),
-        (["--states", "3", "--below", "3k"], "--below must be 0 with states, got '3k'"),
+        (["--states", "3", "--below", "5"], "--below must be at least 512 tokens, got 5"),
+        (
+            ["--states", "3", "--below", "0,3k"],
+            "--state-tokens must be given with states and below 3000, got None",
+        ),
+        (["--states", "3", "--state-tokens", "0"], "--state-tokens must be at least 1, got 0"),
+        (["--state-tokens", "512"], "--state-tokens must be given with states, got 512 alone"),
         (["--states", "3", "--policy", "lru,opt"], "--policy must be one of lru, ours with recurrent states"),
         (
             ["--states", "3", "--state-interval", "500"],

@@ -91,7 +91,7 @@ def _as_json(plan: "Plan", memory: int | None) -> dict[str, Any]:
     found: dict[str, Any] = {
         name: getattr(plan, name) for name in ("kv", "context", "batch", "page_size", *_PARTS)
     }
-    found["state_page"] = plan.state_page
+    found |= {"state_page": plan.state_page, "state_tokens": plan.state_tokens}
     found["layers"] = [
         {"kind": x.kind} | {name: getattr(x, name) for name in ("cache", "scales", "states", "waste")}
         for x in plan.layers
@@ -137,7 +137,8 @@ def _print(plans: list["Plan"], memory: int | None) -> None:
     console.print(layers)
     if first.state_page:
         console.print(
-            f"a KVPool keeps the states behind a text in {first.state_page:,} bytes of its max_state_bytes: "
+            f"a KVPool keeps the states behind a text in {first.state_page:,} bytes of its max_state_bytes, "
+            f"as {first.state_tokens:,} tokens take: "
             f"{first.batch * first.state_page:,} behind {first.batch}, beside "
             f"{first.cache + first.scales:,} of pages with their {first.batch * first.context:,} tokens"
         )

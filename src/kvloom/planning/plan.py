@@ -102,6 +102,15 @@ class Plan:
         return sum(-(-layer.state_numel // size) * size * 4 for layer in self.shape.layers)
 
     @property
+    def state_tokens(self) -> int:
+        """Tokens whose keys and values take as many bytes as ``state_page``, or a little more."""
+        format = cache_format(self.shape.config, self.kv, self.page_size, values=self.values)
+        layers = [*enumerate(self.shape.layers)]
+        nbytes = sum(format.of_layer(i).entry(x.entry).nbytes for i, x in layers if x.entry)
+        nbytes += sum(x.index.nbytes for _, x in layers if x.index)
+        return -(-self.state_page // max(nbytes, 1))
+
+    @property
     def waste(self) -> int:
         """Bytes of slots without a token, which are among ``cache`` and ``scales``."""
         return sum(layer.waste for layer in self.layers)

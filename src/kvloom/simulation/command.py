@@ -72,6 +72,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--state-interval", type=int, metavar="N",
         help="tokens of the grid on which states are kept (default: 256, or the next multiple of a page)",
     )  # fmt: skip
+    parser.add_argument(
+        "--state-tokens",
+        type=int,
+        metavar="N",
+        help="with --states and --below: tokens that take as many bytes as the states behind one text, as "
+        "plan says",
+    )
     parser.add_argument("--json", action="store_true", help="machine-readable output")
     parser.add_argument("--svg", type=Path, metavar="FILE", help="write a plot")
 
@@ -121,11 +128,10 @@ def run(args: argparse.Namespace) -> None:
 def _states(args: argparse.Namespace) -> list[States]:
     """Texts behind which states are kept, all of them last; ``None`` alone if nobody asks for states."""
     if args.states is None:
-        if args.state_interval is not None:
-            raise ArgumentError(f"state_interval must be given with states, got {args.state_interval} alone")
+        for name in ("state_interval", "state_tokens"):
+            if (given := getattr(args, name)) is not None:
+                raise ArgumentError(f"{name} must be given with states, got {given} alone")
         return [None]
-    if args.below != "0":
-        raise ArgumentError(f"below must be 0 with states, got {args.below!r}")
     counts = [parse_tokens(text, "states", "texts") for text in args.states.split(",") if text != "all"]
     return [*counts, "all"]
 
@@ -144,6 +150,8 @@ def _replay(requests: "list[Request]", capacity: int, cache: Cache, args: argpar
         page_size=args.page_size,
         max_states=None if states == "all" else states,
         state_interval=args.state_interval,
+        below=below,
+        state_tokens=args.state_tokens,
     )
 
 
@@ -189,7 +197,8 @@ def _print(results: Results, page_size: int) -> None:
     first = next(iter(results.values()))
     unit = "blocks" if page_size == BLOCK_TOKENS else f"pages of {page_size}"
     hits, console = next(iter(first.values())), Console()
-    console.width = max(console.width, 24 + 24 * len(first))  # a number that is cut says nothing
+    longest = max(len(cache.name) for cache in results)
+    console.width = max(console.width, 4 + longest + 24 * len(first))  # a number that is cut says nothing
     console.print(
         f"{hits.blocks_asked:,} {unit} and {hits.tokens_asked:,} tokens of prompts; found, in % of the "
         f"{unit} / of the tokens, + what is found below:"

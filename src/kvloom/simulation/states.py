@@ -1,7 +1,8 @@
 """Requests replayed through a pool of a model with recurrent states: found where states and all pages are.
 
-The pools and trees are those that serve. Which states a text leaves is the rule of ``KVPool``: behind its
-last whole piece, a piece earlier if the text ends there, and where it parts from a known one.
+The pools and trees are those that serve, and a store may lie below them. Which states a text leaves is the
+rule of ``KVPool``: behind its last whole piece, a piece earlier if the text ends there, and where it parts
+from a known one.
 """
 
 from collections.abc import Sequence
@@ -11,6 +12,7 @@ from kvloom import paging
 from kvloom.errors import ArgumentError
 from kvloom.paging import PagePool, PageRef, PrefixTree
 from kvloom.paging.grid import grid_interval
+from kvloom.simulation.below import Below
 from kvloom.simulation.replay import Hits
 from kvloom.simulation.trace import BLOCK_TOKENS, Request, paged
 
@@ -25,6 +27,8 @@ def replay_states(
     page_size: int = BLOCK_TOKENS,
     max_states: int | None = None,
     state_interval: int | None = None,
+    below: int = 0,
+    state_tokens: int | None = None,
 ) -> Hits:
     """Let one request after the other find, compute and leave its pages and states, as in a ``KVPool``.
 
@@ -39,6 +43,10 @@ def replay_states(
         max_states: Texts behind which states are kept, which is ``max_state_bytes`` of the pool by the bytes
             behind one text that ``kvloom plan`` says; ``None`` for as many as there are.
         state_interval: Tokens of the grid, a multiple of ``page_size``; ``None`` for 256, or the next one.
+        below: Tokens of a store below, which has what every request left, pages and states, and evicts what
+            was neither written nor read for longest; 0 for none.
+        state_tokens: Tokens that take as many bytes of this store as the states behind one text, as
+            ``kvloom plan`` says; ``None`` only where there is no store.
 
     Raises:
         ArgumentError: an argument is none of these, or there is no room for a page or for states.
@@ -47,8 +55,13 @@ def replay_states(
         raise ArgumentError(
             f"policy must be one of {', '.join(paging.POLICIES)} with recurrent states, got {policy!r}"
         )
-    if capacity < page_size:
-        raise ArgumentError(f"capacity must be at least {page_size} tokens, got {capacity}")
+    for name, tokens in (("capacity", capacity), ("below", below)):
+        if tokens < page_size and (tokens or name == "capacity"):
+            raise ArgumentError(f"{name} must be at least {page_size} tokens, got {tokens}")
+    if below and state_tokens is None:
+        raise ArgumentError(f"state_tokens must be given with states and below {below}, got None")
+    if state_tokens is not None and state_tokens < 1:
+        raise ArgumentError(f"state_tokens must be at least 1, got {state_tokens}")
     if max_states is not None and max_states < 1:
         raise ArgumentError(f"max_states must be at least 1, got {max_states}")
     if page_size != BLOCK_TOKENS:
@@ -56,13 +69,16 @@ def replay_states(
     interval = grid_interval(state_interval, page_size)
     most = _MOST * len(requests)
     num_states = most if max_states is None else min(max_states, most)
-    pool = StatefulPool(capacity // page_size, num_states, page_size, interval, policy)
-    found = sum(pool.ask(x.hash_ids, x.input_length) for x in requests)
+    store = Below(below, page_size, state_tokens) if below and state_tokens is not None else None
+    pool = StatefulPool(capacity // page_size, num_states, page_size, interval, policy, store)
+    num_found = sum(pool.ask(x.hash_ids, x.input_length) for x in requests)
     return Hits(
-        found,
-        found * page_size,
+        num_found - pool.num_read,
+        (num_found - pool.num_read) * page_size,
         sum(x.input_length // page_size for x in requests),
         sum(x.input_length for x in requests),
+        pool.num_read,
+        pool.num_read * page_size,
         states_kept=pool.num_kept,
         states_evicted=pool.num_written - pool.num_kept,
     )
@@ -77,17 +93,28 @@ class StatefulPool:
         page_size: Tokens in a page.
         interval: Tokens of the grid, a multiple of the page size.
         policy: Of the pages of keys and values; states go by ``"lru"``.
+        below: A store, if there is one.
 
     Attributes:
         num_written: Texts behind which states were kept, be they there or not.
+        num_read: Pages that were found because the store had them or states behind them.
     """
 
-    def __init__(self, num_pages: int, num_states: int, page_size: int, interval: int, policy: str) -> None:
+    def __init__(
+        self,
+        num_pages: int,
+        num_states: int,
+        page_size: int,
+        interval: int,
+        policy: str,
+        below: Below | None = None,
+    ) -> None:
         self._page_size, self._step = page_size, interval // page_size
         self._pages, self._states = PagePool(num_pages, policy), PagePool(num_states)
         self._tree = PrefixTree(self._pages, 1)  # the id of a page stands for its tokens
         self._states_tree = PrefixTree(self._states, 1, window=0)
-        self.num_written = 0
+        self._below = below
+        self.num_written = self.num_read = 0
 
     @property
     def num_kept(self) -> int:
@@ -107,11 +134,7 @@ class StatefulPool:
         size, step = self._page_size, self._step
         num_tokens = min(num_tokens, self._pages.num_pages * size)
         findable = ids[: (num_tokens - 1) // size]
-        there = self._states_tree.known(findable)[: self._tree.num_known(findable)]
-        found = max((i for i, is_there in enumerate(there, 1) if is_there), default=0)
-        held = self._tree.match(findable, num_pages=found)
-        for ref in self._states_tree.match(findable, num_pages=found):
-            self._states.release(ref)
+        found, held = self._begin(findable)
         parted = self._tree.num_parted(findable) // step * step
         num_pages = -(-num_tokens // size)
         for start in range(found, num_pages, step):  # as the text is fed
@@ -127,6 +150,52 @@ class StatefulPool:
         for ref in held:
             self._pages.release(ref)
         return found
+
+    def _begin(self, ids: Sequence[int]) -> tuple[int, list[PageRef]]:
+        """The pages of the longest prefix whose pages and states are there, or below; held by the caller."""
+        found = self._num_whole(ids)
+        held = self._tree.match(ids, num_pages=found)
+        states = self._states_tree.match(ids, num_pages=found)
+        if self._below is not None:
+            num_here, wanted = found, ids[: self._num_whole(ids, self._below)]
+            held += self._read(wanted, self._below)
+            states += self._read_states(wanted, self._below)
+            found = self._num_whole(ids)
+            self.num_read += found - num_here
+            held = _hold(self._pages, self._tree.pages_from(ids[:found], "", 0), held)
+            needed = self._states_tree.pages_from(ids[:found], "", max(found - 1, 0))
+            states = _hold(self._states, needed, states)
+        for ref in states:
+            self._states.release(ref)
+        return found, held
+
+    def _num_whole(self, ids: Sequence[int], below: Below | None = None) -> int:
+        """Pages of the longest prefix of which all pages are there, and states behind it; or ``below``."""
+        there, states = self._tree.known(ids), self._states_tree.known(ids)
+        if below is not None:
+            there = [x or below.has((i, False)) for x, i in zip(there, ids, strict=True)]
+            states = [x or below.has((i, True)) for x, i in zip(states, ids, strict=True)]
+        num_pages = next((i for i, is_there in enumerate(there) if not is_there), len(there))
+        return max((i for i, is_there in enumerate(states[:num_pages], 1) if is_there), default=0)
+
+    def _read(self, ids: Sequence[int], below: Below) -> list[PageRef]:
+        """The pages of a text, read where they are not there, as many as there is room for; held."""
+        refs = _hold(self._pages, self._tree.pages_from(ids, "", 0))
+        end = min(len(ids), len(refs) + self._pages.num_free + self._pages.num_evictable)
+        if end == len(refs):
+            return refs
+        below.read((i, False) for i in reversed(ids[len(refs) : end]) if below.has((i, False)))
+        return self._tree.insert(ids[:end], refs + self._pages.take(end - len(refs)))
+
+    def _read_states(self, ids: Sequence[int], below: Below) -> list[PageRef]:
+        """The states behind a text, which are read if they are not there; held."""
+        first = max(len(ids) - 1, 0)
+        refs = self._states_tree.pages_from(ids, "", first)
+        if refs or not ids:
+            return _hold(self._states, refs)
+        below.read([(ids[-1], True)])
+        self.num_written += 1
+        return self._states_tree.insert(ids, self._states.take(1), first=first)
 
     def _keep(self, ids: Sequence[int], refs: Sequence[PageRef], before: int, *, is_parted: bool) -> None:
         """Let others find a text and the states behind it; it went on from those behind ``before`` pages."""
@@ -145,6 +214,17 @@ class StatefulPool:
             self._states.release(ref, is_passed=True)
         if is_parted:
             self._states.prefer(new)
+        if self._below is not None:
+            self._below.write((*((i, False) for i in reversed(ids)), (ids[-1], True)))
         self._states.release(new[0])
         for ref in refs:
             self._pages.release(ref)
+
+
+def _hold(pool: PagePool, needed: list[PageRef], held: Sequence[PageRef] = ()) -> list[PageRef]:
+    """``needed``, held once more, after which those of ``held`` are released, the last ones first."""
+    for ref in needed:
+        pool.retain(ref)
+    for ref in reversed(held):
+        pool.release(ref)
+    return needed
