@@ -73,3 +73,19 @@ def test_a_replay_finds_and_keeps_what_a_pool_does(
     assert (replayed.num_written > replayed.num_kept) == (num_states < 400)
     assert (replayed.num_read > 0) == (has_store and min(num_pages, num_states) < 400)
     pool.close()
+
+
+def test_states_that_a_text_has_are_not_evicted_for_those_of_a_longer_prefix_below() -> None:
+    """Room for the states of one prefix, which is in memory; the store has those of a longer one."""
+    model: Any = stateful_model("lfm2" if "lfm2" in FAMILIES else FAMILIES[0])
+    nbytes = pool_of(model).report()["states"]["nbytes"]
+    pool = pool_of(model, store=KVStore("memory://one-prefix", read="always"), max_state_bytes=nbytes)
+    replayed = StatefulPool(2000 // PAGE, 1, PAGE, GRID, "lru", Below(10**9, PAGE, 1))
+    numbers: dict[tuple[int, ...], int] = {}
+    ids, found = text(3 * GRID + 1), list[int]()
+    for asked_for in (ids, ids[:, : GRID + 1], ids):
+        found.append(asked(model, pool, asked_for)[0])
+        assert pool.flush()
+        assert replayed.ask(pages_of(asked_for, numbers), asked_for.shape[1]) * PAGE == found[-1]
+    assert found == [0, 0, GRID]
+    pool.close()

@@ -191,7 +191,8 @@ class StatefulPool:
         """The states behind a text, which are read if they are not there; held."""
         first = max(len(ids) - 1, 0)
         refs = self._states_tree.pages_from(ids, "", first)
-        if refs or not ids:
+        has_room = self._states.num_free + self._states.num_evictable > 0
+        if refs or not ids or not has_room:
             return _hold(self._states, refs)
         below.read([(ids[-1], True)])
         self.num_written += 1
