@@ -5,6 +5,7 @@ import logging
 from pathlib import Path
 from typing import Any, Final
 
+import torch
 from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 
 from kvloom.errors import ArgumentError, UnsupportedError
@@ -39,7 +40,8 @@ def enable(
     From now on that is so in ``model.generate``, in a pipeline of the model and in ``model(...)`` where a
     cache is used. A cache and ``cache_implementation`` of the caller still count, and so does an
     attention implementation that is set later. A copy of the model is enabled, too. Enabling again replaces
-    the arguments; ``disable`` takes it back, as training needs it: nothing here has a gradient.
+    the arguments; ``disable`` takes it back, as training needs it: nothing here has a gradient. So does an
+    export with a cache, which raises ``UnsupportedError`` where the model is enabled.
 
     Args:
         model: A ``PreTrainedModel`` that generates, or a ``PeftModel`` around one.
@@ -147,6 +149,11 @@ class _ForwardHook:
         given |= given.pop("kwargs", {})
         if given_cache(given) is not None or not _uses_cache(model, given.get("use_cache")):
             return None
+        if torch.compiler.is_exporting():
+            raise UnsupportedError(
+                "an enabled model has a cache that no exported graph has: disable(model) before the export, "
+                "or export with use_cache=False"
+            )
         kwargs = {key: value for key, value in kwargs.items() if key not in CACHE_ARGUMENTS}  # ``None``
         argument = as_argument(model, self._enabled.cache(model))
         ((name, cache),) = argument.items()
