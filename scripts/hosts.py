@@ -44,6 +44,7 @@ HOSTS: Final = {
     "triton": Host("test-triton", "Triton", "", "interpreted or on a GPU", "kernels"),
     "transformers": Host("test-matrix", "transformers", "transformers ", "", "all integrations"),
     "vllm": Host("test-vllm", "vLLM", "", "VLLM", "the engine with int8 and int4 pages, and stores"),
+    "clients": Host("test-clients", "clients", "client ", "", "what they ask, generate and evict"),
     "lmcache": Host("test-lmcache", "LMCache", "", "LMCACHE", "its reading of layouts"),
 }
 
