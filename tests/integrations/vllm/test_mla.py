@@ -33,7 +33,7 @@ FLOAT = {"additional_config": {"kvloom": {"float": True}}}
 CODES_ALONE = {"kv_cache_dtype": INT4, "additional_config": {"kvloom": {"recent": 0}}}
 KINDS = {"float": FLOAT, "int8": {"kv_cache_dtype": INT8}, "int4": {"kv_cache_dtype": INT4}}
 BLOCK = 32
-# With plain RoPE vLLM 0.32.0 rotates other elements than rope keys: its kernel takes them for dense.
+# With plain RoPE vLLM rotates other elements than rope keys: its kernel takes them for dense.
 YARN = {
     "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 512,
     "beta_fast": 32, "beta_slow": 1, "mscale": 0.707, "mscale_all_dim": 0.707,
@@ -243,8 +243,9 @@ def test_two_ranks_and_speculation_change_nothing(
     [
         (
             {"kv_cache_dtype": "fp8"},
-            UnsupportedError,
-            "must be auto, int8_per_token_head, int4_per_token_head or the model's float32 .* got 'fp8'",
+            (UnsupportedError, ValueError),  # vLLM itself from 0.33 on
+            "must be auto, int8_per_token_head, int4_per_token_head or the model's float32 .* got 'fp8'"
+            "|kv-cache-dtype fp8 is not supported",
         ),
         (
             {"kv_cache_dtype": INT8, "kv_cache_dtype_skip_layers": ["0"]},
@@ -283,7 +284,7 @@ def test_two_ranks_and_speculation_change_nothing(
     ids=["fp8", "skipped", "group", "group of rope keys", "hybrid", "store"],
 )
 def test_what_cannot_be_served_is_refused_at_start(
-    arguments: dict[str, Any], error: type[Exception], message: str, model: Path
+    arguments: dict[str, Any], error: type[Exception] | tuple[type[Exception], ...], message: str, model: Path
 ) -> None:
     with pytest.raises(error, match=message):
         Engine(model, **arguments)
@@ -308,7 +309,7 @@ def test_a_version_that_was_not_tested_is_guarded(model: Path, monkeypatch: pyte
             patch.setattr(vllm, "vllm_version", lambda: "0.99.0")
             vllm.register()
             _cached_get_attn_backend.cache_clear()
-            with pytest.raises(UnsupportedError, match=r"vLLM must be 0\.32\.0, got 0\.99\.0"):
+            with pytest.raises(UnsupportedError, match=r"vLLM must be .*, got 0\.99\.0"):
                 Engine(model, kv_cache_dtype=INT8)
             assert len(tokens_of(model, prompts()[:1])[0]) > 0
     finally:

@@ -12,6 +12,8 @@ from kvloom.errors import ConfigError
 from kvloom.integrations import vllm
 from kvloom.integrations.vllm.options import Options
 
+SERVED = " or ".join(vllm.TESTED)
+
 
 @pytest.mark.parametrize(
     ("given", "expected"),
@@ -92,7 +94,9 @@ class TestRegistration:
         monkeypatch.setattr(vllm, "entry_points", lambda group: [point])
         monkeypatch.setattr(vllm, "vllm_version", lambda: vllm.TESTED[0])
 
-    def test_a_tested_version_is_served(self) -> None:
+    @pytest.mark.parametrize("found", vllm.TESTED)
+    def test_a_tested_version_is_served(self, found: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(vllm, "vllm_version", lambda: found)
         assert vllm.why_not_registered() is None
 
     def test_zero_switches_it_off(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,7 +105,8 @@ class TestRegistration:
         vllm.register()  # imports nothing of vLLM, which is not here
 
     @pytest.mark.parametrize(
-        ("found", "reason"), [(None, "vLLM is not installed"), ("0.33.0", "vLLM must be 0.32.0, got 0.33.0")]
+        ("found", "reason"),
+        [(None, "vLLM is not installed"), ("0.31.0", f"vLLM must be {SERVED}, got 0.31.0")],
     )
     def test_another_version_is_not_served(
         self, found: str | None, reason: str, monkeypatch: pytest.MonkeyPatch
@@ -117,7 +122,7 @@ class TestRegistration:
             vllm.register()
         monkeypatch.setattr(vllm, "vllm_version", lambda: "0.99.0")
         vllm.register()
-        assert "guards nothing: vLLM must be 0.32.0, got 0.99.0" in caplog.text
+        assert f"guards nothing: vLLM must be {SERVED}, got 0.99.0" in caplog.text
 
     def test_a_list_of_plug_ins_may_leave_it_out(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("VLLM_PLUGINS", "other")

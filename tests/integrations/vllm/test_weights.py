@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from integrations.vllm.engines import INT8, Engine, needs_vllm, prompts, tokens_of
+from integrations.vllm.engines import INT8, Engine, needs_vllm, prompts, search_path, tokens_of
 from integrations.vllm.test_connector import BLOCK, counts, on, whole_pages
 
 from kvloom.models import bundled_model_path
@@ -132,7 +132,7 @@ def test_weights_of_one_rank_of_two(stock: list[list[int]], store: Path, tmp_pat
     script.write_text(CHILD, encoding="utf-8")
     settings = {
         **os.environ,
-        "PYTHONPATH": str(Path(__file__).parents[2]),
+        "PYTHONPATH": search_path(),
         "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
         "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "0|1",

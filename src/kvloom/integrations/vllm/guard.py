@@ -9,6 +9,7 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentio
 from kvloom.core.specs import dtype_name
 from kvloom.errors import UnsupportedError
 from kvloom.integrations.vllm import why_not_registered
+from kvloom.integrations.vllm.options import CODES
 
 KINDS: Final = ("auto", "fp8", "fp8_e4m3", "fp8_e5m2")
 """Values of ``--kv-cache-dtype`` that vLLM's CPU kernels know."""
@@ -49,6 +50,14 @@ class GuardedImpl(CPUAttentionBackendImpl):  # type: ignore[misc]
 
 class GuardedBackend(CPUAttentionBackend):  # type: ignore[misc]
     """``CPUAttentionBackend`` whose layers refuse pages that its kernels do not know."""
+
+    @classmethod
+    def supports_kv_cache_dtype(cls, kv_cache_dtype: str | None) -> bool:
+        """Whether a layer may be made with such pages, on this processor.
+
+        So it may with kvloom's two kinds on any: the layer has them, or says why not. vLLM asks from 0.33 on.
+        """
+        return kv_cache_dtype in CODES or bool(super().supports_kv_cache_dtype(kv_cache_dtype))
 
     @staticmethod
     def get_impl_cls() -> type[GuardedImpl]:

@@ -61,8 +61,7 @@ class LatentImpl:
         config = get_current_vllm_config()
         options = Options.of(config.additional_config)
         bits = CODES.get(self.kv_cache_dtype)
-        LatentBackend.is_float_kvloom = options.float is True
-        self.is_kvloom = bits is not None or options.float is True
+        LatentBackend.is_kvloom = self.is_kvloom = bits is not None or options.float is True
         if not self.is_kvloom:
             return
         _refuse(config)
@@ -106,6 +105,7 @@ class LatentImpl:
         slot_mapping: Tensor,
         kv_cache_dtype: str,
         k_scale: Tensor,
+        *more: Any,
     ) -> None:
         """Store new tokens.
 
@@ -116,10 +116,11 @@ class LatentImpl:
             slot_mapping: ``[T]`` int64; -1 skips a token.
             kv_cache_dtype: That of the layer.
             k_scale: Of vLLM's own codes.
+            more: The same, from 0.33 on.
         """
         if not self.is_kvloom:
             super().do_kv_cache_update(  # type: ignore[misc]
-                kv_c_normed, k_pe, kv_cache, slot_mapping, kv_cache_dtype, k_scale
+                kv_c_normed, k_pe, kv_cache, slot_mapping, kv_cache_dtype, k_scale, *more
             )
             return
         if not kv_cache.numel():  # vLLM warms up: nobody will read this
@@ -235,8 +236,8 @@ class LatentBackend:
 
     Of the engine that this process loaded last; ``customize_spec`` is called without its configuration.
     """
-    is_float_kvloom: ClassVar[bool] = False
-    """Whether float pages of that engine are kvloom's."""
+    is_kvloom: ClassVar[bool] = False
+    """Whether the pages of that engine, which are all of one kind, are kvloom's."""
 
     @classmethod
     def customize_spec(cls, spec: Any) -> Any:
@@ -245,11 +246,6 @@ class LatentBackend:
             return super().customize_spec(spec)  # type: ignore[misc]
         content = LatentBackend.content[spec.head_size, spec.cache_dtype_str]
         return replace(spec, state_content_bytes=content)
-
-    @classmethod
-    def is_kvloom(cls, spec: Any) -> bool:
-        """Whether pages of a spec are kvloom's."""
-        return LatentBackend.is_float_kvloom or getattr(spec, "kv_quant_mode", None) in BITS
 
 
 class _CpuImpl(LatentImpl, CPUMLAImpl):  # type: ignore[misc]
@@ -284,9 +280,16 @@ class KvloomCpuBackend(LatentBackend, CPUMLABackend):  # type: ignore[misc]
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
         """Multiples of 16 of kvloom's, so that blocks are not split, and vLLM's own 16."""
-        if LatentBackend.is_kvloom(kv_cache_spec):
+        if LatentBackend.is_kvloom:
             return [MultipleOf(16)]
         return list(CPUMLABackend.get_supported_kernel_block_sizes(kv_cache_spec))
+
+    @classmethod
+    def supports_block_size(cls, block_size: int | None) -> bool:
+        """Whether blocks may have so many tokens; vLLM's own have 16."""
+        if LatentBackend.is_kvloom and block_size is not None:
+            return block_size % 16 == 0
+        return bool(super().supports_block_size(block_size))
 
 
 class KvloomAmxBackend(LatentBackend, AMXMLABackend):  # type: ignore[misc]

@@ -1,8 +1,8 @@
 """What vLLM's CPU platform takes from models with latent attention (MLA), given back where kvloom attends.
 
 Its own kernel without AMX has blocks of 16 tokens, and reads no context of a prompt. So the platform sets the
-block size, and turns prefix caching and prompts in pieces off, before a backend is asked. There is no hook
-behind that, so this one method is wrapped.
+block size, and turns prefix caching and prompts in pieces off; from 0.33 on it refuses quantized pages. All
+that is before a backend is asked, and there is no hook behind it, so these two methods are wrapped.
 """
 
 import functools
@@ -14,12 +14,12 @@ _DEFAULT_BLOCK: Final = 128
 
 
 def give_back(platform: Any) -> None:
-    """Wrap ``check_and_update_config`` of a class of platforms, once.
+    """Wrap ``check_and_update_config`` and ``get_attn_backend_cls`` of a class of platforms, once.
 
     Args:
         platform: ``CpuPlatform`` of vLLM's, or a child of it.
     """
-    original = platform.check_and_update_config.__func__
+    original, choose = platform.check_and_update_config.__func__, platform.get_attn_backend_cls.__func__
     if hasattr(original, _MARK):
         return
 
@@ -35,8 +35,20 @@ def give_back(platform: Any) -> None:
         cache.enable_prefix_caching = prefixes
         cache.block_size = size if cache.user_specified_block_size else _DEFAULT_BLOCK
 
+    @functools.wraps(choose)
+    def get_attn_backend_cls(
+        cls: Any, selected_backend: Any, attn_selector_config: Any, num_heads: int | None = None
+    ) -> Any:
+        from kvloom.integrations.vllm.options import CODES
+
+        asked = attn_selector_config
+        if asked.use_mla and asked.kv_cache_dtype in CODES:  # the layer has them, or says why not
+            asked = asked._replace(kv_cache_dtype="auto")
+        return choose(cls, selected_backend, asked, num_heads)
+
     setattr(check_and_update_config, _MARK, True)
     platform.check_and_update_config = classmethod(check_and_update_config)
+    platform.get_attn_backend_cls = classmethod(get_attn_backend_cls)
 
 
 def are_kvloom(vllm_config: Any) -> bool:

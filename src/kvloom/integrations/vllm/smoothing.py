@@ -87,6 +87,8 @@ def _refuse_parts(config: Any) -> None:
         raise UnsupportedError(f"pipeline_parallel_size must be 1, got {parallel.pipeline_parallel_size}")
     if parallel.data_parallel_size > 1 and parallel.is_moe_model is not False:
         raise UnsupportedError(f"data_parallel_size must be 1, got {parallel.data_parallel_size}")
+    if config.model_config.is_hybrid:  # theirs would be zeros, or fail
+        raise UnsupportedError("layers must be of attention, got recurrent ones, which have no states yet")
 
 
 def _read(config: Any, model: nn.Module, names: list[str], turns: list[Tensor]) -> tuple[Recording, int]:
