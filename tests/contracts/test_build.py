@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from kvloom.ops.impl import cpu
+
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 
 ISOLATED = """
@@ -37,3 +39,19 @@ def test_torch_is_asked_for_only_where_there_is_none(hook: str, monkeypatch: pyt
     assert not any(wanted.startswith("torch") for wanted in getattr(build_backend, hook)())
     monkeypatch.setattr(build_backend, "find_torch", lambda: None)
     assert "torch>=2.10" in getattr(build_backend, hook)()
+
+
+OLDEST = {"GLIBC": (2, 28), "GLIBCXX": (3, 4, 24), "CXXABI": (1, 3, 11)}
+"""What a Linux of manylinux_2_28 has."""
+
+
+@pytest.mark.skipif(sys.platform != "linux" or cpu.ISA is None, reason="no library of Linux is compiled")
+def test_the_library_asks_for_nothing_newer_than_its_wheel_says() -> None:
+    (library,) = (path for path in torch.ops.loaded_libraries if "kvloom" in Path(path).name)
+    elffile = pytest.importorskip("elftools.elf.elffile", reason="auditwheel brings it")
+    with Path(library).open("rb") as file:
+        needs = elffile.ELFFile(file).get_section_by_name(".gnu.version_r").iter_versions()
+        names = [version.name for _, versions in needs for version in versions]
+    needed = [(kind, tuple(map(int, n.split(".")))) for kind, _, n in (x.partition("_") for x in names)]
+    assert {"GLIBC", "GLIBCXX"} <= {kind for kind, _ in needed}
+    assert [x for x in needed if x[0] in OLDEST and x[1] > OLDEST[x[0]]] == []
