@@ -50,8 +50,12 @@ ARM_NEEDS := aarch64-linux-gnu-g++ qemu-aarch64 apt-get
 # What cannot be allocated is an error of the caller's, as without the sanitizer.
 ASAN := LD_PRELOAD="$$(c++ -print-file-name=libasan.so) $$(c++ -print-file-name=libstdc++.so)" \
     ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 KVLOOM_LIBRARY=build/asan/libkvloom_cpu.so
+# The oldest Linux that wheels are for: glibc 2.28, as torch's own.
+PLATFORM := manylinux_2_28
+REPAIR = PATH="$(abspath $(BIN)):$$PATH" $(BIN)/auditwheel repair --exclude 'libtorch*' --exclude 'libc10*'
 PIP := -m pip --quiet --disable-pip-version-check
-SOURCES := pyproject.toml CMakeLists.txt README.md $(wildcard scripts/*.py scripts/*.sh) \
+MODEL := model/pyproject.toml $(shell find model/src -type f ! -name '*.pyc')
+SOURCES := pyproject.toml CMakeLists.txt README.md CHANGELOG.md LICENSE $(wildcard scripts/*.py scripts/*.sh) \
     $(shell find csrc src -type f ! -name '*.pyc')
 # What every Python must pass; BARE of torch, what needs none.
 TIER := tests/test_tiny.py tests/test_cli.py tests/contracts/test_imports.py tests/core tests/paging
@@ -212,7 +216,7 @@ test-arm: $(READY)
 	qemu-aarch64 -cpu max -L /usr/aarch64-linux-gnu build/aarch64/kvloom_threads
 	test -x build/aarch64/arm/python || scripts/arm_python.sh $(abspath build/aarch64/arm) '$(BIN)/python $(PIP)' $(ARM_TORCH)
 	@set -e; for isa in neon baseline; do echo "KVLOOM_ISA=$$isa"; \
-	    KVLOOM_ISA=$$isa KVLOOM_LIBRARY=build/aarch64/libkvloom_cpu.so PYTHONPATH=src OMP_NUM_THREADS=1 \
+	    KVLOOM_ISA=$$isa KVLOOM_LIBRARY=build/aarch64/libkvloom_cpu.so PYTHONPATH=src:model/src OMP_NUM_THREADS=1 \
 	        build/aarch64/arm/python -m pytest --quiet $(ARM_TESTS) $(ARGS); \
 	done
 
@@ -228,14 +232,14 @@ test-matrix: $(addprefix .venv-transformers-,$(MATRIX))
 	$(BIN)/python -m venv $@
 	$@/bin/python $(PIP) install $(TORCH)
 	$@/bin/python $(PIP) install $(BUILD)
-	$@/bin/python $(PIP) install $(UNBUILT) --editable . \
+	$@/bin/python $(PIP) install $(UNBUILT) --editable ./model --editable . \
 	    transformers==$* peft rich xxhash pytest pytest-xdist hypothesis
 
 # What is installed beside other versions of torch; the kernels are built once. PyPI's torch brings gigabytes of CUDA.
 test-torch: $(addprefix .venv-torch-,$(TORCHES))
 	@set -e; export KVLOOM_LIBRARY=$(LIBRARY); for version in $(TORCHES); do \
 	    echo "torch $$version"; python=.venv-torch-$$version/bin/python; \
-	    $$python $(PIP) install $(UNBUILT) --force-reinstall --no-deps .; \
+	    $$python $(PIP) install $(UNBUILT) --force-reinstall --no-deps ./model .; \
 	    $$python scripts/smoke.py; \
 	    $$python -m pytest --quiet --numprocesses $(WORKERS) --dist worksteal \
 	        $(NOT_TORCH:%=--ignore-glob=%) $(TORCH_TESTS); \
@@ -249,20 +253,21 @@ test-torch: $(addprefix .venv-torch-,$(TORCHES))
 	PIP_CONSTRAINT=/dev/null $@/bin/python $(PIP) install torch==$* 'transformers>=4.57' rich xxhash \
 	    pytest pytest-xdist hypothesis
 
-# dist/: the sdist, and built from it one wheel for every Python and every torch with the stable ABI. It is built as
-# pip builds an sdist for users, in an empty environment; only which torch is pinned. ARCH=aarch64: the wheel for Arm, by
-# a cross compiler, in dist/aarch64.
+# dist/: the sdist, and built from it one wheel for every Python and every torch with the stable ABI, and the model's own
+# two. It is built as pip builds an sdist for users, in an empty environment; only which torch is pinned. ARCH=aarch64:
+# the wheel for Arm, by a cross compiler, in dist/aarch64. A library that needs more than PLATFORM has is refused, on Arm by
+# its name.
 wheel: dist/$(addsuffix /,$(ARCH)).ready
 
-dist/.ready: $(READY) $(SOURCES)
+dist/.ready: $(READY) $(SOURCES) $(MODEL)
 	rm -rf dist build/wheel && mkdir -p build/wheel
 	$(BIN)/python -m build --sdist --outdir dist
+	$(BIN)/python -m build --no-isolation --outdir dist model
 	$(PYTHON) -m venv build/wheel/empty
 	echo '$(firstword $(TORCH))' > build/wheel/torch.txt
 	PIP_CONSTRAINT=$(abspath build/wheel/torch.txt) PIP_BUILD_CONSTRAINT=$(abspath build/wheel/torch.txt) \
 	    build/wheel/empty/bin/python $(PIP) wheel --no-deps --wheel-dir build/wheel dist/kvloom-*.tar.gz
-	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/auditwheel repair --exclude 'libtorch*' --exclude 'libc10*' \
-	    --wheel-dir dist build/wheel/kvloom-*.whl
+	$(REPAIR) --plat $(PLATFORM)_$(shell uname -m) --wheel-dir dist build/wheel/kvloom-*.whl
 	@touch $@
 
 dist/%/.ready: $(READY) $(SOURCES) cmake/%-linux-gnu.cmake
@@ -270,8 +275,7 @@ dist/%/.ready: $(READY) $(SOURCES) cmake/%-linux-gnu.cmake
 	rm -rf dist/$* build/wheel-$*
 	_PYTHON_HOST_PLATFORM=linux-$* $(BIN)/python -m build --wheel --no-isolation --outdir build/wheel-$* \
 	    -Ccmake.args=--toolchain=$(abspath cmake/$*-linux-gnu.cmake)
-	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/auditwheel repair --exclude 'libtorch*' --exclude 'libc10*' \
-	    --wheel-dir dist/$* build/wheel-$*/kvloom-*.whl
+	$(REPAIR) --wheel-dir dist/$* build/wheel-$*/kvloom-*.whl
 	@touch $@
 
 # What users install: the wheel beside a torch, and without one what pip makes of the sdist.
@@ -279,11 +283,13 @@ test-install: wheel
 	rm -rf build/installed && mkdir -p build/installed
 	$(PYTHON) -m venv build/installed/wheel
 	build/installed/wheel/bin/python $(PIP) install $(TORCH)
-	build/installed/wheel/bin/python $(PIP) install "$$(echo dist/*.whl)[transformers]"
+	build/installed/wheel/bin/python $(PIP) install --find-links dist "$$(echo dist/kvloom-*.whl)[transformers]"
 	build/installed/wheel/bin/python scripts/smoke.py
+	build/installed/wheel/bin/kvloom info
+	build/installed/wheel/bin/kvloom demo --max-new-tokens 8
 	$(PYTHON) -m venv build/installed/sdist
 	PIP_CONSTRAINT=$(abspath build/wheel/torch.txt) \
-	    build/installed/sdist/bin/python $(PIP) install "$$(echo build/wheel/*.whl)[transformers]"
+	    build/installed/sdist/bin/python $(PIP) install --find-links dist "$$(echo build/wheel/*.whl)[transformers]"
 	build/installed/sdist/bin/python scripts/smoke.py
 
 # The wheel with each Python of this machine and a torch of its own, which may bring gigabytes of CUDA; BARE=1: none.
@@ -294,7 +300,7 @@ test-pythons: wheel
 	    test -x $$env/bin/python || python$$version -m venv $$env; \
 	    $(if $(BARE),,$$env/bin/python $(PIP) install $(TORCH) 'transformers>=4.57' rich;) \
 	    $$env/bin/python $(PIP) install pytest hypothesis; \
-	    $$env/bin/python $(PIP) install --force-reinstall --no-deps dist/kvloom-*.whl; \
+	    $$env/bin/python $(PIP) install --force-reinstall --no-deps dist/*.whl; \
 	    $$env/bin/kvloom --version; \
 	    $$env/bin/python -m pytest --quiet $(if $(BARE),$(BARE_TIER),$(TIER)); \
 	done
@@ -317,7 +323,7 @@ bench: $(READY) .venv-bench/.ready .venv-vllm/.ready
 	.venv-bench/bin/python $(PIP) install $(TORCH)
 	.venv-bench/bin/python $(PIP) install $(BUILD)
 	for extras in transformers,serve,onnx,bench transformers,serve,onnx; do \
-	    .venv-bench/bin/python $(PIP) install $(UNBUILT) --editable ".[$$extras]" && break; \
+	    .venv-bench/bin/python $(PIP) install $(UNBUILT) --editable ./model --editable ".[$$extras]" && break; \
 	done
 	@touch $@
 
@@ -327,7 +333,7 @@ bench: $(READY) .venv-bench/.ready .venv-vllm/.ready
 	$(PYTHON) -m venv .venv-vllm
 	.venv-vllm/bin/python $(PIP) install $(TORCH)
 	.venv-vllm/bin/python $(PIP) install $(BUILD)
-	.venv-vllm/bin/python $(PIP) install $(UNBUILT) --editable .
+	.venv-vllm/bin/python $(PIP) install $(UNBUILT) --editable ./model --editable .
 	-.venv-vllm/bin/python $(PIP) install $(VLLM) xxhash obstore 'moto[server]>=5' pytest hypothesis
 	.venv-vllm/bin/python $(PIP) uninstall --yes torchvision torchaudio torchcodec
 	@touch $@
@@ -354,10 +360,10 @@ clean:
 	rm -rf build dist .venv .venv-* .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 
 # torch first: whatever follows then finds the build that was asked for, and the kernels its headers.
-$(READY): pyproject.toml CMakeLists.txt $(wildcard csrc/* csrc/kernels/*/*)
+$(READY): pyproject.toml model/pyproject.toml CMakeLists.txt $(wildcard csrc/* csrc/kernels/*/*)
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 10) else "kvloom needs Python 3.10 or newer, this is " + sys.version.split()[0] + "; try: make PYTHON=python3.11")'
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python $(PIP) install $(TORCH)
 	$(BIN)/python $(PIP) install $(BUILD)
-	$(BIN)/python $(PIP) install --no-build-isolation --editable '.[transformers,serve,store,onnx,dev]'
+	$(BIN)/python $(PIP) install --no-build-isolation --editable ./model --editable '.[transformers,serve,store,onnx,dev]'
 	@touch $@

@@ -40,6 +40,7 @@ _INSTALLED = {
     "rich": "transformers rich",
     "onnx": "onnx",
     "onnxruntime": "onnxruntime",
+    "kvloom_model": "kvloom-model",
     "xxhash": "xxhash",
     "obstore": "obstore",
     "redis": "redis",

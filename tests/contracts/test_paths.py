@@ -28,7 +28,7 @@ FOREIGN = {
     "docs/trace.md": {"a.txt", "b.txt"},
     "docs/vllm.md": {"argparse.py", "json/decoder.py", "calendar.py", "heapq.py", "queue.py", "csv.py"},
     "examples/README.md": {"examples/NAME.py"},
-    "src/kvloom/models/stdlib-4m/MODEL_CARD.md": {"html/entities.py", "stringprep.py"},
+    "model/src/kvloom_model/stdlib-4m/MODEL_CARD.md": {"html/entities.py", "stringprep.py"},
 }
 """Names of other projects, placeholders, and files that a command writes."""
 

@@ -1,4 +1,4 @@
-"""The small language model that ships with kvloom, and the text it is trained and measured on.
+"""The small language model that is installed with kvloom, and the text it is trained and measured on.
 
 Imports no torch: it only finds and checks model folders and the corpus.
 """
@@ -20,5 +20,11 @@ __all__ = [
 
 
 def bundled_model_path() -> Path:
-    """The folder of the bundled model, for `AutoModelForCausalLM.from_pretrained` and `AutoTokenizer`."""
-    return Path(__file__).parent / "stdlib-4m"
+    """The folder of the bundled model, for `AutoModelForCausalLM.from_pretrained` and `AutoTokenizer`.
+
+    Raises:
+        ModuleNotFoundError: ``kvloom-model`` is not installed, which pip installs with kvloom.
+    """
+    from kvloom_model import STDLIB_4M
+
+    return STDLIB_4M
