@@ -12,6 +12,7 @@ BUILD := 'scikit-build-core>=0.11' cmake ninja
 TOKENS ?= 128
 WORKERS ?= 2
 ARCH :=
+VERSION :=
 MATRIX ?= 4.57.6 5.3.0 5.12.0 5.15.0 5.19.0 5.21.0 5.23.0 5.24.0
 PYTHONS ?= 3.10 3.11 3.12 3.13
 # The oldest that pyproject.toml allows and the newest. A version alone is one of these, not what .venv gets.
@@ -67,9 +68,9 @@ CPP = $(shell find csrc tests benchmarks -name '*.h' -o -name '*.cpp')
 SITE := 'import sysconfig; print(sysconfig.get_path("purelib"))'
 NO_CUDA := 'import torch; print(int(not torch.cuda.is_available()))'
 
-.PHONY: demo test mutants test-isa test-triton test-vllm test-vllm-python test-lmcache test-clients \
-    test-upcoming test-hosts asan asan-library asan-hostile slow tsan test-matrix test-torch test-arm wheel test-install test-pythons check format \
-    bench bench-gpu bench-vllm clean
+.PHONY: demo test mutants test-isa test-triton test-vllm test-vllm-python test-lmcache test-clients test-upcoming \
+    test-hosts asan asan-library asan-hostile slow tsan test-matrix test-torch test-arm wheel test-install release \
+    test-pythons check format bench bench-gpu bench-vllm clean
 
 demo: $(READY)
 	$(BIN)/kvloom demo --max-new-tokens $(TOKENS)
@@ -256,7 +257,7 @@ test-torch: $(addprefix .venv-torch-,$(TORCHES))
 # dist/: the sdist, and built from it one wheel for every Python and every torch with the stable ABI, and the model's own
 # two. It is built as pip builds an sdist for users, in an empty environment; only which torch is pinned. ARCH=aarch64:
 # the wheel for Arm, by a cross compiler, in dist/aarch64. A library that needs more than PLATFORM has is refused, on Arm by
-# its name.
+# `make release`, since auditwheel takes no platform of another processor.
 wheel: dist/$(addsuffix /,$(ARCH)).ready
 
 dist/.ready: $(READY) $(SOURCES) $(MODEL)
@@ -291,6 +292,14 @@ test-install: wheel
 	PIP_CONSTRAINT=$(abspath build/wheel/torch.txt) \
 	    build/installed/sdist/bin/python $(PIP) install --find-links dist "$$(echo build/wheel/*.whl)[transformers]"
 	build/installed/sdist/bin/python scripts/smoke.py
+
+# All that a person uploads, built and checked, in environments of their own too; the changelog gets its section.
+# Nothing is uploaded: what to call is printed. VERSION=0.2.0 or what pyproject.toml has.
+release: $(READY)
+	$(BIN)/python scripts/release.py prepare --version '$(VERSION)'
+	$(MAKE) test-install
+	$(MAKE) wheel ARCH=aarch64
+	$(BIN)/python scripts/release.py check
 
 # The wheel with each Python of this machine and a torch of its own, which may bring gigabytes of CUDA; BARE=1: none.
 test-pythons: wheel
