@@ -233,7 +233,7 @@ test-matrix: $(addprefix .venv-transformers-,$(MATRIX))
 	$(BIN)/python -m venv $@
 	$@/bin/python $(PIP) install $(TORCH)
 	$@/bin/python $(PIP) install $(BUILD)
-	$@/bin/python $(PIP) install $(UNBUILT) --editable ./model --editable . \
+	$@/bin/python $(PIP) install $(UNBUILT) --editable . \
 	    transformers==$* peft rich xxhash pytest pytest-xdist hypothesis
 
 # What is installed beside other versions of torch; the kernels are built once. PyPI's torch brings gigabytes of CUDA.
@@ -332,7 +332,7 @@ bench: $(READY) .venv-bench/.ready .venv-vllm/.ready
 	.venv-bench/bin/python $(PIP) install $(TORCH)
 	.venv-bench/bin/python $(PIP) install $(BUILD)
 	for extras in transformers,serve,onnx,bench transformers,serve,onnx; do \
-	    .venv-bench/bin/python $(PIP) install $(UNBUILT) --editable ./model --editable ".[$$extras]" && break; \
+	    .venv-bench/bin/python $(PIP) install $(UNBUILT) --editable ".[$$extras]" && break; \
 	done
 	@touch $@
 
@@ -342,7 +342,7 @@ bench: $(READY) .venv-bench/.ready .venv-vllm/.ready
 	$(PYTHON) -m venv .venv-vllm
 	.venv-vllm/bin/python $(PIP) install $(TORCH)
 	.venv-vllm/bin/python $(PIP) install $(BUILD)
-	.venv-vllm/bin/python $(PIP) install $(UNBUILT) --editable ./model --editable .
+	.venv-vllm/bin/python $(PIP) install $(UNBUILT) --editable .
 	-.venv-vllm/bin/python $(PIP) install $(VLLM) xxhash obstore 'moto[server]>=5' pytest hypothesis
 	.venv-vllm/bin/python $(PIP) uninstall --yes torchvision torchaudio torchcodec
 	@touch $@

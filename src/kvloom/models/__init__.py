@@ -1,4 +1,4 @@
-"""The small language model that is installed with kvloom, and the text it is trained and measured on.
+"""The small language model of the distribution ``kvloom-model``, and the text it is trained and measured on.
 
 Imports no torch: it only finds and checks model folders and the corpus.
 """
@@ -19,12 +19,17 @@ __all__ = [
 ]
 
 
+_IN_CHECKOUT = Path(__file__).parents[3] / "model/src/kvloom_model/stdlib-4m"
+
+
 def bundled_model_path() -> Path:
     """The folder of the bundled model, for `AutoModelForCausalLM.from_pretrained` and `AutoTokenizer`.
 
     Raises:
-        ModuleNotFoundError: ``kvloom-model`` is not installed, which pip installs with kvloom.
+        ModuleNotFoundError: ``kvloom-model`` is not installed, and this is no checkout, which has its files.
     """
+    if _IN_CHECKOUT.is_dir():
+        return _IN_CHECKOUT
     from kvloom_model import STDLIB_4M
 
     return STDLIB_4M
