@@ -265,29 +265,33 @@ def _arguments(
     dim = cache.shape[-2] * cache.shape[-1]
     if scale is None:
         view, shape = describe(cache)
-        form = SideForm(0, dim, _width(dim), 1, 1, 1, dim, "", shape, shape, 1, False, 0.0)
+        form = SideForm(0, dim, _width(dim), 1, 1, 1, dim, False, "", shape, shape, 1, False, 0.0)
         return SideViews(view, None), form
     groups = scale.shape[-2] * scale.shape[-1]
     planes, group = OF_BITS[bits].per_byte, dim // groups
-    words = _words_of(cache, torch.int16) if bits > 2 and group % (2 * LEAST_WIDTH) == 0 else None
+    # Everything but how they are read depends on the kind alone, so that all layouts have the same bits.
+    has_words = bits > 2 and group % (2 * LEAST_WIDTH) == 0
     scaling = "one by one"
     if groups <= MAX_CHUNKS and dtype != torch.float32:
         # Weights times scales leave the range of float16.
         is_coarse = dtype == torch.bfloat16 or (dtype == scale.dtype and not of_values)
-        is_exact = words is not None and of_values and scale.dtype in (dtype, torch.float16)
+        is_exact = has_words and of_values and scale.dtype in (dtype, torch.float16)
         if is_exact and not (is_split and is_coarse):
             scaling = "numbers"
         # Four planes of bytes for each group would spill registers.
         elif is_coarse and group == _width(group) and planes <= 2:
             scaling = "products"
-    if words is not None and scaling != "one by one":
-        cache, dim, group, planes = words, dim // 2, group // 2, planes * 2
+    is_apart = False
+    if has_words and scaling != "one by one":
+        dim, group, planes = dim // 2, group // 2, planes * 2
+        words = _words_of(cache, torch.int16)
+        is_apart, cache = (True, cache) if words is None else (False, words)
     two = _words_of(scale, torch.int32) if scale.itemsize == 2 and scaling != "one by one" else None
     view, shape = describe(cache, bits=True)
     scale_view, scale_shape = describe(scale if two is None else two)
     chunks, width = (groups, group) if scaling == "products" else (1, _width(dim))
     form = SideForm(
-        bits, dim, width, chunks, planes, chunks * planes, group, scaling,
+        bits, dim, width, chunks, planes, chunks * planes, group, is_apart, scaling,
         shape, scale_shape, 1 if two is None else 2, scale.dtype == torch.float16, LARGEST[scale.dtype],
     )  # fmt: skip
     return SideViews(view, scale_view), form

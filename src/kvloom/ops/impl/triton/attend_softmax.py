@@ -88,8 +88,7 @@ def _products(q, side, slot, head, FORM: tl.constexpr, LARGEST: tl.constexpr):
     for c in tl.static_range(CHUNKS):
         element = c * WIDTH + tl.arange(0, WIDTH)
         is_in = (element < FORM.dim)[:, None]
-        within = place_of_element(side.cache, element, CACHE)
-        stored = _load(side.cache.data + (within[:, None] + at[None, :]), is_in, FORM)
+        stored = _stored(side, at[None, :], element[:, None], is_in, FORM)
         part = tl.zeros_like(scores)
         if FORM.bits == 0:
             part = tl.dot(q[c], _cast(stored, q[0].dtype), part, input_precision="ieee")
@@ -165,8 +164,7 @@ def _add_values(
     for c in tl.static_range(CHUNKS):
         element = c * WIDTH + tl.arange(0, WIDTH)
         is_in = (element < FORM.dim)[None, :]
-        within = place_of_element(side.cache, element, CACHE)
-        stored = _load(side.cache.data + (at[:, None] + within[None, :]), is_in, FORM)
+        stored = _stored(side, at[:, None], element[None, :], is_in, FORM)
         if FORM.scaling == "products":
             factor = _group_scale(side, slot, head, c, FORM)[:, None]
         elif FORM.scaling == "numbers":
@@ -217,6 +215,21 @@ def _slot_of(table, page_row, token, FORM: tl.constexpr):
     if FORM.is_wide:
         return tl.minimum(first.to(tl.uint64) + within, last.to(tl.uint64)).to(tl.int64)
     return tl.minimum(first.to(tl.uint32) + within, last.to(tl.uint32)).to(tl.int32)
+
+
+@triton.jit
+def _stored(side, at, element, is_in, FORM: tl.constexpr):
+    """Elements of head vectors that begin ``at``, 0 behind the last; bytes that are apart become words."""
+    CACHE: tl.constexpr = FORM.cache
+    if FORM.is_apart:
+        low = _load(side.cache.data + (at + place_of_element(side.cache, 2 * element, CACHE)), is_in, FORM)
+        high = _load(
+            side.cache.data + (at + place_of_element(side.cache, 2 * element + 1, CACHE)), is_in, FORM
+        )
+        stored = (low.to(tl.int16) & 0xFF) | (high.to(tl.int16) << 8)
+    else:
+        stored = _load(side.cache.data + (at + place_of_element(side.cache, element, CACHE)), is_in, FORM)
+    return stored
 
 
 @triton.jit

@@ -81,6 +81,7 @@ class SideForm:
     planes: int
     parts: int  # chunks of all planes
     group: int  # that share a scale
+    is_apart: bool  # elements are words whose two bytes are not neighbors
     scaling: str  # what scales multiply: "products", "numbers" in 16 bits, or "one by one", as the reference
     cache: Shape
     scale: Shape
