@@ -284,13 +284,13 @@ test-install: wheel
 	rm -rf build/installed && mkdir -p build/installed
 	$(PYTHON) -m venv build/installed/wheel
 	build/installed/wheel/bin/python $(PIP) install $(TORCH)
-	build/installed/wheel/bin/python $(PIP) install --find-links dist "$$(echo dist/kvloom-*.whl)[transformers]"
+	build/installed/wheel/bin/python $(PIP) install --find-links dist "$$(echo dist/kvloom-*.whl)[transformers,model]"
 	build/installed/wheel/bin/python scripts/smoke.py
 	build/installed/wheel/bin/kvloom info
 	build/installed/wheel/bin/kvloom demo --max-new-tokens 8
 	$(PYTHON) -m venv build/installed/sdist
 	PIP_CONSTRAINT=$(abspath build/wheel/torch.txt) \
-	    build/installed/sdist/bin/python $(PIP) install --find-links dist "$$(echo build/wheel/*.whl)[transformers]"
+	    build/installed/sdist/bin/python $(PIP) install --find-links dist "$$(echo build/wheel/*.whl)[transformers,model]"
 	build/installed/sdist/bin/python scripts/smoke.py
 
 # All that a person uploads, built and checked, in environments of their own too; the changelog gets its section.
