@@ -92,6 +92,7 @@ def main() -> None:
     parser.add_argument("--value-dim", type=int)
     parser.add_argument("--ratio", type=int, default=4)
     parser.add_argument("--pairs", type=int, default=0, help="of a positional bias")
+    parser.add_argument("--slots", type=int, default=64, help="of the cache")
     parser.add_argument("--sequences", type=int, default=4)
     parser.add_argument("--pages", type=int, default=256, help="of a row of the table")
     parser.add_argument("--tokens", type=int, default=64, help="to store and load")
@@ -110,7 +111,10 @@ def compile_case(args: argparse.Namespace) -> None:
     """Call store, load and attend."""
     dtype, quant, heads = getattr(torch, args.dtype), KINDS[args.kind], 8
     dims = (args.head_dim, args.value_dim or args.head_dim)
-    sides = [KVSpec(1, heads, dim, dtype, args.layout, quant).empty(64, PAGE) for dim in dims]
+    sides = [
+        KVSpec(1, heads, dim, dtype, args.layout, quant).empty(args.slots, min(args.slots, PAGE))
+        for dim in dims
+    ]
     kv = KVView.split(CacheLayout(args.layout), *(x[0] for x in sides), *(x[1] for x in sides), heads=heads)
     key, value = (torch.zeros(args.tokens, heads, dim, dtype=dtype) for dim in dims)
     slots, query_heads = torch.arange(args.tokens), heads * args.ratio

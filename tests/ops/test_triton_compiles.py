@@ -39,6 +39,7 @@ CASES = {
     "positional bias": "--pairs 4",
     "positional bias int4": "--pairs 4 --kind int4",
     "positional bias of 17 pairs": "--pairs 17 --kind int8",
+    "a cache of one slot": "--slots 1",
     "split heads and blocks": "--layout B_(H_D/16)_S_D%16",
 }
 

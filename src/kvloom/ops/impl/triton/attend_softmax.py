@@ -205,7 +205,6 @@ def _add_values(
 @triton.jit
 def _slot_of(table, page_row, token, FORM: tl.constexpr):
     """Slots of tokens. What a broken table says is brought into the cache: nothing outside is read."""
-    last = table.num_slots - 1
     token = token.to(tl.uint32)
     if FORM.page_size > _INT32_MAX:
         page, within = tl.zeros_like(token), token
@@ -213,8 +212,12 @@ def _slot_of(table, page_row, token, FORM: tl.constexpr):
         page, within = token // FORM.page_size, token % FORM.page_size
     first = tl.load(table.data + page_row + page.to(tl.int64) * table.page)
     if FORM.is_wide:
-        return tl.minimum(first.to(tl.uint64) + within, last.to(tl.uint64)).to(tl.int64)
-    return tl.minimum(first.to(tl.uint32) + within, last.to(tl.uint32)).to(tl.int32)
+        last = tl.full((), table.num_slots - 1, tl.uint64)
+        slot = tl.minimum(first.to(tl.uint64) + within, last).to(tl.int64)
+    else:
+        last = tl.full((), table.num_slots - 1, tl.uint32)
+        slot = tl.minimum(first.to(tl.uint32) + within, last).to(tl.int32)
+    return slot
 
 
 @triton.jit
