@@ -11,7 +11,7 @@ CACHE = "transformers.cache_utils.Cache"
 def test_the_installed_version_has_every_point() -> None:
     lines, gone = points.report([*points.POINTS, *points.imports()], points.transformers.__version__)
     assert gone == []
-    assert len(lines) > 60
+    assert len(lines) > 40  # before 5.19 there are no sessions, and 42 points
 
 
 def test_files_of_points_are_there_and_name_them() -> None:
