@@ -128,6 +128,7 @@ def launch_attend(
     pairs = positional[1].shape[1] if positional else 0
     ratio = query_heads // heads
     key, value = Side(key_cache, key_scale), Side(value_cache, value_scale)
+    keys, key_form = _arguments(key, query.dtype)
     width = triton.next_power_of_2(max(query.shape[2], out.shape[2]))
     few, many = (
         config_for(Case(is_split, query.itemsize, key.bits or value.bits, width, ratio))
@@ -137,7 +138,6 @@ def launch_attend(
     rows = most_rows(num_new, sequences)
 
     def launch(config: Config, is_split: bool) -> None:
-        keys, key_form = _arguments(key, query.dtype, of_values=False, is_split=is_split)
         values, value_form = _arguments(value, query.dtype, of_values=True, is_split=is_split)
         is_wide = any(x.is_wide for form in (key_form, value_form) for x in (form.cache, form.scale))
         form = Form(
@@ -253,7 +253,7 @@ def _bias(
 
 
 def _arguments(
-    side: Side, dtype: torch.dtype, *, of_values: bool, is_split: bool
+    side: Side, dtype: torch.dtype, *, of_values: bool = False, is_split: bool = False
 ) -> tuple[SideViews, SideForm]:
     """Arguments for keys or values, and what their scales multiply.
 
@@ -281,17 +281,16 @@ def _arguments(
         # Four planes of bytes for each group would spill registers.
         elif is_coarse and group == _width(group) and planes <= 2:
             scaling = "products"
-    is_apart = False
-    if has_words and scaling != "one by one":
+    words = None
+    if has_words := has_words and scaling != "one by one":
         dim, group, planes = dim // 2, group // 2, planes * 2
         words = _words_of(cache, torch.int16)
-        is_apart, cache = (True, cache) if words is None else (False, words)
     two = _words_of(scale, torch.int32) if scale.itemsize == 2 and scaling != "one by one" else None
-    view, shape = describe(cache, bits=True)
+    view, shape = describe(cache if words is None else words, bits=True)
     scale_view, scale_shape = describe(scale if two is None else two)
     chunks, width = (groups, group) if scaling == "products" else (1, _width(dim))
     form = SideForm(
-        bits, dim, width, chunks, planes, chunks * planes, group, is_apart, scaling,
+        bits, dim, width, chunks, planes, chunks * planes, group, has_words and words is None, scaling,
         shape, scale_shape, 1 if two is None else 2, scale.dtype == torch.float16, LARGEST[scale.dtype],
     )  # fmt: skip
     return SideViews(view, scale_view), form

@@ -11,13 +11,7 @@ chunk of bytes of several codes has as many planes; of two codes the even number
 import triton
 import triton.language as tl
 
-from kvloom.ops.impl.triton.numerics import (
-    dequantized,
-    exp,
-    is_finite,
-    number_in,
-    number_of_word,
-)
+from kvloom.ops.impl.triton.numerics import dequantized, exp, is_finite, number_as, number_in
 from kvloom.ops.impl.triton.places import place_of_element, place_of_vector
 
 _INT32_MAX: tl.constexpr = tl.constexpr((1 << 31) - 1)
@@ -94,15 +88,14 @@ def _products(q, side, slot, head, FORM: tl.constexpr, LARGEST: tl.constexpr):
             part = tl.dot(q[c], _cast(stored, q[0].dtype), part, input_precision="ieee")
         elif FORM.scaling == "products":
             for plane in tl.static_range(PLANES):
-                code = _code_as(stored, plane, q[0].dtype, FORM)
+                code = number_as(stored, plane, FORM.bits, q[0].dtype)
                 part = tl.dot(q[c * PLANES + plane], code, part, input_precision="ieee")
             part *= _group_scale(side, slot, head, c, FORM)[None, :].to(tl.float32)
         else:
             factor = _scales(side, slot[None, :], head, is_in, element[:, None], FORM)
             for plane in tl.static_range(PLANES):
-                number = dequantized(
-                    _code(stored, plane, FORM), factor, q[0].dtype, FORM.largest_scale, LARGEST
-                )
+                code = number_in(stored, plane, FORM.bits)
+                number = dequantized(code, factor, q[0].dtype, FORM.largest_scale, LARGEST)
                 part = tl.dot(q[c * PLANES + plane], number, part, input_precision="ieee")
         scores += part
     return scores
@@ -166,7 +159,8 @@ def _add_values(
         is_in = (element < FORM.dim)[None, :]
         stored = _stored(side, at[:, None], element[None, :], is_in, FORM)
         if FORM.scaling == "products":
-            factor = _group_scale(side, slot, head, c, FORM)[:, None]
+            scale = _group_scale(side, slot, head, c, FORM)
+            factor = scale[:, None]
         elif FORM.scaling == "numbers":
             factor = _scales_of_groups(side, slot, head, element[None, :], FORM)
         elif FORM.scaling == "one by one":
@@ -174,19 +168,17 @@ def _add_values(
         for plane in tl.static_range(PLANES):
             before = weighted[c * PLANES + plane]
             if FORM.scaling == "products" and not CAREFUL:
-                code = _code_as(stored, plane, dtype, FORM)
-                scale = _group_scale(side, slot, head, c, FORM)
+                code = number_as(stored, plane, FORM.bits, dtype)
                 scaled = weights * scale[None, :].to(tl.float32)
                 after = tl.dot(scaled.to(dtype), code, before * rescale[:, None], input_precision="ieee")
             else:
                 if FORM.bits == 0:
                     number = _cast(stored, dtype)
                 elif FORM.scaling == "numbers" and not CAREFUL:
-                    number = _code_as(stored, plane, factor.dtype, FORM) * factor
+                    number = number_as(stored, plane, FORM.bits, factor.dtype) * factor
                 else:
-                    number = dequantized(
-                        _code(stored, plane, FORM), factor, dtype, FORM.largest_scale, LARGEST
-                    )
+                    code = number_in(stored, plane, FORM.bits)
+                    number = dequantized(code, factor, dtype, FORM.largest_scale, LARGEST)
                 if CAREFUL:
                     nonfinite = ~is_finite(number.to(tl.float32))
                     number = tl.where(nonfinite, 0.0, number.to(tl.float32)).to(dtype)
@@ -255,20 +247,6 @@ def _tanh(x):
     decay = exp(-2.0 * tl.abs(x))
     magnitude = (1.0 - decay) / (1.0 + decay)
     return tl.where(x < 0, -magnitude, magnitude)
-
-
-@triton.jit
-def _code(stored, plane: tl.constexpr, FORM: tl.constexpr):
-    """The numbers that the codes of one plane stand for, int8."""
-    return number_in(stored, plane, FORM.bits)
-
-
-@triton.jit
-def _code_as(stored, plane: tl.constexpr, dtype: tl.constexpr, FORM: tl.constexpr):
-    """The numbers that the codes of one plane stand for, in ``dtype``."""
-    if stored.dtype == tl.int16:
-        return number_of_word(stored, plane, FORM.bits, dtype)
-    return _code(stored, plane, FORM).to(dtype)
 
 
 @triton.jit

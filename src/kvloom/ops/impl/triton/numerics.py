@@ -24,7 +24,7 @@ _HAS_PTX: tl.constexpr = tl.constexpr(not INTERPRETED and torch.version.hip is N
 
 @triton.constexpr_function
 def _ptx_of_word(dtype: str, bits: int, plane: int) -> str:
-    """PTX for ``number_of_word`` of two words: a code below a power of two, less the offset of both."""
+    """PTX for ``number_as`` of two words: a code below a power of two, less the offset of both."""
     name, power, one = ("bf16", 0x4300, "0x3f803f80") if dtype == "bf16" else ("f16", 0x6400, "0x3c003c00")
 
     def twice(x: int) -> str:
@@ -157,19 +157,19 @@ def number_in(stored, plane: tl.constexpr, BITS: tl.constexpr):
 
 
 @triton.jit
-def number_of_word(word, plane: tl.constexpr, BITS: tl.constexpr, dtype: tl.constexpr):
-    """As ``number_in``, of codes of 4 or 8 bits in each int16 ``word``, in a dtype of 16 bits.
+def number_as(stored, plane: tl.constexpr, BITS: tl.constexpr, dtype: tl.constexpr):
+    """As ``number_in``, in ``dtype``, which has 16 bits where codes of 4 or 8 bits are in int16.
 
-    A code is the last bits of a number of ``dtype`` from which its offset is taken away, exactly: no integer
-    is converted. Those are 1024 and 10 bits behind it in float16, in bfloat16 128 and 7 bits, or 256 and 7
-    bits of a negative code.
+    In these a code is the last bits of a number of ``dtype`` from which its offset is taken away, exactly: no
+    integer is converted. Those are 1024 and 10 bits behind it in float16, in bfloat16 128 and 7 bits, or 256
+    and 7 bits of a negative code.
     """
-    if _HAS_PTX:
+    if _HAS_PTX and stored.dtype == tl.int16:
         asm: tl.constexpr = _ptx_of_word(dtype.name, BITS, plane)
-        bits = tl.inline_asm_elementwise(asm, "=r,r", [word], tl.int16, is_pure=True, pack=2)
+        bits = tl.inline_asm_elementwise(asm, "=r,r", [stored], tl.int16, is_pure=True, pack=2)
         number = bits.to(dtype, bitcast=True)
     else:
-        number = number_in(word, plane, BITS).to(dtype)
+        number = number_in(stored, plane, BITS).to(dtype)
     return number
 
 
