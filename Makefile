@@ -217,7 +217,7 @@ test-arm: $(READY)
 	qemu-aarch64 -cpu max -L /usr/aarch64-linux-gnu build/aarch64/kvloom_threads
 	test -x build/aarch64/arm/python || scripts/arm_python.sh $(abspath build/aarch64/arm) '$(BIN)/python $(PIP)' $(ARM_TORCH)
 	@set -e; for isa in neon baseline; do echo "KVLOOM_ISA=$$isa"; \
-	    KVLOOM_ISA=$$isa KVLOOM_LIBRARY=build/aarch64/libkvloom_cpu.so PYTHONPATH=src:model/src OMP_NUM_THREADS=1 \
+	    KVLOOM_ISA=$$isa KVLOOM_LIBRARY=build/aarch64/libkvloom_cpu.so PYTHONPATH=src OMP_NUM_THREADS=1 \
 	        build/aarch64/arm/python -m pytest --quiet $(ARM_TESTS) $(ARGS); \
 	done
 
@@ -369,10 +369,10 @@ clean:
 	rm -rf build dist .venv .venv-* .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 
 # torch first: whatever follows then finds the build that was asked for, and the kernels its headers.
-$(READY): pyproject.toml model/pyproject.toml CMakeLists.txt $(wildcard csrc/* csrc/kernels/*/*)
+$(READY): pyproject.toml CMakeLists.txt $(wildcard csrc/* csrc/kernels/*/*)
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 10) else "kvloom needs Python 3.10 or newer, this is " + sys.version.split()[0] + "; try: make PYTHON=python3.11")'
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python $(PIP) install $(TORCH)
 	$(BIN)/python $(PIP) install $(BUILD)
-	$(BIN)/python $(PIP) install --no-build-isolation --editable ./model --editable '.[transformers,serve,store,onnx,dev]'
+	$(BIN)/python $(PIP) install --no-build-isolation --editable '.[transformers,serve,store,onnx,dev]'
 	@touch $@

@@ -20,7 +20,7 @@ def page(result: dict[str, Any]) -> str:
         "is the time of our own bf16 cache over that of the row; peers are their time over ours, above 1",
         "where ours is shorter.",
     ]
-    if not any("flashinfer_us" in row for row in result["rows"]):
+    if not any(key.startswith("flashinfer") for row in result["rows"] for key in row):
         lines += ["FlashInfer was not installed."]
     for what in ("decode", "append", "prefill"):
         rows = [row for row in result["rows"] if row["what"] == what]

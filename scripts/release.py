@@ -123,7 +123,7 @@ def check(dist: Path, version: str, model_version: str) -> list[Path]:
     """Check all files of a release, and that wheels differ in the library only.
 
     Returns:
-        What is to be uploaded, the model first: kvloom can be installed from the moment that it is there.
+        What is to be uploaded, the model first, which an extra of kvloom asks for.
 
     Raises:
         ReleaseError: A file is missing, there is another one, or one is not as expected.
@@ -140,10 +140,10 @@ def check(dist: Path, version: str, model_version: str) -> list[Path]:
         files.append(found[0])
     if any(content != contents[1] for content in contents[2:]):
         raise ReleaseError("wheels of kvloom must differ in the library only: one is of other sources")
-    sdists = [dist / f"kvloom_model-{model_version}.tar.gz", dist / f"kvloom-{version}.tar.gz"]
-    for path, (name, number) in zip(
-        sdists, (("kvloom_model", model_version), ("kvloom", version)), strict=True
-    ):
+    sdists = []
+    for name, number in (("kvloom_model", model_version), ("kvloom", version)):
+        path = dist / f"{name}-{number}.tar.gz"
+        sdists.append(path)
         if not path.is_file():
             raise ReleaseError(f"{dist} must have {path.name}, got none")
         check_sdist(path, name, number)

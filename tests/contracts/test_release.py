@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import io
-import runpy
 import tarfile
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
+from contracts.test_hosts import script
 
-RELEASE = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[2] / "scripts" / "release.py")))
+RELEASE = script("release")
 X86 = "manylinux_2_27_x86_64.manylinux_2_28_x86_64"
 ARM = "manylinux_2_27_aarch64"
 
