@@ -12,7 +12,7 @@ import pytest
 import torch
 from integrations.test_families import family
 from oracles.pairs import pairs_in_turn
-from oracles.stateful_models import WRONG, folders, stateful_model
+from oracles.stateful_models import WRONG, folders, small_model, stateful_model
 from torch import Tensor
 
 import kvloom
@@ -151,6 +151,13 @@ def test_a_family_that_is_wrong_in_pieces_is_refused_with_what_was_measured(name
         cache = getattr(first, "cache", None) or first.past_key_values
         pieces = model(text(60)[:, 40:], past_key_values=cache).logits
     assert (pieces - whole[:, 40:]).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_model_in_few_bits_whose_states_hardly_count_is_taken(name: str) -> None:
+    """Qwen3-Next's here gives the same logits in bfloat16 with states of zeros."""
+    dtype = torch.float32 if name == "inkling2" else torch.bfloat16  # which computes in float32 alone
+    assert states.why_wrong_in_pieces(small_model(name).to(dtype)) == ""
 
 
 def test_a_model_is_tried_once_in_each_state(monkeypatch: pytest.MonkeyPatch) -> None:

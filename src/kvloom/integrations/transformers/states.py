@@ -23,6 +23,9 @@ _FIRST: Final = 40
 """Tokens of the first of two pieces in which a model is tried."""
 _SECOND: Final = 24
 """Tokens of the second."""
+_OTHERS: Final = -4096
+"""Times the states of a text are other states. That these count is seen in any number of bits, even of a model
+whose own states hardly do."""
 _EPSILONS: Final = {torch.float32: 512}
 """What rounding in one layer may change of the logits of a token, relative to their root mean square.
 
@@ -128,24 +131,24 @@ def try_states(model: Any) -> KVCache:
     model.eval()  # or it would draw random numbers
     try:
         with torch.no_grad():
-            cache, blank, at_once = (KVCache.for_model(model) for _ in range(3))
+            cache, other, at_once = (KVCache.for_model(model) for _ in range(3))
             whole = _logits(model, tokens, at_once)
             _logits(model, tokens[:, :_FIRST], cache)
-            _logits(model, tokens[:, :_FIRST], blank)
-            for layer in stateful_layers(blank.layers).values():
+            _logits(model, tokens[:, :_FIRST], other)
+            for layer in stateful_layers(other.layers).values():
                 for x in layer.recurrent_states.values():
                     if x is not None:
-                        x.zero_()
+                        x.mul_(_OTHERS)
             pieces = _logits(model, tokens[:, _FIRST:], cache)
-            without = _logits(model, tokens[:, _FIRST:], blank)
+            from_others = _logits(model, tokens[:, _FIRST:], other)
     finally:
         for module in training:
             module.training = True
     has_recurrence = any(x.name == "recurrent" for own in specs_of(cache.layers).values() for x in own)
-    if has_recurrence and torch.equal(pieces, without):
+    if has_recurrence and torch.equal(pieces, from_others):
         raise UnsupportedError(
             f"model must go on from its recurrent states, but {name} computes the same {_SECOND} tokens with "
-            f"states of zeros: fed in several pieces it is wrong, with every cache"
+            f"others: fed in several pieces it is wrong, with every cache"
         )
     expected = whole[:, _FIRST:].float()
     # Of the median token: where experts are chosen, a rounding may change all of some tokens.
