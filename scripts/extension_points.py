@@ -99,7 +99,7 @@ POINTS: Final = [
     *_members("transformers.AttentionMaskInterface", "register", f"{_OURS}/__init__.py"),
     *_members(
         f"{BATCHING}.continuous_api.ContinuousBatchingManager",
-        "switch_to_cb_friendly_attn stop add_request join _create_batch_processor",
+        "switch_to_cb_friendly_attn stop add_request join _create_batch_processor _generation_step",
         f"{_OURS}/batching/manager.py",
         "5.19",
     ),
@@ -120,6 +120,12 @@ POINTS: Final = [
         f"{BATCHING}.cb_logits_processors.ContinuousBatchingLogitsProcessor",
         "fill_defaults prepare_tensor_args",
         f"{_OURS}/batching/sampling.py",
+        "5.19",
+    ),
+    *_members(
+        f"{BATCHING}.cb_logits_processors.ContinuousBatchingLogitsProcessorList",
+        "prepare_tensor_args",
+        f"{_OURS}/batching/prompt_scores.py",
         "5.19",
     ),
     *_members(

@@ -160,14 +160,28 @@ def test_lm_eval_generates(url: str, text: str, answer: str, kind: str) -> None:
 
 
 @needs("lm_eval")
-def test_lm_eval_asks_for_log_probabilities_of_prompts_and_is_told_that_there_are_none(url: str) -> None:
-    """Likelihoods, and with them tasks of multiple choice, need ``echo`` beside ``logprobs``."""
-    from requests import HTTPError
-
+def test_lm_eval_asks_for_likelihoods(url: str, text: str) -> None:
+    """Of what the model says itself, which it takes for certain, and of something else."""
     task = task_of(
-        {"prompt": PROMPT, "answer": " os.walk(path)"},
+        {"prompt": PROMPT, "answer": text},
+        {"prompt": PROMPT, "answer": " something else"},
         output_type="loglikelihood",
+        target_delimiter="",
+        metric_list=[{"metric": "acc"}, {"metric": "perplexity"}],
+    )
+    result = evaluate("local-completions", f"{url}/completions", task)
+    assert result["acc,none"] == 0.5
+
+
+@needs("lm_eval")
+def test_lm_eval_chooses_among_answers(url: str, text: str) -> None:
+    choices = [" something else", text, " nothing at all"]
+    task = task_of(
+        {"prompt": PROMPT, "answer": 1, "choices": choices},
+        {"prompt": PROMPT, "answer": 2, "choices": choices},
+        output_type="multiple_choice",
+        doc_to_choice="choices",
+        target_delimiter="",
         metric_list=[{"metric": "acc"}],
     )
-    with pytest.raises(HTTPError, match="400"):
-        evaluate("local-completions", f"{url}/completions", task)
+    assert evaluate("local-completions", f"{url}/completions", task)["acc,none"] == 0.5

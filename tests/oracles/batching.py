@@ -79,17 +79,31 @@ def batched(
 class Session:
     """A session without a thread: what happens between two steps is the caller's to say.
 
+    Args:
+        model: That generates.
+        generation: Of its ``GenerationConfig``.
+        agents: Sessions of agents.
+        begin: Is called with the manager before it begins.
+        options: Of its ``ContinuousBatchingConfig``.
+
     Attributes:
         manager: The ``BatchingManager``.
         outputs: Newest output of each request that has one.
     """
 
     def __init__(
-        self, model: Any, generation: dict[str, Any] | None = None, agents: Any = None, **options: Any
+        self,
+        model: Any,
+        generation: dict[str, Any] | None = None,
+        agents: Any = None,
+        begin: Any = None,
+        **options: Any,
     ) -> None:
         config = GenerationConfig(**{"max_new_tokens": 8, **GREEDY, **(generation or {})})
         self.manager = model.init_continuous_batching(config, batching_config(**options))
         self.manager.agents = agents or self.manager.agents
+        if begin is not None:
+            begin(self.manager)
         self.processor = self.manager.batch_processor = self.manager._create_batch_processor()
         self.outputs: dict[str, Any] = {}
 

@@ -266,7 +266,6 @@ def test_more_answers_than_there_can_be_are_refused(server: Served, client: open
         ({"stop_token_ids": [True]}, "stop_token_ids must be a list of token ids"),
         ({"stop_token_ids": [9999]}, "stop_token_ids must be token ids from 0 to 2047"),
         ({"echo": "yes"}, "echo must be true or false"),
-        ({"echo": True, "logprobs": 1}, "echo must be left out beside logprobs"),
         ({"echo": True, "prompt": [-1]}, "the prompt must be token ids"),
         ({"prompt": []}, "prompt must be a text, a list of token ids, or a list of those"),
         ({"prompt": ["a", 3]}, "prompt must be a text, a list of token ids, or a list of those"),

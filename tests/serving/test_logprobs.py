@@ -19,7 +19,7 @@ from kvloom.integrations.transformers import load_model
 from kvloom.integrations.transformers.batching.sampling import LogProb
 from kvloom.models import bundled_model_path
 from kvloom.serving.replies import chat_logprobs, text_logprobs
-from kvloom.serving.text import TextStream
+from kvloom.serving.text import Echo, TextStream
 
 TOKENIZER = load_model(bundled_model_path(), progress=False)[1]
 OPTIONS: dict[str, Any] = {"model": "bundled", "prompt": PROMPT, "max_tokens": 40, "logprobs": 2}
@@ -83,6 +83,50 @@ def test_offsets_are_those_of_the_text_while_it_is_held_back(client: openai.Open
         assert streamed.text == whole.text and streamed.offsets == whole.offsets
     for token, offset in zip(whole.tokens, whole.offsets, strict=True):
         assert whole.text[offset:].startswith(token)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_echo_has_the_log_probabilities_of_the_prompt(client: openai.OpenAI, stream: bool) -> None:
+    """What tokens had when they were chosen they have again in a prompt, of which nothing is found."""
+    options = {**OPTIONS, "max_tokens": 1, "temperature": 0, "stream": stream}
+    first = client.completions.create(**{**OPTIONS, "temperature": 0}).choices[0]
+    prompts = [PROMPT + first.text, PROMPT, "\n"]
+    texts, offsets = [""] * 6, [list[int]() for _ in range(6)]
+    tokens, chosen, likeliest = ([list[Any]() for _ in range(6)] for _ in range(3))
+    more = {"stream_options": {"include_usage": True}} if stream else {}
+    answer = client.completions.create(**{**options, "prompt": prompts}, **more, echo=True, n=2)
+    usage = None
+    for part in answer if stream else [answer]:
+        usage = part.usage or usage
+        for choice in part.choices:
+            i, texts[choice.index] = choice.index, texts[choice.index] + choice.text
+            if choice.logprobs is not None:
+                tokens[i] += choice.logprobs.tokens
+                chosen[i] += choice.logprobs.token_logprobs
+                likeliest[i] += choice.logprobs.top_logprobs
+                offsets[i] += choice.logprobs.text_offset
+    assert usage.completion_tokens == 6 and usage.prompt_tokens_details.cached_tokens == 0
+    for i, text in enumerate(texts):
+        ids, count = TOKENIZER(prompts[i // 2]).input_ids, len(tokens[i])
+        assert text.startswith(prompts[i // 2]) and "".join(tokens[i]) == text and count == len(ids) + 1
+        assert offsets[i] == [len("".join(tokens[i][:k])) for k in range(count)]
+        assert chosen[i][0] is None is likeliest[i][0]
+        for own, best in zip(chosen[i][1:], likeliest[i][1:], strict=True):
+            assert len(best) == 2 and max(best.values()) >= own
+        assert chosen[i] == pytest.approx(chosen[i // 2 * 2], abs=1e-4)
+    start = len(TOKENIZER(PROMPT).input_ids)
+    assert tokens[0][start:-1] == first.logprobs.tokens
+    assert chosen[0][start:-1] == pytest.approx(first.logprobs.token_logprobs, abs=1e-4)
+    assert chosen[2][1:start] == pytest.approx(chosen[0][1:start], abs=1e-4)
+    again = client.completions.create(**{**OPTIONS, "logprobs": None}, echo=True)
+    assert again.usage.prompt_tokens_details.cached_tokens == (start - 1) // 16 * 16
+
+
+def test_an_echo_begins_behind_what_texts_begin_with() -> None:
+    tokens = TOKENIZER("import os", add_special_tokens=False).input_ids
+    whole = Echo.of(TOKENIZER, [0, *tokens], "import os")
+    assert whole.offsets == [0, *Echo.of(TOKENIZER, tokens, "import os").offsets]
+    assert whole.offsets[:2] == [0, 0] and whole.offsets[-1] < len("import os")
 
 
 def entries(tokenizer: Any, tokens: list[int]) -> list[dict[str, Any]]:

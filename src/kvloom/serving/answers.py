@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvloom.integrations.transformers.batching.agent_sessions import AgentTurn
-from kvloom.integrations.transformers.batching.sampling import CHOICE, Choice, LogProb
+from kvloom.integrations.transformers.batching.held import CHOICE
+from kvloom.integrations.transformers.batching.sampling import Choice, LogProb
 from kvloom.serving import Refused
 from kvloom.serving.structured import Grammar
 from kvloom.serving.text import TextStream
@@ -26,16 +27,18 @@ class Piece:
         text: Certain text.
         tokens: New tokens, up to the one that completes a stop.
         offsets: Characters of the answer before each of them.
-        logprobs: Theirs, if they were asked for.
+        logprobs: Theirs, if they were asked for; ``None`` for the first token of a prompt.
         finish_reason: ``"stop"`` or ``"length"`` in the last piece of an answer.
+        prompt_logprobs: Those of the tokens of the prompt behind the first, if they were asked for.
     """
 
     index: int
     text: str
     tokens: tuple[int, ...]
     offsets: tuple[int, ...]
-    logprobs: tuple[LogProb, ...]
+    logprobs: tuple[LogProb | None, ...]
     finish_reason: str | None
+    prompt_logprobs: Sequence[LogProb] = ()
 
 
 class Answers:
@@ -82,7 +85,12 @@ class Answers:
         ends = sampling.ends(session.end_tokens)
         for tokens in prompts:
             for choice in sampling.choices(
-                wanted.count, len(tokens), session.end_tokens, wanted.logprobs, session.model.device
+                wanted.count,
+                len(tokens),
+                session.end_tokens,
+                wanted.logprobs,
+                session.model.device,
+                scores_prompt=wanted.echo,
             ):
                 index, grammar = len(self._answers), None
                 if wanted.structure is not None:
@@ -198,4 +206,12 @@ class _Answer:
         new = slice(start, len(offsets))
         self._num_read = len(offsets)
         logprobs = tuple(self.choice.logprobs[new])
-        return Piece(self.index, text, tuple(tokens[new]), tuple(offsets[new]), logprobs, self.finish_reason)
+        return Piece(
+            self.index,
+            text,
+            tuple(tokens[new]),
+            tuple(offsets[new]),
+            logprobs,
+            self.finish_reason,
+            self.choice.prompt_logprobs,
+        )

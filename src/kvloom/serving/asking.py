@@ -27,6 +27,7 @@ from kvloom.serving.pictures import decoded
 from kvloom.serving.prompts import expect_room
 from kvloom.serving.readers import ParsedText, PlainText, Reader
 from kvloom.serving.session import Place, Session
+from kvloom.serving.text import Echo
 from kvloom.serving.tools import CallsText
 from kvloom.serving.vision import PicturePrompt
 from kvloom.serving.wanted import Wanted
@@ -46,12 +47,14 @@ class Begun:
         wanted: What was asked for.
         answers: To be read or closed.
         readers: One for each answer.
+        echoes: For each, the prompt with which its log probabilities begin; ``None`` for none.
     """
 
     name: str
     wanted: Wanted
     answers: Answers
     readers: list[Reader]
+    echoes: list[Echo | None]
 
 
 class Asking:
@@ -120,7 +123,7 @@ class Asking:
                 pictures=asked[0].pictures,
             )
         request.scope.get(ENTRY, Entry()).answers = answers
-        return Begun(name, wanted, answers, readers)
+        return Begun(name, wanted, answers, readers, [x.echo for x in asked for _ in x.readers])
 
     def _asked(self, prompt: Any, wanted: Wanted) -> "_Asked":
         """One prompt of a completion, or the body of a chat."""
@@ -134,11 +137,13 @@ class Asking:
             expect_room(session.room, len(prompt))
             if not all(type(token) is int for token in prompt):
                 raise ArgumentError(_PROMPTS)
-        echo = ""
+        text, echo = "", None
         if wanted.echo and tokens:
             expect_known("the prompt", tokens, session.model)
-            echo = prompt if isinstance(prompt, str) else session.tokenizer.decode(tokens)
-        return _Asked(tokens, [PlainText(echo) for _ in range(wanted.count)])
+            text = prompt if isinstance(prompt, str) else session.tokenizer.decode(tokens)
+            if wanted.logprobs is not None:
+                echo = Echo.of(session.tokenizer, tokens, text)
+        return _Asked(tokens, [PlainText(text) for _ in range(wanted.count)], echo=echo)
 
     def _chat(self, body: dict[str, Any], wanted: Wanted) -> "_Asked":
         session = self._session
@@ -168,11 +173,12 @@ class Asking:
 
 
 class _Asked(NamedTuple):
-    """Tokens of a prompt, what reads the answers to it, and the prompt itself if it has pictures."""
+    """Tokens of a prompt, what reads its answers, the prompt if it has pictures, and if it is scored."""
 
     tokens: list[int]
     readers: list[Reader]
     pictures: PicturePrompt | None = None
+    echo: Echo | None = None
 
 
 def _texts(prompt: Any) -> list[Any]:

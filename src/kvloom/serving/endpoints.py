@@ -34,7 +34,7 @@ class Endpoint:
         """Answer one request; raises KVError for what it asks wrongly."""
         begun = await self._asking.begin(request)
         wanted, answers = begun.wanted, begun.answers
-        shapes = [Shape(self._kind, reader) for reader in begun.readers]
+        shapes = [Shape(self._kind, *x) for x in zip(begun.readers, begun.echoes, strict=True)]
         head = {
             "id": begun.name,
             "created": int(time.time()),

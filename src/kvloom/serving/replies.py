@@ -107,15 +107,19 @@ def chat_logprobs(tokenizer: Any, tokens: Sequence[int], logprobs: Sequence[LogP
 
 
 def text_logprobs(
-    tokenizer: Any, tokens: Sequence[int], logprobs: Sequence[LogProb], offsets: Sequence[int]
+    tokenizer: Any, tokens: Sequence[int], logprobs: Sequence[LogProb | None], offsets: Sequence[int]
 ) -> dict[str, Any]:
-    """``logprobs`` of a choice of a completion, with ``offsets[i]`` characters of it before ``tokens[i]``."""
+    """``logprobs`` of a choice of a completion, with ``offsets[i]`` characters of it before ``tokens[i]``.
+
+    The first token of a prompt has none.
+    """
+
+    def likeliest(of: LogProb) -> dict[str, float]:
+        return {text_of(tokenizer, token): value for token, value in zip(of.tokens, of.logprobs, strict=True)}
+
     return {
         "tokens": [text_of(tokenizer, token) for token in tokens],
-        "token_logprobs": [x.chosen for x in logprobs],
-        "top_logprobs": [
-            {text_of(tokenizer, token): value for token, value in zip(x.tokens, x.logprobs, strict=True)}
-            for x in logprobs
-        ],
+        "token_logprobs": [None if x is None else x.chosen for x in logprobs],
+        "top_logprobs": [None if x is None else likeliest(x) for x in logprobs],
         "text_offset": list(offsets),
     }

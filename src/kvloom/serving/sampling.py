@@ -107,7 +107,13 @@ class Sampling:
         return frozenset([*self.stop_token_ids, *(() if self.ignore_eos else end_tokens)])
 
     def choices(
-        self, count: int, num_prompt: int, end_tokens: Collection[int], num_logprobs: int | None, device: Any
+        self,
+        count: int,
+        num_prompt: int,
+        end_tokens: Collection[int],
+        num_logprobs: int | None,
+        device: Any,
+        scores_prompt: bool = False,
     ) -> list[Choice]:
         """How each of ``count`` answers to one prompt chooses its tokens.
 
@@ -117,6 +123,7 @@ class Sampling:
             end_tokens: The model's.
             num_logprobs: As of ``Choice``.
             device: Where logits are.
+            scores_prompt: As of ``Choice``.
         """
         seed = random.getrandbits(63) if self.seed is None else self.seed
         processors = self._processors(num_prompt, self.ends(end_tokens), device)
@@ -129,6 +136,7 @@ class Sampling:
                 num_logprobs,
                 min_p=self.min_p,
                 processors=processors,
+                scores_prompt=scores_prompt,
             )
             for index in range(count)
         ]

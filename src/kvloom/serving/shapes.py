@@ -1,11 +1,13 @@
 """One answer as OpenAI's clients read it: text, tool calls and reasoning, whole or in pieces."""
 
 import uuid
+from dataclasses import replace
 from typing import Any
 
 from kvloom.serving.answers import Piece
 from kvloom.serving.readers import Reader, ReasoningText, ToolCall
 from kvloom.serving.replies import chat_logprobs, text_logprobs
+from kvloom.serving.text import Echo
 from kvloom.serving.wanted import Wanted
 
 
@@ -15,10 +17,11 @@ class Shape:
     Args:
         kind: ``"chat"`` or ``"text"``.
         reader: What reads tool calls and reasoning from the text.
+        echo: The prompt that its log probabilities begin with; ``None`` for none.
     """
 
-    def __init__(self, kind: str, reader: Reader) -> None:
-        self._kind, self.reader = kind, reader
+    def __init__(self, kind: str, reader: Reader, echo: Echo | None = None) -> None:
+        self._kind, self.reader, self._echo = kind, reader, echo
         self._content, self._reasoning, self._calls = "", "", list[dict[str, Any]]()
         self._tokens: list[int] = []
         self._offsets: list[int] = []
@@ -27,6 +30,24 @@ class Shape:
 
     def add(self, piece: Piece) -> list[dict[str, Any]]:
         """Take a piece; returns the deltas that it brings."""
+        return self._add(self._with_echo(piece))
+
+    def _with_echo(self, piece: Piece) -> Piece:
+        """A piece of the answer as one of the text that begins with the prompt."""
+        echo = self._echo
+        if echo is None:
+            return piece
+        offsets = tuple(len(echo.text) + x for x in piece.offsets)
+        if self._tokens:
+            return replace(piece, offsets=offsets)
+        return replace(
+            piece,
+            tokens=(*echo.tokens, *piece.tokens),
+            offsets=(*echo.offsets, *offsets),
+            logprobs=(None, *piece.prompt_logprobs, *piece.logprobs),
+        )
+
+    def _add(self, piece: Piece) -> list[dict[str, Any]]:
         self._tokens += piece.tokens
         self._offsets += piece.offsets
         self._logprobs += piece.logprobs
@@ -68,7 +89,8 @@ class Shape:
 
     def events(self, piece: Piece, tokenizer: Any, wanted: Wanted) -> list[dict[str, Any]]:
         """Choices of the chunks for a piece."""
-        deltas = self.add(piece)
+        piece = self._with_echo(piece)
+        deltas = self._add(piece)
         empty: dict[str, Any] = {} if self._kind == "chat" else {"content": ""}
         if piece.finish_reason is not None or (wanted.logprobs is not None and not deltas):
             deltas.append(empty)

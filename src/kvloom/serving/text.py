@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from tokenizers.decoders import DecodeStream
 from tokenizers.pre_tokenizers import ByteLevel
@@ -73,6 +73,34 @@ class TextStream:
 def _overlap(text: str, stop: str) -> int:
     """Characters at the end of ``text`` with which ``stop`` begins."""
     return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
+
+
+class Echo(NamedTuple):
+    """A prompt before an answer.
+
+    Attributes:
+        text: Its text.
+        tokens: Its tokens.
+        offsets: Characters of the text before each of them.
+    """
+
+    text: str
+    tokens: Sequence[int]
+    offsets: Sequence[int]
+
+    @classmethod
+    def of(cls, tokenizer: Any, tokens: Sequence[int], text: str) -> "Echo":
+        """Of a prompt. What its tokens begin with beside the text is before the text.
+
+        Args:
+            tokenizer: With a ``backend_tokenizer``.
+            tokens: Of the prompt.
+            text: That they are of.
+        """
+        stream = TextStream(tokenizer, (), skip_special_tokens=False)
+        given = stream.feed(tokens) + stream.end(tokens)
+        before = len(given) - len(text)
+        return cls(text, tokens, [min(max(x - before, 0), len(text)) for x in stream.offsets])
 
 
 def bytes_of(tokenizer: Any, token: int) -> bytes:

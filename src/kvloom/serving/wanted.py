@@ -65,7 +65,7 @@ class Wanted:
         usage: Whether a stream ends with the number of its tokens.
         logprobs: Likeliest tokens of each step; ``None`` for no log probabilities.
         salt: Only requests of one salt share pages.
-        echo: Whether an answer begins with its prompt.
+        echo: Whether an answer begins with its prompt, and the log probabilities with those of its tokens.
         structure: Which texts an answer may be; ``None`` for any.
         calls: Which calls of tools it must be; ``None`` where it may be a text.
     """
@@ -115,7 +115,7 @@ class Wanted:
             usage=_usage(given),
             logprobs=_logprobs(given, kind),
             salt=text(given, "cache_salt"),
-            echo=_echo(given),
+            echo=flag(given, "echo"),
             structure=Structure.of(given) if calls is None else calls.structure,
             calls=calls,
         )
@@ -162,11 +162,3 @@ def _logprobs(body: Mapping[str, Any], kind: str) -> int | None:
             raise ArgumentError("logprobs must be true where there are top_logprobs")
         return None
     return most or 0
-
-
-def _echo(body: Mapping[str, Any]) -> bool:
-    if flag(body, "echo") and body.get("logprobs") is not None:
-        raise ArgumentError(
-            "echo must be left out beside logprobs, as those of prompts are not computed, got True"
-        )
-    return flag(body, "echo")

@@ -121,8 +121,13 @@ def test_requests_have_what_is_read() -> None:
     processors.check_kwargs({"cache_salt": "b"})
 
 
-def test_a_step_says_which_requests_get_a_token() -> None:
-    assert "has_new_token" in inspect.getsource(requests.FutureRequestState), "no request says so"
+def test_a_step_says_which_requests_it_feeds_and_which_get_a_token() -> None:
+    missing = {"state", "query_length", "has_new_token"} - {*requests.FutureRequestState.__slots__}
+    assert not missing, f"FutureRequestState has no {missing}"
+    assert "position_offset" in requests.RequestState.__dataclass_fields__
+    wanted = ["self", "requests_in_batch", "arg_storage"]
+    theirs = cb_logits_processors.ContinuousBatchingLogitsProcessorList
+    expect(names_of(theirs.prepare_tensor_args), wanted, "prepare_tensor_args")
     source = inspect.getsource(input_outputs.ContinuousBatchingIOs)
     for name in ("self.requests_in_batch", "logits_indices="):
         assert name in source, f"ContinuousBatchingIOs has no {name}"

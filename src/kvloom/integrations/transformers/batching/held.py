@@ -13,6 +13,8 @@ from kvloom.paging import PagePool, PageTable
 
 SALT: Final = "cache_salt"
 """Where a request has its salt, among the arguments of its logits processors: those outlive a preemption."""
+CHOICE: Final = "choice"
+"""Where it has its ``Choice``, the same."""
 
 
 class RequestStates(NamedTuple):
@@ -81,8 +83,11 @@ def most_findable(state: Any, tokens: Sequence[int]) -> int:
     """Tokens at the beginning of a prompt that may be found.
 
     The last one is left to compute, and so is the one before it if the request is to be forked, which happens
-    between the two.
+    between the two. None may be where the logits of all of them are asked for.
     """
+    choice = state.logit_processor_kwargs.get(CHOICE)
+    if choice is not None and choice.is_scoring:
+        return 0
     return max(len(tokens) - (2 if state.num_children else 1), 0)
 
 

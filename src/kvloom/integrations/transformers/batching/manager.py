@@ -143,6 +143,8 @@ class BatchingManager(Recorder, ContinuousBatchingManager):  # type: ignore[misc
             workload_hints=workload_hints,
         )
         self.model = model
+        self.stepped: Any = model
+        """What each step calls; replaced before a session begins to see its logits."""
         self.logit_processor.supported_keys.update({SALT: str, TURN: AgentTurn})
 
     def switch_to_cb_friendly_attn(self, model: Any, auto_switch_to_flash: bool = True) -> None:
@@ -314,6 +316,10 @@ class BatchingManager(Recorder, ContinuousBatchingManager):  # type: ignore[misc
             if self._cache is None:
                 self._cache = self._make_cache()
             return self._cache
+
+    def _generation_step(self) -> None:
+        """As theirs."""
+        self.batch_processor._generation_step(self.stepped)
 
     def _create_batch_processor(self) -> Any:
         """As theirs, with our cache and scheduler."""

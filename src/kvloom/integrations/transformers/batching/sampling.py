@@ -5,23 +5,22 @@ request so far, V tokens that the model knows.
 """
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
 from torch import Tensor
-from transformers.generation.continuous_batching.cb_logits_processors import (
-    ContinuousBatchingLogitsProcessor,
-    ContinuousBatchingLogitsProcessorList,
-)
+from transformers.generation.continuous_batching.cb_logits_processors import ContinuousBatchingLogitsProcessor
 from transformers.generation.logits_process import LogitsProcessorList
 
+from kvloom.errors import StateError
 from kvloom.integrations.transformers.batching.agent_sessions import TURN, AgentTurn
-from kvloom.integrations.transformers.batching.held import SALT
+from kvloom.integrations.transformers.batching.held import CHOICE, SALT
+from kvloom.integrations.transformers.batching.prompt_scores import ProcessorsOfRequests, ScoringModel
 
-CHOICE: Final = "choice"
-"""The argument of ``add_request`` that takes a ``Choice``."""
+_ROWS: Final = 64
+"""Tokens of a prompt whose log probabilities are computed at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +54,11 @@ class Choice:
             ``scores`` ``[1, V]`` of this request alone before its token is chosen.
         seed: Of the numbers that are drawn, one for each token.
         num_logprobs: Likeliest tokens in each of ``logprobs``; ``None`` makes none.
+        scores_prompt: Whether the prompt has log probabilities as well, if the new tokens have any. All of it
+            is computed then, whatever of it is known.
         tokens: The new tokens, in order.
         logprobs: One for each new token, in order.
+        prompt_logprobs: One for each token of the prompt but the first, in order.
         num_found: Tokens of the prompt whose pages were found; ``None`` before the first new token.
     """
 
@@ -67,8 +69,10 @@ class Choice:
     num_logprobs: int | None = None
     min_p: float = 0.0
     processors: Sequence[Any] = ()
+    scores_prompt: bool = False
     tokens: list[int] = field(default_factory=list)
     logprobs: list[LogProb] = field(default_factory=list)
+    prompt_logprobs: list[LogProb] = field(default_factory=list)
     num_found: int | None = None
     _prompt: Tensor | None = None
 
@@ -80,6 +84,32 @@ class Choice:
     def is_plain(self) -> bool:
         """Whether the likeliest token is taken, and nothing else is asked."""
         return self.temperature == 0 and self.num_logprobs is None and not self.processors
+
+    @property
+    def is_scoring(self) -> bool:
+        """Whether log probabilities of the prompt are still to be computed."""
+        return self.scores_prompt and self.num_logprobs is not None and not self.tokens
+
+    def score(self, logits: Tensor, following: Sequence[int], position: int) -> None:
+        """Keep the log probabilities of a piece of the prompt; a piece may come again after a preemption.
+
+        Args:
+            logits: ``[N, V]``, of the model.
+            following: The N tokens behind those that they are of.
+            position: Of the first of those, in the prompt.
+
+        Raises:
+            StateError: the tokens before them have none.
+        """
+        known = len(self.prompt_logprobs) - position
+        if known < 0:
+            raise StateError(
+                f"a prompt must be scored from its first token on, got one behind {position} of which "
+                f"{len(self.prompt_logprobs)} are scored"
+            )
+        for row in range(known, len(following), _ROWS):
+            end = min(row + _ROWS, len(following))
+            self.prompt_logprobs += self._logprobs(logits[row:end], following[row:end])
 
     def choose(self, logits: Tensor, prompt: Sequence[int], position: int) -> int:
         """The next token.
@@ -122,11 +152,15 @@ class Choice:
     def _note(self, logits: Tensor, token: int) -> None:
         """Keep the log probabilities of a step, of ``logits`` ``[V]``."""
         if self.num_logprobs is not None:
-            logprobs = logits.float().log_softmax(0)
-            best, tokens = logprobs.topk(min(self.num_logprobs, len(logprobs)))
-            self.logprobs.append(
-                LogProb(float(logprobs[token]), tuple(tokens.tolist()), tuple(best.tolist()))
-            )
+            self.logprobs += self._logprobs(logits[None], [token])
+
+    def _logprobs(self, logits: Tensor, chosen: Sequence[int]) -> Iterator[LogProb]:
+        """Of chosen tokens, one for each row of ``logits`` ``[N, V]``."""
+        logprobs = logits.float().log_softmax(1)
+        best, tokens = logprobs.topk(min(self.num_logprobs or 0, logits.shape[1]))
+        own = logprobs.gather(1, torch.tensor(chosen, device=logits.device)[:, None])[:, 0]
+        rows = zip(own.tolist(), tokens.tolist(), best.tolist(), strict=True)
+        return (LogProb(x, tuple(likeliest), tuple(theirs)) for x, likeliest, theirs in rows)
 
 
 class Sampler(ContinuousBatchingLogitsProcessor):  # type: ignore[misc]
@@ -172,7 +206,7 @@ class Sampler(ContinuousBatchingLogitsProcessor):  # type: ignore[misc]
 
 def choose_by_request(manager: Any) -> None:
     """Let each request of a ``BatchingManager`` that has not started choose by its ``Choice``."""
-    manager.logit_processor = ContinuousBatchingLogitsProcessorList(
-        LogitsProcessorList([Sampler(manager.tokens_found)])
-    )
+    manager.stepped = model = ScoringModel(manager.model)
+    sampler = LogitsProcessorList([Sampler(manager.tokens_found)])
+    manager.logit_processor = ProcessorsOfRequests(sampler, model)
     manager.logit_processor.tensors_required = 1

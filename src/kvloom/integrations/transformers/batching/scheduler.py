@@ -9,7 +9,7 @@ from transformers.generation.continuous_batching.scheduler import SCHEDULER_MAPP
 
 from kvloom.errors import ArgumentError, OutOfPages
 from kvloom.integrations.transformers.batching.cache import BatchCache
-from kvloom.integrations.transformers.batching.held import salt_of
+from kvloom.integrations.transformers.batching.held import most_findable, salt_of
 
 
 class SharingScheduler(Scheduler):  # type: ignore[misc]
@@ -120,8 +120,9 @@ class SharingScheduler(Scheduler):  # type: ignore[misc]
             if budget <= 0 or len(chosen) >= self.max_requests_per_batch:
                 break
             tokens = state.initial_tokens
-            known = cache.num_known(tokens, salt_of(state), len(tokens) - 1)
-            if busy.has(state, known):
+            findable = most_findable(state, tokens)
+            known = cache.num_known(tokens, salt_of(state), findable)
+            if findable and busy.has(state, known):
                 continue
             if not cache.is_read(state):
                 busy.add(state, known)
