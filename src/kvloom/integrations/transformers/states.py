@@ -24,8 +24,8 @@ _FIRST: Final = 40
 _SECOND: Final = 24
 """Tokens of the second."""
 _OTHERS: Final = -4096
-"""Times the states of a text are other states. That these count is seen in any number of bits, even of a model
-whose own states hardly do."""
+"""Times the states of a text are other states, which count in any number of bits, even of a model whose own
+hardly do."""
 _EPSILONS: Final = {torch.float32: 512}
 """What rounding in one layer may change of the logits of a token, relative to their root mean square.
 
