@@ -8,8 +8,11 @@ import os
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from transformers import models as families_of_transformers
+
+from kvloom.integrations.transformers.cache_argument import CACHE_ARGUMENT
 
 SIZES: dict[str, Any] = {
     "vocab_size": 99,
@@ -119,6 +122,11 @@ def small_model(name: str) -> Any:
     patterns = ("layer_types", "mlp_layer_types", "layers_block_type")
     fewer = {key: OTHERS[name][key][:count] for key in patterns if key in OTHERS[name]}
     return stateful_model(name, num_hidden_layers=count, **fewer)
+
+
+HAS_SESSIONS = CACHE_ARGUMENT == "cache"
+"""Whether sessions take those of this transformers."""
+NEEDS_SESSIONS = pytest.mark.skipif(not HAS_SESSIONS, reason="sessions give no cache to these mixers")
 
 
 def folders() -> list[str]:

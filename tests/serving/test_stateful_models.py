@@ -5,17 +5,16 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import pytest
 import torch
 from oracles.serving import PROMPT, served
-from oracles.stateful_models import folders, stateful_model
+from oracles.stateful_models import NEEDS_SESSIONS, stateful_model
 from serving.test_metrics import read
 
 from kvloom.integrations.transformers import load_model
 from kvloom.models import bundled_model_path
 
 
-@pytest.mark.skipif(not folders(), reason="this version of transformers has no such model")
+@NEEDS_SESSIONS
 def test_answers_are_those_of_generate() -> None:
     _, tokenizer = load_model(bundled_model_path(), progress=False)
     model = stateful_model("qwen3_next", vocab_size=len(tokenizer))

@@ -10,6 +10,7 @@ import torch
 from integrations.test_families import family
 from oracles.batching import GREEDY, alone, batching_config, session
 from oracles.language_models import make_model
+from oracles.stateful_models import stateful_model
 from transformers import (
     BartConfig,
     BartForConditionalGeneration,
@@ -22,6 +23,7 @@ from transformers import (
 from kvloom.core.specs import QuantSpec
 from kvloom.errors import ArgumentError, StateError, UnsupportedError
 from kvloom.integrations.transformers import batching, continuous_batching, disable, enable
+from kvloom.integrations.transformers.batching import recurrent
 
 PROMPT = [3 + (7 * i) % 90 for i in range(70)]
 
@@ -212,6 +214,13 @@ def test_a_model_with_chunks_is_refused() -> None:
     with pytest.raises(UnsupportedError, match="model must"):
         continuous_batching(model)
     assert "init_continuous_batching" not in vars(model)
+
+
+def test_a_model_with_recurrent_states_that_gets_no_cache_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of transformers before 5.24."""
+    monkeypatch.setattr(recurrent, "argument_of", lambda model: "past_key_values")
+    with pytest.raises(UnsupportedError, match="model must take its cache as `cache` where it has recurrent"):
+        continuous_batching(stateful_model("lfm2"))
 
 
 def test_arguments_that_are_refused() -> None:

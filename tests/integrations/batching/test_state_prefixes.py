@@ -8,13 +8,13 @@ import pytest
 import torch
 from integrations.batching.test_session_states import FAMILIES, PROMPT, STEP
 from oracles.batching import GREEDY, alone, batching_config, session
-from oracles.stateful_models import stateful_model
+from oracles.stateful_models import NEEDS_SESSIONS, stateful_model
 from transformers import GenerationConfig
 
 from kvloom.errors import ArgumentError
 from kvloom.integrations.transformers import continuous_batching
 
-pytestmark = pytest.mark.skipif(not FAMILIES, reason="this version of transformers has no such model")
+pytestmark = NEEDS_SESSIONS
 
 
 @pytest.fixture(scope="module")

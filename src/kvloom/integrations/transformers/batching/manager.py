@@ -20,7 +20,7 @@ from kvloom.integrations.transformers.batching.cache import BatchCache
 from kvloom.integrations.transformers.batching.config import expect_config, expect_known
 from kvloom.integrations.transformers.batching.groups import STATES_SHARE, plan_pages
 from kvloom.integrations.transformers.batching.held import SALT
-from kvloom.integrations.transformers.batching.recurrent import nbytes_of
+from kvloom.integrations.transformers.batching.recurrent import expect_cache_argument, nbytes_of
 from kvloom.integrations.transformers.batching.report import BatchReport, PageMap
 from kvloom.integrations.transformers.batching.scheduler import scheduler_class
 from kvloom.integrations.transformers.batching.sizes import page_bytes, stateful_layers_of, windows_of
@@ -131,6 +131,7 @@ class BatchingManager(Recorder, ContinuousBatchingManager):  # type: ignore[misc
         self._stateful = stateful_layers_of(model)
         self._specs: Specs = {}
         if self._stateful is not None:
+            expect_cache_argument(model)
             trial = trial_of(model)  # before the model has the attention of a session
             if trial.why_wrong:
                 raise UnsupportedError(trial.why_wrong)
