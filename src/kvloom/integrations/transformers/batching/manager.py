@@ -20,7 +20,7 @@ from kvloom.integrations.transformers.batching.cache import BatchCache
 from kvloom.integrations.transformers.batching.config import expect_config, expect_known
 from kvloom.integrations.transformers.batching.groups import STATES_SHARE, plan_pages
 from kvloom.integrations.transformers.batching.held import SALT
-from kvloom.integrations.transformers.batching.recurrent import expect_cache_argument, nbytes_of
+from kvloom.integrations.transformers.batching.recurrent import nbytes_of
 from kvloom.integrations.transformers.batching.report import BatchReport, PageMap
 from kvloom.integrations.transformers.batching.scheduler import scheduler_class
 from kvloom.integrations.transformers.batching.sizes import page_bytes, stateful_layers_of, windows_of
@@ -115,7 +115,7 @@ class BatchingManager(Recorder, ContinuousBatchingManager):  # type: ignore[misc
         self._format = cache_format(text, kv, config.page_size, None, values, layout, smoothing)
         self._smoothing = smoothing_report(self._format, smoothing)
         self._kv = self._format.kind(*only_head_dims(text))
-        self._share, self._policy = share, policy
+        self._share, self._policy = share and config.allow_block_sharing, policy
         self._interval = expect_interval(state_interval, config.page_size)
         windows_of(text)  # refuses a model whose windows have no size
         if getattr(text, "compile_config", None) is not None:
@@ -131,7 +131,6 @@ class BatchingManager(Recorder, ContinuousBatchingManager):  # type: ignore[misc
         self._stateful = stateful_layers_of(model)
         self._specs: Specs = {}
         if self._stateful is not None:
-            expect_cache_argument(model)
             trial = trial_of(model)  # before the model has the attention of a session
             if trial.why_wrong:
                 raise UnsupportedError(trial.why_wrong)
@@ -365,19 +364,15 @@ class BatchingManager(Recorder, ContinuousBatchingManager):  # type: ignore[misc
         max_pages, max_batch_tokens = config.num_blocks, config.max_batch_tokens or MAX_BATCH_TOKENS
         if max_pages is None:
             free = free_bytes(model.device)
-            share = config.max_memory_percent
             # Where nobody knows what is free, the pages of as many requests as the model can read at once.
             longest = getattr(text, "max_position_embeddings", None) or 4096
             max_pages = 64 * -(-longest // config.page_size)
             if free is not None:
                 count = min(config.max_requests_per_batch, max_batch_tokens)
                 specs = [x for own in self._specs.values() for x in own]
-                room = int(free * share)
+                room = int(free * config.max_memory_percent)
                 plan = plan_pages(text, self._format, model.dtype, room, count, max_batch_tokens, specs)
                 max_pages, config.max_requests_per_batch = plan
-        states = None
-        if self._stateful is not None and self._share and config.allow_block_sharing:
-            states = self._make_states(max_pages)
         cache = BatchCache(
             text,
             self._format,
@@ -385,12 +380,12 @@ class BatchingManager(Recorder, ContinuousBatchingManager):  # type: ignore[misc
             model.device,
             max_pages=max_pages,
             max_batch_tokens=max_batch_tokens,
-            share=self._share and config.allow_block_sharing,
+            share=self._share,
             policy=self._policy,
             watch=self._watch,
             num_requests=min(config.max_requests_per_batch, max_batch_tokens),
             stateful=self._stateful,
-            states=states,
+            states=self._make_states(max_pages) if self._share and self._stateful is not None else None,
             agents=self.agents,
         )
         self._put_below(cache)
@@ -399,6 +394,5 @@ class BatchingManager(Recorder, ContinuousBatchingManager):  # type: ignore[misc
     def _make_states(self, max_pages: int) -> PoolStates:
         """What keeps recurrent states that are found, in as many bytes as pages, or those of eight texts."""
         model, size, specs = self.model, self._format.page_size, self._specs
-        pages = max_pages * page_bytes(text_config_of(model), self._format, model.dtype)
-        least = least_bytes(specs, size)
-        return PoolStates(specs, size, self._interval, max(pages // STATES_SHARE, least), model.device)
+        nbytes = max_pages * page_bytes(text_config_of(model), self._format, model.dtype) // STATES_SHARE
+        return PoolStates(specs, size, self._interval, max(nbytes, least_bytes(specs, size)), model.device)

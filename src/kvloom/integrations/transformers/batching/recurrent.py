@@ -17,7 +17,6 @@ from transformers.cache_utils import Cache
 
 from kvloom.errors import StateError, UnsupportedError
 from kvloom.integrations.transformers.batching.held import Held, RequestStates
-from kvloom.integrations.transformers.cache_argument import argument_of
 from kvloom.integrations.transformers.mixers import Inputs
 from kvloom.integrations.transformers.rollback import empty_layers, keys_of
 from kvloom.integrations.transformers.state_logs import Key, State
@@ -35,15 +34,6 @@ _OF_STEP: Final = (
     "is_causal",
 )
 """Arguments with which transformers describes a step, and which are wrong for a part of it."""
-
-
-def expect_cache_argument(model: Any) -> None:
-    """Raise UnsupportedError if mixers of a model do not get the cache that a session hands it."""
-    if argument_of(model) != "cache":
-        raise UnsupportedError(
-            "model must take its cache as `cache` where it has recurrent states, as those of transformers "
-            f"5.24 do, got {type(model).__name__}, which takes `{argument_of(model)}`"
-        )
 
 
 class Feed(NamedTuple):

@@ -10,6 +10,7 @@ from transformers import DynamicCache
 from kvloom.caches import CacheFormat
 from kvloom.errors import UnsupportedError
 from kvloom.integrations.transformers.build import StatefulLayer
+from kvloom.integrations.transformers.cache_argument import argument_of
 from kvloom.integrations.transformers.text_config import (
     has_latents,
     head_dim_of,
@@ -100,6 +101,17 @@ def sources_of(config: Any) -> dict[int, int]:
 
 
 def stateful_layers_of(model: Any) -> list[Any] | None:
-    """The layers of an empty cache of transformers for a model; ``None`` if none has recurrent states."""
+    """The layers of an empty cache of transformers for a model; ``None`` if none has recurrent states.
+
+    Raises:
+        UnsupportedError: some have, and do not get the cache that a session hands the model.
+    """
     layers: list[Any] = DynamicCache(config=text_config_of(model)).layers
-    return layers if any(isinstance(x, cast(Any, StatefulLayer)) for x in layers) else None
+    if not any(isinstance(x, cast(Any, StatefulLayer)) for x in layers):
+        return None
+    if (name := argument_of(model)) != "cache":
+        raise UnsupportedError(
+            "model must take its cache as `cache` where it has recurrent states, as those of transformers "
+            f"5.24 do, got {type(model).__name__}, which takes `{name}`"
+        )
+    return layers
