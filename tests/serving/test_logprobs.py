@@ -28,13 +28,13 @@ OPTIONS: dict[str, Any] = {"model": "bundled", "prompt": PROMPT, "max_tokens": 4
 def ask(client: openai.OpenAI, stream: bool, **options: Any) -> SimpleNamespace:
     """Text, usage and log probabilities of an answer, whole or put together."""
     if not stream:
-        answer = client.completions.create(**OPTIONS, **options)
+        answer = client.completions.create(**OPTIONS | options)
         choice, usage, pieces = answer.choices[0], answer.usage, [answer.choices[0].logprobs]
         text, reason = choice.text, choice.finish_reason
     else:
         chunks = [
             *client.completions.create(
-                **OPTIONS, **options, stream=True, stream_options={"include_usage": True}
+                **OPTIONS | options, stream=True, stream_options={"include_usage": True}
             )
         ]
         choices = [choice for chunk in chunks for choice in chunk.choices]
@@ -120,6 +120,17 @@ def test_an_echo_has_the_log_probabilities_of_the_prompt(client: openai.OpenAI, 
     assert chosen[2][1:start] == pytest.approx(chosen[0][1:start], abs=1e-4)
     again = client.completions.create(**{**OPTIONS, "logprobs": None}, echo=True)
     assert again.usage.prompt_tokens_details.cached_tokens == (start - 1) // 16 * 16
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_prompt_alone_is_scored(client: openai.OpenAI, stream: bool) -> None:
+    asked = ask(client, stream, echo=True, max_tokens=1)
+    alone = ask(client, stream, echo=True, max_tokens=0)
+    assert alone.text == PROMPT and alone.num_new == 0 and alone.reason == "length"
+    assert alone.tokens == asked.tokens[:-1] and alone.offsets == asked.offsets[:-1]
+    assert alone.chosen[1:] == pytest.approx(asked.chosen[1:-1], abs=1e-4)
+    with pytest.raises(openai.BadRequestError, match="max_tokens must be an integer of at least 1, got 0"):
+        ask(client, stream, max_tokens=0)
 
 
 def test_an_echo_begins_behind_what_texts_begin_with() -> None:

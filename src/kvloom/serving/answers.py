@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from kvloom.integrations.transformers.batching.agent_sessions import AgentTurn
@@ -74,6 +74,7 @@ class Answers:
         manager: Any = None,
     ) -> None:
         self._session, self._count, self.turn = session, wanted.count, turn
+        self._is_prompt_alone = wanted.is_prompt_alone
         self._manager = session.manager if manager is None else manager
         self._began, self._first = time.monotonic(), True
         self._latest: dict[str, Any] = {}
@@ -162,6 +163,10 @@ class Answers:
                     answer = self._answers[name]
                     if answer.finish_reason is None:
                         piece = answer.read(output)
+                        if self._is_prompt_alone:
+                            piece = replace(
+                                piece, text="", tokens=(), offsets=(), logprobs=(), finish_reason="length"
+                            )
                         self.num_new += len(piece.tokens)
                         session.note_new_tokens(len(piece.tokens), lives=self._manager is session.manager)
                         if piece.finish_reason is not None:

@@ -66,6 +66,7 @@ class Wanted:
         logprobs: Likeliest tokens of each step; ``None`` for no log probabilities.
         salt: Only requests of one salt share pages.
         echo: Whether an answer begins with its prompt, and the log probabilities with those of its tokens.
+        is_prompt_alone: Whether that is all that is asked; the new token that is computed is not given.
         structure: Which texts an answer may be; ``None`` for any.
         calls: Which calls of tools it must be; ``None`` where it may be a text.
     """
@@ -79,6 +80,7 @@ class Wanted:
     logprobs: int | None
     salt: str
     echo: bool
+    is_prompt_alone: bool
     structure: Structure | None
     calls: ForcedCalls | None
 
@@ -105,9 +107,9 @@ class Wanted:
                     )
             elif name not in _FIELDS[kind]:
                 raise ArgumentError(f"{shown(name)} is no field that is supported")
-        calls = ForcedCalls.of(given)
+        calls, max_tokens = ForcedCalls.of(given), _max_tokens(given)
         return cls(
-            max_tokens=_max_tokens(given),
+            max_tokens=1 if max_tokens == 0 else max_tokens,
             sampling=Sampling.of(given, defaults),
             stop=_stops(given.get("stop", [])),
             count=whole(given, "n", 1, _MOST_ANSWERS) or 1,
@@ -116,19 +118,21 @@ class Wanted:
             logprobs=_logprobs(given, kind),
             salt=text(given, "cache_salt"),
             echo=flag(given, "echo"),
+            is_prompt_alone=max_tokens == 0,
             structure=Structure.of(given) if calls is None else calls.structure,
             calls=calls,
         )
 
 
 def _max_tokens(body: Mapping[str, Any]) -> int | None:
-    """By either name; a request may have both if they say the same."""
-    newer, older = (whole(body, name, 1) for name in ("max_completion_tokens", "max_tokens"))
+    """By either name; a request may have both if they say the same. 0 asks for nothing but an echo."""
+    least = 0 if flag(body, "echo") else 1
+    newer, older = (whole(body, name, least) for name in ("max_completion_tokens", "max_tokens"))
     if None not in (newer, older) and newer != older:
         raise ArgumentError(
             f"max_tokens must be left out beside max_completion_tokens of {newer}, got {shown(older)}"
         )
-    return newer or older
+    return older if newer is None else newer
 
 
 def _usage(body: Mapping[str, Any]) -> bool:
