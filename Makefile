@@ -97,6 +97,7 @@ test-isa: $(READY)
 	done
 
 # Triton's kernels, on a CUDA device or else interpreted on the CPU; and whether they compile, which takes no device.
+# Pairs of parameters, of which KVLOOM_PRODUCTS=1 has whole products.
 test-triton: $(WITH_TRITON)
 	TRITON_INTERPRET=$$($(BIN)/python -c $(NO_CUDA)) \
 	    $(BIN)/python -m pytest --quiet --numprocesses $(WORKERS) --dist worksteal tests/ops/test_triton_*.py

@@ -14,6 +14,7 @@ from ops.kernels import attend, there
 from ops.pools import PLAIN, Kind
 from oracles.attention import assert_as_good_as_plain
 from oracles.bits import FLOATS, assert_same_bits
+from oracles.pairs import pairwise
 from torch import Tensor
 
 from kvloom import ops
@@ -40,21 +41,24 @@ def assert_right(case: Case, scores: Scores | None = None, spelling: str = "page
 WIDTHS = [(64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256), (24, 24), (8, 40)]
 
 
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("kind", [PLAIN, BF16, codes(8, 8), codes(4, 8), codes(2, 8)], ids=str)
-@pytest.mark.parametrize(("head_dim", "value_dim"), WIDTHS)
-def test_head_dims(head_dim: int, value_dim: int, kind: Kind, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("width", "kind", "dtype"),
+    pairwise(WIDTHS, [PLAIN, BF16, codes(8, 8), codes(4, 8), codes(2, 8)], FLOATS),
+    ids=str,
+)
+def test_head_dims(width: tuple[int, int], kind: Kind, dtype: torch.dtype) -> None:
     """One sequence of few new tokens, and one of many."""
-    widths = {"head_dim": head_dim, "value_dim": value_dim, "kv_heads": 1}
+    widths = {"head_dim": width[0], "value_dim": width[1], "kv_heads": 1}
     assert_right(make_case([2, 17], [70, 40], axes="B S H D", kind=kind, dtype=dtype, **widths, **PAGES))
 
 
-@pytest.mark.parametrize("scale_dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize(("bits", "group"), [(8, 16), (8, 64), (4, 2), (4, 32), (4, 64), (4, 128),
-                                               (2, 4), (2, 64), (2, 128)])  # fmt: skip
-def test_groups(group: int, bits: int, dtype: torch.dtype, scale_dtype: torch.dtype) -> None:
-    kind = codes(bits, group, scale_dtype)
+GROUPS = [(8, 16), (8, 64), (4, 2), (4, 32), (4, 64), (4, 128), (2, 4), (2, 64), (2, 128)]
+
+
+@pytest.mark.parametrize(("group", "dtype", "scale_dtype"), pairwise(GROUPS, FLOATS, FLOATS), ids=str)
+def test_groups(group: tuple[int, int], dtype: torch.dtype, scale_dtype: torch.dtype) -> None:
+    """Bits of codes, and how many share a scale."""
+    kind = codes(*group, scale_dtype)
     assert_right(make_case([2, 18], [66, 30], kind=kind, dtype=dtype, head_dim=128, kv_heads=1, **PAGES))
 
 
@@ -99,9 +103,11 @@ def test_few_and_many_new_tokens_and_none(new: list[int]) -> None:
 OPTIONS = options(4, 26, 481)
 
 
-@pytest.mark.parametrize("option", OPTIONS)
-@pytest.mark.parametrize("first_visible", [None, [3, 300, 41]], ids=["all", "first_visible"])
-@pytest.mark.parametrize("kind", [PLAIN, codes(8, 32)], ids=str)
+@pytest.mark.parametrize(
+    ("kind", "first_visible", "option"),
+    pairwise([PLAIN, codes(8, 32)], [None, [3, 300, 41]], [*OPTIONS]),
+    ids=str,
+)
 def test_scores(kind: Kind, first_visible: list[int] | None, option: str) -> None:
     dtype = torch.float32 if kind is PLAIN else torch.bfloat16
     case = make_case(

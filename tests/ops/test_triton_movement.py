@@ -14,6 +14,7 @@ from ops.kernels import there
 from ops.pools import ALL_AXES, Kind, as_integers, make_pool, new_tokens
 from ops.twins import SPECIAL, assert_refuses_as_the_reference, assert_twins, twins
 from oracles.bits import FLOATS, assert_same_bits, generator, poison
+from oracles.pairs import in_turn, pairwise
 from torch import Tensor
 
 from kvloom import KVSpec, KVView, QuantSpec, ops
@@ -30,11 +31,9 @@ KINDS = [
     Kind(torch.bits2x4, 2, 4, torch.float16, full_range=True),
 ]
 
-OF_QUANT = pytest.mark.parametrize(
-    ("bits", "full_range"),
-    [(8, False), (4, False), (4, True), (2, False), (2, True)],
-    ids=["8", "4", "4-full", "2", "2-full"],
-)
+QUANTS = [(8, False), (4, False), (4, True), (2, False), (2, True)]
+"""Bits of codes, and whether they have the lowest number, too."""
+OF_QUANT = pytest.mark.parametrize(("bits", "full_range"), QUANTS, ids=["8", "4", "4-full", "2", "2-full"])
 
 
 def store(
@@ -79,13 +78,13 @@ def quantize_both(x: Tensor, quant: QuantSpec) -> None:
 # --- numbers ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("scale_dtype", FLOATS)
-@pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("width", [24, 33, 128])
-@OF_QUANT
+@pytest.mark.parametrize(
+    ("quant", "width", "dtype", "scale_dtype"), pairwise(QUANTS, [24, 33, 128], FLOATS, FLOATS), ids=str
+)
 def test_codes_of_every_group(
-    bits: int, full_range: bool, width: int, dtype: torch.dtype, scale_dtype: torch.dtype
+    quant: tuple[int, bool], width: int, dtype: torch.dtype, scale_dtype: torch.dtype
 ) -> None:
+    bits, full_range = quant
     rng = generator(width)
     x = torch.randn(5, 3, width, generator=rng) * 10.0 ** (torch.rand(5, 3, 1, generator=rng) * 12 - 7)
     x[0, 0] = 0.0
@@ -160,8 +159,7 @@ def test_casts_round_alike(dtype: torch.dtype, cache: torch.dtype) -> None:
 # --- places -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("axes", ALL_AXES)
-@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize(("axes", "kind"), in_turn(ALL_AXES, KINDS), ids=str)
 def test_layouts_are_written_read_and_copied_alike(axes: str, kind: Kind) -> None:
     ours, theirs = twins(axes, kind, heads=3, head_dim=16, value_dim=16 if "2" in axes.split() else 32)
     dtype = torch.bfloat16 if kind.bits or kind.dtype in FLOATS else kind.dtype

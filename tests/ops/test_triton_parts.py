@@ -13,6 +13,7 @@ from ops.cases import codes, options
 from ops.kernels import there
 from ops.pools import PLAIN, Kind
 from oracles.bits import FLOATS
+from oracles.pairs import pairwise
 
 from kvloom import ops
 from kvloom.ops import Part, Scores
@@ -35,9 +36,11 @@ def attend_part(case: Case, scores: Scores, prior: Part | None = None, **how: An
         return Part(*(x.cpu() for x in part))
 
 
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("kind", [PLAIN, codes(8, 16), codes(4, 32)], ids=str)
-@pytest.mark.parametrize("name", ["default", "alibi", "sinks", "mask"])
+@pytest.mark.parametrize(
+    ("kind", "dtype", "name"),
+    pairwise([PLAIN, codes(8, 16), codes(4, 32)], FLOATS, ["default", "alibi", "sinks", "mask"]),
+    ids=str,
+)
 def test_parts_are_those_of_the_reference(kind: Kind, dtype: torch.dtype, name: str) -> None:
     case = make_case([20, 1], [60, 300], kind=kind, dtype=dtype, head_dim=32, page_size=16, block_size=16)
     case.first_visible = [2, 0]
