@@ -16,6 +16,7 @@ from integrations.test_families import EXPERTS, LATENT, MODES, SMALL, padded_pro
 from oracles.pairs import in_turn
 from torch import Tensor, nn
 from transformers import models as families_of_transformers
+from transformers.cache_utils import Cache
 
 from kvloom.integrations.transformers import KVCache, KVPool, disable, enable, latents
 from kvloom.integrations.transformers.latents import ExpandedStates, why_expanded
@@ -174,6 +175,8 @@ def test_every_family_gives_the_stock_tokens(name: str, mode: str, absorbed: lis
     if mode == "lookup":
         options |= {"input_ids": padded_prompts()["input_ids"][1:], "attention_mask": None}
     if mode == "lookup" and model._is_stateful:  # which transformers refuses
+        if not hasattr(Cache, "get_conv_state"):
+            pytest.skip("mixers of this transformers change states unseen")
         stock = generated(model, **{**options, "prompt_lookup_num_tokens": None})
         enable(model)
         assert torch.equal(generated(model, **options).sequences, stock.sequences)

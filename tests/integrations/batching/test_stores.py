@@ -259,6 +259,9 @@ def test_what_is_refused(tmp_path: Path) -> None:
         continuous_batching(model, share=False, store=url_of(tmp_path))
     with pytest.raises(ArgumentError, match="store must be a URL"):
         continuous_batching(model, store="nowhere://x")
-    with pytest.raises(UnsupportedError, match="store must be None for a model with recurrent states"):
+    # Before transformers 5.24 sessions take no such model at all.
+    with pytest.raises(
+        UnsupportedError, match=r"^(store must be None for a model with|model must .*) recurrent"
+    ):
         continuous_batching(family("Falcon-H1"), store=url_of(tmp_path))
     assert "init_continuous_batching" not in vars(model)
