@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from oracles.pairs import in_turn, pairs_in_turn
-from oracles.stateful_models import HAS_SESSIONS, folders, mixers, stateful_model
+from oracles.stateful_models import folders, mixers, stateful_model
 from torch import Tensor
 from transformers.cache_utils import Cache
 
@@ -20,8 +20,7 @@ from kvloom.integrations.transformers.build import StatefulLayer
 from kvloom.integrations.transformers.mixers import is_mixer
 from kvloom.ops.impl import cpu
 
-FAMILIES, MIXERS = ([x for x in names if x != "inkling2" or HAS_SESSIONS] for names in (folders(), mixers()))
-"""Before transformers 5.24 Inkling 2 asks for the length of its cache within a step, which is refused."""
+FAMILIES, MIXERS = folders(), mixers()
 needs = [
     pytest.mark.skipif(
         not hasattr(Cache, "get_conv_state"), reason="mixers of this transformers change states unseen"

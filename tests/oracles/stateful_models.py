@@ -130,8 +130,12 @@ NEEDS_SESSIONS = pytest.mark.skipif(not HAS_SESSIONS, reason="sessions give no c
 
 
 def folders() -> list[str]:
-    """Of ``OTHERS`` those that the installed transformers has."""
-    return [x for x in OTHERS if Path(families_of_transformers.__path__[0], x).is_dir()]
+    """Of ``OTHERS`` those that the installed transformers has.
+
+    Before 5.24 Inkling 2 asks for the length of its cache within a step, which is refused.
+    """
+    names = [x for x in OTHERS if Path(families_of_transformers.__path__[0], x).is_dir()]
+    return [x for x in names if x != "inkling2" or HAS_SESSIONS]
 
 
 def mixers() -> list[str]:

@@ -32,5 +32,8 @@ def test_modes_and_their_number_say_the_same() -> None:
 def test_a_model_that_reads_the_keys_of_another_is_refused() -> None:
     config = deepcopy(family("Gemma4").config)
     config.num_kv_shared_layers = config.num_hidden_layers
-    with pytest.raises(UnsupportedError, match="got layer 0, which has none before it"):
+    # The configuration of transformers 5.23 refuses it itself.
+    with pytest.raises(
+        (UnsupportedError, ValueError), match=r"got layer 0, which has none|different than the set"
+    ):
         sources_of(config)
