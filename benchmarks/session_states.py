@@ -2,9 +2,9 @@
 
 Requests have prompts and answers of random lengths, with and without a prefix that all share, in a Granite 4
 of four layers with random weights, on one thread, in alternating rounds. Seconds are those of the processor,
-whatever else runs beside. Padded ``generate`` gets them sorted by their lengths, in batches of several sizes,
-of which the fastest counts; each batch computes as many tokens as its longest answer has. The first session
-is not counted, in which the model is tried.
+whatever else runs beside. Padded ``generate`` gets them all at once, and in small batches sorted by lengths
+of their answers, which nobody knows before; each batch computes as many tokens as its longest answer has. The
+first session is not counted, in which the model is tried.
 
 Prediction: without a shared prefix what is won is padding, of prompts and of answers, twofold where lengths
 differ so. With one it is the prefix, too, which one request computes of 64.
@@ -75,7 +75,7 @@ def batched(model: Any, made: list[tuple[list[int], int]]) -> list[list[int]]:
 
 @torch.no_grad()
 def compare(model: Any, count: int, prefix: int, rounds: int, sizes: list[int]) -> dict[str, Any]:
-    """Medians of seconds, of padded ``generate`` over a session, and how many requests agree."""
+    """Padded ``generate`` over a session: median, least and most of rounds, and how many requests agree."""
     times: dict[str, list[float]] = {}
     batched(model, requests(2, 0, 0))
     for round_number in range(rounds):
@@ -85,17 +85,18 @@ def compare(model: Any, count: int, prefix: int, rounds: int, sizes: list[int]) 
             name, start = f"padded_{size}" if size else "session", time.process_time()
             tokens[name] = padded(model, made, size) if size else batched(model, made)
             times.setdefault(name, []).append(time.process_time() - start)
-    medians = {name: statistics.median(own) for name, own in times.items()}
-    best = min((name for name in medians if name != "session"), key=lambda name: medians[name])
-    ratios = [a / b for a, b in zip(times[best], times["session"], strict=True)]
+    session = times.pop("session")
+    ratios = {name: [a / b for a, b in zip(own, session, strict=True)] for name, own in times.items()}
     return {
         "prefix": prefix,
-        "seconds": {name: round(x, 2) for name, x in medians.items()},
-        "padded_over_session": round(statistics.median(ratios), 2),
-        "from": round(min(ratios), 2),
-        "to": round(max(ratios), 2),
+        "session_seconds": round(statistics.median(session), 2),
+        "over_session": {
+            name.removeprefix("padded_"): [round(x, 2) for x in (statistics.median(own), min(own), max(own))]
+            for name, own in ratios.items()
+        },
         "same_tokens_in_last_round": sum(
-            a == b for a, b in zip(tokens[best], tokens["session"], strict=True)
+            all(x == tokens["session"][i] for x in own)
+            for i, own in enumerate(zip(*(tokens[name] for name in times), strict=True))
         ),
     }
 
@@ -106,7 +107,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--prefix", type=int, default=1024)
     parser.add_argument("--hidden", type=int, default=256)
-    parser.add_argument("--batches", type=int, nargs="+", default=[8, 16, 64])
+    parser.add_argument("--batches", type=int, nargs="+", default=[64, 16, 8])
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
     torch.set_num_threads(1)

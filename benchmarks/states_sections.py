@@ -43,19 +43,20 @@ def drafts_section(result: dict[str, Any]) -> str:
 
 def session_states_section(result: dict[str, Any]) -> str:
     """Hybrids in continuous batching."""
-    head = ["prefix that all share", "padded over session", "from", "to", "answers that are the same"]
+    count, sizes = result["requests"], [*result["cases"][0]["over_session"]]
+    names = ["all at once" if int(size) == count else f"in batches of {size}" for size in sizes]
+    head = ["prefix that all share", *names, "answers that are the same"]
     rows = [
         [
             f"{case['prefix']:,}",
-            f"{case['padded_over_session']:.2f}",
-            f"{case['from']:.2f}",
-            f"{case['to']:.2f}",
-            f"{case['same_tokens_in_last_round']} of {result['requests']}",
+            *("{:.2f} ({:.2f} to {:.2f})".format(*case["over_session"][size]) for size in sizes),
+            f"{case['same_tokens_in_last_round']} of {count}",
         ]
         for case in result["cases"]
     ]
     return (
-        "Processor time of padded `generate`, in the fastest of several sizes of batches, by that of a "
-        f"session: {result['requests']} requests of random lengths to a hybrid of four layers, of Granite "
-        f"4's kinds with a hidden size of {result['hidden']}, one thread.\n\n" + table(head, rows)
+        "Processor time of padded `generate` by that of a session, median and range of three rounds: "
+        f"{count} requests of random lengths to a hybrid of four layers, of Granite 4's kinds with a hidden "
+        f"size of {result['hidden']}, one thread. Batches are sorted by the lengths of their answers, which "
+        "nobody knows before.\n\n" + table(head, rows)
     )
