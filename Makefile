@@ -224,11 +224,11 @@ test-arm: $(READY)
 
 # The same tests with other versions of transformers, each in an environment of its own; the kernels are built once.
 test-matrix: $(addprefix .venv-transformers-,$(MATRIX))
-	@set -e; for version in $(MATRIX); do \
+	@status=0; for version in $(MATRIX); do \
 	    echo "transformers $$version"; \
 	    KVLOOM_LIBRARY=$(LIBRARY) .venv-transformers-$$version/bin/python -m pytest --quiet --numprocesses $(WORKERS) \
-	        --dist worksteal $(MATRIX_TESTS); \
-	done
+	        --dist worksteal $(MATRIX_TESTS) || status=1; \
+	done; exit $$status
 
 .venv-transformers-%: $(READY)
 	$(BIN)/python -m venv $@
