@@ -12,7 +12,7 @@ import pytest
 import torch
 from integrations.test_families import family
 from oracles.pairs import pairs_in_turn
-from oracles.stateful_models import HAS_SESSIONS, WRONG, folders, small_model, stateful_model
+from oracles.stateful_models import CACHES_SEE_STATES, WRONG, folders, small_model, stateful_model
 from torch import Tensor
 
 import kvloom
@@ -324,8 +324,10 @@ def test_why_names_states_that_nobody_kept() -> None:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_bytes_of_states_are_planned(name: str) -> None:
     model = stateful_model(name)
-    if name == "nemotron_h" and not HAS_SESSIONS:
-        pytest.skip("before transformers 5.24 its configuration does not say which layers have which states")
+    if name == "nemotron_h" and not CACHES_SEE_STATES:  # whose configuration names no layer that keeps them
+        with pytest.raises(UnsupportedError, match=r"^config must be of a model that keeps recurrent"):
+            kvloom.plan(model.config, context=64, page_size=8)
+        return
     planned = kvloom.plan(model.config, context=64, page_size=8)
     states = pool_of(model, max_tokens=100_000).report()["states"]
     assert planned.state_page == states["nbytes"]

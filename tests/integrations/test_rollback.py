@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 import torch
 from oracles.pairs import in_turn, pairs_in_turn
-from oracles.stateful_models import folders, mixers, stateful_model
+from oracles.stateful_models import CACHES_SEE_STATES, folders, mixers, stateful_model
 from torch import Tensor
-from transformers.cache_utils import Cache
 
 from kvloom import KVCache, KVPool, disable, enable
 from kvloom.errors import StateError
@@ -22,9 +21,7 @@ from kvloom.ops.impl import cpu
 
 FAMILIES, MIXERS = folders(), mixers()
 needs = [
-    pytest.mark.skipif(
-        not hasattr(Cache, "get_conv_state"), reason="mixers of this transformers change states unseen"
-    ),
+    pytest.mark.skipif(not CACHES_SEE_STATES, reason="mixers of this transformers change states unseen"),
     pytest.mark.skipif(cpu.ISA is None, reason="a matrix product of torch has bits of its own for each size"),
 ]
 pytestmark = needs

@@ -16,9 +16,8 @@ from typing import Any
 import pytest
 import torch
 from integrations.test_pool_states import FAMILIES, GRID, KINDS, asked, logits_of, pool_of, pytestmark, text
-from integrations.test_rollback import needs
 from oracles.pairs import pairwise
-from oracles.stateful_models import mixers, small_model
+from oracles.stateful_models import CACHES_SEE_STATES, mixers, small_model
 from torch import Tensor
 
 from kvloom import KVPool
@@ -34,7 +33,7 @@ SCHEDULED = (
 )
 LONGEST = 16
 """Tokens that a cache can go back by."""
-GOES_BACK = not needs[0].args[0]
+GOES_BACK = CACHES_SEE_STATES
 
 
 @functools.cache

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from transformers import models as families_of_transformers
+from transformers.cache_utils import Cache
 
 from kvloom.integrations.transformers.cache_argument import CACHE_ARGUMENT
 
@@ -124,9 +125,13 @@ def small_model(name: str) -> Any:
     return stateful_model(name, num_hidden_layers=count, **fewer)
 
 
-HAS_SESSIONS = CACHE_ARGUMENT == "cache"
+CACHES_SEE_STATES = hasattr(Cache, "get_conv_state")
+"""Whether mixers of this transformers change states by methods of a cache."""
+STATES_IN_SESSIONS = CACHE_ARGUMENT == "cache"
 """Whether sessions take those of this transformers."""
-NEEDS_SESSIONS = pytest.mark.skipif(not HAS_SESSIONS, reason="sessions give no cache to these mixers")
+NEEDS_STATES_IN_SESSIONS = pytest.mark.skipif(
+    not STATES_IN_SESSIONS, reason="sessions give no cache to these mixers"
+)
 
 
 def folders() -> list[str]:
@@ -135,7 +140,7 @@ def folders() -> list[str]:
     Before 5.24 Inkling 2 asks for the length of its cache within a step, which is refused.
     """
     names = [x for x in OTHERS if Path(families_of_transformers.__path__[0], x).is_dir()]
-    return [x for x in names if x != "inkling2" or HAS_SESSIONS]
+    return [x for x in names if x != "inkling2" or STATES_IN_SESSIONS]
 
 
 def mixers() -> list[str]:

@@ -7,14 +7,14 @@ from typing import Any
 
 import torch
 from oracles.serving import PROMPT, served
-from oracles.stateful_models import NEEDS_SESSIONS, stateful_model
+from oracles.stateful_models import NEEDS_STATES_IN_SESSIONS, stateful_model
 from serving.test_metrics import read
 
 from kvloom.integrations.transformers import load_model
 from kvloom.models import bundled_model_path
 
 
-@NEEDS_SESSIONS
+@NEEDS_STATES_IN_SESSIONS
 def test_answers_are_those_of_generate() -> None:
     _, tokenizer = load_model(bundled_model_path(), progress=False)
     model = stateful_model("qwen3_next", vocab_size=len(tokenizer))

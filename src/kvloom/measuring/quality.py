@@ -21,7 +21,7 @@ from kvloom.core.checks import INDEX_DTYPES
 from kvloom.core.spelling import expect_kv
 from kvloom.errors import ArgumentError, UnsupportedError
 from kvloom.integrations.transformers import KVCache
-from kvloom.integrations.transformers.build import StatefulLayer
+from kvloom.integrations.transformers.build import StatefulLayer, keeps_states_elsewhere
 from kvloom.integrations.transformers.cache_argument import as_argument
 from kvloom.integrations.transformers.layers import KVCacheLayer
 from kvloom.integrations.transformers.positions import expect_positions
@@ -240,9 +240,7 @@ class _Entrant:
         kept = [_nbytes_of(vars(layer)) for layer in layers]
         is_lost = [isinstance(x, StatefulLayer) and not n for x, n in zip(layers, kept, strict=True)]
         has_states_alone = all(getattr(self._cache, "is_linear", [False]))  # which some continue inexactly
-        is_elsewhere = getattr(self._model, "_is_stateful", False) and not any(
-            isinstance(x, StatefulLayer) for x in layers
-        )
+        is_elsewhere = keeps_states_elsewhere(self._model, layers)
         if not any(kept) or any(is_lost) or has_states_alone or is_elsewhere:
             raise UnsupportedError(
                 f"model must keep what it has read in its cache alone, got {type(self._model).__name__}"

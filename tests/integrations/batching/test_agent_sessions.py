@@ -13,7 +13,7 @@ from integrations.batching.test_stores import KINDS, NEW, stem, url_of
 from integrations.test_families import family
 from oracles.batching import Session, session
 from oracles.pairs import in_turn
-from oracles.stateful_models import NEEDS_SESSIONS, stateful_model
+from oracles.stateful_models import NEEDS_STATES_IN_SESSIONS, stateful_model
 
 from kvloom.errors import ArgumentError
 from kvloom.integrations.transformers import continuous_batching
@@ -244,7 +244,7 @@ def test_a_session_outlives_preemption_and_a_session_that_begins_again() -> None
         assert outcome(turn) == (75, 0, "the server gave up all pages")
 
 
-@NEEDS_SESSIONS
+@NEEDS_STATES_IN_SESSIONS
 def test_states_are_restored_where_they_are_kept() -> None:
     model, prompt = stateful_model("qwen3_next"), stem(70)
     continuous_batching(model, state_interval=32)

@@ -13,7 +13,7 @@ from integrations.test_latents import FAMILIES as OF_LATENTS
 from integrations.test_latents import family
 from oracles.batching import alone, random_requests, session
 from oracles.pairs import in_turn
-from oracles.stateful_models import HAS_SESSIONS, stateful_model
+from oracles.stateful_models import STATES_IN_SESSIONS, stateful_model
 
 from kvloom.errors import StateError
 from kvloom.integrations.transformers import continuous_batching
@@ -27,7 +27,7 @@ MODELS: dict[str, Any] = {
     "qwen3_next": lambda: stateful_model("qwen3_next"),
     "deepseek_v3": lambda: family("deepseek_v3"),
 }
-IS_THERE = {"qwen3_next": HAS_SESSIONS, "deepseek_v3": "deepseek_v3" in OF_LATENTS}
+IS_THERE = {"qwen3_next": STATES_IN_SESSIONS, "deepseek_v3": "deepseek_v3" in OF_LATENTS}
 """In this version of transformers."""
 PRESENT = [x for x in MODELS if IS_THERE.get(x, True)]
 CASES: dict[str, dict[str, int]] = {

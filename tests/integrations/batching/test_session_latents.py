@@ -12,7 +12,7 @@ from integrations.test_indexed import INDEXED
 from integrations.test_latents import FAMILIES, family
 from oracles.batching import alone, batched, batching_config, random_requests, session
 from oracles.pairs import in_turn, pairwise
-from oracles.stateful_models import HAS_SESSIONS, folders
+from oracles.stateful_models import STATES_IN_SESSIONS, folders
 from oracles.threads import num_threads
 from torch import nn
 
@@ -21,7 +21,7 @@ from kvloom.integrations.transformers import batching, continuous_batching, disa
 from kvloom.integrations.transformers.batching import self_check
 
 NEW = 8
-SERVED = [x for x in FAMILIES if x not in INDEXED and (HAS_SESSIONS or x not in folders())]
+SERVED = [x for x in FAMILIES if x not in INDEXED and (STATES_IN_SESSIONS or x not in folders())]
 CASES: dict[str, dict[str, int]] = {
     "short-steps": {"max_batch_tokens": 48},
     "few-pages": {"num_blocks": 14, "max_batch_tokens": 64},

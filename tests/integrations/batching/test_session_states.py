@@ -22,7 +22,7 @@ from oracles.batching import (
     session,
 )
 from oracles.pairs import in_turn
-from oracles.stateful_models import NEEDS_SESSIONS, WRONG, mixers, stateful_model
+from oracles.stateful_models import NEEDS_STATES_IN_SESSIONS, WRONG, mixers, stateful_model
 from transformers import GenerationConfig
 
 from kvloom.errors import StateError, UnsupportedError
@@ -40,7 +40,7 @@ CASES: dict[str, dict[str, int]] = {
 PROMPT = [3 + (7 * i) % 90 for i in range(70)]
 STEP = 32
 """At which multiples prefixes are found."""
-pytestmark = NEEDS_SESSIONS
+pytestmark = NEEDS_STATES_IN_SESSIONS
 
 
 @pytest.fixture(scope="module")

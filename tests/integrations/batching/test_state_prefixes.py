@@ -8,13 +8,13 @@ import pytest
 import torch
 from integrations.batching.test_session_states import FAMILIES, PROMPT, STEP
 from oracles.batching import GREEDY, alone, batching_config, session
-from oracles.stateful_models import NEEDS_SESSIONS, stateful_model
+from oracles.stateful_models import NEEDS_STATES_IN_SESSIONS, stateful_model
 from transformers import GenerationConfig
 
 from kvloom.errors import ArgumentError
 from kvloom.integrations.transformers import continuous_batching
 
-pytestmark = NEEDS_SESSIONS
+pytestmark = NEEDS_STATES_IN_SESSIONS
 
 
 @pytest.fixture(scope="module")

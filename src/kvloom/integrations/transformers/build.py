@@ -152,6 +152,13 @@ def _own_streams(config: Any, index: int) -> dict[str, bool]:
     }
 
 
+def keeps_states_elsewhere(model: Any, layers: Sequence[Any]) -> bool:
+    """Whether a model has recurrent states that no layer of its cache keeps."""
+    return bool(getattr(model, "_is_stateful", False)) and not any(
+        isinstance(x, StatefulLayer) for x in layers
+    )
+
+
 def make_layers(
     model: Any, format: CacheFormat, static: bool = False, *, is_kept: bool = False, policy: str = "lru"
 ) -> list[Any]:
@@ -180,7 +187,7 @@ def make_layers(
     if any(isinstance(x, StatefulLayer) for x in theirs):
         watch_mixers(model)
     kinds = getattr(config, "layer_types", None) or [None] * len(theirs)
-    if getattr(model, "_is_stateful", False) and not any(isinstance(x, StatefulLayer) for x in theirs):
+    if keeps_states_elsewhere(model, theirs):
         kinds = ["recurrent"] * len(theirs)
     by_window: dict[int | None, Sequences] = {}
     layers: list[Any] = []
