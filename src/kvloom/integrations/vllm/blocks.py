@@ -92,7 +92,7 @@ class Blocks:
         fingerprint: Of the model, all heads of all ranks.
         heads: Which of them this rank has.
         groups: All layers, each in one group.
-        layers: The pages of each layer by its number, H heads each.
+        layers: The pages of each layer by its number, H heads each. Layers of other numbers have none.
 
     Raises:
         UnsupportedError: a part of the heads cannot be read by itself, since layers differ in heads.
@@ -107,7 +107,8 @@ class Blocks:
         self.page_size = page_size(groups)
         self._groups = groups
         self._views = [layers[number] for number in sorted(layers)]
-        self._group_of = {layer: i for i, group in enumerate(groups) for layer in group.layers}
+        group_of = {layer: i for i, group in enumerate(groups) for layer in group.layers}
+        self._group_of = [group_of[number] for number in sorted(layers)]
         mine = fingerprint.layers
         if len(counts) == 1:
             mine = tuple(replace(layer, heads=len(heads)) for layer in fingerprint.layers)

@@ -34,6 +34,7 @@ from kvloom.integrations.vllm.mover import Mover
 from kvloom.integrations.vllm.options import Options
 from kvloom.integrations.vllm.pages import PageFormat
 from kvloom.integrations.vllm.planner import Plan, Planner
+from kvloom.integrations.vllm.recurrent import StateGroups, States, spec_of, state_groups
 from kvloom.integrations.vllm.residual import SUFFIX
 from kvloom.integrations.vllm.watch import WeightWatch, model_of
 from kvloom.store import Fingerprint, KVStore
@@ -98,8 +99,18 @@ class KvloomConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 f"{speculation.method!r}"
             )
         _refuse_residuals(kv_cache_config)
-        self._groups = [_group(group) for group in kv_cache_config.kv_cache_groups]
-        self._fingerprint = _fingerprint(vllm_config, kv_cache_config, self._groups)
+        every = kv_cache_config.kv_cache_groups
+        self._states = state_groups(vllm_config, every)
+        recurrent = () if self._states is None else self._states.numbers
+        attending = [group for number, group in enumerate(every) if number not in recurrent]
+        self._groups = [_group(group) for group in attending]
+        self._fingerprint = _fingerprint(vllm_config, attending, self._groups, self._states)
+        size = blocks.page_size(self._groups)
+        if self._states is not None and size % self._states.block_size:
+            raise UnsupportedError(
+                f"blocks of attention must end where those of recurrent layers do for a store, got "
+                f"{size} tokens and {self._states.block_size}"
+            )
         self._reported: dict[str, int] = {}
         self._mover: Mover | None = None
         transfer = self._kv_transfer_config
@@ -110,9 +121,10 @@ class KvloomConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._planner = Planner(
                 self._store,
                 self._fingerprint,
-                blocks.page_size(self._groups),
-                reads=transfer.is_kv_consumer,
-                writes=transfer.is_kv_producer,
+                size,
+                transfer.is_kv_consumer,
+                transfer.is_kv_producer,
+                self._states,
             )
 
     @property
@@ -133,8 +145,9 @@ class KvloomConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         """The plan of this step: pages to read and to write."""
-        scheduled = scheduler_output.num_scheduled_tokens
-        return _Metadata(self._planner.plan(scheduled, self._kv_cache_manager.get_block_ids))
+        scheduled, state = scheduler_output.num_scheduled_tokens, scheduler_output.kv_connector_block_state
+        offers = {} if state is None else state.boundary_state_offloads
+        return _Metadata(self._planner.plan(scheduled, self._kv_cache_manager.get_block_ids, offers))
 
     def update_connector_output(self, connector_output: Any) -> None:
         """Learn what could not be read, and whether the model is another."""
@@ -178,7 +191,11 @@ class KvloomConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """
         config = self._vllm_config
         known, layers, smoothed = config.compilation_config.static_forward_context, {}, {}
+        recurrent = () if self._states is None else self._states.layers
+        stateful = {name for names in recurrent for name in names}
         for name, memory in kv_caches.items():
+            if name in stateful:
+                continue
             impl = known[name].impl
             if not getattr(impl, "is_kvloom", False):
                 raise UnsupportedError(f"pages must be kvloom's in all layers for a store, {name} has vLLM's")
@@ -195,6 +212,10 @@ class KvloomConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if ranks.world_size > 1:
             mine = blocks.heads_of(heads, ranks.rank_in_group, ranks.world_size)
         own = Blocks(self._fingerprint, mine or range(heads), self._groups, layers)
+        states = None
+        if self._states is not None:
+            whose = self._states.fingerprint(self._fingerprint)
+            states = States(whose, [[known[name].kv_cache for name in names] for names in recurrent])
         self._mover = Mover(
             self._store,
             self._fingerprint,
@@ -202,6 +223,7 @@ class KvloomConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             mine,
             ranks if ranks.world_size > 1 else None,
             WeightWatch(model_of(known[next(iter(kv_caches))])).is_changed,
+            states,
         )
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
@@ -288,13 +310,13 @@ def _store(options: dict[str, Any], is_limited: bool) -> KVStore:
     return KVStore(*map(store_url, texts), key=key, **rest)
 
 
-def _fingerprint(config: Any, kv_cache_config: Any, groups: list[Group]) -> Fingerprint:
+def _fingerprint(config: Any, own: list[Any], groups: list[Group], states: StateGroups | None) -> Fingerprint:
     model, parallel = config.model_config, config.parallel_config
     ranks, layers = parallel.tensor_parallel_size, {}
     total = model.get_total_num_kv_heads()
-    for group in kv_cache_config.kv_cache_groups:
+    for group in own:
         for name in group.layer_names:
-            spec = _spec(group, name)
+            spec = spec_of(group, name)
             kind, quant = _kept(config, spec.kv_quant_mode, spec.head_size)
             heads = total if max(1, total // ranks) == spec.num_kv_heads else spec.num_kv_heads * ranks
             number = _number(name)
@@ -302,16 +324,18 @@ def _fingerprint(config: Any, kv_cache_config: Any, groups: list[Group]) -> Fing
                 raise UnsupportedError(f"layers must have a number each for a store, got {number} twice")
             rotation = "none" if kind is None else kind.rotate
             layers[number] = blocks.layer_format(heads, spec.head_size, model.dtype, quant, rotation)
-    if sorted(layers) != list(range(len(layers))):
+    recurrent = [] if states is None else [_number(name) for names in states.layers for name in names]
+    if (found := sorted({*layers, *recurrent})) != list(range(len(found))):
         raise UnsupportedError(
-            f"all layers must have keys and values for a store, got layers {sorted(layers)}"
+            f"all layers must have keys and values or states for a store, got layers {found}"
         )
     formats = tuple(layers[number] for number in sorted(layers))
-    return identify(config, blocks.attention(groups), formats)
+    attention = blocks.attention(groups) + (" beside recurrent layers of vLLM's" if recurrent else "")
+    return identify(config, attention, formats)
 
 
 def _group(group: Any) -> Group:
-    specs = [_spec(group, name) for name in group.layer_names]
+    specs = [spec_of(group, name) for name in group.layer_names]
     for spec in specs:
         if isinstance(spec, MLAAttentionSpec):
             raise UnsupportedError(
@@ -324,11 +348,6 @@ def _group(group: Any) -> Group:
     first = specs[0]
     window = first.sliding_window if type(first) is SlidingWindowSpec else None
     return Group(tuple(map(_number, group.layer_names)), first.block_size, window)
-
-
-def _spec(group: Any, name: str) -> Any:
-    spec = group.kv_cache_spec
-    return getattr(spec, "kv_cache_specs", {}).get(name, spec)
 
 
 def _kept(config: Any, mode: Any, head_dim: int) -> tuple[Kind | None, QuantSpec | None]:
@@ -348,7 +367,7 @@ def _refuse_residuals(kv_cache_config: Any) -> None:
     """
     for group in kv_cache_config.kv_cache_groups:
         if any(name.endswith(SUFFIX) for name in group.layer_names):
-            window = _spec(group, group.layer_names[0]).sliding_window
+            window = spec_of(group, group.layer_names[0]).sliding_window
             raise UnsupportedError(f"kvloom.recent must be 0 with a store, got {window}")
 
 

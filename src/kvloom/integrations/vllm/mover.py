@@ -10,6 +10,7 @@ import torch
 
 from kvloom.integrations.vllm.blocks import Blocks
 from kvloom.integrations.vllm.planner import Plan, Transfer
+from kvloom.integrations.vllm.recurrent import States
 from kvloom.store import Fingerprint, KVStore
 from kvloom.store.below import RUN_BYTES, runs_of
 
@@ -29,6 +30,7 @@ class Mover:
         heads: That it has; ``None`` for all.
         ranks: vLLM's group of ranks that hold the other heads; ``None`` if this one has all.
         is_changed: Says whether the model is another than the fingerprint's, looking exactly if asked to.
+        states: Recurrent states of the model, if it has some; the rank is alone then.
 
     Attributes:
         is_aside: Whether the model is another: from then on nothing is read or written.
@@ -42,12 +44,13 @@ class Mover:
         heads: range | None,
         ranks: Any = None,
         is_changed: Callable[[bool], bool] = lambda exactly: False,
+        states: States | None = None,
     ) -> None:
         self.counts: Counter[str] = Counter()
         self.is_aside = False
         self._is_changed = is_changed
         self._store, self._fingerprint, self._blocks = store, fingerprint, blocks
-        self._heads, self._ranks = heads, ranks
+        self._heads, self._ranks, self._states = heads, ranks, states
         self._readers = ThreadPoolExecutor(_READERS, "kvloom-read")
         self._loading: dict[str, Future[bool]] = {}
 
@@ -55,7 +58,7 @@ class Mover:
         """Begin to read, or refuse to. Comes in every step, so that no change of the model is missed."""
         self._look(plan.is_doubted)
         if plan.is_stale:
-            self._store.refresh(self._fingerprint)
+            self._refresh()
         for load in plan.loads:
             self._loading[load.request] = self._readers.submit(self._read, load)
 
@@ -81,6 +84,8 @@ class Mover:
                     text = save.tokens[: run.stop * size]
                     self._store.save(self._fingerprint, save.salt, text, run.start * size, size, packed)
                     self.counts["tokens_saved"] += len(run) * size
+        for save in () if self.is_aside else plan.states:
+            self._save_states(save)
 
     def close(self) -> None:
         """Wait until everything is read, and read no more."""
@@ -101,18 +106,43 @@ class Mover:
         try:
             for attempt in range(0 if self.is_aside else 2):
                 if attempt:  # another process wrote it a moment ago
-                    self._store.refresh(self._fingerprint)
+                    self._refresh()
                 pieces = self._store.load(self._fingerprint, load.salt, load.tokens, at, heads=self._heads)
                 for piece in pieces:
                     self._blocks.unpack(piece, load.blocks, end)
                     at = piece.segment.end
-                if at >= end:
+                if at >= end and self._has_states(load):
                     self.counts["tokens_loaded"] += end - load.start
                     return True
         except Exception:  # a request that never came back would wait for ever
             _LOG.exception("a prefix was not read")
         self.counts["tokens_failed"] += end - load.start
         return False
+
+    def _has_states(self, load: Transfer) -> bool:
+        """Whether the states behind all tokens of a request were read, if it needs some."""
+        if self._states is None:
+            return True
+        whose, end = self._states.fingerprint, len(load.tokens)
+        for piece in self._store.load(whose, load.salt, load.tokens, end - 1):
+            self._states.unpack(piece, load.states)
+            return True
+        return False
+
+    def _save_states(self, save: Transfer) -> None:
+        """Copy the states behind the tokens of a request, if the stores lack them."""
+        if self._states is None:
+            return
+        whose, end = self._states.fingerprint, len(save.tokens)
+        prefixes = self._store.prefixes(whose, save.salt, save.tokens)
+        is_missing = self._store.missing(whose, prefixes, range(end, end + 1))
+        if is_missing and self._store.has_room(self._states.nbytes):
+            self._store.save(whose, save.salt, save.tokens, end - 1, 1, self._states.pack(save.states))
+
+    def _refresh(self) -> None:
+        self._store.refresh(self._fingerprint)
+        if self._states is not None:
+            self._store.refresh(self._states.fingerprint)
 
     def _wanted(self, save: Transfer) -> list[range]:
         """Runs of pages to write, as the first rank says."""

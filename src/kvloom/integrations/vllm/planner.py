@@ -9,6 +9,7 @@ from concurrent.futures import TimeoutError as NotYet
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from kvloom.integrations.vllm.recurrent import StateGroups
 from kvloom.store import Fingerprint, KVStore
 
 _PATIENCE: Final = 0.02
@@ -26,14 +27,16 @@ class Transfer:
         salt: Who may find them.
         tokens: Ids from the start of the text to the end of what moves.
         start: Position of the first token that moves.
-        blocks: Of each group the ids of the request's blocks.
+        blocks: Of each group that attends the ids of the request's blocks.
+        states: Of each group with recurrent states the block for those behind the tokens.
     """
 
     request: str
     salt: str
     tokens: list[int]
     start: int
-    blocks: tuple[list[int], ...]
+    blocks: tuple[list[int], ...] = ()
+    states: tuple[int, ...] = ()
 
 
 @dataclass(slots=True)
@@ -43,6 +46,7 @@ class Plan:
     Attributes:
         loads: To be read.
         saves: To be written, when the step is computed.
+        states: The same, of recurrent states.
         is_stale: Whether the stores do not have what they listed.
         is_idle: Whether nothing is computed in this step.
         is_doubted: Whether it may be that the model is another since the last step.
@@ -50,6 +54,7 @@ class Plan:
 
     loads: list[Transfer] = field(default_factory=list)
     saves: list[Transfer] = field(default_factory=list)
+    states: list[Transfer] = field(default_factory=list)
     is_stale: bool = False
     is_idle: bool = False
     is_doubted: bool = False
@@ -64,6 +69,7 @@ class Planner:
         page_size: Tokens that are read and written together.
         reads: Whether anything is read.
         writes: Whether anything is written.
+        states: Where recurrent states are, if the model has some. Then a prefix is found where they are, too.
     """
 
     def __init__(
@@ -73,9 +79,10 @@ class Planner:
         page_size: int,
         reads: bool = True,
         writes: bool = True,
+        states: StateGroups | None = None,
     ) -> None:
         self._store, self._fingerprint, self._size = store, fingerprint, page_size
-        self._reads, self._writes = reads, writes
+        self._reads, self._writes, self._states = reads, writes, states
         self._finder = ThreadPoolExecutor(1, "kvloom-find")
         self._found: dict[tuple[str, int], Future[int]] = {}
         self._requests: dict[str, Any] = {}
@@ -109,16 +116,24 @@ class Planner:
         if num_read:
             start = request.num_computed_tokens
             tokens = list(request.all_token_ids[: start + num_read])
-            self._loads.append(Transfer(name, request.cache_salt or "", tokens, start, blocks))
+            states = () if self._states is None else self._states.behind(blocks, len(tokens))
+            salt, pages = request.cache_salt or "", self._pages(blocks)
+            self._loads.append(Transfer(name, salt, tokens, start, pages, states))
 
-    def plan(self, scheduled: dict[str, int], blocks_of: Any) -> Plan:
+    def plan(
+        self,
+        scheduled: dict[str, int],
+        blocks_of: Any,
+        offers: dict[str, list[tuple[int, int, int]]] | None = None,
+    ) -> Plan:
         """Pages to read and to write in one step.
 
         Args:
             scheduled: New tokens of each request.
-            blocks_of: Gives the ``blocks`` of a request by its id.
+            blocks_of: Gives the blocks of a request by its id, those of all groups.
+            offers: Of each request the states that are behind whole blocks when the step is computed.
         """
-        plan = Plan(self._loads, [], self._is_stale, not any(scheduled.values()), self._is_doubted)
+        plan = Plan(self._loads, [], [], self._is_stale, not any(scheduled.values()), self._is_doubted)
         self._loads, self._is_stale, self._is_doubted = [], False, False
         for name, new in scheduled.items() if self._writes else ():
             request = self._requests.get(name)
@@ -129,8 +144,10 @@ class Planner:
             end = min(before + new, request.num_tokens) // self._size * self._size
             if end > start:
                 tokens = list(request.all_token_ids[:end])
-                plan.saves.append(Transfer(name, request.cache_salt or "", tokens, start, blocks_of(name)))
+                pages = self._pages(blocks_of(name))
+                plan.saves.append(Transfer(name, request.cache_salt or "", tokens, start, pages))
             self._offered[name] = max(start, end)
+        plan.states = self._behind_blocks(offers or {})
         return plan
 
     def know(self, fingerprint: Fingerprint) -> None:
@@ -143,6 +160,8 @@ class Planner:
         self._is_stale = self._is_stale or bool(names)
         if names:
             self._finder.submit(self._store.refresh, self._fingerprint)
+            if self._states is not None:
+                self._finder.submit(self._store.refresh, self._states.fingerprint(self._fingerprint))
 
     def set_aside(self) -> None:
         """Read and write no more: the model is another than the fingerprint's."""
@@ -164,8 +183,31 @@ class Planner:
         """End the thread."""
         self._finder.shutdown()
 
+    def _behind_blocks(self, offers: dict[str, list[tuple[int, int, int]]]) -> list[Transfer]:
+        """Recurrent states to write."""
+        found: list[Transfer] = []
+        for name, own in offers.items():
+            request = self._requests.get(name)
+            if self._states is None or not self._writes or request is None or not is_text(request):
+                continue
+            for end, states in self._states.whole(own).items():
+                if end % self._size == 0:
+                    tokens = list(request.all_token_ids[:end])
+                    found.append(Transfer(name, request.cache_salt or "", tokens, end - 1, (), states))
+        return found
+
+    def _pages(self, blocks: tuple[list[int], ...]) -> tuple[list[int], ...]:
+        return blocks if self._states is None else self._states.pages(blocks)
+
     def _find(self, salt: str, tokens: list[int], start: int) -> int:
-        return self._store.find(self._fingerprint, salt, tokens, start)
+        end = self._store.find(self._fingerprint, salt, tokens, start)
+        if self._states is None:
+            return end
+        whose = self._states.fingerprint(self._fingerprint)
+        for behind in range(end // self._size * self._size, start, -self._size):
+            if self._store.find(whose, salt, tokens[:behind], behind - 1) == behind:
+                return behind
+        return start
 
     def _forget(self, name: str) -> None:
         for key in [key for key in self._found if key[0] == name]:
