@@ -44,6 +44,16 @@ def qwen() -> Any:
     )  # fmt: skip
 
 
+def falcon_h1() -> Any:
+    from transformers import FalconH1Config
+
+    return FalconH1Config(  # each layer attends and is recurrent
+        **{**SMALL, "num_hidden_layers": 2}, tie_word_embeddings=False,
+        mamba_d_ssm=256, mamba_n_heads=8, mamba_d_head=32, mamba_n_groups=1, mamba_d_state=16,
+        mamba_chunk_size=64,
+    )  # fmt: skip
+
+
 def fuse_experts(model: Path) -> None:
     """Give a file its experts as transformers has them, too: else a store refuses it, which vLLM ignores."""
     from safetensors.torch import load_file, save_file
@@ -101,9 +111,10 @@ def with_store(folder: Path, size: int = 128) -> dict[str, Any]:
         (lfm2, {"block_size": 128}, 128),
         # Steps of Mamba2 must not have more tokens of a prompt than a block.
         (granite, {"block_size": None, "max_num_batched_tokens": 256}, 256),
+        (falcon_h1, {"block_size": None, "max_num_batched_tokens": 256}, 256),
         (qwen, {"block_size": None, "dtype": "bfloat16"}, 512),
     ],
-    ids=["lfm2", "granite", "qwen"],
+    ids=["lfm2", "granite", "falcon_h1", "qwen"],
 )
 def test_the_next_engine_finds_pages_and_the_states_behind_them(
     config: Any, own: dict[str, Any], size: int, tmp_path: Path
@@ -139,6 +150,26 @@ def test_a_prefix_ends_where_states_are(model: Path, expected: list[list[int]], 
         found = engine.run(texts()[:1], TOKENS)
         assert tokens(found) == expected[:1]
         assert found[0].num_cached_tokens == 0 and counts(engine)["tokens_loaded"] == 0
+
+
+def test_a_chat_goes_on_behind_its_answer(model: Path, tmp_path: Path) -> None:
+    from vllm import SamplingParams
+
+    greedy = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
+    arguments = {**with_store(tmp_path), "prefix_cache_retention_interval": 128}
+    with closing(Engine(model, **arguments)) as engine:
+        [request] = engine.run(texts()[:1], 300)
+        text = [*request.prompt_token_ids, *request.outputs[0].token_ids, 5, 6, 7]
+    found = {}
+    for name, own in (
+        ("store", arguments),
+        ("cold", {"kv_cache_dtype": INT8, "enable_prefix_caching": False}),
+    ):
+        with closing(Engine(model, **own)) as engine:
+            prompt = {"prompt_token_ids": text}
+            found[name] = engine.llm.generate([prompt], greedy, use_tqdm=False)
+    assert tokens(found["store"]) == tokens(found["cold"])
+    assert found["store"][0].num_cached_tokens == len(text) // 128 * 128 > len(request.prompt_token_ids)
 
 
 def test_damaged_states_are_computed_told_and_rewritten(
