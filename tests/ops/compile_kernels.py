@@ -25,7 +25,7 @@ from triton.runtime.jit import JITFunction
 from kvloom import Batch, CacheIndex, CacheLayout, KVSpec, KVView, QuantSpec, Scores
 from kvloom.core import checks
 from kvloom.ops import PositionalBias, alibi_slopes, api
-from kvloom.ops.impl.triton import attend, load, store
+from kvloom.ops.impl.triton import attend, attend_latent, load, store
 
 PAGE = 16
 KINDS = {"plain": None, "int8": QuantSpec(8, 64), "int4": QuantSpec(4, 64), "int8 g8": QuantSpec(8, 8),
@@ -97,6 +97,9 @@ def main() -> None:
     parser.add_argument("--pages", type=int, default=256, help="of a row of the table")
     parser.add_argument("--tokens", type=int, default=64, help="to store and load")
     parser.add_argument("--layout", default="B S H D")
+    parser.add_argument(
+        "--latent", action="store_true", help="keys of one head are latents, values rope keys"
+    )
     parser.add_argument("--everything", action="store_true", help="masks, biases, windows and sinks")
     compiled = compile_instead_of_launching()
     checks.can_read = attend.can_read = load.can_read = store.can_read = lambda x: False
@@ -109,7 +112,7 @@ def main() -> None:
 
 def compile_case(args: argparse.Namespace) -> None:
     """Call store, load and attend."""
-    dtype, quant, heads = getattr(torch, args.dtype), KINDS[args.kind], 8
+    dtype, quant, heads = getattr(torch, args.dtype), KINDS[args.kind], 1 if args.latent else 8
     dims = (args.head_dim, args.value_dim or args.head_dim)
     sides = [
         KVSpec(1, heads, dim, dtype, args.layout, quant).empty(args.slots, min(args.slots, PAGE))
@@ -145,8 +148,10 @@ def compile_case(args: argparse.Namespace) -> None:
             coefficients, frequencies.double(), torch.zeros(args.sequences, dtype=torch.int64)
         )
         scores = replace(scores, positional_bias=bias)
-    query = torch.zeros(16 * args.sequences, query_heads, dims[0], dtype=dtype)
-    attend.attend(*api.attend_arguments(query, kv, batch, scores, dims[0]), *api.bias_arguments(scores))
+    width = sum(dims) if args.latent else dims[0]
+    query = torch.zeros(16 * args.sequences, query_heads, width, dtype=dtype)
+    run = attend_latent.attend_latent if args.latent else attend.attend
+    run(*api.attend_arguments(query, kv, batch, scores, width), *api.bias_arguments(scores))
 
 
 if __name__ == "__main__":

@@ -7,8 +7,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from ops.attention import Case, make_case, normal
+from ops.attention import Case, make_case
 from ops.cases import alone, codes, options, waves
+from ops.latents import HEADS, NEW, STORED, joined, latent_case
 from ops.pools import PLAIN, Kind
 from oracles.bits import FLOATS, assert_same_bits
 from oracles.pairs import pairwise
@@ -20,33 +21,11 @@ from kvloom.ops import Scores, schemas
 from kvloom.ops.attend_arguments import attend_arguments
 from kvloom.ops.impl import cpu
 
-NEW, STORED, HEADS = [3, 1, 20], [7, 530, 60], 4
 SCORES = {"default": Scores()} | {
     name: x for name, x in options(HEADS, sum(NEW), sum(STORED)).items() if x.positional_bias is None
 }
 SIZES = [(64, 32), (512, 64), (40, 8), (17, 3), (576, 64), (16, 128), (32, 576)]
 KINDS = [PLAIN, Kind(torch.float16), Kind(torch.bfloat16), codes(8, 8), codes(4, 8), codes(2, 8)]
-
-
-def latent_case(
-    rank: int = 64, rope: int = 32, kind: Kind = PLAIN, dtype: torch.dtype = torch.float32, heads: int = HEADS
-) -> Case:
-    """Latents of a kind as keys, rope keys of it as values, and queries for both."""
-    case = make_case(
-        NEW, STORED, kind=kind, dtype=dtype, kv_heads=1, head_dim=rank, value_dim=rope, axes="B S H D"
-    )
-    query = normal((sum(NEW), heads, rank + rope), 3).to(dtype)
-    return replace(case, query=query)
-
-
-def joined(case: Case) -> KVView:
-    """The same keys and values, dequantized, in one piece each: slots that are not used are NaN."""
-    slots = case.kv.num_slots
-    used = torch.tensor(sorted(slot for row in case.slots for slot in row))
-    latent, rope = ops.load(used, case.kv, dtype=case.query.dtype)
-    whole = torch.full((slots, 1, case.query.shape[2]), math.nan, dtype=case.query.dtype)
-    whole[used] = torch.cat((latent, rope), -1)
-    return KVView.split("T H D", whole, whole[..., : latent.shape[2]].contiguous())
 
 
 def assert_near(actual: Tensor, case: Case, expected: Tensor) -> None:
@@ -160,8 +139,6 @@ def test_what_does_not_fit_is_refused_by_name() -> None:
     for attend in (ops.attend, ops.attend_part):
         with pytest.raises(UnsupportedError, match="no positional_bias"):
             attend(case.query, case.kv, batch, biased, is_latent=True)
-    with pytest.raises(UnsupportedError, match="triton"):
-        ops.attend(case.query, case.kv, batch, is_latent=True, backend="triton")
 
 
 @pytest.mark.parametrize("kind", [PLAIN, codes(8, 8)], ids=str)

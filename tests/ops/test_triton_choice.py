@@ -10,6 +10,7 @@ import sys
 import pytest
 import torch
 from ops.attention import make_case
+from ops.latents import latent_case
 from oracles.bits import assert_same_bits
 
 from kvloom import ops
@@ -70,6 +71,26 @@ def test_a_missing_triton_is_said_with_its_remedy(monkeypatch: pytest.MonkeyPatc
 def test_every_operator_is_there_for_cuda() -> None:
     for name in triton.OPERATORS:
         assert torch._C._dispatch_has_kernel_for_dispatch_key(f"kvloom::{name}", "CUDA")
+
+
+@pytest.mark.parametrize("backend", ["triton", "auto"])
+def test_latents_have_kernels_of_their_own(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By name they are refused by the limits of latents, and on a device computed by their reference."""
+    asked = []
+    monkeypatch.setattr(triton, "why_not", lambda name, device, *args: asked.append(name) or "rests today")
+    case = latent_case(16, 8)
+    for call, overload in ((ops.attend, "attend.latent"), (ops.attend_part, "attend_part.latent")):
+        if backend == "triton":
+            with pytest.raises(UnsupportedError, match="backend 'triton' rests today; use 'auto'"):
+                call(case.query, case.kv, case.batch(), is_latent=True, backend=backend)
+            continue
+        more = (None,) * 4 if call is ops.attend_part else ()
+        arguments = (*api.attend_arguments(case.query, case.kv, case.batch(), ops.Scores(), 24), *more)
+        found = schemas._on_cuda(triton.OPERATORS[overload])(*arguments)
+        expected = call(case.query, case.kv, case.batch(), is_latent=True, backend="reference")
+        for a, b in zip(found, expected, strict=True):
+            assert_same_bits(a, b, overload)
+    assert asked == ["attend_latent", "attend_latent_part"]
 
 
 def test_the_dispatched_operator_falls_back_to_the_reference_and_says_so_once(

@@ -39,6 +39,8 @@ CASES = {
     "positional bias": "--pairs 4",
     "positional bias int4": "--pairs 4 --kind int4",
     "positional bias of 17 pairs": "--pairs 17 --kind int8",
+    "latents": "--latent --head-dim 512 --value-dim 64 --ratio 16",
+    "latents int4": "--latent --head-dim 256 --value-dim 64 --ratio 128 --kind int4",
     "a cache of one slot": "--slots 1",
     "split heads and blocks": "--layout B_(H_D/16)_S_D%16",
 }
@@ -99,3 +101,8 @@ def test_steps_of_all_sizes_run_the_same_machine_code(options: str, compiled: Co
 def test_a_decode_step_of_bfloat16_spills_few_registers(case: str, compiled: Compile) -> None:
     """A warp has all that a thread can have, 255 of four bytes; what is spilled is not in the loop."""
     assert int(str(compiled(CASES[case])[4]["stack"])) < 256
+
+
+def test_a_decode_step_over_latents_spills_where_care_is_needed(compiled: Compile) -> None:
+    """Sums of 16 rows take 64 registers of a thread; a second look at NaN takes twice as many."""
+    assert int(str(compiled(CASES["latents"])[4]["stack"])) < 512

@@ -19,8 +19,8 @@ CASES = [
     for is_split in (True, False)
     for itemsize in (2, 4)
     for bits in (0, 4, 8)
-    for head_dim in (16, 64, 128, 256)
-    for ratio in (1, 3, 4, 8, 71)
+    for head_dim in (16, 64, 128, 256, 512)
+    for ratio in (1, 3, 4, 8, 71, 128)
 ]
 
 

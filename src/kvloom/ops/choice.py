@@ -117,19 +117,15 @@ def _choose(backend: str, overload: str, device: torch.device, args: tuple[Any, 
                 raise UnsupportedError(f"backend 'cpu' {refused}; use 'auto' or 'reference'")
             return _DISPATCHED[overload]
         case "triton":
-            if name not in triton.OPERATORS:
-                raise UnsupportedError(f"backend 'triton' has no {name} yet; use 'auto' or 'reference'")
-            if overload.endswith(".latent"):
-                raise UnsupportedError(
-                    "backend 'triton' attends to no latents yet; use 'auto' or 'reference'"
-                )
             if overload == "store.transformed":
                 raise UnsupportedError(
                     "backend 'triton' smooths and rotates nothing yet; use 'auto' or 'reference'"
                 )
-            if (refused := triton.why_not(name, device, *args)) is not None:
+            if (own := triton.OPERATORS.get(overload)) is None:
+                raise UnsupportedError(f"backend 'triton' has no {name} yet; use 'auto' or 'reference'")
+            if (refused := triton.why_not(own, device, *args)) is not None:
                 raise UnsupportedError(f"backend 'triton' {refused}; use 'auto' or 'reference'")
-            return triton.operator(name)
+            return triton.operator(own)
         case _:
             raise ArgumentError(f"backend must be 'auto', 'reference', 'cpu' or 'triton', got {backend!r}")
 

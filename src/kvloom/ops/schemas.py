@@ -114,10 +114,8 @@ def _say_once(name: str, refused: str) -> None:
     logging.getLogger("kvloom").warning("%s runs in plain torch, slowly: backend 'triton' %s", name, refused)
 
 
-for _name in triton.OPERATORS:
-    LIB.impl(_name, _on_cuda(_name), "CUDA")
-    if _name.startswith("attend"):
-        LIB.impl(f"{_name}.biased", _on_cuda(_name), "CUDA")
+for _name, _own in triton.OPERATORS.items():
+    LIB.impl(_name, _on_cuda(_own), "CUDA")
 
 
 def _writes_only(*args: object) -> None:

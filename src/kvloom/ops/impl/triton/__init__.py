@@ -13,8 +13,18 @@ from typing import Any
 
 import torch
 
-OPERATORS = ("store", "load", "copy", "attend", "attend_part")
-"""What this backend has a kernel for; each is a module with the operator and its limits."""
+OPERATORS = {
+    "store": "store",
+    "load": "load",
+    "copy": "copy",
+    "attend": "attend",
+    "attend.biased": "attend",
+    "attend.latent": "attend_latent",
+    "attend_part": "attend_part",
+    "attend_part.biased": "attend_part",
+    "attend_part.latent": "attend_latent_part",
+}
+"""Overloads that this backend has a kernel for; each name is a module with the operator and its limits."""
 
 
 def operator(name: str) -> Callable[..., Any]:

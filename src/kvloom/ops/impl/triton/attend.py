@@ -42,6 +42,9 @@ MAX_HEAD_DIM: Final = 256
 LEAST_WIDTH: Final = 16
 """Elements that a product on tensor cores takes at least."""
 
+LEAST_SHARED_ROWS: Final = 64
+"""Rows whose products read keys from shared memory, where transposing them for a second one costs nothing."""
+
 MAX_CHUNKS: Final = 8
 """Groups of a head vector up to which each is a product of its own, so that its scale may multiply scores."""
 
@@ -95,8 +98,12 @@ def launch_attend(
     *,
     positional: Sequence[Any] = (),
     is_part: bool = False,
+    is_latent: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """The result, and of a part, whose result is float32, the logarithms of its sums ``[Tq, Hq]``."""
+    """The result, and of a part, whose result is float32, the logarithms of its sums ``[Tq, Hq]``.
+
+    Latents are keys and values; with them a second part of the keys is where values are otherwise.
+    """
     num_new, query_heads = query.shape[:2]
     sequences, heads = seqstarts.shape[0] - 1, key_cache.shape[3]
     num_slots = key_cache.shape[:3].numel()
@@ -105,8 +112,11 @@ def launch_attend(
         first_positioned = 0 if always else decoding_batches if is_causal else sequences
         index = CacheIndex(table, row_starts, page_size)
         _check_values(index, seqstarts, kvstarts, num_new, num_slots, mask, first_positioned)
+    key, value = Side(key_cache, key_scale), Side(value_cache, value_scale)
+    ropes, rope_form = _arguments(value, query.dtype) if is_latent else (None, None)
+    value = key if is_latent else value
     out_dtype = torch.float32 if is_part else query.dtype
-    out = query.new_empty((num_new, query_heads, head_dim_of(value_cache, value_scale)), dtype=out_dtype)
+    out = query.new_empty((num_new, query_heads, value.head_dim), dtype=out_dtype)
     lse = query.new_empty((num_new, query_heads), dtype=torch.float32)
     if out.numel() == 0:
         return out, lse
@@ -127,9 +137,8 @@ def launch_attend(
     bias = _bias(mask, alibi_slopes, sinks, *(positional or (None, None, None)))
     pairs = positional[1].shape[1] if positional else 0
     ratio = query_heads // heads
-    key, value = Side(key_cache, key_scale), Side(value_cache, value_scale)
     keys, key_form = _arguments(key, query.dtype)
-    width = triton.next_power_of_2(max(query.shape[2], out.shape[2]))
+    width = triton.next_power_of_2(max(key.head_dim, value.head_dim))
     few, many = (
         config_for(Case(is_split, query.itemsize, key.bits or value.bits, width, ratio))
         for is_split in (True, False)
@@ -138,15 +147,20 @@ def launch_attend(
     rows = most_rows(num_new, sequences)
 
     def launch(config: Config, is_split: bool) -> None:
-        values, value_form = _arguments(value, query.dtype, of_values=True, is_split=is_split)
-        is_wide = any(x.is_wide for form in (key_form, value_form) for x in (form.cache, form.scale))
+        few_rows = is_split and not is_latent  # which many heads read
+        values, value_form = _arguments(value, query.dtype, of_values=True, few_rows=few_rows)
+        reads_once = is_latent and key.bits == 0 and config.rows >= LEAST_SHARED_ROWS
+        forms = [form for form in (key_form, rope_form, value_form) if form is not None]
+        is_wide = any(x.is_wide for form in forms for x in (form.cache, form.scale))
         form = Form(
-            key_form, value_form, heads, ratio, page_size, is_causal, softcap is not None, pairs, is_split,
-            config.rows, config.tokens, config.num_stages, is_wide, LARGEST[query.dtype],
+            key_form, rope_form, value_form, heads, ratio, page_size, is_causal, softcap is not None, pairs,
+            is_split, reads_once, config.rows, config.tokens, config.num_stages, is_wide,
+            LARGEST[query.dtype],
         )  # fmt: skip
         attend_kernel[(config.programs * num_multiprocessors(query.device),)](
             Query(query, *query.stride()),
             keys,
+            ropes,
             values,
             places,
             lengths,
@@ -190,7 +204,7 @@ def launch_attend(
                 splits,
                 DIM=out.shape[2],
                 WIDTH=_width(out.shape[2]),
-                num_warps=4,
+                num_warps=max(4, width // 64),
                 enable_fp_fusion=True,
             )
     return out, lse
@@ -253,7 +267,7 @@ def _bias(
 
 
 def _arguments(
-    side: Side, dtype: torch.dtype, *, of_values: bool = False, is_split: bool = False
+    side: Side, dtype: torch.dtype, *, of_values: bool = False, few_rows: bool = False
 ) -> tuple[SideViews, SideForm]:
     """Arguments for keys or values, and what their scales multiply.
 
@@ -276,7 +290,7 @@ def _arguments(
         # Weights times scales leave the range of float16.
         is_coarse = dtype == torch.bfloat16 or (dtype == scale.dtype and not of_values)
         is_exact = has_words and of_values and scale.dtype in (dtype, torch.float16)
-        if is_exact and not (is_split and is_coarse):
+        if is_exact and not (few_rows and is_coarse):
             scaling = "numbers"
         # Four planes of bytes for each group would spill registers.
         elif is_coarse and group == _width(group) and planes <= 2:

@@ -19,8 +19,8 @@ _INT32_MAX: tl.constexpr = tl.constexpr((1 << 31) - 1)
 
 @triton.jit
 def online_softmax(
-    q, keys, values, head, table, page_row, begin, first_seen, end, low, high, position,
-    bias, mask_at, slopes, waves_at, first_position, scale, softcap,
+    q, q_rope, keys, ropes, values, head, table, page_row, begin, first_seen, end, low, high,
+    position, bias, mask_at, slopes, waves_at, first_position, scale, softcap,
     FORM: tl.constexpr, CAREFUL: tl.constexpr,
 ):  # fmt: skip
     """Largest score, sum of weights and weighted values of each row over the tokens ``begin:end``.
@@ -29,6 +29,7 @@ def online_softmax(
     With ``CAREFUL`` a weight of 0 hides NaN and infinity; a row that sees them is NaN.
     """
     KEY: tl.constexpr = FORM.key_side
+    ROPE: tl.constexpr = FORM.rope_side
     VALUE: tl.constexpr = FORM.value_side
     PARTS: tl.constexpr = VALUE.parts
     ROWS: tl.constexpr = FORM.rows
@@ -45,7 +46,9 @@ def online_softmax(
         token = start + tl.arange(0, TOKENS)
         slot = _slot_of(table, page_row, tl.minimum(tl.maximum(token, first_seen), end - 1), FORM)
 
-        scores = _products(q, keys, slot, head, KEY, FORM.largest)
+        scores, read = _products(q, keys, slot, head, KEY, FORM.largest)
+        if ROPE is not None:
+            scores += _products(q_rope, ropes, slot, head, ROPE, FORM.largest)[0]
         if FORM.pairs > 0:
             scores += _positional_bias(bias, head, waves_at, first_position + token, FORM)
         scores = scores * scale
@@ -64,21 +67,23 @@ def online_softmax(
         weights = exp_below(scores, new_top[:, None])
         weight_sum = weight_sum * rescale + tl.sum(weights, axis=1)
         weighted = _add_values(
-            weighted, rescale, weights, values, slot, head, dtype, VALUE, FORM.largest, CAREFUL
-        )
+            weighted, rescale, weights, values, read if FORM.reads_once else (), slot, head, dtype, VALUE,
+            FORM.largest, CAREFUL,
+        )  # fmt: skip
         top = new_top
     return top, weight_sum, weighted
 
 
 @triton.jit
 def _products(q, side, slot, head, FORM: tl.constexpr, LARGEST: tl.constexpr):
-    """Dot products ``[M, N]`` of the rows with the keys in ``slot``."""
+    """Dot products ``[M, N]`` of the rows with the keys in ``slot``, and their chunks as they are stored."""
     CACHE: tl.constexpr = FORM.cache
     CHUNKS: tl.constexpr = FORM.chunks
     PLANES: tl.constexpr = FORM.planes
     WIDTH: tl.constexpr = FORM.width
     at = place_of_vector(side.cache, slot, head, CACHE)
     scores = tl.zeros((q[0].shape[0], slot.shape[0]), tl.float32)
+    read = ()
     for c in tl.static_range(CHUNKS):
         element = c * WIDTH + tl.arange(0, WIDTH)
         is_in = (element < FORM.dim)[:, None]
@@ -98,7 +103,8 @@ def _products(q, side, slot, head, FORM: tl.constexpr, LARGEST: tl.constexpr):
                 number = dequantized(code, factor, q[0].dtype, FORM.largest_scale, LARGEST)
                 part = tl.dot(q[c * PLANES + plane], number, part, input_precision="ieee")
         scores += part
-    return scores
+        read += (stored,)
+    return scores, read
 
 
 @triton.jit
@@ -144,10 +150,13 @@ def _waves(angle, broken):
 
 @triton.jit
 def _add_values(
-    weighted, rescale, weights, side, slot, head, dtype: tl.constexpr,
+    weighted, rescale, weights, side, read, slot, head, dtype: tl.constexpr,
     FORM: tl.constexpr, LARGEST: tl.constexpr, CAREFUL: tl.constexpr,
 ):  # fmt: skip
-    """Rescale the sums so far, and add the values in ``slot`` by their weights ``[M, N]``."""
+    """Rescale the sums so far, and add the values in ``slot`` by their weights ``[M, N]``.
+
+    Values are what was ``read`` as keys, if that is given.
+    """
     CACHE: tl.constexpr = FORM.cache
     CHUNKS: tl.constexpr = FORM.chunks
     PLANES: tl.constexpr = FORM.planes
@@ -157,7 +166,10 @@ def _add_values(
     for c in tl.static_range(CHUNKS):
         element = c * WIDTH + tl.arange(0, WIDTH)
         is_in = (element < FORM.dim)[None, :]
-        stored = _stored(side, at[:, None], element[None, :], is_in, FORM)
+        if len(read) > 0:
+            stored = tl.trans(read[c])
+        else:
+            stored = _stored(side, at[:, None], element[None, :], is_in, FORM)
         if FORM.scaling == "products":
             scale = _group_scale(side, slot, head, c, FORM)
             factor = scale[:, None]

@@ -95,6 +95,7 @@ class Form:
     """What is compiled in about a call."""
 
     key_side: SideForm
+    rope_side: SideForm | None  # of rope keys behind the keys, which are latents then
     value_side: SideForm
     heads: int
     ratio: int
@@ -103,6 +104,7 @@ class Form:
     has_softcap: bool
     pairs: int  # K, 0 without a positional bias
     is_split: bool
+    reads_once: bool  # whether values are the keys of their tile, transposed
     rows: int  # M
     tokens: int  # N
     stages: int  # tiles of tokens that are on their way at once
@@ -114,6 +116,7 @@ class Form:
 def attend_kernel(
     query,
     keys,
+    ropes,
     values,
     table,
     lengths,
@@ -134,6 +137,7 @@ def attend_kernel(
 ):
     """Every n-th item of all heads, of n programs; heads are neighbors in memory and so done together."""
     KEY: tl.constexpr = FORM.key_side
+    ROPE: tl.constexpr = FORM.rope_side
     VALUE: tl.constexpr = FORM.value_side
     ROWS: tl.constexpr = FORM.rows
     total = tl.load(items.count) * FORM.heads
@@ -174,6 +178,10 @@ def attend_kernel(
 
         rows_at = query.data + (first_new + new) * query.token + query_head * query.head
         q = _query_parts(query, rows_at, is_there, KEY)
+        q_rope = ()
+        if ROPE is not None:
+            behind = rows_at + KEY.dim * KEY.planes * query.element
+            q_rope = _query_parts(query, behind, is_there, ROPE)
         page_row = _page_row(table, table_row, b)
         mask_at, slopes = _bias_of_rows(
             bias, mask_head, mask_row, lengths, b, first_new + new, query_head, is_there
@@ -182,8 +190,8 @@ def attend_kernel(
         first_position = _first_position(bias, b)
 
         top, weight_sum, weighted = online_softmax(
-            q, keys, values, head, table, page_row, begin, first_seen, end, low, high, position,
-            bias, mask_at, slopes, waves_at, first_position, scale, softcap, FORM, False,
+            q, q_rope, keys, ropes, values, head, table, page_row, begin, first_seen, end, low, high,
+            position, bias, mask_at, slopes, waves_at, first_position, scale, softcap, FORM, False,
         )  # fmt: skip
         # A value that is not finite makes NaN of a weight of 0, too. That is rare: look again, with care.
         finite = tl.full((), 1, tl.int32)
@@ -191,8 +199,8 @@ def attend_kernel(
             finite &= tl.min(is_finite(weighted[i]).to(tl.int32))
         if finite == 0:
             top, weight_sum, weighted = online_softmax(
-                q, keys, values, head, table, page_row, begin, first_seen, end, low, high, position,
-                bias, mask_at, slopes, waves_at, first_position, scale, softcap, FORM, True,
+                q, q_rope, keys, ropes, values, head, table, page_row, begin, first_seen, end, low, high,
+                position, bias, mask_at, slopes, waves_at, first_position, scale, softcap, FORM, True,
             )  # fmt: skip
 
         query_heads: tl.constexpr = FORM.heads * FORM.ratio

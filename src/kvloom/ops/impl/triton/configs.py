@@ -36,7 +36,7 @@ class Case(NamedTuple):
         is_split: Few new tokens, or many.
         itemsize: Bytes of an element of the query.
         bits: Of a code of the keys, 0 without scales.
-        head_dim: The power of two that both head dims fit in.
+        head_dim: The power of two that both head dims fit in, of latents without their rope keys.
         ratio: Query heads for each key/value head.
     """
 
@@ -71,9 +71,13 @@ def pinned(case: Case) -> Config:
         rows = 16
         while rows < min(case.ratio, MAX_SPLIT_ROWS):
             rows *= 2
+        if case.head_dim > 256:  # latents: sums of 64 rows take half of all registers
+            return Config(rows, 32, 4 if rows == 16 else 8, 3, 2 if rows == 16 else 1)
         if rows > 16 or is_wide or case.bits == 2:
             return Config(rows, 32 if is_wide else 64, 4, 2 if is_wide else 3, 4)
         return Config(16, 32, 1, 5 if case.bits else 3, 8)  # one warp waits for no other
+    if case.head_dim > 256:
+        return Config(64, 32, 8, 3, 1)
     if is_wide or case.bits == 2:
         return Config(64, 32 if is_wide else 64, 8, 2, 2)
     return Config(128, 64, 8, 3, 1) if case.bits else Config(64, 64, 4, 3, 2)
