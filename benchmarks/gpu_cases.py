@@ -9,11 +9,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from kvloom import Batch, CacheIndex, KVSpec, KVView, QuantSpec, ops
+from kvloom import Batch, CacheIndex, CacheLayout, KVSpec, KVView, QuantSpec, ops
 
 HEADS, HEAD_DIM, PAGE = 8, 128, 16
 MODELS = {"Llama-3-8B": 4, "Llama-3-70B": 8}
 """Query heads for each of 8 key/value heads."""
+RANK, ROPE = 512, 64
+LATENTS = {"DeepSeek-V2-Lite": 16, "DeepSeek-V3": 128}
+"""Query heads over latents and rope keys of these sizes."""
 KINDS = {"bf16": None, "int8 g64": QuantSpec(8, 64), "int4 g64": QuantSpec(4, 64)}
 MOST_TOKENS = 1 << 20
 """Of all sequences of a decode step: 4 GiB of bfloat16."""
@@ -25,7 +28,7 @@ Call = Callable[[int], object]
 
 
 class Case(NamedTuple):
-    """A figure: ``what`` is decode, append or prefill."""
+    """A figure: ``what`` is decode, append, prefill or latents, which are decoded."""
 
     what: str
     model: str
@@ -50,7 +53,7 @@ def cases(*, quick: bool) -> list[Case]:
             Case(what, "Llama-3-8B", kind, 2, 512)
             for what in ("decode", "append", "prefill")
             for kind in KINDS
-        ]
+        ] + [Case("latents", model, "bf16", 2, 512) for model in LATENTS]
     decode = [
         Case("decode", model, kind, batch, context)
         for model in MODELS
@@ -66,12 +69,24 @@ def cases(*, quick: bool) -> list[Case]:
         for kind in KINDS
         for batch, context in ((1, 2048), (1, 8192), (4, 4096))
     ]
-    return decode + append + prefill
+    latents = [
+        Case("latents", model, kind, batch, 8192)
+        for model in LATENTS
+        for kind in ("bf16", "int8 g64")
+        for batch in (1, 64)
+    ]
+    return decode + append + prefill + latents
 
 
 def prepare(case: Case, *, peers: bool = True) -> Work:
     """Caches full of random numbers, and the calls."""
-    return _append(case) if case.what == "append" else _attention(case, peers)
+    match case.what:
+        case "append":
+            return _append(case)
+        case "latents":
+            return _latents(case)
+        case _:
+            return _attention(case, peers)
 
 
 def _caches(case: Case, tokens: int) -> tuple[list[KVView], int]:
@@ -81,14 +96,19 @@ def _caches(case: Case, tokens: int) -> tuple[list[KVView], int]:
     stored = spec.nbytes(pool, PAGE)
     views = []
     for _ in range(max(1, COLD // stored)):
-        cache, scale = spec.empty(pool, PAGE, device="cuda")
-        if scale is None:
-            cache.normal_()
-        else:
-            cache.view(torch.int8).random_(-128, 128)
-            scale.uniform_(0.001, 0.02)
-        views.append(KVView.joint(spec.axes, cache, scale))
+        views.append(KVView.joint(spec.axes, *_filled(spec, pool)))
     return views, stored
+
+
+def _filled(spec: KVSpec, pool: int) -> tuple[Tensor, Tensor | None]:
+    """A cache of random numbers, and its scales."""
+    cache, scale = spec.empty(pool, PAGE, device="cuda")
+    if scale is None:
+        cache.normal_()
+    else:
+        cache.view(torch.int8).random_(-128, 128)
+        scale.uniform_(0.001, 0.02)
+    return cache, scale
 
 
 def _append(case: Case) -> Work:
@@ -110,15 +130,37 @@ def _attention(case: Case, peers: bool) -> Work:
     new = 1 if case.what == "decode" else context
     views, stored = _caches(case, rows * context)
     query = torch.randn(rows * new, HEADS * ratio, HEAD_DIM, dtype=torch.bfloat16, device="cuda")
-    pages = torch.randperm(views[0].num_slots // PAGE, device="cuda")[: rows * context // PAGE].view(rows, -1)
-    starts = torch.arange(rows + 1, device="cuda")
-    batch = Batch(CacheIndex.pages(pages * PAGE, PAGE), starts * new, starts * context)
+    pages, batch = _batch(rows, new, context)
     contenders: dict[str, Call] = {"kvloom": lambda i: ops.attend(query, views[i], batch)}
     if peers and case.kind == "bf16":
         contenders |= _dense_peers(case, query, new, views, len(views))
         contenders |= _paged_peers(case, query, new, views, pages)
     pairs = rows * (context if new == 1 else context * (context + 1) // 2)
     return Work(contenders, stored + 2 * query.nbytes, 4 * pairs * HEADS * ratio * HEAD_DIM, len(views))
+
+
+def _batch(rows: int, new: int, context: int) -> tuple[Tensor, Batch]:
+    """Pages at random, and the batch."""
+    pages = torch.randperm(rows * context // PAGE, device="cuda").view(rows, -1)
+    starts = torch.arange(rows + 1, device="cuda")
+    return pages, Batch(CacheIndex.pages(pages * PAGE, PAGE), starts * new, starts * context)
+
+
+def _latents(case: Case) -> Work:
+    """A decode step over latents and rope keys of one head."""
+    rows, context, heads = case.batch, case.context, LATENTS[case.model]
+    axes, tokens = CacheLayout("B S H D"), case.batch * case.context
+    latent, rope = (KVSpec(1, 1, dim, torch.bfloat16, axes, KINDS[case.kind]) for dim in (RANK, ROPE))
+    stored = sum(spec.nbytes(tokens, PAGE) for spec in (latent, rope))
+    views = []
+    for _ in range(max(1, COLD // stored)):
+        (key, key_scale), (value, value_scale) = _filled(latent, tokens), _filled(rope, tokens)
+        views.append(KVView.split(axes, key, value, key_scale, value_scale))
+    query = torch.randn(rows, heads, RANK + ROPE, dtype=torch.bfloat16, device="cuda")
+    _, batch = _batch(rows, 1, context)
+    read = stored + query.nbytes + query.nbytes * RANK // (RANK + ROPE)
+    contenders = {"kvloom": lambda i: ops.attend(query, views[i], batch, is_latent=True)}
+    return Work(contenders, read, 2 * tokens * heads * (2 * RANK + ROPE), len(views))
 
 
 def _dense_peers(case: Case, query: Tensor, new: int, views: list[KVView], turns: int) -> dict[str, Call]:

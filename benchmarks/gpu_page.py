@@ -22,7 +22,7 @@ def page(result: dict[str, Any]) -> str:
     ]
     if not any(key.startswith("flashinfer") for row in result["rows"] for key in row):
         lines += ["FlashInfer was not installed."]
-    for what in ("decode", "append", "prefill"):
+    for what in ("decode", "append", "prefill", "latents"):
         rows = [row for row in result["rows"] if row["what"] == what]
         if rows:
             lines += ["", f"## {what}", "", _line(HEAD), _line(["---"] * len(HEAD))]
