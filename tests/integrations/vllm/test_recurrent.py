@@ -54,19 +54,6 @@ def falcon_h1() -> Any:
     )  # fmt: skip
 
 
-def fuse_experts(model: Path) -> None:
-    """Give a file its experts as transformers has them, too: else a store refuses it, which vLLM ignores."""
-    from safetensors.torch import load_file, save_file
-
-    file, experts = model / "model.safetensors", "model.layers.3.mlp.experts."
-    saved = load_file(file)
-    parts = {x: [saved[f"{experts}{i}.{x}_proj.weight"] for i in range(2)] for x in ("gate", "up", "down")}
-    both = [torch.cat(pair) for pair in zip(parts["gate"], parts["up"], strict=True)]
-    saved[f"{experts}gate_up_proj"] = torch.stack(both)
-    saved[f"{experts}down_proj"] = torch.stack(parts["down"])
-    save_file(saved, file, metadata={"format": "pt"})
-
-
 def texts() -> list[str]:
     """Four that begin with the same 2,400 characters, and one that does not."""
     text, other = prompts()[1], prompts()[3]
@@ -120,8 +107,6 @@ def test_the_next_engine_finds_pages_and_the_states_behind_them(
     config: Any, own: dict[str, Any], size: int, tmp_path: Path
 ) -> None:
     folder = random_model(tmp_path / "model", config())
-    if config is qwen:
-        fuse_experts(folder)
     arguments = {"model": folder, **on(tmp_path / "store"), **own}
     cold = {**arguments, "kv_transfer_config": None, "enable_prefix_caching": False}
     with closing(Engine(**cold)) as engine:

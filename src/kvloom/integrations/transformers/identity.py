@@ -233,19 +233,32 @@ def weights_digest(weights: Mapping[str, Any]) -> str:
     Raises:
         UnsupportedError: one is no tensor in memory.
     """
+    return digest_of_sums({name: weight_sum(name, weight) for name, weight in weights.items()})
+
+
+def digest_of_sums(sums: Mapping[str, bytes]) -> str:
+    """``weights_digest`` of weights whose sums are known, by name."""
     digest = hashlib.sha256(b"kvloom weights\0")
-    for name in sorted(weights):
-        weight = weights[name]
-        try:
-            data = weight.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-        # What stands for a weight on the meta device, or in another library's format, refuses one of these.
-        except (AttributeError, NotImplementedError, RuntimeError, TypeError) as error:
-            raise UnsupportedError(
-                f"model must have its weights in memory as tensors for a store, got {name} as "
-                f"{type(weight).__name__}"
-            ) from error
-        digest.update(f"{name} {weight.dtype} {list(weight.shape)} ".encode() + checksum(memoryview(data)))
+    for name in sorted(sums):
+        digest.update(f"{name} ".encode() + sums[name])
     return digest.hexdigest()
+
+
+def weight_sum(name: str, weight: Any) -> bytes:
+    """Dtype, shape and a checksum of a weight's bytes.
+
+    Raises:
+        UnsupportedError: it is no tensor in memory.
+    """
+    try:
+        data = weight.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    # What stands for a weight on the meta device, or in another library's format, refuses one of these.
+    except (AttributeError, NotImplementedError, RuntimeError, TypeError) as error:
+        raise UnsupportedError(
+            f"model must have its weights in memory as tensors for a store, got {name} as "
+            f"{type(weight).__name__}"
+        ) from error
+    return f"{weight.dtype} {list(weight.shape)} ".encode() + checksum(memoryview(data))
 
 
 def _config_digest(model: Any) -> str:

@@ -1,21 +1,19 @@
 """The fingerprint of a vLLM engine's model, equal to that of the same model in transformers."""
 
 import json
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 from huggingface_hub import snapshot_download
-from safetensors import safe_open
-from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from vllm.transformers_utils.config import get_config, iter_rope_parameters
 
 from kvloom.errors import UnsupportedError
-from kvloom.integrations.transformers.identity import fingerprint_with, weights_digest
+from kvloom.integrations.transformers.identity import fingerprint_with
+from kvloom.integrations.vllm.folder_weights import folder_digest
 from kvloom.store.fingerprint import Fingerprint, LayerFormat, rotation_in
 
 _FORMATS: Final = ("auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "runai_streamer")
@@ -47,18 +45,8 @@ def identify(engine: Any, attention: str, layers: tuple[LayerFormat, ...]) -> Fi
     _change(config, _load_config(model, False).to_dict(), effective.to_dict())
     with torch.device("meta"):
         shapes = AutoModelForCausalLM.from_config(config, dtype=model.dtype, trust_remote_code=False)
-    shapes.tie_weights()
-    with ExitStack() as stack:
-        saved: dict[str, Any] = {}
-        for file in _files(folder):
-            opened = stack.enter_context(safe_open(file, framework="pt"))
-            if twice := saved.keys() & set(opened.keys()):
-                raise UnsupportedError(
-                    f"weights must be in one file each for a store, got two of {min(twice)}"
-                )
-            saved |= dict.fromkeys(opened.keys(), opened)
-        digest = weights_digest(_Weights(shapes, saved))
-        found = fingerprint_with(shapes, digest, attention, layers, rotation_in(layers))
+    digest = folder_digest(type(shapes), config, model.dtype, _files(folder))
+    found = fingerprint_with(shapes, digest, attention, layers, rotation_in(layers))
     return replace(found, rope=found.rope + _frequencies(effective.get_text_config(), model.max_model_len))
 
 
@@ -121,50 +109,3 @@ def _files(folder: Path) -> list[Path]:
         return sorted(folder.glob("*.safetensors"))
     named = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
     return [folder / name for name in sorted(set(named))]
-
-
-class _Weights(Mapping[str, Tensor]):
-    """``state_dict()`` of a model as it would be with its weights in memory, one tensor at a time.
-
-    Args:
-        model: Without weights.
-        saved: The open file of each tensor.
-
-    Raises:
-        UnsupportedError: a weight is in no file.
-    """
-
-    def __init__(self, model: Any, saved: Mapping[str, Any]) -> None:
-        self._saved = saved
-        self._shapes = model.state_dict()
-        names: dict[int, list[str]] = {}  # of each tensor: tied ones have several, of which one is saved
-        for name, weight in self._all(model):
-            names.setdefault(id(weight), []).append(name)
-        same = {name: alike for alike in names.values() for name in alike}
-        self._sources = {}
-        for name in self._shapes:
-            source = next((x for x in same.get(name, [name]) if x in saved), None)
-            if source is None:
-                raise UnsupportedError(
-                    f"model must have all weights of its configuration in safetensors for a store, got none "
-                    f"for {name}"
-                )
-            self._sources[name] = source
-
-    def __getitem__(self, name: str) -> Tensor:
-        source, shape = self._sources[name], self._shapes[name]
-        weight: Tensor = self._saved[source].get_tensor(source)
-        if weight.shape != shape.shape:
-            raise UnsupportedError(f"{name} must have shape {list(shape.shape)}, got {list(weight.shape)}")
-        return weight.to(shape.dtype)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._shapes)
-
-    def __len__(self) -> int:
-        return len(self._shapes)
-
-    @staticmethod
-    def _all(model: Any) -> Iterator[tuple[str, Tensor]]:
-        yield from model.named_parameters(remove_duplicate=False)
-        yield from model.named_buffers(remove_duplicate=False)
