@@ -308,7 +308,7 @@ test-pythons: wheel
 	    if ! python$$version -c '' 2>/dev/null; then echo "no python$$version on this machine"; continue; fi; \
 	    echo "Python $$version"; env=.venv-python-$$version$(if $(BARE),-bare); \
 	    test -x $$env/bin/python || python$$version -m venv $$env; \
-	    $(if $(BARE),,$$env/bin/python $(PIP) install $(TORCH) 'transformers>=4.57' rich;) \
+	    $(if $(BARE),,$$env/bin/python $(PIP) install $(TORCH) 'transformers>=4.57' rich xxhash;) \
 	    $$env/bin/python $(PIP) install pytest hypothesis; \
 	    $$env/bin/python $(PIP) install --force-reinstall --no-deps dist/*.whl; \
 	    $$env/bin/kvloom --version; \
