@@ -129,6 +129,9 @@ class Placement:
         """Of tokens in their texts, ``[B, end - start]``; ``None`` if no layer needs them."""
         if not (storage.needs_positions or self.pages.needs_positions):
             return None
+        if (end - start) * len(self._tables) <= _FEW:
+            found = [[position - begin for position in range(start, end)] for begin in self.begins]
+            return torch.tensor(found, dtype=torch.int64, device=storage.device).view(len(found), end - start)
         first = torch.tensor([start - begin for begin in self.begins], device=storage.device)
         return first.unsqueeze(1) + torch.arange(end - start, device=storage.device)
 
