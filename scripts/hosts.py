@@ -150,7 +150,6 @@ def main() -> int:
     if unknown := {*names} - {*HOSTS}:
         parser.error(f"hosts must be of {', '.join(HOSTS)}, got {', '.join(sorted(unknown))}")
     when = datetime.now(tz=timezone.utc).date().isoformat()
-    rows = read(PAGE.read_text(encoding="utf-8")) if PAGE.exists() else {}
     absent, status = [], 0
     for name in names:
         for row in run(name, when):
@@ -158,6 +157,7 @@ def main() -> int:
                 absent.append(f"{row.what} {row.version}: {row.result}")
                 continue
             status |= has_failed(row.result)
+            rows = read(PAGE.read_text(encoding="utf-8")) if PAGE.exists() else {}  # another may have written
             rows[row.what, row.version] = row
             PAGE.write_text(write(rows.values()), encoding="utf-8")
     for text in absent:
