@@ -20,6 +20,14 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 TEXTS = prompts()[1::4]
 
 
+@pytest.fixture(autouse=True)
+def no_groups() -> None:
+    """The first engine of a process makes groups of ranks, of experts only if its model has some."""
+    from vllm.distributed.parallel_state import destroy_model_parallel
+
+    destroy_model_parallel()
+
+
 def mixtral() -> Any:
     from transformers import MixtralConfig
 
