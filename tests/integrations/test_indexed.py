@@ -228,8 +228,8 @@ def test_a_static_cache_gives_the_stock_tokens(name: str) -> None:
     assert torch.equal(ours.sequences, stock.sequences)
 
 
-# glm5_next reads the shape of the layer's keys, which gathers them into tensors that Dynamo does not trace.
-@pytest.mark.parametrize("name", [x for x in INDEXED if x != "glm5_next"])
+# Some seconds each. glm5_next gathers its keys to read their shape, which Dynamo does not trace.
+@pytest.mark.parametrize("name", [x for x in INDEXED if x in ("deepseek_v32", "hy_v4", "mistral_large4")])
 def test_every_step_over_a_static_cache_is_one_graph(name: str) -> None:
     model, ids, counter = family(name), text(16), CompileCounter()
     model.set_attn_implementation("kvloom")
