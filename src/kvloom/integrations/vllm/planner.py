@@ -81,8 +81,9 @@ class Planner:
         writes: bool = True,
         states: StateGroups | None = None,
     ) -> None:
-        self._store, self._fingerprint, self._size = store, fingerprint, page_size
+        self._store, self._size = store, page_size
         self._reads, self._writes, self._states = reads, writes, states
+        self.know(fingerprint)
         self._finder = ThreadPoolExecutor(1, "kvloom-find")
         self._found: dict[tuple[str, int], Future[int]] = {}
         self._requests: dict[str, Any] = {}
@@ -153,6 +154,7 @@ class Planner:
     def know(self, fingerprint: Fingerprint) -> None:
         """Look for pages of a fingerprint from now on, before there is a request."""
         self._fingerprint = fingerprint
+        self._of_states = None if self._states is None else self._states.fingerprint(fingerprint)
 
     def failed(self, names: set[str]) -> None:
         """Note that reading failed for some requests, which are looked up once more."""
@@ -160,8 +162,8 @@ class Planner:
         self._is_stale = self._is_stale or bool(names)
         if names:
             self._finder.submit(self._store.refresh, self._fingerprint)
-            if self._states is not None:
-                self._finder.submit(self._store.refresh, self._states.fingerprint(self._fingerprint))
+            if self._of_states is not None:
+                self._finder.submit(self._store.refresh, self._of_states)
 
     def set_aside(self) -> None:
         """Read and write no more: the model is another than the fingerprint's."""
@@ -201,9 +203,8 @@ class Planner:
 
     def _find(self, salt: str, tokens: list[int], start: int) -> int:
         end = self._store.find(self._fingerprint, salt, tokens, start)
-        if self._states is None:
+        if (whose := self._of_states) is None:
             return end
-        whose = self._states.fingerprint(self._fingerprint)
         for behind in range(end // self._size * self._size, start, -self._size):
             if self._store.find(whose, salt, tokens[:behind], behind - 1) == behind:
                 return behind
