@@ -11,6 +11,7 @@ import torch
 from integrations.vllm.engines import INT8, Engine, needs_vllm, prompts, random_model, tokens_of
 from integrations.vllm.test_connector import BLOCK, counts, on, whole_pages
 from integrations.vllm.test_fingerprints import fingerprint, in_transformers
+from integrations.vllm.test_folder_weights import with_weights
 from integrations.vllm.test_models import SMALL
 
 needs_vllm()
@@ -41,19 +42,6 @@ def qwen3_moe() -> Any:
     return Qwen3MoeConfig(**SMALL, **experts, tie_word_embeddings=False)
 
 
-def changed(source: Path, folder: Path, name: str) -> Path:
-    """A model one element of one of whose weights is another."""
-    from safetensors.torch import load_file, save_file
-
-    folder.mkdir()
-    for file in source.iterdir():
-        (folder / file.name).write_bytes(file.read_bytes())
-    weights = load_file(folder / "model.safetensors")
-    weights[name][3, 5] += 1
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
-
-
 @pytest.mark.parametrize(
     ("config", "expert"),
     [
@@ -68,7 +56,11 @@ def test_engines_and_pools_share_what_one_computed(config: Any, expert: str, tmp
     from kvloom.integrations.transformers import KVPool
 
     folder = random_model(tmp_path / "model", config())
-    other = changed(folder, tmp_path / "other", expert)
+
+    def change(weights: dict[str, torch.Tensor]) -> None:
+        weights[expert][3, 5] += 1
+
+    other = with_weights(folder, tmp_path / "other", change)
     assert fingerprint(folder) == in_transformers(folder) != fingerprint(other) == in_transformers(other)
     unsmoothed = {"additional_config": {"kvloom": {"smooth": "none"}}}
     arguments = {"model": folder, **on(tmp_path / "store"), **unsmoothed}

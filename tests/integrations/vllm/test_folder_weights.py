@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -86,8 +87,7 @@ def saved(folder: Path, config: Any) -> Path:
 
 def with_weights(source: Path, folder: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> Path:
     """A model whose file has other weights."""
-    folder.mkdir()
-    (folder / "config.json").write_bytes((source / "config.json").read_bytes())
+    shutil.copytree(source, folder)
     weights = load_file(source / "model.safetensors")
     change(weights)
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})

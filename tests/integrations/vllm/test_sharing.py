@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 from integrations.vllm.engines import INT8, needs_vllm, tokens_of
 from integrations.vllm.servers import server, with_store
+from store.servers import NO_MOTO, s3_server
 
 needs_vllm()
 pytest.importorskip("openai")
@@ -23,17 +23,13 @@ def int8() -> list[list[int]]:
     return tokens_of(kv_cache_dtype=INT8)
 
 
-@pytest.fixture(params=["folder", "s3"])
+# moto is not imported: beside its Flask, whose proxies it looks into, vLLM starts no engine in this process.
+@pytest.fixture(params=["folder", pytest.param("s3", marks=NO_MOTO)])
 def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
     if request.param == "folder":
         yield f"file://{tmp_path}/store"
         return
     pytest.importorskip("obstore")
-    # Not imported: beside Flask, whose proxies it looks into, vLLM starts no engine in this process.
-    if find_spec("moto") is None:
-        pytest.skip("needs moto[server]")
-    from store.servers import s3_server
-
     with s3_server() as bucket:
         yield bucket
 
