@@ -134,6 +134,16 @@ def test_a_forward_that_breaks_off_is_reported() -> None:
     assert torch.equal(greedy(model, cache)[0], expected)
 
 
+def test_layers_share_pages_again_after_a_reset() -> None:
+    model = make_model()
+    for cache in (filled(model), filled(model).fork()):
+        assert len(cache.sequences) == 3
+        cache.reset()
+        model(text(9), past_key_values=cache)
+        assert len(cache.sequences) == 1
+        assert lengths(cache) == [9, 9, 9]
+
+
 @pytest.mark.parametrize(("attention", "count"), [("sdpa", 2), ("eager", 1)])
 def test_a_mask_that_fits_one_layer_only_is_refused(attention: str, count: int) -> None:
     model = make_model(attention)

@@ -1,19 +1,25 @@
-"""A cache as a list of layers.
+"""A cache as a list of layers: the one place where their rows, lengths and forks change together.
 
 Shapes: B sequences of one length, H key/value heads, Q new tokens of each sequence, N stored ones, Dk and Dv
 head dims.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from kvloom.caches.changes import Change
+from kvloom.caches.groups import Groups
 from kvloom.caches.kinds import DynamicLayer, StaticLayer
 from kvloom.caches.layer import Layer, expect_config
+from kvloom.caches.paged import PagedLayer
 from kvloom.caches.quantized import QuantizedLayer
+from kvloom.caches.rows import reordered, repeated, selected
+from kvloom.caches.sequences import Sequences
 from kvloom.core.checks import INDEX_DTYPES, can_read, expect, expect_range
 from kvloom.errors import ArgumentError, ShapeError, StateError
 
@@ -21,15 +27,23 @@ from kvloom.errors import ArgumentError, ShapeError, StateError
 class Cache:
     """Keys and values of all layers of a model.
 
+    Layers in pages may share sequences, by which rows and lengths are changed once for all of them.
+
     Args:
         layers: One for each attention layer, of any kinds.
         make_layer: Makes the layer behind ``layers`` when ``update`` first names it; ``None`` to refuse that.
+
+    Attributes:
+        is_inconsistent: Whether a change of rows or lengths broke off between two layers. Only ``reset``
+            helps.
     """
 
     def __init__(self, layers: Iterable[Layer] = (), make_layer: Callable[[], Layer] | None = None) -> None:
         self.layers = list(layers)
+        self.is_inconsistent = False
         self._make_layer = make_layer
-        self._is_torn = False  # layers have different rows
+        self._groups = Groups()
+        self._find_groups()
 
     @classmethod
     def dynamic(cls, num_layers: int | None = None) -> "Cache":
@@ -99,7 +113,7 @@ class Cache:
                 tokens; nothing was written.
             ShapeError, StateError: as ``Layer.update``; nothing was written.
         """
-        self._expect_whole()
+        self.expect_consistent()
         expect_range("layer_idx", layer_idx, 0, len(self.layers) + (self._make_layer is not None))
         layer = self._layer(layer_idx)
         position = (cache_kwargs or {}).get("cache_position")
@@ -108,6 +122,7 @@ class Cache:
         result = layer.update(key_states, value_states)
         if layer_idx == len(self.layers):
             self.layers.append(layer)
+            self._find_groups()
         return result
 
     def get_seq_length(self, layer_idx: int = 0) -> int | Tensor:
@@ -120,7 +135,7 @@ class Cache:
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int | Tensor]:
         """Columns that ``update`` of ``query_length`` tokens will return, and the position of the first."""
-        self._expect_whole()
+        self.expect_consistent()
         return self._layer(layer_idx).get_mask_sizes(query_length)
 
     def cache_position(self, query_length: int, device: torch.device | str | None = None) -> Tensor:
@@ -167,48 +182,177 @@ class Cache:
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         return (self[i] for i in range(len(self.layers)))
 
+    @property
+    def sequences(self) -> list[Sequences]:
+        """Those of the layers in pages: of each window and each number of tokens that layers have lost."""
+        if self._groups.num_changes != self._num_changes:
+            self._find_groups()
+        return self._sequences
+
+    @property
+    def lengths(self) -> set[int]:
+        """Tokens that layers in pages have seen, those of a forward included that broke off."""
+        return {x.num_positions + self._removed[x] for x in self.sequences}
+
+    @property
+    def num_removed(self) -> list[int]:
+        """Tokens that layers of each of ``sequences`` have seen and no longer hold."""
+        return [self._removed[x] for x in self.sequences]
+
+    @property
+    def num_rows(self) -> int:
+        """B; 0 before the first update."""
+        return self.layers[0].size if self.layers else 0
+
+    @property
+    def num_pages_held(self) -> int:
+        """Pages that hold tokens of this cache or its forks; a shared page counts once."""
+        return sum(sequences.num_pages_held for sequences in self.sequences)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated in all layers."""
+        return sum(layer.nbytes for layer in self.layers)
+
+    @contextmanager
+    def reserving(self, layer: PagedLayer, rows: int, end: int) -> Iterator[None]:
+        """Room for the first ``end`` tokens of ``layer`` in the pages of all layers, or in none.
+
+        Raises:
+            OutOfPages: as ``Sequences.reserve``; nothing was changed.
+        """
+        with ExitStack() as stack:
+            for sequences in self.sequences:
+                own_end = end + layer.num_removed - self._removed[sequences]
+                stack.enter_context(sequences.reserving(rows, own_end))
+            yield
+
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Make sequence i what sequence ``beam_idx[i]`` was, in every layer."""
-        self._change_rows(lambda layer: layer.reorder(beam_idx))
+        self._choose(reordered, beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each sequence ``repeats`` times in a row, in every layer."""
-        self._change_rows(lambda layer: layer.repeat_interleave(repeats))
+        self._choose(repeated, repeats)
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep the sequences at ``indices``, or where a bool mask is true, in every layer."""
-        self._change_rows(lambda layer: layer.select(indices))
+        self._choose(selected, indices)
 
     def crop(self, num_tokens: int) -> None:
         """Keep the first ``num_tokens`` tokens, or, if negative, remove the last ``-num_tokens``.
 
         Raises:
+            ArgumentError: ``num_tokens`` is no int.
             StateError: a sliding layer no longer holds what later tokens would see; nothing was changed.
         """
-        self._expect_whole()
+        if isinstance(num_tokens, bool) or not isinstance(num_tokens, int):
+            raise ArgumentError(f"num_tokens must be an int, got {num_tokens!r}")
+
+        def keep(length: int) -> int:
+            return max(length + num_tokens, 0) if num_tokens < 0 else min(num_tokens, length)
+
+        longest = max((layer.num_tokens for layer in self.layers), default=0)
+        self.make(self.change_of_length(keep, longest))
+
+    def change_of_rows(self, rows: Sequence[int]) -> Change:
+        """The change that makes sequence i what sequence ``rows[i]`` was.
+
+        Raises:
+            StateError: layers cannot be changed now.
+        """
+        self.expect_consistent()
         for layer in self.layers:
-            layer.expect_croppable(num_tokens)
+            layer.expect_settled()
+        own = [layer for layer in self.layers if layer.sequences is None]
+        return Change(
+            [partial(layer.select, torch.tensor(rows)) for layer in own],
+            [partial(sequences.select, rows) for sequences in self.sequences],
+        )
+
+    def change_of_length(
+        self, keep: Callable[[int], int], longest: int, counts: Sequence[int] | None = None
+    ) -> Change:
+        """The change that removes the last tokens.
+
+        Args:
+            keep: From a number of tokens to those of them that remain.
+            longest: Tokens of the longest layer, those included that a forward had begun when it broke off.
+            counts: Tokens that each row loses, if rows lose different numbers; layers are in pages then.
+
+        Raises:
+            StateError: layers cannot be changed now, or later tokens would see what a window has evicted.
+        """
+        self.expect_consistent()
+        # Of what each group would have, had no forward broken off.
+        kept = {x: keep(longest - self._removed[x]) for x in self.sequences}
+        most = max(kept.values(), default=0)
+        layers, removals, shortenings = list[Any](), list[Any](), list[Any]()
         for layer in self.layers:
-            layer.crop(num_tokens)
+            layer.expect_settled()
+            held = layer.num_tokens
+            if isinstance(layer, PagedLayer):
+                end = min(kept[layer.sequences], held)
+                shortenings.append(partial(self._shorten, layer, most - kept[layer.sequences]))
+            else:
+                end = min(keep(longest), held)
+                layers.append(partial(layer.truncate, end))
+            layer.expect_truncatable(end)
+        for x in self.sequences:
+            removed = [max(x.num_positions - kept[x], 0)] * x.size if counts is None else counts
+            x.expect_removable(removed)
+            removals.append(partial(x.remove, removed))
+        return Change(layers, [*removals, *shortenings, self._find_groups])
+
+    def make(self, change: Change, others: Sequence[Callable[[], Any]] = ()) -> None:
+        """Make a change of all layers.
+
+        Args:
+            change: The change, planned since the last other one.
+            others: Changes of what belongs to the tokens and is kept elsewhere. One that raises may be half
+                made.
+        """
+        for i, step in enumerate((*change.layers, *others)):
+            self.is_inconsistent = i > 0 or i >= len(change.layers)  # if this one raises
+            step()
+        for step in change.tables:
+            step()
+        self.is_inconsistent = False
+
+    def forks(self) -> dict[Sequences | None, Sequences | None]:
+        """A fork of each of ``sequences``, for forks of the layers that share them."""
+        return {sequences: sequences.fork() for sequences in self.sequences}
 
     def fork(self) -> "Cache":
         """Another cache of the same tokens; neither sees what the other stores.
 
         Layers that grow share their pages until one is written; fixed layers are copied.
         """
-        self._expect_whole()
-        return Cache((layer.fork() for layer in self.layers), self._make_layer)
+        self.expect_consistent()
+        forks = self.forks()
+        return Cache((layer.fork(forks.get(layer.sequences)) for layer in self.layers), self._make_layer)
 
     def reset(self) -> None:
         """Forget all tokens."""
         for layer in self.layers:
             layer.reset()
-        self._is_torn = False
+        self.regroup()
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes allocated in all layers."""
-        return sum(layer.nbytes for layer in self.layers)
+    def regroup(self) -> None:
+        """Let layers share sequences as at the beginning, after each of them was reset."""
+        whole, numbers = [layer for layer in self._paged if layer.window is None], set[int]()
+        for layer in whole:
+            first = whole[0].sequences
+            if layer.sequences.format == first.format and layer.index not in numbers:
+                layer.sequences = first
+                numbers.add(layer.index)
+        self._find_groups()
+        self.is_inconsistent = False
+
+    def expect_consistent(self) -> None:
+        """Raise StateError if a change of rows or lengths broke off between two layers."""
+        if self.is_inconsistent:
+            raise StateError("layers must have the same rows: a change of them broke off, reset the cache")
 
     @classmethod
     def _of(cls, make_layer: Callable[[], Layer], num_layers: int | None) -> "Cache":
@@ -216,17 +360,24 @@ class Cache:
             return cls(make_layer=make_layer)
         return cls(make_layer() for _ in range(expect_config("num_layers", num_layers, 1)))
 
-    def _change_rows(self, change: Callable[[Layer], None]) -> None:
-        """Change one layer after the other; if one raises when others have changed, the cache is torn."""
-        self._expect_whole()
-        for layer in self.layers:
-            change(layer)
-            self._is_torn |= layer.nbytes > 0
-        self._is_torn = False
+    def _find_groups(self) -> None:
+        self._paged = [layer for layer in self.layers if isinstance(layer, PagedLayer)]
+        for layer in self._paged:
+            layer.groups = self._groups
+        self._removed = {layer.sequences: layer.num_removed for layer in self._paged}
+        # Those of full attention come first: they take the most pages, so they are the first to have too few.
+        self._sequences = sorted(self._removed, key=lambda sequences: sequences.window is not None)
+        self._num_changes = self._groups.num_changes
 
-    def _expect_whole(self) -> None:
-        if self._is_torn:
-            raise StateError("layers must have the same rows: a change of them broke off, reset the cache")
+    def _choose(self, rows_of: Callable[[Any, int], list[int]], given: Any) -> None:
+        self.expect_consistent()
+        if self.num_rows:
+            self.make(self.change_of_rows(rows_of(given, self.num_rows)))
+
+    def _shorten(self, layer: PagedLayer, num_removed: int) -> None:
+        """Let a layer know how many tokens its sequences have now."""
+        layer.truncate(min(layer.num_tokens, layer.sequences.num_positions))
+        layer.num_removed = num_removed
 
     def _layer(self, layer_idx: int) -> Layer:
         """A layer, or one like it would be before its first update."""

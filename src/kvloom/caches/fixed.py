@@ -17,7 +17,7 @@ from kvloom.caches.memory import counted, outside_inference_mode, too_long_for
 from kvloom.caches.read_only import ReadOnly
 from kvloom.caches.ring import Ring
 from kvloom.caches.saving import SavedStorage
-from kvloom.caches.sequences import ROLLBACK
+from kvloom.caches.sequences import ROLLBACK, Sequences
 from kvloom.caches.storage import Storage
 from kvloom.caches.tokens import BLOCK, Tokens
 from kvloom.core.checks import expect_range
@@ -327,7 +327,7 @@ class FixedLayer(Layer):
         if self._recent is not None:
             self._recent.select(rows)
 
-    def _hold_alone(self) -> None:
+    def _hold_alone(self, sequences: Sequences | None) -> None:
         if self._storage is None:
             self._free()
         else:

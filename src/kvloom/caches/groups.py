@@ -25,7 +25,7 @@ class Groups:
 
     def __reduce__(self) -> Any:
         """To be saved: layers that are loaded keep their sequences, and join no others."""
-        return Groups, ()
+        return Groups, (), {"num_changes": self.num_changes}
 
     def find(self, old: Sequences, layer: int, num_tokens: int, num_removed: int) -> Sequences:
         """The sequences that a layer joins with ``num_tokens`` tokens of each row of ``old``.

@@ -12,9 +12,11 @@ import torch
 from torch import Tensor
 
 from kvloom.caches.assigning import SIDES, Assignment
+from kvloom.caches.rows import reordered, repeated, selected
+from kvloom.caches.sequences import Sequences
 from kvloom.caches.storage import Storage
 from kvloom.caches.tokens import Tokens
-from kvloom.core.checks import FLOAT_DTYPES, INDEX_DTYPES, expect, expect_range
+from kvloom.core.checks import FLOAT_DTYPES, expect
 from kvloom.core.views import detached
 from kvloom.errors import ArgumentError, ConfigError, StateError
 
@@ -29,7 +31,10 @@ class Layer(ABC):
     Attributes:
         dtype: Of the tokens; ``None`` before the first update.
         assignment: Keys or values that were assigned while the other side still has another length.
+        sequences: Page tables that other layers may share; ``None`` for a layer with memory of its own.
     """
+
+    sequences: Sequences | None = None
 
     def __init__(self) -> None:
         self.dtype: torch.dtype | None = None
@@ -221,8 +226,7 @@ class Layer(ABC):
             ArgumentError: ``rows`` does not fit; nothing was changed.
         """
         if self._has_rows():
-            expect("rows", rows, "B", dtype=INDEX_DTYPES, B=self.size)
-            self._select_checked(rows.tolist())
+            self._select(reordered(rows, self.size))
 
     def select(self, rows: Tensor) -> None:
         """Keep the sequences at ``rows``, in that order; does nothing before the first update.
@@ -234,11 +238,7 @@ class Layer(ABC):
             ArgumentError: ``rows`` does not fit; nothing was changed.
         """
         if self._has_rows():
-            if isinstance(rows, Tensor) and rows.dtype == torch.bool:
-                expect("rows", rows, "B", B=self.size)
-                rows = rows.nonzero().flatten()
-            expect("rows", rows, "R", dtype=INDEX_DTYPES)
-            self._select_checked(rows.tolist())
+            self._select(selected(rows, self.size))
 
     def repeat_interleave(self, n: int) -> None:
         """Repeat each sequence ``n`` times in a row; does nothing before the first update.
@@ -246,9 +246,9 @@ class Layer(ABC):
         Raises:
             ArgumentError: ``n`` is not at least 1.
         """
-        expect_range("n", n, 1)
+        rows = repeated(n, self.size)
         if self._has_rows() and n > 1:
-            self._select([row for row in range(self.size) for _ in range(n)])
+            self._select(rows)
 
     def assigned(self, side: int) -> Tensor | None:
         """Keys (0) or values (1) that were assigned while the other side still has another length."""
@@ -264,12 +264,16 @@ class Layer(ABC):
         self.assignment.clear()
         self._reset()
 
-    def fork(self: _Layer) -> _Layer:  # noqa: PYI019 (Self is not in Python 3.10)
-        """Another layer of the same tokens; neither sees what the other stores."""
+    def fork(self: _Layer, sequences: Sequences | None = None) -> _Layer:  # noqa: PYI019 (not in Python 3.10)
+        """Another layer of the same tokens; neither sees what the other stores.
+
+        Args:
+            sequences: A fork of this layer's, if it has such; made if ``None``.
+        """
         self.expect_settled()
         other = object.__new__(type(self))
         vars(other).update(vars(self), assignment=Assignment())
-        other._hold_alone()
+        other._hold_alone(sequences)
         return other
 
     @abstractmethod
@@ -299,8 +303,8 @@ class Layer(ABC):
     def _reset(self) -> None: ...
 
     @abstractmethod
-    def _hold_alone(self) -> None:
-        """Part from the layer whose attributes this one has."""
+    def _hold_alone(self, sequences: Sequences | None) -> None:
+        """Part from the layer whose attributes this one has, over ``sequences`` if it shares such."""
 
     def _expect_held(self, kept: int, given: int) -> None:
         """Raise StateError if the next token sees evicted ones once a caller's ``given`` leaves ``kept``."""
@@ -378,13 +382,6 @@ class Layer(ABC):
     def _has_rows(self) -> bool:
         self.expect_settled()
         return self.size > 0
-
-    def _select_checked(self, rows: list[int]) -> None:
-        if not rows:
-            raise ArgumentError("rows must be at least one, got none")
-        if not 0 <= min(rows) <= max(rows) < self.size:
-            raise ArgumentError(f"rows must be in [0, {self.size}), got {rows}")
-        self._select(rows)
 
 
 def expect_config(name: str, value: int, low: int) -> int:

@@ -47,6 +47,7 @@ class PagedLayer(Layer):
         is_indexed: Whether there are index keys of its tokens, so that no other number can be assigned.
     """
 
+    sequences: Sequences
     num_tokens: int = 0
     num_removed: int = 0
     is_indexed: bool = False
@@ -335,8 +336,8 @@ class PagedLayer(Layer):
         self.sequences.is_recording = False
         self.sequences.clear()
 
-    def _hold_alone(self) -> None:
-        self.sequences = self.sequences.fork()
+    def _hold_alone(self, sequences: Sequences | None) -> None:
+        self.sequences = self.sequences.fork() if sequences is None else sequences
         self.groups = Groups()
 
     def _holding(self, sequences: Sequences) -> Sequences:

@@ -17,6 +17,7 @@ from kvloom.caches.layer import Layer, expect_config
 from kvloom.caches.memory import outside_inference_mode
 from kvloom.caches.paged import PagedLayer
 from kvloom.caches.read_only import ReadOnly
+from kvloom.caches.sequences import Sequences
 from kvloom.caches.storage import Storage, Tensors
 from kvloom.caches.tokens import Tokens
 from kvloom.core.specs import QuantSpec
@@ -182,7 +183,7 @@ class QuantizedLayer(Layer):
         self.dtype = self._recent = None
         self._codes.reset()
 
-    def _hold_alone(self) -> None:
+    def _hold_alone(self, sequences: Sequences | None) -> None:
         self._codes = self._codes.fork()
 
     def _expect_codes_only(self) -> None:

@@ -4,24 +4,23 @@ import copy
 import logging
 import operator
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, SupportsIndex
 
 import torch
 from torch import Tensor
 
-from kvloom.caches import FixedLayer, PagedLayer, Sequences
-from kvloom.caches.groups import Groups
+from kvloom.caches import Cache, FixedLayer, PagedLayer, Sequences
 from kvloom.caches.memory import too_long_for
-from kvloom.errors import ArgumentError, OutOfPages, StateError, UnsupportedError
+from kvloom.caches.rows import repeated, selected
+from kvloom.errors import ArgumentError, OutOfPages, UnsupportedError
 from kvloom.integrations.transformers.build import DummyLayer, StatefulLayer, cache_format, make_layers
 from kvloom.integrations.transformers.changes import (
     changes_of_length,
     changes_of_rows,
     expect_pages,
-    plan_of_crop,
 )
 from kvloom.integrations.transformers.layers import KVCacheLayer, States, num_kept
 from kvloom.integrations.transformers.legacy import expect_pairs, legacy_pairs, plain_layers
@@ -49,28 +48,13 @@ class KVCache(StatefulCache):
 
     def __init__(self, layers: list[Any]) -> None:
         super().__init__(layers)
-        self.is_frozen = False
-        self._is_torn = False  # layers have different rows
         self._own_layers = [layer for layer in self.layers if isinstance(layer, KVCacheLayer)]
-        streams = [stream for layer in self._own_layers for stream in layer.streams]
-        self._paged = [stream for stream in streams if isinstance(stream, PagedLayer)]
-        self._groups = Groups()
-        for pages in self._paged:
-            pages.groups = self._groups
-        self._find_groups()
+        self._cache = Cache(stream for layer in self._own_layers for stream in layer.streams)
 
     @property
     def sequences(self) -> list[Sequences]:
-        """Those of each group of layers that share pages: of one window and one number of tokens."""
-        if self._groups.num_changes != self._num_changes:
-            self._find_groups()
-        return self._sequences
-
-    def _find_groups(self) -> None:
-        self._removed = {pages.sequences: pages.num_removed for pages in self._paged}
-        # Those of full attention come first: they take the most pages, so they are the first to have too few.
-        self._sequences = sorted(self._removed, key=lambda sequences: sequences.window is not None)
-        self._num_changes = self._groups.num_changes
+        """Page tables of each group of layers: of one window and one number of tokens."""
+        return self._cache.sequences
 
     @classmethod
     def for_model(
@@ -183,33 +167,33 @@ class KVCache(StatefulCache):
     @property
     def nbytes(self) -> int:
         """Bytes allocated for keys and values, scales included."""
-        return sum(x.nbytes for layer in self._own_layers for x in layer.streams)
+        return self._cache.nbytes
 
     @property
     def nbytes_per_token(self) -> float:
         """Bytes of one token in the layers that hold it, ``nbytes_recent`` apart; 0 before the first."""
-        return sum(x.nbytes_per_token for layer in self._own_layers for x in layer.streams)
+        return sum(layer.nbytes_per_token for layer in self._cache.layers)
 
     @property
     def nbytes_recent(self) -> int:
-        """Of ``nbytes``, those of the newest tokens that are kept unquantized, beside codes."""
-        return sum(layer.pages.nbytes_recent for layer in self._own_layers)
+        """Bytes of residual windows among ``nbytes``: of tokens that are kept unquantized, beside codes."""
+        return sum(layer.nbytes_recent for layer in self._cache.layers)
 
     @property
     def num_pages_held(self) -> int:
         """Pages that hold tokens of this cache or its forks; a shared page counts once."""
-        return sum(sequences.num_pages_held for sequences in self.sequences)
+        return self._cache.num_pages_held
 
     @property
     def num_rows(self) -> int:
         """B; 0 before the first update."""
-        return self._own_layers[0].pages.size
+        return self._cache.num_rows
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[States, States]:
         """Store ``[B, H, Q, D]`` in a layer and return what attention reads there, ``[B, H, N, D]``."""
-        if self._is_torn or self.is_frozen:
+        if self._cache.is_inconsistent or self.is_frozen:
             self._expect_usable()
         if not 0 <= layer_idx < len(self.layers):
             raise ArgumentError(
@@ -226,11 +210,10 @@ class KVCache(StatefulCache):
             except OutOfPages as error:
                 layers = [x.pages for x in self._own_layers if isinstance(x.pages, FixedLayer)]
                 raise too_long_for(layers, key_states, value_states) from error
-        groups = self._sequences if self._groups.num_changes == self._num_changes else self.sequences
         end = pages.num_tokens + key_states.shape[2]
-        if len(groups) == 1 or pages.sequences.num_positions >= end:
+        if pages.sequences.num_positions >= end or len(self._cache.sequences) == 1:
             return layer.update(key_states, value_states)
-        with self._reserving(pages, key_states.shape[0], end):
+        with self._cache.reserving(pages, key_states.shape[0], end):
             return layer.update(key_states, value_states)
 
     def update_indexer(self, indexer_key_states: Tensor, layer_idx: int) -> Tensor:
@@ -240,17 +223,9 @@ class KVCache(StatefulCache):
         index = getattr(self.layers[layer_idx], "index_keys", None)
         if not isinstance(index, PagedLayer):
             return update(indexer_key_states)
-        with self._reserving(index, len(indexer_key_states), index.num_tokens + indexer_key_states.shape[1]):
+        end = index.num_tokens + indexer_key_states.shape[1]
+        with self._cache.reserving(index, len(indexer_key_states), end):
             return update(indexer_key_states)
-
-    @contextmanager
-    def _reserving(self, pages: PagedLayer, rows: int, end: int) -> Iterator[None]:
-        """Room for the first ``end`` tokens of a layer in the pages of every group, or in none."""
-        with ExitStack() as stack:
-            for sequences in self.sequences:
-                own_end = end + pages.num_removed - self._removed[sequences]
-                stack.enter_context(sequences.reserving(rows, own_end))
-            yield
 
     def get_mask_sizes(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
         """Tokens that a layer will return, and the position of the first; called before every forward.
@@ -271,25 +246,21 @@ class KVCache(StatefulCache):
         Raises:
             StateError: they have different lengths, as after an exception within a forward, or other rows.
         """
-        self._expect_whole_rows()
+        self._cache.expect_consistent()
         for layer in self._own_layers:
             if layer.pages.assignment.waiting is not None:
                 layer.pages.expect_settled()
         if torch.compiler.is_compiling():  # lengths are tensors
             return
-        expect_one_length(self.layers, {x.num_positions + self._removed[x] for x in self.sequences})
+        expect_one_length(self.layers, self._cache.lengths)
 
     def fork(self) -> "KVCache":
         """A cache of the same tokens on the same pages, not frozen; neither sees what the other stores."""
-        self._expect_whole_rows()
-        forks: dict[Sequences | None, Sequences | None] = {
-            sequences: sequences.fork() for sequences in self.sequences
-        }
+        self._cache.expect_consistent()
+        forks = self._cache.forks()
         fork = type(self)(
             [
-                x.fork(forks.get(getattr(x.pages, "sequences", None)))
-                if isinstance(x, KVCacheLayer)
-                else copy.deepcopy(x)
+                x.fork(forks.get(x.pages.sequences)) if isinstance(x, KVCacheLayer) else copy.deepcopy(x)
                 for x in self.layers
             ]
         )
@@ -301,16 +272,15 @@ class KVCache(StatefulCache):
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Make row i what row ``beam_idx[i]`` was."""
-        self._select(beam_idx.tolist())
+        self._choose(selected, beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each row ``repeats`` times in a row."""
-        self._select([row for row in range(self.num_rows) for _ in range(repeats)])
+        self._choose(repeated, repeats)
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep the rows at ``indices``, or where a bool mask is true."""
-        rows = indices.nonzero().flatten() if indices.dtype == torch.bool else indices
-        self._select(rows.tolist())
+        self._choose(selected, indices)
 
     def crop(self, tokens_to_remove: int | Tensor | Sequence[int]) -> None:
         """Remove the last tokens, of all rows alike or of each row its own number.
@@ -330,28 +300,25 @@ class KVCache(StatefulCache):
                 these cases.
         """
         self._expect_usable()
-        longest = max(self._longest, *(x.num_positions + self._removed[x] for x in self.sequences), 0)
+        longest = max(self._longest, *self._cache.lengths, 0)
         if isinstance(tokens_to_remove, SupportsIndex) and not getattr(tokens_to_remove, "shape", ()):
             tokens_to_remove = operator.index(tokens_to_remove)
             ends = [num_kept(tokens_to_remove, longest)]
-            plan = plan_of_crop(self.sequences, self._removed, tokens_to_remove, longest)
+            change = self._cache.change_of_length(partial(num_kept, tokens_to_remove), longest)
         else:
             self.expect_whole()
-            counts = counts_of_rows(tokens_to_remove, self.num_rows, self._removed.values())
+            counts = counts_of_rows(tokens_to_remove, self.num_rows, self._cache.num_removed)
             expect_pages(self.layers)
             ends = [longest - n for n in counts]
-            plan = plan_of_crop(self.sequences, self._removed, counts, longest)
-        changes = changes_of_length(
+            change = self._cache.change_of_length(
+                lambda length: max(length - min(counts, default=0), 0), longest, counts
+            )
+        positions, others = changes_of_length(
             self.layers, tokens_to_remove, max(lengths_of(self._own_layers), default=0)
         )
+        change.layers.extend(positions)
         past = self._past(ends)
-        self._run(*changes)
-        for sequences, (removed, _) in plan.items():
-            sequences.remove(removed)
-        for pages in self._paged:
-            pages.num_tokens = min(pages.num_tokens, pages.sequences.num_positions)
-            pages.num_removed = plan[pages.sequences][1]
-        self._find_groups()
+        self._cache.make(change, others)
         self._return_to(past)
 
     def reset(self) -> None:
@@ -360,39 +327,22 @@ class KVCache(StatefulCache):
         super().reset()
         if self._rollback is not None:
             self._rollback.restart(0)
-        whole = [pages for pages in self._paged if pages.window is None]
-        for pages in whole:  # of one length again
-            pages.sequences = whole[0].sequences
-        self._find_groups()
-        self._is_torn = False
+        self._cache.regroup()
+
+    def _choose(self, rows_of: Callable[[Any, int], list[int]], given: Any) -> None:
+        self._expect_usable()
+        if self.num_rows:
+            self._select(rows_of(given, self.num_rows))
 
     def _select(self, rows: Sequence[int]) -> None:
-        """Move the tables of all pages, and the tensors of other layers."""
-        self._expect_usable()
-        if self.num_rows == 0:
-            return
-        for row in rows:
-            if not 0 <= row < self.num_rows:
-                raise ArgumentError(f"rows must be in [0, {self.num_rows}), got {row}")
-        self._run(*changes_of_rows(self.layers, rows))
-        for sequences in self.sequences:  # tables alone, which cannot fail
-            sequences.select(rows)
+        """Make row i what row ``rows[i]`` was: tables of pages, and tensors of other layers."""
+        change = self._cache.change_of_rows(rows)
+        positions, others = changes_of_rows(self.layers, rows)
+        change.layers.extend(positions)
+        self._cache.make(change, others)
         if self._rollback is not None:
             self._rollback.select(rows)
 
-    def _run(self, own: Sequence[Callable[[], Any]], others: Sequence[Callable[[], Any]]) -> None:
-        """Change layers one after the other, each of ours as a whole or not at all."""
-        for i, change in enumerate((*own, *others)):
-            self._is_torn = i > 0 or i >= len(own)  # if this one raises
-            change()
-        self._is_torn = False
-
     def _expect_usable(self) -> None:
         self._expect_thawed()
-        self._expect_whole_rows()
-
-    def _expect_whole_rows(self) -> None:
-        if self._is_torn:
-            raise StateError(
-                "layers must have the same rows, but a change of them broke off: reset the cache"
-            )
+        self._cache.expect_consistent()

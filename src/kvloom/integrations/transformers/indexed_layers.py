@@ -114,11 +114,7 @@ class IndexedKVCacheLayer(KVCacheLayer):
     def fork(self: _Layer, sequences: Sequences | None) -> _Layer:  # noqa: PYI019 (not in Python 3.10)
         """As of ``KVCacheLayer``."""
         other = super().fork(sequences)
-        if isinstance(self.index_keys, FixedLayer):
-            other.index_keys = self.index_keys.fork()
-        else:
-            for name in ("dtype", "num_tokens", "num_removed"):
-                setattr(other.index_keys, name, getattr(self.index_keys, name))
+        other.index_keys = self.index_keys.fork(sequences)
         other.keep(has_keys=self.has_keys, has_index=self.has_index)
         other._positions = self._positions
         return other

@@ -149,13 +149,7 @@ class KVCacheLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def fork(self: _Layer, sequences: Sequences | None) -> _Layer:  # noqa: PYI019 (not in Python 3.10)
         """This layer over ``sequences``, a fork of its own."""
-        self.pages.expect_settled()
-        if isinstance(self.pages, FixedLayer):
-            pages: PagedLayer | FixedLayer = self.pages.fork()
-        else:
-            pages = PagedLayer(self.pages.sequences.format, sequences, self.pages.index)
-            pages.num_tokens, pages.num_removed = self.pages.num_tokens, self.pages.num_removed
-        other = type(self)(pages, self._config)
+        other = type(self)(self.pages.fork(sequences), self._config)
         other.is_used, other.num_assigned = self.is_used, [*self.num_assigned]
         if self._dtype is not None:
             other._dtype = other.dtype = self._dtype

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from kvloom.caches.paged import PagedLayer
 from kvloom.caches.pages import Pages
 from kvloom.caches.sequences import with_residuals
 from kvloom.errors import ArgumentError, StateError
@@ -209,8 +210,9 @@ class PoolCache(KVCache):
             return
         for sequences, own in zip(with_residuals(self.sequences), zip(*tables, strict=True), strict=True):
             sequences.adopt(own, begins, end)
-        for pages in self._paged:
-            pages.num_tokens = end
+        for pages in self._cache.layers:
+            if isinstance(pages, PagedLayer):
+                pages.num_tokens = end
         for layer in self._own_layers:
             layer.lazy_initialization(states)
 
@@ -251,7 +253,7 @@ class PoolCache(KVCache):
 
     def _select(self, rows: Sequence[int]) -> None:
         super()._select(rows)
-        if self.origin is not None and self.num_rows:
+        if self.origin is not None:
             self.origin = self.origin.of_rows(rows)
         if self.grid is not None:
             copies = {end: copy.fork() for end, copy in self.grid.copies.items()}
