@@ -1,16 +1,16 @@
-"""When latents (MLA) are expanded, and when queries are multiplied by the weight instead."""
+"""Choice for latents (MLA): expand them, or absorb the weight into the queries."""
 
 from typing import NamedTuple
 
 
 class LatentSizes(NamedTuple):
-    """Elements of a layer's vectors.
+    """Numbers of elements of a layer's vectors.
 
     Attributes:
-        rank: Of a latent.
-        nope: Of a query without positions, of one head.
-        rope: Of a query with positions, and of a rope key.
-        v: Of a value of one head.
+        rank: Elements of a latent.
+        nope: Elements of one head's query without positions.
+        rope: Elements of one head's query with positions, and of a rope key.
+        v: Elements of one head's value.
     """
 
     rank: int
@@ -24,15 +24,15 @@ def is_faster_expanded(
 ) -> bool:
     """Whether it takes fewer multiplications to expand the latents.
 
-    A token then costs its expansion, once for all queries, and each pair of a query and a token less. Where
-    no token is older than the queries, the queries' own products cost what the expansion does. Of expanded
-    tokens all are multiplied, also where fewer are read as latents.
+    Expansion costs once for each token, and then each pair of a query and a token costs less. Without earlier
+    tokens, absorption into the queries costs as much as expansion. Expanded tokens are all multiplied, even
+    if each query reads fewer as latents.
 
     Args:
         num_new: Queries of a sequence.
-        num_tokens: Its latents, those of the queries' own tokens among them.
-        sizes: Of the layer.
-        num_read: Latents that each query reads, as they are chosen for it; ``None`` for all.
+        num_tokens: Latents of the sequence, those of the queries' tokens included.
+        sizes: Sizes of the layer's vectors.
+        num_read: Number of latents that are chosen for each query; ``None`` for all.
     """
     rank, nope, rope, v = sizes
     if num_read is not None and num_read < num_tokens:

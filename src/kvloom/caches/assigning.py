@@ -1,4 +1,4 @@
-"""Assignment to ``keys`` and ``values`` of a layer, one after the other as code that has two tensors does.
+"""Assignment to ``keys`` and then ``values`` of a layer, or in the other order.
 
 Shapes: B sequences, H key/value heads, N tokens, D head dim.
 """
@@ -13,34 +13,34 @@ SIDES: Final = ("keys", "values")
 
 
 class Assignment:
-    """Keys or values that were assigned and wait for the other side to be as long.
+    """Keys or values that were assigned with a new length, pending until the other side has it, too.
 
     Attributes:
-        waiting: Which side waits, 0 for keys and 1 for values, and its tensor; ``None`` if none does.
+        waiting: The pending side, 0 for keys and 1 for values, and its tensor; ``None`` if none is pending.
     """
 
     def __init__(self) -> None:
         self.waiting: tuple[int, Tensor] | None = None
 
     def get(self, side: int) -> Tensor | None:
-        """What waits on a side, 0 for keys and 1 for values."""
+        """Pending tensor of a side, 0 for keys and 1 for values; ``None`` if there is none."""
         return self.waiting[1] if self.waiting is not None and self.waiting[0] == side else None
 
     def add(self, side: int, x: Tensor, num_held: int | None, fixed: str | None) -> dict[int, Tensor] | None:
-        """What is to be replaced now that ``x`` ``[B, H, N, D]`` is assigned.
+        """Assign ``x`` ``[B, H, N, D]`` and return the sides that can be replaced now.
 
         Args:
             side: 0 for keys, 1 for values.
             x: New keys or values.
-            num_held: Tokens that there are; ``None`` before there are any.
-            fixed: Why there can be no other number; ``None`` if there can.
+            num_held: Number of tokens now; ``None`` before the first update.
+            fixed: Reason why the number of tokens cannot change; ``None`` if it can.
 
         Returns:
-            One side or both; ``None`` if ``x`` waits.
+            One side or both; ``None`` if ``x`` is pending.
 
         Raises:
-            ShapeError: there must be another number of tokens; nothing was changed.
-            StateError: there are none yet, and the number is fixed; nothing was changed.
+            ShapeError: the number of tokens is wrong; nothing was changed.
+            StateError: it is before the first update, and the number is fixed; nothing was changed.
         """
         name, other, num_tokens = SIDES[side], self.get(1 - side), x.shape[2]
         if other is not None:
@@ -60,11 +60,11 @@ class Assignment:
         return None
 
     def clear(self) -> None:
-        """Forget what waits."""
+        """Drop the pending side."""
         self.waiting = None
 
     def expect_none(self, num_held: int) -> None:
-        """Raise StateError if something waits, where there are ``num_held`` tokens."""
+        """Raise StateError if a side is pending, where the layer has ``num_held`` tokens."""
         if self.waiting is not None:
             side, x = self.waiting
             raise StateError(

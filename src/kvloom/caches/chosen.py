@@ -1,4 +1,4 @@
-"""Attention of each query to tokens that were chosen for it, reading the cache in place.
+"""Sparse attention: each query reads tokens that were chosen for it, in place.
 
 Shapes: B sequences, N columns, Q new tokens of each, K chosen columns, Hq query heads, Dk and Dv head dims.
 """
@@ -17,15 +17,15 @@ from kvloom.core.indexing import CacheIndex, prefix_sums
 def attend_chosen(
     tokens: Tokens, query: Tensor, chosen: Tensor, scores: ops.Scores, first: Tensor | None = None
 ) -> Tensor:
-    """Attention of the last Q columns, each to its chosen ones of those that it sees.
+    """Attention of the last Q columns, each to its chosen columns that are visible to it.
 
-    Each query is a sequence of its own, of which a table has the slots; so it costs what it reads.
+    Each query becomes a sequence with a table of its chosen slots, so the cost is that of what it reads.
 
     Args:
-        tokens: Without a window, and without keys whose smoothing depends on positions.
+        tokens: Tokens without a window, whose keys have no smoothing that depends on positions.
         query: ``[B, Hq, Q, Dk]``.
-        chosen: ``[B, Q, K]`` int32 or int64, distinct columns of each query. Those that are hidden from it,
-            as they come behind it or hold nothing, and negative ones count as not chosen.
+        chosen: ``[B, Q, K]`` int32 or int64, distinct columns of each query. Negative ones, those after the
+            query and empty ones are ignored.
         scores: As ``ops.attend``, without window, mask and ALiBi.
         first: ``[B]``, the first visible column of each sequence; all if ``None``.
 
@@ -62,7 +62,7 @@ def attend_chosen(
 
 
 def _batch(index: TokenIndex, columns: Tensor, seen: Tensor) -> ops.Batch:
-    """Each query ``[B, Q]`` as a sequence of the ``columns`` ``[B, Q, K]`` that it has ``seen``, in order."""
+    """Batch of a sequence for each query ``[B, Q]``: its ``seen`` ``columns`` ``[B, Q, K]``, sorted."""
     rows, num_new, count = columns.shape
     slots = index.own_slots()
     inside = columns.clamp(0, index.num_columns - 1)

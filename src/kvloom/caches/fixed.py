@@ -1,4 +1,4 @@
-"""A layer of fixed storage in any format, for which a decode step compiles once: its length is a tensor.
+"""Layer of fixed storage in any format. Its length is a tensor, so a decode step compiles only once.
 
 Shapes: B sequences, Q new tokens of each, H heads, Dk and Dv head dims.
 """
@@ -26,30 +26,30 @@ from kvloom.errors import ConfigError, OutOfMemory, StateError, UnsupportedError
 
 _Result = TypeVar("_Result")
 _LARGEST: Final = 1 << 62
-"""Bytes that no machine has."""
+"""A number of bytes larger than any memory."""
 
 
 class FixedLayer(Layer):
     """Keys and values of B sequences in one page of each, which never moves.
 
-    With ``format.max_tokens`` each sequence has at most as many tokens, and ``update`` returns all positions;
-    those behind the stored tokens, and those that the window has evicted, hold finite values that the mask
-    must hide, and attention in place does not see them. Without, which needs a window, sequences are as long
-    as they like, and ``update`` returns ``window - 1 + Q`` positions, 0 behind the tokens.
+    With ``format.max_tokens`` each sequence has at most as many tokens, and ``update`` returns all positions.
+    Those after the stored tokens, and evicted ones, hold finite values that the mask must hide; attention in
+    place does not read them. Without ``format.max_tokens`` a window is required, sequences have any length,
+    and ``update`` returns ``window - 1 + Q`` positions, 0 after the tokens.
 
-    The length is a tensor, so that a decode step compiles once: ``allocate`` before the first compiled step.
-    Outside ``torch.compile`` each update reads it, which waits for an accelerator.
+    The length is a tensor, so that a decode step compiles once: call ``allocate`` before the first compiled
+    step. Outside ``torch.compile`` each update reads it, which waits for an accelerator.
 
     Args:
         format: How tokens are kept.
-        window: Tokens that a token sees, itself included. As many are kept, and ``rollback`` more: token t
-            lies in slot t modulo that number, so that it takes the place of one that nobody sees any more.
-            Without ``format.max_tokens`` there are slots for a multiple of 16.
-        rollback: Of a window, how many of the last tokens can be removed.
+        window: Tokens that a token sees, itself included. ``window + rollback`` tokens are kept; token t is
+            in slot t modulo that number, where it replaces one that no token sees any more. Without
+            ``format.max_tokens`` the number of slots is a multiple of 16.
+        rollback: Number of last tokens that can be removed, if there is a window.
     """
 
     length_name = "max_tokens"
-    """The argument that says how much memory is taken."""
+    """Name of the argument that decides the size of the memory, for errors."""
 
     def __init__(self, format: CacheFormat, window: int | None = None, rollback: int = ROLLBACK) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class FixedLayer(Layer):
         self._free()
 
     def __getstate__(self) -> dict[str, Any]:
-        """To be saved: the tokens, and no free slots."""
+        """Pickle the tokens, without free slots."""
         state = vars(self) | {"_storage": None, "_ring": None, "length": 0, "_reach": 0}
         if self.storage is not None:
             num_slots = max(min(int(self._reach), self.num_slots), 1)
@@ -112,17 +112,17 @@ class FixedLayer(Layer):
 
     @property
     def num_tokens(self) -> int:
-        """Tokens seen of each sequence; reads the tensor."""
+        """Number of tokens seen of each sequence; reads the tensor."""
         return int(self.length)
 
     @property
     def num_columns(self) -> int:
-        """n of ``keys``: all positions, or those of a window that are kept."""
+        """n of ``keys``: number of all positions, or of those that a window keeps."""
         return self._most_held if self.max_tokens is None else self.max_tokens
 
     @property
     def _most_held(self) -> int:
-        """Tokens that are held of a long sequence; a window has one slot more for the next one."""
+        """Number of tokens held of a long sequence; a window has one more slot, for the next token."""
         return self._num_kept if self._num_kept == self.max_tokens else max(self._num_kept - 1, 1)
 
     def get_seq_length(self) -> Tensor:
@@ -130,7 +130,7 @@ class FixedLayer(Layer):
         return self.length.clone()
 
     def get_max_length(self) -> int:
-        """Tokens of each sequence that fit, or the window of sequences of any length."""
+        """Maximum number of tokens of each sequence; the window if there is none."""
         return self.max_tokens or self.window or -1
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int | Tensor]:
@@ -159,10 +159,10 @@ class FixedLayer(Layer):
         dtype: torch.dtype,
         device: torch.device | str | None = None,
     ) -> None:
-        """Take the memory now, zeroed, for ``update``; the first one does so otherwise.
+        """Allocate the memory now, zeroed, instead of in the first ``update``.
 
         Raises:
-            StateError: it was taken before.
+            StateError: it was allocated before.
             ArgumentError: a size is not at least 1.
             OutOfPages: there is too little memory.
         """
@@ -175,7 +175,7 @@ class FixedLayer(Layer):
         self.allocate_for(like[0], like[1], is_gathered=True)
 
     def allocate_for(self, key: Tensor, value: Tensor, *, is_gathered: bool = False) -> None:
-        """Take the memory, zeroed, for keys and values such as these, ``[B, H, any, D]``.
+        """Allocate the memory, zeroed, for keys and values such as these, ``[B, H, any, D]``.
 
         Call it before the first compiled ``append`` or, with ``is_gathered``, ``update``.
 
@@ -194,7 +194,7 @@ class FixedLayer(Layer):
         self.dtype = key.dtype
 
     def stored(self) -> Tokens:
-        """What ``keys`` and ``values`` have, where it is.
+        """Tokens of ``keys`` and ``values``, not gathered.
 
         Raises:
             StateError: before ``allocate`` or the first update.
@@ -204,11 +204,11 @@ class FixedLayer(Layer):
         return self._with_recent(tokens, first)
 
     def gather(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """``stored`` as tensors; of a window 0 behind the tokens."""
+        """``stored`` as tensors; with a window, 0 after the tokens."""
         return self._gathered(self.stored(), dtype)
 
     def replace(self, new: Mapping[int, Tensor]) -> None:
-        """Hold these keys (0), values (1) or both, in the place of ``keys`` and ``values``.
+        """Replace all keys (0), values (1) or both.
 
         Raises:
             UnsupportedError: ``keys`` has positions that a window has evicted.
@@ -231,9 +231,9 @@ class FixedLayer(Layer):
     def _extend(
         self, key: Tensor, value: Tensor, read: Callable[[Tokens], _Result], *, is_gathered: bool
     ) -> _Result:
-        """What ``read`` makes of what attention reads; if it raises, nothing remains of the new tokens.
+        """Store new tokens and return ``read`` of what their attention reads; if it raises, undo that.
 
-        Nor of the memory, if these are the first: the next ones may be of other shapes.
+        If these are the first tokens, the memory is freed, too: the next ones may have other shapes.
         """
         num_new, is_first = key.shape[2], self._storage is None
         if not torch.compiler.is_compiling() and self.max_tokens is not None:
@@ -258,9 +258,9 @@ class FixedLayer(Layer):
         end, position = self.length + num_new, self.length + torch.arange(num_new, device=key.device)
         reach = torch.maximum(self._reach, end)
         first, count = (self.length - before).clamp(min=0), before + num_new
-        # What is written counts from the moment on when the length says so: a new token takes the slot of one
-        # that is held no longer. Many would take those of tokens that the first of them see; in between, as
-        # in a compiled step, those that could only be seen again after a crop.
+        # Tokens count as stored once the length includes them. A new token overwrites one that is no longer
+        # held. Many would overwrite tokens that the first of them see. A compiled step may also overwrite
+        # tokens that would be visible again only after a crop.
         needed = before if torch.compiler.is_compiling() else self._most_held
         if self.num_slots == self.max_tokens or num_new <= self.num_slots - needed:
             tokens = self._tokens(storage, self._ring, first, end, count)
@@ -278,7 +278,7 @@ class FixedLayer(Layer):
         return result
 
     def _tokens(self, storage: Storage, ring: Ring, first: Tensor, end: Tensor, count: int) -> Tokens:
-        """All positions up to ``max_tokens``, or ``count`` from ``first`` on; tokens are before ``end``."""
+        """Tokens before ``end``: all positions up to ``max_tokens``, or ``count`` from ``first`` on."""
         is_whole = self.num_slots == self.max_tokens
         rows = storage.rows_of(slice(None), 0) if is_whole else None
         return storage.tokens(ring.place(first, end, count), self.window, rows)
@@ -315,11 +315,11 @@ class FixedLayer(Layer):
             x[:, :, num_tokens:] = 0
 
     def _reset(self) -> None:
-        """Storage and shapes stay, but the next tokens may be of another number of sequences."""
+        """Remove all tokens. Memory and shapes stay, but the number of sequences may change."""
         self._truncate(0)
 
     def _select(self, rows: Sequence[int]) -> None:
-        """As many sequences as before keep their memory."""
+        """As ``select``; the memory is kept if the number of sequences is the same."""
         if len(rows) != self.size:
             self._hold_rows(rows)
             return
@@ -334,7 +334,7 @@ class FixedLayer(Layer):
             self._hold_rows(range(self.size))
 
     def _hold_rows(self, rows: Sequence[int]) -> None:
-        """Hold these sequences in new memory."""
+        """Copy these sequences to new memory."""
         copied = self._allocated().like(self.num_slots)
         copied.reserve(len(rows), 1)
         self._copy_rows(rows, copied)
@@ -344,7 +344,7 @@ class FixedLayer(Layer):
     def _known_sizes(self) -> dict[str, int]:
         known = super()._known_sizes()
         if not torch.compiler.is_compiling() and not self.num_tokens:
-            known.pop("B", None)  # memory is taken anew
+            known.pop("B", None)  # memory is allocated again
         return known
 
     def _allocated(self) -> Storage:
@@ -353,13 +353,13 @@ class FixedLayer(Layer):
         return self._storage
 
     def _step(self, key: Tensor, value: Tensor, storage: Storage, position: Tensor) -> tuple[Storage, Ring]:
-        """New tokens and those that they see, in a storage of this step."""
+        """Copy new tokens and those that they see to a storage of this step."""
         before = (self.window or 1) - 1
         num_slots = before + key.shape[2]
         num_slots = min(num_slots, self.max_tokens) if self.max_tokens else -(-num_slots // BLOCK) * BLOCK
         step, ring = storage.like(num_slots), Ring(self.size, num_slots, self.max_tokens, key.device)
         step.reserve(self.size, 1)
-        # Where there are fewer tokens than a window, slots are copied that stand for none.
+        # With fewer tokens than a window, some copied slots are empty.
         old = self.length + torch.arange(-before, 0, device=key.device)
         ops.copy(storage.view, self._ring.slots(old).flatten(), step.view, ring.slots(old).flatten())
         step.store(key, value, ring.slots(position), position.expand(self.size, -1))

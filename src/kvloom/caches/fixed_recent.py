@@ -1,10 +1,10 @@
-"""The residual window of fixed storage: the newest tokens unquantized, beside the codes of all.
+"""Residual window of fixed storage: the last tokens unquantized, beside the codes of all.
 
-Position p of a sequence lies in slot ``p % C`` of a ring of C slots. Positions are tensors, and shapes follow
-from the number of new tokens alone, so that a step compiles once and waits for nothing.
+Position p of a sequence is in slot ``p % C`` of a ring of C slots. Positions are tensors, and shapes depend
+only on the number of new tokens, so that a step compiles once and does not synchronize.
 
-Shapes: B sequences of one length, Q new tokens of each, H heads, D head dim, C slots of a ring, R newest
-tokens that a query reads unquantized.
+Shapes: B sequences of one length, Q new tokens of each, H heads, D head dim, C slots of a ring, R tokens of
+the residual window.
 """
 
 from collections.abc import Sequence
@@ -23,11 +23,11 @@ from kvloom.core.views import KVView
 
 _LAYOUT: Final = CacheLayout("B H S D")
 ROLLBACK: Final = 16
-"""Tokens kept beyond the newest, so that as many can be removed and those before are still exact."""
+"""Tokens kept beyond the residual window: after removing up to this many it is still complete."""
 
 
 def ring_slots(num_tokens: int, rollback: int = ROLLBACK) -> int:
-    """C, where each query reads its ``num_tokens`` newest tokens unquantized."""
+    """C for a residual window of ``num_tokens``."""
     return -(-num_tokens // BLOCK) * BLOCK + -(-rollback // BLOCK) * BLOCK
 
 
@@ -38,7 +38,7 @@ def ring_nbytes(num_tokens: int, key: Tensor, value: Tensor) -> int:
 
 
 class RecentRing:
-    """Keys and values ``[B, H, C, D]`` of one layer."""
+    """Ring of keys and values ``[B, H, C, D]`` of one layer."""
 
     def __init__(self, tensors: tuple[Tensor, Tensor]) -> None:
         self.tensors = tensors
@@ -47,7 +47,7 @@ class RecentRing:
 
     @classmethod
     def of(cls, key: Tensor, value: Tensor, num_slots: int) -> "RecentRing":
-        """An empty one for keys and values such as these, ``[B, H, any, D]``."""
+        """Make an empty ring for keys and values such as these, ``[B, H, any, D]``."""
         with outside_inference_mode():
             a, b = (x.new_zeros((*x.shape[:2], num_slots, x.shape[3])) for x in (key, value))
         return cls((a, b))
@@ -71,7 +71,7 @@ class RecentRing:
         return sum(x.nbytes for x in self.tensors)
 
     def selected(self, rows: Sequence[int]) -> "RecentRing":
-        """Another one, in which sequence i is what sequence ``rows[i]`` was."""
+        """A new ring whose sequence i is sequence ``rows[i]`` of this one."""
         with outside_inference_mode():
             where = torch.tensor(list(rows), device=self.tensors[0].device)
             key, value = (x.index_select(0, where) for x in self.tensors)
@@ -79,15 +79,15 @@ class RecentRing:
 
 
 class FixedRecent:
-    """The newest tokens of B sequences of one layer.
+    """Residual window of B sequences of one layer.
 
     Args:
         num_newest: R.
-        num_tokens: Tokens that are kept of them, as many as later queries can see.
+        num_tokens: Tokens to keep of the R: as many as later queries can see.
         max_tokens: Tokens that a sequence can have; ``None`` for any number.
-        ring: Where they are kept, of C slots.
-        known: The position from which on tokens are in the ring.
-        end: Position behind the last token that was written there.
+        ring: Ring of C slots that keeps them.
+        known: The first valid position: tokens before it are not in the ring.
+        end: Position after the last token that was written there.
     """
 
     def __init__(
@@ -114,16 +114,16 @@ class FixedRecent:
     def of(
         cls, num_newest: int, num_tokens: int, max_tokens: int | None, key: Tensor, value: Tensor
     ) -> "FixedRecent":
-        """An empty one for keys and values such as these, ``[B, H, any, D]``."""
+        """Make an empty window for keys and values such as these, ``[B, H, any, D]``."""
         return cls(num_newest, num_tokens, max_tokens, RecentRing.of(key, value, ring_slots(num_tokens)))
 
     def keep(self, key: Tensor, value: Tensor, start: Tensor, column: Tensor | int) -> Exact:
-        """Keep new tokens ``[B, H, Q, D]``; what their attention reads unquantized.
+        """Store new tokens; return those that their attention reads unquantized.
 
         Args:
             key: ``[B, H, Q, Dk]``.
             value: ``[B, H, Q, Dv]``.
-            start: Position of the first of them, 0-d.
+            start: Position of the first new token, 0-d.
             column: Position of the first column of the tokens that attention reads.
         """
         count, num_slots = key.shape[2], self.ring.num_slots
@@ -142,13 +142,13 @@ class FixedRecent:
         return exact
 
     def held(self, end: Tensor, column: Tensor | int) -> Exact | None:
-        """What the next token behind position ``end`` sees beside itself."""
+        """Residual window of the token at position ``end``, without itself; ``None`` if empty."""
         if self.num_tokens == 1:
             return None
         return self._exact(self._in_ring(end, 0), end, self._known_at(end), column)
 
     def forget(self, end: Tensor) -> None:
-        """Know none of the tokens before ``end``."""
+        """Mark all tokens before ``end`` as not valid."""
         self._known.copy_(end)
         self._end.copy_(end)
 
@@ -158,7 +158,7 @@ class FixedRecent:
             x.copy_(new)
 
     def selected(self, rows: Sequence[int]) -> "FixedRecent":
-        """Another one, in which sequence i is what sequence ``rows[i]`` is here."""
+        """A new window whose sequence i is sequence ``rows[i]`` of this one."""
         num_newest, num_tokens, max_tokens, ring, known, end = self._state()
         return FixedRecent(num_newest, num_tokens, max_tokens, ring.selected(rows), known, end)
 
@@ -170,7 +170,7 @@ class FixedRecent:
         return *sizes, self.ring, int(self._known), int(self._end)
 
     def _known_at(self, start: Tensor) -> Tensor:
-        """The first position that is known before ``start``, behind which all may have been removed."""
+        """The first valid position, at most ``start``; tokens from ``start`` on may have been removed."""
         overwritten = self._end - self.ring.num_slots
         return torch.minimum(torch.maximum(self._known, overwritten), start)
 
@@ -179,17 +179,17 @@ class FixedRecent:
         return (start - self.num_tokens + 1).clamp(min=0)
 
     def _in_ring(self, start: Tensor, count: int) -> Tokens:
-        """The tokens that ``count`` new ones read, where there is a slot for each."""
+        """Tokens that ``count`` new ones read, if the ring has a slot for each."""
         size = self.ring.num_slots
         base = self._first(start) // PARTIAL * PARTIAL
         pages = (base + torch.arange(0, PARTIAL + size, BLOCK, device=start.device)) % size
         return self._tokens(self.ring, self._starts + pages, start, count)
 
     def _in_one_piece(self, key: Tensor, value: Tensor, start: Tensor) -> Tokens:
-        """Those in the ring and the new ones behind them, in tensors of this step."""
+        """Tokens of the ring, followed by the new ones, in tensors of this step."""
         size, count, first = self.ring.num_slots, key.shape[2], self._first(start)
         base, begin = first // PARTIAL * PARTIAL, first // BLOCK * BLOCK
-        num_old = self.num_tokens - 1 + BLOCK - 1  # from a page on
+        num_old = self.num_tokens - 1 + BLOCK - 1  # from the start of a page
         device = start.device
         old = (begin + torch.arange(num_old, device=device)) % size
         new = start - begin + torch.arange(count, device=device)
@@ -203,7 +203,7 @@ class FixedRecent:
         return self._tokens(piece, starts + pages.clamp(min=0), start, count)
 
     def _tokens(self, ring: RecentRing, table: Tensor, start: Tensor, count: int) -> Tokens:
-        """Those from the first that ``count`` new ones at ``start`` read, some behind them where few are."""
+        """Tokens from the first that ``count`` new ones at ``start`` read; columns after them are empty."""
         first = self._first(start)
         base, rows = first // PARTIAL * PARTIAL, ring.size
         num_columns = self.num_tokens - 1 + count
@@ -225,14 +225,14 @@ def with_recent(
     column: Tensor | int,
     new: tuple[Tensor, Tensor] | None = None,
 ) -> Tokens:
-    """``tokens``, of which the newest are read unquantized, where they are kept so.
+    """``tokens`` with their residual window, if there is one.
 
     Args:
-        recent: Where they are kept; ``None`` if they are not.
+        recent: The residual window; ``None`` without one.
         tokens: Codes of all tokens, those of ``new`` included.
-        start: Position behind all tokens, or of the first new one, 0-d.
+        start: Position of the first new token, or after all tokens if ``new`` is ``None``; 0-d.
         column: Position of the first column of ``tokens``.
-        new: Keys and values ``[B, H, Q, D]`` that are to be kept.
+        new: Keys and values ``[B, H, Q, D]`` to store in the window; ``None`` for none.
     """
     if recent is None:
         return tokens

@@ -1,4 +1,4 @@
-"""How a cache keeps its tokens: as what, in pages of which size, in which axis order."""
+"""Format of a cache's tokens: dtype or codes, page size, axis order, residual window."""
 
 from dataclasses import dataclass, replace
 from typing import Final, Literal
@@ -22,31 +22,32 @@ _HND: Final = CacheLayout("B H S D")
 _BLOCK: Final = 16
 _OF_LAYERS: Final = ("dtype", "quant", "values", "smoothing")
 _DIGITS_FROM: Final = 32
-"""Elements of a group, or a multiple, from which on codes meet a bfloat16 query as integers."""
+"""Divisor of group sizes whose codes are multiplied with a bfloat16 query as integers."""
 
 
 @dataclass(frozen=True, slots=True)
 class CacheFormat:
-    """How a layer keeps its tokens.
+    """Format of a layer's tokens.
 
     Attributes:
-        dtype: Of unquantized storage; ``None`` keeps that of the keys.
-        quant: ``None`` for unquantized storage.
+        dtype: Dtype of unquantized storage; ``None`` for that of the keys.
+        quant: Codes of the keys; ``None`` for unquantized storage.
         page_size: Token slots in a page.
         max_tokens: Token slots in all, of all sequences; ``None`` grows on demand.
-        values: How the values are kept, all but ``dtype`` and ``quant`` as here; as the keys if ``None``.
-        layout: Axis order. ``"NHD"`` has pages in which the heads of a token lie side by side, ``"HND"``
-            pages with the tokens of a head side by side. ``"rows"`` is HND of a whole extent: the pages of a
-            sequence are one tensor of each head, which attention can read without a copy. ``"native"`` has
-            codes in the order of integer dot products, and HND where nothing is quantized. ``"auto"`` is what
-            serves the attention that reads the first tokens: rows, if it reads tensors; else, with compiled
-            CPU kernels, native where that fits and pays, and HND where not; and NHD without them.
-        recent: Newest tokens of a sequence that each token attends to unquantized, itself included,
-            in layers whose keys or values are codes; all others it attends to as codes. Beside the codes of
-            all tokens such a layer keeps about as many in the model's dtype.
-        layers: How each layer is kept, if not all alike: of these ``dtype``, ``quant``, ``values`` and
-            ``smoothing`` count.
-        smoothing: Of keys that are codes; ``None`` for none.
+        values: Format of the values, of which only ``dtype`` and ``quant`` count; ``None`` for that of the
+            keys.
+        layout: Axis order. ``"NHD"`` pages are ``[slots, H, D]``, ``"HND"`` pages ``[H, slots, D]``.
+            ``"rows"`` is HND of a whole extent: the pages of a sequence are one tensor of each head, which
+            attention can read without a copy. ``"native"`` has codes in the order of integer dot products,
+            and is HND for unquantized tokens. ``"auto"`` depends on the attention that reads the first
+            tokens: rows if it reads gathered tensors; else, with compiled CPU kernels, native where possible
+            and faster, or HND; NHD without them.
+        recent: Length of the residual window: the last tokens, itself included, that each token attends to
+            unquantized, in layers whose keys or values are codes. It attends to all others as codes. Such a
+            layer keeps about ``recent`` tokens in the model's dtype, beside the codes of all.
+        layers: Format of each layer, if they differ; only ``dtype``, ``quant``, ``values`` and ``smoothing``
+            count.
+        smoothing: Smoothing of keys that are codes; ``None`` for none.
     """
 
     dtype: torch.dtype | None = None
@@ -78,12 +79,12 @@ class CacheFormat:
 
     @property
     def has_codes(self) -> bool:
-        """Whether keys or values are codes, of which the newest tokens can be kept unquantized."""
+        """Whether keys or values are codes, so that a residual window is possible."""
         return self.quant is not None or (self.values is not None and self.values.quant is not None)
 
     @property
     def needs_positions(self) -> bool:
-        """Whether stored keys depend on where they stand in their text, in a layer that is kept so."""
+        """Whether stored keys of this format depend on their positions in the text."""
         return self.quant is not None and self.smoothing is not None and self.smoothing.offset is not None
 
     def of_layer(self, index: int) -> "CacheFormat":
@@ -102,9 +103,10 @@ class CacheFormat:
         return replace(self, **kept, recent=recent, layers=None)
 
     def kind(self, key_dim: int | None = None, value_dim: int | None = None) -> str:
-        """How keys and values of these head dims are kept, such as ``"int8:g32"``, as ``kept_as`` reads it.
+        """Format string for keys and values of these head dims, such as ``"int8:g32"``.
 
-        ``"int8:g32/int4:g32"`` where values are kept otherwise, ``"plan"`` where layers are.
+        ``"int8:g32/int4:g32"`` if values have another format, ``"plan"`` if layers differ. ``kept_as`` reads
+        one side.
         """
         if self.layers is not None:
             kinds_of_layers = {replace(x, smoothing=None) for x in self.layers}
@@ -133,22 +135,22 @@ class CacheFormat:
         return replace(usual, rotate=side if quant.rotated else "none")
 
     def spec(self, heads: int, head_dim: int, dtype: torch.dtype) -> KVSpec:
-        """Keys of one layer whose model computes in ``dtype``; ``values.spec`` is that of its values."""
+        """Spec of one layer's keys in a model of this ``dtype``; ``values.spec`` is that of its values."""
         return KVSpec(1, heads, head_dim, self.dtype or dtype, quant=self.quant)
 
     def specs_of(self, key: Tensor, value: Tensor) -> tuple[KVSpec, KVSpec | None]:
-        """Of keys and values of one layer such as these, ``[B, H, Q, D]``; ``None`` of values with D = 0."""
+        """Specs of one layer's keys and values ``[B, H, Q, D]``; ``None`` for values with D = 0."""
         spec = self.spec(key.shape[1], key.shape[3], key.dtype)
         if not value.shape[3]:
             return spec, None
         return spec, (self.values or self).spec(value.shape[1], value.shape[3], key.dtype)
 
     def residual_window(self, window: int | None) -> int:
-        """Newest tokens that a later one reads unquantized, in layers with a window or without one."""
+        """Length of the residual window of layers with this attention window; ``None`` for no window."""
         return self.recent if window is None else min(self.recent, window)
 
     def residual(self, page_size: int) -> "CacheFormat":
-        """How tokens are kept unquantized beside their codes, in pages of so many."""
+        """Format of the residual window, in pages of ``page_size`` slots."""
         return CacheFormat(page_size=page_size, layout="HND")
 
     def nbytes(self, key: Tensor, value: Tensor, num_slots: int) -> int:
@@ -156,7 +158,7 @@ class CacheFormat:
         return num_slots * self.entry(entry_of(key, value)).nbytes
 
     def entry(self, computed: Entry) -> Entry:
-        """How one layer keeps the keys and values that its model computes so, unquantized."""
+        """Stored entry of one layer, from the unquantized entry that its model computes."""
         value = None if computed.value is None else (self.values or self)._kept(computed.value)
         return Entry(computed.heads, self._kept(computed.key), value)
 
@@ -169,15 +171,15 @@ class CacheFormat:
 def kept_as(
     name: str, text: str, side: Literal["keys", "values"] = "keys"
 ) -> tuple[torch.dtype | None, QuantSpec | None]:
-    """``dtype`` and ``quant`` of a ``CacheFormat`` that ``"auto"``, ``"float16"`` or ``"int8:g32"`` spells.
+    """Parse ``"auto"``, ``"float16"`` or ``"int8:g32"`` into ``dtype`` and ``quant`` of a ``CacheFormat``.
 
     Args:
         name: The caller's argument, for the error.
-        text: The spelling.
-        side: Which of the two is kept so.
+        text: The format string.
+        side: Side that has this format.
 
     Raises:
-        ArgumentError: ``text`` spells none of these.
+        ArgumentError: ``text`` is no such format string.
     """
     kind = parse_kind(name, text)
     if kind.bits:
@@ -186,7 +188,7 @@ def kept_as(
 
 
 def is_in_rows(name: str, is_gathered: bool) -> bool:
-    """Whether the pages of a sequence are one tensor of each head."""
+    """Whether the pages of a sequence form one tensor of each head."""
     return name == "rows" or (name == "auto" and is_gathered)
 
 
@@ -202,10 +204,10 @@ def page_layout(
 
     Args:
         name: As ``CacheFormat.layout``.
-        side: Keys and values differ where the order is native.
-        spec: What is kept.
+        side: Keys or values, which differ where the order is native.
+        spec: Spec of the keys or values.
         page_size: Token slots in a page.
-        device: Where.
+        device: Device of the tensors.
         is_gathered: Whether attention reads gathered tensors.
 
     Raises:

@@ -1,7 +1,7 @@
-"""Keys of an index, by which a model chooses the tokens that it attends to, beside a layer's keys and values.
+"""Index keys of a layer, by which a model chooses the tokens that each query attends to.
 
-They are kept unquantized, in the dtype that the model computes in, whatever becomes of keys and values: which
-tokens are chosen hangs on small differences.
+They are always unquantized, in the dtype that the model computes in, since small differences decide which
+tokens are chosen.
 
 Shapes: B sequences, Q new tokens of each, N tokens, D elements of an index key.
 """
@@ -16,15 +16,15 @@ from kvloom.caches.paged import PagedLayer
 from kvloom.caches.sequences import Sequences
 
 _FIRST: Final = 1 << 20
-"""Among the layers that share sequences, index keys of layer i are number ``_FIRST + i``."""
+"""Offset of layer numbers: index keys of layer i are stored as layer ``_FIRST + i``."""
 
 
 class IndexKeys(PagedLayer):
-    """Index keys of one layer in the pages of its sequences, so that they go wherever its tokens go.
+    """Index keys of one layer, in the pages of its sequences: they are forked, moved and cropped with them.
 
     Args:
-        sequences: Those of the layer.
-        index: Its number among the layers that share them.
+        sequences: Sequences of the layer.
+        index: Number of the layer among those that share the sequences.
     """
 
     def __init__(self, sequences: Sequences, index: int) -> None:
@@ -32,19 +32,19 @@ class IndexKeys(PagedLayer):
 
     @property
     def format(self) -> CacheFormat:
-        """How index keys are kept."""
+        """Format of the index keys."""
         return _unquantized(self.sequences.format)
 
 
 def index_keys_beside(pages: PagedLayer | FixedLayer) -> IndexKeys | FixedLayer:
-    """An empty layer for the index keys of an empty layer's tokens."""
+    """Make an empty layer of index keys for the tokens of an empty layer."""
     if isinstance(pages, FixedLayer):
         return FixedLayer(_unquantized(pages.format))
     return IndexKeys(pages.sequences, pages.index)
 
 
 def add_index_keys(layer: IndexKeys | FixedLayer, keys: Tensor) -> Tensor:
-    """Store ``[B, Q, D]`` and return all, ``[B, N, D]``: a view where they lie in one piece.
+    """Store ``[B, Q, D]`` and return all, ``[B, N, D]``; a view if they are contiguous.
 
     Raises:
         ShapeError, StateError, OutOfPages: as ``Layer.update``.

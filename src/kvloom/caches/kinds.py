@@ -1,4 +1,4 @@
-"""The kinds of layers by their names: formats and lengths of paged and of fixed layers."""
+"""Layers named as in transformers, each a paged or a fixed layer with its format and length."""
 
 from collections.abc import Callable
 from typing import Any, Final
@@ -12,25 +12,25 @@ from kvloom.caches.paged import PagedLayer
 from kvloom.caches.sequences import Sequences
 
 PAGE_SIZE: Final = 128
-"""Token slots in a page of a layer by itself: large, so that little is looked up and allocations are few."""
+"""Token slots in a page of a layer by itself: large, for few look-ups and allocations."""
 
 
 class DynamicLayer(PagedLayer):
-    """Every token, in storage that doubles at first and then grows by a quarter; ``update`` returns views."""
+    """All tokens, in storage that doubles at first and then grows by a quarter; ``update`` returns views."""
 
     def __init__(self) -> None:
         super().__init__(CacheFormat(page_size=PAGE_SIZE))
 
 
 class SlidingWindowLayer(PagedLayer):
-    """The tokens that later ones can see, when each sees ``window`` tokens, itself included.
+    """Sliding window of tokens in pages, where each token sees ``window`` tokens, itself included.
 
     Between updates the last ``window - 1 + rollback`` tokens are held, in storage of hardly more than twice
     as many, also after a long prefill.
 
     Args:
         window: Tokens that a token sees, itself included.
-        rollback: How many of the last tokens ``crop`` can remove, as those of a rejected draft.
+        rollback: Number of last tokens that ``crop`` can remove, such as those of a rejected draft.
     """
 
     def __init__(self, window: int, rollback: int = 0) -> None:
@@ -41,7 +41,7 @@ class SlidingWindowLayer(PagedLayer):
 
     @property
     def num_columns(self) -> int:
-        """n of ``keys``: the tokens that are held."""
+        """n of ``keys``: number of tokens that are held."""
         return self.num_tokens - self._first
 
     def _num_evicted(self) -> int:
@@ -64,10 +64,10 @@ class SlidingWindowLayer(PagedLayer):
 class StaticLayer(FixedLayer):
     """Storage of ``max_length`` tokens of each sequence, which never moves; ``update`` returns all of it.
 
-    What is behind the stored tokens is 0 and must be hidden by the mask.
+    Positions after the stored tokens are 0, and the mask must hide them.
 
     Args:
-        max_length: Tokens of each sequence that fit.
+        max_length: Maximum number of tokens of each sequence.
     """
 
     length_name = "max_length"
@@ -78,16 +78,15 @@ class StaticLayer(FixedLayer):
 
 
 class StaticSlidingWindowLayer(FixedLayer):
-    """The tokens that later ones can see, when each sees ``window`` tokens, itself included; never moves.
+    """Sliding window of tokens in fixed storage: each token sees ``window`` tokens, itself included.
 
-    Storage has slots for ``window + rollback`` tokens, in a multiple of 16. ``update`` returns
-    ``window - 1 + Q`` tokens; what is behind the new tokens is 0, as long as the text is shorter than the
-    window, and must be hidden by the mask, as by any causal one. ``keys`` has ``window - 1 + rollback``
-    tokens, at least one.
+    Storage has slots for ``window + rollback`` tokens, in a multiple of 16. ``update`` returns ``window - 1 +
+    Q`` tokens. In a text shorter than the window those after the new tokens are 0; the mask must hide them,
+    as any causal one does. ``keys`` has ``window - 1 + rollback`` tokens, at least one.
 
     Args:
         window: Tokens that a token sees, itself included.
-        rollback: How many of the last tokens ``crop`` can remove, as those of a rejected draft.
+        rollback: Number of last tokens that ``crop`` can remove, such as those of a rejected draft.
     """
 
     length_name = "window"

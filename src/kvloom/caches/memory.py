@@ -1,4 +1,4 @@
-"""Memory that caches take: how tensors are made, and what to say when there is too little."""
+"""Memory of caches: allocation of tensors, and errors when there is too little."""
 
 import ctypes
 import mmap
@@ -20,12 +20,12 @@ _HUGE: Final = 2 << 20
 
 
 def outside_inference_mode() -> AbstractContextManager[object]:
-    """Tensors made here can be written inside and outside ``torch.inference_mode()``."""
+    """Context for tensors that can be written inside and outside ``torch.inference_mode()``."""
     return nullcontext() if torch.compiler.is_compiling() else torch.inference_mode(False)
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros; on the CPU in pages of 2 MiB, if the system has them: the processor finds them sooner."""
+    """Allocate zeros; on the CPU in huge pages (2 MiB) where possible, for fewer TLB misses."""
     x = torch.empty(shape, dtype=dtype, device=device)
     _ask_for_huge_pages(x)
     raw(x).zero_()
@@ -33,17 +33,17 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> T
 
 
 def _ask_for_huge_pages(x: Tensor) -> None:
-    """Memory gets its pages when it is first touched, so those that were used before are given back."""
+    """Ask for huge pages. Pages that were touched before are dropped: the size is fixed at first touch."""
     advice = [getattr(mmap, name) for name in ("MADV_DONTNEED", "MADV_HUGEPAGE") if hasattr(mmap, name)]
     first, last = -(-x.data_ptr() // _HUGE) * _HUGE, (x.data_ptr() + x.nbytes) // _HUGE * _HUGE
     if x.device.type != "cpu" or len(advice) < 2 or first >= last:
         return
-    for asked in advice:  # The system may refuse, and the memory is as good as before.
+    for asked in advice:  # If the system refuses, normal pages do.
         ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), ctypes.c_int(asked))
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Bytes that can be allocated there, ``None`` where nobody knows."""
+    """Bytes that can be allocated on a device; ``None`` if unknown."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     names = ("SC_AVPHYS_PAGES", "SC_PAGE_SIZE")
@@ -54,10 +54,10 @@ def free_bytes(device: torch.device) -> int | None:
 
 
 def too_long_for(layers: "Sequence[FixedLayer]", key: Tensor, value: Tensor) -> OutOfPages:
-    """The error of fixed layers of one cache that find too little memory for ``[B, H, any, D]`` in each."""
+    """Error for fixed layers of one cache that have too little memory for ``[B, H, any, D]`` in each."""
     nbytes = [layer.nbytes_for(key, value) for layer in layers]
     asked = sum(nbytes)
-    # Bytes of short windows do not depend on the length.
+    # The bytes of short windows do not depend on the length.
     fixed = sum(n for n, x in zip(nbytes, layers, strict=True) if x.num_slots < (x.max_tokens or 0))
     length = layers[0].max_tokens or layers[0].window or 0
     free, bound = free_bytes(key.device), "smaller"
@@ -72,5 +72,5 @@ def too_long_for(layers: "Sequence[FixedLayer]", key: Tensor, value: Tensor) -> 
 
 
 def counted(count: int, noun: str) -> str:
-    """``count`` of something: "1 token", "2 tokens"."""
+    """Number and noun: "1 token", "2 tokens"."""
     return f"{count} {noun}{'' if count == 1 else 's'}"

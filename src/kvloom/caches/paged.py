@@ -1,4 +1,4 @@
-"""Keys and values of one attention layer in pages that are taken as sequences grow.
+"""Keys and values of one attention layer, in pages that are allocated as sequences grow.
 
 Shapes: B sequences, Q new tokens of each, N columns of stored ones, H heads, Dk and Dv head dims.
 """
@@ -29,22 +29,21 @@ _Result = TypeVar("_Result")
 
 
 class PagedLayer(Layer):
-    """Keys and values of B sequences, in pages that are taken as they grow.
+    """Keys and values of B sequences, in pages that are allocated as they grow.
 
     Nothing is allocated before the first update. Storage doubles at first and then grows by a quarter: n
-    tokens move O(n) bytes in all. Rows and forks share pages; a page is copied when one of its holders writes
-    it.
+    tokens move O(n) bytes in all. Rows and forks share pages, copy-on-write.
 
     Args:
         format: How tokens are kept.
-        sequences: Those of a cache, shared with its other layers; sequences of its own if ``None``.
+        sequences: Sequences that the layers of a cache share; ``None`` for new ones of this layer alone.
         index: Number of this layer among those that share ``sequences``.
 
     Attributes:
-        num_removed: How many tokens fewer it holds than it has seen, since others were assigned; negative if
-            more were assigned.
-        groups: Those of its cache, through which layers of one number of tokens share sequences.
-        is_indexed: Whether there are index keys of its tokens, so that no other number can be assigned.
+        num_removed: Difference between tokens seen and tokens held, after ``keys`` and ``values`` of another
+            length were assigned; negative if longer ones were.
+        groups: Groups of the layers of its cache: layers with the same number of tokens share sequences.
+        is_indexed: Whether its tokens have index keys; then only as many tokens can be assigned.
     """
 
     sequences: Sequences
@@ -70,7 +69,7 @@ class PagedLayer(Layer):
 
     @property
     def format(self) -> CacheFormat:
-        """How tokens of this layer are kept."""
+        """Format of this layer's tokens."""
         return self.sequences.format.of_layer(self.index)
 
     @property
@@ -97,15 +96,15 @@ class PagedLayer(Layer):
 
     @property
     def _residual_storage(self) -> Storage | None:
-        """Where the newest tokens are unquantized, beside their codes; ``None`` if they are not."""
+        """The tensors of the residual window of this layer; ``None`` without one."""
         residual = self.sequences.residual
         return None if residual is None else residual.storages.get(self.index)
 
     def _append_at_once(self, key: Tensor, value: Tensor) -> Tokens | None:
-        """Store the usual new tokens of a step that another layer began, and return what attention reads.
+        """Fast path: store new tokens of a step that another layer began, and return what attention reads.
 
-        The kernel alone checks them; what it refuses, and what it does not know, goes the long way: then this
-        is ``None`` and nothing was written.
+        Only the kernel checks its arguments. For what it refuses, or does not support, nothing is written and
+        the result is ``None``; the caller then takes the general path.
         """
         sequences = self.sequences
         step, storage = sequences.step, sequences.pages.storages.get(self.index)
@@ -139,7 +138,7 @@ class PagedLayer(Layer):
     def _extend(
         self, key: Tensor, value: Tensor, store: Callable[..., _Result], *, is_gathered: bool
     ) -> _Result:
-        """What ``store`` returns of the storage and the new tokens; if it raises, nothing remains of them."""
+        """Make room, call ``store`` and return its result; if it raises, the room is released."""
         storage, sequences = self.storage, self.sequences
         if storage is None:
             format = self.format
@@ -165,7 +164,7 @@ class PagedLayer(Layer):
         return result
 
     def _store(self, storage: Storage, exact: Storage | None, key: Tensor, value: Tensor) -> Tokens:
-        """Store new tokens, unquantized in ``exact``, too; returns what attention reads."""
+        """Store new tokens, unquantized in ``exact``, too; return the tokens that attention reads."""
         sequences, start, end = self.sequences, self.num_tokens, self.num_tokens + key.shape[2]
         if sequences.previous is not None and end > start:
             source, visible = self._store_beyond_window(key, value, storage, sequences)
@@ -179,7 +178,7 @@ class PagedLayer(Layer):
         return Tokens(source.view, visible, sequences.window, None, storage.transform, read)
 
     def _store_newest(self, residual: Sequences, exact: Storage, key: Tensor, value: Tensor) -> Exact:
-        """Store new tokens unquantized; what attention reads so."""
+        """Store new tokens in the residual window; return the part of it that attention reads."""
         start, end = self.num_tokens, self.num_tokens + key.shape[2]
         if residual.previous is not None and end > start:
             known = residual.previous.known(start, exact.device, is_read=True)
@@ -191,7 +190,7 @@ class PagedLayer(Layer):
         return self._store_exact(exact, key, value, residual.begin(start, end, exact, columns))
 
     def _store_exact(self, exact: Storage, key: Tensor, value: Tensor, step: Step) -> Exact:
-        """Store new tokens of a step unquantized; what attention reads so."""
+        """Store new tokens in the slots of a step of the residual window; return what attention reads."""
         if key.requires_grad or value.requires_grad:
             key, value = detached(key), detached(value)
         kept = value if exact.has_values else None
@@ -215,13 +214,13 @@ class PagedLayer(Layer):
         return key, value
 
     def _rows(self, run: Run, storage: Storage, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
-        """Views ``[B, H, slots, D]`` of the sequences and the room behind them, if there are such."""
+        """Views ``[B, H, slots, D]`` of the sequences and the free slots after them, if there can be such."""
         rows = storage.rows_of(run.extents, run.start)
         return None if rows is None or not rows[0].dtype == rows[1].dtype == dtype else rows
 
     @property
     def num_columns(self) -> int:
-        """n of ``keys``: the tokens that the next one will see."""
+        """n of ``keys``: number of stored tokens that the next one will see."""
         return self._num_visible
 
     @property
@@ -230,14 +229,14 @@ class PagedLayer(Layer):
         return self.num_tokens if window is None else min(self.num_tokens, window - 1)
 
     def replace(self, new: Mapping[int, Tensor]) -> None:
-        """Hold these keys (0), values (1) or both, ``[B, H, n, D]``, instead of ``keys`` and ``values``.
+        """Replace all keys (0), values (1) or both by ``[B, H, n, D]``.
 
-        Without a window n may be another number; then both must be given, and the layer goes to sequences of
-        that length, whose pages are not those of the other layers. These keep theirs.
+        Without a window n may change. Then both must be given, and the layer moves to sequences of the new
+        length with pages of their own; the other layers keep theirs.
 
         Raises:
             OutOfPages: ``max_tokens`` is reached; no token was lost.
-            StateError: others have tokens of a step that takes this one's out of the window.
+            StateError: other layers are a step ahead, which evicted tokens of this layer from the window.
         """
         if self._holding(self.sequences) is not self.sequences:
             raise StateError("keys and values cannot be assigned within a step that other layers have made")
@@ -255,7 +254,7 @@ class PagedLayer(Layer):
             self.sequences.forget_residual()
 
     def _move(self, key: Tensor, value: Tensor, storage: Storage) -> None:
-        """Hold these tokens alone, in a storage that is empty and in the sequences of as many tokens."""
+        """Replace all tokens by these, in an empty storage and in the sequences of their length."""
         old, end = self.sequences, key.shape[2]
         num_removed = self.num_removed + self.num_tokens - end
         new = self.groups.find(old, self.index, end, num_removed)
@@ -270,7 +269,7 @@ class PagedLayer(Layer):
         self.sequences, self.num_tokens, self.num_removed = new, end, num_removed
 
     def stored(self) -> Tokens:
-        """What ``keys`` and ``values`` have, where it is.
+        """Tokens of ``keys`` and ``values``, not gathered.
 
         Raises:
             StateError: before the first update.
@@ -294,13 +293,13 @@ class PagedLayer(Layer):
 
     @property
     def nbytes_recent(self) -> int:
-        """Bytes of tokens that are kept unquantized, beside their codes."""
+        """Bytes of the residual window."""
         exact = self._residual_storage
         return 0 if exact is None else exact.nbytes
 
     @property
     def _dtypes(self) -> torch.dtype | tuple[torch.dtype, ...]:
-        """As of ``Layer``: where other sequences share the storage, the dtype of their tokens."""
+        """As of ``Layer``; if other sequences share the storage, the dtype of their tokens."""
         storage = self.storage
         if self.dtype is None and storage and self.format.dtype is None:
             return storage.specs[0].dtype
@@ -330,7 +329,7 @@ class PagedLayer(Layer):
         self.sequences.select(rows)
 
     def _reset(self) -> None:
-        """The memory is given back; the next tokens may be of other shapes."""
+        """Free the memory; the next tokens may have other shapes."""
         self.dtype = None
         self.num_tokens = self.num_removed = 0
         self.sequences.is_recording = False
@@ -341,7 +340,7 @@ class PagedLayer(Layer):
         self.groups = Groups()
 
     def _holding(self, sequences: Sequences) -> Sequences:
-        """Those with the tokens of this layer: as they were before a step that others have made."""
+        """Sequences that match this layer's tokens: those before the step if only other layers made it."""
         previous = sequences.previous
         is_behind = previous is not None and previous.size and self.num_tokens <= previous.num_positions
         return previous if previous is not None and is_behind else sequences
@@ -349,17 +348,17 @@ class PagedLayer(Layer):
     def _store_beyond_window(
         self, key: Tensor, value: Tensor, storage: Storage, sequences: Sequences
     ) -> tuple[Storage, TokenIndex]:
-        """New tokens fill a window alone: all lie in a storage of this step, the last ones in pages too.
+        """Store new tokens that fill a window alone: all in a storage of this step, the last in pages, too.
 
         Returns:
-            That storage, and where what attention reads lies in it.
+            The storage of the step, and the slots in it that attention reads.
         """
         previous = sequences.previous or sequences
         rows, num_new, device = key.shape[0], key.shape[2], key.device
         start, end = self.num_tokens, self.num_tokens + num_new
         first = max(start - (sequences.window or 0) + 1, 0)
-        # Numbers of tokens in their sequences, of which the first is the one in column 0, and negative where
-        # that holds nothing. Blocks of a sequence begin at multiples of BLOCK.
+        # Number, in its sequence, of the token in column 0; negative if that column is empty. Blocks of a
+        # sequence begin at multiples of BLOCK.
         token = first - torch.tensor(sequences.begins, device=device).unsqueeze(1)
         block = token // BLOCK * BLOCK
         size = -(-(end - first + BLOCK - 1) // BLOCK) * BLOCK
@@ -376,7 +375,7 @@ class PagedLayer(Layer):
             if column < end:
                 target = sequences.place(column, end, storage).slots[b]
                 ops.copy(step.view, slots[b, column - first :].contiguous(), storage.view, target)
-        # A sequence that begins among the new tokens has some in front that stand for nothing.
+        # A sequence that begins among the new tokens has placeholders in front.
         base = torch.minimum(token.clamp(min=0), token + start - first) // PARTIAL * PARTIAL
         blocks = base - block + torch.arange(0, PARTIAL + end - first, BLOCK, device=device)
         index = CacheIndex(row_starts + blocks.clamp(0, size - BLOCK), None, BLOCK)

@@ -1,4 +1,4 @@
-"""Pages of a cache: who holds them, and the tensors of every layer that lie in them."""
+"""Pages of a cache: their holders, and the tensors of every layer."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from kvloom.errors import OutOfPages
 from kvloom.paging import Copy, Growth, PagePool, PageTable
 
 _DOUBLED: Final = 128
-"""Tokens of a sequence up to which its storage doubles."""
+"""Length of a sequence up to which its storage doubles."""
 _RESIDUAL: Final = 16
-"""Tokens in a page of a residual window, where it is not found again."""
+"""Page size of a residual window whose pages are not kept for prefixes."""
 _SHARE: Final = 32
-"""Tokens that are kept as codes for one that is also kept unquantized, to be found again."""
+"""Token slots of codes for each slot of a residual window, where pages are kept for prefixes."""
 _ENDS: Final = 8
-"""Ends of texts whose residual windows are kept at least."""
+"""Minimum number of texts whose residual windows fit, where pages are kept for prefixes."""
 
 
 class _User(Protocol):
@@ -40,12 +40,12 @@ class _User(Protocol):
 
 
 class Run(NamedTuple):
-    """Sequences whose tokens lie one behind the other.
+    """Contiguous span of the tokens of each sequence, in evenly spaced extents.
 
     Attributes:
-        extents: Of the sequences, in order.
-        start: Slot of the first token in each of them.
-        first: Position of that token, if a window has evicted others.
+        extents: Extents of the sequences, in order.
+        start: Slot of the first token in each extent.
+        first: Position of that token; above 0 if a window has evicted tokens before it.
     """
 
     extents: slice
@@ -56,28 +56,28 @@ class Run(NamedTuple):
 class Pages:
     """Pages of one pool, and the tensors of every layer.
 
-    Page i of the pool is the same place in every layer's storage, so one table serves all layers. The pool
-    doubles at first and then grows by a quarter, up to ``format.max_tokens``, and has an extent for each of
-    the sequences that came first.
+    Page i of the pool is the same place in every layer's storage, so all layers share one table. The pool
+    doubles at first and then grows by a quarter, up to ``format.max_tokens``. It has one extent for each
+    sequence of the first batch.
 
     Args:
         format: How tokens are kept.
-        is_kept: Have all ``max_tokens`` from the beginning and never give them back, since pages that no
-            table holds can be found again.
-        policy: By which these go when others need room, as of ``PagePool``.
+        is_kept: Whether all ``max_tokens`` are allocated at once and never freed, since pages that no table
+            holds can be found again.
+        policy: Eviction policy for these pages, as of ``PagePool``.
 
     Attributes:
         needs_positions: Whether a layer stores keys that depend on where they stand in their text.
-        residual: Those of the residual window, if the format has one: the newest tokens unquantized, in the
-            layers that keep codes.
+        residual: Pages of the residual window, unquantized, of the layers that keep codes; ``None`` without
+            one.
     """
 
     def __init__(self, format: CacheFormat, is_kept: bool = False, policy: str = "lru") -> None:
         self.format = format
         self.needs_positions = any(x.needs_positions for x in format.layers or (format,))
-        self.is_window: bool = False  # sequences hold a few pages each: no more are made than are needed
+        self.is_window: bool = False  # sequences hold few pages each: the pool grows only by need
         self.residual: Pages | None = None
-        if format.recent:  # pages that are found again are those of codes in size
+        if format.recent:  # kept pages have the size of pages of codes
             self.residual = Pages(format.residual(format.page_size if is_kept else _RESIDUAL))
             self.residual.is_window = True
         self.is_kept = False
@@ -91,7 +91,7 @@ class Pages:
         self.saved: weakref.WeakSet[Any] = weakref.WeakSet()  # pages that are being saved
 
     def __reduce__(self) -> Any:
-        """To be saved: no pages, which come with those who hold them."""
+        """Pickle no pages: their holders save them."""
         return (
             Pages,
             (self.format, False, self.policy),
@@ -105,18 +105,18 @@ class Pages:
 
     @property
     def num_spare(self) -> int:
-        """Pages that are free, or that a window has passed."""
+        """Number of pages that are free, or that a window has passed."""
         return self.pool.num_free + self.pool.num_passed
 
     def kind(self, *head_dims: int) -> str:
-        """``format.kind`` of layers that have tokens, and of ``head_dims`` before the first one has."""
+        """``format.kind`` for the head dims of the stored layers, or for ``head_dims`` if there are none."""
         if self.storages:
             specs = self.storages[min(self.storages)].specs
             return self.format.kind(*(None if spec is None else spec.head_dim for spec in specs))
         return self.format.kind(*head_dims)
 
     def keep(self) -> None:
-        """Have all ``max_tokens`` from now on, as if ``is_kept``, and a share of them unquantized."""
+        """Allocate all ``max_tokens`` for good, as ``is_kept`` does, and a share for residual windows."""
         size, num_tokens = self.format.page_size, self.format.max_tokens or 0
         self._keep(num_tokens // size)
         if self.residual is not None:
@@ -135,7 +135,7 @@ class Pages:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """Make the tensors of some layers, with keys and values of these sizes."""
+        """Allocate the tensors of some layers, for keys and values of these sizes."""
         for i in layers:
             own = self.format.of_layer(i)
             specs = own.spec(heads, head_dims[0], dtype), (own.values or own).spec(heads, head_dims[1], dtype)
@@ -145,11 +145,11 @@ class Pages:
             self.fit(self.storages[i])
 
     def fit(self, storage: Storage) -> None:
-        """Let a storage have every page of the pool."""
+        """Grow a storage to every page of the pool."""
         storage.reserve(self.pool.num_extents, self.stride)
 
     def append(self, tables: Sequence[PageTable], num_tokens: Sequence[int]) -> bool:
-        """Room for ``num_tokens[i]`` tokens behind ``tables[i]``, in every layer: pages, tensors, copies.
+        """Make room for ``num_tokens[i]`` tokens after ``tables[i]``, in every layer: pages, tensors, copies.
 
         Returns:
             Whether a table has other pages now.
@@ -173,10 +173,10 @@ class Pages:
         return growth.num_pages > 0
 
     def continue_run(self, tables: Sequence[PageTable], run: Run, num_tokens: int) -> bool:
-        """Let the pages for ``num_tokens`` more tokens of each table follow those that it has, if possible.
+        """Keep the pages of each table contiguous as it gets ``num_tokens`` more tokens, if possible.
 
-        Extents grow until they have twice the pages of the tables. From then on the tables move to the front
-        of new tensors, once in as many tokens as they hold: tensors that were read before stay as they were.
+        Extents grow to twice the pages of the tables. Then the tables move to the front of new tensors, once
+        for as many new tokens as they hold. Tensors that were read before do not change.
 
         Returns:
             Whether the tables have other pages now.
@@ -201,7 +201,7 @@ class Pages:
         return False
 
     def copy(self, copies: Sequence[Copy]) -> None:
-        """Run the copies that tables asked for, in every layer."""
+        """Copy pages, in every layer."""
         if not copies:
             return
         sources, targets = zip(*copies, strict=True)
@@ -213,9 +213,9 @@ class Pages:
     def table(
         self, tables: Iterable[PageTable], storage: Storage, before: Sequence[int] | None = None
     ) -> Tensor:
-        """First slot of each page of each table, ``[B, P]`` int64 with P at least 1, short rows padded.
+        """First slot of each page of each table, ``[B, P]`` int64 with P at least 1, padded by -1.
 
-        ``before[b]`` pages in front of those of table b count that it has no longer; slot 0 stands for them.
+        Row b begins with ``before[b]`` placeholders, slot 0, for pages that table b no longer has.
         """
         rows = [self._first_slots((ref.id for ref in table.pages), storage) for table in tables]
         if before is not None:
@@ -235,7 +235,7 @@ class Pages:
         return (first + torch.arange(storage.page_size)).flatten()
 
     def run(self, tables: Sequence[PageTable]) -> Run | None:
-        """Where the pages of each table lie one behind the other, in extents of one distance."""
+        """Contiguous span of the pages of each table, in evenly spaced extents; ``None`` if there is none."""
         places = [[self.pool.place(ref.id) for ref in table.pages] or [(0, 0)] for table in tables]
         if any(pages != [(pages[0][0], pages[0][1] + i) for i in range(len(pages))] for pages in places):
             return None
@@ -249,23 +249,23 @@ class Pages:
         return Run(slice(extents[0], end, step), indices.pop() * self.format.page_size)
 
     def all_tables(self) -> list[PageTable]:
-        """Those of all sequences."""
+        """Page tables of all sequences."""
         return [table for user in self.users for table in user.tables]
 
     def give_back(self) -> None:
-        """Free the tensors if nobody is left who could use them."""
+        """Free the tensors if no sequence can use them."""
         if not self.is_kept and not any(user.size for user in self.users):
             self.storages.clear()
             self.pool = PagePool(0, self.policy)
 
     def _grow(self, num_pages: int, num_extents: int) -> None:
-        """Have ``num_pages`` pages: tensors first, which is where memory runs out."""
+        """Grow to ``num_pages`` pages: tensors first, since their allocation may fail."""
         for storage in self.storages.values():
             storage.reserve(num_extents, -(-num_pages // num_extents))
         self.pool.grow(num_pages - self.pool.num_pages, num_extents)
 
     def _move(self, tables: Sequence[PageTable], free: Sequence[Sequence[int]]) -> None:
-        """Hold free pages with the same tokens instead of those of each table, in new tensors."""
+        """Move the tokens of each table to the pages ``free``, in new tensors."""
         refs = self.pool.take(sum(map(len, free)), [page for pages in free for page in pages])
         try:
             for storage in self.storages.values():
@@ -284,13 +284,13 @@ class Pages:
         return [(extent * stride + index) * size for extent, index in map(self.pool.place, pages)]
 
     def _num_pages_for(self, growth: Growth, num_tokens: Sequence[int]) -> int:
-        """How many pages the pool must have."""
+        """Number of pages that the pool must have."""
         size, max_tokens, have = self.format.page_size, self.format.max_tokens, self.pool.num_pages
         missing = growth.num_pages - self.pool.num_free - self.pool.num_evictable
         if missing <= 0:
             return have
-        # By a quarter: little is held in vain, and each token moves about four times in all. The first
-        # tokens double, or a short text would move at every page.
+        # Growing by a quarter wastes little, and each token moves about four times in all. Short texts
+        # double, or they would move at every page.
         doubled = min(have, _DOUBLED // size * max(self.pool.num_extents, 1))
         wanted = have + (missing if self.is_window else max(have // 4, doubled, missing))
         if max_tokens is None:

@@ -1,8 +1,8 @@
-"""Where the tokens of a batch of sequences lie: pages, positions, and slots.
+"""Pages, positions and slots of the tokens of a batch of sequences.
 
-A position is one token of every sequence, as in ``[B, H, N, D]``. Sequences end together: one that is
-shorter, as after a crop of single rows or behind padding, has positions in front that hold nothing. One whose
-padding ends later than the others' tokens so far has not begun.
+A position is one token of every sequence, as in ``[B, H, N, D]``. Sequences end together: a shorter one, as
+after a crop of single rows or after left padding, has empty positions in front. A sequence has not begun if
+its padding is longer than the others' tokens so far.
 """
 
 from collections.abc import Iterable, Sequence
@@ -21,24 +21,26 @@ from kvloom.errors import StateError
 from kvloom.paging import PageTable
 
 _FEW = 64
-"""Slots that are faster looked up one by one than by operators of torch."""
+"""Number of slots up to which a loop in Python is faster than operators of torch."""
 
 
 def num_new(begins: Iterable[int], start: int, end: int) -> list[int]:
-    """Tokens of sequences in positions ``start .. end``; one that begins among them has fewer."""
+    """Tokens of each sequence in positions ``start .. end``; fewer in one that begins among them."""
     return [max(end - max(start, begin), 0) for begin in begins]
 
 
 class Placement:
-    """The pages of B sequences, and where their positions are in the storage of a layer.
+    """The pages of B sequences, and the slots of their positions in the storage of a layer.
 
     Attributes:
-        pages: Where they lie.
+        pages: Pages and tensors that hold the tokens.
         window: Tokens that a token sees, itself included; ``None`` for all.
-        is_required: Whether all that a window shows must be there. Otherwise ``Step.known`` says what is.
-        is_exact: Of each sequence of a residual window, whether each of its tokens read what it should there.
-        previous: The sequences before a step whose tokens alone fill the window.
-        begins: Of each sequence, the position of its first token, behind the last one if it has not begun.
+        is_required: Whether all that a window shows must be there. Otherwise ``Step.known`` has the first
+            valid column.
+        is_exact: For each sequence of a residual window, whether all its tokens found there what they should
+            read.
+        previous: The sequences as they were before the step, if its tokens alone fill the window.
+        begins: Position of the first token of each sequence; after the last one if it has not begun.
         num_positions: Positions so far, those included that the window has evicted.
         step: The step of the last tokens.
     """
@@ -51,8 +53,8 @@ class Placement:
         self.num_positions = 0
         self.step: Step | None = None
         self._tables: list[PageTable] = []
-        self._first: list[int] = []  # of each sequence, the position of the first token that is held
-        self._unknown = 0  # positions whose tokens a residual window holds, and that are others now
+        self._first: list[int] = []  # position of the first token that each sequence holds
+        self._unknown = 0  # positions before this one are stale in a residual window
         self._indices: dict[tuple[int, torch.device], tuple[list[int], CacheIndex]] = {}
         self._tokens: dict[tuple[int, int, int, int, torch.device], TokenIndex] = {}
         self._run: Run | Literal["unknown"] | None = "unknown"
@@ -83,14 +85,14 @@ class Placement:
         return tuple(self._tables)
 
     def place(self, start: int, end: int, storage: Storage, num_new: int = 0) -> TokenIndex:
-        """Where positions ``start .. end`` are in a storage; the same object until something changes.
+        """Slots of positions ``start .. end`` in a storage; the same object until something changes.
 
         Args:
             start: As above.
             end: As above.
             storage: The tensors.
-            num_new: How many of the last positions are queries. Attention takes no sequence of fewer tokens,
-                so one that begins among them has pages in front that stand for nothing.
+            num_new: Number of the last positions that are queries. Attention needs as many tokens in each
+                sequence, so one that begins among them has placeholder pages in front.
         """
         stride, device, size = storage.stride, storage.device, self.format.page_size
         found = self._tokens.get((start, end, num_new, stride, device))
@@ -106,7 +108,7 @@ class Placement:
         return found
 
     def begin(self, start: int, end: int, storage: Storage, visible: TokenIndex) -> Step:
-        """The step that stores positions ``start .. end``, and whose attention reads ``visible``."""
+        """Step that stores positions ``start .. end``, and whose attention reads ``visible``."""
         step = self.step
         if step is None or step[:3] != (start, end, storage.stride) or step.visible is not visible:
             if (end - start) * len(self._tables) > _FEW:
@@ -126,7 +128,7 @@ class Placement:
         return step
 
     def _positions(self, start: int, end: int, storage: Storage) -> Tensor | None:
-        """Of tokens in their texts, ``[B, end - start]``; ``None`` if no layer needs them."""
+        """Positions of tokens in their texts, ``[B, end - start]``; ``None`` if no layer needs them."""
         if not (storage.needs_positions or self.pages.needs_positions):
             return None
         if (end - start) * len(self._tables) <= _FEW:
@@ -136,15 +138,15 @@ class Placement:
         return first.unsqueeze(1) + torch.arange(end - start, device=storage.device)
 
     def known(self, start: int, device: torch.device, *, is_read: bool) -> Tensor | None:
-        """Of each sequence the first column that is there, of those that a token at ``start`` sees before it.
+        """First valid column of each sequence, among those that a token at ``start`` sees before it.
 
         Args:
             start: Position of the token.
-            device: Of the result.
-            is_read: Whether it reads them; what is missing makes its sequence inexact.
+            device: Device of the result.
+            is_read: Whether the token reads them; then a missing one makes its sequence inexact.
 
         Returns:
-            ``[B]`` int64; ``None`` if all are there.
+            ``[B]`` int64; ``None`` if all columns are valid.
         """
         column = max(start - (self.window or start) + 1, 0)
         firsts = [max(first, self._unknown) for first in self._first]
@@ -158,9 +160,9 @@ class Placement:
         return torch.tensor([max(first - column, 0) for first in firsts], device=device)
 
     def run(self) -> Run | None:
-        """Where all tokens lie one behind the other, with the sequences in extents of one distance."""
+        """Contiguous span of each sequence's tokens, in evenly spaced extents; ``None`` if there is none."""
         if self._run == "unknown":
-            # Sequences that begin together, and of which the window has evicted as many tokens.
+            # Sequences that begin together and lost the same number of tokens to the window.
             is_even = not any(self.begins) and len(set(self._first)) <= 1 and self.previous is None
             run = self.pages.run(self._tables) if is_even else None
             self._run = None if run is None or not self._first else run._replace(first=self._first[0])
@@ -172,7 +174,7 @@ class Placement:
         return all(self.pages.pool.is_writable(ref) for table in self._tables for ref in table.pages)
 
     def expect_begun(self, counts: Sequence[int]) -> None:
-        """Raise StateError unless all sequences have begun, of which ``counts`` tokens shall be removed."""
+        """Raise StateError if a sequence has not begun; ``counts`` of removed tokens are for the message."""
         if max(self.begins, default=0) > self.num_positions:
             b = self.begins.index(max(self.begins))
             raise StateError(
@@ -181,9 +183,9 @@ class Placement:
             )
 
     def _num_before(self, b: int, position: int) -> int:
-        """Pages in front of those of sequence b that an index counts, to begin at ``position`` or before.
+        """Number of placeholder pages before those of sequence b in an index.
 
-        Evicted ones, so that it begins at a multiple of ``PARTIAL`` tokens; and as many tokens more.
+        They make the index begin at or before ``position``, and at a multiple of ``PARTIAL`` tokens.
         """
         size = self.format.page_size
         aligned = lcm(PARTIAL, size)
@@ -192,12 +194,12 @@ class Placement:
         return (evicted + -(-missing // aligned) * aligned) // size
 
     def first_held(self, position: int) -> list[int]:
-        """Of each sequence, the first position at or behind ``position`` that is held."""
+        """First position at or after ``position`` that each sequence holds."""
         return [max(first, position) for first in self._first]
 
     @property
     def first_pages(self) -> list[int]:
-        """Of each sequence, the number of the first page that it has."""
+        """Number of the first page that each sequence holds, counted from the start of its text."""
         size = self.format.page_size
         return [(first - begin) // size for begin, first in zip(self.begins, self._first, strict=True)]
 

@@ -24,14 +24,14 @@ from kvloom.paging import PageTable, PrefixTree, check
 
 
 class PrefixSequence:
-    """One sequence of a ``PrefixCache``; made by ``begin`` and ``fork``, used until ``end``.
+    """One sequence of a ``PrefixCache``: made by ``begin`` or ``fork``, valid until ``end``.
 
     Attributes:
-        tokens: Token ids, those included whose keys and values are still to come.
-        salt: Only sequences of one salt share pages.
-        groups: Its pages in each group of layers.
-        num_cached: Tokens whose keys and values were found when it began, and need no compute.
-        stored: Tokens that each layer has.
+        tokens: Token ids, pending ones included.
+        salt: Salt of the prefix look-up: only sequences with the same salt share pages.
+        groups: Page table in each group of layers.
+        num_cached: Number of tokens whose keys and values were found at ``begin``.
+        stored: Number of tokens that each layer has.
     """
 
     __slots__ = ("groups", "num_cached", "num_shared", "salt", "stored", "tokens")
@@ -41,7 +41,7 @@ class PrefixSequence:
         self.salt = salt
         self.groups = groups
         self.num_cached = groups[0].num_tokens
-        self.num_shared = 0  # pages of tokens that another sequence had, too
+        self.num_shared = 0  # pages that another sequence had, too
         self.stored = [self.num_cached] * num_layers
 
     @property
@@ -51,7 +51,7 @@ class PrefixSequence:
 
     @property
     def num_pending(self) -> int:
-        """Tokens whose keys and values some layer does not have yet."""
+        """Number of tokens whose keys and values some layer does not have yet."""
         return len(self.tokens) - min(self.stored)
 
 
@@ -59,27 +59,27 @@ class PrefixCache:
     """Keys and values of many sequences; full pages are found again by their tokens.
 
     The protocol of a step: ``begin`` (or ``extend``), ``append`` in every layer, ``commit``; then ``attend``
-    at any time. Sharing is exact, never by a hash alone, and only within a salt. A page is copied when one of
-    its holders writes it. When the pool is full, pages that nobody holds are given up, least recently used
-    first if ``policy`` says no other.
+    at any time. Pages are shared by comparing tokens, never by a hash alone, and only within a salt. They are
+    copy-on-write. When the pool is full, pages that no sequence holds are evicted, by default the least
+    recently used first.
 
-    Layers of one window have pages of their own, ``max_tokens`` too, and so have the residual windows of
-    codes: of a sequence they hold what later tokens see, and a prefix is found with that alone.
+    Layers with the same window form a group with its own pool of ``max_tokens``; so do residual windows. Such
+    a group holds only what later tokens of a sequence see, which is enough to find a prefix.
 
     Args:
-        format: How tokens are kept, ``max_tokens`` of them in each layer.
+        format: Format of the tokens, with ``max_tokens`` of each layer.
         num_layers: Attention layers.
         heads: Key/value heads.
         head_dim: Elements of a head vector of the keys and, without ``value_dim``, of the values.
         value_dim: Elements of a head vector of the values.
-        dtype: That the model computes in: of unquantized tokens, unless ``format`` says another.
-        device: Where the tensors live.
-        policy: Which pages are given up, as of ``PagePool``, in layers without a window.
-        windows: Of each layer the tokens that a token sees, itself included; ``None`` for all before it.
+        dtype: Dtype that the model computes in, and of unquantized tokens unless ``format`` has another.
+        device: Device of the tensors.
+        policy: Eviction policy, as of ``PagePool``, in layers without a window.
+        windows: For each layer, the number of tokens that a token sees, itself included; ``None`` for all.
 
     Attributes:
         prefixes: The groups of layers: those without a window, then those of each window, then residual
-            windows in the same order. ``pages`` and ``tree`` are those of the first.
+            windows in the same order. ``pages`` and ``tree`` belong to the first.
 
     Raises:
         ConfigError: ``format`` has no ``max_tokens``.
@@ -111,8 +111,8 @@ class PrefixCache:
         self.windows, self.num_recent = windows, format.recent
         dims, device = (head_dim, head_dim if value_dim is None else value_dim), torch.device(device)
         groups, residuals = list[PrefixGroup](), list[PrefixGroup]()
-        self._codes: list[int] = [0] * num_layers  # of each layer, its group
-        self._residuals: list[int] = []  # and that of its residual window
+        self._codes: list[int] = [0] * num_layers  # group of each layer
+        self._residuals: list[int] = []  # group of each layer's residual window
         for window in sorted(set(windows), key=lambda x: x or 0):
             layers = [i for i, own in enumerate(windows) if own == window]
             pages = Pages(format, is_kept=True, policy=policy if window is None else "lru")
@@ -129,7 +129,7 @@ class PrefixCache:
         self._sequences: list[PrefixSequence] = []
 
     def __getstate__(self) -> dict[str, Any]:
-        """To be saved: the pages that hold something, and nothing below them."""
+        """Pickle the pages that are not free, without the store below."""
         saved = []
         for group in self.prefixes.groups:
             pool, pages = group.pages.pool, group.pages
@@ -152,22 +152,22 @@ class PrefixCache:
 
     @property
     def pages(self) -> Pages:
-        """Those of the first group."""
+        """Pages of the first group."""
         return self.prefixes.main.pages
 
     @property
     def tree(self) -> PrefixTree:
-        """That of the first group."""
+        """Prefix tree of the first group."""
         return self.prefixes.main.tree
 
     @property
     def below(self) -> Below | None:
-        """Where sealed pages go and missing ones come from; ``kvloom.store.put_below`` sets it."""
+        """Store that takes sealed pages and gives missing ones; ``kvloom.store.put_below`` sets it."""
         return self.prefixes.main.below
 
     @property
     def layers(self) -> list[Storage]:
-        """The tensors of each layer; those of residual windows are not among them."""
+        """The tensors of each layer, without residual windows."""
         return [self.prefixes.groups[n].storages[i] for i, n in enumerate(self._codes)]
 
     def __enter__(self) -> "PrefixCache":  # noqa: PYI034 (Self is not in Python 3.10)
@@ -185,7 +185,7 @@ class PrefixCache:
         return sum(x.nbytes for group in self.prefixes.groups for x in group.storages.values())
 
     def begin(self, tokens: Iterable[int], salt: str = "") -> PrefixSequence:
-        """A sequence of ``tokens``, of which the longest known prefix in whole pages is already cached.
+        """Begin a sequence of ``tokens`` with the longest prefix that is cached, in whole pages.
 
         The last token is never taken from the cache, since its output must be computed.
 
@@ -298,7 +298,7 @@ class PrefixCache:
         return storage.attend_beside(queries, batch, scores, exact, newest, self.num_recent, first)
 
     def fork(self, sequence: PrefixSequence) -> PrefixSequence:
-        """Another sequence of the same tokens on the same pages.
+        """New sequence with the same tokens on the same pages.
 
         Raises:
             StateError: layers differ in the tokens they have.
@@ -327,7 +327,7 @@ class PrefixCache:
             own.truncate(num_tokens)
 
     def end(self, sequence: PrefixSequence) -> None:
-        """Give up a sequence; its sealed pages stay findable until the pool needs them."""
+        """Release a sequence; its sealed pages can be found until they are evicted."""
         self._expect_live(sequence)
         self._sequences.remove(sequence)
         for own in sequence.groups:
@@ -339,7 +339,7 @@ class PrefixCache:
             check(group.pages.pool, group.tree, [x.groups[i].table for x in self._sequences])
 
     def report(self) -> dict[str, int]:
-        """Sequences, and pages free, held and findable; the pages sum to ``num_pages``."""
+        """Numbers of sequences, and of free, held and evictable pages, which sum to ``num_pages``."""
         return {"sequences": len(self._sequences), **self.pages.pool.report()}
 
     def _keep(self, sequence: PrefixSequence) -> PrefixSequence:
@@ -351,7 +351,7 @@ class PrefixCache:
             raise StateError("this sequence has ended, or belongs to another cache")
 
     def _settle(self, sequence: PrefixSequence) -> None:
-        """Check that a step is whole, and give up room that was reserved and not written."""
+        """Check that all layers have stored the same tokens, and release reserved room without tokens."""
         self._expect_live(sequence)
         if len(set(sequence.stored)) != 1:
             raise StateError(f"every layer must have the same tokens, got {sequence.stored}")
@@ -363,7 +363,7 @@ class PrefixCache:
         return [self._codes[layer], *self._residuals[layer : layer + 1]]
 
     def _reserve(self, sequence: PrefixSequence, number: int, end: int) -> None:
-        """Have room for the tokens before ``end`` in a group; gives up what windows have passed for it."""
+        """Make room for the tokens before ``end`` in a group; may release pages that windows have passed."""
         group, own = self.prefixes.groups[number], sequence.groups[number]
         new = end - own.num_tokens
         if new <= 0 or own.fill(new):
@@ -376,7 +376,7 @@ class PrefixCache:
     def _batch(
         self, sequences: Sequence[PrefixSequence], number: int, layer: int, lengths: list[int], num_new: int
     ) -> tuple[Storage, ops.Batch, Tensor]:
-        """Where tokens of some sequences are in a group, and at which position its index begins of each."""
+        """Storage, batch and, for each sequence, the position of the first token of the index."""
         group = self.prefixes.groups[number]
         for sequence, length in zip(sequences, lengths, strict=True):
             group.expect_seen(sequence.groups[number], length - num_new)

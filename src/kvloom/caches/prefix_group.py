@@ -1,7 +1,7 @@
-"""The pages of one group of layers: what texts hold of them, what finds them, and what lies below.
+"""Pages of one group of layers, with page tables of texts, a prefix tree and a store below.
 
-Layers that attend to the same tokens are a group: those that attend to all, and those of each window. Tokens
-that are kept unquantized beside codes, for a residual window, are another.
+Layers that attend to the same tokens form a group: one for layers without a window, one for each window.
+Residual windows form further groups.
 """
 
 from collections.abc import Sequence
@@ -21,10 +21,10 @@ from kvloom.paging import Growth, PageRef, PageTable, PrefixTree
 
 
 class Below(Protocol):
-    """What lies below the pages of a group, such as a store; ``salt`` is as in ``PrefixCache.begin``."""
+    """Lower level of a group's pages, such as a store; ``salt`` is as in ``PrefixCache.begin``."""
 
     def known(self, tokens: Sequence[int], salt: str) -> list[bool]:
-        """Of each full page of a text, whether it might be read."""
+        """Whether each full page of a text might be read."""
 
     def fetch(
         self,
@@ -34,21 +34,21 @@ class Below(Protocol):
         scope: str | None = None,
         first: int = 0,
     ) -> list[PageRef]:
-        """The pages ``found`` of a text from ``first`` on, and those that could be read behind them, held."""
+        """Pages ``found`` of a text from ``first`` on, and those read after them; all are held."""
 
     def keep(self, tokens: Sequence[int], refs: Sequence[PageRef], salt: str, first: int = 0) -> None:
-        """Take the full pages of a text from ``first`` on, which were sealed."""
+        """Store the full pages of a text from ``first`` on, which are sealed."""
 
 
 @dataclass(slots=True, eq=False)
 class GroupTable:
-    """The pages that one text holds in a group.
+    """Page table of one text in a group.
 
     Attributes:
         table: Its pages.
-        first: Number of the first of them in the text.
-        place: First slots ``[P]`` of these pages, behind others that stand for earlier ones; and the position
-            at which they begin. Made when that is needed.
+        first: Number, in the text, of the first page that is held.
+        place: First slots ``[P]`` of these pages after placeholders for earlier ones, and the position of the
+            first of all. Computed when needed.
     """
 
     table: PageTable
@@ -57,45 +57,45 @@ class GroupTable:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the text that have their place, or had it."""
+        """Number of tokens of the text, those of released pages included."""
         return self.first * self.table.page_size + self.table.num_tokens
 
     def fill(self, num_tokens: int) -> bool:
-        """Add tokens to the last page if it has room for them, and say whether it has."""
+        """Add tokens to the last page if it has room for them; return whether it has."""
         if has_room := self.table.has_room(num_tokens):
             self.table.fill(num_tokens)
         return has_room
 
     def fork(self, request: int | None = None) -> "GroupTable":
-        """The same tokens, for another text; ``request`` as of ``PageTable.fork``."""
+        """New table with the same tokens, for another text; ``request`` as of ``PageTable.fork``."""
         return GroupTable(self.table.fork(request), self.first)
 
     def truncate(self, num_tokens: int) -> None:
-        """Keep the first tokens of the text, of which a window may have passed some."""
+        """Keep the first ``num_tokens`` of the text, of which a window may have passed some."""
         size = self.table.page_size
         self.first = min(self.first, -(-num_tokens // size))
         self.table.truncate(max(min(num_tokens, self.num_tokens) - self.first * size, 0))
         self.place = None
 
     def replace(self, refs: Sequence[PageRef]) -> None:
-        """Hold what ``PrefixTree.insert`` returned."""
+        """Hold the pages that ``PrefixTree.insert`` returned."""
         if refs != [*self.table.pages]:
             self.table.replace(refs)
             self.place = None
 
 
 class PrefixGroup:
-    """The pages of one group of layers.
+    """One group of layers: its pages and what finds them.
 
     Args:
-        pages: Where they keep their tokens.
+        pages: Pages and tensors of the layers.
         window: Tokens that a token sees, itself included; ``None`` for all.
-        tree: Of their pool, one that was loaded; a new one if ``None``.
+        tree: Prefix tree of their pool; ``None`` for a new one.
 
     Attributes:
         pages: As above.
         tree: Finds these pages.
-        below: What lies below the pages; ``None`` for nothing.
+        below: Store below the pages; ``None`` for none.
     """
 
     def __init__(self, pages: Pages, window: int | None = None, tree: PrefixTree | None = None) -> None:
@@ -110,22 +110,22 @@ class PrefixGroup:
 
     @property
     def storages(self) -> dict[int, Storage]:
-        """Of each layer."""
+        """The tensors of each layer."""
         return self.pages.storages
 
     def new_table(self) -> GroupTable:
-        """Of a text that begins."""
+        """Empty table of a new text."""
         return GroupTable(PageTable(self.pages.pool, self.pages.format.page_size))
 
     def num_missing(self, held: GroupTable, end: int) -> int:
-        """Pages that a text lacks for its tokens before ``end``, copies among them."""
+        """Number of pages that a text needs for its tokens before ``end``, copies included."""
         return Growth([held.table], [max(end - held.num_tokens, 0)]).num_pages
 
     def make_room(self, num_pages: int) -> None:
-        """Have so many pages to read into, if there can be more than there are."""
+        """Try to have ``num_pages`` free pages to read into; does nothing where the pool has a fixed size."""
 
     def append(self, held: GroupTable, num_tokens: int) -> None:
-        """Room for more tokens of a text; raises as ``Pages.append``."""
+        """Make room for more tokens of a text; raises as ``Pages.append``."""
         if self.pages.append([held.table], [num_tokens]):
             held.place = None
 
@@ -139,7 +139,7 @@ class PrefixGroup:
                 held.place = None
 
     def place_of(self, held: GroupTable, storage: Storage) -> tuple[Tensor, int]:
-        """``GroupTable.place`` in a storage; it begins at a multiple of ``PARTIAL`` tokens."""
+        """``GroupTable.place`` in a storage, which begins at a multiple of ``PARTIAL`` tokens."""
         if held.place is None:
             before = held.first % (lcm(PARTIAL, storage.page_size) // storage.page_size)
             [slots] = self.pages.table([held.table], storage, [before])
@@ -153,7 +153,7 @@ class PrefixGroup:
         return CacheIndex.pages(table, storage.page_size), [base for _, base in places]
 
     def expect_seen(self, held: GroupTable, start: int) -> None:
-        """Raise StateError unless a token at position ``start`` of a text has all that its window shows."""
+        """Raise StateError unless a text still holds the window of its token at position ``start``."""
         first = held.first * held.table.page_size
         if self.window is not None and start > 0 and max(start - self.window + 1, 0) < first:
             raise StateError(

@@ -1,7 +1,7 @@
-"""Prefixes of texts in pages of several groups of layers: found in all of them, or not at all.
+"""Prefixes of texts in several groups of layers: found in all of them, or not at all.
 
-A group has a pool of pages and a tree, which tells what a prefix needs there: all pages, or those that the
-token behind the prefix sees.
+A group has a pool of pages and a prefix tree. The tree says which pages of a prefix the group needs: all, or
+those that the token after the prefix sees. Where all groups have the needed pages, a prefix is complete.
 """
 
 from collections import Counter
@@ -14,12 +14,12 @@ from kvloom.paging import PageRef, PageTable, check
 
 
 class Needed(NamedTuple):
-    """The pages of a text that a group needs for a prefix of it.
+    """Pages that a group needs for a prefix of a text.
 
     Attributes:
-        tokens: Of the prefix, in whole pages.
-        first: Number of the first page.
-        found: Those from there on that are in the tree, which the caller does not hold.
+        tokens: Token ids of the prefix, in whole pages.
+        first: Number of the first needed page.
+        found: Contiguous pages from ``first`` on that are in the tree; the caller does not hold them.
         page_size: Tokens of a page.
     """
 
@@ -30,21 +30,21 @@ class Needed(NamedTuple):
 
     @property
     def num_missing(self) -> int:
-        """Pages behind ``found``."""
+        """Number of needed pages after ``found``."""
         return len(self.tokens) // self.page_size - self.first - len(self.found)
 
     @property
     def start(self) -> int:
-        """Tokens in front of these."""
+        """Number of tokens before the missing pages."""
         return (self.first + len(self.found)) * self.page_size
 
 
 class Prefixes:
-    """Finds prefixes in all groups of the layers of a model.
+    """Prefix search in all groups of layers of a model.
 
     Args:
-        groups: In pages of one size. The first one's events are recorded; it is that of the layers that
-            attend to all tokens, if there are such.
+        groups: Groups with pages of one size. The first records events; it is the one without a window, if
+            there is such a group.
     """
 
     def __init__(self, groups: Sequence[PrefixGroup]) -> None:
@@ -57,7 +57,7 @@ class Prefixes:
         return self.groups[0]
 
     def num_known(self, tokens: Sequence[int], scope: str, max_tokens: int | None = None) -> int:
-        """Pages of the longest prefix that is whole in every group, of at most ``max_tokens`` tokens."""
+        """Number of pages of the longest complete prefix, of at most ``max_tokens`` tokens."""
         if len(self.groups) == 1:
             return self.main.tree.num_known(tokens, scope, max_tokens=max_tokens)
         return self._longest(self._are_there(tokens[:max_tokens], scope))
@@ -68,16 +68,17 @@ class Prefixes:
         begins: Sequence[int],
         is_within: Callable[[int, int], bool],
     ) -> tuple[int, list[list[PageTable]]]:
-        """The most columns that a batch can begin with: in each row a prefix that is whole in every group.
+        """Find the most columns that a batch can begin with, where each row has a complete prefix.
 
         Args:
-            texts: Of each row, its tokens that may be found, its scope in trees and its salt in stores.
-            begins: Of each row, the column of its first token; all rows end in one column.
-            is_within: Whether so many tokens of a row, by its number, must not be a prefix.
+            texts: For each row the tokens to look up, the scope in trees and the salt in stores.
+            begins: Column of the first token of each row; all rows end in one column.
+            is_within: Function of a row's number and a number of tokens: whether its prefix must not end
+                there.
 
         Returns:
-            Columns, and what ``hold`` returns for each row: pages of as many tokens less than its ``begins``,
-            the last one perhaps in part.
+            Number of columns, and the result of ``hold`` for each row: tables of as many tokens less its
+            ``begins``; the last page may be partly filled.
         """
         held, requests, events = [], [], self.main.pages.pool.events
         wanted = 0 if self.main.below is None else self._num_columns(texts, begins, is_within)
@@ -96,7 +97,7 @@ class Prefixes:
         begins: Sequence[int],
         is_within: Callable[[int, int], bool],
     ) -> int:
-        """As ``begin``; of rows with a salt, what stores may have counts, too."""
+        """Number of columns as of ``begin``; for rows with a salt, pages that stores may have count, too."""
         fewest = []
         for text in texts:
             there = zip(self.groups, self._are_there(*text), strict=True)
@@ -117,20 +118,20 @@ class Prefixes:
         return num_columns
 
     def num_shared(self, tokens: Sequence[int], scope: str) -> int:
-        """Pages that a text has in common with a known one, for ``prefer``; 0 if no group has a window."""
+        """Number of pages that a text shares with a known one, for ``prefer``; 0 if no group has a window."""
         has_windows = any(group.window is not None for group in self.groups)
         return self.main.tree.num_same(tokens, scope) if has_windows else 0
 
     def look_up(
         self, tokens: Sequence[int], scope: str, salt: str | None = None, num_tokens: int | None = None
     ) -> list[list[PageRef]]:
-        """Retain what is known of a text; read from stores what a longer prefix lacks to be whole.
+        """Retain the pages of the longest complete prefix; read from stores what a longer one needs.
 
         Args:
-            tokens: Ids from the start of the text, all of which may be found.
-            scope: Under which the trees have it.
-            salt: Under which the stores have it; ``scope`` if ``None``.
-            num_tokens: Of the prefix that is wanted; the longest if ``None``.
+            tokens: Token ids from the start of the text, all of which may be found.
+            scope: Key of the text in the trees.
+            salt: Key of the text in the stores; ``scope`` if ``None``.
+            num_tokens: Length of the wanted prefix; the longest if ``None``.
 
         Returns:
             Pages of each group, held by the caller until ``hold`` or ``release`` takes them.
@@ -153,7 +154,7 @@ class Prefixes:
     def needed(
         self, tokens: Sequence[int], scope: str, salt: str, num_tokens: int | None = None
     ) -> list["Needed"]:
-        """What of a text each group needs for the longest prefix that may be whole; as of ``look_up``."""
+        """Pages that each group needs for the longest prefix that may be complete; as of ``look_up``."""
         if num_tokens is None:
             num_tokens = self._longest(self._are_there(tokens, scope, salt)) * self.page_size
         text = tokens[: -(-num_tokens // self.page_size) * self.page_size]
@@ -166,14 +167,14 @@ class Prefixes:
     def hold(
         self, tokens: Sequence[int], scope: str, num_tokens: int, held: list[list[PageRef]], request: int
     ) -> list[PageTable]:
-        """Tables that begin with a prefix that is whole, as ``num_known`` says.
+        """Make tables that hold a complete prefix, as found by ``num_known``.
 
         Args:
-            tokens: Of the text.
-            scope: Under which it is known.
-            num_tokens: Of the prefix, which may end within a page.
-            held: What ``look_up`` returned; what is not needed is released.
-            request: Whose the tables are, to events.
+            tokens: Token ids of the text.
+            scope: Key of the text in the trees.
+            num_tokens: Length of the prefix, which may end within a page.
+            held: Result of ``look_up``; pages that are not needed are released.
+            request: Number of the request that owns the tables, for events.
 
         Returns:
             A table of each group, with the last pages of the prefix that it needs.
@@ -202,13 +203,13 @@ class Prefixes:
         """Let others find the full pages of a text, and ``prefer`` those that it shares.
 
         Args:
-            held: Its pages in each group, or in the first ones.
-            tokens: All that are computed.
-            scope: Under which they are found.
-            num_shared: What ``num_shared`` said when it began.
+            held: Its tables in all groups, or in the first ones.
+            tokens: All computed tokens.
+            scope: Key of the text in the trees.
+            num_shared: Result of ``num_shared`` when the text began.
 
         Raises:
-            StateError: as ``PrefixTree.insert``; groups before have their pages sealed.
+            StateError: as ``PrefixTree.insert``; the pages of earlier groups are sealed.
         """
         for group, own in zip(self.groups, held, strict=False):
             own.table.claim()
@@ -217,19 +218,19 @@ class Prefixes:
             self.prefer(held, num_shared)
 
     def keep(self, held: Sequence[GroupTable], tokens: Sequence[int], salt: str) -> None:
-        """Give what lies below each group the full pages of a text.
+        """Pass the full pages of a text to the store below each group.
 
         Args:
-            held: Its sealed pages in each group, or in the first ones.
-            tokens: All that are computed.
-            salt: Under which stores have them.
+            held: Its tables in all groups, or in the first ones, with sealed pages.
+            tokens: All computed tokens.
+            salt: Key of the text in the stores.
         """
         for group, own in zip(self.groups, held, strict=False):
             if group.below is not None:
                 group.below.keep(tokens, own.table.pages, salt, own.first)
 
     def prefer(self, held: Sequence[GroupTable], num_pages: int) -> None:
-        """Evict later what makes a prefix of ``num_pages`` sealed pages whole: another text had it, too."""
+        """Evict the pages that complete a prefix of ``num_pages`` pages later: another text had it, too."""
         for group, own in zip(self.groups, held, strict=False):
             needed, first, pool = group.tree.first_needed(num_pages), own.first, group.pages.pool
             if group.window is not None and needed >= first and own.table.num_pages >= num_pages - first:
@@ -237,10 +238,10 @@ class Prefixes:
                 pool.prefer([ref for ref in refs if pool.is_sealed(ref)])
 
     def saved(self, rename: Callable[[str], str | None] | None = None) -> list[list[Any]]:
-        """What can be found in each group, to be pickled: scopes, tokens, and where their pages are saved.
+        """Prefixes of each group, to be pickled: scopes, tokens, and the places of their saved pages.
 
         Args:
-            rename: Of a scope, what it is in the process that loads it; ``None`` leaves it out.
+            rename: Maps a scope to that of the process that loads it; a result of ``None`` omits the prefix.
         """
         every = []
         for group in self.groups:
@@ -253,7 +254,7 @@ class Prefixes:
         return every
 
     def load(self, saved: Sequence[Sequence[Any]]) -> None:
-        """Find what ``saved`` has, in groups that are empty."""
+        """Add the prefixes of ``saved`` to empty groups."""
         for group, known in zip(self.groups, saved, strict=True):
             for scope, tokens, places in known:
                 refs = hold(group.pages, places)
@@ -271,9 +272,9 @@ class Prefixes:
             check(group.pages.pool, group.tree, group.pages.all_tables())
 
     def _are_there(self, tokens: Sequence[int], scope: str, salt: str | None = None) -> list[list[bool]]:
-        """Of each group, which pages of a text are there, as far as all groups know the text.
+        """Whether each group has each page of a text, as far as all groups know the text.
 
-        With a ``salt``, of all its pages: those that stores may have under it are there, too.
+        With a ``salt``, for all pages of the text; pages that stores may have under it count, too.
         """
         if salt is None or self.main.below is None:
             pages, there = list(self.main.tree.packed(tokens)), list[list[bool]]()
@@ -282,7 +283,7 @@ class Prefixes:
                 del pages[len(there[-1]) :]
             return [x[: len(pages)] for x in there]
         if len(self.groups) == 1 and self.main.tree.window is None:
-            return [[True] * (len(tokens) // self.page_size)]  # it reads as far as it goes
+            return [[True] * (len(tokens) // self.page_size)]  # the store reads as many as it has
         there = []
         for group in self.groups:
             known = group.tree.known(tokens, scope)
@@ -291,6 +292,6 @@ class Prefixes:
         return there
 
     def _longest(self, there: Sequence[Sequence[bool]]) -> int:
-        """Pages of the longest prefix that is whole in every group, by what each has of every page."""
+        """Number of pages of the longest complete prefix, given which pages each group has."""
         whole = zip(*(g.tree.whole(x) for g, x in zip(self.groups, there, strict=True)), strict=True)
         return max((i + 1 for i, x in enumerate(whole) if all(x)), default=0)

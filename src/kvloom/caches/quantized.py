@@ -1,4 +1,4 @@
-"""A layer that keeps codes, and the most recent tokens as they are.
+"""Layer of codes whose residual window is kept unquantized.
 
 Shapes: B sequences, H heads, N stored tokens, Dk and Dv head dims.
 """
@@ -27,23 +27,22 @@ _Pair: TypeAlias = tuple[Tensor, Tensor]
 
 
 class QuantizedLayer(Layer):
-    """Codes and scales of every token but the last ``recent``, which are kept as they are.
+    """Codes and scales of all tokens but the last ``recent``, which stay unquantized.
 
-    A token is quantized once, when ``recent`` newer ones are there, on its own: its codes never change. What
-    ``update`` returns is what later updates return for the same tokens, so the split of a text into updates
-    does not matter. The whole layer is dequantized at each update; ``append`` reads codes in place, if no
-    tokens are kept as they are.
+    A token is quantized once, after ``recent`` later ones, and on its own: its codes never change. So the
+    split of a text into updates does not matter: its codes are the same. Each update dequantizes the whole
+    layer. ``append`` reads codes in place, which requires ``recent=0``.
 
     Args:
         kv: Codes of the keys and, without ``values``, of the values, as ``QuantSpec.parse`` reads them:
-            ``"int8:g32"`` has a scale for 32 elements along the head dim, a number that divides Dk and Dv;
-            ``"int8"`` for as many as 64 has in common with Dk, and with Dv.
-        recent: Most recent tokens that are not quantized.
+            ``"int8:g32"`` has a scale for 32 elements along the head dim, a number that divides Dk and Dv.
+            ``"int8"`` has groups of gcd(64, Dk) and gcd(64, Dv) elements.
+        recent: Length of the residual window: the last tokens, which are not quantized.
         values: Codes of the values.
-        scale_dtype: float32, float16 or bfloat16.
+        scale_dtype: Dtype of the scales: float32, float16 or bfloat16.
 
     Raises:
-        ArgumentError: ``kv`` or ``values`` spells no codes.
+        ArgumentError: ``kv`` or ``values`` is no format string of codes.
         ConfigError: another value is not allowed; by ``update``, if a group does not divide a head dim.
     """
 
@@ -79,7 +78,7 @@ class QuantizedLayer(Layer):
 
     @property
     def num_sealed(self) -> int:
-        """Tokens of each sequence that are kept as codes: the first ones."""
+        """Number of first tokens of each sequence that are kept as codes."""
         return self._codes.num_tokens
 
     @property
@@ -91,7 +90,7 @@ class QuantizedLayer(Layer):
 
     @property
     def nbytes(self) -> int:
-        """Bytes allocated, scales and recent tokens included."""
+        """Bytes allocated, scales and residual window included."""
         return self._codes.nbytes + sum(x.nbytes for x in self._recent or ())
 
     def codes(self) -> Tensors:
@@ -117,7 +116,7 @@ class QuantizedLayer(Layer):
         return key[:, :count], value, a, b
 
     def stored(self) -> Tokens:
-        """What ``keys`` and ``values`` have, where it is; raises UnsupportedError beside recent tokens."""
+        """Tokens of ``keys`` and ``values``, not gathered; raises UnsupportedError with ``recent``."""
         self._expect_codes_only()
         return self._codes.stored()
 
@@ -126,7 +125,7 @@ class QuantizedLayer(Layer):
         return _joined(self._codes.gather(dtype), self._recent)
 
     def replace(self, new: Mapping[int, Tensor]) -> None:
-        """Hold these keys (0), values (1) or both instead; a side that stays keeps its codes."""
+        """Replace all keys (0), values (1) or both; a side that is not replaced keeps its codes."""
         count = next(iter(new.values())).shape[2]
         sealed = max(count - self.recent, 0) if len(new) == 2 else self.num_sealed
         recent = self._recent
@@ -152,7 +151,7 @@ class QuantizedLayer(Layer):
         return self._codes._append(key, value)
 
     def _sealed_and_recent(self, key: Tensor, value: Tensor) -> tuple[_Pair, _Pair | None]:
-        """Of the recent tokens and the new ones, those to be quantized and those that are recent now."""
+        """Split residual window and new tokens into those to quantize and the new residual window."""
         if not self.recent:
             return (key, value), None
         if self._recent is not None:
@@ -192,7 +191,7 @@ class QuantizedLayer(Layer):
 
 
 def _joined(first: _Pair, last: _Pair | None) -> _Pair:
-    """One behind the other."""
+    """Concatenate two pairs along the tokens."""
     if last is None or not last[0].shape[2]:
         return first
     return torch.cat([first[0], last[0]], 2), torch.cat([first[1], last[1]], 2)

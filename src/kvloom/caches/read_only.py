@@ -1,4 +1,4 @@
-"""Tensors that were made from a cache and are not part of it."""
+"""Tensor subclasses for copies gathered from a cache: read-only, or written back when changed."""
 
 from collections.abc import Iterable
 from typing import Any, Final, Protocol
@@ -18,17 +18,17 @@ _OTHER_TENSORS: Final = {
     "__set__", "as_strided_", "detach_", "rename_", "requires_grad_", "resize_", "resize_as_",
     "share_memory_", "squeeze_", "swapaxes_", "swapdims_", "t_", "transpose_", "unsqueeze_",
 }  # fmt: skip
-"""Methods that change what a tensor is and not the numbers in it."""
+"""Methods that change a tensor's shape or memory, not its elements."""
 
 
 class ReadOnly(Tensor):
-    """Keys or values that were gathered for the caller. Writing them would change no cache, so that raises.
+    """Gathered keys or values. Writing them would not change the cache, so it raises UnsupportedError.
 
-    What shares memory with one is one too; all that is computed from it is a tensor as any other. ``clone``
-    it to have one that can be written.
+    Tensors that share memory with one are read-only, too; results computed from it are ordinary tensors.
+    ``clone`` it for one that can be written.
 
     Attributes:
-        refusal: Why it cannot be changed in place, and what to do instead.
+        refusal: Error message: the reason, and what to do instead.
     """
 
     refusal = (
@@ -38,7 +38,7 @@ class ReadOnly(Tensor):
 
     @classmethod
     def of(cls, x: Tensor) -> "ReadOnly":
-        """The same tensor, protected."""
+        """Make a read-only tensor with the same memory."""
         return x.as_subclass(cls)
 
     @classmethod
@@ -76,10 +76,10 @@ class ReadOnly(Tensor):
 
     @classmethod
     def _write(cls, written: Iterable["ReadOnly"]) -> None:
-        """Pass on what a call wrote to these."""
+        """Hook after a call that wrote these tensors."""
 
     def _protect(self, x: Tensor) -> "ReadOnly":
-        """A tensor that shares memory with this one."""
+        """Protect a tensor that shares memory with this one in the same way."""
         return self.of(x)
 
     def _plain(self) -> Tensor:
@@ -88,23 +88,23 @@ class ReadOnly(Tensor):
 
 
 class Reading(Protocol):
-    """Keys or values as they were read from a layer."""
+    """Source of gathered keys or values, which takes changes back."""
 
     def expect_current(self) -> None:
         """Raise UnsupportedError if the layer no longer holds them, StateError if it cannot be changed."""
 
     def write(self) -> None:
-        """Let the layer hold what they are now."""
+        """Write the changed keys or values back to the layer."""
 
 
 class WrittenBack(ReadOnly):
-    """Keys or values that were gathered for the caller, which a layer takes back whenever they are changed.
+    """Gathered keys or values that are written back to their layer whenever they are changed in place.
 
-    So changing them in place changes the layer, as where they are its own tensors.
+    So a caller can treat them as the layer's own tensors.
 
     Attributes:
-        refusal: As of ``ReadOnly``, for calls that change more than numbers.
-        reading: What takes them back.
+        refusal: Error message for calls that change more than elements.
+        reading: Source that takes changes back.
     """
 
     refusal = (
@@ -115,7 +115,7 @@ class WrittenBack(ReadOnly):
 
     @classmethod
     def read(cls, x: Tensor, reading: Reading) -> "WrittenBack":
-        """The same tensor, which is written back to what was read."""
+        """Make a tensor with the same memory that is written back to ``reading``."""
         result = x.as_subclass(cls)
         result.reading = reading
         return result
@@ -135,7 +135,7 @@ class WrittenBack(ReadOnly):
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[ReadOnly]:
-    """Protected tensors that a call changes: by its name, its ``out`` or its ``inplace``."""
+    """Find protected tensors that a call changes, by its name, its ``out`` or its ``inplace``."""
     name = str(getattr(func, "__name__", ""))
     if name in _WRITING_DUNDERS or (name.endswith("_") and not name.endswith("__")):
         targets: Any = args[:1]

@@ -1,4 +1,4 @@
-"""Slots that are taken in turn, so that the newest tokens take the place of the oldest."""
+"""Ring buffer of token slots: a new token overwrites the oldest one."""
 
 import torch
 from torch import Tensor
@@ -8,17 +8,17 @@ from kvloom.core.indexing import CacheIndex
 
 
 class Ring:
-    """``num_slots`` slots for each of B sequences: token t lies in slot t modulo their number.
+    """``num_slots`` slots for each of B sequences: token t is in slot t modulo ``num_slots``.
 
     Args:
         rows: B.
-        num_slots: Of each sequence; a multiple of ``BLOCK`` if sequences have no end.
-        max_tokens: Tokens that a sequence can have; ``None`` for any number.
-        device: Of the index.
+        num_slots: Slots of each sequence; a multiple of ``BLOCK`` if ``max_tokens`` is ``None``.
+        max_tokens: Maximum number of tokens of a sequence; ``None`` for any number.
+        device: Device of the index.
 
     Attributes:
-        starts: ``[B, 1]``, the first slot of each sequence; where sequences have an end ``[B, P]``, the same
-            for each round.
+        starts: ``[B, 1]``, the first slot of each sequence; with ``max_tokens`` ``[B, P]``, repeated for each
+            of P rounds of the ring.
     """
 
     def __init__(self, rows: int, num_slots: int, max_tokens: int | None, device: torch.device) -> None:
@@ -27,12 +27,12 @@ class Ring:
         self.starts = (torch.arange(rows, device=device).unsqueeze(1) * num_slots).repeat(1, num_rounds)
 
     def slots(self, position: Tensor) -> Tensor:
-        """Slots ``[B, Q]`` of the tokens at ``position`` ``[Q]``; no slot for those that do not fit."""
+        """Slots ``[B, Q]`` of the tokens at ``position`` ``[Q]``; out of range from ``max_tokens`` on."""
         slots, end = self.starts[:, :1] + position % self.num_slots, self._max_tokens
         return slots if end is None else torch.where(position < end, slots, len(self.starts) * self.num_slots)
 
     def place(self, first: Tensor, end: Tensor, num_columns: int) -> TokenIndex:
-        """Where tokens are before position ``end``: all, or ``num_columns`` from ``first`` on."""
+        """Slots of the tokens before position ``end``: all, or ``num_columns`` from ``first`` on."""
         rows = len(self.starts)
         if self._max_tokens is not None:
             index = CacheIndex(self.starts, None, self.num_slots)

@@ -1,7 +1,7 @@
-"""What pickle and ``torch.save`` keep of tokens in pages: those that are held, and each page once.
+"""Pickled form of tokens in pages, for pickle and ``torch.save``: each page that is held, once.
 
-Whatever is saved together and shares pages shares them again when it is loaded. Pages are loaded into the
-axis order that is best where they are loaded, on the device that their tensors come back on.
+Objects that are saved together and share pages share them again after loading. Pages are loaded to the device
+of their loaded tensors, in the axis order that is best there.
 """
 
 import weakref
@@ -21,7 +21,7 @@ from kvloom.ops import KeySmoothing
 from kvloom.paging import PageRef, PageTable
 
 Place: TypeAlias = "tuple[SavedPages, int]"
-"""One of some pages."""
+"""Saved pages, and the number of one of them."""
 
 
 @dataclass(frozen=True)
@@ -29,12 +29,12 @@ class SavedStorage:
     """Copies of some pages of one layer.
 
     Attributes:
-        specs: Of keys and values, with the axis order of the tensors.
+        specs: Specs of keys and values, with the axis order of the tensors.
         page_size: Token slots in a page.
-        layout: The name that the axis order was chosen by.
+        layout: Name by which the axis order was chosen, as ``CacheFormat.layout``.
         is_gathered: Whether attention read gathered tensors.
-        tensors: As those of a ``Storage``; what pickle has no dtype for, as integers.
-        smoothing: Of its keys; ``None`` if they are not smoothed.
+        tensors: Tensors as of a ``Storage``; dtypes that pickle does not support are viewed as integers.
+        smoothing: Smoothing of the keys; ``None`` if they are not smoothed.
     """
 
     specs: tuple[KVSpec, KVSpec | None]
@@ -46,7 +46,7 @@ class SavedStorage:
 
     @classmethod
     def of(cls, storage: Storage, slots: Tensor) -> "SavedStorage":
-        """Some pages of a layer, of which these are all slots."""
+        """Copy pages of a layer, given all their ``slots``."""
         held = storage.like(storage.page_size)
         held.reserve(1, len(slots) // storage.page_size)
         where = torch.arange(len(slots), device=storage.device)
@@ -59,7 +59,7 @@ class SavedStorage:
 
     @property
     def view(self) -> KVView:
-        """All pages."""
+        """View of all saved pages."""
         (key, value), (codes, others, *scales) = self.specs, self.tensors
         codes = codes.view(key.cache_dtype)
         if value is None or others is None:
@@ -77,16 +77,16 @@ class SavedStorage:
         )
 
     def write(self, storage: Storage, slots: Tensor) -> None:
-        """Copy them to as many slots of a storage."""
+        """Copy all saved tokens to ``slots`` of a storage."""
         every = torch.arange(len(slots), device=storage.device)
         ops.copy(self.view, every, storage.view, slots.to(storage.device))
 
 
 class SavedPages:
-    """Copies of some pages in every layer; while they are being saved, others that hold them refer to them.
+    """Copies of some pages in every layer; other holders that are saved with them refer to the same copy.
 
     Attributes:
-        refs: The pages; once loaded they are held as long as this object lives.
+        refs: The pages; after loading they are held as long as this object exists.
     """
 
     def __init__(self, pages: Pages, refs: Sequence[PageRef]) -> None:
@@ -108,7 +108,7 @@ class SavedPages:
 
 
 def save_pages(pages: Pages, refs: Iterable[PageRef]) -> dict[PageRef, Place]:
-    """Where each page is saved: with one that is being saved already, or with new ones."""
+    """Place of each page: among pages that are being saved already, or among new ones."""
     known = {ref: (x, i) for x in pages.saved if x.is_current for i, ref in enumerate(x.refs)}
     refs = dict.fromkeys(refs)
     missing = [ref for ref in refs if ref not in known]
@@ -119,13 +119,13 @@ def save_pages(pages: Pages, refs: Iterable[PageRef]) -> dict[PageRef, Place]:
 
 
 def save_tables(pages: Pages, tables: Sequence[PageTable]) -> list[tuple[int, list[Place]]]:
-    """Of each table its tokens, and where its pages are saved."""
+    """Number of tokens of each table, and the places of its saved pages."""
     places = save_pages(pages, (ref for table in tables for ref in table.pages))
     return [(table.num_tokens, [places[ref] for ref in table.pages]) for table in tables]
 
 
 def load_tables(pages: Pages, saved: Iterable[tuple[int, list[Place]]]) -> list[PageTable]:
-    """Tables of the same tokens."""
+    """Make tables of saved pages, as of ``save_tables``."""
     tables = []
     for num_tokens, places in saved:
         table = PageTable(pages.pool, pages.format.page_size)
@@ -136,7 +136,7 @@ def load_tables(pages: Pages, saved: Iterable[tuple[int, list[Place]]]) -> list[
 
 
 def hold(pages: Pages, places: Iterable[Place]) -> list[PageRef]:
-    """Pages that were loaded, with one more reference to each."""
+    """Retain loaded pages, and return them."""
     refs = [saved.refs[i] for saved, i in places]
     for ref in refs:
         pages.pool.retain(ref)

@@ -13,28 +13,29 @@ from kvloom.errors import ArgumentError, ShapeError, StateError
 from kvloom.paging import Copy, PageTable, PrefixTree, release_all
 
 ROLLBACK = 32
-"""Tokens kept behind a window, so that as many of the newest can be removed."""
+"""Tokens kept beyond a window, so that the last ones can be removed up to this number."""
 RESIDUAL_ROLLBACK = 16
-"""The same behind a residual window."""
+"""Tokens kept beyond a residual window, for the same reason."""
 
 
 class Sequences(Placement):
     """B sequences that share pages.
 
-    With a ``window``, pages that no later token can see are given back at the next step. When the new tokens
+    With a ``window``, pages that no later token can see are released at the next step. When the new tokens
     alone fill the window, only the last of them get pages; until the next step ``previous`` has the sequences
     as they were before.
 
     Args:
-        pages: Where they lie; a ``CacheFormat`` makes new ones.
+        pages: Pages and tensors that hold the tokens; a ``CacheFormat`` makes new ones.
         window: Tokens that a token sees, itself included; ``None`` keeps all.
-        rollback: Tokens kept behind the window, so that as many of the newest can be removed.
-        is_required: Whether all that a window shows must be there. Otherwise ``Step.known`` says what is.
+        rollback: Tokens kept beyond the window: at most this many of the last tokens can be removed.
+        is_required: Whether all that a window shows must be there. Otherwise ``Step.known`` has the first
+            valid column.
 
     Attributes:
-        residual: The same sequences in their residual window: the newest tokens unquantized, where others are
-            codes. ``None`` without one.
-        is_padded: Whether ``begins`` are those of a padded batch, which removals from all alike keep.
+        residual: The same sequences in their residual window, where tokens are unquantized beside their
+            codes; ``None`` without one.
+        is_padded: Whether ``begins`` are those of a padded batch, which ``remove`` of equal counts keeps.
     """
 
     def __init__(
@@ -52,7 +53,7 @@ class Sequences(Placement):
         if self.pages.residual is not None:
             newest = self.format.residual_window(window)
             self.residual = Sequences(self.pages.residual, newest, RESIDUAL_ROLLBACK, is_required=False)
-        self.requests: list[int] = []  # to events, whose new sequences are
+        self.requests: list[int] = []  # of new sequences, for events
         self.is_recording = False  # keep what the window evicts until the next ``remove``
         self.is_padded = False
         self.previous: Sequences | None = None
@@ -60,7 +61,7 @@ class Sequences(Placement):
         self.pages.users.add(self)
 
     def __reduce__(self) -> Any:
-        """To be saved: pages that are held, each once, also with other sequences that hold them."""
+        """Pickle the held pages, each once, even if other sequences that hold them are saved, too."""
         places = save_tables(self.pages, self._tables)
         made_of = self.pages, self.window, self.rollback, self.is_required
         attributes = self.is_recording, self.previous, self.residual, self.is_exact
@@ -74,12 +75,12 @@ class Sequences(Placement):
         return 0 if residual is None else sum(storage.nbytes for storage in residual.storages.values())
 
     def adopt(self, tables: Sequence[PageTable], begins: Sequence[int], end: int) -> None:
-        """Hold these sequences, whose pages are filled; a residual window knows none of them.
+        """Hold these sequences, whose pages are filled; none of their tokens is in a residual window.
 
         Args:
-            tables: Their pages, of a window only the last ones.
-            begins: Of each, the position of its first token: the padding in front of it.
-            end: Position behind the last tokens.
+            tables: Page table of each sequence; with a window, of the last pages only.
+            begins: Position of the first token of each sequence: the padding in front of it.
+            end: Position after the last tokens.
         """
         size, firsts = self.format.page_size, []
         for table, begin in zip(tables, begins, strict=True):
@@ -93,15 +94,15 @@ class Sequences(Placement):
             residual.is_exact, residual.is_padded = [True] * self.size, self.is_padded
 
     def forget_residual(self) -> None:
-        """Read all tokens so far as codes: they are no longer those that a residual window has."""
+        """Read all tokens so far as codes: those in the residual window are stale."""
         if self.residual is not None:
             self.residual._unknown = self.num_positions
             self.residual.step = None
 
     def reserve(self, batch: int, end: int) -> None:
-        """Give each of ``batch`` sequences room for the positions before ``end``; nothing to do where it has.
+        """Give each of ``batch`` sequences room for the positions before ``end``, if it does not have it.
 
-        Pages that others hold and that will be written are copied, in every layer.
+        A page that will be written and that others hold, too, is copied in every layer.
 
         Raises:
             ShapeError: there is another number of sequences; nothing was changed.
@@ -150,7 +151,7 @@ class Sequences(Placement):
 
     @contextmanager
     def reserving(self, batch: int, end: int) -> Iterator[None]:
-        """``reserve`` for what is stored within the block; if that raises, the room is given back."""
+        """Context in which the positions are reserved; if it raises, the room is released."""
         size, start = self.size, self.num_positions
         self.reserve(batch, end)
         try:
@@ -160,7 +161,7 @@ class Sequences(Placement):
             raise
 
     def own_pages(self) -> None:
-        """Hold every page alone, so that stored tokens can be written again; others keep what they have.
+        """Copy every page that others hold, too, so that stored tokens can be overwritten.
 
         Raises:
             OutOfPages: ``format.max_tokens`` is reached; nothing was changed.
@@ -178,7 +179,7 @@ class Sequences(Placement):
         self._replace(new, self.begins, self._first, self.num_positions)
 
     def remove(self, counts: Sequence[int]) -> None:
-        """Remove the last ``counts[b]`` tokens of each sequence, at most all; then sequences end together.
+        """Remove the last ``counts[b]`` tokens of each sequence, at most all, and align their ends.
 
         Padded sequences keep their padding if as many positions are removed from each.
 
@@ -194,12 +195,12 @@ class Sequences(Placement):
         self._forget_previous()
         end = self.num_positions
         lengths = [max(end - count - begin, 0) for begin, count in zip(self.begins, counts, strict=True)]
-        # The longest sequence begins in position 0, the others as many positions later as they are shorter.
+        # The longest sequence begins in position 0, a shorter one later, so that all end together.
         self.num_positions = max(lengths, default=0)
         self.is_padded = self.is_padded and len(set(counts)) == 1
         if self.is_padded:
             self.num_positions = max(end - counts[0], 0)
-        elif self._unknown:  # of the sequence that moves furthest; what follows is known
+        elif self._unknown:  # by the sequence that moves furthest; what follows is valid
             moved = (self.num_positions - n - begin for n, begin in zip(lengths, self.begins, strict=True))
             self._unknown += max(*moved, 0)
         self._unknown = min(self._unknown, self.num_positions)
@@ -216,7 +217,7 @@ class Sequences(Placement):
             self.residual.remove(removed)
 
     def expect_removable(self, counts: Sequence[int]) -> None:
-        """Raise StateError if what follows such a ``remove`` would see gone tokens; also ``expect_begun``."""
+        """Raise StateError if later tokens would see evicted ones, or some sequence has not begun."""
         if len(set(counts)) > 1:
             self.expect_begun(counts)
         if self.window is None or not self.is_required or self._reaches_previous(counts):
@@ -233,13 +234,14 @@ class Sequences(Placement):
         """Let ``tree`` find the full pages of sequences, each under its salt.
 
         Args:
-            tree: Of these pages.
-            tokens: Of each sequence, from its first one on.
-            salts: As above.
+            tree: Prefix tree of these pages.
+            tokens: Token ids of each sequence, from its first one on.
+            salts: Salt of each sequence.
 
         Raises:
             ArgumentError: sequences were cropped apart.
-            StateError: a page is known under other tokens; that sequence and those after it stay unknown.
+            StateError: a page is in the tree under other tokens; that sequence and those after it are not
+                added.
         """
         if any(self.begins) and not self.is_padded:
             raise ArgumentError(
@@ -270,14 +272,14 @@ class Sequences(Placement):
             self.residual.select(indices)
 
     def fork(self) -> "Sequences":
-        """Other sequences of the same tokens on the same pages."""
+        """New sequences with the same tokens on the same pages."""
         other = self._twin([table.fork() for table in self._tables])
         if self.residual is not None:
             other.residual = self.residual.fork()
         return other
 
     def clear(self) -> None:
-        """Forget all sequences; the memory is freed if no fork uses it, and the next tokens may be any."""
+        """Remove all sequences; free the memory if no fork uses it. The next tokens may have any shape."""
         self._replace([], [], [], 0)
         self.is_exact, self.is_padded, self._unknown = [], False, 0
         self.pages.give_back()
@@ -302,15 +304,15 @@ class Sequences(Placement):
         if added and self.previous is not None:
             self._restore_previous()
         elif added:
-            for table in self._tables:  # one that began among them has fewer
+            for table in self._tables:  # a sequence that began among them has fewer
                 table.truncate(max(table.num_tokens - added, 0))
             self.num_positions = num_positions
             self._changed()
 
     def _can_keep(self, batch: int, num_new: int) -> bool:
-        """Whether pages that are found again have room for new tokens beside all that the window passed.
+        """Whether new tokens fit without releasing the pages that this window has passed.
 
-        Nothing is evicted for it but what other windows passed.
+        Only for pages that can be found again; those that other windows have passed are released for it.
         """
         if not self.pages.is_kept:
             return False
@@ -322,12 +324,12 @@ class Sequences(Placement):
         return missing <= self.pages.num_spare
 
     def _num_evicted(self, end: int, first: Sequence[int]) -> list[int]:
-        """Tokens in whole pages that neither the window nor the rollback behind it has at ``end``."""
+        """Tokens in whole pages that are outside the window and its rollback at position ``end``."""
         size, hold = self.format.page_size, (self.window or 0) - 1 + self.rollback
         return [max(end - hold - x, 0) // size * size for x in first]
 
     def _drop_front(self, end: int) -> None:
-        """Give back the pages that nothing from position ``end`` on can see."""
+        """Release the pages that no token from position ``end`` on can see."""
         if self.window is None:
             return
         for b, num_tokens in enumerate(self._num_evicted(end, self._first)):
@@ -343,7 +345,7 @@ class Sequences(Placement):
         return tables
 
     def _twin(self, tables: Sequence[PageTable]) -> "Sequences":
-        """Sequences of the same state that hold ``tables``."""
+        """New sequences with the same state, which hold ``tables``."""
         other = Sequences(self.pages, self.window, self.rollback, is_required=self.is_required)
         other.is_recording, other.is_exact = self.is_recording, [*self.is_exact]
         other.is_padded, other._unknown = self.is_padded, self._unknown
@@ -358,7 +360,7 @@ class Sequences(Placement):
         self._hold(tables, begin, first, num_positions)
 
     def _reaches_previous(self, counts: Sequence[int]) -> bool:
-        """Whether a removal goes back to before this step, where everything still is."""
+        """Whether a removal ends before this step: ``previous`` still has all tokens of that time."""
         if self.previous is None or not self.previous.size:
             return False
         return max(self.num_positions - count for count in counts) <= self.previous.num_positions
@@ -379,7 +381,7 @@ class Sequences(Placement):
 
 
 def with_residuals(groups: Iterable[Sequences]) -> list[Sequences]:
-    """Groups of sequences, and behind them those of their residual windows."""
+    """Groups of sequences, followed by those of their residual windows."""
     groups = list(groups)
     return groups + [group.residual for group in groups if group.residual is not None]
 

@@ -1,8 +1,8 @@
-"""Recurrent states in pages: copies of what layers keep instead of tokens, found by the tokens behind them.
+"""Recurrent states in pages: copies of layers' states, found by the tokens that lead to them.
 
-A page has the states of all layers behind one text, whose length is a multiple of its tokens. So it is in the
-place of the last page of that text, and a prefix tree, a pool and a store treat it as they do others. States
-of every dtype that float32 holds exactly are kept in it.
+A page has the states of all layers after one text, whose length is a multiple of the page size. In the prefix
+tree it is the last page of that text, so tree, pool and store treat it as any other. It keeps float32, which
+holds states of each supported dtype exactly.
 
 Shapes: B texts, S tokens in a page.
 """
@@ -31,10 +31,10 @@ class StateSpec(NamedTuple):
     """One of the states of a layer.
 
     Attributes:
-        name: Such as ``"conv"``.
-        number: Which one of that name.
-        shape: Of one text.
-        dtype: One that float32 holds exactly.
+        name: Name of the state, such as ``"conv"``.
+        number: Number among the states with that name.
+        shape: Shape for one text.
+        dtype: Dtype that float32 holds exactly.
     """
 
     name: str
@@ -52,10 +52,10 @@ class StatePages:
     """The pages of recurrent states, and the tree that finds them.
 
     Args:
-        specs: Of each layer by its number, its states.
-        page_size: S; a text whose states are kept is a multiple of it in tokens.
-        max_bytes: That all pages may take.
-        device: Where they are.
+        specs: States of each layer, by its number.
+        page_size: S; states are kept after texts whose length is a multiple of it.
+        max_bytes: Maximum bytes of all pages.
+        device: Device of the pages.
 
     Raises:
         ArgumentError: ``max_state_bytes``, as callers name it, is less than the states of one text.
@@ -84,7 +84,7 @@ class StatePages:
         self.group = PrefixGroup(Pages(format, is_kept=True), 0)
 
     def __getstate__(self) -> dict[str, Any]:
-        """To be saved: no states, which come with those who found them."""
+        """Pickle no states: the caches that found them save them."""
         return {"specs": self.specs, "_device": self._device, "pages": self.group.pages}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -95,7 +95,7 @@ class StatePages:
 
     @staticmethod
     def nbytes_of(specs: Mapping[int, Sequence[StateSpec]], page_size: int) -> int:
-        """Bytes of the page of one text."""
+        """Bytes of one page for these states."""
         return sum(_width(own, page_size) for own in specs.values()) * page_size * _KEPT.itemsize
 
     @property
@@ -109,7 +109,7 @@ class StatePages:
         return self.group.pages.format.page_size
 
     def new_storages(self) -> dict[int, Storage]:
-        """Empty tensors of each layer, as pages have them."""
+        """Make an empty storage for each layer's states."""
         format, heads = self.group.pages.format, 1
         return {
             layer: Storage(
@@ -128,10 +128,10 @@ class StatePages:
         """Let others find the states of a text.
 
         Args:
-            states: Of each layer, ``[B, ...]`` in the order of its specs.
-            row: Which of the B texts.
-            tokens: Of the text, a multiple of S.
-            scope: Under which it is found.
+            states: States of each layer, ``[B, ...]`` in the order of its specs.
+            row: Number of the text among the B.
+            tokens: Token ids of the text, a multiple of S.
+            scope: Key of the text in the tree.
 
         Returns:
             The page, held by the caller; ``None`` if every page is held by others.
@@ -163,7 +163,7 @@ class StatePages:
         return held
 
     def read(self, held: Sequence[GroupTable]) -> dict[int, list[Tensor]]:
-        """States of each layer ``[B, ...]``, copies in their dtypes, from the page of each of B texts."""
+        """Copy the states of each layer, ``[B, ...]`` in their dtypes, from the last page of B tables."""
         pages, found = self.group.pages, dict[int, list[Tensor]]()
         ids = [own.table.pages[-1].id for own in held]
         for layer, storage in pages.storages.items():
@@ -187,5 +187,5 @@ class StatePages:
 
 
 def _width(specs: Sequence[StateSpec], page_size: int) -> int:
-    """Elements that one of S slots has of the states of a layer."""
+    """Number of elements of a layer's states in one of the S slots of a page."""
     return -(-sum(prod(x.shape) for x in specs) // page_size)

@@ -1,6 +1,6 @@
-"""The tensors of one layer: keys, values and their scales, in pages that lie in extents.
+"""The tensors of one layer: keys, values and their scales, in pages of extents.
 
-Values of a head dim of 0 are not kept: a storage of keys only takes and gives them.
+Values of head dim 0 are not stored: a storage of keys only accepts and returns them.
 
 Shapes: B sequences, Q new tokens of each, H heads, D head dim.
 """
@@ -31,20 +31,20 @@ class Storage:
     """Extents of ``stride`` pages each: page i of extent e begins at slot ``(e * stride + i) * page_size``.
 
     Args:
-        key: Spec of the keys, of which the layout does not count.
+        key: Spec of the keys; its layout is ignored.
         value: Spec of the values; ``None`` without any.
         page_size: Token slots in a page.
-        device: Where the tensors live.
+        device: Device of the tensors.
         layout: As ``CacheFormat.layout``.
         is_gathered: Whether attention reads gathered tensors, which decides what ``"auto"`` is.
-        smoothing: Of keys that are codes; others are not smoothed.
+        smoothing: Smoothing of keys that are codes; others are not smoothed.
 
     Attributes:
-        transform: What is done to keys and values before they are quantized; ``None`` for nothing.
-        needs_positions: Whether stored keys depend on where they stand in their text.
-        entry: What is kept of a token.
+        transform: Transform of keys and values before quantization; ``None`` for none.
+        needs_positions: Whether stored keys depend on their positions in the text.
+        entry: Entry of a token.
         has_codes: Whether keys or values are codes.
-        full_range: Whether those of 4 and 2 bits are in full range.
+        full_range: Whether codes of 4 and 2 bits are in full range.
         has_values: Whether values are kept.
     """
 
@@ -68,7 +68,7 @@ class Storage:
             )
         of_key = replace(key, layout=page_layout(layout, "key", key, page_size, device, is_gathered))
         self.specs = of_key, of_value
-        device = torch.empty(0, device=device).device  # with its index
+        device = torch.empty(0, device=device).device  # with its device index
         self.transform = Transform.of(key, value, None if smoothing is None else smoothing.to(device))
         self.needs_positions = self.transform is not None and self.transform.needs_positions
         self.entry = Entry(key.heads, key.side, None if value is None else value.side)
@@ -85,7 +85,7 @@ class Storage:
     def of(
         cls, format: CacheFormat, key: Tensor, value: Tensor, page_size: int, *, is_gathered: bool = False
     ) -> "Storage":
-        """For keys and values such as these, ``[B, H, Q, D]``."""
+        """Make an empty storage for keys and values such as these, ``[B, H, Q, D]``."""
         specs = format.specs_of(key, value)
         return cls(
             *specs,
@@ -97,7 +97,7 @@ class Storage:
         )
 
     def like(self, page_size: int) -> "Storage":
-        """An empty one for the same keys and values, in pages of a size that a layout may not fit."""
+        """Make an empty storage of the same specs with another page size; not native if that does not fit."""
         is_native = self.layout == "native" and page_size != self.page_size
         layout = "auto" if is_native else self.layout
         return Storage(
@@ -111,12 +111,12 @@ class Storage:
 
     @property
     def smoothing(self) -> KeySmoothing | None:
-        """Of its keys; ``None`` if they are not smoothed."""
+        """Smoothing of the keys; ``None`` if they are not smoothed."""
         return None if self.transform is None else self.transform.smoothing
 
     @property
     def num_pages(self) -> int:
-        """Pages allocated."""
+        """Number of pages allocated."""
         return self.num_extents * self.stride
 
     @property
@@ -130,7 +130,7 @@ class Storage:
         return float(self.entry.nbytes)
 
     def rows(self) -> tuple[Tensor, Tensor] | None:
-        """Views of keys and values ``[extents, H, slots, D]``, ``None`` if the tensors have no such view."""
+        """Views of keys and values ``[extents, H, slots, D]``; ``None`` if the tensors have no such view."""
         if self.has_codes or not self.stride:
             return None
         if not (self._is_in_rows or self.stride == 1 or self.specs[0].axes.axes == "B S H D"):
@@ -151,12 +151,12 @@ class Storage:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Heads and head dims of what is kept here."""
+        """Number of heads and head dims, by axis name."""
         key, value = self.specs
         return {"H": key.heads, "Dk": key.head_dim, "Dv": 0 if value is None else value.head_dim}
 
     def serves(self, key: Tensor, value: Tensor, batch: int) -> bool:
-        """Whether ``[batch, H, Q, D]`` fits what is kept here, in one dtype."""
+        """Whether keys and values ``[batch, H, Q, D]`` can be stored here; they must have one dtype."""
         a, b = self.specs
         return (
             key.ndim == value.ndim == 4
@@ -172,7 +172,7 @@ class Storage:
     def tokens(
         self, index: TokenIndex, window: int | None = None, rows: tuple[Tensor, Tensor] | None = None
     ) -> Tokens:
-        """Some of the tokens that are kept here; arguments as ``Tokens``."""
+        """Tokens of this storage; arguments as of ``Tokens``."""
         return Tokens(self.view, index, window, rows, self.transform)
 
     def store(self, key: Tensor, value: Tensor, slots: Tensor, positions: Tensor | None = None) -> None:
@@ -182,13 +182,14 @@ class Storage:
             key: As above.
             value: As above.
             slots: As above.
-            positions: Of the tokens in their texts, as ``slots``, int64; read if ``needs_positions``.
+            positions: Positions of the tokens in their texts, as ``slots``, int64; read if
+                ``needs_positions``.
         """
         how = self.transform, positions
         store_transformed(key, self.kept(value), slots, self.view, *how, full_range=self.full_range)
 
     def kept(self, value: Tensor) -> Tensor | None:
-        """Of values, what is stored: ``None`` in a storage of keys only."""
+        """``value``, or ``None`` in a storage of keys only."""
         return value if self.has_values else None
 
     def attend(
@@ -199,7 +200,7 @@ class Storage:
         first_position: Tensor | None = None,
         is_latent: bool = False,
     ) -> Tensor:
-        """Attention over what is kept here; as ``ops.attend``.
+        """Attention over this storage; as ``ops.attend``.
 
         Args:
             query: As of ``ops.attend``.
@@ -222,15 +223,15 @@ class Storage:
         first_position: Tensor | None = None,
         is_latent: bool = False,
     ) -> Tensor:
-        """``attend``, where each query reads its ``num_newest`` newest tokens unquantized.
+        """``attend`` with a residual window: each query reads the last ``num_newest`` tokens unquantized.
 
         Args:
             query: As of ``attend``.
             batch: The same.
             scores: The same.
-            exact: Where these tokens are unquantized.
-            newest: Where they lie there.
-            num_newest: How many a query reads so, itself included.
+            exact: Storage of the residual window.
+            newest: The same queries, with slots in ``exact``.
+            num_newest: Length of the residual window, the query's own token included.
             first_position: As of ``attend``.
             is_latent: The same.
         """
@@ -240,7 +241,7 @@ class Storage:
         return attend_behind(part, query, *codes, skip=num_newest, skip_from=None)
 
     def replace(self, new: Mapping[int, Tensor], slots: Tensor, positions: Tensor | None = None) -> None:
-        """``store`` keys (0), values (1) or both; a negative slot skips a token."""
+        """Store keys (0), values (1) or both; a negative slot skips a token."""
         if len(new) == 2:
             self.store(new[0], new[1], slots, positions)
             return
@@ -253,15 +254,15 @@ class Storage:
             store_transformed(x, None, slots, view, how, positions, full_range=self.full_range)
 
     def reserve(self, num_extents: int, stride: int) -> None:
-        """Hold extents of at least ``stride`` pages; tokens stay where they are in theirs, at other slots.
+        """Grow extents to at least ``stride`` pages; tokens keep their place in their extent, at other slots.
 
-        What was taken from here before, such as ``view``, is stale afterwards.
+        Views taken before, such as ``view``, are stale afterwards.
         """
         if stride > self.stride:
             self._reallocate(num_extents, stride)
 
     def renew(self) -> None:
-        """Hold copies of all tokens in new tensors, at the same slots; the old ones stay as they are."""
+        """Copy all tokens to new tensors, at the same slots; the old tensors do not change."""
         self._reallocate(self.num_extents, self.stride)
 
     def _reallocate(self, num_extents: int, stride: int) -> None:
@@ -305,5 +306,5 @@ def _allocate_side(
 
 
 def _canonical(view: KVView) -> list[Tensor]:
-    """All tensors of a view, ``[B, S/s, s, H, D/d, d]``."""
+    """Tensors of a view that are not ``None``, ``[B, S/s, s, H, D/d, d]``."""
     return [x for x in view.tensors if x is not None]

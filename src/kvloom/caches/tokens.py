@@ -1,8 +1,8 @@
-"""Stored tokens of a batch where they lie: attended to in place, or gathered.
+"""Stored tokens of a batch: attention to them in place, or gathered tensors.
 
 Shapes: B sequences, N columns, Q new tokens of each sequence, H key/value heads, Hq query heads, Dk and Dv
-head dims. A column is one token of every sequence, as in ``[B, H, N, D]``; a shorter sequence ends with the
-others and has columns in front that hold nothing.
+head dims. A column is one token of every sequence, as in ``[B, H, N, D]``. Sequences end in the same column;
+a shorter one has empty columns in front.
 """
 
 from collections.abc import Sequence
@@ -19,29 +19,29 @@ from kvloom.core.indexing import CacheIndex, prefix_sums
 from kvloom.core.views import KVView
 
 PARTIAL: Final = 512
-"""Stored tokens of a partial result of attention. An index whose first token is not the first of its sequence
-begins at a multiple of as many, so that bits do not depend on how a text was cut, or on what was evicted."""
+"""Stored tokens of one partial result of attention. An index that does not begin with the first token of its
+sequence begins at a multiple of this, so that results are the same bits however a text was cut or evicted."""
 BLOCK: Final = 16
-"""Slots that are read as a page where tokens lie in a ring, or in tensors of one step."""
+"""Slots that attention reads as one page, where tokens are in a ring or in the tensors of one step."""
 
 _CAUSAL = ops.Scores()
 
 
 @dataclass(eq=False)
 class TokenIndex:
-    """Where N columns of B sequences lie: the same in every layer that shares a page table.
+    """Slots of N columns of B sequences: the same in every layer that shares a page table.
 
     Attributes:
         index: Slots of every stored token of each sequence.
         lengths: ``[B]`` int64, stored tokens of each sequence, those before the first column included.
         num_columns: N.
-        origins: ``[B]`` int64, which stored token stands in column 0; negative where columns in front hold
-            nothing; ``None`` for 0.
-        kvstarts: ``[B + 1]`` int64, sums of ``lengths``, if they are known.
-        begins: ``[B]`` int64, the first column of each sequence that holds a token, where pages stand in the
-            place of those before it, such as those of a sequence that begins among new tokens.
-        first_position: ``[B]`` int64, position in its text of token 0 of each sequence of the index, which is
-            negative where the sequence begins behind it; ``None`` for 0.
+        origins: ``[B]`` int64, number of the stored token in column 0; negative if columns in front are
+            empty; ``None`` for 0.
+        kvstarts: ``[B + 1]`` int64, prefix sums of ``lengths``; ``None`` to compute them when needed.
+        begins: ``[B]`` int64, the first column of each sequence that has a token, where placeholder pages
+            fill the columns before it: in a sequence that begins among the new tokens, for example.
+        first_position: ``[B]`` int64, position in its text of token 0 of each sequence of the index; negative
+            if the sequence begins after it; ``None`` for 0.
     """
 
     index: CacheIndex
@@ -51,7 +51,7 @@ class TokenIndex:
     kvstarts: Tensor | None = None
     begins: Tensor | None = None
     first_position: Tensor | None = None
-    # Made once for all layers, by hand: ``cached_property`` takes a lock, which does not compile.
+    # Computed once for all layers. Not by ``cached_property``, which takes a lock, and that does not compile.
     _slots: Tensor | None = field(default=None, init=False, repr=False)
     _batches: dict[int, ops.Batch] = field(default_factory=dict, init=False, repr=False)
 
@@ -67,15 +67,15 @@ class TokenIndex:
     ) -> "TokenIndex":
         """Columns ``start .. end`` of a batch.
 
-        Token 0 of sequence b in the index is in column ``bases[b]`` of the batch, the first one that is held
-        in column ``firsts[b]``, and the first one of its text in column ``texts[b]``.
+        Of sequence b, token 0 of the index is in column ``bases[b]``, the first token that is still held in
+        column ``firsts[b]``, and the first token of its text in column ``texts[b]``.
         """
         counts, origins = ([position - base for base in bases] for position in (end, start))
         device, rows = index.table.device, len(bases)
         stand_in = any(first > max(start, base) for base, first in zip(bases, firsts, strict=True))
         begins = [max(first - start, 0) for first in firsts] if stand_in else None
         positions = [base - text for base, text in zip(bases, texts, strict=True)]
-        both = torch.tensor([*counts, 0, *accumulate(counts)], device=device)  # copied there at once
+        both = torch.tensor([*counts, 0, *accumulate(counts)], device=device)  # one copy to the device
         return cls(
             index,
             lengths=both.narrow(0, 0, rows),
@@ -88,27 +88,27 @@ class TokenIndex:
 
     @property
     def slots(self) -> Tensor:
-        """Slot of each column, ``[B, N]`` int64; a column that holds nothing has that of some token."""
+        """Slot of each column, ``[B, N]`` int64; an empty column has the slot of some other token."""
         if self._slots is None:
             self._slots = self._find_slots()
         return self._slots
 
     def positions(self) -> Tensor:
-        """Position of the token of each column in its text, ``[B, N]`` int64; any where there is none."""
+        """Position of each column's token in its text, ``[B, N]`` int64; arbitrary for empty columns."""
         column = torch.arange(self.num_columns, device=self.lengths.device).expand(len(self.lengths), -1)
         for first in (self.origins, self.first_position):
             column = column if first is None else column + first.unsqueeze(1)
         return column
 
     def own_slots(self) -> Tensor:
-        """``slots``, with -1 where a column holds nothing."""
+        """``slots``, with -1 for empty columns."""
         slots, column = self.slots, torch.arange(self.num_columns, device=self.lengths.device)
         if self.origins is not None:
             slots = torch.where(column + self.origins.unsqueeze(1) < 0, -1, slots)
         return slots if self.begins is None else torch.where(column < self.begins.unsqueeze(1), -1, slots)
 
     def batch(self, num_new: int, first: Tensor | None = None) -> ops.Batch:
-        """The last ``num_new`` tokens of each sequence are queries; columns before ``first`` ``[B]`` hide."""
+        """Batch with the last ``num_new`` tokens as queries; columns before ``first`` ``[B]`` are hidden."""
         if num_new not in self._batches:
             seqstarts = torch.arange(len(self.lengths) + 1, device=self.lengths.device)
             if num_new != 1:
@@ -146,21 +146,21 @@ class TokenIndex:
             position = (position + self.origins.unsqueeze(1)).clamp(min=0)
         row = torch.arange(rows, device=device).unsqueeze(1).expand_as(position)
         slots = index.slots(row.flatten(), position.flatten()).view(position.shape)
-        # A sequence without tokens has no page; some other token stands in for what is hidden anyway.
+        # A sequence without tokens has no page: slot 0 is a placeholder, which is hidden anyway.
         return slots if self.origins is None else slots.clamp(min=0)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Exact:
-    """Some columns of tokens unquantized, where the tokens themselves are codes.
+    """Residual window of tokens that are codes: their last columns, unquantized.
 
     Attributes:
-        tokens: These columns, the last of the tokens.
-        num_newest: Newest tokens that a query reads from here, itself included, even beyond its window if a
-            mask shows them; all others it reads as codes.
-        known: ``[B]``, the first of these columns that is known of each sequence; ``None`` for all.
-        column: Where the first of these columns stands among all, 0-d int64, if they are not the last: those
-            behind the stored tokens hold nothing.
+        tokens: The unquantized columns.
+        num_newest: Length of the residual window: tokens that a query reads from here, itself included, even
+            beyond its attention window if a mask shows them. It reads all others as codes.
+        known: ``[B]``, the first valid one of these columns in each sequence; ``None`` if all are valid.
+        column: Number of the first of these columns among all, 0-d int64, if empty columns follow the stored
+            tokens; ``None`` if these columns are the last.
     """
 
     tokens: "Tokens"
@@ -174,11 +174,11 @@ class Exact:
         return replace(self, tokens=tokens, known=None if self.known is None else self.known[b : b + 1])
 
     def before(self, num_columns: int) -> int | Tensor:
-        """Columns in front of these, of so many."""
+        """Number of columns, of ``num_columns``, before the unquantized ones."""
         return num_columns - self.tokens.index.num_columns if self.column is None else self.column
 
     def put_into(self, codes: tuple[Tensor, Tensor]) -> None:
-        """Write them over their columns of keys and values ``[B, H, N, D]``."""
+        """Overwrite their columns in dequantized keys and values ``[B, H, N, D]``."""
         for whole, exact in zip(codes, self.tokens.gather(codes[0].dtype), strict=True):
             column = torch.arange(exact.shape[2], device=exact.device)
             where = self.before(whole.shape[2]) + column
@@ -188,7 +188,7 @@ class Exact:
             whole.index_copy_(2, where, exact)
 
     def mask(self, mask: Tensor) -> Tensor:
-        """Of a mask ``[..., N]`` of all columns of one sequence, that of the stored tokens of these."""
+        """Part of a mask ``[..., N]`` of one sequence that is for the stored tokens of these columns."""
         index = self.tokens.index
         if self.column is None:
             return _shifted(mask[..., self.before(mask.shape[-1]) :], index.origins)
@@ -198,17 +198,17 @@ class Exact:
 
 
 class Step(NamedTuple):
-    """New tokens that the layers of a batch store one after the other.
+    """Slots of the new tokens of a forward pass, which the layers use one after the other.
 
     Attributes:
-        start: Position of the first of them.
-        end: Position behind the last.
+        start: Position of the first new token.
+        end: Position after the last new token.
         stride: Pages in an extent of the storages.
-        slots: ``[B, end - start]``.
-        positions: Of these tokens in their texts, as ``slots``; ``None`` if nothing that is kept needs them.
-        visible: What their attention reads.
-        known: ``[B]``, the first column of ``visible`` that is there, where earlier tokens may be missing;
-            ``None`` if all are there.
+        slots: Slots of the new tokens, ``[B, end - start]``.
+        positions: Positions of these tokens in their texts, as ``slots``; ``None`` if no layer needs them.
+        visible: Tokens that their attention reads.
+        known: ``[B]``, the first valid column of ``visible``, where earlier tokens may be missing; ``None``
+            if all are valid.
     """
 
     start: int
@@ -226,11 +226,11 @@ class Tokens:
 
     Attributes:
         view: Keys and values of the layer.
-        index: Where the columns lie in it.
+        index: Slots of the columns in ``view``.
         window: Tokens that a token sees, itself included; ``None`` for all before it.
         rows: Keys and values ``[B, H, N, D]`` as views of the cache, if they can be.
-        transform: What was done to the view's keys and values; ``None`` for nothing.
-        exact: The last columns unquantized, if they are kept so beside codes.
+        transform: Transform of the view's keys and values; ``None`` for none.
+        exact: The residual window; ``None`` without one.
         is_latent: Whether attention is to latents, the keys, with rope keys, the values: as ``ops.attend``.
     """
 
@@ -245,8 +245,8 @@ class Tokens:
     def gather(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Keys ``[B, H, N, Dk]`` and values ``[B, H, N, Dv]``: dequantized copies, or views.
 
-        Columns that are kept unquantized are returned so: the new ones, and those before that the
-        first of the new ones reads so. Columns for which pages of others stand are zeros.
+        Columns of the residual window are unquantized: the new ones, and those that the first new one reads
+        from it. Columns that are placeholders are zeros.
         """
         if self.rows is not None and self.rows[0].dtype == self.rows[1].dtype == dtype:
             return self.rows
@@ -276,8 +276,8 @@ class Tokens:
             query: ``[B, Hq, Q, Dk]``.
             scores: As ``ops.attend``, without window and mask; causal if ``None``.
             first: ``[B]``, the first visible column of each sequence; all if ``None``.
-            mask: ``[B or 1, Hq or 1, Q, N]``, bool (true is visible) or added to the scores. It says all,
-                also of the window.
+            mask: ``[B or 1, Hq or 1, Q, N]``, bool (true is visible) or added to the scores. It replaces the
+                window, too.
 
         Returns:
             ``[B, Q, Hq, Dv]``.
@@ -301,7 +301,7 @@ class Tokens:
         first: Tensor | None,
         mask: Tensor | None = None,
     ) -> Tensor:
-        """Of queries ``[B * Q, Hq, Dk]`` over the tokens, some of which may be kept unquantized."""
+        """Attention of queries ``[B * Q, Hq, Dk]`` over the tokens and their residual window, if any."""
         batch, exact = self.index.batch(num_new, first), self.exact
         if mask is not None:
             scores = replace(scores, mask=_shifted(mask, self.index.origins))
@@ -332,7 +332,7 @@ class Tokens:
     def _attend_row(
         self, query: Tensor, scores: ops.Scores, first: Tensor | None, mask: Tensor, b: int
     ) -> Tensor:
-        """One sequence by itself, since the mask of ``ops.attend`` has the tokens of all in one axis."""
+        """Attention of one sequence alone: the mask of ``ops.attend`` has the tokens of all on one axis."""
         index = self.index.row(b)
         block = mask[b if mask.shape[0] > 1 else 0]
         if block.dtype == torch.bool:
@@ -345,7 +345,7 @@ class Tokens:
 
 
 def scores_of_newest(scores: ops.Scores, num_newest: int) -> ops.Scores:
-    """Those of attention to the newest tokens alone, unquantized; sinks are with the others."""
+    """Scores of attention to the residual window alone; sinks belong to the attention to codes."""
     window = num_newest if scores.window is None else min(scores.window, num_newest)
     return replace(scores, window=window, sinks=None)
 
@@ -363,18 +363,18 @@ def attend_behind(
     skip: int | None,
     skip_from: Tensor | None,
 ) -> Tensor:
-    """Attention to all tokens, of which the newest of each query are read unquantized.
+    """Attention to all tokens: ``part`` to the residual window of each query, merged with that to codes.
 
     Args:
-        part: Attention to these.
+        part: Attention to the residual window.
         query: ``[T, Hq, Dk]`` of T new tokens.
         view: The codes of all tokens.
-        batch: Where they lie.
-        scores: Of them.
-        transform: What was done to them before they became codes, ``None`` for nothing.
+        batch: Slots of these codes, and the queries.
+        scores: Masks and biases of attention to the codes.
+        transform: Transform of the keys and values before they became codes; ``None`` for none.
         first_position: As ``TokenIndex.first_position``.
         is_latent: As ``ops.attend``.
-        skip: How many are read unquantized, as of ``ops.attend_part``.
+        skip: Length of the residual window, as of ``ops.attend_part``.
         skip_from: The same.
 
     Returns:
@@ -384,7 +384,7 @@ def attend_behind(
     is_changed = transform is not None and bool(rank or transform.value)
     if transform is not None:
         query, scores = transform.query(query, scores, first_position, rank)
-        if is_changed:  # what is kept unquantized is not
+        if is_changed:  # the residual window is not transformed
             part = part._replace(out=transform.attended(part.out, rank))
     own = query, view, batch, scores
     out = ops.attend_part(*own, is_latent=is_latent, skip=skip, skip_from=skip_from, prior=part).out
@@ -392,7 +392,7 @@ def attend_behind(
 
 
 def _shifted(mask: Tensor, origins: Tensor | None) -> Tensor:
-    """A mask ``[..., N]`` of the columns of one sequence as one of its stored tokens."""
+    """Convert a mask ``[..., N]`` of the columns of one sequence to one of its stored tokens."""
     if origins is None:
         return mask
     before = int(origins)

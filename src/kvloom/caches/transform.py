@@ -1,4 +1,4 @@
-"""What is done to keys and values before they are quantized, and what that asks of those who read them.
+"""Smoothing and rotation of keys and values before quantization, and their inverse when read.
 
 Shapes: B sequences, N tokens of each, T tokens of all, H heads, Hq query heads, D head dim.
 """
@@ -19,14 +19,14 @@ from kvloom.quant.rotation import block_of
 class Transform(NamedTuple):
     """Smoothing of keys, then rotation of keys and of values.
 
-    Attention over what is stored has the scores of the model with transformed queries, and its result is
-    rotated. Positions are those of tokens in their text, ``[T]`` or ``[B, N]`` int64, and ``None`` where
-    ``needs_positions`` says so.
+    Attention of transformed queries over stored keys has the model's scores, and its result is rotated as the
+    values are. Positions are those of tokens in their text, ``[T]`` or ``[B, N]`` int64; they may be ``None``
+    unless ``needs_positions``.
 
     Attributes:
         key: Elements of a head vector of the keys that are rotated together; 0 where none are.
-        value: The same of the values.
-        smoothing: Of the keys; ``None`` if they are not smoothed.
+        value: Elements of a head vector of the values that are rotated together; 0 where none are.
+        smoothing: Smoothing of the keys; ``None`` if they are not smoothed.
     """
 
     key: int = 0
@@ -37,7 +37,7 @@ class Transform(NamedTuple):
     def of(
         cls, key: KVSpec, value: KVSpec | None, smoothing: KeySmoothing | None = None
     ) -> "Transform | None":
-        """That of keys and values which are kept so; ``None`` if they are stored as they are."""
+        """Transform for keys and values of these specs; ``None`` if they are stored unchanged."""
         of_key, of_value = (
             block_of(x.head_dim) if x is not None and x.quant is not None and x.quant.rotated else 0
             for x in (key, value)
@@ -47,15 +47,15 @@ class Transform(NamedTuple):
 
     @property
     def needs_positions(self) -> bool:
-        """Whether stored keys depend on where they stand in their text."""
+        """Whether stored keys depend on their positions in the text."""
         return self.smoothing is not None and self.smoothing.offset is not None
 
     def side(self, side: int) -> "Transform":
-        """That of keys (0) or values (1), where they are stored as keys alone."""
+        """Transform of keys (0) or values (1) alone, as the keys of a storage without values."""
         return Transform(self.value) if side else Transform(self.key, 0, self.smoothing)
 
     def restored(self, key: Tensor, value: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Keys and values as they were, of those that were read."""
+        """Invert the transform of stored keys and values."""
         if self.smoothing is not None:
             key = self.smoothing.restored(key, positions, self.key)
         elif self.key:
@@ -65,15 +65,15 @@ class Transform(NamedTuple):
     def query(
         self, query: Tensor, scores: ops.Scores, first_position: Tensor | None, rank: int = 0
     ) -> tuple[Tensor, ops.Scores]:
-        """Queries ``[T, Hq, D]`` for keys as they are stored, and how their scores are formed.
+        """Transform queries ``[T, Hq, D]`` and scores for stored keys.
 
         Args:
-            query: As the model has them.
-            scores: Of the model, without a positional bias.
-            first_position: ``[B]``, positions of the first token of each sequence in the index; ``None``
-                for 0.
-            rank: Elements of the keys that are latents, behind which a query has what is for the values, the
-                rope keys; 0 where keys are no latents.
+            query: Queries of the model.
+            scores: Scores of the model, without a positional bias.
+            first_position: ``[B]``, positions of the first token of each sequence in the index; ``None`` for
+                0.
+            rank: Elements of a latent, where keys are latents and values are rope keys: a query has its part
+                for the latent first, then that for the rope key. 0 where keys are not latents.
         """
         if rank:
             latent, rope = query[..., :rank], query[..., rank:]
@@ -88,20 +88,20 @@ class Transform(NamedTuple):
         return query, scores if bias is None else replace(scores, positional_bias=bias)
 
     def output(self, out: Tensor, rank: int = 0) -> Tensor:
-        """Attention's result ``[T, Hq, D]``, unrotated, or values that were read.
+        """Invert the transform of attention's result ``[T, Hq, D]``, or of stored values.
 
-        Of latents, of which ``rank`` says how many elements they have, it is made of keys.
+        With ``rank``, the elements of a latent, the result is a sum of latents, which are stored as keys.
         """
         if rank:
             return self._latents(out, rank, is_restored=True)
         return ops.rotate(out, self.value) if self.value else out
 
     def attended(self, out: Tensor, rank: int = 0) -> Tensor:
-        """A result of attention to what is not transformed as if it were; arguments as of ``output``."""
+        """Transform a result of attention to untransformed tokens; arguments as of ``output``."""
         return self._latents(out, rank, is_restored=False) if rank else self.output(out)
 
     def _latents(self, out: Tensor, rank: int, *, is_restored: bool) -> Tensor:
-        """Sums of latents ``[T, Hq, D]`` as latents are stored, or of stored ones as they were."""
+        """Transform sums of latents ``[T, Hq, D]``, or, with ``is_restored``, invert the transform."""
         if self.smoothing is None:
             return ops.rotate(out, self.key) if self.key else out
         rows = out.reshape(-1, 1, rank)
@@ -118,14 +118,14 @@ def store_transformed(
     *,
     full_range: bool = False,
 ) -> None:
-    """``ops.store`` of what is transformed before.
+    """``ops.store`` of transformed keys and values.
 
     Args:
         key: As of ``ops.store``.
         value: The same.
         slots: The same.
         view: The same.
-        transform: What is done; ``None`` for nothing.
+        transform: Transform before quantization; ``None`` for none.
         positions: As of ``ops.store``.
         full_range: The same.
     """
@@ -153,14 +153,14 @@ def attend(
     first_position: Tensor | None = None,
     is_latent: bool = False,
 ) -> Tensor:
-    """``ops.attend`` to what was transformed before it was stored.
+    """``ops.attend`` to keys and values that were stored with a transform.
 
     Args:
         query: As of ``ops.attend``.
         view: The same.
         batch: The same.
         scores: The same, without a positional bias.
-        transform: What was done; ``None`` for nothing.
+        transform: Transform of the stored tokens; ``None`` for none.
         first_position: As of ``Transform.query``.
         is_latent: As of ``ops.attend``.
     """
