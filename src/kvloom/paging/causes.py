@@ -1,4 +1,4 @@
-"""Why a page is not found: remembers every page that was asked for or sealed. Imports no torch."""
+"""Causes of missed pages, from the history of pages that were asked for or sealed. Imports no torch."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ CAUSES: Final = (
     "below", "evicted", "other salt", "tokens differ", "never stored", "window passed", "no states",
     "damaged", "other format",
 )  # fmt: skip
-"""All that a missed page can have; the last two are told by a store, ``no states`` by a pool."""
+"""Causes of a miss; the last two come from a store, ``no states`` from a pool."""
 
 _MOST_ASKED: Final = 1024
 
 
 class Miss(NamedTuple):
-    """Why some pages of a text, one after the other, are not found.
+    """Cause of a miss of consecutive pages of a text.
 
     Attributes:
         cause: One of ``CAUSES``.
-        first: The first of the pages, counted from the front.
-        num_pages: How many.
-        at: ``below``: the missed page that they are after; ``tokens differ``: the first such token.
-        time: ``evicted``: when.
+        first: Number of the first page in the text.
+        num_pages: Number of pages.
+        at: ``below``: the missed page before them; ``tokens differ``: the first token that differs.
+        time: ``evicted``: time of the eviction.
         by: ``evicted``: the request that needed the room.
-        more: ``evicted``: with so many pages more it would have been kept, and with fewer not; ``None``
-            where that is not known.
-        what: ``damaged``, ``other format``: what the store says.
+        more: ``evicted``: fewest additional pages with which the pool would have kept it; ``None`` if
+            unknown.
+        what: ``damaged``, ``other format``: the store's message.
     """
 
     cause: str
@@ -43,7 +43,7 @@ class Miss(NamedTuple):
     what: str | None = None
 
     def __str__(self) -> str:
-        """One sentence, times in seconds of the recording."""
+        """Sentence about the miss, with times in seconds of the recording."""
         match self.cause:
             case "below":
                 return f"below page {self.at}"
@@ -57,20 +57,20 @@ class Miss(NamedTuple):
 
 
 class Node(Item):
-    """A page of a text under a salt, whether it is there or not.
+    """Page of a text under a salt, in the pool or not.
 
     Attributes:
-        id: Counted from 0.
-        salt: Under which it is known.
+        id: Number, counted from 0.
+        salt: Salt of the text.
         parent: The page before it.
-        text: What it has in common with the same text under other salts.
-        tokens: Its token ids, int64.
+        text: Number of the text up to here, the same under each salt.
+        tokens: Token ids of the page, int64.
         state: ``"asked"`` for and never sealed, ``"kept"``, ``"evicted"``, or ``"passed"`` by a window.
         time: When it was evicted.
         by: The request that needed the room.
-        more: Pages that were too few when it was asked for last.
-        used: When it was last asked for or sealed, in lookups and seals.
-        num_users: Whether it is held, and how many requests compute it again.
+        more: Additional pages that the pool needed to keep it, when it was last asked for.
+        used: Time of the last look-up or seal, counted in these.
+        num_users: Number of requests that compute it again, plus 1 if it is held.
     """
 
     __slots__ = ("by", "id", "more", "num_users", "parent", "salt", "state", "text", "time", "tokens", "used")
@@ -84,17 +84,17 @@ class Node(Item):
 
 
 class Causes:
-    """The history of a pool and its tree, from which the cause of a missed page follows.
+    """History of a pool and its prefix tree, which gives the cause of each missed page.
 
-    How many pages more would have kept a page is exact for a pool that evicts what is idle for longest, by
-    the distance of its uses: a larger pool would have found what was evicted of a text when it was asked for,
-    and computed only the rest. Of other pools nobody knows it.
+    For an LRU pool the number of pages that would have kept a page is exact, by its reuse distance: a larger
+    pool would have found the evicted pages of a text when it was asked for, and computed only the rest. For
+    other pools it is unknown.
 
     Args:
         page_size: Tokens in a page.
-        is_lru: Whether the pool evicts what is idle for longest.
-        max_remembered: Pages that are remembered; of more, those that were not used for longest are forgotten
-            and taken for ``never stored``.
+        is_lru: Whether the pool evicts the least recently used pages first.
+        max_remembered: Number of pages to remember; beyond it, the least recently used are forgotten and
+            reported as ``never stored``.
     """
 
     def __init__(self, page_size: int, max_remembered: int, is_lru: bool = True) -> None:
@@ -105,18 +105,18 @@ class Causes:
         self._num_ids = 0
         self.nodes: dict[tuple[str, int], Node] = {}
         self._following: dict[tuple[str, int], list[bytes]] = {}  # sealed pages after a text, sorted
-        self._salts: Counter[int] = Counter()  # of each text, under how many salts it is sealed
+        self._salts: Counter[int] = Counter()  # number of salts under which each text is sealed
         self._order = Recency()
         self._pages: dict[int, Node] = {}  # sealed pages
-        self._asked: dict[int, list[Node]] = {}  # of late requests
-        self._passed: Counter[int] = Counter()  # pages that a window left behind, of each request
+        self._asked: dict[int, list[Node]] = {}  # by request, the last ones
+        self._passed: Counter[int] = Counter()  # number of pages that a window has passed, by request
         self._owed: dict[int, deque[Node]] = {}  # evicted pages that a request is about to compute
-        self._num_held = 0  # pages in use, had those that are computed again been found
+        self._num_held = 0  # pages in use if those that are computed again had been found
         self._paid: dict[int, Node] = {}  # pages that are being computed again
         self._clock = 0
 
     def nodes_of(self, salt: str, pages: Sequence[bytes]) -> list[Node]:
-        """The nodes of a text from its start, made where they are new."""
+        """Get or make the nodes of a text from its start."""
         if len(self.nodes) + len(pages) > max(self._max_remembered, 2 * len(self._pages)):
             self._forget()
         self._clock += 1
@@ -137,12 +137,12 @@ class Causes:
         return found
 
     def explain(self, nodes: Sequence[Node], num_found: int, num_pages: int) -> list[Miss]:
-        """Why each page of a text after the first ``num_found`` is missed.
+        """Causes of the misses of all pages of a text after the first ``num_found``.
 
         Args:
-            nodes: Of the text.
-            num_found: Pages at the beginning that are there.
-            num_pages: Pages of the pool.
+            nodes: Nodes of the text.
+            num_found: Number of first pages that are found.
+            num_pages: Number of pages of the pool.
         """
         misses: list[Miss] = []
         for i in range(num_found, len(nodes)):
@@ -150,10 +150,10 @@ class Causes:
             if node.state == "evicted":
                 if node.place >= 0 and self._is_lru:
                     more = self._order.num_above(node) + self._num_held + 1 - num_pages
-                    node.more = max(more, node.more or 1)  # what was too few before was not sealed since
+                    node.more = max(more, node.more or 1)  # it was not sealed since the last look-up
                 misses.append(Miss("evicted", i, time=node.time, by=node.by, more=node.more))
                 continue
-            if node.state == "kept":  # it is there; what is missing is another page of the window
+            if node.state == "kept":  # found; another page of the window is missed
                 continue
             misses.append(self._first_miss(node, i))
             if i + 1 < len(nodes):
@@ -162,7 +162,7 @@ class Causes:
         return misses
 
     def ask(self, request: int, nodes: list[Node], num_found: int) -> None:
-        """A request has asked for these pages, and is to compute those that it lacks."""
+        """Record that a request asked for these pages and will compute those that were not found."""
         self._asked[request] = nodes
         if len(self._asked) > _MOST_ASKED:
             first = next(iter(self._asked))
@@ -176,7 +176,7 @@ class Causes:
             self._owed[request] = deque(gone)
 
     def take(self, request: int, page: int) -> None:
-        """A page is handed out."""
+        """Record that a page is allocated."""
         if owed := self._owed.get(request):
             self._paid[page] = owed.popleft()
         else:
@@ -184,10 +184,10 @@ class Causes:
             self._num_held += 1
 
     def seal(self, page: int, node: Node) -> None:
-        """A page that is held is found from now on."""
+        """Record that a held page is sealed and can be found."""
         computed = self._paid.pop(page, None)
         if computed is not node:
-            if computed is not None:  # it was to be another page's
+            if computed is not None:  # it was expected to be another page
                 self._leave(computed)
                 self._order.fill()
                 self._num_held += 1
@@ -203,17 +203,17 @@ class Causes:
         self._salts[node.text] += 1
 
     def wake(self, page: int) -> None:
-        """A page that nobody held is held again."""
+        """Record that an idle page is held again."""
         if (node := self._pages.get(page)) is not None:
             self._use(node)
 
     def idle(self, page: int) -> None:
-        """Nobody holds a sealed page any more."""
+        """Record that the last holder released a sealed page."""
         if (node := self._pages.get(page)) is not None:
             self._leave(node)
 
     def free(self, page: int) -> None:
-        """Nobody holds a page any more, and nobody finds it."""
+        """Record that the last holder released a page that is not sealed."""
         if (node := self._paid.pop(page, None)) is not None:
             self._leave(node)
         else:
@@ -221,7 +221,7 @@ class Causes:
             self._num_held -= 1
 
     def evict(self, page: int, time: float, request: int) -> None:
-        """A sealed page that nobody holds gives way."""
+        """Record that an idle page is evicted."""
         node = self._pages.pop(page, None)
         if node is not None:
             self._give_up(node, time, request)
@@ -230,7 +230,7 @@ class Causes:
             self._salts[node.text] -= 1
 
     def refuse(self, nodes: Sequence[Node], time: float, request: int) -> None:
-        """The last pages of a text, which a request computed and found no room for."""
+        """Record that there was no room for the last pages of a text, which a request has computed."""
         self.end(request)
         for node in reversed(nodes):
             if node.num_users:
@@ -243,7 +243,7 @@ class Causes:
             self._order.push(node)
 
     def drop(self, request: int, pages: Sequence[int]) -> None:
-        """A window has left behind the first pages that a request still held."""
+        """Record that a window has passed the first pages that a request held."""
         nodes, start = self._asked.get(request, []), self._passed[request]
         self._passed[request] += len(pages)
         for page, node in zip(pages, nodes[start:], strict=False):
@@ -251,7 +251,7 @@ class Causes:
                 node.state = "passed"
 
     def end(self, request: int) -> None:
-        """A request computes nothing more."""
+        """Record that a request computes nothing more."""
         for node in reversed(self._owed.pop(request, ())):
             self._leave(node)
 
@@ -271,7 +271,7 @@ class Causes:
         node.state, node.time, node.by = "evicted", time, request
 
     def _first_miss(self, node: Node, i: int) -> Miss:
-        """Why a page that was not evicted is missed, all before it being found or evicted."""
+        """Cause of the first miss that is no eviction; all pages before it were found or evicted."""
         if node.state == "passed":
             return Miss("window passed", i)
         if self._salts[node.text]:
@@ -290,7 +290,7 @@ class Causes:
         return node.salt, 0 if node.parent is None else node.parent.text
 
     def _forget(self) -> None:
-        """Forget half of the pages that are not there, those that were not used for longest."""
+        """Forget half of the pages that are not in the pool, the least recently used."""
         gone = [x for x in self.nodes.values() if x.state != "kept" and not x.num_users]
         gone.sort(key=lambda node: (node.used, node.id))
         old = {id(node) for node in gone[: len(gone) // 2]}
@@ -305,6 +305,6 @@ class Causes:
 
 
 def _same(left: bytes, right: bytes) -> int:
-    """Tokens at the beginning that two pages have in common."""
+    """Number of first tokens that two pages have in common."""
     size = next((i for i, (x, y) in enumerate(zip(left, right, strict=False)) if x != y), len(left))
     return size // 8

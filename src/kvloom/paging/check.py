@@ -1,4 +1,4 @@
-"""Recomputes the state of every page from its references, and compares it with pool, tree and tables."""
+"""Invariant check: recomputes the state of every page, and compares it with pool, tree and tables."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -13,7 +13,7 @@ from kvloom.paging.worth import WorthOrder
 def check(
     pool: PagePool, tree: PrefixTree, tables: Iterable[PageTable], held: Iterable[PageRef] = ()
 ) -> None:
-    """Check every invariant, in time linear in the pages and in the references to them.
+    """Check every invariant, in time linear in the pages and the references to them.
 
     Args:
         pool: The pool.
@@ -44,7 +44,7 @@ def check(
 
 
 def _check_table(i: int, table: PageTable, size: int) -> None:
-    """A table's length in tokens is in ((pages - 1) * size, pages * size], and no page comes twice."""
+    """Check that a table has ((pages - 1) * size, pages * size] tokens, and no page twice."""
     pages = table.pages
     if table.page_size != size:
         raise StateError(f"table {i} has pages of {table.page_size} tokens, the tree of {size}")
@@ -55,7 +55,7 @@ def _check_table(i: int, table: PageTable, size: int) -> None:
 
 
 def _check_tree(pool: PagePool, tree: PrefixTree) -> None:
-    """Each sealed page has one node, and its parents lead to a root under one salt."""
+    """Check that each sealed page has one node, whose parents lead to a root under one salt."""
     pages, parents, is_chain = tree._pages, pool._parents, tree.window is None
     there = sorted(node.page for node in tree._nodes.values() if node.page is not None)
     if pages.keys() != parents.keys() or len(there) != len(pages):
@@ -95,7 +95,7 @@ def _check_tree(pool: PagePool, tree: PrefixTree) -> None:
 
 
 def _check_states(pool: PagePool, counts: Counter[int]) -> None:
-    """Each page has its place, and is free, active or evictable, by its references alone, held ``counts``."""
+    """Check each page's place and its state, which follows from ``counts`` of held references alone."""
     for page, (extent, index) in enumerate(pool._places):
         if pool._extents[extent][index] != page:
             there = pool._extents[extent][index]
@@ -131,7 +131,7 @@ def _check_states(pool: PagePool, counts: Counter[int]) -> None:
 
 
 def _check_worth(pool: PagePool, worth: WorthOrder) -> None:
-    """The order of what goes knows each sealed page, its parent and children, and if it is evictable."""
+    """Check that the eviction order has each sealed page, with its parent, children and state."""
     sealed = pool._parents
     if worth._sealed.keys() != sealed.keys():
         raise StateError(f"sealed are {sorted(sealed)}, ranked {sorted(worth._sealed)}")

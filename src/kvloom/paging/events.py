@@ -1,4 +1,4 @@
-"""Events of pages, in a ring: who takes, shares, finds, misses and evicts which. Imports no torch."""
+"""Ring buffer of page events: allocations, shares, hits, misses, evictions. Imports no torch."""
 
 from __future__ import annotations
 
@@ -17,34 +17,34 @@ from kvloom.paging.causes import Causes, Miss
 from kvloom.paging.states import Event, PageStates
 
 FORMAT: Final = "kvloom-events/1"
-"""In the first line of a file."""
+"""Format name in the first line of a file."""
 
 _MOST_PAGES: Final = 256
 
 
 class Events:
-    """The last events of a pool, and why pages are missed; ``PrefixTree.record`` makes one.
+    """Last events of a pool, and causes of misses; ``PrefixTree.record`` makes one.
 
-    Events of one kind and request that follow each other are one event of several pages. What falls out of
-    the ring is folded into ``before``, so that the state at its oldest event is known. Not thread-safe, as
+    Consecutive events of one kind and request are merged into one event of several pages. Events that leave
+    the ring are applied to ``before``, so that the state at the oldest event is known. Not thread-safe, as
     the pool.
 
     Args:
         page_size: Tokens in a page.
-        capacity: Events that are kept.
-        max_remembered: Pages of texts that are remembered.
-        clock: Seconds from some moment on.
-        is_lru: Whether the pool evicts what is idle for longest, so that a miss knows ``more``.
+        capacity: Number of events to keep.
+        max_remembered: Number of pages of texts to remember.
+        clock: Function that returns seconds.
+        is_lru: Whether the pool evicts the least recently used pages first, so that ``Miss.more`` is known.
 
     Attributes:
-        causes: Why pages are missed.
-        before: What pages held before the oldest event.
-        num_dropped: Events that are not kept any more.
-        request: Whose the next events are; 0 is nobody's.
-        takers: Whose the pages are that are handed out next, if not all are that request's.
-        num_requests: Requests so far.
-        page_bytes: Bytes of a page, 0 if nobody said.
-        scale: Tokens of a text that one of the tree stands for.
+        causes: History that explains misses.
+        before: State of all pages before the oldest event.
+        num_dropped: Number of events that have left the ring.
+        request: Request of the next events; 0 for none.
+        takers: Requests of the next allocated pages, if they differ.
+        num_requests: Number of requests so far.
+        page_bytes: Bytes of a page; 0 if unknown.
+        scale: Number of text tokens that one token of the tree stands for.
     """
 
     def __init__(
@@ -68,18 +68,18 @@ class Events:
         self._page_size, self.capacity, self._clock = page_size, capacity, clock
         self._ring: deque[Event] = deque()
         self._began, self._date = clock(), time.time()
-        self._kind, self._of, self._pages = "", 0, list[int]()  # what the next page may be added to
+        self._kind, self._of, self._pages = "", 0, list[int]()  # event to which the next page may belong
         self._secret = token_bytes(16)
 
     def __reduce__(self) -> Any:
-        """A copy or a saved pool records nothing."""
+        """Pickle as ``None``: a copy or a saved pool records nothing."""
         return type(None), ()
 
     def __len__(self) -> int:
         return len(self._ring)
 
     def __iter__(self) -> Iterator[Event]:
-        """From the oldest on; those of the state before it first."""
+        """Iterate from the oldest event on, after events that make the state before it."""
         if self.num_dropped:
             yield from self.before.events(self._ring[0][0])
         yield from self._ring
@@ -87,7 +87,7 @@ class Events:
     # From the pool
 
     def add(self, kind: str, page: int) -> None:
-        """Something happens to a page."""
+        """Record an event of a page."""
         if kind != self._kind or self.request != self._of or len(self._pages) == _MOST_PAGES:
             self.note(kind, [page])
             self._kind, self._of, self._pages = kind, self.request, self._ring[-1][3]
@@ -95,7 +95,7 @@ class Events:
             self._pages.append(page)
 
     def note(self, kind: str, pages: list[int], **more: Any) -> None:
-        """An event of its own."""
+        """Record an event that is not merged with others."""
         ring = self._ring
         if len(ring) == self.capacity:
             self.before.apply(ring.popleft())
@@ -104,7 +104,7 @@ class Events:
         self._kind = ""
 
     def take(self, pages: Sequence[int]) -> None:
-        """Pages are handed out."""
+        """Record that pages are allocated."""
         claimed = self.request
         for page, request in zip(pages, self.takers or [claimed] * len(pages), strict=True):
             self.request = request
@@ -113,7 +113,7 @@ class Events:
         self.request = claimed
 
     def evict(self, page: int) -> None:
-        """A page that was found by its tokens gives way."""
+        """Record that a sealed page is evicted."""
         self.add("evict", page)
         self.causes.evict(page, self._ring[-1][0], self.request)
 
@@ -122,15 +122,15 @@ class Events:
     def look_up(
         self, salt: str, num_tokens: int, asked: list[bytes], found: list[int], num_pages: int, first: int = 0
     ) -> None:
-        """A request begins.
+        """Record that a request begins and looks up its text.
 
         Args:
-            salt: Under which it looks.
-            num_tokens: Of its text.
-            asked: The tokens of each page that could be found.
-            found: Of these pages those that are, one behind the other.
-            num_pages: Of the pool.
-            first: The first that is; a window does not reach those in front.
+            salt: Salt of the look-up.
+            num_tokens: Number of tokens of the text.
+            asked: Tokens of each page that could be found.
+            found: Consecutive pages that are found.
+            num_pages: Number of pages of the pool.
+            first: Number of the first page found; a window does not reach those before it.
         """
         nodes = self.causes.nodes_of(salt, asked)
         ids = [node.id for node in nodes]
@@ -145,18 +145,18 @@ class Events:
         self.causes.ask(self.request, nodes, end)
 
     def begin(self, salt: str, num_tokens: int, nodes: Sequence[int] = ()) -> None:
-        """A request begins; one that is forked asks for no pages."""
+        """Record that a request begins; a forked one looks up no pages."""
         self.num_requests += 1
         self.request = self.num_requests
         tenant = self.tenant(salt)
         self.note("begin", [], tenant=tenant, tokens=num_tokens * self.scale, nodes=list(nodes))
 
     def explain(self, salt: str, asked: list[bytes], num_found: int, num_pages: int) -> list[Miss]:
-        """Why the pages of a text after the first ``num_found`` would be missed now."""
+        """Causes for which the pages of a text after the first ``num_found`` would be missed now."""
         return self.causes.explain(self.causes.nodes_of(salt, asked), num_found, num_pages)
 
     def seal(self, salt: str, text: list[bytes], pages: list[int]) -> None:
-        """The last pages of a text are found from now on."""
+        """Record that the last pages of a text are sealed."""
         nodes = self.causes.nodes_of(salt, text)[len(text) - len(pages) :]
         self.note("seal", pages, nodes=[node.id for node in nodes])
         for page, node in zip(pages, nodes, strict=True):
@@ -165,13 +165,13 @@ class Events:
     # From tables and stores
 
     def refuse(self, salt: str, asked: list[bytes], first: int) -> None:
-        """The request, which holds the pages of its text before ``first``, finds no room for the others."""
+        """Record that the request, which holds its pages before ``first``, has no room for the others."""
         self.causes.refuse(
             self.causes.nodes_of(salt, asked)[first:], self._clock() - self._began, self.request
         )
 
     def drop(self, pages: list[int]) -> None:
-        """A window has left the first pages of the request behind, which are about to be released."""
+        """Record that a window has passed the first pages of the request, which will be released."""
         self.causes.drop(self.request, pages)
 
     def name(self, name: str) -> None:
@@ -179,7 +179,7 @@ class Events:
         self.note("name", [], name=name)
 
     def tenant(self, salt: str) -> str:
-        """A name for a salt, which may be a secret."""
+        """Public name for a salt, which may be a secret."""
         name = salt.encode("utf-8", "surrogatepass")
         return blake2b(name, key=self._secret, digest_size=3).hexdigest() if salt else ""
 
@@ -188,13 +188,13 @@ class Events:
     def lines(
         self, *, tokens: bool = True, decode: Callable[[list[int]], str] | None = None
     ) -> Iterator[dict[str, Any]]:
-        """JSON: the head, the pages of texts that events name, and events in order.
+        """Lines of JSON: a header, the pages of texts that events name, and the events in order.
 
         Args:
-            tokens: Whether pages have their token ids.
-            decode: Token ids to text; without it there is none.
+            tokens: Whether to write token ids.
+            decode: Function from token ids to text; ``None`` for no text.
         """
-        self._kind = ""  # what was given out does not change
+        self._kind = ""  # events that were returned do not change
         yield {
             "format": FORMAT,
             "date": self._date,
@@ -224,7 +224,7 @@ class Events:
     def save(
         self, path: str | Path, *, tokens: bool = True, decode: Callable[[list[int]], str] | None = None
     ) -> None:
-        """Write JSON lines, as ``lines`` makes them, for ``kvloom trace replay`` and ``kvloom view``."""
+        """Write JSON lines, as of ``lines``, for ``kvloom trace replay`` and ``kvloom view``."""
         write_lines(self.lines(tokens=tokens, decode=decode), path)
 
 

@@ -1,4 +1,4 @@
-"""The grid of texts: at multiples of how many tokens recurrent states are kept."""
+"""Grid of texts: recurrent states are kept at multiples of a number of tokens."""
 
 from typing import Final
 
@@ -8,7 +8,7 @@ _INTERVAL: Final = 256
 
 
 def grid_interval(interval: int | None, page_size: int) -> int:
-    """Tokens of the grid, a multiple of ``page_size``; ``None`` for 256, or the next one.
+    """Interval of the grid, a multiple of ``page_size``; by default 256, rounded up to one.
 
     Raises:
         ArgumentError: ``state_interval`` is no such number.

@@ -1,26 +1,26 @@
-"""How likely a page is used again: counted, by what is known of it and by how long it is idle."""
+"""Estimate of how likely an idle page is used again, counted by its kind and its idle time."""
 
 from typing import Final
 
 NUM_USES: Final = 4
-"""Numbers of uses that are told apart; the last one stands for more."""
+"""Number of use counts that are distinguished; the last stands for all higher ones."""
 NUM_KINDS: Final = 2 * NUM_USES
-"""What is known of a page: its uses, and whether it has children."""
+"""Number of kinds of pages: use count, and whether the page has children."""
 LIMITS: Final = [0, 1, *(round(2 ** (i / 2)) for i in range(2, 100)), 1 << 62]
-"""Where ages begin, which grow by half an octave, counted in pages that became idle since."""
+"""Lower limits of ages, in pages that became idle since; each is sqrt(2) times the last."""
 _PRIOR, _PRIOR_PAGES, _KIND_PAGES = 0.05, 20, 100
-"""Of pages that reach an age the part that is used in it, as if so many had been seen; and so many of each
-kind as of all. That alone is least recently used, for an age lasts the longer the later it is."""
+"""Prior probability of use within an age, its weight in pages, and the weight of all kinds in one kind. The
+prior alone gives LRU order, since later ages last longer."""
 
 
 class Odds:
     """Counts of idle pages by age and kind, and of those that were used again.
 
     Attributes:
-        entered: Of each kind, how many pages were idle up to each age, fading.
-        used: And how many of these were used in it.
-        worth: By age and kind, ``NUM_KINDS`` times the age and the kind: hits to expect for each page that
-            becomes idle meanwhile, if the page is kept for as long as is best.
+        entered: Number of pages of each kind that reached each age, with decay.
+        used: Number of these that were used within the age.
+        worth: Expected hits for each page that becomes idle meanwhile, if the page is kept for the best time;
+            at index ``age * NUM_KINDS + kind``.
     """
 
     __slots__ = ("entered", "used", "worth")
@@ -32,7 +32,7 @@ class Odds:
         self.worth = [0.0] * (NUM_KINDS * num_ages)
 
     def learn(self, kept: float) -> None:
-        """Judge by what was seen, and let it fade to the part ``kept``."""
+        """Update ``worth`` from the counts, and scale these by ``kept``."""
         num_ages = 1 + max(
             (age for entered in self.entered for age, count in enumerate(entered) if count), default=0
         )
@@ -47,9 +47,9 @@ class Odds:
             self.used[kind] = [kept * x for x in self.used[kind]]
 
     def _judge(self, kind: int, odds: list[float]) -> None:
-        """For each age the most hits by time, until any later one: slopes of a hull, from the end."""
+        """Best rate of hits from each age until any later one: slopes of a convex hull, from the end."""
         entered, used = self.entered[kind], self.used[kind]
-        time, hits, left = 0.0, 0.0, 1.0  # left: of pages that became idle
+        time, hits, left = 0.0, 0.0, 1.0  # left: share of idle pages not used so far
         points = [(time, hits)]
         for age, of_all in enumerate(odds):
             here = min((used[age] + _KIND_PAGES * of_all) / (entered[age] + _KIND_PAGES), 0.999)

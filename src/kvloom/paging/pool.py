@@ -1,4 +1,4 @@
-"""Which page is free, and how many references the others have. Integers only; imports no torch."""
+"""Pool of pages with reference counts. Integers only; imports no torch."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -10,20 +10,20 @@ from kvloom.paging.events import Events
 from kvloom.paging.worth import WorthOrder
 
 POLICIES: Final = ("lru", "ours")
-"""Orders of eviction."""
+"""Names of eviction policies."""
 
 
 def expect_policy(policy: str) -> None:
-    """Raise ArgumentError unless there is such a policy."""
+    """Raise ArgumentError if there is no such policy."""
     if policy not in POLICIES:
         raise ArgumentError(f"policy must be one of {', '.join(POLICIES)}, got {policy!r}")
 
 
 def expect_page_size(page_size: int) -> None:
-    """Check a number of tokens in a page.
+    """Check a page size.
 
     Raises:
-        ArgumentError: it is none.
+        ArgumentError: it is no positive int.
     """
     if isinstance(page_size, bool) or not isinstance(page_size, int) or page_size < 1:
         raise ArgumentError(f"page_size must be at least 1, got {page_size!r}")
@@ -34,7 +34,7 @@ class PageRef(NamedTuple):
 
     Attributes:
         id: Index of the page in the pool; it has the ``page_size`` slots from ``id * page_size``.
-        generation: How often the page became free before.
+        generation: Number of times that the page became free before.
     """
 
     id: int
@@ -48,37 +48,37 @@ class PagePool:
     state      count  what it holds
     =========  =====  ========================================================================
     free       0      nothing
-    active     > 0    tokens of those who hold references; read-only once it is sealed
+    active     > 0    tokens of its holders; read-only once it is sealed
     evictable  0      sealed tokens that the prefix tree can still find
     =========  =====  ========================================================================
 
     Becoming free ends the page's generation: every method raises a ``StateError`` for an older ``PageRef``,
     which would otherwise reach the data of another sequence. Not thread-safe.
 
-    Pages are handed out last freed first, so that a busy pool touches few of them; pages that were never used
-    come last, lowest id first.
+    The page that was freed last is allocated first, so that a busy pool touches few pages. Pages that were
+    never used come last, lowest id first.
 
-    Pages lie one after the other in extents, of which a sequence can have one to grow in: ``next_free`` says
-    which pages follow another.
+    An extent is a contiguous range of pages, in which a sequence can grow: ``next_free`` gives the pages
+    after another.
 
     Args:
         num_pages: Pages to begin with, in one extent; ``grow`` adds more.
-        policy: Which pages are evicted first: ``"lru"``, those that are idle for longest, or ``"ours"``,
-            those that are worth least by what the pool has seen (``WorthOrder``).
+        policy: Eviction policy: ``"lru"``, least recently used first, or ``"ours"``, fewest expected hits
+            first, by the statistics of this pool (``WorthOrder``).
 
     Attributes:
-        events: What happens to pages, if that is recorded; ``PrefixTree.record`` sets it.
+        events: Recorder of events; ``None`` for none. ``PrefixTree.record`` sets it.
 
     Raises:
         ArgumentError: there is no such policy.
     """
 
-    # How pool and tree work together: a page sealed under a parent holds one reference to it while it is
-    # active itself. So a parent becomes evictable after its last child, and the order in which pages became
-    # evictable, kept here, is both least recently used first and leaves before parents. The tree evicts in
-    # that order, or in that of ``worth``: ``take`` calls the function that the tree gave to ``attach``, which
-    # calls ``reclaim``. Pages that are no chain, as where layers have a window, are idle one by one: first go
-    # those that a window passed, unless a lookup has found them.
+    # How pool and tree work together: an active page that is sealed under a parent holds one reference to it.
+    # So a parent becomes evictable after its last child, and the order in which pages became evictable, kept
+    # here, is both least recently used first and leaves before parents. The tree evicts in that order, or in
+    # that of ``worth``: ``take`` calls the function that the tree passed to ``attach``, which calls
+    # ``reclaim``. Pages that are no chain, as in layers with a window, become evictable one by one. Of these,
+    # pages that a window passed are evicted first, unless a look-up has found them.
 
     __slots__ = (
         "_counts", "_evict", "_evictable", "_extents", "_free", "_parents", "_passed", "_places",
@@ -89,45 +89,45 @@ class PagePool:
         expect_policy(policy)
         self.events: Events | None = None
         self.worth = WorthOrder() if policy == "ours" else None
-        self._refs: list[PageRef] = []  # of each page, the one reference that is valid now
+        self._refs: list[PageRef] = []  # the valid reference to each page
         self._counts: list[int] = []
         self._free: dict[int, None] = {}  # a stack from which any page can be taken
-        self._extents: list[list[int]] = [[]]  # pages of each, in order
-        self._places: list[tuple[int, int]] = []  # of each page, its extent and its index there
-        self._parents: dict[int, int | None] = {}  # of each sealed page; None begins a sequence
+        self._extents: list[list[int]] = [[]]  # pages of each extent, in order
+        self._places: list[tuple[int, int]] = []  # extent of each page, and its index there
+        self._parents: dict[int, int | None] = {}  # of each sealed page; None at the start of a sequence
         self._evictable: OrderedDict[int, None] = OrderedDict()  # longest idle first
-        self._passed: dict[int, None] = {}  # evictable ones, too, that a window passed and nobody found
-        self._preferred: set[int] = set()  # that are not among these when a window passes them
+        self._passed: dict[int, None] = {}  # evictable pages, too, that a window passed and no look-up found
+        self._preferred: set[int] = set()  # pages that ``release`` does not add to ``_passed``
         self._evict: Callable[[int], object] | None = None
         self.grow(num_pages)
 
     @property
     def num_pages(self) -> int:
-        """Pages in all."""
+        """Number of all pages."""
         return len(self._refs)
 
     @property
     def num_free(self) -> int:
-        """Pages that hold nothing."""
+        """Number of free pages."""
         return len(self._free)
 
     @property
     def num_active(self) -> int:
-        """Pages with references."""
+        """Number of pages with references."""
         return self.num_pages - self.num_free - self.num_evictable
 
     @property
     def num_evictable(self) -> int:
-        """Pages without references that the tree can find; ``take`` may evict all of them."""
+        """Number of pages without references that the tree can find; ``take`` may evict all of them."""
         return len(self._evictable) + len(self._passed)
 
     @property
     def num_passed(self) -> int:
-        """Those of them that a window passed, and that go first."""
+        """Number of evictable pages that a window passed: they are evicted first."""
         return len(self._passed)
 
     def report(self) -> dict[str, int]:
-        """Pages by state, and ``num_pages``, to which they sum."""
+        """Numbers of pages by state, and their sum ``num_pages``."""
         return {
             "num_pages": self.num_pages,
             "free": self.num_free,
@@ -137,28 +137,28 @@ class PagePool:
 
     @property
     def num_extents(self) -> int:
-        """Extents, at least 1."""
+        """Number of extents, at least 1."""
         return len(self._extents)
 
     def place(self, page: int) -> tuple[int, int]:
-        """Extent of the page with this id, and its index there."""
+        """Extent of the page with this id, and its index in it."""
         return self._places[page]
 
     def next_free(self, page: int, num_pages: int) -> list[int]:
-        """Up to ``num_pages`` free pages that follow ``page`` in its extent without a gap."""
+        """Up to ``num_pages`` contiguous free pages after ``page`` in its extent."""
         extent, index = self._places[page]
         return self.free_from(extent, index + 1, num_pages)
 
     def free_from(self, extent: int, index: int, num_pages: int) -> list[int]:
-        """Up to ``num_pages`` free pages of an extent from ``index`` on, without a gap."""
+        """Up to ``num_pages`` contiguous free pages of an extent from ``index`` on."""
         return list(takewhile(self._free.__contains__, self._extents[extent][index : index + num_pages]))
 
     def grow(self, num_pages: int, num_extents: int = 1) -> None:
-        """Add ``num_pages`` free pages to the ends of all extents alike; references stay valid.
+        """Add ``num_pages`` free pages, spread over the ends of all extents; references stay valid.
 
         Args:
             num_pages: Pages to add.
-            num_extents: How many extents a pool without pages is to have.
+            num_extents: Number of extents of a pool that has no pages yet; ignored otherwise.
         """
         if isinstance(num_pages, bool) or not isinstance(num_pages, int) or num_pages < 0:
             raise ArgumentError(f"num_pages must be at least 0, got {num_pages!r}")
@@ -180,17 +180,17 @@ class PagePool:
             self.events.note("grow", [], num_pages=end)
 
     def take(self, num_pages: int, wanted: Sequence[int] = ()) -> list[PageRef]:
-        """Hand out pages with one reference each, all or none.
+        """Allocate pages with one reference each, all or none.
 
-        When free pages run short, evictable ones are evicted: as few as needed, longest idle first, leaves
-        before parents.
+        If too few pages are free, evictable ones are evicted: as few as needed, in the order of the policy,
+        leaves before parents.
 
         Args:
-            num_pages: How many.
-            wanted: Free pages that must be among them, and come first.
+            num_pages: Number of pages.
+            wanted: Free pages that must be among them; they come first in the result.
 
         Returns:
-            Distinct references, each valid while it is held, and then for as long as the tree can find it.
+            Distinct references, each valid while it is held, and afterwards as long as the tree can find it.
 
         Raises:
             OutOfPages: fewer pages are free or evictable; nothing was changed, nothing evicted.
@@ -225,7 +225,7 @@ class PagePool:
             self.events.add("share", ref.id)
 
     def hold(self, page: int | None) -> None:
-        """For the tree: ``retain`` an active or evictable page, of which no event is made."""
+        """For the tree: ``retain`` an active or evictable page, without an event."""
         while page is not None:
             self._counts[page] += 1
             if self._counts[page] > 1:
@@ -245,10 +245,11 @@ class PagePool:
 
         Args:
             ref: An active page.
-            is_passed: A window has left it behind: it goes before others, unless it is preferred.
+            is_passed: Whether a window has passed the page: then it is evicted before others, unless
+                preferred.
 
         Raises:
-            StateError: ``ref`` is stale, or nobody holds the page; nothing was changed.
+            StateError: ``ref`` is stale, or the page has no holder; nothing was changed.
         """
         page: int | None = self._page(ref)
         if not self._counts[ref.id]:
@@ -276,11 +277,11 @@ class PagePool:
             page = self._parents[page]
 
     def count(self, ref: PageRef) -> int:
-        """References to the page: those of its holders, and one of each active page sealed under it."""
+        """Number of references to the page: one of each holder, and of each active page sealed under it."""
         return self._counts[self._page(ref)]
 
     def is_free(self, page: int) -> bool:
-        """Whether the page with this id holds nothing."""
+        """Whether the page with this id is free."""
         return not self._counts[page] and page not in self._parents
 
     def is_sealed(self, ref: PageRef) -> bool:
@@ -288,11 +289,11 @@ class PagePool:
         return self._page(ref) in self._parents
 
     def is_writable(self, ref: PageRef) -> bool:
-        """Whether its one holder may write the page: nobody else holds it, and it is not sealed."""
+        """Whether its holder may write the page: it is the only one, and the page is not sealed."""
         return self._counts[self._page(ref)] == 1 and ref.id not in self._parents
 
     def attach(self, evict: Callable[[int], object]) -> None:
-        """For the tree: ``take`` calls ``evict(n)`` to reclaim the n longest idle pages, when there are n.
+        """For the tree: let ``take`` call ``evict(n)`` to reclaim n pages, when at least n are evictable.
 
         Raises:
             StateError: the pool has a tree already.
@@ -302,7 +303,7 @@ class PagePool:
         self._evict = evict
 
     def prefer(self, refs: Iterable[PageRef]) -> None:
-        """Evict these sealed pages no sooner than others when a window passes them: they are of use."""
+        """Mark useful sealed pages, which are then not evicted first after a window passes them."""
         for page in map(self._page, refs):
             self._preferred.add(page)
             if page in self._passed:
@@ -315,8 +316,8 @@ class PagePool:
         Args:
             refs: The pages.
             parent: A sealed page.
-            is_chain: Whether an active page holds the one before it. Otherwise each page is by itself, under
-                none.
+            is_chain: Whether an active page holds a reference to the one before it. Otherwise no page has a
+                parent.
 
         Raises:
             StateError: a page is stale, sealed already or given twice, ``parent`` is not sealed, or no tree
@@ -339,16 +340,16 @@ class PagePool:
             self._parents[page] = above
             above = page if is_chain else None
         for page in pages[:-1] if is_chain else ():
-            self._counts[page] += 1  # the reference of its child
+            self._counts[page] += 1  # the reference that its child holds
 
     def victims(self, num_pages: int) -> list[PageRef]:
-        """For the tree, which must ``reclaim`` them: the pages to evict first, or all if there are fewer."""
+        """For the tree, which must ``reclaim`` them: pages to evict next, or all if there are fewer."""
         if self.worth is None:
             return list(islice(self.evictable(), num_pages))
         return [self._refs[page] for page in self.worth.evict(num_pages)]
 
     def reclaim(self, refs: Sequence[PageRef]) -> None:
-        """For the tree: free evictable pages that have no child left, and end their generation.
+        """For the tree: free evictable pages that have no children, and end their generation.
 
         Raises:
             StateError: a page is stale or held; nothing was changed.
@@ -367,7 +368,7 @@ class PagePool:
                 self.events.evict(page)
 
     def evictable(self) -> Iterator[PageRef]:
-        """Evictable pages, longest idle first, each after its children. Valid until the pool changes."""
+        """Evictable pages, children before parents, else LRU first. Valid until the pool changes."""
         return (self._refs[page] for page in chain(self._passed, self._evictable))
 
     def _end(self, page: int) -> None:
@@ -375,7 +376,7 @@ class PagePool:
         self._free[page] = None
 
     def _page(self, ref: PageRef) -> int:
-        """The page of a reference, which must be valid."""
+        """Id of the page of a reference; raises StateError if it is stale."""
         page, refs = ref.id, self._refs
         if 0 <= page < len(refs) and refs[page] == ref and (self._counts[page] or page in self._parents):
             return page

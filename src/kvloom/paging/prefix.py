@@ -1,4 +1,4 @@
-"""Which sealed page holds which tokens behind which prefix. Token ids are compared, never only their hashes.
+"""Prefix tree: finds sealed pages by their tokens and prefix. Compares token ids, never only hashes.
 
 Shapes: S tokens in a page.
 """
@@ -16,14 +16,14 @@ from kvloom.paging.pool import PagePool, PageRef, expect_page_size
 
 
 class Node:
-    """The tokens of one page behind those of its parent, whether the page is there or not.
+    """Tokens of one page after those of its parent, whether the pool still has the page or not.
 
     Attributes:
-        key: Salt, parent, and the S token ids as int64. So it stands for all tokens from the start of the
+        key: Salt, parent, and the S token ids as int64, so it identifies all tokens from the start of the
             sequence. Python hashes bytes with a secret of the process, and compares them when their hashes
             are equal; a parent is compared by identity.
-        page: That holds their keys and values.
-        num_children: Nodes behind this one.
+        page: Page with their keys and values; ``None`` if it was evicted.
+        num_children: Number of child nodes.
     """
 
     __slots__ = ("key", "num_children", "page")
@@ -34,7 +34,7 @@ class Node:
         self.num_children = 0
 
     def path(self) -> list[Node]:
-        """From the start of the sequence to this node."""
+        """Nodes from the start of the sequence to this one."""
         path, step = [self], self.key[1]
         while step is not None:
             path.append(step)
@@ -43,21 +43,20 @@ class Node:
 
 
 class PrefixTree:
-    """Finds the sealed pages whose tokens begin a sequence; a page is found only under its own salt.
+    """Prefix tree of sealed pages: finds those whose tokens begin a sequence, under their salt only.
 
     The keys and values of a token depend on all tokens before it. So a page is found by its own tokens *and*
     its parent, which is a node of the same tree, or ``None`` at the start of a sequence.
 
-    A prefix is found in whole pages: all of them, or those that the token behind it sees through a window,
-    or, where pages are copies of recurrent states, the last one, which must end where the prefix does.
-    Without a window pages go from the end of a sequence on; with one, those that windows have left behind go
-    first.
+    A prefix is complete if all its pages are found. With a window, those that the token after it sees are
+    enough. If pages are copies of recurrent states, only the last page is needed; it must end where the
+    prefix does. Without a window a sequence is evicted from its end; with one, pages that windows have passed
+    are evicted first.
 
     Args:
         pool: Pool of the pages; a pool has one tree.
         page_size: S, tokens in a page.
-        window: Tokens that a token sees, itself included; ``None`` for all before it, 0 for the state behind
-            the last token alone.
+        window: Tokens that a token sees, itself included; ``None`` for all before it, 0 for recurrent states.
     """
 
     __slots__ = ("_format", "_nodes", "_pages", "_pool", "page_size", "window")
@@ -68,20 +67,20 @@ class PrefixTree:
         self._pool = pool
         self._format = f"={page_size}q"
         self._nodes: dict[tuple[str, Node | None, bytes], Node] = {}
-        self._pages: dict[int, Node] = {}  # of each sealed page
+        self._pages: dict[int, Node] = {}  # by sealed page
         pool.attach(self.evict)
 
     @property
     def num_pages(self) -> int:
-        """Pages that can be found: the evictable ones, and those that are held and sealed."""
+        """Number of pages that can be found: all sealed ones, held or evictable."""
         return len(self._pages)
 
     def first_needed(self, num_pages: int) -> int:
-        """The first of ``num_pages`` pages of a prefix that the token behind it sees."""
+        """Number of the first page that the token after a prefix of ``num_pages`` pages sees."""
         return self.first_seen(num_pages * self.page_size)
 
     def first_seen(self, num_tokens: int) -> int:
-        """The first page of ``num_tokens`` tokens that the token behind them sees."""
+        """Number of the first page that the token after ``num_tokens`` tokens sees."""
         end = -(-num_tokens // self.page_size)
         if self.window is None:
             return 0
@@ -100,16 +99,16 @@ class PrefixTree:
         """Retain the pages of the longest prefix of a sequence that can be found.
 
         Args:
-            tokens: Ids from the start of the sequence, signed 64-bit.
+            tokens: Token ids from the start of the sequence, signed 64-bit.
             salt: Only pages inserted under the same salt are found.
             max_tokens: Match no more tokens than this: ``len(tokens) - 1`` for a caller that must compute the
                 last token to have its logits.
-            num_pages: What ``num_known`` returned, or fewer pages of a prefix that is whole, where others
-                have no more.
+            num_pages: Number of pages of a complete prefix, such as the result of ``num_known``; ``None`` to
+                look for the longest.
 
         Returns:
-            Pages in order, S tokens each, those in front of a window left out. The caller holds one reference
-            to each: valid until released, by itself or by the table that adopts them.
+            Pages in order, S tokens each, without those before a window. The caller holds one reference to
+            each: valid until released, by the caller or by the table that adopts them.
 
         Raises:
             ArgumentError: a token is not a signed 64-bit integer; nothing was changed.
@@ -133,7 +132,7 @@ class PrefixTree:
         return found
 
     def num_known(self, tokens: Sequence[int], salt: str = "", *, max_tokens: int | None = None) -> int:
-        """Pages of the prefix that ``match`` would find; nothing is retained, and no event is made.
+        """Number of pages of the prefix that ``match`` would find, without references and events.
 
         Raises:
             ArgumentError: as ``match``.
@@ -142,34 +141,35 @@ class PrefixTree:
         return self._num_whole(self._find(self.packed(tokens, limit // self.page_size), salt))
 
     def known(self, tokens: Sequence[int], salt: str = "") -> list[bool]:
-        """Of each full page of a sequence, whether it is there, be the prefix that it ends whole or not."""
+        """Whether each full page of a sequence is found, even if its prefix is not complete."""
         pages = list(self.packed(tokens))
         found = self.are_there(pages, salt)
         return found + [False] * (len(pages) - len(found))
 
     def are_there(self, pages: Iterable[bytes], salt: str) -> list[bool]:
-        """``known`` of pages from ``packed``, up to the first whose text is not known."""
+        """``known`` for pages as of ``packed``, up to the first whose tokens are not in the tree."""
         return [node.page is not None for node in self._find(pages, salt)]
 
     def whole(self, is_there: Sequence[bool]) -> list[bool]:
-        """Of each page of a sequence, whether the prefix that it ends is whole: all is there that is needed.
+        """Whether the prefix that ends with each page is complete.
 
         Args:
-            is_there: Of each page.
+            is_there: Whether each page is found.
         """
         size = self.page_size
         return [num_tokens <= (i + 1) * size for i, num_tokens in enumerate(self.fewest(is_there))]
 
     def fewest(self, is_there: Sequence[bool]) -> list[int]:
-        """Of each page of a sequence, the fewest tokens of a whole prefix that ends in that page.
+        """Fewest tokens of a complete prefix that ends within each page.
 
-        From as many on, up to the end of the page, prefixes are whole; if none is, they are more than that.
+        Prefixes from this length up to the end of the page are complete; if none is, the number is greater
+        than that.
 
         Args:
-            is_there: Of each page.
+            is_there: Whether each page is found.
         """
         found, size = list[int](), self.page_size
-        first_there = 0  # the first of the pages up to this one without a gap
+        first_there = 0  # the first of the contiguous pages up to this one
         for i, there in enumerate(is_there):
             first_there = first_there if there else i + 1
             if self.window == 0:
@@ -183,17 +183,17 @@ class PrefixTree:
         return found
 
     def num_same(self, tokens: Sequence[int], salt: str = "") -> int:
-        """Pages of a sequence that it has in common with one that is known, be they there or not."""
+        """Number of pages that a sequence shares with a known one, even if they were evicted."""
         return len(self._find(self.packed(tokens), salt))
 
     def num_parted(self, tokens: Sequence[int], salt: str = "") -> int:
-        """Pages up to where a sequence parts from one that is known and goes on otherwise; 0 if none does."""
+        """Number of pages before a sequence diverges from a longer known one; 0 if there is none."""
         path = self._find(self.packed(tokens), salt)
         goes_on = bool(path) and path[-1].num_children > 0
         return len(path) if goes_on else 0
 
     def pages_from(self, tokens: Sequence[int], salt: str, first: int) -> list[PageRef]:
-        """The full pages of a sequence from one on, up to the first that is not there; none is retained."""
+        """Consecutive found pages of a sequence from page ``first`` on, without references."""
         found: list[PageRef] = []
         for node in self._find(self.packed(tokens), salt)[first:]:
             if node.page is None:
@@ -202,11 +202,11 @@ class PrefixTree:
         return found
 
     def sealed(self) -> dict[PageRef, None]:
-        """The pages that can be found, those that are longest there first."""
+        """Pages that can be found, in the order in which they were sealed."""
         return {node.page: None for node in self._pages.values() if node.page is not None}
 
     def text_of(self, ref: PageRef) -> tuple[str, list[bytes]]:
-        """Salt and packed tokens of each page of the text that a page of ``sealed`` ends."""
+        """Salt, and packed tokens of each page, of the text that ends with a page of ``sealed``."""
         path = self._pages[ref.id].path()
         return path[-1].key[0], [node.key[2] for node in path]
 
@@ -217,12 +217,12 @@ class PrefixTree:
         max_remembered: int = 200_000,
         clock: Callable[[], float] = time.perf_counter,
     ) -> Events:
-        """Record what happens to the pages of the pool from now on, until ``pool.events`` is ``None``.
+        """Record events of the pool's pages from now on, until ``pool.events`` is set to ``None``.
 
         Args:
-            capacity: Events that are kept.
-            max_remembered: Pages of texts that are remembered, to say why they are missed.
-            clock: Seconds from some moment on.
+            capacity: Number of events to keep.
+            max_remembered: Number of pages of texts to remember, for causes of misses.
+            clock: Function that returns seconds.
 
         Returns:
             The events, which begin with the present state; ``pool.events``.
@@ -234,7 +234,7 @@ class PrefixTree:
         idle = [ref.id for ref in pool.evictable()]
         free = {page for page in range(pool.num_pages) if pool.is_free(page)}
         events.take([page for page in range(pool.num_pages) if page not in free])
-        for node in self._nodes.values():  # each behind its parent, as they were made
+        for node in self._nodes.values():  # parents come first, in the order of insertion
             if node.page is not None:
                 events.seal(node.key[0], [step.key[2] for step in node.path()], [node.page.id])
         for page, number in self._holders().items():
@@ -252,22 +252,23 @@ class PrefixTree:
     ) -> list[PageRef]:
         """Seal the full pages of a sequence, so that ``match`` finds them.
 
-        Where the tree has a page of the same tokens already, that one stays: the caller's reference moves to
-        it, and the caller's duplicate is released.
+        If the tree already has a page of the same tokens, it is kept: the caller's reference moves to it, and
+        the caller's duplicate is released.
 
         Args:
-            tokens: Ids from the start of the sequence, signed 64-bit; their keys and values are written.
-            refs: Pages of the sequence, one reference to each held by the caller. Those past the last full
-                page are left alone.
-            salt: Who may find the pages.
-            first: Number of the first of ``refs`` in the sequence, if a window has left others behind.
+            tokens: Token ids from the start of the sequence, signed 64-bit; their keys and values are
+                written.
+            refs: Pages of the sequence, one reference to each held by the caller. Those after the last full
+                page are not changed.
+            salt: Salt under which the pages can be found.
+            first: Number of the first of ``refs`` in the sequence, if a window has passed earlier pages.
 
         Returns:
             As many references as ``refs``, to be held in their place: ``table.replace(tree.insert(...))``.
 
         Raises:
             ArgumentError: there are fewer ``refs`` than full pages, or one twice, a token is not a signed
-                64-bit integer, or pages are left out without a window; nothing was changed.
+                64-bit integer, or ``first`` is not 0 without a window; nothing was changed.
             StateError: a page is stale, not held, or sealed under other tokens; nothing was changed.
         """
         pages = list(self.packed(tokens))
@@ -309,19 +310,18 @@ class PrefixTree:
         )
 
     def evict(self, num_pages: int) -> int:
-        """Free ``num_pages`` evictable pages, first those that the pool's policy names, or all there are.
-
+        """Free ``num_pages`` evictable pages in the order of the pool's policy, or all if there are fewer.
         Returns:
-            How many were freed.
+            Number of freed pages.
         """
         if num_pages < 0:
             raise ArgumentError(f"num_pages must be at least 0, got {num_pages}")
         return self._forget(self._pool.victims(num_pages))
 
     def sequences(self) -> Iterator[tuple[str, list[int], list[PageRef]]]:
-        """Salt, tokens and last pages of the longest sequences that can be found; all others begin them.
+        """Salt, tokens and last pages of each sequence that can be found and is no prefix of another.
 
-        Pages are all of a sequence, or those behind the last one that is gone.
+        The pages are those after the last evicted one, or all.
         """
         parents = {node.key[1] for node in self._pages.values()}
         for node in [node for node in self._pages.values() if node not in parents]:
@@ -334,7 +334,7 @@ class PrefixTree:
             yield node.key[0], list(struct.unpack(f"={len(tokens) // 8}q", tokens)), pages[::-1]
 
     def packed(self, tokens: Sequence[int], num_pages: int | None = None) -> Iterator[bytes]:
-        """Token ids of each of the first ``num_pages`` pages as int64, all full ones if ``None``."""
+        """Token ids of each of the first ``num_pages`` pages as int64; all full pages if ``None``."""
         size = self.page_size
         num_pages = len(tokens) // size if num_pages is None else num_pages
         try:
@@ -344,7 +344,7 @@ class PrefixTree:
             raise ArgumentError(f"tokens must be signed 64-bit integers: {problem}") from None
 
     def _holders(self) -> dict[int, int]:
-        """How often each page is held, references of pages under it left out."""
+        """Number of references to each page, without those of its children."""
         pool = self._pool
         held = {page: number for page, number in enumerate(pool._counts) if not pool.is_free(page)}
         for page, parent in pool._parents.items():
@@ -372,7 +372,7 @@ class PrefixTree:
         return len(refs)
 
     def _find(self, pages: Iterable[bytes], salt: str) -> list[Node]:
-        """The longest path from the root; nothing is retained."""
+        """Longest path from the root, without references."""
         path: list[Node] = []
         node: Node | None = None
         for page in pages:
@@ -383,7 +383,7 @@ class PrefixTree:
         return path
 
     def _num_whole(self, path: Sequence[Node]) -> int:
-        """Pages of the longest prefix of a path that is whole."""
+        """Number of pages of the longest complete prefix of a path."""
         if self.window is None:
             return len(path)
         is_whole = self.whole([node.page is not None for node in path])

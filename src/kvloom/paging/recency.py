@@ -1,4 +1,4 @@
-"""In which order things were last used, and how many were used after one of them. Integers only."""
+"""LRU stack with O(log n) reuse distances: how many items were used after a given one. Integers only."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ _SMALLEST: Final = 64
 
 
 class Item:
-    """Something that is used.
+    """Item of a ``Recency``.
 
     Attributes:
-        place: Where it stands in a ``Recency``; -1 outside.
+        place: Its index in the stack; -1 outside.
     """
 
     __slots__ = ("place",)
@@ -22,11 +22,11 @@ class Item:
 
 
 class Recency:
-    """A stack of items, the one that was used last on top, with holes among them.
+    """LRU stack of items and holes, the most recently used on top.
 
-    A hole is room that was needed once and is not now: what comes next takes the newest hole, and makes the
-    stack no deeper for what lies below it. So ``num_above`` is the most that ever lay above an item since it
-    was pushed, those that are in use meanwhile included, if each of them took its place by ``fill``.
+    A hole is room that was in use and is free again: the next item fills the topmost hole, so the stack above
+    the items below it does not grow. So ``num_above`` is the maximum that was ever above an item since it was
+    pushed, items in use included, if each of these called ``fill``.
 
     Pushing, pulling and counting take O(log n), by a Fenwick tree over places.
     """
@@ -40,7 +40,7 @@ class Recency:
         self._sums = [0] * (_SMALLEST + 1)
 
     def push(self, item: Item | None) -> None:
-        """Put an item that is outside on top, or a hole."""
+        """Put an item on top, or a hole if ``None``."""
         if len(self._items) == len(self._sums) - 1:
             self._compact()
         place = len(self._items)
@@ -52,7 +52,7 @@ class Recency:
         self._add(place, 1)
 
     def pull(self, item: Item) -> None:
-        """Take an item out, to be used: what was used after it has one more above it from now on."""
+        """Remove an item that is used now: items above it fill their topmost hole, and a hole moves down."""
         place = self._take(item)
         if self._holes and self._holes[-1] > place:
             self._add(self._holes.pop(), -1)
@@ -61,16 +61,16 @@ class Recency:
             self._add(place, -1)
 
     def leave_hole(self, item: Item) -> None:
-        """Take an item out whose room was counted already."""
+        """Replace an item by a hole, where its room was counted already."""
         insort(self._holes, self._take(item))
 
     def fill(self) -> None:
-        """Something new is in use: it takes the newest hole, if there is one."""
+        """Fill the topmost hole, if there is one, by something new that is in use."""
         if self._holes:
             self._add(self._holes.pop(), -1)
 
     def num_above(self, item: Item) -> int:
-        """Items and holes above one that is inside."""
+        """Number of items and holes above an item of the stack."""
         return self.num_entries - self._sum(item.place)
 
     def _take(self, item: Item) -> int:
@@ -86,7 +86,7 @@ class Recency:
             i += i & -i
 
     def _sum(self, place: int) -> int:
-        """Entries at this place and below."""
+        """Number of entries at this place and below."""
         sums, i, total = self._sums, place + 1, 0
         while i:
             total += sums[i]
@@ -94,7 +94,7 @@ class Recency:
         return total
 
     def _compact(self) -> None:
-        """Close the gaps between entries, and have room for as many more."""
+        """Close the gaps between entries, and make room for as many more."""
         holes, items, self._holes = self._holes, self._items, []
         kept: list[Item | None] = []
         self._items = kept

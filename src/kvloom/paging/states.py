@@ -1,4 +1,4 @@
-"""States of pages by the events of a recording. Integers only; imports no torch."""
+"""States of pages, reconstructed from the events of a recording. Integers only; imports no torch."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections import Counter
 from typing import Any, TypeAlias
 
 Event: TypeAlias = tuple[float, str, int, list[int], dict[str, Any]]
-"""Seconds since the recording began, kind, request, pages, and what else there is to say.
+"""Seconds since the recording began, kind, request, pages, and further fields:
 
 ==========  =========================================  ====================================================
-kind        pages                                      else
+kind        pages                                      further fields
 ==========  =========================================  ====================================================
 grow                                                   ``num_pages`` of the pool from now on
 begin                                                  a request looks a text up: ``tenant``, ``tokens`` of
@@ -33,13 +33,13 @@ name                                                   ``name`` of the request
 
 
 class PageStates:
-    """The holders of each page, and which page of which text it is, after some events.
+    """Holders and text of each page after some events.
 
     Attributes:
-        num_pages: Of the pool.
-        holders: Of each page that is held, how often by which request.
-        nodes: Of each page that is found, what it holds.
-        states: Last pages of the texts behind which recurrent states are kept.
+        num_pages: Number of pages of the pool.
+        holders: Number of references of each request to each held page.
+        nodes: Node of the text of each sealed page.
+        states: Last pages of the texts after which recurrent states are kept.
     """
 
     __slots__ = ("holders", "nodes", "num_pages", "states")
@@ -51,7 +51,7 @@ class PageStates:
         self.states: dict[int, None] = {}
 
     def apply(self, event: Event) -> None:
-        """Change the states by an event."""
+        """Update the states by an event."""
         _, kind, request, pages, more = event
         match kind:
             case "allocate" | "hit" | "share":
@@ -74,7 +74,7 @@ class PageStates:
                 self.num_pages = more["num_pages"]
 
     def events(self, time: float) -> list[Event]:
-        """Events that bring a new pool to these states."""
+        """Events that lead a new pool to these states."""
         made: list[Event] = [(time, "grow", 0, [], {"num_pages": self.num_pages})]
         for page, counts in self.holders.items():
             for request, count in counts.items():
@@ -89,7 +89,7 @@ class PageStates:
         counts = self.holders.get(page)
         if counts is None:
             return
-        if request not in counts:  # whoever released it did not take it
+        if request not in counts:  # released by another request than the one that took it
             request = next(iter(counts))
         counts[request] -= 1
         if not counts[request]:

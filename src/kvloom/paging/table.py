@@ -1,4 +1,4 @@
-"""Which pages hold the tokens of one sequence, in order. Plans copies of pages, but runs none."""
+"""Page table of one sequence, and plans of its growth. Plans copies of pages, but makes none."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -11,21 +11,21 @@ from kvloom.paging.pool import PagePool, PageRef, expect_page_size
 
 
 class Copy(NamedTuple):
-    """Page ``source`` must be copied to ``target``, all layers and scales, before anything is written."""
+    """Copy of page ``source`` to ``target``, in all layers with scales, due before anything is written."""
 
     source: int
     target: int
 
 
 class PageTable:
-    """The pages of one sequence; it holds one reference to each until it drops the page or is released.
+    """Pages of one sequence, in order; holds one reference to each until it drops the page or is released.
 
     Args:
-        pool: Where the pages come from and go back to.
-        page_size: Tokens in a page, that of the pool's prefix tree.
+        pool: Pool of the pages.
+        page_size: Tokens in a page, as in the pool's prefix tree.
 
     Attributes:
-        request: Whose it is, to events: of the text that was looked up last when it was made.
+        request: Request that owns it, for events: at first the one of the last look-up.
     """
 
     __slots__ = ("_num_tokens", "_pages", "_pool", "page_size", "request")
@@ -40,7 +40,7 @@ class PageTable:
 
     @property
     def num_tokens(self) -> int:
-        """Length of the sequence, including tokens that have room but are not yet written."""
+        """Length of the sequence, tokens with room that are not yet written included."""
         self._held()
         return self._num_tokens
 
@@ -51,20 +51,20 @@ class PageTable:
 
     @property
     def num_pages(self) -> int:
-        """Pages held."""
+        """Number of pages held."""
         return len(self._held())
 
     def page_of(self, token: int) -> PageRef:
-        """The page that holds a token, counted from the front."""
+        """Page of the token with this number."""
         return self._held()[token // self.page_size]
 
     def has_room(self, num_tokens: int) -> bool:
-        """Whether the last page, held by nobody else, takes ``num_tokens`` more tokens."""
+        """Whether the last page is writable and has room for ``num_tokens`` more tokens."""
         used = self._num_tokens % self.page_size
         return 0 < used <= self.page_size - num_tokens and self._pool.is_writable(self._held()[-1])
 
     def num_missing(self, num_tokens: int) -> int:
-        """Pages that ``num_tokens`` more tokens take after the last one."""
+        """Number of pages to add for ``num_tokens`` more tokens."""
         return self._pages_for(self._num_tokens + num_tokens) - len(self._held())
 
     def fill(self, num_tokens: int) -> None:
@@ -74,7 +74,7 @@ class PageTable:
         self._num_tokens += num_tokens
 
     def truncate(self, num_tokens: int) -> None:
-        """Keep the first ``num_tokens`` tokens, and release the pages that hold none of them.
+        """Keep the first ``num_tokens`` tokens, and release pages without any of them.
 
         The last page is kept whole, even if it is shared or sealed; the next ``Growth`` copies it then.
 
@@ -108,10 +108,10 @@ class PageTable:
         self._num_tokens -= num_pages * self.page_size
 
     def fork(self, request: int | None = None) -> "PageTable":
-        """Another table of the same tokens and pages. The first to grow copies a partly filled last page.
+        """New table with the same tokens and pages. The first to grow copies a partly filled last page.
 
         Args:
-            request: Whose it is, to events; this one's if ``None``.
+            request: Request that owns it, for events; that of this table if ``None``.
         """
         table = PageTable(self._pool, self.page_size)
         pages = self._held()
@@ -123,7 +123,7 @@ class PageTable:
         return table
 
     def adopt(self, refs: Sequence[PageRef]) -> None:
-        """Begin with full pages, such as those of ``PrefixTree.match``, and take over their references.
+        """Begin with full pages, such as those of ``PrefixTree.match``, and take their references.
 
         Raises:
             StateError: the table is not empty, or a page is stale or not held; nothing was changed.
@@ -137,7 +137,7 @@ class PageTable:
         self._num_tokens = len(refs) * self.page_size
 
     def move(self, refs: Sequence[PageRef]) -> None:
-        """Release ``pages`` and take over the references to others, to which their tokens were copied.
+        """Release ``pages`` and take the references to others, to which their tokens were copied.
 
         Raises:
             As ``replace``.
@@ -149,7 +149,7 @@ class PageTable:
             self._pool.release(ref)
 
     def replace(self, refs: Sequence[PageRef]) -> None:
-        """Hold what ``PrefixTree.insert`` returned for ``pages``; it has moved the references already.
+        """Hold the pages that ``PrefixTree.insert`` returned, which has moved the references already.
 
         Raises:
             StateError: a page is stale or not held; nothing was changed.
@@ -161,7 +161,7 @@ class PageTable:
         self._pages = self._checked(refs)
 
     def release(self) -> None:
-        """Release all pages. Any other method raises ``StateError`` then; releasing again does nothing."""
+        """Release all pages. Then any other method raises ``StateError``; releasing again does nothing."""
         if self._pages is not None:
             self.claim()
             if self._pool.events is not None:
@@ -171,7 +171,7 @@ class PageTable:
         self._pages = None
 
     def claim(self) -> None:
-        """Events that follow are of this table's request."""
+        """Assign the next events to this table's request."""
         if self._pool.events is not None:
             self._pool.events.request = self.request
 
@@ -193,14 +193,14 @@ class PageTable:
 
 
 class Growth:
-    """A plan of room for ``num_tokens[i]`` more tokens in ``tables[i]``; ``made`` carries it out.
+    """Plan to make room for ``num_tokens[i]`` more tokens in ``tables[i]``; ``made`` executes it.
 
-    A partly filled last page that is sealed or has other holders is replaced by a new page. Holders that
-    leave it in the same call no longer count: of n tables that alone share an unsealed page, the last one
-    writes in place. Carry it out before anything else changes the pool.
+    A partly filled last page that is sealed or has other holders is replaced by a new page. Tables that leave
+    the page in the same call no longer count: if n tables alone share an unsealed page, n - 1 get copies and
+    the last writes in place. Execute the plan before anything else changes the pool.
 
     Attributes:
-        num_pages: Pages that are taken from the pool.
+        num_pages: Number of pages to take from the pool.
 
     Raises:
         ArgumentError: a length is negative, a table comes twice, or pools differ.
@@ -234,7 +234,7 @@ class Growth:
         self.num_pages = sum(num_pages for *_, num_pages in self._plan)
 
     def _following(self) -> list[list[int]]:
-        """For each table the free pages after its last one, as many as it takes, each for one table."""
+        """Free pages after the last one of each table, as many as it needs; none twice."""
         claimed: set[int] = set()
         wanted = []
         for table, _, moves, num_pages in self._plan:
@@ -246,10 +246,10 @@ class Growth:
 
     @contextmanager
     def made(self) -> Iterator[list[Copy]]:
-        """Take the pages. The tables get them when the ``with`` block ends, and the pool if it raises.
+        """Take the pages. When the ``with`` block ends, the tables get them, or the pool if it raises.
 
         Yields:
-            Copies to run within the block, in any order: no page is both source and target, and none is
+            Copies to make within the block, in any order: no page is both source and target, and none is
             target twice.
 
         Raises:
@@ -269,7 +269,7 @@ class Growth:
                 if moves
             ]
         except BaseException:
-            for ref in reversed(pages):  # so that they are handed out again in the same order
+            for ref in reversed(pages):  # so that they are allocated again in the same order
                 self._pool.release(ref)
             raise
         events = self._pool.events
@@ -284,7 +284,7 @@ class Growth:
             table._num_tokens += num_new
 
     def _take(self, wanted: Sequence[Sequence[int]]) -> list[PageRef]:
-        """All pages, those first that are wanted by name."""
+        """Take all pages of the plan, the wanted ones first."""
         ids, events = [page for behind in wanted for page in behind], self._pool.events
         if events is None or not self._plan:
             return self._pool.take(self.num_pages, ids)
@@ -301,6 +301,6 @@ class Growth:
 
 
 def release_all(tables: Iterable[PageTable]) -> None:
-    """Release the pages of all of these."""
+    """Release the pages of all tables."""
     for table in tables:
         table.release()

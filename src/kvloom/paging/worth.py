@@ -1,8 +1,8 @@
-"""Which idle pages are evicted, by what is seen of the use of pages. Integers only; imports no torch.
+"""Eviction policy that learns from the use of pages. Integers only; imports no torch.
 
-What is worth keeping differs: conversations come back after a while, instructions again and again, most
-tails never. No order of pages by one number suits all, so the odds are counted as the pool runs. A page that
-goes is remembered by a digest for a while, to see whether it would have been of use.
+Texts differ: conversations are used again after a while, instructions again and again, most ends never. No
+fixed order suits all, so the pool counts how often pages are used again. The digest of an evicted page is
+remembered for a while, to see whether the page would have been used.
 """
 
 from bisect import bisect_right
@@ -14,13 +14,13 @@ from typing import Final
 from kvloom.paging.odds import LIMITS, NUM_KINDS, NUM_USES, Odds
 
 _MEMORY: Final = 8
-"""Pages remembered, of those that are sealed."""
+"""Number of remembered pages for each sealed page."""
 _LEAD: Final = 0.005
-"""How far fewer hits than least recently used would have had are taken, of the pages asked for."""
+"""Tolerated loss of hits against LRU, as a share of the pages asked for."""
 
 
 class _Text:
-    """A page's text, be it in the pool or remembered. Pages are named by their ids."""
+    """Text of a page that is in the pool or remembered. Pages are named by their ids."""
 
     __slots__ = ("children", "digest", "is_recent", "page", "parent", "rest", "uses")
 
@@ -29,15 +29,15 @@ class _Text:
         self.page: int | None = None
         self.parent: int | None = None
         self.children = 0  # sealed pages
-        self.uses = 0  # times that it became idle, up to those that are told apart
-        self.rest: _Rest | None = None  # while it is idle, or gone and remembered
-        self.is_recent = False  # least recently used would have it
+        self.uses = 0  # number of times that it became idle, up to ``NUM_USES``
+        self.rest: _Rest | None = None  # while it is idle, or evicted and remembered
+        self.is_recent = False  # LRU would still have it
 
 
 class _Rest:
-    """Pages of one sequence that became idle together, each before its parent, and of which as much is known.
+    """Pages of one sequence and kind that became idle together, each before its parent.
 
-    The pool has those from ``first`` on, but for those that were used again.
+    The pool has those from ``first`` on, except for those that were used again.
     """
 
     __slots__ = ("age", "checked", "first", "is_listed", "kind", "num_left", "number", "start", "texts")
@@ -46,19 +46,18 @@ class _Rest:
         self.kind, self.number, self.start = kind, number, start
         self.texts: list[_Text] = []
         self.first = 0
-        self.num_left = 0  # of the pages, those that were not used since
-        self.age = -1  # the one that ``Odds`` has counted it up to
+        self.num_left = 0  # number of pages that were not used since
+        self.age = -1  # last age that ``Odds`` has counted
         self.checked = -1  # the clock at that time
-        self.is_listed = False  # its first page has no children, so it can go
+        self.is_listed = False  # its first page has no children, so it can be evicted
 
 
 class WorthOrder:
-    """Idle pages, of which those go that are worth least: hits to expect for the time that they take room.
+    """Idle pages in the order of eviction: fewest expected hits for their time in the pool first.
 
-    Pages are told apart by how often they were used and whether a sequence ended with them, and by how long
-    they are idle: ``Odds`` counts. Where that finds fewer hits than least recently used would, by a list of
-    what that would have, the longest idle go until it has caught up. Operations take O(log n) time, counted
-    over all of them.
+    ``Odds`` counts hits by a page's number of uses, whether a sequence ended with it, and its idle time. A
+    list of the pages that LRU would have tells whether LRU would find more: then LRU order is used until the
+    hits have caught up. Operations take O(log n) amortized time.
 
     A page enters by ``seal``, is idle between ``rest`` and ``wake``, and leaves by ``evict``.
     """
@@ -70,29 +69,29 @@ class WorthOrder:
 
     def __init__(self) -> None:
         self._sealed: dict[int, _Text] = {}  # by page
-        self._near: OrderedDict[int, _Text] = OrderedDict()  # what least recently used would have, by digest
-        self._far: OrderedDict[int, _Text] = OrderedDict()  # what it would have had
-        self._room = 0  # pages for it: those that are sealed when pages must go
-        self._slack: float = inf  # a little more
-        self._clock = 0  # pages that became idle
-        self._counted = 0  # the clock when odds were counted
+        self._near: OrderedDict[int, _Text] = OrderedDict()  # pages that LRU would have, by digest
+        self._far: OrderedDict[int, _Text] = OrderedDict()  # pages that LRU would have evicted, by digest
+        self._room = 0  # size of ``_near``: number of sealed pages at the last eviction
+        self._slack: float = inf  # size at which ``_near`` is trimmed, a little more
+        self._clock = 0  # number of pages that became idle
+        self._counted = 0  # clock at the last ``_count``
         self._odds = Odds()
-        self._rests: list[deque[_Rest]] = [deque() for _ in LIMITS]  # by age, oldest first, to be counted
-        self._cells: dict[int, list[tuple[int, _Rest]]] = {}  # by age and kind, heaps of what can go
+        self._rests: list[deque[_Rest]] = [deque() for _ in LIMITS]  # by counted age, oldest first
+        self._cells: dict[int, list[tuple[int, _Rest]]] = {}  # heaps of evictable rests, by age and kind
         self._num_rests = 0
-        self._open: _Rest | None = None  # to which a parent can be added
-        self._above: int | None = None  # the page that would be
-        self._lost = 0.0  # hits that least recently used would have had beyond those there were
-        self._asked = 0.0  # of so many, both fading
-        self._follows_use = False  # the longest idle go
+        self._open: _Rest | None = None  # rest to which the next parent can be added
+        self._above: int | None = None  # id of that parent
+        self._lost = 0.0  # hits that LRU would have had more, with decay
+        self._asked = 0.0  # pages asked for, with decay
+        self._follows_use = False  # evict in LRU order
 
     def seal(self, page: int, parent: int | None, content: tuple[object, ...]) -> None:
-        """A page can be found from now on; it is active.
+        """Add an active page that was sealed.
 
         Args:
-            page: Its id.
-            parent: The sealed page before it.
-            content: What it holds, its salt among it.
+            page: Id of the page.
+            parent: Id of the sealed page before it.
+            content: Salt and tokens of the page.
         """
         if parent is None:
             digest = hash(content)
@@ -103,7 +102,7 @@ class WorthOrder:
         text = self._near.get(digest) or self._far.get(digest)
         if text is None:
             text = _Text(digest)
-        elif text.page is not None:  # two texts of one digest
+        elif text.page is not None:  # two texts with one digest
             text = _Text(hash((digest, page, self._clock)))
         else:
             self._lost += text.is_recent
@@ -113,7 +112,7 @@ class WorthOrder:
         self._sealed[page] = text
 
     def rest(self, page: int) -> None:
-        """A page became idle, after its children."""
+        """Record that a page became idle, after its children."""
         text = self._sealed[page]
         self._clock += 1
         uses = text.uses
@@ -141,7 +140,7 @@ class WorthOrder:
                 self._forget()
 
     def wake(self, page: int) -> None:
-        """An idle page is used again."""
+        """Record that an idle page is used again."""
         text = self._sealed[page]
         self._asked += 1
         self._lost -= not text.is_recent
@@ -177,7 +176,7 @@ class WorthOrder:
         return gone
 
     def _empty(self, rest: _Rest, num_pages: int, gone: list[int]) -> None:
-        """Evict pages of a rest until there are enough in ``gone``, or none of it can go for now."""
+        """Evict pages of a rest until ``gone`` has ``num_pages``, or no other can be evicted now."""
         while rest.first < len(rest.texts):
             text = rest.texts[rest.first]
             page, parent = text.page, text.parent
@@ -185,7 +184,7 @@ class WorthOrder:
                 rest.first += 1
                 continue
             if text.children:
-                break  # until they are gone
+                break  # children are evicted first
             if len(gone) == num_pages:
                 return
             rest.first += 1
@@ -207,7 +206,7 @@ class WorthOrder:
             heappush(self._cells.setdefault(NUM_KINDS * age + rest.kind, []), (rest.number, rest))
 
     def _grow_older(self) -> None:
-        """Put what can go into the cells of its age."""
+        """Move rests that can be evicted to the cells of their present age."""
         for cell in sorted(self._cells, reverse=True):
             heap = self._cells[cell]
             start = self._clock - LIMITS[cell // NUM_KINDS + 1]  # older than this cell
@@ -220,7 +219,7 @@ class WorthOrder:
                 del self._cells[cell]
 
     def _used(self, text: _Text) -> None:
-        """Count that a page is used that was idle or gone."""
+        """Count the use of a page that was idle or evicted."""
         rest, self._open = text.rest, None
         if rest is not None:
             if rest.checked != self._clock:
@@ -229,13 +228,13 @@ class WorthOrder:
             self._lose(text)
 
     def _lose(self, text: _Text) -> None:
-        """A page is no longer one of its rest."""
+        """Remove a page from its rest."""
         if text.rest is not None:
             text.rest.num_left -= 1
             text.rest = None
 
     def _age(self, rest: _Rest) -> None:
-        """Count the ages that a rest entered."""
+        """Count the ages that a rest has reached."""
         rest.checked = self._clock
         age = bisect_right(LIMITS, self._clock - rest.start) - 1
         if age > rest.age:
@@ -245,7 +244,7 @@ class WorthOrder:
             rest.age = age
 
     def _count(self) -> None:
-        """Learn from what was seen since the last time."""
+        """Learn from the counts since the last time."""
         for age in range(len(LIMITS) - 2, -1, -1):
             start, rests = self._clock - LIMITS[age + 1], self._rests[age]
             while rests and rests[0].start <= start:
@@ -260,7 +259,7 @@ class WorthOrder:
         self._counted = self._clock
 
     def _forget(self) -> None:
-        """Let go what least recently used would, and what that let go long ago."""
+        """Trim the pages that LRU would have, and forget those that it would have evicted long ago."""
         near, far = self._near, self._far
         while len(near) > self._room:
             digest, text = near.popitem(last=False)
