@@ -1,4 +1,4 @@
-"""One matcher for tensors, called once at the public edge; and when values may be read at all."""
+"""Checks of tensors and numbers at the public edge, and of whether values may be read."""
 
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
@@ -27,8 +27,8 @@ def expect(
 ) -> dict[str, int]:
     """Check ``x`` against ``axes`` ("T H D") and return all sizes seen so far.
 
-    Pass the result on, so that a letter means one number across arguments:
-    ``s = expect("key", key, "T H D", H=8); expect("value", value, "T H D", **s)``.
+    Pass the result to the next check, so that a letter means one number across arguments: ``s = expect("key",
+    key, "T H D", H=8); expect("value", value, "T H D", **s)``.
 
     Raises:
         ShapeError: ``x`` is no tensor, or has another rank, size, dtype or device.
@@ -78,12 +78,12 @@ def expect_range(name: str, value: int, low: int, high: int | None = None, /) ->
 
 
 DEBUG: Final[ContextVar[bool]] = ContextVar("kvloom_debug", default=False)
-"""Whether costly checks are switched on, which ``debugging`` says where a compiler may trace."""
+"""Whether costly checks are switched on; read it by ``debugging`` where a compiler may trace."""
 
 
 @contextmanager
 def debug() -> Iterator[None]:
-    """Within this context, also make the checks that cost a sort or a device synchronization.
+    """Context with the checks that cost a sort or a device synchronization.
 
     These are duplicate slots in one ``store``, and the values of index tensors on accelerators.
     """
@@ -100,5 +100,5 @@ def debugging() -> bool:
 
 
 def can_read(x: Tensor) -> bool:
-    """Whether values of ``x`` may be read on the host: never while tracing, off the CPU only in ``debug``."""
+    """Whether ``x`` may be read on the host: never while tracing, on other devices only in ``debug``."""
     return not torch.compiler.is_compiling() and (x.device.type == "cpu" or DEBUG.get())

@@ -1,6 +1,6 @@
-"""An entry: what a layer keeps of one token. Tensors, bytes, format strings, files and plans follow from it.
+"""Entry: the keys and values that a layer stores for one token. Tensors, bytes, files, plans follow from it.
 
-Dtypes are named as torch names them, so that this imports no torch.
+Dtypes are named as in torch; this imports no torch.
 """
 
 from collections.abc import Sequence
@@ -11,11 +11,11 @@ from typing import Final, NamedTuple
 from kvloom.errors import ConfigError
 
 FLOATS: Final = {"float32": 4, "float16": 2, "bfloat16": 2}
-"""Bytes of an element of each dtype that keys, values and scales are kept in."""
+"""Bytes of an element, by dtype of unquantized keys, values and scales."""
 GROUP: Final = 64
-"""Most elements along the head dim that share a scale, if no group is given."""
+"""Largest number of elements along the head dim that share a scale, if no group is given."""
 LEAST_GROUP: Final = 8
-"""Fewest elements that share a scale, if no group is given: fewer take more bytes than they save."""
+"""Smallest number of elements that share a scale, if no group is given; fewer save no bytes."""
 
 
 class Codes(NamedTuple):
@@ -23,12 +23,12 @@ class Codes(NamedTuple):
 
     Attributes:
         name: In a format string, such as ``"int4:g32"``.
-        bits: Of a code; a byte holds ``8 / bits``, the first in the lowest bits.
-        dtype: Of the bytes. In a tensor with scales it tells the kind.
+        bits: Bits of a code; a byte holds ``8 / bits``, the first in the lowest bits.
+        dtype: Dtype of the bytes. In a tensor with scales it tells the kind.
         largest: The largest magnitude of a group, in scales.
-        rotate: One of ``ROTATIONS``: what is rotated where a format string does not say.
-        recent: Residual window where a format string does not say.
-        range: One of ``RANGES`` where a format string does not say; empty where codes have no choice.
+        rotate: Default rotation, one of ``ROTATIONS``.
+        recent: Default residual window.
+        range: Default range, one of ``RANGES``; empty where codes have no choice.
     """
 
     name: str
@@ -41,7 +41,7 @@ class Codes(NamedTuple):
 
     @property
     def per_byte(self) -> int:
-        """Codes in a byte; a group has a multiple of as many."""
+        """Number of codes in a byte; a group has a multiple of it."""
         return 8 // self.bits
 
 
@@ -53,17 +53,17 @@ CODES: Final = {
         Codes("int2", 2, "bits2x4", 4, rotate="keys", recent=64, range="full"),
     )
 }
-"""The kinds of codes by name. What the codes mean is in ``quant/affine.py``."""
+"""The kinds of codes by name; ``quant/affine.py`` defines the codes."""
 OF_BITS: Final = {codes.bits: codes for codes in CODES.values()}
 """The kinds of codes by bits."""
 ROTATIONS: Final = ("none", "keys", "values", "both")
-"""Which of keys and values that are codes are rotated before they are quantized."""
+"""Sides that are rotated before they are quantized."""
 RANGES: Final = ("full", "symmetric")
-"""Which scales and codes are written, see ``quant/affine.py``; symmetric ones are those of standards."""
+"""Ranges of codes, see ``quant/affine.py``; standards have symmetric ones."""
 
 
 def group_for(head_dim: int) -> int | None:
-    """Elements that share a scale, if no group is given: the greatest common divisor of 64 and ``head_dim``.
+    """Default number of elements that share a scale: the greatest common divisor of 64 and ``head_dim``.
 
     ``None`` for head dims that are no multiple of 8.
     """
@@ -72,18 +72,18 @@ def group_for(head_dim: int) -> int | None:
 
 
 def choice(values: Sequence[object]) -> str:
-    """``"8, 4 or 2"`` and the like."""
+    """Join values for a message: ``"8, 4 or 2"``."""
     *others, last = map(str, values)
     return f"{', '.join(others)} or {last}" if others else last
 
 
 class Part(NamedTuple):
-    """A tensor of keys or values.
+    """One tensor of keys or values, such as codes or scales.
 
     Attributes:
-        dtype: Of the tensor.
+        dtype: Dtype of the tensor.
         itemsize: Bytes of an element.
-        width: Elements of a head vector.
+        width: Number of elements for a head vector.
     """
 
     dtype: str
@@ -92,12 +92,12 @@ class Part(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of a head vector."""
+        """Bytes for a head vector."""
         return self.itemsize * self.width
 
 
 def parts_of_codes(head_dim: int, bits: int, group: int, scale_dtype: str) -> list[Part]:
-    """Codes, then their scales; arguments as the fields of ``SideFormat``."""
+    """Tensors of codes and of their scales; arguments as the fields of ``SideFormat``."""
     codes = OF_BITS[bits]
     return [
         Part(codes.dtype, 1, head_dim // codes.per_byte),
@@ -107,16 +107,16 @@ def parts_of_codes(head_dim: int, bits: int, group: int, scale_dtype: str) -> li
 
 @dataclass(frozen=True, slots=True)
 class SideFormat:
-    """Keys or values of one layer.
+    """Format of the keys or values of one layer.
 
     Attributes:
         head_dim: Elements of a head vector.
-        dtype: Of vectors that are not quantized, one of ``FLOATS``.
-        bits: Of a code; 0 if not quantized.
+        dtype: Dtype of unquantized vectors, one of ``FLOATS``.
+        bits: Bits of a code; 0 if not quantized.
         group: Elements that share a scale; 0 if not quantized.
-        scale_dtype: Of the scales, one of ``FLOATS``; empty if not quantized.
+        scale_dtype: Dtype of the scales, one of ``FLOATS``; empty if not quantized.
         rotated: Whether head vectors are rotated before they are quantized.
-        full_range: Of codes of 4 and 2 bits, see ``quant/affine.py``.
+        full_range: Whether codes of 4 or 2 bits are in full range, see ``quant/affine.py``.
 
     Raises:
         ConfigError: a field is no such value, or does not fit the others.
@@ -154,7 +154,7 @@ class SideFormat:
 
     @property
     def parts(self) -> list[Part]:
-        """Tensors, in the order in which files have them: codes and their scales, or the vectors."""
+        """Tensors, in the order of files: codes and their scales, or the vectors."""
         if not self.bits:
             return [Part(self.dtype, FLOATS[self.dtype], self.head_dim)]
         return parts_of_codes(self.head_dim, self.bits, self.group, self.scale_dtype)
@@ -166,18 +166,18 @@ class SideFormat:
 
     @property
     def kind(self) -> str:
-        """``"float16"``, ``"int8:g32"`` and the like."""
+        """Format string, such as ``"float16"`` or ``"int8:g32"``."""
         return f"{OF_BITS[self.bits].name}:g{self.group}" if self.bits else self.dtype
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """What a layer keeps of a token.
+    """Format of what a layer stores for a token.
 
     Attributes:
         heads: Key/value heads.
-        key: How the keys are kept.
-        value: How the values are kept; ``None`` in a cache of keys only.
+        key: Format of the keys.
+        value: Format of the values; ``None`` in a cache of keys only.
 
     Raises:
         ConfigError: ``heads`` is no positive int, a side none, or codes of one side are in full range and
@@ -213,11 +213,11 @@ class Entry:
 
     @property
     def nbytes_scales(self) -> int:
-        """Of ``nbytes``, those beside codes."""
+        """Bytes of the scales of a token."""
         return self.heads * sum(part.nbytes for side in self.sides for part in side.parts[1:])
 
     def rotated_as(self, rotation: str) -> "Entry":
-        """This entry with codes rotated as one of ``ROTATIONS`` says."""
+        """This entry with another rotation of its codes, one of ``ROTATIONS``."""
         key, value = self.key, self.value
         if key.bits:
             key = replace(key, rotated=rotation in ("keys", "both"))
@@ -227,7 +227,7 @@ class Entry:
 
 
 def expect_full_range(bits: int, full_range: object) -> None:
-    """Raise ConfigError unless codes of so many bits, 0 for none, have such a range."""
+    """Raise ConfigError if codes of ``bits``, 0 for none, do not have this range."""
     if type(full_range) is not bool:
         raise ConfigError(f"full_range must be a bool, got {full_range!r}")
     if full_range and not (bits and OF_BITS[bits].range):

@@ -1,4 +1,4 @@
-"""In which slot does token t of sequence b live? Five published index formats, one answer.
+"""Slot of token t of sequence b: five published index formats in one class.
 
 =============  ==========================  =======================================
 format         tensor                      slot(b, t)
@@ -10,7 +10,7 @@ token table    slots ``[sum(lengths)]``    ``table[row_starts[b] + t]``
 slot mapping   slots ``[T]``               given for each token
 =============  ==========================  =======================================
 
-A token table is a page table with page size 1 on ragged rows, and offset mode is one page without end, so a
+A token table is a page table with page size 1 and ragged rows, and offset mode is one endless page, so a
 ``CacheIndex`` is a table of first slots and a page size. Slots are int64 before anything is multiplied.
 """
 
@@ -35,8 +35,7 @@ class CacheIndex:
     Attributes:
         table: First slot of each page, ``[B, P]``; or ``[N]`` with ragged rows. int64 or int32. Entries past
             the last page of a sequence are padding and never read.
-        row_starts: Where each row of a ragged ``table`` begins, ``[B]`` or longer; ``None`` if ``table`` is
-            2-D.
+        row_starts: Start of each row of a ragged ``table``, ``[B]`` or longer; ``None`` if ``table`` is 2-D.
         page_size: Token slots in a page.
     """
 
@@ -46,28 +45,28 @@ class CacheIndex:
 
     @classmethod
     def offset(cls, starts: Tensor, *, name: str = "starts") -> "CacheIndex":
-        """Each sequence lies in one run of slots from ``starts[b]``, ``[B]``; errors call it ``name``."""
+        """Index of sequences in contiguous slots from ``starts[b]``, ``[B]``; errors call it ``name``."""
         expect(name, starts, "B", dtype=INDEX_DTYPES)
         return cls(starts.unsqueeze(1), None, ENDLESS)
 
     @classmethod
     def pages(cls, table: Tensor, page_size: int, *, name: str = "table") -> "CacheIndex":
-        """``table[b, p]`` is the *first slot* of page p, ``[B, P]``, any slot; errors call it ``name``."""
+        """Index by the *first slot* of each page, ``table[b, p]``, ``[B, P]``; errors call it ``name``."""
         expect(name, table, "B P", dtype=INDEX_DTYPES)
         return cls(table, None, _expect_size("page_size", page_size))
 
     @classmethod
     def blocks(cls, table: Tensor, block_size: int) -> "CacheIndex":
-        """``table[b, p]`` is the *id* of a block, ``[B, P]``; block i begins at slot ``i * block_size``."""
+        """Index by the *id* of each block, ``table[b, p]``, ``[B, P]``; id i begins at ``i * block_size``."""
         expect("table", table, "B P", dtype=INDEX_DTYPES)
         _expect_size("block_size", block_size)
-        # No block beyond the largest slot, so that no product wraps around to another block's.
+        # No block beyond the largest slot, so that no product overflows.
         largest = (INT64_END - 1) // block_size
         return cls(table.long().clamp(-1, largest) * block_size, None, block_size)
 
     @classmethod
     def tokens(cls, table: Tensor, row_starts: Tensor, *, name: str = "table") -> "CacheIndex":
-        """``table[row_starts[b] + t]`` is the slot of token t; ``row_starts`` is ``[B + 1]``.
+        """Index by a token table of slots, ``table[row_starts[b] + t]``; ``row_starts`` is ``[B + 1]``.
 
         Errors call the table ``name``.
         """
@@ -86,7 +85,7 @@ class CacheIndex:
 
 
 def _expect_size(name: str, size: int) -> int:
-    """Check the number of slots in a page, which is no symbol: kernels are compiled for it."""
+    """Check the number of slots in a page, a plain int: kernels are compiled for it."""
     if isinstance(size, bool) or not isinstance(size, int) or size < 1:
         raise ArgumentError(f"{name} must be at least 1, got {size!r}")
     if size >= INT64_END:
@@ -95,7 +94,7 @@ def _expect_size(name: str, size: int) -> int:
 
 
 def check_index(name: str, index: CacheIndex, lengths: Tensor, num_slots: int) -> None:
-    """Read the pages of ``lengths`` tokens of each sequence, ``[B]``, and refuse those outside the cache.
+    """Check on the host that the pages of ``lengths`` ``[B]`` tokens of each sequence are in the cache.
 
     Raises:
         ArgumentError: a row has too few pages, or a token's slot is outside ``[0, num_slots)``.
@@ -122,11 +121,11 @@ def check_index(name: str, index: CacheIndex, lengths: Tensor, num_slots: int) -
     most = max([0, *num_pages.tolist()])
     page = torch.arange(most, device=lengths.device)
     used = page < num_pages.unsqueeze(1)
-    # Only where a page is used is its first position known to be an int64.
+    # The first position of a page is sure to fit int64 only where the page is used.
     begin = torch.where(used, page, 0) * index.page_size
     held = torch.where(used, (lengths.unsqueeze(1) - begin).clamp(max=index.page_size), 0)
     first = index.table[: len(lengths), :most].long()
-    # Compared without a sum, since a padding entry may be the largest integer.
+    # No sum in the comparison, since a padding entry may be the largest integer.
     wrong = (held > 0) & ((first < 0) | (first > num_slots - held))
     if bool(wrong.any()):
         b, p = wrong.nonzero()[0].tolist()
@@ -137,7 +136,7 @@ def check_index(name: str, index: CacheIndex, lengths: Tensor, num_slots: int) -
 
 
 def prefix_sums(lengths: Tensor) -> Tensor:
-    """``[B + 1]`` int64 from lengths ``[B]``: 0, then the sum of the first, of the first two, and so on."""
+    """Prefix sums ``[B + 1]`` int64 of lengths ``[B]``, from 0 on."""
     return torch.nn.functional.pad(lengths.long().cumsum(0), (1, 0))
 
 
@@ -149,50 +148,50 @@ def ragged_positions(
     Args:
         starts: ``[B + 1]``, tokens of sequence b are ``starts[b]:starts[b + 1]``.
         first: Position of the first packed token of each sequence, ``[B]``; 0 if ``None``.
-        total: ``starts[B]``, where it is known without reading the tensor.
+        total: ``starts[B]``, if it is known without reading the tensor.
 
     Returns:
         ``(sequence, position)``, both ``[total]`` int64.
     """
     row = torch.arange(int(starts[-1]) if total is None else total, device=starts.device)
     sequence = torch.searchsorted(starts[1:].long().contiguous(), row, right=True)
-    sequence = sequence.clamp(max=starts.shape[0] - 2)  # a token past the end is the last sequence's
+    sequence = sequence.clamp(max=starts.shape[0] - 2)  # a token after the end counts as the last sequence's
     position = row - starts.long()[sequence]
     return sequence, position if first is None else position + first.long()[sequence]
 
 
 def check_slots(name: str, slots: Tensor, num_slots: int, *, skip_negative: bool = False) -> None:
-    """Read ``slots`` on the host and refuse those outside the cache.
+    """Check on the host that ``slots`` are in the cache.
 
     Raises:
-        ArgumentError: names the first token whose slot is outside ``[0, num_slots)``.
+        ArgumentError: a slot is outside ``[0, num_slots)``; names the first such token.
     """
     if not slots.numel():
         return
     low, high = torch.aminmax(slots)
     if int(high) < num_slots and (skip_negative or low >= 0):
         return
-    slots = slots.long()  # an int32 tensor compares with a number as if that, too, had 32 bits
+    slots = slots.long()  # an int32 tensor converts the number to 32 bits for a comparison
     bad = (slots >= num_slots) if skip_negative else (slots >= num_slots) | (slots < 0)
     token = int(bad.nonzero()[0, 0])
     raise ArgumentError(f"{name} must be in [0, {num_slots}), got {int(slots[token])} for token {token}")
 
 
 def check_starts(name: str, starts: list[int]) -> None:
-    """Refuse what does not tell where the runs of a ragged batch begin.
+    """Check the starts of the sequences of a ragged batch.
 
     Raises:
-        ArgumentError: does not begin with 0, or decreases.
+        ArgumentError: they do not begin with 0, or decrease.
     """
     if starts[0] != 0 or any(a > b for a, b in pairwise(starts)):
         raise ArgumentError(f"{name} must begin with 0 and never decrease, got {starts}")
 
 
 def check_new(name: str, num_new: list[int], num_stored: list[int], has_positions: list[bool]) -> None:
-    """Refuse sequences of more new tokens than stored ones, where the positions of queries matter.
+    """Check that no sequence has more new tokens than stored ones, where the positions of queries matter.
 
     Causal masks, windows and ALiBi use a query's position among the stored tokens, which would be negative.
-    All else attends to every stored token.
+    Without these a query attends to every stored token.
 
     Raises:
         ArgumentError: names the first such sequence.
@@ -203,7 +202,7 @@ def check_new(name: str, num_new: list[int], num_stored: list[int], has_position
 
 
 def check_distinct(name: str, slots: Tensor) -> None:
-    """Refuse slots that are written twice in one call. Costs a sort.
+    """Check that no slot is written twice in one call. Costs a sort.
 
     Raises:
         ArgumentError: names a slot that occurs more than once.

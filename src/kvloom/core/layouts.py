@@ -1,7 +1,7 @@
-"""Axis orders of a cache tensor. The only permutation code in the library.
+"""Axis orders of a cache tensor; the only permutation code in the library.
 
 Shapes: L layers, 2 key|value, T token slots, B blocks (a page, or a batch row), S slots in a block, H heads,
-D head dim. T is B and S in one: a single block of T slots.
+D head dim. T is B and S in one axis: a single block of T slots.
 """
 
 import re
@@ -16,7 +16,7 @@ from kvloom.errors import ArgumentError, ConfigError, ShapeError
 
 
 class Term(NamedTuple):
-    """One axis, or the outer (``/``) or inner (``%``) part of an axis split into chunks of ``chunk``."""
+    """Axis, or the outer (``/``) or inner (``%``) part of an axis split into chunks of ``chunk``."""
 
     axis: str
     part: str
@@ -33,7 +33,7 @@ class Term(NamedTuple):
 
 
 _Order: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
-"""Which term fills each canonical axis that a layout has, and the canonical axes that it lacks."""
+"""Term of each canonical axis that a layout has, and the canonical axes that it does not have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +51,9 @@ class CacheLayout:
 
     axes: str
     dims: tuple[tuple[Term, ...], ...] = field(init=False, repr=False, compare=False)
-    """The terms held by each dimension of the tensor."""
+    """Terms of each dimension of the tensor."""
     names: frozenset[str] = field(init=False, repr=False, compare=False)
-    """The letters that occur in this layout."""
+    """Letters of this layout."""
     _order: _Order = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -66,7 +66,7 @@ class CacheLayout:
 
     @classmethod
     def of(cls, operator: str, cache_layout: int) -> "CacheLayout":
-        """The layout to which ``operator``'s own document gives the number ``cache_layout``.
+        """Layout that ``operator``'s document calls ``cache_layout``.
 
         Args:
             operator: A key of ``OPERATOR_LAYOUTS``, for example ``"pmx.dynamic_batching.KeyValueCache"``.
@@ -100,17 +100,17 @@ class CacheLayout:
         return tuple(shape)
 
     def chunk(self, axis: str) -> int:
-        """Elements in a chunk of ``axis``, of which the layout needs whole ones; 1 if it is not split."""
+        """Number of elements in a chunk of ``axis``, which must divide its extent; 1 if it is not split."""
         return next((t.chunk for dim in self.dims for t in dim if t.axis == axis), 1)
 
     def canonical(self, x: Tensor, *, name: str = "cache", heads: int | None = None) -> Tensor:
         """View ``x`` as ``[L, 2, B, S/s, s, H, D/d, d]`` without copying; writes go through.
 
-        An axis that the layout lacks has extent 1. An axis that it does not split has s = 1 or d = D.
+        An axis that the layout does not have has extent 1. An axis that it does not split has s = 1 or d = D.
 
         Args:
             x: A tensor in this layout, any strides.
-            name: What errors call ``x``.
+            name: Name of ``x`` in errors.
             heads: Extent of H; needed only where H shares a dimension with D.
 
         Raises:
@@ -134,7 +134,7 @@ class CacheLayout:
         return x
 
     def for_scale(self) -> "CacheLayout":
-        """The layout of the scales that go with a cache in this layout: the same axes, D not split."""
+        """Layout of the scales of a cache in this layout: the same axes, D not split."""
         dims = []
         for dim in self.dims:
             parts = [
@@ -149,7 +149,7 @@ def as_layout(name: str, layout: CacheLayout | str) -> CacheLayout:
     """``layout`` itself, or the layout with these axes; errors call it ``name``.
 
     Raises:
-        ConfigError: no layout, or axes of none.
+        ConfigError: ``layout`` is neither a layout nor the axes of one.
     """
     if isinstance(layout, CacheLayout):
         return layout
@@ -161,8 +161,8 @@ def as_layout(name: str, layout: CacheLayout | str) -> CacheLayout:
         raise ConfigError(f"{name}'s {error}") from None
 
 
-# For each canonical axis, the terms that fill it, first match wins. An unsplit S is its outer part, an
-# unsplit D its inner part, so that a chunk is what lies together.
+# Terms for each canonical axis, of which the first match wins. An unsplit S is its outer part, an unsplit D
+# its inner part, so that a chunk is contiguous.
 _CANONICAL_TERMS: Final = (
     (("L", ""),),
     (("2", ""),),
@@ -214,7 +214,7 @@ def _read(axes: str) -> tuple[tuple[tuple[Term, ...], ...], frozenset[str], _Ord
 
 
 _read_once: Final = lru_cache(maxsize=256)(_read)
-"""Views are made with every growth of a cache; a graph that is traced must not depend on what was read."""
+"""Cached ``_read``, since views are made often. Not for tracing: a graph must not depend on the cache."""
 
 
 def _parse(axes: str) -> tuple[tuple[Term, ...], ...]:
@@ -260,20 +260,20 @@ OPERATOR_LAYOUTS: Final = {
     "pmx.KeyValueCache": PMX_STATIC,
     "pmx.dynamic_batching.KeyValueCache": PMX_DYNAMIC,
     "pmx.dynamic_batching.MultiHeadCacheAttention": PMX_ATTENTION,
-    # The later upstream documents, which gave the fused operator the numbers of the unfused one.
+    # The later upstream documents, in which the fused operator has the numbers of the unfused one.
     "opmx.KeyValueCache": PMX_STATIC,
     "opmx.dynamic_batching.KeyValueCache": PMX_DYNAMIC,
     "opmx.dynamic_batching.MultiHeadCacheAttention": PMX_DYNAMIC,
 }
-"""The integers of each operator document: ``OPERATOR_LAYOUTS[operator][cache_layout]``."""
+"""Layouts by the integers of each operator document: ``OPERATOR_LAYOUTS[operator][cache_layout]``."""
 
 HUGGING_FACE: Final = CacheLayout("B H S D")
 VLLM_NHD: Final = CacheLayout("2 B S H D")
 VLLM_HND: Final = CacheLayout("2 B H S D")
 FLASHINFER_NHD: Final = CacheLayout("B 2 S H D")
 FLASHINFER_HND: Final = CacheLayout("B 2 H S D")
-# Codes in the order of integer dot products, a block of 16 tokens in one piece: of keys four bytes of each
-# token side by side, of values each byte of four tokens.
+# Codes in the order of integer dot products, in contiguous blocks of 16 tokens: for keys four adjacent bytes
+# of each token, for values the same byte of four tokens.
 NATIVE_KEYS: Final = CacheLayout("B H S/16 D/4 S%16 D%4")
 NATIVE_VALUES: Final = CacheLayout("B H S/4 D/1 S%4 D%1")
 ASCEND_NORM: Final = CacheLayout("B S H D")

@@ -1,4 +1,4 @@
-"""Which tensors share memory, and whether there is enough of it: checked before anything is written."""
+"""Checks of shared and of free memory, made before anything is written."""
 
 import re
 from typing import Final
@@ -13,9 +13,9 @@ _MAX_STEPS: Final = 10_000
 
 def overlaps_itself(x: Tensor) -> bool:
     """Whether two elements of ``x`` may share memory, as in an expanded tensor. False while tracing."""
-    if torch.compiler.is_compiling() or x.numel() == 0:  # strides may be symbols there
+    if torch.compiler.is_compiling() or x.numel() == 0:  # strides may be symbols while compiling
         return False
-    reach = 0  # of the axes seen so far, in elements
+    reach = 0  # extent of the axes seen so far, in elements
     for stride, extent in sorted((abs(s), n) for s, n in zip(x.stride(), x.shape, strict=True) if n > 1):
         if stride <= reach:
             return True
@@ -24,7 +24,7 @@ def overlaps_itself(x: Tensor) -> bool:
 
 
 def reach_of(x: Tensor) -> int:
-    """Bytes from the first of ``x`` to the one after its last."""
+    """Number of bytes from the first of ``x`` to the one after its last."""
     if x.numel() == 0:
         return 0
     last = sum(stride * (extent - 1) for stride, extent in zip(x.stride(), x.shape, strict=True))
@@ -32,16 +32,16 @@ def reach_of(x: Tensor) -> int:
 
 
 def span_of(x: Tensor) -> tuple[int, int]:
-    """Address of the first byte of ``x``, and of the one after its last."""
+    """Addresses of the first byte of ``x`` and of the one after its last."""
     start = x.data_ptr()
     return start, start + (x.nbytes if x.is_contiguous() else reach_of(x))
 
 
 def shares_memory(x: Tensor, y: Tensor) -> bool:
-    """Whether a byte of ``x`` is one of ``y``, by their addresses. False while tracing.
+    """Whether ``x`` and ``y`` have a byte in common, by address. False while tracing.
 
-    Exact for tensors whose axes nest, as those of every view of a contiguous one; where a search among their
-    strides takes too long the answer is yes.
+    Exact for tensors whose axes nest, as in every view of a contiguous tensor. If a search among the strides
+    takes too long, the answer is yes.
     """
     if torch.compiler.is_compiling():
         return False
@@ -53,7 +53,7 @@ def shares_memory(x: Tensor, y: Tensor) -> bool:
         or not y.numel()
     ):
         return False
-    # They meet where a sum of strides of x, less one of strides of y, is the distance of their first bytes.
+    # They overlap if a sum of strides of x minus one of strides of y is the distance of their first bytes.
     steps: dict[int, tuple[int, int]] = {}
     for tensor, sign in ((x, 1), (y, -1)):
         size = tensor.itemsize
@@ -83,14 +83,14 @@ def expect_disjoint(name: str, x: Tensor, other_name: str, other: Tensor) -> Non
     """Check that ``x`` shares no memory with ``other``, which is written.
 
     Raises:
-        ShapeError: the two have bytes in common, whatever storages they belong to.
+        ShapeError: the two have bytes in common, even if their storages differ.
     """
     if shares_memory(x, other):
         raise ShapeError(f"{name} must not overlap {other_name} in memory; pass a clone")
 
 
 def expect_memory(what: str, nbytes: int, device: torch.device) -> None:
-    """Check that ``nbytes`` can be allocated, for what will be needed once something has been written.
+    """Check that ``nbytes`` can be allocated, before something is written that needs them afterwards.
 
     Raises:
         OutOfMemory: they cannot.
@@ -104,14 +104,14 @@ def expect_memory(what: str, nbytes: int, device: torch.device) -> None:
 
 
 def refused_memory(what: str, error: Exception) -> OutOfMemory | None:
-    """The message of torch's CPU allocator about memory it did not get; ``None`` for every other error."""
+    """OutOfMemory for an error of torch's CPU allocator; ``None`` for every other error."""
     said = re.search(r"DefaultCPUAllocator: .* you tried to allocate (\d+) bytes", str(error))
     return said and OutOfMemory(f"{what} must fit memory, got {said[1]} bytes")
 
 
 def _is_sum(target: int, steps: list[tuple[int, tuple[int, int]]]) -> bool:
-    """Whether ``target`` is a sum of each step times a whole number in its range; largest steps first."""
-    lows, highs = [0], [0]  # sums that the steps from i on reach
+    """Whether ``target`` is a sum of steps times integers in their ranges; largest steps first."""
+    lows, highs = [0], [0]  # range of the sums of the steps from i on
     for step, (low, high) in reversed(steps):
         lows.insert(0, lows[0] + step * low)
         highs.insert(0, highs[0] + step * high)

@@ -27,11 +27,11 @@ from kvloom.core.spelling import Kind, parse_kind
 from kvloom.errors import ArgumentError, ConfigError
 
 CODE_DTYPE: Final[dict[int, torch.dtype]] = {bits: getattr(torch, x.dtype) for bits, x in OF_BITS.items()}
-"""How codes of each number of bits are stored."""
+"""Dtype of the bytes of codes, by bits."""
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """``"float16"`` and the like."""
+    """Name of a dtype, such as ``"float16"``."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -40,18 +40,17 @@ class QuantSpec:
     """Quantization of groups along the head dim.
 
     ``str`` is the format string that ``parse`` reads, such as ``"int8:g64"``, without ``scale_dtype``.
-
-    Without a group these are codes of any head dim that is a multiple of 8; a ``KVSpec`` of them has one.
+    Without a group it fits every head dim that is a multiple of 8; ``KVSpec`` chooses the group.
 
     Attributes:
-        bits: Of one of ``CODES`` (``kvloom.core.entries``): 8, 4 or 2.
+        bits: Bits of one of ``CODES`` (``kvloom.core.entries``): 8, 4 or 2.
         group: Elements that share a scale; ``None`` for the greatest common divisor of 64 and the head dim.
             64 costs 1.03 bytes an element at 8 bits and float16 scales, 8 (the default of the PMX documents)
             1.25.
-        scale_dtype: float32, float16 or bfloat16.
+        scale_dtype: Dtype of the scales: float32, float16 or bfloat16.
         rotated: Whether head vectors are rotated before they are quantized, see ``kvloom.quant.rotation``.
-        full_range: Whether codes of 4 or 2 bits are in full range, see ``kvloom.quant.affine``; if not, or of
-            8 bits, they are symmetric.
+        full_range: Whether codes of 4 or 2 bits are in full range, see ``kvloom.quant.affine``; all others
+            are symmetric.
     """
 
     bits: int
@@ -76,15 +75,14 @@ class QuantSpec:
 
     @classmethod
     def parse(cls, text: str, name: str = "text", side: str = "keys") -> "QuantSpec":
-        """Parse a format string of codes: ``"int8"``, ``"int4:g32"`` and the like.
+        """Parse a format string of codes, such as ``"int8"`` or ``"int4:g32"``.
 
-        Scales are float16. Keys are rotated, and codes have the range, that their ``Codes`` say if the text
-        says nothing else.
+        Scales are float16. Rotation and range are the defaults of ``Codes`` unless the text has others.
 
         Args:
             text: The format string.
-            name: What an error calls it.
-            side: ``"keys"`` or ``"values"``, which is rotated if the format string says so of it or of both.
+            name: Name of the argument in errors.
+            side: ``"keys"`` or ``"values"``: it is rotated if ``rotate`` names it or both.
 
         Raises:
             ArgumentError: ``text`` is no format string of codes.
@@ -96,14 +94,15 @@ class QuantSpec:
 
     @classmethod
     def of(cls, kind: Kind, side: str) -> "QuantSpec":
-        """The codes of a kind, of ``"keys"`` or ``"values"``."""
+        """Spec of the codes of a kind, for ``"keys"`` or ``"values"``."""
         return cls(kind.bits, kind.group, rotated=kind.rotates(side), full_range=kind.range == "full")
 
     def for_head_dim(self, head_dim: int) -> "QuantSpec":
-        """These codes of vectors of ``head_dim`` elements: with a group that divides them.
+        """This spec for vectors of ``head_dim`` elements, with a group that divides them.
 
         Raises:
-            ConfigError: the group does not, or ``head_dim`` is no multiple of 8 where none is given.
+            ConfigError: the group does not divide them, or none is given and ``head_dim`` is no multiple of
+                8.
         """
         group = self.group or group_for(head_dim)
         if group is None:
@@ -115,7 +114,7 @@ class QuantSpec:
         return self if group == self.group else replace(self, group=group)
 
     def side(self, head_dim: int, dtype: str) -> SideFormat:
-        """Vectors of ``head_dim`` elements as these codes; ``dtype`` is what they are without."""
+        """Format of vectors of ``head_dim`` elements as these codes; ``dtype`` is the unquantized dtype."""
         codes = self.for_head_dim(head_dim)
         scale_dtype = dtype_name(codes.scale_dtype)
         return SideFormat(
@@ -124,7 +123,7 @@ class QuantSpec:
 
     @property
     def range(self) -> str:
-        """One of ``RANGES``; empty for bits that have no choice."""
+        """Range of the codes, one of ``RANGES``; empty for bits that have no choice."""
         return OF_BITS[self.bits].range and ("full" if self.full_range else "symmetric")
 
     def __str__(self) -> str:
@@ -133,7 +132,7 @@ class QuantSpec:
 
 
 def _restore(self: QuantSpec, state: list[Any]) -> None:
-    """What pickle kept; of earlier releases, which had no ranges, symmetric codes."""
+    """Set the pickled state; states of earlier releases have no ranges: their codes are symmetric."""
     for field, value in zip(fields(self), [*state, False], strict=False):
         object.__setattr__(self, field.name, value)
 
@@ -145,16 +144,17 @@ QuantSpec.__setstate__ = _restore  # type: ignore[attr-defined]  # dataclass of 
 class KVSpec:
     """Shape and dtype of a cache tensor and its scales.
 
-    A layout with the axis ``2`` holds keys and values in one tensor. One without it describes one side; make
-    a spec for each side then, which may differ in head dim and quantization.
+    A layout with the axis ``2`` has keys and values in one tensor. A layout without it has one side: make a
+    spec for each side, which may differ in head dim and quantization.
 
     Attributes:
         layers: Attention layers (1 where the layout has no L).
         heads: Key/value heads.
         head_dim: Elements of a head vector.
-        dtype: Of keys and values when they are not quantized.
+        dtype: Dtype of keys and values when they are not quantized.
         layout: A ``CacheLayout`` or its axes.
-        quant: ``None`` to keep ``dtype``; codes without a group get that of the head dim.
+        quant: Quantization; ``None`` to keep ``dtype``. Codes without a group get one that divides the head
+            dim.
 
     Raises:
         ConfigError: a field is no such value, or does not fit the layout or the group.
@@ -192,17 +192,17 @@ class KVSpec:
 
     @property
     def cache_dtype(self) -> torch.dtype:
-        """dtype of the cache tensor."""
+        """Dtype of the cache tensor."""
         return self.dtype if self.quant is None else CODE_DTYPE[self.quant.bits]
 
     @property
     def group(self) -> int:
-        """Elements that share a scale; 0 if not quantized."""
+        """Number of elements that share a scale; 0 if not quantized."""
         return 0 if self.quant is None or self.quant.group is None else self.quant.group
 
     @property
     def side(self) -> SideFormat:
-        """Keys or values of one layer.
+        """Format of the keys or values of one layer.
 
         Raises:
             ConfigError: ``dtype`` is none of ``FLOATS``.
@@ -212,7 +212,7 @@ class KVSpec:
 
     @property
     def parts(self) -> list[Part]:
-        """As ``SideFormat.parts``, of any dtype."""
+        """Tensors, as ``SideFormat.parts``, of any dtype."""
         if self.quant is None:
             return [Part(dtype_name(self.dtype), self.dtype.itemsize, self.head_dim)]
         return parts_of_codes(self.head_dim, self.quant.bits, self.group, dtype_name(self.quant.scale_dtype))
@@ -292,7 +292,7 @@ class KVSpec:
 
 
 def entry_of(key: Tensor, value: Tensor) -> Entry:
-    """Keys and values such as these, ``[B, H, Q, D]``, unquantized; keys only where Dv is 0."""
+    """Unquantized entry of keys and values ``[B, H, Q, D]``; keys only if Dv is 0."""
     dtype = dtype_name(key.dtype)
     of_value = SideFormat(value.shape[3], dtype) if value.shape[3] else None
     return Entry(key.shape[1], SideFormat(key.shape[3], dtype), of_value)
@@ -303,4 +303,4 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | st
         return torch.zeros(shape, dtype=dtype, device=device)
     return torch.zeros(shape, dtype=torch.uint8, device=device).view(
         dtype
-    )  # torch may fill no dtype of codes
+    )  # torch may not fill dtypes of codes

@@ -1,9 +1,8 @@
 """Format strings of keys and values, ``KIND[:gGROUP][,OPTION=VALUE...]``.
 
-Such as ``"float16"``, ``"int8"``, ``"int4:g32"``, ``"int4,rotate=keys"``; kinds are named in ``FLOATS`` and
-``CODES``. Codes that name no group have the one that ``group_for`` chooses for a head dim.
-
-Without torch, so that a command line can be checked at once.
+Examples: ``"float16"``, ``"int8"``, ``"int4:g32"``, ``"int4,rotate=keys"``. Kinds are the names in ``FLOATS``
+and ``CODES``. The default group is ``group_for`` the head dim. Imports no torch, so that a command line can
+be checked at once.
 """
 
 import re
@@ -16,10 +15,10 @@ from kvloom.core.entries import CODES, FLOATS, RANGES, ROTATIONS, Codes, choice
 from kvloom.errors import ArgumentError
 
 STORAGE: Final = ("auto", *FLOATS, *CODES)
-"""Kinds: the model's own dtype, a float dtype, or codes, which may have a group and options."""
+"""Names of kinds: the model's own dtype, a float dtype, or codes, which may have a group and options."""
 
 SMOOTHED: Final = ("keys", "none")
-"""What is smoothed before it is quantized."""
+"""Values of ``smooth``: the side that is smoothed before it is quantized."""
 
 _SPELLING: Final = re.compile(r"([a-z0-9]+)(?::g([1-9][0-9]{0,17}))?((?:,[a-z]+=[a-z0-9]+)*)")
 
@@ -30,10 +29,11 @@ class Kind:
 
     Attributes:
         name: One of ``STORAGE``.
-        group: Elements that share a scale; ``None`` if nothing is said.
+        group: Elements that share a scale; ``None`` if not given.
         rotate: One of ``ROTATIONS``.
-        recent: Residual window: newest tokens that each token attends to unquantized; ``None`` if not said.
-        smooth: One of ``SMOOTHED``: whether keys that are codes are smoothed, where a model says how.
+        recent: Length of the residual window: last tokens that each token attends to unquantized; ``None`` if
+            not given.
+        smooth: One of ``SMOOTHED``: whether keys that are codes are smoothed, if the model has a smoothing.
         range: One of ``RANGES``; empty for kinds that have no choice.
     """
 
@@ -46,17 +46,17 @@ class Kind:
 
     @property
     def codes(self) -> Codes | None:
-        """Its codes; ``None`` for a kind that is not quantized."""
+        """Codes of this kind; ``None`` if it is not quantized."""
         return CODES.get(self.name)
 
     @property
     def bits(self) -> int:
-        """Bits of a code; 0 for a kind that is not quantized."""
+        """Bits of a code; 0 if it is not quantized."""
         return self.codes.bits if self.codes else 0
 
     @property
     def usual(self) -> "Kind":
-        """What this kind and group are if nothing else is said."""
+        """Kind with the same name and group, and default options."""
         if self.codes is None:
             return Kind(self.name, self.group, "none", 0)
         return Kind(self.name, self.group, self.codes.rotate, self.codes.recent, range=self.codes.range)
@@ -66,7 +66,7 @@ class Kind:
         return self.rotate in (side, "both")
 
     def __str__(self) -> str:
-        """The shortest format string."""
+        """Shortest format string."""
         usual = self.usual
         group = "" if self.group is None else f":g{self.group}"
         rotate = "" if self.rotate == usual.rotate else f",rotate={self.rotate}"
@@ -77,12 +77,12 @@ class Kind:
 
 
 def _one_of(*words: str) -> tuple[str, Callable[[str], str | None]]:
-    """The allowed values of an option, in words, and its parsed value; ``None`` if it is not one of them."""
+    """Allowed values of an option, in words, and a parser that returns ``None`` for others."""
     return f"one of {', '.join(words)}", lambda text: text if text in words else None
 
 
 def _count(low: int = 0) -> tuple[str, Callable[[str], int | None]]:
-    """The same as ``_one_of``, for a number of at least ``low``."""
+    """As ``_one_of``, for a number of at least ``low``."""
 
     def read(text: str) -> int | None:
         is_number = text.isascii() and text.isdigit() and len(text) <= 18 and str(int(text)) == text
@@ -97,22 +97,22 @@ _OPTIONS: Final[dict[str, tuple[str, Callable[[str], Any]]]] = {
     "smooth": _one_of(*SMOOTHED),
     "range": _one_of(*RANGES),
 }
-"""Of codes, by their names, each a field of ``Kind``."""
+"""Options of codes, by name, each a field of ``Kind``."""
 
 
 def recent_of(keys: Kind, values: Kind) -> int:
-    """The residual window of a layer, either side of which is codes."""
+    """Residual window of a layer with these kinds of keys and values."""
     said = [kind.recent for kind in (keys, values) if kind.recent is not None]
     return max(said or [kind.usual.recent or 0 for kind in (keys, values)])
 
 
 def is_plan(kv: object) -> bool:
-    """Whether ``kv`` is the file of a plan, which has kinds for each layer: a path, or ends in .json."""
+    """Whether ``kv`` is the file of a plan with kinds for each layer: a path, or a name in .json."""
     return isinstance(kv, Path) or (isinstance(kv, str) and kv.endswith(".json"))
 
 
 def expect_kv(name: str, text: str) -> None:
-    """Raise ArgumentError unless ``text`` names the file of a plan, or is a kind."""
+    """Raise ArgumentError unless ``text`` is the file of a plan or a format string."""
     if not is_plan(text):
         parse_kind(name, text)
 
@@ -122,9 +122,9 @@ def parse_kind(name: str, text: object, kinds: tuple[str, ...] = STORAGE) -> Kin
 
     Args:
         name: The caller's argument, for the error.
-        text: One of ``kinds``; codes may have a group after it, of at least 1 and without zeros in
-            front, and then options, each at most once.
-        kinds: Those that are allowed.
+        text: One of ``kinds``; codes may have a group after it, of at least 1 without leading zeros, and then
+            options, each at most once.
+        kinds: Allowed kinds.
 
     Raises:
         ArgumentError: ``text`` is no such format string, a group of codes is no whole bytes, or codes have
@@ -152,7 +152,7 @@ def parse_kind(name: str, text: object, kinds: tuple[str, ...] = STORAGE) -> Kin
 
 
 def _parse_options(name: str, text: object, options: str) -> dict[str, Any]:
-    """Values of options such as ``",rotate=keys"``."""
+    """Parse options such as ``",rotate=keys"``."""
     values: dict[str, Any] = {}
     for option in options.split(",")[1:]:
         key, _, word = option.partition("=")
@@ -168,7 +168,7 @@ def _parse_options(name: str, text: object, options: str) -> dict[str, Any]:
 
 
 PACKS: Final[dict[str, bool | str]] = {"no": False, "both": True, "only": "only"}
-"""Values of ``pack`` by their names on command lines; packed weights are beside the others, or alone."""
+"""Values of ``pack`` by name on command lines: keep no packed weights, both, or packed ones only."""
 
 
 def expect_pack(pack: object) -> None:

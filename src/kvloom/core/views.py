@@ -1,4 +1,4 @@
-"""One layer's keys and values as canonical strided views: what every kernel reads and writes."""
+"""Canonical strided views of one layer's keys and values, which every kernel reads and writes."""
 
 from dataclasses import InitVar, dataclass, field
 from itertools import product
@@ -23,8 +23,8 @@ _CODES = {dtype: OF_BITS[bits] for bits, dtype in CODE_DTYPE.items()}
 class Side:
     """Keys or values of one layer, both tensors ``[B, S/s, s, H, D/d, d]`` with any strides.
 
-    A side with a scale is quantized, to those of ``CODES`` that have the dtype of its cache: 8 bits if it is
-    int8, 4 (two to a byte) if uint8. Its group is D divided by the scale's last two axes.
+    A side with a scale is quantized; the dtype of the cache tells which of ``CODES``: int8 for 8 bits, uint8
+    for 4 (two to a byte). The group is D divided by the scale's last two axes.
 
     Raises:
         ShapeError: the tensors are no canonical views, or do not fit each other.
@@ -33,17 +33,17 @@ class Side:
     cache: Tensor
     scale: Tensor | None = None
     bits: int = field(init=False)
-    """Of a code; 0 if not quantized."""
+    """Bits of a code; 0 if not quantized."""
     group: int = field(init=False)
-    """Elements that share a scale; 0 if not quantized."""
+    """Number of elements that share a scale; 0 if not quantized."""
     device: torch.device = field(init=False)
-    """Of both tensors."""
+    """Device of both tensors."""
     num_heads: int = field(init=False)
     """Key/value heads."""
     head_dim: int = field(init=False)
     """Elements of a head vector."""
     dtypes: tuple[torch.dtype, ...] = field(init=False, repr=False)
-    """Of the vectors that are stored and loaded: the cache's own, or any float for floats and codes."""
+    """Dtypes of vectors that can be stored and loaded: the cache's own, or any float for floats and codes."""
 
     def __post_init__(self) -> None:
         cache, scale = self.cache, self.scale
@@ -80,15 +80,15 @@ class KVView:
     key: Side
     value: Side | None
     whole: InitVar[tuple[Tensor, ...]] = ()
-    """The cache and the scale of which both sides are different parts, if there are such."""
+    """Cache and scale of which both sides are disjoint parts; empty if there are none."""
     is_writable: bool = field(init=False, repr=False)
     """Whether no two elements share memory, and none requires a gradient."""
     tensors: tuple[Tensor, Tensor | None, Tensor | None, Tensor | None] = field(init=False, repr=False)
-    """The caches of keys and values, then their scales: the order in which operators take them."""
+    """Caches of keys and values, then their scales: the order of the operators' arguments."""
     _reaches: tuple[tuple[Tensor, int], ...] | None = field(init=False, repr=False)
-    """Tensors that hold all others, and the bytes that each reaches over; ``None`` if made while tracing."""
+    """Tensors that contain all others, and their extents in bytes; ``None`` if made while tracing."""
     _versioned: tuple[Tensor, ...] | None = field(init=False, repr=False)
-    """The tensors whose changes autograd counts; ``None`` if made while tracing."""
+    """Tensors whose version counters autograd reads; ``None`` if made while tracing."""
 
     def __post_init__(self, whole: tuple[Tensor, ...]) -> None:
         key, value = self.key, self.value
@@ -122,13 +122,13 @@ class KVView:
     def _is_apart(self, whole: tuple[Tensor, ...]) -> bool:
         """Whether no two of the tensors share memory."""
         caches, scales = self.tensors[:2], self.tensors[2:]
-        # Parts of one tensor that does not overlap itself are apart, however they are interleaved.
+        # Disjoint parts of one tensor that does not overlap itself share nothing, even if interleaved.
         is_known = len(whole) > 0 and not any(map(overlaps_itself, whole))
         pairs = [*product(caches, scales), *(() if is_known else (caches, scales))]
         return not any(x is not None and y is not None and shares_memory(x, y) for x, y in pairs)
 
     def mark_changed(self) -> None:
-        """Tell autograd, which would otherwise trust what it saved: kernels write through pointers."""
+        """Tell autograd that the tensors have changed: kernels write through pointers."""
         if torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
             return
         versioned = self._versioned
@@ -137,7 +137,7 @@ class KVView:
         increment_version(versioned)
 
     def lies_apart_from(self, *others: Tensor) -> bool:
-        """Whether all of ``others`` lie before or after each tensor; interleaved ones may share no byte."""
+        """Whether all of ``others`` are before or after each tensor; False for interleaved ones."""
         if self._reaches is None:
             return False
         for other in others:
@@ -254,28 +254,28 @@ class KVView:
 def sides_of(
     key_cache: Tensor, value_cache: Tensor | None, key_scale: Tensor | None, value_scale: Tensor | None
 ) -> tuple[Side, Side | None]:
-    """Keys, and values if there are any, of the tensors that operators take."""
+    """Sides of keys and values, from the tensors that operators take."""
     return Side(key_cache, key_scale), None if value_cache is None else Side(value_cache, value_scale)
 
 
 def raw(x: Tensor) -> Tensor:
-    """``x`` as signed integers of its own width, a view: torch indexes and selects those for every dtype."""
+    """View of ``x`` as signed integers of its width, which torch can index for every dtype."""
     return x if x.dtype in _INDEXABLE else x.view(_INTEGER[x.itemsize])
 
 
 def detached(x: Tensor) -> Tensor:
-    """``x`` without its gradient; the new tokens of a decoding step have none."""
+    """``x`` without its gradient; ``x`` itself if it has none."""
     return x.detach() if x.requires_grad else x
 
 
 def head_dim_of(cache: Tensor, scale: Tensor | None) -> int:
-    """Elements in a head vector of a canonical view (a byte of codes may hold several)."""
+    """Number of elements of a head vector of a canonical view (a byte may hold several codes)."""
     stored = cache.shape[-2] * cache.shape[-1]
     return stored if scale is None else stored * _CODES[cache.dtype].per_byte
 
 
 def slot_stride(x: Tensor) -> int | None:
-    """Elements from one slot of a canonical view to the next; ``None`` if not the same for all slots."""
+    """Stride in elements between slots of a canonical view; ``None`` if it is not the same for all."""
     blocks, outer, inner = x.shape[:3]
     stride = x.stride(2) if inner > 1 else x.stride(1) if outer > 1 else x.stride(0)
     within = inner == 1 or outer == 1 or x.stride(1) == inner * stride
@@ -289,7 +289,7 @@ def _expect_canonical(name: str, x: Tensor) -> None:
 
 
 def _blocks_of(x: Tensor) -> tuple[int, int, int]:
-    """Blocks, slots in a block, and heads."""
+    """Numbers of blocks, of slots in a block, and of heads."""
     return x.shape[0], x.shape[1] * x.shape[2], x.shape[3]
 
 
@@ -327,7 +327,7 @@ def _sides(
     name: str,
     scale_name: str,
 ) -> list[Side]:
-    """Layer ``layer``: one side for each index of axis ``2``."""
+    """Sides of layer ``layer``: one for each index of axis ``2``."""
     caches = layout.canonical(cache, name=name, heads=heads)
     layers, sides = caches.shape[:2]
     layer = expect_range("layer", layer, 0, layers)
