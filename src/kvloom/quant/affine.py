@@ -1,6 +1,6 @@
-"""Group quantization: ``x ~ number * scale``, of 8 and 4 bits as PMX defines it, and kvloom's own ways.
+"""Group quantization: ``x ~ number * scale``, with 8 and 4 bits as PMX defines it, and kvloom's own codes.
 
-One scale serves ``group`` consecutive elements along D. Every operation is rounded to the dtype of the input,
+``group`` consecutive elements along D share a scale. Every operation is rounded to the dtype of the input,
 because the codes are part of the standard.
 
 =======  =====================  ======================================  ==================
@@ -14,16 +14,16 @@ bits     scale                  code                                    number
 2, full  ``sum x x / sum x n``  the same, by ``max|x| / 4``             n, the same
 =======  =====================  ======================================  ==================
 
-In full range of 4 bits e is the element of the largest magnitude, of two of different signs the positive one.
-Its code is -8, the one that has no opposite, and a positive e makes the scale negative. So a step is an
-eighth of the largest magnitude and not a seventh, and only what is nearer to ``-e`` than to 7 steps errs by
-more than half a step, by a whole one at most.
+For 4 bits in full range, e is the element of the largest magnitude; of two with different signs, the positive
+one. Its code is -8, which has no opposite, so a positive e makes the scale negative. A step is an eighth of
+the largest magnitude, not a seventh. Only elements nearer to ``-e`` than to 7 steps err by more than half a
+step, by a whole one at most.
 
-Two bits are the middles of four equal parts of what lies between the largest magnitude and its negative; the
-sign of an x is its sign bit. In full range the scale is the one with which the product of the group and of
-what comes back is the sum of squares of the group: noise averages out over the tokens that attention reads,
-and numbers that are too small do not. Both sums are of magnitudes as integers, 255 for the largest, and so
-the same in any order. The scale, ``max|x| / 255`` by their quotient, is of float32.
+Two bits are the midpoints of four equal parts of the range between the largest magnitude and its negative;
+the sign of an x is its sign bit. In full range the scale makes the dot product of the group with its
+dequantized numbers the sum of squares of the group: noise averages out over the tokens that attention reads,
+but a bias toward small numbers does not. Both sums are of magnitudes as integers, 255 for the largest, so
+they are the same in any order. The scale, ``max|x| / 255`` times their quotient, is float32.
 
 Special values:
 
@@ -39,7 +39,7 @@ any NaN or infinity in the group      NaN                      0               N
 code 0 of a negative scale            as the formula           0               -0
 ====================================  =======================  ==============  =================
 
-A scale is below eps if its magnitude is.
+A scale is below eps if its magnitude is below eps.
 
 A finite input never becomes infinite: the formula alone would turn float16 65504 into inf. A group that
 cannot be represented is NaN as a whole, so that the error is visible and not rounded to zero.
@@ -60,17 +60,17 @@ EPS: Final = 1e-5
 def quantize(
     x: Tensor, bits: int, group: int, scale_dtype: torch.dtype, full_range: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Quantize along the last axis, by scales of a magnitude of at least eps.
+    """Quantize along the last axis, with scales whose magnitude is at least eps.
 
-    The codes come from the scale before it is stored as ``scale_dtype``.
+    Codes are computed with the scale before it is rounded to ``scale_dtype``.
 
     Args:
         x: ``[..., D]`` float32, float16 or bfloat16; ``group`` divides D.
         bits: 8, 4 or 2.
         group: Elements that share a scale.
         scale_dtype: float32, float16 or bfloat16.
-        full_range: Whether codes of 4 bits have all sixteen numbers, and a scale of codes of 2 bits keeps the
-            length of its group; of no meaning for 8.
+        full_range: Whether 4-bit codes use all sixteen numbers, and 2-bit scales keep the length of their
+            group; ignored for 8 bits.
 
     Returns:
         Codes ``[..., D * bits / 8]`` of ``CODE_DTYPE``, and scales ``[..., D / group]``.
@@ -78,7 +78,7 @@ def quantize(
     qmax = OF_BITS[bits].largest
     groups = x.unflatten(-1, (-1, group))
     amax = groups.abs().amax(-1, keepdim=True)
-    finite = amax.isfinite()  # a maximum with a NaN is NaN, so this covers the whole group
+    finite = amax.isfinite()  # the maximum with a NaN is NaN, so this covers the whole group
     # A tensor divisor: with a Python number CUDA multiplies by its reciprocal, which changes codes.
     scale = (amax / amax.new_full((), qmax)).clamp_min(EPS)
     if full_range and bits == 4:
@@ -100,7 +100,7 @@ def quantize(
 
 
 def _length_kept(groups: Tensor, amax: Tensor, is_large: Tensor) -> Tensor:
-    """The float32 scale with which codes of 2 bits keep the length of a group, at least eps."""
+    """Float32 scale, at least eps, with which 2-bit codes keep the length of a group."""
     largest = amax.float()
     parts = (groups.float().abs() * (largest.new_full((), 255) / largest)).round()
     parts = parts.where(parts.isfinite(), 0).long()
@@ -113,10 +113,10 @@ def dequantize(codes: Tensor, scale: Tensor, bits: int, dtype: torch.dtype) -> T
     """Inverse of ``quantize``: the product is rounded to the dtype of ``scale``, then to ``dtype``.
 
     Args:
-        codes: As ``quantize`` gives them.
+        codes: Codes as of ``quantize``.
         scale: ``[..., D / group]``.
         bits: 8, 4 or 2.
-        dtype: Of the result, ``[..., D]``.
+        dtype: Dtype of the result, ``[..., D]``.
     """
     numbers = codes if bits == 8 else unpack(codes.view(torch.uint8), bits)
     if bits == 2:
@@ -128,9 +128,9 @@ def dequantize(codes: Tensor, scale: Tensor, bits: int, dtype: torch.dtype) -> T
 
 
 def saturate(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Cast, but what would round beyond the largest finite value becomes that value. NaN stays NaN."""
+    """Cast with saturation: values beyond the largest finite one become that value. NaN stays NaN."""
     largest = torch.finfo(dtype).max
     if torch.finfo(x.dtype).max <= largest:
         return x.to(dtype)
-    # In float32, since 65504 is not a bfloat16 number.
+    # Clamped in float32, since 65504 is not a bfloat16 number.
     return x.float().clamp(-largest, largest).to(dtype)

@@ -1,6 +1,6 @@
-"""Codes of fewer than 8 bits, packed: two's complement, the first code of a byte in its lowest bits.
+"""Packing of codes of fewer than 8 bits: two's complement, the first code in the lowest bits of a byte.
 
-Four bits are the even element in the low nibble, as ONNX INT4; two bits are as ONNX INT2.
+Four bits are packed as ONNX INT4, the even element in the low nibble; two bits as ONNX INT2.
 """
 
 import torch
@@ -13,8 +13,8 @@ def pack(codes: Tensor, bits: int) -> Tensor:
     """Pack int8 codes ``[..., D]`` into bytes.
 
     Args:
-        codes: Within what ``bits`` hold; of 4 bits from -8 to 7, of 2 from -2 to 1.
-        bits: Of a code. A byte holds ``8 / bits``, and D is a multiple of that.
+        codes: Codes in the range of ``bits``: -8 to 7 for 4 bits, -2 to 1 for 2 bits.
+        bits: Bits of a code. A byte holds ``8 / bits`` codes, and D is a multiple of that.
 
     Returns:
         uint8 ``[..., D * bits / 8]``.

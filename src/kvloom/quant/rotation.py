@@ -1,11 +1,11 @@
-"""Rotation of head vectors before they are quantized: spreads what sticks out over all elements.
+"""Rotation of head vectors before quantization, which spreads outliers over all elements.
 
-The matrix is a Hadamard matrix by the square root of its size. It is orthonormal, so dot products of two
-vectors that are both rotated are those of the vectors, and symmetric, so rotating again turns back. Where the
-head dim is no power of two it is block diagonal.
+The matrix is a Hadamard matrix divided by the square root of its size. It is orthonormal, so the dot product
+of two rotated vectors is that of the vectors, and symmetric, so it is its own inverse. If the head dim is no
+power of two it is block diagonal.
 
-Sums are taken in float32, in one order that depends on nothing but the head dim: a vector has the same bits
-in any batch and on every backend.
+Sums are float32, in an order that depends only on the head dim: a vector has the same bits in any batch and
+on every backend.
 """
 
 from math import gcd, sqrt
@@ -17,19 +17,18 @@ from torch import Tensor
 from kvloom.quant.affine import saturate
 
 LARGEST: Final = 1024
-"""Most elements that are rotated together."""
+"""Maximum number of elements that are rotated together."""
 
 
 def block_of(head_dim: int) -> int:
-    """Elements that are rotated together: the largest power of two that divides ``head_dim``, up to 1,024."""
+    """Number of elements rotated together: the largest power of two up to 1,024 that divides ``head_dim``."""
     return gcd(head_dim, LARGEST)
 
 
 def rotate(x: Tensor, block: int) -> Tensor:
     """Rotate along the last axis; its own inverse, up to rounding.
 
-    A finite input gives a finite result: what is beyond the dtype becomes its largest number. A block with
-    NaN or infinity becomes NaN.
+    A finite input gives a finite result, saturated to the dtype. A block with NaN or infinity becomes NaN.
 
     Args:
         x: ``[..., D]`` float32, float16 or bfloat16.
@@ -38,7 +37,7 @@ def rotate(x: Tensor, block: int) -> Tensor:
     Returns:
         ``[..., D]`` in the dtype of ``x``.
     """
-    sums = x.float().unflatten(-1, (-1, block)) / block  # so that no sum of finite numbers overflows
+    sums = x.float().unflatten(-1, (-1, block)) / block  # no sum of finite numbers overflows
     width = 1
     while width < block:
         first, second = sums.unflatten(-1, (-1, 2, width)).unbind(-2)
@@ -49,6 +48,6 @@ def rotate(x: Tensor, block: int) -> Tensor:
 
 
 def _within(x: Tensor) -> Tensor:
-    """``x`` between the largest numbers of its dtype."""
+    """Clamp ``x`` to the finite range of its dtype."""
     largest = torch.finfo(x.dtype).max
     return x.clamp(-largest, largest)

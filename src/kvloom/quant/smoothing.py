@@ -1,7 +1,7 @@
-"""Smoothing of keys before they are quantized: an offset is subtracted, and channels are divided by gains.
+"""Smoothing of keys before quantization: an offset is subtracted, and channels are divided by gains.
 
-The offset is a vector of each head that turns with the position in K pairs of channels. Everything is
-computed in float32 and rounded once, also where a rotation follows; angles are float64.
+The offset is a vector of each head that rotates with the position in K pairs of channels, as RoPE does.
+Everything is float32 and rounded once, even if a rotation follows; angles are float64.
 
 Shapes: H key/value heads, Hq query heads, D head dim, K pairs of channels; keys are ``[T, H, D]`` with
 positions ``[T]``, or ``[B, H, N, D]`` with positions ``[B, N]``.
@@ -17,12 +17,12 @@ from kvloom.quant.rotation import rotate
 def offset_at(
     positions: Tensor, mean: Tensor, channels: Tensor, frequencies: Tensor, head_dim: int
 ) -> Tensor:
-    """The offset at positions ``[...]``, ``[..., H, D]`` float32; its bits depend on the position alone.
+    """Offset at positions ``[...]``, ``[..., H, D]`` float32; its bits depend on the position alone.
 
     Args:
         positions: As above, int64 or int32.
         mean: ``[H, K, 2]`` float32, the offset at position 0 in each pair.
-        channels: ``[H, K, 2]`` int64, where these are.
+        channels: ``[H, K, 2]`` int64, the channels of each pair.
         frequencies: ``[H, K]``, radians from one position to the next.
         head_dim: D.
     """
@@ -44,7 +44,7 @@ def smooth(
     block: int,
     is_restored: bool,
 ) -> Tensor:
-    """Keys as they are stored, or stored ones as they were.
+    """Smooth keys, or invert the smoothing.
 
     Args:
         key: As above, float32, float16 or bfloat16.
@@ -54,7 +54,7 @@ def smooth(
         channels: The same.
         frequencies: The same.
         block: Elements that are rotated together, 0 for no rotation.
-        is_restored: Whether they are to be as they were.
+        is_restored: Whether to invert the smoothing of stored keys.
     """
     x, offset = key.float(), None
     factor = factor if key.dim() == 3 else factor.unsqueeze(1)
@@ -71,7 +71,7 @@ def smooth(
 def smooth_query(
     query: Tensor, gain: Tensor, mean: Tensor | None, channels: Tensor | None, block: int
 ) -> tuple[Tensor, Tensor]:
-    """Queries ``[T, Hq, D]`` for keys that are stored so, and the coefficients of what their products lack.
+    """Queries ``[T, Hq, D]`` for smoothed keys, and coefficients of the bias that restores their scores.
 
     Args:
         query: As above, float32, float16 or bfloat16.
@@ -93,12 +93,12 @@ def smooth_query(
 
 
 def _rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Finite numbers stay finite."""
+    """Cast with saturation: finite numbers stay finite."""
     return torch.where(x.isfinite(), saturate(x, dtype), x.to(dtype))
 
 
 def coefficients_of(by_head: Tensor, mean: Tensor, channels: Tensor) -> Tensor:
-    """Of queries ``[T, H, Hq / H, D]``, ``[T, Hq, 2K]``: of K cosines, then of K sines."""
+    """Coefficients ``[T, Hq, 2K]`` of queries ``[T, H, Hq / H, D]``: of K cosines, then of K sines."""
     where = channels.flatten(1).unsqueeze(1).expand(*by_head.shape[:3], -1)
     x, y = by_head.gather(-1, where).float().unflatten(-1, (-1, 2)).unbind(-1)
     of_x, of_y = mean.unsqueeze(1).unbind(-1)
