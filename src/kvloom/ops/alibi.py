@@ -16,13 +16,13 @@ def alibi_slopes(
     """Slopes of heads ``offset .. offset + num_heads`` of a model with ``total_heads`` heads.
 
     With p the largest power of two <= total: ``2^(-8 n / p)`` for n = 1..p, then ``2^(-4 n / p)`` for n = 1,
-    3, 5... A rank that holds some of the heads must say which and of how many, or its slopes are wrong.
+    3, 5... A rank with some of the heads must pass ``offset`` and ``total_heads``, or its slopes are wrong.
 
     Args:
         num_heads: Query heads held here.
-        offset: Index of the first of them in the whole model.
+        offset: Index of the first of these heads in the whole model.
         total_heads: Query heads of the whole model; ``num_heads`` if ``None``.
-        device: Of the result.
+        device: Device of the result.
 
     Returns:
         ``[num_heads]`` float32, for ``Scores(alibi_slopes=...)``.

@@ -1,4 +1,4 @@
-"""Public operators: check, choose, call. Values of slots are checked where that costs no synchronization."""
+"""Public operators: check, choose a backend, call. Slots are checked if that needs no synchronization."""
 
 from typing import Any, Final
 
@@ -55,10 +55,10 @@ def store(
     blocks: tuple[int, int] = _NO_BLOCKS,
     backend: str = "auto",
 ) -> None:
-    """Write new keys and values into their slots, in place, quantized if ``kv`` is.
+    """Write new keys and values to their slots, in place, quantized if ``kv`` is.
 
-    What is smoothed or rotated before has the bits of ``smoothing.smoothed`` and of ``ops.rotate``. The
-    compiled kernel does it to a few tokens at a time, which stay in a cache of the processor.
+    Smoothing and rotation before have the bits of ``smoothing.smoothed`` and ``ops.rotate``. The compiled
+    kernel applies them to a few tokens at a time, which stay in the processor's cache.
 
     Args:
         key: ``[T, H, Dk]`` or ``[B, H, N, Dk]``, any strides. float32, float16 or bfloat16 where the cache is
@@ -66,17 +66,17 @@ def store(
             the bits are copied.
         value: ``[T, H, Dv]`` or ``[B, H, N, Dv]``, dtype of ``key``; ``None`` in a cache of keys only.
         slots: ``[T]`` or ``[B, N]`` int64 or int32, distinct. A negative slot skips its token.
-        kv: Where to write. It must not overlap ``key`` or ``value``, which are stored without their gradient.
+        kv: Cache to write. It must not overlap ``key`` or ``value``, which are stored without their gradient.
         full_range: Whether codes of 4 and 2 bits are in full range, see ``kvloom.quant.affine``, or symmetric
-            as standards define those of 4. They are read alike.
-        smoothing: How keys are smoothed before they are stored; ``None`` if they are not. Then keys are of a
-            float dtype.
-        positions: Of the tokens in their texts, int64 or int32, of the shape of ``slots``; read where
+            as standards define 4 bits. Both are read in the same way.
+        smoothing: Smoothing of keys, which must be of a float dtype, before they are stored; ``None`` for
+            none.
+        positions: Positions of the tokens in their texts, int64 or int32, shape of ``slots``; read if
             ``smoothing`` has an offset.
         blocks: Elements of keys and of values that are rotated together before they are stored, as of
             ``ops.rotate``; 0 for none.
-        backend: ``"auto"`` (by device), ``"reference"``, ``"cpu"`` or ``"triton"``, which smooths and rotates
-            nothing.
+        backend: ``"auto"`` (by device), ``"reference"``, ``"cpu"`` or ``"triton"``, which does not smooth or
+            rotate.
 
     Raises:
         ShapeError: an argument does not fit; nothing was written.
@@ -97,9 +97,9 @@ def store(
             transform = _transform(smoothing, positions.flatten(), blocks)
     is_apart = expect_store(key, value, slots, kv)
     slots = apart_from(kv, slots)
-    # Detached, or autograd would make the cache require a gradient and keep every step alive.
+    # Detached, or autograd would make the cache require a gradient and keep every step in memory.
     key, value = detached(key), None if value is None else detached(value)
-    if not is_apart:  # they share no byte with the cache, but lie between its rows, which kernels refuse
+    if not is_apart:  # interleaved with rows of the cache, sharing no byte, which kernels refuse
         key, value = key.clone(), None if value is None else value.clone()
     if transform:
         key = in_rows("key", key, blocks[0])
@@ -114,7 +114,7 @@ def store(
 def _transform(
     smoothing: KeySmoothing | None, positions: Tensor | None, blocks: tuple[int, int]
 ) -> tuple[Any, ...]:
-    """What operators take of what is done before keys and values are stored; empty for nothing."""
+    """Arguments of the operators for smoothing and rotation before a store; empty for none."""
     if smoothing is None and blocks is _NO_BLOCKS:
         return ()
     if not isinstance(smoothing, KeySmoothing | None):
@@ -127,7 +127,7 @@ def _transform(
 
 
 def _packed(key: Tensor, value: Tensor | None, slots: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
-    """``[T, H, D]`` of ``[B, H, N, D]``, and ``[T]`` of ``[B, N]``."""
+    """Convert ``[B, H, N, D]`` to ``[T, H, D]``, and slots ``[B, N]`` to ``[T]``."""
     expect("slots", slots, "B N", dtype=INDEX_DTYPES)
     rows, count = slots.shape
     sizes = expect("key", key, "B H N Dk", B=rows, N=count)
@@ -151,11 +151,12 @@ def load(
 
     Args:
         slots: ``[T]`` or ``[B, N]`` int64 or int32, in any order, repeats allowed.
-        kv: Where to read.
-        dtype: Of the result; the dtype of the cache or, where it is quantized, of its scales if ``None``.
-        num_repeat: Times that each head is repeated in a row (for attention without grouped queries).
-        offset: What was subtracted from the keys before they were stored; it is added in float32, before they
-            are rounded to ``dtype``.
+        kv: Cache to read.
+        dtype: Dtype of the result; ``None`` for that of the cache or, if it is quantized, of its scales.
+        num_repeat: Number of times that each head is repeated in a row (for attention without grouped
+            queries).
+        offset: Offset that was subtracted from the keys before they were stored; it is added in float32,
+            before they are rounded to ``dtype``.
         positions: Position of each slot's token, int64 or int32, of the shape of ``slots``; with ``offset``.
         backend: ``"auto"`` (by device), ``"reference"``, ``"cpu"`` or ``"triton"``.
 
@@ -184,7 +185,7 @@ def load(
         if given is not None:
             return load_with_offset(slots, kv, dtype, num_repeat, *given, backend)
         key, value = run(backend, "load", kv.device, slots, *kv.tensors, dtype, num_repeat)
-    except (RuntimeError, MemoryError, ShapeError):  # of what does not fit
+    except (RuntimeError, MemoryError, ShapeError):  # of arguments that do not fit
         expect_loadable(slots.numel(), kv, dtype, num_repeat)
         raise
     return key, value
@@ -193,15 +194,15 @@ def load(
 def copy(
     source: KVView, source_slots: Tensor, target: KVView, target_slots: Tensor, *, backend: str = "auto"
 ) -> None:
-    """Copy slots to slots, codes and scales as they are; ``source`` and ``target`` may be one cache.
+    """Copy slots to slots, codes and scales unchanged; ``source`` and ``target`` may be one cache.
 
     All reads happen before all writes. The two may differ in layout, so this also converts one layout to
     another.
 
     Args:
-        source: Where to read.
+        source: Cache to read.
         source_slots: ``[T]`` int64 or int32.
-        target: Where to write; dtypes, heads, head dims and groups of ``source``.
+        target: Cache to write; dtypes, heads, head dims and groups of ``source``.
         target_slots: ``[T]``, distinct.
         backend: ``"auto"`` (by device), ``"reference"``, ``"cpu"`` or ``"triton"``.
 
@@ -246,15 +247,16 @@ def attend(
     """Attention of new tokens over stored ones, reading the cache in place; the new ones are already stored.
 
     ``softmax(q.k) v`` in float32. Query head g uses key/value head ``g // (Hq / H)``. A row that sees no key
-    (and has no sink) gives 0; a hidden value has no effect, not even NaN. One sequence's result depends on
-    nothing but its own data.
+    (and has no sink) gives 0; a hidden value has no effect, not even NaN. One sequence's result depends only
+    on its own data.
 
     On the CPU it is compiled for head dims up to 576. With AVX-512 (BF16, VNNI), float16 and bfloat16 queries
     are multiplied with codes in integers: a query vector as two int8 digits, 15 bits of its largest element,
-    and the weights times the scales of the values as two more, 16 bits. There bfloat16 is multiplied with
-    bfloat16 in products of its own, for which weights are rounded to it, and so are codes whose groups are no
-    multiple of 32, where head dims are a multiple of 64. All else is float32 of dequantized numbers, as in
-    the reference. Sums are float32, and one more of the partial results of each 512 stored tokens.
+    and the weights times the scales of the values as two more, 16 bits. Unquantized bfloat16 is multiplied by
+    bfloat16 instructions, for which weights are rounded to bfloat16; so are codes whose groups are no
+    multiple of 32, if head dims are a multiple of 64. All else is float32 of dequantized numbers, as in the
+    reference. Sums are float32, in partial results of 512 stored tokens each, which are summed in float32,
+    too.
 
     Args:
         query: ``[Tq, Hq, Dk]`` float32, float16 or bfloat16; Hq is a multiple of H.
@@ -262,11 +264,11 @@ def attend(
         batch: Ragged lengths and slots.
         scores: Scale, masks and biases; causal by default.
         is_latent: Whether ``kv`` has latents as keys and rope keys as values, of one head, as multi-head
-            latent attention (MLA) caches them. A key is then the latent with the rope key behind it, and its
+            latent attention (MLA) caches them. A key is then the latent followed by the rope key, and its
             value is the latent; ``query`` is ``[Tq, Hq, Dk + Dv]``, the result ``[Tq, Hq, Dk]``, and the
             default scale that of ``Dk + Dv``. Without values there are no rope keys.
-        out: Where the result goes, ``[Tq, Hq, Dv]``, contiguous, dtype of ``query``; new if ``None``. It
-            shares no memory with what is read, and gets no gradient.
+        out: Tensor for the result, ``[Tq, Hq, Dv]``, contiguous, dtype of ``query``; new if ``None``. It
+            shares no memory with other arguments, and gets no gradient.
         backend: ``"auto"`` (by device), ``"reference"``, ``"cpu"`` or ``"triton"``.
 
     Returns:

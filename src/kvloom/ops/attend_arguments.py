@@ -1,4 +1,4 @@
-"""What attention takes: checked, and as the operators want it."""
+"""Arguments of attention: checks, and conversion to those of the operators."""
 
 import math
 from typing import Any, Final
@@ -14,13 +14,13 @@ from kvloom.ops.plain import is_plain
 from kvloom.ops.scores import MAX_PAIRS, Batch, PositionalBias, Scores
 
 OF_BIAS: Final = tuple(f"positional_bias.{x}" for x in ("coefficients", "frequencies", "first_position"))
-"""Arguments of a positional bias, as errors name them."""
+"""Names of the arguments of a positional bias in errors."""
 
 
 def plain_arguments(
     query: Tensor, kv: KVView, batch: Batch, scores: Scores, *more: Tensor | None
 ) -> tuple[Any, ...] | None:
-    """``attend_arguments`` if the compiled kernel can check them by itself, and ``more`` tensors."""
+    """``attend_arguments`` if the compiled kernel alone can check these and ``more`` tensors, or ``None``."""
     index, window = batch.index, scores.window
     tensors = (query, *kv.tensors, index.table, index.row_starts, batch.seqstarts, batch.kvstarts,
                batch.first_visible, scores.mask, scores.alibi_slopes, scores.sinks, *more)  # fmt: skip
@@ -38,7 +38,7 @@ def plain_arguments(
 
 
 def latent_view(kv: KVView) -> tuple[KVView, bool]:
-    """Latents as ``attend`` reads them, and whether with rope keys: without these, keys are the values."""
+    """View of latents for ``attend``, and whether it has rope keys: without these, values are the keys."""
     has_rope = kv.value is not None and kv.value.head_dim > 0
     return (kv, True) if has_rope or kv.num_heads != 1 else (KVView(kv.key, kv.key), False)
 
@@ -46,7 +46,7 @@ def latent_view(kv: KVView) -> tuple[KVView, bool]:
 def attend_arguments(
     query: Tensor, kv: KVView, batch: Batch, scores: Scores, head_dim: int
 ) -> tuple[Any, ...]:
-    """What the operator takes."""
+    """Arguments of the operator."""
     return (
         query,
         *kv.tensors,
@@ -68,7 +68,7 @@ def attend_arguments(
 
 
 def bias_arguments(scores: Scores) -> tuple[Tensor | None, ...]:
-    """What overloads with a positional bias take behind all else, nothing without one."""
+    """Last arguments of overloads with a positional bias; empty without one."""
     bias = scores.positional_bias
     return () if bias is None else (bias.coefficients, bias.frequencies, bias.first_position)
 
@@ -76,7 +76,7 @@ def bias_arguments(scores: Scores) -> tuple[Tensor | None, ...]:
 def expect_attend(
     query: Tensor, kv: KVView, batch: Batch, scores: Scores, is_latent: bool = False
 ) -> dict[str, int]:
-    """Check the arguments of ``attend``; the sizes Tq, Hq, Dk of a query, and Dv of the result."""
+    """Check the arguments of ``attend``; returns the sizes Tq, Hq, Dk of a query, and Dv of the result."""
     if kv.value is None:
         raise ArgumentError("kv must have values, got a cache of keys only")
     head_dim = kv.key.head_dim

@@ -1,4 +1,4 @@
-"""Which backend runs an operator: a named one runs or raises, it never falls back."""
+"""Choice of the backend of an operator: a named one runs or raises, without a fallback."""
 
 from collections.abc import Callable
 from typing import Any
@@ -70,25 +70,25 @@ def run(backend: str, name: str, device: torch.device, *args: Any) -> Any:
 
 
 def cpu_kernels() -> str | None:
-    """The instruction set of the compiled CPU kernels, ``None`` if there are none and the reference runs."""
+    """Instruction set of the compiled CPU kernels; ``None`` if there are none and the reference runs."""
     return cpu.ISA
 
 
 def prefetched_cache() -> str | None:
-    """Into which cache of the CPU attention prefetches, ``None`` without compiled kernels."""
+    """Cache level of the CPU into which attention prefetches; ``None`` without compiled kernels."""
     return cpu.PREFETCH
 
 
 def cuda_kernels() -> str | None:
-    """The version of Triton that runs the CUDA kernels, ``None`` if there is none and the reference runs."""
+    """Version of Triton that runs the CUDA kernels; ``None`` if there is none and the reference runs."""
     return triton.triton_version() if triton.why_not_installed() is None else None
 
 
 def why_unavailable(what: str) -> str | None:
-    """Why this process does not run something, ``None`` if it does.
+    """Reason why this process does not run something; ``None`` if it does.
 
     Args:
-        what: A backend, ``"cpu"`` or ``"triton"``; or ``"amx"``, CPU kernels that multiply tiles.
+        what: A backend, ``"cpu"`` or ``"triton"``; or ``"amx"``, CPU kernels with AMX.
     """
     match what:
         case "cpu":
@@ -131,7 +131,7 @@ def _choose(backend: str, overload: str, device: torch.device, args: tuple[Any, 
 
 
 def _why_not_cpu(overload: str, device: torch.device, args: tuple[Any, ...]) -> str | None:
-    """Why the compiled kernels cannot run these arguments, or ``None``."""
+    """Reason why the compiled kernels cannot run these arguments, or ``None``."""
     if device.type != "cpu" or cpu.WHY_NOT is not None:
         return None
     if overload in ("smooth", "smooth_query", "store.transformed"):

@@ -13,14 +13,14 @@ from kvloom.core.views import KVView, Side
 from kvloom.errors import ArgumentError, ShapeError
 
 PARTS: Final = ("key.cache", "value.cache", "key.scale", "value.scale")
-"""What errors call ``KVView.tensors``."""
+"""Names of ``KVView.tensors`` in errors."""
 
 
 def expect_store(key: Tensor, value: Tensor | None, slots: Tensor, kv: KVView) -> bool:
-    """Check everything that ``store`` promises to refuse but the values of ``slots``.
+    """Check the arguments of ``store``, without the values of ``slots``.
 
     Returns:
-        Whether keys and values lie before or after the cache, and not between its rows.
+        Whether keys and values are before or after the cache in memory, not between its rows.
     """
     tokens = expect_rows("key", key, kv.key)
     if (value is None) != (kv.value is None):
@@ -60,7 +60,7 @@ def expect_dtype(name: str, dtype: torch.dtype, side: Side) -> None:
 
 
 def apart_from(kv: KVView, slots: Tensor) -> Tensor:
-    """``slots``, or a copy where writing ``kv`` would change them; on the CPU every backend copies them."""
+    """``slots``, or a copy if writing ``kv`` would change them; on the CPU every backend copies them."""
     if slots.is_cpu or torch.compiler.is_compiling() or kv.lies_apart_from(slots):
         return slots
     return slots.clone() if any(x is not None and shares_memory(slots, x) for x in kv.tensors) else slots
@@ -78,7 +78,7 @@ def expect_writable_view(name: str, kv: KVView) -> None:
 
 
 def expect_loadable(num_tokens: int, kv: KVView, dtype: torch.dtype, num_repeat: int) -> None:
-    """Check what ``load`` of ``num_tokens`` tokens returns, for a call that writes before it loads.
+    """Check the result of ``load`` of ``num_tokens`` tokens, for a call that writes before it loads.
 
     Raises:
         ArgumentError: ``num_repeat`` is below 1, or the size of the result does not fit 64 bits.
@@ -100,8 +100,8 @@ def loaded_bytes(num_tokens: int, kv: KVView, dtype: torch.dtype, num_repeat: in
     expect_range("num_repeat", num_repeat, 1, INT64_END)
     width = sum(side.head_dim for side in kv.sides)
     each = max(kv.num_heads, 1) * max(width, 1) * dtype.itemsize
-    once = max(num_tokens, 1) * each  # strides of no tokens must fit, too
-    if once * num_repeat >= 1 << 59:  # nowhere near what can be allocated, nor overflows when summed up
+    once = max(num_tokens, 1) * each  # strides must fit, even without tokens
+    if once * num_repeat >= 1 << 59:  # far beyond what can be allocated; sums of such do not overflow
         raise ArgumentError(
             f"num_repeat must be at most {(1 << 59) // once} for {once} bytes of keys and values, "
             f"got {num_repeat}"

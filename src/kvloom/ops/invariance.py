@@ -1,4 +1,4 @@
-"""Attention that has the same bits in calls of any number of new tokens, on every processor."""
+"""Batch invariance: attention with the same bits in calls of any number of new tokens."""
 
 from weakref import finalize
 
@@ -8,16 +8,16 @@ __all__ = ["BatchInvariance", "is_batch_invariant", "why_not_batch_invariant"]
 
 
 class BatchInvariance:
-    """While there is one, ``attend`` and ``attend_part`` are batch invariant in all of this process.
+    """Holder of batch invariance: while one exists, ``attend`` and ``attend_part`` of this process have it.
 
-    A token then has the same bits however its text is cut into calls. They are anyway, but on processors with
-    AMX where queries are bfloat16: there calls of more than 16 new tokens of a sequence have kernels and bits
-    of their own, and take those of few new tokens while this is there. That takes longer: over codes in
-    groups of a multiple of 32 as long as with ``KVLOOM_ISA=avx512``, over others and bfloat16, by an
-    estimate, two to four times as long. Calls of up to 16 new tokens, and other processors, are as without.
+    A token then has the same bits however its text is cut into calls. Only bfloat16 queries on processors
+    with AMX need this: there, calls of more than 16 new tokens of a sequence have their own kernels and bits,
+    and use the kernels for few tokens while a holder exists. That is slower: over codes in groups of a
+    multiple of 32 as with ``KVLOOM_ISA=avx512``, over others and bfloat16, by an estimate, two to four times.
+    Other calls and processors do not change.
 
-    It ends with ``close``, as a context manager, or when it is collected; there may be several at once, in
-    any threads. A call keeps the kernels that it began with. A copy is one more.
+    It ends with ``close``, as a context manager, or when it is collected. There may be several, in any
+    threads; a copy is one more. A running call keeps its kernels.
     """
 
     def __init__(self) -> None:
@@ -26,7 +26,7 @@ class BatchInvariance:
         self._end.atexit = False
 
     def close(self) -> None:
-        """End it; once is enough."""
+        """Release batch invariance; further calls do nothing."""
         self._end()
 
     def __enter__(self) -> "BatchInvariance":  # noqa: PYI034 (Self is not in Python 3.10)

@@ -1,4 +1,4 @@
-"""Offsets of keys: subtracted before keys are stored, added when they are gathered, a bias in attention.
+"""Offsets of keys: subtracted before keys are stored, added when they are loaded, a bias in attention.
 
 Shapes: H key/value heads, K pairs of channels, D head dim; Tq new tokens, Hq query heads.
 """
@@ -19,23 +19,23 @@ from kvloom.quant.smoothing import coefficients_of, offset_at
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KeyOffset:
-    """A vector of each head that turns with the position as RoPE turns keys, and is zero but in K pairs.
+    """Vector of each head that rotates with the position as RoPE rotates keys; nonzero in K pairs only.
 
-    With the mean of the keys before RoPE, and RoPE's frequencies, it is what these keys have in common after
-    RoPE. The rest of them is small, which is good for codes::
+    With the mean of the keys before RoPE, and RoPE's frequencies, it is the common part of the keys after
+    RoPE. The rest is small, which is good for codes::
 
         ops.store(key - offset.at(positions), value, slots, kv)
         ops.load(slots, kv, offset=offset, positions=positions)  # the keys
         ops.attend(query, kv, batch, Scores(positional_bias=offset.bias(query)))  # the scores of the keys
 
-    That holds with any numbers in it: scores and keys are those without it, up to the rounding of codes.
+    Any numbers are correct: scores and keys are those without it, up to the rounding of codes.
 
     Attributes:
         mean: ``[H, K, 2]`` float32, the vector at position 0 in each pair.
-        channels: ``[H, K, 2]`` int64, where in the head dim the two numbers of each pair are; no channel of a
-            head is in two pairs.
-        frequencies: ``[H, K]`` float64 or float32, radians that each pair turns by from one position to the
-            next; K is at most 64.
+        channels: ``[H, K, 2]`` int64, the two channels of each pair in the head dim; no channel of a head is
+            in two pairs.
+        frequencies: ``[H, K]`` float64 or float32, radians by which each pair rotates from one position to
+            the next; K is at most 64.
         head_dim: D.
     """
 
@@ -45,7 +45,7 @@ class KeyOffset:
     head_dim: int
 
     def __post_init__(self) -> None:
-        """Raises ShapeError or ArgumentError: an attribute does not fit the others; OutOfMemory."""
+        """Raise ShapeError or ArgumentError if an attribute does not fit the others, or OutOfMemory."""
         sizes = expect("mean", self.mean, "H K 2", dtype=torch.float32)
         pairs, device = sizes["K"], self.mean.device
         if not 1 <= pairs <= MAX_PAIRS:
@@ -63,7 +63,7 @@ class KeyOffset:
             raise refused_memory("the order of channels", error) or error from None
 
     def _check_channels(self) -> None:
-        """Within the head dim, and distinct."""
+        """Check that channels are within the head dim and distinct."""
         found = self.channels.flatten(1)
         outside = (found < 0) | (found >= self.head_dim)
         if bool(outside.any()):
@@ -76,14 +76,14 @@ class KeyOffset:
             raise ArgumentError(f"channels of a head must be distinct, got {got} twice")
 
     def at(self, positions: Tensor) -> Tensor:
-        """The vectors at positions ``[...]`` int64 or int32, ``[..., H, D]`` float32.
+        """Vectors at positions ``[...]`` int64 or int32, ``[..., H, D]`` float32.
 
         A vector's bits depend on its position alone.
         """
         return offset_at(positions, self.mean, self.channels, self.frequencies, self.head_dim)
 
     def bias(self, query: Tensor, first_position: Tensor | None = None) -> PositionalBias:
-        """What the products of queries with stored keys lack.
+        """Bias that restores the products of queries with the keys before subtraction.
 
         Args:
             query: ``[Tq, Hq, D]`` float32, float16 or bfloat16; Hq is a multiple of H.
@@ -105,7 +105,7 @@ class KeyOffset:
 def expect_offset(
     offset: KeyOffset | None, positions: Tensor | None, slots: Tensor, kv: KVView
 ) -> tuple[KeyOffset, Tensor] | None:
-    """The offset that loaded keys get, and where, ``None`` for none; raises where it does not fit them."""
+    """Check the offset of loaded keys and its positions; returns both, or ``None`` without an offset."""
     if offset is None:
         if positions is not None:
             raise ArgumentError("positions must be None without an offset, got some")
@@ -139,7 +139,7 @@ def load_with_offset(
     positions: Tensor,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
-    """What ``ops.load`` returns; keys come in float32, so that what is rounded is the sum."""
+    """``ops.load`` with an offset; keys are loaded in float32, so that only the sum is rounded."""
     key_cache, value_cache, key_scale, value_scale = kv.tensors
     of_keys = (slots, key_cache, None, key_scale, None, torch.float32, 1)
     key, _ = run(backend, "load", kv.device, *of_keys)

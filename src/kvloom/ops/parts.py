@@ -1,7 +1,7 @@
-"""Attention in parts: of a query over some of its stored tokens, to be merged with those over the others.
+"""Attention in parts: over some of the stored tokens, to be merged with parts over the others.
 
-A part is the result over its tokens alone and the logarithm of the sum of its weights. Two parts a and b make
-``(out_a * exp(lse_a) + out_b * exp(lse_b)) / (exp(lse_a) + exp(lse_b))``.
+A part is the result over its tokens alone and the logarithm of the sum of its weights. Two parts a and b are
+merged to ``(out_a * exp(lse_a) + out_b * exp(lse_b)) / (exp(lse_a) + exp(lse_b))``.
 """
 
 from typing import NamedTuple
@@ -29,9 +29,9 @@ class Part(NamedTuple):
     """Attention over some of the tokens.
 
     Attributes:
-        out: ``[Tq, Hq, Dv]`` float32; 0 where a row sees none of them.
-        lse: ``[Tq, Hq]`` float32, the logarithm of the sum of the exponentials of the scores, sinks among
-            them; -inf where a row sees none, NaN where a score is NaN or infinite.
+        out: ``[Tq, Hq, Dv]`` float32; 0 if a row sees none of the tokens.
+        lse: ``[Tq, Hq]`` float32, the logarithm of the sum of the exponentials of the scores, sinks included;
+            -inf if a row sees none of the tokens, NaN if a score is NaN or infinite.
     """
 
     out: Tensor
@@ -52,8 +52,8 @@ def attend_part(
 ) -> Part:
     """``attend`` in float32 with the logarithm of its sums, merged with another part.
 
-    The query at position p leaves out the stored tokens ``j > p - skip`` with ``j >= skip_from[b]``, as they
-    are part of another attention, beside those that ``scores`` and ``batch`` hide.
+    The query at position p skips the stored tokens ``j > p - skip`` with ``j >= skip_from[b]``, which belong
+    to another part, and those that ``scores`` and ``batch`` hide.
 
     Args:
         query: As ``attend``.
@@ -61,9 +61,9 @@ def attend_part(
         batch: As ``attend``.
         scores: As ``attend``; sinks must be those of one part only.
         is_latent: As ``attend``.
-        skip: Newest tokens that a query leaves out, itself included, of at least 1; ``None`` for none.
-        skip_from: ``[B]`` int64 or int32, the first stored token that may be left out; 0 if ``None``.
-        prior: The part that is merged with this one, of the same queries, contiguous.
+        skip: Number of last tokens that a query skips, itself included, at least 1; ``None`` for none.
+        skip_from: ``[B]`` int64 or int32, the first stored token that may be skipped; 0 if ``None``.
+        prior: Part of the same queries to merge with this one, contiguous.
         backend: As ``attend``.
 
     Returns:
@@ -81,7 +81,7 @@ def attend_part(
         backend in COMPILED
         and (skip is None or type(skip) is int)
         and not (is_latent and scores.positional_bias is not None)
-        and (prior is None or prior.out is not None)  # which the kernel would take for no prior
+        and (prior is None or prior.out is not None)  # the kernel would read that as no prior
         and (own := plain_arguments(query, kv, batch, scores, skip_from, *before)) is not None
     ):
         bias = bias_arguments(scores)

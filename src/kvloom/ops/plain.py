@@ -1,4 +1,4 @@
-"""Calls of a decoding step on the CPU that the compiled kernel checks by itself, without Python's checks."""
+"""Fast path of decoding steps on the CPU: the compiled kernel checks arguments instead of Python."""
 
 from collections.abc import Iterable
 from typing import Any, Final
@@ -12,11 +12,11 @@ from kvloom.ops import schemas
 from kvloom.ops.impl import cpu
 
 COMPILED: Final = ("auto", "cpu") if cpu.WHY_NOT is None else ()
-"""Backends that are the compiled kernels where tensors are on the CPU."""
+"""Backend names that mean the compiled kernels for tensors on the CPU."""
 
 
 def is_plain(tensors: Iterable[Tensor | None]) -> bool:
-    """Whether these are tensors on the CPU, or ``None``, which neither autograd nor a compiler traces."""
+    """Whether all are ``None`` or tensors on the CPU that neither autograd nor a compiler traces."""
     if torch.compiler.is_compiling():
         return False
     records = torch.is_grad_enabled()
@@ -34,7 +34,7 @@ def store_plain(
     full_range: bool,
     transform: tuple[Any, ...] = (),
 ) -> bool:
-    """Store where the compiled kernel alone can check everything that ``ops.store`` promises.
+    """Store, if the compiled kernel alone can make all checks of ``ops.store``.
 
     Args:
         key: As of ``ops.store``.
@@ -42,11 +42,12 @@ def store_plain(
         slots: The same.
         kv: The same.
         full_range: The same.
-        transform: What ``kvloom::store.transformed`` takes behind the others: blocks of keys and of values,
-            positions, factor, mean, channels and frequencies; empty where nothing is done before.
+        transform: Last arguments of ``kvloom::store.transformed``: blocks of keys and of values, positions,
+            factor, mean, channels and frequencies; empty for no transform.
 
     Returns:
-        Whether it did; if not, nothing was written, and ``ops.store`` does it or says why not.
+        Whether tokens were stored; if not, nothing was written: call ``ops.store``, which stores them or
+        raises.
     """
     side = kv.value
     if key is None or slots is None or (value is None) != (side is None) or not kv.is_writable:

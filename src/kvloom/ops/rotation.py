@@ -1,4 +1,4 @@
-"""Head vectors times a Hadamard matrix: check, choose, call."""
+"""Rotation of head vectors by a Hadamard matrix: check, choose a backend, call."""
 
 import torch
 from torch import Tensor
@@ -14,10 +14,10 @@ from kvloom.quant.rotation import LARGEST
 
 
 def rotate(x: Tensor, block: int, *, backend: str = "auto") -> Tensor:
-    """Multiply head vectors by a Hadamard matrix over the square root of its size; its own inverse.
+    """Multiply head vectors by a Hadamard matrix over the square root of its size; this is its own inverse.
 
-    Dot products of rotated vectors are those of the vectors, up to rounding. The bits of a vector depend on
-    nothing but the vector. A finite input gives a finite result, and a block with NaN or infinity NaN.
+    Dot products of rotated vectors are those of the vectors, up to rounding. The bits of a result depend only
+    on its vector. A finite input gives a finite result, a block with NaN or infinity gives NaN.
 
     Args:
         x: ``[T, H, D]`` or ``[B, H, N, D]`` float32, float16 or bfloat16, any strides; its gradient is lost.
@@ -26,7 +26,7 @@ def rotate(x: Tensor, block: int, *, backend: str = "auto") -> Tensor:
         backend: ``"auto"`` (by device), ``"reference"`` or ``"cpu"``.
 
     Returns:
-        A new tensor, shape and dtype of ``x``, and its heads and tokens lie in the same order.
+        A new tensor with the shape, the dtype and the memory order of heads and tokens of ``x``.
 
     Raises:
         ShapeError: ``x`` is no such tensor.
@@ -45,21 +45,21 @@ def rotate(x: Tensor, block: int, *, backend: str = "auto") -> Tensor:
         )
     if x.stride(-1) != 1:
         x = _in_rows(x)
-    if x.dim() == 4 and x.shape[2] > 1 and x.stride(1) < x.stride(2):  # by token, as it comes from a model
+    if x.dim() == 4 and x.shape[2] > 1 and x.stride(1) < x.stride(2):  # by token, as from a model
         return rotate(x.transpose(1, 2), block, backend=backend).transpose(1, 2)
     if backend in COMPILED and is_plain((x,)):
         try:
             found: Tensor = schemas.rotate(x, block)
             return found
         except (IndexError, RuntimeError):
-            pass  # of what does not fit memory; below it is raised in our words
+            pass  # out of memory; raised with our message below
     with torch.no_grad():
         result: Tensor = run(backend, "rotate", x.device, detached(x), block)
     return result
 
 
 def _in_rows(x: Tensor) -> Tensor:
-    """A copy whose vectors are contiguous, of no elements too."""
+    """Copy with contiguous vectors, also without elements."""
     try:
         return x.clone(memory_format=torch.contiguous_format)
     except RuntimeError as error:

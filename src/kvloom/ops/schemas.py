@@ -19,7 +19,7 @@ _STORE = (
     " Tensor(c!)? key_scale, Tensor(d!)? value_scale, bool full_range"
 )
 LIB.define(f"store{_STORE}=False) -> ()")
-LIB.define(  # of keys that are smoothed, and of keys and values that are rotated, before
+LIB.define(  # with smoothing of keys, and rotation of keys and values, before
     f"store.transformed{_STORE}, int key_block, int value_block, Tensor? positions, Tensor? factor,"
     " Tensor? mean, Tensor? channels, Tensor? frequencies) -> ()"
 )
@@ -36,9 +36,9 @@ LIB.define(
 LIB.define(
     "smooth_query(Tensor query, Tensor gain, Tensor? mean, Tensor? channels, int block) -> (Tensor, Tensor)"
 )
-# One schema: the kernel of the device, the same into a given tensor, the reference by name, which no compiler
-# can trace, and a part of an attention; each also with a positional bias, whose arguments would cost calls
-# without one, and of latents, whose values are their keys.
+# Overloads of attention: the kernel of the device, the same with an out tensor, the reference by name, which
+# no compiler can trace, and a part of an attention. Each also with a positional bias, whose arguments would
+# slow down calls without one, and for latents, whose values are their keys.
 _PART = ", int? skip, Tensor? skip_from, Tensor? prior, Tensor? prior_lse"
 _BIAS = ", Tensor coefficients, Tensor frequencies, Tensor? first_position"
 _OUT = ", Tensor(a!) out"
@@ -62,8 +62,8 @@ for _name, _more, _returns in (
         f" Tensor? alibi_slopes, int? window, float? softcap, Tensor? sinks{_more}) -> {_returns}"
     )
 
-# The reference serves every device; a faster backend takes over its own dispatch key, as the compiled kernels
-# have done for the CPU if they are there.
+# The reference is for every device; a faster backend overrides its dispatch key, as the compiled kernels, if
+# there are any, have done for the CPU.
 for _name in ("store", "load", "copy", "attend", "attend_part", "rotate", "smooth", "smooth_query"):
     LIB.impl(_name, getattr(reference, _name), "CompositeExplicitAutograd")
 for _name in ("attend.biased", "attend.reference", "attend.biased_reference"):
@@ -75,7 +75,7 @@ LIB.impl("attend_part.latent", reference.attend_latent_part, "CompositeExplicitA
 
 
 def _store_transformed(key: Tensor, value: Tensor | None, slots: Tensor, *args: Any) -> None:
-    """In two steps, of which the second one has the kernel of its device."""
+    """Transform, then store with the kernel of the device."""
     key, value = reference.transformed(key, value, *args[5:])
     torch.ops.kvloom.store.default(key, value, slots, *args[:5])
 
@@ -96,7 +96,7 @@ LIB.impl("attend.biased_out", _attend_biased_out, "CompositeExplicitAutograd")
 
 
 def _on_cuda(name: str) -> Callable[..., Any]:
-    """Triton's kernels, imported at the first call; beyond their limits the reference, logged once."""
+    """Operator that runs Triton's kernels, imported at the first call, or, logged once, the reference."""
 
     def run(*args: Any) -> Any:
         device = next(x.device for x in args if isinstance(x, Tensor))
@@ -211,10 +211,10 @@ class _WithoutGradient(torch.autograd.Function):
 
 
 def without_gradient(what: str, function: Callable[..., Any], *args: Any) -> Any:
-    """``function(*args)``, of which ``backward`` raises an error that names ``what``.
+    """Call ``function(*args)``; ``backward`` of its result raises an error that names ``what``.
 
-    The operators have no autograd kernel of their own: torch would run it in Python at every call, also where
-    nothing requires a gradient, and that takes as long as a short call.
+    The operators have no autograd kernel: torch would run it in Python at every call, even if nothing
+    requires a gradient, which takes as long as a short call.
     """
     if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in args):
         apply: Callable[..., Any] = _WithoutGradient.apply

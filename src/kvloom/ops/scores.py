@@ -1,4 +1,4 @@
-"""What attention is told: which tokens of a batch are new and stored, and how their scores are formed."""
+"""Description of an attention call: new and stored tokens of a batch, and the formula of their scores."""
 
 from dataclasses import dataclass
 from typing import Final
@@ -8,20 +8,20 @@ from torch import Tensor
 from kvloom.core.indexing import CacheIndex
 
 MAX_PAIRS: Final = 64
-"""Cosines of a positional bias, and as many sines."""
+"""Maximum number of cosines of a positional bias, and of sines."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Batch:
-    """A ragged batch of B sequences: which tokens are new, how many are stored, and where.
+    """Ragged batch of B sequences: its new tokens, and the slots of its stored tokens.
 
     Attributes:
         index: Slots of every stored token, the new ones included.
         seqstarts: ``[B + 1]``, new tokens of sequence b are rows ``seqstarts[b]:seqstarts[b + 1]``.
         kvstarts: ``[B + 1]``, sequence b has ``kvstarts[b + 1] - kvstarts[b]`` tokens, its new ones last.
         decoding_batches: Number of sequences at the front that get no causal mask.
-        first_visible: ``[B]`` int64 or int32, stored tokens of sequence b before this one are hidden, as left
-            padding or what a window has evicted; ``None`` for 0.
+        first_visible: ``[B]`` int64 or int32, stored tokens of sequence b before this one are hidden, such as
+            left padding or evicted tokens; ``None`` for 0.
     """
 
     index: CacheIndex
@@ -33,23 +33,23 @@ class Batch:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PositionalBias:
-    """A bias of rank 2K of the products of queries and keys, in the position of the key.
+    """Bias of rank 2K of the products of queries and keys, by the position of the key.
 
     The product of query row t and head g with token j of sequence b, of key/value head h, gets
 
         ``sum over i of coefficients[t, g, i] * cos(frequencies[h, i] * p)
         + coefficients[t, g, K + i] * sin(frequencies[h, i] * p)`` with ``p = first_position[b] + j``.
 
-    It is part of the product: the scale multiplies it and the soft cap bounds it. Keys from which an offset
-    was subtracted that turns as RoPE does get their products back by it: ``KeyOffset.bias``. A bias that is
-    linear in the position, of rank 1, is ``Scores.alibi_slopes``.
+    It is part of the product: the scale multiplies it and the soft cap bounds it. It restores the products of
+    keys from which an offset that rotates as RoPE was subtracted: ``KeyOffset.bias``. For a bias that is
+    linear in the position see ``Scores.alibi_slopes``.
 
     Attributes:
-        coefficients: ``[Tq, Hq, 2K]`` float32, float16 or bfloat16, those of K cosines, then of K sines; K
-            is at most 64.
+        coefficients: ``[Tq, Hq, 2K]`` float32, float16 or bfloat16, of K cosines, then of K sines; K is at
+            most 64.
         frequencies: ``[H, K]`` float64 or float32, radians from one position to the next.
-        first_position: ``[B]`` int64 or int32, position of token 0 of each sequence, as the index counts
-            them, where that is not the first of its text; ``None`` for 0.
+        first_position: ``[B]`` int64 or int32, position in its text of token 0 of each sequence of the index;
+            ``None`` for 0.
     """
 
     coefficients: Tensor
@@ -59,14 +59,14 @@ class PositionalBias:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Scores:
-    """How scores are formed: ``softcap((q.k + bias) * scale) + mask + alibi``, then causal and window.
+    """Formula of scores: ``softcap((q.k + bias) * scale) + mask + alibi``, then causal mask and window.
 
     The last new token has the position of the last stored one (bottom-right alignment). The query at position
     p sees the key at position j if
 
-    * ``j <= p``, where causal or ALiBi,
-    * ``j > p - window``, where there is a window,
-    * ``j >= first_visible[b]``, where the batch says so.
+    * ``j <= p``, if causal or with ALiBi,
+        * ``j > p - window``, if there is a window,
+        * ``j >= first_visible[b]``, if the batch has it.
 
     Attributes:
         scale: Factor of the dot product, ``1 / sqrt(D)`` if ``None``.
@@ -74,10 +74,10 @@ class Scores:
         mask: Added to the scores, ``[Tq, >= Tkv]`` or ``[Hq, Tq, >= Tkv]``, of which the blocks of rows
             ``seqstarts[b]:`` and columns ``kvstarts[b]:`` are read.
         alibi_slopes: ``[Hq]``, adds ``slope * (j - p)`` and hides later keys from every sequence.
-        window: Keys that a query sees, itself included.
+        window: Number of keys that a query sees, its own included.
         softcap: ``softcap * tanh(score / softcap)``, before the mask.
-        sinks: ``[Hq]``, a logit of each head that takes part in the softmax and has no value.
-        positional_bias: The ``bias`` of each product ``q.k``, by the position of the key.
+        sinks: ``[Hq]``, a logit of each head in the softmax, without a value.
+        positional_bias: ``bias`` of each product ``q.k``, by the position of the key.
     """
 
     scale: float | None = None

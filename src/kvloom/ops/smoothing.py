@@ -1,8 +1,7 @@
-"""Key smoothing: keys of one layer are stored without what they have in common, and divided by gains.
+"""Key smoothing: keys of one layer are stored minus an offset, and divided by gains.
 
-A group of codes has one scale, so that a channel which is many times larger than the others takes their
-bits. What attention computes stays the same: queries are multiplied by the gains, and what was subtracted is
-a bias of the products.
+A group of codes has one scale, so an outlier channel costs the precision of the others. The result of
+attention does not change: queries are multiplied by the gains, and the offset becomes a bias of the products.
 
 Shapes: B sequences, N tokens of each, H key/value heads, Hq query heads, D head dim; T tokens of all.
 """
@@ -31,18 +30,18 @@ _REFUSED = (ValueError, IndexError, RuntimeError, ArithmeticError, TypeError)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KeySmoothing:
-    """How the keys of a layer are smoothed: ``(key - offset at its position) / gain``.
+    """Smoothing of the keys of a layer: ``(key - offset at its position) / gain``.
 
-    Scores and keys that are read come back, up to the rounding of codes, whatever these numbers are; good
-    ones make all channels of a head alike in what they contribute to scores.
+    With any numbers, scores and loaded keys are the unsmoothed ones, up to the rounding of codes. With good
+    numbers all channels of a head contribute alike to scores.
 
     Attributes:
-        gain: ``[H, D]`` float32, positive and finite, as its inverse.
-        offset: What is subtracted; ``None`` for nothing.
-        numbers: Factor, mean, channels and frequencies, as operators take them to smooth keys.
+        gain: ``[H, D]`` float32; it and its inverse are positive and finite.
+        offset: Offset to subtract; ``None`` for none.
+        numbers: Factor, mean, channels and frequencies, the operators' arguments to smooth keys.
 
     Raises:
-        ShapeError: ``gain`` is no such tensor, or ``offset`` is of other heads.
+        ShapeError: ``gain`` is no such tensor, or ``offset`` has other heads.
         ArgumentError: a gain is no such number, or another number is not finite.
         OutOfMemory: there is no memory for contiguous copies.
     """
@@ -68,7 +67,7 @@ class KeySmoothing:
             raise refused_memory("copies of gain and offset", error) or error from None
 
     def _prepare(self) -> None:
-        """Check numbers, and keep what operators take."""
+        """Check numbers, and set the operators' arguments."""
         offset = self.offset
         arrays: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None)
         if can_read(self.gain):
@@ -92,16 +91,16 @@ class KeySmoothing:
     def smoothed(
         self, key: Tensor, positions: Tensor | None, block: int = 0, *, is_restored: bool = False
     ) -> Tensor:
-        """Keys as they are stored, in their dtype; what is beyond it becomes its largest number.
+        """Smoothed keys in their dtype, saturated.
 
-        The bits of a vector depend on the vector, its head and its position alone. Numbers that are not
-        finite stay so, as do those whose product with a gain is beyond float32.
+        The bits of a vector depend only on the vector, its head and its position. Numbers that are not finite
+        stay so; a product with a gain beyond float32 becomes infinite.
 
         Args:
             key: ``[T, H, D]`` or ``[B, H, N, D]`` float32, float16 or bfloat16; its gradient is lost.
             positions: ``[T]`` or ``[B, N]`` int64 or int32; not read without an offset.
-            block: Elements that are then rotated together, as of ``ops.rotate``; 0 for none.
-            is_restored: As ``restored``.
+            block: Elements that are rotated together afterwards, as of ``ops.rotate``; 0 for none.
+            is_restored: Whether to invert the smoothing, as ``restored``.
 
         Raises:
             ShapeError: these do not fit.
@@ -118,7 +117,7 @@ class KeySmoothing:
                 found: Tensor = schemas.smooth(key, at, factor, *arrays, block, is_restored)
                 return found
             except _REFUSED:
-                pass  # below it is done, or refused in our words
+                pass  # done, or refused with our message, below
         self.expect_keys(key, positions)
         key = in_rows("key", key, block)
         result: Tensor = _run("smooth", key, at, factor, *arrays, block, is_restored)
@@ -142,13 +141,13 @@ class KeySmoothing:
             _expect_positions(positions, sizes[:1] if len(sizes) == 3 else (sizes[0], sizes[2]), key.device)
 
     def restored(self, key: Tensor, positions: Tensor | None, block: int = 0) -> Tensor:
-        """Keys as they were; arguments as of ``smoothed``."""
+        """Invert the smoothing of stored keys; arguments as of ``smoothed``."""
         return self.smoothed(key, positions, block, is_restored=True)
 
     def query(
         self, query: Tensor, first_position: Tensor | None = None, block: int = 0
     ) -> tuple[Tensor, PositionalBias | None]:
-        """Queries for keys as they are stored, and what their products lack, if there is an offset.
+        """Queries for smoothed keys, and the bias that restores their products, if there is an offset.
 
         Args:
             query: ``[T, Hq, D]`` float32, float16 or bfloat16; Hq is a multiple of H.
@@ -187,7 +186,7 @@ class KeySmoothing:
         return query, _bias(coefficients, frequencies, first_position)
 
     def to(self, device: torch.device) -> "KeySmoothing":
-        """The same on a device."""
+        """Copy on a device."""
         if self.gain.device == device:
             return self
         offset = self.offset
@@ -200,7 +199,7 @@ class KeySmoothing:
 
     @property
     def digest(self) -> str:
-        """32 hexadecimal digits, of every number; reads them from their device."""
+        """Digest of every number, 32 hexadecimal digits; reads them from their device."""
         found = hashlib.sha256()
         offset = self.offset
         parts = () if offset is None else (offset.mean, offset.channels, offset.frequencies.double())
@@ -219,12 +218,12 @@ class KeySmoothing:
 def transform_arguments(
     blocks: tuple[int, int], smoothing: KeySmoothing | None, positions: Tensor | None
 ) -> tuple[Any, ...]:
-    """What ``kvloom::store.transformed`` takes behind the arguments of a store.
+    """Arguments of ``kvloom::store.transformed`` after those of ``store``.
 
     Args:
         blocks: Elements of keys and of values that are rotated together; 0 for none.
-        smoothing: Of keys; ``None`` if they are not smoothed.
-        positions: Of the tokens; read where ``smoothing`` has an offset.
+        smoothing: Smoothing of keys; ``None`` if they are not smoothed.
+        positions: Positions of the tokens; read if ``smoothing`` has an offset.
     """
     if smoothing is None:
         return *blocks, *(None,) * 5
@@ -232,7 +231,7 @@ def transform_arguments(
 
 
 def _expect_positions(positions: Tensor | None, tokens: tuple[int, ...], device: torch.device) -> None:
-    """One for each token."""
+    """Check that there is one position for each token."""
     if not isinstance(positions, Tensor):
         raise ShapeError(f"positions must be a tensor, got {type(positions).__name__}")
     if positions.shape != tokens:
@@ -245,7 +244,7 @@ def _expect_positions(positions: Tensor | None, tokens: tuple[int, ...], device:
 
 
 def in_rows(name: str, x: Tensor, block: int) -> Tensor:
-    """``x`` without its gradient, and its head vectors contiguous, which ``block`` must fit.
+    """``x`` without its gradient and with contiguous head vectors, which ``block`` must divide.
 
     Raises:
         ArgumentError: ``block`` is neither 0 nor a power of two of up to 1,024 that divides them.
@@ -268,7 +267,7 @@ def in_rows(name: str, x: Tensor, block: int) -> Tensor:
 
 
 def _run(name: str, x: Tensor, *arguments: Any) -> Any:
-    """Call an operator, of which errors are raised in our words."""
+    """Call an operator; its errors are raised with our messages."""
     with torch.no_grad():
         return run("auto", name, x.device, x, *arguments)
 
@@ -276,5 +275,5 @@ def _run(name: str, x: Tensor, *arguments: Any) -> Any:
 def _bias(
     coefficients: Tensor, frequencies: Tensor | None, first_position: Tensor | None
 ) -> PositionalBias | None:
-    """Of queries, ``None`` without an offset."""
+    """Positional bias of queries; ``None`` without an offset."""
     return None if frequencies is None else PositionalBias(coefficients, frequencies, first_position)

@@ -10,7 +10,7 @@ _Load: TypeAlias = Callable[..., tuple[Tensor, Tensor]]
 
 
 def by_sequence(load: _Load) -> _Load:
-    """``load`` of slots ``[T]``, which also reads slots ``[B, N]``, into ``[B, H, N, D]``."""
+    """Extend a ``load`` of slots ``[T]`` to slots ``[B, N]``, which it reads into ``[B, H, N, D]``."""
 
     @wraps(load)
     def load_any(slots: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""The compiled backend: finds the library, loads it, chooses the instruction set.
+"""Compiled backend: finds and loads the library, chooses the instruction set.
 
 ``csrc`` has the kernels. Loading registers them under the CPU dispatch key; without a library every operator
 runs on the reference.
@@ -21,19 +21,19 @@ from kvloom.errors import ArgumentError, ConfigError, KVError, OutOfMemory, Shap
 COMPILED: Final = ("store", "load", "copy", "attend", "attend_part", "rotate", "smooth", "smooth_query")
 """The operators that have a compiled kernel."""
 MAX_SMOOTHED: Final = 4096
-"""The largest head dim whose vectors they smooth."""
+"""Largest head dim that they can smooth."""
 ISAS: Final = ("baseline", "neon", "avx2", "avx512", "amx", "amx-emulated")
-"""Values of ``KVLOOM_ISA``. The last one, for tests, computes in plain C++ what AMX does; of the others the
-library chooses the last one that runs."""
+"""Values of ``KVLOOM_ISA``. The last one emulates AMX in plain C++, for tests; by default the library chooses
+the last of the others that runs."""
 PREFETCHES: Final = ("l1", "l2")
-"""Values of ``KVLOOM_PREFETCH``: into which cache attention prefetches. The library chooses the one that is
-faster on this processor, as far as somebody has measured it. Only time depends on it."""
+"""Values of ``KVLOOM_PREFETCH``: cache level into which attention prefetches. The default is the faster one
+on processors that were measured. Only time depends on it."""
 _ERRORS: Final = {error.__name__: error for error in (ArgumentError, ShapeError, OutOfMemory)}
 _REFUSAL: Final = re.compile(rf"kvloom\.errors\.({'|'.join(_ERRORS)}): (.*)")
 
 
 def find_library(folders: Iterable[str]) -> Path | None:
-    """The compiled library in one of ``folders``; an editable install has a folder for what was built."""
+    """Find the compiled library in one of ``folders``; an editable install has one for build results."""
     suffixes = (".so", ".dylib")
     places = (Path(folder) / f"libkvloom_cpu{suffix}" for folder in folders for suffix in suffixes)
     return next((place for place in places if place.exists()), None)
@@ -42,22 +42,23 @@ def find_library(folders: Iterable[str]) -> Path | None:
 class Library(NamedTuple):
     """The kernels that were loaded."""
 
-    isa: str | None  # None: none
-    why_not: str | None = None  # the sentence why there are none
+    isa: str | None  # None without kernels
+    why_not: str | None = None  # reason if there are no kernels, a sentence
     max_head_dim: int = 0  # of attention
-    why_no_amx: str | None = None  # the sentence why they are not those of AMX
+    why_no_amx: str | None = None  # reason if they are not those of AMX, a sentence
     handle: ctypes.CDLL | None = None
     prefetch: str | None = None  # one of PREFETCHES
 
 
 def load_library() -> Library:
-    """Load the library and choose by the environment's ``KVLOOM_ISA``, or the best that this machine runs.
+    """Load the library and choose the instruction set: ``KVLOOM_ISA``, or the best that this machine runs.
 
-    ``KVLOOM_LIBRARY`` names another library than the installed one, ``KVLOOM_PREFETCH`` one of
-    ``PREFETCHES``.
+    In the environment ``KVLOOM_LIBRARY`` may name another library than the installed one, and
+    ``KVLOOM_PREFETCH`` one of ``PREFETCHES``.
 
     Raises:
-        ConfigError: ``KVLOOM_ISA`` or ``KVLOOM_PREFETCH`` is unknown, or this machine lacks the former.
+        ConfigError: ``KVLOOM_ISA`` or ``KVLOOM_PREFETCH`` is unknown, or this machine does not support the
+            former.
     """
     named = os.environ.get("KVLOOM_LIBRARY")
     path = Path(named) if named else find_library(sys.modules[__package__ or ""].__path__)
@@ -105,36 +106,37 @@ if WHY_NOT is not None:
 
 
 def refused(error: Exception) -> KVError | None:
-    """The error of a call that a kernel refused; ``None`` for every other exception.
+    """Convert the error of a call that a kernel refused; ``None`` for every other exception.
 
-    The text of the error tells, see ``csrc/refusals.h``: the class is another in each version of torch.
+    The text of the error identifies it, see ``csrc/refusals.h``, since the class differs between versions of
+    torch.
     """
     said = _REFUSAL.search(str(error))
     return said and _ERRORS[said[1]](said[2])
 
 
 def runnable_isas() -> list[str]:
-    """The instruction sets that this machine runs, the best first; emulated ones are for tests."""
+    """Instruction sets that this machine runs, the best first; emulated ones are for tests."""
     if _HANDLE is None:
         return []
     return [isa for isa in reversed(ISAS[:-1]) if _HANDLE.kvloom_why_not(isa.encode()) is None]
 
 
 def choose_isa(isa: str) -> None:
-    """Let every call from now on run on one of ``runnable_isas()``; while none is running."""
+    """Run all later calls on one of ``runnable_isas()``; only while no call is running."""
     if _HANDLE is None or _HANDLE.kvloom_choose_isa(isa.encode()):
         raise ConfigError(f"isa must be one of {', '.join(runnable_isas())}, got {isa!r}")
 
 
 def choose_prefetch(prefetch: str) -> None:
-    """Let every call of attention from now on prefetch so, one of ``PREFETCHES``; while none is running."""
+    """Prefetch as one of ``PREFETCHES`` in all later calls of attention; only while none is running."""
     if _HANDLE is None or prefetch not in PREFETCHES:
         raise ConfigError(f"prefetch must be {' or '.join(PREFETCHES)}, got {prefetch!r}")
     _HANDLE.kvloom_prefetch_to_l2(PREFETCHES.index(prefetch))
 
 
 def hold_batch_invariance(change: int) -> None:
-    """Add to the number of those who want attention to be batch invariant; from any thread, at any time."""
+    """Add ``change`` to the number of holders of batch invariance; from any thread, at any time."""
     with _HOLDING:
         _NUM_HOLDERS[0] += change
     if _HANDLE is not None:
@@ -142,7 +144,7 @@ def hold_batch_invariance(change: int) -> None:
 
 
 def is_batch_invariant() -> bool:
-    """Whether somebody wants attention to be batch invariant."""
+    """Whether batch invariance of attention has a holder."""
     return _NUM_HOLDERS[0] > 0
 
 
@@ -151,7 +153,7 @@ _NUM_HOLDERS: Final = [0]
 
 
 def why_not_batch_invariant(dtype: torch.dtype) -> str | None:
-    """Why attention of queries of this dtype is not batch invariant unless somebody holds it to that."""
+    """Reason why attention of queries of this dtype is not batch invariant without a holder, or ``None``."""
     if dtype != torch.bfloat16 or ISA not in ("amx", "amx-emulated"):
         return None
     return "on AMX calls of up to 16 new tokens have other bits than those of more"

@@ -1,9 +1,8 @@
-"""The readable backend: plain torch on any device, and the specification that others are compared with.
+"""Reference backend: plain torch on any device, and the specification of the other backends.
 
 Shapes: T tokens, H key/value heads, R query heads for each of them, D head dim; q query and k key positions;
-G query heads and F cosines and sines of a positional bias, K of each.
-Caches are canonical views ``[B, S/s, s, H, D/d, d]``. Values of slots are checked on the CPU, where reading
-them is free.
+G query heads and F coefficients of a positional bias, K cosines and K sines. Caches are canonical views ``[B,
+S/s, s, H, D/d, d]``. Values of slots are checked on the CPU, where reading them needs no synchronization.
 """
 
 from collections.abc import Sequence
@@ -22,7 +21,7 @@ from kvloom.quant import rotation, smoothing
 from kvloom.quant.affine import dequantize, quantize
 
 NUM_SHARED: Final = 18
-"""Arguments behind the query that every attention has."""
+"""Number of arguments after the query that all attention operators have."""
 _FLOAT32 = torch.finfo(torch.float32)
 
 
@@ -49,7 +48,7 @@ def store(
 
 
 def store_transformed(key: Tensor, value: Tensor | None, slots: Tensor, *args: Any) -> None:
-    """``store`` of ``transformed`` keys and values, whose arguments follow those of ``store``."""
+    """``store`` of ``transformed`` keys and values; arguments of ``store``, then of ``transformed``."""
     key, value = transformed(key, value, *args[5:])
     store(key, value, slots, *args[:5])
 
@@ -65,7 +64,7 @@ def transformed(
     channels: Tensor | None,
     frequencies: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Keys that are smoothed, if there is a factor, and rotated in blocks, and values that are rotated."""
+    """Smooth keys, if there is a factor; rotate keys and values, if their blocks are not 0."""
     if factor is not None:
         key = smooth(key, positions, factor, mean, channels, frequencies, key_block, False)
     elif key_block:
@@ -83,9 +82,9 @@ def load(
     dtype: torch.dtype,
     num_repeat: int,
 ) -> tuple[Tensor, Tensor]:
-    """Read slot ``slots[t]`` into row t, dequantized, each head repeated ``num_repeat`` times in a row.
+    """Read slot ``slots[t]`` to row t, dequantized, each head repeated ``num_repeat`` times in a row.
 
-    Slots ``[B, N]`` are read into ``[B, H, N, D]``.
+    Slots ``[B, N]`` are read to ``[B, H, N, D]``.
     """
     keys, values = sides_of(key_cache, value_cache, key_scale, value_scale)
     slots = _checked(slots, key_cache, "slots")
@@ -106,7 +105,7 @@ def copy(sources: list[Tensor], source_slots: Tensor, targets: list[Tensor], tar
 
 
 def is_by_token(x: Tensor) -> bool:
-    """Whether the heads of a token lie side by side in ``[B, H, N, D]``, as they come from a model."""
+    """Whether the heads of a token are adjacent in memory in ``[B, H, N, D]``, as in a model's output."""
     return x.dim() == 4 and x.shape[2] > 1 and x.stride(1) < x.stride(2)
 
 
@@ -116,7 +115,7 @@ def rotate(x: Tensor, block: int) -> Tensor:
 
 
 def smooth(key: Tensor, *arguments: Any) -> Tensor:
-    """Keys as they are stored, or as they were; heads and tokens lie in the order of ``key``."""
+    """Smooth keys, or invert it; the memory order of heads and tokens is that of ``key``."""
     result: Tensor = smoothing.smooth(key, *arguments)
     if is_by_token(key):
         return result.transpose(1, 2).contiguous().transpose(1, 2)
@@ -124,7 +123,7 @@ def smooth(key: Tensor, *arguments: Any) -> Tensor:
 
 
 def smooth_query(query: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
-    """Queries for keys that are stored so, and the coefficients of their positional bias."""
+    """Queries for smoothed keys, and the coefficients of their positional bias."""
     found: tuple[Tensor, Tensor] = smoothing.smooth_query(query, *arguments)
     return found
 
@@ -136,14 +135,14 @@ def attend(query: Tensor, *arguments: Any) -> Tensor:
 
 
 def attend_part(query: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
-    """``attend`` over some of the stored tokens, in float32, merged with a part before."""
+    """``attend`` over some of the stored tokens, in float32, merged with an earlier part."""
     own, (skip, skip_from, prior, prior_lse, *bias) = arguments[:NUM_SHARED], arguments[NUM_SHARED:]
     out, lse = _attend(query, *own, skip=skip, skip_from=skip_from, bias=bias)
     return _merged(out, lse, prior, prior_lse)
 
 
 def attend_latent(query: Tensor, *arguments: Any) -> Tensor:
-    """``attend`` to latents and rope keys: a key is both, one behind the other, and its value the latent."""
+    """``attend`` to latents and rope keys: a key is a latent followed by a rope key, its value the latent."""
     return _attend(query, *arguments, bias=(), is_latent=True)[0].to(query.dtype)
 
 
@@ -195,7 +194,7 @@ def _attend(
     bias: Sequence[Any],
     is_latent: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """The result of ``attend`` in float32, ``[Tq, Hq, Dv]``, and the logarithm of each sum, ``[Tq, Hq]``."""
+    """Result of ``attend`` in float32, ``[Tq, Hq, Dv]``, and the logarithm of each sum, ``[Tq, Hq]``."""
     index = CacheIndex(table, row_starts, page_size)
     seq, kv = seqstarts.tolist(), kvstarts.tolist()
     check_starts("seqstarts", seq)
@@ -208,7 +207,7 @@ def _attend(
     causal = [alibi_slopes is not None or (is_causal and b >= decoding_batches) for b in range(len(new))]
     positioned = window is not None or skip is not None
     check_new("kvstarts", new, stored, [positioned or x for x in causal])
-    if softcap is not None:  # rounded to float32 it must be neither 0 nor infinite
+    if softcap is not None:  # must be neither 0 nor infinite in float32
         softcap = min(max(softcap, _FLOAT32.tiny), _FLOAT32.max)
     if can_read(kvstarts):
         check_index("index", index, kvstarts.diff(), key_cache.shape[:3].numel())
@@ -260,7 +259,7 @@ def _attend(
 
 
 def _positional_bias(coefficients_qGF: Tensor, frequencies_HK: Tensor, position_k: Tensor) -> Tensor:
-    """``[H, R, q, k]``: coefficients of K cosines and K sines times those of the angles at each position."""
+    """Bias ``[H, R, q, k]``: coefficients times the cosines and sines of the angles at each position."""
     angle_HkK = frequencies_HK.double().unsqueeze(1) * position_k.double().unsqueeze(1)
     waves_HkF = torch.cat((angle_HkK.cos(), angle_HkK.sin()), dim=-1).float()
     by_head_HRqF = coefficients_qGF.float().unflatten(1, (frequencies_HK.shape[0], -1)).permute(1, 2, 0, 3)
@@ -268,9 +267,9 @@ def _positional_bias(coefficients_qGF: Tensor, frequencies_HK: Tensor, position_
 
 
 def _softmax(scores_HRqk: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Softmax over k in which each head's sink takes part; a row with nothing to attend to is 0, not NaN.
+    """Softmax over k with each head's sink, and log-sum-exp; a row without visible tokens is 0, not NaN.
 
-    Beside it the logarithm of each sum ``[H, R, q]``: -inf of nothing, NaN where a score is NaN or infinite.
+    The logarithm of the sum, ``[H, R, q]``, is -inf for such a row, NaN if a score is NaN or infinite.
     """
     num_kv_heads, _, num_new, _ = scores_HRqk.shape
     if sinks is not None:
@@ -313,11 +312,11 @@ def _load_side(slots: Tensor, side: Side, dtype: torch.dtype) -> Tensor:
 
 
 def _gather(cache: Tensor, slots: Tensor) -> Tensor:
-    """Rows ``[T, H, D/d, d]`` of a canonical view, in a tensor of their own."""
+    """Copy rows ``[T, H, D/d, d]`` of a canonical view."""
     bits = raw(cache)
     rows = _as_rows(bits)
     found = bits[_place(bits, slots)] if rows is None else rows.index_select(0, slots)
-    # One order in memory whatever the layout, so that later arithmetic has the same bits.
+    # The same order in memory for every layout, so that later arithmetic has the same bits.
     return found.contiguous().view(cache.dtype)
 
 
@@ -331,7 +330,7 @@ def _scatter(cache: Tensor, slots: Tensor, x_THD: Tensor) -> None:
 
 
 def _as_rows(cache: Tensor) -> Tensor | None:
-    """The view as ``[B * S, H, D/d, d]`` where blocks and slots have one stride: one index and not three."""
+    """View as ``[B * S, H, D/d, d]`` if blocks and slots have one stride, or ``None``."""
     return None if slot_stride(cache) is None else cache.view(cache.shape[:3].numel(), *cache.shape[3:])
 
 
@@ -343,7 +342,7 @@ def _place(cache: Tensor, slots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _checked(slots: Tensor, cache: Tensor, name: str, *, skip_negative: bool = False) -> Tensor:
-    """A copy, so that what was checked is what is used, whoever writes to ``slots`` meanwhile."""
+    """Check slots and return a copy, which another thread cannot change after the check."""
     slots = slots.clone()
     if can_read(slots):
         check_slots(name, slots, cache.shape[:3].numel(), skip_negative=skip_negative)

@@ -1,4 +1,4 @@
-"""The Triton backend, for CUDA. Importing this package imports no Triton; running an operator does.
+"""Triton backend, for CUDA. Importing this package imports no Triton; running an operator does.
 
 ``TRITON_INTERPRET=1`` in the environment makes Triton interpret the same kernels on the CPU: slow, for tests.
 """
@@ -24,17 +24,17 @@ OPERATORS = {
     "attend_part.biased": "attend_part",
     "attend_part.latent": "attend_latent_part",
 }
-"""Overloads that this backend has a kernel for; each name is a module with the operator and its limits."""
+"""Overloads with a kernel; each value is a module with the operator and its limits."""
 
 
 def operator(name: str) -> Callable[..., Any]:
-    """The operator of that name, with the arguments of the schema."""
+    """Operator by name, with the arguments of the schema."""
     found: Callable[..., Any] = getattr(_module(name), name)
     return found
 
 
 def why_not(name: str, device: torch.device, *args: Any) -> str | None:
-    """Why the operator cannot run with these arguments, after "backend 'triton'"; ``None`` if it can."""
+    """Reason why the operator cannot run with these arguments, after "backend 'triton'", or ``None``."""
     if why_not_installed() is not None:
         return why_not_installed()
     if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
@@ -45,7 +45,7 @@ def why_not(name: str, device: torch.device, *args: Any) -> str | None:
 
 @cache
 def why_not_installed() -> str | None:
-    """Why there is no Triton, or ``None``."""
+    """Reason why there is no Triton, or ``None``."""
     return None if find_spec("triton") else "needs Triton: pip install triton numpy"
 
 
@@ -53,7 +53,7 @@ def triton_version() -> str:
     """Version of the installed Triton."""
     try:
         return version("triton")
-    except PackageNotFoundError:  # another distribution brings the module, as on ROCm
+    except PackageNotFoundError:  # another distribution has the module, as on ROCm
         return "of this torch"
 
 

@@ -1,4 +1,4 @@
-"""Attend: plan, attention of each item, merge. Four launches at most; the host waits for none of them.
+"""Attend: plan, attention of each item, merge. At most four launches, without synchronization.
 
 Shapes: B sequences, Tq new tokens, H key/value heads, Hq query heads, Dk and Dv head dims.
 """
@@ -34,19 +34,19 @@ from kvloom.ops.impl.triton.places import describe
 from kvloom.ops.impl.triton.sides import SideViews
 
 NUM_SHARED: Final = 18
-"""Arguments behind the query that every attention has."""
+"""Number of arguments after the query that all attention operators have."""
 
 MAX_HEAD_DIM: Final = 256
-"""A tile of keys and one of values have to fit in the memory of a multiprocessor, several times."""
+"""Largest head dim: several tiles of keys and of values must fit in the memory of a multiprocessor."""
 
 LEAST_WIDTH: Final = 16
-"""Elements that a product on tensor cores takes at least."""
+"""Minimum number of elements of a product on tensor cores."""
 
 LEAST_SHARED_ROWS: Final = 64
-"""Rows whose products read keys from shared memory, where transposing them for a second one costs nothing."""
+"""Rows from which on products read keys from shared memory, where transposing them again is free."""
 
 MAX_CHUNKS: Final = 8
-"""Groups of a head vector up to which each is a product of its own, so that its scale may multiply scores."""
+"""Number of groups up to which each has its own product, so that its scale can multiply scores."""
 
 
 def why_not(
@@ -57,7 +57,7 @@ def why_not(
     value_scale: Tensor | None,
     *_: object,
 ) -> str | None:
-    """Why these kernels cannot attend over a cache, or ``None``."""
+    """Reason why these kernels cannot attend over a cache, or ``None``."""
     head_dim = max(head_dim_of(key_cache, key_scale), head_dim_of(value_cache, value_scale))
     if head_dim > MAX_HEAD_DIM:
         return f"attends over head dims up to {MAX_HEAD_DIM}, got {head_dim}"
@@ -67,7 +67,7 @@ def why_not(
 
 
 def attend(query: Tensor, *arguments: Any) -> Tensor:
-    """As the reference. The values of lengths and tables are checked where that is free."""
+    """Same contract as the reference; lengths and tables are checked if that needs no synchronization."""
     return launch_attend(query, *arguments[:NUM_SHARED], positional=arguments[NUM_SHARED:])[0]
 
 
@@ -100,9 +100,9 @@ def launch_attend(
     is_part: bool = False,
     is_latent: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """The result, and of a part, whose result is float32, the logarithms of its sums ``[Tq, Hq]``.
+    """Result of attention, and for a part, which is float32, the logarithms of its sums ``[Tq, Hq]``.
 
-    Latents are keys and values; with them a second part of the keys is where values are otherwise.
+    Latents are keys and values; then the rope keys are in the arguments of the values.
     """
     num_new, query_heads = query.shape[:2]
     sequences, heads = seqstarts.shape[0] - 1, key_cache.shape[3]
@@ -147,7 +147,7 @@ def launch_attend(
     rows = most_rows(num_new, sequences)
 
     def launch(config: Config, is_split: bool) -> None:
-        few_rows = is_split and not is_latent  # which many heads read
+        few_rows = is_split and not is_latent  # values of latents are read by many heads
         values, value_form = _arguments(value, query.dtype, of_values=True, few_rows=few_rows)
         reads_once = is_latent and key.bits == 0 and config.rows >= LEAST_SHARED_ROWS
         forms = [form for form in (key_form, rope_form, value_form) if form is not None]
@@ -219,7 +219,7 @@ def _check_values(
     mask: Tensor | None,
     first_positioned: int,
 ) -> None:
-    """Refuse what the reference refuses; positions matter in sequences from ``first_positioned`` on."""
+    """Make the reference's checks; positions matter in sequences from ``first_positioned`` on."""
     seq, kv = seqstarts.tolist(), kvstarts.tolist()
     check_starts("seqstarts", seq)
     check_starts("kvstarts", kv)
@@ -233,7 +233,7 @@ def _check_values(
 
 
 def _most_stored(table: Tensor, page_size: int, num_slots: int) -> int:
-    """Stored tokens that a sequence has at most, by shapes alone. Slots may repeat, but not in one page."""
+    """Maximum number of stored tokens of a sequence, by shapes alone. Slots of one page do not repeat."""
     if table.ndim == 1:
         return table.shape[0]
     return num_slots if page_size >= ENDLESS else table.shape[1] * page_size
@@ -247,7 +247,7 @@ def _bias(
     frequencies: Tensor | None,
     first_position: Tensor | None,
 ) -> Bias:
-    """Arguments for what is added to products and scores."""
+    """Arguments for masks, biases and sinks."""
     slopes, logits, radians, first = (
         None if x is None else x.contiguous() for x in (alibi_slopes, sinks, frequencies, first_position)
     )
@@ -269,11 +269,11 @@ def _bias(
 def _arguments(
     side: Side, dtype: torch.dtype, *, of_values: bool = False, few_rows: bool = False
 ) -> tuple[SideViews, SideForm]:
-    """Arguments for keys or values, and what their scales multiply.
+    """Arguments for keys or values, with the choice of what their scales multiply.
 
-    Products, if that rounds no more than the query's dtype does anyway: chunks of a group each, which tiles
-    of few rows read from where they are. Numbers, of values that many rows share: in the dtype of the scales,
-    as the reference rounds them. Or else codes are dequantized one by one, as the reference does.
+    "products": one product for each group, if its rounding is no worse than that of the query's dtype.
+    "numbers": values that many rows share, multiplied in the dtype of the scales, as the reference rounds
+    them. "one by one": codes are dequantized, as in the reference.
     """
     cache, scale, bits = side.cache, side.scale, side.bits
     dim = cache.shape[-2] * cache.shape[-1]
@@ -283,11 +283,11 @@ def _arguments(
         return SideViews(view, None), form
     groups = scale.shape[-2] * scale.shape[-1]
     planes, group = OF_BITS[bits].per_byte, dim // groups
-    # Everything but how they are read depends on the kind alone, so that all layouts have the same bits.
+    # All but the way of reading depends only on the kind, so that all layouts have the same bits.
     has_words = bits > 2 and group % (2 * LEAST_WIDTH) == 0
     scaling = "one by one"
     if groups <= MAX_CHUNKS and dtype != torch.float32:
-        # Weights times scales leave the range of float16.
+        # Weights times scales exceed the range of float16.
         is_coarse = dtype == torch.bfloat16 or (dtype == scale.dtype and not of_values)
         is_exact = has_words and of_values and scale.dtype in (dtype, torch.float16)
         if is_exact and not (few_rows and is_coarse):
@@ -311,7 +311,7 @@ def _arguments(
 
 
 def _words_of(x: Tensor, dtype: torch.dtype) -> Tensor | None:
-    """Two neighbors of head vectors at once, as integers; ``None`` if they are apart."""
+    """View of pairs of adjacent elements of head vectors, as integers; ``None`` if they are not adjacent."""
     chunks = x.transpose(-1, -2) if x.shape[-1] == 1 else x
     is_even = all(n % 2 == 0 for n in (chunks.shape[-1], *chunks.stride()[:-1]))
     if chunks.stride(-1) != 1 or not is_even or x.data_ptr() % dtype.itemsize:
@@ -320,6 +320,6 @@ def _words_of(x: Tensor, dtype: torch.dtype) -> Tensor | None:
 
 
 def _width(dim: int) -> int:
-    """The power of two that ``dim`` fits in, at least what a product takes."""
+    """Smallest power of two of at least ``dim`` and ``LEAST_WIDTH``."""
     width: int = triton.next_power_of_2(dim)
     return max(width, LEAST_WIDTH)

@@ -1,4 +1,4 @@
-"""Attend to latents and rope keys: the kernels of attend, in which latents are keys and values."""
+"""Attend to latents and rope keys, by the kernels of attend: latents are keys and values."""
 
 from typing import Any, Final
 
@@ -8,7 +8,7 @@ from kvloom.core.views import head_dim_of
 from kvloom.ops.impl.triton.attend import MAX_HEAD_DIM, launch_attend
 
 MAX_LATENT_DIM: Final = 512
-"""Sums of a tile of rows, float32, have to fit in the registers of a program."""
+"""Largest latent: the float32 sums of a tile of rows must fit in the registers of a program."""
 
 
 def why_not(
@@ -19,7 +19,7 @@ def why_not(
     rope_scale: Tensor | None,
     *_: object,
 ) -> str | None:
-    """Why these kernels cannot attend to such latents, or ``None``."""
+    """Reason why these kernels cannot attend to such latents, or ``None``."""
     rank, rope = head_dim_of(latent_cache, latent_scale), head_dim_of(rope_cache, rope_scale)
     if rank <= MAX_LATENT_DIM and rope <= MAX_HEAD_DIM:
         return None
@@ -28,5 +28,5 @@ def why_not(
 
 
 def attend_latent(query: Tensor, *arguments: Any) -> Tensor:
-    """As the reference. The values of lengths and tables are checked where that is free."""
+    """Same contract as the reference; lengths and tables are checked if that needs no synchronization."""
     return launch_attend(query, *arguments, is_latent=True)[0]

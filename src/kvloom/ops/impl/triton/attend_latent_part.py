@@ -1,4 +1,4 @@
-"""Attend to some of the latents and rope keys: the kernels of attend, with the logarithms of their sums."""
+"""Attend to some of the latents and rope keys, by the kernels of attend, with logarithms of sums."""
 
 from typing import Any
 
@@ -11,5 +11,5 @@ __all__ = ["attend_latent_part", "why_not"]
 
 
 def attend_latent_part(query: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
-    """As the reference. The values of lengths and tables are checked where that is free."""
+    """Same contract as the reference; lengths and tables are checked if that needs no synchronization."""
     return launch_attend(query, *arguments, is_part=True, is_latent=True)

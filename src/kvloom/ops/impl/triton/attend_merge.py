@@ -1,6 +1,6 @@
-"""The last step of attention over split sequences: merge the partial results of each row, in order.
+"""Last step of attention over split sequences: merge the partial results of each row, in order.
 
-All are in one tile of ``MAX_SPLITS``, so the order of sums is the same however many there are.
+All are in one tile of ``MAX_SPLITS``, so the order of sums does not depend on their number.
 """
 
 import triton
@@ -16,7 +16,7 @@ _MAX_SPLITS: tl.constexpr = tl.constexpr(MAX_SPLITS)
 def merge_kernel(
     partial, plan, sinks, joint, out, query_heads, splits, DIM: tl.constexpr, WIDTH: tl.constexpr
 ):
-    """One query head of one new token; ``WIDTH`` is the power of two that ``DIM`` fits in."""
+    """Merge one query head of one new token; ``WIDTH`` is the smallest power of two of at least ``DIM``."""
     row, head = tl.program_id(0), tl.program_id(1)
     if row < tl.load(plan.num_rows):
         split = tl.arange(0, _MAX_SPLITS)
@@ -41,7 +41,7 @@ def merge_kernel(
         weight_sum = tl.sum(weight_sums * rescale)
         if sinks is not None:
             weight_sum += exp_below(sink, top)
-        # A split whose weights all become 0 beside another's adds nothing, not even NaN.
+        # A split whose rescaled weights are all 0 adds nothing, not even NaN.
         result = tl.sum(tl.where(rescale[:, None] == 0, 0.0, weighted * rescale[:, None]), axis=0)
         if joint.prior is not None:
             theirs = exp_below(prior_lse, top)

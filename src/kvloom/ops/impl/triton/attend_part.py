@@ -1,4 +1,4 @@
-"""Attend over some of the stored tokens: the kernels of attend, with the logarithms of their sums."""
+"""Attend over some of the stored tokens, by the kernels of attend, with logarithms of sums."""
 
 from typing import Any
 
@@ -10,6 +10,6 @@ __all__ = ["attend_part", "why_not"]
 
 
 def attend_part(query: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
-    """As the reference. The values of lengths and tables are checked where that is free."""
+    """Same contract as the reference; lengths and tables are checked if that needs no synchronization."""
     end = NUM_SHARED + 4
     return launch_attend(query, *arguments[:end], positional=arguments[end:], is_part=True)

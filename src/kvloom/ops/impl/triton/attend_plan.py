@@ -1,7 +1,9 @@
-"""How one call of attend is cut into items, on the device: the host knows shapes only and waits for nothing.
+"""Plan of one call of attend, made on the device: items of work. The host needs only shapes.
 
-An item is a tile of query rows of one sequence, by a run of its stored tokens. Rows are query heads of new
-tokens: row r of a key/value head is its query head ``r % R`` of new token ``r // R``.
+An item is a tile of query rows of one sequence, by a span of its stored tokens, called a run. Rows are query
+heads of new tokens: row r of a key/value head is its query head ``r % R`` of new token ``r
+
+R``.
 
 * A sequence with at most ``FEW`` new tokens is *split*: the tokens that it sees are cut into at most
   ``MAX_SPLITS`` runs of equal length, each an item, and the partial results are merged in order.
@@ -18,21 +20,21 @@ import triton
 import triton.language as tl
 
 FEW: Final = 16
-"""New tokens up to which a sequence is split."""
+"""Number of new tokens up to which a sequence is split."""
 
 MAX_SPLITS: Final = 64
-"""Runs that a sequence is cut into at most: enough to fill a device, few enough to merge in one tile."""
+"""Maximum number of runs of a sequence: enough to fill a device, few enough to merge in one tile."""
 
 MIN_RUN: Final = 256
-"""Stored tokens that a run has at least, so that a partial result is small beside what it was made from."""
+"""Minimum stored tokens of a run, so that a partial result is small beside its tokens."""
 
 RUN_UNIT: Final = 64
-"""Runs are multiples of this, as tiles of tokens are its divisors."""
+"""Divisor of the length of runs, and a multiple of every tile of tokens."""
 
 _ALIGNED: Final = 4
-"""Numbers of 16 bytes: Triton compiles pointers that are not aligned to those once more."""
+"""Number of int32 in 16 bytes: Triton compiles again for pointers without this alignment."""
 
-# Kernels read globals only if they are constexpr.
+# Kernels can read only constexpr globals.
 _FEW: tl.constexpr = tl.constexpr(FEW)
 _MAX_SPLITS: tl.constexpr = tl.constexpr(MAX_SPLITS)
 _MIN_RUN: tl.constexpr = tl.constexpr(MIN_RUN)
@@ -41,18 +43,18 @@ _STEP: tl.constexpr = tl.constexpr(128)
 
 
 class Lengths(NamedTuple):
-    """Lengths and windows, by which kernels know the stored tokens that rows see. Tensors are contiguous."""
+    """Lengths and windows, which decide the stored tokens that rows see. Tensors are contiguous."""
 
     seqstarts: Any
     kvstarts: Any
     first_visible: Any
     window: int  # ENDLESS for none
-    skip: int | None = None  # newest tokens that a row leaves out, of those from skip_from on
+    skip: int | None = None  # last tokens that a row skips, among those from skip_from on
     skip_from: Any = None
 
 
 class Items(NamedTuple):
-    """``count[0]`` items: the sequence of each, and which part of it, ``tile * splits + split``."""
+    """``count[0]`` items: the sequence of each, and its part of it, ``tile * splits + split``."""
 
     sequence: Any
     part: Any
@@ -65,10 +67,10 @@ class Plan(NamedTuple):
     Attributes:
         few: Items of split sequences.
         many: Items of the others.
-        row_query: New token of each row that has partial results; there are ``num_rows[0]``.
-        row_splits: How many it has.
+        row_query: New token of each row that has partial results.
+        row_splits: Number of partial results of each row.
         first_row: ``[B]``, the first such row of each split sequence.
-        num_rows: ``[1]``.
+        num_rows: ``[1]``, number of rows with partial results.
     """
 
     few: Items
@@ -91,13 +93,13 @@ def make_plan(
     """Launch the planning of a call.
 
     Args:
-        lengths: Of the batch.
+        lengths: Lengths of the batch.
         sequences: B.
-        num_new: New tokens of all sequences.
+        num_new: Number of new tokens of all sequences.
         ratio: R.
-        max_splits: No sequence is cut into more runs, as ``most_splits`` says.
+        max_splits: Maximum number of runs of a sequence, as of ``most_splits``.
         tile_rows: Rows of a tile for few and for many new tokens.
-        device: Of the batch.
+        device: Device of the batch.
     """
     rows = most_rows(num_new, sequences)
     few = (rows * ratio // tile_rows[0] + sequences) * max_splits
@@ -113,12 +115,12 @@ def make_plan(
 
 
 def most_splits(max_stored: int) -> int:
-    """Runs that a sequence of at most ``max_stored`` tokens may be cut into."""
+    """Maximum number of runs of a sequence of at most ``max_stored`` tokens."""
     return max(min(MAX_SPLITS, -(-max_stored // MIN_RUN)), 1)
 
 
 def most_rows(num_new: int, sequences: int) -> int:
-    """New tokens that may have partial results, of ``num_new`` in all."""
+    """Maximum number of new tokens with partial results, of ``num_new`` in all."""
     return min(num_new, FEW * sequences)
 
 
@@ -138,7 +140,7 @@ def sequence_lengths(lengths, b, is_there):
 
 @triton.jit
 def runs_of(lengths, num_new, num_stored, first_visible):
-    """First token, tokens of a run, and number of runs of split sequences; none sees what is before."""
+    """First visible token, tokens of a run, and number of runs, of split sequences."""
     begin = tl.maximum(first_visible, num_stored - num_new - lengths.window + 1)
     begin = begin // _RUN_UNIT * _RUN_UNIT
     seen = tl.maximum(num_stored - begin, 0)
@@ -161,7 +163,7 @@ def _sizes(lengths, b, is_there, RATIO: tl.constexpr, FEW_TILE: tl.constexpr, MA
 
 @triton.jit
 def _plan_kernel(lengths, plan, RATIO: tl.constexpr, FEW_TILE: tl.constexpr, MANY_TILE: tl.constexpr):
-    """One sequence: add up what the sequences before it have, then write down its own."""
+    """Plan one sequence: sum the items of the sequences before it, then write its own."""
     b = tl.program_id(0)
     few_before = tl.full((), 0, tl.int32)
     many_before = tl.full((), 0, tl.int32)

@@ -1,11 +1,11 @@
-"""Online softmax of a tile of query rows over a run of stored tokens, read where they lie.
+"""Online softmax of a tile of query rows over a run of stored tokens, read in place.
 
 A row keeps the largest score so far, the sum of its weights and the weighted values, all float32, and
-rescales them when a larger score comes. Codes of a cache stay integers in the products where that loses
-nothing: the scale of a group of keys multiplies scores, that of values multiplies weights.
+rescales them when a larger score comes. Codes stay integers in the products if that is exact: the scale of a
+group of keys multiplies scores, that of values multiplies weights.
 
-Shapes: M rows of a tile, N tokens of a tile. What a head vector stores is read in chunks ``[N, width]``; a
-chunk of bytes of several codes has as many planes; of two codes the even numbers and the odd.
+Shapes: M rows of a tile, N tokens of a tile. Stored elements of a head vector are read in chunks ``[N,
+width]``. If a byte has several codes, a chunk has as many planes: for two codes the even and the odd numbers.
 """
 
 import triton
@@ -25,8 +25,8 @@ def online_softmax(
 ):  # fmt: skip
     """Largest score, sum of weights and weighted values of each row over the tokens ``begin:end``.
 
-    Tokens of a tile that are not in ``first_seen:end`` are read as the nearest that is: their weights are 0.
-    With ``CAREFUL`` a weight of 0 hides NaN and infinity; a row that sees them is NaN.
+    Tokens of a tile outside ``first_seen:end`` are read as the nearest one inside, with weight 0. With
+    ``CAREFUL`` a weight of 0 hides NaN and infinity; a row that sees them is NaN.
     """
     KEY: tl.constexpr = FORM.key_side
     ROPE: tl.constexpr = FORM.rope_side
@@ -40,7 +40,7 @@ def online_softmax(
     weighted = ()
     for _ in tl.static_range(PARTS):
         weighted += (tl.full((ROWS, VALUE.width), 0.0, tl.float32),)
-    # Care is seldom needed: it gets no registers for tiles that are on their way.
+    # CAREFUL is rare: it gets no registers for prefetched tiles.
     STAGES: tl.constexpr = 1 if CAREFUL else FORM.stages
     for start in tl.range(begin, end, TOKENS, num_stages=STAGES):
         token = start + tl.arange(0, TOKENS)
@@ -76,7 +76,7 @@ def online_softmax(
 
 @triton.jit
 def _products(q, side, slot, head, FORM: tl.constexpr, LARGEST: tl.constexpr):
-    """Dot products ``[M, N]`` of the rows with the keys in ``slot``, and their chunks as they are stored."""
+    """Dot products ``[M, N]`` of the rows with the keys in ``slot``, and the stored chunks of these."""
     CACHE: tl.constexpr = FORM.cache
     CHUNKS: tl.constexpr = FORM.chunks
     PLANES: tl.constexpr = FORM.planes
@@ -109,9 +109,9 @@ def _products(q, side, slot, head, FORM: tl.constexpr, LARGEST: tl.constexpr):
 
 @triton.jit
 def _positional_bias(bias, head, waves_at, position, FORM: tl.constexpr):
-    """``[M, N]``: coefficients of cosines and sines, by those of the angles at the positions ``[N]``, int64.
+    """Bias ``[M, N]``: coefficients times cosines and sines of the angles at positions ``[N]``, int64.
 
-    Angles are in 2^-64 of a turn, whose multiples wrap where turns do.
+    Angles are in units of 2^-64 turns, so that integers overflow exactly at whole turns.
     """
     PAIRS: tl.constexpr = FORM.pairs
     found = tl.zeros((waves_at.shape[0], position.shape[0]), tl.float32)
@@ -119,7 +119,7 @@ def _positional_bias(bias, head, waves_at, position, FORM: tl.constexpr):
         radians = tl.load(bias.frequencies + head * PAIRS + i).to(tl.float64)
         turns = radians * tl.full((), 0.15915494309189535, tl.float64)
         part = turns - tl.floor(turns + tl.full((), 0.5, tl.float64))
-        broken = (part - part).to(tl.float32)  # NaN of a frequency that is not finite
+        broken = (part - part).to(tl.float32)  # NaN if the frequency is not finite
         unit = tl.where(part == part, part * tl.full((), 2.0**63, tl.float64), 0.0).to(tl.int64) * 2
         cos, sin = _waves(((unit * position) >> 32).to(tl.int32), broken)
         at = bias.coefficients + waves_at + i * bias.of_wave
@@ -132,9 +132,9 @@ def _positional_bias(bias, head, waves_at, position, FORM: tl.constexpr):
 
 @triton.jit
 def _waves(angle, broken):
-    """Cosines and sines of angles in 2^-32 of a turn, int32, to about 2^-24; NaN where ``broken`` is.
+    """Cosines and sines of int32 angles in 2^-32 turns, to about 2^-24; NaN where ``broken`` is NaN.
 
-    CUDA's own take angles of any size, and memory of each thread for them.
+    CUDA's own functions need local memory of each thread, since they support large angles.
     """
     quarter = (angle + (1 << 29)) >> 30
     x = (angle - (quarter << 30)).to(tl.float32) * 1.4629180792671596e-9 + broken
@@ -155,7 +155,7 @@ def _add_values(
 ):  # fmt: skip
     """Rescale the sums so far, and add the values in ``slot`` by their weights ``[M, N]``.
 
-    Values are what was ``read`` as keys, if that is given.
+    If ``read``, the chunks that were read as keys, is given, values are these.
     """
     CACHE: tl.constexpr = FORM.cache
     CHUNKS: tl.constexpr = FORM.chunks
@@ -208,7 +208,7 @@ def _add_values(
 
 @triton.jit
 def _slot_of(table, page_row, token, FORM: tl.constexpr):
-    """Slots of tokens. What a broken table says is brought into the cache: nothing outside is read."""
+    """Slots of tokens, clamped to the cache, so that an invalid table reads nothing outside."""
     token = token.to(tl.uint32)
     if FORM.page_size > _INT32_MAX:
         page, within = tl.zeros_like(token), token
@@ -226,7 +226,7 @@ def _slot_of(table, page_row, token, FORM: tl.constexpr):
 
 @triton.jit
 def _stored(side, at, element, is_in, FORM: tl.constexpr):
-    """Elements of head vectors that begin ``at``, 0 behind the last; bytes that are apart become words."""
+    """Elements of head vectors that begin ``at``, 0 after the last; bytes that are apart become words."""
     CACHE: tl.constexpr = FORM.cache
     if FORM.is_apart:
         low = _load(side.cache.data + (at + place_of_element(side.cache, 2 * element, CACHE)), is_in, FORM)
@@ -241,7 +241,7 @@ def _stored(side, at, element, is_in, FORM: tl.constexpr):
 
 @triton.jit
 def _load(at, is_in, FORM: tl.constexpr):
-    """Stored elements, 0 behind the last of a head vector."""
+    """Stored elements, 0 after the last of a head vector."""
     if FORM.dim == FORM.chunks * FORM.width:
         return tl.load(at)
     return tl.load(at, mask=is_in, other=0)
@@ -249,7 +249,7 @@ def _load(at, is_in, FORM: tl.constexpr):
 
 @triton.jit
 def exp_below(x, top):
-    """``exp(x - top)``, and 0 where there is nothing to exceed: then both are -inf."""
+    """``exp(x - top)``, and 0 if both are -inf."""
     return exp(x - tl.where(top == float("-inf"), 0.0, top))
 
 
@@ -263,13 +263,13 @@ def _tanh(x):
 
 @triton.jit
 def _cast(x, dtype: tl.constexpr):
-    """Stored numbers in the dtype of the query."""
+    """Cast stored numbers to the dtype of the query."""
     return x if x.dtype == dtype else x.to(tl.float32).to(dtype)
 
 
 @triton.jit
 def _group_scale(side, slot, head, group: tl.constexpr, FORM: tl.constexpr):
-    """The scale ``[N]`` of one group, as it is stored."""
+    """Stored scale ``[N]`` of one group."""
     SCALE: tl.constexpr = FORM.scale
     at = place_of_vector(side.scale, slot, head, SCALE)
     word = tl.full((), group // FORM.scales_in_word, tl.int32)
@@ -284,7 +284,7 @@ def _group_scale(side, slot, head, group: tl.constexpr, FORM: tl.constexpr):
 
 @triton.jit
 def _scales_of_groups(side, slot, head, element, FORM: tl.constexpr):
-    """The scale ``[N, width]`` of each stored element, each group's read once."""
+    """Scale ``[N, width]`` of each stored element; that of each group is read once."""
     factor = _group_scale(side, slot, head, 0, FORM)[:, None]
     for g in tl.static_range(1, FORM.dim // FORM.group):
         factor = tl.where(element < g * FORM.group, factor, _group_scale(side, slot, head, g, FORM)[:, None])
@@ -293,7 +293,7 @@ def _scales_of_groups(side, slot, head, element, FORM: tl.constexpr):
 
 @triton.jit
 def _scales(side, slot, head, is_in, element, FORM: tl.constexpr):
-    """The scale of each stored element, of the shape of slot and element, as it is stored."""
+    """Stored scale of each stored element, in the broadcast shape of slot and element."""
     SCALE: tl.constexpr = FORM.scale
     at = place_of_vector(side.scale, slot, head, SCALE)
     within = place_of_element(side.scale, element // FORM.group, SCALE)

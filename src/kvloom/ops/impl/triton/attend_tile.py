@@ -1,4 +1,4 @@
-"""Attention of a tile of query rows over a run of stored tokens: the item of a plan, from queries to result.
+"""Attention of one item of a plan: a tile of query rows over a run of stored tokens.
 
 Shapes: M rows of a tile, N tokens of a tile, Dv head dim of values. A row is a query head of a new token.
 """
@@ -15,11 +15,11 @@ from kvloom.ops.impl.triton.numerics import is_finite
 from kvloom.ops.impl.triton.places import Shape
 
 CHANGING: Final = ["splits", "table_row", "decoding_batches", "mask_head", "mask_row"]
-"""Integers that change from step to step: compiling for 1 and multiples of 16, too, would stop a server."""
+"""Integers that change from step to step: not specialized, since compiling again would stall a server."""
 
 
 class Query(NamedTuple):
-    """``[Tq, Hq, D]`` and its strides in elements."""
+    """Queries ``[Tq, Hq, D]`` and their strides in elements."""
 
     data: Any
     token: int
@@ -28,7 +28,7 @@ class Query(NamedTuple):
 
 
 class Table(NamedTuple):
-    """First slot of each page of each sequence; row_starts where rows are ragged. ``page`` is a stride."""
+    """First slot of each page of each sequence, and row_starts of ragged rows. ``page`` is a stride."""
 
     data: Any
     row_starts: Any
@@ -37,9 +37,9 @@ class Table(NamedTuple):
 
 
 class Bias(NamedTuple):
-    """What is added to scores, and the sinks. The mask is ``[Hq, Tq, columns]``; ``column`` is a stride.
+    """Mask, biases and sinks. The mask is ``[Hq, Tq, columns]``; ``column`` is a stride.
 
-    A positional bias of products is as ``attend`` takes it, its coefficients ``[Tq, Hq, 2K]`` by strides.
+    The positional bias is as of ``attend``, its coefficients ``[Tq, Hq, 2K]`` with strides.
     """
 
     mask: Any
@@ -55,7 +55,7 @@ class Bias(NamedTuple):
 
 
 class Joint(NamedTuple):
-    """What a part has beside its result: logarithms of sums ``[Tq, Hq]``, and the part before."""
+    """Further tensors of a part: logarithms of sums ``[Tq, Hq]``, and the earlier part."""
 
     lse: Any = None
     prior: Any = None
@@ -72,30 +72,30 @@ class Partial(NamedTuple):
 
 @dataclass(frozen=True)
 class SideForm:
-    """What is compiled in about keys or values. Sizes are in stored elements."""
+    """Compile-time constants of keys or values. Sizes are in stored elements."""
 
     bits: int
     dim: int
-    width: int  # of a chunk
+    width: int  # elements of a chunk
     chunks: int
     planes: int
-    parts: int  # chunks of all planes
-    group: int  # that share a scale
-    is_apart: bool  # elements are words whose two bytes are not neighbors
-    scaling: str  # what scales multiply: "products", "numbers" in 16 bits, or "one by one", as the reference
+    parts: int  # number of chunks of all planes
+    group: int  # elements that share a scale
+    is_apart: bool  # elements are words whose two bytes are not adjacent
+    scaling: str  # scales multiply "products", "numbers" in 16 bits, or codes "one by one"
     cache: Shape
     scale: Shape
-    scales_in_word: int  # 2 where two are read at once
+    scales_in_word: int  # 2 if two are read at once
     is_scale_float16: bool
     largest_scale: float
 
 
 @dataclass(frozen=True)
 class Form:
-    """What is compiled in about a call."""
+    """Compile-time constants of a call."""
 
     key_side: SideForm
-    rope_side: SideForm | None  # of rope keys behind the keys, which are latents then
+    rope_side: SideForm | None  # of the rope keys, if keys are latents
     value_side: SideForm
     heads: int
     ratio: int
@@ -107,9 +107,9 @@ class Form:
     reads_once: bool  # whether values are the keys of their tile, transposed
     rows: int  # M
     tokens: int  # N
-    stages: int  # tiles of tokens that are on their way at once
-    is_wide: bool  # whether some offset in the cache takes 64 bits
-    largest: float  # finite value of the query's dtype
+    stages: int  # number of tiles of tokens in flight
+    is_wide: bool  # whether some offset in the cache needs 64 bits
+    largest: float  # largest finite value of the query's dtype
 
 
 @triton.jit(do_not_specialize=CHANGING)
@@ -135,7 +135,7 @@ def attend_kernel(
     mask_row,
     FORM: tl.constexpr,
 ):
-    """Every n-th item of all heads, of n programs; heads are neighbors in memory and so done together."""
+    """Compute every n-th item of all heads, for n programs; heads, adjacent in memory, run together."""
     KEY: tl.constexpr = FORM.key_side
     ROPE: tl.constexpr = FORM.rope_side
     VALUE: tl.constexpr = FORM.value_side
@@ -164,14 +164,14 @@ def attend_kernel(
             if lengths.skip_from is not None:
                 kept = tl.maximum(kept, tl.load(lengths.skip_from + b).to(tl.int64))
             high = tl.minimum(high, tl.maximum(kept, 0))
-        # Tokens that no row of the tile sees are not visited; tiles of tokens begin at multiples of N.
+        # Tokens that no row of the tile sees are skipped; tiles of tokens begin at multiples of N.
         first_seen = tl.maximum(begin, tl.min(low))
         begin = first_seen // FORM.tokens * FORM.tokens
         high = tl.where(is_there, high, 0)
         end = tl.minimum(end, tl.max(high))
         if table.num_slots == 0:
             end = tl.zeros_like(end)
-        # Tokens are few enough for int32; slots may not be.
+        # Numbers of tokens fit int32; slots may not.
         begin, first_seen, end = begin.to(tl.int32), first_seen.to(tl.int32), end.to(tl.int32)
         position = position.to(tl.int32)
         low, high = tl.minimum(low, end).to(tl.int32), high.to(tl.int32)
@@ -193,7 +193,8 @@ def attend_kernel(
             q, q_rope, keys, ropes, values, head, table, page_row, begin, first_seen, end, low, high,
             position, bias, mask_at, slopes, waves_at, first_position, scale, softcap, FORM, False,
         )  # fmt: skip
-        # A value that is not finite makes NaN of a weight of 0, too. That is rare: look again, with care.
+        # A value that is not finite times a weight of 0 is NaN, too. That is rare: compute again with
+        # CAREFUL.
         finite = tl.full((), 1, tl.int32)
         for i in tl.static_range(len(weighted)):
             finite &= tl.min(is_finite(weighted[i]).to(tl.int32))
@@ -224,7 +225,7 @@ def attend_kernel(
 
 @triton.jit
 def with_sink(sink, top, weight_sum, weighted):
-    """Let a logit that has no value take part in the softmax of each row."""
+    """Add a sink, a logit without a value, to the softmax of each row."""
     new_top = tl.maximum(top, sink)
     rescale = exp_below(top, new_top)
     rescaled = ()
@@ -235,7 +236,7 @@ def with_sink(sink, top, weight_sum, weighted):
 
 @triton.jit
 def _with_prior(joint, at, top, weight_sum, weighted, is_there, FORM: tl.constexpr):
-    """Merge the part before into the sums of each row. A weight of 0 hides NaN."""
+    """Merge the earlier part into the sums of each row. A weight of 0 hides NaN."""
     prior_lse = tl.load(joint.prior_lse + at, mask=is_there, other=float("-inf"))
     new_top = tl.maximum(top, prior_lse)
     mine, theirs = exp_below(top, new_top)[:, None], exp_below(prior_lse, new_top)[:, None]
@@ -262,7 +263,7 @@ def normalized(weighted, weight_sum):
 
 @triton.jit
 def _run_of_item(lengths, part, num_new, num_stored, first_visible, FORM: tl.constexpr):
-    """First token, the one behind the last, number of the split and of the tile of rows."""
+    """First token, the one after the last, number of the split and of the tile of rows."""
     if FORM.is_split:
         first, run, splits = runs_of(lengths, num_new, num_stored, first_visible)
         begin = first + part % splits * run
@@ -272,7 +273,7 @@ def _run_of_item(lengths, part, num_new, num_stored, first_visible, FORM: tl.con
 
 @triton.jit
 def _query_parts(query, rows_at, is_there, FORM: tl.constexpr):
-    """The query rows ``[M, width]`` as keys are read: chunk by chunk, plane by plane."""
+    """Query rows ``[M, width]`` in the order of the keys: chunk by chunk, plane by plane."""
     parts = ()
     PARTS: tl.constexpr = FORM.parts
     WIDTH: tl.constexpr = FORM.width
@@ -288,7 +289,7 @@ def _query_parts(query, rows_at, is_there, FORM: tl.constexpr):
 
 @triton.jit
 def _page_row(table, table_row, b):
-    """Where the pages of sequence b begin in the table."""
+    """Address of the first page of sequence b in the table."""
     if table.row_starts is not None:
         return tl.load(table.row_starts + b).to(tl.int64) * table.page
     return b * table_row
@@ -296,7 +297,7 @@ def _page_row(table, table_row, b):
 
 @triton.jit
 def _bias_of_rows(bias, mask_head, mask_row, lengths, b, new_token, query_head, is_there):
-    """Where the mask of each row begins, and its slope."""
+    """Address of each row's mask, and its slope."""
     mask_at = tl.zeros_like(new_token)
     slopes = tl.zeros(new_token.shape, tl.float32)
     if bias.mask is not None:
@@ -317,7 +318,7 @@ def _first_position(bias, b):
 
 @triton.jit
 def _write(target, at, parts, is_there, FORM: tl.constexpr):
-    """Numbers ``[M, Dv]``, as values are read, to rows ``at`` of ``target``."""
+    """Write results ``[M, Dv]``, in the order of the values, to rows ``at`` of ``target``."""
     dim = FORM.dim * FORM.planes
     PARTS: tl.constexpr = FORM.parts
     WIDTH: tl.constexpr = FORM.width

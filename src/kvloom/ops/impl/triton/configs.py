@@ -1,6 +1,6 @@
-"""Tile sizes and launch options of attention: pinned, so that results are the same each time.
+"""Tile sizes and launch options of attention, pinned so that results are reproducible.
 
-Others are used only within ``tuned``. Another tile adds in another order, so bits may change.
+Others are used only within ``tuned``. Another tile changes the order of sums, so bits may change.
 """
 
 import json
@@ -12,14 +12,14 @@ from typing import Final, NamedTuple
 
 
 class Config(NamedTuple):
-    """How one path of attention is launched.
+    """Launch configuration of one path of attention.
 
     Attributes:
         rows: Query rows of a tile, a power of two, at least 16.
         tokens: Stored tokens of a tile, a power of two from 16 to ``attend_plan.RUN_UNIT``.
-        num_warps: Of a program.
-        num_stages: Tiles of tokens that are on their way at once.
-        programs: For each multiprocessor; items are shared out among them.
+        num_warps: Warps of a program.
+        num_stages: Number of tiles of tokens in flight.
+        programs: Programs of each multiprocessor; items are distributed to them.
     """
 
     rows: int
@@ -30,13 +30,13 @@ class Config(NamedTuple):
 
 
 class Case(NamedTuple):
-    """A kind of call, for which a configuration is pinned or tuned.
+    """Kind of call with its own pinned or tuned configuration.
 
     Attributes:
-        is_split: Few new tokens, or many.
+        is_split: Whether there are few new tokens, or many.
         itemsize: Bytes of an element of the query.
-        bits: Of a code of the keys, 0 without scales.
-        head_dim: The power of two that both head dims fit in, of latents without their rope keys.
+        bits: Bits of a code of the keys, 0 without scales.
+        head_dim: Smallest power of two of at least both head dims; for latents without their rope keys.
         ratio: Query heads for each key/value head.
     """
 
@@ -48,12 +48,12 @@ class Case(NamedTuple):
 
 
 Tuned = Mapping[Case, Config]
-"""Configurations measured on one device."""
+"""Configurations that were measured on one device."""
 
 _TUNED: ContextVar[Tuned | None] = ContextVar("kvloom_tuned", default=None)
 
 MAX_SPLIT_ROWS: Final = 64
-"""Rows of a tile of few new tokens; more query heads to a key/value head are several tiles."""
+"""Maximum rows of a tile of few new tokens; more query heads of a key/value head are several tiles."""
 
 
 def config_for(case: Case) -> Config:
@@ -63,15 +63,15 @@ def config_for(case: Case) -> Config:
 
 
 def pinned(case: Case) -> Config:
-    """The configuration that a case always gets; those of 16-bit queries were measured (decision 58)."""
+    """Fixed configuration of a case; those of 16-bit queries were measured (decision 58)."""
     is_wide, is_float32 = case.head_dim > 128, case.itemsize == 4
-    if is_float32:  # no tensor cores: each thread multiplies, and has room for little
+    if is_float32:  # no tensor cores: threads multiply, and registers are few
         return Config(16, 16, 4, 1, 4) if is_wide else Config(16 if case.is_split else 32, 32, 8, 1, 4)
     if case.is_split:
         rows = 16
         while rows < min(case.ratio, MAX_SPLIT_ROWS):
             rows *= 2
-        if case.head_dim > 256:  # latents: sums of 64 rows take half of all registers
+        if case.head_dim > 256:  # latents: sums of 64 rows need half of all registers
             return Config(rows, 32, 4 if rows == 16 else 8, 3, 2 if rows == 16 else 1)
         if rows > 16 or is_wide or case.bits == 2:
             return Config(rows, 32 if is_wide else 64, 4, 2 if is_wide else 3, 4)
@@ -85,7 +85,7 @@ def pinned(case: Case) -> Config:
 
 @contextmanager
 def tuned(table: Tuned) -> Iterator[None]:
-    """Within this context use ``table``, and what is pinned for cases that it lacks."""
+    """Context that uses ``table``, and pinned configurations for cases that it does not have."""
     token = _TUNED.set(table)
     try:
         yield
@@ -94,14 +94,14 @@ def tuned(table: Tuned) -> Iterator[None]:
 
 
 def write_tuned(path: Path, device: str, table: Tuned) -> None:
-    """Keep what was measured on the device of that name, beside what the file has of others."""
+    """Write configurations of the device of that name; the file keeps those of other devices."""
     known = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     known[device] = [[*case, *config] for case, config in table.items()]
     path.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
 
 
 def read_tuned(path: Path, device: str) -> dict[Case, Config]:
-    """Configurations that ``write_tuned`` kept for the device of that name; empty if there are none."""
+    """Configurations that ``write_tuned`` wrote for the device of that name; empty if there are none."""
     rows = json.loads(path.read_text(encoding="utf-8")).get(device, [])
     size = len(Case._fields)
     return {Case(*row[:size]): Config(*row[size:]) for row in rows}

@@ -1,4 +1,4 @@
-"""Copy: slots to slots, as they are. Everything is read into buffers before anything is written."""
+"""Copy: slots to slots, unchanged. Everything is read into buffers before anything is written."""
 
 from torch import Tensor
 
@@ -11,7 +11,7 @@ from kvloom.ops.impl.triton.store import store
 
 
 def copy(sources: list[Tensor], source_slots: Tensor, targets: list[Tensor], target_slots: Tensor) -> None:
-    """The same as the reference: source and target may be one cache."""
+    """Same contract as the reference: source and target may be one cache."""
     for name, slots, caches in (
         ("source_slots", source_slots, sources),
         ("target_slots", target_slots, targets),
@@ -27,5 +27,5 @@ def copy(sources: list[Tensor], source_slots: Tensor, targets: list[Tensor], tar
 def why_not(
     sources: list[Tensor], source_slots: Tensor, targets: list[Tensor], target_slots: Tensor
 ) -> str | None:
-    """Why these cannot be copied here, or ``None``."""
+    """Reason why these cannot be copied here, or ``None``."""
     return next((why for x in targets if (why := sides.why_not(x, None)) is not None), None)

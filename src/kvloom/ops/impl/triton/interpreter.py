@@ -1,6 +1,6 @@
-"""bfloat16 in Triton's interpreter, which cuts off what the hardware rounds, and multiplies the bits.
+"""Fix of bfloat16 in Triton's interpreter, which truncates instead of rounding, and multiplies bits.
 
-Importing this under ``TRITON_INTERPRET=1`` puts it right, so that kernels need no words about it.
+Importing this under ``TRITON_INTERPRET=1`` installs it, so that kernels need no special cases.
 """
 
 from typing import Any
@@ -11,12 +11,12 @@ from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 
 def to_float32(bits: Any) -> Any:
-    """numpy float32 of bfloat16 bits, uint16."""
+    """Convert bfloat16 bits, uint16, to numpy float32."""
     return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
 
 
 def to_bfloat16(x: Any) -> Any:
-    """bfloat16 bits of numpy float32, ties to even."""
+    """Convert numpy float32 to bfloat16 bits, ties to even."""
     bits = np.ascontiguousarray(x).view(np.uint32)
     odd = (bits >> np.uint32(16)) & np.uint32(1)
     nearest = (bits + np.uint32(0x7FFF) + odd) >> np.uint32(16)
@@ -28,7 +28,7 @@ def _is_bfloat16(x: Any) -> bool:
 
 
 def install() -> None:
-    """Replace the interpreter's casts and products by ones that know bfloat16."""
+    """Replace the interpreter's casts and products by ones that support bfloat16."""
     cast, product = InterpreterBuilder.cast_impl, InterpreterBuilder.create_dot
     multiply = InterpreterBuilder.create_fmul
 

@@ -35,7 +35,7 @@ def load(
     dtype: torch.dtype,
     num_repeat: int,
 ) -> tuple[Tensor, Tensor]:
-    """The same as the reference. Slots are checked where that is free, or the kernel stops at one outside."""
+    """Same contract as the reference. Slots are checked on the host if that is free, else by the kernel."""
     if can_read(slots):
         check_slots("slots", slots, key_cache.shape[:3].numel())
     tokens, heads = slots.shape[0], key_cache.shape[3]
@@ -82,7 +82,7 @@ def why_not(
     value_scale: Tensor | None,
     *_: object,
 ) -> str | None:
-    """Why these caches cannot be read here, or ``None``."""
+    """Reason why these caches cannot be read here, or ``None``."""
     return sides.why_not(key_cache, key_scale) or sides.why_not(value_cache, value_scale)
 
 
@@ -121,7 +121,7 @@ def _load_rows(
     FORM: tl.constexpr,
     LARGEST: tl.constexpr,
 ):
-    """The rows of one program: read, dequantize, write as often as heads are repeated."""
+    """Read the rows of one program, dequantize, and write each as often as heads are repeated."""
     CACHE: tl.constexpr = FORM.cache
     token, head, group = rows_of(heads, FORM)
     exists = token < tokens

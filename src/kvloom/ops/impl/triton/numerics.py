@@ -1,4 +1,4 @@
-"""``quant/affine.py`` in kernels: each step in float32, then rounded where the reference rounds.
+"""Device functions of ``quant/affine.py``: each step in float32, then rounded where the reference rounds.
 
 Quotients are divided (``div_rn``), never multiplied by a reciprocal, and ties round to even.
 """
@@ -12,19 +12,19 @@ import triton.language as tl
 from kvloom.ops.impl.triton.launching import INTERPRETED
 from kvloom.quant.affine import EPS
 
-# Adding and taking away 1.5 * 2^23 leaves an integer, ties to even, of what is smaller than 2^22.
+# Adding and subtracting 1.5 * 2^23 rounds numbers below 2^22 to integers, ties to even.
 _ROUNDER: tl.constexpr = tl.constexpr(12582912.0)
 _INF: tl.constexpr = tl.constexpr(float("inf"))
 _LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 _EPS: tl.constexpr = tl.constexpr(EPS)
 
-# PTX is assembly for NVIDIA's GPUs; elsewhere kernels say the same in Triton.
+# PTX is assembly for NVIDIA's GPUs; elsewhere kernels do the same in Triton.
 _HAS_PTX: tl.constexpr = tl.constexpr(not INTERPRETED and torch.version.hip is None)
 
 
 @triton.constexpr_function
 def _ptx_of_word(dtype: str, bits: int, plane: int) -> str:
-    """PTX for ``number_as`` of two words: a code below a power of two, less the offset of both."""
+    """PTX for ``number_as`` of two words: a code below a power of two, minus the offset of both."""
     name, power, one = ("bf16", 0x4300, "0x3f803f80") if dtype == "bf16" else ("f16", 0x6400, "0x3c003c00")
 
     def twice(x: int) -> str:
@@ -52,21 +52,21 @@ def _ptx_of_word(dtype: str, bits: int, plane: int) -> str:
 
 
 LARGEST: Final = {x: torch.finfo(x).max for x in (torch.float32, torch.float16, torch.bfloat16)}
-"""Largest finite value of a dtype."""
+"""Largest finite value of each dtype."""
 
 LEAST_SCALE: Final = {x: float(torch.tensor(EPS, dtype=x)) for x in LARGEST}
-"""The smallest scale, as an input's dtype has it."""
+"""Smallest scale, rounded to each dtype of inputs."""
 
 
 @triton.jit
 def rounded(x, dtype: tl.constexpr):
-    """float32 ``x`` rounded to ``dtype``, in float32."""
+    """Float32 ``x`` rounded to ``dtype``, in float32."""
     return x.to(dtype).to(tl.float32)
 
 
 @triton.jit
 def is_finite(x):
-    """Neither infinite nor NaN."""
+    """Whether ``x`` is neither infinite nor NaN."""
     return tl.abs(x) < _INF
 
 
@@ -90,7 +90,7 @@ def clamped(x, LARGEST: tl.constexpr):
 
 @triton.jit
 def largest_of(x, QMAX: tl.constexpr):
-    """The largest magnitude of each row of finite ``x``; with a negative QMAX the element that has it."""
+    """Largest magnitude of each row of finite ``x``; with a negative QMAX the element that has it."""
     if QMAX > 0:
         return tl.max(tl.abs(x), axis=1, keep_dims=True)
     top, bottom = tl.max(x, axis=1, keep_dims=True), tl.min(x, axis=1, keep_dims=True)
@@ -107,7 +107,7 @@ def scale_of(largest, dtype: tl.constexpr, QMAX: tl.constexpr, LEAST: tl.constex
 
 @triton.jit
 def length_kept(x, largest, scale, finite, LEAST: tl.constexpr):
-    """The float32 scale with which codes of 2 bits keep the length of each row of ``x``."""
+    """Float32 scale with which 2-bit codes keep the length of each row of ``x``."""
     is_scaled = finite & (scale > LEAST)
     largest = tl.where(is_scaled, largest, 1.0)
     magnitude = tl.where(is_scaled, tl.abs(x), 0.0)
@@ -135,7 +135,7 @@ def code_of(x, scale, finite, dtype: tl.constexpr, QMAX: tl.constexpr, BITS: tl.
 
 @triton.jit
 def stored_scale(scale, finite, dtype: tl.constexpr, LARGEST: tl.constexpr):
-    """A scale as the cache keeps it: saturated, and NaN where its group is not finite."""
+    """Scale as stored: saturated, and NaN where its group is not finite."""
     kept = clamped(scale, LARGEST).to(dtype)
     return tl.where(finite, kept, tl.full(kept.shape, float("nan"), dtype))
 
@@ -150,7 +150,7 @@ def dequantized(number, scale, dtype: tl.constexpr, LARGEST_SCALE: tl.constexpr,
 
 @triton.jit
 def number_in(stored, plane: tl.constexpr, BITS: tl.constexpr):
-    """The number that the code of one plane in each int8 or int16 stands for, the lowest of plane 0."""
+    """Number of the code of one plane in each int8 or int16; plane 0 has the lowest bits."""
     WIDTH: tl.constexpr = stored.dtype.primitive_bitwidth
     code = (stored << (WIDTH - BITS * (plane + 1))) >> (WIDTH - BITS)
     return code * 2 + 1 if BITS == 2 else code
@@ -158,11 +158,11 @@ def number_in(stored, plane: tl.constexpr, BITS: tl.constexpr):
 
 @triton.jit
 def number_as(stored, plane: tl.constexpr, BITS: tl.constexpr, dtype: tl.constexpr):
-    """As ``number_in``, in ``dtype``, which has 16 bits where codes of 4 or 8 bits are in int16.
+    """As ``number_in``, in ``dtype``, which has 16 bits if codes of 4 or 8 bits are in int16.
 
-    In these a code is the last bits of a number of ``dtype`` from which its offset is taken away, exactly: no
-    integer is converted. Those are 1024 and 10 bits behind it in float16, in bfloat16 128 and 7 bits, or 256
-    and 7 bits of a negative code.
+    Such codes become the last bits of a number of ``dtype``, from which an offset is subtracted, exactly and
+    without an integer conversion: 1024 in float16, with 10 mantissa bits; in bfloat16, with 7 bits, 128, or
+    256 for a negative code.
     """
     if _HAS_PTX and stored.dtype == tl.int16:
         asm: tl.constexpr = _ptx_of_word(dtype.name, BITS, plane)
@@ -175,7 +175,7 @@ def number_as(stored, plane: tl.constexpr, BITS: tl.constexpr, dtype: tl.constex
 
 @triton.jit
 def packed(code, BITS: tl.constexpr):
-    """Codes ``[rows, width]``, int32, as bytes ``[rows, width * BITS / 8]``."""
+    """Pack codes ``[rows, width]``, int32, into bytes ``[rows, width * BITS / 8]``."""
     if BITS == 2:
         even, odd = tl.split(code.reshape(code.shape[0], code.shape[1] // 2, 2))
         code = (even & 3) | ((odd & 3) << 2)
@@ -187,7 +187,7 @@ def packed(code, BITS: tl.constexpr):
 
 @triton.jit
 def unpacked(byte, BITS: tl.constexpr):
-    """The numbers that the codes in int8 bytes ``[rows, width]`` stand for, in order, int8."""
+    """Unpack int8 bytes ``[rows, width]`` into the numbers of their codes, in order, int8."""
     if BITS == 8:
         numbers = byte
     elif BITS == 4:

@@ -1,6 +1,6 @@
 """Addresses of elements of a canonical view ``[B, S/s, s, H, D/d, d]``, for all kernels.
 
-Letters as in ``core/views.py``. Places are int64 before they meet a stride, or int32 if all offsets are.
+Shapes as in ``core/views.py``. Indices are int64 before a multiplication, or int32 if all offsets fit.
 """
 
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from kvloom.core.views import raw, slot_stride
 
 
 class View(NamedTuple):
-    """A canonical view as kernels take it: a pointer and a stride for each axis, in elements."""
+    """Canonical view for kernels: a pointer and a stride for each axis, in elements."""
 
     data: Any
     block: int
@@ -28,25 +28,25 @@ class View(NamedTuple):
 
 @dataclass(frozen=True)
 class Shape:
-    """What is compiled in about a view: sizes that divide, ``S/s``, ``s`` and ``d``, and how far it reaches.
+    """Compile-time constants of a view: the divisors ``S/s``, ``s`` and ``d``, and the width of offsets.
 
-    A view whose blocks and slots have one stride counts as blocks of one slot: nothing is divided then.
+    A view whose blocks and slots have one stride counts as blocks of one slot, without divisions.
     """
 
     outer: int
     inner: int
-    chunk: int  # 0 where a head vector has one stride
-    is_wide: bool = True  # whether some offset takes 64 bits
+    chunk: int  # 0 if a head vector has one stride
+    is_wide: bool = True  # whether some offset needs 64 bits
 
 
 def as_bits(x: Tensor) -> Tensor:
-    """``x`` as signed integers of its own width, which kernels move without looking at them."""
+    """View of ``x`` as signed integers of its width, which kernels move unchanged."""
     bits = raw(x)
     return bits.view(torch.int8) if bits.dtype in (torch.bool, torch.uint8) else bits
 
 
 def describe(x: Tensor | None, bits: bool = False) -> tuple[View | None, Shape]:
-    """Arguments for a canonical view; ``bits`` to move its elements as they are."""
+    """Arguments for a canonical view; with ``bits`` its elements are moved unchanged."""
     if x is None:
         return None, Shape(1, 1, 0)
     is_wide = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True)) >= 1 << 31
@@ -83,5 +83,5 @@ def place_of_element(view, element, SHAPE: tl.constexpr):
 
 @triton.jit
 def _of_offsets(place, SHAPE: tl.constexpr):
-    """In the integers that offsets are computed in."""
+    """Cast to the integer dtype of offsets."""
     return place.to(tl.int64) if SHAPE.is_wide else place.to(tl.int32)

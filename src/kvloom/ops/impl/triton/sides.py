@@ -1,4 +1,4 @@
-"""One side of a cache, keys or values, cut into rows of one group each, for store and load.
+"""Keys or values of a cache in rows of one group each, for store and load.
 
 Row r is group ``r % G`` of head ``r // G % H`` of token ``r // (G * H)``. A side without scales has one
 group, the head vector. Shapes: H heads, G groups of a head vector.
@@ -18,14 +18,14 @@ from kvloom.ops.impl.triton.numerics import LARGEST
 from kvloom.ops.impl.triton.places import Shape, View, describe
 
 MAX_GROUP: Final = 4096
-"""Stored elements of a group, or of a head vector without scales, that a row of a tile has room for."""
+"""Maximum stored elements of a group, or of a head vector without scales, in a row of a tile."""
 
 TILE_ELEMENTS: Final = 2048
-"""Elements that one program moves, 16 for each of its 128 threads."""
+"""Number of elements that one program moves, 16 for each of its 128 threads."""
 
 
 class SideViews(NamedTuple):
-    """A side's cache and scale, as kernels take them."""
+    """Views of a side's cache and scale, for kernels."""
 
     cache: View | None
     scale: View | None
@@ -36,18 +36,18 @@ class Form:
     """Compile-time constants of a side. Sizes are in stored elements."""
 
     bits: int
-    per_element: int  # numbers: of codes those in a byte
+    per_element: int  # number of codes in a byte, or 1
     group: int
     groups: int
     cache: Shape
     scale: Shape
     largest_scale: float
-    rows: int  # of a tile
-    width: int  # of a tile: the group, or the power of two above it
+    rows: int  # rows of a tile
+    width: int  # columns of a tile: the group, rounded up to a power of two
 
 
 def arguments_of(side: Side | None, *, as_bits: bool) -> tuple[SideViews, Form]:
-    """Arguments for one side; ``as_bits`` if its elements are moved as they are."""
+    """Arguments for one side; with ``as_bits`` its elements are moved unchanged."""
     if side is None:
         return SideViews(None, None), Form(0, 1, 1, 0, Shape(1, 1, 0), Shape(1, 1, 0), 0.0, 1, 1)
     cache, scale, bits = side.cache, side.scale, side.bits
@@ -63,12 +63,12 @@ def arguments_of(side: Side | None, *, as_bits: bool) -> tuple[SideViews, Form]:
 
 
 def num_programs(tokens: int, heads: int, *forms: Form) -> int:
-    """Programs that the larger side takes; one that is not there has no groups."""
+    """Number of programs for the larger side; a side that is ``None`` has no groups."""
     return max(-(-tokens * heads * form.groups // form.rows) for form in forms)
 
 
 def why_not(cache: Tensor | None, scale: Tensor | None) -> str | None:
-    """Why the elements of a side cannot be moved by these kernels, or ``None``."""
+    """Reason why these kernels cannot move the elements of a side, or ``None``."""
     if cache is None:
         return None
     group = cache.shape[-2] * cache.shape[-1] // (1 if scale is None else scale.shape[-2] * scale.shape[-1])
@@ -90,7 +90,7 @@ def rows_of(heads, FORM: tl.constexpr):
 
 @triton.jit
 def elements_of(group, FORM: tl.constexpr):
-    """Stored elements of each row, ``[rows, width]``, and which of them the group has, ``[1, width]``."""
+    """Stored elements of each row, ``[rows, width]``, and a mask of those in the group, ``[1, width]``."""
     WIDTH: tl.constexpr = FORM.width
     within = tl.arange(0, WIDTH)[None, :]
     return group * FORM.group + within, within < FORM.group
@@ -98,7 +98,7 @@ def elements_of(group, FORM: tl.constexpr):
 
 @triton.jit
 def numbers_of(group, FORM: tl.constexpr):
-    """The same as ``elements_of``, for the numbers ``[rows, width * per_element]`` in the elements."""
+    """As ``elements_of``, for the numbers ``[rows, width * per_element]`` in the elements."""
     WIDTH: tl.constexpr = FORM.width * FORM.per_element
     within = tl.arange(0, WIDTH)[None, :]
     return group * (FORM.group * FORM.per_element) + within, within < FORM.group * FORM.per_element

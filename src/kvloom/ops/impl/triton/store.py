@@ -1,4 +1,4 @@
-"""Store: new keys and values into their slots, quantized on the way, in one launch.
+"""Store: new keys and values to their slots, quantized, in one launch.
 
 Shapes: T tokens, H heads, D head dim.
 """
@@ -56,7 +56,7 @@ def store(
     value_scale: Tensor | None,
     full_range: bool = False,
 ) -> None:
-    """The same as the reference. Slots are checked where that is free, or the kernel stops at one outside."""
+    """Same contract as the reference. Slots are checked on the host if that is free, else by the kernel."""
     if can_read(slots):
         check_slots("slots", slots, key_cache.shape[:3].numel(), skip_negative=True)
     tokens, heads = key.shape[:2]
@@ -100,12 +100,12 @@ def why_not(
     value_scale: Tensor | None,
     full_range: bool = False,
 ) -> str | None:
-    """Why these caches cannot be written here, or ``None``."""
+    """Reason why these caches cannot be written here, or ``None``."""
     return sides.why_not(key_cache, key_scale) or sides.why_not(value_cache, value_scale)
 
 
 def _arguments(x: Tensor | None, side: Side | None) -> tuple[New | None, SideViews, Form]:
-    """Arguments for one side; what keeps its dtype is moved as bits."""
+    """Arguments for one side; elements whose dtype does not change are moved as bits."""
     if x is None or side is None:
         return None, *arguments_of(None, as_bits=True)
     keeps = side.scale is None and x.dtype == side.cache.dtype
@@ -113,7 +113,7 @@ def _arguments(x: Tensor | None, side: Side | None) -> tuple[New | None, SideVie
 
 
 def _qmax(form: Form, full_range: bool) -> int:
-    """The largest element of a group in scales, -8 of codes in full range; 0 without codes."""
+    """Largest element of a group in scales, -8 for codes in full range; 0 without codes."""
     if full_range and form.bits == 4:
         return -8
     return OF_BITS[form.bits].largest if form.bits else 0
@@ -171,7 +171,7 @@ def _store_rows(
     QMAX: tl.constexpr,
     FULL_RANGE: tl.constexpr,
 ):
-    """The rows of one program: read, quantize, write."""
+    """Read the rows of one program, quantize and write them."""
     CACHE: tl.constexpr = FORM.cache
     token, head, group = rows_of(heads, FORM)
     exists = token < tokens
