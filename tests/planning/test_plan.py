@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator
@@ -64,6 +65,13 @@ def test_a_plan_is_what_a_cache_allocates(name: str) -> None:
             cache = filled(model, KVCache.for_model(model, kv=kv, page_size=4), 2, length)
             assert planned.cache + planned.scales == cache.nbytes
             assert planned.tables == table_nbytes(cache)
+
+
+def test_a_model_whose_configuration_is_planned_attends_as_before() -> None:
+    model = family("gpt-oss", "kvloom")
+    before = copy.deepcopy(vars(model.config))
+    kvloom.plan(model.config, context=9)
+    assert vars(model.config) == before
 
 
 @pytest.mark.parametrize("values", [None, "int4:g4,recent=0", "int2:g4,recent=0"])

@@ -1,5 +1,6 @@
 """The size of a model's weights, and the shapes of its layers, found without memory for them."""
 
+import copy
 import logging
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -169,13 +170,13 @@ def _autocast(device_type: str, *args: Any, **kwargs: Any) -> Any:
 
 
 def _run_without_data(config: Any) -> tuple[Any, _Watched]:
-    """The model, and the cache in which it has kept one token."""
+    """A model of a copy of ``config``, and the cache in which it has kept one token."""
     logger = logging.getLogger("transformers")
     level = logger.level
     logger.setLevel(logging.CRITICAL)
     try:
         with torch.device("meta"), torch.no_grad(), patch.object(torch, "autocast", _autocast):
-            model = _model_of(config)
+            model = _model_of(copy.deepcopy(config))  # in which transformers writes how it attends
             if hasattr(model, "set_experts_implementation"):
                 model.set_experts_implementation("batched_mm")  # whose shapes depend on no data
             cache = _Watched(model.config.get_text_config(decoder=True))
