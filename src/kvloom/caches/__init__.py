@@ -10,7 +10,8 @@ from kvloom.caches.pages import Pages
 from kvloom.caches.prefix import PrefixCache, PrefixSequence
 from kvloom.caches.quantized import QuantizedLayer
 from kvloom.caches.sequences import Sequences
-from kvloom.caches.tokens import TokenIndex, Tokens
+from kvloom.caches.token_index import TokenIndex
+from kvloom.caches.tokens import Tokens
 
 __all__ = [
     "Cache",

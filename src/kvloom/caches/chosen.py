@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from kvloom import ops
-from kvloom.caches.tokens import TokenIndex, Tokens, attend_behind
+from kvloom.caches.token_index import TokenIndex
+from kvloom.caches.tokens import Tokens, attend_behind
 from kvloom.caches.transform import attend
 from kvloom.core.indexing import CacheIndex, prefix_sums
 

@@ -19,7 +19,8 @@ from kvloom.caches.ring import Ring
 from kvloom.caches.saving import SavedStorage
 from kvloom.caches.sequences import ROLLBACK, Sequences
 from kvloom.caches.storage import Storage
-from kvloom.caches.tokens import BLOCK, Tokens
+from kvloom.caches.token_index import BLOCK
+from kvloom.caches.tokens import Tokens
 from kvloom.core.checks import expect_range
 from kvloom.core.memory import expect_memory
 from kvloom.errors import ConfigError, OutOfMemory, StateError, UnsupportedError

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from kvloom import ops
 from kvloom.caches.memory import outside_inference_mode
-from kvloom.caches.tokens import BLOCK, PARTIAL, Exact, TokenIndex, Tokens
+from kvloom.caches.token_index import BLOCK, PARTIAL, TokenIndex
+from kvloom.caches.tokens import Exact, Tokens
 from kvloom.core.indexing import CacheIndex
 from kvloom.core.layouts import CacheLayout
 from kvloom.core.views import KVView

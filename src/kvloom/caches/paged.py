@@ -18,7 +18,8 @@ from kvloom.caches.pages import Run
 from kvloom.caches.read_only import ReadOnly
 from kvloom.caches.sequences import Sequences
 from kvloom.caches.storage import Storage
-from kvloom.caches.tokens import BLOCK, PARTIAL, Exact, Step, TokenIndex, Tokens
+from kvloom.caches.token_index import BLOCK, PARTIAL, Step, TokenIndex
+from kvloom.caches.tokens import Exact, Tokens
 from kvloom.core.indexing import CacheIndex
 from kvloom.core.views import detached
 from kvloom.errors import StateError
@@ -110,10 +111,10 @@ class PagedLayer(Layer):
         step, storage = sequences.step, sequences.pages.storages.get(self.index)
         if step is None or storage is None or self.assignment.waiting is not None:
             return None
-        if step.start != self.num_tokens or step.stride != storage.stride:
+        if step.stride != storage.stride or not isinstance(key, Tensor) or key.dtype != self.dtype:
             return None
-        if not isinstance(key, Tensor) or key.dtype != self.dtype:
-            return None
+        if step.start != self.num_tokens:
+            return self._advance(key, value) if step.end == self.num_tokens else None
         residual, newest, exact = sequences.residual, None, None
         if residual is not None and storage.has_codes:
             newest, exact = residual.step, residual.pages.storages.get(self.index)
@@ -128,6 +129,19 @@ class PagedLayer(Layer):
             return None
         read = None if newest is None or exact is None else self._store_exact(exact, key, value, newest)
         return Tokens(storage.view, step.visible, sequences.window, None, transform, read)
+
+    def _advance(self, key: Tensor, value: Tensor) -> Tokens | None:
+        """Begin a step of one token that follows from the last step, and store it; ``None`` as above."""
+        sequences, num_tokens = self.sequences, self.num_tokens
+        if key.ndim != 4 or key.shape[2] != 1 or sequences.residual is not None or not sequences.advance():
+            return None
+        tokens = None
+        try:
+            tokens = self._append_at_once(key, value)
+        finally:
+            if tokens is None:
+                sequences.take_back(sequences.size, num_tokens)
+        return tokens
 
     def _append(self, key: Tensor, value: Tensor) -> Tokens:
         return self._extend(key, value, self._store, is_gathered=False)

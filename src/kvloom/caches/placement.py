@@ -15,7 +15,7 @@ from torch import Tensor
 from kvloom.caches.format import CacheFormat
 from kvloom.caches.pages import Pages, Run
 from kvloom.caches.storage import Storage
-from kvloom.caches.tokens import PARTIAL, Step, TokenIndex
+from kvloom.caches.token_index import PARTIAL, Step, TokenIndex
 from kvloom.core.indexing import CacheIndex
 from kvloom.errors import StateError
 from kvloom.paging import PageTable
@@ -126,6 +126,27 @@ class Placement:
             positions = self._positions(start, end, storage)
             self.step = step = Step(start, end, storage.stride, slots, positions, visible, known)
         return step
+
+    def advance(self) -> bool:
+        """Begin a step of one token that follows from the last step: its slots and lengths grow by 1.
+
+        Returns:
+            Whether ``step`` is the new one, for which there is room. If not, nothing was changed: the last
+            step had another number of tokens, a window may evict a page, or a sequence needs another page.
+        """
+        last = self.step
+        if last is None or last.end != self.num_positions or last.end - last.start != 1:
+            return False
+        if self.window is not None or not all(table.has_room(1) for table in self._tables):
+            return False  # nor has an empty table room: each sequence has begun
+        positions = None if last.positions is None else last.positions + 1
+        visible = last.visible.longer()
+        step = Step(last.end, last.end + 1, last.stride, last.slots + 1, positions, visible)
+        for table in self._tables:
+            table.fill(1)
+        self._tokens.clear()
+        self.step, self.num_positions = step, step.end
+        return True
 
     def _positions(self, start: int, end: int, storage: Storage) -> Tensor | None:
         """Positions of tokens in their texts, ``[B, end - start]``; ``None`` if no layer needs them."""

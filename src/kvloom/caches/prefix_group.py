@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from kvloom.caches.pages import Pages
 from kvloom.caches.storage import Storage
-from kvloom.caches.tokens import PARTIAL
+from kvloom.caches.token_index import PARTIAL
 from kvloom.core.indexing import CacheIndex
 from kvloom.errors import StateError
 from kvloom.paging import Growth, PageRef, PageTable, PrefixTree

@@ -15,7 +15,8 @@ from torch import Tensor
 from kvloom import ops
 from kvloom.caches.format import CacheFormat, is_in_rows, page_layout
 from kvloom.caches.memory import outside_inference_mode, zeros
-from kvloom.caches.tokens import TokenIndex, Tokens, attend_behind, scores_of_newest
+from kvloom.caches.token_index import TokenIndex
+from kvloom.caches.tokens import Tokens, attend_behind, scores_of_newest
 from kvloom.caches.transform import Transform, attend, store_transformed
 from kvloom.core.checks import FLOAT_DTYPES
 from kvloom.core.entries import Entry

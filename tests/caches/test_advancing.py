@@ -1,0 +1,148 @@
+"""A step of one token that follows from the last step is the step that is made from the page tables."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from caches.mixed import smoothing
+from caches.mixed import tokens as random_tokens
+from oracles.bits import assert_same_bits, generator
+from torch import Tensor
+
+from kvloom.caches import CacheFormat, PagedLayer
+from kvloom.caches.paged import Sequences
+from kvloom.core.specs import QuantSpec
+from kvloom.errors import OutOfPages, ShapeError
+from kvloom.paging import PageTable
+
+FORMATS = {
+    "plain": CacheFormat(page_size=4),
+    "int8": CacheFormat(page_size=4, quant=QuantSpec(8, 4)),
+    "large pages": CacheFormat(page_size=64),
+}
+
+SMOOTHED = CacheFormat(quant=QuantSpec(8, 32), smoothing=smoothing())
+
+
+def tokens(rows: int, count: int, seed: int) -> Tensor:
+    return torch.randn(rows, 2, count, 8, generator=generator(seed))
+
+
+def begun_afresh(layer: PagedLayer) -> None:
+    """Forget the last step, so that the next one is made from the page tables."""
+    layer.sequences.step = None
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("name", FORMATS)
+def test_steps_that_follow_have_the_slots_and_bits_of_others(
+    name: str, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draw = random.Random(seed)
+    rows = draw.choice([1, 3])
+    layers = [PagedLayer(FORMATS[name]) for _ in range(2)]
+    for layer in layers:
+        layer.append(tokens(rows, 5, seed), tokens(rows, 5, seed + 1))
+    advanced: list[bool] = []
+    advance = layers[0].sequences.advance
+    monkeypatch.setattr(layers[0].sequences, "advance", lambda: advanced.append(advance()) or advanced[-1])
+    for i in range(60):
+        new, query = tokens(rows, 1, 10 * i), tokens(rows, 1, 10 * i + 1)
+        stored = []
+        for layer in layers:
+            if layer is layers[1]:
+                begun_afresh(layer)
+            stored.append(layer.append(new, -new))
+        steps = [layer.sequences.step for layer in layers]
+        assert steps[0] is not None and steps[1] is not None
+        assert torch.equal(steps[0].slots, steps[1].slots)
+        for field in ("lengths", "kvstarts", "origins", "first_position"):
+            first, second = (getattr(step.visible, field) for step in steps if step is not None)
+            assert (first is None) == (second is None) and (first is None or torch.equal(first, second)), (
+                field
+            )
+        assert_same_bits(stored[0].attend(query), stored[1].attend(query), "attention")
+        assert_same_bits(
+            stored[0].gather(new.dtype)[0].contiguous(), stored[1].gather(new.dtype)[0].contiguous(), "keys"
+        )
+        change = draw.random()
+        counts = [draw.randrange(3) for _ in range(rows)]
+        for layer in layers:
+            if change < 0.1:
+                layer.sequences.remove(counts)
+                layer.num_tokens = layer.sequences.num_positions
+            elif change < 0.2:
+                layer.sequences.select([(row + 1) % rows for row in range(rows)])
+            elif change < 0.3:
+                layer.append(tokens(rows, 3, i), tokens(rows, 3, i))
+    assert sum(advanced) > 10
+
+
+def test_rows_behind_padding_begin_one_after_the_other() -> None:
+    layers = [PagedLayer(CacheFormat(page_size=4)) for _ in range(2)]
+    begins, num_tokens = [0, 6, 3], 2
+    for layer in layers:
+        pages = layer.sequences.pages
+        tables = [PageTable(pages.pool, 4) for _ in begins]
+        pages.append(tables, [num_tokens, 0, 0])
+        layer.sequences.adopt(tables, begins, num_tokens)
+        layer.num_tokens = num_tokens
+    for i in range(12):
+        new, query = tokens(3, 1, i), tokens(3, 1, 100 + i)
+        begun_afresh(layers[1])
+        first, second = (layer.append(new, -new) for layer in layers)
+        slots = [layer.sequences.step.slots for layer in layers if layer.sequences.step is not None]
+        assert torch.equal(slots[0], slots[1])
+        assert_same_bits(first.attend(query), second.attend(query), f"attention at {i}")
+
+
+def test_keys_are_smoothed_at_the_positions_of_steps() -> None:
+    layer, whole = PagedLayer(SMOOTHED), PagedLayer(SMOOTHED)
+    every = random_tokens(2, 40, 3)
+    whole.append(every, every)
+    for i in range(40):
+        layer.append(every[:, :, i : i + 1], every[:, :, i : i + 1])
+    found, expected = (x.gather(torch.float32)[0].contiguous() for x in (layer, whole))
+    assert_same_bits(found, expected, "keys")
+
+
+def test_a_token_that_is_refused_takes_no_room() -> None:
+    layer, other = PagedLayer(CacheFormat(page_size=8)), PagedLayer(CacheFormat(page_size=8))
+    for x in (layer, other):
+        for i in range(3):
+            x.append(tokens(2, 1, i), tokens(2, 1, i))
+    for bad in (tokens(3, 1, 9), torch.zeros(2, 3, 1, 8), torch.zeros(2, 2, 1, 4)):
+        with pytest.raises(ShapeError):
+            layer.append(bad, bad)
+        assert (layer.num_tokens, layer.sequences.num_positions) == (3, 3)
+        assert [table.num_tokens for table in layer.sequences.tables] == [3, 3]
+    new = tokens(2, 1, 4)
+    assert_same_bits(layer.append(new, new).attend(new), other.append(new, new).attend(new), "attention")
+
+
+def test_a_page_that_a_fork_holds_is_copied_first() -> None:
+    layer = PagedLayer(CacheFormat(page_size=8))
+    for i in range(3):
+        layer.append(tokens(1, 1, i), tokens(1, 1, i))
+    fork = layer.fork()
+    kept = fork.gather(torch.float32)[0].clone()
+    layer.append(tokens(1, 1, 7), tokens(1, 1, 7))
+    fork.append(tokens(1, 1, 8), tokens(1, 1, 8))
+    assert_same_bits(fork.gather(torch.float32)[0][:, :, :3].contiguous(), kept, "keys of the fork")
+    assert_same_bits(layer.gather(torch.float32)[0][:, :, 3:].contiguous(), tokens(1, 1, 7), "the last key")
+
+
+def test_layers_follow_the_step_of_the_first() -> None:
+    sequences = Sequences(CacheFormat(page_size=16, max_tokens=16))
+    layers = [PagedLayer(sequences.format, sequences, i) for i in range(3)]
+    for i in range(16):
+        for layer in layers:
+            layer.append(tokens(1, 1, i), tokens(1, 1, i))
+    with pytest.raises(OutOfPages):
+        layers[0].append(tokens(1, 1, 20), tokens(1, 1, 20))
+    expected = torch.cat([tokens(1, 1, i) for i in range(16)], dim=2)
+    for layer in layers:
+        assert layer.num_tokens == sequences.num_positions == 16
+        assert_same_bits(layer.gather(torch.float32)[0].contiguous(), expected, "keys")
